@@ -1,0 +1,238 @@
+"""Format: element + block + scale + scale rule + packing + second-level scale, as data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import torch
+
+from ..errors import SpecError
+from .elements import ELEMENTS, FP32, Element
+
+__all__ = ["BUFFER_NAMES", "RULES", "BufferSpec", "Format", "ScaleRule"]
+
+#: Every name that a plane's buffer may have, in the order in which operations return them.
+BUFFER_NAMES: Final = ("data", "scale", "amax")
+
+
+@dataclass(frozen=True)
+class BufferSpec:
+    """Name, shape and dtype of one buffer of a plane; dtype None: that of the encoded tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """How a block's scale follows from its amax; the arithmetic is in `reference` and `csrc`.
+
+    Args:
+        name: `"identity"`, `"amax"`, `"rceil"` or `"two_level"` (see docs/numerics.md).
+        is_power_of_two: every scale that the rule makes is a power of two.
+        needs_tensor_amax: block scales depend on the amax of the whole tensor, stored beside.
+        summary: one line for tables.
+        source: where the rule is specified.
+    """
+
+    name: str
+    is_power_of_two: bool
+    needs_tensor_amax: bool
+    summary: str
+    source: str
+
+
+RULES: dict[str, ScaleRule] = {
+    rule.name: rule
+    for rule in (
+        ScaleRule("identity", True, False, "no scale", "ours"),
+        ScaleRule("amax", False, False, "fmax / amax in FP32", "Transformer Engine, FP8 recipes"),
+        ScaleRule("rceil", True, False, "2^ceil(log2(amax / fmax))", "PTX ISA, cvt.rp.ue8m0x2"),
+        ScaleRule("two_level", False, True, "E4M3 block scale times FP32 tensor scale", "NVFP4"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Format:
+    """A quantization format; a plane is encoded in one. All derived values are properties.
+
+    Args:
+        element: what the codes are; None (identity only) keeps the tensor's own dtype.
+        block: `(block_rows, block_cols)` of one scale, or None for one scale per tensor.
+        scale: element of the scales: E8M0, E4M3 or FP32; None for identity.
+        rule: name of the scale rule, a key of `RULES`.
+        family: what users call it, e.g. `"mxfp8"`; the marker classes are chosen by it.
+        power_of_two: rule `amax` only: round the scale down to a power of two.
+        eps: rule `amax` only: lower bound of amax.
+
+    Raises:
+        SpecError: the fields contradict each other.
+
+    Source: ours; the formats' own sources are in their modules.
+    """
+
+    element: Element | None
+    block: tuple[int, int] | None
+    scale: Element | None
+    rule: str
+    family: str
+    power_of_two: bool = False
+    eps: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise SpecError(f"Format: rule must be one of {', '.join(RULES)}, got {self.rule!r}")
+        if self.is_identity:
+            if self.block is not None or self.scale is not None:
+                raise SpecError("Format: an identity format has no block and no scale")
+            if self.element is not None and self.element.torch_dtype is None:
+                raise SpecError(
+                    f"Format: an identity element must be bf16, fp16 or fp32, got {self.element}"
+                )
+            return
+        if self.element is None or self.scale is None:
+            raise SpecError(f"Format: rule {self.rule!r} needs an element and a scale element")
+        if self.element.bits > 8:
+            raise SpecError(f"Format: codes have at most 8 bits, got {self.element}")
+        wanted = {"amax": "fp32", "rceil": "e8m0", "two_level": "e4m3"}[self.rule]
+        if self.scale.name != wanted:
+            raise SpecError(f"Format: rule {self.rule!r} makes {wanted} scales, got {self.scale}")
+        if self.block is None and self.rule != "amax":
+            raise SpecError(f"Format: rule {self.rule!r} needs blocks, got block None")
+        if self.block is not None and not (
+            self.block[0] in (1, self.block[1]) and self.block[1] >= 1
+        ):
+            raise SpecError(f"Format: block must be (1, n) or (n, n), got {self.block}")
+        if self.rule != "amax" and (self.power_of_two or self.eps):
+            raise SpecError(f"Format: power_of_two and eps belong to rule amax, got {self.rule!r}")
+        if not (self.eps >= 0.0 and math.isfinite(self.eps)):
+            raise SpecError(f"Format: eps must be finite and not negative, got {self.eps}")
+
+    @cached_property
+    def is_identity(self) -> bool:
+        """Whether values are stored as they are."""
+        return self.rule == "identity"
+
+    @cached_property
+    def is_tensor_scaled(self) -> bool:
+        """Whether one scale serves the whole tensor."""
+        return self.block is None and not self.is_identity
+
+    @cached_property
+    def needs_tensor_amax(self) -> bool:
+        """Whether encoding needs the amax of the whole tensor first."""
+        return self.is_tensor_scaled or RULES[self.rule].needs_tensor_amax
+
+    @cached_property
+    def is_square(self) -> bool:
+        """Whether the transpose of an encoded matrix is the encoding of its transpose."""
+        return self.block is None or self.block[0] == self.block[1]
+
+    @cached_property
+    def has_power_of_two_scales(self) -> bool:
+        """Whether every block scale is a power of two."""
+        return RULES[self.rule].is_power_of_two or self.power_of_two
+
+    @cached_property
+    def is_bf16_exact(self) -> bool:
+        """Whether `code * block scale` has at most BF16's eight significant bits, always."""
+        if self.is_identity:
+            return self.element is not None and self.element.name == "bf16"
+        if self.element is None or self.scale is None:
+            return False
+        bits = self.element.significant_bits
+        if not (self.is_tensor_scaled or self.has_power_of_two_scales):
+            # A product of p and q significant bits has at most p + q of them. The scale of a
+            # whole tensor does not count: it is applied to the GEMM's result.
+            bits += self.scale.significant_bits
+        return bits <= 8
+
+    @cached_property
+    def storage_dtype(self) -> torch.dtype | None:
+        """dtype of the `data` buffer: uint8 for codes; None where the tensor decides."""
+        if self.is_identity:
+            return self.element.torch_dtype if self.element else None
+        return torch.uint8
+
+    def buffers(self, rows: int, cols: int) -> tuple[BufferSpec, ...]:
+        """Return the buffers of a plane whose own matrix is `[rows, cols]`, in order.
+
+        Args:
+            rows: rows of the plane's matrix (of X transposed for a columnwise plane).
+            cols: its columns, the axis along which blocks run; already padded by a transform.
+        """
+        if self.is_identity:
+            return (BufferSpec("data", (rows, cols), self.storage_dtype),)
+        per_byte = self.element.codes_per_byte if self.element else 1
+        data = BufferSpec("data", (rows, -(-cols // per_byte)), torch.uint8)
+        scale_dtype = torch.float32 if self.scale == FP32 else torch.uint8
+        if self.block is None:
+            shape: tuple[int, ...] = (1,)
+        else:
+            shape = (-(-rows // self.block[0]), -(-cols // self.block[1]))
+        scale = BufferSpec("scale", shape, scale_dtype)
+        if RULES[self.rule].needs_tensor_amax:
+            return (data, scale, BufferSpec("amax", (1,), torch.float32))
+        return (data, scale)
+
+    def bits_per_value(self) -> float:
+        """Return the average storage of one value in bits, block scales included."""
+        if self.is_identity:
+            return float(self.element.bits if self.element else 32)
+        bits = float(8 // self.element.codes_per_byte) if self.element else 8.0
+        if self.block is not None:
+            bits += (32 if self.scale == FP32 else 8) / (self.block[0] * self.block[1])
+        return bits
+
+    def __str__(self) -> str:
+        """Canonical text, e.g. `e4m3/1x32/e8m0/rceil`; `parse` inverts it."""
+        if self.is_identity:
+            return f"{self.element or 'same'}/identity/{self.family}"
+        block = "tensor" if self.block is None else f"{self.block[0]}x{self.block[1]}"
+        text = f"{self.element}/{block}/{self.scale}/{self.rule}/{self.family}"
+        if self.power_of_two:
+            text += "/pow2"
+        if self.eps:
+            text += f"/eps={self.eps!r}"
+        return text
+
+    @staticmethod
+    def parse(text: str) -> Format:
+        """Return the Format whose canonical text is `text`.
+
+        Raises:
+            SpecError: the text is malformed or names an unknown element or rule.
+        """
+        try:
+            parts = text.split("/")
+            if parts[1] == "identity":
+                own = None if parts[0] == "same" else ELEMENTS[parts[0]]
+                return Format(own, None, None, "identity", parts[2])
+            name, block, scale, rule, family, *options = parts
+            power_of_two, eps = False, 0.0
+            for option in options:
+                if option == "pow2":
+                    power_of_two = True
+                elif option.startswith("eps="):
+                    eps = float(option[4:])
+                else:
+                    raise ValueError(option)
+            size = None
+            if block != "tensor":
+                block_rows, block_cols = block.split("x")
+                size = (int(block_rows), int(block_cols))
+            return Format(ELEMENTS[name], size, ELEMENTS[scale], rule, family, power_of_two, eps)
+        except (IndexError, KeyError, ValueError) as error:
+            if isinstance(error, SpecError):
+                raise
+            raise SpecError(f"Format.parse: not a format's canonical text, got {text!r}") from error

@@ -1,0 +1,88 @@
+"""The formats known by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import SpecError
+from .base import Format
+
+__all__ = ["Entry", "entries", "format", "names", "register_format"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A named format with what a reader of the table of formats wants to know.
+
+    Args:
+        name: the name that `hybridq.quantize` takes.
+        format: the record.
+        summary: one line.
+        source: specification or paper.
+        limits: what the format cannot hold, in one line.
+    """
+
+    name: str
+    format: Format
+    summary: str
+    source: str
+    limits: str
+
+
+_entries: dict[str, Entry] = {}
+_aliases: dict[str, str] = {}
+
+
+def register_format(
+    name: str, format: Format, *, summary: str = "", source: str = "", limits: str = ""
+) -> Format:
+    """Make `format` known as `name` everywhere: quantize, tests, docs and benchmarks.
+
+    Args:
+        name: a new name.
+        format: the record.
+        summary: one line for tables.
+        source: where the format is specified.
+        limits: what it cannot hold.
+
+    Returns:
+        `format` itself.
+
+    Raises:
+        SpecError: the name is taken by another format.
+    """
+    if name in _aliases or _entries.get(name, Entry(name, format, "", "", "")).format != format:
+        raise SpecError(f"register_format: the name {name!r} is taken")
+    _entries[name] = Entry(name, format, summary, source, limits)
+    return format
+
+
+def register_alias(alias: str, name: str) -> None:
+    """Let `alias` mean the format `name`."""
+    _aliases[alias] = name
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all formats, without aliases."""
+    return tuple(_entries)
+
+
+def entries() -> tuple[Entry, ...]:
+    """Return all named formats."""
+    return tuple(_entries.values())
+
+
+def format(which: str | Format) -> Format:
+    """Return the format named `which`; a Format is returned as it is.
+
+    Raises:
+        SpecError: no format has that name; the message lists all names.
+    """
+    if isinstance(which, Format):
+        return which
+    if not isinstance(which, str):
+        raise SpecError(f"format: must be a name or a Format, got {type(which).__name__}")
+    name = _aliases.get(which.lower(), which.lower())
+    if name not in _entries:
+        raise SpecError(f"format: must be one of {', '.join(_entries)}, got {which!r}")
+    return _entries[name].format

@@ -1,0 +1,131 @@
+"""PlaneSpec: all that encode, decode and GEMM must know of a plane."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Final
+
+import torch
+
+from ..errors import SpecError
+from .base import BufferSpec, Format
+from .registry import format as named_format
+
+__all__ = ["DEFAULT_SIGNS", "HADAMARD_SIZE", "PlaneSpec"]
+
+#: Points of one Hadamard transform, along the contraction axis.
+HADAMARD_SIZE: Final = 16
+#: Bit i set: point i is multiplied by -1. The fixed random signs of docs/numerics.md.
+DEFAULT_SIGNS: Final = 0xD7E8
+
+
+@dataclass(frozen=True)
+class PlaneSpec:
+    """Format + rounding + transform and its signs + tensor bound, with a canonical text.
+
+    Args:
+        format: the format.
+        stochastic: round codes stochastically instead of to nearest even.
+        signs: None, or the 16 sign bits of a random Hadamard transform that is applied along
+            the contraction axis before quantizing.
+        tensor_bound: rule `two_level`: the largest block scale (448).
+
+    Raises:
+        SpecError: an option does not go with the format.
+
+    Source: ours.
+    """
+
+    format: Format
+    stochastic: bool = False
+    signs: int | None = None
+    tensor_bound: float = 448.0
+
+    def __post_init__(self) -> None:
+        if self.format.is_identity and (self.stochastic or self.signs is not None):
+            raise SpecError("PlaneSpec: an identity plane takes no rounding mode and no transform")
+        if self.signs is not None and not 0 <= self.signs < 1 << HADAMARD_SIZE:
+            raise SpecError(f"PlaneSpec: signs must be 16 bits, got {self.signs}")
+        if self.signs is not None and (self.format.block or (1, 1))[0] != 1:
+            raise SpecError(
+                "PlaneSpec: a transform goes with 1xN blocks or one scale per tensor, got "
+                f"block {self.format.block}"
+            )
+        if self.tensor_bound not in (448.0, 256.0):
+            raise SpecError(f"PlaneSpec: tensor_bound must be 448 or 256, got {self.tensor_bound}")
+        if self.tensor_bound != 448.0 and self.format.rule != "two_level":
+            raise SpecError(
+                f"PlaneSpec: tensor_bound belongs to rule two_level, got {self.format.rule!r}"
+            )
+
+    @cached_property
+    def text(self) -> str:
+        """The canonical text that operations take; `parse` inverts it."""
+        parts = [str(self.format)]
+        if self.stochastic:
+            parts.append("sr")
+        if self.signs is not None:
+            parts.append(f"rht={self.signs:04x}")
+        if self.tensor_bound != 448.0:
+            parts.append(f"bound={self.tensor_bound:g}")
+        return ";".join(parts)
+
+    def __str__(self) -> str:
+        return self.text
+
+    @staticmethod
+    def parse(text: str) -> PlaneSpec:
+        """Return the PlaneSpec whose canonical text, or format name, is `text`.
+
+        Raises:
+            SpecError: the text is malformed.
+        """
+        return _parse(text)
+
+    @property
+    def is_derivable(self) -> bool:
+        """Whether a columnwise plane of this spec is exactly the rowwise one transposed."""
+        return self.format.is_square and self.signs is None and not self.stochastic
+
+    def padded(self, cols: int) -> int:
+        """Return the number of codes per row for `cols` values: a transform fills its groups."""
+        if self.signs is None:
+            return cols
+        return -(-cols // HADAMARD_SIZE) * HADAMARD_SIZE
+
+    def buffers(self, rows: int, cols: int) -> tuple[BufferSpec, ...]:
+        """Return the buffers of a plane whose own matrix is `[rows, cols]`."""
+        return self.format.buffers(rows, self.padded(cols))
+
+    def resolve(self, dtype: torch.dtype) -> PlaneSpec:
+        """Return the spec with an identity format's open dtype fixed to `dtype`."""
+        if not self.format.is_identity or self.format.element is not None:
+            return self
+        names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+        if dtype not in names:
+            raise SpecError(
+                f"PlaneSpec.resolve: dtype must be float32, bfloat16 or float16, got {dtype}"
+            )
+        return replace(self, format=named_format(names[dtype]))
+
+
+@lru_cache(maxsize=4096)
+def _parse(text: str) -> PlaneSpec:
+    head, *options = text.split(";")
+    stochastic, signs, bound = False, None, 448.0
+    for option in options:
+        key, _, value = option.partition("=")
+        try:
+            if option == "sr":
+                stochastic = True
+            elif key == "rht":
+                signs = int(value, 16)
+            elif key == "bound":
+                bound = float(value)
+            else:
+                raise ValueError(option)
+        except ValueError as error:
+            raise SpecError(f"PlaneSpec.parse: unknown option {option!r} in {text!r}") from error
+    fmt = Format.parse(head) if "/" in head else named_format(head)
+    return PlaneSpec(fmt, stochastic, signs, bound)
