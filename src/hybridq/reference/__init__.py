@@ -1,0 +1,33 @@
+"""The oracle: every operation in plain PyTorch, generic over Format, written from the rules.
+
+Runs on any device that PyTorch runs on. `docs/numerics.md` states the rules with their sources.
+"""
+
+from __future__ import annotations
+
+from .decode import decode_plane, plane_operand, tensor_factor
+from .elements import cast, decode_codes, pack, unpack
+from .encode import encode_plane, tensor_amax
+from .gemm import gemm
+from .hadamard import hadamard, inverse_hadamard
+from .philox import philox, random_bytes
+from .scales import BlockScales, block_scales
+
+__all__ = [
+    "BlockScales",
+    "block_scales",
+    "cast",
+    "decode_codes",
+    "decode_plane",
+    "encode_plane",
+    "gemm",
+    "hadamard",
+    "inverse_hadamard",
+    "pack",
+    "philox",
+    "plane_operand",
+    "random_bytes",
+    "tensor_amax",
+    "tensor_factor",
+    "unpack",
+]

@@ -1,0 +1,84 @@
+"""Decode: the values of one plane, and the operand that a GEMM takes of it.
+
+Source: docs/numerics.md, "Operands of a GEMM, dequantize".
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..formats import PlaneSpec
+from .elements import decode_codes, unpack
+from .hadamard import inverse_hadamard
+
+__all__ = ["decode_plane", "plane_operand", "tensor_factor"]
+
+_BF16 = torch.finfo(torch.bfloat16)
+
+
+def tensor_factor(buffers: list[torch.Tensor], spec: PlaneSpec) -> torch.Tensor | None:
+    """Return the FP32 `[1]` factor of the whole plane, or None where there is none.
+
+    One scale per tensor: that scale. Two levels: `amax / (tensor_bound * fmax)`.
+    """
+    fmt = spec.format
+    if fmt.is_tensor_scaled:
+        return buffers[1]
+    if fmt.needs_tensor_amax and fmt.element is not None:
+        bound = torch.tensor(spec.tensor_bound * fmt.element.max, dtype=torch.float32)
+        return buffers[2] / bound.to(buffers[2].device)
+    return None
+
+
+def _scaled_codes(
+    buffers: list[torch.Tensor], spec: PlaneSpec, rows: int, cols: int
+) -> torch.Tensor:
+    """Return FP32 `code * block scale` `[rows, padded cols]`, without the tensor's factor."""
+    fmt = spec.format
+    if fmt.element is None or fmt.is_identity or fmt.scale is None:
+        return buffers[0].to(torch.float32)
+    width = spec.padded(cols)
+    values = decode_codes(unpack(buffers[0], fmt.element, width), fmt.element)
+    if fmt.block is None:
+        return values
+    scale = buffers[1]
+    if scale.dtype == torch.uint8:
+        scale = decode_codes(scale, fmt.scale)
+    scale = scale.repeat_interleave(fmt.block[0], 0)[:rows]
+    return values * scale.repeat_interleave(fmt.block[1], 1)[:, :width]
+
+
+def decode_plane(
+    buffers: list[torch.Tensor], spec: PlaneSpec, rows: int, cols: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the plane's own matrix `[rows, cols]`: FP32 arithmetic, one rounding at the end.
+
+    Args:
+        buffers: the plane's buffers in the format's order.
+        spec: its spec.
+        rows, cols: its own matrix.
+        dtype: of the result.
+    """
+    if spec.format.is_identity:
+        return buffers[0].to(dtype, copy=True)
+    values = _scaled_codes(buffers, spec, rows, cols)
+    factor = tensor_factor(buffers, spec)
+    if factor is not None:
+        values = values * factor
+    if spec.signs is not None:
+        values = inverse_hadamard(values, spec.signs, cols)
+    return values.to(dtype, memory_format=torch.contiguous_format, copy=True)
+
+
+def plane_operand(
+    buffers: list[torch.Tensor], spec: PlaneSpec, rows: int, cols: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, bool]:
+    """Return `code * block scale` in `dtype`, and whether BF16 cannot be trusted with it.
+
+    Neither the tensor's factor nor the inverse transform is applied: `[rows, padded cols]`.
+    The flag is True if a non-zero finite value lies outside BF16's normal range.
+    """
+    values = _scaled_codes(buffers, spec, rows, cols)
+    magnitude = values.abs()
+    outside = (magnitude != 0.0) & ((magnitude < _BF16.tiny) | (magnitude > _BF16.max))
+    return values.to(dtype), bool(outside.any())
