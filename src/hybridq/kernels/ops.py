@@ -1,0 +1,354 @@
+"""The operations, registered with torch.library: plain tensors and spec texts in and out.
+
+So `torch.compile(fullgraph=True)` sees ordinary operators and autograd saves ordinary tensors.
+Every operation returns new tensors; sharing and identity are made above, in `storage`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..direction import COLUMNWISE, DIRECTIONS
+from ..errors import SpecError
+from ..formats import BufferSpec, PlaneSpec
+from .registry import Call, select
+from .types import EncodeArgs, GemmArgs, Operand
+
+__all__ = ["HIGH_PRECISION", "LIBRARY"]
+
+LIBRARY = torch.library.Library("hybridq", "DEF")
+
+#: dtypes that can be encoded and decoded to.
+HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
+
+_ENCODE = (
+    "encode(Tensor x, str row, str col, Tensor? row_stat=None, Tensor? col_stat=None, "
+    "Tensor? seed=None, *, str col_source='original', bool keep_row=True, SymInt row0=0, "
+    "SymInt col0=0, int row_stream=0, int col_stream=1) -> Tensor[]"
+)
+_AMAX = "amax(Tensor x, str spec, str direction) -> Tensor"
+_DECODE = "decode(Tensor[] buffers, str spec, SymInt rows, SymInt cols, ScalarType dtype) -> Tensor"
+_TRANSPOSE = "transpose(Tensor data, SymInt rows, SymInt cols, int bits) -> Tensor"
+_OPERANDS = "Tensor[] a, str a_spec, SymInt a_rows, Tensor[] b, str b_spec, SymInt b_rows, SymInt k"
+_GEMM = f"gemm({_OPERANDS}, Tensor? bias=None, *, ScalarType out_dtype) -> Tensor"
+_GEMM_INTO = (
+    f"gemm_(Tensor(out!) out, {_OPERANDS}, Tensor? bias=None, *, bool accumulate=False) -> ()"
+)
+
+for _schema in (_ENCODE, _AMAX, _DECODE, _TRANSPOSE, _GEMM, _GEMM_INTO):
+    LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _spec(text: str, dtype: torch.dtype) -> PlaneSpec | None:
+    return PlaneSpec.parse(text).resolve(dtype) if text else None
+
+
+def _check_matrix(x: torch.Tensor, where: str) -> None:
+    if x.dtype not in HIGH_PRECISION:
+        raise TypeError(f"{where}: dtype must be float32, bfloat16 or float16, got {x.dtype}")
+    if x.dim() != 2:
+        raise ValueError(f"{where}: x must be [rows, cols], got shape {tuple(x.shape)}")
+    if x.layout != torch.strided:
+        raise TypeError(f"{where}: layout must be strided, got {x.layout}")
+
+
+def _stat(
+    x: torch.Tensor, spec: PlaneSpec | None, given: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Return the amax that `spec` needs of the plane's own matrix x: the given one, or x's."""
+    if spec is None or not spec.format.needs_tensor_amax:
+        return None
+    if given is not None:
+        if given.dtype != torch.float32 or given.numel() != 1:
+            raise ValueError(
+                f"encode: a statistic must be float32 with one value, got {given.dtype} "
+                f"{tuple(given.shape)}"
+            )
+        return given.reshape(1).clamp(max=torch.finfo(torch.float32).max)
+    backend = select(Call("amax", x.device.type, x.dtype, spec))
+    return backend.ops["amax"](x, spec)
+
+
+def _run_encode(
+    x: torch.Tensor, row: PlaneSpec | None, col: PlaneSpec | None, args: EncodeArgs
+) -> list[torch.Tensor]:
+    """Encode one or both planes: one call where one backend takes the pair, else one each."""
+    calls = [
+        (spec, Call("encode", x.device.type, x.dtype, spec))
+        for spec in (row, col)
+        if spec is not None
+    ]
+    if len(calls) == 2 and not (row.format.is_identity or col.format.is_identity):  # type: ignore[union-attr]
+        first, second = (select(call) for _, call in calls)
+        if first is second:
+            pair = Call("encode", x.device.type, x.dtype, row, col)
+            if first.reason(pair) is None:
+                return first.ops["encode"](x, row, col, args)
+    buffers: list[torch.Tensor] = []
+    for position, spec in enumerate((row, col)):
+        if spec is None:
+            continue
+        if spec.format.is_identity:
+            own = x.t() if position else x
+            dtype = spec.format.storage_dtype or x.dtype
+            buffers.append(own.to(dtype=dtype, copy=True, memory_format=torch.contiguous_format))
+            continue
+        backend = select(Call("encode", x.device.type, x.dtype, spec))
+        pair_args = (None, spec) if position else (spec, None)
+        buffers += backend.ops["encode"](x, *pair_args, args)
+    return buffers
+
+
+def _encode(
+    x: torch.Tensor,
+    row: str,
+    col: str,
+    row_stat: torch.Tensor | None = None,
+    col_stat: torch.Tensor | None = None,
+    seed: torch.Tensor | None = None,
+    *,
+    col_source: str = "original",
+    keep_row: bool = True,
+    row0: int = 0,
+    col0: int = 0,
+    row_stream: int = 0,
+    col_stream: int = 1,
+) -> list[torch.Tensor]:
+    _check_matrix(x, "encode")
+    row_spec, col_spec = _spec(row, x.dtype), _spec(col, x.dtype)
+    _check_encode(row_spec, col_spec, col_source, seed)
+
+    def args(first: torch.Tensor | None, second: torch.Tensor | None) -> EncodeArgs:
+        return EncodeArgs(first, second, seed, row0, col0, row_stream, col_stream)
+
+    if col_source == "rowwise_dequantized" and col_spec is not None and row_spec is not None:
+        buffers = _run_encode(x, row_spec, None, args(_stat(x, row_spec, row_stat), None))
+        if row_spec.format.is_identity:
+            seen = buffers[0].to(x.dtype)
+        else:
+            decode = select(Call("decode", x.device.type, x.dtype, row_spec)).ops["decode"]
+            seen = decode(buffers, row_spec, *x.shape, x.dtype)
+        stat = _stat(seen.t(), col_spec, col_stat)
+        second = _run_encode(seen, None, col_spec, args(None, stat))
+        return buffers + second if keep_row else second
+    if not keep_row:
+        row_spec = None
+    first_stat = _stat(x, row_spec, row_stat)
+    if (
+        first_stat is not None
+        and row_spec is not None
+        and col_spec is not None
+        and col_stat is None
+        and row_stat is None
+        and col_spec.format.needs_tensor_amax
+        and row_spec.signs == col_spec.signs is None
+    ):
+        col_stat = first_stat  # one pass over x serves both
+    second_stat = _stat(x.t(), col_spec, col_stat)
+    return _run_encode(x, row_spec, col_spec, args(first_stat, second_stat))
+
+
+def _check_encode(
+    row: PlaneSpec | None, col: PlaneSpec | None, col_source: str, seed: torch.Tensor | None
+) -> None:
+    if col_source not in ("original", "rowwise_dequantized"):
+        raise ValueError(
+            f"encode: col_source must be 'original' or 'rowwise_dequantized', got {col_source!r}"
+        )
+    if col_source == "rowwise_dequantized" and row is None and col is not None:
+        raise SpecError("encode: col_source 'rowwise_dequantized' needs a row spec, got none")
+    if seed is None and any(spec is not None and spec.stochastic for spec in (row, col)):
+        raise ValueError("encode: stochastic rounding needs a seed, got None")
+    if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1):
+        raise ValueError(
+            f"encode: seed must be int64 with one value, got {seed.dtype} {tuple(seed.shape)}"
+        )
+
+
+def _encode_fake(
+    x: torch.Tensor,
+    row: str,
+    col: str,
+    row_stat: torch.Tensor | None = None,
+    col_stat: torch.Tensor | None = None,
+    seed: torch.Tensor | None = None,
+    *,
+    col_source: str = "original",
+    keep_row: bool = True,
+    row0: int = 0,
+    col0: int = 0,
+    row_stream: int = 0,
+    col_stream: int = 1,
+) -> list[torch.Tensor]:
+    _check_matrix(x, "encode")
+    row_spec, col_spec = _spec(row, x.dtype), _spec(col, x.dtype)
+    _check_encode(row_spec, col_spec, col_source, seed)
+    rows, cols = x.shape
+    specs: list[BufferSpec] = []
+    if row_spec is not None and keep_row:
+        specs += row_spec.buffers(rows, cols)
+    if col_spec is not None:
+        specs += col_spec.buffers(cols, rows)
+    return [x.new_empty(spec.shape, dtype=spec.dtype or x.dtype) for spec in specs]
+
+
+def _amax(x: torch.Tensor, spec: str, direction: str) -> torch.Tensor:
+    _check_matrix(x, "amax")
+    if direction not in DIRECTIONS:
+        raise ValueError(f"amax: direction must be rowwise or columnwise, got {direction!r}")
+    own = x.t() if direction == COLUMNWISE else x
+    parsed = PlaneSpec.parse(spec)
+    return select(Call("amax", x.device.type, x.dtype, parsed)).ops["amax"](own, parsed)
+
+
+def _decode(
+    buffers: list[torch.Tensor], spec: str, rows: int, cols: int, dtype: torch.dtype
+) -> torch.Tensor:
+    parsed = PlaneSpec.parse(spec)
+    if dtype not in HIGH_PRECISION:
+        raise TypeError(f"decode: dtype must be float32, bfloat16 or float16, got {dtype}")
+    _check_buffers(buffers, parsed, rows, cols, "decode")
+    if parsed.format.is_identity:
+        return buffers[0].to(dtype=dtype, copy=True, memory_format=torch.contiguous_format)
+    backend = select(Call("decode", buffers[0].device.type, dtype, parsed))
+    return backend.ops["decode"](buffers, parsed, rows, cols, dtype)
+
+
+def _check_buffers(
+    buffers: list[torch.Tensor], spec: PlaneSpec, rows: int, cols: int, where: str
+) -> None:
+    """Raise unless `buffers` are those of a plane; a kernel reads them by pointer."""
+    expected = spec.buffers(rows, cols)
+    if len(buffers) != len(expected):
+        raise ValueError(f"{where}: {spec} has {len(expected)} buffers, got {len(buffers)}")
+    for buffer, want in zip(buffers, expected, strict=True):
+        if tuple(buffer.shape) != tuple(want.shape) or (
+            want.dtype is not None and buffer.dtype != want.dtype
+        ):
+            raise ValueError(
+                f"{where}: {want.name} of a [{rows}, {cols}] plane of {spec} must be "
+                f"{want.dtype} {tuple(want.shape)}, got {buffer.dtype} {tuple(buffer.shape)}"
+            )
+        if buffer.device != buffers[0].device:
+            raise ValueError(
+                f"{where}: all buffers must be on one device, got {buffers[0].device} and "
+                f"{buffer.device}"
+            )
+
+
+def _decode_fake(
+    buffers: list[torch.Tensor], spec: str, rows: int, cols: int, dtype: torch.dtype
+) -> torch.Tensor:
+    return buffers[0].new_empty((rows, cols), dtype=dtype)
+
+
+def _transpose(data: torch.Tensor, rows: int, cols: int, bits: int) -> torch.Tensor:
+    backend = select(Call("transpose", data.device.type, data.dtype))
+    return backend.ops["transpose"](data, rows, cols, bits)
+
+
+def _transpose_fake(data: torch.Tensor, rows: int, cols: int, bits: int) -> torch.Tensor:
+    return data.new_empty((cols, -(-rows // 2) if bits == 4 else rows))
+
+
+def _run_gemm(
+    a: list[torch.Tensor],
+    a_spec: str,
+    a_rows: int,
+    b: list[torch.Tensor],
+    b_spec: str,
+    b_rows: int,
+    k: int,
+    args: GemmArgs,
+) -> torch.Tensor:
+    left = Operand(a, PlaneSpec.parse(a_spec), a_rows, k)
+    right = Operand(b, PlaneSpec.parse(b_spec), b_rows, k)
+    for operand in (left, right):
+        _check_buffers(operand.buffers, operand.spec, operand.rows, k, "gemm")
+    for tensor in (b[0], args.bias, args.accumulate_into):
+        if tensor is not None and tensor.device != a[0].device:
+            raise ValueError(
+                f"gemm: all tensors must be on one device, got {a[0].device} and {tensor.device}"
+            )
+    call = Call("gemm", a[0].device.type, args.out_dtype, left.spec, right.spec)
+    return select(call).ops["gemm"](left, right, args)
+
+
+def _gemm(
+    a: list[torch.Tensor],
+    a_spec: str,
+    a_rows: int,
+    b: list[torch.Tensor],
+    b_spec: str,
+    b_rows: int,
+    k: int,
+    bias: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    args = GemmArgs(bias, None, out_dtype)
+    return _run_gemm(a, a_spec, a_rows, b, b_spec, b_rows, k, args)
+
+
+def _gemm_fake(
+    a: list[torch.Tensor],
+    a_spec: str,
+    a_rows: int,
+    b: list[torch.Tensor],
+    b_spec: str,
+    b_rows: int,
+    k: int,
+    bias: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    return a[0].new_empty((a_rows, b_rows), dtype=out_dtype)
+
+
+def _gemm_into(
+    out: torch.Tensor,
+    a: list[torch.Tensor],
+    a_spec: str,
+    a_rows: int,
+    b: list[torch.Tensor],
+    b_spec: str,
+    b_rows: int,
+    k: int,
+    bias: torch.Tensor | None = None,
+    *,
+    accumulate: bool = False,
+) -> None:
+    args = GemmArgs(bias, out if accumulate else None, out.dtype)
+    out.copy_(_run_gemm(a, a_spec, a_rows, b, b_spec, b_rows, k, args))
+
+
+def _gemm_into_fake(
+    out: torch.Tensor,
+    a: list[torch.Tensor],
+    a_spec: str,
+    a_rows: int,
+    b: list[torch.Tensor],
+    b_spec: str,
+    b_rows: int,
+    k: int,
+    bias: torch.Tensor | None = None,
+    *,
+    accumulate: bool = False,
+) -> None:
+    return None
+
+
+def _amax_fake(x: torch.Tensor, spec: str, direction: str) -> torch.Tensor:
+    return x.new_empty((1,), dtype=torch.float32)
+
+
+for _name, _implementation, _fake in (
+    ("encode", _encode, _encode_fake),
+    ("amax", _amax, _amax_fake),
+    ("decode", _decode, _decode_fake),
+    ("transpose", _transpose, _transpose_fake),
+    ("gemm", _gemm, _gemm_fake),
+    ("gemm_", _gemm_into, _gemm_into_fake),
+):
+    LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"hybridq::{_name}", _fake, lib=LIBRARY)

@@ -1,0 +1,129 @@
+"""Which backend runs a call: asked before a launch, never found out by catching an exception.
+
+A backend says for a call None ("I can") or the reason why not. The first that can wins; a
+forced backend (`hybridq.backend`, `HYBRIDQ_BACKEND`) wins always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .. import settings
+from ..errors import BackendError, warn_once
+from ..formats import PlaneSpec
+
+__all__ = ["Backend", "Call", "Choice", "backends", "candidates", "register_backend", "select"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a backend must know to say whether it can run an operation.
+
+    Args:
+        op: `"encode"`, `"decode"`, `"amax"`, `"transpose"` or `"gemm"`.
+        device: type of the tensors' device, `"cpu"`, `"cuda"`, ...
+        dtype: dtype of the high-precision side: input of encode, output of decode and gemm.
+        row: spec of the first plane (of operand a), or None.
+        col: spec of the second plane (of operand b), or None.
+    """
+
+    op: str
+    device: str
+    dtype: torch.dtype
+    row: PlaneSpec | None = None
+    col: PlaneSpec | None = None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of some of the operations.
+
+    Args:
+        name: what `hybridq.backend(name)` takes.
+        supports: returns None or the reason why a call cannot run here.
+        ops: operation name to function.
+        is_native: False for the plain PyTorch reference, which is always the last resort.
+    """
+
+    name: str
+    supports: Callable[[Call], str | None]
+    ops: dict[str, Callable[..., Any]] = field(default_factory=dict, hash=False)
+    is_native: bool = True
+
+    def reason(self, call: Call) -> str | None:
+        """Return None if this backend can run `call`, else why not."""
+        if call.op not in self.ops:
+            return f"has no {call.op}"
+        return self.supports(call)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend beside its answer to a call."""
+
+    backend: Backend
+    reason: str | None
+
+
+_backends: dict[str, Backend] = {}
+
+
+def register_backend(backend: Backend) -> Backend:
+    """Add `backend`; native ones are asked in the order of registration, the rest after."""
+    _backends[backend.name] = backend
+    return backend
+
+
+def backends() -> tuple[Backend, ...]:
+    """Return all backends in the order in which they are asked."""
+    return tuple(sorted(_backends.values(), key=lambda backend: not backend.is_native))
+
+
+def candidates(call: Call) -> tuple[Choice, ...]:
+    """Return every backend with None or its reason why it cannot run `call`."""
+    return tuple(Choice(backend, backend.reason(call)) for backend in backends())
+
+
+def _reasons(choices: tuple[Choice, ...]) -> str:
+    return "; ".join(f"{c.backend.name}: {c.reason}" for c in choices if c.reason)
+
+
+def select(call: Call) -> Backend:
+    """Return the backend that runs `call`.
+
+    A forced backend that does not have the operation at all (`cpu` has no gemm) leaves the
+    choice to the others; one that has it but cannot run this call raises.
+
+    Raises:
+        BackendError: no backend can, or the forced one cannot; the message lists the reasons.
+    """
+    forced = settings.current().backend
+    if forced is not None:
+        if forced not in _backends:
+            raise BackendError(f"backend: must be one of {', '.join(_backends)}, got {forced!r}")
+        backend = _backends[forced]
+        reason = backend.reason(call)
+        if reason is None:
+            return backend
+        if call.op in backend.ops:
+            raise BackendError(f"{call.op}: the forced backend {forced!r} cannot: {reason}")
+    choices = candidates(call)
+    for choice in choices:
+        if choice.reason is None:
+            if not choice.backend.is_native:
+                _warn_fallback(call, choices)
+            return choice.backend
+    raise BackendError(f"{call.op}: no backend can run this call ({_reasons(choices)})")
+
+
+def _warn_fallback(call: Call, choices: tuple[Choice, ...]) -> None:
+    specs = " and ".join(str(spec) for spec in (call.row, call.col) if spec is not None)
+    warn_once(
+        f"fallback {call.op} {call.device} {specs}",
+        f"{call.op} of {specs or call.dtype} on {call.device} runs on the slow PyTorch reference "
+        f"backend ({_reasons(choices)})",
+    )
