@@ -1,0 +1,65 @@
+"""GEMM of two planes: `a @ b.T`, contraction over the last axis of both."""
+
+from __future__ import annotations
+
+import torch
+
+from ..storage import Plane
+
+__all__ = ["gemm_planes"]
+
+
+def gemm_planes(
+    a: Plane,
+    b: Plane,
+    *,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return `a @ b.T (+ bias)`, or write it into `out`, or add it to `out`.
+
+    Args:
+        a: plane whose own matrix is `[M, K]`.
+        b: plane whose own matrix is `[N, K]`; any format may meet any other.
+        bias: `[N]`, floating point, or None.
+        out: `[M, N]`, floating point, or None.
+        accumulate: add to `out` instead of overwriting it.
+        out_dtype: dtype of the result; None: that of `out`, else BF16.
+
+    Returns:
+        `[M, N]`; `out` itself if given. Operands are exact, accumulation is FP32.
+
+    Raises:
+        ValueError: the contraction lengths, devices, bias or out do not fit.
+        TypeError: a dtype is not float32, bfloat16 or float16.
+    """
+    (m, k), (n, other) = a.matrix, b.matrix
+    if k != other:
+        raise ValueError(
+            f"gemm: both operands must have the same contraction length, got {k} and {other}"
+        )
+    if bias is not None and (tuple(bias.shape) != (n,) or not bias.is_floating_point()):
+        raise ValueError(
+            f"gemm: bias must be floating point [{n}], got {bias.dtype} {tuple(bias.shape)}"
+        )
+    operands = (a.tensors, a.spec.text, m, b.tensors, b.spec.text, n, k, bias)
+    if out is None:
+        if accumulate:
+            raise ValueError("gemm: accumulate needs out, got None")
+        dtype = out_dtype or torch.bfloat16
+        _check_dtype(dtype)
+        return torch.ops.hybridq.gemm(*operands, out_dtype=dtype)
+    _check_dtype(out.dtype)
+    if tuple(out.shape) != (m, n):
+        raise ValueError(f"gemm: out must be [{m}, {n}], got {tuple(out.shape)}")
+    if out_dtype is not None and out_dtype != out.dtype:
+        raise TypeError(f"gemm: out_dtype must be out's {out.dtype}, got {out_dtype}")
+    torch.ops.hybridq.gemm_(out, *operands, accumulate=accumulate)
+    return out
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"gemm: out dtype must be float32, bfloat16 or float16, got {dtype}")

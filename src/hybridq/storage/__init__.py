@@ -1,0 +1,16 @@
+"""Planes and pairs of planes."""
+
+from __future__ import annotations
+
+from .build import build_storage, encode_pair
+from .plane import Plane
+from .storage import PlaneLayout, StorageLayout, TensorStorage
+
+__all__ = [
+    "Plane",
+    "PlaneLayout",
+    "StorageLayout",
+    "TensorStorage",
+    "build_storage",
+    "encode_pair",
+]

@@ -1,0 +1,171 @@
+"""TensorStorage: the pair of planes, and its one way of being taken apart and put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..direction import COLUMNWISE, ROWWISE, Direction
+from ..errors import PlaneError
+from ..formats import BUFFER_NAMES, PlaneSpec
+from .plane import Plane
+
+__all__ = ["PlaneLayout", "StorageLayout", "TensorStorage"]
+
+
+@dataclass(frozen=True)
+class PlaneLayout:
+    """Where a plane's buffers stand in the list of unique buffers.
+
+    Args:
+        spec: canonical text.
+        direction: of the plane.
+        slots: (buffer name, index) pairs; index `-1 - i` is buffer i, transposed view.
+    """
+
+    spec: str
+    direction: Direction
+    slots: tuple[tuple[str, int], ...]
+
+
+#: A storage's planes; with the list of unique buffers and the shape it is the whole storage.
+StorageLayout = tuple[PlaneLayout, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class TensorStorage:
+    """A quantized matrix: a rowwise plane, a columnwise plane, or both.
+
+    Buffers that the planes share are one object; `flatten`, `unflatten` and `map` keep it so.
+    """
+
+    rowwise: Plane | None
+    columnwise: Plane | None
+
+    def __post_init__(self) -> None:
+        if self.rowwise is None and self.columnwise is None:
+            raise PlaneError("TensorStorage: needs at least one plane, got none")
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """The planes that exist, rowwise first."""
+        return tuple(p for p in (self.rowwise, self.columnwise) if p is not None)
+
+    @property
+    def first(self) -> Plane:
+        """The rowwise plane if there is one, else the columnwise."""
+        return self.planes[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, a shared one counted once."""
+        return sum(b.numel() * b.element_size() for b in self.flatten()[0])
+
+    def plane(self, direction: Direction) -> Plane:
+        """Return the plane of `direction`; derived from the other one where that is exact.
+
+        Raises:
+            PlaneError: there is none, and the other one does not determine it.
+        """
+        own = self.rowwise if direction == ROWWISE else self.columnwise
+        if own is not None:
+            return own
+        try:
+            return self.first.derive()
+        except PlaneError as error:
+            raise PlaneError(
+                f"plane: there is no {direction} plane, and {self.first.spec} cannot be "
+                f"transposed exactly; quantize with {direction}=True"
+            ) from error
+
+    def mirrored(self) -> TensorStorage:
+        """Return the storage of X transposed: the same planes, swapped."""
+        return TensorStorage(
+            None if self.columnwise is None else self.columnwise.mirrored(),
+            None if self.rowwise is None else self.rowwise.mirrored(),
+        )
+
+    def with_usage(self, rowwise: bool, columnwise: bool) -> TensorStorage:
+        """Return the storage with just the planes asked for: dropped, kept or derived.
+
+        Raises:
+            PlaneError: a plane is asked for that is neither there nor derivable.
+        """
+        return TensorStorage(
+            self.plane(ROWWISE) if rowwise else None,
+            self.plane(COLUMNWISE) if columnwise else None,
+        )
+
+    def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Return (name, buffer) of the unique buffers, e.g. `_rowwise_data`; views left out."""
+        buffers, layout = self.flatten()
+        names = [""] * len(buffers)
+        for plane in layout:
+            for name, slot in plane.slots:
+                if slot >= 0 and not names[slot]:
+                    names[slot] = f"_{plane.direction}_{name}"
+        return list(zip(names, buffers, strict=True))
+
+    def flatten(self) -> tuple[list[torch.Tensor], StorageLayout]:
+        """Return the unique buffers and the layout that puts them together again."""
+        buffers: list[torch.Tensor] = []
+        index: dict[int, int] = {}
+        layout = []
+        for plane in self.planes:
+            slots = []
+            for name in BUFFER_NAMES:
+                buffer = plane.buffers.get(name)
+                if buffer is None:
+                    continue
+                if id(buffer) not in index:
+                    view = _transposed_slot(plane, buffer, self.rowwise, index)
+                    if view is not None:
+                        slots.append((name, view))
+                        continue
+                    index[id(buffer)] = len(buffers)
+                    buffers.append(buffer)
+                slots.append((name, index[id(buffer)]))
+            layout.append(PlaneLayout(plane.spec.text, plane.direction, tuple(slots)))
+        return buffers, tuple(layout)
+
+    @staticmethod
+    def unflatten(
+        buffers: Sequence[torch.Tensor], layout: StorageLayout, rows: int, cols: int
+    ) -> TensorStorage:
+        """Return the storage of X `[rows, cols]` with these unique buffers; inverts `flatten`."""
+        planes: dict[str, Plane] = {}
+        for plane in layout:
+            own = {
+                name: buffers[slot] if slot >= 0 else buffers[-1 - slot].t()
+                for name, slot in plane.slots
+            }
+            spec = PlaneSpec.parse(plane.spec)
+            planes[plane.direction] = Plane(spec, plane.direction, rows, cols, own)
+        return TensorStorage(planes.get(ROWWISE), planes.get(COLUMNWISE))
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TensorStorage:
+        """Return the storage whose unique buffers are `function` of these, sharing kept."""
+        buffers, layout = self.flatten()
+        mapped = [function(buffer) for buffer in buffers]
+        return TensorStorage.unflatten(mapped, layout, self.first.rows, self.first.cols)
+
+
+def _transposed_slot(
+    plane: Plane, buffer: torch.Tensor, rowwise: Plane | None, index: dict[int, int]
+) -> int | None:
+    """Return the slot of an identity pair's columnwise data: its rowwise twin, transposed."""
+    if plane.direction == ROWWISE or rowwise is None:
+        return None
+    if not (plane.spec.format.is_identity and rowwise.spec == plane.spec):
+        return None
+    twin = rowwise.data
+    if buffer is twin or buffer.dtype != twin.dtype or buffer.shape != twin.t().shape:
+        return None
+    # _cdata and not data_ptr(): fake tensors have storages without memory.
+    is_view = buffer.untyped_storage()._cdata == twin.untyped_storage()._cdata
+    same = buffer.stride() == twin.t().stride() and (
+        buffer.storage_offset() == twin.storage_offset()
+    )
+    return -1 - index[id(twin)] if is_view and same else None
