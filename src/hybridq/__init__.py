@@ -1,0 +1,93 @@
+"""hybridq: quantized tensors for PyTorch, any format in either direction of any tensor.
+
+Example:
+    >>> import torch, hybridq
+    >>> t = hybridq.quantize(torch.randn(4, 64), "mxfp8", columnwise="nvfp4")
+    >>> t.dequantize().shape
+    torch.Size([4, 64])
+"""
+
+from __future__ import annotations
+
+from . import formats, kernels, nn, quantizers, recipes, tensor
+from ._version import __version__
+from .errors import BackendError, HybridQWarning, PlaneError, RecipeError, SpecError
+from .formats import DEFAULT_SIGNS, Element, Format, PlaneSpec
+from .nn import Linear, convert
+from .quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+    quantize,
+    quantizer,
+)
+from .recipes import CustomRecipe, QuantizerRole, Recipe, autocast
+from .settings import backend
+from .storage import Plane, TensorStorage
+from .tensor import (
+    Explanation,
+    Float8BlockwiseQTensor,
+    Float8Tensor,
+    HybridQuantizedTensor,
+    IdentityTensor,
+    MXFP8Tensor,
+    NVFP4Tensor,
+    QuantizedTensor,
+    explain,
+    gemm,
+    prepare_for_saving,
+    restore_from_saved,
+)
+
+__all__ = [
+    "DEFAULT_SIGNS",
+    "BackendError",
+    "CustomRecipe",
+    "Element",
+    "Explanation",
+    "Float8BlockQuantizer",
+    "Float8BlockwiseQTensor",
+    "Float8CurrentScalingQuantizer",
+    "Float8Tensor",
+    "Format",
+    "HybridQWarning",
+    "HybridQuantizedTensor",
+    "HybridQuantizer",
+    "IdentityQuantizer",
+    "IdentityTensor",
+    "Linear",
+    "MXFP8Quantizer",
+    "MXFP8Tensor",
+    "NVFP4Quantizer",
+    "NVFP4Tensor",
+    "Plane",
+    "PlaneError",
+    "PlaneSpec",
+    "QuantizedTensor",
+    "Quantizer",
+    "QuantizerRole",
+    "Recipe",
+    "RecipeError",
+    "SpecError",
+    "TensorStorage",
+    "__version__",
+    "autocast",
+    "backend",
+    "convert",
+    "explain",
+    "formats",
+    "gemm",
+    "kernels",
+    "nn",
+    "prepare_for_saving",
+    "quantize",
+    "quantizer",
+    "quantizers",
+    "recipes",
+    "restore_from_saved",
+    "tensor",
+]

@@ -1,0 +1,30 @@
+"""Quantizers: how a pair of planes is made."""
+
+from __future__ import annotations
+
+from .api import quantize, quantizer
+from .named import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
+from .quantizer import Quantizer, draw_seed
+from .statistics import group_amax, statistics
+
+__all__ = [
+    "Float8BlockQuantizer",
+    "Float8CurrentScalingQuantizer",
+    "HybridQuantizer",
+    "IdentityQuantizer",
+    "MXFP8Quantizer",
+    "NVFP4Quantizer",
+    "Quantizer",
+    "draw_seed",
+    "group_amax",
+    "quantize",
+    "quantizer",
+    "statistics",
+]

@@ -1,0 +1,356 @@
+"""Quantizer: how to make the pair of planes. A frozen value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..errors import PlaneError, SpecError
+from ..formats import PlaneSpec
+from ..storage import TensorStorage, build_storage
+from ..storage.plane import Plane
+from ..tensor import QuantizedTensor, is_quantized, matrix_shape
+from .statistics import statistics
+
+__all__ = ["SOURCES", "Quantizer", "draw_seed"]
+
+SOURCES = ("original", "rowwise_dequantized")
+
+
+def draw_seed(device: torch.device | str) -> torch.Tensor:
+    """Return a random seed, int64 `[1]`, from torch's generator of `device`."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """A PlaneSpec per direction, the columnwise source, and where amax comes from.
+
+    Frozen and hashable: a change of usage is a new value (`with_usage`).
+
+    Args:
+        rowwise, columnwise: spec of each plane, or None where there never is one.
+        columnwise_source: `"original"`, or `"rowwise_dequantized"`: the columnwise plane is made
+            of what the rowwise plane decodes to, rounded to the tensor's dtype.
+        rowwise_usage, columnwise_usage: whether to make each plane.
+        amax_group: name of the process group over which the tensor's amax is reduced, or None.
+
+    Raises:
+        SpecError: no plane is described, or the source needs a rowwise spec that is missing.
+
+    Example:
+        >>> import torch, hybridq
+        >>> q = hybridq.MXFP8Quantizer().with_usage(columnwise=False)
+        >>> q(torch.randn(3, 40)).columnwise is None
+        True
+    """
+
+    rowwise: PlaneSpec | None
+    columnwise: PlaneSpec | None
+    columnwise_source: str = "original"
+    rowwise_usage: bool = True
+    columnwise_usage: bool = True
+    amax_group: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.columnwise_source not in SOURCES:
+            raise SpecError(
+                f"Quantizer: columnwise_source must be one of {SOURCES}, got "
+                f"{self.columnwise_source!r}"
+            )
+        for spec in (self.rowwise, self.columnwise):
+            if spec is not None and not isinstance(spec, PlaneSpec):
+                raise SpecError(f"Quantizer: a plane is described by a PlaneSpec, got {spec!r}")
+        if self.rowwise is None and self.columnwise is None:
+            raise SpecError("Quantizer: needs a spec for at least one direction, got none")
+        if self.columnwise_source != "original" and self.rowwise is None:
+            raise SpecError(
+                "Quantizer: columnwise_source 'rowwise_dequantized' needs a rowwise spec"
+            )
+
+    # ---- usage
+
+    def with_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> Quantizer:
+        """Return this quantizer with other usages; None leaves one as it is."""
+        return replace(
+            self,
+            rowwise_usage=self.rowwise_usage if rowwise is None else rowwise,
+            columnwise_usage=self.columnwise_usage if columnwise is None else columnwise,
+        )
+
+    def set_usage(self, **usages: bool | None) -> None:
+        """Refuse: a Quantizer is frozen.
+
+        Raises:
+            TypeError: always; it names `with_usage`.
+        """
+        raise TypeError("set_usage: a Quantizer is frozen; use q = q.with_usage(...)")
+
+    def get_usages(self) -> dict[str, bool]:
+        """Return which planes are made."""
+        return {"rowwise": self.makes_rowwise, "columnwise": self.makes_columnwise}
+
+    @property
+    def makes_rowwise(self) -> bool:
+        """Whether a rowwise plane is made."""
+        return self.rowwise_usage and self.rowwise is not None
+
+    @property
+    def makes_columnwise(self) -> bool:
+        """Whether a columnwise plane is made."""
+        return self.columnwise_usage and self.columnwise is not None
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether a plane that is made, or the source of one, is rounded stochastically."""
+        needs_row = self.makes_rowwise or (
+            self.makes_columnwise and self.columnwise_source != "original"
+        )
+        made = (
+            self.rowwise if needs_row else None,
+            self.columnwise if self.makes_columnwise else None,
+        )
+        return any(spec is not None and spec.stochastic for spec in made)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether no plane that is made is quantized."""
+        specs = (
+            self.rowwise if self.makes_rowwise else None,
+            self.columnwise if self.makes_columnwise else None,
+        )
+        return all(spec is None or spec.format.is_identity for spec in specs)
+
+    def is_requantization_safe(self) -> bool:
+        """Return whether quantizing the same values again gives the same bits."""
+        return not self.is_stochastic
+
+    def mirrored(self) -> Quantizer | None:
+        """Return the quantizer of the transposed tensor, or None where there is none."""
+        if self.columnwise_source != "original":
+            return None
+        return replace(
+            self,
+            rowwise=self.columnwise,
+            columnwise=self.rowwise,
+            rowwise_usage=self.columnwise_usage,
+            columnwise_usage=self.rowwise_usage,
+        )
+
+    # ---- quantization
+
+    def __call__(self, tensor: torch.Tensor, **options: Any) -> QuantizedTensor:
+        """Quantize `tensor`; the same as `quantize`."""
+        return self.quantize(tensor, **options)
+
+    def quantize(
+        self,
+        tensor: torch.Tensor,
+        *,
+        out: QuantizedTensor | None = None,
+        dtype: torch.dtype | None = None,
+        seed: torch.Tensor | None = None,
+    ) -> QuantizedTensor:
+        """Return `tensor` quantized; the gradient passes unchanged (straight-through).
+
+        Args:
+            tensor: `(..., K)` float32, bfloat16 or float16, any strides, also empty.
+            out: a QuantizedTensor of this shape to write into, or None.
+            dtype: nominal dtype of the result; None: that of `tensor`.
+            seed: int64 `[1]` for stochastic rounding; None draws one from torch's generator.
+
+        Raises:
+            TypeError: dtype or layout of `tensor` cannot be quantized.
+            PlaneError: both usages are off, or `out` does not fit.
+        """
+        _check_source(tensor, "quantize")
+        if out is not None:
+            return self.update_quantized(tensor, out, seed=seed)
+        if is_quantized(tensor):
+            tensor = tensor.dequantize()
+        nominal = dtype or tensor.dtype
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            return _Quantize.apply(tensor, self, nominal, seed)
+        return self._make(tensor, nominal, seed)
+
+    def _make(
+        self, tensor: torch.Tensor, dtype: torch.dtype, seed: torch.Tensor | None
+    ) -> QuantizedTensor:
+        storage = self.encode(tensor.detach().reshape(matrix_shape(tensor.shape)), seed=seed)
+        return QuantizedTensor.make(storage, tensor.shape, dtype, quantizer=self)
+
+    def encode(self, matrix: torch.Tensor, *, seed: torch.Tensor | None = None) -> TensorStorage:
+        """Return the storage of a plain matrix `[rows, cols]`, outside autograd.
+
+        Args:
+            matrix: float32, bfloat16 or float16.
+            seed: int64 `[1]`; None draws one where a spec is stochastic.
+        """
+        if not (self.makes_rowwise or self.makes_columnwise):
+            raise PlaneError("quantize: both usages are off, nothing to make; see with_usage")
+        if seed is None and self.is_stochastic:
+            seed = draw_seed(matrix.device)
+        row, col = self.rowwise, self.columnwise if self.makes_columnwise else None
+        if not self.makes_rowwise and (col is None or self.columnwise_source == "original"):
+            row = None
+        row_stat, col_stat = statistics(
+            matrix, row, col, group=self.amax_group, col_source=self.columnwise_source, seed=seed
+        )
+        return build_storage(
+            matrix,
+            row,
+            col,
+            row_stat=row_stat,
+            col_stat=col_stat,
+            seed=seed,
+            col_source=self.columnwise_source,
+            keep_row=self.makes_rowwise,
+        )
+
+    def update_quantized(
+        self,
+        source: torch.Tensor,
+        target: QuantizedTensor,
+        *,
+        seed: torch.Tensor | None = None,
+    ) -> QuantizedTensor:
+        """Quantize `source` into `target`'s own buffers; return `target`.
+
+        Every plane that `target` has is rewritten, whatever this quantizer's usages say, so
+        that no plane keeps stale values; autograd sees the write.
+
+        Args:
+            source: of `target`'s shape.
+            target: its planes must have this quantizer's specs.
+            seed: as in `quantize`.
+
+        Raises:
+            ValueError: the shapes differ.
+            PlaneError: a plane of `target` has another spec than this quantizer's.
+        """
+        _check_source(source, "update_quantized")
+        if tuple(source.shape) != tuple(target.shape):
+            raise ValueError(
+                f"update_quantized: source must have the target's shape {tuple(target.shape)}, "
+                f"got {tuple(source.shape)}"
+            )
+        plain = source.dequantize() if is_quantized(source) else source
+        if target.is_leaf and target.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                "update_quantized: a leaf that requires grad is written in place only under "
+                "torch.no_grad()"
+            )
+        usages = target.get_usages()
+        with torch.no_grad():
+            made = self.with_usage(**usages).encode(
+                plain.detach().to(target.device).reshape(matrix_shape(plain.shape)), seed=seed
+            )
+            for old, new in (
+                (target.rowwise, made.rowwise),
+                (target.columnwise, made.columnwise),
+            ):
+                _overwrite(old, new)
+            torch.autograd.graph.increment_version(target)
+        return target
+
+    def make_empty(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+    ) -> QuantizedTensor:
+        """Return a QuantizedTensor of `shape` with zeroed buffers, to be written into.
+
+        Args:
+            shape: logical shape.
+            dtype: nominal dtype.
+            device: of the buffers; None: torch's default device.
+            requires_grad: as of any tensor.
+        """
+        zeros = torch.zeros(*matrix_shape(shape), dtype=dtype, device=device)
+        storage = self.encode(zeros, seed=torch.zeros(1, dtype=torch.int64, device=zeros.device))
+        return QuantizedTensor.make(
+            storage, shape, dtype, quantizer=self, requires_grad=requires_grad
+        )
+
+    # ---- text form, for pickling
+
+    @property
+    def text(self) -> str:
+        """Canonical text; `parse` inverts it."""
+        usages = f"{int(self.rowwise_usage)}{int(self.columnwise_usage)}"
+        parts = (self.rowwise or "", self.columnwise or "", self.columnwise_source, usages)
+        return "|".join((*map(str, parts), self.amax_group or ""))
+
+    @staticmethod
+    def parse(text: str) -> Quantizer:
+        """Return the Quantizer whose canonical text is `text`."""
+        return _parse(text)
+
+    def __reduce__(self) -> Any:
+        return _parse, (self.text,)
+
+
+def _parse(text: str) -> Quantizer:
+    parts = text.split("|", 4)
+    if len(parts) != 5 or len(parts[3]) != 2:
+        raise SpecError(f"Quantizer.parse: not a quantizer's canonical text, got {text!r}")
+    row, col, source, usages, group = parts
+    return Quantizer(
+        PlaneSpec.parse(row) if row else None,
+        PlaneSpec.parse(col) if col else None,
+        source,
+        usages[0] == "1",
+        usages[1] == "1",
+        group or None,
+    )
+
+
+torch.serialization.add_safe_globals([_parse])
+
+
+def _check_source(tensor: torch.Tensor, where: str) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{where}: input must be a torch.Tensor, got {type(tensor).__name__}")
+    if is_quantized(tensor):
+        return
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{where}: layout must be strided, got {tensor.layout}; use .to_dense()")
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"{where}: dtype must be float32, bfloat16 or float16, got {tensor.dtype}")
+
+
+def _overwrite(old: Plane | None, new: Plane | None) -> None:
+    if old is None:
+        return
+    if new is None or new.spec != old.spec:
+        raise PlaneError(
+            f"update_quantized: the target's {old.direction} plane is {old.spec}, the quantizer "
+            f"makes {new.spec if new else 'none'}"
+        )
+    for name, buffer in old.buffers.items():
+        buffer.copy_(new.buffers[name])
+
+
+class _Quantize(torch.autograd.Function):
+    """Encode; the gradient passes unchanged."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        quantizer: Quantizer,
+        dtype: torch.dtype,
+        seed: torch.Tensor | None,
+    ) -> QuantizedTensor:
+        ctx.dtype = tensor.dtype
+        return quantizer._make(tensor, dtype, seed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return grads[0].to(ctx.dtype), None, None, None

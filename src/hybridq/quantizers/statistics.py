@@ -1,0 +1,90 @@
+"""Where the amax of a plane comes from: the tensor itself, or all ranks of a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..direction import COLUMNWISE, ROWWISE, Direction
+from ..formats import PlaneSpec
+
+__all__ = ["group_amax", "group_name", "statistics"]
+
+
+def group_name(group: Any) -> str | None:
+    """Return the name by which a quantizer holds a process group; None for None.
+
+    Args:
+        group: a `torch.distributed.ProcessGroup`, its name, or None.
+    """
+    if group is None or isinstance(group, str):
+        return group
+    name = getattr(group, "group_name", None)
+    if not isinstance(name, str):
+        raise TypeError(
+            "amax_reduction_group: must be a torch.distributed.ProcessGroup, got "
+            f"{type(group).__name__}"
+        )
+    return name
+
+
+def group_amax(amax: torch.Tensor, name: str) -> torch.Tensor:
+    """Return the maximum of `amax` over the group, NaN kept. Every rank must call it.
+
+    The bits of non-negative FP32 order like the values, with NaN above inf, so the integer
+    maximum keeps a NaN that a floating-point reduction might drop.
+
+    Args:
+        amax: FP32 `[1]`, not negative.
+        name: of the process group.
+    """
+    import torch.distributed as dist  # not every build of torch has it
+    from torch.distributed._functional_collectives import all_reduce
+
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "amax_reduction_group: torch.distributed is not initialized; call "
+            "torch.distributed.init_process_group first"
+        )
+    group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore
+    return all_reduce(amax.view(torch.int32), "max", group).view(torch.float32)
+
+
+def _one(
+    x: torch.Tensor, spec: PlaneSpec | None, direction: Direction, group: str
+) -> torch.Tensor | None:
+    if spec is None or not spec.format.needs_tensor_amax:
+        return None
+    return group_amax(torch.ops.hybridq.amax(x, spec.text, direction), group)
+
+
+def statistics(
+    x: torch.Tensor,
+    row: PlaneSpec | None,
+    col: PlaneSpec | None,
+    *,
+    group: str | None,
+    col_source: str = "original",
+    seed: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the amax of both planes, reduced over `group`; (None, None) without a group.
+
+    Args:
+        x: `[rows, cols]`.
+        row, col: specs of the planes that will be encoded, or None.
+        group: name of a process group, or None: encode takes x's own amax.
+        col_source: as in encode; the dequantized rowwise plane has an amax of its own.
+        seed: as in encode.
+    """
+    if group is None:
+        return None, None
+    row_stat = _one(x, row, ROWWISE, group)
+    if col is None or not col.format.needs_tensor_amax:
+        return row_stat, None
+    if col_source == "rowwise_dequantized" and row is not None:
+        buffers = torch.ops.hybridq.encode(x, row.text, "", row_stat, None, seed)
+        x = torch.ops.hybridq.decode(buffers, row.text, *x.shape, x.dtype)
+    elif row is not None and row_stat is not None and row.signs == col.signs is None:
+        return row_stat, row_stat
+    return row_stat, _one(x, col, COLUMNWISE, group)
