@@ -40,6 +40,12 @@ def gemm_planes(
         raise ValueError(
             f"gemm: both operands must have the same contraction length, got {k} and {other}"
         )
+    for what, tensor in (("b", b.data), ("bias", bias), ("out", out)):
+        if tensor is not None and tensor.device != a.device:
+            raise ValueError(
+                f"gemm: all tensors must be on one device, got a on {a.device} and {what} on "
+                f"{tensor.device}"
+            )
     if bias is not None and (tuple(bias.shape) != (n,) or not bias.is_floating_point()):
         raise ValueError(
             f"gemm: bias must be floating point [{n}], got {bias.dtype} {tuple(bias.shape)}"

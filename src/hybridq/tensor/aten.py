@@ -31,7 +31,7 @@ def is_quantized(value: Any) -> bool:
 def dequantize(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
     """Return the values of a QuantizedTensor as a plain tensor, outside autograd."""
     plane = tensor.tensor_storage.first
-    return plane.dequantize(dtype).reshape(tensor.shape)
+    return plane.dequantize(dtype).contiguous().reshape(tensor.shape)
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

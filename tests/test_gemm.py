@@ -1,0 +1,239 @@
+"""GEMM of planes: any format with any other, against an FP64 product of the decoded operands.
+
+The bound is `K * 2^-24 * sum |a||b|` for FP32 accumulation, plus half a unit in the last place of
+the result's dtype, plus what underflows: products below 2^-126 may be flushed by BF16 instructions.
+The operands are decoded by the oracle, not by the code under test.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import hybridq
+from hybridq.formats import DEFAULT_SIGNS, PlaneSpec, format, names
+from hybridq.kernels import registry
+from hybridq.storage import Plane, TensorStorage, build_storage
+from oracle import bridge, planes
+from oracle.samples import KINDS, sample
+
+FORMATS = [name for name in names() if name != "identity"]
+PAIRS = list(itertools.product(FORMATS, FORMATS))
+#: Half a unit in the last place, relative, and the smallest step.
+ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+TINY = {torch.float32: 2.0**-126, torch.bfloat16: 2.0**-126, torch.float16: 2.0**-24}
+
+
+def make(x: torch.Tensor, spec: PlaneSpec | str, direction: str = "rowwise") -> Plane:
+    """The plane of x under `spec`."""
+    spec = PlaneSpec.parse(spec) if isinstance(spec, str) else spec
+    row, col = (spec, None) if direction == "rowwise" else (None, spec)
+    seed = torch.tensor([7])
+    return getattr(build_storage(x, row, col, seed=seed), direction)
+
+
+def decoded(plane: Plane) -> np.ndarray:
+    """FP64 values of the plane's own matrix, by the oracle."""
+    rows, k = plane.matrix
+    if plane.spec.format.is_identity:
+        return plane.data.to(torch.float64).numpy()
+    buffers = {name: buffer.numpy() for name, buffer in plane.buffers.items()}
+    spec = bridge.oracle_spec(plane.spec)
+    return np.asarray(planes.decode(buffers, spec, rows, k, "float32"), dtype=np.float64)
+
+
+def check(y: torch.Tensor, a: np.ndarray, b: np.ndarray, extra: np.ndarray | float = 0.0) -> None:
+    """Hold `y` to the bound around `a @ b.T + extra`."""
+    exact = a @ b.T + extra
+    k = a.shape[1]
+    room = (k + 2) * 2.0**-24 * (np.abs(a) @ np.abs(b).T + np.abs(extra))
+    room = room + (k + 2) * 2.0**-126 + ULP[y.dtype] * np.abs(exact) + TINY[y.dtype]
+    error = np.abs(y.to(torch.float64).numpy() - exact)
+    worst = float((error / room).max()) if error.size else 0.0
+    assert worst <= 1.0, f"error is {worst} of the bound"
+
+
+@pytest.mark.parametrize("a_name,b_name", PAIRS)
+def test_every_pair_of_formats(a_name: str, b_name: str) -> None:
+    a = make(torch.randn(19, 150, dtype=torch.bfloat16), a_name)
+    b = make(torch.randn(33, 150, dtype=torch.bfloat16), b_name)
+    for dtype in (torch.bfloat16, torch.float32):
+        check(hybridq.gemm(a, b, out_dtype=dtype), decoded(a), decoded(b))
+
+
+@pytest.mark.parametrize("backend_name", [b.name for b in registry.backends() if "gemm" in b.ops])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_bias_out_and_accumulate(backend_name: str, dtype: torch.dtype) -> None:
+    a, b = make(torch.randn(9, 70), "mxfp8"), make(torch.randn(21, 70), "nvfp4")
+    bias = torch.randn(21)
+    out = torch.randn(9, 21).to(dtype)
+    before = out.to(torch.float64).numpy()
+    with hybridq.backend(backend_name):
+        check(
+            hybridq.gemm(a, b, bias=bias, out_dtype=dtype),
+            decoded(a),
+            decoded(b),
+            bias.double().numpy()[None, :],
+        )
+        same = hybridq.gemm(a, b, out=out, accumulate=True)
+        assert same is out
+        check(out, decoded(a), decoded(b), before)
+        hybridq.gemm(a, b, out=out)
+        check(out, decoded(a), decoded(b))
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_1x128", "nvfp4", "fp8_e4m3"])
+def test_extreme_operands(kind: str, name: str, seed: int) -> None:
+    """Operands beyond BF16's normal range take the FP32 product; inf and NaN come out as such."""
+    x = sample(kind, (8, 96), "float32", seed)
+    a, b = make(x, name), make(torch.randn(5, 96), "mxfp8")
+    left, right = decoded(a), decoded(b)
+    with np.errstate(all="ignore"):
+        exact = left @ right.T
+    y = hybridq.gemm(a, b, out_dtype=torch.float32)
+    plain = np.isfinite(exact) & (np.abs(exact) < 1e38) & np.isfinite(left).all(1, keepdims=True)
+    with np.errstate(all="ignore"):
+        room = 100 * 2.0**-24 * (np.abs(left) @ np.abs(right).T) + 100 * 2.0**-126
+        error = np.abs(y.double().numpy() - exact)
+    assert (error[plain] <= room[plain]).all()
+    assert not torch.isfinite(y)[torch.from_numpy(~np.isfinite(left).all(1))].any()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 7, 4000), (3, 1, 257), (0, 4, 8), (4, 0, 8)])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_128x128", "fp8_e5m2", "bf16"])
+def test_shapes(shape: tuple[int, int, int], name: str) -> None:
+    m, n, k = shape
+    a = make(torch.randn(m, k, dtype=torch.bfloat16), name)
+    b = make(torch.randn(n, k, dtype=torch.bfloat16), "mxfp8")
+    y = hybridq.gemm(a, b, out_dtype=torch.bfloat16)
+    assert y.shape == (m, n)
+    check(y, decoded(a), decoded(b))
+
+
+def test_contraction_over_nothing_is_zero() -> None:
+    a, b = make(torch.randn(3, 0), "mxfp8"), make(torch.randn(2, 0), "nvfp4")
+    bias = torch.tensor([1.0, 2.0])
+    y = hybridq.gemm(a, b, bias=bias, out_dtype=torch.float32)
+    assert torch.equal(y, bias.expand(3, 2))
+
+
+def in_own_domain(plane: Plane) -> np.ndarray:
+    """FP64 values of the plane before its transform is turned back, tails included."""
+    buffers = {name: buffer.numpy() for name, buffer in plane.buffers.items()}
+    values, factor = planes.operand(buffers, bridge.oracle_spec(plane.spec), *plane.matrix)
+    return values.astype(np.float64) * float(factor)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("k", [96, 90])
+def test_a_shared_transform_cancels(stochastic: bool, k: int) -> None:
+    """Both operands turned alike: the product is taken between the turned operands."""
+    turned = PlaneSpec(format("nvfp4"), stochastic, DEFAULT_SIGNS)
+    a, b = make(torch.randn(17, k), turned), make(torch.randn(11, k), turned)
+    y = hybridq.gemm(a, b, out_dtype=torch.float32)
+    check(y, in_own_domain(a), in_own_domain(b))
+    if k % 16 == 0:  # and that is the product of what they decode to
+        np.testing.assert_allclose(y.numpy(), decoded(a) @ decoded(b).T, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("other", ["plain", "other signs"])
+def test_a_lone_transform_is_turned_back(other: str) -> None:
+    turned = PlaneSpec(format("nvfp4"), False, DEFAULT_SIGNS)
+    spec = PlaneSpec(format("nvfp4"), False, None if other == "plain" else 0x1234)
+    a, b = make(torch.randn(17, 90), turned), make(torch.randn(11, 90), spec)
+    # The oracle turns back in FP32 in the same order, so the decoded operands are the same.
+    check(hybridq.gemm(a, b, out_dtype=torch.float32), decoded(a), decoded(b))
+
+
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
+def test_columnwise_planes_are_contracted_over_rows(direction: str) -> None:
+    x, w = torch.randn(48, 20), torch.randn(48, 30)
+    if direction == "rowwise":
+        x, w = x.t(), w.t()
+    a, b = make(x, "mxfp8", direction), make(w, "nvfp4", direction)
+    y = hybridq.gemm(a, b, out_dtype=torch.float32)
+    assert y.shape == (20, 30)
+    check(y, decoded(a), decoded(b))
+
+
+def test_plain_tensors_give_torchs_own_bits() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        x, w, bias = torch.randn(6, 40), torch.randn(3, 40), torch.randn(3)
+        x, w, bias = x.to(dtype), w.to(dtype), bias.to(dtype)
+        got = hybridq.gemm(x, w, bias=bias, out_dtype=dtype)
+        assert torch.equal(got, torch.nn.functional.linear(x, w, bias))
+        assert torch.equal(hybridq.gemm(x, w), torch.nn.functional.linear(x, w))
+
+
+def test_a_quantized_gemm_is_not_the_plain_one() -> None:
+    x, w = torch.randn(16, 64), torch.randn(16, 64)
+    for name in names():
+        if format(name).is_identity:
+            continue
+        got = hybridq.gemm(hybridq.quantize(x, name), hybridq.quantize(w, name))
+        assert not torch.equal(got, x @ w.t()), name
+
+
+def test_gemm_gradients_of_plain_operands() -> None:
+    x = torch.randn(4, 40, dtype=torch.float32, requires_grad=True)
+    bias = torch.randn(6, requires_grad=True)
+    w = hybridq.quantize(torch.randn(6, 40), "mxfp8")
+    g = torch.randn(4, 6)
+    hybridq.gemm(x, w, bias=bias).backward(g)
+    torch.testing.assert_close(x.grad, g @ w.dequantize())
+    torch.testing.assert_close(bias.grad, g.sum(0))
+
+
+def test_gemm_ignores_torch_autocast() -> None:
+    a, b = make(torch.randn(8, 64), "fp8_1x128"), make(torch.randn(8, 64), "nvfp4")
+    outside = hybridq.gemm(a, b, out_dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = hybridq.gemm(a, b, out_dtype=torch.float32)
+    assert torch.equal(outside, inside)
+
+
+def test_explain_names_the_backend_and_the_reasons() -> None:
+    explanation = hybridq.explain("gemm", "mxfp8", "nvfp4", dtype=torch.float32)
+    assert explanation.chosen == "torch"
+    text = str(explanation)
+    assert "cpu        has no gemm" in text and "FP32 product" in text
+    t = hybridq.quantize(torch.randn(4, 32), "mxfp8")
+    assert hybridq.explain("gemm", t, t.columnwise).chosen == "torch"
+    encode = hybridq.explain("encode", "mxfp8", "nvfp4")
+    assert encode.chosen == "cpu"
+    on_gpu = hybridq.explain("encode", "mxfp8", device="cuda")
+    assert on_gpu.chosen == "reference" and "got cuda" in str(on_gpu)
+
+
+@pytest.mark.parametrize(
+    "call,message",
+    [
+        (lambda a, b: hybridq.gemm(a, b[:, :3]), "strided \\[rows, K\\]|contraction length"),
+        (lambda a, b: hybridq.gemm(a, b.int()), "must be float32, bfloat16 or float16"),
+        (lambda a, b: hybridq.gemm(a, "x"), "must be a tensor or a Plane, got str"),
+        (lambda a, b: hybridq.gemm(a, b, bias=torch.ones(9)), "bias must be floating point"),
+        (lambda a, b: hybridq.gemm(a, b, out=torch.ones(1, 1)), "out must be"),
+        (lambda a, b: hybridq.gemm(a, b, accumulate=True), "accumulate needs out"),
+        (lambda a, b: hybridq.gemm(a, b, out_dtype=torch.int8), "out dtype must be"),
+        (lambda a, b: hybridq.gemm(a, b.to("meta")), "one device"),
+        (lambda a, b: hybridq.explain("conv", a, b), "op must be"),
+    ],
+)
+def test_bad_calls_say_why(call, message: str) -> None:
+    a, b = hybridq.quantize(torch.randn(4, 32), "mxfp8"), torch.randn(5, 32)
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(a, b)
+
+
+def test_wrong_buffers_are_refused_before_a_kernel_reads_them() -> None:
+    good = make(torch.randn(8, 64), "mxfp8")
+    short = Plane(good.spec, "rowwise", 8, 64, {"data": good.data, "scale": good.scale[:4]})
+    with pytest.raises(ValueError, match="scale of a \\[8, 64\\] plane"):
+        hybridq.gemm(short, good)
+    with pytest.raises(ValueError, match="data of a"):
+        Plane(good.spec, "rowwise", 8, 96, good.buffers).dequantize()
+    assert TensorStorage(good, None).nbytes == 8 * 64 + 8 * 2

@@ -1,0 +1,303 @@
+"""Quantizers: frozen values, the peer's constructors, groups, and what they refuse."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import hybridq
+from hybridq import PlaneError, Quantizer, SpecError
+from hybridq.formats import DEFAULT_SIGNS, PlaneSpec
+
+CONSTRUCTORS = {
+    "current": hybridq.Float8CurrentScalingQuantizer,
+    "block": hybridq.Float8BlockQuantizer,
+    "mx": hybridq.MXFP8Quantizer,
+    "nv": hybridq.NVFP4Quantizer,
+    "identity": hybridq.IdentityQuantizer,
+}
+
+
+def test_quantizers_are_values() -> None:
+    for make in CONSTRUCTORS.values():
+        q = make()
+        assert q == make() and hash(q) == hash(make())
+        assert pickle.loads(pickle.dumps(q)) == q and Quantizer.parse(q.text) == q
+        with pytest.raises(FrozenInstanceError):
+            q.rowwise_usage = False
+        with pytest.raises(TypeError, match="with_usage"):
+            q.set_usage(columnwise=False)
+        assert q.with_usage(columnwise=False).get_usages() == {"rowwise": True, "columnwise": False}
+
+
+def test_constructors_mean_what_the_peer_means() -> None:
+    spec = PlaneSpec.parse
+    q = hybridq.Float8CurrentScalingQuantizer(torch.float8_e5m2)
+    assert q.rowwise == q.columnwise == spec("fp8_e5m2")
+    q = hybridq.Float8CurrentScalingQuantizer(force_pow_2_scales=True, amax_epsilon=1e-4)
+    assert (q.rowwise.format.power_of_two, q.rowwise.format.eps) == (True, 1e-4)
+    assert hybridq.Float8BlockQuantizer("e4m3").rowwise == spec("fp8_128x128")
+    assert hybridq.Float8BlockQuantizer("e5m2", block_scaling_dim=1).columnwise == spec(
+        "fp8_1x128_e5m2"
+    )
+    assert not hybridq.Float8BlockQuantizer(force_pow_2_scales=False).rowwise.format.power_of_two
+    assert hybridq.MXFP8Quantizer("e5m2", with_2d_quantization=True).rowwise == spec(
+        "mxfp8_e5m2_32x32"
+    )
+    q = hybridq.NVFP4Quantizer(with_rht=True, stochastic_rounding=True)
+    assert q.rowwise == PlaneSpec(spec("nvfp4").format, True)
+    assert q.columnwise == PlaneSpec(spec("nvfp4").format, True, DEFAULT_SIGNS)
+    assert hybridq.NVFP4Quantizer(with_rht=True, with_random_sign_mask=False).columnwise.signs == 0
+    assert hybridq.NVFP4Quantizer(with_2d_quantization=True).rowwise == spec("nvfp4_16x16")
+    assert hybridq.IdentityQuantizer(dtype=torch.bfloat16).rowwise == spec("bf16")
+
+
+@pytest.mark.parametrize("source", ["original", "rowwise_dequantized"])
+def test_hybrid_planes_are_those_of_the_uniform_tensors(source: str) -> None:
+    x = torch.randn(40, 70, dtype=torch.bfloat16)
+    row, col = hybridq.MXFP8Quantizer(), hybridq.NVFP4Quantizer(with_rht=True)
+    q = hybridq.HybridQuantizer(
+        rowwise_quantizer=row, columnwise_quantizer=col, columnwise_source=source
+    )
+    t = q(x)
+    seen = x if source == "original" else row(x).dequantize()
+    for got, want in ((t.rowwise, row(x).rowwise), (t.columnwise, col(seen).columnwise)):
+        for name, buffer in want.buffers.items():
+            assert torch.equal(got.buffers[name], buffer)
+    # One direction alone is the same direction of the pair, also without the plane it is made of.
+    lone = q.with_usage(rowwise=False)(x)
+    assert lone.rowwise is None and torch.equal(lone.columnwise.data, t.columnwise.data)
+
+
+def test_hybrid_of_an_identity() -> None:
+    x = torch.randn(8, 40)
+    q = hybridq.HybridQuantizer(
+        rowwise_quantizer=hybridq.NVFP4Quantizer(),
+        columnwise_quantizer=hybridq.IdentityQuantizer(),
+        columnwise_source="rowwise_dequantized",
+    )
+    t = q(x)
+    assert torch.equal(t.columnwise.dequantize(), t.rowwise.dequantize())
+    q = hybridq.HybridQuantizer(
+        rowwise_quantizer=hybridq.IdentityQuantizer(dtype=torch.bfloat16),
+        columnwise_quantizer=hybridq.MXFP8Quantizer(),
+        columnwise_source="rowwise_dequantized",
+    )
+    rounded = x.to(torch.bfloat16).to(torch.float32)
+    want = hybridq.MXFP8Quantizer()(rounded).columnwise.data
+    assert torch.equal(q(x).columnwise.data, want)
+
+
+def test_stochastic_rounding_follows_torchs_generator_or_the_seed() -> None:
+    x = torch.randn(32, 64)
+    q = hybridq.NVFP4Quantizer(stochastic_rounding=True)
+    torch.manual_seed(1)
+    first = q(x)
+    second = q(x)
+    torch.manual_seed(1)
+    again = q(x)
+    assert torch.equal(first.rowwise.data, again.rowwise.data)
+    assert not torch.equal(first.rowwise.data, second.rowwise.data)
+    seed = torch.tensor([-5])
+    assert torch.equal(q(x, seed=seed).columnwise.data, q(x, seed=seed).columnwise.data)
+    state = torch.random.get_rng_state()
+    hybridq.NVFP4Quantizer()(x)
+    assert torch.equal(state, torch.random.get_rng_state()), "nothing stochastic draws nothing"
+
+
+def test_stochastic_rounding_is_unbiased() -> None:
+    """256 seeds: the mean of n draws of variance at most gap^2/4 lies within 5 sigma."""
+    x = torch.linspace(-1.0, 1.0, 160).reshape(10, 16)
+    q = hybridq.quantizer("nvfp4", columnwise=False, stochastic=True)
+    draws = torch.stack([q(x, seed=torch.tensor([s])).dequantize() for s in range(256)]).to(
+        torch.float64
+    )
+    scale = x.abs().amax(dim=1, keepdim=True) / 6.0 * 1.1  # E4M3 block scale, rounded
+    sigma = scale * 2.0 / 2.0 / 256**0.5  # the widest gap is 2 codes' units (4 to 6)
+    inside = x.abs() < scale * 5.4  # beyond it a block's maximum saturates
+    assert ((draws.mean(0) - x).abs() <= 5 * sigma + scale / 256)[inside].all()
+
+
+def test_quantize_function_takes_names_records_and_options() -> None:
+    x = torch.randn(5, 40)
+    assert hybridq.quantize(x, "mxfp8").columnwise is not None
+    assert hybridq.quantize(x, "mxfp8", columnwise=False).columnwise is None
+    assert hybridq.quantize(x, None, "nvfp4").rowwise is None
+    fmt = hybridq.formats.format("fp8_1x128")
+    t = hybridq.quantize(x, fmt, columnwise=PlaneSpec(fmt, True), seed=torch.tensor([3]))
+    assert t.columnwise.spec.stochastic and not t.rowwise.spec.stochastic
+    t = hybridq.quantize(x, "fp8", power_of_two=True, eps=0.5)
+    assert (t.rowwise.spec.format.power_of_two, t.rowwise.spec.format.eps) == (True, 0.5)
+    nested = hybridq.quantize(t, "mxfp8")
+    assert torch.equal(nested.dequantize(), hybridq.quantize(t.dequantize(), "mxfp8").dequantize())
+
+
+def test_out_and_make_empty() -> None:
+    q = hybridq.quantizer("mxfp8", columnwise="nvfp4")
+    empty = q.make_empty((6, 40), dtype=torch.bfloat16)
+    assert empty.dtype == torch.bfloat16 and not empty.dequantize().any()
+    x = torch.randn(6, 40)
+    assert q.quantize(x, out=empty) is empty
+    assert torch.equal(empty.columnwise.data, q(x).columnwise.data)
+    with pytest.raises(ValueError, match="target's shape"):
+        q.update_quantized(torch.randn(6, 41), empty)
+    with pytest.raises(PlaneError, match="the quantizer makes"):
+        hybridq.quantizer("nvfp4").update_quantized(x, empty)
+
+
+BAD_TENSORS = {
+    "integers": (lambda: torch.ones(2, 4, dtype=torch.int32), "dtype must be"),
+    "double": (lambda: torch.ones(2, 4, dtype=torch.float64), "dtype must be"),
+    "bool": (lambda: torch.ones(2, 4, dtype=torch.bool), "dtype must be"),
+    "complex": (lambda: torch.ones(2, 4, dtype=torch.complex64), "dtype must be"),
+    "float8": (lambda: torch.ones(2, 4).to(torch.float8_e4m3fn), "dtype must be"),
+    "sparse": (lambda: torch.ones(2, 4).to_sparse(), "layout must be strided"),
+    "csr": (lambda: torch.ones(2, 4).to_sparse_csr(), "layout must be strided"),
+    "list": (lambda: [1.0, 2.0], "must be a torch.Tensor"),
+    "none": (lambda: None, "must be a torch.Tensor"),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(BAD_TENSORS))
+def test_tensors_that_cannot_be_quantized_say_why(kind: str) -> None:
+    make, message = BAD_TENSORS[kind]
+    with pytest.raises(TypeError, match=message):
+        hybridq.quantize(make(), "mxfp8")
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_128x128", "fp8_e4m3"])
+def test_odd_memory_gives_the_bytes_of_a_contiguous_copy(name: str) -> None:
+    base = torch.randn(40, 66)
+    for x in (
+        base.t(),
+        base[:, ::2],
+        base[3:, 5:],
+        base[:1].expand(9, 66),
+        base[:, :1].expand(40, 33),
+        base.flip(0),
+        torch.randn(4, 5, 6).permute(2, 0, 1),
+        base.unfold(1, 8, 3),
+    ):
+        got, want = hybridq.quantize(x, name), hybridq.quantize(x.contiguous(), name)
+        assert torch.equal(got.rowwise.data, want.rowwise.data)
+        assert torch.equal(got.columnwise.data, want.columnwise.data)
+
+
+def test_meta_tensors_give_meta_planes() -> None:
+    t = hybridq.quantize(torch.empty(6, 40, device="meta"), "mxfp8", columnwise="nvfp4")
+    assert t.device.type == "meta" and t.rowwise.scale.shape == (6, 2)
+    assert t.columnwise.data.shape == (40, 3) and t.dequantize().shape == (6, 40)
+
+
+def test_nan_and_inf_stay_visible() -> None:
+    x = torch.randn(4, 64)
+    x[1, 5], x[2, 40] = float("nan"), float("inf")
+    t = hybridq.quantize(x, "mxfp8", columnwise=False).dequantize()
+    assert t[1, :32].isnan().all() and t[1, 32:].isfinite().all() and t[0].isfinite().all()
+    assert t[2, 40] >= 3.3e38 and hybridq.quantize(x, "nvfp4").dequantize().isnan().all()
+
+
+@pytest.mark.parametrize(
+    "call,message",
+    [
+        (lambda: hybridq.quantize(torch.ones(2, 4), "mxfp9"), "must be one of .*mxfp8.*'mxfp9'"),
+        (lambda: hybridq.quantize(torch.ones(2, 4), 8), "must be a name or a Format, got int"),
+        (lambda: hybridq.quantize(torch.ones(2, 4), None), "columnwise=True means as rowwise"),
+        (lambda: hybridq.quantize(torch.ones(2, 4), None, None), "at least one direction"),
+        (lambda: hybridq.quantize(torch.ones(2, 4), "mxfp8", eps=0.1), "belong to rule amax"),
+        (lambda: hybridq.quantizer("nvfp4_16x16", hadamard=True), "a transform goes with 1xN"),
+        (lambda: hybridq.MXFP8Quantizer("e2m1"), "must be e4m3 or e5m2"),
+        (lambda: hybridq.MXFP8Quantizer(torch.int8), "must be one of"),
+        (lambda: hybridq.Float8BlockQuantizer(block_scaling_dim=3), "must be 1 or 2"),
+        (lambda: hybridq.quantizer("mxfp8", columnwise_source="x"), "columnwise_source must be"),
+        (lambda: hybridq.Float8CurrentScalingQuantizer(amax_epsilon=-1.0), "eps must be finite"),
+        (
+            lambda: hybridq.Float8CurrentScalingQuantizer(with_amax_reduction=True),
+            "needs amax_reduction_group",
+        ),
+    ],
+)
+def test_bad_options_say_why(call, message: str) -> None:
+    with pytest.raises((SpecError, ValueError), match=message):
+        call()
+
+
+def test_hybrid_refuses_what_is_no_quantizer() -> None:
+    with pytest.raises(TypeError, match="columnwise_quantizer must be a Quantizer, got str"):
+        hybridq.HybridQuantizer(
+            rowwise_quantizer=hybridq.MXFP8Quantizer(), columnwise_quantizer="nvfp4"
+        )
+    with pytest.raises(PlaneError, match="both usages are off"):
+        hybridq.MXFP8Quantizer().with_usage(rowwise=False, columnwise=False)(torch.ones(2, 2))
+
+
+def test_the_forced_backend_wins_or_says_why_not() -> None:
+    with hybridq.backend("nosuch"), pytest.raises(hybridq.BackendError, match="must be one of"):
+        hybridq.quantize(torch.ones(2, 32), "mxfp8")
+    odd = hybridq.Format(
+        hybridq.formats.element("e4m3"), (1, 48), hybridq.formats.element("e8m0"), "rceil", "mine"
+    )
+    x = torch.randn(4, 96)
+    if hybridq.explain("encode", PlaneSpec(odd)).chosen == "reference":
+        with hybridq.backend("cpu"), pytest.raises(hybridq.BackendError, match="cannot"):
+            hybridq.quantize(x, odd)
+        with pytest.warns(hybridq.HybridQWarning, match="slow PyTorch reference"):
+            hybridq.quantize(x, odd)
+    assert (hybridq.quantize(x, odd).dequantize() - x).abs().max() < 0.2
+
+
+def _reduce(rank: int, world: int, file: str, results: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
+    torch.manual_seed(0)
+    whole = torch.randn(2 * 24, 48)
+    if rank == 1:
+        whole = whole.clone()
+    shard = whole[24 * rank : 24 * rank + 24]
+    out = {}
+    for name, make in (
+        ("fp8", hybridq.Float8CurrentScalingQuantizer),
+        ("nvfp4", hybridq.NVFP4Quantizer),
+    ):
+        q = make(with_amax_reduction=True, amax_reduction_group=dist.group.WORLD)
+        out[name] = torch.equal(q(shard).rowwise.data, make()(whole).rowwise.data[24 * rank :][:24])
+        hybrid = hybridq.HybridQuantizer(
+            rowwise_quantizer=hybridq.MXFP8Quantizer(),
+            columnwise_quantizer=q,
+            columnwise_source="rowwise_dequantized",
+        )
+        seen = hybridq.MXFP8Quantizer()(whole).dequantize()
+        stat = hybrid(shard).columnwise
+        want = make()(seen).columnwise
+        key = "amax" if stat.amax is not None else "scale"
+        out[name + " decoded"] = torch.equal(stat.buffers[key], want.buffers[key])
+    poisoned = shard.clone()
+    if rank == 1:
+        poisoned[0, 0] = float("nan")
+    q = hybridq.Float8CurrentScalingQuantizer(
+        with_amax_reduction=True, amax_reduction_group=dist.group.WORLD
+    )
+    out["nan reaches every rank"] = bool(q(poisoned).dequantize().isnan().all())
+    torch.save(out, os.path.join(results, str(rank)))
+    dist.destroy_process_group()
+
+
+def test_amax_over_a_process_group() -> None:
+    """Two ranks, one half of the rows each: the codes are those of the whole."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_reduce, args=(2, os.path.join(folder, "store"), folder), nprocs=2)
+        for rank in range(2):
+            out = torch.load(os.path.join(folder, str(rank)))
+            assert all(out.values()), out
+
+
+def test_a_group_without_torch_distributed_says_so() -> None:
+    q = hybridq.Float8CurrentScalingQuantizer(with_amax_reduction=True, amax_reduction_group="0")
+    with pytest.raises(RuntimeError, match=r"torch\.distributed is not initialized"):
+        q(torch.ones(2, 4))
