@@ -12,7 +12,31 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "hybridq"
-LAYERS = ["errors", "settings", "_version", "direction", "formats", "reference", "kernels", "storage", "gemm", "tensor", "quantizers", "recipes", "nn", "optim", "distributed", "moe", "ptq", "report", "integrations", "compat", "demo", "cli", "__main__"]
+LAYERS = [
+    "errors",
+    "settings",
+    "_version",
+    "direction",
+    "formats",
+    "reference",
+    "kernels",
+    "storage",
+    "gemm",
+    "tensor",
+    "quantizers",
+    "recipes",
+    "nn",
+    "optim",
+    "distributed",
+    "moe",
+    "ptq",
+    "report",
+    "integrations",
+    "compat",
+    "demo",
+    "cli",
+    "__main__",
+]
 CSRC = ["formats", "core", "cpu cuda", "bindings"]
 
 

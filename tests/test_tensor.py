@@ -14,18 +14,20 @@ from hybridq import PlaneError, QuantizedTensor
 
 #: Every way in which the two planes of a tensor may relate.
 PAIRS = {
-    "uniform": dict(rowwise="mxfp8"),
-    "hybrid": dict(rowwise="mxfp8", columnwise="nvfp4", hadamard=True),
-    "derivable": dict(rowwise="fp8_128x128"),
-    "packed derivable": dict(rowwise="nvfp4_16x16"),
-    "one scale": dict(rowwise="fp8_e4m3"),
-    "identity": dict(rowwise="bf16"),
-    "half identity": dict(rowwise="mxfp8", columnwise="fp32"),
-    "from decoded": dict(
-        rowwise="nvfp4", columnwise="mxfp8", columnwise_source="rowwise_dequantized"
-    ),
-    "rowwise only": dict(rowwise="nvfp4", columnwise=False),
-    "columnwise only": dict(rowwise=None, columnwise="mxfp8_e5m2"),
+    "uniform": {"rowwise": "mxfp8"},
+    "hybrid": {"rowwise": "mxfp8", "columnwise": "nvfp4", "hadamard": True},
+    "derivable": {"rowwise": "fp8_128x128"},
+    "packed derivable": {"rowwise": "nvfp4_16x16"},
+    "one scale": {"rowwise": "fp8_e4m3"},
+    "identity": {"rowwise": "bf16"},
+    "half identity": {"rowwise": "mxfp8", "columnwise": "fp32"},
+    "from decoded": {
+        "rowwise": "nvfp4",
+        "columnwise": "mxfp8",
+        "columnwise_source": "rowwise_dequantized",
+    },
+    "rowwise only": {"rowwise": "nvfp4", "columnwise": False},
+    "columnwise only": {"rowwise": None, "columnwise": "mxfp8_e5m2"},
 }
 
 
