@@ -1,0 +1,16 @@
+# hybridq._core: the pybind11 module. It links neither torch nor an OpenMP runtime.
+find_package(Python 3.10 REQUIRED COMPONENTS Interpreter Development.Module)
+if(NOT pybind11_DIR)
+  execute_process(COMMAND ${Python_EXECUTABLE} -m pybind11 --cmakedir
+    OUTPUT_VARIABLE pybind11_DIR OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+endif()
+find_package(pybind11 2.13 CONFIG REQUIRED)
+
+pybind11_add_module(_core NO_EXTRAS csrc/bindings/module.cpp)
+target_link_libraries(_core PRIVATE hybridq_core)
+target_compile_options(_core PRIVATE ${HQ_WARNINGS})
+target_compile_definitions(_core PRIVATE
+  HQ_VERSION="${HQ_VERSION}"
+  HQ_COMPILER="${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}"
+  HQ_BUILD_TYPE="${CMAKE_BUILD_TYPE}")
+install(TARGETS _core LIBRARY DESTINATION hybridq)

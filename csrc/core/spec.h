@@ -1,0 +1,45 @@
+// What encode and decode must know of a plane. The C++ twin of Python's PlaneSpec.
+#ifndef HYBRIDQ_CORE_SPEC_H_
+#define HYBRIDQ_CORE_SPEC_H_
+
+#include <cstdint>
+#include <string>
+
+namespace hybridq {
+
+enum class Element : int { kE4M3, kE5M2, kE2M1, kE3M2, kE2M3, kOther };
+enum class ScaleElement : int { kNone, kFp32, kE8M0, kE4M3 };
+enum class Rule : int { kIdentity, kAmax, kRceil, kTwoLevel };
+enum class DType : int { kFloat32, kBFloat16, kFloat16 };
+
+struct Spec {
+  Element element = Element::kE4M3;
+  ScaleElement scale = ScaleElement::kFp32;
+  Rule rule = Rule::kAmax;
+  int block_rows = 0;  // 0 x 0: one block, the whole tensor
+  int block_cols = 0;
+  bool power_of_two = false;
+  bool stochastic = false;
+  float eps = 0.0f;
+  int signs = -1;  // -1: no transform; else bit i set = point i is multiplied by -1
+  float tensor_bound = 448.0f;
+};
+
+// Every combination that the kernels do not have is named here, so that they need not check.
+// Returns an empty string if the spec is supported, else the reasons why not.
+std::string UnsupportedReason(const Spec& spec);
+
+// Names as in Python's Format. They throw std::invalid_argument naming `function` and the value.
+Element ParseElement(const std::string& name, const char* function);
+ScaleElement ParseScale(const std::string& name, const char* function);
+Rule ParseRule(const std::string& name, const char* function);
+DType ParseDType(const std::string& name, const char* function);
+
+// Whether encode needs the amax of the whole tensor from outside.
+inline __attribute__((always_inline)) bool NeedsTensorAmax(const Spec& spec) {
+  return spec.block_cols == 0 || spec.rule == Rule::kTwoLevel;
+}
+
+}  // namespace hybridq
+
+#endif  // HYBRIDQ_CORE_SPEC_H_

@@ -1,0 +1,262 @@
+// Encode of one plane, or of both in one pass over tiles of x.
+//
+// Two orientations of the same rules. "Along": the tile's rows are the plane's rows and blocks run
+// along them (a rowwise plane). "Down": the tile's rows run along K and its columns are the plane's
+// rows (a columnwise plane, straight from the same tile; or a rowwise plane with a transform, from
+// the turned tile). Going down, blocks, transform and random numbers are all vectors over the
+// columns, and only the finished codes are transposed.
+#ifndef HYBRIDQ_CPU_ENCODE_H_
+#define HYBRIDQ_CPU_ENCODE_H_
+
+#include "core/float_env.h"
+#include "core/parallel.h"
+#include "cpu/plane_job.h"
+
+HQ_NAMESPACE_BEGIN
+
+// Random bytes of n elements (a multiple of 16) of one plane row from k on. Philox counts groups of
+// 16 in the whole tensor's plane, whose boundaries a shard's first column need not meet.
+static const uint8_t* RandomAlong(const PlaneJob& job, int64_t row, int64_t k, int n, Scratch& s) {
+  const int64_t first = job.k_offset + k;
+  const int skip = static_cast<int>(first % kBytesPerCounter);
+  const int groups = (skip + n + kBytesPerCounter - 1) / kBytesPerCounter;
+  PhiloxLoop(static_cast<uint32_t>(first / kBytesPerCounter), 1,
+             static_cast<uint32_t>(job.row_offset + row), 0, job.stream, job.seed, groups,
+             s.words[0], s.words[1], s.words[2], s.words[3]);
+  // Byte i of a group is byte i % 4 of word i / 4: the words in memory order (little endian).
+  for (int g = 0; g < groups; ++g) {
+    for (int j = 0; j < 4; ++j) {
+      std::memcpy(s.random + g * kBytesPerCounter + 4 * j, &s.words[j][g], sizeof(uint32_t));
+    }
+  }
+  return s.random + skip;
+}
+
+// Tile t[nn][kk] (rows ld apart, columns padded with zeros) at plane row n0, K index k0.
+static void EncodeAlong(const PlaneJob& job, const float* t, int ld, int64_t n0, int nn, int64_t k0,
+                        int kk, Scratch& s) {
+  const int kk_padded = RoundUp(kk, kLane);
+  const int blocks = job.block == 0 ? 1 : static_cast<int>(CeilDiv(kk, job.block));
+  const int rows_per_scale = job.square ? job.block : 1;
+  if (job.block == 0) {
+    for (int i = 0; i < kk_padded; ++i) s.run[i] = job.tensor_multiplier;
+  } else {
+    const int scale_rows = static_cast<int>(CeilDiv(nn, rows_per_scale));
+    for (int n = 0; n < nn; ++n) {
+      BlockAmax(t + n * ld, kk_padded, job.block, s.amax + n * blocks);
+    }
+    if (job.square) {
+      // In place: group g is written at or before its own first row.
+      for (int n = 0; n < nn; ++n) {
+        int32_t* group = s.amax + n / rows_per_scale * blocks;
+        const int32_t* own = s.amax + n * blocks;
+        for (int b = 0; b < blocks; ++b) {
+          group[b] = n % rows_per_scale == 0 ? own[b] : MaxInt(group[b], own[b]);
+        }
+      }
+    }
+    ComputeScales(job, s.amax, scale_rows * blocks, s);
+    for (int g = 0; g < scale_rows; ++g) {
+      StoreScales(job, s, g * blocks, 1, blocks, n0 / rows_per_scale + g, k0 / job.block);
+    }
+  }
+  const bool direct = !job.packed && kk == kk_padded;
+  for (int n = 0; n < nn; ++n) {
+    if (job.block != 0 && n % rows_per_scale == 0) {
+      ExpandBlocks(s.multiplier + n / rows_per_scale * blocks, job.block, kk_padded, s.run);
+    }
+    const uint8_t* random =
+        job.spec.stochastic ? RandomAlong(job, n0 + n, k0, kk_padded, s) : nullptr;
+    uint8_t* out = job.data + (n0 + n) * job.data_stride + (job.packed ? k0 / 2 : k0);
+    job.code(t + n * ld, s.run, random, direct ? out : s.codes, kk_padded);
+    if (job.packed) {
+      PackNibbles(s.codes, kk, out);
+    } else if (!direct) {
+      std::memcpy(out, s.codes, static_cast<size_t>(kk));
+    }
+  }
+}
+
+// Amaxima, scales and multipliers of the tile t[kk][nn], going down: s.multiplier[b * width + n].
+static void ScalesDown(const PlaneJob& job, const float* t, int ld, int64_t n0, int nn, int64_t k0,
+                       int kk, int width, Scratch& s) {
+  const int blocks = static_cast<int>(CeilDiv(kk, job.block));
+  for (int b = 0; b < blocks; ++b) {
+    int32_t* amax = s.amax + b * width;
+    for (int n = 0; n < width; ++n) amax[n] = 0;
+    const int end = MinInt(kk, (b + 1) * job.block);
+    for (int k = b * job.block; k < end; ++k) MagnitudeMaxInto(t + k * ld, amax, width);
+  }
+  if (!job.square) {
+    ComputeScales(job, s.amax, blocks * width, s);
+    for (int n = 0; n < nn; ++n) StoreScales(job, s, n, width, blocks, n0 + n, k0 / job.block);
+    return;
+  }
+  const int groups = static_cast<int>(CeilDiv(nn, job.block));
+  for (int b = 0; b < blocks; ++b) {
+    for (int g = 0; g < groups; ++g) {
+      int32_t m = 0;
+      const int end = MinInt(nn, (g + 1) * job.block);
+      for (int n = g * job.block; n < end; ++n) m = MaxInt(m, s.amax[b * width + n]);
+      s.square[b * groups + g] = m;
+    }
+  }
+  ComputeScales(job, s.square, blocks * groups, s);
+  for (int g = 0; g < groups; ++g) {
+    StoreScales(job, s, g, groups, blocks, n0 / job.block + g, k0 / job.block);
+  }
+  // From one multiplier per square to one per column: through the buffer of FP32 scales, which are
+  // stored by now.
+  for (int i = 0; i < blocks * groups; ++i) s.scale_fp32[i] = s.multiplier[i];
+  for (int b = 0; b < blocks; ++b) {
+    ExpandBlocks(s.scale_fp32 + b * groups, job.block, width, s.multiplier + b * width);
+  }
+}
+
+// Tile t[kk][nn] at plane row n0, K index k0; columns padded with zeros to a multiple of 16.
+static void EncodeDown(const PlaneJob& job, const float* t, int ld, int64_t n0, int nn, int64_t k0,
+                       int kk, Scratch& s) {
+  const int width = RoundUp(nn, kLane);
+  if (job.block == 0) {
+    for (int n = 0; n < width; ++n) s.run[n] = job.tensor_multiplier;
+  } else {
+    ScalesDown(job, t, ld, n0, nn, k0, kk, width, s);
+  }
+  int64_t counter = -1;
+  for (int k = 0; k < kk; ++k) {
+    const float* multiplier = job.block == 0 ? s.run : s.multiplier + k / job.block * width;
+    if (job.spec.stochastic) {
+      const int64_t at = job.k_offset + k0 + k;
+      if (at / kBytesPerCounter != counter) {
+        counter = at / kBytesPerCounter;
+        PhiloxLoop(static_cast<uint32_t>(counter), 0, static_cast<uint32_t>(job.row_offset + n0), 1,
+                   job.stream, job.seed, width, s.words[0], s.words[1], s.words[2], s.words[3]);
+      }
+      const int i = static_cast<int>(at % kBytesPerCounter);
+      const uint32_t* word = s.words[i / 4];
+      for (int n = 0; n < width; ++n) s.random[n] = static_cast<uint8_t>(word[n] >> (8 * (i % 4)));
+    }
+    job.code(t + k * ld, multiplier, s.random, s.codes + k * width, width);
+  }
+  uint8_t* codes = s.codes;
+  uint8_t* turned = s.flipped;
+  int bytes = kk;  // per plane row
+  if (job.packed) {
+    bytes = (kk + 1) / 2;
+    if (kk % 2 != 0) std::memset(codes + kk * width, 0, static_cast<size_t>(width));
+    for (int k = 0; k < bytes; ++k) {
+      const uint8_t* __restrict low = codes + 2 * k * width;
+      uint8_t* __restrict out = turned + k * width;
+      for (int n = 0; n < width; ++n) out[n] = static_cast<uint8_t>(low[n] | (low[width + n] << 4));
+    }
+    codes = s.flipped;
+    turned = s.codes;
+  }
+  uint8_t* out = job.data + n0 * job.data_stride + (job.packed ? k0 / 2 : k0);
+  if (bytes % kLane == 0 && nn == width) {
+    return TransposeByteTile(codes, width, bytes, width, out, job.data_stride);
+  }
+  // The rows of codes up to the next 16 hold leftovers; they end beyond `bytes` and are not copied.
+  const int padded = RoundUp(bytes, kLane);
+  TransposeByteTile(codes, width, padded, width, turned, padded);
+  for (int n = 0; n < nn; ++n) {
+    std::memcpy(out + n * job.data_stride, turned + n * padded, static_cast<size_t>(bytes));
+  }
+}
+
+struct EncodeTask {
+  Matrix x;
+  PlaneJob row, col;
+  bool has_row, has_col;
+  int tile_rows, tile_cols;
+  int64_t tiles_across;
+  int32_t failed;
+};
+
+static void EncodeTile(const EncodeTask& task, int64_t index, Scratch& s) {
+  const int64_t r0 = index / task.tiles_across * task.tile_rows;
+  const int64_t c0 = index % task.tiles_across * task.tile_cols;
+  const int nr = static_cast<int>(Min64(task.tile_rows, task.x.rows - r0));
+  const int nc = static_cast<int>(Min64(task.tile_cols, task.x.cols - c0));
+  const int ld = RoundUp(nc, kLane);
+  const int nr_padded = RoundUp(nr, kLane);
+  const bool row_turns = task.has_row && task.row.transform;
+  LoadTile(task.x, r0, c0, nr, nc, task.has_col || row_turns, s.tile, ld);
+  if (row_turns) {
+    TransposeBlocks(s.tile, ld, nr_padded, ld, s.turned, nr_padded);
+    HadamardTile(s.turned, nr_padded, ld, nr_padded, static_cast<uint32_t>(task.row.spec.signs),
+                 s.turned);
+    EncodeDown(task.row, s.turned, nr_padded, r0, nr, c0, ld, s);
+  } else if (task.has_row) {
+    EncodeAlong(task.row, s.tile, ld, r0, nr, c0, nc, s);
+  }
+  if (!task.has_col) return;
+  if (task.col.transform) {
+    HadamardTile(s.tile, ld, nr_padded, ld, static_cast<uint32_t>(task.col.spec.signs), s.turned);
+    EncodeDown(task.col, s.turned, ld, c0, nc, r0, nr_padded, s);
+  } else {
+    EncodeDown(task.col, s.tile, ld, c0, nc, r0, nr, s);
+  }
+}
+
+static void EncodeRange(void* context, int64_t begin, int64_t end) {
+  auto& task = *static_cast<EncodeTask*>(context);
+  const FloatEnv env;
+  Scratch* scratch = ThreadScratch();
+  if (scratch == nullptr) {
+    __atomic_store_n(&task.failed, 1, __ATOMIC_RELAXED);
+    return;
+  }
+  for (int64_t i = begin; i < end; ++i) EncodeTile(task, i, *scratch);
+}
+
+// Tiles hold whole blocks of both planes, and pairs of codes.
+static void ChooseTile(EncodeTask* task) {
+  const bool down = task->has_col || (task->has_row && task->row.transform);
+  if (down) {
+    const bool wide = (task->has_row && task->row.block == kTileSide) ||
+                      (task->has_col && task->col.square && task->col.block == kTileSide);
+    task->tile_rows = kTileSide;
+    task->tile_cols = wide ? kTileSide : kTileSide / 2;
+    return;
+  }
+  // A rowwise plane alone: few, long rows, the FP32 tile in the first-level cache.
+  constexpr int kSmallTile = 4096;
+  const int side = task->row.square ? task->row.block : 1;
+  const int64_t wanted = CeilDiv(task->x.cols, kTileSide) * kTileSide;
+  const int64_t widest = MaxInt(kTileSide, kSmallTile / side);
+  task->tile_cols = static_cast<int>(Min64(Min64(wanted, widest), kRunElements));
+  task->tile_rows =
+      task->row.square ? side : MinInt(kTileSide, MaxInt(1, kSmallTile / task->tile_cols));
+}
+
+static bool Encode(const Matrix& x_in, const PlaneTarget* row, const PlaneTarget* col,
+                   int threads) {
+  Matrix x = x_in;
+  if (PrefersTransposed(x)) {
+    // The rowwise plane of X is the columnwise plane of its transpose, so a transposed view is read
+    // in memory order.
+    x = x.Transposed();
+    const PlaneTarget* swap = row;
+    row = col;
+    col = swap;
+  }
+  const FloatEnv env;
+  EncodeTask task{};
+  task.x = x;
+  task.has_row = row != nullptr;
+  task.has_col = col != nullptr;
+  if (task.has_row) task.row = MakeJob(*row, x.rows, x.cols, x.dtype);
+  if (task.has_col) task.col = MakeJob(*col, x.cols, x.rows, x.dtype);
+  if (x.rows == 0 || x.cols == 0 || !(task.has_row || task.has_col)) return true;
+  ChooseTile(&task);
+  task.tiles_across = CeilDiv(x.cols, task.tile_cols);
+  const int64_t tiles = task.tiles_across * CeilDiv(x.rows, task.tile_rows);
+  const int64_t elements = tiles * task.tile_rows * task.tile_cols;
+  ParallelFor(tiles, UsefulThreads(elements, threads), EncodeRange, &task);
+  return task.failed == 0;
+}
+
+HQ_NAMESPACE_END
+
+#endif  // HYBRIDQ_CPU_ENCODE_H_

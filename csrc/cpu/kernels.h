@@ -1,0 +1,57 @@
+// The CPU kernels, as a table of functions: one table per instruction set, chosen at run time.
+//
+// Every table is compiled from the same source (variant.cpp) and gives the same bits. Callers have
+// validated the arguments (csrc/bindings); kernels assume.
+#ifndef HYBRIDQ_CPU_KERNELS_H_
+#define HYBRIDQ_CPU_KERNELS_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/matrix.h"
+#include "core/spec.h"
+
+namespace hybridq {
+
+// A plane to be decoded. `rows` x `k` is its logical size, without the transform's padding.
+struct PlaneSource {
+  Spec spec;
+  const uint8_t* data;
+  const void* scale;
+  const float* amax;  // two_level only
+  int64_t rows, k;
+  // false: all of dequantize. true: code * scale only (per tensor: the code), width Kp.
+  bool operand;
+};
+
+struct Kernels {
+  const char* name;
+  // Writes one or both planes in one pass over x. Returns false if memory ran out.
+  bool (*encode)(const Matrix& x, const PlaneTarget* row, const PlaneTarget* col, int threads);
+  // Writes [rows, k or Kp] contiguous. *left_range: a non-zero value left BF16's normal range.
+  bool (*decode)(const PlaneSource& plane, void* out, DType dtype, int threads, bool* left_range);
+  // max|x|, after the transform along the columns if signs >= 0; canonical.
+  bool (*amax)(const Matrix& x, int signs, float* out, int threads);
+  // BF16 bits of the transformed matrix, [rows, Kp].
+  bool (*hadamard)(const Matrix& x, int signs, uint16_t* out, int threads);
+  // [rows, cols] of 4, 8, 16 or 32 bits to [cols, rows].
+  bool (*transpose)(const void* src, int64_t rows, int64_t cols, int bits, void* dst, int threads);
+  void (*cast)(Element element, const float* src, int64_t n, uint8_t* dst);
+  void (*cast_stochastic)(Element element, const float* src, const uint8_t* random, int64_t n,
+                          uint8_t* dst);
+  void (*decode_codes)(Element element, const uint8_t* src, int64_t n, float* dst);
+};
+
+// The table in use: the best that this CPU runs, or the one that SetVariant chose.
+const Kernels& ActiveKernels();
+
+// Names of the variants that were compiled and that this CPU can run, the slowest first.
+std::vector<std::string> AvailableVariants();
+
+// Throws std::invalid_argument if the variant is unknown or this CPU cannot run it.
+void SetVariant(const std::string& name);
+
+}  // namespace hybridq
+
+#endif  // HYBRIDQ_CPU_KERNELS_H_

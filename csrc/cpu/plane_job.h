@@ -1,0 +1,124 @@
+// A plane to be written, with all that is constant over the tensor computed once.
+#ifndef HYBRIDQ_CPU_PLANE_JOB_H_
+#define HYBRIDQ_CPU_PLANE_JOB_H_
+
+#include "cpu/loops.h"
+#include "cpu/tile.h"
+
+HQ_NAMESPACE_BEGIN
+
+struct PlaneJob {
+  Spec spec;
+  CodeFn code;
+  int64_t rows, k;  // of the stored plane: k is Kp if there is a transform
+  uint8_t* data;
+  int64_t data_stride;  // bytes per row
+  uint8_t* scale;
+  int64_t scale_stride;  // scales per row
+  int scale_size;        // bytes per scale
+  int block;             // along K; 0: the whole tensor
+  bool square;
+  bool packed;  // two codes per byte
+  bool transform;
+  AmaxRule amax_rule;
+  TwoLevelRule two_level;
+  float inverse_fmax;
+  float tensor_multiplier;  // block == 0
+  uint64_t seed;
+  int64_t row_offset, k_offset;
+  uint32_t stream;
+};
+
+static float InputMax(DType dtype) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return FromSignedBits(kBf16MaxBits);
+    case DType::kFloat16:
+      return FromSignedBits(kFp16MaxBits);
+    default:
+      return FloatMax();
+  }
+}
+
+// `rows` x `k`: the logical plane (for a columnwise plane those of X transposed).
+static PlaneJob MakeJob(const PlaneTarget& target, int64_t rows, int64_t k, DType dtype) {
+  const Spec& spec = target.spec;
+  PlaneJob job{};
+  job.spec = spec;
+  job.code = SelectCodeLoop(spec.element, spec.stochastic);
+  job.transform = spec.signs >= 0;
+  job.rows = rows;
+  job.k = job.transform ? PaddedToHadamard(k) : k;
+  job.block = spec.block_cols;
+  job.square = spec.block_rows > 1;
+  job.packed = spec.element == Element::kE2M1;
+  job.data = target.data;
+  job.data_stride = job.packed ? CeilDiv(job.k, 2) : job.k;
+  job.scale = static_cast<uint8_t*>(target.scale);
+  job.scale_size = spec.scale == ScaleElement::kFp32 ? 4 : 1;
+  job.scale_stride = job.block == 0 ? 1 : CeilDiv(job.k, job.block);
+  job.seed = target.seed;
+  job.row_offset = target.row_offset;
+  job.k_offset = target.k_offset;
+  job.stream = target.stream;
+  const float fmax = ElementMax(spec.element);
+  job.inverse_fmax = DivRn(1.0f, fmax);
+  // After the transform the plane's input is BF16, whatever x was.
+  const DType input = job.transform ? DType::kBFloat16 : dtype;
+  const float overflow = job.block == 0 ? FloatMax() : InputMax(input);
+  job.amax_rule = MakeAmaxRule(fmax, spec.eps, overflow, spec.power_of_two);
+  if (spec.rule == Rule::kTwoLevel) {
+    job.two_level = MakeTwoLevelRule(*target.stat, spec.tensor_bound);
+  }
+  if (job.block == 0) {
+    const AmaxScale s = ComputeAmaxScale(Magnitude(*target.stat), job.amax_rule);
+    job.tensor_multiplier = s.multiplier;
+    std::memcpy(job.scale, &s.decode, sizeof(float));
+  }
+  return job;
+}
+
+// Scales and multipliers of n blocks, into the scratch.
+static void ComputeScales(const PlaneJob& job, const int32_t* amax, int n, Scratch& s) {
+  switch (job.spec.rule) {
+    case Rule::kRceil:
+      return RceilScaleLoop(amax, n, job.inverse_fmax, s.scale_byte, s.multiplier);
+    case Rule::kTwoLevel:
+      return TwoLevelScaleLoop(amax, n, job.two_level, s.scale_byte, s.multiplier);
+    default:
+      return AmaxScaleLoop(amax, n, job.amax_rule, s.scale_fp32, s.multiplier);
+  }
+}
+
+// Stores `count` scales of the scratch, `step` apart from `first` on, into one row of the plane.
+static void StoreScales(const PlaneJob& job, const Scratch& s, int first, int step, int count,
+                        int64_t scale_row, int64_t scale_col) {
+  const int64_t at = scale_row * job.scale_stride + scale_col;
+  if (job.scale_size == 4) {
+    float* out = reinterpret_cast<float*>(job.scale) + at;
+    for (int i = 0; i < count; ++i) out[i] = s.scale_fp32[first + i * step];
+  } else {
+    uint8_t* out = job.scale + at;
+    for (int i = 0; i < count; ++i) out[i] = s.scale_byte[first + i * step];
+  }
+}
+
+// Packs n codes (an odd last one with 0) into ceil(n/2) bytes, the lower index in the low nibble.
+static void PackNibbles(const uint8_t* __restrict codes, int64_t n, uint8_t* __restrict out) {
+  for (int64_t i = 0; i < n / 2; ++i) {
+    out[i] = static_cast<uint8_t>(codes[2 * i] | (codes[2 * i + 1] << 4));
+  }
+  if (n % 2 != 0) out[n / 2] = codes[n - 1];
+}
+
+static void UnpackNibbles(const uint8_t* __restrict bytes, int64_t n, uint8_t* __restrict codes) {
+  for (int64_t i = 0; i < n / 2; ++i) {
+    codes[2 * i] = bytes[i] & 0xf;
+    codes[2 * i + 1] = bytes[i] >> 4;
+  }
+  if (n % 2 != 0) codes[n - 1] = bytes[n / 2] & 0xf;
+}
+
+HQ_NAMESPACE_END
+
+#endif  // HYBRIDQ_CPU_PLANE_JOB_H_

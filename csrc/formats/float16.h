@@ -1,0 +1,50 @@
+// BF16 and FP16 as 16-bit patterns, to and from FP32.
+//
+// Sources: IEEE 754-2019 binary16 (1-5-10, bias 15, max 65504) and the upper half of binary32
+// (BF16: 1-8-7, bias 127, max 2^127 * (2 - 2^-7)). Round to nearest even; overflow gives infinity,
+// as these are IEEE casts and not quantization; NaN gives the canonical quiet NaN.
+#ifndef HYBRIDQ_FORMATS_FLOAT16_H_
+#define HYBRIDQ_FORMATS_FLOAT16_H_
+
+#include "formats/common.h"
+
+HQ_NAMESPACE_BEGIN
+
+inline constexpr int32_t kBf16MaxBits = 0x7f7f0000;  // as FP32 bits
+inline constexpr int32_t kFp16MaxBits = 0x477fe000;  // 65504 as FP32 bits
+
+HQ_HD float FromBf16(uint16_t v) { return FromBits(static_cast<uint32_t>(v) << 16); }
+
+HQ_HD uint16_t ToBf16(float v) {
+  const uint32_t b = Bits(v);
+  const uint32_t rounded = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
+  return static_cast<uint16_t>(IsNan(v) ? 0x7fc0u : rounded);
+}
+
+HQ_HD float RoundToBf16(float v) { return FromBits(static_cast<uint32_t>(ToBf16(v)) << 16); }
+
+HQ_HD float FromFp16(uint16_t v) {
+  const int32_t magnitude = v & 0x7fff;
+  // Subnormals count in units of 2^-24; converting the integer avoids an FP32 subnormal.
+  const float subnormal = MulRn(static_cast<float>(magnitude), FromSignedBits((127 - 24) << 23));
+  int32_t bits = magnitude < 0x400 ? SignedBits(subnormal) : (magnitude << 13) + (112 << 23);
+  bits = magnitude >= 0x7c00 ? (magnitude << 13) | kInfBits : bits;
+  return FromBits(static_cast<uint32_t>(bits) | (static_cast<uint32_t>(v & 0x8000) << 16));
+}
+
+HQ_HD uint16_t ToFp16(float v) {
+  const uint32_t b = Bits(v);
+  const uint32_t magnitude = b & 0x7fffffffu;
+  const int32_t m = static_cast<int32_t>(magnitude);
+  // Below 2^-14 the spacing is 2^-24, that of FP32 at 0.5: adding 0.5 rounds there.
+  const uint32_t small = Bits(AddRn(FromBits(magnitude), 0.5f)) - 0x3f000000u;
+  const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  uint32_t code = m < (113 << 23) ? small : normal;
+  code = m >= 0x477ff000 ? 0x7c00u : code;  // from 65520 up: infinity
+  code = m > kInfBits ? 0x7e00u : code;
+  return static_cast<uint16_t>(code | (m > kInfBits ? 0u : (b >> 16) & 0x8000u));
+}
+
+HQ_NAMESPACE_END
+
+#endif  // HYBRIDQ_FORMATS_FLOAT16_H_
