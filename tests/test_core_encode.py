@@ -1,0 +1,215 @@
+"""Encode of the core against a slow model, one block at a time, and against the reference.
+
+The model below is written from docs/numerics.md with NumPy scalars and ml_dtypes casts; it shares
+nothing with the kernels.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from core_tools import (
+    DTYPES,
+    SPECS,
+    CoreSpec,
+    as_float,
+    encode,
+    hadamard,
+    same_bytes,
+    sample,
+    tensor_amax,
+)
+from hybridq import _core
+
+F = np.float32
+FMAX = np.finfo(F).max
+MODELLED = [
+    "fp8_e4m3",
+    "fp8_e5m2_pow2",
+    "fp8_1x128",
+    "fp8_128x128",
+    "mxfp8",
+    "mxfp8_e5m2",
+    "mxfp8_32x32",
+    "mxfp4",
+    "nvfp4",
+    "nvfp4_16x16",
+    "nvfp4_256",
+    "nvfp4_rht",
+    "mxfp8_rht",
+    "nvfp4_rht_sr",
+    "mxfp8_sr",
+]
+DTYPE_OF = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+}
+
+
+def model_cast(element: str, values: np.ndarray) -> np.ndarray:
+    info = _core.constants()[element]
+    with np.errstate(invalid="ignore"):
+        codes = np.clip(values, -info["max"], info["max"]).astype(F).astype(DTYPE_OF[element])
+    return np.where(np.isnan(values), info["nan_code"], codes.view(np.uint8)).astype(np.uint8)
+
+
+def model_scale(amax: np.float32, spec: CoreSpec, stat: np.float32, limit: float):
+    """(stored scale, multiplier) of one block."""
+    fmax = F(_core.constants()[spec.element]["max"])
+    with np.errstate(all="ignore"):
+        if spec.rule == "amax":
+            amax = np.maximum(np.minimum(amax, FMAX), F(spec.eps))
+            enc = F(1) if amax == 0 else fmax / amax
+            enc = F(limit) if np.isinf(enc) else enc
+            if spec.power_of_two and not np.isnan(enc):
+                enc = F(2.0 ** (np.frexp(enc)[1] - 1))
+            return F(1) / enc, enc
+        if spec.rule == "rceil":
+            ratio = amax * (F(1) / fmax)
+            if np.isnan(ratio):
+                return np.uint8(255), F(np.nan)
+            if np.isinf(ratio):
+                byte = 254
+            elif ratio <= 2.0**-127:
+                byte = 0
+            else:
+                mantissa, exponent = np.frexp(np.float64(ratio))
+                byte = exponent - (mantissa == 0.5) + 127
+            return np.uint8(byte), F(2.0 ** (127 - int(byte)))
+        bound = F(spec.tensor_bound)
+        enc = np.minimum((bound * fmax) / stat, FMAX)
+        enc = F(1) if stat == 0 or enc == 0 else enc
+        code = model_cast("e4m3", np.array(np.minimum(amax * (enc * (F(1) / fmax)), FMAX)))
+        value = code.view(ml_dtypes.float8_e4m3fn).astype(F)
+        return code.item(), np.minimum(F(1) / (value * (F(1) / enc)), FMAX)
+
+
+def model_stochastic(element: str, value: np.float32, byte: int) -> int:
+    info = _core.constants()[element]
+    if np.isnan(value):
+        return info["nan_code"]
+    codes = np.arange(info["max_code"] + 1, dtype=np.uint8)
+    grid = codes.view(DTYPE_OF[element]).astype(np.float64)
+    a = min(abs(float(value)), grid[-1])
+    i = int(np.searchsorted(grid, a, side="right")) - 1
+    up = 0
+    if i + 1 < grid.size:
+        up = int(round(256 * (a - grid[i]) / (grid[i + 1] - grid[i])) + byte >= 256)
+    return i + up | (1 << (info["bits"] - 1) if np.signbit(value) else 0)
+
+
+def model_encode(x: np.ndarray, spec: CoreSpec, stat: np.float32, limit: float, seed: int):
+    rows, k = x.shape
+    height, width = spec.block if spec.block != (0, 0) else (max(rows, 1), max(k, 1))
+    codes = np.zeros((rows, k), np.uint8)
+    scales = np.zeros((-(-rows // height), -(-k // width)), F if spec.rule == "amax" else np.uint8)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            at = np.s_[i * height : (i + 1) * height, j * width : (j + 1) * width]
+            amax = stat if spec.block == (0, 0) else np.abs(x[at]).max()
+            scales[i, j], multiplier = model_scale(amax, spec, stat, limit)
+            with np.errstate(all="ignore"):
+                scaled = x[at] * multiplier
+            if not spec.stochastic:
+                codes[at] = model_cast(spec.element, scaled)
+                continue
+            for r, c in np.ndindex(scaled.shape):
+                row, col = i * height + r, j * width + c
+                words = _core.philox(seed, col // 16, row, 0)
+                byte = words[col % 16 // 4] >> (8 * (col % 4)) & 255
+                codes[row, col] = model_stochastic(spec.element, scaled[r, c], byte)
+    if spec.element == "e2m1":
+        codes = np.pad(codes, ((0, 0), (0, k % 2)))
+        codes = codes[:, ::2] | codes[:, 1::2] << 4
+    return codes, scales
+
+
+def model_hadamard(x: np.ndarray, signs: int) -> np.ndarray:
+    """Butterflies in FP32, in the order of the strides; BF16 at the end."""
+    x = np.pad(x, ((0, 0), (0, -x.shape[1] % 16)))
+    factor = np.array([-0.25 if signs >> i & 1 else 0.25 for i in range(16)], F)
+    v = x.reshape(x.shape[0], -1, 16) * factor
+    for stride in (1, 2, 4, 8):
+        pairs = v.reshape(*v.shape[:2], 16 // (2 * stride), 2, stride)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        with np.errstate(invalid="ignore"):
+            v = np.stack([low + high, low - high], axis=-2).reshape(v.shape)
+    return v.reshape(x.shape).astype(ml_dtypes.bfloat16).astype(F)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.values())
+@pytest.mark.parametrize("name", MODELLED)
+def test_encode_equals_the_model(name, dtype):
+    spec = SPECS[name]
+    for shape, special in (((5, 33), True), ((34, 49), False), ((2, 130), True)):
+        x = sample(*shape, dtype, special=special)
+        if shape[0] == 2:
+            x[1, 3] = float("nan")
+            x[0, 64:] = 0
+        values = as_float(x)
+        limit = torch.finfo(dtype if spec.signs < 0 else torch.bfloat16).max
+        if spec.signs >= 0:
+            values = model_hadamard(values, spec.signs)
+            got = as_float(hadamard(x, spec.signs))
+            np.testing.assert_array_equal(got, values)
+        with np.errstate(invalid="ignore"):
+            stat = np.minimum(np.abs(values).max(), FMAX)
+        np.testing.assert_array_equal(tensor_amax(x, signs=spec.signs).item(), stat)
+        codes, scales = model_encode(values, spec, stat, limit, seed=0x0123456789ABCDEF)
+        data, scale = encode(x, spec)
+        np.testing.assert_array_equal(scale.numpy(), scales.reshape(scale.shape))
+        np.testing.assert_array_equal(data.numpy(), codes)
+
+
+@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
+@pytest.mark.parametrize("name", sorted({*SPECS} - {"fp8_1x64"}))
+def test_encode_equals_the_reference_backend(name, columnwise):
+    reference = pytest.importorskip("hybridq.reference")
+    formats = pytest.importorskip("hybridq.formats")
+    spec = SPECS[name]
+    known = {
+        (f.element.name, f.block, f.rule, f.power_of_two): f
+        for f in map(formats.format, formats.names())
+        if f.scale is not None
+    }
+    block = None if spec.block == (0, 0) else spec.block
+    found = known.get((spec.element, block, spec.rule, spec.power_of_two))
+    if found is None or found.eps != spec.eps:
+        pytest.skip("no registered format of this kind")
+    plane = formats.PlaneSpec(
+        found,
+        stochastic=spec.stochastic,
+        signs=None if spec.signs < 0 else spec.signs,
+        tensor_bound=spec.tensor_bound,
+    )
+    seed = torch.tensor([0x0123456789ABCDEF])
+    for shape in ((33, 65), (150, 70)):
+        x = sample(*shape, torch.bfloat16)
+        want = reference.encode_plane(x.T if columnwise else x, plane, seed=seed)
+        got = encode(x, spec, columnwise)
+        assert same_bytes(got, [b.reshape(a.shape) for a, b in zip(got, want, strict=False)])
+
+
+@pytest.mark.parametrize("exponent", range(-149, 128))
+def test_e8m0_scale_at_every_power_of_two(exponent):
+    """Just below, at and just above fmax * 2^e, the byte is ceil(log2(amax * fp32(1/fmax)))."""
+    at = F(min(448 * 2.0**exponent, float(FMAX)))
+    points = np.array([np.nextafter(at, F(0)), at, np.nextafter(at, FMAX)], F)
+    x = torch.from_numpy(np.repeat(points[:, None], 32, axis=1).copy())
+    got = encode(x, SPECS["mxfp8"])[1].numpy()[:, 0]
+    want = [model_scale(p, SPECS["mxfp8"], F(0), 0.0)[0] for p in points]
+    np.testing.assert_array_equal(got, want)
+
+
+def test_an_overflowing_quotient_takes_the_input_types_maximum():
+    spec = SPECS["fp8_128x128"]
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.full((1, 4), 1e-38).to(dtype)
+        limit = torch.finfo(dtype).max
+        assert encode(x, spec)[1].item() == F(1) / F(limit)
+    per_tensor = encode(torch.full((1, 4), 1e-38).bfloat16(), SPECS["fp8_e4m3"])
+    assert per_tensor[1].item() == F(1) / FMAX
