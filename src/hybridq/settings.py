@@ -3,7 +3,7 @@
 | variable | meaning |
 | --- | --- |
 | `HYBRIDQ_BACKEND` | force one backend (`reference`, `cpu`, `torch`) in the process |
-| `HYBRIDQ_CPU_VARIANT` | force one variant of the CPU core (`baseline`, `avx2`, `avx512`) |
+| `HYBRIDQ_CPU_VARIANT` | force a variant of the CPU core: `baseline`, `x86-64-v3`, `x86-64-v4` |
 
 A `threading.local` and not a ContextVar: dynamo traces and guards the former.
 """
