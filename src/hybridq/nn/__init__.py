@@ -1,0 +1,8 @@
+"""Modules: drop-in replacements of torch's whose GEMMs run between quantized planes."""
+
+from __future__ import annotations
+
+from .convert import convert, default_filter
+from .linear import Linear
+
+__all__ = ["Linear", "convert", "default_filter"]

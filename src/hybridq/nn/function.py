@@ -1,0 +1,261 @@
+"""The one autograd function of all linear modules: three GEMMs between planes.
+
+```
+fprop  y  = x  @ w.T   (x.row, w.row)         forward
+dgrad  dx = dy @ w     (dy.row, w.col)        backward, if x needs a gradient
+wgrad  dw = dy.T @ x   (dy.col, x.col)        backward, if w needs a gradient
+```
+
+It works on the planes' buffers and the specs' texts through `torch.ops.hybridq`, so that
+`torch.compile(fullgraph=True)` sees ordinary operators. Saved for the backward are the columnwise
+planes that it needs, in quantized form, and the random seed; nothing else.
+
+**Random streams.** One seed per call serves all stochastic planes; each plane has its own Philox
+stream, so that equal coordinates of two tensors never share random bytes: gradient 0 (row) and 1
+(column), which are the defaults of `encode`, input 2 and 3, weight 4 and 5.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Final
+
+import torch
+
+from ..quantizers import draw_seed, group_amax
+from ..recipes import Plan, PlaneText, SlotPlan
+
+__all__ = ["STREAMS", "has_autocast", "linear"]
+
+#: (rowwise, columnwise) Philox streams of each slot.
+STREAMS: Final = {"grad_output": (0, 1), "input": (2, 3), "weight": (4, 5)}
+
+Buffers = list[torch.Tensor]
+
+# The sum over tokens, as an operation of its own: a compiler that generates the loop itself adds
+# in another order, and the bias's gradient would not be the eager one's bit for bit.
+_LIBRARY = torch.library.Library("hybridq", "FRAGMENT")
+_LIBRARY.define("bias_grad(Tensor dy) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _bias_grad(dy: torch.Tensor) -> torch.Tensor:
+    # With a dtype, since torch.autocast would make a sum FP32.
+    return torch.sum(dy, 0, dtype=dy.dtype)
+
+
+_LIBRARY.impl("bias_grad", _bias_grad, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "hybridq::bias_grad", lambda dy: dy.new_empty(dy.shape[1:]), lib=_LIBRARY
+)
+
+
+def _group_amax(x: torch.Tensor, plane: PlaneText, direction: str, group: str) -> Any:
+    """Return the amax of x over all members of `group`, or None where encode finds its own."""
+    if not group or not plane.needs_amax:
+        return None
+    return group_amax(torch.ops.hybridq.amax(x, plane.spec, direction), group)
+
+
+def _encode(
+    x: torch.Tensor,
+    plan: SlotPlan,
+    streams: tuple[int, int],
+    seed: torch.Tensor | None,
+    with_row: bool,
+    with_col: bool,
+) -> tuple[Buffers, Buffers]:
+    """Return the buffers of the wanted planes of x `[rows, cols]`; an unwanted plane has none.
+
+    A plain plane is x itself, its columnwise twin a transposed view: no copy.
+    """
+    is_derived = plan.col_source != "original"
+    row: Buffers = [x] if with_row and plan.row.is_plain else []
+    col: Buffers = [x.t()] if with_col and plan.col.is_plain and not is_derived else []
+    row_spec = plan.row.spec if with_row and not row else ""
+    col_spec = plan.col.spec if with_col and not col else ""
+    if not row_spec and not col_spec:
+        return row, col
+    keep_row = bool(row_spec)
+    if col_spec and is_derived:
+        row_spec = plan.row.spec  # the columnwise plane is made of it, wanted or not
+    row_stat = col_stat = None
+    if plan.amax_group:
+        row_stat = _group_amax(x, plan.row, "rowwise", plan.amax_group) if row_spec else None
+        seen = x
+        if col_spec and is_derived and plan.col.needs_amax:
+            args = {"row_stat": row_stat, "seed": seed, "row_stream": streams[0]}
+            made = torch.ops.hybridq.encode(x, row_spec, "", **args)
+            seen = torch.ops.hybridq.decode(made, row_spec, x.shape[0], x.shape[1], x.dtype)
+        col_stat = _group_amax(seen, plan.col, "columnwise", plan.amax_group) if col_spec else None
+    buffers = torch.ops.hybridq.encode(
+        x,
+        row_spec,
+        col_spec,
+        row_stat=row_stat,
+        col_stat=col_stat,
+        seed=seed,
+        col_source=plan.col_source,
+        keep_row=keep_row,
+        row_stream=streams[0],
+        col_stream=streams[1],
+    )
+    split = plan.row.num_buffers if keep_row else 0
+    return row or list(buffers[:split]), col or list(buffers[split:])
+
+
+def has_autocast(device: torch.device) -> bool:
+    """Return whether torch.autocast is on for `device`; not every device type knows it (meta)."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def _without_autocast(device: torch.device) -> Any:
+    """Return a context in which torch.autocast touches nothing: dtypes are settled here."""
+    if has_autocast(device):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _forward(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    plan: Plan,
+    seed: torch.Tensor | None,
+    save_x: bool,
+    save_w: bool,
+) -> tuple[torch.Tensor, Buffers, Buffers]:
+    """Return y and the columnwise planes of x and w that were asked for."""
+    x_row, x_col = _encode(x, plan.input, STREAMS["input"], seed, True, save_x)
+    w_row, w_col = _encode(w, plan.weight, STREAMS["weight"], seed, True, save_w)
+    y = torch.ops.hybridq.gemm(
+        x_row,
+        plan.input.row.spec,
+        x.shape[0],
+        w_row,
+        plan.weight.row.spec,
+        w.shape[0],
+        x.shape[1],
+        bias=bias,
+        out_dtype=x.dtype,
+    )
+    return y, x_col, w_col
+
+
+class _NoDoubleBackward(torch.autograd.Function):
+    """Passes gradients on; its own backward is the error of a second differentiation."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *grads: torch.Tensor | None) -> Any:
+        return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            "hybridq.Linear: double backward is not supported, got a gradient of a gradient of a "
+            "quantized GEMM; leave create_graph=False, or compute this part outside "
+            "hybridq.autocast"
+        )
+
+
+class _Linear(torch.autograd.Function):
+    """`y = x @ w.T + bias` under a Plan; x `[rows, in]`, w `[out, in]`, bias `[out]` or None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        seed: torch.Tensor | None,
+        plan: Plan,
+        needs: tuple[bool, bool, bool],
+    ) -> torch.Tensor:
+        with _without_autocast(x.device):
+            y, x_col, w_col = _forward(x, w, bias, plan, seed, needs[1], needs[0])
+        saved = [*x_col, *w_col]
+        if seed is not None:
+            saved.append(seed)
+        ctx.save_for_backward(*saved)
+        ctx.plan, ctx.needs = plan, needs
+        ctx.counts = (len(x_col), len(w_col))
+        ctx.features = (x.shape[1], w.shape[0])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        if torch.compiler.is_compiling():
+            return (*_backward(ctx, dy), None, None, None)
+        with torch.no_grad():
+            grads = _backward(ctx, dy)
+        if torch.is_grad_enabled():  # create_graph=True
+            # The gradients depend on x and w even where dy depends on nothing: the anchor makes
+            # every second derivative an error, and none of them silently zero.
+            anchor = torch.empty(0, device=dy.device, requires_grad=True)
+            grads = _NoDoubleBackward.apply(anchor, *grads)
+        return (*grads, None, None, None)
+
+
+def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of x, w and bias, those that are needed."""
+    plan, (x_needed, w_needed, bias_needed) = ctx.plan, ctx.needs
+    saved = list(ctx.saved_tensors)
+    num_x, num_w = ctx.counts
+    x_col, w_col = saved[:num_x], saved[num_x : num_x + num_w]
+    seed = saved[num_x + num_w] if len(saved) > num_x + num_w else None
+    in_features, out_features = ctx.features
+    rows = dy.shape[0]
+    gemm = torch.ops.hybridq.gemm
+    dx = dw = dbias = None
+    with _without_autocast(dy.device):
+        grad = plan.grad_output
+        dy_row, dy_col = _encode(dy, grad, STREAMS["grad_output"], seed, x_needed, w_needed)
+        if x_needed:
+            dx = gemm(
+                dy_row,
+                grad.row.spec,
+                rows,
+                w_col,
+                plan.weight.col.spec,
+                in_features,
+                out_features,
+                out_dtype=dy.dtype,
+            )
+        if w_needed:
+            dw = gemm(
+                dy_col,
+                grad.col.spec,
+                out_features,
+                x_col,
+                plan.input.col.spec,
+                in_features,
+                rows,
+                out_dtype=dy.dtype,
+            )
+        if bias_needed:
+            dbias = torch.ops.hybridq.bias_grad(dy)
+    return dx, dw, dbias
+
+
+def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, plan: Plan) -> torch.Tensor:
+    """Return `x @ w.T + bias` with every GEMM between the planes that `plan` names.
+
+    Args:
+        x: `[rows, in_features]`, float32, bfloat16 or float16.
+        w: `[out_features, in_features]`, the same dtype.
+        bias: `[out_features]`, the same dtype, or None.
+        plan: what `hybridq.recipes.bind` made.
+
+    Returns:
+        `[rows, out_features]` in x's dtype.
+    """
+    # Drawn whether or not there will be a backward: a reentrant checkpoint runs its forward
+    # without gradients, and its recomputation must find the generator in the same state.
+    seed = draw_seed(x.device) if plan.is_stochastic else None
+    needs = (False, False, False)
+    if torch.is_grad_enabled():
+        has_bias = bias is not None and bias.requires_grad
+        needs = (x.requires_grad, w.requires_grad, has_bias)
+    if any(needs):
+        return _Linear.apply(x, w, bias, seed, plan, needs)
+    with _without_autocast(x.device):
+        return _forward(x, w, bias, plan, seed, False, False)[0]

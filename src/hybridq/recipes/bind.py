@@ -1,0 +1,121 @@
+"""Binding: a recipe and a module's name become a Plan, the texts that operations take."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..direction import COLUMNWISE, ROWWISE
+from ..errors import RecipeError
+from ..quantizers import Quantizer
+from .check import problems, spec_of
+from .recipe import Recipe, recipe_by_key
+from .roles import LINEAR, SLOTS, QuantizerRole
+
+__all__ = ["Plan", "PlaneText", "SlotPlan", "bind", "plan_by_key"]
+
+
+class PlaneText(NamedTuple):
+    """A plane as operations see it.
+
+    Attributes:
+        spec: canonical text of the PlaneSpec.
+        num_buffers: how many buffers such a plane has.
+        is_plain: the plane is the tensor itself: no format, no change of dtype.
+        needs_amax: encoding needs the amax of the whole tensor.
+    """
+
+    spec: str
+    num_buffers: int
+    is_plain: bool
+    needs_amax: bool
+
+
+class SlotPlan(NamedTuple):
+    """How the tensor of one slot is encoded.
+
+    Attributes:
+        row, col: the two planes.
+        col_source: what the columnwise plane is made of, as `torch.ops.hybridq.encode` takes it.
+        amax_group: name of the process group over which amax is max-reduced, or empty.
+    """
+
+    row: PlaneText
+    col: PlaneText
+    col_source: str
+    amax_group: str
+
+
+class Plan(NamedTuple):
+    """All that a linear module must know of a recipe: nothing but texts, numbers and facts.
+
+    A tuple of plain values can be a constant of a compiled graph, and compares by value.
+
+    Attributes:
+        input, weight, grad_output: the three slots.
+        is_stochastic: some plane is rounded stochastically: the module draws a seed per call.
+        is_plain: no slot changes anything: the module is `nn.Linear`.
+    """
+
+    input: SlotPlan
+    weight: SlotPlan
+    grad_output: SlotPlan
+    is_stochastic: bool
+    is_plain: bool
+
+
+def _slot_plan(quantizer: Quantizer) -> SlotPlan:
+    planes = []
+    for direction in (ROWWISE, COLUMNWISE):
+        spec = spec_of(quantizer, direction)
+        if spec is None:
+            raise RuntimeError(f"bind: the {direction} plane of {quantizer!r} was not checked")
+        is_plain = spec.format.is_identity and spec.format.element is None
+        needs_amax = spec.format.needs_tensor_amax
+        planes.append(PlaneText(str(spec), len(spec.buffers(1, 1)), is_plain, needs_amax))
+    source = quantizer.columnwise_source
+    if planes[0].is_plain:
+        source = "original"  # the decoded rowwise plane is the original
+    return SlotPlan(planes[0], planes[1], source, quantizer.amax_group or "")
+
+
+def bind(recipe: Recipe, name: str = "", module_type: str = LINEAR) -> Plan:
+    """Return the Plan of a module under `recipe`; asks the recipe once per slot.
+
+    Args:
+        recipe: the recipe.
+        name: qualified name of the module, for the roles and for errors.
+        module_type: the roles' module type.
+
+    Raises:
+        RecipeError: some GEMM of the module lacks a plane; the text lists all of them.
+        TypeError, ValueError: a factory returned something that is no Quantizer.
+    """
+    quantizers = {slot: recipe.quantizer(QuantizerRole(module_type, slot, name)) for slot in SLOTS}
+    found = problems(quantizers)
+    if found:
+        raise RecipeError(
+            f"bind: every GEMM of a module needs both of its planes, got {len(found)} missing in "
+            f"{name or 'an unnamed module'} ({module_type}) under {recipe.key}: {'; '.join(found)}"
+        )
+    slots = [_slot_plan(quantizers[slot]) for slot in SLOTS]
+    return Plan(
+        input=slots[0],
+        weight=slots[1],
+        grad_output=slots[2],
+        is_stochastic=any(quantizer.is_stochastic for quantizer in quantizers.values()),
+        is_plain=all(slot.row.is_plain and slot.col.is_plain for slot in slots),
+    )
+
+
+def plan_by_key(key: str, name: str) -> Plan:
+    """Return `bind(recipe, name)` of the recipe whose key is `key`: `bind` for compiled code.
+
+    While dynamo traces a module this function runs for real and its result is a constant of the
+    graph. That is right because the result depends on nothing but the two texts, which dynamo
+    guards: another recipe or another name is another graph.
+    """
+    return bind(recipe_by_key(key), name)
+
+
+# What torch.compiler.assume_constant_result does, without importing dynamo (seconds) here.
+plan_by_key._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,0 +1,179 @@
+"""The built-in recipes, with Transformer Engine's names, fields and defaults.
+
+A field that hybridq does not implement yet is not a field here: passing it is an error, and not
+silently without effect.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ..quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
+from .recipe import Recipe, _set
+from .roles import WEIGHT, QuantizerRole
+
+__all__ = [
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "FloatFormat",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+]
+
+
+class FloatFormat(Enum):
+    """FP8 elements of forward tensors and of gradients (Transformer Engine's `Format`)."""
+
+    E4M3 = ("e4m3", "e4m3")
+    HYBRID = ("e4m3", "e5m2")
+
+    def __repr__(self) -> str:
+        return f"FloatFormat.{self.name}"
+
+    def element(self, role: QuantizerRole) -> str:
+        """Return the name of the element that the role's tensor is made of."""
+        forward, gradient = self.value
+        return gradient if role.is_gradient else forward
+
+
+@dataclass(frozen=True)
+class _Float8Recipe(Recipe):
+    """Normalizes `fp8_format`, which may be given by name or as a peer's enumeration."""
+
+    def __post_init__(self) -> None:
+        given = self.fp8_format  # type: ignore[attr-defined]
+        name = given if isinstance(given, str) else getattr(given, "name", None)
+        known = FloatFormat.__members__
+        if not isinstance(name, str) or name.upper() not in known:
+            raise ValueError(
+                f"{type(self).__name__}: fp8_format must be one of {', '.join(known)}, "
+                f"got {given!r}"
+            )
+        _set(self, fp8_format=known[name.upper()])
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling(_Float8Recipe):
+    """FP8 with one scale per tensor, from the tensor's own amax.
+
+    Args:
+        use_power_2_scales: round scales down to powers of two.
+        fp8_format: `HYBRID` (E4M3 forward, E5M2 for gradients) or `E4M3`; a FloatFormat, its name,
+            or any enumeration member of that name.
+
+    Raises:
+        ValueError: unknown `fp8_format`.
+    """
+
+    use_power_2_scales: bool = False
+    fp8_format: FloatFormat | str = FloatFormat.HYBRID
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        return Float8CurrentScalingQuantizer(
+            self.fp8_format.element(role),  # type: ignore[union-attr]
+            force_pow_2_scales=self.use_power_2_scales,
+        )
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling(_Float8Recipe):
+    """FP8 with one scale per 1x128 block of inputs and gradients, per 128x128 block of weights.
+
+    Args:
+        use_f32_scales: FP32 scales of any value instead of powers of two.
+        fp8_format: `E4M3` or `HYBRID` (gradients in E5M2).
+        x_block_scaling_dim: 1 for 1x128 blocks of inputs, 2 for 128x128.
+        w_block_scaling_dim: the same for weights.
+        grad_block_scaling_dim: the same for gradients.
+
+    Raises:
+        ValueError: unknown `fp8_format`, or a dim that is neither 1 nor 2.
+    """
+
+    use_f32_scales: bool = False
+    fp8_format: FloatFormat | str = FloatFormat.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim"):
+            if getattr(self, name) not in (1, 2):
+                raise ValueError(
+                    f"Float8BlockScaling: {name} must be 1 or 2, got {getattr(self, name)!r}"
+                )
+        super().__post_init__()
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        dim = self.x_block_scaling_dim
+        if role.tensor_type == WEIGHT:
+            dim = self.w_block_scaling_dim
+        elif role.is_gradient:
+            dim = self.grad_block_scaling_dim
+        return Float8BlockQuantizer(
+            self.fp8_format.element(role),  # type: ignore[union-attr]
+            rowwise=True,
+            columnwise=True,
+            force_pow_2_scales=not self.use_f32_scales,
+            block_scaling_dim=dim,
+        )
+
+
+@dataclass(frozen=True)
+class MXFP8BlockScaling(_Float8Recipe):
+    """MXFP8: E8M0 scales of 1x32 blocks.
+
+    Args:
+        fp8_format: `E4M3` or `HYBRID` (gradients in E5M2).
+        enable_2d_quantization: 32x32 blocks for weights: one plane serves both directions.
+
+    Raises:
+        ValueError: unknown `fp8_format`.
+    """
+
+    fp8_format: FloatFormat | str = FloatFormat.E4M3
+    enable_2d_quantization: bool = False
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        return MXFP8Quantizer(
+            self.fp8_format.element(role),  # type: ignore[union-attr]
+            with_2d_quantization=self.enable_2d_quantization and role.tensor_type == WEIGHT,
+        )
+
+
+@dataclass(frozen=True)
+class NVFP4BlockScaling(Recipe):
+    """NVFP4: E2M1 with E4M3 scales of 1x16 blocks, 16x16 for weights.
+
+    Inputs and gradients pass a random Hadamard transform on their columnwise plane (the operands
+    of the weight gradient); gradients are rounded stochastically.
+
+    Args:
+        disable_rht: no Hadamard transform.
+        disable_stochastic_rounding: gradients are rounded to nearest even.
+        disable_2d_quantization: 1x16 blocks for weights too.
+
+    Source: NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149).
+    """
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        if role.tensor_type == WEIGHT:
+            return NVFP4Quantizer(with_2d_quantization=not self.disable_2d_quantization)
+        with_rht = not self.disable_rht
+        return NVFP4Quantizer(
+            with_rht=with_rht,
+            with_post_rht_amax=with_rht,
+            stochastic_rounding=role.is_gradient and not self.disable_stochastic_rounding,
+        )

@@ -1,0 +1,169 @@
+"""Recipe: which quantizer each slot of a module gets. Frozen values, compared by content."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from ..quantizers import Quantizer
+from .roles import QuantizerRole
+
+__all__ = ["CustomRecipe", "Recipe", "recipe_by_key"]
+
+
+class Recipe:
+    """Base of all recipes: a value that makes one quantizer per role.
+
+    A recipe is frozen and hashable. Two equal recipes are interchangeable: a module that is bound
+    to one of them is not bound again for the other.
+
+    Attributes:
+        key: a text that is equal for equal recipes and different for different ones. It is what
+            `torch.compile` guards, since it can compare strings but not arbitrary objects.
+        reads_names: whether the quantizers may depend on `role.name`. Where they do not, modules
+            that differ in their names only share one compiled graph.
+
+    Source: ours; built-in recipes carry Transformer Engine's names and defaults.
+    """
+
+    key: str
+    reads_names: bool = False
+    _blueprint: _Blueprint
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        """Return the quantizer of the slot that `role` describes.
+
+        Args:
+            role: the slot. An unknown `tensor_type` is treated as an input.
+
+        Raises:
+            TypeError, ValueError: a custom factory returned something else; the text names
+                the role.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.quantizer: must be overridden")
+
+    def __post_init__(self) -> None:
+        self._seal(f"{type(self).__module__}.{self!r}")
+
+    def _seal(self, key: str, reads_names: bool = False) -> None:
+        """Set what is derived from the fields: the last thing that a constructor does."""
+        blueprint = _blueprints.get(key)
+        if blueprint is None:
+            blueprint = _blueprints[key] = _Blueprint(type(self), self._values())
+        _set(self, key=key, reads_names=reads_names, _blueprint=blueprint)
+
+    def _values(self) -> tuple[object, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Keys number factories within one process: another process must make its own.
+        return (type(self), self._values())
+
+
+def _set(recipe: Recipe, **values: object) -> None:
+    for name, value in values.items():
+        object.__setattr__(recipe, name, value)
+
+
+@dataclass(frozen=True)
+class _Blueprint:
+    """What an equal recipe can be made of. All equal recipes hold the same one."""
+
+    cls: type[Recipe]
+    values: tuple[object, ...]
+
+
+# Compiled code can hold a recipe's key but not the recipe. Weak: an entry lives exactly as long
+# as some recipe of that key.
+_blueprints: weakref.WeakValueDictionary[str, _Blueprint] = weakref.WeakValueDictionary()
+
+
+def recipe_by_key(key: str) -> Recipe:
+    """Return a recipe equal to the live one whose key is `key`.
+
+    Raises:
+        KeyError: no such recipe is alive.
+    """
+    blueprint = _blueprints[key]
+    return blueprint.cls(*blueprint.values)
+
+
+# One serial number per distinct factory. Weak: a factory made anew for each step is not kept alive;
+# numbers are never reused, so no compiled graph can mistake a new factory for a dead one.
+_serials: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+_next_serial = itertools.count()
+
+
+def _serial(factory: object) -> int:
+    try:
+        return _serials.setdefault(factory, next(_next_serial))
+    except TypeError:  # no weak references (a C callable, a class with __slots__)
+        return next(_next_serial)
+
+
+@dataclass(frozen=True)
+class CustomRecipe(Recipe):
+    """A recipe made of the caller's own function.
+
+    Args:
+        qfactory: `qfactory(role) -> Quantizer`, asked once per slot when a module is bound. It
+            may return any quantizer, uniform or hybrid, or an `IdentityQuantizer` to leave the
+            slot alone. It must be a pure function of the role. A function that never looks at
+            `role.name` may say so with `qfactory.reads_names = False`: compiled modules that
+            differ in their names only then share one graph.
+
+    Two custom recipes are equal if and only if their factories are (functions: the same object).
+
+    Raises:
+        TypeError: `qfactory` is not callable, or not hashable.
+
+    Example:
+        >>> import hybridq
+        >>> def factory(role):
+        ...     if role.tensor_type == "grad_output":
+        ...         return hybridq.MXFP8Quantizer("e5m2")
+        ...     return hybridq.MXFP8Quantizer("e4m3")
+        >>> recipe = hybridq.CustomRecipe(qfactory=factory)
+        >>> recipe == hybridq.CustomRecipe(qfactory=factory)
+        True
+    """
+
+    qfactory: Callable[[QuantizerRole], Quantizer]
+
+    def __post_init__(self) -> None:
+        factory = self.qfactory
+        if not callable(factory):
+            raise TypeError(
+                "CustomRecipe: qfactory must be callable, qfactory(role) -> Quantizer, got "
+                f"{type(factory).__name__}"
+            )
+        try:
+            hash(factory)
+        except TypeError as error:
+            raise TypeError(
+                "CustomRecipe: qfactory must be hashable, since recipes are compared by it, got "
+                f"{type(factory).__name__}"
+            ) from error
+        name = getattr(factory, "__qualname__", type(factory).__name__)
+        self._seal(
+            f"CustomRecipe({name}#{_serial(factory)})",
+            reads_names=bool(getattr(factory, "reads_names", True)),
+        )
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        made: object = self.qfactory(role)
+        if isinstance(made, Quantizer):
+            return made
+        name = getattr(self.qfactory, "__qualname__", type(self.qfactory).__name__)
+        if made is None:
+            raise ValueError(
+                f"CustomRecipe: qfactory {name} must return a Quantizer for the {role}, got None; "
+                "to leave the slot unquantized return IdentityQuantizer()"
+            )
+        got = f"the class {made.__name__}" if isinstance(made, type) else type(made).__name__
+        raise TypeError(
+            f"CustomRecipe: qfactory {name} must return a Quantizer for the {role}, got {got}; "
+            "to leave the slot unquantized return IdentityQuantizer()"
+        )
