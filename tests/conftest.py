@@ -1,0 +1,139 @@
+"""Fixtures over the registries, seeds, and the check that no declared backend went untested.
+
+A format or backend that joins its registry is tested by every test that asks for `fmt` or
+`backend`; nothing else needs to be written.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import zlib
+from pathlib import Path
+
+# One thread per test process: xdist fills the cores. Before torch, which reads it at import.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+TESTS = Path(__file__).parent
+if str(TESTS) not in sys.path:
+    sys.path.insert(0, str(TESTS))
+
+import hybridq  # noqa: E402
+from hybridq.direction import DIRECTIONS  # noqa: E402
+from hybridq.kernels import registry  # noqa: E402
+
+#: Backends that encode, from the registry. `reference` and `cpu` are declared even where one of
+#: them failed to register: their tests then fail instead of silently not being there.
+BACKENDS: tuple[str, ...] = tuple(
+    dict.fromkeys(["reference", "cpu", *(b.name for b in registry.backends() if "encode" in b.ops)])
+)
+FORMATS: tuple[str, ...] = tuple(hybridq.formats.names())
+
+_COMMON = {
+    "deadline": None,
+    # `backend` only sets a thread-local setting: the same for every example of a test.
+    "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+}
+settings.register_profile("hybridq", max_examples=10, derandomize=True, **_COMMON)
+# For hunting: pytest --hypothesis-profile=thorough
+settings.register_profile("thorough", max_examples=200, print_blob=True, **_COMMON)
+settings.load_profile("hybridq")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    """Every registered backend, forced while the test runs."""
+    request.node.user_properties.append(("backend", request.param))
+    with hybridq.backend(request.param):
+        yield request.param
+
+
+@pytest.fixture(params=FORMATS)
+def fmt(request) -> str:
+    """Every registered format's name."""
+    return request.param
+
+
+@pytest.fixture(params=DIRECTIONS)
+def direction(request) -> str:
+    """`rowwise` and `columnwise`."""
+    return request.param
+
+
+@pytest.fixture
+def seed(request) -> int:
+    """A seed of this test's own: the same in every run, another for every test."""
+    return zlib.crc32(request.node.nodeid.encode())
+
+
+@pytest.fixture(autouse=True)
+def _seeded(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+# --- a run in which a declared backend executed no test is a failed run --------------------------
+
+_executed: set[str] = set()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave slow tests out unless -m or an explicit test id asks for them."""
+    if config.option.markexpr or any("::" in arg for arg in config.args):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    # With xdist the controller sees the workers' reports, and counts for all of them.
+    if report.when == "call" and not report.skipped:
+        _executed.update(value for name, value in report.user_properties if name == "backend")
+
+
+def _is_whole_suite(config: pytest.Config) -> bool:
+    """Whether this run collected everything that a plain `pytest` collects."""
+    option = config.option
+    narrowed = (
+        option.keyword
+        or option.markexpr not in ("", "not slow")
+        or option.collectonly
+        or getattr(option, "lf", False)
+        or getattr(option, "deselect", None)
+        or getattr(option, "ignore", None)
+        or getattr(option, "ignore_glob", None)
+        or getattr(option, "maxfail", 0)
+    )
+    if narrowed:
+        return False
+    roots = [(config.invocation_params.dir / arg).resolve() for arg in config.args]
+    return any(root == TESTS or root in TESTS.parents for root in roots)
+
+
+def _untested(config: pytest.Config) -> list[str]:
+    if hasattr(config, "workerinput") or not _is_whole_suite(config):
+        return []
+    return [name for name in BACKENDS if name not in _executed]
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) and _untested(
+        session.config
+    ):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus: int, config: pytest.Config) -> None:
+    for name in _untested(config):
+        terminalreporter.write_line(
+            f"backend {name!r} is declared, but no test was executed with it", red=True
+        )
