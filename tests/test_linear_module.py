@@ -197,7 +197,9 @@ def test_the_name_reaches_the_factory_and_renaming_binds_again():
 
 
 @pytest.mark.parametrize(
-    "copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), "torch"], ids=str
+    "copier",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), "torch"],
+    ids=["deepcopy", "pickle", "torch.save"],
 )
 def test_copies_after_binding(copier):
     layer, x, dy = Linear(32, 16, name="q"), torch.randn(4, 32), torch.randn(4, 16)

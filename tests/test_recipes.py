@@ -236,7 +236,9 @@ def test_a_key_never_returns_and_keeps_nothing_alive():
 
 
 @pytest.mark.parametrize(
-    "copier", [copy.copy, copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))], ids=str
+    "copier",
+    [copy.copy, copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))],
+    ids=["copy", "deepcopy", "pickle"],
 )
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "mxfp8_fwd_nvfp4_bwd"])
 def test_recipes_copy_and_pickle(copier, name):

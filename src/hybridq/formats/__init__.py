@@ -14,7 +14,7 @@ from . import fp8, fp8_block, identity, mxfp8, nvfp4
 from .base import BUFFER_NAMES, RULES, BufferSpec, Format, ScaleRule
 from .elements import ELEMENTS, Element, element, register_element
 from .registry import Entry, entries, format, names, register_format
-from .spec import DEFAULT_SIGNS, HADAMARD_SIZE, PlaneSpec
+from .spec import DEFAULT_SIGNS, HADAMARD_SIZE, PlaneSpec, PlaneText
 
 __all__ = [
     "BUFFER_NAMES",
@@ -27,6 +27,7 @@ __all__ = [
     "Entry",
     "Format",
     "PlaneSpec",
+    "PlaneText",
     "ScaleRule",
     "element",
     "entries",

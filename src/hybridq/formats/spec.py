@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -12,12 +12,30 @@ from ..errors import SpecError
 from .base import BufferSpec, Format
 from .registry import format as named_format
 
-__all__ = ["DEFAULT_SIGNS", "HADAMARD_SIZE", "PlaneSpec"]
+__all__ = ["DEFAULT_SIGNS", "HADAMARD_SIZE", "PlaneSpec", "PlaneText"]
 
 #: Points of one Hadamard transform, along the contraction axis.
 HADAMARD_SIZE: Final = 16
 #: Bit i set: point i is multiplied by -1. The fixed random signs of docs/numerics.md.
 DEFAULT_SIGNS: Final = 0xD7E8
+
+
+class PlaneText(NamedTuple):
+    """A PlaneSpec as code that torch compiles may hold it: nothing but a text, numbers and facts.
+
+    Attributes:
+        spec: canonical text.
+        num_buffers: how many buffers such a plane has.
+        is_plain: the plane is the tensor itself: no format, no change of dtype.
+        needs_amax: encoding needs the amax of the whole tensor.
+        is_turned: values are transformed before they are encoded.
+    """
+
+    spec: str
+    num_buffers: int
+    is_plain: bool
+    needs_amax: bool
+    is_turned: bool
 
 
 @dataclass(frozen=True)
@@ -73,6 +91,22 @@ class PlaneSpec:
 
     def __str__(self) -> str:
         return self.text
+
+    def plain_text(self, dtype: torch.dtype | None = None) -> PlaneText:
+        """Return the spec as a PlaneText.
+
+        Args:
+            dtype: of the tensors that will be encoded; None where it is not known.
+        """
+        element = self.format.element
+        same = element is None or (dtype is not None and element.torch_dtype == dtype)
+        return PlaneText(
+            self.text,
+            len(self.buffers(1, 1)),
+            self.format.is_identity and same,
+            self.format.needs_tensor_amax,
+            self.signs is not None,
+        )
 
     @staticmethod
     def parse(text: str) -> PlaneSpec:

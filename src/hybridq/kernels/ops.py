@@ -35,7 +35,11 @@ _GEMM_INTO = (
     f"gemm_(Tensor(out!) out, {_OPERANDS}, Tensor? bias=None, *, bool accumulate=False) -> ()"
 )
 
-for _schema in (_ENCODE, _AMAX, _DECODE, _TRANSPOSE, _GEMM, _GEMM_INTO):
+# The sum over tokens, as an operation of its own: a compiler that generates the loop itself adds in
+# another order, and the bias's gradient would not be the eager one's bit for bit.
+_BIAS_GRAD = "bias_grad(Tensor dy) -> Tensor"
+
+for _schema in (_ENCODE, _AMAX, _DECODE, _TRANSPOSE, _GEMM, _GEMM_INTO, _BIAS_GRAD):
     LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
@@ -342,6 +346,15 @@ def _amax_fake(x: torch.Tensor, spec: str, direction: str) -> torch.Tensor:
     return x.new_empty((1,), dtype=torch.float32)
 
 
+def _bias_grad(dy: torch.Tensor) -> torch.Tensor:
+    # With a dtype, since torch.autocast would make a sum FP32.
+    return torch.sum(dy, 0, dtype=dy.dtype)
+
+
+def _bias_grad_fake(dy: torch.Tensor) -> torch.Tensor:
+    return dy.new_empty(dy.shape[1:])
+
+
 for _name, _implementation, _fake in (
     ("encode", _encode, _encode_fake),
     ("amax", _amax, _amax_fake),
@@ -349,6 +362,7 @@ for _name, _implementation, _fake in (
     ("transpose", _transpose, _transpose_fake),
     ("gemm", _gemm, _gemm_fake),
     ("gemm_", _gemm_into, _gemm_into_fake),
+    ("bias_grad", _bias_grad, _bias_grad_fake),
 ):
     LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hybridq::{_name}", _fake, lib=LIBRARY)

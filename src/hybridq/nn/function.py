@@ -22,8 +22,9 @@ from typing import Any, Final
 
 import torch
 
-from ..quantizers import draw_seed, group_amax
-from ..recipes import Plan, PlaneText, SlotPlan
+from ..quantizers import draw_seed, statistics
+from ..recipes import Plan, SlotPlan
+from ..storage import encode_pair
 
 __all__ = ["STREAMS", "has_autocast", "linear"]
 
@@ -31,29 +32,6 @@ __all__ = ["STREAMS", "has_autocast", "linear"]
 STREAMS: Final = {"grad_output": (0, 1), "input": (2, 3), "weight": (4, 5)}
 
 Buffers = list[torch.Tensor]
-
-# The sum over tokens, as an operation of its own: a compiler that generates the loop itself adds
-# in another order, and the bias's gradient would not be the eager one's bit for bit.
-_LIBRARY = torch.library.Library("hybridq", "FRAGMENT")
-_LIBRARY.define("bias_grad(Tensor dy) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-
-
-def _bias_grad(dy: torch.Tensor) -> torch.Tensor:
-    # With a dtype, since torch.autocast would make a sum FP32.
-    return torch.sum(dy, 0, dtype=dy.dtype)
-
-
-_LIBRARY.impl("bias_grad", _bias_grad, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "hybridq::bias_grad", lambda dy: dy.new_empty(dy.shape[1:]), lib=_LIBRARY
-)
-
-
-def _group_amax(x: torch.Tensor, plane: PlaneText, direction: str, group: str) -> Any:
-    """Return the amax of x over all members of `group`, or None where encode finds its own."""
-    if not group or not plane.needs_amax:
-        return None
-    return group_amax(torch.ops.hybridq.amax(x, plane.spec, direction), group)
 
 
 def _encode(
@@ -64,43 +42,32 @@ def _encode(
     with_row: bool,
     with_col: bool,
 ) -> tuple[Buffers, Buffers]:
-    """Return the buffers of the wanted planes of x `[rows, cols]`; an unwanted plane has none.
-
-    A plain plane is x itself, its columnwise twin a transposed view: no copy.
-    """
-    is_derived = plan.col_source != "original"
-    row: Buffers = [x] if with_row and plan.row.is_plain else []
-    col: Buffers = [x.t()] if with_col and plan.col.is_plain and not is_derived else []
-    row_spec = plan.row.spec if with_row and not row else ""
-    col_spec = plan.col.spec if with_col and not col else ""
-    if not row_spec and not col_spec:
-        return row, col
-    keep_row = bool(row_spec)
-    if col_spec and is_derived:
-        row_spec = plan.row.spec  # the columnwise plane is made of it, wanted or not
-    row_stat = col_stat = None
-    if plan.amax_group:
-        row_stat = _group_amax(x, plan.row, "rowwise", plan.amax_group) if row_spec else None
-        seen = x
-        if col_spec and is_derived and plan.col.needs_amax:
-            args = {"row_stat": row_stat, "seed": seed, "row_stream": streams[0]}
-            made = torch.ops.hybridq.encode(x, row_spec, "", **args)
-            seen = torch.ops.hybridq.decode(made, row_spec, x.shape[0], x.shape[1], x.dtype)
-        col_stat = _group_amax(seen, plan.col, "columnwise", plan.amax_group) if col_spec else None
-    buffers = torch.ops.hybridq.encode(
+    """Return the buffers of the wanted planes of x `[rows, cols]`; an unwanted plane has none."""
+    col = plan.col if with_col else None
+    # An unwanted rowwise plane may still be what the columnwise one is made of.
+    is_source = with_col and plan.col_source != "original"
+    row = plan.row if with_row or is_source else None
+    row_stat, col_stat = statistics(
         x,
-        row_spec,
-        col_spec,
+        row,
+        col,
+        group=plan.amax_group,
+        col_source=plan.col_source,
+        seed=seed,
+        row_stream=streams[0],
+    )
+    return encode_pair(
+        x,
+        row,
+        col,
         row_stat=row_stat,
         col_stat=col_stat,
         seed=seed,
         col_source=plan.col_source,
-        keep_row=keep_row,
+        keep_row=with_row,
         row_stream=streams[0],
         col_stream=streams[1],
     )
-    split = plan.row.num_buffers if keep_row else 0
-    return row or list(buffers[:split]), col or list(buffers[split:])
 
 
 def has_autocast(device: torch.device) -> bool:

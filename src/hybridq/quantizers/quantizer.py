@@ -197,7 +197,12 @@ class Quantizer:
         if not self.makes_rowwise and (col is None or self.columnwise_source == "original"):
             row = None
         row_stat, col_stat = statistics(
-            matrix, row, col, group=self.amax_group, col_source=self.columnwise_source, seed=seed
+            matrix,
+            None if row is None else row.resolve(matrix.dtype).plain_text(matrix.dtype),
+            None if col is None else col.resolve(matrix.dtype).plain_text(matrix.dtype),
+            group=self.amax_group,
+            col_source=self.columnwise_source,
+            seed=seed,
         )
         return build_storage(
             matrix,

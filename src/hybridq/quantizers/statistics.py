@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..direction import COLUMNWISE, ROWWISE, Direction
-from ..formats import PlaneSpec
+from ..formats import PlaneText
 
 __all__ = ["group_amax", "group_name", "statistics"]
 
@@ -52,39 +52,42 @@ def group_amax(amax: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _one(
-    x: torch.Tensor, spec: PlaneSpec | None, direction: Direction, group: str
+    x: torch.Tensor, plane: PlaneText | None, direction: Direction, group: str
 ) -> torch.Tensor | None:
-    if spec is None or not spec.format.needs_tensor_amax:
+    if plane is None or not plane.needs_amax:
         return None
-    return group_amax(torch.ops.hybridq.amax(x, spec.text, direction), group)
+    return group_amax(torch.ops.hybridq.amax(x, plane.spec, direction), group)
 
 
 def statistics(
     x: torch.Tensor,
-    row: PlaneSpec | None,
-    col: PlaneSpec | None,
+    row: PlaneText | None,
+    col: PlaneText | None,
     *,
     group: str | None,
     col_source: str = "original",
     seed: torch.Tensor | None = None,
+    row_stream: int = 0,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the amax of both planes, reduced over `group`; (None, None) without a group.
 
     Args:
         x: `[rows, cols]`.
-        row, col: specs of the planes that will be encoded, or None.
-        group: name of a process group, or None: encode takes x's own amax.
+        row, col: the planes that will be encoded, or None.
+        group: name of a process group, or None or empty: encode takes x's own amax.
         col_source: as in encode; the dequantized rowwise plane has an amax of its own.
-        seed: as in encode.
+        seed, row_stream: as in encode.
     """
-    if group is None:
+    if not group:
         return None, None
     row_stat = _one(x, row, ROWWISE, group)
-    if col is None or not col.format.needs_tensor_amax:
+    if col is None or not col.needs_amax:
         return row_stat, None
-    if col_source == "rowwise_dequantized" and row is not None:
-        buffers = torch.ops.hybridq.encode(x, row.text, "", row_stat, None, seed)
-        x = torch.ops.hybridq.decode(buffers, row.text, *x.shape, x.dtype)
-    elif row is not None and row_stat is not None and row.signs == col.signs is None:
+    if col_source == "rowwise_dequantized" and row is not None and not row.is_plain:
+        buffers = torch.ops.hybridq.encode(
+            x, row.spec, "", row_stat, None, seed, row_stream=row_stream
+        )
+        x = torch.ops.hybridq.decode(buffers, row.spec, x.shape[0], x.shape[1], x.dtype)
+    elif row is not None and row_stat is not None and not (row.is_turned or col.is_turned):
         return row_stat, row_stat
     return row_stat, _one(x, col, COLUMNWISE, group)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from . import factories, zoo
 from .autocast import autocast, default_recipe, is_recomputing
-from .bind import Plan, PlaneText, SlotPlan, bind, plan_by_key
+from .bind import Plan, SlotPlan, bind, plan_by_key
 from .builtin import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -31,7 +31,6 @@ __all__ = [
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
     "Plan",
-    "PlaneText",
     "QuantizerRole",
     "Recipe",
     "SlotPlan",

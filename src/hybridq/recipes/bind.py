@@ -6,28 +6,13 @@ from typing import NamedTuple
 
 from ..direction import COLUMNWISE, ROWWISE
 from ..errors import RecipeError
+from ..formats import PlaneText
 from ..quantizers import Quantizer
 from .check import problems, spec_of
 from .recipe import Recipe, recipe_by_key
 from .roles import LINEAR, SLOTS, QuantizerRole
 
-__all__ = ["Plan", "PlaneText", "SlotPlan", "bind", "plan_by_key"]
-
-
-class PlaneText(NamedTuple):
-    """A plane as operations see it.
-
-    Attributes:
-        spec: canonical text of the PlaneSpec.
-        num_buffers: how many buffers such a plane has.
-        is_plain: the plane is the tensor itself: no format, no change of dtype.
-        needs_amax: encoding needs the amax of the whole tensor.
-    """
-
-    spec: str
-    num_buffers: int
-    is_plain: bool
-    needs_amax: bool
+__all__ = ["Plan", "SlotPlan", "bind", "plan_by_key"]
 
 
 class SlotPlan(NamedTuple):
@@ -69,9 +54,7 @@ def _slot_plan(quantizer: Quantizer) -> SlotPlan:
         spec = spec_of(quantizer, direction)
         if spec is None:
             raise RuntimeError(f"bind: the {direction} plane of {quantizer!r} was not checked")
-        is_plain = spec.format.is_identity and spec.format.element is None
-        needs_amax = spec.format.needs_tensor_amax
-        planes.append(PlaneText(str(spec), len(spec.buffers(1, 1)), is_plain, needs_amax))
+        planes.append(spec.plain_text())
     source = quantizer.columnwise_source
     if planes[0].is_plain:
         source = "original"  # the decoded rowwise plane is the original

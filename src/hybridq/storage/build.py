@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..direction import COLUMNWISE, ROWWISE
-from ..formats import PlaneSpec
+from ..formats import PlaneSpec, PlaneText
 from .plane import Plane
 from .storage import TensorStorage
 
@@ -14,8 +14,8 @@ __all__ = ["build_storage", "encode_pair"]
 
 def encode_pair(
     x: torch.Tensor,
-    row: PlaneSpec | None,
-    col: PlaneSpec | None,
+    row: PlaneText | None,
+    col: PlaneText | None,
     *,
     row_stat: torch.Tensor | None = None,
     col_stat: torch.Tensor | None = None,
@@ -27,56 +27,43 @@ def encode_pair(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the buffers of the rowwise and of the columnwise plane of x, `[]` where not wanted.
 
-    Unlike the operation, an identity plane that changes no dtype shares x's memory.
+    Unlike the operation, a plain plane is x itself and its columnwise twin a transposed view.
 
     Args:
         x: `[rows, cols]`.
-        row, col: specs of the planes, or None; `row` is also the source of a columnwise plane
-            with `col_source="rowwise_dequantized"`, then `keep_row` says whether it is returned.
+        row, col: the planes, or None; `row` is also the source of a columnwise plane with
+            `col_source="rowwise_dequantized"`, then `keep_row` says whether it is returned.
         row_stat, col_stat: FP32 `[1]` amax given from outside.
         seed: int64 `[1]` where a spec is stochastic.
         col_source: `"original"` or `"rowwise_dequantized"`.
         row_stream, col_stream: random streams.
     """
-    from_row = col is not None and col_source == "rowwise_dequantized" and row is not None
+    # What a plain rowwise plane decodes to is the original.
+    from_row = col_source != "original" and row is not None and not row.is_plain
     wants_row = row is not None and keep_row
-    row_is_plain = row is not None and row.format.is_identity
-    col_is_plain = col is not None and col.format.is_identity
-    source = x
-    if from_row and row_is_plain:
-        # The decoded rowwise plane is x itself, rounded to the plane's dtype and back.
-        source = x.to(row.format.storage_dtype or x.dtype).to(x.dtype)  # type: ignore[union-attr]
-        from_row = False
-    row_buffers: list[torch.Tensor] = []
-    if wants_row and row_is_plain:
-        row_buffers = [x.to(row.format.storage_dtype or x.dtype)]  # type: ignore[union-attr]
-    col_buffers: list[torch.Tensor] = []
-    if col_is_plain and not from_row:
-        col_buffers = [source.t().to(col.format.storage_dtype or x.dtype)]  # type: ignore[union-attr]
-    row_text = "" if row is None or row_is_plain else row.text
-    col_text = "" if col is None or (col_is_plain and not from_row) else col.text
-    if not (wants_row or from_row):
+    row_buffers = [x] if wants_row and row.is_plain else []  # type: ignore[union-attr]
+    col_buffers = [x.t()] if col is not None and col.is_plain and not from_row else []
+    row_text = row.spec if row is not None and not row.is_plain else ""
+    col_text = col.spec if col is not None and not col_buffers else ""
+    encodes_row = wants_row and row_text != ""
+    if not encodes_row and not (from_row and col_text):
         row_text = ""
-    if row_text or col_text:
-        encoded = torch.ops.hybridq.encode(
-            source,
-            row_text,
-            col_text,
-            row_stat,
-            col_stat,
-            seed,
-            col_source="rowwise_dequantized" if from_row else "original",
-            keep_row=wants_row,
-            row_stream=row_stream,
-            col_stream=col_stream,
-        )
-        own = 0
-        if row_text and wants_row:
-            own = len(row.buffers(1, 1))  # type: ignore[union-attr]
-            row_buffers = encoded[:own]
-        if col_text:
-            col_buffers = encoded[own:]
-    return row_buffers, col_buffers
+    if not row_text and not col_text:
+        return row_buffers, col_buffers
+    buffers = torch.ops.hybridq.encode(
+        x,
+        row_text,
+        col_text,
+        row_stat,
+        col_stat,
+        seed,
+        col_source="rowwise_dequantized" if from_row and col_text else "original",
+        keep_row=encodes_row,
+        row_stream=row_stream,
+        col_stream=col_stream,
+    )
+    split = row.num_buffers if encodes_row and row is not None else 0
+    return row_buffers or list(buffers[:split]), col_buffers or list(buffers[split:])
 
 
 def build_storage(
@@ -105,8 +92,8 @@ def build_storage(
         return TensorStorage(plain if keep_row else None, plain.derive())
     row_buffers, col_buffers = encode_pair(
         x,
-        row,
-        col,
+        None if row is None else row.plain_text(x.dtype),
+        None if col is None else col.plain_text(x.dtype),
         row_stat=row_stat,
         col_stat=col_stat,
         seed=seed,
@@ -114,10 +101,10 @@ def build_storage(
         keep_row=keep_row,
     )
     first = second = None
-    if row is not None and keep_row and row.format.is_identity:
-        row_buffers = [_own(x, row)]
-    if col is not None and col.format.is_identity and col_buffers[0].data_ptr() == x.data_ptr():
-        col_buffers = [_own(x.t(), col)]
+    if row_buffers and row_buffers[0] is x:
+        row_buffers = [x.clone(memory_format=torch.contiguous_format)]
+    if col_buffers and col_buffers[0]._is_view():
+        col_buffers = [x.t().clone(memory_format=torch.contiguous_format)]
     if row is not None and keep_row:
         first = Plane(row, ROWWISE, rows, cols, _named(row, row_buffers))
     if col is not None:
