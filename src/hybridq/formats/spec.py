@@ -92,6 +92,9 @@ class PlaneSpec:
     def __str__(self) -> str:
         return self.text
 
+    def __hash__(self) -> int:
+        return hash(self.text)  # specs are looked up on every call; a text keeps its hash
+
     def plain_text(self, dtype: torch.dtype | None = None) -> PlaneText:
         """Return the spec as a PlaneText.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -75,6 +76,7 @@ _backends: dict[str, Backend] = {}
 def register_backend(backend: Backend) -> Backend:
     """Add `backend`; native ones are asked in the order of registration, the rest after."""
     _backends[backend.name] = backend
+    _select.cache_clear()
     return backend
 
 
@@ -101,7 +103,11 @@ def select(call: Call) -> Backend:
     Raises:
         BackendError: no backend can, or the forced one cannot; the message lists the reasons.
     """
-    forced = settings.current().backend
+    return _select(call, settings.current().backend)
+
+
+@lru_cache(maxsize=4096)
+def _select(call: Call, forced: str | None) -> Backend:
     if forced is not None:
         if forced not in _backends:
             raise BackendError(f"backend: must be one of {', '.join(_backends)}, got {forced!r}")
