@@ -6,6 +6,8 @@ Every operation returns new tensors; sharing and identity are made above, in `st
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..direction import COLUMNWISE, DIRECTIONS
@@ -179,10 +181,7 @@ def _encode_fake(
     *,
     col_source: str = "original",
     keep_row: bool = True,
-    row0: int = 0,
-    col0: int = 0,
-    row_stream: int = 0,
-    col_stream: int = 1,
+    **_: object,
 ) -> list[torch.Tensor]:
     _check_matrix(x, "encode")
     row_spec, col_spec = _spec(row, x.dtype), _spec(col, x.dtype)
@@ -263,35 +262,27 @@ def _run_gemm(
     b_spec: str,
     b_rows: int,
     k: int,
-    args: GemmArgs,
+    bias: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    accumulate_into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     left = Operand(a, PlaneSpec.parse(a_spec), a_rows, k)
     right = Operand(b, PlaneSpec.parse(b_spec), b_rows, k)
     for operand in (left, right):
         _check_buffers(operand.buffers, operand.spec, operand.rows, k, "gemm")
-    for tensor in (b[0], args.bias, args.accumulate_into):
+    for tensor in (b[0], bias, accumulate_into):
         if tensor is not None and tensor.device != a[0].device:
             raise ValueError(
                 f"gemm: all tensors must be on one device, got {a[0].device} and {tensor.device}"
             )
-    call = Call("gemm", a[0].device.type, args.out_dtype, left.spec, right.spec)
+    args = GemmArgs(bias, accumulate_into, out_dtype)
+    call = Call("gemm", a[0].device.type, out_dtype, left.spec, right.spec)
     return select(call).ops["gemm"](left, right, args)
 
 
-def _gemm(
-    a: list[torch.Tensor],
-    a_spec: str,
-    a_rows: int,
-    b: list[torch.Tensor],
-    b_spec: str,
-    b_rows: int,
-    k: int,
-    bias: torch.Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    args = GemmArgs(bias, None, out_dtype)
-    return _run_gemm(a, a_spec, a_rows, b, b_spec, b_rows, k, args)
+def _gemm(*operands: Any, out_dtype: torch.dtype) -> torch.Tensor:
+    return _run_gemm(*operands, out_dtype=out_dtype)
 
 
 def _gemm_fake(
@@ -301,44 +292,18 @@ def _gemm_fake(
     b: list[torch.Tensor],
     b_spec: str,
     b_rows: int,
-    k: int,
-    bias: torch.Tensor | None = None,
-    *,
+    *_: object,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     return a[0].new_empty((a_rows, b_rows), dtype=out_dtype)
 
 
-def _gemm_into(
-    out: torch.Tensor,
-    a: list[torch.Tensor],
-    a_spec: str,
-    a_rows: int,
-    b: list[torch.Tensor],
-    b_spec: str,
-    b_rows: int,
-    k: int,
-    bias: torch.Tensor | None = None,
-    *,
-    accumulate: bool = False,
-) -> None:
-    args = GemmArgs(bias, out if accumulate else None, out.dtype)
-    out.copy_(_run_gemm(a, a_spec, a_rows, b, b_spec, b_rows, k, args))
+def _gemm_into(out: torch.Tensor, *operands: Any, accumulate: bool = False) -> None:
+    into = out if accumulate else None
+    out.copy_(_run_gemm(*operands, out_dtype=out.dtype, accumulate_into=into))
 
 
-def _gemm_into_fake(
-    out: torch.Tensor,
-    a: list[torch.Tensor],
-    a_spec: str,
-    a_rows: int,
-    b: list[torch.Tensor],
-    b_spec: str,
-    b_rows: int,
-    k: int,
-    bias: torch.Tensor | None = None,
-    *,
-    accumulate: bool = False,
-) -> None:
+def _gemm_into_fake(out: torch.Tensor, *operands: Any, accumulate: bool = False) -> None:
     return None
 
 
