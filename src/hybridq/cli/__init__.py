@@ -1,0 +1,5 @@
+"""The command line: ``python -m hybridq <command>``."""
+
+from .app import app
+
+__all__ = ["app"]

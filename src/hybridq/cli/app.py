@@ -1,0 +1,23 @@
+"""The application: one line per command."""
+
+from __future__ import annotations
+
+import typer
+
+from .train import train
+
+app = typer.Typer(
+    name="hybridq",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def main() -> None:
+    """Quantized tensors for PyTorch: any format in either direction, on any machine."""
+
+
+app.command()(train)

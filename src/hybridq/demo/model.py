@@ -1,0 +1,192 @@
+"""A byte-level decoder-only transformer: RMSNorm, rotary attention, SwiGLU.
+
+The class of every projection is an argument, so the same file builds the plain model
+(``torch.nn.Linear``) and the quantized one (``hybridq.Linear``), from the same random numbers.
+Projections that read the same input are one matrix (query, key and value; gate and up): their
+input is then quantized once, and not two or three times.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCABULARY_SIZE = 256
+"""One token per byte value: no tokenizer, and a loss in nats per byte."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Every size of the model. The default has 3.1 million parameters.
+
+    Args:
+        layers: number of transformer blocks.
+        hidden: width of the residual stream.
+        heads: attention heads; must divide ``hidden`` into an even head size (rotary pairs).
+        ffn: width of the SwiGLU feed-forward layer.
+        sequence: longest sequence, in bytes.
+        rope_base: base of the rotary angles.
+        norm_eps: epsilon of RMSNorm.
+
+    Raises:
+        ValueError: a size is not positive, or ``heads`` does not fit ``hidden``.
+    """
+
+    layers: int = 4
+    hidden: int = 256
+    heads: int = 4
+    ffn: int = 640
+    sequence: int = 128
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "ffn", "sequence"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"ModelConfig: {name} must be at least 1, got {value}")
+        if self.hidden % self.heads or self.head_size % 2:
+            raise ValueError(
+                "ModelConfig: hidden must be heads times an even head size, "
+                f"got hidden={self.hidden} with heads={self.heads}"
+            )
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden // self.heads
+
+
+class Rotary(nn.Module):
+    """Rotates pairs of a head's features by an angle proportional to the position.
+
+    Source: Su et al., RoFormer (arXiv:2104.09864), with the two halves of a head as the pairs.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        half = config.head_size // 2
+        frequency = config.rope_base ** (-torch.arange(half, dtype=torch.float32) / half)
+        angle = torch.outer(torch.arange(config.sequence, dtype=torch.float32), frequency)
+        self.register_buffer("cos", torch.cat((angle.cos(), angle.cos()), -1), persistent=False)
+        self.register_buffer("sin", torch.cat((-angle.sin(), angle.sin()), -1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rotate ``x [..., length, head_size]``; dtype and shape are kept."""
+        length, head_size = x.shape[-2:]
+        cos, sin = self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)
+        return x * cos + x.roll(head_size // 2, -1) * sin
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions, through torch's fused kernel."""
+
+    def __init__(self, config: ModelConfig, linear: type[nn.Linear]) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = linear(config.hidden, 3 * config.hidden, bias=False)
+        self.out = linear(config.hidden, config.hidden, bias=False)
+        self.rotary = Rotary(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, hidden = x.shape
+        heads = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        query, key, value = heads.unbind(0)
+        query, key = self.rotary(query), self.rotary(key)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        result: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, hidden))
+        return result
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: ``down(silu(gate(x)) * up(x))``. Source: Shazeer (arXiv:2002.05202)."""
+
+    def __init__(self, config: ModelConfig, linear: type[nn.Linear]) -> None:
+        super().__init__()
+        self.gate_up = linear(config.hidden, 2 * config.ffn, bias=False)
+        self.down = linear(config.ffn, config.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        result: Tensor = self.down(F.silu(gate) * up)
+        return result
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(self, config: ModelConfig, linear: type[nn.Linear]) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden, config.norm_eps)
+        self.attention = Attention(config, linear)
+        self.ffn_norm = nn.RMSNorm(config.hidden, config.norm_eps)
+        self.ffn = FeedForward(config, linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        attended: Tensor = x + self.attention(self.attention_norm(x))
+        result: Tensor = attended + self.ffn(self.ffn_norm(attended))
+        return result
+
+
+class Transformer(nn.Module):
+    """The language model. ``lm_head`` is always a plain ``nn.Linear``, in high precision.
+
+    Args:
+        config: the sizes.
+        linear: the class of every projection: ``nn.Linear`` or a subclass with its constructor.
+    """
+
+    def __init__(self, config: ModelConfig, linear: type[nn.Linear] = nn.Linear) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(VOCABULARY_SIZE, config.hidden)
+        self.blocks = nn.ModuleList(Block(config, linear) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.hidden, config.norm_eps)
+        self.lm_head = nn.Linear(config.hidden, VOCABULARY_SIZE, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all weights anew, in the order of the modules, from torch's global generator."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=1.0)
+            elif isinstance(module, nn.Linear):
+                std = 1 / math.sqrt(module.in_features)
+                # What adds to the residual stream starts small, so that its variance does not
+                # grow with depth (Radford et al., 2019).
+                if name.endswith((".out", ".down")):
+                    std /= math.sqrt(2 * self.config.layers)
+                nn.init.normal_(module.weight, std=std)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the next byte.
+
+        Args:
+            tokens: ``[batch, length]`` int64 in 0..255, ``length <= config.sequence``.
+
+        Returns:
+            ``[batch, length, 256]`` in the compute dtype.
+
+        Raises:
+            ValueError: the sequence is longer than the model's rotary table.
+        """
+        if tokens.shape[-1] > self.config.sequence:
+            raise ValueError(
+                f"Transformer: sequence must be at most {self.config.sequence}, "
+                f"got {tokens.shape[-1]}"
+            )
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.lm_head(self.norm(x))
+        return logits
+
+    def num_parameters(self) -> int:
+        """Number of trained values."""
+        return sum(p.numel() for p in self.parameters())

@@ -1,0 +1,263 @@
+"""What a comparison leaves behind: a table, `report.json` and `loss.png`."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import os
+import platform
+import sys
+import tempfile
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from .compare import Comparison
+from .train import BASELINE, RecipeResult
+
+EXPECTED_GAP_PERCENT = 3.0
+"""Largest gap to BF16 that is expected of every recipe."""
+
+_PACKAGES = ("hybridq", "torch", "numpy", "matplotlib", "rich", "typer")
+
+
+def build_report(comparison: Comparison) -> dict[str, Any]:
+    """Every number of a comparison, with the settings and versions that it was made with.
+
+    Returns:
+        A tree that JSON can hold. ``recipes`` is a list of ``{recipe, status, validation_loss,
+        gap_percent, tokens_per_second, weight_nbytes, ..., train_curve, validation_curve}``. A
+        number that does not exist (an interrupted run's loss, infinity) is None.
+    """
+    config, corpus = comparison.config, comparison.corpus
+    baseline = next((r for r in comparison.results if r.recipe == BASELINE), None)
+    report: dict[str, Any] = _jsonable(
+        {
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": sys.argv,
+            "is_interrupted": comparison.is_interrupted,
+            "settings": dataclasses.asdict(config),
+            "data": {
+                "source": corpus.source,
+                "digest": corpus.digest,
+                "is_truncated": corpus.is_truncated,
+                "train_nbytes": corpus.train.numel(),
+                "validation_nbytes": corpus.validation.numel(),
+                "num_train_files": len(corpus.train_files),
+                "num_validation_files": len(corpus.validation_files),
+            },
+            "versions": _versions(),
+            "machine": _machine(config.device),
+            "recipes": [_entry(result, baseline) for result in comparison.results],
+        }
+    )
+    return report
+
+
+def _entry(result: RecipeResult, baseline: RecipeResult | None) -> dict[str, Any]:
+    entry = dataclasses.asdict(result)
+    entry["gap_percent"] = None
+    entry["weight_ratio"] = entry["activation_ratio"] = None
+    if baseline is not None:
+        if result.validation_loss is not None and baseline.validation_loss:
+            entry["gap_percent"] = 100 * (result.validation_loss / baseline.validation_loss - 1)
+        if baseline.weight_nbytes:
+            entry["weight_ratio"] = result.weight_nbytes / baseline.weight_nbytes
+        if baseline.activation_nbytes:
+            entry["activation_ratio"] = result.activation_nbytes / baseline.activation_nbytes
+    return entry
+
+
+def build_table(report: dict[str, Any]) -> Table:
+    """The closing table of a report; 80 columns wide at most with the default recipes."""
+    table = Table(
+        title=f"Trained on: {report['data']['source']}",
+        caption="weights: the projections' planes for forward and backward; saved activations: all "
+        "that autograd keeps between them",
+        box=SIMPLE_HEAD,
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("\nrecipe", no_wrap=True)
+    for heading in (
+        "validation\nnats/byte",
+        "gap to\nBF16",
+        "\ntokens/s",
+        "weights\nvs BF16",
+        "saved act.\nvs BF16",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for entry in report["recipes"]:
+        loss, gap = entry["validation_loss"], entry["gap_percent"]
+        speed = entry["tokens_per_second"]
+        is_baseline = entry["recipe"] == BASELINE
+        table.add_row(
+            entry["recipe"],
+            entry["status"] if loss is None else f"{loss:.4f}",
+            "-" if gap is None or is_baseline else f"{gap:+.2f}%",
+            "-" if speed is None else f"{speed:,.0f}",
+            _size(entry["weight_nbytes"], None if is_baseline else entry["weight_ratio"]),
+            _size(entry["activation_nbytes"], None if is_baseline else entry["activation_ratio"]),
+        )
+    return table
+
+
+def verdict(report: dict[str, Any]) -> str:
+    """One sentence: is every recipe as close to BF16 as expected?"""
+    gaps = {e["recipe"]: e["gap_percent"] for e in report["recipes"] if e["recipe"] != BASELINE}
+    known = {recipe: gap for recipe, gap in gaps.items() if gap is not None}
+    if not known:
+        return "No recipe could be compared with BF16."
+    far = [f"{r} ({g:+.2f}%)" for r, g in known.items() if g > EXPECTED_GAP_PERCENT]
+    missing = [recipe for recipe in gaps if recipe not in known]
+    if not far and not missing:
+        return f"Every recipe is within {EXPECTED_GAP_PERCENT:g}% of BF16's loss."
+    parts = []
+    if far:
+        parts.append(f"More than {EXPECTED_GAP_PERCENT:g}% above BF16's loss: {', '.join(far)}.")
+    if missing:
+        parts.append(f"Without a result: {', '.join(missing)}.")
+    return " ".join(parts)
+
+
+def write_report(report: dict[str, Any], folder: Path) -> tuple[Path, Path]:
+    """Write ``report.json`` and ``loss.png`` into ``folder``, each in one atomic step.
+
+    Returns:
+        The two paths.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    text = json.dumps(report, indent=1, allow_nan=False) + "\n"
+    json_path, plot_path = folder / "report.json", folder / "loss.png"
+    _write_atomically(json_path, text.encode())
+    _write_atomically(plot_path, plot_losses(report))
+    return json_path, plot_path
+
+
+def prepare_folder(folder: Path) -> None:
+    """Create ``folder`` and write to it once, before hours of training and not after them.
+
+    Raises:
+        OSError: it cannot be created or written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def plot_losses(report: dict[str, Any]) -> bytes:
+    """The loss curves as a PNG: training losses thin and smoothed, validation losses marked."""
+    figure = Figure(figsize=(9, 5.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for index, entry in enumerate(report["recipes"]):
+        color = f"C{index}"
+        train = [(s, v) for s, v in entry["train_curve"] if v is not None]
+        held_out = [(s, v) for s, v in entry["validation_curve"] if v is not None]
+        if train:
+            steps, losses = zip(*train, strict=True)
+            axes.plot(steps, _smooth(losses), color=color, linewidth=0.8, alpha=0.6)
+        label = entry["recipe"]
+        if entry["validation_loss"] is not None:
+            label += f" ({entry['validation_loss']:.4f})"
+        axes.plot(
+            [s for s, _ in held_out],
+            [v for _, v in held_out],
+            color=color,
+            marker="o",
+            markersize=4,
+            linewidth=1.2,
+            label=label,
+        )
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss in nats/byte")
+    axes.set_title("validation (dots) and smoothed training loss")
+    axes.grid(alpha=0.3)
+    if report["recipes"]:
+        axes.legend(title="recipe (final validation loss)")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _smooth(values: tuple[float, ...], window: int = 10) -> list[float]:
+    """Mean of the last ``window`` values: looks back only, so the curves stay causal."""
+    return [
+        math.fsum(values[max(0, i + 1 - window) : i + 1]) / min(window, i + 1)
+        for i in range(len(values))
+    ]
+
+
+def _size(nbytes: int, ratio: float | None) -> str:
+    """The share of BF16's bytes; the bytes themselves for BF16, or where it was not run."""
+    return f"{nbytes / 2**20:.2f} MiB" if ratio is None else f"{ratio:.2f}x"
+
+
+def _jsonable(value: Any) -> Any:
+    """``value`` with what JSON cannot hold (nan, infinity) as None."""
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    """A reader sees the old file or the new one, never half of it."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        # mkstemp makes files for the owner only; a report is an ordinary file.
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def _machine(device: str) -> dict[str, Any]:
+    machine: dict[str, Any] = {
+        "platform": platform.platform(),
+        "processor": _processor_name(),
+        "num_threads": torch.get_num_threads(),
+        "device": device,
+    }
+    if torch.device(device).type == "cuda":
+        machine["gpu"] = torch.cuda.get_device_name(device)
+    return machine
+
+
+def _processor_name() -> str:
+    """Linux names the CPU only in a file; other systems through ``platform``."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,256 @@
+"""One recipe's training run: same seed, same batches, same schedule, whatever the recipe."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..nn import Linear, convert
+from ..recipes import autocast, get
+from .data import Corpus, training_batches, validation_batches
+from .measure import activation_nbytes, weight_nbytes
+from .model import ModelConfig, Transformer
+
+BASELINE = "bf16"
+"""The recipe without quantization, which the others are compared with."""
+
+_WARMUP_STEPS_OF_TIMER = 2
+"""First steps that the speed leaves out: allocations and compilation, not training."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that a run depends on, apart from the data and the recipe.
+
+    Args:
+        model: sizes of the model; its ``sequence`` is the length of every sample.
+        batch: samples per step.
+        steps: optimizer steps.
+        lr: peak learning rate of AdamW.
+        weight_decay: on matrices only.
+        warmup_fraction: share of the steps in which the rate rises; a cosine to zero follows.
+        clip: largest norm of the gradient.
+        eval_batches: validation batches, of ``batch`` samples each.
+        eval_points: how often to evaluate in a run, the end included.
+        seed: of the weights, the batches and stochastic rounding.
+        device: ``"cpu"``, ``"cuda"``, ...
+        compile: train through ``torch.compile``.
+
+    Raises:
+        ValueError: a count is below 1, or a rate is not positive.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    batch: int = 8
+    steps: int = 240
+    lr: float = 1.5e-3
+    weight_decay: float = 0.1
+    warmup_fraction: float = 0.1
+    clip: float = 1.0
+    eval_batches: int = 8
+    eval_points: int = 5
+    seed: int = 0
+    device: str = "cpu"
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "steps", "eval_batches", "eval_points"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"TrainConfig: {name} must be at least 1, got {getattr(self, name)}"
+                )
+        for name in ("lr", "clip"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"TrainConfig: {name} must be positive, got {value}")
+        if not 0 <= self.warmup_fraction <= 1:
+            raise ValueError(
+                f"TrainConfig: warmup_fraction must be in 0..1, got {self.warmup_fraction}"
+            )
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of ``step`` (from 0): linear warm-up, then a cosine to zero."""
+        warmup = max(1, round(self.warmup_fraction * self.steps))
+        if step < warmup:
+            return self.lr * (step + 1) / warmup
+        return self.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (self.steps - warmup)))
+
+    def is_eval_step(self, done: int) -> bool:
+        """Whether to evaluate after ``done`` steps: evenly spread, always at the end."""
+        points = min(self.eval_points, self.steps)
+        return done * points // self.steps > (done - 1) * points // self.steps
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What happened in one step; losses in nats per byte."""
+
+    step: int
+    loss: float
+    validation_loss: float | None
+    tokens_per_second: float | None
+
+
+@dataclass
+class RecipeResult:
+    """What is known of one recipe's run, filled in as it goes.
+
+    Args:
+        recipe: its name.
+        status: ``"running"``, ``"finished"``, ``"interrupted"``, ``"failed"`` or ``"diverged"``.
+        validation_loss: nats per byte after the last step; None before that.
+        train_curve, validation_curve: (steps done, nats per byte).
+        tokens_per_second: training only, without evaluation and the first steps.
+        seconds: wall time of the whole run.
+        weight_nbytes, activation_nbytes: see ``measure``.
+    """
+
+    recipe: str
+    status: str = "running"
+    validation_loss: float | None = None
+    train_curve: list[tuple[int, float]] = field(default_factory=list)
+    validation_curve: list[tuple[int, float]] = field(default_factory=list)
+    tokens_per_second: float | None = None
+    seconds: float = 0.0
+    weight_nbytes: int = 0
+    activation_nbytes: int = 0
+
+
+class Run:
+    """One training run. Iterate over ``steps()``; ``result`` is up to date at any moment.
+
+    Args:
+        config: sizes and schedule.
+        recipe: a name known to ``hybridq.recipes.get``, or ``"bf16"``.
+        corpus: the data.
+        linear: class of the projections (default: ``hybridq.Linear``).
+        result: filled in as the run goes on (default: a new one).
+
+    Raises:
+        ValueError: unknown recipe.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        recipe: str,
+        corpus: Corpus,
+        linear: type[nn.Linear] | None = None,
+        result: RecipeResult | None = None,
+    ) -> None:
+        self.config, self.recipe, self.corpus = config, recipe, corpus
+        self.result = RecipeResult(recipe) if result is None else result
+        self._recipe = None if recipe == BASELINE else get(recipe)
+        # Weights are drawn on the CPU, so that they do not depend on the device.
+        torch.manual_seed(config.seed)
+        model = Transformer(config.model, Linear if linear is None else linear)
+        # For the modules' qualified names, which recipes may ask for.
+        self.model: nn.Module = convert(model).to(config.device)
+
+    def steps(self) -> Iterator[Progress]:
+        """Train; one ``Progress`` per step.
+
+        A loss that is not finite ends the run with status ``"diverged"``.
+        """
+        config, result = self.config, self.result
+        started = time.perf_counter()
+        self._measure()
+        optimizer = _optimizer(self.model, config)
+        held_out = [
+            (x.to(config.device), y.to(config.device))
+            for x, y in validation_batches(
+                self.corpus, config.batch, config.model.sequence, config.eval_batches
+            )
+        ]
+        model: Any = torch.compile(self.model) if config.compile else self.model
+        # Measuring may have drawn random numbers; stochastic rounding starts from the seed.
+        torch.manual_seed(config.seed)
+        training_seconds, timed_tokens = 0.0, 0
+        batches = training_batches(
+            self.corpus, config.batch, config.model.sequence, config.steps, config.seed
+        )
+        for step, (x, y) in enumerate(batches):
+            step_started = time.perf_counter()
+            loss = self._step(model, optimizer, step, x.to(config.device), y.to(config.device))
+            if step >= min(_WARMUP_STEPS_OF_TIMER, config.steps - 1):
+                training_seconds += time.perf_counter() - step_started
+                timed_tokens += y.numel()
+                result.tokens_per_second = timed_tokens / training_seconds
+            result.train_curve.append((step + 1, loss))
+            validation_loss = None
+            if not math.isfinite(loss):
+                result.status = "diverged"
+            elif config.is_eval_step(step + 1):
+                validation_loss = self._evaluate(model, held_out)
+                result.validation_curve.append((step + 1, validation_loss))
+                if not math.isfinite(validation_loss):
+                    result.status = "diverged"
+            result.seconds = time.perf_counter() - started
+            if result.status == "running" and step + 1 == config.steps:
+                result.status, result.validation_loss = "finished", validation_loss
+            yield Progress(step + 1, loss, validation_loss, result.tokens_per_second)
+            if result.status == "diverged":
+                return
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """Mean loss in nats per byte of ``x``, ``y [batch, sequence]``, under the recipe."""
+        device_type = torch.device(self.config.device).type
+        with torch.autocast(device_type, torch.bfloat16), self._quantization():
+            logits = model(x)
+        return F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+
+    def _quantization(self) -> contextlib.AbstractContextManager[object]:
+        if self._recipe is None:
+            return contextlib.nullcontext()
+        return autocast(enabled=True, recipe=self._recipe)
+
+    def _step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, x: Tensor, y: Tensor
+    ) -> float:
+        for group in optimizer.param_groups:
+            group["lr"] = self.config.lr_at(step)
+        loss = self.loss(model, x, y)
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    @torch.no_grad()
+    def _evaluate(self, model: nn.Module, held_out: list[tuple[Tensor, Tensor]]) -> float:
+        # No eval mode: nothing in the model depends on it, and a compiled model would be
+        # compiled again.
+        return sum(self.loss(model, x, y).item() for x, y in held_out) / len(held_out)
+
+    def _measure(self) -> None:
+        config = self.config
+        tokens = torch.zeros(2 * config.batch, config.model.sequence, dtype=torch.int64)
+        tokens = tokens.to(config.device)
+
+        def forward(count: int) -> Tensor:
+            # A tensor of its own: a slice would count with the storage of the larger one.
+            x = tokens[:count].clone()
+            return self.loss(self.model, x, x)
+
+        self.result.activation_nbytes = activation_nbytes(
+            forward, config.batch, self.model.parameters()
+        )
+        self.result.weight_nbytes = weight_nbytes(self.model, self.recipe)
+
+
+def _optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
