@@ -266,20 +266,28 @@ def test_a_recipe_that_is_set_in_a_backward_counts():
     assert len(seen) == 2 and all("tensor" in row for row, _ in seen)
 
 
+def _generator() -> str:
+    """The name under which this torch runs its non-reentrant checkpoint."""
+    from hybridq.recipes import replay
+
+    return next(name for name in replay._GENERATORS if hasattr(torch.utils.checkpoint, name))
+
+
 def test_importing_patches_nothing_and_the_first_module_does():
     code = (
         "import torch.utils.checkpoint as c\n"
-        "before = c.CheckpointFunction.forward, c._checkpoint_without_reentrant_generator\n"
+        f"name = {_generator()!r}\n"
+        "before = c.CheckpointFunction.forward, getattr(c, name)\n"
         "import hybridq, hybridq.nn\n"
-        "now = c.CheckpointFunction.forward, c._checkpoint_without_reentrant_generator\n"
+        "now = c.CheckpointFunction.forward, getattr(c, name)\n"
         "assert now == before\n"
         "hybridq.nn.Linear(2, 2)\n"
-        "now = c.CheckpointFunction.forward, c._checkpoint_without_reentrant_generator\n"
+        "now = c.CheckpointFunction.forward, getattr(c, name)\n"
         "assert now[0] is not before[0] and now[1] is not before[1]\n"
         "hybridq.nn.Linear(2, 2)\n"
         "assert c.CheckpointFunction.forward is now[0]\n"
         "import torch.distributed._composable.checkpoint_activation as a\n"
-        "assert a._checkpoint_without_reentrant_generator is now[1]\n"
+        "assert getattr(a, name, now[1]) is now[1]\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
 
@@ -290,7 +298,8 @@ def test_a_torch_without_the_entry_points_warns(monkeypatch):
 
     monkeypatch.setattr(replay, "_installed", threading.Event())
     monkeypatch.setattr(errors, "_seen", set())
-    monkeypatch.delattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator")
+    for name in replay._GENERATORS:
+        monkeypatch.delattr(torch.utils.checkpoint, name, raising=False)
     monkeypatch.setattr(
         torch.utils.checkpoint.CheckpointFunction, "forward", staticmethod(lambda ctx, other: None)
     )

@@ -50,7 +50,7 @@ class TrainConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     batch: int = 8
-    steps: int = 240
+    steps: int = 200
     lr: float = 1.5e-3
     weight_decay: float = 0.1
     warmup_fraction: float = 0.1

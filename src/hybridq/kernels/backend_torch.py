@@ -8,7 +8,6 @@ the product is made in FP32.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,6 +15,7 @@ import torch
 
 from ..formats import PlaneSpec
 from ..reference import tensor_factor
+from .device import without_autocast
 from .registry import Backend, Call, register_backend, select
 from .types import GemmArgs, Operand
 
@@ -95,12 +95,7 @@ def _identity_product(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor | 
 
 def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
     device = a.buffers[0].device.type
-    guard = (
-        torch.autocast(device, enabled=False)
-        if torch.is_autocast_enabled(device)
-        else contextlib.nullcontext()
-    )
-    with guard:
+    with without_autocast(device):
         plain = _identity_product(a, b, args)
         return _exact_gemm(a, b, args, device) if plain is None else plain
 

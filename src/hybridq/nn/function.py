@@ -17,16 +17,16 @@ stream, so that equal coordinates of two tensors never share random bytes: gradi
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, Final
 
 import torch
 
+from ..kernels.device import without_autocast
 from ..quantizers import draw_seed, statistics
 from ..recipes import Plan, SlotPlan
 from ..storage import encode_pair
 
-__all__ = ["STREAMS", "has_autocast", "linear"]
+__all__ = ["STREAMS", "linear"]
 
 #: (rowwise, columnwise) Philox streams of each slot.
 STREAMS: Final = {"grad_output": (0, 1), "input": (2, 3), "weight": (4, 5)}
@@ -68,18 +68,6 @@ def _encode(
         row_stream=streams[0],
         col_stream=streams[1],
     )
-
-
-def has_autocast(device: torch.device) -> bool:
-    """Return whether torch.autocast is on for `device`; not every device type knows it (meta)."""
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-
-
-def _without_autocast(device: torch.device) -> Any:
-    """Return a context in which torch.autocast touches nothing: dtypes are settled here."""
-    if has_autocast(device):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
 
 
 def _forward(
@@ -137,7 +125,7 @@ class _Linear(torch.autograd.Function):
         plan: Plan,
         needs: tuple[bool, bool, bool],
     ) -> torch.Tensor:
-        with _without_autocast(x.device):
+        with without_autocast(x.device.type):
             y, x_col, w_col = _forward(x, w, bias, plan, seed, needs[1], needs[0])
         saved = [*x_col, *w_col]
         if seed is not None:
@@ -173,7 +161,7 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     rows = dy.shape[0]
     gemm = torch.ops.hybridq.gemm
     dx = dw = dbias = None
-    with _without_autocast(dy.device):
+    with without_autocast(dy.device.type):
         grad = plan.grad_output
         dy_row, dy_col = _encode(dy, grad, STREAMS["grad_output"], seed, x_needed, w_needed)
         if x_needed:
@@ -224,5 +212,5 @@ def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, plan: Pl
         needs = (x.requires_grad, w.requires_grad, has_bias)
     if any(needs):
         return _Linear.apply(x, w, bias, seed, plan, needs)
-    with _without_autocast(x.device):
+    with without_autocast(x.device.type):
         return _forward(x, w, bias, plan, seed, False, False)[0]

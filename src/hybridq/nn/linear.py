@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from .. import settings
+from ..kernels.device import has_autocast
 from ..recipes import Plan, Recipe, bind, install, is_recomputing, plan_by_key
-from .function import has_autocast, linear
+from .function import linear
 
 __all__ = ["Linear"]
 
@@ -131,7 +132,7 @@ class Linear(nn.Linear):
         x: torch.Tensor = given
         weight: torch.Tensor = self.weight
         bias: torch.Tensor | None = self.bias
-        if has_autocast(weight.device):
+        if has_autocast(weight.device.type):
             dtype = torch.get_autocast_dtype(weight.device.type)
             x, weight = _cast(x, dtype), _cast(weight, dtype)
             bias = None if bias is None else _cast(bias, dtype)

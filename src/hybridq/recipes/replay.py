@@ -34,6 +34,12 @@ __all__ = ["Replay", "install"]
 _lock = threading.Lock()
 _installed = threading.Event()
 
+#: Names of the generator, the one to wrap first.
+_GENERATORS = (
+    "_checkpoint_without_reentrant_generator_impl",
+    "_checkpoint_without_reentrant_generator",
+)
+
 #: Modules that import the generator by name, and so keep their own reference to it.
 _IMPORTERS = ("torch.distributed._composable.checkpoint_activation",)
 
@@ -84,10 +90,11 @@ def _wrap_reentrant(checkpoint: Any) -> str | None:
 
 def _wrap_generator(checkpoint: Any) -> str | None:
     """Wrap the non-reentrant implementation; return None or the reason."""
-    name = "_checkpoint_without_reentrant_generator"
-    original = getattr(checkpoint, name, None)
-    if original is None:
-        return f"torch.utils.checkpoint.{name} is gone"
+    # Since torch 2.14 the old name calls the new one, and torch itself calls the new one.
+    name = next((name for name in _GENERATORS if hasattr(checkpoint, name)), None)
+    if name is None:
+        return f"torch.utils.checkpoint.{_GENERATORS[-1]} is gone"
+    original = getattr(checkpoint, name)
     if _first_parameters(original, 1) != ["fn"]:
         return f"{name} takes other arguments"
 
