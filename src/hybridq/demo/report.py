@@ -157,38 +157,57 @@ def prepare_folder(folder: Path) -> None:
 
 
 def plot_losses(report: dict[str, Any]) -> bytes:
-    """The loss curves as a PNG: training losses thin and smoothed, validation losses marked."""
-    figure = Figure(figsize=(9, 5.5), dpi=120, layout="constrained")
+    """The loss curves as a PNG: training losses thin and smoothed, validation losses marked.
+
+    Curves of good recipes lie on top of each other, so a second panel shows each one's distance
+    from the baseline in percent.
+    """
+    entries = report["recipes"]
+    figure = Figure(figsize=(9, 7.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for index, entry in enumerate(report["recipes"]):
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    baseline = next((entry for entry in entries if entry["recipe"] == BASELINE), None)
+    for index, entry in enumerate(entries):
         color = f"C{index}"
-        train = [(s, v) for s, v in entry["train_curve"] if v is not None]
-        held_out = [(s, v) for s, v in entry["validation_curve"] if v is not None]
-        if train:
-            steps, losses = zip(*train, strict=True)
-            axes.plot(steps, _smooth(losses), color=color, linewidth=0.8, alpha=0.6)
         label = entry["recipe"]
         if entry["validation_loss"] is not None:
             label += f" ({entry['validation_loss']:.4f})"
-        axes.plot(
-            [s for s, _ in held_out],
-            [v for _, v in held_out],
-            color=color,
-            marker="o",
-            markersize=4,
-            linewidth=1.2,
-            label=label,
-        )
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss in nats/byte")
-    axes.set_title("validation (dots) and smoothed training loss")
-    axes.grid(alpha=0.3)
-    if report["recipes"]:
-        axes.legend(title="recipe (final validation loss)")
+        for kind, style in _CURVES.items():
+            curve = _curve(entry, kind)
+            name = label if kind == "validation_curve" else None
+            upper.plot(list(curve), list(curve.values()), color=color, label=name, **style)
+            if baseline is None:
+                continue
+            reference = _curve(baseline, kind)
+            gap = {s: 100 * (v / reference[s] - 1) for s, v in curve.items() if reference.get(s)}
+            lower.plot(list(gap), list(gap.values()), color=color, **style)
+    upper.set_ylabel("loss in nats/byte")
+    upper.set_title("validation (dots) and smoothed training loss")
+    lower.set_ylabel(f"gap to {BASELINE} in %")
+    lower.set_xlabel("step")
+    for axes in (upper, lower):
+        axes.grid(alpha=0.3)
+    if entries:
+        upper.legend(title="recipe (final validation loss)")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
+
+
+#: How each curve of an entry is drawn.
+_CURVES: dict[str, dict[str, Any]] = {
+    "train_curve": {"linewidth": 0.8, "alpha": 0.6},
+    "validation_curve": {"linewidth": 1.2, "marker": "o", "markersize": 4},
+}
+
+
+def _curve(entry: dict[str, Any], kind: str) -> dict[int, float]:
+    """Step to loss, training losses smoothed; what is not finite is left out."""
+    points = [(step, loss) for step, loss in entry[kind] if loss is not None]
+    losses = [loss for _, loss in points]
+    if kind == "train_curve":
+        losses = _smooth(tuple(losses))
+    return dict(zip((step for step, _ in points), losses, strict=True))
 
 
 def _smooth(values: tuple[float, ...], window: int = 10) -> list[float]:
