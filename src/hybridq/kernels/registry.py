@@ -127,9 +127,12 @@ def _select(call: Call, forced: str | None) -> Backend:
 
 
 def _warn_fallback(call: Call, choices: tuple[Choice, ...]) -> None:
+    """Warn once per reason: a missing core is one warning, not one per operation and format."""
+    tried = tuple(choice for choice in choices if call.op in choice.backend.ops)
     specs = " and ".join(str(spec) for spec in (call.row, call.col) if spec is not None)
+    reasons = _reasons(tried) or f"no native backend has {call.op}"
     warn_once(
-        f"fallback {call.op} {call.device} {specs}",
+        f"fallback on {call.device}: {reasons}",
         f"{call.op} of {specs or call.dtype} on {call.device} runs on the slow PyTorch reference "
-        f"backend ({_reasons(choices)})",
+        f"backend ({reasons}); further calls for this reason are not reported",
     )
