@@ -15,7 +15,7 @@ import torch
 
 import hybridq
 from hybridq.formats import DEFAULT_SIGNS, PlaneSpec, format, names
-from hybridq.kernels import registry
+from hybridq.kernels import backend_torch, registry
 from hybridq.storage import Plane, TensorStorage, build_storage
 from oracle import bridge, planes
 from oracle.samples import KINDS, sample
@@ -62,6 +62,15 @@ def test_every_pair_of_formats(a_name: str, b_name: str) -> None:
     b = make(torch.randn(33, 150, dtype=torch.bfloat16), b_name)
     for dtype in (torch.bfloat16, torch.float32):
         check(hybridq.gemm(a, b, out_dtype=dtype), decoded(a), decoded(b))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_cpu_without_bf16_instructions_takes_the_fp32_product(name: str, monkeypatch) -> None:
+    monkeypatch.setattr(backend_torch, "_cpu_has_bf16", lambda: False)
+    a = make(torch.randn(19, 150, dtype=torch.bfloat16), name)
+    b = make(torch.randn(33, 150, dtype=torch.bfloat16), "mxfp8")
+    check(hybridq.gemm(a, b, out_dtype=torch.bfloat16), decoded(a), decoded(b))
+    assert "FP32 product" in str(hybridq.explain("gemm", a, b))
 
 
 @pytest.mark.parametrize("backend_name", [b.name for b in registry.backends() if "gemm" in b.ops])
