@@ -2,6 +2,9 @@
 # make test            the default test suite
 # make test-slow       the tests that take longer
 # make lint            ruff and mypy
+# make sanitize        the C++ tests under the address and undefined-behaviour sanitizers
+# make exhaustive      every FP32 value through the FP8 and E2M1 casts (minutes)
+# make arm64-check     cross-build for arm64 and run the C++ tests under qemu-user
 # make kernels-check   compile the CUDA code for every architecture (needs nvcc, no GPU)
 # make clean           remove what was built (distclean: the environment too)
 #
@@ -34,7 +37,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 TOOLS_STAMP := $(VENV)/.installed-build-tools
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-slow lint kernels-check clean distclean
+.PHONY: demo test test-slow lint sanitize exhaustive arm64-check kernels-check clean distclean
 
 demo: $(DEMO_STAMP)
 	$(BIN)/python -m hybridq train $(ARGS)
@@ -50,6 +53,34 @@ lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# $(call cmake_core,<build folder>,<options>): the core and its C++ tests, without Python and CUDA.
+define cmake_core
+	$(BIN)/cmake -S . -B $(1) -G Ninja -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN)/ninja)" \
+	  -DHYBRIDQ_CUDA=OFF -DHYBRIDQ_BUILD_PYTHON=OFF $(2)
+	$(BIN)/cmake --build $(1)
+endef
+
+# Not float-divide-by-zero: the scale rules divide by zero on purpose, as IEEE 754 defines it.
+UNDEFINED := undefined,float-cast-overflow
+
+# Two builds: a report of one sanitizer must not depend on the other.
+sanitize: $(TOOLS_STAMP)
+	$(call cmake_core,build/sanitize-address,-DHYBRIDQ_BUILD_TESTS=ON -DHYBRIDQ_SANITIZE=address)
+	$(BIN)/ctest --test-dir build/sanitize-address --output-on-failure
+	$(call cmake_core,build/sanitize-undefined,-DHYBRIDQ_BUILD_TESTS=ON \
+	  -DHYBRIDQ_SANITIZE=$(UNDEFINED))
+	$(BIN)/ctest --test-dir build/sanitize-undefined --output-on-failure
+
+exhaustive: $(TOOLS_STAMP)
+	$(call cmake_core,build/exhaustive,-DHYBRIDQ_BUILD_EXHAUSTIVE=ON)
+	$(BIN)/ctest --test-dir build/exhaustive -L exhaustive --output-on-failure --verbose
+
+# Debian and Ubuntu: apt-get install g++-aarch64-linux-gnu qemu-user
+arm64-check: $(TOOLS_STAMP)
+	$(call cmake_core,build/arm64,-DHYBRIDQ_BUILD_TESTS=ON \
+	  --toolchain cmake/aarch64-linux-gnu.cmake)
+	$(BIN)/ctest --test-dir build/arm64 --output-on-failure
 
 kernels-check: $(TOOLS_STAMP)
 	$(BIN)/cmake -S . -B build/kernels-check -G Ninja \

@@ -24,10 +24,13 @@ __all__ = [
     "encode",
     "encode_pair",
     "hadamard",
+    "nibbles",
+    "pack",
     "plane_shape",
     "same_bytes",
     "sample",
     "tensor_amax",
+    "turned",
     "using_variant",
 ]
 
@@ -49,6 +52,8 @@ class CoreSpec:
     stochastic: bool = False
     signs: int = -1
     tensor_bound: float = 448.0
+    four_over_six: str = ""
+    row_scaled: bool = False
 
     @property
     def native(self):
@@ -62,11 +67,22 @@ class CoreSpec:
             self.stochastic,
             self.signs,
             self.tensor_bound,
+            self.four_over_six,
+            self.row_scaled,
         )
 
     @property
     def needs_amax(self) -> bool:
         return self.block == (0, 0) or self.rule == "two_level"
+
+    @property
+    def decides_by_rows(self) -> bool:
+        """Whether the columnwise plane is not the rowwise plane of the transpose.
+
+        Square four-over-six blocks add errors in the order of the given matrix for both planes,
+        so that the columnwise plane is the rowwise one turned.
+        """
+        return self.four_over_six != "" and self.block[0] > 1
 
     def stored_k(self, k: int) -> int:
         return k if self.signs < 0 else -(-k // _POINTS) * _POINTS
@@ -104,6 +120,24 @@ def _specs() -> dict[str, CoreSpec]:
         specs[name + "_sr"] = replace(specs[name], stochastic=True)
     for name in ("fp8_e4m3", "mxfp8", "nvfp4"):
         specs[name + "_rht"] = replace(specs[name], signs=0xD7E8)
+    for name, rule in (
+        *(("mxfp8", "floor"), ("mxfp8", "even"), ("mxfp8_e5m2", "ceil"), ("mxfp8_32x32", "floor")),
+        *(("mxfp4", "floor"), ("mxfp4", "ceil"), ("mxfp4", "even")),
+        *(("mxfp6_e3m2", "even"), ("mxfp6_e2m3", "ceil")),
+    ):
+        specs[f"{name}_{rule}"] = replace(specs[name], rule=rule)
+    specs["mxfp4_sr"] = replace(specs["mxfp4"], stochastic=True)
+    specs["mxfp6_e2m3_rht"] = replace(specs["mxfp6_e2m3"], signs=0xD7E8)
+    for error, bound in (("mae", 256.0), ("mse", 448.0)):
+        over = {"four_over_six": error, "tensor_bound": bound}
+        specs[f"nvfp4_4o6_{error}"] = replace(specs["nvfp4"], **over)
+        specs[f"nvfp4_16x16_4o6_{error}"] = replace(specs["nvfp4_16x16"], **over)
+        specs[f"nvfp4_rows_4o6_{error}"] = replace(specs["nvfp4"], row_scaled=True, **over)
+    specs["nvfp4_64x64_4o6"] = replace(specs["nvfp4_4o6_mae"], block=(64, 64))
+    specs["nvfp4_1x128_4o6"] = replace(specs["nvfp4_4o6_mse"], block=(1, 128))
+    specs["nvfp4_rows"] = replace(specs["nvfp4"], row_scaled=True)
+    specs["nvfp4_rows_rht"] = replace(specs["nvfp4_rows"], signs=0xD7E8)
+    specs["nvfp4_rows_sr"] = replace(specs["nvfp4_rows"], stochastic=True)
     specs["nvfp4_rht_sr"] = replace(specs["nvfp4"], signs=0x1234, stochastic=True)
     specs["nvfp4_16x16_sr"] = replace(specs["nvfp4_16x16"], stochastic=True)
     return specs
@@ -118,10 +152,26 @@ def plane_shape(x: torch.Tensor, columnwise: bool) -> tuple[int, int]:
     return (cols, rows) if columnwise else (rows, cols)
 
 
-def tensor_amax(x: torch.Tensor, columnwise: bool = False, signs: int = -1) -> torch.Tensor:
+def tensor_amax(
+    x: torch.Tensor,
+    columnwise: bool = False,
+    signs: int = -1,
+    per_row: bool = False,
+    threads: int = 1,
+) -> torch.Tensor:
+    """Return the statistic of a plane of x: one value, or one per plane row."""
     view = x.T if columnwise else x
-    out = torch.empty(1)
-    _core.amax(view.data_ptr(), DTYPES[x.dtype], *view.shape, *view.stride(), signs, out.data_ptr())
+    out = torch.full((view.shape[0] if per_row else 1,), -1.0)
+    _core.amax(
+        view.data_ptr(),
+        DTYPES[x.dtype],
+        *view.shape,
+        *view.stride(),
+        signs,
+        out.data_ptr(),
+        threads,
+        per_row,
+    )
     return out
 
 
@@ -148,7 +198,7 @@ def encode_pair(
             continue
         shape = plane_shape(x, columnwise)
         if stat is None and spec.needs_amax:
-            stat = tensor_amax(x, columnwise, spec.signs)
+            stat = tensor_amax(x, columnwise, spec.signs, spec.row_scaled)
         data, data_guard = _guarded(spec.data_shape(*shape), torch.uint8)
         scale, scale_guard = _guarded(spec.scale_shape(*shape), _SCALE_DTYPE[spec.scale])
         guarded += [data_guard, scale_guard]
@@ -225,6 +275,23 @@ def hadamard(x: torch.Tensor, signs: int, threads: int = 1) -> torch.Tensor:
         x.data_ptr(), DTYPES[x.dtype], rows, cols, *x.stride(), signs, out.data_ptr(), threads
     )
     return out
+
+
+def nibbles(data: np.ndarray, k: int) -> np.ndarray:
+    """Return the codes `[rows, k]` of packed data."""
+    return np.stack([data & 15, data >> 4], axis=-1).reshape(data.shape[0], -1)[:, :k]
+
+
+def pack(codes: np.ndarray) -> np.ndarray:
+    """Return two codes per byte, the lower index in the low nibble."""
+    codes = np.pad(codes, ((0, 0), (0, codes.shape[1] % 2)))
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def turned(plane, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a packed plane `[rows, k]` of square blocks, transposed."""
+    data, scale = plane
+    return torch.from_numpy(pack(nibbles(data.numpy(), k).T)), scale.T.contiguous()
 
 
 def same_bytes(a, b) -> bool:

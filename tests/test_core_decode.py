@@ -13,6 +13,7 @@ from core_tools import (
     decode,
     encode,
     hadamard,
+    nibbles,
     sample,
     tensor_amax,
     using_variant,
@@ -37,7 +38,7 @@ def variant(request):
 def codes_of(data: torch.Tensor, element: str, k: int) -> np.ndarray:
     codes = data.numpy()
     if element == "e2m1":
-        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(codes.shape[0], -1)[:, :k]
+        codes = nibbles(codes, k)
     return np.ascontiguousarray(codes)
 
 
@@ -62,7 +63,7 @@ def model_decode(data, scale, spec, rows, k, amax, operand):
         if operand:
             return values
         if spec.rule == "two_level":
-            values = values * (F(amax.item()) / F(spec.tensor_bound * 6))
+            values = values * (amax.numpy()[:, None] / F(spec.tensor_bound * 6))
         if spec.signs >= 0:
             v = values.reshape(rows, -1, 16)
             for stride in (1, 2, 4, 8):
@@ -78,7 +79,7 @@ def model_decode(data, scale, spec, rows, k, amax, operand):
 def test_decode_equals_the_formula(spec, operand, variant):
     for shape in ((33, 65), (3, 2081), (130, 17)):
         x = sample(*shape)
-        amax = tensor_amax(x, signs=spec.signs)
+        amax = tensor_amax(x, signs=spec.signs, per_row=spec.row_scaled)
         plane = encode(x, spec)
         want = model_decode(*plane, spec, *shape, amax, operand)
         for threads in (1, 3):
@@ -135,6 +136,22 @@ def test_amax(dtype, variant):
             assert np.isnan(tensor_amax(y).item())
 
 
+@pytest.mark.parametrize("signs", [-1, 0xD7E8], ids=["plain", "transformed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.values())
+def test_amax_per_row(dtype, signs, variant):
+    for shape in ((1, 1), (3, 5), (70, 3), (1, 20001), (130, 257), (0, 5), (5, 0)):
+        x = sample(*shape, dtype)
+        if x.numel() > 100:
+            x[-1, 0] = float("nan")
+        for view in (x, x.T, x[:, ::2], x[::2]):
+            values = as_float(view if signs < 0 else hadamard(view, signs))
+            want = np.abs(values).max(axis=1, initial=0.0)
+            want = np.minimum(want, np.finfo(F).max)
+            for threads in (1, 3):
+                got = tensor_amax(view, signs=signs, per_row=True, threads=threads)
+                np.testing.assert_array_equal(got.numpy(), want)
+
+
 def test_amax_of_fp16_subnormals():
     x = torch.tensor([[6e-8, -1.2e-7, 0.0]], dtype=torch.float16)
     assert tensor_amax(x).item() == float(x.abs().max())
@@ -180,13 +197,14 @@ BAD_SPECS = [
     (("e4m3", 0, 0, "fp32", "max"), "rule must be one of"),
     (("e4m3", 0, 128, "fp32", "amax"), "block must be"),
     (("e4m3", -1, -1, "fp32", "amax"), "block must be"),
+    (("e2m1", 1, 16, "e4m3", "two_level", "max"), "four_over_six must be one of"),
 ]
 
 
 @pytest.mark.parametrize("arguments, text", BAD_SPECS)
 def test_bad_specs_are_refused(arguments, text):
     with pytest.raises(ValueError, match=f"Spec: {text}.*, got"):
-        _core.Spec(*arguments, False, 0.0, False, -1, 448.0)
+        _core.Spec(*arguments[:5], False, 0.0, False, -1, 448.0, *arguments[5:])
 
 
 UNSUPPORTED = [
@@ -196,6 +214,17 @@ UNSUPPORTED = [
     ("e4m3", 1, 48, "e8m0", "rceil", "blocks must be"),
     ("e4m3", 2, 32, "e8m0", "rceil", "blocks must be"),
     ("bf16", 0, 0, "none", "identity", "nothing to encode"),
+    ("e4m3", 0, 0, "e8m0", "floor", "rule 'floor' needs blocks"),
+    ("e4m3", 1, 32, "fp32", "even", "rule 'even' needs scale 'e8m0'"),
+]
+NVFP4 = ("e2m1", 1, 16, "e4m3", "two_level")
+# arguments of a Spec by name, the reason
+EXCLUDED = [
+    (NVFP4, {"four_over_six": "mae", "stochastic": True}, "stochastic rounding"),
+    (NVFP4, {"four_over_six": "mse", "signs": 1}, "a transform"),
+    (("e4m3", 1, 32, "e8m0", "ceil"), {"four_over_six": "mae"}, "needs rule 'two_level'"),
+    (("e4m3", 1, 128, "fp32", "amax"), {"row_scaled": True}, "row_scaled needs"),
+    (("e2m1", 16, 16, "e4m3", "two_level"), {"row_scaled": True}, "blocks of 1 x B"),
 ]
 
 
@@ -206,6 +235,11 @@ def test_unsupported_specs_have_a_reason(arguments):
     out = _core.PlaneOut(spec, 1, 1)
     with pytest.raises(ValueError, match="encode: spec must be supported"):
         _core.encode(1, "float32", 1, 1, 1, 1, out, None, 1)
+
+
+@pytest.mark.parametrize("arguments, options, text", EXCLUDED)
+def test_options_that_exclude_each_other_have_a_reason(arguments, options, text):
+    assert text in _core.supports(_core.Spec(*arguments, **options))
 
 
 def test_every_tested_spec_is_supported(spec):
@@ -230,6 +264,9 @@ def test_bad_arguments_are_refused():
         ),
         (lambda: _core.transpose(1, 1, 1, 12, 1, 1), "transpose: bits"),
         (lambda: _core.hadamard(1, "float32", 1, 1, 1, 1, -1, 1, 1), "hadamard: signs"),
+        (lambda: _core.round_stochastic(1, 1, 1, 1, 1, "float32", 0, 0, 0, 0, 1), "dtype must be"),
+        (lambda: _core.round_stochastic(1, 1, 1, 1, 1, "float16", 0, -1, 0, 0, 1), "row0 and col0"),
+        (lambda: _core.round_stochastic(1, 1, 1, 1, 1, "float16", 0, 0, 0, 0, 0), "out must not"),
         (lambda: _core.cast("bf16", 1, 1, 1), "cast: element must be a small float"),
         (lambda: _core.set_variant("sse1"), "set_variant"),
     ]

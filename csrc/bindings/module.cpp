@@ -63,6 +63,14 @@ void CheckPointer(const char* function, const char* what, uintptr_t value, bool 
   }
 }
 
+void CheckOffsets(const char* function, int64_t row0, int64_t col0) {
+  const auto is_offset = [](int64_t v) { return 0 <= v && v < kMaxElements; };
+  if (!is_offset(row0) || !is_offset(col0)) {
+    Fail(std::string(function) + ": row0 and col0 must be in [0, 2^56), got " +
+         std::to_string(row0) + " and " + std::to_string(col0));
+  }
+}
+
 void CheckSpec(const char* function, const Spec& spec) {
   const std::string reason = UnsupportedReason(spec);
   if (!reason.empty())
@@ -93,7 +101,7 @@ Matrix MakeMatrix(const char* function, uintptr_t x, const std::string& dtype, i
 
 Spec MakeSpec(const std::string& element, int block_rows, int block_cols, const std::string& scale,
               const std::string& rule, bool power_of_two, double eps, bool stochastic, int signs,
-              double tensor_bound) {
+              double tensor_bound, const std::string& four_over_six, bool row_scaled) {
   if (block_rows < 0 || block_cols < 0 || (block_rows == 0) != (block_cols == 0)) {
     Fail("Spec: block must be 0 x 0 or positive, got " + std::to_string(block_rows) + " x " +
          std::to_string(block_cols));
@@ -110,6 +118,8 @@ Spec MakeSpec(const std::string& element, int block_rows, int block_cols, const 
   spec.stochastic = stochastic;
   spec.signs = signs;
   spec.tensor_bound = static_cast<float>(tensor_bound);
+  spec.four_over_six = ParseFourOverSix(four_over_six, "Spec");
+  spec.row_scaled = row_scaled;
   return spec;
 }
 
@@ -119,12 +129,10 @@ PlaneTarget MakeTarget(const PlaneOut& out, bool columnwise, int64_t rows, int64
   const bool any = rows != 0 && cols != 0;
   CheckPointer("encode", "data", out.data, any);
   CheckPointer("encode", "scale", out.scale, any || whole);
-  CheckPointer("encode", "stat", out.stat, NeedsTensorAmax(out.spec));
-  const auto is_offset = [](int64_t v) { return 0 <= v && v < kMaxElements; };
-  if (!is_offset(out.row0) || !is_offset(out.col0)) {
-    Fail("encode: row0 and col0 must be in [0, 2^56), got " + std::to_string(out.row0) + " and " +
-         std::to_string(out.col0));
-  }
+  const bool has_rows = (columnwise ? cols : rows) != 0;  // an empty statistic has no address
+  CheckPointer("encode", "stat", out.stat,
+               NeedsStat(out.spec) && (has_rows || !out.spec.row_scaled));
+  CheckOffsets("encode", out.row0, out.col0);
   return {out.spec,
           Pointer<uint8_t>(out.data),
           Pointer<void>(out.scale),
@@ -156,7 +164,8 @@ bool DecodePlanes(const Spec& spec, uintptr_t data, uintptr_t scale, uintptr_t a
   const bool any = rows != 0 && cols != 0;
   CheckPointer("decode", "data", data, any);
   CheckPointer("decode", "scale", scale, any && !(operand && spec.block_cols == 0));
-  CheckPointer("decode", "amax", amax, spec.rule == Rule::kTwoLevel && !operand);
+  CheckPointer("decode", "amax", amax,
+               spec.rule == Rule::kTwoLevel && !operand && (rows != 0 || !spec.row_scaled));
   CheckPointer("decode", "out", out, any);
   const DType dtype = ParseDType(out_dtype, "decode");
   const PlaneSource plane{spec,
@@ -173,12 +182,14 @@ bool DecodePlanes(const Spec& spec, uintptr_t data, uintptr_t scale, uintptr_t a
 }
 
 void AmaxOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols, int64_t stride0,
-            int64_t stride1, int signs, uintptr_t out, int threads) {
+            int64_t stride1, int signs, uintptr_t out, int threads, bool per_row) {
   const Matrix matrix = MakeMatrix("amax", x, dtype, rows, cols, stride0, stride1, threads);
   CheckSigns("amax", signs, -1);
-  CheckPointer("amax", "out", out, true);
+  CheckPointer("amax", "out", out, !per_row || rows != 0);
   const py::gil_scoped_release release;
-  CheckMemory(ActiveKernels().amax(matrix, signs, Pointer<float>(out), threads));
+  const Kernels& kernels = ActiveKernels();
+  const auto kernel = per_row ? kernels.row_amax : kernels.amax;
+  CheckMemory(kernel(matrix, signs, Pointer<float>(out), threads));
 }
 
 void HadamardOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols, int64_t stride0,
@@ -200,6 +211,22 @@ void TransposeOf(uintptr_t src, int64_t rows, int64_t cols, int bits, uintptr_t 
   const py::gil_scoped_release release;
   CheckMemory(ActiveKernels().transpose(Pointer<const void>(src), rows, cols, bits,
                                         Pointer<void>(dst), threads));
+}
+
+void RoundStochasticOf(uintptr_t x, int64_t rows, int64_t cols, int64_t stride0, int64_t stride1,
+                       const std::string& dtype, uint64_t seed, int64_t row0, int64_t col0,
+                       uint32_t stream, uintptr_t out, int threads) {
+  const Matrix matrix =
+      MakeMatrix("round_stochastic", x, "float32", rows, cols, stride0, stride1, threads);
+  const DType target = ParseDType(dtype, "round_stochastic");
+  if (target == DType::kFloat32) {
+    Fail("round_stochastic: dtype must be 'bfloat16' or 'float16', got '" + dtype + "'");
+  }
+  CheckOffsets("round_stochastic", row0, col0);
+  CheckPointer("round_stochastic", "out", out, rows != 0 && cols != 0);
+  const RoundJob job{matrix, target, seed, row0, col0, stream, Pointer<uint16_t>(out)};
+  const py::gil_scoped_release release;
+  CheckMemory(ActiveKernels().round_stochastic(job, threads));
 }
 
 void CastOf(const std::string& name, uintptr_t src, int64_t n, uintptr_t dst) {
@@ -309,7 +336,8 @@ PYBIND11_MODULE(_core, m) {
   py::class_<Spec>(m, "Spec", "What encode and decode must know of a plane.")
       .def(py::init(&MakeSpec), py::arg("element"), py::arg("block_rows"), py::arg("block_cols"),
            py::arg("scale"), py::arg("rule"), py::arg("power_of_two") = false, py::arg("eps") = 0.0,
-           py::arg("stochastic") = false, py::arg("signs") = -1, py::arg("tensor_bound") = 448.0);
+           py::arg("stochastic") = false, py::arg("signs") = -1, py::arg("tensor_bound") = 448.0,
+           py::arg("four_over_six") = "", py::arg("row_scaled") = false);
 
   py::class_<PlaneOut>(m, "PlaneOut", "A plane to be written: its spec, buffers and coordinates.")
       .def(py::init([](const Spec& spec, uintptr_t data, uintptr_t scale, uintptr_t stat,
@@ -337,13 +365,18 @@ PYBIND11_MODULE(_core, m) {
         "Decodes a plane; as an operand, returns whether a value left BF16's normal range.");
   m.def("amax", &AmaxOf, py::arg("x"), py::arg("dtype"), py::arg("rows"), py::arg("cols"),
         py::arg("stride0"), py::arg("stride1"), py::arg("signs"), py::arg("out"),
-        py::arg("threads") = 1, "max|x| as FP32: NaN kept, infinity as the FP32 maximum.");
+        py::arg("threads") = 1, py::arg("per_row") = false,
+        "max|x| as FP32, of all or per row: NaN kept, infinity as the FP32 maximum.");
   m.def("hadamard", &HadamardOf, py::arg("x"), py::arg("dtype"), py::arg("rows"), py::arg("cols"),
         py::arg("stride0"), py::arg("stride1"), py::arg("signs"), py::arg("out"),
         py::arg("threads") = 1, "The transform along the columns, [rows, Kp] in BF16.");
   m.def("transpose", &TransposeOf, py::arg("src"), py::arg("rows"), py::arg("cols"),
         py::arg("bits"), py::arg("dst"), py::arg("threads") = 1,
         "Transposes plane data of 4, 8, 16 or 32 bits.");
+  m.def("round_stochastic", &RoundStochasticOf, py::arg("x"), py::arg("rows"), py::arg("cols"),
+        py::arg("stride0"), py::arg("stride1"), py::arg("dtype"), py::arg("seed"), py::arg("row0"),
+        py::arg("col0"), py::arg("stream"), py::arg("out"), py::arg("threads") = 1,
+        "FP32 to BF16 or FP16 with 16 random bits per element, [rows, cols].");
   m.def("cast", &CastOf, py::arg("element"), py::arg("src"), py::arg("n"), py::arg("dst"),
         "Codes of FP32 values, one per byte.");
   m.def("cast_stochastic", &CastStochasticOf, py::arg("element"), py::arg("src"), py::arg("random"),

@@ -32,7 +32,8 @@ struct PlaneTarget {
   Spec spec;
   uint8_t* data;
   void* scale;
-  const float* stat;  // amax of the tensor, finite or NaN; null if the spec needs none
+  // Finite or NaN: amax of the tensor, or one per plane row if row_scaled; null if none is needed.
+  const float* stat;
   uint64_t seed;
   int64_t row_offset, k_offset;  // of this plane in the whole tensor's plane
   uint32_t stream;

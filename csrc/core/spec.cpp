@@ -22,10 +22,14 @@ constexpr Named<ScaleElement> kScales[] = {
     {"e8m0", ScaleElement::kE8M0}, {"e4m3", ScaleElement::kE4M3},
 };
 constexpr Named<Rule> kRules[] = {
-    {"identity", Rule::kIdentity},
-    {"amax", Rule::kAmax},
-    {"rceil", Rule::kRceil},
+    {"identity", Rule::kIdentity},  {"amax", Rule::kAmax}, {"rceil", Rule::kRceil},
+    {"floor", Rule::kFloor},        {"ceil", Rule::kCeil}, {"even", Rule::kEven},
     {"two_level", Rule::kTwoLevel},
+};
+constexpr Named<FourOverSix> kErrors[] = {
+    {"", FourOverSix::kNone},
+    {"mae", FourOverSix::kMae},
+    {"mse", FourOverSix::kMse},
 };
 constexpr Named<DType> kDTypes[] = {
     {"float32", DType::kFloat32},
@@ -45,6 +49,14 @@ T Parse(const Named<T> (&table)[kCount], const std::string& name, const char* fu
                               ", got '" + name + "'");
 }
 
+template <class T, size_t kCount>
+const char* NameOf(const Named<T> (&table)[kCount], T value) {
+  for (const auto& entry : table) {
+    if (value == entry.value) return entry.name;
+  }
+  return "?";
+}
+
 bool IsBlockSize(int b) { return b == 16 || b == 32 || b == 64 || b == 128; }
 
 }  // namespace
@@ -57,6 +69,9 @@ ScaleElement ParseScale(const std::string& name, const char* function) {
 }
 Rule ParseRule(const std::string& name, const char* function) {
   return Parse(kRules, name, function, "rule");
+}
+FourOverSix ParseFourOverSix(const std::string& name, const char* function) {
+  return Parse(kErrors, name, function, "four_over_six");
 }
 DType ParseDType(const std::string& name, const char* function) {
   return Parse(kDTypes, name, function, "dtype");
@@ -83,9 +98,14 @@ std::string UnsupportedReason(const Spec& spec) {
       if (!(spec.eps >= 0.0f && std::isfinite(spec.eps))) add("eps must be finite and >= 0");
       break;
     case Rule::kRceil:
-      if (spec.scale != ScaleElement::kE8M0) add("rule 'rceil' needs scale 'e8m0'");
-      if (whole) add("rule 'rceil' needs blocks");
+    case Rule::kFloor:
+    case Rule::kCeil:
+    case Rule::kEven: {
+      const std::string rule = std::string("rule '") + NameOf(kRules, spec.rule) + "'";
+      if (spec.scale != ScaleElement::kE8M0) add(rule + " needs scale 'e8m0'");
+      if (whole) add(rule + " needs blocks");
       break;
+    }
     case Rule::kTwoLevel:
       if (spec.scale != ScaleElement::kE4M3) add("rule 'two_level' needs scale 'e4m3'");
       if (spec.element != Element::kE2M1) add("rule 'two_level' needs element 'e2m1'");
@@ -94,6 +114,14 @@ std::string UnsupportedReason(const Spec& spec) {
         add("tensor_bound must be in (0, 448]");
       }
       break;
+  }
+  if (spec.four_over_six != FourOverSix::kNone) {
+    if (spec.rule != Rule::kTwoLevel) add("four_over_six needs rule 'two_level'");
+    if (spec.stochastic) add("four_over_six does not go with stochastic rounding");
+    if (spec.signs >= 0) add("four_over_six does not go with a transform");
+  }
+  if (spec.row_scaled && (spec.rule != Rule::kTwoLevel || spec.block_rows != 1)) {
+    add("row_scaled needs rule 'two_level' and blocks of 1 x B");
   }
   if (spec.signs < -1 || spec.signs > 0xffff) add("signs must be -1 or 16 bits");
   return reasons;

@@ -9,7 +9,8 @@ namespace hybridq {
 
 enum class Element : int { kE4M3, kE5M2, kE2M1, kE3M2, kE2M3, kOther };
 enum class ScaleElement : int { kNone, kFp32, kE8M0, kE4M3 };
-enum class Rule : int { kIdentity, kAmax, kRceil, kTwoLevel };
+enum class Rule : int { kIdentity, kAmax, kRceil, kFloor, kCeil, kEven, kTwoLevel };
+enum class FourOverSix : int { kNone, kMae, kMse };
 enum class DType : int { kFloat32, kBFloat16, kFloat16 };
 
 struct Spec {
@@ -23,6 +24,8 @@ struct Spec {
   float eps = 0.0f;
   int signs = -1;  // -1: no transform; else bit i set = point i is multiplied by -1
   float tensor_bound = 448.0f;
+  FourOverSix four_over_six = FourOverSix::kNone;  // the error that chooses a block's scale
+  bool row_scaled = false;                         // an amax per plane row, not per tensor
 };
 
 // Every combination that the kernels do not have is named here, so that they need not check.
@@ -33,10 +36,11 @@ std::string UnsupportedReason(const Spec& spec);
 Element ParseElement(const std::string& name, const char* function);
 ScaleElement ParseScale(const std::string& name, const char* function);
 Rule ParseRule(const std::string& name, const char* function);
+FourOverSix ParseFourOverSix(const std::string& name, const char* function);
 DType ParseDType(const std::string& name, const char* function);
 
-// Whether encode needs the amax of the whole tensor from outside.
-inline __attribute__((always_inline)) bool NeedsTensorAmax(const Spec& spec) {
+// Whether encode needs an amax from outside: of the whole tensor, or of every row if row_scaled.
+inline __attribute__((always_inline)) bool NeedsStat(const Spec& spec) {
   return spec.block_cols == 0 || spec.rule == Rule::kTwoLevel;
 }
 

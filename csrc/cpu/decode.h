@@ -59,7 +59,7 @@ struct DecodeTask {
   DType dtype;
   int64_t k_stored, k_out, data_stride, scale_stride, runs;
   bool packed, has_factor;
-  float factor;
+  float factor;  // of the tensor; row-scaled planes have one per row
   int32_t left_range, failed;
 };
 
@@ -123,7 +123,10 @@ static void DecodeRange(void* context, int64_t begin, int64_t end) {
       left_range |= LeavesBf16Range(s->tile, n);
     } else {
       if (task.has_factor) {
-        for (int i = 0; i < n; ++i) s->tile[i] = MulRn(s->tile[i], task.factor);
+        const float factor = plane.spec.row_scaled
+                                 ? TwoLevelFactor(plane.amax[row], plane.spec.tensor_bound)
+                                 : task.factor;
+        for (int i = 0; i < n; ++i) s->tile[i] = MulRn(s->tile[i], factor);
       }
       if (plane.spec.signs >= 0) {
         InverseHadamard(s->tile, n, static_cast<uint32_t>(plane.spec.signs));
@@ -149,8 +152,9 @@ static bool DecodePlane(const PlaneSource& plane, void* out, DType dtype, int th
   task.data_stride = task.packed ? CeilDiv(task.k_stored, 2) : task.k_stored;
   task.scale_stride = spec.block_cols == 0 ? 1 : CeilDiv(task.k_stored, spec.block_cols);
   task.has_factor = spec.rule == Rule::kTwoLevel;
-  if (task.has_factor && !plane.operand)
+  if (task.has_factor && !plane.operand && !spec.row_scaled) {
     task.factor = TwoLevelFactor(*plane.amax, spec.tensor_bound);
+  }
   task.runs = CeilDiv(task.k_stored, kDecodeRun);
   ParallelFor(plane.rows * task.runs, UsefulThreads(plane.rows * task.k_stored, threads),
               DecodeRange, &task);

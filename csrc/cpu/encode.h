@@ -10,6 +10,7 @@
 
 #include "core/float_env.h"
 #include "core/parallel.h"
+#include "cpu/four_over_six.h"
 #include "cpu/plane_job.h"
 
 HQ_NAMESPACE_BEGIN
@@ -30,6 +31,23 @@ static const uint8_t* RandomAlong(const PlaneJob& job, int64_t row, int64_t k, i
     }
   }
   return s.random + skip;
+}
+
+// Scales and multipliers of the tile t[nn][kk] from the blocks' amaxima in s.amax[n * blocks + b]
+// (n: a row, or a row of squares).
+static void ScalesAlong(const PlaneJob& job, const float* t, int ld, int64_t n0, int nn, int kk,
+                        int scale_rows, int blocks, Scratch& s) {
+  if (job.row_stat == nullptr) {
+    ComputeScales(job, s.amax, scale_rows * blocks, s);
+  } else {
+    MakeRowRules(job, n0, nn, nn, s);
+    for (int n = 0; n < nn; ++n) {
+      ComputeTwoLevelScales<false>(job, s.amax + n * blocks, blocks, s.rules + n, n * blocks, s);
+    }
+  }
+  if (job.spec.four_over_six == FourOverSix::kMae)
+    ChooseAlong<false>(job, t, ld, nn, kk, blocks, s);
+  if (job.spec.four_over_six == FourOverSix::kMse) ChooseAlong<true>(job, t, ld, nn, kk, blocks, s);
 }
 
 // Tile t[nn][kk] (rows ld apart, columns padded with zeros) at plane row n0, K index k0.
@@ -55,7 +73,7 @@ static void EncodeAlong(const PlaneJob& job, const float* t, int ld, int64_t n0,
         }
       }
     }
-    ComputeScales(job, s.amax, scale_rows * blocks, s);
+    ScalesAlong(job, t, ld, n0, nn, kk, scale_rows, blocks, s);
     for (int g = 0; g < scale_rows; ++g) {
       StoreScales(job, s, g * blocks, 1, blocks, n0 / rows_per_scale + g, k0 / job.block);
     }
@@ -87,8 +105,18 @@ static void ScalesDown(const PlaneJob& job, const float* t, int ld, int64_t n0, 
     const int end = MinInt(kk, (b + 1) * job.block);
     for (int k = b * job.block; k < end; ++k) MagnitudeMaxInto(t + k * ld, amax, width);
   }
+  const FourOverSix error = job.spec.four_over_six;
   if (!job.square) {
-    ComputeScales(job, s.amax, blocks * width, s);
+    if (job.row_stat == nullptr) {
+      ComputeScales(job, s.amax, blocks * width, s);
+    } else {
+      MakeRowRules(job, n0, nn, width, s);
+      for (int b = 0; b < blocks; ++b) {
+        ComputeTwoLevelScales<true>(job, s.amax + b * width, width, s.rules, b * width, s);
+      }
+    }
+    if (error == FourOverSix::kMae) ChooseDown<false>(job, t, ld, kk, width, s);
+    if (error == FourOverSix::kMse) ChooseDown<true>(job, t, ld, kk, width, s);
     for (int n = 0; n < nn; ++n) StoreScales(job, s, n, width, blocks, n0 + n, k0 / job.block);
     return;
   }
@@ -102,6 +130,8 @@ static void ScalesDown(const PlaneJob& job, const float* t, int ld, int64_t n0, 
     }
   }
   ComputeScales(job, s.square, blocks * groups, s);
+  if (error == FourOverSix::kMae) ChooseSquaresDown<false>(job, t, ld, nn, kk, groups, s);
+  if (error == FourOverSix::kMse) ChooseSquaresDown<true>(job, t, ld, nn, kk, groups, s);
   for (int g = 0; g < groups; ++g) {
     StoreScales(job, s, g, groups, blocks, n0 / job.block + g, k0 / job.block);
   }
@@ -233,7 +263,8 @@ static void ChooseTile(EncodeTask* task) {
 static bool Encode(const Matrix& x_in, const PlaneTarget* row, const PlaneTarget* col,
                    int threads) {
   Matrix x = x_in;
-  if (PrefersTransposed(x)) {
+  const bool swapped = PrefersTransposed(x);
+  if (swapped) {
     // The rowwise plane of X is the columnwise plane of its transpose, so a transposed view is read
     // in memory order.
     x = x.Transposed();
@@ -246,8 +277,8 @@ static bool Encode(const Matrix& x_in, const PlaneTarget* row, const PlaneTarget
   task.x = x;
   task.has_row = row != nullptr;
   task.has_col = col != nullptr;
-  if (task.has_row) task.row = MakeJob(*row, x.rows, x.cols, x.dtype);
-  if (task.has_col) task.col = MakeJob(*col, x.cols, x.rows, x.dtype);
+  if (task.has_row) task.row = MakeJob(*row, x.rows, x.cols, x.dtype, swapped);
+  if (task.has_col) task.col = MakeJob(*col, x.cols, x.rows, x.dtype, swapped);
   if (x.rows == 0 || x.cols == 0 || !(task.has_row || task.has_col)) return true;
   ChooseTile(&task);
   task.tiles_across = CeilDiv(x.cols, task.tile_cols);

@@ -19,10 +19,21 @@ struct PlaneSource {
   Spec spec;
   const uint8_t* data;
   const void* scale;
-  const float* amax;  // two_level only
+  const float* amax;  // two_level only; one per row if row_scaled
   int64_t rows, k;
   // false: all of dequantize. true: code * scale only (per tensor: the code), width Kp.
   bool operand;
+};
+
+// FP32 to BF16 or FP16 with 16 random bits per element. `row_offset`, `col_offset`: where x lies in
+// the whole matrix, which the random numbers count.
+struct RoundJob {
+  Matrix x;  // FP32
+  DType target;
+  uint64_t seed;
+  int64_t row_offset, col_offset;
+  uint32_t stream;
+  uint16_t* out;  // [rows, cols] contiguous
 };
 
 struct Kernels {
@@ -33,10 +44,13 @@ struct Kernels {
   bool (*decode)(const PlaneSource& plane, void* out, DType dtype, int threads, bool* left_range);
   // max|x|, after the transform along the columns if signs >= 0; canonical.
   bool (*amax)(const Matrix& x, int signs, float* out, int threads);
+  // The same of every row: out[rows].
+  bool (*row_amax)(const Matrix& x, int signs, float* out, int threads);
   // BF16 bits of the transformed matrix, [rows, Kp].
   bool (*hadamard)(const Matrix& x, int signs, uint16_t* out, int threads);
   // [rows, cols] of 4, 8, 16 or 32 bits to [cols, rows].
   bool (*transpose)(const void* src, int64_t rows, int64_t cols, int bits, void* dst, int threads);
+  bool (*round_stochastic)(const RoundJob& job, int threads);
   void (*cast)(Element element, const float* src, int64_t n, uint8_t* dst);
   void (*cast_stochastic)(Element element, const float* src, const uint8_t* random, int64_t n,
                           uint8_t* dst);

@@ -8,6 +8,8 @@
 #include "formats/hadamard.h"
 #include "formats/philox.h"
 #include "formats/scale_amax.h"
+#include "formats/scale_exponent.h"
+#include "formats/scale_four_over_six.h"
 #include "formats/scale_rceil.h"
 #include "formats/scale_two_level.h"
 
@@ -55,6 +57,15 @@ static CodeFn SelectCodeLoop(Element element, bool stochastic) {
 
 static float ElementMax(Element element) {
   return WithElement(element, []<class E>() { return MaxFinite<E>(); });
+}
+
+// `rule`: floor, ceil or even.
+static ExponentRule MakeExponentRule(Rule rule, Element element) {
+  return WithElement(element, [rule]<class E>() {
+    return rule == Rule::kFloor  ? FloorRule<E>()
+           : rule == Rule::kCeil ? CeilRule<E>()
+                                 : EvenRule<E>();
+  });
 }
 
 // amax[b] = max|x| over block b of kBlock elements. n is a multiple of 16; the last block may be
@@ -114,13 +125,41 @@ static void RceilScaleLoop(const int32_t* __restrict amax, int n, float inverse_
   }
 }
 
-static void TwoLevelScaleLoop(const int32_t* __restrict amax, int n, const TwoLevelRule& rule_in,
+static void ExponentScaleLoop(const int32_t* __restrict amax, int n, const ExponentRule& rule_in,
                               uint8_t* __restrict scale, float* __restrict multiplier) {
-  const TwoLevelRule rule = rule_in;
+  const ExponentRule rule = rule_in;
   for (int i = 0; i < n; ++i) {
-    const TwoLevelScale s = ComputeTwoLevelScale(amax[i], rule);
+    const int32_t byte = ExponentScale(amax[i], rule);
+    scale[i] = static_cast<uint8_t>(byte);
+    multiplier[i] = E8m0Multiplier(byte);
+  }
+}
+
+// One rule for all blocks, or one per block (kPerBlock).
+template <bool kPerBlock>
+static void TwoLevelScaleLoop(const int32_t* __restrict amax, int n,
+                              const TwoLevelRule* __restrict rules, uint8_t* __restrict scale,
+                              float* __restrict multiplier) {
+  const TwoLevelRule first = rules[0];
+  for (int i = 0; i < n; ++i) {
+    const TwoLevelScale s = ComputeTwoLevelScale(amax[i], kPerBlock ? rules[i] : first);
     scale[i] = static_cast<uint8_t>(s.code);
     multiplier[i] = s.multiplier;
+  }
+}
+
+template <bool kPerBlock>
+static void FourOverSixScaleLoop(const int32_t* __restrict amax, int n,
+                                 const TwoLevelRule* __restrict rules, uint8_t* __restrict six,
+                                 float* __restrict multiplier_six, uint8_t* __restrict four,
+                                 float* __restrict multiplier_four) {
+  const TwoLevelRule first = rules[0];
+  for (int i = 0; i < n; ++i) {
+    const FourOverSixScales s = ComputeFourOverSixScales(amax[i], kPerBlock ? rules[i] : first);
+    six[i] = static_cast<uint8_t>(s.six.code);
+    multiplier_six[i] = s.six.multiplier;
+    four[i] = static_cast<uint8_t>(s.four.code);
+    multiplier_four[i] = s.four.multiplier;
   }
 }
 

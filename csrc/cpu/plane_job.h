@@ -21,7 +21,11 @@ struct PlaneJob {
   bool packed;  // two codes per byte
   bool transform;
   AmaxRule amax_rule;
-  TwoLevelRule two_level;
+  ExponentRule exponent;   // floor, ceil and even
+  TwoLevelRule two_level;  // of the tensor; not if row_stat is there
+  const float* row_stat;   // row-scaled: amax of each plane row
+  float denominator;       // four over six
+  bool sums_down;          // four over six, squares: the tile is the given matrix transposed
   float inverse_fmax;
   float tensor_multiplier;  // block == 0
   uint64_t seed;
@@ -40,8 +44,10 @@ static float InputMax(DType dtype) {
   }
 }
 
-// `rows` x `k`: the logical plane (for a columnwise plane those of X transposed).
-static PlaneJob MakeJob(const PlaneTarget& target, int64_t rows, int64_t k, DType dtype) {
+// `rows` x `k`: the logical plane (for a columnwise plane those of X transposed). `swapped`: tiles
+// are read from the transpose of the matrix that the caller gave.
+static PlaneJob MakeJob(const PlaneTarget& target, int64_t rows, int64_t k, DType dtype,
+                        bool swapped) {
   const Spec& spec = target.spec;
   PlaneJob job{};
   job.spec = spec;
@@ -67,7 +73,12 @@ static PlaneJob MakeJob(const PlaneTarget& target, int64_t rows, int64_t k, DTyp
   const DType input = job.transform ? DType::kBFloat16 : dtype;
   const float overflow = job.block == 0 ? FloatMax() : InputMax(input);
   job.amax_rule = MakeAmaxRule(fmax, spec.eps, overflow, spec.power_of_two);
-  if (spec.rule == Rule::kTwoLevel) {
+  job.exponent = MakeExponentRule(spec.rule, spec.element);
+  job.denominator = TwoLevelDenominator(spec.tensor_bound);
+  job.sums_down = swapped;
+  if (spec.row_scaled) {
+    job.row_stat = target.stat;
+  } else if (spec.rule == Rule::kTwoLevel) {
     job.two_level = MakeTwoLevelRule(*target.stat, spec.tensor_bound);
   }
   if (job.block == 0) {
@@ -78,13 +89,37 @@ static PlaneJob MakeJob(const PlaneTarget& target, int64_t rows, int64_t k, DTyp
   return job;
 }
 
-// Scales and multipliers of n blocks, into the scratch.
+// The rules of plane rows n0 to n0 + nn of a row-scaled plane, into s.rules; up to `width` those of
+// rows of zeros.
+static void MakeRowRules(const PlaneJob& job, int64_t n0, int nn, int width, Scratch& s) {
+  for (int n = 0; n < width; ++n) {
+    const float amax = n < nn ? job.row_stat[n0 + n] : 0.0f;
+    s.rules[n] = MakeTwoLevelRule(amax, job.spec.tensor_bound);
+  }
+}
+
+template <bool kPerBlock>
+static void ComputeTwoLevelScales(const PlaneJob& job, const int32_t* amax, int n,
+                                  const TwoLevelRule* rules, int first, Scratch& s) {
+  if (job.spec.four_over_six == FourOverSix::kNone) {
+    TwoLevelScaleLoop<kPerBlock>(amax, n, rules, s.scale_byte + first, s.multiplier + first);
+  } else {
+    FourOverSixScaleLoop<kPerBlock>(amax, n, rules, s.scale_byte + first, s.multiplier + first,
+                                    s.scale_byte_four + first, s.multiplier_four + first);
+  }
+}
+
+// Scales and multipliers of n blocks, into the scratch. Not for row-scaled planes.
 static void ComputeScales(const PlaneJob& job, const int32_t* amax, int n, Scratch& s) {
   switch (job.spec.rule) {
     case Rule::kRceil:
       return RceilScaleLoop(amax, n, job.inverse_fmax, s.scale_byte, s.multiplier);
+    case Rule::kFloor:
+    case Rule::kCeil:
+    case Rule::kEven:
+      return ExponentScaleLoop(amax, n, job.exponent, s.scale_byte, s.multiplier);
     case Rule::kTwoLevel:
-      return TwoLevelScaleLoop(amax, n, job.two_level, s.scale_byte, s.multiplier);
+      return ComputeTwoLevelScales<false>(job, amax, n, &job.two_level, 0, s);
     default:
       return AmaxScaleLoop(amax, n, job.amax_rule, s.scale_fp32, s.multiplier);
   }

@@ -7,6 +7,7 @@
 
 #include "core/matrix.h"
 #include "formats/float16.h"
+#include "formats/scale_two_level.h"
 
 HQ_NAMESPACE_BEGIN
 
@@ -30,9 +31,13 @@ struct Scratch {
   alignas(64) float multiplier[kTileElements / 16];
   alignas(64) float scale_fp32[kTileElements / 16];
   alignas(64) uint8_t scale_byte[kTileElements / 16];
+  alignas(64) float multiplier_four[kTileElements / 16];  // four over six: the other candidate
+  alignas(64) uint8_t scale_byte_four[kTileElements / 16];
+  alignas(64) TwoLevelRule rules[kTileSide];  // row-scaled: of each plane row
   alignas(64) float run[kRunElements];
   alignas(64) uint32_t words[4][kTileSide + kLane];
   alignas(64) uint8_t random[kRunElements + 2 * kLane];
+  alignas(64) uint16_t pairs[(kTileSide + kLane) * 8];
 };
 
 struct ScratchOwner {

@@ -3,6 +3,8 @@
 #include "cpu/decode.h"
 #include "cpu/encode.h"
 #include "cpu/kernels.h"
+#include "cpu/round.h"
+#include "cpu/row_amax.h"
 #include "cpu/whole.h"
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "random bytes are read in memory order");
@@ -33,8 +35,9 @@ static void DecodeCodes(Element element, const uint8_t* src, int64_t n, float* d
 
 const Kernels& Table() {
   static constexpr Kernels kTable = {
-      HQ_VARIANT_NAME, &Encode,    &DecodePlane,         &Amax,        &Hadamard,
-      &Transpose,      &CastCodes, &CastCodesStochastic, &DecodeCodes,
+      HQ_VARIANT_NAME, &Encode,    &DecodePlane,     &Amax,      &RowAmax,
+      &Hadamard,       &Transpose, &RoundStochastic, &CastCodes, &CastCodesStochastic,
+      &DecodeCodes,
   };
   return kTable;
 }

@@ -150,6 +150,8 @@ static bool RunTransform(WholeTask* task, RangeFn fn, int threads) {
 }
 
 static bool Amax(const Matrix& x_in, int signs, float* out, int threads) {
+  *out = 0.0f;
+  if (x_in.rows == 0 || x_in.cols == 0) return true;  // and no arithmetic on a null pointer
   WholeTask task{};
   task.x = x_in;
   task.signs = signs;

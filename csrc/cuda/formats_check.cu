@@ -7,6 +7,8 @@
 #include "formats/hadamard.h"
 #include "formats/philox.h"
 #include "formats/scale_amax.h"
+#include "formats/scale_exponent.h"
+#include "formats/scale_four_over_six.h"
 #include "formats/scale_rceil.h"
 #include "formats/scale_two_level.h"
 
@@ -28,8 +30,35 @@ template __global__ void CheckElement<E2M3>(const float*, unsigned*, float*);
 __global__ void CheckFloat16(const unsigned short* in, float* values, unsigned short* out) {
   const unsigned i = threadIdx.x;
   values[i] = AddRn(FromBf16(in[i]), FromFp16(in[i]));
-  out[2 * i] = ToBf16(values[i]);
-  out[2 * i + 1] = ToFp16(RoundToBf16(values[i]));
+  out[4 * i] = ToBf16(values[i]);
+  out[4 * i + 1] = ToFp16(RoundToBf16(values[i]));
+  out[4 * i + 2] = ToBf16Stochastic(values[i], in[i]);
+  out[4 * i + 3] = ToFp16Stochastic(values[i], in[i]);
+}
+
+template <class E>
+__global__ void CheckExponentScales(const float* in, int* out) {
+  const unsigned i = threadIdx.x;
+  const int magnitude = Magnitude(in[i]);
+  out[3 * i] = ExponentScale(magnitude, FloorRule<E>());
+  out[3 * i + 1] = ExponentScale(magnitude, CeilRule<E>());
+  out[3 * i + 2] = ExponentScale(magnitude, EvenRule<E>());
+}
+
+template __global__ void CheckExponentScales<E4M3>(const float*, int*);
+template __global__ void CheckExponentScales<E2M1>(const float*, int*);
+
+__global__ void CheckFourOverSix(const float* in, float* out, float bound) {
+  const unsigned i = threadIdx.x;
+  const int magnitude = Magnitude(in[i]);
+  const TwoLevelRule rule = MakeTwoLevelRule(CanonicalAmax(magnitude), bound);
+  const FourOverSixScales s = ComputeFourOverSixScales(magnitude, rule);
+  const float denominator = TwoLevelDenominator(bound);
+  const float six = FourOverSixError<false>(in[i], s.six.multiplier, Decode<E4M3>(s.six.code),
+                                            rule.amax, denominator);
+  const float four = FourOverSixError<true>(in[i], s.four.multiplier, Decode<E4M3>(s.four.code),
+                                            rule.amax, denominator);
+  out[i] = TakesFour(six, four) ? s.four.multiplier : s.six.multiplier;
 }
 
 __global__ void CheckScales(const float* in, float* out, AmaxRule amax, float bound) {

@@ -3,6 +3,10 @@
 // Sources: IEEE 754-2019 binary16 (1-5-10, bias 15, max 65504) and the upper half of binary32
 // (BF16: 1-8-7, bias 127, max 2^127 * (2 - 2^-7)). Round to nearest even; overflow gives infinity,
 // as these are IEEE casts and not quantization; NaN gives the canonical quiet NaN.
+//
+// Stochastic rounding by 16 random bits (optimizer masters) takes the neighbour farther from zero
+// if and only if q + r >= 2^16, q = RN_even(2^16 * fraction of the gap). Finite values saturate;
+// infinities and NaN stay (docs/numerics.md).
 #ifndef HYBRIDQ_FORMATS_FLOAT16_H_
 #define HYBRIDQ_FORMATS_FLOAT16_H_
 
@@ -43,6 +47,30 @@ HQ_HD uint16_t ToFp16(float v) {
   code = m >= 0x477ff000 ? 0x7c00u : code;  // from 65520 up: infinity
   code = m > kInfBits ? 0x7e00u : code;
   return static_cast<uint16_t>(code | (m > kInfBits ? 0u : (b >> 16) & 0x8000u));
+}
+
+// `random`: 16 bits. BF16 has FP32's exponents, so the fraction is the lower half, subnormals too.
+HQ_HD uint16_t ToBf16Stochastic(float v, uint32_t random) {
+  const uint32_t saturated = static_cast<uint32_t>(MinInt(Magnitude(v), kBf16MaxBits));
+  const uint32_t rounded = (saturated + random) >> 16;
+  const uint32_t sign = (Bits(v) >> 16) & 0x8000u;
+  return Magnitude(v) >= kInfBits ? ToBf16(v) : static_cast<uint16_t>(rounded | sign);
+}
+
+// In units of 2^-16 of the gap: the code, its low 16 bits the fraction.
+HQ_HD uint16_t ToFp16Stochastic(float v, uint32_t random) {
+  const int32_t m = MinInt(Magnitude(v), kFp16MaxBits);
+  // Thirteen bits of FP32's mantissa make the fraction of a normal number.
+  const uint32_t normal = (static_cast<uint32_t>(m) - (112u << 23)) << 3;
+  // Below 2^-14 the unit is 2^-40. Multiplied by 2^40 a value is below 2^26; from 2^23 up it is an
+  // integer already, else adding 2^23 rounds it to one.
+  constexpr int32_t kMinNormalBits = (127 - 14) << 23;
+  const float scaled = MulRn(FromSignedBits(MinInt(m, kMinNormalBits)), 0x1p40f);
+  const float integer = scaled < 0x1p23f ? SubRn(AddRn(scaled, 0x1p23f), 0x1p23f) : scaled;
+  const uint32_t small = static_cast<uint32_t>(static_cast<int32_t>(integer));
+  const uint32_t rounded = ((m < kMinNormalBits ? small : normal) + random) >> 16;
+  const uint32_t sign = (Bits(v) >> 16) & 0x8000u;
+  return Magnitude(v) >= kInfBits ? ToFp16(v) : static_cast<uint16_t>(rounded | sign);
 }
 
 HQ_NAMESPACE_END

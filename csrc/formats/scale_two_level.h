@@ -1,4 +1,5 @@
-// Scale rule "two_level": NVFP4's E4M3 block scale under one FP32 amax per tensor.
+// Scale rule "two_level": NVFP4's E4M3 block scale under one FP32 amax per tensor, or per plane
+// row.
 //
 // s_enc = (bound * 6) / amax_tensor, capped at the FP32 maximum, 1 if amax is 0 or s_enc is 0.
 // scale = cast_e4m3(min(block_amax * (s_enc * fp32(1/6)), fp32max)).
@@ -17,6 +18,8 @@ HQ_NAMESPACE_BEGIN
 struct TwoLevelRule {
   float block_factor;    // s_enc * fp32(1/6)
   float inverse_global;  // 1 / s_enc
+  float global;          // s_enc
+  float amax;            // that s_enc was made of
 };
 
 struct TwoLevelScale {
@@ -24,23 +27,31 @@ struct TwoLevelScale {
   float multiplier;
 };
 
-// `amax`: of the tensor, finite or NaN. `bound`: the largest block scale used (448 by default).
+// `amax`: of the tensor or row, finite or NaN. `bound`: the largest block scale used (448 by
+// default).
 HQ_HD TwoLevelRule MakeTwoLevelRule(float amax, float bound) {
   const float fmax = MaxFinite<E2M1>();
   float global = MinKeepNan(DivRn(MulRn(bound, fmax), amax), FloatMax());
   global = amax == 0.0f || global == 0.0f ? 1.0f : global;
-  return {MulRn(global, DivRn(1.0f, fmax)), DivRn(1.0f, global)};
+  return {MulRn(global, DivRn(1.0f, fmax)), DivRn(1.0f, global), global, amax};
+}
+
+HQ_HD float TwoLevelMultiplier(uint32_t code, const TwoLevelRule& rule) {
+  const float quotient = DivRn(1.0f, MulRn(Decode<E4M3>(code), rule.inverse_global));
+  return MinKeepNan(quotient, FloatMax());
 }
 
 HQ_HD TwoLevelScale ComputeTwoLevelScale(int32_t magnitude, const TwoLevelRule& rule) {
   const float product = MulRn(FromSignedBits(magnitude), rule.block_factor);
   const uint32_t code = Cast<E4M3>(MinKeepNan(product, FloatMax()));
-  const float quotient = DivRn(1.0f, MulRn(Decode<E4M3>(code), rule.inverse_global));
-  return {code, MinKeepNan(quotient, FloatMax())};
+  return {code, TwoLevelMultiplier(code, rule)};
 }
 
+// What an amax is divided by on decode.
+HQ_HD float TwoLevelDenominator(float bound) { return MulRn(bound, MaxFinite<E2M1>()); }
+
 HQ_HD float TwoLevelFactor(float amax, float bound) {
-  return DivRn(amax, MulRn(bound, MaxFinite<E2M1>()));
+  return DivRn(amax, TwoLevelDenominator(bound));
 }
 
 HQ_NAMESPACE_END

@@ -1,4 +1,5 @@
 // Tests of the core without Python: known answers, ties, scale edges, and the kernel tables.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -11,6 +12,8 @@
 #include "formats/hadamard.h"
 #include "formats/philox.h"
 #include "formats/scale_amax.h"
+#include "formats/scale_exponent.h"
+#include "formats/scale_four_over_six.h"
 #include "formats/scale_rceil.h"
 #include "formats/scale_two_level.h"
 
@@ -105,6 +108,53 @@ void TestScales() {
   EXPECT_EQ(ComputeTwoLevelScale(SignedBits(6.0f), two).multiplier, 1.0f);
 }
 
+// Just below, at and above a power of two, where the mantissa rounds up, and the clamps.
+template <class E>
+void TestExponentScales() {
+  const ExponentRule floor = FloorRule<E>(), ceil = CeilRule<E>(), even = EvenRule<E>();
+  const int emax = std::ilogb(MaxFinite<E>());
+  for (int e = -126; e <= 127; ++e) {
+    const float at = std::ldexp(1.0f, e), above = std::nextafterf(at, FloatMax());
+    const float tie = std::ldexp(2.0f - std::ldexp(1.0f, -E::kMantissaBits - 1), e);
+    const int byte = e - emax + 127;
+    EXPECT_EQ(ExponentScale(SignedBits(at), floor), std::max(byte, 0));
+    EXPECT_EQ(ExponentScale(SignedBits(at), ceil), std::max(byte, 0));
+    EXPECT_EQ(ExponentScale(SignedBits(at), even), std::max(byte, 0));
+    EXPECT_EQ(ExponentScale(SignedBits(above), floor), std::max(byte, 0));
+    EXPECT_EQ(ExponentScale(SignedBits(above), ceil), std::max(byte + 1, 0));
+    EXPECT_EQ(ExponentScale(SignedBits(above), even), std::max(byte, 0));
+    EXPECT_EQ(ExponentScale(SignedBits(tie), even), std::max(byte + 1, 0));
+    EXPECT_EQ(ExponentScale(SignedBits(std::nextafterf(tie, 0.0f)), even), std::max(byte, 0));
+  }
+  for (const ExponentRule& rule : {floor, ceil, even}) {
+    EXPECT_EQ(ExponentScale(0, rule), 0);
+    EXPECT_EQ(ExponentScale(1, rule), 0);
+    EXPECT_EQ(ExponentScale(kInfBits, rule), 254);
+    EXPECT_EQ(ExponentScale(kQuietNanBits, rule), 255);
+    EXPECT_EQ(ExponentScale(kMagnitudeMask, rule), 255);
+  }
+}
+
+void TestFourOverSix() {
+  const TwoLevelRule rule = MakeTwoLevelRule(1536.0f, 256.0f);  // s_enc = 1
+  const FourOverSixScales s = ComputeFourOverSixScales(SignedBits(6.0f), rule);
+  EXPECT_EQ(Decode<E4M3>(s.six.code), 1.0f);
+  EXPECT_EQ(Decode<E4M3>(s.four.code), 1.5f);
+  EXPECT_EQ(s.six.multiplier, 1.0f);
+  EXPECT_EQ(s.four.multiplier, 1.0f / 1.5f);
+  // 4.5 is off by half a unit under the six and exact under the four: 3 * 1.5.
+  EXPECT_EQ(FourOverSixError<false>(4.5f, 1.0f, 1.0f, 1536.0f, 1536.0f), 0.5f);
+  EXPECT_EQ(FourOverSixError<true>(4.5f, 1.0f, 1.0f, 1536.0f, 1536.0f), 0.25f);
+  EXPECT_EQ(FourOverSixError<false>(4.5f, 1.0f / 1.5f, 1.5f, 1536.0f, 1536.0f), 0.0f);
+  const float inf = FromSignedBits(kInfBits), nan = FromSignedBits(kQuietNanBits);
+  EXPECT_EQ(TakesFour(1.0f, 0.5f), true);
+  EXPECT_EQ(TakesFour(1.0f, 1.0f), false);
+  EXPECT_EQ(TakesFour(inf, inf), false);
+  EXPECT_EQ(TakesFour(nan, 0.0f), false);
+  EXPECT_EQ(ComputeFourOverSixScales(kInfBits, rule).six.code, 0x7e);
+  EXPECT_EQ(ComputeFourOverSixScales(kQuietNanBits, rule).four.code, 0x7f);
+}
+
 void TestFloat16() {
   for (uint32_t h = 0; h < 0x10000; ++h) {
     const uint16_t bits = static_cast<uint16_t>(h);
@@ -120,6 +170,26 @@ void TestFloat16() {
   EXPECT_EQ(ToFp16(0x1.8p-25f), 1);
   EXPECT_EQ(ToBf16(FromBits(0x3f808000)), 0x3f80);
   EXPECT_EQ(ToBf16(FromBits(0x3f818000)), 0x3f82);
+  const float inf = FromSignedBits(kInfBits);
+  for (const uint32_t random : {0u, 0xffffu}) {
+    EXPECT_EQ(ToBf16Stochastic(FromBits(0x3f800000), random), 0x3f80);
+    EXPECT_EQ(ToBf16Stochastic(FloatMax(), random), 0x7f7f);
+    EXPECT_EQ(ToBf16Stochastic(-inf, random), 0xff80);
+    EXPECT_EQ(ToFp16Stochastic(1.0f, random), 0x3c00);
+    EXPECT_EQ(ToFp16Stochastic(0x1p-24f, random), 1);
+    EXPECT_EQ(ToFp16Stochastic(FloatMax(), random), 0x7bff);
+    EXPECT_EQ(ToFp16Stochastic(-inf, random), 0xfc00);
+    EXPECT_EQ(ToFp16Stochastic(0x1p-149f, random), 0);
+  }
+  EXPECT_EQ(ToBf16Stochastic(FromBits(0x3f800001), 0xfffe), 0x3f80);
+  EXPECT_EQ(ToBf16Stochastic(FromBits(0x3f800001), 0xffff), 0x3f81);
+  EXPECT_EQ(ToFp16Stochastic(1.0f + 0x1p-23f, 0xfff7), 0x3c00);
+  EXPECT_EQ(ToFp16Stochastic(1.0f + 0x1p-23f, 0xfff8), 0x3c01);
+  EXPECT_EQ(ToFp16Stochastic(0x1p-40f, 0xfffe), 0);
+  EXPECT_EQ(ToFp16Stochastic(0x1p-40f, 0xffff), 1);
+  EXPECT_EQ(ToFp16Stochastic(0x1p-41f, 0xffff), 0);  // the tie goes to the even 0
+  EXPECT_EQ(ToFp16Stochastic(0x3p-41f, 0xfffe), 1);  // and this one to 2
+  EXPECT_EQ(ToFp16Stochastic(0x1.fffp-15f, 0), 0x3ff);
 }
 
 void TestTransform() {
@@ -165,6 +235,34 @@ void TestTables() {
   }
 }
 
+// FNV-1a over everything that the sweep writes: the same on every instruction set and processor.
+// Only the payload of a NaN is not IEEE 754's business, so values are canonical here.
+constexpr uint64_t kSweepHash = 0x716b1e0e2793482bu;
+uint64_t sweep_hash = 0;
+
+void HashBytes(const void* data, size_t size) {
+  const auto* bytes = static_cast<const uint8_t*>(data);
+  for (size_t i = 0; i < size; ++i) sweep_hash = (sweep_hash ^ bytes[i]) * 0x100000001b3u;
+}
+
+void HashFloats(std::vector<float> values) {
+  for (float& v : values) v = IsNan(v) ? FromSignedBits(kQuietNanBits) : v;
+  HashBytes(values.data(), values.size() * sizeof(float));
+}
+
+// Stochastic rounding in buffers of exactly the right size.
+void TestRound(const Matrix& x) {
+  std::vector<uint16_t> out(static_cast<size_t>(x.rows * x.cols)), again(out);
+  for (const DType target : {DType::kBFloat16, DType::kFloat16}) {
+    RoundJob job{x, target, 42, 3, 5, 1, out.data()};
+    EXPECT_EQ(ActiveKernels().round_stochastic(job, 1), true);
+    job.out = again.data();
+    EXPECT_EQ(ActiveKernels().round_stochastic(job, 2), true);
+    EXPECT_EQ(out == again, true);
+    HashBytes(out.data(), out.size() * sizeof(uint16_t));
+  }
+}
+
 // Every kind of spec on odd shapes, in buffers of exactly the right size: for the sanitizers, and
 // once more that both orientations agree.
 void TestSweep() {
@@ -173,7 +271,10 @@ void TestSweep() {
     ScaleElement scale;
     Rule rule;
     int block_rows, block_cols;
+    FourOverSix four_over_six = FourOverSix::kNone;
+    bool row_scaled = false;
   };
+  constexpr FourOverSix kMae = FourOverSix::kMae, kMse = FourOverSix::kMse;
   const Kind kinds[] = {
       {Element::kE4M3, ScaleElement::kFp32, Rule::kAmax, 0, 0},
       {Element::kE5M2, ScaleElement::kFp32, Rule::kAmax, 128, 128},
@@ -181,6 +282,14 @@ void TestSweep() {
       {Element::kE2M1, ScaleElement::kE8M0, Rule::kRceil, 64, 64},
       {Element::kE2M1, ScaleElement::kE4M3, Rule::kTwoLevel, 1, 16},
       {Element::kE2M1, ScaleElement::kE4M3, Rule::kTwoLevel, 16, 16},
+      {Element::kE3M2, ScaleElement::kE8M0, Rule::kFloor, 1, 32},
+      {Element::kE2M3, ScaleElement::kE8M0, Rule::kCeil, 1, 32},
+      {Element::kE2M1, ScaleElement::kE8M0, Rule::kEven, 1, 32},
+      {Element::kE2M1, ScaleElement::kE4M3, Rule::kTwoLevel, 1, 16, FourOverSix::kNone, true},
+      {Element::kE2M1, ScaleElement::kE4M3, Rule::kTwoLevel, 1, 16, kMae},
+      {Element::kE2M1, ScaleElement::kE4M3, Rule::kTwoLevel, 1, 128, kMse, true},
+      {Element::kE2M1, ScaleElement::kE4M3, Rule::kTwoLevel, 16, 16, kMae},
+      {Element::kE2M1, ScaleElement::kE4M3, Rule::kTwoLevel, 128, 128, kMse},
   };
   const int shapes[][2] = {{1, 1}, {5, 3}, {17, 33}, {1, 300}, {300, 1}, {131, 259}};
   for (const auto& shape : shapes) {
@@ -192,6 +301,9 @@ void TestSweep() {
       value = static_cast<uint16_t>(state >> 16);  // any BF16: NaN, infinity, subnormal too
     }
     const Matrix m{x.data(), DType::kBFloat16, rows, cols, cols, 1};
+    std::vector<float> wide(x.size());
+    for (size_t i = 0; i < x.size(); ++i) wide[i] = FromBf16(x[i]) * 1.2345678f;
+    TestRound({wide.data(), DType::kFloat32, rows, cols, cols, 1});
     for (const Kind& kind : kinds) {
       for (int options = 0; options < 4; ++options) {
         Spec spec;
@@ -202,6 +314,12 @@ void TestSweep() {
         spec.block_cols = kind.block_cols;
         spec.stochastic = (options & 1) != 0;
         spec.signs = (options & 2) != 0 ? 0xd7e8 : -1;
+        spec.four_over_six = kind.four_over_six;
+        spec.row_scaled = kind.row_scaled;
+        if (kind.four_over_six != FourOverSix::kNone && options != 0) {
+          EXPECT_EQ(UnsupportedReason(spec).empty(), false);
+          continue;
+        }
         EXPECT_EQ(UnsupportedReason(spec).empty(), true);
         const int64_t k = spec.signs >= 0 ? (cols + 15) / 16 * 16 : cols;
         const int64_t bytes = rows * (spec.element == Element::kE2M1 ? (k + 1) / 2 : k);
@@ -211,11 +329,12 @@ void TestSweep() {
                                            ((k + spec.block_cols - 1) / spec.block_cols);
         const size_t scale_bytes =
             static_cast<size_t>(scales) * (spec.scale == ScaleElement::kFp32 ? 4 : 1);
-        float stat = 0;
-        EXPECT_EQ(ActiveKernels().amax(m, spec.signs, &stat, 1), true);
+        std::vector<float> stat(spec.row_scaled ? static_cast<size_t>(rows) : 1);
+        const auto amax = spec.row_scaled ? ActiveKernels().row_amax : ActiveKernels().amax;
+        EXPECT_EQ(amax(m, spec.signs, stat.data(), 1), true);
         std::vector<uint8_t> data(static_cast<size_t>(bytes)), scale(scale_bytes);
         std::vector<uint8_t> data2(data), scale2(scale);
-        PlaneTarget out{spec, data.data(), scale.data(), &stat, 42, 3, 5, 0};
+        PlaneTarget out{spec, data.data(), scale.data(), stat.data(), 42, 3, 5, 0};
         EXPECT_EQ(ActiveKernels().encode(m, &out, nullptr, 1), true);
         // A transposed copy, as the transposed view itself would be turned back by the kernel.
         std::vector<uint16_t> turned(x.size());
@@ -223,15 +342,25 @@ void TestSweep() {
         const Matrix t{turned.data(), DType::kBFloat16, cols, rows, rows, 1};
         out.data = data2.data();
         out.scale = scale2.data();
-        EXPECT_EQ(ActiveKernels().encode(t, nullptr, &out, 1), true);
+        // Squares of four over six decide by the rows of the given matrix: there, the same matrix
+        // in the other memory order.
+        const bool by_rows = kind.four_over_six != FourOverSix::kNone && kind.block_rows > 1;
+        EXPECT_EQ(ActiveKernels().encode(by_rows ? t.Transposed() : t, by_rows ? &out : nullptr,
+                                         by_rows ? nullptr : &out, 1),
+                  true);
         EXPECT_EQ(data == data2, true);
         EXPECT_EQ(scale == scale2, true);
+        HashBytes(data.data(), data.size());
+        if (spec.scale != ScaleElement::kFp32) HashBytes(scale.data(), scale.size());
+        HashFloats(stat);
         for (const bool operand : {false, true}) {
           std::vector<float> decoded(static_cast<size_t>(rows * (operand ? k : cols)));
-          const PlaneSource source{spec, data.data(), scale.data(), &stat, rows, cols, operand};
+          const PlaneSource source{spec, data.data(), scale.data(), stat.data(),
+                                   rows, cols,        operand};
           bool left_range = false;
           EXPECT_EQ(ActiveKernels().decode(source, decoded.data(), DType::kFloat32, 1, &left_range),
                     true);
+          HashFloats(decoded);
         }
       }
     }
@@ -250,12 +379,24 @@ int main() {
   TestElement<E3M2>();
   TestElement<E2M3>();
   TestScales();
+  TestExponentScales<E4M3>();
+  TestExponentScales<E5M2>();
+  TestExponentScales<E2M1>();
+  TestExponentScales<E3M2>();
+  TestExponentScales<E2M3>();
+  TestFourOverSix();
   TestFloat16();
   TestTransform();
   TestTables();
   for (const std::string& name : AvailableVariants()) {
     SetVariant(name);
+    sweep_hash = 0xcbf29ce484222325u;
     TestSweep();
+    EXPECT_EQ(sweep_hash == kSweepHash, true);
+    if (sweep_hash != kSweepHash) {
+      std::printf("%s: the sweep's bytes hash to %016llx\n", name.c_str(),
+                  static_cast<unsigned long long>(sweep_hash));
+    }
   }
   std::printf("%d checks, %d failures\n", checks, failures);
   return failures == 0 ? 0 : 1;

@@ -1,0 +1,96 @@
+// max|x| of every row, for row-scaled planes.
+#ifndef HYBRIDQ_CPU_ROW_AMAX_H_
+#define HYBRIDQ_CPU_ROW_AMAX_H_
+
+#include "cpu/whole.h"
+
+HQ_NAMESPACE_BEGIN
+
+inline constexpr int kRowChunk = kTileSide / 2;  // as many rows as a transformed tile has
+
+struct RowAmaxTask {
+  WholeTask whole;
+  float* out;
+};
+
+// One row after the other, along it.
+template <DType kType>
+static void RowMaximaAlong(const Matrix& x, int64_t r0, int nr, int32_t* m) {
+  for (int r = 0; r < nr; ++r) m[r] = AmaxRows<kType>(x, r0 + r, r0 + r + 1);
+}
+
+// Rows that lie side by side in memory: all of them at once, down the columns.
+template <DType kType>
+static void RowMaximaDown(const Matrix& x, int64_t r0, int nr, int32_t* m) {
+  using T = typename Raw<kType>::Type;
+  constexpr T kMask = static_cast<T>(~(T{1} << (8 * sizeof(T) - 1)));
+  T lanes[kRowChunk] = {};
+  for (int64_t c = 0; c < x.cols; ++c) {
+    const T* __restrict src = static_cast<const T*>(x.data) + r0 + c * x.stride_col;
+    for (int r = 0; r < nr; ++r) {
+      const T v = static_cast<T>(src[r] & kMask);
+      lanes[r] = lanes[r] > v ? lanes[r] : v;
+    }
+  }
+  for (int r = 0; r < nr; ++r) m[r] = Raw<kType>::AsFloatMagnitude(lanes[r]);
+}
+
+template <DType kType>
+static void RowMaxima(const Matrix& x, int64_t r0, int nr, int32_t* m) {
+  PrefersTransposed(x) ? RowMaximaDown<kType>(x, r0, nr, m) : RowMaximaAlong<kType>(x, r0, nr, m);
+}
+
+static void TransformedRowMaxima(const WholeTask& task, int64_t chunk, int32_t* m, Scratch& s) {
+  for (int64_t tile = 0; tile < task.tiles_across; ++tile) {
+    int64_t r0, c0;
+    int nr, nc;
+    TransformTile(task, chunk * task.tiles_across + tile, s, &r0, &c0, &nr, &nc);
+    const int ld = RoundUp(nc, kLane), width = RoundUp(nr, kLane);
+    for (int k = 0; k < ld; ++k) MagnitudeMaxInto(s.turned + k * width, m, width);
+  }
+}
+
+static void RowAmaxRange(void* context, int64_t begin, int64_t end) {
+  auto& task = *static_cast<RowAmaxTask*>(context);
+  const FloatEnv env;
+  const Matrix& x = task.whole.x;
+  for (int64_t chunk = begin; chunk < end; ++chunk) {
+    const int64_t r0 = chunk * kRowChunk;
+    const int nr = static_cast<int>(Min64(kRowChunk, x.rows - r0));
+    int32_t m[kRowChunk] = {};
+    if (task.whole.signs >= 0) {
+      Scratch* s = ThreadScratch();
+      if (s == nullptr) {
+        __atomic_store_n(&task.whole.failed, 1, __ATOMIC_RELAXED);
+        return;
+      }
+      TransformedRowMaxima(task.whole, chunk, m, *s);
+    } else if (x.dtype == DType::kFloat32) {
+      RowMaxima<DType::kFloat32>(x, r0, nr, m);
+    } else if (x.dtype == DType::kBFloat16) {
+      RowMaxima<DType::kBFloat16>(x, r0, nr, m);
+    } else {
+      RowMaxima<DType::kFloat16>(x, r0, nr, m);
+    }
+    for (int r = 0; r < nr; ++r) task.out[r0 + r] = CanonicalAmax(m[r]);
+  }
+}
+
+static bool RowAmax(const Matrix& x, int signs, float* out, int threads) {
+  if (x.cols == 0) {
+    for (int64_t r = 0; r < x.rows; ++r) out[r] = 0.0f;
+    return true;
+  }
+  RowAmaxTask task{};
+  task.whole.x = x;
+  task.whole.signs = signs;
+  task.whole.tiles_across = CeilDiv(x.cols, kTileSide);
+  task.out = out;
+  ParallelFor(CeilDiv(x.rows, kRowChunk), UsefulThreads(x.rows * x.cols, threads), RowAmaxRange,
+              &task);
+  return task.whole.failed == 0;
+}
+
+HQ_NAMESPACE_END
+
+#endif  // HYBRIDQ_CPU_ROW_AMAX_H_
