@@ -67,6 +67,23 @@ def direction(request) -> str:
 
 
 @pytest.fixture
+def registries():
+    """What a test registers is forgotten after it: other tests iterate the registries."""
+    from hybridq.formats import ELEMENTS
+    from hybridq.formats import registry as known
+    from hybridq.formats.spec import _parse
+    from oracle import ELEMENTS as ORACLE_ELEMENTS
+
+    tables = (ELEMENTS, known._entries, known._aliases, ORACLE_ELEMENTS)
+    before = [dict(table) for table in tables]
+    yield
+    for table, kept in zip(tables, before, strict=True):
+        table.clear()
+        table.update(kept)
+    _parse.cache_clear()
+
+
+@pytest.fixture
 def seed(request) -> int:
     """A seed of this test's own: the same in every run, another for every test."""
     return zlib.crc32(request.node.nodeid.encode())

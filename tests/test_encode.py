@@ -6,6 +6,7 @@ hurts. The decided corner cases of docs/numerics.md are spelled out at the end.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 import hybridq
 from hybridq import formats
-from hybridq.formats import DEFAULT_SIGNS, PlaneSpec
+from hybridq.formats import DEFAULT_SIGNS, Format, PlaneSpec
 from oracle import decode as oracle_decode
 from oracle import tensor_amax
 from oracle.bridge import (
@@ -53,12 +54,27 @@ def options_of(name: str) -> list[PlaneSpec]:
             replace(fmt, power_of_two=not fmt.power_of_two),
             replace(fmt, eps=0.01),
         ]
+    if fmt.scale.name == "e8m0":
+        records += [replace(fmt, rule=rule) for rule in ("floor", "ceil", "even")]
     specs = [PlaneSpec(record) for record in records]
     if fmt.is_tensor_scaled or fmt.block[0] == 1:
         specs += [PlaneSpec(fmt, signs=signs) for signs in (DEFAULT_SIGNS, 0, 0x0F35)]
     if fmt.rule == "two_level":
         specs.append(PlaneSpec(fmt, tensor_bound=256.0))
-    return specs + [replace(spec, stochastic=True) for spec in specs]
+    if fmt.rule == "two_level" and fmt.block[0] == 1:
+        specs += [PlaneSpec(fmt, signs=signs, row_scaled=True) for signs in (None, DEFAULT_SIGNS)]
+    return specs + [replace(spec, stochastic=True) for spec in specs] + four_over_six_of(fmt)
+
+
+def four_over_six_of(fmt: Format) -> list[PlaneSpec]:
+    """NVFP4's four-over-six, which excludes stochastic rounding and the transform."""
+    if fmt.rule != "two_level":
+        return []
+    choices = [(error, bound) for error in ("mae", "mse") for bound in (256.0, 448.0)]
+    specs = [PlaneSpec(fmt, tensor_bound=bound, four_over_six=error) for error, bound in choices]
+    if fmt.block[0] == 1:
+        specs += [replace(spec, row_scaled=True) for spec in specs[::3]]
+    return specs
 
 
 @st.composite
@@ -85,7 +101,7 @@ def check(x: torch.Tensor, spec: PlaneSpec, direction: str, **options) -> dict:
     """Encode, compare with the oracle, return the plane."""
     stat = options.get("stat")
     want = expected(
-        x, spec, direction, **{**options, "stat": None if stat is None else stat.item()}
+        x, spec, direction, **{**options, "stat": None if stat is None else stat.numpy()}
     )
     got = encode_plane(x, spec, direction, **options)
     assert_planes_equal(got, want, f"{spec} {direction} {tuple(x.shape)} {x.dtype}")
@@ -257,8 +273,8 @@ def test_amax_op(backend, direction, kind, seed):
     """max |x| after the transform: NaN kept, inf stored as the FP32 maximum."""
     for dtype in DTYPES:
         x = sample(kind, (37, 53), dtype, seed)
-        for signs in (None, DEFAULT_SIGNS):
-            spec = PlaneSpec(formats.format("nvfp4"), signs=signs)
+        for signs, row_scaled in itertools.product((None, DEFAULT_SIGNS), (False, True)):
+            spec = PlaneSpec(formats.format("nvfp4"), signs=signs, row_scaled=row_scaled)
             values = values_of(x if direction == "rowwise" else x.t())
             got = torch.ops.hybridq.amax(x, str(spec), direction)
             assert_bits_equal(got, tensor_amax(values, oracle_spec(spec)), f"{dtype} {signs}")
@@ -271,7 +287,9 @@ NAN, INF = float("nan"), float("inf")
 
 
 def nan_codes(name: str) -> int:
-    return {"e4m3": 0x7F, "e5m2": 0x7F, "e2m1": 0x77}[formats.format(name).element.name]
+    """The byte of a plane whose codes are all NaN's."""
+    known = {"e4m3": 0x7F, "e5m2": 0x7F, "e2m1": 0x77, "e3m2": 0x1F, "e2m3": 0x1F}
+    return known[formats.format(name).element.name]
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -314,7 +332,7 @@ def test_inf_stays_visible(backend, name, direction, sign):
     value = decoded[3, 5] if direction == "rowwise" else decoded[5, 3]
     assert value.item() * sign >= 3.3e38 or (fmt.power_of_two and value.item() * sign >= 1.7e38)
     assert not decoded.isnan().any()
-    if fmt.rule == "rceil":
+    if fmt.scale.name == "e8m0":
         assert (plane["scale"] == 0xFE).any()
 
 
@@ -373,6 +391,28 @@ def test_scale_bytes_at_every_exponent(backend, exponent):
     x[:, 0] = torch.from_numpy(np.array(around, dtype=np.float32))
     for name in ("mxfp8", "mxfp8_e5m2"):
         check(x, PlaneSpec(formats.format(name)), "rowwise")
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4"])
+@pytest.mark.parametrize("rule", ["rceil", "floor", "ceil", "even"])
+def test_scale_rules_at_every_exponent(backend, name, rule):
+    """Every power of two of FP32, the values beside it, and those where `even` carries."""
+    fmt = replace(formats.format(name), rule=rule)
+    exponents = np.arange(-149, 128)
+    powers = 2.0 ** exponents.astype(np.float64)
+    # The largest mantissa of the element, and half a unit above it: from there `even` carries.
+    carry = powers * (2 - 2.0**-fmt.element.mantissa_bits / 2)
+    with np.errstate(over="ignore"):
+        at = np.concatenate([powers, carry, powers * fmt.element.max / 2**fmt.element.emax])
+        at = at.astype(np.float32)
+        amax = np.stack(
+            [at, np.nextafter(at, np.float32(0)), np.nextafter(at, np.float32(np.inf))]
+        ).reshape(-1)
+    x = torch.zeros(len(amax), 32)
+    x[:, 7] = torch.from_numpy(amax)
+    x[:, 8] = x[:, 7] / 3
+    check(x, PlaneSpec(fmt), "rowwise")
+    check(x.t(), PlaneSpec(fmt, stochastic=True), "columnwise", seed=3)
 
 
 def test_vanishing_blocks_saturate_and_decode_to_zero(backend):

@@ -8,6 +8,7 @@ The operands are decoded by the oracle, not by the code under test.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -134,7 +135,59 @@ def in_own_domain(plane: Plane) -> np.ndarray:
     """FP64 values of the plane before its transform is turned back, tails included."""
     buffers = {name: buffer.numpy() for name, buffer in plane.buffers.items()}
     values, factor = planes.operand(buffers, bridge.oracle_spec(plane.spec), *plane.matrix)
-    return values.astype(np.float64) * float(factor)
+    return values.astype(np.float64) * np.float64(factor)
+
+
+ROWS = PlaneSpec(format("nvfp4"), row_scaled=True)
+OPTIONS = {
+    "rows": ROWS,
+    "rows 4o6": PlaneSpec(format("nvfp4"), False, None, 256.0, "mse", True),
+    "4o6": PlaneSpec(format("nvfp4"), four_over_six="mae"),
+    "4o6 square": PlaneSpec(format("nvfp4_16x16"), False, None, 256.0, "mae"),
+    "floor": PlaneSpec(replace(format("mxfp8"), rule="floor")),
+    "even": PlaneSpec(replace(format("mxfp4"), rule="even")),
+}
+
+
+@pytest.mark.parametrize("backend_name", [b.name for b in registry.backends() if "gemm" in b.ops])
+@pytest.mark.parametrize("a_name,b_name", itertools.product(OPTIONS, [*OPTIONS, "mxfp8", "bf16"]))
+def test_options_of_formats(a_name: str, b_name: str, backend_name: str) -> None:
+    """Either operand, with bias, and added to what is there; rows differ by orders of magnitude."""
+    a = make(torch.randn(19, 70) * 10.0 ** torch.arange(-9, 10)[:, None], OPTIONS[a_name])
+    b = make(torch.randn(33, 70, dtype=torch.bfloat16), OPTIONS.get(b_name, b_name))
+    bias = torch.randn(33)
+    with hybridq.backend(backend_name):
+        for left, right, extra in ((a, b, bias), (b, a, None)):
+            for dtype in (torch.bfloat16, torch.float32):
+                y = hybridq.gemm(left, right, bias=extra, out_dtype=dtype)
+                added = 0.0 if extra is None else extra.double().numpy()[None, :]
+                check(y, decoded(left), decoded(right), added)
+        out = torch.ones(19, 33)
+        hybridq.gemm(a, b, out=out, accumulate=True)
+        check(out, decoded(a), decoded(b), np.ones((19, 33)))
+
+
+def test_row_factors_that_are_powers_of_two_keep_the_bf16_product() -> None:
+    """Rows whose amax is bound * 6 * 2^e have the factor 2^e: a rounded product stays exact."""
+    x = torch.randint(-6, 7, (12, 64)).float()
+    x[:, 0] = 6.0
+    x = x * 2.0 ** torch.arange(-3, 9)[:, None]
+    a, b = make(x * 448.0, ROWS), make(torch.randn(7, 64), "mxfp8")
+    factors = a.amax / (448 * 6)
+    assert torch.equal(factors, 2.0 ** torch.arange(-3, 9))
+    check(hybridq.gemm(a, b, out_dtype=torch.bfloat16), decoded(a), decoded(b))
+
+
+def test_row_scaled_operands_share_a_transform() -> None:
+    turned = replace(ROWS, signs=DEFAULT_SIGNS)
+    a = make(torch.randn(17, 90) * torch.logspace(-6, 6, 17)[:, None], turned)
+    b = make(torch.randn(11, 90), turned)
+    for name in ("torch", "reference"):
+        with hybridq.backend(name):
+            y = hybridq.gemm(a, b, out_dtype=torch.float32)
+            check(y, in_own_domain(a), in_own_domain(b))
+            lone = hybridq.gemm(a, make(torch.randn(11, 90), "bf16"), out_dtype=torch.float32)
+        assert torch.isfinite(lone).all()
 
 
 @pytest.mark.parametrize("stochastic", [False, True])

@@ -15,6 +15,10 @@ SPECS = {
     "mxfp8": "mxfp8",
     "nvfp4": "nvfp4",
     "nvfp4 gradient": PlaneSpec(format("nvfp4"), True, DEFAULT_SIGNS).text,
+    "nvfp4 rows": "nvfp4;rows",
+    "nvfp4 four over six": "nvfp4_16x16;bound=256;4o6=mae",
+    "mxfp4": "mxfp4",
+    "mxfp6 floor": "e3m2/1x32/e8m0/floor/mxfp6",
     "bf16": "bf16",
 }
 
@@ -39,7 +43,13 @@ def test_opcheck_encode_and_decode(name: str, requires_grad: bool) -> None:
     torch.library.opcheck(ops.amax.default, (x.detach(), spec, "columnwise"))
 
 
-@pytest.mark.parametrize("a_name", ["mxfp8", "nvfp4", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_opcheck_round_stochastic(dtype: torch.dtype) -> None:
+    args = (torch.randn(6, 9), torch.tensor([3]), dtype, 2, 5, 7)
+    torch.library.opcheck(ops.round_stochastic.default, args)
+
+
+@pytest.mark.parametrize("a_name", ["mxfp8", "nvfp4", "nvfp4;rows", "bf16"])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_opcheck_gemm(a_name: str, with_bias: bool) -> None:
     a, b = planes(torch.randn(6, 40), a_name), planes(torch.randn(5, 40), "mxfp8")
@@ -91,6 +101,31 @@ def test_encoding_is_no_silent_constant_for_autograd() -> None:
             ValueError,
             "float32 with one value",
         ),
+        (
+            lambda x: ops.encode(x, "nvfp4;rows", "", row_stat=torch.ones(1)),
+            ValueError,
+            "one value for each of 4 rows",
+        ),
+        (
+            lambda x: ops.encode(x, "", "nvfp4;rows", col_stat=torch.ones(4)),
+            ValueError,
+            "one value for each of 32 rows",
+        ),
+        (
+            lambda x: ops.round_stochastic(x.half(), torch.tensor([1]), torch.bfloat16),
+            TypeError,
+            "x must be float32",
+        ),
+        (
+            lambda x: ops.round_stochastic(x, torch.tensor([1]), torch.float32),
+            TypeError,
+            "dtype must be bfloat16 or float16",
+        ),
+        (
+            lambda x: ops.round_stochastic(x, torch.tensor([1, 2]), torch.float16),
+            ValueError,
+            "seed must be int64 with one value",
+        ),
         (lambda x: ops.amax(x, "nvfp4", "sideways"), ValueError, "direction must be"),
         (lambda x: ops.decode([x], "mxfp8", 4, 32, torch.float32), ValueError, "has 2 buffers"),
         (
@@ -116,11 +151,18 @@ def test_compiled_and_eager_operators_give_the_same_bits() -> None:
     def run(x: torch.Tensor, seed: torch.Tensor) -> list[torch.Tensor]:
         return ops.encode(x, "mxfp8", spec, seed=seed)
 
+    def run_rows(x: torch.Tensor, seed: torch.Tensor) -> list[torch.Tensor]:
+        stat = ops.amax(x, "nvfp4;rows", "columnwise")
+        return [*ops.encode(x, "nvfp4;rows", "nvfp4;rows", None, stat), stat]
+
+    rows_compiled = torch.compile(run_rows, fullgraph=True, backend="aot_eager", dynamic=True)
     x, seed = torch.randn(17, 40), torch.tensor([11])
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (17, 33):
         x = torch.randn(rows, 40)
         for got, want in zip(compiled(x, seed), run(x, seed), strict=True):
+            assert torch.equal(got, want)
+        for got, want in zip(rows_compiled(x, seed), run_rows(x, seed), strict=True):
             assert torch.equal(got, want)
 
 

@@ -44,6 +44,8 @@ def test_columnwise_plane_is_the_rowwise_plane_of_the_transpose(backend, fmt, da
         row0, col0 = (16 * data.draw(st.integers(0, 9)) for _ in range(2))
         options = {"seed": 3, "stream": 7, "row0": row0, "col0": col0}
         turned = {"seed": 3, "stream": 7, "row0": col0, "col0": row0}
+    if spec.four_over_six and spec.format.is_square:
+        return  # decides once, in the order of the rowwise matrix: see the test of derived planes
     columns = encode_plane(x, spec, "columnwise", **options)
     rows = encode_plane(x.t(), spec, "rowwise", **turned)
     again = encode_plane(x.t().contiguous(), spec, "rowwise", **turned)
@@ -144,8 +146,11 @@ def test_shards_encode_to_shards_of_the_whole(backend, fmt, direction, data):
     shard = x[row0:row1, col0:col1]
     options = {"seed": 11, "stream": 2} if spec.stochastic else {}
     whole = encode_plane(x, spec, direction, **options)
-    if spec.format.needs_tensor_amax:
-        options["stat"] = torch.ops.hybridq.amax(x, str(spec), direction)
+    if spec.needs_amax:
+        amax = torch.ops.hybridq.amax(x, str(spec), direction)
+        if spec.row_scaled:
+            amax = amax[row0:row1] if direction == "rowwise" else amax[col0:col1]
+        options["stat"] = amax
     part = encode_plane(shard, spec, direction, row0=row0, col0=col0, **options)
     if direction == "columnwise":
         row0, row1, col0, col1 = col0, col1, row0, row1
@@ -167,7 +172,8 @@ def test_shards_encode_to_shards_of_the_whole(backend, fmt, direction, data):
     scale = whole["scale"][row0 // height : -(-row1 // height), k0 // width : -(-k1 // width)]
     assert_bits_equal(part["scale"], scale.contiguous(), f"{spec} scale")
     if "amax" in whole:
-        assert_bits_equal(part["amax"], whole["amax"], f"{spec} amax")
+        amax = whole["amax"][row0:row1] if spec.row_scaled else whole["amax"]
+        assert_bits_equal(part["amax"], amax, f"{spec} amax")
 
 
 def test_stochastic_shards_of_one_value_tile_the_whole(backend, seed):

@@ -47,7 +47,9 @@ def planes(recipe, slot, module_type="linear"):
         text = fmt.family if fmt.is_identity else f"{fmt.element.name} {block}"
         text += " pow2" if fmt.power_of_two else ""
         text += " rht" if spec.signs is not None else ""
-        words.append(text + (" sr" if spec.stochastic else ""))
+        text += " sr" if spec.stochastic else ""
+        text += f" {spec.four_over_six} {spec.tensor_bound:g}" if spec.four_over_six else ""
+        words.append(text + (" rows" if spec.row_scaled else ""))
     source = "" if quantizer.columnwise_source == "original" else " decoded"
     return " | ".join(words) + source
 
@@ -83,6 +85,13 @@ TABLE = {
         f"{SQUARE} | {MX} decoded",
         both(MX),
     ),
+    # Of linear modules; grouped ones have a test of their own.
+    "nvfp4_row_scaled_fwd_mxfp8_bwd": (both(MX),) * 3,
+    "nvfp4_row_scaled_fwd_high_precision_bwd": (
+        f"{FP4} rows | {PLAIN} decoded",
+        f"{FP4} | {PLAIN} decoded",
+        both(PLAIN),
+    ),
 }
 
 
@@ -98,10 +107,77 @@ def test_slots_of_named_recipes(name):
 @pytest.mark.parametrize("name", zoo.__all__)
 def test_zoo_factories_serve_grouped_linears_and_have_a_default(name):
     recipe = CustomRecipe(getattr(zoo, name))
-    for slot in SLOTS:
+    only_grouped = name == "nvfp4_row_scaled_fwd_mxfp8_bwd_factory"
+    for slot in () if only_grouped else SLOTS:
         assert planes(recipe, slot, "grouped_linear") == planes(recipe, slot, "linear")
     for role in (QuantizerRole(), QuantizerRole("dpa", "qkv"), QuantizerRole("linear", "output")):
         assert recipe.quantizer(role).is_stochastic is False
+
+
+def test_row_scaled_forward_with_mxfp8_backward_is_for_grouped_linears():
+    name = "nvfp4_row_scaled_fwd_mxfp8_bwd"
+    assert [planes(name, slot, "grouped_linear") for slot in SLOTS] == [
+        f"{FP4} rows | {MX} decoded",
+        f"{FP4} | {MX} decoded",
+        both(MX),
+    ]
+    assert planes(name, "output", "grouped_linear") == both(MX)
+
+
+FP4_SQUARE = "e2m1 16x16"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"row_scaled_activation": True}, (f"{FP4} rows | {FP4_RHT} rows", both(FP4_SQUARE))),
+        (
+            {"nvfp4_4over6": "weights"},
+            (f"{FP4} | {FP4_RHT}", both(f"{FP4_SQUARE} mae 256")),
+        ),
+        (
+            {"nvfp4_4over6": "activations", "disable_rht": True, "nvfp4_4over6_err_mode": "mse"},
+            (both(f"{FP4} mse 256"), both(FP4_SQUARE)),
+        ),
+        (
+            {
+                "nvfp4_4over6": "all",
+                "disable_rht": True,
+                "disable_2d_quantization": True,
+                "nvfp4_4over6_e4m3_use_256": "weights",
+                "row_scaled_activation": True,
+            },
+            (both(f"{FP4} mae 448 rows"), both(f"{FP4} mae 256")),
+        ),
+        (
+            {"nvfp4_4over6": "weights", "nvfp4_4over6_e4m3_use_256": "none"},
+            (f"{FP4} | {FP4_RHT}", both(f"{FP4_SQUARE} mae 448")),
+        ),
+    ],
+)
+def test_options_of_nvfp4_block_scaling(options, expected):
+    """Gradients never take four-over-six or one amax per row, whatever is asked for."""
+    recipe = NVFP4BlockScaling(**options)
+    assert (planes(recipe, "input"), planes(recipe, "weight")) == expected
+    plain = NVFP4BlockScaling(disable_rht=options.get("disable_rht", False))
+    assert planes(recipe, "grad_output") == planes(plain, "grad_output")
+    assert recipe == NVFP4BlockScaling(**options) and recipe != plain
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nvfp4_4over6": "gradients"}, "nvfp4_4over6 must be one of none, weights"),
+        ({"nvfp4_4over6": "all"}, "add disable_rht=True or choose 'weights'"),
+        ({"nvfp4_4over6": "activations"}, "does not go with the Hadamard transform"),
+        ({"nvfp4_4over6_e4m3_use_256": True}, "nvfp4_4over6_e4m3_use_256 must be one of"),
+        ({"nvfp4_4over6": "weights", "nvfp4_4over6_err_mode": "max"}, "one of MAE, MSE"),
+        ({"nvfp4_4over6_err_mode": "MSE"}, "belongs to four-over-six"),
+    ],
+)
+def test_options_of_nvfp4_block_scaling_that_do_not_fit(options, message):
+    with pytest.raises(ValueError, match=message):
+        NVFP4BlockScaling(**options)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +236,8 @@ class Unhashable:
         (lambda: MXFP8BlockScaling(fp8_format=3), ValueError),
         (lambda: Float8BlockScaling(x_block_scaling_dim=3), ValueError),
         # Options of the peer that do nothing here yet are refused, not ignored.
-        (lambda: NVFP4BlockScaling(nvfp4_4over6="all"), TypeError),
-        (lambda: NVFP4BlockScaling(row_scaled_activation=True), TypeError),
+        (lambda: NVFP4BlockScaling(nvfp4_4over6="all"), ValueError),
+        (lambda: NVFP4BlockScaling(backward_override="dequantized"), TypeError),
         (lambda: MXFP8BlockScaling(backward_override="dequantized"), TypeError),
         (lambda: Float8CurrentScaling(fp8_dpa=True), TypeError),
         (lambda: CustomRecipe(qfactory=3), TypeError),

@@ -7,9 +7,9 @@ order. Slow and plain on purpose; where a backend and this disagree, the text of
 
 from .elements import ELEMENTS, OracleElement, cast_nearest, cast_stochastic, decode_codes
 from .hadamard import forward_hadamard, inverse_hadamard
-from .philox import philox4x32_7, random_bytes
+from .philox import philox4x32_7, random_bytes, random_halves
 from .planes import OracleSpec, decode, encode, operand, tensor_amax
-from .rounding import round_to
+from .rounding import round_stochastic, round_to
 
 __all__ = [
     "ELEMENTS",
@@ -25,6 +25,8 @@ __all__ = [
     "operand",
     "philox4x32_7",
     "random_bytes",
+    "random_halves",
+    "round_stochastic",
     "round_to",
     "tensor_amax",
 ]

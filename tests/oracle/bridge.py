@@ -30,6 +30,8 @@ def oracle_spec(spec: PlaneSpec, dtype: torch.dtype = torch.float32) -> OracleSp
         stochastic=spec.stochastic,
         signs=spec.signs,
         tensor_bound=spec.tensor_bound,
+        four_over_six=spec.four_over_six,
+        row_scaled=spec.row_scaled,
     )
 
 
@@ -43,7 +45,7 @@ def expected(
     spec: PlaneSpec,
     direction: str = "rowwise",
     *,
-    stat: float | None = None,
+    stat: float | np.ndarray | None = None,
     seed: int = 0,
     row0: int = 0,
     col0: int = 0,
@@ -65,6 +67,7 @@ def expected(
         row0=offsets[0],
         k0=offsets[1],
         stream=stream,
+        is_columnwise=direction == "columnwise",
     )
 
 

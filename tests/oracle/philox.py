@@ -28,6 +28,22 @@ def philox4x32_7(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tu
     return c0, c1, c2, c3
 
 
+def random_halves(seed: int, rows: int, k: int, row0: int, k0: int, stream: int) -> np.ndarray:
+    """uint16 [rows, k]: 16 random bits per element, from counter (k / 8, row, stream, 0).
+
+    In plain integers: half k % 8 of the eight, the low half of the first word first.
+    """
+    seed %= 1 << 64
+    key = (seed & _MASK, seed >> 32)
+    out = np.zeros((rows, k), dtype=np.uint16)
+    for row in range(rows):
+        for i in range(k):
+            words = philox4x32_7(((k0 + i) // 8, row0 + row, stream, 0), key)
+            half = (k0 + i) % 8
+            out[row, i] = words[half // 2] >> 16 * (half % 2) & 0xFFFF
+    return out
+
+
 def random_bytes(seed: int, rows: int, k: int, row0: int, k0: int, stream: int) -> np.ndarray:
     """uint8 [rows, k]: the random byte of every element of a plane.
 

@@ -67,6 +67,32 @@ def rceil_scale(amax: np.ndarray, element: OracleElement) -> tuple[np.ndarray, n
     return byte, inverse
 
 
+def floor_log2(values: np.ndarray) -> np.ndarray:
+    """int64 floor(log2(v)) of positive finite float32 values, subnormals included, exact."""
+    _, exponent = np.frexp(np.asarray(values, dtype=np.float64))  # v = m * 2^e, m in [0.5, 1)
+    return exponent.astype(np.int64) - 1
+
+
+def exponent_scale(
+    amax: np.ndarray, element: OracleElement, rule: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """(E8M0 byte, FP32 multiplier) of the rules floor, ceil and even of OCP MX blocks."""
+    amax = np.asarray(amax, dtype=F32)
+    plain = np.isfinite(amax) & (amax > 0)
+    value = np.where(plain, amax, F32(1)).astype(np.float64)
+    if rule == "even":
+        # To nearest even with the element's mantissa bits; exact, both factors are powers of two.
+        unit = 2.0 ** (floor_log2(value) - element.mantissa_bits)
+        value = np.rint(value / unit) * unit
+    exponent = floor_log2(value)
+    if rule == "ceil":
+        exponent = exponent + (value > 2.0**exponent)
+    byte = np.clip(exponent - floor_log2(np.array(element.max)) + 127, 0, 254)
+    byte = np.where(plain, byte, np.where(amax == 0, 0, np.where(np.isnan(amax), 255, 254)))
+    byte = byte.astype(np.uint8)
+    return byte, e8m0_value(np.where(byte == 0xFF, 0xFF, 254 - byte.astype(np.int64)))
+
+
 def two_level_encode(tensor_amax: np.ndarray, element: OracleElement, bound: float) -> np.ndarray:
     """s_enc = bound * fmax / amax, capped at the FP32 maximum; 1 for amax 0 or a quotient of 0."""
     with np.errstate(all="ignore"):

@@ -10,16 +10,17 @@ Example:
 
 from __future__ import annotations
 
-from . import fp8, fp8_block, identity, mxfp8, nvfp4
+from . import fp8, fp8_block, identity, mxfp4, mxfp6, mxfp8, nvfp4
 from .base import BUFFER_NAMES, RULES, BufferSpec, Format, ScaleRule
 from .elements import ELEMENTS, Element, element, register_element
 from .registry import Entry, entries, format, names, register_format
-from .spec import DEFAULT_SIGNS, HADAMARD_SIZE, PlaneSpec, PlaneText
+from .spec import DEFAULT_SIGNS, ERRORS, HADAMARD_SIZE, PlaneSpec, PlaneText
 
 __all__ = [
     "BUFFER_NAMES",
     "DEFAULT_SIGNS",
     "ELEMENTS",
+    "ERRORS",
     "HADAMARD_SIZE",
     "RULES",
     "BufferSpec",
@@ -35,6 +36,8 @@ __all__ = [
     "fp8",
     "fp8_block",
     "identity",
+    "mxfp4",
+    "mxfp6",
     "mxfp8",
     "names",
     "nvfp4",

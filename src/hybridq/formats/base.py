@@ -37,7 +37,8 @@ class ScaleRule:
     """How a block's scale follows from its amax; the arithmetic is in `reference` and `csrc`.
 
     Args:
-        name: `"identity"`, `"amax"`, `"rceil"` or `"two_level"` (see docs/numerics.md).
+        name: key of `RULES` (see docs/numerics.md).
+        scale: name of the scales' element; None for identity.
         is_power_of_two: every scale that the rule makes is a power of two.
         needs_tensor_amax: block scales depend on the amax of the whole tensor, stored beside.
         summary: one line for tables.
@@ -45,19 +46,26 @@ class ScaleRule:
     """
 
     name: str
+    scale: str | None
     is_power_of_two: bool
     needs_tensor_amax: bool
     summary: str
     source: str
 
 
+_MX = "OCP MX v1.0 section 6.3"
+_MX_MODES = "OCP MX v1.0 section 6.3 with another rounding; torchao, mx_formats"
+
 RULES: dict[str, ScaleRule] = {
     rule.name: rule
     for rule in (
-        ScaleRule("identity", True, False, "no scale", "ours"),
-        ScaleRule("amax", False, False, "fmax / amax in FP32", "Transformer Engine, FP8 recipes"),
-        ScaleRule("rceil", True, False, "2^ceil(log2(amax / fmax))", "PTX ISA, cvt.rp.ue8m0x2"),
-        ScaleRule("two_level", False, True, "E4M3 block scale times FP32 tensor scale", "NVFP4"),
+        ScaleRule("identity", None, True, False, "no scale", "ours"),
+        ScaleRule("amax", "fp32", False, False, "fmax / amax in FP32", "Transformer Engine, FP8"),
+        ScaleRule("rceil", "e8m0", True, False, "2^ceil(log2(amax / fmax))", "PTX ISA, cvt.rp"),
+        ScaleRule("floor", "e8m0", True, False, "2^(floor(log2(amax)) - emax)", _MX),
+        ScaleRule("ceil", "e8m0", True, False, "2^(ceil(log2(amax)) - emax)", _MX_MODES),
+        ScaleRule("even", "e8m0", True, False, "floor, of amax rounded like a code", _MX_MODES),
+        ScaleRule("two_level", "e4m3", False, True, "E4M3 block scale times FP32 scale", "NVFP4"),
     )
 }
 
@@ -104,7 +112,17 @@ class Format:
             raise SpecError(f"Format: rule {self.rule!r} needs an element and a scale element")
         if self.element.bits > 8:
             raise SpecError(f"Format: codes have at most 8 bits, got {self.element}")
-        wanted = {"amax": "fp32", "rceil": "e8m0", "two_level": "e4m3"}[self.rule]
+        if not self.element.has_sign or self.element.mantissa_bits == 0:
+            raise SpecError(
+                "Format: codes have a sign and a mantissa (without one there is no zero), got "
+                f"{self.element!r}"
+            )
+        for part in (self.element, self.scale):
+            if ELEMENTS.get(part.name) != part:
+                raise SpecError(
+                    f"Format: elements are known by name; call register_element first, got {part!r}"
+                )
+        wanted = RULES[self.rule].scale
         if self.scale.name != wanted:
             raise SpecError(f"Format: rule {self.rule!r} makes {wanted} scales, got {self.scale}")
         if self.block is None and self.rule != "amax":

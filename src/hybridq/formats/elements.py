@@ -81,6 +81,11 @@ class Element:
             raise SpecError(f"Element: bits must be 2 to 8, got {self.bits}")
         if self.exponent_bits < 1:
             raise SpecError(f"Element: exponent_bits must be at least 1, got {self.exponent_bits}")
+        if self.emax > 127 or self.emin - self.mantissa_bits < -149:
+            raise SpecError(
+                f"Element: every value must be an FP32 number, got exponents {self.emin} to "
+                f"{self.emax} with {self.mantissa_bits} mantissa bits"
+            )
 
     @cached_property
     def emin(self) -> int:

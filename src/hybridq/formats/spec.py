@@ -12,12 +12,14 @@ from ..errors import SpecError
 from .base import BufferSpec, Format
 from .registry import format as named_format
 
-__all__ = ["DEFAULT_SIGNS", "HADAMARD_SIZE", "PlaneSpec", "PlaneText"]
+__all__ = ["DEFAULT_SIGNS", "ERRORS", "HADAMARD_SIZE", "PlaneSpec", "PlaneText"]
 
 #: Points of one Hadamard transform, along the contraction axis.
 HADAMARD_SIZE: Final = 16
 #: Bit i set: point i is multiplied by -1. The fixed random signs of docs/numerics.md.
 DEFAULT_SIGNS: Final = 0xD7E8
+#: What four-over-six may minimize: the mean absolute or the mean squared error.
+ERRORS: Final = ("mae", "mse")
 
 
 class PlaneText(NamedTuple):
@@ -27,7 +29,7 @@ class PlaneText(NamedTuple):
         spec: canonical text.
         num_buffers: how many buffers such a plane has.
         is_plain: the plane is the tensor itself: no format, no change of dtype.
-        needs_amax: encoding needs the amax of the whole tensor.
+        needs_amax: encoding needs the amax of the whole tensor (not of each row).
         is_turned: values are transformed before they are encoded.
     """
 
@@ -47,18 +49,24 @@ class PlaneSpec:
         stochastic: round codes stochastically instead of to nearest even.
         signs: None, or the 16 sign bits of a random Hadamard transform that is applied along
             the contraction axis before quantizing.
-        tensor_bound: rule `two_level`: the largest block scale (448).
+        tensor_bound: rule `two_level`: the largest block scale, 448 or 256.
+        four_over_six: NVFP4: `"mae"` or `"mse"`: of two scales, which map a block's amax to 6 and
+            to 4, each block takes the one with the smaller sum of absolute or squared errors.
+        row_scaled: rule `two_level` with 1xN blocks: one FP32 amax per row of the plane instead
+            of one per tensor.
 
     Raises:
-        SpecError: an option does not go with the format.
+        SpecError: an option does not go with the format or with another option.
 
-    Source: ours.
+    Source: ours; `four_over_six`: arXiv:2512.02010; docs/numerics.md.
     """
 
     format: Format
     stochastic: bool = False
     signs: int | None = None
     tensor_bound: float = 448.0
+    four_over_six: str | None = None
+    row_scaled: bool = False
 
     def __post_init__(self) -> None:
         if self.format.is_identity and (self.stochastic or self.signs is not None):
@@ -70,11 +78,40 @@ class PlaneSpec:
                 "PlaneSpec: a transform goes with 1xN blocks or one scale per tensor, got "
                 f"block {self.format.block}"
             )
+        if self.four_over_six is not None:
+            self._check_four_over_six(self.four_over_six)
         if self.tensor_bound not in (448.0, 256.0):
             raise SpecError(f"PlaneSpec: tensor_bound must be 448 or 256, got {self.tensor_bound}")
         if self.tensor_bound != 448.0 and self.format.rule != "two_level":
             raise SpecError(
                 f"PlaneSpec: tensor_bound belongs to rule two_level, got {self.format.rule!r}"
+            )
+        if self.row_scaled and (self.format.rule != "two_level" or self.format.is_square):
+            raise SpecError(
+                "PlaneSpec: row_scaled goes with rule two_level and 1xN blocks, got "
+                f"{self.format.rule!r} and block {self.format.block}"
+            )
+
+    def _check_four_over_six(self, error: str) -> None:
+        fmt = self.format
+        if error not in ERRORS:
+            raise SpecError(f"PlaneSpec: four_over_six must be mae or mse, got {error!r}")
+        if fmt.rule != "two_level" or fmt.element is None or fmt.element.name != "e2m1":
+            raise SpecError(
+                "PlaneSpec: four_over_six goes with rule two_level and element e2m1, got "
+                f"{fmt.rule!r} and {fmt.element}"
+            )
+        if self.stochastic or self.signs is not None:
+            raise SpecError(
+                "PlaneSpec: four_over_six compares rounding errors, so it goes neither with "
+                f"stochastic rounding nor with a transform, got {fmt} with "
+                f"stochastic={self.stochastic}, signs={self.signs}"
+            )
+        side = fmt.block[0] if fmt.block is not None else 1
+        if side & (side - 1):
+            raise SpecError(
+                "PlaneSpec: four_over_six adds the rows of a square as a binary tree: its side "
+                f"must be a power of two, got {fmt.block}"
             )
 
     @cached_property
@@ -87,6 +124,10 @@ class PlaneSpec:
             parts.append(f"rht={self.signs:04x}")
         if self.tensor_bound != 448.0:
             parts.append(f"bound={self.tensor_bound:g}")
+        if self.four_over_six is not None:
+            parts.append(f"4o6={self.four_over_six}")
+        if self.row_scaled:
+            parts.append("rows")
         return ";".join(parts)
 
     def __str__(self) -> str:
@@ -107,7 +148,7 @@ class PlaneSpec:
             self.text,
             len(self.buffers(1, 1)),
             self.format.is_identity and same,
-            self.format.needs_tensor_amax,
+            self.needs_tensor_amax,
             self.signs is not None,
         )
 
@@ -119,6 +160,20 @@ class PlaneSpec:
             SpecError: the text is malformed.
         """
         return _parse(text)
+
+    @cached_property
+    def needs_amax(self) -> bool:
+        """Whether encoding needs a statistic first: the amax of the tensor, or of every row."""
+        return self.format.needs_tensor_amax
+
+    @cached_property
+    def needs_tensor_amax(self) -> bool:
+        """Whether encoding needs the amax of the whole tensor first."""
+        return self.needs_amax and not self.row_scaled
+
+    def stat_shape(self, rows: int) -> tuple[int]:
+        """Return the shape of the statistic of a plane of `rows` rows: `[rows]` or `[1]`."""
+        return (rows,) if self.row_scaled else (1,)
 
     @property
     def is_derivable(self) -> bool:
@@ -133,7 +188,10 @@ class PlaneSpec:
 
     def buffers(self, rows: int, cols: int) -> tuple[BufferSpec, ...]:
         """Return the buffers of a plane whose own matrix is `[rows, cols]`."""
-        return self.format.buffers(rows, self.padded(cols))
+        made = self.format.buffers(rows, self.padded(cols))
+        if not self.row_scaled:
+            return made
+        return (*made[:-1], replace(made[-1], shape=self.stat_shape(rows)))
 
     def resolve(self, dtype: torch.dtype) -> PlaneSpec:
         """Return the spec with an identity format's open dtype fixed to `dtype`."""
@@ -150,7 +208,7 @@ class PlaneSpec:
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> PlaneSpec:
     head, *options = text.split(";")
-    stochastic, signs, bound = False, None, 448.0
+    stochastic, signs, bound, four_over_six, row_scaled = False, None, 448.0, None, False
     for option in options:
         key, _, value = option.partition("=")
         try:
@@ -160,9 +218,13 @@ def _parse(text: str) -> PlaneSpec:
                 signs = int(value, 16)
             elif key == "bound":
                 bound = float(value)
+            elif key == "4o6":
+                four_over_six = value
+            elif option == "rows":
+                row_scaled = True
             else:
                 raise ValueError(option)
         except ValueError as error:
             raise SpecError(f"PlaneSpec.parse: unknown option {option!r} in {text!r}") from error
     fmt = Format.parse(head) if "/" in head else named_format(head)
-    return PlaneSpec(fmt, stochastic, signs, bound)
+    return PlaneSpec(fmt, stochastic, signs, bound, four_over_six, row_scaled)

@@ -53,6 +53,8 @@ def _core_spec(spec: PlaneSpec) -> tuple[Any, str | None]:
             spec.stochastic,
             -1 if spec.signs is None else spec.signs,
             spec.tensor_bound,
+            spec.four_over_six or "",
+            spec.row_scaled,
         )
     except ValueError as error:
         return None, str(error)
@@ -81,7 +83,8 @@ def _supports(call: Call) -> str | None:
     if call.dtype not in _DTYPES and call.op != "transpose":
         return f"takes float32, bfloat16 and float16, got {call.dtype}"
     for spec in (call.row, call.col):
-        if spec is not None and call.op != "amax":
+        # A transform and the maximum of a matrix are the same for every format.
+        if spec is not None and (call.op != "amax" or spec.row_scaled):
             reason = _core_spec(spec)[1]
             if reason is not None:
                 return reason
@@ -166,7 +169,7 @@ def _operand(
 
 
 def _amax(x: torch.Tensor, spec: PlaneSpec) -> torch.Tensor:
-    out = torch.empty(1, dtype=torch.float32)
+    out = torch.empty(spec.stat_shape(x.shape[0]), dtype=torch.float32)
     core.amax(
         x.data_ptr(),
         _DTYPES[x.dtype],
@@ -175,6 +178,7 @@ def _amax(x: torch.Tensor, spec: PlaneSpec) -> torch.Tensor:
         -1 if spec.signs is None else spec.signs,
         out.data_ptr(),
         torch.get_num_threads(),
+        spec.row_scaled,
     )
     return out
 
@@ -184,6 +188,25 @@ def _transpose(data: torch.Tensor, rows: int, cols: int, bits: int) -> torch.Ten
     width = -(-rows // 2) if bits == 4 else rows
     out = torch.empty(cols, width, dtype=data.dtype)
     core.transpose(source.data_ptr(), rows, cols, bits, out.data_ptr(), torch.get_num_threads())
+    return out
+
+
+def _round_stochastic(
+    x: torch.Tensor, seed: torch.Tensor, dtype: torch.dtype, stream: int, row0: int, col0: int
+) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=dtype)
+    core.round_stochastic(
+        x.data_ptr(),
+        *x.shape,
+        *x.stride(),
+        _DTYPES[dtype],
+        int(seed.item()) & 0xFFFFFFFFFFFFFFFF,
+        row0,
+        col0,
+        stream,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
     return out
 
 
@@ -197,6 +220,7 @@ CPU = register_backend(
             "operand": _operand,
             "amax": _amax,
             "transpose": _transpose,
+            "round_stochastic": _round_stochastic,
         },
     )
 )

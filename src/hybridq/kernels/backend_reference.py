@@ -41,6 +41,7 @@ def _encode(
             stream=args.col_stream,
             row0=args.col0,
             col0=args.row0,
+            is_columnwise=True,
         )
     return buffers
 
@@ -80,7 +81,8 @@ def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
             operand.buffers, operand.spec, operand.rows, operand.cols, torch.float32
         )
         factor = reference.tensor_factor(operand.buffers, operand.spec)
-        both.append(matrix.to(torch.float64) * (1.0 if factor is None else factor.double()))
+        wide = matrix.to(torch.float64)
+        both.append(wide if factor is None else wide * factor.double()[:, None])
     return reference.gemm(
         both[0], both[1], bias=args.bias, out=args.accumulate_into, out_dtype=args.out_dtype
     )
@@ -96,6 +98,7 @@ REFERENCE = register_backend(
             "operand": _operand,
             "amax": reference.tensor_amax,
             "transpose": _transpose,
+            "round_stochastic": reference.round_stochastic,
             "gemm": _gemm,
         },
         is_native=False,

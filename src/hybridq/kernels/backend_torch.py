@@ -66,7 +66,7 @@ def _prepare(operand: Operand, keep_turned: bool, dtype: torch.dtype) -> _Side:
 
 
 def _is_power_of_two(factor: torch.Tensor | None) -> bool:
-    """Whether scaling a rounded product by `factor` rounds nothing; one value, read on CPU."""
+    """Whether scaling a rounded product by `factor` rounds nothing; its values, read on CPU."""
     if factor is None:
         return True
     mantissa, exponent = torch.frexp(factor)
@@ -128,8 +128,8 @@ def product_notes(
     if reason is not None:
         return ("operands decoded exactly, FP32 product", reason)
     notes = ["operands decoded exactly to BF16, BF16 product with FP32 accumulation"]
-    if device == "cpu" and any(spec.format.needs_tensor_amax for spec in (a, b)):
-        notes.append("FP32 product where a tensor's factor is no power of two")
+    if device == "cpu" and any(spec.needs_amax for spec in (a, b)):
+        notes.append("FP32 product where a tensor's or a row's factor is no power of two")
     return tuple(notes)
 
 
@@ -146,9 +146,10 @@ def _exact_gemm(a: Operand, b: Operand, args: GemmArgs, device: str) -> torch.Te
         product = torch.mm(left.matrix, right.matrix.t())
     else:
         product = _fp32_product(left, right)
-    for factor in (left.factor, right.factor):
+    # One value, or one per row of the operand: a's rows are the product's, b's its columns.
+    for factor, shape in ((left.factor, (-1, 1)), (right.factor, (1, -1))):
         if factor is not None:
-            product = product * factor.to(product.dtype)
+            product = product * factor.to(product.dtype).view(shape)
     if args.bias is not None:
         product = product + args.bias.to(product.dtype)
     if args.accumulate_into is not None:

@@ -57,5 +57,5 @@ def _gemm_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 torch.library.register_autograd(
     "hybridq::gemm", _gemm_backward, setup_context=_gemm_setup, lib=LIBRARY
 )
-for _name in ("encode", "amax", "decode", "transpose", "bias_grad"):
+for _name in ("encode", "amax", "decode", "transpose", "bias_grad", "round_stochastic"):
     torch.library.register_autograd(f"hybridq::{_name}", _refuse(f"hybridq::{_name}"), lib=LIBRARY)

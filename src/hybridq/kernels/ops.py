@@ -40,8 +40,12 @@ _GEMM_INTO = (
 # The sum over tokens, as an operation of its own: a compiler that generates the loop itself adds in
 # another order, and the bias's gradient would not be the eager one's bit for bit.
 _BIAS_GRAD = "bias_grad(Tensor dy) -> Tensor"
+_ROUND = (
+    "round_stochastic(Tensor x, Tensor seed, ScalarType dtype, int stream=0, SymInt row0=0, "
+    "SymInt col0=0) -> Tensor"
+)
 
-for _schema in (_ENCODE, _AMAX, _DECODE, _TRANSPOSE, _GEMM, _GEMM_INTO, _BIAS_GRAD):
+for _schema in (_ENCODE, _AMAX, _DECODE, _TRANSPOSE, _GEMM, _GEMM_INTO, _BIAS_GRAD, _ROUND):
     LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
@@ -62,15 +66,17 @@ def _stat(
     x: torch.Tensor, spec: PlaneSpec | None, given: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Return the amax that `spec` needs of the plane's own matrix x: the given one, or x's."""
-    if spec is None or not spec.format.needs_tensor_amax:
+    if spec is None or not spec.needs_amax:
         return None
     if given is not None:
-        if given.dtype != torch.float32 or given.numel() != 1:
+        shape = spec.stat_shape(x.shape[0])
+        if given.dtype != torch.float32 or given.numel() != shape[0]:
+            wanted = f"one value for each of {shape[0]} rows" if spec.row_scaled else "one value"
             raise ValueError(
-                f"encode: a statistic must be float32 with one value, got {given.dtype} "
+                f"encode: a statistic of {spec} must be float32 with {wanted}, got {given.dtype} "
                 f"{tuple(given.shape)}"
             )
-        return given.reshape(1).clamp(max=torch.finfo(torch.float32).max)
+        return given.reshape(shape).clamp(max=torch.finfo(torch.float32).max)
     backend = select(Call("amax", x.device.type, x.dtype, spec))
     return backend.ops["amax"](x, spec)
 
@@ -146,7 +152,8 @@ def _encode(
         and col_spec is not None
         and col_stat is None
         and row_stat is None
-        and col_spec.format.needs_tensor_amax
+        and row_spec.needs_tensor_amax
+        and col_spec.needs_tensor_amax
         and row_spec.signs == col_spec.signs is None
     ):
         col_stat = first_stat  # one pass over x serves both
@@ -165,9 +172,14 @@ def _check_encode(
         raise SpecError("encode: col_source 'rowwise_dequantized' needs a row spec, got none")
     if seed is None and any(spec is not None and spec.stochastic for spec in (row, col)):
         raise ValueError("encode: stochastic rounding needs a seed, got None")
-    if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1):
+    if seed is not None:
+        _check_seed(seed, "encode")
+
+
+def _check_seed(seed: torch.Tensor, where: str) -> None:
+    if seed.dtype != torch.int64 or seed.numel() != 1:
         raise ValueError(
-            f"encode: seed must be int64 with one value, got {seed.dtype} {tuple(seed.shape)}"
+            f"{where}: seed must be int64 with one value, got {seed.dtype} {tuple(seed.shape)}"
         )
 
 
@@ -308,7 +320,8 @@ def _gemm_into_fake(out: torch.Tensor, *operands: Any, accumulate: bool = False)
 
 
 def _amax_fake(x: torch.Tensor, spec: str, direction: str) -> torch.Tensor:
-    return x.new_empty((1,), dtype=torch.float32)
+    rows = x.shape[1] if direction == COLUMNWISE else x.shape[0]
+    return x.new_empty(PlaneSpec.parse(spec).stat_shape(rows), dtype=torch.float32)
 
 
 def _bias_grad(dy: torch.Tensor) -> torch.Tensor:
@@ -320,6 +333,39 @@ def _bias_grad_fake(dy: torch.Tensor) -> torch.Tensor:
     return dy.new_empty(dy.shape[1:])
 
 
+def _check_round(x: torch.Tensor, seed: torch.Tensor, dtype: torch.dtype) -> None:
+    _check_matrix(x, "round_stochastic")
+    _check_seed(seed, "round_stochastic")
+    if x.dtype != torch.float32:
+        raise TypeError(f"round_stochastic: x must be float32, got {x.dtype}")
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(f"round_stochastic: dtype must be bfloat16 or float16, got {dtype}")
+    if seed.device != x.device:
+        raise ValueError(
+            f"round_stochastic: x and seed must be on one device, got {x.device} and {seed.device}"
+        )
+
+
+def _round_stochastic(
+    x: torch.Tensor,
+    seed: torch.Tensor,
+    dtype: torch.dtype,
+    stream: int = 0,
+    row0: int = 0,
+    col0: int = 0,
+) -> torch.Tensor:
+    _check_round(x, seed, dtype)
+    backend = select(Call("round_stochastic", x.device.type, dtype))
+    return backend.ops["round_stochastic"](x, seed, dtype, stream, row0, col0)
+
+
+def _round_stochastic_fake(
+    x: torch.Tensor, seed: torch.Tensor, dtype: torch.dtype, *_: object, **__: object
+) -> torch.Tensor:
+    _check_round(x, seed, dtype)
+    return x.new_empty(x.shape, dtype=dtype)
+
+
 for _name, _implementation, _fake in (
     ("encode", _encode, _encode_fake),
     ("amax", _amax, _amax_fake),
@@ -328,6 +374,7 @@ for _name, _implementation, _fake in (
     ("gemm", _gemm, _gemm_fake),
     ("gemm_", _gemm_into, _gemm_into_fake),
     ("bias_grad", _bias_grad, _bias_grad_fake),
+    ("round_stochastic", _round_stochastic, _round_stochastic_fake),
 ):
     LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hybridq::{_name}", _fake, lib=LIBRARY)

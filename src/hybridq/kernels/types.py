@@ -16,7 +16,8 @@ class EncodeArgs:
     """What encode takes beside the matrix and the specs.
 
     Args:
-        row_stat, col_stat: FP32 `[1]` amax of the whole tensor for each plane, or None.
+        row_stat, col_stat: FP32 amax for each plane, or None: `[1]`, of the whole tensor, or
+            `[plane rows]`, of each row, for a row-scaled spec.
         seed: int64 `[1]`, or None where nothing is stochastic.
         row0, col0: where the matrix lies in the whole tensor's X.
         row_stream, col_stream: random streams of the two planes.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 
@@ -15,20 +16,58 @@ __all__ = ["quantize", "quantizer"]
 
 Choice = str | Format | PlaneSpec
 
+#: Largest block scale of four-over-six: 1.5 times it is still a scale, so both candidates fit.
+FOUR_OVER_SIX_BOUND: Final = 256.0
 
-def _spec(
-    which: Choice, stochastic: bool, hadamard: bool, power_of_two: bool | None, eps: float | None
-) -> PlaneSpec:
-    if isinstance(which, PlaneSpec):
-        return which
-    fmt = format(which)
-    if power_of_two is not None:
-        fmt = replace(fmt, power_of_two=power_of_two)
-    if eps is not None:
-        fmt = replace(fmt, eps=eps)
-    if fmt.is_identity:
-        return PlaneSpec(fmt)
-    return PlaneSpec(fmt, stochastic, DEFAULT_SIGNS if hadamard else None)
+
+@dataclass(frozen=True)
+class _Options:
+    """What a format's name leaves open; the fields are `quantizer`'s arguments."""
+
+    stochastic: bool = False
+    hadamard: bool = False
+    power_of_two: bool | None = None
+    eps: float | None = None
+    four_over_six: str | None = None
+    row_scaled: bool = False
+    scale_rule: str | None = None
+
+    def spec(self, which: Choice) -> PlaneSpec:
+        """Return `which` with these options, which a PlaneSpec and an identity do not take."""
+        if isinstance(which, PlaneSpec):
+            return which
+        fmt = format(which)
+        if fmt.is_identity:
+            return PlaneSpec(fmt)
+        fmt = replace(
+            fmt,
+            rule=fmt.rule if self.scale_rule is None else self.scale_rule,
+            power_of_two=fmt.power_of_two if self.power_of_two is None else self.power_of_two,
+            eps=fmt.eps if self.eps is None else self.eps,
+        )
+        bound = 448.0 if self.four_over_six is None else FOUR_OVER_SIX_BOUND
+        signs = DEFAULT_SIGNS if self.hadamard else None
+        return PlaneSpec(fmt, self.stochastic, signs, bound, self.four_over_six, self.row_scaled)
+
+    def check(self, *choices: Choice | None) -> None:
+        """Raise if an option of one format family meets no plane that takes options."""
+        given = {
+            name: value
+            for name in ("four_over_six", "row_scaled", "scale_rule")
+            if (value := getattr(self, name))
+        }
+        taking = [
+            which
+            for which in choices
+            if which is not None
+            and not isinstance(which, PlaneSpec)
+            and not format(which).is_identity
+        ]
+        if given and not taking:
+            raise SpecError(
+                "quantizer: an option needs a plane described by a format's name or a Format that "
+                f"is quantized, got {given} and none"
+            )
 
 
 def quantizer(
@@ -40,6 +79,9 @@ def quantizer(
     hadamard: bool = False,
     power_of_two: bool | None = None,
     eps: float | None = None,
+    four_over_six: str | None = None,
+    row_scaled: bool = False,
+    scale_rule: str | None = None,
 ) -> Quantizer:
     """Return the Quantizer that names of formats describe.
 
@@ -52,8 +94,13 @@ def quantizer(
         hadamard: apply the random Hadamard transform to the columnwise plane.
         power_of_two: FP8 formats with FP32 scales: whether those are powers of two.
         eps: the same formats: lower bound of amax.
+        four_over_six: NVFP4: `"mae"` or `"mse"`: each block takes the scale, for an amax of 6 or
+            of 4, with the smaller sum of absolute or squared errors; block scales end at 256.
+        row_scaled: NVFP4: one FP32 amax per row of each plane instead of one per tensor.
+        scale_rule: MX formats: `"rceil"`, `"floor"`, `"ceil"` or `"even"`.
 
-    A PlaneSpec is taken as it is; the options fill in what a name or a Format leaves open.
+    An option applies to every quantized plane that is not given as a PlaneSpec. A PlaneSpec is
+    taken as it is; the options fill in what a name or a Format leaves open.
 
     Raises:
         SpecError: an unknown name, or options that do not go with the format.
@@ -62,10 +109,14 @@ def quantizer(
         if rowwise is None:
             raise SpecError("quantizer: columnwise=True means as rowwise, which is None")
         columnwise = rowwise
-    row = None if rowwise is None else _spec(rowwise, stochastic, False, power_of_two, eps)
+    options = _Options(stochastic, False, power_of_two, eps, four_over_six, row_scaled, scale_rule)
+    if columnwise is False:
+        columnwise = None
+    options.check(rowwise, columnwise)
+    row = None if rowwise is None else options.spec(rowwise)
     col = None
-    if columnwise is not None and columnwise is not False:
-        col = _spec(columnwise, stochastic, hadamard, power_of_two, eps)
+    if columnwise is not None:
+        col = replace(options, hadamard=hadamard).spec(columnwise)
     return Quantizer(row, col, columnwise_source)
 
 
@@ -79,6 +130,9 @@ def quantize(
     hadamard: bool = False,
     power_of_two: bool | None = None,
     eps: float | None = None,
+    four_over_six: str | None = None,
+    row_scaled: bool = False,
+    scale_rule: str | None = None,
     seed: torch.Tensor | None = None,
 ) -> QuantizedTensor:
     """Return x quantized in the formats named.
@@ -86,8 +140,8 @@ def quantize(
     Args:
         x: `(..., K)` float32, bfloat16 or float16.
         seed: int64 `[1]` for stochastic rounding; None draws one.
-        rowwise, columnwise, columnwise_source, stochastic, hadamard, power_of_two, eps: as
-            `quantizer` takes them.
+        rowwise, columnwise, columnwise_source, stochastic, hadamard, power_of_two, eps,
+            four_over_six, row_scaled, scale_rule: as `quantizer` takes them.
 
     Raises:
         SpecError: an unknown name, or options that do not go with the format.
@@ -107,5 +161,8 @@ def quantize(
         hadamard=hadamard,
         power_of_two=power_of_two,
         eps=eps,
+        four_over_six=four_over_six,
+        row_scaled=row_scaled,
+        scale_rule=scale_rule,
     )
     return made.quantize(x, seed=seed)

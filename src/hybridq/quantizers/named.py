@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import SpecError
-from ..formats import DEFAULT_SIGNS, Element, Format, PlaneSpec, element, format
+from ..formats import DEFAULT_SIGNS, ERRORS, Element, Format, PlaneSpec, element, format
 from .quantizer import Quantizer
 from .statistics import group_name
 
@@ -132,7 +132,10 @@ def NVFP4Quantizer(
     with_post_rht_amax: bool = True,
     with_2d_quantization: bool = False,
     stochastic_rounding: bool = False,
-    *,
+    row_scaled_nvfp4: bool = False,
+    nvfp4_use_4over6: bool = False,
+    nvfp4_e4m3_max: int = 448,
+    nvfp4_4over6_err_mode: str = "MAE",
     with_random_sign_mask: bool = True,
 ) -> Quantizer:
     """Return a quantizer to NVFP4: E2M1, one E4M3 scale per 16 values, one FP32 amax.
@@ -146,7 +149,16 @@ def NVFP4Quantizer(
         with_post_rht_amax: must be True with `with_rht`: amax is taken after the transform.
         with_2d_quantization: one scale per 16x16 square, the same in both directions.
         stochastic_rounding: round codes stochastically (gradients).
+        row_scaled_nvfp4: one FP32 amax per row of each plane instead of one per tensor; not with
+            `with_2d_quantization` or `with_amax_reduction`.
+        nvfp4_use_4over6: each block takes the better of two scales; not with `with_rht` or
+            `stochastic_rounding`.
+        nvfp4_e4m3_max: with `nvfp4_use_4over6`, the largest block scale: 448 or 256.
+        nvfp4_4over6_err_mode: with `nvfp4_use_4over6`, the error compared: `"MAE"` or `"MSE"`.
         with_random_sign_mask: use the fixed random signs in the transform, else none.
+
+    Raises:
+        SpecError: arguments that do not go together.
     """
     if element(fp4_dtype).name != "e2m1":
         raise SpecError(f"NVFP4Quantizer: fp4_dtype must be e2m1, got {fp4_dtype!r}")
@@ -155,16 +167,43 @@ def NVFP4Quantizer(
             "NVFP4Quantizer: with_rht takes amax after the transform; with_post_rht_amax must be "
             "True, got False"
         )
+    error = _error_mode(nvfp4_use_4over6, nvfp4_e4m3_max, nvfp4_4over6_err_mode)
+    if row_scaled_nvfp4 and with_amax_reduction:
+        raise SpecError(
+            "NVFP4Quantizer: row_scaled_nvfp4 takes each row's own amax; with_amax_reduction must "
+            "be False, got True"
+        )
     fmt = format("nvfp4_16x16" if with_2d_quantization else "nvfp4")
     signs = (DEFAULT_SIGNS if with_random_sign_mask else 0) if with_rht else None
+    bound = float(nvfp4_e4m3_max)
+    row = PlaneSpec(fmt, stochastic_rounding, None, bound, error, row_scaled_nvfp4)
     return Quantizer(
-        PlaneSpec(fmt, stochastic_rounding),
-        PlaneSpec(fmt, stochastic_rounding, signs),
+        row,
+        replace(row, signs=signs),
         "original",
         rowwise,
         columnwise,
         _group("NVFP4Quantizer", with_amax_reduction, amax_reduction_group),
     )
+
+
+def _error_mode(use_4over6: bool, e4m3_max: int, err_mode: str) -> str | None:
+    """Return PlaneSpec's `four_over_six` for the peer's three arguments."""
+    if e4m3_max not in (448, 256):
+        raise SpecError(f"NVFP4Quantizer: nvfp4_e4m3_max must be 448 or 256, got {e4m3_max!r}")
+    error = str(err_mode).lower()
+    if error not in ERRORS:
+        raise SpecError(
+            f"NVFP4Quantizer: nvfp4_4over6_err_mode must be MAE or MSE, got {err_mode!r}"
+        )
+    if use_4over6:
+        return error
+    if e4m3_max != 448 or error != "mae":
+        raise SpecError(
+            "NVFP4Quantizer: nvfp4_e4m3_max and nvfp4_4over6_err_mode belong to "
+            f"nvfp4_use_4over6=True, got {e4m3_max} and {err_mode!r} without it"
+        )
+    return None
 
 
 def IdentityQuantizer(
@@ -221,7 +260,7 @@ def HybridQuantizer(
     groups = {
         part.amax_group
         for part, spec in ((rowwise_quantizer, row), (columnwise_quantizer, col))
-        if spec.format.needs_tensor_amax
+        if spec.needs_tensor_amax
     }
     if len(groups) > 1:
         raise SpecError(

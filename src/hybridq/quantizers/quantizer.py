@@ -12,7 +12,7 @@ from ..errors import PlaneError, SpecError
 from ..formats import PlaneSpec
 from ..storage import TensorStorage, build_storage
 from ..storage.plane import Plane
-from ..tensor import QuantizedTensor, is_quantized, matrix_shape
+from ..tensor import QuantizedTensor, is_flat, is_quantized, matrix_shape
 from .statistics import statistics
 
 __all__ = ["SOURCES", "Quantizer", "draw_seed"]
@@ -37,9 +37,13 @@ class Quantizer:
             of what the rowwise plane decodes to, rounded to the tensor's dtype.
         rowwise_usage, columnwise_usage: whether to make each plane.
         amax_group: name of the process group over which the tensor's amax is reduced, or None.
+            A row-scaled plane is never reduced: whether the ranks' rows are the same rows (K is
+            split) or others (rows are split) is not known here, and where each rank holds whole
+            rows there is nothing to reduce.
 
     Raises:
-        SpecError: no plane is described, or the source needs a rowwise spec that is missing.
+        SpecError: no plane is described, the source needs a rowwise spec that is missing, or an
+            amax group is given for planes that are all row-scaled.
 
     Example:
         >>> import torch, hybridq
@@ -69,6 +73,17 @@ class Quantizer:
         if self.columnwise_source != "original" and self.rowwise is None:
             raise SpecError(
                 "Quantizer: columnwise_source 'rowwise_dequantized' needs a rowwise spec"
+            )
+        specs = [spec for spec in (self.rowwise, self.columnwise) if spec is not None]
+        if self.amax_group is not None and any(spec.row_scaled for spec in specs):
+            self._check_row_scaled_group(specs)
+
+    def _check_row_scaled_group(self, specs: list[PlaneSpec]) -> None:
+        if not any(spec.needs_tensor_amax for spec in specs):
+            raise SpecError(
+                "Quantizer: a row-scaled plane has one amax per row, which is not reduced over a "
+                f"group, got amax_group {self.amax_group!r}; where ranks hold whole rows leave "
+                "it out, where they hold parts of a row gather the tensor first"
             )
 
     # ---- usage
@@ -242,6 +257,13 @@ class Quantizer:
                 f"update_quantized: source must have the target's shape {tuple(target.shape)}, "
                 f"got {tuple(source.shape)}"
             )
+        if target.part is not None or is_flat(target):
+            if seed is not None:
+                raise PlaneError(
+                    "update_quantized: a part or a flat view of a tensor is written as a whole, "
+                    "which takes no seed"
+                )
+            return target.write(source, "update_quantized")
         plain = source.dequantize() if is_quantized(source) else source
         if target.is_leaf and target.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(

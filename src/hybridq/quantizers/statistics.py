@@ -71,6 +71,9 @@ def statistics(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the amax of both planes, reduced over `group`; (None, None) without a group.
 
+    A row-scaled plane takes the amax of its own rows and is not reduced: its ranks must hold whole
+    rows (see `Quantizer`).
+
     Args:
         x: `[rows, cols]`.
         row, col: the planes that will be encoded, or None.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, Final
 
 from ..quantizers import (
     Float8BlockQuantizer,
@@ -26,6 +27,9 @@ __all__ = [
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
 ]
+
+
+_SCOPES: Final = ("none", "weights", "activations", "all")
 
 
 class FloatFormat(Enum):
@@ -160,6 +164,16 @@ class NVFP4BlockScaling(Recipe):
         disable_rht: no Hadamard transform.
         disable_stochastic_rounding: gradients are rounded to nearest even.
         disable_2d_quantization: 1x16 blocks for weights too.
+        row_scaled_activation: one FP32 amax per row of a plane of an input, instead of one per
+            tensor.
+        nvfp4_4over6: `"none"`, `"weights"`, `"activations"` (inputs) or `"all"`: which tensors'
+            blocks take the better of two scales; gradients never do.
+        nvfp4_4over6_e4m3_use_256: of those, which have block scales up to 256 instead of 448.
+        nvfp4_4over6_err_mode: the error that is compared, `"MAE"` or `"MSE"`.
+
+    Raises:
+        ValueError: an unknown choice; four-over-six of activations without `disable_rht`, since it
+            does not go with the transform; an option of four-over-six where nothing has it.
 
     Source: NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149).
     """
@@ -167,13 +181,62 @@ class NVFP4BlockScaling(Recipe):
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
+    row_scaled_activation: bool = False
+    nvfp4_4over6: str = "none"
+    nvfp4_4over6_e4m3_use_256: str = "all"
+    nvfp4_4over6_err_mode: str = "MAE"
+
+    def __post_init__(self) -> None:
+        mode = str(self.nvfp4_4over6_err_mode).upper()
+        for name, given, known in (
+            ("nvfp4_4over6", self.nvfp4_4over6, _SCOPES),
+            ("nvfp4_4over6_e4m3_use_256", self.nvfp4_4over6_e4m3_use_256, _SCOPES),
+            ("nvfp4_4over6_err_mode", mode, ("MAE", "MSE")),
+        ):
+            if given not in known:
+                raise ValueError(
+                    f"NVFP4BlockScaling: {name} must be one of {', '.join(known)}, got {given!r}"
+                )
+        if self.nvfp4_4over6 in ("activations", "all") and not self.disable_rht:
+            raise ValueError(
+                "NVFP4BlockScaling: four-over-six of activations does not go with the Hadamard "
+                f"transform, got nvfp4_4over6={self.nvfp4_4over6!r}; add disable_rht=True or "
+                "choose 'weights'"
+            )
+        if self.nvfp4_4over6 == "none" and mode != "MAE":
+            raise ValueError(
+                "NVFP4BlockScaling: nvfp4_4over6_err_mode belongs to four-over-six, got "
+                f"{self.nvfp4_4over6_err_mode!r} with nvfp4_4over6='none'"
+            )
+        _set(self, nvfp4_4over6_err_mode=mode)
+        super().__post_init__()
+
+    def _four_over_six(self, scope: str) -> dict[str, Any]:
+        """Return NVFP4Quantizer's arguments for tensors of `scope`."""
+        if self.nvfp4_4over6 not in (scope, "all"):
+            return {}
+        return {
+            "nvfp4_use_4over6": True,
+            "nvfp4_e4m3_max": 256 if self.nvfp4_4over6_e4m3_use_256 in (scope, "all") else 448,
+            "nvfp4_4over6_err_mode": self.nvfp4_4over6_err_mode,
+        }
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         if role.tensor_type == WEIGHT:
-            return NVFP4Quantizer(with_2d_quantization=not self.disable_2d_quantization)
+            return NVFP4Quantizer(
+                with_2d_quantization=not self.disable_2d_quantization,
+                **self._four_over_six("weights"),
+            )
         with_rht = not self.disable_rht
+        if role.is_gradient:
+            return NVFP4Quantizer(
+                with_rht=with_rht,
+                with_post_rht_amax=with_rht,
+                stochastic_rounding=not self.disable_stochastic_rounding,
+            )
         return NVFP4Quantizer(
             with_rht=with_rht,
             with_post_rht_amax=with_rht,
-            stochastic_rounding=role.is_gradient and not self.disable_stochastic_rounding,
+            row_scaled_nvfp4=self.row_scaled_activation,
+            **self._four_over_six("activations"),
         )

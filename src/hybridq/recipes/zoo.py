@@ -35,6 +35,8 @@ __all__ = [
     "mxfp8_fwd_nvfp4_bwd_factory",
     "nvfp4_1d_weight_factory",
     "nvfp4_fwd_mxfp8_bwd_factory",
+    "nvfp4_row_scaled_fwd_high_precision_bwd_factory",
+    "nvfp4_row_scaled_fwd_mxfp8_bwd_factory",
 ]
 
 _MODULE_TYPES: Final = ("linear", "grouped_linear")
@@ -48,6 +50,11 @@ def _mxfp8() -> Quantizer:
 def _nvfp4() -> Quantizer:
     """Plain NVFP4: 1x16, no transform, nearest even."""
     return NVFP4Quantizer()
+
+
+def _row_scaled() -> Quantizer:
+    """Plain NVFP4 with one FP32 amax per row."""
+    return NVFP4Quantizer(row_scaled_nvfp4=True)
 
 
 def _hybrid(row: Quantizer, col: Quantizer, source: str = "original") -> Quantizer:
@@ -109,6 +116,38 @@ def nvfp4_fwd_mxfp8_bwd_factory(role: QuantizerRole) -> Quantizer:
     if _slot(role) in (INPUT, WEIGHT):
         return _hybrid(_nvfp4(), _mxfp8(), _DECODED)
     return _mxfp8()
+
+
+@reads_no_names
+def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: QuantizerRole) -> Quantizer:
+    """Return, for grouped linear modules only, row-scaled NVFP4 forward and MXFP8 backward.
+
+    Input `row-scaled NVFP4 | MXFP8`, weight `plain NVFP4 | MXFP8` (decoded row); MXFP8 for
+    gradients and for every slot of other modules, plain linear ones included. One amax per row
+    keeps the rows of different experts, and padding, out of each other's scales.
+    """
+    if role.module_type != "grouped_linear":
+        return _mxfp8()
+    if role.tensor_type == INPUT:
+        return _hybrid(_row_scaled(), _mxfp8(), _DECODED)
+    if role.tensor_type == WEIGHT:
+        return _hybrid(_nvfp4(), _mxfp8(), _DECODED)
+    return _mxfp8()
+
+
+@reads_no_names
+def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: QuantizerRole) -> Quantizer:
+    """Return row-scaled NVFP4 forward, high precision backward, for linear and grouped modules.
+
+    Input `row-scaled NVFP4 | identity`, weight `plain NVFP4 | identity` (decoded row), gradients as
+    they are; plain NVFP4 elsewhere.
+    """
+    slot = _slot(role)
+    if slot == INPUT:
+        return _hybrid(_row_scaled(), IdentityQuantizer(), _DECODED)
+    if slot == WEIGHT:
+        return _hybrid(_nvfp4(), IdentityQuantizer(), _DECODED)
+    return IdentityQuantizer() if slot == GRAD_OUTPUT else _nvfp4()
 
 
 @reads_no_names

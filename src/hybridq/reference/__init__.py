@@ -10,7 +10,8 @@ from .elements import cast, decode_codes, pack, unpack
 from .encode import encode_plane, tensor_amax
 from .gemm import gemm
 from .hadamard import hadamard, inverse_hadamard
-from .philox import philox, random_bytes
+from .philox import philox, random_bits, random_bytes
+from .rounding import round_stochastic
 from .scales import BlockScales, block_scales
 
 __all__ = [
@@ -26,7 +27,9 @@ __all__ = [
     "pack",
     "philox",
     "plane_operand",
+    "random_bits",
     "random_bytes",
+    "round_stochastic",
     "tensor_amax",
     "tensor_factor",
     "unpack",

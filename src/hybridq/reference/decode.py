@@ -17,9 +17,10 @@ _BF16 = torch.finfo(torch.bfloat16)
 
 
 def tensor_factor(buffers: list[torch.Tensor], spec: PlaneSpec) -> torch.Tensor | None:
-    """Return the FP32 `[1]` factor of the whole plane, or None where there is none.
+    """Return the FP32 factor of the whole plane, or None where there is none.
 
-    One scale per tensor: that scale. Two levels: `amax / (tensor_bound * fmax)`.
+    One scale per tensor: that scale, `[1]`. Two levels: `amax / (tensor_bound * fmax)`, `[1]`, or
+    `[rows]`, one factor per row, if the spec is row-scaled.
     """
     fmt = spec.format
     if fmt.is_tensor_scaled:
@@ -64,7 +65,7 @@ def decode_plane(
     values = _scaled_codes(buffers, spec, rows, cols)
     factor = tensor_factor(buffers, spec)
     if factor is not None:
-        values = values * factor
+        values = values * (factor[:, None] if spec.row_scaled else factor)
     if spec.signs is not None:
         values = inverse_hadamard(values, spec.signs, cols)
     return values.to(dtype, memory_format=torch.contiguous_format, copy=True)

@@ -9,9 +9,10 @@ import torch
 
 from ..formats import PlaneSpec
 from .elements import cast, pack
+from .four_over_six import four_over_six_scales
 from .hadamard import hadamard
 from .philox import random_bytes
-from .scales import FP32_MAX, block_scales
+from .scales import FP32_MAX, BlockScales, block_scales
 
 __all__ = ["encode_plane", "tensor_amax"]
 
@@ -19,7 +20,8 @@ __all__ = ["encode_plane", "tensor_amax"]
 def tensor_amax(x: torch.Tensor, spec: PlaneSpec) -> torch.Tensor:
     """Return the FP32 `[1]` maximum of |x|, after the spec's transform if it has one.
 
-    NaN stays NaN; inf becomes the FP32 maximum; an empty tensor has amax 0.
+    For a row-scaled spec, `[rows]`: the maximum of each row. NaN stays NaN; inf becomes the FP32
+    maximum; what is empty has amax 0.
 
     Args:
         x: `[rows, cols]`, the plane's own matrix (transposed for a columnwise plane).
@@ -27,9 +29,11 @@ def tensor_amax(x: torch.Tensor, spec: PlaneSpec) -> torch.Tensor:
     """
     if spec.signs is not None:
         x = hadamard(x, spec.signs)
+    shape = spec.stat_shape(x.shape[0])
     if x.numel() == 0:
-        return torch.zeros(1, dtype=torch.float32, device=x.device)
-    return x.abs().amax().to(torch.float32).clamp(max=FP32_MAX).reshape(1)
+        return torch.zeros(shape, dtype=torch.float32, device=x.device)
+    amax = x.abs().amax(dim=1) if spec.row_scaled else x.abs().amax()
+    return amax.to(torch.float32).clamp(max=FP32_MAX).reshape(shape)
 
 
 def _blocks(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -48,16 +52,20 @@ def encode_plane(
     stream: int = 0,
     row0: int = 0,
     col0: int = 0,
+    is_columnwise: bool = False,
 ) -> list[torch.Tensor]:
     """Return the buffers of the rowwise plane of x, in the format's order.
 
     Args:
         x: `[rows, cols]` float32, bfloat16 or float16, any strides; the plane's own matrix.
         spec: format, rounding, transform.
-        stat: FP32 `[1]`, the amax of the whole tensor; None: of x. Unused by block formats.
+        stat: FP32 `[1]`, the amax of the whole tensor, or `[rows]`, that of its rows, if the spec
+            is row-scaled; None: of x. Unused by block formats.
         seed: int64 `[1]`, needed if the spec is stochastic.
         stream: random stream.
         row0, col0: offset of this shard in the whole tensor's plane.
+        is_columnwise: x is the transpose of the tensor's matrix. Only square four-over-six blocks
+            ask: they decide in the order of the rowwise matrix.
 
     Returns:
         New tensors, shaped as `spec.buffers(*x.shape)` says.
@@ -79,7 +87,7 @@ def encode_plane(
         scaled = values * scales.multiplier
     else:
         blocks = _blocks(values, fmt.block)
-        scales = block_scales(blocks.abs().amax(dim=(1, 3)), spec, amax, input_max)
+        scales = _scales(blocks, spec, amax, input_max, is_columnwise)
         scaled = blocks * scales.multiplier[:, None, :, None]
         padded = (blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3])
         scaled = scaled.reshape(padded)[:rows, :cols]
@@ -91,5 +99,21 @@ def encode_plane(
     data = pack(cast(scaled, fmt.element, random), fmt.element)
     buffers = [data.contiguous(), scales.stored]
     if amax is not None and not fmt.is_tensor_scaled:
-        buffers.append(amax.to(torch.float32).clamp(max=FP32_MAX).reshape(1).clone())
+        amax = amax.to(torch.float32).clamp(max=FP32_MAX)
+        buffers.append(amax.reshape(spec.stat_shape(rows)).clone())
     return buffers
+
+
+def _scales(
+    blocks: torch.Tensor,
+    spec: PlaneSpec,
+    amax: torch.Tensor | None,
+    input_max: float,
+    is_columnwise: bool,
+) -> BlockScales:
+    """Return the scales of `[R, block_rows, C, block_cols]` under the tensor's or rows' amax."""
+    if spec.four_over_six is not None and amax is not None:
+        return four_over_six_scales(blocks, spec, amax, is_columnwise)
+    if spec.row_scaled and amax is not None:
+        amax = amax[:, None]
+    return block_scales(blocks.abs().amax(dim=(1, 3)), spec, amax, input_max)

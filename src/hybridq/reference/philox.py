@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["philox", "random_bytes"]
+__all__ = ["philox", "random_bits", "random_bytes"]
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -54,22 +54,44 @@ def random_bytes(
     Element (row, k) of the whole tensor's plane takes byte `k % 16` of the draw at counter
     `(k // 16, row, stream, 0)`; byte i is `(word[i // 4] >> 8 * (i % 4)) & 255`.
 
+    Args: as `random_bits`.
+    """
+    return random_bits(rows, cols, seed, stream, row0, col0, bits=8).to(torch.uint8)
+
+
+def random_bits(
+    rows: int,
+    cols: int,
+    seed: torch.Tensor,
+    stream: int,
+    row0: int = 0,
+    col0: int = 0,
+    *,
+    bits: int,
+) -> torch.Tensor:
+    """Return `bits` random bits per element, int64 `[rows, cols]`.
+
+    A draw of 128 bits serves `n = 128 / bits` elements: element (row, k) takes the bits from
+    `bits * (k % n)` on, lowest first, of the draw at counter `(k // n, row, stream, 0)`.
+
     Args:
         rows, cols: the plane's own matrix.
         seed: int64 `[1]`.
         stream: keeps the two planes of a tensor, and the tensors of a module, apart.
         row0, col0: offset of this shard in the whole tensor's plane.
+        bits: 8 or 16.
     """
     device = seed.device
-    first = col0 // 16
-    groups = -(-(col0 + cols) // 16) - first
+    per_draw = 128 // bits
+    first = col0 // per_draw
+    groups = -(-(col0 + cols) // per_draw) - first
     group = torch.arange(first, first + groups, device=device, dtype=torch.int64)
     row = torch.arange(row0, row0 + rows, device=device, dtype=torch.int64)
     c0 = group[None, :].expand(rows, groups) & _MASK
     c1 = row[:, None].expand(rows, groups) & _MASK
     zero = torch.zeros_like(c0)
     words = torch.stack(philox(c0, c1, zero + stream, zero, seed), dim=-1)
-    shifts = torch.arange(0, 32, 8, device=device, dtype=torch.int64)
-    drawn = (words[..., None] >> shifts) & 255
-    start = col0 - 16 * first
-    return drawn.reshape(rows, groups * 16)[:, start : start + cols].to(torch.uint8)
+    shifts = torch.arange(0, 32, bits, device=device, dtype=torch.int64)
+    drawn = (words[..., None] >> shifts) & ((1 << bits) - 1)
+    start = col0 - per_draw * first
+    return drawn.reshape(rows, groups * per_draw)[:, start : start + cols]
