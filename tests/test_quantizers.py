@@ -59,6 +59,55 @@ def test_constructors_mean_what_the_peer_means() -> None:
     assert hybridq.IdentityQuantizer(dtype=torch.bfloat16).rowwise == spec("bf16")
 
 
+def test_nvfp4_options_mean_what_the_peer_means() -> None:
+    fmt = PlaneSpec.parse("nvfp4").format
+    make = hybridq.NVFP4Quantizer
+    q = make(nvfp4_use_4over6=True)  # the peer's quantizer keeps 448 unless told otherwise
+    assert q.rowwise == q.columnwise == PlaneSpec(fmt, four_over_six="mae")
+    q = make(nvfp4_use_4over6=True, nvfp4_e4m3_max=256, nvfp4_4over6_err_mode="mse")
+    assert q.rowwise == PlaneSpec(fmt, tensor_bound=256.0, four_over_six="mse")
+    q = make(row_scaled_nvfp4=True, with_rht=True, stochastic_rounding=True)
+    assert q.rowwise == PlaneSpec(fmt, True, row_scaled=True)
+    assert q.columnwise == PlaneSpec(fmt, True, DEFAULT_SIGNS, row_scaled=True)
+    square = make(with_2d_quantization=True, nvfp4_use_4over6=True).rowwise
+    assert square.is_derivable and square.four_over_six == "mae"
+    # In the peer's order these are positional, too.
+    assert make("e2m1", True, True, False, None, False, True, False, False, True) == make(
+        row_scaled_nvfp4=True
+    )
+
+
+def test_options_of_quantize() -> None:
+    x = torch.randn(6, 40)
+    q = hybridq.quantizer("nvfp4", four_over_six="mse", row_scaled=True)
+    fmt = PlaneSpec.parse("nvfp4").format
+    assert q.rowwise == q.columnwise == PlaneSpec(fmt, False, None, 256.0, "mse", True)
+    assert Quantizer.parse(q.text) == q and pickle.loads(pickle.dumps(q)) == q
+    t = q(x)
+    assert t.rowwise.amax.shape == (6,) and t.columnwise.amax.shape == (40,)
+    assert torch.equal(t.rowwise.amax, x.abs().amax(1))
+    assert torch.equal(t.columnwise.amax, x.abs().amax(0))
+    rules = {
+        rule: hybridq.quantize(x, "mxfp8", "identity", scale_rule=rule).rowwise.spec.format.rule
+        for rule in ("rceil", "floor", "ceil", "even")
+    }
+    assert rules == {rule: rule for rule in rules}
+    kept = hybridq.quantize(x, "nvfp4", PlaneSpec(fmt), row_scaled=True)
+    assert not kept.columnwise.spec.row_scaled  # a PlaneSpec is taken as it is
+
+
+def test_four_over_six_is_never_worse_than_its_six() -> None:
+    """Each block has the smaller error of both candidates, so the sum of errors is smaller too."""
+    x = torch.randn(64, 256)
+    fmt = PlaneSpec.parse("nvfp4").format
+    for bound in (256.0, 448.0):
+        six = hybridq.quantize(x, PlaneSpec(fmt, tensor_bound=bound), None).dequantize() - x
+        for error, norm in (("mae", 1), ("mse", 2)):
+            spec = PlaneSpec(fmt, tensor_bound=bound, four_over_six=error)
+            both = hybridq.quantize(x, spec, None).dequantize() - x
+            assert both.norm(norm) < 0.99 * six.norm(norm)
+
+
 @pytest.mark.parametrize("source", ["original", "rowwise_dequantized"])
 def test_hybrid_planes_are_those_of_the_uniform_tensors(source: str) -> None:
     x = torch.randn(40, 70, dtype=torch.bfloat16)
@@ -213,6 +262,47 @@ def test_nan_and_inf_stay_visible() -> None:
         (lambda: hybridq.quantize(torch.ones(2, 4), None, None), "at least one direction"),
         (lambda: hybridq.quantize(torch.ones(2, 4), "mxfp8", eps=0.1), "belong to rule amax"),
         (lambda: hybridq.quantizer("nvfp4_16x16", hadamard=True), "a transform goes with 1xN"),
+        (lambda: hybridq.quantizer("mxfp8", four_over_six="mae"), "goes with rule two_level"),
+        (lambda: hybridq.quantizer("nvfp4", four_over_six="max"), "must be mae or mse"),
+        (
+            lambda: hybridq.quantizer("nvfp4", four_over_six="mae", stochastic=True),
+            "neither with stochastic rounding nor with a transform",
+        ),
+        (
+            lambda: hybridq.quantizer("nvfp4", four_over_six="mae", hadamard=True),
+            "neither with stochastic rounding nor with a transform",
+        ),
+        (lambda: hybridq.quantizer("nvfp4_16x16", row_scaled=True), "1xN blocks"),
+        (lambda: hybridq.quantizer("fp8", row_scaled=True), "row_scaled goes with rule two_level"),
+        (lambda: hybridq.quantizer("nvfp4", scale_rule="floor"), "makes e8m0 scales, got e4m3"),
+        (lambda: hybridq.quantizer("mxfp8", scale_rule="up"), "rule must be one of"),
+        (lambda: hybridq.quantizer("bf16", scale_rule="floor"), "got .*floor.* and none"),
+        (lambda: PlaneSpec.parse("nvfp4;4o6=mean"), "must be mae or mse"),
+        (lambda: hybridq.NVFP4Quantizer(nvfp4_e4m3_max=256), "belong to nvfp4_use_4over6"),
+        (lambda: hybridq.NVFP4Quantizer(nvfp4_4over6_err_mode="MSE"), "belong to nvfp4_use_4over6"),
+        (lambda: hybridq.NVFP4Quantizer(nvfp4_e4m3_max=300), "must be 448 or 256"),
+        (
+            lambda: hybridq.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_4over6_err_mode="L2"),
+            "must be MAE or MSE",
+        ),
+        (
+            lambda: hybridq.NVFP4Quantizer(nvfp4_use_4over6=True, with_rht=True),
+            "neither with stochastic rounding nor with a transform",
+        ),
+        (
+            lambda: hybridq.NVFP4Quantizer(row_scaled_nvfp4=True, with_2d_quantization=True),
+            "1xN blocks",
+        ),
+        (
+            lambda: hybridq.NVFP4Quantizer(
+                row_scaled_nvfp4=True, with_amax_reduction=True, amax_reduction_group="0"
+            ),
+            "with_amax_reduction must be False",
+        ),
+        (
+            lambda: Quantizer(PlaneSpec.parse("nvfp4;rows"), None, amax_group="0"),
+            "not reduced over a group",
+        ),
         (lambda: hybridq.MXFP8Quantizer("e2m1"), "must be e4m3 or e5m2"),
         (lambda: hybridq.MXFP8Quantizer(torch.int8), "must be one of"),
         (lambda: hybridq.Float8BlockQuantizer(block_scaling_dim=3), "must be 1 or 2"),
@@ -277,6 +367,12 @@ def _reduce(rank: int, world: int, file: str, results: str) -> None:
         want = make()(seen).columnwise
         key = "amax" if stat.amax is not None else "scale"
         out[name + " decoded"] = torch.equal(stat.buffers[key], want.buffers[key])
+    # A row-scaled plane beside it keeps its rows' own amax; only the other one is reduced.
+    rows = hybridq.NVFP4Quantizer(row_scaled_nvfp4=True)
+    q = hybridq.NVFP4Quantizer(with_amax_reduction=True, amax_reduction_group=dist.group.WORLD)
+    made = hybridq.HybridQuantizer(rowwise_quantizer=rows, columnwise_quantizer=q)(shard)
+    out["rows"] = torch.equal(made.rowwise.amax, rows(whole).rowwise.amax[24 * rank :][:24])
+    out["beside rows"] = torch.equal(made.columnwise.amax, whole.abs().max().reshape(1))
     poisoned = shard.clone()
     if rank == 1:
         poisoned[0, 0] = float("nan")
@@ -301,3 +397,15 @@ def test_a_group_without_torch_distributed_says_so() -> None:
     q = hybridq.Float8CurrentScalingQuantizer(with_amax_reduction=True, amax_reduction_group="0")
     with pytest.raises(RuntimeError, match=r"torch\.distributed is not initialized"):
         q(torch.ones(2, 4))
+
+
+def test_update_quantized_of_a_part_or_a_flat_view_writes_the_whole() -> None:
+    t = hybridq.quantize(torch.randn(8, 32), "fp8_e4m3")
+    want = t.dequantize()
+    want[2:4] = 100.0
+    part = t[2:4]
+    part.own_quantizer.update_quantized(torch.full((2, 32), 100.0), part)
+    assert torch.equal(t.dequantize(), t.quantizer(want).dequantize())
+    flat = t.view(-1)
+    flat.own_quantizer.update_quantized(torch.ones(256), flat)
+    assert (t.dequantize() == 1.0).all()

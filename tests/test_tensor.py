@@ -11,24 +11,7 @@ import torch
 
 import hybridq
 from hybridq import PlaneError, QuantizedTensor
-
-#: Every way in which the two planes of a tensor may relate.
-PAIRS = {
-    "uniform": {"rowwise": "mxfp8"},
-    "hybrid": {"rowwise": "mxfp8", "columnwise": "nvfp4", "hadamard": True},
-    "derivable": {"rowwise": "fp8_128x128"},
-    "packed derivable": {"rowwise": "nvfp4_16x16"},
-    "one scale": {"rowwise": "fp8_e4m3"},
-    "identity": {"rowwise": "bf16"},
-    "half identity": {"rowwise": "mxfp8", "columnwise": "fp32"},
-    "from decoded": {
-        "rowwise": "nvfp4",
-        "columnwise": "mxfp8",
-        "columnwise_source": "rowwise_dequantized",
-    },
-    "rowwise only": {"rowwise": "nvfp4", "columnwise": False},
-    "columnwise only": {"rowwise": None, "columnwise": "mxfp8_e5m2"},
-}
+from tensor_tools import PAIRS, same_planes, sharing
 
 
 @pytest.fixture(params=sorted(PAIRS))
@@ -41,24 +24,6 @@ def pair(request) -> QuantizedTensor:
 def matrix(request) -> QuantizedTensor:
     """A [30, 50] tensor of each kind of pair."""
     return hybridq.quantize(torch.randn(30, 50), **PAIRS[request.param])
-
-
-def same_planes(a: QuantizedTensor, b: QuantizedTensor) -> None:
-    """Assert equal specs and equal bytes of both planes."""
-    for direction in ("rowwise", "columnwise"):
-        first, second = getattr(a, direction), getattr(b, direction)
-        assert (first is None) == (second is None)
-        if first is None:
-            continue
-        assert first.spec == second.spec and first.matrix == second.matrix
-        for name, buffer in first.buffers.items():
-            assert torch.equal(buffer, second.buffers[name]), (direction, name)
-
-
-def sharing(t: QuantizedTensor) -> int:
-    """Number of distinct memories behind all buffers."""
-    planes = t.tensor_storage.planes
-    return len({b.untyped_storage().data_ptr() for p in planes for b in p.buffers.values()})
 
 
 def test_it_is_a_tensor_of_its_nominal_dtype(pair: QuantizedTensor) -> None:
@@ -154,8 +119,8 @@ def test_views_of_leading_dimensions(pair: QuantizedTensor) -> None:
         assert view.tensor_storage.first.data is pair.tensor_storage.first.data
         assert torch.equal(view.dequantize(), pair.dequantize().reshape(view.shape))
     # Another last dimension cuts through blocks: values, not planes.
-    other = pair.reshape(-1)
-    assert type(other) is torch.Tensor and torch.equal(other, pair.dequantize().reshape(-1))
+    other = pair.reshape(25, 60)
+    assert type(other) is torch.Tensor and torch.equal(other, pair.dequantize().reshape(25, 60))
 
 
 def test_transposing_swaps_the_planes(matrix: QuantizedTensor) -> None:
@@ -271,7 +236,7 @@ def test_other_operations_dequantize() -> None:
     plain = t.dequantize()
     assert torch.equal(t + 1, plain + 1)
     assert torch.equal(torch.nn.functional.silu(t), torch.nn.functional.silu(plain))
-    assert torch.equal(t[3:5], plain[3:5])
+    assert torch.equal(t[:, ::2], plain[:, ::2])
     assert torch.equal(torch.stack([t, t]), torch.stack([plain, plain]))
     zeros = torch.zeros_like(t)
     assert type(zeros) is torch.Tensor and zeros.shape == t.shape and not zeros.any()

@@ -90,10 +90,12 @@ def build_storage(
     if row is not None and row == col and row.format.is_identity:
         plain = Plane.of(_own(x, row))
         return TensorStorage(plain if keep_row else None, plain.derive())
+    row_text = None if row is None else row.plain_text(x.dtype)
+    col_text = None if col is None else col.plain_text(x.dtype)
     row_buffers, col_buffers = encode_pair(
         x,
-        None if row is None else row.plain_text(x.dtype),
-        None if col is None else col.plain_text(x.dtype),
+        row_text,
+        col_text,
         row_stat=row_stat,
         col_stat=col_stat,
         seed=seed,
@@ -101,9 +103,10 @@ def build_storage(
         keep_row=keep_row,
     )
     first = second = None
-    if row_buffers and row_buffers[0] is x:
+    if row_buffers and row_text is not None and row_text.is_plain:  # x itself
         row_buffers = [x.clone(memory_format=torch.contiguous_format)]
-    if col_buffers and col_buffers[0]._is_view():
+    decoded = col_source != "original" and row_text is not None and not row_text.is_plain
+    if col_text is not None and col_text.is_plain and not decoded:  # a view of x
         col_buffers = [x.t().clone(memory_format=torch.contiguous_format)]
     if row is not None and keep_row:
         first = Plane(row, ROWWISE, rows, cols, _named(row, row_buffers))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from ..direction import ROWWISE, Direction, opposite
 from ..errors import PlaneError
-from ..formats import PlaneSpec
+from ..formats import HADAMARD_SIZE, PlaneSpec
 
 __all__ = ["Plane"]
 
@@ -89,6 +91,137 @@ class Plane:
         own = torch.ops.hybridq.decode(self.tensors, self.spec.text, *self.matrix, dtype)
         return own if self.direction == ROWWISE else own.t()
 
+    # ---- parts of the matrix, along an axis of X: 0 rows, 1 columns
+
+    def own_axis(self, axis: int) -> int:
+        """Return the axis of the plane's own matrix that is axis `axis` of X."""
+        return axis if self.direction == ROWWISE else 1 - axis
+
+    def unit(self, axis: int) -> int:
+        """Return how many rows (axis 0) or columns (axis 1) of X share a block, byte or group."""
+        fmt = self.spec.format
+        block = fmt.block or (1, 1)
+        if self.own_axis(axis) == 0:
+            return block[0]
+        per_byte = fmt.element.codes_per_byte if fmt.element is not None else 1
+        group = 1 if self.spec.signs is None else HADAMARD_SIZE
+        return math.lcm(block[1], per_byte, group)
+
+    def _sizes(self, axis: int, count: int) -> list[tuple[int, ...]]:
+        """Return the shapes of the buffers if X had `count` rows (or columns)."""
+        matrix = list(self.matrix)
+        matrix[self.own_axis(axis)] = count
+        return [buffer.shape for buffer in self.spec.buffers(*matrix)]
+
+    def spread(self, axis: int) -> dict[str, bool]:
+        """Return, by buffer name, whether the buffer grows with that axis of X."""
+        pairs = zip(self._sizes(axis, 0), self._sizes(axis, self.unit(axis)), strict=True)
+        return {name: a != b for name, (a, b) in zip(self.buffers, pairs, strict=True)}
+
+    def part(self, axis: int, start: int, stop: int) -> Plane | None:
+        """Return the plane of rows (or columns) `[start, stop)` of X, or None if a block is cut.
+
+        Its buffers are views of this plane's; one that belongs to the whole tensor (a scale per
+        tensor, a tensor's amax) is the same object.
+
+        Args:
+            axis: of X: 0 rows, 1 columns.
+            start, stop: within the matrix.
+        """
+        whole = (self.rows, self.cols)[axis]
+        unit = self.unit(axis)
+        if start == stop:
+            start = stop = 0
+        if start % unit or (stop % unit and stop != whole):
+            return None
+        own = self.own_axis(axis)
+        grows = self.spread(axis)
+        buffers = {}
+        for (name, buffer), first, last in zip(
+            self.buffers.items(), self._sizes(axis, start), self._sizes(axis, stop), strict=True
+        ):
+            # A buffer with one entry per row has one axis only.
+            dim = min(own, buffer.dim() - 1)
+            cut = grows[name]
+            buffers[name] = (
+                buffer.narrow(dim, first[dim], last[dim] - first[dim]) if cut else buffer
+            )
+        rows, cols = (stop - start, self.cols) if axis == 0 else (self.rows, stop - start)
+        return Plane(self.spec, self.direction, rows, cols, buffers)
+
+    def dequantize_part(
+        self, axis: int, start: int, stop: int, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """Return rows (or columns) `[start, stop)` of X, decoding only the blocks they are in.
+
+        Args:
+            axis: of X: 0 rows, 1 columns.
+            start, stop: within the matrix.
+            dtype: of the result.
+        """
+        whole, unit = (self.rows, self.cols)[axis], self.unit(axis)
+        first = start // unit * unit
+        last = min(-(-stop // unit) * unit, whole)
+        part = self.part(axis, first, last)
+        if part is None:  # cannot be: first and last are multiples of the unit
+            part, first = self, 0
+        own = part.dequantize(dtype)
+        return own.narrow(axis, start - first if stop > start else 0, stop - start)
+
+    def take_rows(self, index: torch.Tensor) -> Plane:
+        """Return the plane of the rows `index` of the plane's own matrix, copied.
+
+        Square blocks become blocks of one row, with the same values.
+
+        Args:
+            index: int64 `[n]`, not negative.
+        """
+        fmt, spec = self.spec.format, self.spec
+        height = 1 if fmt.block is None else fmt.block[0]
+        if height != 1 and fmt.block is not None:
+            spec = replace(spec, format=replace(fmt, block=(1, fmt.block[1])))
+        own_rows, own_cols = self.matrix
+        axis = 0 if self.direction == ROWWISE else 1
+        grows = self.spread(axis)
+        buffers = {}
+        for name, buffer in self.buffers.items():
+            if not grows[name]:
+                buffers[name] = buffer
+            elif buffer.shape[0] == own_rows:
+                buffers[name] = buffer.index_select(0, index)
+            else:
+                buffers[name] = buffer.index_select(0, index.div(height, rounding_mode="floor"))
+        count = index.shape[0]
+        rows, cols = (count, own_cols) if self.direction == ROWWISE else (own_cols, count)
+        return Plane(spec, self.direction, rows, cols, buffers)
+
+    @staticmethod
+    def cat(
+        planes: Sequence[Plane], axis: int, clone: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Plane | None:
+        """Return the plane of several matrices X put together along `axis`, copied by `clone`.
+
+        None if the planes' specs differ, a plane before the last ends inside a block, or one that
+        has a buffer for the whole tensor does not share it with the others.
+        """
+        head = planes[0]
+        unit, grows = head.unit(axis), head.spread(axis)
+        sizes = [(plane.rows, plane.cols)[axis] for plane in planes]
+        if any(plane.spec != head.spec for plane in planes) or any(n % unit for n in sizes[:-1]):
+            return None
+        for name, cut in grows.items():
+            if not cut and not all(_is_same(p.buffers[name], head.buffers[name]) for p in planes):
+                return None
+        own = head.own_axis(axis)
+        buffers = {}
+        for name, buffer in head.buffers.items():
+            dim = min(own, buffer.dim() - 1)
+            every = [plane.buffers[name] for plane in planes]
+            buffers[name] = torch.cat(every, dim) if grows[name] else clone(buffer)
+        total = sum(sizes)
+        rows, cols = (total, head.cols) if axis == 0 else (head.rows, total)
+        return Plane(head.spec, head.direction, rows, cols, buffers)
+
     def mirrored(self) -> Plane:
         """Return the same buffers as the other direction's plane of X transposed."""
         other = opposite(self.direction)
@@ -128,3 +261,13 @@ class Plane:
             for name, buffer in self.buffers.items()
         )
         return f"Plane({self.spec}, {self.direction}, {self.rows}x{self.cols}, {parts})"
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether both are the same memory."""
+    # _cdata and not data_ptr(): fake tensors have storages without memory.
+    return a is b or (
+        a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        and a.storage_offset() == b.storage_offset()
+        and a.shape == b.shape
+    )

@@ -98,6 +98,51 @@ class TensorStorage:
             self.plane(COLUMNWISE) if columnwise else None,
         )
 
+    def part(self, axis: int, start: int, stop: int) -> TensorStorage | None:
+        """Return rows (axis 0) or columns (axis 1) `[start, stop)` of X as views of the buffers.
+
+        A plane whose blocks are cut is left out; None if no plane is left.
+        """
+        row, col = (None if p is None else p.part(axis, start, stop) for p in self._pair)
+        return None if row is None and col is None else TensorStorage(row, col)
+
+    def is_apart(self, axis: int, part: TensorStorage) -> bool:
+        """Return whether `part`, cut out along `axis`, may be written without harm to the rest.
+
+        It may if no plane was left out and no buffer belongs to the whole tensor.
+        """
+        kept = [plane is not None for plane in part._pair]
+        return kept == [plane is not None for plane in self._pair] and all(
+            all(plane.spread(axis).values()) for plane in self.planes
+        )
+
+    @staticmethod
+    def cat(storages: Sequence[TensorStorage], axis: int) -> TensorStorage | None:
+        """Return the storage of matrices put together along `axis`, copied.
+
+        A plane that does not follow from the parts' bytes is left out; None if no plane is left.
+        """
+        copies: dict[int, torch.Tensor] = {}
+
+        def clone(buffer: torch.Tensor) -> torch.Tensor:  # one copy of what both planes share
+            if id(buffer) not in copies:
+                copies[id(buffer)] = buffer.clone()
+            return copies[id(buffer)]
+
+        made: list[Plane | None] = []
+        for planes in zip(*(storage._pair for storage in storages), strict=True):
+            present = [plane for plane in planes if plane is not None]
+            complete = len(present) == len(planes)
+            made.append(Plane.cat(present, axis, clone) if complete else None)
+        row, col = made
+        if row is not None and col is not None and row.spec.format.is_identity:
+            col = row.derive() if row.spec == col.spec else col
+        return None if row is None and col is None else TensorStorage(row, col)
+
+    @property
+    def _pair(self) -> tuple[Plane | None, Plane | None]:
+        return self.rowwise, self.columnwise
+
     def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Return (name, buffer) of the unique buffers, e.g. `_rowwise_data`; views left out."""
         buffers, layout = self.flatten()
@@ -161,11 +206,15 @@ def _transposed_slot(
     if not (plane.spec.format.is_identity and rowwise.spec == plane.spec):
         return None
     twin = rowwise.data
-    if buffer is twin or buffer.dtype != twin.dtype or buffer.shape != twin.t().shape:
+    if (
+        buffer is twin
+        or buffer.dtype != twin.dtype
+        or tuple(buffer.shape) != tuple(twin.shape)[::-1]
+    ):
         return None
     # _cdata and not data_ptr(): fake tensors have storages without memory.
     is_view = buffer.untyped_storage()._cdata == twin.untyped_storage()._cdata
-    same = buffer.stride() == twin.t().stride() and (
+    same = buffer.stride() == tuple(twin.stride())[::-1] and (
         buffer.storage_offset() == twin.storage_offset()
     )
     return -1 - index[id(twin)] if is_view and same else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .aten import is_quantized
 from .functional import Explanation, explain, gemm
 from .named import (
     Float8BlockwiseQTensor,
@@ -12,13 +11,9 @@ from .named import (
     MXFP8Tensor,
     NVFP4Tensor,
 )
-from .quantized_tensor import (
-    QuantizedTensor,
-    SavedTensor,
-    matrix_shape,
-    prepare_for_saving,
-    restore_from_saved,
-)
+from .quantized_tensor import QuantizedTensor, SavedTensor
+from .saving import prepare_for_saving, restore_from_saved
+from .table import is_flat, is_quantized, matrix_shape
 
 __all__ = [
     "Explanation",
@@ -32,6 +27,7 @@ __all__ = [
     "SavedTensor",
     "explain",
     "gemm",
+    "is_flat",
     "is_quantized",
     "matrix_shape",
     "prepare_for_saving",

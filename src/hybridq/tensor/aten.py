@@ -6,7 +6,6 @@ tensors; one that writes into a quantized argument requantizes it through its qu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,27 +15,20 @@ from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..errors import PlaneError
 from ..gemm import gemm_planes
 from ..storage import Plane
+from . import factories
+from . import rows as _rows  # noqa: F401  (its handlers)
+from .table import TABLE, dequantize, handles, is_flat, is_quantized
 
-__all__ = ["dequantize", "dispatch", "is_quantized"]
+__all__ = ["dispatch"]
+
+_HIGH = (torch.float32, torch.bfloat16, torch.float16)
 
 _aten = torch.ops.aten
-_TABLE: dict[Any, Callable[..., Any]] = {}
-
-
-def is_quantized(value: Any) -> bool:
-    """Return whether `value` is a QuantizedTensor."""
-    return isinstance(value, torch.Tensor) and hasattr(value, "tensor_storage")
-
-
-def dequantize(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of a QuantizedTensor as a plain tensor, outside autograd."""
-    plane = tensor.tensor_storage.first
-    return plane.dequantize(dtype).contiguous().reshape(tensor.shape)
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func`, an ATen operator with at least one quantized argument."""
-    handler = _TABLE.get(func)
+    handler = TABLE.get(func)
     if handler is not None:
         result = handler(func, *args, **kwargs)
         if result is not NotImplemented:
@@ -44,29 +36,20 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _fallback(func, args, kwargs)
 
 
-def _handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
-        for function in functions:
-            _TABLE[function] = handler
-        return handler
-
-    return register
-
-
 # ---- the same planes
 
 
-@_handles(_aten.detach.default, _aten.alias.default)
+@handles(_aten.detach.default, _aten.alias.default)
 def _same(func: Any, tensor: Any) -> Any:
     return tensor.remake(tensor.tensor_storage)
 
 
-@_handles(_aten.clone.default)
+@handles(_aten.clone.default)
 def _clone(func: Any, tensor: Any, *, memory_format: Any = None) -> Any:
     return tensor.remake(tensor.tensor_storage.map(torch.clone))
 
 
-@_handles(_aten._to_copy.default)
+@handles(_aten._to_copy.default)
 def _to_copy(
     func: Any,
     tensor: Any,
@@ -78,8 +61,8 @@ def _to_copy(
     non_blocking: bool = False,
     memory_format: Any = None,
 ) -> Any:
-    """Move the planes; a floating dtype changes what the tensor appears as, not its codes."""
-    if dtype is not None and not dtype.is_floating_point:
+    """Move the planes; a dtype changes what the tensor appears as, not its codes."""
+    if dtype is not None and dtype not in _HIGH:
         return NotImplemented
     storage = tensor.tensor_storage.map(
         lambda buffer: buffer.to(
@@ -89,9 +72,9 @@ def _to_copy(
     return tensor.remake(storage, dtype=dtype)
 
 
-@_handles(_aten.view.default, _aten._unsafe_view.default)
+@handles(_aten.view.default, _aten._unsafe_view.default)
 def _view(func: Any, tensor: Any, shape: list[int]) -> Any:
-    """Reshape the leading dimensions; another last dimension cuts through blocks."""
+    """Reshape the leading dimensions, or all into one; another last dimension cuts blocks."""
     shape = list(shape)
     if shape.count(-1) == 1:
         known = 1
@@ -105,9 +88,42 @@ def _view(func: Any, tensor: Any, shape: list[int]) -> Any:
         count *= size
     if not shape or count != tensor.numel() or tensor.dim() == 0:
         return NotImplemented
-    if shape[-1] != tensor.shape[-1]:
+    cols = tensor.tensor_storage.first.cols
+    if shape[-1] != cols and not (len(shape) == 1 and cols):
         return NotImplemented
     return tensor.remake(tensor.tensor_storage, shape=shape)
+
+
+@handles(_aten.unsqueeze.default)
+def _unsqueeze(func: Any, tensor: Any, dim: int) -> Any:
+    dim = dim % (tensor.dim() + 1)
+    return _view(func, tensor, [*tensor.shape[:dim], 1, *tensor.shape[dim:]])
+
+
+@handles(_aten.squeeze.dim)
+def _squeeze(func: Any, tensor: Any, dim: int) -> Any:
+    dim = dim % max(tensor.dim(), 1)
+    if tensor.dim() < 2 or tensor.shape[dim] != 1:
+        return NotImplemented
+    return _view(func, tensor, [*tensor.shape[:dim], *tensor.shape[dim + 1 :]])
+
+
+@handles(_aten.as_strided.default)
+def _as_strided(
+    func: Any, tensor: Any, size: list[int], stride: list[int], storage_offset: int | None = None
+) -> Any:
+    same = tuple(size) == tuple(tensor.shape) and tuple(stride) == tuple(tensor.stride())
+    return _same(func, tensor) if same and not storage_offset else NotImplemented
+
+
+@handles(_aten._pin_memory.default)
+def _pin_memory(func: Any, tensor: Any, device: Any = None) -> Any:
+    return tensor.remake(tensor.tensor_storage.map(lambda buffer: buffer.pin_memory(device)))
+
+
+@handles(_aten.is_pinned.default)
+def _is_pinned(func: Any, tensor: Any, device: Any = None) -> bool:
+    return all(buffer.is_pinned(device) for buffer in tensor.tensor_storage.flatten()[0])
 
 
 # ---- the planes swapped
@@ -121,19 +137,19 @@ def _mirrored(tensor: Any) -> Any:
     return mirrored
 
 
-@_handles(_aten.t.default)
+@handles(_aten.t.default)
 def _t(func: Any, tensor: Any) -> Any:
     return _mirrored(tensor) if tensor.dim() == 2 else NotImplemented
 
 
-@_handles(_aten.transpose.int)
+@handles(_aten.transpose.int)
 def _transpose(func: Any, tensor: Any, dim0: int, dim1: int) -> Any:
     if tensor.dim() != 2:
         return NotImplemented
     return _mirrored(tensor) if dim0 % 2 != dim1 % 2 else _same(func, tensor)
 
 
-@_handles(_aten.permute.default)
+@handles(_aten.permute.default)
 def _permute(func: Any, tensor: Any, dims: list[int]) -> Any:
     if tensor.dim() != 2:
         return NotImplemented
@@ -154,12 +170,12 @@ def _operand(matrix: Any, is_right: bool) -> Plane | None:
         return None
 
 
-@_handles(_aten.mm.default)
+@handles(_aten.mm.default)
 def _mm(func: Any, a: Any, b: Any) -> Any:
     return _addmm(func, None, a, b)
 
 
-@_handles(_aten.addmm.default)
+@handles(_aten.addmm.default)
 def _addmm(func: Any, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     """Multiply planes; where the plane that is contracted is missing, dequantize."""
     if beta != 1 or alpha != 1 or is_quantized(bias) or (bias is not None and bias.dim() != 1):
@@ -175,46 +191,36 @@ def _addmm(func: Any, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 
 # ---- writes
 
 
-@_handles(_aten.copy_.default)
+@handles(_aten.copy_.default)
 def _copy(func: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
     if not is_quantized(target):
         return target.copy_(dequantize(source, source.dtype), non_blocking)
     if is_quantized(source) and _copy_bytes(target, source, non_blocking):
         return target
     plain = dequantize(source, target.dtype) if is_quantized(source) else source
-    target.quantizer_for_write("copy_").update_quantized(plain.expand(target.shape), target)
+    target.write(plain.to(_writable(plain.dtype, target)).expand(target.shape), "copy_")
     return target
+
+
+def _writable(dtype: torch.dtype, target: Any) -> torch.dtype:
+    """Return the dtype in which values of `dtype` are quantized into `target`."""
+    return dtype if dtype in _HIGH else target.dtype
 
 
 def _copy_bytes(target: Any, source: Any, non_blocking: bool) -> bool:
     """Copy buffer by buffer if both tensors are laid out alike; return whether they are."""
+    if target.part is not None:
+        return False  # some of its buffers are the whole tensor's
     theirs, layout = source.tensor_storage.flatten()
     ours, own_layout = target.tensor_storage.flatten()
-    if layout != own_layout or target.shape != source.shape:
+    if layout != own_layout or target.shape != source.shape or is_flat(target) != is_flat(source):
         return False
     for ours_one, theirs_one in zip(ours, theirs, strict=True):
         ours_one.copy_(theirs_one, non_blocking)
     return True
 
 
-# ---- operators that only look at shape, dtype and device
-
-_SHAPE_ONLY = {
-    getattr(_aten, name).default
-    for name in (
-        "empty_like",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "rand_like",
-        "randn_like",
-        "new_empty",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty_strided",
-    )
-}
+# ---- everything else
 
 
 def _fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -223,7 +229,7 @@ def _fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain_of: dict[int, torch.Tensor] = {}
     for leaf in leaves:
         if is_quantized(leaf) and id(leaf) not in plain_of:
-            if func in _SHAPE_ONLY:
+            if func in factories.SHAPE_ONLY:
                 plain = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
             else:
                 plain = dequantize(leaf, leaf.dtype)
@@ -233,12 +239,12 @@ def _fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     written = _written(func, args, kwargs)
     for tensor in written:
-        tensor.quantizer_for_write(str(func))  # before anything is computed
+        tensor.quantizer_for_write(str(func))  # raises before anything is computed
     result = func(*plain_args, **plain_kwargs)
     back = {}
     for tensor in written:
         plain = plain_of[id(tensor)]
-        tensor.quantizer_for_write(str(func)).update_quantized(plain, tensor)
+        tensor.write(plain, str(func))
         back[id(plain)] = tensor
     if not back:
         return result

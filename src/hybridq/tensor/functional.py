@@ -12,7 +12,7 @@ from ..gemm import gemm_planes
 from ..kernels import Call, candidates
 from ..kernels.backend_torch import product_notes
 from ..storage import Plane
-from .aten import is_quantized
+from .table import is_quantized
 
 __all__ = ["Explanation", "explain", "gemm"]
 

@@ -6,8 +6,10 @@ behaviour.
 
 from __future__ import annotations
 
-import math
+import hashlib
 from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +19,12 @@ from ..errors import PlaneError
 from ..formats import BUFFER_NAMES
 from ..storage import Plane, PlaneLayout, StorageLayout, TensorStorage
 from . import aten
+from .in_graph import PlaneEntry, assemble, entries, recall, remember, runs_at_once
+from .rows import Part
+from .straight_through import Dequantize, DequantizeRows, row_index
+from .table import dequantize, is_flat, is_quantized, matrix_shape
 
-__all__ = ["QuantizedTensor", "SavedTensor", "prepare_for_saving", "restore_from_saved"]
+__all__ = ["QuantizedTensor", "SavedTensor"]
 
 
 #: Family of formats to the marker subclass that `isinstance` sees; filled by `named.py`.
@@ -32,6 +38,27 @@ def _marker(storage: TensorStorage) -> type[torch.Tensor]:
     return _markers.get(family, QuantizedTensor)
 
 
+def _make_in_graph(
+    buffers: list[torch.Tensor],
+    planes: list[PlaneEntry],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    quantizer: str | None,
+    requires_grad: bool,
+) -> QuantizedTensor:
+    """Return `make` of what a node of a graph can take."""
+    known = None if quantizer is None else recall(quantizer)
+    storage = assemble(buffers, planes)
+    return QuantizedTensor.make(storage, shape, dtype, quantizer=known, requires_grad=requires_grad)
+
+
+@runs_at_once
+def _is_node() -> bool:
+    """Have dynamo keep `_make_in_graph` as a node; it must not have seen that function before."""
+    torch._dynamo.allow_in_graph(_make_in_graph)
+    return True
+
+
 class QuantizedTensor(torch.Tensor):
     """A tensor `(..., K)` held as quantized planes of the matrix `[prod(...), K]`.
 
@@ -41,6 +68,7 @@ class QuantizedTensor(torch.Tensor):
         tensor_storage: the pair of planes.
         quantizer: the Quantizer that made it, used by `update_quantized` and in-place writes;
             None: such writes raise.
+        part: None, or where this view lies in a tensor that is written as a whole only.
 
     Example:
         >>> import torch, hybridq
@@ -51,6 +79,7 @@ class QuantizedTensor(torch.Tensor):
 
     tensor_storage: TensorStorage
     quantizer: Any
+    part: Part | None = None
 
     def __init_subclass__(cls, family: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -70,11 +99,15 @@ class QuantizedTensor(torch.Tensor):
 
         Args:
             storage: its planes' logical matrix is `[prod(shape[:-1]), shape[-1]]`.
-            shape: logical shape; `()` and `(n,)` are a matrix of one row.
-            dtype: what the tensor appears as and dequantizes to.
+            shape: logical shape; `()` and `(n,)` are a matrix of one row, or `(n,)` is the flat
+                view of a matrix of several.
+            dtype: what the tensor appears as and dequantizes to: FP32, BF16 or FP16.
             quantizer: the Quantizer for later writes.
             requires_grad: as of any tensor.
         """
+        if torch.compiler.is_dynamo_compiling() and _is_node():
+            text = None if quantizer is None else remember(quantizer)
+            return _make_in_graph(*entries(storage), tuple(shape), dtype, text, requires_grad)
         tensor: Any = torch.Tensor._make_wrapper_subclass(
             _marker(storage),
             tuple(shape),
@@ -123,6 +156,10 @@ class QuantizedTensor(torch.Tensor):
             have["rowwise"] if rowwise_usage is None else rowwise_usage,
             have["columnwise"] if columnwise_usage is None else columnwise_usage,
         )
+        for plane in self.tensor_storage.planes:
+            # A plane that was derived is written from now on, and so the quantizer describes it.
+            if self.quantizer is not None and getattr(self.quantizer, plane.direction) is None:
+                self.quantizer = replace(self.quantizer, **{plane.direction: plane.spec})
 
     # ---- conversion
 
@@ -135,19 +172,133 @@ class QuantizedTensor(torch.Tensor):
         Args:
             dtype: of the result; None: the tensor's nominal dtype.
         """
-        return _Dequantize.apply(self, dtype or self.dtype)
+        return Dequantize.apply(self, dtype or self.dtype)
+
+    def dequantize_rows(
+        self, index: slice | torch.Tensor | Sequence[int], *, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return `dequantize()[index]` of a matrix, decoding only those rows.
+
+        Without a rowwise plane, a slice decodes the blocks that it touches, and an index decodes
+        the whole tensor. The gradient of the rows is that of the tensor, zero elsewhere.
+
+        Args:
+            index: a slice of step 1, a list of integers, or an integer tensor `[n]`; negative
+                ones count from the end.
+            dtype: of the result; None: the tensor's nominal dtype.
+
+        Returns:
+            Plain tensor `[n, cols]`.
+
+        Raises:
+            ValueError: the tensor is not 2-D, or a slice has another step.
+            TypeError: the index is not one of these.
+            IndexError: a row does not exist.
+
+        Example:
+            >>> import torch, hybridq
+            >>> t = hybridq.quantize(torch.ones(100, 32), "nvfp4")
+            >>> t.dequantize_rows([3, 97]).shape, t.dequantize_rows(slice(-5, None)).shape
+            (torch.Size([2, 32]), torch.Size([5, 32]))
+        """
+        if self.dim() != 2:
+            raise ValueError(f"dequantize_rows: the tensor must be 2-D, got {tuple(self.shape)}")
+        if isinstance(index, slice):
+            if index.step not in (None, 1):
+                raise ValueError(f"dequantize_rows: a slice must have step 1, got {index.step}")
+        else:
+            index = row_index(index, self)
+        return DequantizeRows.apply(self, index, dtype or self.dtype)
+
+    # ---- writes
 
     def quantize_(self, source: torch.Tensor) -> QuantizedTensor:
         """Write `source` into this tensor through its quantizer, in place; return self."""
-        return self.quantizer_for_write("quantize_").update_quantized(source, self)
+        return self.write(source, "quantize_")
+
+    @property
+    def own_quantizer(self) -> Any:
+        """The quantizer, that of the whole tensor for a part of one, or None."""
+        return self.quantizer if self.part is None else self.part.quantizer
 
     def quantizer_for_write(self, where: str) -> Any:
         """Return the quantizer, or raise that `where` needs one."""
-        if self.quantizer is None:
+        if self.own_quantizer is None:
             raise PlaneError(
                 f"{where}: the tensor has no quantizer; make it by one, or dequantize first"
             )
-        return self.quantizer
+        return self.own_quantizer
+
+    def write(self, source: torch.Tensor, where: str) -> QuantizedTensor:
+        """Quantize `source` into this tensor's buffers; return self.
+
+        A part of a tensor that cannot be written piecewise rewrites all of that tensor.
+
+        Args:
+            source: of this tensor's shape.
+            where: name of the operation, for errors.
+        """
+        quantizer = self.quantizer_for_write(where)
+        if self.part is None and not is_flat(self):
+            return quantizer.update_quantized(source, self)
+        if tuple(source.shape) != tuple(self.shape):
+            raise ValueError(
+                f"{where}: source must have the target's shape {tuple(self.shape)}, got "
+                f"{tuple(source.shape)}"
+            )
+        plain = source.dequantize() if is_quantized(source) else source
+        storage = self.tensor_storage
+        if self.part is not None:
+            storage, plain = self.part.storage, self.part.merged(plain.detach())
+        shape = (storage.first.rows, storage.first.cols)
+        whole = QuantizedTensor.make(storage, shape, self.dtype, quantizer=quantizer)
+        quantizer.update_quantized(plain.detach().reshape(shape), whole)
+        torch.autograd.graph.increment_version(self)
+        return self
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same planes without autograd history; see `docs/tensors.md` for assigning it."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        made = value.detach() if is_quantized(value) else self._quantized_like_me(value)
+        torch.Tensor.data.__set__(self, made)  # type: ignore[attr-defined]
+        self.tensor_storage = made.tensor_storage  # type: ignore[attr-defined]
+        self.quantizer, self.part = made.quantizer, made.part  # type: ignore[attr-defined]
+        self.__class__ = type(made)  # type: ignore[assignment]
+
+    def _quantized_like_me(self, value: torch.Tensor) -> QuantizedTensor:
+        """Return new planes of a plain `value`; the same ones if they hold these very values."""
+        if value.shape != self.shape:
+            raise ValueError(
+                f"data: a plain tensor must have the shape {tuple(self.shape)}, got "
+                f"{tuple(value.shape)}; quantize it first"
+            )
+        mine: Any = self.detach()
+        value = value.detach().to(self.device)
+        if torch.equal(value, dequantize(mine, value.dtype)):
+            return mine.to(value.dtype)  # module.half() and its like: another name for the dtype
+        quantizer = self.quantizer_for_write("data")
+        made = quantizer.with_usage(**self.get_usages()).quantize(value)
+        return made.remake(made.tensor_storage, quantizer=quantizer)
+
+    # ---- memory
+
+    def data_ptr(self) -> int:
+        """Return the address of the first plane's data: it tells tensors apart, nothing else."""
+        return self.tensor_storage.first.data.data_ptr()
+
+    def share_memory_(self) -> QuantizedTensor:
+        """Move every buffer to shared memory, for other processes; return self."""
+        for buffer in self.tensor_storage.flatten()[0]:
+            buffer.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Return whether every buffer is in shared memory."""
+        return all(buffer.is_shared() for buffer in self.tensor_storage.flatten()[0])
 
     def float(self) -> torch.Tensor:
         """Return the values in FP32 (dequantized, as `.half()` and `.bfloat16()` are)."""
@@ -161,19 +312,40 @@ class QuantizedTensor(torch.Tensor):
         """Return the values in BF16."""
         return self.dequantize(dtype=torch.bfloat16)
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as a NumPy array, as `dequantize().numpy()`."""
+        return self.dequantize().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the values as nested lists, as `dequantize().tolist()`."""
+        return self.dequantize().tolist()
+
     # ---- torch's protocols
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = [name for name, _ in self.tensor_storage.named_buffers()]
-        return names, (self.tensor_storage.flatten()[1], self.dtype, self.quantizer)
+        layout = self.tensor_storage.flatten()[1]
+        return names, (layout, self.dtype, self.quantizer, self._width)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> QuantizedTensor:
-        layout, dtype, quantizer = context
-        storage = _assemble(list(inner.values()), layout, outer_size)
+        layout, dtype, quantizer, width = context
+        storage = _assemble(list(inner.values()), layout, outer_size, width)
         return QuantizedTensor.make(storage, outer_size, dtype, quantizer=quantizer)
+
+    def _stable_hash_for_caching(self) -> str:
+        """Return what torch.compile's cache must know of this tensor: everything but its values."""
+        layout = self.tensor_storage.flatten()[1]
+        quantizer = None if self.quantizer is None else self.quantizer.text
+        facts = (layout, self.shape, self.dtype, self.requires_grad, quantizer, self._width)
+        return hashlib.sha256(repr((*facts, str(self.device))).encode()).hexdigest()
+
+    @property
+    def _width(self) -> int | None:
+        """Columns of the matrix where the shape does not tell: of a flat view."""
+        return self.tensor_storage.first.cols if is_flat(self) else None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -191,18 +363,23 @@ class QuantizedTensor(torch.Tensor):
         quantizer: Any = None,
     ) -> QuantizedTensor:
         """Return a tensor of another storage, shape or dtype, and of this one's quantizer."""
-        return QuantizedTensor.make(
+        same = storage is self.tensor_storage
+        made = QuantizedTensor.make(
             storage,
             self.shape if shape is None else shape,
             dtype or self.dtype,
-            quantizer=quantizer or self.quantizer,
+            quantizer=quantizer or (self.quantizer if same else self.own_quantizer),
         )
+        if same and self.part is not None:
+            made.part = self.part
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         buffers, layout = self.tensor_storage.flatten()
         plain = tuple((p.spec, p.direction, p.slots) for p in layout)
-        args = (buffers, plain, tuple(self.shape), self.dtype, self.requires_grad, self.quantizer)
-        return _rebuild, args
+        args = (buffers, plain, tuple(self.shape), self.dtype, self.requires_grad)
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return _rebuild, (*args, self.own_quantizer, self._width, is_parameter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) in memo:
@@ -211,12 +388,17 @@ class QuantizedTensor(torch.Tensor):
             self.tensor_storage.map(lambda buffer: buffer.detach().clone()),
             self.shape,
             self.dtype,
-            quantizer=self.quantizer,
+            quantizer=self.own_quantizer,
             requires_grad=self.requires_grad,
         )
         if isinstance(self, torch.nn.Parameter):
             copy = torch.nn.Parameter(copy, requires_grad=self.requires_grad)
         memo[id(self)] = copy
+        if self.grad is not None:
+            copy.grad = deepcopy(self.grad, memo)
+        for name, value in self.__dict__.items():
+            if name not in copy.__dict__ and name != "part":
+                setattr(copy, name, deepcopy(value, memo))  # what users have put on it
         return copy
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -231,14 +413,14 @@ class QuantizedTensor(torch.Tensor):
     def prepare_for_saving(self) -> tuple[list[torch.Tensor], SavedTensor]:
         """Return the unique buffers, as plain tensors for `ctx.save_for_backward`, and the rest."""
         buffers, layout = self.tensor_storage.flatten()
-        saved = SavedTensor(layout, tuple(self.shape), self.dtype, self.quantizer, len(buffers))
-        return buffers, saved
+        rest = (tuple(self.shape), self.dtype, self.own_quantizer, len(buffers), self._width)
+        return buffers, SavedTensor(layout, *rest)
 
 
 class SavedTensor:
     """A QuantizedTensor without its buffers."""
 
-    __slots__ = ("count", "dtype", "layout", "quantizer", "shape")
+    __slots__ = ("count", "dtype", "layout", "quantizer", "shape", "width")
 
     def __init__(
         self,
@@ -247,86 +429,32 @@ class SavedTensor:
         dtype: torch.dtype,
         quantizer: Any,
         count: int,
+        width: int | None = None,
     ) -> None:
         self.layout = layout
         self.shape = shape
         self.dtype = dtype
         self.quantizer = quantizer
         self.count = count
+        self.width = width
 
     def restore_from_saved(
         self, tensors: Sequence[torch.Tensor]
     ) -> tuple[QuantizedTensor, Sequence[torch.Tensor]]:
         """Return the tensor made of the first buffers of `tensors`, and the rest of them."""
-        storage = _assemble(tensors[: self.count], self.layout, self.shape)
+        storage = _assemble(tensors[: self.count], self.layout, self.shape, self.width)
         made = QuantizedTensor.make(storage, self.shape, self.dtype, quantizer=self.quantizer)
         return made, tensors[self.count :]
 
 
-def prepare_for_saving(
-    *tensors: torch.Tensor | None,
-) -> tuple[list[torch.Tensor | None], list[SavedTensor | None]]:
-    """Take tensors apart for `ctx.save_for_backward`; `restore_from_saved` inverts it.
-
-    Args:
-        tensors: QuantizedTensor, plain tensor or None each.
-
-    Returns:
-        The flat list of plain tensors (None stays None), and one entry per argument.
-    """
-    flat: list[torch.Tensor | None] = []
-    entries: list[SavedTensor | None] = []
-    for tensor in tensors:
-        if isinstance(tensor, QuantizedTensor):
-            buffers, saved = tensor.prepare_for_saving()
-            flat += buffers
-            entries.append(saved)
-        else:
-            flat.append(tensor)
-            entries.append(None)
-    return flat, entries
-
-
-def restore_from_saved(
-    entries: Sequence[SavedTensor | None], saved: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor | None]:
-    """Return the tensors that `prepare_for_saving` took apart."""
-    rest: Sequence[Any] = list(saved)
-    tensors: list[torch.Tensor | None] = []
-    for entry in entries:
-        if entry is None:
-            tensors.append(rest[0])
-            rest = rest[1:]
-        else:
-            tensor, rest = entry.restore_from_saved(rest)
-            tensors.append(tensor)
-    return tensors
-
-
-class _Dequantize(torch.autograd.Function):
-    """Decode; the gradient passes unchanged."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-        ctx.dtype = tensor.dtype
-        return aten.dequantize(tensor, dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0].to(ctx.dtype), None
-
-
 def _assemble(
-    buffers: Sequence[torch.Tensor], layout: StorageLayout, shape: Sequence[int]
+    buffers: Sequence[torch.Tensor],
+    layout: StorageLayout,
+    shape: Sequence[int],
+    width: int | None = None,
 ) -> TensorStorage:
-    return TensorStorage.unflatten(buffers, layout, *matrix_shape(shape))
-
-
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return `[rows, cols]` of the matrix that a tensor of `shape` is quantized as."""
-    if len(shape) == 0:
-        return 1, 1
-    return math.prod(shape[:-1]), shape[-1]
+    rows, cols = matrix_shape(shape) if width is None else (shape[0] // max(width, 1), width)
+    return TensorStorage.unflatten(buffers, layout, rows, cols)
 
 
 def _rebuild(
@@ -336,12 +464,15 @@ def _rebuild(
     dtype: torch.dtype,
     requires_grad: bool,
     quantizer: Any,
-) -> QuantizedTensor:
+    width: int | None = None,
+    is_parameter: bool = False,
+) -> torch.Tensor:
     from_layout = tuple(PlaneLayout(*plane) for plane in layout)
-    storage = _assemble(buffers, from_layout, shape)
-    return QuantizedTensor.make(
+    storage = _assemble(buffers, from_layout, shape, width)
+    made: Any = QuantizedTensor.make(
         storage, shape, dtype, quantizer=quantizer, requires_grad=requires_grad
     )
+    return torch.nn.Parameter(made, requires_grad) if is_parameter else made
 
 
 torch.serialization.add_safe_globals([_rebuild])

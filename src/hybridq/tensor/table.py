@@ -1,0 +1,49 @@
+"""What every handler of torch's operators needs: the table, and reads and writes of values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["TABLE", "dequantize", "handles", "is_flat", "is_quantized", "matrix_shape"]
+
+#: ATen overload to the handler that takes (overload, *args, **kwargs); one that cannot handle its
+#: arguments returns NotImplemented.
+TABLE: dict[Any, Callable[..., Any]] = {}
+
+
+def handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the decorator that enters a handler for these overloads."""
+
+    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+        for function in functions:
+            TABLE[function] = handler
+        return handler
+
+    return register
+
+
+def is_quantized(value: Any) -> bool:
+    """Return whether `value` is a QuantizedTensor."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "tensor_storage")
+
+
+def is_flat(tensor: Any) -> bool:
+    """Return whether a QuantizedTensor is the 1-D view of a matrix of several rows."""
+    return tensor.dim() == 1 and tensor.tensor_storage.first.rows != 1
+
+
+def dequantize(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of a QuantizedTensor as a plain tensor, outside autograd."""
+    plane = tensor.tensor_storage.first
+    return plane.dequantize(dtype).contiguous().reshape(tensor.shape)
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return `[rows, cols]` of the matrix that a tensor of `shape` is quantized as."""
+    if len(shape) == 0:
+        return 1, 1
+    return math.prod(shape[:-1]), shape[-1]

@@ -1,0 +1,161 @@
+"""torch.compile(fullgraph=True) on QuantizedTensor: input, output, intermediate, parameter."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import hybridq
+from hybridq import QuantizedTensor
+from tensor_tools import PAIRS, same_planes
+
+BACKENDS = ["aot_eager"] + (["inductor"] if shutil.which("g++") or shutil.which("clang++") else [])
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def one_graph() -> bool:
+    return not counters["graph_break"] and counters["stats"]["unique_graphs"] == 1
+
+
+def same(a, b) -> None:
+    assert type(a) is type(b) and a.shape == b.shape
+    if isinstance(a, QuantizedTensor):
+        same_planes(a, b)
+        assert a.quantizer == b.quantizer
+    else:
+        assert torch.equal(a, b)
+
+
+READS = {
+    "dequantize": lambda t: t.dequantize(),
+    "arithmetic": lambda t: t + 1.0,
+    "product": lambda t: torch.ones(3, 64) @ t,
+    "linear": lambda t: nn.functional.linear(torch.ones(3, 64), t),
+    "transpose": lambda t: t.mT,
+    "view": lambda t: t.view(2, 32, 64),
+    "flat": lambda t: t.view(-1),
+    "clone": lambda t: t.clone(),
+    "rows": lambda t: t[:32],
+    "cut rows": lambda t: t[3:50],
+    "split": lambda t: t.split(32)[1],
+    "cat": lambda t: torch.cat(t.chunk(2)),
+    "to": lambda t: t.to(torch.bfloat16),
+    "new_zeros": lambda t: t.new_zeros(64, 64),
+    "dequantize_rows": lambda t: t.dequantize_rows(slice(3, 9)),
+    "embedding": lambda t: nn.functional.embedding(torch.tensor([5, 2]), t),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("kind", ["hybrid", "one scale", "identity", "square"])
+def test_as_input_and_output(name, kind) -> None:
+    t = hybridq.quantize(torch.randn(64, 64), **PAIRS[kind])
+    function = READS[name]
+    want = function(t)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for _ in range(2):  # the second call compiles nothing
+        same(compiled(t), want)
+    other = hybridq.quantize(torch.randn(64, 64), **PAIRS[kind])
+    same(compiled(other), function(other))
+    assert one_graph()
+
+
+WRITES = {
+    "add_": lambda t: t.add_(1.0),
+    "copy_": lambda t: t.copy_(torch.ones(64, 64)),
+    "rows": lambda t: t[16:48].fill_(2.0),
+    "cut rows": lambda t: t[:, 3:9].mul_(2.0),
+    "quantize_": lambda t: t.quantize_(torch.ones(64, 64)),
+    "foreach": lambda t: torch._foreach_mul_([t, t.clone()], 0.5),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", WRITES)
+def test_in_place(name, backend) -> None:
+    for kind in ("hybrid", "one scale", "uniform"):
+        torch._dynamo.reset()
+        t = hybridq.quantize(torch.randn(64, 64), **PAIRS[kind])
+        twin = t.clone()
+        pointer = t.data_ptr()
+        compiled = torch.compile(WRITES[name], fullgraph=True, backend=backend)
+        for _ in range(2):
+            compiled(t)
+            WRITES[name](twin)
+            same(t, twin)
+        assert t.data_ptr() == pointer
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["hybrid", "one scale", "square", "columnwise only"])
+def test_quantized_inside(kind, backend) -> None:
+    x = torch.randn(32, 64)
+    quantizer = hybridq.quantizer(**PAIRS[kind])
+    quantizer(x)
+
+    def run(x):
+        t = quantizer(x)
+        return t, t.dequantize() + x, t[:16] * 2.0
+
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
+    for _ in range(2):
+        x = torch.randn(32, 64)
+        for got, want in zip(compiled(x), run(x), strict=True):
+            same(got, want)
+    assert one_graph()
+
+
+def test_gradients_of_a_tensor_quantized_inside() -> None:
+    quantizer = hybridq.quantizer("mxfp8", "nvfp4")
+    x, weight = torch.randn(32, 64, requires_grad=True), torch.randn(32, 64)
+    quantizer(x).dequantize().sum().backward()
+    x.grad = None
+
+    def run(x):
+        return (quantizer(x).dequantize() * weight).sum()
+
+    torch.compile(run, fullgraph=True, backend="aot_eager")(x).backward()
+    assert torch.equal(x.grad, weight)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_as_a_parameter_that_trains(backend) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        made = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 8))
+        for layer in (made[0], made[2]):
+            layer.weight = nn.Parameter(hybridq.quantize(layer.weight.detach(), "mxfp8", "nvfp4"))
+        return made
+
+    eager, compiled_model = model(), model()
+    compiled = torch.compile(compiled_model, fullgraph=True, backend=backend)
+    for step in range(3):
+        x = torch.randn(4, 64)
+        for run, m in ((eager, eager), (compiled, compiled_model)):
+            optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+            optimizer.zero_grad()
+            run(x).square().sum().backward()
+            optimizer.step()
+        for a, b in zip(eager.parameters(), compiled_model.parameters(), strict=True):
+            assert isinstance(b, nn.Parameter) and type(a) is type(b), step
+            assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+    assert one_graph()
+
+
+def test_another_kind_of_pair_is_another_graph_and_right() -> None:
+    compiled = torch.compile(lambda t: t.dequantize() * 2, fullgraph=True, backend="aot_eager")
+    ts = [hybridq.quantize(torch.randn(32, 64), name) for name in ("mxfp8", "nvfp4", "fp8_e4m3")]
+    for t in ts * 2:
+        assert torch.equal(compiled(t), t.dequantize() * 2)
+    assert counters["stats"]["unique_graphs"] == 3
