@@ -31,6 +31,7 @@ LAYERS = [
     "moe",
     "ptq",
     "report",
+    "conformance",
     "integrations",
     "compat",
     "demo",

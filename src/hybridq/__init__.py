@@ -9,7 +9,7 @@ Example:
 
 from __future__ import annotations
 
-from . import formats, kernels, nn, quantizers, recipes, tensor
+from . import formats, kernels, nn, quantizers, recipes, report, tensor
 from ._version import __version__
 from .errors import BackendError, HybridQWarning, PlaneError, RecipeError, SpecError
 from .formats import DEFAULT_SIGNS, Element, Format, PlaneSpec
@@ -26,6 +26,7 @@ from .quantizers import (
     quantizer,
 )
 from .recipes import CustomRecipe, QuantizerRole, Recipe, autocast
+from .report import show
 from .settings import backend
 from .storage import Plane, TensorStorage
 from .tensor import (
@@ -88,6 +89,8 @@ __all__ = [
     "quantizer",
     "quantizers",
     "recipes",
+    "report",
     "restore_from_saved",
+    "show",
     "tensor",
 ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from .conformance import conformance
+from .doctor import doctor
 from .train import train
 
 app = typer.Typer(
@@ -21,3 +23,5 @@ def main() -> None:
 
 
 app.command()(train)
+app.command()(doctor)
+app.command()(conformance)

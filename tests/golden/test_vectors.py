@@ -1,0 +1,52 @@
+"""The committed vectors equal what the reference writes today.
+
+Where the reference changes on purpose: `python -m hybridq conformance --write
+src/hybridq/conformance/vectors`, and a line in CHANGELOG.md.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hybridq.conformance import VECTORS, Case, build_vectors, read_file
+
+PLAIN = ("kind", "spec", "dtype", "shape", "direction", "seed", "stream", "offset", "source", "ulp")
+WRITTEN = {name: cases for name, _, cases in build_vectors()}
+
+
+def test_there_is_a_file_for_each_and_no_other():
+    assert {path.stem for path in VECTORS.glob("*")} == set(WRITTEN)
+    # Small enough for a wheel and a repository.
+    assert sum(path.stat().st_size for path in VECTORS.glob("*")) < 1 << 20
+
+
+def assert_same_arrays(got, want, what: str) -> None:
+    assert list(got) == list(want), what
+    for name, array in want.items():
+        same = np.array_equal(got[name], array, equal_nan=array.dtype.kind == "f")
+        assert got[name].dtype == array.dtype and same, f"{what}: {name}"
+        if array.dtype.kind == "f":
+            kept = ~np.isnan(array)
+            assert (np.signbit(got[name]) == np.signbit(array))[kept].all(), f"{what}: {name}"
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_committed_vectors_are_what_the_reference_writes(name: str):
+    committed, written = read_file(VECTORS / f"{name}.npz"), WRITTEN[name]
+    assert [case.id for case in committed] == [case.id for case in written]
+    for old, new in zip(committed, written, strict=True):
+        assert_case(old, new)
+
+
+def assert_case(old: Case, new: Case) -> None:
+    for part in PLAIN:
+        assert getattr(old, part) == getattr(new, part), f"{new.id}: {part}"
+    assert (old.x is None) == (new.x is None)
+    if new.x is not None:
+        assert_same_arrays({"x": old.x}, {"x": new.x}, new.id)
+    assert_same_arrays(old.given, new.given, new.id)
+    assert_same_arrays(old.want, new.want, new.id)
+    if new.other is not None:
+        assert old.other[:2] == new.other[:2]
+        assert_same_arrays(old.other[2], new.other[2], new.id)

@@ -1,0 +1,113 @@
+"""`doctor`: routes are those that calls take, and a missing core or GPU is said."""
+
+from __future__ import annotations
+
+import json
+import stat
+
+import pytest
+import torch
+
+import hybridq
+from hybridq.formats import PlaneSpec
+from hybridq.kernels import Call, backend_cpu, select
+from hybridq.report import diagnose, machine
+
+
+def test_routes_are_those_that_calls_take():
+    found = diagnose(dtype=torch.float32)
+    assert found.forced_backend is None
+    ops = {route.op for route in found.routes}
+    assert {"encode", "decode", "amax", "gemm", "transpose"} <= ops
+    names = {e.name for e in hybridq.formats.entries()}
+    pairs = {(route.a, route.b) for route in found.routes if route.op == "gemm"}
+    assert pairs == {(a, b) for a in names for b in names}
+    for route in found.routes:
+        if route.op in ("encode", "decode") and route.b == "plain":
+            spec = PlaneSpec(hybridq.formats.format(route.a))
+            assert route.backend == select(Call(route.op, "cpu", torch.float32, spec)).name
+
+
+def test_a_forced_backend_is_obeyed(backend):
+    found = diagnose()
+    assert found.forced_backend == backend
+    routes = [r for r in found.routes if r.op == "encode" and r.b == "plain"]
+    assert {route.backend for route in routes} == {backend}
+    assert backend in str(found)
+
+
+def test_an_unknown_backend_leaves_nothing():
+    with hybridq.backend("abacus"):
+        found = diagnose()
+    assert {route.backend for route in found.routes} == {None}
+    assert "none" in str(found)
+
+
+def test_a_device_without_kernels_falls_to_the_reference_with_reasons():
+    routes = [r for r in diagnose("cuda").routes if r.op == "encode"]
+    assert {route.backend for route in routes} == {"reference"}
+    assert all(("cpu", "runs on CPU tensors, got cuda") in route.refusals for route in routes)
+    assert not torch.cuda.is_initialized()
+
+
+def test_a_missing_core_is_said(monkeypatch):
+    monkeypatch.setattr(backend_cpu, "core", None)
+    monkeypatch.setattr(backend_cpu, "core_error", "No module named 'hybridq._core'")
+    backend_cpu._core_spec.cache_clear()
+    try:
+        found = diagnose()
+        text = str(found)
+    finally:
+        backend_cpu._core_spec.cache_clear()
+    assert not found.core.is_built
+    assert "Compiled core: MISSING" in text and "No module named 'hybridq._core'" in text
+    assert {r.backend for r in found.routes if r.op == "encode"} == {"reference"}
+
+
+def test_the_report_has_versions_the_core_and_the_machine():
+    found = diagnose()
+    text = str(found)
+    assert found.versions["hybridq"] == hybridq.__version__
+    assert found.versions["torch"] == torch.__version__
+    assert found.core.variant in found.core.build["variants"]
+    assert found.machine.cores >= 1 and found.machine.threads == torch.get_num_threads()
+    for word in ("Versions", "Compiled core", "thread runtime", "features", "gemm on cpu"):
+        assert word in text
+    assert json.loads(json.dumps(found.as_dict()))["core"]["is_built"] is True
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def fake_tool(folder, monkeypatch, body: str) -> None:
+    tool = folder / "nvidia-smi"
+    tool.write_text("#!/bin/sh\n" + body)
+    tool.chmod(tool.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_gpus_come_from_the_drivers_tool(tmp_path, monkeypatch):
+    line = "NVIDIA H200, 9.0, 143771 MiB, 570.86.10"
+    fake_tool(tmp_path, monkeypatch, f"echo '{line}'; echo '{line}'")
+    here = machine.read_machine()
+    assert [gpu.name for gpu in here.gpus] == ["NVIDIA H200"] * 2
+    assert here.gpus[0].compute_capability == "9.0"
+    if torch.version.cuda is None:
+        assert "built without CUDA" in here.gpu_note
+    assert "GPU 1" in str(diagnose())
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("echo 'no devices were found' >&2; exit 6", "no devices were found"),
+        ("exit 0", "lists none"),
+    ],
+)
+def test_no_gpu_has_a_reason(tmp_path, monkeypatch, body, reason):
+    fake_tool(tmp_path, monkeypatch, body)
+    here = machine.read_machine()
+    assert here.gpus == () and reason in here.gpu_note
+
+
+def test_no_tool_is_a_reason(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no nvidia-smi" in machine.read_machine().gpu_note
