@@ -150,7 +150,9 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("backend_name", [b.name for b in registry.backends() if "gemm" in b.ops])
-@pytest.mark.parametrize("a_name,b_name", itertools.product(OPTIONS, [*OPTIONS, "mxfp8", "bf16"]))
+@pytest.mark.parametrize(
+    "a_name,b_name", list(itertools.product(OPTIONS, [*OPTIONS, "mxfp8", "bf16"]))
+)
 def test_options_of_formats(a_name: str, b_name: str, backend_name: str) -> None:
     """Either operand, with bias, and added to what is there; rows differ by orders of magnitude."""
     a = make(torch.randn(19, 70) * 10.0 ** torch.arange(-9, 10)[:, None], OPTIONS[a_name])

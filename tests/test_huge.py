@@ -1,4 +1,4 @@
-"""More than 2^31 elements: offsets are 64 bits everywhere. About 12 GB of memory; `make test-slow`."""
+"""More than 2^31 elements: offsets are 64 bits everywhere. 12 GB of memory; `make test-slow`."""
 
 from __future__ import annotations
 
