@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 import hybridq
 
@@ -75,7 +74,3 @@ def test_every_documented_variable_is_read_in_one_place() -> None:
         read |= names
     documented = set(re.findall(r"`(HYBRIDQ_\w+)`", hybridq.settings.__doc__))
     assert read == documented
-
-
-def test_torch_is_not_changed_by_an_import() -> None:
-    assert torch.get_default_dtype() == torch.float32
