@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import tempfile
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 import torch
@@ -35,6 +36,13 @@ def test_quantizers_are_values() -> None:
         with pytest.raises(TypeError, match="with_usage"):
             q.set_usage(columnwise=False)
         assert q.with_usage(columnwise=False).get_usages() == {"rowwise": True, "columnwise": False}
+        assert q.with_usage(columnwise=False).text != q.text
+        for value in (q, *(spec for spec in (q.rowwise, q.columnwise) if spec is not None)):
+            # The text that each keeps is no field: not shown, not compared, and made again.
+            assert all(not field.name.startswith("_") for field in fields(value))
+            assert "_text" not in repr(value)
+            for again in (copy.deepcopy(value), pickle.loads(pickle.dumps(value)), replace(value)):
+                assert again == value and hash(again) == hash(value) and again.text == value.text
 
 
 def test_constructors_mean_what_the_peer_means() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -102,7 +104,6 @@ def test_in_place(name, backend) -> None:
 def test_quantized_inside(kind, backend) -> None:
     x = torch.randn(32, 64)
     quantizer = hybridq.quantizer(**PAIRS[kind])
-    quantizer(x)
 
     def run(x):
         t = quantizer(x)
@@ -116,11 +117,50 @@ def test_quantized_inside(kind, backend) -> None:
     assert one_graph()
 
 
+#: Quantizers that nothing has used before: the test runs in a process of its own.
+UNUSED = """
+import torch, hybridq
+from hybridq.formats import Format, PlaneSpec, element
+from torch._dynamo.utils import counters
+
+fine = Format(element("e4m3"), (1, 32), element("e8m0"), "floor", "of_this_test")
+made_outside = hybridq.Quantizer(PlaneSpec(fine), None)
+cases = [
+    lambda x: hybridq.quantize(x, "mxfp8"),
+    lambda x: hybridq.quantize(x, "nvfp4", columnwise="mxfp8", hadamard=True),
+    lambda x: hybridq.quantize(x, fine, columnwise="fp8"),
+    lambda x: hybridq.quantizer("mxfp6_e2m3", scale_rule="even")(x),
+    lambda x: hybridq.HybridQuantizer(
+        rowwise_quantizer=hybridq.Float8BlockQuantizer(),
+        columnwise_quantizer=hybridq.NVFP4Quantizer(with_rht=True),
+    )(x),
+    made_outside,
+]
+x = torch.randn(64, 96)
+compiled = [torch.compile(case, fullgraph=True, backend="aot_eager") for case in cases]
+first = [run(x) for run in compiled]
+second = [run(x) for run in compiled]
+for got, again, case in zip(first, second, cases):
+    want = case(x)
+    assert type(got) is type(want) and got.quantizer == want.quantizer == again.quantizer
+    for a, b in zip(got.tensor_storage.planes, want.tensor_storage.planes, strict=True):
+        assert a.spec == b.spec and all(map(torch.equal, a.tensors, b.tensors))
+    assert torch.equal(again.dequantize(), want.dequantize())
+assert counters["stats"]["unique_graphs"] == len(cases)
+assert not counters["graph_break"]
+"""
+
+
+def test_quantizers_that_are_used_in_a_graph_first() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", UNUSED], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_gradients_of_a_tensor_quantized_inside() -> None:
     quantizer = hybridq.quantizer("mxfp8", "nvfp4")
     x, weight = torch.randn(32, 64, requires_grad=True), torch.randn(32, 64)
-    quantizer(x).dequantize().sum().backward()
-    x.grad = None
 
     def run(x):
         return (quantizer(x).dequantize() * weight).sum()

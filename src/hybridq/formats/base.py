@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Final
 
 import torch
@@ -20,7 +19,13 @@ BUFFER_NAMES: Final = ("data", "scale", "amax")
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """Name, shape and dtype of one buffer of a plane; dtype None: that of the encoded tensor."""
+    """Name, shape and dtype of one buffer of a plane.
+
+    Args:
+        name: one of `BUFFER_NAMES`.
+        shape: unpadded.
+        dtype: None: that of the encoded tensor.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -56,6 +61,7 @@ class ScaleRule:
 _MX = "OCP MX v1.0 section 6.3"
 _MX_MODES = "OCP MX v1.0 section 6.3 with another rounding; torchao, mx_formats"
 
+#: Every scale rule by name.
 RULES: dict[str, ScaleRule] = {
     rule.name: rule
     for rule in (
@@ -136,32 +142,32 @@ class Format:
         if not (self.eps >= 0.0 and math.isfinite(self.eps)):
             raise SpecError(f"Format: eps must be finite and not negative, got {self.eps}")
 
-    @cached_property
+    @property
     def is_identity(self) -> bool:
         """Whether values are stored as they are."""
         return self.rule == "identity"
 
-    @cached_property
+    @property
     def is_tensor_scaled(self) -> bool:
         """Whether one scale serves the whole tensor."""
         return self.block is None and not self.is_identity
 
-    @cached_property
+    @property
     def needs_tensor_amax(self) -> bool:
         """Whether encoding needs the amax of the whole tensor first."""
         return self.is_tensor_scaled or RULES[self.rule].needs_tensor_amax
 
-    @cached_property
+    @property
     def is_square(self) -> bool:
         """Whether the transpose of an encoded matrix is the encoding of its transpose."""
         return self.block is None or self.block[0] == self.block[1]
 
-    @cached_property
+    @property
     def has_power_of_two_scales(self) -> bool:
         """Whether every block scale is a power of two."""
         return RULES[self.rule].is_power_of_two or self.power_of_two
 
-    @cached_property
+    @property
     def is_bf16_exact(self) -> bool:
         """Whether `code * block scale` has at most BF16's eight significant bits, always."""
         if self.is_identity:
@@ -175,7 +181,7 @@ class Format:
             bits += self.scale.significant_bits
         return bits <= 8
 
-    @cached_property
+    @property
     def storage_dtype(self) -> torch.dtype | None:
         """dtype of the `data` buffer: uint8 for codes; None where the tensor decides."""
         if self.is_identity:

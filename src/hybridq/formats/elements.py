@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 import torch
@@ -87,12 +86,12 @@ class Element:
                 f"{self.emax} with {self.mantissa_bits} mantissa bits"
             )
 
-    @cached_property
+    @property
     def emin(self) -> int:
         """Exponent of the smallest normal value (of every value of E8M0)."""
         return 1 - self.bias if self.mantissa_bits else -self.bias
 
-    @cached_property
+    @property
     def emax(self) -> int:
         """Exponent of the largest finite value."""
         top = (1 << self.exponent_bits) - 1
@@ -100,7 +99,7 @@ class Element:
             top -= 1
         return top - self.bias
 
-    @cached_property
+    @property
     def max(self) -> float:
         """Largest finite value."""
         mantissa = (1 << self.mantissa_bits) - 1
@@ -108,37 +107,37 @@ class Element:
             mantissa -= 1  # the all-ones code is NaN
         return float(2.0**self.emax * (1.0 + mantissa / (1 << self.mantissa_bits)))
 
-    @cached_property
+    @property
     def min_normal(self) -> float:
         """Smallest normal value."""
         return float(2.0**self.emin)
 
-    @cached_property
+    @property
     def min_subnormal(self) -> float:
         """Smallest positive value."""
         return float(2.0 ** (self.emin - self.mantissa_bits))
 
-    @cached_property
+    @property
     def significant_bits(self) -> int:
         """Width of the significand with its hidden bit."""
         return self.mantissa_bits + 1
 
-    @cached_property
+    @property
     def nan_code(self) -> int:
         """The code that a NaN is cast to: all ones but the sign (a finite value if no NaN is)."""
         return (1 << (self.bits - int(self.has_sign))) - 1
 
-    @cached_property
+    @property
     def has_nan(self) -> bool:
         """Whether some code is NaN."""
         return self.specials != "none"
 
-    @cached_property
+    @property
     def codes_per_byte(self) -> int:
         """Codes stored in one byte: two for 4-bit elements and narrower, else one."""
         return 2 if self.bits <= 4 else 1
 
-    @cached_property
+    @property
     def torch_dtype(self) -> torch.dtype | None:
         """The torch dtype that stores the element as values, for identity planes, else None."""
         return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}.get(self.name)
@@ -157,6 +156,7 @@ BF16 = Element("bf16", 16, 8, 7, 127)
 FP16 = Element("fp16", 16, 5, 10, 15)
 FP32 = Element("fp32", 32, 8, 23, 127)
 
+#: Every element by name; `register_element` adds one.
 ELEMENTS: dict[str, Element] = {}
 
 

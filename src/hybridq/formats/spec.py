@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Final, NamedTuple
+from functools import lru_cache
+from typing import ClassVar, Final, NamedTuple
 
 import torch
 
@@ -67,6 +67,9 @@ class PlaneSpec:
     tensor_bound: float = 448.0
     four_over_six: str | None = None
     row_scaled: bool = False
+    # Of each spec; ClassVar keeps it from being a field. Made with the spec, not at its first use,
+    # since torch.compile cannot trace the lock that cached_property takes before Python 3.12.
+    _text: ClassVar[str]
 
     def __post_init__(self) -> None:
         if self.format.is_identity and (self.stochastic or self.signs is not None):
@@ -91,6 +94,7 @@ class PlaneSpec:
                 "PlaneSpec: row_scaled goes with rule two_level and 1xN blocks, got "
                 f"{self.format.rule!r} and block {self.format.block}"
             )
+        object.__setattr__(self, "_text", self._canonical_text())
 
     def _check_four_over_six(self, error: str) -> None:
         fmt = self.format
@@ -114,9 +118,7 @@ class PlaneSpec:
                 f"must be a power of two, got {fmt.block}"
             )
 
-    @cached_property
-    def text(self) -> str:
-        """The canonical text that operations take; `parse` inverts it."""
+    def _canonical_text(self) -> str:
         parts = [str(self.format)]
         if self.stochastic:
             parts.append("sr")
@@ -129,6 +131,11 @@ class PlaneSpec:
         if self.row_scaled:
             parts.append("rows")
         return ";".join(parts)
+
+    @property
+    def text(self) -> str:
+        """The canonical text that operations take; `parse` inverts it."""
+        return self._text
 
     def __str__(self) -> str:
         return self.text
@@ -161,12 +168,12 @@ class PlaneSpec:
         """
         return _parse(text)
 
-    @cached_property
+    @property
     def needs_amax(self) -> bool:
         """Whether encoding needs a statistic first: the amax of the tensor, or of every row."""
         return self.format.needs_tensor_amax
 
-    @cached_property
+    @property
     def needs_tensor_amax(self) -> bool:
         """Whether encoding needs the amax of the whole tensor first."""
         return self.needs_amax and not self.row_scaled
@@ -194,7 +201,11 @@ class PlaneSpec:
         return (*made[:-1], replace(made[-1], shape=self.stat_shape(rows)))
 
     def resolve(self, dtype: torch.dtype) -> PlaneSpec:
-        """Return the spec with an identity format's open dtype fixed to `dtype`."""
+        """Return the spec with an identity format's open dtype fixed to `dtype`.
+
+        Raises:
+            SpecError: an open dtype cannot be fixed to this one.
+        """
         if not self.format.is_identity or self.format.element is not None:
             return self
         names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

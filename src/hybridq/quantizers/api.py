@@ -10,6 +10,7 @@ import torch
 from ..errors import SpecError
 from ..formats import DEFAULT_SIGNS, Format, PlaneSpec, format
 from ..tensor import QuantizedTensor
+from ..tensor.in_graph import constructor
 from .quantizer import Quantizer
 
 __all__ = ["quantize", "quantizer"]
@@ -70,6 +71,7 @@ class _Options:
             )
 
 
+@constructor
 def quantizer(
     rowwise: Choice | None,
     columnwise: Choice | bool | None = True,
@@ -139,9 +141,13 @@ def quantize(
 
     Args:
         x: `(..., K)` float32, bfloat16 or float16.
+        rowwise, columnwise, columnwise_source: as `quantizer` takes them.
+        stochastic, hadamard, power_of_two, eps: the same.
+        four_over_six, row_scaled, scale_rule: the same.
         seed: int64 `[1]` for stochastic rounding; None draws one.
-        rowwise, columnwise, columnwise_source, stochastic, hadamard, power_of_two, eps,
-            four_over_six, row_scaled, scale_rule: as `quantizer` takes them.
+
+    Returns:
+        A new tensor of x's shape and dtype; a gradient reaches x as if nothing were rounded.
 
     Raises:
         SpecError: an unknown name, or options that do not go with the format.

@@ -12,6 +12,7 @@ import torch
 
 from ..errors import SpecError
 from ..formats import DEFAULT_SIGNS, ERRORS, Element, Format, PlaneSpec, element, format
+from ..tensor.in_graph import constructor
 from .quantizer import Quantizer
 from .statistics import group_name
 
@@ -41,6 +42,7 @@ def _group(where: str, with_reduction: bool, group: Any) -> str | None:
     return group_name(group) if with_reduction else None
 
 
+@constructor
 def Float8CurrentScalingQuantizer(
     fp8_dtype: _DType = torch.float8_e4m3fn,
     device: Any = None,
@@ -72,6 +74,7 @@ def Float8CurrentScalingQuantizer(
     return Quantizer(spec, spec, "original", rowwise, columnwise, group)
 
 
+@constructor
 def Float8BlockQuantizer(
     fp8_dtype: _DType = torch.float8_e4m3fn,
     *,
@@ -89,6 +92,9 @@ def Float8BlockQuantizer(
         amax_epsilon: lower bound of a block's amax.
         force_pow_2_scales: round scales down to powers of two.
         block_scaling_dim: 1: 1x128 blocks; 2: 128x128 blocks.
+
+    Raises:
+        SpecError: another dtype, epsilon or dimension.
     """
     if block_scaling_dim not in (1, 2):
         raise SpecError(
@@ -103,6 +109,7 @@ def Float8BlockQuantizer(
     return Quantizer(PlaneSpec(fmt), PlaneSpec(fmt), "original", rowwise, columnwise)
 
 
+@constructor
 def MXFP8Quantizer(
     fp8_dtype: _DType = torch.float8_e4m3fn,
     *,
@@ -122,6 +129,7 @@ def MXFP8Quantizer(
     return Quantizer(spec, spec, "original", rowwise, columnwise)
 
 
+@constructor
 def NVFP4Quantizer(
     fp4_dtype: _DType = "e2m1",
     rowwise: bool = True,
@@ -206,6 +214,7 @@ def _error_mode(use_4over6: bool, e4m3_max: int, err_mode: str) -> str | None:
     return None
 
 
+@constructor
 def IdentityQuantizer(
     *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True
 ) -> Quantizer:
@@ -225,6 +234,7 @@ def IdentityQuantizer(
     )
 
 
+@constructor
 def HybridQuantizer(
     *,
     rowwise_quantizer: Quantizer,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,6 +14,7 @@ from ..formats import PlaneSpec
 from ..storage import TensorStorage, build_storage
 from ..storage.plane import Plane
 from ..tensor import QuantizedTensor, is_flat, is_quantized, matrix_shape
+from ..tensor.in_graph import parses_quantizers
 from .statistics import statistics
 
 __all__ = ["SOURCES", "Quantizer", "draw_seed"]
@@ -58,6 +60,8 @@ class Quantizer:
     rowwise_usage: bool = True
     columnwise_usage: bool = True
     amax_group: str | None = None
+    # As in PlaneSpec: of each quantizer, and made with it, so that torch.compile can read it.
+    _text: ClassVar[str]
 
     def __post_init__(self) -> None:
         if self.columnwise_source not in SOURCES:
@@ -77,6 +81,10 @@ class Quantizer:
         specs = [spec for spec in (self.rowwise, self.columnwise) if spec is not None]
         if self.amax_group is not None and any(spec.row_scaled for spec in specs):
             self._check_row_scaled_group(specs)
+        usages = f"{int(self.rowwise_usage)}{int(self.columnwise_usage)}"
+        parts = (self.rowwise or "", self.columnwise or "", self.columnwise_source, usages)
+        text = "|".join((*map(str, parts), self.amax_group or ""))
+        object.__setattr__(self, "_text", text)
 
     def _check_row_scaled_group(self, specs: list[PlaneSpec]) -> None:
         if not any(spec.needs_tensor_amax for spec in specs):
@@ -89,7 +97,11 @@ class Quantizer:
     # ---- usage
 
     def with_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> Quantizer:
-        """Return this quantizer with other usages; None leaves one as it is."""
+        """Return this quantizer with other usages.
+
+        Args:
+            rowwise, columnwise: whether that plane is made; None leaves it as it is.
+        """
         return replace(
             self,
             rowwise_usage=self.rowwise_usage if rowwise is None else rowwise,
@@ -203,6 +215,9 @@ class Quantizer:
         Args:
             matrix: float32, bfloat16 or float16.
             seed: int64 `[1]`; None draws one where a spec is stochastic.
+
+        Raises:
+            PlaneError: both usages are off.
         """
         if not (self.makes_rowwise or self.makes_columnwise):
             raise PlaneError("quantize: both usages are off, nothing to make; see with_usage")
@@ -249,7 +264,9 @@ class Quantizer:
 
         Raises:
             ValueError: the shapes differ.
-            PlaneError: a plane of `target` has another spec than this quantizer's.
+            PlaneError: a plane of `target` has another spec than this quantizer's, or a seed is
+                given for a part of a tensor.
+            RuntimeError: `target` is a leaf that requires grad, outside `torch.no_grad()`.
         """
         _check_source(source, "update_quantized")
         if tuple(source.shape) != tuple(target.shape):
@@ -310,9 +327,7 @@ class Quantizer:
     @property
     def text(self) -> str:
         """Canonical text; `parse` inverts it."""
-        usages = f"{int(self.rowwise_usage)}{int(self.columnwise_usage)}"
-        parts = (self.rowwise or "", self.columnwise or "", self.columnwise_source, usages)
-        return "|".join((*map(str, parts), self.amax_group or ""))
+        return self._text
 
     @staticmethod
     def parse(text: str) -> Quantizer:
@@ -339,6 +354,7 @@ def _parse(text: str) -> Quantizer:
 
 
 torch.serialization.add_safe_globals([_parse])
+parses_quantizers(lru_cache(maxsize=4096)(_parse))  # compiled code asks at every call
 
 
 def _check_source(tensor: torch.Tensor, where: str) -> None:

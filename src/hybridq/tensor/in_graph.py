@@ -6,8 +6,10 @@ a function that dynamo keeps as a node, and that takes what a node can: tensors,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -15,19 +17,30 @@ from ..direction import COLUMNWISE, ROWWISE
 from ..formats import PlaneSpec
 from ..storage import Plane, TensorStorage
 
-__all__ = ["PlaneEntry", "assemble", "entries", "recall", "remember", "runs_at_once"]
+__all__ = [
+    "PlaneEntry",
+    "assemble",
+    "constructor",
+    "entries",
+    "parses_quantizers",
+    "quantizer_of",
+    "runs_at_once",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 #: A plane without its buffers: spec, direction, rows, columns, number of buffers.
 PlaneEntry = tuple[str, Any, int, int, int]
 
-_quantizers: dict[str, Any] = {}
+_parsers: list[Callable[[str], Any]] = []
+#: What constructors made in graphs. No dict: dynamo reads a dict of the module once per trace.
+_quantizers = SimpleNamespace()
 
 
 def entries(storage: TensorStorage) -> tuple[list[torch.Tensor], list[PlaneEntry]]:
     """Return all buffers, a shared one once per plane, and the planes without them."""
-    planes = [
-        (spec_text(p.spec), p.direction, p.rows, p.cols, len(p.tensors)) for p in storage.planes
-    ]
+    planes = [(p.spec.text, p.direction, p.rows, p.cols, len(p.tensors)) for p in storage.planes]
     return [buffer for p in storage.planes for buffer in p.tensors], planes
 
 
@@ -51,19 +64,42 @@ def runs_at_once(function: Any) -> Any:
     return function
 
 
-@runs_at_once
-def spec_text(spec: PlaneSpec) -> str:
-    """Return a spec's text. Runs while dynamo traces the caller."""
-    return spec.text
+def parses_quantizers(function: Callable[[str], T]) -> Callable[[str], T]:
+    """Make `function` the one that turns the text by which a graph holds a quantizer into it."""
+    _parsers.append(function)
+    return function
 
 
-@runs_at_once
-def remember(quantizer: Any) -> str:
-    """Return the text by which a graph holds a quantizer. Runs while dynamo traces the caller."""
-    _quantizers[quantizer.text] = quantizer
-    return quantizer.text
+def quantizer_of(text: str) -> Any:
+    """Return the quantizer whose text is `text`."""
+    return _parsers[0](text)
 
 
-def recall(text: str) -> Any:
-    """Return the quantizer that was remembered as `text`."""
-    return _quantizers[text]
+def constructor(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function that returns a quantizer callable in code that torch compiles.
+
+    Dynamo can neither trace the making of a quantizer nor call a method of one that it made, but
+    it can read one from a place that it knows: `function` runs while dynamo traces the caller, and
+    the traced code finds the result by its name.
+
+    Args:
+        function: its arguments must be what dynamo knows as constants; or, where torch takes
+            them (2.13 does, 2.11 does not), other quantizers, formats and specs.
+    """
+
+    @runs_at_once
+    def known(*args: P.args, **kwargs: P.kwargs) -> str:
+        made: Any = function(*args, **kwargs)
+        name = "q" + made.text.encode().hex()
+        if not hasattr(_quantizers, name):  # else the equal one stays: graphs guard the object
+            setattr(_quantizers, name, made)
+        return name
+
+    @wraps(function)
+    def construct(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_dynamo_compiling():
+            made: T = getattr(_quantizers, known(*args, **kwargs))
+            return made
+        return function(*args, **kwargs)
+
+    return construct

@@ -19,7 +19,7 @@ from ..errors import PlaneError
 from ..formats import BUFFER_NAMES
 from ..storage import Plane, PlaneLayout, StorageLayout, TensorStorage
 from . import aten
-from .in_graph import PlaneEntry, assemble, entries, recall, remember, runs_at_once
+from .in_graph import PlaneEntry, assemble, entries, quantizer_of, runs_at_once
 from .rows import Part
 from .straight_through import Dequantize, DequantizeRows, row_index
 from .table import dequantize, is_flat, is_quantized, matrix_shape
@@ -47,7 +47,7 @@ def _make_in_graph(
     requires_grad: bool,
 ) -> QuantizedTensor:
     """Return `make` of what a node of a graph can take."""
-    known = None if quantizer is None else recall(quantizer)
+    known = None if quantizer is None else quantizer_of(quantizer)
     storage = assemble(buffers, planes)
     return QuantizedTensor.make(storage, shape, dtype, quantizer=known, requires_grad=requires_grad)
 
@@ -106,7 +106,7 @@ class QuantizedTensor(torch.Tensor):
             requires_grad: as of any tensor.
         """
         if torch.compiler.is_dynamo_compiling() and _is_node():
-            text = None if quantizer is None else remember(quantizer)
+            text = None if quantizer is None else quantizer.text
             return _make_in_graph(*entries(storage), tuple(shape), dtype, text, requires_grad)
         tensor: Any = torch.Tensor._make_wrapper_subclass(
             _marker(storage),
@@ -222,7 +222,7 @@ class QuantizedTensor(torch.Tensor):
         return self.quantizer if self.part is None else self.part.quantizer
 
     def quantizer_for_write(self, where: str) -> Any:
-        """Return the quantizer, or raise that `where` needs one."""
+        """Return the quantizer; PlaneError that names the operation `where` if there is none."""
         if self.own_quantizer is None:
             raise PlaneError(
                 f"{where}: the tensor has no quantizer; make it by one, or dequantize first"
@@ -237,6 +237,9 @@ class QuantizedTensor(torch.Tensor):
         Args:
             source: of this tensor's shape.
             where: name of the operation, for errors.
+
+        Raises:
+            PlaneError, ValueError: the tensor has no quantizer; the shapes differ.
         """
         quantizer = self.quantizer_for_write(where)
         if self.part is None and not is_flat(self):
@@ -418,7 +421,12 @@ class QuantizedTensor(torch.Tensor):
 
 
 class SavedTensor:
-    """A QuantizedTensor without its buffers."""
+    """A QuantizedTensor without its buffers, made by `prepare_for_saving`.
+
+    Args:
+        layout, shape, dtype, quantizer: of the tensor.
+        count, width: number of its buffers; columns of its matrix if the shape lacks them.
+    """
 
     __slots__ = ("count", "dtype", "layout", "quantizer", "shape", "width")
 
