@@ -13,7 +13,7 @@ import pytest
 import hybridq
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = [
     pytest.param(match.group(1), id=f"{page.name}-{number}")
     for page in PAGES
@@ -37,6 +37,18 @@ def test_examples_of_pages_run(
     code: str, capsys: pytest.CaptureFixture[str], registries: None
 ) -> None:
     exec(compile(code, "example", "exec"), {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_of_code_says_what_it_is(page: Path) -> None:
+    # What is not marked as Python would not run above. Texts and shell commands are no examples of
+    # the library; `{...}` are Sphinx's directives.
+    fences = re.findall(r"^ *(?:```|~~~)(.*)$", page.read_text(), re.M)
+    assert len(fences) % 2 == 0, "a block that does not end"
+    kinds = {kind for kind in fences[::2] if not kind.startswith("{")}
+    assert kinds <= {"", "python"}
+    plain = re.findall(r"^```\n(.*?)^```", page.read_text(), re.M | re.S)
+    assert not any("import hybridq" in block for block in plain)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -1,1 +1,2 @@
+#: The version of the package, which the build reads too.
 __version__ = "0.1.0"

@@ -36,11 +36,17 @@ class Adapter(Protocol):
 
         Args:
             x: float32 `[rows, cols]`, exact in `case.dtype`; `[n]` for a cast.
+            case: the question.
         """
         ...
 
     def decode(self, buffers: Buffers, case: Case) -> Array:
-        """Return the float32 values of a plane's own matrix, or of the codes for an uncast."""
+        """Return the float32 values of a plane's own matrix, or of the codes for an uncast.
+
+        Args:
+            buffers: name to array, as `encode` returns them.
+            case: the question.
+        """
         ...
 
 
@@ -48,7 +54,12 @@ _factories: dict[str, Callable[[], Adapter]] = {}
 
 
 def register_adapter(name: str, factory: Callable[[], Adapter]) -> None:
-    """Make the adapter that `factory` returns known as `name`."""
+    """Make the adapter that `factory` returns known as `name`.
+
+    Args:
+        name: what `load_adapter` takes.
+        factory: called without arguments, when the adapter is asked for.
+    """
     _factories[name] = factory
 
 

@@ -131,7 +131,11 @@ class Case:
 
     @property
     def own(self) -> Array:
-        """The plane's own matrix: x, or x transposed; contiguous float32."""
+        """The plane's own matrix: x, or x transposed; contiguous float32.
+
+        Raises:
+            ValueError: the case has no input.
+        """
         if self.x is None:
             raise ValueError(f"own: {self.id} has no input")
         return np.ascontiguousarray(self.x if self.direction == "rowwise" else self.x.T)

@@ -66,12 +66,22 @@ class Result:
 
 
 def run(adapter: Adapter, cases: Iterable[Case]) -> list[Result]:
-    """Return the outcome of every case; an exception of the implementation is an outcome too."""
+    """Return the outcome of every case; an exception of the implementation is an outcome too.
+
+    Args:
+        adapter: the implementation.
+        cases: the questions.
+    """
     return [run_case(adapter, case) for case in cases]
 
 
 def run_case(adapter: Adapter, case: Case) -> Result:
-    """Return the outcome of one case."""
+    """Return the outcome of one case.
+
+    Args:
+        adapter: the implementation.
+        case: the question.
+    """
     if case.kind not in KINDS:
         reason = f"the suite has no question about {case.kind}"
         return Result(case.id, case.kind, "not supported", reason)

@@ -21,7 +21,9 @@ from .inputs import all_values
 
 __all__ = ["FORMAT", "VERSION", "VectorError", "read_file", "write_file"]
 
+#: What `format` is in a vector file's `meta`.
 FORMAT = "hybridq-conformance"
+#: Version of the files; a change that old readers would misread raises it.
 VERSION = 1
 #: Stands for an array that is not stored: every value of a 16-bit dtype, index = its bits.
 _ALL = "all:"

@@ -34,6 +34,7 @@ class Gemm:
     b_direction: Direction
 
 
+#: The three GEMMs of a linear layer, in the order in which they run.
 CONTRACT: Final = (
     Gemm("fprop", "input", ROWWISE, "weight", ROWWISE),
     Gemm("dgrad", "grad_output", ROWWISE, "weight", COLUMNWISE),

@@ -21,7 +21,9 @@ _DTYPES = {
     torch.float16: "float16",
 }
 
+#: The compiled core (`hybridq._core`), or None.
 core: Any = None
+#: Why the compiled core could not be imported; empty where it could.
 core_error = ""
 try:
     core = import_module("hybridq._core")
@@ -210,6 +212,7 @@ def _round_stochastic(
     return out
 
 
+#: The backend of the compiled core, on any CPU.
 CPU = register_backend(
     Backend(
         "cpu",

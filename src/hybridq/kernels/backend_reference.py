@@ -88,6 +88,7 @@ def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
     )
 
 
+#: The backend that runs everything, in plain PyTorch.
 REFERENCE = register_backend(
     Backend(
         "reference",

@@ -123,7 +123,13 @@ def _fp32_reason(
 def product_notes(
     a: PlaneSpec, b: PlaneSpec, device: str, out_dtype: torch.dtype
 ) -> tuple[str, ...]:
-    """Return how this backend multiplies two planes, one line each, for `explain`."""
+    """Return how this backend multiplies two planes, one line each, for `explain`.
+
+    Args:
+        a, b: specs of the operands.
+        device: type of the device.
+        out_dtype: of the product.
+    """
     reason = _fp32_reason(a, b, device, out_dtype, only_product=True)
     if reason is not None:
         return ("operands decoded exactly, FP32 product", reason)
@@ -162,4 +168,5 @@ def _resolved(operand: Operand) -> PlaneSpec:
     return operand.spec.resolve(operand.buffers[0].dtype)
 
 
+#: The backend of torch's own products.
 TORCH = register_backend(Backend("torch", _supports, {"gemm": _gemm}))

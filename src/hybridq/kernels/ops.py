@@ -18,6 +18,7 @@ from .types import EncodeArgs, GemmArgs, Operand
 
 __all__ = ["HIGH_PRECISION", "LIBRARY"]
 
+#: The operators `torch.ops.hybridq.*`; their arguments are stated in this module.
 LIBRARY = torch.library.Library("hybridq", "DEF")
 
 #: dtypes that can be encoded and decoded to.

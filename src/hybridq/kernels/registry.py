@@ -64,7 +64,12 @@ class Backend:
 
 @dataclass(frozen=True)
 class Choice:
-    """A backend beside its answer to a call."""
+    """A backend beside its answer to a call.
+
+    Args:
+        backend: the backend.
+        reason: None if it can run the call, else why not.
+    """
 
     backend: Backend
     reason: str | None

@@ -38,6 +38,9 @@ def group_amax(amax: torch.Tensor, name: str) -> torch.Tensor:
     Args:
         amax: FP32 `[1]`, not negative.
         name: of the process group.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialized.
     """
     import torch.distributed as dist  # not every build of torch has it
     from torch.distributed._functional_collectives import all_reduce

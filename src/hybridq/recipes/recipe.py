@@ -41,6 +41,7 @@ class Recipe:
         Raises:
             TypeError, ValueError: a custom factory returned something else; the text names
                 the role.
+            NotImplementedError: a recipe class must override this.
         """
         raise NotImplementedError(f"{type(self).__name__}.quantizer: must be overridden")
 
@@ -153,6 +154,12 @@ class CustomRecipe(Recipe):
         )
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
+        """Return what `qfactory(role)` returns.
+
+        Raises:
+            TypeError: it returned something else than a Quantizer.
+            ValueError: it returned None.
+        """
         made: object = self.qfactory(role)
         if isinstance(made, Quantizer):
             return made

@@ -21,6 +21,10 @@ def tensor_factor(buffers: list[torch.Tensor], spec: PlaneSpec) -> torch.Tensor 
 
     One scale per tensor: that scale, `[1]`. Two levels: `amax / (tensor_bound * fmax)`, `[1]`, or
     `[rows]`, one factor per row, if the spec is row-scaled.
+
+    Args:
+        buffers: in the format's order.
+        spec: of the plane.
     """
     fmt = spec.format
     if fmt.is_tensor_scaled:
@@ -78,6 +82,12 @@ def plane_operand(
 
     Neither the tensor's factor nor the inverse transform is applied: `[rows, padded cols]`.
     The flag is True if a non-zero finite value lies outside BF16's normal range.
+
+    Args:
+        buffers: in the format's order.
+        spec: of the plane.
+        rows, cols: the plane's own matrix.
+        dtype: of the result.
     """
     values = _scaled_codes(buffers, spec, rows, cols)
     magnitude = values.abs()

@@ -87,7 +87,12 @@ def code_values(element: Element) -> tuple[float, ...]:
 
 
 def decode_codes(codes: torch.Tensor, element: Element) -> torch.Tensor:
-    """Return the FP32 values of `codes` (uint8, one per byte, any shape)."""
+    """Return the FP32 values of `codes`.
+
+    Args:
+        codes: uint8, one per byte, any shape.
+        element: what they are codes of.
+    """
     table = torch.tensor(code_values(element), dtype=torch.float64, device=codes.device)
     mask = (1 << element.bits) - 1
     return table.to(torch.float32)[codes.to(torch.int64) & mask]
@@ -97,6 +102,10 @@ def pack(codes: torch.Tensor, element: Element) -> torch.Tensor:
     """Return `codes` `[rows, cols]` as stored: two to a byte for 4-bit elements.
 
     The lower index takes the low nibble; an odd tail's high nibble is 0.
+
+    Args:
+        codes: uint8, one per byte.
+        element: what they are codes of.
     """
     if element.codes_per_byte == 1:
         return codes
@@ -106,7 +115,13 @@ def pack(codes: torch.Tensor, element: Element) -> torch.Tensor:
 
 
 def unpack(data: torch.Tensor, element: Element, cols: int) -> torch.Tensor:
-    """Return the codes `[rows, cols]`, one per byte, of stored `data`; inverts `pack`."""
+    """Return the codes `[rows, cols]`, one per byte, of stored `data`; inverts `pack`.
+
+    Args:
+        data: uint8 `[rows, stored bytes]`.
+        element: what it holds codes of.
+        cols: number of codes per row.
+    """
     if element.codes_per_byte == 1:
         return data
     both = torch.stack((data & 15, data >> 4), dim=-1)

@@ -18,7 +18,7 @@ __all__ = ["encode_plane", "tensor_amax"]
 
 
 def tensor_amax(x: torch.Tensor, spec: PlaneSpec) -> torch.Tensor:
-    """Return the FP32 `[1]` maximum of |x|, after the spec's transform if it has one.
+    """Return the FP32 `[1]` maximum of `abs(x)`, after the spec's transform if it has one.
 
     For a row-scaled spec, `[rows]`: the maximum of each row. NaN stays NaN; inf becomes the FP32
     maximum; what is empty has amax 0.
@@ -69,6 +69,9 @@ def encode_plane(
 
     Returns:
         New tensors, shaped as `spec.buffers(*x.shape)` says.
+
+    Raises:
+        ValueError: the spec is stochastic and there is no seed.
     """
     fmt = spec.format
     if fmt.is_identity or fmt.element is None:

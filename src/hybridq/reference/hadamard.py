@@ -45,7 +45,13 @@ def hadamard(x: torch.Tensor, signs: int) -> torch.Tensor:
 
 
 def inverse_hadamard(x: torch.Tensor, signs: int, cols: int) -> torch.Tensor:
-    """Return the FP32 `[rows, cols]` whose transform is x `[rows, 16 * ceil(cols / 16)]`."""
+    """Return the FP32 `[rows, cols]` whose transform is x.
+
+    Args:
+        x: `[rows, 16 * ceil(cols / 16)]`.
+        signs: those of the transform, 16 bits.
+        cols: columns before the transform filled its last group.
+    """
     rows = x.shape[0]
     groups = x.to(torch.float32).reshape(rows, x.shape[1] // HADAMARD_SIZE, HADAMARD_SIZE)
     turned = _butterflies(groups) * _signs(signs, x.device)

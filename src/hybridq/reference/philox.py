@@ -54,7 +54,8 @@ def random_bytes(
     Element (row, k) of the whole tensor's plane takes byte `k % 16` of the draw at counter
     `(k // 16, row, stream, 0)`; byte i is `(word[i // 4] >> 8 * (i % 4)) & 255`.
 
-    Args: as `random_bits`.
+    Args:
+        rows, cols, seed, stream, row0, col0: as `random_bits` takes them.
     """
     return random_bits(rows, cols, seed, stream, row0, col0, bits=8).to(torch.uint8)
 

@@ -82,7 +82,10 @@ def build_storage(
     The storage owns its memory: an identity plane is a copy, so that no later write to x or to
     the storage reaches the other.
 
-    Args: as `encode_pair`.
+    Args:
+        x: `[rows, cols]`.
+        row, col: specs of the planes, or None.
+        row_stat, col_stat, seed, col_source, keep_row: as `encode_pair` takes them.
     """
     row = None if row is None else row.resolve(x.dtype)
     col = None if col is None else col.resolve(x.dtype)

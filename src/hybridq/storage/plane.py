@@ -46,7 +46,15 @@ class Plane:
 
     @staticmethod
     def of(x: torch.Tensor, direction: Direction = ROWWISE) -> Plane:
-        """Return the identity plane of the plain matrix x `[rows, cols]`; shares its memory."""
+        """Return the identity plane of a plain matrix; shares its memory.
+
+        Args:
+            x: `[rows, cols]` float32, bfloat16 or float16.
+            direction: of the plane.
+
+        Raises:
+            SpecError: another dtype.
+        """
         spec = PlaneSpec.parse("identity").resolve(x.dtype)
         data = x if direction == ROWWISE else x.t()
         return Plane(spec, direction, x.shape[0], x.shape[1], {"data": data})
@@ -68,7 +76,7 @@ class Plane:
 
     @property
     def amax(self) -> torch.Tensor | None:
-        """FP32 `[1]` amax of the tensor for two-level formats, or None."""
+        """Two-level formats: FP32 amax, `[1]` of the tensor or one per plane row; else None."""
         return self.buffers.get("amax")
 
     @property

@@ -39,6 +39,12 @@ class TensorStorage:
     """A quantized matrix: a rowwise plane, a columnwise plane, or both.
 
     Buffers that the planes share are one object; `flatten`, `unflatten` and `map` keep it so.
+
+    Args:
+        rowwise, columnwise: the planes, of one logical matrix.
+
+    Raises:
+        PlaneError: both are None.
     """
 
     rowwise: Plane | None
@@ -90,6 +96,9 @@ class TensorStorage:
     def with_usage(self, rowwise: bool, columnwise: bool) -> TensorStorage:
         """Return the storage with just the planes asked for: dropped, kept or derived.
 
+        Args:
+            rowwise, columnwise: whether it has that plane.
+
         Raises:
             PlaneError: a plane is asked for that is neither there nor derivable.
         """
@@ -102,6 +111,9 @@ class TensorStorage:
         """Return rows (axis 0) or columns (axis 1) `[start, stop)` of X as views of the buffers.
 
         A plane whose blocks are cut is left out; None if no plane is left.
+
+        Args:
+            axis, start, stop: of the logical matrix X.
         """
         row, col = (None if p is None else p.part(axis, start, stop) for p in self._pair)
         return None if row is None and col is None else TensorStorage(row, col)
@@ -121,6 +133,10 @@ class TensorStorage:
         """Return the storage of matrices put together along `axis`, copied.
 
         A plane that does not follow from the parts' bytes is left out; None if no plane is left.
+
+        Args:
+            storages: of matrices that fit together.
+            axis: 0: one below the other; 1: side by side.
         """
         copies: dict[int, torch.Tensor] = {}
 
@@ -179,7 +195,13 @@ class TensorStorage:
     def unflatten(
         buffers: Sequence[torch.Tensor], layout: StorageLayout, rows: int, cols: int
     ) -> TensorStorage:
-        """Return the storage of X `[rows, cols]` with these unique buffers; inverts `flatten`."""
+        """Return the storage that `flatten` took apart.
+
+        Args:
+            buffers: the unique buffers, or others of their shapes.
+            layout: where each goes.
+            rows, cols: the logical matrix X.
+        """
         planes: dict[str, Plane] = {}
         for plane in layout:
             own = {

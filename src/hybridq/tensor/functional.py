@@ -147,6 +147,9 @@ def explain(
         device: None: that of the first tensor given, else `"cpu"`.
         dtype: of the high-precision side.
 
+    Raises:
+        ValueError: another operation, or a gemm without two operands.
+
     Example:
         >>> import hybridq
         >>> hybridq.explain("gemm", "mxfp8", "nvfp4").chosen

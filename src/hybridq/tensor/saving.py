@@ -39,7 +39,11 @@ def prepare_for_saving(
 def restore_from_saved(
     entries: Sequence[SavedTensor | None], saved: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Return the tensors that `prepare_for_saving` took apart."""
+    """Return the tensors that `prepare_for_saving` took apart.
+
+    Args:
+        entries, saved: what it returned; `saved` may have gone through autograd.
+    """
     rest: Sequence[Any] = list(saved)
     tensors: list[torch.Tensor | None] = []
     for entry in entries:

@@ -34,7 +34,11 @@ def _tensors(buffers: Buffers, spec: PlaneSpec) -> list[torch.Tensor]:
 
 
 class HybridQAdapter:
-    """hybridq, with one backend forced, or None to let it choose."""
+    """hybridq itself as an adapter; its methods are those of `Adapter`.
+
+    Args:
+        backend: the backend to force; None lets hybridq choose.
+    """
 
     def __init__(self, backend: str | None = None) -> None:
         self.backend = backend
@@ -132,7 +136,11 @@ class HybridQAdapter:
         return torch.ops.hybridq.decode(buffers, text, 1, codes.size, torch.float32)[0].numpy()
 
     def gemm(self, a: Buffers, b: Buffers, case: Case) -> Array:
-        """Return the float32 product of two planes."""
+        """Return the float32 product of two planes.
+
+        Raises:
+            SpecError: the case has no second operand.
+        """
         if case.other is None:
             raise SpecError(f"gemm: {case.id} has no second operand")
         specs = (to_spec(case.spec), to_spec(case.other[0]))
