@@ -381,6 +381,18 @@ def test_overflowing_quotient_is_the_input_types_maximum_per_block(backend):
     assert plane["scale"].item() == 2.0**-127
 
 
+def test_overflowing_quotient_after_a_transform_is_bf16s_maximum(backend):
+    """The transform's result is BF16, whatever came in; here it is x / 4, in the sign's order."""
+    fmt = replace(formats.format("fp8_1x128"), power_of_two=False)
+    spec = PlaneSpec(fmt, signs=0)
+    bf16_max = torch.finfo(torch.bfloat16).max
+    x = torch.zeros(1, 128)
+    x[0, 0] = 2.0**-130
+    plane = check(x, spec, "rowwise")
+    assert plane["scale"].item() == np.float32(1) / np.float32(bf16_max)
+    assert (check(x.t(), spec, "columnwise")["scale"] == plane["scale"]).all()
+
+
 @pytest.mark.parametrize("exponent", range(-149, 128, 3))
 def test_scale_bytes_at_every_exponent(backend, exponent):
     """Block amax just below, at and just above 448 * 2^e: E8M0 goes up one byte above it."""

@@ -15,7 +15,8 @@ import torch
 
 import hybridq
 from hybridq.formats import PlaneSpec, format
-from oracle.bridge import assert_planes_equal, encode_plane, encode_planes, expected
+from oracle import ELEMENTS, cast_nearest
+from oracle.bridge import assert_planes_equal, encode_plane, encode_planes, expected, stat_of
 from oracle.four_over_six import choose
 
 BLOCKS = 160
@@ -97,3 +98,24 @@ def test_a_tie_goes_to_the_six(backend):
         spec = PlaneSpec(format(name), tensor_bound=256.0, four_over_six="mae")
         plane = encode_plane(x, spec)
         assert (plane["data"] == 0x77).all() and (plane["scale"] == 0x78).all()  # 6 and 2^8
+
+
+@pytest.mark.parametrize("bound", [256.0, 448.0])
+@pytest.mark.parametrize("whole", [1.7, 3.1, 1e-3])
+def test_the_base_divides_by_six_first(backend, bound, whole):
+    """Block amax whose base lies halfway between two E4M3 scales, and their FP32 neighbours: there
+    `amax * (s_enc * fp32(1/6))`, which is right without four over six, gives other scales."""
+    e4m3, step = ELEMENTS["e4m3"], np.arange(-3, 4, dtype=np.int32)
+    s_enc = np.float32(bound * 6) / np.float32(whole)
+    middles = (e4m3.magnitudes[1:] + e4m3.magnitudes[:-1]) / 2
+    at = (middles * 6 / s_enc).astype(np.float32)
+    amax = (at.view(np.int32)[:, None] + step).reshape(-1).view(np.float32)
+    amax = amax[amax <= np.float32(whole)]
+    bases = (amax / np.float32(6)) * s_enc, amax * (s_enc * np.float32(1 / 6))
+    assert (cast_nearest(bases[0], e4m3) != cast_nearest(bases[1], e4m3)).any()
+    x = torch.zeros(len(amax), 16)
+    x[:, 5] = torch.from_numpy(amax)
+    for error in ("mae", "mse"):
+        spec = PlaneSpec(format("nvfp4"), tensor_bound=bound, four_over_six=error)
+        got = encode_plane(x, spec, stat=stat_of(whole))
+        assert_planes_equal(got, expected(x, spec, stat=whole), f"{bound} {whole}")

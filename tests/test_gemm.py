@@ -180,6 +180,39 @@ def test_row_factors_that_are_powers_of_two_keep_the_bf16_product() -> None:
     check(hybridq.gemm(a, b, out_dtype=torch.bfloat16), decoded(a), decoded(b))
 
 
+@pytest.mark.parametrize("backend_name", [b.name for b in registry.backends() if "gemm" in b.ops])
+def test_factors_are_applied_one_after_the_other(backend_name: str) -> None:
+    """(0 * 1e35) * 1e35 is 0, where the product of both factors is inf and 0 * inf is NaN."""
+    x = torch.tensor([[0.0], [3e38], [-3e38]]).expand(3, 32)
+    a, b = make(x, "nvfp4"), make(x[:2], "nvfp4")
+    assert float(a.amax) / (448 * 6) > 1e35
+    with hybridq.backend(backend_name):
+        y = hybridq.gemm(a, b, out_dtype=torch.float32)
+    inf = float("inf")
+    assert y.tolist() == [[0.0, 0.0], [0.0, inf], [0.0, -inf]]
+
+
+@pytest.mark.parametrize("backend_name", [b.name for b in registry.backends() if "gemm" in b.ops])
+def test_bias_and_accumulation_come_before_the_rounding(backend_name: str) -> None:
+    """257 - 256 is 1; BF16 has no 257, and 256 - 256 would be 0. No factor asks for FP32 here."""
+    w = torch.full((1, 32), 8.0)
+    w[0, 0] = 9.0
+    a, b = make(torch.ones(1, 32), "mxfp8"), make(w, "mxfp8")
+    with hybridq.backend(backend_name):
+        assert hybridq.gemm(a, b, bias=torch.tensor([-256.0]), out_dtype=torch.bfloat16) == 1
+        out = torch.full((1, 1), -256.0, dtype=torch.bfloat16)
+        assert hybridq.gemm(a, b, out=out, accumulate=True) == 1
+
+
+def test_operands_below_bf16s_normal_range() -> None:
+    """BF16 instructions of CPUs flush 2^-130 to zero; 32 products with 2^120 are 2^-5."""
+    a = make(torch.full((16, 32), 2.0**-130), "mxfp8")
+    b = make(torch.full((16, 32), 2.0**120), "mxfp8")
+    for left, right in ((a, b), (b, a)):
+        y = hybridq.gemm(left, right, out_dtype=torch.bfloat16)
+        assert (y == 2.0**-5).all()
+
+
 def test_row_scaled_operands_share_a_transform() -> None:
     turned = replace(ROWS, signs=DEFAULT_SIGNS)
     a = make(torch.randn(17, 90) * torch.logspace(-6, 6, 17)[:, None], turned)
