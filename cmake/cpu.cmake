@@ -28,7 +28,7 @@ function(add_variant namespace name)
 endfunction()
 
 add_variant(baseline baseline)
-if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+if(HYBRIDQ_X86_VARIANTS AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   add_variant(x86_64_v3 x86-64-v3 -march=x86-64-v3)
   add_variant(x86_64_v4 x86-64-v4 -march=x86-64-v4 -mprefer-vector-width=512)
   target_compile_definitions(hybridq_core PRIVATE HQ_HAVE_X86_VARIANTS=1)

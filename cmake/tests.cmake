@@ -12,7 +12,7 @@ if(HYBRIDQ_BUILD_EXHAUSTIVE)
   target_link_libraries(hybridq_exhaustive_test PRIVATE hybridq_core)
   # The model's arithmetic too must be IEEE's.
   target_compile_options(hybridq_exhaustive_test PRIVATE -O2 -ffp-contract=off)
-  foreach(element e4m3 e5m2 e2m1)
+  foreach(element e4m3 e5m2 e2m1 e3m2 e2m3)
     add_test(NAME exhaustive_${element} COMMAND hybridq_exhaustive_test ${element})
     set_tests_properties(exhaustive_${element} PROPERTIES LABELS exhaustive)
   endforeach()
