@@ -3,7 +3,10 @@
 # make test-slow       the tests that take longer
 # make lint            ruff and mypy
 # make sanitize        the C++ tests under the address and undefined-behaviour sanitizers
-# make exhaustive      every FP32 value through the FP8 and E2M1 casts (minutes)
+# make exhaustive      every FP32 value through the casts, every input through every backend
+#                      (minutes)
+# make mutants         break the rules of docs/numerics.md one at a time in a copy: is each caught?
+#                      (about 20 minutes; MUTANTS=name,name for some)
 # make arm64-check     cross-build for arm64 and run the C++ tests under qemu-user
 # make docs            the documentation, in build/docs/html
 # make wheel           an sdist and the wheel made of it, in dist
@@ -22,6 +25,8 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+# Names, slugs or layers of mutants, as `python -m mutants.run --list` in tests/ prints them.
+MUTANTS ?=
 # One process per core, each with one thread: the tests are many and small.
 PYTEST_JOBS ?= -n auto --maxprocesses=8
 # CUDA code in wheels: OFF, as there are no CUDA kernels yet; ON takes nvcc, and every architecture.
@@ -46,7 +51,7 @@ TOOLS_STAMP := $(VENV)/.installed-build-tools
 WHEEL_STAMP := $(VENV)/.installed-wheel-tools
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-slow lint sanitize exhaustive arm64-check docs wheel wheel-check \
+.PHONY: demo test test-slow lint sanitize exhaustive mutants arm64-check docs wheel wheel-check \
   sdist-check kernels-check clean distclean
 
 demo: $(DEMO_STAMP)
@@ -57,7 +62,7 @@ test: $(DEV_STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" $(PYTEST_JOBS) $(PYTEST_ARGS)
 
 test-slow: $(DEV_STAMP)
-	@$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "slow and not exhaustive" $(PYTEST_ARGS)
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
@@ -82,9 +87,14 @@ sanitize: $(TOOLS_STAMP)
 	  -DHYBRIDQ_SANITIZE=$(UNDEFINED))
 	$(BIN)/ctest --test-dir build/sanitize-undefined --output-on-failure
 
-exhaustive: $(TOOLS_STAMP)
+exhaustive: $(TOOLS_STAMP) $(DEV_STAMP)
 	$(call cmake_core,build/exhaustive,-DHYBRIDQ_BUILD_EXHAUSTIVE=ON)
 	$(BIN)/ctest --test-dir build/exhaustive -L exhaustive --output-on-failure --verbose
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m exhaustive $(PYTEST_JOBS) $(PYTEST_ARGS)
+
+# Builds the copy's core itself, by CMake: pybind11 is there for that.
+mutants: $(TOOLS_STAMP) $(DEV_STAMP)
+	@PYTHONPATH=tests $(BIN)/python -m mutants.run --only "$(MUTANTS)"
 
 # Debian and Ubuntu: apt-get install g++-aarch64-linux-gnu qemu-user
 arm64-check: $(TOOLS_STAMP)
@@ -155,7 +165,7 @@ $(DOCS_STAMP): $(TORCH_STAMP) $(BUILD_INPUTS)
 	@touch $@
 
 $(TOOLS_STAMP): | $(BIN)/python
-	$(PIP) cmake ninja
+	$(PIP) cmake ninja "pybind11>=2.13"
 	@touch $@
 
 $(WHEEL_STAMP): | $(BIN)/python

@@ -1,0 +1,107 @@
+"""Mutants above the kernels: the ops that pair planes, and the product of two planes."""
+
+from __future__ import annotations
+
+from . import rules
+from .record import Mutant, Rule
+
+_PAIRS = (
+    "tests/test_encode.py::test_backend_equals_oracle_for_every_kind[reference-nvfp4-normal]",
+)
+_SOURCE = ("tests/test_encode.py::test_columns_from_the_dequantized_rows",)
+_PLACED = ("tests/test_encode.py::test_backend_equals_oracle",)
+
+
+def _gemm(slug: str, rule: Rule, old: str, new: str, test: str, needs: str = "") -> Mutant:
+    file = "src/hybridq/kernels/backend_torch.py"
+    tests = (f"tests/test_gemm.py::{test}",)
+    return Mutant("gemm", slug, rule, file, old, new, tests, needs)
+
+
+_LOOP = """\
+    for factor, shape in ((left.factor, (-1, 1)), (right.factor, (1, -1))):
+        if factor is not None:
+            product = product * factor.to(product.dtype).view(shape)
+"""
+_AT_ONCE = """\
+    both = torch.ones(1, 1)
+    for factor, shape in ((left.factor, (-1, 1)), (right.factor, (1, -1))):
+        if factor is not None:
+            both = both * factor.view(shape)
+    product = product * both.to(product.dtype)
+"""
+
+PRODUCTS = (
+    Mutant(
+        "ops",
+        "both-planes-draw-alike",
+        rules.STREAMS,
+        "src/hybridq/kernels/ops.py",
+        "    col_stream: int = 1,\n) -> list[torch.Tensor]:\n    _check_matrix",
+        "    col_stream: int = 0,\n) -> list[torch.Tensor]:\n    _check_matrix",
+        _PAIRS,
+    ),
+    Mutant(
+        "ops",
+        "columns-from-unrounded-rows",
+        rules.DEQUANTIZED,
+        "src/hybridq/kernels/ops.py",
+        "seen = decode(buffers, row_spec, *x.shape, x.dtype)",
+        "seen = decode(buffers, row_spec, *x.shape, torch.float32)",
+        _SOURCE,
+    ),
+    Mutant(
+        "ops",
+        "columns-keep-the-rows-offsets",
+        rules.LAYOUT,
+        "src/hybridq/kernels/backend_reference.py",
+        "row0=args.col0,\n            col0=args.row0,",
+        "row0=args.row0,\n            col0=args.col0,",
+        _PLACED,
+    ),
+    _gemm(
+        "a-factor-twice",
+        rules.FACTORS,
+        "((left.factor, (-1, 1)), (right.factor, (1, -1))):",
+        "((left.factor, (-1, 1)), (right.factor, (1, -1)), (right.factor, (1, -1))):",
+        "test_bias_out_and_accumulate",
+    ),
+    _gemm(
+        "factors-at-once",
+        rules.FACTORS_IN_TURN,
+        _LOOP,
+        _AT_ONCE,
+        "test_factors_are_applied_one_after_the_other",
+    ),
+    _gemm(
+        "any-factor-after-rounding",
+        rules.FACTOR_POWER,
+        "in_bf16 = all(_is_power_of_two(factor) for factor in factors)",
+        "in_bf16 = factors is not None",
+        "test_every_pair_of_formats[fp8_e4m3-nvfp4]",
+        needs="bf16",
+    ),
+    _gemm(
+        "bias-after-rounding",
+        rules.ONE_ROUNDING,
+        "only_product = args.bias is None and args.accumulate_into is None",
+        "only_product = True",
+        "test_bias_and_accumulation_come_before_the_rounding",
+        needs="bf16",
+    ),
+    _gemm(
+        "other-signs-are-the-same",
+        rules.UNEQUAL_SIGNS,
+        "keep_turned = a.spec.signs == b.spec.signs",
+        "keep_turned = (a.spec.signs is None) == (b.spec.signs is None)",
+        "test_a_lone_transform_is_turned_back",
+    ),
+    _gemm(
+        "range-flag-ignored",
+        rules.RANGE_LOW,
+        "    if is_outside and dtype == torch.bfloat16:\n",
+        "    is_outside = False\n    if is_outside:\n",
+        "test_operands_below_bf16s_normal_range",
+        needs="bf16",
+    ),
+)
