@@ -152,6 +152,11 @@ def test_stochastic_rounding_for_every_byte(element):
         np.testing.assert_array_equal(got, want)
         negative = cast_stochastic(element, -values, np.uint8(byte))
         np.testing.assert_array_equal(negative, want | sign)
+    # The last byte that stays and the first that moves, of every value.
+    for byte in (np.clip(255 - q, 0, 255), np.clip(256 - q, 0, 255)):
+        want = (index + (q + byte >= 256)).astype(np.uint8)
+        got = cast_stochastic(element, values, byte.astype(np.uint8))
+        np.testing.assert_array_equal(got, want)
 
 
 def test_stochastic_rounding_keeps_codes_and_saturates(element):

@@ -86,6 +86,10 @@ def test_a_square_decides_once_for_both_directions(backend, error):
         derived = t.rowwise.derive()
         for plane in (t.columnwise, alone.columnwise):
             assert torch.equal(plane.data, derived.data) and torch.equal(plane.scale, derived.scale)
+        # Whatever the memory's order is: the rows are those of the matrix.
+        flipped = hybridq.quantize(x.t().contiguous().t(), spec)
+        assert torch.equal(flipped.rowwise.scale, t.rowwise.scale)
+        assert torch.equal(flipped.columnwise.scale, t.columnwise.scale)
         turned = hybridq.quantize(x.t().contiguous(), spec, None)
         differ += int((turned.rowwise.scale != t.columnwise.scale).sum())
     assert differ > 0
