@@ -50,6 +50,35 @@ def test_a_device_without_kernels_falls_to_the_reference_with_reasons():
     assert not torch.cuda.is_initialized()
 
 
+def test_an_architecture_may_be_named():
+    """Every pair of formats, each with its path, its added error and why nothing faster runs."""
+    found = diagnose("sm_90")
+    assert found.device == "cuda sm_90" and found.precision == "auto"
+    routes = {(r.op, r.a, r.b): r for r in found.routes}
+    fold = routes["gemm", "mxfp8", "mxfp8"]
+    assert fold.backend == "fold" and any("added error" in note for note in fold.notes)
+    assert routes["gemm", "fp8_1x128", "fp8_128x128"].backend == "native"
+    assert routes["gemm", "nvfp4", "nvfp4"].backend == "torch"
+    text = str(found)
+    assert "gemm on cuda sm_90, bfloat16, precision auto" in text
+    assert "native cannot: NVFP4: sm_100 and newer, got cuda sm_90" in text
+    exact = diagnose("sm_90", precision="exact")
+    assert {r.backend for r in exact.routes if r.op == "gemm"} == {"torch"}
+    with pytest.raises(ValueError, match="architecture as sm_90"):
+        diagnose("hopper")
+    with pytest.raises(ValueError, match="diagnose: precision must be"):
+        diagnose("cpu", precision="most")
+
+
+def test_the_drivers_gpu_is_the_one_asked_about(tmp_path, monkeypatch):
+    fake_tool(tmp_path, monkeypatch, "echo 'NVIDIA H200, 9.0, 143771 MiB, 570.86.10'")
+    found = diagnose("cuda")
+    assert found.device == "cuda sm_90"
+    assert not torch.cuda.is_initialized()
+    if torch.version.cuda is None:
+        assert diagnose().device == "cpu"  # torch cannot use it
+
+
 def test_a_missing_core_is_said(monkeypatch):
     monkeypatch.setattr(backend_cpu, "core", None)
     monkeypatch.setattr(backend_cpu, "core_error", "No module named 'hybridq._core'")

@@ -219,3 +219,20 @@ def test_undefined_errors_are_said():
     zeros = view_of(torch.zeros(2, 32), "nvfp4").planes[0]
     assert zeros.error.relative == 0.0 and zeros.error.snr_db == math.inf
     assert np.isinf(zeros.scales.log2.numpy()).all()
+
+
+def test_how_much_a_fold_would_change():
+    """Nothing for narrow codes; an MX plane with an outlier per group loses some."""
+    x = torch.randn(200, 256)
+    x[:, ::128] *= 1e3
+    views = {name: hybridq.show(hybridq.quantize(x, name)).planes[0] for name in FOLDS}
+    assert views["nvfp4"].num_folded is None and "fold" not in "".join(views["nvfp4"].lines())
+    assert views["mxfp4"].num_folded == 0
+    spec = views["mxfp8"].plane.spec
+    plane = views["mxfp8"].plane
+    whole = hybridq.kernels.backend_reference.reference.fold_plane(plane.tensors, spec, 200, 256)
+    assert views["mxfp8"].num_folded == whole.changed.item() > 0
+    assert f"fold       {whole.changed.item()} codes would change" in str(views["mxfp8"].lines())
+
+
+FOLDS = ("mxfp8", "mxfp4", "nvfp4")

@@ -13,6 +13,7 @@ from . import formats, kernels, nn, quantizers, recipes, report, tensor
 from ._version import __version__
 from .errors import BackendError, HybridQWarning, PlaneError, RecipeError, SpecError
 from .formats import DEFAULT_SIGNS, Element, Format, PlaneSpec
+from .gemm.prepare import forget, prepare
 from .nn import Linear, convert
 from .quantizers import (
     Float8BlockQuantizer,
@@ -27,7 +28,7 @@ from .quantizers import (
 )
 from .recipes import CustomRecipe, QuantizerRole, Recipe, autocast
 from .report import show
-from .settings import backend
+from .settings import backend, gemm_cache
 from .storage import Plane, TensorStorage
 from .tensor import (
     Explanation,
@@ -40,6 +41,7 @@ from .tensor import (
     QuantizedTensor,
     explain,
     gemm,
+    grouped_gemm,
     prepare_for_saving,
     restore_from_saved,
 )
@@ -80,10 +82,14 @@ __all__ = [
     "backend",
     "convert",
     "explain",
+    "forget",
     "formats",
     "gemm",
+    "gemm_cache",
+    "grouped_gemm",
     "kernels",
     "nn",
+    "prepare",
     "prepare_for_saving",
     "quantize",
     "quantizer",

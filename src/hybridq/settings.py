@@ -3,6 +3,7 @@
 | variable | meaning |
 | --- | --- |
 | `HYBRIDQ_BACKEND` | force one backend (`reference`, `cpu`, `torch`) in the process |
+| `HYBRIDQ_GEMM_CACHE_BYTES` | bytes of decoded, folded or padded operands that are kept; 0: none |
 | `HYBRIDQ_CPU_VARIANT` | force a variant of the CPU core: `baseline`, `x86-64-v3`, `x86-64-v4` |
 
 A `threading.local` and not a ContextVar: dynamo traces and guards the former.
@@ -15,7 +16,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["Settings", "backend", "cpu_variant", "current"]
+__all__ = ["Settings", "backend", "cpu_variant", "current", "gemm_cache", "precision"]
+
+_GEMM_CACHE_NBYTES = 1 << 30
 
 
 class Settings(threading.local):
@@ -24,6 +27,7 @@ class Settings(threading.local):
     Attributes:
         backend: name of the forced backend, or None.
         recipe: the recipe that `hybridq.autocast` set, or None where nothing is quantized.
+        gemm_cache_nbytes: how many bytes of prepared operands all planes may keep together.
         recipe_task: the autograd graph task in which `recipe` was set, -1 outside a backward.
     """
 
@@ -31,6 +35,14 @@ class Settings(threading.local):
         self.backend: str | None = os.environ.get("HYBRIDQ_BACKEND") or None
         self.recipe: object | None = None
         self.recipe_task: int = -1
+        self.gemm_cache_nbytes: int = _cache_nbytes()
+
+
+def _cache_nbytes() -> int:
+    text = os.environ.get("HYBRIDQ_GEMM_CACHE_BYTES") or str(_GEMM_CACHE_NBYTES)
+    if not text.isdecimal():
+        raise ValueError(f"HYBRIDQ_GEMM_CACHE_BYTES: must be a number of bytes, got {text!r}")
+    return int(text)
 
 
 _settings = Settings()
@@ -44,6 +56,41 @@ def current() -> Settings:
 def cpu_variant() -> str | None:
     """Return the CPU core's variant forced by `HYBRIDQ_CPU_VARIANT`, or None."""
     return os.environ.get("HYBRIDQ_CPU_VARIANT") or None
+
+
+def precision() -> str:
+    """Return the precision of GEMMs that name none: that of the recipe in force, else `"auto"`."""
+    return getattr(_settings.recipe, "precision", "auto")
+
+
+@contextmanager
+def gemm_cache(nbytes: int) -> Iterator[None]:
+    """Limit what GEMMs keep of their operands, for the calling thread; 0 keeps nothing.
+
+    A plane that enters several GEMMs unchanged (a weight over the micro-batches of a step) is
+    decoded, folded or padded once and kept until it is written. The limit holds for all planes of
+    the process together; what was used longest ago is dropped first.
+
+    Args:
+        nbytes: the limit in bytes; 1 GiB unless `HYBRIDQ_GEMM_CACHE_BYTES` says otherwise.
+
+    Raises:
+        ValueError: `nbytes` is negative or no integer.
+
+    Example:
+        >>> import torch, hybridq
+        >>> w = hybridq.quantize(torch.ones(64, 64), "mxfp8")
+        >>> with hybridq.gemm_cache(0):
+        ...     y = hybridq.gemm(torch.ones(4, 64), w)
+    """
+    if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 0:
+        raise ValueError(f"gemm_cache: nbytes must be an integer of at least 0, got {nbytes!r}")
+    previous = _settings.gemm_cache_nbytes
+    _settings.gemm_cache_nbytes = nbytes
+    try:
+        yield
+    finally:
+        _settings.gemm_cache_nbytes = previous
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Annotated
 import torch
 import typer
 
+from ..kernels import PRECISIONS
 from ..report import diagnose
 from .tables import print_json, print_tables
 
@@ -15,21 +16,30 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 def doctor(
     device: Annotated[
-        str, typer.Option(help="Device whose backends are asked about; it need not be there.")
-    ] = "cpu",
+        str | None,
+        typer.Option(
+            help="Device whose backends are asked about, or an architecture as sm_90; it need not "
+            "be there. The GPU if there is one, unless given."
+        ),
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help=f"High-precision dtype: {', '.join(_DTYPES)}.")
     ] = _DTYPES[0],
+    precision: Annotated[
+        str, typer.Option(help=f"Precision of GEMMs: {', '.join(PRECISIONS)}.")
+    ] = PRECISIONS[0],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Say what is installed, what the machine has, and which backend runs each operation."""
     if dtype not in _DTYPES:
         raise typer.BadParameter(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    if precision not in PRECISIONS:
+        names = ", ".join(PRECISIONS)
+        raise typer.BadParameter(f"precision must be one of {names}, got {precision!r}")
     try:
-        kind = torch.device(device)
-    except RuntimeError as error:
-        raise typer.BadParameter(f"device must be a device of torch, got {device!r}") from error
-    found = diagnose(kind, getattr(torch, dtype))
+        found = diagnose(device, getattr(torch, dtype), precision)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     if as_json:
         print_json(found.as_dict())
     else:

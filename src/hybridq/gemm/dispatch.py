@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from .. import settings
+from ..kernels import check_precision
+from ..kernels.ops import run_gemm
+from ..kernels.types import GemmArgs
 from ..storage import Plane
+from .prepare import operand_of, runs_directly
 
 __all__ = ["gemm_planes"]
 
@@ -17,6 +22,7 @@ def gemm_planes(
     out: torch.Tensor | None = None,
     accumulate: bool = False,
     out_dtype: torch.dtype | None = None,
+    precision: str | None = None,
 ) -> torch.Tensor:
     """Return `a @ b.T (+ bias)`, or write it into `out`, or add it to `out`.
 
@@ -27,12 +33,16 @@ def gemm_planes(
         out: `[M, N]`, floating point, or None.
         accumulate: add to `out` instead of overwriting it.
         out_dtype: dtype of the result; None: that of `out`, else BF16.
+        precision: `"exact"`: operands exact, accumulation in FP32; `"fast"`: FP8 tensor cores may
+            be used where their added error is below the rounding of a BF16 result; `"auto"`: the
+            fastest of both; None: that of the recipe in force, else `"auto"`.
 
     Returns:
-        `[M, N]`; `out` itself if given. Operands are exact, accumulation is FP32.
+        `[M, N]`; `out` itself if given.
 
     Raises:
-        ValueError: the contraction lengths, devices, bias or out do not fit.
+        ValueError: the contraction lengths, devices, bias or out do not fit, or `precision` is
+            unknown.
         TypeError: a dtype is not float32, bfloat16 or float16.
     """
     (m, k), (n, other) = a.matrix, b.matrix
@@ -50,19 +60,27 @@ def gemm_planes(
         raise ValueError(
             f"gemm: bias must be floating point [{n}], got {bias.dtype} {tuple(bias.shape)}"
         )
-    operands = (a.tensors, a.spec.text, m, b.tensors, b.spec.text, n, k, bias)
+    chosen = check_precision(precision or settings.precision(), "gemm")
     if out is None:
         if accumulate:
             raise ValueError("gemm: accumulate needs out, got None")
         dtype = out_dtype or torch.bfloat16
-        _check_dtype(dtype)
-        return torch.ops.hybridq.gemm(*operands, out_dtype=dtype)
-    _check_dtype(out.dtype)
-    if tuple(out.shape) != (m, n):
-        raise ValueError(f"gemm: out must be [{m}, {n}], got {tuple(out.shape)}")
-    if out_dtype is not None and out_dtype != out.dtype:
-        raise TypeError(f"gemm: out_dtype must be out's {out.dtype}, got {out_dtype}")
-    torch.ops.hybridq.gemm_(out, *operands, accumulate=accumulate)
+    else:
+        dtype = out.dtype
+        if tuple(out.shape) != (m, n):
+            raise ValueError(f"gemm: out must be [{m}, {n}], got {tuple(out.shape)}")
+        if out_dtype is not None and out_dtype != dtype:
+            raise TypeError(f"gemm: out_dtype must be out's {dtype}, got {out_dtype}")
+    _check_dtype(dtype)
+    others = [tensor for tensor in (bias, out) if tensor is not None]
+    if runs_directly([*a.tensors, *b.tensors, *others]):
+        into = out if accumulate else None
+        made = run_gemm(operand_of(a), operand_of(b), GemmArgs(bias, into, dtype, chosen))
+        return made if out is None else out.copy_(made)
+    operands = (a.tensors, a.spec.text, m, b.tensors, b.spec.text, n, k, bias)
+    if out is None:
+        return torch.ops.hybridq.gemm(*operands, out_dtype=dtype, precision=chosen)
+    torch.ops.hybridq.gemm_(out, *operands, accumulate=accumulate, precision=chosen)
     return out
 
 

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
-from . import backend_cpu, backend_reference, backend_torch, derivatives, ops
+from . import (
+    backend_cpu,
+    backend_fold,
+    backend_native,
+    backend_reference,
+    backend_torch,
+    derivatives,
+    ops,
+    ops_grouped,
+)
+from .device import Chip, chip_of, described
+from .kept import Kept, kept_nbytes
+from .precision import PRECISIONS, check_precision
 from .registry import Backend, Call, Choice, backends, candidates, register_backend, select
+from .triton import backend as backend_triton
 
 __all__ = [
+    "PRECISIONS",
     "Backend",
     "Call",
+    "Chip",
     "Choice",
+    "Kept",
     "backend_cpu",
+    "backend_fold",
+    "backend_native",
     "backend_reference",
     "backend_torch",
+    "backend_triton",
     "backends",
     "candidates",
+    "check_precision",
+    "chip_of",
     "derivatives",
+    "described",
+    "kept_nbytes",
     "ops",
+    "ops_grouped",
     "register_backend",
     "select",
 ]

@@ -165,7 +165,12 @@ def _decode(
 
 
 def _operand(
-    buffers: list[torch.Tensor], spec: PlaneSpec, rows: int, cols: int, dtype: torch.dtype
+    buffers: list[torch.Tensor],
+    spec: PlaneSpec,
+    rows: int,
+    cols: int,
+    dtype: torch.dtype,
+    asks_range: bool = True,
 ) -> tuple[torch.Tensor, bool]:
     return _run_decode(buffers, spec, rows, cols, dtype, True)
 

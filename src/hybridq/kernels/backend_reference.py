@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .. import reference
 from ..formats import ELEMENTS, PlaneSpec
+from .grouped import group_ends, keeps_turned, one_of, token_slices
+from .native_layout import swizzle
 from .registry import Backend, Call, register_backend
-from .types import EncodeArgs, GemmArgs, Operand
+from .types import EncodeArgs, GemmArgs, GroupedArgs, GroupedOperand, Operand
 
 __all__ = ["REFERENCE"]
 
@@ -53,9 +57,14 @@ def _decode(
 
 
 def _operand(
-    buffers: list[torch.Tensor], spec: PlaneSpec, rows: int, cols: int, dtype: torch.dtype
+    buffers: list[torch.Tensor],
+    spec: PlaneSpec,
+    rows: int,
+    cols: int,
+    dtype: torch.dtype,
+    asks_range: bool = True,
 ) -> tuple[torch.Tensor, bool]:
-    return reference.plane_operand(buffers, spec, rows, cols, dtype)
+    return reference.plane_operand(buffers, spec, rows, cols, dtype, asks_range)
 
 
 def _transpose(data: torch.Tensor, rows: int, cols: int, bits: int) -> torch.Tensor:
@@ -65,27 +74,52 @@ def _transpose(data: torch.Tensor, rows: int, cols: int, bits: int) -> torch.Ten
     return reference.pack(reference.unpack(data, nibble, cols).t(), nibble).contiguous()
 
 
+def _wide(operand: Operand, keep_turned: bool) -> torch.Tensor:
+    """Return the operand's FP64 values; `keep_turned` leaves a transform in."""
+    buffers, spec, shape = operand.buffers, operand.spec, (operand.rows, operand.cols)
+    if not keep_turned:
+        return reference.decode_plane(buffers, spec, *shape, torch.float32).to(torch.float64)
+    matrix, _ = reference.plane_operand(buffers, spec, *shape, torch.float32, False)
+    factor = reference.tensor_factor(buffers, spec)
+    wide = matrix.to(torch.float64)
+    return wide if factor is None else wide * factor.double()[:, None]
+
+
 def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
-    shared = a.spec.signs if a.spec.signs == b.spec.signs else None
-    both = []
-    for operand in (a, b):
-        if shared is None:
-            both.append(
-                reference.decode_plane(
-                    operand.buffers, operand.spec, operand.rows, operand.cols, torch.float32
-                ).to(torch.float64)
-            )
-            continue
-        # Both are turned alike, and the turn cancels in the product.
-        matrix, _ = reference.plane_operand(
-            operand.buffers, operand.spec, operand.rows, operand.cols, torch.float32
-        )
-        factor = reference.tensor_factor(operand.buffers, operand.spec)
-        wide = matrix.to(torch.float64)
-        both.append(wide if factor is None else wide * factor.double()[:, None])
+    # Both turned alike: the turn cancels in the product.
+    keep = a.spec.signs is not None and a.spec.signs == b.spec.signs
+    left, right = _wide(a, keep), _wide(b, keep)
     return reference.gemm(
-        both[0], both[1], bias=args.bias, out=args.accumulate_into, out_dtype=args.out_dtype
+        left, right, bias=args.bias, out=args.accumulate_into, out_dtype=args.out_dtype
     )
+
+
+def _grouped_gemm(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> torch.Tensor:
+    """Each group by itself in FP64; reads the offsets."""
+    ends = group_ends(args).tolist()
+    into = args.accumulate_into
+    keep = a.spec.signs is not None and keeps_turned(a, b)
+
+    def product(left: torch.Tensor, right: torch.Tensor, group: int, own: Any) -> torch.Tensor:
+        bias = None if args.bias is None else args.bias[group]
+        return reference.gemm(left, right, bias=bias, out=own, out_dtype=args.out_dtype)
+
+    left = _wide(Operand(a.buffers, a.spec, a.rows, a.cols), keep)
+    if b.is_stack:
+        shape = (a.rows, b.rows)
+        out = left.new_zeros(shape, dtype=args.out_dtype) if into is None else into.clone()
+        for group, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+            own = None if into is None else into[begin:end]
+            right = _wide(one_of(b, group), keep)
+            out[begin:end] = product(left[begin:end], right, group, own)
+        return out
+    right = _wide(Operand(b.buffers, b.spec, b.rows, b.cols), keep)
+    first, second = (token_slices(one, args, keep) for one in (a, b))
+    out = left.new_zeros((len(ends), a.rows, b.rows), dtype=args.out_dtype)
+    for group, (one, two) in enumerate(zip(first, second, strict=True)):
+        own = None if into is None else into[group]
+        out[group] = product(left[:, one[0] : one[1]], right[:, two[0] : two[1]], group, own)
+    return out
 
 
 #: The backend that runs everything, in plain PyTorch.
@@ -100,7 +134,10 @@ REFERENCE = register_backend(
             "amax": reference.tensor_amax,
             "transpose": _transpose,
             "round_stochastic": reference.round_stochastic,
+            "fold": reference.fold_plane,
+            "swizzle": swizzle,
             "gemm": _gemm,
+            "grouped_gemm": _grouped_gemm,
         },
         is_native=False,
     )

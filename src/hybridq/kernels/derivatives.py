@@ -12,10 +12,12 @@ import torch
 
 from .ops import LIBRARY
 
-__all__: list[str] = []
+__all__ = ["refuse"]
 
 
-def _refuse(name: str) -> Any:
+def refuse(name: str) -> Any:
+    """Return a backward that says that the operator `name` has none."""
+
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(
             f"{name}: has no derivative; quantize through a Quantizer (straight-through "
@@ -58,4 +60,4 @@ torch.library.register_autograd(
     "hybridq::gemm", _gemm_backward, setup_context=_gemm_setup, lib=LIBRARY
 )
 for _name in ("encode", "amax", "decode", "transpose", "bias_grad", "round_stochastic"):
-    torch.library.register_autograd(f"hybridq::{_name}", _refuse(f"hybridq::{_name}"), lib=LIBRARY)
+    torch.library.register_autograd(f"hybridq::{_name}", refuse(f"hybridq::{_name}"), lib=LIBRARY)

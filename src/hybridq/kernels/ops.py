@@ -6,6 +6,7 @@ Every operation returns new tensors; sharing and identity are made above, in `st
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ import torch
 from ..direction import COLUMNWISE, DIRECTIONS
 from ..errors import SpecError
 from ..formats import BufferSpec, PlaneSpec
+from .device import chip_of
+from .precision import check_precision
 from .registry import Call, select
 from .types import EncodeArgs, GemmArgs, Operand
 
-__all__ = ["HIGH_PRECISION", "LIBRARY"]
+__all__ = ["HIGH_PRECISION", "LIBRARY", "run_gemm"]
 
 #: The operators `torch.ops.hybridq.*`; their arguments are stated in this module.
 LIBRARY = torch.library.Library("hybridq", "DEF")
@@ -33,9 +36,12 @@ _AMAX = "amax(Tensor x, str spec, str direction) -> Tensor"
 _DECODE = "decode(Tensor[] buffers, str spec, SymInt rows, SymInt cols, ScalarType dtype) -> Tensor"
 _TRANSPOSE = "transpose(Tensor data, SymInt rows, SymInt cols, int bits) -> Tensor"
 _OPERANDS = "Tensor[] a, str a_spec, SymInt a_rows, Tensor[] b, str b_spec, SymInt b_rows, SymInt k"
-_GEMM = f"gemm({_OPERANDS}, Tensor? bias=None, *, ScalarType out_dtype) -> Tensor"
+_GEMM = (
+    f"gemm({_OPERANDS}, Tensor? bias=None, *, ScalarType out_dtype, str precision='auto') -> Tensor"
+)
 _GEMM_INTO = (
-    f"gemm_(Tensor(out!) out, {_OPERANDS}, Tensor? bias=None, *, bool accumulate=False) -> ()"
+    f"gemm_(Tensor(out!) out, {_OPERANDS}, Tensor? bias=None, *, bool accumulate=False, "
+    "str precision='auto') -> ()"
 )
 
 # The sum over tokens, as an operation of its own: a compiler that generates the loop itself adds in
@@ -267,7 +273,7 @@ def _transpose_fake(data: torch.Tensor, rows: int, cols: int, bits: int) -> torc
     return data.new_empty((cols, -(-rows // 2) if bits == 4 else rows))
 
 
-def _run_gemm(
+def _operand_pair(
     a: list[torch.Tensor],
     a_spec: str,
     a_rows: int,
@@ -275,27 +281,55 @@ def _run_gemm(
     b_spec: str,
     b_rows: int,
     k: int,
-    bias: torch.Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-    accumulate_into: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> tuple[Operand, Operand]:
     left = Operand(a, PlaneSpec.parse(a_spec), a_rows, k)
-    right = Operand(b, PlaneSpec.parse(b_spec), b_rows, k)
+    return left, Operand(b, PlaneSpec.parse(b_spec), b_rows, k)
+
+
+def run_gemm(
+    left: Operand,
+    right: Operand,
+    args: GemmArgs,
+    sizes: tuple[int, int, int] | None = None,
+) -> torch.Tensor:
+    """Return `left @ right.T`, with what `args` says of the rest: what the operators run.
+
+    Callers that have a plane's `Kept` come here, past torch's dispatcher.
+
+    Args:
+        left, right: the operands.
+        args: the rest.
+        sizes: (M, N, K) that the backend is chosen for; None: those of the operands.
+
+    Raises:
+        ValueError: buffers are not those of a plane, or tensors are on several devices.
+        BackendError: no backend can run it.
+    """
+    a, b = left.buffers, right.buffers
     for operand in (left, right):
-        _check_buffers(operand.buffers, operand.spec, operand.rows, k, "gemm")
-    for tensor in (b[0], bias, accumulate_into):
+        _check_buffers(operand.buffers, operand.spec, operand.rows, operand.cols, "gemm")
+    for tensor in (b[0], args.bias, args.accumulate_into):
         if tensor is not None and tensor.device != a[0].device:
             raise ValueError(
                 f"gemm: all tensors must be on one device, got {a[0].device} and {tensor.device}"
             )
-    args = GemmArgs(bias, accumulate_into, out_dtype)
-    call = Call("gemm", a[0].device.type, out_dtype, left.spec, right.spec)
+    check_precision(args.precision, "gemm")
+    device, chip = a[0].device, None
+    if device.type == "cpu":
+        sizes = None  # there is one way on a CPU, whatever the sizes; a GPU has several
+    else:
+        sizes, chip = sizes or (left.rows, right.rows, left.cols), chip_of(device)
+        args = replace(args, chip=chip)
+    call = Call(
+        "gemm", device.type, args.out_dtype, left.spec, right.spec, args.precision, sizes, chip
+    )
     return select(call).ops["gemm"](left, right, args)
 
 
-def _gemm(*operands: Any, out_dtype: torch.dtype) -> torch.Tensor:
-    return _run_gemm(*operands, out_dtype=out_dtype)
+def _gemm(*operands: Any, out_dtype: torch.dtype, precision: str = "auto") -> torch.Tensor:
+    bias = operands[7] if len(operands) > 7 else None
+    args = GemmArgs(bias, None, out_dtype, precision)
+    return run_gemm(*_operand_pair(*operands[:7]), args)
 
 
 def _gemm_fake(
@@ -307,17 +341,24 @@ def _gemm_fake(
     b_rows: int,
     *_: object,
     out_dtype: torch.dtype,
+    precision: str = "auto",
 ) -> torch.Tensor:
+    check_precision(precision, "gemm")
     return a[0].new_empty((a_rows, b_rows), dtype=out_dtype)
 
 
-def _gemm_into(out: torch.Tensor, *operands: Any, accumulate: bool = False) -> None:
-    into = out if accumulate else None
-    out.copy_(_run_gemm(*operands, out_dtype=out.dtype, accumulate_into=into))
+def _gemm_into(
+    out: torch.Tensor, *operands: Any, accumulate: bool = False, precision: str = "auto"
+) -> None:
+    bias = operands[7] if len(operands) > 7 else None
+    args = GemmArgs(bias, out if accumulate else None, out.dtype, precision)
+    out.copy_(run_gemm(*_operand_pair(*operands[:7]), args))
 
 
-def _gemm_into_fake(out: torch.Tensor, *operands: Any, accumulate: bool = False) -> None:
-    return None
+def _gemm_into_fake(
+    out: torch.Tensor, *operands: Any, accumulate: bool = False, precision: str = "auto"
+) -> None:
+    check_precision(precision, "gemm")
 
 
 def _amax_fake(x: torch.Tensor, spec: str, direction: str) -> torch.Tensor:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from .. import settings
 from ..errors import BackendError, warn_once
 from ..formats import PlaneSpec
+from .device import Chip
 
 __all__ = ["Backend", "Call", "Choice", "backends", "candidates", "register_backend", "select"]
 
@@ -25,11 +26,15 @@ class Call:
     """What a backend must know to say whether it can run an operation.
 
     Args:
-        op: `"encode"`, `"decode"`, `"amax"`, `"transpose"` or `"gemm"`.
+        op: `"encode"`, `"decode"`, `"amax"`, `"transpose"`, `"gemm"`, `"grouped_gemm"`, ...
         device: type of the tensors' device, `"cpu"`, `"cuda"`, ...
         dtype: dtype of the high-precision side: input of encode, output of decode and gemm.
         row: spec of the first plane (of operand a), or None.
         col: spec of the second plane (of operand b), or None.
+        precision: of a GEMM: `"auto"`, `"exact"` or `"fast"`.
+        sizes: (M, N, K) of a GEMM, or None where they are not known.
+        chip: the device in more detail, or None where the kind is all that is known.
+        is_alone: of a GEMM: neither a bias nor an accumulation follows the product.
     """
 
     op: str
@@ -37,6 +42,10 @@ class Call:
     dtype: torch.dtype
     row: PlaneSpec | None = None
     col: PlaneSpec | None = None
+    precision: str = "auto"
+    sizes: tuple[int, int, int] | None = None
+    chip: Chip | None = None
+    is_alone: bool = True
 
 
 @dataclass(frozen=True)
@@ -48,12 +57,14 @@ class Backend:
         supports: returns None or the reason why a call cannot run here.
         ops: operation name to function.
         is_native: False for the plain PyTorch reference, which is always the last resort.
+        notes: returns how a call that it can run is run, one line each, for `explain`.
     """
 
     name: str
     supports: Callable[[Call], str | None]
     ops: dict[str, Callable[..., Any]] = field(default_factory=dict, hash=False)
     is_native: bool = True
+    notes: Callable[[Call], tuple[str, ...]] | None = field(default=None, hash=False)
 
     def reason(self, call: Call) -> str | None:
         """Return None if this backend can run `call`, else why not."""
@@ -78,8 +89,13 @@ class Choice:
 _backends: dict[str, Backend] = {}
 
 
+#: The order in which backends are asked: the fastest way first. Others come after these, in the
+#: order of registration, and the reference is always last.
+_ORDER: Final = ("cuda", "cpu", "native", "triton", "fold", "torch")
+
+
 def register_backend(backend: Backend) -> Backend:
-    """Add `backend`; native ones are asked in the order of registration, the rest after."""
+    """Add `backend`."""
     _backends[backend.name] = backend
     _select.cache_clear()
     return backend
@@ -87,7 +103,12 @@ def register_backend(backend: Backend) -> Backend:
 
 def backends() -> tuple[Backend, ...]:
     """Return all backends in the order in which they are asked."""
-    return tuple(sorted(_backends.values(), key=lambda backend: not backend.is_native))
+    return tuple(sorted(_backends.values(), key=_place))
+
+
+def _place(backend: Backend) -> tuple[bool, int]:
+    known = backend.name in _ORDER
+    return not backend.is_native, _ORDER.index(backend.name) if known else len(_ORDER)
 
 
 def candidates(call: Call) -> tuple[Choice, ...]:

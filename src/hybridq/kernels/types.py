@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from ..formats import PlaneSpec
+from .device import Chip
+from .kept import Kept
 
-__all__ = ["EncodeArgs", "GemmArgs", "Operand"]
+__all__ = ["EncodeArgs", "GemmArgs", "GroupedArgs", "GroupedOperand", "Operand"]
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,20 @@ class EncodeArgs:
 
 @dataclass(frozen=True)
 class Operand:
-    """One plane as a GEMM operand: its own matrix is `[rows, cols]`, contracted over cols."""
+    """One plane as a GEMM operand: its own matrix is `[rows, cols]`, contracted over cols.
+
+    Args:
+        buffers: the plane's buffers in the format's order.
+        spec: its spec.
+        rows, cols: its own matrix.
+        kept: what earlier GEMMs have made of this plane, or None where nothing may be kept.
+    """
 
     buffers: list[torch.Tensor]
     spec: PlaneSpec
     rows: int
     cols: int
+    kept: Kept | None = None
 
 
 @dataclass(frozen=True)
@@ -50,8 +60,54 @@ class GemmArgs:
         bias: `[N]` or None.
         accumulate_into: `[M, N]` that is added to the product, or None.
         out_dtype: dtype of the result.
+        precision: `"auto"`, `"exact"` or `"fast"`.
+        chip: where the operands are, or None where the kind of device is all that matters.
     """
 
+    bias: torch.Tensor | None
+    accumulate_into: torch.Tensor | None
+    out_dtype: torch.dtype
+    precision: str = "auto"
+    chip: Chip | None = None
+
+
+@dataclass(frozen=True)
+class GroupedOperand:
+    """One operand of a grouped GEMM: a plane that all groups share, or a stack of their own.
+
+    Args:
+        buffers: the plane's buffers in the format's order; of a stack each has a leading `[G]`.
+        spec: its spec.
+        rows, cols: the plane's own matrix, of one group if it is a stack.
+        is_stack: one plane per group instead of one for all.
+        is_padded: its columns are tokens at padded offsets (see `ragged`).
+    """
+
+    buffers: list[torch.Tensor]
+    spec: PlaneSpec
+    rows: int
+    cols: int
+    is_stack: bool = False
+    is_padded: bool = False
+
+
+@dataclass(frozen=True)
+class GroupedArgs:
+    """What grouped_gemm takes beside the operands.
+
+    Args:
+        offsets: int32 `[G]` on the device: where each group of tokens ends.
+        tokens: how many tokens there are, those of no group included.
+        padded: int32 `[G + 1]`: where each group begins in a padded operand, and the end; None
+            where no operand is padded.
+        bias: `[G, N]` or None; only with a stack.
+        accumulate_into: of the result's shape, added to it, or None.
+        out_dtype: dtype of the result.
+    """
+
+    offsets: torch.Tensor
+    tokens: int
+    padded: torch.Tensor | None
     bias: torch.Tensor | None
     accumulate_into: torch.Tensor | None
     out_dtype: torch.dtype

@@ -92,6 +92,7 @@ def _forward(
         x.shape[1],
         bias=bias,
         out_dtype=x.dtype,
+        precision=plan.precision,
     )
     return y, x_col, w_col
 
@@ -174,6 +175,7 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
                 in_features,
                 out_features,
                 out_dtype=dy.dtype,
+                precision=plan.precision,
             )
         if w_needed:
             dw = gemm(
@@ -185,6 +187,7 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
                 in_features,
                 rows,
                 out_dtype=dy.dtype,
+                precision=plan.precision,
             )
         if bias_needed:
             dbias = torch.ops.hybridq.bias_grad(dy)

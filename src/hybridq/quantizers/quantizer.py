@@ -11,8 +11,7 @@ import torch
 
 from ..errors import PlaneError, SpecError
 from ..formats import PlaneSpec
-from ..storage import TensorStorage, build_storage
-from ..storage.plane import Plane
+from ..storage import Plane, TensorStorage, build_storage, overwrite
 from ..tensor import QuantizedTensor, is_flat, is_quantized, matrix_shape
 from ..tensor.in_graph import parses_quantizers
 from .statistics import statistics
@@ -377,7 +376,9 @@ def _overwrite(old: Plane | None, new: Plane | None) -> None:
             f"makes {new.spec if new else 'none'}"
         )
     for name, buffer in old.buffers.items():
-        buffer.copy_(new.buffers[name])
+        overwrite(buffer, new.buffers[name])
+    if old.kept is not None:
+        old.kept.forget()
 
 
 class _Quantize(torch.autograd.Function):

@@ -3,7 +3,7 @@
 Example:
     >>> import hybridq
     >>> hybridq.recipes.get("mxfp8")
-    MXFP8BlockScaling(fp8_format=FloatFormat.E4M3, enable_2d_quantization=False)
+    MXFP8BlockScaling(fp8_format=FloatFormat.E4M3, enable_2d_quantization=False, precision='auto')
 """
 
 from __future__ import annotations

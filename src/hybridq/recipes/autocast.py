@@ -12,7 +12,7 @@ import torch
 from .. import settings
 from .builtin import MXFP8BlockScaling
 from .named import get
-from .recipe import Recipe
+from .recipe import Recipe, recipe_by_key
 from .replay import install
 
 __all__ = ["autocast", "default_recipe", "is_recomputing"]
@@ -39,6 +39,18 @@ def is_recomputing() -> bool:
     return task != -1 and task != settings.current().recipe_task
 
 
+def _forced(key: str, precision: str) -> Recipe:
+    """Return the live recipe of that key with another precision; takes texts for dynamo's sake.
+
+    Dynamo runs it while it traces the caller and guards the texts, as with `plan_by_key`: it could
+    not trace the making of a recipe.
+    """
+    return recipe_by_key(key).with_precision(precision)
+
+
+_forced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class autocast:
     """Context manager and decorator: modules of hybridq inside it compute under `recipe`.
 
@@ -46,13 +58,14 @@ class autocast:
         enabled: False turns quantization off inside, also within another `autocast`.
         recipe: a Recipe, or the name of one (`hybridq.recipes.names()`); None takes
             `default_recipe()`.
+        precision: of the GEMMs inside, `"auto"`, `"exact"` or `"fast"`; None: the recipe's own.
 
     Settings belong to the calling thread, nest, and are restored however the block is left. A
     backward needs no `autocast`: it uses the recipe of its forward, recomputation included.
 
     Raises:
         TypeError: `recipe` is no recipe, or `enabled` is no bool.
-        ValueError: unknown name.
+        ValueError: unknown name or precision.
 
     Example:
         >>> import torch, hybridq
@@ -62,10 +75,18 @@ class autocast:
         >>> y.sum().backward()
     """
 
-    def __init__(self, enabled: bool = True, recipe: Recipe | str | None = None) -> None:
+    def __init__(
+        self,
+        enabled: bool = True,
+        recipe: Recipe | str | None = None,
+        *,
+        precision: str | None = None,
+    ) -> None:
         if not isinstance(enabled, bool):
             raise TypeError(f"autocast: enabled must be a bool, got {type(enabled).__name__}")
         chosen = default_recipe() if recipe is None else get(recipe)
+        if precision is not None:
+            chosen = _forced(chosen.key, precision)
         self.enabled = enabled
         self.recipe = chosen
         self._previous: list[tuple[object | None, int]] = []

@@ -39,6 +39,7 @@ class Plan(NamedTuple):
         input, weight, grad_output: the three slots.
         is_stochastic: some plane is rounded stochastically: the module draws a seed per call.
         is_plain: no slot changes anything: the module is `nn.Linear`.
+        precision: of the three GEMMs.
     """
 
     input: SlotPlan
@@ -46,6 +47,7 @@ class Plan(NamedTuple):
     grad_output: SlotPlan
     is_stochastic: bool
     is_plain: bool
+    precision: str = "auto"
 
 
 def _slot_plan(quantizer: Quantizer) -> SlotPlan:
@@ -87,6 +89,7 @@ def bind(recipe: Recipe, name: str = "", module_type: str = LINEAR) -> Plan:
         grad_output=slots[2],
         is_stochastic=any(quantizer.is_stochastic for quantizer in quantizers.values()),
         is_plain=all(slot.row.is_plain and slot.col.is_plain for slot in slots),
+        precision=recipe.precision,
     )
 
 

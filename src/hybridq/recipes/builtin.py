@@ -6,7 +6,7 @@ silently without effect.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
@@ -72,6 +72,7 @@ class Float8CurrentScaling(_Float8Recipe):
         use_power_2_scales: round scales down to powers of two.
         fp8_format: `HYBRID` (E4M3 forward, E5M2 for gradients) or `E4M3`; a FloatFormat, its name,
             or any enumeration member of that name.
+        precision: of the GEMMs, `"auto"`, `"exact"` or `"fast"`.
 
     Raises:
         ValueError: unknown `fp8_format`.
@@ -79,6 +80,7 @@ class Float8CurrentScaling(_Float8Recipe):
 
     use_power_2_scales: bool = False
     fp8_format: FloatFormat | str = FloatFormat.HYBRID
+    precision: str = field(default="auto", kw_only=True)
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         return Float8CurrentScalingQuantizer(
@@ -97,6 +99,7 @@ class Float8BlockScaling(_Float8Recipe):
         x_block_scaling_dim: 1 for 1x128 blocks of inputs, 2 for 128x128.
         w_block_scaling_dim: the same for weights.
         grad_block_scaling_dim: the same for gradients.
+        precision: of the GEMMs, `"auto"`, `"exact"` or `"fast"`.
 
     Raises:
         ValueError: unknown `fp8_format`, or a dim that is neither 1 nor 2.
@@ -107,6 +110,7 @@ class Float8BlockScaling(_Float8Recipe):
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
+    precision: str = field(default="auto", kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim"):
@@ -138,6 +142,7 @@ class MXFP8BlockScaling(_Float8Recipe):
     Args:
         fp8_format: `E4M3` or `HYBRID` (gradients in E5M2).
         enable_2d_quantization: 32x32 blocks for weights: one plane serves both directions.
+        precision: of the GEMMs, `"auto"`, `"exact"` or `"fast"`.
 
     Raises:
         ValueError: unknown `fp8_format`.
@@ -145,6 +150,7 @@ class MXFP8BlockScaling(_Float8Recipe):
 
     fp8_format: FloatFormat | str = FloatFormat.E4M3
     enable_2d_quantization: bool = False
+    precision: str = field(default="auto", kw_only=True)
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         return MXFP8Quantizer(
@@ -170,6 +176,7 @@ class NVFP4BlockScaling(Recipe):
             blocks take the better of two scales; gradients never do.
         nvfp4_4over6_e4m3_use_256: of those, which have block scales up to 256 instead of 448.
         nvfp4_4over6_err_mode: the error that is compared, `"MAE"` or `"MSE"`.
+        precision: of the GEMMs, `"auto"`, `"exact"` or `"fast"`.
 
     Raises:
         ValueError: an unknown choice; four-over-six of activations without `disable_rht`, since it
@@ -185,6 +192,7 @@ class NVFP4BlockScaling(Recipe):
     nvfp4_4over6: str = "none"
     nvfp4_4over6_e4m3_use_256: str = "all"
     nvfp4_4over6_err_mode: str = "MAE"
+    precision: str = field(default="auto", kw_only=True)
 
     def __post_init__(self) -> None:
         mode = str(self.nvfp4_4over6_err_mode).upper()

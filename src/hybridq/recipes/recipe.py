@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
+from ..kernels import check_precision
 from ..quantizers import Quantizer
 from .roles import QuantizerRole
 
 __all__ = ["CustomRecipe", "Recipe", "recipe_by_key"]
+
+_R = TypeVar("_R", bound="Recipe")
 
 
 class Recipe:
@@ -24,12 +28,15 @@ class Recipe:
             `torch.compile` guards, since it can compare strings but not arbitrary objects.
         reads_names: whether the quantizers may depend on `role.name`. Where they do not, modules
             that differ in their names only share one compiled graph.
+        precision: of its GEMMs, `"auto"`, `"exact"` or `"fast"` (docs/gemm.md); a recipe that
+            wants to let it be chosen declares a field of that name.
 
     Source: ours; built-in recipes carry Transformer Engine's names and defaults.
     """
 
     key: str
     reads_names: bool = False
+    precision: str = "auto"
     _blueprint: _Blueprint
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
@@ -45,22 +52,57 @@ class Recipe:
         """
         raise NotImplementedError(f"{type(self).__name__}.quantizer: must be overridden")
 
+    def with_precision(self: _R, precision: str) -> _R:
+        """Return this recipe with GEMMs of that precision.
+
+        Args:
+            precision: `"auto"`, `"exact"` or `"fast"`.
+
+        Raises:
+            ValueError: another precision.
+            TypeError: the recipe's class has no field `precision`.
+
+        Example:
+            >>> import hybridq
+            >>> hybridq.recipes.get("mxfp8").with_precision("exact").precision
+            'exact'
+        """
+        check_precision(precision, "with_precision")
+        if precision == self.precision:
+            return self
+        if all(field.name != "precision" for field in fields(self)):  # type: ignore[arg-type]
+            raise TypeError(
+                f"with_precision: {type(self).__name__} has no field precision to set, got "
+                f"{precision!r}; declare `precision: str = 'auto'`"
+            )
+        return replace(self, precision=precision)  # type: ignore[type-var]
+
     def __post_init__(self) -> None:
         self._seal(f"{type(self).__module__}.{self!r}")
 
     def _seal(self, key: str, reads_names: bool = False) -> None:
         """Set what is derived from the fields: the last thing that a constructor does."""
+        check_precision(self.precision, type(self).__name__)
         blueprint = _blueprints.get(key)
         if blueprint is None:
             blueprint = _blueprints[key] = _Blueprint(type(self), self._values())
         _set(self, key=key, reads_names=reads_names, _blueprint=blueprint)
 
-    def _values(self) -> tuple[object, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+    def _values(self) -> _Values:
+        known = fields(self)  # type: ignore[arg-type]
+        return tuple((field.name, getattr(self, field.name)) for field in known)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Keys number factories within one process: another process must make its own.
-        return (type(self), self._values())
+        return (_made_of, (type(self), self._values()))
+
+
+_Values = tuple[tuple[str, Any], ...]
+
+
+def _made_of(cls: type[Recipe], values: _Values) -> Recipe:
+    """Return the recipe of a class whose fields have these values."""
+    return cls(**dict(values))
 
 
 def _set(recipe: Recipe, **values: object) -> None:
@@ -73,7 +115,7 @@ class _Blueprint:
     """What an equal recipe can be made of. All equal recipes hold the same one."""
 
     cls: type[Recipe]
-    values: tuple[object, ...]
+    values: _Values
 
 
 # Compiled code can hold a recipe's key but not the recipe. Weak: an entry lives exactly as long
@@ -88,7 +130,7 @@ def recipe_by_key(key: str) -> Recipe:
         KeyError: no such recipe is alive.
     """
     blueprint = _blueprints[key]
-    return blueprint.cls(*blueprint.values)
+    return _made_of(blueprint.cls, blueprint.values)
 
 
 # One serial number per distinct factory. Weak: a factory made anew for each step is not kept alive;
@@ -114,11 +156,14 @@ class CustomRecipe(Recipe):
             slot alone. It must be a pure function of the role. A function that never looks at
             `role.name` may say so with `qfactory.reads_names = False`: compiled modules that
             differ in their names only then share one graph.
+        precision: of the GEMMs, `"auto"`, `"exact"` or `"fast"`.
 
-    Two custom recipes are equal if and only if their factories are (functions: the same object).
+    Two custom recipes are equal if and only if their factories are (functions: the same object)
+    and their precision is.
 
     Raises:
         TypeError: `qfactory` is not callable, or not hashable.
+        ValueError: unknown `precision`.
 
     Example:
         >>> import hybridq
@@ -132,6 +177,7 @@ class CustomRecipe(Recipe):
     """
 
     qfactory: Callable[[QuantizerRole], Quantizer]
+    precision: str = field(default="auto", kw_only=True)
 
     def __post_init__(self) -> None:
         factory = self.qfactory
@@ -148,8 +194,9 @@ class CustomRecipe(Recipe):
                 f"{type(factory).__name__}"
             ) from error
         name = getattr(factory, "__qualname__", type(factory).__name__)
+        forced = "" if self.precision == "auto" else f", {self.precision}"
         self._seal(
-            f"CustomRecipe({name}#{_serial(factory)})",
+            f"CustomRecipe({name}#{_serial(factory)}{forced})",
             reads_names=bool(getattr(factory, "reads_names", True)),
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from .decode import decode_plane, plane_operand, tensor_factor
 from .elements import cast, decode_codes, pack, unpack
 from .encode import encode_plane, tensor_amax
+from .fold import FOLD_WIDTH, Folded, fold_element, fold_lift, fold_plane
 from .gemm import gemm
 from .hadamard import hadamard, inverse_hadamard
 from .philox import philox, random_bits, random_bytes
@@ -15,12 +16,17 @@ from .rounding import round_stochastic
 from .scales import BlockScales, block_scales
 
 __all__ = [
+    "FOLD_WIDTH",
     "BlockScales",
+    "Folded",
     "block_scales",
     "cast",
     "decode_codes",
     "decode_plane",
     "encode_plane",
+    "fold_element",
+    "fold_lift",
+    "fold_plane",
     "gemm",
     "hadamard",
     "inverse_hadamard",

@@ -30,8 +30,10 @@ def tensor_factor(buffers: list[torch.Tensor], spec: PlaneSpec) -> torch.Tensor 
     if fmt.is_tensor_scaled:
         return buffers[1]
     if fmt.needs_tensor_amax and fmt.element is not None:
-        bound = torch.tensor(spec.tensor_bound * fmt.element.max, dtype=torch.float32)
-        return buffers[2] / bound.to(buffers[2].device)
+        # Filled on the device: a copy from the host would wait for it, and dividing by a Python
+        # number would multiply by its reciprocal on CUDA, which rounds differently.
+        bound = torch.full_like(buffers[2], spec.tensor_bound * fmt.element.max)
+        return buffers[2] / bound
     return None
 
 
@@ -63,6 +65,7 @@ def decode_plane(
         spec: its spec.
         rows, cols: its own matrix.
         dtype: of the result.
+        asks_range: whether the flag is wanted.
     """
     if spec.format.is_identity:
         return buffers[0].to(dtype, copy=True)
@@ -76,12 +79,18 @@ def decode_plane(
 
 
 def plane_operand(
-    buffers: list[torch.Tensor], spec: PlaneSpec, rows: int, cols: int, dtype: torch.dtype
+    buffers: list[torch.Tensor],
+    spec: PlaneSpec,
+    rows: int,
+    cols: int,
+    dtype: torch.dtype,
+    asks_range: bool = True,
 ) -> tuple[torch.Tensor, bool]:
     """Return `code * block scale` in `dtype`, and whether BF16 cannot be trusted with it.
 
     Neither the tensor's factor nor the inverse transform is applied: `[rows, padded cols]`.
-    The flag is True if a non-zero finite value lies outside BF16's normal range.
+    The flag is True if a non-zero finite value lies outside BF16's normal range; it is False where
+    nobody asks, since on a GPU the answer would have to be waited for.
 
     Args:
         buffers: in the format's order.
@@ -90,6 +99,8 @@ def plane_operand(
         dtype: of the result.
     """
     values = _scaled_codes(buffers, spec, rows, cols)
+    if not asks_range:
+        return values.to(dtype), False
     magnitude = values.abs()
     outside = (magnitude != 0.0) & ((magnitude < _BF16.tiny) | (magnitude > _BF16.max))
     return values.to(dtype), bool(outside.any())

@@ -6,6 +6,7 @@ nothing and needs no device.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -16,8 +17,8 @@ import torch
 from .. import settings
 from ..errors import SpecError
 from ..formats import DEFAULT_SIGNS, ERRORS, PlaneSpec, entries
-from ..kernels import Call, backends, candidates
-from ..tensor import explain
+from ..kernels import Call, Chip, backends, candidates, check_precision, described
+from ..tensor.functional import explain_call
 from .machine import Core, Machine, read_core, read_machine, versions
 from .text import Table, render
 
@@ -33,8 +34,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "row-scaled": {"row_scaled": True},
 }
 _PLANE_OPS = ("encode", "decode", "amax")
+_PRODUCTS = ("gemm", "grouped_gemm")
 #: Asked only by a backend's own gemm.
 _INNER_OPS = ("operand",)
+#: Sizes of training, for backends that want to know them.
+_SIZES = (16384, 4096, 4096)
 
 
 @dataclass(frozen=True)
@@ -88,21 +92,23 @@ def _plane_routes(device: str, dtype: torch.dtype) -> Iterator[Route]:
                     yield _route(op, entry.name, label, Call(op, device, dtype, spec))
 
 
-def _gemm_routes(device: str, dtype: torch.dtype) -> Iterator[Route]:
+def _gemm_routes(op: str, chip: Chip, dtype: torch.dtype, precision: str) -> Iterator[Route]:
+    sizes = None if chip.kind == "cpu" else _SIZES
     for a in entries():
         for b in entries():
             row, col = (PlaneSpec(entry.format).resolve(dtype) for entry in (a, b))
-            route = _route("gemm", a.name, b.name, Call("gemm", device, dtype, row, col))
-            unforced = explain("gemm", row, col, device=device, dtype=dtype)
+            call = Call(op, chip.kind, dtype, row, col, precision, sizes, chip)
+            route = _route(op, a.name, b.name, call)
+            unforced = explain_call(call)
             same = route.backend == unforced.chosen
             yield replace(route, notes=unforced.notes) if same else route
 
 
-def _other_routes(device: str, dtype: torch.dtype) -> Iterator[Route]:
-    known = (*_PLANE_OPS, *_INNER_OPS, "gemm")
+def _other_routes(chip: Chip, dtype: torch.dtype) -> Iterator[Route]:
+    known = (*_PLANE_OPS, *_INNER_OPS, *_PRODUCTS)
     ops = dict.fromkeys(op for backend in backends() for op in backend.ops if op not in known)
     for op in ops:
-        yield _route(op, "", "", Call(op, device, dtype))
+        yield _route(op, "", "", Call(op, chip.kind, dtype, chip=chip))
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ class Diagnosis:
         core: the compiled core.
         machine: the machine.
         forced_backend: the backend that is forced, or None.
-        device, dtype: of the calls in `routes`.
+        device, dtype, precision: of the calls in `routes`; the precision is that of GEMMs.
         routes: one per operation, format and option (gemm: per pair of formats).
     """
 
@@ -124,6 +130,7 @@ class Diagnosis:
     forced_backend: str | None
     device: str
     dtype: str
+    precision: str
     routes: tuple[Route, ...]
 
     def __str__(self) -> str:
@@ -138,7 +145,8 @@ class Diagnosis:
         """The report's tables, in order."""
         ops = dict.fromkeys(route.op for route in self.routes)
         planes = [self._plane_table(op) for op in ops if op in _PLANE_OPS]
-        found = [self._versions(), self._core(), self._machine(), *planes, self._gemm_table()]
+        products = [self._gemm_table(op) for op in ops if op in _PRODUCTS]
+        found = [self._versions(), self._core(), self._machine(), *planes, *products]
         return tuple(table for table in (*found, self._other_table()) if table.rows)
 
     def _versions(self) -> Table:
@@ -199,28 +207,23 @@ class Diagnosis:
         notes = (f"{reason} [{_shortened(who)}]" for reason, who in reasons.items())
         return Table(self._title(op), ("format", *labels), rows, ("-: no such plane", *notes))
 
-    def _gemm_table(self) -> Table:
-        routes = [route for route in self.routes if route.op == "gemm"]
+    def _gemm_table(self, op: str) -> Table:
+        routes = [route for route in self.routes if route.op == op]
         kinds: dict[tuple[str, ...], str] = {}
         cells: dict[str, list[str]] = {}
         for route in routes:
-            refused = tuple(
-                f"{name} cannot: {reason}"
-                for name, reason in route.refusals
-                if not reason.startswith("has no ")
-            )
-            # The way it is made without its reasons, which name the formats.
-            how = (route.backend or "none", *route.notes[:1], *refused)
-            mark = kinds.setdefault(how, chr(ord("A") + len(kinds) % 26))
+            how = (route.backend or "none", *route.notes, *_faster_ones(route))
+            mark = kinds.setdefault(how, _mark(len(kinds)))
             cells.setdefault(route.a, []).append(mark)
         names = tuple(cells)
         heads = tuple(str(i + 1) for i in range(len(names)))
         rows = tuple((f"{heads[i]:>2} {name}", *cells[name]) for i, name in enumerate(names))
         notes = tuple(f"{mark}: {'; '.join(how)}" for how, mark in kinds.items())
-        return Table(self._title("gemm") + " (row: operand a)", ("a \\ b", *heads), rows, notes)
+        title = f"{self._title(op)}, precision {self.precision} (row: operand a)"
+        return Table(title, ("a \\ b", *heads), rows, notes)
 
     def _other_table(self) -> Table:
-        routes = [route for route in self.routes if route.op not in (*_PLANE_OPS, "gemm")]
+        routes = [route for route in self.routes if route.op not in (*_PLANE_OPS, *_PRODUCTS)]
         rows = tuple(
             (
                 route.op,
@@ -237,31 +240,76 @@ def _shortened(names: list[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def diagnose(device: str | torch.device = "cpu", dtype: torch.dtype = torch.bfloat16) -> Diagnosis:
+def _faster_ones(route: Route) -> tuple[str, ...]:
+    """Return why the backends that are asked before the chosen one cannot, without formats' texts.
+
+    Whole reasons are in the JSON.
+    """
+    order = [backend.name for backend in backends()]
+    end = order.index(route.backend) if route.backend in order else len(order)
+    return tuple(
+        f"{name} cannot: {re.sub(r' [(][^)]*/[^)]*[)]', '', reason)}"
+        for name, reason in route.refusals
+        if name in order[:end] and not reason.startswith(("has no ", "runs on "))
+    )
+
+
+def _mark(index: int) -> str:
+    """Return A to Z, AA to AZ, BA, ..."""
+    head, tail = divmod(index, 26)
+    return (_mark(head - 1) if head else "") + chr(ord("A") + tail)
+
+
+def _chip(device: str | torch.device | Chip, machine: Machine) -> Chip:
+    """Return the chip that is asked about; a GPU's capability as its driver says it."""
+    chip = described(device)
+    if chip.kind == "cuda" and chip.capability is None and machine.gpus:
+        major, _, minor = machine.gpus[0].compute_capability.partition(".")
+        if major.isdigit() and minor.isdigit():
+            return Chip.of("cuda", (int(major), int(minor)))
+    return chip
+
+
+def diagnose(
+    device: str | torch.device | Chip | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    precision: str = "auto",
+) -> Diagnosis:
     """Return versions, the core, the machine, and the backend of every operation and format.
 
     Args:
-        device: whose backends are asked about; it need not be there.
+        device: whose backends are asked about, a device of torch or an NVIDIA architecture as
+            `"sm_90"`; it need not be there. None: `"cuda"` where the driver lists a GPU and torch
+            can use it, else `"cpu"`.
         dtype: of the high-precision side: input of encode, output of decode and gemm.
+        precision: of GEMMs.
+
+    Raises:
+        ValueError: unknown device or precision.
 
     Example:
         >>> import hybridq
-        >>> found = hybridq.report.diagnose()
+        >>> found = hybridq.report.diagnose("cpu")
         >>> [route.backend for route in found.routes if route.op == "gemm"][0]
         'torch'
     """
-    kind = torch.device(device).type
+    check_precision(precision, "diagnose")
+    machine = read_machine()
+    if device is None:
+        device = "cuda" if machine.gpus and torch.version.cuda else "cpu"
+    chip = _chip(device, machine)
     routes = (
-        *_plane_routes(kind, dtype),
-        *_gemm_routes(kind, dtype),
-        *_other_routes(kind, dtype),
+        *_plane_routes(chip.kind, dtype),
+        *(route for op in _PRODUCTS for route in _gemm_routes(op, chip, dtype, precision)),
+        *_other_routes(chip, dtype),
     )
     return Diagnosis(
         versions(),
         read_core(),
-        read_machine(),
+        machine,
         settings.current().backend,
-        kind,
+        str(chip),
         str(dtype).removeprefix("torch."),
+        precision,
         routes,
     )

@@ -13,11 +13,20 @@ from functools import cached_property
 import torch
 
 from ..formats import Element, PlaneSpec
-from ..reference import decode_codes, unpack
+from ..kernels.native_views import is_foldable
+from ..reference import decode_codes, fold_plane, unpack
 from ..reference.elements import code_values
 from ..storage import Plane
 
-__all__ = ["Codes", "ErrorMap", "Scales", "measure_codes", "measure_error", "measure_scales"]
+__all__ = [
+    "Codes",
+    "ErrorMap",
+    "Scales",
+    "measure_codes",
+    "measure_error",
+    "measure_fold",
+    "measure_scales",
+]
 
 #: Values that are decoded at a time.
 _BAND = 1 << 22
@@ -218,6 +227,20 @@ def measure_codes(plane: Plane) -> Codes:
 
 def _place(value: float) -> tuple[float, float]:
     return (0.0, 0.0) if math.isnan(value) else (value, math.copysign(1.0, value))
+
+
+def measure_fold(plane: Plane) -> int | None:
+    """Return how many codes change if a GEMM folds `plane`, or None where it cannot be folded.
+
+    0: the folded plane has the very values of this one.
+    """
+    if not is_foldable(plane.spec):
+        return None
+    cols = plane.matrix[1]
+    changed = 0
+    for begin, end, buffers in _bands(plane):
+        changed += int(fold_plane(buffers, plane.spec, end - begin, cols).changed.item())
+    return changed
 
 
 def _decode(buffers: list[torch.Tensor], spec: PlaneSpec, rows: int, cols: int) -> torch.Tensor:

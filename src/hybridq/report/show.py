@@ -12,7 +12,15 @@ from ..direction import ROWWISE
 from ..storage import Plane, TensorStorage
 from ..tensor import QuantizedTensor, is_quantized, matrix_shape
 from . import figure as drawing
-from .measure import Codes, ErrorMap, Scales, measure_codes, measure_error, measure_scales
+from .measure import (
+    Codes,
+    ErrorMap,
+    Scales,
+    measure_codes,
+    measure_error,
+    measure_fold,
+    measure_scales,
+)
 
 __all__ = ["PlaneView", "TensorView", "show"]
 
@@ -27,12 +35,15 @@ class PlaneView:
         plane: the plane.
         codes, scales: its contents.
         error: how far it is from what it is compared with, or None.
+        num_folded: how many codes would change if a GEMM folded the plane (docs/gemm.md), or None
+            where it cannot be folded.
     """
 
     plane: Plane
     codes: Codes
     scales: Scales
     error: ErrorMap | None
+    num_folded: int | None = None
 
     @property
     def title(self) -> str:
@@ -61,6 +72,9 @@ class PlaneView:
         if scales.factor is not None:
             low, high = scales.factor
             lines.append(f"factor     {low:.4g}" + ("" if low == high else f" to {high:.4g}"))
+        if self.num_folded is not None:
+            share = self.codes.share(self.num_folded)
+            lines.append(f"fold       {self.num_folded} codes would change ({share:.4%})")
         if self.error is not None:
             lines += _error_lines(self.error)
         return lines
@@ -166,7 +180,8 @@ def show(tensor: Shown, *, original: torch.Tensor | None = None) -> TensorView:
             if want is not None and (original is not None or plane is not first):
                 own = want if plane.direction == ROWWISE else want.t()
                 error = measure_error(plane, own, against)
-            views.append(PlaneView(plane, measure_codes(plane), measure_scales(plane), error))
+            found = (measure_codes(plane), measure_scales(plane), error, measure_fold(plane))
+            views.append(PlaneView(plane, *found))
     return TensorView(title, tuple(views))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .build import build_storage, encode_pair
-from .plane import Plane
+from .plane import Plane, overwrite
 from .storage import PlaneLayout, StorageLayout, TensorStorage
 
 __all__ = [
@@ -13,4 +13,5 @@ __all__ = [
     "TensorStorage",
     "build_storage",
     "encode_pair",
+    "overwrite",
 ]

@@ -11,8 +11,9 @@ import torch
 from ..direction import ROWWISE, Direction, opposite
 from ..errors import PlaneError
 from ..formats import HADAMARD_SIZE, PlaneSpec
+from ..kernels import Kept
 
-__all__ = ["Plane"]
+__all__ = ["Plane", "overwrite"]
 
 
 class Plane:
@@ -28,7 +29,10 @@ class Plane:
         buffers: name to tensor, the names and shapes of `spec.buffers(*self.matrix)`.
     """
 
-    __slots__ = ("buffers", "cols", "direction", "rows", "spec")
+    __slots__ = ("buffers", "cols", "direction", "kept", "rows", "spec")
+
+    #: What GEMMs have made of this plane, or None before the first.
+    kept: Kept | None
 
     def __init__(
         self,
@@ -43,6 +47,7 @@ class Plane:
         self.rows = rows
         self.cols = cols
         self.buffers = dict(buffers)
+        self.kept = None
 
     @staticmethod
     def of(x: torch.Tensor, direction: Direction = ROWWISE) -> Plane:
@@ -83,6 +88,13 @@ class Plane:
     def tensors(self) -> list[torch.Tensor]:
         """The buffers in the format's order, as operations take them."""
         return list(self.buffers.values())
+
+    @property
+    def ready(self) -> Kept:
+        """Where this plane keeps what GEMMs make of it; dies with the plane and its mirror."""
+        if self.kept is None:
+            self.kept = Kept()
+        return self.kept
 
     @property
     def device(self) -> torch.device:
@@ -233,7 +245,9 @@ class Plane:
     def mirrored(self) -> Plane:
         """Return the same buffers as the other direction's plane of X transposed."""
         other = opposite(self.direction)
-        return Plane(self.spec, other, self.cols, self.rows, self.buffers)
+        made = Plane(self.spec, other, self.cols, self.rows, self.buffers)
+        made.kept = self.ready  # the same matrix: what is made of one is made of both
+        return made
 
     def derive(self) -> Plane:
         """Return the other direction's plane of the same X, computed from this one's bytes.
@@ -279,3 +293,14 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
         and a.storage_offset() == b.storage_offset()
         and a.shape == b.shape
     )
+
+
+def overwrite(buffer: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:
+    """Copy `source` into a plane's buffer and raise its version.
+
+    Inside an operator of a tensor subclass torch itself counts no versions, and what was saved or
+    kept of the buffer would be taken for good.
+    """
+    buffer.copy_(source, non_blocking)
+    if not buffer.is_inference():
+        torch.autograd.graph.increment_version(buffer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .functional import Explanation, explain, gemm
+from .functional import Explanation, explain, gemm, grouped_gemm
 from .named import (
     Float8BlockwiseQTensor,
     Float8Tensor,
@@ -27,6 +27,7 @@ __all__ = [
     "SavedTensor",
     "explain",
     "gemm",
+    "grouped_gemm",
     "is_flat",
     "is_quantized",
     "matrix_shape",

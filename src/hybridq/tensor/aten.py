@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..errors import PlaneError
 from ..gemm import gemm_planes
-from ..storage import Plane
+from ..storage import Plane, overwrite
 from . import factories
 from . import rows as _rows  # noqa: F401  (its handlers)
 from .table import TABLE, dequantize, handles, is_flat, is_quantized
@@ -185,7 +185,8 @@ def _addmm(func: Any, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 
     left, right = _operand(a, False), _operand(b, True)
     if left is None or right is None:
         return NotImplemented
-    return gemm_planes(left, right, bias=bias, out_dtype=a.dtype)
+    with torch.no_grad():  # autograd has been here already, above the dispatcher
+        return gemm_planes(left, right, bias=bias, out_dtype=a.dtype)
 
 
 # ---- writes
@@ -216,7 +217,7 @@ def _copy_bytes(target: Any, source: Any, non_blocking: bool) -> bool:
     if layout != own_layout or target.shape != source.shape or is_flat(target) != is_flat(source):
         return False
     for ours_one, theirs_one in zip(ours, theirs, strict=True):
-        ours_one.copy_(theirs_one, non_blocking)
+        overwrite(ours_one, theirs_one, non_blocking)
     return True
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from .. import settings
 from ..direction import ROWWISE
 from ..formats import PlaneSpec
-from ..gemm import gemm_planes
-from ..kernels import Call, candidates
-from ..kernels.backend_torch import product_notes
+from ..gemm import gemm_planes, grouped_planes
+from ..kernels import Call, Chip, candidates, check_precision, chip_of, described
 from ..storage import Plane
 from .table import is_quantized
 
-__all__ = ["Explanation", "explain", "gemm"]
+__all__ = ["Explanation", "explain", "explain_call", "gemm", "grouped_gemm"]
 
 _Operand = torch.Tensor | Plane
 
@@ -56,6 +57,7 @@ def gemm(
     out: torch.Tensor | None = None,
     accumulate: bool = False,
     out_dtype: torch.dtype | None = None,
+    precision: str | None = None,
 ) -> torch.Tensor:
     """Return `a @ b.T (+ bias)` of quantized or plain matrices, any format with any other.
 
@@ -68,9 +70,13 @@ def gemm(
         accumulate: add to `out` instead.
         out_dtype: dtype of the result; None: out's, else the nominal dtype of a tensor operand
             (the wider, if both are tensors), else BF16.
+        precision: `"exact"`: operands exact, accumulation in FP32; `"fast"`: FP8 tensor cores may
+            be used where their added error is below the rounding of a BF16 result; `"auto"`: the
+            fastest of both; None: that of the recipe in force, else `"auto"`. On a CPU all are
+            exact. See docs/gemm.md.
 
     Raises:
-        ValueError: shapes or devices do not fit.
+        ValueError: shapes or devices do not fit, or `precision` is unknown.
         TypeError: a dtype is not float32, bfloat16 or float16.
         PlaneError: an operand lacks the plane and cannot derive it.
 
@@ -90,7 +96,83 @@ def gemm(
             out_dtype = nominal[0]
         if len(nominal) == 2:
             out_dtype = torch.promote_types(*nominal)
-    return gemm_planes(left, right, bias=bias, out=out, accumulate=accumulate, out_dtype=out_dtype)
+    return gemm_planes(
+        left,
+        right,
+        bias=bias,
+        out=out,
+        accumulate=accumulate,
+        out_dtype=out_dtype,
+        precision=precision,
+    )
+
+
+def grouped_gemm(
+    a: _Operand,
+    b: _Operand | Sequence[_Operand],
+    offsets: torch.Tensor,
+    *,
+    tokens: int | None = None,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
+    out_dtype: torch.dtype | None = None,
+    precision: str | None = None,
+) -> torch.Tensor:
+    """Return one product per group of tokens, any format with any other.
+
+    Tokens are sorted by group; group g has the tokens from `offsets[g - 1]` to `offsets[g]`, none
+    at all if both are equal. The offsets stay on their device.
+
+    - b is a sequence (or a plain `[G, N, K]`): `y[t] = a[t] @ b[g].T (+ bias[g])`, the forward and
+      the input gradient of experts. Tokens behind the last offset give zeros.
+    - b is one tensor: `y[g] = a[:, group] @ b[:, group].T`, the weight gradient. A quantized
+      operand is then padded: the plane of `hybridq.kernels.ragged.pad_tokens(x, offsets)`, so that
+      no block lies in two groups.
+
+    Args:
+        a: `[T, K]`, or `[M, T]`: QuantizedTensor, Plane or plain tensor, as in `gemm`.
+        b: G times `[N, K]`, or one `[N, T]`.
+        offsets: int32 `[G]`, ends of the groups, on the device of the operands.
+        tokens: T, where both operands are padded.
+        bias: `[G, N]`, where there is one b per group.
+        out: `[T, N]` or `[G, M, N]` to write into.
+        accumulate: add to `out` instead.
+        out_dtype: dtype of the result; None: out's, else the nominal dtype of a tensor a, else
+            BF16.
+        precision: as in `gemm`.
+
+    Raises:
+        ValueError: shapes, devices or the number of groups do not fit.
+        SpecError: the b of two groups differ in their specs.
+        TypeError: a dtype is not float32, bfloat16 or float16.
+
+    Example:
+        >>> import torch, hybridq
+        >>> x = hybridq.quantize(torch.ones(5, 64), "mxfp8")
+        >>> experts = [hybridq.quantize(torch.full((3, 64), n), "nvfp4") for n in (1.0, 2.0, 4.0)]
+        >>> hybridq.grouped_gemm(x, experts, torch.tensor([2, 2, 4], dtype=torch.int32))[:, 0]
+        tensor([ 64.,  64., 256., 256.,   0.])
+    """
+    left = _plane(a, "grouped_gemm", "a")
+    one: Plane | list[Plane]
+    if isinstance(b, torch.Tensor | Plane) and not (isinstance(b, torch.Tensor) and b.dim() == 3):
+        one = _plane(b, "grouped_gemm", "b")
+    else:
+        one = [_plane(each, "grouped_gemm", "b") for each in b]
+    if out is None and out_dtype is None and isinstance(a, torch.Tensor):
+        out_dtype = a.dtype
+    return grouped_planes(
+        left,
+        one,
+        offsets,
+        tokens=tokens,
+        bias=bias,
+        out=out,
+        accumulate=accumulate,
+        out_dtype=out_dtype,
+        precision=precision,
+    )
 
 
 @dataclass(frozen=True)
@@ -135,17 +217,24 @@ def explain(
     a: _Operand | str | PlaneSpec | None = None,
     b: _Operand | str | PlaneSpec | None = None,
     *,
-    device: str | torch.device | None = None,
+    device: str | torch.device | Chip | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    precision: str | None = None,
+    rows: int | None = None,
 ) -> Explanation:
     """Return which backend would run an operation, with every other backend's reason.
 
+    Nothing runs and no device is started, so the device need not be there.
+
     Args:
-        op: `"gemm"`, `"encode"`, `"decode"`, `"amax"` or `"transpose"`.
+        op: `"gemm"`, `"grouped_gemm"`, `"encode"`, `"decode"`, `"amax"` or `"transpose"`.
         a: operand a of a gemm, or the rowwise plane: tensor, Plane, PlaneSpec or format name.
         b: operand b, or the columnwise plane.
-        device: None: that of the first tensor given, else `"cpu"`.
+        device: a device, or an NVIDIA architecture as `"sm_90"`; None: that of the first tensor
+            given, else `"cpu"`.
         dtype: of the high-precision side.
+        precision: of a gemm; None as in `gemm`.
+        rows: M of a gemm; None: that of a, if it is a tensor or Plane, else many.
 
     Raises:
         ValueError: another operation, or a gemm without two operands.
@@ -154,20 +243,53 @@ def explain(
         >>> import hybridq
         >>> hybridq.explain("gemm", "mxfp8", "nvfp4").chosen
         'torch'
+        >>> hybridq.explain("gemm", "mxfp8", "mxfp8", device="sm_90").chosen
+        'fold'
     """
-    if op not in ("gemm", "encode", "decode", "amax", "transpose"):
-        raise ValueError(f"explain: op must be gemm, encode, decode, amax or transpose, got {op!r}")
+    if op not in _OPS:
+        raise ValueError(f"explain: op must be one of {', '.join(_OPS)}, got {op!r}")
     found = next(
         (one.device for one in (a, b) if isinstance(one, torch.Tensor | Plane)), torch.device("cpu")
     )
-    kind = torch.device(device).type if device is not None else found.type
+    chip = chip_of(found) if device is None else described(device)
     row, col = _spec_of(a, "a"), _spec_of(b, "b")
-    if op == "gemm" and (row is None or col is None):
-        raise ValueError("explain: a gemm has two operands, a and b")
-    call = Call(op, kind, dtype, row, col)
+    is_gemm = op in ("gemm", "grouped_gemm")
+    if is_gemm and (row is None or col is None):
+        raise ValueError(f"explain: a {op} has two operands, a and b")
+    if not is_gemm:
+        call = Call(op, chip.kind, dtype, row, col)
+    else:
+        chosen = check_precision(precision or settings.precision(), "explain")
+        sizes = None if chip.kind == "cpu" else _sizes(a, b, rows)
+        call = Call(op, chip.kind, dtype, row, col, chosen, sizes, chip)
+    return explain_call(call)
+
+
+_OPS = ("gemm", "grouped_gemm", "encode", "decode", "amax", "transpose")
+_MANY = 1 << 14
+
+
+def _sizes(
+    a: _Operand | str | PlaneSpec | None, b: _Operand | str | PlaneSpec | None, rows: int | None
+) -> tuple[int, int, int]:
+    """Return (M, N, K) of the operands given, and sizes of training where they are not."""
+    m, n, k = _MANY, 4096, 4096
+    for position, one in enumerate((a, b)):
+        if isinstance(one, torch.Tensor | Plane):
+            own, k = (one.matrix if isinstance(one, Plane) else tuple(one.shape))[-2:]
+            m, n = (own, n) if position == 0 else (m, own)
+    return (m if rows is None else rows, n, k)
+
+
+def explain_call(call: Call) -> Explanation:
+    """Return which backend would run `call`, as `explain` does."""
     choices = candidates(call)
     reasons = tuple((choice.backend.name, choice.reason) for choice in choices)
-    chosen = next((choice.backend.name for choice in choices if choice.reason is None), None)
-    notes = product_notes(row, col, kind, dtype) if op == "gemm" and row and col else ()
-    specs = " x ".join(str(spec) for spec in (row, col) if spec is not None)
-    return Explanation(f"{op} {specs} on {kind} -> {dtype}", chosen, reasons, notes)
+    first = next((choice.backend for choice in choices if choice.reason is None), None)
+    notes = () if first is None or first.notes is None else first.notes(call)
+    specs = " x ".join(str(spec) for spec in (call.row, call.col) if spec is not None)
+    where = call.chip if call.chip is not None else call.device
+    text = f"{call.op} {specs} on {where} -> {call.dtype}"
+    if call.chip is not None:
+        text += f", precision {call.precision}"
+    return Explanation(text, None if first is None else first.name, reasons, notes)

@@ -1,0 +1,131 @@
+"""Operands made ready once: which planes keep what GEMMs make of them, and how to drop it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import settings
+from ..kernels import Kept, check_precision
+from ..kernels.kept import forget_all
+from ..kernels.ops import run_gemm
+from ..kernels.types import GemmArgs, Operand
+from ..storage import Plane
+
+__all__ = ["forget", "operand_of", "prepare", "runs_directly"]
+
+#: Rows of an operand that is not known: enough for the path of training.
+_MANY = 1 << 14
+
+
+def runs_directly(tensors: list[torch.Tensor]) -> bool:
+    """Return whether a GEMM of these tensors may go past torch's dispatcher and keep operands.
+
+    Not while something is traced, recorded or differentiated: then the operator has to be seen, and
+    what is made of tensors that are not real must not be kept.
+    """
+    if torch.compiler.is_compiling() or settings.current().gemm_cache_nbytes <= 0:
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
+        return False
+    grads = torch.is_grad_enabled()
+    for tensor in tensors:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_inference():
+            return False
+        if tensor.device.type not in ("cpu", "cuda") or (grads and tensor.requires_grad):
+            return False
+    # What is kept during a capture would be filled by replays only.
+    return tensors[0].device.type == "cpu" or not torch.cuda.is_current_stream_capturing()
+
+
+def operand_of(plane: Plane) -> Operand:
+    """Return `plane` as a kernel takes it, with the place where it keeps what is made of it."""
+    rows, cols = plane.matrix
+    kept = None if plane.spec.format.is_identity else plane.ready
+    return Operand(plane.tensors, plane.spec, rows, cols, kept)
+
+
+class _AtOnce(Kept):
+    """Keeps from the first use on, in another Kept."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Kept) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def get(self, form: str, buffers: Any, make: Any, *, at_once: bool = True) -> Any:
+        return self.inner.get(form, buffers, make, at_once=True)
+
+
+def prepare(
+    plane: Plane,
+    other: Plane | None = None,
+    *,
+    side: str = "b",
+    precision: str = "auto",
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> int:
+    """Make ready and keep what a GEMM of `plane` with `other` needs of `plane`; return its bytes.
+
+    A plane keeps its operands by itself from its second GEMM on. This is for those who want the
+    first one to be fast too, or the memory to be taken now.
+
+    Args:
+        plane: any plane.
+        other: the other operand's plane; None: one like `plane`, of many rows.
+        side: which operand `plane` will be, `"a"` or `"b"`.
+        precision: of that GEMM.
+        out_dtype: of its result.
+
+    Returns:
+        Bytes that are kept for `plane`; 0 where nothing may be kept (see `runs_directly`).
+
+    Raises:
+        ValueError: `side` or `precision` is unknown, or the contraction lengths differ.
+
+    Example:
+        >>> import torch, hybridq
+        >>> w = hybridq.quantize(torch.ones(64, 128), "mxfp8")
+        >>> hybridq.prepare(w.rowwise)
+        16384
+    """
+    check_precision(precision, "prepare")
+    if side not in ("a", "b"):
+        raise ValueError(f"prepare: side must be 'a' or 'b', got {side!r}")
+    mine = operand_of(plane)
+    sizes = None
+    if other is None:
+        narrow = plane.take_rows(torch.zeros(1, dtype=torch.int64, device=plane.device))
+        theirs = Operand(narrow.tensors, narrow.spec, 1, mine.cols)
+        sizes = (_MANY, mine.rows, mine.cols) if side == "b" else (mine.rows, _MANY, mine.cols)
+    else:
+        theirs = Operand(other.tensors, other.spec, *other.matrix)
+    if mine.cols != theirs.cols:
+        raise ValueError(
+            "prepare: both operands must have the same contraction length, got "
+            f"{mine.cols} and {theirs.cols}"
+        )
+    with torch.no_grad():
+        if mine.kept is None or not runs_directly([*mine.buffers, *theirs.buffers]):
+            return 0
+        ready = Operand(mine.buffers, mine.spec, mine.rows, mine.cols, _AtOnce(mine.kept))
+        pair = (ready, theirs) if side == "a" else (theirs, ready)
+        run_gemm(*pair, GemmArgs(None, None, out_dtype, precision), sizes)
+    return mine.kept.nbytes
+
+
+def forget(*planes: Plane) -> None:
+    """Drop what the planes keep: where their memory is freed, or written behind torch's back.
+
+    Writes through torch need no call: they raise a version that is checked at every use.
+
+    Args:
+        planes: none: every plane of the process.
+    """
+    if not planes:
+        forget_all()
+    for plane in planes:
+        if plane.kept is not None:
+            plane.kept.forget()

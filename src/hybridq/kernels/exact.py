@@ -1,0 +1,225 @@
+"""GEMM by torch: both planes decoded exactly, then torch's own product.
+
+BF16 operands are exact (docs/numerics.md, "Operands of a GEMM"), so the product's only errors are
+FP32 accumulation and the rounding of the result. On a CPU, where BF16 cannot hold an operand, or
+the result needs FP32 before it is rounded (a factor that is no power of two, bias, accumulation,
+FP32 out), the product is made in FP32.
+
+On CUDA nothing is read back: whether an operand leaves BF16's normal range is not asked, factors
+are applied by the device, and the product has an FP32 result only where something follows it. What
+leaves the range adds at most `K * 2^-134 * max|b|` to the error (an operand below 2^-133 may become
+zero); above BF16's maximum the operand is inf.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from ..formats import PlaneSpec
+from ..reference import tensor_factor
+from .device import without_autocast
+from .epilogue import finish, only_product
+from .registry import Call, select
+from .types import GemmArgs, Operand
+
+__all__ = [
+    "Side",
+    "decode_side",
+    "dtype_reason",
+    "exact_gemm",
+    "fp32_reason",
+    "is_power_of_two",
+    "multiply_sides",
+    "product_notes",
+]
+
+
+@lru_cache(maxsize=1)
+def _cpu_has_bf16() -> bool:
+    probe = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return bool(probe is not None and probe())
+
+
+def dtype_reason(call: Call) -> str | None:
+    """Return None if a result of this dtype can be made of data on this device, else why not."""
+    if call.device == "meta":
+        return "needs data, got a meta tensor"
+    if call.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"makes float32, bfloat16 and float16, got {call.dtype}"
+    return None
+
+
+@dataclass(frozen=True)
+class Side:
+    """A decoded operand: `matrix * factor`; `is_bf16` if the matrix is exact in BF16."""
+
+    matrix: torch.Tensor
+    factor: torch.Tensor | None
+    is_bf16: bool
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The matrix and, if there is one, the factor."""
+        return [self.matrix] if self.factor is None else [self.matrix, self.factor]
+
+
+def decode_side(operand: Operand, keep_turned: bool, dtype: torch.dtype) -> Side:
+    """Return `operand` decoded to `dtype`, or to FP32 where BF16 turns out not to hold it.
+
+    Args:
+        operand: any plane.
+        keep_turned: leave a transform in, since the other operand has the same.
+        dtype: BF16 or FP32.
+    """
+    if operand.spec.format.is_identity:
+        matrix = operand.buffers[0]
+        return Side(matrix, None, matrix.dtype == torch.bfloat16)
+    if operand.kept is None:
+        return _decode_side(operand, keep_turned, dtype)
+    form = f"decoded {dtype}{'' if keep_turned else ' turned back'}"
+    return operand.kept.get(
+        form, operand.buffers, lambda: _decode_side(operand, keep_turned, dtype)
+    )
+
+
+def _decode_side(operand: Operand, keep_turned: bool, dtype: torch.dtype) -> Side:
+    spec, buffers = operand.spec, operand.buffers
+    device = buffers[0].device.type
+    if spec.signs is not None and not keep_turned:
+        backend = select(Call("decode", device, torch.float32, spec))
+        matrix = backend.ops["decode"](buffers, spec, operand.rows, operand.cols, torch.float32)
+        return Side(matrix, None, False)
+    backend = select(Call("operand", device, dtype, spec))
+    run = backend.ops["operand"]
+    # An answer from a GPU would have to be waited for.
+    asks = device == "cpu" and dtype == torch.bfloat16
+    matrix, is_outside = run(buffers, spec, operand.rows, operand.cols, dtype, asks)
+    if is_outside:
+        matrix, _ = run(buffers, spec, operand.rows, operand.cols, torch.float32, False)
+    exact = spec.format.is_bf16_exact and not is_outside
+    return Side(matrix, tensor_factor(buffers, spec), exact)
+
+
+def is_power_of_two(factor: torch.Tensor | None) -> bool:
+    """Whether scaling a rounded product by `factor` rounds nothing; its values, read on CPU."""
+    if factor is None:
+        return True
+    mantissa, exponent = torch.frexp(factor)
+    return bool((mantissa == 0.5).all() and (exponent.abs() < 100).all())
+
+
+def _identity_product(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor | None:
+    """Return nn.Linear's own product of two plain tensors, or None where it has none."""
+    both = (a.spec.format.is_identity, b.spec.format.is_identity)
+    left, right = a.buffers[0], b.buffers[0]
+    if both != (True, True) or args.accumulate_into is not None:
+        return None
+    if not left.dtype == right.dtype == args.out_dtype:
+        return None
+    if args.bias is not None and args.bias.dtype != args.out_dtype:
+        return None
+    return torch.nn.functional.linear(left, right, args.bias)
+
+
+def exact_gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
+    """Return `a @ b.T`: operands exact, sums in FP32, with what follows the product."""
+    device = a.buffers[0].device.type
+    with without_autocast(device):
+        plain = _identity_product(a, b, args)
+        return _exact_gemm(a, b, args, device) if plain is None else plain
+
+
+def fp32_reason(
+    a: PlaneSpec, b: PlaneSpec, device: str, out_dtype: torch.dtype, is_alone: bool
+) -> str | None:
+    """Return None if torch's BF16 product keeps the rules, as far as specs tell; else why not.
+
+    Args:
+        a, b: the operands' specs.
+        device: type of their device.
+        out_dtype: dtype of the result.
+        is_alone: nothing is added to the product.
+    """
+    if device == "cpu" and not _cpu_has_bf16():
+        return "this CPU has no BF16 instructions"
+    for name, spec in (("a", a), ("b", b)):
+        if not spec.format.is_bf16_exact:
+            return f"BF16 does not hold operand {name} exactly ({spec.format})"
+    if a.signs != b.signs:
+        return "one operand is transformed and the other is not, so it is turned back in FP32"
+    if device != "cpu":
+        return None  # there a BF16 product has an FP32 result
+    if out_dtype != torch.bfloat16:
+        return f"torch's BF16 product on a CPU rounds to BF16, and the result is {out_dtype}"
+    if not is_alone:
+        return "bias and accumulation are added before the result is rounded"
+    return None
+
+
+def product_notes(call: Call) -> tuple[str, ...]:
+    """Return how two planes are multiplied, one line each, for `explain`."""
+    if call.row is None or call.col is None:
+        return ()
+    reason = fp32_reason(call.row, call.col, call.device, call.dtype, is_alone=True)
+    if reason is not None:
+        return ("operands decoded exactly, FP32 product", reason)
+    notes = ["operands decoded exactly to BF16, BF16 product with FP32 accumulation"]
+    if call.device == "cpu" and any(spec.needs_amax for spec in (call.row, call.col)):
+        notes.append("FP32 product where a tensor's or a row's factor is no power of two")
+    return tuple(notes)
+
+
+def _rounds_once(precision: str) -> bool:
+    """Whether CUDA's BF16 product may be trusted to round only its result.
+
+    Unless told otherwise, torch lets cuBLAS add the parts of a split contraction in BF16. That is
+    the product that `nn.Linear` makes as well, but no sum in FP32.
+    """
+    allowed = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    return precision != "exact" or not allowed
+
+
+def _product(left: Side, right: Side, is_last: bool, args: GemmArgs) -> torch.Tensor:
+    """Return the product of two decoded operands, in FP32 if anything follows it."""
+    a, b = left.matrix, right.matrix
+    if not (left.is_bf16 and right.is_bf16):
+        return torch.mm(a.to(torch.float32), b.to(torch.float32).t())
+    if a.device.type == "cpu":
+        return torch.mm(a, b.t())
+    if a.device.type != "cuda":
+        return torch.mm(a.to(torch.float32), b.to(torch.float32).t())
+    a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
+    if is_last and args.out_dtype == torch.bfloat16 and _rounds_once(args.precision):
+        return torch.mm(a, b.t())
+    return torch.mm(a, b.t(), out_dtype=torch.float32)
+
+
+def _exact_gemm(a: Operand, b: Operand, args: GemmArgs, device: str) -> torch.Tensor:
+    keep_turned = a.spec.signs == b.spec.signs
+    is_alone = only_product(args)
+    specs = (_resolved(a), _resolved(b))
+    in_bf16 = fp32_reason(*specs, device, args.out_dtype, is_alone) is None
+    if in_bf16 and device == "cpu":
+        factors = (tensor_factor(operand.buffers, operand.spec) for operand in (a, b))
+        in_bf16 = all(is_power_of_two(factor) for factor in factors)
+    dtype = torch.bfloat16 if in_bf16 else torch.float32
+    left, right = decode_side(a, keep_turned, dtype), decode_side(b, keep_turned, dtype)
+    if not in_bf16:
+        # A BF16 identity operand is exact as it is, but not alone with an FP32 one.
+        left, right = (Side(one.matrix, one.factor, False) for one in (left, right))
+    return multiply_sides(left, right, args)
+
+
+def multiply_sides(left: Side, right: Side, args: GemmArgs) -> torch.Tensor:
+    """Return the result of two decoded operands."""
+    is_last = only_product(args) and left.factor is None and right.factor is None
+    product = _product(left, right, is_last, args)
+    return finish(product, left.factor, right.factor, args)
+
+
+def _resolved(operand: Operand) -> PlaneSpec:
+    """Return the operand's spec; an open identity dtype is that of its data."""
+    return operand.spec.resolve(operand.buffers[0].dtype)

@@ -1,0 +1,204 @@
+"""Grouped GEMM by torch: exact decode, then one product per group.
+
+On a CPU the groups are a loop. On CUDA it is `torch.nn.functional.grouped_mm`, whose offsets stay
+on the device; its result is BF16, so that it serves where nothing follows the product.
+
+Source: torch, aten/src/ATen/native/cuda/GroupedBlas.cpp (chips, strides of 16 bytes, dtypes).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..formats import PlaneSpec
+from .backend_native import chip_reason
+from .device import without_autocast
+from .exact import Side, decode_side, fp32_reason, is_power_of_two, multiply_sides
+from .native_layout import ceil_to
+from .ragged import pad_tokens
+from .registry import Call
+from .types import GemmArgs, GroupedArgs, GroupedOperand, Operand
+
+__all__ = ["group_ends", "grouped_gemm", "grouped_reason", "keeps_turned", "one_of", "token_slices"]
+
+#: Elements of BF16 in 16 bytes, the stride that the grouped product wants.
+_STEP = 8
+
+
+def group_ends(args: GroupedArgs) -> torch.Tensor:
+    """Return the ends of the groups, never beyond the tokens and never before an earlier one."""
+    return torch.cummax(args.offsets.clamp(0, args.tokens), 0).values
+
+
+def grouped_reason(call: Call) -> str | None:
+    """Return None if this runs a grouped call on its device, else why not."""
+    if call.device == "cpu":
+        return None
+    reason = chip_reason(call.chip, call.device)
+    if reason is not None or call.chip is None or call.chip.capability is None:
+        return reason
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        return "this torch has no torch.nn.functional.grouped_mm"
+    if call.chip.capability[0] not in (9, 10):
+        return f"torch's grouped product reads the offsets on the host on {call.chip}"
+    if call.dtype != torch.bfloat16 or not call.is_alone:
+        return "torch's grouped product rounds to BF16, so nothing may follow it"
+    for name, spec in (("a", call.row), ("b", call.col)):
+        if spec is not None and spec.needs_amax:
+            return f"operand {name} has a factor that follows the product ({spec.format})"
+    if call.row is None or call.col is None:
+        return "needs two operands"
+    return fp32_reason(call.row, call.col, call.device, call.dtype, is_alone=True)
+
+
+def one_of(stack: GroupedOperand, group: int) -> Operand:
+    """Return the plane of one group of a stack."""
+    buffers = [buffer[group] for buffer in stack.buffers]
+    return Operand(buffers, stack.spec, stack.rows, stack.cols)
+
+
+def token_slices(
+    operand: GroupedOperand, args: GroupedArgs, keep_turned: bool
+) -> list[tuple[int, int]]:
+    """Return the columns of each group in an operand that is contracted over tokens; on a CPU."""
+    ends = group_ends(args).tolist()
+    sizes = [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+    if not operand.is_padded or args.padded is None:
+        return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    begins = args.padded.tolist()[: len(sizes)]
+    if keep_turned:  # a transform has filled the last 16
+        sizes = [operand.spec.padded(size) for size in sizes]
+    return [(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)]
+
+
+def grouped_gemm(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> torch.Tensor:
+    """Return `[T, N]` if b is a stack, else `[G, M, N]`; operands exact, sums in FP32."""
+    device = args.offsets.device.type
+    with without_autocast(device):
+        if device == "cpu":
+            return _rows_loop(a, b, args) if b.is_stack else _tokens_loop(a, b, args)
+        return _rows_cuda(a, b, args) if b.is_stack else _tokens_cuda(a, b, args)
+
+
+def _operand(one: GroupedOperand) -> Operand:
+    return Operand(one.buffers, one.spec, one.rows, one.cols)
+
+
+def _specs(a: GroupedOperand, b: GroupedOperand) -> tuple[PlaneSpec, PlaneSpec]:
+    return a.spec.resolve(a.buffers[0].dtype), b.spec.resolve(b.buffers[0].dtype)
+
+
+def _dtype(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> torch.dtype:
+    """Return the dtype that a CPU's operands are decoded to."""
+    is_alone = args.bias is None and args.accumulate_into is None
+    reason = fp32_reason(*_specs(a, b), "cpu", args.out_dtype, is_alone)
+    return torch.bfloat16 if reason is None else torch.float32
+
+
+def keeps_turned(a: GroupedOperand, b: GroupedOperand) -> bool:
+    """Whether a shared transform may stay: tokens of a plain operand are not turned by groups."""
+    return a.spec.signs == b.spec.signs and (b.is_stack or a.is_padded == b.is_padded)
+
+
+def _product(left: Side, right: Side, args: GemmArgs, dtype: torch.dtype) -> torch.Tensor:
+    if dtype == torch.float32 or not all(is_power_of_two(one.factor) for one in (left, right)):
+        left, right = (Side(one.matrix, one.factor, False) for one in (left, right))
+    return multiply_sides(left, right, args)
+
+
+def _rows_loop(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> torch.Tensor:
+    dtype, keep = _dtype(a, b, args), keeps_turned(a, b)
+    left = decode_side(_operand(a), keep, dtype)
+    into = args.accumulate_into
+    shape = (a.rows, b.rows)
+    out = torch.zeros(shape, dtype=args.out_dtype) if into is None else into.to(args.out_dtype)
+    out = out.clone() if out is into else out
+    begin = 0
+    for group, end in enumerate(group_ends(args).tolist()):
+        if end > begin:
+            part = Side(left.matrix[begin:end], _cut(left.factor, begin, end), left.is_bf16)
+            own = GemmArgs(
+                None if args.bias is None else args.bias[group],
+                None if into is None else into[begin:end],
+                args.out_dtype,
+            )
+            right = decode_side(one_of(b, group), keep, dtype)
+            out[begin:end] = _product(part, right, own, dtype)
+        begin = end
+    return out
+
+
+def _cut(factor: torch.Tensor | None, begin: int, end: int) -> torch.Tensor | None:
+    return factor if factor is None or factor.numel() == 1 else factor[begin:end]
+
+
+def _tokens_loop(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> torch.Tensor:
+    dtype, keep = _dtype(a, b, args), keeps_turned(a, b)
+    left, right = (decode_side(_operand(one), keep, dtype) for one in (a, b))
+    slices = [token_slices(one, args, keep) for one in (a, b)]
+    into = args.accumulate_into
+    made = []
+    for group, (first, second) in enumerate(zip(*slices, strict=True)):
+        own = GemmArgs(None, None if into is None else into[group], args.out_dtype)
+        one = Side(left.matrix[:, first[0] : first[1]], left.factor, left.is_bf16)
+        two = Side(right.matrix[:, second[0] : second[1]], right.factor, right.is_bf16)
+        made.append(_product(one, two, own, dtype))
+    shape = (0, a.rows, b.rows)
+    return torch.stack(made) if made else args.offsets.new_zeros(shape, dtype=args.out_dtype)
+
+
+def _aligned(matrix: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return BF16 `[rows, K]`, K a multiple of 8, zeros added."""
+    width = ceil_to(matrix.shape[-1], _STEP)
+    extra = (0, width - matrix.shape[-1], 0, rows - matrix.shape[-2])
+    matrix = matrix.to(torch.bfloat16)
+    return torch.nn.functional.pad(matrix, extra) if any(extra) else matrix.contiguous()
+
+
+def _rows_cuda(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> torch.Tensor:
+    keep, columns = keeps_turned(a, b), ceil_to(b.rows, _STEP)
+    left = _aligned(decode_side(_operand(a), keep, torch.bfloat16).matrix, a.rows)
+    right = _aligned(_decoded_stack(b, keep), columns)
+    ends = group_ends(args)
+    if not (ends.shape[0] and a.rows and b.rows):
+        return left.new_zeros((a.rows, b.rows))
+    product = torch.nn.functional.grouped_mm(left, right.transpose(-2, -1), offs=ends)
+    # What lies behind the last group is not written.
+    is_token = torch.arange(a.rows, device=ends.device, dtype=ends.dtype) < ends[-1]
+    return torch.where(is_token[:, None], product[:, : b.rows], 0.0)
+
+
+def _decoded_stack(stack: GroupedOperand, keep_turned: bool) -> torch.Tensor:
+    """Return `[G, rows, K]`: one decode where the stack's rows are one plane's, else one each."""
+    groups, fmt = stack.buffers[0].shape[0], stack.spec.format
+    if fmt.is_identity:
+        return stack.buffers[0]
+    height = 1 if fmt.block is None else fmt.block[0]
+    if stack.rows % height == 0 and not stack.spec.needs_amax:
+        flat = [buffer.flatten(0, 1) for buffer in stack.buffers]
+        whole = Operand(flat, stack.spec, groups * stack.rows, stack.cols)
+        matrix = decode_side(whole, keep_turned, torch.bfloat16).matrix
+        return matrix.reshape(groups, stack.rows, matrix.shape[1])
+    sides = [
+        decode_side(one_of(stack, group), keep_turned, torch.bfloat16) for group in range(groups)
+    ]
+    return torch.stack([side.matrix for side in sides])
+
+
+def _tokens_cuda(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> torch.Tensor:
+    keep, columns = keeps_turned(a, b), ceil_to(b.rows, _STEP)
+    ends = group_ends(args)
+    groups = ends.shape[0]
+    sides = [decode_side(_operand(one), keep, torch.bfloat16).matrix for one in (a, b)]
+    if args.padded is not None:
+        # Zeros between the groups add nothing, so padded ends serve both operands.
+        sides = [
+            side if one.is_padded else pad_tokens(side.t(), ends).t()
+            for side, one in zip(sides, (a, b), strict=True)
+        ]
+        ends = args.padded[1:]
+    if not (groups and a.rows and b.rows and sides[0].shape[1]):
+        return sides[0].new_zeros((groups, a.rows, b.rows), dtype=torch.bfloat16)
+    left, right = _aligned(sides[0], a.rows), _aligned(sides[1], columns)
+    product = torch.nn.functional.grouped_mm(left, right.t(), offs=ends)
+    return product[:, :, : b.rows].contiguous()

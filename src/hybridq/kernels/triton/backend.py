@@ -1,0 +1,162 @@
+"""The `triton` backend: GEMMs that decode packed operands in registers, on NVIDIA GPUs.
+
+It wants two kinds of GEMM and leaves the rest to torch's own product of decoded operands: those
+with few rows on one side (they are bound by reading the other operand, which is two to four times
+smaller in codes than in BF16), and grouped ones.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from ... import settings
+from ...formats import PlaneSpec
+from ..device import Chip
+from ..registry import Backend, Call, register_backend
+from ..types import GemmArgs, GroupedArgs, GroupedOperand, Operand
+from .form import form_reason
+from .plan import SMALL, plan_block, plan_gemm, plan_grouped
+
+__all__ = ["TRITON", "block_gemm", "block_gemm_reason", "wants"]
+
+_OUT = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@lru_cache(maxsize=1)
+def _missing() -> str | None:
+    return None if find_spec("triton") is not None else "the package triton is not installed"
+
+
+def _chip_reason(device: str, chip: Chip | None, least: tuple[int, int]) -> str | None:
+    """Return None if kernels can run on the chip, else why not."""
+    if device != "cuda":
+        return f"runs on CUDA tensors, got {device}"
+    if chip is not None and chip.is_rocm:
+        return "is made for NVIDIA GPUs, got a build of torch for AMD's"
+    if chip is None or chip.capability is None:
+        return "the GPU's compute capability is not known"
+    if chip.capability < least:
+        return f"needs compute capability {least[0]}.{least[1]}, got {chip}"
+    return _missing()
+
+
+def wants(sizes: tuple[int, int, int] | None, a: PlaneSpec, b: PlaneSpec) -> str | None:
+    """Return None if a dense GEMM should come here although torch could do it, else why not.
+
+    Args:
+        sizes: (M, N, K), or None where they are not known.
+        a, b: specs of the operands.
+    """
+    if sizes is None:
+        return f"is for at most {SMALL} rows on one side, and the sizes are not known"
+    m, n, _ = sizes
+    if min(m, n) > SMALL:
+        return f"is for at most {SMALL} rows on one side, got {m} and {n}"
+    if (b if n >= m else a).format.is_identity:
+        return "gains nothing where the operand with more rows is not packed"
+    return None
+
+
+def _supports(call: Call) -> str | None:
+    reason = _chip_reason(call.device, call.chip, (8, 0))
+    if reason is not None:
+        return reason
+    if call.dtype not in _OUT:
+        return f"makes float32, bfloat16 and float16, got {call.dtype}"
+    if call.row is None or call.col is None:
+        return "a GEMM has two operands"
+    for name, spec in (("a", call.row), ("b", call.col)):
+        reason = form_reason(spec)
+        if reason is not None:
+            return f"operand {name}: {reason}"
+    if call.row.signs != call.col.signs:
+        return "one operand is transformed and the other is not"
+    if call.op == "gemm" and settings.current().backend != "triton":
+        return wants(call.sizes, call.row, call.col)
+    return None
+
+
+def _notes(call: Call) -> tuple[str, ...]:
+    notes = ["operands decoded in registers, BF16 product with FP32 accumulation"]
+    if call.op == "grouped_gemm":
+        notes.append("group ends stay on the device; groups without tokens give zeros")
+    return tuple(notes)
+
+
+def _launcher() -> Any:
+    return import_module(".launch", __package__)  # Triton is imported with the first product
+
+
+def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
+    result, launches = plan_gemm(a, b, args)
+    _launcher().run(launches, result.device)
+    return result
+
+
+def _grouped_gemm(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> torch.Tensor:
+    for operand in (a, b):
+        if not (b.is_stack or operand.is_padded or operand.spec.format.is_identity):
+            raise ValueError(
+                "grouped_gemm: a quantized plane whose contraction runs over tokens must be "
+                f"padded, got {operand.spec}"
+            )
+    result, launches = plan_grouped(a, b, args)
+    _launcher().run(launches, result.device)
+    return result
+
+
+def block_gemm_reason(
+    elements: tuple[str, str], sizes: tuple[int, int, int], chip: Chip | None
+) -> str | None:
+    """Return None if `block_gemm` runs on this chip, else why not.
+
+    Args:
+        elements: names of the elements of a and b.
+        sizes: (M, N, K).
+        chip: the device of the operands.
+    """
+    for name, element in zip("ab", elements, strict=True):
+        if element not in ("e4m3", "e5m2"):
+            return f"operand {name} must be e4m3 or e5m2, got {element}"
+    return _chip_reason("cuda" if chip is None else chip.kind, chip, (8, 9))
+
+
+def block_gemm(
+    a_data: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_data: torch.Tensor,
+    b_scale: torch.Tensor,
+    elements: tuple[str, str],
+    *,
+    b_is_square: bool,
+    args: GemmArgs,
+) -> torch.Tensor:
+    """Return `a @ b.T` by FP8 tensor cores: sums of 128 products, scaled and added in FP32.
+
+    Args:
+        a_data, b_data: uint8 codes `[M, K]`, `[N, K]`, the last axis contiguous.
+        a_scale: FP32 `[M, ceil(K / 128)]`, any strides.
+        b_scale: FP32 `[N, ceil(K / 128)]`, or `[ceil(N / 128), ceil(K / 128)]` if b_is_square.
+        elements: names of the elements of a and b, e4m3 or e5m2.
+        b_is_square: b has one scale per 128x128 instead of 1x128.
+        args: bias, what to add, dtype of the result.
+
+    Returns:
+        `[M, N]`. FP8 tensor cores keep about 13 fraction bits within each sum of 128, so this is no
+        exact product: see docs/numerics.md on precision.
+
+    Source: DeepSeek-V3 technical report, section 3.3.2 (arXiv:2412.19437), for promotion per 128.
+    """
+    planned = plan_block(a_data, a_scale, b_data, b_scale, elements, b_is_square, args)
+    _launcher().run(planned[1], planned[0].device)
+    return planned[0]
+
+
+TRITON = register_backend(
+    Backend("triton", _supports, {"gemm": _gemm, "grouped_gemm": _grouped_gemm}, notes=_notes)
+)

@@ -1,0 +1,136 @@
+"""How the kernels see a plane: the numbers by which its codes and scales are decoded.
+
+A kernel knows no format by name. It is compiled for a `Form`, all of whose numbers follow from the
+format's record, so that a format that is registered later needs no kernel of its own.
+
+This module imports no Triton: backends are asked for their reasons on machines without it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from ...formats import Element, PlaneSpec
+from .ptx import decode_asm
+
+__all__ = ["VALUES", "Code", "Form", "form_of", "form_reason"]
+
+_SIGN = 1 << 31
+
+
+class Code(NamedTuple):
+    """A scalar code as a kernel decodes it to FP32: shift it into place, mask, multiply.
+
+    Args:
+        bits: width of the code; 16: BF16 bits; 32: FP32; 0: there is none.
+        up: left shift that brings the sign to bit 31.
+        down: right shift (arithmetic, so bit 31 stays) that brings the exponent to bit 23.
+        mask: keeps sign, exponent and mantissa, as a signed 32-bit number; 0: no sign and no
+            mantissa, the code is an exponent (E8M0).
+        factor: what the exponents' biases differ by; the product is exact.
+        limit: from this magnitude on a value is special; 0: none is.
+        asm: PTX that decodes two codes at once (see `ptx`).
+    """
+
+    bits: int
+    up: int = 0
+    down: int = 0
+    mask: int = 0
+    factor: float = 1.0
+    limit: float = 0.0
+    asm: str = ""
+
+
+class Form(NamedTuple):
+    """A plane as a kernel decodes it.
+
+    Args:
+        code: what the data are.
+        scale: what the block scales are; bits 0: none.
+        block_rows, block_cols: one scale per block of so many rows and codes.
+        per_unit: codes in one element of data, a byte or a 16-bit word, the lower index in the
+            lower bits.
+        is_odd: rows end within a unit.
+        bound: the plane has a factor that the product is multiplied with: its scale (1.0), or its
+            amax divided by this; 0.0: it has none.
+        has_row_factors: one factor per row instead of one for all.
+    """
+
+    code: Code
+    scale: Code
+    block_rows: int = 1
+    block_cols: int = 1
+    per_unit: int = 1
+    is_odd: bool = False
+    bound: float = 0.0
+    has_row_factors: bool = False
+
+
+_NONE = Code(0)
+#: BF16 values, as their bits.
+VALUES = Form(Code(16), _NONE)
+
+
+def _code(element: Element) -> Code:
+    if element.bits > 8:
+        return Code(element.bits)
+    if element.mantissa_bits == 0:
+        return Code(element.bits)
+    magnitude = (1 << (element.bits - 1)) - 1
+    mask = magnitude << (23 - element.mantissa_bits) | _SIGN
+    limit = 0.0
+    top = float(2.0 ** ((1 << element.exponent_bits) - 1 - element.bias))
+    if element.specials == "fn":
+        limit = top * (2.0 - 2.0**-element.mantissa_bits)
+    elif element.specials == "ieee":
+        limit = top
+    return Code(
+        bits=element.bits,
+        up=32 - element.bits,
+        down=8 - element.exponent_bits,
+        mask=mask - (1 << 32),
+        factor=2.0 ** (127 - element.bias),
+        limit=limit,
+        asm=decode_asm(element),
+    )
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+@lru_cache(maxsize=1024)
+def form_reason(spec: PlaneSpec) -> str | None:
+    """Return None if the kernels decode planes of `spec` exactly to BF16, else why not."""
+    fmt = spec.format
+    if fmt.is_identity:
+        if fmt.element is None or fmt.element.name != "bf16":
+            return f"plain operands must be bf16, got {fmt.element or 'an open dtype'}"
+        return None
+    if not fmt.is_bf16_exact:
+        return f"BF16 does not hold {fmt} exactly"
+    if fmt.element is None or fmt.scale is None:
+        return f"{fmt} has no codes"
+    if fmt.element.codes_per_byte == 2 and fmt.element.bits != 4:
+        return f"packed codes must have 4 bits, got {fmt.element}"
+    if not (0 <= fmt.element.bias < 254 and 4 <= fmt.element.bits <= 8):
+        return f"codes must have 4 to 8 bits and a bias of 0 to 253, got {fmt.element!r}"
+    if fmt.block is not None and not (_is_power_of_two(fmt.block[1]) and fmt.block[1] >= 2):
+        return f"blocks must be a power of two long, got {fmt.block}"
+    return None
+
+
+@lru_cache(maxsize=1024)
+def form_of(spec: PlaneSpec) -> Form:
+    """Return the Form of planes of `spec`, for which `form_reason` is None."""
+    fmt = spec.format
+    if fmt.is_identity or fmt.element is None or fmt.scale is None:
+        return VALUES
+    per_unit = fmt.element.codes_per_byte
+    if fmt.block is None:  # the scale of a whole tensor is a factor of the product
+        return Form(_code(fmt.element), _NONE, per_unit=per_unit, bound=1.0)
+    bound = spec.tensor_bound * fmt.element.max if spec.needs_amax else 0.0
+    return Form(
+        _code(fmt.element), _code(fmt.scale), *fmt.block, per_unit, False, bound, spec.row_scaled
+    )

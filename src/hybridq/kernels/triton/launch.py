@@ -1,0 +1,43 @@
+"""The one module that imports Triton: runs what `plan` has decided. Imported on first use."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Final
+
+import torch
+
+from .block import block_kernel
+from .dense import decode_kernel, dense_kernel, reduce_kernel
+from .grouped import grouped_kernel
+from .plan import Launch
+
+__all__ = ["KERNELS", "options", "run"]
+
+KERNELS: Final[dict[str, Any]] = {
+    "block": block_kernel,
+    "decode": decode_kernel,
+    "dense": dense_kernel,
+    "grouped": grouped_kernel,
+    "reduce": reduce_kernel,
+}
+
+
+def options(launch: Launch) -> dict[str, Any]:
+    """Return what Triton takes beside the arguments.
+
+    No contraction of a product and a sum into one operation: docs/numerics.md rounds each.
+    """
+    return {
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+        "enable_fp_fusion": False,
+    }
+
+
+def run(launches: tuple[Launch, ...], device: torch.device) -> None:
+    """Launch kernels one after the other on torch's current stream of `device`."""
+    guard: Any = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with guard:
+        for launch in launches:
+            KERNELS[launch.kernel][launch.grid](**launch.arguments, **options(launch))

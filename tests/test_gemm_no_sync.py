@@ -1,0 +1,180 @@
+"""GEMMs on CUDA read nothing on the host: run on fake CUDA tensors, where any reading raises.
+
+No GPU is needed: a FakeTensor knows shapes, dtypes and a device, and raises
+`DataDependentOutputException` as soon as a value is asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from hybridq.formats import DEFAULT_SIGNS, PlaneSpec, format
+from hybridq.kernels import (
+    backend_fold,
+    backend_native,
+    backend_reference,
+    described,
+    exact,
+    grouped,
+    native_layout,
+    native_views,
+    ragged,
+)
+from hybridq.kernels.types import GemmArgs, GroupedArgs, GroupedOperand, Operand
+
+HOPPER, BLACKWELL = described("sm_90"), described("sm_100")
+SPECS = ["fp8_e4m3", "fp8_e5m2", "fp8_1x128", "fp8_128x128", "mxfp8", "mxfp8_32x32"]
+SPECS += ["mxfp4", "mxfp6_e3m2", "nvfp4", "nvfp4_16x16", "nvfp4;rows", "bf16"]
+TURNED = PlaneSpec(format("nvfp4"), False, DEFAULT_SIGNS).text
+
+
+class Indexing(TorchFunctionMode):
+    """Indexing by operators: Python's own asks for a CUDA that this build of torch may not have."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.__getitem__:
+            return self.view(*args)
+        if function is torch.Tensor.__setitem__:
+            tensor, index, value = args
+            return torch.ops.aten.copy_.default(self.view(tensor, index), value)
+        if function is torch.Tensor.__invert__:
+            return torch.ops.aten.bitwise_not.default(*args)
+        if function is torch.Tensor.contiguous:
+            return torch.ops.aten.contiguous.default(*args)
+        return function(*args, **(kwargs or {}))
+
+    def view(self, tensor, index):
+        """`tensor[index]` of integers, slices, None and one tensor."""
+        dim = 0
+        for one in index if isinstance(index, tuple) else (index,):
+            if one is None:
+                tensor, dim = tensor.unsqueeze(dim), dim + 1
+            elif isinstance(one, int):
+                tensor = torch.ops.aten.select.int(tensor, dim, one)
+            elif isinstance(one, slice):
+                tensor = torch.ops.aten.slice.Tensor(
+                    tensor, dim, one.start, one.stop, one.step or 1
+                )
+                dim += 1
+            else:
+                tensor = torch.ops.aten.index.Tensor(tensor, [None] * dim + [one])
+                dim += one.dim()
+        return tensor
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch):
+    """Fake memory, torch's product as a shape, and the plain kernels in place of compiled ones."""
+    monkeypatch.setattr(native_layout, "_ALIGNMENT", 1)
+    monkeypatch.setattr(torch._subclasses.FakeTensor, "data_ptr", lambda self: 0, raising=False)
+
+    def scaled_mm(a, b, *_, output_dtype, **__):
+        return a.new_empty((a.shape[0], b.shape[1]), dtype=output_dtype)
+
+    monkeypatch.setattr(backend_native, "scaled_mm", scaled_mm)
+    monkeypatch.setattr(native_views, "_wider", native_views._wider.__wrapped__)  # not for fakes
+    for module in (exact, backend_fold, native_views):
+        monkeypatch.setattr(module, "select", lambda call: backend_reference.REFERENCE)
+    with FakeTensorMode(), Indexing():
+        yield
+
+
+def operand(rows: int, cols: int, text: str) -> Operand:
+    """A plane on a GPU that does not exist."""
+    spec = PlaneSpec.parse(text)
+    buffers = [
+        torch.empty(buffer.shape, dtype=buffer.dtype, device="cuda")
+        for buffer in spec.buffers(rows, cols)
+    ]
+    return Operand(buffers, spec, rows, cols)
+
+
+def test_reading_is_noticed() -> None:
+    with pytest.raises(DataDependentOutputException):
+        bool(torch.ones(1, device="cuda").any())
+
+
+@pytest.mark.parametrize(
+    "a,b", [*itertools.product(SPECS, SPECS), (TURNED, TURNED), (TURNED, "mxfp8")]
+)
+def test_products_of_torch(a: str, b: str) -> None:
+    bias = torch.empty(40, device="cuda")
+    for dtype in (torch.bfloat16, torch.float32):
+        for args in (GemmArgs(None, None, dtype), GemmArgs(bias, None, dtype)):
+            y = exact.exact_gemm(operand(24, 96, a), operand(40, 96, b), args)
+            assert y.shape == (24, 40) and y.dtype == dtype and y.device.type == "cuda"
+
+
+@pytest.mark.parametrize(
+    "precision,dtype,text,wide",
+    [
+        ("auto", torch.bfloat16, "mxfp8", False),
+        ("exact", torch.bfloat16, "mxfp8", True),
+        ("auto", torch.bfloat16, "nvfp4", True),
+        ("auto", torch.float32, "mxfp8", True),
+        ("auto", torch.float16, "mxfp8", True),
+    ],
+)
+def test_an_fp32_result_only_where_it_is_needed(precision, dtype, text, wide, monkeypatch) -> None:
+    """A factor, another dtype, or `exact` where cuBLAS may add parts of the sum in BF16."""
+    asked = []
+    mm = torch.mm
+
+    def spy(a, b, **options):
+        asked.append(options.get("out_dtype") == torch.float32)
+        return mm(a, b, **options)
+
+    monkeypatch.setattr(torch, "mm", spy)
+    args = GemmArgs(None, None, dtype, precision)
+    exact.exact_gemm(operand(24, 96, text), operand(40, 96, "mxfp8"), args)
+    assert asked == [wide]
+
+
+@pytest.mark.parametrize("chip", [HOPPER, BLACKWELL], ids=str)
+@pytest.mark.parametrize("a,b", list(itertools.product(SPECS, SPECS)))
+def test_scaled_products(a: str, b: str, chip) -> None:
+    left, right = operand(23, 90, a), operand(41, 90, b)
+    kind, _ = backend_native.native_kind(left.spec, right.spec, chip, 90)
+    into = torch.empty(23, 41, device="cuda")
+    for args in (GemmArgs(None, None, torch.bfloat16), GemmArgs(None, into, torch.float32)):
+        if kind is not None:
+            y = backend_native.multiply(left, right, args, kind)
+            assert y.shape == (23, 41) and y.dtype == args.out_dtype
+
+
+@pytest.mark.parametrize(
+    "a,b", [("mxfp8", "mxfp8"), ("mxfp4", "mxfp8_32x32"), ("fp8_e4m3", "mxfp8")]
+)
+def test_folds(a: str, b: str) -> None:
+    args = GemmArgs(None, None, torch.bfloat16, "fast", HOPPER)
+    y = backend_fold.FOLD.ops["gemm"](operand(23, 90, a), operand(41, 90, b), args)
+    assert y.shape == (23, 41)
+
+
+@pytest.mark.parametrize(
+    "a,b", [("mxfp8", "mxfp8"), ("bf16", "mxfp4"), ("fp8_1x128", "fp8_128x128")]
+)
+def test_groups(a: str, b: str) -> None:
+    """The grid of nothing depends on the offsets; padding does not either."""
+    offsets = torch.empty(3, dtype=torch.int32, device="cuda")
+    args = GroupedArgs(offsets, 24, None, None, None, torch.bfloat16)
+    left, one = operand(24, 96, a), operand(40, 96, b)
+    stack = [torch.stack([buffer] * 3) for buffer in one.buffers]
+    rows = GroupedOperand(left.buffers, left.spec, 24, 96)
+    y = grouped._rows_cuda(rows, GroupedOperand(stack, one.spec, 40, 96, True), args)
+    assert y.shape == (24, 40)
+    padded, size = ragged.padded_offsets(offsets, 24), ragged.capacity(24, 3)
+    args = GroupedArgs(offsets, 24, padded, None, None, torch.bfloat16)
+    sides = []
+    for rows_, text in ((16, a), (40, b)):
+        is_padded = text != "bf16"
+        made = operand(rows_, size if is_padded else 24, text)
+        sides.append(
+            GroupedOperand(made.buffers, made.spec, made.rows, made.cols, False, is_padded)
+        )
+    assert grouped._tokens_cuda(*sides, args).shape == (3, 16, 40)
