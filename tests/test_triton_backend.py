@@ -1,0 +1,181 @@
+"""The Triton backend without Triton: what it takes, the PTX that decodes, padded ragged planes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import hybridq
+import ptx_emulator
+from hybridq.formats import ELEMENTS, PlaneSpec, names
+from hybridq.kernels import Call, ragged
+from hybridq.kernels.device import Chip
+from hybridq.kernels.triton import TRITON, backend, block_gemm_reason, wants
+from hybridq.kernels.triton.form import form_of, form_reason
+from hybridq.kernels.triton.ptx import SCALE, decode_asm
+from hybridq.reference import decode_codes
+
+CODES = [e for e in ELEMENTS.values() if e.bits <= 8 and e.has_sign and e.mantissa_bits]
+H200 = Chip.of("cuda", (9, 0))
+
+
+def bf16_bits(values: torch.Tensor) -> np.ndarray:
+    """BF16 bits, every NaN the same."""
+    bits = values.to(torch.bfloat16).view(torch.int16).numpy().astype(np.uint32) & 0xFFFF
+    return np.where(values.isnan().numpy(), 0x7FFF, bits)
+
+
+def alike(bits: np.ndarray) -> np.ndarray:
+    """Bits with every NaN the same."""
+    return np.where((bits & 0x7FFF) > 0x7F80, 0x7FFF, bits)
+
+
+@pytest.mark.parametrize("element", CODES, ids=str)
+def test_ptx_decodes_every_pair_of_codes(element) -> None:
+    """All 65,536 words of two codes, or all 256 bytes: both halves, specials and signs of zero."""
+    width = 4 if element.codes_per_byte == 2 else 8
+    words = np.arange(1 << 2 * width, dtype=np.uint32)
+    got = ptx_emulator.run(decode_asm(element), r2=words)
+    for register, codes in (("$0", words & (1 << width) - 1), ("$1", words >> width)):
+        expected = decode_codes(torch.from_numpy(codes.astype(np.uint8)), element)
+        assert np.array_equal(alike(got[register]), bf16_bits(expected))
+
+
+@pytest.mark.parametrize("element", CODES, ids=str)
+@pytest.mark.parametrize("scale", ["e8m0", "e4m3"])
+def test_ptx_scales_round_once(element, scale: str) -> None:
+    """Every code times every scale, against FP32 rounded to BF16 once."""
+    values = decode_codes(torch.arange(1 << element.bits, dtype=torch.uint8), element)
+    scales = decode_codes(torch.arange(256, dtype=torch.uint8), ELEMENTS[scale])
+    left, right = (x.reshape(-1) for x in torch.meshgrid(values, scales, indexing="ij"))
+    low, high = bf16_bits(left), bf16_bits(right)
+    got = ptx_emulator.run(SCALE, r1=low | low << 16, r2=high | high << 16)["$0"]
+    for half in (got & 0xFFFF, got >> 16):
+        assert np.array_equal(alike(half), bf16_bits(left * right))
+
+
+def test_the_emulator_rounds_as_torch_does(seed: int) -> None:
+    """Random pairs of BF16, subnormal and overflowing products included."""
+    rng = np.random.default_rng(seed)
+    a, b = (rng.integers(0, 1 << 16, 20000).astype(np.uint32) for _ in range(2))
+    got = ptx_emulator.run(SCALE, r1=a, r2=b)["$0"] & 0xFFFF
+    x, y = (torch.from_numpy((v << 16).view(np.float32).copy()).double() for v in (a, b))
+    exact = x * y
+    # FP64 to FP32 would round twice: compare where FP32 holds the product.
+    held = (exact.float().double() == exact) | exact.isnan()
+    assert held.float().mean() > 0.4
+    keep = held.numpy()
+    assert np.array_equal(alike(got)[keep], bf16_bits(exact.float())[keep])
+
+
+@pytest.mark.parametrize("name", names())
+def test_forms_exist_for_what_bf16_holds(name: str) -> None:
+    spec = PlaneSpec.parse(name)
+    assert (form_reason(spec) is None) == spec.format.is_bf16_exact
+    if form_reason(spec) is None:
+        hash(form_of(spec))
+
+
+def call(**change: object) -> Call:
+    """A call that the backend takes, with changes."""
+    fields = {
+        "op": "gemm",
+        "device": "cuda",
+        "dtype": torch.bfloat16,
+        "row": PlaneSpec.parse("bf16"),
+        "col": PlaneSpec.parse("mxfp8"),
+        "sizes": (4, 4096, 4096),
+        "chip": H200,
+    }
+    return Call(**(fields | change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "change,reason",
+    [
+        ({"device": "cpu"}, "CUDA tensors"),
+        ({"chip": None}, "capability is not known"),
+        ({"chip": Chip.of("cuda", (7, 5))}, "needs compute capability 8.0"),
+        ({"dtype": torch.float64}, "makes float32"),
+        ({"row": PlaneSpec.parse("fp16")}, "operand a: plain operands must be bf16"),
+        ({"col": None}, "two operands"),
+        ({"row": PlaneSpec.parse("nvfp4;rht=d7e8")}, "transformed"),
+        ({"sizes": None}, "sizes are not known"),
+        ({"sizes": (65, 65, 8)}, "at most 64 rows"),
+        ({"sizes": (4096, 4, 8)}, "gains nothing"),
+        ({"op": "encode"}, "has no encode"),
+    ],
+)
+def test_reasons(change: dict[str, object], reason: str, monkeypatch) -> None:
+    monkeypatch.setattr(backend, "_missing", lambda: None)
+    assert TRITON.reason(call()) is None
+    assert reason in str(TRITON.reason(call(**change)))  # type: ignore[arg-type]
+
+
+def test_what_it_wants(monkeypatch) -> None:
+    monkeypatch.setattr(backend, "_missing", lambda: None)
+    bf16, mxfp8 = PlaneSpec.parse("bf16"), PlaneSpec.parse("mxfp8")
+    assert wants((64, 4096, 8), bf16, mxfp8) is None
+    assert wants((4096, 64, 8), mxfp8, bf16) is None
+    # Grouped products, and a user who asks for it, are not held to that.
+    assert TRITON.reason(call(op="grouped_gemm", sizes=None)) is None
+    with hybridq.backend("triton"):
+        assert TRITON.reason(call(sizes=(4096, 4096, 8))) is None
+
+
+def test_a_machine_without_triton_says_so(monkeypatch) -> None:
+    monkeypatch.setattr(backend, "_missing", lambda: "the package triton is not installed")
+    assert TRITON.reason(call()) == "the package triton is not installed"
+
+
+def test_block_gemm_reasons(monkeypatch) -> None:
+    monkeypatch.setattr(backend, "_missing", lambda: None)
+    sizes = (8, 8, 8)
+    assert block_gemm_reason(("e4m3", "e5m2"), sizes, H200) is None
+    assert "8.9" in str(block_gemm_reason(("e4m3", "e4m3"), sizes, Chip.of("cuda", (8, 0))))
+    assert "operand b" in str(block_gemm_reason(("e4m3", "e2m1"), sizes, H200))
+
+
+def test_importing_the_backend_imports_no_triton() -> None:
+    code = "import sys, hybridq.kernels.triton; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_quantized_contraction_over_tokens_must_be_padded() -> None:
+    from hybridq.kernels.types import GroupedArgs, GroupedOperand
+
+    spec = PlaneSpec.parse("mxfp8")
+    buffers = [torch.zeros(b.shape, dtype=b.dtype) for b in spec.buffers(4, 40)]
+    side = GroupedOperand(buffers, spec, 4, 40)
+    args = GroupedArgs(torch.tensor([40]).int(), 40, None, None, None, torch.float32)
+    with pytest.raises(ValueError, match="must be padded, got e4m3"):
+        TRITON.ops["grouped_gemm"](side, side, args)
+
+
+@pytest.mark.parametrize("sizes", [(3,), (0, 0), (128, 0, 129), (1, 1, 1, 1), (127, 256, 5)])
+@pytest.mark.parametrize("rest", [0, 7])
+def test_padded_tokens(sizes: tuple[int, ...], rest: int) -> None:
+    tokens = sum(sizes) + rest
+    x = torch.randn(tokens, 3)
+    x[::2, 1] = -0.0
+    ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    padded = ragged.padded_offsets(ends, tokens)
+    out = ragged.pad_tokens(x, ends)
+    assert out.shape == (ragged.capacity(tokens, len(sizes)), 3)
+    expected = torch.zeros_like(out)
+    begin = place = 0
+    for group, size in enumerate(sizes):
+        assert padded[group] == place
+        expected[place : place + size] = x[begin : begin + size]
+        begin, place = begin + size, place + -(-size // 128) * 128
+    assert padded[-1] == place <= out.shape[0]
+    assert torch.equal(out.view(torch.int32), expected.view(torch.int32))  # signs of zero too
+
+
+def test_ends_beyond_the_tokens_count_as_their_number() -> None:
+    padded = ragged.padded_offsets(torch.tensor([5, 400], dtype=torch.int32), 10)
+    assert padded.tolist() == [0, 128, 256]

@@ -1,0 +1,129 @@
+"""The Triton GEMMs' machine code, compiled ahead of time: a performance test without a GPU.
+
+On sm_90: tensor cores by wgmma whose left operand comes from registers, no spill, no conversion at
+a quarter of the rate (F2F), no flush of subnormals, and the main loop's instructions per decoded
+code held to a recorded budget.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import triton_tools
+from triton_tools import Worker
+
+pytestmark = pytest.mark.skipif(triton_tools.MISSING is not None, reason=str(triton_tools.MISSING))
+
+#: (a, b) -> instructions of the main loop per code of the left operand, for 16 rows of a.
+BUDGETS = {
+    ("bf16", "mxfp8"): 8.2,
+    ("bf16", "mxfp8_e5m2"): 8.2,
+    ("bf16", "fp8_e4m3"): 6.4,
+    ("bf16", "nvfp4"): 8.3,
+    ("bf16", "mxfp4"): 6.7,
+    ("bf16", "mxfp6_e2m3"): 8.2,
+    ("bf16", "fp8_128x128"): 8.2,
+    ("mxfp8", "mxfp8"): 11.0,
+    ("nvfp4", "nvfp4"): 11.0,
+}
+#: kind of grouped GEMM, a, b
+GROUPED = [
+    ("few", "bf16", "mxfp8"),
+    ("few", "mxfp8", "nvfp4"),
+    ("rows", "mxfp8", "mxfp8"),
+    ("rows", "bf16", "nvfp4"),
+    ("rows", "nvfp4", "bf16"),
+    ("k", "mxfp8", "mxfp8"),
+    ("k", "nvfp4", "bf16"),
+    ("k", "mxfp4", "nvfp4"),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> Iterator[object]:
+    """Compiles a launch in a process of its own, with an empty cache."""
+    folder = tmp_path_factory.mktemp("triton")
+    worker = Worker(TRITON_CACHE_DIR=str(folder), TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
+
+    def call(function: str, *args: object, capability: int = 90) -> triton_tools.Compiled:
+        return worker("triton_launches", function, Path(folder), capability, *args)
+
+    yield call
+    worker.close()
+
+
+def hold(code: triton_tools.Compiled, is_hopper: bool = True) -> None:
+    """What every kernel must keep."""
+    assert code.spilled == 0
+    assert code.counts["F2F"] == 0
+    assert not re.search(r"\.ftz", code.ptx)
+    assert code.counts["LDGSTS"] > 0  # operands are loaded ahead
+    if is_hopper:
+        operands = re.findall(r"wgmma\.mma_async\S+ \{[^}]*\}, (\{)?", code.ptx)
+        assert operands
+        assert all(operands), "the left operand does not come from registers"
+
+
+def test_small_m_on_hopper(compiled) -> None:
+    code = compiled("dense", "bf16", "mxfp8", 16)
+    hold(code)
+    assert code.loop_size / code.codes <= BUDGETS["bf16", "mxfp8"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", BUDGETS, ids="-".join)
+def test_loops_keep_their_budget(compiled, pair: tuple[str, str]) -> None:
+    code = compiled("dense", *pair, 16)
+    hold(code)
+    print(pair, code.loop_size / code.codes, code.registers)
+    assert code.loop_size / code.codes <= BUDGETS[pair]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", [("mxfp8", "bf16"), ("mxfp4", "nvfp4")], ids="-".join)
+def test_large_tiles_on_hopper(compiled, pair: tuple[str, str]) -> None:
+    hold(compiled("dense", *pair, 4096))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", GROUPED, ids="-".join)
+def test_grouped_on_hopper(compiled, case: tuple[str, str, str]) -> None:
+    code = compiled("grouped", *case)
+    hold(code)
+    print(case, code.registers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_square", [False, True])
+def test_block_scaled_on_hopper(compiled, is_square: bool) -> None:
+    code = compiled("block", is_square)
+    assert code.spilled == 0
+    assert code.counts["QGMMA"] == 4  # 128 codes by 32
+    assert code.counts["LDGSTS"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 89, 100, 120])
+def test_other_chips(compiled, capability: int) -> None:
+    for case in (("dense", "bf16", "mxfp8", 16), ("dense", "bf16", "nvfp4", 16)):
+        hold(compiled(*case, capability=capability), is_hopper=False)
+    for case in GROUPED[1::3]:
+        hold(compiled("grouped", *case, capability=capability), is_hopper=False)
+    if capability > 80:
+        for is_square in (False, True):
+            assert compiled("block", is_square, capability=capability).spilled == 0
+
+
+@pytest.mark.slow
+def test_the_sum_of_shares_compiles(compiled) -> None:
+    code = compiled("reduce")
+    assert code.spilled == 0
+
+
+@pytest.mark.slow
+def test_sizes_of_one_compile(compiled) -> None:
+    compiled("ones")
