@@ -97,6 +97,7 @@ def plane_operand(
         spec: of the plane.
         rows, cols: the plane's own matrix.
         dtype: of the result.
+        asks_range: whether the flag is wanted.
     """
     values = _scaled_codes(buffers, spec, rows, cols)
     if not asks_range:
