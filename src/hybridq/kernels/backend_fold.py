@@ -29,7 +29,7 @@ from .registry import Backend, Call, register_backend, select
 from .triton.backend import block_gemm, block_gemm_reason
 from .types import GemmArgs, Operand
 
-__all__ = ["FOLD", "fold", "folded_spec"]
+__all__ = ["FOLD"]
 
 
 @lru_cache(maxsize=1024)
@@ -49,7 +49,12 @@ def folded_spec(spec: PlaneSpec, height: int = 1) -> PlaneSpec:
 
 
 def fold(operand: Operand, height: int = 1) -> Folded:
-    """Return the operand folded, by the device's own kernel if it has one."""
+    """Return the operand folded, by the device's own kernel if it has one.
+
+    Args:
+        operand: a plane with E8M0 scales.
+        height: rows that share a scale afterwards.
+    """
     device = operand.buffers[0].device.type
     backend = select(Call("fold", device, torch.float32, operand.spec))
     return backend.ops["fold"](operand.buffers, operand.spec, operand.rows, operand.cols, height)
@@ -154,4 +159,5 @@ def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
     )
 
 
+#: The backend that folds MX planes to FP8 with FP32 scales, on NVIDIA GPUs.
 FOLD = register_backend(Backend("fold", _supports, {"gemm": _gemm}, notes=_notes))

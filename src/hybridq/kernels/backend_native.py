@@ -25,7 +25,7 @@ from .precision import added_error
 from .registry import Backend, Call, register_backend
 from .types import GemmArgs, Operand
 
-__all__ = ["NATIVE", "multiply", "native_kind", "scaled_mm"]
+__all__ = ["NATIVE", "multiply", "native_kind"]
 
 scaled_mm: Any = getattr(torch.nn.functional, "scaled_mm", None)
 
@@ -85,7 +85,16 @@ def gate_reason(kind: str, chip: Chip) -> str | None:
 
 
 def native_kind(a: PlaneSpec, b: PlaneSpec, chip: Chip, k: int | None) -> tuple[str | None, str]:
-    """Return the kind of scaling in which `chip` multiplies two planes, or None and the reason."""
+    """Return the kind of scaling in which `chip` multiplies two planes, or None and the reason.
+
+    Args:
+        a, b: specs of the operands.
+        chip: what multiplies them.
+        k: length of the contraction, or None where it is not known.
+
+    Returns:
+        `(kind, "")`, or `(None, reason)`. Kinds are tensor, row, block, nvfp4 and mx.
+    """
     reason = pair_reason(a, b)
     if reason is not None:
         return None, reason
@@ -150,7 +159,16 @@ def _view(operand: Operand, kind: str, rows: int, is_square: bool) -> Scaled:
 
 
 def multiply(a: Operand, b: Operand, args: GemmArgs, kind: str) -> torch.Tensor:
-    """Return `a @ b.T` of two planes that can be viewed as `kind`, with what follows it."""
+    """Return `a @ b.T` of two planes that can be viewed as `kind`, with what follows it.
+
+    Args:
+        a, b: the operands.
+        args: bias, what to add, dtype of the result.
+        kind: a kind of scaling that `native_kind` returns.
+
+    Returns:
+        `[M, N]`, contiguous.
+    """
     m, n = a.rows, b.rows
     if 0 in (m, n, a.cols):
         empty = a.buffers[0].new_zeros((m, n), dtype=torch.float32)
@@ -219,4 +237,5 @@ def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
     return multiply(a, b, args, kind)
 
 
+#: The backend of the chip's own scaled products, on NVIDIA GPUs.
 NATIVE = register_backend(Backend("native", _supports, {"gemm": _gemm}, notes=_notes))

@@ -16,7 +16,7 @@ __all__ = ["refuse"]
 
 
 def refuse(name: str) -> Any:
-    """Return a backward that says that the operator `name` has none."""
+    """Return a backward that says that the operator `name` has none, by a RuntimeError."""
 
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(

@@ -70,7 +70,13 @@ class Chip:
 
     @staticmethod
     def of(kind: str, capability: tuple[int, int] | None = None) -> Chip:
-        """Return the chip of this kind under the torch that is installed."""
+        """Return the chip of this kind under the torch that is installed.
+
+        Args:
+            kind: `"cpu"`, `"cuda"`, ...
+            capability: compute capability of an NVIDIA GPU. With one, a torch without CUDA counts
+                as built with CUDA 13.0, so that a GPU can be asked about on any machine.
+        """
         cuda = _pair(torch.version.cuda)
         if capability is not None and cuda is None:
             cuda = _CUDA

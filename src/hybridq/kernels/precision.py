@@ -34,6 +34,7 @@ __all__ = [
     "check_precision",
 ]
 
+#: Values of an argument `precision`; docs/gemm.md says what each allows.
 PRECISIONS: Final = ("auto", "exact", "fast")
 
 #: RMS of rounding to BF16, relative to the RMS of what is rounded.

@@ -88,6 +88,12 @@ def fold_plane(
         spec: its spec.
         rows, cols: its own matrix; a transform's padding is included in the result.
         height: rows that share a scale: 1, or 128 for weights.
+
+    Returns:
+        Codes, scales and the number of codes whose value changed.
+
+    Raises:
+        ValueError: the spec has no codes or no blocks.
     """
     fmt = spec.format
     if fmt.element is None or fmt.block is None:

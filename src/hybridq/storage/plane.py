@@ -300,6 +300,11 @@ def overwrite(buffer: torch.Tensor, source: torch.Tensor, non_blocking: bool = F
 
     Inside an operator of a tensor subclass torch itself counts no versions, and what was saved or
     kept of the buffer would be taken for good.
+
+    Args:
+        buffer: a buffer of a plane.
+        source: what to copy, of the buffer's shape or broadcast to it.
+        non_blocking: as for `torch.Tensor.copy_`.
     """
     buffer.copy_(source, non_blocking)
     if not buffer.is_inference():

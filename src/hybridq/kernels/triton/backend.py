@@ -157,6 +157,7 @@ def block_gemm(
     return planned[0]
 
 
+#: The backend of GEMMs in Triton, on NVIDIA GPUs.
 TRITON = register_backend(
     Backend("triton", _supports, {"gemm": _gemm, "grouped_gemm": _grouped_gemm}, notes=_notes)
 )
