@@ -98,6 +98,15 @@ HQ_HD float DivRn(float a, float b) {
 #endif
 }
 
+// 1 / v, rounded once: DivRn(1, v), which a device has a shorter sequence for.
+HQ_HD float RcpRn(float v) {
+#if defined(__CUDA_ARCH__)
+  return __frcp_rn(v);
+#else
+  return 1.0f / v;
+#endif
+}
+
 // |v| as an integer. Ordered like the values, with NaN above infinity: an integer maximum of these
 // is a maximum of |x| that keeps a NaN, and it vectorizes, unlike fmax.
 HQ_HD int32_t Magnitude(float v) { return SignedBits(v) & kMagnitudeMask; }

@@ -39,7 +39,7 @@ HQ_HD AmaxScale ComputeAmaxScale(int32_t magnitude, const AmaxRule& rule) {
   const int32_t bits = SignedBits(capped);
   const float rounded = FromSignedBits(IsNan(capped) ? bits : bits & rule.scale_mask);
   const float enc = bounded == 0.0f ? 1.0f : rounded;
-  return {enc, DivRn(1.0f, enc)};
+  return {enc, RcpRn(enc)};
 }
 
 HQ_NAMESPACE_END

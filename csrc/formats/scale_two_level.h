@@ -33,11 +33,11 @@ HQ_HD TwoLevelRule MakeTwoLevelRule(float amax, float bound) {
   const float fmax = MaxFinite<E2M1>();
   float global = MinKeepNan(DivRn(MulRn(bound, fmax), amax), FloatMax());
   global = amax == 0.0f || global == 0.0f ? 1.0f : global;
-  return {MulRn(global, DivRn(1.0f, fmax)), DivRn(1.0f, global), global, amax};
+  return {MulRn(global, RcpRn(fmax)), RcpRn(global), global, amax};
 }
 
 HQ_HD float TwoLevelMultiplier(uint32_t code, const TwoLevelRule& rule) {
-  const float quotient = DivRn(1.0f, MulRn(Decode<E4M3>(code), rule.inverse_global));
+  const float quotient = RcpRn(MulRn(Decode<E4M3>(code), rule.inverse_global));
   return MinKeepNan(quotient, FloatMax());
 }
 
