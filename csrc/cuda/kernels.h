@@ -1,0 +1,90 @@
+// The CUDA kernels' host functions: the GPU's counterpart of cpu/kernels.h.
+//
+// All data pointers are device pointers, and every function only enqueues work on `stream`: nothing
+// here synchronizes, allocates or reads device memory, so that all of it can be captured in a CUDA
+// graph. Callers have validated the arguments (csrc/bindings) and made the device current. A launch
+// that the driver refuses throws std::runtime_error.
+#ifndef HYBRIDQ_CUDA_KERNELS_H_
+#define HYBRIDQ_CUDA_KERNELS_H_
+
+#include <cstdint>
+#include <string>
+
+#include "core/matrix.h"
+#include "core/spec.h"
+#include "cpu/kernels.h"  // PlaneSource
+#include "formats/common.h"
+
+HQ_NAMESPACE_BEGIN
+
+namespace cuda {
+
+using Stream = void*;  // cudaStream_t
+
+// One plane to be written. Offsets are those of this plane in the whole tensor's plane.
+struct GpuPlane {
+  Spec spec;
+  uint8_t* data;
+  void* scale;
+  const float* stat;    // as PlaneTarget's, on the device
+  const int64_t* seed;  // on the device; null unless the spec is stochastic
+  int64_t row_offset, k_offset;
+  uint32_t stream;
+};
+
+// Writes one or both planes of x: one kernel for a uniform pair and for the pairs of the zoo, else
+// one for each plane.
+void EncodePlanes(const Matrix& x, const GpuPlane* row, const GpuPlane* col, Stream stream);
+
+// The same with amaxima found here: where `row_stat` (`col_stat`) is not null it is written first,
+// and is that plane's `stat`. Two amaxima are one pass over x where a kernel finds both, and a
+// plane that needs none is written in the pass that finds the other's.
+void EncodeFromScratch(const Matrix& x, const GpuPlane* row, const GpuPlane* col, float* row_stat,
+                       float* col_stat, Stream stream);
+
+// The rows of x sorted by group. The column plane runs along padded rows: each group begins at a
+// multiple of 128, and what lies between is encoded zeros. On the device, and never read here.
+struct Ragged {
+  const int32_t* ends;    // [groups], of each group in x
+  const int32_t* padded;  // [groups + 1], where each begins in the column plane
+  uint32_t groups;
+  int64_t padded_rows;  // of the column plane, a multiple of 128
+};
+
+// EncodeFromScratch for a ragged x with a column plane; the row plane is that of x as it is.
+// Returns false, and does nothing, if no kernel reads the groups: then the rows have to be moved
+// first.
+bool EncodeRagged(const Matrix& x, const Ragged& ragged, const GpuPlane* row, const GpuPlane& col,
+                  float* row_stat, float* col_stat, Stream stream);
+
+// Which kernels EncodePlanes would launch, as text: for tests and for `explain`.
+std::string EncodePath(const Matrix& x, const GpuPlane* row, const GpuPlane* col);
+
+// max|x|, after the transform along the columns if signs >= 0; canonical. out[1], or out[rows].
+void Amax(const Matrix& x, int signs, float* out, Stream stream);
+void RowAmax(const Matrix& x, int signs, float* out, Stream stream);
+
+// Writes [rows, k or Kp] contiguous. *left_range (null: not asked) is set to 1 if a non-zero value
+// left BF16's normal range, and is never cleared.
+void DecodePlane(const PlaneSource& plane, void* out, DType dtype, uint32_t* left_range,
+                 Stream stream);
+
+// [rows, cols] of 4, 8, 16 or 32 bits to [cols, rows].
+void Transpose(const void* src, int64_t rows, int64_t cols, int bits, void* dst, Stream stream);
+
+// As RoundJob, its seed on the device.
+struct GpuRoundJob {
+  Matrix x;  // FP32
+  DType target;
+  const int64_t* seed;
+  int64_t row_offset, col_offset;
+  uint32_t stream;
+  uint16_t* out;  // [rows, cols] contiguous
+};
+void RoundStochastic(const GpuRoundJob& job, Stream stream);
+
+}  // namespace cuda
+
+HQ_NAMESPACE_END
+
+#endif  // HYBRIDQ_CUDA_KERNELS_H_
