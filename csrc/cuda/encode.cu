@@ -1,0 +1,308 @@
+// Which kernel encodes: the tile kernel of the pair, that of each plane, or the general one.
+#include "cuda/encode_general.h"
+#include "cuda/encode_table.h"
+
+HQ_NAMESPACE_BEGIN
+
+namespace cuda {
+namespace {
+
+float InputMax(DType dtype) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return FromSignedBits(kBf16MaxBits);
+    case DType::kFloat16:
+      return FromSignedBits(kFp16MaxBits);
+    default:
+      return FloatMax();
+  }
+}
+
+template <class Fn>
+auto WithElement(Element element, const Fn& fn) {
+  switch (element) {
+    case Element::kE5M2:
+      return fn.template operator()<E5M2>();
+    case Element::kE2M1:
+      return fn.template operator()<E2M1>();
+    case Element::kE3M2:
+      return fn.template operator()<E3M2>();
+    case Element::kE2M3:
+      return fn.template operator()<E2M3>();
+    default:
+      return fn.template operator()<E4M3>();
+  }
+}
+
+template <class E>
+ExponentRule ExponentRuleOf(Rule rule) {
+  switch (rule) {
+    case Rule::kFloor:
+      return FloorRule<E>();
+    case Rule::kCeil:
+      return CeilRule<E>();
+    default:
+      return EvenRule<E>();
+  }
+}
+
+int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+bool IsAligned(const void* p, int bytes) {
+  return reinterpret_cast<uintptr_t>(p) % static_cast<uintptr_t>(bytes) == 0;
+}
+
+// What the tile kernels assume of a plane beside its kind.
+bool RowFits(const TileEntry& entry, const GpuPlane& plane) {
+  const bool offsets = !entry.row_draws || plane.k_offset % kBytesPerCounter == 0;
+  return offsets && IsAligned(plane.data, 8);
+}
+
+// `rows`: of x, along which a column plane's codes run.
+bool ColFits(const TileEntry& entry, const GpuPlane& plane, int64_t rows) {
+  const bool offsets = !entry.col_draws || plane.k_offset % kBytesPerCounter == 0;
+  return offsets && rows % (128 / entry.col_code_bits) == 0 && IsAligned(plane.data, 16) &&
+         IsAligned(plane.scale, 4);
+}
+
+bool MatrixFits(const Matrix& x) {
+  const int per_load = x.dtype == DType::kFloat32 ? 4 : 8;  // elements in 16 bytes
+  return x.stride_col == 1 && x.stride_row > 0 && x.stride_row % per_load == 0 && x.cols % 8 == 0 &&
+         IsAligned(x.data, 16);
+}
+
+// A plane, or only its amax.
+struct Request {
+  const GpuPlane* plane = nullptr;
+  bool is_amax = false;
+
+  Wanted Want() const { return {plane == nullptr ? nullptr : &plane->spec, is_amax}; }
+  bool StoresPlane() const { return plane != nullptr && !is_amax; }
+};
+
+// The entry for the planes, or null: then another kernel has to do it.
+const TileEntry* FindTile(const Matrix& x, const Request& row, const Request& col) {
+  if (!MatrixFits(x)) return nullptr;
+  for (const TileTable& table : {Fp8Tiles(), MxTiles(), NvfpTiles(), MixedTiles(), AmaxTiles()}) {
+    for (int i = 0; i < table.count; ++i) {
+      const TileEntry& entry = table.entries[i];
+      if (!entry.matches(row.Want(), col.Want())) continue;
+      const bool fits = (!row.StoresPlane() || RowFits(entry, *row.plane)) &&
+                        (!col.StoresPlane() || ColFits(entry, *col.plane, x.rows));
+      return fits ? &entry : nullptr;
+    }
+  }
+  return nullptr;
+}
+
+// Of a plane whose amax alone is wanted, `scale` is where that goes.
+PlaneArgs ArgsOf(const Request& request, int64_t rows, int64_t k, DType dtype) {
+  if (request.plane == nullptr) return {};
+  if (!request.is_amax) return MakePlaneArgs(*request.plane, rows, k, dtype);
+  PlaneArgs p{};
+  p.scale = static_cast<uint8_t*>(request.plane->scale);
+  p.signs = request.plane->spec.signs;
+  return p;
+}
+
+void RunTileEntry(const TileEntry& entry, const Matrix& x, const Request& row, const Request& col,
+                  Stream stream, const Ragged& ragged = {}) {
+  TileArgs args{};
+  args.x = x.data;
+  args.rows = static_cast<uint64_t>(x.rows);
+  args.cols = static_cast<uint64_t>(x.cols);
+  args.stride_row = x.stride_row;
+  args.is_fp16 = x.dtype == DType::kFloat16;
+  args.row = ArgsOf(row, x.rows, x.cols, x.dtype);
+  const bool is_ragged = ragged.ends != nullptr;
+  args.ends = ragged.ends;
+  args.padded = ragged.padded;
+  args.groups = ragged.groups;
+  args.padded_rows = static_cast<uint64_t>(ragged.padded_rows);
+  args.col = ArgsOf(col, x.cols, is_ragged ? ragged.padded_rows : x.rows, x.dtype);
+  entry.run(args, x.dtype == DType::kBFloat16, stream);
+}
+
+// `x`: the plane's own matrix.
+void RunGeneral(const Matrix& x, const GpuPlane& plane, bool is_columnwise, Stream stream) {
+  GeneralArgs args{};
+  args.x = x.data;
+  args.dtype = x.dtype;
+  args.stride_row = x.stride_row;
+  args.stride_k = x.stride_col;
+  args.k = x.cols;
+  args.plane = MakePlaneArgs(plane, x.rows, x.cols, x.dtype);
+  args.tile_rows = args.plane.square ? args.plane.block : kGeneralRows;
+  args.tiles_across = CeilDivide(args.plane.k, kGeneralWidth);
+  args.sums_down = is_columnwise;
+  int64_t tiles = args.tiles_across * CeilDivide(x.rows, args.tile_rows);
+  if (tiles == 0 && args.plane.block == 0) {
+    tiles = args.tiles_across = 1;  // an empty tensor has a scale all the same
+  }
+  const bool four_over_six = plane.spec.four_over_six != FourOverSix::kNone;
+  const LaunchShape shape{tiles, kGeneralThreads,
+                          static_cast<uint32_t>(GeneralSharedBytes(args.tile_rows, four_over_six)),
+                          "EncodeGeneral"};
+  WithElement(plane.spec.element,
+              [&]<class E>() { Launch(EncodeGeneral<E>, shape, stream, args); });
+}
+
+void EncodeOne(const Matrix& x, const GpuPlane* row, const GpuPlane* col, Stream stream) {
+  if (const TileEntry* entry = FindTile(x, {row}, {col})) {
+    RunTileEntry(*entry, x, {row}, {col}, stream);
+  } else if (row != nullptr) {
+    RunGeneral(x, *row, false, stream);
+  } else {
+    RunGeneral(x.Transposed(), *col, true, stream);
+  }
+}
+
+// `x`: the plane's own matrix.
+void AmaxOf(const Matrix& x, const Spec& spec, float* out, Stream stream) {
+  if (spec.row_scaled) return RowAmax(x, spec.signs, out, stream);
+  Amax(x, spec.signs, out, stream);
+}
+
+// Both planes' requests in one kernel, if there is one; amaxima are zeroed before.
+bool RunTogether(const Matrix& x, Request row, Request col, float* row_out, float* col_out,
+                 Stream stream) {
+  const auto is_rows = [](const Request& r) { return r.is_amax && r.plane->spec.row_scaled; };
+  if (is_rows(row) || is_rows(col)) return false;
+  const TileEntry* entry = FindTile(x, row, col);
+  if (entry == nullptr) return false;
+  GpuPlane row_amax{}, col_amax{};
+  const auto redirect = [stream](Request* request, GpuPlane* copy, float* out) {
+    if (!request->is_amax) return;
+    *copy = *request->plane;
+    copy->scale = out;
+    request->plane = copy;
+    Zero(out, sizeof(float), stream);
+  };
+  redirect(&row, &row_amax, row_out);
+  redirect(&col, &col_amax, col_out);
+  RunTileEntry(*entry, x, row, col, stream);
+  return true;
+}
+
+}  // namespace
+
+PlaneArgs MakePlaneArgs(const GpuPlane& plane, int64_t rows, int64_t k, DType dtype) {
+  const Spec& spec = plane.spec;
+  PlaneArgs p{};
+  const bool transform = spec.signs >= 0;
+  p.data = plane.data;
+  p.scale = static_cast<uint8_t*>(plane.scale);
+  p.stat = plane.stat;
+  p.seed = plane.seed;
+  p.rows = rows;
+  p.k = transform ? PaddedToHadamard(k) : k;
+  p.block = spec.block_cols;
+  p.square = spec.block_rows > 1;
+  p.packed = spec.element == Element::kE2M1;
+  p.data_stride = p.packed ? CeilDivide(p.k, 2) : p.k;
+  p.scale_stride = p.block == 0 ? 1 : CeilDivide(p.k, p.block);
+  p.row_offset = plane.row_offset;
+  p.k_offset = plane.k_offset;
+  p.stream = plane.stream;
+  p.signs = spec.signs;
+  p.stochastic = spec.stochastic;
+  p.row_scaled = spec.row_scaled;
+  p.rule = spec.rule;
+  p.four_over_six = spec.four_over_six;
+  // After the transform the plane's input is BF16, whatever x was.
+  const float overflow = p.block == 0 ? FloatMax() : InputMax(transform ? DType::kBFloat16 : dtype);
+  WithElement(spec.element, [&]<class E>() {
+    p.amax_rule = MakeAmaxRule(MaxFinite<E>(), spec.eps, overflow, spec.power_of_two);
+    p.inverse_fmax = DivRn(1.0f, MaxFinite<E>());
+    p.exponent = ExponentRuleOf<E>(spec.rule);
+  });
+  p.tensor_bound = spec.tensor_bound;
+  return p;
+}
+
+void EncodePlanes(const Matrix& x, const GpuPlane* row, const GpuPlane* col, Stream stream) {
+  if (row != nullptr && col != nullptr) {
+    if (const TileEntry* entry = FindTile(x, {row}, {col})) {
+      return RunTileEntry(*entry, x, {row}, {col}, stream);
+    }
+  }
+  if (row != nullptr) EncodeOne(x, row, nullptr, stream);
+  if (col != nullptr) EncodeOne(x, nullptr, col, stream);
+}
+
+void EncodeFromScratch(const Matrix& x, const GpuPlane* row, const GpuPlane* col, float* row_stat,
+                       float* col_stat, Stream stream) {
+  const bool any = x.rows != 0 && x.cols != 0;
+  const bool both = any && row != nullptr && col != nullptr;
+  if (both && row_stat != nullptr && col_stat != nullptr) {
+    if (RunTogether(x, {row, true}, {col, true}, row_stat, col_stat, stream)) {
+      return EncodePlanes(x, row, col, stream);
+    }
+  } else if (both && col_stat != nullptr) {
+    if (RunTogether(x, {row}, {col, true}, nullptr, col_stat, stream)) {
+      return EncodePlanes(x, nullptr, col, stream);
+    }
+  } else if (both && row_stat != nullptr) {
+    if (RunTogether(x, {row, true}, {col}, row_stat, nullptr, stream)) {
+      return EncodePlanes(x, row, nullptr, stream);
+    }
+  }
+  if (row_stat != nullptr) AmaxOf(x, row->spec, row_stat, stream);
+  if (col_stat != nullptr) AmaxOf(x.Transposed(), col->spec, col_stat, stream);
+  EncodePlanes(x, row, col, stream);
+}
+
+bool EncodeRagged(const Matrix& x, const Ragged& ragged, const GpuPlane* row, const GpuPlane& col,
+                  float* row_stat, float* col_stat, Stream stream) {
+  if (x.rows == 0 || x.cols == 0 || ragged.groups == 0) return false;
+  const auto find = [&x](const Request& r, const Request& c) -> const TileEntry* {
+    // Padded rows are whole tiles, whatever x's are.
+    Matrix padded = x;
+    padded.rows = kTileRows;
+    return FindTile(padded, r, c);
+  };
+  const TileEntry* alone = find({}, {&col});
+  if (alone == nullptr || (col_stat != nullptr && find({}, {&col, true}) == nullptr)) return false;
+  const auto amax = [stream](const GpuPlane& plane, float* out) {
+    Zero(out, sizeof(float), stream);
+    GpuPlane to = plane;
+    to.scale = out;
+    return to;
+  };
+  if (row_stat != nullptr && col_stat != nullptr && !row->spec.row_scaled) {
+    if (const TileEntry* both = find({row, true}, {&col, true})) {
+      const GpuPlane first = amax(*row, row_stat), second = amax(col, col_stat);
+      RunTileEntry(*both, x, {&first, true}, {&second, true}, stream, ragged);
+      row_stat = col_stat = nullptr;
+    }
+  }
+  if (row_stat != nullptr) AmaxOf(x, row->spec, row_stat, stream);
+  if (col_stat != nullptr) {
+    const GpuPlane second = amax(col, col_stat);
+    RunTileEntry(*find({}, {&col, true}), x, {}, {&second, true}, stream, ragged);
+  }
+  if (row != nullptr) {
+    if (const TileEntry* both = find({row}, {&col})) {
+      RunTileEntry(*both, x, {row}, {&col}, stream, ragged);
+      return true;
+    }
+    EncodeOne(x, row, nullptr, stream);
+  }
+  RunTileEntry(*alone, x, {}, {&col}, stream, ragged);
+  return true;
+}
+
+std::string EncodePath(const Matrix& x, const GpuPlane* row, const GpuPlane* col) {
+  const auto one = [&x](const GpuPlane* r, const GpuPlane* c) -> std::string {
+    return FindTile(x, {r}, {c}) == nullptr ? "general" : "tile";
+  };
+  if (row != nullptr && col != nullptr) {
+    if (FindTile(x, {row}, {col}) != nullptr) return "pair";
+    return one(row, nullptr) + ", " + one(nullptr, col);
+  }
+  return one(row, col);
+}
+
+}  // namespace cuda
+
+HQ_NAMESPACE_END

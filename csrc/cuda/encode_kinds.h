@@ -1,0 +1,164 @@
+// What the planes of a tile are, as types, and how a block of threads is laid over it.
+#ifndef HYBRIDQ_CUDA_ENCODE_KINDS_H_
+#define HYBRIDQ_CUDA_ENCODE_KINDS_H_
+
+#include "cuda/encode_args.h"
+
+HQ_NAMESPACE_BEGIN
+
+namespace cuda {
+
+template <class E, int kBlockSize, bool kIsSquare, Rule kScaleRule, bool kIsTransformed = false,
+          bool kIsStochastic = false>
+struct Kind {
+  using Element = E;
+  static constexpr bool kExists = true, kIsAmax = false;
+  static constexpr int kBlock = kBlockSize;  // 0: one scale for the tensor
+  static constexpr bool kSquare = kIsSquare;
+  static constexpr Rule kRule = kScaleRule;
+  static constexpr bool kTransform = kIsTransformed;
+  static constexpr bool kStochastic = kIsStochastic;
+  static constexpr int kCodeBits = E::kBits == 4 ? 4 : 8;
+  static constexpr int kScaleBytes = kScaleRule == Rule::kAmax ? 4 : 1;
+};
+
+struct NoPlane {
+  using Element = E4M3;
+  static constexpr bool kExists = false, kSquare = false, kTransform = false, kStochastic = false;
+  static constexpr bool kIsAmax = false;
+  static constexpr int kBlock = 0, kCodeBits = 8, kScaleBytes = 4;
+  static constexpr Rule kRule = Rule::kIdentity;
+};
+
+// In a plane's place: only its tensor's amax is found, in the pass that writes the other plane.
+template <bool kIsTransformed>
+struct AmaxOnly {
+  using Element = E4M3;
+  static constexpr bool kExists = true, kIsAmax = true, kSquare = false, kStochastic = false;
+  static constexpr bool kTransform = kIsTransformed;
+  static constexpr int kBlock = 0, kCodeBits = 8, kScaleBytes = 4;
+  static constexpr Rule kRule = Rule::kIdentity;
+};
+
+inline constexpr int kTileRows = 128;
+inline constexpr int kWarpRows = 32;
+inline constexpr int kWarpCols = 64;
+inline constexpr int kRowWarps = kTileRows / kWarpRows;
+
+template <class Row, class Col>
+struct Geometry {
+  static constexpr bool kTall = Row::kStochastic || Col::kStochastic || Col::kTransform;
+  static constexpr int kRows = kTall ? 16 : 8;  // of a thread
+  static constexpr int kCols = 64 / kRows;
+  static constexpr int kLanesAcross = kWarpCols / kCols;
+  static constexpr bool kStoresColumns = Col::kExists && !Col::kIsAmax;
+  static constexpr bool kWalksDown = kStoresColumns;
+  static constexpr bool kWide = Row::kBlock == 128 || (Col::kBlock == 128 && Col::kSquare);
+  static constexpr int kTileCols = kWide ? 128 : 64;
+  static constexpr int kThreads = kTileCols / kWarpCols * kRowWarps * 32;
+  // Shared memory: codes and scales of the column plane, then the exchange of amaxima.
+  static constexpr int kColumnBytes = kStoresColumns ? kTileRows * Col::kCodeBits / 8 : 0;
+  static constexpr int kColumnScales =
+      Col::kExists && !Col::kSquare && (Col::kBlock == 16 || Col::kBlock == 32)
+          ? kTileRows / Col::kBlock
+          : 0;
+  static constexpr uint32_t kScalesAt = kTileCols * kColumnBytes;
+  static constexpr uint32_t kRowExchangeAt = kScalesAt + kTileCols * kColumnScales;
+  static constexpr int kRowExchange =
+      Row::kBlock != 128 ? 0 : (Row::kSquare ? kRowWarps : kTileRows) * (kTileCols / kWarpCols);
+  static constexpr uint32_t kColExchangeAt = kRowExchangeAt + 4 * kRowExchange;
+  static constexpr int kColExchange =
+      Col::kBlock != 128 ? 0 : (Col::kSquare ? kTileCols / kWarpCols : kTileCols) * kRowWarps;
+  static constexpr uint32_t kRowMaxAt = kColExchangeAt + 4 * kColExchange;
+  static constexpr int kWarps = kThreads / 32;
+  static constexpr uint32_t kColMaxAt = kRowMaxAt + (Row::kIsAmax ? 4 * kWarps : 0);
+  static constexpr uint32_t kGroupAt = kColMaxAt + (Col::kIsAmax ? 4 * kWarps : 0);
+  static constexpr int kSharedBytes = kGroupAt + 4;
+};
+
+// Ragged tensors: x [rows, cols] has its rows sorted by group, and the column plane (and the grid)
+// runs along padded rows, where each group begins at a multiple of kTileRows. So a tile lies in one
+// group. Offsets are read on the device only, and bounded there.
+struct TileArgs {
+  const void* x;
+  uint64_t rows, cols;
+  const int32_t* ends;    // of the groups, in x; null: no groups
+  const int32_t* padded;  // where each group begins in the column plane, and where the last ends
+  uint32_t groups;
+  uint64_t padded_rows;
+  int64_t stride_row;  // elements
+  uint32_t tiles_across, tiles_down;
+  bool is_fp16;  // of inputs that are not BF16: FP16, else FP32
+  PlaneArgs row, col;
+};
+
+// Unsigned, so that divisions by powers of two are shifts.
+template <class G>
+struct Place {
+  uint32_t lane, across, below;  // lane's place in the warp: `across` of kLanesAcross, `below`
+  uint32_t warp_row, warp_col;
+  uint32_t row, col;  // of the thread's first element, in the tile
+  uint64_t r0, c0;    // of the tile
+  uint64_t source;    // the row of x that r0 is; r0 itself unless x is ragged
+  uint64_t end;       // of the rows of x that this tile may read
+  bool is_rest;       // rows that belong to no group: the column plane has zeros there
+
+  HQ_DEVICE explicit Place(const TileArgs& a) {
+    lane = Lane();
+    across = lane % G::kLanesAcross;
+    below = lane / G::kLanesAcross;
+    warp_row = WarpIndex() % kRowWarps;
+    warp_col = WarpIndex() / kRowWarps;
+    row = warp_row * kWarpRows + below * G::kRows;
+    col = warp_col * kWarpCols + across * G::kCols;
+    // Neighbouring blocks lie below each other where there is a column plane: its 128-byte pieces
+    // then meet in the cache.
+    const uint32_t fast = G::kWalksDown ? a.tiles_down : a.tiles_across;
+    const uint32_t slow_tile = BlockIndex() / fast;
+    const uint32_t fast_tile = BlockIndex() - slow_tile * fast;
+    r0 = uint64_t{G::kWalksDown ? fast_tile : slow_tile} * kTileRows;
+    c0 = uint64_t{G::kWalksDown ? slow_tile : fast_tile} * G::kTileCols;
+    source = r0;
+    end = a.rows;
+    is_rest = false;
+    if (a.ends != nullptr) FindGroup(a);
+  }
+
+  // All threads look for the tile's group, each at some of them.
+  HQ_DEVICE void FindGroup(const TileArgs& a) {
+    const auto bounded = [&a](int32_t v) {
+      const uint64_t w = v < 0 ? 0u : static_cast<uint64_t>(v);
+      return w < a.rows ? w : a.rows;
+    };
+    const uint64_t total = static_cast<uint64_t>(Load(a.padded + a.groups));
+    is_rest = r0 >= total;
+    if (is_rest) {
+      source = r0 - total + bounded(a.groups == 0 ? 0 : Load(a.ends + a.groups - 1));
+      return;
+    }
+    for (uint32_t g = ThreadIndex(); g < a.groups; g += G::kThreads) {
+      const auto first = static_cast<uint64_t>(Load(a.padded + g));
+      if (first <= r0 && r0 < static_cast<uint64_t>(Load(a.padded + g + 1))) {
+        SharedStore(G::kGroupAt, g);
+      }
+    }
+    SyncBlock();
+    const uint32_t g = SharedLoad<uint32_t>(G::kGroupAt);
+    source =
+        bounded(g == 0 ? 0 : Load(a.ends + g - 1)) + r0 - static_cast<uint64_t>(Load(a.padded + g));
+    end = bounded(Load(a.ends + g));
+  }
+
+  // How many of the rows of x from the thread's first one on this tile may read, at most 128.
+  HQ_DEVICE int RowsLeft() const {
+    if (source + row >= end) return 0;
+    const uint64_t left = end - source - row;
+    return left < kTileRows ? static_cast<int>(left) : kTileRows;
+  }
+};
+
+}  // namespace cuda
+
+HQ_NAMESPACE_END
+
+#endif  // HYBRIDQ_CUDA_ENCODE_KINDS_H_

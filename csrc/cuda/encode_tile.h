@@ -1,0 +1,369 @@
+// Encode of one plane or of both planes of a tile, from one read: the fast path.
+//
+// A block of threads takes 128 rows by 64 columns (128 by 128 where a block of 128 spans columns);
+// a warp 32 rows by 64 columns; a thread kRows x kCols = 64 neighbouring elements, which stay in
+// registers from the load to the last store: the tile never lies in shared memory as it was read.
+//
+//   8 x 8    one 16-byte load per row (BF16), eight lanes to a 128-byte line
+//   16 x 4   where a plane draws random bytes or is transformed: a thread then holds all 16 points
+//            of a column's transform, and one Philox call serves its 16 rows of a column
+//
+// A row's amax is a maximum over the lanes beside, a column's over the lanes below; blocks of 128
+// go through shared memory. Row codes go straight to memory. Column codes are bytes that run down a
+// thread's rows: they pass through shared memory, in 16-byte chunks whose place is XORed with the
+// column, so that neither the writes nor the reads meet in a bank, and leave as 16-byte stores.
+//
+// What a plane is, is known at compile time (Kind); the host chooses the instantiation
+// (encode.cu) and has checked the alignments.
+#ifndef HYBRIDQ_CUDA_ENCODE_TILE_H_
+#define HYBRIDQ_CUDA_ENCODE_TILE_H_
+
+#include "cuda/encode_codes.h"
+#include "cuda/encode_elements.h"
+#include "cuda/encode_kinds.h"
+#include "cuda/encode_scales.h"
+
+HQ_NAMESPACE_BEGIN
+
+namespace cuda {
+
+// ---- random bytes
+
+// One of four, by a lane's number: selects, as registers have no index.
+HQ_DEVICE uint32_t Select(bool condition, uint32_t a, uint32_t b) { return condition ? a : b; }
+
+// For 16 x 4 elements: word[i] are the bytes of row i. A group of 16 along a row lies in four
+// lanes, which share the work: lane l of them draws rows l, l + 4, ... and the words change hands,
+// as in the transpose of a 4 x 4 matrix.
+template <class G>
+HQ_DEVICE void DrawRows(const PlaneArgs& p, const Place<G>& at, uint32_t (&word)[16]) {
+  static_assert(G::kRows == 16 && G::kCols == 4);
+  const uint64_t seed = static_cast<uint64_t>(Load(p.seed));
+  const uint32_t quad = at.across % 4;
+  const bool odd = (quad & 1) != 0, high = (quad & 2) != 0;
+  const uint64_t group = (p.k_offset + at.c0 + at.col) / kBytesPerCounter;
+  HQ_UNROLL
+  for (int i = 0; i < 16; i += 4) {
+    const uint64_t row = p.row_offset + at.source + at.row + i + quad;
+    const PhiloxWords w =
+        Philox({static_cast<uint32_t>(group), static_cast<uint32_t>(row), p.stream, 0u},
+               static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+    uint32_t w0 = w.w0, w1 = w.w1, w2 = w.w2, w3 = w.w3;
+    const uint32_t a = ShuffleXor(Select(odd, w0, w1), 1);
+    const uint32_t b = ShuffleXor(Select(odd, w2, w3), 1);
+    w0 = Select(odd, a, w0), w1 = Select(odd, w1, a);
+    w2 = Select(odd, b, w2), w3 = Select(odd, w3, b);
+    const uint32_t c = ShuffleXor(Select(high, w0, w2), 2);
+    const uint32_t d = ShuffleXor(Select(high, w1, w3), 2);
+    word[i] = Select(high, c, w0), word[i + 2] = Select(high, w2, c);
+    word[i + 1] = Select(high, d, w1), word[i + 3] = Select(high, w3, d);
+  }
+}
+
+// ---- the row plane
+
+template <class K, class G, class V>
+HQ_DEVICE void EncodeRows(const TileArgs& a, const V& v, const Place<G>& at) {
+  using E = typename K::Element;
+  constexpr int kR = G::kRows, kC = G::kCols;
+  const PlaneArgs& p = a.row;
+  const TensorRule<K> rule(p, BlockIndex() == 0 && ThreadIndex() == 0);
+  const uint64_t row = at.source + at.row, col = at.c0 + at.col;
+  const bool in_cols = col < a.cols;
+  const int rows_left = at.RowsLeft();
+  float multiplier[kR];
+  if constexpr (K::kBlock == 0) {
+    HQ_UNROLL
+    for (int i = 0; i < kR; ++i) multiplier[i] = rule.multiplier;
+  } else if constexpr (K::kSquare) {
+    const Scaled s = SquareScale<K>(v, at, p, rule, G::kRowExchangeAt);
+    HQ_UNROLL
+    for (int i = 0; i < kR; ++i) multiplier[i] = s.multiplier;
+    if (at.row % K::kBlock == 0 && at.col % K::kBlock == 0 && in_cols && rows_left > 0) {
+      StoreScale<K>(p, row / K::kBlock * p.scale_stride + col / K::kBlock, s);
+    }
+  } else {
+    constexpr int kLanes = (K::kBlock < kWarpCols ? K::kBlock : kWarpCols) / kC;
+    using S = Sharing<kR, kLanes, 1, V::kPerMax>;
+    const S sharing(at.lane);
+    typename V::Max maxima[kR / V::kPerMax];
+    v.RowMaxima(maxima);
+    int32_t magnitude[S::kOwn];
+    sharing.template Reduce<V>(maxima, magnitude);
+    const uint32_t first = sharing.FirstLine();
+    if constexpr (K::kBlock == 128) {
+      // The other half of the row is the other warp's.
+      const auto offset = [&](uint32_t half, uint32_t i) {
+        return G::kRowExchangeAt + 4 * (half * kTileRows + at.row + first + i);
+      };
+      if (sharing.IsFirstOwner()) {
+        HQ_UNROLL
+        for (int i = 0; i < S::kOwn; ++i) {
+          SharedStore(offset(at.warp_col, i), static_cast<uint32_t>(magnitude[i]));
+        }
+      }
+      SyncBlock();
+      HQ_UNROLL
+      for (int i = 0; i < S::kOwn; ++i) {
+        const uint32_t other = SharedLoad<uint32_t>(offset(1 - at.warp_col, i));
+        magnitude[i] = MaxInt(magnitude[i], static_cast<int32_t>(other));
+      }
+    }
+    Scaled scales[S::kOwn];
+    ScalesOf<K, S::kOwn>(magnitude, p, rule, scales);
+    // The block's first column exists if any of its columns does; so its number comes from there.
+    const uint64_t block = (at.c0 + at.col) / K::kBlock;
+    const bool stores = sharing.IsFirstOwner() && block * K::kBlock < a.cols &&
+                        (K::kBlock < 128 || at.warp_col == 0);
+    const uint64_t where = (row + first) * p.scale_stride + block;
+    HQ_UNROLL
+    for (int i = 0; i < S::kOwn; ++i) {
+      if (stores && static_cast<int>(first) + i < rows_left) {
+        StoreScale<K>(p, where + i * p.scale_stride, scales[i]);
+      }
+    }
+    sharing.HandOut(at.lane, scales, multiplier);
+  }
+  uint32_t random[kR] = {};
+  if constexpr (K::kStochastic) DrawRows<G>(p, at, random);
+  uint8_t* out = p.data + (row * p.data_stride + col * K::kCodeBits / 8);
+  HQ_UNROLL
+  for (int i = 0; i < kR; ++i) {
+    float x[kC];
+    HQ_UNROLL
+    for (int j = 0; j < kC; ++j) x[j] = v.Get(i, j);
+    // Two words of bytes for eight columns; rows of eight columns draw none.
+    const uint32_t bytes[kC / 4] = {random[i]};
+    uint32_t words[kCodeWords<E, kC>];
+    CodeWords<E, K::kStochastic, kC>(x, multiplier[i], bytes, words);
+    if (in_cols && i < rows_left) {
+      if constexpr (kC * K::kCodeBits == 64) {
+        Store(reinterpret_cast<Vec2*>(out), Vec2{words[0], words[1]});
+      } else if constexpr (kC * K::kCodeBits == 32) {
+        Store(reinterpret_cast<uint32_t*>(out), words[0]);
+      } else {
+        Store(reinterpret_cast<uint16_t*>(out), static_cast<uint16_t>(words[0]));
+      }
+    }
+    out += p.data_stride;
+  }
+}
+
+// ---- the column plane
+
+// Offset of a byte of a column's codes in shared memory.
+template <class K, class G>
+HQ_DEVICE uint32_t ColumnAt(uint32_t col, uint32_t byte) {
+  constexpr uint32_t kChunksPerColumn = G::kColumnBytes / 16;
+  const uint32_t chunk = (byte / 16) ^ (col / G::kCols % kChunksPerColumn);
+  return col * G::kColumnBytes + chunk * 16 + byte % 16;
+}
+
+// Rotates a thread's 16 rows, column by column, and keeps them as BF16.
+template <class G, class V>
+HQ_DEVICE Elements<16, 4, true> Rotated(const V& v, uint32_t signs) {
+  static_assert(G::kRows == 16 && G::kCols == 4);
+  Elements<16, 4, true> out;
+  HQ_UNROLL
+  for (int j = 0; j < 4; j += 2) {
+    float t[kHadamardSize][2];
+    HQ_UNROLL
+    for (int i = 0; i < 16; ++i) {
+      const float sign = HadamardSign(signs, i);
+      t[i][0] = MulRn(v.Get(i, j), sign);
+      t[i][1] = MulRn(v.Get(i, j + 1), sign);
+    }
+    HadamardButterflies(t);
+    HQ_UNROLL
+    for (int i = 0; i < 16; ++i) out.pair[i][j / 2] = PackBf16(t[i][0], t[i][1]);
+  }
+  return out;
+}
+
+template <class K, class G, class V>
+HQ_DEVICE void EncodeColumns(const TileArgs& a, const V& v, const Place<G>& at) {
+  using E = typename K::Element;
+  constexpr int kR = G::kRows, kC = G::kCols;
+  const PlaneArgs& p = a.col;
+  const TensorRule<K> rule(p, BlockIndex() == 0 && ThreadIndex() == 0);
+  const uint64_t row = at.r0 + at.row, col = at.c0 + at.col;  // of x: K and plane row of the plane
+  const bool in_cols = col < a.cols, in_rows = row < static_cast<uint64_t>(p.k);
+  float multiplier[kC];
+  if constexpr (K::kBlock == 0) {
+    HQ_UNROLL
+    for (int j = 0; j < kC; ++j) multiplier[j] = rule.multiplier;
+  } else if constexpr (K::kSquare) {
+    const Scaled s = SquareScale<K>(v, at, p, rule, G::kColExchangeAt);
+    HQ_UNROLL
+    for (int j = 0; j < kC; ++j) multiplier[j] = s.multiplier;
+    if (at.row % K::kBlock == 0 && at.col % K::kBlock == 0 && in_cols && in_rows) {
+      StoreScale<K>(p, col / K::kBlock * p.scale_stride + row / K::kBlock, s);
+    }
+  } else {
+    constexpr int kLanes = (K::kBlock < kWarpRows ? K::kBlock : kWarpRows) / kR;
+    using S = Sharing<kC, kLanes, G::kLanesAcross, V::kPerMax>;
+    const S sharing(at.lane);
+    typename V::Max maxima[kC / V::kPerMax];
+    v.ColMaxima(maxima);
+    int32_t magnitude[S::kOwn];
+    sharing.template Reduce<V>(maxima, magnitude);
+    const uint32_t first = sharing.FirstLine();
+    if constexpr (K::kBlock == 128) {
+      const auto offset = [&](uint32_t warp_row, uint32_t j) {
+        return G::kColExchangeAt + 4 * (warp_row * G::kTileCols + at.col + first + j);
+      };
+      if (sharing.IsFirstOwner()) {
+        HQ_UNROLL
+        for (int j = 0; j < S::kOwn; ++j) {
+          SharedStore(offset(at.warp_row, j), static_cast<uint32_t>(magnitude[j]));
+        }
+      }
+      SyncBlock();
+      HQ_UNROLL
+      for (int j = 0; j < S::kOwn; ++j) {
+        HQ_UNROLL
+        for (uint32_t w = 0; w < kRowWarps; ++w) {
+          const uint32_t other = SharedLoad<uint32_t>(offset(w, j));
+          magnitude[j] = MaxInt(magnitude[j], static_cast<int32_t>(other));
+        }
+      }
+    }
+    Scaled scales[S::kOwn];
+    ScalesOf<K, S::kOwn>(magnitude, p, rule, scales);
+    if (sharing.IsFirstOwner()) {
+      HQ_UNROLL
+      for (int j = 0; j < S::kOwn; ++j) {
+        if constexpr (G::kColumnScales != 0) {
+          // Put together in shared memory: a column's scales leave as one word.
+          SharedStore(G::kScalesAt + (at.col + first + j) * G::kColumnScales + at.row / K::kBlock,
+                      static_cast<uint8_t>(scales[j].stored));
+        } else if (at.warp_row == 0 && in_cols) {
+          StoreScale<K>(p, (col + first + j) * p.scale_stride + at.r0 / K::kBlock, scales[j]);
+        }
+      }
+    }
+    sharing.HandOut(at.lane, scales, multiplier);
+  }
+  HQ_UNROLL
+  for (int j = 0; j < kC; ++j) {
+    float x[kR];
+    HQ_UNROLL
+    for (int i = 0; i < kR; ++i) x[i] = v.Get(i, j);
+    uint32_t random[kR / 4] = {};
+    if constexpr (K::kStochastic) {
+      static_assert(kR == kBytesPerCounter);
+      const uint64_t seed = static_cast<uint64_t>(Load(p.seed));
+      const uint64_t group = (p.k_offset + row) / kBytesPerCounter;
+      const PhiloxWords w = Philox({static_cast<uint32_t>(group),
+                                    static_cast<uint32_t>(p.row_offset + col + j), p.stream, 0u},
+                                   static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+      random[0] = w.w0, random[1] = w.w1, random[2] = w.w2, random[3] = w.w3;
+    }
+    uint32_t words[kCodeWords<E, kR>];
+    CodeWords<E, K::kStochastic, kR>(x, multiplier[j], random, words);
+    const uint32_t where = ColumnAt<K, G>(at.col + j, at.row * K::kCodeBits / 8);
+    if constexpr (kCodeWords<E, kR> == 4) {
+      SharedStore(where, Vec4{words[0], words[1], words[2], words[3]});
+    } else if constexpr (kCodeWords<E, kR> == 2) {
+      SharedStore(where, Vec2{words[0], words[1]});
+    } else {
+      SharedStore(where, words[0]);
+    }
+  }
+}
+
+// Column codes and scales from shared memory to the plane.
+template <class K, class G>
+HQ_DEVICE void StoreColumns(const TileArgs& a, const Place<G>& at) {
+  const PlaneArgs& p = a.col;
+  constexpr uint32_t kChunksPerColumn = G::kColumnBytes / 16;
+  constexpr uint32_t kCodesPerChunk = 128 / K::kCodeBits;
+  constexpr uint32_t kChunksPerTile = G::kTileCols * kChunksPerColumn;
+  static_assert(kChunksPerTile % G::kThreads == 0);
+  HQ_UNROLL
+  for (uint32_t n = 0; n < kChunksPerTile / G::kThreads; ++n) {
+    const uint32_t i = n * G::kThreads + ThreadIndex();
+    const uint32_t col = i / kChunksPerColumn, chunk = i % kChunksPerColumn;
+    const uint64_t k = at.r0 + chunk * kCodesPerChunk;
+    const Vec4 v = SharedLoad<Vec4>(ColumnAt<K, G>(col, chunk * 16));
+    if (at.c0 + col < a.cols && k < static_cast<uint64_t>(p.k)) {
+      Store(
+          reinterpret_cast<Vec4*>(p.data + ((at.c0 + col) * p.data_stride + k * K::kCodeBits / 8)),
+          v);
+    }
+  }
+  if constexpr (G::kColumnScales != 0) {
+    const uint32_t col = ThreadIndex();
+    if (col < G::kTileCols && at.c0 + col < a.cols) {
+      const uint64_t first = at.r0 / K::kBlock;
+      const int64_t left = p.scale_stride - static_cast<int64_t>(first);
+      uint8_t* out = p.scale + ((at.c0 + col) * p.scale_stride + first);
+      const uint32_t from = G::kScalesAt + col * G::kColumnScales;
+      HQ_UNROLL
+      for (int w = 0; w < G::kColumnScales / 4; ++w) {
+        const uint32_t word = SharedLoad<uint32_t>(from + 4 * static_cast<uint32_t>(w));
+        if (p.scale_stride % 4 == 0) {
+          if (4 * w < left) Store(reinterpret_cast<uint32_t*>(out) + w, word);
+        } else {
+          HQ_UNROLL
+          for (int i = 0; i < 4; ++i) {
+            if (4 * w + i < left) Store(out + 4 * w + i, static_cast<uint8_t>(word >> (8 * i)));
+          }
+        }
+      }
+    }
+  }
+}
+
+template <class K, class G, class V>
+HQ_DEVICE void ColumnPart(const TileArgs& a, const V& v, const Place<G>& at) {
+  if constexpr (K::kIsAmax) {
+    PutTileMax<G>(v.MaxOfAll(), a.col.scale, G::kColMaxAt);
+  } else {
+    EncodeColumns<K, G>(a, v, at);
+    SyncBlock();
+    StoreColumns<K, G>(a, at);
+  }
+}
+
+// ---- the kernel
+
+template <class Row, class Col, bool kBf16>
+HQ_GLOBAL void HQ_LAUNCH_BOUNDS((Geometry<Row, Col>::kThreads), 1) EncodeTile(TileArgs a) {
+  using G = Geometry<Row, Col>;
+  const Place<G> at(a);
+  Elements<G::kRows, G::kCols, kBf16> v;
+  const uint64_t row = at.source + at.row, col = at.c0 + at.col;
+  const int rows_left = col < a.cols ? at.RowsLeft() : 0;
+  const int64_t first = static_cast<int64_t>(row) * a.stride_row + static_cast<int64_t>(col);
+  HQ_UNROLL
+  for (int i = 0; i < G::kRows; ++i) {
+    if (i < rows_left) {
+      v.LoadRow(i, a.x, first + i * a.stride_row, a.is_fp16);
+    } else {
+      v.ClearRow(i);
+    }
+  }
+  if constexpr (Row::kIsAmax) {
+    PutTileMax<G>(v.MaxOfAll(), a.row.scale, G::kRowMaxAt);
+  } else if constexpr (Row::kExists) {
+    EncodeRows<Row, G>(a, v, at);
+  }
+  if constexpr (Col::kExists) {
+    if (at.is_rest) {
+      HQ_UNROLL
+      for (int i = 0; i < G::kRows; ++i) v.ClearRow(i);
+    }
+  }
+  if constexpr (Col::kTransform) {
+    ColumnPart<Col, G>(a, Rotated<G>(v, static_cast<uint32_t>(a.col.signs)), at);
+  } else if constexpr (Col::kExists) {
+    ColumnPart<Col, G>(a, v, at);
+  }
+}
+
+}  // namespace cuda
+
+HQ_NAMESPACE_END
+
+#endif  // HYBRIDQ_CUDA_ENCODE_TILE_H_
