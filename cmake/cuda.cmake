@@ -1,8 +1,8 @@
-# CUDA. There are no CUDA kernels yet: what is compiled is a check that the shared headers are
-# device code. The extension itself does not touch the CUDA runtime.
+# CUDA: the kernels of csrc/cuda, as a library that the extension links.
 #
 # AUTO: for the GPUs of this machine, if there are nvcc and a GPU. ON: for every architecture that
-# the library supports. OFF: nothing.
+# the library supports. OFF: none. The CUDA runtime is linked statically, and neither it nor the
+# driver is touched at import: a build with CUDA code runs on a machine without a GPU.
 set(_use_cuda OFF)
 set(_why "HYBRIDQ_CUDA=OFF")
 if(HYBRIDQ_CUDA STREQUAL "ON" OR HYBRIDQ_CUDA STREQUAL "AUTO")
@@ -11,7 +11,7 @@ if(HYBRIDQ_CUDA STREQUAL "ON" OR HYBRIDQ_CUDA STREQUAL "AUTO")
   if(CMAKE_CUDA_COMPILER)
     set(_use_cuda ON)
     if(HYBRIDQ_CUDA STREQUAL "AUTO")
-      file(GLOB _gpus /proc/driver/nvidia/gpus/*)
+      file(GLOB _gpus /proc/driver/nvidia/gpus/* /dev/nvidia[0-9]*)
       if(NOT _gpus)
         set(_use_cuda OFF)
         set(_why "no NVIDIA GPU found")
@@ -34,16 +34,44 @@ endif()
 if(HYBRIDQ_CUDA_ARCHS)
   set(CMAKE_CUDA_ARCHITECTURES ${HYBRIDQ_CUDA_ARCHS})
 elseif(HYBRIDQ_CUDA STREQUAL "ON")
-  set(CMAKE_CUDA_ARCHITECTURES 80-real 90a-real 100a-real 120a-real)
+  set(CMAKE_CUDA_ARCHITECTURES 80-real 89-real 90a-real 100a-real 120a-real)
 else()
   set(CMAKE_CUDA_ARCHITECTURES native)
 endif()
 enable_language(CUDA)
+if(CMAKE_CUDA_ARCHITECTURES STREQUAL "native" AND CMAKE_CUDA_ARCHITECTURES_NATIVE)
+  # By its number: the extension says what it was built for.
+  set(CMAKE_CUDA_ARCHITECTURES ${CMAKE_CUDA_ARCHITECTURES_NATIVE})
+endif()
 set(CMAKE_CUDA_STANDARD 20)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 message(STATUS "hybridq: CUDA ${CMAKE_CUDA_COMPILER_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}")
+
+# Same numerics as on the CPU: no contraction, no flush to zero, IEEE division. ptxas reports
+# registers and spills (read by `make kernels-check`).
+set(HQ_CUDA_FLAGS --fmad=false --ftz=false --prec-div=true --prec-sqrt=true -Werror=all-warnings)
 
 add_library(hybridq_formats_check OBJECT csrc/cuda/formats_check.cu)
 target_include_directories(hybridq_formats_check PRIVATE csrc)
-# Same numerics as on the CPU: no contraction, no flush to zero, IEEE division.
-target_compile_options(hybridq_formats_check PRIVATE
-  $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false --ftz=false --prec-div=true -Werror=all-warnings>)
+target_compile_options(hybridq_formats_check PRIVATE ${HQ_CUDA_FLAGS})
+
+file(GLOB _cuda_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/*.cu)
+list(FILTER _cuda_sources EXCLUDE REGEX "/formats_check\\.cu$")
+add_library(hybridq_cuda STATIC ${_cuda_sources})
+target_include_directories(hybridq_cuda PUBLIC csrc)
+target_compile_definitions(hybridq_cuda PRIVATE HQ_VARIANT=device)
+target_compile_options(hybridq_cuda PRIVATE ${HQ_CUDA_FLAGS} -Xptxas=-v)
+set_target_properties(hybridq_cuda PROPERTIES CUDA_SEPARABLE_COMPILATION OFF)
+
+if(HYBRIDQ_BUILD_PYTHON)
+  # The bindings know no CUDA header: an ordinary C++ file in the kernels' namespace.
+  target_sources(_core PRIVATE csrc/bindings/cuda.cpp)
+  set_source_files_properties(csrc/bindings/cuda.cpp PROPERTIES
+    COMPILE_DEFINITIONS HQ_VARIANT=device)
+  string(REGEX REPLACE "-real|-virtual" "" _architectures "${CMAKE_CUDA_ARCHITECTURES}")
+  target_compile_definitions(_core PRIVATE HQ_HAVE_CUDA=1
+    HQ_CUDA_ARCHITECTURES="${_architectures}"
+    HQ_CUDA_VERSION="${CMAKE_CUDA_COMPILER_VERSION}")
+  target_link_libraries(_core PRIVATE hybridq_cuda)
+endif()

@@ -82,12 +82,12 @@ def test_the_drivers_gpu_is_the_one_asked_about(tmp_path, monkeypatch):
 def test_a_missing_core_is_said(monkeypatch):
     monkeypatch.setattr(backend_cpu, "core", None)
     monkeypatch.setattr(backend_cpu, "core_error", "No module named 'hybridq._core'")
-    backend_cpu._core_spec.cache_clear()
+    backend_cpu.core_spec.cache_clear()
     try:
         found = diagnose()
         text = str(found)
     finally:
-        backend_cpu._core_spec.cache_clear()
+        backend_cpu.core_spec.cache_clear()
     assert not found.core.is_built
     assert "Compiled core: MISSING" in text and "No module named 'hybridq._core'" in text
     assert {r.backend for r in found.routes if r.op == "encode"} == {"reference"}

@@ -9,7 +9,9 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
+#include "bindings/checks.h"
 #include "core/parallel.h"
 #include "core/spec.h"
 #include "cpu/kernels.h"
@@ -20,10 +22,16 @@
 namespace py = pybind11;
 
 namespace hybridq {
+
+#if defined(HQ_HAVE_CUDA)
+inline namespace device {
+void BindKernels(py::module_& m);  // cuda.cpp
+}
+#endif
+
 namespace {
 
-// An extent limit that keeps every product in the kernels inside 64 bits.
-constexpr int64_t kMaxElements = int64_t{1} << 56;
+using namespace bindings;
 
 struct PlaneOut {
   Spec spec;
@@ -33,55 +41,8 @@ struct PlaneOut {
   uint32_t stream;
 };
 
-[[noreturn]] void Fail(const std::string& text) { throw std::invalid_argument(text); }
-
-template <class T>
-T* Pointer(uintptr_t value) {
-  return reinterpret_cast<T*>(value);
-}
-
 void CheckMemory(bool ok) {
   if (!ok) throw std::bad_alloc();
-}
-
-void CheckExtent(const char* function, int64_t rows, int64_t cols, int threads) {
-  const std::string name(function);
-  if (rows < 0 || cols < 0) {
-    Fail(name + ": rows and cols must be >= 0, got " + std::to_string(rows) + " x " +
-         std::to_string(cols));
-  }
-  if (rows != 0 && cols > kMaxElements / rows) {
-    Fail(name + ": rows * cols must be below 2^56, got " + std::to_string(rows) + " x " +
-         std::to_string(cols));
-  }
-  if (threads < 1) Fail(name + ": threads must be >= 1, got " + std::to_string(threads));
-}
-
-void CheckPointer(const char* function, const char* what, uintptr_t value, bool needed) {
-  if (needed && value == 0) {
-    Fail(std::string(function) + ": " + what + " must not be null, got 0");
-  }
-}
-
-void CheckOffsets(const char* function, int64_t row0, int64_t col0) {
-  const auto is_offset = [](int64_t v) { return 0 <= v && v < kMaxElements; };
-  if (!is_offset(row0) || !is_offset(col0)) {
-    Fail(std::string(function) + ": row0 and col0 must be in [0, 2^56), got " +
-         std::to_string(row0) + " and " + std::to_string(col0));
-  }
-}
-
-void CheckSpec(const char* function, const Spec& spec) {
-  const std::string reason = UnsupportedReason(spec);
-  if (!reason.empty())
-    Fail(std::string(function) + ": spec must be supported, got one where " + reason);
-}
-
-void CheckSigns(const char* function, int signs, int lowest) {
-  if (signs < lowest || signs > 0xffff) {
-    Fail(std::string(function) + ": signs must be in [" + std::to_string(lowest) +
-         ", 65535], got " + std::to_string(signs));
-  }
 }
 
 Element ParseSmallFloat(const std::string& name, const char* function) {
@@ -90,13 +51,6 @@ Element ParseSmallFloat(const std::string& name, const char* function) {
     Fail(std::string(function) + ": element must be a small float, got '" + name + "'");
   }
   return element;
-}
-
-Matrix MakeMatrix(const char* function, uintptr_t x, const std::string& dtype, int64_t rows,
-                  int64_t cols, int64_t stride0, int64_t stride1, int threads) {
-  CheckExtent(function, rows, cols, threads);
-  CheckPointer(function, "x", x, rows != 0 && cols != 0);
-  return {Pointer<const void>(x), ParseDType(dtype, function), rows, cols, stride0, stride1};
 }
 
 Spec MakeSpec(const std::string& element, int block_rows, int block_cols, const std::string& scale,
@@ -317,12 +271,35 @@ py::dict Constants() {
   return d;
 }
 
+#if defined(HQ_HAVE_CUDA)
+// "80;90a" to ["sm_80", "sm_90a"].
+std::vector<std::string> CudaArchitectures() {
+  std::vector<std::string> names;
+  std::string name;
+  for (const char* c = HQ_CUDA_ARCHITECTURES;; ++c) {
+    if (*c != ';' && *c != '\0') {
+      name += *c;
+      continue;
+    }
+    if (!name.empty()) names.push_back("sm_" + name);
+    name.clear();
+    if (*c == '\0') return names;
+  }
+}
+#endif
+
 py::dict BuildInfo() {
   py::dict d;
   d["version"] = HQ_VERSION;
   d["compiler"] = HQ_COMPILER;
   d["build_type"] = HQ_BUILD_TYPE;
+#if defined(HQ_HAVE_CUDA)
+  d["cuda"] = true;
+  d["cuda_version"] = HQ_CUDA_VERSION;
+  d["cuda_architectures"] = CudaArchitectures();
+#else
   d["cuda"] = false;  // no CUDA kernels in this module
+#endif
   d["variants"] = AvailableVariants();
   d["thread_runtime"] = ThreadRuntime();
   return d;
@@ -393,6 +370,12 @@ PYBIND11_MODULE(_core, m) {
 
   // Registers the fork handler before any thread team can exist.
   ParallelFor(1, 1, [](void*, int64_t, int64_t) {}, nullptr);
+
+#if defined(HQ_HAVE_CUDA)
+  py::module_ cuda = m.def_submodule("cuda", "The same operations on NVIDIA GPUs.");
+  device::BindKernels(cuda);
+  cuda.def("architectures", &CudaArchitectures, "Return what the kernels were compiled for.");
+#endif
 }
 
 }  // namespace hybridq

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import (
     backend_cpu,
+    backend_cuda,
     backend_fold,
     backend_native,
     backend_reference,
@@ -26,6 +27,7 @@ __all__ = [
     "Choice",
     "Kept",
     "backend_cpu",
+    "backend_cuda",
     "backend_fold",
     "backend_native",
     "backend_reference",

@@ -13,9 +13,9 @@ from ..formats import PlaneSpec
 from .registry import Backend, Call, register_backend
 from .types import EncodeArgs
 
-__all__ = ["CPU", "core", "core_error"]
+__all__ = ["CPU", "DTYPES", "core", "core_error", "core_spec"]
 
-_DTYPES = {
+DTYPES = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
@@ -35,7 +35,7 @@ else:
 
 
 @lru_cache(maxsize=4096)
-def _core_spec(spec: PlaneSpec) -> tuple[Any, str | None]:
+def core_spec(spec: PlaneSpec) -> tuple[Any, str | None]:
     """Return the core's form of `spec` and None, or None and the reason why it has none."""
     fmt = spec.format
     if core is None:
@@ -82,12 +82,12 @@ def _supports(call: Call) -> str | None:
         return f"the compiled core is missing ({core_error})"
     if call.device != "cpu":
         return f"runs on CPU tensors, got {call.device}"
-    if call.dtype not in _DTYPES and call.op != "transpose":
+    if call.dtype not in DTYPES and call.op != "transpose":
         return f"takes float32, bfloat16 and float16, got {call.dtype}"
     for spec in (call.row, call.col):
         # A transform and the maximum of a matrix are the same for every format.
         if spec is not None and (call.op != "amax" or spec.row_scaled):
-            reason = _core_spec(spec)[1]
+            reason = core_spec(spec)[1]
             if reason is not None:
                 return reason
     return None
@@ -116,7 +116,7 @@ def _encode(
             own[2].copy_(stat)
         planes.append(
             core.PlaneOut(
-                _core_spec(spec)[0],
+                core_spec(spec)[0],
                 own[0].data_ptr(),
                 own[1].data_ptr(),
                 _pointer(stat),
@@ -128,7 +128,7 @@ def _encode(
         )
         buffers += own
     core.encode(
-        x.data_ptr(), _DTYPES[x.dtype], rows, cols, *x.stride(), *planes, torch.get_num_threads()
+        x.data_ptr(), DTYPES[x.dtype], rows, cols, *x.stride(), *planes, torch.get_num_threads()
     )
     return buffers
 
@@ -144,14 +144,14 @@ def _run_decode(
     own = [buffer.contiguous() for buffer in buffers]
     out = torch.empty(rows, spec.padded(cols) if is_operand else cols, dtype=dtype)
     outside = core.decode(
-        _core_spec(spec)[0],
+        core_spec(spec)[0],
         own[0].data_ptr(),
         own[1].data_ptr(),
         _pointer(own[2] if len(own) == 3 else None),
         rows,
         cols,
         out.data_ptr(),
-        _DTYPES[dtype],
+        DTYPES[dtype],
         is_operand,
         torch.get_num_threads(),
     )
@@ -179,7 +179,7 @@ def _amax(x: torch.Tensor, spec: PlaneSpec) -> torch.Tensor:
     out = torch.empty(spec.stat_shape(x.shape[0]), dtype=torch.float32)
     core.amax(
         x.data_ptr(),
-        _DTYPES[x.dtype],
+        DTYPES[x.dtype],
         *x.shape,
         *x.stride(),
         -1 if spec.signs is None else spec.signs,
@@ -206,7 +206,7 @@ def _round_stochastic(
         x.data_ptr(),
         *x.shape,
         *x.stride(),
-        _DTYPES[dtype],
+        DTYPES[dtype],
         int(seed.item()) & 0xFFFFFFFFFFFFFFFF,
         row0,
         col0,

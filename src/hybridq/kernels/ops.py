@@ -88,6 +88,15 @@ def _stat(
     return backend.ops["amax"](x, spec)
 
 
+def _finds_amax(x: torch.Tensor, row: PlaneSpec | None, col: PlaneSpec | None) -> bool:
+    """Whether the backend of every plane finds its own statistics."""
+    return all(
+        spec.format.is_identity or select(Call("encode", x.device.type, x.dtype, spec)).finds_amax
+        for spec in (row, col)
+        if spec is not None
+    )
+
+
 def _run_encode(
     x: torch.Tensor, row: PlaneSpec | None, col: PlaneSpec | None, args: EncodeArgs
 ) -> list[torch.Tensor]:
@@ -152,6 +161,8 @@ def _encode(
         return buffers + second if keep_row else second
     if not keep_row:
         row_spec = None
+    if row_stat is None and col_stat is None and _finds_amax(x, row_spec, col_spec):
+        return _run_encode(x, row_spec, col_spec, args(None, None))
     first_stat = _stat(x, row_spec, row_stat)
     if (
         first_stat is not None

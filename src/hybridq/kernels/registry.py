@@ -58,6 +58,7 @@ class Backend:
         ops: operation name to function.
         is_native: False for the plain PyTorch reference, which is always the last resort.
         notes: returns how a call that it can run is run, one line each, for `explain`.
+        finds_amax: its encode finds statistics that it is not given, in as few passes as it can.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Backend:
     ops: dict[str, Callable[..., Any]] = field(default_factory=dict, hash=False)
     is_native: bool = True
     notes: Callable[[Call], tuple[str, ...]] | None = field(default=None, hash=False)
+    finds_amax: bool = False
 
     def reason(self, call: Call) -> str | None:
         """Return None if this backend can run `call`, else why not."""

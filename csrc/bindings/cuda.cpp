@@ -1,0 +1,257 @@
+// Pointers are device pointers, `stream` is a cudaStream_t as a number. Nothing here synchronizes.
+#include "bindings/cuda.h"
+
+#include <pybind11/stl.h>
+
+#include <string>
+#include <tuple>
+
+#include "bindings/checks.h"
+#include "cuda/kernels.h"
+#include "cuda/repack.h"
+
+namespace py = pybind11;
+
+HQ_NAMESPACE_BEGIN
+
+namespace {
+
+using namespace bindings;
+
+// spec, data, scale, stat, seed, row0, col0, stream of random numbers
+using PlaneTuple =
+    std::tuple<const Spec*, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, uint32_t>;
+
+cuda::GpuPlane MakePlane(const PlaneTuple& plane, bool columnwise, int64_t rows, int64_t cols) {
+  const auto& [spec_ptr, data, scale, stat, seed, row0, col0, stream] = plane;
+  if (spec_ptr == nullptr) Fail("encode: a plane needs a spec, got None");
+  const Spec& spec = *spec_ptr;
+  CheckSpec("encode", spec);
+  const bool any = rows != 0 && cols != 0;
+  CheckPointer("encode", "data", data, any);
+  CheckPointer("encode", "scale", scale, any || spec.block_cols == 0);
+  const bool has_rows = (columnwise ? cols : rows) != 0;
+  CheckPointer("encode", "stat", stat, NeedsStat(spec) && (has_rows || !spec.row_scaled));
+  CheckPointer("encode", "seed", seed, spec.stochastic && any);
+  CheckOffsets("encode", row0, col0);
+  return {spec,
+          Pointer<uint8_t>(data),
+          Pointer<void>(scale),
+          Pointer<const float>(stat),
+          Pointer<const int64_t>(seed),
+          columnwise ? col0 : row0,
+          columnwise ? row0 : col0,
+          stream};
+}
+
+struct EncodeCall {
+  Matrix x;
+  cuda::GpuPlane row, col;
+  bool has_row, has_col;
+
+  const cuda::GpuPlane* Row() const { return has_row ? &row : nullptr; }
+  const cuda::GpuPlane* Col() const { return has_col ? &col : nullptr; }
+};
+
+EncodeCall MakeCall(uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols,
+                    int64_t stride0, int64_t stride1, const py::object& row,
+                    const py::object& col) {
+  EncodeCall call{};
+  call.x = MakeMatrix("encode", x, dtype, rows, cols, stride0, stride1, 1);
+  call.has_row = !row.is_none();
+  call.has_col = !col.is_none();
+  if (!call.has_row && !call.has_col) Fail("encode: row or col must be given, got None");
+  if (call.has_row) call.row = MakePlane(row.cast<PlaneTuple>(), false, rows, cols);
+  if (call.has_col) call.col = MakePlane(col.cast<PlaneTuple>(), true, rows, cols);
+  return call;
+}
+
+float* WrittenStat(bool finds, bool has_plane, const cuda::GpuPlane& plane) {
+  if (!finds) return nullptr;
+  if (!has_plane || !NeedsStat(plane.spec)) Fail("encode: only a plane that needs a stat has one");
+  return const_cast<float*>(plane.stat);
+}
+
+void EncodeOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols, int64_t stride0,
+              int64_t stride1, const py::object& row, const py::object& col, bool finds_row_stat,
+              bool finds_col_stat, uintptr_t stream) {
+  const EncodeCall call = MakeCall(x, dtype, rows, cols, stride0, stride1, row, col);
+  float* row_stat = WrittenStat(finds_row_stat, call.has_row, call.row);
+  float* col_stat = WrittenStat(finds_col_stat, call.has_col, call.col);
+  const py::gil_scoped_release release;
+  cuda::EncodeFromScratch(call.x, call.Row(), call.Col(), row_stat, col_stat,
+                          Pointer<void>(stream));
+}
+
+bool EncodeRaggedOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols,
+                    int64_t stride0, int64_t stride1, const py::object& row, const py::object& col,
+                    bool finds_row_stat, bool finds_col_stat, uintptr_t ends, uintptr_t padded,
+                    uint32_t groups, int64_t padded_rows, uintptr_t stream) {
+  const EncodeCall call = MakeCall(x, dtype, rows, cols, stride0, stride1, row, col);
+  if (!call.has_col) Fail("encode_ragged: col must be given, got None");
+  if (padded_rows < 0 || padded_rows % 128 != 0) {
+    Fail("encode_ragged: padded_rows must be a multiple of 128, got " +
+         std::to_string(padded_rows));
+  }
+  CheckPointer("encode_ragged", "ends", ends, groups != 0);
+  CheckPointer("encode_ragged", "padded", padded, true);
+  const cuda::Ragged ragged{Pointer<const int32_t>(ends), Pointer<const int32_t>(padded), groups,
+                            padded_rows};
+  float* row_stat = WrittenStat(finds_row_stat, call.has_row, call.row);
+  float* col_stat = WrittenStat(finds_col_stat, call.has_col, call.col);
+  const py::gil_scoped_release release;
+  return cuda::EncodeRagged(call.x, ragged, call.Row(), call.col, row_stat, col_stat,
+                            Pointer<void>(stream));
+}
+
+std::string EncodePathOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols,
+                         int64_t stride0, int64_t stride1, const py::object& row,
+                         const py::object& col) {
+  const EncodeCall call = MakeCall(x, dtype, rows, cols, stride0, stride1, row, col);
+  return cuda::EncodePath(call.x, call.Row(), call.Col());
+}
+
+void DecodeOf(const Spec& spec, uintptr_t data, uintptr_t scale, uintptr_t amax, int64_t rows,
+              int64_t cols, uintptr_t out, const std::string& out_dtype, bool operand,
+              uintptr_t left_range, uintptr_t stream) {
+  CheckExtent("decode", rows, cols, 1);
+  CheckSpec("decode", spec);
+  const bool any = rows != 0 && cols != 0;
+  CheckPointer("decode", "data", data, any);
+  CheckPointer("decode", "scale", scale, any && !(operand && spec.block_cols == 0));
+  CheckPointer("decode", "amax", amax,
+               spec.rule == Rule::kTwoLevel && !operand && (rows != 0 || !spec.row_scaled));
+  CheckPointer("decode", "out", out, any);
+  const DType dtype = ParseDType(out_dtype, "decode");
+  const PlaneSource plane{spec,
+                          Pointer<const uint8_t>(data),
+                          Pointer<const void>(scale),
+                          Pointer<const float>(amax),
+                          rows,
+                          cols,
+                          operand};
+  const py::gil_scoped_release release;
+  cuda::DecodePlane(plane, Pointer<void>(out), dtype, Pointer<uint32_t>(left_range),
+                    Pointer<void>(stream));
+}
+
+void AmaxOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols, int64_t stride0,
+            int64_t stride1, int signs, uintptr_t out, bool per_row, uintptr_t stream) {
+  const Matrix matrix = MakeMatrix("amax", x, dtype, rows, cols, stride0, stride1, 1);
+  CheckSigns("amax", signs, -1);
+  CheckPointer("amax", "out", out, !per_row || rows != 0);
+  const py::gil_scoped_release release;
+  const auto kernel = per_row ? &cuda::RowAmax : &cuda::Amax;
+  kernel(matrix, signs, Pointer<float>(out), Pointer<void>(stream));
+}
+
+void TransposeOf(uintptr_t src, int64_t rows, int64_t cols, int bits, uintptr_t dst,
+                 uintptr_t stream) {
+  CheckExtent("transpose", rows, cols, 1);
+  if (bits != 4 && bits != 8 && bits != 16 && bits != 32) {
+    Fail("transpose: bits must be 4, 8, 16 or 32, got " + std::to_string(bits));
+  }
+  CheckPointer("transpose", "src", src, rows != 0 && cols != 0);
+  CheckPointer("transpose", "dst", dst, rows != 0 && cols != 0);
+  const py::gil_scoped_release release;
+  cuda::Transpose(Pointer<const void>(src), rows, cols, bits, Pointer<void>(dst),
+                  Pointer<void>(stream));
+}
+
+void RoundStochasticOf(uintptr_t x, int64_t rows, int64_t cols, int64_t stride0, int64_t stride1,
+                       const std::string& dtype, uintptr_t seed, int64_t row0, int64_t col0,
+                       uint32_t random_stream, uintptr_t out, uintptr_t stream) {
+  const Matrix matrix =
+      MakeMatrix("round_stochastic", x, "float32", rows, cols, stride0, stride1, 1);
+  const DType target = ParseDType(dtype, "round_stochastic");
+  if (target == DType::kFloat32) {
+    Fail("round_stochastic: dtype must be 'bfloat16' or 'float16', got '" + dtype + "'");
+  }
+  const bool any = rows != 0 && cols != 0;
+  CheckOffsets("round_stochastic", row0, col0);
+  CheckPointer("round_stochastic", "seed", seed, any);
+  CheckPointer("round_stochastic", "out", out, any);
+  const cuda::GpuRoundJob job{matrix, target,        Pointer<const int64_t>(seed), row0,
+                              col0,   random_stream, Pointer<uint16_t>(out)};
+  const py::gil_scoped_release release;
+  cuda::RoundStochastic(job, Pointer<void>(stream));
+}
+
+void FoldOf(const Spec& spec, uintptr_t data, uintptr_t scale, int64_t rows, int64_t k, int height,
+            uintptr_t codes, uintptr_t out_scale, int64_t out_stride_row, int64_t out_stride_k,
+            uintptr_t changed, uintptr_t stream) {
+  CheckExtent("fold", rows, k, 1);
+  CheckSpec("fold", spec);
+  if (spec.scale != ScaleElement::kE8M0) Fail("fold: the plane must have E8M0 scales");
+  if (height != 1 && height != 128) {
+    Fail("fold: height must be 1 or 128, got " + std::to_string(height));
+  }
+  const bool any = rows != 0 && k != 0;
+  CheckPointer("fold", "data", data, any);
+  CheckPointer("fold", "scale", scale, any);
+  CheckPointer("fold", "codes", codes, any);
+  CheckPointer("fold", "out_scale", out_scale, any);
+  CheckPointer("fold", "changed", changed, true);
+  const cuda::FoldJob job{spec,
+                          Pointer<const uint8_t>(data),
+                          Pointer<const uint8_t>(scale),
+                          rows,
+                          k,
+                          height,
+                          Pointer<uint8_t>(codes),
+                          Pointer<float>(out_scale),
+                          out_stride_row,
+                          out_stride_k,
+                          Pointer<unsigned long long>(changed)};
+  const py::gil_scoped_release release;
+  cuda::Fold(job, Pointer<void>(stream));
+}
+
+void SwizzleOf(uintptr_t src, int64_t rows, int64_t blocks, uintptr_t dst, uintptr_t stream) {
+  CheckExtent("swizzle", rows, blocks, 1);
+  const bool any = rows != 0 && blocks != 0;
+  CheckPointer("swizzle", "src", src, any);
+  CheckPointer("swizzle", "dst", dst, any);
+  const py::gil_scoped_release release;
+  cuda::SwizzleScales(Pointer<const uint8_t>(src), rows, blocks, Pointer<uint8_t>(dst),
+                      Pointer<void>(stream));
+}
+
+}  // namespace
+
+void BindKernels(py::module_& m) {
+  m.def("encode", &EncodeOf, py::arg("x"), py::arg("dtype"), py::arg("rows"), py::arg("cols"),
+        py::arg("stride0"), py::arg("stride1"), py::arg("row"), py::arg("col"),
+        py::arg("finds_row_stat"), py::arg("finds_col_stat"), py::arg("stream"),
+        "Encode [rows, cols] into one or both planes; a plane is (spec, data, scale, stat, seed, "
+        "row0, col0, random stream). A stat that is found here is written first.");
+  m.def("encode_ragged", &EncodeRaggedOf, py::arg("x"), py::arg("dtype"), py::arg("rows"),
+        py::arg("cols"), py::arg("stride0"), py::arg("stride1"), py::arg("row"), py::arg("col"),
+        py::arg("finds_row_stat"), py::arg("finds_col_stat"), py::arg("ends"), py::arg("padded"),
+        py::arg("groups"), py::arg("padded_rows"), py::arg("stream"),
+        "Encode rows sorted by group, the column plane along padded rows; False if no kernel can.");
+  m.def("encode_path", &EncodePathOf, py::arg("x"), py::arg("dtype"), py::arg("rows"),
+        py::arg("cols"), py::arg("stride0"), py::arg("stride1"), py::arg("row"), py::arg("col"),
+        "Return which kernels encode would launch: 'pair', 'tile', 'general' or one for each.");
+  m.def("decode", &DecodeOf, py::arg("spec"), py::arg("data"), py::arg("scale"), py::arg("amax"),
+        py::arg("rows"), py::arg("cols"), py::arg("out"), py::arg("out_dtype"), py::arg("operand"),
+        py::arg("left_range"), py::arg("stream"),
+        "Decode a plane [rows, cols]; *left_range becomes 1 if an operand left BF16's range.");
+  m.def("amax", &AmaxOf, py::arg("x"), py::arg("dtype"), py::arg("rows"), py::arg("cols"),
+        py::arg("stride0"), py::arg("stride1"), py::arg("signs"), py::arg("out"),
+        py::arg("per_row"), py::arg("stream"), "Write max|x|, of the matrix or of each row.");
+  m.def("transpose", &TransposeOf, py::arg("src"), py::arg("rows"), py::arg("cols"),
+        py::arg("bits"), py::arg("dst"), py::arg("stream"), "Transpose plane data.");
+  m.def("round_stochastic", &RoundStochasticOf, py::arg("x"), py::arg("rows"), py::arg("cols"),
+        py::arg("stride0"), py::arg("stride1"), py::arg("dtype"), py::arg("seed"), py::arg("row0"),
+        py::arg("col0"), py::arg("random_stream"), py::arg("out"), py::arg("stream"),
+        "Round FP32 to 16 bits stochastically.");
+  m.def("fold", &FoldOf, py::arg("spec"), py::arg("data"), py::arg("scale"), py::arg("rows"),
+        py::arg("k"), py::arg("height"), py::arg("codes"), py::arg("out_scale"),
+        py::arg("out_stride_row"), py::arg("out_stride_k"), py::arg("changed"), py::arg("stream"),
+        "Fold an MX plane to FP8 with FP32 scales of height x 128; sets the count of changes.");
+  m.def("swizzle", &SwizzleOf, py::arg("src"), py::arg("rows"), py::arg("blocks"), py::arg("dst"),
+        py::arg("stream"), "One-byte scales to tiles of 128 x 4, padded with zeros.");
+}
+
+HQ_NAMESPACE_END

@@ -1,0 +1,308 @@
+"""The CUDA backend: the compiled core's kernels, on NVIDIA GPUs from sm_80 on.
+
+Kernels run on torch's current stream of the tensor's device. They neither synchronize nor
+allocate; what they write comes from torch's allocator on that stream, so that CUDA graphs and
+`record_stream` work as with any other operator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from ..formats import PlaneSpec
+from ..reference import FOLD_WIDTH, Folded
+from .backend_cpu import DTYPES, core, core_error, core_spec
+from .device import Chip, described
+from .registry import Backend, Call, register_backend
+from .types import EncodeArgs
+
+__all__ = ["CUDA", "GpuKernels"]
+
+
+class GpuKernels:
+    """The operations of a backend over a module of GPU kernels.
+
+    Args:
+        module: functions over device pointers, as csrc/bindings/cuda.cpp makes them.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def pointer(self, tensor: torch.Tensor | None, written: bool = False) -> int:
+        """Return the tensor's address for the kernel about to be launched, 0 for None."""
+        return 0 if tensor is None else tensor.data_ptr()
+
+    def launch(self, device: torch.device) -> contextlib.AbstractContextManager[int]:
+        """Return a context with `device` current; its value is the stream, as a number."""
+        return _on_device(device)
+
+    def encode(
+        self, x: torch.Tensor, row: PlaneSpec | None, col: PlaneSpec | None, args: EncodeArgs
+    ) -> list[torch.Tensor]:
+        """Encode one or both planes; statistics that are not given are found on the way."""
+        rows, cols = x.shape
+        buffers: list[torch.Tensor] = []
+        planes: list[tuple[Any, ...] | None] = []
+        finds: list[bool] = []
+        stats: list[torch.Tensor] = []  # alive until the launch
+        shared = _share_amax(row, col, args)
+        with self.launch(x.device) as stream:
+            for spec, shape, given, random_stream in (
+                (row, (rows, cols), args.row_stat, args.row_stream),
+                (col, (cols, rows), args.col_stat, args.col_stream),
+            ):
+                if spec is None:
+                    planes.append(None)
+                    finds.append(False)
+                    continue
+                own = [
+                    torch.empty(buffer.shape, dtype=buffer.dtype, device=x.device)
+                    for buffer in spec.buffers(*shape)
+                ]
+                stat = given
+                finds.append(spec.needs_amax and given is None)
+                if finds[-1]:
+                    stat = own[2] if len(own) == 3 else own[1].new_empty(1)
+                    if shared and stats:
+                        finds[-1], stat = False, stats[0]
+                if stat is not None:
+                    stats.append(stat)
+                planes.append(
+                    (
+                        core_spec(spec)[0],
+                        self.pointer(own[0], True),
+                        self.pointer(own[1], True),
+                        self.pointer(stat, finds[-1]),
+                        self.pointer(args.seed if spec.stochastic else None),
+                        args.row0,
+                        args.col0,
+                        random_stream,
+                    )
+                )
+                buffers += own
+                if len(own) == 3 and given is not None:
+                    own[2].copy_(given)
+            source = self.pointer(x)
+            self.module.encode(
+                source, DTYPES[x.dtype], rows, cols, *x.stride(), *planes, *finds, stream
+            )
+            if shared and len(own) == 3:
+                own[2].copy_(stats[0])
+        return buffers
+
+    def _decode(
+        self,
+        buffers: list[torch.Tensor],
+        spec: PlaneSpec,
+        rows: int,
+        cols: int,
+        dtype: torch.dtype,
+        is_operand: bool,
+    ) -> torch.Tensor:
+        own = [buffer.contiguous() for buffer in buffers]
+        width = spec.padded(cols) if is_operand else cols
+        with self.launch(own[0].device) as stream:
+            out = torch.empty(rows, width, dtype=dtype, device=own[0].device)
+            self.module.decode(
+                core_spec(spec)[0],
+                self.pointer(own[0]),
+                self.pointer(own[1]),
+                self.pointer(own[2] if len(own) == 3 else None),
+                rows,
+                cols,
+                self.pointer(out, True),
+                DTYPES[dtype],
+                is_operand,
+                0,
+                stream,
+            )
+        return out
+
+    def decode(
+        self,
+        buffers: list[torch.Tensor],
+        spec: PlaneSpec,
+        rows: int,
+        cols: int,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        return self._decode(buffers, spec, rows, cols, dtype, False)
+
+    def operand(
+        self,
+        buffers: list[torch.Tensor],
+        spec: PlaneSpec,
+        rows: int,
+        cols: int,
+        dtype: torch.dtype,
+        asks_range: bool = False,
+    ) -> tuple[torch.Tensor, bool]:
+        # Whether a value left BF16's normal range would have to be read back: a GPU's product keeps
+        # subnormals, and what lies below them is in its stated bound (docs/numerics.md).
+        return self._decode(buffers, spec, rows, cols, dtype, True), False
+
+    def amax(self, x: torch.Tensor, spec: PlaneSpec) -> torch.Tensor:
+        with self.launch(x.device) as stream:
+            out = torch.empty(spec.stat_shape(x.shape[0]), dtype=torch.float32, device=x.device)
+            self.module.amax(
+                self.pointer(x),
+                DTYPES[x.dtype],
+                *x.shape,
+                *x.stride(),
+                -1 if spec.signs is None else spec.signs,
+                self.pointer(out, True),
+                spec.row_scaled,
+                stream,
+            )
+        return out
+
+    def transpose(self, data: torch.Tensor, rows: int, cols: int, bits: int) -> torch.Tensor:
+        source = data.contiguous()
+        width = -(-rows // 2) if bits == 4 else rows
+        with self.launch(data.device) as stream:
+            out = torch.empty(cols, width, dtype=data.dtype, device=data.device)
+            self.module.transpose(
+                self.pointer(source), rows, cols, bits, self.pointer(out, True), stream
+            )
+        return out
+
+    def round_stochastic(
+        self,
+        x: torch.Tensor,
+        seed: torch.Tensor,
+        dtype: torch.dtype,
+        stream: int,
+        row0: int,
+        col0: int,
+    ) -> torch.Tensor:
+        with self.launch(x.device) as launch_stream:
+            out = torch.empty(x.shape, dtype=dtype, device=x.device)
+            self.module.round_stochastic(
+                self.pointer(x),
+                *x.shape,
+                *x.stride(),
+                DTYPES[dtype],
+                self.pointer(seed),
+                row0,
+                col0,
+                stream,
+                self.pointer(out, True),
+                launch_stream,
+            )
+        return out
+
+    def fold(
+        self, buffers: list[torch.Tensor], spec: PlaneSpec, rows: int, cols: int, height: int = 1
+    ) -> Folded:
+        """Return the plane folded to FP8 with scales of `height x 128`: `reference.fold_plane`."""
+        own = [buffer.contiguous() for buffer in buffers]
+        width, device = spec.padded(cols), own[0].device
+        down, right = -(-rows // height), -(-width // FOLD_WIDTH)
+        with self.launch(device) as stream:
+            codes = torch.empty(rows, width, dtype=torch.uint8, device=device)
+            # Scales of one group of columns side by side, as cuBLASLt reads them.
+            scale = torch.empty(right, down, dtype=torch.float32, device=device)
+            changed = torch.empty(1, dtype=torch.int64, device=device)
+            self.module.fold(
+                core_spec(spec)[0],
+                self.pointer(own[0]),
+                self.pointer(own[1]),
+                rows,
+                width,
+                height,
+                self.pointer(codes, True),
+                self.pointer(scale, True),
+                1,
+                down,
+                self.pointer(changed, True),
+                stream,
+            )
+        return Folded(codes, scale.t(), changed)
+
+    def swizzle(self, scale: torch.Tensor) -> torch.Tensor:
+        """Return one-byte scales `[rows, blocks]` in tiles of 128 x 4, in one dimension."""
+        rows, blocks = scale.shape
+        size = -(-rows // 128) * -(-blocks // 4) * 512
+        with self.launch(scale.device) as stream:
+            out = torch.empty(size, dtype=scale.dtype, device=scale.device)
+            source = self.pointer(scale)
+            self.module.swizzle(source, rows, blocks, self.pointer(out, True), stream)
+        return out
+
+    def operations(self) -> dict[str, Any]:
+        """Return the operations as a backend names them."""
+        names = "encode decode operand amax transpose round_stochastic fold swizzle".split()
+        return {name: getattr(self, name) for name in names}
+
+
+def _share_amax(row: PlaneSpec | None, col: PlaneSpec | None, args: EncodeArgs) -> bool:
+    """Whether both planes need the tensor's own amax, so that the first one's serves both."""
+    specs = (row, col)
+    return args.row_stat is args.col_stat is None and all(
+        spec is not None and spec.needs_tensor_amax and spec.signs is None for spec in specs
+    )
+
+
+@contextlib.contextmanager
+def _on_device(device: torch.device) -> Any:
+    with torch.cuda.device(device):
+        yield torch.cuda.current_stream(device).cuda_stream
+
+
+_module: Any = getattr(core, "cuda", None)
+
+
+def _supports(call: Call) -> str | None:
+    if core is None:
+        return f"the compiled core is missing ({core_error})"
+    if call.device != "cuda":
+        return f"runs on CUDA tensors, got {call.device}"
+    if _module is None:
+        return "this build of hybridq has no CUDA kernels (HYBRIDQ_CUDA=ON builds them)"
+    return _chip_reason(call.chip) or spec_reason(call)
+
+
+def spec_reason(call: Call) -> str | None:
+    """Return None if the core has kernels for the dtypes and specs of `call`, else why not."""
+    if call.dtype not in DTYPES and call.op not in ("transpose", "swizzle"):
+        return f"takes float32, bfloat16 and float16, got {call.dtype}"
+    for spec in (call.row, call.col):
+        if spec is not None and (call.op != "amax" or spec.row_scaled):
+            reason = core_spec(spec)[1]
+            if reason is not None:
+                return reason
+    return None
+
+
+def _chip_reason(chip: Chip | None) -> str | None:
+    """Return None if the kernels were compiled for the GPU, else what they are for."""
+    if chip is None:  # an operation of one tensor on the current GPU
+        chip = described("cuda")
+    if chip.is_rocm:
+        return "the kernels are for NVIDIA GPUs, and this torch is built for ROCm"
+    built = _module.architectures()
+    if chip.capability is None or any(_runs_on(text, *chip.capability) for text in built):
+        return None
+    return f"built for {', '.join(built)}, and this GPU is sm_{chip.capability[0]}{chip.capability[1]}"
+
+
+def _runs_on(architecture: str, major: int, minor: int) -> bool:
+    """Whether code for `architecture`, such as "sm_90a", runs on a chip: see CUDA's guide, 5.1.
+
+    Code for one chip runs on later minor revisions of the same generation; with the suffix "a" on
+    that chip alone.
+    """
+    number = architecture.removeprefix("sm_")
+    if number.endswith("a"):
+        return int(number[:-1]) == 10 * major + minor
+    return int(number) // 10 == major and int(number) % 10 <= minor
+
+
+#: The backend of the compiled core's kernels on GPUs.
+CUDA = register_backend(
+    Backend("cuda", _supports, GpuKernels(_module).operations(), finds_amax=True)
+)

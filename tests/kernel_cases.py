@@ -1,0 +1,182 @@
+"""Cases that GPU kernels are held to, bit for bit: emulated on every machine, and on a GPU.
+
+The other side is the `cpu` backend, which the rest of the suite holds to the oracle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hybridq.formats import DEFAULT_SIGNS, PlaneSpec, names
+from hybridq.kernels import registry
+from hybridq.kernels.types import EncodeArgs
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+#: Aligned, where the tile kernels run (whole tiles, edges in both directions), and not.
+ALIGNED = ((128, 64), (160, 136), (32, 32))
+ODD = ((1, 1), (7, 33), (0, 5), (5, 0), (130, 131), (17, 200))
+
+
+def plain_specs() -> dict[str, PlaneSpec]:
+    """Every registered format that needs a kernel, without options."""
+    specs = {name: PlaneSpec.parse(name) for name in names()}
+    return {name: spec for name, spec in specs.items() if not spec.format.is_identity}
+
+
+def option_specs() -> dict[str, PlaneSpec]:
+    """Options, each with a format that it goes with."""
+    nvfp4, square = PlaneSpec.parse("nvfp4"), PlaneSpec.parse("nvfp4_16x16")
+    mxfp8, tensor = PlaneSpec.parse("mxfp8"), PlaneSpec.parse("fp8_e4m3")
+    turned = {"signs": DEFAULT_SIGNS}
+    return {
+        "nvfp4 sr": replace(nvfp4, stochastic=True),
+        "nvfp4 rht": replace(nvfp4, **turned),
+        "nvfp4 rht sr": replace(nvfp4, **turned, stochastic=True),
+        "nvfp4 rows": replace(nvfp4, row_scaled=True),
+        "nvfp4 rows rht": replace(nvfp4, row_scaled=True, **turned),
+        "nvfp4 mae": replace(nvfp4, four_over_six="mae", tensor_bound=256.0),
+        "nvfp4 mse": replace(nvfp4, four_over_six="mse"),
+        "nvfp4 rows mae": replace(nvfp4, row_scaled=True, four_over_six="mae"),
+        "16x16 sr": replace(square, stochastic=True),
+        "16x16 mae": replace(square, four_over_six="mae"),
+        "16x16 mse": replace(square, four_over_six="mse", tensor_bound=256.0),
+        "mxfp8 sr": replace(mxfp8, stochastic=True),
+        "mxfp8 rht": replace(mxfp8, signs=5),
+        "fp8 sr": replace(tensor, stochastic=True),
+        "fp8 rht": replace(tensor, **turned),
+    }
+
+
+def pairs() -> dict[str, tuple[PlaneSpec, PlaneSpec]]:
+    """Hybrid pairs: those of the zoo, which one kernel makes, and some that two make."""
+    plain, options = plain_specs(), option_specs()
+    return {
+        "mxfp8 | nvfp4 rht": (plain["mxfp8"], options["nvfp4 rht"]),
+        "mxfp8 | nvfp4 rht sr": (plain["mxfp8"], options["nvfp4 rht sr"]),
+        "mxfp8 | nvfp4": (plain["mxfp8"], plain["nvfp4"]),
+        "nvfp4 | mxfp8": (plain["nvfp4"], plain["mxfp8"]),
+        "nvfp4 | nvfp4 rht": (plain["nvfp4"], options["nvfp4 rht"]),
+        "nvfp4 sr | nvfp4 rht sr": (options["nvfp4 sr"], options["nvfp4 rht sr"]),
+        "mxfp8 | mxfp8_e5m2": (plain["mxfp8"], plain["mxfp8_e5m2"]),
+        "mxfp8 | fp8_1x128": (plain["mxfp8"], plain["fp8_1x128"]),
+        "fp8_1x128 | mxfp8": (plain["fp8_1x128"], plain["mxfp8"]),
+        "fp8_128x128 | nvfp4 rows": (plain["fp8_128x128"], options["nvfp4 rows"]),
+        "mxfp6_e3m2 | fp8_e5m2": (plain["mxfp6_e3m2"], plain["fp8_e5m2"]),
+    }
+
+
+def matrix(rows: int, cols: int, dtype: torch.dtype, seed: int, special: str) -> torch.Tensor:
+    """Return values over many binades, one matrix for each kind of special value."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, cols, generator=generator)
+    x = x * torch.exp(3 * torch.randn(rows, 1, generator=generator))
+    if x.numel() > 20:
+        flat = x.view(-1)
+        at = torch.randperm(x.numel(), generator=generator)[:12]
+        if special == "nan":
+            flat[at[0]] = float("nan")
+        if special == "inf":
+            flat[at[0]], flat[at[1]] = float("inf"), -float("inf")
+        if special == "tiny":
+            x *= 2.0**-130
+            flat[at[0]] = 3e38
+        if special == "zeros":
+            x[: max(1, rows // 4)] = 0
+            x[:, : max(1, cols // 4)] = -0.0
+    return x.to(dtype)
+
+
+SPECIALS = ("normal", "nan", "inf", "tiny", "zeros")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The operations under test and where their tensors live."""
+
+    ops: dict[str, Callable[..., Any]]
+    device: str
+
+    def to(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None or self.device == "cpu":
+            return tensor
+        # Strides survive: views are part of the test.
+        base = tensor.as_strided(
+            (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0
+        ).to(self.device)
+        return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def cpu_ops() -> dict[str, Callable[..., Any]]:
+    return registry._backends["cpu"].ops
+
+
+def assert_same(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    got = got.cpu()
+    assert got.shape == want.shape and got.dtype == want.dtype, what
+    left, right = (t.contiguous().view(torch.uint8).flatten() for t in (got, want))
+    wrong = (left != right).nonzero().flatten()
+    assert not len(wrong), (
+        f"{what}: {len(wrong)} of {len(left)} bytes differ, the first at {int(wrong[0])}: "
+        f"{int(left[wrong[0]])}, not {int(right[wrong[0]])}"
+    )
+
+
+def same_values(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    """As assert_same, but one NaN is as good as another."""
+    got = got.cpu()
+    assert got.shape == want.shape and got.dtype == want.dtype, what
+    both = torch.isnan(got) & torch.isnan(want)
+    assert_same(torch.where(both, torch.zeros_like(got), got), want.masked_fill(both, 0), what)
+
+
+def check_encode(
+    kernels: Kernels, x: torch.Tensor, row: PlaneSpec | None, col: PlaneSpec | None, **where: int
+) -> list[torch.Tensor]:
+    """Encode x here and on the CPU, and compare every buffer; returns the CPU's."""
+    cpu = cpu_ops()
+
+    def stat(own: torch.Tensor, spec: PlaneSpec | None) -> torch.Tensor | None:
+        return cpu["amax"](own, spec) if spec is not None and spec.needs_amax else None
+
+    first, second = stat(x, row), stat(x.t(), col)
+    seed = torch.tensor([123_456_789_012_345])
+    want = cpu["encode"](x, row, col, EncodeArgs(first, second, seed, **where))
+    here = EncodeArgs(kernels.to(first), kernels.to(second), kernels.to(seed), **where)
+    got = kernels.ops["encode"](kernels.to(x), row, col, here)
+    assert len(got) == len(want)
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert_same(g, w, f"{row} | {col} of {tuple(x.shape)} {x.dtype} {x.stride()}: buffer {i}")
+    return want
+
+
+def check_decode(kernels: Kernels, x: torch.Tensor, spec: PlaneSpec) -> None:
+    """Decode a plane of x, fully and as an operand, to every dtype."""
+    cpu = cpu_ops()
+    stat = cpu["amax"](x, spec) if spec.needs_amax else None
+    plane = cpu["encode"](x, spec, None, EncodeArgs(stat, None, torch.tensor([7])))
+    here = [kernels.to(buffer) for buffer in plane]
+    for dtype in DTYPES:
+        what = f"{spec} of {tuple(x.shape)} to {dtype}"
+        want = cpu["decode"](plane, spec, *x.shape, dtype)
+        same_values(kernels.ops["decode"](here, spec, *x.shape, dtype), want, f"decode of {what}")
+        want, _ = cpu["operand"](plane, spec, *x.shape, dtype)
+        got, _ = kernels.ops["operand"](here, spec, *x.shape, dtype)
+        same_values(got, want, f"operand of {what}")
+
+
+def views(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Views that no 16-byte load can read, or only in the other direction."""
+    x = matrix(96, 160, dtype, 3, "normal")
+    return {
+        "transposed": x.t(),
+        "every other row": x[::2],
+        "every other column": x[:, ::2],
+        "offset by one": x.flatten()[1:].as_strided((64, 128), (160, 1)),
+        "expanded row": x[:1].expand(40, 160),
+        "padded rows": x[:, :136],
+    }
