@@ -1,0 +1,164 @@
+"""Each kernel of csrc/cuda: a call that launches it, as the profiler sees, with the CPU's bits.
+
+`make gpu` reads from this file's results which kernels have run on a chip.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kernel_cases as cases
+from hybridq import reference
+from hybridq.kernels.backend_cpu import core, core_spec
+from hybridq.kernels.types import EncodeArgs
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from gpu_bench.kernels import kernels_of, native_kernels
+
+Run = Callable[[cases.Kernels], object]
+_PLAIN, _OPTIONS = cases.plain_specs(), cases.option_specs()
+
+
+def _matrix(rows: int = 256, cols: int = 512, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return cases.matrix(rows, cols, dtype, 1, "normal")
+
+
+def _encode(name: str) -> Run:
+    spec = {**_PLAIN, **_OPTIONS}[name]
+    return lambda kernels: cases.check_encode(kernels, _matrix(), spec, spec)
+
+
+def _amax(name: str, is_turned: bool, step: int = 1) -> Run:
+    def run(kernels: cases.Kernels) -> None:
+        x = _matrix()[:, ::step]
+        own = x.t() if is_turned else x
+        want = cases.cpu_ops()["amax"](own, _OPTIONS[name])
+        there = kernels.to(x)
+        got = kernels.ops["amax"](there.t() if is_turned else there, _OPTIONS[name])
+        cases.assert_same(got, want, name)
+
+    return run
+
+
+def _decode(name: str, op: str, cols: int) -> Run:
+    def run(kernels: cases.Kernels) -> None:
+        spec = _PLAIN[name]
+        x = _matrix(256, cols)
+        buffers = cases.cpu_ops()["encode"](x, spec, None, EncodeArgs())
+        rest = (spec, *x.shape, torch.bfloat16)
+        want = cases.cpu_ops()[op](buffers, *rest)
+        got = kernels.ops[op]([kernels.to(buffer) for buffer in buffers], *rest)
+        if op == "operand":
+            got, want = got[0], want[0]
+        cases.same_values(got, want, name)
+
+    return run
+
+
+def _transpose(cols: int) -> Run:
+    def run(kernels: cases.Kernels) -> None:
+        data = torch.randint(0, 256, (256, cols), dtype=torch.uint8)
+        want = cases.cpu_ops()["transpose"](data, *data.shape, 8)
+        got = kernels.ops["transpose"](kernels.to(data), *data.shape, 8)
+        cases.assert_same(got, want, "transpose")
+
+    return run
+
+
+def _round(kernels: cases.Kernels) -> None:
+    x, seed = _matrix(dtype=torch.float32), torch.tensor([3])
+    rest = (torch.bfloat16, 0, 0, 0)
+    want = cases.cpu_ops()["round_stochastic"](x, seed, *rest)
+    got = kernels.ops["round_stochastic"](kernels.to(x), kernels.to(seed), *rest)
+    cases.same_values(got, want, "round")
+
+
+def _module() -> Any:
+    """The compiled kernels over pointers: for what the backend has no operation of its own."""
+    module = getattr(core, "cuda", None)
+    if module is None:
+        pytest.skip("this build has no CUDA kernels")
+    return module
+
+
+def _fold(k: int) -> Run:
+    def run(kernels: cases.Kernels) -> None:
+        expected = getattr(reference, "fold_plane", None)
+        if expected is None:
+            pytest.skip("the reference has no fold to compare with")
+        spec, x, module = _PLAIN["mxfp8"], _matrix(256, k), _module()
+        buffers = cases.cpu_ops()["encode"](x, spec, None, EncodeArgs())
+        stream = torch.cuda.current_stream().cuda_stream
+        for height in (1, 128):
+            want = expected(buffers, spec, *x.shape, height)
+            data, scale = (kernels.to(buffer) for buffer in buffers)
+            codes = torch.empty(256, k, dtype=torch.uint8, device=kernels.device)
+            out = torch.empty(256 // height, -(-k // 128), device=kernels.device)
+            changed = torch.empty(1, dtype=torch.int64, device=kernels.device)
+            addresses = (codes.data_ptr(), out.data_ptr(), *out.stride(), changed.data_ptr())
+            module.fold(
+                core_spec(spec)[0], data.data_ptr(), scale.data_ptr(), 256, k, height, *addresses,
+                stream,
+            )  # fmt: skip
+            cases.assert_same(codes, want.codes.contiguous(), f"codes, height {height}")
+            cases.assert_same(out, want.scale.contiguous(), f"scales, height {height}")
+            assert int(changed) == int(want.changed)
+
+    return run
+
+
+def _swizzle(kernels: cases.Kernels) -> None:
+    """The layout that csrc/cuda/swizzle.h describes: written here a second time."""
+    module = _module()
+    for rows, blocks in ((256, 16), (130, 7), (1, 1), (300, 64)):
+        source = torch.randint(0, 256, (rows, blocks), dtype=torch.uint8)
+        r, c = torch.meshgrid(torch.arange(rows), torch.arange(blocks), indexing="ij")
+        across = -(-blocks // 4)
+        place = (r // 128 * across + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
+        want = torch.zeros(-(-rows // 128) * across * 512, dtype=torch.uint8)
+        want[place.flatten()] = source.flatten()
+        got = torch.full_like(want, 0xA5).to(kernels.device)
+        there = source.to(kernels.device)
+        stream = torch.cuda.current_stream().cuda_stream
+        module.swizzle(there.data_ptr(), rows, blocks, got.data_ptr(), stream)
+        cases.assert_same(got, want, f"{rows}x{blocks}")
+
+
+#: Kernel to the check that launches it.
+CALLS: dict[str, Run] = {
+    "EncodeTile": _encode("mxfp8"),
+    "EncodeGeneral": _encode("nvfp4 mae"),
+    "AmaxAlong": _amax("nvfp4 sr", False),
+    "AmaxStrided": _amax("nvfp4 sr", False, step=2),
+    "RowAmaxDown": _amax("nvfp4 rows", True),
+    "TransformAmaxAlong": _amax("nvfp4 rht", False),
+    "TransformAmaxDown": _amax("nvfp4 rht", True),
+    "DecodeBits": _decode("mxfp8", "operand", 512),
+    "DecodeVector": _decode("mxfp8", "decode", 512),
+    "DecodeGroups": _decode("mxfp8", "decode", 77),
+    "TransposeTiles": _transpose(512),
+    "TransposeAny": _transpose(77),
+    "RoundGroups": _round,
+    "FoldAligned": _fold(512),
+    "FoldGroups": _fold(200),
+    "Swizzle": _swizzle,
+}
+
+
+@pytest.mark.parametrize("name", sorted({*CALLS, *native_kernels()}))
+def test_this_kernel_runs_and_has_the_bits_of_the_cpu(name, kernels, record_property) -> None:
+    record_property("kernel", name)
+    assert name in CALLS, f"{name} has no call here: add one to CALLS"
+    run = CALLS[name]
+    run(kernels)
+    launched = kernels_of({name: lambda: run(kernels)})
+    if not launched:
+        pytest.skip("the bits are right, but torch's profiler sees no kernels on this machine")
+    assert name in launched[name], f"launched {sorted(launched[name])}"
