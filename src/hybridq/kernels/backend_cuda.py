@@ -235,7 +235,16 @@ class GpuKernels:
 
     def operations(self) -> dict[str, Any]:
         """Return the operations as a backend names them."""
-        names = "encode decode operand amax transpose round_stochastic fold swizzle".split()
+        names = [
+            "encode",
+            "decode",
+            "operand",
+            "amax",
+            "transpose",
+            "round_stochastic",
+            "fold",
+            "swizzle",
+        ]
         return {name: getattr(self, name) for name in names}
 
 
@@ -287,7 +296,8 @@ def _chip_reason(chip: Chip | None) -> str | None:
     built = _module.architectures()
     if chip.capability is None or any(_runs_on(text, *chip.capability) for text in built):
         return None
-    return f"built for {', '.join(built)}, and this GPU is sm_{chip.capability[0]}{chip.capability[1]}"
+    major, minor = chip.capability
+    return f"built for {', '.join(built)}, and this GPU is sm_{major}{minor}"
 
 
 def _runs_on(architecture: str, major: int, minor: int) -> bool:
