@@ -246,3 +246,62 @@ UNKNOWN = Element("e3m3", 7, 3, 3, 3, "none")
 def test_records_that_contradict_themselves_say_why(make, message: str) -> None:
     with pytest.raises(hybridq.SpecError, match=message):
         make()
+
+
+@pytest.mark.parametrize("name", [None, 5, b"x", ["x"], "", "Upper", "a/b", "a;sr", "a b"])
+def test_a_name_that_no_text_can_hold_is_refused(name) -> None:
+    known = hybridq.formats.names()
+    with pytest.raises(hybridq.SpecError, match="register_format: name must be"):
+        register_format(name, hybridq.formats.format("mxfp8"))
+    with pytest.raises(hybridq.SpecError, match="register_format: takes a Format"):
+        register_format("fresh", "mxfp8")
+    with pytest.raises(hybridq.SpecError, match="register_element: takes an Element"):
+        register_element(name)
+    assert hybridq.formats.names() == known
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"family": "a/b"},
+        {"family": "a;b"},
+        {"family": "a|b"},
+        {"family": None},
+        {"block": (1.0, 32.0)},
+        {"block": (1,)},
+        {"block": 32},
+        {"element": "e4m3"},
+        {"scale": "e8m0"},
+        {"rule": None},
+        {"eps": "a"},
+        {"power_of_two": 3},
+    ],
+)
+def test_fields_of_a_wrong_kind_are_refused(changes) -> None:
+    with pytest.raises(hybridq.SpecError, match="Format: "):
+        replace(hybridq.formats.format("mxfp8"), **changes)
+
+
+def test_an_identity_format_takes_no_option() -> None:
+    for option in ({"eps": 1.0}, {"power_of_two": True}):
+        with pytest.raises(hybridq.SpecError, match="an identity format has no block"):
+            replace(hybridq.formats.format("bf16"), **option)
+
+
+def test_an_eps_that_fp32_cannot_hold_is_refused() -> None:
+    with pytest.raises(hybridq.SpecError, match="eps must be finite in FP32"):
+        hybridq.Float8CurrentScalingQuantizer(amax_epsilon=1e39)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        (None, 8, 4, 3, 7),
+        ("e9m9", 3, 3, -1, 0),
+        ("e9m9", 8.0, 4, 3, 7),
+        ("e9m9", 8, 4, 3, 7, "fn", None),
+    ],
+)
+def test_fields_of_an_element_of_a_wrong_kind_are_refused(fields) -> None:
+    with pytest.raises(hybridq.SpecError, match="Element: "):
+        Element(*fields)

@@ -341,3 +341,10 @@ def test_wrong_buffers_are_refused_before_a_kernel_reads_them() -> None:
     with pytest.raises(ValueError, match="data of a"):
         Plane(good.spec, "rowwise", 8, 96, good.buffers).dequantize()
     assert TensorStorage(good, None).nbytes == 8 * 64 + 8 * 2
+
+
+def test_what_is_no_tensor_is_named() -> None:
+    a = hybridq.quantize(torch.ones(2, 32), "mxfp8")
+    for options in ({"bias": 3}, {"out": [1.0]}, {"out_dtype": "float32"}):
+        with pytest.raises(TypeError, match="gemm: "):
+            hybridq.gemm(a, a, **options)

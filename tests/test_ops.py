@@ -176,3 +176,47 @@ def test_python_and_core_agree_on_every_constant() -> None:
         for key, value in constants.items():
             if hasattr(element, key):
                 assert getattr(element, key) == value, (name, key)
+
+
+@pytest.mark.parametrize(
+    "data,rows,cols,bits",
+    [
+        (torch.zeros(2, 32, dtype=torch.uint8), 64, 64, 8),
+        (torch.zeros(2, 32, dtype=torch.uint8), 2, 32, 4),
+        (torch.zeros(2, 32, dtype=torch.uint8), -2, -32, 8),
+        (torch.zeros(2, 16, dtype=torch.int8), 2, 32, 4),
+        (torch.zeros(2, 32, dtype=torch.uint8), 2, 32, 32),
+        (torch.zeros(2, 32), 2, 32, 8),
+        (torch.zeros(2, 32, dtype=torch.uint8), 2, 32, 5),
+        (torch.zeros(64, dtype=torch.uint8), 2, 32, 8),
+    ],
+)
+def test_transpose_reads_no_further_than_its_data(backend, data, rows, cols, bits) -> None:
+    with pytest.raises(ValueError, match="transpose: "):
+        torch.ops.hybridq.transpose(data, rows, cols, bits)
+
+
+def test_operators_refuse_what_is_no_strided_tensor(backend) -> None:
+    ops, x = torch.ops.hybridq, torch.ones(2, 32)
+    sparse = torch.zeros(2, 32, dtype=torch.uint8).to_sparse()
+    scale = torch.zeros(2, 1, dtype=torch.uint8)
+    for call in (
+        lambda: ops.encode(None, "mxfp8", ""),
+        lambda: ops.amax(None, "mxfp8", "rowwise"),
+        lambda: ops.transpose(None, 2, 32, 8),
+        lambda: ops.transpose(sparse, 2, 32, 8),
+        lambda: ops.decode([sparse, scale], "mxfp8", 2, 32, torch.float32),
+        lambda: ops.bias_grad(None),
+        lambda: ops.round_stochastic(x, None, torch.bfloat16),
+    ):
+        with pytest.raises(TypeError, match=r"^\w+: (takes a tensor|layout must be strided)"):
+            call()
+
+
+def test_places_and_streams_are_numbers_that_can_be_counted(backend) -> None:
+    x, seed = torch.ones(2, 32), torch.tensor([1])
+    for wrong in ({"row0": -1}, {"col0": 2**56}, {"row_stream": -1}, {"col_stream": 2**32}):
+        with pytest.raises(ValueError, match=r"encode: .* must be in"):
+            torch.ops.hybridq.encode(x, "mxfp8;sr", "mxfp8;sr", None, None, seed, **wrong)
+    with pytest.raises(ValueError, match="round_stochastic: a stream"):
+        torch.ops.hybridq.round_stochastic(x, seed, torch.bfloat16, 2**32)

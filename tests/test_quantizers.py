@@ -8,6 +8,7 @@ import pickle
 import tempfile
 from dataclasses import FrozenInstanceError, fields, replace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -417,3 +418,69 @@ def test_update_quantized_of_a_part_or_a_flat_view_writes_the_whole() -> None:
     flat = t.view(-1)
     flat.own_quantizer.update_quantized(torch.ones(256), flat)
     assert (t.dequantize() == 1.0).all()
+
+
+def test_an_update_that_is_refused_changes_neither_plane() -> None:
+    t = hybridq.quantize(torch.randn(32, 64), "mxfp8", "nvfp4")
+    before = [buffer.clone() for plane in t.tensor_storage.planes for buffer in plane.tensors]
+    other = hybridq.quantizer("mxfp8", "mxfp8")  # the same rowwise plane, another columnwise one
+    with pytest.raises(PlaneError, match="update_quantized: the target's columnwise plane"):
+        other.update_quantized(torch.randn(32, 64), t)
+    after = [buffer for plane in t.tensor_storage.planes for buffer in plane.tensors]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_wrong_kinds_of_arguments_are_named() -> None:
+    q, x = hybridq.quantizer("mxfp8"), torch.zeros(2, 32)
+    for call, text in (
+        (lambda: q.quantize(x, out=x), "update_quantized: target must be a QuantizedTensor"),
+        (lambda: q.quantize(x, dtype=torch.int32), "quantize: dtype must be float32"),
+        (lambda: q.make_empty((2, 32), dtype=torch.float64), "make_empty: dtype must be float32"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            call()
+    for shape in (5, (2, -1), (2.0, 3.0), None):
+        with pytest.raises(ValueError, match="make_empty: shape must hold sizes"):
+            q.make_empty(shape)
+    for parse in (hybridq.PlaneSpec.parse, hybridq.Format.parse, type(q).parse):
+        for wrong in (None, 5, b"mxfp8", ["mxfp8"]):
+            with pytest.raises(hybridq.SpecError, match="parse: takes a text"):
+                parse(wrong)
+
+
+@pytest.mark.parametrize("formats", [("identity", True), ("mxfp8", "identity"), ("identity", None)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_open_identity_plane_is_written_in_its_own_dtype(formats, dtype) -> None:
+    t = hybridq.quantize(torch.randn(4, 64), *formats)
+    t = t.to(dtype)
+    specs = [plane.spec for plane in t.tensor_storage.planes]
+    t.fill_(2.0)
+    assert torch.equal(t.dequantize(), torch.full((4, 64), 2.0, dtype=dtype))
+    t.copy_(torch.full((4, 64), 3.0, dtype=torch.bfloat16))
+    for plane in t.tensor_storage.planes:
+        assert torch.equal(plane.dequantize(), torch.full((4, 64), 3.0))
+    assert [plane.spec for plane in t.tensor_storage.planes] == specs
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: hybridq.quantizer("fp8_e4m3", eps=True),
+        lambda: hybridq.quantizer("mxfp8", stochastic=3.5),
+        lambda: hybridq.quantizer("nvfp4", row_scaled="rows"),
+        lambda: PlaneSpec(hybridq.formats.format("nvfp4"), signs=3.0),
+        lambda: PlaneSpec("nvfp4"),
+        lambda: hybridq.MXFP8Quantizer(rowwise=-1),
+        lambda: hybridq.quantizer("mxfp8").with_usage(columnwise=2),
+        lambda: Quantizer(PlaneSpec.parse("fp8_e4m3"), None, amax_group=5),
+    ],
+)
+def test_a_field_that_its_text_could_not_hold_is_refused(make) -> None:
+    with pytest.raises(SpecError):
+        make()
+
+
+def test_equal_quantizers_have_one_text_whatever_kind_of_number_eps_is() -> None:
+    made = {hybridq.quantizer("fp8_e4m3", eps=eps) for eps in (1, 1.0, np.float64(1.0))}
+    assert len(made) == 1
+    assert pickle.loads(pickle.dumps(made.copy().pop())) in made

@@ -291,3 +291,28 @@ def test_a_tensor_without_quantizer_refuses_writes() -> None:
     with pytest.raises(PlaneError, match="has no quantizer"):
         lone.add_(1.0)
     same_planes(lone, made)
+
+
+def test_a_tensor_that_lost_a_plane_is_of_the_class_of_the_rest() -> None:
+    t = hybridq.quantize(torch.randn(4, 64), "mxfp8", "nvfp4")
+    assert isinstance(t, hybridq.HybridQuantizedTensor)
+    t.update_usage(columnwise_usage=False)
+    assert type(t) is hybridq.MXFP8Tensor is type(t.detach())
+    assert isinstance(torch.nn.Parameter(t), torch.nn.Parameter)
+
+
+def test_copy_takes_a_number_and_refuses_what_is_not_strided() -> None:
+    t = hybridq.quantize(torch.randn(4, 64), "mxfp8")
+    assert torch.equal(t.copy_(3).dequantize(), torch.full((4, 64), 3.0))
+    before = t.dequantize()
+    with pytest.raises(TypeError, match="copy_: source must be strided"):
+        t.copy_(torch.eye(4, 64).to_sparse())
+    with pytest.raises(TypeError, match="data: must be a tensor"):
+        t.data = 3
+    assert torch.equal(t.dequantize(), before)
+
+
+def test_a_product_of_wrong_dimensions_is_torchs_own_error() -> None:
+    t = hybridq.quantize(torch.randn(64), "mxfp8")
+    with pytest.raises(RuntimeError):
+        torch.addmm(torch.zeros(5), t, torch.zeros(64, 5))

@@ -349,3 +349,61 @@ def test_gradients_flow_through_parts() -> None:
     w.grad = None
     (w[3] * weight[3]).sum().backward()
     assert torch.equal(w.grad[3], weight[3]) and not w.grad[4].any()
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "fp8_128x128", "nvfp4_16x16", "fp8_e4m3"])
+@pytest.mark.parametrize(
+    "key", [slice(3, 9), 5, (..., 3), (slice(None), slice(2, 7)), (slice(1, 4), [0, 2])]
+)
+def test_an_assignment_to_any_part_reaches_the_tensor(fmt, key) -> None:
+    """A part that cuts every block is a copy; what is assigned to it must not stay there."""
+    t = hybridq.quantize(torch.randn(256, 256), fmt)
+    expected = t.dequantize()
+    expected[key] = 2.0
+    t[key] = 2.0
+    torch.testing.assert_close(t.dequantize()[key], expected[key], rtol=0.2, atol=0.0)
+    torch.testing.assert_close(t.dequantize(), expected, rtol=0.2, atol=0.5)
+
+
+def test_an_assignment_keeps_the_gradient() -> None:
+    leaf = hybridq.quantize(torch.randn(128, 128), "fp8_128x128").requires_grad_()
+    t = leaf.clone()
+    value = torch.ones(3, 128, requires_grad=True)
+    t[2:5] = value
+    t.sum().backward()
+    assert torch.equal(value.grad, torch.ones(3, 128))
+    assert float(leaf.grad.sum()) == 125 * 128
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: t.view(-2, -3, 64),
+        lambda t: t.view(-1, -1, 1),
+        lambda t: t.unsqueeze(5),
+        lambda t: t.squeeze(7),
+        lambda t: t.transpose(0, 3),
+        lambda t: t.permute(0, 0),
+        lambda t: t.permute(0),
+        lambda t: t.permute(2, 1),
+    ],
+)
+@pytest.mark.parametrize("shape", [(6, 64), (1, 1)])
+def test_dimensions_that_do_not_exist_are_refused_as_torch_does(call, shape) -> None:
+    x = torch.randn(shape)
+    with pytest.raises((IndexError, RuntimeError)) as plain:
+        call(x)
+    with pytest.raises(plain.type):
+        call(hybridq.quantize(x, "mxfp8"))
+
+
+def test_a_view_of_no_columns_has_the_rows_of_its_shape() -> None:
+    t = hybridq.quantize(torch.zeros(2, 0), "mxfp8")
+    for shape in ((5, 0), (0, 3), (0,)):
+        view = t.view(shape)
+        assert view.shape == shape
+        if isinstance(view, QuantizedTensor):
+            assert (view.rowwise.rows, view.rowwise.cols) == hybridq.tensor.matrix_shape(shape)
+    assert hybridq.gemm(t, torch.zeros(3, 0)).shape == (2, 3)
+    with pytest.raises(IndexError):
+        hybridq.quantize(torch.zeros(0, 64), "mxfp8")[torch.tensor([3])]

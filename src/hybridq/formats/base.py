@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -104,11 +105,12 @@ class Format:
     eps: float = 0.0
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.rule not in RULES:
             raise SpecError(f"Format: rule must be one of {', '.join(RULES)}, got {self.rule!r}")
         if self.is_identity:
-            if self.block is not None or self.scale is not None:
-                raise SpecError("Format: an identity format has no block and no scale")
+            if self.block is not None or self.scale is not None or self.power_of_two or self.eps:
+                raise SpecError("Format: an identity format has no block, no scale and no option")
             if self.element is not None and self.element.torch_dtype is None:
                 raise SpecError(
                     f"Format: an identity element must be bf16, fp16 or fp32, got {self.element}"
@@ -139,8 +141,31 @@ class Format:
             raise SpecError(f"Format: block must be (1, n) or (n, n), got {self.block}")
         if self.rule != "amax" and (self.power_of_two or self.eps):
             raise SpecError(f"Format: power_of_two and eps belong to rule amax, got {self.rule!r}")
-        if not (self.eps >= 0.0 and math.isfinite(self.eps)):
-            raise SpecError(f"Format: eps must be finite and not negative, got {self.eps}")
+        if not 0.0 <= self.eps <= FP32.max:
+            raise SpecError(f"Format: eps must be finite in FP32 and not negative, got {self.eps}")
+
+    def _check_types(self) -> None:
+        for part in (self.element, self.scale):
+            if part is not None and not isinstance(part, Element):
+                raise SpecError(f"Format: takes Element records (see element), got {part!r}")
+        if not isinstance(self.rule, str):
+            raise SpecError(f"Format: rule must be a text, got {self.rule!r}")
+        # The family stands in the canonical texts, between their separators.
+        if not isinstance(self.family, str) or not re.fullmatch(r"[^/;|\n]*", self.family):
+            raise SpecError(f"Format: family must be a text without / ; or |, got {self.family!r}")
+        block: object = self.block
+        if block is not None and not (
+            isinstance(block, tuple) and len(block) == 2 and all(type(n) is int for n in block)
+        ):
+            raise SpecError(f"Format: block must be (1, n) or (n, n), got {block!r}")
+        is_number = isinstance(self.eps, int | float) and not isinstance(self.eps, bool)
+        if not isinstance(self.power_of_two, bool) or not is_number:
+            raise SpecError(
+                "Format: power_of_two must be a bool and eps a number, got "
+                f"{self.power_of_two!r} and {self.eps!r}"
+            )
+        # One text for one value: that of 1, 1.0 and a NumPy 1.0 would differ.
+        object.__setattr__(self, "eps", float(self.eps))
 
     @property
     def is_identity(self) -> bool:
@@ -237,6 +262,8 @@ class Format:
         Raises:
             SpecError: the text is malformed or names an unknown element or rule.
         """
+        if not isinstance(text, str):
+            raise SpecError(f"Format.parse: takes a text, got {type(text).__name__}")
         try:
             parts = text.split("/")
             if parts[1] == "identity":

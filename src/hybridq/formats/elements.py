@@ -65,10 +65,15 @@ class Element:
     has_sign: bool = True
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[a-z][a-z0-9]*", self.name):
+        widths = (self.bits, self.exponent_bits, self.mantissa_bits, self.bias)
+        if not all(isinstance(width, int) for width in widths):
+            raise SpecError(f"Element: widths and the bias must be integers, got {widths}")
+        if not isinstance(self.name, str) or not re.fullmatch(r"[a-z][a-z0-9]*", self.name):
             raise SpecError(
                 f"Element: name must be lower-case letters and digits, got {self.name!r}"
             )
+        if not isinstance(self.has_sign, bool):
+            raise SpecError(f"Element: has_sign must be a bool, got {self.has_sign!r}")
         if int(self.has_sign) + self.exponent_bits + self.mantissa_bits != self.bits:
             raise SpecError(
                 f"Element: sign + exponent + mantissa bits must be {self.bits}, got "
@@ -78,8 +83,11 @@ class Element:
             raise SpecError(f"Element: specials must be ieee, fn or none, got {self.specials!r}")
         if not (2 <= self.bits <= 8 or self.name in ("bf16", "fp16", "fp32")):
             raise SpecError(f"Element: bits must be 2 to 8, got {self.bits}")
-        if self.exponent_bits < 1:
-            raise SpecError(f"Element: exponent_bits must be at least 1, got {self.exponent_bits}")
+        if self.exponent_bits < 1 or self.mantissa_bits < 0:
+            raise SpecError(
+                "Element: exponent_bits must be at least 1 and mantissa_bits at least 0, got "
+                f"{self.exponent_bits} and {self.mantissa_bits}"
+            )
         if self.emax > 127 or self.emin - self.mantissa_bits < -149:
             raise SpecError(
                 f"Element: every value must be an FP32 number, got exponents {self.emin} to "
@@ -172,6 +180,8 @@ def register_element(new: Element) -> Element:
     Raises:
         SpecError: another element has that name.
     """
+    if not isinstance(new, Element):
+        raise SpecError(f"register_element: takes an Element, got {type(new).__name__}")
     if ELEMENTS.setdefault(new.name, new) != new:
         raise SpecError(f"register_element: {new.name!r} is taken by {ELEMENTS[new.name]!r}")
     return new

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ..errors import SpecError
@@ -39,7 +40,7 @@ def register_format(
     """Make `format` known as `name` everywhere: quantize, tests, docs and benchmarks.
 
     Args:
-        name: a new name.
+        name: a new name: lower-case letters, digits, `_`, `-` and `.`.
         format: the record.
         summary: one line for tables.
         source: where the format is specified.
@@ -49,8 +50,14 @@ def register_format(
         `format` itself.
 
     Raises:
-        SpecError: the name is taken by another format.
+        SpecError: the name is taken by another format, or is none that texts can hold.
     """
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9_.-]+", name):
+        raise SpecError(
+            f"register_format: name must be lower-case letters, digits, _, - and ., got {name!r}"
+        )
+    if not isinstance(format, Format):
+        raise SpecError(f"register_format: takes a Format, got {type(format).__name__}")
     if name in _aliases or _entries.get(name, Entry(name, format, "", "", "")).format != format:
         raise SpecError(f"register_format: the name {name!r} is taken")
     _entries[name] = Entry(name, format, summary, source, limits)

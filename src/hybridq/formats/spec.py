@@ -72,6 +72,7 @@ class PlaneSpec:
     _text: ClassVar[str]
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.format.is_identity and (self.stochastic or self.signs is not None):
             raise SpecError("PlaneSpec: an identity plane takes no rounding mode and no transform")
         if self.signs is not None and not 0 <= self.signs < 1 << HADAMARD_SIZE:
@@ -95,6 +96,17 @@ class PlaneSpec:
                 f"{self.format.rule!r} and block {self.format.block}"
             )
         object.__setattr__(self, "_text", self._canonical_text())
+
+    def _check_types(self) -> None:
+        if not isinstance(self.format, Format):
+            raise SpecError(
+                f"PlaneSpec: takes a Format (see PlaneSpec.parse for texts), got {self.format!r}"
+            )
+        for name in ("stochastic", "row_scaled"):
+            if not isinstance(getattr(self, name), bool):
+                raise SpecError(f"PlaneSpec: {name} must be a bool, got {getattr(self, name)!r}")
+        if self.signs is not None and type(self.signs) is not int:
+            raise SpecError(f"PlaneSpec: signs must be 16 bits, got {self.signs!r}")
 
     def _check_four_over_six(self, error: str) -> None:
         fmt = self.format
@@ -166,6 +178,8 @@ class PlaneSpec:
         Raises:
             SpecError: the text is malformed.
         """
+        if not isinstance(text, str):
+            raise SpecError(f"PlaneSpec.parse: takes a text, got {type(text).__name__}")
         return _parse(text)
 
     @property

@@ -51,6 +51,8 @@ def gemm_planes(
             f"gemm: both operands must have the same contraction length, got {k} and {other}"
         )
     for what, tensor in (("b", b.data), ("bias", bias), ("out", out)):
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"gemm: {what} must be a tensor or None, got {type(tensor).__name__}")
         if tensor is not None and tensor.device != a.device:
             raise ValueError(
                 f"gemm: all tensors must be on one device, got a on {a.device} and {what} on "
@@ -64,7 +66,7 @@ def gemm_planes(
     if out is None:
         if accumulate:
             raise ValueError("gemm: accumulate needs out, got None")
-        dtype = out_dtype or torch.bfloat16
+        dtype = torch.bfloat16 if out_dtype is None else out_dtype
     else:
         dtype = out.dtype
         if tuple(out.shape) != (m, n):
@@ -85,5 +87,5 @@ def gemm_planes(
 
 
 def _check_dtype(dtype: torch.dtype) -> None:
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if not any(dtype is one for one in (torch.float32, torch.bfloat16, torch.float16)):
         raise TypeError(f"gemm: out dtype must be float32, bfloat16 or float16, got {dtype}")

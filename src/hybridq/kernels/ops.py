@@ -60,13 +60,20 @@ def _spec(text: str, dtype: torch.dtype) -> PlaneSpec | None:
     return PlaneSpec.parse(text).resolve(dtype) if text else None
 
 
+def _check_tensor(tensor: object, where: str) -> None:
+    """Raise unless `tensor` is one in ordinary memory; torch passes None for any tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{where}: takes a tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{where}: layout must be strided, got {tensor.layout}")
+
+
 def _check_matrix(x: torch.Tensor, where: str) -> None:
+    _check_tensor(x, where)
     if x.dtype not in HIGH_PRECISION:
         raise TypeError(f"{where}: dtype must be float32, bfloat16 or float16, got {x.dtype}")
     if x.dim() != 2:
         raise ValueError(f"{where}: x must be [rows, cols], got shape {tuple(x.shape)}")
-    if x.layout != torch.strided:
-        raise TypeError(f"{where}: layout must be strided, got {x.layout}")
 
 
 def _stat(
@@ -145,6 +152,7 @@ def _encode(
     _check_matrix(x, "encode")
     row_spec, col_spec = _spec(row, x.dtype), _spec(col, x.dtype)
     _check_encode(row_spec, col_spec, col_source, seed)
+    _check_place("encode", row0, col0, row_stream, col_stream)
 
     def args(first: torch.Tensor | None, second: torch.Tensor | None) -> EncodeArgs:
         return EncodeArgs(first, second, seed, row0, col0, row_stream, col_stream)
@@ -255,6 +263,7 @@ def _check_buffers(
     if len(buffers) != len(expected):
         raise ValueError(f"{where}: {spec} has {len(expected)} buffers, got {len(buffers)}")
     for buffer, want in zip(buffers, expected, strict=True):
+        _check_tensor(buffer, where)
         if tuple(buffer.shape) != tuple(want.shape) or (
             want.dtype is not None and buffer.dtype != want.dtype
         ):
@@ -275,7 +284,33 @@ def _decode_fake(
     return buffers[0].new_empty((rows, cols), dtype=dtype)
 
 
+def _check_transpose(data: torch.Tensor, rows: int, cols: int, bits: int) -> None:
+    """Raise unless `data` holds `rows x cols` codes; a kernel reads them by pointer."""
+    _check_tensor(data, "transpose")
+    if bits not in (4, 8, 16, 32):
+        raise ValueError(f"transpose: bits must be 4, 8, 16 or 32, got {bits}")
+    width = -(-cols // 2) if bits == 4 else cols
+    size = max(bits // 8, 1)
+    fits = data.dtype == torch.uint8 if bits == 4 else data.dtype.itemsize == size
+    if not fits or tuple(data.shape) != (rows, width):
+        raise ValueError(
+            f"transpose: data of a [{rows}, {cols}] matrix of {bits} bits must be "
+            f"{'uint8' if bits == 4 else f'of {size} bytes'} and [{rows}, {width}], got "
+            f"{data.dtype} {tuple(data.shape)}"
+        )
+
+
+def _check_place(where: str, row0: int, col0: int, *streams: int) -> None:
+    """Raise unless a place in the whole tensor and random streams are ones that can be counted."""
+    if not (0 <= row0 < 1 << 56 and 0 <= col0 < 1 << 56):
+        raise ValueError(f"{where}: row0 and col0 must be in [0, 2^56), got {row0} and {col0}")
+    for stream in streams:
+        if not 0 <= stream < 1 << 32:
+            raise ValueError(f"{where}: a stream must be in [0, 2^32), got {stream}")
+
+
 def _transpose(data: torch.Tensor, rows: int, cols: int, bits: int) -> torch.Tensor:
+    _check_transpose(data, rows, cols, bits)
     backend = select(Call("transpose", data.device.type, data.dtype))
     return backend.ops["transpose"](data, rows, cols, bits)
 
@@ -378,6 +413,9 @@ def _amax_fake(x: torch.Tensor, spec: str, direction: str) -> torch.Tensor:
 
 
 def _bias_grad(dy: torch.Tensor) -> torch.Tensor:
+    _check_tensor(dy, "bias_grad")
+    if dy.dim() == 0:
+        raise ValueError("bias_grad: dy must be [tokens, ...], got shape ()")
     # With a dtype, since torch.autocast would make a sum FP32.
     return torch.sum(dy, 0, dtype=dy.dtype)
 
@@ -388,6 +426,7 @@ def _bias_grad_fake(dy: torch.Tensor) -> torch.Tensor:
 
 def _check_round(x: torch.Tensor, seed: torch.Tensor, dtype: torch.dtype) -> None:
     _check_matrix(x, "round_stochastic")
+    _check_tensor(seed, "round_stochastic")
     _check_seed(seed, "round_stochastic")
     if x.dtype != torch.float32:
         raise TypeError(f"round_stochastic: x must be float32, got {x.dtype}")
@@ -408,6 +447,7 @@ def _round_stochastic(
     col0: int = 0,
 ) -> torch.Tensor:
     _check_round(x, seed, dtype)
+    _check_place("round_stochastic", row0, col0, stream)
     backend = select(Call("round_stochastic", x.device.type, dtype))
     return backend.ops["round_stochastic"](x, seed, dtype, stream, row0, col0)
 

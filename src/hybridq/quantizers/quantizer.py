@@ -71,6 +71,13 @@ class Quantizer:
         for spec in (self.rowwise, self.columnwise):
             if spec is not None and not isinstance(spec, PlaneSpec):
                 raise SpecError(f"Quantizer: a plane is described by a PlaneSpec, got {spec!r}")
+        usages = (self.rowwise_usage, self.columnwise_usage)
+        if not all(isinstance(usage, bool) for usage in usages):
+            raise SpecError(f"Quantizer: usages must be bools, got {usages}")
+        if self.amax_group is not None and not isinstance(self.amax_group, str):
+            raise SpecError(
+                f"Quantizer: amax_group must be a process group's name, got {self.amax_group!r}"
+            )
         if self.rowwise is None and self.columnwise is None:
             raise SpecError("Quantizer: needs a spec for at least one direction, got none")
         if self.columnwise_source != "original" and self.rowwise is None:
@@ -197,7 +204,8 @@ class Quantizer:
             return self.update_quantized(tensor, out, seed=seed)
         if is_quantized(tensor):
             tensor = tensor.dequantize()
-        nominal = dtype or tensor.dtype
+        nominal = tensor.dtype if dtype is None else dtype
+        _check_dtype(nominal, "quantize")
         if torch.is_grad_enabled() and tensor.requires_grad:
             return _Quantize.apply(tensor, self, nominal, seed)
         return self._make(tensor, nominal, seed)
@@ -268,6 +276,10 @@ class Quantizer:
             RuntimeError: `target` is a leaf that requires grad, outside `torch.no_grad()`.
         """
         _check_source(source, "update_quantized")
+        if not is_quantized(target):
+            raise TypeError(
+                f"update_quantized: target must be a QuantizedTensor, got {type(target).__name__}"
+            )
         if tuple(source.shape) != tuple(target.shape):
             raise ValueError(
                 f"update_quantized: source must have the target's shape {tuple(target.shape)}, "
@@ -288,16 +300,33 @@ class Quantizer:
             )
         usages = target.get_usages()
         with torch.no_grad():
-            made = self.with_usage(**usages).encode(
-                plain.detach().to(target.device).reshape(matrix_shape(plain.shape)), seed=seed
+            made = (
+                self._fixed_as(target)
+                .with_usage(**usages)
+                .encode(
+                    plain.detach().to(target.device).reshape(matrix_shape(plain.shape)), seed=seed
+                )
             )
-            for old, new in (
-                (target.rowwise, made.rowwise),
-                (target.columnwise, made.columnwise),
-            ):
+            pairs = ((target.rowwise, made.rowwise), (target.columnwise, made.columnwise))
+            for old, new in pairs:
+                _check_spec(old, new)
+            for old, new in pairs:  # only now: a refusal leaves both planes as they were
                 _overwrite(old, new)
             torch.autograd.graph.increment_version(target)
         return target
+
+    def _fixed_as(self, target: QuantizedTensor) -> Quantizer:
+        """Return this quantizer with an open identity dtype fixed to that of `target`'s plane.
+
+        `target.to(dtype)` changes what a tensor appears as and not its planes.
+        """
+        changes: dict[str, Any] = {}
+        for plane in target.tensor_storage.planes:
+            own: PlaneSpec | None = getattr(self, plane.direction)
+            is_open = own is not None and own.format.is_identity and own.format.element is None
+            if is_open and plane.spec.format.is_identity:
+                changes[plane.direction] = plane.spec
+        return replace(self, **changes) if changes else self
 
     def make_empty(
         self,
@@ -315,6 +344,12 @@ class Quantizer:
             device: of the buffers; None: torch's default device.
             requires_grad: as of any tensor.
         """
+        _check_dtype(dtype, "make_empty")
+        sizes = (int, torch.SymInt)
+        if not isinstance(shape, Sequence) or not all(
+            isinstance(n, sizes) and n >= 0 for n in shape
+        ):
+            raise ValueError(f"make_empty: shape must hold sizes, not negative, got {shape!r}")
         zeros = torch.zeros(*matrix_shape(shape), dtype=dtype, device=device)
         storage = self.encode(zeros, seed=torch.zeros(1, dtype=torch.int64, device=zeros.device))
         return QuantizedTensor.make(
@@ -338,6 +373,8 @@ class Quantizer:
 
 
 def _parse(text: str) -> Quantizer:
+    if not isinstance(text, str):
+        raise SpecError(f"Quantizer.parse: takes a text, got {type(text).__name__}")
     parts = text.split("|", 4)
     if len(parts) != 5 or len(parts[3]) != 2:
         raise SpecError(f"Quantizer.parse: not a quantizer's canonical text, got {text!r}")
@@ -367,14 +404,22 @@ def _check_source(tensor: torch.Tensor, where: str) -> None:
         raise TypeError(f"{where}: dtype must be float32, bfloat16 or float16, got {tensor.dtype}")
 
 
-def _overwrite(old: Plane | None, new: Plane | None) -> None:
-    if old is None:
-        return
-    if new is None or new.spec != old.spec:
+def _check_dtype(dtype: object, where: str) -> None:
+    if not any(dtype is one for one in (torch.float32, torch.bfloat16, torch.float16)):
+        raise TypeError(f"{where}: dtype must be float32, bfloat16 or float16, got {dtype!r}")
+
+
+def _check_spec(old: Plane | None, new: Plane | None) -> None:
+    if old is not None and (new is None or new.spec != old.spec):
         raise PlaneError(
             f"update_quantized: the target's {old.direction} plane is {old.spec}, the quantizer "
             f"makes {new.spec if new else 'none'}"
         )
+
+
+def _overwrite(old: Plane | None, new: Plane | None) -> None:
+    if old is None or new is None:
+        return
     for name, buffer in old.buffers.items():
         overwrite(buffer, new.buffers[name])
     if old.kept is not None:

@@ -6,6 +6,7 @@ tensors; one that writes into a quantized argument requantizes it through its qu
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..gemm import gemm_planes
 from ..storage import Plane, overwrite
 from . import factories
 from . import rows as _rows  # noqa: F401  (its handlers)
-from .table import TABLE, dequantize, handles, is_flat, is_quantized
+from .table import TABLE, dequantize, handles, is_flat, is_quantized, matrix_shape
 
 __all__ = ["dispatch"]
 
@@ -83,28 +84,33 @@ def _view(func: Any, tensor: Any, shape: list[int]) -> Any:
         if known == 0 or tensor.numel() % known:
             return NotImplemented
         shape[shape.index(-1)] = tensor.numel() // known
-    count = 1
-    for size in shape:
-        count *= size
-    if not shape or count != tensor.numel() or tensor.dim() == 0:
+    if not shape or min(shape) < 0 or math.prod(shape) != tensor.numel() or tensor.dim() == 0:
         return NotImplemented
-    cols = tensor.tensor_storage.first.cols
-    if shape[-1] != cols and not (len(shape) == 1 and cols):
+    first = tensor.tensor_storage.first
+    # With no columns any number of rows has as many values, but a plane has rows of its own.
+    same_matrix = matrix_shape(shape) == (first.rows, first.cols)
+    if not same_matrix and not (len(shape) == 1 and first.cols):
         return NotImplemented
     return tensor.remake(tensor.tensor_storage, shape=shape)
 
 
+def _is_dim(tensor: Any, dim: int) -> bool:
+    return -tensor.dim() <= dim < tensor.dim()
+
+
 @handles(_aten.unsqueeze.default)
 def _unsqueeze(func: Any, tensor: Any, dim: int) -> Any:
+    if not -tensor.dim() - 1 <= dim <= tensor.dim():
+        return NotImplemented  # torch's own error, here and below
     dim = dim % (tensor.dim() + 1)
     return _view(func, tensor, [*tensor.shape[:dim], 1, *tensor.shape[dim:]])
 
 
 @handles(_aten.squeeze.dim)
 def _squeeze(func: Any, tensor: Any, dim: int) -> Any:
-    dim = dim % max(tensor.dim(), 1)
-    if tensor.dim() < 2 or tensor.shape[dim] != 1:
+    if tensor.dim() < 2 or not _is_dim(tensor, dim) or tensor.shape[dim] != 1:
         return NotImplemented
+    dim = dim % tensor.dim()
     return _view(func, tensor, [*tensor.shape[:dim], *tensor.shape[dim + 1 :]])
 
 
@@ -144,14 +150,16 @@ def _t(func: Any, tensor: Any) -> Any:
 
 @handles(_aten.transpose.int)
 def _transpose(func: Any, tensor: Any, dim0: int, dim1: int) -> Any:
-    if tensor.dim() != 2:
+    if tensor.dim() != 2 or not (_is_dim(tensor, dim0) and _is_dim(tensor, dim1)):
         return NotImplemented
     return _mirrored(tensor) if dim0 % 2 != dim1 % 2 else _same(func, tensor)
 
 
 @handles(_aten.permute.default)
 def _permute(func: Any, tensor: Any, dims: list[int]) -> Any:
-    if tensor.dim() != 2:
+    if tensor.dim() != 2 or not all(_is_dim(tensor, dim) for dim in dims):
+        return NotImplemented
+    if sorted(dim % 2 for dim in dims) != [0, 1]:
         return NotImplemented
     return _mirrored(tensor) if dims[0] % 2 == 1 else _same(func, tensor)
 
@@ -180,7 +188,7 @@ def _addmm(func: Any, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 
     """Multiply planes; where the plane that is contracted is missing, dequantize."""
     if beta != 1 or alpha != 1 or is_quantized(bias) or (bias is not None and bias.dim() != 1):
         return NotImplemented
-    if a.dtype != b.dtype or a.shape[1] != b.shape[0]:
+    if a.dim() != 2 or b.dim() != 2 or a.dtype != b.dtype or a.shape[1] != b.shape[0]:
         return NotImplemented  # torch's own error
     left, right = _operand(a, False), _operand(b, True)
     if left is None or right is None:
@@ -198,6 +206,10 @@ def _copy(func: Any, target: Any, source: Any, non_blocking: bool = False) -> An
         return target.copy_(dequantize(source, source.dtype), non_blocking)
     if is_quantized(source) and _copy_bytes(target, source, non_blocking):
         return target
+    if not isinstance(source, torch.Tensor):  # torch takes a number too
+        source = torch.as_tensor(source, dtype=target.dtype, device=target.device)
+    if source.layout != torch.strided:
+        raise TypeError(f"copy_: source must be strided, got {source.layout}")
     plain = dequantize(source, target.dtype) if is_quantized(source) else source
     target.write(plain.to(_writable(plain.dtype, target)).expand(target.shape), "copy_")
     return target

@@ -20,9 +20,9 @@ from ..formats import BUFFER_NAMES
 from ..storage import Plane, PlaneLayout, StorageLayout, TensorStorage
 from . import aten
 from .in_graph import PlaneEntry, assemble, entries, quantizer_of, runs_at_once
-from .rows import Part
+from .rows import Part, assign_copied
 from .straight_through import Dequantize, DequantizeRows, row_index
-from .table import dequantize, is_flat, is_quantized, matrix_shape
+from .table import check_tensor, dequantize, is_flat, is_quantized, matrix_shape
 
 __all__ = ["QuantizedTensor", "SavedTensor"]
 
@@ -156,6 +156,7 @@ class QuantizedTensor(torch.Tensor):
             have["rowwise"] if rowwise_usage is None else rowwise_usage,
             have["columnwise"] if columnwise_usage is None else columnwise_usage,
         )
+        self.__class__ = _marker(self.tensor_storage)  # type: ignore[assignment]
         for plane in self.tensor_storage.planes:
             # A plane that was derived is written from now on, and so the quantizer describes it.
             if self.quantizer is not None and getattr(self.quantizer, plane.direction) is None:
@@ -259,6 +260,11 @@ class QuantizedTensor(torch.Tensor):
         torch.autograd.graph.increment_version(self)
         return self
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Write `value` to the part `index`, also where the part is no view of the planes."""
+        if not assign_copied(self, index, value):
+            super().__setitem__(index, value)
+
     @property
     def data(self) -> torch.Tensor:
         """The same planes without autograd history; see `docs/tensors.md` for assigning it."""
@@ -266,6 +272,7 @@ class QuantizedTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        check_tensor(value, "data")
         made = value.detach() if is_quantized(value) else self._quantized_like_me(value)
         torch.Tensor.data.__set__(self, made)  # type: ignore[attr-defined]
         self.tensor_storage = made.tensor_storage  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from ..direction import ROWWISE
 from ..storage import TensorStorage
 from .table import handles, is_flat, is_quantized
 
-__all__ = ["Part", "rows_of"]
+__all__ = ["Part", "assign_copied", "rows_of"]
 
 _aten = torch.ops.aten
 
@@ -182,6 +182,16 @@ def _cat(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     return made
 
 
+def assign_copied(tensor: Any, index: Any, value: Any) -> bool:
+    """Write `value` to `tensor[index]` if that is a copy, where torch would lose it; else False."""
+    if is_quantized(tensor[index]):
+        return False
+    values = tensor.dequantize().clone()  # autograd lets nobody write to the output of a Function
+    values[index] = value
+    tensor.copy_(values)
+    return True
+
+
 # ---- single rows
 
 
@@ -226,6 +236,8 @@ def _index_select(func: Any, tensor: Any, dim: int, index: Any) -> Any:
 def _index(func: Any, tensor: Any, indices: Sequence[Any]) -> Any:
     if not (is_quantized(tensor) and len(indices) == 1 and _is_row_index(tensor, indices[0])):
         return NotImplemented
+    if 0 in tensor.shape:
+        return NotImplemented  # torch says itself which rows there are
     index = indices[0].long()
     index = torch.where(index < 0, index + tensor.shape[0], index)
     rows = rows_of(tensor, index.reshape(-1), tensor.dtype)

@@ -54,7 +54,7 @@ class DequantizeRows(torch.autograd.Function):
 def row_index(index: torch.Tensor | Sequence[int], tensor: torch.Tensor) -> torch.Tensor:
     """Return `index` as int64 `[n]`, not negative, on the tensor's device."""
     if not isinstance(index, torch.Tensor):
-        if not all(isinstance(one, int) for one in index):
+        if not isinstance(index, Sequence) or not all(isinstance(one, int) for one in index):
             raise TypeError(f"dequantize_rows: index must hold integers, got {index!r}")
         index = torch.tensor(list(index), dtype=torch.int64)
     if index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):

@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["TABLE", "dequantize", "handles", "is_flat", "is_quantized", "matrix_shape"]
+__all__ = [
+    "TABLE",
+    "check_tensor",
+    "dequantize",
+    "handles",
+    "is_flat",
+    "is_quantized",
+    "matrix_shape",
+]
 
 #: ATen overload to the handler that takes (overload, *args, **kwargs); one that cannot handle its
 #: arguments returns NotImplemented.
@@ -29,6 +37,12 @@ def handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
 def is_quantized(value: Any) -> bool:
     """Return whether `value` is a QuantizedTensor."""
     return isinstance(value, torch.Tensor) and hasattr(value, "tensor_storage")
+
+
+def check_tensor(value: object, where: str) -> None:
+    """Raise unless `value` is a tensor, quantized or plain."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{where}: must be a tensor, got {type(value).__name__}")
 
 
 def is_flat(tensor: Any) -> bool:
