@@ -8,6 +8,7 @@
 # make mutants         break the rules of docs/numerics.md one at a time in a copy: is each caught?
 #                      (about 20 minutes; MUTANTS=name,name for some)
 # make arm64-check     cross-build for arm64 and run the C++ tests under qemu-user
+# make fuzz            throw legal and illegal calls at the public door (MINUTES=5)
 # make docs            the documentation, in build/docs/html
 # make wheel           an sdist and the wheel made of it, in dist
 # make wheel-check     that wheel in an empty environment (TORCH=torch==2.11.0: with that one)
@@ -29,6 +30,9 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 # For example: --cuobjdump <path>, if the toolkit has none.
 SASS_ARGS ?=
+# For example: make fuzz MINUTES=60, or a round again: make fuzz FUZZ_ARGS="--seed 17 --rounds 1"
+MINUTES ?= 5
+FUZZ_ARGS ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 # Names, slugs or layers of mutants, as `python -m mutants.run --list` in tests/ prints them.
@@ -61,8 +65,8 @@ WHEEL_STAMP := $(VENV)/.installed-wheel-tools
 EMULATION_STAMP := build/emulation/.built
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-slow lint sanitize exhaustive mutants arm64-check docs wheel wheel-check \
-  sdist-check kernels-check emulation gpu gpu-facts clean distclean
+.PHONY: demo test test-slow lint sanitize exhaustive mutants arm64-check fuzz docs wheel \
+  wheel-check sdist-check kernels-check emulation gpu gpu-facts clean distclean
 
 demo: $(DEMO_STAMP)
 	$(BIN)/python -m hybridq train $(ARGS)
@@ -112,6 +116,10 @@ mutants: $(TOOLS_STAMP) $(DEV_STAMP)
 arm64-check: $(TOOLS_STAMP)
 	$(call cmake_core,build/arm64,$(CXX_TESTS) --toolchain cmake/aarch64-linux-gnu.cmake)
 	$(BIN)/ctest --test-dir build/arm64 --output-on-failure
+
+# In a child process: a crash, a hang or a broken rule is reported with its steps in build/fuzz.
+fuzz: $(DEV_STAMP)
+	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(FUZZ_ARGS)
 
 docs: $(DOCS_STAMP)
 	rm -rf build/docs
