@@ -26,19 +26,8 @@ if str(TESTS) not in sys.path:
 
 
 import hybridq  # noqa: E402
+from declared import BACKENDS, FORMATS  # noqa: E402
 from hybridq.direction import DIRECTIONS  # noqa: E402
-from hybridq.kernels import registry  # noqa: E402
-
-#: Backends that encode CPU tensors, from the registry. `reference` and `cpu` are declared even if
-#: one of them failed to register: their tests then fail instead of silently not being there. The
-#: CUDA kernels are tested as `emulated` (test_emulated.py) and, on a GPU, by tests/gpu.
-_CALL = registry.Call("encode", "cpu", torch.bfloat16, hybridq.formats.PlaneSpec.parse("mxfp8"))
-BACKENDS: tuple[str, ...] = tuple(
-    dict.fromkeys(
-        ["reference", "cpu", *(b.name for b in registry.backends() if b.reason(_CALL) is None)]
-    )
-)
-FORMATS: tuple[str, ...] = tuple(hybridq.formats.names())
 
 _COMMON = {
     "deadline": None,

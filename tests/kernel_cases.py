@@ -118,7 +118,8 @@ def cpu_ops() -> dict[str, Callable[..., Any]]:
 def assert_same(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
     got = got.cpu()
     assert got.shape == want.shape and got.dtype == want.dtype, what
-    left, right = (t.contiguous().view(torch.uint8).flatten() for t in (got, want))
+    plain = torch.contiguous_format
+    left, right = (t.clone(memory_format=plain).flatten().view(torch.uint8) for t in (got, want))
     wrong = (left != right).nonzero().flatten()
     assert not len(wrong), (
         f"{what}: {len(wrong)} of {len(left)} bytes differ, the first at {int(wrong[0])}: "

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hybridq
-from conftest import BACKENDS
+from declared import BACKENDS
 from hybridq import conformance
 from hybridq.conformance import Case, VectorError, describe, run_case, to_spec
 from hybridq.errors import SpecError

@@ -140,7 +140,7 @@ def test_operand_of_a_gemm_equals_oracle(backend, fmt, kind, seed):
 
 
 def test_backends_agree_on_larger_planes(fmt, direction, seed):
-    from conftest import BACKENDS
+    from declared import BACKENDS
     from oracle.bridge import encode_plane
 
     x = sample("heavy", (129, 391), "bfloat16", seed)

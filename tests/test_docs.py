@@ -53,6 +53,8 @@ def test_every_block_of_code_says_what_it_is(page: Path) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_of_docstrings_run(name: str) -> None:
+    if name.startswith("hybridq.kernels.triton."):
+        pytest.importorskip("triton")  # modules of kernels, imported on a GPU only
     module = importlib.import_module(name)
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     failed, _ = doctest.testmod(module, optionflags=flags)

@@ -11,6 +11,9 @@ import torch
 
 import emulated
 import kernel_cases as cases
+from hybridq import reference
+from hybridq.kernels import native_layout, ragged
+from hybridq.kernels.backend_cpu import DTYPES, core_spec
 
 MODULE = emulated.load()
 if MODULE is None:
@@ -148,3 +151,83 @@ def test_an_access_outside_of_the_buffers_is_reported():
     args = cases.EncodeArgs()
     with pytest.raises(RuntimeError, match=r"EncodeTile|EncodeGeneral"):
         kernels.encode(x, spec, None, args)
+
+
+@pytest.mark.parametrize("name", cases.pairs())
+@pytest.mark.parametrize("shape", [(128, 64), (33, 50)])
+def test_statistics_that_are_not_given_are_found_on_the_way(name, shape):
+    row, col = cases.pairs()[name]
+    x = cases.matrix(*shape, torch.bfloat16, 6, "normal")
+    cpu, seed = cases.cpu_ops(), torch.tensor([5])
+    stats = [
+        cpu["amax"](own, spec) if spec.needs_amax else None
+        for own, spec in ((x, row), (x.t(), col))
+    ]
+    want = cpu["encode"](x, row, col, cases.EncodeArgs(*stats, seed))
+    MODULE.reset()
+    got = KERNELS.ops["encode"](x, row, col, cases.EncodeArgs(None, None, seed))
+    launches = MODULE.kernels()
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        cases.assert_same(g, w, f"{name}: buffer {i}")
+    if shape == (128, 64) and name in ("mxfp8 | nvfp4 rht", "nvfp4 | nvfp4 rht"):
+        # One pass finds both amaxima, or one and writes the other plane; one more encodes.
+        assert launches == ["EncodeTile", "EncodeTile"]
+
+
+@pytest.mark.parametrize("height", [1, 128])
+@pytest.mark.parametrize(
+    "name", ["mxfp8", "mxfp8_e5m2", "mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_32x32"]
+)
+def test_fold_is_the_references(name, height):
+    spec = cases.plain_specs()[name]
+    for i, (rows, cols) in enumerate(((130, 256), (7, 33), (1, 1), (0, 64), (64, 500))):
+        x = cases.matrix(rows, cols, torch.bfloat16, i, cases.SPECIALS[i])
+        x = x * torch.exp(4 * torch.randn(1, cols))  # scales of a group that differ
+        plane = cases.cpu_ops()["encode"](x, spec, None, cases.EncodeArgs())
+        want = reference.fold_plane(plane, spec, rows, cols, height)
+        got = KERNELS.ops["fold"](plane, spec, rows, cols, height)
+        for part in ("codes", "scale", "changed"):
+            cases.assert_same(getattr(got, part), getattr(want, part), f"{part} of {rows}x{cols}")
+
+
+def test_swizzled_scales_are_the_references():
+    for rows, blocks in ((128, 4), (130, 5), (1, 1), (300, 17), (0, 3)):
+        scale = torch.randint(0, 256, (rows, blocks), dtype=torch.uint8)
+        want = native_layout.swizzle(scale)
+        cases.assert_same(KERNELS.ops["swizzle"](scale), want, f"{rows}x{blocks}")
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8 | nvfp4 rht", "nvfp4 sr | nvfp4 rht sr", "mxfp4"])
+@pytest.mark.parametrize("sizes", [(3, 0, 130, 128, 7), (0, 0), (256,), (1,) * 9])
+def test_ragged_rows_are_padded_while_they_are_encoded(name, sizes):
+    """The column plane of the padded rows and the row plane of the rows, without moving one."""
+    row, col = cases.pairs().get(name) or (SPECS[name], SPECS[name])
+    tokens, cols, seed = sum(sizes) + 5, 72, torch.tensor([11])  # five belong to no group
+    x = cases.matrix(tokens, cols, torch.bfloat16, 8, "normal")
+    ends = torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    padded, begins = ragged.pad_tokens(x, ends), ragged.padded_offsets(ends, tokens)
+    cpu, kernels = cases.cpu_ops(), emulated.EmulatedKernels(MODULE)
+    stats = [
+        cpu["amax"](own, spec) if spec.needs_amax else None
+        for own, spec in ((x, row), (padded.t(), col))
+    ]
+    want = cpu["encode"](x, row, None, cases.EncodeArgs(stats[0], None, seed))
+    want += cpu["encode"](padded, None, col, cases.EncodeArgs(None, stats[1], seed))
+    got, planes, finds = [], [], []
+    with kernels.launch(x.device):
+        for spec, shape, stream in ((row, x.shape, 0), (col, padded.shape[::-1], 1)):
+            own = [torch.empty(b.shape, dtype=b.dtype) for b in spec.buffers(*shape)]
+            stat = own[2] if len(own) == 3 else None
+            pointers = [kernels.pointer(t, True) for t in (own[0], own[1], stat)]
+            drawn = kernels.pointer(seed if spec.stochastic else None)
+            planes.append((core_spec(spec)[0], *pointers, drawn, 0, 0, stream))
+            finds.append(spec.needs_amax)
+            got += own
+        groups = [kernels.pointer(t) for t in (ends, begins)]
+        source = kernels.pointer(x)
+        where = (source, DTYPES[x.dtype], tokens, cols, *x.stride())
+        assert MODULE.encode_ragged(*where, *planes, *finds, *groups, len(sizes), len(padded), 0), (
+            "no kernel reads the groups"
+        )
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        cases.assert_same(g, w, f"{name}: buffer {i}")

@@ -128,7 +128,7 @@ def test_backend_equals_oracle_for_every_kind(backend, fmt, kind, seed):
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_backends_agree_on_larger_matrices(fmt, dtype, seed):
     """All backends against the reference, where the oracle would be slow."""
-    from conftest import BACKENDS
+    from declared import BACKENDS
 
     x = sample("heavy", (129, 391), dtype, seed)
     for spec in options_of(fmt):

@@ -288,6 +288,7 @@ OLD_HOPPER = Chip("cuda", (9, 0), (12, 8), (2, 11))
 @pytest.mark.parametrize("a,b", [("mxfp8", "mxfp8"), ("fp8_1x128", "fp8_128x128")])
 def test_tritons_fp8_product_has_to_be_asked_for(chip: Chip, a: str, b: str) -> None:
     """Nobody has measured it yet: `auto` takes the product that is known."""
+    pytest.importorskip("triton")
     assert chosen(chip, a, b) == "torch"
     assert chosen(chip, a, b, precision="fast") == "fold"
     assert "until it was measured" in str(hybridq.explain("gemm", a, b, device=chip))

@@ -11,8 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-import triton_cases
 import triton_tools
+
+if triton_tools.MISSING:
+    pytest.skip(triton_tools.MISSING, allow_module_level=True)
+
+import triton_cases
 from hybridq.formats import PlaneSpec, names
 from hybridq.kernels.triton import TRITON
 from hybridq.kernels.triton.form import form_reason

@@ -39,6 +39,17 @@ struct PlaneTarget {
   uint32_t stream;
 };
 
+// A plane to be decoded. `rows` x `k` is its logical size, without the transform's padding.
+struct PlaneSource {
+  Spec spec;
+  const uint8_t* data;
+  const void* scale;
+  const float* amax;  // two_level only; one per row if row_scaled
+  int64_t rows, k;
+  // false: all of dequantize. true: code * scale only (per tensor: the code), width Kp.
+  bool operand;
+};
+
 }  // namespace hybridq
 
 #endif  // HYBRIDQ_CORE_MATRIX_H_

@@ -14,17 +14,6 @@
 
 namespace hybridq {
 
-// A plane to be decoded. `rows` x `k` is its logical size, without the transform's padding.
-struct PlaneSource {
-  Spec spec;
-  const uint8_t* data;
-  const void* scale;
-  const float* amax;  // two_level only; one per row if row_scaled
-  int64_t rows, k;
-  // false: all of dequantize. true: code * scale only (per tensor: the code), width Kp.
-  bool operand;
-};
-
 // FP32 to BF16 or FP16 with 16 random bits per element. `row_offset`, `col_offset`: where x lies in
 // the whole matrix, which the random numbers count.
 struct RoundJob {

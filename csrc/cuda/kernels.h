@@ -12,7 +12,6 @@
 
 #include "core/matrix.h"
 #include "core/spec.h"
-#include "cpu/kernels.h"  // PlaneSource
 #include "formats/common.h"
 
 HQ_NAMESPACE_BEGIN

@@ -1,7 +1,6 @@
 """Everything here needs a GPU, and is skipped with the reason where there is none.
 
-`--gpu-seconds N` skips what has not begun after N seconds: a machine that is lent for minutes must
-not be lost to its tests.
+`--gpu-seconds N` skips what has not begun after N seconds, so that benchmarks get their time.
 """
 
 from __future__ import annotations

@@ -117,9 +117,9 @@ CORE = (
         "scale-by-division",
         rules.STORED_SCALE,
         "formats/scale_amax.h",
-        "return {enc, DivRn(1.0f, enc)};",
+        "return {enc, RcpRn(enc)};",
         "const bool exact = bounded > 0.0f && quotient <= FloatMax() && rule.scale_mask == -1;\n"
-        "  return {enc, exact ? DivRn(bounded, rule.fmax) : DivRn(1.0f, enc)};",
+        "  return {enc, exact ? DivRn(bounded, rule.fmax) : RcpRn(enc)};",
     ),
     _of(
         "zero-block-takes-the-maximum",
@@ -208,7 +208,7 @@ CORE = (
         "multiplier-by-one-division",
         rules.MULTIPLIER,
         "formats/scale_two_level.h",
-        "DivRn(1.0f, MulRn(Decode<E4M3>(code), rule.inverse_global))",
+        "RcpRn(MulRn(Decode<E4M3>(code), rule.inverse_global))",
         "DivRn(rule.global, Decode<E4M3>(code))",
     ),
     _of(

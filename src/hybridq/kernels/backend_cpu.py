@@ -13,7 +13,7 @@ from ..formats import PlaneSpec
 from .registry import Backend, Call, register_backend
 from .types import EncodeArgs
 
-__all__ = ["CPU", "DTYPES", "core", "core_error", "core_spec"]
+__all__ = ["CPU", "core", "core_error"]
 
 DTYPES = {
     torch.float32: "float32",

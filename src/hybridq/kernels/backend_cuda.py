@@ -19,7 +19,7 @@ from .device import Chip, described
 from .registry import Backend, Call, register_backend
 from .types import EncodeArgs
 
-__all__ = ["CUDA", "GpuKernels"]
+__all__ = ["CUDA"]
 
 
 class GpuKernels:

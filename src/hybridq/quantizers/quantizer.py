@@ -87,8 +87,8 @@ class Quantizer:
         specs = [spec for spec in (self.rowwise, self.columnwise) if spec is not None]
         if self.amax_group is not None and any(spec.row_scaled for spec in specs):
             self._check_row_scaled_group(specs)
-        usages = f"{int(self.rowwise_usage)}{int(self.columnwise_usage)}"
-        parts = (self.rowwise or "", self.columnwise or "", self.columnwise_source, usages)
+        flags = f"{int(self.rowwise_usage)}{int(self.columnwise_usage)}"
+        parts = (self.rowwise or "", self.columnwise or "", self.columnwise_source, flags)
         text = "|".join((*map(str, parts), self.amax_group or ""))
         object.__setattr__(self, "_text", text)
 
@@ -270,6 +270,7 @@ class Quantizer:
             seed: as in `quantize`.
 
         Raises:
+            TypeError: `source` is no tensor to quantize, or `target` no QuantizedTensor.
             ValueError: the shapes differ.
             PlaneError: a plane of `target` has another spec than this quantizer's, or a seed is
                 given for a part of a tensor.
@@ -343,6 +344,9 @@ class Quantizer:
             dtype: nominal dtype.
             device: of the buffers; None: torch's default device.
             requires_grad: as of any tensor.
+
+        Raises:
+            ValueError: `shape` holds something else than sizes.
         """
         _check_dtype(dtype, "make_empty")
         sizes = (int, torch.SymInt)

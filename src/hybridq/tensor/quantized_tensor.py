@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -427,6 +427,7 @@ class QuantizedTensor(torch.Tensor):
         return buffers, SavedTensor(layout, *rest)
 
 
+@dataclass(frozen=True, eq=False)
 class SavedTensor:
     """A QuantizedTensor without its buffers, made by `prepare_for_saving`.
 
@@ -435,23 +436,12 @@ class SavedTensor:
         count, width: number of its buffers; columns of its matrix if the shape lacks them.
     """
 
-    __slots__ = ("count", "dtype", "layout", "quantizer", "shape", "width")
-
-    def __init__(
-        self,
-        layout: StorageLayout,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        quantizer: Any,
-        count: int,
-        width: int | None = None,
-    ) -> None:
-        self.layout = layout
-        self.shape = shape
-        self.dtype = dtype
-        self.quantizer = quantizer
-        self.count = count
-        self.width = width
+    layout: StorageLayout
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    quantizer: Any
+    count: int
+    width: int | None = None
 
     def restore_from_saved(
         self, tensors: Sequence[torch.Tensor]
