@@ -90,6 +90,11 @@ def test_what_is_dropped_by_format() -> None:
     assert hybridq.quantize(x, "nvfp4")[16:40].columnwise is None
 
 
+def test_nothing_splits_into_no_parts() -> None:
+    empty = hybridq.quantize(torch.zeros(0, 32), "mxfp8")
+    assert torch.split(empty, [], 0) == torch.split(torch.zeros(0, 32), [], 0) == ()
+
+
 def test_split_chunk_unbind_and_select(matrix) -> None:
     plain = matrix.dequantize()
     for pieces, want in (
