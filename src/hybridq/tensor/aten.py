@@ -29,12 +29,35 @@ _aten = torch.ops.aten
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func`, an ATen operator with at least one quantized argument."""
+    args, kwargs = _materialized(func, args, kwargs)
     handler = TABLE.get(func)
     if handler is not None:
         result = handler(func, *args, **kwargs)
         if result is not NotImplemented:
             return result
     return _fallback(func, args, kwargs)
+
+
+def _is_negated(arg: Any) -> bool:
+    return isinstance(arg, torch.Tensor) and arg.is_neg()
+
+
+def _materialized(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments without lazily negated tensors, such as `z.conj().imag`.
+
+    torch materializes those before its kernels run, but not for what an operator of a subclass
+    calls: there the bit would be lost. One that is written into is left as it is.
+    """
+    if not any(_is_negated(arg) for arg in args):
+        return args, kwargs
+    written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
+    resolved = tuple(
+        arg.resolve_neg() if _is_negated(arg) and not is_written else arg
+        for arg, is_written in zip(args, written, strict=False)
+    )
+    return resolved, kwargs
 
 
 # ---- the same planes
@@ -203,7 +226,11 @@ def _addmm(func: Any, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 
 @handles(_aten.copy_.default)
 def _copy(func: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
     if not is_quantized(target):
-        return target.copy_(dequantize(source, source.dtype), non_blocking)
+        values = dequantize(source, source.dtype)
+        if target.is_neg():
+            torch._neg_view(target).copy_(values.neg(), non_blocking)
+            return target
+        return target.copy_(values, non_blocking)
     if is_quantized(source) and _copy_bytes(target, source, non_blocking):
         return target
     if not isinstance(source, torch.Tensor):  # torch takes a number too

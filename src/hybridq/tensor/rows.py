@@ -136,7 +136,11 @@ def _split(func: Any, tensor: Any, split_size: int, dim: int = 0) -> Any:
 @handles(_aten.split_with_sizes.default)
 def _split_with_sizes(func: Any, tensor: Any, split_sizes: list[int], dim: int = 0) -> Any:
     dim = _dim(tensor, dim)
-    if dim >= tensor.dim() or sum(split_sizes) != tensor.shape[dim] or min(split_sizes, default=0) < 0:
+    if (
+        dim >= tensor.dim()
+        or sum(split_sizes) != tensor.shape[dim]
+        or min(split_sizes, default=0) < 0
+    ):
         return NotImplemented
     if _axis_of(tensor, dim) is None:
         return NotImplemented
