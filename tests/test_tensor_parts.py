@@ -90,6 +90,12 @@ def test_what_is_dropped_by_format() -> None:
     assert hybridq.quantize(x, "nvfp4")[16:40].columnwise is None
 
 
+def test_a_part_refuses_what_is_no_tensor() -> None:
+    part = hybridq.quantize(torch.ones(64, 32), "mxfp8")[:32]
+    with pytest.raises(TypeError, match="quantize_"):
+        part.quantize_([1.0])
+
+
 def test_nothing_splits_into_no_parts() -> None:
     empty = hybridq.quantize(torch.zeros(0, 32), "mxfp8")
     assert torch.split(empty, [], 0) == torch.split(torch.zeros(0, 32), [], 0) == ()

@@ -240,8 +240,10 @@ class QuantizedTensor(torch.Tensor):
             where: name of the operation, for errors.
 
         Raises:
+            TypeError: `source` is no tensor.
             PlaneError, ValueError: the tensor has no quantizer; the shapes differ.
         """
+        check_tensor(source, where)
         quantizer = self.quantizer_for_write(where)
         if self.part is None and not is_flat(self):
             return quantizer.update_quantized(source, self)
