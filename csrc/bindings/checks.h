@@ -68,6 +68,26 @@ inline Matrix MakeMatrix(const char* function, uintptr_t x, const std::string& d
   return {Pointer<const void>(x), ParseDType(dtype, function), rows, cols, stride0, stride1};
 }
 
+inline PlaneSource MakePlaneSource(const Spec& spec, uintptr_t data, uintptr_t scale,
+                                   uintptr_t amax, int64_t rows, int64_t cols, uintptr_t out,
+                                   bool operand, int threads) {
+  CheckExtent("decode", rows, cols, threads);
+  CheckSpec("decode", spec);
+  const bool any = rows != 0 && cols != 0;
+  CheckPointer("decode", "data", data, any);
+  CheckPointer("decode", "scale", scale, any && !(operand && spec.block_cols == 0));
+  CheckPointer("decode", "amax", amax,
+               spec.rule == Rule::kTwoLevel && !operand && (rows != 0 || !spec.row_scaled));
+  CheckPointer("decode", "out", out, any);
+  return {spec,
+          Pointer<const uint8_t>(data),
+          Pointer<const void>(scale),
+          Pointer<const float>(amax),
+          rows,
+          cols,
+          operand};
+}
+
 }  // namespace hybridq::bindings
 
 #endif  // HYBRIDQ_BINDINGS_CHECKS_H_

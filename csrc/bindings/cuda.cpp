@@ -114,22 +114,8 @@ std::string EncodePathOf(uintptr_t x, const std::string& dtype, int64_t rows, in
 void DecodeOf(const Spec& spec, uintptr_t data, uintptr_t scale, uintptr_t amax, int64_t rows,
               int64_t cols, uintptr_t out, const std::string& out_dtype, bool operand,
               uintptr_t left_range, uintptr_t stream) {
-  CheckExtent("decode", rows, cols, 1);
-  CheckSpec("decode", spec);
-  const bool any = rows != 0 && cols != 0;
-  CheckPointer("decode", "data", data, any);
-  CheckPointer("decode", "scale", scale, any && !(operand && spec.block_cols == 0));
-  CheckPointer("decode", "amax", amax,
-               spec.rule == Rule::kTwoLevel && !operand && (rows != 0 || !spec.row_scaled));
-  CheckPointer("decode", "out", out, any);
   const DType dtype = ParseDType(out_dtype, "decode");
-  const PlaneSource plane{spec,
-                          Pointer<const uint8_t>(data),
-                          Pointer<const void>(scale),
-                          Pointer<const float>(amax),
-                          rows,
-                          cols,
-                          operand};
+  const PlaneSource plane = MakePlaneSource(spec, data, scale, amax, rows, cols, out, operand, 1);
   const py::gil_scoped_release release;
   cuda::DecodePlane(plane, Pointer<void>(out), dtype, Pointer<uint32_t>(left_range),
                     Pointer<void>(stream));

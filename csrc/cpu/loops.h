@@ -3,6 +3,7 @@
 #define HYBRIDQ_CPU_LOOPS_H_
 
 #include "core/spec.h"
+#include "core/with_element.h"
 #include "formats/elements.h"
 #include "formats/float16.h"
 #include "formats/hadamard.h"
@@ -29,23 +30,6 @@ static void CodeLoop(const float* __restrict x, const float* __restrict m,
     } else {
       out[i] = static_cast<uint8_t>(Cast<E>(v));
     }
-  }
-}
-
-// Calls fn.template operator()<E>() with the traits of `element`.
-template <class Fn>
-HQ_HD auto WithElement(Element element, const Fn& fn) {
-  switch (element) {
-    case Element::kE5M2:
-      return fn.template operator()<E5M2>();
-    case Element::kE2M1:
-      return fn.template operator()<E2M1>();
-    case Element::kE3M2:
-      return fn.template operator()<E3M2>();
-    case Element::kE2M3:
-      return fn.template operator()<E2M3>();
-    default:
-      return fn.template operator()<E4M3>();
   }
 }
 

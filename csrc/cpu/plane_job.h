@@ -33,17 +33,6 @@ struct PlaneJob {
   uint32_t stream;
 };
 
-static float InputMax(DType dtype) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return FromSignedBits(kBf16MaxBits);
-    case DType::kFloat16:
-      return FromSignedBits(kFp16MaxBits);
-    default:
-      return FloatMax();
-  }
-}
-
 // `rows` x `k`: the logical plane (for a columnwise plane those of X transposed). `swapped`: tiles
 // are read from the transpose of the matrix that the caller gave.
 static PlaneJob MakeJob(const PlaneTarget& target, int64_t rows, int64_t k, DType dtype,

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "core/matrix.h"
+#include "core/with_element.h"
 #include "cuda/rt.h"
 #include "formats/elements.h"
 #include "formats/float16.h"
@@ -132,22 +133,6 @@ auto WithItem(DType dtype, const Fn& fn) {
       return fn.template operator()<DType::kFloat32>();
   }
 }
-template <class Fn>
-auto WithCode(Element element, const Fn& fn) {
-  switch (element) {
-    case Element::kE5M2:
-      return fn.template operator()<E5M2>();
-    case Element::kE2M1:
-      return fn.template operator()<E2M1>();
-    case Element::kE3M2:
-      return fn.template operator()<E3M2>();
-    case Element::kE2M3:
-      return fn.template operator()<E2M3>();
-    default:
-      return fn.template operator()<E4M3>();
-  }
-}
-
 }  // namespace cuda
 
 HQ_NAMESPACE_END

@@ -102,7 +102,7 @@ void DecodePlane(const PlaneSource& plane, void* out, DType dtype, uint32_t* lef
   if (HasVectors(a, plane.spec.element == Element::kE2M1, dtype)) {
     CountBy(kDecodeCodes, plane, &a);
     if (DecodedByBits(plane, a, stream)) return;
-    WithCode(plane.spec.element, [&]<class E>() {
+    WithElement(plane.spec.element, [&]<class E>() {
       WithItem(dtype, [&]<DType kOut>() {
         Launch(DecodeVector<E, kOut>,
                {CeilDiv(a.work, kDecodeVectors), kDecodeThreads, 0, "DecodeVector"}, stream, a);
@@ -111,7 +111,7 @@ void DecodePlane(const PlaneSource& plane, void* out, DType dtype, uint32_t* lef
     return;
   }
   CountBy(kHadamardSize, plane, &a);
-  WithCode(plane.spec.element, [&]<class E>() {
+  WithElement(plane.spec.element, [&]<class E>() {
     Launch(DecodeGroups<E>, {CeilDiv(a.work, kDecodeThreads), kDecodeThreads, 0, "DecodeGroups"},
            stream, a);
   });

@@ -1,4 +1,5 @@
 // Which kernel encodes: the tile kernel of the pair, that of each plane, or the general one.
+#include "cuda/common.h"
 #include "cuda/encode_general.h"
 #include "cuda/encode_table.h"
 
@@ -6,33 +7,6 @@ HQ_NAMESPACE_BEGIN
 
 namespace cuda {
 namespace {
-
-float InputMax(DType dtype) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return FromSignedBits(kBf16MaxBits);
-    case DType::kFloat16:
-      return FromSignedBits(kFp16MaxBits);
-    default:
-      return FloatMax();
-  }
-}
-
-template <class Fn>
-auto WithElement(Element element, const Fn& fn) {
-  switch (element) {
-    case Element::kE5M2:
-      return fn.template operator()<E5M2>();
-    case Element::kE2M1:
-      return fn.template operator()<E2M1>();
-    case Element::kE3M2:
-      return fn.template operator()<E3M2>();
-    case Element::kE2M3:
-      return fn.template operator()<E2M3>();
-    default:
-      return fn.template operator()<E4M3>();
-  }
-}
 
 template <class E>
 ExponentRule ExponentRuleOf(Rule rule) {
@@ -44,12 +18,6 @@ ExponentRule ExponentRuleOf(Rule rule) {
     default:
       return EvenRule<E>();
   }
-}
-
-int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-bool IsAligned(const void* p, int bytes) {
-  return reinterpret_cast<uintptr_t>(p) % static_cast<uintptr_t>(bytes) == 0;
 }
 
 // What the tile kernels assume of a plane beside its kind.
@@ -133,9 +101,9 @@ void RunGeneral(const Matrix& x, const GpuPlane& plane, bool is_columnwise, Stre
   args.k = x.cols;
   args.plane = MakePlaneArgs(plane, x.rows, x.cols, x.dtype);
   args.tile_rows = args.plane.square ? args.plane.block : kGeneralRows;
-  args.tiles_across = CeilDivide(args.plane.k, kGeneralWidth);
+  args.tiles_across = CeilDiv(args.plane.k, kGeneralWidth);
   args.sums_down = is_columnwise;
-  int64_t tiles = args.tiles_across * CeilDivide(x.rows, args.tile_rows);
+  int64_t tiles = args.tiles_across * CeilDiv(x.rows, args.tile_rows);
   if (tiles == 0 && args.plane.block == 0) {
     tiles = args.tiles_across = 1;  // an empty tensor has a scale all the same
   }
@@ -199,8 +167,8 @@ PlaneArgs MakePlaneArgs(const GpuPlane& plane, int64_t rows, int64_t k, DType dt
   p.block = spec.block_cols;
   p.square = spec.block_rows > 1;
   p.packed = spec.element == Element::kE2M1;
-  p.data_stride = p.packed ? CeilDivide(p.k, 2) : p.k;
-  p.scale_stride = p.block == 0 ? 1 : CeilDivide(p.k, p.block);
+  p.data_stride = p.packed ? CeilDiv(p.k, 2) : p.k;
+  p.scale_stride = p.block == 0 ? 1 : CeilDiv(p.k, p.block);
   p.row_offset = plane.row_offset;
   p.k_offset = plane.k_offset;
   p.stream = plane.stream;

@@ -86,12 +86,12 @@ HQ_DEVICE void LoadGeneralTile(const GeneralArgs& a, const GeneralLayout& at, in
 }
 
 // Item i of a tile: walking down the rows first, so that the lanes of a warp are in 32 rows.
-struct Item {
+struct Chunk {
   int row, chunk;
 };
-HQ_DEVICE Item ItemOf(const GeneralArgs& a, int i) { return {i % a.tile_rows, i / a.tile_rows}; }
+HQ_DEVICE Chunk ItemOf(const GeneralArgs& a, int i) { return {i % a.tile_rows, i / a.tile_rows}; }
 
-HQ_DEVICE void TransformItem(const GeneralLayout& at, Item item, uint32_t signs) {
+HQ_DEVICE void TransformItem(const GeneralLayout& at, Chunk item, uint32_t signs) {
   float v[kHadamardSize][1];
   HQ_UNROLL
   for (int i = 0; i < kChunk; ++i) {
@@ -225,7 +225,7 @@ HQ_DEVICE void StoreBytes(uint8_t* out, const uint32_t (&words)[4], int count) {
 }
 
 template <class E>
-HQ_DEVICE void EncodeItem(const GeneralArgs& a, const GeneralLayout& at, Item item, int64_t r0,
+HQ_DEVICE void EncodeItem(const GeneralArgs& a, const GeneralLayout& at, Chunk item, int64_t r0,
                           int64_t k0, float tensor_multiplier) {
   const PlaneArgs& p = a.plane;
   const int64_t row = r0 + item.row, k = k0 + item.chunk * kChunk;
@@ -284,7 +284,7 @@ HQ_GLOBAL void HQ_LAUNCH_BOUNDS(kGeneralThreads, 1) EncodeGeneral(GeneralArgs a)
     if (tile == 0 && first == 0) Store(reinterpret_cast<float*>(p.scale), s.decode);
   } else {
     for (int i = first; i < at.items; i += kGeneralThreads) {
-      const Item item = ItemOf(a, i);
+      const Chunk item = ItemOf(a, i);
       int32_t m = 0;
       HQ_UNROLL
       for (int j = 0; j < kChunk; ++j) {

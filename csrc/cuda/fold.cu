@@ -67,7 +67,7 @@ void Fold(const FoldJob& job, Stream stream) {
   }
   const int64_t rows = job.height == 1 ? kFoldWarps : job.height;
   const int64_t blocks = CeilDiv(job.rows, rows) * a.groups;
-  WithCode(job.spec.element, [&]<class E>() {
+  WithElement(job.spec.element, [&]<class E>() {
     Launch(FoldGroups<E>, {blocks, kFoldThreads, kShared, "FoldGroups"}, stream, a);
   });
 }
