@@ -73,7 +73,8 @@ demo: $(DEMO_STAMP)
 
 # Without echo, and with nothing after it: pytest's closing line is the last one.
 test: $(DEV_STAMP) $(EMULATION_STAMP)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" $(PYTEST_JOBS) $(PYTEST_ARGS)
+	@HYBRIDQ_EMULATION="$(abspath build/emulation)" OMP_NUM_THREADS=1 \
+	  $(BIN)/python -m pytest -m "not slow" $(PYTEST_JOBS) $(PYTEST_ARGS)
 
 test-slow: $(DEV_STAMP) $(EMULATION_STAMP)
 	@$(BIN)/python -m pytest -m "slow and not exhaustive" $(PYTEST_ARGS)
