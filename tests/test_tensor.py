@@ -188,6 +188,17 @@ def test_update_usage_drops_derives_or_refuses() -> None:
     assert lone.get_usages() == {"rowwise": True, "columnwise": False}
 
 
+def test_update_usage_refuses_a_plane_that_the_quantizer_makes_of_another_spec() -> None:
+    """A write would find a plane that the tensor's quantizer does not make."""
+    t = hybridq.quantize(torch.randn(20, 40), "fp8_e4m3", columnwise="fp8_e5m2")
+    t.update_usage(rowwise_usage=False)
+    with pytest.raises(PlaneError, match=r"makes the rowwise plane e4m3.*it would be e5m2"):
+        t.update_usage(rowwise_usage=True)
+    assert t.get_usages() == {"rowwise": False, "columnwise": True}
+    want = t.quantizer.with_usage(rowwise=False)(t.dequantize().abs())
+    same_planes(t.abs_(), want)
+
+
 def test_update_quantized_rewrites_every_plane(matrix: QuantizedTensor) -> None:
     fresh = torch.randn(30, 50)
     want = matrix.quantizer(fresh)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from .in_graph import PlaneEntry, assemble, entries, quantizer_of, runs_at_once
 from .rows import Part, assign_copied
 from .straight_through import Dequantize, DequantizeRows, row_index
 from .table import check_tensor, dequantize, is_flat, is_quantized, matrix_shape
+from .usage import used
 
 __all__ = ["QuantizedTensor", "SavedTensor"]
 
@@ -149,18 +150,17 @@ class QuantizedTensor(torch.Tensor):
             rowwise_usage, columnwise_usage: True, False, or None to leave it as it is.
 
         Raises:
-            PlaneError: a plane is asked for that is neither there nor derivable, or none is left.
+            PlaneError: a plane is asked for that is neither there nor derivable, would have another
+                spec than the quantizer's, or none is left.
         """
         have = self.get_usages()
-        self.tensor_storage = self.tensor_storage.with_usage(
+        self.tensor_storage, self.quantizer = used(
+            self.tensor_storage,
+            self.quantizer,
             have["rowwise"] if rowwise_usage is None else rowwise_usage,
             have["columnwise"] if columnwise_usage is None else columnwise_usage,
         )
         self.__class__ = _marker(self.tensor_storage)  # type: ignore[assignment]
-        for plane in self.tensor_storage.planes:
-            # A plane that was derived is written from now on, and so the quantizer describes it.
-            if self.quantizer is not None and getattr(self.quantizer, plane.direction) is None:
-                self.quantizer = replace(self.quantizer, **{plane.direction: plane.spec})
 
     # ---- conversion
 
