@@ -269,6 +269,8 @@ def test_a_name_that_no_text_can_hold_is_refused(name) -> None:
         {"family": None},
         {"block": (1.0, 32.0)},
         {"block": (1,)},
+        {"block": (1, 214748364832)},
+        {"block": (1025, 1025)},
         {"block": 32},
         {"element": "e4m3"},
         {"scale": "e8m0"},

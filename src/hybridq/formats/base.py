@@ -59,6 +59,9 @@ class ScaleRule:
     source: str
 
 
+#: Values of a block, at most: edge blocks are padded to their size on the way.
+_MAX_BLOCK: Final = 1 << 20
+
 _MX = "OCP MX v1.0 section 6.3"
 _MX_MODES = "OCP MX v1.0 section 6.3 with another rounding; torchao, mx_formats"
 
@@ -139,6 +142,8 @@ class Format:
             self.block[0] in (1, self.block[1]) and self.block[1] >= 1
         ):
             raise SpecError(f"Format: block must be (1, n) or (n, n), got {self.block}")
+        if self.block is not None and self.block[0] * self.block[1] > _MAX_BLOCK:
+            raise SpecError(f"Format: a block holds at most 2^20 values, got {self.block}")
         if self.rule != "amax" and (self.power_of_two or self.eps):
             raise SpecError(f"Format: power_of_two and eps belong to rule amax, got {self.rule!r}")
         if not 0.0 <= self.eps <= FP32.max:
