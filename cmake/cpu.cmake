@@ -5,6 +5,7 @@
 # -fno-trapping-math change no value; they only drop errno and exception flags, and let GCC
 # vectorize selects.
 find_package(Threads REQUIRED)
+include(CheckCXXCompilerFlag)
 
 set(HQ_NUMERIC_FLAGS -O3 -ffp-contract=off -fno-fast-math -fno-math-errno -fno-trapping-math)
 set(HQ_WARNINGS -Wall -Wextra -Wshadow -Wno-unused-function)
@@ -12,19 +13,25 @@ set(HQ_WARNINGS -Wall -Wextra -Wshadow -Wno-unused-function)
 add_library(hybridq_core STATIC
   csrc/core/spec.cpp
   csrc/core/parallel.cpp
-  csrc/cpu/dispatch.cpp)
+  csrc/cpu/dispatch.cpp
+  csrc/cpu/product.cpp)
 target_include_directories(hybridq_core PUBLIC csrc)
 target_link_libraries(hybridq_core PUBLIC Threads::Threads ${CMAKE_DL_LIBS})
 target_compile_options(hybridq_core PRIVATE ${HQ_WARNINGS})
 
-# add_variant(<namespace> <name> [flags...])
-function(add_variant namespace name)
-  add_library(hybridq_${namespace} OBJECT csrc/cpu/variant.cpp)
+# add_object(<namespace> <file> <definitions> [flags...])
+function(add_object namespace file definitions)
+  add_library(hybridq_${namespace} OBJECT ${file})
   target_include_directories(hybridq_${namespace} PRIVATE csrc)
-  target_compile_definitions(hybridq_${namespace} PRIVATE
-    HQ_VARIANT=${namespace} HQ_VARIANT_NAME="${name}")
+  target_compile_definitions(hybridq_${namespace} PRIVATE ${definitions})
   target_compile_options(hybridq_${namespace} PRIVATE ${HQ_NUMERIC_FLAGS} ${HQ_WARNINGS} ${ARGN})
   target_sources(hybridq_core PRIVATE $<TARGET_OBJECTS:hybridq_${namespace}>)
+endfunction()
+
+# add_variant(<namespace> <name> [flags...])
+function(add_variant namespace name)
+  add_object(${namespace} csrc/cpu/variant.cpp
+    "HQ_VARIANT=${namespace};HQ_VARIANT_NAME=\"${name}\"" ${ARGN})
 endfunction()
 
 add_variant(baseline baseline)
@@ -32,4 +39,10 @@ if(HYBRIDQ_X86_VARIANTS AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   add_variant(x86_64_v3 x86-64-v3 -march=x86-64-v3)
   add_variant(x86_64_v4 x86-64-v4 -march=x86-64-v4 -mprefer-vector-width=512)
   target_compile_definitions(hybridq_core PRIVATE HQ_HAVE_X86_VARIANTS=1)
+  check_cxx_compiler_flag(-mavx512bf16 HQ_COMPILES_AVX512_BF16)
+  if(HQ_COMPILES_AVX512_BF16)
+    add_object(avx512_bf16 csrc/cpu/product_avx512.cpp HQ_VARIANT=avx512_bf16
+      -march=x86-64-v4 -mavx512bf16 -mprefer-vector-width=512)
+    target_compile_definitions(hybridq_core PRIVATE HQ_HAVE_AVX512_BF16=1)
+  endif()
 endif()

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings/bind.h"
 #include "bindings/checks.h"
 #include "core/parallel.h"
 #include "core/spec.h"
@@ -354,6 +355,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("variant", []() { return std::string(ActiveKernels().name); }, "The kernels in use.");
   m.def("set_variant", &SetVariant, py::arg("name"),
         "Chooses the kernels: one of build_info()['variants'].");
+  bindings::BindProduct(m);
 
   // Registers the fork handler before any thread team can exist.
   ParallelFor(1, 1, [](void*, int64_t, int64_t) {}, nullptr);

@@ -1,9 +1,10 @@
-"""GEMM by torch: both planes decoded exactly, then torch's own product.
+"""GEMM of any planes: both decoded exactly, then torch's own product, or on a CPU the core's.
 
 BF16 operands are exact (docs/numerics.md, "Operands of a GEMM"), so the product's only errors are
-FP32 accumulation and the rounding of the result. On a CPU, where BF16 cannot hold an operand, or
-the result needs FP32 before it is rounded (a factor that is no power of two, bias, accumulation,
-FP32 out), the product is made in FP32.
+FP32 accumulation and the rounding of the result. On a CPU torch's BF16 product rounds to BF16;
+where the result needs FP32 before that (a factor that is no power of two, bias, accumulation, FP32
+out) the core's own product makes it, and on CPUs that have none torch's FP32 product. Where BF16
+cannot hold an operand the product is made in FP32 everywhere.
 
 On CUDA nothing is read back: whether an operand leaves BF16's normal range is not asked, factors
 are applied by the device, and the product has an FP32 result only where something follows it. What
@@ -13,6 +14,7 @@ zero); above BF16's maximum the operand is inf.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,6 +24,7 @@ from ..formats import PlaneSpec
 from ..reference import tensor_factor
 from .device import without_autocast
 from .epilogue import finish, only_product
+from .product import multiply, product_reason
 from .registry import Call, select
 from .types import GemmArgs, Operand
 
@@ -135,7 +138,7 @@ def exact_gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
 def fp32_reason(
     a: PlaneSpec, b: PlaneSpec, device: str, out_dtype: torch.dtype, is_alone: bool
 ) -> str | None:
-    """Return None if torch's BF16 product keeps the rules, as far as specs tell; else why not.
+    """Return None if a BF16 product keeps the rules, as far as specs tell; else why not.
 
     Args:
         a, b: the operands' specs.
@@ -143,15 +146,15 @@ def fp32_reason(
         out_dtype: dtype of the result.
         is_alone: nothing is added to the product.
     """
-    if device == "cpu" and not _cpu_has_bf16():
+    if device == "cpu" and not (_cpu_has_bf16() or product_reason() is None):
         return "this CPU has no BF16 instructions"
     for name, spec in (("a", a), ("b", b)):
         if not spec.format.is_bf16_exact:
             return f"BF16 does not hold operand {name} exactly ({spec.format})"
     if a.signs != b.signs:
         return "one operand is transformed and the other is not, so it is turned back in FP32"
-    if device != "cpu":
-        return None  # there a BF16 product has an FP32 result
+    if device != "cpu" or product_reason() is None:
+        return None  # there is a BF16 product with an FP32 result
     if out_dtype != torch.bfloat16:
         return f"torch's BF16 product on a CPU rounds to BF16, and the result is {out_dtype}"
     if not is_alone:
@@ -166,10 +169,14 @@ def product_notes(call: Call) -> tuple[str, ...]:
     reason = fp32_reason(call.row, call.col, call.device, call.dtype, is_alone=True)
     if reason is not None:
         return ("operands decoded exactly, FP32 product", reason)
-    notes = ["operands decoded exactly to BF16, BF16 product with FP32 accumulation"]
-    if call.device == "cpu" and any(spec.needs_amax for spec in (call.row, call.col)):
-        notes.append("FP32 product where a tensor's or a row's factor is no power of two")
-    return tuple(notes)
+    made = "operands decoded exactly to BF16, BF16 product with FP32 accumulation"
+    if call.device != "cpu":
+        return (made,)
+    if product_reason() is None:
+        return (made, "the core's product where anything follows before the rounding, else torch's")
+    if any(spec.needs_amax for spec in (call.row, call.col)):
+        return (made, "FP32 product where a tensor's or a row's factor is no power of two")
+    return (made,)
 
 
 def _rounds_once(precision: str) -> bool:
@@ -185,11 +192,7 @@ def _rounds_once(precision: str) -> bool:
 def _product(left: Side, right: Side, is_last: bool, args: GemmArgs) -> torch.Tensor:
     """Return the product of two decoded operands, in FP32 if anything follows it."""
     a, b = left.matrix, right.matrix
-    if not (left.is_bf16 and right.is_bf16):
-        return torch.mm(a.to(torch.float32), b.to(torch.float32).t())
-    if a.device.type == "cpu":
-        return torch.mm(a, b.t())
-    if a.device.type != "cuda":
+    if not (left.is_bf16 and right.is_bf16 and a.device.type == "cuda"):
         return torch.mm(a.to(torch.float32), b.to(torch.float32).t())
     a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
     if is_last and args.out_dtype == torch.bfloat16 and _rounds_once(args.precision):
@@ -199,25 +202,41 @@ def _product(left: Side, right: Side, is_last: bool, args: GemmArgs) -> torch.Te
 
 def _exact_gemm(a: Operand, b: Operand, args: GemmArgs, device: str) -> torch.Tensor:
     keep_turned = a.spec.signs == b.spec.signs
-    is_alone = only_product(args)
     specs = (_resolved(a), _resolved(b))
-    in_bf16 = fp32_reason(*specs, device, args.out_dtype, is_alone) is None
-    if in_bf16 and device == "cpu":
+    in_bf16 = fp32_reason(*specs, device, args.out_dtype, only_product(args)) is None
+    if in_bf16 and device == "cpu" and product_reason() is not None:
         factors = (tensor_factor(operand.buffers, operand.spec) for operand in (a, b))
         in_bf16 = all(is_power_of_two(factor) for factor in factors)
     dtype = torch.bfloat16 if in_bf16 else torch.float32
     left, right = decode_side(a, keep_turned, dtype), decode_side(b, keep_turned, dtype)
-    if not in_bf16:
-        # A BF16 identity operand is exact as it is, but not alone with an FP32 one.
-        left, right = (Side(one.matrix, one.factor, False) for one in (left, right))
     return multiply_sides(left, right, args)
 
 
 def multiply_sides(left: Side, right: Side, args: GemmArgs) -> torch.Tensor:
     """Return the result of two decoded operands."""
-    is_last = only_product(args) and left.factor is None and right.factor is None
-    product = _product(left, right, is_last, args)
-    return finish(product, left.factor, right.factor, args)
+    factors, is_alone = (left.factor, right.factor), only_product(args)
+    if left.matrix.device.type == "cpu" and _both_bf16(left, right):
+        if is_alone and args.out_dtype == torch.bfloat16 and _torch_rounds_once(factors):
+            # Its own BF16 product, which nothing follows that would round again.
+            product = torch.mm(left.matrix, right.matrix.t())
+            return finish(product, *factors, args)
+        if product_reason() is None:
+            return multiply(left.matrix, right.matrix, *factors, args)
+    is_last = is_alone and left.factor is None and right.factor is None
+    return finish(_product(left, right, is_last, args), *factors, args)
+
+
+def _both_bf16(left: Side, right: Side) -> bool:
+    return all(side.is_bf16 and side.matrix.dtype == torch.bfloat16 for side in (left, right))
+
+
+def _torch_rounds_once(factors: Sequence[torch.Tensor | None]) -> bool:
+    """Whether torch's BF16 product on this CPU serves, if nothing is added to it."""
+    if not _cpu_has_bf16():
+        return False
+    if product_reason() is None:  # needs no look at the factors
+        return all(factor is None for factor in factors)
+    return all(is_power_of_two(factor) for factor in factors)
 
 
 def _resolved(operand: Operand) -> PlaneSpec:

@@ -13,7 +13,7 @@ import torch
 from ..formats import PlaneSpec
 from .backend_native import chip_reason
 from .device import without_autocast
-from .exact import Side, decode_side, fp32_reason, is_power_of_two, multiply_sides
+from .exact import Side, decode_side, fp32_reason, multiply_sides
 from .native_layout import ceil_to
 from .ragged import pad_tokens
 from .registry import Call
@@ -100,12 +100,6 @@ def keeps_turned(a: GroupedOperand, b: GroupedOperand) -> bool:
     return a.spec.signs == b.spec.signs and (b.is_stack or a.is_padded == b.is_padded)
 
 
-def _product(left: Side, right: Side, args: GemmArgs, dtype: torch.dtype) -> torch.Tensor:
-    if dtype == torch.float32 or not all(is_power_of_two(one.factor) for one in (left, right)):
-        left, right = (Side(one.matrix, one.factor, False) for one in (left, right))
-    return multiply_sides(left, right, args)
-
-
 def _rows_loop(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> torch.Tensor:
     dtype, keep = _dtype(a, b, args), keeps_turned(a, b)
     left = decode_side(_operand(a), keep, dtype)
@@ -123,7 +117,7 @@ def _rows_loop(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> torch
                 args.out_dtype,
             )
             right = decode_side(one_of(b, group), keep, dtype)
-            out[begin:end] = _product(part, right, own, dtype)
+            out[begin:end] = multiply_sides(part, right, own)
         begin = end
     return out
 
@@ -142,7 +136,7 @@ def _tokens_loop(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> tor
         own = GemmArgs(None, None if into is None else into[group], args.out_dtype)
         one = Side(left.matrix[:, first[0] : first[1]], left.factor, left.is_bf16)
         two = Side(right.matrix[:, second[0] : second[1]], right.factor, right.is_bf16)
-        made.append(_product(one, two, own, dtype))
+        made.append(multiply_sides(one, two, own))
     shape = (0, a.rows, b.rows)
     return torch.stack(made) if made else args.offsets.new_zeros(shape, dtype=args.out_dtype)
 

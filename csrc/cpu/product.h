@@ -1,0 +1,39 @@
+// A product of two BF16 matrices with FP32 sums, and everything that follows it before the result
+// is rounded once: what a framework's own BF16 product on a CPU does not offer, since it rounds to
+// BF16.
+#ifndef HYBRIDQ_CPU_PRODUCT_H_
+#define HYBRIDQ_CPU_PRODUCT_H_
+
+#include <cstdint>
+
+#include "core/matrix.h"
+
+namespace hybridq {
+
+// out = round(((a @ b.T) * row_factor * col_factor) + bias + into), in FP32 and in this order.
+struct ProductJob {
+  const uint16_t* a;  // BF16 [m, k], rows `a_stride` elements apart
+  int64_t a_stride;
+  const uint16_t* b;  // BF16 [n, k], rows `b_stride` elements apart
+  int64_t b_stride;
+  int64_t m, n, k;
+  const float* row_factor;  // of row i at i * row_step; null: none
+  int64_t row_step;         // 0: one for all
+  const float* col_factor;
+  int64_t col_step;
+  const float* bias;  // [n]; null: none
+  Matrix into;        // [m, n], of any dtype; data null: none
+  void* out;          // [m, n] contiguous
+  DType dtype;        // of out
+};
+
+// Returns false if memory ran out. Sums do not depend on the number of threads.
+using ProductFn = bool (*)(const ProductJob& job, int threads);
+
+// The product for this CPU, or null: it has no BF16 instructions, or SetVariant chose a table for
+// one that has none.
+ProductFn ActiveProduct();
+
+}  // namespace hybridq
+
+#endif  // HYBRIDQ_CPU_PRODUCT_H_

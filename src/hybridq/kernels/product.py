@@ -1,0 +1,79 @@
+"""The core's BF16 product on a CPU: FP32 sums, and one rounding after all that follows."""
+
+from __future__ import annotations
+
+import torch
+
+from .backend_cpu import DTYPES, core, core_error
+from .types import GemmArgs
+
+__all__ = ["multiply", "product_reason"]
+
+
+def product_reason() -> str | None:
+    """Return None if the core has a BF16 product for this CPU, else why not."""
+    if core is None:
+        return f"the compiled core is missing ({core_error})"
+    if not core.has_product():
+        return "the core's BF16 product needs AVX512_BF16"
+    return None
+
+
+def multiply(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    row_factor: torch.Tensor | None,
+    col_factor: torch.Tensor | None,
+    args: GemmArgs,
+) -> torch.Tensor:
+    """Return `a @ b.T` times the factors, plus bias and what is accumulated into, rounded once.
+
+    Args:
+        a, b: BF16 `[M, K]` and `[N, K]` on a CPU.
+        row_factor: FP32 `[1]` or `[M]`, or None.
+        col_factor: FP32 `[1]` or `[N]`, or None.
+        args: bias, what is accumulated into, and the result's dtype.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    a, b = _along_k(a), _along_k(b)
+    # Alive until the call returns.
+    factors = [
+        None if f is None else f.to(torch.float32).contiguous() for f in (row_factor, col_factor)
+    ]
+    bias = None if args.bias is None else args.bias.to(torch.float32).contiguous()
+    into = args.accumulate_into
+    if into is not None and into.dtype not in DTYPES:
+        into = into.to(torch.float32)
+    out = torch.empty(m, n, dtype=args.out_dtype)
+    core.product(
+        a.data_ptr(),
+        max(a.stride(0), k),
+        b.data_ptr(),
+        max(b.stride(0), k),
+        m,
+        n,
+        k,
+        *_pointer_and_step(factors[0]),
+        *_pointer_and_step(factors[1]),
+        0 if bias is None else bias.data_ptr(),
+        0 if into is None else into.data_ptr(),
+        "float32" if into is None else DTYPES[into.dtype],
+        *((0, 0) if into is None else into.stride()),
+        out.data_ptr(),
+        DTYPES[args.out_dtype],
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def _along_k(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the matrix with contiguous rows, a copy where they are not."""
+    rows, k = matrix.shape
+    fits = (k <= 1 or matrix.stride(1) == 1) and (rows <= 1 or matrix.stride(0) >= k)
+    return matrix if fits else matrix.contiguous()
+
+
+def _pointer_and_step(factor: torch.Tensor | None) -> tuple[int, int]:
+    if factor is None:
+        return 0, 0
+    return factor.data_ptr(), int(factor.numel() > 1)
