@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from gpu_bench import casts, layers, peers, products, result
+from gpu_bench import casts, layers, many, peers, products, result
 from gpu_bench.case import Bench
 from gpu_bench.kernels import kernels_of
 from gpu_bench.runner import Runner
@@ -51,6 +52,7 @@ def real_bench(is_quick: bool) -> Bench:
         small_weight=(4096, 4096),
         linear=(16384, 4096, 16384),
         host=(16, 256, 256),
+        many=(64, 1024, 1024),
         l2_nbytes=result.machine("cuda")["l2_nbytes"],
     )
 
@@ -65,13 +67,15 @@ def dry_bench() -> Bench:
         small_weight=(32, 64),
         linear=(32, 32, 64),
         host=(2, 16, 16),
+        many=(3, 32, 64),
     )
 
 
 def profile(bench: Bench) -> dict[str, dict[str, float]]:
     """Return which kernels each cast launches: the same ones for every size that is aligned."""
     calls = {}
-    for case in casts.matrix_cases(bench, 512, 512, _BF16):
+    small = [case for cases in many.many_cases(bench) for case in cases]
+    for case in (*casts.matrix_cases(bench, 512, 512, _BF16), *small):
         try:
             call = case.make(0)
             call()
@@ -106,7 +110,7 @@ def measure(runner: Runner, sections: tuple[str, ...], budget: Budget) -> None:
                 runner.free()
         else:
             groups: Any = {
-                "cast": casts.cast_cases,
+                "cast": lambda b: chain(many.many_cases(b), casts.cast_cases(b)),
                 "gemm": products.product_cases,
                 "small_m": products.small_cases,
                 "linear": lambda b: [layers.layer_cases(b)],

@@ -5,7 +5,7 @@ The other side is the `cpu` backend, which the rest of the suite holds to the or
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from hybridq.formats import DEFAULT_SIGNS, PlaneSpec, names
 from hybridq.kernels import registry
-from hybridq.kernels.types import EncodeArgs
+from hybridq.kernels.types import EncodeArgs, ManyArgs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -153,6 +153,73 @@ def check_encode(
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         assert_same(g, w, f"{row} | {col} of {tuple(x.shape)} {x.dtype} {x.stride()}: buffer {i}")
     return want
+
+
+#: Pairs of specs that many tensors share launches for, with how many launches that is.
+MANY: dict[str, tuple[str | None, str | None, int]] = {
+    **{f"{name} row": (name, None, 1) for name in ("mxfp8", "mxfp8_32x32", "fp8_128x128")},
+    **{f"{name} row": (name, None, 2) for name in ("fp8_e4m3", "nvfp4", "nvfp4_16x16")},
+    **{f"{name} both": (name, name, 1) for name in ("mxfp8", "mxfp8_32x32", "fp8_128x128")},
+    **{f"{name} both": (name, name, 2) for name in ("fp8_e4m3", "nvfp4", "nvfp4_16x16")},
+    "mxfp8 col": (None, "mxfp8", 1),
+    "nvfp4 col": (None, "nvfp4", 2),
+    "mxfp8 | nvfp4": ("mxfp8", "nvfp4", 2),  # MXFP8 in the pass that finds NVFP4's amax
+    "nvfp4 | mxfp8": ("nvfp4", "mxfp8", 3),  # no kernel has both
+}
+
+
+def many_specs(name: str) -> tuple[PlaneSpec | None, PlaneSpec | None]:
+    row, col, _ = MANY[name]
+    return tuple(None if text is None else PlaneSpec.parse(text) for text in (row, col))
+
+
+def check_many(
+    kernels: Kernels,
+    xs: Sequence[torch.Tensor],
+    row: PlaneSpec | None,
+    col: PlaneSpec | None,
+    gives: tuple[bool, bool] = (False, False),
+    **streams: int,
+) -> None:
+    """Encode all xs at once here and each by itself on the CPU, and compare every buffer.
+
+    `gives`: whether the amaxima for each plane are given, three times as large as the tensors'.
+    """
+    cpu = cpu_ops()
+    seeds = torch.arange(len(xs)) * 7_654_321_987 + 5
+
+    def stats_of(spec: PlaneSpec | None, is_col: int) -> list[torch.Tensor | None]:
+        if spec is None or not spec.needs_amax:
+            return [None] * len(xs)
+        factor = 3 if gives[is_col] else 1
+        return [cpu["amax"](x.t() if is_col else x, spec) * factor for x in xs]
+
+    stats = [stats_of(row, 0), stats_of(col, 1)]
+    given = [
+        kernels.to(torch.cat(some)) if gives[i] and some[0] is not None else None
+        for i, some in enumerate(stats)
+    ]
+    args = ManyArgs(*given, kernels.to(seeds), **streams)
+    got = kernels.ops["encode_many"]([kernels.to(x) for x in xs], row, col, args)
+    count = len(got) // len(xs)
+    assert len(got) == count * len(xs)
+    for i, x in enumerate(xs):
+        one = EncodeArgs(stats[0][i], stats[1][i], seeds[i : i + 1], **streams)
+        mine, want = got[i * count : (i + 1) * count], cpu["encode"](x, row, col, one)
+        what = f"{row} | {col}, tensor {i} of {tuple(x.shape)} {x.dtype} {x.stride()}"
+        for j, (g, w) in enumerate(zip(mine, want, strict=True)):
+            assert_same(g, w, f"{what}: buffer {j}")
+
+
+#: For tile kernels and not, empty ones, and one where a column plane's rows end in half a chunk.
+_MIXED = ((128, 64), (7, 33), (160, 136), (0, 5), (32, 8), (256, 72), (5, 0), (1, 64), (48, 200))
+
+
+def mixed_list(dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """Matrices of many shapes, and views of one."""
+    xs = [matrix(*shape, dtype, seed + i, SPECIALS[i % 5]) for i, shape in enumerate(_MIXED)]
+    wide = matrix(96, 160, dtype, seed, "nan")
+    return [*xs, wide[:, :72], wide.t(), wide[1:, 1:65], wide[::2], wide[:1].expand(32, 160)]
 
 
 def check_decode(kernels: Kernels, x: torch.Tensor, spec: PlaneSpec) -> None:

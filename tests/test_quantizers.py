@@ -388,6 +388,17 @@ def _reduce(rank: int, world: int, file: str, results: str) -> None:
     q = hybridq.Float8CurrentScalingQuantizer(
         with_amax_reduction=True, amax_reduction_group=dist.group.WORLD
     )
+    # Many at once: each is reduced, one after the other, beside one that is not.
+    many = [q, hybridq.MXFP8Quantizer(), make(with_amax_reduction=True, amax_reduction_group="0")]
+    parts = [shard, shard[:8], shard[:, :32]]
+    made = hybridq.multi_tensor_quantize(parts, many)
+    out["many"] = all(
+        torch.equal(one.rowwise.data, quantizer(part).rowwise.data)
+        for one, quantizer, part in zip(made, many, parts, strict=True)
+    )
+    out["many of the whole"] = torch.equal(
+        made[2].rowwise.amax, whole[:, :32].abs().max().reshape(1)
+    )
     out["nan reaches every rank"] = bool(q(poisoned).dequantize().isnan().all())
     torch.save(out, os.path.join(results, str(rank)))
     dist.destroy_process_group()

@@ -65,6 +65,7 @@ class Bench:
         small_weight: (N, K).
         linear: (tokens, in, out).
         host: (tokens, in, out) of the layer whose host time counts.
+        many: (matrices, rows, cols) that are encoded at once.
     """
 
     device: str
@@ -74,6 +75,7 @@ class Bench:
     small_weight: tuple[int, int]
     linear: tuple[int, int, int]
     host: tuple[int, int, int]
+    many: tuple[int, int, int]
     l2_nbytes: int = 1
     _inputs: dict[Any, list[torch.Tensor]] = field(default_factory=dict)
 

@@ -5,6 +5,7 @@
 
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "bindings/checks.h"
 #include "cuda/kernels.h"
@@ -102,6 +103,62 @@ bool EncodeRaggedOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t
   const py::gil_scoped_release release;
   return cuda::EncodeRagged(call.x, ragged, call.Row(), call.col, row_stat, col_stat,
                             Pointer<void>(stream));
+}
+
+// data, scale, amax
+using BuffersTuple = std::tuple<uintptr_t, uintptr_t, uintptr_t>;
+// spec, stream of random numbers, stats, whether they are found here, buffers of each tensor
+using ManyTuple = std::tuple<const Spec*, uint32_t, uintptr_t, bool, std::vector<BuffersTuple>>;
+// x, rows, cols, stride0, stride1
+using MatrixTuple = std::tuple<uintptr_t, int64_t, int64_t, int64_t, int64_t>;
+
+cuda::ManyPlane MakeMany(const ManyTuple& plane, bool columnwise, uintptr_t seeds,
+                         std::vector<cuda::ManyTensor>* tensors) {
+  const auto& [spec, stream, stats, finds, buffers] = plane;
+  if (spec == nullptr) Fail("encode_many: a plane needs a spec, got None");
+  CheckSpec("encode_many", *spec);
+  if (buffers.size() != tensors->size()) {
+    Fail("encode_many: a plane must have buffers for " + std::to_string(tensors->size()) +
+         " tensors, got " + std::to_string(buffers.size()));
+  }
+  if (finds && !NeedsStat(*spec)) Fail("encode_many: only a plane that needs a stat has one");
+  if (spec->row_scaled && !finds) Fail("encode_many: a row-scaled plane must find its stats");
+  CheckPointer("encode_many", "stats", stats,
+               NeedsStat(*spec) && !spec->row_scaled && !tensors->empty());
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    const auto& [data, scale, amax] = buffers[i];
+    cuda::ManyTensor& t = (*tensors)[i];
+    const bool any = t.x.rows != 0 && t.x.cols != 0;
+    CheckPointer("encode_many", "data", data, any);
+    CheckPointer("encode_many", "scale", scale, any || spec->block_cols == 0);
+    const bool has_rows = (columnwise ? t.x.cols : t.x.rows) != 0;
+    CheckPointer("encode_many", "amax", amax, spec->row_scaled && has_rows);
+    CheckPointer("encode_many", "seeds", seeds, spec->stochastic && any);
+    (columnwise ? t.col : t.row) = {Pointer<uint8_t>(data), Pointer<void>(scale),
+                                    Pointer<float>(amax)};
+  }
+  return {spec, Pointer<float>(stats), finds, stream};
+}
+
+void EncodeManyOf(const std::string& dtype, const std::vector<MatrixTuple>& xs,
+                  const py::object& row, const py::object& col, uintptr_t seeds, uintptr_t stream) {
+  std::vector<cuda::ManyTensor> tensors(xs.size());
+  for (size_t i = 0; i < xs.size(); ++i) {
+    const auto& [x, rows, cols, stride0, stride1] = xs[i];
+    tensors[i].x = MakeMatrix("encode_many", x, dtype, rows, cols, stride0, stride1, 1);
+  }
+  if (row.is_none() && col.is_none()) Fail("encode_many: row or col must be given, got None");
+  cuda::ManyPlane first{}, second{};
+  if (!row.is_none()) first = MakeMany(row.cast<ManyTuple>(), false, seeds, &tensors);
+  if (!col.is_none()) second = MakeMany(col.cast<ManyTuple>(), true, seeds, &tensors);
+  const auto count = static_cast<int64_t>(tensors.size());
+  if (first.finds_stats && second.finds_stats && first.stats != nullptr &&
+      second.stats != nullptr && second.stats != first.stats + count) {
+    Fail("encode_many: the stats of col must follow those of row");
+  }
+  const py::gil_scoped_release release;
+  cuda::EncodeMany(first, second, tensors.data(), count, Pointer<const int64_t>(seeds),
+                   Pointer<void>(stream));
 }
 
 std::string EncodePathOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols,
@@ -216,6 +273,10 @@ void BindKernels(py::module_& m) {
         py::arg("finds_row_stat"), py::arg("finds_col_stat"), py::arg("ends"), py::arg("padded"),
         py::arg("groups"), py::arg("padded_rows"), py::arg("stream"),
         "Encode rows sorted by group, the column plane along padded rows; False if no kernel can.");
+  m.def("encode_many", &EncodeManyOf, py::arg("dtype"), py::arg("xs"), py::arg("row"),
+        py::arg("col"), py::arg("seeds"), py::arg("stream"),
+        "Encode matrices (x, rows, cols, stride0, stride1) into planes (spec, random stream, "
+        "stats, whether they are found here, [(data, scale, amax)]), in few launches.");
   m.def("encode_path", &EncodePathOf, py::arg("x"), py::arg("dtype"), py::arg("rows"),
         py::arg("cols"), py::arg("stride0"), py::arg("stride1"), py::arg("row"), py::arg("col"),
         "Return which kernels encode would launch: 'pair', 'tile', 'general' or one for each.");

@@ -9,7 +9,8 @@
 
 HQ_NAMESPACE_BEGIN
 
-// Adds encode, encode_path, decode, amax, transpose and round_stochastic over device pointers.
+// Adds encode, encode_many, encode_path, decode, amax, transpose, round_stochastic and others over
+// device pointers.
 void BindKernels(pybind11::module_& m);
 
 HQ_NAMESPACE_END

@@ -1,5 +1,6 @@
 // Which kernel encodes: the tile kernel of the pair, that of each plane, or the general one.
 #include "cuda/common.h"
+#include "cuda/encode_fit.h"
 #include "cuda/encode_general.h"
 #include "cuda/encode_table.h"
 
@@ -20,25 +21,6 @@ ExponentRule ExponentRuleOf(Rule rule) {
   }
 }
 
-// What the tile kernels assume of a plane beside its kind.
-bool RowFits(const TileEntry& entry, const GpuPlane& plane) {
-  const bool offsets = !entry.row_draws || plane.k_offset % kBytesPerCounter == 0;
-  return offsets && IsAligned(plane.data, 8);
-}
-
-// `rows`: of x, along which a column plane's codes run.
-bool ColFits(const TileEntry& entry, const GpuPlane& plane, int64_t rows) {
-  const bool offsets = !entry.col_draws || plane.k_offset % kBytesPerCounter == 0;
-  return offsets && rows % (128 / entry.col_code_bits) == 0 && IsAligned(plane.data, 16) &&
-         IsAligned(plane.scale, 4);
-}
-
-bool MatrixFits(const Matrix& x) {
-  const int per_load = x.dtype == DType::kFloat32 ? 4 : 8;  // elements in 16 bytes
-  return x.stride_col == 1 && x.stride_row > 0 && x.stride_row % per_load == 0 && x.cols % 8 == 0 &&
-         IsAligned(x.data, 16);
-}
-
 // A plane, or only its amax.
 struct Request {
   const GpuPlane* plane = nullptr;
@@ -55,8 +37,9 @@ const TileEntry* FindTile(const Matrix& x, const Request& row, const Request& co
     for (int i = 0; i < table.count; ++i) {
       const TileEntry& entry = table.entries[i];
       if (!entry.matches(row.Want(), col.Want())) continue;
-      const bool fits = (!row.StoresPlane() || RowFits(entry, *row.plane)) &&
-                        (!col.StoresPlane() || ColFits(entry, *col.plane, x.rows));
+      const bool fits =
+          (!row.StoresPlane() || RowFits(entry.row_draws, *row.plane)) &&
+          (!col.StoresPlane() || ColFits(entry.col_draws, entry.col_code_bits, *col.plane, x.rows));
       return fits ? &entry : nullptr;
     }
   }

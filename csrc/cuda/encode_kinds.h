@@ -102,8 +102,11 @@ struct Place {
   uint64_t source;    // the row of x that r0 is; r0 itself unless x is ragged
   uint64_t end;       // of the rows of x that this tile may read
   bool is_rest;       // rows that belong to no group: the column plane has zeros there
+  bool is_first;      // thread of the tensor: what there is one of, it stores
 
-  HQ_DEVICE explicit Place(const TileArgs& a) {
+  // `block`: of this tensor's.
+  HQ_DEVICE Place(const TileArgs& a, uint32_t block) {
+    is_first = block == 0 && ThreadIndex() == 0;
     lane = Lane();
     across = lane % G::kLanesAcross;
     below = lane / G::kLanesAcross;
@@ -114,8 +117,8 @@ struct Place {
     // Neighbouring blocks lie below each other where there is a column plane: its 128-byte pieces
     // then meet in the cache.
     const uint32_t fast = G::kWalksDown ? a.tiles_down : a.tiles_across;
-    const uint32_t slow_tile = BlockIndex() / fast;
-    const uint32_t fast_tile = BlockIndex() - slow_tile * fast;
+    const uint32_t slow_tile = block / fast;
+    const uint32_t fast_tile = block - slow_tile * fast;
     r0 = uint64_t{G::kWalksDown ? fast_tile : slow_tile} * kTileRows;
     c0 = uint64_t{G::kWalksDown ? slow_tile : fast_tile} * G::kTileCols;
     source = r0;

@@ -67,7 +67,7 @@ HQ_DEVICE void EncodeRows(const TileArgs& a, const V& v, const Place<G>& at) {
   using E = typename K::Element;
   constexpr int kR = G::kRows, kC = G::kCols;
   const PlaneArgs& p = a.row;
-  const TensorRule<K> rule(p, BlockIndex() == 0 && ThreadIndex() == 0);
+  const TensorRule<K> rule(p, at.is_first);
   const uint64_t row = at.source + at.row, col = at.c0 + at.col;
   const bool in_cols = col < a.cols;
   const int rows_left = at.RowsLeft();
@@ -185,7 +185,7 @@ HQ_DEVICE void EncodeColumns(const TileArgs& a, const V& v, const Place<G>& at) 
   using E = typename K::Element;
   constexpr int kR = G::kRows, kC = G::kCols;
   const PlaneArgs& p = a.col;
-  const TensorRule<K> rule(p, BlockIndex() == 0 && ThreadIndex() == 0);
+  const TensorRule<K> rule(p, at.is_first);
   const uint64_t row = at.r0 + at.row, col = at.c0 + at.col;  // of x: K and plane row of the plane
   const bool in_cols = col < a.cols, in_rows = row < static_cast<uint64_t>(p.k);
   float multiplier[kC];
@@ -328,10 +328,11 @@ HQ_DEVICE void ColumnPart(const TileArgs& a, const V& v, const Place<G>& at) {
 
 // ---- the kernel
 
+// `block`: of this tensor's; see encode_many.h.
 template <class Row, class Col, bool kBf16>
-HQ_GLOBAL void HQ_LAUNCH_BOUNDS((Geometry<Row, Col>::kThreads), 1) EncodeTile(TileArgs a) {
+HQ_DEVICE void EncodeTileOf(const TileArgs& a, uint32_t block) {
   using G = Geometry<Row, Col>;
-  const Place<G> at(a);
+  const Place<G> at(a, block);
   Elements<G::kRows, G::kCols, kBf16> v;
   const uint64_t row = at.source + at.row, col = at.c0 + at.col;
   const int rows_left = col < a.cols ? at.RowsLeft() : 0;
@@ -360,6 +361,11 @@ HQ_GLOBAL void HQ_LAUNCH_BOUNDS((Geometry<Row, Col>::kThreads), 1) EncodeTile(Ti
   } else if constexpr (Col::kExists) {
     ColumnPart<Col, G>(a, v, at);
   }
+}
+
+template <class Row, class Col, bool kBf16>
+HQ_GLOBAL void HQ_LAUNCH_BOUNDS((Geometry<Row, Col>::kThreads), 1) EncodeTile(TileArgs a) {
+  EncodeTileOf<Row, Col, kBf16>(a, BlockIndex());
 }
 
 }  // namespace cuda

@@ -56,6 +56,30 @@ struct Ragged {
 bool EncodeRagged(const Matrix& x, const Ragged& ragged, const GpuPlane* row, const GpuPlane& col,
                   float* row_stat, float* col_stat, Stream stream);
 
+// One plane of every tensor of a list, in no shard.
+struct ManyPlane {
+  const Spec* spec;  // null: there is no such plane
+  float* stats;      // [count]: amaxima by number; null if none are needed, or one for each row
+  bool finds_stats;  // they are found here; one per row: in the buffers
+  uint32_t stream;   // of random numbers
+};
+struct ManyBuffers {
+  uint8_t* data;
+  void* scale;
+  float* amax;  // where the plane keeps its amax; null if it does not
+};
+struct ManyTensor {
+  Matrix x;
+  ManyBuffers row, col;
+};
+
+// EncodeFromScratch for each of `count` tensors of one dtype. Those that tile kernels of weights'
+// formats can read share their launches (encode_many.h), the others have launches of their own.
+// Two planes with the same `stats` share what the row plane finds. If both find their own, those of
+// the columns follow those of the rows. `seeds`: [count].
+void EncodeMany(const ManyPlane& row, const ManyPlane& col, const ManyTensor* tensors,
+                int64_t count, const int64_t* seeds, Stream stream);
+
 // Which kernels EncodePlanes would launch, as text: for tests and for `explain`.
 std::string EncodePath(const Matrix& x, const GpuPlane* row, const GpuPlane* col);
 

@@ -74,6 +74,11 @@ inline void Zero(void* data, int64_t nbytes, Stream) {
   emulation::Zero(data, static_cast<uint64_t>(nbytes));
 }
 
+// Copies `nbytes` of device memory to other device memory.
+inline void Copy(void* to, const void* from, int64_t nbytes, Stream) {
+  emulation::Copy(to, from, static_cast<uint64_t>(nbytes));
+}
+
 #else
 
 inline void CheckLaunch(cudaError_t error, const LaunchShape& shape) {
@@ -120,6 +125,15 @@ inline void Zero(void* data, int64_t nbytes, Stream stream) {
   CheckLaunch(
       cudaMemsetAsync(data, 0, static_cast<size_t>(nbytes), static_cast<cudaStream_t>(stream)),
       shape);
+}
+
+// Copies `nbytes` of device memory to other device memory.
+inline void Copy(void* to, const void* from, int64_t nbytes, Stream stream) {
+  if (nbytes == 0) return;
+  const LaunchShape shape{0, 0, 0, "memcpy"};
+  CheckLaunch(cudaMemcpyAsync(to, from, static_cast<size_t>(nbytes), cudaMemcpyDeviceToDevice,
+                              static_cast<cudaStream_t>(stream)),
+              shape);
 }
 
 #endif  // HQ_EMULATE

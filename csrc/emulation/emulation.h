@@ -84,6 +84,7 @@ struct Shape {
 // Calls thread(context) once for every thread of the grid.
 void Run(const Shape& shape, void (*thread)(const void*), const void* context);
 void Zero(void* data, uint64_t nbytes);
+void Copy(void* to, const void* from, uint64_t nbytes);
 
 // ---- for rt_emulated.h: called by the threads of a kernel
 

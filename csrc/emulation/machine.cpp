@@ -191,17 +191,36 @@ uint8_t* Machine::CheckShared(uint32_t offset, uint32_t nbytes, Access access, c
   return shared_.data() + offset;
 }
 
-void Machine::Zero(void* data, uint64_t nbytes) {
+// Whether the bytes lie inside one buffer, which must be writable if `is_writable`.
+bool Machine::HasBuffer(const void* data, uint64_t nbytes, bool is_writable) const {
   const auto begin = reinterpret_cast<uintptr_t>(data);
-  if (nbytes == 0) return;
   for (size_t i = 0; registry_ != nullptr && i < registry_->buffers_.size(); ++i) {
     const Registry::Buffer& b = registry_->buffers_[i];
-    if (begin < b.begin || begin >= b.end || nbytes > b.end - begin || !b.is_writable) continue;
-    std::memset(data, 0, nbytes);
-    return;
+    const bool is_inside = begin >= b.begin && begin < b.end && nbytes <= b.end - begin;
+    if (is_inside && (b.is_writable || !is_writable)) return true;
   }
-  throw std::runtime_error("emulation: Zero must be of a writable buffer, got " +
-                           std::to_string(nbytes) + " bytes at " + Hex(begin));
+  return false;
+}
+
+void Machine::Zero(void* data, uint64_t nbytes) {
+  if (nbytes == 0) return;
+  if (!HasBuffer(data, nbytes, true)) {
+    throw std::runtime_error("emulation: Zero must be of a writable buffer, got " +
+                             std::to_string(nbytes) + " bytes at " +
+                             Hex(reinterpret_cast<uintptr_t>(data)));
+  }
+  std::memset(data, 0, nbytes);
+}
+
+void Machine::Copy(void* to, const void* from, uint64_t nbytes) {
+  if (nbytes == 0) return;
+  if (!HasBuffer(to, nbytes, true) || !HasBuffer(from, nbytes, false)) {
+    throw std::runtime_error("emulation: Copy must be from a buffer to a writable one, got " +
+                             std::to_string(nbytes) + " bytes from " +
+                             Hex(reinterpret_cast<uintptr_t>(from)) + " to " +
+                             Hex(reinterpret_cast<uintptr_t>(to)));
+  }
+  std::memmove(to, from, nbytes);
 }
 
 // ---- schedule
@@ -426,6 +445,9 @@ void Run(const Shape& shape, void (*thread)(const void*), const void* context) {
   Machine::OfThisThread().Run(shape, thread, context);
 }
 void Zero(void* data, uint64_t nbytes) { Machine::OfThisThread().Zero(data, nbytes); }
+void Copy(void* to, const void* from, uint64_t nbytes) {
+  Machine::OfThisThread().Copy(to, from, nbytes);
+}
 void CheckGlobal(const void* p, uint32_t nbytes, Access access, Site where) {
   Machine::OfThisThread().CheckGlobal(p, nbytes, access, where);
 }

@@ -20,6 +20,7 @@ class Machine {
 
   void Run(const Shape& shape, void (*thread)(const void*), const void* context);
   void Zero(void* data, uint64_t nbytes);
+  void Copy(void* to, const void* from, uint64_t nbytes);
   void CheckGlobal(const void* p, uint32_t nbytes, Access access, const Site& where);
   uint8_t* CheckShared(uint32_t offset, uint32_t nbytes, Access access, const Site& where);
   uint32_t Meet(Op op, uint32_t value, int32_t argument, const Site& where);
@@ -57,6 +58,7 @@ class Machine {
   std::string Divergence(uint32_t a, uint32_t b) const;
   std::string Place(uint32_t thread) const;
   std::string DescribeNearest(uintptr_t address) const;
+  bool HasBuffer(const void* data, uint64_t nbytes, bool is_writable) const;
   void CountCall(const Site& where);
   uint64_t Random();
 

@@ -292,18 +292,22 @@ void TestLaunches() {
   b.out[5] = 9;
   Zero(b.out, 24, nullptr);
   EXPECT(b.out[5] == 0);
-  const auto zero = [](void* p, int64_t n) {
+  const auto works = [](const auto& fn) {
     try {
-      Zero(p, n, nullptr);
+      fn();
     } catch (const std::runtime_error&) {
       return false;
     }
     return true;
   };
-  EXPECT(zero(b.out, 2048));
-  EXPECT(zero(nullptr, 0));
-  EXPECT(!zero(b.out, 2049));
-  EXPECT(!zero(b.in, 4));
+  EXPECT(works([&] { Zero(b.out, 2048, nullptr); }));
+  EXPECT(works([] { Zero(nullptr, 0, nullptr); }));
+  EXPECT(!works([&] { Zero(b.out, 2049, nullptr); }));
+  EXPECT(!works([&] { Zero(b.in, 4, nullptr); }));
+  b.out[1] = 7;
+  EXPECT(works([&] { Copy(b.out, b.out + 1, 4, nullptr); }) && b.out[0] == 7);
+  EXPECT(!works([&] { Copy(b.in, b.out, 4, nullptr); }));
+  EXPECT(!works([&] { Copy(b.out, b.out + 1, 2048, nullptr); }));
   emulation::ResetStats();
   Report(Nothing, 0, b, 5, 64);
   EXPECT(emulation::ThreadStats().blocks == 5);

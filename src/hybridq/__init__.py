@@ -23,6 +23,7 @@ from .quantizers import (
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
+    multi_tensor_quantize,
     quantize,
     quantizer,
 )
@@ -88,6 +89,7 @@ __all__ = [
     "gemm_cache",
     "grouped_gemm",
     "kernels",
+    "multi_tensor_quantize",
     "nn",
     "prepare",
     "prepare_for_saving",

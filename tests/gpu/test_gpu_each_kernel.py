@@ -35,6 +35,12 @@ def _encode(name: str) -> Run:
     return lambda kernels: cases.check_encode(kernels, _matrix(), spec, spec)
 
 
+def _many(name: str) -> Run:
+    spec = _PLAIN[name]
+    xs = [_matrix(128 * (1 + i), 512) for i in range(3)]
+    return lambda kernels: cases.check_many(kernels, xs, spec, spec)
+
+
 def _amax(name: str, is_turned: bool, step: int = 1) -> Run:
     def run(kernels: cases.Kernels) -> None:
         x = _matrix()[:, ::step]
@@ -134,6 +140,7 @@ def _swizzle(kernels: cases.Kernels) -> None:
 #: Kernel to the check that launches it.
 CALLS: dict[str, Run] = {
     "EncodeTile": _encode("mxfp8"),
+    "EncodeMany": _many("mxfp8"),
     "EncodeGeneral": _encode("nvfp4 mae"),
     "AmaxAlong": _amax("nvfp4 sr", False),
     "AmaxStrided": _amax("nvfp4 sr", False, step=2),

@@ -12,6 +12,7 @@ from . import (
     derivatives,
     ops,
     ops_grouped,
+    ops_many,
 )
 from .device import Chip, chip_of, described
 from .kept import Kept, kept_nbytes
@@ -42,6 +43,7 @@ __all__ = [
     "kept_nbytes",
     "ops",
     "ops_grouped",
+    "ops_many",
     "register_backend",
     "select",
 ]

@@ -8,6 +8,7 @@ allocate; what they write comes from torch's allocator on that stream, so that C
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..reference import FOLD_WIDTH, Folded
 from .backend_cpu import DTYPES, core, core_error, core_spec
 from .device import Chip, described
 from .registry import Backend, Call, register_backend
-from .types import EncodeArgs
+from .types import EncodeArgs, ManyArgs
 
 __all__ = ["CUDA"]
 
@@ -76,7 +77,7 @@ class GpuKernels:
                         core_spec(spec)[0],
                         self.pointer(own[0], True),
                         self.pointer(own[1], True),
-                        self.pointer(stat, finds[-1]),
+                        self.pointer(stat, given is None),
                         self.pointer(args.seed if spec.stochastic else None),
                         args.row0,
                         args.col0,
@@ -93,6 +94,69 @@ class GpuKernels:
             if shared and len(own) == 3:
                 own[2].copy_(stats[0])
         return buffers
+
+    def encode_many(
+        self,
+        xs: Sequence[torch.Tensor],
+        row: PlaneSpec | None,
+        col: PlaneSpec | None,
+        args: ManyArgs,
+    ) -> list[torch.Tensor]:
+        """Encode each of N matrices of one dtype as `encode` does, in as few launches as can be.
+
+        Returns:
+            The buffers of the first matrix, as `encode` returns them, then those of the second, ...
+        """
+        count, device = len(xs), xs[0].device
+        shared = _share_amax(row, col, args)
+        finds = [
+            spec is not None and spec.needs_amax and given is None
+            for spec, given in ((row, args.row_stat), (col, args.col_stat))
+        ]
+        finds[1] = finds[1] and not shared
+        buffers: list[list[torch.Tensor]] = [[] for _ in xs]
+        planes: list[tuple[Any, ...] | None] = []
+        with self.launch(device) as stream:
+            # Those of one plane behind the other's; a row-scaled plane has its own place for them.
+            found = torch.empty(count * sum(finds), dtype=torch.float32, device=device)
+            stats = self.pointer(found, True)
+            for spec, is_col, given, random_stream in (
+                (row, False, args.row_stat, args.row_stream),
+                (col, True, args.col_stat, args.col_stream),
+            ):
+                if spec is None:
+                    planes.append(None)
+                    continue
+                address = stats
+                if given is not None:
+                    address = self.pointer(given)
+                elif finds == [True, True] and is_col:
+                    address += count * found.element_size()
+                shapes = [tuple(x.shape[::-1] if is_col else x.shape) for x in xs]
+                layouts = {shape: spec.buffers(*shape) for shape in set(shapes)}  # models repeat
+                pointers = []
+                for shape, own in zip(shapes, buffers, strict=True):
+                    made = [
+                        torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+                        for buffer in layouts[shape]
+                    ]
+                    own += made
+                    data, scale, *rest = (self.pointer(one, True) for one in made)
+                    pointers.append((data, scale, rest[0] if rest else 0))
+                planes.append(
+                    (
+                        core_spec(spec)[0],
+                        random_stream,
+                        0 if spec.row_scaled or not spec.needs_amax else address,
+                        finds[is_col],
+                        pointers,
+                    )
+                )
+            matrices = [(self.pointer(x), *x.shape, *x.stride()) for x in xs]
+            self.module.encode_many(
+                DTYPES[xs[0].dtype], matrices, *planes, self.pointer(args.seed), stream
+            )
+        return [buffer for own in buffers for buffer in own]
 
     def _decode(
         self,
@@ -237,6 +301,7 @@ class GpuKernels:
         """Return the operations as a backend names them."""
         names = [
             "encode",
+            "encode_many",
             "decode",
             "operand",
             "amax",
@@ -248,7 +313,7 @@ class GpuKernels:
         return {name: getattr(self, name) for name in names}
 
 
-def _share_amax(row: PlaneSpec | None, col: PlaneSpec | None, args: EncodeArgs) -> bool:
+def _share_amax(row: PlaneSpec | None, col: PlaneSpec | None, args: EncodeArgs | ManyArgs) -> bool:
     """Whether both planes need the tensor's own amax, so that the first one's serves both."""
     specs = (row, col)
     return args.row_stat is args.col_stat is None and all(

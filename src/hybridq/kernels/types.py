@@ -10,7 +10,7 @@ from ..formats import PlaneSpec
 from .device import Chip
 from .kept import Kept
 
-__all__ = ["EncodeArgs", "GemmArgs", "GroupedArgs", "GroupedOperand", "Operand"]
+__all__ = ["EncodeArgs", "GemmArgs", "GroupedArgs", "GroupedOperand", "ManyArgs", "Operand"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,24 @@ class EncodeArgs:
     seed: torch.Tensor | None = None
     row0: int = 0
     col0: int = 0
+    row_stream: int = 0
+    col_stream: int = 1
+
+
+@dataclass(frozen=True)
+class ManyArgs:
+    """What encode_many takes beside its N matrices and the specs.
+
+    Args:
+        row_stat, col_stat: FP32 `[N]`, the amax of each tensor for its plane, or None: found on the
+            way. Row-scaled planes always find theirs.
+        seed: int64 `[N]`, or None where nothing is stochastic.
+        row_stream, col_stream: random streams of the two planes.
+    """
+
+    row_stat: torch.Tensor | None = None
+    col_stat: torch.Tensor | None = None
+    seed: torch.Tensor | None = None
     row_stream: int = 0
     col_stream: int = 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .api import quantize, quantizer
+from .many import multi_tensor_quantize
 from .named import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -24,6 +25,7 @@ __all__ = [
     "Quantizer",
     "draw_seed",
     "group_amax",
+    "multi_tensor_quantize",
     "quantize",
     "quantizer",
     "statistics",

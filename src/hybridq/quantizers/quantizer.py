@@ -226,13 +226,9 @@ class Quantizer:
         Raises:
             PlaneError: both usages are off.
         """
-        if not (self.makes_rowwise or self.makes_columnwise):
-            raise PlaneError("quantize: both usages are off, nothing to make; see with_usage")
+        row, col = self.specs_to_encode()
         if seed is None and self.is_stochastic:
             seed = draw_seed(matrix.device)
-        row, col = self.rowwise, self.columnwise if self.makes_columnwise else None
-        if not self.makes_rowwise and (col is None or self.columnwise_source == "original"):
-            row = None
         row_stat, col_stat = statistics(
             matrix,
             None if row is None else row.resolve(matrix.dtype).plain_text(matrix.dtype),
@@ -251,6 +247,19 @@ class Quantizer:
             col_source=self.columnwise_source,
             keep_row=self.makes_rowwise,
         )
+
+    def specs_to_encode(self) -> tuple[PlaneSpec | None, PlaneSpec | None]:
+        """Return the specs that encode takes; the rowwise one may be only the other's source.
+
+        Raises:
+            PlaneError: both usages are off.
+        """
+        if not (self.makes_rowwise or self.makes_columnwise):
+            raise PlaneError("quantize: both usages are off, nothing to make; see with_usage")
+        row, col = self.rowwise, self.columnwise if self.makes_columnwise else None
+        if not self.makes_rowwise and (col is None or self.columnwise_source == "original"):
+            row = None
+        return row, col
 
     def update_quantized(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .build import build_storage, encode_pair
+from .build import build_storage, build_storages, encode_pair
 from .plane import Plane, overwrite
 from .storage import PlaneLayout, StorageLayout, TensorStorage
 
@@ -12,6 +12,7 @@ __all__ = [
     "StorageLayout",
     "TensorStorage",
     "build_storage",
+    "build_storages",
     "encode_pair",
     "overwrite",
 ]

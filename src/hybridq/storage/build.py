@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..direction import COLUMNWISE, ROWWISE
@@ -9,7 +11,20 @@ from ..formats import PlaneSpec, PlaneText
 from .plane import Plane
 from .storage import TensorStorage
 
-__all__ = ["build_storage", "encode_pair"]
+__all__ = ["build_storage", "build_storages", "encode_pair"]
+
+
+def _texts(
+    row: PlaneText | None, col: PlaneText | None, col_source: str, keep_row: bool
+) -> tuple[str, str, bool, bool]:
+    """Return what encode has to make: both texts, and whether it keeps the row and decodes it."""
+    # What a plain rowwise plane decodes to is the original.
+    from_row = col_source != "original" and row is not None and not row.is_plain
+    row_text = row.spec if row is not None and not row.is_plain else ""
+    col_text = col.spec if col is not None and (from_row or not col.is_plain) else ""
+    keeps = keep_row and row_text != ""
+    from_row = from_row and col_text != ""
+    return row_text if keeps or from_row else "", col_text, keeps, from_row
 
 
 def encode_pair(
@@ -38,16 +53,9 @@ def encode_pair(
         col_source: `"original"` or `"rowwise_dequantized"`.
         row_stream, col_stream: random streams.
     """
-    # What a plain rowwise plane decodes to is the original.
-    from_row = col_source != "original" and row is not None and not row.is_plain
-    wants_row = row is not None and keep_row
-    row_buffers = [x] if wants_row and row.is_plain else []  # type: ignore[union-attr]
-    col_buffers = [x.t()] if col is not None and col.is_plain and not from_row else []
-    row_text = row.spec if row is not None and not row.is_plain else ""
-    col_text = col.spec if col is not None and not col_buffers else ""
-    encodes_row = wants_row and row_text != ""
-    if not encodes_row and not (from_row and col_text):
-        row_text = ""
+    row_text, col_text, keeps_row, from_row = _texts(row, col, col_source, keep_row)
+    row_buffers = [x] if row is not None and row.is_plain and keep_row else []
+    col_buffers = [x.t()] if col is not None and col_text == "" else []
     if not row_text and not col_text:
         return row_buffers, col_buffers
     buffers = torch.ops.hybridq.encode(
@@ -57,13 +65,46 @@ def encode_pair(
         row_stat,
         col_stat,
         seed,
-        col_source="rowwise_dequantized" if from_row and col_text else "original",
-        keep_row=encodes_row,
+        col_source="rowwise_dequantized" if from_row else "original",
+        keep_row=keeps_row,
         row_stream=row_stream,
         col_stream=col_stream,
     )
-    split = row.num_buffers if encodes_row and row is not None else 0
+    split = row.num_buffers if keeps_row and row is not None else 0
     return row_buffers or list(buffers[:split]), col_buffers or list(buffers[split:])
+
+
+def _encode_pairs(
+    xs: Sequence[torch.Tensor],
+    row: PlaneText | None,
+    col: PlaneText | None,
+    seeds: torch.Tensor | None,
+    col_source: str,
+    keep_row: bool,
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Return what `encode_pair` does of each of xs, by one operation; a plain plane is a copy."""
+    row_text, col_text, keeps_row, from_row = _texts(row, col, col_source, keep_row)
+    split = row.num_buffers if keeps_row and row is not None else 0
+    flat: Sequence[torch.Tensor] = []
+    if row_text or col_text:
+        flat = torch.ops.hybridq.encode_many(
+            xs,
+            row_text,
+            col_text,
+            None,
+            None,
+            seeds,
+            col_source="rowwise_dequantized" if from_row else "original",
+            keep_row=keeps_row,
+        )
+    size = len(flat) // len(xs)
+    pairs = []
+    for i, x in enumerate(xs):
+        own = list(flat[i * size : (i + 1) * size])
+        plain_row = [_copy(x)] if row is not None and row.is_plain and keep_row else []
+        plain_col = [_copy(x.t())] if col is not None and col_text == "" else []
+        pairs.append((plain_row or own[:split], plain_col or own[split:]))
+    return pairs
 
 
 def build_storage(
@@ -89,10 +130,8 @@ def build_storage(
     """
     row = None if row is None else row.resolve(x.dtype)
     col = None if col is None else col.resolve(x.dtype)
-    rows, cols = x.shape
     if row is not None and row == col and row.format.is_identity:
-        plain = Plane.of(_own(x, row))
-        return TensorStorage(plain if keep_row else None, plain.derive())
+        return _plain_storage(x, row, keep_row)
     row_text = None if row is None else row.plain_text(x.dtype)
     col_text = None if col is None else col.plain_text(x.dtype)
     row_buffers, col_buffers = encode_pair(
@@ -105,12 +144,61 @@ def build_storage(
         col_source=col_source,
         keep_row=keep_row,
     )
-    first = second = None
     if row_buffers and row_text is not None and row_text.is_plain:  # x itself
-        row_buffers = [x.clone(memory_format=torch.contiguous_format)]
+        row_buffers = [_copy(x)]
     decoded = col_source != "original" and row_text is not None and not row_text.is_plain
     if col_text is not None and col_text.is_plain and not decoded:  # a view of x
-        col_buffers = [x.t().clone(memory_format=torch.contiguous_format)]
+        col_buffers = [_copy(x.t())]
+    return _storage(x, row, col, row_buffers, col_buffers, keep_row)
+
+
+def build_storages(
+    xs: Sequence[torch.Tensor],
+    row: PlaneSpec | None,
+    col: PlaneSpec | None,
+    *,
+    seeds: torch.Tensor | None = None,
+    col_source: str = "original",
+    keep_row: bool = True,
+) -> list[TensorStorage]:
+    """Return what `build_storage` does of each of xs, by one operation.
+
+    Args:
+        xs: matrices `[rows, cols]` of one dtype and device, each of its own size.
+        row, col: specs of the planes, or None.
+        seeds: int64 `[N]` where a spec is stochastic.
+        col_source, keep_row: as `encode_pair` takes them.
+    """
+    if not xs:
+        return []
+    dtype = xs[0].dtype
+    row = None if row is None else row.resolve(dtype)
+    col = None if col is None else col.resolve(dtype)
+    if row is not None and row == col and row.format.is_identity:
+        return [_plain_storage(x, row, keep_row) for x in xs]
+    row_text = None if row is None else row.plain_text(dtype)
+    col_text = None if col is None else col.plain_text(dtype)
+    pairs = _encode_pairs(xs, row_text, col_text, seeds, col_source, keep_row)
+    return [_storage(x, row, col, *pair, keep_row) for x, pair in zip(xs, pairs, strict=True)]
+
+
+def _plain_storage(x: torch.Tensor, spec: PlaneSpec, keep_row: bool) -> TensorStorage:
+    """Return the storage of two identity planes: one is a view of the other."""
+    plain = Plane.of(_own(x, spec))
+    return TensorStorage(plain if keep_row else None, plain.derive())
+
+
+def _storage(
+    x: torch.Tensor,
+    row: PlaneSpec | None,
+    col: PlaneSpec | None,
+    row_buffers: list[torch.Tensor],
+    col_buffers: list[torch.Tensor],
+    keep_row: bool,
+) -> TensorStorage:
+    """Return the storage of x `[rows, cols]` whose planes have these buffers."""
+    rows, cols = x.shape
+    first = second = None
     if row is not None and keep_row:
         first = Plane(row, ROWWISE, rows, cols, _named(row, row_buffers))
     if col is not None:
@@ -121,6 +209,10 @@ def build_storage(
             named.update({name: first.buffers[name] for name in shared if name in named})
         second = Plane(col, COLUMNWISE, rows, cols, named)
     return TensorStorage(first, second)
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _own(x: torch.Tensor, spec: PlaneSpec) -> torch.Tensor:
