@@ -9,6 +9,8 @@
 #                      (about 20 minutes; MUTANTS=name,name for some)
 # make arm64-check     cross-build for arm64 and run the C++ tests under qemu-user
 # make fuzz            throw legal and illegal calls at the public door (MINUTES=5)
+# make bench           the CPU benchmarks, as one table, kept in benchmarks/results (minutes;
+#                      ARGS="--parts quantize --threads 1" for some)
 # make docs            the documentation, in build/docs/html
 # make wheel           an sdist and the wheel made of it, in dist
 # make wheel-check     that wheel in an empty environment (TORCH=torch==2.11.0: with that one)
@@ -65,7 +67,7 @@ WHEEL_STAMP := $(VENV)/.installed-wheel-tools
 EMULATION_STAMP := build/emulation/.built
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-slow lint sanitize exhaustive mutants arm64-check fuzz docs wheel \
+.PHONY: demo test test-slow lint sanitize exhaustive mutants arm64-check fuzz bench docs wheel \
   wheel-check sdist-check kernels-check emulation gpu gpu-facts clean distclean
 
 demo: $(DEMO_STAMP)
@@ -121,6 +123,9 @@ arm64-check: $(TOOLS_STAMP)
 # In a child process: a crash, a hang or a broken rule is reported with its steps in build/fuzz.
 fuzz: $(DEV_STAMP)
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(FUZZ_ARGS)
+
+bench: $(DEV_STAMP)
+	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 docs: $(DOCS_STAMP)
 	rm -rf build/docs

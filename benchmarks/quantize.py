@@ -1,163 +1,222 @@
-"""Encode, decode and GEMM of every format beside a plain copy and torch's own casts.
+"""Part `quantize`: amax, encode and decode beside a plain copy of the input, and the peers.
 
-    python benchmarks/quantize.py [--rows 4096] [--cols 4096] [--threads 1] [--rounds 15]
-
-Every round times each case once, so that all cases meet the same noise; reported is the median
-over rounds of the ratio to the copy (or to torch's BF16 matmul) of the same round. Absolute times
-are not kept: the figures compare cases, on the machine that is named in the result.
-Writes benchmarks/results/quantize-<machine>-<date>.json.
+Encode and decode are measured twice: as the core's call into memory that is there already, with the
+maximum of the tensor given (`kernel`), and as the operator that users reach, which also finds the
+maximum and allocates its result (`op`).
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import platform
-import re
-import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
+from importlib import import_module
+from typing import Any
 
 import torch
+from timing import Case, Run
 
 import hybridq
 from hybridq.formats import DEFAULT_SIGNS, PlaneSpec, format, names
 
-Case = Callable[[], object]
+NAME = "quantize"
+COPY = "a copy of the input"
 
 
-def spec(name: str, **options: object) -> str:
-    """Canonical text of a format with options."""
-    return PlaneSpec(format(name), **options).text  # type: ignore[arg-type]
+def spec(name: str, **options: Any) -> PlaneSpec:
+    """Return a plane's spec."""
+    return PlaneSpec(format(name), **options)
 
 
-def encode_cases(x: torch.Tensor) -> dict[str, Case]:
-    """One case per format and direction, the options of NVFP4, and the zoo's hybrid pair."""
-    encode, seed = torch.ops.hybridq.encode, torch.tensor([1])
-    cases: dict[str, Case] = {}
-    for name in names():
-        if format(name).is_identity:
-            continue
-        text = spec(name)
-        cases[f"{name} row"] = lambda t=text: encode(x, t, "")
-        cases[f"{name} both"] = lambda t=text: encode(x, t, t)
-    nvfp4 = {
-        "nvfp4 row stochastic": (spec("nvfp4", stochastic=True), ""),
-        "nvfp4 column transform": ("", spec("nvfp4", signs=DEFAULT_SIGNS)),
-        "nvfp4 gradient (both, stochastic, transform)": (
-            spec("nvfp4", stochastic=True),
-            spec("nvfp4", stochastic=True, signs=DEFAULT_SIGNS),
-        ),
-        "mxfp8 row + nvfp4 column transform": (spec("mxfp8"), spec("nvfp4", signs=DEFAULT_SIGNS)),
-    }
-    for label, (row, col) in nvfp4.items():
-        cases[label] = lambda r=row, c=col: encode(x, r, c, None, None, seed)
-    cases["torch cast to float8_e4m3fn"] = lambda: x.to(torch.float8_e4m3fn)
-    return cases
+#: (label, rowwise, columnwise, largest time over a copy): the table of floors of the project.
+ENCODE: tuple[tuple[str, PlaneSpec | None, PlaneSpec | None, float | None], ...] = (
+    ("mxfp8 row", spec("mxfp8"), None, 1 / 0.6),
+    ("fp8_e4m3 row", spec("fp8_e4m3"), None, 1 / 0.6),
+    ("fp8_1x128 row", spec("fp8_1x128"), None, 1 / 0.6),
+    ("nvfp4 row", spec("nvfp4"), None, 1 / 0.35),
+    ("nvfp4 row stochastic", spec("nvfp4", stochastic=True), None, 1 / 0.25),
+    ("nvfp4 row transform", spec("nvfp4", signs=DEFAULT_SIGNS), None, 1 / 0.25),
+    ("mxfp8 column", None, spec("mxfp8"), None),
+    ("nvfp4 column", None, spec("nvfp4"), None),
+    ("nvfp4 column transform", None, spec("nvfp4", signs=DEFAULT_SIGNS), 1 / 0.25),
+    ("mxfp8 both", spec("mxfp8"), spec("mxfp8"), 1 / 0.4),
+    ("fp8_e4m3 both", spec("fp8_e4m3"), spec("fp8_e4m3"), None),
+    ("fp8_1x128 both", spec("fp8_1x128"), spec("fp8_1x128"), None),
+    ("nvfp4 both", spec("nvfp4"), spec("nvfp4"), None),
+    ("fp8_128x128 both", spec("fp8_128x128"), spec("fp8_128x128"), None),
+    ("mxfp8 row + nvfp4 column", spec("mxfp8"), spec("nvfp4"), None),
+    (
+        "mxfp8 row + nvfp4 column transform",
+        spec("mxfp8"),
+        spec("nvfp4", signs=DEFAULT_SIGNS),
+        None,
+    ),
+    (
+        "nvfp4 gradient (both, stochastic, transform)",
+        spec("nvfp4", stochastic=True),
+        spec("nvfp4", stochastic=True, signs=DEFAULT_SIGNS),
+        None,
+    ),
+)
 
 
-def decode_cases(x: torch.Tensor) -> dict[str, Case]:
-    """Decode of one plane to BF16."""
-    cases: dict[str, Case] = {}
-    for name in ("fp8_e4m3", "fp8_1x128", "mxfp8", "nvfp4"):
-        text = spec(name)
-        plane = torch.ops.hybridq.encode(x, text, "")
-        cases[f"{name} decode"] = lambda p=plane, t=text: torch.ops.hybridq.decode(
-            p, t, *x.shape, torch.bfloat16
-        )
-    codes = x.to(torch.float8_e4m3fn)
-    cases["torch cast from float8_e4m3fn"] = lambda: codes.to(torch.bfloat16)
-    return cases
+class Kernels:
+    """The core's calls on one input, into memory of their own."""
 
+    def __init__(self, x: torch.Tensor, threads: int) -> None:
+        backend: Any = import_module("hybridq.kernels.backend_cpu")
+        self.core, self.spec = backend.core, lambda s: backend.core_spec(s)[0]
+        self.x, self.threads = x, threads
+        self.amax = x.abs().max().float().reshape(1)
+        self.view = (x.data_ptr(), backend.DTYPES[x.dtype], *x.shape, *x.stride())
 
-def gemm_cases(size: int) -> dict[str, Case]:
-    """Square GEMMs of two planes, decode included."""
-    a, b = torch.randn(2, size, size, dtype=torch.bfloat16)
-    cases: dict[str, Case] = {}
-    for left, right in (("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"), ("mxfp8", "nvfp4")):
-        x, y = hybridq.quantize(a, left, False), hybridq.quantize(b, right, False)
-        cases[f"{left} x {right}"] = lambda x=x, y=y: hybridq.gemm(x, y)
-    wide_a, wide_b = a.float(), b.float()
-    cases["torch float32"] = lambda: wide_a @ wide_b.t()
-    return cases
+    def plane(self, one: PlaneSpec | None, shape: tuple[int, int], stream: int) -> Any:
+        """Return (buffers, the core's plane over them)."""
+        if one is None:
+            return None, None
+        buffers = [torch.zeros(b.shape, dtype=b.dtype) for b in one.buffers(*shape)]
+        stat = self.amax.data_ptr() if one.needs_amax else 0
+        addresses = [b.data_ptr() for b in buffers[:2]]
+        return buffers, self.core.PlaneOut(self.spec(one), *addresses, stat, 7, 0, 0, stream)
 
+    def encode(self, row: PlaneSpec | None, col: PlaneSpec | None) -> Run:
+        """Return the call that writes one plane, or both."""
+        rows, cols = self.x.shape
+        row_memory, row_plane = self.plane(row, (rows, cols), 0)
+        col_memory, col_plane = self.plane(col, (cols, rows), 1)
 
-def ratios(base: Case, cases: dict[str, Case], rounds: int) -> dict[str, dict[str, float]]:
-    """Median, lowest and highest of time(case) / time(base), pair by pair."""
-    for case in (base, *cases.values()):
-        case()
-    found: dict[str, list[float]] = {label: [] for label in cases}
-    for _ in range(rounds):
-        for label, case in cases.items():
-            times = []
-            for one in (base, case):
-                start = time.perf_counter()
-                one()
-                times.append(time.perf_counter() - start)
-            found[label].append(times[1] / times[0])
-    return {
-        label: {
-            "median": round(statistics.median(values), 3),
-            "low": round(min(values), 3),
-            "high": round(max(values), 3),
-        }
-        for label, values in found.items()
-    }
+        def run(keep: object = (row_memory, col_memory)) -> None:
+            self.core.encode(*self.view, row_plane, col_plane, self.threads)
 
+        return run
 
-def cpu_name() -> str:
-    """The processor's model name."""
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
+    def decode(self, one: PlaneSpec, out: torch.Tensor) -> Run:
+        """Return the call that decodes a plane of the input to `out`."""
+        rows, cols = self.x.shape
+        memory, plane = self.plane(one, (rows, cols), 0)
+        self.core.encode(*self.view, plane, None, self.threads)
+        arguments = (self.spec(one), *(b.data_ptr() for b in memory[:2]), self.amax.data_ptr())
 
-
-def main() -> None:
-    """Run all cases, print a table, keep the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for flag, default in (("rows", 4096), ("cols", 4096), ("gemm", 2048), ("rounds", 15)):
-        parser.add_argument(f"--{flag}", type=int, default=default)
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
-    x = torch.randn(options.rows, options.cols, dtype=torch.bfloat16)
-    into = torch.empty_like(x)
-    a, b = torch.randn(2, options.gemm, options.gemm, dtype=torch.bfloat16)
-    tables = {
-        "time / copy of the input": ratios(
-            lambda: into.copy_(x), encode_cases(x) | decode_cases(x), options.rounds
-        ),
-        "time / torch bfloat16 matmul": ratios(
-            lambda: a @ b.t(), gemm_cases(options.gemm), options.rounds
-        ),
-    }
-    for title, rows in tables.items():
-        print(f"\n{title} (median of {options.rounds}, low .. high)")
-        for label, value in rows.items():
-            print(
-                f"  {label:<48} {value['median']:8.2f}  {value['low']:.2f} .. {value['high']:.2f}"
+        def run(keep: object = memory) -> None:
+            self.core.decode(
+                *arguments, rows, cols, out.data_ptr(), "bfloat16", False, self.threads
             )
-    core = hybridq.kernels.backend_cpu.core
-    result = {
-        "machine": cpu_name(),
-        "threads": options.threads,
-        "shape": [options.rows, options.cols],
-        "gemm": options.gemm,
-        "versions": {"hybridq": hybridq.__version__, "torch": torch.__version__},
-        "variant": core.variant() if core is not None else None,
-        "command": f"python benchmarks/quantize.py --threads {options.threads}",
-        "tables": tables,
+
+        return run
+
+    def find_amax(self, signs: int) -> Run:
+        """Return the call that finds the maximum, after a transform if signs >= 0."""
+        out = torch.zeros(1)
+        return lambda: self.core.amax(*self.view, signs, out.data_ptr(), self.threads)
+
+
+def peers(x: torch.Tensor, copy: Run) -> list[Case]:
+    """Torch's own casts and, where it is installed, torchao in eager mode."""
+    codes = x.to(torch.float8_e4m3fn)
+    cases = [
+        Case("torch cast to float8_e4m3fn", lambda: x.to(torch.float8_e4m3fn), copy, COPY),
+        Case("torch cast from float8_e4m3fn", lambda: codes.to(torch.bfloat16), copy, COPY),
+    ]
+    try:
+        mx: Any = import_module("torchao.prototype.mx_formats.mx_tensor").MXTensor
+        nv: Any = import_module("torchao.prototype.mx_formats.nvfp4_tensor").NVFP4Tensor
+    except ImportError:
+        return cases
+    return [
+        *cases,
+        Case("torchao mxfp8 eager", lambda: mx.to_mx(x, torch.float8_e4m3fn, 32), copy, COPY),
+        Case("torchao nvfp4 eager", lambda: nv.to_nvfp4(x), copy, COPY),
+    ]
+
+
+def operators(x: torch.Tensor, copy: Run) -> list[Case]:
+    """The same through `torch.ops.hybridq`: maxima found, results allocated."""
+    encode, decode = torch.ops.hybridq.encode, torch.ops.hybridq.decode
+    seed = torch.tensor([1])
+    cases = []
+    for label, row, col, most in ENCODE:
+        texts = [one.text if one is not None else "" for one in (row, col)]
+        cases.append(
+            Case(
+                f"{label}, op",
+                lambda t=texts: encode(x, *t, None, None, seed),  # type: ignore[misc]
+                copy,
+                COPY,
+                most,
+            )
+        )
+    for name in ("fp8_e4m3", "mxfp8", "nvfp4"):
+        text = spec(name).text
+        plane = encode(x, text, "")
+        cases.append(
+            Case(
+                f"{name} decode, op",
+                lambda p=plane, t=text: decode(p, t, *x.shape, torch.bfloat16),  # type: ignore[misc]
+                copy,
+                COPY,
+                1 / 0.6,
+            )
+        )
+    return cases
+
+
+def ratios_of_pairs(kernels: Kernels) -> list[Case]:
+    """Both planes beside one, and a hybrid pair beside its two planes."""
+    mxfp8, nvfp4 = spec("mxfp8"), spec("nvfp4")
+    turned = spec("nvfp4", signs=DEFAULT_SIGNS)
+
+    def two(row: PlaneSpec, col: PlaneSpec) -> Run:
+        first, second = kernels.encode(row, None), kernels.encode(None, col)
+        return lambda: (first(), second())
+
+    cases = [
+        Case(
+            "mxfp8 both, kernel, of one plane",
+            kernels.encode(mxfp8, mxfp8),
+            kernels.encode(mxfp8, None),
+            "mxfp8 row",
+            1.6,
+        )
+    ]
+    for label, row, col in (
+        ("mxfp8 both", mxfp8, mxfp8),
+        ("mxfp8 row + nvfp4 column", mxfp8, nvfp4),
+        ("mxfp8 row + nvfp4 column transform", mxfp8, turned),
+        ("nvfp4 row + fp8_1x128 column", nvfp4, spec("fp8_1x128")),
+    ):
+        cases.append(
+            Case(
+                f"{label}, kernel, of two passes",
+                kernels.encode(row, col),
+                two(row, col),
+                "its two planes one after the other",
+                1.0,
+            )
+        )
+    return cases
+
+
+def cases(rows: int, cols: int, threads: int) -> list[Case]:
+    """Return all lines of the part."""
+    x = torch.randn(rows, cols, dtype=torch.bfloat16)
+    into, out = torch.empty_like(x), torch.empty_like(x)
+    copy: Run = lambda: into.copy_(x)  # noqa: E731
+    kernels = Kernels(x, threads)
+    found = [
+        Case("amax", kernels.find_amax(-1), lambda: x.sum(), "a read-only pass (sum)", 1 / 0.9),
+        Case("amax of the transform", kernels.find_amax(DEFAULT_SIGNS), copy, COPY),
+    ]
+    for label, row, col, most in ENCODE:
+        found.append(Case(f"{label}, kernel", kernels.encode(row, col), copy, COPY, most))
+    for name in names():
+        if not format(name).is_identity:
+            run = kernels.decode(spec(name), out)
+            found.append(Case(f"{name} decode, kernel", run, copy, COPY, 1 / 0.6))
+    return [*found, *ratios_of_pairs(kernels), *operators(x, copy), *peers(x, copy)]
+
+
+def versions() -> dict[str, str]:
+    """Return what the figures were made with."""
+    core: Any = import_module("hybridq.kernels.backend_cpu").core
+    return {
+        "hybridq": hybridq.__version__,
+        "torch": torch.__version__,
+        "variant": core.variant() if core is not None else "none",
     }
-    machine = re.sub(r"[^a-z0-9]+", "-", cpu_name().lower()).strip("-")
-    day = datetime.date.today().isoformat()
-    file = Path(__file__).parent / "results" / f"quantize-{machine}-{options.threads}t-{day}.json"
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\nkept in {file}")
-
-
-if __name__ == "__main__":
-    main()

@@ -98,17 +98,41 @@ PlaneTarget MakeTarget(const PlaneOut& out, bool columnwise, int64_t rows, int64
           out.stream};
 }
 
+struct EncodeCall {
+  Matrix x;
+  PlaneTarget row, col;
+  bool has_row, has_col;
+
+  const PlaneTarget* Row() const { return has_row ? &row : nullptr; }
+  const PlaneTarget* Col() const { return has_col ? &col : nullptr; }
+};
+
+EncodeCall MakeEncodeCall(uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols,
+                          int64_t stride0, int64_t stride1, const PlaneOut* row,
+                          const PlaneOut* col, int threads) {
+  EncodeCall call{};
+  call.x = MakeMatrix("encode", x, dtype, rows, cols, stride0, stride1, threads);
+  call.has_row = row != nullptr;
+  call.has_col = col != nullptr;
+  if (!call.has_row && !call.has_col) Fail("encode: row or col must be given, got None");
+  if (call.has_row) call.row = MakeTarget(*row, false, rows, cols);
+  if (call.has_col) call.col = MakeTarget(*col, true, rows, cols);
+  return call;
+}
+
 void EncodePlanes(uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols,
                   int64_t stride0, int64_t stride1, const PlaneOut* row, const PlaneOut* col,
                   int threads) {
-  const Matrix matrix = MakeMatrix("encode", x, dtype, rows, cols, stride0, stride1, threads);
-  if (row == nullptr && col == nullptr) Fail("encode: row or col must be given, got None");
-  PlaneTarget row_target{}, col_target{};
-  if (row != nullptr) row_target = MakeTarget(*row, false, rows, cols);
-  if (col != nullptr) col_target = MakeTarget(*col, true, rows, cols);
+  const EncodeCall call = MakeEncodeCall(x, dtype, rows, cols, stride0, stride1, row, col, threads);
   const py::gil_scoped_release release;
-  CheckMemory(ActiveKernels().encode(matrix, row == nullptr ? nullptr : &row_target,
-                                     col == nullptr ? nullptr : &col_target, threads));
+  CheckMemory(ActiveKernels().encode(call.x, call.Row(), call.Col(), threads));
+}
+
+std::string EncodePathOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols,
+                         int64_t stride0, int64_t stride1, const PlaneOut* row,
+                         const PlaneOut* col) {
+  const EncodeCall call = MakeEncodeCall(x, dtype, rows, cols, stride0, stride1, row, col, 1);
+  return ActiveKernels().encode_path(call.x, call.Row(), call.Col());
 }
 
 bool DecodePlanes(const Spec& spec, uintptr_t data, uintptr_t scale, uintptr_t amax, int64_t rows,
@@ -324,6 +348,9 @@ PYBIND11_MODULE(_core, m) {
         py::arg("stride0"), py::arg("stride1"), py::arg("row").none(true),
         py::arg("col").none(true), py::arg("threads") = 1,
         "Writes one plane, or both in one pass over x.");
+  m.def("encode_path", &EncodePathOf, py::arg("x"), py::arg("dtype"), py::arg("rows"),
+        py::arg("cols"), py::arg("stride0"), py::arg("stride1"), py::arg("row").none(true),
+        py::arg("col").none(true), "Returns how encode would run: raw, two passes or general.");
   m.def("decode", &DecodePlanes, py::arg("spec"), py::arg("data"), py::arg("scale"),
         py::arg("amax"), py::arg("rows"), py::arg("cols"), py::arg("out"), py::arg("out_dtype"),
         py::arg("operand") = false, py::arg("threads") = 1,

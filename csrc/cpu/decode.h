@@ -4,20 +4,15 @@
 
 #include "core/float_env.h"
 #include "core/parallel.h"
+#include "cpu/decode_vectors.h"
 #include "cpu/kernels.h"
 #include "cpu/plane_job.h"
+#include "cpu/raw_tile.h"
+#include "cpu/scales.h"
 
 HQ_NAMESPACE_BEGIN
 
-inline constexpr int kDecodeRun = 1024;  // holds whole blocks
-
-using DecodeFn = void (*)(const uint8_t* codes, const float* scale, float* out, int64_t n);
-
-template <class E>
-static void DecodeLoop(const uint8_t* __restrict codes, const float* __restrict scale,
-                       float* __restrict out, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i] = MulRn(Decode<E>(codes[i]), scale[i]);
-}
+inline constexpr int kDecodeRun = kRunElements;  // holds whole blocks
 
 template <class E>
 static void DecodeCodesLoop(const uint8_t* __restrict codes, float* __restrict out, int64_t n) {
@@ -25,13 +20,71 @@ static void DecodeCodesLoop(const uint8_t* __restrict codes, float* __restrict o
 }
 
 // Whether a non-zero value is below BF16's normal range, or above its maximum.
-static bool LeavesBf16Range(const float* __restrict v, int64_t n) {
-  int32_t bad = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const int32_t m = Magnitude(v[i]);
-    bad |= (m > 0 && m < 0x00800000) | (m > kBf16MaxBits && m <= kInfBits);
+HQ_HD int32_t LeavesBf16Range(float v) {
+  const int32_t m = Magnitude(v);
+  return (m > 0 && m < 0x00800000) | (m > kBf16MaxBits && m <= kInfBits);
+}
+
+// Decodes n elements (a multiple of 32), two neighbours at a time; scale[i] is that of pair i.
+// Returns whether an operand left BF16's range.
+using DecodeFn = int32_t (*)(const uint8_t* codes, const float* scale, float factor, void* out,
+                             int n);
+
+template <class E, DType kType, DecodeAs kAs>  // to FP32 and FP16
+static int32_t DecodePairs(const uint8_t* codes, const float* __restrict scale, float factor,
+                           void* out, int n) {
+  const uint8_t* __restrict nibbles = codes;
+  const Word16* __restrict bytes = reinterpret_cast<const Word16*>(codes);
+  float* __restrict floats = static_cast<float*>(out);
+  Word32* __restrict halves = static_cast<Word32*>(out);
+  int32_t left_range = 0;
+  HQ_NO_OVERLAP
+  for (int i = 0; i < n / 2; ++i) {
+    uint32_t low, high;
+    if constexpr (E::kBits == 4) {
+      const uint32_t pair = nibbles[i];
+      low = pair & 0xfu;
+      high = pair >> 4;
+    } else {
+      const uint32_t pair = bytes[i];
+      low = pair & 0xffu;
+      high = pair >> 8;
+    }
+    float a = MulRn(Decode<E>(low), scale[i]), b = MulRn(Decode<E>(high), scale[i]);
+    if constexpr (kAs == DecodeAs::kTimesFactor) {
+      a = MulRn(a, factor);
+      b = MulRn(b, factor);
+    }
+    if constexpr (kAs == DecodeAs::kOperand) left_range |= LeavesBf16Range(a) | LeavesBf16Range(b);
+    if constexpr (kType == DType::kFloat32) {
+      floats[2 * i] = a;
+      floats[2 * i + 1] = b;
+    } else {
+      halves[i] = ToFp16(a) | static_cast<uint32_t>(ToFp16(b)) << 16;
+    }
   }
-  return bad != 0;
+  return left_range;
+}
+
+template <class E, DType kType, DecodeAs kAs>
+static DecodeFn DecodeOf() {
+  if constexpr (kType == DType::kBFloat16) return &DecodeToBf16<E, kAs>;
+  return &DecodePairs<E, kType, kAs>;
+}
+
+static DecodeFn SelectDecode(Element element, DType dtype, DecodeAs as) {
+  return WithElement(element, [=]<class E>() {
+    return WithDType(dtype, [=]<DType kType>() -> DecodeFn {
+      switch (as) {
+        case DecodeAs::kTimesFactor:
+          return DecodeOf<E, kType, DecodeAs::kTimesFactor>();
+        case DecodeAs::kOperand:
+          return DecodeOf<E, kType, DecodeAs::kOperand>();
+        default:
+          return DecodeOf<E, kType, DecodeAs::kProduct>();
+      }
+    });
+  });
 }
 
 static void StoreAs(DType dtype, const float* __restrict v, int64_t n, void* out, int64_t at) {
@@ -55,23 +108,23 @@ static void StoreAs(DType dtype, const float* __restrict v, int64_t n, void* out
 struct DecodeTask {
   PlaneSource plane;
   DecodeFn decode;
-  void* out;
+  uint8_t* out;
   DType dtype;
   int64_t k_stored, k_out, data_stride, scale_stride, runs;
-  bool packed, has_factor;
+  bool packed, has_factor, turns_back, streams;
   float factor;  // of the tensor; row-scaled planes have one per row
   int32_t left_range, failed;
 };
 
-// FP32 scale of each of n elements of a row from k on, into s.run.
+// FP32 scale of each pair of n elements of a row from k on, into s.run.
 static void ScaleRun(const DecodeTask& task, int64_t row, int64_t k, int n, Scratch& s) {
   const Spec& spec = task.plane.spec;
-  const int n_padded = RoundUp(n, kLane);
+  const int n_padded = RoundUp(n, kDecodeStep);
   const auto* fp32 = static_cast<const float*>(task.plane.scale);
   const auto* bytes = static_cast<const uint8_t*>(task.plane.scale);
   if (spec.block_cols == 0) {
     const float scale = task.plane.operand ? 1.0f : fp32[0];
-    for (int i = 0; i < n_padded; ++i) s.run[i] = scale;
+    for (int i = 0; i < n_padded / 2; ++i) s.run[i] = scale;
     return;
   }
   const int64_t at = row / spec.block_rows * task.scale_stride + k / spec.block_cols;
@@ -81,13 +134,14 @@ static void ScaleRun(const DecodeTask& task, int64_t row, int64_t k, int n, Scra
       for (int b = 0; b < blocks; ++b) s.multiplier[b] = E8m0Value(bytes[at + b]);
       break;
     case ScaleElement::kE4M3:
-      for (int b = 0; b < blocks; ++b) s.multiplier[b] = Decode<E4M3>(bytes[at + b]);
+      DecodeCodesLoop<E4M3>(bytes + at, s.multiplier, blocks);
       break;
     default:
-      for (int b = 0; b < blocks; ++b) s.multiplier[b] = fp32[at + b];
+      std::memcpy(s.multiplier, fp32 + at, sizeof(float) * static_cast<size_t>(blocks));
       break;
   }
-  ExpandBlocks(s.multiplier, spec.block_cols, n_padded, s.run);
+  s.multiplier[blocks] = 0.0f;  // of padding beyond a block of 16
+  ExpandPairs(s.multiplier, spec.block_cols, n_padded, s.run);
 }
 
 static void InverseHadamard(float* v, int n, uint32_t signs) {
@@ -99,6 +153,39 @@ static void InverseHadamard(float* v, int n, uint32_t signs) {
   }
 }
 
+// One run of a row. Returns whether an operand left BF16's range.
+static int32_t DecodeRun(const DecodeTask& task, int64_t row, int64_t k, Scratch& s) {
+  const PlaneSource& plane = task.plane;
+  const int n = static_cast<int>(Min64(kDecodeRun, task.k_stored - k));
+  const uint8_t* codes = plane.data + row * task.data_stride + (task.packed ? k / 2 : k);
+  const int n_padded = RoundUp(n, kDecodeStep);
+  if (n != n_padded) {  // what lies behind a row's end is not read; zeros decode to zeros
+    const size_t used = static_cast<size_t>(task.packed ? (n + 1) / 2 : n);
+    std::memcpy(s.codes, codes, used);
+    std::memset(s.codes + used, 0, kDecodeStep);
+    codes = s.codes;
+  }
+  ScaleRun(task, row, k, n, s);
+  float factor = task.factor;
+  if (task.has_factor && plane.spec.row_scaled) {
+    factor = TwoLevelFactor(plane.amax[row], plane.spec.tensor_bound);
+  }
+  const int64_t size = ItemSize(task.dtype), used = Min64(n, task.k_out - k);
+  uint8_t* out = task.out + (row * task.k_out + k) * size;
+  if (task.turns_back) {
+    task.decode(codes, s.run, factor, s.tile, n_padded);
+    InverseHadamard(s.tile, n, static_cast<uint32_t>(plane.spec.signs));
+    StoreAs(task.dtype, s.tile, used, task.out, row * task.k_out + k);
+    return 0;
+  }
+  if (n == n_padded && used == n && !task.streams) {
+    return task.decode(codes, s.run, factor, out, n);
+  }
+  const int32_t left = task.decode(codes, s.run, factor, s.tile, n_padded);
+  StoreBytes(out, reinterpret_cast<const uint8_t*>(s.tile), used * size, task.streams);
+  return left;
+}
+
 static void DecodeRange(void* context, int64_t begin, int64_t end) {
   auto& task = *static_cast<DecodeTask*>(context);
   const FloatEnv env;
@@ -107,34 +194,12 @@ static void DecodeRange(void* context, int64_t begin, int64_t end) {
     __atomic_store_n(&task.failed, 1, __ATOMIC_RELAXED);
     return;
   }
-  const PlaneSource& plane = task.plane;
-  bool left_range = false;
+  int32_t left_range = 0;
   for (int64_t index = begin; index < end; ++index) {
-    const int64_t row = index / task.runs, k = index % task.runs * kDecodeRun;
-    const int n = static_cast<int>(Min64(kDecodeRun, task.k_stored - k));
-    const uint8_t* codes = plane.data + row * task.data_stride + (task.packed ? k / 2 : k);
-    if (task.packed) {
-      UnpackNibbles(codes, n, s->codes);
-      codes = s->codes;
-    }
-    ScaleRun(task, row, k, n, *s);
-    task.decode(codes, s->run, s->tile, n);
-    if (plane.operand) {
-      left_range |= LeavesBf16Range(s->tile, n);
-    } else {
-      if (task.has_factor) {
-        const float factor = plane.spec.row_scaled
-                                 ? TwoLevelFactor(plane.amax[row], plane.spec.tensor_bound)
-                                 : task.factor;
-        for (int i = 0; i < n; ++i) s->tile[i] = MulRn(s->tile[i], factor);
-      }
-      if (plane.spec.signs >= 0) {
-        InverseHadamard(s->tile, n, static_cast<uint32_t>(plane.spec.signs));
-      }
-    }
-    StoreAs(task.dtype, s->tile, Min64(n, task.k_out - k), task.out, row * task.k_out + k);
+    left_range |= DecodeRun(task, index / task.runs, index % task.runs * kDecodeRun, *s);
   }
-  if (left_range) __atomic_store_n(&task.left_range, 1, __ATOMIC_RELAXED);
+  if (left_range != 0) __atomic_store_n(&task.left_range, 1, __ATOMIC_RELAXED);
+  if (task.streams) StreamFence();
 }
 
 static bool DecodePlane(const PlaneSource& plane, void* out, DType dtype, int threads,
@@ -143,16 +208,21 @@ static bool DecodePlane(const PlaneSource& plane, void* out, DType dtype, int th
   const FloatEnv env;
   DecodeTask task{};
   task.plane = plane;
-  task.decode = WithElement(spec.element, []<class E>() -> DecodeFn { return &DecodeLoop<E>; });
-  task.out = out;
+  task.out = static_cast<uint8_t*>(out);
   task.dtype = dtype;
   task.k_stored = spec.signs >= 0 ? PaddedToHadamard(plane.k) : plane.k;
   task.k_out = plane.operand ? task.k_stored : plane.k;
   task.packed = spec.element == Element::kE2M1;
   task.data_stride = task.packed ? CeilDiv(task.k_stored, 2) : task.k_stored;
   task.scale_stride = spec.block_cols == 0 ? 1 : CeilDiv(task.k_stored, spec.block_cols);
-  task.has_factor = spec.rule == Rule::kTwoLevel;
-  if (task.has_factor && !plane.operand && !spec.row_scaled) {
+  task.has_factor = spec.rule == Rule::kTwoLevel && !plane.operand;
+  task.turns_back = spec.signs >= 0 && !plane.operand;
+  task.streams = plane.rows * task.k_out * ItemSize(dtype) >= kStreamedBytes;
+  const DecodeAs as = plane.operand     ? DecodeAs::kOperand
+                      : task.has_factor ? DecodeAs::kTimesFactor
+                                        : DecodeAs::kProduct;
+  task.decode = SelectDecode(spec.element, task.turns_back ? DType::kFloat32 : dtype, as);
+  if (task.has_factor && !spec.row_scaled) {
     task.factor = TwoLevelFactor(*plane.amax, spec.tensor_bound);
   }
   task.runs = CeilDiv(task.k_stored, kDecodeRun);

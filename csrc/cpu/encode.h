@@ -11,27 +11,10 @@
 #include "core/float_env.h"
 #include "core/parallel.h"
 #include "cpu/four_over_six.h"
-#include "cpu/plane_job.h"
+#include "cpu/raw_encode.h"
+#include "cpu/scales.h"
 
 HQ_NAMESPACE_BEGIN
-
-// Random bytes of n elements (a multiple of 16) of one plane row from k on. Philox counts groups of
-// 16 in the whole tensor's plane, whose boundaries a shard's first column need not meet.
-static const uint8_t* RandomAlong(const PlaneJob& job, int64_t row, int64_t k, int n, Scratch& s) {
-  const int64_t first = job.k_offset + k;
-  const int skip = static_cast<int>(first % kBytesPerCounter);
-  const int groups = (skip + n + kBytesPerCounter - 1) / kBytesPerCounter;
-  PhiloxLoop(static_cast<uint32_t>(first / kBytesPerCounter), 1,
-             static_cast<uint32_t>(job.row_offset + row), 0, job.stream, job.seed, groups,
-             s.words[0], s.words[1], s.words[2], s.words[3]);
-  // Byte i of a group is byte i % 4 of word i / 4: the words in memory order (little endian).
-  for (int g = 0; g < groups; ++g) {
-    for (int j = 0; j < 4; ++j) {
-      std::memcpy(s.random + g * kBytesPerCounter + 4 * j, &s.words[j][g], sizeof(uint32_t));
-    }
-  }
-  return s.random + skip;
-}
 
 // Scales and multipliers of the tile t[nn][kk] from the blocks' amaxima in s.amax[n * blocks + b]
 // (n: a row, or a row of squares).
@@ -63,20 +46,9 @@ static void EncodeAlong(const PlaneJob& job, const float* t, int ld, int64_t n0,
     for (int n = 0; n < nn; ++n) {
       BlockAmax(t + n * ld, kk_padded, job.block, s.amax + n * blocks);
     }
-    if (job.square) {
-      // In place: group g is written at or before its own first row.
-      for (int n = 0; n < nn; ++n) {
-        int32_t* group = s.amax + n / rows_per_scale * blocks;
-        const int32_t* own = s.amax + n * blocks;
-        for (int b = 0; b < blocks; ++b) {
-          group[b] = n % rows_per_scale == 0 ? own[b] : MaxInt(group[b], own[b]);
-        }
-      }
-    }
+    if (job.square) MergeRowsOfSquares(job, nn, blocks, s);
     ScalesAlong(job, t, ld, n0, nn, kk, scale_rows, blocks, s);
-    for (int g = 0; g < scale_rows; ++g) {
-      StoreScales(job, s, g * blocks, 1, blocks, n0 / rows_per_scale + g, k0 / job.block);
-    }
+    StoreScalesAlong(job, n0, k0, scale_rows, blocks, s);
   }
   const bool direct = !job.packed && kk == kk_padded;
   for (int n = 0; n < nn; ++n) {
@@ -117,30 +89,15 @@ static void ScalesDown(const PlaneJob& job, const float* t, int ld, int64_t n0, 
     }
     if (error == FourOverSix::kMae) ChooseDown<false>(job, t, ld, kk, width, s);
     if (error == FourOverSix::kMse) ChooseDown<true>(job, t, ld, kk, width, s);
-    for (int n = 0; n < nn; ++n) StoreScales(job, s, n, width, blocks, n0 + n, k0 / job.block);
+    StoreScalesDown(job, n0, nn, k0, blocks, width, s);
     return;
   }
+  MergeColumnsOfSquares(job, nn, blocks, width, s);
   const int groups = static_cast<int>(CeilDiv(nn, job.block));
-  for (int b = 0; b < blocks; ++b) {
-    for (int g = 0; g < groups; ++g) {
-      int32_t m = 0;
-      const int end = MinInt(nn, (g + 1) * job.block);
-      for (int n = g * job.block; n < end; ++n) m = MaxInt(m, s.amax[b * width + n]);
-      s.square[b * groups + g] = m;
-    }
-  }
   ComputeScales(job, s.square, blocks * groups, s);
   if (error == FourOverSix::kMae) ChooseSquaresDown<false>(job, t, ld, nn, kk, groups, s);
   if (error == FourOverSix::kMse) ChooseSquaresDown<true>(job, t, ld, nn, kk, groups, s);
-  for (int g = 0; g < groups; ++g) {
-    StoreScales(job, s, g, groups, blocks, n0 / job.block + g, k0 / job.block);
-  }
-  // From one multiplier per square to one per column: through the buffer of FP32 scales, which are
-  // stored by now.
-  for (int i = 0; i < blocks * groups; ++i) s.scale_fp32[i] = s.multiplier[i];
-  for (int b = 0; b < blocks; ++b) {
-    ExpandBlocks(s.scale_fp32 + b * groups, job.block, width, s.multiplier + b * width);
-  }
+  FinishSquaresDown(job, n0, nn, k0, blocks, width, s);
 }
 
 // Tile t[kk][nn] at plane row n0, K index k0; columns padded with zeros to a multiple of 16.
@@ -193,15 +150,6 @@ static void EncodeDown(const PlaneJob& job, const float* t, int ld, int64_t n0, 
     std::memcpy(out + n * job.data_stride, turned + n * padded, static_cast<size_t>(bytes));
   }
 }
-
-struct EncodeTask {
-  Matrix x;
-  PlaneJob row, col;
-  bool has_row, has_col;
-  int tile_rows, tile_cols;
-  int64_t tiles_across;
-  int32_t failed;
-};
 
 static void EncodeTile(const EncodeTask& task, int64_t index, Scratch& s) {
   const int64_t r0 = index / task.tiles_across * task.tile_rows;
@@ -260,17 +208,19 @@ static void ChooseTile(EncodeTask* task) {
       task->row.square ? side : MinInt(kTileSide, MaxInt(1, kSmallTile / task->tile_cols));
 }
 
-static bool Encode(const Matrix& x_in, const PlaneTarget* row, const PlaneTarget* col,
-                   int threads) {
-  Matrix x = x_in;
-  const bool swapped = PrefersTransposed(x);
-  if (swapped) {
-    // The rowwise plane of X is the columnwise plane of its transpose, so a transposed view is read
-    // in memory order.
-    x = x.Transposed();
-    const PlaneTarget* swap = row;
-    row = col;
-    col = swap;
+// Whether one pass writes the planes that are given from tiles of x as it is; x read in memory
+// order.
+static bool RunsRaw(const Matrix& x, const PlaneTarget* row, const PlaneTarget* col) {
+  return (row == nullptr || TakesRaw(x, row->spec)) && (col == nullptr || TakesRaw(x, col->spec));
+}
+
+static bool EncodeOrdered(const Matrix& x, const PlaneTarget* row, const PlaneTarget* col,
+                          bool swapped, int threads) {
+  const bool raw = RunsRaw(x, row, col);
+  if (!raw && row != nullptr && col != nullptr &&
+      (RunsRaw(x, row, nullptr) || RunsRaw(x, nullptr, col))) {
+    return EncodeOrdered(x, row, nullptr, swapped, threads) &&
+           EncodeOrdered(x, nullptr, col, swapped, threads);
   }
   const FloatEnv env;
   EncodeTask task{};
@@ -280,12 +230,41 @@ static bool Encode(const Matrix& x_in, const PlaneTarget* row, const PlaneTarget
   if (task.has_row) task.row = MakeJob(*row, x.rows, x.cols, x.dtype, swapped);
   if (task.has_col) task.col = MakeJob(*col, x.cols, x.rows, x.dtype, swapped);
   if (x.rows == 0 || x.cols == 0 || !(task.has_row || task.has_col)) return true;
-  ChooseTile(&task);
+  if (raw)
+    ChooseRawTile(&task);
+  else
+    ChooseTile(&task);
   task.tiles_across = CeilDiv(x.cols, task.tile_cols);
   const int64_t tiles = task.tiles_across * CeilDiv(x.rows, task.tile_rows);
   const int64_t elements = tiles * task.tile_rows * task.tile_cols;
-  ParallelFor(tiles, UsefulThreads(elements, threads), EncodeRange, &task);
+  ParallelFor(tiles, UsefulThreads(elements, threads), raw ? EncodeRawRange : EncodeRange, &task);
   return task.failed == 0;
+}
+
+// The order of memory: a transposed view is read from its transpose, whose columnwise plane is the
+// rowwise plane of the view.
+struct OrderedCall {
+  Matrix x;
+  const PlaneTarget *row, *col;
+  bool swapped;
+};
+
+static OrderedCall InMemoryOrder(const Matrix& x, const PlaneTarget* row, const PlaneTarget* col) {
+  if (PrefersTransposed(x)) return {x.Transposed(), col, row, true};
+  return {x, row, col, false};
+}
+
+static bool Encode(const Matrix& x, const PlaneTarget* row, const PlaneTarget* col, int threads) {
+  const OrderedCall call = InMemoryOrder(x, row, col);
+  return EncodeOrdered(call.x, call.row, call.col, call.swapped, threads);
+}
+
+static const char* EncodePath(const Matrix& x, const PlaneTarget* row, const PlaneTarget* col) {
+  const OrderedCall call = InMemoryOrder(x, row, col);
+  if (RunsRaw(call.x, call.row, call.col)) return "raw";
+  const bool any = (call.row != nullptr && RunsRaw(call.x, call.row, nullptr)) ||
+                   (call.col != nullptr && RunsRaw(call.x, nullptr, call.col));
+  return any && row != nullptr && col != nullptr ? "two passes" : "general";
 }
 
 HQ_NAMESPACE_END

@@ -155,6 +155,29 @@ static void ExpandBlocks(const float* __restrict values, int block, int n, float
   }
 }
 
+// The same, one value per pair of elements: of n elements (a multiple of 16).
+template <int kBlock>
+static void ExpandPairsLoop(const float* __restrict values, int n, float* __restrict out) {
+  const int whole = n / kBlock;
+  for (int b = 0; b < whole; ++b) {
+    for (int j = 0; j < kBlock / 2; ++j) out[b * (kBlock / 2) + j] = values[b];
+  }
+  for (int i = whole * kBlock / 2; i < n / 2; ++i) out[i] = values[whole];
+}
+
+static void ExpandPairs(const float* values, int block, int n, float* out) {
+  switch (block) {
+    case 16:
+      return ExpandPairsLoop<16>(values, n, out);
+    case 32:
+      return ExpandPairsLoop<32>(values, n, out);
+    case 64:
+      return ExpandPairsLoop<64>(values, n, out);
+    default:
+      return ExpandPairsLoop<128>(values, n, out);
+  }
+}
+
 // words[j][i] = word j of Philox at counter (c0 + i * step0, c1 + i * step1, stream, 0).
 static void PhiloxLoop(uint32_t c0, uint32_t step0, uint32_t c1, uint32_t step1, uint32_t stream,
                        uint64_t seed, int n, uint32_t* __restrict w0, uint32_t* __restrict w1,

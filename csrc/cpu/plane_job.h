@@ -2,7 +2,9 @@
 #ifndef HYBRIDQ_CPU_PLANE_JOB_H_
 #define HYBRIDQ_CPU_PLANE_JOB_H_
 
+#include "cpu/block_amax.h"
 #include "cpu/loops.h"
+#include "cpu/pairs.h"
 #include "cpu/tile.h"
 
 HQ_NAMESPACE_BEGIN
@@ -10,6 +12,12 @@ HQ_NAMESPACE_BEGIN
 struct PlaneJob {
   Spec spec;
   CodeFn code;
+  // The fast path's loops, for the type that it reads.
+  PairCodeFn pairs;
+  NibbleFn nibbles;
+  RawAmaxFn raw_amax;
+  RawColumnAmaxFn raw_column_amax;
+  bool streams;     // the plane is larger than the caches: stored past them
   int64_t rows, k;  // of the stored plane: k is Kp if there is a transform
   uint8_t* data;
   int64_t data_stride;  // bytes per row
@@ -61,6 +69,11 @@ static PlaneJob MakeJob(const PlaneTarget& target, int64_t rows, int64_t k, DTyp
   // After the transform the plane's input is BF16, whatever x was.
   const DType input = job.transform ? DType::kBFloat16 : dtype;
   const float overflow = job.block == 0 ? FloatMax() : InputMax(input);
+  job.pairs = SelectPairs(spec.element, input, spec.stochastic);
+  job.nibbles = SelectNibblesDown(input, spec.stochastic);
+  job.raw_amax = SelectRawBlockAmax(input, job.block);
+  job.raw_column_amax = SelectRawColumnAmax(input);
+  job.streams = job.rows * job.data_stride >= kStreamedBytes;
   job.amax_rule = MakeAmaxRule(fmax, spec.eps, overflow, spec.power_of_two);
   job.exponent = MakeExponentRule(spec.rule, spec.element);
   job.denominator = TwoLevelDenominator(spec.tensor_bound);

@@ -13,8 +13,12 @@ HQ_NAMESPACE_BEGIN
 
 inline constexpr int kTileSide = 128;  // the largest block
 inline constexpr int kTileElements = kTileSide * kTileSide;
-inline constexpr int kRunElements = 2048;  // the longest run along one tile row
+inline constexpr int kRunElements = 4096;  // the longest run along one tile row
 inline constexpr int kLane = 16;           // tiles are padded with zeros to multiples of this
+inline constexpr int kRawCols = 512;       // columns of a tile of the fast path
+inline constexpr int kRawElements = kTileSide * kRawCols;
+inline constexpr int kMaxBlocks = kRawElements / 16;
+inline constexpr int64_t kStreamedBytes = int64_t{4} << 20;
 
 HQ_HD int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 HQ_HD int RoundUp(int a, int b) { return (a + b - 1) / b * b; }
@@ -24,18 +28,22 @@ HQ_HD int64_t Min64(int64_t a, int64_t b) { return a < b ? a : b; }
 struct Scratch {
   alignas(64) float tile[kTileElements];
   alignas(64) float turned[kTileElements];  // transposed, or transformed
-  alignas(64) uint8_t codes[kTileElements];
+  alignas(64) uint32_t raw[kRawElements];   // of the fast path: x, padded
+  alignas(64) uint16_t transformed[kRawElements];
+  alignas(64) uint8_t codes[kRawElements];
   alignas(64) uint8_t flipped[kTileElements];
-  alignas(64) int32_t amax[kTileElements / 16];
-  alignas(64) int32_t square[kTileElements / 16];
-  alignas(64) float multiplier[kTileElements / 16];
-  alignas(64) float scale_fp32[kTileElements / 16];
-  alignas(64) uint8_t scale_byte[kTileElements / 16];
-  alignas(64) float multiplier_four[kTileElements / 16];  // four over six: the other candidate
-  alignas(64) uint8_t scale_byte_four[kTileElements / 16];
+  alignas(64) int32_t amax[kMaxBlocks];
+  alignas(64) int32_t square[kMaxBlocks];
+  alignas(64) float multiplier[kMaxBlocks + 1];
+  alignas(64) float even[kMaxBlocks], odd[kMaxBlocks];  // multipliers of alternate columns
+  alignas(64) float scale_fp32[kMaxBlocks];
+  alignas(64) uint8_t scale_byte[kMaxBlocks];
+  alignas(64) uint64_t scale_words[kRawCols];
+  alignas(64) float multiplier_four[kMaxBlocks];  // four over six: the other candidate
+  alignas(64) uint8_t scale_byte_four[kMaxBlocks];
   alignas(64) TwoLevelRule rules[kTileSide];  // row-scaled: of each plane row
   alignas(64) float run[kRunElements];
-  alignas(64) uint32_t words[4][kTileSide + kLane];
+  alignas(64) uint32_t words[4][kRawCols + kLane];
   alignas(64) uint8_t random[kRunElements + 2 * kLane];
   alignas(64) uint16_t pairs[(kTileSide + kLane) * 8];
 };

@@ -35,8 +35,17 @@ static void DecodeCodes(Element element, const uint8_t* src, int64_t n, float* d
 
 const Kernels& Table() {
   static constexpr Kernels kTable = {
-      HQ_VARIANT_NAME, &Encode,    &DecodePlane,     &Amax,      &RowAmax,
-      &Hadamard,       &Transpose, &RoundStochastic, &CastCodes, &CastCodesStochastic,
+      HQ_VARIANT_NAME,
+      &Encode,
+      &EncodePath,
+      &DecodePlane,
+      &Amax,
+      &RowAmax,
+      &Hadamard,
+      &Transpose,
+      &RoundStochastic,
+      &CastCodes,
+      &CastCodesStochastic,
       &DecodeCodes,
   };
   return kTable;

@@ -33,24 +33,33 @@ HQ_HD float MaxFinite() {
 // are 2^(e-M) apart. Adding 2^(e+23-M-kExtra) to a makes FP32's own rounding (to nearest, ties to
 // even) round a to a multiple of 2^(e-M-kExtra), and leaves that multiple, q, in the low mantissa
 // bits of the sum. The code is q + ((e - e_min) << M): a carry of q out of the mantissa moves on to
-// the next exponent by itself, and subnormals need no case of their own.
+// the next exponent by itself, and subnormals need no case of their own. The sum's exponent stands
+// above its 23 mantissa bits, far above a code's bits, also after a shift by 8: it is not taken off
+// but masked away with the code's upper bits.
 template <class E, int kExtra>
 HQ_HD uint32_t RoundedMultiple(int32_t magnitude, int32_t* binade) {
   using D = Derived<E>;
   const int32_t saturated = MinInt(magnitude, D::kMaxBits);
   *binade = MaxInt(saturated, D::kMinNormalBits) & kInfBits;
+#if defined(__FMA__) && !defined(__CUDACC__)
+  // The same sum by one instruction less: the product is a power of two, and exact.
+  constexpr float kUp = static_cast<float>(1 << (D::kShift - kExtra));
+  return Bits(__builtin_fmaf(FromSignedBits(*binade), kUp, FromSignedBits(saturated)));
+#else
   const int32_t magic = *binade + (D::kShift - kExtra) * (1 << 23);
-  const float sum = AddRn(FromSignedBits(saturated), FromSignedBits(magic));
-  return static_cast<uint32_t>(SignedBits(sum) - magic);
+  return Bits(AddRn(FromSignedBits(saturated), FromSignedBits(magic)));
+#endif
 }
 
 template <class E>
 HQ_HD uint32_t Assemble(uint32_t rounded, int32_t binade, uint32_t bits) {
   using D = Derived<E>;
-  const uint32_t exponent = static_cast<uint32_t>((binade - D::kMinNormalBits) >> D::kShift);
+  constexpr uint32_t kLowest = static_cast<uint32_t>(D::kMinNormalBits) >> D::kShift;
+  const uint32_t exponent = (static_cast<uint32_t>(binade) >> D::kShift) - kLowest;
+  const uint32_t magnitude = (rounded + exponent) & D::kMagnitudeMask;
   const uint32_t sign = (bits >> (32 - E::kBits)) & D::kSignMask;
   const bool nan = static_cast<int32_t>(bits & 0x7fffffffu) > kInfBits;
-  return nan ? static_cast<uint32_t>(E::kNanCode) : (rounded + exponent) | sign;
+  return nan ? static_cast<uint32_t>(E::kNanCode) : magnitude | sign;
 }
 
 // Code of v: round to nearest even, saturate (infinities too), keep the sign of zero, NaN to the

@@ -17,6 +17,7 @@ _SCALES = (
 )
 _FOUR = ("tests/test_four_over_six.py",)
 _DECODE = ("tests/test_core_decode.py::test_decode_equals_the_formula",)
+_PATHS = ("tests/test_core_paths.py",)
 _ODD = ("tests/test_core_encode.py::test_encode_equals_the_model",)
 _FLAG = ("tests/test_decode.py::test_operand_of_a_gemm_equals_oracle",)
 _PLACED = ("tests/test_encode.py::test_backend_equals_oracle",)
@@ -53,11 +54,11 @@ CORE = (
         "e5m2-overflows-to-inf",
         rules.E5M2_INF,
         "formats/element.h",
-        "return nan ? static_cast<uint32_t>(E::kNanCode) : (rounded + exponent) | sign;",
+        "return nan ? static_cast<uint32_t>(E::kNanCode) : magnitude | sign;",
         "const bool inf = E::kInfCode == 0x7c && (bits & 0x7fffffffu) == 0x7f800000u;\n"
         "  return nan   ? static_cast<uint32_t>(E::kNanCode)\n"
         "         : inf ? E::kInfCode | sign\n"
-        "               : (rounded + exponent) | sign;",
+        "               : magnitude | sign;",
         _CAST,
     ),
     _of(
@@ -72,8 +73,8 @@ CORE = (
         "minus-zero-loses-its-sign",
         rules.MINUS_ZERO,
         "formats/element.h",
-        "(rounded + exponent) | sign;",
-        "(rounded + exponent) | ((bits << 1) == 0u ? 0u : sign);",
+        ": magnitude | sign;",
+        ": magnitude | ((bits << 1) == 0u ? 0u : sign);",
         _CAST,
     ),
     _of(
@@ -90,6 +91,22 @@ CORE = (
         "if (n % 2 != 0) out[n / 2] = codes[n - 1];",
         "if (n % 2 != 0) out[n / 2] = static_cast<uint8_t>(codes[n - 1] * 17);",
         _ODD,
+    ),
+    _of(
+        "nibbles-swapped-in-pairs",
+        rules.NIBBLES,
+        "cpu/pairs.h",
+        "static_cast<uint8_t>(low | (high << 4))",
+        "static_cast<uint8_t>(high | (low << 4))",
+        _PATHS,
+    ),
+    _of(
+        "odd-tail-of-a-nan-block",
+        rules.ODD_TAIL,
+        "cpu/raw_encode.h",
+        "if (job.packed && kk % 2 != 0) codes[nbytes - 1] &= 0xf;",
+        "",
+        _PATHS,
     ),
     _of(
         "tensor-amax-keeps-inf",
@@ -322,14 +339,14 @@ CORE = (
     _of(
         "words-from-the-top",
         rules.BYTES,
-        "cpu/encode.h",
+        "cpu/scales.h",
         "std::memcpy(s.random + g * kBytesPerCounter + 4 * j, &s.words[j][g]",
         "std::memcpy(s.random + g * kBytesPerCounter + 4 * j, &s.words[3 - j][g]",
     ),
     _of(
         "column-offset-forgotten",
         rules.OFFSETS,
-        "cpu/encode.h",
+        "cpu/scales.h",
         "const int skip = static_cast<int>(first % kBytesPerCounter);",
         "const int skip = static_cast<int>(k % kBytesPerCounter);",
         _PLACED,
@@ -389,6 +406,14 @@ CORE = (
         "cpu/loops.h",
         "out[(r + i) * ld + c + j] = RoundToBf16(v[i][j]);",
         "out[(r + i) * ld + c + j] = v[i][j];",
+    ),
+    _of(
+        "transform-truncates-to-bf16",
+        rules.TURNED_BF16,
+        "cpu/hadamard_vectors.h",
+        "bits + (0x7fffu + ((bits >> 16) & 1u))",
+        "bits",
+        _PATHS,
     ),
     _of(
         "flag-ignores-small-values",

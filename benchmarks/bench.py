@@ -1,0 +1,59 @@
+"""Run the CPU benchmarks, print one table and keep it.
+
+    python benchmarks/bench.py [--parts quantize] [--threads 1,2] [--rounds 15]
+
+A part is a module beside this one with a NAME and `cases(rows, cols, threads)`; it is named in
+PARTS. Writes benchmarks/results/cpu-<machine>-<date>.json, one table per part and thread count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from pathlib import Path
+
+import products
+import quantize
+import torch
+from timing import cpu_name, lines, measure, slug
+
+PARTS = {part.NAME: part for part in (quantize, products)}
+
+
+def main() -> None:
+    """Run the parts asked for, print their tables, keep the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for flag, default in (("rows", 4096), ("cols", 4096), ("rounds", 15)):
+        parser.add_argument(f"--{flag}", type=int, default=default)
+    parser.add_argument("--threads", default="1,2", help="thread counts, with commas")
+    parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    tables = {}
+    for count in map(int, options.threads.split(",")):
+        torch.set_num_threads(count)
+        for name in options.parts.split(","):
+            cases = PARTS[name].cases(options.rows, options.cols, count)
+            table = measure(cases, options.rounds, count)
+            tables[f"{name}, {count} thread{'s' if count > 1 else ''}"] = table
+            print(f"\n{name}, threads: {count}, time over the base (median, quartiles)")
+            print("\n".join("  " + line for line in lines(table)))
+    result = {
+        "machine": cpu_name(),
+        "shape": [options.rows, options.cols],
+        "rounds": options.rounds,
+        "versions": quantize.versions(),
+        "command": f"python benchmarks/bench.py --parts {options.parts} --threads {options.threads}"
+        f" --rounds {options.rounds}",
+        "tables": tables,
+    }
+    day = datetime.date.today().isoformat()
+    file = Path(__file__).parent / "results" / f"cpu-{slug(cpu_name())}-{day}.json"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\nkept in {file}")
+
+
+if __name__ == "__main__":
+    main()

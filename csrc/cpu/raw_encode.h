@@ -1,0 +1,245 @@
+// Encode from tiles of x in its own type: the fast path.
+//
+// It takes every spec but four over six and row-scaled planes, and every x whose rows are
+// contiguous (or, turned, its columns). Nothing is widened in memory: maxima are taken on the bits
+// of x, codes are made from x in registers, and the columnwise plane transposes only finished
+// codes, a cache line of the result at a time. A transform makes a tile of BF16, from which all
+// goes on.
+#ifndef HYBRIDQ_CPU_RAW_ENCODE_H_
+#define HYBRIDQ_CPU_RAW_ENCODE_H_
+
+#include "cpu/plane_job.h"
+#include "cpu/raw_tile.h"
+#include "cpu/scales.h"
+
+HQ_NAMESPACE_BEGIN
+
+// Whether the fast path writes a plane of `spec` from x.
+static bool TakesRaw(const Matrix& x, const Spec& spec) {
+  return x.stride_col == 1 && spec.four_over_six == FourOverSix::kNone && !spec.row_scaled &&
+         (spec.signs < 0 || x.dtype == DType::kBFloat16);
+}
+
+// Tile t[nn][kk] (columns padded with zeros to a multiple of 32) at plane row n0, K index k0.
+static void EncodeRawAlong(const PlaneJob& job, const RawTile& t, int64_t n0, int nn, int64_t k0,
+                           int kk, const NextTile& next, Scratch& s) {
+  const int kk_padded = RoundUp(kk, kLane);
+  const int blocks = job.block == 0 ? 1 : static_cast<int>(CeilDiv(kk, job.block));
+  const int rows_per_scale = job.square ? job.block : 1;
+  if (job.block == 0) {
+    for (int i = 0; i < kk_padded / 2; ++i) s.run[i] = job.tensor_multiplier;
+  } else {
+    for (int n = 0; n < nn; ++n)
+      job.raw_amax(t.data + n * t.stride, kk_padded, s.amax + n * blocks);
+    if (job.square) MergeRowsOfSquares(job, nn, blocks, s);
+    const int scale_rows = static_cast<int>(CeilDiv(nn, rows_per_scale));
+    ComputeScales(job, s.amax, scale_rows * blocks, s);
+    StoreScalesAlong(job, n0, k0, scale_rows, blocks, s);
+  }
+  const int nbytes = job.packed ? (kk + 1) / 2 : kk;
+  const bool direct = kk == kk_padded && !job.streams;
+  constexpr int kPiece = 1024;
+  for (int n = 0; n < nn; ++n) {
+    if (job.block != 0 && n % rows_per_scale == 0) {
+      ExpandPairs(s.multiplier + n / rows_per_scale * blocks, job.block, kk_padded, s.run);
+    }
+    const uint8_t* random =
+        job.spec.stochastic ? RandomAlong(job, n0 + n, k0, kk_padded, s) : nullptr;
+    uint8_t* out = job.data + (n0 + n) * job.data_stride + (job.packed ? k0 / 2 : k0);
+    uint8_t* codes = direct ? out : s.codes;
+    // In pieces, between which the next tile is asked for: memory works while codes are made.
+    const uint8_t* x = t.data + n * t.stride;
+    const int size = ItemSize(t.dtype);
+    for (int k = 0; k < kk_padded; k += kPiece) {
+      next.Prefetch(n, k * size, (k + kPiece) * size);
+      job.pairs(x + k * size, s.run + k / 2, s.run + k / 2,
+                random == nullptr ? nullptr : random + k, codes + (job.packed ? k / 2 : k),
+                MinInt(kPiece, kk_padded - k));
+    }
+    if (direct) continue;
+    if (job.packed && kk % 2 != 0) codes[nbytes - 1] &= 0xf;
+    StoreBytes(out, codes, nbytes, job.streams);
+  }
+}
+
+// Random bytes of `width` plane rows from n0 on, for K index `at` of the whole plane. Philox gives
+// those of 16 such indices at once, into s.words.
+static const uint8_t* RandomDown(const PlaneJob& job, int64_t n0, int64_t at, int width,
+                                 int64_t* counter, Scratch& s) {
+  if (at / kBytesPerCounter != *counter) {
+    *counter = at / kBytesPerCounter;
+    PhiloxLoop(static_cast<uint32_t>(*counter), 0, static_cast<uint32_t>(job.row_offset + n0), 1,
+               job.stream, job.seed, width, s.words[0], s.words[1], s.words[2], s.words[3]);
+  }
+  const int i = static_cast<int>(at % kBytesPerCounter);
+  const uint32_t* __restrict word = s.words[i / 4];
+  uint8_t* __restrict out = s.random + (at & 1) * kRawCols;
+  for (int n = 0; n < width; ++n) out[n] = static_cast<uint8_t>(word[n] >> (8 * (i % 4)));
+  return out;
+}
+
+// codes[nbytes][width] to the plane: row n0 + n from byte `first` on.
+static void StoreTurned(const PlaneJob& job, int64_t n0, int nn, int64_t first, int nbytes,
+                        int width, Scratch& s) {
+  uint8_t* out = job.data + n0 * job.data_stride + first;
+  const bool aligned =
+      job.streams && job.data_stride % kLine == 0 && reinterpret_cast<intptr_t>(out) % kLine == 0;
+  for (int n = 0; n < nn; n += kLane) {
+    int r = 0;
+    for (; r + kLine <= nbytes && n + kLane <= nn; r += kLine) {
+      uint8_t* dst = out + n * job.data_stride + r;
+      uint8_t* to = aligned ? s.flipped : dst;
+      const int64_t ld = aligned ? kLine : job.data_stride;
+      for (int q = 0; q < kLine; q += kVectorBytes) {
+        TransposeByteColumn(s.codes + (r + q) * width + n, width, to + q, ld);
+      }
+      if (!aligned) continue;
+      for (int i = 0; i < kLane; ++i) StreamLine(dst + i * job.data_stride, s.flipped + i * kLine);
+    }
+    for (; r < nbytes; r += kLane) {
+      TransposeBytes16(s.codes + r * width + n, width, s.flipped, kLane);
+      const size_t used = static_cast<size_t>(MinInt(kLane, nbytes - r));
+      for (int i = 0; i < MinInt(kLane, nn - n); ++i) {
+        std::memcpy(out + (n + i) * job.data_stride + r, s.flipped + i * kLane, used);
+      }
+    }
+  }
+}
+
+// Tile t[kk][nn] at plane row n0, K index k0; rows and columns padded with zeros to multiples
+// of 32.
+static void EncodeRawDown(const PlaneJob& job, const RawTile& t, int64_t n0, int nn, int64_t k0,
+                          int kk, const NextTile& next, Scratch& s) {
+  const int width = RoundUp(nn, kRawLane), pairs = width / 2;
+  const int blocks = job.block == 0 ? 1 : static_cast<int>(CeilDiv(kk, job.block));
+  if (job.block == 0) {
+    for (int i = 0; i < width; ++i) s.multiplier[i] = job.tensor_multiplier;
+  } else {
+    for (int b = 0; b < blocks; ++b) {
+      const int first = b * job.block;
+      job.raw_column_amax(t.data + first * t.stride, t.stride, MinInt(job.block, kk - first), width,
+                          s.amax + b * width);
+    }
+    if (job.square) {
+      MergeColumnsOfSquares(job, nn, blocks, width, s);
+      ComputeScales(job, s.square, blocks * static_cast<int>(CeilDiv(nn, job.block)), s);
+      FinishSquaresDown(job, n0, nn, k0, blocks, width, s);
+    } else {
+      ComputeScales(job, s.amax, blocks * width, s);
+      StoreScalesDown(job, n0, nn, k0, blocks, width, s);
+    }
+  }
+  // Multipliers of the even and of the odd columns.
+  for (int i = 0; i < blocks * pairs; ++i) {
+    s.even[i] = s.multiplier[2 * i];
+    s.odd[i] = s.multiplier[2 * i + 1];
+  }
+  int64_t counter = -1;
+  const auto random = [&](int k) -> const uint8_t* {
+    if (!job.spec.stochastic) return nullptr;
+    return RandomDown(job, n0, job.k_offset + k0 + k, width, &counter, s);
+  };
+  for (int k = 0; k < kk; k += job.packed ? 2 : 1) {
+    const int b = job.block == 0 ? 0 : k / job.block;
+    const uint8_t* x = t.data + k * t.stride;
+    const float *even = s.even + b * pairs, *odd = s.odd + b * pairs;
+    const uint8_t* first = random(k);
+    next.Prefetch(k, 0, next.nbytes);
+    if (job.packed) {
+      next.Prefetch(k + 1, 0, next.nbytes);
+      job.nibbles(x, x + t.stride, even, odd, first, random(k + 1), s.codes + k / 2 * width, width);
+    } else {
+      job.pairs(x, even, odd, first, s.codes + k * width, width);
+    }
+  }
+  if (job.packed && kk % 2 != 0) {
+    for (int n = 0; n < width; ++n) s.codes[kk / 2 * width + n] &= 0xf;
+  }
+  StoreTurned(job, n0, nn, job.packed ? k0 / 2 : k0, job.packed ? (kk + 1) / 2 : kk, width, s);
+}
+
+struct EncodeTask {
+  Matrix x;
+  PlaneJob row, col;
+  bool has_row, has_col;
+  int tile_rows, tile_cols;
+  int64_t tiles_across;
+  int32_t failed;
+};
+
+// The tile after `index`, as far as its rows are whole.
+static NextTile TileAfter(const EncodeTask& task, int64_t index) {
+  const Matrix& x = task.x;
+  const int64_t r0 = (index + 1) / task.tiles_across * task.tile_rows;
+  const int64_t c0 = (index + 1) % task.tiles_across * task.tile_cols;
+  if (r0 >= x.rows) return {nullptr, 0, 0, 0};
+  const int64_t size = ItemSize(x.dtype);
+  return {static_cast<const uint8_t*>(x.data) + (r0 * x.stride_row + c0) * size,
+          x.stride_row * size, Min64(task.tile_cols, x.cols - c0) * size,
+          static_cast<int>(Min64(task.tile_rows, x.rows - r0))};
+}
+
+static void EncodeRawTile(const EncodeTask& task, int64_t index, Scratch& s) {
+  const int64_t r0 = index / task.tiles_across * task.tile_rows;
+  const int64_t c0 = index % task.tiles_across * task.tile_cols;
+  const int nr = static_cast<int>(Min64(task.tile_rows, task.x.rows - r0));
+  const int nc = static_cast<int>(Min64(task.tile_cols, task.x.cols - c0));
+  const int nc_padded = RoundUp(nc, kRawLane);
+  const RawTile t = LoadRaw(task.x, r0, c0, nr, nc, task.has_col, s);
+  const NextTile next = TileAfter(task, index);
+  if (task.has_row) {
+    // Asked for once: with the last plane of this tile.
+    const NextTile asked = task.has_col ? NextTile{nullptr, 0, 0, 0} : next;
+    const bool turns = task.row.transform;
+    const int kk = turns ? RoundUp(nc, kHadamardSize) : nc;
+    // A few rows at a time, which the first-level cache holds from the maxima to the codes.
+    const int step = task.row.square ? task.row.block : kLane;
+    for (int r = 0; r < nr; r += step) {
+      const int nn = MinInt(step, nr - r);
+      RawTile part{t.data + r * t.stride, t.stride, t.dtype};
+      if (turns) part = TransformAlong<false>(task.row.spec.signs, part, nn, nc_padded, s);
+      EncodeRawAlong(task.row, part, r0 + r, nn, c0, kk, asked.From(r), s);
+    }
+  }
+  if (!task.has_col) return;
+  if (task.col.transform) {
+    const int kk = RoundUp(nr, kHadamardSize);
+    EncodeRawDown(task.col, TransformDown(task.col.spec.signs, t, kk, nc_padded, s), c0, nc, r0, kk,
+                  next, s);
+  } else {
+    EncodeRawDown(task.col, t, c0, nc, r0, nr, next, s);
+  }
+}
+
+static void EncodeRawRange(void* context, int64_t begin, int64_t end) {
+  auto& task = *static_cast<EncodeTask*>(context);
+  const FloatEnv env;
+  Scratch* scratch = ThreadScratch();
+  if (scratch == nullptr) {
+    __atomic_store_n(&task.failed, 1, __ATOMIC_RELAXED);
+    return;
+  }
+  for (int64_t i = begin; i < end; ++i) EncodeRawTile(task, i, *scratch);
+  if (task.row.streams || task.col.streams) StreamFence();
+}
+
+// Tiles hold whole blocks of both planes and pairs of codes, and whole lines of a columnwise plane.
+static void ChooseRawTile(EncodeTask* task) {
+  if (task->has_col) {
+    task->tile_rows = kTileSide;
+    task->tile_cols = kRawCols;
+    return;
+  }
+  // A rowwise plane alone: long rows, a tile in the first-level cache.
+  constexpr int kSmallTile = 8192;
+  const int side = task->row.square ? task->row.block : 1;
+  const int64_t wanted = CeilDiv(task->x.cols, kTileSide) * kTileSide;
+  const int64_t widest = MaxInt(kTileSide, kSmallTile / side);
+  task->tile_cols = static_cast<int>(Min64(Min64(wanted, widest), kRunElements));
+  task->tile_rows =
+      task->row.square ? side : MinInt(kTileSide, MaxInt(1, kSmallTile / task->tile_cols));
+}
+
+HQ_NAMESPACE_END
+
+#endif  // HYBRIDQ_CPU_RAW_ENCODE_H_

@@ -1,0 +1,127 @@
+// Tiles of x in its own type: in place where x allows it, else copied and padded with zeros.
+#ifndef HYBRIDQ_CPU_RAW_TILE_H_
+#define HYBRIDQ_CPU_RAW_TILE_H_
+
+#include "cpu/hadamard_vectors.h"
+#include "cpu/tile.h"
+#include "cpu/vectors.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+HQ_NAMESPACE_BEGIN
+
+inline constexpr int kRawLane = 32;  // columns of a tile are a multiple of this, padding included
+inline constexpr int kLine = 64;     // bytes of a cache line
+
+struct RawTile {
+  const uint8_t* data;
+  int64_t stride;  // bytes from row to row
+  DType dtype;
+};
+
+HQ_HD int ItemSize(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+// Rows [r0, r0+nr) x columns [c0, c0+nc) of x, whose columns are contiguous. With `pad_rows` the
+// rows too are padded, to a multiple of 32.
+static RawTile LoadRaw(const Matrix& x, int64_t r0, int64_t c0, int nr, int nc, bool pad_rows,
+                       Scratch& s) {
+  const int size = ItemSize(x.dtype);
+  const uint8_t* src =
+      static_cast<const uint8_t*>(x.data) + (r0 * x.stride_row + c0) * static_cast<int64_t>(size);
+  const int64_t src_stride = x.stride_row * size;
+  const int rows = pad_rows ? RoundUp(nr, kRawLane) : nr, cols = RoundUp(nc, kRawLane);
+  if (rows == nr && cols == nc) return {src, src_stride, x.dtype};
+  const int64_t stride = static_cast<int64_t>(cols) * size;
+  const size_t used = static_cast<size_t>(nc) * static_cast<size_t>(size);
+  auto* dst = reinterpret_cast<uint8_t*>(s.raw);
+  for (int r = 0; r < nr; ++r) {
+    std::memcpy(dst + r * stride, src + r * src_stride, used);
+    std::memset(dst + r * stride + used, 0, static_cast<size_t>(stride) - used);
+  }
+  std::memset(dst + nr * stride, 0, static_cast<size_t>((rows - nr) * stride));
+  return {dst, stride, x.dtype};
+}
+
+// The tile that comes next, of which a row is asked for whenever one of this tile is done: memory
+// would otherwise be waited for at the start of each of its short rows.
+struct NextTile {
+  const uint8_t* data;
+  int64_t stride, nbytes;
+  int rows;  // 0: none
+
+  NextTile From(int r) const { return {data + r * stride, stride, nbytes, rows - r}; }
+
+  // Bytes [first, end) of row r.
+  HQ_HD void Prefetch(int r, int64_t first, int64_t end) const {
+    if (r >= rows) return;
+    for (int64_t at = first; at < Min64(end, nbytes); at += kLine) {
+      __builtin_prefetch(data + r * stride + at, 0, 2);
+    }
+  }
+};
+
+// The transform down a tile of BF16, kk rows (a multiple of 16), into s.transformed.
+static RawTile TransformDown(int signs, const RawTile& t, int kk, int width, Scratch& s) {
+  const int64_t stride = 2 * static_cast<int64_t>(width);
+  auto* out = reinterpret_cast<uint8_t*>(s.transformed);
+  for (int k = 0; k < kk; k += kHadamardSize) {
+    HadamardDown(t.data + k * t.stride, t.stride, width, static_cast<uint32_t>(signs),
+                 out + k * stride, stride);
+  }
+  return {out, stride, DType::kBFloat16};
+}
+
+// The transform along a tile of BF16, nn rows of `width` elements (a multiple of 32).
+template <bool kCanonical>
+static RawTile TransformAlong(int signs, const RawTile& t, int nn, int width, Scratch& s) {
+  const int64_t stride = 2 * static_cast<int64_t>(width);
+  auto* out = reinterpret_cast<uint8_t*>(s.transformed);
+  for (int n = 0; n < nn; ++n) {
+    HadamardAlong<kCanonical>(t.data + n * t.stride, width, static_cast<uint32_t>(signs),
+                              out + n * stride);
+  }
+  return {out, stride, DType::kBFloat16};
+}
+
+// Stores past the cache: for a result that is larger than the caches and so is not read from them.
+// An ordinary store would first read the line that it overwrites. `dst` is a multiple of 64.
+HQ_HD void StreamLine(uint8_t* dst, const uint8_t* src) {
+#if defined(__x86_64__)
+#if defined(__AVX512F__)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(dst), _mm512_loadu_si512(src));
+#else
+  for (int i = 0; i < kLine; i += 16) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(dst + i),
+                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i)));
+  }
+#endif
+#else
+  std::memcpy(dst, src, kLine);
+#endif
+}
+
+// Before another thread may read what was streamed.
+HQ_HD void StreamFence() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+// Copies n bytes; whole lines past the cache if `stream`.
+static void StoreBytes(uint8_t* dst, const uint8_t* src, int64_t n, bool stream) {
+  if (stream) {
+    const int64_t head = Min64(-reinterpret_cast<intptr_t>(dst) & (kLine - 1), n);
+    std::memcpy(dst, src, static_cast<size_t>(head));
+    dst += head;
+    src += head;
+    n -= head;
+    for (; n >= kLine; dst += kLine, src += kLine, n -= kLine) StreamLine(dst, src);
+  }
+  std::memcpy(dst, src, static_cast<size_t>(n));
+}
+
+HQ_NAMESPACE_END
+
+#endif  // HYBRIDQ_CPU_RAW_TILE_H_
