@@ -66,6 +66,9 @@ def registries():
     from hybridq.formats import ELEMENTS
     from hybridq.formats import registry as known
     from hybridq.formats.spec import _parse
+    from hybridq.kernels import registry
+    from hybridq.quantizers.api import _cached
+    from hybridq.quantizers.quantizer import _plan
     from oracle import ELEMENTS as ORACLE_ELEMENTS
 
     tables = (ELEMENTS, known._entries, known._aliases, ORACLE_ELEMENTS)
@@ -74,7 +77,11 @@ def registries():
     for table, kept in zip(tables, before, strict=True):
         table.clear()
         table.update(kept)
-    _parse.cache_clear()
+    # Whatever is looked up by a text.
+    for clear in (_parse.cache_clear, _plan.cache_clear, _cached.cache_clear):
+        clear()
+    for clear in registry._cached:
+        clear()
 
 
 @pytest.fixture

@@ -78,8 +78,10 @@ def _no_gpu(monkeypatch):
 
     monkeypatch.setattr(backend_native, "scaled_mm", scaled_mm)
     monkeypatch.setattr(native_views, "_wider", native_views._wider.__wrapped__)  # not for fakes
-    for module in (exact, backend_fold, native_views):
+    for module in (backend_fold, native_views):
         monkeypatch.setattr(module, "select", lambda call: backend_reference.REFERENCE)
+    ops = backend_reference.REFERENCE.ops
+    monkeypatch.setattr(exact, "operation", lambda op, *_: ops[op])
     with FakeTensorMode(), Indexing():
         yield
 

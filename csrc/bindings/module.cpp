@@ -9,6 +9,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "bindings/bind.h"
@@ -133,6 +134,70 @@ std::string EncodePathOf(uintptr_t x, const std::string& dtype, int64_t rows, in
                          const PlaneOut* col) {
   const EncodeCall call = MakeEncodeCall(x, dtype, rows, cols, stride0, stride1, row, col, 1);
   return ActiveKernels().encode_path(call.x, call.Row(), call.Col());
+}
+
+// spec, data, scale, stat, seed, row0, col0, stream of random numbers, as for the GPU kernels
+// (cuda.cpp): from data to seed addresses. Reading a tuple costs less than making a PlaneOut.
+using PlaneTuple =
+    std::tuple<const Spec*, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, uint32_t>;
+
+// A plane whose amax is found here, if `finds`: `own` is where that goes if nobody wants to see it.
+PlaneOut MakePlaneOut(const PlaneTuple& plane, bool finds, float* own) {
+  const auto& [spec, data, scale, stat, seed, row0, col0, stream] = plane;
+  if (spec == nullptr) Fail("encode: a plane needs a spec, got None");
+  CheckPointer("encode", "seed", seed, spec->stochastic);
+  if (finds && !NeedsStat(*spec)) Fail("encode: only a plane that needs a stat has one");
+  const bool is_inner = finds && stat == 0 && !spec->row_scaled;
+  return {*spec,
+          data,
+          scale,
+          is_inner ? reinterpret_cast<uintptr_t>(own) : stat,
+          spec->stochastic ? *Pointer<const uint64_t>(seed) : 0,
+          row0,
+          col0,
+          stream};
+}
+
+// Writes the amax that `target` needs of its own matrix.
+void FindStat(const Matrix& matrix, const PlaneTarget& target, int threads) {
+  const Kernels& kernels = ActiveKernels();
+  const auto kernel = target.spec.row_scaled ? kernels.row_amax : kernels.amax;
+  CheckMemory(kernel(matrix, target.spec.signs, const_cast<float*>(target.stat), threads));
+}
+
+// Encode with every statistic that is not given, in one call.
+void EncodeFromScratch(uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols,
+                       int64_t stride0, int64_t stride1, const py::object& row,
+                       const py::object& col, bool finds_row_stat, bool finds_col_stat,
+                       int threads) {
+  const Matrix matrix = MakeMatrix("encode", x, dtype, rows, cols, stride0, stride1, threads);
+  const bool has_row = !row.is_none(), has_col = !col.is_none();
+  if (!has_row && !has_col) Fail("encode: row or col must be given, got None");
+  float found[2] = {0.0f, 0.0f};
+  PlaneTarget row_target{}, col_target{};
+  if (has_row) {
+    const PlaneOut out = MakePlaneOut(row.cast<PlaneTuple>(), finds_row_stat, &found[0]);
+    row_target = MakeTarget(out, false, rows, cols);
+  }
+  if (has_col) {
+    const PlaneOut out = MakePlaneOut(col.cast<PlaneTuple>(), finds_col_stat, &found[1]);
+    col_target = MakeTarget(out, true, rows, cols);
+  }
+  const auto of_tensor = [](const PlaneTarget& target) {
+    return !target.spec.row_scaled && target.spec.signs < 0;
+  };
+  const py::gil_scoped_release release;
+  if (has_row && finds_row_stat) FindStat(matrix, row_target, threads);
+  if (has_col && finds_col_stat) {
+    if (has_row && finds_row_stat && of_tensor(row_target) && of_tensor(col_target)) {
+      *const_cast<float*>(col_target.stat) = *row_target.stat;  // one pass over x serves both
+    } else {
+      const Matrix own = of_tensor(col_target) ? matrix : matrix.Transposed();
+      FindStat(own, col_target, threads);
+    }
+  }
+  CheckMemory(ActiveKernels().encode(matrix, has_row ? &row_target : nullptr,
+                                     has_col ? &col_target : nullptr, threads));
 }
 
 bool DecodePlanes(const Spec& spec, uintptr_t data, uintptr_t scale, uintptr_t amax, int64_t rows,
@@ -351,6 +416,11 @@ PYBIND11_MODULE(_core, m) {
   m.def("encode_path", &EncodePathOf, py::arg("x"), py::arg("dtype"), py::arg("rows"),
         py::arg("cols"), py::arg("stride0"), py::arg("stride1"), py::arg("row").none(true),
         py::arg("col").none(true), "Returns how encode would run: raw, two passes or general.");
+  m.def("encode_from_scratch", &EncodeFromScratch, py::arg("x"), py::arg("dtype"), py::arg("rows"),
+        py::arg("cols"), py::arg("stride0"), py::arg("stride1"), py::arg("row"), py::arg("col"),
+        py::arg("finds_row_stat"), py::arg("finds_col_stat"), py::arg("threads") = 1,
+        "The same of planes (spec, data, scale, stat, seed, row0, col0, random stream), addresses "
+        "all. A stat that is found here is written first; one at 0 is not kept.");
   m.def("decode", &DecodePlanes, py::arg("spec"), py::arg("data"), py::arg("scale"),
         py::arg("amax"), py::arg("rows"), py::arg("cols"), py::arg("out"), py::arg("out_dtype"),
         py::arg("operand") = false, py::arg("threads") = 1,

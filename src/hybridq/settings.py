@@ -28,6 +28,7 @@ class Settings(threading.local):
         backend: name of the forced backend, or None.
         recipe: the recipe that `hybridq.autocast` set, or None where nothing is quantized.
         gemm_cache_nbytes: how many bytes of prepared operands all planes may keep together.
+        is_first_microbatch: what `hybridq.autocast` says of modules that are told nothing.
         recipe_task: the autograd graph task in which `recipe` was set, -1 outside a backward.
     """
 
@@ -35,6 +36,7 @@ class Settings(threading.local):
         self.backend: str | None = os.environ.get("HYBRIDQ_BACKEND") or None
         self.recipe: object | None = None
         self.recipe_task: int = -1
+        self.is_first_microbatch: bool | None = None
         self.gemm_cache_nbytes: int = _cache_nbytes()
 
 

@@ -46,9 +46,9 @@ PRODUCTS = (
         "ops",
         "columns-from-unrounded-rows",
         rules.DEQUANTIZED,
-        "src/hybridq/kernels/ops.py",
-        "seen = decode(buffers, row_spec, *x.shape, x.dtype)",
-        "seen = decode(buffers, row_spec, *x.shape, torch.float32)",
+        "src/hybridq/kernels/encode.py",
+        "(buffers, spec, *x.shape, x.dtype)",
+        "(buffers, spec, *x.shape, torch.float32)",
         _SOURCE,
     ),
     Mutant(

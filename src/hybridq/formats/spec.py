@@ -153,7 +153,7 @@ class PlaneSpec:
         return self.text
 
     def __hash__(self) -> int:
-        return hash(self.text)  # specs are looked up on every call; a text keeps its hash
+        return hash(self._text)  # specs are looked up on every call; a text keeps its hash
 
     def plain_text(self, dtype: torch.dtype | None = None) -> PlaneText:
         """Return the spec as a PlaneText.
@@ -209,6 +209,13 @@ class PlaneSpec:
 
     def buffers(self, rows: int, cols: int) -> tuple[BufferSpec, ...]:
         """Return the buffers of a plane whose own matrix is `[rows, cols]`."""
+        # A symbolic size has no hash, and dynamo knows no cache.
+        is_plain = type(rows) is int and type(cols) is int
+        if is_plain and not torch.compiler.is_compiling():
+            return _buffers(self, rows, cols)
+        return self._make_buffers(rows, cols)
+
+    def _make_buffers(self, rows: int, cols: int) -> tuple[BufferSpec, ...]:
         made = self.format.buffers(rows, self.padded(cols))
         if not self.row_scaled:
             return made
@@ -228,6 +235,11 @@ class PlaneSpec:
                 f"PlaneSpec.resolve: dtype must be float32, bfloat16 or float16, got {dtype}"
             )
         return replace(self, format=named_format(names[dtype]))
+
+
+@lru_cache(maxsize=4096)
+def _buffers(spec: PlaneSpec, rows: int, cols: int) -> tuple[BufferSpec, ...]:
+    return spec._make_buffers(rows, cols)
 
 
 @lru_cache(maxsize=4096)

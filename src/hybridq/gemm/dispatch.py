@@ -8,8 +8,9 @@ from .. import settings
 from ..kernels import check_precision
 from ..kernels.ops import run_gemm
 from ..kernels.types import GemmArgs
+from ..kernels.watch import nothing_watches
 from ..storage import Plane
-from .prepare import operand_of, runs_directly
+from .prepare import operand_of
 
 __all__ = ["gemm_planes"]
 
@@ -74,8 +75,7 @@ def gemm_planes(
         if out_dtype is not None and out_dtype != dtype:
             raise TypeError(f"gemm: out_dtype must be out's {dtype}, got {out_dtype}")
     _check_dtype(dtype)
-    others = [tensor for tensor in (bias, out) if tensor is not None]
-    if runs_directly([*a.tensors, *b.tensors, *others]):
+    if nothing_watches(*a.buffers.values(), *b.buffers.values(), bias, out):
         into = out if accumulate else None
         made = run_gemm(operand_of(a), operand_of(b), GemmArgs(bias, into, dtype, chosen))
         return made if out is None else out.copy_(made)

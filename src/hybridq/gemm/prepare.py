@@ -6,44 +6,28 @@ from typing import Any
 
 import torch
 
-from .. import settings
 from ..kernels import Kept, check_precision
 from ..kernels.kept import forget_all
 from ..kernels.ops import run_gemm
 from ..kernels.types import GemmArgs, Operand
+from ..kernels.watch import may_keep, nothing_watches
 from ..storage import Plane
 
-__all__ = ["forget", "operand_of", "prepare", "runs_directly"]
+__all__ = ["forget", "operand_of", "prepare"]
 
 #: Rows of an operand that is not known: enough for the path of training.
 _MANY = 1 << 14
 
 
-def runs_directly(tensors: list[torch.Tensor]) -> bool:
-    """Return whether a GEMM of these tensors may go past torch's dispatcher and keep operands.
-
-    Not while something is traced, recorded or differentiated: then the operator has to be seen, and
-    what is made of tensors that are not real must not be kept.
-    """
-    if torch.compiler.is_compiling() or settings.current().gemm_cache_nbytes <= 0:
-        return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
-        return False
-    grads = torch.is_grad_enabled()
-    for tensor in tensors:
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_inference():
-            return False
-        if tensor.device.type not in ("cpu", "cuda") or (grads and tensor.requires_grad):
-            return False
-    # What is kept during a capture would be filled by replays only.
-    return tensors[0].device.type == "cpu" or not torch.cuda.is_current_stream_capturing()
-
-
 def operand_of(plane: Plane) -> Operand:
-    """Return `plane` as a kernel takes it, with the place where it keeps what is made of it."""
+    """Return `plane` as a kernel takes it, with the place where it keeps what is made of it.
+
+    Args:
+        plane: nothing watches its buffers.
+    """
     rows, cols = plane.matrix
-    kept = None if plane.spec.format.is_identity else plane.ready
-    return Operand(plane.tensors, plane.spec, rows, cols, kept)
+    keeps = not plane.spec.format.is_identity and may_keep(plane.data)
+    return Operand(plane.tensors, plane.spec, rows, cols, plane.ready if keeps else None)
 
 
 class _AtOnce(Kept):
@@ -80,7 +64,7 @@ def prepare(
         out_dtype: of its result.
 
     Returns:
-        Bytes that are kept for `plane`; 0 where nothing may be kept (see `runs_directly`).
+        Bytes that are kept for `plane`; 0 where nothing may be kept (see `kernels.watch`).
 
     Raises:
         ValueError: `side` or `precision` is unknown, or the contraction lengths differ.
@@ -108,7 +92,7 @@ def prepare(
             f"{mine.cols} and {theirs.cols}"
         )
     with torch.no_grad():
-        if mine.kept is None or not runs_directly([*mine.buffers, *theirs.buffers]):
+        if mine.kept is None or not nothing_watches(*mine.buffers, *theirs.buffers):
             return 0
         ready = Operand(mine.buffers, mine.spec, mine.rows, mine.cols, _AtOnce(mine.kept))
         pair = (ready, theirs) if side == "a" else (theirs, ready)
@@ -116,16 +100,22 @@ def prepare(
     return mine.kept.nbytes
 
 
-def forget(*planes: Plane) -> None:
-    """Drop what the planes keep: where their memory is freed, or written behind torch's back.
+def forget(*owners: Plane | torch.nn.Module) -> None:
+    """Drop what planes or modules keep: where memory is freed, or written behind torch's back.
 
     Writes through torch need no call: they raise a version that is checked at every use.
 
     Args:
-        planes: none: every plane of the process.
+        owners: planes, or modules with all that is in them: those drop the quantized weights of
+            `is_first_microbatch` too. None: what every plane of the process keeps.
     """
-    if not planes:
+    if not owners:
         forget_all()
-    for plane in planes:
-        if plane.kept is not None:
-            plane.kept.forget()
+    for owner in owners:
+        if isinstance(owner, torch.nn.Module):
+            for module in owner.modules():
+                drop = getattr(module, "_forget_weight", None)
+                if drop is not None:
+                    drop()
+        elif owner.kept is not None:
+            owner.kept.forget()

@@ -21,6 +21,11 @@ DTYPES = {
     torch.float16: "float16",
 }
 
+#: Given to every allocation: another default device must not change where results are.
+_CPU = torch.device("cpu")
+_empty: Any = torch.empty
+_threads = torch.get_num_threads
+
 #: The compiled core (`hybridq._core`), or None.
 core: Any = None
 #: Why the compiled core could not be imported; empty where it could.
@@ -97,40 +102,138 @@ def _pointer(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+class _Encoder:
+    """Encodes planes of some specs: the core's call, with all prepared that no tensor changes."""
+
+    __slots__ = (
+        "_col",
+        "_col_needs_stat",
+        "_dtype",
+        "_row",
+        "_row_needs_stat",
+        "_seeded",
+        "_sizes",
+    )
+
+    def __init__(self, row: PlaneSpec | None, col: PlaneSpec | None, dtype: torch.dtype) -> None:
+        self._dtype = DTYPES[dtype]
+        #: The core's form of each spec; None for no plane.
+        self._row = None if row is None else core_spec(row)[0]
+        self._col = None if col is None else core_spec(col)[0]
+        self._row_needs_stat = row is not None and row.needs_amax
+        self._col_needs_stat = col is not None and col.needs_amax
+        self._seeded = any(spec is not None and spec.stochastic for spec in (row, col))
+
+        def sizes(rows: int, cols: int) -> tuple[_Sizes, int]:
+            """Return all buffers, and how many are the rowwise plane's."""
+            first = () if row is None else row.buffers(rows, cols)
+            second = () if col is None else col.buffers(cols, rows)
+            made = tuple((buffer.shape, buffer.dtype) for buffer in (*first, *second))
+            return made, len(first)
+
+        self._sizes = lru_cache(maxsize=256)(sizes)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        row_stat: torch.Tensor | None,
+        col_stat: torch.Tensor | None,
+        seed: torch.Tensor | None,
+        row0: int,
+        col0: int,
+        row_stream: int,
+        col_stream: int,
+    ) -> list[torch.Tensor]:
+        rows, cols = x.shape
+        seed_pointer = 0
+        if seed is not None and self._seeded:
+            seed = seed.cpu()  # itself, if it is there already
+            seed_pointer = seed.data_ptr()
+        buffers = []
+        sizes, split = self._sizes(rows, cols)
+        for size, dtype in sizes:
+            buffers.append(_empty(*size, dtype=dtype, device=_CPU))
+        first = second = None
+        row_finds = col_finds = False
+        if self._row is not None:
+            native, row_finds, stat = self._row, self._row_needs_stat, 0
+            if row_finds:
+                row_finds = row_stat is None
+                stat = _stat_pointer(buffers[2:split], row_stat)
+            first = (
+                native,
+                buffers[0].data_ptr(),
+                buffers[1].data_ptr(),
+                stat,
+                seed_pointer,
+                row0,
+                col0,
+                row_stream,
+            )
+        if self._col is not None:
+            native, col_finds, stat = self._col, self._col_needs_stat, 0
+            if col_finds:
+                col_finds = col_stat is None
+                stat = _stat_pointer(buffers[split + 2 :], col_stat)
+            second = (
+                native,
+                buffers[split].data_ptr(),
+                buffers[split + 1].data_ptr(),
+                stat,
+                seed_pointer,
+                row0,
+                col0,
+                col_stream,
+            )
+        core.encode_from_scratch(
+            x.data_ptr(),
+            self._dtype,
+            rows,
+            cols,
+            *x.stride(),
+            first,
+            second,
+            row_finds,
+            col_finds,
+            _threads(),
+        )
+        return buffers
+
+
+#: Shape and dtype of buffers.
+_Sizes = tuple[tuple[tuple[int, ...], torch.dtype | None], ...]
+
+
+def _stat_pointer(amax: list[torch.Tensor], given: torch.Tensor | None) -> int:
+    """Return where the core reads a plane's amax, or writes it if it is not given; 0: nowhere.
+
+    Args:
+        amax: the plane's own buffer of it, if it has one.
+        given: the statistic, or None.
+    """
+    if given is None:
+        return amax[0].data_ptr() if amax else 0
+    if amax:
+        amax[0].copy_(given)
+    return given.data_ptr()
+
+
+encoder = lru_cache(maxsize=1024)(_Encoder)
+
+
 def _encode(
     x: torch.Tensor, row: PlaneSpec | None, col: PlaneSpec | None, args: EncodeArgs
 ) -> list[torch.Tensor]:
-    rows, cols = x.shape
-    seed = 0 if args.seed is None else int(args.seed.item()) & 0xFFFFFFFFFFFFFFFF
-    buffers: list[torch.Tensor] = []
-    planes: list[Any] = []
-    for spec, shape, stat, stream in (
-        (row, (rows, cols), args.row_stat, args.row_stream),
-        (col, (cols, rows), args.col_stat, args.col_stream),
-    ):
-        if spec is None:
-            planes.append(None)
-            continue
-        own = [torch.empty(buffer.shape, dtype=buffer.dtype) for buffer in spec.buffers(*shape)]
-        if len(own) == 3 and stat is not None:
-            own[2].copy_(stat)
-        planes.append(
-            core.PlaneOut(
-                core_spec(spec)[0],
-                own[0].data_ptr(),
-                own[1].data_ptr(),
-                _pointer(stat),
-                seed,
-                args.row0,
-                args.col0,
-                stream,
-            )
-        )
-        buffers += own
-    core.encode(
-        x.data_ptr(), DTYPES[x.dtype], rows, cols, *x.stride(), *planes, torch.get_num_threads()
+    return encoder(row, col, x.dtype)(
+        x,
+        args.row_stat,
+        args.col_stat,
+        args.seed,
+        args.row0,
+        args.col0,
+        args.row_stream,
+        args.col_stream,
     )
-    return buffers
 
 
 def _run_decode(
@@ -142,7 +245,8 @@ def _run_decode(
     is_operand: bool,
 ) -> tuple[torch.Tensor, bool]:
     own = [buffer.contiguous() for buffer in buffers]
-    out = torch.empty(rows, spec.padded(cols) if is_operand else cols, dtype=dtype)
+    width = spec.padded(cols) if is_operand else cols
+    out = _empty(rows, width, dtype=dtype, device=_CPU)
     outside = core.decode(
         core_spec(spec)[0],
         own[0].data_ptr(),
@@ -176,7 +280,7 @@ def _operand(
 
 
 def _amax(x: torch.Tensor, spec: PlaneSpec) -> torch.Tensor:
-    out = torch.empty(spec.stat_shape(x.shape[0]), dtype=torch.float32)
+    out = _empty(spec.stat_shape(x.shape[0]), dtype=torch.float32, device=_CPU)
     core.amax(
         x.data_ptr(),
         DTYPES[x.dtype],
@@ -193,7 +297,7 @@ def _amax(x: torch.Tensor, spec: PlaneSpec) -> torch.Tensor:
 def _transpose(data: torch.Tensor, rows: int, cols: int, bits: int) -> torch.Tensor:
     source = data.contiguous()
     width = -(-rows // 2) if bits == 4 else rows
-    out = torch.empty(cols, width, dtype=data.dtype)
+    out = _empty(cols, width, dtype=data.dtype, device=_CPU)
     core.transpose(source.data_ptr(), rows, cols, bits, out.data_ptr(), torch.get_num_threads())
     return out
 
@@ -201,7 +305,7 @@ def _transpose(data: torch.Tensor, rows: int, cols: int, bits: int) -> torch.Ten
 def _round_stochastic(
     x: torch.Tensor, seed: torch.Tensor, dtype: torch.dtype, stream: int, row0: int, col0: int
 ) -> torch.Tensor:
-    out = torch.empty(x.shape, dtype=dtype)
+    out = _empty(x.shape, dtype=dtype, device=_CPU)
     core.round_stochastic(
         x.data_ptr(),
         *x.shape,
@@ -230,5 +334,7 @@ CPU = register_backend(
             "transpose": _transpose,
             "round_stochastic": _round_stochastic,
         },
+        finds_amax=True,
+        encoder=encoder,
     )
 )

@@ -15,17 +15,17 @@ zero); above BF16's maximum the operand is inf.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from ..formats import PlaneSpec
 from ..reference import tensor_factor
-from .device import without_autocast
+from .device import has_autocast, without_autocast
 from .epilogue import finish, only_product
 from .product import multiply, product_reason
-from .registry import Call, select
+from .registry import Call, operation
 from .types import GemmArgs, Operand
 
 __all__ = [
@@ -55,8 +55,7 @@ def dtype_reason(call: Call) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Side:
+class Side(NamedTuple):
     """A decoded operand: `matrix * factor`; `is_bf16` if the matrix is exact in BF16."""
 
     matrix: torch.Tensor
@@ -92,18 +91,21 @@ def _decode_side(operand: Operand, keep_turned: bool, dtype: torch.dtype) -> Sid
     spec, buffers = operand.spec, operand.buffers
     device = buffers[0].device.type
     if spec.signs is not None and not keep_turned:
-        backend = select(Call("decode", device, torch.float32, spec))
-        matrix = backend.ops["decode"](buffers, spec, operand.rows, operand.cols, torch.float32)
+        decode = operation("decode", device, torch.float32, spec)
+        matrix = decode(buffers, spec, operand.rows, operand.cols, torch.float32)
         return Side(matrix, None, False)
-    backend = select(Call("operand", device, dtype, spec))
-    run = backend.ops["operand"]
+    run = operation("operand", device, dtype, spec)
     # An answer from a GPU would have to be waited for.
     asks = device == "cpu" and dtype == torch.bfloat16
     matrix, is_outside = run(buffers, spec, operand.rows, operand.cols, dtype, asks)
     if is_outside:
         matrix, _ = run(buffers, spec, operand.rows, operand.cols, torch.float32, False)
-    exact = spec.format.is_bf16_exact and not is_outside
-    return Side(matrix, tensor_factor(buffers, spec), exact)
+    return Side(matrix, tensor_factor(buffers, spec), not is_outside and _is_exact(spec))
+
+
+@lru_cache(maxsize=4096)
+def _is_exact(spec: PlaneSpec) -> bool:
+    return spec.format.is_bf16_exact
 
 
 def is_power_of_two(factor: torch.Tensor | None) -> bool:
@@ -116,9 +118,10 @@ def is_power_of_two(factor: torch.Tensor | None) -> bool:
 
 def _identity_product(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor | None:
     """Return nn.Linear's own product of two plain tensors, or None where it has none."""
-    both = (a.spec.format.is_identity, b.spec.format.is_identity)
+    if not (a.spec.format.is_identity and b.spec.format.is_identity):
+        return None
     left, right = a.buffers[0], b.buffers[0]
-    if both != (True, True) or args.accumulate_into is not None:
+    if args.accumulate_into is not None:
         return None
     if not left.dtype == right.dtype == args.out_dtype:
         return None
@@ -130,9 +133,15 @@ def _identity_product(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor | 
 def exact_gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
     """Return `a @ b.T`: operands exact, sums in FP32, with what follows the product."""
     device = a.buffers[0].device.type
+    if not has_autocast(device):
+        return _any_gemm(a, b, args, device)
     with without_autocast(device):
-        plain = _identity_product(a, b, args)
-        return _exact_gemm(a, b, args, device) if plain is None else plain
+        return _any_gemm(a, b, args, device)
+
+
+def _any_gemm(a: Operand, b: Operand, args: GemmArgs, device: str) -> torch.Tensor:
+    plain = _identity_product(a, b, args)
+    return _exact_gemm(a, b, args, device) if plain is None else plain
 
 
 def fp32_reason(
@@ -148,13 +157,21 @@ def fp32_reason(
     """
     if device == "cpu" and not (_cpu_has_bf16() or product_reason() is None):
         return "this CPU has no BF16 instructions"
+    has_fp32_result = device != "cpu" or product_reason() is None
+    return _fp32_reason(a, b, has_fp32_result, out_dtype, is_alone)
+
+
+@lru_cache(maxsize=4096)
+def _fp32_reason(
+    a: PlaneSpec, b: PlaneSpec, has_fp32_result: bool, out_dtype: torch.dtype, is_alone: bool
+) -> str | None:
     for name, spec in (("a", a), ("b", b)):
         if not spec.format.is_bf16_exact:
             return f"BF16 does not hold operand {name} exactly ({spec.format})"
     if a.signs != b.signs:
         return "one operand is transformed and the other is not, so it is turned back in FP32"
-    if device != "cpu" or product_reason() is None:
-        return None  # there is a BF16 product with an FP32 result
+    if has_fp32_result:
+        return None  # of the BF16 product
     if out_dtype != torch.bfloat16:
         return f"torch's BF16 product on a CPU rounds to BF16, and the result is {out_dtype}"
     if not is_alone:
@@ -189,11 +206,16 @@ def _rounds_once(precision: str) -> bool:
     return precision != "exact" or not allowed
 
 
+def _wide(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the matrix in FP32; even the call that finds it so costs as much as a small kernel."""
+    return matrix if matrix.dtype is torch.float32 else matrix.to(torch.float32)
+
+
 def _product(left: Side, right: Side, is_last: bool, args: GemmArgs) -> torch.Tensor:
     """Return the product of two decoded operands, in FP32 if anything follows it."""
     a, b = left.matrix, right.matrix
     if not (left.is_bf16 and right.is_bf16 and a.device.type == "cuda"):
-        return torch.mm(a.to(torch.float32), b.to(torch.float32).t())
+        return torch.mm(_wide(a), _wide(b).t())
     a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
     if is_last and args.out_dtype == torch.bfloat16 and _rounds_once(args.precision):
         return torch.mm(a, b.t())
@@ -241,4 +263,6 @@ def _torch_rounds_once(factors: Sequence[torch.Tensor | None]) -> bool:
 
 def _resolved(operand: Operand) -> PlaneSpec:
     """Return the operand's spec; an open identity dtype is that of its data."""
+    if not operand.spec.format.is_identity:
+        return operand.spec
     return operand.spec.resolve(operand.buffers[0].dtype)

@@ -115,11 +115,16 @@ def forget_all() -> None:
 
 
 class Kept:
-    """The operands made of one plane, by form. Copies and pickles are empty."""
+    """The operands made of one plane, by form. Copies and pickles are empty.
 
-    __slots__ = ("__weakref__", "entries", "seen", "serial")
+    Args:
+        at_once: keep from the first use on, for a plane that is known to be used again.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("__weakref__", "at_once", "entries", "seen", "serial")
+
+    def __init__(self, at_once: bool = False) -> None:
+        self.at_once = at_once
         self.serial = next(_serials)
         self.entries: dict[str, tuple[_State, Any]] = {}
         self.seen: dict[str, _State] = {}
@@ -153,7 +158,7 @@ class Kept:
             return entry[1]
         if entry is not None:
             self.forget()  # one write ends every form
-        if not at_once and self.seen.get(form) != state:
+        if not (at_once or self.at_once) and self.seen.get(form) != state:
             self.seen[form] = state
             return make()
         made = make()

@@ -6,7 +6,6 @@ Every operation returns new tensors; sharing and identity are made above, in `st
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +14,21 @@ from ..direction import COLUMNWISE, DIRECTIONS
 from ..errors import SpecError
 from ..formats import BufferSpec, PlaneSpec
 from .device import chip_of
+from .encode import run_encode
 from .precision import check_precision
-from .registry import Call, select
-from .types import EncodeArgs, GemmArgs, Operand
+from .registry import Call, operation, select
+from .types import GemmArgs, Operand
+from .watch import nothing_watches
 
-__all__ = ["HIGH_PRECISION", "LIBRARY", "run_gemm"]
+__all__ = [
+    "HIGH_PRECISION",
+    "LIBRARY",
+    "check_seed",
+    "encode",
+    "run_checked_gemm",
+    "run_gemm",
+    "sum_of_rows",
+]
 
 #: The operators `torch.ops.hybridq.*`; their arguments are stated in this module.
 LIBRARY = torch.library.Library("hybridq", "DEF")
@@ -76,64 +85,6 @@ def _check_matrix(x: torch.Tensor, where: str) -> None:
         raise ValueError(f"{where}: x must be [rows, cols], got shape {tuple(x.shape)}")
 
 
-def _stat(
-    x: torch.Tensor, spec: PlaneSpec | None, given: torch.Tensor | None
-) -> torch.Tensor | None:
-    """Return the amax that `spec` needs of the plane's own matrix x: the given one, or x's."""
-    if spec is None or not spec.needs_amax:
-        return None
-    if given is not None:
-        shape = spec.stat_shape(x.shape[0])
-        if given.dtype != torch.float32 or given.numel() != shape[0]:
-            wanted = f"one value for each of {shape[0]} rows" if spec.row_scaled else "one value"
-            raise ValueError(
-                f"encode: a statistic of {spec} must be float32 with {wanted}, got {given.dtype} "
-                f"{tuple(given.shape)}"
-            )
-        return given.reshape(shape).clamp(max=torch.finfo(torch.float32).max)
-    backend = select(Call("amax", x.device.type, x.dtype, spec))
-    return backend.ops["amax"](x, spec)
-
-
-def _finds_amax(x: torch.Tensor, row: PlaneSpec | None, col: PlaneSpec | None) -> bool:
-    """Whether the backend of every plane finds its own statistics."""
-    return all(
-        spec.format.is_identity or select(Call("encode", x.device.type, x.dtype, spec)).finds_amax
-        for spec in (row, col)
-        if spec is not None
-    )
-
-
-def _run_encode(
-    x: torch.Tensor, row: PlaneSpec | None, col: PlaneSpec | None, args: EncodeArgs
-) -> list[torch.Tensor]:
-    """Encode one or both planes: one call where one backend takes the pair, else one each."""
-    calls = [
-        (spec, Call("encode", x.device.type, x.dtype, spec))
-        for spec in (row, col)
-        if spec is not None
-    ]
-    if len(calls) == 2 and not (row.format.is_identity or col.format.is_identity):  # type: ignore[union-attr]
-        first, second = (select(call) for _, call in calls)
-        if first is second:
-            pair = Call("encode", x.device.type, x.dtype, row, col)
-            if first.reason(pair) is None:
-                return first.ops["encode"](x, row, col, args)
-    buffers: list[torch.Tensor] = []
-    for position, spec in enumerate((row, col)):
-        if spec is None:
-            continue
-        if spec.format.is_identity:
-            own = x.t() if position else x
-            dtype = spec.format.storage_dtype or x.dtype
-            buffers.append(own.to(dtype=dtype, copy=True, memory_format=torch.contiguous_format))
-            continue
-        backend = select(Call("encode", x.device.type, x.dtype, spec))
-        pair_args = (None, spec) if position else (spec, None)
-        buffers += backend.ops["encode"](x, *pair_args, args)
-    return buffers
-
-
 def _encode(
     x: torch.Tensor,
     row: str,
@@ -153,38 +104,61 @@ def _encode(
     row_spec, col_spec = _spec(row, x.dtype), _spec(col, x.dtype)
     _check_encode(row_spec, col_spec, col_source, seed)
     _check_place("encode", row0, col0, row_stream, col_stream)
+    return run_encode(
+        x,
+        row,
+        col,
+        row_stat,
+        col_stat,
+        seed,
+        col_source == "rowwise_dequantized",
+        keep_row,
+        (row0, col0, row_stream, col_stream),
+    )
 
-    def args(first: torch.Tensor | None, second: torch.Tensor | None) -> EncodeArgs:
-        return EncodeArgs(first, second, seed, row0, col0, row_stream, col_stream)
 
-    if col_source == "rowwise_dequantized" and col_spec is not None and row_spec is not None:
-        buffers = _run_encode(x, row_spec, None, args(_stat(x, row_spec, row_stat), None))
-        if row_spec.format.is_identity:
-            seen = buffers[0].to(x.dtype)
-        else:
-            decode = select(Call("decode", x.device.type, x.dtype, row_spec)).ops["decode"]
-            seen = decode(buffers, row_spec, *x.shape, x.dtype)
-        stat = _stat(seen.t(), col_spec, col_stat)
-        second = _run_encode(seen, None, col_spec, args(None, stat))
-        return buffers + second if keep_row else second
-    if not keep_row:
-        row_spec = None
-    if row_stat is None and col_stat is None and _finds_amax(x, row_spec, col_spec):
-        return _run_encode(x, row_spec, col_spec, args(None, None))
-    first_stat = _stat(x, row_spec, row_stat)
-    if (
-        first_stat is not None
-        and row_spec is not None
-        and col_spec is not None
-        and col_stat is None
-        and row_stat is None
-        and row_spec.needs_tensor_amax
-        and col_spec.needs_tensor_amax
-        and row_spec.signs == col_spec.signs is None
-    ):
-        col_stat = first_stat  # one pass over x serves both
-    second_stat = _stat(x.t(), col_spec, col_stat)
-    return _run_encode(x, row_spec, col_spec, args(first_stat, second_stat))
+def encode(
+    x: torch.Tensor,
+    row: str,
+    col: str,
+    row_stat: torch.Tensor | None,
+    col_stat: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    is_decoded: bool = False,
+    keep_row: bool = True,
+    row_stream: int = 0,
+    col_stream: int = 1,
+    direct: bool = False,
+) -> list[torch.Tensor]:
+    """Return what `torch.ops.hybridq.encode` returns, past the dispatcher where nothing watches.
+
+    For callers above, whose specs and options are right; x and the seed may come from a user.
+
+    Args:
+        x, row, col, row_stat, col_stat, seed: as the operator takes them.
+        is_decoded: `col_source` is `"rowwise_dequantized"`.
+        keep_row, row_stream, col_stream: as the operator takes them.
+        direct: the caller has checked x and the seed, and that nothing watches them.
+    """
+    if direct or nothing_watches(x, row_stat, col_stat, seed):
+        if not direct:
+            _check_matrix(x, "encode")
+            if seed is not None:
+                check_seed(seed, "encode")
+        place = (0, 0, row_stream, col_stream)
+        return run_encode(x, row, col, row_stat, col_stat, seed, is_decoded, keep_row, place)
+    return torch.ops.hybridq.encode(
+        x,
+        row,
+        col,
+        row_stat,
+        col_stat,
+        seed,
+        col_source="rowwise_dequantized" if is_decoded else "original",
+        keep_row=keep_row,
+        row_stream=row_stream,
+        col_stream=col_stream,
+    )
 
 
 def _check_encode(
@@ -199,10 +173,19 @@ def _check_encode(
     if seed is None and any(spec is not None and spec.stochastic for spec in (row, col)):
         raise ValueError("encode: stochastic rounding needs a seed, got None")
     if seed is not None:
-        _check_seed(seed, "encode")
+        check_seed(seed, "encode")
 
 
-def _check_seed(seed: torch.Tensor, where: str) -> None:
+def check_seed(seed: torch.Tensor, where: str) -> None:
+    """Raise unless `seed` is int64 with one value.
+
+    Args:
+        seed: of random numbers.
+        where: the function that takes it, for the error.
+
+    Raises:
+        ValueError: it is not.
+    """
     if seed.dtype != torch.int64 or seed.numel() != 1:
         raise ValueError(
             f"{where}: seed must be int64 with one value, got {seed.dtype} {tuple(seed.shape)}"
@@ -251,8 +234,9 @@ def _decode(
     _check_buffers(buffers, parsed, rows, cols, "decode")
     if parsed.format.is_identity:
         return buffers[0].to(dtype=dtype, copy=True, memory_format=torch.contiguous_format)
-    backend = select(Call("decode", buffers[0].device.type, dtype, parsed))
-    return backend.ops["decode"](buffers, parsed, rows, cols, dtype)
+    return operation("decode", buffers[0].device.type, dtype, parsed)(
+        buffers, parsed, rows, cols, dtype
+    )
 
 
 def _check_buffers(
@@ -262,6 +246,18 @@ def _check_buffers(
     expected = spec.buffers(rows, cols)
     if len(buffers) != len(expected):
         raise ValueError(f"{where}: {spec} has {len(expected)} buffers, got {len(buffers)}")
+    home = None
+    for buffer, want in zip(buffers, expected, strict=True):
+        if type(buffer) is not torch.Tensor or buffer.layout is not torch.strided:
+            break
+        if buffer.shape != want.shape or buffer.dtype is not (want.dtype or buffer.dtype):
+            break
+        home = home or buffer.device
+        if buffer.device != home:
+            break
+    else:
+        return
+    # Something differs from the common case: find out what, and whether it is wrong.
     for buffer, want in zip(buffers, expected, strict=True):
         _check_tensor(buffer, where)
         if tuple(buffer.shape) != tuple(want.shape) or (
@@ -360,16 +356,32 @@ def run_gemm(
                 f"gemm: all tensors must be on one device, got {a[0].device} and {tensor.device}"
             )
     check_precision(args.precision, "gemm")
-    device, chip = a[0].device, None
-    if device.type == "cpu":
+    return run_checked_gemm(left, right, args, sizes)
+
+
+def run_checked_gemm(
+    left: Operand,
+    right: Operand,
+    args: GemmArgs,
+    sizes: tuple[int, int, int] | None = None,
+) -> torch.Tensor:
+    """Return `run_gemm` of operands that were just encoded, and arguments that are right.
+
+    Args:
+        left, right, args, sizes: as `run_gemm` takes them.
+    """
+    a = left.buffers
+    kind, chip = "cpu", None
+    if a[0].is_cpu:
         sizes = None  # there is one way on a CPU, whatever the sizes; a GPU has several
     else:
-        sizes, chip = sizes or (left.rows, right.rows, left.cols), chip_of(device)
-        args = replace(args, chip=chip)
-    call = Call(
-        "gemm", device.type, args.out_dtype, left.spec, right.spec, args.precision, sizes, chip
-    )
-    return select(call).ops["gemm"](left, right, args)
+        device = a[0].device
+        kind, chip = device.type, chip_of(device)
+        sizes = sizes or (left.rows, right.rows, left.cols)
+        args = args._replace(chip=chip)
+    specs = (left.spec, right.spec)
+    run = operation("gemm", kind, args.out_dtype, *specs, args.precision, sizes, chip)
+    return run(left, right, args)
 
 
 def _gemm(*operands: Any, out_dtype: torch.dtype, precision: str = "auto") -> torch.Tensor:
@@ -412,12 +424,21 @@ def _amax_fake(x: torch.Tensor, spec: str, direction: str) -> torch.Tensor:
     return x.new_empty(PlaneSpec.parse(spec).stat_shape(rows), dtype=torch.float32)
 
 
+def sum_of_rows(dy: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the first axis, what `bias_grad` runs.
+
+    Args:
+        dy: `[tokens, ...]`.
+    """
+    # With a dtype, since torch.autocast would make a sum FP32.
+    return torch.sum(dy, 0, dtype=dy.dtype)
+
+
 def _bias_grad(dy: torch.Tensor) -> torch.Tensor:
     _check_tensor(dy, "bias_grad")
     if dy.dim() == 0:
         raise ValueError("bias_grad: dy must be [tokens, ...], got shape ()")
-    # With a dtype, since torch.autocast would make a sum FP32.
-    return torch.sum(dy, 0, dtype=dy.dtype)
+    return sum_of_rows(dy)
 
 
 def _bias_grad_fake(dy: torch.Tensor) -> torch.Tensor:
@@ -427,7 +448,7 @@ def _bias_grad_fake(dy: torch.Tensor) -> torch.Tensor:
 def _check_round(x: torch.Tensor, seed: torch.Tensor, dtype: torch.dtype) -> None:
     _check_matrix(x, "round_stochastic")
     _check_tensor(seed, "round_stochastic")
-    _check_seed(seed, "round_stochastic")
+    check_seed(seed, "round_stochastic")
     if x.dtype != torch.float32:
         raise TypeError(f"round_stochastic: x must be float32, got {x.dtype}")
     if dtype not in (torch.bfloat16, torch.float16):

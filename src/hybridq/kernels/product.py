@@ -44,7 +44,7 @@ def multiply(
     into = args.accumulate_into
     if into is not None and into.dtype not in DTYPES:
         into = into.to(torch.float32)
-    out = torch.empty(m, n, dtype=args.out_dtype)
+    out = torch.empty(m, n, dtype=args.out_dtype, device="cpu")
     core.product(
         a.data_ptr(),
         max(a.stride(0), k),

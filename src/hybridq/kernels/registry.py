@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -18,7 +18,17 @@ from ..errors import BackendError, warn_once
 from ..formats import PlaneSpec
 from .device import Chip
 
-__all__ = ["Backend", "Call", "Choice", "backends", "candidates", "register_backend", "select"]
+__all__ = [
+    "Backend",
+    "Call",
+    "Choice",
+    "backends",
+    "cached_choice",
+    "candidates",
+    "operation",
+    "register_backend",
+    "select",
+]
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,9 @@ class Backend:
         is_native: False for the plain PyTorch reference, which is always the last resort.
         notes: returns how a call that it can run is run, one line each, for `explain`.
         finds_amax: its encode finds statistics that it is not given, in as few passes as it can.
+        encoder: returns, for `(row, col, dtype)`, what encodes such planes of such tensors and
+            takes `(x, row_stat, col_stat, seed, row0, col0, row_stream, col_stream)`; None where
+            its `encode` has nothing to prepare.
     """
 
     name: str
@@ -67,6 +80,7 @@ class Backend:
     is_native: bool = True
     notes: Callable[[Call], tuple[str, ...]] | None = field(default=None, hash=False)
     finds_amax: bool = False
+    encoder: Callable[..., Callable[..., Any]] | None = field(default=None, hash=False)
 
     def reason(self, call: Call) -> str | None:
         """Return None if this backend can run `call`, else why not."""
@@ -89,6 +103,16 @@ class Choice:
 
 
 _backends: dict[str, Backend] = {}
+#: What forgets choices that another backend could change.
+_cached: list[Callable[[], None]] = []
+_T = TypeVar("_T")
+
+
+def cached_choice(function: Callable[..., _T]) -> Callable[..., _T]:
+    """Cache a pure function of its arguments and of the backends that are registered."""
+    made = lru_cache(maxsize=4096)(function)
+    _cached.append(made.cache_clear)
+    return made
 
 
 #: The order in which backends are asked: the fastest way first. Others come after these, in the
@@ -99,7 +123,8 @@ _ORDER: Final = ("cuda", "cpu", "native", "triton", "fold", "torch")
 def register_backend(backend: Backend) -> Backend:
     """Add `backend`."""
     _backends[backend.name] = backend
-    _select.cache_clear()
+    for clear in _cached:
+        clear()
     return backend
 
 
@@ -134,7 +159,31 @@ def select(call: Call) -> Backend:
     return _select(call, settings.current().backend)
 
 
-@lru_cache(maxsize=4096)
+def operation(
+    op: str,
+    device: str,
+    dtype: torch.dtype,
+    row: PlaneSpec | None = None,
+    col: PlaneSpec | None = None,
+    *more: Any,
+) -> Callable[..., Any]:
+    """Return what runs a call, `select(Call(...)).ops[op]`, without making the Call again.
+
+    Args:
+        op, device, dtype, row, col, more: the fields of a Call, in order.
+
+    Raises:
+        BackendError: as `select`.
+    """
+    return _operation(settings.current().backend, op, device, dtype, row, col, *more)
+
+
+@cached_choice
+def _operation(forced: str | None, op: str, *fields: Any) -> Callable[..., Any]:
+    return _select(Call(op, *fields), forced).ops[op]
+
+
+@cached_choice
 def _select(call: Call, forced: str | None) -> Backend:
     if forced is not None:
         if forced not in _backends:

@@ -1,8 +1,9 @@
-"""Arguments that backends take, as values."""
+"""Arguments that backends take, as values; named tuples where one is made in every eager call."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -52,8 +53,7 @@ class ManyArgs:
     col_stream: int = 1
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """One plane as a GEMM operand: its own matrix is `[rows, cols]`, contracted over cols.
 
     Args:
@@ -70,8 +70,7 @@ class Operand:
     kept: Kept | None = None
 
 
-@dataclass(frozen=True)
-class GemmArgs:
+class GemmArgs(NamedTuple):
     """What gemm takes beside the operands.
 
     Args:

@@ -17,21 +17,27 @@ stream, so that equal coordinates of two tensors never share random bytes: gradi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
 
-from ..kernels.device import without_autocast
+from ..formats import PlaneSpec
+from ..kernels import Kept
+from ..kernels.device import has_autocast, without_autocast
+from ..kernels.ops import run_checked_gemm, run_gemm, sum_of_rows
+from ..kernels.types import GemmArgs, Operand
+from ..kernels.watch import nothing_watches
 from ..quantizers import draw_seed, statistics
 from ..recipes import Plan, SlotPlan
 from ..storage import encode_pair
+from .kept_weight import Buffers, KeptWeight
 
 __all__ = ["STREAMS", "linear"]
 
 #: (rowwise, columnwise) Philox streams of each slot.
 STREAMS: Final = {"grad_output": (0, 1), "input": (2, 3), "weight": (4, 5)}
-
-Buffers = list[torch.Tensor]
 
 
 def _encode(
@@ -41,21 +47,24 @@ def _encode(
     seed: torch.Tensor | None,
     with_row: bool,
     with_col: bool,
+    direct: bool,
 ) -> tuple[Buffers, Buffers]:
     """Return the buffers of the wanted planes of x `[rows, cols]`; an unwanted plane has none."""
     col = plan.col if with_col else None
     # An unwanted rowwise plane may still be what the columnwise one is made of.
     is_source = with_col and plan.col_source != "original"
     row = plan.row if with_row or is_source else None
-    row_stat, col_stat = statistics(
-        x,
-        row,
-        col,
-        group=plan.amax_group,
-        col_source=plan.col_source,
-        seed=seed,
-        row_stream=streams[0],
-    )
+    row_stat = col_stat = None
+    if plan.amax_group:
+        row_stat, col_stat = statistics(
+            x,
+            row,
+            col,
+            group=plan.amax_group,
+            col_source=plan.col_source,
+            seed=seed,
+            row_stream=streams[0],
+        )
     return encode_pair(
         x,
         row,
@@ -67,7 +76,39 @@ def _encode(
         keep_row=with_row,
         row_stream=streams[0],
         col_stream=streams[1],
+        direct=direct,
     )
+
+
+def _gemm(
+    a: Buffers,
+    a_spec: str,
+    a_rows: int,
+    b: Buffers,
+    b_spec: str,
+    b_rows: int,
+    k: int,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    precision: str,
+    run: Callable[..., torch.Tensor] | None,
+    kept: Kept | None = None,
+) -> torch.Tensor:
+    """Return `a @ b.T + bias`: by `run`, past the dispatcher, or else by the operator."""
+    if run is not None:
+        left = Operand(a, PlaneSpec.parse(a_spec), a_rows, k)
+        right = Operand(b, PlaneSpec.parse(b_spec), b_rows, k, kept)
+        return run(left, right, GemmArgs(bias, None, dtype, precision))
+    return torch.ops.hybridq.gemm(
+        a, a_spec, a_rows, b, b_spec, b_rows, k, bias, out_dtype=dtype, precision=precision
+    )
+
+
+@contextmanager
+def _ordinary_mode() -> Iterator[None]:
+    """Leave the inference mode, and make no graph."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _forward(
@@ -78,11 +119,21 @@ def _forward(
     seed: torch.Tensor | None,
     save_x: bool,
     save_w: bool,
+    weight: KeptWeight | None,
 ) -> tuple[torch.Tensor, Buffers, Buffers]:
     """Return y and the columnwise planes of x and w that were asked for."""
-    x_row, x_col = _encode(x, plan.input, STREAMS["input"], seed, True, save_x)
-    w_row, w_col = _encode(w, plan.weight, STREAMS["weight"], seed, True, save_w)
-    y = torch.ops.hybridq.gemm(
+    direct = nothing_watches(x, w, bias, seed)
+    x_row, x_col = _encode(x, plan.input, STREAMS["input"], seed, True, save_x, direct)
+    if weight is not None and weight.has(save_w):
+        w_row, w_col = weight.row, weight.col if save_w else []
+    else:
+        # What is kept must count versions, and outlive an inference mode.
+        leaves = weight is not None and torch.is_inference_mode_enabled()
+        with _ordinary_mode() if leaves else nullcontext():
+            w_row, w_col = _encode(w, plan.weight, STREAMS["weight"], seed, True, save_w, direct)
+        if weight is not None:
+            weight.fill(w_row, w_col)
+    y = _gemm(
         x_row,
         plan.input.row.spec,
         x.shape[0],
@@ -90,9 +141,11 @@ def _forward(
         plan.weight.row.spec,
         w.shape[0],
         x.shape[1],
-        bias=bias,
-        out_dtype=x.dtype,
-        precision=plan.precision,
+        bias,
+        x.dtype,
+        plan.precision,
+        run_checked_gemm if direct else None,
+        None if weight is None else weight.row_kept,
     )
     return y, x_col, w_col
 
@@ -125,9 +178,10 @@ class _Linear(torch.autograd.Function):
         seed: torch.Tensor | None,
         plan: Plan,
         needs: tuple[bool, bool, bool],
+        weight: KeptWeight | None,
     ) -> torch.Tensor:
-        with without_autocast(x.device.type):
-            y, x_col, w_col = _forward(x, w, bias, plan, seed, needs[1], needs[0])
+        # Whoever called has left torch.autocast already.
+        y, x_col, w_col = _forward(x, w, bias, plan, seed, needs[1], needs[0], weight)
         saved = [*x_col, *w_col]
         if seed is not None:
             saved.append(seed)
@@ -135,12 +189,13 @@ class _Linear(torch.autograd.Function):
         ctx.plan, ctx.needs = plan, needs
         ctx.counts = (len(x_col), len(w_col))
         ctx.features = (x.shape[1], w.shape[0])
+        ctx.kept = None if weight is None else weight.col_kept
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         if torch.compiler.is_compiling():
-            return (*_backward(ctx, dy), None, None, None)
+            return (*_backward(ctx, dy), None, None, None, None)
         with torch.no_grad():
             grads = _backward(ctx, dy)
         if torch.is_grad_enabled():  # create_graph=True
@@ -148,7 +203,7 @@ class _Linear(torch.autograd.Function):
             # every second derivative an error, and none of them silently zero.
             anchor = torch.empty(0, device=dy.device, requires_grad=True)
             grads = _NoDoubleBackward.apply(anchor, *grads)
-        return (*grads, None, None, None)
+        return (*grads, None, None, None, None)
 
 
 def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -160,13 +215,16 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     seed = saved[num_x + num_w] if len(saved) > num_x + num_w else None
     in_features, out_features = ctx.features
     rows = dy.shape[0]
-    gemm = torch.ops.hybridq.gemm
     dx = dw = dbias = None
     with without_autocast(dy.device.type):
         grad = plan.grad_output
-        dy_row, dy_col = _encode(dy, grad, STREAMS["grad_output"], seed, x_needed, w_needed)
+        direct = nothing_watches(dy, *saved)
+        # Saved tensors may have been through a user's hooks, so they are checked.
+        run = run_gemm if direct else None
+        streams = STREAMS["grad_output"]
+        dy_row, dy_col = _encode(dy, grad, streams, seed, x_needed, w_needed, direct)
         if x_needed:
-            dx = gemm(
+            dx = _gemm(
                 dy_row,
                 grad.row.spec,
                 rows,
@@ -174,11 +232,14 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
                 plan.weight.col.spec,
                 in_features,
                 out_features,
-                out_dtype=dy.dtype,
-                precision=plan.precision,
+                None,
+                dy.dtype,
+                plan.precision,
+                run,
+                ctx.kept,
             )
         if w_needed:
-            dw = gemm(
+            dw = _gemm(
                 dy_col,
                 grad.col.spec,
                 out_features,
@@ -186,15 +247,23 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
                 plan.input.col.spec,
                 in_features,
                 rows,
-                out_dtype=dy.dtype,
-                precision=plan.precision,
+                None,
+                dy.dtype,
+                plan.precision,
+                run,
             )
         if bias_needed:
-            dbias = torch.ops.hybridq.bias_grad(dy)
+            dbias = sum_of_rows(dy) if direct else torch.ops.hybridq.bias_grad(dy)
     return dx, dw, dbias
 
 
-def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, plan: Plan) -> torch.Tensor:
+def linear(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    plan: Plan,
+    weight: KeptWeight | None = None,
+) -> torch.Tensor:
     """Return `x @ w.T + bias` with every GEMM between the planes that `plan` names.
 
     Args:
@@ -202,6 +271,7 @@ def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, plan: Pl
         w: `[out_features, in_features]`, the same dtype.
         bias: `[out_features]`, the same dtype, or None.
         plan: what `hybridq.recipes.bind` made.
+        weight: where the planes of w are kept, to be taken from there or put there; or None.
 
     Returns:
         `[rows, out_features]` in x's dtype.
@@ -213,7 +283,21 @@ def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, plan: Pl
     if torch.is_grad_enabled():
         has_bias = bias is not None and bias.requires_grad
         needs = (x.requires_grad, w.requires_grad, has_bias)
+    if torch.compiler.is_compiling() or has_autocast(x.device.type):
+        with without_autocast(x.device.type):
+            return _run(x, w, bias, plan, seed, needs, weight)
+    return _run(x, w, bias, plan, seed, needs, weight)
+
+
+def _run(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    plan: Plan,
+    seed: torch.Tensor | None,
+    needs: tuple[bool, bool, bool],
+    weight: KeptWeight | None,
+) -> torch.Tensor:
     if any(needs):
-        return _Linear.apply(x, w, bias, seed, plan, needs)
-    with without_autocast(x.device.type):
-        return _forward(x, w, bias, plan, seed, False, False)[0]
+        return _Linear.apply(x, w, bias, seed, plan, needs, weight)
+    return _forward(x, w, bias, plan, seed, False, False, weight)[0]

@@ -11,6 +11,7 @@ from .. import settings
 from ..kernels.device import has_autocast
 from ..recipes import Plan, Recipe, bind, install, is_recomputing, plan_by_key
 from .function import linear
+from .kept_weight import KeptWeight, kept_weight
 
 __all__ = ["Linear"]
 
@@ -52,6 +53,8 @@ class Linear(nn.Linear):
     _bound: tuple[Recipe, Plan] | None = None
     #: The recipe (or None) of the last training forward, in a tuple; empty before the first.
     _last_recipe: tuple[Any, ...] = ()
+    #: The quantized weight of the last microbatch that said whether it was the first.
+    _kept_weight: KeptWeight | None = None
 
     def __init__(
         self,
@@ -70,20 +73,32 @@ class Linear(nn.Linear):
             self.name, self._name_is_given = name, True
         install()
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
         """Return `input @ weight.T + bias`.
 
         Args:
             input: `[..., in_features]`.
+            is_first_microbatch: None: the weight is quantized in this forward; and unless
+                `hybridq.autocast` says otherwise, in every one. True: it is quantized and kept.
+                False: the caller promises that its values are those of the last True, and it is
+                taken from there. A weight of other memory, version, shape or dtype, or another
+                recipe, is quantized again; a write through `.data` cannot be seen. Without a
+                recipe, and in code that torch compiles or captures, nothing is kept.
 
         Returns:
             `[..., out_features]`, in the input's dtype or torch.autocast's.
 
         Raises:
             RuntimeError: features or dtypes do not fit (as for `nn.Linear`).
-            TypeError: a dtype that cannot be quantized.
+            TypeError: a dtype that cannot be quantized, or `is_first_microbatch` is no bool.
             RecipeError: the recipe leaves a GEMM without a plane.
+
+        Source: `is_first_microbatch`: Transformer Engine's name and meaning.
         """
+        first: object = is_first_microbatch
+        if first is not None and not isinstance(first, bool):
+            got = type(first).__name__
+            raise self._error(TypeError, f"is_first_microbatch must be a bool or None, got {got}")
         recipe = self._recipe()
         if recipe is None:
             return super().forward(input)
@@ -92,7 +107,7 @@ class Linear(nn.Linear):
             # The same bits as the planes would give. Compiled, only the planes give them: a
             # compiler that sees nn.Linear sums the bias's gradient in another order.
             return super().forward(input)
-        return self._quantized(input, plan)
+        return self._quantized(input, plan, is_first_microbatch)
 
     def _recipe(self) -> Any:
         """Return the recipe of this call, or None.
@@ -125,20 +140,35 @@ class Linear(nn.Linear):
         self.__dict__["_bound"] = (recipe, plan)
         return plan
 
-    def _quantized(self, input: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def _quantized(
+        self, input: torch.Tensor, plan: Plan, is_first_microbatch: bool | None
+    ) -> torch.Tensor:
         given: object = input
         if not isinstance(given, torch.Tensor):
             raise self._error(TypeError, f"input must be a Tensor, got {type(given).__name__}")
         x: torch.Tensor = given
         weight: torch.Tensor = self.weight
         bias: torch.Tensor | None = self.bias
-        if has_autocast(weight.device.type):
-            dtype = torch.get_autocast_dtype(weight.device.type)
+        own = weight
+        kind = "cpu" if weight.is_cpu else weight.device.type
+        if has_autocast(kind):
+            dtype = torch.get_autocast_dtype(kind)
             x, weight = _cast(x, dtype), _cast(weight, dtype)
             bias = None if bias is None else _cast(bias, dtype)
         self._check(x, weight, bias)
+        kept = None
+        if not torch.compiler.is_compiling():
+            if is_first_microbatch is None:
+                is_first_microbatch = settings.current().is_first_microbatch
+            if is_first_microbatch is not None:
+                kept = kept_weight(
+                    self._kept_weight, own, weight.dtype, plan.weight, is_first_microbatch
+                )
+                self.__dict__["_kept_weight"] = kept
+        if x.dim() == 2:
+            return linear(x, weight, bias, plan, kept)
         flat = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
-        y = linear(flat, weight, bias, plan)
+        y = linear(flat, weight, bias, plan, kept)
         return y.view(*x.shape[:-1], self.out_features)
 
     def _check(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -183,7 +213,16 @@ class Linear(nn.Linear):
         state = self.__dict__.copy()
         state.pop("_bound", None)
         state.pop("_last_recipe", None)
+        state.pop("_kept_weight", None)
         return state
+
+    def _forget_weight(self) -> None:
+        """Free the quantized weight; `hybridq.forget(module)` calls it."""
+        self.__dict__.pop("_kept_weight", None)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Linear:
+        self._forget_weight()  # .to(), .half(), .cuda(): what is kept would only take memory
+        return super()._apply(fn, recurse)
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

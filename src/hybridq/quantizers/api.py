@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from functools import lru_cache
+from typing import Any, Final
 
 import torch
 
@@ -71,6 +72,46 @@ class _Options:
             )
 
 
+def _made(
+    rowwise: Choice | None,
+    columnwise: Choice | bool | None,
+    columnwise_source: str,
+    stochastic: bool,
+    hadamard: bool,
+    power_of_two: bool | None,
+    eps: float | None,
+    four_over_six: str | None,
+    row_scaled: bool,
+    scale_rule: str | None,
+) -> Quantizer:
+    """Return the Quantizer of `quantizer`'s arguments."""
+    if columnwise is True:
+        if rowwise is None:
+            raise SpecError("quantizer: columnwise=True means as rowwise, which is None")
+        columnwise = rowwise
+    options = _Options(stochastic, False, power_of_two, eps, four_over_six, row_scaled, scale_rule)
+    if columnwise is False:
+        columnwise = None
+    options.check(rowwise, columnwise)
+    row = None if rowwise is None else options.spec(rowwise)
+    col = None
+    if columnwise is not None:
+        col = replace(options, hadamard=hadamard).spec(columnwise)
+    return Quantizer(row, col, columnwise_source)
+
+
+# By type too: 1 is no True here, nor 0.0 a False.
+_cached: Final = lru_cache(maxsize=1024, typed=True)(_made)
+
+
+def _known(*arguments: Any) -> Quantizer:
+    """Return `_made` of arguments; made once for those that can be looked up."""
+    try:
+        return _cached(*arguments)
+    except TypeError:  # one has no hash; the error that says so is the right one
+        return _made(*arguments)
+
+
 @constructor
 def quantizer(
     rowwise: Choice | None,
@@ -107,19 +148,17 @@ def quantizer(
     Raises:
         SpecError: an unknown name, or options that do not go with the format.
     """
-    if columnwise is True:
-        if rowwise is None:
-            raise SpecError("quantizer: columnwise=True means as rowwise, which is None")
-        columnwise = rowwise
-    options = _Options(stochastic, False, power_of_two, eps, four_over_six, row_scaled, scale_rule)
-    if columnwise is False:
-        columnwise = None
-    options.check(rowwise, columnwise)
-    row = None if rowwise is None else options.spec(rowwise)
-    col = None
-    if columnwise is not None:
-        col = replace(options, hadamard=hadamard).spec(columnwise)
-    return Quantizer(row, col, columnwise_source)
+    options = (
+        columnwise_source,
+        stochastic,
+        hadamard,
+        power_of_two,
+        eps,
+        four_over_six,
+        row_scaled,
+        scale_rule,
+    )
+    return _known(rowwise, columnwise, *options)
 
 
 def quantize(
@@ -159,16 +198,30 @@ def quantize(
         >>> t.rowwise.scale.shape
         torch.Size([2, 2])
     """
-    made = quantizer(
-        rowwise,
-        columnwise,
-        columnwise_source=columnwise_source,
-        stochastic=stochastic,
-        hadamard=hadamard,
-        power_of_two=power_of_two,
-        eps=eps,
-        four_over_six=four_over_six,
-        row_scaled=row_scaled,
-        scale_rule=scale_rule,
-    )
+    if torch.compiler.is_dynamo_compiling():
+        made = quantizer(
+            rowwise,
+            columnwise,
+            columnwise_source=columnwise_source,
+            stochastic=stochastic,
+            hadamard=hadamard,
+            power_of_two=power_of_two,
+            eps=eps,
+            four_over_six=four_over_six,
+            row_scaled=row_scaled,
+            scale_rule=scale_rule,
+        )
+    else:
+        made = _known(
+            rowwise,
+            columnwise,
+            columnwise_source,
+            stochastic,
+            hadamard,
+            power_of_two,
+            eps,
+            four_over_six,
+            row_scaled,
+            scale_rule,
+        )
     return made.quantize(x, seed=seed)

@@ -9,7 +9,8 @@ import torch
 
 from ..storage import TensorStorage, build_storages
 from ..tensor import QuantizedTensor, is_quantized, matrix_shape
-from .quantizer import Quantizer, _check_source, draw_seed
+from .checks import check_source
+from .quantizer import Quantizer, draw_seed
 
 __all__ = ["multi_tensor_quantize"]
 
@@ -81,7 +82,7 @@ def _sources(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         )
     sources = []
     for tensor in tensors:
-        _check_source(tensor, _WHERE)
+        check_source(tensor, _WHERE)
         sources.append(tensor.dequantize() if is_quantized(tensor) else tensor)
     return sources
 

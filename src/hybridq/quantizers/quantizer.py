@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from ..errors import PlaneError, SpecError
 from ..formats import PlaneSpec
-from ..storage import Plane, TensorStorage, build_storage, overwrite
+from ..kernels.ops import HIGH_PRECISION, check_seed
+from ..kernels.watch import nothing_watches
+from ..storage import Plane, StoragePlan, TensorStorage, overwrite
 from ..tensor import QuantizedTensor, is_flat, is_quantized, matrix_shape
 from ..tensor.in_graph import parses_quantizers
+from .checks import check_dtype, check_source
 from .statistics import statistics
 
 __all__ = ["SOURCES", "Quantizer", "draw_seed"]
@@ -24,6 +27,13 @@ SOURCES = ("original", "rowwise_dequantized")
 def draw_seed(device: torch.device | str) -> torch.Tensor:
     """Return a random seed, int64 `[1]`, from torch's generator of `device`."""
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
+
+
+class _Plan(NamedTuple):
+    """What a quantizer comes to for tensors of one dtype."""
+
+    storage: StoragePlan
+    is_stochastic: bool
 
 
 @dataclass(frozen=True)
@@ -99,6 +109,9 @@ class Quantizer:
                 f"group, got amax_group {self.amax_group!r}; where ranks hold whole rows leave "
                 "it out, where they hold parts of a row gather the tensor first"
             )
+
+    def __hash__(self) -> int:
+        return hash(self._text)  # quantizers are looked up on every call; a text keeps its hash
 
     # ---- usage
 
@@ -199,16 +212,40 @@ class Quantizer:
             TypeError: dtype or layout of `tensor` cannot be quantized.
             PlaneError: both usages are off, or `out` does not fit.
         """
-        _check_source(tensor, "quantize")
+        if out is None and tensor is not None and nothing_watches(tensor, seed):
+            return self._make_directly(tensor, dtype, seed)
+        check_source(tensor, "quantize")
         if out is not None:
             return self.update_quantized(tensor, out, seed=seed)
         if is_quantized(tensor):
             tensor = tensor.dequantize()
         nominal = tensor.dtype if dtype is None else dtype
-        _check_dtype(nominal, "quantize")
+        check_dtype(nominal, "quantize")
         if torch.is_grad_enabled() and tensor.requires_grad:
             return _Quantize.apply(tensor, self, nominal, seed)
         return self._make(tensor, nominal, seed)
+
+    def _make_directly(
+        self, tensor: torch.Tensor, dtype: torch.dtype | None, seed: torch.Tensor | None
+    ) -> QuantizedTensor:
+        """Return `quantize` of what nothing watches: no operator, no autograd, no part twice."""
+        given = tensor.dtype
+        if given not in HIGH_PRECISION:
+            check_source(tensor, "quantize")
+        if dtype is not None:
+            check_dtype(dtype, "quantize")
+        if seed is not None:
+            check_seed(seed, "encode")
+        shape = tensor.shape
+        matrix = tensor if len(shape) == 2 else tensor.reshape(matrix_shape(shape))
+        plan = _plan(self._text, given)
+        if self.amax_group:
+            storage = self._encode(matrix, seed, True)
+        else:
+            if seed is None and plan.is_stochastic:
+                seed = draw_seed(tensor.device)
+            storage = plan.storage.build(matrix, None, None, seed, direct=True)
+        return QuantizedTensor.make(storage, shape, dtype or given, quantizer=self)
 
     def _make(
         self, tensor: torch.Tensor, dtype: torch.dtype, seed: torch.Tensor | None
@@ -226,27 +263,32 @@ class Quantizer:
         Raises:
             PlaneError: both usages are off.
         """
-        row, col = self.specs_to_encode()
-        if seed is None and self.is_stochastic:
+        return self._encode(matrix, seed, False)
+
+    def _encode(
+        self, matrix: torch.Tensor, seed: torch.Tensor | None, direct: bool
+    ) -> TensorStorage:
+        # Compiled code remakes it while it is traced: dynamo knows no cache of objects.
+        is_cached = direct or not torch.compiler.is_compiling()
+        plan = _plan(self._text, matrix.dtype) if is_cached else self._make_plan(matrix.dtype)
+        if seed is None and plan.is_stochastic:
             seed = draw_seed(matrix.device)
-        row_stat, col_stat = statistics(
+        if not self.amax_group:
+            return plan.storage.build(matrix, None, None, seed, direct=direct)
+        stats = statistics(
             matrix,
-            None if row is None else row.resolve(matrix.dtype).plain_text(matrix.dtype),
-            None if col is None else col.resolve(matrix.dtype).plain_text(matrix.dtype),
+            plan.storage.row_text,
+            plan.storage.col_text,
             group=self.amax_group,
             col_source=self.columnwise_source,
             seed=seed,
         )
-        return build_storage(
-            matrix,
-            row,
-            col,
-            row_stat=row_stat,
-            col_stat=col_stat,
-            seed=seed,
-            col_source=self.columnwise_source,
-            keep_row=self.makes_rowwise,
-        )
+        return plan.storage.build(matrix, *stats, seed)
+
+    def _make_plan(self, dtype: torch.dtype) -> _Plan:
+        row, col = self.specs_to_encode()
+        storage = StoragePlan(row, col, dtype, self.columnwise_source, self.makes_rowwise)
+        return _Plan(storage, self.is_stochastic)
 
     def specs_to_encode(self) -> tuple[PlaneSpec | None, PlaneSpec | None]:
         """Return the specs that encode takes; the rowwise one may be only the other's source.
@@ -285,7 +327,7 @@ class Quantizer:
                 given for a part of a tensor.
             RuntimeError: `target` is a leaf that requires grad, outside `torch.no_grad()`.
         """
-        _check_source(source, "update_quantized")
+        check_source(source, "update_quantized")
         if not is_quantized(target):
             raise TypeError(
                 f"update_quantized: target must be a QuantizedTensor, got {type(target).__name__}"
@@ -357,7 +399,7 @@ class Quantizer:
         Raises:
             ValueError: `shape` holds something else than sizes.
         """
-        _check_dtype(dtype, "make_empty")
+        check_dtype(dtype, "make_empty")
         sizes = (int, torch.SymInt)
         if not isinstance(shape, Sequence) or not all(
             isinstance(n, sizes) and n >= 0 for n in shape
@@ -402,24 +444,13 @@ def _parse(text: str) -> Quantizer:
     )
 
 
+@lru_cache(maxsize=4096)
+def _plan(text: str, dtype: torch.dtype) -> _Plan:
+    return _parse(text)._make_plan(dtype)
+
+
 torch.serialization.add_safe_globals([_parse])
 parses_quantizers(lru_cache(maxsize=4096)(_parse))  # compiled code asks at every call
-
-
-def _check_source(tensor: torch.Tensor, where: str) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{where}: input must be a torch.Tensor, got {type(tensor).__name__}")
-    if is_quantized(tensor):
-        return
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{where}: layout must be strided, got {tensor.layout}; use .to_dense()")
-    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise TypeError(f"{where}: dtype must be float32, bfloat16 or float16, got {tensor.dtype}")
-
-
-def _check_dtype(dtype: object, where: str) -> None:
-    if not any(dtype is one for one in (torch.float32, torch.bfloat16, torch.float16)):
-        raise TypeError(f"{where}: dtype must be float32, bfloat16 or float16, got {dtype!r}")
 
 
 def _check_spec(old: Plane | None, new: Plane | None) -> None:

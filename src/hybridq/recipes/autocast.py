@@ -59,6 +59,9 @@ class autocast:
         recipe: a Recipe, or the name of one (`hybridq.recipes.names()`); None takes
             `default_recipe()`.
         precision: of the GEMMs inside, `"auto"`, `"exact"` or `"fast"`; None: the recipe's own.
+        is_first_microbatch: for modules inside that are not told by their caller: True: they keep
+            their quantized weights; False: the weights have the values of the last True, and are
+            taken from there; None: weights are quantized in every forward. See `Linear.forward`.
 
     Settings belong to the calling thread, nest, and are restored however the block is left. A
     backward needs no `autocast`: it uses the recipe of its forward, recomputation included.
@@ -81,20 +84,27 @@ class autocast:
         recipe: Recipe | str | None = None,
         *,
         precision: str | None = None,
+        is_first_microbatch: bool | None = None,
     ) -> None:
         if not isinstance(enabled, bool):
             raise TypeError(f"autocast: enabled must be a bool, got {type(enabled).__name__}")
+        first: object = is_first_microbatch
+        if first is not None and not isinstance(first, bool):
+            got = type(first).__name__
+            raise TypeError(f"autocast: is_first_microbatch must be a bool or None, got {got}")
         chosen = default_recipe() if recipe is None else get(recipe)
         if precision is not None:
             chosen = _forced(chosen.key, precision)
         self.enabled = enabled
         self.recipe = chosen
-        self._previous: list[tuple[object | None, int]] = []
+        self.is_first_microbatch = is_first_microbatch
+        self._previous: list[tuple[object | None, int, bool | None]] = []
 
     def __enter__(self) -> autocast:
         state = settings.current()
-        self._previous.append((state.recipe, state.recipe_task))
+        self._previous.append((state.recipe, state.recipe_task, state.is_first_microbatch))
         state.recipe = self.recipe if self.enabled else None
+        state.is_first_microbatch = self.is_first_microbatch
         if not torch.compiler.is_compiling():
             install()
             state.recipe_task = torch._C._current_graph_task_id()
@@ -107,13 +117,13 @@ class autocast:
         trace: TracebackType | None,
     ) -> None:
         state = settings.current()
-        state.recipe, state.recipe_task = self._previous.pop()
+        state.recipe, state.recipe_task, state.is_first_microbatch = self._previous.pop()
 
     def __call__(self, function: _F) -> _F:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             # A new object per call: calls may overlap in several threads.
-            with autocast(self.enabled, self.recipe):
+            with autocast(self.enabled, self.recipe, is_first_microbatch=self.is_first_microbatch):
                 return function(*args, **kwargs)
 
         return wrapper  # type: ignore[return-value]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .build import build_storage, build_storages, encode_pair
+from .build import StoragePlan, build_storage, build_storages, encode_pair
 from .plane import Plane, overwrite
 from .storage import PlaneLayout, StorageLayout, TensorStorage
 
@@ -10,6 +10,7 @@ __all__ = [
     "Plane",
     "PlaneLayout",
     "StorageLayout",
+    "StoragePlan",
     "TensorStorage",
     "build_storage",
     "build_storages",

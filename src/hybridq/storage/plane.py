@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -26,7 +26,8 @@ class Plane:
         spec: what the codes mean; an identity spec has its dtype fixed.
         direction: `"rowwise"` or `"columnwise"`.
         rows, cols: the logical matrix X.
-        buffers: name to tensor, the names and shapes of `spec.buffers(*self.matrix)`.
+        buffers: name to tensor, or pairs of both; the names and shapes are those of
+            `spec.buffers(*self.matrix)`.
     """
 
     __slots__ = ("buffers", "cols", "direction", "kept", "rows", "spec")
@@ -40,7 +41,7 @@ class Plane:
         direction: Direction,
         rows: int,
         cols: int,
-        buffers: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
     ) -> None:
         self.spec = spec
         self.direction = direction

@@ -34,9 +34,8 @@ class PlaneLayout:
 StorageLayout = tuple[PlaneLayout, ...]
 
 
-@dataclass(frozen=True, eq=False)
 class TensorStorage:
-    """A quantized matrix: a rowwise plane, a columnwise plane, or both.
+    """A quantized matrix: a rowwise plane, a columnwise plane, or both. Treat as frozen.
 
     Buffers that the planes share are one object; `flatten`, `unflatten` and `map` keep it so.
 
@@ -47,12 +46,13 @@ class TensorStorage:
         PlaneError: both are None.
     """
 
-    rowwise: Plane | None
-    columnwise: Plane | None
+    __slots__ = ("columnwise", "rowwise")
 
-    def __post_init__(self) -> None:
-        if self.rowwise is None and self.columnwise is None:
+    def __init__(self, rowwise: Plane | None, columnwise: Plane | None) -> None:
+        if rowwise is None and columnwise is None:
             raise PlaneError("TensorStorage: needs at least one plane, got none")
+        self.rowwise = rowwise
+        self.columnwise = columnwise
 
     @property
     def planes(self) -> tuple[Plane, ...]:
@@ -62,7 +62,7 @@ class TensorStorage:
     @property
     def first(self) -> Plane:
         """The rowwise plane if there is one, else the columnwise."""
-        return self.planes[0]
+        return self.rowwise if self.rowwise is not None else self.columnwise  # type: ignore[return-value]
 
     @property
     def nbytes(self) -> int:

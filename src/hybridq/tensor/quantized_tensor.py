@@ -34,9 +34,9 @@ _markers: dict[str, type[torch.Tensor]] = {}
 
 def _marker(storage: TensorStorage) -> type[torch.Tensor]:
     """Return the class of a tensor with this storage: that of its format, or the hybrid's."""
-    formats = {plane.spec.format for plane in storage.planes}
-    family = next(iter(formats)).family if len(formats) == 1 else "hybrid"
-    return _markers.get(family, QuantizedTensor)
+    one, col = storage.first.spec.format, storage.columnwise
+    is_one = col is None or one is col.spec.format or one == col.spec.format
+    return _markers.get(one.family if is_one else "hybrid", QuantizedTensor)
 
 
 def _make_in_graph(
@@ -111,9 +111,9 @@ class QuantizedTensor(torch.Tensor):
             return _make_in_graph(*entries(storage), tuple(shape), dtype, text, requires_grad)
         tensor: Any = torch.Tensor._make_wrapper_subclass(
             _marker(storage),
-            tuple(shape),
+            shape if isinstance(shape, tuple) else tuple(shape),
             dtype=dtype,
-            device=storage.first.device,
+            device=storage.first.buffers["data"].device,
             requires_grad=requires_grad,
         )
         tensor.tensor_storage = storage

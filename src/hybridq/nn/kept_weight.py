@@ -1,0 +1,134 @@
+"""Quantized weights that modules keep between the microbatches of one optimizer step.
+
+Whether a weight still holds the values that it was quantized from cannot be seen: a write through
+`.data` raises no version. So a weight is kept only where the caller says that it does not change
+(`is_first_microbatch`). What can be seen is checked all the same: with other memory, another
+version, shape, dtype or recipe, or after a step of any optimizer of torch, it is quantized again.
+The last needs a hook of its own: torch's fused optimizers raise no version either.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..formats import PlaneSpec
+from ..kernels import Kept
+from ..kernels.watch import is_plain, may_keep, nothing_watches
+from ..recipes import SlotPlan
+
+__all__ = ["Buffers", "KeptWeight", "kept_weight"]
+
+Buffers = list[torch.Tensor]
+
+
+class _Steps:
+    """Counts the steps of all optimizers of the process, from the first weight on that is kept."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._lock = threading.Lock()
+        self._is_counting = False
+
+    def start(self) -> None:
+        """Begin to count; later calls do nothing."""
+        with self._lock:
+            if not self._is_counting:
+                register_optimizer_step_post_hook(self._add)
+                self._is_counting = True
+
+    def _add(self, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # a compiled step raises versions, and must not guard a number that grows
+        self.count += 1
+
+
+_steps = _Steps()
+
+
+class KeptWeight:
+    """The planes of a weight, and what GEMMs make of them. Copies and pickles are empty.
+
+    Args:
+        key: what they are made of; equal for the same memory, version, shape and plan.
+        storage: the weight's memory, without holding it: its address is not given away again.
+
+    Attributes:
+        row, col: buffers of the planes; empty before the first forward, and where not needed.
+        row_kept, col_kept: the operands made of them.
+    """
+
+    __slots__ = ("col", "col_kept", "key", "row", "row_kept", "storage")
+
+    def __init__(self, key: tuple[Any, ...], storage: StorageWeakRef) -> None:
+        self.key = key
+        self.storage = storage
+        self.row: Buffers = []
+        self.col: Buffers = []
+        self.row_kept = Kept(at_once=True)
+        self.col_kept = Kept(at_once=True)
+
+    def has(self, with_col: bool) -> bool:
+        """Return whether the rowwise plane is there and, if it is wanted, the columnwise one."""
+        return bool(self.row) and (bool(self.col) or not with_col)
+
+    def fill(self, row: Buffers, col: Buffers) -> None:
+        """Keep these planes; a columnwise plane that is not wanted now stays what it was."""
+        self.row = row
+        self.col = col or self.col
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the planes and of what is made of them."""
+        planes = sum(buffer.numel() * buffer.element_size() for buffer in (*self.row, *self.col))
+        return planes + self.row_kept.nbytes + self.col_kept.nbytes
+
+
+@lru_cache(maxsize=1024)
+def _keeps(slot: SlotPlan) -> bool:
+    """Return whether a weight may be kept that is quantized so.
+
+    A plane that is the weight itself has nothing to keep. One that is rounded stochastically would
+    be drawn anew in every forward. One whose amax comes from a group is asked for by all its ranks
+    in every forward: if one of them still had it, the others would wait.
+    """
+    planes = (slot.row, slot.col)
+    return not slot.amax_group and not any(
+        plane.is_plain or PlaneSpec.parse(plane.spec).stochastic for plane in planes
+    )
+
+
+def kept_weight(
+    known: KeptWeight | None,
+    weight: torch.Tensor,
+    dtype: torch.dtype,
+    slot: SlotPlan,
+    is_first_microbatch: bool,
+) -> KeptWeight | None:
+    """Return where the planes of `weight` are kept, or None where they may not be.
+
+    Args:
+        known: what the module keeps.
+        weight: its weight.
+        dtype: that the weight is quantized in (`torch.autocast` casts it first).
+        slot: how it is quantized.
+        is_first_microbatch: True: its values are new. In a backward they are not: it recomputes.
+
+    Returns:
+        `known`, if it still holds; else a new one, to be filled.
+    """
+    if not (nothing_watches() and is_plain(weight) and may_keep(weight) and _keeps(slot)):
+        return None
+    storage = weight.untyped_storage()
+    where = (storage._cdata, weight.data_ptr(), weight.shape, weight.stride())
+    key = (where, weight._version, _steps.count, dtype, slot)
+    is_new = is_first_microbatch and torch._C._current_graph_task_id() == -1
+    if known is not None and not is_new and known.key == key:
+        return known
+    _steps.start()
+    return KeptWeight(key, StorageWeakRef(storage))
