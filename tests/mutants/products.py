@@ -80,9 +80,9 @@ PRODUCTS = (
         "any-factor-after-rounding",
         rules.FACTOR_POWER,
         "exact",
-        "in_bf16 = all(is_power_of_two(factor) for factor in factors)",
-        "in_bf16 = factors is not None",
-        "test_every_pair_of_formats[fp8_e4m3-nvfp4]",
+        "return all(is_power_of_two(factor) for factor in factors)",
+        "return factors is not None",
+        "test_every_pair_of_formats[torch-fp8_e4m3-nvfp4]",
         needs="bf16",
     ),
     _gemm(
