@@ -13,12 +13,13 @@ import datetime
 import json
 from pathlib import Path
 
+import layers
 import products
 import quantize
 import torch
 from timing import cpu_name, lines, measure, slug
 
-PARTS = {part.NAME: part for part in (quantize, products)}
+PARTS = {part.NAME: part for part in (quantize, products, layers)}
 
 
 def main() -> None:
