@@ -23,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from gpu_bench import casts, layers, many, peers, products, result
+from gpu_bench import casts, groups, layers, many, peers, products, result
 from gpu_bench.case import Bench
 from gpu_bench.kernels import kernels_of
 from gpu_bench.runner import Runner
@@ -31,7 +31,15 @@ from gpu_bench.timing import Budget, GpuTimer, HostTimer
 
 RESULTS = Path(__file__).parent / "results"
 #: Section and its share of the budget that is left when it starts.
-SECTIONS = {"cast": 0.4, "gemm": 0.4, "linear": 0.5, "host": 0.3, "small_m": 0.7, "peer": 1.0}
+SECTIONS = {
+    "cast": 0.4,
+    "gemm": 0.4,
+    "grouped": 0.3,
+    "linear": 0.5,
+    "host": 0.3,
+    "small_m": 0.7,
+    "peer": 1.0,
+}
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 
@@ -68,6 +76,7 @@ def dry_bench() -> Bench:
         linear=(32, 32, 64),
         host=(2, 16, 16),
         many=(3, 32, 64),
+        grouped=(2, 32, 16, 32),
     )
 
 
@@ -109,14 +118,15 @@ def measure(runner: Runner, sections: tuple[str, ...], budget: Budget) -> None:
                     runner.say(f"{name}: {reason}")
                 runner.free()
         else:
-            groups: Any = {
+            parts: Any = {
                 "cast": lambda b: chain(many.many_cases(b), casts.cast_cases(b)),
                 "gemm": products.product_cases,
+                "grouped": groups.group_cases,
                 "small_m": products.small_cases,
                 "linear": lambda b: [layers.layer_cases(b)],
             }[section]
             # Not under no_grad: casts and products make no graph, and layers need one.
-            for cases in groups(bench):
+            for cases in parts(bench):
                 runner.run(cases, part)
                 runner.free()
         count = len(runner.cases) - before

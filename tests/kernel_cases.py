@@ -19,7 +19,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 #: Aligned, where the tile kernels run (whole tiles, edges in both directions), and not.
 ALIGNED = ((128, 64), (160, 136), (32, 32))
-ODD = ((1, 1), (7, 33), (0, 5), (5, 0), (130, 131), (17, 200))
+ODD = ((1, 1), (7, 33), (0, 5), (5, 0), (130, 131), (17, 200), (0, 72))
 
 
 def plain_specs() -> dict[str, PlaneSpec]:

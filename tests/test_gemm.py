@@ -211,9 +211,7 @@ def test_factors_are_applied_one_after_the_other(backend_name: str, products: st
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
-def test_bias_and_accumulation_come_before_the_rounding(
-    backend_name: str, products: str
-) -> None:
+def test_bias_and_accumulation_come_before_the_rounding(backend_name: str, products: str) -> None:
     """257 - 256 is 1; BF16 has no 257, and 256 - 256 would be 0. No factor asks for FP32 here."""
     w = torch.full((1, 32), 8.0)
     w[0, 0] = 9.0

@@ -21,8 +21,10 @@ from hybridq.kernels import (
     described,
     exact,
     grouped,
+    native_grouped,
     native_layout,
     native_views,
+    ops_ragged,
     ragged,
 )
 from hybridq.kernels.types import GemmArgs, GroupedArgs, GroupedOperand, Operand
@@ -49,9 +51,13 @@ class Indexing(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def view(self, tensor, index):
-        """`tensor[index]` of integers, slices, None and one tensor."""
-        dim = 0
-        for one in index if isinstance(index, tuple) else (index,):
+        """`tensor[index]` of integers, slices, None, `...` and one tensor."""
+        dim, parts = 0, index if isinstance(index, tuple) else (index,)
+        if any(one is Ellipsis for one in parts):
+            at = next(i for i, one in enumerate(parts) if one is Ellipsis)
+            rest = tensor.dim() - sum(one is not None for one in parts) + 1
+            parts = (*parts[:at], *[slice(None)] * rest, *parts[at + 1 :])
+        for one in parts:
             if one is None:
                 tensor, dim = tensor.unsqueeze(dim), dim + 1
             elif isinstance(one, int):
@@ -159,24 +165,69 @@ def test_folds(a: str, b: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "a,b", [("mxfp8", "mxfp8"), ("bf16", "mxfp4"), ("fp8_1x128", "fp8_128x128")]
+    "a,b",
+    [("mxfp8", "mxfp8"), ("bf16", "mxfp4"), ("fp8_1x128", "fp8_128x128"), ("bf16", "bf16")],
 )
 def test_groups(a: str, b: str) -> None:
     """The grid of nothing depends on the offsets; padding does not either."""
+    rows, stack, args = _grouped_rows(a, b)
+    assert grouped._rows_cuda(rows, stack, args).shape == (24, 40)
+    *sides, args = _grouped_tokens(a, b)
+    assert grouped._tokens_cuda(*sides, args).shape == (3, 16, 40)
+
+
+def _grouped_rows(a: str, b: str) -> tuple[GroupedOperand, GroupedOperand, GroupedArgs]:
     offsets = torch.empty(3, dtype=torch.int32, device="cuda")
     args = GroupedArgs(offsets, 24, None, None, None, torch.bfloat16)
     left, one = operand(24, 96, a), operand(40, 96, b)
     stack = [torch.stack([buffer] * 3) for buffer in one.buffers]
     rows = GroupedOperand(left.buffers, left.spec, 24, 96)
-    y = grouped._rows_cuda(rows, GroupedOperand(stack, one.spec, 40, 96, True), args)
-    assert y.shape == (24, 40)
-    padded, size = ragged.padded_offsets(offsets, 24), ragged.capacity(24, 3)
-    args = GroupedArgs(offsets, 24, padded, None, None, torch.bfloat16)
-    sides = []
-    for rows_, text in ((16, a), (40, b)):
+    return rows, GroupedOperand(stack, one.spec, 40, 96, True), args
+
+
+def _grouped_tokens(a: str, b: str) -> tuple[GroupedOperand, GroupedOperand, GroupedArgs]:
+    offsets = torch.empty(3, dtype=torch.int32, device="cuda")
+    size, sides = ragged.capacity(24, 3), []
+    for rows, text in ((16, a), (40, b)):
         is_padded = text != "bf16"
-        made = operand(rows_, size if is_padded else 24, text)
+        made = operand(rows, size if is_padded else 24, text)
         sides.append(
             GroupedOperand(made.buffers, made.spec, made.rows, made.cols, False, is_padded)
         )
-    assert grouped._tokens_cuda(*sides, args).shape == (3, 16, 40)
+    has_pad = any(side.is_padded for side in sides)
+    padded = ragged.padded_offsets(offsets, 24) if has_pad else None
+    return *sides, GroupedArgs(offsets, 24, padded, None, None, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "kind,a,b", [("row", *["fp8_e4m3"] * 2), ("mx", "mxfp8", "mxfp4"), ("nvfp4", *["nvfp4"] * 2)]
+)
+def test_scaled_groups(kind: str, a: str, b: str, monkeypatch) -> None:
+    """Scales are moved to where each group's begin without asking where that is."""
+
+    def product(left, right, *_, offs, **__):
+        shape = left.shape[:1] if right.dim() == 3 else (offs.shape[0], left.shape[0])
+        return left.new_empty((*shape, right.shape[-1]), dtype=torch.bfloat16)
+
+    monkeypatch.setattr(native_grouped, "scaled_grouped_mm", product)
+    y = native_grouped.multiply_groups(*_grouped_rows(a, b), kind)
+    assert y.shape == (24, 40) and y.device.type == "cuda"
+    y = native_grouped.multiply_groups(*_grouped_tokens(a, b), kind)
+    assert y.shape == (3, 16, 40)
+
+
+@pytest.mark.filterwarnings("ignore:.*slow PyTorch reference")
+@pytest.mark.parametrize(
+    "row,col", [("mxfp8", "nvfp4;sr;rht=d7e8"), ("fp8_e4m3", "fp8_e4m3"), ("nvfp4", "bf16")]
+)
+def test_ragged_tokens_are_encoded(row: str, col: str) -> None:
+    """Where the groups end is never asked: not for the sizes of the planes, nor to move tokens."""
+    x = torch.empty(40, 64, dtype=torch.bfloat16, device="cuda")
+    offsets = torch.empty(3, dtype=torch.int32, device="cuda")
+    seed = torch.empty(1, dtype=torch.int64, device="cuda")
+    for source in ("original", "rowwise_dequantized"):
+        made = ops_ragged._encode_ragged(x, offsets, row, col, None, None, seed, col_source=source)
+        assert all(buffer.device.type == "cuda" for buffer in made)
+        first = PlaneSpec.parse(row).buffers(40, 64)
+        second = PlaneSpec.parse(col).buffers(64, 40 if col == "bf16" else 384)
+        assert [tuple(b.shape) for b in made] == [b.shape for b in (*first, *second)]

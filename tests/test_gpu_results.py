@@ -122,7 +122,8 @@ def test_the_table_is_short_and_says_what_is_below_its_goal(dry) -> None:
         assert line.split()[-3:] == [f"{ratio:.2f}", "0.90", mark]
     host = next(c for c in made["cases"] if c["section"] == "host" and c["name"] == "mxfp8")
     host["ratio"] = 1 / 7
-    assert "7.00   6.00  above" in result.render(made)
+    (line,) = (x for x in result.render(made).splitlines() if x.split()[:2] == ["host", "mxfp8"])
+    assert line.split()[-3:] == ["7.00", "6.00", "above"]
     made["tests"] = {"passed": 5, "failed": 1, "skipped": 0, "is_complete": False}
     assert result.render(made).endswith(
         "tests: 5 passed, 1 failed, 0 skipped; not finished in time"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 import hybridq
 import ptx_emulator
-from hybridq.formats import ELEMENTS, PlaneSpec, names
+from hybridq.formats import ELEMENTS, PlaneSpec, format, names
 from hybridq.kernels import Call, ragged
 from hybridq.kernels.device import Chip
 from hybridq.kernels.triton import TRITON, backend, block_gemm_reason, wants
@@ -21,6 +22,7 @@ from hybridq.reference import decode_codes
 
 CODES = [e for e in ELEMENTS.values() if e.bits <= 8 and e.has_sign and e.mantissa_bits]
 H200 = Chip.of("cuda", (9, 0))
+FLOAT_SCALES = PlaneSpec(replace(format("fp8_1x128"), power_of_two=False))
 
 
 def bf16_bits(values: torch.Tensor) -> np.ndarray:
@@ -76,8 +78,10 @@ def test_the_emulator_rounds_as_torch_does(seed: int) -> None:
 def test_forms_exist_for_what_bf16_holds(name: str) -> None:
     spec = PlaneSpec.parse(name)
     assert (form_reason(spec) is None) == spec.format.is_bf16_exact
-    if form_reason(spec) is None:
+    assert (form_reason(spec, takes_wide=True) is None) == (name != "identity")
+    if form_reason(spec, takes_wide=True) is None:
         hash(form_of(spec))
+        assert form_of(spec).is_wide == (not spec.format.is_bf16_exact)
 
 
 def call(**change: object) -> Call:
@@ -127,6 +131,21 @@ def test_what_it_wants(monkeypatch) -> None:
         assert TRITON.reason(call(sizes=(4096, 4096, 8))) is None
 
 
+@pytest.mark.parametrize(
+    "a,b", [("fp32", "fp32"), ("fp16", "mxfp8"), ("nvfp4", "fp32"), (FLOAT_SCALES, "bf16")], ids=str
+)
+def test_groups_of_what_bf16_does_not_hold(a: object, b: object, monkeypatch) -> None:
+    """Nothing else multiplies them on a GPU without reading the offsets on the host."""
+    monkeypatch.setattr(backend, "_missing", lambda: None)
+    specs = [one if isinstance(one, PlaneSpec) else PlaneSpec.parse(str(one)) for one in (a, b)]
+    for chip in ("sm_80", "sm_90", "sm_120"):
+        for dtype in (torch.bfloat16, torch.float32):
+            found = hybridq.explain("grouped_gemm", *specs, device=chip, dtype=dtype)
+            assert found.chosen == "triton", str(found)
+            assert "FP32 product" in str(found)
+        assert hybridq.explain("gemm", *specs, device=chip, rows=16).chosen == "torch"
+
+
 def test_a_machine_without_triton_says_so(monkeypatch) -> None:
     monkeypatch.setattr(backend, "_missing", lambda: "the package triton is not installed")
     assert TRITON.reason(call()) == "the package triton is not installed"
@@ -171,7 +190,7 @@ def test_padded_tokens(sizes: tuple[int, ...], rest: int) -> None:
     for group, size in enumerate(sizes):
         assert padded[group] == place
         expected[place : place + size] = x[begin : begin + size]
-        begin, place = begin + size, place + -(-size // 128) * 128
+        begin, place = begin + size, place + max(-(-size // 128), 1) * 128
     assert padded[-1] == place <= out.shape[0]
     assert torch.equal(out.view(torch.int32), expected.view(torch.int32))  # signs of zero too
 
@@ -179,3 +198,27 @@ def test_padded_tokens(sizes: tuple[int, ...], rest: int) -> None:
 def test_ends_beyond_the_tokens_count_as_their_number() -> None:
     padded = ragged.padded_offsets(torch.tensor([5, 400], dtype=torch.int32), 10)
     assert padded.tolist() == [0, 128, 256]
+
+
+@pytest.mark.parametrize("ends", [[-5, 3], [300, 0, 300], [7, 2, 9], [-1, -2, -3]])
+def test_wrong_ends_count_as_the_nearest_right_ones(ends: list[int]) -> None:
+    x = torch.randn(300, 2)
+    wrong = torch.tensor(ends, dtype=torch.int32)
+    right = torch.tensor([max(0, *ends[: i + 1]) for i in range(len(ends))], dtype=torch.int32)
+    assert torch.equal(ragged.padded_offsets(wrong, 300), ragged.padded_offsets(right, 300))
+    assert torch.equal(ragged.pad_tokens(x, wrong), ragged.pad_tokens(x, right))
+
+
+def test_any_split_fits_the_capacity() -> None:
+    """The worst ones: one token in each of some groups, the rest in one, the others empty."""
+    for tokens in (0, 1, 127, 128, 129, 255, 256, 300):
+        for groups in (1, 2, 5):
+            for full in range(min(tokens, groups) + 1):
+                sizes = [1] * full + [0] * (groups - full)
+                if full:
+                    sizes[0] += tokens - full
+                ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
+                last = int(ragged.padded_offsets(ends, tokens)[-1])
+                assert last <= ragged.capacity(tokens, groups)
+            bare = ragged.padded_offsets(torch.zeros(groups, dtype=torch.int32), tokens, 0)
+            assert not bare.any()

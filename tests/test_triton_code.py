@@ -43,6 +43,16 @@ GROUPED = [
 ]
 
 
+#: The same, of FP32 operands.
+WIDE = [
+    ("few", "fp32", "nvfp4"),
+    ("rows", "fp16", "fp16"),
+    ("rows", "mxfp8", "fp32"),
+    ("k", "fp32", "fp32"),
+    ("k", "fp32", "mxfp8"),
+]
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> Iterator[object]:
     """Compiles a launch in a process of its own, with an empty cache."""
@@ -95,6 +105,20 @@ def test_grouped_on_hopper(compiled, case: tuple[str, str, str]) -> None:
     code = compiled("grouped", *case)
     hold(code)
     print(case, code.registers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("case", WIDE, ids="-".join)
+def test_groups_of_fp32_operands(compiled, case: tuple[str, str, str], capability: int) -> None:
+    """No tensor core cuts an operand short: every product of a tile is one of FP32."""
+    code = compiled("grouped", *case, capability=capability)
+    print(case, code.registers)
+    assert code.spilled == 0
+    assert not re.search(r"\.ftz|tf32|mma", code.ptx)
+    products = code.counts["FFMA"] + 2 * code.counts["FFMA2"]
+    assert products >= 64 * (16 if case[0] == "few" else 64) * 32 // 128  # of a thread
+    assert code.counts["LDGSTS"] > 0  # operands are loaded ahead
 
 
 @pytest.mark.slow

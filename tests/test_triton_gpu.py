@@ -59,6 +59,11 @@ CASES = [
         ]
     ),
     ("grouped_k", "turned", "turned mx", (0, 33, 5)),
+    *(
+        (kind, *pair, (0, 60, 0, 133, 1))
+        for kind in ("grouped_rows", "grouped_k")
+        for pair in [("fp32", "fp32"), ("fp16", "nvfp4"), ("float scales", "fp32")]
+    ),
 ]
 
 

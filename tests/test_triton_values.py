@@ -103,6 +103,20 @@ GROUPED = [
     ("fp8_e5m2", "mxfp6_e2m3"),
     ("bf16", "bf16"),
 ]
+#: Products of FP32 operands: at least one is not held by BF16.
+WIDE = [
+    ("fp32", "fp32"),
+    ("fp16", "fp16"),
+    ("fp32", "bf16"),
+    ("bf16", "fp16"),
+    ("fp32", "nvfp4"),
+    ("mxfp8", "fp32"),
+    ("fp16", "mxfp6_e2m3"),
+    ("fp8_e4m3", "fp32"),
+    ("float scales", "mxfp8"),
+    ("mxfp8", "float squares"),
+    ("float scales", "float scales"),
+]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -117,8 +131,19 @@ def test_grouped_contraction(run, pair: tuple[str, str], sizes: tuple[int, ...],
     run("grouped_k", *pair, sizes, seed)
 
 
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("pair", WIDE, ids="-".join)
+def test_groups_of_fp32_operands(run, pair: tuple[str, str], sizes, seed: int) -> None:
+    """Sums of FP32 products: the bound is FP32's, which BF16 or TF32 operands would not keep."""
+    run("grouped_rows", *pair, sizes, seed)
+    if "float squares" not in pair:
+        run("grouped_k", *pair, sizes, seed)
+
+
 @pytest.mark.parametrize("kind", ["grouped_rows", "grouped_k"])
-@pytest.mark.parametrize("pair", [("mxfp8", "nvfp4"), ("bf16", "mxfp4")])
+@pytest.mark.parametrize(
+    "pair", [("mxfp8", "nvfp4"), ("bf16", "mxfp4"), ("fp32", "nvfp4"), ("fp16", "fp32")]
+)
 def test_grouped_with_bias_and_addition(run, kind: str, pair: tuple[str, str], seed: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         options = {"add": True, "bias": kind == "grouped_rows", "dtype": dtype}
@@ -137,6 +162,7 @@ def test_a_transform_fills_its_groups(run, seed: int) -> None:
 def test_no_tokens(run, seed: int) -> None:
     run("grouped_rows", "mxfp8", "mxfp8", (0, 0), seed, {"tokens": 0})
     run("grouped_k", "bf16", "bf16", (0, 0), seed, {"tokens": 0})
+    run("grouped_k", "fp32", "fp32", (0, 0), seed, {"tokens": 0})
 
 
 def test_rows_of_no_group_ignore_factors(run) -> None:

@@ -27,6 +27,13 @@ SPECS = {
     "turned mx": PlaneSpec(format("mxfp8"), signs=DEFAULT_SIGNS),
     "floor": PlaneSpec(replace(format("mxfp8"), rule="floor")),
 }
+#: Scales that BF16 does not hold: products of FP32 operands, for groups only.
+WIDE_SPECS = {
+    "float scales": PlaneSpec(replace(format("fp8_1x128"), power_of_two=False)),
+    "float squares": PlaneSpec(replace(format("fp8_128x128"), power_of_two=False)),
+}
+#: Plain operands, whose values fill their dtype.
+PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 #: Where the kernels run: in the interpreter, or, for the GPU tests, on `"cuda"`.
@@ -182,6 +189,15 @@ def stack(planes: list[Plane]) -> GroupedOperand:
     return GroupedOperand(buffers, planes[0].spec, *planes[0].matrix, is_stack=True)
 
 
+def _spec(name: str) -> PlaneSpec:
+    return (SPECS | WIDE_SPECS).get(name) or PlaneSpec.parse(name)
+
+
+def _source(rows: int, cols: int, name: str) -> torch.Tensor:
+    """Random values: of a plain operand in its dtype."""
+    return torch.randn(rows, cols, dtype=PLAIN.get(name, torch.bfloat16))
+
+
 def _ends(sizes: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor(sizes).cumsum(0).to(torch.int32)
 
@@ -198,8 +214,8 @@ def grouped_rows(
     options = options or {}
     groups, tokens, n, k = len(sizes), options.get("tokens", sum(sizes) + 9), 21, 37
     dtype = options.get("dtype", torch.float32)
-    a = make(torch.randn(tokens, k, dtype=torch.bfloat16), a_name)
-    weights = [make(torch.randn(n, k, dtype=torch.bfloat16), b_name) for _ in range(groups)]
+    a = make(_source(tokens, k, a_name), _spec(a_name))
+    weights = [make(_source(n, k, b_name), _spec(b_name)) for _ in range(groups)]
     bias = torch.randn(groups, n) if options.get("bias") else None
     into = torch.randn(tokens, n).to(dtype) if options.get("add") else None
     left = GroupedOperand(list(a.tensors), a.spec, tokens, k)
@@ -233,13 +249,13 @@ def grouped_k(
     padded = ragged.padded_offsets(ends, tokens)
     sides, values, begins = [], [], []
     for name, rows in ((a_name, m), (b_name, n)):
-        x = torch.randn(tokens, rows, dtype=torch.bfloat16)
-        if name == "bf16":
+        x = _source(tokens, rows, name)
+        if name in PLAIN:
             sides.append(GroupedOperand([x.t()], PlaneSpec.parse(name), rows, tokens))
             values.append(x.t().double().numpy())
             begins.append((ends - torch.tensor(sizes)).tolist())
             continue
-        plane = make(ragged.pad_tokens(x, ends).t(), SPECS.get(name, name))
+        plane = make(ragged.pad_tokens(x, ends).t(), _spec(name))
         sides.append(GroupedOperand(list(plane.tensors), plane.spec, *plane.matrix, is_padded=True))
         values.append(decoded(plane))
         begins.append(padded.tolist())
@@ -295,7 +311,7 @@ def public(seed: int) -> None:
             hybridq.grouped_gemm(*sides, ends, tokens=7, out=out, accumulate=True)
             assert np.array_equal(out[0].double().numpy(), before[0])
             for group, size in ((1, 4), (2, 3)):
-                start = 128 * (group - 1)
+                start = 128 * group
                 left, right = (decoded(side)[:, start : start + size] for side in sides)
                 check(out[group], left, right, before[group])
     finally:

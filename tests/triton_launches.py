@@ -67,7 +67,7 @@ def grouped(folder: Path, capability: int, kind: str, a: str, b: str) -> Compile
 def _over_tokens(name: str) -> GroupedOperand:
     spec = PlaneSpec.parse(name)
     if spec.format.is_identity:
-        plain = torch.empty(TOKENS, SIZE, dtype=torch.bfloat16).t()
+        plain = torch.empty(TOKENS, SIZE, dtype=spec.format.storage_dtype).t()
         return GroupedOperand([plain], spec, SIZE, TOKENS)
     k = ragged.capacity(TOKENS, GROUPS)
     return GroupedOperand(_buffers(name, SIZE, k), spec, SIZE, k, is_padded=True)
@@ -91,14 +91,14 @@ def ones(folder: Path, capability: int) -> None:
         for launch in plan.plan_gemm(*sides, GemmArgs(bias[0], into, torch.float32))[1]:
             compile_for(launch, capability, folder)
     ends, padded = torch.ones(1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-    for name in ("mxfp8", "bf16"):
+    for name in ("mxfp8", "bf16", "fp32"):
         spec = PlaneSpec.parse(name)
         stack = GroupedOperand(_buffers(name, 1, 1, 1), spec, 1, 1, is_stack=True)
         for tokens in (1, 200):
             rows = GroupedOperand(_buffers(name, tokens, 1), spec, tokens, 1)
             args = GroupedArgs(ends, tokens, None, bias, None, torch.float32)
             compile_for(plan.plan_grouped(rows, stack, args)[1][0], capability, folder)
-        wide = GroupedOperand(_buffers(name, 1, 128), spec, 1, 128, is_padded=name != "bf16")
+        wide = GroupedOperand(_buffers(name, 1, 128), spec, 1, 128, is_padded=name == "mxfp8")
         args = GroupedArgs(ends, 1, padded, None, None, torch.float32)
         compile_for(plan.plan_grouped(wide, wide, args)[1][0], capability, folder)
     codes, scale = torch.empty(1, 1, dtype=torch.uint8), torch.empty(1, 1)

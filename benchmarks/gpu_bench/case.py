@@ -22,9 +22,10 @@ class Case:
     """One thing to measure.
 
     Args:
-        section: `"cast"`, `"gemm"`, `"small_m"`, `"linear"`, `"host"` or `"peer"`.
+        section: `"cast"`, `"gemm"`, `"grouped"`, `"small_m"`, `"linear"`, `"host"` or `"peer"`.
         name: unique within the section and shape.
-        shape: `rows, cols` of a cast, `M, N, K` of a product, `tokens, in, out` of a Linear.
+        shape: `rows, cols` of a cast, `M, N, K` of a product, `tokens, in, out` of a Linear; of
+            groups `G, tokens, C`, or `G, tokens, N, K`.
         make: `make(i)` returns the call over the i-th set of buffers.
         baseline: `"copy"` (of `nbytes` in all), or the name of another case of the same section
             and shape that runs in the same rounds; "" for none.
@@ -66,6 +67,7 @@ class Bench:
         linear: (tokens, in, out).
         host: (tokens, in, out) of the layer whose host time counts.
         many: (matrices, rows, cols) that are encoded at once.
+        grouped: (groups, tokens, N, K) of an expert layer.
     """
 
     device: str
@@ -76,6 +78,7 @@ class Bench:
     linear: tuple[int, int, int]
     host: tuple[int, int, int]
     many: tuple[int, int, int]
+    grouped: tuple[int, int, int, int] = (8, 16384, 4096, 4096)
     l2_nbytes: int = 1
     _inputs: dict[Any, list[torch.Tensor]] = field(default_factory=dict)
 

@@ -233,7 +233,9 @@ bool EncodeRagged(const Matrix& x, const Ragged& ragged, const GpuPlane* row, co
     RunTileEntry(*find({}, {&col, true}), x, {}, {&second, true}, stream, ragged);
   }
   if (row != nullptr) {
-    if (const TileEntry* both = find({row}, {&col})) {
+    // Tiles begin where groups do, and squares of x where they like: those take a kernel of x.
+    const TileEntry* both = row->spec.block_rows > 1 ? nullptr : find({row}, {&col});
+    if (both != nullptr) {
       RunTileEntry(*both, x, {row}, {&col}, stream, ragged);
       return true;
     }

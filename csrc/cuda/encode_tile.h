@@ -237,7 +237,7 @@ HQ_DEVICE void EncodeColumns(const TileArgs& a, const V& v, const Place<G>& at) 
           // Put together in shared memory: a column's scales leave as one word.
           SharedStore(G::kScalesAt + (at.col + first + j) * G::kColumnScales + at.row / K::kBlock,
                       static_cast<uint8_t>(scales[j].stored));
-        } else if (at.warp_row == 0 && in_cols) {
+        } else if (at.warp_row == 0 && in_cols && at.r0 < static_cast<uint64_t>(p.k)) {
           StoreScale<K>(p, (col + first + j) * p.scale_stride + at.r0 / K::kBlock, scales[j]);
         }
       }

@@ -25,12 +25,13 @@ from .quantizers import (
     Quantizer,
     multi_tensor_quantize,
     quantize,
+    quantize_grouped,
     quantizer,
 )
 from .recipes import CustomRecipe, QuantizerRole, Recipe, autocast
 from .report import show
 from .settings import backend, gemm_cache
-from .storage import Plane, TensorStorage
+from .storage import Plane, RaggedTensor, TensorStorage
 from .tensor import (
     Explanation,
     Float8BlockwiseQTensor,
@@ -74,6 +75,7 @@ __all__ = [
     "QuantizedTensor",
     "Quantizer",
     "QuantizerRole",
+    "RaggedTensor",
     "Recipe",
     "RecipeError",
     "SpecError",
@@ -94,6 +96,7 @@ __all__ = [
     "prepare",
     "prepare_for_saving",
     "quantize",
+    "quantize_grouped",
     "quantizer",
     "quantizers",
     "recipes",

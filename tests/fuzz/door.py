@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 from hybridq import _core
 
 from .gemms import GemmRules
+from .groups import GroupRules
 from .modules import ModuleRules
 from .operators import OperatorRules
 from .parts import PartRules
@@ -29,6 +30,7 @@ class PublicDoor(
     PartRules,
     WriteRules,
     GemmRules,
+    GroupRules,
     ModuleRules,
     OperatorRules,
     TextRules,

@@ -10,6 +10,7 @@ import torch
 
 from ..errors import SpecError
 from .base import BufferSpec, Format
+from .identity import IDENTITY_BF16, IDENTITY_FP16, IDENTITY_FP32
 from .registry import format as named_format
 
 __all__ = ["DEFAULT_SIGNS", "ERRORS", "HADAMARD_SIZE", "PlaneSpec", "PlaneText"]
@@ -229,12 +230,33 @@ class PlaneSpec:
         """
         if not self.format.is_identity or self.format.element is not None:
             return self
-        names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-        if dtype not in names:
+        if dtype not in _PLAIN:
             raise SpecError(
                 f"PlaneSpec.resolve: dtype must be float32, bfloat16 or float16, got {dtype}"
             )
-        return replace(self, format=named_format(names[dtype]))
+        return _PLAIN[dtype]
+
+    @staticmethod
+    def plain(dtype: torch.dtype) -> PlaneSpec:
+        """Return the spec of a plane that holds values of `dtype` as they are.
+
+        Raises:
+            SpecError: the dtype is not float32, bfloat16 or float16.
+        """
+        if dtype not in _PLAIN:
+            raise SpecError(
+                f"PlaneSpec.plain: dtype must be float32, bfloat16 or float16, got {dtype}"
+            )
+        return _PLAIN[dtype]
+
+
+#: An identity plane takes no options, so there is one spec per dtype. Made once: torch.compile
+#: cannot trace the making of a spec.
+_PLAIN: Final = {
+    torch.bfloat16: PlaneSpec(IDENTITY_BF16),
+    torch.float16: PlaneSpec(IDENTITY_FP16),
+    torch.float32: PlaneSpec(IDENTITY_FP32),
+}
 
 
 @lru_cache(maxsize=4096)

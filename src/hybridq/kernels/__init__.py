@@ -13,6 +13,7 @@ from . import (
     ops,
     ops_grouped,
     ops_many,
+    ops_ragged,
 )
 from .device import Chip, chip_of, described
 from .kept import Kept, kept_nbytes
@@ -44,6 +45,7 @@ __all__ = [
     "ops",
     "ops_grouped",
     "ops_many",
+    "ops_ragged",
     "register_backend",
     "select",
 ]

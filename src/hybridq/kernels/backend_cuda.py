@@ -16,6 +16,7 @@ import torch
 from ..formats import PlaneSpec
 from ..reference import FOLD_WIDTH, Folded
 from .backend_cpu import DTYPES, core, core_error, core_spec
+from .cuda_ragged import encode_ragged
 from .device import Chip, described
 from .registry import Backend, Call, register_backend
 from .types import EncodeArgs, ManyArgs
@@ -157,6 +158,10 @@ class GpuKernels:
                 DTYPES[xs[0].dtype], matrices, *planes, self.pointer(args.seed), stream
             )
         return [buffer for own in buffers for buffer in own]
+
+    def encode_ragged(self, *call: Any) -> list[torch.Tensor] | None:
+        """Encode rows sorted by group, columns padded; None if no kernel can: `cuda_ragged`."""
+        return encode_ragged(self, *call)
 
     def _decode(
         self,
@@ -302,6 +307,7 @@ class GpuKernels:
         names = [
             "encode",
             "encode_many",
+            "encode_ragged",
             "decode",
             "operand",
             "amax",

@@ -20,9 +20,10 @@ import torch
 from ..formats import PlaneSpec
 from ..formats.elements import FP32
 from ..reference import FOLD_WIDTH, Folded, fold_element
-from .backend_native import chip_reason, exact_reason, gate_reason, multiply
+from .backend_native import multiply
 from .device import chip_of
 from .exact import fp32_reason
+from .native_gates import GATES, chip_reason, exact_reason
 from .native_views import KINDS, block_scales, is_foldable, view_reason
 from .precision import FOLD_LIMIT, added_error
 from .registry import Backend, Call, register_backend, select
@@ -30,6 +31,8 @@ from .triton.backend import block_gemm, block_gemm_reason
 from .types import GemmArgs, Operand
 
 __all__ = ["FOLD"]
+
+_BLOCK = GATES["block"]
 
 
 @lru_cache(maxsize=1024)
@@ -78,7 +81,7 @@ def _supports(call: Call) -> str | None:
     folds = [spec for spec in (call.row, call.col) if is_foldable(spec)]
     if call.precision != "fast" and any((spec.format.block or (1,))[0] > 1 for spec in folds):
         return "a fold of squares is bounded by a square's amax and not a row's: precision 'fast'"
-    lack = gate_reason("block", call.chip)
+    lack = _BLOCK.reason("block", call.chip)
     if lack is None:
         return None if folds else "neither operand has E8M0 scales to fold"
     reason = block_gemm_reason(_elements(*specs), sizes, call.chip)
@@ -105,7 +108,7 @@ def _notes(call: Call) -> tuple[str, ...]:
     if call.chip is None:
         return ()
     capability = call.chip.capability
-    is_cublas = gate_reason("block", call.chip) is None
+    is_cublas = _BLOCK.reason("block", call.chip) is None
     how = "FP8 with one scale per 1x128 or 128x128, by " + ("cuBLASLt" if is_cublas else "Triton")
     if not folded:
         return (how, added_error(capability, is_folded=False))
@@ -145,7 +148,7 @@ def _folded(operand: Operand) -> Operand:
 def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
     left, right = _folded(a), _folded(b)
     chip = args.chip or chip_of(a.buffers[0].device)
-    if chip.kind != "cuda" or gate_reason("block", chip) is None:
+    if chip.kind != "cuda" or _BLOCK.reason("block", chip) is None:
         return multiply(left, right, args, "block")
     right_scale, is_square = block_scales(right, True)
     return block_gemm(

@@ -1,17 +1,15 @@
 """GEMM by the chip's own scaled products: `torch.nn.functional.scaled_mm`.
 
 Any shape works: K and N are padded to what cuBLASLt wants, in the operands, and cut from the
-result. What a chip takes is decided here and before the call. Torch would find out late: an MXFP8
-product on Hopper fails inside cuBLASLt.
+result. What a chip takes is decided before the call (`native_gates`). Groups of tokens have a
+product of their own (`native_grouped`).
 
-Source: gates and layouts: torch, aten/src/ATen/native/cuda/ScaledBlas.cpp.
+Source: layouts: torch, aten/src/ATen/native/cuda/ScaledBlas.cpp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -19,6 +17,8 @@ from ..errors import BackendError
 from ..formats import PlaneSpec
 from .device import Chip, chip_of
 from .epilogue import finish, only_product
+from .native_gates import GATES, KIND_NAMES, chip_reason, exact_reason
+from .native_grouped import grouped_gemm, grouped_kind
 from .native_layout import ceil_to
 from .native_views import KINDS, Scaled, pair_reason, rows_later, two_levels, view_reason
 from .precision import added_error
@@ -28,60 +28,6 @@ from .types import GemmArgs, Operand
 __all__ = ["NATIVE", "multiply", "native_kind"]
 
 scaled_mm: Any = getattr(torch.nn.functional, "scaled_mm", None)
-
-
-@dataclass(frozen=True)
-class _Gate:
-    """Where a kind of scaling runs.
-
-    Args:
-        chips: whether a compute capability has it.
-        what: those chips in words.
-        cuda: lowest version of CUDA.
-    """
-
-    chips: Callable[[tuple[int, int]], bool]
-    what: str
-    cuda: tuple[int, int]
-
-
-#: In the order in which they are asked.
-_GATES: Final = {
-    "tensor": _Gate(lambda cc: cc >= (8, 9), "sm_89 and newer", (12, 1)),
-    "row": _Gate(lambda cc: cc >= (8, 9), "sm_89 and newer", (12, 1)),
-    "block": _Gate(lambda cc: cc[0] == 9, "sm_90 only", (12, 9)),
-    "nvfp4": _Gate(lambda cc: cc[0] >= 10, "sm_100 and newer", (12, 8)),
-    "mx": _Gate(lambda cc: cc[0] >= 10, "sm_100 and newer", (12, 8)),
-}
-_NAMES: Final = {
-    "tensor": "FP8, one scale per tensor",
-    "row": "FP8, one scale per row",
-    "block": "FP8, one scale per 1x128 or 128x128",
-    "nvfp4": "NVFP4",
-    "mx": "MXFP8",
-}
-
-
-def chip_reason(chip: Chip | None, device: str) -> str | None:
-    """Return None if `chip` is an NVIDIA GPU that is known well enough, else why not."""
-    if device != "cuda":
-        return f"runs on NVIDIA GPUs, got {device}"
-    if chip is None or chip.capability is None:
-        return "the GPU's compute capability is not known here; name one, as sm_90"
-    if chip.is_rocm:
-        return "is written for NVIDIA GPUs, got ROCm"
-    return None
-
-
-def gate_reason(kind: str, chip: Chip) -> str | None:
-    """Return None if `chip` multiplies operands of this kind, else why not."""
-    gate = _GATES[kind]
-    if chip.capability is None or not gate.chips(chip.capability):
-        return f"{_NAMES[kind]}: {gate.what}, got {chip}"
-    if chip.cuda is None or chip.cuda < gate.cuda:
-        wanted, got = (".".join(map(str, pair)) for pair in (gate.cuda, chip.cuda or (0, 0)))
-        return f"{_NAMES[kind]}: needs CUDA {wanted}, torch was built with {got}"
-    return None
 
 
 def native_kind(a: PlaneSpec, b: PlaneSpec, chip: Chip, k: int | None) -> tuple[str | None, str]:
@@ -99,9 +45,9 @@ def native_kind(a: PlaneSpec, b: PlaneSpec, chip: Chip, k: int | None) -> tuple[
     if reason is not None:
         return None, reason
     misfits, lacks = [], []
-    for name in _GATES:
+    for name, gate in GATES.items():
         misfit = view_reason(KINDS[name], a, b, k)
-        lack = gate_reason(name, chip)
+        lack = gate.reason(name, chip)
         if misfit is None and lack is None:
             return name, ""
         if misfit is None and lack is not None:
@@ -114,19 +60,12 @@ def native_kind(a: PlaneSpec, b: PlaneSpec, chip: Chip, k: int | None) -> tuple[
     ] if misfits or lacks else f"no scaled product takes them on {chip}"
 
 
-def exact_reason(call: Call) -> str | None:
-    """Return why FP8 and FP4 tensor cores are out of the question, or None."""
-    if call.precision == "exact":
-        return "precision 'exact' asks for sums in FP32, which FP8 and FP4 tensor cores cut short"
-    if call.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"makes float32, bfloat16 and float16, got {call.dtype}"
-    return None
-
-
 def _supports(call: Call) -> str | None:
     reason = chip_reason(call.chip, call.device) or exact_reason(call)
     if reason is not None:
         return reason
+    if call.op == "grouped_gemm":
+        return grouped_kind(call)[1] or None
     if scaled_mm is None:
         return "this torch has no torch.nn.functional.scaled_mm"
     if call.row is None or call.col is None or call.chip is None:
@@ -142,11 +81,13 @@ def _depth(call: Call) -> int | None:
 def _notes(call: Call) -> tuple[str, ...]:
     if call.row is None or call.col is None or call.chip is None:
         return ()
+    error = added_error(call.chip.capability, is_folded=False)
+    if call.op == "grouped_gemm":
+        kind, _ = grouped_kind(call)
+        ends = "group ends stay on the device; groups without tokens give zeros"
+        return (f"{KIND_NAMES[kind or 'row']}, by torch's scaled grouped product", ends, error)
     kind, _ = native_kind(call.row, call.col, call.chip, _depth(call))
-    return (
-        f"{_NAMES[kind or 'tensor']}, by cuBLASLt",
-        added_error(call.chip.capability, is_folded=False),
-    )
+    return (f"{KIND_NAMES[kind or 'tensor']}, by cuBLASLt", error)
 
 
 def _view(operand: Operand, kind: str, rows: int, is_square: bool) -> Scaled:
@@ -238,4 +179,6 @@ def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
 
 
 #: The backend of the chip's own scaled products, on NVIDIA GPUs.
-NATIVE = register_backend(Backend("native", _supports, {"gemm": _gemm}, notes=_notes))
+NATIVE = register_backend(
+    Backend("native", _supports, {"gemm": _gemm, "grouped_gemm": grouped_gemm}, notes=_notes)
+)

@@ -15,7 +15,7 @@ from ..formats import PlaneSpec
 from .registry import Backend, Call, cached_choice, operation, select
 from .types import EncodeArgs
 
-__all__ = ["EncodePlan", "Place", "encode_plan", "run_encode"]
+__all__ = ["EncodePlan", "Place", "encode_plan", "run_encode", "statistic"]
 
 #: row0, col0, row_stream, col_stream, as in `EncodeArgs`.
 Place = tuple[int, int, int, int]
@@ -117,9 +117,9 @@ class EncodePlan:
         """
         if row_stat is not None or col_stat is not None or not self._finds:
             shared = self._is_shared and row_stat is None and col_stat is None
-            row_stat = self._stat(x, self._pair[0], row_stat)
+            row_stat = statistic(x, self._pair[0], row_stat)
             # One pass over x serves both.
-            col_stat = row_stat if shared else self._stat(x.t(), self._pair[1], col_stat)
+            col_stat = row_stat if shared else statistic(x.t(), self._pair[1], col_stat)
         rest = (row_stat, col_stat, seed, row0, col0, row_stream, col_stream)
         if self._both is not None:
             return self._both(x, *rest)
@@ -133,24 +133,33 @@ class EncodePlan:
             buffers.append(own.to(dtype=dtype, copy=True, memory_format=torch.contiguous_format))
         return buffers
 
-    def _stat(
-        self, x: torch.Tensor, spec: PlaneSpec | None, given: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Return the amax that `spec` needs of the plane's own matrix x: the given, or x's."""
-        if spec is None or not spec.needs_amax:
-            return None
-        if given is not None:
-            shape = spec.stat_shape(x.shape[0])
-            if given.dtype != torch.float32 or given.numel() != shape[0]:
-                wanted = (
-                    f"one value for each of {shape[0]} rows" if spec.row_scaled else "one value"
-                )
-                raise ValueError(
-                    f"encode: a statistic of {spec} must be float32 with {wanted}, got "
-                    f"{given.dtype} {tuple(given.shape)}"
-                )
-            return given.reshape(shape).clamp(max=torch.finfo(torch.float32).max)
-        return operation("amax", self._device, self._dtype, spec)(x, spec)
+
+def statistic(
+    x: torch.Tensor, spec: PlaneSpec | None, given: torch.Tensor | None, where: str = "encode"
+) -> torch.Tensor | None:
+    """Return the amax that `spec` needs of the plane's own matrix x: the given one, or x's.
+
+    Args:
+        x: `[rows, cols]` of the plane.
+        spec: of the plane, or None.
+        given: FP32, an amax from outside, or None.
+        where: the function that takes it, for the error.
+
+    Raises:
+        ValueError: `given` is not FP32, or not as many values as the plane needs.
+    """
+    if spec is None or not spec.needs_amax:
+        return None
+    if given is not None:
+        shape = spec.stat_shape(x.shape[0])
+        if given.dtype != torch.float32 or given.numel() != shape[0]:
+            wanted = f"one value for each of {shape[0]} rows" if spec.row_scaled else "one value"
+            raise ValueError(
+                f"{where}: a statistic of {spec} must be float32 with {wanted}, got {given.dtype} "
+                f"{tuple(given.shape)}"
+            )
+        return given.reshape(shape).clamp(max=torch.finfo(torch.float32).max)
+    return operation("amax", "cpu" if x.is_cpu else x.device.type, x.dtype, spec)(x, spec)
 
 
 def _at(position: int, spec: PlaneSpec) -> tuple[PlaneSpec | None, PlaneSpec | None]:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import torch
 
 from ..formats import PlaneSpec
-from .backend_native import chip_reason
 from .device import without_autocast
 from .exact import Side, decode_side, fp32_reason, multiply_sides
+from .native_gates import chip_reason
 from .native_layout import ceil_to
+from .ragged import group_ends as ends_of
 from .ragged import pad_tokens
 from .registry import Call
 from .types import GemmArgs, GroupedArgs, GroupedOperand, Operand
@@ -27,7 +28,7 @@ _STEP = 8
 
 def group_ends(args: GroupedArgs) -> torch.Tensor:
     """Return the ends of the groups, never beyond the tokens and never before an earlier one."""
-    return torch.cummax(args.offsets.clamp(0, args.tokens), 0).values
+    return ends_of(args.offsets, args.tokens)
 
 
 def grouped_reason(call: Call) -> str | None:
@@ -62,7 +63,7 @@ def token_slices(
 ) -> list[tuple[int, int]]:
     """Return the columns of each group in an operand that is contracted over tokens; on a CPU."""
     ends = group_ends(args).tolist()
-    sizes = [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+    sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
     if not operand.is_padded or args.padded is None:
         return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
     begins = args.padded.tolist()[: len(sizes)]
@@ -142,7 +143,7 @@ def _tokens_loop(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> tor
 
 
 def _aligned(matrix: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return BF16 `[rows, K]`, K a multiple of 8, zeros added."""
+    """Return BF16 `[rows, K]`, K a multiple of 8, zeros added, rows one after the other."""
     width = ceil_to(matrix.shape[-1], _STEP)
     extra = (0, width - matrix.shape[-1], 0, rows - matrix.shape[-2])
     matrix = matrix.to(torch.bfloat16)
@@ -180,19 +181,27 @@ def _decoded_stack(stack: GroupedOperand, keep_turned: bool) -> torch.Tensor:
 
 
 def _tokens_cuda(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> torch.Tensor:
-    keep, columns = keeps_turned(a, b), ceil_to(b.rows, _STEP)
+    keep = keeps_turned(a, b)
     ends = group_ends(args)
     groups = ends.shape[0]
-    sides = [decode_side(_operand(one), keep, torch.bfloat16).matrix for one in (a, b)]
-    if args.padded is not None:
-        # Zeros between the groups add nothing, so padded ends serve both operands.
-        sides = [
-            side if one.is_padded else pad_tokens(side.t(), ends).t()
-            for side, one in zip(sides, (a, b), strict=True)
-        ]
-        ends = args.padded[1:]
-    if not (groups and a.rows and b.rows and sides[0].shape[1]):
-        return sides[0].new_zeros((groups, a.rows, b.rows), dtype=torch.bfloat16)
-    left, right = _aligned(sides[0], a.rows), _aligned(sides[1], columns)
-    product = torch.nn.functional.grouped_mm(left, right.t(), offs=ends)
+    first, second = (decode_side(_operand(one), keep, torch.bfloat16).matrix for one in (a, b))
+    if not (groups and a.rows and b.rows and first.shape[1]):
+        return first.new_zeros((groups, a.rows, b.rows), dtype=torch.bfloat16)
+    if args.padded is None:
+        # Tokens one below the other, so that a group may begin anywhere: with tokens side by side
+        # torch wants every group to begin at 16 bytes.
+        left = _aligned(first.t(), first.shape[1])
+        right = _aligned(second.t(), second.shape[1])
+        product = torch.nn.functional.grouped_mm(left.t(), right, offs=ends)
+        # On sm_100 some versions leave the result of a contraction over nothing unwritten.
+        has_tokens = ends > torch.nn.functional.pad(ends[:-1], (1, 0))
+        return torch.where(has_tokens[:, None, None], product[:, : a.rows, : b.rows], 0.0)
+    # Zeros between the groups add nothing, so padded ends serve both operands.
+    first, second = (
+        side if one.is_padded else pad_tokens(side.t(), ends).t()
+        for side, one in zip((first, second), (a, b), strict=True)
+    )
+    left = _aligned(first, a.rows)
+    right = _aligned(second, ceil_to(b.rows, _STEP))
+    product = torch.nn.functional.grouped_mm(left, right.t(), offs=args.padded[1:])
     return product[:, :, : b.rows].contiguous()

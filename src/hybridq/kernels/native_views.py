@@ -40,9 +40,14 @@ __all__ = [
     "Kind",
     "Scaled",
     "block_scales",
+    "fp8_codes",
+    "fp8_target",
     "is_foldable",
+    "mx_scales",
+    "nvfp4_scales",
     "pair_reason",
     "rows_later",
+    "swizzled",
     "two_levels",
     "view_reason",
 ]
@@ -108,7 +113,7 @@ def pair_reason(a: PlaneSpec, b: PlaneSpec) -> str | None:
     for name, spec in (("a", a), ("b", b)):
         if spec.format.is_identity:
             return f"operand {name} is not quantized ({spec.format})"
-    if _target(a) == _target(b) == E5M2:
+    if fp8_target(a) == fp8_target(b) == E5M2:
         return "torch multiplies no two E5M2 matrices"
     return None
 
@@ -121,7 +126,7 @@ def _kind_reason(kind: Kind, a: PlaneSpec, b: PlaneSpec, k: int | None) -> str |
     return None
 
 
-def _target(spec: PlaneSpec) -> Element | None:
+def fp8_target(spec: PlaneSpec) -> Element | None:
     """Return the FP8 element that the codes of `spec` have or fit into."""
     return None if spec.format.element is None else fold_element(spec.format.element)
 
@@ -133,14 +138,14 @@ def _wider(element: Element, device: torch.device) -> torch.Tensor:
     return cast(decode_codes(codes, element), E4M3).to(device)
 
 
-def _codes(operand: Operand, rows: int, step: int) -> torch.Tensor:
+def fp8_codes(operand: Operand, rows: int, step: int) -> torch.Tensor:
     """Return the operand's codes as E4M3 or E5M2, `[rows, K]`, K a multiple of `step`."""
     spec = operand.spec
     element, width = spec.format.element, spec.padded(operand.cols)
     data = operand.buffers[0]
     if element is not None and element not in _FP8:
         data = _wider(element, data.device)[unpack(data, element, width).to(torch.int64)]
-    target = _target(spec) or E4M3
+    target = fp8_target(spec) or E4M3
     return pad_codes(data, rows, ceil_to(width, step)).view(_FP8[target])
 
 
@@ -163,7 +168,7 @@ def _tensor_reason(spec: PlaneSpec, k: int | None) -> str | None:
 
 
 def _view_tensor(operand: Operand, rows: int, is_square: bool) -> Scaled:
-    return Scaled(_codes(operand, rows, 16), (operand.buffers[1],), ("TensorWise",))
+    return Scaled(fp8_codes(operand, rows, 16), (operand.buffers[1],), ("TensorWise",))
 
 
 # ---- one scale per row
@@ -180,7 +185,7 @@ def _view_row(operand: Operand, rows: int, is_square: bool) -> Scaled:
     scale = operand.buffers[1]
     if operand.spec.format.block is None:
         scale = fill_scale(scale, operand.rows, 1)
-    return Scaled(_codes(operand, rows, 16), (pad_rows(scale, rows).contiguous(),), ("RowWise",))
+    return Scaled(fp8_codes(operand, rows, 16), (pad_rows(scale, rows).contiguous(),), ("RowWise",))
 
 
 def rows_later(view: Scaled, rows: int) -> Scaled:
@@ -200,7 +205,7 @@ def _block_reason(spec: PlaneSpec, k: int | None) -> str | None:
 
 
 def _view_block(operand: Operand, rows: int, is_square: bool) -> Scaled:
-    data = _codes(operand, rows, 16)
+    data = fp8_codes(operand, rows, 16)
     scale, is_square = block_scales(operand, is_square)
     if is_square:
         return Scaled(data, (scales_128x128(scale),), ("BlockWise128x128",))
@@ -223,13 +228,22 @@ def block_scales(operand: Operand, is_square: bool) -> tuple[torch.Tensor, bool]
         return fill_scale(scale, operand.rows, width), False
     if block == (_BLOCK, _BLOCK) and is_square:
         return scale, True
-    return _repeat(scale, operand.rows, width, block[0], block[1] // _BLOCK), False
+    return repeat_scales(scale, operand.rows, width, block[0], block[1] // _BLOCK), False
 
 
-def _repeat(scale: torch.Tensor, rows: int, width: int, down: int, right: int) -> torch.Tensor:
+def repeat_scales(
+    scale: torch.Tensor, rows: int, width: int, down: int, right: int
+) -> torch.Tensor:
+    """Return scales `[..., rows, width]` of blocks that were `down` times as tall, `right` as wide.
+
+    Args:
+        scale: `[..., ceil(rows / down), ceil(width / right)]`.
+        rows, width: of the result.
+        down, right: blocks of the result in one block of `scale`.
+    """
     if down > 1:
-        scale = scale.repeat_interleave(down, 0)[:rows]
-    return scale.repeat_interleave(right, 1)[:, :width] if right > 1 else scale
+        scale = scale.repeat_interleave(down, -2)[..., :rows, :]
+    return scale.repeat_interleave(right, -1)[..., :width] if right > 1 else scale
 
 
 # ---- E8M0 scales of 1x32 blocks
@@ -258,23 +272,30 @@ def _fits(element: Element) -> bool:
     )
 
 
-def _view_mx(operand: Operand, rows: int, is_square: bool) -> Scaled:
-    fmt = operand.spec.format
-    data = _codes(operand, rows, _MX)
+def mx_scales(operand: Operand) -> torch.Tensor:
+    """Return E8M0 bytes `[..., rows, ceil(K / 32)]`, one per row and 32 values.
+
+    Args:
+        operand: one that the kind `mx` takes; its buffers may be stacks.
+    """
     width = ceil_to(operand.spec.padded(operand.cols), _MX) // _MX
     scale = operand.buffers[1]
     if scale.dtype == torch.float32:
         # The exponent field of a positive power of two is its byte; 2^-127, a subnormal, has 0.
         bits = scale.contiguous().view(torch.int32)
         scale = ((bits >> 23) & 255).to(torch.uint8)
-    block = fmt.block or (1, _MX)
-    scale = _swizzled(_repeat(scale, operand.rows, width, block[0], block[1] // _MX))
-    scales = (scale.view(torch.float8_e8m0fnu),)
+    block = operand.spec.format.block or (1, _MX)
+    return repeat_scales(scale, operand.rows, width, block[0], block[1] // _MX)
+
+
+def _view_mx(operand: Operand, rows: int, is_square: bool) -> Scaled:
+    data = fp8_codes(operand, rows, _MX)
+    scales = (swizzled(mx_scales(operand)).view(torch.float8_e8m0fnu),)
     return Scaled(data, scales, ("BlockWise1x32",), ("SWIZZLE_32_4_4",))
 
 
-def _swizzled(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales in tiles, by the device's own kernel if it has one."""
+def swizzled(scale: torch.Tensor) -> torch.Tensor:
+    """Return scales `[rows, blocks]` in tiles, by the device's own kernel if it has one."""
     backend = select(Call("swizzle", scale.device.type, scale.dtype))
     return backend.ops["swizzle"](scale.contiguous())
 
@@ -289,22 +310,28 @@ def _nvfp4_reason(spec: PlaneSpec, k: int | None) -> str | None:
     return None
 
 
+def nvfp4_scales(operand: Operand, blocks: int) -> torch.Tensor:
+    """Return E4M3 bytes `[..., rows, blocks]`, one per row and 16 values, zeros added.
+
+    Args:
+        operand: one that the kind `nvfp4` takes; its buffers may be stacks.
+        blocks: how many a row has at least.
+    """
+    block = operand.spec.format.block or (1, _NV)
+    width = ceil_to(operand.spec.padded(operand.cols), _NV) // _NV
+    scale = repeat_scales(operand.buffers[1], operand.rows, width, block[0], block[1] // _NV)
+    if scale.shape[-1] == blocks:
+        return scale
+    return torch.nn.functional.pad(scale, (0, blocks - scale.shape[-1]))
+
+
 def _view_nvfp4(operand: Operand, rows: int, is_square: bool) -> Scaled:
-    spec = operand.spec
-    block = spec.format.block or (1, _NV)
-    width = spec.padded(operand.cols)
-    bytes_wide = ceil_to(width, 32) // 2
-    data = pad_codes(operand.buffers[0], rows, bytes_wide).view(torch.float4_e2m1fn_x2)
-    blocks = ceil_to(width, 32) // _NV
-    scale = _repeat(
-        operand.buffers[1], operand.rows, ceil_to(width, _NV) // _NV, block[0], block[1] // _NV
-    )
-    if scale.shape[1] != blocks:
-        scale = torch.nn.functional.pad(scale, (0, blocks - scale.shape[1]))
-    swizzled = _swizzled(scale).view(torch.float8_e4m3fn)
-    factor = tensor_factor(operand.buffers, spec)
+    wide = ceil_to(operand.spec.padded(operand.cols), 32)
+    data = pad_codes(operand.buffers[0], rows, wide // 2).view(torch.float4_e2m1fn_x2)
+    scale = swizzled(nvfp4_scales(operand, wide // _NV)).view(torch.float8_e4m3fn)
+    factor = tensor_factor(operand.buffers, operand.spec)
     # Scaling by rows has no place in the product: its factors are applied to the result.
-    return Scaled(data, (swizzled,), ("BlockWise1x16",), ("SWIZZLE_32_4_4",), factor)
+    return Scaled(data, (scale,), ("BlockWise1x16",), ("SWIZZLE_32_4_4",), factor)
 
 
 def two_levels(view: Scaled) -> Scaled:

@@ -162,18 +162,22 @@ def encode(
 
 
 def _check_encode(
-    row: PlaneSpec | None, col: PlaneSpec | None, col_source: str, seed: torch.Tensor | None
+    row: PlaneSpec | None,
+    col: PlaneSpec | None,
+    col_source: str,
+    seed: torch.Tensor | None,
+    where: str = "encode",
 ) -> None:
     if col_source not in ("original", "rowwise_dequantized"):
         raise ValueError(
-            f"encode: col_source must be 'original' or 'rowwise_dequantized', got {col_source!r}"
+            f"{where}: col_source must be 'original' or 'rowwise_dequantized', got {col_source!r}"
         )
     if col_source == "rowwise_dequantized" and row is None and col is not None:
-        raise SpecError("encode: col_source 'rowwise_dequantized' needs a row spec, got none")
+        raise SpecError(f"{where}: col_source 'rowwise_dequantized' needs a row spec, got none")
     if seed is None and any(spec is not None and spec.stochastic for spec in (row, col)):
-        raise ValueError("encode: stochastic rounding needs a seed, got None")
+        raise ValueError(f"{where}: stochastic rounding needs a seed, got None")
     if seed is not None:
-        check_seed(seed, "encode")
+        check_seed(seed, where)
 
 
 def check_seed(seed: torch.Tensor, where: str) -> None:

@@ -139,9 +139,10 @@ def _run(
     left, right, offsets, tokens, bias = _prepared(*operands, **options)
     padded = padded_offsets(offsets, tokens) if left.is_padded or right.is_padded else None
     args = GroupedArgs(offsets, tokens, padded, bias, into, out_dtype)
-    device, sizes, chip = offsets.device, None, None
+    device, sizes, chip, groups = offsets.device, None, None, None
     if device.type != "cpu":
         sizes, chip = (left.rows, right.rows, left.cols), chip_of(device)
+        groups = offsets.shape[0]
     call = Call(
         "grouped_gemm",
         device.type,
@@ -152,6 +153,7 @@ def _run(
         sizes,
         chip,
         is_alone=bias is None and into is None,
+        groups=groups,
     )
     return select(call).ops["grouped_gemm"](left, right, args)
 

@@ -45,6 +45,7 @@ class Call:
         sizes: (M, N, K) of a GEMM, or None where they are not known.
         chip: the device in more detail, or None where the kind is all that is known.
         is_alone: of a GEMM: neither a bias nor an accumulation follows the product.
+        groups: of a grouped GEMM: how many there are, or None where it is not known.
     """
 
     op: str
@@ -56,6 +57,7 @@ class Call:
     sizes: tuple[int, int, int] | None = None
     chip: Chip | None = None
     is_alone: bool = True
+    groups: int | None = None
 
 
 @dataclass(frozen=True)

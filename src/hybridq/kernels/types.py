@@ -11,7 +11,15 @@ from ..formats import PlaneSpec
 from .device import Chip
 from .kept import Kept
 
-__all__ = ["EncodeArgs", "GemmArgs", "GroupedArgs", "GroupedOperand", "ManyArgs", "Operand"]
+__all__ = [
+    "EncodeArgs",
+    "GemmArgs",
+    "GroupedArgs",
+    "GroupedOperand",
+    "Groups",
+    "ManyArgs",
+    "Operand",
+]
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,21 @@ class ManyArgs:
     seed: torch.Tensor | None = None
     row_stream: int = 0
     col_stream: int = 1
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Groups of tokens as kernels read them.
+
+    Args:
+        ends: int32 `[G]`, where each group ends: sorted, none beyond the tokens.
+        padded: int32 `[G + 1]`: where each begins in a padded plane, and where the last ends.
+        columns: tokens that the padded plane has room for.
+    """
+
+    ends: torch.Tensor
+    padded: torch.Tensor
+    columns: int
 
 
 class Operand(NamedTuple):

@@ -13,6 +13,7 @@ from .named import (
     NVFP4Quantizer,
 )
 from .quantizer import Quantizer, draw_seed
+from .ragged import quantize_grouped
 from .statistics import group_amax, statistics
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "group_amax",
     "multi_tensor_quantize",
     "quantize",
+    "quantize_grouped",
     "quantizer",
     "statistics",
 ]

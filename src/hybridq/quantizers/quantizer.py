@@ -290,14 +290,17 @@ class Quantizer:
         storage = StoragePlan(row, col, dtype, self.columnwise_source, self.makes_rowwise)
         return _Plan(storage, self.is_stochastic)
 
-    def specs_to_encode(self) -> tuple[PlaneSpec | None, PlaneSpec | None]:
+    def specs_to_encode(self, where: str = "quantize") -> tuple[PlaneSpec | None, PlaneSpec | None]:
         """Return the specs that encode takes; the rowwise one may be only the other's source.
+
+        Args:
+            where: the function in whose name an error is raised.
 
         Raises:
             PlaneError: both usages are off.
         """
         if not (self.makes_rowwise or self.makes_columnwise):
-            raise PlaneError("quantize: both usages are off, nothing to make; see with_usage")
+            raise PlaneError(f"{where}: both usages are off, nothing to make; see with_usage")
         row, col = self.rowwise, self.columnwise if self.makes_columnwise else None
         if not self.makes_rowwise and (col is None or self.columnwise_source == "original"):
             row = None

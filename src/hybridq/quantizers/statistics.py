@@ -9,7 +9,7 @@ import torch
 from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..formats import PlaneText
 
-__all__ = ["group_amax", "group_name", "statistics"]
+__all__ = ["group_amax", "group_name", "one_statistic", "statistics"]
 
 
 def group_name(group: Any) -> str | None:
@@ -54,9 +54,10 @@ def group_amax(amax: torch.Tensor, name: str) -> torch.Tensor:
     return all_reduce(amax.view(torch.int32), "max", group).view(torch.float32)
 
 
-def _one(
+def one_statistic(
     x: torch.Tensor, plane: PlaneText | None, direction: Direction, group: str
 ) -> torch.Tensor | None:
+    """Return the amax of a plane of x, reduced over `group`; None if it needs none."""
     if plane is None or not plane.needs_amax:
         return None
     return group_amax(torch.ops.hybridq.amax(x, plane.spec, direction), group)
@@ -86,7 +87,7 @@ def statistics(
     """
     if not group:
         return None, None
-    row_stat = _one(x, row, ROWWISE, group)
+    row_stat = one_statistic(x, row, ROWWISE, group)
     if col is None or not col.needs_amax:
         return row_stat, None
     if col_source == "rowwise_dequantized" and row is not None and not row.is_plain:
@@ -96,4 +97,4 @@ def statistics(
         x = torch.ops.hybridq.decode(buffers, row.spec, x.shape[0], x.shape[1], x.dtype)
     elif row is not None and row_stat is not None and not (row.is_turned or col.is_turned):
         return row_stat, row_stat
-    return row_stat, _one(x, col, COLUMNWISE, group)
+    return row_stat, one_statistic(x, col, COLUMNWISE, group)

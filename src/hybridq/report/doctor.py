@@ -35,8 +35,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 _PLANE_OPS = ("encode", "decode", "amax")
 _PRODUCTS = ("gemm", "grouped_gemm")
-#: Asked only by a backend's own gemm.
-_INNER_OPS = ("operand",)
+#: Asked only by a backend's own gemm, or only of the backend that encodes.
+_INNER_OPS = ("operand", "encode_ragged")
 #: Sizes of training, for backends that want to know them.
 _SIZES = (16384, 4096, 4096)
 

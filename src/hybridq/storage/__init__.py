@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from .build import StoragePlan, build_storage, build_storages, encode_pair
 from .plane import Plane, overwrite
+from .ragged import RaggedTensor, build_ragged
 from .storage import PlaneLayout, StorageLayout, TensorStorage
 
 __all__ = [
     "Plane",
     "PlaneLayout",
+    "RaggedTensor",
     "StorageLayout",
     "StoragePlan",
     "TensorStorage",
+    "build_ragged",
     "build_storage",
     "build_storages",
     "encode_pair",

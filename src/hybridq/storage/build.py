@@ -13,7 +13,14 @@ from ..kernels.ops import encode
 from .plane import Plane
 from .storage import TensorStorage
 
-__all__ = ["StoragePlan", "build_storage", "build_storages", "encode_pair"]
+__all__ = [
+    "StoragePlan",
+    "build_storage",
+    "build_storages",
+    "encode_pair",
+    "named_buffers",
+    "owned",
+]
 
 
 def _texts(
@@ -311,3 +318,15 @@ def _copy(x: torch.Tensor) -> torch.Tensor:
 
 def _names(spec: PlaneSpec | None) -> tuple[str, ...]:
     return () if spec is None else tuple(buffer.name for buffer in spec.buffers(1, 1))
+
+
+def owned(x: torch.Tensor, spec: PlaneSpec) -> torch.Tensor:
+    """Return the data of a plain plane of x: a contiguous copy in the plane's dtype."""
+    dtype = spec.format.storage_dtype or x.dtype
+    return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def named_buffers(spec: PlaneSpec, buffers: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the buffers of a plane of `spec` by their names."""
+    names = [buffer.name for buffer in spec.buffers(1, 1)]
+    return dict(zip(names, buffers, strict=True))

@@ -61,7 +61,7 @@ class Plane:
         Raises:
             SpecError: another dtype.
         """
-        spec = PlaneSpec.parse("identity").resolve(x.dtype)
+        spec = PlaneSpec.plain(x.dtype)
         data = x if direction == ROWWISE else x.t()
         return Plane(spec, direction, x.shape[0], x.shape[1], {"data": data})
 

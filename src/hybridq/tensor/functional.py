@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .. import settings
-from ..direction import ROWWISE
+from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..formats import PlaneSpec
 from ..gemm import gemm_planes, grouped_planes
 from ..kernels import Call, Chip, candidates, check_precision, chip_of, described
-from ..storage import Plane
+from ..storage import Plane, RaggedTensor
 from .table import is_quantized
 
 __all__ = ["Explanation", "explain", "explain_call", "gemm", "grouped_gemm"]
@@ -108,9 +109,9 @@ def gemm(
 
 
 def grouped_gemm(
-    a: _Operand,
-    b: _Operand | Sequence[_Operand],
-    offsets: torch.Tensor,
+    a: _Operand | RaggedTensor,
+    b: _Operand | RaggedTensor | Sequence[_Operand],
+    offsets: torch.Tensor | None = None,
     *,
     tokens: int | None = None,
     bias: torch.Tensor | None = None,
@@ -127,14 +128,19 @@ def grouped_gemm(
     - b is a sequence (or a plain `[G, N, K]`): `y[t] = a[t] @ b[g].T (+ bias[g])`, the forward and
       the input gradient of experts. Tokens behind the last offset give zeros.
     - b is one tensor: `y[g] = a[:, group] @ b[:, group].T`, the weight gradient. A quantized
-      operand is then padded: the plane of `hybridq.kernels.ragged.pad_tokens(x, offsets)`, so that
-      no block lies in two groups.
+      operand is then padded, so that no block lies in two groups: what `quantize_grouped` makes, or
+      a plane of `hybridq.kernels.ragged.pad_tokens(x, offsets)`.
+
+    What `quantize_grouped` returns brings its offsets along, and of its planes the one that the
+    product contracts.
 
     Args:
-        a: `[T, K]`, or `[M, T]`: QuantizedTensor, Plane or plain tensor, as in `gemm`.
-        b: G times `[N, K]`, or one `[N, T]`.
-        offsets: int32 `[G]`, ends of the groups, on the device of the operands.
-        tokens: T, where both operands are padded.
+        a: `[T, K]`, or `[M, T]`: QuantizedTensor, Plane or plain tensor, as in `gemm`, or a
+            RaggedTensor of T tokens.
+        b: G times `[N, K]`, or one `[N, T]`; a RaggedTensor of T tokens counts as the latter.
+        offsets: int32 `[G]`, ends of the groups, on the device of the operands; None: those of the
+            RaggedTensor. Two of them must have the same groups.
+        tokens: T, where both operands are padded planes.
         bias: `[G, N]`, where there is one b per group.
         out: `[T, N]` or `[G, M, N]` to write into.
         accumulate: add to `out` instead.
@@ -146,21 +152,28 @@ def grouped_gemm(
         ValueError: shapes, devices or the number of groups do not fit.
         SpecError: the b of two groups differ in their specs.
         TypeError: a dtype is not float32, bfloat16 or float16.
+        PlaneError: an operand lacks the plane.
 
     Example:
         >>> import torch, hybridq
-        >>> x = hybridq.quantize(torch.ones(5, 64), "mxfp8")
+        >>> ends = torch.tensor([2, 2, 4], dtype=torch.int32)
+        >>> x = hybridq.quantize_grouped(torch.ones(5, 64), ends, "mxfp8")
         >>> experts = [hybridq.quantize(torch.full((3, 64), n), "nvfp4") for n in (1.0, 2.0, 4.0)]
-        >>> hybridq.grouped_gemm(x, experts, torch.tensor([2, 2, 4], dtype=torch.int32))[:, 0]
+        >>> hybridq.grouped_gemm(x, experts)[:, 0]
         tensor([ 64.,  64., 256., 256.,   0.])
+        >>> hybridq.grouped_gemm(x, x)[:, 0, 0]
+        tensor([2., 0., 2.])
     """
-    left = _plane(a, "grouped_gemm", "a")
-    one: Plane | list[Plane]
-    if isinstance(b, torch.Tensor | Plane) and not (isinstance(b, torch.Tensor) and b.dim() == 3):
-        one = _plane(b, "grouped_gemm", "b")
+    offsets, tokens = _groups_of(a, b, offsets, tokens)
+    is_one = isinstance(b, RaggedTensor | Plane) or (isinstance(b, torch.Tensor) and b.dim() != 3)
+    one: Plane | torch.Tensor | list[Plane]
+    if is_one:
+        left = _ragged_plane(a, COLUMNWISE, "a")
+        one = _ragged_plane(b, COLUMNWISE, "b")
     else:
-        one = [_plane(each, "grouped_gemm", "b") for each in b]
-    if out is None and out_dtype is None and isinstance(a, torch.Tensor):
+        left = _ragged_plane(a, ROWWISE, "a")
+        one = _stack(b)
+    if out is None and out_dtype is None and isinstance(a, torch.Tensor | RaggedTensor):
         out_dtype = a.dtype
     return grouped_planes(
         left,
@@ -173,6 +186,64 @@ def grouped_gemm(
         out_dtype=out_dtype,
         precision=precision,
     )
+
+
+def _ragged_plane(operand: object, direction: Direction, name: str) -> Plane:
+    """Return the plane of an operand of a grouped product; `direction` of a RaggedTensor's."""
+    if isinstance(operand, RaggedTensor):
+        return operand.plane(direction)
+    return _plane(operand, "grouped_gemm", name)  # type: ignore[arg-type]
+
+
+def _stack(b: Any) -> torch.Tensor | list[Plane]:
+    """Return one plane per group, or a plain `[G, N, K]` as it is."""
+    if not isinstance(b, torch.Tensor | Sequence):
+        raise TypeError(
+            "grouped_gemm: b must be a tensor, a Plane, a RaggedTensor, or a sequence of tensors "
+            f"and planes, got {type(b).__name__}"
+        )
+    if not isinstance(b, torch.Tensor) or is_quantized(b):
+        return [_plane(each, "grouped_gemm", "b") for each in b]
+    if b.layout != torch.strided:
+        raise ValueError(f"grouped_gemm: b must be a strided [G, N, K], got {b.layout}")
+    if b.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"grouped_gemm: b must be float32, bfloat16 or float16, got {b.dtype}")
+    return b
+
+
+def _groups_of(
+    a: object, b: object, offsets: torch.Tensor | None, tokens: int | None
+) -> tuple[torch.Tensor, int | None]:
+    """Return the offsets and the number of tokens, given or those of the ragged operands."""
+    found = [one for one in (a, b) if isinstance(one, RaggedTensor)]
+    if not found:
+        if offsets is None:
+            raise TypeError(
+                "grouped_gemm: offsets must be given, unless an operand is a RaggedTensor, got None"
+            )
+        return offsets, tokens
+    if offsets is not None or tokens is not None:
+        raise ValueError(
+            "grouped_gemm: a RaggedTensor brings its own offsets and tokens; leave both out, got "
+            f"tokens={tokens} and offsets {'None' if offsets is None else tuple(offsets.shape)}"
+        )
+    first, last = found[0], found[-1]
+    if (first.groups, first.tokens) != (last.groups, last.tokens) or _differ(first, last):
+        raise ValueError(
+            "grouped_gemm: both operands must have the same groups of tokens, got "
+            f"{first.tokens} tokens in {first.groups} groups and {last.tokens} in {last.groups}"
+            + (" with other ends" if first.groups == last.groups else "")
+        )
+    return first.offsets, first.tokens
+
+
+def _differ(a: RaggedTensor, b: RaggedTensor) -> bool:
+    """Whether the groups end elsewhere; on a GPU, or in a trace, nobody looks."""
+    if a.offsets is b.offsets or torch.compiler.is_compiling():
+        return False
+    if any(type(one.offsets) is not torch.Tensor or one.device.type != "cpu" for one in (a, b)):
+        return False
+    return not torch.equal(a.offsets, b.offsets)
 
 
 @dataclass(frozen=True)

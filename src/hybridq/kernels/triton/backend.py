@@ -19,7 +19,7 @@ from ...formats import PlaneSpec
 from ..device import Chip
 from ..registry import Backend, Call, register_backend
 from ..types import GemmArgs, GroupedArgs, GroupedOperand, Operand
-from .form import form_reason
+from .form import form_of, form_reason
 from .plan import SMALL, plan_block, plan_gemm, plan_grouped
 
 __all__ = ["TRITON", "block_gemm", "block_gemm_reason", "wants"]
@@ -71,7 +71,8 @@ def _supports(call: Call) -> str | None:
     if call.row is None or call.col is None:
         return "a GEMM has two operands"
     for name, spec in (("a", call.row), ("b", call.col)):
-        reason = form_reason(spec)
+        # Dense products of FP32 operands are torch's own; grouped ones would wait for the offsets.
+        reason = form_reason(spec, takes_wide=call.op == "grouped_gemm")
         if reason is not None:
             return f"operand {name}: {reason}"
     if call.row.signs != call.col.signs:
@@ -83,6 +84,8 @@ def _supports(call: Call) -> str | None:
 
 def _notes(call: Call) -> tuple[str, ...]:
     notes = ["operands decoded in registers, BF16 product with FP32 accumulation"]
+    if any(spec is not None and form_of(spec).is_wide for spec in (call.row, call.col)):
+        notes = ["operands decoded in registers to FP32, FP32 product"]
     if call.op == "grouped_gemm":
         notes.append("group ends stay on the device; groups without tokens give zeros")
     return tuple(notes)

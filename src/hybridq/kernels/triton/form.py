@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ...formats import Element, PlaneSpec
 from .ptx import decode_asm
 
-__all__ = ["VALUES", "Code", "Form", "form_of", "form_reason"]
+__all__ = ["VALUES", "WIDE_VALUES", "Code", "Form", "form_of", "form_reason"]
 
 _SIGN = 1 << 31
 
@@ -55,6 +55,7 @@ class Form(NamedTuple):
         bound: the plane has a factor that the product is multiplied with: its scale (1.0), or its
             amax divided by this; 0.0: it has none.
         has_row_factors: one factor per row instead of one for all.
+        is_wide: BF16 does not hold the values: the product is one of FP32 operands.
     """
 
     code: Code
@@ -65,11 +66,14 @@ class Form(NamedTuple):
     is_odd: bool = False
     bound: float = 0.0
     has_row_factors: bool = False
+    is_wide: bool = False
 
 
 _NONE = Code(0)
 #: BF16 values, as their bits.
 VALUES = Form(Code(16), _NONE)
+#: FP32 or FP16 values, as themselves.
+WIDE_VALUES = Form(Code(32), _NONE, is_wide=True)
 
 
 def _code(element: Element) -> Code:
@@ -101,14 +105,21 @@ def _is_power_of_two(number: int) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def form_reason(spec: PlaneSpec) -> str | None:
-    """Return None if the kernels decode planes of `spec` exactly to BF16, else why not."""
+def form_reason(spec: PlaneSpec, takes_wide: bool = False) -> str | None:
+    """Return None if the kernels decode planes of `spec` exactly, else why not.
+
+    Args:
+        spec: of an operand.
+        takes_wide: whether values that BF16 does not hold may be multiplied in FP32.
+    """
     fmt = spec.format
     if fmt.is_identity:
-        if fmt.element is None or fmt.element.name != "bf16":
-            return f"plain operands must be bf16, got {fmt.element or 'an open dtype'}"
+        if fmt.element is None:
+            return "plain operands must have a dtype, got an open one"
+        if fmt.element.name != "bf16" and not takes_wide:
+            return f"plain operands must be bf16, got {fmt.element}"
         return None
-    if not fmt.is_bf16_exact:
+    if not (fmt.is_bf16_exact or takes_wide):
         return f"BF16 does not hold {fmt} exactly"
     if fmt.element is None or fmt.scale is None:
         return f"{fmt} has no codes"
@@ -126,11 +137,19 @@ def form_of(spec: PlaneSpec) -> Form:
     """Return the Form of planes of `spec`, for which `form_reason` is None."""
     fmt = spec.format
     if fmt.is_identity or fmt.element is None or fmt.scale is None:
-        return VALUES
+        is_bf16 = fmt.element is not None and fmt.element.name == "bf16"
+        return VALUES if is_bf16 else WIDE_VALUES
     per_unit = fmt.element.codes_per_byte
     if fmt.block is None:  # the scale of a whole tensor is a factor of the product
         return Form(_code(fmt.element), _NONE, per_unit=per_unit, bound=1.0)
     bound = spec.tensor_bound * fmt.element.max if spec.needs_amax else 0.0
     return Form(
-        _code(fmt.element), _code(fmt.scale), *fmt.block, per_unit, False, bound, spec.row_scaled
+        _code(fmt.element),
+        _code(fmt.scale),
+        *fmt.block,
+        per_unit,
+        False,
+        bound,
+        spec.row_scaled,
+        not fmt.is_bf16_exact,
     )

@@ -111,6 +111,7 @@ def grouped_kernel(
         LEFT_PADDED, RIGHT_PADDED: the operand's tokens lie at padded offsets.
         GROUPS: a power of two above `groups`.
     """
+    WIDE: tl.constexpr = LEFT.is_wide or RIGHT.is_wide
     index = tl.arange(0, GROUPS)
     if RAGGED == "k":
         right_tiles = tl.cdiv(right_rows, BLOCK_R)
@@ -205,6 +206,7 @@ def grouped_kernel(
                 left_scale_cols,
                 LEFT,
                 BLOCK_K,
+                WIDE,
             )
             b = load_operand(
                 right_base,
@@ -220,8 +222,9 @@ def grouped_kernel(
                 right_scale_cols,
                 RIGHT,
                 BLOCK_K,
+                WIDE,
             )
-            acc = product(a, b, acc)
+            acc = product(a, b, acc, WIDE)
         finish(
             acc,
             left_factor + matrix * left_factor_group_stride,

@@ -52,7 +52,7 @@ class _Side:
 
     @property
     def is_packed(self) -> bool:
-        return self.form is not VALUES
+        return self.form.code.bits < 16
 
     def arguments(self, name: str, with_groups: bool) -> dict[str, Any]:
         data, scale, factor = self.data, self.scale, self.factor
@@ -83,7 +83,7 @@ def _side(operand: Operand | GroupedOperand) -> _Side:
     form = form_of(operand.spec)
     is_stack = isinstance(operand, GroupedOperand) and operand.is_stack
     data = operand.buffers[0]
-    if form is VALUES:
+    if form.code.bits >= 16:
         data = _bits(data)
         return _Side(form, operand.rows, data, data, data, is_stack)
     if data.stride(-1) != 1:
@@ -242,6 +242,9 @@ def plan_grouped(
     if b.is_stack:
         ragged = "right" if is_swapped else "left"
     block_l, block_r, block_k = (64, _tile(average), 128) if is_small else (128, 128, 64)
+    is_wide = left.form.is_wide or right.form.is_wide
+    if is_wide:  # tiles of FP32 take twice the shared memory
+        block_l, block_r, block_k = 64, min(block_r, 64), 32
     out = _bits(result)
     into = args.accumulate_into
     added = out if into is None else into
@@ -278,8 +281,8 @@ def plan_grouped(
         most = (_ceil(args.tokens, ragged_block) + groups + 1) * _ceil(b.rows, block)
     else:
         most = groups * _ceil(left.rows, block_l) * _ceil(right.rows, block_r)
-    programs = min(most, _processors(result.device) * (2 if is_small else 1))
-    warps, stages = (4, 4) if is_small else (8, 3)
+    programs = min(most, _processors(result.device) * (2 if is_small or is_wide else 1))
+    warps, stages = (4, 4) if is_small or is_wide else (8, 3)
     return result, (Launch("grouped", (programs,), arguments, warps, stages),)
 
 

@@ -90,9 +90,11 @@ def _decode_pairs(raw, F: tl.constexpr):
 
 
 @triton.jit
-def _scaled(values, scales):
-    """Return BF16 values times FP32 scales that BF16 holds, rounded to BF16."""
-    if INTERPRETED:
+def _scaled(values, scales, WIDE: tl.constexpr):
+    """Return BF16 values times FP32 scales that BF16 holds, rounded to BF16; or FP32 of FP32."""
+    if WIDE:
+        return values * scales
+    elif INTERPRETED:
         return _as_bf16(values * scales)
     else:
         return tl.inline_asm_elementwise(
@@ -163,11 +165,13 @@ def load_operand(
     scale_cols,
     F: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    WIDE: tl.constexpr = False,
 ):
-    """Return a tile of a plane, decoded to BF16, zeros where masked.
+    """Return a tile of a plane, decoded to BF16 or, if `WIDE`, to FP32, zeros where masked.
 
     Args:
-        data: codes (bytes, or 16-bit words of two), or BF16 bits (int16), of the first row.
+        data: codes (bytes, or 16-bit words of two), BF16 bits (int16), or FP32 or FP16 values, of
+            the first row.
         scale: block scales; unused if the form has none.
         rows: int64 `[R]`, rows of the plane.
         row_ok: `[R]`, which of them exist.
@@ -178,12 +182,15 @@ def load_operand(
         scale_cols: scales in a row.
         F: the Form.
         BLOCK_K: codes per row.
+        WIDE: multiply in FP32: an operand of the product is not held by BF16.
     """
-    if F.code.bits == 16:
+    if F.code.bits >= 16:
         k = k0 + tl.arange(0, BLOCK_K)
         where = data + rows[:, None] * row_stride + k.to(tl.int64)[None, :] * k_stride
         bits = tl.load(where, mask=row_ok[:, None] & (k < k_end)[None, :], other=0)
-        if INTERPRETED:
+        if F.code.bits == 32:
+            return bits.to(tl.float32)
+        elif WIDE or INTERPRETED:
             return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
         else:
             return bits.to(tl.bfloat16, bitcast=True)
@@ -199,6 +206,8 @@ def load_operand(
             values = tl.reshape(tl.join(low, high), (rows.shape[0], BLOCK_K))
         else:
             values = _bf16_values(raw.to(tl.int32), F)
+        if WIDE:
+            values = values.to(tl.float32)  # a code is exact in BF16
         if F.scale.bits > 0:
             scales = _load_scale(
                 scale, rows, row_ok, k0, scale_row_stride, scale_k_stride, scale_cols, F, BLOCK_K
@@ -206,17 +215,17 @@ def load_operand(
             if F.block_cols < BLOCK_K:
                 COUNT: tl.constexpr = BLOCK_K // F.block_cols
                 blocks = tl.reshape(values, (rows.shape[0], COUNT, F.block_cols))
-                blocks = _scaled(blocks, scales[:, :, None])
+                blocks = _scaled(blocks, scales[:, :, None], WIDE)
                 values = tl.reshape(blocks, (rows.shape[0], BLOCK_K))
             else:
-                values = _scaled(values, scales)
+                values = _scaled(values, scales, WIDE)
         return values
 
 
 @triton.jit
-def product(left, right, acc):
-    """Return `acc + left @ right.T`, accumulated in FP32."""
-    if INTERPRETED:
+def product(left, right, acc, WIDE: tl.constexpr = False):
+    """Return `acc + left @ right.T`, accumulated in FP32; FP32 operands are not cut short."""
+    if WIDE or INTERPRETED:
         return tl.dot(left, tl.trans(right), acc, input_precision="ieee")
     else:
         return tl.dot(left, tl.trans(right), acc)

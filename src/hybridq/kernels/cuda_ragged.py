@@ -1,0 +1,87 @@
+"""Ragged tokens through the CUDA kernels, which read the rows of x through the groups' offsets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..formats import PlaneSpec
+from .backend_cpu import DTYPES, core_spec
+from .types import EncodeArgs, Groups
+
+__all__ = ["encode_ragged"]
+
+
+def encode_ragged(
+    kernels: Any,
+    x: torch.Tensor,
+    groups: Groups,
+    row: PlaneSpec | None,
+    col: PlaneSpec,
+    args: EncodeArgs,
+) -> list[torch.Tensor] | None:
+    """Return the buffers of both planes, or None if no kernel reads x through the groups.
+
+    Args:
+        kernels: the `GpuKernels` to launch.
+        x: `[T, C]`.
+        groups: of its rows.
+        row: spec of the rowwise plane of x, or None.
+        col: spec of the columnwise plane of the padded tokens.
+        args: statistics, seed and streams; statistics that are not given are found on the way.
+    """
+    tokens, cols = x.shape
+    buffers: list[torch.Tensor] = []
+    planes: list[tuple[Any, ...] | None] = []
+    finds: list[bool] = []
+    stats: list[torch.Tensor] = []  # alive until the launch
+    with kernels.launch(x.device) as stream:
+        for spec, shape, given, random_stream in (
+            (row, (tokens, cols), args.row_stat, args.row_stream),
+            (col, (cols, groups.columns), args.col_stat, args.col_stream),
+        ):
+            if spec is None:
+                planes.append(None)
+                finds.append(False)
+                continue
+            own = [
+                torch.empty(b.shape, dtype=b.dtype, device=x.device) for b in spec.buffers(*shape)
+            ]
+            stat = given
+            finds.append(spec.needs_amax and given is None)
+            if finds[-1]:
+                stat = own[2] if len(own) == 3 else own[1].new_empty(1)
+            if stat is not None:
+                stats.append(stat)
+            if len(own) == 3 and given is not None:
+                own[2].copy_(given)
+            seed = args.seed if spec.stochastic else None
+            planes.append(
+                (
+                    core_spec(spec)[0],
+                    kernels.pointer(own[0], True),
+                    kernels.pointer(own[1], True),
+                    kernels.pointer(stat, finds[-1]),
+                    kernels.pointer(seed),
+                    0,
+                    0,
+                    random_stream,
+                )
+            )
+            buffers += own
+        done = kernels.module.encode_ragged(
+            kernels.pointer(x),
+            DTYPES[x.dtype],
+            tokens,
+            cols,
+            *x.stride(),
+            *planes,
+            *finds,
+            kernels.pointer(groups.ends),
+            kernels.pointer(groups.padded),
+            groups.ends.shape[0],
+            groups.columns,
+            stream,
+        )
+    return buffers if done else None

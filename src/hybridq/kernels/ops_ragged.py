@@ -1,0 +1,160 @@
+"""Encode of ragged tokens as an operator: rows of x as they are, columns of the padded tokens.
+
+`encode_ragged` is `encode` for tokens sorted by group. The rowwise plane is that of x `[T, C]`; the
+columnwise plane is that of `pad_tokens(x, offsets)`, so that no block lies in two groups (see
+`ragged`). A plain columnwise plane is x transposed, not padded: a product may begin anywhere in it.
+
+A backend whose kernel reads x through the offsets has an operation `encode_ragged` beside its
+`encode`; it says None, before it launches anything, for what that kernel does not take. Everywhere
+else the tokens are moved and encoded. Both give the same bits; the offsets stay on their device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..formats import PlaneSpec
+from .derivatives import refuse
+from .encode import statistic
+from .ops import LIBRARY, _check_encode, _check_matrix, _check_place, _spec
+from .ragged import capacity, group_ends, pad_tokens, padded_offsets
+from .registry import Call, select
+from .types import EncodeArgs, Groups
+
+__all__: list[str] = []
+
+LIBRARY.define(
+    "encode_ragged(Tensor x, Tensor offsets, str row, str col, Tensor? row_stat=None, "
+    "Tensor? col_stat=None, Tensor? seed=None, *, str col_source='original', bool keep_row=True, "
+    "int row_stream=0, int col_stream=1) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_NAME = "encode_ragged"
+
+
+def _check(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    row: PlaneSpec | None,
+    col: PlaneSpec | None,
+    col_source: str,
+    seed: torch.Tensor | None,
+    streams: tuple[int, int],
+) -> None:
+    if offsets.dtype != torch.int32 or offsets.dim() != 1:
+        raise ValueError(
+            f"{_NAME}: offsets must be int32 [G], got {offsets.dtype} {tuple(offsets.shape)}"
+        )
+    if offsets.device != x.device:
+        raise ValueError(
+            f"{_NAME}: x and offsets must be on one device, got {x.device} and {offsets.device}"
+        )
+    _check_encode(row, col, col_source, seed, _NAME)
+    _check_place(_NAME, 0, 0, *streams)
+
+
+def _by_kernel(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    row: PlaneSpec | None,
+    col: PlaneSpec,
+    args: EncodeArgs,
+) -> list[torch.Tensor] | None:
+    """Return the buffers of both planes if one backend reads x through the offsets, else None."""
+    if 0 in (*x.shape, offsets.shape[0]):
+        return None  # nothing to read
+    backend = select(Call("encode", x.device.type, x.dtype, col))
+    run = backend.ops.get(_NAME)
+    if run is None:
+        return None
+    if row is not None and select(Call("encode", x.device.type, x.dtype, row)) is not backend:
+        return None
+    tokens = x.shape[0]
+    groups = Groups(
+        group_ends(offsets, tokens),
+        padded_offsets(offsets, tokens),
+        capacity(tokens, offsets.shape[0]),
+    )
+    made: list[torch.Tensor] | None = run(x, groups, row, col, args)
+    return made
+
+
+def _encode_ragged(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    row: str,
+    col: str,
+    row_stat: torch.Tensor | None = None,
+    col_stat: torch.Tensor | None = None,
+    seed: torch.Tensor | None = None,
+    *,
+    col_source: str = "original",
+    keep_row: bool = True,
+    row_stream: int = 0,
+    col_stream: int = 1,
+) -> list[torch.Tensor]:
+    _check_matrix(x, _NAME)
+    row_spec, col_spec = _spec(row, x.dtype), _spec(col, x.dtype)
+    _check(x, offsets, row_spec, col_spec, col_source, seed, (row_stream, col_stream))
+    encode = torch.ops.hybridq.encode
+
+    def rows() -> list[torch.Tensor]:
+        made: list[torch.Tensor] = encode(x, row, "", row_stat, None, seed, row_stream=row_stream)
+        return made
+
+    wants_row = row_spec is not None and keep_row
+    if col_spec is None:
+        return rows() if wants_row else []
+    kept: list[torch.Tensor] = []
+    if col_source == "rowwise_dequantized" and row_spec is not None:
+        buffers = rows()
+        x = torch.ops.hybridq.decode(buffers, row, *x.shape, x.dtype)
+        kept, wants_row = buffers if keep_row else [], False
+    if col_spec.format.is_identity:
+        kept = rows() if wants_row else kept
+        return [*kept, *encode(x, "", col)]
+    # A plain row is a copy; no kernel need read the groups for it.
+    together = row_spec if wants_row and row_spec and not row_spec.format.is_identity else None
+    given = EncodeArgs(
+        None if row_stat is None or together is None else statistic(x, together, row_stat, _NAME),
+        None if col_stat is None else statistic(x.t(), col_spec, col_stat, _NAME),
+        seed,
+        row_stream=row_stream,
+        col_stream=col_stream,
+    )
+    made = _by_kernel(x, offsets, together, col_spec, given)
+    if made is not None:
+        return [*(rows() if wants_row and together is None else kept), *made]
+    kept = rows() if wants_row else kept
+    padded = pad_tokens(x, offsets)
+    return [*kept, *encode(padded, "", col, None, col_stat, seed, col_stream=col_stream)]
+
+
+def _encode_ragged_fake(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    row: str,
+    col: str,
+    row_stat: torch.Tensor | None = None,
+    col_stat: torch.Tensor | None = None,
+    seed: torch.Tensor | None = None,
+    *,
+    col_source: str = "original",
+    keep_row: bool = True,
+    row_stream: int = 0,
+    col_stream: int = 1,
+) -> list[torch.Tensor]:
+    _check_matrix(x, _NAME)
+    row_spec, col_spec = _spec(row, x.dtype), _spec(col, x.dtype)
+    _check(x, offsets, row_spec, col_spec, col_source, seed, (row_stream, col_stream))
+    tokens, cols = x.shape
+    specs = list(row_spec.buffers(tokens, cols)) if row_spec is not None and keep_row else []
+    if col_spec is not None:
+        is_plain = col_spec.format.is_identity
+        specs += col_spec.buffers(cols, tokens if is_plain else capacity(tokens, offsets.shape[0]))
+    return [x.new_empty(spec.shape, dtype=spec.dtype or x.dtype) for spec in specs]
+
+
+LIBRARY.impl(_NAME, _encode_ragged, "CompositeExplicitAutograd")
+torch.library.register_fake(f"hybridq::{_NAME}", _encode_ragged_fake, lib=LIBRARY)
+torch.library.register_autograd(f"hybridq::{_NAME}", refuse(f"hybridq::{_NAME}"), lib=LIBRARY)
