@@ -9,12 +9,20 @@ Example:
 
 from __future__ import annotations
 
-from . import formats, kernels, nn, quantizers, recipes, report, tensor
+from . import formats, kernels, nn, ptq, quantizers, recipes, report, tensor
 from ._version import __version__
-from .errors import BackendError, HybridQWarning, PlaneError, RecipeError, SpecError
+from .errors import (
+    BackendError,
+    CheckpointError,
+    HybridQWarning,
+    PlaneError,
+    RecipeError,
+    SpecError,
+)
 from .formats import DEFAULT_SIGNS, Element, Format, PlaneSpec
 from .gemm.prepare import forget, prepare
 from .nn import Linear, convert
+from .ptq import convert_checkpoint, load_checkpoint
 from .quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -51,6 +59,7 @@ from .tensor import (
 __all__ = [
     "DEFAULT_SIGNS",
     "BackendError",
+    "CheckpointError",
     "CustomRecipe",
     "Element",
     "Explanation",
@@ -84,6 +93,7 @@ __all__ = [
     "autocast",
     "backend",
     "convert",
+    "convert_checkpoint",
     "explain",
     "forget",
     "formats",
@@ -91,10 +101,12 @@ __all__ = [
     "gemm_cache",
     "grouped_gemm",
     "kernels",
+    "load_checkpoint",
     "multi_tensor_quantize",
     "nn",
     "prepare",
     "prepare_for_saving",
+    "ptq",
     "quantize",
     "quantize_grouped",
     "quantizer",

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import warnings
 
-__all__ = ["BackendError", "HybridQWarning", "PlaneError", "RecipeError", "SpecError", "warn_once"]
+__all__ = [
+    "BackendError",
+    "CheckpointError",
+    "HybridQWarning",
+    "PlaneError",
+    "RecipeError",
+    "SpecError",
+    "warn_once",
+]
 
 
 class SpecError(ValueError):
@@ -21,6 +29,10 @@ class BackendError(RuntimeError):
 
 class RecipeError(ValueError):
     """A recipe's quantizers do not make all the GEMMs of a module runnable."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read, converted or written as asked; its files are as they were."""
 
 
 class HybridQWarning(UserWarning):

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 
 from hybridq import _core
 
+from .checkpoints import CheckpointRules
 from .gemms import GemmRules
 from .groups import GroupRules
 from .modules import ModuleRules
@@ -34,6 +35,7 @@ class PublicDoor(
     ModuleRules,
     OperatorRules,
     TextRules,
+    CheckpointRules,
     RuleBasedStateMachine,
 ):
     """Everything that a user of hybridq may do, and some that nobody should."""

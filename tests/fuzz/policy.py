@@ -21,6 +21,7 @@ _ALLOWED: Final = (
     hybridq.PlaneError,
     hybridq.BackendError,
     hybridq.RecipeError,
+    hybridq.CheckpointError,
     TypeError,
     ValueError,
     RuntimeError,

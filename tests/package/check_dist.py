@@ -48,7 +48,7 @@ def check_wheel(path: Path) -> None:
         (core,) = fnmatch.filter(names, "hybridq/_core.*.so")
         data = wheel.read(core)
     package = {name.removeprefix("src/") for name in below("src/hybridq", PACKAGE)}
-    parts = {"METADATA", "RECORD", "WHEEL", "licenses/LICENSE"}
+    parts = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"}
     same_files(path.name, names, {core, *package, *(f"{info}/{part}" for part in parts)})
     needed = [text for text in metadata.get_all("Requires-Dist") if "extra ==" not in text]
     if {text.partition(">")[0] for text in needed} != {"numpy", "torch"}:

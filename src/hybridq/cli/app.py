@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from .conformance import conformance
+from .convert_checkpoint import convert_checkpoint_command
 from .doctor import doctor
 from .train import train
 
@@ -25,3 +26,4 @@ def main() -> None:
 app.command()(train)
 app.command()(doctor)
 app.command()(conformance)
+app.command("convert-checkpoint")(convert_checkpoint_command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar, Final, NamedTuple
@@ -201,6 +202,21 @@ class PlaneSpec:
     def is_derivable(self) -> bool:
         """Whether a columnwise plane of this spec is exactly the rowwise one transposed."""
         return self.format.is_square and self.signs is None and not self.stochastic
+
+    def unit(self, axis: int) -> int:
+        """Return how many rows (axis 0) or columns (axis 1) share a block, a byte or a transform.
+
+        A plane may be cut, and made in parts, at multiples of it.
+
+        Args:
+            axis: of the plane's own matrix.
+        """
+        block = self.format.block or (1, 1)
+        if axis == 0:
+            return block[0]
+        element = self.format.element
+        per_byte = element.codes_per_byte if element is not None else 1
+        return math.lcm(block[1], per_byte, 1 if self.signs is None else HADAMARD_SIZE)
 
     def padded(self, cols: int) -> int:
         """Return the number of codes per row for `cols` values: a transform fills its groups."""

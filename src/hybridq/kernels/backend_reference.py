@@ -140,5 +140,7 @@ REFERENCE = register_backend(
             "grouped_gemm": _grouped_gemm,
         },
         is_native=False,
+        # Measured 80 to 110 over all formats and options: whole matrices in int64 and FP32.
+        scratch_nbytes=144,
     )
 )

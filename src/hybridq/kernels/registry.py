@@ -74,6 +74,7 @@ class Backend:
         encoder: returns, for `(row, col, dtype)`, what encodes such planes of such tensors and
             takes `(x, row_stat, col_stat, seed, row0, col0, row_stream, col_stream)`; None where
             its `encode` has nothing to prepare.
+        scratch_nbytes: temporary memory of its encode and decode, bytes per value at most.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Backend:
     notes: Callable[[Call], tuple[str, ...]] | None = field(default=None, hash=False)
     finds_amax: bool = False
     encoder: Callable[..., Callable[..., Any]] | None = field(default=None, hash=False)
+    scratch_nbytes: int = 0
 
     def reason(self, call: Call) -> str | None:
         """Return None if this backend can run `call`, else why not."""

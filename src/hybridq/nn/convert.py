@@ -11,11 +11,22 @@ from torch import nn
 from ..recipes import install
 from .linear import Linear
 
-__all__ = ["convert", "default_filter"]
+__all__ = ["convert", "default_filter", "keeps_precision"]
 
 #: Names of projections whose precision matters more than their time: the output projection onto
 #: the vocabulary, and whatever picks the experts of a mixture. `gate_proj` is neither.
 _LEFT_ALONE: Final = re.compile(r"lm_head|gate|shared_expert_gate|(.*_)?router(_.*)?")
+
+
+def keeps_precision(name: str) -> bool:
+    """Return whether a component of a qualified name says that its precision matters most.
+
+    Such are `lm_head`, `gate`, `shared_expert_gate`, and what has the word `router` in it.
+
+    Args:
+        name: of a module in its model.
+    """
+    return any(_LEFT_ALONE.fullmatch(part) for part in name.split("."))
 
 
 def default_filter(module: nn.Module, name: str) -> bool:
@@ -29,7 +40,7 @@ def default_filter(module: nn.Module, name: str) -> bool:
         module: an `nn.Linear`.
         name: its qualified name in the model.
     """
-    return not any(_LEFT_ALONE.fullmatch(part) for part in name.split("."))
+    return not keeps_precision(name)
 
 
 def convert(

@@ -24,8 +24,8 @@ __all__ = ["Core", "Gpu", "Machine", "read_core", "read_machine", "versions"]
 
 #: Packages that hybridq uses where they are there, and peers that it is compared with.
 _PACKAGES = (
-    *("torch", "numpy", "triton", "rich", "typer", "matplotlib", "ml_dtypes", "gfloat"),
-    *("torchao", "transformer_engine"),
+    *("torch", "numpy", "triton", "rich", "typer", "matplotlib", "safetensors", "ml_dtypes"),
+    *("gfloat", "torchao", "transformer_engine"),
 )
 #: CPU flags that decide which variant of the core and which BF16 product run.
 _FLAGS = (

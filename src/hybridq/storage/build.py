@@ -138,9 +138,11 @@ class StoragePlan:
         self._texts: tuple[str, str] | None = None
         if keep_row and not (is_decoded or self._owns_row or self._owns_col):
             self._texts = ("" if row is None else row.text, "" if col is None else col.text)
-        #: Buffer with one value for the whole tensor: the same in both planes, and so one object.
+        #: Buffer with one value for the whole tensor: the same in both planes of the same values,
+        #: and so one object.
         self._shared = ""
-        if keep_row and row is not None and row == col and row.is_derivable:
+        is_same = col_source == "original" and row is not None and row == col and row.is_derivable
+        if keep_row and is_same and row is not None:
             shared = "scale" if row.format.is_tensor_scaled else "amax"
             self._shared = shared if shared in self._col_names else ""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ import torch
 
 from ..direction import ROWWISE, Direction, opposite
 from ..errors import PlaneError
-from ..formats import HADAMARD_SIZE, PlaneSpec
+from ..formats import PlaneSpec
 from ..kernels import Kept
 
 __all__ = ["Plane", "overwrite"]
@@ -120,13 +119,7 @@ class Plane:
 
     def unit(self, axis: int) -> int:
         """Return how many rows (axis 0) or columns (axis 1) of X share a block, byte or group."""
-        fmt = self.spec.format
-        block = fmt.block or (1, 1)
-        if self.own_axis(axis) == 0:
-            return block[0]
-        per_byte = fmt.element.codes_per_byte if fmt.element is not None else 1
-        group = 1 if self.spec.signs is None else HADAMARD_SIZE
-        return math.lcm(block[1], per_byte, group)
+        return self.spec.unit(self.own_axis(axis))
 
     def _sizes(self, axis: int, count: int) -> list[tuple[int, ...]]:
         """Return the shapes of the buffers if X had `count` rows (or columns)."""

@@ -1,0 +1,223 @@
+"""One conversion from its first shard to its index."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from .._version import __version__
+from ..errors import CheckpointError
+from .budget import make_budget
+from .files import (
+    check_space,
+    copy_file,
+    file_digest,
+    locked,
+    make_folder,
+    partial_path,
+    write_json,
+)
+from .journal import Journal, open_journal
+from .observer import Observer
+from .options import ConvertOptions
+from .outcome import Conversion, ShardResult, TensorResult
+from .plan import ShardPlan, plan_shard, survey
+from .record import VERSION
+from .select import Selection
+from .shard import check_finite, write_shard
+from .source import INDEX, Source
+from .workers import serial_workers
+
+__all__ = ["RECORD", "Run"]
+
+#: The file in which a converted folder says what was quantized, and how.
+RECORD: Final = "hybridq.json"
+_Finishing: TypeAlias = tuple[ShardPlan, Future[ShardResult]]
+
+
+class Run:
+    """One conversion and what is known of it so far."""
+
+    def __init__(
+        self,
+        source: Source,
+        target: Path,
+        selection: Selection,
+        options: ConvertOptions,
+        observer: Observer,
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._selection = selection
+        self._options = options
+        self._observer = observer
+        self._survey = survey(source, selection)
+        self._budget = make_budget(options.memory, options.measure, self._survey.kinds)
+        self._workers: Executor | None = None
+        self._pool = ThreadPoolExecutor(2, "hybridq-write")
+        self._finishing: _Finishing | None = None
+        self._tensors: dict[str, TensorResult] = {}
+        self._num_copied = self._target_nbytes = self._converted_nbytes = self._num_kept = 0
+
+    def convert(self) -> None:
+        """Convert a file to a file, or a folder to a folder."""
+        with ExitStack() as stack:
+            if self._budget.workers:
+                self._workers = stack.enter_context(serial_workers(self._budget.workers))
+            if self._source.is_folder:
+                self._folder()
+            else:
+                self._file()
+
+    def _file(self) -> None:
+        (shard,) = self._source.shards
+        target, folder = self._target, self._target.parent
+        if target.exists() and not self._options.overwrite:
+            raise CheckpointError(f"checkpoint: {target} exists; overwrite replaces it")
+        if not folder.is_dir():
+            raise CheckpointError(f"checkpoint: there is no folder {folder}")
+        self._observer.begin(self._source.nbytes)
+        with self._pool:
+            self._write(plan_shard(shard, self._selection), target, None)
+            self._settle(self._finishing)
+
+    def _folder(self) -> None:
+        files = [shard.name for shard in self._source.shards]
+        files += [RECORD, *([INDEX] if self._source.index is not None else [])]
+        files += [str(path) for path in self._source.extras]
+        job = {
+            "version": VERSION,
+            "hybridq": __version__,
+            "measure": self._options.measure,
+            "files": files,
+            **self._selection.as_dict(),
+        }
+        make_folder(self._target)
+        # Whatever happens, a shard that is being finished still is, before the folder is let go.
+        with locked(self._target), self._pool:
+            journal = open_journal(self._target, job, self._options.overwrite)
+            self._write_shards(journal)
+            self._write_rest()
+
+    def _write_shards(self, journal: Journal) -> None:
+        self._observer.begin(self._source.nbytes)
+        sizes = self._survey.nbytes.items()
+        left = sum(size for name, size in sizes if not journal.entry_path(name).exists())
+        check_space(self._target, left, f"what is left of {self._source.path}")
+        for shard in self._source.shards:
+            plan = plan_shard(shard, self._selection)
+            result = self._finished(journal, plan)
+            if result is None:
+                self._write(plan, self._target / plan.shard.name, journal)
+            else:
+                self._take_in(plan, result)
+        self._settle(self._finishing)
+
+    def _write_rest(self) -> None:
+        """Write what is no shard; the index, which makes a folder a checkpoint, comes last."""
+        for path in self._source.extras:
+            self._observer.shard(str(path), "copying")
+            copy_file(self._source.path / path, self._target / path)
+        for path in self._source.left_out:
+            self._observer.warn(f"{path} is too large for a configuration and was not copied")
+        tensors: dict[str, Any] = {}
+        files: dict[str, str] = {}
+        for shard in self._source.shards:
+            for entry in shard.header.entries:
+                record = self._selection.record_of(entry)
+                if record is None:
+                    files[entry.name] = shard.name
+                else:
+                    tensors[record.name] = {**record.as_dict(), "file": shard.name}
+                    files.update({one.name: shard.name for one in record.stored()})
+        about = {"version": VERSION, "hybridq": __version__, "tensors": tensors}
+        write_json(self._target / RECORD, about)
+        if self._source.index is not None:
+            write_json(self._target / INDEX, self._index(self._source.index, files))
+
+    def _index(self, before: Mapping[str, Any], weight_map: Mapping[str, str]) -> dict[str, Any]:
+        metadata = before.get("metadata")
+        metadata = dict(metadata) if isinstance(metadata, Mapping) else {}
+        metadata["total_size"] = self._target_nbytes
+        return {**before, "metadata": metadata, "weight_map": dict(weight_map)}
+
+    def _finished(self, journal: Journal, plan: ShardPlan) -> ShardResult | None:
+        """Return what an earlier run found, if the shard that it wrote is still whole."""
+        result = journal.finished(plan)
+        path = self._target / plan.shard.name
+        partial_path(path).unlink(missing_ok=True)
+        if result is None:
+            return None
+        self._observer.shard(plan.shard.name, "checking")
+        if not _is_whole(path, result):
+            self._observer.warn(f"{path} is not as it was written and is converted again")
+            journal.entry_path(plan.shard.name).unlink()
+            return None
+        check_finite(result.tensors, self._options.strict, self._observer)
+        self._num_kept += 1
+        self._observer.advance(plan.source_nbytes)
+        return result
+
+    def _write(self, plan: ShardPlan, path: Path, journal: Journal | None) -> None:
+        """Write a shard; it is finished while the next one is written."""
+        self._observer.shard(plan.shard.name, "converting")
+        check_space(path.parent, plan.nbytes, path.name)
+        finish = write_shard(
+            plan,
+            path,
+            budget=self._budget,
+            workers=self._workers,
+            writers=self._pool,
+            strict=self._options.strict,
+            observer=self._observer,
+        )
+
+        def enter() -> ShardResult:
+            result = finish()
+            if journal is not None:
+                journal.add(plan, result)
+            return result
+
+        previous, self._finishing = self._finishing, (plan, self._pool.submit(enter))
+        self._converted_nbytes += plan.source_nbytes
+        self._settle(previous)
+
+    def _settle(self, finishing: _Finishing | None) -> None:
+        """Wait for a shard that is being finished."""
+        if finishing is not None:
+            plan, result = finishing
+            self._take_in(plan, result.result())
+
+    def _take_in(self, plan: ShardPlan, result: ShardResult) -> None:
+        self._tensors.update(result.tensors)
+        self._num_copied += len(plan.jobs) - len(plan.records)
+        self._target_nbytes += plan.data_nbytes
+
+    def outcome(self, seconds: float) -> Conversion:
+        """Return what the run did."""
+        return Conversion(
+            self._source.path,
+            self._target,
+            self._tensors,
+            self._num_copied,
+            self._source.nbytes,
+            self._target_nbytes,
+            self._converted_nbytes,
+            self._num_kept,
+            seconds,
+        )
+
+
+def _is_whole(path: Path, result: ShardResult) -> bool:
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return os.fstat(file).st_size == result.nbytes and file_digest(file) == result.sha256
+    finally:
+        os.close(file)

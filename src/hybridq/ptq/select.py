@@ -1,0 +1,142 @@
+"""Which tensors of a checkpoint are quantized, and how."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ..errors import SpecError
+from ..kernels.ops import HIGH_PRECISION
+from ..nn.convert import keeps_precision
+from ..quantizers import Quantizer
+from ..recipes import QuantizerRole, Recipe, get
+from .header import TORCH_DTYPES, Entry
+from .record import Record
+
+__all__ = ["DEFAULT_EXCLUDE", "DEFAULT_INCLUDE", "Selection"]
+
+#: Names of tensors that are quantized unless others are asked for; of these, matrices only.
+DEFAULT_INCLUDE: Final = ("*.weight",)
+#: Of those, embeddings, norms and output projections are not; nor are routers and whatever else
+#: `hybridq.convert` leaves alone.
+DEFAULT_EXCLUDE: Final = (
+    *("*embed*", "*.wte.*", "wte.*", "*.wpe.*", "wpe.*"),
+    *("*norm*", "*.ln_*", "ln_*"),
+    *("*lm_head*", "output.weight"),
+)
+_SUFFIX: Final = ".weight"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which tensors of a checkpoint are quantized, and by which quantizer.
+
+    Only tensors in FP32, BF16 or FP16 are: matrices, and stacks of matrices `[E, rows, cols]` that
+    `include` names, each matrix of a stack by itself. All others are copied.
+
+    Args:
+        quantizer: of every chosen tensor; None where a recipe says it.
+        recipe: name of a recipe, or a recipe: asked for the weight of the module whose name is the
+            tensor's without `.weight`.
+        include: globs of names; a name is chosen if one of them matches. If there are any, only
+            `exclude` takes from them.
+        exclude: globs of names that are not chosen. Without `include`, every matrix `*.weight` is
+            chosen but `DEFAULT_EXCLUDE`, routers, and these.
+
+    Raises:
+        SpecError: not exactly one of quantizer and recipe; a quantizer that rounds stochastically,
+            reduces over a group of processes, or quantizes nothing.
+        TypeError, ValueError: `recipe` is neither a recipe nor the name of one.
+
+    Example:
+        >>> import hybridq
+        >>> chosen = hybridq.ptq.Selection(hybridq.quantizer("nvfp4", None), exclude=("*.0.*",))
+    """
+
+    quantizer: Quantizer | None = None
+    recipe: str | Recipe | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.quantizer is None) == (self.recipe is None):
+            raise SpecError(
+                "Selection: needs a quantizer or a recipe and not both, got "
+                f"{'none' if self.quantizer is None else self.quantizer.text} and {self.recipe!r}"
+            )
+        if self.recipe is not None:
+            get(self.recipe)
+        elif self.quantizer is not None:
+            _check(self.quantizer)
+            if self.quantizer.is_identity:
+                raise SpecError(
+                    f"Selection: the quantizer must quantize, got {self.quantizer.text}"
+                )
+
+    def quantizer_of(self, entry: Entry) -> Quantizer | None:
+        """Return the quantizer of a tensor, or None for one that is copied.
+
+        Args:
+            entry: the tensor, as a file's header has it.
+
+        Raises:
+            SpecError: the recipe gives a quantizer that rounds stochastically.
+        """
+        if not self._chooses(entry):
+            return None
+        if self.quantizer is not None:
+            return self.quantizer
+        kind = "linear" if len(entry.shape) == 2 else "grouped_linear"
+        role = QuantizerRole(kind, "weight", entry.name.removesuffix(_SUFFIX))
+        made = get(self.recipe).quantizer(role)  # type: ignore[arg-type]
+        _check(made)
+        return None if made.is_identity else made
+
+    def _chooses(self, entry: Entry) -> bool:
+        if not can_quantize(entry):
+            return False
+        if any(fnmatch.fnmatchcase(entry.name, glob) for glob in self.exclude):
+            return False
+        if self.include:
+            return any(fnmatch.fnmatchcase(entry.name, glob) for glob in self.include)
+        return (
+            len(entry.shape) == 2
+            and any(fnmatch.fnmatchcase(entry.name, glob) for glob in DEFAULT_INCLUDE)
+            and not any(fnmatch.fnmatchcase(entry.name, glob) for glob in DEFAULT_EXCLUDE)
+            and not keeps_precision(entry.name)
+        )
+
+    def record_of(self, entry: Entry) -> Record | None:
+        """Return the record of a tensor that will be quantized, or None."""
+        quantizer = self.quantizer_of(entry)
+        if quantizer is None:
+            return None
+        return Record(entry.name, quantizer, entry.shape, TORCH_DTYPES[entry.dtype])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the selection as JSON can hold it, to tell whether two are the same."""
+        recipe = self.recipe if isinstance(self.recipe, str | None) else type(self.recipe).__name__
+        return {
+            "quantizer": None if self.quantizer is None else self.quantizer.text,
+            "recipe": recipe,
+            "include": list(self.include),
+            "exclude": list(self.exclude),
+        }
+
+
+def can_quantize(entry: Entry) -> bool:
+    """Return whether a tensor has a dtype and a shape that quantizers take here."""
+    return TORCH_DTYPES.get(entry.dtype) in HIGH_PRECISION and len(entry.shape) in (2, 3)
+
+
+def _check(quantizer: Quantizer) -> None:
+    if quantizer.is_stochastic:
+        raise SpecError(
+            "Selection: a checkpoint is a function of its source, so nothing is rounded "
+            f"stochastically, got {quantizer.text}"
+        )
+    if quantizer.amax_group is not None:
+        raise SpecError(
+            f"Selection: amax is not reduced over a group of processes, got {quantizer.text}"
+        )
