@@ -20,14 +20,14 @@ from hybridq.recipes.factories import high_precision_factory
 def asked(monkeypatch) -> list[str]:
     """The precision of every GEMM that reaches the choice of a backend."""
     seen: list[str] = []
-    select = ops.select
+    operation = ops.operation
 
-    def spy(call):
-        if call.op == "gemm":
-            seen.append(call.precision)
-        return select(call)
+    def spy(op, device, dtype, row=None, col=None, *rest):
+        if op == "gemm":
+            seen.append(rest[0])
+        return operation(op, device, dtype, row, col, *rest)
 
-    monkeypatch.setattr(ops, "select", spy)
+    monkeypatch.setattr(ops, "operation", spy)
     return seen
 
 

@@ -163,12 +163,8 @@ class Record:
         rows, cols = self.matrix
         planes: dict[str, Plane] = {}
         for direction, spec, _ in self.plane_buffers():
-            named = {
-                # What both planes share was stored with the rowwise one.
-                name: own.get((direction, name), own.get((ROWWISE, name)))
-                for name in _names(spec)
-            }
-            planes[direction] = Plane(spec, direction, rows, cols, named)  # type: ignore[arg-type]
+            named = {name: own[direction, name] for name in _names(spec)}
+            planes[direction] = Plane(spec, direction, rows, cols, named)
         row = planes.get(ROWWISE)
         if self.is_derived and row is not None:
             planes[COLUMNWISE] = row.derive()
