@@ -3,7 +3,8 @@
     python benchmarks/bench.py [--parts quantize] [--threads 1,2] [--rounds 15]
 
 A part is a module beside this one with a NAME and `cases(rows, cols, threads)`; it is named in
-PARTS. Writes benchmarks/results/cpu-<machine>-<date>.json, one table per part and thread count.
+PARTS. Writes benchmarks/results/cpu-[<parts>-]<machine>-<date>.json, one table per part and thread
+count.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ def main() -> None:
     parser.add_argument("--threads", default="1,2", help="thread counts, with commas")
     parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
     options = parser.parse_args()
+    names = options.parts.split(",")
     torch.manual_seed(0)
     tables = {}
     for count in map(int, options.threads.split(",")):
         torch.set_num_threads(count)
-        for name in options.parts.split(","):
+        for name in names:
             cases = PARTS[name].cases(options.rows, options.cols, count)
             table = measure(cases, options.rounds, count)
             tables[f"{name}, {count} thread{'s' if count > 1 else ''}"] = table
@@ -50,7 +52,8 @@ def main() -> None:
         "tables": tables,
     }
     day = datetime.date.today().isoformat()
-    file = Path(__file__).parent / "results" / f"cpu-{slug(cpu_name())}-{day}.json"
+    name = "-".join(["cpu", *([] if set(names) == set(PARTS) else names), slug(cpu_name()), day])
+    file = Path(__file__).parent / "results" / f"{name}.json"
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(result, indent=1) + "\n")
     print(f"\nkept in {file}")
