@@ -47,16 +47,27 @@ HQ_HD uint32_t RoundedMultiple(int32_t magnitude, int32_t* binade) {
   return Bits(__builtin_fmaf(FromSignedBits(*binade), kUp, FromSignedBits(saturated)));
 #else
   const int32_t magic = *binade + (D::kShift - kExtra) * (1 << 23);
-  return Bits(AddRn(FromSignedBits(saturated), FromSignedBits(magic)));
+  const float sum = AddRn(FromSignedBits(saturated), FromSignedBits(magic));
+#if defined(__CUDACC__)
+  // Taken off here: kernels for chips that cast by software need fewer registers so.
+  return static_cast<uint32_t>(SignedBits(sum) - magic);
+#else
+  return Bits(sum);
+#endif
 #endif
 }
 
 template <class E>
 HQ_HD uint32_t Assemble(uint32_t rounded, int32_t binade, uint32_t bits) {
   using D = Derived<E>;
+#if defined(__CUDACC__)
+  const uint32_t exponent = static_cast<uint32_t>((binade - D::kMinNormalBits) >> D::kShift);
+  const uint32_t magnitude = rounded + exponent;
+#else
   constexpr uint32_t kLowest = static_cast<uint32_t>(D::kMinNormalBits) >> D::kShift;
   const uint32_t exponent = (static_cast<uint32_t>(binade) >> D::kShift) - kLowest;
   const uint32_t magnitude = (rounded + exponent) & D::kMagnitudeMask;
+#endif
   const uint32_t sign = (bits >> (32 - E::kBits)) & D::kSignMask;
   const bool nan = static_cast<int32_t>(bits & 0x7fffffffu) > kInfBits;
   return nan ? static_cast<uint32_t>(E::kNanCode) : magnitude | sign;
