@@ -126,6 +126,7 @@ fuzz: $(DEV_STAMP)
 
 bench: $(DEV_STAMP)
 	$(BIN)/python benchmarks/bench.py $(ARGS)
+	$(if $(ARGS),,$(BIN)/python benchmarks/host_overhead.py)
 
 docs: $(DOCS_STAMP)
 	rm -rf build/docs

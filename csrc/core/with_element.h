@@ -25,6 +25,19 @@ inline __attribute__((always_inline)) auto WithElement(Element element, const Fn
   }
 }
 
+// Calls fn.template operator()<kType>() with `dtype` as a constant.
+template <class Fn>
+inline __attribute__((always_inline)) auto WithDType(DType dtype, const Fn& fn) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return fn.template operator()<DType::kBFloat16>();
+    case DType::kFloat16:
+      return fn.template operator()<DType::kFloat16>();
+    default:
+      return fn.template operator()<DType::kFloat32>();
+  }
+}
+
 // The largest finite value of an input type: what a block's overflowing scale becomes.
 HQ_HD float InputMax(DType dtype) {
   switch (dtype) {

@@ -177,17 +177,6 @@ static void EncodeTile(const EncodeTask& task, int64_t index, Scratch& s) {
   }
 }
 
-static void EncodeRange(void* context, int64_t begin, int64_t end) {
-  auto& task = *static_cast<EncodeTask*>(context);
-  const FloatEnv env;
-  Scratch* scratch = ThreadScratch();
-  if (scratch == nullptr) {
-    __atomic_store_n(&task.failed, 1, __ATOMIC_RELAXED);
-    return;
-  }
-  for (int64_t i = begin; i < end; ++i) EncodeTile(task, i, *scratch);
-}
-
 // Tiles hold whole blocks of both planes, and pairs of codes.
 static void ChooseTile(EncodeTask* task) {
   const bool down = task->has_col || (task->has_row && task->row.transform);
@@ -198,14 +187,7 @@ static void ChooseTile(EncodeTask* task) {
     task->tile_cols = wide ? kTileSide : kTileSide / 2;
     return;
   }
-  // A rowwise plane alone: few, long rows, the FP32 tile in the first-level cache.
-  constexpr int kSmallTile = 4096;
-  const int side = task->row.square ? task->row.block : 1;
-  const int64_t wanted = CeilDiv(task->x.cols, kTileSide) * kTileSide;
-  const int64_t widest = MaxInt(kTileSide, kSmallTile / side);
-  task->tile_cols = static_cast<int>(Min64(Min64(wanted, widest), kRunElements));
-  task->tile_rows =
-      task->row.square ? side : MinInt(kTileSide, MaxInt(1, kSmallTile / task->tile_cols));
+  ChooseRowTile(4096, task);  // of FP32
 }
 
 // Whether one pass writes the planes that are given from tiles of x as it is; x read in memory
@@ -237,7 +219,8 @@ static bool EncodeOrdered(const Matrix& x, const PlaneTarget* row, const PlaneTa
   task.tiles_across = CeilDiv(x.cols, task.tile_cols);
   const int64_t tiles = task.tiles_across * CeilDiv(x.rows, task.tile_rows);
   const int64_t elements = tiles * task.tile_rows * task.tile_cols;
-  ParallelFor(tiles, UsefulThreads(elements, threads), raw ? EncodeRawRange : EncodeRange, &task);
+  const RangeFn run = raw ? EncodeTiles<EncodeRawTile> : EncodeTiles<EncodeTile>;
+  ParallelFor(tiles, UsefulThreads(elements, threads), run, &task);
   return task.failed == 0;
 }
 

@@ -67,19 +67,6 @@ template <DType kType>
 inline constexpr typename Raw<kType>::Type kRawMagnitude = static_cast<typename Raw<kType>::Type>(
     ~(uint64_t{1} << (8 * sizeof(typename Raw<kType>::Type) - 1)));
 
-// Calls fn.template operator()<kType>().
-template <class Fn>
-inline __attribute__((always_inline)) auto WithDType(DType dtype, const Fn& fn) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return fn.template operator()<DType::kBFloat16>();
-    case DType::kFloat16:
-      return fn.template operator()<DType::kFloat16>();
-    default:
-      return fn.template operator()<DType::kFloat32>();
-  }
-}
-
 template <class E, bool kStochastic>
 HQ_HD uint32_t CodeOf(float v, uint32_t byte) {
   if constexpr (kStochastic) return CastStochastic<E>(v, byte);

@@ -211,7 +211,9 @@ static void EncodeRawTile(const EncodeTask& task, int64_t index, Scratch& s) {
   }
 }
 
-static void EncodeRawRange(void* context, int64_t begin, int64_t end) {
+// Runs kTile of the tiles [begin, end).
+template <void (*kTile)(const EncodeTask&, int64_t, Scratch&)>
+static void EncodeTiles(void* context, int64_t begin, int64_t end) {
   auto& task = *static_cast<EncodeTask*>(context);
   const FloatEnv env;
   Scratch* scratch = ThreadScratch();
@@ -219,8 +221,18 @@ static void EncodeRawRange(void* context, int64_t begin, int64_t end) {
     __atomic_store_n(&task.failed, 1, __ATOMIC_RELAXED);
     return;
   }
-  for (int64_t i = begin; i < end; ++i) EncodeRawTile(task, i, *scratch);
+  for (int64_t i = begin; i < end; ++i) kTile(task, i, *scratch);
   if (task.row.streams || task.col.streams) StreamFence();
+}
+
+// Tiles of a rowwise plane alone: few, long rows of at most `elements`, for the first-level cache.
+static void ChooseRowTile(int elements, EncodeTask* task) {
+  const int side = task->row.square ? task->row.block : 1;
+  const int64_t wanted = CeilDiv(task->x.cols, kTileSide) * kTileSide;
+  const int64_t widest = MaxInt(kTileSide, elements / side);
+  task->tile_cols = static_cast<int>(Min64(Min64(wanted, widest), kRunElements));
+  task->tile_rows =
+      task->row.square ? side : MinInt(kTileSide, MaxInt(1, elements / task->tile_cols));
 }
 
 // Tiles hold whole blocks of both planes and pairs of codes, and whole lines of a columnwise plane.
@@ -230,14 +242,7 @@ static void ChooseRawTile(EncodeTask* task) {
     task->tile_cols = kRawCols;
     return;
   }
-  // A rowwise plane alone: long rows, a tile in the first-level cache.
-  constexpr int kSmallTile = 8192;
-  const int side = task->row.square ? task->row.block : 1;
-  const int64_t wanted = CeilDiv(task->x.cols, kTileSide) * kTileSide;
-  const int64_t widest = MaxInt(kTileSide, kSmallTile / side);
-  task->tile_cols = static_cast<int>(Min64(Min64(wanted, widest), kRunElements));
-  task->tile_rows =
-      task->row.square ? side : MinInt(kTileSide, MaxInt(1, kSmallTile / task->tile_cols));
+  ChooseRowTile(8192, task);
 }
 
 HQ_NAMESPACE_END

@@ -38,7 +38,7 @@ void AmaxByChunks(const Matrix& x, AmaxArgs a, cuda::Stream stream) {
   const bool is_vector = HasVectorRows(x) && x.rows * chunks <= kMaxDivisor;
   a.work = x.rows * (is_vector ? chunks : CeilDiv(x.cols, kAmaxChunk));
   if (is_vector) a.per_row = MakeFastDivisor(chunks, a.work);
-  WithItem(x.dtype, [&]<DType kType>() {
+  WithDType(x.dtype, [&]<DType kType>() {
     const int64_t blocks = CeilDiv(a.work, kAmaxWarps);
     if (is_vector) {
       Launch(AmaxAlong<kType, kPerRow>, {blocks, kAmaxThreads, kShared, "AmaxAlong"}, stream, a);
@@ -59,7 +59,7 @@ bool RowAmaxSideBySide(const Matrix& x, AmaxArgs a, cuda::Stream stream) {
   }
   a.work = work;
   a.per_row = MakeFastDivisor(across, work);
-  WithItem(x.dtype, [&]<DType kType>() {
+  WithDType(x.dtype, [&]<DType kType>() {
     Launch(RowAmaxDown<kType>, {CeilDiv(work, kAmaxThreads), kAmaxThreads, 0, "RowAmaxDown"},
            stream, a);
   });
@@ -77,7 +77,7 @@ void TransformAmax(const Matrix& x, AmaxArgs a, cuda::Stream stream) {
   if (is_down) {
     a.work = down;
     a.per_row = MakeFastDivisor(pairs, down);
-    WithItem(x.dtype, [&]<DType kType>() {
+    WithDType(x.dtype, [&]<DType kType>() {
       Launch(TransformAmaxDown<kType, kPerRow>,
              {CeilDiv(down, kAmaxThreads), kAmaxThreads, kShared, "TransformAmaxDown"}, stream, a);
     });
@@ -86,7 +86,7 @@ void TransformAmax(const Matrix& x, AmaxArgs a, cuda::Stream stream) {
   a.work = x.rows * groups;
   a.per_row = MakeFastDivisor(groups, a.work);
   const int64_t blocks = CeilDiv(a.work, kAmaxThreads * kAmaxGroups);
-  WithItem(x.dtype, [&]<DType kType>() {
+  WithDType(x.dtype, [&]<DType kType>() {
     if (HasVectorRows(x)) {
       Launch(TransformAmaxAlong<kType, kPerRow, true>,
              {blocks, kAmaxThreads, kShared, "TransformAmaxAlong"}, stream, a);

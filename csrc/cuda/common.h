@@ -121,18 +121,6 @@ HQ_DEVICE float HighValue(uint32_t word) {
   return FromFp16(static_cast<uint16_t>(word >> 16));
 }
 
-// fn.template operator()<...>() with the static value of a run-time one.
-template <class Fn>
-auto WithItem(DType dtype, const Fn& fn) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return fn.template operator()<DType::kBFloat16>();
-    case DType::kFloat16:
-      return fn.template operator()<DType::kFloat16>();
-    default:
-      return fn.template operator()<DType::kFloat32>();
-  }
-}
 }  // namespace cuda
 
 HQ_NAMESPACE_END

@@ -103,7 +103,7 @@ void DecodePlane(const PlaneSource& plane, void* out, DType dtype, uint32_t* lef
     CountBy(kDecodeCodes, plane, &a);
     if (DecodedByBits(plane, a, stream)) return;
     WithElement(plane.spec.element, [&]<class E>() {
-      WithItem(dtype, [&]<DType kOut>() {
+      WithDType(dtype, [&]<DType kOut>() {
         Launch(DecodeVector<E, kOut>,
                {CeilDiv(a.work, kDecodeVectors), kDecodeThreads, 0, "DecodeVector"}, stream, a);
       });

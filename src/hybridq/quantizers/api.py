@@ -211,7 +211,7 @@ def quantize(
             row_scaled=row_scaled,
             scale_rule=scale_rule,
         )
-    else:
+    else:  # past the constructor, whose way here takes as long as allocating one buffer
         made = _known(
             rowwise,
             columnwise,
