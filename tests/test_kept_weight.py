@@ -94,7 +94,7 @@ def test_none_always_quantizes(encodes: list[int]) -> None:
     module, (x,) = layer(), data()
     before = forward(module, x)
     forward(module, x)
-    assert weights(encodes) == 2 and module._kept_weight is None
+    assert weights(encodes) == 2 and module._kept_weights.get("") is None
     module.weight.data.mul_(2.0)  # raises no version
     assert not torch.equal(forward(module, x), before)
 
@@ -289,7 +289,7 @@ def test_inference_mode_and_training_share_it(encodes: list[int]) -> None:
         for first in (True, False, False):
             assert torch.equal(forward(module, plain, first), want)
     assert weights(encodes) == 1
-    assert not module._kept_weight.row[0].is_inference()
+    assert not module._kept_weights.get("").row[0].is_inference()
     y = forward(module, x, False)
     y.sum().backward()
     assert torch.equal(y, want) and x.grad is not None
@@ -297,7 +297,7 @@ def test_inference_mode_and_training_share_it(encodes: list[int]) -> None:
     with torch.inference_mode():
         frozen.weight = nn.Parameter(torch.randn(OUTER, INNER, dtype=torch.bfloat16))
         forward(frozen, plain, True)
-        assert frozen._kept_weight is None  # such a weight counts no versions
+        assert frozen._kept_weights.get("") is None  # such a weight counts no versions
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -356,7 +356,7 @@ def test_compiled_code_takes_the_argument_and_keeps_nothing(first) -> None:
         y = compiled(module, x, first)
         assert torch.equal(y, want)
     y.sum().backward()
-    assert torch.equal(module.weight.grad, gradient) and module._kept_weight is None
+    assert torch.equal(module.weight.grad, gradient) and module._kept_weights.get("") is None
     with hybridq.autocast(recipe="mxfp8", is_first_microbatch=first):
         assert torch.equal(torch.compile(module, fullgraph=True, backend="aot_eager")(x), want)
     with torch.no_grad():
@@ -374,31 +374,31 @@ def test_what_may_not_be_kept_is_not(encodes: list[int]) -> None:
     recipe = CustomRecipe(qfactory=stochastic)
     forward(module, x, True, recipe)
     forward(module, x, False, recipe)
-    assert weights(encodes) == 2 and module._kept_weight is None
+    assert weights(encodes) == 2 and module._kept_weights.get("") is None
     with torch.profiler.profile():
         forward(module, x, True)
-    assert module._kept_weight is None
+    assert module._kept_weights.get("") is None
     assert torch.equal(module(x, is_first_microbatch=False), nn.Linear.forward(module, x))
-    assert module._kept_weight is None  # no recipe
+    assert module._kept_weights.get("") is None  # no recipe
 
 
 def test_it_is_no_part_of_copies_and_dies_with_the_module() -> None:
     module, (x,) = layer(), data()
     forward(module, x, True)
     forward(module, x, False)
-    kept = module._kept_weight
+    kept = module._kept_weights.get("")
     assert kept.nbytes > OUTER * INNER
     assert list(module.state_dict()) == ["weight", "bias"]
-    assert copy.deepcopy(module)._kept_weight is None
-    assert pickle.loads(pickle.dumps(module))._kept_weight is None
+    assert copy.deepcopy(module)._kept_weights.get("") is None
+    assert pickle.loads(pickle.dumps(module))._kept_weights.get("") is None
     alive = weakref.ref(kept.row[0])
     del kept
     hybridq.forget(nn.ModuleList([module]))
     gc.collect()
-    assert module._kept_weight is None and alive() is None
+    assert module._kept_weights.get("") is None and alive() is None
     forward(module, x, True)
     module.to(torch.float32)
-    assert module._kept_weight is None
+    assert module._kept_weights.get("") is None
 
 
 def test_other_answers_are_refused() -> None:

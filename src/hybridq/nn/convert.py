@@ -10,6 +10,7 @@ from torch import nn
 
 from ..recipes import install
 from .linear import Linear
+from .module import QuantizedModule
 
 __all__ = ["convert", "default_filter", "keeps_precision"]
 
@@ -50,7 +51,7 @@ def convert(
 
     The module objects stay the same, only their class changes: parameters (tied ones too), names,
     hooks, optimizers that hold them, and references elsewhere in the model all stay valid. Every
-    `hybridq.Linear` of the model, new or not, learns its qualified name for the roles of recipes,
+    module of hybridq in the model, new or not, learns its qualified name for the roles of recipes,
     unless it was constructed with a `name=`.
 
     Args:
@@ -91,6 +92,6 @@ def convert(
     for module in turned:
         module.__class__ = Linear
     for name, module in found:
-        if isinstance(module, Linear):
+        if isinstance(module, QuantizedModule):
             module._set_name(name)
     return model

@@ -21,9 +21,10 @@ from .builtin import (
 from .named import get, names
 from .recipe import CustomRecipe, Recipe
 from .replay import install
-from .roles import QuantizerRole
+from .roles import LINEAR, QuantizerRole
 
 __all__ = [
+    "LINEAR",
     "CustomRecipe",
     "Float8BlockScaling",
     "Float8CurrentScaling",

@@ -93,14 +93,14 @@ def bind(recipe: Recipe, name: str = "", module_type: str = LINEAR) -> Plan:
     )
 
 
-def plan_by_key(key: str, name: str) -> Plan:
-    """Return `bind(recipe, name)` of the recipe whose key is `key`: `bind` for compiled code.
+def plan_by_key(key: str, name: str, module_type: str = LINEAR) -> Plan:
+    """Return `bind` of the recipe whose key is `key`: `bind` for compiled code.
 
     While dynamo traces a module this function runs for real and its result is a constant of the
-    graph. That is right because the result depends on nothing but the two texts, which dynamo
+    graph. That is right because the result depends on nothing but the texts, which dynamo
     guards: another recipe or another name is another graph.
     """
-    return bind(recipe_by_key(key), name)
+    return bind(recipe_by_key(key), name, module_type)
 
 
 # What torch.compiler.assume_constant_result does, without importing dynamo (seconds) here.

@@ -1,0 +1,175 @@
+"""What all modules with quantized GEMMs share: their recipe, their plans, their kept weights."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from .. import settings
+from ..kernels.device import has_autocast
+from ..recipes import LINEAR, Plan, Recipe, bind, install, is_recomputing, plan_by_key
+from .kept_weight import KeptWeight, kept_weight
+
+__all__ = ["QuantizedModule"]
+
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class QuantizedModule(nn.Module):
+    """Base of modules that compute under the recipe of `hybridq.autocast`.
+
+    A module may have several linear parts, each with a name of its own ("" for the only one, "fc1"
+    and "fc2" of an MLP): it is what follows the module's name in the roles of that part.
+    """
+
+    # Class attributes, so that a module whose __class__ `convert` changed has them too.
+    name: str = ""
+    _name_is_given: bool = False
+    #: What `role.module_type` says of the module's slots.
+    _module_type: str = LINEAR
+    #: The last recipe bound, and what it came to for each part.
+    _bound: tuple[Recipe | None, dict[str, Plan]] = (None, {})
+    #: The recipe (or None) of the last training forward, in a tuple; empty before the first.
+    _last_recipe: tuple[Any, ...] = ()
+    #: By part, the quantized weight of the last microbatch that said whether it was the first.
+    _kept_weights: MappingProxyType[str, KeptWeight] | dict[str, KeptWeight] = MappingProxyType({})
+
+    def _take_name(self, name: str | None) -> None:
+        """Take the constructor's `name`; called last, when the module is otherwise made."""
+        if name is not None:
+            if not isinstance(name, str):
+                raise self._error(TypeError, f"name must be a string, got {type(name).__name__}")
+            self.name, self._name_is_given = name, True
+        install()
+
+    def _set_name(self, name: str) -> None:
+        """Take the name that the module has in its model, unless the caller gave one."""
+        if not self._name_is_given and self.name != name:
+            self.name = name
+            self.__dict__.pop("_bound", None)
+
+    def _error(self, kind: type[Exception], text: str) -> Exception:
+        # The name is read here and nowhere on the way: dynamo guards what it reads, and modules
+        # that differ in their names only shall share one graph.
+        own = type(self).__name__
+        return kind(f"{own} {self.name}: {text}" if self.name else f"{own}: {text}")
+
+    def _recipe(self) -> Any:
+        """Return the recipe of this call, or None.
+
+        In a recomputation that no recipe came along with (see `recipes.replay`), it is the one of
+        this module's last training forward.
+        """
+        recipe = settings.current().recipe
+        if torch.compiler.is_compiling():
+            return recipe
+        if is_recomputing():
+            return self._last_recipe[0] if self._last_recipe else recipe
+        if self.training or torch.is_grad_enabled():
+            # Not through Module.__setattr__: this is bookkeeping on the hot path.
+            self.__dict__["_last_recipe"] = (recipe,)
+        return recipe
+
+    def _plan(self, recipe: Recipe, part: str = "") -> Plan:
+        """Return the Plan of one part of this module; made anew only for another recipe."""
+        if torch.compiler.is_compiling():
+            # Nothing but texts may decide, since texts are what dynamo guards.
+            name = self._part_name(part) if recipe.reads_names else ""
+            return plan_by_key(recipe.key, name, self._module_type)
+        bound = self._bound
+        if bound[0] is not recipe and bound[0] != recipe:
+            bound = self.__dict__["_bound"] = (recipe, {})
+        plan = bound[1].get(part)
+        if plan is None:
+            plan = bound[1][part] = bind(recipe, self._part_name(part), self._module_type)
+        return plan
+
+    def _part_name(self, part: str) -> str:
+        return f"{self.name}.{part}" if self.name and part else self.name or part
+
+    def _check_first(self, is_first_microbatch: object) -> None:
+        if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
+            got = type(is_first_microbatch).__name__
+            raise self._error(TypeError, f"is_first_microbatch must be a bool or None, got {got}")
+
+    def _kept(
+        self,
+        weight: torch.Tensor,
+        dtype: torch.dtype,
+        plan: Plan,
+        is_first_microbatch: bool | None,
+        part: str = "",
+    ) -> KeptWeight | None:
+        """Return where the planes of a part's `weight`, as `dtype`, are kept; None: nowhere."""
+        if torch.compiler.is_compiling():
+            return None
+        if is_first_microbatch is None:
+            is_first_microbatch = settings.current().is_first_microbatch
+            if is_first_microbatch is None:
+                return None
+        known = self._kept_weights.get(part)
+        kept = kept_weight(known, weight, dtype, plan.weight, is_first_microbatch)
+        if kept is not known:
+            others = {name: one for name, one in self._kept_weights.items() if name != part}
+            self.__dict__["_kept_weights"] = others if kept is None else {**others, part: kept}
+        return kept
+
+    def _cast(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Return the tensors as torch.autocast would pass them on to a linear module."""
+        kind = next(tensor.device.type for tensor in tensors if tensor is not None)
+        if not has_autocast(kind):
+            return tensors
+        dtype = torch.get_autocast_dtype(kind)
+        return tuple(None if one is None else _cast(one, dtype) for one in tensors)
+
+    def _check(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, features: int
+    ) -> None:
+        """Raise where x `[..., features]`, weight and bias cannot meet in a GEMM."""
+        if x.layout != torch.strided:
+            raise self._error(TypeError, f"input must be strided, got layout {x.layout}")
+        if x.dtype not in _DTYPES:
+            raise self._error(
+                TypeError, f"input dtype must be float32, bfloat16 or float16, got {x.dtype}"
+            )
+        for what, tensor in (("weight", weight), ("bias", bias)):
+            if tensor is not None and tensor.dtype != x.dtype:
+                raise self._error(
+                    RuntimeError,
+                    f"input and {what} must have the same dtype, got {x.dtype} and "
+                    f"{tensor.dtype}; cast one of them or use torch.autocast",
+                )
+        if x.dim() == 0 or x.shape[-1] != features:
+            raise self._error(
+                RuntimeError,
+                f"the last dimension of the input must be in_features={features}, got "
+                f"shape {tuple(x.shape)}",
+            )
+        if x.device != weight.device:
+            raise self._error(
+                RuntimeError,
+                f"input and weight must be on one device, got {x.device} and {weight.device}",
+            )
+
+    def _forget_weight(self) -> None:
+        """Free the quantized weights; `hybridq.forget(module)` calls it."""
+        self.__dict__.pop("_kept_weights", None)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._forget_weight()  # .to(), .half(), .cuda(): what is kept would only take memory
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What a recipe came to is remade when needed; a factory may not even be picklable.
+        state = self.__dict__.copy()
+        for name in ("_bound", "_last_recipe", "_kept_weights"):
+            state.pop(name, None)
+        return state
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return x in `dtype`, but float64 and integers as they are."""
+    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
