@@ -75,6 +75,7 @@ if(HYBRIDQ_BUILD_PYTHON)
   set_source_files_properties(csrc/bindings/cuda.cpp PROPERTIES
     COMPILE_DEFINITIONS HQ_VARIANT=device)
   string(REGEX REPLACE "-real|-virtual" "" _architectures "${CMAKE_CUDA_ARCHITECTURES}")
+  string(REPLACE ";" "," _architectures "${_architectures}")  # a list would be several definitions
   target_compile_definitions(_core PRIVATE HQ_HAVE_CUDA=1
     HQ_CUDA_ARCHITECTURES="${_architectures}"
     HQ_CUDA_VERSION="${CMAKE_CUDA_COMPILER_VERSION}")

@@ -349,12 +349,12 @@ py::dict Constants() {
 }
 
 #if defined(HQ_HAVE_CUDA)
-// "80;90a" to ["sm_80", "sm_90a"].
+// "80,90a" to ["sm_80", "sm_90a"].
 std::vector<std::string> CudaArchitectures() {
   std::vector<std::string> names;
   std::string name;
   for (const char* c = HQ_CUDA_ARCHITECTURES;; ++c) {
-    if (*c != ';' && *c != '\0') {
+    if (*c != ',' && *c != '\0') {
       name += *c;
       continue;
     }
