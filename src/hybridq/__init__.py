@@ -37,7 +37,7 @@ from .quantizers import (
     quantizer,
 )
 from .recipes import CustomRecipe, QuantizerRole, Recipe, autocast
-from .report import show
+from .report import MemoryReport, memory_report, show
 from .settings import backend, gemm_cache
 from .storage import Plane, RaggedTensor, TensorStorage
 from .tensor import (
@@ -76,6 +76,7 @@ __all__ = [
     "Linear",
     "MXFP8Quantizer",
     "MXFP8Tensor",
+    "MemoryReport",
     "NVFP4Quantizer",
     "NVFP4Tensor",
     "Plane",
@@ -102,6 +103,7 @@ __all__ = [
     "grouped_gemm",
     "kernels",
     "load_checkpoint",
+    "memory_report",
     "multi_tensor_quantize",
     "nn",
     "prepare",

@@ -3,42 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..nn import Linear
 from ..recipes import QuantizerRole, get
-
-
-def saved_nbytes(forward: Callable[[], Tensor], exclude: Iterable[Tensor] = ()) -> int:
-    """Bytes that autograd keeps alive after ``forward`` for its backward.
-
-    Args:
-        forward: runs one forward and returns its loss.
-        exclude: tensors that do not count (the parameters: they are there anyway).
-
-    Returns:
-        The sum over distinct storages. A view counts with its whole storage, since that is what
-        it keeps in memory; a tensor that several operations save counts once.
-    """
-    excluded = {_key(part) for tensor in exclude for part in _parts(tensor)}
-    # Storages are held until the sum is made: an address must not be used twice.
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        for part in _parts(tensor):
-            if _key(part) not in excluded:
-                storages[_key(part)] = part.untyped_storage()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = forward()
-    total = sum(storage.nbytes() for storage in storages.values())
-    del loss  # alive until here, and with it the graph
-    return total
+from ..report import saved_nbytes
 
 
 def activation_nbytes(
@@ -81,17 +51,5 @@ def weight_nbytes(model: nn.Module, recipe: str) -> int:
             continue
         role = QuantizerRole("linear", "weight", name)
         quantized = get(recipe).quantizer(role)(weight)
-        total += sum({_key(p): p.untyped_storage().nbytes() for p in _parts(quantized)}.values())
+        total += quantized.nbytes
     return total
-
-
-def _parts(tensor: Any) -> list[Tensor]:
-    """The plain tensors that ``tensor`` is made of (itself, unless it is a wrapper)."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in _parts(getattr(tensor, name))]
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -177,6 +177,11 @@ class Kept:
             _ledger.remove(self.serial, forms)
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that is kept, the plane's own buffers among them where an operand has them."""
+        return [tensor for _, made in tuple(self.entries.values()) for tensor in made.tensors]
+
+    @property
     def nbytes(self) -> int:
         """Bytes kept for this plane."""
         with _ledger.lock:

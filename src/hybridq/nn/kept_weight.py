@@ -83,6 +83,11 @@ class KeptWeight:
         self.col = col or self.col
 
     @property
+    def tensors(self) -> Buffers:
+        """The planes' buffers and the tensors that are made of them."""
+        return [*self.row, *self.col, *self.row_kept.tensors, *self.col_kept.tensors]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the planes and of what is made of them."""
         planes = sum(buffer.numel() * buffer.element_size() for buffer in (*self.row, *self.col))

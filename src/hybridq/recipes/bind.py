@@ -96,6 +96,14 @@ def bind(recipe: Recipe, name: str = "", module_type: str = LINEAR) -> Plan:
 def plan_by_key(key: str, name: str, module_type: str = LINEAR) -> Plan:
     """Return `bind` of the recipe whose key is `key`: `bind` for compiled code.
 
+    Args:
+        key: of a live recipe.
+        name, module_type: as for `bind`.
+
+    Raises:
+        KeyError: no recipe of that key is alive.
+        RecipeError, TypeError, ValueError: as for `bind`.
+
     While dynamo traces a module this function runs for real and its result is a constant of the
     graph. That is right because the result depends on nothing but the texts, which dynamo
     guards: another recipe or another name is another graph.

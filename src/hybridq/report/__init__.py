@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from .doctor import Diagnosis, Route, diagnose
 from .measure import Codes, ErrorMap, Scales
+from .memory import KINDS, MemoryReport, memory_report, saved_nbytes
 from .show import PlaneView, TensorView, show
 from .text import Table, render
 
 __all__ = [
+    "KINDS",
     "Codes",
     "Diagnosis",
     "ErrorMap",
+    "MemoryReport",
     "PlaneView",
     "Route",
     "Scales",
     "Table",
     "TensorView",
     "diagnose",
+    "memory_report",
     "render",
+    "saved_nbytes",
     "show",
 ]
