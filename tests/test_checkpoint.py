@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import subprocess
 import sys
 import threading
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
+import hybridq
 from hybridq.nn import Linear
 from hybridq.recipes import autocast
 from linear_model import Recorder, equal
@@ -97,8 +105,8 @@ def _other_training_forward(model, x):
 BETWEEN = {"nothing": None, "eval": _eval_forward, "other recipe": _other_training_forward}
 
 
-def _region(use_reentrant):
-    return lambda model, x: checkpoint(model, x, use_reentrant=use_reentrant)
+def _region(use_reentrant, function=checkpoint):
+    return lambda model, x: function(model, x, use_reentrant=use_reentrant)
 
 
 #: On a GPU the backward runs in a thread of torch's own, which no `with` block has ever reached.
@@ -197,24 +205,6 @@ def test_only_some_layers_are_recomputed(case):
     assert equal(_run(*case, "nvfp4"), _run(*case, "nvfp4", region))
 
 
-def test_selective_checkpointing(case):
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-    def policy(ctx, op, *args, **kwargs):
-        keep = op == torch.ops.hybridq.gemm.default
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def region(model, x):
-        return checkpoint(
-            model,
-            x,
-            use_reentrant=False,
-            context_fn=lambda: create_selective_checkpoint_contexts(policy),
-        )
-
-    assert equal(_run(*case, "nvfp4"), _run(*case, "nvfp4", region, _inside_another("mxfp8")))
-
-
 class Foreign(torch.autograd.Function):
     """A checkpoint implementation that hybridq knows nothing of."""
 
@@ -305,3 +295,50 @@ def test_a_torch_without_the_entry_points_warns(monkeypatch):
     )
     with pytest.warns(errors.HybridQWarning, match="cannot carry recipes.*other arguments.*gone"):
         replay.install()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_our_own_function_is_the_same(case, recipe, use_reentrant):
+    expected = _run(*case, recipe)
+    assert equal(_run(*case, recipe, _region(use_reentrant, hybridq.checkpoint)), expected)
+    assert equal(_run(*case, recipe, lambda model, x: hybridq.checkpoint(model, x)), expected)
+
+
+@pytest.mark.parametrize("function", [checkpoint, hybridq.checkpoint])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_selective_recomputation_saves_products_and_runs_the_rest_again(case, recipe, function):
+    model, x, dy = case
+    names = (torch.ops.hybridq.gemm.default, torch.ops.aten.addmm.default)
+    policy = functools.partial(create_selective_checkpoint_contexts, list(names))
+    expected = _run(model, x, dy, recipe)
+    ran = Counter()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            ran[op] += 1
+            return op(*args, **(kwargs or {}))
+
+    def region(model, x):
+        return function(model, x, use_reentrant=False, context_fn=policy)
+
+    def backward(run):
+        with Watch():
+            run()
+
+    assert equal(_run(model, x, dy, recipe, region, backward), expected)
+    if recipe:
+        # dgrad and wgrad of two modules; no product of the forward again, but its casts.
+        assert ran[torch.ops.hybridq.gemm.default] == 4
+        assert ran[torch.ops.hybridq.encode.default] > 2
+    else:
+        assert ran[torch.ops.aten.addmm.default] == 0
+
+
+def test_arguments_of_our_function():
+    x = torch.ones(2, 4)
+    assert torch.equal(hybridq.checkpoint(torch.add, x, x, tp_group=None), x + x)
+    with pytest.raises(TypeError, match=r"checkpoint: function must be callable, got int"):
+        hybridq.checkpoint(3, x)
+    with pytest.raises(NotImplementedError, match=r"distribute_saved_activations must be left out"):
+        hybridq.checkpoint(torch.neg, x, distribute_saved_activations=True)

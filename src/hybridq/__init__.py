@@ -21,7 +21,7 @@ from .errors import (
 )
 from .formats import DEFAULT_SIGNS, Element, Format, PlaneSpec
 from .gemm.prepare import forget, prepare
-from .nn import Linear, convert
+from .nn import Linear, checkpoint, convert
 from .ptq import convert_checkpoint, load_checkpoint
 from .quantizers import (
     Float8BlockQuantizer,
@@ -93,6 +93,7 @@ __all__ = [
     "__version__",
     "autocast",
     "backend",
+    "checkpoint",
     "convert",
     "convert_checkpoint",
     "explain",

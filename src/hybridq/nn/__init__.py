@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from .checkpoint import checkpoint
 from .convert import convert, default_filter
 from .linear import Linear
 
-__all__ = ["Linear", "convert", "default_filter"]
+__all__ = ["Linear", "checkpoint", "convert", "default_filter"]

@@ -111,11 +111,11 @@ def _text(nbytes: int) -> str:
     return f"{size:.4g} {_UNITS[unit]}"
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
+def _parts(tensor: Any) -> list[Tensor]:
     """Return the plain tensors that `tensor` is made of (itself, unless it is a wrapper)."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    names, _ = tensor.__tensor_flatten__()
     return [part for name in names for part in _parts(getattr(tensor, name))]
 
 
