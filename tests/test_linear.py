@@ -136,14 +136,17 @@ def _nbytes(spec: PlaneSpec, rows: int, cols: int, dtype) -> int:
 
 @pytest.mark.parametrize("recipe", QUANTIZING)
 def test_saved_are_the_columnwise_planes_and_the_seed(recipe):
+    """A columnwise plane that is the decoded rowwise one is saved as the rowwise one."""
     layer, x, _ = _case(torch.bfloat16, 64, 128, 96)
     x.requires_grad_()
     with autocast(recipe=recipe), saved_tensors() as saved:
         layer(x)
     plan = bind(get(recipe))
-    specs = (plan.input.col.spec, plan.weight.col.spec)
-    expected = _nbytes(PlaneSpec.parse(specs[0]), 128, 64, x.dtype)
-    expected += _nbytes(PlaneSpec.parse(specs[1]), 128, 96, x.dtype)
+    specs, expected = [], 0
+    for slot, rows in ((plan.input, 64), (plan.weight, 96)):
+        specs.append(slot.row.spec if slot.saves_row else slot.col.spec)
+        sizes = (rows, 128) if slot.saves_row else (128, rows)
+        expected += _nbytes(PlaneSpec.parse(specs[-1]), *sizes, x.dtype)
     assert sum(t.nbytes for t in saved) == expected + (8 if plan.is_stochastic else 0)
     if recipe == "mxfp8":  # (8 bits + 8 / 32 of scale) / 16
         assert _nbytes(PlaneSpec.parse(specs[0]), 128, 64, x.dtype) / x.nbytes < 0.52

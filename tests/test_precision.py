@@ -151,7 +151,7 @@ class Plain(Recipe):
         (
             lambda a: hybridq.autocast(precision="no"),
             ValueError,
-            "with_precision: precision must be",
+            "autocast: precision must be",
         ),
         (lambda a: MXFP8BlockScaling(precision="no"), ValueError, "MXFP8BlockScaling: precision"),
         (lambda a: Plain().with_precision("exact"), TypeError, "Plain has no field precision"),

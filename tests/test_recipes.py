@@ -237,8 +237,8 @@ class Unhashable:
         (lambda: Float8BlockScaling(x_block_scaling_dim=3), ValueError),
         # Options of the peer that do nothing here yet are refused, not ignored.
         (lambda: NVFP4BlockScaling(nvfp4_4over6="all"), ValueError),
-        (lambda: NVFP4BlockScaling(backward_override="dequantized"), TypeError),
-        (lambda: MXFP8BlockScaling(backward_override="dequantized"), TypeError),
+        (lambda: NVFP4BlockScaling(backward_override="decoded"), ValueError),
+        (lambda: MXFP8BlockScaling(columnwise_source="rowwise"), ValueError),
         (lambda: Float8CurrentScaling(fp8_dpa=True), TypeError),
         (lambda: CustomRecipe(qfactory=3), TypeError),
         (lambda: CustomRecipe(), TypeError),

@@ -36,7 +36,7 @@ from .quantizers import (
     quantize_grouped,
     quantizer,
 )
-from .recipes import CustomRecipe, QuantizerRole, Recipe, autocast
+from .recipes import CustomRecipe, QuantizerRole, Recipe, RecipeSchedule, autocast, fp8_autocast
 from .report import MemoryReport, memory_report, show
 from .settings import backend, gemm_cache
 from .storage import Plane, RaggedTensor, TensorStorage
@@ -88,6 +88,7 @@ __all__ = [
     "RaggedTensor",
     "Recipe",
     "RecipeError",
+    "RecipeSchedule",
     "SpecError",
     "TensorStorage",
     "__version__",
@@ -99,6 +100,7 @@ __all__ = [
     "explain",
     "forget",
     "formats",
+    "fp8_autocast",
     "gemm",
     "gemm_cache",
     "grouped_gemm",

@@ -61,8 +61,12 @@ def cpu_variant() -> str | None:
 
 
 def precision() -> str:
-    """Return the precision of GEMMs that name none: that of the recipe in force, else `"auto"`."""
-    return getattr(_settings.recipe, "precision", "auto")
+    """Return the precision of GEMMs that name none: that of the recipe in force, else `"auto"`.
+
+    Where the recipe has one for each GEMM of a module, a GEMM outside modules is a forward one.
+    """
+    precision = getattr(_settings.recipe, "precision", "auto")
+    return getattr(precision, "fprop", precision)
 
 
 @contextmanager

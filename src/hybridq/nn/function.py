@@ -8,7 +8,8 @@ wgrad  dw = dy.T @ x   (dy.col, x.col)        backward, if w needs a gradient
 
 It works on the planes' buffers and the specs' texts through `torch.ops.hybridq`, so that
 `torch.compile(fullgraph=True)` sees ordinary operators. Saved for the backward are the columnwise
-planes that it needs, in quantized form, and the random seed; nothing else.
+planes that it needs, in quantized form, and the random seed; nothing else. Of a columnwise plane
+that is not quantized, what it is made of is saved: the tensor, or the rowwise plane to be decoded.
 
 **Random streams.** One seed per call serves all stochastic planes; each plane has its own Philox
 stream, so that equal coordinates of two tensors never share random bytes: gradient 0 (row) and 1
@@ -80,6 +81,32 @@ def _encode(
     )
 
 
+def _encode_operand(
+    x: torch.Tensor,
+    plan: SlotPlan,
+    streams: tuple[int, int],
+    seed: torch.Tensor | None,
+    is_saved: bool,
+    direct: bool,
+) -> tuple[Buffers, Buffers]:
+    """Return the rowwise plane of x, and what `_saved_columns` will want of it."""
+    if not (is_saved and plan.col.is_plain):
+        return _encode(x, plan, streams, seed, True, is_saved, direct)
+    row, _ = _encode(x, plan, streams, seed, True, False, direct)
+    return row, row if plan.saves_row else [x]
+
+
+def _saved_columns(
+    saved: Buffers, plan: SlotPlan, rows: int, cols: int, dtype: torch.dtype
+) -> Buffers:
+    """Return the columnwise plane of a matrix `[rows, cols]` from what was saved of it."""
+    if not plan.col.is_plain:
+        return saved
+    if not plan.saves_row:
+        return [saved[0].t()]
+    return [torch.ops.hybridq.decode(saved, plan.row.spec, rows, cols, dtype).t()]
+
+
 def _gemm(
     a: Buffers,
     a_spec: str,
@@ -121,18 +148,21 @@ def _forward(
     save_w: bool,
     weight: KeptWeight | None,
 ) -> tuple[torch.Tensor, Buffers, Buffers]:
-    """Return y and the columnwise planes of x and w that were asked for."""
+    """Return y and what is saved of x and w, if it was asked for."""
     direct = nothing_watches(x, w, bias, seed)
-    x_row, x_col = _encode(x, plan.input, STREAMS["input"], seed, True, save_x, direct)
-    if weight is not None and weight.has(save_w):
+    x_row, x_col = _encode_operand(x, plan.input, STREAMS["input"], seed, save_x, direct)
+    is_plain = plan.weight.col.is_plain
+    if weight is not None and weight.has(save_w and not is_plain):
         w_row, w_col = weight.row, weight.col if save_w else []
+        if save_w and is_plain:
+            w_col = w_row if plan.weight.saves_row else [w]
     else:
         # What is kept must count versions, and outlive an inference mode.
         leaves = weight is not None and torch.is_inference_mode_enabled()
         with _ordinary_mode() if leaves else nullcontext():
-            w_row, w_col = _encode(w, plan.weight, STREAMS["weight"], seed, True, save_w, direct)
+            w_row, w_col = _encode_operand(w, plan.weight, STREAMS["weight"], seed, save_w, direct)
         if weight is not None:
-            weight.fill(w_row, w_col)
+            weight.fill(w_row, [] if is_plain else w_col)
     y = _gemm(
         x_row,
         plan.input.row.spec,
@@ -143,7 +173,7 @@ def _forward(
         x.shape[1],
         bias,
         x.dtype,
-        plan.precision,
+        plan.precision.fprop,
         run_checked_gemm if direct else None,
         None if weight is None else weight.row_kept,
     )
@@ -189,7 +219,7 @@ class _Linear(torch.autograd.Function):
         ctx.plan, ctx.needs = plan, needs
         ctx.counts = (len(x_col), len(w_col))
         ctx.features = (x.shape[1], w.shape[0])
-        ctx.kept = None if weight is None else weight.col_kept
+        ctx.kept = None if weight is None or plan.weight.col.is_plain else weight.col_kept
         return y
 
     @staticmethod
@@ -228,13 +258,13 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
                 dy_row,
                 grad.row.spec,
                 rows,
-                w_col,
+                _saved_columns(w_col, plan.weight, out_features, in_features, dy.dtype),
                 plan.weight.col.spec,
                 in_features,
                 out_features,
                 None,
                 dy.dtype,
-                plan.precision,
+                plan.precision.dgrad,
                 run,
                 ctx.kept,
             )
@@ -243,13 +273,13 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
                 dy_col,
                 grad.col.spec,
                 out_features,
-                x_col,
+                _saved_columns(x_col, plan.input, rows, in_features, dy.dtype),
                 plan.input.col.spec,
                 in_features,
                 rows,
                 None,
                 dy.dtype,
-                plan.precision,
+                plan.precision.wgrad,
                 run,
             )
         if bias_needed:

@@ -98,14 +98,12 @@ class KeptWeight:
 def _keeps(slot: SlotPlan) -> bool:
     """Return whether a weight may be kept that is quantized so.
 
-    A plane that is the weight itself has nothing to keep. One that is rounded stochastically would
-    be drawn anew in every forward. One whose amax comes from a group is asked for by all its ranks
-    in every forward: if one of them still had it, the others would wait.
+    A forward that takes the weight itself has nothing to keep. A plane that is rounded
+    stochastically would be drawn anew in every forward. One whose amax comes from a group is asked
+    for by all its ranks in every forward: if one of them still had it, the others would wait.
     """
-    planes = (slot.row, slot.col)
-    return not slot.amax_group and not any(
-        plane.is_plain or PlaneSpec.parse(plane.spec).stochastic for plane in planes
-    )
+    is_drawn = any(PlaneSpec.parse(plane.spec).stochastic for plane in (slot.row, slot.col))
+    return not (slot.amax_group or slot.row.is_plain or is_drawn)
 
 
 def kept_weight(

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from ..recipes import Plan
+from ..recipes.roles import GRAD_INPUT
 from .function import linear
 from .module import QuantizedModule
+from .quantized_output import with_quantized_gradient
 
 __all__ = ["Linear"]
 
@@ -55,17 +57,27 @@ class Linear(QuantizedModule, nn.Linear):
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self._take_name(name)
 
-    def forward(self, input: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        input: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> torch.Tensor:
         """Return `input @ weight.T + bias`.
 
         Args:
-            input: `[..., in_features]`.
+            input: `[..., in_features]`; planes of a QuantizedTensor that are the ones the recipe
+                wants are taken as they are.
             is_first_microbatch: None: the weight is quantized in this forward; and unless
                 `hybridq.autocast` says otherwise, in every one. True: it is quantized and kept.
                 False: the caller promises that its values are those of the last True, and it is
                 taken from there. A weight of other memory, version, shape or dtype, or another
                 recipe, is quantized again; a write through `.data` cannot be seen. Without a
                 recipe, and in code that torch compiles or captures, nothing is kept.
+            fp8_output: whether the result is a QuantizedTensor, made by the recipe's quantizer of
+                `output_quantizer_role`, of any format; without a recipe it never is.
+            fp8_grad: the same for the gradient of `input` and `grad_input_quantizer_role`.
 
         Returns:
             `[..., out_features]`, in the input's dtype or torch.autocast's.
@@ -75,18 +87,23 @@ class Linear(QuantizedModule, nn.Linear):
             TypeError: a dtype that cannot be quantized, or `is_first_microbatch` is no bool.
             RecipeError: the recipe leaves a GEMM without a plane.
 
-        Source: `is_first_microbatch`: Transformer Engine's name and meaning.
+        Source: `is_first_microbatch`, `fp8_output`, `fp8_grad`: Transformer Engine's names and
+            meaning.
         """
         self._check_first(is_first_microbatch)
         recipe = self._recipe()
         if recipe is None:
             return super().forward(input)
         plan = self._plan(recipe)
+        if fp8_grad:
+            input = with_quantized_gradient(input, self._boundary_quantizer(recipe, GRAD_INPUT))
         if plan.is_plain and not torch.compiler.is_compiling():
             # The same bits as the planes would give. Compiled, only the planes give them: a
             # compiler that sees nn.Linear sums the bias's gradient in another order.
-            return super().forward(input)
-        return self._quantized(input, plan, is_first_microbatch)
+            y = super().forward(input)
+        else:
+            y = self._quantized(input, plan, is_first_microbatch)
+        return self._quantized_output(y, recipe) if fp8_output else y
 
     def _quantized(
         self, input: torch.Tensor, plan: Plan, is_first_microbatch: bool | None

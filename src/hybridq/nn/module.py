@@ -12,13 +12,14 @@ from .. import settings
 from ..kernels.device import has_autocast
 from ..recipes import LINEAR, Plan, Recipe, bind, install, is_recomputing, plan_by_key
 from .kept_weight import KeptWeight, kept_weight
+from .quantized_output import Boundary
 
 __all__ = ["QuantizedModule"]
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class QuantizedModule(nn.Module):
+class QuantizedModule(Boundary, nn.Module):
     """Base of modules that compute under the recipe of `hybridq.autocast`.
 
     A module may have several linear parts, each with a name of its own ("" for the only one, "fc1"
@@ -165,7 +166,7 @@ class QuantizedModule(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # What a recipe came to is remade when needed; a factory may not even be picklable.
         state = self.__dict__.copy()
-        for name in ("_bound", "_last_recipe", "_kept_weights"):
+        for name in ("_bound", "_last_recipe", "_kept_weights", "_boundary"):
             state.pop(name, None)
         return state
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
@@ -11,11 +11,12 @@ import torch
 
 from .. import settings
 from .builtin import MXFP8BlockScaling
-from .named import get
-from .recipe import Recipe, recipe_by_key
+from .choices import GemmPrecision, check_choice
+from .named import source
+from .recipe import Recipe, RecipeSource, recipe_by_key
 from .replay import install
 
-__all__ = ["autocast", "default_recipe", "is_recomputing"]
+__all__ = ["autocast", "default_recipe", "fp8_autocast", "is_recomputing"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _DEFAULT: Final[Recipe] = MXFP8BlockScaling()
@@ -39,13 +40,13 @@ def is_recomputing() -> bool:
     return task != -1 and task != settings.current().recipe_task
 
 
-def _forced(key: str, precision: str) -> Recipe:
-    """Return the live recipe of that key with another precision; takes texts for dynamo's sake.
+def _forced(key: str, fprop: str, dgrad: str, wgrad: str) -> Recipe:
+    """Return the live recipe of that key with other precisions; takes texts for dynamo's sake.
 
     Dynamo runs it while it traces the caller and guards the texts, as with `plan_by_key`: it could
     not trace the making of a recipe.
     """
-    return recipe_by_key(key).with_precision(precision)
+    return recipe_by_key(key).with_precision(GemmPrecision(fprop, dgrad, wgrad))
 
 
 _forced._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -56,19 +57,22 @@ class autocast:
 
     Args:
         enabled: False turns quantization off inside, also within another `autocast`.
-        recipe: a Recipe, or the name of one (`hybridq.recipes.names()`); None takes
+        recipe: a Recipe, the name of one (`hybridq.recipes.names()`), or a RecipeSchedule, whose
+            recipe of that moment is taken when the block is entered; None takes
             `default_recipe()`.
-        precision: of the GEMMs inside, `"auto"`, `"exact"` or `"fast"`; None: the recipe's own.
+        precision: of the GEMMs inside, as in `Recipe.with_precision`; None: the recipe's own.
         is_first_microbatch: for modules inside that are not told by their caller: True: they keep
             their quantized weights; False: the weights have the values of the last True, and are
             taken from there; None: weights are quantized in every forward. See `Linear.forward`.
+        calibrating, amax_reduction_group: Transformer Engine's, at their defaults only.
 
     Settings belong to the calling thread, nest, and are restored however the block is left. A
     backward needs no `autocast`: it uses the recipe of its forward, recomputation included.
 
     Raises:
         TypeError: `recipe` is no recipe, or `enabled` is no bool.
-        ValueError: unknown name or precision.
+        ValueError: unknown name or precision; `calibrating` is True, or an `amax_reduction_group`
+            is given.
 
     Example:
         >>> import torch, hybridq
@@ -81,10 +85,12 @@ class autocast:
     def __init__(
         self,
         enabled: bool = True,
-        recipe: Recipe | str | None = None,
+        recipe: RecipeSource | str | None = None,
         *,
-        precision: str | None = None,
+        precision: str | GemmPrecision | Mapping[str, str] | None = None,
         is_first_microbatch: bool | None = None,
+        calibrating: bool = False,
+        amax_reduction_group: object = None,
     ) -> None:
         if not isinstance(enabled, bool):
             raise TypeError(f"autocast: enabled must be a bool, got {type(enabled).__name__}")
@@ -92,13 +98,21 @@ class autocast:
         if first is not None and not isinstance(first, bool):
             got = type(first).__name__
             raise TypeError(f"autocast: is_first_microbatch must be a bool or None, got {got}")
-        chosen = default_recipe() if recipe is None else get(recipe)
-        if precision is not None:
-            chosen = _forced(chosen.key, precision)
+        _refuse(calibrating, amax_reduction_group)
         self.enabled = enabled
-        self.recipe = chosen
+        self._source: RecipeSource = _DEFAULT if recipe is None else source(recipe)
+        self._precision: GemmPrecision | None = None
+        if precision is not None:
+            normal = check_choice("precision", precision, "autocast")
+            self._precision = GemmPrecision.of(normal)
         self.is_first_microbatch = is_first_microbatch
         self._previous: list[tuple[object | None, int, bool | None]] = []
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of a block that is entered now."""
+        recipe = self._source.current
+        return recipe if self._precision is None else _forced(recipe.key, *self._precision)
 
     def __enter__(self) -> autocast:
         state = settings.current()
@@ -123,7 +137,51 @@ class autocast:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             # A new object per call: calls may overlap in several threads.
-            with autocast(self.enabled, self.recipe, is_first_microbatch=self.is_first_microbatch):
+            with autocast(
+                self.enabled,
+                self._source,
+                precision=self._precision,
+                is_first_microbatch=self.is_first_microbatch,
+            ):
                 return function(*args, **kwargs)
 
         return wrapper  # type: ignore[return-value]
+
+
+def _refuse(calibrating: object, group: object) -> None:
+    """Raise for what Transformer Engine's autocast has and this one does not."""
+    if calibrating:
+        raise ValueError(
+            f"autocast: there is no calibration without quantization, got calibrating="
+            f"{calibrating!r}; statistics of inputs are collected by hybridq.convert_checkpoint"
+        )
+    if group is not None:
+        raise ValueError(
+            "autocast: the group of an amax belongs to its quantizer (amax_reduction_group=, with "
+            f"with_amax_reduction=True), got amax_reduction_group={type(group).__name__}"
+        )
+
+
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: RecipeSource | str | None = None,
+    fp8_group: object = None,
+) -> autocast:
+    """Return `autocast(enabled, fp8_recipe)`: Transformer Engine's older name, for its scripts.
+
+    Args:
+        enabled: as in `autocast`.
+        calibrating, fp8_group: at their defaults only.
+        fp8_recipe: as `recipe` in `autocast`; not of FP8 alone.
+
+    Raises:
+        TypeError, ValueError: as `autocast`.
+
+    Example:
+        >>> import torch, hybridq
+        >>> layer = hybridq.Linear(64, 64)
+        >>> with hybridq.fp8_autocast(enabled=True, fp8_recipe="fp8_current"):
+        ...     y = layer(torch.ones(4, 64))
+    """
+    return autocast(enabled, fp8_recipe, calibrating=calibrating, amax_reduction_group=fp8_group)

@@ -9,6 +9,7 @@ from ..errors import RecipeError
 from ..formats import PlaneText
 from ..quantizers import Quantizer
 from .check import problems, spec_of
+from .choices import GemmPrecision, with_choices_of
 from .recipe import Recipe, recipe_by_key
 from .roles import LINEAR, SLOTS, QuantizerRole
 
@@ -29,6 +30,14 @@ class SlotPlan(NamedTuple):
     col_source: str
     amax_group: str
 
+    @property
+    def saves_row(self) -> bool:
+        """Whether the columnwise plane is the decoded rowwise one, not quantized again.
+
+        The rowwise plane is then saved, which is smaller, and decoded in the backward.
+        """
+        return self.col.is_plain and self.col_source != "original"
+
 
 class Plan(NamedTuple):
     """All that a linear module must know of a recipe: nothing but texts, numbers and facts.
@@ -39,7 +48,7 @@ class Plan(NamedTuple):
         input, weight, grad_output: the three slots.
         is_stochastic: some plane is rounded stochastically: the module draws a seed per call.
         is_plain: no slot changes anything: the module is `nn.Linear`.
-        precision: of the three GEMMs.
+        precision: of each of the three GEMMs.
     """
 
     input: SlotPlan
@@ -47,7 +56,7 @@ class Plan(NamedTuple):
     grad_output: SlotPlan
     is_stochastic: bool
     is_plain: bool
-    precision: str = "auto"
+    precision: GemmPrecision = GemmPrecision()
 
 
 def _slot_plan(quantizer: Quantizer) -> SlotPlan:
@@ -75,7 +84,12 @@ def bind(recipe: Recipe, name: str = "", module_type: str = LINEAR) -> Plan:
         RecipeError: some GEMM of the module lacks a plane; the text lists all of them.
         TypeError, ValueError: a factory returned something that is no Quantizer.
     """
-    quantizers = {slot: recipe.quantizer(QuantizerRole(module_type, slot, name)) for slot in SLOTS}
+    recipe = recipe.for_name(name)
+    quantizers = with_choices_of(
+        {slot: recipe.quantizer(QuantizerRole(module_type, slot, name)) for slot in SLOTS},
+        recipe.backward_override,
+        recipe.columnwise_source,
+    )
     found = problems(quantizers)
     if found:
         raise RecipeError(
@@ -89,7 +103,7 @@ def bind(recipe: Recipe, name: str = "", module_type: str = LINEAR) -> Plan:
         grad_output=slots[2],
         is_stochastic=any(quantizer.is_stochastic for quantizer in quantizers.values()),
         is_plain=all(slot.row.is_plain and slot.col.is_plain for slot in slots),
-        precision=recipe.precision,
+        precision=GemmPrecision.of(recipe.precision),
     )
 
 

@@ -6,7 +6,7 @@ silently without effect.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from ..quantizers import (
     NVFP4Quantizer,
     Quantizer,
 )
-from .recipe import Recipe, _set
+from .recipe import ChoosingRecipe, _set
 from .roles import WEIGHT, QuantizerRole
 
 __all__ = [
@@ -47,8 +47,8 @@ class FloatFormat(Enum):
         return gradient if role.is_gradient else forward
 
 
-@dataclass(frozen=True)
-class _Float8Recipe(Recipe):
+@dataclass(frozen=True, repr=False)
+class _Float8Recipe(ChoosingRecipe):
     """Normalizes `fp8_format`, which may be given by name or as a peer's enumeration."""
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class _Float8Recipe(Recipe):
         super().__post_init__()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Float8CurrentScaling(_Float8Recipe):
     """FP8 with one scale per tensor, from the tensor's own amax.
 
@@ -72,7 +72,7 @@ class Float8CurrentScaling(_Float8Recipe):
         use_power_2_scales: round scales down to powers of two.
         fp8_format: `HYBRID` (E4M3 forward, E5M2 for gradients) or `E4M3`; a FloatFormat, its name,
             or any enumeration member of that name.
-        precision: of the GEMMs, `"auto"`, `"exact"` or `"fast"`.
+        precision, backward_override, columnwise_source: as in `Recipe`; by keyword only.
 
     Raises:
         ValueError: unknown `fp8_format`.
@@ -80,7 +80,6 @@ class Float8CurrentScaling(_Float8Recipe):
 
     use_power_2_scales: bool = False
     fp8_format: FloatFormat | str = FloatFormat.HYBRID
-    precision: str = field(default="auto", kw_only=True)
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         return Float8CurrentScalingQuantizer(
@@ -89,7 +88,7 @@ class Float8CurrentScaling(_Float8Recipe):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Float8BlockScaling(_Float8Recipe):
     """FP8 with one scale per 1x128 block of inputs and gradients, per 128x128 block of weights.
 
@@ -99,7 +98,7 @@ class Float8BlockScaling(_Float8Recipe):
         x_block_scaling_dim: 1 for 1x128 blocks of inputs, 2 for 128x128.
         w_block_scaling_dim: the same for weights.
         grad_block_scaling_dim: the same for gradients.
-        precision: of the GEMMs, `"auto"`, `"exact"` or `"fast"`.
+        precision, backward_override, columnwise_source: as in `Recipe`; by keyword only.
 
     Raises:
         ValueError: unknown `fp8_format`, or a dim that is neither 1 nor 2.
@@ -110,7 +109,6 @@ class Float8BlockScaling(_Float8Recipe):
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
-    precision: str = field(default="auto", kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim"):
@@ -135,14 +133,14 @@ class Float8BlockScaling(_Float8Recipe):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MXFP8BlockScaling(_Float8Recipe):
     """MXFP8: E8M0 scales of 1x32 blocks.
 
     Args:
         fp8_format: `E4M3` or `HYBRID` (gradients in E5M2).
         enable_2d_quantization: 32x32 blocks for weights: one plane serves both directions.
-        precision: of the GEMMs, `"auto"`, `"exact"` or `"fast"`.
+        precision, backward_override, columnwise_source: as in `Recipe`; by keyword only.
 
     Raises:
         ValueError: unknown `fp8_format`.
@@ -150,7 +148,6 @@ class MXFP8BlockScaling(_Float8Recipe):
 
     fp8_format: FloatFormat | str = FloatFormat.E4M3
     enable_2d_quantization: bool = False
-    precision: str = field(default="auto", kw_only=True)
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         return MXFP8Quantizer(
@@ -159,8 +156,8 @@ class MXFP8BlockScaling(_Float8Recipe):
         )
 
 
-@dataclass(frozen=True)
-class NVFP4BlockScaling(Recipe):
+@dataclass(frozen=True, repr=False)
+class NVFP4BlockScaling(ChoosingRecipe):
     """NVFP4: E2M1 with E4M3 scales of 1x16 blocks, 16x16 for weights.
 
     Inputs and gradients pass a random Hadamard transform on their columnwise plane (the operands
@@ -176,7 +173,7 @@ class NVFP4BlockScaling(Recipe):
             blocks take the better of two scales; gradients never do.
         nvfp4_4over6_e4m3_use_256: of those, which have block scales up to 256 instead of 448.
         nvfp4_4over6_err_mode: the error that is compared, `"MAE"` or `"MSE"`.
-        precision: of the GEMMs, `"auto"`, `"exact"` or `"fast"`.
+        precision, backward_override, columnwise_source: as in `Recipe`; by keyword only.
 
     Raises:
         ValueError: an unknown choice; four-over-six of activations without `disable_rht`, since it
@@ -192,7 +189,6 @@ class NVFP4BlockScaling(Recipe):
     nvfp4_4over6: str = "none"
     nvfp4_4over6_e4m3_use_256: str = "all"
     nvfp4_4over6_err_mode: str = "MAE"
-    precision: str = field(default="auto", kw_only=True)
 
     def __post_init__(self) -> None:
         mode = str(self.nvfp4_4over6_err_mode).upper()

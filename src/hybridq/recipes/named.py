@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from . import factories, zoo
@@ -11,12 +12,12 @@ from .builtin import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from .recipe import CustomRecipe, Recipe
+from .recipe import CustomRecipe, Recipe, RecipeSource
 
-__all__ = ["get", "names"]
+__all__ = ["get", "names", "source"]
 
 #: `bf16` computes in the dtype of its tensors, as `high_precision` does: nothing is quantized.
-_RECIPES: Final[dict[str, Recipe]] = {
+_RECIPES: Final[Mapping[str, Recipe]] = {
     "bf16": CustomRecipe(factories.high_precision_factory),
     "high_precision": CustomRecipe(factories.high_precision_factory),
     "fp8_current": Float8CurrentScaling(),
@@ -49,3 +50,12 @@ def get(name: str | Recipe) -> Recipe:
     if given not in _RECIPES:
         raise ValueError(f"recipe: must be one of {', '.join(_RECIPES)}, got {given!r}")
     return _RECIPES[given]
+
+
+def source(given: RecipeSource | str) -> RecipeSource:
+    """Return what `hybridq.autocast` was given: a schedule as it is, else `get(given)`.
+
+    Raises:
+        TypeError, ValueError: as `get`.
+    """
+    return given if isinstance(given, RecipeSource) else get(given)

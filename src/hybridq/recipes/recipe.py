@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from ..kernels import check_precision
 from ..quantizers import Quantizer
+from .choices import CHOICES, GemmPrecision, check_choice, check_choices
 from .roles import QuantizerRole
 
-__all__ = ["CustomRecipe", "Recipe", "recipe_by_key"]
+__all__ = ["ChoosingRecipe", "CustomRecipe", "Recipe", "RecipeSource", "recipe_by_key"]
 
 _R = TypeVar("_R", bound="Recipe")
 
 
-class Recipe:
+class RecipeSource:
+    """What `hybridq.autocast` takes: something that has a recipe at any moment."""
+
+    @property
+    def current(self) -> Recipe:
+        """The recipe of a block that is entered now."""
+        raise NotImplementedError(f"{type(self).__name__}.current: must be overridden")
+
+
+class Recipe(RecipeSource):
     """Base of all recipes: a value that makes one quantizer per role.
 
     A recipe is frozen and hashable. Two equal recipes are interchangeable: a module that is bound
@@ -28,16 +37,38 @@ class Recipe:
             `torch.compile` guards, since it can compare strings but not arbitrary objects.
         reads_names: whether the quantizers may depend on `role.name`. Where they do not, modules
             that differ in their names only share one compiled graph.
-        precision: of its GEMMs, `"auto"`, `"exact"` or `"fast"` (docs/gemm.md); a recipe that
-            wants to let it be chosen declares a field of that name.
+        precision: of its GEMMs (docs/gemm.md): `"auto"`, `"exact"` or `"fast"`, or a GemmPrecision
+            where they differ.
+        backward_override: None, `"high_precision"` or `"dequantized"`: what the backward
+            multiplies instead of the columnwise planes; see docs/recipes.md.
+        columnwise_source: None, `"original"` or `"rowwise_dequantized"`: what the columnwise planes
+            of inputs and weights are made of, whatever their quantizers say.
+
+    The last three are choices: a recipe that wants to let one be made declares a field of that
+    name, or derives from `ChoosingRecipe`, as all recipes of hybridq do.
 
     Source: ours; built-in recipes carry Transformer Engine's names and defaults.
     """
 
     key: str
     reads_names: bool = False
-    precision: str = "auto"
+    precision: str | GemmPrecision = "auto"
+    backward_override: str | None = None
+    columnwise_source: str | None = None
     _blueprint: _Blueprint
+
+    @property
+    def current(self) -> Recipe:
+        """This recipe."""
+        return self
+
+    def for_name(self, name: str) -> Recipe:
+        """Return the recipe that a module of this qualified name follows: this one, or a part.
+
+        Args:
+            name: as in `QuantizerRole.name`.
+        """
+        return self
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         """Return the quantizer of the slot that `role` describes.
@@ -52,11 +83,31 @@ class Recipe:
         """
         raise NotImplementedError(f"{type(self).__name__}.quantizer: must be overridden")
 
-    def with_precision(self: _R, precision: str) -> _R:
+    def with_choices(self: _R, **choices: Any) -> _R:
+        """Return this recipe with other choices.
+
+        Args:
+            choices: `precision`, `backward_override`, `columnwise_source`; those that are not
+                given stay.
+
+        Raises:
+            ValueError: an unknown value, or two that contradict each other.
+            TypeError: there is no such choice, or the recipe's class has no field for it.
+
+        Example:
+            >>> import hybridq
+            >>> recipe = hybridq.recipes.get("nvfp4").with_choices(backward_override="dequantized")
+            >>> recipe == hybridq.recipes.NVFP4BlockScaling(backward_override="dequantized")
+            True
+        """
+        return self._with("with_choices", choices)
+
+    def with_precision(self: _R, precision: str | GemmPrecision | Mapping[str, str]) -> _R:
         """Return this recipe with GEMMs of that precision.
 
         Args:
-            precision: `"auto"`, `"exact"` or `"fast"`.
+            precision: `"auto"`, `"exact"` or `"fast"`; or one for each GEMM, as a GemmPrecision or
+                a mapping (`{"wgrad": "exact"}`: the others are `"auto"`).
 
         Raises:
             ValueError: another precision.
@@ -67,26 +118,54 @@ class Recipe:
             >>> hybridq.recipes.get("mxfp8").with_precision("exact").precision
             'exact'
         """
-        check_precision(precision, "with_precision")
-        if precision == self.precision:
+        return self._with("with_precision", {"precision": precision})
+
+    def _with(self: _R, where: str, choices: dict[str, Any]) -> _R:
+        given = {name: check_choice(name, value, where) for name, value in choices.items()}
+        changed = {name: value for name, value in given.items() if value != getattr(self, name)}
+        if not changed:
             return self
-        if all(field.name != "precision" for field in fields(self)):  # type: ignore[arg-type]
-            raise TypeError(
-                f"with_precision: {type(self).__name__} has no field precision to set, got "
-                f"{precision!r}; declare `precision: str = 'auto'`"
-            )
-        return replace(self, precision=precision)  # type: ignore[type-var]
+        declared = {field.name for field in fields(self)}  # type: ignore[arg-type]
+        for name, value in changed.items():
+            if name not in declared:
+                raise TypeError(
+                    f"{where}: {type(self).__name__} has no field {name} to set, got {value!r}; "
+                    f"declare `{name}: str = {CHOICES[name]!r}` or derive from "
+                    "hybridq.recipes.ChoosingRecipe"
+                )
+        return replace(self, **changed)  # type: ignore[type-var]
 
     def __post_init__(self) -> None:
+        self._check_choices()  # before the key is made of them
         self._seal(f"{type(self).__module__}.{self!r}")
 
     def _seal(self, key: str, reads_names: bool = False) -> None:
         """Set what is derived from the fields: the last thing that a constructor does."""
-        check_precision(self.precision, type(self).__name__)
         blueprint = _blueprints.get(key)
         if blueprint is None:
             blueprint = _blueprints[key] = _Blueprint(type(self), self._values())
         _set(self, key=key, reads_names=reads_names, _blueprint=blueprint)
+
+    def _check_choices(self) -> None:
+        """Give the choices their normal form; raise where they are none."""
+        where = type(self).__name__
+        for name in CHOICES:
+            given = getattr(self, name)
+            normal = check_choice(name, given, where)
+            if normal is not given:
+                _set(self, **{name: normal})
+        check_choices(self.backward_override, self.columnwise_source, where)
+
+    def __repr__(self) -> str:
+        # Choices last, and only those that were made.
+        shown = [(name, value) for name, value in self._values() if name not in CHOICES]
+        shown += self._chosen()
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown)})"
+
+    def _chosen(self) -> list[tuple[str, Any]]:
+        """Return the choices that were made."""
+        chosen = [(name, getattr(self, name)) for name in CHOICES]
+        return [(name, value) for name, value in chosen if value != CHOICES[name]]
 
     def _values(self) -> _Values:
         known = fields(self)  # type: ignore[arg-type]
@@ -146,8 +225,24 @@ def _serial(factory: object) -> int:
         return next(_next_serial)
 
 
-@dataclass(frozen=True)
-class CustomRecipe(Recipe):
+@dataclass(frozen=True, repr=False)
+class ChoosingRecipe(Recipe):
+    """A recipe with a field for each choice; its subclasses are frozen dataclasses.
+
+    Args:
+        precision, backward_override, columnwise_source: as in `Recipe`; by keyword only.
+
+    Raises:
+        ValueError: an unknown value, or two that contradict each other.
+    """
+
+    precision: str | GemmPrecision = field(default="auto", kw_only=True)
+    backward_override: str | None = field(default=None, kw_only=True)
+    columnwise_source: str | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True, repr=False)
+class CustomRecipe(ChoosingRecipe):
     """A recipe made of the caller's own function.
 
     Args:
@@ -156,14 +251,14 @@ class CustomRecipe(Recipe):
             slot alone. It must be a pure function of the role. A function that never looks at
             `role.name` may say so with `qfactory.reads_names = False`: compiled modules that
             differ in their names only then share one graph.
-        precision: of the GEMMs, `"auto"`, `"exact"` or `"fast"`.
+        precision, backward_override, columnwise_source: as in `Recipe`; by keyword only.
 
     Two custom recipes are equal if and only if their factories are (functions: the same object)
-    and their precision is.
+    and their choices are.
 
     Raises:
         TypeError: `qfactory` is not callable, or not hashable.
-        ValueError: unknown `precision`.
+        ValueError: unknown choices.
 
     Example:
         >>> import hybridq
@@ -177,7 +272,6 @@ class CustomRecipe(Recipe):
     """
 
     qfactory: Callable[[QuantizerRole], Quantizer]
-    precision: str = field(default="auto", kw_only=True)
 
     def __post_init__(self) -> None:
         factory = self.qfactory
@@ -194,9 +288,10 @@ class CustomRecipe(Recipe):
                 f"{type(factory).__name__}"
             ) from error
         name = getattr(factory, "__qualname__", type(factory).__name__)
-        forced = "" if self.precision == "auto" else f", {self.precision}"
+        self._check_choices()
+        chosen = "".join(f", {choice}={value!r}" for choice, value in self._chosen())
         self._seal(
-            f"CustomRecipe({name}#{_serial(factory)}{forced})",
+            f"CustomRecipe({name}#{_serial(factory)}{chosen})",
             reads_names=bool(getattr(factory, "reads_names", True)),
         )
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["GRAD_OUTPUT", "INPUT", "LINEAR", "SLOTS", "WEIGHT", "QuantizerRole"]
+__all__ = [
+    "GRAD_INPUT",
+    "GRAD_OUTPUT",
+    "INPUT",
+    "LINEAR",
+    "OUTPUT",
+    "SLOTS",
+    "WEIGHT",
+    "QuantizerRole",
+]
 
 #: The module types that a module of hybridq reports.
 LINEAR: Final = "linear"
@@ -15,6 +24,9 @@ WEIGHT: Final = "weight"
 GRAD_OUTPUT: Final = "grad_output"
 #: The slots of a linear module, in the order in which a factory is asked.
 SLOTS: Final = (INPUT, WEIGHT, GRAD_OUTPUT)
+#: The slots at its boundary, of tensors that stay quantized on their way to another module.
+OUTPUT: Final = "output"
+GRAD_INPUT: Final = "grad_input"
 
 
 @dataclass(frozen=True)
@@ -23,7 +35,8 @@ class QuantizerRole:
 
     Args:
         module_type: kind of the module: `"linear"`; empty if unknown.
-        tensor_type: kind of the tensor: `"input"`, `"weight"` or `"grad_output"`; empty if unknown.
+        tensor_type: kind of the tensor: `"input"`, `"weight"` or `"grad_output"`; `"output"` or
+            `"grad_input"` where that is to stay quantized; empty if unknown.
         name: qualified name of the module in its model (`"blocks.0.attention.qkv"`), as
             `hybridq.convert` or the module's `name=` gave it; empty if it has none.
 

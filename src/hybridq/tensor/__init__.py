@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import encoded as encoded  # enters its handler
 from .functional import Explanation, explain, gemm, grouped_gemm
 from .named import (
     Float8BlockwiseQTensor,

@@ -1,0 +1,65 @@
+"""Encoding what is encoded already: the planes that a tensor has are taken as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..formats import PlaneSpec
+from ..storage import Plane
+from .table import dequantize, handles, is_quantized
+
+__all__: list[str] = []
+
+
+@handles(torch.ops.hybridq.encode.default)
+def _encode(
+    func: Any,
+    x: Any,
+    row: str,
+    col: str,
+    row_stat: torch.Tensor | None = None,
+    col_stat: torch.Tensor | None = None,
+    seed: torch.Tensor | None = None,
+    *,
+    col_source: str = "original",
+    keep_row: bool = True,
+    row0: int = 0,
+    col0: int = 0,
+    **streams: int,
+) -> Any:
+    """Return x's own buffers for planes of these specs; others are made of what x decodes to.
+
+    So a module takes in what another one, or an optimizer, has quantized, without a second
+    rounding. A statistic is not asked of a plane that is there: it is in it.
+    """
+    if not is_quantized(x) or row0 or col0:
+        return NotImplemented
+    own_row, own_col = _known(x, x.rowwise, row), _known(x, x.columnwise, col)
+    if col_source != "original" and not (own_row and _source(x) == col_source):
+        own_col = []  # of the right format, but of other values
+    wants_row = row != "" and keep_row
+    if (own_row or not wants_row) and (own_col or not col):
+        return [*(own_row if wants_row else []), *own_col]
+    values = dequantize(x, x.dtype)
+    if own_row:  # what it decodes to is either source
+        made = func(values, "", col, None, col_stat, seed, **streams)
+        return [*(own_row if wants_row else []), *made]
+    if own_col:
+        made = func(values, row, "", row_stat, None, seed, **streams)
+        return [*made, *own_col]
+    options = {"col_source": col_source, "keep_row": keep_row, **streams}
+    return func(values, row, col, row_stat, col_stat, seed, **options)
+
+
+def _source(x: Any) -> str:
+    """Return what x's columnwise plane is made of, if that is known."""
+    return "" if x.own_quantizer is None else x.own_quantizer.columnwise_source
+
+
+def _known(x: Any, plane: Plane | None, text: str) -> list[torch.Tensor]:
+    """Return the buffers of a plane of the matrix x if it is what `text` says."""
+    if plane is None or not text or (plane.rows, plane.cols) != tuple(x.shape):
+        return []
+    return plane.tensors if plane.spec == PlaneSpec.parse(text).resolve(x.dtype) else []
