@@ -14,13 +14,14 @@ import datetime
 import json
 from pathlib import Path
 
+import fused
 import layers
 import products
 import quantize
 import torch
 from timing import cpu_name, lines, measure, slug
 
-PARTS = {part.NAME: part for part in (quantize, products, layers)}
+PARTS = {part.NAME: part for part in (quantize, products, layers, fused)}
 
 
 def main() -> None:

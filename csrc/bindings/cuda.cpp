@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bindings/checks.h"
+#include "bindings/prologue.h"
 #include "cuda/kernels.h"
 #include "cuda/repack.h"
 
@@ -188,6 +189,29 @@ void AmaxOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols, i
   kernel(matrix, signs, Pointer<float>(out), Pointer<void>(stream));
 }
 
+void MapStoreOf(const std::string& name, bool is_gated, const std::optional<NormTuple>& weights,
+                uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols, int64_t stride0,
+                uintptr_t out, uintptr_t stream) {
+  const Prologue map =
+      MakePrologue("map_store", name, is_gated, weights, x, dtype, rows, cols, stride0, 1);
+  CheckPointer("map_store", "out", out, rows != 0 && cols != 0);
+  const py::gil_scoped_release release;
+  cuda::MapStore(map, Pointer<void>(out), Pointer<void>(stream));
+}
+
+bool MapEncodeOf(const std::string& name, bool is_gated, const std::optional<NormTuple>& weights,
+                 uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols, int64_t stride0,
+                 const py::object& row, const py::object& col, bool finds_row_stat,
+                 bool finds_col_stat, uintptr_t stream) {
+  const Prologue map =
+      MakePrologue("map_encode", name, is_gated, weights, x, dtype, rows, cols, stride0, 1);
+  const EncodeCall call = MakeCall(x, dtype, rows, cols, stride0, 1, row, col);
+  float* row_stat = WrittenStat(finds_row_stat, call.has_row, call.row);
+  float* col_stat = WrittenStat(finds_col_stat, call.has_col, call.col);
+  const py::gil_scoped_release release;
+  return cuda::MapEncode(map, call.Row(), call.Col(), row_stat, col_stat, Pointer<void>(stream));
+}
+
 void TransposeOf(uintptr_t src, int64_t rows, int64_t cols, int bits, uintptr_t dst,
                  uintptr_t stream) {
   CheckExtent("transpose", rows, cols, 1);
@@ -287,6 +311,17 @@ void BindKernels(py::module_& m) {
   m.def("amax", &AmaxOf, py::arg("x"), py::arg("dtype"), py::arg("rows"), py::arg("cols"),
         py::arg("stride0"), py::arg("stride1"), py::arg("signs"), py::arg("out"),
         py::arg("per_row"), py::arg("stream"), "Write max|x|, of the matrix or of each row.");
+  m.def("map_store", &MapStoreOf, py::arg("map"), py::arg("is_gated"), py::arg("weights"),
+        py::arg("x"), py::arg("dtype"), py::arg("rows"), py::arg("cols"), py::arg("stride0"),
+        py::arg("out"), py::arg("stream"),
+        "Write a norm or an activation of x, [rows, cols]; `weights`: (gamma, beta, mean, rstd, "
+        "eps) of a norm, whose mean and rstd are written, or None.");
+  m.def("map_encode", &MapEncodeOf, py::arg("map"), py::arg("is_gated"), py::arg("weights"),
+        py::arg("x"), py::arg("dtype"), py::arg("rows"), py::arg("cols"), py::arg("stride0"),
+        py::arg("row"), py::arg("col"), py::arg("finds_row_stat"), py::arg("finds_col_stat"),
+        py::arg("stream"),
+        "encode of what map_store would write, which is made in registers only; False, and nothing "
+        "done, if no kernel can.");
   m.def("transpose", &TransposeOf, py::arg("src"), py::arg("rows"), py::arg("cols"),
         py::arg("bits"), py::arg("dst"), py::arg("stream"), "Transpose plane data.");
   m.def("round_stochastic", &RoundStochasticOf, py::arg("x"), py::arg("rows"), py::arg("cols"),

@@ -6,14 +6,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <new>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "bindings/bind.h"
 #include "bindings/checks.h"
+#include "bindings/planes.h"
 #include "core/parallel.h"
 #include "core/spec.h"
 #include "cpu/kernels.h"
@@ -34,18 +33,6 @@ void BindKernels(py::module_& m);  // cuda.cpp
 namespace {
 
 using namespace bindings;
-
-struct PlaneOut {
-  Spec spec;
-  uintptr_t data, scale, stat;
-  uint64_t seed;
-  int64_t row0, col0;
-  uint32_t stream;
-};
-
-void CheckMemory(bool ok) {
-  if (!ok) throw std::bad_alloc();
-}
 
 Element ParseSmallFloat(const std::string& name, const char* function) {
   const Element element = ParseElement(name, function);
@@ -77,26 +64,6 @@ Spec MakeSpec(const std::string& element, int block_rows, int block_cols, const 
   spec.four_over_six = ParseFourOverSix(four_over_six, "Spec");
   spec.row_scaled = row_scaled;
   return spec;
-}
-
-PlaneTarget MakeTarget(const PlaneOut& out, bool columnwise, int64_t rows, int64_t cols) {
-  CheckSpec("encode", out.spec);
-  const bool whole = out.spec.block_cols == 0;
-  const bool any = rows != 0 && cols != 0;
-  CheckPointer("encode", "data", out.data, any);
-  CheckPointer("encode", "scale", out.scale, any || whole);
-  const bool has_rows = (columnwise ? cols : rows) != 0;  // an empty statistic has no address
-  CheckPointer("encode", "stat", out.stat,
-               NeedsStat(out.spec) && (has_rows || !out.spec.row_scaled));
-  CheckOffsets("encode", out.row0, out.col0);
-  return {out.spec,
-          Pointer<uint8_t>(out.data),
-          Pointer<void>(out.scale),
-          Pointer<const float>(out.stat),
-          out.seed,
-          columnwise ? out.col0 : out.row0,
-          columnwise ? out.row0 : out.col0,
-          out.stream};
 }
 
 struct EncodeCall {
@@ -136,28 +103,6 @@ std::string EncodePathOf(uintptr_t x, const std::string& dtype, int64_t rows, in
   return ActiveKernels().encode_path(call.x, call.Row(), call.Col());
 }
 
-// spec, data, scale, stat, seed, row0, col0, stream of random numbers, as for the GPU kernels
-// (cuda.cpp): from data to seed addresses. Reading a tuple costs less than making a PlaneOut.
-using PlaneTuple =
-    std::tuple<const Spec*, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, uint32_t>;
-
-// A plane whose amax is found here, if `finds`: `own` is where that goes if nobody wants to see it.
-PlaneOut MakePlaneOut(const PlaneTuple& plane, bool finds, float* own) {
-  const auto& [spec, data, scale, stat, seed, row0, col0, stream] = plane;
-  if (spec == nullptr) Fail("encode: a plane needs a spec, got None");
-  CheckPointer("encode", "seed", seed, spec->stochastic);
-  if (finds && !NeedsStat(*spec)) Fail("encode: only a plane that needs a stat has one");
-  const bool is_inner = finds && stat == 0 && !spec->row_scaled;
-  return {*spec,
-          data,
-          scale,
-          is_inner ? reinterpret_cast<uintptr_t>(own) : stat,
-          spec->stochastic ? *Pointer<const uint64_t>(seed) : 0,
-          row0,
-          col0,
-          stream};
-}
-
 // Writes the amax that `target` needs of its own matrix.
 void FindStat(const Matrix& matrix, const PlaneTarget& target, int threads) {
   const Kernels& kernels = ActiveKernels();
@@ -171,33 +116,21 @@ void EncodeFromScratch(uintptr_t x, const std::string& dtype, int64_t rows, int6
                        const py::object& col, bool finds_row_stat, bool finds_col_stat,
                        int threads) {
   const Matrix matrix = MakeMatrix("encode", x, dtype, rows, cols, stride0, stride1, threads);
-  const bool has_row = !row.is_none(), has_col = !col.is_none();
-  if (!has_row && !has_col) Fail("encode: row or col must be given, got None");
-  float found[2] = {0.0f, 0.0f};
-  PlaneTarget row_target{}, col_target{};
-  if (has_row) {
-    const PlaneOut out = MakePlaneOut(row.cast<PlaneTuple>(), finds_row_stat, &found[0]);
-    row_target = MakeTarget(out, false, rows, cols);
-  }
-  if (has_col) {
-    const PlaneOut out = MakePlaneOut(col.cast<PlaneTuple>(), finds_col_stat, &found[1]);
-    col_target = MakeTarget(out, true, rows, cols);
-  }
+  const PlanePair planes(row, col, finds_row_stat, finds_col_stat, rows, cols);
+  const PlaneTarget *row_found = planes.RowToFind(), *col_found = planes.ColToFind();
   const auto of_tensor = [](const PlaneTarget& target) {
     return !target.spec.row_scaled && target.spec.signs < 0;
   };
   const py::gil_scoped_release release;
-  if (has_row && finds_row_stat) FindStat(matrix, row_target, threads);
-  if (has_col && finds_col_stat) {
-    if (has_row && finds_row_stat && of_tensor(row_target) && of_tensor(col_target)) {
-      *const_cast<float*>(col_target.stat) = *row_target.stat;  // one pass over x serves both
+  if (row_found != nullptr) FindStat(matrix, *row_found, threads);
+  if (col_found != nullptr) {
+    if (row_found != nullptr && of_tensor(*row_found) && of_tensor(*col_found)) {
+      *const_cast<float*>(col_found->stat) = *row_found->stat;  // one pass over x serves both
     } else {
-      const Matrix own = of_tensor(col_target) ? matrix : matrix.Transposed();
-      FindStat(own, col_target, threads);
+      FindStat(of_tensor(*col_found) ? matrix : matrix.Transposed(), *col_found, threads);
     }
   }
-  CheckMemory(ActiveKernels().encode(matrix, has_row ? &row_target : nullptr,
-                                     has_col ? &col_target : nullptr, threads));
+  CheckMemory(ActiveKernels().encode(matrix, planes.Row(), planes.Col(), threads));
 }
 
 bool DecodePlanes(const Spec& spec, uintptr_t data, uintptr_t scale, uintptr_t amax, int64_t rows,
@@ -452,6 +385,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("variant", []() { return std::string(ActiveKernels().name); }, "The kernels in use.");
   m.def("set_variant", &SetVariant, py::arg("name"),
         "Chooses the kernels: one of build_info()['variants'].");
+  bindings::BindPrologue(m);
   bindings::BindProduct(m);
 
   // Registers the fork handler before any thread team can exist.

@@ -3,6 +3,8 @@
 #include <cmath>
 #include <stdexcept>
 
+#include "core/prologue.h"
+
 namespace hybridq {
 namespace {
 
@@ -30,6 +32,11 @@ constexpr Named<FourOverSix> kErrors[] = {
     {"", FourOverSix::kNone},
     {"mae", FourOverSix::kMae},
     {"mse", FourOverSix::kMse},
+};
+constexpr Named<Map> kMaps[] = {
+    {"LayerNorm", Map::kLayerNorm}, {"RMSNorm", Map::kRmsNorm}, {"relu", Map::kRelu},
+    {"srelu", Map::kSrelu},         {"gelu", Map::kGelu},       {"silu", Map::kSilu},
+    {"qgelu", Map::kQgelu},
 };
 constexpr Named<DType> kDTypes[] = {
     {"float32", DType::kFloat32},
@@ -75,6 +82,10 @@ FourOverSix ParseFourOverSix(const std::string& name, const char* function) {
 }
 DType ParseDType(const std::string& name, const char* function) {
   return Parse(kDTypes, name, function, "dtype");
+}
+
+Map ParseMap(const std::string& name, const char* function) {
+  return Parse(kMaps, name, function, "map");
 }
 
 std::string UnsupportedReason(const Spec& spec) {

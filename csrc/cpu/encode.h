@@ -159,7 +159,13 @@ static void EncodeTile(const EncodeTask& task, int64_t index, Scratch& s) {
   const int ld = RoundUp(nc, kLane);
   const int nr_padded = RoundUp(nr, kLane);
   const bool row_turns = task.has_row && task.row.transform;
-  LoadTile(task.x, r0, c0, nr, nc, task.has_col || row_turns, s.tile, ld);
+  const bool pad_rows = task.has_col || row_turns;
+  if (task.map == nullptr) {
+    LoadTile(task.x, r0, c0, nr, nc, pad_rows, s.tile, ld);
+  } else {
+    const RawTile t = MapTile(*task.map, r0, c0, nr, nc, false, s);
+    LoadTile(TileMatrix(t, nr, nc), 0, 0, nr, nc, pad_rows, s.tile, ld);
+  }
   if (row_turns) {
     TransposeBlocks(s.tile, ld, nr_padded, ld, s.turned, nr_padded);
     HadamardTile(s.turned, nr_padded, ld, nr_padded, static_cast<uint32_t>(task.row.spec.signs),
@@ -197,16 +203,19 @@ static bool RunsRaw(const Matrix& x, const PlaneTarget* row, const PlaneTarget* 
 }
 
 static bool EncodeOrdered(const Matrix& x, const PlaneTarget* row, const PlaneTarget* col,
-                          bool swapped, int threads) {
+                          bool swapped, int threads, const MapJob* map = nullptr) {
   const bool raw = RunsRaw(x, row, col);
   if (!raw && row != nullptr && col != nullptr &&
       (RunsRaw(x, row, nullptr) || RunsRaw(x, nullptr, col))) {
-    return EncodeOrdered(x, row, nullptr, swapped, threads) &&
-           EncodeOrdered(x, nullptr, col, swapped, threads);
+    if (!EncodeOrdered(x, row, nullptr, swapped, threads, map)) return false;
+    if (map == nullptr) return EncodeOrdered(x, nullptr, col, swapped, threads);
+    const MapJob found = MakeMapJob(map->map, true);  // the first pass has found the statistics
+    return EncodeOrdered(x, nullptr, col, swapped, threads, &found);
   }
   const FloatEnv env;
   EncodeTask task{};
   task.x = x;
+  task.map = map;
   task.has_row = row != nullptr;
   task.has_col = col != nullptr;
   if (task.has_row) task.row = MakeJob(*row, x.rows, x.cols, x.dtype, swapped);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/matrix.h"
+#include "core/prologue.h"
 #include "core/spec.h"
 
 namespace hybridq {
@@ -43,6 +44,11 @@ struct Kernels {
   // [rows, cols] of 4, 8, 16 or 32 bits to [cols, rows].
   bool (*transpose)(const void* src, int64_t rows, int64_t cols, int bits, void* dst, int threads);
   bool (*round_stochastic)(const RoundJob& job, int threads);
+  // A mapped matrix y: itself, [rows, cols] contiguous; or its planes, the amax of y for each of
+  // the two last (null: given, or not needed) found first. Both write a norm's statistics.
+  void (*map_store)(const Prologue& map, void* out, int threads);
+  bool (*map_encode)(const Prologue& map, const PlaneTarget* row, const PlaneTarget* col,
+                     const PlaneTarget* row_found, const PlaneTarget* col_found, int threads);
   void (*cast)(Element element, const float* src, int64_t n, uint8_t* dst);
   void (*cast_stochastic)(Element element, const float* src, const uint8_t* random, int64_t n,
                           uint8_t* dst);

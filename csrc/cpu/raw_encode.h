@@ -8,6 +8,7 @@
 #ifndef HYBRIDQ_CPU_RAW_ENCODE_H_
 #define HYBRIDQ_CPU_RAW_ENCODE_H_
 
+#include "cpu/map_tile.h"
 #include "cpu/plane_job.h"
 #include "cpu/raw_tile.h"
 #include "cpu/scales.h"
@@ -159,7 +160,8 @@ static void EncodeRawDown(const PlaneJob& job, const RawTile& t, int64_t n0, int
 }
 
 struct EncodeTask {
-  Matrix x;
+  Matrix x;           // without memory if it is mapped
+  const MapJob* map;  // or null
   PlaneJob row, col;
   bool has_row, has_col;
   int tile_rows, tile_cols;
@@ -169,7 +171,8 @@ struct EncodeTask {
 
 // The tile after `index`, as far as its rows are whole.
 static NextTile TileAfter(const EncodeTask& task, int64_t index) {
-  const Matrix& x = task.x;
+  // What is read: of a gated map the first half.
+  const Matrix& x = task.map == nullptr ? task.x : task.map->map.x;
   const int64_t r0 = (index + 1) / task.tiles_across * task.tile_rows;
   const int64_t c0 = (index + 1) % task.tiles_across * task.tile_cols;
   if (r0 >= x.rows) return {nullptr, 0, 0, 0};
@@ -185,7 +188,8 @@ static void EncodeRawTile(const EncodeTask& task, int64_t index, Scratch& s) {
   const int nr = static_cast<int>(Min64(task.tile_rows, task.x.rows - r0));
   const int nc = static_cast<int>(Min64(task.tile_cols, task.x.cols - c0));
   const int nc_padded = RoundUp(nc, kRawLane);
-  const RawTile t = LoadRaw(task.x, r0, c0, nr, nc, task.has_col, s);
+  const RawTile t = task.map == nullptr ? LoadRaw(task.x, r0, c0, nr, nc, task.has_col, s)
+                                        : MapTile(*task.map, r0, c0, nr, nc, task.has_col, s);
   const NextTile next = TileAfter(task, index);
   if (task.has_row) {
     // Asked for once: with the last plane of this tile.
@@ -221,7 +225,16 @@ static void EncodeTiles(void* context, int64_t begin, int64_t end) {
     __atomic_store_n(&task.failed, 1, __ATOMIC_RELAXED);
     return;
   }
-  for (int64_t i = begin; i < end; ++i) kTile(task, i, *scratch);
+  if (task.map == nullptr) {
+    for (int64_t i = begin; i < end; ++i) kTile(task, i, *scratch);
+  } else {
+    StatisticsFront front(*task.map);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t r0 = i / task.tiles_across * task.tile_rows;
+      front.Reach(r0, Min64(r0 + task.tile_rows, task.x.rows));
+      kTile(task, i, *scratch);
+    }
+  }
   if (task.row.streams || task.col.streams) StreamFence();
 }
 

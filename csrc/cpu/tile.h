@@ -27,8 +27,9 @@ HQ_HD int64_t Min64(int64_t a, int64_t b) { return a < b ? a : b; }
 // Of one thread, kept for its lifetime: allocating it per call would cost more than a small encode.
 struct Scratch {
   alignas(64) float tile[kTileElements];
-  alignas(64) float turned[kTileElements];  // transposed, or transformed
-  alignas(64) uint32_t raw[kRawElements];   // of the fast path: x, padded
+  alignas(64) float turned[kTileElements];    // transposed, or transformed
+  alignas(64) uint32_t raw[kRawElements];     // of the fast path: x, padded
+  alignas(64) uint32_t mapped[kRawElements];  // a tile of a mapped matrix, padded
   alignas(64) uint16_t transformed[kRawElements];
   alignas(64) uint8_t codes[kRawElements];
   alignas(64) uint8_t flipped[kTileElements];

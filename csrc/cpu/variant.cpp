@@ -3,6 +3,7 @@
 #include "cpu/decode.h"
 #include "cpu/encode.h"
 #include "cpu/kernels.h"
+#include "cpu/mapped.h"
 #include "cpu/round.h"
 #include "cpu/row_amax.h"
 #include "cpu/whole.h"
@@ -35,18 +36,9 @@ static void DecodeCodes(Element element, const uint8_t* src, int64_t n, float* d
 
 const Kernels& Table() {
   static constexpr Kernels kTable = {
-      HQ_VARIANT_NAME,
-      &Encode,
-      &EncodePath,
-      &DecodePlane,
-      &Amax,
-      &RowAmax,
-      &Hadamard,
-      &Transpose,
-      &RoundStochastic,
-      &CastCodes,
-      &CastCodesStochastic,
-      &DecodeCodes,
+      HQ_VARIANT_NAME, &Encode,    &EncodePath,          &DecodePlane,     &Amax,
+      &RowAmax,        &Hadamard,  &Transpose,           &RoundStochastic, &MapStore,
+      &MapEncode,      &CastCodes, &CastCodesStochastic, &DecodeCodes,
   };
   return kTable;
 }

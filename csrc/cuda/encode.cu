@@ -1,7 +1,7 @@
 // Which kernel encodes: the tile kernel of the pair, that of each plane, or the general one.
 #include "cuda/common.h"
-#include "cuda/encode_fit.h"
 #include "cuda/encode_general.h"
+#include "cuda/encode_request.h"
 #include "cuda/encode_table.h"
 
 HQ_NAMESPACE_BEGIN
@@ -21,15 +21,6 @@ ExponentRule ExponentRuleOf(Rule rule) {
   }
 }
 
-// A plane, or only its amax.
-struct Request {
-  const GpuPlane* plane = nullptr;
-  bool is_amax = false;
-
-  Wanted Want() const { return {plane == nullptr ? nullptr : &plane->spec, is_amax}; }
-  bool StoresPlane() const { return plane != nullptr && !is_amax; }
-};
-
 // The entry for the planes, or null: then another kernel has to do it.
 const TileEntry* FindTile(const Matrix& x, const Request& row, const Request& col) {
   if (!MatrixFits(x)) return nullptr;
@@ -37,40 +28,22 @@ const TileEntry* FindTile(const Matrix& x, const Request& row, const Request& co
     for (int i = 0; i < table.count; ++i) {
       const TileEntry& entry = table.entries[i];
       if (!entry.matches(row.Want(), col.Want())) continue;
-      const bool fits =
-          (!row.StoresPlane() || RowFits(entry.row_draws, *row.plane)) &&
-          (!col.StoresPlane() || ColFits(entry.col_draws, entry.col_code_bits, *col.plane, x.rows));
+      const bool fits = PlanesFit(entry, row, col, x.rows);
       return fits ? &entry : nullptr;
     }
   }
   return nullptr;
 }
 
-// Of a plane whose amax alone is wanted, `scale` is where that goes.
-PlaneArgs ArgsOf(const Request& request, int64_t rows, int64_t k, DType dtype) {
-  if (request.plane == nullptr) return {};
-  if (!request.is_amax) return MakePlaneArgs(*request.plane, rows, k, dtype);
-  PlaneArgs p{};
-  p.scale = static_cast<uint8_t*>(request.plane->scale);
-  p.signs = request.plane->spec.signs;
-  return p;
-}
-
 void RunTileEntry(const TileEntry& entry, const Matrix& x, const Request& row, const Request& col,
                   Stream stream, const Ragged& ragged = {}) {
-  TileArgs args{};
-  args.x = x.data;
-  args.rows = static_cast<uint64_t>(x.rows);
-  args.cols = static_cast<uint64_t>(x.cols);
-  args.stride_row = x.stride_row;
-  args.is_fp16 = x.dtype == DType::kFloat16;
-  args.row = ArgsOf(row, x.rows, x.cols, x.dtype);
+  TileArgs args = MakeTileArgs(x, row, col);
   const bool is_ragged = ragged.ends != nullptr;
   args.ends = ragged.ends;
   args.padded = ragged.padded;
   args.groups = ragged.groups;
   args.padded_rows = static_cast<uint64_t>(ragged.padded_rows);
-  args.col = ArgsOf(col, x.cols, is_ragged ? ragged.padded_rows : x.rows, x.dtype);
+  if (is_ragged) args.col = ArgsOf(col, x.cols, ragged.padded_rows, x.dtype);
   entry.run(args, x.dtype == DType::kBFloat16, stream);
 }
 

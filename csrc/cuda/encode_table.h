@@ -68,17 +68,21 @@ bool ArePlanes(const Wanted& row, const Wanted& col) {
   return IsKind<Row>(row) && IsKind<Col>(col);
 }
 
+// The launch, and the tiles into `args`.
+template <class G>
+LaunchShape TileShape(TileArgs* args, const char* name) {
+  const uint64_t across = (args->cols + G::kTileCols - 1) / G::kTileCols;
+  // Ragged: the padded rows, and one tile more, since what belongs to no group may begin anywhere.
+  const uint64_t rows = args->ends == nullptr ? args->rows : args->padded_rows + kTileRows;
+  const uint64_t down = (rows + kTileRows - 1) / kTileRows;
+  args->tiles_across = static_cast<uint32_t>(across);
+  args->tiles_down = static_cast<uint32_t>(down);
+  return {static_cast<int64_t>(across * down), G::kThreads, G::kSharedBytes, name};
+}
+
 template <class Row, class Col>
 void RunTile(TileArgs args, bool is_bf16, Stream stream) {
-  using G = Geometry<Row, Col>;
-  const uint64_t across = (args.cols + G::kTileCols - 1) / G::kTileCols;
-  // Ragged: the padded rows, and one tile more, since what belongs to no group may begin anywhere.
-  const uint64_t rows = args.ends == nullptr ? args.rows : args.padded_rows + kTileRows;
-  const uint64_t down = (rows + kTileRows - 1) / kTileRows;
-  const LaunchShape shape{static_cast<int64_t>(across * down), G::kThreads, G::kSharedBytes,
-                          "EncodeTile"};
-  args.tiles_across = static_cast<uint32_t>(across);
-  args.tiles_down = static_cast<uint32_t>(down);
+  const LaunchShape shape = TileShape<Geometry<Row, Col>>(&args, "EncodeTile");
   if (is_bf16) {
     Launch(EncodeTile<Row, Col, true>, shape, stream, args);
   } else {

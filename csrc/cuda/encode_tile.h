@@ -328,9 +328,16 @@ HQ_DEVICE void ColumnPart(const TileArgs& a, const V& v, const Place<G>& at) {
 
 // ---- the kernel
 
-// `block`: of this tensor's; see encode_many.h.
-template <class Row, class Col, bool kBf16>
-HQ_DEVICE void EncodeTileOf(const TileArgs& a, uint32_t block) {
+// Elements are encoded as they were read.
+struct AsRead {
+  template <class V, class G>
+  HQ_DEVICE void operator()(V&, const Place<G>&, int, int64_t) const {}
+};
+
+// `block`: of this tensor's; see encode_many.h. `change(v, at, rows, first)` may change the
+// elements of the thread's first `rows` rows, whose first lies at `first`; see encode_mapped.h.
+template <class Row, class Col, bool kBf16, class Change = AsRead>
+HQ_DEVICE void EncodeTileOf(const TileArgs& a, uint32_t block, const Change& change = {}) {
   using G = Geometry<Row, Col>;
   const Place<G> at(a, block);
   Elements<G::kRows, G::kCols, kBf16> v;
@@ -345,6 +352,7 @@ HQ_DEVICE void EncodeTileOf(const TileArgs& a, uint32_t block) {
       v.ClearRow(i);
     }
   }
+  change(v, at, rows_left, first);
   if constexpr (Row::kIsAmax) {
     PutTileMax<G>(v.MaxOfAll(), a.row.scale, G::kRowMaxAt);
   } else if constexpr (Row::kExists) {

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "core/matrix.h"
+#include "core/prologue.h"
 #include "core/spec.h"
 #include "formats/common.h"
 
@@ -79,6 +80,15 @@ struct ManyTensor {
 // the columns follow those of the rows. `seeds`: [count].
 void EncodeMany(const ManyPlane& row, const ManyPlane& col, const ManyTensor* tensors,
                 int64_t count, const int64_t* seeds, Stream stream);
+
+// y, [rows, cols] contiguous, of a prologue over device pointers; a norm's mean and rstd are
+// written.
+void MapStore(const Prologue& map, void* out, Stream stream);
+
+// EncodeFromScratch of y, which is made in registers only; a norm's mean and rstd are written.
+// Returns false, and does nothing, if no kernel makes it so: then y has to be stored first.
+bool MapEncode(const Prologue& map, const GpuPlane* row, const GpuPlane* col, float* row_stat,
+               float* col_stat, Stream stream);
 
 // Which kernels EncodePlanes would launch, as text: for tests and for `explain`.
 std::string EncodePath(const Matrix& x, const GpuPlane* row, const GpuPlane* col);

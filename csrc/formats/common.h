@@ -1,8 +1,8 @@
 // What every format header needs: the host+device macro, bit casts and IEEE operations by name.
 //
-// All arithmetic goes through MulRn/AddRn/SubRn/DivRn: on a host they are the plain operators (the
-// build sets -ffp-contract=off), on a device the intrinsics that a compiler may not contract into
-// an FMA. So both sides compute the same bits.
+// All arithmetic goes through MulRn, AddRn, SubRn, DivRn and SqrtRn: on a host they are the plain
+// operators (the build sets -ffp-contract=off), on a device the intrinsics that a compiler may not
+// contract into an FMA. So both sides compute the same bits.
 //
 // HQ_VARIANT: the CPU kernels are compiled several times with different -march flags. The inline
 // namespace keeps the copies of every inline function apart, or else the linker would keep one of
@@ -104,6 +104,14 @@ HQ_HD float RcpRn(float v) {
   return __frcp_rn(v);
 #else
   return 1.0f / v;
+#endif
+}
+
+HQ_HD float SqrtRn(float v) {
+#if defined(__CUDA_ARCH__)
+  return __fsqrt_rn(v);
+#else
+  return __builtin_sqrtf(v);
 #endif
 }
 

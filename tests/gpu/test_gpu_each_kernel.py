@@ -17,6 +17,7 @@ import kernel_cases as cases
 from hybridq import reference
 from hybridq.kernels.backend_cpu import core, core_spec
 from hybridq.kernels.types import EncodeArgs
+from prologue_cases import check_map, check_map_encode, prologue, source
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -137,10 +138,25 @@ def _swizzle(kernels: cases.Kernels) -> None:
         cases.assert_same(got, want, f"{rows}x{blocks}")
 
 
+def _map(kind: str, is_encoded: bool) -> Run:
+    def run(kernels: cases.Kernels) -> None:
+        x = source(kind, 256, 512, torch.bfloat16, 1, "normal")
+        made, spec = prologue(kind, kind == "LayerNorm", 512), _PLAIN["mxfp8"]
+        if is_encoded:
+            check_map_encode(kernels, x, made, spec, spec, kind)
+        else:
+            check_map(kernels, x, made, kind)
+
+    return run
+
+
 #: Kernel to the check that launches it.
 CALLS: dict[str, Run] = {
     "EncodeTile": _encode("mxfp8"),
     "EncodeMany": _many("mxfp8"),
+    "EncodeMapped": _map("swiglu", True),
+    "NormRows": _map("LayerNorm", False),
+    "ActivateGroups": _map("gelu", False),
     "EncodeGeneral": _encode("nvfp4 mae"),
     "AmaxAlong": _amax("nvfp4 sr", False),
     "AmaxStrided": _amax("nvfp4 sr", False, step=2),

@@ -27,6 +27,8 @@ _OVERFLOW = (
     "tests/test_encode.py::test_overflowing_quotient_after_a_transform_is_bf16s_maximum",
 )
 _ROUND = ("tests/test_core_round.py",)
+_NORM = ("tests/test_norm_encode.py::test_norm_is_the_oracles",)
+_ACTIVATION = ("tests/test_activation_encode.py::test_activation_of_every_half_is_the_oracles",)
 
 
 def _of(
@@ -354,7 +356,7 @@ CORE = (
     _of(
         "columns-keep-the-rows-offsets",
         rules.LAYOUT,
-        "bindings/module.cpp",
+        "bindings/planes.h",
         "columnwise ? out.col0 : out.row0,\n          columnwise ? out.row0 : out.col0,",
         "out.row0,\n          out.col0,",
         _PLACED,
@@ -445,5 +447,37 @@ CORE = (
         "_mm_setcsr(0x1f80);",
         "_mm_setcsr(0x9fc0);",
         needs="x86_64",
+    ),
+    _of(
+        "sums-fold-other-pairs",
+        rules.FOLDED_SUMS,
+        "cpu/norm.h",
+        "p[i] = AddRn(p[i], p[i + 64]);",
+        "p[i] = AddRn(p[i], p[127 - i]);",
+        _NORM,
+    ),
+    _of(
+        "relu-drops-nan",
+        rules.RELU_NAN,
+        "formats/activation.h",
+        "static_cast<uint32_t>(v < 0.0f) - 1u",
+        "static_cast<uint32_t>(!(v > 0.0f)) - 1u",
+        _ACTIVATION,
+    ),
+    _of(
+        "sigmoid-of-one-form",
+        rules.SMALL_SIGMOID,
+        "formats/activation.h",
+        "return DivRn(v < 0.0f ? small : 1.0f, AddRn(small, 1.0f));",
+        "return DivRn(1.0f, AddRn(v < 0.0f ? DivRn(1.0f, small) : small, 1.0f));",
+        _ACTIVATION,
+    ),
+    _of(
+        "gate-after-rounding",
+        rules.GATE_IN_FP32,
+        "cpu/map_tile.h",
+        "*a = MulRn(*a, first);",
+        "*a = MulRn(Input<kType>::Get(RoundTo<kType>(*a)), first);",
+        _ACTIVATION,
     ),
 )

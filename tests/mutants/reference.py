@@ -21,6 +21,8 @@ _OVERFLOW = (
     "tests/test_encode.py::test_overflowing_quotient_after_a_transform_is_bf16s_maximum",
 )
 _ROUND = ("tests/test_round_stochastic.py",)
+_NORM = ("tests/test_norm_encode.py::test_norm_is_the_oracles",)
+_ACTIVATION = ("tests/test_activation_encode.py::test_activation_of_every_half_is_the_oracles",)
 
 
 def _of(
@@ -379,5 +381,37 @@ REFERENCE = (
         "scales",
         "encode = torch.where(encode.isnan(), encode, cleared)",
         "encode = cleared",
+    ),
+    _of(
+        "sums-fold-neighbours",
+        rules.FOLDED_SUMS,
+        "norm",
+        "partial = partial[:, :half] + partial[:, half:]",
+        "partial = partial[:, 0::2] + partial[:, 1::2]",
+        _NORM,
+    ),
+    _of(
+        "relu-drops-nan",
+        rules.RELU_NAN,
+        "activation",
+        "torch.where(v < 0.0, 0.0, v)",
+        "torch.where(v > 0.0, v, 0.0)",
+        _ACTIVATION,
+    ),
+    _of(
+        "sigmoid-of-one-form",
+        rules.SMALL_SIGMOID,
+        "activation",
+        "torch.where(v < 0.0, small, 1.0) / (small + 1.0)",
+        "1.0 / (exp(-v) + 1.0)",
+        _ACTIVATION,
+    ),
+    _of(
+        "gate-after-rounding",
+        rules.GATE_IN_FP32,
+        "activation",
+        "(record.function(first) * second)",
+        "(record.function(first).to(x.dtype).float() * second)",
+        _ACTIVATION,
     ),
 )

@@ -68,6 +68,14 @@ STRIDES = Rule(_HADAMARD, "FP32 butterflies with strides 1, 2, 4, 8")
 TURNED_BF16 = Rule(_HADAMARD, "round to BF16; then quantize")
 AMAX_AFTER = Rule(_HADAMARD, "amax taken after it")
 
+_NORMS = "Norms"
+FOLDED_SUMS = Rule(_NORMS, "partials i and i + 128, then i and i + 64, ..., i and i + 1")
+
+_ACTIVATIONS = "Activations"
+RELU_NAN = Rule(_ACTIVATIONS, "0 for v < 0, else v: -0 and NaN stay")
+SMALL_SIGMOID = Rule(_ACTIVATIONS, "sigmoid(v) = (v < 0 ? e : 1) / (e + 1)")
+GATE_IN_FP32 = Rule(_ACTIVATIONS, "the function of the first half, as FP32, times the second half")
+
 _OPERANDS = "Operands of a GEMM, and dequantize"
 RANGE_LOW = Rule(_OPERANDS, "values outside BF16's normal range")
 RANGE_INF = Rule(_OPERANDS, "an inf counts as outside")

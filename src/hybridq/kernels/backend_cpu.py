@@ -11,7 +11,7 @@ import torch
 from .. import settings
 from ..formats import PlaneSpec
 from .registry import Backend, Call, register_backend
-from .types import EncodeArgs
+from .types import EncodeArgs, Prologue
 
 __all__ = ["CPU", "core", "core_error"]
 
@@ -145,6 +145,32 @@ class _Encoder:
         col_stream: int,
     ) -> list[torch.Tensor]:
         rows, cols = x.shape
+        given = (row_stat, col_stat, seed, row0, col0, row_stream, col_stream)
+        # The seed may be a copy, and is read in the call.
+        buffers, planes, seed = self.planes(rows, cols, *given)
+        core.encode_from_scratch(
+            x.data_ptr(), self._dtype, rows, cols, *x.stride(), *planes, _threads()
+        )
+        return buffers
+
+    def planes(
+        self,
+        rows: int,
+        cols: int,
+        row_stat: torch.Tensor | None,
+        col_stat: torch.Tensor | None,
+        seed: torch.Tensor | None,
+        row0: int,
+        col0: int,
+        row_stream: int,
+        col_stream: int,
+    ) -> tuple[list[torch.Tensor], _Planes, torch.Tensor | None]:
+        """Return new buffers of the planes, what the core takes of them, and the seed it reads.
+
+        Args:
+            rows, cols: of the matrix that will be encoded.
+            row_stat, col_stat, seed, row0, col0, row_stream, col_stream: as in `EncodeArgs`.
+        """
         seed_pointer = 0
         if seed is not None and self._seeded:
             seed = seed.cpu()  # itself, if it is there already
@@ -185,21 +211,11 @@ class _Encoder:
                 col0,
                 col_stream,
             )
-        core.encode_from_scratch(
-            x.data_ptr(),
-            self._dtype,
-            rows,
-            cols,
-            *x.stride(),
-            first,
-            second,
-            row_finds,
-            col_finds,
-            _threads(),
-        )
-        return buffers
+        return buffers, (first, second, row_finds, col_finds), seed
 
 
+#: Both planes, each as the core takes it or None, and whether the core finds the amax of each.
+_Planes = tuple[tuple[Any, ...] | None, tuple[Any, ...] | None, bool, bool]
 #: Shape and dtype of buffers.
 _Sizes = tuple[tuple[tuple[int, ...], torch.dtype | None], ...]
 
@@ -234,6 +250,86 @@ def _encode(
         args.row_stream,
         args.col_stream,
     )
+
+
+#: gamma, beta, mean and rstd (addresses), eps.
+_Weights = tuple[int, int, int, int, float]
+
+
+def _prologue(
+    x: torch.Tensor, prologue: Prologue
+) -> tuple[torch.Tensor, int, list[torch.Tensor], _Weights | None]:
+    """Return x with contiguous rows, the result's columns, a norm's statistics and its weights."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    cols = x.shape[1]
+    if prologue.gamma is None:
+        return x, cols // 2 if prologue.is_gated else cols, [], None
+    count = x.shape[0]
+    sizes = (count if prologue.kind == "LayerNorm" else 0, count)
+    mean, rstd = (_empty(size, dtype=torch.float32, device=_CPU) for size in sizes)
+    weights = (
+        prologue.gamma.data_ptr(),
+        _pointer(prologue.beta),
+        mean.data_ptr(),
+        rstd.data_ptr(),
+        prologue.eps,
+    )
+    return x, cols, [mean, rstd], weights
+
+
+def _map(x: torch.Tensor, prologue: Prologue) -> tuple[torch.Tensor, ...]:
+    x, cols, stats, weights = _prologue(x, prologue)
+    rows = x.shape[0]
+    out = _empty(rows, cols, dtype=x.dtype, device=_CPU)
+    core.map_store(
+        prologue.core,
+        prologue.is_gated,
+        weights,
+        x.data_ptr(),
+        DTYPES[x.dtype],
+        rows,
+        cols,
+        x.stride(0),
+        out.data_ptr(),
+        _threads(),
+    )
+    return (out, *stats)
+
+
+def _map_encode(
+    x: torch.Tensor,
+    prologue: Prologue,
+    args: EncodeArgs,
+    row: PlaneSpec | None,
+    col: PlaneSpec | None,
+) -> tuple[Any, ...]:
+    x, cols, stats, weights = _prologue(x, prologue)
+    rows = x.shape[0]
+    buffers, planes, _seed = encoder(row, col, x.dtype).planes(
+        rows,
+        cols,
+        args.row_stat,
+        args.col_stat,
+        args.seed,
+        args.row0,
+        args.col0,
+        args.row_stream,
+        args.col_stream,
+    )
+    core.map_encode(
+        prologue.core,
+        prologue.is_gated,
+        weights,
+        x.data_ptr(),
+        DTYPES[x.dtype],
+        rows,
+        cols,
+        x.stride(0),
+        *planes,
+        _threads(),
+    )
+    return (buffers, *stats)
 
 
 def _run_decode(
@@ -328,6 +424,8 @@ CPU = register_backend(
         _supports,
         {
             "encode": _encode,
+            "map": _map,
+            "map_encode": _map_encode,
             "decode": _decode,
             "operand": _operand,
             "amax": _amax,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +17,37 @@ import torch
 from ..formats import PlaneSpec
 from ..reference import FOLD_WIDTH, Folded
 from .backend_cpu import DTYPES, core, core_error, core_spec
+from .cuda_prologue import encode_mapped, store_mapped
 from .cuda_ragged import encode_ragged
 from .device import Chip, described
 from .registry import Backend, Call, register_backend
 from .types import EncodeArgs, ManyArgs
 
 __all__ = ["CUDA"]
+
+
+@dataclass(frozen=True)
+class NewPlanes:
+    """Planes about to be written: buffers, what the module takes, and what stays alive until then.
+
+    Args:
+        buffers: of the rowwise plane, then of the columnwise plane.
+        planes: as the module takes them, None for no plane.
+        finds: whether the amax of each is found by the kernels.
+        stats: amaxima, given or found.
+        copied: where the first of them goes as well, or None.
+    """
+
+    buffers: list[torch.Tensor]
+    planes: list[tuple[Any, ...] | None]
+    finds: list[bool]
+    stats: list[torch.Tensor]
+    copied: torch.Tensor | None
+
+    def finish(self) -> None:
+        """Complete the planes, after the launch."""
+        if self.copied is not None:
+            self.copied.copy_(self.stats[0])
 
 
 class GpuKernels:
@@ -47,54 +73,76 @@ class GpuKernels:
     ) -> list[torch.Tensor]:
         """Encode one or both planes; statistics that are not given are found on the way."""
         rows, cols = x.shape
+        with self.launch(x.device) as stream:
+            made = self.new_planes(x.device, rows, cols, row, col, args)
+            source = self.pointer(x)
+            self.module.encode(
+                source, DTYPES[x.dtype], rows, cols, *x.stride(), *made.planes, *made.finds, stream
+            )
+            made.finish()
+        return made.buffers
+
+    def new_planes(
+        self,
+        device: torch.device,
+        rows: int,
+        cols: int,
+        row: PlaneSpec | None,
+        col: PlaneSpec | None,
+        args: EncodeArgs,
+    ) -> NewPlanes:
+        """Return new planes of a matrix `[rows, cols]`, before the kernels that write them."""
         buffers: list[torch.Tensor] = []
         planes: list[tuple[Any, ...] | None] = []
         finds: list[bool] = []
-        stats: list[torch.Tensor] = []  # alive until the launch
+        stats: list[torch.Tensor] = []
         shared = _share_amax(row, col, args)
-        with self.launch(x.device) as stream:
-            for spec, shape, given, random_stream in (
-                (row, (rows, cols), args.row_stat, args.row_stream),
-                (col, (cols, rows), args.col_stat, args.col_stream),
-            ):
-                if spec is None:
-                    planes.append(None)
-                    finds.append(False)
-                    continue
-                own = [
-                    torch.empty(buffer.shape, dtype=buffer.dtype, device=x.device)
-                    for buffer in spec.buffers(*shape)
-                ]
-                stat = given
-                finds.append(spec.needs_amax and given is None)
-                if finds[-1]:
-                    stat = own[2] if len(own) == 3 else own[1].new_empty(1)
-                    if shared and stats:
-                        finds[-1], stat = False, stats[0]
-                if stat is not None:
-                    stats.append(stat)
-                planes.append(
-                    (
-                        core_spec(spec)[0],
-                        self.pointer(own[0], True),
-                        self.pointer(own[1], True),
-                        self.pointer(stat, given is None),
-                        self.pointer(args.seed if spec.stochastic else None),
-                        args.row0,
-                        args.col0,
-                        random_stream,
-                    )
+        copied = None
+        for spec, shape, given, random_stream in (
+            (row, (rows, cols), args.row_stat, args.row_stream),
+            (col, (cols, rows), args.col_stat, args.col_stream),
+        ):
+            if spec is None:
+                planes.append(None)
+                finds.append(False)
+                continue
+            own = [
+                torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+                for buffer in spec.buffers(*shape)
+            ]
+            stat = given
+            finds.append(spec.needs_amax and given is None)
+            if finds[-1]:
+                stat = own[2] if len(own) == 3 else own[1].new_empty(1)
+                if shared and stats:
+                    finds[-1], stat = False, stats[0]
+                    copied = own[2] if len(own) == 3 else None
+            if stat is not None:
+                stats.append(stat)
+            planes.append(
+                (
+                    core_spec(spec)[0],
+                    self.pointer(own[0], True),
+                    self.pointer(own[1], True),
+                    self.pointer(stat, given is None),
+                    self.pointer(args.seed if spec.stochastic else None),
+                    args.row0,
+                    args.col0,
+                    random_stream,
                 )
-                buffers += own
-                if len(own) == 3 and given is not None:
-                    own[2].copy_(given)
-            source = self.pointer(x)
-            self.module.encode(
-                source, DTYPES[x.dtype], rows, cols, *x.stride(), *planes, *finds, stream
             )
-            if shared and len(own) == 3:
-                own[2].copy_(stats[0])
-        return buffers
+            buffers += own
+            if len(own) == 3 and given is not None:
+                own[2].copy_(given)
+        return NewPlanes(buffers, planes, finds, stats, copied)
+
+    def map(self, *call: Any) -> tuple[torch.Tensor, ...]:
+        """Return a norm or an activation of a matrix: `cuda_prologue`."""
+        return store_mapped(self, *call)
+
+    def map_encode(self, *call: Any, **specs: Any) -> tuple[Any, ...]:
+        """Encode a norm or an activation, in registers where a kernel does so: `cuda_prologue`."""
+        return encode_mapped(self, *call, **specs)
 
     def encode_many(
         self,
@@ -308,6 +356,8 @@ class GpuKernels:
             "encode",
             "encode_many",
             "encode_ragged",
+            "map",
+            "map_encode",
             "decode",
             "operand",
             "amax",

@@ -11,7 +11,7 @@ from ..formats import ELEMENTS, PlaneSpec
 from .grouped import group_ends, keeps_turned, one_of, token_slices
 from .native_layout import swizzle
 from .registry import Backend, Call, register_backend
-from .types import EncodeArgs, GemmArgs, GroupedArgs, GroupedOperand, Operand
+from .types import EncodeArgs, GemmArgs, GroupedArgs, GroupedOperand, Operand, Prologue
 
 __all__ = ["REFERENCE"]
 
@@ -85,6 +85,12 @@ def _wide(operand: Operand, keep_turned: bool) -> torch.Tensor:
     return wide if factor is None else wide * factor.double()[:, None]
 
 
+def _map(x: torch.Tensor, prologue: Prologue) -> tuple[torch.Tensor, ...]:
+    if prologue.gamma is None:
+        return (reference.activation(x, prologue.kind),)
+    return reference.norm(x, prologue.gamma, prologue.beta, prologue.eps, prologue.kind)
+
+
 def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
     # Both turned alike: the turn cancels in the product.
     keep = a.spec.signs is not None and a.spec.signs == b.spec.signs
@@ -129,6 +135,7 @@ REFERENCE = register_backend(
         _supports,
         {
             "encode": _encode,
+            "map": _map,
             "decode": _decode,
             "operand": _operand,
             "amax": reference.tensor_amax,

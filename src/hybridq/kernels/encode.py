@@ -15,7 +15,14 @@ from ..formats import PlaneSpec
 from .registry import Backend, Call, cached_choice, operation, select
 from .types import EncodeArgs
 
-__all__ = ["EncodePlan", "Place", "encode_plan", "run_encode", "statistic"]
+__all__ = [
+    "EncodePlan",
+    "Place",
+    "encode_plan",
+    "given_statistic",
+    "run_encode",
+    "statistic",
+]
 
 #: row0, col0, row_stream, col_stream, as in `EncodeArgs`.
 Place = tuple[int, int, int, int]
@@ -151,15 +158,34 @@ def statistic(
     if spec is None or not spec.needs_amax:
         return None
     if given is not None:
-        shape = spec.stat_shape(x.shape[0])
-        if given.dtype != torch.float32 or given.numel() != shape[0]:
-            wanted = f"one value for each of {shape[0]} rows" if spec.row_scaled else "one value"
-            raise ValueError(
-                f"{where}: a statistic of {spec} must be float32 with {wanted}, got {given.dtype} "
-                f"{tuple(given.shape)}"
-            )
-        return given.reshape(shape).clamp(max=torch.finfo(torch.float32).max)
+        return given_statistic(x.shape[0], spec, given, where)
     return operation("amax", "cpu" if x.is_cpu else x.device.type, x.dtype, spec)(x, spec)
+
+
+def given_statistic(
+    rows: int, spec: PlaneSpec | None, given: torch.Tensor | None, where: str
+) -> torch.Tensor | None:
+    """Return the amax that was given for a plane, as kernels take it; None where there is none.
+
+    Args:
+        rows: of the plane.
+        spec: of the plane, or None.
+        given: FP32, or None.
+        where: the function that takes it, for the error.
+
+    Raises:
+        ValueError: `given` is not FP32, or not as many values as the plane needs.
+    """
+    if spec is None or given is None or not spec.needs_amax:
+        return None
+    shape = spec.stat_shape(rows)
+    if given.dtype != torch.float32 or given.numel() != shape[0]:
+        wanted = f"one value for each of {shape[0]} rows" if spec.row_scaled else "one value"
+        raise ValueError(
+            f"{where}: a statistic of {spec} must be float32 with {wanted}, got {given.dtype} "
+            f"{tuple(given.shape)}"
+        )
+    return given.reshape(shape).clamp(max=torch.finfo(torch.float32).max)
 
 
 def _at(position: int, spec: PlaneSpec) -> tuple[PlaneSpec | None, PlaneSpec | None]:

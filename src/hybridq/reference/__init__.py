@@ -5,37 +5,47 @@ Runs on any device that PyTorch runs on. `docs/numerics.md` states the rules wit
 
 from __future__ import annotations
 
+from .activation import ACTIVATIONS, Activation, activation, exp, sigmoid
 from .decode import decode_plane, plane_operand, tensor_factor
 from .elements import cast, decode_codes, pack, unpack
 from .encode import encode_plane, tensor_amax
 from .fold import FOLD_WIDTH, Folded, fold_element, fold_lift, fold_plane
 from .gemm import gemm
 from .hadamard import hadamard, inverse_hadamard
+from .norm import NORMS, norm, row_sums
 from .philox import philox, random_bits, random_bytes
 from .rounding import round_stochastic
 from .scales import BlockScales, block_scales
 
 __all__ = [
+    "ACTIVATIONS",
     "FOLD_WIDTH",
+    "NORMS",
+    "Activation",
     "BlockScales",
     "Folded",
+    "activation",
     "block_scales",
     "cast",
     "decode_codes",
     "decode_plane",
     "encode_plane",
+    "exp",
     "fold_element",
     "fold_lift",
     "fold_plane",
     "gemm",
     "hadamard",
     "inverse_hadamard",
+    "norm",
     "pack",
     "philox",
     "plane_operand",
     "random_bits",
     "random_bytes",
     "round_stochastic",
+    "row_sums",
+    "sigmoid",
     "tensor_amax",
     "tensor_factor",
     "unpack",

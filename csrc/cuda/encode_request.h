@@ -1,0 +1,54 @@
+// What a tile kernel is asked for, and the arguments that it takes.
+#ifndef HYBRIDQ_CUDA_ENCODE_REQUEST_H_
+#define HYBRIDQ_CUDA_ENCODE_REQUEST_H_
+
+#include "cuda/encode_fit.h"
+#include "cuda/encode_table.h"
+
+HQ_NAMESPACE_BEGIN
+
+namespace cuda {
+
+// A plane, or only its amax.
+struct Request {
+  const GpuPlane* plane = nullptr;
+  bool is_amax = false;
+
+  Wanted Want() const { return {plane == nullptr ? nullptr : &plane->spec, is_amax}; }
+  bool StoresPlane() const { return plane != nullptr && !is_amax; }
+};
+
+// Of a plane whose amax alone is wanted, `scale` is where that goes.
+inline PlaneArgs ArgsOf(const Request& request, int64_t rows, int64_t k, DType dtype) {
+  if (request.plane == nullptr) return {};
+  if (!request.is_amax) return MakePlaneArgs(*request.plane, rows, k, dtype);
+  PlaneArgs p{};
+  p.scale = static_cast<uint8_t*>(request.plane->scale);
+  p.signs = request.plane->spec.signs;
+  return p;
+}
+
+inline TileArgs MakeTileArgs(const Matrix& x, const Request& row, const Request& col) {
+  TileArgs args{};
+  args.x = x.data;
+  args.rows = static_cast<uint64_t>(x.rows);
+  args.cols = static_cast<uint64_t>(x.cols);
+  args.stride_row = x.stride_row;
+  args.is_fp16 = x.dtype == DType::kFloat16;
+  args.row = ArgsOf(row, x.rows, x.cols, x.dtype);
+  args.col = ArgsOf(col, x.cols, x.rows, x.dtype);
+  return args;
+}
+
+// Whether the planes lie so that the kernel of `entry` can write them. `rows`: of x.
+template <class E>
+bool PlanesFit(const E& entry, const Request& row, const Request& col, int64_t rows) {
+  return (!row.StoresPlane() || RowFits(entry.row_draws, *row.plane)) &&
+         (!col.StoresPlane() || ColFits(entry.col_draws, entry.col_code_bits, *col.plane, rows));
+}
+
+}  // namespace cuda
+
+HQ_NAMESPACE_END
+
+#endif  // HYBRIDQ_CUDA_ENCODE_REQUEST_H_

@@ -1,0 +1,102 @@
+"""Norms and activations on the CUDA backend, alone and before an encode.
+
+The tile kernels change BF16 elements in registers, between their load and the first maximum, for
+the planes of a module's input in the usual formats. Everything else is two steps: the matrix
+between is written by one kernel and encoded by others. Both give the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..formats import PlaneSpec
+from .backend_cpu import DTYPES
+from .types import EncodeArgs, Prologue
+
+__all__ = ["encode_mapped", "store_mapped"]
+
+
+def _call(
+    kernels: Any, x: torch.Tensor, prologue: Prologue
+) -> tuple[int, list[torch.Tensor], tuple[Any, ...]]:
+    """Return the result's columns, a norm's statistics, and what the module takes first.
+
+    Args:
+        kernels: `backend_cuda.GpuKernels`, in its `launch`.
+        x: with contiguous rows.
+    """
+    rows, cols = x.shape
+    stats: list[torch.Tensor] = []
+    weights = None
+    if prologue.gamma is None:
+        cols = cols // 2 if prologue.is_gated else cols
+    else:
+        sizes = (rows if prologue.kind == "LayerNorm" else 0, rows)
+        stats = [torch.empty(size, dtype=torch.float32, device=x.device) for size in sizes]
+        weights = (
+            kernels.pointer(prologue.gamma),
+            kernels.pointer(prologue.beta),
+            *(kernels.pointer(stat, True) for stat in stats),
+            prologue.eps,
+        )
+    source = (kernels.pointer(x), DTYPES[x.dtype], rows, cols, x.stride(0))
+    return cols, stats, (prologue.core, prologue.is_gated, weights, *source)
+
+
+def _store(
+    kernels: Any, x: torch.Tensor, cols: int, call: tuple[Any, ...], stream: int
+) -> torch.Tensor:
+    y = torch.empty(x.shape[0], cols, dtype=x.dtype, device=x.device)
+    kernels.module.map_store(*call, kernels.pointer(y, True), stream)
+    return y
+
+
+def store_mapped(kernels: Any, x: torch.Tensor, prologue: Prologue) -> tuple[torch.Tensor, ...]:
+    """Return a norm or an activation of x, and of a norm the rows' mean and rstd.
+
+    Args:
+        kernels: `backend_cuda.GpuKernels`.
+        x: `[rows, cols]`.
+        prologue: which.
+    """
+    x = x if x.stride(1) == 1 else x.contiguous()
+    with kernels.launch(x.device) as stream:
+        cols, stats, call = _call(kernels, x, prologue)
+        y = _store(kernels, x, cols, call, stream)
+    return (y, *stats)
+
+
+def encode_mapped(
+    kernels: Any,
+    x: torch.Tensor,
+    prologue: Prologue,
+    args: EncodeArgs,
+    row: PlaneSpec | None,
+    col: PlaneSpec | None,
+) -> tuple[Any, ...]:
+    """Return the buffers of one or both planes of a norm or an activation of x.
+
+    Args:
+        kernels: `backend_cuda.GpuKernels`.
+        x: `[rows, cols]`.
+        prologue: which.
+        args, row, col: as encode takes them.
+
+    Returns:
+        The buffers; and of a norm the rows' mean and rstd.
+    """
+    x = x if x.stride(1) == 1 else x.contiguous()
+    rows = x.shape[0]
+    with kernels.launch(x.device) as stream:
+        cols, stats, call = _call(kernels, x, prologue)
+        made = kernels.new_planes(x.device, rows, cols, row, col, args)
+        planes = (*made.planes, *made.finds, stream)
+        if not kernels.module.map_encode(*call, *planes):
+            y = _store(kernels, x, cols, call, stream)
+            kernels.module.encode(
+                kernels.pointer(y), DTYPES[x.dtype], rows, cols, *y.stride(), *planes
+            )
+        made.finish()
+    return (made.buffers, *stats)
