@@ -29,6 +29,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # For example: make demo ARGS="--steps 50 --recipes bf16,mxfp8"
+#              make demo ARGS="--model moe" (a mixture of experts)
 ARGS ?=
 # For example: --cuobjdump <path>, if the toolkit has none.
 SASS_ARGS ?=

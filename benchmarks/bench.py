@@ -16,12 +16,13 @@ from pathlib import Path
 
 import fused
 import layers
+import modules
 import products
 import quantize
 import torch
 from timing import cpu_name, lines, measure, slug
 
-PARTS = {part.NAME: part for part in (quantize, products, layers, fused)}
+PARTS = {part.NAME: part for part in (quantize, products, layers, fused, modules)}
 
 
 def main() -> None:

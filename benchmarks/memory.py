@@ -1,9 +1,10 @@
 """What a training step holds in memory, by recipe. python benchmarks/memory.py [--tokens 4096]
 
 The demo's transformer in bfloat16, larger: forward and backward of one step in a process of its
-own per recipe. `saved` is what autograd keeps for the backward (hybridq.memory_report), by what
-keeps it; `peak` the process's largest resident memory in the step over what it had before it,
-read from Linux. Neither depends on how busy the machine is.
+own per recipe and kind of modules. `saved` is what autograd keeps for the backward
+(hybridq.memory_report), and `linears` the part of it that hybridq's modules keep; `peak` is the
+process's largest resident memory in the step over what it had before, read from Linux. None of
+them depends on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 
 import hybridq
 from hybridq.demo.model import ModelConfig, Transformer
+from hybridq.demo.variants import VARIANTS
 
 CONFIG = ModelConfig(layers=4, hidden=1024, heads=16, ffn=2816, sequence=512)
 RECIPES = ("bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4", "mxfp8_fwd_nvfp4_bwd")
@@ -33,14 +35,15 @@ def _resident(field: str) -> int:
 
 
 def _linears(model: torch.nn.Module, report: hybridq.MemoryReport) -> int:
-    names = [name for name, module in model.named_modules() if isinstance(module, hybridq.Linear)]
+    kind = hybridq.nn.QuantizedModule
+    names = [name for name, module in model.named_modules() if isinstance(module, kind)]
     return sum(report.nbytes("saved", name) for name in names)
 
 
-def measure(recipe: str, tokens: int) -> dict[str, int]:
+def measure(recipe: str, variant: str, tokens: int) -> dict[str, int]:
     """Return bytes of one recipe's step."""
     torch.manual_seed(0)
-    model = hybridq.convert(Transformer(CONFIG)).bfloat16()
+    model = VARIANTS[variant](hybridq.convert(Transformer(CONFIG))).bfloat16()
     batch = torch.randint(0, 256, (tokens // CONFIG.sequence, CONFIG.sequence))
 
     def forward() -> torch.Tensor:
@@ -65,24 +68,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--recipe", choices=RECIPES, help="measure this one only, print JSON")
+    parser.add_argument("--modules", choices=VARIANTS, help="of what modules, with --recipe")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.recipe:
-        print(json.dumps(measure(options.recipe, options.tokens)))
+        print(json.dumps(measure(options.recipe, options.modules, options.tokens)))
         return
-    found = {}
-    for recipe in RECIPES:
-        command = [sys.executable, __file__, "--tokens", str(options.tokens), "--recipe", recipe]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found[recipe] = json.loads(done.stdout.splitlines()[-1])
-    base = found["bf16"]
-    print(f"{'recipe':22}{'saved MiB':>11}{'linears MiB':>13}{'of bf16':>9}{'peak MiB':>10}")
-    for recipe, one in found.items():
-        share = one["saved_by_linears"] / max(1, base["saved_by_linears"])
-        print(
-            f"{recipe:22}{one['saved'] / 2**20:11.1f}{one['saved_by_linears'] / 2**20:13.1f}"
-            f"{share:9.2f}{one['peak'] / 2**20:10.1f}"
-        )
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    print(f"{'modules':9}{'recipe':22}{'saved MiB':>11}{'linears MiB':>13}{'peak MiB':>10}")
+    for variant in VARIANTS:
+        found[variant] = {}
+        for recipe in RECIPES:
+            command = [sys.executable, __file__, "--tokens", str(options.tokens)]
+            command += ["--recipe", recipe, "--modules", variant]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            one = found[variant][recipe] = json.loads(done.stdout.splitlines()[-1])
+            print(
+                f"{variant:9}{recipe:22}{one['saved'] / 2**20:11.1f}"
+                f"{one['saved_by_linears'] / 2**20:13.1f}{one['peak'] / 2**20:10.1f}"
+            )
     if options.out is not None:
         record = {
             "command": "python benchmarks/memory.py",

@@ -14,7 +14,7 @@ from hybridq import reference
 from hybridq.kernels.ops_fused import activation_encode
 from oracle import prologue
 from oracle.bridge import assert_bits_equal, assert_planes_equal, expected
-from prologue_cases import PAIRS, SHAPES, WAYS, is_fused, oracle_y, same, text, turn, using
+from prologue_cases import PAIRS, SHAPES, WAYS, oracle_y, same, text, turn, using
 
 ops = torch.ops.hybridq
 SEED = torch.tensor([0x1234_5678_9ABC])
@@ -168,13 +168,6 @@ def test_planes_are_the_oracles(kind: str, name: str) -> None:
         names = [buffer.name for buffer in spec.format.buffers(1, 1)]
         got = {buffer: buffers.pop(0) for buffer in names}
         assert_planes_equal(got, expected(y, spec, direction), f"{name} {direction}")
-
-
-def test_the_core_never_makes_the_matrix_between() -> None:
-    with using(WAYS[-1]):
-        for name, (row, col) in PAIRS.items():
-            is_plain = any(spec is not None and spec.format.is_identity for spec in (row, col))
-            assert is_fused(row, col, torch.float16) == (not is_plain), name
 
 
 def test_given_amaxima_streams_and_sources() -> None:

@@ -35,7 +35,10 @@ from linear_model import equal, run, saved_tensors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OVERRIDES = ("high_precision", "dequantized")
-QUANTIZING = tuple(name for name in recipes.names() if name not in ("bf16", "high_precision"))
+#: Delayed scaling takes no override.
+QUANTIZING = tuple(
+    name for name in recipes.names() if name not in ("bf16", "high_precision", "fp8_delayed")
+)
 FORWARD = tuple(name for name in QUANTIZING if name != "high_precision_fwd_mxfp8_bwd")
 CLASSES = (Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling)
 

@@ -387,7 +387,9 @@ def test_every_recipe(recipe, tmp_path):
     tensors = {"blocks.0.up.weight": source, "blocks.0.experts.weight": stack}
     own = hybridq.recipes.get(recipe)
     made = [
-        own.quantizer(hybridq.QuantizerRole(kind, "weight", name.removesuffix(".weight")))
+        own.quantizer(
+            hybridq.QuantizerRole(kind, "weight", name.removesuffix(".weight"))
+        ).undelayed()
         for kind, name in zip(("linear", "grouped_linear"), tensors, strict=True)
     ]
     selection = Selection(recipe=recipe, include=("*",))

@@ -12,6 +12,7 @@ import torch
 import emulated
 import kernel_cases as cases
 from hybridq import reference
+from hybridq.formats import PlaneSpec
 from hybridq.kernels import native_layout, ragged
 from hybridq.kernels.backend_cpu import DTYPES, core_spec
 
@@ -172,6 +173,21 @@ def test_statistics_that_are_not_given_are_found_on_the_way(name, shape):
     if shape == (128, 64) and name in ("mxfp8 | nvfp4 rht", "nvfp4 | nvfp4 rht"):
         # One pass finds both amaxima, or one and writes the other plane; one more encodes.
         assert launches == ["EncodeTile", "EncodeTile"]
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("shape", [(128, 64), (33, 50)])
+@pytest.mark.parametrize("stat", [-3.7, -1.4e-36, -3.4028234663852886e38, -0.0, 0.0, 5.0])
+def test_a_negative_statistic_is_the_multiplier(name, shape, stat):
+    spec = PlaneSpec.parse(name)
+    x = cases.matrix(*shape, torch.bfloat16, 6, "normal")
+    args = cases.EncodeArgs(torch.tensor([stat]), torch.tensor([stat]))
+    got = KERNELS.ops["encode"](x, spec, spec, args)
+    want = cases.cpu_ops()["encode"](x, spec, spec, args)
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        cases.assert_same(g, w, f"{name}: buffer {i}")
+    if stat < 0.0:
+        assert got[1].item() == (1.0 / -args.row_stat).item()
 
 
 @pytest.mark.parametrize("height", [1, 128])

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import kernel_cases as cases
+from hybridq import _core
+from hybridq.kernels import backend_cpu
 from hybridq.kernels.ops_fused import norm_encode
 from oracle.bridge import assert_bits_equal, assert_planes_equal, expected
 from prologue_cases import PAIRS, SHAPES, WAYS, is_fused, oracle_y, same, text, turn, using, weights
@@ -128,13 +130,32 @@ def test_planes_are_the_oracles(name: str) -> None:
         assert_planes_equal(got, expected(y, spec, direction), f"{name} {direction}")
 
 
-@pytest.mark.parametrize("name", sorted(set(PAIRS) - {"bf16", "fp16", "fp32", "bf16 | fp16"}))
-def test_the_core_never_makes_the_matrix_between(name: str, monkeypatch) -> None:
-    """Unless it is asked for: a plane of plain values."""
+class NeverStores:
+    """The core, without the function that writes what a norm or an activation makes."""
+
+    def __getattr__(self, name: str):
+        if name == "map_store":
+            raise AssertionError("the matrix between was written")
+        return getattr(_core, name)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_quantized_planes_need_no_matrix_between(name: str, monkeypatch) -> None:
+    """Only a plane of plain values does, which is that matrix."""
     row, col = PAIRS[name]
     is_plain = any(spec is not None and spec.format.is_identity for spec in (row, col))
+    x = cases.matrix(33, 64, torch.bfloat16, 1, "normal")
+    args = arguments(FORMS[0], 64, torch.float32, 1)
+    planes = (text(row), text(col), None, None, SEED)
     with using(WAYS[-1]):
         assert is_fused(row, col, torch.bfloat16) == (not is_plain)
+        monkeypatch.setattr(backend_cpu, "core", NeverStores())
+        if is_plain:
+            with pytest.raises(AssertionError, match="was written"):
+                ops.norm_encode(x, *args, *planes)
+        else:
+            ops.norm_encode(x, *args, *planes)
+            ops.activation_encode(x, "swiglu", *planes)
 
 
 def test_given_amaxima_streams_and_sources() -> None:

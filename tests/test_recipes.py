@@ -68,6 +68,7 @@ TABLE = {
     "bf16": (both(PLAIN),) * 3,
     "high_precision": (both(PLAIN),) * 3,
     "fp8_current": (both("e4m3 tensor"), both("e4m3 tensor"), both("e5m2 tensor")),
+    "fp8_delayed": (both("e4m3 tensor"), both("e4m3 tensor"), both("e5m2 tensor")),
     "fp8_block": (both(BLOCK), both(SQUARE), both(BLOCK)),
     "mxfp8": (both(MX),) * 3,
     "nvfp4": (f"{FP4} | {FP4_RHT}", both("e2m1 16x16"), GRAD_FP4),

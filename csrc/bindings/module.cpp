@@ -113,10 +113,11 @@ void FindStat(const Matrix& matrix, const PlaneTarget& target, int threads) {
 // Encode with every statistic that is not given, in one call.
 void EncodeFromScratch(uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols,
                        int64_t stride0, int64_t stride1, const py::object& row,
-                       const py::object& col, bool finds_row_stat, bool finds_col_stat,
-                       int threads) {
+                       const py::object& col, bool finds_row_stat, bool finds_col_stat, int threads,
+                       uintptr_t raised_by_row, uintptr_t raised_by_col) {
   const Matrix matrix = MakeMatrix("encode", x, dtype, rows, cols, stride0, stride1, threads);
-  const PlanePair planes(row, col, finds_row_stat, finds_col_stat, rows, cols);
+  PlanePair planes(row, col, finds_row_stat, finds_col_stat, rows, cols);
+  planes.Raise(raised_by_row, raised_by_col);
   const PlaneTarget *row_found = planes.RowToFind(), *col_found = planes.ColToFind();
   const auto of_tensor = [](const PlaneTarget& target) {
     return !target.spec.row_scaled && target.spec.signs < 0;
@@ -352,8 +353,10 @@ PYBIND11_MODULE(_core, m) {
   m.def("encode_from_scratch", &EncodeFromScratch, py::arg("x"), py::arg("dtype"), py::arg("rows"),
         py::arg("cols"), py::arg("stride0"), py::arg("stride1"), py::arg("row"), py::arg("col"),
         py::arg("finds_row_stat"), py::arg("finds_col_stat"), py::arg("threads") = 1,
+        py::arg("row_found") = 0, py::arg("col_found") = 0,
         "The same of planes (spec, data, scale, stat, seed, row0, col0, random stream), addresses "
-        "all. A stat that is found here is written first; one at 0 is not kept.");
+        "all. A stat that is found here is written first; one at 0 is not kept. row_found and "
+        "col_found: addresses of FP32 that are raised to max|x| on the way, inf and NaN kept.");
   m.def("decode", &DecodePlanes, py::arg("spec"), py::arg("data"), py::arg("scale"),
         py::arg("amax"), py::arg("rows"), py::arg("cols"), py::arg("out"), py::arg("out_dtype"),
         py::arg("operand") = false, py::arg("threads") = 1,

@@ -91,6 +91,12 @@ class PlanePair {
   PlanePair(const PlanePair&) = delete;
   PlanePair& operator=(const PlanePair&) = delete;
 
+  // Addresses of what the planes raise to max|x|, or 0.
+  void Raise(uintptr_t row, uintptr_t col) {
+    row_.found = Pointer<float>(row);
+    col_.found = Pointer<float>(col);
+  }
+
   // Null: no such plane.
   const PlaneTarget* Row() const { return has_row_ ? &row_ : nullptr; }
   const PlaneTarget* Col() const { return has_col_ ? &col_ : nullptr; }

@@ -33,10 +33,13 @@ struct PlaneTarget {
   uint8_t* data;
   void* scale;
   // Finite or NaN: amax of the tensor, or one per plane row if row_scaled; null if none is needed.
+  // Of a plane with one scale for the tensor it may be a multiplier, negative (scale_amax.h).
   const float* stat;
   uint64_t seed;
   int64_t row_offset, k_offset;  // of this plane in the whole tensor's plane
   uint32_t stream;
+  // Raised to max|x| in the pass that writes the plane, infinity and NaN as they are; or null.
+  float* found = nullptr;
 };
 
 // A plane to be decoded. `rows` x `k` is its logical size, without the transform's padding.

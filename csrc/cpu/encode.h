@@ -220,7 +220,13 @@ static bool EncodeOrdered(const Matrix& x, const PlaneTarget* row, const PlaneTa
   task.has_col = col != nullptr;
   if (task.has_row) task.row = MakeJob(*row, x.rows, x.cols, x.dtype, swapped);
   if (task.has_col) task.col = MakeJob(*col, x.cols, x.rows, x.dtype, swapped);
-  if (x.rows == 0 || x.cols == 0 || !(task.has_row || task.has_col)) return true;
+  task.finds_amax =
+      (task.has_row && row->found != nullptr) || (task.has_col && col->found != nullptr);
+  if (x.rows == 0 || x.cols == 0 || !(task.has_row || task.has_col)) {
+    RaiseFound(row, 0);
+    RaiseFound(col, 0);
+    return true;
+  }
   if (raw)
     ChooseRawTile(&task);
   else
@@ -230,6 +236,8 @@ static bool EncodeOrdered(const Matrix& x, const PlaneTarget* row, const PlaneTa
   const int64_t elements = tiles * task.tile_rows * task.tile_cols;
   const RangeFn run = raw ? EncodeTiles<EncodeRawTile> : EncodeTiles<EncodeTile>;
   ParallelFor(tiles, UsefulThreads(elements, threads), run, &task);
+  RaiseFound(row, task.amax);
+  RaiseFound(col, task.amax);
   return task.failed == 0;
 }
 

@@ -84,7 +84,7 @@ static PlaneJob MakeJob(const PlaneTarget& target, int64_t rows, int64_t k, DTyp
     job.two_level = MakeTwoLevelRule(*target.stat, spec.tensor_bound);
   }
   if (job.block == 0) {
-    const AmaxScale s = ComputeAmaxScale(Magnitude(*target.stat), job.amax_rule);
+    const AmaxScale s = ComputeTensorScale(*target.stat, job.amax_rule);
     job.tensor_multiplier = s.multiplier;
     std::memcpy(job.scale, &s.decode, sizeof(float));
   }

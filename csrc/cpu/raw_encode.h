@@ -12,6 +12,7 @@
 #include "cpu/plane_job.h"
 #include "cpu/raw_tile.h"
 #include "cpu/scales.h"
+#include "cpu/transform.h"
 
 HQ_NAMESPACE_BEGIN
 
@@ -166,8 +167,29 @@ struct EncodeTask {
   bool has_row, has_col;
   int tile_rows, tile_cols;
   int64_t tiles_across;
-  int32_t failed;
+  bool finds_amax;  // of x, tile by tile, before the tile is encoded; not of a mapped one
+  int32_t failed, amax;
 };
+
+// Magnitude of tile `index` of x, which then lies in a cache.
+static int32_t MagnitudeOfTile(const EncodeTask& task, int64_t index) {
+  const int64_t r0 = index / task.tiles_across * task.tile_rows;
+  const int64_t c0 = index % task.tiles_across * task.tile_cols;
+  Matrix tile = task.x;
+  const int64_t size = ItemSize(tile.dtype);
+  tile.data =
+      static_cast<const uint8_t*>(tile.data) + (r0 * tile.stride_row + c0 * tile.stride_col) * size;
+  tile.rows = Min64(task.tile_rows, task.x.rows - r0);
+  tile.cols = Min64(task.tile_cols, task.x.cols - c0);
+  return WithDType(tile.dtype, [&]<DType kType>() { return AmaxRows<kType>(tile, 0, tile.rows); });
+}
+
+// Raises *found to `magnitude`. Integers order like the magnitudes, below them what is negative.
+static void RaiseFound(const PlaneTarget* target, int32_t magnitude) {
+  if (target == nullptr || target->found == nullptr) return;
+  AtomicMax(reinterpret_cast<int32_t*>(target->found),
+            magnitude > kInfBits ? kQuietNanBits : magnitude);
+}
 
 // The tile after `index`, as far as its rows are whole.
 static NextTile TileAfter(const EncodeTask& task, int64_t index) {
@@ -225,8 +247,12 @@ static void EncodeTiles(void* context, int64_t begin, int64_t end) {
     __atomic_store_n(&task.failed, 1, __ATOMIC_RELAXED);
     return;
   }
+  int32_t amax = 0;
   if (task.map == nullptr) {
-    for (int64_t i = begin; i < end; ++i) kTile(task, i, *scratch);
+    for (int64_t i = begin; i < end; ++i) {
+      if (task.finds_amax) amax = MaxInt(amax, MagnitudeOfTile(task, i));
+      kTile(task, i, *scratch);
+    }
   } else {
     StatisticsFront front(*task.map);
     for (int64_t i = begin; i < end; ++i) {
@@ -235,6 +261,7 @@ static void EncodeTiles(void* context, int64_t begin, int64_t end) {
       kTile(task, i, *scratch);
     }
   }
+  if (task.finds_amax) AtomicMax(&task.amax, amax);
   if (task.row.streams || task.col.streams) StreamFence();
 }
 

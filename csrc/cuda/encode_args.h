@@ -44,7 +44,7 @@ PlaneArgs MakePlaneArgs(const GpuPlane& plane, int64_t rows, int64_t k, DType dt
 
 // Multiplier of a plane with one scale for the whole tensor, and the scale that it stores.
 HQ_DEVICE AmaxScale TensorScale(const PlaneArgs& plane) {
-  return ComputeAmaxScale(Magnitude(Load(plane.stat)), plane.amax_rule);
+  return ComputeTensorScale(Load(plane.stat), plane.amax_rule);
 }
 
 // One random byte for each of 16 elements, four to a word, little endian.

@@ -42,6 +42,14 @@ HQ_HD AmaxScale ComputeAmaxScale(int32_t magnitude, const AmaxRule& rule) {
   return {enc, RcpRn(enc)};
 }
 
+// What a statistic makes of a plane with one scale for the whole tensor. An amax is never negative:
+// a negative statistic is a multiplier that was fixed before, with its sign turned (delayed
+// scaling), and takes neither eps nor rounding.
+HQ_HD AmaxScale ComputeTensorScale(float stat, const AmaxRule& rule) {
+  if (stat < 0.0f) return {-stat, RcpRn(-stat)};
+  return ComputeAmaxScale(Magnitude(stat), rule);
+}
+
 HQ_NAMESPACE_END
 
 #endif  // HYBRIDQ_FORMATS_SCALE_AMAX_H_

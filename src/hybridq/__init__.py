@@ -9,7 +9,7 @@ Example:
 
 from __future__ import annotations
 
-from . import formats, kernels, nn, ptq, quantizers, recipes, report, tensor
+from . import distributed, formats, kernels, nn, ptq, quantizers, recipes, report, tensor
 from ._version import __version__
 from .errors import (
     BackendError,
@@ -21,11 +21,26 @@ from .errors import (
 )
 from .formats import DEFAULT_SIGNS, Element, Format, PlaneSpec
 from .gemm.prepare import forget, prepare
-from .nn import Linear, checkpoint, convert
+from .nn import (
+    GroupedLinear,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MultiheadAttention,
+    RMSNormLinear,
+    RotaryPositionEmbedding,
+    TransformerLayer,
+    checkpoint,
+    convert,
+    state_dict_with_history,
+    update_scaling,
+)
 from .ptq import convert_checkpoint, load_checkpoint
 from .quantizers import (
+    DelayedScalingRequest,
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
+    Float8Quantizer,
     HybridQuantizer,
     IdentityQuantizer,
     MXFP8Quantizer,
@@ -61,22 +76,28 @@ __all__ = [
     "BackendError",
     "CheckpointError",
     "CustomRecipe",
+    "DelayedScalingRequest",
     "Element",
     "Explanation",
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",
     "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
     "Float8Tensor",
     "Format",
+    "GroupedLinear",
     "HybridQWarning",
     "HybridQuantizedTensor",
     "HybridQuantizer",
     "IdentityQuantizer",
     "IdentityTensor",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MemoryReport",
+    "MultiheadAttention",
     "NVFP4Quantizer",
     "NVFP4Tensor",
     "Plane",
@@ -85,18 +106,22 @@ __all__ = [
     "QuantizedTensor",
     "Quantizer",
     "QuantizerRole",
+    "RMSNormLinear",
     "RaggedTensor",
     "Recipe",
     "RecipeError",
     "RecipeSchedule",
+    "RotaryPositionEmbedding",
     "SpecError",
     "TensorStorage",
+    "TransformerLayer",
     "__version__",
     "autocast",
     "backend",
     "checkpoint",
     "convert",
     "convert_checkpoint",
+    "distributed",
     "explain",
     "forget",
     "formats",
@@ -120,5 +145,7 @@ __all__ = [
     "report",
     "restore_from_saved",
     "show",
+    "state_dict_with_history",
     "tensor",
+    "update_scaling",
 ]

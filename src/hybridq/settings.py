@@ -30,12 +30,20 @@ class Settings(threading.local):
         gemm_cache_nbytes: how many bytes of prepared operands all planes may keep together.
         is_first_microbatch: what `hybridq.autocast` says of modules that are told nothing.
         recipe_task: the autograd graph task in which `recipe` was set, -1 outside a backward.
+        delayed_recipe: the last recipe in force of those that keep a history, or None; modules
+            that only ever ran compiled update by it.
+        delayed_keys: keys of the recipes that are known to keep one.
+        scaling_epoch: how many updates of scales there were before the forward that is computed
+            again now; -1: none is, or not known.
     """
 
     def __init__(self) -> None:
         self.backend: str | None = os.environ.get("HYBRIDQ_BACKEND") or None
         self.recipe: object | None = None
         self.recipe_task: int = -1
+        self.delayed_recipe: object | None = None
+        self.delayed_keys: set[str] = set()
+        self.scaling_epoch: int = -1
         self.is_first_microbatch: bool | None = None
         self.gemm_cache_nbytes: int = _cache_nbytes()
 

@@ -15,10 +15,13 @@ from ..demo.model import ModelConfig, Transformer
 from ..demo.progress import ProgressView
 from ..demo.report import build_report, build_table, prepare_folder, verdict, write_report
 from ..demo.train import BASELINE, TrainConfig
+from ..demo.variants import VARIANTS
 from ..recipes import get
 
 _MODEL = ModelConfig()
 _TRAIN = TrainConfig()
+#: How many experts each kind of model has.
+_EXPERTS = {"dense": 0, "moe": 8}
 _SIZES = "Sizes of the model"
 _SCHEDULE = "Training"
 _INTERRUPTED = 130
@@ -46,9 +49,20 @@ def train(
         str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes cuda if there is one.")
     ] = "auto",
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 leaves it to torch.")] = 0,
+    modules: Annotated[
+        str, typer.Option(help=f"Modules that the model is made of: {', '.join(VARIANTS)}.")
+    ] = _TRAIN.modules,
     compile: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Train through torch.compile.")
     ] = False,
+    kind: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            help="dense, or moe: a mixture of experts, each token in 2 of 8.",
+            rich_help_panel=_SIZES,
+        ),
+    ] = "dense",
     layers: _Size = _MODEL.layers,
     hidden: _Size = _MODEL.hidden,
     heads: _Size = _MODEL.heads,
@@ -92,7 +106,8 @@ def train(
     if threads:
         torch.set_num_threads(threads)
     try:
-        model = ModelConfig(layers, hidden, heads, ffn, sequence)
+        experts = _parse_model(kind)
+        model = ModelConfig(layers, hidden, heads, ffn, sequence, experts=experts)
         config = TrainConfig(
             model=model,
             batch=batch,
@@ -106,6 +121,7 @@ def train(
             seed=seed,
             device=_parse_device(device),
             compile=compile,
+            modules=modules,
         )
         corpus = load_corpus(data, sequence, data_limit)
         prepare_folder(out)
@@ -150,6 +166,13 @@ def _parse_recipes(text: str) -> list[str]:
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
     return names
+
+
+def _parse_model(text: str) -> int:
+    """Return how many experts the model has."""
+    if text not in _EXPERTS:
+        raise typer.BadParameter(f"model must be {' or '.join(_EXPERTS)}, got {text!r}")
+    return _EXPERTS[text]
 
 
 def _parse_device(text: str) -> str:

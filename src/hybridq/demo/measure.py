@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
-from ..nn import Linear
+from ..nn.module import QuantizedModule
 from ..recipes import QuantizerRole, get
 from ..report import saved_nbytes
 
@@ -38,18 +38,23 @@ def weight_nbytes(model: nn.Module, recipe: str) -> int:
     columnwise plane for the backward under one; buffers that both planes share count once.
 
     Args:
-        model: its ``hybridq.Linear`` modules count (with recipe ``"bf16"`` the same ones).
+        model: matrices of its modules of hybridq count (with recipe ``"bf16"`` the same ones).
         recipe: a name known to ``hybridq.recipes.get``.
     """
     total = 0
     for name, module in model.named_modules():
-        if not isinstance(module, Linear):
+        if not isinstance(module, QuantizedModule):
             continue
-        weight = module.weight.detach().bfloat16()
-        if recipe == "bf16":
-            total += weight.untyped_storage().nbytes()
-            continue
-        role = QuantizerRole("linear", "weight", name)
-        quantized = get(recipe).quantizer(role)(weight)
-        total += quantized.nbytes
+        for own, parameter in module.named_parameters(recurse=False):
+            part, is_weight, _ = own.partition("weight")
+            if not is_weight or parameter.dim() < 2:
+                continue
+            part = part.strip("_")
+            role = QuantizerRole(module._module_type, "weight", f"{name}.{part}" if part else name)
+            matrices = parameter.detach().bfloat16()
+            for weight in matrices.unbind() if matrices.dim() > 2 else [matrices]:
+                if recipe == "bf16":
+                    total += weight.nbytes
+                else:
+                    total += get(recipe).quantizer(role).undelayed()(weight).nbytes
     return total

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .moe import MixtureOfExperts
+
 VOCABULARY_SIZE = 256
 """One token per byte value: no tokenizer, and a loss in nats per byte."""
 
@@ -31,6 +33,9 @@ class ModelConfig:
         sequence: longest sequence, in bytes.
         rope_base: base of the rotary angles.
         norm_eps: epsilon of RMSNorm.
+        experts: 0, or how many experts take the place of each feed-forward layer, each half as
+            wide as it: with two experts per token that is the same work.
+        top: how many experts each token goes to.
 
     Raises:
         ValueError: a size is not positive, or ``heads`` does not fit ``hidden``.
@@ -43,12 +48,19 @@ class ModelConfig:
     sequence: int = 128
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
+    experts: int = 0
+    top: int = 2
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "ffn", "sequence"):
             value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"ModelConfig: {name} must be at least 1, got {value}")
+        if self.experts < 0 or (self.experts and not 1 <= self.top <= self.experts):
+            raise ValueError(
+                "ModelConfig: experts must be 0 or more, and top at least 1 and at most experts, "
+                f"got experts={self.experts} with top={self.top}"
+            )
         if self.hidden % self.heads or self.head_size % 2:
             raise ValueError(
                 "ModelConfig: hidden must be heads times an even head size, "
@@ -118,6 +130,13 @@ class FeedForward(nn.Module):
         return result
 
 
+def _feed_forward(config: ModelConfig, linear: type[nn.Linear]) -> nn.Module:
+    if config.experts:
+        width = max(config.ffn // 2, 1)
+        return MixtureOfExperts(config.hidden, width, config.experts, config.top)
+    return FeedForward(config, linear)
+
+
 class Block(nn.Module):
     """One pre-norm transformer block."""
 
@@ -126,7 +145,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.hidden, config.norm_eps)
         self.attention = Attention(config, linear)
         self.ffn_norm = nn.RMSNorm(config.hidden, config.norm_eps)
-        self.ffn = FeedForward(config, linear)
+        self.ffn = _feed_forward(config, linear)
 
     def forward(self, x: Tensor) -> Tensor:
         attended: Tensor = x + self.attention(self.attention_norm(x))
@@ -156,7 +175,9 @@ class Transformer(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=1.0)
-            elif isinstance(module, nn.Linear):
+            elif isinstance(module, MixtureOfExperts):
+                module.reset_parameters(math.sqrt(2 * self.config.layers))
+            elif isinstance(module, nn.Linear) and not name.endswith(".router"):
                 std = 1 / math.sqrt(module.in_features)
                 # What adds to the residual stream starts small, so that its variance does not
                 # grow with depth (Radford et al., 2019).

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from .compare import Comparison
 from .train import BASELINE, RecipeResult
+from .variants import PLAIN
 
 EXPECTED_GAP_PERCENT = 3.0
 """Largest gap to BF16 that is expected of every recipe."""
@@ -80,7 +81,7 @@ def _entry(result: RecipeResult, baseline: RecipeResult | None) -> dict[str, Any
 def build_table(report: dict[str, Any]) -> Table:
     """The closing table of a report; 80 columns wide at most with the default recipes."""
     table = Table(
-        title=f"Trained on: {report['data']['source']}",
+        title=f"Trained on: {report['data']['source']}{_modules(report)}{_experts(report)}",
         caption="weights: the projections' planes for forward and backward; saved activations: all "
         "that autograd keeps between them",
         box=SIMPLE_HEAD,
@@ -109,6 +110,20 @@ def build_table(report: dict[str, Any]) -> Table:
             _size(entry["activation_nbytes"], None if is_baseline else entry["activation_ratio"]),
         )
     return table
+
+
+def _modules(report: dict[str, Any]) -> str:
+    """Which modules the model was made of, where they are not the separate ones."""
+    modules = report["settings"].get("modules", PLAIN)
+    return "" if modules == PLAIN else f", {modules} modules"
+
+
+def _experts(report: dict[str, Any]) -> str:
+    """A line of the table's title that names a mixture of experts; empty for a dense model."""
+    sizes = report["settings"]["model"]
+    if not sizes["experts"]:
+        return ""
+    return f"\nMixture of experts: top {sizes['top']} of {sizes['experts']}, in grouped GEMMs"
 
 
 def verdict(report: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from ..recipes import autocast, get
 from .data import Corpus, training_batches, validation_batches
 from .measure import activation_nbytes, weight_nbytes
 from .model import ModelConfig, Transformer
+from .variants import PLAIN, VARIANTS
 
 BASELINE = "bf16"
 """The recipe without quantization, which the others are compared with."""
@@ -43,9 +44,10 @@ class TrainConfig:
         seed: of the weights, the batches and stochastic rounding.
         device: ``"cpu"``, ``"cuda"``, ...
         compile: train through ``torch.compile``.
+        modules: a name in ``VARIANTS``: which modules the model is made of.
 
     Raises:
-        ValueError: a count is below 1, or a rate is not positive.
+        ValueError: a count is below 1, a rate is not positive, or ``modules`` is unknown.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -60,6 +62,7 @@ class TrainConfig:
     seed: int = 0
     device: str = "cpu"
     compile: bool = False
+    modules: str = PLAIN
 
     def __post_init__(self) -> None:
         for name in ("batch", "steps", "eval_batches", "eval_points"):
@@ -67,6 +70,10 @@ class TrainConfig:
                 raise ValueError(
                     f"TrainConfig: {name} must be at least 1, got {getattr(self, name)}"
                 )
+        if self.modules not in VARIANTS:
+            raise ValueError(
+                f"TrainConfig: modules must be one of {', '.join(VARIANTS)}, got {self.modules!r}"
+            )
         for name in ("lr", "clip"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
@@ -152,6 +159,7 @@ class Run:
         # Weights are drawn on the CPU, so that they do not depend on the device.
         torch.manual_seed(config.seed)
         model = Transformer(config.model, Linear if linear is None else linear)
+        model = VARIANTS[config.modules](model)
         # For the modules' qualified names, which recipes may ask for.
         self.model: nn.Module = convert(model).to(config.device)
 

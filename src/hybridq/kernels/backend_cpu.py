@@ -133,23 +133,15 @@ class _Encoder:
 
         self._sizes = lru_cache(maxsize=256)(sizes)
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        row_stat: torch.Tensor | None,
-        col_stat: torch.Tensor | None,
-        seed: torch.Tensor | None,
-        row0: int,
-        col0: int,
-        row_stream: int,
-        col_stream: int,
-    ) -> list[torch.Tensor]:
+    def __call__(self, x: torch.Tensor, *args: Any) -> list[torch.Tensor]:
         rows, cols = x.shape
-        given = (row_stat, col_stat, seed, row0, col0, row_stream, col_stream)
         # The seed may be a copy, and is read in the call.
-        buffers, planes, seed = self.planes(rows, cols, *given)
+        buffers, planes, _seed = self.planes(rows, cols, *args[:7])
+        stride0, stride1 = x.stride()
+        raised = _pointer(args[7]) if len(args) > 7 else 0  # `found`, of the first plane's pass
+        raisers = (raised, 0) if planes[0] is not None else (0, raised)
         core.encode_from_scratch(
-            x.data_ptr(), self._dtype, rows, cols, *x.stride(), *planes, _threads()
+            x.data_ptr(), self._dtype, rows, cols, stride0, stride1, *planes, _threads(), *raisers
         )
         return buffers
 
@@ -433,6 +425,7 @@ CPU = register_backend(
             "round_stochastic": _round_stochastic,
         },
         finds_amax=True,
+        raises_found=True,
         encoder=encoder,
     )
 )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from .. import reference
 from ..formats import ELEMENTS, PlaneSpec
-from .grouped import group_ends, keeps_turned, one_of, token_slices
+from .group_loop import product_loop
 from .native_layout import swizzle
 from .registry import Backend, Call, register_backend
 from .types import EncodeArgs, GemmArgs, GroupedArgs, GroupedOperand, Operand, Prologue
@@ -102,30 +100,7 @@ def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
 
 def _grouped_gemm(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> torch.Tensor:
     """Each group by itself in FP64; reads the offsets."""
-    ends = group_ends(args).tolist()
-    into = args.accumulate_into
-    keep = a.spec.signs is not None and keeps_turned(a, b)
-
-    def product(left: torch.Tensor, right: torch.Tensor, group: int, own: Any) -> torch.Tensor:
-        bias = None if args.bias is None else args.bias[group]
-        return reference.gemm(left, right, bias=bias, out=own, out_dtype=args.out_dtype)
-
-    left = _wide(Operand(a.buffers, a.spec, a.rows, a.cols), keep)
-    if b.is_stack:
-        shape = (a.rows, b.rows)
-        out = left.new_zeros(shape, dtype=args.out_dtype) if into is None else into.clone()
-        for group, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-            own = None if into is None else into[begin:end]
-            right = _wide(one_of(b, group), keep)
-            out[begin:end] = product(left[begin:end], right, group, own)
-        return out
-    right = _wide(Operand(b.buffers, b.spec, b.rows, b.cols), keep)
-    first, second = (token_slices(one, args, keep) for one in (a, b))
-    out = left.new_zeros((len(ends), a.rows, b.rows), dtype=args.out_dtype)
-    for group, (one, two) in enumerate(zip(first, second, strict=True)):
-        own = None if into is None else into[group]
-        out[group] = product(left[:, one[0] : one[1]], right[:, two[0] : two[1]], group, own)
-    return out
+    return product_loop(a, b, args, _gemm)
 
 
 #: The backend that runs everything, in plain PyTorch.
@@ -145,6 +120,7 @@ REFERENCE = register_backend(
             "swizzle": swizzle,
             "gemm": _gemm,
             "grouped_gemm": _grouped_gemm,
+            "grouped_loop": _grouped_gemm,
         },
         is_native=False,
         # Measured 80 to 110 over all formats and options: whole matrices in int64 and FP32.

@@ -26,5 +26,10 @@ def _notes(call: Call) -> tuple[str, ...]:
 
 #: The backend of torch's own products.
 TORCH = register_backend(
-    Backend("torch", _supports, {"gemm": exact_gemm, "grouped_gemm": grouped_gemm}, notes=_notes)
+    Backend(
+        "torch",
+        _supports,
+        {"gemm": exact_gemm, "grouped_gemm": grouped_gemm, "grouped_loop": grouped_gemm},
+        notes=_notes,
+    )
 )

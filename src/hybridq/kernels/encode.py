@@ -20,6 +20,7 @@ __all__ = [
     "Place",
     "encode_plan",
     "given_statistic",
+    "raise_to_amax",
     "run_encode",
     "statistic",
 ]
@@ -59,6 +60,7 @@ class EncodePlan:
         "_finds",
         "_is_shared",
         "_pair",
+        "_raises",
         "at_once",
     )
 
@@ -90,6 +92,8 @@ class EncodePlan:
             for position, spec, backend in chosen
         ]
         self._finds = all(backend.finds_amax for backend in backends)
+        #: The call that makes all planes also raises a `found`, and finds what it is not given.
+        self._raises = self._both is not None and self._finds and backends[0].raises_found
         #: What makes all planes if no statistic is given, or None where that takes several steps.
         self.at_once = self._both if self._finds else None
         self._is_shared = (
@@ -113,6 +117,7 @@ class EncodePlan:
         col0: int,
         row_stream: int,
         col_stream: int,
+        found: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """Return the buffers of the planes of x, the rowwise plane's first.
 
@@ -121,7 +126,13 @@ class EncodePlan:
             row_stat, col_stat: an amax given from outside, or None.
             seed: int64 `[1]` where a plane is rounded stochastically.
             row0, col0, row_stream, col_stream: as in `EncodeArgs`.
+            found: FP32 `[1]`, raised to max|x| in the same pass where the backend can; or None.
         """
+        if found is not None:
+            if self._raises and self._both is not None:
+                place = (row0, col0, row_stream, col_stream)
+                return self._both(x, row_stat, col_stat, seed, *place, found)
+            raise_to_amax(found, x)
         if row_stat is not None or col_stat is not None or not self._finds:
             shared = self._is_shared and row_stat is None and col_stat is None
             row_stat = statistic(x, self._pair[0], row_stat)
@@ -139,6 +150,21 @@ class EncodePlan:
             dtype = spec.format.storage_dtype or x.dtype
             buffers.append(own.to(dtype=dtype, copy=True, memory_format=torch.contiguous_format))
         return buffers
+
+
+def raise_to_amax(found: torch.Tensor, x: torch.Tensor) -> None:
+    """Raise `found` in place to max|x|, infinity and NaN as they are.
+
+    Args:
+        found: FP32 `[1]`.
+        x: of any shape; of what is empty the maximum is 0.
+    """
+    if x.numel() == 0:
+        own = found.new_zeros(1)
+    else:
+        low, high = torch.aminmax(x)
+        own = torch.maximum(-low, high).to(torch.float32).reshape(1)
+    found.copy_(torch.maximum(found, own))
 
 
 def statistic(
@@ -222,6 +248,7 @@ def run_encode(
     is_decoded: bool,
     keep_row: bool,
     place: Place,
+    found: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Return the planes' buffers: what the operator runs, and callers that may go past it.
 
@@ -233,12 +260,13 @@ def run_encode(
         is_decoded: the columnwise plane is made of what the rowwise one decodes to.
         keep_row: whether the rowwise plane is returned.
         place: where x lies in the whole tensor, and the random streams.
+        found: FP32 `[1]`, raised to max|x| on the way; or None.
     """
     device = "cpu" if x.is_cpu else x.device.type
     if not (is_decoded and row and col):
         plan = encode_plan(row if keep_row else "", col, x.dtype, device)
-        return plan(x, row_stat, col_stat, seed, *place)
-    buffers = encode_plan(row, "", x.dtype, device)(x, row_stat, None, seed, *place)
+        return plan(x, row_stat, col_stat, seed, *place, found)
+    buffers = encode_plan(row, "", x.dtype, device)(x, row_stat, None, seed, *place, found)
     spec = PlaneSpec.parse(row).resolve(x.dtype)
     if spec.format.is_identity:
         seen = buffers[0].to(x.dtype)

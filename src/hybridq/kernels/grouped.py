@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import torch
 
-from ..formats import PlaneSpec
 from .device import without_autocast
-from .exact import Side, decode_side, fp32_reason, multiply_sides
+from .exact import decode_side, exact_gemm, fp32_reason
+from .group_loop import one_of, product_loop
 from .native_gates import chip_reason
 from .native_layout import ceil_to
 from .ragged import group_ends as ends_of
 from .ragged import pad_tokens
 from .registry import Call
-from .types import GemmArgs, GroupedArgs, GroupedOperand, Operand
+from .types import GroupedArgs, GroupedOperand, Operand
 
-__all__ = ["group_ends", "grouped_gemm", "grouped_reason", "keeps_turned", "one_of", "token_slices"]
+__all__ = ["group_ends", "grouped_gemm", "grouped_reason", "keeps_turned"]
 
 #: Elements of BF16 in 16 bytes, the stride that the grouped product wants.
 _STEP = 8
@@ -52,32 +52,12 @@ def grouped_reason(call: Call) -> str | None:
     return fp32_reason(call.row, call.col, call.device, call.dtype, is_alone=True)
 
 
-def one_of(stack: GroupedOperand, group: int) -> Operand:
-    """Return the plane of one group of a stack."""
-    buffers = [buffer[group] for buffer in stack.buffers]
-    return Operand(buffers, stack.spec, stack.rows, stack.cols)
-
-
-def token_slices(
-    operand: GroupedOperand, args: GroupedArgs, keep_turned: bool
-) -> list[tuple[int, int]]:
-    """Return the columns of each group in an operand that is contracted over tokens; on a CPU."""
-    ends = group_ends(args).tolist()
-    sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-    if not operand.is_padded or args.padded is None:
-        return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    begins = args.padded.tolist()[: len(sizes)]
-    if keep_turned:  # a transform has filled the last 16
-        sizes = [operand.spec.padded(size) for size in sizes]
-    return [(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)]
-
-
 def grouped_gemm(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> torch.Tensor:
     """Return `[T, N]` if b is a stack, else `[G, M, N]`; operands exact, sums in FP32."""
     device = args.offsets.device.type
     with without_autocast(device):
         if device == "cpu":
-            return _rows_loop(a, b, args) if b.is_stack else _tokens_loop(a, b, args)
+            return product_loop(a, b, args, exact_gemm)
         return _rows_cuda(a, b, args) if b.is_stack else _tokens_cuda(a, b, args)
 
 
@@ -85,61 +65,9 @@ def _operand(one: GroupedOperand) -> Operand:
     return Operand(one.buffers, one.spec, one.rows, one.cols)
 
 
-def _specs(a: GroupedOperand, b: GroupedOperand) -> tuple[PlaneSpec, PlaneSpec]:
-    return a.spec.resolve(a.buffers[0].dtype), b.spec.resolve(b.buffers[0].dtype)
-
-
-def _dtype(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> torch.dtype:
-    """Return the dtype that a CPU's operands are decoded to."""
-    is_alone = args.bias is None and args.accumulate_into is None
-    reason = fp32_reason(*_specs(a, b), "cpu", args.out_dtype, is_alone)
-    return torch.bfloat16 if reason is None else torch.float32
-
-
 def keeps_turned(a: GroupedOperand, b: GroupedOperand) -> bool:
     """Whether a shared transform may stay: tokens of a plain operand are not turned by groups."""
     return a.spec.signs == b.spec.signs and (b.is_stack or a.is_padded == b.is_padded)
-
-
-def _rows_loop(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> torch.Tensor:
-    dtype, keep = _dtype(a, b, args), keeps_turned(a, b)
-    left = decode_side(_operand(a), keep, dtype)
-    into = args.accumulate_into
-    shape = (a.rows, b.rows)
-    out = torch.zeros(shape, dtype=args.out_dtype) if into is None else into.to(args.out_dtype)
-    out = out.clone() if out is into else out
-    begin = 0
-    for group, end in enumerate(group_ends(args).tolist()):
-        if end > begin:
-            part = Side(left.matrix[begin:end], _cut(left.factor, begin, end), left.is_bf16)
-            own = GemmArgs(
-                None if args.bias is None else args.bias[group],
-                None if into is None else into[begin:end],
-                args.out_dtype,
-            )
-            right = decode_side(one_of(b, group), keep, dtype)
-            out[begin:end] = multiply_sides(part, right, own)
-        begin = end
-    return out
-
-
-def _cut(factor: torch.Tensor | None, begin: int, end: int) -> torch.Tensor | None:
-    return factor if factor is None or factor.numel() == 1 else factor[begin:end]
-
-
-def _tokens_loop(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> torch.Tensor:
-    dtype, keep = _dtype(a, b, args), keeps_turned(a, b)
-    left, right = (decode_side(_operand(one), keep, dtype) for one in (a, b))
-    slices = [token_slices(one, args, keep) for one in (a, b)]
-    into = args.accumulate_into
-    made = []
-    for group, (first, second) in enumerate(zip(*slices, strict=True)):
-        own = GemmArgs(None, None if into is None else into[group], args.out_dtype)
-        one = Side(left.matrix[:, first[0] : first[1]], left.factor, left.is_bf16)
-        two = Side(right.matrix[:, second[0] : second[1]], right.factor, right.is_bf16)
-        made.append(multiply_sides(one, two, own))
-    shape = (0, a.rows, b.rows)
-    return torch.stack(made) if made else args.offsets.new_zeros(shape, dtype=args.out_dtype)
 
 
 def _aligned(matrix: torch.Tensor, rows: int) -> torch.Tensor:

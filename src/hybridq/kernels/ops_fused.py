@@ -1,8 +1,8 @@
 """Norm + encode and activation + encode, one operator each; and the norm or activation alone.
 
 `norm_encode` gives the bits of `encode` of what `norm` returns, `activation_encode` those of
-`encode` of what `activation` returns. Where a backend has a kernel for it, the matrix between the
-two is never written: tiles of it are made in cache as they are encoded. Elsewhere, and for a plane
+`encode` of what `activation` returns. Where a backend has a kernel for it, tiles of the matrix
+between the two are made as they are encoded, in cache or in registers. Elsewhere, and for a plane
 that is that matrix itself, it is made first. Derivatives belong to the modules that call these.
 """
 

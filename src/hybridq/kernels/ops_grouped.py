@@ -6,10 +6,16 @@
 | contraction over tokens (wgrad) | one plane `[M, T]` | one plane `[N, T]` | `[G, M, N]` |
 
 `offsets` stays on its device. A group may be empty; tokens of no group give zeros.
+
+Tokens may be quantized by group (`group_loop`): then the buffer with the statistic has one axis
+more, `[G, *shape]`, and rows of square blocks are padded. Planes `[N, K]` may come as a stack, each
+buffer `[G, ...]`, or as a list, the buffers of one plane after those of another; a stack has three
+axes in its first buffer, a list two.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +23,7 @@ import torch
 from ..formats import PlaneSpec
 from .derivatives import refuse
 from .device import chip_of
+from .group_product import product_by_group
 from .ops import HIGH_PRECISION, LIBRARY
 from .precision import check_precision
 from .ragged import capacity, padded_offsets
@@ -42,13 +49,20 @@ for _schema in (_GROUPED, _GROUPED_INTO):
 def _check_plane(operand: GroupedOperand, groups: int, name: str) -> None:
     """Raise unless the buffers are those of the plane, or of one per group."""
     expected = operand.spec.buffers(operand.rows, operand.cols)
-    if len(operand.buffers) != len(expected):
+    count = len(expected) * groups if operand.is_list else len(expected)
+    if len(operand.buffers) != count:
         raise ValueError(
             f"grouped_gemm: {operand.spec} has {len(expected)} buffers, got {name} with "
             f"{len(operand.buffers)}"
         )
-    for buffer, want in zip(operand.buffers, expected, strict=True):
-        shape = (groups, *want.shape) if operand.is_stack else tuple(want.shape)
+    wanted = [(want, tuple(want.shape)) for want in expected]
+    if operand.is_list:
+        wanted = wanted * groups
+    elif operand.is_stack:
+        wanted = [(want, (groups, *shape)) for want, shape in wanted]
+    elif operand.by_group:
+        wanted[-1] = (wanted[-1][0], (groups, *wanted[-1][1]))
+    for buffer, (want, shape) in zip(operand.buffers, wanted, strict=True):
         if tuple(buffer.shape) != shape or (want.dtype and buffer.dtype != want.dtype):
             raise ValueError(
                 f"grouped_gemm: {want.name} of {name} ({operand.spec}) must be {want.dtype} "
@@ -81,7 +95,8 @@ def _check(
             f"grouped_gemm: a bias goes with rows of tokens and is [G, N], got {tuple(bias.shape)}"
         )
     if b.is_stack:
-        if a.cols != b.cols or a.rows != tokens or a.is_padded or b.is_padded:
+        rows = capacity(tokens, groups) if a.is_padded else tokens
+        if a.cols != b.cols or a.rows != rows or b.is_padded:
             raise ValueError(
                 "grouped_gemm: a must be [tokens, K] and every plane of b [N, K], got "
                 f"[{a.rows}, {a.cols}] for {tokens} tokens and [{b.rows}, {b.cols}]"
@@ -101,6 +116,11 @@ def _check(
             )
 
 
+def _is_by_group(buffers: list[torch.Tensor], spec: PlaneSpec) -> bool:
+    """Return whether the buffer with the statistic has an axis more, for the groups."""
+    return spec.needs_amax and bool(buffers) and buffers[-1].dim() == 2
+
+
 def _prepared(
     a: list[torch.Tensor],
     a_spec: str,
@@ -116,10 +136,16 @@ def _prepared(
     a_padded: bool = False,
     b_padded: bool = False,
 ) -> tuple[GroupedOperand, GroupedOperand, torch.Tensor, int, torch.Tensor | None]:
-    rows, cols = a_shape
-    left = GroupedOperand(a, PlaneSpec.parse(a_spec), rows, cols, False, a_padded)
-    rows, cols = b_shape
-    right = GroupedOperand(b, PlaneSpec.parse(b_spec), rows, cols, is_stack, b_padded)
+    left_spec, right_spec = PlaneSpec.parse(a_spec), PlaneSpec.parse(b_spec)
+    # A stack of matrices has three axes; matrices one by one have two.
+    is_list = is_stack and bool(b) and b[0].dim() == 2
+    left = GroupedOperand(
+        a, left_spec, a_shape[0], a_shape[1], False, a_padded, False, _is_by_group(a, left_spec)
+    )
+    by_group = not is_stack and _is_by_group(b, right_spec)
+    right = GroupedOperand(
+        b, right_spec, b_shape[0], b_shape[1], is_stack, b_padded, is_list, by_group
+    )
     _check(left, right, offsets, tokens, bias)
     return left, right, offsets, tokens, bias
 
@@ -155,7 +181,18 @@ def _run(
         is_alone=bias is None and into is None,
         groups=groups,
     )
-    return select(call).ops["grouped_gemm"](left, right, args)
+    is_plain = not (left.by_group or right.by_group or right.is_list)
+    if is_plain and not (left.is_padded and right.is_stack):
+        return select(call).ops["grouped_gemm"](left, right, args)
+    if device.type == "cpu":
+        loop = select(call).ops.get("grouped_loop")
+        if loop is not None:
+            return loop(left, right, args)
+
+    def choose(dtype: torch.dtype, is_alone: bool) -> Any:
+        return select(replace(call, dtype=dtype, is_alone=is_alone)).ops["grouped_gemm"]
+
+    return product_by_group(choose, left, right, args)
 
 
 def _grouped(
@@ -166,7 +203,9 @@ def _grouped(
 
 def _shape(options: dict[str, Any], *operands: Any) -> tuple[int, ...]:
     rows, columns = operands[2][0], operands[5][0]
-    return (rows, columns) if options["is_stack"] else (operands[6].shape[0], rows, columns)
+    if options["is_stack"]:  # rows of a may be padded
+        return (operands[7] if options.get("a_padded") else rows, columns)
+    return (operands[6].shape[0], rows, columns)
 
 
 def _grouped_fake(

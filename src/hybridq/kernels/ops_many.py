@@ -212,7 +212,7 @@ def _encode_many_fake(
     if not xs:
         return []
     _checked(xs, row, col, row_stats, col_stats, seeds, col_source)
-    seed = None if seeds is None else seeds[:1]
+    seed = None if seeds is None else seeds.narrow(0, 0, 1)
     return [
         buffer
         for x in xs

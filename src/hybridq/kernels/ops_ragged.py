@@ -7,6 +7,10 @@ columnwise plane is that of `pad_tokens(x, offsets)`, so that no block lies in t
 A backend whose kernel reads x through the offsets has an operation `encode_ragged` beside its
 `encode`; it says None, before it launches anything, for what that kernel does not take. Everywhere
 else the tokens are moved and encoded. Both give the same bits; the offsets stay on their device.
+
+With `by_group` every group is a tensor of its own (`group_loop`, `group_device`): it has its own
+amax, from x, or from `row_stat` and `col_stat` `[G, *stat]` as `amax_ragged` gives them, and a
+random seed of `[G]`.
 """
 
 from __future__ import annotations
@@ -16,8 +20,10 @@ import torch
 from ..formats import PlaneSpec
 from .derivatives import refuse
 from .encode import statistic
+from .group_device import encode_by_group
+from .group_loop import encode_loop, is_by_group, pads_rows, ragged_shapes
 from .ops import LIBRARY, _check_encode, _check_matrix, _check_place, _spec
-from .ragged import capacity, group_ends, pad_tokens, padded_offsets
+from .ragged import TOKEN_PAD, capacity, group_ends, pad_tokens, padded_offsets
 from .registry import Call, select
 from .types import EncodeArgs, Groups
 
@@ -26,7 +32,7 @@ __all__: list[str] = []
 LIBRARY.define(
     "encode_ragged(Tensor x, Tensor offsets, str row, str col, Tensor? row_stat=None, "
     "Tensor? col_stat=None, Tensor? seed=None, *, str col_source='original', bool keep_row=True, "
-    "int row_stream=0, int col_stream=1) -> Tensor[]",
+    "int row_stream=0, int col_stream=1, bool by_group=False) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _NAME = "encode_ragged"
@@ -40,6 +46,7 @@ def _check(
     col_source: str,
     seed: torch.Tensor | None,
     streams: tuple[int, int],
+    by_group: bool,
 ) -> None:
     if offsets.dtype != torch.int32 or offsets.dim() != 1:
         raise ValueError(
@@ -49,6 +56,13 @@ def _check(
         raise ValueError(
             f"{_NAME}: x and offsets must be on one device, got {x.device} and {offsets.device}"
         )
+    if by_group and seed is not None:
+        if tuple(seed.shape) != tuple(offsets.shape):
+            raise ValueError(
+                f"{_NAME}: by group there must be a seed for each of {offsets.shape[0]} groups, "
+                f"got {tuple(seed.shape)}"
+            )
+        seed = seed.narrow(0, 0, 1) if offsets.shape[0] else seed.new_zeros(1)
     _check_encode(row, col, col_source, seed, _NAME)
     _check_place(_NAME, 0, 0, *streams)
 
@@ -92,10 +106,28 @@ def _encode_ragged(
     keep_row: bool = True,
     row_stream: int = 0,
     col_stream: int = 1,
+    by_group: bool = False,
 ) -> list[torch.Tensor]:
     _check_matrix(x, _NAME)
     row_spec, col_spec = _spec(row, x.dtype), _spec(col, x.dtype)
-    _check(x, offsets, row_spec, col_spec, col_source, seed, (row_stream, col_stream))
+    _check(x, offsets, row_spec, col_spec, col_source, seed, (row_stream, col_stream), by_group)
+    if by_group:
+        _check_blocks(row_spec, col_spec)
+    if by_group and (x.device.type == "cpu" or _depends_on_group(row_spec, col_spec)):
+        run = encode_loop if x.device.type == "cpu" else encode_by_group
+        return run(
+            x,
+            offsets,
+            row_spec,
+            col_spec,
+            row_stat,
+            col_stat,
+            seed,
+            col_source=col_source,
+            keep_row=keep_row,
+            row_stream=row_stream,
+            col_stream=col_stream,
+        )
     encode = torch.ops.hybridq.encode
 
     def rows() -> list[torch.Tensor]:
@@ -143,16 +175,39 @@ def _encode_ragged_fake(
     keep_row: bool = True,
     row_stream: int = 0,
     col_stream: int = 1,
+    by_group: bool = False,
 ) -> list[torch.Tensor]:
     _check_matrix(x, _NAME)
     row_spec, col_spec = _spec(row, x.dtype), _spec(col, x.dtype)
-    _check(x, offsets, row_spec, col_spec, col_source, seed, (row_stream, col_stream))
+    _check(x, offsets, row_spec, col_spec, col_source, seed, (row_stream, col_stream), by_group)
     tokens, cols = x.shape
-    specs = list(row_spec.buffers(tokens, cols)) if row_spec is not None and keep_row else []
-    if col_spec is not None:
-        is_plain = col_spec.format.is_identity
-        specs += col_spec.buffers(cols, tokens if is_plain else capacity(tokens, offsets.shape[0]))
-    return [x.new_empty(spec.shape, dtype=spec.dtype or x.dtype) for spec in specs]
+    shapes = [
+        one
+        for spec, is_col in ((row_spec if keep_row else None, False), (col_spec, True))
+        if spec is not None
+        for one in ragged_shapes(spec, tokens, cols, offsets.shape[0], is_col, by_group)
+    ]
+    return [x.new_empty(shape, dtype=dtype or x.dtype) for shape, dtype in shapes]
+
+
+def _check_blocks(row: PlaneSpec | None, col: PlaneSpec | None) -> None:
+    """Raise where blocks along tokens would reach from one group into the next."""
+    for spec, axis in ((row, 0), (col, 1)):
+        if spec is not None and TOKEN_PAD % spec.unit(axis):
+            raise ValueError(
+                f"{_NAME}: by group, blocks along tokens must divide the {TOKEN_PAD} tokens that "
+                f"groups begin at multiples of, got {spec}"
+            )
+
+
+def _depends_on_group(*specs: PlaneSpec | None) -> bool:
+    """Return whether planes by group differ from planes of all tokens (padded, if columnwise)."""
+    row, col = specs
+    return (
+        any(spec is not None and spec.stochastic for spec in specs)
+        or (row is not None and (is_by_group(row, False) or pads_rows(row)))
+        or (col is not None and is_by_group(col, True))
+    )
 
 
 LIBRARY.impl(_NAME, _encode_ragged, "CompositeExplicitAutograd")

@@ -71,6 +71,7 @@ class Backend:
         is_native: False for the plain PyTorch reference, which is always the last resort.
         notes: returns how a call that it can run is run, one line each, for `explain`.
         finds_amax: its encode finds statistics that it is not given, in as few passes as it can.
+        raises_found: what its encoder returns also takes a `found` (see `EncodePlan`).
         encoder: returns, for `(row, col, dtype)`, what encodes such planes of such tensors and
             takes `(x, row_stat, col_stat, seed, row0, col0, row_stream, col_stream)`; None where
             its `encode` has nothing to prepare.
@@ -83,6 +84,7 @@ class Backend:
     is_native: bool = True
     notes: Callable[[Call], tuple[str, ...]] | None = field(default=None, hash=False)
     finds_amax: bool = False
+    raises_found: bool = False
     encoder: Callable[..., Callable[..., Any]] | None = field(default=None, hash=False)
     scratch_nbytes: int = 0
 

@@ -141,7 +141,11 @@ class GroupedOperand:
         spec: its spec.
         rows, cols: the plane's own matrix, of one group if it is a stack.
         is_stack: one plane per group instead of one for all.
-        is_padded: its columns are tokens at padded offsets (see `ragged`).
+        is_padded: its columns, or its rows beside a stack, are tokens at padded offsets (see
+            `ragged`).
+        is_list: of a stack: the buffers are not stacked, but those of one group's plane after
+            those of another's.
+        by_group: it has a statistic of each group (see `group_loop`).
     """
 
     buffers: list[torch.Tensor]
@@ -150,6 +154,8 @@ class GroupedOperand:
     cols: int
     is_stack: bool = False
     is_padded: bool = False
+    is_list: bool = False
+    by_group: bool = False
 
 
 @dataclass(frozen=True)

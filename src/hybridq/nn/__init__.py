@@ -2,8 +2,34 @@
 
 from __future__ import annotations
 
+from .attention import MultiheadAttention
 from .checkpoint import checkpoint
 from .convert import convert, default_filter
+from .fused_sequential import FusedSequential
+from .grouped_linear import GroupedLinear
+from .layernorm_linear import LayerNormLinear, RMSNormLinear
+from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
+from .module import QuantizedModule
+from .rotary import RotaryPositionEmbedding
+from .scaling_dict import state_dict_with_history
+from .scaling_update import update_scaling
+from .transformer_layer import TransformerLayer
 
-__all__ = ["Linear", "checkpoint", "convert", "default_filter"]
+__all__ = [
+    "FusedSequential",
+    "GroupedLinear",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "MultiheadAttention",
+    "QuantizedModule",
+    "RMSNormLinear",
+    "RotaryPositionEmbedding",
+    "TransformerLayer",
+    "checkpoint",
+    "convert",
+    "default_filter",
+    "state_dict_with_history",
+    "update_scaling",
+]

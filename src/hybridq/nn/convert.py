@@ -9,6 +9,7 @@ from typing import Final
 from torch import nn
 
 from ..recipes import install
+from .fused_sequential import FusedSequential
 from .linear import Linear
 from .module import QuantizedModule
 
@@ -45,7 +46,10 @@ def default_filter(module: nn.Module, name: str) -> bool:
 
 
 def convert(
-    model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None
+    model: nn.Module,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    *,
+    fuse: bool = False,
 ) -> nn.Module:
     """Turn every `nn.Linear` in `model` into a `hybridq.Linear`, in place, and return `model`.
 
@@ -59,10 +63,14 @@ def convert(
         filter_fn: `filter_fn(module, qualified_name) -> bool`, asked for every `nn.Linear`; False
             leaves it alone. It replaces `default_filter`, which leaves `lm_head` and routers
             alone.
+        fuse: turn every `nn.Sequential` into a `FusedSequential`, which runs a norm or an
+            activation and the linear module after it as one step.
 
     Only modules whose type is exactly `nn.Linear` are turned: a subclass (another library's
     quantized linear, `NonDynamicallyQuantizableLinear`, a parametrized module) has its own forward
-    or its own reasons.
+    or its own reasons. With `fuse` the same holds of `nn.Sequential`. Keys of the state_dict stay
+    what they were with and without `fuse`; a norm that runs as part of a linear module has the
+    numbers of `docs/numerics.md`, which differ from torch's in the last bit of some values.
 
     Raises:
         TypeError: `model` is no module, or `filter_fn` is not callable.
@@ -91,6 +99,9 @@ def convert(
     turned = [m for name, m in found if type(m) is nn.Linear and chosen(m, name)]
     for module in turned:
         module.__class__ = Linear
+    for _, module in found if fuse else ():
+        if type(module) is nn.Sequential:
+            module.__class__ = FusedSequential
     for name, module in found:
         if isinstance(module, QuantizedModule):
             module._set_name(name)

@@ -11,6 +11,10 @@ It works on the planes' buffers and the specs' texts through `torch.ops.hybridq`
 planes that it needs, in quantized form, and the random seed; nothing else. Of a columnwise plane
 that is not quantized, what it is made of is saved: the tensor, or the rowwise plane to be decoded.
 
+Where the matrix x is made of another one by a prologue (a norm, an activation), that other one
+is given as x and saved too, since the prologue's own backward starts from it; what the prologue
+makes is not saved, and written to memory only where no fused operation encodes it as it is made.
+
 **Random streams.** One seed per call serves all stochastic planes; each plane has its own Philox
 stream, so that equal coordinates of two tensors never share random bytes: gradient 0 (row) and 1
 (column), which are the defaults of `encode`, input 2 and 3, weight 4 and 5.
@@ -18,117 +22,48 @@ stream, so that equal coordinates of two tensors never share random bytes: gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Final
+from typing import Any, NamedTuple
 
 import torch
 
-from ..formats import PlaneSpec
-from ..kernels import Kept
 from ..kernels.device import has_autocast, without_autocast
 from ..kernels.ops import run_checked_gemm, run_gemm, sum_of_rows
-from ..kernels.types import GemmArgs, Operand
 from ..kernels.watch import nothing_watches
-from ..quantizers import draw_seed, statistics
-from ..recipes import Plan, SlotPlan
-from ..storage import encode_pair
-from .kept_weight import Buffers, KeptWeight
+from ..quantizers import draw_seed
+from ..recipes import Plan
+from .double_backward import without_derivative
+from .kept_weight import Buffers, GivenWeight, KeptWeight
+from .operands import encode_input, encode_operand, encode_slot, gemm, saved_columns
+from .prologue import Prologue
+from .scaling import Scales
 
-__all__ = ["STREAMS", "linear"]
-
-#: (rowwise, columnwise) Philox streams of each slot.
-STREAMS: Final = {"grad_output": (0, 1), "input": (2, 3), "weight": (4, 5)}
-
-
-def _encode(
-    x: torch.Tensor,
-    plan: SlotPlan,
-    streams: tuple[int, int],
-    seed: torch.Tensor | None,
-    with_row: bool,
-    with_col: bool,
-    direct: bool,
-) -> tuple[Buffers, Buffers]:
-    """Return the buffers of the wanted planes of x `[rows, cols]`; an unwanted plane has none."""
-    col = plan.col if with_col else None
-    # An unwanted rowwise plane may still be what the columnwise one is made of.
-    is_source = with_col and plan.col_source != "original"
-    row = plan.row if with_row or is_source else None
-    row_stat = col_stat = None
-    if plan.amax_group:
-        row_stat, col_stat = statistics(
-            x,
-            row,
-            col,
-            group=plan.amax_group,
-            col_source=plan.col_source,
-            seed=seed,
-            row_stream=streams[0],
-        )
-    return encode_pair(
-        x,
-        row,
-        col,
-        row_stat=row_stat,
-        col_stat=col_stat,
-        seed=seed,
-        col_source=plan.col_source,
-        keep_row=with_row,
-        row_stream=streams[0],
-        col_stream=streams[1],
-        direct=direct,
-    )
+__all__ = ["linear"]
 
 
-def _encode_operand(
-    x: torch.Tensor,
-    plan: SlotPlan,
-    streams: tuple[int, int],
-    seed: torch.Tensor | None,
-    is_saved: bool,
-    direct: bool,
-) -> tuple[Buffers, Buffers]:
-    """Return the rowwise plane of x, and what `_saved_columns` will want of it."""
-    if not (is_saved and plan.col.is_plain):
-        return _encode(x, plan, streams, seed, True, is_saved, direct)
-    row, _ = _encode(x, plan, streams, seed, True, False, direct)
-    return row, row if plan.saves_row else [x]
+class _Needs(NamedTuple):
+    """Which gradients are wanted; gamma and beta are the weights of a prologue that is a norm."""
+
+    x: bool = False
+    w: bool = False
+    bias: bool = False
+    gamma: bool = False
+    beta: bool = False
+
+    @property
+    def dgrad(self) -> bool:
+        """Whether the gradient goes through the weight."""
+        return self.x or self.gamma or self.beta
 
 
-def _saved_columns(
-    saved: Buffers, plan: SlotPlan, rows: int, cols: int, dtype: torch.dtype
-) -> Buffers:
-    """Return the columnwise plane of a matrix `[rows, cols]` from what was saved of it."""
-    if not plan.col.is_plain:
-        return saved
-    if not plan.saves_row:
-        return [saved[0].t()]
-    return [torch.ops.hybridq.decode(saved, plan.row.spec, rows, cols, dtype).t()]
+class _Call(NamedTuple):
+    """What a call is told beside tensors."""
 
-
-def _gemm(
-    a: Buffers,
-    a_spec: str,
-    a_rows: int,
-    b: Buffers,
-    b_spec: str,
-    b_rows: int,
-    k: int,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    precision: str,
-    run: Callable[..., torch.Tensor] | None,
-    kept: Kept | None = None,
-) -> torch.Tensor:
-    """Return `a @ b.T + bias`: by `run`, past the dispatcher, or else by the operator."""
-    if run is not None:
-        left = Operand(a, PlaneSpec.parse(a_spec), a_rows, k)
-        right = Operand(b, PlaneSpec.parse(b_spec), b_rows, k, kept)
-        return run(left, right, GemmArgs(bias, None, dtype, precision))
-    return torch.ops.hybridq.gemm(
-        a, a_spec, a_rows, b, b_spec, b_rows, k, bias, out_dtype=dtype, precision=precision
-    )
+    plan: Plan
+    needs: _Needs
+    weight: KeptWeight | GivenWeight | None
+    prologue: Prologue | None
 
 
 @contextmanager
@@ -138,66 +73,71 @@ def _ordinary_mode() -> Iterator[None]:
         yield
 
 
+def _weight_planes(
+    w: torch.Tensor,
+    seed: torch.Tensor | None,
+    call: _Call,
+    scales: Scales | None,
+    direct: bool,
+) -> tuple[Buffers, Buffers]:
+    """Return the rowwise plane of w, and what is saved of it."""
+    weight, slot, is_saved = call.weight, call.plan.weight, call.needs.dgrad
+    is_plain = slot.col.is_plain
+    if weight is not None and weight.has(is_saved and not is_plain):
+        row = weight.row
+        if not is_saved or (isinstance(weight, GivenWeight) and weight.is_late):
+            return row, []
+        if is_plain:
+            return row, row if slot.saves_row else [w]
+        return row, weight.col
+    # What is kept must count versions, and outlive an inference mode.
+    leaves = weight is not None and torch.is_inference_mode_enabled()
+    with _ordinary_mode() if leaves else nullcontext():
+        row, saved = encode_operand(w, slot, "weight", seed, is_saved, direct, scales)
+    if isinstance(weight, KeptWeight):
+        weight.fill(row, [] if is_plain else saved)
+    return row, saved
+
+
 def _forward(
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
-    plan: Plan,
+    gamma: torch.Tensor | None,
+    beta: torch.Tensor | None,
     seed: torch.Tensor | None,
-    save_x: bool,
-    save_w: bool,
-    weight: KeptWeight | None,
-) -> tuple[torch.Tensor, Buffers, Buffers]:
-    """Return y and what is saved of x and w, if it was asked for."""
-    direct = nothing_watches(x, w, bias, seed)
-    x_row, x_col = _encode_operand(x, plan.input, STREAMS["input"], seed, save_x, direct)
-    is_plain = plan.weight.col.is_plain
-    if weight is not None and weight.has(save_w and not is_plain):
-        w_row, w_col = weight.row, weight.col if save_w else []
-        if save_w and is_plain:
-            w_col = w_row if plan.weight.saves_row else [w]
-    else:
-        # What is kept must count versions, and outlive an inference mode.
-        leaves = weight is not None and torch.is_inference_mode_enabled()
-        with _ordinary_mode() if leaves else nullcontext():
-            w_row, w_col = _encode_operand(w, plan.weight, STREAMS["weight"], seed, save_w, direct)
-        if weight is not None:
-            weight.fill(w_row, [] if is_plain else w_col)
-    y = _gemm(
+    scales: Scales | None,
+    call: _Call,
+) -> tuple[torch.Tensor, Buffers, Buffers, list[torch.Tensor]]:
+    """Return y, what is saved of the input and of w, and what the prologue wants to know."""
+    plan = call.plan
+    direct = nothing_watches(x, w, bias, seed, gamma, beta)
+    x_row, x_saved, known = encode_input(
+        x, plan.input, seed, call.needs.w, direct, scales, call.prologue, gamma, beta
+    )
+    w_row, w_saved = _weight_planes(w, seed, call, scales, direct)
+    y = gemm(
         x_row,
         plan.input.row.spec,
         x.shape[0],
         w_row,
         plan.weight.row.spec,
         w.shape[0],
-        x.shape[1],
+        w.shape[1],
         bias,
         x.dtype,
         plan.precision.fprop,
         run_checked_gemm if direct else None,
-        None if weight is None else weight.row_kept,
+        None if call.weight is None else call.weight.row_kept,
     )
-    return y, x_col, w_col
-
-
-class _NoDoubleBackward(torch.autograd.Function):
-    """Passes gradients on; its own backward is the error of a second differentiation."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, *grads: torch.Tensor | None) -> Any:
-        return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(
-            "hybridq.Linear: double backward is not supported, got a gradient of a gradient of a "
-            "quantized GEMM; leave create_graph=False, or compute this part outside "
-            "hybridq.autocast"
-        )
+    return y, x_saved, w_saved, known
 
 
 class _Linear(torch.autograd.Function):
-    """`y = x @ w.T + bias` under a Plan; x `[rows, in]`, w `[out, in]`, bias `[out]` or None."""
+    """`y = p(x) @ w.T + bias` under a Plan; x `[rows, in]`, w `[out, in]`, bias `[out]` or None.
+
+    p is the prologue (None: x itself), gamma and beta `[in]` are its weights if it is a norm.
+    """
 
     @staticmethod
     def forward(
@@ -205,60 +145,75 @@ class _Linear(torch.autograd.Function):
         x: torch.Tensor,
         w: torch.Tensor,
         bias: torch.Tensor | None,
+        gamma: torch.Tensor | None,
+        beta: torch.Tensor | None,
         seed: torch.Tensor | None,
-        plan: Plan,
-        needs: tuple[bool, bool, bool],
-        weight: KeptWeight | None,
+        scales: Scales | None,
+        call: _Call,
     ) -> torch.Tensor:
         # Whoever called has left torch.autocast already.
-        y, x_col, w_col = _forward(x, w, bias, plan, seed, needs[1], needs[0], weight)
-        saved = [*x_col, *w_col]
+        y, x_saved, w_saved, known = _forward(x, w, bias, gamma, beta, seed, scales, call)
+        needs, weight = call.needs, call.weight
+        saved = [*x_saved, *w_saved]
+        if call.prologue is not None and needs.dgrad:
+            saved += [x, *known] if gamma is None else [x, *known, gamma]
+        ctx.end = len(saved)
         if seed is not None:
             saved.append(seed)
         ctx.save_for_backward(*saved)
-        ctx.plan, ctx.needs = plan, needs
-        ctx.counts = (len(x_col), len(w_col))
-        ctx.features = (x.shape[1], w.shape[0])
-        ctx.kept = None if weight is None or plan.weight.col.is_plain else weight.col_kept
+        ctx.plan, ctx.needs, ctx.prologue = call.plan, needs, call.prologue
+        ctx.counts = (len(x_saved), len(w_saved), len(known))
+        ctx.features = (w.shape[1], w.shape[0])
+        ctx.late = ctx.kept = None
+        if isinstance(weight, GivenWeight) and weight.is_late:
+            ctx.late = weight
+        elif weight is not None and needs.dgrad and not call.plan.weight.col.is_plain:
+            ctx.kept = weight.col_kept
+        # Not saved for backward: other backwards write them meanwhile, and may.
+        ctx.scales = scales
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         if torch.compiler.is_compiling():
-            return (*_backward(ctx, dy), None, None, None, None)
+            return (*_backward(ctx, dy), None, None, None)
         with torch.no_grad():
             grads = _backward(ctx, dy)
         if torch.is_grad_enabled():  # create_graph=True
-            # The gradients depend on x and w even where dy depends on nothing: the anchor makes
-            # every second derivative an error, and none of them silently zero.
-            anchor = torch.empty(0, device=dy.device, requires_grad=True)
-            grads = _NoDoubleBackward.apply(anchor, *grads)
-        return (*grads, None, None, None, None)
+            grads = without_derivative("Linear", dy.device, grads)
+        return (*grads, None, None, None)
 
 
 def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of x, w and bias, those that are needed."""
-    plan, (x_needed, w_needed, bias_needed) = ctx.plan, ctx.needs
+    """Return the gradients of x, w, bias, gamma and beta, those that are needed."""
+    plan, needs = ctx.plan, ctx.needs
     saved = list(ctx.saved_tensors)
-    num_x, num_w = ctx.counts
-    x_col, w_col = saved[:num_x], saved[num_x : num_x + num_w]
-    seed = saved[num_x + num_w] if len(saved) > num_x + num_w else None
+    num_x, num_w, num_known = ctx.counts
+    x_saved, w_saved = saved[:num_x], saved[num_x : num_x + num_w]
+    start = saved[num_x + num_w : ctx.end]  # of the prologue's backward
+    seed = saved[ctx.end] if len(saved) > ctx.end else None
     in_features, out_features = ctx.features
     rows = dy.shape[0]
-    dx = dw = dbias = None
+    dx = dw = dbias = dgamma = dbeta = None
     with without_autocast(dy.device.type):
         grad = plan.grad_output
         direct = nothing_watches(dy, *saved)
         # Saved tensors may have been through a user's hooks, so they are checked.
         run = run_gemm if direct else None
-        streams = STREAMS["grad_output"]
-        dy_row, dy_col = _encode(dy, grad, streams, seed, x_needed, w_needed, direct)
-        if x_needed:
-            dx = _gemm(
+        dy_row, dy_col = encode_slot(
+            dy, grad, "grad_output", seed, needs.dgrad, needs.w, direct, ctx.scales
+        )
+        if ctx.scales is not None and ctx.scales.notes is not None:
+            ctx.scales.notes.tell(needs.w)
+        if needs.dgrad:
+            kept = ctx.kept
+            if ctx.late is not None:
+                w_saved, kept = ctx.late.saved(plan.weight)
+            dx = gemm(
                 dy_row,
                 grad.row.spec,
                 rows,
-                _saved_columns(w_col, plan.weight, out_features, in_features, dy.dtype),
+                saved_columns(w_saved, plan.weight, out_features, in_features, dy.dtype),
                 plan.weight.col.spec,
                 in_features,
                 out_features,
@@ -266,14 +221,14 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
                 dy.dtype,
                 plan.precision.dgrad,
                 run,
-                ctx.kept,
+                kept,
             )
-        if w_needed:
-            dw = _gemm(
+        if needs.w:
+            dw = gemm(
                 dy_col,
                 grad.col.spec,
                 out_features,
-                _saved_columns(x_col, plan.input, rows, in_features, dy.dtype),
+                saved_columns(x_saved, plan.input, rows, in_features, dy.dtype),
                 plan.input.col.spec,
                 in_features,
                 rows,
@@ -282,9 +237,14 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
                 plan.precision.wgrad,
                 run,
             )
-        if bias_needed:
+        if needs.bias:
             dbias = sum_of_rows(dy) if direct else torch.ops.hybridq.bias_grad(dy)
-    return dx, dw, dbias
+        if ctx.prologue is not None and dx is not None:
+            x, known, gamma = start[0], start[1 : 1 + num_known], start[1 + num_known :]
+            dx, dgamma, dbeta = ctx.prologue.backward(
+                dx, x, gamma[0] if gamma else None, known, (needs.x, needs.gamma, needs.beta)
+            )
+    return dx, dw, dbias, dgamma, dbeta
 
 
 def linear(
@@ -292,16 +252,25 @@ def linear(
     w: torch.Tensor,
     bias: torch.Tensor | None,
     plan: Plan,
-    weight: KeptWeight | None = None,
+    weight: KeptWeight | GivenWeight | None = None,
+    scales: Scales | None = None,
+    prologue: Prologue | None = None,
+    gamma: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return `x @ w.T + bias` with every GEMM between the planes that `plan` names.
+    """Return `p(x) @ w.T + bias` with every GEMM between the planes that `plan` names.
 
     Args:
-        x: `[rows, in_features]`, float32, bfloat16 or float16.
+        x: `[rows, in_features]`, float32, bfloat16 or float16; of a gated activation twice as
+            many columns.
         w: `[out_features, in_features]`, the same dtype.
         bias: `[out_features]`, the same dtype, or None.
         plan: what `hybridq.recipes.bind` made.
-        weight: where the planes of w are kept, to be taken from there or put there; or None.
+        weight: where the planes of w are, or are kept, to be taken from there or put there; or
+            None.
+        scales: of the module's state, where `plan.is_delayed`.
+        prologue: what makes the matrix that is multiplied out of x; None: x is that matrix.
+        gamma, beta: `[in_features]`, float32, bfloat16 or float16: a norm's weights, or None.
 
     Returns:
         `[rows, out_features]` in x's dtype.
@@ -309,25 +278,33 @@ def linear(
     # Drawn whether or not there will be a backward: a reentrant checkpoint runs its forward
     # without gradients, and its recomputation must find the generator in the same state.
     seed = draw_seed(x.device) if plan.is_stochastic else None
-    needs = (False, False, False)
+    needs = _Needs()
     if torch.is_grad_enabled():
-        has_bias = bias is not None and bias.requires_grad
-        needs = (x.requires_grad, w.requires_grad, has_bias)
+        needs = _Needs(
+            x.requires_grad,
+            w.requires_grad,
+            bias is not None and bias.requires_grad,
+            gamma is not None and gamma.requires_grad,
+            beta is not None and beta.requires_grad,
+        )
+    given = (x, w, bias, gamma, beta, seed, scales, _Call(plan, needs, weight, prologue))
     if torch.compiler.is_compiling() or has_autocast(x.device.type):
         with without_autocast(x.device.type):
-            return _run(x, w, bias, plan, seed, needs, weight)
-    return _run(x, w, bias, plan, seed, needs, weight)
+            return _run(*given)
+    return _run(*given)
 
 
 def _run(
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
-    plan: Plan,
+    gamma: torch.Tensor | None,
+    beta: torch.Tensor | None,
     seed: torch.Tensor | None,
-    needs: tuple[bool, bool, bool],
-    weight: KeptWeight | None,
+    scales: Scales | None,
+    call: _Call,
 ) -> torch.Tensor:
-    if any(needs):
-        return _Linear.apply(x, w, bias, seed, plan, needs, weight)
-    return _forward(x, w, bias, plan, seed, False, False, weight)[0]
+    if any(call.needs):
+        y: torch.Tensor = _Linear.apply(x, w, bias, gamma, beta, seed, scales, call)
+        return y
+    return _forward(x, w, bias, gamma, beta, seed, scales, call)[0]

@@ -17,12 +17,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..formats import PlaneSpec
 from ..kernels import Kept
 from ..kernels.watch import is_plain, may_keep, nothing_watches
 from ..recipes import SlotPlan
+from ..storage import TensorStorage
 
-__all__ = ["Buffers", "KeptWeight", "kept_weight"]
+__all__ = ["Buffers", "GivenWeight", "KeptWeight", "given_weight", "kept_weight"]
 
 Buffers = list[torch.Tensor]
 
@@ -112,6 +114,7 @@ def kept_weight(
     dtype: torch.dtype,
     slot: SlotPlan,
     is_first_microbatch: bool,
+    num_updates: int = 0,
 ) -> KeptWeight | None:
     """Return where the planes of `weight` are kept, or None where they may not be.
 
@@ -121,6 +124,7 @@ def kept_weight(
         dtype: that the weight is quantized in (`torch.autocast` casts it first).
         slot: how it is quantized.
         is_first_microbatch: True: its values are new. In a backward they are not: it recomputes.
+        num_updates: of delayed scaling so far: the weight's scale may be another after each.
 
     Returns:
         `known`, if it still holds; else a new one, to be filled.
@@ -129,9 +133,80 @@ def kept_weight(
         return None
     storage = weight.untyped_storage()
     where = (storage._cdata, weight.data_ptr(), weight.shape, weight.stride())
-    key = (where, weight._version, _steps.count, dtype, slot)
+    age = num_updates if slot.is_delayed else 0
+    key = (where, weight._version, _steps.count, dtype, slot, age)
     is_new = is_first_microbatch and torch._C._current_graph_task_id() == -1
     if known is not None and not is_new and known.key == key:
         return known
     _steps.start()
     return KeptWeight(key, StorageWeakRef(storage))
+
+
+class GivenWeight:
+    """The planes of a weight that is quantized already: a parameter in low precision, or gathered.
+
+    Args:
+        storage: of the weight.
+    """
+
+    __slots__ = ("_storage",)
+
+    def __init__(self, storage: TensorStorage) -> None:
+        self._storage = storage
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the backward must ask for the columnwise plane, instead of having it saved.
+
+        Memory that comes and goes may be freed in between, and the plane not even be there yet.
+        """
+        return self._storage.comes_and_goes
+
+    def has(self, with_col: bool) -> bool:
+        """Return True: what is not there is derived or gathered."""
+        return True
+
+    @property
+    def row(self) -> Buffers:
+        """Buffers of the rowwise plane."""
+        return self._storage.plane(ROWWISE).tensors
+
+    @property
+    def row_kept(self) -> Kept:
+        """The operands made of it."""
+        return self._storage.plane(ROWWISE).ready
+
+    @property
+    def col(self) -> Buffers:
+        """Buffers of the columnwise plane."""
+        return self._storage.plane(COLUMNWISE).tensors
+
+    @property
+    def col_kept(self) -> Kept:
+        """The operands made of it."""
+        return self._storage.plane(COLUMNWISE).ready
+
+    def saved(self, slot: SlotPlan) -> tuple[Buffers, Kept | None]:
+        """Return what a backward is given that asks late: see `operands.encode_operand`.
+
+        Args:
+            slot: of the weight.
+        """
+        return (self.row, None) if slot.saves_row else (self.col, self.col_kept)
+
+
+def given_weight(storage: TensorStorage, slot: SlotPlan) -> GivenWeight | None:
+    """Return the planes of a quantized weight, or None where `slot` wants others.
+
+    Args:
+        storage: of the weight.
+        slot: how the recipe quantizes it.
+    """
+    wanted: list[tuple[Direction, str]] = [(ROWWISE, slot.row.spec)]
+    if not slot.saves_row:
+        wanted.append((COLUMNWISE, slot.col.spec))
+    for direction, text in wanted:
+        spec = storage.spec(direction)
+        if spec is None or spec.text != text:
+            return None
+    return GivenWeight(storage)

@@ -117,9 +117,10 @@ class Linear(QuantizedModule, nn.Linear):
         bias: torch.Tensor | None
         x, weight, bias = self._cast(x, own, self.bias)  # type: ignore[assignment]
         self._check(x, weight, bias, own.shape[1])
+        scales = self._scales(own, plan, is_first_microbatch)
         kept = self._kept(own, weight.dtype, plan, is_first_microbatch)
         if x.dim() == 2:
-            return linear(x, weight, bias, plan, kept)
+            return linear(x, weight, bias, plan, kept, scales)
         flat = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
-        y = linear(flat, weight, bias, plan, kept)
+        y = linear(flat, weight, bias, plan, kept, scales)
         return y.view(*x.shape[:-1], self.out_features)

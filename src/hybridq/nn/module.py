@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -10,9 +11,22 @@ from torch import nn
 
 from .. import settings
 from ..kernels.device import has_autocast
-from ..recipes import LINEAR, Plan, Recipe, bind, install, is_recomputing, plan_by_key
-from .kept_weight import KeptWeight, kept_weight
+from ..recipes import (
+    LINEAR,
+    Plan,
+    Recipe,
+    SlotPlan,
+    bind,
+    install,
+    is_recomputing,
+    plan_by_key,
+)
+from ..tensor import is_quantized
+from .kept_weight import GivenWeight, KeptWeight, given_weight, kept_weight
 from .quantized_output import Boundary
+from .scaling import Scales, ScalingState
+from .scaling_dict import load_history
+from .scaling_update import num_updates, scales_of, watch_steps
 
 __all__ = ["QuantizedModule"]
 
@@ -31,12 +45,17 @@ class QuantizedModule(Boundary, nn.Module):
     _name_is_given: bool = False
     #: What `role.module_type` says of the module's slots.
     _module_type: str = LINEAR
+    #: Names of the weights, and the part that each belongs to.
+    _weights: Mapping[str, str] = MappingProxyType({"weight": ""})
     #: The last recipe bound, and what it came to for each part.
     _bound: tuple[Recipe | None, dict[str, Plan]] = (None, {})
     #: The recipe (or None) of the last training forward, in a tuple; empty before the first.
     _last_recipe: tuple[Any, ...] = ()
     #: By part, the quantized weight of the last microbatch that said whether it was the first.
-    _kept_weights: MappingProxyType[str, KeptWeight] | dict[str, KeptWeight] = MappingProxyType({})
+    _kept_weights: Mapping[str, KeptWeight] = MappingProxyType({})
+    #: By part, what delayed scaling remembers; made with the module, so that no compiled graph
+    #: makes it.
+    _scaling: Mapping[str, ScalingState] = MappingProxyType({})
 
     def _take_name(self, name: str | None) -> None:
         """Take the constructor's `name`; called last, when the module is otherwise made."""
@@ -45,12 +64,16 @@ class QuantizedModule(Boundary, nn.Module):
                 raise self._error(TypeError, f"name must be a string, got {type(name).__name__}")
             self.name, self._name_is_given = name, True
         install()
+        self._ensure_scaling()
 
     def _set_name(self, name: str) -> None:
         """Take the name that the module has in its model, unless the caller gave one."""
         if not self._name_is_given and self.name != name:
             self.name = name
             self.__dict__.pop("_bound", None)
+        self._ensure_scaling()
+        for part, state in self._scaling.items():
+            state.take_name(self._part_name(part))
 
     def _error(self, kind: type[Exception], text: str) -> Exception:
         # The name is read here and nowhere on the way: dynamo guards what it reads, and modules
@@ -88,6 +111,19 @@ class QuantizedModule(Boundary, nn.Module):
             plan = bound[1][part] = bind(recipe, self._part_name(part), self._module_type)
         return plan
 
+    def _weight_slot(self, part: str) -> SlotPlan | None:
+        """Return how a part's weight is quantized now; None: it is not.
+
+        For what happens outside a forward: in a backward the recipe is the last forward's.
+        """
+        recipe = settings.current().recipe
+        if is_recomputing():
+            recipe = self._last_recipe[0] if self._last_recipe else None
+        if not isinstance(recipe, Recipe):
+            return None
+        plan = self._plan(recipe, part)
+        return None if plan.is_plain else plan.weight
+
     def _part_name(self, part: str) -> str:
         return f"{self.name}.{part}" if self.name and part else self.name or part
 
@@ -103,20 +139,60 @@ class QuantizedModule(Boundary, nn.Module):
         plan: Plan,
         is_first_microbatch: bool | None,
         part: str = "",
-    ) -> KeptWeight | None:
-        """Return where the planes of a part's `weight`, as `dtype`, are kept; None: nowhere."""
+    ) -> KeptWeight | GivenWeight | None:
+        """Return where the planes of a part's `weight`, as `dtype`, are or go; None: nowhere."""
         if torch.compiler.is_compiling():
             return None
+        if is_quantized(weight):
+            return given_weight(weight.tensor_storage, plan.weight)  # type: ignore[attr-defined]
         if is_first_microbatch is None:
             is_first_microbatch = settings.current().is_first_microbatch
             if is_first_microbatch is None:
                 return None
         known = self._kept_weights.get(part)
-        kept = kept_weight(known, weight, dtype, plan.weight, is_first_microbatch)
+        kept = kept_weight(known, weight, dtype, plan.weight, is_first_microbatch, num_updates())
         if kept is not known:
             others = {name: one for name, one in self._kept_weights.items() if name != part}
             self.__dict__["_kept_weights"] = others if kept is None else {**others, part: kept}
         return kept
+
+    def _scales(
+        self,
+        weight: torch.Tensor,
+        plan: Plan,
+        is_first_microbatch: bool | None,
+        part: str = "",
+    ) -> Scales | None:
+        """Return a part's scales of delayed scaling, updated first if a step was told by nobody.
+
+        None where the plan keeps no history.
+        """
+        if not plan.is_delayed:
+            return None
+        if torch.compiler.is_compiling():
+            return scales_of(self._scaling.get(part), weight, plan, self.training, None)
+        self._ensure_scaling()
+        if is_first_microbatch is None:
+            is_first_microbatch = settings.current().is_first_microbatch
+        state = self._scaling.get(part)
+        return scales_of(state, weight, plan, self.training, is_first_microbatch)
+
+    def _scaled_weights(self) -> list[tuple[str, torch.Tensor]]:
+        """Return each part with its weight, those that are there."""
+        named = [(part, getattr(self, name, None)) for name, part in self._weights.items()]
+        return [(part, weight) for part, weight in named if weight is not None]
+
+    def _ensure_scaling(self) -> None:
+        """Have a state of delayed scaling for each part, where its weight is."""
+        for part, weight in self._scaled_weights():
+            state = self._scaling.get(part)
+            if state is None:
+                watch_steps()
+                made = ScalingState(weight.device, self._module_type)
+                made.take_name(self._part_name(part))
+                self.__dict__["_scaling"] = {**self._scaling, part: made}
+            elif state.device != weight.device:
+                state.move(weight.device)
 
     def _cast(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return the tensors as torch.autocast would pass them on to a linear module."""
@@ -161,7 +237,14 @@ class QuantizedModule(Boundary, nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._forget_weight()  # .to(), .half(), .cuda(): what is kept would only take memory
-        return super()._apply(fn, recurse)
+        moved = super()._apply(fn, recurse)
+        self._ensure_scaling()
+        return moved
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._ensure_scaling()
+        load_history(self._scaling, state_dict, prefix, args[-2], args[-1])
 
     def __getstate__(self) -> dict[str, Any]:
         # What a recipe came to is remade when needed; a factory may not even be picklable.

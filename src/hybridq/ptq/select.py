@@ -89,7 +89,7 @@ class Selection:
             return self.quantizer
         kind = "linear" if len(entry.shape) == 2 else "grouped_linear"
         role = QuantizerRole(kind, "weight", entry.name.removesuffix(_SUFFIX))
-        made = get(self.recipe).quantizer(role)  # type: ignore[arg-type]
+        made = get(self.recipe).quantizer(role).undelayed()  # type: ignore[arg-type]
         _check(made)
         return None if made.is_identity else made
 

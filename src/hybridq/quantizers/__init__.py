@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from .api import quantize, quantizer
+from .delayed import DelayedScalingRequest, next_scale
+from .float8 import Float8Quantizer
 from .many import multi_tensor_quantize
 from .named import (
     Float8BlockQuantizer,
@@ -11,22 +13,27 @@ from .named import (
     IdentityQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
+    delayed_quantizer,
 )
 from .quantizer import Quantizer, draw_seed
 from .ragged import quantize_grouped
 from .statistics import group_amax, statistics
 
 __all__ = [
+    "DelayedScalingRequest",
     "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
     "HybridQuantizer",
     "IdentityQuantizer",
     "MXFP8Quantizer",
     "NVFP4Quantizer",
     "Quantizer",
+    "delayed_quantizer",
     "draw_seed",
     "group_amax",
     "multi_tensor_quantize",
+    "next_scale",
     "quantize",
     "quantize_grouped",
     "quantizer",

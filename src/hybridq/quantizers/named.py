@@ -13,6 +13,7 @@ import torch
 from ..errors import SpecError
 from ..formats import DEFAULT_SIGNS, ERRORS, Element, Format, PlaneSpec, element, format
 from ..tensor.in_graph import constructor
+from .delayed import DelayedScalingRequest
 from .quantizer import Quantizer
 from .statistics import group_name
 
@@ -23,6 +24,7 @@ __all__ = [
     "IdentityQuantizer",
     "MXFP8Quantizer",
     "NVFP4Quantizer",
+    "delayed_quantizer",
 ]
 
 _DType = str | torch.dtype | Element
@@ -237,31 +239,25 @@ def IdentityQuantizer(
 @constructor
 def HybridQuantizer(
     *,
-    rowwise_quantizer: Quantizer,
-    columnwise_quantizer: Quantizer,
+    rowwise_quantizer: Quantizer | DelayedScalingRequest,
+    columnwise_quantizer: Quantizer | DelayedScalingRequest,
     columnwise_source: str = "original",
 ) -> Quantizer:
     """Return a quantizer that takes its rowwise plane from one and the columnwise from another.
 
     Args:
-        rowwise_quantizer: its rowwise spec is used.
-        columnwise_quantizer: its columnwise spec is used.
+        rowwise_quantizer: its rowwise spec is used; or a request for delayed scaling.
+        columnwise_quantizer: its columnwise spec is used; or such a request.
         columnwise_source: `"original"` or `"rowwise_dequantized"`: what the columnwise plane is
             made of.
 
     Raises:
-        TypeError: an argument is not a Quantizer.
+        TypeError: an argument is neither a Quantizer nor a DelayedScalingRequest.
         SpecError: a spec is missing, or the two reduce amax over different groups.
     """
-    for name, part in (
-        ("rowwise_quantizer", rowwise_quantizer),
-        ("columnwise_quantizer", columnwise_quantizer),
-    ):
-        if not isinstance(part, Quantizer):
-            raise TypeError(
-                f"HybridQuantizer: {name} must be a Quantizer, got {type(part).__name__}"
-            )
-    row, col = rowwise_quantizer.rowwise, columnwise_quantizer.columnwise
+    rowwise = _of_direction("rowwise_quantizer", rowwise_quantizer)
+    columnwise = _of_direction("columnwise_quantizer", columnwise_quantizer)
+    row, col = rowwise.rowwise, columnwise.columnwise
     if row is None or col is None:
         raise SpecError(
             "HybridQuantizer: rowwise_quantizer must have a rowwise spec and columnwise_quantizer "
@@ -269,11 +265,38 @@ def HybridQuantizer(
         )
     groups = {
         part.amax_group
-        for part, spec in ((rowwise_quantizer, row), (columnwise_quantizer, col))
+        for part, spec in ((rowwise, row), (columnwise, col))
         if spec.needs_tensor_amax
     }
     if len(groups) > 1:
         raise SpecError(
             f"HybridQuantizer: both must reduce amax over one group, got {sorted(map(str, groups))}"
         )
-    return Quantizer(row, col, columnwise_source, amax_group=next(iter(groups), None))
+    return Quantizer(
+        row,
+        col,
+        columnwise_source,
+        amax_group=next(iter(groups), None),
+        rowwise_delay=rowwise.rowwise_delay,
+        columnwise_delay=columnwise.columnwise_delay,
+    )
+
+
+def _of_direction(name: str, given: Quantizer | DelayedScalingRequest) -> Quantizer:
+    if isinstance(given, DelayedScalingRequest):
+        return delayed_quantizer(given)
+    if not isinstance(given, Quantizer):
+        raise TypeError(f"HybridQuantizer: {name} must be a Quantizer, got {type(given).__name__}")
+    return given
+
+
+def delayed_quantizer(request: DelayedScalingRequest, is_gradient: bool = False) -> Quantizer:
+    """Return the quantizer of a slot whose planes both take their scale as `request` says.
+
+    Args:
+        request: how the scale follows from earlier steps.
+        is_gradient: of a gradient's slot.
+    """
+    base = _fp8("DelayedScalingRequest", request.element(is_gradient), "fp8_e4m3")
+    spec = PlaneSpec(base)
+    return Quantizer(spec, spec, rowwise_delay=request, columnwise_delay=request)

@@ -13,11 +13,13 @@ from ..errors import PlaneError, SpecError
 from ..formats import PlaneSpec
 from ..kernels.ops import HIGH_PRECISION, check_seed
 from ..kernels.watch import nothing_watches
-from ..storage import Plane, StoragePlan, TensorStorage, overwrite
+from ..storage import StoragePlan, TensorStorage
 from ..tensor import QuantizedTensor, is_flat, is_quantized, matrix_shape
 from ..tensor.in_graph import parses_quantizers
 from .checks import check_dtype, check_source
+from .delayed import DelayedScalingRequest, described, no_history, parsed, resolved
 from .statistics import statistics
+from .writing import Quantize, check_target, overwrite_planes
 
 __all__ = ["SOURCES", "Quantizer", "draw_seed"]
 
@@ -51,10 +53,12 @@ class Quantizer:
             A row-scaled plane is never reduced: whether the ranks' rows are the same rows (K is
             split) or others (rows are split) is not known here, and where each rank holds whole
             rows there is nothing to reduce.
+        rowwise_delay, columnwise_delay: how the scale of that plane follows from earlier steps,
+            or None. A module's slot keeps their history; by itself it quantizes nothing.
 
     Raises:
-        SpecError: no plane is described, the source needs a rowwise spec that is missing, or an
-            amax group is given for planes that are all row-scaled.
+        SpecError: no plane is described, the source needs a rowwise spec that is missing, an
+            amax group is given for planes that are all row-scaled, or a delay does not fit.
 
     Example:
         >>> import torch, hybridq
@@ -69,6 +73,8 @@ class Quantizer:
     rowwise_usage: bool = True
     columnwise_usage: bool = True
     amax_group: str | None = None
+    rowwise_delay: DelayedScalingRequest | None = None
+    columnwise_delay: DelayedScalingRequest | None = None
     # As in PlaneSpec: of each quantizer, and made with it, so that torch.compile can read it.
     _text: ClassVar[str]
 
@@ -97,8 +103,9 @@ class Quantizer:
         specs = [spec for spec in (self.rowwise, self.columnwise) if spec is not None]
         if self.amax_group is not None and any(spec.row_scaled for spec in specs):
             self._check_row_scaled_group(specs)
+        row, col = described(self)
         flags = f"{int(self.rowwise_usage)}{int(self.columnwise_usage)}"
-        parts = (self.rowwise or "", self.columnwise or "", self.columnwise_source, flags)
+        parts = (row, col, self.columnwise_source, flags)
         text = "|".join((*map(str, parts), self.amax_group or ""))
         object.__setattr__(self, "_text", text)
 
@@ -170,6 +177,25 @@ class Quantizer:
         )
         return all(spec is None or spec.format.is_identity for spec in specs)
 
+    @property
+    def is_delayed(self) -> bool:
+        """Whether the scale of a plane follows from the amaxima of earlier steps."""
+        return self.rowwise_delay is not None or self.columnwise_delay is not None
+
+    def resolved(self, is_gradient: bool) -> Quantizer:
+        """Return this quantizer with the elements that its delays ask for.
+
+        Args:
+            is_gradient: the slot is a gradient's: `"HYBRID"` means E5M2.
+        """
+        row = resolved(self.rowwise, self.rowwise_delay, is_gradient)
+        col = resolved(self.columnwise, self.columnwise_delay, is_gradient)
+        return replace(self, rowwise=row, columnwise=col) if self.is_delayed else self
+
+    def undelayed(self) -> Quantizer:
+        """Return the quantizer of the same planes that takes the tensor's own amax."""
+        return replace(self, rowwise_delay=None, columnwise_delay=None) if self.is_delayed else self
+
     def is_requantization_safe(self) -> bool:
         """Return whether quantizing the same values again gives the same bits."""
         return not self.is_stochastic
@@ -184,6 +210,8 @@ class Quantizer:
             columnwise=self.rowwise,
             rowwise_usage=self.columnwise_usage,
             columnwise_usage=self.rowwise_usage,
+            rowwise_delay=self.columnwise_delay,
+            columnwise_delay=self.rowwise_delay,
         )
 
     # ---- quantization
@@ -222,7 +250,7 @@ class Quantizer:
         nominal = tensor.dtype if dtype is None else dtype
         check_dtype(nominal, "quantize")
         if torch.is_grad_enabled() and tensor.requires_grad:
-            return _Quantize.apply(tensor, self, nominal, seed)
+            return Quantize.apply(tensor, self, nominal, seed)
         return self._make(tensor, nominal, seed)
 
     def _make_directly(
@@ -297,8 +325,10 @@ class Quantizer:
             where: the function in whose name an error is raised.
 
         Raises:
-            PlaneError: both usages are off.
+            PlaneError: both usages are off, or a scale follows from a history that is not here.
         """
+        if self.is_delayed:
+            raise PlaneError(no_history(where))
         if not (self.makes_rowwise or self.makes_columnwise):
             raise PlaneError(f"{where}: both usages are off, nothing to make; see with_usage")
         row, col = self.rowwise, self.columnwise if self.makes_columnwise else None
@@ -330,16 +360,7 @@ class Quantizer:
                 given for a part of a tensor.
             RuntimeError: `target` is a leaf that requires grad, outside `torch.no_grad()`.
         """
-        check_source(source, "update_quantized")
-        if not is_quantized(target):
-            raise TypeError(
-                f"update_quantized: target must be a QuantizedTensor, got {type(target).__name__}"
-            )
-        if tuple(source.shape) != tuple(target.shape):
-            raise ValueError(
-                f"update_quantized: source must have the target's shape {tuple(target.shape)}, "
-                f"got {tuple(source.shape)}"
-            )
+        check_target(source, target)
         if target.part is not None or is_flat(target):
             if seed is not None:
                 raise PlaneError(
@@ -347,28 +368,11 @@ class Quantizer:
                     "which takes no seed"
                 )
             return target.write(source, "update_quantized")
-        plain = source.dequantize() if is_quantized(source) else source
-        if target.is_leaf and target.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                "update_quantized: a leaf that requires grad is written in place only under "
-                "torch.no_grad()"
-            )
-        usages = target.get_usages()
-        with torch.no_grad():
-            made = (
-                self._fixed_as(target)
-                .with_usage(**usages)
-                .encode(
-                    plain.detach().to(target.device).reshape(matrix_shape(plain.shape)), seed=seed
-                )
-            )
-            pairs = ((target.rowwise, made.rowwise), (target.columnwise, made.columnwise))
-            for old, new in pairs:
-                _check_spec(old, new)
-            for old, new in pairs:  # only now: a refusal leaves both planes as they were
-                _overwrite(old, new)
-            torch.autograd.graph.increment_version(target)
-        return target
+
+        def encode(plain: torch.Tensor, usages: dict[str, bool]) -> TensorStorage:
+            return self._fixed_as(target).with_usage(**usages).encode(plain, seed=seed)
+
+        return overwrite_planes(source, target, encode)
 
     def _fixed_as(self, target: QuantizedTensor) -> Quantizer:
         """Return this quantizer with an open identity dtype fixed to that of `target`'s plane.
@@ -437,13 +441,16 @@ def _parse(text: str) -> Quantizer:
     if len(parts) != 5 or len(parts[3]) != 2:
         raise SpecError(f"Quantizer.parse: not a quantizer's canonical text, got {text!r}")
     row, col, source, usages, group = parts
+    (row_spec, row_delay), (col_spec, col_delay) = parsed(row), parsed(col)
     return Quantizer(
-        PlaneSpec.parse(row) if row else None,
-        PlaneSpec.parse(col) if col else None,
+        row_spec,
+        col_spec,
         source,
         usages[0] == "1",
         usages[1] == "1",
         group or None,
+        row_delay,
+        col_delay,
     )
 
 
@@ -454,39 +461,3 @@ def _plan(text: str, dtype: torch.dtype) -> _Plan:
 
 torch.serialization.add_safe_globals([_parse])
 parses_quantizers(lru_cache(maxsize=4096)(_parse))  # compiled code asks at every call
-
-
-def _check_spec(old: Plane | None, new: Plane | None) -> None:
-    if old is not None and (new is None or new.spec != old.spec):
-        raise PlaneError(
-            f"update_quantized: the target's {old.direction} plane is {old.spec}, the quantizer "
-            f"makes {new.spec if new else 'none'}"
-        )
-
-
-def _overwrite(old: Plane | None, new: Plane | None) -> None:
-    if old is None or new is None:
-        return
-    for name, buffer in old.buffers.items():
-        overwrite(buffer, new.buffers[name])
-    if old.kept is not None:
-        old.kept.forget()
-
-
-class _Quantize(torch.autograd.Function):
-    """Encode; the gradient passes unchanged."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: torch.Tensor,
-        quantizer: Quantizer,
-        dtype: torch.dtype,
-        seed: torch.Tensor | None,
-    ) -> QuantizedTensor:
-        ctx.dtype = tensor.dtype
-        return quantizer._make(tensor, dtype, seed)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return grads[0].to(ctx.dtype), None, None, None

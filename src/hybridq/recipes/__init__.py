@@ -20,6 +20,7 @@ from .builtin import (
 )
 from .by_name import ByName
 from .choices import GemmPrecision
+from .delayed import DelayedScaling
 from .named import get, names
 from .recipe import ChoosingRecipe, CustomRecipe, Recipe
 from .replay import install
@@ -41,6 +42,7 @@ __all__ = [
     "ByName",
     "ChoosingRecipe",
     "CustomRecipe",
+    "DelayedScaling",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "FloatFormat",

@@ -122,6 +122,8 @@ class autocast:
         if not torch.compiler.is_compiling():
             install()
             state.recipe_task = torch._C._current_graph_task_id()
+            if isinstance(state.recipe, Recipe) and state.recipe.key in state.delayed_keys:
+                state.delayed_recipe = state.recipe
         return self
 
     def __exit__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .. import settings
 from ..direction import COLUMNWISE, ROWWISE
 from ..errors import RecipeError
 from ..formats import PlaneText
@@ -23,12 +24,23 @@ class SlotPlan(NamedTuple):
         row, col: the two planes.
         col_source: what the columnwise plane is made of, as `torch.ops.hybridq.encode` takes it.
         amax_group: name of the process group over which amax is max-reduced, or empty.
+        row_delay, col_delay: how the plane's scale follows from earlier steps, as a
+            DelayedScalingRequest's text; empty where it does not.
+        shares_state: both do, from one history: they are of one element and made of one tensor.
     """
 
     row: PlaneText
     col: PlaneText
     col_source: str
     amax_group: str
+    row_delay: str = ""
+    col_delay: str = ""
+    shares_state: bool = False
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether a scale follows from earlier steps."""
+        return bool(self.row_delay or self.col_delay)
 
     @property
     def saves_row(self) -> bool:
@@ -49,6 +61,7 @@ class Plan(NamedTuple):
         is_stochastic: some plane is rounded stochastically: the module draws a seed per call.
         is_plain: no slot changes anything: the module is `nn.Linear`.
         precision: of each of the three GEMMs.
+        is_delayed: some slot keeps a history: the module has a `ScalingState`.
     """
 
     input: SlotPlan
@@ -57,6 +70,7 @@ class Plan(NamedTuple):
     is_stochastic: bool
     is_plain: bool
     precision: GemmPrecision = GemmPrecision()
+    is_delayed: bool = False
 
 
 def _slot_plan(quantizer: Quantizer) -> SlotPlan:
@@ -69,7 +83,20 @@ def _slot_plan(quantizer: Quantizer) -> SlotPlan:
     source = quantizer.columnwise_source
     if planes[0].is_plain:
         source = "original"  # the decoded rowwise plane is the original
-    return SlotPlan(planes[0], planes[1], source, quantizer.amax_group or "")
+    row_delay, col_delay = (
+        "" if delay is None else delay.text
+        for delay in (quantizer.rowwise_delay, quantizer.columnwise_delay)
+    )
+    is_one = planes[0] == planes[1] and source == "original"
+    return SlotPlan(
+        planes[0],
+        planes[1],
+        source,
+        quantizer.amax_group or "",
+        row_delay,
+        col_delay,
+        shares_state=is_one and row_delay == col_delay != "",
+    )
 
 
 def bind(recipe: Recipe, name: str = "", module_type: str = LINEAR) -> Plan:
@@ -84,7 +111,7 @@ def bind(recipe: Recipe, name: str = "", module_type: str = LINEAR) -> Plan:
         RecipeError: some GEMM of the module lacks a plane; the text lists all of them.
         TypeError, ValueError: a factory returned something that is no Quantizer.
     """
-    recipe = recipe.for_name(name)
+    whole, recipe = recipe, recipe.for_name(name)
     quantizers = with_choices_of(
         {slot: recipe.quantizer(QuantizerRole(module_type, slot, name)) for slot in SLOTS},
         recipe.backward_override,
@@ -97,6 +124,11 @@ def bind(recipe: Recipe, name: str = "", module_type: str = LINEAR) -> Plan:
             f"{name or 'an unnamed module'} ({module_type}) under {recipe.key}: {'; '.join(found)}"
         )
     slots = [_slot_plan(quantizers[slot]) for slot in SLOTS]
+    is_delayed = any(slot.is_delayed for slot in slots)
+    if is_delayed:
+        state = settings.current()
+        state.delayed_keys.add(whole.key)
+        state.delayed_recipe = whole
     return Plan(
         input=slots[0],
         weight=slots[1],
@@ -104,6 +136,7 @@ def bind(recipe: Recipe, name: str = "", module_type: str = LINEAR) -> Plan:
         is_stochastic=any(quantizer.is_stochastic for quantizer in quantizers.values()),
         is_plain=all(slot.row.is_plain and slot.col.is_plain for slot in slots),
         precision=GemmPrecision.of(recipe.precision),
+        is_delayed=is_delayed,
     )
 
 

@@ -27,7 +27,7 @@ def boundary_quantizer(recipe: Recipe, role: QuantizerRole) -> Quantizer:
         TypeError, ValueError: a factory returned something that is no Quantizer.
     """
     recipe = recipe.for_name(role.name)
-    quantizer = recipe.quantizer(role)
+    quantizer = recipe.quantizer(role).undelayed()  # a boundary keeps no history
     if recipe.backward_override is not None:
         return quantizer.with_usage(columnwise=False)  # no backward would take it
     source = recipe.columnwise_source

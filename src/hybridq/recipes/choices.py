@@ -139,4 +139,5 @@ def _unquantized_columns(quantizer: Quantizer, plain: PlaneSpec | None, override
         columnwise=plain,
         columnwise_source="rowwise_dequantized" if is_decoded else "original",
         columnwise_usage=True,
+        columnwise_delay=None,
     )

@@ -5,7 +5,7 @@ Source: Transformer Engine's `custom_recipes/quantizer_factories.py` (names and 
 
 from __future__ import annotations
 
-from ..quantizers import IdentityQuantizer, Quantizer
+from ..quantizers import DelayedScalingRequest, IdentityQuantizer, Quantizer
 from .builtin import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -16,6 +16,7 @@ from .roles import QuantizerRole
 
 __all__ = [
     "current_scaling_factory",
+    "delayed_scaling_factory",
     "float8_block_scaling_factory",
     "high_precision_factory",
     "mxfp8_factory",
@@ -40,6 +41,12 @@ def high_precision_factory(role: QuantizerRole) -> Quantizer:
 def current_scaling_factory(role: QuantizerRole) -> Quantizer:
     """Return per-tensor FP8: E4M3, and E5M2 for gradients."""
     return Float8CurrentScaling().quantizer(role)
+
+
+@reads_no_names
+def delayed_scaling_factory(role: QuantizerRole) -> DelayedScalingRequest:
+    """Return per-tensor FP8 with a history of amaxima: E4M3, and E5M2 for gradients."""
+    return DelayedScalingRequest()
 
 
 @reads_no_names

@@ -12,6 +12,7 @@ from .builtin import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from .delayed import DelayedScaling
 from .recipe import CustomRecipe, Recipe, RecipeSource
 
 __all__ = ["get", "names", "source"]
@@ -21,6 +22,7 @@ _RECIPES: Final[Mapping[str, Recipe]] = {
     "bf16": CustomRecipe(factories.high_precision_factory),
     "high_precision": CustomRecipe(factories.high_precision_factory),
     "fp8_current": Float8CurrentScaling(),
+    "fp8_delayed": DelayedScaling(),
     "fp8_block": Float8BlockScaling(),
     "mxfp8": MXFP8BlockScaling(),
     "nvfp4": NVFP4BlockScaling(),

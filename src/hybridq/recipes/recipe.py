@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from ..quantizers import Quantizer
+from ..quantizers import DelayedScalingRequest, Quantizer, delayed_quantizer
 from .choices import CHOICES, GemmPrecision, check_choice, check_choices
 from .roles import QuantizerRole
 
@@ -247,10 +247,11 @@ class CustomRecipe(ChoosingRecipe):
 
     Args:
         qfactory: `qfactory(role) -> Quantizer`, asked once per slot when a module is bound. It
-            may return any quantizer, uniform or hybrid, or an `IdentityQuantizer` to leave the
-            slot alone. It must be a pure function of the role. A function that never looks at
-            `role.name` may say so with `qfactory.reads_names = False`: compiled modules that
-            differ in their names only then share one graph.
+            may return any quantizer, uniform or hybrid, a `DelayedScalingRequest`, or an
+            `IdentityQuantizer` to leave the slot alone. It must be a pure function of the role. A
+            function that never looks at `role.name` may say so with
+            `qfactory.reads_names = False`: compiled modules that differ in their names only then
+            share one graph.
         precision, backward_override, columnwise_source: as in `Recipe`; by keyword only.
 
     Two custom recipes are equal if and only if their factories are (functions: the same object)
@@ -271,7 +272,7 @@ class CustomRecipe(ChoosingRecipe):
         True
     """
 
-    qfactory: Callable[[QuantizerRole], Quantizer]
+    qfactory: Callable[[QuantizerRole], Quantizer | DelayedScalingRequest]
 
     def __post_init__(self) -> None:
         factory = self.qfactory
@@ -296,15 +297,17 @@ class CustomRecipe(ChoosingRecipe):
         )
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
-        """Return what `qfactory(role)` returns.
+        """Return what `qfactory(role)` returns; a request becomes a quantizer of the role.
 
         Raises:
             TypeError: it returned something else than a Quantizer.
             ValueError: it returned None.
         """
         made: object = self.qfactory(role)
+        if isinstance(made, DelayedScalingRequest):
+            return delayed_quantizer(made, role.is_gradient)
         if isinstance(made, Quantizer):
-            return made
+            return made.resolved(role.is_gradient)
         name = getattr(self.qfactory, "__qualname__", type(self.qfactory).__name__)
         if made is None:
             raise ValueError(

@@ -28,6 +28,7 @@ import torch
 
 from .. import settings
 from ..errors import warn_once
+from ..quantizers.delayed import epoch
 
 __all__ = ["Replay", "install"]
 
@@ -45,7 +46,7 @@ _IMPORTERS = ("torch.distributed._composable.checkpoint_activation",)
 
 
 class Replay:
-    """Calls a function under the recipe that was set when the Replay was made.
+    """Calls a function under the recipe that was set, and the scales that were, when it was made.
 
     Args:
         function: what is run, now or in a backward, in this thread or another.
@@ -54,17 +55,22 @@ class Replay:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.recipe = settings.current().recipe
+        self.epoch = epoch.count
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state = settings.current()
-        previous = state.recipe, state.recipe_task
+        previous = state.recipe, state.recipe_task, state.scaling_epoch
         state.recipe = self.recipe
         # Says that the recipe belongs to this very recomputation, even if it is None.
         state.recipe_task = torch._C._current_graph_task_id()
+        is_first = state.recipe_task == -1  # the forward itself, and no recomputation
+        state.scaling_epoch = -1 if is_first else self.epoch
         try:
             return self.function(*args, **kwargs)
         finally:
-            state.recipe, state.recipe_task = previous
+            state.recipe, state.recipe_task, state.scaling_epoch = previous
+            if is_first:
+                self.epoch = epoch.count
 
 
 def _first_parameters(function: Callable[..., Any], count: int) -> list[str]:

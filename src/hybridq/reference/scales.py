@@ -46,7 +46,9 @@ def block_scales(
     """Return the scales that `spec`'s rule gives to blocks of the given amax.
 
     Args:
-        amax: FP32, any shape; NaN where a block holds one, inf where a block holds one.
+        amax: FP32, any shape; NaN where a block holds one, inf where a block holds one. For one
+            scale per tensor it may be the multiplier, negative (docs/numerics.md, "Per-tensor FP8,
+            delayed scaling").
         spec: the plane's spec.
         tensor_amax: FP32 of one value per tensor or per row of blocks, broadcastable to `amax`,
             for rules that need it.
@@ -59,16 +61,20 @@ def _amax_rule(
     amax: torch.Tensor, spec: PlaneSpec, tensor_amax: torch.Tensor | None, input_max: float
 ) -> BlockScales:
     fmt = spec.format
-    fmax = torch.tensor(fmt.element.max if fmt.element else 1.0, dtype=torch.float32)
-    eps = torch.tensor(fmt.eps, dtype=torch.float32, device=amax.device)
+    given = amax
+    # Filled on the device: a copy from the host would wait for it.
+    fmax = torch.full_like(amax, fmt.element.max if fmt.element else 1.0, dtype=torch.float32)
+    eps = torch.full_like(fmax, fmt.eps)
     amax = torch.maximum(amax.clamp(max=FP32_MAX), eps)
-    encode = fmax.to(amax.device) / amax
+    encode = fmax / amax
     overflow = FP32_MAX if fmt.is_tensor_scaled else input_max
     encode = torch.where(encode.isinf(), overflow, encode)
     encode = torch.where(amax == 0.0, 1.0, encode)
     if fmt.power_of_two:
         cleared = (encode.view(torch.int32) & 0x7F800000).view(torch.float32)
         encode = torch.where(encode.isnan(), encode, cleared)
+    if fmt.is_tensor_scaled:  # a negative statistic is a multiplier that was fixed before
+        encode = torch.where(given < 0.0, -given, encode)
     return BlockScales(1.0 / encode, encode)
 
 

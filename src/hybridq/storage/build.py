@@ -10,6 +10,7 @@ from ..direction import COLUMNWISE, ROWWISE
 from ..formats import PlaneSpec, PlaneText
 from ..kernels.encode import encode_plan
 from ..kernels.ops import encode
+from ..kernels.ops_delayed import encode_recording
 from .plane import Plane
 from .storage import TensorStorage
 
@@ -49,6 +50,8 @@ def encode_pair(
     row_stream: int = 0,
     col_stream: int = 1,
     direct: bool = False,
+    amaxes: torch.Tensor | None = None,
+    at: tuple[int, ...] = (),
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the buffers of the rowwise and of the columnwise plane of x, `[]` where not wanted.
 
@@ -63,25 +66,18 @@ def encode_pair(
         col_source: `"original"` or `"rowwise_dequantized"`.
         row_stream, col_stream: random streams.
         direct: the caller has checked x and the seed, and that nothing watches them.
+        amaxes, at: FP32 `[n]`, of which those numbered `at` are raised to max|x|; or None.
     """
     row_text, col_text, keeps_row, from_row = _texts(row, col, col_source, keep_row)
     row_buffers = [x] if row is not None and row.is_plain and keep_row else []
     col_buffers = [x.t()] if col is not None and col_text == "" else []
     if not row_text and not col_text:
         return row_buffers, col_buffers
-    buffers = encode(
-        x,
-        row_text,
-        col_text,
-        row_stat,
-        col_stat,
-        seed,
-        from_row,
-        keeps_row,
-        row_stream,
-        col_stream,
-        direct,
-    )
+    args = (x, row_text, col_text, row_stat, col_stat, seed, from_row, keeps_row)
+    if amaxes is None or not at:
+        buffers = encode(*args, row_stream, col_stream, direct)
+    else:
+        buffers = encode_recording(*args, (row_stream, col_stream), direct, amaxes, at)
     split = row.num_buffers if keeps_row and row is not None else 0
     return row_buffers or buffers[:split], col_buffers or buffers[split:]
 
@@ -154,6 +150,7 @@ class StoragePlan:
         seed: torch.Tensor | None = None,
         *,
         direct: bool = False,
+        amaxes: torch.Tensor | None = None,
     ) -> TensorStorage:
         """Return the storage of x; buffers that both planes hold alike are shared.
 
@@ -163,6 +160,7 @@ class StoragePlan:
         Args:
             x: `[rows, cols]`.
             row_stat, col_stat, seed, direct: as `encode_pair` takes them.
+            amaxes: FP32 `[1]`, raised to max|x|; or None.
         """
         if self.is_one_identity:
             return self.plain(x)
@@ -172,7 +170,7 @@ class StoragePlan:
             if plan.at_once is not None:
                 made = plan.at_once(x, None, None, seed, 0, 0, 0, 1)
         if made is None:
-            made = self._encode(x, row_stat, col_stat, seed, direct)
+            made = self._encode(x, row_stat, col_stat, seed, direct, amaxes)
         return self.assemble(x, made)
 
     def plain(self, x: torch.Tensor) -> TensorStorage:
@@ -213,6 +211,7 @@ class StoragePlan:
         col_stat: torch.Tensor | None,
         seed: torch.Tensor | None,
         direct: bool,
+        amaxes: torch.Tensor | None,
     ) -> list[torch.Tensor]:
         """Return the buffers of the rowwise and then of the columnwise plane; none is x's own."""
         row_buffers, col_buffers = encode_pair(
@@ -225,6 +224,8 @@ class StoragePlan:
             col_source=self._col_source,
             keep_row=self._keeps_row,
             direct=direct,
+            amaxes=amaxes,
+            at=(0,),
         )
         if self._owns_row and row_buffers:  # x itself
             row_buffers = [_copy(x)]

@@ -48,6 +48,9 @@ class TensorStorage:
 
     __slots__ = ("columnwise", "rowwise")
 
+    #: Whether the planes' memory is freed and filled again without a word to autograd.
+    comes_and_goes = False
+
     def __init__(self, rowwise: Plane | None, columnwise: Plane | None) -> None:
         if rowwise is None and columnwise is None:
             raise PlaneError("TensorStorage: needs at least one plane, got none")
@@ -68,6 +71,13 @@ class TensorStorage:
     def nbytes(self) -> int:
         """Bytes of all buffers, a shared one counted once."""
         return sum(b.numel() * b.element_size() for b in self.flatten()[0])
+
+    def spec(self, direction: Direction) -> PlaneSpec | None:
+        """Return the spec of the plane that `plane` returns, or None where it would raise."""
+        own = self.rowwise if direction == ROWWISE else self.columnwise
+        if own is not None:
+            return own.spec
+        return self.first.spec if self.first.spec.is_derivable else None
 
     def plane(self, direction: Direction) -> Plane:
         """Return the plane of `direction`; derived from the other one where that is exact.

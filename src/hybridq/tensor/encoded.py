@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..formats import PlaneSpec
+from ..kernels.encode import raise_to_amax
 from ..storage import Plane
 from .table import dequantize, handles, is_quantized
 
@@ -63,3 +64,13 @@ def _known(x: Any, plane: Plane | None, text: str) -> list[torch.Tensor]:
     if plane is None or not text or (plane.rows, plane.cols) != tuple(x.shape):
         return []
     return plane.tensors if plane.spec == PlaneSpec.parse(text).resolve(x.dtype) else []
+
+
+@handles(torch.ops.hybridq.encode_with_amax.default)
+def _encode_with_amax(func: Any, x: Any, *args: Any, **options: Any) -> Any:
+    """Return what encode returns, and the amax of what x decodes to."""
+    if not is_quantized(x):
+        return NotImplemented
+    found = torch.zeros(1, dtype=torch.float32, device=x.device)
+    raise_to_amax(found, dequantize(x, x.dtype))
+    return [*torch.ops.hybridq.encode(x, *args, **options), found]

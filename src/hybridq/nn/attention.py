@@ -1,0 +1,330 @@
+"""MultiheadAttention: self-attention between two quantized projections, torch's SDPA between."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..recipes.roles import GRAD_INPUT
+from .fused import InitMethod, one_dtype, run_part
+from .layernorm_linear import LayerNormLinear
+from .linear import Linear
+from .quantized_output import with_quantized_gradient
+from .rotary import apply_rotary
+
+__all__ = ["MASKS", "MultiheadAttention"]
+
+#: Kinds of masks: whether a query sees no later key, and whether a mask is given with the call.
+MASKS: Final = {
+    "no_mask": (False, False),
+    "causal": (True, False),
+    "padding": (False, True),
+    "padding_causal": (True, True),
+    "causal_padding": (True, True),
+    "arbitrary": (False, True),
+}
+_FORMATS: Final = ("sbhd", "bshd")
+
+#: Angles for queries and keys, or one for each.
+Angles = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class _BiasApart(Linear):
+    """A linear module that leaves its bias to whoever calls it."""
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> torch.Tensor:
+        """Return `input @ weight.T`."""
+        self._check_first(is_first_microbatch)
+        recipe, first = self._recipe(), is_first_microbatch
+        if recipe is not None and fp8_grad:
+            input = with_quantized_gradient(input, self._boundary_quantizer(recipe, GRAD_INPUT))
+        y = run_part(self, "", recipe, input, self.weight, None, first)
+        return y if recipe is None or not fp8_output else self._quantized_output(y, recipe)
+
+
+class MultiheadAttention(nn.Module):
+    """Self-attention: projection to queries, keys and values, SDPA, projection back.
+
+    The two projections run under the recipe of `hybridq.autocast`; attention itself is
+    `torch.nn.functional.scaled_dot_product_attention`. Submodules: `layernorm_qkv` with
+    `input_layernorm`, else `qkv`; `proj`.
+
+    Args:
+        hidden_size: columns of the input and of the output.
+        num_attention_heads: number of heads of queries.
+        kv_channels: features of a head; None: `hidden_size / num_attention_heads`.
+        attention_dropout: probability, in training.
+        layernorm_epsilon: of the norm.
+        init_method, output_layer_init_method: of the first and of the second projection's weight,
+            as `LayerNormLinear` takes it.
+        attn_mask_type: `"causal"`, `"no_mask"`, `"padding"`, `"padding_causal"` or `"arbitrary"`.
+        window_size: `(left, right)`, how many keys before and after its own a query sees; -1: all.
+        num_gqa_groups: number of heads of keys and values, each of which serves as many heads of
+            queries; None: as many as those.
+        params_dtype: another name of `dtype`.
+        return_bias: the bias of the second projection is returned and not added.
+        input_layernorm: a norm stands before the first projection.
+        return_layernorm_output: the norm's result is returned too.
+        rotary_pos_interleaved: features 2i and 2i + 1 of a head are turned together, not i and
+            i + d/2.
+        zero_centered_gamma, normalization: as `LayerNormLinear` takes them.
+        qkv_weight_interleaved: the first projection's rows lie group by group (its queries, key,
+            value); else all queries, all keys, all values.
+        bias: whether the projections have a bias.
+        qkv_format: `"sbhd"`: the input is `[length, batch, hidden]`; `"bshd"`: batch first.
+        device, dtype: of the parameters; None: torch's defaults.
+        name: qualified name for the roles that a recipe's factory sees: the projections are
+            `<name>.layernorm_linear_qkv` or `<name>.linear_qkv`, and `<name>.proj`. Where it is
+            None, `hybridq.convert` gives them the names that they have in the model.
+
+    Raises:
+        ValueError: sizes do not divide, or an option is unknown.
+        TypeError: `name` is no string.
+
+    Source: names and meanings of the arguments: Transformer Engine's MultiheadAttention.
+
+    Example:
+        >>> import torch, hybridq
+        >>> attention = hybridq.MultiheadAttention(64, 4, num_gqa_groups=2, input_layernorm=True)
+        >>> with hybridq.autocast(recipe="mxfp8"):
+        ...     y = attention(torch.randn(10, 2, 64))
+        >>> y.shape
+        torch.Size([10, 2, 64])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        *,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        num_gqa_groups: int | None = None,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        input_layernorm: bool = False,
+        return_layernorm_output: bool = False,
+        rotary_pos_interleaved: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = False,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        qkv_format: str = "sbhd",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_attention_heads = num_attention_heads
+        self.num_gqa_groups = num_gqa_groups or num_attention_heads
+        self.kv_channels = kv_channels or hidden_size // max(num_attention_heads, 1)
+        _check_sizes(hidden_size, num_attention_heads, self.num_gqa_groups, kv_channels)
+        if qkv_format not in _FORMATS:
+            raise ValueError(f"attention: the format must be sbhd or bshd, got {qkv_format!r}")
+        if not 0.0 <= attention_dropout < 1.0:
+            raise ValueError(f"attention: dropout must be in [0, 1), got {attention_dropout}")
+        if return_layernorm_output and not input_layernorm:
+            raise ValueError("attention: return_layernorm_output needs input_layernorm, got False")
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"attention: name must be a string, got {type(name).__name__}")
+        self.attention_dropout, self.qkv_format = float(attention_dropout), qkv_format
+        self.attn_mask_type, self.window_size = attn_mask_type, window_size
+        _check_mask_type(attn_mask_type, window_size)
+        self.return_bias, self.input_layernorm = bool(return_bias), bool(input_layernorm)
+        self.return_layernorm_output = bool(return_layernorm_output)
+        self.rotary_pos_interleaved = bool(rotary_pos_interleaved)
+        self.qkv_weight_interleaved = bool(qkv_weight_interleaved)
+        options: dict[str, Any] = {
+            "bias": bias,
+            "device": device,
+            "dtype": one_dtype(type(self).__name__, dtype, params_dtype),
+        }
+        width = (num_attention_heads + 2 * self.num_gqa_groups) * self.kv_channels
+        self.qkv: Linear | None = None
+        self.layernorm_qkv: LayerNormLinear | None = None
+        if input_layernorm:
+            self.layernorm_qkv = LayerNormLinear(
+                hidden_size,
+                width,
+                layernorm_epsilon,
+                init_method=init_method,
+                normalization=normalization,
+                zero_centered_gamma=zero_centered_gamma,
+                return_layernorm_output=return_layernorm_output,
+                name=None if name is None else f"{name}.layernorm_linear_qkv",
+                **options,
+            )
+        else:
+            own = None if name is None else f"{name}.linear_qkv"
+            self.qkv = Linear(hidden_size, width, name=own, **options)
+            _fill(self.qkv, init_method)
+        own = None if name is None else f"{name}.proj"
+        inner = num_attention_heads * self.kv_channels
+        kind = _BiasApart if self.return_bias else Linear
+        self.proj: Linear = kind(inner, hidden_size, name=own, **options)
+        _fill(self.proj, output_layer_init_method)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        is_first_microbatch: bool | None = None,
+        rotary_pos_emb: Angles | None = None,
+    ) -> Any:
+        """Return the attention's result.
+
+        Args:
+            hidden_states: `[length, batch, hidden_size]`; with `qkv_format="bshd"` batch first.
+            attention_mask: bool, True where a key is hidden, for the mask types that take one:
+                broadcastable to `[batch, heads, queries, keys]`; of padding `[batch, 1, 1, keys]`.
+            attn_mask_type, window_size: for this call; None: the constructor's.
+            is_first_microbatch: as `Linear.forward` takes it.
+            rotary_pos_emb: angles `[at least length, 1, 1, at most features]` that queries and
+                keys are turned by, or a pair of them; see `RotaryPositionEmbedding`.
+
+        Returns:
+            As `hidden_states`; with `return_bias` and `return_layernorm_output` a tuple, as of
+            `LayerNormLinear`.
+
+        Raises:
+            ValueError: a mask that the mask type does not take, or none where it needs one.
+            RuntimeError, TypeError, RecipeError: as of `LayerNormLinear.forward`.
+        """
+        normed = None
+        if self.layernorm_qkv is not None:
+            made = self.layernorm_qkv(hidden_states, is_first_microbatch)
+            if self.return_layernorm_output:
+                made, normed = made
+        elif self.qkv is not None:
+            made = self.qkv(hidden_states, is_first_microbatch)
+        if made.dim() != 3:
+            raise ValueError(
+                "attention: the input must have a length, a batch and a hidden size, got shape "
+                f"{tuple(hidden_states.shape)}"
+            )
+        query, key, value = self._heads(made)
+        if rotary_pos_emb is not None:
+            pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
+            query = apply_rotary(query, pair[0], self.rotary_pos_interleaved)
+            key = apply_rotary(key, pair[1], self.rotary_pos_interleaved)
+        kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        window = self.window_size if window_size is None else window_size
+        _check_mask_type(kind, window)
+        mask, is_causal = _mask(kind, window, attention_mask, query)
+        mixed = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            mask,
+            self.attention_dropout if self.training else 0.0,
+            is_causal,
+            enable_gqa=self.num_gqa_groups != self.num_attention_heads,
+        )
+        order = (2, 0, 1, 3) if self.qkv_format == "sbhd" else (0, 2, 1, 3)
+        y = self.proj(mixed.permute(order).flatten(2), is_first_microbatch)
+        others = ([self.proj.bias] if self.return_bias else []) + (
+            [] if normed is None else [normed]
+        )
+        return (y, *others) if others else y
+
+    def _heads(self, made: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return queries, keys and values `[batch, heads, length, features]`."""
+        heads, groups, features = self.num_attention_heads, self.num_gqa_groups, self.kv_channels
+        lead = made.shape[:2]
+        order = (1, 2, 0, 3) if self.qkv_format == "sbhd" else (0, 2, 1, 3)
+        if self.qkv_weight_interleaved:
+            each = made.view(*lead, groups, heads // groups + 2, features)
+            parts = [p.flatten(2, 3) for p in each.split([heads // groups, 1, 1], 3)]
+        else:
+            parts = list(
+                made.view(*lead, heads + 2 * groups, features).split([heads, groups, groups], 2)
+            )
+        return tuple([part.permute(order) for part in parts])
+
+    def extra_repr(self) -> str:
+        """Return the sizes, for `repr`."""
+        return (
+            f"num_attention_heads={self.num_attention_heads}, "
+            f"num_gqa_groups={self.num_gqa_groups}, kv_channels={self.kv_channels}, "
+            f"attn_mask_type={self.attn_mask_type}, qkv_format={self.qkv_format}"
+        )
+
+
+def _fill(module: Linear, init_method: InitMethod | None) -> None:
+    if init_method is None:
+        return
+    with torch.no_grad():
+        init_method(module.weight)
+        if module.bias is not None:
+            module.bias.zero_()
+
+
+def _check_sizes(hidden: int, heads: int, groups: int, features: int | None) -> None:
+    if heads < 1 or (features is None and hidden % heads):
+        raise ValueError(
+            "attention: hidden_size must be a multiple of num_attention_heads, or kv_channels "
+            f"given, got {hidden} and {heads}"
+        )
+    if groups < 1 or heads % groups:
+        raise ValueError(
+            "attention: num_attention_heads must be a multiple of num_gqa_groups, got "
+            f"{heads} and {groups}"
+        )
+
+
+def _check_mask_type(kind: str, window: tuple[int, int] | None) -> None:
+    if kind not in MASKS:
+        raise ValueError(f"attention: mask type must be one of {', '.join(MASKS)}, got {kind!r}")
+    if window is not None and (len(window) != 2 or min(window) < -1):
+        raise ValueError(
+            f"attention: window_size must be two numbers, each at least -1, got {window}"
+        )
+
+
+def _mask(
+    kind: str,
+    window: tuple[int, int] | None,
+    given: torch.Tensor | None,
+    query: torch.Tensor,
+) -> tuple[torch.Tensor | None, bool]:
+    """Return the mask of SDPA, True where a key is seen, and whether it is plainly causal."""
+    is_causal, needs_mask = MASKS[kind]
+    if needs_mask is (given is None):
+        raise ValueError(
+            f"attention: mask type {kind!r} {'needs an' if needs_mask else 'takes no'} "
+            f"attention_mask, got {'none' if given is None else tuple(given.shape)}"
+        )
+    left, right = window or (-1, -1)
+    if is_causal and left < 0 and given is None:
+        return None, True
+    seen = None
+    if is_causal or left >= 0 or right >= 0:
+        position = torch.arange(query.shape[2], device=query.device)
+        ahead = position[None, :] - position[:, None]
+        seen = ahead >= -left if left >= 0 else torch.ones_like(ahead, dtype=torch.bool)
+        if is_causal or right >= 0:
+            seen = seen & (ahead <= (0 if is_causal else right))
+    if given is None:
+        return seen, False
+    if given.dtype != torch.bool:
+        raise ValueError(
+            f"attention: attention_mask must be bool, True where hidden, got {given.dtype}"
+        )
+    return ~given if seen is None else seen & ~given, False

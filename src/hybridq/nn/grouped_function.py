@@ -1,0 +1,256 @@
+"""The autograd function of grouped linear modules: three grouped GEMMs between ragged planes.
+
+```
+fprop  y[g]  = x[g]  @ w[g].T    (x.row,  w[g].row)        forward
+dgrad  dx[g] = dy[g] @ w[g]      (dy.row, w[g].col)        backward, if x needs a gradient
+wgrad  dw[g] = dy[g].T @ x[g]    (dy.col, x.col)           backward, if a weight needs a gradient
+```
+
+x[g] are the rows of x that group g has: `offsets` on the device says where each group ends, and
+nothing here reads it. Every group is quantized as a tensor of its own (`by_group`), so that the
+results are those of one linear module per group. Random streams are those of `function`; each group
+has a seed of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..kernels.device import without_autocast
+from ..kernels.ragged import capacity
+from ..recipes import Plan
+from .double_backward import without_derivative
+from .grouped_planes import encode_tokens, weight_planes
+from .kept_weight import Buffers, KeptWeight
+from .operands import STREAMS
+
+__all__ = ["Layout", "draw_seeds", "grouped_linear"]
+
+
+class Layout(NamedTuple):
+    """How the parameters of a grouped linear module are given.
+
+    Attributes:
+        groups: how many there are.
+        is_single: the weights are one tensor `[G, out, in]`, else one `[out, in]` each.
+        has_bias: there are biases.
+        is_single_bias: they are one tensor `[G, out]`, else one `[out]` each.
+        features: (in_features, out_features).
+    """
+
+    groups: int
+    is_single: bool
+    has_bias: bool
+    is_single_bias: bool
+    features: tuple[int, int]
+
+
+def draw_seeds(groups: int, device: torch.device) -> torch.Tensor:
+    """Return a seed for each group, int64 `[G]`: on a CPU those that G single draws give."""
+    return torch.randint(-(2**63), 2**63 - 1, (groups,), dtype=torch.int64, device=device)
+
+
+def _rows_product(
+    a: Buffers,
+    a_spec: str,
+    b: Buffers,
+    b_spec: str,
+    shape: tuple[int, int, int],
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    precision: str,
+) -> torch.Tensor:
+    """Return `[T, N]`: the rows of each group with its own matrix `[N, K]`; shape is (T, N, K)."""
+    tokens, n, k = shape
+    return torch.ops.hybridq.grouped_gemm(
+        a,
+        a_spec,
+        (a[0].shape[0], k),
+        b,
+        b_spec,
+        (n, k),
+        offsets,
+        tokens,
+        bias,
+        is_stack=True,
+        a_padded=a[0].shape[0] != tokens,  # rows with square blocks
+        out_dtype=dtype,
+        precision=precision,
+    )
+
+
+def _forward(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    seeds: torch.Tensor | None,
+    plan: Plan,
+    layout: Layout,
+    saves: tuple[bool, bool],
+    kept: Sequence[KeptWeight | None],
+    params: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, Buffers, Buffers]:
+    """Return y and the columnwise planes of x and of the weights that were asked for."""
+    save_x, save_w = saves
+    weights, biases = _split(params, layout)
+    x_row, x_col = encode_tokens(x, offsets, plan.input, STREAMS["input"], seeds, True, save_x)
+    w_row, w_col = weight_planes(weights, plan.weight, seeds, save_w, kept)
+    bias = None
+    if biases:
+        bias = biases[0] if layout.is_single_bias else torch.stack(biases)
+    y = _rows_product(
+        x_row,
+        plan.input.row.spec,
+        w_row,
+        plan.weight.row.spec,
+        (x.shape[0], layout.features[1], layout.features[0]),
+        offsets,
+        bias,
+        x.dtype,
+        plan.precision.fprop,
+    )
+    return y, x_col, w_col
+
+
+def _split(
+    params: Sequence[torch.Tensor], layout: Layout
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the weight of each group, and the biases as they are given."""
+    if layout.is_single:
+        return [params[0][g] for g in range(layout.groups)], list(params[1:])
+    return list(params[: layout.groups]), list(params[layout.groups :])
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """`y[g] = x[g] @ w[g].T + bias[g]` under a Plan; params as `Layout` says."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        seeds: torch.Tensor | None,
+        plan: Plan,
+        layout: Layout,
+        needs: tuple[bool, bool, bool],
+        kept: tuple[KeptWeight | None, ...],
+        *params: torch.Tensor,
+    ) -> torch.Tensor:
+        saves = (needs[1], needs[0])
+        y, x_col, w_col = _forward(x, offsets, seeds, plan, layout, saves, kept, params)
+        saved = [offsets, *x_col, *w_col]
+        if seeds is not None:
+            saved.append(seeds)
+        ctx.save_for_backward(*saved)
+        ctx.plan, ctx.layout, ctx.needs = plan, layout, needs
+        ctx.counts = (len(x_col), len(w_col))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        if torch.compiler.is_compiling():
+            grads = _backward(ctx, dy)
+        else:
+            with torch.no_grad():
+                grads = _backward(ctx, dy)
+            if torch.is_grad_enabled():  # create_graph=True
+                grads = without_derivative("GroupedLinear", dy.device, grads)
+        return (grads[0], None, None, None, None, None, None, *grads[1:])
+
+
+def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of x and of all params, None for those that are not needed."""
+    plan, layout, (x_needed, w_needed, bias_needed) = ctx.plan, ctx.layout, ctx.needs
+    offsets, *saved = ctx.saved_tensors
+    num_x, num_w = ctx.counts
+    x_col, w_col = saved[:num_x], saved[num_x : num_x + num_w]
+    seeds = saved[num_x + num_w] if len(saved) > num_x + num_w else None
+    in_features, out_features = layout.features
+    grad, tokens = plan.grad_output, dy.shape[0]
+    dx = dw = dbias = None
+    with without_autocast(dy.device.type):
+        streams = STREAMS["grad_output"]
+        dy_row, dy_col = encode_tokens(dy, offsets, grad, streams, seeds, x_needed, w_needed)
+        if x_needed:
+            dx = _rows_product(
+                dy_row,
+                grad.row.spec,
+                w_col,
+                plan.weight.col.spec,
+                (tokens, in_features, out_features),
+                offsets,
+                None,
+                dy.dtype,
+                plan.precision.dgrad,
+            )
+        if w_needed:
+            padded = capacity(tokens, layout.groups)
+            sides = [plane.num_buffers > 1 for plane in (grad.col, plan.input.col)]
+            dw = torch.ops.hybridq.grouped_gemm(
+                dy_col,
+                grad.col.spec,
+                (out_features, padded if sides[0] else tokens),
+                x_col,
+                plan.input.col.spec,
+                (in_features, padded if sides[1] else tokens),
+                offsets,
+                tokens,
+                is_stack=False,
+                a_padded=sides[0],
+                b_padded=sides[1],
+                out_dtype=dy.dtype,
+                precision=plan.precision.wgrad,
+            )
+        if bias_needed:
+            dbias = torch.ops.hybridq.bias_grad_ragged(dy, offsets)
+    weights = _each(dw, layout.groups, layout.is_single)
+    biases = _each(dbias, layout.groups, layout.is_single_bias) if layout.has_bias else ()
+    return (dx, *weights, *biases)
+
+
+def _each(grad: torch.Tensor | None, count: int, is_single: bool) -> tuple[Any, ...]:
+    if is_single:
+        return (grad,)
+    return (None,) * count if grad is None else tuple(grad[g] for g in range(count))
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    layout: Layout,
+    plan: Plan,
+    kept: tuple[KeptWeight | None, ...] = (),
+    seeds: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return `x[g] @ w[g].T + bias[g]` of each group g, every GEMM between the plan's planes.
+
+    Args:
+        x: `[T, in_features]`, float32, bfloat16 or float16; tokens of group 0 first.
+        offsets: int32 `[G]` on x's device: where each group ends.
+        params: the weights and then the biases, as `layout` says, in x's dtype.
+        layout: how many there are, and how they are given.
+        plan: what `hybridq.recipes.bind` made.
+        kept: where the planes of each weight are kept; empty for nowhere.
+        seeds: int64 `[G]` of stochastic planes; None draws them.
+
+    Returns:
+        `[T, out_features]` in x's dtype; tokens of no group give zeros.
+    """
+    if seeds is None and plan.is_stochastic:
+        seeds = draw_seeds(layout.groups, x.device)
+    needs = (False, False, False)
+    num_weights = 1 if layout.is_single else layout.groups
+    if torch.is_grad_enabled():
+        needs = (
+            x.requires_grad,
+            any(one.requires_grad for one in params[:num_weights]),
+            any(one.requires_grad for one in params[num_weights:]),
+        )
+    with without_autocast(x.device.type):
+        if any(needs):
+            return _GroupedLinear.apply(x, offsets, seeds, plan, layout, needs, kept, *params)
+        return _forward(x, offsets, seeds, plan, layout, (False, False), kept, params)[0]

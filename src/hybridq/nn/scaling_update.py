@@ -1,0 +1,335 @@
+"""Updates of delayed scaling: once per step, what all modules recorded becomes their scales.
+
+Who starts an update:
+
+- a step of any `torch.optim.Optimizer`, by a hook after it, but not one inside a backward;
+- `hybridq.update_scaling`, for those who have none;
+- a forward, as long as neither of the two was ever seen: in training mode, not told that it is not
+  the first microbatch, by a module of whose last forward a backward has run and whose weight was
+  written since.
+
+An update touches what was recorded since the last one, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .. import settings
+from ..errors import PlaneError, warn_once
+from ..quantizers import group_amax, next_scale
+from ..quantizers.delayed import epoch, no_history
+from ..recipes import Plan, Recipe, bind
+from ..tensor.in_graph import runs_at_once
+from .scaling import (
+    PLACES,
+    Place,
+    Scales,
+    ScalingState,
+    live_states,
+    places_of,
+    states_of,
+    take_scales,
+)
+
+__all__ = ["num_updates", "scales_of", "update_scaling", "updates", "watch_steps"]
+
+
+#: Name of the module and place, of each of a batch.
+_Labels = list[tuple[str, str]]
+
+
+class _Updates:
+    """What is known of steps, and what the last update leaves to the next."""
+
+    def __init__(self) -> None:
+        #: A step or a call of `update_scaling` was seen: forwards no longer look for steps.
+        self.is_told = False
+        self.is_watching = False
+        self.pending: list[tuple[torch.Tensor, Any, _Labels]] = []
+        self.layout: tuple[Any, list[_Batch]] = (None, [])
+
+
+updates = _Updates()
+
+
+def watch_steps() -> None:
+    """Begin to update after steps of torch's optimizers; later calls do nothing."""
+    if not updates.is_watching:
+        updates.is_watching = True
+        register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(*_: Any) -> None:
+    if torch.compiler.is_compiling():
+        _warn_compiled()
+        return
+    if torch._C._current_graph_task_id() != -1:
+        return  # one of many steps inside a backward: the next forward sees that there were some
+    states = live_states()
+    if settings.current().delayed_recipe is None and not any(s.has_run for s in states):
+        return
+    updates.is_told = True
+    _update(states)
+
+
+@runs_at_once
+def _warn_compiled() -> None:
+    if settings.current().delayed_recipe is not None:
+        warn_once(
+            "scaling.compiled_step",
+            "delayed scaling: a compiled optimizer step updates no scales; call "
+            "hybridq.update_scaling() after it",
+        )
+
+
+def update_scaling(model: nn.Module | None = None) -> None:
+    """Make the amaxima recorded since the last update the scales of the next step.
+
+    For training loops without a `torch.optim.Optimizer`, whose steps do it by themselves. With a
+    process group (`reduce_amax`) every rank must call it, for the same modules.
+
+    Args:
+        model: whose modules; None: all of the process.
+
+    Raises:
+        TypeError: `model` is no module.
+
+    Source: Transformer Engine does it when an autocast region ends.
+
+    Example:
+        >>> import torch, hybridq
+        >>> layer = hybridq.Linear(8, 8)
+        >>> with hybridq.autocast(recipe="fp8_delayed"):
+        ...     y = layer(torch.ones(4, 8))
+        >>> hybridq.update_scaling(layer)
+        >>> hybridq.state_dict_with_history(layer)["scaling.input.e4m3.scale"]
+        tensor([448.])
+    """
+    updates.is_told = True
+    if model is None:
+        _update(live_states())
+        return
+    given: object = model
+    if not isinstance(given, nn.Module):
+        raise TypeError(f"update_scaling: model must be an nn.Module, got {type(given).__name__}")
+    _update([state for module in model.modules() for state in states_of(module).values()])
+
+
+def num_updates() -> int:
+    """Return how many updates there were before the forward that runs, or is computed again."""
+    before = settings.current().scaling_epoch
+    return epoch.count if before == -1 else before
+
+
+def scales_of(
+    state: ScalingState | None,
+    weight: torch.Tensor,
+    plan: Plan,
+    training: bool,
+    is_first: bool | None,
+) -> Scales:
+    """Return the scales of a module whose forward begins, updated if nobody told of a step.
+
+    Args:
+        state: of the module.
+        weight: its parameter.
+        plan: that it runs under.
+        training: whether it is in training mode.
+        is_first: whether this is the first microbatch; None: not said.
+
+    Raises:
+        PlaneError: there is no state.
+    """
+    if state is None:
+        raise PlaneError(no_history("linear"))
+    if torch.compiler.is_compiling():
+        return take_scales(state, training)
+    scales = state.scales(plan, training)
+    looks = not updates.is_told and scales.forward_amaxes is not None and torch.is_grad_enabled()
+    if looks and state.is_step_old(weight) and is_first is not False:
+        _update(live_states())
+        state.has_run = True
+        state.is_step_old(weight)  # from here on
+    return scales
+
+
+class _Batch(NamedTuple):
+    """Places of one device, history length and algorithm.
+
+    Attributes:
+        places: of each, with the number of its state.
+        where: int64 `[n]`: among the amaxima of all states, six a state.
+        numerators: FP32 `[n]`.
+        groups: where each process group's are among them, by its name.
+    """
+
+    places: list[tuple[int, Place]]
+    where: torch.Tensor
+    numerators: torch.Tensor
+    groups: dict[str, torch.Tensor]
+
+
+def _plan_of(state: ScalingState) -> Plan | None:
+    """Return the plan to update a state by: its own, or where it ran compiled the recipe's."""
+    recipe = settings.current().delayed_recipe
+    if state.has_run or not isinstance(recipe, Recipe):
+        return state.plan
+    if state.assumed is None or state.assumed[0] != recipe.key:
+        state.assumed = (recipe.key, bind(recipe, state.name, state.module_type))
+    return state.assumed[1]
+
+
+def _default_group() -> str | None:
+    """Return the name of torch.distributed's default group, if there is one of several ranks."""
+    import torch.distributed as dist  # not every build of torch has it
+
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    name: str = dist.distributed_c10d._get_default_group().group_name
+    return name
+
+
+def _batches(
+    device: torch.device, planned: Sequence[tuple[ScalingState, Plan]], default: str | None
+) -> list[_Batch]:
+    """Return the batches of states that are on one device."""
+    found: dict[tuple[int, str], list[tuple[int, Place]]] = {}
+    for number, (_, plan) in enumerate(planned):
+        for place in places_of(plan):
+            request = place.request
+            key = (request.amax_history_len, request.amax_compute_algo)
+            found.setdefault(key, []).append((number, place))
+    made = []
+    for members in found.values():
+        groups: dict[str, list[int]] = {}
+        for i, (_, place) in enumerate(members):
+            name = place.request.amax_reduction_group or default
+            if place.request.reduce_amax and name is not None:
+                groups.setdefault(name, []).append(i)
+        numerators = [place.request.numerator(place.fmax) for _, place in members]
+        where = [len(PLACES) * number + place.number for number, place in members]
+        made.append(
+            _Batch(
+                members,
+                torch.tensor(where, device=device),
+                torch.tensor(numerators, dtype=torch.float32, device=device),
+                {name: torch.tensor(own, device=device) for name, own in sorted(groups.items())},
+            )
+        )
+    return made
+
+
+@torch.no_grad()
+def _update(states: Sequence[ScalingState]) -> None:
+    """Update the places of all these states that recorded something."""
+    _report()
+    by_device: dict[torch.device, list[tuple[ScalingState, Plan]]] = {}
+    for state in states:
+        plan = _plan_of(state)
+        if plan is not None and plan.is_delayed and state.device.type != "meta":
+            by_device.setdefault(state.device, []).append((state, plan))
+    default = _default_group()
+    key = ({d: [(s.serial, p) for s, p in own] for d, own in by_device.items()}, default)
+    if updates.layout[0] != key:
+        made = [batch for d, own in by_device.items() for batch in _batches(d, own, default)]
+        updates.layout = (key, made)
+        for own in by_device.values():
+            for state, plan in own:
+                state.name_elements(plan)
+    batches = updates.layout[1]
+    for device, planned in by_device.items():
+        _update_device(
+            [state for state, _ in planned], [b for b in batches if b.where.device == device]
+        )
+    epoch.count += 1
+    for state in states:
+        state.note_update()
+
+
+def _update_device(states: list[ScalingState], batches: list[_Batch]) -> None:
+    amax_tensors = [t.data for s in states for t in (s.forward_amaxes, s.backward_amaxes)]
+    stat_tensors = [t.data for s in states for t in (s.forward_stats, s.backward_stats)]
+    amaxes, stats = torch.cat(amax_tensors), torch.cat(stat_tensors)
+    is_alone = not any(batch.groups for batch in batches)
+    if is_alone and amaxes.device.type == "cpu" and bool((amaxes < 0.0).all()):
+        return  # nothing was recorded; elsewhere, to know that would take a wait
+    old = stats.clone().split(len(PLACES))
+    recorded = _reduced(amaxes, batches)
+    for batch, amax in zip(batches, recorded, strict=True):
+        _advance(batch, states, amax, stats)
+    for state, own in zip(states, old, strict=True):
+        state.remember(epoch.count, own)
+    sizes = [tensor.shape[0] for tensor in stat_tensors]
+    torch._foreach_copy_(stat_tensors, list(stats.split(sizes)))
+    torch._foreach_copy_(amax_tensors, list(torch.full_like(amaxes, -1.0).split(sizes)))
+
+
+def _reduced(amaxes: torch.Tensor, batches: list[_Batch]) -> list[torch.Tensor]:
+    """Return the amaxima of each batch, after one reduction per group; -1 where nothing was seen.
+
+    A rank that recorded nothing joins with -1, which no maximum takes.
+    """
+    made = [amaxes.index_select(0, batch.where) for batch in batches]
+    for name in sorted({name for batch in batches for name in batch.groups}):
+        parts = [(i, batch.groups[name]) for i, batch in enumerate(batches) if name in batch.groups]
+        own = torch.cat([made[i].index_select(0, at) for i, at in parts])
+        largest = group_amax(own, name).split([at.shape[0] for _, at in parts])
+        for (i, at), part in zip(parts, largest, strict=True):
+            made[i] = made[i].index_copy(0, at, part)
+    return made
+
+
+def _advance(
+    batch: _Batch, states: list[ScalingState], amax: torch.Tensor, stats: torch.Tensor
+) -> None:
+    """Roll the histories of a batch, and put its new statistics into `stats`."""
+    request = batch.places[0][1].request
+    length, is_recent = request.amax_history_len, request.amax_compute_algo == "most_recent"
+    histories = [states[number].history(place.number, length) for number, place in batch.places]
+    history = torch.stack(histories)
+    has_recorded = ~(amax < 0.0)  # a NaN was recorded
+    filled = history.clone()
+    filled[:, 0] = amax
+    old = stats.index_select(0, batch.where)
+    rolled, scale = next_scale(filled, -old, batch.numerators, is_recent)
+    new = torch.where(has_recorded[:, None], rolled, history)
+    torch._foreach_copy_(histories, list(new.unbind(0)))
+    stats.index_copy_(0, batch.where, torch.where(has_recorded, -scale, old))
+    bad = has_recorded & ~amax.isfinite()
+    labels = [(states[number].name, PLACES[place.number]) for number, place in batch.places]
+    if not bad.is_cuda:
+        _warn(bad, labels)
+    elif not torch.cuda.is_current_stream_capturing():
+        # Read with the next update, so that nothing waits for the device.
+        copy = torch.empty(bad.shape, dtype=torch.bool, pin_memory=True)
+        copy.copy_(bad, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        updates.pending.append((copy, event, labels))
+
+
+def _report() -> None:
+    """Warn of what earlier updates found on devices that are done with them."""
+    waiting = updates.pending
+    updates.pending = [entry for entry in waiting if not entry[1].query()]
+    for bad, event, labels in waiting:
+        if event.query():
+            _warn(bad, labels)
+
+
+def _warn(bad: torch.Tensor, labels: _Labels) -> None:
+    if not bool(bad.any()):
+        return
+    for i in bad.nonzero().flatten().tolist():
+        name, place = labels[i]
+        warn_once(
+            f"scaling.{name}.{place}",
+            f"delayed scaling: the amax of slot {place!r} of {name or 'an unnamed module'} is "
+            "infinite or NaN; its old scale stays as long as that stands in the history",
+        )

@@ -1,0 +1,114 @@
+"""Delayed scaling in modules of several parts: each part, and each group, has its own history."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import hybridq
+from hybridq.errors import RecipeError
+
+STEPS = 3
+
+
+def _step(module, optimizer, x, *args):
+    with hybridq.autocast(recipe="fp8_delayed"):
+        y = module(x, *args)
+    (y.float() ** 2).sum().backward()
+    grads = [p.grad.clone() for p in module.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    return [y.detach(), *grads]
+
+
+class _Parts(torch.nn.Module):
+    """What LayerNormMLP does, of separate modules; the norm and the activation are ours."""
+
+    def __init__(self, mlp: hybridq.LayerNormMLP) -> None:
+        super().__init__()
+        self.gamma, self.beta = mlp.layer_norm_weight, mlp.layer_norm_bias
+        self.fc1 = hybridq.Linear(mlp.hidden_size, 2 * mlp.ffn_hidden_size)
+        self.fc2 = hybridq.Linear(mlp.ffn_hidden_size, mlp.hidden_size)
+        for part in ("fc1", "fc2"):
+            for kind in ("weight", "bias"):
+                setattr(getattr(self, part), kind, getattr(mlp, f"{part}_{kind}"))
+        self.norm, self.activation = mlp._norm, mlp._activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from hybridq.nn.prologue import apply
+
+        hidden = self.fc1(apply(x, self.norm, self.gamma, self.beta))
+        return self.fc2(apply(hidden, self.activation, None, None))
+
+
+def test_each_part_of_an_mlp_has_its_history() -> None:
+    torch.manual_seed(0)
+    fused = hybridq.LayerNormMLP(48, 64, activation="swiglu")
+    parts = _Parts(copy.deepcopy(fused))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (fused, parts)]
+    for number in range(STEPS):
+        x = torch.randn(20, 48) * 3**number  # so that the scales move
+        got = _step(fused, optimizers[0], x)
+        want = _step(parts, optimizers[1], x)
+        assert torch.equal(got[0], want[0]), number
+    by_name = dict(fused.named_parameters())
+    for part in ("fc1", "fc2"):
+        own = getattr(parts, part)
+        assert torch.equal(by_name[f"{part}_weight"], own.weight)
+        mine, theirs = fused._scaling[part], own._scaling[""]
+        assert torch.equal(mine.forward_stats, theirs.forward_stats)
+        assert torch.equal(mine.backward_stats, theirs.backward_stats)
+        assert not torch.equal(mine.forward_stats, -torch.ones(4))
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_each_group_has_its_history(single) -> None:
+    torch.manual_seed(0)
+    sizes = [5, 0, 17]
+    grouped = hybridq.GroupedLinear(3, 24, 40, single_grouped_weight=single)
+    layers = torch.nn.ModuleList(hybridq.Linear(24, 40) for _ in sizes)
+    with torch.no_grad():
+        for g, layer in enumerate(layers):
+            whole = grouped.weight[g] if single else getattr(grouped, f"weight{g}")
+            layer.weight.copy_(whole)
+            layer.bias.copy_(getattr(grouped, f"bias{g}"))
+
+    def loop(x):
+        return torch.cat([m(part) for m, part in zip(layers, x.split(sizes), strict=True)])
+
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (grouped, layers)]
+    for number in range(STEPS):
+        x = torch.randn(22, 24) * 3**number
+        got = _step(grouped, optimizers[0], x, sizes)[0]
+        with hybridq.autocast(recipe="fp8_delayed"):
+            want = loop(x)
+        (want.float() ** 2).sum().backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        assert torch.equal(got, want.detach()), number
+    with (
+        pytest.raises(RecipeError, match=r"GroupedLinear: with delayed scaling .* list of ints"),
+        hybridq.autocast(recipe="fp8_delayed"),
+    ):
+        grouped(torch.ones(22, 24), torch.tensor(sizes))
+
+
+def test_a_transformer_layer_trains_and_compiles() -> None:
+    torch.manual_seed(0)
+    eager = hybridq.TransformerLayer(32, 64, 4, hidden_dropout=0.0, attention_dropout=0.0)
+    compiled = copy.deepcopy(eager)
+    run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (eager, compiled)]
+    for number in range(STEPS):
+        x = torch.randn(6, 2, 32) * 2**number
+        results = []
+        for module, optimizer in zip((eager, run), optimizers, strict=True):
+            with hybridq.autocast(recipe="fp8_delayed"):
+                y = module(x)
+            y.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            results.append(y.detach())
+        assert torch.equal(*results), number
