@@ -64,7 +64,8 @@ def sharded(
     for rank in range(world):
         if planes[rank]:
             payloads[rank] = plan.pack(planes[rank], rank)
-    return plan.unpack(payloads), payloads
+    made = plan.unpack(payloads)
+    return (made.with_usage(True, True) if plan.derives else made), payloads
 
 
 def check(x: torch.Tensor, sizes: tuple[int, ...], row, col, source="original", seed=None) -> None:

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from .fsdp2 import prepare_fsdp2, wire_nbytes
 from .shards import PlaneShards, Shards, StorageShards
+from .weight import GatheredWeight
 
-__all__ = ["PlaneShards", "Shards", "StorageShards"]
+__all__ = [
+    "GatheredWeight",
+    "PlaneShards",
+    "Shards",
+    "StorageShards",
+    "prepare_fsdp2",
+    "wire_nbytes",
+]

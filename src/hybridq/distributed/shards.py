@@ -150,6 +150,11 @@ class PlaneShards:
         block = (self.spec.format.block or (1, 1))[self._own_axis]
         return bool(self.cut_blocks) and block > 1
 
+    @property
+    def num_maxima(self) -> int:
+        """How many tensors `maxima` returns."""
+        return int(self.needs_stat) + int(self._has_cut_amax)
+
     def maxima(self, x: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """Return what has to be max-reduced over all ranks: the same shapes on each of them.
 
@@ -259,7 +264,12 @@ class PlaneShards:
         return tuple(made)
 
     def cut_out(self, plane: Plane, rank: int) -> list[torch.Tensor]:
-        """Return the bytes of each piece of what `encode` made."""
+        """Return the bytes of each piece that a rank sends.
+
+        Args:
+            plane: what `encode` made.
+            rank: whose it is.
+        """
         low = self.shards.starts[rank] // self.unit * self.unit
         parts = []
         for piece, (name, dim, step) in zip(self.pieces(rank), self._entries, strict=True):
@@ -269,18 +279,24 @@ class PlaneShards:
             parts.append(buffer.contiguous().view(-1).view(torch.uint8))
         return parts
 
-    def join(self, received: Sequence[Sequence[torch.Tensor]]) -> Plane:
+    def join(self, received: Sequence[Sequence[torch.Tensor]], into: Plane | None = None) -> Plane:
         """Return the plane of the whole matrix.
 
         Args:
             received: by rank, the bytes of its pieces.
+            into: a plane of the same kind, whose memory (which may have been freed) is filled; or
+                None.
         """
         device = next(part.device for parts in received for part in parts)
         buffers: dict[str, torch.Tensor] = {}
         whole = self.spec.buffers(*self._matrix(self.shards.rows))
         for index, (buffer, (name, dim, step)) in enumerate(zip(whole, self._entries, strict=True)):
             dtype = buffer.dtype or torch.bfloat16
-            made = torch.empty(buffer.shape, dtype=dtype, device=device)
+            if into is None:
+                made = torch.empty(buffer.shape, dtype=dtype, device=device)
+            else:
+                made = into.buffers[name]
+                made.untyped_storage().resize_(made.numel() * made.element_size())
             for rank, parts in enumerate(received):
                 if not parts:
                     continue
@@ -299,7 +315,22 @@ class PlaneShards:
                     continue
                 made.narrow(dim, piece.first, piece.last - piece.first).copy_(values)
             buffers[name] = made
+        if into is not None:
+            return into
         return Plane(self.spec, self.direction, self.shards.rows, self.shards.cols, buffers)
+
+    def is_of_kind(self, plane: Plane | None) -> bool:
+        """Return whether `plane` has the buffers of the whole matrix's plane.
+
+        Args:
+            plane: any, or None.
+        """
+        return (
+            plane is not None
+            and plane.spec == self.spec
+            and plane.direction == self.direction
+            and (plane.rows, plane.cols) == (self.shards.rows, self.shards.cols)
+        )
 
 
 @dataclass(frozen=True)
@@ -311,6 +342,7 @@ class StorageShards:
         col_source: what the columnwise plane is made of, `"original"` or `"rowwise_dequantized"`.
         shards: of the matrix.
         streams: of random numbers, for the rowwise and the columnwise plane.
+        sends_row: whether the rowwise plane travels, or is only what the other one is made of.
     """
 
     row: PlaneSpec | None
@@ -318,6 +350,7 @@ class StorageShards:
     col_source: str
     shards: Shards
     streams: tuple[int, int] = (0, 1)
+    sends_row: bool = True
 
     @cached_property
     def derives(self) -> bool:
@@ -332,13 +365,18 @@ class StorageShards:
 
     @cached_property
     def planes(self) -> tuple[PlaneShards, ...]:
-        """The planes that travel."""
+        """The planes that each rank makes of its rows."""
         found = []
         if self.row is not None:
             found.append(PlaneShards(self.row, ROWWISE, self.shards, self.streams[0]))
         if self.col is not None and not self.derives:
             found.append(PlaneShards(self.col, COLUMNWISE, self.shards, self.streams[1]))
         return tuple(found)
+
+    @property
+    def sent(self) -> tuple[PlaneShards, ...]:
+        """The planes that travel."""
+        return self.planes if self.sends_row or self.derives else self.planes[1:]
 
     @cached_property
     def problem(self) -> str | None:
@@ -354,14 +392,20 @@ class StorageShards:
         return tuple((plane,) for plane in self.planes) if self.from_row else (self.planes,)
 
     def next_values(self, x: torch.Tensor, plane: Plane, rank: int) -> torch.Tensor:
-        """Return what the second step encodes: the decoded rowwise plane's rows of this rank."""
+        """Return what the second step encodes: the decoded rowwise plane's rows of this rank.
+
+        Args:
+            x: what the first step encoded, whose dtype it is decoded to.
+            plane: what the first step made.
+            rank: whose it is.
+        """
         first, last = self.shards.range(rank)
         low = first // self.planes[0].unit * self.planes[0].unit
         return plane.dequantize(x.dtype)[first - low : last - low]
 
     def nbytes(self, rank: int) -> int:
         """Return how many bytes `rank` sends, unpadded."""
-        return sum(piece.nbytes for plane in self.planes for piece in plane.pieces(rank))
+        return sum(piece.nbytes for plane in self.sent for piece in plane.pieces(rank))
 
     @cached_property
     def payload(self) -> int:
@@ -372,40 +416,40 @@ class StorageShards:
         """Return this rank's payload, uint8 `[payload]`, zeros at its end.
 
         Args:
-            planes: what the steps made, in the order of `planes`; empty for a rank without rows.
+            planes: those of `sent` that `encode` made; a rank without rows sends zeros instead.
             rank: whose they are.
         """
         parts = [
             part
-            for shards, plane in zip(self.planes, planes, strict=False)
+            for shards, plane in zip(self.sent, planes, strict=False)
             for part in shards.cut_out(plane, rank)
         ]
-        if not parts:
-            raise ValueError("pack: a rank without rows sends zeros, got no plane")
         size = sum(part.numel() for part in parts)
         return torch.cat([*parts, parts[0].new_zeros(self.payload - size)])
 
-    def unpack(self, payloads: torch.Tensor) -> TensorStorage:
-        """Return the planes of the whole matrix.
+    def unpack(self, payloads: torch.Tensor, into: Sequence[Plane] = ()) -> TensorStorage:
+        """Return the planes of the whole matrix that travelled.
 
         Args:
-            payloads: uint8 `[world, payload]`.
+            payloads: uint8 `[world, payload]`, what each rank sent.
+            into: planes of earlier gathers: one of the same kind is filled again.
         """
-        received: list[list[list[torch.Tensor]]] = [[] for _ in self.planes]
+        received: list[list[list[torch.Tensor]]] = [[] for _ in self.sent]
         for rank in range(self.shards.world):
             offset = 0
-            for index, plane in enumerate(self.planes):
+            for index, plane in enumerate(self.sent):
                 parts = []
                 for piece in plane.pieces(rank):
                     # A copy where an FP32 scale would not lie at a multiple of four bytes.
                     part = payloads[rank, offset : offset + piece.nbytes]
-                    aligned = part.data_ptr() % piece.dtype.itemsize == 0
+                    size = piece.dtype.itemsize
+                    aligned = part.storage_offset() % size == part.data_ptr() % size == 0
                     parts.append(part if aligned else part.clone())
                     offset += piece.nbytes
                 received[index].append(parts)
-        made = [plane.join(parts) for plane, parts in zip(self.planes, received, strict=True)]
+        made = []
+        for plane, pieces in zip(self.sent, received, strict=True):
+            old = next((one for one in into if plane.is_of_kind(one)), None)
+            made.append(plane.join(pieces, old))
         by_direction = {plane.direction: plane for plane in made}
-        row, col = by_direction.get(ROWWISE), by_direction.get(COLUMNWISE)
-        if self.derives and row is not None:
-            col = row.derive()
-        return TensorStorage(row, col)
+        return TensorStorage(by_direction.get(ROWWISE), by_direction.get(COLUMNWISE))
