@@ -35,7 +35,7 @@ from ..quantizers import draw_seed
 from ..recipes import Plan
 from .double_backward import without_derivative
 from .kept_weight import Buffers, GivenWeight, KeptWeight
-from .operands import encode_input, encode_operand, encode_slot, gemm, saved_columns
+from .operands import accumulate, encode_input, encode_operand, encode_slot, gemm, saved_columns
 from .prologue import Prologue
 from .scaling import Scales
 
@@ -64,6 +64,7 @@ class _Call(NamedTuple):
     needs: _Needs
     weight: KeptWeight | GivenWeight | None
     prologue: Prologue | None
+    into: torch.Tensor | None = None
 
 
 @contextmanager
@@ -169,6 +170,7 @@ class _Linear(torch.autograd.Function):
             ctx.late = weight
         elif weight is not None and needs.dgrad and not call.plan.weight.col.is_plain:
             ctx.kept = weight.col_kept
+        ctx.into = call.into
         # Not saved for backward: other backwards write them meanwhile, and may.
         ctx.scales = scales
         return y
@@ -224,19 +226,26 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
                 kept,
             )
         if needs.w:
-            dw = gemm(
-                dy_col,
-                grad.col.spec,
-                out_features,
-                saved_columns(x_saved, plan.input, rows, in_features, dy.dtype),
-                plan.input.col.spec,
-                in_features,
-                rows,
-                None,
-                dy.dtype,
-                plan.precision.wgrad,
-                run,
-            )
+            x_col = saved_columns(x_saved, plan.input, rows, in_features, dy.dtype)
+            specs = (grad.col.spec, plan.input.col.spec)
+            if ctx.into is not None:
+                dw = accumulate(
+                    ctx.into, dy_col, specs[0], x_col, specs[1], rows, plan.precision.wgrad
+                )
+            else:
+                dw = gemm(
+                    dy_col,
+                    specs[0],
+                    out_features,
+                    x_col,
+                    specs[1],
+                    in_features,
+                    rows,
+                    None,
+                    dy.dtype,
+                    plan.precision.wgrad,
+                    run,
+                )
         if needs.bias:
             dbias = sum_of_rows(dy) if direct else torch.ops.hybridq.bias_grad(dy)
         if ctx.prologue is not None and dx is not None:
@@ -257,6 +266,7 @@ def linear(
     prologue: Prologue | None = None,
     gamma: torch.Tensor | None = None,
     beta: torch.Tensor | None = None,
+    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return `p(x) @ w.T + bias` with every GEMM between the planes that `plan` names.
 
@@ -271,6 +281,7 @@ def linear(
         scales: of the module's state, where `plan.is_delayed`.
         prologue: what makes the matrix that is multiplied out of x; None: x is that matrix.
         gamma, beta: `[in_features]`, float32, bfloat16 or float16: a norm's weights, or None.
+        into: the parameter to whose `main_grad` the gradient of w is added; None: it is returned.
 
     Returns:
         `[rows, out_features]` in x's dtype.
@@ -287,7 +298,7 @@ def linear(
             gamma is not None and gamma.requires_grad,
             beta is not None and beta.requires_grad,
         )
-    given = (x, w, bias, gamma, beta, seed, scales, _Call(plan, needs, weight, prologue))
+    given = (x, w, bias, gamma, beta, seed, scales, _Call(plan, needs, weight, prologue, into))
     if torch.compiler.is_compiling() or has_autocast(x.device.type):
         with without_autocast(x.device.type):
             return _run(*given)

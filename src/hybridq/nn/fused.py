@@ -13,7 +13,7 @@ from torch import nn
 from ..recipes import Recipe
 from ..reference import ACTIVATIONS, NORMS
 from .function import linear
-from .module import QuantizedModule
+from .module import PLAIN, QuantizedModule
 from .prologue import Activation, Norm, Prologue, apply
 
 __all__ = ["FusedModule", "run_part"]
@@ -54,10 +54,16 @@ def run_part(
         `[..., out_features]`, in x's dtype or torch.autocast's.
     """
     plan = None if recipe is None else module._plan(recipe, part)
-    if plan is None or plan.is_plain:
+    into = module._into(weight)
+    if plan is None and into is not None:
+        plan = PLAIN
         if prologue is not None:
             x = prologue.plain(x, gamma, beta)
-        if plan is None or not torch.compiler.is_compiling():
+        prologue = gamma = beta = None
+    elif plan is None or plan.is_plain:
+        if prologue is not None:
+            x = prologue.plain(x, gamma, beta)
+        if plan is None or (into is None and not torch.compiler.is_compiling()):
             return F.linear(x, weight, bias)
         prologue = gamma = beta = None  # compiled, only planes give the eager bits of a linear
     w: torch.Tensor
@@ -68,9 +74,9 @@ def run_part(
     scales = module._scales(weight, plan, is_first_microbatch, part)
     kept = module._kept(weight, w.dtype, plan, is_first_microbatch, part)
     if x.dim() == 2:
-        return linear(x, w, b, plan, kept, scales, prologue, gamma, beta)
+        return linear(x, w, b, plan, kept, scales, prologue, gamma, beta, into)
     flat = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
-    y = linear(flat, w, b, plan, kept, scales, prologue, gamma, beta)
+    y = linear(flat, w, b, plan, kept, scales, prologue, gamma, beta, into)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 

@@ -32,6 +32,7 @@ class LayerNormLinear(FusedModule):
         normalization: `"LayerNorm"` or `"RMSNorm"`.
         return_layernorm_output: the norm's result is returned too.
         zero_centered_gamma: the norm multiplies with `1 + layer_norm_weight`.
+        fuse_wgrad_accumulation: as for `Linear`.
         device, dtype: of the parameters; None: torch's defaults.
         name: qualified name for the roles that a recipe's factory sees. Where it is None,
             `hybridq.convert` fills in the name within the model.
@@ -71,6 +72,7 @@ class LayerNormLinear(FusedModule):
         normalization: str = "LayerNorm",
         return_layernorm_output: bool = False,
         zero_centered_gamma: bool = False,
+        fuse_wgrad_accumulation: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
         name: str | None = None,
@@ -85,6 +87,7 @@ class LayerNormLinear(FusedModule):
         self._make_norm(in_features, eps, normalization, zero_centered_gamma, options)
         self._make_linear("", out_features, in_features, bias, options)
         self.reset_parameters()
+        self._take_accumulation(fuse_wgrad_accumulation)
         self._take_name(name)
 
     def reset_parameters(self) -> None:
@@ -149,7 +152,7 @@ class RMSNormLinear(LayerNormLinear):
     Args:
         in_features, out_features, eps: as for `LayerNormLinear`.
         init_method, bias, return_bias, params_dtype, return_layernorm_output: the same.
-        zero_centered_gamma, device, dtype, name: the same.
+        zero_centered_gamma, fuse_wgrad_accumulation, device, dtype, name: the same.
 
     Example:
         >>> import torch, hybridq
@@ -172,6 +175,7 @@ class RMSNormLinear(LayerNormLinear):
         params_dtype: torch.dtype | None = None,
         return_layernorm_output: bool = False,
         zero_centered_gamma: bool = False,
+        fuse_wgrad_accumulation: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
         name: str | None = None,
@@ -187,6 +191,7 @@ class RMSNormLinear(LayerNormLinear):
             normalization="RMSNorm",
             return_layernorm_output=return_layernorm_output,
             zero_centered_gamma=zero_centered_gamma,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             device=device,
             dtype=dtype,
             name=name,

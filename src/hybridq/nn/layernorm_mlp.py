@@ -38,6 +38,7 @@ class LayerNormMLP(FusedModule):
         params_dtype: another name of `dtype`.
         return_layernorm_output: the norm's result is returned too.
         zero_centered_gamma: the norm multiplies with `1 + layer_norm_weight`.
+        fuse_wgrad_accumulation: as for `Linear`.
         device, dtype: of the parameters; None: torch's defaults.
         name: qualified name; the roles that a recipe's factory sees are of `<name>.fc1` and
             `<name>.fc2`. Where it is None, `hybridq.convert` fills in the name within the model.
@@ -79,6 +80,7 @@ class LayerNormMLP(FusedModule):
         params_dtype: torch.dtype | None = None,
         return_layernorm_output: bool = False,
         zero_centered_gamma: bool = False,
+        fuse_wgrad_accumulation: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
         name: str | None = None,
@@ -97,6 +99,7 @@ class LayerNormMLP(FusedModule):
         self._make_linear("fc1_", width, hidden_size, bias, options)
         self._make_linear("fc2_", hidden_size, ffn_hidden_size, bias, options)
         self.reset_parameters()
+        self._take_accumulation(fuse_wgrad_accumulation)
         self._take_name(name)
 
     def reset_parameters(self) -> None:

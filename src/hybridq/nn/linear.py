@@ -10,7 +10,7 @@ from torch import nn
 from ..recipes import Plan
 from ..recipes.roles import GRAD_INPUT
 from .function import linear
-from .module import QuantizedModule
+from .module import PLAIN, QuantizedModule
 from .quantized_output import with_quantized_gradient
 
 __all__ = ["Linear"]
@@ -26,6 +26,10 @@ class Linear(QuantizedModule, nn.Linear):
     Args:
         in_features, out_features, bias, device, dtype: as for `nn.Linear`; any size, any batch
             shape, no alignment.
+        fuse_wgrad_accumulation: the gradient of the weight is added to `weight.main_grad` (a
+            tensor that the caller provides, FP32 as a rule) by the GEMM that makes it, and
+            `weight.grad` stays as it is. Where the weight has a `grad_added_to_main_grad`, it is
+            set, and autograd is given zeros, for hooks. Not under `torch.compile`.
         name: qualified name for the roles that a recipe's factory sees. Where it is None,
             `hybridq.convert` fills in the name within the model.
 
@@ -52,9 +56,11 @@ class Linear(QuantizedModule, nn.Linear):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
+        fuse_wgrad_accumulation: bool = False,
         name: str | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self._take_accumulation(fuse_wgrad_accumulation)
         self._take_name(name)
 
     def forward(
@@ -93,11 +99,14 @@ class Linear(QuantizedModule, nn.Linear):
         self._check_first(is_first_microbatch)
         recipe = self._recipe()
         if recipe is None:
+            if self._into(self.weight) is not None:
+                return self._quantized(input, PLAIN, None)
             return super().forward(input)
         plan = self._plan(recipe)
         if fp8_grad:
             input = with_quantized_gradient(input, self._boundary_quantizer(recipe, GRAD_INPUT))
-        if plan.is_plain and not torch.compiler.is_compiling():
+        is_alone = self._into(self.weight) is None
+        if plan.is_plain and is_alone and not torch.compiler.is_compiling():
             # The same bits as the planes would give. Compiled, only the planes give them: a
             # compiler that sees nn.Linear sums the bias's gradient in another order.
             y = super().forward(input)
@@ -120,7 +129,7 @@ class Linear(QuantizedModule, nn.Linear):
         scales = self._scales(own, plan, is_first_microbatch)
         kept = self._kept(own, weight.dtype, plan, is_first_microbatch)
         if x.dim() == 2:
-            return linear(x, weight, bias, plan, kept, scales)
+            return linear(x, weight, bias, plan, kept, scales, into=self._into(own))
         flat = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
-        y = linear(flat, weight, bias, plan, kept, scales)
+        y = linear(flat, weight, bias, plan, kept, scales, into=self._into(own))
         return y.view(*x.shape[:-1], self.out_features)

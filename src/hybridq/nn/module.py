@@ -13,6 +13,7 @@ from .. import settings
 from ..kernels.device import has_autocast
 from ..recipes import (
     LINEAR,
+    CustomRecipe,
     Plan,
     Recipe,
     SlotPlan,
@@ -21,6 +22,7 @@ from ..recipes import (
     is_recomputing,
     plan_by_key,
 )
+from ..recipes.factories import high_precision_factory
 from ..tensor import is_quantized
 from .kept_weight import GivenWeight, KeptWeight, given_weight, kept_weight
 from .quantized_output import Boundary
@@ -28,9 +30,13 @@ from .scaling import Scales, ScalingState
 from .scaling_dict import load_history
 from .scaling_update import num_updates, scales_of, watch_steps
 
-__all__ = ["QuantizedModule"]
+__all__ = ["PLAIN", "QuantizedModule"]
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+
+#: What a module without a recipe does, as a plan.
+PLAIN: Final = bind(CustomRecipe(high_precision_factory))
 
 
 class QuantizedModule(Boundary, nn.Module):
@@ -45,6 +51,8 @@ class QuantizedModule(Boundary, nn.Module):
     _name_is_given: bool = False
     #: What `role.module_type` says of the module's slots.
     _module_type: str = LINEAR
+    #: Whether gradients of weights are added to their `main_grad` and not made.
+    fuse_wgrad_accumulation: bool = False
     #: Names of the weights, and the part that each belongs to.
     _weights: Mapping[str, str] = MappingProxyType({"weight": ""})
     #: The last recipe bound, and what it came to for each part.
@@ -176,6 +184,31 @@ class QuantizedModule(Boundary, nn.Module):
             is_first_microbatch = settings.current().is_first_microbatch
         state = self._scaling.get(part)
         return scales_of(state, weight, plan, self.training, is_first_microbatch)
+
+    def _take_accumulation(self, fuse_wgrad_accumulation: bool) -> None:
+        """Take the constructor's choice; an attribute of its own only where it is made."""
+        if fuse_wgrad_accumulation:
+            self.fuse_wgrad_accumulation = True
+
+    def _into(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """Return the weight if its gradient goes to its `main_grad`; None: to autograd."""
+        if not (self.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled()):
+            return None
+        if torch.compiler.is_compiling():
+            raise self._error(
+                NotImplementedError,
+                "fuse_wgrad_accumulation writes memory that a compiled graph does not know of; "
+                "leave it off under torch.compile",
+            )
+        main_grad = getattr(weight, "main_grad", None)
+        if not isinstance(main_grad, torch.Tensor) or main_grad.shape != weight.shape:
+            got = None if main_grad is None else tuple(getattr(main_grad, "shape", ()))
+            raise self._error(
+                RuntimeError,
+                "fuse_wgrad_accumulation adds gradients to weight.main_grad, which must be a "
+                f"tensor {tuple(weight.shape)}, float32 as a rule, got {got}",
+            )
+        return weight
 
     def _scaled_weights(self) -> list[tuple[str, torch.Tensor]]:
         """Return each part with its weight, those that are there."""
