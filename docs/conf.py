@@ -115,3 +115,8 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", link_pages)
     app.connect("autodoc-process-docstring", link_docstring, priority=100)
     app.connect("autodoc-skip-member", skip_member)
+
+
+# An attribute's name in a docstring ("row") may be that of attributes of several classes; which one
+# Sphinx would link to does not matter.
+suppress_warnings = ["ref.python"]

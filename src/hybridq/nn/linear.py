@@ -79,8 +79,9 @@ class Linear(QuantizedModule, nn.Linear):
                 `hybridq.autocast` says otherwise, in every one. True: it is quantized and kept.
                 False: the caller promises that its values are those of the last True, and it is
                 taken from there. A weight of other memory, version, shape or dtype, or another
-                recipe, is quantized again; a write through `.data` cannot be seen. Without a
-                recipe, and in code that torch compiles or captures, nothing is kept.
+                recipe, is quantized again; a write past autograd (the tensor's data attribute)
+                cannot be seen. Without a recipe, and in code that torch compiles or captures,
+                nothing is kept.
             fp8_output: whether the result is a QuantizedTensor, made by the recipe's quantizer of
                 `output_quantizer_role`, of any format; without a recipe it never is.
             fp8_grad: the same for the gradient of `input` and `grad_input_quantizer_role`.

@@ -32,7 +32,7 @@ _QUICK = float.fromhex("0x1.b3b646p0")
 
 
 def exp(v: torch.Tensor) -> torch.Tensor:
-    """Return e^v: a polynomial on |r| <= ln(2)/2 times a power of two, within one ulp.
+    """Return e^v: a polynomial of r from -ln(2)/2 to ln(2)/2 times a power of two, within one ulp.
 
     Above 88.73 infinity, below -103.98 zero, NaN stays; subnormal results are rounded once.
 

@@ -59,7 +59,7 @@ def encode_pair(
 
     Args:
         x: `[rows, cols]`.
-        row, col: the planes, or None; `row` is also the source of a columnwise plane with
+        row, col: the planes, or None; the first is also the source of a columnwise plane with
             `col_source="rowwise_dequantized"`, then `keep_row` says whether it is returned.
         row_stat, col_stat: FP32 `[1]` amax given from outside.
         seed: int64 `[1]` where a spec is stochastic.
