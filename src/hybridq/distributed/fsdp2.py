@@ -76,8 +76,9 @@ def prepare_fsdp2(model: nn.Module) -> nn.Module:
         made = nn.Parameter(GatheredWeight(parameter.data, about), parameter.requires_grad)
         for owner, name in owners:
             owner._parameters[name] = made
-            owner.register_state_dict_post_hook(_plain_state)
         _alive.add(about)
+    for owner in {owner for *_, owners in found for owner, _ in owners}:
+        owner.register_state_dict_post_hook(_plain_state)
     _hook.install()
     return model
 
@@ -93,14 +94,14 @@ def _plain_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata
         if local is not tensor:
             from torch.distributed.tensor import DTensor  # not every build of torch has it
 
-            assert_dtensor: Any = tensor
+            sharded: Any = tensor
             values = DTensor.from_local(
                 values,
-                assert_dtensor.device_mesh,
-                assert_dtensor.placements,
+                sharded.device_mesh,
+                sharded.placements,
                 run_check=False,
-                shape=assert_dtensor.shape,
-                stride=assert_dtensor.stride(),
+                shape=sharded.shape,
+                stride=sharded.stride(),
             )
         state[prefix + name] = values
 
@@ -136,7 +137,9 @@ _hook = _Hook()
 
 
 def wire_nbytes(model: nn.Module) -> int:
-    """Return how many bytes each rank has received so far in all-gathers of quantized weights.
+    """Return how many bytes each rank has got so far in all-gathers of weights, its own included.
+
+    Padding of uneven shards and reductions of maxima do not count.
 
     Args:
         model: that `prepare_fsdp2` prepared.

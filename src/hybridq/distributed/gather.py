@@ -10,7 +10,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..direction import COLUMNWISE, ROWWISE, Direction
-from ..errors import warn_once
+from ..errors import PlaneError, warn_once
 from ..formats import PlaneSpec
 from ..nn import QuantizedModule
 from ..recipes import SlotPlan
@@ -124,7 +124,7 @@ class Call:
             return self.plain()
         if whole.derives:
             return whole
-        if not col:
+        if not col or slot.saves_row:  # the backward decodes the rowwise plane
             return StorageShards(specs[0], None, "original", self.shards, _STREAMS)
         if not row and slot.col_source == "original":
             return StorageShards(None, specs[1], "original", self.shards, _STREAMS)
@@ -217,7 +217,10 @@ class GatheredParameter:
             payload = self.payload(plan)
             payloads = payload.new_empty(call.world * plan.payload)
             dist.all_gather_into_tensor(payloads, payload, call.group)
-            return plan.unpack(payloads.view(call.world, -1)).first
+            made = plan.unpack(payloads.view(call.world, -1)).first
+        if made.direction != direction:
+            raise PlaneError(f"fsdp2: the recipe has no {direction} plane of {self.name} to gather")
+        return made
 
     def maxima(self, key: Any) -> Maxima:
         """Return what is known of the shard in the state `key`."""
