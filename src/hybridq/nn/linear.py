@@ -98,25 +98,28 @@ class Linear(QuantizedModule, nn.Linear):
             meaning.
         """
         self._check_first(is_first_microbatch)
-        recipe = self._recipe()
+        recipe, into = self._recipe(), self._into(self.weight)
         if recipe is None:
-            if self._into(self.weight) is not None:
-                return self._quantized(input, PLAIN, None)
+            if into is not None:
+                return self._quantized(input, PLAIN, None, into)
             return super().forward(input)
         plan = self._plan(recipe)
         if fp8_grad:
             input = with_quantized_gradient(input, self._boundary_quantizer(recipe, GRAD_INPUT))
-        is_alone = self._into(self.weight) is None
-        if plan.is_plain and is_alone and not torch.compiler.is_compiling():
+        if plan.is_plain and into is None and not torch.compiler.is_compiling():
             # The same bits as the planes would give. Compiled, only the planes give them: a
             # compiler that sees nn.Linear sums the bias's gradient in another order.
             y = super().forward(input)
         else:
-            y = self._quantized(input, plan, is_first_microbatch)
+            y = self._quantized(input, plan, is_first_microbatch, into)
         return self._quantized_output(y, recipe) if fp8_output else y
 
     def _quantized(
-        self, input: torch.Tensor, plan: Plan, is_first_microbatch: bool | None
+        self,
+        input: torch.Tensor,
+        plan: Plan,
+        is_first_microbatch: bool | None,
+        into: torch.Tensor | None,
     ) -> torch.Tensor:
         given: object = input
         if not isinstance(given, torch.Tensor):
@@ -130,7 +133,7 @@ class Linear(QuantizedModule, nn.Linear):
         scales = self._scales(own, plan, is_first_microbatch)
         kept = self._kept(own, weight.dtype, plan, is_first_microbatch)
         if x.dim() == 2:
-            return linear(x, weight, bias, plan, kept, scales, into=self._into(own))
+            return linear(x, weight, bias, plan, kept, scales, into=into)
         flat = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
-        y = linear(flat, weight, bias, plan, kept, scales, into=self._into(own))
+        y = linear(flat, weight, bias, plan, kept, scales, into=into)
         return y.view(*x.shape[:-1], self.out_features)
