@@ -14,7 +14,9 @@ add_library(hybridq_core STATIC
   csrc/core/spec.cpp
   csrc/core/parallel.cpp
   csrc/cpu/dispatch.cpp
-  csrc/cpu/product.cpp)
+  csrc/cpu/few_rows.cpp
+  csrc/cpu/product.cpp
+  csrc/cpu/statistics.cpp)
 target_include_directories(hybridq_core PUBLIC csrc)
 target_link_libraries(hybridq_core PUBLIC Threads::Threads ${CMAKE_DL_LIBS})
 target_compile_options(hybridq_core PRIVATE ${HQ_WARNINGS})

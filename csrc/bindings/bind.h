@@ -6,6 +6,7 @@
 
 namespace hybridq::bindings {
 
+void BindFewRows(pybind11::module_& m);
 void BindPrologue(pybind11::module_& m);
 void BindProduct(pybind11::module_& m);
 

@@ -16,6 +16,7 @@
 #include "core/parallel.h"
 #include "core/spec.h"
 #include "cpu/kernels.h"
+#include "cpu/statistics.h"
 #include "formats/elements.h"
 #include "formats/float16.h"
 #include "formats/philox.h"
@@ -103,13 +104,6 @@ std::string EncodePathOf(uintptr_t x, const std::string& dtype, int64_t rows, in
   return ActiveKernels().encode_path(call.x, call.Row(), call.Col());
 }
 
-// Writes the amax that `target` needs of its own matrix.
-void FindStat(const Matrix& matrix, const PlaneTarget& target, int threads) {
-  const Kernels& kernels = ActiveKernels();
-  const auto kernel = target.spec.row_scaled ? kernels.row_amax : kernels.amax;
-  CheckMemory(kernel(matrix, target.spec.signs, const_cast<float*>(target.stat), threads));
-}
-
 // Encode with every statistic that is not given, in one call.
 void EncodeFromScratch(uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols,
                        int64_t stride0, int64_t stride1, const py::object& row,
@@ -118,19 +112,8 @@ void EncodeFromScratch(uintptr_t x, const std::string& dtype, int64_t rows, int6
   const Matrix matrix = MakeMatrix("encode", x, dtype, rows, cols, stride0, stride1, threads);
   PlanePair planes(row, col, finds_row_stat, finds_col_stat, rows, cols);
   planes.Raise(raised_by_row, raised_by_col);
-  const PlaneTarget *row_found = planes.RowToFind(), *col_found = planes.ColToFind();
-  const auto of_tensor = [](const PlaneTarget& target) {
-    return !target.spec.row_scaled && target.spec.signs < 0;
-  };
   const py::gil_scoped_release release;
-  if (row_found != nullptr) FindStat(matrix, *row_found, threads);
-  if (col_found != nullptr) {
-    if (row_found != nullptr && of_tensor(*row_found) && of_tensor(*col_found)) {
-      *const_cast<float*>(col_found->stat) = *row_found->stat;  // one pass over x serves both
-    } else {
-      FindStat(of_tensor(*col_found) ? matrix : matrix.Transposed(), *col_found, threads);
-    }
-  }
+  CheckMemory(FindStats(matrix, planes.RowToFind(), planes.ColToFind(), threads));
   CheckMemory(ActiveKernels().encode(matrix, planes.Row(), planes.Col(), threads));
 }
 
@@ -390,6 +373,7 @@ PYBIND11_MODULE(_core, m) {
         "Chooses the kernels: one of build_info()['variants'].");
   bindings::BindPrologue(m);
   bindings::BindProduct(m);
+  bindings::BindFewRows(m);
 
   // Registers the fork handler before any thread team can exist.
   ParallelFor(1, 1, [](void*, int64_t, int64_t) {}, nullptr);

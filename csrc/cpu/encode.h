@@ -202,11 +202,22 @@ static bool RunsRaw(const Matrix& x, const PlaneTarget* row, const PlaneTarget* 
   return (row == nullptr || TakesRaw(x, row->spec)) && (col == nullptr || TakesRaw(x, col->spec));
 }
 
+// Whether two planes that one pass could write are made sooner one after the other: if only one of
+// them is made on 16-bit integers, nothing is shared but the read of x, and a rowwise plane alone
+// has longer rows to read.
+static bool FasterApart(const Matrix& x, const PlaneTarget* row, const PlaneTarget* col) {
+  if (row == nullptr || col == nullptr || row->found != nullptr || col->found != nullptr) {
+    return false;
+  }
+  return TakesPowers(row->spec, x.dtype) != TakesPowers(col->spec, x.dtype);
+}
+
 static bool EncodeOrdered(const Matrix& x, const PlaneTarget* row, const PlaneTarget* col,
                           bool swapped, int threads, const MapJob* map = nullptr) {
   const bool raw = RunsRaw(x, row, col);
-  if (!raw && row != nullptr && col != nullptr &&
-      (RunsRaw(x, row, nullptr) || RunsRaw(x, nullptr, col))) {
+  const bool one_is_raw = !raw && row != nullptr && col != nullptr &&
+                          (RunsRaw(x, row, nullptr) || RunsRaw(x, nullptr, col));
+  if (one_is_raw || (raw && map == nullptr && FasterApart(x, row, col))) {
     if (!EncodeOrdered(x, row, nullptr, swapped, threads, map)) return false;
     if (map == nullptr) return EncodeOrdered(x, nullptr, col, swapped, threads);
     const MapJob found = MakeMapJob(map->map, true);  // the first pass has found the statistics
@@ -261,7 +272,9 @@ static bool Encode(const Matrix& x, const PlaneTarget* row, const PlaneTarget* c
 
 static const char* EncodePath(const Matrix& x, const PlaneTarget* row, const PlaneTarget* col) {
   const OrderedCall call = InMemoryOrder(x, row, col);
-  if (RunsRaw(call.x, call.row, call.col)) return "raw";
+  if (RunsRaw(call.x, call.row, call.col)) {
+    return FasterApart(call.x, call.row, call.col) ? "two passes" : "raw";
+  }
   const bool any = (call.row != nullptr && RunsRaw(call.x, call.row, nullptr)) ||
                    (call.col != nullptr && RunsRaw(call.x, nullptr, call.col));
   return any && row != nullptr && col != nullptr ? "two passes" : "general";

@@ -31,7 +31,7 @@ struct Kernels {
   // Writes one or both planes in one pass over x. Returns false if memory ran out.
   bool (*encode)(const Matrix& x, const PlaneTarget* row, const PlaneTarget* col, int threads);
   // How encode would run: "raw" (from x in its own type), "two passes" (one plane at a time, as
-  // only one of the two can be made so) or "general".
+  // only one of the two can be made so, or on 16-bit integers) or "general".
   const char* (*encode_path)(const Matrix& x, const PlaneTarget* row, const PlaneTarget* col);
   // Writes [rows, k or Kp] contiguous. *left_range: a non-zero value left BF16's normal range.
   bool (*decode)(const PlaneSource& plane, void* out, DType dtype, int threads, bool* left_range);

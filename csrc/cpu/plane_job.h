@@ -27,6 +27,8 @@ struct PlaneJob {
   int block;             // along K; 0: the whole tensor
   bool square;
   bool packed;  // two codes per byte
+  bool powers;  // FP8 codes of BF16 under scales that are powers of two (power_codes.h)
+  int mantissa_bits, bias, max_code;  // of the element
   bool transform;
   AmaxRule amax_rule;
   ExponentRule exponent;   // floor, ceil and even
@@ -40,6 +42,16 @@ struct PlaneJob {
   int64_t row_offset, k_offset;
   uint32_t stream;
 };
+
+// Whether the scales of a plane of `spec` are powers of two, or infinite or NaN, of blocks of at
+// least 32, and its codes are FP8 to nearest.
+static bool TakesPowers(const Spec& spec, DType input) {
+  const bool is_fp8 = spec.element == Element::kE4M3 || spec.element == Element::kE5M2;
+  const bool is_power =
+      spec.scale == ScaleElement::kE8M0 || (spec.rule == Rule::kAmax && spec.power_of_two);
+  return is_fp8 && is_power && input == DType::kBFloat16 && !spec.stochastic &&
+         spec.block_cols >= 32;
+}
 
 // `rows` x `k`: the logical plane (for a columnwise plane those of X transposed). `swapped`: tiles
 // are read from the transpose of the matrix that the caller gave.
@@ -73,6 +85,12 @@ static PlaneJob MakeJob(const PlaneTarget& target, int64_t rows, int64_t k, DTyp
   job.nibbles = SelectNibblesDown(input, spec.stochastic);
   job.raw_amax = SelectRawBlockAmax(input, job.block);
   job.raw_column_amax = SelectRawColumnAmax(input);
+  job.powers = TakesPowers(spec, input);
+  WithElement(spec.element, [&job]<class E>() {
+    job.mantissa_bits = E::kMantissaBits;
+    job.bias = E::kBias;
+    job.max_code = static_cast<int>(E::kMaxCode);
+  });
   job.streams = job.rows * job.data_stride >= kStreamedBytes;
   job.amax_rule = MakeAmaxRule(fmax, spec.eps, overflow, spec.power_of_two);
   job.exponent = MakeExponentRule(spec.rule, spec.element);
@@ -136,6 +154,10 @@ static void StoreScales(const PlaneJob& job, const Scratch& s, int first, int st
     for (int i = 0; i < count; ++i) out[i] = s.scale_fp32[first + i * step];
   } else {
     uint8_t* out = job.scale + at;
+    if (step == 1) {
+      std::memcpy(out, s.scale_byte + first, static_cast<size_t>(count));
+      return;
+    }
     for (int i = 0; i < count; ++i) out[i] = s.scale_byte[first + i * step];
   }
 }

@@ -25,6 +25,7 @@
 
 #include "core/float_env.h"
 #include "core/parallel.h"
+#include "cpu/few_rows.h"
 #include "cpu/product.h"
 #include "formats/float16.h"
 
@@ -36,7 +37,6 @@ constexpr int kRowsOfA = 8;    // of a tile of sums
 constexpr int kRowsOfB = 48;   // of a tile of sums: three registers
 constexpr int kDepth = 4096;   // of k at a time: a panel of b is 384 KiB, for the second cache
 constexpr int kBlockA = 2048;  // rows of a in a task, at most
-constexpr int kFewRows = 8;    // of a: no panels
 constexpr int64_t kWorthThreads = 1 << 20;  // products for one thread
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }

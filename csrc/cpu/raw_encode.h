@@ -10,6 +10,7 @@
 
 #include "cpu/map_tile.h"
 #include "cpu/plane_job.h"
+#include "cpu/power_encode.h"
 #include "cpu/raw_tile.h"
 #include "cpu/scales.h"
 #include "cpu/transform.h"
@@ -31,12 +32,10 @@ static void EncodeRawAlong(const PlaneJob& job, const RawTile& t, int64_t n0, in
   if (job.block == 0) {
     for (int i = 0; i < kk_padded / 2; ++i) s.run[i] = job.tensor_multiplier;
   } else {
-    for (int n = 0; n < nn; ++n)
-      job.raw_amax(t.data + n * t.stride, kk_padded, s.amax + n * blocks);
-    if (job.square) MergeRowsOfSquares(job, nn, blocks, s);
-    const int scale_rows = static_cast<int>(CeilDiv(nn, rows_per_scale));
-    ComputeScales(job, s.amax, scale_rows * blocks, s);
-    StoreScalesAlong(job, n0, k0, scale_rows, blocks, s);
+    RawScalesAlong(job, t, n0, nn, k0, kk, s);
+    if (job.powers && FindBasesAlong(job, nn, kk, s)) {
+      return CodePowersAlong(job, t, n0, nn, k0, kk, next, s);
+    }
   }
   const int nbytes = job.packed ? (kk + 1) / 2 : kk;
   const bool direct = kk == kk_padded && !job.streams;
@@ -80,34 +79,6 @@ static const uint8_t* RandomDown(const PlaneJob& job, int64_t n0, int64_t at, in
   return out;
 }
 
-// codes[nbytes][width] to the plane: row n0 + n from byte `first` on.
-static void StoreTurned(const PlaneJob& job, int64_t n0, int nn, int64_t first, int nbytes,
-                        int width, Scratch& s) {
-  uint8_t* out = job.data + n0 * job.data_stride + first;
-  const bool aligned =
-      job.streams && job.data_stride % kLine == 0 && reinterpret_cast<intptr_t>(out) % kLine == 0;
-  for (int n = 0; n < nn; n += kLane) {
-    int r = 0;
-    for (; r + kLine <= nbytes && n + kLane <= nn; r += kLine) {
-      uint8_t* dst = out + n * job.data_stride + r;
-      uint8_t* to = aligned ? s.flipped : dst;
-      const int64_t ld = aligned ? kLine : job.data_stride;
-      for (int q = 0; q < kLine; q += kVectorBytes) {
-        TransposeByteColumn(s.codes + (r + q) * width + n, width, to + q, ld);
-      }
-      if (!aligned) continue;
-      for (int i = 0; i < kLane; ++i) StreamLine(dst + i * job.data_stride, s.flipped + i * kLine);
-    }
-    for (; r < nbytes; r += kLane) {
-      TransposeBytes16(s.codes + r * width + n, width, s.flipped, kLane);
-      const size_t used = static_cast<size_t>(MinInt(kLane, nbytes - r));
-      for (int i = 0; i < MinInt(kLane, nn - n); ++i) {
-        std::memcpy(out + (n + i) * job.data_stride + r, s.flipped + i * kLane, used);
-      }
-    }
-  }
-}
-
 // Tile t[kk][nn] at plane row n0, K index k0; rows and columns padded with zeros to multiples
 // of 32.
 static void EncodeRawDown(const PlaneJob& job, const RawTile& t, int64_t n0, int nn, int64_t k0,
@@ -117,18 +88,9 @@ static void EncodeRawDown(const PlaneJob& job, const RawTile& t, int64_t n0, int
   if (job.block == 0) {
     for (int i = 0; i < width; ++i) s.multiplier[i] = job.tensor_multiplier;
   } else {
-    for (int b = 0; b < blocks; ++b) {
-      const int first = b * job.block;
-      job.raw_column_amax(t.data + first * t.stride, t.stride, MinInt(job.block, kk - first), width,
-                          s.amax + b * width);
-    }
-    if (job.square) {
-      MergeColumnsOfSquares(job, nn, blocks, width, s);
-      ComputeScales(job, s.square, blocks * static_cast<int>(CeilDiv(nn, job.block)), s);
-      FinishSquaresDown(job, n0, nn, k0, blocks, width, s);
-    } else {
-      ComputeScales(job, s.amax, blocks * width, s);
-      StoreScalesDown(job, n0, nn, k0, blocks, width, s);
+    RawScalesDown(job, t, n0, nn, k0, kk, s);
+    if (job.powers && FindBasesDown(job, nn, kk, s)) {
+      return CodePowers(nullptr, &job, t, k0, kk, n0, nn, next, s);
     }
   }
   // Multipliers of the even and of the odd columns.
@@ -157,7 +119,8 @@ static void EncodeRawDown(const PlaneJob& job, const RawTile& t, int64_t n0, int
   if (job.packed && kk % 2 != 0) {
     for (int n = 0; n < width; ++n) s.codes[kk / 2 * width + n] &= 0xf;
   }
-  StoreTurned(job, n0, nn, job.packed ? k0 / 2 : k0, job.packed ? (kk + 1) / 2 : kk, width, s);
+  StoreTurned(job, s.codes, width, n0, nn, job.packed ? k0 / 2 : k0, job.packed ? (kk + 1) / 2 : kk,
+              s);
 }
 
 struct EncodeTask {
@@ -204,6 +167,30 @@ static NextTile TileAfter(const EncodeTask& task, int64_t index) {
           static_cast<int>(Min64(task.tile_rows, x.rows - r0))};
 }
 
+// Whether both planes have one scale for the whole tensor, and it is the same: then every code is.
+static bool SharesCodes(const PlaneJob& row, const PlaneJob& col) {
+  return row.block == 0 && col.block == 0 && row.spec.element == col.spec.element && !row.packed &&
+         !row.spec.stochastic && !col.spec.stochastic && !row.transform && !col.transform &&
+         Bits(row.tensor_multiplier) == Bits(col.tensor_multiplier);
+}
+
+// Both such planes of a tile: codes are made once, and turned.
+static void EncodeShared(const PlaneJob& row, const PlaneJob& col, const RawTile& t, int64_t r0,
+                         int nr, int64_t c0, int nc, const NextTile& next, Scratch& s) {
+  const int width = RoundUp(nc, kRawLane);
+  for (int i = 0; i < width / 2; ++i) s.run[i] = row.tensor_multiplier;
+  for (int r = 0; r < nr; r += kLine) {
+    const int rows = MinInt(kLine, nr - r);
+    for (int i = 0; i < rows; ++i) {
+      uint8_t* codes = s.codes + i * width;
+      next.Prefetch(r + i, 0, next.nbytes);
+      row.pairs(t.data + (r + i) * t.stride, s.run, s.run, nullptr, codes, width);
+      StoreBytes(row.data + (r0 + r + i) * row.data_stride + c0, codes, nc, row.streams);
+    }
+    StoreTurned(col, s.codes, width, c0, nc, r0 + r, rows, s);
+  }
+}
+
 static void EncodeRawTile(const EncodeTask& task, int64_t index, Scratch& s) {
   const int64_t r0 = index / task.tiles_across * task.tile_rows;
   const int64_t c0 = index % task.tiles_across * task.tile_cols;
@@ -213,6 +200,12 @@ static void EncodeRawTile(const EncodeTask& task, int64_t index, Scratch& s) {
   const RawTile t = task.map == nullptr ? LoadRaw(task.x, r0, c0, nr, nc, task.has_col, s)
                                         : MapTile(*task.map, r0, c0, nr, nc, task.has_col, s);
   const NextTile next = TileAfter(task, index);
+  if (task.has_row && task.has_col) {
+    if (SharesCodes(task.row, task.col)) {
+      return EncodeShared(task.row, task.col, t, r0, nr, c0, nc, next, s);
+    }
+    if (EncodePowers(task.row, task.col, t, r0, nr, c0, nc, next, s)) return;
+  }
   if (task.has_row) {
     // Asked for once: with the last plane of this tile.
     const NextTile asked = task.has_col ? NextTile{nullptr, 0, 0, 0} : next;

@@ -102,6 +102,20 @@ HQ_HD void StreamLine(uint8_t* dst, const uint8_t* src) {
 #endif
 }
 
+// The same of one vector; `dst` is a multiple of its size. Neighbours that make up a line are to
+// be stored one right after the other.
+HQ_HD void StreamVector(uint8_t* dst, VectorBytes v) {
+#if defined(__AVX512BW__)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(dst), reinterpret_cast<__m512i>(v));
+#elif defined(__AVX2__)
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(dst), reinterpret_cast<__m256i>(v));
+#elif defined(__x86_64__)
+  _mm_stream_si128(reinterpret_cast<__m128i*>(dst), reinterpret_cast<__m128i>(v));
+#else
+  std::memcpy(dst, &v, sizeof(v));
+#endif
+}
+
 // Before another thread may read what was streamed.
 HQ_HD void StreamFence() {
 #if defined(__x86_64__)

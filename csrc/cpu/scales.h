@@ -81,20 +81,28 @@ static void StoreScalesDown(const PlaneJob& job, int64_t n0, int nn, int64_t k0,
     for (int n = 0; n < nn; ++n) StoreScales(job, s, n, width, blocks, n0 + n, k0 / job.block);
     return;
   }
+  uint8_t* out = job.scale + n0 * job.scale_stride + k0 / job.block;
+  if (blocks == 4) {
+    const uint8_t* __restrict byte = s.scale_byte;
+    uint32_t* __restrict four = reinterpret_cast<uint32_t*>(s.scale_words);
+    for (int n = 0; n < width; ++n) {
+      four[n] = byte[n] | static_cast<uint32_t>(byte[width + n]) << 8 |
+                static_cast<uint32_t>(byte[2 * width + n]) << 16 |
+                static_cast<uint32_t>(byte[3 * width + n]) << 24;
+    }
+    for (int n = 0; n < nn; ++n) std::memcpy(out + n * job.scale_stride, four + n, 4);
+    return;
+  }
   uint64_t* __restrict word = s.scale_words;
   for (int n = 0; n < width; ++n) word[n] = 0;
   for (int b = 0; b < blocks; ++b) {
     const uint8_t* __restrict byte = s.scale_byte + b * width;
     for (int n = 0; n < width; ++n) word[n] |= static_cast<uint64_t>(byte[n]) << (8 * b);
   }
-  uint8_t* out = job.scale + n0 * job.scale_stride + k0 / job.block;
   const size_t used = static_cast<size_t>(blocks);
   switch (blocks) {
     case kMost:
       for (int n = 0; n < nn; ++n) std::memcpy(out + n * job.scale_stride, word + n, kMost);
-      return;
-    case 4:
-      for (int n = 0; n < nn; ++n) std::memcpy(out + n * job.scale_stride, word + n, 4);
       return;
     default:
       for (int n = 0; n < nn; ++n) std::memcpy(out + n * job.scale_stride, word + n, used);

@@ -37,6 +37,8 @@ struct Scratch {
   alignas(64) int32_t square[kMaxBlocks];
   alignas(64) float multiplier[kMaxBlocks + 1];
   alignas(64) float even[kMaxBlocks], odd[kMaxBlocks];  // multipliers of alternate columns
+  alignas(64) uint32_t row_base[kMaxBlocks + 1];        // power_codes.h
+  alignas(64) uint16_t col_base[kMaxBlocks + 2 * kLane];
   alignas(64) float scale_fp32[kMaxBlocks];
   alignas(64) uint8_t scale_byte[kMaxBlocks];
   alignas(64) uint64_t scale_words[kRawCols];

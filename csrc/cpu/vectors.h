@@ -90,14 +90,10 @@ static HQ_HD VectorBytes LoadQuarters(const uint8_t* src, int64_t stride) {
 #undef HQ_RUN16
 }
 
-// dst[c * ld_dst + r] = src[r * ld_src + c] for kVectorBytes rows of 16 columns: whole vectors of
-// every row of dst.
-static HQ_HD void TransposeByteColumn(const uint8_t* src, int64_t ld_src, uint8_t* dst,
-                                      int64_t ld_dst) {
-  VectorBytes a[16];
-  for (int i = 0; i < 16; ++i) a[i] = LoadQuarters(src + i * ld_src, 16 * ld_src);
-  TransposeQuarters(a);
-  for (int i = 0; i < 16; ++i) std::memcpy(dst + i * ld_dst, &a[i], kVectorBytes);
+// turned[c], byte r = src[r * ld + c], for kVectorBytes rows of 16 columns.
+static HQ_HD void TransposeByteColumn(const uint8_t* src, int64_t ld, VectorBytes (&turned)[16]) {
+  for (int i = 0; i < 16; ++i) turned[i] = LoadQuarters(src + i * ld, 16 * ld);
+  TransposeQuarters(turned);
 }
 
 HQ_NAMESPACE_END

@@ -6,6 +6,7 @@ that no test notices (a survivor) means that a test is missing.
 """
 
 from .core import CORE
+from .core_maps import CORE_MAPS
 from .products import PRODUCTS
 from .record import Mutant
 from .reference import REFERENCE
@@ -13,4 +14,4 @@ from .reference import REFERENCE
 __all__ = ["ALL", "Mutant"]
 
 #: The core's come last: they need a build each, the others share the first one.
-ALL: tuple[Mutant, ...] = (*REFERENCE, *PRODUCTS, *CORE)
+ALL: tuple[Mutant, ...] = (*REFERENCE, *PRODUCTS, *CORE, *CORE_MAPS)

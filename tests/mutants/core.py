@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import rules
-from .record import Mutant, Rule
+from .record import Mutant, Rule, of_core
 
 _CAST = ("tests/test_core_elements.py",)
 _ENCODE = (
@@ -18,6 +18,7 @@ _SCALES = (
 _FOUR = ("tests/test_four_over_six.py",)
 _DECODE = ("tests/test_core_decode.py::test_decode_equals_the_formula",)
 _PATHS = ("tests/test_core_paths.py",)
+_POWERS = ("tests/test_power_codes.py",)
 _ODD = ("tests/test_core_encode.py::test_encode_equals_the_model",)
 _FLAG = ("tests/test_decode.py::test_operand_of_a_gemm_equals_oracle",)
 _PLACED = ("tests/test_encode.py::test_backend_equals_oracle",)
@@ -27,8 +28,6 @@ _OVERFLOW = (
     "tests/test_encode.py::test_overflowing_quotient_after_a_transform_is_bf16s_maximum",
 )
 _ROUND = ("tests/test_core_round.py",)
-_NORM = ("tests/test_norm_encode.py::test_norm_is_the_oracles",)
-_ACTIVATION = ("tests/test_activation_encode.py::test_activation_of_every_half_is_the_oracles",)
 
 
 def _of(
@@ -40,7 +39,7 @@ def _of(
     tests: tuple[str, ...] = _ENCODE,
     needs: str = "",
 ) -> Mutant:
-    return Mutant("core", slug, rule, f"csrc/{file}", old, new, tests, needs)
+    return of_core(slug, rule, file, old, new, tests, needs)
 
 
 CORE = (
@@ -101,6 +100,30 @@ CORE = (
         "static_cast<uint8_t>(low | (high << 4))",
         "static_cast<uint8_t>(high | (low << 4))",
         _PATHS,
+    ),
+    _of(
+        "ties-away-on-16-bits",
+        rules.NEAREST_EVEN,
+        "cpu/power_codes.h",
+        "const VectorWord odd = (magnitude >> kDrop) & 1;",
+        "const VectorWord odd = VectorWord{} + 1;",
+        _POWERS,
+    ),
+    _of(
+        "subnormals-as-normals-on-16-bits",
+        rules.NEAREST_EVEN,
+        "cpu/power_codes.h",
+        "return SubnormalWords(r, base) != 0 ? subnormal : codes;",
+        "return codes;",
+        _POWERS,
+    ),
+    _of(
+        "base-of-an-infinite-block",
+        rules.NEAREST_EVEN,
+        "cpu/power_codes.h",
+        "bad |= static_cast<int32_t>(amax[i] >= kInfBits);",
+        "",
+        _POWERS,
     ),
     _of(
         "odd-tail-of-a-nan-block",
@@ -447,37 +470,5 @@ CORE = (
         "_mm_setcsr(0x1f80);",
         "_mm_setcsr(0x9fc0);",
         needs="x86_64",
-    ),
-    _of(
-        "sums-fold-other-pairs",
-        rules.FOLDED_SUMS,
-        "cpu/norm.h",
-        "p[i] = AddRn(p[i], p[i + 64]);",
-        "p[i] = AddRn(p[i], p[127 - i]);",
-        _NORM,
-    ),
-    _of(
-        "relu-drops-nan",
-        rules.RELU_NAN,
-        "formats/activation.h",
-        "static_cast<uint32_t>(v < 0.0f) - 1u",
-        "static_cast<uint32_t>(!(v > 0.0f)) - 1u",
-        _ACTIVATION,
-    ),
-    _of(
-        "sigmoid-of-one-form",
-        rules.SMALL_SIGMOID,
-        "formats/activation.h",
-        "return DivRn(v < 0.0f ? small : 1.0f, AddRn(small, 1.0f));",
-        "return DivRn(1.0f, AddRn(v < 0.0f ? DivRn(1.0f, small) : small, 1.0f));",
-        _ACTIVATION,
-    ),
-    _of(
-        "gate-after-rounding",
-        rules.GATE_IN_FP32,
-        "cpu/map_tile.h",
-        "*a = MulRn(*a, first);",
-        "*a = MulRn(Input<kType>::Get(RoundTo<kType>(*a)), first);",
-        _ACTIVATION,
     ),
 )

@@ -69,3 +69,16 @@ def sections(page: str) -> dict[str, str]:
     return {
         head: " ".join(body.split()) for head, body in zip(parts[1::2], parts[2::2], strict=True)
     }
+
+
+def of_core(
+    slug: str,
+    rule: Rule,
+    file: str,
+    old: str,
+    new: str,
+    tests: tuple[str, ...],
+    needs: str = "",
+) -> Mutant:
+    """Return a mutant of the C++ core; `file` is below `csrc`."""
+    return Mutant("core", slug, rule, f"csrc/{file}", old, new, tests, needs)

@@ -1,0 +1,98 @@
+// A product of few rows in one call: pointers are addresses, as everywhere in hybridq._core.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <new>
+#include <string>
+
+#include "bindings/bind.h"
+#include "bindings/checks.h"
+#include "bindings/planes.h"
+#include "cpu/few_rows.h"
+#include "cpu/product.h"
+
+namespace py = pybind11;
+
+namespace hybridq::bindings {
+namespace {
+
+void CheckOperand(const char* name, const Spec& spec) {
+  CheckSpec("FewRows", spec);
+  if (spec.stochastic || spec.row_scaled) {
+    Fail(std::string("FewRows: ") + name + " must be rounded to nearest and not row-scaled");
+  }
+}
+
+// The product of rows of one spec with weights of another, for tensors of one dtype.
+class FewRows {
+ public:
+  FewRows(const Spec& a, const Spec& b, const std::string& dtype)
+      : a_(a), b_(b), dtype_(ParseDType(dtype, "FewRows")) {
+    CheckOperand("a", a);
+    CheckOperand("b", b);
+    if (a.signs != b.signs) Fail("FewRows: both operands must have one transform, got two");
+  }
+
+  bool Multiply(uintptr_t a, int64_t a_stride0, int64_t a_stride1, int64_t m, int64_t k,
+                const py::object& column, bool finds_column, uintptr_t b, int64_t b_stride0,
+                int64_t b_stride1, int64_t n, uintptr_t decoded, uintptr_t factor, uintptr_t bias,
+                uintptr_t out, int threads) const {
+    CheckExtent("FewRows", m, k, threads);
+    CheckExtent("FewRows", n, k, threads);
+    if (m < 1 || m > kFewRows || k < 1 || n < 1) {
+      Fail("FewRows: m must be in [1, " + std::to_string(kFewRows) + "], n and k at least 1, got " +
+           std::to_string(m) + ", " + std::to_string(n) + " and " + std::to_string(k));
+    }
+    CheckPointer("FewRows", "a", a, true);
+    CheckPointer("FewRows", "out", out, true);
+    if ((b == 0) == (decoded == 0))
+      Fail("FewRows: takes b or what it decodes to, got both or none");
+    CheckPointer("FewRows", "factor", factor, decoded != 0 && NeedsStat(b_));
+    FewRowsJob job{};
+    job.a = {a_, {Pointer<const void>(a), dtype_, m, k, a_stride0, a_stride1}, nullptr, nullptr};
+    job.b = {b_,
+             {Pointer<const void>(b), dtype_, n, k, b_stride0, b_stride1},
+             Pointer<const uint16_t>(decoded),
+             Pointer<const float>(factor)};
+    PlaneTarget target{};
+    float found = 0.0f;
+    if (!column.is_none()) {
+      const PlaneOut plane = MakePlaneOut(column.cast<PlaneTuple>(), finds_column, &found);
+      target = MakeTarget(plane, true, m, k);
+      job.column = &target;
+      job.finds_column = finds_column;
+    }
+    job.bias = Pointer<const void>(bias);
+    job.out = Pointer<void>(out);
+    FewRowsEnd end;
+    {
+      const py::gil_scoped_release release;
+      end = MultiplyFewRows(job, threads);
+    }
+    if (end == FewRowsEnd::kNoMemory) throw std::bad_alloc();
+    return end == FewRowsEnd::kDone;
+  }
+
+ private:
+  Spec a_, b_;
+  DType dtype_;
+};
+
+}  // namespace
+
+void BindFewRows(py::module_& m) {
+  py::class_<FewRows>(m, "FewRows",
+                      "round(a @ b.T * factors + bias) of planes of a [m, k] and b [n, k].")
+      .def(py::init<const Spec&, const Spec&, const std::string&>(), py::arg("a"), py::arg("b"),
+           py::arg("dtype"))
+      .def("__call__", &FewRows::Multiply, py::arg("a"), py::arg("a_stride0"), py::arg("a_stride1"),
+           py::arg("m"), py::arg("k"), py::arg("column"), py::arg("finds_column"), py::arg("b"),
+           py::arg("b_stride0"), py::arg("b_stride1"), py::arg("n"), py::arg("decoded"),
+           py::arg("factor"), py::arg("bias"), py::arg("out"), py::arg("threads") = 1,
+           "Encodes, decodes and multiplies; column: a's columnwise plane, as encode_from_scratch "
+           "takes it, or None. b or decoded is 0, as are a factor and a bias that are not there. "
+           "False: not done, since a value left BF16's normal range or there is no product.");
+  m.attr("few_rows") = kFewRows;
+}
+
+}  // namespace hybridq::bindings
