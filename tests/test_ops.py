@@ -126,6 +126,16 @@ def test_encoding_is_no_silent_constant_for_autograd() -> None:
             ValueError,
             "seed must be int64 with one value",
         ),
+        (
+            lambda x: ops.encode(x, "mxfp8;sr", "", seed=torch.tensor([1], device="meta")),
+            ValueError,
+            "x and seed must be on one device, got cpu and meta",
+        ),
+        (
+            lambda x: ops.encode(x, "nvfp4", "", row_stat=torch.ones(1, device="meta")),
+            ValueError,
+            "x and its statistics must be on one device, got cpu and meta",
+        ),
         (lambda x: ops.amax(x, "nvfp4", "sideways"), ValueError, "direction must be"),
         (lambda x: ops.decode([x], "mxfp8", 4, 32, torch.float32), ValueError, "has 2 buffers"),
         (

@@ -70,7 +70,7 @@ def test_recipes_carry_it(name: str, asked: list[str]) -> None:
     layer = hybridq.Linear(64, 32)
     for chosen, forced in ((recipe, "auto"), (exact, "exact"), (recipe, "auto")):
         with hybridq.autocast(recipe=chosen):
-            y = layer(torch.randn(3, 64, requires_grad=True))
+            y = layer(torch.randn(9, 64, requires_grad=True))  # few rows ask elsewhere
         y.sum().backward()
         assert asked == [forced] * 3
         asked.clear()
@@ -87,7 +87,7 @@ def test_built_in_recipes_take_it_by_keyword_and_survive_pickling() -> None:
 def test_recomputation_brings_it_along(use_reentrant: bool, asked: list[str]) -> None:
     """The backward runs outside the context, and inside one that says otherwise."""
     layer = hybridq.Linear(64, 32)
-    x = torch.randn(3, 64, requires_grad=True)
+    x = torch.randn(9, 64, requires_grad=True)
     with hybridq.autocast(recipe="mxfp8", precision="exact"):
         y = checkpoint(layer, x, use_reentrant=use_reentrant)
     with hybridq.autocast(recipe="mxfp8", precision="fast"):

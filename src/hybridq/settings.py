@@ -33,6 +33,8 @@ class Settings(threading.local):
         delayed_recipe: the last recipe in force of those that keep a history, or None; modules
             that only ever ran compiled update by it.
         delayed_keys: keys of the recipes that are known to keep one.
+        model_init: what `hybridq.quantized_model_init` set, or None where parameters keep high
+            precision.
         scaling_epoch: how many updates of scales there were before the forward that is computed
             again now; -1: none is, or not known.
     """
@@ -44,6 +46,7 @@ class Settings(threading.local):
         self.delayed_recipe: object | None = None
         self.delayed_keys: set[str] = set()
         self.scaling_epoch: int = -1
+        self.model_init: object | None = None
         self.is_first_microbatch: bool | None = None
         self.gemm_cache_nbytes: int = _cache_nbytes()
 

@@ -38,8 +38,8 @@ PRODUCTS = (
         "both-planes-draw-alike",
         rules.STREAMS,
         "src/hybridq/kernels/ops.py",
-        "    col_stream: int = 1,\n) -> list[torch.Tensor]:\n    _check_matrix",
-        "    col_stream: int = 0,\n) -> list[torch.Tensor]:\n    _check_matrix",
+        "    col_stream: int = 1,\n) -> list[torch.Tensor]:\n    check_matrix",
+        "    col_stream: int = 0,\n) -> list[torch.Tensor]:\n    check_matrix",
         _PAIRS,
     ),
     Mutant(

@@ -232,6 +232,14 @@ class PlaneSpec:
             return _buffers(self, rows, cols)
         return self._make_buffers(rows, cols)
 
+    def nbytes(self, rows: int, cols: int) -> int:
+        """Return the bytes of a plane whose own matrix is `[rows, cols]`.
+
+        An identity format whose dtype is open counts as BF16.
+        """
+        buffers = self.buffers(rows, cols)
+        return sum(b.numel * (b.dtype or torch.bfloat16).itemsize for b in buffers)
+
     def _make_buffers(self, rows: int, cols: int) -> tuple[BufferSpec, ...]:
         made = self.format.buffers(rows, self.padded(cols))
         if not self.row_scaled:

@@ -24,7 +24,7 @@ from ..formats import PlaneSpec
 from ..reference import tensor_factor
 from .device import has_autocast, without_autocast
 from .epilogue import finish, only_product
-from .product import multiply, product_reason
+from .product import FEW_ROWS, multiply, product_reason
 from .registry import Call, operation
 from .types import GemmArgs, Operand
 
@@ -81,10 +81,16 @@ def decode_side(operand: Operand, keep_turned: bool, dtype: torch.dtype) -> Side
         return Side(matrix, None, matrix.dtype == torch.bfloat16)
     if operand.kept is None:
         return _decode_side(operand, keep_turned, dtype)
-    form = f"decoded {dtype}{'' if keep_turned else ' turned back'}"
     return operand.kept.get(
-        form, operand.buffers, lambda: _decode_side(operand, keep_turned, dtype)
+        _form(keep_turned, dtype),
+        operand.buffers,
+        lambda: _decode_side(operand, keep_turned, dtype),
     )
+
+
+@lru_cache(maxsize=16)
+def _form(keep_turned: bool, dtype: torch.dtype) -> str:
+    return f"decoded {dtype}{'' if keep_turned else ' turned back'}"
 
 
 def _decode_side(operand: Operand, keep_turned: bool, dtype: torch.dtype) -> Side:
@@ -190,7 +196,11 @@ def product_notes(call: Call) -> tuple[str, ...]:
     if call.device != "cpu":
         return (made,)
     if product_reason() is None:
-        return (made, "the core's product where anything follows before the rounding, else torch's")
+        return (
+            made,
+            "the core's product of few rows and where anything follows before the rounding, else "
+            "torch's",
+        )
     if any(spec.needs_amax for spec in (call.row, call.col)):
         return (made, "FP32 product where a tensor's or a row's factor is no power of two")
     return (made,)
@@ -238,7 +248,11 @@ def multiply_sides(left: Side, right: Side, args: GemmArgs) -> torch.Tensor:
     """Return the result of two decoded operands."""
     factors, is_alone = (left.factor, right.factor), only_product(args)
     if left.matrix.device.type == "cpu" and _both_bf16(left, right):
-        if is_alone and args.out_dtype == torch.bfloat16 and _torch_rounds_once(factors):
+        # Few rows go to the core in any case: what has a bias and what has none shall not differ
+        # in more than that, and `few_rows` multiplies both in one call.
+        is_cores = left.matrix.shape[0] <= FEW_ROWS and product_reason() is None
+        is_torchs = is_alone and args.out_dtype == torch.bfloat16 and not is_cores
+        if is_torchs and _torch_rounds_once(factors):
             # Its own BF16 product, which nothing follows that would round again.
             product = torch.mm(left.matrix, right.matrix.t())
             return finish(product, *factors, args)

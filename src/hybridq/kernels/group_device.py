@@ -35,6 +35,7 @@ __all__ = [
     "amax_by_group",
     "encode_by_group",
     "group_of_tokens",
+    "largest_by_group",
     "of_group",
     "places_of_tokens",
     "sum_by_group",
@@ -120,6 +121,20 @@ def amax_by_group(
         return _maximum(found, _group_of_tiles(offsets, tokens), groups)
     found = torch.ops.hybridq.amax(x, rows, "rowwise").view(-1, 1)
     return _maximum(found, group_of_tokens(offsets, tokens), groups)
+
+
+def largest_by_group(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return max|x| of each group, FP32 `[G, 1]`, NaN and infinity kept, 0 of no token.
+
+    Args:
+        x: `[T, C]`.
+        offsets: int32 `[G]`.
+    """
+    (tokens, cols), groups = x.shape, offsets.shape[0]
+    if 0 in (tokens, cols, groups):
+        return x.new_zeros((groups, 1), dtype=torch.float32)
+    found = torch.maximum(x.amax(1), -x.amin(1)).to(torch.float32)
+    return _maximum(found.view(-1, 1), group_of_tokens(offsets, tokens), groups)
 
 
 def sum_by_group(dy: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,7 @@ __all__ = [
     "encode_loop",
     "fill_values",
     "is_by_group",
+    "largest_loop",
     "one_of",
     "pads_rows",
     "product_loop",
@@ -226,6 +227,18 @@ def amax_loop(
         return torch.stack(made)
     width = x.shape[1] if direction == COLUMNWISE and spec.row_scaled else 1
     return x.new_zeros((0, width), dtype=torch.float32)
+
+
+def largest_loop(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return max|x| of each group, FP32 `[G, 1]`, NaN and inf kept, 0 of no token; on a CPU."""
+    made = x.new_zeros((offsets.shape[0], 1), dtype=torch.float32)
+    begin = 0
+    for g, end in enumerate(group_ends(offsets, x.shape[0]).tolist()):
+        if end > begin and x.shape[1]:
+            low, high = x[begin:end].aminmax()
+            made[g] = torch.maximum(high.float(), -low.float())
+        begin = end
+    return made
 
 
 def sum_loop(dy: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,16 @@ from typing import Any
 import torch
 
 from ..direction import COLUMNWISE, DIRECTIONS
-from ..errors import SpecError
 from ..formats import BufferSpec, PlaneSpec
+from .checks import (
+    HIGH_PRECISION,
+    check_encode,
+    check_matrix,
+    check_place,
+    check_seed,
+    check_tensor,
+    spec_of,
+)
 from .device import chip_of
 from .encode import run_encode
 from .precision import check_precision
@@ -21,9 +29,7 @@ from .types import GemmArgs, Operand
 from .watch import nothing_watches
 
 __all__ = [
-    "HIGH_PRECISION",
     "LIBRARY",
-    "check_seed",
     "encode",
     "run_checked_gemm",
     "run_gemm",
@@ -32,9 +38,6 @@ __all__ = [
 
 #: The operators `torch.ops.hybridq.*`; their arguments are stated in this module.
 LIBRARY = torch.library.Library("hybridq", "DEF")
-
-#: dtypes that can be encoded and decoded to.
-HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
 _ENCODE = (
     "encode(Tensor x, str row, str col, Tensor? row_stat=None, Tensor? col_stat=None, "
@@ -65,26 +68,6 @@ for _schema in (_ENCODE, _AMAX, _DECODE, _TRANSPOSE, _GEMM, _GEMM_INTO, _BIAS_GR
     LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def _spec(text: str, dtype: torch.dtype) -> PlaneSpec | None:
-    return PlaneSpec.parse(text).resolve(dtype) if text else None
-
-
-def _check_tensor(tensor: object, where: str) -> None:
-    """Raise unless `tensor` is one in ordinary memory; torch passes None for any tensor."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{where}: takes a tensor, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{where}: layout must be strided, got {tensor.layout}")
-
-
-def _check_matrix(x: torch.Tensor, where: str) -> None:
-    _check_tensor(x, where)
-    if x.dtype not in HIGH_PRECISION:
-        raise TypeError(f"{where}: dtype must be float32, bfloat16 or float16, got {x.dtype}")
-    if x.dim() != 2:
-        raise ValueError(f"{where}: x must be [rows, cols], got shape {tuple(x.shape)}")
-
-
 def _encode(
     x: torch.Tensor,
     row: str,
@@ -100,10 +83,10 @@ def _encode(
     row_stream: int = 0,
     col_stream: int = 1,
 ) -> list[torch.Tensor]:
-    _check_matrix(x, "encode")
-    row_spec, col_spec = _spec(row, x.dtype), _spec(col, x.dtype)
-    _check_encode(row_spec, col_spec, col_source, seed)
-    _check_place("encode", row0, col0, row_stream, col_stream)
+    check_matrix(x, "encode")
+    row_spec, col_spec = spec_of(row, x.dtype), spec_of(col, x.dtype)
+    check_encode(x, (row_spec, col_spec), (row_stat, col_stat), seed, col_source)
+    check_place("encode", row0, col0, row_stream, col_stream)
     return run_encode(
         x,
         row,
@@ -142,9 +125,9 @@ def encode(
     """
     if direct or nothing_watches(x, row_stat, col_stat, seed):
         if not direct:
-            _check_matrix(x, "encode")
+            check_matrix(x, "encode")
             if seed is not None:
-                check_seed(seed, "encode")
+                check_seed(seed, x, "encode")
         place = (0, 0, row_stream, col_stream)
         return run_encode(x, row, col, row_stat, col_stat, seed, is_decoded, keep_row, place)
     return torch.ops.hybridq.encode(
@@ -161,41 +144,6 @@ def encode(
     )
 
 
-def _check_encode(
-    row: PlaneSpec | None,
-    col: PlaneSpec | None,
-    col_source: str,
-    seed: torch.Tensor | None,
-    where: str = "encode",
-) -> None:
-    if col_source not in ("original", "rowwise_dequantized"):
-        raise ValueError(
-            f"{where}: col_source must be 'original' or 'rowwise_dequantized', got {col_source!r}"
-        )
-    if col_source == "rowwise_dequantized" and row is None and col is not None:
-        raise SpecError(f"{where}: col_source 'rowwise_dequantized' needs a row spec, got none")
-    if seed is None and any(spec is not None and spec.stochastic for spec in (row, col)):
-        raise ValueError(f"{where}: stochastic rounding needs a seed, got None")
-    if seed is not None:
-        check_seed(seed, where)
-
-
-def check_seed(seed: torch.Tensor, where: str) -> None:
-    """Raise unless `seed` is int64 with one value.
-
-    Args:
-        seed: of random numbers.
-        where: the function that takes it, for the error.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if seed.dtype != torch.int64 or seed.numel() != 1:
-        raise ValueError(
-            f"{where}: seed must be int64 with one value, got {seed.dtype} {tuple(seed.shape)}"
-        )
-
-
 def _encode_fake(
     x: torch.Tensor,
     row: str,
@@ -208,9 +156,9 @@ def _encode_fake(
     keep_row: bool = True,
     **_: object,
 ) -> list[torch.Tensor]:
-    _check_matrix(x, "encode")
-    row_spec, col_spec = _spec(row, x.dtype), _spec(col, x.dtype)
-    _check_encode(row_spec, col_spec, col_source, seed)
+    check_matrix(x, "encode")
+    row_spec, col_spec = spec_of(row, x.dtype), spec_of(col, x.dtype)
+    check_encode(x, (row_spec, col_spec), (row_stat, col_stat), seed, col_source)
     rows, cols = x.shape
     specs: list[BufferSpec] = []
     if row_spec is not None and keep_row:
@@ -221,7 +169,7 @@ def _encode_fake(
 
 
 def _amax(x: torch.Tensor, spec: str, direction: str) -> torch.Tensor:
-    _check_matrix(x, "amax")
+    check_matrix(x, "amax")
     if direction not in DIRECTIONS:
         raise ValueError(f"amax: direction must be rowwise or columnwise, got {direction!r}")
     own = x.t() if direction == COLUMNWISE else x
@@ -263,7 +211,7 @@ def _check_buffers(
         return
     # Something differs from the common case: find out what, and whether it is wrong.
     for buffer, want in zip(buffers, expected, strict=True):
-        _check_tensor(buffer, where)
+        check_tensor(buffer, where)
         if tuple(buffer.shape) != tuple(want.shape) or (
             want.dtype is not None and buffer.dtype != want.dtype
         ):
@@ -286,7 +234,7 @@ def _decode_fake(
 
 def _check_transpose(data: torch.Tensor, rows: int, cols: int, bits: int) -> None:
     """Raise unless `data` holds `rows x cols` codes; a kernel reads them by pointer."""
-    _check_tensor(data, "transpose")
+    check_tensor(data, "transpose")
     if bits not in (4, 8, 16, 32):
         raise ValueError(f"transpose: bits must be 4, 8, 16 or 32, got {bits}")
     width = -(-cols // 2) if bits == 4 else cols
@@ -298,15 +246,6 @@ def _check_transpose(data: torch.Tensor, rows: int, cols: int, bits: int) -> Non
             f"{'uint8' if bits == 4 else f'of {size} bytes'} and [{rows}, {width}], got "
             f"{data.dtype} {tuple(data.shape)}"
         )
-
-
-def _check_place(where: str, row0: int, col0: int, *streams: int) -> None:
-    """Raise unless a place in the whole tensor and random streams are ones that can be counted."""
-    if not (0 <= row0 < 1 << 56 and 0 <= col0 < 1 << 56):
-        raise ValueError(f"{where}: row0 and col0 must be in [0, 2^56), got {row0} and {col0}")
-    for stream in streams:
-        if not 0 <= stream < 1 << 32:
-            raise ValueError(f"{where}: a stream must be in [0, 2^32), got {stream}")
 
 
 def _transpose(data: torch.Tensor, rows: int, cols: int, bits: int) -> torch.Tensor:
@@ -439,7 +378,7 @@ def sum_of_rows(dy: torch.Tensor) -> torch.Tensor:
 
 
 def _bias_grad(dy: torch.Tensor) -> torch.Tensor:
-    _check_tensor(dy, "bias_grad")
+    check_tensor(dy, "bias_grad")
     if dy.dim() == 0:
         raise ValueError("bias_grad: dy must be [tokens, ...], got shape ()")
     return sum_of_rows(dy)
@@ -450,17 +389,13 @@ def _bias_grad_fake(dy: torch.Tensor) -> torch.Tensor:
 
 
 def _check_round(x: torch.Tensor, seed: torch.Tensor, dtype: torch.dtype) -> None:
-    _check_matrix(x, "round_stochastic")
-    _check_tensor(seed, "round_stochastic")
-    check_seed(seed, "round_stochastic")
+    check_matrix(x, "round_stochastic")
+    check_tensor(seed, "round_stochastic")
+    check_seed(seed, x, "round_stochastic")
     if x.dtype != torch.float32:
         raise TypeError(f"round_stochastic: x must be float32, got {x.dtype}")
     if dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"round_stochastic: dtype must be bfloat16 or float16, got {dtype}")
-    if seed.device != x.device:
-        raise ValueError(
-            f"round_stochastic: x and seed must be on one device, got {x.device} and {seed.device}"
-        )
 
 
 def _round_stochastic(
@@ -472,7 +407,7 @@ def _round_stochastic(
     col0: int = 0,
 ) -> torch.Tensor:
     _check_round(x, seed, dtype)
-    _check_place("round_stochastic", row0, col0, stream)
+    check_place("round_stochastic", row0, col0, stream)
     backend = select(Call("round_stochastic", x.device.type, dtype))
     return backend.ops["round_stochastic"](x, seed, dtype, stream, row0, col0)
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 import torch
 
 from ..formats import PlaneSpec
+from .checks import check_encode, check_matrix, check_place, spec_of
 from .derivatives import refuse
 from .encode import run_encode, statistic
-from .ops import LIBRARY, _check_encode, _check_matrix, _check_place, _encode_fake, _spec
+from .ops import LIBRARY, _encode_fake
 from .watch import nothing_watches
 
 __all__ = ["encode_recording", "record_amax"]
@@ -44,10 +45,10 @@ def _encode_with_amax(
     row_stream: int = 0,
     col_stream: int = 1,
 ) -> list[torch.Tensor]:
-    _check_matrix(x, "encode_with_amax")
-    specs = _spec(row, x.dtype), _spec(col, x.dtype)
-    _check_encode(*specs, col_source, seed, "encode_with_amax")
-    _check_place("encode_with_amax", 0, 0, row_stream, col_stream)
+    check_matrix(x, "encode_with_amax")
+    specs = spec_of(row, x.dtype), spec_of(col, x.dtype)
+    check_encode(x, specs, (row_stat, col_stat), seed, col_source, "encode_with_amax")
+    check_place("encode_with_amax", 0, 0, row_stream, col_stream)
     row_stat = _checked(x, specs[0], row_stat)
     col_stat = _checked(x.t(), specs[1], col_stat)
     found = torch.zeros(1, dtype=torch.float32, device=x.device)
@@ -141,7 +142,7 @@ def encode_recording(
     """
     if direct or nothing_watches(x, row_stat, col_stat, seed, amaxes):
         if not direct:
-            _check_matrix(x, "encode")
+            check_matrix(x, "encode")
         place = (0, 0, *streams)
         found = amaxes.narrow(0, at[0], 1) if len(at) == 1 else amaxes.new_zeros(1)
         made = run_encode(x, row, col, row_stat, col_stat, seed, is_decoded, keep_row, place, found)

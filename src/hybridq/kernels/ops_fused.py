@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from ..reference import ACTIVATIONS, NORMS
+from .checks import HIGH_PRECISION, check_encode, check_matrix, check_place, spec_of
 from .fused import Rest, activation_prologue, map_matrix, norm_prologue, run_fused
-from .ops import HIGH_PRECISION, LIBRARY, _check_encode, _check_matrix, _check_place, _spec
+from .ops import LIBRARY
 from .watch import nothing_watches
 
 __all__ = ["activation_encode", "norm_encode"]
@@ -42,7 +43,7 @@ def _check_norm(
     kind: str,
     where: str,
 ) -> None:
-    _check_matrix(x, where)
+    check_matrix(x, where)
     if kind not in NORMS:
         raise ValueError(f"{where}: kind must be {' or '.join(NORMS)}, got {kind!r}")
     if not 0.0 <= eps < float("inf"):
@@ -65,7 +66,7 @@ def _check_norm(
 
 def _check_activation(x: torch.Tensor, kind: str, where: str) -> int:
     """Return how many columns the result has."""
-    _check_matrix(x, where)
+    check_matrix(x, where)
     if kind not in ACTIVATIONS:
         raise ValueError(f"{where}: kind must be one of {', '.join(ACTIVATIONS)}, got {kind!r}")
     cols = x.shape[1]
@@ -89,8 +90,9 @@ def _rest(
     where: str,
 ) -> Rest:
     """Return what an operator was given beside its matrix and texts; raise unless it is right."""
-    _check_encode(_spec(row, x.dtype), _spec(col, x.dtype), col_source, seed, where)
-    _check_place(where, 0, 0, *streams)
+    specs = spec_of(row, x.dtype), spec_of(col, x.dtype)
+    check_encode(x, specs, (row_stat, col_stat), seed, col_source, where)
+    check_place(where, 0, 0, *streams)
     return row_stat, col_stat, seed, col_source == "rowwise_dequantized", keep_row, streams
 
 
@@ -165,7 +167,7 @@ def _fake_stats(x: torch.Tensor, kind: str) -> list[torch.Tensor]:
 def _fake_planes(
     x: torch.Tensor, cols: int, row: str, col: str, keep_row: bool
 ) -> list[torch.Tensor]:
-    row_spec, col_spec = _spec(row, x.dtype), _spec(col, x.dtype)
+    row_spec, col_spec = spec_of(row, x.dtype), spec_of(col, x.dtype)
     specs = list(row_spec.buffers(x.shape[0], cols)) if row_spec is not None and keep_row else []
     if col_spec is not None:
         specs += col_spec.buffers(cols, x.shape[0])

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 
 from ..formats import PlaneSpec
+from .checks import HIGH_PRECISION
 from .derivatives import refuse
 from .device import chip_of
 from .group_product import product_by_group
-from .ops import HIGH_PRECISION, LIBRARY
+from .ops import LIBRARY
 from .precision import check_precision
 from .ragged import capacity, padded_offsets
 from .registry import Call, select

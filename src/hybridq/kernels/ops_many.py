@@ -15,8 +15,9 @@ import torch
 
 from ..errors import SpecError
 from ..formats import PlaneSpec
+from .checks import check_matrix, check_place, spec_of
 from .derivatives import refuse
-from .ops import LIBRARY, _check_matrix, _check_place, _encode, _encode_fake, _spec
+from .ops import LIBRARY, _encode, _encode_fake
 from .registry import Backend, Call, select
 from .types import ManyArgs
 
@@ -59,13 +60,13 @@ def _checked(
 ) -> tuple[PlaneSpec | None, PlaneSpec | None]:
     """Return the two specs; raise unless the arguments go together."""
     for x in xs:
-        _check_matrix(x, "encode_many")
+        check_matrix(x, "encode_many")
         if x.dtype != xs[0].dtype or x.device != xs[0].device:
             raise ValueError(
                 "encode_many: all matrices must have one dtype and one device, got "
                 f"{xs[0].dtype} on {xs[0].device} and {x.dtype} on {x.device}"
             )
-    row_spec, col_spec = _spec(row, xs[0].dtype), _spec(col, xs[0].dtype)
+    row_spec, col_spec = spec_of(row, xs[0].dtype), spec_of(col, xs[0].dtype)
     _check_list(row_stats, "row_stats", torch.float32, xs)
     _check_list(col_stats, "col_stats", torch.float32, xs)
     _check_list(seeds, "seeds", torch.int64, xs)
@@ -153,7 +154,7 @@ def _encode_many(
     if not xs:
         return []
     row_spec, col_spec = _checked(xs, row, col, row_stats, col_stats, seeds, col_source)
-    _check_place("encode_many", 0, 0, row_stream, col_stream)
+    check_place("encode_many", 0, 0, row_stream, col_stream)
     backend = _taker(xs[0], row_spec, col_spec)
     if backend is None:
         options = {"col_source": col_source, "keep_row": keep_row}

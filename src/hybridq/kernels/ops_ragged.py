@@ -18,11 +18,12 @@ from __future__ import annotations
 import torch
 
 from ..formats import PlaneSpec
+from .checks import check_encode, check_matrix, check_place, spec_of
 from .derivatives import refuse
 from .encode import statistic
 from .group_device import encode_by_group
 from .group_loop import encode_loop, is_by_group, pads_rows, ragged_shapes
-from .ops import LIBRARY, _check_encode, _check_matrix, _check_place, _spec
+from .ops import LIBRARY
 from .ragged import TOKEN_PAD, capacity, group_ends, pad_tokens, padded_offsets
 from .registry import Call, select
 from .types import EncodeArgs, Groups
@@ -41,10 +42,10 @@ _NAME = "encode_ragged"
 def _check(
     x: torch.Tensor,
     offsets: torch.Tensor,
-    row: PlaneSpec | None,
-    col: PlaneSpec | None,
-    col_source: str,
+    specs: tuple[PlaneSpec | None, PlaneSpec | None],
+    stats: tuple[torch.Tensor | None, torch.Tensor | None],
     seed: torch.Tensor | None,
+    col_source: str,
     streams: tuple[int, int],
     by_group: bool,
 ) -> None:
@@ -63,8 +64,8 @@ def _check(
                 f"got {tuple(seed.shape)}"
             )
         seed = seed.narrow(0, 0, 1) if offsets.shape[0] else seed.new_zeros(1)
-    _check_encode(row, col, col_source, seed, _NAME)
-    _check_place(_NAME, 0, 0, *streams)
+    check_encode(x, specs, stats, seed, col_source, _NAME)
+    check_place(_NAME, 0, 0, *streams)
 
 
 def _by_kernel(
@@ -108,9 +109,10 @@ def _encode_ragged(
     col_stream: int = 1,
     by_group: bool = False,
 ) -> list[torch.Tensor]:
-    _check_matrix(x, _NAME)
-    row_spec, col_spec = _spec(row, x.dtype), _spec(col, x.dtype)
-    _check(x, offsets, row_spec, col_spec, col_source, seed, (row_stream, col_stream), by_group)
+    check_matrix(x, _NAME)
+    row_spec, col_spec = spec_of(row, x.dtype), spec_of(col, x.dtype)
+    specs, stats, streams = (row_spec, col_spec), (row_stat, col_stat), (row_stream, col_stream)
+    _check(x, offsets, specs, stats, seed, col_source, streams, by_group)
     if by_group:
         _check_blocks(row_spec, col_spec)
     if by_group and (x.device.type == "cpu" or _depends_on_group(row_spec, col_spec)):
@@ -177,9 +179,10 @@ def _encode_ragged_fake(
     col_stream: int = 1,
     by_group: bool = False,
 ) -> list[torch.Tensor]:
-    _check_matrix(x, _NAME)
-    row_spec, col_spec = _spec(row, x.dtype), _spec(col, x.dtype)
-    _check(x, offsets, row_spec, col_spec, col_source, seed, (row_stream, col_stream), by_group)
+    check_matrix(x, _NAME)
+    row_spec, col_spec = spec_of(row, x.dtype), spec_of(col, x.dtype)
+    specs, stats, streams = (row_spec, col_spec), (row_stat, col_stat), (row_stream, col_stream)
+    _check(x, offsets, specs, stats, seed, col_source, streams, by_group)
     tokens, cols = x.shape
     shapes = [
         one

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 
 from .backend_cpu import DTYPES, core, core_error
 from .types import GemmArgs
 
-__all__ = ["multiply", "product_reason"]
+__all__ = ["FEW_ROWS", "multiply", "product_reason"]
+
+#: Up to so many rows of `a` the core reads `b` once and as it lies; 0 without a core.
+FEW_ROWS: Final[int] = 0 if core is None else core.few_rows
 
 
 def product_reason() -> str | None:

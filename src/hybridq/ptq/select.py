@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..errors import SpecError
-from ..kernels.ops import HIGH_PRECISION
+from ..kernels.checks import HIGH_PRECISION
 from ..nn.convert import keeps_precision
 from ..quantizers import Quantizer
 from ..recipes import QuantizerRole, Recipe, get

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import PlaneError, SpecError
 from ..formats import PlaneSpec
-from ..kernels.ops import HIGH_PRECISION, check_seed
+from ..kernels.checks import HIGH_PRECISION, check_seed
 from ..kernels.watch import nothing_watches
 from ..storage import StoragePlan, TensorStorage
 from ..tensor import QuantizedTensor, is_flat, is_quantized, matrix_shape
@@ -263,7 +263,7 @@ class Quantizer:
         if dtype is not None:
             check_dtype(dtype, "quantize")
         if seed is not None:
-            check_seed(seed, "encode")
+            check_seed(seed, tensor, "encode")
         shape = tensor.shape
         matrix = tensor if len(shape) == 2 else tensor.reshape(matrix_shape(shape))
         plan = _plan(self._text, given)
