@@ -16,6 +16,7 @@ LAYERS = [
     "errors",
     "settings",
     "_version",
+    "_text",
     "direction",
     "formats",
     "reference",

@@ -27,13 +27,13 @@ _NAMES = ", ".join(adapter_names())
 def conformance(
     adapter: Annotated[
         list[str] | None,
-        typer.Option(help=f"{_NAMES}, or module:attr; may be given again.  [default: hybridq]"),
+        typer.Option(help=f"{_NAMES}, or module:attr; may be given again.", show_default="hybridq"),
     ] = None,
     vectors: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Folder of vectors, ours or peers' goldens; may be given again.  "
-            "[default: those that come with hybridq]"
+            help="Folder of vectors, ours or peers' goldens; may be given again.",
+            show_default="those that come with hybridq",
         ),
     ] = None,
     only: Annotated[str, typer.Option(help="Only cases whose id contains this text.")] = "",

@@ -21,13 +21,13 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from .._text import Table
 from ..errors import BackendError, CheckpointError, SpecError
 from ..formats import PlaneSpec, names
 from ..ptq import Conversion, ConvertOptions, Observer, Selection, convert_checkpoint
 from ..ptq.files import write_json
 from ..quantizers import Quantizer
 from ..recipes import names as recipe_names
-from ..report.text import Table
 from .tables import print_tables
 
 _FAILED: Final = 1

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ..report.text import Table, render
+from .._text import Table, render
 
 __all__ = ["print_json", "print_tables"]
 

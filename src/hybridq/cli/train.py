@@ -37,7 +37,9 @@ def train(
     ] = ",".join(DEFAULT_RECIPES),
     data: Annotated[
         Path | None,
-        typer.Option(help="Your own file or folder of text [default: Python's standard library]."),
+        typer.Option(
+            help="Your own file or folder of text.", show_default="Python's standard library"
+        ),
     ] = None,
     data_limit: Annotated[
         int, typer.Option(min=1, help="Most bytes of data to read.", show_default="64 MiB")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..report.text import Table
+from .._text import Table
 from .adapter import Adapter
 from .case import Case
 from .compare import STATUSES, Result, run_case

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from .._text import Table, render
 from .doctor import Diagnosis, Route, diagnose
 from .measure import Codes, ErrorMap, Scales
 from .memory import KINDS, MemoryReport, memory_report, saved_nbytes
 from .show import PlaneView, TensorView, show
-from .text import Table, render
 
 __all__ = [
     "KINDS",

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from .. import settings
+from .._text import Table, render
 from ..errors import SpecError
 from ..formats import DEFAULT_SIGNS, ERRORS, PlaneSpec, entries
 from ..kernels import Call, Chip, backends, candidates, check_precision, described
 from ..tensor.functional import explain_call
 from .machine import Core, Machine, read_core, read_machine, versions
-from .text import Table, render
 
 __all__ = ["Diagnosis", "Route", "diagnose"]
 

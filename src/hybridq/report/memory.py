@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..tensor import is_quantized
-from .text import Table
+from .._text import Table
 
 __all__ = ["KINDS", "MemoryReport", "memory_report", "saved_nbytes"]
 

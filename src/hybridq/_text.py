@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
-__all__ = ["Table", "render"]
+__all__ = ["Table", "render", "size_text"]
+
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
@@ -44,3 +47,11 @@ def render(table: Table) -> str:
 
 def _width(grid: Sequence[Sequence[str]]) -> int:
     return len(grid[0]) if grid else 0
+
+
+def size_text(nbytes: int) -> str:
+    """Return a number of bytes in the unit that fits: `"1.5 KiB"`."""
+    size, unit = float(nbytes), 0
+    while size >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.4g} {_UNITS[unit]}"
