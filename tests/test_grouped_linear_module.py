@@ -17,6 +17,7 @@ import hybridq
 from hybridq import CustomRecipe, GroupedLinear, RecipeError, autocast, recipes
 from hybridq.formats import format
 from hybridq.nn import grouped_function, grouped_splits
+from hybridq.nn.scaling import ScalingState
 from hybridq.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, MXFP8Quantizer
 from linear_model import Recorder, saved_tensors
 from test_gemm_no_sync import Indexing
@@ -31,8 +32,7 @@ from test_grouped_linear import (
     tokens_of,
 )
 
-#: Delayed scaling keeps a history by group: tests/test_delayed_modules.py.
-RECIPES = tuple(name for name in recipes.names() if name != "fp8_delayed")
+RECIPES = recipes.names()
 SIZES = (5, 0, 40)
 
 
@@ -301,17 +301,22 @@ def test_device_splits_are_never_read(recipe) -> None:
         offsets = grouped_splits.group_offsets(splits, None, x)
         seeds = torch.empty(3, dtype=torch.int64, device="cuda") if plan.is_stochastic else None
         layout = grouped_function.Layout(3, False, True, False, FEATURES)
+        scales = None
+        if plan.is_delayed:
+            scales = [ScalingState(x.device, "grouped_linear").scales(plan, True) for _ in range(3)]
         y, x_col, w_col = grouped_function._forward(
-            x, offsets, seeds, plan, layout, (True, True), (), params
+            x, offsets, seeds, plan, layout, (True, True), (), params, scales
         )
         assert y.shape == dy.shape and y.device.type == "cuda"
         saved = [offsets, *x_col, *w_col] + ([] if seeds is None else [seeds])
         ctx = SimpleNamespace(
+            into=(),
             plan=plan,
             layout=layout,
             needs=(True, True, True),
             saved_tensors=saved,
             counts=(len(x_col), len(w_col)),
+            scales=scales,
         )
         dx, *grads = grouped_function._backward(ctx, dy)
         assert dx.shape == x.shape

@@ -88,5 +88,27 @@ def test_hooks_and_errors() -> None:
     assert not module.weight.grad.any() and torch.equal(
         module.weight.main_grad, torch.full((4, 8), 2.0)
     )
-    with pytest.raises(Exception, match=r"leave it off under torch\.compile"):
-        torch.compile(module, fullgraph=True, backend="eager")(x)
+
+
+def test_a_transformer_layer_accumulates_in_all_its_parts() -> None:
+    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "layer_type": "decoder"}
+    layers = []
+    for fuse in (False, True):
+        torch.manual_seed(0)
+        layer = hybridq.TransformerLayer(32, 48, 2, fuse_wgrad_accumulation=fuse, **options)
+        for module in layer.modules():
+            for weight in _weights(module).values() if fuse and hasattr(module, "_weights") else ():
+                weight.main_grad = torch.zeros_like(weight)
+        x = torch.randn(2, 5, 2, 32)
+        with hybridq.autocast(recipe="mxfp8"):
+            layer(x[0], encoder_output=x[1]).square().sum().backward()
+        layers.append(layer)
+    plain = dict(layers[0].named_parameters())
+    found = 0
+    for name, parameter in layers[1].named_parameters():
+        fused = hasattr(parameter, "main_grad")
+        found += fused
+        got = parameter.main_grad if fused else parameter.grad
+        assert fused == (parameter.grad is None), name
+        assert torch.allclose(got, plain[name].grad, rtol=1e-5, atol=1e-5), name
+    assert found == 7  # qkv, proj, query, key_value, proj, fc1, fc2

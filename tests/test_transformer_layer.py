@@ -248,7 +248,6 @@ def test_bad_masks_and_angles(mask, options, words):
         ({"activation": "elu"}, ValueError, "activation"),
         ({"tp_group": None}, TypeError, "tp_group"),
         ({"ub_tp_comm_overlap": False}, TypeError, "ub_tp_comm_overlap"),
-        ({"layer_type": "decoder"}, TypeError, "layer_type"),
     ],
 )
 def test_bad_constructor_arguments(options, error, words):

@@ -9,7 +9,7 @@ Example:
 
 from __future__ import annotations
 
-from . import distributed, formats, kernels, nn, ptq, quantizers, recipes, report, tensor
+from . import distributed, formats, kernels, nn, optim, ptq, quantizers, recipes, report, tensor
 from ._version import __version__
 from .errors import (
     BackendError,
@@ -32,6 +32,9 @@ from .nn import (
     TransformerLayer,
     checkpoint,
     convert,
+    dequantized_state_dict,
+    fp8_model_init,
+    quantized_model_init,
     state_dict_with_history,
     update_scaling,
 )
@@ -121,11 +124,13 @@ __all__ = [
     "checkpoint",
     "convert",
     "convert_checkpoint",
+    "dequantized_state_dict",
     "distributed",
     "explain",
     "forget",
     "formats",
     "fp8_autocast",
+    "fp8_model_init",
     "gemm",
     "gemm_cache",
     "grouped_gemm",
@@ -134,11 +139,13 @@ __all__ = [
     "memory_report",
     "multi_tensor_quantize",
     "nn",
+    "optim",
     "prepare",
     "prepare_for_saving",
     "ptq",
     "quantize",
     "quantize_grouped",
+    "quantized_model_init",
     "quantizer",
     "quantizers",
     "recipes",

@@ -10,6 +10,7 @@ from .grouped_linear import GroupedLinear
 from .layernorm_linear import LayerNormLinear, RMSNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
+from .model_init import dequantized_state_dict, fp8_model_init, quantized_model_init
 from .module import QuantizedModule
 from .rotary import RotaryPositionEmbedding
 from .scaling_dict import state_dict_with_history
@@ -30,6 +31,9 @@ __all__ = [
     "checkpoint",
     "convert",
     "default_filter",
+    "dequantized_state_dict",
+    "fp8_model_init",
+    "quantized_model_init",
     "state_dict_with_history",
     "update_scaling",
 ]

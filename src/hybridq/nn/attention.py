@@ -1,4 +1,4 @@
-"""MultiheadAttention: self-attention between two quantized projections, torch's SDPA between."""
+"""MultiheadAttention: torch's SDPA between quantized projections, of one sequence or of two."""
 
 from __future__ import annotations
 
@@ -9,24 +9,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..recipes.roles import GRAD_INPUT
+from .attention_masks import check_mask_type, visible
 from .fused import InitMethod, one_dtype, run_part
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
+from .plain_norm import PlainNorm
 from .quantized_output import with_quantized_gradient
 from .rotary import apply_rotary
+from .separate_names import takes_separate_names
 
-__all__ = ["MASKS", "MultiheadAttention"]
+__all__ = ["MultiheadAttention"]
 
-#: Kinds of masks: whether a query sees no later key, and whether a mask is given with the call.
-MASKS: Final = {
-    "no_mask": (False, False),
-    "causal": (True, False),
-    "padding": (False, True),
-    "padding_causal": (True, True),
-    "causal_padding": (True, True),
-    "arbitrary": (False, True),
-}
 _FORMATS: Final = ("sbhd", "bshd")
+_TYPES: Final = ("self", "cross")
 
 #: Angles for queries and keys, or one for each.
 Angles = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -52,11 +47,14 @@ class _BiasApart(Linear):
 
 
 class MultiheadAttention(nn.Module):
-    """Self-attention: projection to queries, keys and values, SDPA, projection back.
+    """Attention: projection to queries, keys and values, SDPA, projection back.
 
-    The two projections run under the recipe of `hybridq.autocast`; attention itself is
+    The projections run under the recipe of `hybridq.autocast`; attention itself is
     `torch.nn.functional.scaled_dot_product_attention`. Submodules: `layernorm_qkv` with
-    `input_layernorm`, else `qkv`; `proj`.
+    `input_layernorm`, else `qkv`; of cross-attention `layernorm_query` or `query_layer`, and
+    `key_value`; `q_norm` and `k_norm` with `qk_norm_type`; `proj`. A state_dict with
+    `query_weight`, `key_weight`, `value_weight` (and biases) in the place of one `weight`, as
+    Transformer Engine's by default, is taken too where rows are not interleaved.
 
     Args:
         hidden_size: columns of the input and of the output.
@@ -66,7 +64,9 @@ class MultiheadAttention(nn.Module):
         layernorm_epsilon: of the norm.
         init_method, output_layer_init_method: of the first and of the second projection's weight,
             as `LayerNormLinear` takes it.
-        attn_mask_type: `"causal"`, `"no_mask"`, `"padding"`, `"padding_causal"` or `"arbitrary"`.
+        attn_mask_type: `"causal"`, `"no_mask"`, `"padding"`, `"padding_causal"`, `"arbitrary"`,
+            `"causal_bottom_right"` or `"padding_causal_bottom_right"`, whose diagonal ends at the
+            last query and key.
         window_size: `(left, right)`, how many keys before and after its own a query sees; -1: all.
         num_gqa_groups: number of heads of keys and values, each of which serves as many heads of
             queries; None: as many as those.
@@ -80,7 +80,13 @@ class MultiheadAttention(nn.Module):
         qkv_weight_interleaved: the first projection's rows lie group by group (its queries, key,
             value); else all queries, all keys, all values.
         bias: whether the projections have a bias.
+        attention_type: `"self"`; `"cross"`: keys and values are of `encoder_output`.
+        qk_norm_type: None, `"RMSNorm"`, `"LayerNorm"` or `"L2Normalization"` of each head's
+            queries and keys, in high precision.
+        qk_norm_eps: of these norms.
+        qk_norm_before_rope: they come before the rotary positions, else after.
         qkv_format: `"sbhd"`: the input is `[length, batch, hidden]`; `"bshd"`: batch first.
+        fuse_wgrad_accumulation: as for `Linear`, of the weight of every projection.
         device, dtype: of the parameters; None: torch's defaults.
         name: qualified name for the roles that a recipe's factory sees: the projections are
             `<name>.layernorm_linear_qkv` or `<name>.linear_qkv`, and `<name>.proj`. Where it is
@@ -123,7 +129,12 @@ class MultiheadAttention(nn.Module):
         qkv_weight_interleaved: bool = False,
         bias: bool = True,
         normalization: str = "LayerNorm",
+        attention_type: str = "self",
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
         qkv_format: str = "sbhd",
+        fuse_wgrad_accumulation: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
         name: str | None = None,
@@ -135,6 +146,8 @@ class MultiheadAttention(nn.Module):
         _check_sizes(hidden_size, num_attention_heads, self.num_gqa_groups, kv_channels)
         if qkv_format not in _FORMATS:
             raise ValueError(f"attention: the format must be sbhd or bshd, got {qkv_format!r}")
+        if attention_type not in _TYPES:
+            raise ValueError(f"attention: the type must be self or cross, got {attention_type!r}")
         if not 0.0 <= attention_dropout < 1.0:
             raise ValueError(f"attention: dropout must be in [0, 1), got {attention_dropout}")
         if return_layernorm_output and not input_layernorm:
@@ -143,46 +156,79 @@ class MultiheadAttention(nn.Module):
             raise TypeError(f"attention: name must be a string, got {type(name).__name__}")
         self.attention_dropout, self.qkv_format = float(attention_dropout), qkv_format
         self.attn_mask_type, self.window_size = attn_mask_type, window_size
-        _check_mask_type(attn_mask_type, window_size)
+        check_mask_type(attn_mask_type, window_size)
         self.return_bias, self.input_layernorm = bool(return_bias), bool(input_layernorm)
         self.return_layernorm_output = bool(return_layernorm_output)
         self.rotary_pos_interleaved = bool(rotary_pos_interleaved)
         self.qkv_weight_interleaved = bool(qkv_weight_interleaved)
+        self.attention_type, self.qk_norm_before_rope = attention_type, bool(qk_norm_before_rope)
         options: dict[str, Any] = {
             "bias": bias,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "device": device,
             "dtype": one_dtype(type(self).__name__, dtype, params_dtype),
         }
-        width = (num_attention_heads + 2 * self.num_gqa_groups) * self.kv_channels
+        norm: dict[str, Any] = {
+            "eps": layernorm_epsilon,
+            "init_method": init_method,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "return_layernorm_output": return_layernorm_output,
+        }
+        self._make_projections(hidden_size, name, norm, options)
+        self.q_norm: PlainNorm | None = None
+        self.k_norm: PlainNorm | None = None
+        if qk_norm_type is not None:
+            weights = {"device": device, "dtype": options["dtype"]}
+            of_head: tuple[Any, ...] = (self.kv_channels, qk_norm_type, qk_norm_eps)
+            self.q_norm = PlainNorm(*of_head, **weights)
+            self.k_norm = PlainNorm(*of_head, **weights)
+        own = None if name is None else f"{name}.proj"
+        kind = _BiasApart if self.return_bias else Linear
+        inner = num_attention_heads * self.kv_channels
+        self.proj: Linear = kind(inner, hidden_size, name=own, **options)
+        _filled(self.proj, output_layer_init_method)
+
+    def _make_projections(
+        self, hidden_size: int, name: str | None, norm: dict[str, Any], options: dict[str, Any]
+    ) -> None:
+        """Make what queries, keys and values come from."""
+        inner, of_keys = (
+            n * self.kv_channels for n in (self.num_attention_heads, self.num_gqa_groups)
+        )
+        is_cross = self.attention_type == "cross"
+        first, short = ("query", "q") if is_cross else ("qkv", "qkv")
+        width = inner if is_cross else inner + 2 * of_keys
+        # None where they do not belong, so that every attribute is there.
         self.qkv: Linear | None = None
         self.layernorm_qkv: LayerNormLinear | None = None
-        if input_layernorm:
-            self.layernorm_qkv = LayerNormLinear(
-                hidden_size,
-                width,
-                layernorm_epsilon,
-                init_method=init_method,
-                normalization=normalization,
-                zero_centered_gamma=zero_centered_gamma,
-                return_layernorm_output=return_layernorm_output,
-                name=None if name is None else f"{name}.layernorm_linear_qkv",
-                **options,
-            )
+        self.query_layer: Linear | None = None
+        self.layernorm_query: LayerNormLinear | None = None
+        self.key_value: Linear | None = None
+        made: Linear | LayerNormLinear
+        if self.input_layernorm:
+            own = None if name is None else f"{name}.layernorm_linear_{short}"
+            made = LayerNormLinear(hidden_size, width, name=own, **norm, **options)
+            setattr(self, f"layernorm_{first}", made)
         else:
-            own = None if name is None else f"{name}.linear_qkv"
-            self.qkv = Linear(hidden_size, width, name=own, **options)
-            _fill(self.qkv, init_method)
-        own = None if name is None else f"{name}.proj"
-        inner = num_attention_heads * self.kv_channels
-        kind = _BiasApart if self.return_bias else Linear
-        self.proj: Linear = kind(inner, hidden_size, name=own, **options)
-        _fill(self.proj, output_layer_init_method)
+            own = None if name is None else f"{name}.linear_{short}"
+            made = _filled(Linear(hidden_size, width, name=own, **options), norm["init_method"])
+            setattr(self, "query_layer" if is_cross else "qkv", made)
+        rows = {"query": inner} if is_cross else {"query": inner, "key": of_keys, "value": of_keys}
+        takes_separate_names(made, {} if self.qkv_weight_interleaved else rows)
+        if is_cross:
+            own = None if name is None else f"{name}.linear_kv"
+            both = Linear(hidden_size, 2 * of_keys, name=own, **options)
+            self.key_value = _filled(both, norm["init_method"])
+            rows = {"key": of_keys, "value": of_keys}
+            takes_separate_names(self.key_value, {} if self.qkv_weight_interleaved else rows)
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         *,
+        encoder_output: torch.Tensor | None = None,
         attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
         is_first_microbatch: bool | None = None,
@@ -194,6 +240,8 @@ class MultiheadAttention(nn.Module):
             hidden_states: `[length, batch, hidden_size]`; with `qkv_format="bshd"` batch first.
             attention_mask: bool, True where a key is hidden, for the mask types that take one:
                 broadcastable to `[batch, heads, queries, keys]`; of padding `[batch, 1, 1, keys]`.
+            encoder_output: `[length, batch, hidden_size]`, or batch first: what cross-attention
+                takes keys and values of.
             attn_mask_type, window_size: for this call; None: the constructor's.
             is_first_microbatch: as `Linear.forward` takes it.
             rotary_pos_emb: angles `[at least length, 1, 1, at most features]` that queries and
@@ -207,27 +255,43 @@ class MultiheadAttention(nn.Module):
             ValueError: a mask that the mask type does not take, or none where it needs one.
             RuntimeError, TypeError, RecipeError: as of `LayerNormLinear.forward`.
         """
-        normed = None
-        if self.layernorm_qkv is not None:
-            made = self.layernorm_qkv(hidden_states, is_first_microbatch)
+        if (self.key_value is None) is not (encoder_output is None):
+            raise ValueError(
+                f"attention: encoder_output goes with attention_type='cross', got "
+                f"{'none' if encoder_output is None else tuple(encoder_output.shape)} and "
+                f"{self.attention_type!r}"
+            )
+        normed, first = None, is_first_microbatch
+        fused = self.layernorm_qkv if self.key_value is None else self.layernorm_query
+        if fused is not None:
+            made = fused(hidden_states, first)
             if self.return_layernorm_output:
                 made, normed = made
-        elif self.qkv is not None:
-            made = self.qkv(hidden_states, is_first_microbatch)
+        else:
+            plain = self.qkv if self.key_value is None else self.query_layer
+            made = plain(hidden_states, first)  # type: ignore[misc]
         if made.dim() != 3:
             raise ValueError(
                 "attention: the input must have a length, a batch and a hidden size, got shape "
                 f"{tuple(hidden_states.shape)}"
             )
-        query, key, value = self._heads(made)
+        if self.key_value is None or encoder_output is None:
+            query, key, value = self._heads(made)
+        else:
+            query, key, value = self._cross_heads(made, self.key_value(encoder_output, first))
+        if self.qk_norm_before_rope:
+            query, key = self._normed(query, key)
         if rotary_pos_emb is not None:
             pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
             query = apply_rotary(query, pair[0], self.rotary_pos_interleaved)
             key = apply_rotary(key, pair[1], self.rotary_pos_interleaved)
+        if not self.qk_norm_before_rope:
+            query, key = self._normed(query, key)
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         window = self.window_size if window_size is None else window_size
-        _check_mask_type(kind, window)
-        mask, is_causal = _mask(kind, window, attention_mask, query)
+        check_mask_type(kind, window)
+        sizes = (query.shape[2], key.shape[2])
+        mask, is_causal = visible(kind, window, attention_mask, *sizes, query.device)
         mixed = F.scaled_dot_product_attention(
             query,
             key,
@@ -258,6 +322,24 @@ class MultiheadAttention(nn.Module):
             )
         return tuple([part.permute(order) for part in parts])
 
+    def _cross_heads(self, query: torch.Tensor, made: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the same of queries, and of keys and values of another sequence."""
+        groups, features = self.num_gqa_groups, self.kv_channels
+        order = (1, 2, 0, 3) if self.qkv_format == "sbhd" else (0, 2, 1, 3)
+        lead = made.shape[:2]
+        if self.qkv_weight_interleaved:
+            key, value = made.view(*lead, groups, 2, features).unbind(3)
+        else:
+            key, value = made.view(*lead, 2, groups, features).unbind(2)
+        heads = query.view(*query.shape[:2], self.num_attention_heads, features)
+        return tuple([part.permute(order) for part in (heads, key, value)])
+
+    def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and keys, normed if there are norms of them."""
+        if self.q_norm is None or self.k_norm is None:
+            return query, key
+        return self.q_norm(query), self.k_norm(key)
+
     def extra_repr(self) -> str:
         """Return the sizes, for `repr`."""
         return (
@@ -267,13 +349,14 @@ class MultiheadAttention(nn.Module):
         )
 
 
-def _fill(module: Linear, init_method: InitMethod | None) -> None:
-    if init_method is None:
-        return
-    with torch.no_grad():
-        init_method(module.weight)
-        if module.bias is not None:
-            module.bias.zero_()
+def _filled(module: Linear, init_method: InitMethod | None) -> Linear:
+    """Return the module, its weight filled by `init_method` if there is one."""
+    if init_method is not None:
+        with torch.no_grad():
+            init_method(module.weight)
+            if module.bias is not None:
+                module.bias.zero_()
+    return module
 
 
 def _check_sizes(hidden: int, heads: int, groups: int, features: int | None) -> None:
@@ -287,44 +370,3 @@ def _check_sizes(hidden: int, heads: int, groups: int, features: int | None) -> 
             "attention: num_attention_heads must be a multiple of num_gqa_groups, got "
             f"{heads} and {groups}"
         )
-
-
-def _check_mask_type(kind: str, window: tuple[int, int] | None) -> None:
-    if kind not in MASKS:
-        raise ValueError(f"attention: mask type must be one of {', '.join(MASKS)}, got {kind!r}")
-    if window is not None and (len(window) != 2 or min(window) < -1):
-        raise ValueError(
-            f"attention: window_size must be two numbers, each at least -1, got {window}"
-        )
-
-
-def _mask(
-    kind: str,
-    window: tuple[int, int] | None,
-    given: torch.Tensor | None,
-    query: torch.Tensor,
-) -> tuple[torch.Tensor | None, bool]:
-    """Return the mask of SDPA, True where a key is seen, and whether it is plainly causal."""
-    is_causal, needs_mask = MASKS[kind]
-    if needs_mask is (given is None):
-        raise ValueError(
-            f"attention: mask type {kind!r} {'needs an' if needs_mask else 'takes no'} "
-            f"attention_mask, got {'none' if given is None else tuple(given.shape)}"
-        )
-    left, right = window or (-1, -1)
-    if is_causal and left < 0 and given is None:
-        return None, True
-    seen = None
-    if is_causal or left >= 0 or right >= 0:
-        position = torch.arange(query.shape[2], device=query.device)
-        ahead = position[None, :] - position[:, None]
-        seen = ahead >= -left if left >= 0 else torch.ones_like(ahead, dtype=torch.bool)
-        if is_causal or right >= 0:
-            seen = seen & (ahead <= (0 if is_causal else right))
-    if given is None:
-        return seen, False
-    if given.dtype != torch.bool:
-        raise ValueError(
-            f"attention: attention_mask must be bool, True where hidden, got {given.dtype}"
-        )
-    return ~given if seen is None else seen & ~given, False

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
 from torch import nn
 
+from .. import settings
 from ..recipes import install
 from .fused_sequential import FusedSequential
 from .linear import Linear
+from .model_init import quantize_weights
 from .module import QuantizedModule
 
 __all__ = ["convert", "default_filter", "keeps_precision"]
@@ -105,4 +108,14 @@ def convert(
     for name, module in found:
         if isinstance(module, QuantizedModule):
             module._set_name(name)
+    if settings.current().model_init is not None:
+        _quantize(model, turned)
     return model
+
+
+def _quantize(model: nn.Module, turned: list[nn.Linear]) -> None:
+    """Quantize the weights of these modules, but those that another module uses too."""
+    users = Counter(id(one) for m in model.modules() for one in m.parameters(recurse=False))
+    for module in turned:
+        if users[id(module.weight)] == 1:
+            quantize_weights(module, [("weight", "")])

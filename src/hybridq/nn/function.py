@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -34,8 +34,10 @@ from ..kernels.watch import nothing_watches
 from ..quantizers import draw_seed
 from ..recipes import Plan
 from .double_backward import without_derivative
+from .few_rows import FewRows
 from .kept_weight import Buffers, GivenWeight, KeptWeight
-from .operands import accumulate, encode_input, encode_operand, encode_slot, gemm, saved_columns
+from .main_grad import Into, accumulate
+from .operands import encode_input, encode_operand, encode_slot, gemm, saved_columns
 from .prologue import Prologue
 from .scaling import Scales
 
@@ -57,6 +59,9 @@ class _Needs(NamedTuple):
         return self.x or self.gamma or self.beta
 
 
+_NOTHING: Final = _Needs()
+
+
 class _Call(NamedTuple):
     """What a call is told beside tensors."""
 
@@ -64,7 +69,8 @@ class _Call(NamedTuple):
     needs: _Needs
     weight: KeptWeight | GivenWeight | None
     prologue: Prologue | None
-    into: torch.Tensor | None = None
+    into: Into | None = None
+    few: FewRows | None = None
 
 
 @contextmanager
@@ -89,7 +95,9 @@ def _weight_planes(
         if not is_saved or (isinstance(weight, GivenWeight) and weight.is_late):
             return row, []
         if is_plain:
-            return row, row if slot.saves_row else [w]
+            if slot.saves_row:
+                return row, row
+            return row, weight.matrix() if isinstance(weight, GivenWeight) else [w]
         return row, weight.col
     # What is kept must count versions, and outlive an inference mode.
     leaves = weight is not None and torch.is_inference_mode_enabled()
@@ -112,11 +120,22 @@ def _forward(
 ) -> tuple[torch.Tensor, Buffers, Buffers, list[torch.Tensor]]:
     """Return y, what is saved of the input and of w, and what the prologue wants to know."""
     plan = call.plan
-    direct = nothing_watches(x, w, bias, seed, gamma, beta)
+    given = isinstance(call.weight, GivenWeight)  # then only its planes are read
+    direct = call.few is not None or nothing_watches(
+        x, None if given else w, bias, seed, gamma, beta
+    )
+    w_planes = None
+    if call.few is not None:
+        if call.weight is not None or call.needs.dgrad:
+            w_planes = _weight_planes(w, seed, call, scales, direct)
+        kept = None if call.weight is None else call.weight.row_kept
+        made = call.few(x, w, bias, seed, call.needs.w, w_planes, kept)
+        if made is not None:
+            return *made, []
     x_row, x_saved, known = encode_input(
         x, plan.input, seed, call.needs.w, direct, scales, call.prologue, gamma, beta
     )
-    w_row, w_saved = _weight_planes(w, seed, call, scales, direct)
+    w_row, w_saved = w_planes or _weight_planes(w, seed, call, scales, direct)
     y = gemm(
         x_row,
         plan.input.row.spec,
@@ -186,6 +205,10 @@ class _Linear(torch.autograd.Function):
         return (*grads, None, None, None)
 
 
+#: `_Linear.apply` without torch's Python around it, which asks for functorch's transforms.
+_apply: Final[Any] = super(torch.autograd.Function, _Linear).apply
+
+
 def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of x, w, bias, gamma and beta, those that are needed."""
     plan, needs = ctx.plan, ctx.needs
@@ -206,7 +229,8 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             dy, grad, "grad_output", seed, needs.dgrad, needs.w, direct, ctx.scales
         )
         if ctx.scales is not None and ctx.scales.notes is not None:
-            ctx.scales.notes.tell(needs.w)
+            # A gradient that is added elsewhere leaves none to be taken away.
+            ctx.scales.notes.tell(needs.w and ctx.into is None)
         if needs.dgrad:
             kept = ctx.kept
             if ctx.late is not None:
@@ -266,7 +290,8 @@ def linear(
     prologue: Prologue | None = None,
     gamma: torch.Tensor | None = None,
     beta: torch.Tensor | None = None,
-    into: torch.Tensor | None = None,
+    into: Into | None = None,
+    few: FewRows | None = None,
 ) -> torch.Tensor:
     """Return `p(x) @ w.T + bias` with every GEMM between the planes that `plan` names.
 
@@ -281,7 +306,9 @@ def linear(
         scales: of the module's state, where `plan.is_delayed`.
         prologue: what makes the matrix that is multiplied out of x; None: x is that matrix.
         gamma, beta: `[in_features]`, float32, bfloat16 or float16: a norm's weights, or None.
-        into: the parameter to whose `main_grad` the gradient of w is added; None: it is returned.
+        into: where the gradient of w is added; None: it is returned.
+        few: what may make y of few rows in one step, with the same bits; or None. With it the
+            caller has asked whether anything watches, or autocasts.
 
     Returns:
         `[rows, out_features]` in x's dtype.
@@ -289,7 +316,7 @@ def linear(
     # Drawn whether or not there will be a backward: a reentrant checkpoint runs its forward
     # without gradients, and its recomputation must find the generator in the same state.
     seed = draw_seed(x.device) if plan.is_stochastic else None
-    needs = _Needs()
+    needs = _NOTHING
     if torch.is_grad_enabled():
         needs = _Needs(
             x.requires_grad,
@@ -298,8 +325,8 @@ def linear(
             gamma is not None and gamma.requires_grad,
             beta is not None and beta.requires_grad,
         )
-    given = (x, w, bias, gamma, beta, seed, scales, _Call(plan, needs, weight, prologue, into))
-    if torch.compiler.is_compiling() or has_autocast(x.device.type):
+    given = (x, w, bias, gamma, beta, seed, scales, _Call(plan, needs, weight, prologue, into, few))
+    if few is None and (torch.compiler.is_compiling() or has_autocast(x.device.type)):
         with without_autocast(x.device.type):
             return _run(*given)
     return _run(*given)
@@ -316,6 +343,8 @@ def _run(
     call: _Call,
 ) -> torch.Tensor:
     if any(call.needs):
-        y: torch.Tensor = _Linear.apply(x, w, bias, gamma, beta, seed, scales, call)
+        # The short way has asked what `Function.apply` asks.
+        apply = _Linear.apply if call.few is None else _apply
+        y: torch.Tensor = apply(x, w, bias, gamma, beta, seed, scales, call)
         return y
     return _forward(x, w, bias, gamma, beta, seed, scales, call)[0]

@@ -25,7 +25,8 @@ from ..recipes import Plan
 from .double_backward import without_derivative
 from .grouped_planes import encode_tokens, weight_planes
 from .kept_weight import Buffers, KeptWeight
-from .operands import STREAMS
+from .main_grad import Into, accumulate_groups, given_to_autograd
+from .scaling import Scales
 
 __all__ = ["Layout", "draw_seeds", "grouped_linear"]
 
@@ -92,12 +93,13 @@ def _forward(
     saves: tuple[bool, bool],
     kept: Sequence[KeptWeight | None],
     params: Sequence[torch.Tensor],
+    scales: Sequence[Scales] | None = None,
 ) -> tuple[torch.Tensor, Buffers, Buffers]:
     """Return y and the columnwise planes of x and of the weights that were asked for."""
     save_x, save_w = saves
     weights, biases = _split(params, layout)
-    x_row, x_col = encode_tokens(x, offsets, plan.input, STREAMS["input"], seeds, True, save_x)
-    w_row, w_col = weight_planes(weights, plan.weight, seeds, save_w, kept)
+    x_row, x_col = encode_tokens(x, offsets, plan.input, "input", seeds, True, save_x, scales)
+    w_row, w_col = weight_planes(weights, plan.weight, seeds, save_w, kept, scales)
     bias = None
     if biases:
         bias = biases[0] if layout.is_single_bias else torch.stack(biases)
@@ -137,16 +139,20 @@ class _GroupedLinear(torch.autograd.Function):
         layout: Layout,
         needs: tuple[bool, bool, bool],
         kept: tuple[KeptWeight | None, ...],
+        scales: tuple[Scales, ...] | None,
+        into: tuple[Into | None, ...],
         *params: torch.Tensor,
     ) -> torch.Tensor:
         saves = (needs[1], needs[0])
-        y, x_col, w_col = _forward(x, offsets, seeds, plan, layout, saves, kept, params)
+        y, x_col, w_col = _forward(x, offsets, seeds, plan, layout, saves, kept, params, scales)
         saved = [offsets, *x_col, *w_col]
         if seeds is not None:
             saved.append(seeds)
         ctx.save_for_backward(*saved)
-        ctx.plan, ctx.layout, ctx.needs = plan, layout, needs
+        ctx.plan, ctx.layout, ctx.needs, ctx.into = plan, layout, needs, into
         ctx.counts = (len(x_col), len(w_col))
+        # Not saved for backward: other backwards write them meanwhile, and may.
+        ctx.scales = scales
         return y
 
     @staticmethod
@@ -158,7 +164,7 @@ class _GroupedLinear(torch.autograd.Function):
                 grads = _backward(ctx, dy)
             if torch.is_grad_enabled():  # create_graph=True
                 grads = without_derivative("GroupedLinear", dy.device, grads)
-        return (grads[0], None, None, None, None, None, None, *grads[1:])
+        return (grads[0], *[None] * 8, *grads[1:])
 
 
 def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -170,10 +176,14 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     seeds = saved[num_x + num_w] if len(saved) > num_x + num_w else None
     in_features, out_features = layout.features
     grad, tokens = plan.grad_output, dy.shape[0]
-    dx = dw = dbias = None
+    dx = dbias = None
+    weights: tuple[torch.Tensor | None, ...] = _each(None, layout.groups, layout.is_single)
     with without_autocast(dy.device.type):
-        streams = STREAMS["grad_output"]
-        dy_row, dy_col = encode_tokens(dy, offsets, grad, streams, seeds, x_needed, w_needed)
+        scales, needed = ctx.scales, (x_needed, w_needed)
+        dy_row, dy_col = encode_tokens(dy, offsets, grad, "grad_output", seeds, *needed, scales)
+        for own in scales or ():
+            if own.notes is not None:
+                own.notes.tell(w_needed)
         if x_needed:
             dx = _rows_product(
                 dy_row,
@@ -187,28 +197,41 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
                 plan.precision.dgrad,
             )
         if w_needed:
-            padded = capacity(tokens, layout.groups)
-            sides = [plane.num_buffers > 1 for plane in (grad.col, plan.input.col)]
-            dw = torch.ops.hybridq.grouped_gemm(
-                dy_col,
-                grad.col.spec,
-                (out_features, padded if sides[0] else tokens),
-                x_col,
-                plan.input.col.spec,
-                (in_features, padded if sides[1] else tokens),
-                offsets,
-                tokens,
-                is_stack=False,
-                a_padded=sides[0],
-                b_padded=sides[1],
-                out_dtype=dy.dtype,
-                precision=plan.precision.wgrad,
-            )
+            weights = _weight_gradients(ctx, dy, dy_col, x_col, offsets)
         if bias_needed:
             dbias = torch.ops.hybridq.bias_grad_ragged(dy, offsets)
-    weights = _each(dw, layout.groups, layout.is_single)
     biases = _each(dbias, layout.groups, layout.is_single_bias) if layout.has_bias else ()
     return (dx, *weights, *biases)
+
+
+def _weight_gradients(
+    ctx: Any, dy: torch.Tensor, dy_col: Buffers, x_col: Buffers, offsets: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradient of each weight parameter, or what autograd is given instead."""
+    plan, layout, into, tokens = ctx.plan, ctx.layout, ctx.into, dy.shape[0]
+    in_features, out_features = layout.features
+    grad, padded = plan.grad_output, capacity(tokens, layout.groups)
+    sides = [plane.num_buffers > 1 for plane in (grad.col, plan.input.col)]
+    operands = (
+        dy_col,
+        grad.col.spec,
+        (out_features, padded if sides[0] else tokens),
+        x_col,
+        plan.input.col.spec,
+        (in_features, padded if sides[1] else tokens),
+        offsets,
+        tokens,
+    )
+    options = {"is_stack": False, "a_padded": sides[0], "b_padded": sides[1]}
+    precision = plan.precision.wgrad
+    if into and layout.is_single:
+        torch.ops.hybridq.grouped_gemm_(
+            into[0].target, *operands, accumulate=True, precision=precision, **options
+        )
+        return (given_to_autograd(into[0]),)
+    dtype = torch.float32 if into else dy.dtype
+    dw = torch.ops.hybridq.grouped_gemm(*operands, out_dtype=dtype, precision=precision, **options)
+    return accumulate_groups(into, dw) if into else _each(dw, layout.groups, layout.is_single)
 
 
 def _each(grad: torch.Tensor | None, count: int, is_single: bool) -> tuple[Any, ...]:
@@ -225,6 +248,8 @@ def grouped_linear(
     plan: Plan,
     kept: tuple[KeptWeight | None, ...] = (),
     seeds: torch.Tensor | None = None,
+    scales: tuple[Scales, ...] | None = None,
+    into: tuple[Into | None, ...] = (),
 ) -> torch.Tensor:
     """Return `x[g] @ w[g].T + bias[g]` of each group g, every GEMM between the plan's planes.
 
@@ -236,6 +261,9 @@ def grouped_linear(
         plan: what `hybridq.recipes.bind` made.
         kept: where the planes of each weight are kept; empty for nowhere.
         seeds: int64 `[G]` of stochastic planes; None draws them.
+        scales: of each group's state, where `plan.is_delayed`.
+        into: where the gradient of each weight parameter is added, None for one that needs none;
+            empty: they are returned.
 
     Returns:
         `[T, out_features]` in x's dtype; tokens of no group give zeros.
@@ -252,5 +280,6 @@ def grouped_linear(
         )
     with without_autocast(x.device.type):
         if any(needs):
-            return _GroupedLinear.apply(x, offsets, seeds, plan, layout, needs, kept, *params)
-        return _forward(x, offsets, seeds, plan, layout, (False, False), kept, params)[0]
+            given = (x, offsets, seeds, plan, layout, needs, kept, scales, into)
+            return _GroupedLinear.apply(*given, *params)
+        return _forward(x, offsets, seeds, plan, layout, (False, False), kept, params, scales)[0]

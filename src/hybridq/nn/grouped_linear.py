@@ -10,13 +10,15 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ..errors import RecipeError
-from ..recipes import CustomRecipe, Plan, bind
+from ..recipes import CustomRecipe, Plan, Recipe, bind
 from ..recipes.factories import high_precision_factory
-from .function import linear
+from ..recipes.roles import GRAD_INPUT
 from .grouped_function import Layout, grouped_linear
 from .grouped_splits import Splits, group_offsets, host_splits, mixed_linear
+from .main_grad import Into, part_of
+from .model_init import plain_weights
 from .module import QuantizedModule
+from .quantized_output import with_quantized_gradient
 
 __all__ = ["GroupedLinear"]
 
@@ -42,6 +44,7 @@ class GroupedLinear(QuantizedModule):
             `bias1`, ...
         init_method: called with the weight of each layer to fill it in place; None: the initial
             values of `nn.Linear`.
+        fuse_wgrad_accumulation: as for `Linear`, of every weight parameter.
         name: qualified name for the roles that a recipe's factory sees. A recipe that reads names
             is asked for each group, by the name `"<name>.<g>"`, and may answer each differently;
             any other is asked once.
@@ -76,6 +79,7 @@ class GroupedLinear(QuantizedModule):
         single_grouped_weight: bool = False,
         single_grouped_bias: bool = False,
         init_method: Callable[[torch.Tensor], Any] | None = None,
+        fuse_wgrad_accumulation: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
         name: str | None = None,
@@ -94,6 +98,7 @@ class GroupedLinear(QuantizedModule):
         if self.use_bias:
             self._add("bias", shape[:1], self.single_grouped_bias, options)
         self.reset_parameters()
+        self._take_accumulation(fuse_wgrad_accumulation)
         self._take_name(name)
 
     def _count(self, what: str, value: object, least: int) -> int:
@@ -126,6 +131,10 @@ class GroupedLinear(QuantizedModule):
 
     def reset_parameters(self) -> None:
         """Fill all parameters: layer after layer with the values that `nn.Linear` would draw."""
+        with plain_weights(self):
+            self._fill()
+
+    def _fill(self) -> None:
         weights, biases = self._parts([*self._own_weights(), *self._biases()])
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
         with torch.no_grad():
@@ -145,7 +154,12 @@ class GroupedLinear(QuantizedModule):
         )
 
     def forward(
-        self, inp: torch.Tensor, m_splits: Splits, is_first_microbatch: bool | None = None
+        self,
+        inp: torch.Tensor,
+        m_splits: Splits,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
     ) -> torch.Tensor:
         """Return each group's tokens times its weight, plus its bias.
 
@@ -157,6 +171,8 @@ class GroupedLinear(QuantizedModule):
                 group, give zeros and get no gradient; sizes out of range count as the nearest
                 sensible ones.
             is_first_microbatch: as for `hybridq.Linear`, of all weights.
+            fp8_output, fp8_grad: as for `hybridq.Linear`; the result and the gradient are tensors
+                of all tokens, quantized as such and not by group.
 
         Returns:
             `[..., out_features]`, in the input's dtype or torch.autocast's.
@@ -173,26 +189,28 @@ class GroupedLinear(QuantizedModule):
         given: object = inp
         if not isinstance(given, torch.Tensor):
             raise self._error(TypeError, f"input must be a Tensor, got {type(given).__name__}")
+        recipe = self._recipe()
+        if recipe is not None and fp8_grad:
+            inp = with_quantized_gradient(inp, self._boundary_quantizer(recipe, GRAD_INPUT))
         weights, biases = self._own_weights(), self._biases()
         own = list(weights)
         cast = self._cast(inp, *weights, *biases)
         x: torch.Tensor = cast[0]  # type: ignore[assignment]
         params: list[torch.Tensor] = list(cast[1:])  # type: ignore[arg-type]
-        recipe = self._recipe()
         self._check_params(x, params, recipe is not None)
         flat = x if x.dim() == 2 else x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
         splits = host_splits(m_splits, self.num_gemms, flat, self._error)
         plans = None if recipe is None else self._plans(recipe)
         is_plain = plans is None or all(plan.is_plain for plan in plans)
-        if plans is not None and any(plan.is_delayed for plan in plans):
-            y = self._delayed(flat, params, splits, plans, is_first_microbatch)
-            return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
-        if is_plain and splits is not None and not (plans and torch.compiler.is_compiling()):
+        into = self._into_all(own)
+        planes = into or (plans and torch.compiler.is_compiling())
+        if is_plain and splits is not None and not planes:
             y = self._plain(flat, params, splits)
         else:
             offsets = group_offsets(m_splits, splits, flat)
-            y = self._quantized(flat, offsets, params, own, plans, is_first_microbatch)
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
+            y = self._quantized(flat, offsets, params, own, plans, is_first_microbatch, into)
+        y = y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
+        return y if recipe is None or not fp8_output else self._quantized_output(y, recipe)
 
     def _check_params(
         self, x: torch.Tensor, params: Sequence[torch.Tensor], is_quantized: bool
@@ -215,6 +233,11 @@ class GroupedLinear(QuantizedModule):
                     f"{x.dtype} on {x.device} and {param.dtype} on {param.device}",
                 )
 
+    def _plan_parts(self, recipe: Recipe | None) -> tuple[str, ...]:
+        if recipe is None or not recipe.reads_names:
+            return ("",)
+        return tuple(map(str, range(self.num_gemms)))
+
     def _plans(self, recipe: Any) -> list[Plan]:
         """Return the plan of each group."""
         if not recipe.reads_names:
@@ -233,28 +256,24 @@ class GroupedLinear(QuantizedModule):
         ]
         return torch.cat(made)
 
-    def _delayed(
-        self,
-        x: torch.Tensor,
-        params: list[torch.Tensor],
-        splits: list[int] | None,
-        plans: list[Plan],
-        is_first_microbatch: bool | None,
-    ) -> torch.Tensor:
-        """Return a loop over the groups, each with a history of its own."""
-        if splits is None:
-            raise self._error(
-                RecipeError,
-                "with delayed scaling every group has its own history, which only a loop over the "
-                "groups can keep; give m_splits as a list of ints, or take current scaling",
-            )
-        weights, biases = self._parts(params)
-        made = []
-        for g, rows in enumerate(x.split(splits)):
-            scales = self._scales(weights[g], plans[g], is_first_microbatch, str(g))
-            bias = biases[g] if biases else None
-            made.append(linear(rows, weights[g], bias, plans[g], None, scales))
-        return torch.cat(made)
+    def _scales_all(
+        self, own: list[torch.Tensor], plans: list[Plan], is_first_microbatch: bool | None
+    ) -> tuple[Any, ...]:
+        """Return each group's Scales of delayed scaling; None where its plan has no delay."""
+        if not any(plan.is_delayed for plan in plans):
+            return (None,) * self.num_gemms
+        weights = own * self.num_gemms if self.single_grouped_weight else own
+        return tuple(
+            [
+                self._scales(weight, plan, is_first_microbatch, str(g))
+                for g, (weight, plan) in enumerate(zip(weights, plans, strict=True))
+            ]
+        )
+
+    def _initial_weights(self) -> list[tuple[str, str]]:
+        if self.single_grouped_weight:
+            return [("weight", "")]
+        return [(f"weight{g}", str(g)) for g in range(self.num_gemms)]
 
     def _scaled_weights(self) -> list[tuple[str, torch.Tensor]]:
         weights = self._own_weights()
@@ -272,6 +291,18 @@ class GroupedLinear(QuantizedModule):
             biases = list(biases[0].unbind(0))
         return weights, biases
 
+    def _into_all(self, own: list[torch.Tensor]) -> tuple[Into | None, ...]:
+        """Return where the gradient of each weight parameter is added; empty: nowhere."""
+        into = tuple([self._into(weight) for weight in own])
+        return into if any(one is not None for one in into) else ()
+
+    def _into_parts(self, into: tuple[Into | None, ...]) -> tuple[Into | None, ...]:
+        """Return the same for each group."""
+        if not (into and self.single_grouped_weight):
+            return into
+        whole = into[0]
+        return () if whole is None else tuple([part_of(whole, g) for g in range(self.num_gemms)])
+
     def _quantized(
         self,
         x: torch.Tensor,
@@ -280,12 +311,15 @@ class GroupedLinear(QuantizedModule):
         own: list[torch.Tensor],
         plans: list[Plan] | None,
         is_first_microbatch: bool | None,
+        into: tuple[Into | None, ...],
     ) -> torch.Tensor:
         features = (self.in_features, self.out_features)
         if plans is None:
             plans = [_PLAIN] * self.num_gemms
+        scales = self._scales_all(own, plans, is_first_microbatch)
         if any(plan != plans[0] for plan in plans):
-            return mixed_linear(x, offsets, *self._parts(params), plans, features)
+            parts = self._into_parts(into)
+            return mixed_linear(x, offsets, *self._parts(params), plans, features, scales, parts)
         layout = Layout(
             self.num_gemms,
             self.single_grouped_weight,
@@ -294,7 +328,8 @@ class GroupedLinear(QuantizedModule):
             features,
         )
         kept = self._kept_all(own, params[0].dtype, plans[0], is_first_microbatch)
-        return grouped_linear(x, offsets, params, layout, plans[0], kept)
+        known = scales if plans[0].is_delayed else None
+        return grouped_linear(x, offsets, params, layout, plans[0], kept, scales=known, into=into)
 
     def _kept_all(
         self,
@@ -304,7 +339,7 @@ class GroupedLinear(QuantizedModule):
         is_first_microbatch: bool | None,
     ) -> tuple[Any, ...]:
         """Return where the planes of each group's weight are kept; empty for nowhere."""
-        if torch.compiler.is_compiling() or plan.weight.col.is_plain:
+        if torch.compiler.is_compiling() or plan.weight.col.is_plain or plan.weight.is_delayed:
             return ()
         weights = own
         if self.single_grouped_weight:

@@ -12,12 +12,13 @@ from typing import Final
 import torch
 
 from ..direction import COLUMNWISE, ROWWISE
-from ..formats import PlaneSpec
 from ..quantizers import group_amax, statistics
 from ..recipes import SlotPlan
 from .function import _ordinary_mode
+from .grouped_delayed import decoded_rows, delayed_statistics, delayed_weights, slot_states
 from .kept_weight import Buffers, KeptWeight
 from .operands import STREAMS
+from .scaling import Scales
 
 __all__ = ["encode_tokens", "weight_planes"]
 
@@ -45,20 +46,7 @@ def _statistics(
         row_stat = _stat(x, offsets, plan.row.spec, ROWWISE, plan.amax_group)
     if with_col and plan.col.needs_amax:
         if plan.col_source != "original":
-            decoded = torch.ops.hybridq.encode_ragged(
-                x,
-                offsets,
-                plan.row.spec,
-                PlaneSpec.plain(x.dtype).text,
-                row_stat,
-                None,
-                seeds,
-                col_source=plan.col_source,
-                keep_row=False,
-                row_stream=row_stream,
-                by_group=True,
-            )
-            x = decoded[0].t()
+            x = decoded_rows(x, offsets, plan, row_stat, seeds, row_stream).t()
         col_stat = _stat(x, offsets, plan.col.spec, COLUMNWISE, plan.amax_group)
     return row_stat, col_stat
 
@@ -67,12 +55,14 @@ def encode_tokens(
     x: torch.Tensor,
     offsets: torch.Tensor,
     plan: SlotPlan,
-    streams: tuple[int, int],
+    slot: str,
     seeds: torch.Tensor | None,
     with_row: bool,
     with_col: bool,
+    scales: Sequence[Scales] | None = None,
 ) -> tuple[Buffers, Buffers]:
     """Return the buffers of the wanted ragged planes of x; a plain plane is x, or a view of it."""
+    streams = STREAMS[slot]
     from_row = plan.col_source != "original"
     row_text = "" if plan.row.is_plain else plan.row.spec
     col_text = "" if plan.col.is_plain and not from_row else plan.col.spec
@@ -84,7 +74,11 @@ def encode_tokens(
         return row, col
     needs_row = keeps_row or (makes_col and from_row)
     row_stat = col_stat = None
-    if plan.amax_group:
+    if plan.is_delayed:
+        states = slot_states(scales, slot)
+        own = (plan, streams[0], seeds, needs_row, makes_col, states)
+        row_stat, col_stat = delayed_statistics(x, offsets, *own)
+    elif plan.amax_group:
         row_stat, col_stat = _statistics(x, offsets, plan, seeds, streams[0], needs_row, makes_col)
     made = torch.ops.hybridq.encode_ragged(
         x,
@@ -175,8 +169,12 @@ def weight_planes(
     seeds: torch.Tensor | None,
     with_col: bool,
     kept: Sequence[KeptWeight | None],
+    scales: Sequence[Scales] | None = None,
 ) -> tuple[Buffers, Buffers]:
     """Return both planes' buffers of all weights, one weight after the other; kept ones if any."""
+    if plan.is_delayed:
+        row_planes, col_planes = delayed_weights(weights, plan, seeds, with_col, scales or ())
+        return row_planes, _turned(col_planes, plan)
     if not any(one is not None for one in kept):
         rows, cols = _encode_weights(weights, plan, seeds, with_col)
         return [b for own in rows for b in own], [b for own in cols for b in own]

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..recipes import Plan
 from .grouped_function import Layout, draw_seeds, grouped_linear
+from .main_grad import Into
 
 __all__ = ["Splits", "group_offsets", "host_splits", "mixed_linear"]
 
@@ -92,6 +93,8 @@ def mixed_linear(
     biases: list[torch.Tensor],
     plans: list[Plan],
     features: tuple[int, int],
+    scales: Sequence[Any] = (),
+    into: tuple[Into | None, ...] = (),
 ) -> torch.Tensor:
     """Return `grouped_linear` where groups have different plans: one grouped product for each.
 
@@ -105,6 +108,8 @@ def mixed_linear(
         biases: one `[out]` for each group, or none.
         plans: one for each group.
         features: (in_features, out_features).
+        scales: of each group's state, None where its plan has no delay; none if none has.
+        into: where the gradient of each group's weight is added; empty: they are returned.
 
     Returns:
         `[T, out_features]`.
@@ -131,7 +136,11 @@ def mixed_linear(
         chosen = torch.cumsum(_pick(sizes, mine), 0, dtype=torch.int32)
         own = [weights[g] for g in mine] + ([biases[g] for g in mine] if biases else [])
         layout = Layout(len(mine), False, bool(biases), False, features)
-        y = grouped_linear(x[order], chosen, own, layout, plan, seeds=seed)
+        known = tuple([scales[g] for g in mine]) if plan.is_delayed else None
+        theirs = tuple([into[g] for g in mine]) if into else ()
+        y = grouped_linear(
+            x[order], chosen, own, layout, plan, seeds=seed, scales=known, into=theirs
+        )
         out = torch.where(is_token[:, None], y[torch.argsort(order)], out)
     return out
 

@@ -18,11 +18,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..direction import COLUMNWISE, ROWWISE, Direction
-from ..formats import PlaneSpec
+from ..formats import PlaneSpec, PlaneText
 from ..kernels import Kept
 from ..kernels.watch import is_plain, may_keep, nothing_watches
 from ..recipes import SlotPlan
-from ..storage import TensorStorage
+from ..storage import Plane, TensorStorage
 
 __all__ = ["Buffers", "GivenWeight", "KeptWeight", "given_weight", "kept_weight"]
 
@@ -115,6 +115,7 @@ def kept_weight(
     slot: SlotPlan,
     is_first_microbatch: bool,
     num_updates: int = 0,
+    is_checked: bool = False,
 ) -> KeptWeight | None:
     """Return where the planes of `weight` are kept, or None where they may not be.
 
@@ -125,11 +126,12 @@ def kept_weight(
         slot: how it is quantized.
         is_first_microbatch: True: its values are new. In a backward they are not: it recomputes.
         num_updates: of delayed scaling so far: the weight's scale may be another after each.
+        is_checked: the caller knows that the weight is plain and nothing watches.
 
     Returns:
         `known`, if it still holds; else a new one, to be filled.
     """
-    if not (nothing_watches() and is_plain(weight) and may_keep(weight) and _keeps(slot)):
+    if not ((is_checked or (nothing_watches() and is_plain(weight))) and may_keep(weight)):
         return None
     storage = weight.untyped_storage()
     where = (storage._cdata, weight.data_ptr(), weight.shape, weight.stride())
@@ -138,6 +140,8 @@ def kept_weight(
     is_new = is_first_microbatch and torch._C._current_graph_task_id() == -1
     if known is not None and not is_new and known.key == key:
         return known
+    if not _keeps(slot):
+        return None
     _steps.start()
     return KeptWeight(key, StorageWeakRef(storage))
 
@@ -149,64 +153,104 @@ class GivenWeight:
         storage: of the weight.
     """
 
-    __slots__ = ("_storage",)
+    __slots__ = ("_col", "_row", "_storage", "_versions")
 
     def __init__(self, storage: TensorStorage) -> None:
         self._storage = storage
+        self._row: Plane | None = storage.rowwise
+        self._col: Plane | None = storage.columnwise
+        self._versions = () if storage.comes_and_goes else _versions(storage)
 
     @property
     def is_late(self) -> bool:
         """Whether the backward must ask for the columnwise plane, instead of having it saved.
 
         Memory that comes and goes may be freed in between, and the plane not even be there yet.
+        One that is made of the rowwise plane would take memory from the forward on.
         """
-        return self._storage.comes_and_goes
+        return self._storage.comes_and_goes or self._col is None
 
     def has(self, with_col: bool) -> bool:
         """Return True: what is not there is derived or gathered."""
         return True
 
+    def _plane(self, direction: Direction) -> Plane:
+        own = self._row if direction == ROWWISE else self._col
+        if own is None or self._storage.comes_and_goes:
+            own = self._storage.plane(direction)
+        return own
+
     @property
     def row(self) -> Buffers:
         """Buffers of the rowwise plane."""
-        return self._storage.plane(ROWWISE).tensors
+        return self._plane(ROWWISE).tensors
 
     @property
-    def row_kept(self) -> Kept:
-        """The operands made of it."""
-        return self._storage.plane(ROWWISE).ready
+    def row_kept(self) -> Kept | None:
+        """Where operands that are made of it are kept; None: nowhere."""
+        return _ready(self._plane(ROWWISE))
 
     @property
     def col(self) -> Buffers:
         """Buffers of the columnwise plane."""
-        return self._storage.plane(COLUMNWISE).tensors
+        return self._plane(COLUMNWISE).tensors
 
     @property
-    def col_kept(self) -> Kept:
-        """The operands made of it."""
-        return self._storage.plane(COLUMNWISE).ready
+    def col_kept(self) -> Kept | None:
+        """Where operands that are made of it are kept; None: nowhere."""
+        return _ready(self._plane(COLUMNWISE))
 
     def saved(self, slot: SlotPlan) -> tuple[Buffers, Kept | None]:
         """Return what a backward is given that asks late: see `operands.encode_operand`.
 
         Args:
             slot: of the weight.
+
+        Raises:
+            RuntimeError: the weight was written since the forward.
         """
-        return (self.row, None) if slot.saves_row else (self.col, self.col_kept)
+        if not self._storage.comes_and_goes and self._versions != _versions(self._storage):
+            raise RuntimeError(
+                "backward: a quantized weight was modified by an inplace operation after the "
+                "forward that needs it; step the optimizer after all backwards"
+            )
+        if slot.saves_row:
+            return self.row, None
+        col = self._plane(COLUMNWISE)
+        return (_matrix(col) if slot.col.is_plain else col.tensors), _ready(col)
+
+    def matrix(self) -> Buffers:
+        """Return the matrix that an identity columnwise plane holds, as rows."""
+        return _matrix(self._plane(COLUMNWISE))
 
 
-def given_weight(storage: TensorStorage, slot: SlotPlan) -> GivenWeight | None:
+def _ready(plane: Plane) -> Kept | None:
+    return plane.ready if may_keep(plane.data) else None
+
+
+def _matrix(col: Plane) -> Buffers:
+    return [col.data.t()]
+
+
+def _versions(storage: TensorStorage) -> tuple[int, ...]:
+    """Return the versions of a storage's memory; tensors of inference mode have none."""
+    buffers = storage.first.tensors
+    return tuple(-1 if buffer.is_inference() else buffer._version for buffer in buffers)
+
+
+def given_weight(storage: TensorStorage, slot: SlotPlan, dtype: torch.dtype) -> GivenWeight | None:
     """Return the planes of a quantized weight, or None where `slot` wants others.
 
     Args:
         storage: of the weight.
         slot: how the recipe quantizes it.
+        dtype: that it is wanted in: of a plane that is not quantized.
     """
-    wanted: list[tuple[Direction, str]] = [(ROWWISE, slot.row.spec)]
+    wanted: list[tuple[Direction, PlaneText]] = [(ROWWISE, slot.row)]
     if not slot.saves_row:
-        wanted.append((COLUMNWISE, slot.col.spec))
+        wanted.append((COLUMNWISE, slot.col))
     for direction, text in wanted:
         spec = storage.spec(direction)
-        if spec is None or spec.text != text:
+        if spec is None or spec != PlaneSpec.parse(text.spec).resolve(dtype):
             return None
     return GivenWeight(storage)

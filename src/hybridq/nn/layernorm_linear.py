@@ -9,6 +9,7 @@ from torch import nn
 
 from ..recipes.roles import GRAD_INPUT
 from .fused import FusedModule, InitMethod, one_dtype, run_part
+from .model_init import plain_weights
 from .quantized_output import with_quantized_gradient
 
 __all__ = ["LayerNormLinear", "RMSNormLinear"]
@@ -92,8 +93,9 @@ class LayerNormLinear(FusedModule):
 
     def reset_parameters(self) -> None:
         """Set all parameters to their initial values."""
-        self._reset_norm()
-        self._reset_linear("", self._init_method)
+        with plain_weights(self):
+            self._reset_norm()
+            self._reset_linear("", self._init_method)
 
     def forward(
         self,

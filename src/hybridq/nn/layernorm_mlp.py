@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..recipes.roles import GRAD_INPUT
 from .fused import FusedModule, InitMethod, activation_of, one_dtype, run_part
+from .model_init import plain_weights
+from .quantized_output import with_quantized_gradient
 
 __all__ = ["LayerNormMLP"]
 
@@ -104,16 +107,23 @@ class LayerNormMLP(FusedModule):
 
     def reset_parameters(self) -> None:
         """Set all parameters to their initial values."""
-        self._reset_norm()
-        for prefix, init_method in zip(("fc1_", "fc2_"), self._init_methods, strict=True):
-            self._reset_linear(prefix, init_method)
+        with plain_weights(self):
+            self._reset_norm()
+            for prefix, init_method in zip(("fc1_", "fc2_"), self._init_methods, strict=True):
+                self._reset_linear(prefix, init_method)
 
-    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
         """Return `fc2(activation(fc1(norm(inp))))`.
 
         Args:
             inp: `[..., hidden_size]`.
-            is_first_microbatch: as `Linear.forward` takes it.
+            is_first_microbatch, fp8_output, fp8_grad: as `Linear.forward` takes them.
 
         Returns:
             `[..., hidden_size]`, in the input's dtype or torch.autocast's. With `return_bias` a
@@ -128,6 +138,8 @@ class LayerNormMLP(FusedModule):
         self._check_first(is_first_microbatch)
         x = self._take_input(inp, self.hidden_size)
         recipe = self._recipe()
+        if recipe is not None and fp8_grad:
+            x = with_quantized_gradient(x, self._boundary_quantizer(recipe, GRAD_INPUT))
         first, weight, bias = is_first_microbatch, self.fc1_weight, self.fc1_bias
         seen = None
         if self.return_layernorm_output:
@@ -139,6 +151,8 @@ class LayerNormMLP(FusedModule):
         bias = None if self.return_bias else self.fc2_bias
         act = self._activation
         y = run_part(self, "fc2", recipe, hidden, self.fc2_weight, bias, first, act)
+        if recipe is not None and fp8_output:
+            y = self._quantized_output(y, recipe)
         others = ([self.fc2_bias] if self.return_bias else []) + ([] if seen is None else [seen])
         return (y, *others) if others else y
 

@@ -10,8 +10,11 @@ from torch import nn
 from ..recipes import Plan
 from ..recipes.roles import GRAD_INPUT
 from .function import linear
+from .main_grad import Into
+from .model_init import plain_weights
 from .module import PLAIN, QuantizedModule
 from .quantized_output import with_quantized_gradient
+from .short_linear import short_linear
 
 __all__ = ["Linear"]
 
@@ -29,7 +32,8 @@ class Linear(QuantizedModule, nn.Linear):
         fuse_wgrad_accumulation: the gradient of the weight is added to `weight.main_grad` (a
             tensor that the caller provides, FP32 as a rule) by the GEMM that makes it, and
             `weight.grad` stays as it is. Where the weight has a `grad_added_to_main_grad`, it is
-            set, and autograd is given zeros, for hooks. Not under `torch.compile`.
+            set, and autograd is given zeros, for hooks. Compiled code adds to the `main_grad` of
+            the forward, and sets the mark in the forward.
         name: qualified name for the roles that a recipe's factory sees. Where it is None,
             `hybridq.convert` fills in the name within the model.
 
@@ -62,6 +66,11 @@ class Linear(QuantizedModule, nn.Linear):
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self._take_accumulation(fuse_wgrad_accumulation)
         self._take_name(name)
+
+    def reset_parameters(self) -> None:
+        """Set all parameters to the initial values of `nn.Linear`."""
+        with plain_weights(self):
+            super().reset_parameters()
 
     def forward(
         self,
@@ -97,6 +106,10 @@ class Linear(QuantizedModule, nn.Linear):
         Source: `is_first_microbatch`, `fp8_output`, `fp8_grad`: Transformer Engine's names and
             meaning.
         """
+        if not (fp8_output or fp8_grad):
+            y = short_linear(self, input, is_first_microbatch)
+            if y is not None:
+                return y
         self._check_first(is_first_microbatch)
         recipe, into = self._recipe(), self._into(self.weight)
         if recipe is None:
@@ -119,7 +132,7 @@ class Linear(QuantizedModule, nn.Linear):
         input: torch.Tensor,
         plan: Plan,
         is_first_microbatch: bool | None,
-        into: torch.Tensor | None,
+        into: Into | None,
     ) -> torch.Tensor:
         given: object = input
         if not isinstance(given, torch.Tensor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -25,6 +25,8 @@ from ..recipes import (
 from ..recipes.factories import high_precision_factory
 from ..tensor import is_quantized
 from .kept_weight import GivenWeight, KeptWeight, given_weight, kept_weight
+from .main_grad import Into
+from .model_init import quantize_weights
 from .quantized_output import Boundary
 from .scaling import Scales, ScalingState
 from .scaling_dict import load_history
@@ -72,7 +74,12 @@ class QuantizedModule(Boundary, nn.Module):
                 raise self._error(TypeError, f"name must be a string, got {type(name).__name__}")
             self.name, self._name_is_given = name, True
         install()
+        quantize_weights(self, self._initial_weights())
         self._ensure_scaling()
+
+    def _initial_weights(self) -> Iterable[tuple[str, str]]:
+        """Return each weight's name and part, for `quantized_model_init`."""
+        return self._weights.items()
 
     def _set_name(self, name: str) -> None:
         """Take the name that the module has in its model, unless the caller gave one."""
@@ -119,8 +126,8 @@ class QuantizedModule(Boundary, nn.Module):
             plan = bound[1][part] = bind(recipe, self._part_name(part), self._module_type)
         return plan
 
-    def _weight_slot(self, part: str) -> SlotPlan | None:
-        """Return how a part's weight is quantized now; None: it is not.
+    def _current_plan(self, part: str) -> Plan | None:
+        """Return how a part computes now; None: nothing is quantized.
 
         For what happens outside a forward: in a backward the recipe is the last forward's.
         """
@@ -130,7 +137,16 @@ class QuantizedModule(Boundary, nn.Module):
         if not isinstance(recipe, Recipe):
             return None
         plan = self._plan(recipe, part)
-        return None if plan.is_plain else plan.weight
+        return None if plan.is_plain else plan
+
+    def _weight_slot(self, part: str) -> SlotPlan | None:
+        """Return how a part's weight is quantized now; None: it is not."""
+        plan = self._current_plan(part)
+        return None if plan is None else plan.weight
+
+    def _plan_parts(self, recipe: Recipe | None) -> tuple[str, ...]:
+        """Return the parts that `recipe` is asked about."""
+        return tuple(dict.fromkeys(self._weights.values())) or ("",)
 
     def _part_name(self, part: str) -> str:
         return f"{self.name}.{part}" if self.name and part else self.name or part
@@ -152,13 +168,27 @@ class QuantizedModule(Boundary, nn.Module):
         if torch.compiler.is_compiling():
             return None
         if is_quantized(weight):
-            return given_weight(weight.tensor_storage, plan.weight)  # type: ignore[attr-defined]
+            storage = weight.tensor_storage  # type: ignore[attr-defined]
+            return given_weight(storage, plan.weight, dtype)
         if is_first_microbatch is None:
             is_first_microbatch = settings.current().is_first_microbatch
             if is_first_microbatch is None:
                 return None
+        return self._keep(weight, dtype, plan, is_first_microbatch, part)
+
+    def _keep(
+        self,
+        weight: torch.Tensor,
+        dtype: torch.dtype,
+        plan: Plan,
+        is_first_microbatch: bool,
+        part: str = "",
+        is_checked: bool = False,
+    ) -> KeptWeight | None:
+        """Return where a part's planes are kept: see `kept_weight`."""
         known = self._kept_weights.get(part)
-        kept = kept_weight(known, weight, dtype, plan.weight, is_first_microbatch, num_updates())
+        first = is_first_microbatch
+        kept = kept_weight(known, weight, dtype, plan.weight, first, num_updates(), is_checked)
         if kept is not known:
             others = {name: one for name, one in self._kept_weights.items() if name != part}
             self.__dict__["_kept_weights"] = others if kept is None else {**others, part: kept}
@@ -190,25 +220,34 @@ class QuantizedModule(Boundary, nn.Module):
         if fuse_wgrad_accumulation:
             self.fuse_wgrad_accumulation = True
 
-    def _into(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """Return the weight if its gradient goes to its `main_grad`; None: to autograd."""
+    def _into(self, weight: torch.Tensor) -> Into | None:
+        """Return where the weight's gradient is added if that is its `main_grad`; else None."""
         if not (self.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled()):
             return None
-        if torch.compiler.is_compiling():
-            raise self._error(
-                NotImplementedError,
-                "fuse_wgrad_accumulation writes memory that a compiled graph does not know of; "
-                "leave it off under torch.compile",
-            )
-        main_grad = getattr(weight, "main_grad", None)
-        if not isinstance(main_grad, torch.Tensor) or main_grad.shape != weight.shape:
+        self._check_reducer(weight)
+        into = Into.of(weight)
+        if into is None:
+            main_grad = getattr(weight, "main_grad", None)
             got = None if main_grad is None else tuple(getattr(main_grad, "shape", ()))
             raise self._error(
                 RuntimeError,
                 "fuse_wgrad_accumulation adds gradients to weight.main_grad, which must be a "
                 f"tensor {tuple(weight.shape)}, float32 as a rule, got {got}",
             )
-        return weight
+        return into
+
+    def _check_reducer(self, weight: torch.Tensor) -> None:
+        """Raise where DistributedDataParallel would reduce a gradient that is not there."""
+        ddp = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+        if ddp is None or not ddp.require_backward_grad_sync:
+            return
+        if any(weight is parameter for parameter in ddp._module_parameters):
+            raise self._error(
+                RuntimeError,
+                "fuse_wgrad_accumulation adds gradients to weight.main_grad, which "
+                "DistributedDataParallel does not reduce; leave it off, or run under its "
+                "no_sync() and reduce main_grad before the step",
+            )
 
     def _scaled_weights(self) -> list[tuple[str, torch.Tensor]]:
         """Return each part with its weight, those that are there."""
@@ -282,7 +321,7 @@ class QuantizedModule(Boundary, nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # What a recipe came to is remade when needed; a factory may not even be picklable.
         state = self.__dict__.copy()
-        for name in ("_bound", "_last_recipe", "_kept_weights", "_boundary"):
+        for name in ("_bound", "_last_recipe", "_kept_weights", "_boundary", "_few_rows"):
             state.pop(name, None)
         return state
 

@@ -20,7 +20,6 @@ from .scaling import Scales
 
 __all__ = [
     "STREAMS",
-    "accumulate",
     "encode_input",
     "encode_operand",
     "encode_slot",
@@ -194,36 +193,3 @@ def gemm(
     return torch.ops.hybridq.gemm(
         a, a_spec, a_rows, b, b_spec, b_rows, k, bias, out_dtype=dtype, precision=precision
     )
-
-
-def accumulate(
-    weight: torch.Tensor,
-    a: Buffers,
-    a_spec: str,
-    b: Buffers,
-    b_spec: str,
-    k: int,
-    precision: str,
-) -> torch.Tensor | None:
-    """Add `a @ b.T` to `weight.main_grad`; return what autograd is given as the gradient.
-
-    Args:
-        weight: the parameter `[N, M]`.
-        a, b: buffers of planes whose own matrices are `[N, k]` and `[M, k]`.
-        a_spec, b_spec: their specs' texts.
-        k: tokens.
-        precision: of the product.
-
-    Returns:
-        None; or zeros that take no memory where the parameter has a `grad_added_to_main_grad`,
-        which is then set: somebody waits for autograd's hooks.
-    """
-    main_grad: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]
-    rows, cols = weight.shape
-    torch.ops.hybridq.gemm_(
-        main_grad, a, a_spec, rows, b, b_spec, cols, k, accumulate=True, precision=precision
-    )
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(rows, cols)

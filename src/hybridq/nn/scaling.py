@@ -24,7 +24,7 @@ import torch
 from .. import settings
 from ..errors import warn_once
 from ..formats import PlaneSpec
-from ..kernels.watch import is_plain
+from ..kernels.watch import is_plain, nothing_watches
 from ..quantizers import DelayedScalingRequest
 from ..recipes import Plan
 
@@ -206,8 +206,12 @@ class ScalingState:
             self.backward_stats,
             self.backward_amaxes,
         )
+        with torch.inference_mode(False):
+            nowhere = torch.empty_like(g)
         self._recording = Scales(f, g, b, c, self._notes)
         self._replaying = Scales(f, None, b, c, self._notes)
+        #: Selective recomputation wants the operators of the forward again, the record among them.
+        self._watched = Scales(f, nowhere, b, c, self._notes)
         self._silent = Scales(f, None, b, None, self._notes)
 
     @property
@@ -261,7 +265,8 @@ class ScalingState:
             return self._silent
         if torch._C._current_graph_task_id() != -1:
             old = self._stats_at(settings.current().scaling_epoch)
-            return self._replaying if old is None else self._replaying._replace(forward_stats=old)
+            own = self._replaying if nothing_watches() else self._watched
+            return own if old is None else own._replace(forward_stats=old)
         self.has_run = True
         return self._recording
 
@@ -412,7 +417,8 @@ class ScalingState:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("_recording", "_replaying", "_silent", "_notes", "_past", "serial"):
+        given = ("_recording", "_replaying", "_watched", "_silent")
+        for name in (*given, "_notes", "_past", "serial"):
             state.pop(name)
         state["assumed"] = None  # keys number factories within one process
         return state

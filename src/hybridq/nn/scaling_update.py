@@ -13,6 +13,7 @@ An update touches what was recorded since the last one, and nothing else.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -53,6 +54,8 @@ class _Updates:
         self.is_watching = False
         self.pending: list[tuple[torch.Tensor, Any, _Labels]] = []
         self.layout: tuple[Any, list[_Batch]] = (None, [])
+        #: Of the states that the last update of all modules met in a run of several ranks.
+        self.serials: list[int] = []
 
 
 updates = _Updates()
@@ -71,11 +74,10 @@ def _after_step(*_: Any) -> None:
         return
     if torch._C._current_graph_task_id() != -1:
         return  # one of many steps inside a backward: the next forward sees that there were some
-    states = live_states()
-    if settings.current().delayed_recipe is None and not any(s.has_run for s in states):
+    if settings.current().delayed_recipe is None and not any(s.has_run for s in live_states()):
         return
     updates.is_told = True
-    _update(states)
+    _update_all()
 
 
 @runs_at_once
@@ -113,7 +115,7 @@ def update_scaling(model: nn.Module | None = None) -> None:
     """
     updates.is_told = True
     if model is None:
-        _update(live_states())
+        _update_all()
         return
     given: object = model
     if not isinstance(given, nn.Module):
@@ -151,9 +153,10 @@ def scales_of(
     if torch.compiler.is_compiling():
         return take_scales(state, training)
     scales = state.scales(plan, training)
-    looks = not updates.is_told and scales.forward_amaxes is not None and torch.is_grad_enabled()
+    records = scales.forward_amaxes is state.forward_amaxes
+    looks = not updates.is_told and records and torch.is_grad_enabled()
     if looks and state.is_step_old(weight) and is_first is not False:
-        _update(live_states())
+        _update_all()
         state.has_run = True
         state.is_step_old(weight)  # from here on
     return scales
@@ -223,6 +226,16 @@ def _batches(
             )
         )
     return made
+
+
+def _update_all() -> None:
+    """Update the states of all modules of the process."""
+    if _default_group() is not None and updates.serials != [s.serial for s in live_states()]:
+        # When Python frees a model that nobody uses any more differs between ranks, and all of
+        # them must join a reduction of the same states. Nothing here may hold one meanwhile.
+        gc.collect()
+        updates.serials = [state.serial for state in live_states()]
+    _update(live_states())
 
 
 @torch.no_grad()

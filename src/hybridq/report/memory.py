@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .._text import Table, size_text
 from ..tensor import is_quantized
-from .._text import Table
 
 __all__ = ["KINDS", "MemoryReport", "memory_report", "saved_nbytes"]
 
 #: What memory is for, in the order of a report's columns.
 KINDS: Final = ("parameters", "gradients", "buffers", "kept", "optimizer", "saved")
-_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
@@ -84,14 +83,16 @@ class MemoryReport:
         rows = [
             (
                 name or "(model)",
-                *(_text(row.get(kind, 0)) for kind in kinds),
-                _text(sum(row.values())),
+                *(size_text(row.get(kind, 0)) for kind in kinds),
+                size_text(sum(row.values())),
             )
             for name, row in self.by_module(depth).items()
         ]
-        rows.append(("total", *(_text(self.nbytes(kind)) for kind in kinds), _text(self.nbytes())))
+        rows.append(
+            ("total", *(size_text(self.nbytes(kind)) for kind in kinds), size_text(self.nbytes()))
+        )
         notes = tuple(
-            f"saved as {str(dtype).removeprefix('torch.')}: {_text(size)}"
+            f"saved as {str(dtype).removeprefix('torch.')}: {size_text(size)}"
             for dtype, size in self.by_dtype("saved").items()
         )
         return Table("Memory by module and kind", ("module", *kinds, "all"), tuple(rows), notes)
@@ -102,13 +103,6 @@ class MemoryReport:
 
 def _is_in(name: str, module: str) -> bool:
     return module == "" or name == module or name.startswith(f"{module}.")
-
-
-def _text(nbytes: int) -> str:
-    size, unit = float(nbytes), 0
-    while size >= 1024 and unit < len(_UNITS) - 1:
-        size, unit = size / 1024, unit + 1
-    return f"{size:.4g} {_UNITS[unit]}"
 
 
 def _parts(tensor: Any) -> list[Tensor]:

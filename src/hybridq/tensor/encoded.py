@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..formats import PlaneSpec
 from ..kernels.encode import raise_to_amax
-from ..storage import Plane
+from ..storage import TensorStorage
 from .table import dequantize, handles, is_quantized
 
 __all__: list[str] = []
@@ -37,7 +38,7 @@ def _encode(
     """
     if not is_quantized(x) or row0 or col0:
         return NotImplemented
-    own_row, own_col = _known(x, x.rowwise, row), _known(x, x.columnwise, col)
+    own_row, own_col = _known(x, ROWWISE, row), _known(x, COLUMNWISE, col)
     if col_source != "original" and not (own_row and _source(x) == col_source):
         own_col = []  # of the right format, but of other values
     wants_row = row != "" and keep_row
@@ -59,11 +60,33 @@ def _source(x: Any) -> str:
     return "" if x.own_quantizer is None else x.own_quantizer.columnwise_source
 
 
-def _known(x: Any, plane: Plane | None, text: str) -> list[torch.Tensor]:
-    """Return the buffers of a plane of the matrix x if it is what `text` says."""
-    if plane is None or not text or (plane.rows, plane.cols) != tuple(x.shape):
+def _known(x: Any, direction: Direction, text: str) -> list[torch.Tensor]:
+    """Return the buffers of a plane of the matrix x if it is, or derives to, what `text` says."""
+    storage: TensorStorage = x.tensor_storage
+    first = storage.first
+    if not text or (first.rows, first.cols) != tuple(x.shape):
         return []
-    return plane.tensors if plane.spec == PlaneSpec.parse(text).resolve(x.dtype) else []
+    wanted = PlaneSpec.parse(text).resolve(x.dtype)
+    return storage.plane(direction).tensors if storage.spec(direction) == wanted else []
+
+
+@handles(torch.ops.hybridq.encode_many.default)
+def _encode_many(
+    func: Any,
+    xs: list[Any],
+    row: str,
+    col: str,
+    row_stats: torch.Tensor | None = None,
+    col_stats: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    **options: Any,
+) -> Any:
+    """Return the planes of all, one after the other; each taken or made as by encode."""
+    made: list[torch.Tensor] = []
+    for i, x in enumerate(xs):
+        stats = (None if one is None else one[i : i + 1] for one in (row_stats, col_stats, seeds))
+        made += torch.ops.hybridq.encode(x, row, col, *stats, **options)
+    return made
 
 
 @handles(torch.ops.hybridq.encode_with_amax.default)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .initial import keep_initial
 from .table import handles
 
 __all__ = ["SHAPE_ONLY"]
@@ -66,4 +67,7 @@ def _new(
 
 @handles(_aten.empty_like.default)
 def _empty_like(func: Any, tensor: Any, *, memory_format: Any = None, **options: Any) -> Any:
-    return _new(func, tensor, tensor.shape, **options)
+    made = _new(func, tensor, tensor.shape, **options)
+    if made is not NotImplemented and tensor.initial_value is not None:
+        keep_initial(made, None)  # module.to_empty: the next initialization is to be kept
+    return made

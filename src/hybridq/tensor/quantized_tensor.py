@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +19,18 @@ from ..formats import BUFFER_NAMES
 from ..storage import Plane, PlaneLayout, StorageLayout, TensorStorage
 from . import aten
 from .in_graph import PlaneEntry, assemble, entries, quantizer_of, runs_at_once
+from .initial import InitialValue, attach_initial, copy_attributes
 from .rows import Part, assign_copied
 from .straight_through import Dequantize, DequantizeRows, row_index
-from .table import check_tensor, dequantize, is_flat, is_quantized, matrix_shape
+from .table import (
+    buffer_property,
+    check_tensor,
+    dequantize,
+    is_flat,
+    is_quantized,
+    matrix_shape,
+)
+from .unprepared import Unprepared
 from .usage import used
 
 __all__ = ["QuantizedTensor", "SavedTensor"]
@@ -60,7 +68,7 @@ def _is_node() -> bool:
     return True
 
 
-class QuantizedTensor(torch.Tensor):
+class QuantizedTensor(Unprepared, torch.Tensor):
     """A tensor `(..., K)` held as quantized planes of the matrix `[prod(...), K]`.
 
     Built by a Quantizer; `make` is the constructor for code that already has a storage.
@@ -81,6 +89,8 @@ class QuantizedTensor(torch.Tensor):
     tensor_storage: TensorStorage
     quantizer: Any
     part: Part | None = None
+    #: What it was quantized from, where `quantized_model_init` was asked to keep that.
+    initial_value: InitialValue | None = None
 
     def __init_subclass__(cls, family: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -279,6 +289,7 @@ class QuantizedTensor(torch.Tensor):
         torch.Tensor.data.__set__(self, made)  # type: ignore[attr-defined]
         self.tensor_storage = made.tensor_storage  # type: ignore[attr-defined]
         self.quantizer, self.part = made.quantizer, made.part  # type: ignore[attr-defined]
+        attach_initial(self, made.initial_value)  # type: ignore[attr-defined]
         self.__class__ = type(made)  # type: ignore[assignment]
 
     def _quantized_like_me(self, value: torch.Tensor) -> QuantizedTensor:
@@ -335,6 +346,7 @@ class QuantizedTensor(torch.Tensor):
     # ---- torch's protocols
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        self.tensor_storage.check_graph()
         names = [name for name, _ in self.tensor_storage.named_buffers()]
         layout = self.tensor_storage.flatten()[1]
         return names, (layout, self.dtype, self.quantizer, self._width)
@@ -384,6 +396,8 @@ class QuantizedTensor(torch.Tensor):
         )
         if same and self.part is not None:
             made.part = self.part
+        if same and self.initial_value is not None:
+            attach_initial(made, self.initial_value)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -406,11 +420,7 @@ class QuantizedTensor(torch.Tensor):
         if isinstance(self, torch.nn.Parameter):
             copy = torch.nn.Parameter(copy, requires_grad=self.requires_grad)
         memo[id(self)] = copy
-        if self.grad is not None:
-            copy.grad = deepcopy(self.grad, memo)
-        for name, value in self.__dict__.items():
-            if name not in copy.__dict__ and name != "part":
-                setattr(copy, name, deepcopy(value, memo))  # what users have put on it
+        copy_attributes(self, copy, memo)
         return copy
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -485,14 +495,6 @@ def _rebuild(
 torch.serialization.add_safe_globals([_rebuild])
 
 
-def _buffer_property(direction: str, name: str) -> property:
-    def get(self: QuantizedTensor) -> torch.Tensor | None:
-        plane = getattr(self.tensor_storage, direction)
-        return None if plane is None else plane.buffers.get(name)
-
-    return property(get, doc=f"The `{name}` buffer of the {direction} plane, or None.")
-
-
 for _direction in DIRECTIONS:
     for _name in BUFFER_NAMES:
-        setattr(QuantizedTensor, f"_{_direction}_{_name}", _buffer_property(_direction, _name))
+        setattr(QuantizedTensor, f"_{_direction}_{_name}", buffer_property(_direction, _name))

@@ -10,6 +10,7 @@ import torch
 
 __all__ = [
     "TABLE",
+    "buffer_property",
     "check_tensor",
     "dequantize",
     "handles",
@@ -61,3 +62,13 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     if len(shape) == 0:
         return 1, 1
     return math.prod(shape[:-1]), shape[-1]
+
+
+def buffer_property(direction: str, name: str) -> property:
+    """Return the property of a QuantizedTensor that is one buffer of one plane, or None."""
+
+    def get(self: Any) -> torch.Tensor | None:
+        plane = getattr(self.tensor_storage, direction)
+        return None if plane is None else plane.buffers.get(name)
+
+    return property(get, doc=f"The `{name}` buffer of the {direction} plane, or None.")

@@ -1,0 +1,220 @@
+"""hybridq.quantized_model_init: modules whose weights are quantized tensors from the start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .. import settings
+from ..formats import PlaneSpec
+from ..quantizers import Quantizer
+from ..recipes import Recipe, SlotPlan, bind, default_recipe, get
+from ..tensor import is_quantized
+from ..tensor.initial import keep_initial
+
+__all__ = [
+    "dequantized_state_dict",
+    "fp8_model_init",
+    "plain_weights",
+    "quantize_weights",
+    "quantized_model_init",
+]
+
+
+class _ModelInit(NamedTuple):
+    """What a `quantized_model_init` says to the modules inside."""
+
+    recipe: Recipe
+    preserves: bool
+
+
+def quantized_model_init(
+    recipe: Recipe | str | None = None,
+    *,
+    enabled: bool = True,
+    preserve_high_precision_init_val: bool = False,
+) -> AbstractContextManager[None]:
+    """Context: the weights of hybridq's modules that are made inside live in low precision.
+
+    `Linear`, `GroupedLinear`, `LayerNormLinear`, `RMSNormLinear`, `LayerNormMLP` and what is built
+    of them draw their initial values as ever, and then hold each weight as a parameter that is a
+    QuantizedTensor: the planes of the recipe's weight slot, one of them only where it determines
+    the other. Biases and norms stay as they are, and so do weights that the recipe leaves alone.
+    `hybridq.convert` inside the context quantizes the weights of the modules that it turns.
+
+    Under `hybridq.autocast` with that recipe the planes are used as they are; under another one
+    they are decoded and quantized again.
+
+    Args:
+        recipe: a Recipe or the name of one; None takes that of `hybridq.autocast` without a name.
+            A recipe that reads names is asked by the `name=` of the module's constructor. With
+            delayed scaling, weights have the scale of their own amax.
+        enabled: False: modules inside keep high precision, also within another such context.
+        preserve_high_precision_init_val: each quantized parameter has
+            `get_high_precision_init_val()`, which returns its initial value before quantization, on
+            the CPU, and `clear_high_precision_init_val()`, which frees it. A write to the parameter
+            frees it too: the method then returns None.
+
+    Modules on the meta device get planes there; after `to_empty`, `reset_parameters` fills them.
+
+    Raises:
+        TypeError: `recipe` is no recipe, or a flag is no bool.
+        ValueError: no recipe has that name.
+
+    Source: Transformer Engine's `quantized_model_init` (names and meaning).
+
+    Example:
+        >>> import torch, hybridq
+        >>> with hybridq.quantized_model_init("mxfp8_fwd_nvfp4_bwd"):
+        ...     layer = hybridq.Linear(64, 32)
+        >>> type(layer.weight).__name__, layer.weight.nbytes < 64 * 32 * 2
+        ('HybridQuantizedTensor', True)
+    """
+    chosen = default_recipe() if recipe is None else get(recipe)
+    preserves = preserve_high_precision_init_val
+    flags = (("enabled", enabled), ("preserve_high_precision_init_val", preserves))
+    for name, flag in flags:
+        given: object = flag
+        if not isinstance(given, bool):
+            got = type(given).__name__
+            raise TypeError(f"quantized_model_init: {name} must be a bool, got {got}")
+    return _inside(_ModelInit(chosen, preserves) if enabled else None)
+
+
+@contextmanager
+def _inside(init: _ModelInit | None) -> Iterator[None]:
+    state = settings.current()
+    previous, state.model_init = state.model_init, init
+    try:
+        yield
+    finally:
+        state.model_init = previous
+
+
+def fp8_model_init(
+    enabled: bool = True,
+    recipe: Recipe | str | None = None,
+    preserve_high_precision_init_val: bool = False,
+) -> AbstractContextManager[None]:
+    """Return `quantized_model_init`: Transformer Engine's older name and order of arguments.
+
+    Args:
+        enabled, recipe, preserve_high_precision_init_val: as there; not of FP8 alone.
+
+    Example:
+        >>> import torch, hybridq
+        >>> with hybridq.fp8_model_init(enabled=True, recipe="fp8_current"):
+        ...     layer = hybridq.Linear(64, 32)
+        >>> type(layer.weight).__name__
+        'Float8Tensor'
+    """
+    return quantized_model_init(
+        recipe, enabled=enabled, preserve_high_precision_init_val=preserve_high_precision_init_val
+    )
+
+
+def _slot_quantizer(slot: SlotPlan) -> Quantizer | None:
+    """Return the quantizer of a weight's slot; None where it changes nothing."""
+    if slot.row.is_plain and slot.col.is_plain:
+        return None
+    row, col = PlaneSpec.parse(slot.row.spec), PlaneSpec.parse(slot.col.spec)
+    made = Quantizer(row, col, slot.col_source, amax_group=slot.amax_group or None)
+    derives = row == col and row.is_derivable and slot.col_source == "original"
+    return made.with_usage(columnwise=False) if derives or slot.saves_row else made
+
+
+def quantize_weights(module: Any, weights: Iterable[tuple[str, str]]) -> None:
+    """Quantize a module's weights, if it is made inside `quantized_model_init`.
+
+    Args:
+        module: a QuantizedModule that is otherwise made.
+        weights: names of its weights, and the part that each belongs to.
+
+    Raises:
+        NotImplementedError: a weight is no matrix.
+    """
+    init = settings.current().model_init
+    if not isinstance(init, _ModelInit):
+        return
+    for name, part in weights:
+        weight = module._parameters.get(name)
+        if weight is None or is_quantized(weight):
+            continue
+        plan = bind(init.recipe, module._part_name(part), module._module_type)
+        quantizer = _slot_quantizer(plan.weight)
+        if quantizer is None:
+            continue
+        if weight.dim() != 2:
+            raise module._error(
+                NotImplementedError,
+                f"quantized_model_init: {name} must be a matrix, since each matrix is quantized by "
+                f"itself, got shape {tuple(weight.shape)}; leave single_grouped_weight off",
+            )
+        module._parameters[name] = _quantized(weight, quantizer, init.preserves)
+
+
+def _quantized(weight: nn.Parameter, quantizer: Quantizer, preserves: bool) -> nn.Parameter:
+    values = weight.detach()
+    if values.is_meta:
+        made = quantizer.make_empty(values.shape, dtype=values.dtype, device="meta")
+    else:
+        made = quantizer.quantize(values)
+    parameter = nn.Parameter(made, requires_grad=weight.requires_grad)
+    if preserves:
+        keep_initial(parameter, None if values.is_meta else values)
+    for name, value in vars(weight).items():
+        setattr(parameter, name, value)  # what an init_method has put on it
+    return parameter
+
+
+@contextmanager
+def plain_weights(module: nn.Module) -> Iterator[None]:
+    """Let a module's weights be plain inside; afterwards they are quantized once.
+
+    So that initial values are those of high precision, however many operations make them.
+
+    Args:
+        module: whose quantized parameters are written inside, all of each.
+    """
+    own: dict[str, Any] = {n: one for n, one in module._parameters.items() if is_quantized(one)}
+    for name, parameter in own.items():
+        plain = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        module._parameters[name] = nn.Parameter(plain, parameter.requires_grad)
+    try:
+        yield
+        made: dict[str, Any] = {name: module._parameters[name] for name in own}
+    finally:
+        module._parameters.update(own)
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(made[name])
+            if parameter.initial_value is not None:
+                keep_initial(parameter, made[name])
+
+
+def dequantized_state_dict(module: nn.Module) -> dict[str, Any]:
+    """Return `module.state_dict()` with quantized tensors decoded: a checkpoint for anyone.
+
+    Args:
+        module: any module.
+
+    Returns:
+        Plain tensors of the parameters' nominal dtypes; what was not quantized is not copied.
+
+    Example:
+        >>> import torch, hybridq
+        >>> with hybridq.quantized_model_init("mxfp8"):
+        ...     layer = hybridq.Linear(64, 32)
+        >>> plain = torch.nn.Linear(64, 32)
+        >>> plain.load_state_dict(hybridq.dequantized_state_dict(layer))
+        <All keys matched successfully>
+    """
+    state = module.state_dict()
+    for name, value in state.items():
+        if is_quantized(value):
+            state[name] = value.dequantize()
+    return state

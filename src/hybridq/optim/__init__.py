@@ -1,0 +1,7 @@
+"""Optimizers that keep high-precision values of parameters that are quantized or short."""
+
+from __future__ import annotations
+
+from .adamw import AdamW
+
+__all__ = ["AdamW"]

@@ -1,0 +1,267 @@
+"""hybridq.optim.AdamW: torch's AdamW on masters of high precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.optim.adamw import adamw
+
+from .masters import MASTER, has_master, initial_master, is_low, is_updated_itself, local, store
+
+__all__ = ["AdamW"]
+
+_MASTERS: Final = (torch.float32, torch.bfloat16)
+#: Parameters are updated together until they have so many elements: FP32 copies of gradients and
+#: of short masters are made for so many at a time.
+_TOGETHER: Final = 1 << 25
+
+
+class _Work(NamedTuple):
+    """One parameter in one step; tensors are this rank's parts.
+
+    Attributes:
+        parameter: as the optimizer was given it.
+        values: FP32 (or the parameter's own, longer, dtype), updated in place.
+        grad: of the same dtype.
+        state: of the parameter.
+    """
+
+    parameter: torch.Tensor
+    values: torch.Tensor
+    grad: torch.Tensor
+    state: dict[str, Any]
+
+
+class AdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` whose arithmetic is FP32, for parameters of any precision.
+
+    The state of a parameter that is a QuantizedTensor, BF16 or FP16 holds a master, and moments in
+    FP32. A step updates the master by torch's own AdamW, bit for bit what it does to FP32
+    parameters, and writes the parameter once: a quantized one through its quantizer
+    (`update_quantized`), so that its planes are those of the master. Parameters in FP32 are updated
+    as by `torch.optim.AdamW`.
+
+    A master starts as what its parameter was quantized from, if `hybridq.quantized_model_init` kept
+    that (`preserve_high_precision_init_val=True`) and nothing was written since, else as what the
+    parameter holds. Of sharded parameters (DTensor), masters and moments are sharded alike.
+
+    Args:
+        params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, fused: as for
+            `torch.optim.AdamW`. Weight decay is decoupled.
+        master_dtype: of masters: float32; or bfloat16, which is rounded stochastically, so that
+            small updates are not lost, and of which a BF16 parameter is its own. Random bits
+            follow from torch's generator of the device.
+
+    `load_state_dict` keeps the dtypes of masters and moments, and takes states of
+    `torch.optim.AdamW`. Loading it does not write parameters: load the model as well.
+
+    Raises:
+        ValueError: `master_dtype` is another dtype, or a number is out of range.
+
+    Source: ours; the arithmetic is torch's, the state's key `master_param` that of Transformer
+        Engine's FusedAdam.
+
+    Example:
+        >>> import torch, hybridq
+        >>> with hybridq.quantized_model_init("nvfp4", preserve_high_precision_init_val=True):
+        ...     layer = hybridq.Linear(64, 32, dtype=torch.bfloat16)
+        >>> optimizer = hybridq.optim.AdamW(layer.parameters(), lr=0.1)
+        >>> with hybridq.autocast(recipe="nvfp4"):
+        ...     layer(torch.ones(4, 64, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[layer.weight]["master_param"].dtype, type(layer.weight).__name__
+        (torch.float32, 'NVFP4Tensor')
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        master_dtype: torch.dtype = torch.float32,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        if master_dtype not in _MASTERS:
+            raise ValueError(f"AdamW: master_dtype must be float32 or bfloat16, got {master_dtype}")
+        self._master_dtype = master_dtype
+        self._saved: dict[str, Any] | None = None
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            fused=fused,
+        )
+        self.defaults["master_dtype"] = master_dtype
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; it may have a `master_dtype` of its own.
+
+        Args:
+            param_group: as for torch's optimizers.
+
+        Raises:
+            ValueError: its `master_dtype` is neither float32 nor bfloat16.
+        """
+        dtype = param_group.setdefault("master_dtype", self._master_dtype)
+        if dtype not in _MASTERS:
+            raise ValueError(f"AdamW: master_dtype must be float32 or bfloat16, got {dtype}")
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: computes the loss again and returns it, or None.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+            PlaneError: a quantized parameter has no quantizer.
+        """
+        self._accelerator_graph_capture_health_check()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            works: list[_Work] = []
+            size = 0
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                works.append(self._work(parameter, group))
+                size += parameter.numel()  # of the whole: ranks must make the same batches
+                if size >= _TOGETHER:
+                    self._update(works, group)
+                    works, size = [], 0
+            if works:
+                self._update(works, group)
+        return loss
+
+    def _work(self, parameter: Any, group: dict[str, Any]) -> _Work:
+        own, grad = local(parameter), parameter.grad
+        if grad.is_sparse:
+            raise RuntimeError("AdamW: gradients must be dense, got a sparse one; see SparseAdam")
+        if is_low(own):
+            own.quantizer_for_write("AdamW")
+        state = self.state[parameter]
+        itself = is_updated_itself(own)
+        dtype = own.dtype if itself else torch.float32
+        if "step" not in state:
+            # On the CPU where nothing needs it elsewhere, as in torch.
+            on_device = group["capturable"] or group["fused"]
+            device = own.device if on_device else torch.device("cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, dtype=dtype)
+        if group["amsgrad"] and "max_exp_avg_sq" not in state:
+            state["max_exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
+        values = own.detach()
+        if has_master(own, group["master_dtype"]):
+            if MASTER not in state:
+                state[MASTER] = initial_master(parameter, group["master_dtype"])
+            values = local(state[MASTER])
+        return _Work(parameter, values.to(dtype), local(grad).to(dtype), state)
+
+    def _update(self, works: list[_Work], group: dict[str, Any]) -> None:
+        """Do one step of AdamW to some parameters of a group."""
+
+        def of_all(name: str) -> list[torch.Tensor]:
+            return [local(work.state[name]) for work in works]
+
+        beta1, beta2 = group["betas"]
+        adamw(
+            [work.values for work in works],
+            [work.grad for work in works],
+            of_all("exp_avg"),
+            of_all("exp_avg_sq"),
+            of_all("max_exp_avg_sq") if group["amsgrad"] else [],
+            of_all("step"),
+            foreach=group["foreach"],
+            capturable=group["capturable"],
+            fused=group["fused"],
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+            has_complex=any(work.values.is_complex() for work in works),
+            amsgrad=group["amsgrad"],
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+        together: list[tuple[Any, torch.Tensor]] = []
+        for parameter, values, _, state in works:
+            own = local(parameter)
+            if is_updated_itself(own):
+                continue
+            master = local(state[MASTER]) if MASTER in state else own
+            if master is not values:
+                store(values, master, parameter)
+            if hasattr(own, "quantize_together"):
+                together.append((own, master))
+            elif is_low(own):
+                own.quantize_(master)
+            elif master is not own:
+                own.copy_(master)
+        if together:  # shards: one reduction for all of them
+            together[0][0].quantize_together(together)
+
+    # ---- state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state: of this optimizer, or of `torch.optim.AdamW`.
+
+        Args:
+            state_dict: what `state_dict()` returned.
+        """
+        saved: dict[str, Any] = {}
+        # The last of the hooks: it sees what the others have made of the state.
+        hook = self.register_load_state_dict_pre_hook(lambda _, given: saved.update(given))
+        self._saved = saved
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            self._saved = None
+            hook.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._master_dtype = self.defaults["master_dtype"]
+        saved = self.__dict__.setdefault("_saved", None)
+        for group in self.param_groups:
+            group.setdefault("master_dtype", self._master_dtype)
+        if saved is not None:
+            self._take_long(saved)
+
+    def _take_long(self, saved: dict[str, Any]) -> None:
+        """Take masters and moments as they were saved: torch casts them to a parameter's dtype."""
+        groups = zip(saved["param_groups"], self.param_groups, strict=True)
+        for saved_group, group in groups:
+            for key, parameter in zip(saved_group["params"], group["params"], strict=True):
+                if is_updated_itself(parameter):
+                    continue
+                for name, value in saved["state"].get(key, {}).items():
+                    if name == "step" or not isinstance(value, torch.Tensor):
+                        continue
+                    dtype = group["master_dtype"] if name == MASTER else torch.float32
+                    self.state[parameter][name] = value.to(parameter.device, dtype)

@@ -1,0 +1,131 @@
+"""Masters: the high-precision values that an optimizer updates in the place of a parameter."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from ..quantizers import draw_seed
+from ..tensor import matrix_shape
+
+__all__ = [
+    "MASTER",
+    "has_master",
+    "initial_master",
+    "is_low",
+    "is_updated_itself",
+    "local",
+    "store",
+]
+
+#: Key of the master in an optimizer's state, as in the peer's FusedAdam.
+MASTER: Final = "master_param"
+_SHORT: Final = (torch.bfloat16, torch.float16)
+
+
+def local(tensor: Any) -> Any:
+    """Return this rank's part of a DTensor, which shares its memory; others as they are."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def is_low(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is written through a quantizer: a QuantizedTensor, or a shard."""
+    return hasattr(tensor, "quantize_")
+
+
+def is_updated_itself(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is precise enough to be its own master: FP32 and FP64."""
+    own = local(parameter)
+    return not is_low(own) and own.dtype not in _SHORT
+
+
+def has_master(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether an optimizer's state holds a master of `parameter`.
+
+    A plain parameter that has the master's dtype is it.
+
+    Args:
+        parameter: plain or quantized, sharded or not.
+        dtype: of masters.
+    """
+    own = local(parameter)
+    return not is_updated_itself(own) and (is_low(own) or own.dtype != dtype)
+
+
+def initial_master(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the master of a parameter that has none yet, sharded like it.
+
+    It is what the parameter was quantized from, if that was kept (which is then freed), else what
+    it decodes to.
+
+    Args:
+        parameter: plain or quantized, sharded or not.
+        dtype: of the master.
+    """
+    own: Any = local(parameter)
+    values = None
+    if is_low(own):
+        kept = own.initial_value
+        values = None if kept is None else kept.get()
+        if values is None:
+            values = own.detach().dequantize(dtype=torch.float32)
+        if kept is not None:
+            kept.clear()
+    else:
+        values = own.detach()
+    made = values.to(own.device, dtype, copy=True).reshape(own.shape)
+    return _sharded_like(made, parameter)
+
+
+def _sharded_like(values: torch.Tensor, parameter: Any) -> torch.Tensor:
+    if local(parameter) is parameter:
+        return values
+    from torch.distributed.tensor import DTensor  # not every build of torch has it
+
+    made: torch.Tensor = DTensor.from_local(
+        values,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return made
+
+
+def _place(parameter: Any) -> tuple[int, int]:
+    """Return where this rank's part begins in the matrix of the whole parameter."""
+    if local(parameter) is parameter or parameter.dim() == 0:
+        return 0, 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    row = 0
+    for size, start in zip(parameter.shape[:-1], offset[:-1], strict=True):
+        row = row * size + start
+    return row, offset[-1]
+
+
+def store(values: torch.Tensor, target: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Write FP32 `values` to `target`, in one pass; a short one is rounded stochastically.
+
+    Args:
+        values: float32, this rank's part.
+        target: this rank's part of a master, or of `parameter` itself.
+        parameter: whose values they are; says which rows this rank has, and so which random bits.
+    """
+    if target.dtype == torch.float32:
+        target.copy_(values)
+        return
+    row0, col0 = _place(parameter)
+    rounded = torch.ops.hybridq.round_stochastic(
+        values.reshape(matrix_shape(values.shape)),
+        draw_seed(values.device),
+        target.dtype,
+        row0=row0,
+        col0=col0,
+    )
+    target.copy_(rounded.reshape(values.shape))
