@@ -1,12 +1,13 @@
 """What an eager call costs beside its kernel: a tiny quantize, and Linear at batch 1.
 
-    python benchmarks/host_overhead.py [--threads 1] [--rounds 300]
+    python benchmarks/host_overhead.py [--threads 1] [--rounds 300] [--parts quantize,linear]
 
 All cases take turns, in chunks that are shorter than a scheduler's time slice, so that all meet the
 same noise. Of every case its fastest and its median chunk are kept, and its ratio to a yardstick,
 chunk by chunk in the same turn: of a quantize to an operator of torch.library that does nothing, of
 a Linear to nn.Linear. The floor is what torch itself takes for the steps that a quantize cannot do
-without. Writes benchmarks/results/host-<machine>-<threads>t-<date>.json.
+without. Writes benchmarks/results/host-<machine>-<threads>t-<date>.json, with the parts in its name
+where they are not all.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ import hybridq
 from hybridq.kernels.watch import nothing_watches
 from hybridq.report import diagnose
 
+PARTS = ("quantize", "linear")
 FORMATS = ("mxfp8", "nvfp4", "fp8_e4m3")
 SIZES = (64, 256, 1024, 2048)
-RECIPE = "mxfp8"
+RECIPES = ("mxfp8", "nvfp4", "fp8_current")
 #: Seconds that a chunk should take.
 CHUNK = 2e-4
 
@@ -46,14 +48,14 @@ class Case:
         name: what it is called in the table.
         run: one call.
         yardstick: name of the case that it is compared with.
-        recipe: it runs under `hybridq.autocast`.
+        recipe: of the `hybridq.autocast` that it runs under; empty: it runs under none.
         grads: autograd is on.
     """
 
     name: str
     run: Callable[[], object]
     yardstick: str
-    recipe: bool = False
+    recipe: str = ""
     grads: bool = True
 
 
@@ -128,37 +130,53 @@ def quantizes(x: torch.Tensor) -> list[Case]:
 def linears(size: int) -> list[Case]:
     """Return Linear at batch 1 beside nn.Linear of the same parameters."""
     plain = nn.Linear(size, size, dtype=torch.bfloat16)
-    ours = hybridq.Linear(size, size, dtype=torch.bfloat16)
-    ours.load_state_dict(plain.state_dict())
-    kept = hybridq.convert(nn.Sequential(nn.Linear(size, size, dtype=torch.bfloat16)))[0]
     x = torch.randn(1, size, dtype=torch.bfloat16)
+    ours = _linear(plain)
     cases = []
     for grads, mode in ((True, "grad"), (False, "no_grad")):
         base = f"nn.Linear {size}, {mode}"
         cases += [
             Case(base, lambda: plain(x), base, grads=grads),
             Case(f"Linear {size}, {mode}, no recipe", lambda: ours(x), base, grads=grads),
-            Case(f"Linear {size}, {mode}", lambda: ours(x), base, True, grads),
-            Case(
-                f"Linear {size}, {mode}, weight kept",
-                lambda: kept(x, is_first_microbatch=False),
-                base,
-                True,
-                grads,
-            ),
         ]
+        for recipe in RECIPES:
+            # Layers of their own: a step of one must not meet what another has left in caches.
+            every, kept = _linear(plain), _linear(plain)
+            name = f"Linear {size}, {mode}, {recipe}"
+            cases += [
+                Case(name, lambda m=every: m(x), base, recipe, grads),
+                Case(
+                    f"{name}, weight kept",
+                    lambda m=kept: m(x, is_first_microbatch=False),
+                    base,
+                    recipe,
+                    grads,
+                ),
+            ]
     return cases
+
+
+def _linear(plain: nn.Linear) -> hybridq.Linear:
+    made = hybridq.Linear(plain.in_features, plain.out_features, dtype=torch.bfloat16)
+    made.load_state_dict(plain.state_dict())
+    return made
 
 
 def seconds(case: Case, count: int) -> float:
     """Time of one call, of `count` in a row after one that is not timed: caches are its own."""
-    recipe = hybridq.autocast(recipe=RECIPE) if case.recipe else nullcontext()
+    recipe = hybridq.autocast(recipe=case.recipe) if case.recipe else nullcontext()
     with torch.set_grad_enabled(case.grads), recipe:
         case.run()
-        start = time.perf_counter()
+        clock = _clock()
+        start = clock()
         for _ in range(count):
             case.run()
-        return (time.perf_counter() - start) / count
+        return (clock() - start) / count
+
+
+def _clock() -> Callable[[], float]:
+    """Return the thread's processor time, if there is one thread: others' work is not in it."""
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def measure(cases: list[Case], rounds: int) -> list[dict[str, object]]:
@@ -200,31 +218,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
     options = parser.parse_args()
+    parts = options.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"--parts takes {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     torch.set_num_threads(options.threads)
     found = diagnose("cpu")
     x = torch.randn(16, 32, dtype=torch.bfloat16)
-    groups = [[*floor(x), *quantizes(x)], *(linears(size) for size in SIZES)]
+    groups = []
+    if "quantize" in parts:
+        groups.append([*floor(x), *quantizes(x)])
+    if "linear" in parts:
+        groups += [linears(size) for size in SIZES]
     rows = [row for group in groups for row in measure(group, options.rounds)]
     for row in rows:
         print(
-            f"{row['case']:<48} {row['fastest_us']:>9} us  median {row['median_us']:>9} us  "
+            f"{row['case']:<52} {row['fastest_us']:>9} us  median {row['median_us']:>9} us  "
             f"{row['ratio_of_fastest']:>6}x of fastest, {row['ratio']:>6}x {row['quartiles']}"
         )
     result = {
         "what": "time of one eager call, and its ratio to the yardstick of the same turn",
+        "clock": "processor time of the thread" if options.threads == 1 else "wall",
         "machine": found.machine.cpu,
         "versions": {key: found.versions[key] for key in ("hybridq", "torch", "python")},
         "threads": options.threads,
         "load": round(os.getloadavg()[0], 1),
         "shape": [16, 32],
-        "recipe": RECIPE,
+        "recipes": RECIPES,
         "rounds": options.rounds,
         "cases": rows,
     }
     day = datetime.date.today().isoformat()
     name = "-".join(found.machine.cpu.lower().split()[:2]) or platform.machine()
-    path = Path(__file__).parent / "results" / f"host-{name}-{options.threads}t-{day}.json"
+    which = "" if set(parts) == set(PARTS) else "-".join(parts) + "-"
+    path = Path(__file__).parent / "results" / f"host-{which}{name}-{options.threads}t-{day}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(path)
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 Run = Callable[[], object]
 
@@ -65,6 +66,21 @@ def measure(cases: Iterable[Case], rounds: int, threads: int) -> dict[str, dict[
             "most": case.most,
         }
     return table
+
+
+def over_runs(tables: list[dict[str, dict[str, object]]]) -> dict[str, dict[str, object]]:
+    """Return the tables of several runs as one: medians of the medians, and the widest bands."""
+    merged: dict[str, dict[str, object]] = {}
+    for label, first in tables[0].items():
+        rows: list[Any] = [table[label] for table in tables]
+        medians = [row["median"] for row in rows]
+        merged[label] = first | {
+            "median": statistics.median(medians),
+            "low": min(row["low"] for row in rows),
+            "high": max(row["high"] for row in rows),
+            "medians": medians,
+        }
+    return merged
 
 
 def lines(table: dict[str, dict[str, object]]) -> list[str]:
