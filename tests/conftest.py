@@ -85,6 +85,17 @@ def registries():
 
 
 @pytest.fixture
+def warns_anew() -> None:
+    """What is warned of once per process, or where a backend is first looked up, is so again."""
+    from hybridq import errors
+    from hybridq.kernels import registry
+
+    errors._seen.clear()
+    for clear in registry._cached:
+        clear()
+
+
+@pytest.fixture
 def seed(request) -> int:
     """A seed of this test's own: the same in every run, another for every test."""
     return zlib.crc32(request.node.nodeid.encode())
