@@ -1,4 +1,5 @@
 # make demo            train a small language model once per recipe, and compare (about 5 minutes)
+# make demo-fsdp       train it on RANKS=2 processes under FSDP2, and again in one (minutes)
 # make test            the default test suite
 # make test-slow       the tests that take longer
 # make lint            ruff and mypy
@@ -31,6 +32,8 @@ TORCH ?= torch==2.13.0
 # For example: make demo ARGS="--steps 50 --recipes bf16,mxfp8"
 #              make demo ARGS="--model moe" (a mixture of experts)
 ARGS ?=
+# For example: make demo-fsdp RANKS=4 ARGS="--steps 20 --recipe nvfp4"
+RANKS ?= 2
 # For example: --cuobjdump <path>, if the toolkit has none.
 SASS_ARGS ?=
 # For example: make fuzz MINUTES=60, or a round again: make fuzz FUZZ_ARGS="--seed 17 --rounds 1"
@@ -68,11 +71,15 @@ WHEEL_STAMP := $(VENV)/.installed-wheel-tools
 EMULATION_STAMP := build/emulation/.built
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-slow lint sanitize exhaustive mutants arm64-check fuzz bench docs wheel \
+.PHONY: demo demo-fsdp test test-slow lint sanitize exhaustive mutants arm64-check fuzz bench docs wheel \
   wheel-check sdist-check kernels-check emulation gpu gpu-facts clean distclean
 
 demo: $(DEMO_STAMP)
 	$(BIN)/python -m hybridq train $(ARGS)
+
+demo-fsdp: $(DEMO_STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone \
+	  --nproc-per-node $(RANKS) -m hybridq train-fsdp $(ARGS)
 
 # Without echo, and with nothing after it: pytest's closing line is the last one.
 test: $(DEV_STAMP) $(EMULATION_STAMP)

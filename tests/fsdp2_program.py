@@ -7,9 +7,7 @@ for bit, and a sharded run must be the unsharded one in every bit over several o
 from __future__ import annotations
 
 import copy
-import faulthandler
 import itertools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,12 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 import hybridq
 from hybridq.distributed import prepare_fsdp2, wire_nbytes
+from rank_program import main
 
 #: Deterministic and stochastic, uniform and hybrid, derivable and not, scales per tensor and block.
 RECIPES = (
     *("mxfp8", "nvfp4", "fp8_current", "fp8_block", "mxfp8_fwd_nvfp4_bwd", "nvfp4_1d_weight"),
     *("mxfp8_fwd_high_precision_bwd", "high_precision_fwd_mxfp8_bwd"),
 )
+
 #: Features of three layers: shards are aligned; or misaligned, uneven, with blocks cut.
 SIZES = {"aligned": (64, 128, 64, 32), "cut": (40, 100, 36, 20), "uneven": (33, 70, 51, 7)}
 STEPS = 3
@@ -241,18 +241,5 @@ def freed() -> None:
     assert sum(b.untyped_storage().nbytes() for b in held) == 0
 
 
-def main() -> None:
-    faulthandler.enable()
-    rank, world, store, *names = sys.argv[1:]
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world)
-    )
-    for name in names:
-        globals()[name]()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    main(globals())

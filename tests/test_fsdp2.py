@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,32 +20,42 @@ needs_gloo = pytest.mark.skipif(
 )
 
 
-def run(world: int, store: Path, *names: str) -> None:
-    """Run scenarios in `world` processes."""
-    program = Path(__file__).with_name("fsdp2_program.py")
+def run(
+    world: int,
+    store: Path,
+    *names: str,
+    program: str = "fsdp2_program.py",
+    leaves: int | None = None,
+    timeout: float = 300.0,
+) -> None:
+    """Run scenarios in `world` processes; the outcome of the rank that `leaves` does not matter."""
+    file = Path(__file__).with_name(program)
     ranks = [
         subprocess.Popen(
             [
                 sys.executable,
                 "-W",
                 "ignore",
-                str(program),
+                str(file),
                 str(rank),
                 str(world),
                 str(store),
                 *names,
             ],
+            env={**os.environ, "TEST_TIMEOUT": str(timeout)},
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(world)
     ]
     try:
-        outcomes = [(process.communicate(timeout=300)[1], process.returncode) for process in ranks]
+        staying = [process for rank, process in enumerate(ranks) if rank != leaves]
+        outcomes = [(one.communicate(timeout=timeout)[1], one.returncode) for one in staying]
     finally:
         for process in ranks:
             process.kill()
-    errors = [f"rank {rank}: {text}" for rank, (text, code) in enumerate(outcomes) if code]
+            process.wait()
+    errors = [f"process {n}: {text}" for n, (text, code) in enumerate(outcomes) if code]
     assert not errors, "\n".join(errors)
 
 

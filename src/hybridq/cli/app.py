@@ -7,7 +7,9 @@ import typer
 from .conformance import conformance
 from .convert_checkpoint import convert_checkpoint_command
 from .doctor import doctor
+from .plan import plan
 from .train import train
+from .train_fsdp import train_fsdp
 
 app = typer.Typer(
     name="hybridq",
@@ -24,6 +26,8 @@ def main() -> None:
 
 
 app.command()(train)
+app.command("train-fsdp")(train_fsdp)
 app.command()(doctor)
+app.command()(plan)
 app.command()(conformance)
 app.command("convert-checkpoint")(convert_checkpoint_command)

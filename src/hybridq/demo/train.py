@@ -23,6 +23,9 @@ from .variants import PLAIN, VARIANTS
 BASELINE = "bf16"
 """The recipe without quantization, which the others are compared with."""
 
+COUNTED_STEP = 1
+"""The step whose collectives are counted, if there are several: like it are all later ones."""
+
 _WARMUP_STEPS_OF_TIMER = 2
 """First steps that the speed leaves out: allocations and compilation, not training."""
 
@@ -171,7 +174,7 @@ class Run:
         config, result = self.config, self.result
         started = time.perf_counter()
         self._measure()
-        optimizer = _optimizer(self.model, config)
+        optimizer = make_optimizer(self.model, config)
         held_out = [
             (x.to(config.device), y.to(config.device))
             for x, y in validation_batches(
@@ -254,11 +257,20 @@ class Run:
         self.result.weight_nbytes = weight_nbytes(self.model, self.recipe)
 
 
-def _optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module, config: TrainConfig, fused: bool = True
+) -> torch.optim.Optimizer:
+    """Return AdamW that decays matrices only.
+
+    Args:
+        model: whose parameters.
+        config: the rates.
+        fused: one pass over the values; their bits then depend on where they lie in memory.
+    """
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=fused)

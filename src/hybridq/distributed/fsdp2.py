@@ -5,38 +5,66 @@
 for the optimizer; what travels in an all-gather are the planes of the recipe, each rank having
 encoded its own rows (see `shards`). A forward gathers rowwise planes, a backward columnwise ones.
 
-The unsharded parameter that a module finds as its weight is a QuantizedTensor.
+The unsharded parameter that a module finds as its weight is a QuantizedTensor. Weights that are
+quantized already (`quantized_model_init`) become `QuantizedWeight`s, whose shards stay quantized.
 """
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..nn import QuantizedModule
+from ..tensor import is_quantized
+from .agreement import Prepared, read_arrived
 from .gather import GatheredParameter
+from .held import HeldParameter
+from .quantized_weight import QuantizedWeight
 from .weight import GatheredWeight
 from .work import ShardWork, encode_shards
 
-__all__ = ["prepare_fsdp2", "wire_nbytes"]
+__all__ = ["Weight", "gathered_weights", "prepare_fsdp2", "wire_nbytes"]
+
+
+class Weight(NamedTuple):
+    """A weight that can travel as planes.
+
+    Attributes:
+        module, part: a module that owns it, and which of the module's parts it is.
+        path: its qualified name.
+        parameter: itself.
+        owners: all modules that use it, with its name in them.
+    """
+
+    module: QuantizedModule
+    part: str
+    path: str
+    parameter: nn.Parameter
+    owners: list[tuple[nn.Module, str]]
+
+
+_PREPARED: Final = (GatheredWeight, QuantizedWeight)
 
 
 def prepare_fsdp2(model: nn.Module) -> nn.Module:
     """Let the weights of hybridq's modules in `model` travel as planes; return `model`.
 
     Called before `fully_shard`. Parameters keep their values, dtype and names; what an optimizer
-    updates, and what a state_dict holds, stay tensors of high precision.
+    updates, and what a state_dict holds, stay tensors of high precision. A parameter that is a
+    QuantizedTensor stays quantized in its shards; in a state_dict it is decoded.
 
     Args:
         model: any module.
 
     Raises:
         TypeError: `model` is no module.
-        RuntimeError: a weight is a DTensor already: `fully_shard` came first.
+        RuntimeError: a weight is a DTensor already: `fully_shard` or tensor parallelism came first.
+        NotImplementedError: a quantized weight is on the meta device, or rounded stochastically,
+            or belongs to a GroupedLinear or to a module of another library.
 
     A weight that another kind of module uses as well (tied to an embedding) is left as it is.
 
@@ -49,6 +77,35 @@ def prepare_fsdp2(model: nn.Module) -> nn.Module:
     given: object = model
     if not isinstance(given, nn.Module):
         raise TypeError(f"prepare_fsdp2: model must be an nn.Module, got {type(given).__name__}")
+    found = gathered_weights(model)
+    _check_quantized(model, {id(weight.parameter) for weight in found})
+    prepared = Prepared(model)
+    for module, part, path, parameter, owners in found:
+        if isinstance(getattr(*owners[0]).data, _PREPARED):
+            continue  # tied, and done
+        if is_quantized(parameter):
+            tensor: Any = _held(parameter, (*owners[0], part, path), prepared)
+        else:
+            about = GatheredParameter(module, part, path, prepared)
+            tensor = GatheredWeight(parameter.data, about)
+        made = nn.Parameter(tensor, parameter.requires_grad)
+        for owner, name in owners:
+            owner._parameters[name] = made
+    for owner in {owner for *_, owners in found for owner, _ in owners}:
+        owner.register_state_dict_post_hook(_plain_state)
+    _hook.install()
+    return model
+
+
+def gathered_weights(model: nn.Module) -> list[Weight]:
+    """Return the weights of hybridq's modules in `model` that can travel as planes.
+
+    Args:
+        model: any module; those that `prepare_fsdp2` has prepared already are left out.
+
+    Raises:
+        RuntimeError: a weight is a DTensor already.
+    """
     users: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -59,28 +116,44 @@ def prepare_fsdp2(model: nn.Module) -> nn.Module:
             continue
         for name, part in module._weights.items():
             weight = module._parameters.get(name)
-            if weight is None or weight.dim() != 2 or type(weight.data) is GatheredWeight:
+            if weight is None or weight.dim() != 2 or isinstance(weight.data, _PREPARED):
                 continue
-            if type(weight.data) is not torch.Tensor:
+            if type(weight.data) is not torch.Tensor and not is_quantized(weight):
                 raise RuntimeError(
                     f"prepare_fsdp2: {path}.{name} must be a plain parameter, got "
-                    f"{type(weight.data).__name__}; call prepare_fsdp2 before fully_shard"
+                    f"{type(weight.data).__name__}; call prepare_fsdp2 before fully_shard, and not "
+                    "for weights that are split by tensor parallelism"
                 )
             owners = users[id(weight)]
             if all(name in getattr(owner, "_weights", ()) for owner, name in owners):
-                found.append((module, part, f"{path}.{name}", weight, owners))
-    for module, part, path, parameter, owners in found:
-        if isinstance(getattr(*owners[0]).data, GatheredWeight):
-            continue  # tied, and done
-        about = GatheredParameter(module, part, path)
-        made = nn.Parameter(GatheredWeight(parameter.data, about), parameter.requires_grad)
-        for owner, name in owners:
-            owner._parameters[name] = made
-        _alive.add(about)
-    for owner in {owner for *_, owners in found for owner, _ in owners}:
-        owner.register_state_dict_post_hook(_plain_state)
-    _hook.install()
-    return model
+                found.append(Weight(module, part, f"{path}.{name}", weight, owners))
+    return found
+
+
+def _check_quantized(model: nn.Module, taken: set[int]) -> None:
+    """Raise where a quantized parameter would be quantized anew by its shards."""
+    for path, parameter in model.named_parameters():
+        if is_quantized(parameter) and id(parameter) not in taken:
+            raise NotImplementedError(
+                f"prepare_fsdp2: {path} {list(parameter.shape)} is quantized, and only weights of "
+                "linear modules, which no other kind of module uses, stay so in shards; make its "
+                "module under quantized_model_init(enabled=False)"
+            )
+
+
+def _held(parameter: Any, place: tuple[Any, str, str, str], prepared: Prepared) -> QuantizedWeight:
+    """Return a quantized parameter as one that FSDP2 may shard."""
+    if parameter.is_meta:
+        raise NotImplementedError(
+            f"prepare_fsdp2: {place[-1]} must have values, got a meta tensor; fill the module first"
+        )
+    storage = parameter.tensor_storage
+    quantizer = parameter.quantizer_for_write("prepare_fsdp2")
+    about = HeldParameter(*place, storage, quantizer, prepared)
+    held = about.whole(storage)
+    if parameter.initial_value is not None:
+        held.initial = parameter.initial_value.get()
+    return QuantizedWeight(held, about, parameter.shape, parameter.dtype, parameter.device)
 
 
 def _plain_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -88,9 +161,9 @@ def _plain_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata
     for name in getattr(module, "_weights", ()):
         tensor = state.get(prefix + name)
         local = getattr(tensor, "_local_tensor", tensor)
-        if not isinstance(local, GatheredWeight):
+        if not isinstance(local, _PREPARED):
             continue
-        values = local.high
+        values = local.high if isinstance(local, GatheredWeight) else local.dequantize()
         if local is not tensor:
             from torch.distributed.tensor import DTensor  # not every build of torch has it
 
@@ -106,11 +179,15 @@ def _plain_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata
         state[prefix + name] = values
 
 
-_alive: weakref.WeakSet[GatheredParameter] = weakref.WeakSet()
+def _abouts(parameters: Iterable[torch.Tensor]) -> list[GatheredParameter]:
+    """Return what prepared weights among `parameters` know, each once, in the order of making."""
+    locals_ = (getattr(parameter, "_local_tensor", parameter) for parameter in parameters)
+    found = {one._about for one in locals_ if isinstance(one, _PREPARED)}
+    return sorted(found, key=lambda about: about.serial)
 
 
 class _Hook:
-    """After every step of an optimizer: the maxima of all shards, by one reduction per group."""
+    """After every step of an optimizer: the maxima of its shards, by one reduction per group."""
 
     def __init__(self) -> None:
         self._is_installed = False
@@ -122,9 +199,12 @@ class _Hook:
             register_optimizer_step_post_hook(self._run)
 
     @torch.no_grad()
-    def _run(self, *_: Any) -> None:
+    def _run(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        read_arrived()
+        # Only what this optimizer holds: all ranks agree about that. A model that is not used any
+        # more may be collected on one rank, and be there still on another.
         by_group: dict[int, tuple[Any, list[ShardWork]]] = {}
-        for about in sorted(_alive, key=lambda one: one.serial):
+        for about in _abouts(p for group in optimizer.param_groups for p in group["params"]):
             work = about.work_ahead()
             if work is not None:
                 group = about.last_call().group
@@ -144,10 +224,4 @@ def wire_nbytes(model: nn.Module) -> int:
     Args:
         model: that `prepare_fsdp2` prepared.
     """
-    abouts = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            local = getattr(parameter, "_local_tensor", parameter)
-            if isinstance(local, GatheredWeight):
-                abouts[id(local._about)] = local._about
-    return sum(about.nbytes for about in abouts.values())
+    return sum(about.nbytes for about in _abouts(model.parameters()))

@@ -4,133 +4,25 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, Final, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ..direction import COLUMNWISE, ROWWISE, Direction
-from ..errors import PlaneError, warn_once
+from ..direction import ROWWISE, Direction
+from ..errors import PlaneError
 from ..formats import PlaneSpec
 from ..nn import QuantizedModule
-from ..recipes import SlotPlan
 from ..storage import Plane, TensorStorage
-from .shards import Shards, StorageShards
+from .agreement import Prepared, Wish, check_trailers, current_wish, trailer
+from .call import Call
+from .fingerprint import DIGEST_NBYTES
+from .shards import StorageShards
 from .work import Maxima, ShardWork, encode_shards
 
 __all__ = ["GatheredParameter", "GatheredStorage"]
 
-#: Random streams of a weight's planes, as in the modules' own function.
-_STREAMS: Final = (4, 5)
 _serials = itertools.count()
-
-
-class _Shard(Protocol):
-    """What holds this rank's rows."""
-
-    high: torch.Tensor
-
-
-class Call:
-    """How one all-gather of a parameter is done; the same on every rank.
-
-    Args:
-        group: over which.
-        rank, world: in it.
-        shape: of the whole parameter.
-        dtype: that it is gathered in, or quantized from.
-        slot: of the plan, or None.
-    """
-
-    def __init__(
-        self,
-        group: Any,
-        rank: int,
-        world: int,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        slot: SlotPlan | None,
-    ) -> None:
-        self.group, self.rank, self.world = group, rank, world
-        self.shape, self.dtype, self.slot = shape, dtype, slot
-        cols = 1
-        for size in shape[1:]:
-            cols *= size
-        self.shards = Shards.chunks(shape[0], cols, world)
-
-    def key(self) -> tuple[Any, ...]:
-        """Return what maxima depend on beside the values."""
-        return self.world, self.shape, self.dtype, self.slot
-
-    def spec(self, direction: Direction) -> PlaneSpec:
-        """Return the spec of the plane of `direction` that a gather brings."""
-        whole = self.plan(True, True, "")
-        spec = whole.col if direction == COLUMNWISE and whole.col is not None else whole.row
-        return spec if spec is not None else PlaneSpec.plain(self.dtype)
-
-    @property
-    def derives(self) -> bool:
-        """Whether one plane is the other one, transposed."""
-        whole = self.plan(True, True, "")
-        return whole.col is None or whole.derives
-
-    @property
-    def is_even(self) -> bool:
-        """Whether all ranks have equally many rows."""
-        return self.shards.sizes[0] * self.world == self.shape[0]
-
-    def inputs(self, payload: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return what FSDP2 gathers: the payload, or padded parts of it.
-
-        Where shards are uneven, FSDP2 takes tensors of the padded shard's shape only, and always
-        as many as in the first gather: enough for any one plane.
-        """
-        if self.is_even:
-            return (payload,)
-        rows = self.shards.sizes[0]
-        most = max(self.plan(row, not row, "").payload for row in (True, False))
-        count = -(-max(most, payload.numel()) // (rows * self.shards.cols))
-        padded = payload.new_zeros(count, rows, *self.shape[1:])
-        padded.view(-1)[: payload.numel()] = payload
-        return padded.unbind(0)
-
-    def plain(self) -> StorageShards:
-        """Return the plan that gathers the values as they are."""
-        return StorageShards(PlaneSpec.plain(self.dtype), None, "original", self.shards)
-
-    def plan(self, row: bool, col: bool, name: str) -> StorageShards:
-        """Return the plan that gathers these planes, or the values where shards cannot."""
-        slot = self.slot
-        if slot is None or len(self.shape) != 2:
-            return self.plain()
-        specs = [PlaneSpec.parse(p.spec).resolve(self.dtype) for p in (slot.row, slot.col)]
-        whole = StorageShards(specs[0], specs[1], slot.col_source, self.shards, _STREAMS)
-        reason = whole.problem
-        if any(spec.stochastic for spec in specs):
-            reason = "stochastic rounding draws for the whole weight"
-        if all(spec.format.is_identity for spec in specs):
-            return self.plain()
-        if reason is not None:
-            if not name:
-                return self.plain()
-            plain = self.plain().payload
-            warn_once(
-                f"fsdp2.plain:{name}:{whole}",
-                f"fsdp2: {name} {list(self.shape)} is gathered as {self.dtype} and quantized "
-                f"after, {plain} bytes per rank instead of {whole.payload}: {reason}; rows per "
-                f"rank are {self.shards.sizes[0]}, and multiples of "
-                f"{max(plane.unit for plane in whole.planes)} would do",
-            )
-            return self.plain()
-        if whole.derives:
-            return whole
-        if not col or slot.saves_row:  # the backward decodes the rowwise plane
-            return StorageShards(specs[0], None, "original", self.shards, _STREAMS)
-        if not row and slot.col_source == "original":
-            return StorageShards(None, specs[1], "original", self.shards, _STREAMS)
-        return StorageShards(
-            specs[0], specs[1], slot.col_source, self.shards, _STREAMS, sends_row=row
-        )
 
 
 class GatheredParameter:
@@ -140,18 +32,27 @@ class GatheredParameter:
         module: that it belongs to.
         part: of the module's parts.
         name: for messages.
+        prepared: the call of `prepare_fsdp2`; None: ranks compare nothing before the first gather.
     """
 
-    def __init__(self, module: QuantizedModule, part: str, name: str) -> None:
+    def __init__(
+        self, module: QuantizedModule, part: str, name: str, prepared: Prepared | None = None
+    ) -> None:
         self._module = weakref.ref(module)
         self._part, self.name = part, name
+        self._prepared = prepared
+        #: By phase, what all ranks computed in the last gather; and in the last of any phase.
+        self._agreed: dict[str, Wish] = {}
+        self._last_agreed: Wish | None = None
         #: Whether a gather in a forward, or in a backward, brings the (rowwise, columnwise) plane.
         #: A plane that is missed once is brought from then on.
         self.wanted = {"forward": (True, False), "backward": (False, True)}
         #: The last gather.
         self.call: Call | None = None
-        self.shard: weakref.ref[_Shard] | None = None
+        self.shard: weakref.ref[Any] | None = None
         self.storage: GatheredStorage | None = None
+        #: How many tensors FSDP2 gathers: as many as in the first gather.
+        self._num_inputs: int | None = None
         #: Buffers of the unsharded parameter. FSDP2 holds this very list.
         self.inner: list[torch.Tensor] = []
         #: Where FSDP2 has put what it gathered: tensors that it made for the first gather.
@@ -161,10 +62,117 @@ class GatheredParameter:
         self._maxima: tuple[Any, Maxima] = (None, {})
         self.serial = next(_serials)
 
-    def slot(self) -> SlotPlan | None:
-        """Return how the recipe in force quantizes it; None: not at all."""
+    def mesh(self) -> Any:
+        """Return the mesh of all ranks that hold the parameter; None: there is none."""
         module = self._module()
-        return None if module is None else module._weight_slot(self._part)
+        if module is None:
+            return None
+        names = [name for name, part in module._weights.items() if part == self._part]
+        meshes = [getattr(module._parameters.get(name), "device_mesh", None) for name in names]
+        return next((mesh for mesh in meshes if mesh is not None), None)
+
+    def next_call(
+        self, group: Any, shape: torch.Size, dtype: torch.dtype, phase: str, mesh: Any
+    ) -> Call:
+        """Return how the gather that begins is done: as ranks have agreed.
+
+        Args:
+            group: over which.
+            shape: of the whole parameter.
+            dtype: that it is gathered in, or quantized from.
+            phase: of the call.
+            mesh: of all ranks that hold the parameter, or None.
+
+        Raises:
+            RuntimeError: ranks differ, on all of them.
+        """
+        if self._prepared is not None:
+            self._prepared.compare_once(mesh, group)
+        self.call = self._new_call(group, shape, dtype, phase)
+        return self.call
+
+    def _new_call(self, group: Any, shape: torch.Size, dtype: torch.dtype, phase: str) -> Call:
+        slot, wish = self.agreed(phase).slot, current_wish(self._module(), self._part)
+        return Call(group, group.rank(), group.size(), shape, dtype, slot, wish, phase)
+
+    def agreed(self, phase: str) -> Wish:
+        """Return what all ranks are known to compute in a phase.
+
+        Args:
+            phase: of the call.
+        """
+        known = self._agreed.get(phase) or self._last_agreed
+        if known is not None:
+            return known
+        if self._prepared is None:
+            return current_wish(self._module(), self._part)
+        return self._prepared.wish(self._module(), self._part)
+
+    def inputs(
+        self, plan: StorageShards, device: torch.device
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """Return what this rank gives to FSDP2, and what that has no room for, of all ranks.
+
+        Every rank must call it.
+
+        Args:
+            plan: of the gather.
+            device: of the shard.
+        """
+        call = self.last_call()
+        payload = torch.cat([self.payload(plan), trailer(call.wish.digest, device)])
+        inputs, rest = call.inputs(payload, self._num_inputs)
+        self._num_inputs = len(inputs)
+        return inputs, None if rest is None else self._all(rest)
+
+    def fill(self, plan: StorageShards, received: torch.Tensor) -> GatheredStorage:
+        """Return the storage with the planes of a gather, of the recipe that all ranks have now.
+
+        Args:
+            plan: of the gather.
+            received: uint8 `[world, ...]`, what ranks sent.
+
+        Raises:
+            RuntimeError: ranks differ, on all of them.
+        """
+        wanted = self.settle(received[:, plan.payload : plan.payload + DIGEST_NBYTES], plan)
+        if self.storage is None:
+            self.storage = GatheredStorage(self)
+        if wanted is plan:
+            self.storage.fill(plan, received[:, : plan.payload])
+        else:  # the recipe has changed, on all ranks
+            self.storage.fill(wanted, self.payloads_now(wanted))
+        return self.storage
+
+    def settle(self, trailers: torch.Tensor, plan: StorageShards) -> StorageShards:
+        """Take what all ranks computed now as agreed, and return the plan that it asks for.
+
+        Args:
+            trailers: uint8 `[world, 16]`, the ends of all payloads.
+            plan: of the gather.
+
+        Raises:
+            RuntimeError: ranks differ, on all of them.
+        """
+        call = self.last_call()
+        check_trailers(trailers, call.wish, self.agreed(call.phase), self.name, call.group)
+        self._agreed[call.phase] = self._last_agreed = call.wish
+        return self._settled(call, plan)
+
+    def _settled(self, call: Call, plan: StorageShards) -> StorageShards:
+        """Return the plan that what is agreed now asks for: the gather's own, or another one."""
+        if call.wish.slot == call.slot:
+            return plan
+        call.slot = call.wish.slot
+        return call.plan(*self.wanted_in(call.phase), self.name)
+
+    def wanted_in(self, phase: str) -> tuple[bool, bool]:
+        """Return whether a gather brings the rowwise, and the columnwise plane.
+
+        Args:
+            phase: of the call.
+        """
+        return self.wanted.get(phase, (True, False))
 
     def last_call(self) -> Call:
         """Return how the last gather was done."""
@@ -194,6 +202,20 @@ class GatheredParameter:
         self.nbytes += plan.payload * call.world
         return work.payload()
 
+    def payloads_now(self, plan: StorageShards) -> torch.Tensor:
+        """Return what all ranks send, uint8 `[world, payload]`; every rank must call it."""
+        with torch.no_grad():
+            return self._all(self.payload(plan))
+
+    def _all(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the bytes `own` of all ranks, a row of each."""
+        import torch.distributed as dist  # not every build of torch has it
+
+        call = self.last_call()
+        found = own.new_empty(call.world * own.numel())
+        dist.all_gather_into_tensor(found, own, call.group)
+        return found.view(call.world, -1)
+
     def fit_outputs(self, sizes: list[int]) -> None:
         """Give FSDP2's tensors room for a gather of other sizes than the first one had."""
         world = self.last_call().world
@@ -204,8 +226,6 @@ class GatheredParameter:
 
     def gather_now(self, direction: Direction) -> Plane:
         """Return a plane that the last gather did not bring; every rank must call it."""
-        import torch.distributed as dist  # not every build of torch has it
-
         call = self.last_call()
         is_row = direction == ROWWISE
         when = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
@@ -214,10 +234,7 @@ class GatheredParameter:
             self.wanted[when] = (row or is_row, col or not is_row)
         with torch.no_grad():
             plan = call.plan(is_row, not is_row, self.name)
-            payload = self.payload(plan)
-            payloads = payload.new_empty(call.world * plan.payload)
-            dist.all_gather_into_tensor(payloads, payload, call.group)
-            made = plan.unpack(payloads.view(call.world, -1)).first
+            made = plan.unpack(self.payloads_now(plan)).first
         if made.direction != direction:
             raise PlaneError(f"fsdp2: the recipe has no {direction} plane of {self.name} to gather")
         return made
@@ -249,6 +266,19 @@ class GatheredStorage(TensorStorage):
         self._about = about
         self.rowwise = self.columnwise = None
         self._earlier: tuple[Plane, ...] = ()
+
+    def check_graph(self) -> None:
+        """Raise where torch.compile is at work: a graph would save memory that FSDP2 frees.
+
+        Raises:
+            RuntimeError: a graph is traced. Not NotImplementedError: dynamo takes that for its own.
+        """
+        if torch._guards.TracingContext.try_get() is not None:
+            raise RuntimeError(
+                "torch.compile: a weight that FSDP2 gathers as planes cannot be an input of a "
+                "compiled graph; leave hybridq.distributed.prepare_fsdp2 out where blocks are "
+                "compiled: fully_shard alone gathers values, which the graph quantizes"
+            )
 
     def fill(self, plan: StorageShards, payloads: torch.Tensor) -> None:
         """Hold the planes of a gather, and no others.

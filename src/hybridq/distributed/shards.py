@@ -53,7 +53,7 @@ class Shards:
         """The first row of each rank."""
         return (0, *accumulate(self.sizes))[:-1]
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows of the whole matrix."""
         return sum(self.sizes)
@@ -151,9 +151,35 @@ class PlaneShards:
         return bool(self.cut_blocks) and block > 1
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the whole plane."""
+        return self.spec.nbytes(*self._matrix(self.shards.rows))
+
+    @property
+    def derived_nbytes(self) -> int:
+        """Bytes of the whole plane if it is derived: what concerns all rows it shares."""
+        sizes = self._matrix(self.shards.rows)
+        parts = zip(self.spec.buffers(*sizes), self._entries, strict=True)
+        return sum(
+            buffer.numel * (buffer.dtype or torch.bfloat16).itemsize
+            for buffer, (_, dim, _) in parts
+            if dim >= 0
+        )
+
+    @cached_property
+    def maxima_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of what `maxima` returns: the statistic, the maxima of cut blocks."""
+        found: list[tuple[int, ...]] = []
+        if self.needs_stat:
+            found.append(self.spec.stat_shape(self._matrix(self.shards.rows)[0]))
+        if self._has_cut_amax:
+            found.append((len(self.cut_blocks), self.shards.cols))
+        return tuple(found)
+
+    @property
     def num_maxima(self) -> int:
         """How many tensors `maxima` returns."""
-        return int(self.needs_stat) + int(self._has_cut_amax)
+        return len(self.maxima_shapes)
 
     def maxima(self, x: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """Return what has to be max-reduced over all ranks: the same shapes on each of them.
@@ -168,15 +194,14 @@ class PlaneShards:
         """
         found = []
         if self.needs_stat:
-            shape = self.spec.stat_shape(self._matrix(self.shards.rows)[0])
             found.append(
                 torch.ops.hybridq.amax(x, self.spec.text, self.direction)
                 if x.shape[0]
-                else torch.zeros(shape, device=x.device)
+                else torch.zeros(self.maxima_shapes[0], device=x.device)
             )
         if self._has_cut_amax:
             first, last = self.shards.range(rank)
-            edges = torch.zeros(len(self.cut_blocks), self.shards.cols, device=x.device)
+            edges = torch.zeros(self.maxima_shapes[-1], device=x.device)
             for place, block in enumerate(self.cut_blocks):
                 low = max(first, block * self.unit) - first
                 high = min(last, (block + 1) * self.unit) - first

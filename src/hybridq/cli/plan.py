@@ -1,0 +1,107 @@
+"""``plan``: memory and traffic of a sharded run that no one machine can try."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import torch
+import typer
+
+from ..distributed import DenseShape, Sharding
+from ..distributed import plan as make_plan
+from .tables import print_json, print_tables
+
+_BASELINE: Final = "bf16"
+_DTYPES: Final = ("bfloat16", "float16", "float32")
+_MODEL: Final = "Model: a dense transformer, given by --params or by its sizes"
+_RUN: Final = "Run"
+
+_Size = Annotated[int | None, typer.Option(min=1, rich_help_panel=_MODEL)]
+
+
+def plan(
+    world: Annotated[int, typer.Option(min=1, help="Ranks.", rich_help_panel=_RUN)],
+    recipe: Annotated[
+        str, typer.Option(help="Name of a recipe, or bf16.", rich_help_panel=_RUN)
+    ] = "mxfp8",
+    policy: Annotated[
+        str, typer.Option(help="fsdp, hsdp (with --shard) or ddp.", rich_help_panel=_RUN)
+    ] = "fsdp",
+    shard: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of hsdp: ranks that share a model.", rich_help_panel=_RUN),
+    ] = None,
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, momentum or sgd.", rich_help_panel=_RUN)
+    ] = "adamw",
+    quantized_params: Annotated[
+        bool,
+        typer.Option(
+            "--quantized-params",
+            help="Parameters are held as planes, their values by the optimizer.",
+            rich_help_panel=_RUN,
+        ),
+    ] = False,
+    tokens: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Of a rank in a step: then saved inputs count.", rich_help_panel=_RUN
+        ),
+    ] = 0,
+    dtype: Annotated[
+        str,
+        typer.Option(help=f"Of the parameters: {', '.join(_DTYPES)}.", rich_help_panel=_RUN),
+    ] = "float32",
+    reduce_dtype: Annotated[
+        str, typer.Option(help="That gradients are reduced in.", rich_help_panel=_RUN)
+    ] = "float32",
+    params: Annotated[
+        float | None,
+        typer.Option(help="How many parameters, as 70e9.", rich_help_panel=_MODEL),
+    ] = None,
+    layers: _Size = None,
+    hidden: _Size = None,
+    ffn: _Size = None,
+    heads: _Size = None,
+    kv_heads: _Size = None,
+    vocab: _Size = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Say what each rank of a run would hold in memory, and move in a step.
+
+    Nothing runs: planes are sized by the code that makes and gathers them.
+    """
+    try:
+        shape = DenseShape.of(
+            params,
+            layers=layers,
+            hidden=hidden,
+            ffn=ffn,
+            heads=heads,
+            kv_heads=kv_heads,
+            vocab=vocab,
+        )
+        sharding = Sharding(world, policy, shard, reduce_dtype=_dtype(reduce_dtype))
+        made = make_plan(
+            shape.model(_dtype(dtype)),
+            None if recipe == _BASELINE else recipe,
+            sharding,
+            optimizer=optimizer,
+            quantized_params=quantized_params,
+            tokens=tokens,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if as_json:
+        print_json({"shape": vars(shape), **made.as_dict()})
+        return
+    sizes = ", ".join(f"{name} {value}" for name, value in vars(shape).items())
+    typer.echo(f"A transformer of {shape.num_params:,} parameters: {sizes}.")
+    print_tables([made.table()])
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {name!r}")
+    found: torch.dtype = getattr(torch, name)
+    return found

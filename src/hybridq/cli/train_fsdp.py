@@ -1,0 +1,150 @@
+"""``train-fsdp``: the demo under torchrun, sharded, and again in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from .._text import size_text
+from ..demo.data import MAX_NBYTES, DataError, load_corpus
+from ..demo.model import ModelConfig
+from ..demo.train import BASELINE, COUNTED_STEP, Progress, TrainConfig
+from ..demo.variants import VARIANTS
+from ..distributed import Traffic
+from ..recipes import get
+
+_MODEL = ModelConfig()
+_TRAIN = TrainConfig()
+_TIMEOUT = timedelta(minutes=5)
+"""After it, ranks stop waiting for one that has died."""
+
+_Count = Annotated[int, typer.Option(min=1)]
+
+
+def train_fsdp(
+    recipe: Annotated[str, typer.Option(help="Name of a recipe, or bf16.")] = "mxfp8_fwd_nvfp4_bwd",
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Your own file or folder of text [default: Python's standard library]."),
+    ] = None,
+    data_limit: Annotated[
+        int, typer.Option(min=1, help="Most bytes of data to read.", show_default="64 MiB")
+    ] = MAX_NBYTES,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of each process.")] = 1,
+    modules: Annotated[
+        str, typer.Option(help=f"Modules that the model is made of: {', '.join(VARIANTS)}.")
+    ] = _TRAIN.modules,
+    layers: _Count = _MODEL.layers,
+    hidden: _Count = _MODEL.hidden,
+    heads: _Count = _MODEL.heads,
+    ffn: _Count = _MODEL.ffn,
+    sequence: Annotated[int, typer.Option(min=1, help="Bytes per sample.")] = _MODEL.sequence,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Samples per step, of all ranks together.")
+    ] = _TRAIN.batch,
+    steps: _Count = _TRAIN.steps,
+    lr: Annotated[float, typer.Option(help="Peak learning rate of AdamW.")] = _TRAIN.lr,
+    clip: Annotated[float, typer.Option(help="Largest norm of the gradient.")] = _TRAIN.clip,
+    eval_batches: _Count = _TRAIN.eval_batches,
+    eval_points: _Count = _TRAIN.eval_points,
+    seed: int = _TRAIN.seed,
+) -> None:
+    """Train the demo's model on several ranks under FSDP2, then the same in one process.
+
+    Run by torchrun on CPUs. Both must come to the same validation loss; the last line says so,
+    and what travelled.
+    """
+    try:
+        if recipe != BASELINE:
+            get(recipe)
+        config = TrainConfig(
+            model=ModelConfig(layers, hidden, heads, ffn, sequence),
+            batch=batch,
+            steps=steps,
+            lr=lr,
+            clip=clip,
+            eval_batches=eval_batches,
+            eval_points=eval_points,
+            seed=seed,
+            modules=modules,
+        )
+        corpus = load_corpus(data, sequence, data_limit)
+    except (DataError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    torch.set_num_threads(threads)
+    world, rank = _join(batch)
+    from ..demo.fsdp import InTurnTrainer, ShardedTrainer  # needs a torch with torch.distributed
+
+    plain = ShardedTrainer(config, BASELINE, corpus)
+    for _ in zip(range(COUNTED_STEP + 1), plain.steps(), strict=False):
+        pass  # for what BF16 sends in a step
+    sharded = ShardedTrainer(config, recipe, corpus)
+    _follow(f"{recipe} on {world} ranks", sharded.steps(), rank == 0, steps)
+    _leave()
+    if rank:
+        return
+    alone = InTurnTrainer(config, recipe, corpus, world)
+    _follow(f"{recipe} in one process", alone.steps(), True, steps)
+    if sharded.validation_loss is None or alone.validation_loss is None:
+        typer.echo("train-fsdp: the loss must be finite, got one that is not")
+        raise typer.Exit(1)
+    losses = [f"{loss:.6f}" for loss in (sharded.validation_loss, alone.validation_loss)]
+    typer.echo(
+        f"validation loss {losses[0]} on {world} ranks, {losses[1]} in one process; "
+        + _traffic_text(sharded.traffic, plain.traffic)
+    )
+    if losses[0] != losses[1]:
+        raise typer.Exit(1)
+
+
+def _traffic_text(traffic: Traffic, bf16: Traffic) -> str:
+    gathered, of_bf16 = (one.nbytes_by_kind["all_gather"] for one in (traffic, bf16))
+    return (
+        f"{traffic.nbytes} wire bytes per step ({size_text(traffic.nbytes)}), "
+        f"{traffic.nbytes / bf16.nbytes:.3f} of BF16's; all-gathers {gathered / of_bf16:.3f}"
+    )
+
+
+def _join(batch: int) -> tuple[int, int]:
+    """Join the group that torchrun has started; return its size and the own rank."""
+    found = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+    if not found:
+        raise typer.BadParameter("train-fsdp: torch must have gloo, got a build without it")
+    import torch.distributed as dist
+
+    if not dist.is_torchelastic_launched():
+        raise typer.BadParameter(
+            "train-fsdp: must run under torchrun, got a plain process; for example: "
+            "torchrun --nproc-per-node 2 -m hybridq train-fsdp"
+        )
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if world < 2 or batch % world:
+        _leave()
+        raise typer.BadParameter(
+            f"train-fsdp: ranks must be two or more and divide the batch, got {world} with a "
+            f"batch of {batch}; give torchrun --nproc-per-node, or --batch"
+        )
+    return world, rank
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _follow(what: str, progress: Iterator[Progress], is_shown: bool, steps: int) -> None:
+    """Train to the end; say so at each evaluation."""
+    for one in progress:
+        if is_shown and one.validation_loss is not None:
+            typer.echo(
+                f"{what}: step {one.step}/{steps}, loss {one.loss:.4f}, validation "
+                f"{one.validation_loss:.4f} nats/byte"
+            )

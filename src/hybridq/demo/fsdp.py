@@ -1,0 +1,249 @@
+"""The demo's model trained by several ranks under FSDP2, and again by one process in their place.
+
+Both train on the same micro-batches with the same seeds, hold FP32 parameters, compute in BF16 and
+reduce gradients in FP32 in the order of the ranks, so that they agree bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from ..distributed import Traffic, count_traffic, prepare_fsdp2
+from ..nn import Linear, convert
+from ..recipes import autocast, get
+from .data import Corpus, training_batches, validation_batches
+from .model import Transformer
+from .train import BASELINE, COUNTED_STEP, Progress, TrainConfig, make_optimizer
+from .variants import VARIANTS
+
+
+class RankOrderSum:
+    """A reduce-scatter that adds in the order of the ranks, whatever the backend's own order is.
+
+    It moves what a reduce-scatter moves: each rank sends each other one its part.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for what FSDP2 reduces."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Put the mean over all ranks of this rank's part of `input_tensor` into the output."""
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        parts = received.view(group.size(), -1)
+        output_tensor.copy_(mean_in_order(list(parts)))
+
+
+def mean_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """Return the mean of FP32 tensors, added one after the other."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total / len(parts)
+
+
+class _Trainer:
+    """What both trainings have in common: batches, schedule, clipping, evaluation.
+
+    Args:
+        config: sizes and schedule; `batch` samples per step, of all ranks together.
+        recipe: a name known to `hybridq.recipes.get`, or `"bf16"`.
+        corpus: the data.
+        world: number of ranks.
+    """
+
+    #: In which the modules compute.
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, config: TrainConfig, recipe: str, corpus: Corpus, world: int) -> None:
+        self.config, self.corpus, self.world = config, corpus, world
+        self.recipe = None if recipe == BASELINE else get(recipe)
+        torch.manual_seed(config.seed)
+        self.model = convert(VARIANTS[config.modules](Transformer(config.model, Linear)))
+        self.validation_loss: float | None = None
+        #: Of one step; empty where nothing is sent.
+        self.traffic = Traffic()
+
+    def steps(self) -> Iterator[Progress]:
+        """Train; one `Progress` per step. A loss that is not finite ends it."""
+        config = self.config
+        held_out = validation_batches(
+            self.corpus, config.batch, config.model.sequence, config.eval_batches
+        )
+        batches = training_batches(
+            self.corpus, config.batch, config.model.sequence, config.steps, config.seed
+        )
+        for step, (x, y) in enumerate(batches):
+            is_counted = step == min(COUNTED_STEP, config.steps - 1)
+            with count_traffic() if is_counted else contextlib.nullcontext(self.traffic) as found:
+                loss = self._step(step, x, y)
+            self.traffic = found
+            validation_loss = None
+            if math.isfinite(loss) and config.is_eval_step(step + 1):
+                validation_loss = self._evaluate(held_out)
+                self.validation_loss = validation_loss
+            yield Progress(step + 1, loss, validation_loss, None)
+            if not math.isfinite(loss):
+                self.validation_loss = None
+                return
+
+    def _step(self, step: int, x: Tensor, y: Tensor) -> float:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.lr_at(step)
+        micro = list(zip(x.chunk(self.world), y.chunk(self.world), strict=True))
+        losses, squares = self._gradients(step, micro)
+        # In FP64 and in order, so that all ranks, and one process, come to the same number.
+        norm = math.sqrt(math.fsum(squares))
+        if norm > self.config.clip:
+            self._scale(self.config.clip / norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._after_step()
+        return sum(losses) / len(losses)
+
+    def _loss(self, seed: int, x: Tensor, y: Tensor) -> Tensor:
+        """Mean loss in nats per byte; stochastic rounding draws from `seed`."""
+        torch.manual_seed(seed)
+        with autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            logits = self.model(x)
+        return F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+
+    def _seed(self, step: int, rank: int) -> int:
+        return (self.config.seed << 32) + step * self.world + rank
+
+    def _gradients(
+        self, step: int, micro: list[tuple[Tensor, Tensor]]
+    ) -> tuple[list[float], list[float]]:
+        """Leave the mean gradients; return each rank's loss, and its shards' sum of squares."""
+        raise NotImplementedError
+
+    def _scale(self, factor: float) -> None:
+        """Multiply the gradients."""
+        raise NotImplementedError
+
+    def _evaluate(self, held_out: list[tuple[Tensor, Tensor]]) -> float:
+        """Return the mean loss of all validation batches."""
+        raise NotImplementedError
+
+    def _after_step(self) -> None:
+        """Bring the compute copy of the parameters up to date, if there is one."""
+
+
+class ShardedTrainer(_Trainer):
+    """One rank of a training under FSDP2; arguments as of `_Trainer`, `world` from the group."""
+
+    def __init__(self, config: TrainConfig, recipe: str, corpus: Corpus) -> None:
+        super().__init__(config, recipe, corpus, dist.get_world_size())
+        self.rank = dist.get_rank()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model: Any = prepare_fsdp2(self.model)
+        for block in model.blocks:
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        for module in model.modules():
+            if hasattr(module, "set_custom_reduce_scatter"):
+                module.set_custom_reduce_scatter(RankOrderSum())
+        self.optimizer = make_optimizer(model, config, fused=False)
+
+    def _gradients(
+        self, step: int, micro: list[tuple[Tensor, Tensor]]
+    ) -> tuple[list[float], list[float]]:
+        loss = self._loss(self._seed(step, self.rank), *micro[self.rank])
+        torch.autograd.backward(loss)
+        square = _square(local for local in self._local_gradients())
+        return self._gathered(loss.item()), self._gathered(square)
+
+    def _local_gradients(self) -> list[Tensor]:
+        found: list[Any] = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return [grad.to_local() for grad in found]
+
+    def _gathered(self, value: float) -> list[float]:
+        """Return every rank's value, in their order."""
+        values = torch.empty(self.world, dtype=torch.float64)
+        dist.all_gather_single(values, torch.tensor([value], dtype=torch.float64))
+        return values.tolist()
+
+    def _scale(self, factor: float) -> None:
+        for local in self._local_gradients():
+            local.mul_(factor)
+
+    @torch.no_grad()
+    def _evaluate(self, held_out: list[tuple[Tensor, Tensor]]) -> float:
+        losses: list[float] = []
+        for start in range(0, len(held_out), self.world):
+            # All ranks must join every gather: one without a batch takes the last once more.
+            index = min(start + self.rank, len(held_out) - 1)
+            losses += self._gathered(self._loss(index, *held_out[index]).item())
+        model: Any = self.model
+        model.reshard()  # the root stays gathered after a forward
+        return sum(losses[: len(held_out)]) / len(held_out)
+
+
+class InTurnTrainer(_Trainer):
+    """One process in the place of all ranks: it runs their micro-batches in turn."""
+
+    def __init__(self, config: TrainConfig, recipe: str, corpus: Corpus, world: int) -> None:
+        super().__init__(config, recipe, corpus, world)
+        self._master = self.model
+        self.model = copy.deepcopy(self._master).bfloat16()
+        self.optimizer = make_optimizer(self._master, config, fused=False)
+
+    def _gradients(
+        self, step: int, micro: list[tuple[Tensor, Tensor]]
+    ) -> tuple[list[float], list[float]]:
+        losses, found = [], []
+        for rank, batch in enumerate(micro):
+            loss = self._loss(self._seed(step, rank), *batch)
+            torch.autograd.backward(loss)
+            losses.append(loss.item())
+            found.append([p.grad.float() for p in self.model.parameters() if p.grad is not None])
+            self.model.zero_grad()
+        for parameter, parts in zip(
+            self._master.parameters(), zip(*found, strict=True), strict=True
+        ):
+            parameter.grad = mean_in_order(parts)
+        shards = [
+            [*p.grad.chunk(self.world), *[p.grad[:0]] * self.world][: self.world]
+            for p in self._master.parameters()
+            if p.grad is not None
+        ]
+        return losses, [_square(parts) for parts in zip(*shards, strict=True)]
+
+    def _scale(self, factor: float) -> None:
+        for parameter in self._master.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    @torch.no_grad()
+    def _after_step(self) -> None:
+        for mine, value in zip(self.model.parameters(), self._master.parameters(), strict=True):
+            mine.copy_(value)
+
+    @torch.no_grad()
+    def _evaluate(self, held_out: list[tuple[Tensor, Tensor]]) -> float:
+        losses = [self._loss(index, *batch).item() for index, batch in enumerate(held_out)]
+        return sum(losses) / len(losses)
+
+
+def _square(parts: Any) -> float:
+    """Return the sum of the squares of all values, in FP64."""
+    return sum(part.double().square().sum().item() for part in parts)

@@ -1,0 +1,170 @@
+"""How ranks stay agreed on a recipe: before the first gather, and in each one.
+
+Before the first gather ranks compare what they are about to run (`fingerprint`). From then on the
+bytes of a gather end with a digest of what its rank computes now, and a gather is done as was
+agreed before: its size cannot differ between ranks whose recipes do. When it has arrived, every
+rank knows all digests, so all of them take the new recipe, or all of them raise.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .. import settings
+from ..nn import QuantizedModule
+from ..recipes import Recipe, SlotPlan
+from .fingerprint import Fingerprint, compare, flat_group, named_ranks, plan_digest
+
+__all__ = ["Prepared", "Wish", "check_trailers", "current_wish", "read_arrived", "trailer"]
+
+
+class Wish(NamedTuple):
+    """What a rank computes with a weight.
+
+    Attributes:
+        slot: how the weight is quantized; None: not at all.
+        digest: of everything that ranks must have in common.
+    """
+
+    slot: SlotPlan | None
+    digest: bytes
+
+
+def current_wish(module: QuantizedModule | None, part: str) -> Wish:
+    """Return what a module computes under the recipe in force.
+
+    Args:
+        module: that the weight belongs to; None: it is gone.
+        part: of the module's parts.
+    """
+    plan = None if module is None else module._current_plan(part)
+    return Wish(None if plan is None else plan.weight, plan_digest(plan))
+
+
+class Prepared:
+    """One call of `prepare_fsdp2`: its ranks compare once, before the first gather.
+
+    Args:
+        model: that was prepared.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._recipe: Recipe | None = None
+        self._is_compared = False
+
+    def compare_once(self, mesh: Any, group: Any) -> None:
+        """Raise on every rank if ranks differ; every rank must call it.
+
+        Args:
+            mesh: of all ranks that hold the parameter, or None.
+            group: the ranks, if there is no mesh.
+        """
+        if self._is_compared:
+            return
+        recipe = settings.current().recipe
+        self._recipe = recipe if isinstance(recipe, Recipe) else None
+        shape = (group.size(),) if mesh is None else tuple(mesh.shape)
+        own = Fingerprint.of(self._model(), self._recipe, shape)
+        compare(own, group if mesh is None else flat_group(mesh), "fsdp2")
+        self._is_compared = True
+
+    def wish(self, module: QuantizedModule | None, part: str) -> Wish:
+        """Return what was compared of a weight: the same on all ranks.
+
+        Args:
+            module, part: that the weight belongs to.
+        """
+        plan = None
+        if module is not None and self._recipe is not None:
+            plan = module._plan(self._recipe, part)
+            plan = None if plan.is_plain else plan
+        return Wish(None if plan is None else plan.weight, plan_digest(plan))
+
+
+@lru_cache(maxsize=256)
+def trailer(digest: bytes, device: torch.device) -> torch.Tensor:
+    """Return the bytes that a rank's payload ends with, uint8 `[16]`.
+
+    Args:
+        digest: of the rank's wish.
+        device: of the payload.
+    """
+    with torch.inference_mode(False):
+        return torch.tensor(list(digest), dtype=torch.uint8, device=device)
+
+
+class _Unread(NamedTuple):
+    copy: torch.Tensor
+    event: Any
+    digest: bytes
+    name: str
+    group: Any
+
+
+#: Trailers that were not worth waiting for the device.
+_unread: list[_Unread] = []
+
+
+def check_trailers(trailers: torch.Tensor, own: Wish, agreed: Wish, name: str, group: Any) -> None:
+    """Raise if a rank has another wish than this one.
+
+    On a device the trailers of a rank whose own wish is as agreed are read when they have arrived,
+    with a later gather, so that no gather waits for the device. A rank whose wish has changed has
+    to know now.
+
+    Args:
+        trailers: uint8 `[ranks, 16]`.
+        own: this rank's wish.
+        agreed: what the gather was done by.
+        name: of the parameter.
+        group: the ranks.
+
+    Raises:
+        RuntimeError: ranks differ; on all of them.
+    """
+    read_arrived()
+    if trailers.is_cuda and own.digest == agreed.digest:
+        copy = torch.empty(trailers.shape, dtype=torch.uint8, pin_memory=True)
+        copy.copy_(trailers, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        _unread.append(_Unread(copy, event, own.digest, name, group))
+        return
+    _raise_if_different(trailers.cpu(), own.digest, name, group)
+
+
+def read_arrived() -> None:
+    """Raise if trailers that have arrived from a device meanwhile show that ranks differ.
+
+    Raises:
+        RuntimeError: ranks differ.
+    """
+    waiting, _unread[:] = list(_unread), []
+    for one in waiting:
+        if one.event.query():
+            _raise_if_different(one.copy, one.digest, one.name, one.group)
+        else:
+            _unread.append(one)
+
+
+def _raise_if_different(trailers: torch.Tensor, digest: bytes, name: str, group: Any) -> None:
+    own = trailer(digest, torch.device("cpu"))
+    is_same = trailers.eq(own).all(1)
+    if bool(is_same.all()):
+        return
+    import torch.distributed as dist  # not every build of torch has it
+
+    kinds: dict[tuple[int, ...], list[int]] = {}
+    for rank, row in enumerate(trailers.tolist()):
+        kinds.setdefault(tuple(row), []).append(dist.get_global_rank(group, rank))
+    sides = ", another on ".join(named_ranks(ranks) for ranks in kinds.values())
+    raise RuntimeError(
+        f"fsdp2: every rank must compute alike, got for {name} one recipe (or none) or forced "
+        f"backend on {sides}; a recipe must change on all ranks in the same step"
+    )

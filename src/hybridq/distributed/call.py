@@ -1,0 +1,168 @@
+"""How one all-gather of a parameter is done, from what all ranks share."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..direction import COLUMNWISE, Direction
+from ..errors import warn_once
+from ..formats import PlaneSpec
+from ..nn.operands import STREAMS
+from ..recipes import SlotPlan
+from .agreement import Wish
+from .fingerprint import DIGEST_NBYTES
+from .shards import Shards, StorageShards
+
+__all__ = ["Call"]
+
+
+class Call:
+    """How one all-gather of a parameter is done; the same on every rank.
+
+    Args:
+        group: over which.
+        rank, world: in it.
+        shape: of the whole parameter.
+        dtype: that it is gathered in, or quantized from.
+        slot: of the plan, or None; as all ranks agreed before.
+        wish: what this rank computes now.
+        phase: `"forward"`, `"backward"` or `"inference"`.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        rank: int,
+        world: int,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        slot: SlotPlan | None,
+        wish: Wish,
+        phase: str,
+    ) -> None:
+        self.wish, self.phase = wish, phase
+        self.group, self.rank, self.world = group, rank, world
+        self.shape, self.dtype, self.slot = shape, dtype, slot
+        cols = 1
+        for size in shape[1:]:
+            cols *= size
+        self.shards = Shards.chunks(shape[0], cols, world)
+
+    def key(self) -> tuple[Any, ...]:
+        """Return what maxima depend on beside the values."""
+        return self.world, self.shape, self.dtype, self.slot
+
+    def spec(self, direction: Direction) -> PlaneSpec:
+        """Return the spec of the plane of `direction` that a gather brings."""
+        whole = self.plan(True, True, "")
+        spec = whole.col if direction == COLUMNWISE and whole.col is not None else whole.row
+        return spec if spec is not None else PlaneSpec.plain(self.dtype)
+
+    @property
+    def derives(self) -> bool:
+        """Whether one plane is the other one, transposed."""
+        whole = self.plan(True, True, "")
+        return whole.col is None or whole.derives
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks have equally many rows."""
+        return self.shards.sizes[0] * self.world == self.shape[0]
+
+    @cached_property
+    def _room(self) -> tuple[int, int]:
+        """How many tensors FSDP2 gathers of uneven shards, and the bytes of each.
+
+        They have the shape of the padded shard. What of a plane is more than whole bytes per value
+        takes no tensor of its own, unless it is much.
+        """
+        nbytes = self.shards.sizes[0] * self.shards.cols
+        most = max(self.plan(row, not row, "").payload for row in (True, False))
+        count, rest = divmod(most, nbytes)
+        return (count if count and rest <= nbytes // 4 else count + 1), nbytes
+
+    def inputs(
+        self, payload: torch.Tensor, count: int | None
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """Return what FSDP2 gathers of the payload with its trailer, and the rest, if there is one.
+
+        Where shards are uneven, FSDP2 takes tensors of the padded shard's shape only, and always
+        as many as in the first gather.
+
+        Args:
+            payload: uint8.
+            count: how many tensors the first gather took; None: this is the first one.
+        """
+        if self.is_even:
+            return (payload,), None
+        own, nbytes = self._room
+        count = count or own
+        padded = payload.new_zeros(count, self.shards.sizes[0], *self.shape[1:])
+        head, rest = payload[: count * nbytes], payload[count * nbytes :]
+        padded.view(-1)[: head.numel()] = head
+        return padded.unbind(0), rest if rest.numel() else None
+
+    def sent_nbytes(self, plan: StorageShards) -> int:
+        """Return how many bytes each rank gives to the all-gathers of a plan, padding included.
+
+        Args:
+            plan: of the first gather, or of one under its recipe.
+        """
+        return max(plan.payload + DIGEST_NBYTES, self.output_nbytes(plan))
+
+    def output_nbytes(self, plan: StorageShards) -> int:
+        """Return how many of them are FSDP2's own all-gather's, whose output stays for a while.
+
+        Args:
+            plan: as for `sent_nbytes`.
+        """
+        return plan.payload + DIGEST_NBYTES if self.is_even else math.prod(self._room)
+
+    def plain(self) -> StorageShards:
+        """Return the plan that gathers the values as they are."""
+        return StorageShards(PlaneSpec.plain(self.dtype), None, "original", self.shards)
+
+    def plan(self, row: bool, col: bool, name: str) -> StorageShards:
+        """Return the plan that gathers these planes, or the values where shards cannot."""
+        slot = self.slot
+        if slot is None or len(self.shape) != 2:
+            return self.plain()
+        specs = [PlaneSpec.parse(p.spec).resolve(self.dtype) for p in (slot.row, slot.col)]
+        whole = StorageShards(specs[0], specs[1], slot.col_source, self.shards, STREAMS["weight"])
+        reason = whole.problem
+        if any(spec.stochastic for spec in specs):
+            reason = "stochastic rounding draws for the whole weight"
+        if slot.col.is_plain and not slot.saves_row:
+            reason = "its backward multiplies with the values themselves"
+        if slot.is_delayed:
+            reason = "its module knows the scales that follow from earlier steps"
+        if all(spec.format.is_identity for spec in specs):
+            return self.plain()
+        if reason is not None:
+            if not name:
+                return self.plain()
+            plain, advice = self.plain().payload, ""
+            if reason == whole.problem:
+                unit = max(plane.unit for plane in whole.planes)
+                advice = (
+                    f"; rows per rank are {self.shards.sizes[0]}, and multiples of {unit} would do"
+                )
+            warn_once(
+                f"fsdp2.plain:{name}:{whole}",
+                f"fsdp2: {name} {list(self.shape)} is gathered as {self.dtype} and quantized "
+                f"after, {plain} bytes per rank instead of {whole.payload}: {reason}{advice}",
+            )
+            return self.plain()
+        if whole.derives:
+            return whole
+        if not col or slot.saves_row:  # the backward decodes the rowwise plane
+            return StorageShards(specs[0], None, "original", self.shards, STREAMS["weight"])
+        if not row and slot.col_source == "original":
+            return StorageShards(None, specs[1], "original", self.shards, STREAMS["weight"])
+        return StorageShards(
+            specs[0], specs[1], slot.col_source, self.shards, STREAMS["weight"], sends_row=row
+        )

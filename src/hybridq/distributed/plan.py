@@ -1,0 +1,276 @@
+"""`plan`: what each rank of a run holds and moves, computed without running it.
+
+Planes are sized by the code that makes and gathers them (`Call.plan`, `PlaneSpec.buffers`), so that
+a plan cannot say anything else than a run does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+import torch
+from torch import nn
+
+from .. import settings
+from ..formats import PlaneSpec
+from ..nn import QuantizedModule
+from ..recipes import Recipe, autocast
+from .fsdp2 import gathered_weights
+from .run_plan import Held, Moved, RunPlan, Sharding
+from .sizes import ParameterSizes, parameter_sizes
+from .weight import GatheredWeight
+
+__all__ = ["plan"]
+
+#: By optimizer: values that it keeps per value of a parameter, and bytes per parameter beside them.
+_OPTIMIZERS: Final = {"adamw": (2, 4), "momentum": (1, 0), "sgd": (0, 0)}
+#: What memory and collectives are for, in the order of a plan's table.
+_HELD: Final = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "gathered parameters",
+    "gradients of a unit",
+    "weights kept for the backward",
+    "inputs saved by linears",
+)
+_MOVED: Final = (
+    "weights, forward",
+    "weights, backward",
+    "other parameters, forward",
+    "other parameters, backward",
+    "gradients",
+    "gradients of shards",
+    "maxima",
+)
+#: Units whose gathered parameters are there at a time: the one in use, and the next one.
+_UNITS_AT_A_TIME: Final = 2
+#: In the place of a unit's name: what is not freed after the forward.
+_STAYS: Final = "*"
+
+
+def plan(
+    model: nn.Module,
+    recipe: Recipe | str | None,
+    sharding: Sharding,
+    *,
+    optimizer: str = "adamw",
+    quantized_params: bool = False,
+    tokens: int = 0,
+) -> RunPlan:
+    """Return what each rank holds, and what a training step moves, without running anything.
+
+    A step is a later one (in the first, maxima are reduced parameter by parameter) with one
+    forward and one backward, under `prepare_fsdp2` and `fully_shard`, or under DDP. Rows on the
+    largest shard count, and padding does. Every weight's input needs a gradient.
+
+    Args:
+        model: as it is before `fully_shard`; may lie on the meta device (`DenseShape.model`).
+        recipe: that is trained under, its name, or None.
+        sharding: over ranks.
+        optimizer: `"adamw"`, `"momentum"` or `"sgd"`: what torch's keep in the parameters' dtype.
+        quantized_params: parameters are held as planes, and their values by the optimizer.
+        tokens: of a rank in a step: with them the inputs count that linear modules save for the
+            backward. What norms, activations and attention save does not.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: an unknown recipe or optimizer, or negative tokens, or `model` went through
+            `prepare_fsdp2` already.
+        RuntimeError: a weight is no plain tensor: it is sharded, or quantized.
+
+    Example:
+        >>> from hybridq.distributed import DenseShape, Sharding, plan
+        >>> model = DenseShape.of(8e9).model()
+        >>> made = plan(model, "mxfp8_fwd_nvfp4_bwd", Sharding(world=128))
+        >>> [f"{m.what} {m.bytes_per_parameter:.2f}" for m in made.traffic[:2]]
+        ['weights, forward 1.03', 'weights, backward 0.56']
+    """
+    given: object = model
+    if not isinstance(given, nn.Module):
+        raise TypeError(f"plan: model must be an nn.Module, got {type(given).__name__}")
+    if any(isinstance(parameter.data, GatheredWeight) for parameter in model.parameters()):
+        raise ValueError("plan: model must be planned before prepare_fsdp2, got a prepared one")
+    if optimizer not in _OPTIMIZERS:
+        names = ", ".join(_OPTIMIZERS)
+        raise ValueError(f"plan: optimizer must be one of {names}, got {optimizer!r}")
+    if type(tokens) is not int or tokens < 0:
+        raise ValueError(f"plan: tokens must be an int of at least 0, got {tokens!r}")
+    if not isinstance(sharding, Sharding):
+        raise TypeError(f"plan: sharding must be a Sharding, got {type(sharding).__name__}")
+    kept = _OPTIMIZERS[optimizer]
+    with autocast(enabled=recipe is not None, recipe=recipe):
+        made = _Sums(model, sharding, kept, quantized_params, tokens)
+    with autocast(enabled=False):
+        plain = _Sums(model, sharding, kept, False, tokens, is_baseline=True)
+    key = "bf16" if recipe is None else recipe if isinstance(recipe, str) else recipe.key
+    return RunPlan(
+        key,
+        made.num_params,
+        sharding,
+        tuple(Held(what, made.held[what], plain.held[what]) for what in _HELD if made.held[what]),
+        tuple(
+            Moved(*about, made.values[about[0]], nbytes, plain.moved[about])
+            for about, nbytes in sorted(made.moved.items(), key=lambda one: _MOVED.index(one[0][0]))
+            if nbytes
+        ),
+    )
+
+
+class _Sums:
+    """What one rank holds and moves under the recipe in force.
+
+    Args:
+        model, sharding, tokens: as in `plan`.
+        optimizer: what it keeps: one of `_OPTIMIZERS`.
+        quantized_params: as in `plan`.
+        is_baseline: all parameters are plain ones, and gathered in 16 bits.
+
+    Attributes:
+        held: by purpose: bytes.
+        moved: by (purpose, kind of collective, ranks in its group): bytes.
+        values: by purpose of a collective: how many parameters it is about.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sharding: Sharding,
+        optimizer: tuple[int, int],
+        quantized_params: bool,
+        tokens: int,
+        is_baseline: bool = False,
+    ) -> None:
+        self._sharding, self._optimizer = sharding, optimizer
+        self._is_quantized = quantized_params
+        self.held: Counter[str] = Counter()
+        self.moved: Counter[tuple[str, str, int]] = Counter()
+        self.values: Counter[str] = Counter()
+        self.num_params = 0
+        #: By unit: bytes of its gathered parameters in the forward, in the backward, and of its
+        #: gradients before their reduction.
+        self._gathered: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        self._reduced: Counter[str] = Counter()
+        weights = {id(found.parameter): found for found in gathered_weights(model)}
+        units = _units(model) if sharding.units is None else set(sharding.units)
+        for name, parameter in model.named_parameters():  # a tied one once
+            weight = weights.get(id(parameter))
+            dtype = sharding.param_dtype or parameter.dtype
+            if is_baseline and dtype.itemsize > 2:
+                dtype = torch.bfloat16
+            sizes = parameter_sizes(
+                parameter.shape,
+                parameter.dtype,
+                sharding.ranks,
+                dtype,
+                None if weight is None else weight.module._weight_slot(weight.part),
+                weight is not None and not is_baseline,
+            )
+            self.num_params += parameter.numel()
+            self._add_state(parameter, sizes)
+            what = "other parameters" if weight is None else "weights"
+            if sharding.policy == "ddp":
+                self._add_replicated(parameter, sizes, weight is not None)
+            else:
+                self._add_sharded(parameter, sizes, what, _unit(name, units))
+        self._add_units()
+        if tokens:
+            self._add_saved(model, tokens)
+
+    def _move(self, what: str, kind: str, ranks: int, nbytes: int, numel: int) -> None:
+        """Book what a collective carries of `numel` parameters; one rank alone needs none."""
+        if ranks > 1 and nbytes:
+            self.moved[what, kind, ranks] += nbytes
+            self.values[what] += numel
+
+    def _add_state(self, parameter: nn.Parameter, sizes: ParameterSizes) -> None:
+        """Book what a rank keeps from step to step."""
+        plain = sizes.shard_numel * parameter.element_size()
+        planes = sizes.shard_planes if self._is_quantized else None
+        self.held["parameters"] += plain if planes is None else planes
+        if parameter.requires_grad:
+            per_value, per_param = self._optimizer
+            self.held["gradients"] += plain
+            own = plain * per_value
+            if planes is not None:  # hybridq.optim: masters and moments in FP32
+                own = 4 * sizes.shard_numel * (per_value + 1)
+            self.held["optimizer"] += own + per_param
+
+    def _add_replicated(
+        self, parameter: nn.Parameter, sizes: ParameterSizes, is_weight: bool
+    ) -> None:
+        """Book a parameter under DDP."""
+        if is_weight and not (self._is_quantized and sizes.shard_planes is not None):
+            self.held["weights kept for the backward"] += sizes.kept
+        if parameter.requires_grad:
+            numel, world = parameter.numel(), self._sharding.world
+            self._move("gradients", "all_reduce", world, numel * parameter.element_size(), numel)
+
+    def _add_sharded(
+        self, parameter: nn.Parameter, sizes: ParameterSizes, what: str, unit: str
+    ) -> None:
+        """Book a parameter under FSDP2."""
+        given, ranks, numel = self._sharding, self._sharding.ranks, parameter.numel()
+        reshards = given.reshard_after_forward
+        is_freed = unit != "" if reshards is None else reshards
+        for found, nbytes in zip(self._gathered, sizes.gathered(is_freed), strict=True):
+            found[unit if is_freed else _STAYS] += nbytes
+        forward, backward = sizes.moved(is_freed)
+        self._move(f"{what}, forward", "all_gather", ranks, forward, numel)
+        self._move(f"{what}, backward", "all_gather", ranks, backward, numel)
+        if not parameter.requires_grad:
+            return
+        dtype = given.reduce_dtype or given.param_dtype or parameter.dtype
+        padded = sizes.shard_numel * ranks * dtype.itemsize
+        self._move("gradients", "reduce_scatter", ranks, padded, numel)
+        shard = padded // ranks
+        self._move("gradients of shards", "all_reduce", given.replicas, shard, numel)
+        own = (given.param_dtype or parameter.dtype).itemsize
+        self._reduced[unit] += padded + numel * own
+        self._move("maxima", "all_reduce", ranks, sizes.maxima, numel)
+
+    def _add_units(self) -> None:
+        if self._sharding.policy == "ddp":
+            return
+        self.held["gathered parameters"] = max(
+            found.pop(_STAYS, 0) + sum(sorted(found.values())[-_UNITS_AT_A_TIME:])
+            for found in self._gathered
+        )
+        self.held["gradients of a unit"] += max(self._reduced.values(), default=0)
+
+    def _add_saved(self, model: nn.Module, tokens: int) -> None:
+        """Book the inputs that linear modules save: their columnwise planes."""
+        recipe = settings.current().recipe
+        for module in model.modules():
+            if not isinstance(module, QuantizedModule):
+                continue
+            for name, part in module._weights.items():
+                weight = module._parameters.get(name)
+                if weight is None or weight.dim() != 2:
+                    continue
+                cols = weight.shape[1]
+                dtype = self._sharding.param_dtype or weight.dtype
+                spec, is_row = PlaneSpec.plain(dtype), True
+                if isinstance(recipe, Recipe):
+                    slot = module._plan(recipe, part).input
+                    is_row = slot.saves_row
+                    spec = PlaneSpec.parse((slot.row if is_row else slot.col).spec).resolve(dtype)
+                sizes = (tokens, cols) if is_row else (cols, tokens)
+                self.held["inputs saved by linears"] += spec.nbytes(*sizes)
+
+
+def _units(model: nn.Module) -> set[str]:
+    """Return the names of the children of the model's outermost ModuleLists and ModuleDicts."""
+    found: set[str] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not _unit(f"{path}.", found):
+            found |= {f"{path}.{name}" if path else name for name, _ in module.named_children()}
+    return found
+
+
+def _unit(name: str, units: set[str]) -> str:
+    """Return the innermost unit that a parameter belongs to; empty: the model itself."""
+    parts = name.split(".")
+    found = (".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1))
+    return next((prefix for prefix in found if prefix in units), "")

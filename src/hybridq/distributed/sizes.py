@@ -1,0 +1,128 @@
+"""What one parameter weighs: in memory and in collectives, from the plans of its own gathers."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property, lru_cache
+
+import torch
+
+from ..direction import COLUMNWISE
+from ..recipes import SlotPlan
+from .agreement import Wish
+from .call import Call
+from .shards import PlaneShards, StorageShards
+
+__all__ = ["ParameterSizes", "parameter_sizes"]
+
+
+class ParameterSizes:
+    """What one parameter weighs on the rank with the largest shard.
+
+    Args:
+        shape, own_dtype: of the whole parameter.
+        ranks: that share it.
+        dtype: that it is computed in, and that planes are made from.
+        slot: how it is quantized, or None.
+        can_travel: it is a weight that `prepare_fsdp2` makes travel as planes.
+    """
+
+    def __init__(
+        self,
+        shape: torch.Size,
+        own_dtype: torch.dtype,
+        ranks: int,
+        dtype: torch.dtype,
+        slot: SlotPlan | None,
+        can_travel: bool,
+    ) -> None:
+        shape = shape or torch.Size([1])
+        self._ranks, self._dtype, self._can_travel = ranks, dtype, can_travel
+        self._own_dtype, self._slot = own_dtype, slot
+        #: Values of the largest shard.
+        self.shard_numel = -(-shape[0] // ranks) * math.prod(shape[1:])
+        self._call = Call(None, 0, ranks, shape, dtype, slot, Wish(slot, b""), "forward")
+        self._whole = self._call.plan(True, True, "")
+
+    @property
+    def _plain(self) -> int:
+        return self.shard_numel * self._ranks * self._dtype.itemsize
+
+    @cached_property
+    def _plans(self) -> tuple[StorageShards, StorageShards]:
+        """How a forward and a backward gather it."""
+        return self._call.plan(True, False, ""), self._call.plan(False, True, "")
+
+    @cached_property
+    def _sent(self) -> tuple[int, int]:
+        """Bytes of the two gathers' outputs."""
+        forward, backward = (self._call.sent_nbytes(plan) * self._ranks for plan in self._plans)
+        return forward, backward
+
+    def moved(self, is_freed: bool) -> tuple[int, int]:
+        """Return what all-gathers bring in a forward and in a backward, own shard included.
+
+        Args:
+            is_freed: after the forward.
+        """
+        if not self._can_travel:
+            return self._plain, self._plain if is_freed else 0
+        if is_freed:
+            return self._sent
+        # What the backward lacks is gathered when it asks for it.
+        missing = 0 if self._call.derives else self._plans[1].payload * self._ranks
+        return self._sent[0], missing
+
+    def gathered(self, is_freed: bool) -> tuple[int, int]:
+        """Return the bytes that the whole parameter takes while a forward, a backward uses it.
+
+        That is FSDP2's output, and the planes that are made of it.
+
+        Args:
+            is_freed: after the forward.
+        """
+        if not self._can_travel:
+            return self._plain, self._plain
+        forward, backward = (sum(plane.nbytes for plane in plan.sent) for plan in self._plans)
+        row, col = (self._call.output_nbytes(plan) * self._ranks for plan in self._plans)
+        derived = self._derived
+        if not is_freed:
+            col, backward = row, forward + (0 if self._call.derives else backward)
+        return row + forward, col + backward + derived
+
+    @cached_property
+    def _derived(self) -> int:
+        """Bytes of the columnwise plane that is made of the rowwise one; a view has none."""
+        spec = self._whole.planes[0].spec
+        if spec.format.is_identity or not self._whole.derives:
+            return 0
+        return PlaneShards(spec, COLUMNWISE, self._call.shards).derived_nbytes
+
+    @cached_property
+    def maxima(self) -> int:
+        """Bytes of the maxima that ranks reduce after each step of the optimizer."""
+        if not self._can_travel:
+            return 0
+        shapes = [shape for plane in self._whole.planes for shape in plane.maxima_shapes]
+        return 4 * sum(math.prod(shape) for shape in shapes)
+
+    @cached_property
+    def shard_planes(self) -> int | None:
+        """Bytes of the planes of the largest shard; None: it is not quantized."""
+        planes = self._whole.planes
+        if not self._can_travel or all(plane.spec.format.is_identity for plane in planes):
+            return None
+        return sum(piece.nbytes for plane in planes for piece in plane.pieces(0))
+
+    @cached_property
+    def kept(self) -> int:
+        """Bytes that a weight which is there as a whole keeps from the forward to the backward."""
+        if self.shard_planes is not None:
+            if self._slot is not None and self._slot.saves_row:
+                return self._whole.planes[0].nbytes
+            return self._derived or self._whole.planes[-1].nbytes
+        return 0 if self._dtype == self._own_dtype else self._plain
+
+
+#: Models have many parameters, and few different ones.
+parameter_sizes = lru_cache(maxsize=1024)(ParameterSizes)

@@ -1,0 +1,197 @@
+"""Runs whose bytes a plan must have: `python plan_program.py RANK WORLD STORE NAME...`."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import hybridq
+from hybridq.distributed import Sharding, count_traffic, plan, prepare_fsdp2, wire_nbytes
+from rank_program import main
+
+RECIPES = (
+    *("mxfp8", "nvfp4", "fp8_current", "fp8_block", "mxfp8_fwd_nvfp4_bwd", "nvfp4_1d_weight"),
+    *("mxfp8_fwd_high_precision_bwd", "high_precision_fwd_mxfp8_bwd", None),
+)
+
+#: Hidden sizes: shards are even; shards cut blocks; shards are uneven.
+HIDDEN = {"even": 64, "cut": 40, "uneven": 33}
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(hidden)
+        self.up = nn.Linear(hidden, hidden + 24)
+        self.down = nn.Linear(hidden + 24, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, hidden: int, root_linear: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, hidden)
+        self.blocks = nn.ModuleList(Block(hidden) for _ in range(3))
+        self.mix = nn.Linear(hidden, hidden) if root_linear else nn.Identity()
+        self.lm_head = nn.Linear(hidden, 50, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(self.mix(x))
+
+
+def made(hidden: int, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return hybridq.convert(Model(hidden, **options))
+
+
+def step(model: nn.Module, optimizer: Any, recipe: Any, amp: bool = False) -> None:
+    x = torch.randint(50, (2, 8))
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=amp),
+        hybridq.autocast(enabled=recipe is not None, recipe=recipe),
+    ):
+        y = model(x)
+    y.float().square().mean().backward()
+    optimizer.step()
+
+
+def check(model: nn.Module, planned: Any, recipe: Any, what: str, amp: bool = False) -> None:
+    """Train three steps; the third moves what is planned, and the memory is as planned."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        step(model, optimizer, recipe, amp)
+        optimizer.zero_grad()
+    gathered = wire_nbytes(model)
+    with count_traffic() as counted:
+        step(model, optimizer, recipe, amp)
+    want = planned.nbytes_by_kind()
+    assert counted.nbytes_by_kind == want, f"{what}: {counted}, planned {want}"
+    if what.startswith("even"):  # without padding the count of payloads says the same
+        of_weights = sum(m.nbytes for m in planned.traffic if m.what.startswith("weights"))
+        trailers = 6 * 2 * 16 * dist.get_world_size()  # of each weight, forward and backward
+        assert wire_nbytes(model) - gathered + trailers == of_weights, what
+    if dist.get_rank():
+        return  # a plan is that of the largest shards, which are the first rank's
+    held = {one.what: one.nbytes for one in planned.memory}
+    assert held["parameters"] == sum(nbytes(p) for p in model.parameters()), what
+    assert held["gradients"] == sum(nbytes(p.grad) for p in model.parameters()), what
+    state = [t for one in optimizer.state.values() for t in one.values()]
+    assert held["optimizer"] == sum(nbytes(t) for t in state), what
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor, or of this rank's shard."""
+    local: Any = getattr(tensor, "_local_tensor", tensor)
+    return local.numel() * local.element_size()
+
+
+def sharded(model: nn.Module, **options: Any) -> nn.Module:
+    prepare_fsdp2(model)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=POLICY, **options)
+    return fully_shard(model, mp_policy=POLICY, **options)
+
+
+def traffic() -> None:
+    for recipe in RECIPES:
+        for name, hidden in HIDDEN.items():
+            model = made(hidden)
+            planned = plan(model, recipe, Sharding(dist.get_world_size()))
+            check(sharded(model), planned, recipe, f"{name} {recipe}")
+
+
+def reshard() -> None:
+    for recipe in ("nvfp4", "mxfp8_fwd_nvfp4_bwd", "mxfp8_fwd_high_precision_bwd"):
+        for flag in (False, True, None):
+            model = made(64, root_linear=True)
+            shape = Sharding(dist.get_world_size(), reshard_after_forward=flag)
+            planned = plan(model, recipe, shape)
+            what = f"{recipe} reshard {flag}"
+            check(sharded(model, reshard_after_forward=flag), planned, recipe, what)
+
+
+def ddp() -> None:
+    model = made(40)
+    shape = Sharding(dist.get_world_size(), "ddp")
+    planned = plan(model, "mxfp8", shape)
+    check(DistributedDataParallel(model), planned, "mxfp8", "ddp", amp=True)
+
+
+def hsdp() -> None:
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("r", "s"))
+    recipe = "mxfp8_fwd_nvfp4_bwd"
+    for name, hidden in HIDDEN.items():
+        model = made(hidden)
+        planned = plan(model, recipe, Sharding(world, "hsdp", world // 2))
+        check(sharded(model, mesh=mesh), planned, recipe, f"hsdp {name}")
+
+
+def gathered() -> None:
+    """What units take while they are gathered, in the forward and in the backward."""
+    for recipe in ("fp8_current", "nvfp4", "mxfp8_fwd_nvfp4_bwd"):
+        for hidden in HIDDEN.values():
+            model = made(hidden)
+            planned = plan(model, recipe, Sharding(dist.get_world_size()))
+            sharded(model)
+            found: dict[str, dict[nn.Module, int]] = {"forward": {}, "backward": {}}
+
+            def note(module: nn.Module, when: str, found: Any = found) -> None:
+                parameters = module._get_fsdp_state()._fsdp_param_group.fsdp_params
+                held = [
+                    {
+                        buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes()
+                        for buffer in (*one.all_gather_outputs, *one._unsharded_inner_tensors)
+                    }
+                    for one in parameters
+                ]
+                found[when][module] = sum(sum(one.values()) for one in held)
+
+            for block in model.blocks:
+                # The last ones of the forward and of the backward: all planes are there.
+                block.down.register_forward_hook(lambda *_, at=block: note(at, "forward"))
+                block.norm.register_full_backward_hook(lambda *_, at=block: note(at, "backward"))
+            model.lm_head.register_forward_hook(lambda *_, at=model: note(at, "forward"))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(2):
+                step(model, optimizer, recipe)
+                optimizer.zero_grad()
+            root = found["forward"].pop(model)
+            largest = max(sum(sorted(units.values())[-2:]) for units in found.values())
+            held = {one.what: one.nbytes for one in planned.memory}
+            got, want = root + largest, held["gathered parameters"]
+            assert got == want, f"{recipe} {hidden}: {got}, planned {want}"
+
+
+def discarded() -> None:
+    """A model that one rank has forgotten, and another one not yet, takes no part in reductions."""
+    kept = []
+    for _ in range(2):
+        model = sharded(made(40))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        gc.collect()
+        for _ in range(2):
+            step(model, optimizer, "nvfp4")
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)  # its maxima are not known any more
+        if dist.get_rank() == 0:
+            kept.append(model)
+
+
+if __name__ == "__main__":
+    main(globals())
