@@ -10,7 +10,7 @@ import torch
 
 import hybridq
 from hybridq import PlaneSpec
-from hybridq.distributed import Shards, StorageShards
+from hybridq.distributed import PlaneShards, Shards, StorageShards
 from hybridq.storage import TensorStorage, build_storage
 
 COLS = 48
@@ -99,6 +99,24 @@ def _values(rows: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 @pytest.mark.parametrize("name", FORMATS)
 def test_both_planes_of_every_format(name, sizes) -> None:
     check(_values(sum(sizes)), sizes, spec(name), spec(name))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_hooks_of_a_plane_by_the_names_of_their_like(name, direction) -> None:
+    x = _values(96)
+    plane = PlaneShards(spec(name), direction, Shards((32, 64), COLS))
+    whole = getattr(build_storage(x, spec(name), spec(name)), direction)
+    assert plane.fsdp_buffer_fields == tuple(whole.buffers)
+    parts = [x[slice(*plane.shards.range(rank))] for rank in range(2)]
+    maxima = reduced([plane.maxima(own, rank) for rank, own in enumerate(parts)])
+    sent = [
+        plane.fsdp_extract_buffers(plane.encode(own, rank, maxima, None), rank)
+        for rank, own in enumerate(parts)
+    ]
+    made = plane.fsdp_assign_gathered(sent)
+    for field in plane.fsdp_buffer_fields:
+        assert torch.equal(made.buffers[field].view(torch.uint8),
+                           whole.buffers[field].contiguous().view(torch.uint8))  # fmt: skip
 
 
 @pytest.mark.parametrize("sizes", SHARDS.values(), ids=SHARDS)

@@ -249,12 +249,16 @@ class PlaneShards:
             row_stream=self.stream,
             col_stream=self.stream,
         )
-        names = [buffer.name for buffer in self.spec.buffers(1, 1)]
-        named = zip(names, buffers, strict=True)
+        named = zip(self.fsdp_buffer_fields, buffers, strict=True)
         rows, cols = window.shape
         return Plane(self.spec, self.direction, rows, cols, named)
 
     # ---- what travels
+
+    @property
+    def fsdp_buffer_fields(self) -> tuple[str, ...]:
+        """Names of the buffers that travel: all that the format has."""
+        return tuple(buffer.name for buffer in self.spec.buffers(1, 1))
 
     @cached_property
     def _entries(self) -> tuple[tuple[str, int, int], ...]:
@@ -288,7 +292,7 @@ class PlaneShards:
             made.append(_Piece(name, dim, start, stop, tuple(shape), dtype))
         return tuple(made)
 
-    def cut_out(self, plane: Plane, rank: int) -> list[torch.Tensor]:
+    def fsdp_extract_buffers(self, plane: Plane, rank: int) -> list[torch.Tensor]:
         """Return the bytes of each piece that a rank sends.
 
         Args:
@@ -304,7 +308,9 @@ class PlaneShards:
             parts.append(buffer.contiguous().view(-1).view(torch.uint8))
         return parts
 
-    def join(self, received: Sequence[Sequence[torch.Tensor]], into: Plane | None = None) -> Plane:
+    def fsdp_assign_gathered(
+        self, received: Sequence[Sequence[torch.Tensor]], into: Plane | None = None
+    ) -> Plane:
         """Return the plane of the whole matrix.
 
         Args:
@@ -447,7 +453,7 @@ class StorageShards:
         parts = [
             part
             for shards, plane in zip(self.sent, planes, strict=False)
-            for part in shards.cut_out(plane, rank)
+            for part in shards.fsdp_extract_buffers(plane, rank)
         ]
         size = sum(part.numel() for part in parts)
         return torch.cat([*parts, parts[0].new_zeros(self.payload - size)])
@@ -475,6 +481,6 @@ class StorageShards:
         made = []
         for plane, pieces in zip(self.sent, received, strict=True):
             old = next((one for one in into if plane.is_of_kind(one)), None)
-            made.append(plane.join(pieces, old))
+            made.append(plane.fsdp_assign_gathered(pieces, old))
         by_direction = {plane.direction: plane for plane in made}
         return TensorStorage(by_direction.get(ROWWISE), by_direction.get(COLUMNWISE))
