@@ -72,8 +72,9 @@ def test_policies_memory_and_checkpoints(tmp_path) -> None:
 
 
 @needs_gloo
-def test_two_dimensional_mesh(tmp_path) -> None:
-    run(4, tmp_path / "store", "hsdp")
+@pytest.mark.parametrize("world", [2, 4])  # of 2 ranks each holds all rows
+def test_two_dimensional_mesh(world, tmp_path) -> None:
+    run(world, tmp_path / "store", "hsdp")
 
 
 def test_prepared_parameters_are_parameters() -> None:
