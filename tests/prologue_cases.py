@@ -22,7 +22,9 @@ from ragged_cases import PAIRS, same, text
 __all__ = [
     "ACTIVATIONS",
     "FUSED",
+    "FUSED_OF_OTHERS",
     "KINDS",
+    "MAKERS",
     "NORMS",
     "PAIRS",
     "QUANTIZED",
@@ -31,6 +33,7 @@ __all__ = [
     "WAYS",
     "check_map",
     "check_map_encode",
+    "fused_cases",
     "is_fused",
     "oracle_y",
     "prologue",
@@ -104,7 +107,7 @@ QUANTIZED = {
     if not any(spec is not None and spec.format.is_identity for spec in pair)
 }
 TURNED = f"nvfp4;rht={DEFAULT_SIGNS:04x}"
-#: Pairs that the tile kernels make of BF16 without a matrix between, and in how many launches.
+#: Pairs that one tile kernel makes of aligned BF16, and in how many launches with their amaxima.
 FUSED = {
     ("mxfp8", "mxfp8"): 1,
     ("mxfp8", ""): 1,
@@ -113,12 +116,34 @@ FUSED = {
     ("fp8_1x128", "mxfp8"): 1,
     ("fp8_e4m3", "fp8_e4m3"): 2,
     ("fp8_e4m3", ""): 2,
+    ("nvfp4", "nvfp4"): 2,
     ("nvfp4", TURNED): 2,
     ("mxfp8", TURNED): 2,
     ("nvfp4", ""): 2,
     ("mxfp8", "nvfp4"): 2,
     ("nvfp4", "mxfp8"): 2,
 }
+#: Those that one makes of aligned FP16 and FP32 too.
+FUSED_OF_OTHERS = {
+    pair: FUSED[pair]
+    for pair in (
+        ("mxfp8", "mxfp8"),
+        ("mxfp8", ""),
+        ("fp8_e4m3", "fp8_e4m3"),
+        ("fp8_e4m3", ""),
+        ("nvfp4", TURNED),
+        ("nvfp4", ""),
+    )
+}
+#: The kernels that may make planes of a map: none of them writes a matrix.
+MAKERS = {"EncodeMapped", "EncodeGeneralMapped", "AmaxGeneralMapped"}
+
+
+def fused_cases() -> list[tuple[tuple[str, str], torch.dtype]]:
+    """Pairs and dtypes that one tile kernel makes."""
+    bf16 = [(pair, torch.bfloat16) for pair in FUSED]
+    others = (torch.float16, torch.float32)
+    return bf16 + [(pair, dtype) for pair in FUSED_OF_OTHERS for dtype in others]
 
 
 def prologue(kind: str, has_beta: bool, cols: int) -> Prologue:

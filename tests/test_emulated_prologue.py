@@ -1,28 +1,35 @@
 """Norms and activations in the CUDA kernels, emulated, bit for bit against the CPU core.
 
-Where a tile kernel makes the values in registers, and where they are written first.
+No kernel writes the values to memory: those that run are named, and the emulator lets them touch no
+tensor but the input, the planes and the statistics.
 """
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 import emulated
 import kernel_cases as cases
+from hybridq.formats import PlaneSpec
+from hybridq.kernels.types import Prologue
 from prologue_cases import (
     ACTIVATIONS,
     FUSED,
     KINDS,
+    MAKERS,
     NORMS,
     QUANTIZED,
     TURNED,
     check_map,
     check_map_encode,
+    fused_cases,
     prologue,
     source,
     specs_of,
-    turn,
 )
 
 MODULE = emulated.load()
@@ -58,48 +65,116 @@ def test_any_view_is_read(kind: str, has_beta: bool) -> None:
             check_map_encode(KERNELS, x, made, *specs_of(("mxfp8", "nvfp4")), name)
 
 
+def run(
+    x: torch.Tensor, kind: str, has_beta: bool, cols: int, pair: Sequence[PlaneSpec | None]
+) -> list[str]:
+    """Compare the planes with the core's; the kernels that ran, after a norm's statistics."""
+    MODULE.reset()
+    what = f"{pair}: {kind} of {tuple(x.shape)} {x.dtype}"
+    check_map_encode(KERNELS, x, prologue(kind, has_beta, cols), *pair, what)
+    names = list(MODULE.kernels())
+    if kind not in ACTIVATIONS and x.shape[0]:
+        assert names.pop(0) == "NormRows", what
+    return names
+
+
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_planes_are_the_cores(name: str) -> None:
-    row, col = QUANTIZED[name]
-    for i, shape in enumerate(((160, 136), (33, 77), (0, 8), (5, 0))):
-        dtype, special = turn(i + len(name))
+def test_planes_are_the_cores_and_nothing_is_written_between(name: str) -> None:
+    shapes = ((160, 136), (33, 77), (64, 264), (1, 1), (0, 8), (5, 0))
+    for i, (shape, dtype) in enumerate(itertools.product(shapes, cases.DTYPES)):
+        special = cases.SPECIALS[(i + len(name)) % 5]
         kind, has_beta = KINDS[(5 * i + len(name)) % len(KINDS)]
-        x = source(kind, *shape, dtype if i else torch.bfloat16, i, special)
-        what = f"{name}: {kind} of {shape} {dtype} {special}"
-        check_map_encode(KERNELS, x, prologue(kind, has_beta, shape[1]), row, col, what)
+        x = source(kind, *shape, dtype, i, special)
+        assert {*run(x, kind, has_beta, shape[1], QUANTIZED[name])} <= MAKERS
 
 
-@pytest.mark.parametrize("pair", FUSED)
-def test_usual_planes_of_bf16_are_made_in_registers(pair: tuple[str, str]) -> None:
-    row, col = specs_of(pair)
+@pytest.mark.parametrize("pair,dtype", fused_cases())
+def test_usual_planes_are_made_by_one_tile_kernel(
+    pair: tuple[str, str], dtype: torch.dtype
+) -> None:
+    # Whole tiles, and edges in both directions.
     for i, (kind, has_beta) in enumerate(KINDS):
-        x = source(kind, 160, 136, torch.bfloat16, i, cases.SPECIALS[i % 5])
-        MODULE.reset()
-        check_map_encode(KERNELS, x, prologue(kind, has_beta, 136), row, col, f"{pair} {kind}")
-        norm = [] if kind in ACTIVATIONS else ["NormRows"]
-        assert MODULE.kernels() == [*norm, *["EncodeMapped"] * FUSED[pair]], kind
+        cols = (136, 128)[i % 2]
+        x = source(kind, 160, cols, dtype, i, cases.SPECIALS[i % 5])
+        assert run(x, kind, has_beta, cols, specs_of(pair)) == ["EncodeMapped"] * FUSED[pair], kind
+
+
+@pytest.mark.parametrize("kind,has_beta", KINDS)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_the_general_kernel_has_every_map(kind: str, has_beta: bool, dtype: torch.dtype) -> None:
+    """Of rows and columns, with a row of NaN, one of infinities and one of zeros."""
+    for shape in ((33, 77), (130, 20), (7, 130)):
+        x = source(kind, *shape, dtype, shape[0], "normal")
+        x[0], x[1, ::3], x[2], x[3, ::2] = float("nan"), float("inf"), 0.0, -float("inf")
+        names = run(x, kind, has_beta, shape[1], specs_of(("nvfp4;rows", f"fp8_e4m3{TURNED[5:]}")))
+        assert names == ["AmaxGeneralMapped"] * 2 + ["EncodeGeneralMapped"] * 2
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_values_are_rounded_to_the_dtype_before_they_are_encoded(dtype: torch.dtype) -> None:
+    """Products that FP16 overflows or underflows at, and others: a block has those of one row."""
+    values = torch.tensor([65000.0, 6e-8, 2.98e-8, 5e-5, 6.2e-5, 1.0005, -65000.0, -7e-8, 4.5])
+    for cols, maker in ((72, "EncodeMapped"), (71, "EncodeGeneralMapped")):
+        x = torch.cat([values.abs()[:, None].expand(9, cols), torch.rand(9, cols) + 0.5], 1)
+        x[:, cols:] *= values.sign()[:, None]
+        names = run(x.to(dtype), "reglu", False, cols, specs_of(("mxfp8", "")))
+        assert names == [maker]
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_rows_that_do_not_exist_have_no_beta(dtype: torch.dtype) -> None:
+    """Where beta cancels the normalized row, as it does in each, an amax of beta would be seen."""
+    for cols, maker in ((136, "EncodeMapped"), (135, "EncodeGeneralMapped")):
+        x = cases.matrix(1, cols, dtype, 3, "normal").expand(37, cols).contiguous()
+        beta = -torch.nn.functional.layer_norm(x[0].float(), [cols])
+        made = Prologue("LayerNorm", "LayerNorm", False, torch.ones(cols), beta, 1e-5)
+        for pair in (("fp8_e4m3", ""), ("mxfp8", ""), ("nvfp4", "")):
+            MODULE.reset()
+            check_map_encode(KERNELS, x, made, *specs_of(pair), f"{pair} {dtype} {cols}")
+            assert MODULE.kernels()[-1] == maker
 
 
 def test_given_amaxima_need_no_pass_of_their_own() -> None:
-    x = source("swiglu", 128, 64, torch.bfloat16, 1, "normal")
     stats = {"row_stat": torch.tensor([3.0]), "col_stat": torch.tensor([5.0])}
-    for pair in (("fp8_e4m3", "fp8_e4m3"), ("nvfp4", TURNED)):
-        MODULE.reset()
-        check_map_encode(
-            KERNELS, x, prologue("swiglu", False, 64), *specs_of(pair), f"{pair}", **stats
-        )
-        assert MODULE.kernels() == ["EncodeMapped"]
+    for cols, maker in ((64, ["EncodeMapped"]), (63, ["EncodeGeneralMapped"] * 2)):
+        x = source("swiglu", 128, cols, torch.bfloat16, 1, "normal")
+        for pair in (("fp8_e4m3", "fp8_e4m3"), ("nvfp4", TURNED)):
+            MODULE.reset()
+            made = prologue("swiglu", False, cols)
+            check_map_encode(KERNELS, x, made, *specs_of(pair), f"{pair}", **stats)
+            assert MODULE.kernels() == maker
 
 
-def test_what_no_tile_kernel_makes_is_written_first() -> None:
-    mxfp8 = specs_of(("mxfp8", ""))
-    for x, planes in (
-        (source("silu", 128, 64, torch.float16, 1, "normal"), mxfp8),
-        (source("silu", 128, 63, torch.bfloat16, 1, "normal"), mxfp8),
-        (source("silu", 128, 64, torch.bfloat16, 1, "normal"), specs_of(("nvfp4;rows", ""))),
-        (source("silu", 128, 64, torch.bfloat16, 1, "normal"), specs_of(("mxfp8;sr", ""))),
-    ):
-        MODULE.reset()
-        check_map_encode(KERNELS, x, prologue("silu", False, x.shape[1]), *planes, f"{planes}")
-        assert MODULE.kernels()[0] == "ActivateGroups"
-        assert "EncodeMapped" not in MODULE.kernels()
+TILE, GENERAL, AMAX = "EncodeMapped", "EncodeGeneralMapped", "AmaxGeneralMapped"
+
+
+@pytest.mark.parametrize(
+    "pair,names",
+    [
+        # One plane by a tile kernel, the other by the general one.
+        (("mxfp8", "fp8_e5m2"), [TILE, TILE, GENERAL]),
+        (("mxfp8", "mxfp8_e5m2"), [TILE, GENERAL]),
+        (("nvfp4_16x16", "nvfp4"), [TILE, GENERAL, GENERAL]),
+        (("", "mxfp8"), [GENERAL]),
+        # Amaxima of rows, and of what rows are turned to.
+        (("nvfp4;rows", ""), [AMAX, GENERAL]),
+        (("", "nvfp4;rows"), [AMAX, GENERAL]),
+        ((TURNED, "mxfp8"), [AMAX, GENERAL, GENERAL]),
+        (("", TURNED), [TILE, GENERAL]),
+        (("mxfp8;sr", ""), [GENERAL]),
+        (("nvfp4;4o6=mae", "nvfp4;4o6=mae"), [TILE, GENERAL, GENERAL]),
+    ],
+)
+def test_which_kernels_make_what_no_tile_kernel_makes(
+    pair: tuple[str, str], names: list[str]
+) -> None:
+    x = source("silu", 128, 64, torch.bfloat16, 1, "normal")
+    assert run(x, "silu", False, 64, specs_of(pair)) == names
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_odd_shapes_and_misaligned_rows_take_the_general_kernel(dtype: torch.dtype) -> None:
+    wide = source("silu", 128, 72, dtype, 1, "normal")
+    for x in (wide[:, :63], wide[:, 1:65], wide[::2, 3:67]):
+        names = run(x, "silu", False, x.shape[1], specs_of(("mxfp8", "mxfp8")))
+        assert names == [GENERAL, GENERAL]

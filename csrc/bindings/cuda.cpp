@@ -199,7 +199,7 @@ void MapStoreOf(const std::string& name, bool is_gated, const std::optional<Norm
   cuda::MapStore(map, Pointer<void>(out), Pointer<void>(stream));
 }
 
-bool MapEncodeOf(const std::string& name, bool is_gated, const std::optional<NormTuple>& weights,
+void MapEncodeOf(const std::string& name, bool is_gated, const std::optional<NormTuple>& weights,
                  uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols, int64_t stride0,
                  const py::object& row, const py::object& col, bool finds_row_stat,
                  bool finds_col_stat, uintptr_t stream) {
@@ -209,7 +209,7 @@ bool MapEncodeOf(const std::string& name, bool is_gated, const std::optional<Nor
   float* row_stat = WrittenStat(finds_row_stat, call.has_row, call.row);
   float* col_stat = WrittenStat(finds_col_stat, call.has_col, call.col);
   const py::gil_scoped_release release;
-  return cuda::MapEncode(map, call.Row(), call.Col(), row_stat, col_stat, Pointer<void>(stream));
+  cuda::MapEncode(map, call.Row(), call.Col(), row_stat, col_stat, Pointer<void>(stream));
 }
 
 void TransposeOf(uintptr_t src, int64_t rows, int64_t cols, int bits, uintptr_t dst,
@@ -320,8 +320,7 @@ void BindKernels(py::module_& m) {
         py::arg("x"), py::arg("dtype"), py::arg("rows"), py::arg("cols"), py::arg("stride0"),
         py::arg("row"), py::arg("col"), py::arg("finds_row_stat"), py::arg("finds_col_stat"),
         py::arg("stream"),
-        "encode of what map_store would write, which is made in registers only; False, and nothing "
-        "done, if no kernel can.");
+        "encode of what map_store would write, which no kernel writes to memory.");
   m.def("transpose", &TransposeOf, py::arg("src"), py::arg("rows"), py::arg("cols"),
         py::arg("bits"), py::arg("dst"), py::arg("stream"), "Transpose plane data.");
   m.def("round_stochastic", &RoundStochasticOf, py::arg("x"), py::arg("rows"), py::arg("cols"),

@@ -49,24 +49,8 @@ void RunTileEntry(const TileEntry& entry, const Matrix& x, const Request& row, c
 
 // `x`: the plane's own matrix.
 void RunGeneral(const Matrix& x, const GpuPlane& plane, bool is_columnwise, Stream stream) {
-  GeneralArgs args{};
-  args.x = x.data;
-  args.dtype = x.dtype;
-  args.stride_row = x.stride_row;
-  args.stride_k = x.stride_col;
-  args.k = x.cols;
-  args.plane = MakePlaneArgs(plane, x.rows, x.cols, x.dtype);
-  args.tile_rows = args.plane.square ? args.plane.block : kGeneralRows;
-  args.tiles_across = CeilDiv(args.plane.k, kGeneralWidth);
-  args.sums_down = is_columnwise;
-  int64_t tiles = args.tiles_across * CeilDiv(x.rows, args.tile_rows);
-  if (tiles == 0 && args.plane.block == 0) {
-    tiles = args.tiles_across = 1;  // an empty tensor has a scale all the same
-  }
-  const bool four_over_six = plane.spec.four_over_six != FourOverSix::kNone;
-  const LaunchShape shape{tiles, kGeneralThreads,
-                          static_cast<uint32_t>(GeneralSharedBytes(args.tile_rows, four_over_six)),
-                          "EncodeGeneral"};
+  GeneralArgs args = MakeGeneralArgs(x, plane, is_columnwise);
+  const LaunchShape shape = GeneralShape(&args, "EncodeGeneral");
   WithElement(plane.spec.element,
               [&]<class E>() { Launch(EncodeGeneral<E>, shape, stream, args); });
 }

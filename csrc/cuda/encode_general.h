@@ -7,7 +7,9 @@
 #ifndef HYBRIDQ_CUDA_ENCODE_GENERAL_H_
 #define HYBRIDQ_CUDA_ENCODE_GENERAL_H_
 
+#include "cuda/common.h"
 #include "cuda/encode_args.h"
+#include "cuda/launch.h"
 
 HQ_NAMESPACE_BEGIN
 
@@ -27,7 +29,9 @@ struct GeneralArgs {
   int64_t k;                     // logical: without the transform's padding
   int64_t tiles_across;
   int tile_rows;
-  bool sums_down;  // four over six, squares: lines of the matrix as the caller gave it run down
+  // The plane's own matrix is that of the caller turned: its lines, in whose order four over six
+  // adds up squares, run down.
+  bool is_columnwise;
   PlaneArgs plane;
 };
 
@@ -58,6 +62,32 @@ inline int64_t GeneralSharedBytes(int tile_rows, bool four_over_six) {
   return 4 * (int64_t{tile_rows} * kTilePitch + (four_over_six ? 7 : 2) * items);
 }
 
+// `x`: the plane's own matrix.
+inline GeneralArgs MakeGeneralArgs(const Matrix& x, const GpuPlane& plane, bool is_columnwise) {
+  GeneralArgs args{};
+  args.x = x.data;
+  args.dtype = x.dtype;
+  args.stride_row = x.stride_row;
+  args.stride_k = x.stride_col;
+  args.k = x.cols;
+  args.plane = MakePlaneArgs(plane, x.rows, x.cols, x.dtype);
+  args.tile_rows = args.plane.square ? args.plane.block : kGeneralRows;
+  args.tiles_across = CeilDiv(args.plane.k, kGeneralWidth);
+  args.is_columnwise = is_columnwise;
+  return args;
+}
+
+// Of an encode of `args`.
+inline LaunchShape GeneralShape(GeneralArgs* args, const char* name) {
+  const PlaneArgs& p = args->plane;
+  int64_t tiles = args->tiles_across * CeilDiv(p.rows, args->tile_rows);
+  if (tiles == 0 && p.block == 0) {
+    tiles = args->tiles_across = 1;  // an empty tensor has a scale all the same
+  }
+  const int64_t nbytes = GeneralSharedBytes(args->tile_rows, p.four_over_six != FourOverSix::kNone);
+  return {tiles, kGeneralThreads, static_cast<uint32_t>(nbytes), name};
+}
+
 HQ_DEVICE float LoadAs(const void* x, int64_t i, DType dtype) {
   switch (dtype) {
     case DType::kBFloat16:
@@ -69,21 +99,24 @@ HQ_DEVICE float LoadAs(const void* x, int64_t i, DType dtype) {
   }
 }
 
-// Neighbouring threads read neighbouring addresses, whichever way the memory runs.
-HQ_DEVICE void LoadGeneralTile(const GeneralArgs& a, const GeneralLayout& at, int64_t r0,
-                               int64_t k0) {
-  const bool along = a.stride_k == 1 || a.stride_row != 1;
-  const int count = a.tile_rows * kGeneralWidth;
-  for (int i = static_cast<int>(ThreadIndex()); i < count; i += kGeneralThreads) {
-    const int r = along ? i / kGeneralWidth : i % a.tile_rows;
-    const int k = along ? i % kGeneralWidth : i / a.tile_rows;
-    float v = 0.0f;
-    if (r0 + r < a.plane.rows && k0 + k < a.k) {
-      v = LoadAs(a.x, (r0 + r) * a.stride_row + (k0 + k) * a.stride_k, a.dtype);
+// Neighbouring threads read neighbouring addresses, whichever way the memory runs. Beyond the edges
+// a tile holds 0.
+struct TileAsRead {
+  HQ_DEVICE void operator()(const GeneralArgs& a, const GeneralLayout& at, int64_t r0,
+                            int64_t k0) const {
+    const bool along = a.stride_k == 1 || a.stride_row != 1;
+    const int count = a.tile_rows * kGeneralWidth;
+    for (int i = static_cast<int>(ThreadIndex()); i < count; i += kGeneralThreads) {
+      const int r = along ? i / kGeneralWidth : i % a.tile_rows;
+      const int k = along ? i % kGeneralWidth : i / a.tile_rows;
+      float v = 0.0f;
+      if (r0 + r < a.plane.rows && k0 + k < a.k) {
+        v = LoadAs(a.x, (r0 + r) * a.stride_row + (k0 + k) * a.stride_k, a.dtype);
+      }
+      SharedStore(at.Tile(r, k), v);
     }
-    SharedStore(at.Tile(r, k), v);
   }
-}
+};
 
 // Item i of a tile: walking down the rows first, so that the lanes of a warp are in 32 rows.
 struct Chunk {
@@ -169,12 +202,12 @@ HQ_DEVICE void LineErrors(const GeneralArgs& a, const GeneralLayout& at, int lin
     const float m4 = SharedLoad<float>(at.Array(kMultiplierFour, e));
     const float s6 = Decode<E4M3>(SharedLoad<uint32_t>(at.Array(kCodeSix, e)));
     const float s4 = Decode<E4M3>(SharedLoad<uint32_t>(at.Array(kCodeFour, e)));
-    const int64_t lines = p.square ? (a.sums_down ? k_left : rows_left) : 1;
-    const int64_t length = p.square && a.sums_down ? rows_left : k_left;
+    const int64_t lines = p.square ? (a.is_columnwise ? k_left : rows_left) : 1;
+    const int64_t length = p.square && a.is_columnwise ? rows_left : k_left;
     const int n = l < lines ? static_cast<int>(length < p.block ? length : p.block) : 0;
     for (int i = 0; i < n; ++i) {
       const uint32_t where =
-          p.square && a.sums_down ? at.Tile(row + i, k + l) : at.Tile(row + l, k + i);
+          p.square && a.is_columnwise ? at.Tile(row + i, k + l) : at.Tile(row + l, k + i);
       const float x = SharedLoad<float>(where);
       six = AddRn(six, FourOverSixError<kSquared>(x, m6, s6, rule.amax, denominator));
       four = AddRn(four, FourOverSixError<kSquared>(x, m4, s4, rule.amax, denominator));
@@ -258,15 +291,16 @@ HQ_DEVICE void EncodeItem(const GeneralArgs& a, const GeneralLayout& at, Chunk i
              packed ? (n + 1) / 2 : n);
 }
 
-template <class E>
-HQ_GLOBAL void HQ_LAUNCH_BOUNDS(kGeneralThreads, 1) EncodeGeneral(GeneralArgs a) {
+// `load(a, at, r0, k0)` fills the tile; see TileAsRead, and encode_general_mapped.h.
+template <class E, class LoadTile>
+HQ_DEVICE void EncodeGeneralOf(const GeneralArgs& a, const LoadTile& load) {
   const PlaneArgs& p = a.plane;
   const int64_t tile = BlockIndex();
   const int64_t r0 = tile / a.tiles_across * a.tile_rows;
   const int64_t k0 = tile % a.tiles_across * kGeneralWidth;
   const GeneralLayout at{a.tile_rows * kChunks};
   const int first = static_cast<int>(ThreadIndex());
-  LoadGeneralTile(a, at, r0, k0);
+  load(a, at, r0, k0);
   for (int i = first; i < at.items; i += kGeneralThreads) {
     SharedStore(at.Array(kAmaxOf, i), 0u);
   }
@@ -314,6 +348,11 @@ HQ_GLOBAL void HQ_LAUNCH_BOUNDS(kGeneralThreads, 1) EncodeGeneral(GeneralArgs a)
   for (int i = first; i < at.items; i += kGeneralThreads) {
     EncodeItem<E>(a, at, ItemOf(a, i), r0, k0, tensor_multiplier);
   }
+}
+
+template <class E>
+HQ_GLOBAL void HQ_LAUNCH_BOUNDS(kGeneralThreads, 1) EncodeGeneral(GeneralArgs a) {
+  EncodeGeneralOf<E>(a, TileAsRead{});
 }
 
 }  // namespace cuda

@@ -85,9 +85,9 @@ void EncodeMany(const ManyPlane& row, const ManyPlane& col, const ManyTensor* te
 // written.
 void MapStore(const Prologue& map, void* out, Stream stream);
 
-// EncodeFromScratch of y, which is made in registers only; a norm's mean and rstd are written.
-// Returns false, and does nothing, if no kernel makes it so: then y has to be stored first.
-bool MapEncode(const Prologue& map, const GpuPlane* row, const GpuPlane* col, float* row_stat,
+// EncodeFromScratch of y, which is made on the chip only, once in every pass over x: nothing holds
+// it in memory. A norm's mean and rstd are written.
+void MapEncode(const Prologue& map, const GpuPlane* row, const GpuPlane* col, float* row_stat,
                float* col_stat, Stream stream);
 
 // Which kernels EncodePlanes would launch, as text: for tests and for `explain`.

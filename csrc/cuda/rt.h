@@ -41,6 +41,8 @@ HQ_NAMESPACE_END
 #define HQ_GLOBAL __global__
 #define HQ_DEVICE __device__ __forceinline__
 #define HQ_LAUNCH_BOUNDS(threads, min_blocks) __launch_bounds__(threads, min_blocks)
+// Before a loop that must stay one, for the size of its body.
+#define HQ_NO_UNROLL _Pragma("unroll 1")
 
 HQ_NAMESPACE_BEGIN
 

@@ -13,6 +13,7 @@
 #define HQ_GLOBAL
 #define HQ_DEVICE inline
 #define HQ_LAUNCH_BOUNDS(threads, min_blocks)
+#define HQ_NO_UNROLL
 
 HQ_NAMESPACE_BEGIN
 

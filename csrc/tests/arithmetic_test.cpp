@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <random>
 
+#include "cuda/prologue.h"
 #include "cuda/rt.h"
 
 HQ_NAMESPACE_BEGIN
@@ -73,12 +74,38 @@ void TestArithmetic() {
   EXPECT(FmaRn(3.0f, 5.0f, 0.5f) == 15.5f);
 }
 
+// One rounding to FP16 against the way through its code: around every FP16 value and every middle
+// of two, and for any bits.
+void TestRoundToFp16() {
+  const auto is_right = [](uint32_t bits) {
+    const float v = FromBits(bits);
+    return Bits(cuda::RoundToFp16(v)) == Bits(FromFp16(ToFp16(v)));
+  };
+  bool all = true;
+  for (uint32_t code = 0; code < 0x7c00; ++code) {
+    const uint32_t low = Bits(FromFp16(static_cast<uint16_t>(code)));
+    // Of the largest, to what would be next: 65536.
+    const float above = code == 0x7bff ? 65536.0f : FromFp16(static_cast<uint16_t>(code + 1));
+    const uint32_t middle = Bits((FromBits(low) + above) / 2.0f);
+    for (const uint32_t at : {low, middle}) {
+      for (int step = -2; step <= 2; ++step) {
+        const uint32_t bits = (at + static_cast<uint32_t>(step)) & 0x7fffffffu;
+        all = all && is_right(bits) && is_right(bits | 0x80000000u);
+      }
+    }
+  }
+  std::mt19937 random(3);
+  for (int i = 0; i < 1000000; ++i) all = all && is_right(random());
+  EXPECT(all);
+}
+
 }  // namespace
 HQ_NAMESPACE_END
 
 int main() {
   using namespace hybridq;
   TestArithmetic();
+  TestRoundToFp16();
   std::printf("%d checks, %d failures\n", checks, failures);
   return failures == 0 ? 0 : 1;
 }

@@ -138,11 +138,11 @@ def _swizzle(kernels: cases.Kernels) -> None:
         cases.assert_same(got, want, f"{rows}x{blocks}")
 
 
-def _map(kind: str, is_encoded: bool) -> Run:
+def _map(kind: str, name: str = "") -> Run:
     def run(kernels: cases.Kernels) -> None:
         x = source(kind, 256, 512, torch.bfloat16, 1, "normal")
-        made, spec = prologue(kind, kind == "LayerNorm", 512), _PLAIN["mxfp8"]
-        if is_encoded:
+        made, spec = prologue(kind, kind == "LayerNorm", 512), {**_PLAIN, **_OPTIONS}.get(name)
+        if spec is not None:
             check_map_encode(kernels, x, made, spec, spec, kind)
         else:
             check_map(kernels, x, made, kind)
@@ -154,9 +154,11 @@ def _map(kind: str, is_encoded: bool) -> Run:
 CALLS: dict[str, Run] = {
     "EncodeTile": _encode("mxfp8"),
     "EncodeMany": _many("mxfp8"),
-    "EncodeMapped": _map("swiglu", True),
-    "NormRows": _map("LayerNorm", False),
-    "ActivateGroups": _map("gelu", False),
+    "EncodeMapped": _map("swiglu", "mxfp8"),
+    "EncodeGeneralMapped": _map("swiglu", "nvfp4 rows"),
+    "AmaxGeneralMapped": _map("LayerNorm", "nvfp4 rows"),
+    "NormRows": _map("LayerNorm"),
+    "ActivateGroups": _map("gelu"),
     "EncodeGeneral": _encode("nvfp4 mae"),
     "AmaxAlong": _amax("nvfp4 sr", False),
     "AmaxStrided": _amax("nvfp4 sr", False, step=2),

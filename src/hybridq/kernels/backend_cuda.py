@@ -141,7 +141,7 @@ class GpuKernels:
         return store_mapped(self, *call)
 
     def map_encode(self, *call: Any, **specs: Any) -> tuple[Any, ...]:
-        """Encode a norm or an activation, in registers where a kernel does so: `cuda_prologue`."""
+        """Encode a norm or an activation that is never in memory: `cuda_prologue`."""
         return encode_mapped(self, *call, **specs)
 
     def encode_many(

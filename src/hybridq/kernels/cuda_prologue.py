@@ -1,8 +1,9 @@
 """Norms and activations on the CUDA backend, alone and before an encode.
 
-The tile kernels change BF16 elements in registers, between their load and the first maximum, for
-the planes of a module's input in the usual formats. Everything else is two steps: the matrix
-between is written by one kernel and encoded by others. Both give the same bits.
+Before an encode, the matrix between is never in memory. The tile kernels change elements in
+registers, between their load and the first maximum, for the planes of a module's input in the usual
+formats; the general kernel changes them on their way to shared memory, for every other plane and
+shape. Both give the bits of the two steps.
 """
 
 from __future__ import annotations
@@ -45,14 +46,6 @@ def _call(
     return cols, stats, (prologue.core, prologue.is_gated, weights, *source)
 
 
-def _store(
-    kernels: Any, x: torch.Tensor, cols: int, call: tuple[Any, ...], stream: int
-) -> torch.Tensor:
-    y = torch.empty(x.shape[0], cols, dtype=x.dtype, device=x.device)
-    kernels.module.map_store(*call, kernels.pointer(y, True), stream)
-    return y
-
-
 def store_mapped(kernels: Any, x: torch.Tensor, prologue: Prologue) -> tuple[torch.Tensor, ...]:
     """Return a norm or an activation of x, and of a norm the rows' mean and rstd.
 
@@ -64,7 +57,8 @@ def store_mapped(kernels: Any, x: torch.Tensor, prologue: Prologue) -> tuple[tor
     x = x if x.stride(1) == 1 else x.contiguous()
     with kernels.launch(x.device) as stream:
         cols, stats, call = _call(kernels, x, prologue)
-        y = _store(kernels, x, cols, call, stream)
+        y = torch.empty(x.shape[0], cols, dtype=x.dtype, device=x.device)
+        kernels.module.map_store(*call, kernels.pointer(y, True), stream)
     return (y, *stats)
 
 
@@ -88,15 +82,9 @@ def encode_mapped(
         The buffers; and of a norm the rows' mean and rstd.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
-    rows = x.shape[0]
     with kernels.launch(x.device) as stream:
         cols, stats, call = _call(kernels, x, prologue)
-        made = kernels.new_planes(x.device, rows, cols, row, col, args)
-        planes = (*made.planes, *made.finds, stream)
-        if not kernels.module.map_encode(*call, *planes):
-            y = _store(kernels, x, cols, call, stream)
-            kernels.module.encode(
-                kernels.pointer(y), DTYPES[x.dtype], rows, cols, *y.stride(), *planes
-            )
+        made = kernels.new_planes(x.device, x.shape[0], cols, row, col, args)
+        kernels.module.map_encode(*call, *made.planes, *made.finds, stream)
         made.finish()
     return (made.buffers, *stats)
