@@ -153,11 +153,11 @@ def transformer() -> None:
 
 def grouped() -> None:
     for single in (False, True):
-        for recipe in RECIPES:
+        for recipe in (*RECIPES, "fp8_delayed"):
             make = lambda s=single: Blocks(  # noqa: E731
                 hybridq.Linear(40, 36), Experts([9, 0, 15], 36, 20, single_grouped_weight=s)
             )
-            train(make, rows(40), f"experts, single {single}", 1, recipe)
+            train(make, rows(40), f"experts, single {single}", 4 - 2 * single, recipe)
 
 
 def compiled() -> None:

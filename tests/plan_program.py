@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from typing import Any
 
 import torch
@@ -37,11 +38,28 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
+class Experts(nn.Module):
+    """Two layers of experts with weights of their own, and with one weight for all."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        count = 4 if hidden == HIDDEN["even"] else 3
+        self.norm = nn.RMSNorm(hidden)
+        self.up = hybridq.GroupedLinear(count, hidden, hidden + 24)
+        self.down = hybridq.GroupedLinear(
+            count, hidden + 24, hidden, bias=False, single_grouped_weight=True
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sizes = [x.shape[0] * x.shape[1] - 5, 0, 5, 0][: self.up.num_gemms]
+        return x + self.down(torch.tanh(self.up(self.norm(x), sizes)), sizes)
+
+
 class Model(nn.Module):
-    def __init__(self, hidden: int, root_linear: bool = False) -> None:
+    def __init__(self, hidden: int, root_linear: bool = False, kind: type = Block) -> None:
         super().__init__()
         self.embedding = nn.Embedding(50, hidden)
-        self.blocks = nn.ModuleList(Block(hidden) for _ in range(3))
+        self.blocks = nn.ModuleList(kind(hidden) for _ in range(3))
         self.mix = nn.Linear(hidden, hidden) if root_linear else nn.Identity()
         self.lm_head = nn.Linear(hidden, 50, bias=False)
 
@@ -81,7 +99,8 @@ def check(model: nn.Module, planned: Any, recipe: Any, what: str, amp: bool = Fa
     assert counted.nbytes_by_kind == want, f"{what}: {counted}, planned {want}"
     if what.startswith("even"):  # without padding the count of payloads says the same
         of_weights = sum(m.nbytes for m in planned.traffic if m.what.startswith("weights"))
-        trailers = 6 * 2 * 16 * dist.get_world_size()  # of each weight, forward and backward
+        count = len([name for name, _ in model.named_parameters() if is_weight(name)])
+        trailers = count * 2 * 16 * dist.get_world_size()  # of each, forward and backward
         assert wire_nbytes(model) - gathered + trailers == of_weights, what
     if dist.get_rank():
         return  # a plan is that of the largest shards, which are the first rank's
@@ -90,6 +109,11 @@ def check(model: nn.Module, planned: Any, recipe: Any, what: str, amp: bool = Fa
     assert held["gradients"] == sum(nbytes(p.grad) for p in model.parameters()), what
     state = [t for one in optimizer.state.values() for t in one.values()]
     assert held["optimizer"] == sum(nbytes(t) for t in state), what
+
+
+def is_weight(name: str) -> bool:
+    """Whether a parameter travels as planes."""
+    return ".up.weight" in name or ".down.weight" in name
 
 
 def nbytes(tensor: torch.Tensor) -> int:
@@ -113,6 +137,20 @@ def traffic() -> None:
             check(sharded(model), planned, recipe, f"{name} {recipe}")
 
 
+def experts() -> None:
+    for recipe in ("mxfp8", "nvfp4", "mxfp8_fwd_nvfp4_bwd", "mxfp8_fwd_high_precision_bwd", None):
+        for name, hidden in HIDDEN.items():
+            model = made(hidden, kind=Experts)
+            planned = plan(model, recipe, Sharding(dist.get_world_size()))
+            check(sharded(model), planned, recipe, f"{name} {recipe}, experts")
+    for flag in (False, True):
+        model = made(64, kind=Experts)
+        shape = Sharding(dist.get_world_size(), reshard_after_forward=flag)
+        planned = plan(model, "mxfp8_fwd_nvfp4_bwd", shape)
+        what = f"experts, reshard {flag}"
+        check(sharded(model, reshard_after_forward=flag), planned, "mxfp8_fwd_nvfp4_bwd", what)
+
+
 def reshard() -> None:
     for recipe in ("nvfp4", "mxfp8_fwd_nvfp4_bwd", "mxfp8_fwd_high_precision_bwd"):
         for flag in (False, True, None):
@@ -134,17 +172,18 @@ def hsdp() -> None:
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("r", "s"))
     recipe = "mxfp8_fwd_nvfp4_bwd"
-    for name, hidden in HIDDEN.items():
-        model = made(hidden)
+    for kind, (name, hidden) in itertools.product((Block, Experts), HIDDEN.items()):
+        model = made(hidden, kind=kind)
         planned = plan(model, recipe, Sharding(world, "hsdp", world // 2))
         check(sharded(model, mesh=mesh), planned, recipe, f"hsdp {name}")
 
 
 def gathered() -> None:
     """What units take while they are gathered, in the forward and in the backward."""
-    for recipe in ("fp8_current", "nvfp4", "mxfp8_fwd_nvfp4_bwd"):
+    recipes = ("fp8_current", "nvfp4", "mxfp8_fwd_nvfp4_bwd")
+    for kind, recipe in itertools.product((Block, Experts), recipes):
         for hidden in HIDDEN.values():
-            model = made(hidden)
+            model = made(hidden, kind=kind)
             planned = plan(model, recipe, Sharding(dist.get_world_size()))
             sharded(model)
             found: dict[str, dict[nn.Module, int]] = {"forward": {}, "backward": {}}

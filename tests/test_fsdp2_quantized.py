@@ -83,10 +83,10 @@ def test_what_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="weight must have values, got a meta tensor"):
         prepare_fsdp2(nn.ModuleDict({"m": meta}))
 
-    with hybridq.quantized_model_init("mxfp8"):
-        experts = hybridq.GroupedLinear(2, 64, 48)
-    with pytest.raises(NotImplementedError, match=r"m.weight0 \[48, 64\] is quantized, and only"):
-        prepare_fsdp2(nn.ModuleDict({"m": experts}))
+    other = nn.Linear(64, 48)
+    other.weight = nn.Parameter(hybridq.quantize(other.weight.detach(), "mxfp8"))
+    with pytest.raises(NotImplementedError, match=r"m.weight \[48, 64\] is quantized, and only"):
+        prepare_fsdp2(nn.ModuleDict({"m": other}))
 
     def factory(role: hybridq.QuantizerRole) -> hybridq.Quantizer:
         return hybridq.NVFP4Quantizer(stochastic_rounding=role.tensor_type == "weight")

@@ -304,23 +304,38 @@ def test_device_splits_are_never_read(recipe) -> None:
         scales = None
         if plan.is_delayed:
             scales = [ScalingState(x.device, "grouped_linear").scales(plan, True) for _ in range(3)]
-        y, x_col, w_col = grouped_function._forward(
+        y, x_col, w = grouped_function._forward(
             x, offsets, seeds, plan, layout, (True, True), (), params, scales
         )
         assert y.shape == dy.shape and y.device.type == "cuda"
-        saved = [offsets, *x_col, *w_col] + ([] if seeds is None else [seeds])
+        saved = [offsets, *x_col, *w.cols] + ([] if seeds is None else [seeds])
         ctx = SimpleNamespace(
             into=(),
             plan=plan,
             layout=layout,
             needs=(True, True, True),
             saved_tensors=saved,
-            counts=(len(x_col), len(w_col)),
+            counts=(len(x_col), len(w.cols)),
+            late=w.late,
             scales=scales,
         )
         dx, *grads = grouped_function._backward(ctx, dy)
         assert dx.shape == x.shape
         assert [g.shape for g in grads] == [p.shape for p in params]
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_columns_that_are_decoded_rows_are_saved_as_rows(single) -> None:
+    """Nothing is saved in high precision that has the size of a weight."""
+    module = GroupedLinear(3, 64, 48, single_grouped_weight=single)
+    x = torch.randn(40, 64, requires_grad=True)
+    saved: list[torch.Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with hooks, autocast(recipe="mxfp8_fwd_high_precision_bwd"):
+        module(x, [10, 0, 30])
+    planes = [one for one in saved if one.dtype == torch.uint8 and tuple(one.shape) == (48, 64)]
+    assert len(planes) == 3
+    assert not [one for one in saved if one.is_floating_point() and one.numel() == 48 * 64]
 
 
 def test_groups_with_different_quantizers_read_nothing() -> None:

@@ -49,6 +49,17 @@ def test_a_run_moves_and_holds_what_is_planned(tmp_path) -> None:
 
 
 @needs_gloo
+def test_a_run_of_experts_moves_and_holds_what_is_planned(tmp_path) -> None:
+    run(2, tmp_path / "store", "experts")
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_experts_on_four_ranks(tmp_path) -> None:
+    run(4, tmp_path / "store", "experts")
+
+
+@needs_gloo
 def test_groups_of_ranks_move_what_is_planned(tmp_path) -> None:
     run(4, tmp_path / "store", "hsdp")
 
@@ -110,6 +121,29 @@ def test_quantized_parameters_keep_their_values_in_the_optimizer() -> None:
         held = {one.what: one.nbytes for one in made.memory}
         assert held["parameters"] == parameters
         assert held["optimizer"] == copies * 4 * count + 4
+
+
+@pytest.mark.parametrize("policy", ["ddp", "fsdp"])
+def test_one_weight_for_all_experts_weighs_what_theirs_do(policy) -> None:
+    """But for digests, one for each parameter, and amaxima, which only their owners send."""
+    recipes = ("mxfp8", "nvfp4", "mxfp8_fwd_nvfp4_bwd", "mxfp8_fwd_high_precision_bwd", None)
+    for recipe in recipes:
+        found = []
+        for single in (False, True):
+            options = {"bias": False, "single_grouped_weight": single, "device": "meta"}
+            model = nn.ModuleList([hybridq.GroupedLinear(4, 64, 128, **options)])
+            made = plan(model, recipe, Sharding(2, policy), tokens=16)
+            held = {one.what: one.nbytes for one in made.memory}
+            found.append((held, made.nbytes_by_kind()))
+        (parts, own), (whole, one) = found
+        kept = "weights kept for the backward"
+        assert parts.get(kept) == whole.get(kept) and (policy == "ddp") == (kept in whole), recipe
+        assert parts["parameters"] == whole["parameters"]
+        assert "inputs saved by linears" not in whole
+        if policy == "fsdp":
+            saved = own["all_gather"] - one["all_gather"]  # three digests, in two gathers, at least
+            assert 3 * 2 * 2 * 16 <= saved <= 3 * 2 * 2 * 16 + 4 * 2 * 2 * 4, recipe
+            assert "all_reduce" not in one
 
 
 def test_tied_weights_and_one_rank() -> None:

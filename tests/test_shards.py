@@ -138,6 +138,15 @@ def test_other_dtypes_one_direction_and_options(dtype, sizes) -> None:
     check(x, sizes, spec("nvfp4", signs=0xD7E8), spec("mxfp8"))
 
 
+@pytest.mark.parametrize("sizes", [(70,), (32, 16, 14), (48, 45), (16, 1)], ids=str)
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
+def test_a_transform_of_rows_has_codes_behind_the_last_one(name, sizes) -> None:
+    if name == "mxfp8":
+        sizes = tuple(2 * size for size in sizes)
+    check(_values(sum(sizes)), sizes, spec(name), spec(name, signs=0xD7E8))
+    check(_values(sum(sizes)), sizes, None, spec(name, signs=0xD7E8))
+
+
 @pytest.mark.parametrize("sizes", SHARDS.values(), ids=SHARDS)
 @pytest.mark.parametrize("pair", [("nvfp4", "nvfp4"), ("mxfp8", "nvfp4")], ids="|".join)
 def test_stochastic_rounding_counts_in_the_whole(pair, sizes) -> None:

@@ -8,6 +8,7 @@ rank knows all digests, so all of them take the new recipe, or all of them raise
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,10 +18,25 @@ from torch import nn
 
 from .. import settings
 from ..nn import QuantizedModule
-from ..recipes import Recipe, SlotPlan
-from .fingerprint import Fingerprint, compare, flat_group, named_ranks, plan_digest
+from ..recipes import Plan, Recipe, SlotPlan
+from .fingerprint import (
+    DIGEST_NBYTES,
+    Fingerprint,
+    compare,
+    flat_group,
+    named_ranks,
+    plan_digest,
+)
 
-__all__ = ["Prepared", "Wish", "check_trailers", "current_wish", "read_arrived", "trailer"]
+__all__ = [
+    "Prepared",
+    "Wish",
+    "check_trailers",
+    "current_stack_wish",
+    "current_wish",
+    "read_arrived",
+    "trailer",
+]
 
 
 class Wish(NamedTuple):
@@ -29,10 +45,12 @@ class Wish(NamedTuple):
     Attributes:
         slot: how the weight is quantized; None: not at all.
         digest: of everything that ranks must have in common.
+        slots: the same as `slot` of each matrix, where the weight is several.
     """
 
     slot: SlotPlan | None
     digest: bytes
+    slots: tuple[SlotPlan | None, ...] = ()
 
 
 def current_wish(module: QuantizedModule | None, part: str) -> Wish:
@@ -44,6 +62,28 @@ def current_wish(module: QuantizedModule | None, part: str) -> Wish:
     """
     plan = None if module is None else module._current_plan(part)
     return Wish(None if plan is None else plan.weight, plan_digest(plan))
+
+
+def current_stack_wish(module: QuantizedModule | None, count: int) -> Wish:
+    """Return what a module computes with a weight of several matrices, under the recipe in force.
+
+    Args:
+        module: that the weight belongs to; None: it is gone.
+        count: how many matrices there are.
+    """
+    return _stack_wish(module, None if module is None else module._current_recipe(), count)
+
+
+def _stack_wish(module: QuantizedModule | None, recipe: Recipe | None, count: int) -> Wish:
+    plans: list[Plan | None] = [None]
+    if module is not None and recipe is not None:
+        plans = [module._plan(recipe, part) for part in module._plan_parts(recipe)]
+    plans = [None if plan is None or plan.is_plain else plan for plan in plans]
+    slots = tuple(None if plan is None else plan.weight for plan in plans)
+    digests = b"".join(plan_digest(plan) for plan in plans)
+    if len(plans) == 1:
+        return Wish(None, digests, slots * count)
+    return Wish(None, hashlib.blake2b(digests, digest_size=DIGEST_NBYTES).digest(), slots)
 
 
 class Prepared:
@@ -85,6 +125,15 @@ class Prepared:
             plan = module._plan(self._recipe, part)
             plan = None if plan.is_plain else plan
         return Wish(None if plan is None else plan.weight, plan_digest(plan))
+
+    def stack_wish(self, module: QuantizedModule | None, count: int) -> Wish:
+        """Return what was compared of a weight of several matrices: the same on all ranks.
+
+        Args:
+            module: that the weight belongs to.
+            count: how many matrices there are.
+        """
+        return _stack_wish(module, self._recipe, count)
 
 
 @lru_cache(maxsize=256)

@@ -19,11 +19,13 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..nn import QuantizedModule
+from ..recipes import SlotPlan
 from ..tensor import is_quantized
-from .agreement import Prepared, read_arrived
+from .agreement import Prepared, current_stack_wish, read_arrived
 from .gather import GatheredParameter
 from .held import HeldParameter
 from .quantized_weight import QuantizedWeight
+from .stacked import StackedParameter
 from .weight import GatheredWeight
 from .work import ShardWork, encode_shards
 
@@ -46,6 +48,12 @@ class Weight(NamedTuple):
     parameter: nn.Parameter
     owners: list[tuple[nn.Module, str]]
 
+    def slots(self) -> SlotPlan | tuple[SlotPlan | None, ...] | None:
+        """Return how it is quantized under the recipe in force; of several matrices, each."""
+        if self.parameter.dim() == 3:
+            return current_stack_wish(self.module, self.parameter.shape[0]).slots
+        return self.module._weight_slot(self.part)
+
 
 _PREPARED: Final = (GatheredWeight, QuantizedWeight)
 
@@ -64,7 +72,7 @@ def prepare_fsdp2(model: nn.Module) -> nn.Module:
         TypeError: `model` is no module.
         RuntimeError: a weight is a DTensor already: `fully_shard` or tensor parallelism came first.
         NotImplementedError: a quantized weight is on the meta device, or rounded stochastically,
-            or belongs to a GroupedLinear or to a module of another library.
+            or belongs to a module of another library.
 
     A weight that another kind of module uses as well (tied to an embedding) is left as it is.
 
@@ -87,6 +95,8 @@ def prepare_fsdp2(model: nn.Module) -> nn.Module:
             tensor: Any = _held(parameter, (*owners[0], part, path), prepared)
         else:
             about = GatheredParameter(module, part, path, prepared)
+            if parameter.dim() == 3:
+                about = StackedParameter(module, part, path, prepared, parameter.shape[0])
             tensor = GatheredWeight(parameter.data, about)
         made = nn.Parameter(tensor, parameter.requires_grad)
         for owner, name in owners:
@@ -116,7 +126,9 @@ def gathered_weights(model: nn.Module) -> list[Weight]:
             continue
         for name, part in module._weights.items():
             weight = module._parameters.get(name)
-            if weight is None or weight.dim() != 2 or isinstance(weight.data, _PREPARED):
+            if weight is None or isinstance(weight.data, _PREPARED):
+                continue
+            if weight.dim() not in (2, 3) or (weight.dim() == 3 and not weight.numel()):
                 continue
             if type(weight.data) is not torch.Tensor and not is_quantized(weight):
                 raise RuntimeError(

@@ -14,6 +14,7 @@ from ..errors import PlaneError
 from ..formats import PlaneSpec
 from ..nn import QuantizedModule
 from ..storage import Plane, TensorStorage
+from ..tensor import QuantizedTensor
 from .agreement import Prepared, Wish, check_trailers, current_wish, trailer
 from .call import Call
 from .fingerprint import DIGEST_NBYTES
@@ -102,8 +103,10 @@ class GatheredParameter:
             phase: of the call.
         """
         known = self._agreed.get(phase) or self._last_agreed
-        if known is not None:
-            return known
+        return self._first_wish() if known is None else known
+
+    def _first_wish(self) -> Wish:
+        """Return what was compared before the first gather."""
         if self._prepared is None:
             return current_wish(self._module(), self._part)
         return self._prepared.wish(self._module(), self._part)
@@ -228,16 +231,30 @@ class GatheredParameter:
         """Return a plane that the last gather did not bring; every rank must call it."""
         call = self.last_call()
         is_row = direction == ROWWISE
-        when = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
-        row, col = self.wanted[when]
-        if call.is_even:
-            self.wanted[when] = (row or is_row, col or not is_row)
+        self._want(direction)
         with torch.no_grad():
             plan = call.plan(is_row, not is_row, self.name)
             made = plan.unpack(self.payloads_now(plan)).first
         if made.direction != direction:
             raise PlaneError(f"fsdp2: the recipe has no {direction} plane of {self.name} to gather")
         return made
+
+    def _want(self, direction: Direction) -> None:
+        """Have gathers of this phase bring a plane from now on, where FSDP2 has room for it."""
+        is_row = direction == ROWWISE
+        when = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+        row, col = self.wanted[when]
+        if self.last_call().is_even:
+            self.wanted[when] = (row or is_row, col or not is_row)
+
+    def unsharded(self, storage: Any) -> torch.Tensor:
+        """Return the whole parameter, as modules find it.
+
+        Args:
+            storage: what `fill` returned.
+        """
+        call = self.last_call()
+        return QuantizedTensor.make(storage, tuple(call.shape), call.dtype)
 
     def maxima(self, key: Any) -> Maxima:
         """Return what is known of the shard in the state `key`."""

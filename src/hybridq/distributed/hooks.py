@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ..tensor import QuantizedTensor
 from .gather import GatheredParameter
 
 __all__ = ["GatherHooks"]
@@ -84,4 +83,4 @@ class GatherHooks:
         storage = about.fill(plan, whole)
         if out is not None:
             return None
-        return QuantizedTensor.make(storage, tuple(call.shape), call.dtype), about.inner
+        return about.unsharded(storage), about.inner

@@ -14,7 +14,7 @@ from torch import nn
 
 from .. import settings
 from ..formats import PlaneSpec
-from ..nn import QuantizedModule
+from ..nn import GroupedLinear, QuantizedModule
 from ..recipes import Recipe, autocast
 from .fsdp2 import gathered_weights
 from .run_plan import Held, Moved, RunPlan, Sharding
@@ -72,7 +72,7 @@ def plan(
         optimizer: `"adamw"`, `"momentum"` or `"sgd"`: what torch's keep in the parameters' dtype.
         quantized_params: parameters are held as planes, and their values by the optimizer.
         tokens: of a rank in a step: with them the inputs count that linear modules save for the
-            backward. What norms, activations and attention save does not.
+            backward. What norms, activations, attention and GroupedLinear save does not.
 
     Raises:
         TypeError: `model` is no module.
@@ -164,7 +164,7 @@ class _Sums:
                 parameter.dtype,
                 sharding.ranks,
                 dtype,
-                None if weight is None else weight.module._weight_slot(weight.part),
+                None if weight is None or is_baseline else weight.slots(),
                 weight is not None and not is_baseline,
             )
             self.num_params += parameter.numel()
@@ -247,8 +247,8 @@ class _Sums:
                 continue
             for name, part in module._weights.items():
                 weight = module._parameters.get(name)
-                if weight is None or weight.dim() != 2:
-                    continue
+                if weight is None or isinstance(module, GroupedLinear):
+                    continue  # of its tokens nobody knows how many a router sends here
                 cols = weight.shape[1]
                 dtype = self._sharding.param_dtype or weight.dtype
                 spec, is_row = PlaneSpec.plain(dtype), True

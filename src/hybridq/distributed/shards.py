@@ -287,6 +287,8 @@ class PlaneShards:
             # Of a block on two ranks the first one sends the scale; of a byte both send theirs.
             start = first // step if name == "data" else -(-first // step)
             stop = max(start, -(-last // step))
+            if last == self.shards.rows:  # a transform fills the last group: codes behind the rows
+                stop = buffer.shape[dim]
             shape = list(buffer.shape)
             shape[dim] = stop - start
             made.append(_Piece(name, dim, start, stop, tuple(shape), dtype))

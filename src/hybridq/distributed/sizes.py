@@ -12,8 +12,9 @@ from ..recipes import SlotPlan
 from .agreement import Wish
 from .call import Call
 from .shards import PlaneShards, StorageShards
+from .stacked import StackCall
 
-__all__ = ["ParameterSizes", "parameter_sizes"]
+__all__ = ["ParameterSizes", "StackSizes", "parameter_sizes"]
 
 
 class ParameterSizes:
@@ -41,8 +42,12 @@ class ParameterSizes:
         self._own_dtype, self._slot = own_dtype, slot
         #: Values of the largest shard.
         self.shard_numel = -(-shape[0] // ranks) * math.prod(shape[1:])
-        self._call = Call(None, 0, ranks, shape, dtype, slot, Wish(slot, b""), "forward")
+        self._call = self._new_call(shape, slot)
         self._whole = self._call.plan(True, True, "")
+
+    def _new_call(self, shape: torch.Size, slot: SlotPlan | None) -> Call:
+        wish = Wish(slot, b"")
+        return Call(None, 0, self._ranks, shape, self._dtype, slot, wish, "forward")
 
     @property
     def _plain(self) -> int:
@@ -124,5 +129,69 @@ class ParameterSizes:
         return 0 if self._dtype == self._own_dtype else self._plain
 
 
-#: Models have many parameters, and few different ones.
-parameter_sizes = lru_cache(maxsize=1024)(ParameterSizes)
+class StackSizes(ParameterSizes):
+    """What a parameter of several matrices weighs, each of which travels as planes.
+
+    Args:
+        shape, own_dtype, ranks, dtype: as for `ParameterSizes`.
+        slots: how each matrix is quantized.
+    """
+
+    def __init__(
+        self,
+        shape: torch.Size,
+        own_dtype: torch.dtype,
+        ranks: int,
+        dtype: torch.dtype,
+        slots: tuple[SlotPlan | None, ...],
+    ) -> None:
+        self._slots = slots
+        super().__init__(shape, own_dtype, ranks, dtype, None, True)
+        matrix = torch.Size(shape[1:])
+        #: Of each matrix, which one rank has all rows of.
+        self._each = [parameter_sizes(matrix, own_dtype, 1, dtype, slot, True) for slot in slots]
+
+    def _new_call(self, shape: torch.Size, slot: SlotPlan | None) -> Call:
+        del slot
+        wish = Wish(None, b"", self._slots)
+        given = (None, 0, self._ranks, shape, self._dtype, self._slots, wish, "forward")
+        return StackCall(*given)
+
+    @cached_property
+    def _derived(self) -> int:
+        return sum(one._derived for one in self._each)
+
+    @cached_property
+    def maxima(self) -> int:
+        """None: what an amax is of is on one rank."""
+        return 0
+
+    @cached_property
+    def shard_planes(self) -> int | None:
+        """None: a parameter of several matrices is not held quantized."""
+        return None
+
+    @cached_property
+    def kept(self) -> int:
+        """Bytes that a weight which is there as a whole keeps from the forward to the backward."""
+        return sum(one.kept for one in self._each)
+
+
+@lru_cache(maxsize=1024)  # models have many parameters, and few different ones
+def parameter_sizes(
+    shape: torch.Size,
+    own_dtype: torch.dtype,
+    ranks: int,
+    dtype: torch.dtype,
+    slots: SlotPlan | tuple[SlotPlan | None, ...] | None,
+    can_travel: bool,
+) -> ParameterSizes:
+    """Return what a parameter weighs.
+
+    Args:
+        shape, own_dtype, ranks, dtype, can_travel: as for `ParameterSizes`.
+        slots: how it is quantized, or each of its matrices if it is several.
+    """
+    if slots is None or isinstance(slots, SlotPlan):
+        return ParameterSizes(shape, own_dtype, ranks, dtype, slots, can_travel)
+    return StackSizes(shape, own_dtype, ranks, dtype, slots)

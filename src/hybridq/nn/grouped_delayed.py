@@ -124,8 +124,8 @@ def delayed_weights(
     seeds: torch.Tensor | None,
     with_col: bool,
     scales: Sequence[Scales],
-) -> tuple[Buffers, Buffers]:
-    """Return both planes' buffers of all weights, one weight after the other.
+) -> tuple[list[Buffers], list[Buffers]]:
+    """Return both planes' buffers of each weight.
 
     Args:
         weights: `[out, in]` of each group.
@@ -134,11 +134,11 @@ def delayed_weights(
         with_col: the columnwise planes are wanted.
         scales: of each group.
     """
-    rows: Buffers = []
-    cols: Buffers = []
+    rows: list[Buffers] = []
+    cols: list[Buffers] = []
     for g, (weight, own) in enumerate(zip(weights, scales, strict=True)):
         seed = None if seeds is None else seeds.narrow(0, g, 1)
         row, col = encode_slot(weight, plan, "weight", seed, True, with_col, False, own)
-        rows += row
-        cols += col
+        rows.append(row)
+        cols.append(col)
     return rows, cols

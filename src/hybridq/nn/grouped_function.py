@@ -22,9 +22,11 @@ import torch
 from ..kernels.device import without_autocast
 from ..kernels.ragged import capacity
 from ..recipes import Plan
+from ..tensor.stack import split_stack
 from .double_backward import without_derivative
-from .grouped_planes import encode_tokens, weight_planes
-from .kept_weight import Buffers, KeptWeight
+from .grouped_planes import encode_tokens
+from .grouped_weights import WeightPlanes, weight_columns, weight_planes
+from .kept_weight import Buffers, GivenWeight, KeptWeight
 from .main_grad import Into, accumulate_groups, given_to_autograd
 from .scaling import Scales
 
@@ -91,22 +93,22 @@ def _forward(
     plan: Plan,
     layout: Layout,
     saves: tuple[bool, bool],
-    kept: Sequence[KeptWeight | None],
+    kept: Sequence[KeptWeight | GivenWeight | None],
     params: Sequence[torch.Tensor],
     scales: Sequence[Scales] | None = None,
-) -> tuple[torch.Tensor, Buffers, Buffers]:
-    """Return y and the columnwise planes of x and of the weights that were asked for."""
+) -> tuple[torch.Tensor, Buffers, WeightPlanes]:
+    """Return y, and the columnwise planes of x and those of the weights that were asked for."""
     save_x, save_w = saves
     weights, biases = _split(params, layout)
     x_row, x_col = encode_tokens(x, offsets, plan.input, "input", seeds, True, save_x, scales)
-    w_row, w_col = weight_planes(weights, plan.weight, seeds, save_w, kept, scales)
+    w = weight_planes(weights, plan.weight, seeds, save_w, kept, scales)
     bias = None
     if biases:
         bias = biases[0] if layout.is_single_bias else torch.stack(biases)
     y = _rows_product(
         x_row,
         plan.input.row.spec,
-        w_row,
+        w.rows,
         plan.weight.row.spec,
         (x.shape[0], layout.features[1], layout.features[0]),
         offsets,
@@ -114,7 +116,7 @@ def _forward(
         x.dtype,
         plan.precision.fprop,
     )
-    return y, x_col, w_col
+    return y, x_col, w
 
 
 def _split(
@@ -122,7 +124,7 @@ def _split(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the weight of each group, and the biases as they are given."""
     if layout.is_single:
-        return [params[0][g] for g in range(layout.groups)], list(params[1:])
+        return split_stack(params[0]), list(params[1:])
     return list(params[: layout.groups]), list(params[layout.groups :])
 
 
@@ -138,19 +140,19 @@ class _GroupedLinear(torch.autograd.Function):
         plan: Plan,
         layout: Layout,
         needs: tuple[bool, bool, bool],
-        kept: tuple[KeptWeight | None, ...],
+        kept: tuple[KeptWeight | GivenWeight | None, ...],
         scales: tuple[Scales, ...] | None,
         into: tuple[Into | None, ...],
         *params: torch.Tensor,
     ) -> torch.Tensor:
         saves = (needs[1], needs[0])
-        y, x_col, w_col = _forward(x, offsets, seeds, plan, layout, saves, kept, params, scales)
-        saved = [offsets, *x_col, *w_col]
+        y, x_col, w = _forward(x, offsets, seeds, plan, layout, saves, kept, params, scales)
+        saved = [offsets, *x_col, *w.cols]
         if seeds is not None:
             saved.append(seeds)
         ctx.save_for_backward(*saved)
         ctx.plan, ctx.layout, ctx.needs, ctx.into = plan, layout, needs, into
-        ctx.counts = (len(x_col), len(w_col))
+        ctx.counts, ctx.late = (len(x_col), len(w.cols)), w.late
         # Not saved for backward: other backwards write them meanwhile, and may.
         ctx.scales = scales
         return y
@@ -185,6 +187,7 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             if own.notes is not None:
                 own.notes.tell(w_needed)
         if x_needed:
+            w_col = weight_columns(w_col, ctx.late, plan.weight, layout.features, dy.dtype)
             dx = _rows_product(
                 dy_row,
                 grad.row.spec,
@@ -246,7 +249,7 @@ def grouped_linear(
     params: Sequence[torch.Tensor],
     layout: Layout,
     plan: Plan,
-    kept: tuple[KeptWeight | None, ...] = (),
+    kept: tuple[KeptWeight | GivenWeight | None, ...] = (),
     seeds: torch.Tensor | None = None,
     scales: tuple[Scales, ...] | None = None,
     into: tuple[Into | None, ...] = (),
@@ -259,7 +262,8 @@ def grouped_linear(
         params: the weights and then the biases, as `layout` says, in x's dtype.
         layout: how many there are, and how they are given.
         plan: what `hybridq.recipes.bind` made.
-        kept: where the planes of each weight are kept; empty for nowhere.
+        kept: where the planes of each group's weight are, or are kept, to be taken from there or
+            put there; empty for nowhere.
         seeds: int64 `[G]` of stochastic planes; None draws them.
         scales: of each group's state, where `plan.is_delayed`.
         into: where the gradient of each weight parameter is added, None for one that needs none;

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -13,6 +12,8 @@ from torch import nn
 from ..recipes import CustomRecipe, Plan, Recipe, bind
 from ..recipes.factories import high_precision_factory
 from ..recipes.roles import GRAD_INPUT
+from ..tensor import is_quantized
+from ..tensor.stack import is_stack, split_stack
 from .grouped_function import Layout, grouped_linear
 from .grouped_splits import Splits, group_offsets, host_splits, mixed_linear
 from .main_grad import Into, part_of
@@ -66,8 +67,6 @@ class GroupedLinear(QuantizedModule):
     """
 
     _module_type = _GROUPED
-    #: Not one by one: what gathers or keeps weights by name leaves groups alone.
-    _weights: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self,
@@ -92,6 +91,7 @@ class GroupedLinear(QuantizedModule):
         self.single_grouped_weight = bool(single_grouped_weight)
         self.single_grouped_bias = bool(single_grouped_bias)
         self._init_method = init_method
+        self._weights = dict(self._initial_weights())
         options = {"device": device, "dtype": dtype}
         shape = (self.out_features, self.in_features)
         self._add("weight", shape, self.single_grouped_weight, options)
@@ -286,7 +286,7 @@ class GroupedLinear(QuantizedModule):
         count = 1 if self.single_grouped_weight else self.num_gemms
         weights, biases = params[:count], params[count:]
         if self.single_grouped_weight:
-            weights = list(weights[0].unbind(0))
+            weights = split_stack(weights[0])
         if biases and self.single_grouped_bias:
             biases = list(biases[0].unbind(0))
         return weights, biases
@@ -317,9 +317,12 @@ class GroupedLinear(QuantizedModule):
         if plans is None:
             plans = [_PLAIN] * self.num_gemms
         scales = self._scales_all(own, plans, is_first_microbatch)
+        kept = self._kept_all(own, params[0].dtype, plans, is_first_microbatch)
         if any(plan != plans[0] for plan in plans):
+            weights, biases = self._parts(params)
             parts = self._into_parts(into)
-            return mixed_linear(x, offsets, *self._parts(params), plans, features, scales, parts)
+            given = (plans, features, scales, parts, kept)
+            return mixed_linear(x, offsets, weights, biases, *given)
         layout = Layout(
             self.num_gemms,
             self.single_grouped_weight,
@@ -327,7 +330,6 @@ class GroupedLinear(QuantizedModule):
             self.single_grouped_bias,
             features,
         )
-        kept = self._kept_all(own, params[0].dtype, plans[0], is_first_microbatch)
         known = scales if plans[0].is_delayed else None
         return grouped_linear(x, offsets, params, layout, plans[0], kept, scales=known, into=into)
 
@@ -335,17 +337,24 @@ class GroupedLinear(QuantizedModule):
         self,
         own: list[torch.Tensor],
         dtype: torch.dtype,
-        plan: Plan,
+        plans: list[Plan],
         is_first_microbatch: bool | None,
     ) -> tuple[Any, ...]:
-        """Return where the planes of each group's weight are kept; empty for nowhere."""
-        if torch.compiler.is_compiling() or plan.weight.col.is_plain or plan.weight.is_delayed:
+        """Return where the planes of each group's weight are, or are kept; empty for nowhere."""
+        if torch.compiler.is_compiling():
+            return ()
+        slot = plans[0].weight
+        keeps = not (slot.col.is_plain or slot.is_delayed) and all(p == plans[0] for p in plans)
+        if not (keeps or is_stack(own[0]) or any(map(is_quantized, own))):
             return ()
         weights = own
         if self.single_grouped_weight:
-            weights = list(own[0].detach().unbind(0))
+            with torch.no_grad():
+                weights = split_stack(own[0])
         kept = [
             self._kept(weight, dtype, plan, is_first_microbatch, str(g))
-            for g, weight in enumerate(weights)
+            if keeps or is_quantized(weight)
+            else None
+            for g, (weight, plan) in enumerate(zip(weights, plans, strict=True))
         ]
         return tuple(kept) if any(one is not None for one in kept) else ()

@@ -95,6 +95,7 @@ def mixed_linear(
     features: tuple[int, int],
     scales: Sequence[Any] = (),
     into: tuple[Into | None, ...] = (),
+    kept: tuple[Any, ...] = (),
 ) -> torch.Tensor:
     """Return `grouped_linear` where groups have different plans: one grouped product for each.
 
@@ -110,6 +111,7 @@ def mixed_linear(
         features: (in_features, out_features).
         scales: of each group's state, None where its plan has no delay; none if none has.
         into: where the gradient of each group's weight is added; empty: they are returned.
+        kept: of each group, the planes of a weight that is quantized already; empty: none is.
 
     Returns:
         `[T, out_features]`.
@@ -138,8 +140,9 @@ def mixed_linear(
         layout = Layout(len(mine), False, bool(biases), False, features)
         known = tuple([scales[g] for g in mine]) if plan.is_delayed else None
         theirs = tuple([into[g] for g in mine]) if into else ()
+        given = tuple([kept[g] for g in mine]) if kept else ()
         y = grouped_linear(
-            x[order], chosen, own, layout, plan, seeds=seed, scales=known, into=theirs
+            x[order], chosen, own, layout, plan, given, seed, scales=known, into=theirs
         )
         out = torch.where(is_token[:, None], y[torch.argsort(order)], out)
     return out

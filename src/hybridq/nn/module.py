@@ -126,15 +126,20 @@ class QuantizedModule(Boundary, nn.Module):
             plan = bound[1][part] = bind(recipe, self._part_name(part), self._module_type)
         return plan
 
-    def _current_plan(self, part: str) -> Plan | None:
-        """Return how a part computes now; None: nothing is quantized.
+    def _current_recipe(self) -> Recipe | None:
+        """Return the recipe that the module computes under now; None: nothing is quantized.
 
         For what happens outside a forward: in a backward the recipe is the last forward's.
         """
         recipe = settings.current().recipe
         if is_recomputing():
             recipe = self._last_recipe[0] if self._last_recipe else None
-        if not isinstance(recipe, Recipe):
+        return recipe if isinstance(recipe, Recipe) else None
+
+    def _current_plan(self, part: str) -> Plan | None:
+        """Return how a part computes now; None: nothing is quantized."""
+        recipe = self._current_recipe()
+        if recipe is None:
             return None
         plan = self._plan(recipe, part)
         return None if plan.is_plain else plan

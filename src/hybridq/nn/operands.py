@@ -19,6 +19,7 @@ from .prologue import Prologue, Wanted
 from .scaling import Scales
 
 __all__ = [
+    "SOURCES",
     "STREAMS",
     "encode_input",
     "encode_operand",
@@ -29,6 +30,8 @@ __all__ = [
 
 #: (rowwise, columnwise) Philox streams of each slot.
 STREAMS: Final = {"grad_output": (0, 1), "input": (2, 3), "weight": (4, 5)}
+#: By whether a columnwise plane is made of the decoded rowwise one: what operators call that.
+SOURCES: Final = ("original", "rowwise_dequantized")
 
 
 def encode_slot(

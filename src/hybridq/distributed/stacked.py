@@ -1,0 +1,306 @@
+"""A parameter of several matrices, `[G, rows, cols]`, each of which is gathered as planes.
+
+FSDP2 shards it along dim 0, so every matrix is whole on one rank, uneven shards included: its owner
+encodes it, its amax is the owner's alone, no block is cut, and nothing is reduced. A rank's payload
+is the planes of its matrices, one after the other; the unsharded parameter is a QuantizedStack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+
+from ..direction import COLUMNWISE, ROWWISE, Direction
+from ..errors import PlaneError
+from ..nn import QuantizedModule
+from ..recipes import SlotPlan
+from ..storage import Plane
+from ..tensor.stack import QuantizedStack
+from .agreement import Prepared, Wish, current_stack_wish
+from .call import Call
+from .fingerprint import DIGEST_NBYTES
+from .gather import GatheredParameter, GatheredStorage
+from .shards import PlaneShards, Shards, StorageShards
+
+__all__ = ["StackCall", "StackShards", "StackedParameter"]
+
+
+@dataclass(frozen=True)
+class StackShards:
+    """How the planes of several matrices travel, each from the rank that has it.
+
+    Args:
+        parts: of each matrix, as one that a single rank has all rows of.
+        shards: of the matrices: how many each rank has.
+    """
+
+    parts: tuple[StorageShards, ...]
+    shards: Shards
+
+    @cached_property
+    def sent(self) -> tuple[PlaneShards, ...]:
+        """The planes that travel, of all matrices."""
+        return tuple(plane for part in self.parts for plane in part.sent)
+
+    def nbytes(self, rank: int) -> int:
+        """Return how many bytes `rank` sends, unpadded."""
+        return sum(part.payload for part in self.parts[slice(*self.shards.range(rank))])
+
+    @cached_property
+    def payload(self) -> int:
+        """Bytes that every rank sends: those of the one that sends most."""
+        return max(self.nbytes(rank) for rank in range(self.shards.world))
+
+    def split(self, payloads: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the payload of each matrix, uint8 `[1, nbytes]`.
+
+        Args:
+            payloads: uint8 `[world, payload]`, what each rank sent.
+        """
+        for rank in range(self.shards.world):
+            start = 0
+            for part in self.parts[slice(*self.shards.range(rank))]:
+                yield payloads[rank : rank + 1, start : start + part.payload]
+                start += part.payload
+
+    def pack(self, matrices: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return this rank's payload, uint8 `[payload]`, zeros at its end.
+
+        Args:
+            matrices: this rank's `[n, rows, cols]`; none is as good as any.
+            rank: whose they are.
+        """
+        parts = self.parts[slice(*self.shards.range(rank))]
+        packed: list[torch.Tensor] = [torch.empty(0)] * len(parts)
+        for part in dict.fromkeys(parts):
+            mine = [number for number, one in enumerate(parts) if one == part]
+            planes = _encoded([matrices[number] for number in mine], part)
+            for number, own in zip(mine, planes, strict=True):
+                packed[number] = part.pack(own, 0)
+        size = sum(one.numel() for one in packed)
+        rest = torch.zeros(self.payload - size, dtype=torch.uint8, device=matrices.device)
+        return torch.cat([*packed, rest])
+
+
+def _encoded(matrices: Sequence[torch.Tensor], part: StorageShards) -> list[list[Plane]]:
+    """Return the planes of each matrix that travel, by one operation for all."""
+    first = part.sent[0]
+    specs = {plane.direction: plane.spec for plane in part.planes}
+    row, col = specs.get(ROWWISE), specs.get(COLUMNWISE)
+    made = torch.ops.hybridq.encode_many(
+        list(matrices),
+        "" if row is None else row.text,
+        "" if col is None else col.text,
+        col_source="rowwise_dequantized" if part.from_row else "original",
+        keep_row=first.direction == ROWWISE,
+        row_stream=part.streams[0],
+        col_stream=part.streams[1],
+    )
+    buffers = iter(made)
+    found = []
+    rows, cols = matrices[0].shape
+    for _ in matrices:
+        planes = []
+        for plane in part.sent:
+            names = [buffer.name for buffer in plane.spec.buffers(1, 1)]
+            own = {name: next(buffers) for name in names}
+            planes.append(Plane(plane.spec, plane.direction, rows, cols, own))
+        found.append(planes)
+    return found
+
+
+class StackCall(Call):
+    """How one all-gather of such a parameter is done; the same on every rank.
+
+    Args:
+        group, rank, world, shape, dtype, wish, phase: as for `Call`.
+        slots: of each matrix, as all ranks agreed before.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        rank: int,
+        world: int,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        slots: tuple[SlotPlan | None, ...],
+        wish: Wish,
+        phase: str,
+    ) -> None:
+        super().__init__(group, rank, world, shape, dtype, None, wish, phase)
+        self.slots: tuple[SlotPlan | None, ...] = ()
+        self._calls: dict[SlotPlan | None, Call] = {}
+        self.take(slots)
+
+    def take(self, slots: tuple[SlotPlan | None, ...]) -> None:
+        """Gather by these from now on.
+
+        Args:
+            slots: of each matrix.
+        """
+        self.slots = slots
+        matrix = torch.Size(self.shape[1:])
+        self._calls = {
+            slot: Call(None, 0, 1, matrix, self.dtype, slot, self.wish, self.phase)
+            for slot in dict.fromkeys(slots)
+        }
+
+    def of(self, number: int) -> Call:
+        """Return how one of the matrices is gathered.
+
+        Args:
+            number: of the matrix.
+        """
+        return self._calls[self.slots[number]]
+
+    @property
+    def derives(self) -> bool:
+        """Whether of every matrix one plane is the other one, transposed."""
+        return all(call.derives for call in self._calls.values())
+
+    def plain(self) -> StackShards:  # type: ignore[override]
+        """Return the plan that gathers the values as they are."""
+        return self._stack({slot: call.plain() for slot, call in self._calls.items()})
+
+    def plan(self, row: bool, col: bool, name: str) -> StackShards:  # type: ignore[override]
+        """Return the plan that gathers these planes, or the values of those that have none."""
+        what = name and f"each matrix of {name}"
+        return self._stack({slot: one.plan(row, col, what) for slot, one in self._calls.items()})
+
+    def _stack(self, parts: dict[SlotPlan | None, StorageShards]) -> StackShards:
+        return StackShards(tuple(parts[slot] for slot in self.slots), self.shards)
+
+
+class _Matrix:
+    """What a GatheredStorage asks of its parameter: here one of the matrices of a stack.
+
+    Args:
+        stack: the parameter.
+        number: of the matrix.
+    """
+
+    def __init__(self, stack: StackedParameter, number: int) -> None:
+        self._stack, self._number = stack, number
+
+    @property
+    def inner(self) -> list[torch.Tensor]:
+        return self._stack.inner
+
+    def last_call(self) -> Call:
+        return cast("StackCall", self._stack.last_call()).of(self._number)
+
+    def gather_now(self, direction: Direction) -> Plane:
+        return self._stack.gather_matrix_now(self._number, direction)
+
+
+class StackedParameter(GatheredParameter):
+    """What all tensors of one parameter `[G, rows, cols]` (its shard, views of it) know together.
+
+    Args:
+        module, part, name, prepared: as for `GatheredParameter`.
+        count: how many matrices there are.
+    """
+
+    def __init__(
+        self, module: QuantizedModule, part: str, name: str, prepared: Prepared, count: int
+    ) -> None:
+        super().__init__(module, part, name, prepared)
+        self._count = count
+        self._storages = [
+            GatheredStorage(cast("Any", _Matrix(self, number))) for number in range(count)
+        ]
+        #: Of a direction that was gathered when a matrix asked: the planes of those that did not.
+        self._unasked: dict[tuple[int, Direction], Plane] = {}
+
+    # ---- the gather
+
+    def _new_call(self, group: Any, shape: torch.Size, dtype: torch.dtype, phase: str) -> Call:
+        slots = self.agreed(phase).slots
+        wish = current_stack_wish(self._module(), self._count)
+        return StackCall(group, group.rank(), group.size(), shape, dtype, slots, wish, phase)
+
+    def _first_wish(self) -> Wish:
+        if self._prepared is None:
+            return current_stack_wish(self._module(), self._count)
+        return self._prepared.stack_wish(self._module(), self._count)
+
+    def _settled(self, call: Any, plan: Any) -> Any:
+        """Return the plan that what is agreed now asks for: the gather's own, or another one."""
+        if call.wish.slots == call.slots:
+            return plan
+        call.take(call.wish.slots)
+        return call.plan(*self.wanted_in(call.phase), self.name)
+
+    def work_ahead(self) -> None:
+        """Return None: no rank has to know anything of another one's matrices."""
+        return
+
+    def payload(self, plan: Any) -> torch.Tensor:
+        """Return what this rank sends, uint8."""
+        call, shard = self.last_call(), None if self.shard is None else self.shard()
+        if shard is None:
+            raise RuntimeError(f"fsdp2: {self.name} has no shard any more")
+        self.nbytes += plan.payload * call.world
+        with torch.no_grad():
+            made: torch.Tensor = plan.pack(shard.high.detach().to(call.dtype), call.rank)
+        return made
+
+    def fill(self, plan: Any, received: torch.Tensor) -> Any:
+        """Return the storages of all matrices with the planes of a gather, as all ranks want them.
+
+        Args:
+            plan: of the gather.
+            received: uint8 `[world, ...]`, what ranks sent.
+
+        Raises:
+            RuntimeError: ranks differ, on all of them.
+        """
+        trailers = received[:, plan.payload : plan.payload + DIGEST_NBYTES]
+        wanted: Any = self.settle(trailers, plan)
+        payloads = received[:, : plan.payload]
+        if wanted is not plan:  # the recipe has changed, on all ranks
+            payloads = self.payloads_now(wanted)
+        self._unasked.clear()
+        parts = zip(self._storages, wanted.parts, wanted.split(payloads), strict=True)
+        for storage, part, own in parts:
+            storage.fill(part, own)
+        return self._storages
+
+    def unsharded(self, storage: Iterable[Any]) -> torch.Tensor:
+        """Return the whole parameter.
+
+        Args:
+            storage: what `fill` returned.
+        """
+        return QuantizedStack.make(list(storage), self.last_call().dtype)
+
+    def gather_matrix_now(self, number: int, direction: Direction) -> Plane:
+        """Return a plane that the last gather did not bring; every rank must call it.
+
+        One collective brings it of all matrices.
+
+        Args:
+            number: of the matrix.
+            direction: of the plane.
+        """
+        if (number, direction) not in self._unasked:
+            call: Any = self.last_call()
+            self._want(direction)
+            plan = call.plan(direction == ROWWISE, direction != ROWWISE, self.name)
+            with torch.no_grad():
+                payloads = self.payloads_now(plan)
+                for other, own in enumerate(plan.split(payloads)):
+                    made = plan.parts[other].unpack(own).first
+                    self._unasked[other, made.direction] = made
+                    self.inner.extend(made.tensors)
+        plane = self._unasked.pop((number, direction), None)
+        if plane is None:
+            raise PlaneError(
+                f"fsdp2: the recipe has no {direction} plane of {self.name}[{number}] to gather"
+            )
+        return plane
