@@ -12,6 +12,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from ..direction import ROWWISE, Direction
 from ..errors import PlaneError
 from ..formats import PlaneSpec
+from ..kernels import NeverKept
 from ..nn import QuantizedModule
 from ..storage import Plane, TensorStorage
 from ..tensor import QuantizedTensor
@@ -24,6 +25,8 @@ from .work import Maxima, ShardWork, encode_shards
 __all__ = ["GatheredParameter", "GatheredStorage"]
 
 _serials = itertools.count()
+#: Of all gathered planes: what a GEMM makes of one would outlive it, and seem to be the next one's.
+_never_kept = NeverKept()
 
 
 class GatheredParameter:
@@ -315,6 +318,8 @@ class GatheredStorage(TensorStorage):
         with _unsafe_preserve_version_counter(old):
             made = plan.unpack(payloads, self._earlier)
         self.rowwise, self.columnwise = made.rowwise, made.columnwise
+        for plane in made.planes:
+            plane.kept = _never_kept
         known = {plane.direction: plane for plane in (*self._earlier, *made.planes)}
         self._earlier = tuple(known.values())
         self._about.inner.extend(made.flatten()[0])
@@ -328,6 +333,7 @@ class GatheredStorage(TensorStorage):
         own = self.rowwise if direction == ROWWISE else self.columnwise
         if own is None:
             own = self._missing(direction)
+            own.kept = _never_kept
             if direction == ROWWISE:
                 self.rowwise = own
             else:

@@ -329,7 +329,9 @@ class PlaneShards:
                 made = torch.empty(buffer.shape, dtype=dtype, device=device)
             else:
                 made = into.buffers[name]
-                made.untyped_storage().resize_(made.numel() * made.element_size())
+                memory, nbytes = made.untyped_storage(), made.numel() * made.element_size()
+                if memory.nbytes() != nbytes:  # else torch would allocate anew, and copy
+                    memory.resize_(nbytes)
             for rank, parts in enumerate(received):
                 if not parts:
                     continue

@@ -20,7 +20,7 @@ from . import (
     ops_ragged,
 )
 from .device import Chip, chip_of, described
-from .kept import Kept, kept_nbytes
+from .kept import Kept, NeverKept, kept_nbytes
 from .precision import PRECISIONS, check_precision
 from .registry import Backend, Call, Choice, backends, candidates, register_backend, select
 from .triton import backend as backend_triton
@@ -32,6 +32,7 @@ __all__ = [
     "Chip",
     "Choice",
     "Kept",
+    "NeverKept",
     "backend_cpu",
     "backend_cuda",
     "backend_fold",

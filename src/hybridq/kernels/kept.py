@@ -195,6 +195,29 @@ class Kept:
         return Kept, ()
 
 
+class NeverKept(Kept):
+    """Keeps nothing: of planes whose memory is freed, and filled again without a new version."""
+
+    __slots__ = ()
+
+    def get(
+        self,
+        form: str,
+        buffers: Sequence[torch.Tensor],
+        make: Callable[[], _T],
+        *,
+        at_once: bool = False,
+    ) -> _T:
+        """Return what `make` makes.
+
+        Args:
+            form, buffers, at_once: not used.
+            make: called each time.
+        """
+        del form, buffers, at_once
+        return make()
+
+
 def _state(buffers: Sequence[torch.Tensor]) -> _State:
     """Return what changes with every write to the buffers, and with other memory."""
     return tuple((buffer._version, buffer.data_ptr()) for buffer in buffers)
