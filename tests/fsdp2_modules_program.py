@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import hybridq
 from fsdp2_program import check_equal
@@ -166,12 +168,75 @@ def compiled() -> None:
 
     for recipe in ("mxfp8", "nvfp4"):
         train(make, rows(48), "compiled", 0, recipe, compiled=True)
-    try:
-        train(make, rows(48), "compiled and prepared", 2, "mxfp8", compiled=True)
-    except Exception as error:  # dynamo wraps what it meets in classes of its own
-        assert "leave hybridq.distributed.prepare_fsdp2 out" in str(error), error
-    else:
-        raise AssertionError("nothing was raised")
+    # Derivable, hybrid, of the decoded row; and two that the graph quantizes itself.
+    names = ("fp8_current", "nvfp4", "mxfp8_fwd_nvfp4_bwd", "nvfp4_1d_weight")
+    for recipe in (*names, "mxfp8_fwd_high_precision_bwd", "mxfp8", "fp8_delayed"):
+        torch._dynamo.reset()
+        counters.clear()
+        train(make, rows(48), "compiled and prepared", 2, recipe, compiled=True)
+        # Of each model: a block whose input needs no gradient, and one whose does.
+        assert counters["stats"]["unique_graphs"] == 4 and not counters["graph_break"], counters
+    train(
+        lambda: Blocks(Recomputed(), Recomputed()),
+        rows(48),
+        "recomputed in a graph",
+        2,
+        "nvfp4_1d_weight",
+        compiled=True,
+    )
+    for recipe in ("mxfp8_fwd_nvfp4_bwd", "nvfp4"):
+        freed_after_graphs(recipe)
+    late = prepare_fsdp2(make().bfloat16())
+    fully_shard(late)
+    with hybridq.autocast(recipe="mxfp8"):
+        late(rows(48)())
+        try:
+            torch.compile(late.blocks[0], fullgraph=True)(rows(48)())
+        except Exception as error:  # dynamo wraps what it meets in classes of its own
+            assert "leave hybridq.distributed.prepare_fsdp2 out" in str(error), error
+        else:
+            raise AssertionError("nothing was raised")
+
+
+class Recomputed(nn.Module):
+    """A block whose backward computes its forward again, inside its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = hybridq.Linear(48, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(checkpoint(self.linear, x, use_reentrant=False))
+
+
+def freed_after_graphs(recipe: str) -> None:
+    """Compiled blocks, prepared or quantized: planes are freed between forward and backward."""
+    for is_quantized in (False, True):
+        torch._dynamo.reset()
+        with hybridq.quantized_model_init(recipe, enabled=is_quantized):
+            torch.manual_seed(0)
+            plain = Blocks(*(hybridq.Linear(48, 48, dtype=torch.bfloat16) for _ in range(2)))
+        sharded = prepare_fsdp2(copy.deepcopy(plain))
+        for block in (*sharded.blocks, *plain.blocks):
+            block.compile(fullgraph=True)
+        for block in sharded.blocks:
+            fully_shard(block)
+        fully_shard(sharded)
+        abouts = [block.weight._local_tensor._about for block in sharded.blocks]
+        for _ in range(2):
+            x, results = rows(48)(), []
+            for model in (sharded, plain):
+                own = x.clone().requires_grad_()
+                torch.manual_seed(1)
+                with hybridq.autocast(recipe=recipe):
+                    y = model(own)
+                held = [buffer for about in abouts for buffer in about.inner]
+                assert len(held) > 4 and not any(b.untyped_storage().nbytes() for b in held)
+                y.float().square().sum().backward()
+                assert not any(b.untyped_storage().nbytes() for b in held)
+                results += [y.detach(), own.grad]
+            for mine, whole in zip(results[:2], results[2:], strict=True):
+                assert torch.equal(mine, whole), f"quantized {is_quantized}"
 
 
 def tensor_parallel() -> None:

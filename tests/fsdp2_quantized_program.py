@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import hybridq
 from fsdp2_program import SIZES, STEPS, Model, step, values
+from fsdp2_program import models as values_gathered
 from hybridq.distributed import QuantizedWeight, prepare_fsdp2, wire_nbytes
 from hybridq.optim import AdamW
 from rank_program import main
@@ -122,6 +123,9 @@ def policies() -> None:
     offload = CPUOffloadPolicy(pin_memory=False)
     train(models(sizes, "nvfp4", offload_policy=offload), "nvfp4", "offload")
     train(models(sizes, hybrid), None, "no recipe")
+    # One of the planes is the recipe's, the other one is made of decoded values.
+    train(models(sizes, "mxfp8"), "high_precision_fwd_mxfp8_bwd", "the backward's plane fits")
+    train(models(sizes, "mxfp8"), hybrid, "the forward's plane fits")
     frozen = models(sizes, "mxfp8")
     for model in frozen:
         model.layers[1].weight.requires_grad_(False)
@@ -131,6 +135,27 @@ def policies() -> None:
         with mode(), hybridq.autocast(recipe=hybrid):
             x = torch.randn(5, 33, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1))
             assert torch.equal(sharded.eval()(x), plain.eval()(x))
+
+
+def first_inference() -> None:
+    """The first forward of all is one in inference mode: with shards of either kind."""
+    x = torch.randn(5, 40, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1))
+    for name in ("mxfp8_fwd_nvfp4_bwd", "fp8_current"):
+        for pair in (models(SIZES["cut"], name), values_gathered(SIZES["cut"])):
+            for _ in range(2):
+                with torch.inference_mode(), hybridq.autocast(recipe=name):
+                    assert torch.equal(*[model.eval()(x) for model in pair]), name
+            if name == "fp8_current":
+                continue
+            # Like torch's own parameters, which cannot be gathered outside any more.
+            with hybridq.autocast(recipe=name):
+                y = pair[0](x)
+            try:
+                y.sum().backward()
+            except RuntimeError as error:
+                assert "inference mode first" in str(error) and "no_grad() instead" in str(error)
+            else:
+                raise AssertionError("tensors of inference mode were changed outside")
 
 
 def wire() -> None:

@@ -14,7 +14,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridq
-from hybridq.distributed import Sharding, count_traffic, plan, prepare_fsdp2, wire_nbytes
+from hybridq.distributed import (
+    QuantizedWeight,
+    Sharding,
+    count_traffic,
+    plan,
+    prepare_fsdp2,
+    wire_nbytes,
+)
 from rank_program import main
 
 RECIPES = (
@@ -86,9 +93,16 @@ def step(model: nn.Module, optimizer: Any, recipe: Any, amp: bool = False) -> No
     optimizer.step()
 
 
-def check(model: nn.Module, planned: Any, recipe: Any, what: str, amp: bool = False) -> None:
+def check(
+    model: nn.Module,
+    planned: Any,
+    recipe: Any,
+    what: str,
+    amp: bool = False,
+    kind: Any = torch.optim.AdamW,
+) -> None:
     """Train three steps; the third moves what is planned, and the memory is as planned."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = kind(model.parameters(), lr=1e-3)
     for _ in range(2):
         step(model, optimizer, recipe, amp)
         optimizer.zero_grad()
@@ -119,6 +133,9 @@ def is_weight(name: str) -> bool:
 def nbytes(tensor: torch.Tensor) -> int:
     """Bytes of a tensor, or of this rank's shard."""
     local: Any = getattr(tensor, "_local_tensor", tensor)
+    if isinstance(local, QuantizedWeight):
+        buffers = [buffer for plane in local.held.planes for buffer in plane.tensors]
+        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
     return local.numel() * local.element_size()
 
 
@@ -149,6 +166,65 @@ def experts() -> None:
         planned = plan(model, "mxfp8_fwd_nvfp4_bwd", shape)
         what = f"experts, reshard {flag}"
         check(sharded(model, reshard_after_forward=flag), planned, "mxfp8_fwd_nvfp4_bwd", what)
+
+
+def quantized(which: str = "by turns") -> None:
+    """Parameters that are held as planes, in BF16 models, and in FP32 ones by turns."""
+    for place, recipe in enumerate(RECIPES[:-1]):
+        for number, (name, hidden) in enumerate(HIDDEN.items()):
+            if which != "all" and number != (place + 1) % 3:
+                continue
+            # A plane that is not quantized must have the dtype that is computed in.
+            is_short = number == place % 3 or "high_precision_fwd" in recipe
+            dtype = torch.bfloat16 if is_short else torch.float32
+            planned = plan(
+                made(hidden).to(dtype),
+                recipe,
+                Sharding(dist.get_world_size()),
+                quantized_params=True,
+            )
+            torch.manual_seed(0)
+            source = Model(hidden).to(dtype)
+            with hybridq.quantized_model_init(recipe, preserve_high_precision_init_val=True):
+                model = sharded(hybridq.convert(source))
+            held = [p for p in model.parameters() if isinstance(p._local_tensor, QuantizedWeight)]
+            assert len(held) == 6
+            what = f"{name} {recipe}, quantized"
+            check(model, planned, recipe, what, kind=hybridq.optim.AdamW)
+
+
+class Request:
+    """A factory: inputs and gradients delayed, weights in the backward only; not all is reduced."""
+
+    reads_names = False
+
+    def __call__(self, role: Any) -> Any:
+        if role.tensor_type != "weight":
+            return hybridq.DelayedScalingRequest(reduce_amax=role.tensor_type == "input")
+        return hybridq.HybridQuantizer(
+            rowwise_quantizer=hybridq.NVFP4Quantizer(),
+            columnwise_quantizer=hybridq.DelayedScalingRequest(),
+        )
+
+
+def delayed() -> None:
+    """The reduction of an update is that of all modules: no other model may be left."""
+    for recipe in ("fp8_delayed", hybridq.CustomRecipe(Request())):
+        for name, hidden in HIDDEN.items():
+            gc.collect()
+            model = made(hidden)
+            planned = plan(model, recipe, Sharding(dist.get_world_size()))
+            named = {one.what: one for one in planned.traffic}
+            updates = named["maxima of delayed scaling"]
+            assert updates.nbytes == 6 * 4 * (3 if recipe == "fp8_delayed" else 2)
+            assert updates.kind == "all_reduce"
+            assert updates.num_values == 3 * 2 * hidden * (hidden + 24)
+            check(sharded(model), planned, recipe, f"{name} {recipe}, delayed")
+    gc.collect()
+    model = made(40)
+    planned = plan(model, "fp8_delayed", Sharding(dist.get_world_size(), "ddp"))
+    ddp_model = DistributedDataParallel(model)
+    check(ddp_model, planned, "fp8_delayed", "ddp, delayed", amp=True)
 
 
 def reshard() -> None:

@@ -26,7 +26,7 @@ def test_every_recipe_and_alignment(world, tmp_path) -> None:
 
 @needs_gloo
 def test_optimizers_policies_memory_and_checkpoints(tmp_path) -> None:
-    names = ("optimizers", "policies", "wire", "state", "refused")
+    names = ("optimizers", "policies", "first_inference", "wire", "state", "refused")
     run(2, tmp_path / "store", *names, program=PROGRAM)
 
 

@@ -24,7 +24,8 @@ def test_what_gemms_make_of_a_gather_is_not_taken_for_the_next_ones(name, derive
         pytest.skip("has no derived plane")
     plan = StorageShards(spec, None, "original", Shards((ROWS,), COLS))
     call = SimpleNamespace(derives=True)
-    storage = GatheredStorage(SimpleNamespace(inner=[], last_call=lambda: call))  # type: ignore
+    about = SimpleNamespace(inner=[], in_graph=False, last_call=lambda: call)
+    storage = GatheredStorage(about)  # type: ignore
     sizes = (32, ROWS) if derives else (32, COLS)
     other = hybridq.quantize(torch.randn(sizes).bfloat16(), "mxfp8").rowwise
     addresses = set()

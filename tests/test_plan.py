@@ -45,7 +45,14 @@ def run(world: int, store: Path, *names: str) -> None:
 
 @needs_gloo
 def test_a_run_moves_and_holds_what_is_planned(tmp_path) -> None:
-    run(2, tmp_path / "store", "traffic", "reshard", "ddp", "gathered", "discarded")
+    names = ("traffic", "reshard", "ddp", "gathered", "discarded", "quantized", "delayed")
+    run(2, tmp_path / "store", *names)
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_quantized_parameters_move_and_hold_what_is_planned(tmp_path) -> None:
+    run(2, tmp_path / "store", "quantized=all")
 
 
 @needs_gloo

@@ -97,6 +97,7 @@ class Prepared:
         self._model = weakref.ref(model)
         self._recipe: Recipe | None = None
         self._is_compared = False
+        self._in_graphs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def compare_once(self, mesh: Any, group: Any) -> None:
         """Raise on every rank if ranks differ; every rank must call it.
@@ -110,9 +111,18 @@ class Prepared:
         recipe = settings.current().recipe
         self._recipe = recipe if isinstance(recipe, Recipe) else None
         shape = (group.size(),) if mesh is None else tuple(mesh.shape)
+        self._in_graphs = _compiled(self._model())
         own = Fingerprint.of(self._model(), self._recipe, shape)
         compare(own, group if mesh is None else flat_group(mesh), "fsdp2")
         self._is_compared = True
+
+    def is_compiled(self, module: nn.Module | None) -> bool:
+        """Return whether a module was part of a compiled one when ranks compared.
+
+        Args:
+            module: of the model.
+        """
+        return module in self._in_graphs
 
     def wish(self, module: QuantizedModule | None, part: str) -> Wish:
         """Return what was compared of a weight: the same on all ranks.
@@ -134,6 +144,15 @@ class Prepared:
             count: how many matrices there are.
         """
         return _stack_wish(module, self._recipe, count)
+
+
+def _compiled(model: nn.Module | None) -> weakref.WeakSet[nn.Module]:
+    """Return all modules inside those that are compiled, `torch.compile(module)` included."""
+    found: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+    for module in () if model is None else model.modules():
+        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+            found.update(module.modules())
+    return found
 
 
 @lru_cache(maxsize=256)

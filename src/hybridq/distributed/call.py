@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from ..direction import COLUMNWISE, Direction
+from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..errors import warn_once
 from ..formats import PlaneSpec
 from ..nn.operands import STREAMS
@@ -31,6 +32,8 @@ class Call:
         slot: of the plan, or None; as all ranks agreed before.
         wish: what this rank computes now.
         phase: `"forward"`, `"backward"` or `"inference"`.
+        in_graph: the module is part of a compiled one.
+        finds_amax: the module finds amaxima that it records itself, of values.
     """
 
     def __init__(
@@ -43,8 +46,11 @@ class Call:
         slot: SlotPlan | None,
         wish: Wish,
         phase: str,
+        in_graph: bool = False,
+        finds_amax: bool = False,
     ) -> None:
-        self.wish, self.phase = wish, phase
+        self.wish, self.phase, self._in_graph = wish, phase, in_graph
+        self._finds_amax = finds_amax or in_graph
         self.group, self.rank, self.world = group, rank, world
         self.shape, self.dtype, self.slot = shape, dtype, slot
         cols = 1
@@ -122,6 +128,29 @@ class Call:
         """
         return plan.payload + DIGEST_NBYTES if self.is_even else math.prod(self._room)
 
+    @property
+    def _num_amaxes(self) -> int:
+        """How many amaxima of its rows a rank sends: those that a forward records.
+
+        One of the values; and where the columnwise plane is delayed and made of the decoded
+        rowwise one, one of what that decodes to.
+        """
+        slot = self.slot
+        if slot is None or not slot.is_delayed:
+            return 0
+        return 2 if slot.col_delay and slot.col_source != "original" else 1
+
+    def has_given_scale(self, direction: Direction) -> bool:
+        """Return whether the plane's scale follows from earlier steps.
+
+        Args:
+            direction: of the plane.
+        """
+        slot = self.slot
+        if slot is None:
+            return False
+        return bool(slot.row_delay if direction == ROWWISE else slot.col_delay)
+
     def plain(self) -> StorageShards:
         """Return the plan that gathers the values as they are."""
         return StorageShards(PlaneSpec.plain(self.dtype), None, "original", self.shards)
@@ -132,14 +161,22 @@ class Call:
         if slot is None or len(self.shape) != 2:
             return self.plain()
         specs = [PlaneSpec.parse(p.spec).resolve(self.dtype) for p in (slot.row, slot.col)]
-        whole = StorageShards(specs[0], specs[1], slot.col_source, self.shards, STREAMS["weight"])
+        whole = StorageShards(
+            specs[0],
+            specs[1],
+            slot.col_source,
+            self.shards,
+            STREAMS["weight"],
+            has_one_scale=slot.shares_state or not slot.is_delayed,
+            num_amaxes=self._num_amaxes,
+        )
         reason = whole.problem
         if any(spec.stochastic for spec in specs):
             reason = "stochastic rounding draws for the whole weight"
         if slot.col.is_plain and not slot.saves_row:
             reason = "its backward multiplies with the values themselves"
-        if slot.is_delayed:
-            reason = "its module knows the scales that follow from earlier steps"
+        if slot.is_delayed and self._finds_amax:
+            reason = "what it is used by (a compiled graph, or groups) finds its amax itself"
         if all(spec.format.is_identity for spec in specs):
             return self.plain()
         if reason is not None:
@@ -157,12 +194,12 @@ class Call:
                 f"after, {plain} bytes per rank instead of {whole.payload}: {reason}{advice}",
             )
             return self.plain()
+        if self._in_graph and whole.payload >= self.plain().payload and not slot.saves_row:
+            return self.plain()  # both planes are asked for, and are more
         if whole.derives:
             return whole
         if not col or slot.saves_row:  # the backward decodes the rowwise plane
-            return StorageShards(specs[0], None, "original", self.shards, STREAMS["weight"])
+            return replace(whole, col=None, col_source="original")
         if not row and slot.col_source == "original":
-            return StorageShards(None, specs[1], "original", self.shards, STREAMS["weight"])
-        return StorageShards(
-            specs[0], specs[1], slot.col_source, self.shards, STREAMS["weight"], sends_row=row
-        )
+            return replace(whole, row=None)
+        return replace(whole, sends_row=row)

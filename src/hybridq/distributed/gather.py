@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ..direction import ROWWISE, Direction
+from ..direction import COLUMNWISE, DIRECTIONS, ROWWISE, Direction
 from ..errors import PlaneError
 from ..formats import PlaneSpec
 from ..kernels import NeverKept
-from ..nn import QuantizedModule
+from ..nn import GroupedLinear, QuantizedModule
+from ..quantizers import Quantizer
 from ..storage import Plane, TensorStorage
 from ..tensor import QuantizedTensor
 from .agreement import Prepared, Wish, check_trailers, current_wish, trailer
@@ -63,7 +64,10 @@ class GatheredParameter:
         self.outputs: list[torch.Tensor] = []
         self.nbytes = 0
         self.num_writes = 0
-        self._maxima: tuple[Any, Maxima] = (None, {})
+        #: What the maxima are of, the reduced ones, and of its own rows those that are sent along.
+        self._maxima: tuple[Any, Maxima, list[torch.Tensor]] = (None, {}, [])
+        #: Of delayed scaling, the planes' statistics of the last gather that no backward asked for.
+        self._stats: tuple[int, torch.Tensor] | None = None
         self.serial = next(_serials)
 
     def mesh(self) -> Any:
@@ -74,6 +78,16 @@ class GatheredParameter:
         names = [name for name, part in module._weights.items() if part == self._part]
         meshes = [getattr(module._parameters.get(name), "device_mesh", None) for name in names]
         return next((mesh for mesh in meshes if mesh is not None), None)
+
+    def phase(self) -> str:
+        """Return what a gather that begins is for.
+
+        Not asked is whether gradients are made: FSDP2 gathers without any.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            return "backward"
+        module = self._module()
+        return "forward" if module is None or module.training else "inference"
 
     def next_call(
         self, group: Any, shape: torch.Size, dtype: torch.dtype, phase: str, mesh: Any
@@ -92,12 +106,27 @@ class GatheredParameter:
         """
         if self._prepared is not None:
             self._prepared.compare_once(mesh, group)
+        module = self._module()
+        if phase == "forward" and module is not None:
+            module._look_for_step(self._part, self.num_writes)
         self.call = self._new_call(group, shape, dtype, phase)
         return self.call
 
     def _new_call(self, group: Any, shape: torch.Size, dtype: torch.dtype, phase: str) -> Call:
-        slot, wish = self.agreed(phase).slot, current_wish(self._module(), self._part)
-        return Call(group, group.rank(), group.size(), shape, dtype, slot, wish, phase)
+        slot, wish = self.agreed(phase).slot, self._wish(phase)
+        given = (group, group.rank(), group.size(), shape, dtype, slot, wish, phase)
+        finds_amax = isinstance(self._module(), GroupedLinear)
+        return Call(*given, self.in_graph, finds_amax)
+
+    def _wish(self, phase: str) -> Wish:
+        """Return what this rank computes now.
+
+        Args:
+            phase: of the call.
+        """
+        if phase == "backward" and self.in_graph and self.call is not None:
+            return self.call.wish  # a compiled forward leaves no recipe behind
+        return current_wish(self._module(), self._part)
 
     def agreed(self, phase: str) -> Wish:
         """Return what all ranks are known to compute in a phase.
@@ -178,7 +207,37 @@ class GatheredParameter:
         Args:
             phase: of the call.
         """
+        if self.in_graph:
+            # Inputs of a graph's forward, of which nobody knows which ones its backward reads.
+            return True, True
         return self.wanted.get(phase, (True, False))
+
+    @property
+    def source(self) -> str:
+        """What the columnwise plane is made of."""
+        slot = self.last_call().slot
+        return "original" if slot is None else slot.col_source
+
+    def quantizer(self) -> Quantizer | None:
+        """Return what tells a graph which columnwise plane it is given; None: there is no need."""
+        storage = self.storage
+        if not self.in_graph or storage is None or self.source == "original":
+            return None
+        row, col = storage.rowwise, storage.columnwise
+        return None if row is None or col is None else Quantizer(row.spec, col.spec, self.source)
+
+    def derives_from(self, plan: StorageShards) -> bool:
+        """Return whether the columnwise plane is what a gather brings, transposed.
+
+        Args:
+            plan: of the gather.
+        """
+        return plan.derives
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether the module is part of a compiled one."""
+        return self._prepared is not None and self._prepared.is_compiled(self._module())
 
     def last_call(self) -> Call:
         """Return how the last gather was done."""
@@ -199,7 +258,25 @@ class GatheredParameter:
             raise RuntimeError(f"fsdp2: {self.name} has no shard any more")
         values = shard.high.detach()
         x = values.to(call.dtype).reshape(values.shape[0], call.shards.cols)
-        return ShardWork(plan, x, call.rank, self.maxima((self.num_writes, call.key())))
+        stamp, stats = (0, None) if not plan.num_amaxes else self._scales()
+        _, known, amaxes = self._known((self.num_writes, call.key(), stamp))
+        for place, direction in enumerate(DIRECTIONS):
+            if stats is not None and call.has_given_scale(direction):
+                first = 0 if plan.has_one_scale else place
+                known[direction] = [stats.narrow(0, first, 1).to(x.device)]
+        return ShardWork(plan, x, call.rank, known, amaxes)
+
+    def _scales(self) -> tuple[int, torch.Tensor]:
+        """Return a number that tells these statistics from others, and those of both planes.
+
+        In a backward they are those of the forward, as in a module that saved its planes then.
+        """
+        if self._stats is None or torch._C._current_graph_task_id() == -1:
+            module = self._module()
+            if module is None:
+                raise RuntimeError(f"fsdp2: the module of {self.name} is gone")
+            self._stats = module._weight_statistics(self._part)
+        return self._stats
 
     def payload(self, plan: StorageShards) -> torch.Tensor:
         """Return what this rank sends, uint8; every rank must call it."""
@@ -223,12 +300,23 @@ class GatheredParameter:
         return found.view(call.world, -1)
 
     def fit_outputs(self, sizes: list[int]) -> None:
-        """Give FSDP2's tensors room for a gather of other sizes than the first one had."""
+        """Give FSDP2's tensors room for a gather of other sizes than the first one had.
+
+        Raises:
+            RuntimeError: they were made in inference mode.
+        """
         world = self.last_call().world
         for output, size in zip(self.outputs, sizes, strict=False):
-            if output.numel() != size * world:
-                output.set_(output.new_empty(0).untyped_storage(), 0, (size * world,), (1,))
-                output.untyped_storage().resize_(0)  # FSDP2 makes room when it needs it
+            if output.numel() == size * world:
+                continue
+            if output.is_inference():  # known by views only, which do not lead to it
+                raise RuntimeError(
+                    f"fsdp2: {self.name} was gathered in inference mode first, and FSDP2 keeps the "
+                    f"tensors that it made there; a gather of {size * world} bytes does not fit "
+                    f"into {output.numel()}; run the first forward under torch.no_grad() instead"
+                )
+            output.set_(output.new_empty(0).untyped_storage(), 0, (size * world,), (1,))
+            output.untyped_storage().resize_(0)  # FSDP2 makes room when it needs it
 
     def gather_now(self, direction: Direction) -> Plane:
         """Return a plane that the last gather did not bring; every rank must call it."""
@@ -250,20 +338,21 @@ class GatheredParameter:
         if self.last_call().is_even:
             self.wanted[when] = (row or is_row, col or not is_row)
 
-    def unsharded(self, storage: Any) -> torch.Tensor:
+    def unsharded(self, storage: Any, quantizer: Quantizer | None) -> torch.Tensor:
         """Return the whole parameter, as modules find it.
 
         Args:
             storage: what `fill` returned.
+            quantizer: what `quantizer` returned.
         """
         call = self.last_call()
-        return QuantizedTensor.make(storage, tuple(call.shape), call.dtype)
+        return QuantizedTensor.make(storage, tuple(call.shape), call.dtype, quantizer=quantizer)
 
-    def maxima(self, key: Any) -> Maxima:
+    def _known(self, key: Any) -> tuple[Any, Maxima, list[torch.Tensor]]:
         """Return what is known of the shard in the state `key`."""
         if self._maxima[0] != key:
-            self._maxima = (key, {})
-        return self._maxima[1]
+            self._maxima = (key, {}, [])
+        return self._maxima
 
     def __deepcopy__(self, memo: Any) -> GatheredParameter:
         raise RuntimeError(f"fsdp2: {self.name} is prepared for FSDP2; copy the model before that")
@@ -278,26 +367,30 @@ class GatheredStorage(TensorStorage):
         about: the parameter.
     """
 
-    __slots__ = ("_about", "_earlier")
+    __slots__ = ("_about", "_earlier", "amaxes")
 
     comes_and_goes = True
 
     def __init__(self, about: GatheredParameter) -> None:
         self._about = about
+        self.amaxes: torch.Tensor | None = None
         self.rowwise = self.columnwise = None
         self._earlier: tuple[Plane, ...] = ()
 
     def check_graph(self) -> None:
-        """Raise where torch.compile is at work: a graph would save memory that FSDP2 frees.
+        """Raise where torch.compile is at work, and planes were not gathered for a graph.
+
+        A graph saves its inputs: all of them must be there in its forward, and filled again.
 
         Raises:
             RuntimeError: a graph is traced. Not NotImplementedError: dynamo takes that for its own.
         """
-        if torch._guards.TracingContext.try_get() is not None:
+        if torch._guards.TracingContext.try_get() is not None and not self._about.in_graph:
             raise RuntimeError(
-                "torch.compile: a weight that FSDP2 gathers as planes cannot be an input of a "
-                "compiled graph; leave hybridq.distributed.prepare_fsdp2 out where blocks are "
-                "compiled: fully_shard alone gathers values, which the graph quantizes"
+                "torch.compile: a weight that FSDP2 gathers as planes can be an input of a "
+                "compiled graph only if that was known at its first gather; call block.compile() "
+                "before, or leave hybridq.distributed.prepare_fsdp2 out: fully_shard alone gathers "
+                "values, which the graph quantizes"
             )
 
     def fill(self, plan: StorageShards, payloads: torch.Tensor) -> None:
@@ -317,12 +410,28 @@ class GatheredStorage(TensorStorage):
             self._earlier, old = (), ()
         with _unsafe_preserve_version_counter(old):
             made = plan.unpack(payloads, self._earlier)
+        if self._about.in_graph and self._about.derives_from(plan):
+            made = self._with_derived(made)
+        self.amaxes = _largest(plan, payloads)
         self.rowwise, self.columnwise = made.rowwise, made.columnwise
         for plane in made.planes:
             plane.kept = _never_kept
         known = {plane.direction: plane for plane in (*self._earlier, *made.planes)}
         self._earlier = tuple(known.values())
         self._about.inner.extend(made.flatten()[0])
+
+    def _with_derived(self, made: TensorStorage) -> TensorStorage:
+        """Return a storage with the columnwise plane too, in the memory that it had before."""
+        new = made.first.derive()
+        old = next((one for one in self._earlier if one.direction == COLUMNWISE), None)
+        if old is None or old.spec != new.spec:
+            return TensorStorage(made.rowwise, new)
+        for own, value in zip(old.tensors, new.tensors, strict=True):
+            if own is not value:
+                own.untyped_storage().resize_(own.numel() * own.element_size())
+                with _unsafe_preserve_version_counter((own,)):
+                    own.copy_(value)
+        return TensorStorage(made.rowwise, old)
 
     def spec(self, direction: Direction) -> PlaneSpec | None:
         """Return the spec of a plane that is there or can be had."""
@@ -346,3 +455,11 @@ class GatheredStorage(TensorStorage):
         if self.first.spec.is_derivable and self._about.last_call().derives:
             return self.first.derive()
         return self._about.gather_now(direction)
+
+
+def _largest(plan: StorageShards, payloads: torch.Tensor) -> torch.Tensor | None:
+    """Return the largest amaxima that any rank sent, FP32 `[num_amaxes]`; None: none did."""
+    if not plan.num_amaxes:
+        return None
+    ends = payloads[:, plan.payload - 4 * plan.num_amaxes : plan.payload]
+    return ends.clone(memory_format=torch.contiguous_format).view(torch.float32).amax(0)

@@ -12,13 +12,13 @@ from ..formats import PlaneSpec
 from ..nn import QuantizedModule
 from ..quantizers import Quantizer
 from ..storage import Plane, TensorStorage
-from .agreement import Prepared, Wish, current_wish
+from .agreement import Prepared
 from .call import Call
 from .gather import GatheredParameter
 from .shards import Shards, StorageShards
 from .work import ShardWork
 
-__all__ = ["HeldParameter", "HeldRows"]
+__all__ = ["HeldCall", "HeldParameter", "HeldRows"]
 
 
 class HeldRows:
@@ -94,25 +94,22 @@ class HeldRows:
         self.first, self.rows, self.initial = other.first, other.rows, other.initial
 
 
-class _HeldCall(Call):
-    """One all-gather of planes that are there already, whatever the recipe."""
+class HeldCall(Call):
+    """One all-gather of planes that are there already, whatever the recipe.
 
-    def __init__(
-        self,
-        about: HeldParameter,
-        group: Any,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        wish: Wish,
-        phase: str,
-    ) -> None:
-        super().__init__(group, group.rank(), group.size(), shape, dtype, None, wish, phase)
-        self._about = about
+    Args:
+        specs: of the planes that are held, rowwise and columnwise; not both None.
+        args: as of a `Call`.
+    """
+
+    def __init__(self, specs: tuple[PlaneSpec | None, PlaneSpec | None], *args: Any) -> None:
+        super().__init__(*args)
+        self._specs = specs
 
     def plan(self, row: bool, col: bool, name: str) -> StorageShards:
         """Return the plan that gathers these planes, those that there are."""
         del name
-        own_row, own_col = self._about.specs
+        own_row, own_col = self._specs
         if own_row is None or own_col is None:
             return StorageShards(own_row, own_col, "original", self.shards)
         chosen = (own_row if row else None, own_col if col else None)
@@ -120,17 +117,17 @@ class _HeldCall(Call):
 
     def spec(self, direction: Direction) -> PlaneSpec:
         """Return the spec of the plane of `direction`, or of the one that there is."""
-        row, col = self._about.specs
+        row, col = self._specs
         own, other = (row, col) if direction == ROWWISE else (col, row)
         found = own or other
         if found is None:
-            raise RuntimeError(f"fsdp2: {self._about.name} has no planes")
+            raise RuntimeError("fsdp2: a quantized parameter has no planes")
         return found
 
     @property
     def derives(self) -> bool:
         """Whether the plane that is missing is the other one, transposed."""
-        return None in self._about.specs
+        return None in self._specs
 
 
 class HeldParameter(GatheredParameter):
@@ -181,6 +178,20 @@ class HeldParameter(GatheredParameter):
             )
 
     @property
+    def source(self) -> str:
+        """What the columnwise plane is made of."""
+        return self._source
+
+    def derives_from(self, plan: StorageShards) -> bool:
+        """Return whether the columnwise plane is what a gather brings, transposed.
+
+        Args:
+            plan: of the gather.
+        """
+        row, col = self.specs
+        return col is None and row is not None and row.is_derivable and not row.format.is_identity
+
+    @property
     def rows(self) -> int:
         """Rows of the whole parameter."""
         return self._matrix[0]
@@ -221,8 +232,9 @@ class HeldParameter(GatheredParameter):
     # ---- the gather
 
     def _new_call(self, group: Any, shape: torch.Size, dtype: torch.dtype, phase: str) -> Call:
-        wish = current_wish(self._module(), self._part)
-        return _HeldCall(self, group, shape, dtype, wish, phase)
+        wish = self._wish(phase)
+        place = (group, group.rank(), group.size())
+        return HeldCall(self.specs, *place, shape, dtype, None, wish, phase)
 
     def wanted_in(self, phase: str) -> tuple[bool, bool]:
         """Return whether a gather brings the rowwise, and the columnwise plane.

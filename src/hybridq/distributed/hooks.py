@@ -42,10 +42,7 @@ class GatherHooks:
                 f"{tuple(self.shape)} of {tuple(outer_size)}"
             )
         dtype, group = mp_policy.param_dtype or self.dtype, mesh.get_group()
-        in_backward = torch._C._current_graph_task_id() != -1
-        phase = "backward" if in_backward else "forward"
-        if not (torch.is_grad_enabled() or in_backward):
-            phase = "inference"
+        phase = about.phase()
         about.shard = weakref.ref(self)
         call = about.next_call(group, outer_size, dtype, phase, about.mesh())
         plan = call.plan(*about.wanted_in(phase), about.name)
@@ -81,6 +78,9 @@ class GatherHooks:
                 rest.record_stream(torch.cuda.current_stream())
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         storage = about.fill(plan, whole)
+        quantizer = about.quantizer()
         if out is not None:
+            if call.phase != "backward":
+                out.quantizer = quantizer  # type: ignore[attr-defined]
             return None
-        return about.unsharded(storage), about.inner
+        return about.unsharded(storage, quantizer), about.inner

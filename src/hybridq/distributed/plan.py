@@ -15,6 +15,7 @@ from torch import nn
 from .. import settings
 from ..formats import PlaneSpec
 from ..nn import GroupedLinear, QuantizedModule
+from ..nn.scaling import places_of, states_of
 from ..recipes import Recipe, autocast
 from .fsdp2 import gathered_weights
 from .run_plan import Held, Moved, RunPlan, Sharding
@@ -43,6 +44,7 @@ _MOVED: Final = (
     "gradients",
     "gradients of shards",
     "maxima",
+    "maxima of delayed scaling",
 )
 #: Units whose gathered parameters are there at a time: the one in use, and the next one.
 _UNITS_AT_A_TIME: Final = 2
@@ -166,6 +168,8 @@ class _Sums:
                 dtype,
                 None if weight is None or is_baseline else weight.slots(),
                 weight is not None and not is_baseline,
+                quantized_params,
+                weight is not None and isinstance(weight.module, GroupedLinear),
             )
             self.num_params += parameter.numel()
             self._add_state(parameter, sizes)
@@ -175,6 +179,7 @@ class _Sums:
             else:
                 self._add_sharded(parameter, sizes, what, _unit(name, units))
         self._add_units()
+        self._add_delayed(model)
         if tokens:
             self._add_saved(model, tokens)
 
@@ -193,7 +198,8 @@ class _Sums:
             per_value, per_param = self._optimizer
             self.held["gradients"] += plain
             own = plain * per_value
-            if planes is not None:  # hybridq.optim: masters and moments in FP32
+            # hybridq.optim: masters and moments in FP32
+            if planes is not None or (self._is_quantized and parameter.element_size() < 4):
                 own = 4 * sizes.shard_numel * (per_value + 1)
             self.held["optimizer"] += own + per_param
 
@@ -238,6 +244,31 @@ class _Sums:
             for found in self._gathered
         )
         self.held["gradients of a unit"] += max(self._reduced.values(), default=0)
+
+    def _add_delayed(self, model: nn.Module) -> None:
+        """Book the reductions of delayed scaling: one number for each place with a history."""
+        recipe = settings.current().recipe
+        if not isinstance(recipe, Recipe):
+            return
+        for module in model.modules():
+            if not isinstance(module, QuantizedModule):
+                continue
+            for part in states_of(module):
+                numel = sum(p.numel() for own, p in module._scaled_weights() if own == part)
+                requests = [place.request for place in places_of(module._plan(recipe, part))]
+                groups = [one.amax_reduction_group for one in requests if one.reduce_amax]
+                for ranks, count in Counter(map(self._ranks_of, groups)).items():
+                    what = "maxima of delayed scaling"
+                    self._move(what, "all_reduce", ranks, 4 * count, numel)
+
+    def _ranks_of(self, group: str | None) -> int:
+        """Return how many ranks a process group has; one that is not there counts as all."""
+        import torch.distributed as dist  # not every build of torch has it
+
+        if not (group and dist.is_available() and dist.is_initialized()):
+            return self._sharding.world
+        size: int = dist.distributed_c10d._resolve_process_group(group).size()  # type: ignore
+        return size
 
     def _add_saved(self, model: nn.Module, tokens: int) -> None:
         """Book the inputs that linear modules save: their columnwise planes."""

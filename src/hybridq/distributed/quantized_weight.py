@@ -8,6 +8,7 @@ max-reduction with the other ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -73,9 +74,10 @@ class QuantizedWeight(GatherHooks, torch.Tensor):
         """
         dtype, device = options.get("dtype") or self.dtype, options.get("device") or self.device
         shape = self.shape if shape is None else shape
-        return QuantizedWeight(
-            self.held if held is None else held, self._about, shape, dtype, device
-        )
+        held = self.held if held is None else held
+        # A view of an ordinary tensor is one in inference mode too: torch shares its version.
+        with nullcontext() if self.is_inference() else torch.inference_mode(False):
+            return QuantizedWeight(held, self._about, shape, dtype, device)
 
     # ---- what optimizers call, as of a QuantizedTensor
 

@@ -10,6 +10,7 @@ Source: ours.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,8 @@ from ..formats import PlaneSpec
 from ..storage import Plane, TensorStorage
 
 __all__ = ["PlaneShards", "Shards", "StorageShards"]
+
+_Received = Sequence[Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,7 @@ class _Piece:
 
     @property
     def nbytes(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -156,10 +156,15 @@ class PlaneShards:
         return self.spec.nbytes(*self._matrix(self.shards.rows))
 
     @property
+    def first_nbytes(self) -> int:
+        """Bytes of the plane of all blocks in which the first rank has rows."""
+        rows = min(-(-self.shards.sizes[0] // self.unit) * self.unit, self.shards.rows)
+        return self.spec.nbytes(*self._matrix(rows))
+
+    @property
     def derived_nbytes(self) -> int:
         """Bytes of the whole plane if it is derived: what concerns all rows it shares."""
-        sizes = self._matrix(self.shards.rows)
-        parts = zip(self.spec.buffers(*sizes), self._entries, strict=True)
+        parts = zip(self.spec.buffers(*self._matrix(self.shards.rows)), self._entries, strict=True)
         return sum(
             buffer.numel * (buffer.dtype or torch.bfloat16).itemsize
             for buffer, (_, dim, _) in parts
@@ -310,9 +315,7 @@ class PlaneShards:
             parts.append(buffer.contiguous().view(-1).view(torch.uint8))
         return parts
 
-    def fsdp_assign_gathered(
-        self, received: Sequence[Sequence[torch.Tensor]], into: Plane | None = None
-    ) -> Plane:
+    def fsdp_assign_gathered(self, received: _Received, into: Plane | None = None) -> Plane:
         """Return the plane of the whole matrix.
 
         Args:
@@ -329,9 +332,9 @@ class PlaneShards:
                 made = torch.empty(buffer.shape, dtype=dtype, device=device)
             else:
                 made = into.buffers[name]
-                memory, nbytes = made.untyped_storage(), made.numel() * made.element_size()
-                if memory.nbytes() != nbytes:  # else torch would allocate anew, and copy
-                    memory.resize_(nbytes)
+                memory = made.untyped_storage()
+                if not memory.nbytes():  # else torch would allocate anew, and copy
+                    memory.resize_(made.numel() * made.element_size())
             for rank, parts in enumerate(received):
                 if not parts:
                     continue
@@ -378,6 +381,8 @@ class StorageShards:
         shards: of the matrix.
         streams: of random numbers, for the rowwise and the columnwise plane.
         sends_row: whether the rowwise plane travels, or is only what the other one is made of.
+        has_one_scale: planes of equal specs are made with one scale; else each has its own.
+        num_amaxes: how many FP32 values of its own rows each rank sends along.
     """
 
     row: PlaneSpec | None
@@ -386,12 +391,14 @@ class StorageShards:
     shards: Shards
     streams: tuple[int, int] = (0, 1)
     sends_row: bool = True
+    has_one_scale: bool = True
+    num_amaxes: int = 0
 
     @cached_property
     def derives(self) -> bool:
         """Whether the columnwise plane is the rowwise one transposed, and need not travel."""
         same = self.row is not None and self.row == self.col and self.row.is_derivable
-        return same and self.col_source == "original"
+        return same and self.col_source == "original" and self.has_one_scale
 
     @cached_property
     def from_row(self) -> bool:
@@ -445,22 +452,25 @@ class StorageShards:
     @cached_property
     def payload(self) -> int:
         """Bytes that every rank sends: those of the largest shard."""
-        return max(self.nbytes(rank) for rank in range(self.shards.world))
+        largest = max(self.nbytes(rank) for rank in range(self.shards.world))
+        return largest + 4 * self.num_amaxes
 
-    def pack(self, planes: Sequence[Plane], rank: int) -> torch.Tensor:
-        """Return this rank's payload, uint8 `[payload]`, zeros at its end.
+    def pack(self, planes: Sequence[Plane], rank: int, *amaxes: torch.Tensor) -> torch.Tensor:
+        """Return this rank's payload, uint8 `[payload]`: planes, zeros, and the amaxima.
 
         Args:
             planes: those of `sent` that `encode` made; a rank without rows sends zeros instead.
             rank: whose they are.
+            amaxes: FP32 `[1]`, `num_amaxes` of them.
         """
         parts = [
             part
             for shards, plane in zip(self.sent, planes, strict=False)
             for part in shards.fsdp_extract_buffers(plane, rank)
         ]
-        size = sum(part.numel() for part in parts)
-        return torch.cat([*parts, parts[0].new_zeros(self.payload - size)])
+        ends = [amax.view(torch.uint8) for amax in amaxes]
+        size = sum(part.numel() for part in (*parts, *ends))
+        return torch.cat([*parts, parts[0].new_zeros(self.payload - size), *ends])
 
     def unpack(self, payloads: torch.Tensor, into: Sequence[Plane] = ()) -> TensorStorage:
         """Return the planes of the whole matrix that travelled.

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cached_property, lru_cache
 
 import torch
 
 from ..direction import COLUMNWISE
+from ..formats import PlaneSpec
 from ..recipes import SlotPlan
 from .agreement import Wish
 from .call import Call
-from .shards import PlaneShards, StorageShards
+from .held import HeldCall
+from .shards import PlaneShards, Shards, StorageShards
 from .stacked import StackCall
 
 __all__ = ["ParameterSizes", "StackSizes", "parameter_sizes"]
@@ -26,6 +29,11 @@ class ParameterSizes:
         dtype: that it is computed in, and that planes are made from.
         slot: how it is quantized, or None.
         can_travel: it is a weight that `prepare_fsdp2` makes travel as planes.
+        is_held: it is quantized where it lies, if `slot` quantizes it.
+        finds_amax: as for `Call`.
+
+    Raises:
+        NotImplementedError: ranks cannot quantize their rows of a parameter that is held so.
     """
 
     def __init__(
@@ -36,18 +44,31 @@ class ParameterSizes:
         dtype: torch.dtype,
         slot: SlotPlan | None,
         can_travel: bool,
+        is_held: bool = False,
+        finds_amax: bool = False,
     ) -> None:
         shape = shape or torch.Size([1])
+        self.is_held = False
         self._ranks, self._dtype, self._can_travel = ranks, dtype, can_travel
         self._own_dtype, self._slot = own_dtype, slot
         #: Values of the largest shard.
         self.shard_numel = -(-shape[0] // ranks) * math.prod(shape[1:])
+        self._finds_amax = finds_amax
         self._call = self._new_call(shape, slot)
-        self._whole = self._call.plan(True, True, "")
+        if is_held and can_travel and slot is not None:
+            self.is_held = not (slot.row.is_plain and slot.col.is_plain)
+        if slot is None or not self.is_held:
+            self._whole = self._call.plan(True, True, "")
+            return
+        self._whole = _held(shape, ranks, slot, own_dtype)
+        specs = self._whole.row, self._whole.col
+        args = (None, 0, ranks, shape, dtype, None, Wish(slot, b""), "forward")
+        self._call = HeldCall(specs, *args)
 
     def _new_call(self, shape: torch.Size, slot: SlotPlan | None) -> Call:
+        place = (None, 0, self._ranks, shape, self._dtype)
         wish = Wish(slot, b"")
-        return Call(None, 0, self._ranks, shape, self._dtype, slot, wish, "forward")
+        return Call(*place, slot, wish, "forward", finds_amax=self._finds_amax)
 
     @property
     def _plain(self) -> int:
@@ -98,8 +119,11 @@ class ParameterSizes:
     @cached_property
     def _derived(self) -> int:
         """Bytes of the columnwise plane that is made of the rowwise one; a view has none."""
-        spec = self._whole.planes[0].spec
-        if spec.format.is_identity or not self._whole.derives:
+        spec, slot = self._whole.planes[0].spec, self._slot
+        derives = self._whole.derives
+        if self.is_held and slot is not None:
+            derives = self._whole.col is None and not slot.saves_row
+        if spec.format.is_identity or not derives:
             return 0
         return PlaneShards(spec, COLUMNWISE, self._call.shards).derived_nbytes
 
@@ -108,16 +132,18 @@ class ParameterSizes:
         """Bytes of the maxima that ranks reduce after each step of the optimizer."""
         if not self._can_travel:
             return 0
-        shapes = [shape for plane in self._whole.planes for shape in plane.maxima_shapes]
-        return 4 * sum(math.prod(shape) for shape in shapes)
+        planes = self._whole.planes
+        if not self.is_held:  # a scale of earlier steps needs none
+            planes = tuple(p for p in planes if not self._call.has_given_scale(p.direction))
+        return 4 * sum(math.prod(shape) for plane in planes for shape in plane.maxima_shapes)
 
     @cached_property
     def shard_planes(self) -> int | None:
-        """Bytes of the planes of the largest shard; None: it is not quantized."""
+        """Bytes of the planes of the largest shard, of whole blocks; None: it is not quantized."""
         planes = self._whole.planes
         if not self._can_travel or all(plane.spec.format.is_identity for plane in planes):
             return None
-        return sum(piece.nbytes for plane in planes for piece in plane.pieces(0))
+        return sum(plane.first_nbytes for plane in planes)
 
     @cached_property
     def kept(self) -> int:
@@ -149,7 +175,10 @@ class StackSizes(ParameterSizes):
         super().__init__(shape, own_dtype, ranks, dtype, None, True)
         matrix = torch.Size(shape[1:])
         #: Of each matrix, which one rank has all rows of.
-        self._each = [parameter_sizes(matrix, own_dtype, 1, dtype, slot, True) for slot in slots]
+        self._each = [
+            parameter_sizes(matrix, own_dtype, 1, dtype, slot, True, finds_amax=True)
+            for slot in slots
+        ]
 
     def _new_call(self, shape: torch.Size, slot: SlotPlan | None) -> Call:
         del slot
@@ -185,13 +214,32 @@ def parameter_sizes(
     dtype: torch.dtype,
     slots: SlotPlan | tuple[SlotPlan | None, ...] | None,
     can_travel: bool,
+    is_held: bool = False,
+    finds_amax: bool = False,
 ) -> ParameterSizes:
     """Return what a parameter weighs.
 
     Args:
         shape, own_dtype, ranks, dtype, can_travel: as for `ParameterSizes`.
         slots: how it is quantized, or each of its matrices if it is several.
+        is_held, finds_amax: as for `ParameterSizes`; of several matrices neither is asked.
     """
     if slots is None or isinstance(slots, SlotPlan):
-        return ParameterSizes(shape, own_dtype, ranks, dtype, slots, can_travel)
+        given = (shape, own_dtype, ranks, dtype, slots, can_travel, is_held, finds_amax)
+        return ParameterSizes(*given)
     return StackSizes(shape, own_dtype, ranks, dtype, slots)
+
+
+def _held(shape: torch.Size, ranks: int, slot: SlotPlan, dtype: torch.dtype) -> StorageShards:
+    """Return the planes that `quantized_model_init` makes and `prepare_fsdp2` shards."""
+    row, col = (PlaneSpec.parse(plane.spec).resolve(dtype) for plane in (slot.row, slot.col))
+    shards = Shards.chunks(shape[0], shape[1], ranks)
+    whole = StorageShards(row, col, slot.col_source, shards)
+    if whole.derives or slot.saves_row:
+        whole = replace(whole, col=None, col_source="original")
+    if whole.problem:
+        raise NotImplementedError(
+            f"plan: a parameter {list(shape)} cannot be held quantized in {ranks} shards: "
+            f"{whole.problem}"
+        )
+    return whole

@@ -17,6 +17,7 @@ import torch
 from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..errors import PlaneError
 from ..nn import QuantizedModule
+from ..quantizers import Quantizer
 from ..recipes import SlotPlan
 from ..storage import Plane
 from ..tensor.stack import QuantizedStack
@@ -146,7 +147,7 @@ class StackCall(Call):
         self.slots = slots
         matrix = torch.Size(self.shape[1:])
         self._calls = {
-            slot: Call(None, 0, 1, matrix, self.dtype, slot, self.wish, self.phase)
+            slot: Call(None, 0, 1, matrix, self.dtype, slot, self.wish, self.phase, finds_amax=True)
             for slot in dict.fromkeys(slots)
         }
 
@@ -190,6 +191,10 @@ class _Matrix:
     @property
     def inner(self) -> list[torch.Tensor]:
         return self._stack.inner
+
+    @property
+    def in_graph(self) -> bool:
+        return False  # a stack is no input of a graph
 
     def last_call(self) -> Call:
         return cast("StackCall", self._stack.last_call()).of(self._number)
@@ -271,12 +276,14 @@ class StackedParameter(GatheredParameter):
             storage.fill(part, own)
         return self._storages
 
-    def unsharded(self, storage: Iterable[Any]) -> torch.Tensor:
+    def unsharded(self, storage: Iterable[Any], quantizer: Quantizer | None) -> torch.Tensor:
         """Return the whole parameter.
 
         Args:
             storage: what `fill` returned.
+            quantizer: not used.
         """
+        del quantizer
         return QuantizedStack.make(list(storage), self.last_call().dtype)
 
     def gather_matrix_now(self, number: int, direction: Direction) -> Plane:

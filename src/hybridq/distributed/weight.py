@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -44,17 +45,19 @@ class GatheredWeight(GatherHooks, torch.Tensor):
 
     @staticmethod
     def __new__(cls, values: torch.Tensor, about: GatheredParameter) -> GatheredWeight:
-        made: Any = torch.Tensor._make_wrapper_subclass(
-            cls,
-            values.size(),
-            strides=values.stride(),
-            storage_offset=values.storage_offset(),
-            dtype=values.dtype,
-            layout=values.layout,
-            device=values.device,
-            pin_memory=values.is_pinned(),
-            requires_grad=values.requires_grad,
-        )
+        # A view of an ordinary tensor is one in inference mode too: torch shares its version.
+        with nullcontext() if values.is_inference() else torch.inference_mode(False):
+            made: Any = torch.Tensor._make_wrapper_subclass(
+                cls,
+                values.size(),
+                strides=values.stride(),
+                storage_offset=values.storage_offset(),
+                dtype=values.dtype,
+                layout=values.layout,
+                device=values.device,
+                pin_memory=values.is_pinned(),
+                requires_grad=values.requires_grad,
+            )
         return made
 
     def __init__(self, values: torch.Tensor, about: GatheredParameter) -> None:

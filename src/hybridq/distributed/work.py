@@ -44,16 +44,24 @@ class ShardWork:
         plan: how.
         x: this rank's rows `[n, cols]`.
         rank: which rank this is.
-        maxima: of those planes that they are known of, on all ranks alike; completed.
+        maxima: of those planes that they are known of, on all ranks alike; completed. Of a plane
+            whose scale is given: the statistic that stands for it.
+        amaxes: those that are sent along, if they are known; completed.
     """
 
     def __init__(
-        self, plan: StorageShards, x: torch.Tensor, rank: int, maxima: Maxima | None = None
+        self,
+        plan: StorageShards,
+        x: torch.Tensor,
+        rank: int,
+        maxima: Maxima | None = None,
+        amaxes: list[torch.Tensor] | None = None,
     ) -> None:
         self.plan, self.rank = plan, rank
         self.maxima: Maxima = {} if maxima is None else maxima
         self.made: list[Plane] = []
-        self._values = x
+        self._amaxes = [] if amaxes is None else amaxes
+        self._source = self._values = x
         self._has_rows = x.shape[0] > 0
 
     def _unknown(self, step: int) -> list[PlaneShards]:
@@ -86,7 +94,26 @@ class ShardWork:
         if not self._has_rows:
             zeros = torch.zeros(self.plan.payload, dtype=torch.uint8)
             return zeros.to(self._values.device)
-        return self.plan.pack(self.made[-len(self.plan.sent) :], self.rank)
+        return self.plan.pack(self.made[-len(self.plan.sent) :], self.rank, *self._own_amaxes())
+
+    def _own_amaxes(self) -> list[torch.Tensor]:
+        """Return the amaxima of this rank's rows, FP32 `[1]`: of them, and of the decoded ones."""
+        count, known = self.plan.num_amaxes, self._amaxes
+        if count > len(known):
+            known.append(_largest(self._source))
+        if count > len(known):
+            is_decoded = len(self.plan.steps) > 1  # by the last step already
+            seen = self._values
+            if not is_decoded:
+                seen = self.plan.next_values(self._source, self.made[0], self.rank)
+            known.append(_largest(seen))
+        return known
+
+
+def _largest(x: torch.Tensor) -> torch.Tensor:
+    """Return max|x| as FP32 `[1]`, NaN kept."""
+    low, high = torch.aminmax(x)
+    return torch.maximum(low.abs(), high.abs()).float().reshape(1)
 
 
 def encode_shards(works: Sequence[ShardWork], group: Any, *, only_maxima: bool = False) -> None:

@@ -13,7 +13,7 @@ from ..storage import encode_pair
 from .kept_weight import Buffers
 from .scaling import Scales
 
-__all__ = ["SlotState", "encode_delayed", "slot_state"]
+__all__ = ["SlotState", "encode_delayed", "record_given", "slot_state"]
 
 
 class SlotState(NamedTuple):
@@ -119,3 +119,25 @@ def encode_delayed(
         at=col_at,
     )
     return row_buffers if with_row else [], col_buffers
+
+
+def record_given(
+    found: torch.Tensor, plan: SlotPlan, with_col: bool, scales: Scales | None
+) -> None:
+    """Record the amaxima of a weight whose planes are there already, as `encode_delayed` does.
+
+    Args:
+        found: FP32 `[1]` or `[2]`: of the weight, and of what its rowwise plane decodes to.
+        plan: of the weight's slot.
+        with_col: whether the columnwise plane is wanted.
+        scales: of the module's state.
+    """
+    state = slot_state(scales, "weight")
+    if state is None or state.amaxes is None:
+        return
+    row_at, col_at = state.first, state.first + (not plan.shares_state)
+    if plan.row_delay:
+        torch.ops.hybridq.record_amax(state.amaxes, row_at, found[:1])
+    if with_col and plan.col_delay and not plan.shares_state:
+        own = found[:1] if plan.col_source == "original" else found[1:]
+        torch.ops.hybridq.record_amax(state.amaxes, col_at, own)

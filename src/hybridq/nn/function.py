@@ -33,6 +33,7 @@ from ..kernels.ops import run_checked_gemm, run_gemm, sum_of_rows
 from ..kernels.watch import nothing_watches
 from ..quantizers import draw_seed
 from ..recipes import Plan
+from .delayed import record_given
 from .double_backward import without_derivative
 from .few_rows import FewRows
 from .kept_weight import Buffers, GivenWeight, KeptWeight
@@ -92,6 +93,8 @@ def _weight_planes(
     is_plain = slot.col.is_plain
     if weight is not None and weight.has(is_saved and not is_plain):
         row = weight.row
+        if isinstance(weight, GivenWeight) and slot.is_delayed and weight.amaxes is not None:
+            record_given(weight.amaxes, slot, is_saved and not is_plain, scales)
         if not is_saved or (isinstance(weight, GivenWeight) and weight.is_late):
             return row, []
         if is_plain:

@@ -181,6 +181,11 @@ class GivenWeight:
         return own
 
     @property
+    def amaxes(self) -> torch.Tensor | None:
+        """What delayed scaling records of the weight; None: nothing."""
+        return self._storage.amaxes
+
+    @property
     def row(self) -> Buffers:
         """Buffers of the rowwise plane."""
         return self._plane(ROWWISE).tensors

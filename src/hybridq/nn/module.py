@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from .. import settings
+from ..errors import PlaneError
 from ..kernels.device import has_autocast
+from ..quantizers.delayed import no_history
 from ..recipes import (
     LINEAR,
     CustomRecipe,
@@ -30,7 +32,7 @@ from .model_init import quantize_weights
 from .quantized_output import Boundary
 from .scaling import Scales, ScalingState
 from .scaling_dict import load_history
-from .scaling_update import num_updates, scales_of, watch_steps
+from .scaling_update import look_for_step, num_updates, scales_of, watch_steps
 
 __all__ = ["PLAIN", "QuantizedModule"]
 
@@ -219,6 +221,33 @@ class QuantizedModule(Boundary, nn.Module):
             is_first_microbatch = settings.current().is_first_microbatch
         state = self._scaling.get(part)
         return scales_of(state, weight, plan, self.training, is_first_microbatch)
+
+    def _look_for_step(self, part: str, num_writes: int) -> None:
+        """Update delayed scales if nobody told of a step, before a part's weight is gathered.
+
+        Args:
+            part: of the module.
+            num_writes: of the weight's shard, so far.
+        """
+        plan = self._current_plan(part)
+        if plan is None or not plan.is_delayed or not self.training:
+            return
+        if settings.current().is_first_microbatch is not False:
+            look_for_step(self._scaling.get(part), num_writes)
+
+    def _weight_statistics(self, part: str) -> tuple[int, torch.Tensor]:
+        """Return a number for the scales of a part's weight as they are now, and their statistics.
+
+        FP32 `[2]`, of the rowwise and of the columnwise plane, as encode takes them.
+
+        Args:
+            part: of the module.
+        """
+        state = self._scaling.get(part)
+        if state is None:
+            raise PlaneError(no_history("linear"))
+        stats = state.weight_statistics(self._current_plan(part))
+        return state.num_changes, stats
 
     def _take_accumulation(self, fuse_wgrad_accumulation: bool) -> None:
         """Take the constructor's choice; an attribute of its own only where it is made."""

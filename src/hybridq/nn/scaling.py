@@ -181,6 +181,8 @@ class ScalingState:
         self.elements = [""] * len(PLACES)
         self.name = ""
         self.has_run = False
+        #: How often a scale may have become another one.
+        self.num_changes = 0
         self._notes = Notes()
         self._seen: tuple[int, int] = (-1, -1)
         #: Statistics of the forward's places, by the number of updates that had been.
@@ -298,11 +300,31 @@ class ScalingState:
             weight: the module's parameter.
         """
         address = weight.data_ptr() if is_plain(weight) else 0
-        now = (weight._version, address)
+        if self.is_rewritten((weight._version, address)):
+            return True
+        notes = self._notes
+        return bool(notes.num_backwards) and notes.has_weight_grad and weight.grad is None
+
+    def is_rewritten(self, now: tuple[int, int]) -> bool:
+        """Return whether a backward has run since the last update, and `now` is not what it was.
+
+        Args:
+            now: what is another one when the weight was written.
+        """
         if not self._notes.num_backwards:
             self._seen = now
             return False
-        return now != self._seen or (self._notes.has_weight_grad and weight.grad is None)
+        return now != self._seen
+
+    def weight_statistics(self, plan: Plan | None) -> torch.Tensor:
+        """Return a copy of the weight's statistics, FP32 `[2]`, rowwise and columnwise.
+
+        Args:
+            plan: that the module runs under; None: the last one.
+        """
+        if plan is not None and plan is not self.plan:
+            self._bind(plan)
+        return self.forward_stats.data[2:_FORWARD].clone()
 
     def remember(self, count: int, stats: torch.Tensor) -> None:
         """Keep the statistics that an update ends, for forwards that are computed again.
@@ -311,6 +333,7 @@ class ScalingState:
             count: of updates before that one.
             stats: FP32 `[6]`, of all places.
         """
+        self.num_changes += 1
         self._past[count] = stats[:_FORWARD]
         while len(self._past) > _MOST_PAST:
             del self._past[next(iter(self._past))]
@@ -343,6 +366,7 @@ class ScalingState:
         Args:
             index: of `PLACES`.
         """
+        self.num_changes += 1
         for tensor in self._of_place(index):
             tensor.fill_(-1.0)
         self.histories.pop(index, None)
@@ -406,6 +430,7 @@ class ScalingState:
                 wrong.append(f"{key!r} must be [length], with a scale [1] beside it")
                 continue
             index = PLACES.index(parts[0])
+            self.num_changes += 1
             stat, amax = self._of_place(index)
             stat.copy_(-scale.detach().reshape(1))
             own = history.detach().to(device=self.device, dtype=torch.float32, copy=True)

@@ -38,7 +38,7 @@ from .scaling import (
     take_scales,
 )
 
-__all__ = ["num_updates", "scales_of", "update_scaling", "updates", "watch_steps"]
+__all__ = ["look_for_step", "num_updates", "scales_of", "update_scaling", "updates", "watch_steps"]
 
 
 #: Name of the module and place, of each of a batch.
@@ -155,11 +155,27 @@ def scales_of(
     scales = state.scales(plan, training)
     records = scales.forward_amaxes is state.forward_amaxes
     looks = not updates.is_told and records and torch.is_grad_enabled()
+    storage = getattr(weight, "tensor_storage", None)
+    if storage is not None and storage.comes_and_goes:
+        looks = False  # its gather did, which knows when the shard was written
     if looks and state.is_step_old(weight) and is_first is not False:
         _update_all()
         state.has_run = True
         state.is_step_old(weight)  # from here on
     return scales
+
+
+def look_for_step(state: ScalingState | None, stamp: int) -> None:
+    """Update the scales of all modules if nobody told of a step, and a weight was written.
+
+    Args:
+        state: of the weight's module.
+        stamp: another number when the weight was written.
+    """
+    if state is None or updates.is_told or not state.is_rewritten((stamp, 0)):
+        return
+    _update_all()
+    state.is_rewritten((stamp, 0))  # from here on
 
 
 class _Batch(NamedTuple):

@@ -50,6 +50,9 @@ class TensorStorage:
 
     #: Whether the planes' memory is freed and filled again without a word to autograd.
     comes_and_goes = False
+    #: FP32 `[1]` or `[2]`: amaxima of what the planes were made of, and of what the rowwise plane
+    #: decodes to, where delayed scaling wants to know them; None: nobody told.
+    amaxes: torch.Tensor | None = None
 
     def check_graph(self) -> None:
         """Raise where torch.compile is at work and no graph may hold the buffers."""

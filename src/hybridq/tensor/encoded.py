@@ -67,7 +67,11 @@ def _known(x: Any, direction: Direction, text: str) -> list[torch.Tensor]:
     if not text or (first.rows, first.cols) != tuple(x.shape):
         return []
     wanted = PlaneSpec.parse(text).resolve(x.dtype)
-    return storage.plane(direction).tensors if storage.spec(direction) == wanted else []
+    if storage.spec(direction) != wanted:
+        return []
+    buffers = storage.plane(direction).tensors
+    # Who asks for a plane may save it for a backward, and must not find it freed.
+    return [buffer.clone() for buffer in buffers] if storage.comes_and_goes else buffers
 
 
 @handles(torch.ops.hybridq.encode_many.default)
