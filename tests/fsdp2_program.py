@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.utils.checkpoint import checkpoint
 
 import hybridq
-from hybridq.distributed import prepare_fsdp2, wire_nbytes
+from hybridq.distributed import count_traffic, prepare_fsdp2, wire_nbytes
 from rank_program import main
 
 #: Deterministic and stochastic, uniform and hybrid, derivable and not, scales per tensor and block.
@@ -128,6 +128,29 @@ def wire() -> None:
         extra = 2 * 3 * 4 * dist.get_world_size()
         least = count * (forward + backward)
         assert least <= per_step <= least + extra, (recipe, per_step, count)
+
+
+def reductions() -> None:
+    """One for all weights: in the first gather, and after each step of an optimizer."""
+    for options in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
+        sharded, _ = models(SIZES["cut"], **options)
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        x = torch.randn(48, SIZES["cut"][0], dtype=torch.bfloat16)
+        for number in range(STEPS):
+            with count_traffic() as traffic, hybridq.autocast(recipe="nvfp4"):
+                loss = sharded(x).float().sum()
+            calls = traffic.calls_by_kind.get("all_reduce", 0)
+            assert calls == (number == 0), (options, number, calls)
+            with count_traffic() as traffic:
+                loss.backward()
+            assert "all_reduce" not in traffic.calls_by_kind, (options, number)
+            optimizer.step()
+        with torch.no_grad():  # a write that no optimizer makes
+            for parameter in sharded.parameters():
+                parameter.mul_(2.0)
+        with count_traffic() as traffic, hybridq.autocast(recipe="nvfp4"):
+            sharded(x)
+        assert traffic.calls_by_kind["all_reduce"] == 1
 
 
 def policies() -> None:

@@ -9,7 +9,7 @@ import torch
 
 import hybridq
 from hybridq.distributed import Shards, StorageShards
-from hybridq.distributed.gather import GatheredStorage
+from hybridq.distributed.gathered_storage import GatheredStorage
 from hybridq.storage import Plane, build_storage
 
 ROWS, COLS = 96, 128

@@ -99,6 +99,11 @@ class Prepared:
         self._is_compared = False
         self._in_graphs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, while it lives."""
+        return self._model()
+
     def compare_once(self, mesh: Any, group: Any) -> None:
         """Raise on every rank if ranks differ; every rank must call it.
 

@@ -7,27 +7,23 @@ import weakref
 from typing import Any
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ..direction import COLUMNWISE, DIRECTIONS, ROWWISE, Direction
+from ..direction import DIRECTIONS, ROWWISE, Direction
 from ..errors import PlaneError
-from ..formats import PlaneSpec
-from ..kernels import NeverKept
 from ..nn import GroupedLinear, QuantizedModule
 from ..quantizers import Quantizer
-from ..storage import Plane, TensorStorage
+from ..storage import Plane
 from ..tensor import QuantizedTensor
 from .agreement import Prepared, Wish, check_trailers, current_wish, trailer
 from .call import Call
 from .fingerprint import DIGEST_NBYTES
+from .gathered_storage import GatheredStorage
 from .shards import StorageShards
 from .work import Maxima, ShardWork, encode_shards
 
-__all__ = ["GatheredParameter", "GatheredStorage"]
+__all__ = ["GatheredParameter"]
 
 _serials = itertools.count()
-#: Of all gathered planes: what a GEMM makes of one would outlive it, and seem to be the next one's.
-_never_kept = NeverKept()
 
 
 class GatheredParameter:
@@ -251,6 +247,41 @@ class GatheredParameter:
             return None
         return self.work(self.call.plan(True, True, self.name))
 
+    def _works_beside(self, device: torch.device) -> list[ShardWork]:
+        """Return the works of all weights that were prepared with this one and lie as it does.
+
+        In the order of the model; without those that are gathered now, or wait for a scale.
+
+        Args:
+            device: that they must be on.
+        """
+        model, mesh = None if self._prepared is None else self._prepared.model, self.mesh()
+        found = []
+        for parameter in () if model is None or mesh is None else model.parameters():
+            local = getattr(parameter, "_local_tensor", None)
+            about = getattr(local, "_about", None)
+            if local is None or about is None or local.device != device:
+                continue
+            if getattr(parameter, "device_mesh", None) == mesh:
+                found.append(about.work_beside(local, parameter.shape, self.last_call()))
+        return [work for work in found if work is not None]
+
+    def work_beside(self, shard: Any, shape: torch.Size, call: Call) -> ShardWork | None:
+        """Return the work of the next gathers, while another parameter is gathered; or None.
+
+        Args:
+            shard: of this parameter.
+            shape: of the whole of it.
+            call: of the other one.
+        """
+        if self.call is None:
+            self.call = self._new_call(call.group, shape, call.dtype, call.phase)
+        if self.call.slot is None or self.call.slot.is_delayed:
+            return None
+        if self.shard is None or self.shard() is None:
+            self.shard = weakref.ref(shard)
+        return self.work_ahead()
+
     def work(self, plan: StorageShards) -> ShardWork:
         """Return this rank's part of `plan`, with the maxima that are known."""
         call, shard = self.last_call(), None if self.shard is None else self.shard()
@@ -281,6 +312,8 @@ class GatheredParameter:
     def payload(self, plan: StorageShards) -> torch.Tensor:
         """Return what this rank sends, uint8; every rank must call it."""
         call, work = self.last_call(), self.work(plan)
+        if work.lacks_maxima:
+            encode_shards(self._works_beside(work.device), call.group, only_maxima=True)
         encode_shards([work], call.group)
         self.nbytes += plan.payload * call.world
         return work.payload()
@@ -356,110 +389,3 @@ class GatheredParameter:
 
     def __deepcopy__(self, memo: Any) -> GatheredParameter:
         raise RuntimeError(f"fsdp2: {self.name} is prepared for FSDP2; copy the model before that")
-
-
-class GatheredStorage(TensorStorage):
-    """The planes of an unsharded parameter: those that were gathered, others when asked for.
-
-    One object for all gathers, since FSDP2 keeps the tensor that it made of the first one.
-
-    Args:
-        about: the parameter.
-    """
-
-    __slots__ = ("_about", "_earlier", "amaxes")
-
-    comes_and_goes = True
-
-    def __init__(self, about: GatheredParameter) -> None:
-        self._about = about
-        self.amaxes: torch.Tensor | None = None
-        self.rowwise = self.columnwise = None
-        self._earlier: tuple[Plane, ...] = ()
-
-    def check_graph(self) -> None:
-        """Raise where torch.compile is at work, and planes were not gathered for a graph.
-
-        A graph saves its inputs: all of them must be there in its forward, and filled again.
-
-        Raises:
-            RuntimeError: a graph is traced. Not NotImplementedError: dynamo takes that for its own.
-        """
-        if torch._guards.TracingContext.try_get() is not None and not self._about.in_graph:
-            raise RuntimeError(
-                "torch.compile: a weight that FSDP2 gathers as planes can be an input of a "
-                "compiled graph only if that was known at its first gather; call block.compile() "
-                "before, or leave hybridq.distributed.prepare_fsdp2 out: fully_shard alone gathers "
-                "values, which the graph quantizes"
-            )
-
-    def fill(self, plan: StorageShards, payloads: torch.Tensor) -> None:
-        """Hold the planes of a gather, and no others.
-
-        Memory of an earlier gather is filled again: whoever saved it for a backward finds the
-        same values there.
-
-        Args:
-            plan: how the payloads were made.
-            payloads: uint8 `[world, payload]`.
-        """
-        if torch.is_inference_mode_enabled():
-            self._earlier = ()  # what is made here must not be filled outside, nor the reverse
-        old = tuple(buffer for plane in self._earlier for buffer in plane.tensors)
-        if any(buffer.is_inference() for buffer in old):
-            self._earlier, old = (), ()
-        with _unsafe_preserve_version_counter(old):
-            made = plan.unpack(payloads, self._earlier)
-        if self._about.in_graph and self._about.derives_from(plan):
-            made = self._with_derived(made)
-        self.amaxes = _largest(plan, payloads)
-        self.rowwise, self.columnwise = made.rowwise, made.columnwise
-        for plane in made.planes:
-            plane.kept = _never_kept
-        known = {plane.direction: plane for plane in (*self._earlier, *made.planes)}
-        self._earlier = tuple(known.values())
-        self._about.inner.extend(made.flatten()[0])
-
-    def _with_derived(self, made: TensorStorage) -> TensorStorage:
-        """Return a storage with the columnwise plane too, in the memory that it had before."""
-        new = made.first.derive()
-        old = next((one for one in self._earlier if one.direction == COLUMNWISE), None)
-        if old is None or old.spec != new.spec:
-            return TensorStorage(made.rowwise, new)
-        for own, value in zip(old.tensors, new.tensors, strict=True):
-            if own is not value:
-                own.untyped_storage().resize_(own.numel() * own.element_size())
-                with _unsafe_preserve_version_counter((own,)):
-                    own.copy_(value)
-        return TensorStorage(made.rowwise, old)
-
-    def spec(self, direction: Direction) -> PlaneSpec | None:
-        """Return the spec of a plane that is there or can be had."""
-        return self._about.last_call().spec(direction)
-
-    def plane(self, direction: Direction) -> Plane:
-        """Return a plane; one that was not gathered is derived, or gathered now, by all ranks."""
-        own = self.rowwise if direction == ROWWISE else self.columnwise
-        if own is None:
-            own = self._missing(direction)
-            own.kept = _never_kept
-            if direction == ROWWISE:
-                self.rowwise = own
-            else:
-                self.columnwise = own
-            known = {id(buffer) for buffer in self._about.inner}
-            self._about.inner.extend(b for b in own.tensors if id(b) not in known)
-        return own
-
-    def _missing(self, direction: Direction) -> Plane:
-        if self.first.spec.is_derivable and self._about.last_call().derives:
-            return self.first.derive()
-        return self._about.gather_now(direction)
-
-
-def _largest(plan: StorageShards, payloads: torch.Tensor) -> torch.Tensor | None:
-    """Return the largest amaxima that any rank sent, FP32 `[num_amaxes]`; None: none did."""
-    if not plan.num_amaxes:
-        return None
-    ends = payloads[:, plan.payload - 4 * plan.num_amaxes : plan.payload]
-    return ends.clone(memory_format=torch.contiguous_format).view(torch.float32).amax(0)

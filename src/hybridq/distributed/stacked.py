@@ -24,7 +24,8 @@ from ..tensor.stack import QuantizedStack
 from .agreement import Prepared, Wish, current_stack_wish
 from .call import Call
 from .fingerprint import DIGEST_NBYTES
-from .gather import GatheredParameter, GatheredStorage
+from .gather import GatheredParameter
+from .gathered_storage import GatheredStorage
 from .shards import PlaneShards, Shards, StorageShards
 
 __all__ = ["StackCall", "StackShards", "StackedParameter"]
@@ -196,6 +197,9 @@ class _Matrix:
     def in_graph(self) -> bool:
         return False  # a stack is no input of a graph
 
+    def derives_from(self, plan: StorageShards) -> bool:
+        return plan.derives
+
     def last_call(self) -> Call:
         return cast("StackCall", self._stack.last_call()).of(self._number)
 
@@ -216,9 +220,7 @@ class StackedParameter(GatheredParameter):
     ) -> None:
         super().__init__(module, part, name, prepared)
         self._count = count
-        self._storages = [
-            GatheredStorage(cast("Any", _Matrix(self, number))) for number in range(count)
-        ]
+        self._storages = [GatheredStorage(_Matrix(self, number)) for number in range(count)]
         #: Of a direction that was gathered when a matrix asked: the planes of those that did not.
         self._unasked: dict[tuple[int, Direction], Plane] = {}
 

@@ -68,6 +68,20 @@ class ShardWork:
         planes = self.plan.steps[step] if step < len(self.plan.steps) else ()
         return [plane for plane in planes if plane.direction not in self.maxima]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the values are."""
+        return self._source.device
+
+    @property
+    def lacks_maxima(self) -> bool:
+        """Whether a reduction is needed."""
+        return any(
+            plane.num_maxima
+            for step in range(len(self.plan.steps))
+            for plane in self._unknown(step)
+        )
+
     def ask(self, step: int) -> list[torch.Tensor]:
         """Return what must be reduced before `step`; nothing if it is known."""
         found = [plane.maxima(self._values, self.rank) for plane in self._unknown(step)]

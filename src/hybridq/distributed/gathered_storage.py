@@ -1,0 +1,148 @@
+"""The planes of a parameter that FSDP2 gathers, in memory that comes and goes."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from ..direction import COLUMNWISE, ROWWISE, Direction
+from ..formats import PlaneSpec
+from ..kernels import NeverKept
+from ..storage import Plane, TensorStorage
+from .call import Call
+from .shards import StorageShards
+
+__all__ = ["GatheredStorage"]
+
+#: Of all gathered planes: what a GEMM makes of one would outlive it, and seem to be the next one's.
+_never_kept = NeverKept()
+
+
+class _About(Protocol):
+    """What the storage asks of its parameter."""
+
+    @property
+    def inner(self) -> list[torch.Tensor]:
+        """Buffers of the unsharded parameter, that FSDP2 frees."""
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether the parameter is an input of a compiled graph."""
+
+    def derives_from(self, plan: StorageShards) -> bool:
+        """Return whether the columnwise plane is what a gather brings, transposed."""
+
+    def last_call(self) -> Call:
+        """Return how the last gather was done."""
+
+    def gather_now(self, direction: Direction) -> Plane:
+        """Return a plane that the last gather did not bring; every rank must call it."""
+
+
+class GatheredStorage(TensorStorage):
+    """The planes of an unsharded parameter: those that were gathered, others when asked for.
+
+    One object for all gathers, since FSDP2 keeps the tensor that it made of the first one.
+
+    Args:
+        about: the parameter.
+    """
+
+    __slots__ = ("_about", "_earlier", "amaxes")
+
+    comes_and_goes = True
+
+    def __init__(self, about: _About) -> None:
+        self._about = about
+        self.amaxes: torch.Tensor | None = None
+        self.rowwise = self.columnwise = None
+        self._earlier: tuple[Plane, ...] = ()
+
+    def check_graph(self) -> None:
+        """Raise where torch.compile is at work, and planes were not gathered for a graph.
+
+        A graph saves its inputs: all of them must be there in its forward, and filled again.
+
+        Raises:
+            RuntimeError: a graph is traced. Not NotImplementedError: dynamo takes that for its own.
+        """
+        if torch._guards.TracingContext.try_get() is not None and not self._about.in_graph:
+            raise RuntimeError(
+                "torch.compile: a weight that FSDP2 gathers as planes can be an input of a "
+                "compiled graph only if that was known at its first gather; call block.compile() "
+                "before, or leave hybridq.distributed.prepare_fsdp2 out: fully_shard alone gathers "
+                "values, which the graph quantizes"
+            )
+
+    def fill(self, plan: StorageShards, payloads: torch.Tensor) -> None:
+        """Hold the planes of a gather, and no others.
+
+        Memory of an earlier gather is filled again: whoever saved it for a backward finds the
+        same values there.
+
+        Args:
+            plan: how the payloads were made.
+            payloads: uint8 `[world, payload]`.
+        """
+        if torch.is_inference_mode_enabled():
+            self._earlier = ()  # what is made here must not be filled outside, nor the reverse
+        old = tuple(buffer for plane in self._earlier for buffer in plane.tensors)
+        if any(buffer.is_inference() for buffer in old):
+            self._earlier, old = (), ()
+        with _unsafe_preserve_version_counter(old):
+            made = plan.unpack(payloads, self._earlier)
+        if self._about.in_graph and self._about.derives_from(plan):
+            made = self._with_derived(made)
+        self.amaxes = _largest(plan, payloads)
+        self.rowwise, self.columnwise = made.rowwise, made.columnwise
+        for plane in made.planes:
+            plane.kept = _never_kept
+        known = {plane.direction: plane for plane in (*self._earlier, *made.planes)}
+        self._earlier = tuple(known.values())
+        self._about.inner.extend(made.flatten()[0])
+
+    def _with_derived(self, made: TensorStorage) -> TensorStorage:
+        """Return a storage with the columnwise plane too, in the memory that it had before."""
+        new = made.first.derive()
+        old = next((one for one in self._earlier if one.direction == COLUMNWISE), None)
+        if old is None or old.spec != new.spec:
+            return TensorStorage(made.rowwise, new)
+        for own, value in zip(old.tensors, new.tensors, strict=True):
+            if own is not value:
+                own.untyped_storage().resize_(own.numel() * own.element_size())
+                with _unsafe_preserve_version_counter((own,)):
+                    own.copy_(value)
+        return TensorStorage(made.rowwise, old)
+
+    def spec(self, direction: Direction) -> PlaneSpec | None:
+        """Return the spec of a plane that is there or can be had."""
+        return self._about.last_call().spec(direction)
+
+    def plane(self, direction: Direction) -> Plane:
+        """Return a plane; one that was not gathered is derived, or gathered now, by all ranks."""
+        own = self.rowwise if direction == ROWWISE else self.columnwise
+        if own is None:
+            own = self._missing(direction)
+            own.kept = _never_kept
+            if direction == ROWWISE:
+                self.rowwise = own
+            else:
+                self.columnwise = own
+            known = {id(buffer) for buffer in self._about.inner}
+            self._about.inner.extend(b for b in own.tensors if id(b) not in known)
+        return own
+
+    def _missing(self, direction: Direction) -> Plane:
+        if self.first.spec.is_derivable and self._about.last_call().derives:
+            return self.first.derive()
+        return self._about.gather_now(direction)
+
+
+def _largest(plan: StorageShards, payloads: torch.Tensor) -> torch.Tensor | None:
+    """Return the largest amaxima that any rank sent, FP32 `[num_amaxes]`; None: none did."""
+    if not plan.num_amaxes:
+        return None
+    ends = payloads[:, plan.payload - 4 * plan.num_amaxes : plan.payload]
+    return ends.clone(memory_format=torch.contiguous_format).view(torch.float32).amax(0)
