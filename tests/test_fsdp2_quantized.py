@@ -19,7 +19,7 @@ PROGRAM = "fsdp2_quantized_program.py"
 
 
 @needs_gloo
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_recipe_and_alignment(world, tmp_path) -> None:
     run(world, tmp_path / "store", "matrix", program=PROGRAM)
 

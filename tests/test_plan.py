@@ -63,7 +63,7 @@ def test_a_run_of_experts_moves_and_holds_what_is_planned(tmp_path) -> None:
 @needs_gloo
 @pytest.mark.slow
 def test_experts_on_four_ranks(tmp_path) -> None:
-    run(4, tmp_path / "store", "experts")
+    run(4, tmp_path / "store", "experts=all")
 
 
 @needs_gloo
