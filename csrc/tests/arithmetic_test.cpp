@@ -7,20 +7,10 @@
 
 #include "cuda/prologue.h"
 #include "cuda/rt.h"
+#include "tests/expect.h"
 
 HQ_NAMESPACE_BEGIN
 namespace {
-
-int checks = 0;
-int failures = 0;
-
-void Expect(bool ok, const char* what, int line) {
-  ++checks;
-  if (ok) return;
-  ++failures;
-  std::printf("arithmetic_test.cpp:%d: %s\n", line, what);
-}
-#define EXPECT(condition) Expect(condition, #condition, __LINE__)
 
 // The C library's own fma in that rounding mode.
 float FmaTowardZero(float a, float b, float c) {

@@ -8,20 +8,10 @@
 
 #include "cpu/product.h"
 #include "formats/float16.h"
+#include "tests/expect.h"
 
 namespace hybridq {
 namespace {
-
-int checks = 0;
-int failures = 0;
-
-void Expect(bool ok, const char* what, int line) {
-  ++checks;
-  if (ok) return;
-  ++failures;
-  std::printf("few_rows_test.cpp:%d: %s\n", line, what);
-}
-#define EXPECT(condition) Expect(condition, #condition, __LINE__)
 
 Spec Mx(int block_rows) {
   Spec spec;

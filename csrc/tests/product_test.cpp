@@ -7,20 +7,10 @@
 #include <vector>
 
 #include "formats/float16.h"
+#include "tests/expect.h"
 
 namespace hybridq {
 namespace {
-
-int checks = 0;
-int failures = 0;
-
-void Expect(bool ok, const char* what, int line) {
-  ++checks;
-  if (ok) return;
-  ++failures;
-  std::printf("product_test.cpp:%d: %s\n", line, what);
-}
-#define EXPECT(condition) Expect(condition, #condition, __LINE__)
 
 struct Integers {
   std::vector<uint16_t> bits;
