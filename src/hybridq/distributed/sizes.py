@@ -183,8 +183,8 @@ class StackSizes(ParameterSizes):
     def _new_call(self, shape: torch.Size, slot: SlotPlan | None) -> Call:
         del slot
         wish = Wish(None, b"", self._slots)
-        given = (None, 0, self._ranks, shape, self._dtype, self._slots, wish, "forward")
-        return StackCall(*given)
+        place = (None, 0, self._ranks, shape, self._dtype)
+        return StackCall(self._slots, *place, None, wish, "forward")
 
     @cached_property
     def _derived(self) -> int:

@@ -119,22 +119,12 @@ class StackCall(Call):
     """How one all-gather of such a parameter is done; the same on every rank.
 
     Args:
-        group, rank, world, shape, dtype, wish, phase: as for `Call`.
         slots: of each matrix, as all ranks agreed before.
+        args: as of a `Call`; its slot is None.
     """
 
-    def __init__(
-        self,
-        group: Any,
-        rank: int,
-        world: int,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        slots: tuple[SlotPlan | None, ...],
-        wish: Wish,
-        phase: str,
-    ) -> None:
-        super().__init__(group, rank, world, shape, dtype, None, wish, phase)
+    def __init__(self, slots: tuple[SlotPlan | None, ...], *args: Any) -> None:
+        super().__init__(*args)
         self.slots: tuple[SlotPlan | None, ...] = ()
         self._calls: dict[SlotPlan | None, Call] = {}
         self.take(slots)
@@ -229,7 +219,8 @@ class StackedParameter(GatheredParameter):
     def _new_call(self, group: Any, shape: torch.Size, dtype: torch.dtype, phase: str) -> Call:
         slots = self.agreed(phase).slots
         wish = current_stack_wish(self._module(), self._count)
-        return StackCall(group, group.rank(), group.size(), shape, dtype, slots, wish, phase)
+        place = (group, group.rank(), group.size())
+        return StackCall(slots, *place, shape, dtype, None, wish, phase)
 
     def _first_wish(self) -> Wish:
         if self._prepared is None:
