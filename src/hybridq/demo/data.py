@@ -264,7 +264,7 @@ def training_batches(
     generator = torch.Generator().manual_seed(seed)
     last_start = corpus.train.numel() - sequence
     for _ in range(steps):
-        starts = torch.randint(last_start, (batch,), generator=generator)
+        starts = torch.randint(last_start, (batch,), generator=generator, dtype=torch.int64)
         yield _windows(corpus.train, starts, sequence)
 
 
@@ -274,10 +274,10 @@ def validation_batches(
     """``count`` fixed batches, spread evenly over the validation part (no random numbers)."""
     last_start = corpus.validation.numel() - sequence - 1
     total = batch * count
-    starts = torch.tensor([last_start * i // max(total - 1, 1) for i in range(total)])
+    starts = torch.arange(total, dtype=torch.int64) * last_start // max(total - 1, 1)
     return [_windows(corpus.validation, part, sequence) for part in torch.split(starts, batch)]
 
 
 def _windows(data: Tensor, starts: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
-    window = data[starts[:, None] + torch.arange(sequence + 1)].long()
+    window = data[starts[:, None] + torch.arange(sequence + 1, dtype=torch.int64)].long()
     return window[:, :-1], window[:, 1:]

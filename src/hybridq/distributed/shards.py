@@ -202,11 +202,11 @@ class PlaneShards:
             found.append(
                 torch.ops.hybridq.amax(x, self.spec.text, self.direction)
                 if x.shape[0]
-                else torch.zeros(self.maxima_shapes[0], device=x.device)
+                else torch.zeros(self.maxima_shapes[0], dtype=torch.float32, device=x.device)
             )
         if self._has_cut_amax:
             first, last = self.shards.range(rank)
-            edges = torch.zeros(self.maxima_shapes[-1], device=x.device)
+            edges = torch.zeros(self.maxima_shapes[-1], dtype=torch.float32, device=x.device)
             for place, block in enumerate(self.cut_blocks):
                 low = max(first, block * self.unit) - first
                 high = min(last, (block + 1) * self.unit) - first

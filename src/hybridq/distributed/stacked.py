@@ -77,7 +77,7 @@ class StackShards:
             rank: whose they are.
         """
         parts = self.parts[slice(*self.shards.range(rank))]
-        packed: list[torch.Tensor] = [torch.empty(0)] * len(parts)
+        packed: list[torch.Tensor] = [matrices.new_empty(0, dtype=torch.uint8)] * len(parts)
         for part in dict.fromkeys(parts):
             mine = [number for number, one in enumerate(parts) if one == part]
             planes = _encoded([matrices[number] for number in mine], part)

@@ -83,9 +83,11 @@ def fill_values(spec: PlaneSpec) -> tuple[float, ...]:
     """Return what each buffer of a plane of zeros holds, one value for each."""
     rows, cols = spec.format.block or (1, 2)
     device = torch.device("cpu")  # whatever the default is
-    stat = torch.zeros(spec.stat_shape(rows), device=device) if spec.needs_amax else None
+    shape = spec.stat_shape(rows)
+    stat = torch.zeros(shape, dtype=torch.float32, device=device) if spec.needs_amax else None
     seed = torch.zeros(1, dtype=torch.int64, device=device)
-    made = encode_plane(torch.zeros(rows, cols, device=device), spec, stat=stat, seed=seed)
+    x = torch.zeros(rows, cols, dtype=torch.float32, device=device)
+    made = encode_plane(x, spec, stat=stat, seed=seed)
     return tuple(buffer.flatten()[0].item() for buffer in made)
 
 

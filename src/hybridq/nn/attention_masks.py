@@ -88,8 +88,8 @@ def visible(
         return None, True
     seen = None
     if is_causal or left >= 0 or right >= 0:
-        query = torch.arange(queries, device=device) + begin
-        ahead = torch.arange(keys, device=device)[None, :] - query[:, None]
+        query = torch.arange(queries, dtype=torch.int64, device=device) + begin
+        ahead = torch.arange(keys, dtype=torch.int64, device=device)[None, :] - query[:, None]
         seen = ahead >= -left if left >= 0 else torch.ones_like(ahead, dtype=torch.bool)
         if is_causal or right >= 0:
             seen = seen & (ahead <= (0 if is_causal else right))

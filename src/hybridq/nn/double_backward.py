@@ -38,6 +38,6 @@ def without_derivative(
     """
     # The gradients depend on x and w even where dy depends on nothing: the anchor makes every
     # second derivative an error, and none of them silently zero.
-    anchor = torch.empty(0, device=device, requires_grad=True)
+    anchor = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
     made: tuple[torch.Tensor | None, ...] = _NoDoubleBackward.apply(owner, anchor, *grads)
     return made

@@ -119,7 +119,9 @@ def mixed_linear(
     tokens, device = x.shape[0], x.device
     ends = torch.cummax(offsets.clamp(0, tokens), 0).values
     sizes = ends - nn.functional.pad(ends[:-1], (1, 0))
-    group = torch.searchsorted(ends, torch.arange(tokens, device=device), right=True)
+    group = torch.searchsorted(
+        ends, torch.arange(tokens, dtype=torch.int64, device=device), right=True
+    )
     # Made on the device: a list of numbers would be copied there, and waited for.
     yes = torch.ones(1, dtype=torch.bool, device=device)
     no = torch.zeros(1, dtype=torch.bool, device=device)

@@ -196,7 +196,11 @@ class ScalingState:
 
     def _fill(self, device: torch.device) -> None:
         with torch.inference_mode(False):
-            numbers = [torch.full((n,), -1.0, device=device) for n in (_FORWARD, 2, _FORWARD, 2)]
+            # FP32 whatever torch's default is: kernels read and raise them by address.
+            numbers = [
+                torch.full((n,), -1.0, dtype=torch.float32, device=device)
+                for n in (_FORWARD, 2, _FORWARD, 2)
+            ]
         self.forward_stats, self.backward_stats, self.forward_amaxes, self.backward_amaxes = numbers
         self._cache()
 
@@ -405,7 +409,7 @@ class ScalingState:
             is_empty = history is None or not bool(history.any())
             if is_empty and not recorded and bool(stat == -1.0):
                 continue
-            own = torch.zeros(1, device=self.device) if history is None else history.clone()
+            own = amax.new_zeros(1) if history is None else history.clone()
             own[0] = amax[0] if recorded else 0.0
             key = f"{name}.{self.elements[index] or 'unknown'}"
             made[f"{key}.history"], made[f"{key}.scale"] = own, -stat

@@ -236,9 +236,12 @@ def _batches(
         made.append(
             _Batch(
                 members,
-                torch.tensor(where, device=device),
+                torch.tensor(where, dtype=torch.int64, device=device),
                 torch.tensor(numerators, dtype=torch.float32, device=device),
-                {name: torch.tensor(own, device=device) for name, own in sorted(groups.items())},
+                {
+                    name: torch.tensor(own, dtype=torch.int64, device=device)
+                    for name, own in sorted(groups.items())
+                },
             )
         )
     return made

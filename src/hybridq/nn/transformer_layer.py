@@ -273,6 +273,6 @@ class TransformerLayer(nn.Module):
         if drop_path_rate and self.training:
             shape = [1] * made.dim()
             shape[self._batch_dim] = made.shape[self._batch_dim]
-            stays = torch.rand(shape, device=made.device) >= drop_path_rate
+            stays = torch.rand(shape, dtype=torch.float32, device=made.device) >= drop_path_rate
             made = torch.where(stays, made / (1.0 - drop_path_rate), 0.0)
         return residual + made

@@ -105,14 +105,15 @@ class MatrixEncoder:
         self._col = None if record.is_derived else record.col
         self._row_stat = self._stat(self._row, ROWWISE)
         self._col_stat = self._stat(self._col, COLUMNWISE)
-        self.amax = torch.zeros(1)
+        self.amax = torch.zeros(1, dtype=torch.float32, device="cpu")
         self.num_nonfinite = 0
 
     def _stat(self, spec: PlaneSpec | None, direction: Direction) -> _Stat | None:
         if spec is None or not spec.needs_amax:
             return None
         rows = self._record.matrix[0 if direction == ROWWISE else 1]
-        return _Stat(spec, direction, torch.zeros(spec.stat_shape(rows)))
+        zeros = torch.zeros(spec.stat_shape(rows), dtype=torch.float32, device="cpu")
+        return _Stat(spec, direction, zeros)
 
     def observe(self, which: str, tile: Tile, x: torch.Tensor) -> None:
         """Take a tile into the statistics of the pass `which`.

@@ -141,7 +141,9 @@ def _matrix_steps(job: Job, record: Record, most: int) -> Iterator[Step]:
 class _Sums:
     """What has been found of a tensor."""
 
-    amax: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
+    amax: torch.Tensor = field(
+        default_factory=lambda: torch.zeros(1, dtype=torch.float32, device="cpu")
+    )
     nonfinite: dict[int, int] = field(default_factory=dict)
     errors: dict[str, ErrorSum] = field(default_factory=dict)
 

@@ -270,7 +270,8 @@ class _Sums:
         wide = torch.where(is_finite, want, 0.0).to(torch.float64)
         error = torch.where(is_finite, got, 0.0).to(torch.float64) - wide
         self.largest = max(self.largest, float(error.abs().max()))
-        index = torch.arange(begin, begin + got.shape[0], device=got.device) // self.cell[0]
+        row = torch.arange(begin, begin + got.shape[0], dtype=torch.int64, device=got.device)
+        index = row // self.cell[0]
         parts = (error.square(), wide.square(), is_finite.to(torch.float64))
         for sums, part in zip((self.noise, self.signal, self.known), parts, strict=True):
             padded = torch.nn.functional.pad(

@@ -131,7 +131,7 @@ class HybridQAdapter:
         data = torch.from_numpy(np.ascontiguousarray(codes))[None]
         if element(name).codes_per_byte == 2:
             data = data[:, 0::2] | (data[:, 1::2] << 4)
-        buffers = [data.contiguous(), torch.ones(1)]
+        buffers = [data.contiguous(), torch.ones(1, dtype=torch.float32)]
         text = _cast_spec(name).text
         return torch.ops.hybridq.decode(buffers, text, 1, codes.size, torch.float32)[0].numpy()
 
