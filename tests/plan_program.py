@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -123,6 +124,33 @@ def check(
     assert held["gradients"] == sum(nbytes(p.grad) for p in model.parameters()), what
     state = [t for one in optimizer.state.values() for t in one.values()]
     assert held["optimizer"] == sum(nbytes(t) for t in state), what
+
+
+def baselines() -> None:
+    """What stands beside a plan is what two runs without a recipe move and hold."""
+    shape = Sharding(dist.get_world_size())
+    kinds = {"bf16_nbytes": torch.optim.AdamW, "bf16_masters_nbytes": hybridq.optim.AdamW}
+    for column, kind in kinds.items():
+        hidden = HIDDEN["even" if column == "bf16_nbytes" else "uneven"]
+        planned = plan(made(hidden).bfloat16(), "nvfp4", shape, quantized_params=True)
+        beside = replace(
+            planned,
+            memory=tuple(replace(m, nbytes=getattr(m, column)) for m in planned.memory),
+            traffic=tuple(replace(m, nbytes=getattr(m, column)) for m in planned.traffic),
+        )
+        model = made(hidden).bfloat16()
+        for part in (*model.blocks, model):
+            fully_shard(part, mp_policy=POLICY)
+        check(model, beside, None, f"beside a plan: {column}", kind=kind)
+        assert beside.held_nbytes == getattr(planned, f"held_{column}")
+    # The same runs, asked for: masters beside planes of a recipe, and beside FP32 parameters.
+    planned = plan(made(40).bfloat16(), "mxfp8", shape, masters=True)
+    check(sharded(made(40).bfloat16()), planned, "mxfp8", "masters", kind=hybridq.optim.AdamW)
+    columns = [
+        {m.what: m.bf16_masters_nbytes for m in plan(made(40).to(dtype), "mxfp8", shape).memory}
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert columns[0] == columns[1]  # those of BF16 parameters, whatever the model's own are
 
 
 def is_weight(name: str) -> bool:

@@ -46,7 +46,7 @@ def run(world: int, store: Path, *names: str) -> None:
 @needs_gloo
 def test_a_run_moves_and_holds_what_is_planned(tmp_path) -> None:
     names = ("traffic", "reshard", "ddp", "gathered", "discarded", "quantized", "delayed")
-    run(2, tmp_path / "store", *names)
+    run(2, tmp_path / "store", "baselines", *names)
 
 
 @needs_gloo
@@ -128,6 +128,26 @@ def test_quantized_parameters_keep_their_values_in_the_optimizer() -> None:
         held = {one.what: one.nbytes for one in made.memory}
         assert held["parameters"] == parameters
         assert held["optimizer"] == copies * 4 * count + 4
+
+
+def test_masters_are_those_of_the_optimizer_that_keeps_them() -> None:
+    """Of BF16 parameters: 12 bytes per value with masters, 4 without, of planes as with masters."""
+    model = nn.ModuleList([hybridq.Linear(64, 64, bias=False, dtype=torch.bfloat16)])
+    count = 64 * 64 // 2
+    runs = (("mxfp8", {}, 4), ("mxfp8", {"masters": True}, 12))
+    for recipe, options, want in (*runs, ("mxfp8", {"quantized_params": True}, 12)):
+        made = plan(model, recipe, Sharding(2), **options)
+        held = {one.what: one for one in made.memory}["optimizer"]
+        found = held.nbytes, held.bf16_nbytes, held.bf16_masters_nbytes
+        assert found == tuple(size * count + 4 for size in (want, 4, 12)), options
+    long = plan(model.float(), "mxfp8", Sharding(2), masters=True)  # FP32 is its own master
+    held = {one.what: one for one in long.memory}
+    assert held["optimizer"].nbytes == 8 * count + 4
+    assert held["optimizer"].bf16_masters_nbytes == 12 * count + 4
+    assert held["parameters"].bf16_masters_nbytes == 2 * count
+    text = str(made)
+    assert "in BF16" in text and "+ masters" in text
+    assert made.as_dict()["memory"][0]["bf16_masters_nbytes"] == 2 * count
 
 
 @pytest.mark.parametrize("policy", ["ddp", "fsdp"])
@@ -296,6 +316,13 @@ def test_the_command_prints_the_plan() -> None:
     assert [row["nbytes"] for row in loaded["traffic"]] == [row.nbytes for row in made.traffic]
     assert loaded["shape"]["hidden"] == DenseShape.of(1e9).hidden
     assert loaded["sharding"]["param_dtype"] == "bfloat16"
+    short = ("--dtype", "bfloat16", "--json")
+    plain, masters = (
+        json.loads(invoke(*args, *short, *more).output) for more in ((), ("--masters",))
+    )
+    sizes = [{row["what"]: row for row in one["memory"]}["optimizer"] for one in (plain, masters)]
+    assert sizes[0]["nbytes"] == sizes[0]["bf16_nbytes"] == sizes[1]["bf16_nbytes"]
+    assert sizes[1]["nbytes"] == sizes[0]["bf16_masters_nbytes"] > sizes[0]["nbytes"]
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,14 @@ def plan(
             rich_help_panel=_RUN,
         ),
     ] = False,
+    masters: Annotated[
+        bool,
+        typer.Option(
+            "--masters",
+            help="16-bit parameters have FP32 masters, as hybridq.optim.AdamW keeps them.",
+            rich_help_panel=_RUN,
+        ),
+    ] = False,
     tokens: Annotated[
         int,
         typer.Option(
@@ -88,6 +96,7 @@ def plan(
             sharding,
             optimizer=optimizer,
             quantized_params=quantized_params,
+            masters=masters,
             tokens=tokens,
         )
     except ValueError as error:

@@ -7,7 +7,7 @@ a plan cannot say anything else than a run does.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import nn
@@ -59,13 +59,16 @@ def plan(
     *,
     optimizer: str = "adamw",
     quantized_params: bool = False,
+    masters: bool = False,
     tokens: int = 0,
 ) -> RunPlan:
     """Return what each rank holds, and what a training step moves, without running anything.
 
     A step is a later one (in the first, maxima are reduced parameter by parameter) with one
     forward and one backward, under `prepare_fsdp2` and `fully_shard`, or under DDP. Rows on the
-    largest shard count, and padding does. Every weight's input needs a gradient.
+    largest shard count, and padding does. Every weight's input needs a gradient. Beside it stand
+    two runs without a recipe: with the same parameters and optimizer, and with BF16 parameters
+    that have FP32 masters.
 
     Args:
         model: as it is before `fully_shard`; may lie on the meta device (`DenseShape.model`).
@@ -73,6 +76,8 @@ def plan(
         sharding: over ranks.
         optimizer: `"adamw"`, `"momentum"` or `"sgd"`: what torch's keep in the parameters' dtype.
         quantized_params: parameters are held as planes, and their values by the optimizer.
+        masters: 16-bit parameters have a master and moments in FP32, as `hybridq.optim.AdamW` keeps
+            them; with `quantized_params` they always have. FP32 parameters are their own masters.
         tokens: of a rank in a step: with them the inputs count that linear modules save for the
             backward. What norms, activations, attention and GroupedLinear save does not.
 
@@ -101,33 +106,61 @@ def plan(
         raise ValueError(f"plan: tokens must be an int of at least 0, got {tokens!r}")
     if not isinstance(sharding, Sharding):
         raise TypeError(f"plan: sharding must be a Sharding, got {type(sharding).__name__}")
-    kept = _OPTIMIZERS[optimizer]
+    run = _Run(sharding, _OPTIMIZERS[optimizer], tokens, quantized_params, masters)
     with autocast(enabled=recipe is not None, recipe=recipe):
-        made = _Sums(model, sharding, kept, quantized_params, tokens)
+        made = _Sums(model, run)
     with autocast(enabled=False):
-        plain = _Sums(model, sharding, kept, False, tokens, is_baseline=True)
+        plain = _Sums(model, run._replace(is_quantized=False, has_masters=False, is_bf16=True))
+        long = _Sums(model, run.with_masters())
     key = "bf16" if recipe is None else recipe if isinstance(recipe, str) else recipe.key
     return RunPlan(
         key,
         made.num_params,
         sharding,
-        tuple(Held(what, made.held[what], plain.held[what]) for what in _HELD if made.held[what]),
         tuple(
-            Moved(*about, made.values[about[0]], nbytes, plain.moved[about])
+            Held(what, made.held[what], plain.held[what], long.held[what])
+            for what in _HELD
+            if made.held[what]
+        ),
+        tuple(
+            Moved(*about, made.values[about[0]], nbytes, plain.moved[about], long.moved[about])
             for about, nbytes in sorted(made.moved.items(), key=lambda one: _MOVED.index(one[0][0]))
             if nbytes
         ),
     )
 
 
+class _Run(NamedTuple):
+    """What is planned, beside the model and the recipe.
+
+    Attributes:
+        sharding, tokens: as in `plan`.
+        optimizer: what it keeps: one of `_OPTIMIZERS`.
+        is_quantized: parameters are held as planes.
+        has_masters: 16-bit parameters have masters.
+        is_bf16: all parameters are plain ones, and gathered in 16 bits.
+        is_short: parameters lie in 16 bits, whatever the model says.
+    """
+
+    sharding: Sharding
+    optimizer: tuple[int, int]
+    tokens: int
+    is_quantized: bool
+    has_masters: bool
+    is_bf16: bool = False
+    is_short: bool = False
+
+    def with_masters(self) -> _Run:
+        """Return the run without a recipe whose parameters are BF16 ones with FP32 masters."""
+        return self._replace(is_quantized=False, has_masters=True, is_bf16=True, is_short=True)
+
+
 class _Sums:
     """What one rank holds and moves under the recipe in force.
 
     Args:
-        model, sharding, tokens: as in `plan`.
-        optimizer: what it keeps: one of `_OPTIMIZERS`.
-        quantized_params: as in `plan`.
-        is_baseline: all parameters are plain ones, and gathered in 16 bits.
+        model: as in `plan`.
+        run: what is planned.
 
     Attributes:
         held: by purpose: bytes.
@@ -135,17 +168,8 @@ class _Sums:
         values: by purpose of a collective: how many parameters it is about.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sharding: Sharding,
-        optimizer: tuple[int, int],
-        quantized_params: bool,
-        tokens: int,
-        is_baseline: bool = False,
-    ) -> None:
-        self._sharding, self._optimizer = sharding, optimizer
-        self._is_quantized = quantized_params
+    def __init__(self, model: nn.Module, run: _Run) -> None:
+        self._run, self._sharding = run, run.sharding
         self.held: Counter[str] = Counter()
         self.moved: Counter[tuple[str, str, int]] = Counter()
         self.values: Counter[str] = Counter()
@@ -154,21 +178,23 @@ class _Sums:
         #: gradients before their reduction.
         self._gathered: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
         self._reduced: Counter[str] = Counter()
+        sharding = run.sharding
         weights = {id(found.parameter): found for found in gathered_weights(model)}
         units = _units(model) if sharding.units is None else set(sharding.units)
         for name, parameter in model.named_parameters():  # a tied one once
             weight = weights.get(id(parameter))
-            dtype = sharding.param_dtype or parameter.dtype
-            if is_baseline and dtype.itemsize > 2:
-                dtype = torch.bfloat16
+            own = _shortened(parameter.dtype) if run.is_short else parameter.dtype
+            dtype = sharding.param_dtype or own
+            if run.is_bf16:
+                dtype = _shortened(dtype)
             sizes = parameter_sizes(
                 parameter.shape,
-                parameter.dtype,
+                own,
                 sharding.ranks,
                 dtype,
-                None if weight is None or is_baseline else weight.slots(),
-                weight is not None and not is_baseline,
-                quantized_params,
+                None if weight is None or run.is_bf16 else weight.slots(),
+                weight is not None and not run.is_bf16,
+                run.is_quantized,
                 weight is not None and isinstance(weight.module, GroupedLinear),
             )
             self.num_params += parameter.numel()
@@ -180,8 +206,8 @@ class _Sums:
                 self._add_sharded(parameter, sizes, what, _unit(name, units))
         self._add_units()
         self._add_delayed(model)
-        if tokens:
-            self._add_saved(model, tokens)
+        if run.tokens:
+            self._add_saved(model, run.tokens)
 
     def _move(self, what: str, kind: str, ranks: int, nbytes: int, numel: int) -> None:
         """Book what a collective carries of `numel` parameters; one rank alone needs none."""
@@ -191,15 +217,17 @@ class _Sums:
 
     def _add_state(self, parameter: nn.Parameter, sizes: ParameterSizes) -> None:
         """Book what a rank keeps from step to step."""
-        plain = sizes.shard_numel * parameter.element_size()
-        planes = sizes.shard_planes if self._is_quantized else None
+        itemsize = sizes.own_dtype.itemsize
+        plain = sizes.shard_numel * itemsize
+        planes = sizes.shard_planes if self._run.is_quantized else None
         self.held["parameters"] += plain if planes is None else planes
         if parameter.requires_grad:
-            per_value, per_param = self._optimizer
+            per_value, per_param = self._run.optimizer
             self.held["gradients"] += plain
             own = plain * per_value
             # hybridq.optim: masters and moments in FP32
-            if planes is not None or (self._is_quantized and parameter.element_size() < 4):
+            has_masters = self._run.is_quantized or self._run.has_masters
+            if planes is not None or (has_masters and itemsize < 4):
                 own = 4 * sizes.shard_numel * (per_value + 1)
             self.held["optimizer"] += own + per_param
 
@@ -207,11 +235,11 @@ class _Sums:
         self, parameter: nn.Parameter, sizes: ParameterSizes, is_weight: bool
     ) -> None:
         """Book a parameter under DDP."""
-        if is_weight and not (self._is_quantized and sizes.shard_planes is not None):
+        if is_weight and not (self._run.is_quantized and sizes.shard_planes is not None):
             self.held["weights kept for the backward"] += sizes.kept
         if parameter.requires_grad:
             numel, world = parameter.numel(), self._sharding.world
-            self._move("gradients", "all_reduce", world, numel * parameter.element_size(), numel)
+            self._move("gradients", "all_reduce", world, numel * sizes.own_dtype.itemsize, numel)
 
     def _add_sharded(
         self, parameter: nn.Parameter, sizes: ParameterSizes, what: str, unit: str
@@ -227,12 +255,12 @@ class _Sums:
         self._move(f"{what}, backward", "all_gather", ranks, backward, numel)
         if not parameter.requires_grad:
             return
-        dtype = given.reduce_dtype or given.param_dtype or parameter.dtype
+        dtype = given.reduce_dtype or given.param_dtype or sizes.own_dtype
         padded = sizes.shard_numel * ranks * dtype.itemsize
         self._move("gradients", "reduce_scatter", ranks, padded, numel)
         shard = padded // ranks
         self._move("gradients of shards", "all_reduce", given.replicas, shard, numel)
-        own = (given.param_dtype or parameter.dtype).itemsize
+        own = (given.param_dtype or sizes.own_dtype).itemsize
         self._reduced[unit] += padded + numel * own
         self._move("maxima", "all_reduce", ranks, sizes.maxima, numel)
 
@@ -281,7 +309,8 @@ class _Sums:
                 if weight is None or isinstance(module, GroupedLinear):
                     continue  # of its tokens nobody knows how many a router sends here
                 cols = weight.shape[1]
-                dtype = self._sharding.param_dtype or weight.dtype
+                own = _shortened(weight.dtype) if self._run.is_short else weight.dtype
+                dtype = self._sharding.param_dtype or own
                 spec, is_row = PlaneSpec.plain(dtype), True
                 if isinstance(recipe, Recipe):
                     slot = module._plan(recipe, part).input
@@ -289,6 +318,11 @@ class _Sums:
                     spec = PlaneSpec.parse((slot.row if is_row else slot.col).spec).resolve(dtype)
                 sizes = (tokens, cols) if is_row else (cols, tokens)
                 self.held["inputs saved by linears"] += spec.nbytes(*sizes)
+
+
+def _shortened(dtype: torch.dtype) -> torch.dtype:
+    """Return a dtype of 16 bits: `dtype` itself, or BF16."""
+    return dtype if dtype.itemsize <= 2 else torch.bfloat16
 
 
 def _units(model: nn.Module) -> set[str]:

@@ -15,6 +15,8 @@ __all__ = ["Held", "Moved", "RunPlan", "Sharding"]
 
 _POLICIES: Final = ("fsdp", "hsdp", "ddp")
 _NOTES: Final = (
+    "Each: bytes per parameter. In BF16: without the recipe, the same parameters and optimizer.",
+    "+ masters: BF16 parameters, with masters and moments in FP32 (hybridq.optim.AdamW).",
     "Of a collective: bytes of an all-gather's output, a reduce-scatter's input, an all-reduce's",
     "buffer. A ring of n ranks moves (n-1)/n of them per rank, and of an all-reduce's twice that.",
 )
@@ -85,12 +87,15 @@ class Held:
     Attributes:
         what: it is for.
         nbytes: bytes.
-        bf16_nbytes: what the same run holds without a recipe.
+        bf16_nbytes: what the same run holds without a recipe, quantized parameters and masters.
+        bf16_masters_nbytes: what a run without a recipe holds whose parameters are BF16, with
+            masters and moments in FP32 as `hybridq.optim.AdamW` keeps them.
     """
 
     what: str
     nbytes: int
     bf16_nbytes: int
+    bf16_masters_nbytes: int
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ class Moved:
         ranks: in its group.
         num_values: parameters that it is about.
         nbytes: bytes that it is given on a rank: the larger of its input and its output.
-        bf16_nbytes: those of the same run without a recipe.
+        bf16_nbytes, bf16_masters_nbytes: those of the two runs without a recipe, as of `Held`.
     """
 
     what: str
@@ -112,6 +117,7 @@ class Moved:
     num_values: int
     nbytes: int
     bf16_nbytes: int
+    bf16_masters_nbytes: int
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -156,6 +162,16 @@ class RunPlan:
         return _sums(self.memory)[0]
 
     @property
+    def held_bf16_nbytes(self) -> int:
+        """Bytes of the same memory in the run without a recipe."""
+        return _sums(self.memory)[1]
+
+    @property
+    def held_bf16_masters_nbytes(self) -> int:
+        """Bytes of the same memory in the run of BF16 parameters with FP32 masters."""
+        return _sums(self.memory)[2]
+
+    @property
     def moved_nbytes(self) -> int:
         """Bytes of all collectives of a step."""
         return _sums(self.traffic)[0]
@@ -172,7 +188,7 @@ class RunPlan:
         return made
 
     def table(self) -> Table:
-        """Return a table: memory, then traffic, each beside the run without a recipe."""
+        """Return a table: memory, then traffic, each beside the two runs without a recipe."""
         rows: list[tuple[str, str, str, Held | Moved]] = []
         for held in (*self.memory, Held("memory in all", *_sums(self.memory))):
             rows.append((held.what, "", "", held))
@@ -185,7 +201,7 @@ class RunPlan:
         return Table(
             f"{self.recipe}, {self.num_params / 1e9:.4g}e9 parameters, {shape.policy} on {ranks}: "
             "one rank, one step",
-            ("", "collective", "per parameter", "size", "in BF16", "ratio"),
+            ("", "collective", "each", "size", "in BF16", "ratio", "+ masters", "ratio"),
             tuple((what, kind, each, *_beside(one)) for what, kind, each, one in rows),
             _NOTES,
         )
@@ -194,10 +210,16 @@ class RunPlan:
         return str(self.table())
 
 
-def _sums(parts: Sequence[Held | Moved]) -> tuple[int, int]:
-    return sum(one.nbytes for one in parts), sum(one.bf16_nbytes for one in parts)
+def _sums(parts: Sequence[Held | Moved]) -> tuple[int, int, int]:
+    return (
+        sum(one.nbytes for one in parts),
+        sum(one.bf16_nbytes for one in parts),
+        sum(one.bf16_masters_nbytes for one in parts),
+    )
 
 
-def _beside(one: Held | Moved) -> tuple[str, str, str]:
-    ratio = f"{one.nbytes / one.bf16_nbytes:.3f}" if one.bf16_nbytes else "-"
-    return size_text(one.nbytes), size_text(one.bf16_nbytes), ratio
+def _beside(one: Held | Moved) -> tuple[str, ...]:
+    found = [size_text(one.nbytes)]
+    for other in (one.bf16_nbytes, one.bf16_masters_nbytes):
+        found += [size_text(other), f"{one.nbytes / other:.3f}" if other else "-"]
+    return tuple(found)

@@ -50,7 +50,7 @@ class ParameterSizes:
         shape = shape or torch.Size([1])
         self.is_held = False
         self._ranks, self._dtype, self._can_travel = ranks, dtype, can_travel
-        self._own_dtype, self._slot = own_dtype, slot
+        self.own_dtype, self._slot = own_dtype, slot
         #: Values of the largest shard.
         self.shard_numel = -(-shape[0] // ranks) * math.prod(shape[1:])
         self._finds_amax = finds_amax
@@ -152,7 +152,7 @@ class ParameterSizes:
             if self._slot is not None and self._slot.saves_row:
                 return self._whole.planes[0].nbytes
             return self._derived or self._whole.planes[-1].nbytes
-        return 0 if self._dtype == self._own_dtype else self._plain
+        return 0 if self._dtype == self.own_dtype else self._plain
 
 
 class StackSizes(ParameterSizes):
