@@ -139,7 +139,7 @@ bench: $(DEV_STAMP)
 docs: $(DOCS_STAMP)
 	rm -rf build/docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html -d build/docs/doctrees docs build/docs/html
-	$(BIN)/python tests/api_names.py build/docs/html/objects.inv
+	$(BIN)/python tests/helpers/api_names.py build/docs/html/objects.inv
 
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/hybridq/_version.py)
 SDIST := dist/hybridq-$(VERSION).tar.gz

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import zlib
 from pathlib import Path
 
@@ -20,14 +19,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-TESTS = Path(__file__).parent
-if str(TESTS) not in sys.path:
-    sys.path.insert(0, str(TESTS))
-
-
-import hybridq  # noqa: E402
-from declared import BACKENDS, FORMATS  # noqa: E402
-from hybridq.direction import DIRECTIONS  # noqa: E402
+import hybridq
+from declared import BACKENDS, FORMATS
+from hybridq.direction import DIRECTIONS
+from places import TESTS
 
 _COMMON = {
     "deadline": None,
@@ -97,8 +92,9 @@ def warns_anew() -> None:
 
 @pytest.fixture
 def seed(request) -> int:
-    """A seed of this test's own: the same in every run, another for every test."""
-    return zlib.crc32(request.node.nodeid.encode())
+    """A seed of this test's own: the same in every run and every folder, another for every test."""
+    file, _, name = request.node.nodeid.partition("::")
+    return zlib.crc32(f"tests/{Path(file).name}::{name}".encode())
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@
 // result is not 0, has no base: the tile is then coded through FP32. Zeros round to 0 under every
 // base, so a block of zeros takes any.
 //
-// Source: ours. The general path (loops.h) and tests/test_core_paths.py hold it to every input.
+// Source: ours. The general path (loops.h) and tests/csrc/test_core_paths.py hold it to every input.
 #ifndef HYBRIDQ_CPU_POWER_CODES_H_
 #define HYBRIDQ_CPU_POWER_CODES_H_
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +16,10 @@ import kernel_cases as cases
 from hybridq import reference
 from hybridq.kernels.backend_cpu import core, core_spec
 from hybridq.kernels.types import EncodeArgs
+from places import BENCHMARKS
 from prologue_cases import check_map, check_map_encode, prologue, source
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(BENCHMARKS))
 
 from gpu_bench.kernels import kernels_of, native_kernels
 

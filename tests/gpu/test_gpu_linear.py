@@ -11,7 +11,7 @@ from hybridq import recipes
 from hybridq.nn import Linear
 from linear_model import draw_like_a_module, quantized_linear, run
 
-#: Delayed scaling depends on what came before: tests/test_delayed.py.
+#: Delayed scaling depends on what came before: tests/quantizers/test_delayed.py.
 RECIPES = tuple(
     name for name in recipes.names() if name not in ("bf16", "high_precision", "fp8_delayed")
 )

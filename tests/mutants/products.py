@@ -6,16 +6,16 @@ from . import rules
 from .record import Mutant, Rule
 
 _PAIRS = (
-    "tests/test_encode.py::test_backend_equals_oracle_for_every_kind[reference-nvfp4-normal]",
+    "tests/kernels/test_encode.py::test_backend_equals_oracle_for_every_kind[reference-nvfp4-normal]",
 )
-_SOURCE = ("tests/test_encode.py::test_columns_from_the_dequantized_rows",)
-_PLACED = ("tests/test_encode.py::test_backend_equals_oracle",)
+_SOURCE = ("tests/kernels/test_encode.py::test_columns_from_the_dequantized_rows",)
+_PLACED = ("tests/kernels/test_encode.py::test_backend_equals_oracle",)
 
 
 def _gemm(
     slug: str, rule: Rule, file: str, old: str, new: str, test: str, needs: str = ""
 ) -> Mutant:
-    tests = (f"tests/test_gemm.py::{test}",)
+    tests = (f"tests/gemm/test_gemm.py::{test}",)
     return Mutant("gemm", slug, rule, f"src/hybridq/kernels/{file}.py", old, new, tests, needs)
 
 

@@ -11,7 +11,7 @@ of the result: an FP32 gradient sum is no reason to leave the tensor cores, and 
 is says `exact`.
 
 Figures, relative to the result's RMS, for K = 4096 and normally distributed operands; each is
-recomputed by `tests/test_precision_error.py`, and none was measured on a chip yet:
+recomputed by `tests/kernels/test_precision_error.py`, and none was measured on a chip yet:
 
 - rounding of a BF16 result: 1.7e-3.
 - FP8 tensor cores of Hopper: 1.3e-4 with partial sums added in FP32 every 128. Modelled, as

@@ -1,0 +1,57 @@
+"""FSDP2 against unsharded training, bit for bit: see `fsdp2_program.py` for what each rank runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hybridq
+from hybridq.distributed import GatheredWeight, prepare_fsdp2
+from rank_runs import needs_gloo, run
+
+
+@needs_gloo
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_recipe_and_alignment(world, tmp_path) -> None:
+    run(world, tmp_path / "store", "matrix")
+
+
+@needs_gloo
+def test_policies_memory_and_checkpoints(tmp_path) -> None:
+    names = ("policies", "mixed_precision", "accumulation", "inference", "state", "wire", "freed")
+    run(2, tmp_path / "store", *names, "gathered_in_high_precision", "reductions")
+
+
+@needs_gloo
+@pytest.mark.parametrize("world", [2, 4])  # of 2 ranks each holds all rows
+def test_two_dimensional_mesh(world, tmp_path) -> None:
+    run(world, tmp_path / "store", "hsdp")
+
+
+def test_prepared_parameters_are_parameters() -> None:
+    model = hybridq.convert(nn.Sequential(nn.Linear(8, 8), nn.Embedding(8, 8)))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert prepare_fsdp2(model) is model and prepare_fsdp2(model) is model
+    weight = model[0].weight
+    assert isinstance(weight, GatheredWeight) and isinstance(weight, nn.Parameter)
+    assert type(model[0].bias) is nn.Parameter and weight.requires_grad
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(type(tensor) is torch.Tensor for tensor in model.state_dict().values())
+    # For everything but FSDP2 it is the tensor that it holds.
+    y = model[0](torch.ones(2, 8))
+    y.sum().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert torch.allclose(model[0].weight.detach() + 2.0, before["0.weight"], atol=1e-6)
+
+
+def test_what_is_left_alone_and_what_is_refused() -> None:
+    model = nn.ModuleDict({"embedding": nn.Embedding(16, 8), "head": hybridq.Linear(8, 16)})
+    model["head"].weight = model["embedding"].weight  # tied to a module that cannot take planes
+    assert type(prepare_fsdp2(model)["head"].weight) is nn.Parameter
+    with pytest.raises(TypeError, match=r"prepare_fsdp2: model must be an nn.Module, got int"):
+        prepare_fsdp2(3)
+    tied = nn.ModuleList([hybridq.Linear(8, 8), hybridq.Linear(8, 8)])
+    tied[1].weight = tied[0].weight
+    prepare_fsdp2(tied)
+    assert tied[0].weight is tied[1].weight and isinstance(tied[0].weight, GatheredWeight)

@@ -1,0 +1,64 @@
+"""The CUDA kernels in the host's emulator, as a backend for tests (`make emulation` builds it)."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from hybridq.kernels.backend_cuda import GpuKernels, spec_reason
+from hybridq.kernels.registry import Backend, Call
+from places import ROOT
+
+_FOLDER = Path(os.environ.get("HYBRIDQ_EMULATION", ROOT / "build/emulation"))
+_FILE = _FOLDER / f"hybridq_emulated{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def load() -> ModuleType | None:
+    """Return the emulated kernels, or None if they are not built.
+
+    Where HYBRIDQ_EMULATION names their folder, as `make test` does, they must be there.
+    """
+    if not _FILE.exists() and "HYBRIDQ_EMULATION" not in os.environ:
+        return None
+    spec = importlib.util.spec_from_file_location("hybridq_emulated", _FILE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class EmulatedKernels(GpuKernels):
+    """The CUDA backend's own code over CPU tensors; it may touch them, and no other byte."""
+
+    def pointer(self, tensor: torch.Tensor | None, written: bool = False) -> int:
+        if tensor is None:
+            return 0
+        if tensor.numel():
+            reach = [(n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
+            first = sum(min(r, 0) for r in reach) * tensor.element_size()
+            last = (sum(max(r, 0) for r in reach) + 1) * tensor.element_size()
+            self.module.add(tensor.data_ptr() + first, last - first, written)
+        return tensor.data_ptr()
+
+    @contextlib.contextmanager
+    def launch(self, device: torch.device) -> Iterator[int]:
+        self.module.begin()
+        try:
+            yield 0
+        finally:
+            self.module.end()
+
+
+def _supports(call: Call) -> str | None:
+    return f"runs on CPU tensors, got {call.device}" if call.device != "cpu" else spec_reason(call)
+
+
+def make_backend(module: Any) -> Backend:
+    return Backend("emulated", _supports, EmulatedKernels(module).operations(), finds_amax=True)

@@ -1,0 +1,169 @@
+"""Every public name says what it is: a docstring with what its signature and its body ask for."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+
+import pytest
+
+import api_names
+import hybridq
+from api_names import PublicName
+from places import ROOT
+
+SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Source", "Example")
+
+
+def is_ours(value: object) -> bool:
+    return str(getattr(value, "__module__", "")).startswith("hybridq")
+
+
+NAMES: dict[str, PublicName] = {}
+for _one in api_names.names():  # a thing with several paths once, by the first, the shortest
+    if not any(_one.value is known.value and _one.name == known.name for known in NAMES.values()):
+        NAMES[_one.path] = _one
+CLASSES = {path: one for path, one in NAMES.items() if inspect.isclass(one.value)}
+MEMBERS = {
+    member.path: member
+    for one in CLASSES.values()
+    if is_ours(one.value)
+    for member in api_names.members(one)
+}
+MODULES = {path: one for path, one in NAMES.items() if not one.name}
+FUNCTIONS = {path: one for path, one in (NAMES | MEMBERS).items() if inspect.isfunction(one.value)}
+CONSTANTS = {path: NAMES[path] for path in NAMES if path not in MODULES | CLASSES | FUNCTIONS}
+COMMENTED = {
+    name
+    for file in (ROOT / "src").rglob("*.py")
+    for name in re.findall(r"^#:.*\n(\w+)\b.*=", file.read_text(), re.M)
+}
+
+
+def doc(one: PublicName) -> str:
+    """The docstring: of a method without one, that of the method which it overrides."""
+    return inspect.cleandoc(inspect.getdoc(one.value) or "")
+
+
+def raised(function: object) -> set[str]:
+    """Names of the exceptions that the function's own body raises and does not catch."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    tries = [node for node in ast.walk(tree) if isinstance(node, ast.Try) and node.handlers]
+    caught = {id(node) for one in tries for part in one.body for node in ast.walk(part)}
+    nodes = [node for node in ast.walk(tree) if id(node) not in caught]
+    calls = [node.exc for node in nodes if isinstance(node, ast.Raise)]
+    names = [call.func for call in calls if isinstance(call, ast.Call)]
+    return {name.id for name in names if isinstance(name, ast.Name)}
+
+
+def problems(text: str, parameters: list[str], errors: set[str]) -> list[str]:
+    """What a docstring lacks. One parameter may be described by the first line alone."""
+    found = []
+    first, *rest = text.splitlines() or [""]
+    if not first.strip():
+        found.append("a first line that says what it does or returns")
+    if rest and rest[0]:
+        found.append("an empty line after the first")
+    words = set(re.findall(r"\w+", text))
+    if len(parameters) > 1:
+        found += [f"Args: {name}" for name in parameters if name not in words]
+    found += [f"Raises: {error}" for error in sorted(errors) if error not in words]
+    for line in rest:
+        heading = re.match(r"([A-Z]\w+):\s*$", line)
+        if heading and heading.group(1) not in SECTIONS:
+            found.append(f"no section {heading.group(1)!r}; there are {', '.join(SECTIONS)}")
+    return found
+
+
+def parameters(function: object) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
+
+
+@pytest.mark.parametrize("path", FUNCTIONS)
+def test_functions_and_methods(path: str) -> None:
+    function = FUNCTIONS[path].value
+    names, errors = parameters(function), raised(function)
+    text = doc(FUNCTIONS[path])
+    if "methods are those of `Adapter`" in owner_doc(path):
+        names = []
+    assert problems(text, names, errors) == []
+
+
+def owner_doc(path: str) -> str:
+    owner = NAMES.get(path.rpartition(".")[0])
+    return doc(owner) if owner is not None else ""
+
+
+@pytest.mark.parametrize("path", CLASSES)
+def test_classes(path: str) -> None:
+    cls = CLASSES[path].value
+    made_by = [vars(cls)[name] for name in ("__init__", "__post_init__") if name in vars(cls)]
+    makers = [maker for maker in made_by if maker.__qualname__.startswith(cls.__qualname__)]
+    sources = [maker for maker in makers if maker.__code__.co_filename != "<string>"]
+    errors = set().union(*(raised(maker) for maker in sources)) if sources else set()
+    is_protocol = getattr(cls, "_is_protocol", False)
+    names = parameters(cls) if made_by and not is_protocol else []
+    assert problems(doc(CLASSES[path]), names, errors) == []
+
+
+@pytest.mark.parametrize("path", [path for path in MEMBERS if path not in FUNCTIONS])
+def test_properties(path: str) -> None:
+    assert problems(doc(MEMBERS[path]), [], set()) == []
+
+
+@pytest.mark.parametrize("path", MODULES)
+def test_modules(path: str) -> None:
+    text = doc(MODULES[path])
+    assert problems(text, [], set()) == []
+    parts = path.split(".")
+    if parts[:2] == ["hybridq", "formats"] and len(parts) == 3:
+        assert "Source:" in text
+    exported = MODULES[path].value.__all__
+    assert len(set(exported)) == len(exported)
+
+
+@pytest.mark.parametrize("path", CONSTANTS)
+def test_constants(path: str) -> None:
+    one = CONSTANTS[path]
+    named = [entry for entry in hybridq.formats.entries() if entry.format is one.value]
+    if named:
+        assert named[0].summary and named[0].source
+    else:
+        assert one.name in COMMENTED, "a comment above it, that begins with #:"
+
+
+def test_rules_of_the_reference_have_sources() -> None:
+    for file in (ROOT / "src" / "hybridq" / "reference").glob("*.py"):
+        text = ast.get_docstring(ast.parse(file.read_text()))
+        assert "Source:" in text or file.name == "__init__.py", file.name
+
+
+def test_a_docstring_that_lacks_something_is_found() -> None:
+    assert problems("", [], set())
+    assert problems("Return it.", ["a", "b"], set()) == ["Args: a", "Args: b"]
+    assert problems("Return it.\n\nArgs:\n    a, b: parts.", ["a", "b"], {"SpecError"}) == [
+        "Raises: SpecError"
+    ]
+    assert problems("Return it.\nAnd more.", [], set())
+    assert problems("Return it.\n\nParameters:\n    a: x.", ["a"], set())
+    assert raised(hybridq.formats.PlaneSpec.resolve) == {"SpecError"}
+
+
+def test_every_public_module_has_an_api_page() -> None:
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    shown = re.findall(r"automodule:: (\S+)", pages)
+    assert len(set(shown)) == len(shown)
+    for module in MODULES:
+        # `hybridq.gemm` is a function too, so that package is shown by its modules.
+        assert module in shown or any(name.startswith(f"{module}.") for name in shown), module
+
+
+def test_a_name_that_the_pages_lack_is_found() -> None:
+    paths = {one.path for one in api_names.names()}
+    assert api_names.missing(paths) == []
+    assert api_names.missing(paths - {"hybridq.quantize", "hybridq.quantizers.quantize"}) == [
+        "hybridq.quantize"
+    ]
+    assert api_names.missing(paths - {"hybridq.recipes.get"}) == ["hybridq.recipes.get"]

@@ -1,0 +1,139 @@
+"""The layer rule: a layer imports only what stands to its left."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from places import ROOT
+
+PACKAGE = ROOT / "src" / "hybridq"
+LAYERS = [
+    "errors",
+    "settings",
+    "_version",
+    "_text",
+    "direction",
+    "formats",
+    "reference",
+    "kernels",
+    "storage",
+    "gemm",
+    "tensor",
+    "quantizers",
+    "recipes",
+    "nn",
+    "optim",
+    "distributed",
+    "moe",
+    "ptq",
+    "report",
+    "conformance",
+    "integrations",
+    "compat",
+    "demo",
+    "cli",
+    "__main__",
+]
+CSRC = ["formats", "core", "cpu cuda", "bindings"]
+#: For tests only: the CUDA runtime on the host, and what runs in it.
+EMULATION = "emulation"
+
+
+def layer_of(file: Path) -> str:
+    """The layer that a file of the package belongs to."""
+    first = file.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imported_layers(file: Path) -> set[str]:
+    """Layers that a file imports, relative or absolute, at any depth of its code."""
+    found = set()
+    depth = len(file.relative_to(PACKAGE).parts) - 1
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            if node.level == depth + 1:  # from .. import x, from ..layer import x
+                names = [node.module] if node.module else [a.name for a in node.names]
+            elif node.level == 0 and (node.module or "").split(".")[0] == "hybridq":
+                rest = (node.module or "").split(".")[1:]
+                names = rest[:1] or [a.name for a in node.names]
+            else:
+                continue
+            found |= {name.split(".")[0] for name in names}
+        elif isinstance(node, ast.Import):
+            names = [a.name.split(".") for a in node.names]
+            found |= {name[1] for name in names if name[0] == "hybridq" and len(name) > 1}
+    return found
+
+
+FILES = sorted(f for f in PACKAGE.rglob("*.py") if f != PACKAGE / "__init__.py")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_imports_point_leftward(file: Path) -> None:
+    own = LAYERS.index(layer_of(file))
+    # demo and cli stand on the public names, which are those of the package itself.
+    public = LAYERS.index(layer_of(file)) >= LAYERS.index("demo")
+    for name in imported_layers(file):
+        if name not in LAYERS:
+            assert public or name == "_core", f"{file.name} imports {name}, which is no layer"
+            continue
+        assert LAYERS.index(name) <= own, f"{layer_of(file)} imports {name}, to its right"
+
+
+def test_c_includes_point_leftward() -> None:
+    order = {name: i for i, group in enumerate(CSRC) for name in group.split()}
+    files = [f for f in (ROOT / "csrc").rglob("*") if f.suffix in (".h", ".cpp", ".cu")]
+    assert files
+    for file in files:
+        own = file.relative_to(ROOT / "csrc").parts[0]
+        if own not in order:
+            continue  # csrc/tests may include anything
+        for name in re.findall(r'#include "([a-z_]+)/', file.read_text()):
+            if name == EMULATION and file.name in ("rt.h", "launch.h", "emulated.cpp"):
+                continue  # the two doors of the runtime, and the tests' module
+            assert name in order, f"{file} includes {name}/, which is no layer"
+            same_or_left = name == own or order[name] < order[own]
+            assert same_or_left, f"{file} includes {name}/"
+
+
+def test_no_bare_assert_in_the_package() -> None:
+    for file in FILES:
+        asserts = [
+            n.lineno for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Assert)
+        ]
+        assert not asserts, f"{file}: assert in line {asserts}"
+
+
+def test_files_are_not_too_long() -> None:
+    files = [*FILES, *(f for f in (ROOT / "csrc").rglob("*") if f.is_file())]
+    long = [(f.name, n) for f in files if (n := len(f.read_text().splitlines())) > 500]
+    assert not long, f"over 500 lines: {long}"
+
+
+def test_import_is_silent_and_touches_no_device() -> None:
+    code = (
+        "import torch, sys; import hybridq; "
+        "assert not torch.cuda.is_initialized(); "
+        "extra = ('triton', 'matplotlib', 'rich', 'safetensors', 'typer'); "
+        "bad = [m for m in extra if m in sys.modules]; "
+        "assert not bad, bad"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_every_public_name_is_documented() -> None:
+    import hybridq
+
+    for name in hybridq.__all__:
+        thing = getattr(hybridq, name)
+        if callable(thing) or isinstance(thing, type):
+            assert thing.__doc__ and len(thing.__doc__) > 20, name
