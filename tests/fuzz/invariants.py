@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ __all__ = [
     "check_sound",
     "check_values",
     "equal",
-    "plane_values",
     "same_planes",
     "snapshot",
 ]
@@ -62,12 +60,6 @@ def same_planes(a: QuantizedTensor, b: QuantizedTensor) -> bool:
         for one, other in zip(first, second, strict=True)
         for x, y in zip(one.tensors, other.tensors, strict=True)
     )
-
-
-def plane_values(tensor: QuantizedTensor) -> list[torch.Tensor]:
-    """Return what each plane decodes to, in the tensor's shape and dtype; dequantize's first."""
-    planes = tensor.tensor_storage.planes
-    return [plane.dequantize(tensor.dtype).contiguous().reshape(tensor.shape) for plane in planes]
 
 
 def check_sound(tensor: Any, where: str) -> None:
@@ -113,14 +105,14 @@ def check_backends(plane: Plane, where: str) -> None:
             raise Wrong(f"{where}: {plane!r} decodes to other {dtype} than on the reference")
 
 
-def check_values(got: Any, expected: Sequence[torch.Tensor], where: str) -> None:
-    """Raise unless `got` is, bit for bit, one of the `expected` plain tensors."""
+def check_values(got: Any, expected: torch.Tensor, where: str) -> None:
+    """Raise unless `got` has, bit for bit, the values of the plain tensor `expected`."""
     plain = got.dequantize() if isinstance(got, QuantizedTensor) else got
-    if not any(equal(plain.detach(), one.detach()) for one in expected):
-        shapes = [(str(one.dtype), tuple(one.shape)) for one in expected]
+    if not equal(plain.detach(), expected.detach()):
         raise Wrong(
             f"{where}: got {type(got).__name__} {plain.dtype} {tuple(plain.shape)}, whose values "
-            f"are not those of the plain tensor {shapes}\n{plain}\n{expected}"
+            f"are not those of the plain tensor {expected.dtype} {tuple(expected.shape)}\n{plain}\n"
+            f"{expected}"
         )
 
 

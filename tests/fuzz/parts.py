@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from hypothesis import strategies as st
 
-from .invariants import check_values, equal, plane_values
+from .invariants import check_values, equal
 from .policy import Wrong, attempt, same_refusal
 from .pool import Pool, fuzz, indices
 
@@ -121,14 +121,13 @@ class PartRules(Pool):
 
     def _as_plain(self, t: Any, operation: _Operation, name: str, numbers: Any) -> None:
         numbers = tuple(_meaning(t, number) for number in numbers)
-        candidates: list[list[Any]] = []
+        expected: list[Any] = []
         refusal: Exception | None = None
-        for values in plane_values(t):
-            try:
-                candidates.append(_flat(operation(values, *numbers)))
-            except _TORCH as error:
-                refusal = error
-        if any(size < 0 for one in candidates for piece in one for size in piece.shape):
+        try:
+            expected = _flat(operation(t.dequantize(), *numbers))
+        except _TORCH as error:
+            refusal = error
+        if any(size < 0 for piece in expected for size in piece.shape):
             return  # torch makes such tensors of empty ones, and cannot read them itself
         where = f"{name}{numbers} of {tuple(t.shape)} {t.tensor_storage.first.spec}"
         # What torch itself raises for a plain tensor may be raised here too.
@@ -142,10 +141,10 @@ class PartRules(Pool):
             return
         if error is not None:
             raise Wrong(f"{where}: a plain tensor takes it, this raises {error!r}") from error
-        if any(len(got) != len(one) for one in candidates):
+        if len(got) != len(expected):
             raise Wrong(f"{where}: {len(got)} pieces")
-        for position, piece in enumerate(got):
-            check_values(piece, [one[position] for one in candidates], where)
+        for piece, values in zip(got, expected, strict=True):
+            check_values(piece, values, where)
         for piece in got[:2]:
             self.keep(piece, where)
 
@@ -199,17 +198,15 @@ class PartRules(Pool):
         a, b = self.take(first), self.take(second)
         if a is None:
             return
-        candidates, refusal = [], None
-        for x in plane_values(a):
-            for y in plane_values(b):
-                try:
-                    candidates.append(torch.cat([x, y], dim))
-                except _TORCH as error:
-                    refusal = error
+        expected, refusal = torch.empty(0), None
+        try:
+            expected = torch.cat([a.dequantize(), b.dequantize()], dim)
+        except _TORCH as error:
+            refusal = error
         also = () if refusal is None else (type(refusal),)
         got, error = attempt(lambda: torch.cat([a, b], dim), "cat", also)
         if (error is None) != (refusal is None):
             raise Wrong(f"cat: plain tensors: {refusal!r}, quantized: {error!r}")
         if error is None:
-            check_values(got, candidates, f"cat of {a!r} and {b!r} along {dim}")
+            check_values(got, expected, f"cat of {a!r} and {b!r} along {dim}")
             self.keep(got, "cat")

@@ -343,3 +343,12 @@ def test_lazily_negated_tensors_are_what_they_mean() -> None:
     torch.testing.assert_close(t + negated, wanted + values)
     negated.copy_(t)
     assert torch.equal(negated, wanted.dequantize())
+
+
+@pytest.mark.parametrize("name", ["float", "half", "bfloat16"])
+def test_conversions_take_a_memory_format(name) -> None:
+    x = torch.randn(2, 3, 4, 32)
+    t = hybridq.quantize(x, "mxfp8")
+    made = getattr(t, name)(memory_format=torch.channels_last)
+    assert made.stride() == getattr(x, name)(memory_format=torch.channels_last).stride()
+    assert torch.equal(made, getattr(t, name)())

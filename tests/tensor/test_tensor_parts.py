@@ -122,7 +122,7 @@ def test_columns_are_rows_of_the_transpose() -> None:
     part = t[:, 32:64]
     same_planes(part.mT, t.mT[32:64])
     assert torch.equal(part.dequantize(), t.dequantize()[:, 32:64])
-    assert t[:, 5:7].get_usages() == {"rowwise": False, "columnwise": True}
+    assert t[:, 32:33].dim() == 2 and type(t[:, 5:7]) is not type(t), "MXFP8 blocks are cut"
 
 
 def test_leading_dimensions() -> None:

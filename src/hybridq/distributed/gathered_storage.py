@@ -58,6 +58,7 @@ class GatheredStorage(TensorStorage):
         self._about = about
         self.amaxes: torch.Tensor | None = None
         self.rowwise = self.columnwise = None
+        self.leads = ROWWISE
         self._earlier: tuple[Plane, ...] = ()
 
     def check_graph(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..direction import COLUMNWISE, ROWWISE, Direction
+from ..direction import COLUMNWISE, ROWWISE, Direction, opposite
 from ..errors import PlaneError
 from ..formats import BUFFER_NAMES, PlaneSpec
 from .plane import Plane
@@ -37,16 +37,18 @@ StorageLayout = tuple[PlaneLayout, ...]
 class TensorStorage:
     """A quantized matrix: a rowwise plane, a columnwise plane, or both. Treat as frozen.
 
-    Buffers that the planes share are one object; `flatten`, `unflatten` and `map` keep it so.
+    Buffers that the planes share are one object; `flatten`, `unflatten` and `map` keep it so. One
+    plane has the values: what the matrix decodes to. Transposing takes it along.
 
     Args:
         rowwise, columnwise: the planes, of one logical matrix.
+        leads: direction of the plane that has the values, where both are there.
 
     Raises:
         PlaneError: both are None.
     """
 
-    __slots__ = ("columnwise", "rowwise")
+    __slots__ = ("columnwise", "leads", "rowwise")
 
     #: Whether the planes' memory is freed and filled again without a word to autograd.
     comes_and_goes = False
@@ -57,11 +59,14 @@ class TensorStorage:
     def check_graph(self) -> None:
         """Raise where torch.compile is at work and no graph may hold the buffers."""
 
-    def __init__(self, rowwise: Plane | None, columnwise: Plane | None) -> None:
+    def __init__(
+        self, rowwise: Plane | None, columnwise: Plane | None, leads: Direction = ROWWISE
+    ) -> None:
         if rowwise is None and columnwise is None:
             raise PlaneError("TensorStorage: needs at least one plane, got none")
         self.rowwise = rowwise
         self.columnwise = columnwise
+        self.leads = leads
 
     @property
     def planes(self) -> tuple[Plane, ...]:
@@ -70,8 +75,16 @@ class TensorStorage:
 
     @property
     def first(self) -> Plane:
-        """The rowwise plane if there is one, else the columnwise."""
-        return self.rowwise if self.rowwise is not None else self.columnwise  # type: ignore[return-value]
+        """The plane that has the values: that of `leads`, or the only one."""
+        one, other = self.rowwise, self.columnwise
+        if self.leads == COLUMNWISE:
+            one, other = other, one
+        return one if one is not None else other  # type: ignore[return-value]
+
+    @property
+    def ordered(self) -> tuple[Plane, ...]:
+        """The planes that exist, the one with the values first."""
+        return self.planes if self.first is self.planes[0] else self.planes[::-1]
 
     @property
     def nbytes(self) -> int:
@@ -107,10 +120,13 @@ class TensorStorage:
         return TensorStorage(
             None if self.columnwise is None else self.columnwise.mirrored(),
             None if self.rowwise is None else self.rowwise.mirrored(),
+            opposite(self.first.direction),
         )
 
     def with_usage(self, rowwise: bool, columnwise: bool) -> TensorStorage:
         """Return the storage with just the planes asked for: dropped, kept or derived.
+
+        Without the plane that has the values, the other one's are those of the tensor.
 
         Args:
             rowwise, columnwise: whether it has that plane.
@@ -121,18 +137,21 @@ class TensorStorage:
         return TensorStorage(
             self.plane(ROWWISE) if rowwise else None,
             self.plane(COLUMNWISE) if columnwise else None,
+            self.first.direction,
         )
 
     def part(self, axis: int, start: int, stop: int) -> TensorStorage | None:
         """Return rows (axis 0) or columns (axis 1) `[start, stop)` of X as views of the buffers.
 
-        A plane whose blocks are cut is left out; None if no plane is left.
+        A part has the values of its whole: None if the plane that has them cannot be cut there. The
+        other plane is left out where its blocks are cut.
 
         Args:
             axis, start, stop: of the logical matrix X.
         """
+        leads = self.first.direction
         row, col = (None if p is None else p.part(axis, start, stop) for p in self._pair)
-        return None if row is None and col is None else TensorStorage(row, col)
+        return None if _of(row, col, leads) is None else TensorStorage(row, col, leads)
 
     def is_apart(self, axis: int, part: TensorStorage) -> bool:
         """Return whether `part`, cut out along `axis`, may be written without harm to the rest.
@@ -148,7 +167,8 @@ class TensorStorage:
     def cat(storages: Sequence[TensorStorage], axis: int) -> TensorStorage | None:
         """Return the storage of matrices put together along `axis`, copied.
 
-        A plane that does not follow from the parts' bytes is left out; None if no plane is left.
+        A plane that does not follow from the parts' bytes is left out; None if it is the one that
+        has the values, or another one in some part.
 
         Args:
             storages: of matrices that fit together.
@@ -161,6 +181,9 @@ class TensorStorage:
                 copies[id(buffer)] = buffer.clone()
             return copies[id(buffer)]
 
+        leads = storages[0].first.direction
+        if any(storage.first.direction != leads for storage in storages):
+            return None
         made: list[Plane | None] = []
         for planes in zip(*(storage._pair for storage in storages), strict=True):
             present = [plane for plane in planes if plane is not None]
@@ -169,7 +192,7 @@ class TensorStorage:
         row, col = made
         if row is not None and col is not None and row.spec.format.is_identity:
             col = row.derive() if row.spec == col.spec else col
-        return None if row is None and col is None else TensorStorage(row, col)
+        return None if _of(row, col, leads) is None else TensorStorage(row, col, leads)
 
     @property
     def _pair(self) -> tuple[Plane | None, Plane | None]:
@@ -186,18 +209,22 @@ class TensorStorage:
         return list(zip(names, buffers, strict=True))
 
     def flatten(self) -> tuple[list[torch.Tensor], StorageLayout]:
-        """Return the unique buffers and the layout that puts them together again."""
+        """Return the unique buffers and the layout that puts them together again.
+
+        The layout's first plane is the one that has the values.
+        """
         buffers: list[torch.Tensor] = []
         index: dict[int, int] = {}
         layout = []
-        for plane in self.planes:
+        ordered = self.ordered
+        for plane in ordered:
             slots = []
             for name in BUFFER_NAMES:
                 buffer = plane.buffers.get(name)
                 if buffer is None:
                     continue
                 if id(buffer) not in index:
-                    view = _transposed_slot(plane, buffer, self.rowwise, index)
+                    view = _transposed_slot(plane, buffer, ordered[0], index)
                     if view is not None:
                         slots.append((name, view))
                         continue
@@ -226,7 +253,8 @@ class TensorStorage:
             }
             spec = PlaneSpec.parse(plane.spec)
             planes[plane.direction] = Plane(spec, plane.direction, rows, cols, own)
-        return TensorStorage(planes.get(ROWWISE), planes.get(COLUMNWISE))
+        leads: Direction = layout[0].direction if layout else ROWWISE
+        return TensorStorage(planes.get(ROWWISE), planes.get(COLUMNWISE), leads)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TensorStorage:
         """Return the storage whose unique buffers are `function` of these, sharing kept."""
@@ -235,15 +263,17 @@ class TensorStorage:
         return TensorStorage.unflatten(mapped, layout, self.first.rows, self.first.cols)
 
 
+def _of(row: Plane | None, col: Plane | None, direction: Direction) -> Plane | None:
+    return row if direction == ROWWISE else col
+
+
 def _transposed_slot(
-    plane: Plane, buffer: torch.Tensor, rowwise: Plane | None, index: dict[int, int]
+    plane: Plane, buffer: torch.Tensor, before: Plane, index: dict[int, int]
 ) -> int | None:
-    """Return the slot of an identity pair's columnwise data: its rowwise twin, transposed."""
-    if plane.direction == ROWWISE or rowwise is None:
+    """Return the slot of the second one's data of an identity pair: its twin's, transposed."""
+    if plane is before or not (plane.spec.format.is_identity and before.spec == plane.spec):
         return None
-    if not (plane.spec.format.is_identity and rowwise.spec == plane.spec):
-        return None
-    twin = rowwise.data
+    twin = before.data
     if (
         buffer is twin
         or buffer.dtype != twin.dtype

@@ -45,7 +45,9 @@ def _encode(
     if (own_row or not wants_row) and (own_col or not col):
         return [*(own_row if wants_row else []), *own_col]
     values = dequantize(x, x.dtype)
-    if own_row:  # what it decodes to is either source
+    if own_row and col_source != "original":
+        values = x.tensor_storage.plane(ROWWISE).dequantize(x.dtype)
+    if own_row:
         made = func(values, "", col, None, col_stat, seed, **streams)
         return [*(own_row if wants_row else []), *made]
     if own_col:

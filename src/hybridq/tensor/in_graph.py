@@ -40,8 +40,9 @@ _quantizers = SimpleNamespace()
 
 def entries(storage: TensorStorage) -> tuple[list[torch.Tensor], list[PlaneEntry]]:
     """Return all buffers, a shared one once per plane, and the planes without them."""
-    planes = [(p.spec.text, p.direction, p.rows, p.cols, len(p.tensors)) for p in storage.planes]
-    return [buffer for p in storage.planes for buffer in p.tensors], planes
+    ordered = storage.ordered  # as in a layout, the one with the values first
+    planes = [(p.spec.text, p.direction, p.rows, p.cols, len(p.tensors)) for p in ordered]
+    return [buffer for p in ordered for buffer in p.tensors], planes
 
 
 def assemble(buffers: Sequence[torch.Tensor], planes: Sequence[PlaneEntry]) -> TensorStorage:
@@ -52,7 +53,7 @@ def assemble(buffers: Sequence[torch.Tensor], planes: Sequence[PlaneEntry]) -> T
         own, buffers = buffers[:count], buffers[count:]
         names = [buffer.name for buffer in spec.buffers(1, 1)]
         made[direction] = Plane(spec, direction, rows, cols, dict(zip(names, own, strict=True)))
-    return TensorStorage(made.get(ROWWISE), made.get(COLUMNWISE))
+    return TensorStorage(made.get(ROWWISE), made.get(COLUMNWISE), planes[0][1])
 
 
 def runs_at_once(function: Any) -> Any:

@@ -20,6 +20,7 @@ from ..storage import Plane, PlaneLayout, StorageLayout, TensorStorage
 from . import aten
 from .in_graph import PlaneEntry, assemble, entries, quantizer_of, runs_at_once
 from .initial import InitialValue, attach_initial, copy_attributes
+from .memory import Memory
 from .rows import Part, assign_copied
 from .straight_through import Dequantize, DequantizeRows, row_index
 from .table import (
@@ -42,8 +43,8 @@ _markers: dict[str, type[torch.Tensor]] = {}
 
 def _marker(storage: TensorStorage) -> type[torch.Tensor]:
     """Return the class of a tensor with this storage: that of its format, or the hybrid's."""
-    one, col = storage.first.spec.format, storage.columnwise
-    is_one = col is None or one is col.spec.format or one == col.spec.format
+    one, row, col = storage.first.spec.format, storage.rowwise, storage.columnwise
+    is_one = row is None or col is None or row.spec.format == col.spec.format
     return _markers.get(one.family if is_one else "hybrid", QuantizedTensor)
 
 
@@ -68,7 +69,7 @@ def _is_node() -> bool:
     return True
 
 
-class QuantizedTensor(Unprepared, torch.Tensor):
+class QuantizedTensor(Unprepared, Memory, torch.Tensor):
     """A tensor `(..., K)` held as quantized planes of the matrix `[prod(...), K]`.
 
     Built by a Quantizer; `make` is the constructor for code that already has a storage.
@@ -177,8 +178,9 @@ class QuantizedTensor(Unprepared, torch.Tensor):
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the values as a plain tensor of this shape.
 
-        The rowwise plane is decoded if there is one, else the columnwise. The gradient is passed
-        through unchanged (straight-through).
+        The plane that has the values is decoded: the rowwise one if there is one, else the
+        columnwise, and of a transposed tensor that of what it is the transpose of. The gradient is
+        passed through unchanged (straight-through).
 
         Args:
             dtype: of the result; None: the tensor's nominal dtype.
@@ -299,6 +301,11 @@ class QuantizedTensor(Unprepared, torch.Tensor):
                 f"data: a plain tensor must have the shape {tuple(self.shape)}, got "
                 f"{tuple(value.shape)}; quantize it first"
             )
+        if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise TypeError(
+                f"data: a plain tensor must be float32, bfloat16 or float16, got {value.dtype}; a "
+                "module of that dtype needs plain parameters, see dequantize"
+            )
         mine: Any = self.detach()
         value = value.detach().to(self.device)
         if torch.equal(value, dequantize(mine, value.dtype)):
@@ -306,42 +313,6 @@ class QuantizedTensor(Unprepared, torch.Tensor):
         quantizer = self.quantizer_for_write("data")
         made = quantizer.with_usage(**self.get_usages()).quantize(value)
         return made.remake(made.tensor_storage, quantizer=quantizer)
-
-    # ---- memory
-
-    def data_ptr(self) -> int:
-        """Return the address of the first plane's data: it tells tensors apart, nothing else."""
-        return self.tensor_storage.first.data.data_ptr()
-
-    def share_memory_(self) -> QuantizedTensor:
-        """Move every buffer to shared memory, for other processes; return self."""
-        for buffer in self.tensor_storage.flatten()[0]:
-            buffer.share_memory_()
-        return self
-
-    def is_shared(self) -> bool:
-        """Return whether every buffer is in shared memory."""
-        return all(buffer.is_shared() for buffer in self.tensor_storage.flatten()[0])
-
-    def float(self) -> torch.Tensor:
-        """Return the values in FP32 (dequantized, as `.half()` and `.bfloat16()` are)."""
-        return self.dequantize(dtype=torch.float32)
-
-    def half(self) -> torch.Tensor:
-        """Return the values in FP16."""
-        return self.dequantize(dtype=torch.float16)
-
-    def bfloat16(self) -> torch.Tensor:
-        """Return the values in BF16."""
-        return self.dequantize(dtype=torch.bfloat16)
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Return the values as a NumPy array, as `dequantize().numpy()`."""
-        return self.dequantize().numpy(force=force)
-
-    def tolist(self) -> Any:
-        """Return the values as nested lists, as `dequantize().tolist()`."""
-        return self.dequantize().tolist()
 
     # ---- torch's protocols
 

@@ -1,0 +1,117 @@
+"""A tensor has one value: parts, transposes, copies and files of a hybrid one keep it."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+
+import hybridq
+from hybridq import QuantizedTensor
+from tensor_tools import PAIRS, same_planes
+
+
+@pytest.fixture(params=sorted(PAIRS))
+def matrix(request) -> QuantizedTensor:
+    """A [64, 96] tensor of each kind of pair."""
+    return hybridq.quantize(torch.randn(64, 96), **PAIRS[request.param])
+
+
+def values(t: torch.Tensor) -> torch.Tensor:
+    return t.dequantize() if isinstance(t, QuantizedTensor) else t
+
+
+CUTS = {
+    "columns": lambda t: t[:, 5:9],
+    "columns of a block": lambda t: t[:, 16:48],
+    "rows": lambda t: t[5:9],
+    "both": lambda t: t[16:32, 16:48],
+    "chunk": lambda t: t.chunk(5, dim=1)[1],
+    "narrow": lambda t: t.narrow(1, 16, 16),
+    "diff": torch.diff,
+    "transposed": lambda t: t.T + 0,
+    "part of the transposed": lambda t: t.T[5:9],
+    "columns of the transposed": lambda t: t.mT[:, 16:32],
+    "row of the transposed": lambda t: t.t()[7],
+    "transposed part": lambda t: t[16:32].T,
+    "twice": lambda t: t.T.T[:, 5:9].T,
+    "one line": lambda t: t.T.contiguous().view(-1),
+    "cat": lambda t: torch.cat([t[:, :16], t[:, 16:]], dim=1),
+    "cat of transposed": lambda t: torch.cat(t.T.split(16)),
+    "lookup": lambda t: torch.nn.functional.embedding(torch.tensor([3, 95]), t.T),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_part_has_the_values_of_its_whole(matrix, name) -> None:
+    assert torch.equal(values(CUTS[name](matrix)), CUTS[name](matrix.dequantize()))
+
+
+def _saved(t: QuantizedTensor) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(t, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def _restored(t: QuantizedTensor) -> torch.Tensor:
+    buffers, saved = t.prepare_for_saving()
+    return saved.restore_from_saved(buffers)[0]
+
+
+def _unflattened(t: QuantizedTensor) -> torch.Tensor:
+    names, context = t.__tensor_flatten__()
+    inner = {name: getattr(t, name) for name in names}
+    return QuantizedTensor.__tensor_unflatten__(inner, context, t.shape, t.stride())
+
+
+@pytest.mark.parametrize(
+    "again",
+    [torch.clone, copy.deepcopy, _saved, _restored, _unflattened, lambda t: t.to(torch.bfloat16)],
+)
+def test_every_copy_of_a_transposed_tensor_has_its_values(matrix, again) -> None:
+    turned = matrix.T
+    made = again(turned)
+    same_planes(made, turned)
+    assert torch.equal(made.dequantize(dtype=torch.float32), matrix.dequantize().T)
+    assert torch.equal(made.T.dequantize(dtype=torch.float32), matrix.dequantize())
+
+
+def test_a_write_through_the_transpose_keeps_the_values_where_they_are(matrix) -> None:
+    if matrix.quantizer.mirrored() is None:
+        return  # refuses writes: no quantizer makes its planes
+    expected = matrix.quantizer(matrix.dequantize() * 2.0)
+    matrix.T.mul_(2.0)
+    same_planes(matrix, expected)
+
+
+def test_multiplying_by_one_moves_no_value() -> None:
+    t = hybridq.quantize(torch.randn(64, 64), "mxfp8", columnwise="nvfp4")
+    before = t.dequantize()
+    t[:, 32:64].mul_(1.0)
+    t[5:9].mul_(1.0)
+    t.T.mul_(1.0)
+    t[:, 5:9] = t[:, 5:9] * 1.0
+    assert torch.equal(t.dequantize(), before)
+
+
+def test_dropping_the_plane_that_has_the_values_leaves_the_other_ones() -> None:
+    t = hybridq.quantize(torch.randn(64, 64), "mxfp8", columnwise="nvfp4").T
+    other = t.rowwise.dequantize()
+    t.update_usage(columnwise_usage=False)
+    assert torch.equal(t.dequantize(), other)
+
+
+def test_what_is_encoded_of_a_transposed_tensor_is_made_of_its_values() -> None:
+    t = hybridq.quantize(torch.randn(64, 96), "mxfp8", columnwise="nvfp4").T
+    for options in ({"rowwise": "fp8_128x128"}, {"rowwise": "nvfp4", "columnwise": "fp8_1x128"}):
+        quantizer = hybridq.quantizer(**options)
+        same_planes(quantizer(t), quantizer(t.dequantize()))
+    made = torch.ops.hybridq.encode(
+        t, t.rowwise.spec.text, "fp32", col_source="rowwise_dequantized"
+    )
+    assert torch.equal(made[-1], t.rowwise.dequantize().t())
+    made = torch.ops.hybridq.encode(t, t.rowwise.spec.text, "fp32")
+    assert torch.equal(made[-1], t.dequantize().t())
