@@ -57,17 +57,33 @@ message(STATUS "hybridq: CUDA ${CMAKE_CUDA_COMPILER_VERSION} for ${CMAKE_CUDA_AR
 # registers and spills (read by `make kernels-check`).
 set(HQ_CUDA_FLAGS --fmad=false --ftz=false --prec-div=true --prec-sqrt=true -Werror=all-warnings)
 
-add_library(hybridq_formats_check OBJECT csrc/cuda/formats_check.cu)
-target_include_directories(hybridq_formats_check PRIVATE csrc)
-target_compile_options(hybridq_formats_check PRIVATE ${HQ_CUDA_FLAGS})
+if(HYBRIDQ_CUDA_LIBRARY)
+  # What `make gpu-library` has built of the same sources, for the architectures that are named.
+  find_package(CUDAToolkit REQUIRED)
+  add_library(hybridq_cuda STATIC IMPORTED)
+  set_target_properties(hybridq_cuda PROPERTIES IMPORTED_LOCATION "${HYBRIDQ_CUDA_LIBRARY}")
+  target_include_directories(hybridq_cuda INTERFACE csrc)
+  target_link_libraries(hybridq_cuda INTERFACE CUDA::cudart_static)
+else()
+  add_library(hybridq_formats_check OBJECT csrc/cuda/formats_check.cu)
+  target_include_directories(hybridq_formats_check PRIVATE csrc)
+  target_compile_options(hybridq_formats_check PRIVATE ${HQ_CUDA_FLAGS})
 
-file(GLOB _cuda_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/*.cu)
-list(FILTER _cuda_sources EXCLUDE REGEX "/formats_check\\.cu$")
-add_library(hybridq_cuda STATIC ${_cuda_sources})
-target_include_directories(hybridq_cuda PUBLIC csrc)
-target_compile_definitions(hybridq_cuda PRIVATE HQ_VARIANT=device)
-target_compile_options(hybridq_cuda PRIVATE ${HQ_CUDA_FLAGS} -Xptxas=-v)
-set_target_properties(hybridq_cuda PROPERTIES CUDA_SEPARABLE_COMPILATION OFF)
+  file(GLOB _cuda_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/csrc/cuda/*.cu)
+  list(FILTER _cuda_sources EXCLUDE REGEX "/formats_check\\.cu$")
+  add_library(hybridq_cuda STATIC ${_cuda_sources})
+  target_include_directories(hybridq_cuda PUBLIC csrc)
+  target_compile_definitions(hybridq_cuda PRIVATE HQ_VARIANT=device)
+  target_compile_options(hybridq_cuda PRIVATE ${HQ_CUDA_FLAGS} -Xptxas=-v)
+  set_target_properties(hybridq_cuda PROPERTIES CUDA_SEPARABLE_COMPILATION OFF)
+  if(HYBRIDQ_TILE_WARPS)
+    # For runs that compare launch bounds: the tile kernels alone are compiled again.
+    foreach(_name encode_amax encode_fp8 encode_mixed encode_mx encode_nvfp4)
+      set_source_files_properties(csrc/cuda/${_name}.cu PROPERTIES
+        COMPILE_DEFINITIONS HQ_TILE_WARPS=${HYBRIDQ_TILE_WARPS})
+    endforeach()
+  endif()
+endif()
 
 if(HYBRIDQ_BUILD_PYTHON)
   # The bindings know no CUDA header: an ordinary C++ file in the kernels' namespace.

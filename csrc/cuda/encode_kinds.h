@@ -44,6 +44,16 @@ inline constexpr int kTileRows = 128;
 inline constexpr int kWarpRows = 32;
 inline constexpr int kWarpCols = 64;
 inline constexpr int kRowWarps = kTileRows / kWarpRows;
+// Warps that a multiprocessor shall hold at once, of 64 (48 on sm_89 and sm_120): the compiler may
+// take no more registers than leave room for them. More warps hide more of the memory's latency;
+// each bound is the largest at which nothing spills. HQ_TILE_WARPS: for runs that compare bounds.
+#ifndef HQ_TILE_WARPS
+#define HQ_TILE_WARPS 24
+#endif
+inline constexpr int kTileWarps = HQ_TILE_WARPS;  // tiles of BF16: 80 registers
+inline constexpr int kMappedWarps = 20;           // of BF16 behind a norm or an activation: 96
+inline constexpr int kManyWarps = 16;             // of BF16 from a table of tensors: 128
+inline constexpr int kWideWarps = 12;             // elements of 32 bits: 168
 
 template <class Row, class Col>
 struct Geometry {
@@ -75,6 +85,9 @@ struct Geometry {
   static constexpr uint32_t kGroupAt = kColMaxAt + (Col::kIsAmax ? 4 * kWarps : 0);
   static constexpr int kSharedBytes = kGroupAt + 4;
 };
+
+#define HQ_TILE_BOUNDS(Row, Col, warps) \
+  HQ_LAUNCH_BOUNDS((Geometry<Row, Col>::kThreads), (warps) / (Geometry<Row, Col>::kWarps))
 
 // Ragged tensors: x [rows, cols] has its rows sorted by group, and the column plane (and the grid)
 // runs along padded rows, where each group begins at a multiple of kTileRows. So a tile lies in one

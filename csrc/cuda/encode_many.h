@@ -68,7 +68,7 @@ HQ_DEVICE void KeepAmax(const PlaneArgs& p, float* amax) {
 }
 
 template <class Row, class Col, bool kBf16>
-HQ_GLOBAL void HQ_LAUNCH_BOUNDS((Geometry<Row, Col>::kThreads), 1) EncodeMany(ManyArgs m) {
+HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, kBf16 ? kManyWarps : kWideWarps) EncodeMany(ManyArgs m) {
   using G = Geometry<Row, Col>;
   const uint32_t i = TensorOf(m, BlockIndex());
   const TileTensor& t = m.tensors[i];

@@ -181,7 +181,7 @@ struct Mapped {
 };
 
 template <class Row, class Col, bool kBf16>
-HQ_GLOBAL void HQ_LAUNCH_BOUNDS((Geometry<Row, Col>::kThreads), 1) EncodeMapped(MappedArgs a) {
+HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, kBf16 ? kMappedWarps : kWideWarps) EncodeMapped(MappedArgs a) {
   const TileArgs& t = a.tile;
   EncodeTileOf<Row, Col, kBf16>(t, BlockIndex(), Mapped{a.map, t.x, t.stride_row, t.is_fp16});
 }

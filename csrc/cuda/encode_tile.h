@@ -372,7 +372,7 @@ HQ_DEVICE void EncodeTileOf(const TileArgs& a, uint32_t block, const Change& cha
 }
 
 template <class Row, class Col, bool kBf16>
-HQ_GLOBAL void HQ_LAUNCH_BOUNDS((Geometry<Row, Col>::kThreads), 1) EncodeTile(TileArgs a) {
+HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, kBf16 ? kTileWarps : kWideWarps) EncodeTile(TileArgs a) {
   EncodeTileOf<Row, Col, kBf16>(a, BlockIndex());
 }
 
