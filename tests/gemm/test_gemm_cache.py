@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hybridq
-from hybridq.kernels import exact, kept_nbytes
+from hybridq.kernels import exact, kept, kept_nbytes
 
 X = torch.randn(4, 64)
 
@@ -65,6 +65,22 @@ def test_the_same_bits_as_without(name: str) -> None:
             want = hybridq.gemm(x, w, out_dtype=dtype)
         for _ in range(3):
             assert torch.equal(hybridq.gemm(x, w, out_dtype=dtype), want)
+
+
+def test_another_stream_makes_its_own(decodes: list[str], monkeypatch) -> None:
+    """What one stream has queued, another may read too early; its memory, free too early."""
+    w = weight()
+    used(w)
+    assert len(decodes) == 2
+    monkeypatch.setattr(kept, "stream_of", lambda device: 7)
+    first = w.rowwise.kept.nbytes
+    used(w)
+    assert len(decodes) == 4 and w.rowwise.kept.nbytes == 2 * first
+    monkeypatch.undo()
+    hybridq.gemm(X, w)
+    w.zero_()  # one write ends both
+    hybridq.gemm(X, w)
+    assert w.rowwise.kept.nbytes == 0
 
 
 def test_operators_of_torch_share_it(decodes: list[str]) -> None:

@@ -19,7 +19,7 @@ from ..reference import FOLD_WIDTH, Folded
 from .backend_cpu import DTYPES, core, core_error, core_spec
 from .cuda_prologue import encode_mapped, store_mapped
 from .cuda_ragged import encode_ragged
-from .device import Chip, described
+from .device import Chip, described, stream_of
 from .registry import Backend, Call, register_backend
 from .types import EncodeArgs, ManyArgs
 
@@ -380,7 +380,7 @@ def _share_amax(row: PlaneSpec | None, col: PlaneSpec | None, args: EncodeArgs |
 @contextlib.contextmanager
 def _on_device(device: torch.device) -> Any:
     with torch.cuda.device(device):
-        yield torch.cuda.current_stream(device).cuda_stream
+        yield stream_of(device)
 
 
 _module: Any = getattr(core, "cuda", None)

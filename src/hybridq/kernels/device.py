@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["Chip", "chip_of", "described", "has_autocast", "without_autocast"]
+__all__ = ["Chip", "chip_of", "described", "has_autocast", "stream_of", "without_autocast"]
 
 # Asked once: dynamo cannot trace the question in every torch.
 _AUTOCAST_DEVICES: Final = frozenset(
@@ -97,6 +97,13 @@ def chip_of(device: torch.device) -> Chip:
     if device.type != "cuda":
         return _chip(device.type, 0)
     return _chip("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
+def stream_of(device: torch.device) -> int:
+    """Return the handle of the stream that work on `device` goes to now; 0 where it has none."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.current_stream(device).cuda_stream
 
 
 def described(device: str | torch.device | Chip) -> Chip:

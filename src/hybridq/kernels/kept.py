@@ -1,9 +1,10 @@
 """What earlier GEMMs have made of a plane: decoded, folded, padded or swizzled operands.
 
 A `Kept` belongs to its plane and dies with it. An entry is good as long as every buffer of the
-plane has the version and the address that it was made from, so any write ends it. All planes share
-one limit in bytes; the entry that was used longest ago goes first. The ledger of that limit holds
-numbers and weak references only, never a tensor.
+plane has the version and the address that it was made from, so any write ends it; and it is good on
+the stream that made it only: another one could read it before it is written, or after its memory
+has gone to a third. All planes share one limit in bytes; the entry that was used longest ago goes
+first. The ledger of that limit holds numbers and weak references only, never a tensor.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from .. import settings
+from .device import stream_of
 
 __all__ = ["Kept", "Made", "forget_all", "kept_nbytes"]
 
@@ -152,6 +154,9 @@ class Kept:
             self.forget()
             return make()
         state = _state(buffers)
+        stream = stream_of(buffers[0].device)
+        if stream:
+            form = f"{form} on stream {stream}"
         entry = self.entries.get(form)
         if entry is not None and entry[0] == state:
             _ledger.use(self.serial, form)
