@@ -17,7 +17,7 @@ from gemm_cases import ULP, decoded, in_own_domain, make
 from hybridq.formats import DEFAULT_SIGNS, PlaneSpec, format, names
 from hybridq.formats.base import Format
 from hybridq.formats.elements import E4M3, E5M2, E8M0, FP32
-from hybridq.kernels import Chip, backend_fold, backend_native, described, registry
+from hybridq.kernels import Chip, backend_fold, backend_native, described, native_probe, registry
 from hybridq.kernels.native_layout import swizzle
 from hybridq.kernels.types import GemmArgs, Operand
 from scaled_mm_oracle import scaled_mm
@@ -123,6 +123,39 @@ def test_bias_and_accumulation_come_before_the_one_rounding(kind: str, dtype) ->
         hold(y, want, sums, is_rounded=True)
         y = backend_native.multiply(left, right, GemmArgs(bias, into, dtype), kind)
         hold(y, want + into.double(), sums + into.double().abs(), is_rounded=True)
+
+
+def _refuses(*args, bias=None, **rest):
+    if bias is not None:
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+    return scaled_mm(*args, bias=bias, **rest)
+
+
+def _forgets(*args, bias=None, **rest):
+    return scaled_mm(*args, **rest)
+
+
+@pytest.mark.parametrize("library", [scaled_mm, _refuses, _forgets], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("weight", ["fp8_1x128", "fp8_128x128"])
+def test_a_bias_goes_with_block_scales_where_a_probe_says_so(monkeypatch, library, weight) -> None:
+    """Whatever the library does with a bias, the result has it; one product adds it if it can."""
+    monkeypatch.setattr(native_probe, "_known", {})
+    biases = []
+
+    def spied(*args, bias=None, **rest):
+        biases.append(bias is not None)
+        return library(*args, bias=bias, **rest)
+
+    monkeypatch.setattr(backend_native, "scaled_mm", spied)
+    left, first = operand(torch.randn(9, 200), "fp8_1x128")
+    right, second = operand(torch.randn(21, 200), weight)
+    bias = torch.randn(21).bfloat16()
+    want = first @ second.t() + bias.double()
+    for _ in range(2):
+        y = backend_native.multiply(left, right, GemmArgs(bias, None, torch.bfloat16), "block")
+        hold(y, want, first.abs() @ second.abs().t(), is_rounded=True)
+    # The first is the question, asked once.
+    assert biases == [True, *([library is scaled_mm] * 2)]
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

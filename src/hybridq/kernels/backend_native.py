@@ -20,7 +20,16 @@ from .epilogue import finish, only_product
 from .native_gates import GATES, KIND_NAMES, chip_reason, exact_reason
 from .native_grouped import grouped_gemm, grouped_kind
 from .native_layout import ceil_to
-from .native_views import KINDS, Scaled, pair_reason, rows_later, two_levels, view_reason
+from .native_probe import block_takes_bias
+from .native_views import (
+    KINDS,
+    Scaled,
+    pair_reason,
+    rows_later,
+    two_levels,
+    unit_blocks,
+    view_reason,
+)
 from .precision import added_error
 from .registry import Backend, Call, register_backend
 from .types import GemmArgs, Operand
@@ -126,11 +135,12 @@ def multiply(a: Operand, b: Operand, args: GemmArgs, kind: str) -> torch.Tensor:
     # cuBLASLt adds a bias of the result's dtype in FP32, before the one rounding.
     bias = args.bias
     takes_bias = (
-        kind in ("tensor", "mx", "nvfp4")
+        kind != "row"
         and not has_factor
         and args.accumulate_into is None
         and bias is not None
         and bias.dtype == args.out_dtype != torch.float32
+        and (kind != "block" or _block_takes_bias(left, right, args.out_dtype))
     )
     is_done = not has_factor and (only_product(args) or takes_bias)
     if takes_bias and bias is not None and rows[1] != n:
@@ -144,6 +154,17 @@ def multiply(a: Operand, b: Operand, args: GemmArgs, kind: str) -> torch.Tensor:
     if is_done:
         return product.contiguous()
     return finish(product, left.factor, right.factor, args).contiguous()
+
+
+def _block_takes_bias(left: Scaled, right: Scaled, dtype: torch.dtype) -> bool:
+    recipes = (left.recipes[0], right.recipes[0])
+
+    def product(
+        a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return _scaled_mm(unit_blocks(a, recipes[0]), unit_blocks(b, recipes[1]), bias, dtype)
+
+    return block_takes_bias(left.data.device, recipes, dtype, product)
 
 
 def _scaled_mm(

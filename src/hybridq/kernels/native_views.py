@@ -49,6 +49,7 @@ __all__ = [
     "rows_later",
     "swizzled",
     "two_levels",
+    "unit_blocks",
     "view_reason",
 ]
 
@@ -210,6 +211,20 @@ def _view_block(operand: Operand, rows: int, is_square: bool) -> Scaled:
     if is_square:
         return Scaled(data, (scales_128x128(scale),), ("BlockWise128x128",))
     return Scaled(data, (scales_1x128(scale, rows),), ("BlockWise1x128",))
+
+
+def unit_blocks(data: torch.Tensor, recipe: str) -> Scaled:
+    """Return codes `[rows, K]`, both multiples of 128, with block scales that are all one.
+
+    Args:
+        data: in torch's dtype.
+        recipe: `"BlockWise1x128"` or `"BlockWise128x128"`.
+    """
+    rows, blocks = data.shape[0], data.shape[1] // _BLOCK
+    ones = torch.ones(rows, blocks, dtype=torch.float32, device=data.device)
+    if recipe == "BlockWise128x128":
+        return Scaled(data, (scales_128x128(ones[::_BLOCK]),), (recipe,))
+    return Scaled(data, (scales_1x128(ones, rows),), (recipe,))
 
 
 def block_scales(operand: Operand, is_square: bool) -> tuple[torch.Tensor, bool]:
