@@ -18,7 +18,9 @@
 # make sdist-check     the same with the sdist, compiled on installation
 # make emulation       build the CUDA kernels for the host's emulator (part of make test)
 # make gpu             on a machine with a GPU: build for it, test there, benchmark, one table
+#                      (PLAN=first PART=1, 2, 3: the first hour on a chip, in three calls)
 # make gpu-facts       there: what the chip itself does (rates, products, errors)
+# make gpu-library     anywhere with nvcc: the kernels for ARCH=90a, for make gpu PREBUILT=<file>
 # make kernels-check   compile the CUDA code for every architecture, and hold its instructions per
 #                      element, registers and spills to the budgets (needs nvcc, no GPU)
 # make clean           remove what was built (distclean: the environment too)
@@ -43,9 +45,14 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 # Names, slugs or layers of mutants, as `python -m mutants.run --list` in tests/ prints them.
 MUTANTS ?=
-# make gpu: a Python with torch, and a second folder for the results.
+# make gpu: a Python with torch; a folder for all that is known, at every moment; what is done; the
+# kernels, if make gpu-library has built them.
 GPU_PYTHON ?= python3
 RESULTS ?=
+PLAN ?= all
+PART ?= 1
+PREBUILT ?=
+ARCH ?= 90a
 # One process per core, each with one thread: the tests are many and small.
 PYTEST_JOBS ?= -n auto --maxprocesses=8
 # CUDA code in wheels: ON is for every architecture, and takes nvcc and many minutes.
@@ -72,7 +79,7 @@ EMULATION_STAMP := build/emulation/.built
 
 .DELETE_ON_ERROR:
 .PHONY: demo demo-fsdp test test-slow lint sanitize exhaustive mutants arm64-check fuzz bench docs wheel \
-  wheel-check sdist-check kernels-check emulation gpu gpu-facts clean distclean
+  wheel-check sdist-check kernels-check emulation gpu gpu-facts gpu-library clean distclean
 
 demo: $(DEMO_STAMP)
 	$(BIN)/python -m hybridq train $(ARGS)
@@ -219,11 +226,15 @@ $(EMULATION_STAMP): $(TOOLS_STAMP) $(shell find csrc cmake -type f) CMakeLists.t
 
 # Into a folder of its own, with what GPU_PYTHON has already: no network and no .venv.
 gpu:
-	@$(GPU_PYTHON) benchmarks/gpu_run.py --results="$(RESULTS)" \
+	@$(GPU_PYTHON) benchmarks/gpu_run.py --plan="$(PLAN)" --part="$(PART)" \
+	  $(if $(RESULTS),--results="$(RESULTS)") $(if $(PREBUILT),--prebuilt="$(PREBUILT)") \
 	  --pytest-args="$(PYTEST_ARGS)" --bench-args="$(ARGS)"
 
 gpu-facts:
-	@$(GPU_PYTHON) benchmarks/gpu_run.py --facts --results="$(RESULTS)" --bench-args="$(ARGS)"
+	@$(MAKE) --no-print-directory gpu PLAN=facts
+
+gpu-library: $(TOOLS_STAMP)
+	$(BIN)/python benchmarks/gpu_bench/prebuilt.py --arch="$(ARCH)" --cmake="$(BIN)/cmake"
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -95,9 +95,12 @@ def power(bench: Bench, timer: Timer, budget: Budget) -> Facts:
 def _blocks(x: torch.Tensor, height: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return E4M3 codes and FP32 scales of height x 128 blocks, in cuBLASLt's layout."""
     rows, k = x.shape
-    groups = x.float().reshape(rows // height, height, k // 128, 128)
+    padded_x = torch.nn.functional.pad(x.float(), (0, -k % 128, 0, -rows % height))
+    high, wide = padded_x.shape
+    groups = padded_x.reshape(high // height, height, wide // 128, 128)
     scale = (groups.abs().amax(dim=(1, 3)) / 448).clamp(min=1e-12)
-    codes = (groups / scale[:, None, :, None]).reshape(rows, k).to(torch.float8_e4m3fn)
+    codes = (groups / scale[:, None, :, None]).reshape(high, wide)[:rows, :k]
+    codes = codes.contiguous().to(torch.float8_e4m3fn)
     if height == 1:
         return codes, scale.t().contiguous().t()  # strides (1, rows)
     padded = torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4))
@@ -105,9 +108,10 @@ def _blocks(x: torch.Tensor, height: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _exact(codes: torch.Tensor, scale: torch.Tensor, height: int) -> torch.Tensor:
-    k = codes.shape[1] // 128
-    wide = scale if height == 1 else scale.t()[:, :k]
-    return codes.double() * wide.double().repeat_interleave(height, 0).repeat_interleave(128, 1)
+    rows, k = codes.shape
+    wide = scale if height == 1 else scale.t()[:, : -(-k // 128)]
+    wide = wide.double().repeat_interleave(height, 0).repeat_interleave(128, 1)
+    return codes.double() * wide[:rows, :k]
 
 
 def scaled(bench: Bench, timer: Timer, budget: Budget) -> Facts:
@@ -130,43 +134,57 @@ def scaled(bench: Bench, timer: Timer, budget: Budget) -> Facts:
             (a, sa), (b, sb) = _blocks(x, 1), _blocks(w, height)
 
             def product(
+                bias: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16,
                 a: Any = a, sa: Any = sa, b: Any = b, sb: Any = sb, kind: Any = kind,
-                dtype: torch.dtype = torch.bfloat16,
             ) -> torch.Tensor:  # fmt: skip
-                return scaled_mm(a, b.t(), sa, kinds.BlockWise1x128, sb, kind, output_dtype=dtype)
+                recipes = (sa, kinds.BlockWise1x128, sb, kind)
+                return scaled_mm(a, b.t(), *recipes, bias=bias, output_dtype=dtype)
 
-            try:
-                product()
-            # What torch and cuBLASLt refuse is an answer too.
-            except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-                facts[f"{name} {label}"] = f"refused: {error}"[:300]
+            calls: dict[str, Callable[[], Any]] = {"bf16": lambda x=x, w=w: torch.mm(x, w.t())}
+            for what, dtype, has_bias in (
+                ("BF16", torch.bfloat16, False),
+                ("BF16 with bias", torch.bfloat16, True),
+                ("FP16", torch.float16, False),
+                ("FP16 with bias", torch.float16, True),
+                ("FP32", torch.float32, False),
+            ):
+                bias = torch.randn(n, device=bench.device).to(dtype) if has_bias else None
+
+                def call(run: Any = product, bias: Any = bias, dtype: Any = dtype) -> torch.Tensor:
+                    return run(bias, dtype)
+
+                refused = _refusal(call)
+                if refused is None:
+                    calls[what] = call
+                else:
+                    facts[f"{name} {label}, {what}"] = refused
+            samples = _times(timer, calls, 20)
+            for what, sample in samples.items():
+                if what != "bf16":
+                    rate = 2 * m * n * k / sample.median / 1e6
+                    facts[f"{name} {label}, {what}, TFLOP/s"] = round(rate, 1)
+                    ratio = sample.ratio(samples["bf16"])
+                    facts[f"{name} {label}, {what}, ratio to bf16"] = round(ratio, 3)
+            most = "FP32" if "FP32" in calls else "BF16"
+            if most not in calls:
                 continue
-            samples = _times(
-                timer, {"fp8": product, "bf16": lambda x=x, w=w: torch.mm(x, w.t())}, 20
-            )
-            facts[f"{name} {label}, TFLOP/s"] = round(
-                2 * m * n * k / samples["fp8"].median / 1e6, 1
-            )
-            facts[f"{name} {label}, ratio to bf16"] = round(
-                samples["fp8"].ratio(samples["bf16"]), 3
-            )
             rows = slice(0, 256)
             exact = _exact(a[rows], sa[rows], 1) @ _exact(b, sb, height).t()
-            got = product(dtype=torch.float32)[rows].double() if _takes_float(product) else None
-            got = product()[rows].double() if got is None else got
+            got = calls[most]()[rows].double()
             rms = (got - exact).square().mean().sqrt() / exact.square().mean().sqrt()
-            facts[f"{name} {label}, rms error / rms"] = float(f"{float(rms):.3e}")
+            facts[f"{name} {label}, {most}, rms error / rms"] = float(f"{float(rms):.3e}")
         bench.forget()
     facts["expected rms error"] = "1.3e-4 with promotion every 128 (13 fraction bits), FP32 out"
     return facts
 
 
-def _takes_float(product: Callable[..., torch.Tensor]) -> bool:
+def _refusal(call: Callable[[], Any]) -> str | None:
+    """Return None if torch and cuBLASLt take a call, else their words: they are an answer too."""
     try:
-        product(dtype=torch.float32)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError):
-        return False
-    return True
+        call()
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        return f"refused: {error}"[:300]
+    return None
 
 
 def _run(bench: Bench, timer: Timer, budget: Budget, cases: list[Case]) -> list[dict[str, Any]]:
@@ -264,6 +282,16 @@ def main(arguments: list[str] | None = None) -> int:
     timer: Timer = HostTimer() if options.dry_run else GpuTimer()
     facts: dict[str, Facts] = {}
     failed = 0
+    made = {
+        "schema": result.SCHEMA,
+        "date": result.today(),
+        "command": "python benchmarks/gpu_facts.py " + " ".join(arguments or sys.argv[1:]),
+        "machine": result.machine(bench.device),
+        "versions": result.versions(),
+        "facts": facts,
+    }
+    kind = "dry-facts" if options.dry_run else "gpu-facts"
+    files: list[Path] = []
     for name in options.only.split(","):
         try:
             facts[name] = PARTS[name](bench, timer, budget.part(0.5))
@@ -274,17 +302,9 @@ def main(arguments: list[str] | None = None) -> int:
             facts[name] = {"failed": f"{type(error).__name__}: {error}"[:400]}
         print(f"\n{name}: {(PARTS[name].__doc__ or '').splitlines()[0]}")
         for key, value in facts[name].items():
-            print(f"  {key:<46} {value}")
-    made = {
-        "schema": result.SCHEMA,
-        "date": result.today(),
-        "command": "python benchmarks/gpu_facts.py " + " ".join(arguments or sys.argv[1:]),
-        "machine": result.machine(bench.device),
-        "versions": result.versions(),
-        "facts": facts,
-    }
-    kind = "dry-facts" if options.dry_run else "gpu-facts"
-    files = result.save(made, options.results or [RESULTS], kind)
+            print(f"  {key:<46} {value}", flush=True)
+        # After every part: whatever ends the process, what was answered is there.
+        files = result.save(made, options.results or [RESULTS], kind)
     print(f"\nkept in {', '.join(str(file) for file in files)}")
     return 1 if failed else 0
 

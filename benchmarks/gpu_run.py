@@ -1,8 +1,14 @@
-"""`make gpu`: build for this machine's GPU, test on it, benchmark, one table; under nine minutes.
+"""`make gpu`: build for this machine's GPU, test on it, benchmark; each call under ten minutes.
+
+    make gpu                    # build, tests, benchmarks, one table
+    make gpu PLAN=first PART=1  # the first hour on a chip, in three calls: PART=1, 2, 3
+    make gpu-facts              # what the chip itself does
 
 The package goes into a folder of its own (--site), with what the Python in use already has: no
-network, no environment. Failing tests do not stop the benchmarks; the exit status tells of both.
-Without a GPU: one line, and exit status 2.
+network, no environment. What is known is in --results after every test and every case, whatever
+ends the run: `run.json` (which steps ended how), `log.txt`, `tests.xml` with tracebacks, and the
+figures. Failing steps do not stop the others; the exit status tells of them. Without a GPU, or
+without what a build needs: one line, and exit status 2.
 """
 
 from __future__ import annotations
@@ -11,22 +17,32 @@ import argparse
 import json
 import os
 import shlex
-import subprocess
+import shutil
 import sys
-import time
-import xml.etree.ElementTree as ElementTree
+import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from gpu_bench import outcomes, plans, prebuilt, result
+from gpu_bench.steps import Outcome, Run, write_json
+
 ROOT = Path(__file__).resolve().parents[1]
-#: Seconds: all of it, of tests at most, and what the benchmarks need at least.
-TOTAL, TESTS, BENCHMARKS = 480, 210, 60
+RESULTS = ROOT / "benchmarks" / "results"
+#: Seconds of a run at most.
+TOTAL = 560
 _NEEDED = ("pybind11", "scikit_build_core", "pytest", "hypothesis", "numpy")
 
 
+def _nvcc() -> str | None:
+    places = (os.environ.get("CUDACXX", ""), "nvcc", "/usr/local/cuda/bin/nvcc")
+    return next((found for place in places if place and (found := shutil.which(place))), None)
+
+
 def gpu_reason() -> str | None:
-    """Return None if torch can use a GPU here, else why not, in one line."""
+    """Return None if torch can use a GPU here and the package can be built, else why not."""
     try:
         import torch
     except ImportError as error:
@@ -36,7 +52,13 @@ def gpu_reason() -> str | None:
     if not torch.cuda.is_available():
         return "no NVIDIA GPU that torch can use was found"
     missing = [name for name in _NEEDED if find_spec(name) is None]
-    return f"{sys.executable} lacks {', '.join(missing)}" if missing else None
+    missing += [name for name in ("cmake", "ninja", "c++") if shutil.which(name) is None]
+    if _nvcc() is None:
+        missing.append("nvcc (on PATH, in CUDACXX or in /usr/local/cuda/bin)")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.is_file():
+        missing.append(f"{header}")
+    return f"a build with {sys.executable} lacks {', '.join(missing)}" if missing else None
 
 
 def architecture() -> str:
@@ -44,123 +66,108 @@ def architecture() -> str:
     import torch
 
     major, minor = torch.cuda.get_device_capability()
-    return f"{major}{minor}{'a' if major >= 9 else ''}-real"
+    return f"{major}{minor}{'a' if major >= 9 else ''}"
 
 
-def build_command(site: Path, arch: str) -> list[str]:
-    """Return the command that builds the package into `site`."""
-    return [
-        *(sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"),
-        *("--no-build-isolation", "--no-deps", "--no-index", "--upgrade", "--no-compile"),
-        *("--root-user-action=ignore", "--target", str(site)),
-        # Not AUTO, which would build without kernels where it finds no compiler.
-        "--config-settings=cmake.define.HYBRIDQ_CUDA=ON",
-        f"--config-settings=cmake.define.HYBRIDQ_CUDA_ARCHS={arch}",
-        f"--config-settings=build-dir={site.parent / 'gpu-build'}",
-        ".",
-    ]
+class Keeper:
+    """Puts what the steps leave in pieces together, after each of them.
 
-
-def _workers() -> list[str]:
-    """Return pytest's option for several processes: half of a test's time is the CPU's side."""
-    if find_spec("xdist") is None:
-        return []
-    return ["-n", str(max(1, min(6, (os.cpu_count() or 2) // 2)))]
-
-
-def read_tests(file: Path) -> dict[str, Any]:
-    """Return what pytest's XML says: counts, the failures, and which kernels passed their test.
-
-    It is written at the end: without it pytest did not come to its end.
+    Args:
+        place: where the steps write, and where the results go.
+        command: that started the run, for the results.
     """
-    found: dict[str, Any] = {
-        "passed": 0,
-        "failed": 0,
-        "skipped": 0,
-        "failures": [],
-        "kernels": {},
-        "is_complete": file.exists(),
-    }
-    if not file.exists():
-        return found
-    for case in ElementTree.parse(file).getroot().iter("testcase"):
-        outcome = "passed"
-        if case.find("failure") is not None or case.find("error") is not None:
-            outcome = "failed"
-            found["failures"].append(f"{case.get('classname')}::{case.get('name')}"[:200])
-        elif (skip := case.find("skipped")) is not None:
-            outcome = "skipped"
-            if "no time left" in (skip.get("message") or ""):
-                found["is_complete"] = False
-        found[outcome] += 1
-        for item in case.iter("property"):
-            if item.get("name") == "kernel":
-                found["kernels"][item.get("value")] = outcome
-    return found
 
+    def __init__(self, place: plans.Place, command: str) -> None:
+        self._place, self._command = place, command
+        self._test_outcomes: list[Outcome] = []
 
-def _run(command: list[str], seconds: float, environment: dict[str, str]) -> int:
-    """Run a command from the root; 124 if it took too long."""
-    try:
-        return subprocess.run(
-            command, cwd=ROOT, env=environment, timeout=max(1.0, seconds), check=False
-        ).returncode
-    except subprocess.TimeoutExpired:
-        return 124
+    def __call__(self, outcome: Outcome) -> None:
+        """Write all that is known now."""
+        if outcome.name.startswith("tests "):
+            self._test_outcomes.append(outcome)
+        tests = None
+        if self._place.outcomes.exists():
+            known = outcomes.read(self._place.outcomes)
+            outcomes.write_junit(known, self._place.results / "tests.xml")
+            # One that failed came to its end; one that was ended did not.
+            is_complete = all(one.what in ("ok", "failed") for one in self._test_outcomes)
+            tests = outcomes.counts(known, is_complete)
+            write_json(self._place.results / "tests.json", tests)
+        for kind in ("gpu", "gpu-facts"):
+            parts = self.parts(kind)
+            if parts:
+                made = result.merge(parts, self._command)
+                if kind == "gpu":
+                    made["tests"] = tests
+                result.save(made, (self._place.results, RESULTS), kind)
 
-
-def _folders(given: str) -> list[str]:
-    folders = [ROOT / "benchmarks" / "results", *([Path(given)] if given else [])]
-    return [f"--results={folder.resolve()}" for folder in folders]
+    def parts(self, kind: str) -> list[dict[str, Any]]:
+        """Return the results of the processes that have measured, in their order."""
+        folder = self._place.parts / ("bench" if kind == "gpu" else "facts")
+        files = sorted(folder.glob("*/*.json"), key=lambda file: file.stat().st_ctime)
+        return [json.loads(file.read_text()) for file in files]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Build, test, benchmark; return the exit status."""
+    """Do the steps of a plan; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--site", type=Path, default=ROOT / "build" / "gpu-site")
-    parser.add_argument("--results", default="", help="a second folder for what is measured")
-    parser.add_argument("--facts", action="store_true", help="the facts instead of the benchmarks")
-    parser.add_argument("--no-tests", action="store_true")
+    parser.add_argument("--results", type=Path, help="default: build/gpu-results/<plan>")
+    parser.add_argument("--plan", choices=sorted({name for name, _ in plans.PLANS}), default="all")
+    parser.add_argument("--part", type=int, default=1, help="of a plan of several calls")
+    parser.add_argument("--prebuilt", type=Path, help="the kernels: what make gpu-library made")
+    parser.add_argument("--seconds", type=float, default=TOTAL)
     parser.add_argument("--pytest-args", default="")
     parser.add_argument("--bench-args", default="")
     options = parser.parse_args(arguments)
+    plan = plans.PLANS.get((options.plan, options.part))
+    if plan is None:
+        known = sorted(part for name, part in plans.PLANS if name == options.plan)
+        parser.error(f"--part: plan {options.plan} has {known}, got {options.part}")
     reason = gpu_reason()
+    arch = "" if reason else architecture()
+    if reason is None and options.prebuilt is not None:
+        reason = prebuilt.reason(options.prebuilt.resolve(), arch)
     if reason is not None:
         print(f"gpu: needs an NVIDIA GPU and its tools: {reason}")
         return 2
-    start = time.monotonic()
-
-    def left() -> float:
-        return TOTAL - (time.monotonic() - start)
-
-    site = options.site.resolve()
-    environment = dict(os.environ)
-    status = _run(build_command(site, architecture()), left(), environment)
-    print(f"gpu: built in {time.monotonic() - start:.0f} s, status {status}", flush=True)
-    if status != 0:
-        return 1
-    environment["PYTHONPATH"] = str(site)
-    statuses = []
-    bench = [sys.executable, "benchmarks/gpu.py", *_folders(options.results)]
-    if options.facts:
-        bench[1] = "benchmarks/gpu_facts.py"
-    elif not options.no_tests:
-        report = site.parent / "gpu-tests.xml"
-        report.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", f"--junitxml={report}"]
-        command += [*_workers(), *shlex.split(options.pytest_args)]
-        seconds = max(0.0, min(TESTS, left() - BENCHMARKS))
-        # What has not begun by then is skipped; what hangs is ended.
-        command.append(f"--gpu-seconds={0.8 * seconds:.0f}")
-        statuses.append(_run(command, seconds, environment))
-        summary = report.with_suffix(".json")
-        summary.write_text(json.dumps(read_tests(report)))
-        bench.append(f"--tests={summary}")
-    bench += [f"--budget={max(20.0, left() - 25):.0f}", *shlex.split(options.bench_args)]
-    # More than it plans with: what is measured must not be lost to the last case.
-    statuses.append(_run(bench, left() + 50, environment))
-    print(f"gpu: {time.monotonic() - start:.0f} s in all; tests, benchmarks: {statuses}")
-    return 1 if any(statuses) else 0
+    name = f"{options.plan}-{options.part}" if options.part > 1 else options.plan
+    folder = (options.results or ROOT / "build" / "gpu-results" / name).resolve()
+    work = options.site.resolve().parent / "gpu-work"
+    shutil.rmtree(work, ignore_errors=True)
+    place = plans.Place(
+        results=folder,
+        parts=work / "parts",
+        outcomes=work / "outcomes.jsonl",
+        site=options.site.resolve(),
+        build=options.site.resolve().parent / "gpu-build",
+        arch=arch,
+        prebuilt=options.prebuilt.resolve() if options.prebuilt else None,
+        pytest_args=tuple(shlex.split(options.pytest_args)),
+        bench_args=tuple(shlex.split(options.bench_args)),
+    )
+    place.parts.mkdir(parents=True)
+    command = f"make gpu PLAN={options.plan} PART={options.part}"
+    environment = {
+        **os.environ,
+        "CUDACXX": _nvcc() or "",
+        "PYTHONPATH": str(place.site),
+        "PYTHONUNBUFFERED": "1",
+    }
+    about = {
+        "command": command,
+        "date": result.today(),
+        "machine": result.machine("cuda"),
+        "sources of the kernels": prebuilt.sources(),
+    }
+    keeper = Keeper(place, command)
+    run = Run(folder, ROOT, options.seconds, about, environment, keeper)
+    is_good = run.steps(plan(place))
+    measured = keeper.parts("gpu")
+    if measured:
+        print(result.render(result.merge(measured, command)))
+    print(f"gpu: kept in {folder}")
+    return 0 if is_good else 1
 
 
 if __name__ == "__main__":

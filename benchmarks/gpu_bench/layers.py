@@ -51,26 +51,37 @@ def layer_cases(bench: Bench) -> list[Case]:
     """Return one training step per recipe; the first case is nn.Linear in BF16."""
     tokens, inner, outer = bench.linear
     flops = 6 * tokens * inner * outer
-    layers: dict[str, tuple[nn.Module, torch.Tensor, torch.Tensor]] = {}
+    layers: dict[tuple[str, bool], tuple[nn.Module, torch.Tensor, torch.Tensor]] = {}
 
-    def parts(kind: type[nn.Module]) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-        if kind.__name__ not in layers:
-            layer = kind(inner, outer, False, device=bench.device, dtype=torch.bfloat16)
+    def parts(
+        kind: type[nn.Module], has_bias: bool
+    ) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+        key = (kind.__name__, has_bias)
+        if key not in layers:
+            layer = kind(inner, outer, has_bias, device=bench.device, dtype=torch.bfloat16)
             x = bench.randn(tokens, inner, torch.bfloat16, 0).clone().requires_grad_()
-            layers[kind.__name__] = (layer, x, bench.randn(tokens, outer, torch.bfloat16, 0))
-        return layers[kind.__name__]
+            layers[key] = (layer, x, bench.randn(tokens, outer, torch.bfloat16, 0))
+        return layers[key]
 
-    def case(name: str, kind: type[nn.Module], recipe: str, compiled: bool = False) -> Case:
+    def case(
+        name: str,
+        kind: type[nn.Module],
+        recipe: str,
+        compiled: bool = False,
+        has_bias: bool = False,
+    ) -> Case:
+        words = ", bias" if has_bias else ""
+
         def make(i: int) -> Callable[[], Any]:
-            layer, x, dy = parts(kind)
+            layer, x, dy = parts(kind, has_bias)
             return _step(torch.compile(layer) if compiled else layer, x, dy, recipe)
 
         return Case(
             "linear",
-            name,
+            name + words,
             bench.linear,
             make,
-            "nn.Linear" if name != "nn.Linear" else "",
+            f"nn.Linear{words}" if kind is not nn.Linear else "",
             flops=flops,
             goal=RECIPE_GOALS.get(recipe),
             footprint=2 * (tokens * inner + inner * outer + 2 * tokens * outer),
@@ -78,7 +89,11 @@ def layer_cases(bench: Bench) -> list[Case]:
         )
 
     found = [case("nn.Linear", nn.Linear, "")]
-    found += [case(name, hybridq.Linear, name) for name in recipes()]
+    found += [case(name, hybridq.Linear, name) for name in _FIRST]
+    # nn.Linear has a bias unless one says otherwise: what follows a product costs of its own.
+    found.append(case("nn.Linear", nn.Linear, "", has_bias=True))
+    found += [case(name, hybridq.Linear, name, has_bias=True) for name in _FIRST]
+    found += [case(name, hybridq.Linear, name) for name in recipes()[len(_FIRST) :]]
     if bench.device == "cuda":  # compiling costs tens of seconds, so last
         found.append(case("mxfp8, compiled", hybridq.Linear, "mxfp8", compiled=True))
     return found

@@ -32,6 +32,9 @@ PAIRS = (
     ("bf16", "nvfp4"),
 )
 
+#: Those that are measured with a bias too.
+BIASED = (("mxfp8", "mxfp8"), ("fp8_1x128", "fp8_128x128"), ("nvfp4", "nvfp4"))
+
 #: What the short table shows of each section; the rest is in the file.
 _SHOWN = {
     "gemm": {
@@ -39,6 +42,7 @@ _SHOWN = {
         *("mxfp8 x mxfp8, auto", "mxfp8 x mxfp8, exact, weight kept"),
         *("fp8_1x128 x fp8_128x128, auto", "fp8_e4m3 x fp8_e4m3, auto"),
         *("nvfp4 x nvfp4, exact, weight kept", "mxfp8 x nvfp4, exact, weight kept"),
+        *("mxfp8 x mxfp8, auto, bias", "fp8_1x128 x fp8_128x128, auto, bias"),
         *("mxfp8 x mxfp8", "nvfp4 x nvfp4", "mxfp8 x nvfp4"),  # without a choice of precision
     },
     "small_m": {
@@ -65,8 +69,10 @@ def product_goal(a: str, b: str, precision: str, is_kept: bool, m: int) -> float
     return None
 
 
-def _gemm(a: Plane, b: Plane, precision: str) -> Callable[[bool], torch.Tensor]:
-    options: dict[str, Any] = {"out_dtype": torch.bfloat16}
+def _gemm(
+    a: Plane, b: Plane, precision: str, bias: torch.Tensor | None
+) -> Callable[[bool], torch.Tensor]:
+    options: dict[str, Any] = {"out_dtype": torch.bfloat16, "bias": bias}
     if precision:
         options["precision"] = precision
 
@@ -144,6 +150,7 @@ def _pair_case(
     precision: str,
     is_kept: bool,
     shape: tuple[int, int, int],
+    has_bias: bool = False,
 ) -> Case:
     m, n, k = shape
     told: dict[str, str] = {}
@@ -155,10 +162,11 @@ def _pair_case(
             for t, name in zip((x, w), names, strict=True)
         )
         told["backend"] = _backend(a, b, precision)
-        run = _gemm(a, b, precision)
+        bias = torch.randn(n, device=bench.device).bfloat16() if has_bias else None
+        run = _gemm(a, b, precision, bias)
         return lambda: run(is_kept)
 
-    words = [" x ".join(names), precision, "weight kept" if is_kept else ""]
+    words = [" x ".join(names), precision, *["weight kept"] * is_kept, *["bias"] * has_bias]
     return _case(
         section,
         ", ".join(word for word in words if word),
@@ -166,6 +174,7 @@ def _pair_case(
         make,
         baseline="bf16 randn",
         goal=product_goal(*names, precision, is_kept, m) if section == "gemm" else None,
+        note="the baseline has no bias" if has_bias else "",
         told=told,
     )
 
@@ -186,6 +195,10 @@ def product_cases(bench: Bench) -> Iterator[list[Case]]:
         yield [
             *_plain_cases(bench, "gemm", m, n, k),
             *_pair_cases(bench, "gemm", PAIRS, (m, n, k)),
+            *(
+                _pair_case(bench, "gemm", names, precisions()[-1], False, (m, n, k), has_bias=True)
+                for names in BIASED
+            ),
         ]
 
 

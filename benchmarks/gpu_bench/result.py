@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import datetime
-import json
 import math
 import platform
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import hybridq
-from hybridq.kernels import backend_cpu
+from .steps import write_json
 
-__all__ = ["SCHEMA", "check", "file_name", "machine", "render", "save", "versions"]
+__all__ = ["SCHEMA", "check", "file_name", "machine", "merge", "render", "save", "versions"]
 
-#: Raised when a field changes its meaning.
-SCHEMA = 1
+#: Raised when a field changes its meaning, or comes in.
+SCHEMA = 2
 
 _TEXT, _NUMBER = (str,), (int, float)
 _OPTIONAL_NUMBER = (int, float, type(None))
@@ -39,6 +37,9 @@ _MEASURED: dict[str, tuple[type, ...]] = {
     "baseline": _TEXT,
     "ratio": _OPTIONAL_NUMBER,
     "goal": _OPTIONAL_NUMBER,
+    "floor_us": _OPTIONAL_NUMBER,
+    "predicted_us": _OPTIONAL_NUMBER,
+    "formula": _TEXT,
     "nbytes": (int,),
     "tb_per_s": _OPTIONAL_NUMBER,
     "tflops": _OPTIONAL_NUMBER,
@@ -91,6 +92,10 @@ def _driver() -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of what was measured, and of the tools that built it."""
+    # Not at the top: what starts the build reads results, and has no package yet.
+    import hybridq
+    from hybridq.kernels import backend_cpu
+
     found = {
         "hybridq": hybridq.__version__,
         "python": platform.python_version(),
@@ -161,9 +166,25 @@ def save(result: dict[str, Any], folders: Iterable[Path], kind: str = "gpu") -> 
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / file_name(result, kind)
-        file.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(file, result)
         files.append(file)
     return files
+
+
+def merge(parts: Sequence[dict[str, Any]], command: str) -> dict[str, Any]:
+    """Return the result of several processes as one: their cases, or their facts.
+
+    Args:
+        parts: results of one machine, at least one.
+        command: what started them all.
+    """
+    made = {**parts[0], "command": command, "date": min(part["date"] for part in parts)}
+    for name in ("cases", "left_out"):
+        if name in made:
+            made[name] = [case for part in parts for case in part[name]]
+    if "facts" in made:
+        made["facts"] = {name: fact for part in parts for name, fact in part["facts"].items()}
+    return made
 
 
 def _cells(case: dict[str, Any]) -> tuple[str, ...]:
@@ -184,12 +205,16 @@ def _cells(case: dict[str, Any]) -> tuple[str, ...]:
         "" if ratio is None else f"{ratio:.2f}",
         "" if goal is None else f"{goal:.2f}",
         mark,
+        *(
+            "" if time is None else f"{time:.1f}"
+            for time in (case["floor_us"], case["predicted_us"])
+        ),
     )
 
 
 def render(result: dict[str, Any], limit: int = 90) -> str:
     """Return the short table of a result: its headlines."""
-    head = ("what", "case", "shape", "us", "rate", "ratio", "goal", "")
+    head = ("what", "case", "shape", "us", "rate", "ratio", "goal", "", "floor", "predicted")
     rows = [head, *(_cells(case) for case in result["cases"] if case["is_headline"])]
     cut = len(rows) - 1 - limit
     rows = rows[: limit + 1]
@@ -204,6 +229,8 @@ def render(result: dict[str, Any], limit: int = 90) -> str:
         f"{result['machine']['name']}: {len(result['cases'])} cases measured, "
         f"{len(result['left_out'])} left out"
     )
+    if any(case["predicted_us"] is not None for case in result["cases"]):
+        lines.append("predicted: calculated before the run, from the formula in the file")
     if any(case["host_limited"] for case in result["cases"]):
         lines.append("* the host may have been slower than the device")
     tests = result["tests"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from .case import Bench, Case
+from .predict import Prediction, predict
 from .timing import Budget, Sample, Timer, rotations
 
 __all__ = ["Runner", "record"]
@@ -17,7 +19,12 @@ Call = Callable[[], Any]
 
 
 def record(
-    case: Case, sample: Sample, ratio: float | None, buffers: int, kernels: dict[str, float]
+    case: Case,
+    sample: Sample,
+    ratio: float | None,
+    buffers: int,
+    kernels: dict[str, float],
+    prediction: Prediction,
 ) -> dict[str, Any]:
     """Return a measured case as a result holds it."""
     time_us = sample.median
@@ -34,6 +41,9 @@ def record(
         "baseline": case.baseline,
         "ratio": ratio,
         "goal": case.goal,
+        "floor_us": prediction.floor_us,
+        "predicted_us": prediction.time_us,
+        "formula": prediction.formula,
         "nbytes": case.nbytes,
         "tb_per_s": case.nbytes / time_us / 1e6 if case.nbytes else None,
         "tflops": case.flops / time_us / 1e6 if case.flops else None,
@@ -55,6 +65,9 @@ class Runner:
         rounds: per case.
         kernels: case name to the kernels that it launches, with their share of its time.
         say: where progress goes.
+        changed: called when there is more to keep.
+        wanted: names of cases match it from their beginning, others do not run.
+        label: follows the name of every case: what was built otherwise, say.
     """
 
     bench: Bench
@@ -62,6 +75,9 @@ class Runner:
     rounds: int
     kernels: dict[str, dict[str, float]]
     say: Callable[[str], None]
+    changed: Callable[[], None] = lambda: None
+    wanted: str = ""
+    label: str = ""
     cases: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[dict[str, Any]] = field(default_factory=list)
     is_broken: bool = False
@@ -92,17 +108,21 @@ class Runner:
         self.left_out.append(
             {
                 "section": case.section,
-                "name": case.name,
+                "name": case.name + self.label,
                 "shape": list(case.shape),
                 "dtype": case.dtype,
                 "reason": reason,
             }
         )
+        if reason.startswith("failed"):
+            self.changed()
 
     def run(self, cases: Sequence[Case], budget: Budget) -> None:
         """Measure cases of one section and shape, each beside its baseline."""
         by_name = {case.name: case for case in cases}
         for case in cases:
+            if not re.match(self.wanted, case.name):
+                continue
             if self.is_broken or budget.is_over:
                 self._skip(case, "the GPU gave up" if self.is_broken else "no time left")
                 continue
@@ -139,7 +159,19 @@ class Runner:
         kernels = self.kernels.get(case.name, {}) if case.section == "cast" else {}
         samples = self.timer.measure(calls, self.rounds)
         ratio = samples["case"].ratio(samples["baseline"]) if "baseline" in samples else None
-        self.cases.append(record(case, samples["case"], ratio, count, kernels))
+        self._keep(case, samples["case"], ratio, count, kernels)
+
+    def _keep(
+        self,
+        case: Case,
+        sample: Sample,
+        ratio: float | None,
+        buffers: int,
+        kernels: dict[str, float],
+    ) -> None:
+        named = replace(case, name=case.name + self.label)
+        self.cases.append(record(named, sample, ratio, buffers, kernels, predict(case)))
+        self.changed()
 
     def add_host(self, samples: Iterable[tuple[str, Sample]], goals: dict[str, float]) -> None:
         """Add the host times of a layer, beside that of nn.Linear."""
@@ -159,7 +191,7 @@ class Runner:
                 is_headline=True,
             )
             ratio = None if is_plain else sample.ratio(plain)
-            self.cases.append(record(case, sample, ratio, 1, {}))
+            self._keep(case, sample, ratio, 1, {})
 
     def free(self) -> None:
         """Free the buffers of the last cases."""

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
+import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -13,99 +19,306 @@ from places import BENCHMARKS, ROOT
 
 sys.path.insert(0, str(BENCHMARKS))
 
+import gpu_facts
 import gpu_run
 import gpu_status
-from gpu_bench import result
+from gpu_bench import outcomes, plans, prebuilt, result, steps
 from gpu_bench.kernels import native_kernels, triton_kernels
 
-XML = """<?xml version="1.0"?><testsuites><testsuite>
-<testcase classname="tests.gpu.test_gpu_each_kernel" name="a"><properties>
-<property name="kernel" value="EncodeTile"/></properties></testcase>
-<testcase classname="tests.gpu.test_gpu_kernels" name="b">
-<failure message="bytes differ"/></testcase>
-<testcase classname="tests.gpu.test_gpu_linear" name="c"><skipped message="{}"/></testcase>
-</testsuite></testsuites>"""
+import gpu
+
+NO_GPU = "no NVIDIA GPU"
 
 
 def test_without_a_gpu_there_is_one_line_and_status_two(monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(gpu_run, "_run", lambda *_: pytest.fail("nothing may run"))
+    monkeypatch.setattr(steps.Run, "steps", lambda *_: pytest.fail("nothing may run"))
     assert gpu_run.main([]) == 2
     out = capsys.readouterr().out
-    assert out.count("\n") == 1 and "no NVIDIA GPU" in out
+    assert out.count("\n") == 1 and NO_GPU in out
     monkeypatch.setattr(torch.version, "cuda", None)
     assert gpu_run.main([]) == 2 and "without CUDA" in capsys.readouterr().out
 
 
+def test_what_a_build_needs_is_asked_first(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(gpu_run.shutil, "which", lambda name: None)
+    monkeypatch.setattr(gpu_run.sysconfig, "get_paths", lambda: {"include": "/no/such/folder"})
+    reason = gpu_run.gpu_reason()
+    for name in ("cmake", "ninja", "nvcc", "/no/such/folder/Python.h"):
+        assert name in reason
+
+
 @pytest.fixture
-def steps(monkeypatch, tmp_path):
-    """`make gpu` on a machine with a GPU whose every command is recorded and none run."""
-    ran: list[list[str]] = []
-    statuses = {"pip": 0, "pytest": 0, "benchmarks/gpu.py": 0, "benchmarks/gpu_facts.py": 0}
-
-    def run(command: list[str], seconds: float, environment: dict[str, str]) -> int:
-        assert seconds > 0
-        ran.append(command)
-        what = next(name for name in statuses if name in command)
-        if what != "pip":
-            assert environment["PYTHONPATH"] == str(tmp_path / "build" / "gpu-site")
-        return statuses[what]
-
-    monkeypatch.setattr(gpu_run, "gpu_reason", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(gpu_run, "_run", run)
-    (tmp_path / "build").mkdir()
-    return ran, statuses, [f"--site={tmp_path / 'build' / 'gpu-site'}"]
+def place(tmp_path) -> plans.Place:
+    (tmp_path / "parts").mkdir()
+    return plans.Place(
+        results=tmp_path / "results",
+        parts=tmp_path / "parts",
+        outcomes=tmp_path / "outcomes.jsonl",
+        site=tmp_path / "site",
+        build=tmp_path / "build",
+        arch="90a",
+    )
 
 
-def test_it_builds_for_this_gpu_then_tests_then_measures(steps, tmp_path) -> None:
-    ran, _, site = steps
-    assert gpu_run.main([*site, f"--results={tmp_path / 'out'}"]) == 0
-    build, tests, bench = ran
+# --- plans
+
+
+def test_everything_builds_for_this_gpu_then_tests_then_measures(place) -> None:
+    found = plans.everything(place)
+    build = found[0].command
     assert "--config-settings=cmake.define.HYBRIDQ_CUDA_ARCHS=90a-real" in build
     assert {"--no-index", "--no-deps", "--no-build-isolation"} <= {*build}
-    assert tests[tests.index("-m", 3) + 1] == "gpu" and "tests/gpu" in tests
-    folders = [part for part in bench if part.startswith("--results=")]
-    assert folders[0].endswith("benchmarks/results") and folders[1].endswith("out")
-    (budget,) = (float(part[9:]) for part in bench if part.startswith("--budget="))
-    assert gpu_run.BENCHMARKS < budget < gpu_run.TOTAL
+    names = [step.name for step in found]
+    assert names.index("tests each_kernel") == 1 and names.index("measure cast") > 10
+    assert found[0].is_needed and not any(step.is_needed for step in found[1:])
+    assert {name.removeprefix("measure ") for name in names if name.startswith("measure ")} == {
+        *gpu.SECTIONS
+    }
 
 
-def test_failing_tests_do_not_stop_the_benchmarks_but_count(steps) -> None:
-    ran, statuses, site = steps
-    statuses["pytest"] = 1
-    assert gpu_run.main(site) == 1 and len(ran) == 3
-    statuses.update({"pytest": 124, "benchmarks/gpu.py": 0})
-    assert gpu_run.main(site) == 1 and len(ran) == 6
-    statuses.update({"pytest": 0, "benchmarks/gpu.py": 1})
-    assert gpu_run.main(site) == 1
-    ran.clear()
-    statuses["pip"] = 1
-    assert gpu_run.main(site) == 1 and len(ran) == 1
+def test_every_file_of_tests_and_every_part_of_the_facts_is_in_a_plan() -> None:
+    files = {file.stem.removeprefix("test_gpu_") for file in (ROOT / "tests/gpu").glob("test_*.py")}
+    assert {*plans.TEST_FILES} == files
+    assert {*plans.FACTS} == {*gpu_facts.PARTS} and {*plans.SECTIONS} == {*gpu.SECTIONS}
 
 
-def test_facts_need_no_tests(steps) -> None:
-    ran, _, site = steps
-    assert gpu_run.main([*site, "--facts", "--bench-args=--quick"]) == 0
-    assert len(ran) == 2 and ran[1][1] == "benchmarks/gpu_facts.py" and ran[1][-1] == "--quick"
+def test_the_first_hour_is_three_calls_that_leave_nothing_out(place) -> None:
+    calls = [plans.PLANS["first", part](place) for part in (1, 2, 3)]
+    names = [step.name for call in calls for step in call]
+    for name in plans.TEST_FILES:
+        assert f"tests {name}" in names
+    for name in plans.FACTS:
+        assert f"facts {name}" in names or name == "casts"
+    assert names[:4] == [
+        *("build", "tests each_kernel"),
+        *("compute-sanitizer memcheck", "compute-sanitizer racecheck"),
+    ]
+    assert sum(name.startswith("ncu ") for name in names) == 3
+    assert sum("warps" in name and name.startswith("measure") for name in names) == 3
+    assert all(len({step.name for step in call}) == len(call) for call in calls)
+    for call in calls:
+        assert call[0].name == "build" and all(step.seconds <= 240 for step in call)
 
 
-@pytest.mark.parametrize("message,is_complete", [("needs two GPUs", True), ("no time left", False)])
-def test_what_pytest_left_is_read(tmp_path, message, is_complete) -> None:
-    file = tmp_path / "tests.xml"
-    file.write_text(XML.format(message))
-    found = gpu_run.read_tests(file)
-    assert (found["passed"], found["failed"], found["skipped"]) == (1, 1, 1)
-    assert found["failures"] == ["tests.gpu.test_gpu_kernels::b"]
-    assert found["kernels"] == {"EncodeTile": "passed"} and found["is_complete"] is is_complete
-    assert not gpu_run.read_tests(tmp_path / "none.xml")["is_complete"]
+def test_a_prebuilt_library_is_of_these_sources(place, tmp_path, monkeypatch) -> None:
+    good = tmp_path / prebuilt.file_name("90a")
+    assert "must be a file" in prebuilt.reason(good, "90a")
+    good.write_bytes(b"")
+    assert prebuilt.reason(good, "90a") is None
+    assert prebuilt.file_name("80") in prebuilt.reason(good, "80")
+    other = tmp_path / "kernels.a"
+    other.write_bytes(b"")
+    assert "make gpu-library" in prebuilt.reason(other, "90a")
+    define = f"--config-settings=cmake.define.HYBRIDQ_CUDA_LIBRARY={good}"
+    with_it = replace(place, prebuilt=good)
+    assert define in plans.build(with_it).command
+    assert define not in plans.build(with_it, warps=8).command  # that one has other bounds
+    folder = tmp_path / "tree" / "csrc" / "cuda"
+    folder.mkdir(parents=True)
+    before = prebuilt.sources(tmp_path / "tree")
+    (folder / "a.h").write_text("1")
+    after = prebuilt.sources(tmp_path / "tree")
+    (folder / "a.h").write_text("2")
+    assert len({before, after, prebuilt.sources(tmp_path / "tree")}) == 3
 
 
-def test_a_command_that_takes_too_long_is_ended() -> None:
-    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
-    assert gpu_run._run(sleep, 1.0, {}) == 124
-    assert gpu_run._run([sys.executable, "-c", "raise SystemExit(3)"], 60.0, {}) == 3
+# --- steps
+
+
+def _python(text: str, name: str = "one", seconds: float = 30.0, **rest) -> steps.Step:
+    return steps.Step(name, (sys.executable, "-c", text), seconds, **rest)
+
+
+def _run(tmp_path, **rest) -> steps.Run:
+    options = {"root": tmp_path, "seconds": 60.0, "about": {"plan": "x"}, "environment": {}}
+    return steps.Run(tmp_path / "out", **{**options, **rest})
+
+
+def _kept(tmp_path) -> dict:
+    return json.loads((tmp_path / "out" / "run.json").read_text())
+
+
+def test_how_each_step_ended_is_told(tmp_path, capsys) -> None:
+    run = _run(tmp_path, environment={"WORD": "spoken"})
+    is_good = run.steps(
+        [
+            _python("import os; print(os.environ['WORD'])"),
+            _python("raise SystemExit(3)", "two"),
+            _python("pass", "three", reason="there is no ncu"),
+            steps.Step("four", ("/no/such/program",), 5.0),
+        ]
+    )
+    assert not is_good
+    found = [(step["name"], step["what"], step["detail"]) for step in _kept(tmp_path)["steps"]]
+    assert found[:3] == [
+        ("one", "ok", ""),
+        ("two", "failed", "exit status 3"),
+        ("three", "left out", "there is no ncu"),
+    ]
+    assert found[3][:2] == ("four", "failed") and "/no/such/program" in found[3][2]
+    assert "spoken" in run.log.read_text() and _kept(tmp_path)["state"] == "done"
+    assert "two: failed" in capsys.readouterr().out
+
+
+def test_a_step_that_takes_too_long_is_ended_with_its_children(tmp_path) -> None:
+    shell = ("sh", "-c", "sleep 600 & echo $!; wait")
+    run = _run(tmp_path)
+    for seconds in (0.2, 1.0, 5.0, 25.0):  # as many as the shell needs to begin
+        assert run.step(steps.Step("one", shell, seconds)).what == "ended"
+        last = run.log.read_text().split()[-1]
+        if last.isdigit():
+            break
+    assert _is_gone(int(last))
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether a process that was sent SIGKILL ends; a zombie has."""
+    stat = Path(f"/proc/{pid}/stat")
+    while stat.exists():
+        try:
+            if stat.read_text().split()[2] == "Z":
+                break
+        except (ProcessLookupError, FileNotFoundError):
+            break
+        os.sched_yield()
+    return True
+
+
+def test_a_needed_step_ends_the_run_and_no_time_leaves_out(tmp_path) -> None:
+    now = [0.0]
+    run = _run(tmp_path, seconds=10.0, clock=lambda: now[0])
+    run.steps([_python("raise SystemExit(1)", "build", is_needed=True), _python("pass", "tests")])
+    assert [step["name"] for step in _kept(tmp_path)["steps"]] == ["build"]
+    now[0] = 8.0
+    assert run.step(_python("pass", least=5.0)).detail == "no time left"
+
+
+def test_whatever_ends_the_run_what_was_done_is_there(tmp_path) -> None:
+    """SIGKILL in the second step: the first one's end, the log and the second's lines are kept."""
+    program = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+from pathlib import Path
+from gpu_bench.steps import Run, Step
+run = Run(Path({str(tmp_path / "out")!r}), Path("."), 60, {{}}, {{}})
+py = sys.executable
+run.steps([
+    Step("first", (py, "-c", "print('measured 1')"), 30),
+    Step("second", (py, "-c", "print('measured 2')"), 30),
+    Step("third", (py, "-c", "import time, os; print('at', os.getpid(), flush=True); "
+                             "time.sleep(600)"), 30),
+])
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
+    log = tmp_path / "out" / "log.txt"
+    while "at " not in (text := log.read_text() if log.exists() else ""):
+        assert process.poll() is None, text
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    kept = _kept(tmp_path)
+    assert [step["name"] for step in kept["steps"]] == ["first", "second"]
+    assert kept["state"] == "in third" and "measured 1" in text and "measured 2" in text
+    pid = int(text.split("at ")[-1].split()[0])
+    assert _is_gone(pid)  # a step ends with its parent
+
+
+# --- tests' outcomes
+
+
+LINES = [
+    {"test": "tests/gpu/test_gpu_each_kernel.py::a", "outcome": "begun"},
+    {
+        "test": "tests/gpu/test_gpu_each_kernel.py::a",
+        "outcome": "passed",
+        "seconds": 1.5,
+        "text": "",
+        "properties": {"kernel": "EncodeTile"},
+    },
+    {
+        "test": "tests/gpu/test_gpu_kernels.py::b[1]",
+        "outcome": "failed",
+        "seconds": 0.5,
+        "text": "Traceback\nE   bytes differ",
+        "properties": {},
+    },
+    {
+        "test": "tests/gpu/test_gpu_linear.py::c",
+        "outcome": "skipped",
+        "seconds": 0.0,
+        "text": "needs two GPUs",
+        "properties": {},
+    },
+    {"test": "tests/gpu/test_gpu_linear.py::hangs", "outcome": "begun"},
+]
+
+
+def _lines(file: Path, lines: list[dict], tail: str = "") -> Path:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
+    return file
+
+
+def test_what_pytest_left_is_read(tmp_path) -> None:
+    tests = outcomes.read(_lines(tmp_path / "o.jsonl", LINES, '{"test": "cut off'))
+    found = outcomes.counts(tests, True)
+    assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)
+    assert found["failures"] == [
+        "tests/gpu/test_gpu_kernels.py::b[1]",
+        "tests/gpu/test_gpu_linear.py::hangs",
+    ]
+    assert found["kernels"] == {"EncodeTile": "passed"} and found["is_complete"] is True
+    late = [*LINES[:1], {**LINES[3], "text": "no time left"}]
+    assert not outcomes.counts(outcomes.read(_lines(tmp_path / "p.jsonl", late)), True)[
+        "is_complete"
+    ]
+    assert outcomes.read(tmp_path / "none.jsonl") == {}
+    outcomes.write_junit(tests, tmp_path / "tests.xml")
+    suite = ElementTree.parse(tmp_path / "tests.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures")) == ("4", "2")
+    failure = suite.find("testcase/failure")
+    assert failure.get("message") == "E   bytes differ" and "Traceback" in failure.text
+    assert suite.find("testcase").get("classname") == "tests.gpu.test_gpu_each_kernel"
+
+
+def test_pytest_writes_each_outcome_as_it_comes(tmp_path) -> None:
+    file = tmp_path / "o.jsonl"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+    command += ["tests/gpu/test_gpu_streams.py", f"--gpu-outcomes={file}"]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    tests = outcomes.read(file)
+    if torch.cuda.is_available():
+        return
+    assert len(tests) == 4 and {test["outcome"] for test in tests.values()} == {"skipped"}
+    assert all("needs an NVIDIA GPU" in test["text"] for test in tests.values())
+
+
+def test_what_the_steps_leave_is_put_together_after_each(place, monkeypatch, tmp_path) -> None:
+    """Two processes that measured, one that was killed, and tests: one result of all."""
+    monkeypatch.setattr(gpu_run, "RESULTS", tmp_path / "kept")
+    place.results.mkdir()
+    keeper = gpu_run.Keeper(place, "make gpu")
+    for number, name in enumerate(("cast", "gemm")):
+        made = _made()
+        made["cases"] = [made["cases"][number]]
+        result.save(made, [place.parts / "bench" / name])
+        _lines(place.outcomes, LINES[: 2 + number])
+        what = "ended" if number else "ok"
+        keeper(steps.Outcome(f"measure {name}", what, "", 1.0))
+        (file,) = place.results.glob("gpu-*.json")
+        whole = json.loads(file.read_text())
+        assert result.check(whole) == [] and len(whole["cases"]) == 1 + number
+        assert whole["tests"]["passed"] == 1 and whole["tests"]["failed"] == number
+        assert (tmp_path / "kept" / file.name).read_text() == file.read_text()
+        assert (place.results / "tests.xml").exists()
+    facts = {**_made(), "facts": {"copy": {"4 MB": 1.0}}}
+    result.save(facts, [place.parts / "facts" / "copy"], "gpu-facts")
+    keeper(steps.Outcome("tests gemm", "ended", "after 60 s", 60.0))
+    (file,) = place.results.glob("gpu-facts-*.json")
+    assert json.loads(file.read_text())["facts"] == {"copy": {"4 MB": 1.0}}
+    assert json.loads((place.results / "tests.json").read_text())["is_complete"] is False
 
 
 # --- the status page
@@ -146,6 +359,9 @@ def _made(**tests) -> dict:
         "baseline": "copy",
         "ratio": 0.5,
         "goal": 0.9,
+        "floor_us": None,
+        "predicted_us": None,
+        "formula": "",
         "nbytes": 1,
         "tb_per_s": 1.0,
         "tflops": None,
