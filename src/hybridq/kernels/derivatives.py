@@ -1,18 +1,42 @@
 """Derivatives of the operations: of identity operands, else a clear error.
 
 A quantized plane has no gradient of its own. `QuantizedTensor` (straight-through) and `nn`
-(three GEMMs) define the derivatives that training uses, above these.
+(three GEMMs) define the derivatives that training uses, above these; all of their autograd
+functions are `StatedFunction`s.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from .ops import LIBRARY
 
-__all__ = ["refuse"]
+__all__ = ["StatedFunction", "refuse", "refuse_gradients"]
+
+
+class StatedFunction(torch.autograd.Function):
+    """Base of every autograd function of this library: it states what a second derivative is.
+
+    Attributes:
+        second: `"exact"`: its backward is made of operations that have derivatives, or refuse them,
+            themselves; `"refused"`: what its backward returns raises when it is differentiated
+            (`nn.double_backward`).
+
+    Forward mode is refused by all of them: by torch, since none has a `jvp`, and before that, in
+    better words, by `tangents.refuse_tangents`.
+    """
+
+    second: ClassVar[str]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.__dict__.get("second") not in ("exact", "refused"):
+            raise TypeError(
+                f"{cls.__name__}: second must be 'exact' or 'refused', got "
+                f"{cls.__dict__.get('second')!r}"
+            )
 
 
 def refuse(name: str) -> Any:
@@ -25,6 +49,30 @@ def refuse(name: str) -> Any:
         )
 
     return backward
+
+
+def refuse_gradients(name: str) -> None:
+    """Have the operator `name`, which writes into an argument, refuse tensors that require grad.
+
+    It then raises a RuntimeError, as torch's own functions do with `out=`: what is written has no
+    gradient.
+
+    Args:
+        name: without its namespace.
+    """
+    operator = getattr(torch.ops.hybridq, name).default
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs):
+            raise RuntimeError(
+                f"hybridq::{name}: it writes into an argument, and so has no derivative, got a "
+                "tensor that requires grad; call it under torch.no_grad(), or take the result "
+                "instead of out="
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+    LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
 
 
 def _gemm_setup(
@@ -61,3 +109,4 @@ torch.library.register_autograd(
 )
 for _name in ("encode", "amax", "decode", "transpose", "bias_grad", "round_stochastic"):
     torch.library.register_autograd(f"hybridq::{_name}", refuse(f"hybridq::{_name}"), lib=LIBRARY)
+refuse_gradients("gemm_")

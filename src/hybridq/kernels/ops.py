@@ -25,6 +25,7 @@ from .device import chip_of
 from .encode import run_encode
 from .precision import check_precision
 from .registry import Call, operation, select
+from .tangents import Library
 from .types import GemmArgs, Operand
 from .watch import nothing_watches
 
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 #: The operators `torch.ops.hybridq.*`; their arguments are stated in this module.
-LIBRARY = torch.library.Library("hybridq", "DEF")
+LIBRARY = Library("hybridq", "DEF")
 
 _ENCODE = (
     "encode(Tensor x, str row, str col, Tensor? row_stat=None, Tensor? col_stat=None, "

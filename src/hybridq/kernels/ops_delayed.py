@@ -14,7 +14,7 @@ import torch
 
 from ..formats import PlaneSpec
 from .checks import check_encode, check_matrix, check_place, spec_of
-from .derivatives import refuse
+from .derivatives import refuse, refuse_gradients
 from .encode import run_encode, statistic
 from .ops import LIBRARY, _encode_fake
 from .watch import nothing_watches
@@ -176,3 +176,4 @@ for _name, _implementation, _fake in (
 torch.library.register_autograd(
     "hybridq::encode_with_amax", refuse("hybridq::encode_with_amax"), lib=LIBRARY
 )
+refuse_gradients("record_amax")

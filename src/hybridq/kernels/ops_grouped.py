@@ -22,7 +22,7 @@ import torch
 
 from ..formats import PlaneSpec
 from .checks import HIGH_PRECISION
-from .derivatives import refuse
+from .derivatives import refuse, refuse_gradients
 from .device import chip_of
 from .group_product import product_by_group
 from .ops import LIBRARY
@@ -254,3 +254,4 @@ for _name, _implementation, _fake in (
 torch.library.register_autograd(
     "hybridq::grouped_gemm", refuse("hybridq::grouped_gemm"), lib=LIBRARY
 )
+refuse_gradients("grouped_gemm_")

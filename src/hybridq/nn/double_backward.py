@@ -1,4 +1,10 @@
-"""A gradient of a gradient of a quantized GEMM: an error, wherever it is asked for."""
+"""A gradient of a gradient of a quantized GEMM: an error, wherever it is asked for.
+
+The gradients that a backward returns depend on the output's gradient and on all that the forward
+was given. Autograd finds an error only where it finds a way: so under `create_graph=True` they are
+tied to the output's gradient, and to the function's own node, from which every input is reached.
+The node is reached through an *anchor*, an empty second output that the forward saves.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +12,20 @@ from typing import Any
 
 import torch
 
-__all__ = ["without_derivative"]
+from ..kernels.derivatives import StatedFunction
+
+__all__ = ["anchor_on", "without_derivative"]
 
 
-class _NoDoubleBackward(torch.autograd.Function):
+class _NoDoubleBackward(StatedFunction):
     """Passes gradients on; its own backward is the error of a second differentiation."""
 
+    second = "refused"
+
     @staticmethod
-    def forward(ctx: Any, owner: str, anchor: torch.Tensor, *grads: torch.Tensor | None) -> Any:
+    def forward(ctx: Any, owner: str, num_sources: int, *tensors: torch.Tensor | None) -> Any:
         ctx.owner = owner
+        grads = tensors[num_sources:]
         return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
 
     @staticmethod
@@ -26,18 +37,32 @@ class _NoDoubleBackward(torch.autograd.Function):
         )
 
 
+def anchor_on(device: torch.device) -> torch.Tensor | None:
+    """Return what a forward saves and returns beside its result; None in compiled code.
+
+    A compiled function has another node, made by torch, which refuses a second differentiation.
+
+    Args:
+        device: of the result.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    return torch.empty(0, dtype=torch.float32, device=device)
+
+
 def without_derivative(
-    owner: str, device: torch.device, grads: tuple[torch.Tensor | None, ...]
+    owner: str,
+    sources: tuple[torch.Tensor | None, ...],
+    grads: tuple[torch.Tensor | None, ...],
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients, so that differentiating them once more (`create_graph=True`) raises.
 
     Args:
         owner: class of the module, for the error.
-        device: of the gradients.
+        sources: what they depend on: the output's gradient, and the anchor.
         grads: what a backward returns.
     """
-    # The gradients depend on x and w even where dy depends on nothing: the anchor makes every
-    # second derivative an error, and none of them silently zero.
-    anchor = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
-    made: tuple[torch.Tensor | None, ...] = _NoDoubleBackward.apply(owner, anchor, *grads)
+    made: tuple[torch.Tensor | None, ...] = _NoDoubleBackward.apply(
+        owner, len(sources), *sources, *grads
+    )
     return made

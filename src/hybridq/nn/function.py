@@ -28,13 +28,15 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from ..kernels.derivatives import StatedFunction
 from ..kernels.device import has_autocast, without_autocast
 from ..kernels.ops import run_checked_gemm, run_gemm, sum_of_rows
+from ..kernels.tangents import refuse_tangents
 from ..kernels.watch import nothing_watches
 from ..quantizers import draw_seed
 from ..recipes import Plan
 from .delayed import record_given
-from .double_backward import without_derivative
+from .double_backward import anchor_on, without_derivative
 from .few_rows import FewRows
 from .kept_weight import Buffers, GivenWeight, KeptWeight
 from .main_grad import Into, accumulate
@@ -156,11 +158,13 @@ def _forward(
     return y, x_saved, w_saved, known
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(StatedFunction):
     """`y = p(x) @ w.T + bias` under a Plan; x `[rows, in]`, w `[out, in]`, bias `[out]` or None.
 
     p is the prologue (None: x itself), gamma and beta `[in]` are its weights if it is a norm.
     """
+
+    second = "refused"
 
     @staticmethod
     def forward(
@@ -173,7 +177,7 @@ class _Linear(torch.autograd.Function):
         seed: torch.Tensor | None,
         scales: Scales | None,
         call: _Call,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         # Whoever called has left torch.autocast already.
         y, x_saved, w_saved, known = _forward(x, w, bias, gamma, beta, seed, scales, call)
         needs, weight = call.needs, call.weight
@@ -183,7 +187,8 @@ class _Linear(torch.autograd.Function):
         ctx.end = len(saved)
         if seed is not None:
             saved.append(seed)
-        ctx.save_for_backward(*saved)
+        anchor = anchor_on(x.device)
+        ctx.save_for_backward(*saved, *(() if anchor is None else (anchor,)))
         ctx.plan, ctx.needs, ctx.prologue = call.plan, needs, call.prologue
         ctx.counts = (len(x_saved), len(w_saved), len(known))
         ctx.features = (w.shape[1], w.shape[0])
@@ -195,16 +200,18 @@ class _Linear(torch.autograd.Function):
         ctx.into = call.into
         # Not saved for backward: other backwards write them meanwhile, and may.
         ctx.scales = scales
-        return y
+        return y if anchor is None else (y, anchor)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+        saved = list(ctx.saved_tensors)
         if torch.compiler.is_compiling():
-            return (*_backward(ctx, dy), None, None, None)
+            return (*_backward(ctx, saved, dy), None, None, None)
+        anchor = saved.pop()
         with torch.no_grad():
-            grads = _backward(ctx, dy)
+            grads = _backward(ctx, saved, dy)
         if torch.is_grad_enabled():  # create_graph=True
-            grads = without_derivative("Linear", dy.device, grads)
+            grads = without_derivative("Linear", (dy, anchor), grads)
         return (*grads, None, None, None)
 
 
@@ -212,10 +219,11 @@ class _Linear(torch.autograd.Function):
 _apply: Final[Any] = super(torch.autograd.Function, _Linear).apply
 
 
-def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(
+    ctx: Any, saved: list[torch.Tensor], dy: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of x, w, bias, gamma and beta, those that are needed."""
     plan, needs = ctx.plan, ctx.needs
-    saved = list(ctx.saved_tensors)
     num_x, num_w, num_known = ctx.counts
     x_saved, w_saved = saved[:num_x], saved[num_x : num_x + num_w]
     start = saved[num_x + num_w : ctx.end]  # of the prologue's backward
@@ -315,7 +323,11 @@ def linear(
 
     Returns:
         `[rows, out_features]` in x's dtype.
+
+    Raises:
+        NotImplementedError: a tensor has a tangent of forward-mode differentiation.
     """
+    refuse_tangents("hybridq.Linear", x, w, bias, gamma, beta)
     # Drawn whether or not there will be a backward: a reentrant checkpoint runs its forward
     # without gradients, and its recomputation must find the generator in the same state.
     seed = draw_seed(x.device) if plan.is_stochastic else None
@@ -348,6 +360,6 @@ def _run(
     if any(call.needs):
         # The short way has asked what `Function.apply` asks.
         apply = _Linear.apply if call.few is None else _apply
-        y: torch.Tensor = apply(x, w, bias, gamma, beta, seed, scales, call)
-        return y
+        made: Any = apply(x, w, bias, gamma, beta, seed, scales, call)
+        return made if torch.compiler.is_compiling() else made[0]
     return _forward(x, w, bias, gamma, beta, seed, scales, call)[0]

@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..kernels.derivatives import StatedFunction
 from ..kernels.device import without_autocast
 from ..kernels.ragged import capacity
+from ..kernels.tangents import refuse_tangents
 from ..recipes import Plan
 from ..tensor.stack import split_stack
-from .double_backward import without_derivative
+from .double_backward import anchor_on, without_derivative
 from .grouped_planes import encode_tokens
 from .grouped_weights import WeightPlanes, weight_columns, weight_planes
 from .kept_weight import Buffers, GivenWeight, KeptWeight
@@ -128,8 +130,10 @@ def _split(
     return list(params[: layout.groups]), list(params[layout.groups :])
 
 
-class _GroupedLinear(torch.autograd.Function):
+class _GroupedLinear(StatedFunction):
     """`y[g] = x[g] @ w[g].T + bias[g]` under a Plan; params as `Layout` says."""
+
+    second = "refused"
 
     @staticmethod
     def forward(
@@ -144,35 +148,39 @@ class _GroupedLinear(torch.autograd.Function):
         scales: tuple[Scales, ...] | None,
         into: tuple[Into | None, ...],
         *params: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         saves = (needs[1], needs[0])
         y, x_col, w = _forward(x, offsets, seeds, plan, layout, saves, kept, params, scales)
         saved = [offsets, *x_col, *w.cols]
         if seeds is not None:
             saved.append(seeds)
-        ctx.save_for_backward(*saved)
+        anchor = anchor_on(x.device)
+        ctx.save_for_backward(*saved, *(() if anchor is None else (anchor,)))
         ctx.plan, ctx.layout, ctx.needs, ctx.into = plan, layout, needs, into
         ctx.counts, ctx.late = (len(x_col), len(w.cols)), w.late
         # Not saved for backward: other backwards write them meanwhile, and may.
         ctx.scales = scales
-        return y
+        return y if anchor is None else (y, anchor)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+        offsets, *saved = ctx.saved_tensors
         if torch.compiler.is_compiling():
-            grads = _backward(ctx, dy)
+            grads = _backward(ctx, offsets, saved, dy)
         else:
+            anchor = saved.pop()
             with torch.no_grad():
-                grads = _backward(ctx, dy)
+                grads = _backward(ctx, offsets, saved, dy)
             if torch.is_grad_enabled():  # create_graph=True
-                grads = without_derivative("GroupedLinear", dy.device, grads)
+                grads = without_derivative("GroupedLinear", (dy, anchor), grads)
         return (grads[0], *[None] * 8, *grads[1:])
 
 
-def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(
+    ctx: Any, offsets: torch.Tensor, saved: list[torch.Tensor], dy: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of x and of all params, None for those that are not needed."""
     plan, layout, (x_needed, w_needed, bias_needed) = ctx.plan, ctx.layout, ctx.needs
-    offsets, *saved = ctx.saved_tensors
     num_x, num_w = ctx.counts
     x_col, w_col = saved[:num_x], saved[num_x : num_x + num_w]
     seeds = saved[num_x + num_w] if len(saved) > num_x + num_w else None
@@ -271,7 +279,11 @@ def grouped_linear(
 
     Returns:
         `[T, out_features]` in x's dtype; tokens of no group give zeros.
+
+    Raises:
+        NotImplementedError: a tensor has a tangent of forward-mode differentiation.
     """
+    refuse_tangents("hybridq.GroupedLinear", x, *params)
     if seeds is None and plan.is_stochastic:
         seeds = draw_seeds(layout.groups, x.device)
     needs = (False, False, False)
@@ -285,5 +297,6 @@ def grouped_linear(
     with without_autocast(x.device.type):
         if any(needs):
             given = (x, offsets, seeds, plan, layout, needs, kept, scales, into)
-            return _GroupedLinear.apply(*given, *params)
+            made: Any = _GroupedLinear.apply(*given, *params)
+            return made if torch.compiler.is_compiling() else made[0]
         return _forward(x, offsets, seeds, plan, layout, (False, False), kept, params, scales)[0]

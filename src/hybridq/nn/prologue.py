@@ -13,8 +13,10 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..kernels.derivatives import StatedFunction
 from ..kernels.ops_fused import activation_encode, norm_encode
 from ..kernels.ops_fused_backward import activation_backward, norm_backward
+from ..kernels.tangents import refuse_tangents
 from ..recipes import SlotPlan
 from ..reference import ACTIVATIONS
 from .kept_weight import Buffers
@@ -199,8 +201,10 @@ _PLAIN: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 }
 
 
-class _Apply(torch.autograd.Function):
+class _Apply(StatedFunction):
     """`y = prologue(x)`, for callers that want y itself: the bits that are encoded else."""
+
+    second = "exact"
 
     @staticmethod
     def forward(
@@ -236,6 +240,7 @@ def apply(
         gamma, beta: a norm's weights `[columns]`, or None.
     """
     tensors = (x, gamma, beta)
+    refuse_tangents("hybridq.norm" if gamma is not None else "hybridq.activation", *tensors)
     # No generator: dynamo does not see through one here.
     needs = tuple([tensor is not None and tensor.requires_grad for tensor in tensors])
     y: torch.Tensor = _Apply.apply(x, gamma, beta, prologue, needs)

@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 
+from ..kernels.derivatives import StatedFunction
+from ..kernels.tangents import refuse_tangents
 from ..quantizers import Quantizer
 from ..recipes import QuantizerRole, Recipe
 from ..recipes.boundary import boundary_by_key, boundary_quantizer
 from ..recipes.roles import GRAD_INPUT, OUTPUT
 from ..tensor import QuantizedTensor, matrix_shape
+from .double_backward import without_derivative
 
 __all__ = ["Boundary", "with_quantized_gradient"]
 
@@ -90,8 +93,10 @@ def _role(role: object, where: str) -> QuantizerRole | None:
     raise TypeError(f"{where}: must be a QuantizerRole or None, got {type(role).__name__}")
 
 
-class _QuantizeGradient(torch.autograd.Function):
+class _QuantizeGradient(StatedFunction):
     """Passes x on; its gradient is quantized on the way back."""
+
+    second = "refused"
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
@@ -103,7 +108,10 @@ class _QuantizeGradient(torch.autograd.Function):
         (grad,), quantizer = grads, ctx.quantizer
         # Not `quantize`: compiled code takes this gradient to be of x's kind, which it need not be.
         storage = quantizer.encode(grad.detach().reshape(matrix_shape(grad.shape)))
-        return QuantizedTensor.make(storage, grad.shape, grad.dtype, quantizer=quantizer), None
+        made: Any = QuantizedTensor.make(storage, grad.shape, grad.dtype, quantizer=quantizer)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            (made,) = without_derivative("fp8_grad", (grad,), (made,))
+        return made, None
 
 
 def with_quantized_gradient(x: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
@@ -116,5 +124,6 @@ def with_quantized_gradient(x: torch.Tensor, quantizer: Quantizer) -> torch.Tens
     has_gradient = isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled()
     if quantizer.is_identity or not has_gradient:
         return x
+    refuse_tangents("fp8_grad", x)
     made: torch.Tensor = _QuantizeGradient.apply(x, quantizer)
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..kernels.tangents import refuse_tangents
 from ..tensor import is_quantized
 
 __all__ = ["check_dtype", "check_source"]
@@ -18,9 +19,11 @@ def check_source(tensor: torch.Tensor, where: str) -> None:
 
     Raises:
         TypeError: no tensor, or one of another dtype or layout.
+        NotImplementedError: it has a tangent of forward-mode differentiation.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{where}: input must be a torch.Tensor, got {type(tensor).__name__}")
+    refuse_tangents(where, tensor)
     if is_quantized(tensor):
         return
     if tensor.layout != torch.strided:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..kernels.derivatives import StatedFunction
 from ..storage import TensorStorage, build_storages
 from ..tensor import QuantizedTensor, is_quantized, matrix_shape
 from .checks import check_source
@@ -165,11 +166,13 @@ def _tensor(source: torch.Tensor, storage: TensorStorage, quantizer: Quantizer) 
     return QuantizedTensor.make(storage, source.shape, source.dtype, quantizer=quantizer)
 
 
-class _Through(torch.autograd.Function):
+class _Through(StatedFunction):
     """A tensor that is encoded already; the gradient passes unchanged.
 
     One node for each tensor: a node for all of them would hold every gradient back until the last.
     """
+
+    second = "exact"
 
     @staticmethod
     def forward(

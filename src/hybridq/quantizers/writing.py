@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import PlaneError
+from ..kernels.derivatives import StatedFunction
 from ..storage import Plane, TensorStorage, overwrite
 from ..tensor import QuantizedTensor, is_quantized, matrix_shape
 from .checks import check_source
@@ -84,8 +85,10 @@ def _overwrite(old: Plane | None, new: Plane | None) -> None:
         old.kept.forget()
 
 
-class Quantize(torch.autograd.Function):
+class Quantize(StatedFunction):
     """Encode; the gradient passes unchanged."""
+
+    second = "exact"
 
     @staticmethod
     def forward(

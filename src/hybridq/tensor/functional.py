@@ -13,6 +13,7 @@ from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..formats import PlaneSpec
 from ..gemm import gemm_planes, grouped_planes
 from ..kernels import Call, Chip, candidates, check_precision, chip_of, described
+from ..kernels.tangents import refuse_tangents
 from ..storage import Plane, RaggedTensor
 from .table import is_quantized
 
@@ -30,6 +31,7 @@ def _plane(operand: _Operand, where: str, name: str) -> Plane:
             f"{where}: {name} must be a tensor or a Plane, got {type(operand).__name__}"
         )
     if is_quantized(operand):
+        refuse_tangents(where, operand)
         if operand.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{where}: {name} is quantized and requires grad, which gemm does not pass on; use "

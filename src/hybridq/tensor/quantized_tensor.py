@@ -22,7 +22,7 @@ from .in_graph import PlaneEntry, assemble, entries, quantizer_of, runs_at_once
 from .initial import InitialValue, attach_initial, copy_attributes
 from .memory import Memory
 from .rows import Part, assign_copied
-from .straight_through import Dequantize, DequantizeRows, row_index
+from .straight_through import decoded, decoded_rows, row_index
 from .table import (
     buffer_property,
     check_tensor,
@@ -185,7 +185,7 @@ class QuantizedTensor(Unprepared, Memory, torch.Tensor):
         Args:
             dtype: of the result; None: the tensor's nominal dtype.
         """
-        return Dequantize.apply(self, dtype or self.dtype)
+        return decoded(self, dtype or self.dtype)
 
     def dequantize_rows(
         self, index: slice | torch.Tensor | Sequence[int], *, dtype: torch.dtype | None = None
@@ -221,7 +221,7 @@ class QuantizedTensor(Unprepared, Memory, torch.Tensor):
                 raise ValueError(f"dequantize_rows: a slice must have step 1, got {index.step}")
         else:
             index = row_index(index, self)
-        return DequantizeRows.apply(self, index, dtype or self.dtype)
+        return decoded_rows(self, index, dtype or self.dtype)
 
     # ---- writes
 

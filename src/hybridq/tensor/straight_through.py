@@ -7,14 +7,18 @@ from typing import Any
 
 import torch
 
+from ..kernels.derivatives import StatedFunction
+from ..kernels.tangents import refuse_tangents
 from .rows import rows_of
 from .table import dequantize
 
-__all__ = ["Dequantize", "DequantizeRows", "row_index"]
+__all__ = ["decoded", "decoded_rows", "row_index"]
 
 
-class Dequantize(torch.autograd.Function):
+class _Dequantize(StatedFunction):
     """Decode; the gradient passes unchanged."""
+
+    second = "exact"
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -26,8 +30,10 @@ class Dequantize(torch.autograd.Function):
         return grads[0].to(ctx.dtype), None
 
 
-class DequantizeRows(torch.autograd.Function):
+class _DequantizeRows(StatedFunction):
     """Decode some rows; their gradient is the tensor's, zero in the other rows."""
+
+    second = "exact"
 
     @staticmethod
     def forward(
@@ -49,6 +55,18 @@ class DequantizeRows(torch.autograd.Function):
         else:
             whole.index_add_(0, ctx.saved_tensors[0], grads[0])
         return whole.to(ctx.dtype), None, None
+
+
+def decoded(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of a QuantizedTensor in `dtype`; their gradient is the tensor's."""
+    refuse_tangents("dequantize", tensor)
+    return _Dequantize.apply(tensor, dtype)
+
+
+def decoded_rows(tensor: Any, index: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the rows `index` of a QuantizedTensor matrix in `dtype`, with their gradient."""
+    refuse_tangents("dequantize_rows", tensor)
+    return _DequantizeRows.apply(tensor, index, dtype)
 
 
 def row_index(index: torch.Tensor | Sequence[int], tensor: torch.Tensor) -> torch.Tensor:
