@@ -20,7 +20,7 @@ def test_every_recipe_and_alignment(world, tmp_path) -> None:
 @needs_gloo
 def test_policies_memory_and_checkpoints(tmp_path) -> None:
     names = ("policies", "mixed_precision", "accumulation", "inference", "state", "wire", "freed")
-    run(2, tmp_path / "store", *names, "gathered_in_high_precision", "reductions")
+    run(2, tmp_path / "store", *names, "gathered_in_high_precision", "reductions", "chunks")
 
 
 @needs_gloo

@@ -59,7 +59,8 @@ def sharded(
             maxima = reduced([shards.maxima(own, rank) for rank, own in enumerate(values)])
             for rank, own in enumerate(values):
                 if own.shape[0]:
-                    planes[rank].append(shards.encode(own, rank, maxima, seed))
+                    known = shards.kept(maxima, rank)
+                    planes[rank].append(shards.encode(own, rank, known, seed))
     payloads = torch.zeros(world, plan.payload, dtype=torch.uint8)
     for rank in range(world):
         if planes[rank]:
@@ -110,7 +111,7 @@ def test_the_hooks_of_a_plane_by_the_names_of_their_like(name, direction) -> Non
     parts = [x[slice(*plane.shards.range(rank))] for rank in range(2)]
     maxima = reduced([plane.maxima(own, rank) for rank, own in enumerate(parts)])
     sent = [
-        plane.fsdp_extract_buffers(plane.encode(own, rank, maxima, None), rank)
+        plane.fsdp_extract_buffers(plane.encode(own, rank, plane.kept(maxima, rank), None), rank)
         for rank, own in enumerate(parts)
     ]
     made = plane.fsdp_assign_gathered(sent)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.utils.checkpoint import checkpoint
 
 import hybridq
-from hybridq.distributed import count_traffic, prepare_fsdp2, wire_nbytes
+from hybridq.distributed import count_traffic, prepare_fsdp2, wire_nbytes, work
 
 #: Deterministic and stochastic, uniform and hybrid, derivable and not, scales per tensor and block.
 RECIPES = (
@@ -151,6 +151,37 @@ def reductions() -> None:
         with count_traffic() as traffic, hybridq.autocast(recipe="nvfp4"):
             sharded(x)
         assert traffic.calls_by_kind["all_reduce"] == 1
+
+
+def decoded(role: Any) -> Any:
+    """Of weights, a columnwise plane that is made of the decoded rowwise one."""
+    source = "rowwise_dequantized" if role.tensor_type == "weight" else "original"
+    return hybridq.quantizer("mxfp8", columnwise="nvfp4", columnwise_source=source)
+
+
+def chunks() -> None:
+    """Maxima reduced by few at a time are those reduced at once, and a rank keeps its own."""
+    whole, most = dist.all_reduce, 50
+    sizes: list[int] = []
+
+    def seen(tensor: torch.Tensor, *args: Any) -> Any:
+        sizes.append(tensor.numel())
+        return whole(tensor, *args)
+
+    dist.all_reduce, work.MAXIMA_AT_ONCE = seen, most
+    try:
+        for recipe in ("nvfp4_1d_weight", "fp8_block", hybridq.CustomRecipe(decoded)):
+            sharded, plain = models(SIZES["cut"])
+            train(sharded, plain, recipe, f"{recipe} in chunks")
+            assert max(sizes) == most and len(sizes) > 2 * STEPS, sizes
+            for layer in sharded.layers:
+                shard = layer.weight._local_tensor
+                for parts in shard._about._maxima[1].values():
+                    # A statistic, and the blocks at both ends of this rank's rows.
+                    assert sum(part.numel() for part in parts) <= 1 + 2 * shard.shape[1]
+            sizes.clear()
+    finally:
+        dist.all_reduce, work.MAXIMA_AT_ONCE = whole, 1 << 25
 
 
 def policies() -> None:

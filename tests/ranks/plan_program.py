@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -108,7 +109,7 @@ def check(
         step(model, optimizer, recipe, amp)
         optimizer.zero_grad()
     gathered = wire_nbytes(model)
-    with count_traffic() as counted:
+    with count_traffic() as counted, largest_reduction() as largest:
         step(model, optimizer, recipe, amp)
     want = planned.nbytes_by_kind()
     assert counted.nbytes_by_kind == want, f"{what}: {counted}, planned {want}"
@@ -117,6 +118,12 @@ def check(
         count = len([name for name, _ in model.named_parameters() if is_weight(name)])
         trailers = count * 2 * 16 * dist.get_world_size()  # of each, forward and backward
         assert wire_nbytes(model) - gathered + trailers == of_weights, what
+    maxima = next((m.nbytes for m in planned.memory if m.what == "maxima"), 0)
+    if not any(m.what == "maxima of delayed scaling" for m in planned.traffic):
+        found = kept_maxima(model) + sum(largest)
+        assert found <= maxima, f"{what}: maxima {found}, planned {maxima}"
+        if dist.get_world_size() == 2:  # of more ranks, each boundary is one of two of them
+            assert found == maxima, f"{what}: maxima {found}, planned {maxima}"
     if dist.get_rank():
         return  # a plan is that of the largest shards, which are the first rank's
     held = {one.what: one.nbytes for one in planned.memory}
@@ -151,6 +158,36 @@ def baselines() -> None:
         for dtype in (torch.float32, torch.bfloat16)
     ]
     assert columns[0] == columns[1]  # those of BF16 parameters, whatever the model's own are
+
+
+@contextmanager
+def largest_reduction() -> Any:
+    """Give, in a list, the bytes of the largest reduction of maxima so far."""
+    found: list[int] = []
+    whole = dist.all_reduce
+
+    def seen(tensor: torch.Tensor, *args: Any) -> Any:
+        found[:] = [max([*found, nbytes(tensor)])]
+        return whole(tensor, *args)
+
+    dist.all_reduce = seen
+    try:
+        yield found
+    finally:
+        dist.all_reduce = whole
+
+
+def kept_maxima(model: nn.Module) -> int:
+    """Bytes of the maxima that this rank keeps, with the memory that they lie in."""
+    known = {id(one): one for p in model.parameters() for one in [about_of(p)] if one is not None}
+    parts = [part for one in known.values() for parts in one._maxima[1].values() for part in parts]
+    assert all(part.untyped_storage().nbytes() == nbytes(part) for part in parts)
+    return sum(map(nbytes, parts))
+
+
+def about_of(parameter: torch.Tensor) -> Any:
+    """What a prepared parameter knows; None of others."""
+    return getattr(getattr(parameter, "_local_tensor", None), "_about", None)
 
 
 def is_weight(name: str) -> bool:

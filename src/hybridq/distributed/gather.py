@@ -287,15 +287,18 @@ class GatheredParameter:
         call, shard = self.last_call(), None if self.shard is None else self.shard()
         if shard is None:
             raise RuntimeError(f"fsdp2: {self.name} has no shard any more")
-        values = shard.high.detach()
-        x = values.to(call.dtype).reshape(values.shape[0], call.shards.cols)
+        high, dtype, cols = shard.high, call.dtype, call.shards.cols
         stamp, stats = (0, None) if not plan.num_amaxes else self._scales()
         _, known, amaxes = self._known((self.num_writes, call.key(), stamp))
         for place, direction in enumerate(DIRECTIONS):
             if stats is not None and call.has_given_scale(direction):
                 first = 0 if plan.has_one_scale else place
-                known[direction] = [stats.narrow(0, first, 1).to(x.device)]
-        return ShardWork(plan, x, call.rank, known, amaxes)
+                known[direction] = [stats.narrow(0, first, 1).to(high.device)]
+
+        def rows() -> torch.Tensor:
+            return high.detach().to(dtype).reshape(high.shape[0], cols)
+
+        return ShardWork(plan, rows, call.rank, high.device, known, amaxes)
 
     def _scales(self) -> tuple[int, torch.Tensor]:
         """Return a number that tells these statistics from others, and those of both planes.

@@ -296,7 +296,7 @@ class HeldParameter(GatheredParameter):
         """
         _, rank, world = self._mesh()
         x = values.detach().reshape(values.shape[0], self._matrix[1])
-        return ShardWork(self._plan(world), x, rank)
+        return ShardWork(self._plan(world), x, rank, x.device)
 
     def group(self) -> Any:
         """Return the process group whose ranks share the parameter."""

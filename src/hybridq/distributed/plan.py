@@ -21,6 +21,7 @@ from .fsdp2 import gathered_weights
 from .run_plan import Held, Moved, RunPlan, Sharding
 from .sizes import ParameterSizes, parameter_sizes
 from .weight import GatheredWeight
+from .work import MAXIMA_AT_ONCE
 
 __all__ = ["plan"]
 
@@ -33,6 +34,7 @@ _HELD: Final = (
     "optimizer",
     "gathered parameters",
     "gradients of a unit",
+    "maxima",
     "weights kept for the backward",
     "inputs saved by linears",
 )
@@ -64,7 +66,7 @@ def plan(
 ) -> RunPlan:
     """Return what each rank holds, and what a training step moves, without running anything.
 
-    A step is a later one (in the first, maxima are reduced parameter by parameter) with one
+    A step is a later one (in the first, maxima are reduced before the first gather too) with one
     forward and one backward, under `prepare_fsdp2` and `fully_shard`, or under DDP. Rows on the
     largest shard count, and padding does. Every weight's input needs a gradient. Beside it stand
     two runs without a recipe: with the same parameters and optimizer, and with BF16 parameters
@@ -178,6 +180,8 @@ class _Sums:
         #: gradients before their reduction.
         self._gathered: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
         self._reduced: Counter[str] = Counter()
+        #: By step of encoding: bytes of all maxima that are reduced before it.
+        self._maxima: Counter[int] = Counter()
         sharding = run.sharding
         weights = {id(found.parameter): found for found in gathered_weights(model)}
         units = _units(model) if sharding.units is None else set(sharding.units)
@@ -250,6 +254,8 @@ class _Sums:
         is_freed = unit != "" if reshards is None else reshards
         for found, nbytes in zip(self._gathered, sizes.gathered(is_freed), strict=True):
             found[unit if is_freed else _STAYS] += nbytes
+        self.held["maxima"] += sizes.maxima_kept
+        self._maxima.update(dict(enumerate(sizes.maxima_by_step)))
         forward, backward = sizes.moved(is_freed)
         self._move(f"{what}, forward", "all_gather", ranks, forward, numel)
         self._move(f"{what}, backward", "all_gather", ranks, backward, numel)
@@ -272,6 +278,8 @@ class _Sums:
             for found in self._gathered
         )
         self.held["gradients of a unit"] += max(self._reduced.values(), default=0)
+        at_once = max(self._maxima.values(), default=0)
+        self.held["maxima"] += min(at_once, 4 * MAXIMA_AT_ONCE)
 
     def _add_delayed(self, model: nn.Module) -> None:
         """Book the reductions of delayed scaling: one number for each place with a history."""

@@ -130,12 +130,28 @@ class ParameterSizes:
     @cached_property
     def maxima(self) -> int:
         """Bytes of the maxima that ranks reduce after each step of the optimizer."""
-        if not self._can_travel:
-            return 0
-        planes = self._whole.planes
-        if not self.is_held:  # a scale of earlier steps needs none
-            planes = tuple(p for p in planes if not self._call.has_given_scale(p.direction))
-        return 4 * sum(math.prod(shape) for plane in planes for shape in plane.maxima_shapes)
+        return sum(self.maxima_by_step)
+
+    @cached_property
+    def maxima_by_step(self) -> tuple[int, ...]:
+        """Bytes of them by step of encoding: each step is reduced by itself."""
+        reduced = self._reduced
+        steps = self._whole.steps if reduced else ()
+        return tuple(4 * sum(p.maxima_numel for p in step if p in reduced) for step in steps)
+
+    @cached_property
+    def maxima_kept(self) -> int:
+        """Bytes of them that a rank keeps for its own rows until these are written, at most."""
+        return 0 if self.is_held else 4 * sum(plane.most_kept for plane in self._reduced)
+
+    @property
+    def _reduced(self) -> tuple[PlaneShards, ...]:
+        """The planes whose maxima are reduced."""
+        planes = self._whole.planes if self._can_travel else ()
+        if self.is_held:
+            return planes
+        # A scale of earlier steps needs none.
+        return tuple(p for p in planes if not self._call.has_given_scale(p.direction))
 
     @cached_property
     def shard_planes(self) -> int | None:
@@ -190,10 +206,10 @@ class StackSizes(ParameterSizes):
     def _derived(self) -> int:
         return sum(one._derived for one in self._each)
 
-    @cached_property
-    def maxima(self) -> int:
+    @property
+    def _reduced(self) -> tuple[PlaneShards, ...]:
         """None: what an amax is of is on one rank."""
-        return 0
+        return ()
 
     @cached_property
     def shard_planes(self) -> int | None:
