@@ -1,7 +1,7 @@
 // hybridq._core: the core's functions over plain pointers. The only file that knows Python.
 //
-// The caller (src/hybridq/kernels) owns the memory and guarantees that the buffers have the sizes
-// that docs/architecture.md gives for a spec. Everything that can be checked from values is checked
+// The caller (src/hybridq/kernels) owns the memory and guarantees that the buffers have the dtypes and
+// sizes that a spec asks for: kernels/memory.py holds it to that. Everything that can be checked from values is checked
 // here; every wrong argument is a ValueError with the rule and the value.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -14,7 +14,8 @@ import kernel_cases as cases
 from hybridq import reference
 from hybridq.formats import PlaneSpec
 from hybridq.kernels import native_layout, ragged
-from hybridq.kernels.backend_cpu import DTYPES, core_spec
+from hybridq.kernels.backend_cpu import core_spec
+from hybridq.kernels.memory import DTYPES
 
 MODULE = emulated.load()
 if MODULE is None:

@@ -13,6 +13,7 @@ import torch
 
 from ..direction import COLUMNWISE, ROWWISE
 from ..formats import PlaneSpec
+from ..kernels.memory import is_aligned
 from ..storage import Plane, TensorStorage
 from .plane_shards import PlaneShards, Shards
 
@@ -135,8 +136,7 @@ class StorageShards:
                 for piece in plane.pieces(rank):
                     # A copy where an FP32 scale would not lie at a multiple of four bytes.
                     part = payloads[rank, offset : offset + piece.nbytes]
-                    size = piece.dtype.itemsize
-                    aligned = part.storage_offset() % size == part.data_ptr() % size == 0
+                    aligned = is_aligned(part, piece.dtype.itemsize)
                     parts.append(part if aligned else part.clone())
                     offset += piece.nbytes
                 received[index].append(parts)

@@ -10,16 +10,11 @@ import torch
 
 from .. import settings
 from ..formats import PlaneSpec
+from .memory import DTYPES, codes, given, given_or_none, made, matrix, plane
 from .registry import Backend, Call, register_backend
 from .types import EncodeArgs, Prologue
 
 __all__ = ["CPU", "core", "core_error"]
-
-DTYPES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
 
 #: Given to every allocation: another default device must not change where results are.
 _CPU = torch.device("cpu")
@@ -98,25 +93,21 @@ def _supports(call: Call) -> str | None:
     return None
 
 
-def _pointer(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 class _Encoder:
     """Encodes planes of some specs: the core's call, with all prepared that no tensor changes."""
 
     __slots__ = (
         "_col",
         "_col_needs_stat",
-        "_dtype",
         "_row",
         "_row_needs_stat",
         "_seeded",
         "_sizes",
+        "_specs",
     )
 
     def __init__(self, row: PlaneSpec | None, col: PlaneSpec | None, dtype: torch.dtype) -> None:
-        self._dtype = DTYPES[dtype]
+        self._specs = (row, col)
         #: The core's form of each spec; None for no plane.
         self._row = None if row is None else core_spec(row)[0]
         self._col = None if col is None else core_spec(col)[0]
@@ -138,10 +129,13 @@ class _Encoder:
         # The seed may be a copy, and is read in the call.
         buffers, planes, _seed = self.planes(rows, cols, *args[:7])
         stride0, stride1 = x.stride()
-        raised = _pointer(args[7]) if len(args) > 7 else 0  # `found`, of the first plane's pass
+        source = matrix("encode: x", x)
+        raised = 0  # of `found`: in the first plane's pass
+        if len(args) > 7:
+            raised = given_or_none("encode: found", args[7], torch.float32, 1)
         raisers = (raised, 0) if planes[0] is not None else (0, raised)
         core.encode_from_scratch(
-            x.data_ptr(), self._dtype, rows, cols, stride0, stride1, *planes, _threads(), *raisers
+            *source, rows, cols, stride0, stride1, *planes, _threads(), *raisers
         )
         return buffers
 
@@ -166,7 +160,7 @@ class _Encoder:
         seed_pointer = 0
         if seed is not None and self._seeded:
             seed = seed.cpu()  # itself, if it is there already
-            seed_pointer = seed.data_ptr()
+            seed_pointer = given("encode: seed", seed, torch.int64, 1)
         buffers = []
         sizes, split = self._sizes(rows, cols)
         for size, dtype in sizes:
@@ -177,11 +171,11 @@ class _Encoder:
             native, row_finds, stat = self._row, self._row_needs_stat, 0
             if row_finds:
                 row_finds = row_stat is None
-                stat = _stat_pointer(buffers[2:split], row_stat)
+                stat = _stat_pointer(self._specs[0], rows, buffers[2:split], row_stat)
             first = (
                 native,
-                buffers[0].data_ptr(),
-                buffers[1].data_ptr(),
+                made(buffers[0]),
+                made(buffers[1]),
                 stat,
                 seed_pointer,
                 row0,
@@ -192,11 +186,11 @@ class _Encoder:
             native, col_finds, stat = self._col, self._col_needs_stat, 0
             if col_finds:
                 col_finds = col_stat is None
-                stat = _stat_pointer(buffers[split + 2 :], col_stat)
+                stat = _stat_pointer(self._specs[1], cols, buffers[split + 2 :], col_stat)
             second = (
                 native,
-                buffers[split].data_ptr(),
-                buffers[split + 1].data_ptr(),
+                made(buffers[split]),
+                made(buffers[split + 1]),
                 stat,
                 seed_pointer,
                 row0,
@@ -212,18 +206,22 @@ _Planes = tuple[tuple[Any, ...] | None, tuple[Any, ...] | None, bool, bool]
 _Sizes = tuple[tuple[tuple[int, ...], torch.dtype | None], ...]
 
 
-def _stat_pointer(amax: list[torch.Tensor], given: torch.Tensor | None) -> int:
+def _stat_pointer(
+    spec: PlaneSpec | None, rows: int, amax: list[torch.Tensor], stat: torch.Tensor | None
+) -> int:
     """Return where the core reads a plane's amax, or writes it if it is not given; 0: nowhere.
 
     Args:
+        spec, rows: of the plane.
         amax: the plane's own buffer of it, if it has one.
-        given: the statistic, or None.
+        stat: the statistic that is given, or None.
     """
-    if given is None:
-        return amax[0].data_ptr() if amax else 0
+    if stat is None or spec is None:
+        return made(amax[0]) if amax else 0
+    address = given("encode: a statistic", stat, torch.float32, spec.stat_shape(rows)[0])
     if amax:
-        amax[0].copy_(given)
-    return given.data_ptr()
+        amax[0].copy_(stat)
+    return address
 
 
 encoder = lru_cache(maxsize=1024)(_Encoder)
@@ -261,10 +259,10 @@ def _prologue(
     sizes = (count if prologue.kind == "LayerNorm" else 0, count)
     mean, rstd = (_empty(size, dtype=torch.float32, device=_CPU) for size in sizes)
     weights = (
-        prologue.gamma.data_ptr(),
-        _pointer(prologue.beta),
-        mean.data_ptr(),
-        rstd.data_ptr(),
+        given("norm: gamma", prologue.gamma, torch.float32, cols),
+        given_or_none("norm: beta", prologue.beta, torch.float32, cols),
+        made(mean),
+        made(rstd),
         prologue.eps,
     )
     return x, cols, [mean, rstd], weights
@@ -278,12 +276,11 @@ def _map(x: torch.Tensor, prologue: Prologue) -> tuple[torch.Tensor, ...]:
         prologue.core,
         prologue.is_gated,
         weights,
-        x.data_ptr(),
-        DTYPES[x.dtype],
+        *matrix("map: x", x),
         rows,
         cols,
         x.stride(0),
-        out.data_ptr(),
+        made(out),
         _threads(),
     )
     return (out, *stats)
@@ -313,8 +310,7 @@ def _map_encode(
         prologue.core,
         prologue.is_gated,
         weights,
-        x.data_ptr(),
-        DTYPES[x.dtype],
+        *matrix("map_encode: x", x),
         rows,
         cols,
         x.stride(0),
@@ -337,12 +333,10 @@ def _run_decode(
     out = _empty(rows, width, dtype=dtype, device=_CPU)
     outside = core.decode(
         core_spec(spec)[0],
-        own[0].data_ptr(),
-        own[1].data_ptr(),
-        _pointer(own[2] if len(own) == 3 else None),
+        *plane("decode", own, spec, rows, cols),
         rows,
         cols,
-        out.data_ptr(),
+        made(out),
         DTYPES[dtype],
         is_operand,
         torch.get_num_threads(),
@@ -370,12 +364,11 @@ def _operand(
 def _amax(x: torch.Tensor, spec: PlaneSpec) -> torch.Tensor:
     out = _empty(spec.stat_shape(x.shape[0]), dtype=torch.float32, device=_CPU)
     core.amax(
-        x.data_ptr(),
-        DTYPES[x.dtype],
+        *matrix("amax: x", x),
         *x.shape,
         *x.stride(),
         -1 if spec.signs is None else spec.signs,
-        out.data_ptr(),
+        made(out),
         torch.get_num_threads(),
         spec.row_scaled,
     )
@@ -386,7 +379,8 @@ def _transpose(data: torch.Tensor, rows: int, cols: int, bits: int) -> torch.Ten
     source = data.contiguous()
     width = -(-rows // 2) if bits == 4 else rows
     out = _empty(cols, width, dtype=data.dtype, device=_CPU)
-    core.transpose(source.data_ptr(), rows, cols, bits, out.data_ptr(), torch.get_num_threads())
+    address = codes("transpose: data", source, rows, cols, bits)
+    core.transpose(address, rows, cols, bits, made(out), torch.get_num_threads())
     return out
 
 
@@ -395,7 +389,7 @@ def _round_stochastic(
 ) -> torch.Tensor:
     out = _empty(x.shape, dtype=dtype, device=_CPU)
     core.round_stochastic(
-        x.data_ptr(),
+        matrix("round_stochastic: x", x, only="float32")[0],
         *x.shape,
         *x.stride(),
         DTYPES[dtype],
@@ -403,7 +397,7 @@ def _round_stochastic(
         row0,
         col0,
         stream,
-        out.data_ptr(),
+        made(out),
         torch.get_num_threads(),
     )
     return out

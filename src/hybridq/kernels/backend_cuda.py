@@ -16,7 +16,9 @@ import torch
 
 from ..formats import PlaneSpec
 from ..reference import FOLD_WIDTH, Folded
-from .backend_cpu import DTYPES, core, core_error, core_spec
+from . import memory
+from .backend_cpu import core, core_error, core_spec
+from .cuda_addresses import Addresses
 from .cuda_prologue import encode_mapped, store_mapped
 from .cuda_ragged import encode_ragged
 from .device import Chip, described, stream_of
@@ -50,7 +52,7 @@ class NewPlanes:
             self.copied.copy_(self.stats[0])
 
 
-class GpuKernels:
+class GpuKernels(Addresses):
     """The operations of a backend over a module of GPU kernels.
 
     Args:
@@ -59,10 +61,6 @@ class GpuKernels:
 
     def __init__(self, module: Any) -> None:
         self.module = module
-
-    def pointer(self, tensor: torch.Tensor | None, written: bool = False) -> int:
-        """Return the tensor's address for the kernel about to be launched, 0 for None."""
-        return 0 if tensor is None else tensor.data_ptr()
 
     def launch(self, device: torch.device) -> contextlib.AbstractContextManager[int]:
         """Return a context with `device` current; its value is the stream, as a number."""
@@ -74,13 +72,11 @@ class GpuKernels:
         """Encode one or both planes; statistics that are not given are found on the way."""
         rows, cols = x.shape
         with self.launch(x.device) as stream:
-            made = self.new_planes(x.device, rows, cols, row, col, args)
-            source = self.pointer(x)
-            self.module.encode(
-                source, DTYPES[x.dtype], rows, cols, *x.stride(), *made.planes, *made.finds, stream
-            )
-            made.finish()
-        return made.buffers
+            new = self.new_planes(x.device, rows, cols, row, col, args)
+            source = self.matrix("encode: x", x, x.device)
+            self.module.encode(*source, rows, cols, *x.stride(), *new.planes, *new.finds, stream)
+            new.finish()
+        return new.buffers
 
     def new_planes(
         self,
@@ -98,7 +94,7 @@ class GpuKernels:
         stats: list[torch.Tensor] = []
         shared = _share_amax(row, col, args)
         copied = None
-        for spec, shape, given, random_stream in (
+        for spec, shape, known, random_stream in (
             (row, (rows, cols), args.row_stat, args.row_stream),
             (col, (cols, rows), args.col_stat, args.col_stream),
         ):
@@ -110,8 +106,8 @@ class GpuKernels:
                 torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
                 for buffer in spec.buffers(*shape)
             ]
-            stat = given
-            finds.append(spec.needs_amax and given is None)
+            stat = known if spec.needs_amax else None
+            finds.append(spec.needs_amax and known is None)
             if finds[-1]:
                 stat = own[2] if len(own) == 3 else own[1].new_empty(1)
                 if shared and stats:
@@ -124,16 +120,16 @@ class GpuKernels:
                     core_spec(spec)[0],
                     self.pointer(own[0], True),
                     self.pointer(own[1], True),
-                    self.pointer(stat, given is None),
-                    self.pointer(args.seed if spec.stochastic else None),
+                    self.statistic(spec, shape[0], stat, known is None, device),
+                    self.seed(spec, args.seed, device),
                     args.row0,
                     args.col0,
                     random_stream,
                 )
             )
             buffers += own
-            if len(own) == 3 and given is not None:
-                own[2].copy_(given)
+            if len(own) == 3 and known is not None:
+                own[2].copy_(known)
         return NewPlanes(buffers, planes, finds, stats, copied)
 
     def map(self, *call: Any) -> tuple[torch.Tensor, ...]:
@@ -159,8 +155,8 @@ class GpuKernels:
         count, device = len(xs), xs[0].device
         shared = _share_amax(row, col, args)
         finds = [
-            spec is not None and spec.needs_amax and given is None
-            for spec, given in ((row, args.row_stat), (col, args.col_stat))
+            spec is not None and spec.needs_amax and known is None
+            for spec, known in ((row, args.row_stat), (col, args.col_stat))
         ]
         finds[1] = finds[1] and not shared
         buffers: list[list[torch.Tensor]] = [[] for _ in xs]
@@ -169,7 +165,7 @@ class GpuKernels:
             # Those of one plane behind the other's; a row-scaled plane has its own place for them.
             found = torch.empty(count * sum(finds), dtype=torch.float32, device=device)
             stats = self.pointer(found, True)
-            for spec, is_col, given, random_stream in (
+            for spec, is_col, known, random_stream in (
                 (row, False, args.row_stat, args.row_stream),
                 (col, True, args.col_stat, args.col_stream),
             ):
@@ -177,8 +173,10 @@ class GpuKernels:
                     planes.append(None)
                     continue
                 address = stats
-                if given is not None:
-                    address = self.pointer(given)
+                if known is not None:
+                    address = self.given(
+                        "encode_many: statistics", known, torch.float32, count, device
+                    )
                 elif finds == [True, True] and is_col:
                     address += count * found.element_size()
                 shapes = [tuple(x.shape[::-1] if is_col else x.shape) for x in xs]
@@ -201,10 +199,13 @@ class GpuKernels:
                         pointers,
                     )
                 )
-            matrices = [(self.pointer(x), *x.shape, *x.stride()) for x in xs]
-            self.module.encode_many(
-                DTYPES[xs[0].dtype], matrices, *planes, self.pointer(args.seed), stream
-            )
+            dtype = memory.DTYPES[xs[0].dtype]
+            matrices = [
+                (self.matrix("encode_many: x", x, device, only=dtype)[0], *x.shape, *x.stride())
+                for x in xs
+            ]
+            seeds = self.given("encode_many: seed", args.seed, torch.int64, count, device)
+            self.module.encode_many(dtype, matrices, *planes, seeds, stream)
         return [buffer for own in buffers for buffer in own]
 
     def encode_ragged(self, *call: Any) -> list[torch.Tensor] | None:
@@ -221,18 +222,16 @@ class GpuKernels:
         is_operand: bool,
     ) -> torch.Tensor:
         own = [buffer.contiguous() for buffer in buffers]
-        width = spec.padded(cols) if is_operand else cols
-        with self.launch(own[0].device) as stream:
-            out = torch.empty(rows, width, dtype=dtype, device=own[0].device)
+        width, device = spec.padded(cols) if is_operand else cols, own[0].device
+        with self.launch(device) as stream:
+            out = torch.empty(rows, width, dtype=dtype, device=device)
             self.module.decode(
                 core_spec(spec)[0],
-                self.pointer(own[0]),
-                self.pointer(own[1]),
-                self.pointer(own[2] if len(own) == 3 else None),
+                *self.plane("decode", own, spec, rows, cols, device),
                 rows,
                 cols,
                 self.pointer(out, True),
-                DTYPES[dtype],
+                memory.DTYPES[dtype],
                 is_operand,
                 0,
                 stream,
@@ -266,8 +265,7 @@ class GpuKernels:
         with self.launch(x.device) as stream:
             out = torch.empty(spec.stat_shape(x.shape[0]), dtype=torch.float32, device=x.device)
             self.module.amax(
-                self.pointer(x),
-                DTYPES[x.dtype],
+                *self.matrix("amax: x", x, x.device),
                 *x.shape,
                 *x.stride(),
                 -1 if spec.signs is None else spec.signs,
@@ -282,6 +280,7 @@ class GpuKernels:
         width = -(-rows // 2) if bits == 4 else rows
         with self.launch(data.device) as stream:
             out = torch.empty(cols, width, dtype=data.dtype, device=data.device)
+            memory.codes("transpose: data", source, rows, cols, bits, data.device)
             self.module.transpose(
                 self.pointer(source), rows, cols, bits, self.pointer(out, True), stream
             )
@@ -299,11 +298,11 @@ class GpuKernels:
         with self.launch(x.device) as launch_stream:
             out = torch.empty(x.shape, dtype=dtype, device=x.device)
             self.module.round_stochastic(
-                self.pointer(x),
+                self.matrix("round_stochastic: x", x, x.device, "float32")[0],
                 *x.shape,
                 *x.stride(),
-                DTYPES[dtype],
-                self.pointer(seed),
+                memory.DTYPES[dtype],
+                self.given("round_stochastic: seed", seed, torch.int64, 1, x.device),
                 row0,
                 col0,
                 stream,
@@ -326,8 +325,7 @@ class GpuKernels:
             changed = torch.empty(1, dtype=torch.int64, device=device)
             self.module.fold(
                 core_spec(spec)[0],
-                self.pointer(own[0]),
-                self.pointer(own[1]),
+                *self.plane("fold", own, spec, rows, cols, device)[:2],
                 rows,
                 width,
                 height,
@@ -346,7 +344,7 @@ class GpuKernels:
         size = -(-rows // 128) * -(-blocks // 4) * 512
         with self.launch(scale.device) as stream:
             out = torch.empty(size, dtype=scale.dtype, device=scale.device)
-            source = self.pointer(scale)
+            source = self.given("swizzle: scale", scale, scale.dtype, rows * blocks, scale.device)
             self.module.swizzle(source, rows, blocks, self.pointer(out, True), stream)
         return out
 
@@ -398,7 +396,7 @@ def _supports(call: Call) -> str | None:
 
 def spec_reason(call: Call) -> str | None:
     """Return None if the core has kernels for the dtypes and specs of `call`, else why not."""
-    if call.dtype not in DTYPES and call.op not in ("transpose", "swizzle"):
+    if call.dtype not in memory.DTYPES and call.op not in ("transpose", "swizzle"):
         return f"takes float32, bfloat16 and float16, got {call.dtype}"
     for spec in (call.row, call.col):
         if spec is not None and (call.op != "amax" or spec.row_scaled):

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ..formats import PlaneSpec
-from .backend_cpu import DTYPES
 from .types import EncodeArgs, Prologue
 
 __all__ = ["encode_mapped", "store_mapped"]
@@ -37,12 +36,12 @@ def _call(
         sizes = (rows if prologue.kind == "LayerNorm" else 0, rows)
         stats = [torch.empty(size, dtype=torch.float32, device=x.device) for size in sizes]
         weights = (
-            kernels.pointer(prologue.gamma),
-            kernels.pointer(prologue.beta),
+            kernels.given("norm: gamma", prologue.gamma, torch.float32, cols, x.device),
+            kernels.given("norm: beta", prologue.beta, torch.float32, cols, x.device),
             *(kernels.pointer(stat, True) for stat in stats),
             prologue.eps,
         )
-    source = (kernels.pointer(x), DTYPES[x.dtype], rows, cols, x.stride(0))
+    source = (*kernels.matrix("map: x", x, x.device), rows, cols, x.stride(0))
     return cols, stats, (prologue.core, prologue.is_gated, weights, *source)
 
 

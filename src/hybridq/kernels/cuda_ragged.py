@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..formats import PlaneSpec
-from .backend_cpu import DTYPES, core_spec
+from .backend_cpu import core_spec
 from .types import EncodeArgs, Groups
 
 __all__ = ["encode_ragged"]
@@ -37,7 +37,7 @@ def encode_ragged(
     finds: list[bool] = []
     stats: list[torch.Tensor] = []  # alive until the launch
     with kernels.launch(x.device) as stream:
-        for spec, shape, given, random_stream in (
+        for spec, shape, known, random_stream in (
             (row, (tokens, cols), args.row_stat, args.row_stream),
             (col, (cols, groups.columns), args.col_stat, args.col_stream),
         ):
@@ -48,39 +48,38 @@ def encode_ragged(
             own = [
                 torch.empty(b.shape, dtype=b.dtype, device=x.device) for b in spec.buffers(*shape)
             ]
-            stat = given
-            finds.append(spec.needs_amax and given is None)
+            stat = known if spec.needs_amax else None
+            finds.append(spec.needs_amax and known is None)
             if finds[-1]:
                 stat = own[2] if len(own) == 3 else own[1].new_empty(1)
             if stat is not None:
                 stats.append(stat)
-            if len(own) == 3 and given is not None:
-                own[2].copy_(given)
-            seed = args.seed if spec.stochastic else None
+            if len(own) == 3 and known is not None:
+                own[2].copy_(known)
             planes.append(
                 (
                     core_spec(spec)[0],
                     kernels.pointer(own[0], True),
                     kernels.pointer(own[1], True),
-                    kernels.pointer(stat, finds[-1]),
-                    kernels.pointer(seed),
+                    kernels.statistic(spec, shape[0], stat, finds[-1], x.device),
+                    kernels.seed(spec, args.seed, x.device),
                     0,
                     0,
                     random_stream,
                 )
             )
             buffers += own
+        count = groups.ends.shape[0]
         done = kernels.module.encode_ragged(
-            kernels.pointer(x),
-            DTYPES[x.dtype],
+            *kernels.matrix("encode_ragged: x", x, x.device),
             tokens,
             cols,
             *x.stride(),
             *planes,
             *finds,
-            kernels.pointer(groups.ends),
-            kernels.pointer(groups.padded),
-            groups.ends.shape[0],
+            kernels.given("encode_ragged: ends", groups.ends, torch.int32, count, x.device),
+            kernels.given("encode_ragged: begins", groups.padded, torch.int32, count + 1, x.device),
+            count,
             groups.columns,
             stream,
         )

@@ -13,8 +13,9 @@ import torch
 
 from .. import settings
 from ..formats import PlaneSpec
-from .backend_cpu import CPU, DTYPES, core, core_spec, encoder
+from .backend_cpu import CPU, core, core_spec, encoder
 from .exact import Side, exact_gemm, fp32_reason
+from .memory import DTYPES, given, given_or_none, made, values
 from .product import FEW_ROWS, product_reason
 from .registry import Call, cached_choice, operation, select
 
@@ -35,7 +36,7 @@ class FewRowsProduct:
         dtype: of the rows, the weight, the bias and the result.
     """
 
-    __slots__ = ("_columns", "_dtype", "_run")
+    __slots__ = ("_columns", "_dtype", "_padded", "_run")
 
     def __init__(
         self, row: PlaneSpec, col: PlaneSpec | None, weight: PlaneSpec, dtype: torch.dtype
@@ -43,6 +44,7 @@ class FewRowsProduct:
         self._run = core.FewRows(core_spec(row)[0], core_spec(weight)[0], DTYPES[dtype])
         self._columns = None if col is None else encoder(None, col, dtype).planes
         self._dtype = dtype
+        self._padded = weight.padded
 
     def __call__(
         self,
@@ -69,17 +71,21 @@ class FewRowsProduct:
             buffers, planes, seed_read = self._columns(rows, k, None, None, seed, *place)
             column, finds = planes[1], planes[3]
         if isinstance(weight, Side):
-            matrix, factor = weight.matrix, weight.factor
-            n, pointer = matrix.shape[0], 0
+            codes, factor = weight.matrix, weight.factor
+            n, pointer = codes.shape[0], 0
             strides: tuple[int, ...] = (0, 0)
-            decoded = matrix.data_ptr()
-            factor_pointer = 0 if factor is None else factor.data_ptr()
+            count = n * self._padded(k)
+            decoded = given("linear: the decoded weight", codes, torch.bfloat16, count)
+            factor_pointer = given_or_none("linear: its factor", factor, torch.float32, 1)
         else:
-            n, pointer, strides = weight.shape[0], weight.data_ptr(), weight.stride()
+            (n, width), strides = weight.shape, weight.stride()
+            if width != k:
+                raise ValueError(f"linear: the weight must be [n, {k}], got [{n}, {width}]")
+            pointer = values("linear: the weight", weight, self._dtype)
             decoded = factor_pointer = 0
         out = _empty(rows, n, dtype=self._dtype, device=_CPU)
         is_done = self._run(
-            x.data_ptr(),
+            values("linear: x", x, self._dtype),
             *x.stride(),
             rows,
             k,
@@ -90,8 +96,8 @@ class FewRowsProduct:
             n,
             decoded,
             factor_pointer,
-            0 if bias is None else bias.data_ptr(),
-            out.data_ptr(),
+            given_or_none("linear: bias", bias, self._dtype, n),
+            made(out),
             _threads(),
         )
         del seed_read  # alive until here

@@ -20,6 +20,7 @@ import torch
 
 from .. import settings
 from .device import stream_of
+from .memory import begins_at
 
 __all__ = ["Kept", "Made", "forget_all", "kept_nbytes"]
 
@@ -225,11 +226,11 @@ class NeverKept(Kept):
 
 def _state(buffers: Sequence[torch.Tensor]) -> _State:
     """Return what changes with every write to the buffers, and with other memory."""
-    return tuple((buffer._version, buffer.data_ptr()) for buffer in buffers)
+    return tuple((buffer._version, begins_at(buffer)) for buffer in buffers)
 
 
 def _own_nbytes(tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> int:
     """Return the bytes of the memory of `tensors` that is not the plane's own."""
-    known = {buffer.untyped_storage().data_ptr() for buffer in buffers}
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    known = {begins_at(buffer.untyped_storage()) for buffer in buffers}
+    sizes = {begins_at(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}
     return sum(size for address, size in sizes.items() if address not in known)

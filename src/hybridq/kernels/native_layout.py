@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from .memory import begins_at
+
 __all__ = [
     "ceil_to",
     "fill_scale",
@@ -38,7 +40,7 @@ def pad_codes(data: torch.Tensor, rows: int, width: int) -> torch.Tensor:
         padded[: data.shape[0], : data.shape[1]] = data
         return padded
     data = data.contiguous()
-    return data if data.data_ptr() % _ALIGNMENT == 0 else data.clone()
+    return data if begins_at(data) % _ALIGNMENT == 0 else data.clone()
 
 
 def pad_rows(values: torch.Tensor, rows: int) -> torch.Tensor:
@@ -63,7 +65,7 @@ def scales_1x128(scale: torch.Tensor, rows: int) -> torch.Tensor:
         rows: `r` or more, a multiple of 4: each column begins at 16 bytes.
     """
     is_laid = scale.shape[0] == rows and scale.stride() == (1, rows)
-    if is_laid and scale.data_ptr() % _ALIGNMENT == 0:
+    if is_laid and begins_at(scale) % _ALIGNMENT == 0:
         return scale
     laid = scale.new_zeros((scale.shape[1], rows))
     laid[:, : scale.shape[0]] = scale.t()

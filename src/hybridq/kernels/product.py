@@ -6,7 +6,8 @@ from typing import Final
 
 import torch
 
-from .backend_cpu import DTYPES, core, core_error
+from .backend_cpu import core, core_error
+from .memory import DTYPES, given, given_or_none, made, matrix, values
 from .types import GemmArgs
 
 __all__ = ["FEW_ROWS", "multiply", "product_reason"]
@@ -40,6 +41,8 @@ def multiply(
         args: bias, what is accumulated into, and the result's dtype.
     """
     (m, k), n = a.shape, b.shape[0]
+    if b.shape[1] != k:
+        raise ValueError(f"product: a and b must have one K, got {k} and {b.shape[1]}")
     a, b = _along_k(a), _along_k(b)
     # Alive until the call returns.
     factors = [
@@ -51,20 +54,18 @@ def multiply(
         into = into.to(torch.float32)
     out = torch.empty(m, n, dtype=args.out_dtype, device="cpu")
     core.product(
-        a.data_ptr(),
+        values("product: a", a, torch.bfloat16),
         max(a.stride(0), k),
-        b.data_ptr(),
+        values("product: b", b, torch.bfloat16),
         max(b.stride(0), k),
         m,
         n,
         k,
-        *_pointer_and_step(factors[0]),
-        *_pointer_and_step(factors[1]),
-        0 if bias is None else bias.data_ptr(),
-        0 if into is None else into.data_ptr(),
-        "float32" if into is None else DTYPES[into.dtype],
-        *((0, 0) if into is None else into.stride()),
-        out.data_ptr(),
+        *_pointer_and_step("product: the factor of rows", factors[0], m),
+        *_pointer_and_step("product: the factor of columns", factors[1], n),
+        given_or_none("product: bias", bias, torch.float32, n),
+        *_added(into, m, n),
+        made(out),
         DTYPES[args.out_dtype],
         torch.get_num_threads(),
     )
@@ -78,7 +79,20 @@ def _along_k(matrix: torch.Tensor) -> torch.Tensor:
     return matrix if fits else matrix.contiguous()
 
 
-def _pointer_and_step(factor: torch.Tensor | None) -> tuple[int, int]:
+def _added(into: torch.Tensor | None, m: int, n: int) -> tuple[int, str, int, int]:
+    """Return what the core takes of what is added to a product `[m, n]`, or of nothing."""
+    if into is None:
+        return 0, "float32", 0, 0
+    if tuple(into.shape) != (m, n):
+        raise ValueError(f"product: what is added must be [{m}, {n}], got {tuple(into.shape)}")
+    step, between = into.stride()
+    return *matrix("product: what is added", into), step, between
+
+
+def _pointer_and_step(what: str, factor: torch.Tensor | None, count: int) -> tuple[int, int]:
+    """Return the address of one factor for all, or of `count`, and the step between two."""
     if factor is None:
         return 0, 0
-    return factor.data_ptr(), int(factor.numel() > 1)
+    if factor.numel() == 1:
+        return given(what, factor, torch.float32, 1), 0
+    return given(what, factor, torch.float32, count), 1

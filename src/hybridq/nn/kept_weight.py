@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..formats import PlaneSpec, PlaneText
 from ..kernels import Kept
+from ..kernels.memory import begins_at
 from ..kernels.watch import is_plain, may_keep, nothing_watches
 from ..recipes import SlotPlan
 from ..storage import Plane, TensorStorage
@@ -134,7 +135,7 @@ def kept_weight(
     if not ((is_checked or (nothing_watches() and is_plain(weight))) and may_keep(weight)):
         return None
     storage = weight.untyped_storage()
-    where = (storage._cdata, weight.data_ptr(), weight.shape, weight.stride())
+    where = (storage._cdata, begins_at(weight), weight.shape, weight.stride())
     age = num_updates if slot.is_delayed else 0
     key = (where, weight._version, _steps.count, dtype, slot, age)
     is_new = is_first_microbatch and torch._C._current_graph_task_id() == -1

@@ -24,6 +24,7 @@ import torch
 from .. import settings
 from ..errors import warn_once
 from ..formats import PlaneSpec
+from ..kernels.memory import begins_at
 from ..kernels.watch import is_plain, nothing_watches
 from ..quantizers import DelayedScalingRequest
 from ..recipes import Plan
@@ -303,7 +304,7 @@ class ScalingState:
         Args:
             weight: the module's parameter.
         """
-        address = weight.data_ptr() if is_plain(weight) else 0
+        address = begins_at(weight) if is_plain(weight) else 0
         if self.is_rewritten((weight._version, address)):
             return True
         notes = self._notes

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from ..memory import begins_at
 from ..types import GemmArgs, GroupedArgs, GroupedOperand, Operand
 from .form import VALUES, Form, form_of
 
@@ -99,7 +100,7 @@ def _side(operand: Operand | GroupedOperand) -> _Side:
 
 def _has_words(data: torch.Tensor) -> bool:
     """Return whether every row of bytes is a row of aligned 16-bit words."""
-    even = (data.shape[-1], data.storage_offset(), data.data_ptr(), *data.stride()[:-1])
+    even = (data.shape[-1], data.storage_offset(), begins_at(data), *data.stride()[:-1])
     return all(number % 2 == 0 for number in even)
 
 
