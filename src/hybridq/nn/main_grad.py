@@ -8,13 +8,23 @@ input of the graph that its backward writes, and the mark is set in the forward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..errors import warn_once
 from .kept_weight import Buffers
 
-__all__ = ["Into", "accumulate", "accumulate_groups", "given_to_autograd", "part_of"]
+__all__ = [
+    "Into",
+    "accumulate",
+    "accumulate_groups",
+    "given_to_autograd",
+    "part_of",
+    "watch_optimizers",
+]
 
 _MARK = "grad_added_to_main_grad"
 
@@ -113,3 +123,60 @@ def accumulate_groups(
             one.target.add_(gradients[g])
         given.append(None if one is None else given_to_autograd(one))
     return tuple(given)
+
+
+class _Optimizers:
+    """What is known of optimizers: whether they are watched, and which were looked at closely."""
+
+    def __init__(self) -> None:
+        self.is_watching = False
+        self.known: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+
+_optimizers = _Optimizers()
+
+
+def watch_optimizers() -> None:
+    """Begin to look whether optimizers take what is in `main_grad`; later calls do nothing."""
+    if not _optimizers.is_watching:
+        _optimizers.is_watching = True
+        register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Any, *_: Any) -> None:
+    """Raise, or warn, where an optimizer would leave a gradient in `main_grad` alone.
+
+    One that takes it says so by an attribute `takes_main_grad`. torch's own are known not to.
+    """
+    if torch.compiler.is_compiling() or getattr(optimizer, "takes_main_grad", False):
+        return
+    is_new = optimizer not in _optimizers.known
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    if not any(_is_left_alone(one, is_new) for one in parameters):
+        _optimizers.known.add(optimizer)
+        return
+    name = type(optimizer).__name__
+    text = (
+        f"{name}: the gradient of a parameter is in its main_grad (fuse_wgrad_accumulation), which "
+        "this optimizer does not take; use hybridq.optim.AdamW, or set parameter.grad = "
+        "parameter.main_grad in the parameter's dtype before the step"
+    )
+    if type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]:
+        raise RuntimeError(text)
+    warn_once(f"main_grad.{name}", f"{text}; an optimizer that takes it has takes_main_grad = True")
+
+
+def _is_left_alone(parameter: torch.Tensor, looks_at_values: bool) -> bool:
+    """Return whether a parameter's gradient is in `main_grad` and its `grad` holds nothing.
+
+    Args:
+        parameter: of an optimizer.
+        looks_at_values: whether zeros in `grad` count as nothing, where a mark says that autograd
+            was given zeros; to see them takes a wait on a GPU.
+    """
+    if not (parameter.requires_grad and hasattr(parameter, "main_grad")):
+        return False
+    grad = parameter.grad
+    if grad is None:
+        return True
+    return looks_at_values and getattr(parameter, _MARK, False) and not bool(grad.any())

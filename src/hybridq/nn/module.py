@@ -27,7 +27,7 @@ from ..recipes import (
 from ..recipes.factories import high_precision_factory
 from ..tensor import is_quantized
 from .kept_weight import GivenWeight, KeptWeight, given_weight, kept_weight
-from .main_grad import Into
+from .main_grad import Into, watch_optimizers
 from .model_init import quantize_weights
 from .quantized_output import Boundary
 from .scaling import Scales, ScalingState
@@ -252,6 +252,7 @@ class QuantizedModule(Boundary, nn.Module):
     def _take_accumulation(self, fuse_wgrad_accumulation: bool) -> None:
         """Take the constructor's choice; an attribute of its own only where it is made."""
         if fuse_wgrad_accumulation:
+            watch_optimizers()
             self.fuse_wgrad_accumulation = True
 
     def _into(self, weight: torch.Tensor) -> Into | None:
@@ -259,6 +260,8 @@ class QuantizedModule(Boundary, nn.Module):
         if not (self.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled()):
             return None
         self._check_reducer(weight)
+        if not torch.compiler.is_compiling():
+            watch_optimizers()  # where the attribute was set on a module that was there
         into = Into.of(weight)
         if into is None:
             main_grad = getattr(weight, "main_grad", None)

@@ -8,7 +8,16 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.optim.adamw import adamw
 
-from .masters import MASTER, has_master, initial_master, is_low, is_updated_itself, local, store
+from .masters import (
+    MASTER,
+    gradient,
+    has_master,
+    initial_master,
+    is_low,
+    is_updated_itself,
+    local,
+    store,
+)
 
 __all__ = ["AdamW"]
 
@@ -47,6 +56,10 @@ class AdamW(torch.optim.AdamW):
     that (`preserve_high_precision_init_val=True`) and nothing was written since, else as what the
     parameter holds. Of sharded parameters (DTensor), masters and moments are sharded alike.
 
+    The gradient of a parameter with a `main_grad` (`fuse_wgrad_accumulation`) is that one, in its
+    own precision, and `zero_grad` sets it to zero. While it is there a step is made of it, of zeros
+    too. `torch.amp.GradScaler` and `torch.nn.utils.clip_grad_norm_` know of `grad` only.
+
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, fused: as for
             `torch.optim.AdamW`. Weight decay is decoupled.
@@ -74,6 +87,9 @@ class AdamW(torch.optim.AdamW):
         >>> optimizer.state[layer.weight]["master_param"].dtype, type(layer.weight).__name__
         (torch.float32, 'NVFP4Tensor')
     """
+
+    #: Told to those who look for optimizers that leave gradients in `main_grad` alone.
+    takes_main_grad: Final = True
 
     def __init__(
         self,
@@ -133,7 +149,7 @@ class AdamW(torch.optim.AdamW):
             What the closure returned, or None.
 
         Raises:
-            RuntimeError: a gradient is sparse.
+            RuntimeError: a gradient is sparse, or in two places (see `main_grad` above).
             PlaneError: a quantized parameter has no quantizer.
         """
         self._accelerator_graph_capture_health_check()
@@ -145,9 +161,10 @@ class AdamW(torch.optim.AdamW):
             works: list[_Work] = []
             size = 0
             for parameter in group["params"]:
-                if parameter.grad is None:
+                grad = gradient(parameter, "AdamW")
+                if grad is None:
                     continue
-                works.append(self._work(parameter, group))
+                works.append(self._work(parameter, grad, group))
                 size += parameter.numel()  # of the whole: ranks must make the same batches
                 if size >= _TOGETHER:
                     self._update(works, group)
@@ -156,8 +173,23 @@ class AdamW(torch.optim.AdamW):
                 self._update(works, group)
         return loss
 
-    def _work(self, parameter: Any, group: dict[str, Any]) -> _Work:
-        own, grad = local(parameter), parameter.grad
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients: set those in `main_grad` to zero, and the others as torch does.
+
+        Args:
+            set_to_none: `grad` becomes None, not zero; a `main_grad` belongs to whoever made it.
+        """
+        super().zero_grad(set_to_none)
+        for parameter in (one for group in self.param_groups for one in group["params"]):
+            main = getattr(parameter, "main_grad", None)
+            if main is not None:
+                with torch.no_grad():
+                    main.zero_()
+                if hasattr(parameter, "grad_added_to_main_grad"):
+                    parameter.grad_added_to_main_grad = False
+
+    def _work(self, parameter: Any, grad: torch.Tensor, group: dict[str, Any]) -> _Work:
+        own = local(parameter)
         if grad.is_sparse:
             raise RuntimeError("AdamW: gradients must be dense, got a sparse one; see SparseAdam")
         if is_low(own):
@@ -179,7 +211,7 @@ class AdamW(torch.optim.AdamW):
             if MASTER not in state:
                 state[MASTER] = initial_master(parameter, group["master_dtype"])
             values = local(state[MASTER])
-        return _Work(parameter, values.to(dtype), local(grad).to(dtype), state)
+        return _Work(parameter, values.to(dtype), grad.to(dtype), state)
 
     def _update(self, works: list[_Work], group: dict[str, Any]) -> None:
         """Do one step of AdamW to some parameters of a group."""

@@ -11,6 +11,7 @@ from ..tensor import matrix_shape
 
 __all__ = [
     "MASTER",
+    "gradient",
     "has_master",
     "initial_master",
     "is_low",
@@ -27,6 +28,39 @@ _SHORT: Final = (torch.bfloat16, torch.float16)
 def local(tensor: Any) -> Any:
     """Return this rank's part of a DTensor, which shares its memory; others as they are."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def gradient(parameter: Any, where: str) -> torch.Tensor | None:
+    """Return the gradient of a parameter, this rank's part: in `main_grad` or in `grad`, or None.
+
+    A module with `fuse_wgrad_accumulation` adds to `main_grad`. Autograd is then given nothing, or
+    zeros for hooks, to which the gradients of other uses of the parameter are added.
+
+    Args:
+        parameter: plain or quantized, sharded or not.
+        where: the optimizer, for errors.
+
+    Raises:
+        RuntimeError: `main_grad` has another shape; or there is another gradient in `grad`, and no
+            `grad_added_to_main_grad` says that both are parts of one.
+    """
+    main, grad = getattr(parameter, "main_grad", None), parameter.grad
+    if main is None or not parameter.requires_grad:
+        return None if grad is None else local(grad)
+    if tuple(main.shape) not in (tuple(parameter.shape), tuple(local(parameter).shape)):
+        raise RuntimeError(
+            f"{where}: main_grad must have the shape of its parameter, {tuple(parameter.shape)}, "
+            f"got {tuple(main.shape)}"
+        )
+    if grad is None:
+        return local(main)
+    if not getattr(parameter, "grad_added_to_main_grad", False):
+        raise RuntimeError(
+            f"{where}: a parameter has a gradient in main_grad and another in grad, shape "
+            f"{tuple(parameter.shape)}; add one to the other, and set grad (or main_grad) to None"
+        )
+    both: torch.Tensor = local(main) + local(grad)
+    return both
 
 
 def is_low(tensor: torch.Tensor) -> bool:
