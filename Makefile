@@ -1,7 +1,9 @@
 # make demo            train a small language model once per recipe, and compare (about 5 minutes)
 # make demo-fsdp       train it on RANKS=2 processes under FSDP2, and again in one (minutes)
-# make test            the default test suite
-# make test-slow       the tests that take longer
+# make test            the default test suite (from a fresh clone about 10 minutes on two cores)
+# make test-more       what the default suite leaves out: other sizes, pairs and numbers of ranks
+# make test-all        both at once
+# make test-slow       the tests that take longer still, or many gigabytes
 # make lint            ruff and mypy
 # make sanitize        the C++ tests under the address and undefined-behaviour sanitizers
 # make exhaustive      every FP32 value through the casts, every input through every backend
@@ -78,8 +80,9 @@ WHEEL_STAMP := $(VENV)/.installed-wheel-tools
 EMULATION_STAMP := build/emulation/.built
 
 .DELETE_ON_ERROR:
-.PHONY: demo demo-fsdp test test-slow lint sanitize exhaustive mutants arm64-check fuzz bench docs wheel \
-  wheel-check sdist-check kernels-check emulation gpu gpu-facts gpu-library clean distclean
+.PHONY: demo demo-fsdp ready both test test-more test-all test-slow lint sanitize exhaustive mutants \
+  arm64-check fuzz bench docs wheel wheel-check sdist-check kernels-check emulation gpu gpu-facts \
+  gpu-library clean distclean
 
 demo: $(DEMO_STAMP)
 	$(BIN)/python -m hybridq train $(ARGS)
@@ -88,12 +91,28 @@ demo-fsdp: $(DEMO_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone \
 	  --nproc-per-node $(RANKS) -m hybridq train-fsdp $(ARGS)
 
-# Without echo, and with nothing after it: pytest's closing line is the last one.
-test: $(DEV_STAMP) $(EMULATION_STAMP)
-	@HYBRIDQ_EMULATION="$(abspath build/emulation)" OMP_NUM_THREADS=1 \
-	  $(BIN)/python -m pytest -m "not slow" $(PYTEST_JOBS) $(PYTEST_ARGS)
+# The installation and the emulator's build beside each other: one waits for the network while the
+# other computes.
+ready:
+	@$(MAKE) --no-print-directory -j2 both
 
-test-slow: $(DEV_STAMP) $(EMULATION_STAMP)
+both: $(DEV_STAMP) $(EMULATION_STAMP)
+	@:
+
+PYTEST := HYBRIDQ_EMULATION="$(abspath build/emulation)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# Without echo, and with nothing after it: pytest's closing line is the last one.
+test: ready
+	@$(PYTEST) -m "not slow and not more" $(PYTEST_JOBS) $(PYTEST_ARGS)
+
+test-more: ready
+	@$(PYTEST) -m "more and not slow" $(PYTEST_JOBS) $(PYTEST_ARGS)
+
+# Both of them at once, with one closing line that counts all.
+test-all: ready
+	@$(PYTEST) -m "not slow" $(PYTEST_JOBS) $(PYTEST_ARGS)
+
+test-slow: ready
 	@$(BIN)/python -m pytest -m "slow and not exhaustive" $(PYTEST_ARGS)
 
 lint: $(DEV_STAMP)
@@ -188,7 +207,8 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # First and by itself: the package's own requirement would take any version.
-$(TORCH_STAMP): | $(BIN)/python
+# After the build's tools: two pips at once in one environment might get in each other's way.
+$(TORCH_STAMP): | $(BIN)/python $(TOOLS_STAMP)
 	$(PIP) "$(TORCH)"
 	@rm -f "$(VENV)"/.installed-torch*
 	@touch "$@"
@@ -216,11 +236,13 @@ $(WHEEL_STAMP): | $(BIN)/python
 
 emulation: $(EMULATION_STAMP)
 
-# The module of the tests alone: neither the core's extension nor anything that is installed.
+# The module of the tests alone: neither the core's extension nor anything that is installed. It has
+# the host's part of the core, but no kernel of it: one variant of those will do.
 $(EMULATION_STAMP): $(TOOLS_STAMP) $(shell find csrc cmake -type f) CMakeLists.txt
 	$(BIN)/cmake -S . -B build/emulation -G Ninja \
 	  -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN)/ninja)" -DPython_EXECUTABLE="$(abspath $(BIN)/python)" \
-	  -DHYBRIDQ_CUDA=OFF -DHYBRIDQ_EMULATION=ON -DHYBRIDQ_BUILD_PYTHON=ON
+	  -DHYBRIDQ_CUDA=OFF -DHYBRIDQ_EMULATION=ON -DHYBRIDQ_BUILD_PYTHON=ON \
+	  -DHYBRIDQ_X86_VARIANTS=OFF
 	$(BIN)/cmake --build build/emulation --target hybridq_emulated
 	@touch $@
 

@@ -23,6 +23,10 @@ import hybridq
 from declared import BACKENDS, FORMATS
 from hybridq.direction import DIRECTIONS
 from places import TESTS
+from thinning import thin
+
+#: What `make test` runs.
+DEFAULT = "not slow and not more"
 
 _COMMON = {
     "deadline": None,
@@ -109,14 +113,20 @@ def _seeded(seed: int) -> None:
 _executed: set[str] = set()
 
 
+def _is_default(item: pytest.Item) -> bool:
+    return not any(item.get_closest_marker(name) for name in ("more", "slow"))
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave slow tests out unless -m or an explicit test id asks for them."""
+    """Leave all but the default tests out unless -m or an explicit test id asks for them."""
+    thin(items)  # before -m chooses
     if config.option.markexpr or any("::" in arg for arg in config.args):
         return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    others = [item for item in items if not _is_default(item)]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if _is_default(item)]
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -130,7 +140,7 @@ def _is_whole_suite(config: pytest.Config) -> bool:
     option = config.option
     narrowed = (
         option.keyword
-        or option.markexpr not in ("", "not slow")
+        or option.markexpr not in ("", DEFAULT)
         or option.collectonly
         or getattr(option, "lf", False)
         or getattr(option, "deselect", None)

@@ -1,0 +1,68 @@
+"""The suite itself: where files lie, what no test does, and which tests the default suite takes."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections import Counter
+
+import pytest
+
+from places import ROOT, TESTS
+from thinning import chosen
+
+#: Folders that have no like in src/hybridq.
+OWN = {"benchmarks", "csrc", "emulation", "fuzz", "gpu", "mutants", "package"}
+FILES = sorted(TESTS.rglob("*.py"))
+#: The fuzzer breaks itself on purpose: a hang is what its runner must notice.
+MAY_SLEEP = {"fuzz/runner.py"}
+
+
+def test_folders_mirror_the_package() -> None:
+    package = ROOT / "src" / "hybridq"
+    for file in FILES:
+        if not file.name.startswith("test_"):
+            continue
+        folder = file.parent.relative_to(TESTS)
+        has_like = folder.parts and (package / folder / "__init__.py").is_file()
+        assert has_like or str(folder) in OWN, f"{file.name} must lie in a folder that mirrors src"
+
+
+def test_no_two_files_have_the_same_name() -> None:
+    """They are modules without a package, the tests and what they import alike."""
+    loose = [file for file in FILES if not (file.parent / "__init__.py").exists()]
+    names = Counter(file.name for file in loose if file.name != "conftest.py")
+    assert not [name for name, count in names.items() if count > 1]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(TESTS)))
+def test_nothing_is_imported_from_a_test_and_nothing_sleeps(file) -> None:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names = {node.module or ""}
+        elif isinstance(node, ast.Import):
+            names = {alias.name for alias in node.names}
+        else:
+            names = set()
+        assert not any(name.startswith("test_") for name in names), "move it to tests/helpers"
+        is_sleep = isinstance(node, ast.Attribute) and node.attr == "sleep"
+        if is_sleep and str(file.relative_to(TESTS)) not in MAY_SLEEP:
+            pytest.fail(f"line {node.lineno}: wait for what happens, never for a clock")
+
+
+@pytest.mark.parametrize("strength", [1, 2])
+def test_chosen_cases_have_every_value_or_pair(strength: int) -> None:
+    axes = {"a": range(5), "b": "xyz", "c": [None, {}]}
+    cases = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    few = chosen(cases, strength)
+    assert few == sorted(set(few)) and len(few) < len(cases) * (0.4 if strength == 1 else 0.8)
+    for names in itertools.combinations(axes, strength):
+        wanted = {repr([case[name] for name in names]) for case in cases}
+        assert {repr([cases[index][name] for name in names]) for index in few} == wanted
+
+
+def test_chosen_cases_of_one_parameter_and_of_none() -> None:
+    assert chosen([{"a": 1}, {"a": 2}], 2) == [0, 1]
+    assert chosen([], 1) == []
+    with pytest.raises(ValueError, match="strength must be 1 or 2, got 3"):
+        chosen([{"a": 1}], 3)
