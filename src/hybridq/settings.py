@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["Settings", "backend", "cpu_variant", "current", "gemm_cache", "precision"]
+__all__ = ["Settings", "backend", "cpu_variant", "current", "gemm_cache", "moving", "precision"]
 
 _GEMM_CACHE_NBYTES = 1 << 30
 
@@ -35,6 +35,7 @@ class Settings(threading.local):
         delayed_keys: keys of the recipes that are known to keep one.
         model_init: what `hybridq.quantized_model_init` set, or None where parameters keep high
             precision.
+        moves_parameters: a module moves its parameters now: copies of them are parameters again.
         scaling_epoch: how many updates of scales there were before the forward that is computed
             again now; -1: none is, or not known.
     """
@@ -47,6 +48,7 @@ class Settings(threading.local):
         self.delayed_keys: set[str] = set()
         self.scaling_epoch: int = -1
         self.model_init: object | None = None
+        self.moves_parameters: bool = False
         self.is_first_microbatch: bool | None = None
         self.gemm_cache_nbytes: int = _cache_nbytes()
 
@@ -64,6 +66,16 @@ _settings = Settings()
 def current() -> Settings:
     """Return the settings of the calling thread."""
     return _settings
+
+
+@contextmanager
+def moving() -> Iterator[None]:
+    """Let copies of prepared parameters be prepared, as where a module moves its own."""
+    previous, _settings.moves_parameters = _settings.moves_parameters, True
+    try:
+        yield
+    finally:
+        _settings.moves_parameters = previous
 
 
 def cpu_variant() -> str | None:

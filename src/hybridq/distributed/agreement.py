@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from enum import Flag, auto
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 
 from .. import settings
+from ..errors import warn_once
 from ..nn import QuantizedModule
 from ..recipes import Plan, Recipe, SlotPlan
 from .fingerprint import (
@@ -29,6 +31,7 @@ from .fingerprint import (
 )
 
 __all__ = [
+    "Note",
     "Prepared",
     "Wish",
     "check_trailers",
@@ -37,6 +40,23 @@ __all__ = [
     "read_arrived",
     "trailer",
 ]
+
+
+class Note(Flag):
+    """What a rank tells the others of its rows, beside its wish.
+
+    Attributes:
+        WRITTEN: since ranks reduced maxima that its planes need; they are not in its payload.
+        STEPPED: since scales that follow from earlier steps were updated.
+    """
+
+    WRITTEN = auto()
+    STEPPED = auto()
+
+
+_NOTHING: Final = Note(0)
+#: By note, what the bytes of a digest are combined with, exclusively.
+_MASKS: Final = (0x00, 0x55, 0xAA, 0xFF)
 
 
 class Wish(NamedTuple):
@@ -97,6 +117,8 @@ class Prepared:
         self._model = weakref.ref(model)
         self._recipe: Recipe | None = None
         self._is_compared = False
+        #: How often ranks had to find all maxima again, since rows were written by no optimizer.
+        self.num_reductions = 0
         self._in_graphs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @property
@@ -120,6 +142,24 @@ class Prepared:
         own = Fingerprint.of(self._model(), self._recipe, shape)
         compare(own, group if mesh is None else flat_group(mesh), "fsdp2")
         self._is_compared = True
+        self._check_attached()
+
+    def _check_attached(self) -> None:
+        """Warn where a prepared parameter was replaced by a plain one, on all ranks alike."""
+        model = self._model()
+        lost = [
+            f"{path}.{name}"
+            for path, module in (() if model is None else model.named_modules())
+            for name in getattr(module, "_prepared", ())
+            if not hasattr(getattr(module._parameters[name], "_local_tensor", None), "_about")
+        ]
+        if lost:
+            warn_once(
+                f"fsdp2.lost:{lost}",
+                f"fsdp2: {', '.join(lost)} were prepared, and then replaced by other parameters, "
+                "whose values are gathered as they are; load values into the parameters that there "
+                "are (load_state_dict keeps them prepared, with assign=True too)",
+            )
 
     def is_compiled(self, module: nn.Module | None) -> bool:
         """Return whether a module was part of a compiled one when ranks compared.
@@ -161,15 +201,17 @@ def _compiled(model: nn.Module | None) -> weakref.WeakSet[nn.Module]:
 
 
 @lru_cache(maxsize=256)
-def trailer(digest: bytes, device: torch.device) -> torch.Tensor:
+def trailer(digest: bytes, device: torch.device, note: Note = _NOTHING) -> torch.Tensor:
     """Return the bytes that a rank's payload ends with, uint8 `[16]`.
 
     Args:
         digest: of the rank's wish.
         device: of the payload.
+        note: what else the rank tells.
     """
     with torch.inference_mode(False):
-        return torch.tensor(list(digest), dtype=torch.uint8, device=device)
+        values = [byte ^ _MASKS[note.value] for byte in digest]
+        return torch.tensor(values, dtype=torch.uint8, device=device)
 
 
 class _Unread(NamedTuple):
@@ -184,12 +226,14 @@ class _Unread(NamedTuple):
 _unread: list[_Unread] = []
 
 
-def check_trailers(trailers: torch.Tensor, own: Wish, agreed: Wish, name: str, group: Any) -> None:
-    """Raise if a rank has another wish than this one.
+def check_trailers(
+    trailers: torch.Tensor, own: Wish, agreed: Wish, name: str, group: Any, note: Note
+) -> Note:
+    """Return what any rank notes; raise if a rank has another wish than this one.
 
-    On a device the trailers of a rank whose own wish is as agreed are read when they have arrived,
-    with a later gather, so that no gather waits for the device. A rank whose wish has changed has
-    to know now.
+    On a device the trailers of a rank whose own wish is as agreed, and which notes nothing, are
+    read when they have arrived, with a later gather, so that no gather waits for the device. A rank
+    whose wish or rows have changed has to know now.
 
     Args:
         trailers: uint8 `[ranks, 16]`.
@@ -197,19 +241,26 @@ def check_trailers(trailers: torch.Tensor, own: Wish, agreed: Wish, name: str, g
         agreed: what the gather was done by.
         name: of the parameter.
         group: the ranks.
+        note: this rank's; on a device all of them must note the same.
 
     Raises:
         RuntimeError: ranks differ; on all of them.
     """
     read_arrived()
-    if trailers.is_cuda and own.digest == agreed.digest:
+    if trailers.is_cuda and own.digest == agreed.digest and not note:
         copy = torch.empty(trailers.shape, dtype=torch.uint8, pin_memory=True)
         copy.copy_(trailers, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         _unread.append(_Unread(copy, event, own.digest, name, group))
-        return
-    _raise_if_different(trailers.cpu(), own.digest, name, group)
+        return note
+    notes = _notes(trailers.cpu(), own.digest, name, group)
+    if trailers.is_cuda:
+        _check_same(notes, name, group)
+    found = Note(0)
+    for one in notes:
+        found |= one
+    return found
 
 
 def read_arrived() -> None:
@@ -221,23 +272,47 @@ def read_arrived() -> None:
     waiting, _unread[:] = list(_unread), []
     for one in waiting:
         if one.event.query():
-            _raise_if_different(one.copy, one.digest, one.name, one.group)
+            _check_same(_notes(one.copy, one.digest, one.name, one.group), one.name, one.group)
         else:
             _unread.append(one)
 
 
-def _raise_if_different(trailers: torch.Tensor, digest: bytes, name: str, group: Any) -> None:
-    own = trailer(digest, torch.device("cpu"))
-    is_same = trailers.eq(own).all(1)
-    if bool(is_same.all()):
-        return
-    import torch.distributed as dist  # not every build of torch has it
+def _notes(trailers: torch.Tensor, digest: bytes, name: str, group: Any) -> list[Note]:
+    """Return what each rank notes.
 
-    kinds: dict[tuple[int, ...], list[int]] = {}
-    for rank, row in enumerate(trailers.tolist()):
-        kinds.setdefault(tuple(row), []).append(dist.get_global_rank(group, rank))
+    Raises:
+        RuntimeError: a rank has another wish.
+    """
+    own = trailer(digest, torch.device("cpu"))
+    if torch.equal(trailers, own.expand_as(trailers)):
+        return [Note(0)] * len(trailers)
+    masks = [set(row) for row in (trailers ^ own).tolist()]
+    if all(len(mask) == 1 and min(mask) in _MASKS for mask in masks):
+        return [Note(_MASKS.index(min(mask))) for mask in masks]
+    kinds: dict[Any, list[int]] = {}
+    for rank, mask in enumerate(masks):
+        row = 0 if len(mask) == 1 and min(mask) in _MASKS else tuple(trailers[rank].tolist())
+        kinds.setdefault(row, []).append(_global_rank(group, rank))
     sides = ", another on ".join(named_ranks(ranks) for ranks in kinds.values())
     raise RuntimeError(
         f"fsdp2: every rank must compute alike, got for {name} one recipe (or none) or forced "
         f"backend on {sides}; a recipe must change on all ranks in the same step"
     )
+
+
+def _check_same(notes: list[Note], name: str, group: Any) -> None:
+    """Raise unless all ranks note the same."""
+    if len(set(notes)) < 2:
+        return
+    ranks = [_global_rank(group, rank) for rank, note in enumerate(notes) if note]
+    raise RuntimeError(
+        f"fsdp2: on a GPU every rank must write to its shard of {name} in the same step, since "
+        f"no gather waits to learn of it, got a write by no optimizer on {named_ranks(ranks)} "
+        "only; write on the others too: shard.add_(0) is enough"
+    )
+
+
+def _global_rank(group: Any, rank: int) -> int:
+    import torch.distributed as dist  # not every build of torch has it
+
+    return dist.get_global_rank(group, rank)

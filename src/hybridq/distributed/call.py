@@ -50,6 +50,8 @@ class Call:
         finds_amax: bool = False,
     ) -> None:
         self.wish, self.phase, self._in_graph = wish, phase, in_graph
+        #: How often ranks had updated scales, and reduced maxima anew, when the gather began.
+        self.age = (0, 0)
         self._finds_amax = finds_amax or in_graph
         self.group, self.rank, self.world = group, rank, world
         self.shape, self.dtype, self.slot = shape, dtype, slot

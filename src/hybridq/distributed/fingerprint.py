@@ -164,6 +164,8 @@ def _parameter_lines(model: nn.Module) -> list[tuple[str, str]]:
             facts.append(f"tied to {owner}")
         if not parameter.requires_grad:
             facts.append("frozen")
+        if hasattr(getattr(parameter, "_local_tensor", parameter), "_about"):
+            facts.append("gathered as planes")
         facts += _held_formats(parameter)
         lines.append((f"parameter number {number}", " ".join(facts)))
     return lines

@@ -22,6 +22,7 @@ from ..nn import QuantizedModule
 from ..recipes import SlotPlan
 from ..tensor import is_quantized
 from .agreement import Prepared, current_stack_wish, read_arrived
+from .attachment import Attachment
 from .gather import GatheredParameter
 from .held import HeldParameter
 from .quantized_weight import QuantizedWeight
@@ -71,8 +72,8 @@ def prepare_fsdp2(model: nn.Module) -> nn.Module:
     Raises:
         TypeError: `model` is no module.
         RuntimeError: a weight is a DTensor already: `fully_shard` or tensor parallelism came first.
-        NotImplementedError: a quantized weight is on the meta device, or rounded stochastically,
-            or belongs to a module of another library.
+        NotImplementedError: a quantized weight is rounded stochastically, or belongs to a module of
+            another library.
 
     A weight that another kind of module uses as well (tied to an embedding) is left as it is.
 
@@ -98,9 +99,11 @@ def prepare_fsdp2(model: nn.Module) -> nn.Module:
             if parameter.dim() == 3:
                 about = StackedParameter(module, part, path, prepared, parameter.shape[0])
             tensor = GatheredWeight(parameter.data, about)
+        attachment = Attachment(tensor._about)
         made = nn.Parameter(tensor, parameter.requires_grad)
         for owner, name in owners:
             owner._parameters[name] = made
+            owner.__dict__["_prepared"] = {**getattr(owner, "_prepared", {}), name: attachment}
     for owner in {owner for *_, owners in found for owner, _ in owners}:
         owner.register_state_dict_post_hook(_plain_state)
     _hook.install()
@@ -155,16 +158,13 @@ def _check_quantized(model: nn.Module, taken: set[int]) -> None:
 
 def _held(parameter: Any, place: tuple[Any, str, str, str], prepared: Prepared) -> QuantizedWeight:
     """Return a quantized parameter as one that FSDP2 may shard."""
-    if parameter.is_meta:
-        raise NotImplementedError(
-            f"prepare_fsdp2: {place[-1]} must have values, got a meta tensor; fill the module first"
-        )
     storage = parameter.tensor_storage
     quantizer = parameter.quantizer_for_write("prepare_fsdp2")
     about = HeldParameter(*place, storage, quantizer, prepared)
     held = about.whole(storage)
     if parameter.initial_value is not None:
         held.initial = parameter.initial_value.get()
+        about.keeps_initial = True
     return QuantizedWeight(held, about, parameter.shape, parameter.dtype, parameter.device)
 
 
@@ -216,7 +216,10 @@ class _Hook:
         # Only what this optimizer holds: all ranks agree about that. A model that is not used any
         # more may be collected on one rank, and be there still on another.
         by_group: dict[int, tuple[Any, list[ShardWork]]] = {}
-        for about in _abouts(p for group in optimizer.param_groups for p in group["params"]):
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        for about in _abouts(p for p in parameters if p.requires_grad):
+            # Of all of them, since ranks know of their own rows only whether they were written.
+            about.known.forget()
             work = about.work_ahead()
             if work is not None:
                 group = about.last_call().group

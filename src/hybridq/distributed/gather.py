@@ -11,15 +11,17 @@ import torch
 from ..direction import DIRECTIONS, ROWWISE, Direction
 from ..errors import PlaneError
 from ..nn import GroupedLinear, QuantizedModule
+from ..nn.scaling_update import num_updates
 from ..quantizers import Quantizer
 from ..storage import Plane
 from ..tensor import QuantizedTensor
-from .agreement import Prepared, Wish, check_trailers, current_wish, trailer
+from .agreement import Note, Prepared, Wish, check_trailers, current_wish, trailer
 from .call import Call
 from .fingerprint import DIGEST_NBYTES
 from .gathered_storage import GatheredStorage
+from .known import Known
 from .shards import StorageShards
-from .work import Maxima, ShardWork, encode_shards
+from .work import ShardWork, encode_shards
 
 __all__ = ["GatheredParameter"]
 
@@ -59,9 +61,8 @@ class GatheredParameter:
         #: Where FSDP2 has put what it gathered: tensors that it made for the first gather.
         self.outputs: list[torch.Tensor] = []
         self.nbytes = 0
-        self.num_writes = 0
-        #: What the maxima are of, the reduced ones, and of its own rows those that are sent along.
-        self._maxima: tuple[Any, Maxima, list[torch.Tensor]] = (None, {}, [])
+        #: Maxima, of both planes.
+        self.known = Known()
         #: Of delayed scaling, the planes' statistics of the last gather that no backward asked for.
         self._stats: tuple[int, torch.Tensor] | None = None
         self.serial = next(_serials)
@@ -102,11 +103,13 @@ class GatheredParameter:
         """
         if self._prepared is not None:
             self._prepared.compare_once(mesh, group)
-        module = self._module()
-        if phase == "forward" and module is not None:
-            module._look_for_step(self._part, self.num_writes)
         self.call = self._new_call(group, shape, dtype, phase)
+        self.call.age = self._age()
         return self.call
+
+    def _age(self) -> tuple[int, int]:
+        """Return what grows when ranks find scales or maxima anew: alike on all of them."""
+        return num_updates(), 0 if self._prepared is None else self._prepared.num_reductions
 
     def _new_call(self, group: Any, shape: torch.Size, dtype: torch.dtype, phase: str) -> Call:
         slot, wish = self.agreed(phase).slot, self._wish(phase)
@@ -150,11 +153,38 @@ class GatheredParameter:
             plan: of the gather.
             device: of the shard.
         """
-        call = self.last_call()
-        payload = torch.cat([self.payload(plan), trailer(call.wish.digest, device)])
-        inputs, rest = call.inputs(payload, self._num_inputs)
+        inputs, rest = self.last_call().inputs(self._sent(plan, device), self._num_inputs)
         self._num_inputs = len(inputs)
         return inputs, None if rest is None else self._all(rest)
+
+    def _sent(self, plan: StorageShards, device: torch.device) -> torch.Tensor:
+        """Return this rank's payload and trailer, uint8; every rank must call it."""
+        call, note = self.last_call(), self._note(plan)
+        if note:  # its planes cannot be made before all ranks know of that
+            payload = torch.zeros(plan.payload, dtype=torch.uint8, device=device)
+        else:
+            payload = self.payload(plan)
+        return torch.cat([payload, trailer(call.wish.digest, device, note)])
+
+    def _note(self, plan: StorageShards) -> Note:
+        """Return what this rank knows of its rows, and the others may not."""
+        call, stamp, note = self.last_call(), self._stamp(), Note(0)
+        if self.known.is_outdated(plan, call, stamp):
+            note |= Note.WRITTEN
+        module = self._module()
+        if (
+            call.phase == "forward"
+            and module is not None
+            and module._misses_step(self._part, stamp)
+        ):
+            note |= Note.STEPPED
+        return note
+
+    def _stamp(self) -> Any:
+        """Return what is another one after each write of the shard."""
+        shard = None if self.shard is None else self.shard()
+        writes = getattr(shard, "writes", None)
+        return None if writes is None else writes.stamp
 
     def fill(self, plan: StorageShards, received: torch.Tensor) -> GatheredStorage:
         """Return the storage with the planes of a gather, of the recipe that all ranks have now.
@@ -166,29 +196,62 @@ class GatheredParameter:
         Raises:
             RuntimeError: ranks differ, on all of them.
         """
-        wanted = self.settle(received[:, plan.payload : plan.payload + DIGEST_NBYTES], plan)
+        wanted, payloads = self.settle(plan, received)
         if self.storage is None:
             self.storage = GatheredStorage(self)
-        if wanted is plan:
-            self.storage.fill(plan, received[:, : plan.payload])
-        else:  # the recipe has changed, on all ranks
-            self.storage.fill(wanted, self.payloads_now(wanted))
+        self.storage.fill(wanted, payloads)
         return self.storage
 
-    def settle(self, trailers: torch.Tensor, plan: StorageShards) -> StorageShards:
-        """Take what all ranks computed now as agreed, and return the plan that it asks for.
+    def settle(self, plan: Any, received: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """Take what all ranks computed now as agreed.
 
         Args:
-            trailers: uint8 `[world, 16]`, the ends of all payloads.
             plan: of the gather.
+            received: uint8 `[world, ...]`, payloads and trailers.
+
+        Returns:
+            The plan that is agreed, and the payloads of it: those that were received; or if the
+            recipe has changed, or a rank's rows were written, others that are gathered now.
 
         Raises:
             RuntimeError: ranks differ, on all of them.
         """
         call = self.last_call()
-        check_trailers(trailers, call.wish, self.agreed(call.phase), self.name, call.group)
+        is_good = self._is_good(plan, received, self.agreed(call.phase))
         self._agreed[call.phase] = self._last_agreed = call.wish
-        return self._settled(call, plan)
+        wanted = self._settled(call, plan)
+        if wanted is plan and is_good:
+            return plan, received[:, : plan.payload]
+        return wanted, self.payloads_now(wanted)
+
+    def _is_good(self, plan: StorageShards, received: torch.Tensor, agreed: Wish) -> bool:
+        """Return whether all planes could be made; if not, see to it that now they can.
+
+        Raises:
+            RuntimeError: ranks differ, on all of them.
+        """
+        call = self.last_call()
+        trailers = received[:, plan.payload : plan.payload + DIGEST_NBYTES]
+        own = self._note(plan) if trailers.is_cuda else Note(0)
+        note = check_trailers(trailers, call.wish, agreed, self.name, call.group, own)
+        is_scaled = call.slot is not None and call.slot.is_delayed and call.phase == "forward"
+        if is_scaled and call.age[0] != num_updates():
+            note |= Note.STEPPED  # in the gather of another parameter, after this one began
+        if Note.STEPPED in note and call.age[0] == num_updates():
+            module = self._module()
+            if module is not None:
+                module._take_step(self._part, self._stamp())
+        if Note.WRITTEN in note and call.age[1] == self._age()[1]:
+            self._reduce_anew()
+        return not note
+
+    def _reduce_anew(self) -> None:
+        """Find all maxima again; every rank must call it."""
+        self.known.forget()
+        works = self._works_beside(self._device(), anew=True)
+        encode_shards(works, self.last_call().group, only_maxima=True)
+        if self._prepared is not None:
+            self._prepared.num_reductions += 1
 
     def _settled(self, call: Call, plan: StorageShards) -> StorageShards:
         """Return the plan that what is agreed now asks for: the gather's own, or another one."""
@@ -247,13 +310,14 @@ class GatheredParameter:
             return None
         return self.work(self.call.plan(True, True, self.name))
 
-    def _works_beside(self, device: torch.device) -> list[ShardWork]:
+    def _works_beside(self, device: torch.device, anew: bool = False) -> list[ShardWork]:
         """Return the works of all weights that were prepared with this one and lie as it does.
 
         In the order of the model; without those that are gathered now, or wait for a scale.
 
         Args:
             device: that they must be on.
+            anew: nothing that is known of them holds any more.
         """
         model, mesh = None if self._prepared is None else self._prepared.model, self.mesh()
         found = []
@@ -263,6 +327,8 @@ class GatheredParameter:
             if local is None or about is None or local.device != device:
                 continue
             if getattr(parameter, "device_mesh", None) == mesh:
+                if anew:
+                    about.known.forget()
                 found.append(about.work_beside(local, parameter.shape, self.last_call()))
         return [work for work in found if work is not None]
 
@@ -288,8 +354,9 @@ class GatheredParameter:
         if shard is None:
             raise RuntimeError(f"fsdp2: {self.name} has no shard any more")
         high, dtype, cols = shard.high, call.dtype, call.shards.cols
-        stamp, stats = (0, None) if not plan.num_amaxes else self._scales()
-        _, known, amaxes = self._known((self.num_writes, call.key(), stamp))
+        age, stats = (0, None) if not plan.num_amaxes else self._scales()
+        key, stamp = (call.key(), age), self._stamp()
+        known, amaxes = self.known.maxima(key, stamp), self.known.amaxes((key, stamp))
         for place, direction in enumerate(DIRECTIONS):
             if stats is not None and call.has_given_scale(direction):
                 first = 0 if plan.has_one_scale else place
@@ -323,8 +390,19 @@ class GatheredParameter:
 
     def payloads_now(self, plan: StorageShards) -> torch.Tensor:
         """Return what all ranks send, uint8 `[world, payload]`; every rank must call it."""
+        call, device = self.last_call(), self._device()
         with torch.no_grad():
-            return self._all(self.payload(plan))
+            received = self._all(self._sent(plan, device))
+            if not self._is_good(plan, received, call.wish):
+                call.age = self._age()
+                received = self._all(self._sent(plan, device))
+            return received[:, : plan.payload]
+
+    def _device(self) -> torch.device:
+        shard = None if self.shard is None else self.shard()
+        if shard is None:
+            raise RuntimeError(f"fsdp2: {self.name} has no shard any more")
+        return shard.device
 
     def _all(self, own: torch.Tensor) -> torch.Tensor:
         """Return the bytes `own` of all ranks, a row of each."""
@@ -383,12 +461,6 @@ class GatheredParameter:
         """
         call = self.last_call()
         return QuantizedTensor.make(storage, tuple(call.shape), call.dtype, quantizer=quantizer)
-
-    def _known(self, key: Any) -> tuple[Any, Maxima, list[torch.Tensor]]:
-        """Return what is known of the shard in the state `key`."""
-        if self._maxima[0] != key:
-            self._maxima = (key, {}, [])
-        return self._maxima
 
     def __deepcopy__(self, memo: Any) -> GatheredParameter:
         raise RuntimeError(f"fsdp2: {self.name} is prepared for FSDP2; copy the model before that")

@@ -30,12 +30,14 @@ class HeldRows:
         rows: how many there are.
     """
 
-    __slots__ = ("first", "initial", "planes", "rows")
+    __slots__ = ("first", "initial", "is_padding", "planes", "rows")
 
     def __init__(self, planes: Sequence[Plane] = (), first: int = 0, rows: int = 0) -> None:
         self.planes, self.first, self.rows = tuple(planes), first, rows
         #: Values that the rows were quantized from, if they were kept and nothing was written.
         self.initial: torch.Tensor | None = None
+        #: Made by FSDP2, to copy a shard into: nothing else may be written there.
+        self.is_padding = False
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the values of the rows `[rows, cols]`; None if there are none.
@@ -92,6 +94,7 @@ class HeldRows:
             for own, their in zip(mine, theirs, strict=True):
                 own.copy_(their)
         self.first, self.rows, self.initial = other.first, other.rows, other.initial
+        self.is_padding = False
 
 
 class HeldCall(Call):
@@ -158,6 +161,8 @@ class HeldParameter(GatheredParameter):
     ) -> None:
         super().__init__(module, part, name, prepared)
         self._attribute = attribute
+        #: Whether initial values are kept in high precision beside the planes.
+        self.keeps_initial = False
         row, col = (None if p is None else p.spec for p in (storage.rowwise, storage.columnwise))
         if row is not None and row == col and row.is_derivable:
             col = None  # one of them is enough
@@ -309,7 +314,6 @@ class HeldParameter(GatheredParameter):
             held: where the planes go.
             work: that `work` returned.
         """
-        self.num_writes += 1
         if work.made:
             _, rank, _ = self._mesh()
             first, last = work.plan.shards.range(rank)

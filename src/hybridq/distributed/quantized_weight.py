@@ -14,8 +14,10 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
+from .. import settings
 from .held import HeldParameter, HeldRows
 from .hooks import GatherHooks
+from .reads import Reads
 from .work import ShardWork, encode_shards
 
 __all__ = ["QuantizedWeight"]
@@ -25,15 +27,19 @@ _HIGH: Final = (torch.float32, torch.bfloat16, torch.float16)
 _TABLE: Final[dict[Any, Callable[..., Any]]] = {}
 _SHAPE_ONLY: Final = {
     getattr(_aten, name).default
-    for name in ("zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
+    for name in (
+        *("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_like"),
+        *("new_zeros", "new_ones", "new_empty", "new_full"),
+    )
 }
 
 
-class QuantizedWeight(GatherHooks, torch.Tensor):
+class QuantizedWeight(Reads, GatherHooks, torch.Tensor):
     """A parameter in low precision, or this rank's rows of it, whose all-gather brings planes.
 
     Made by `prepare_fsdp2` of a parameter that is a QuantizedTensor. Operators that read it see its
-    decoded values; what writes to it quantizes them, on all ranks together.
+    decoded values; what writes to it quantizes them, on all ranks together. Copies are plain
+    tensors, but for those by which FSDP2 or a module moves it.
 
     Args:
         held: the planes of its rows; shared by its views.
@@ -104,6 +110,8 @@ class QuantizedWeight(GatherHooks, torch.Tensor):
             dtype: of the result; None: the tensor's own.
         """
         dtype = dtype or self.dtype
+        if self.device.type == "meta":
+            return torch.empty(self.shape, dtype=dtype, device=self.device)
         made = self.held.dequantize(dtype)
         if made is None:
             return torch.zeros(self.shape, dtype=dtype, device=self.device)
@@ -133,6 +141,11 @@ class QuantizedWeight(GatherHooks, torch.Tensor):
         """
         by_group: dict[int, tuple[Any, list[tuple[QuantizedWeight, ShardWork]]]] = {}
         for weight, source in pairs:
+            if weight.held.is_padding and weight.numel():
+                raise RuntimeError(
+                    f"fsdp2: what new_zeros made of {weight._about.name} holds no values of its "
+                    "own, and cannot be written; make a plain tensor by torch.zeros"
+                )
             if tuple(source.shape) != tuple(weight.shape):
                 raise ValueError(
                     f"quantize_: source must have the shape {tuple(weight.shape)}, got "
@@ -152,6 +165,9 @@ class QuantizedWeight(GatherHooks, torch.Tensor):
                 weight._about.took(weight.held, work)
                 torch.autograd.graph.increment_version(weight)
 
+    def _values(self) -> torch.Tensor:
+        return self.dequantize()
+
     # ---- torch's protocols
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -165,10 +181,18 @@ class QuantizedWeight(GatherHooks, torch.Tensor):
             result = handler(func, *args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            # In inference mode operators come here whole that are made of others, such as narrow.
+            result = func.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
         return _fallback(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"QuantizedWeight(shape={tuple(self.shape)}, planes={self.held.planes})"
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._about.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.dequantize().__reduce_ex__(protocol)  # a plain tensor in every file
@@ -224,12 +248,17 @@ def _same(func: Any, tensor: QuantizedWeight) -> Any:
 
 @_handles(_aten.clone.default)
 def _clone(func: Any, tensor: QuantizedWeight, **_: Any) -> Any:
-    return tensor.remake(tensor.held.map(torch.clone))
+    if settings.current().moves_parameters:
+        return tensor.remake(tensor.held.map(torch.clone))
+    return tensor.dequantize().clone()
 
 
 @_handles(_aten._to_copy.default)
 def _to_copy(func: Any, tensor: QuantizedWeight, **options: Any) -> Any:
     if options.get("dtype") not in (None, *_HIGH):
+        return NotImplemented
+    dtype = options.get("dtype") or tensor.dtype
+    if dtype != tensor.dtype and not settings.current().moves_parameters:
         return NotImplemented
     device, waits = options.get("device"), not options.get("non_blocking", False)
     held = tensor.held.map(
@@ -287,13 +316,24 @@ class _Chunk(HeldRows):
         return self._of.cut(self.first, self.rows, total)
 
 
-@_handles(_aten.new_zeros.default, _aten.new_empty.default, _aten.empty_like.default)
-def _new(func: Any, tensor: QuantizedWeight, size: Any = None, **options: Any) -> Any:
-    """Return rows that are not there yet, to be copied into."""
-    if options.get("dtype") not in (None, tensor.dtype):
+@_handles(_aten.new_zeros.default)
+def _padded(func: Any, tensor: QuantizedWeight, size: Any, **options: Any) -> Any:
+    """Return rows that are not there yet, for FSDP2 to copy a shard into."""
+    is_matrix = len(size) == 2 and size[1] == tensor._about.cols
+    if not is_matrix or options.get("dtype") not in (None, tensor.dtype):
         return NotImplemented
-    shape = tensor.shape if size is None else size
-    return tensor.remake(HeldRows(), shape, device=options.get("device"))
+    rows = HeldRows()
+    rows.is_padding = True
+    return tensor.remake(rows, size, device=options.get("device"))
+
+
+@_handles(_aten.empty_like.default)
+def _emptied(func: Any, tensor: QuantizedWeight, **options: Any) -> Any:
+    """Return rows that are not there yet, where a module moves its parameters."""
+    if not settings.current().moves_parameters:
+        return NotImplemented
+    options = {key: options.get(key) for key in ("dtype", "device")}
+    return tensor.remake(HeldRows(), **options)
 
 
 @_handles(_aten.slice.Tensor)

@@ -23,7 +23,6 @@ from ..storage import Plane
 from ..tensor.stack import QuantizedStack
 from .agreement import Prepared, Wish, current_stack_wish
 from .call import Call
-from .fingerprint import DIGEST_NBYTES
 from .gather import GatheredParameter
 from .gathered_storage import GatheredStorage
 from .shards import PlaneShards, Shards, StorageShards
@@ -258,11 +257,7 @@ class StackedParameter(GatheredParameter):
         Raises:
             RuntimeError: ranks differ, on all of them.
         """
-        trailers = received[:, plan.payload : plan.payload + DIGEST_NBYTES]
-        wanted: Any = self.settle(trailers, plan)
-        payloads = received[:, : plan.payload]
-        if wanted is not plan:  # the recipe has changed, on all ranks
-            payloads = self.payloads_now(wanted)
+        wanted, payloads = self.settle(plan, received)
         self._unasked.clear()
         parts = zip(self._storages, wanted.parts, wanted.split(payloads), strict=True)
         for storage, part, own in parts:

@@ -172,7 +172,7 @@ def _quantized(weight: nn.Parameter, quantizer: Quantizer, preserves: bool) -> n
 
 
 @contextmanager
-def plain_weights(module: nn.Module) -> Iterator[None]:
+def plain_weights(module: Any) -> Iterator[None]:
     """Let a module's weights be plain inside; afterwards they are quantized once.
 
     So that initial values are those of high precision, however many operations make them.
@@ -180,9 +180,11 @@ def plain_weights(module: nn.Module) -> Iterator[None]:
     Args:
         module: whose quantized parameters are written inside, all of each.
     """
-    own: dict[str, Any] = {n: one for n, one in module._parameters.items() if is_quantized(one)}
+    own = {name: one for name, one in module._parameters.items() if _is_low(module, name, one)}
     for name, parameter in own.items():
-        plain = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        plain = torch.empty_like(parameter.detach())
+        if is_quantized(parameter):
+            plain = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         module._parameters[name] = nn.Parameter(plain, parameter.requires_grad)
     try:
         yield
@@ -192,8 +194,16 @@ def plain_weights(module: nn.Module) -> Iterator[None]:
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(made[name])
-            if parameter.initial_value is not None:
+            if not is_quantized(parameter):
+                module._prepared[name].keep_initial(parameter, made[name])
+            elif parameter.initial_value is not None:
                 keep_initial(parameter, made[name])
+
+
+def _is_low(module: nn.Module, name: str, parameter: Any) -> bool:
+    """Return whether a parameter is quantized, or a DTensor whose shards are."""
+    prepared = getattr(module, "_prepared", {}).get(name)
+    return is_quantized(parameter) or (prepared is not None and prepared.is_held)
 
 
 def dequantized_state_dict(module: nn.Module) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from .model_init import quantize_weights
 from .quantized_output import Boundary
 from .scaling import Scales, ScalingState
 from .scaling_dict import load_history
-from .scaling_update import look_for_step, num_updates, scales_of, watch_steps
+from .scaling_update import misses_step, num_updates, scales_of, take_step, watch_steps
 
 __all__ = ["PLAIN", "QuantizedModule"]
 
@@ -41,6 +41,26 @@ _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 #: What a module without a recipe does, as a plan.
 PLAIN: Final = bind(CustomRecipe(high_precision_factory))
+
+
+#: What is remade when needed, or belongs to this process.
+_NOT_SAVED: Final = (
+    *("_bound", "_last_recipe", "_kept_weights", "_boundary", "_few_rows", "_prepared"),
+)
+
+
+class PreparedWeight(Protocol):
+    """What keeps a weight prepared for sharded training."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether its shards are quantized."""
+
+    def attach(self, module: nn.Module, name: str) -> None:
+        """Prepare the weight again if the module holds a plain one now."""
+
+    def keep_initial(self, parameter: Any, values: Any) -> None:
+        """Keep what quantized shards were made of, if initial values are kept."""
 
 
 class QuantizedModule(Boundary, nn.Module):
@@ -68,6 +88,9 @@ class QuantizedModule(Boundary, nn.Module):
     #: By part, what delayed scaling remembers; made with the module, so that no compiled graph
     #: makes it.
     _scaling: Mapping[str, ScalingState] = MappingProxyType({})
+
+    #: By name, what keeps a weight prepared for sharded training.
+    _prepared: Mapping[str, PreparedWeight] = MappingProxyType({})
 
     def _take_name(self, name: str | None) -> None:
         """Take the constructor's `name`; called last, when the module is otherwise made."""
@@ -222,18 +245,27 @@ class QuantizedModule(Boundary, nn.Module):
         state = self._scaling.get(part)
         return scales_of(state, weight, plan, self.training, is_first_microbatch)
 
-    def _look_for_step(self, part: str, num_writes: int) -> None:
-        """Update delayed scales if nobody told of a step, before a part's weight is gathered.
+    def _misses_step(self, part: str, stamp: object) -> bool:
+        """Return whether delayed scales wait for a step that nobody told of.
 
         Args:
             part: of the module.
-            num_writes: of the weight's shard, so far.
+            stamp: another one when the part's weight was written.
         """
         plan = self._current_plan(part)
         if plan is None or not plan.is_delayed or not self.training:
-            return
-        if settings.current().is_first_microbatch is not False:
-            look_for_step(self._scaling.get(part), num_writes)
+            return False
+        if settings.current().is_first_microbatch is False:
+            return False
+        return misses_step(self._scaling.get(part), stamp)
+
+    def _take_step(self, part: str, stamp: object) -> None:
+        """Update delayed scales, if the module's plan has any; all ranks must call it.
+
+        Args:
+            part, stamp: as for `_misses_step`.
+        """
+        take_step(self._scaling.get(part), stamp)
 
     def _weight_statistics(self, part: str) -> tuple[int, torch.Tensor]:
         """Return a number for the scales of a part's weight as they are now, and their statistics.
@@ -346,19 +378,27 @@ class QuantizedModule(Boundary, nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._forget_weight()  # .to(), .half(), .cuda(): what is kept would only take memory
-        moved = super()._apply(fn, recurse)
+        with settings.moving():
+            moved = super()._apply(fn, recurse)
+        self._attach()
         self._ensure_scaling()
         return moved
 
+    def _attach(self) -> None:
+        """Prepare weights again that were, if the module was given others."""
+        for name, prepared in self._prepared.items():
+            prepared.attach(self, name)
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self._attach()
         self._ensure_scaling()
         load_history(self._scaling, state_dict, prefix, args[-2], args[-1])
 
     def __getstate__(self) -> dict[str, Any]:
         # What a recipe came to is remade when needed; a factory may not even be picklable.
         state = self.__dict__.copy()
-        for name in ("_bound", "_last_recipe", "_kept_weights", "_boundary", "_few_rows"):
+        for name in _NOT_SAVED:
             state.pop(name, None)
         return state
 

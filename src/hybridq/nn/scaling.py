@@ -185,7 +185,7 @@ class ScalingState:
         #: How often a scale may have become another one.
         self.num_changes = 0
         self._notes = Notes()
-        self._seen: tuple[int, int] = (-1, -1)
+        self._seen: tuple[object, int] = (-1, -1)
         #: Statistics of the forward's places, by the number of updates that had been.
         self._past: dict[int, torch.Tensor] = {}
         self._fill(device)
@@ -310,7 +310,7 @@ class ScalingState:
         notes = self._notes
         return bool(notes.num_backwards) and notes.has_weight_grad and weight.grad is None
 
-    def is_rewritten(self, now: tuple[int, int]) -> bool:
+    def is_rewritten(self, now: tuple[object, int]) -> bool:
         """Return whether a backward has run since the last update, and `now` is not what it was.
 
         Args:

@@ -38,7 +38,15 @@ from .scaling import (
     take_scales,
 )
 
-__all__ = ["look_for_step", "num_updates", "scales_of", "update_scaling", "updates", "watch_steps"]
+__all__ = [
+    "misses_step",
+    "num_updates",
+    "scales_of",
+    "take_step",
+    "update_scaling",
+    "updates",
+    "watch_steps",
+]
 
 
 #: Name of the module and place, of each of a batch.
@@ -165,17 +173,26 @@ def scales_of(
     return scales
 
 
-def look_for_step(state: ScalingState | None, stamp: int) -> None:
-    """Update the scales of all modules if nobody told of a step, and a weight was written.
+def misses_step(state: ScalingState | None, stamp: object) -> bool:
+    """Return whether nobody told of a step, and a weight was written.
 
     Args:
         state: of the weight's module.
-        stamp: another number when the weight was written.
+        stamp: another one when the weight was written.
     """
-    if state is None or updates.is_told or not state.is_rewritten((stamp, 0)):
-        return
+    return state is not None and not updates.is_told and state.is_rewritten((stamp, 0))
+
+
+def take_step(state: ScalingState | None, stamp: object) -> None:
+    """Update the scales of all modules, after a step that `misses_step` saw on some rank.
+
+    Args:
+        state: of the weight's module.
+        stamp: of the weight as it is.
+    """
     _update_all()
-    state.is_rewritten((stamp, 0))  # from here on
+    if state is not None:
+        state.is_rewritten((stamp, 0))  # from here on
 
 
 class _Batch(NamedTuple):

@@ -1,0 +1,87 @@
+"""What keeps a parameter prepared, whatever tensor its module is given for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .gather import GatheredParameter
+from .held import HeldParameter, HeldRows
+from .quantized_weight import QuantizedWeight
+from .weight import GatheredWeight
+
+__all__ = ["Attachment", "is_prepared", "local_of"]
+
+
+def local_of(parameter: Any) -> Any:
+    """Return a parameter's tensor on this rank: of a DTensor its shard.
+
+    Args:
+        parameter: any tensor, or None.
+    """
+    return getattr(parameter, "_local_tensor", parameter)
+
+
+def is_prepared(parameter: Any) -> bool:
+    """Return whether a parameter, or its shard, is one that `prepare_fsdp2` made.
+
+    Args:
+        parameter: any tensor, or None.
+    """
+    return isinstance(local_of(parameter), (GatheredWeight, QuantizedWeight))
+
+
+class Attachment:
+    """What a module remembers of one prepared parameter.
+
+    Args:
+        about: the parameter.
+    """
+
+    def __init__(self, about: GatheredParameter) -> None:
+        self.about = about
+
+    @property
+    def is_held(self) -> bool:
+        """Whether its shards are quantized."""
+        return isinstance(self.about, HeldParameter)
+
+    def keep_initial(self, parameter: Any, values: Any) -> None:
+        """Keep what quantized shards were made of, if initial values are kept.
+
+        Args:
+            parameter: whose local tensor was quantized just now.
+            values: what it was quantized from, a DTensor as well.
+        """
+        if isinstance(self.about, HeldParameter) and self.about.keeps_initial:
+            local_of(parameter).held.initial = local_of(values).detach().cpu().clone()
+
+    def attach(self, module: nn.Module, name: str) -> None:
+        """Prepare the parameter again if the module holds a plain one now; every rank must call it.
+
+        Args:
+            module: that owns the parameter.
+            name: of it there.
+
+        Raises:
+            RuntimeError: it is to be quantized with its other shards, and is none yet.
+        """
+        parameter: Any = module._parameters.get(name)
+        local = local_of(parameter)
+        if local is None or type(local) not in (torch.Tensor, nn.Parameter) or local.is_meta:
+            return
+        values = local.detach()
+        made: Any
+        if isinstance(self.about, HeldParameter):
+            where = (values.shape, values.dtype, values.device)
+            made = QuantizedWeight(HeldRows(), self.about, *where)
+        else:
+            made = GatheredWeight(values, self.about)
+        if parameter is local:
+            module._parameters[name] = nn.Parameter(made, parameter.requires_grad)
+        else:
+            parameter._local_tensor = made
+        if isinstance(made, QuantizedWeight):
+            made.quantize_(values)
