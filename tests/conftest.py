@@ -60,6 +60,22 @@ def direction(request) -> str:
 
 
 @pytest.fixture
+def fast_products(monkeypatch):
+    """As on a CPU for which torch has fast products of BF16 and FP16: its bits are ours."""
+    from hybridq.kernels import plain
+
+    monkeypatch.setattr(plain, "_SLOW", frozenset())
+
+
+@pytest.fixture
+def slow_products(monkeypatch):
+    """As on a CPU for which torch has none: values are rounded once, sums have another order."""
+    from hybridq.kernels import plain
+
+    monkeypatch.setattr(plain, "_SLOW", frozenset((torch.bfloat16, torch.float16)))
+
+
+@pytest.fixture
 def registries():
     """What a test registers is forgotten after it: other tests iterate the registries."""
     from hybridq.formats import ELEMENTS

@@ -51,8 +51,9 @@ def test_every_pair_of_formats(a_name: str, b_name: str, products: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_cpu_without_bf16_instructions_takes_the_fp32_product(name: str, monkeypatch) -> None:
-    monkeypatch.setattr(exact, "_cpu_has_bf16", lambda: False)
+def test_a_cpu_without_bf16_instructions_takes_the_fp32_product(
+    name: str, monkeypatch, slow_products: None
+) -> None:
     monkeypatch.setattr(exact, "product_reason", lambda: "not for this test")
     a = make(torch.randn(19, 150, dtype=torch.bfloat16), name)
     b = make(torch.randn(33, 150, dtype=torch.bfloat16), "mxfp8")
@@ -236,6 +237,7 @@ def test_columnwise_planes_are_contracted_over_rows(direction: str) -> None:
     check(y, decoded(a), decoded(b))
 
 
+@pytest.mark.usefixtures("fast_products")
 def test_plain_tensors_give_torchs_own_bits() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         x, w, bias = torch.randn(6, 40), torch.randn(3, 40), torch.randn(3)

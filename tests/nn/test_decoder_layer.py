@@ -176,6 +176,7 @@ def ours(layer, which, sbhd=False):
     return call
 
 
+@pytest.mark.usefixtures("fast_products")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("which", OPTIONS)
 def test_without_a_recipe_it_is_torch(which, dtype) -> None:

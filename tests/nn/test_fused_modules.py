@@ -77,6 +77,7 @@ def test_every_activation(activation, bias, recipe):
     assert_same(module, run(module, x, dy, recipe=recipe), expected)
 
 
+@pytest.mark.usefixtures("fast_products")
 @pytest.mark.parametrize("mode", ["FP32", "BF16", "FP64", "autocast"])
 @pytest.mark.parametrize("activation", KINDS)
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])

@@ -128,6 +128,7 @@ def test_random_splits(seed: int) -> None:
     compare(draw.choice(RECIPES), sizes, **options)
 
 
+@pytest.mark.usefixtures("fast_products")
 @pytest.mark.parametrize("is_device", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_without_a_recipe_it_is_a_loop_of_nn_linear(dtype, is_device: bool) -> None:

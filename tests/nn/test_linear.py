@@ -218,6 +218,7 @@ def test_only_the_bias_is_trained():
     assert len(seen.encodes) == 2 and seen.ops.count("hybridq::gemm") == 1
 
 
+@pytest.mark.usefixtures("fast_products")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).split(".")[1])
 def test_identity_planes_give_the_bits_of_nn_linear(dtype, bias):

@@ -43,6 +43,7 @@ def test_construction_and_state_dict_are_those_of_nn_linear(bias, dtype):
     assert isinstance(ours, nn.Linear) and "in_features=13" in repr(ours)
 
 
+@pytest.mark.usefixtures("fast_products")
 @pytest.mark.parametrize("amp", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_outside_autocast_it_is_nn_linear(dtype, amp):

@@ -138,6 +138,7 @@ def gradients(module: nn.Module, results: list[torch.Tensor]) -> dict[str, torch
     return dict(zip(["y", "dx", *dict(module.named_parameters())], results, strict=True))
 
 
+@pytest.mark.usefixtures("fast_products")
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("which", OPTIONS)

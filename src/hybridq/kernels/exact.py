@@ -24,6 +24,7 @@ from ..formats import PlaneSpec
 from ..reference import tensor_factor
 from .device import has_autocast, without_autocast
 from .epilogue import finish, only_product
+from .plain import is_slow, plain_product, slow_reason
 from .product import FEW_ROWS, multiply, product_reason
 from .registry import Call, operation
 from .types import GemmArgs, Operand
@@ -38,12 +39,6 @@ __all__ = [
     "multiply_sides",
     "product_notes",
 ]
-
-
-@lru_cache(maxsize=1)
-def _cpu_has_bf16() -> bool:
-    probe = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    return bool(probe is not None and probe())
 
 
 def dtype_reason(call: Call) -> str | None:
@@ -123,7 +118,7 @@ def is_power_of_two(factor: torch.Tensor | None) -> bool:
 
 
 def _identity_product(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor | None:
-    """Return nn.Linear's own product of two plain tensors, or None where it has none."""
+    """Return the product that nn.Linear would make of two plain tensors, or None: it has none."""
     if not (a.spec.format.is_identity and b.spec.format.is_identity):
         return None
     left, right = a.buffers[0], b.buffers[0]
@@ -133,7 +128,7 @@ def _identity_product(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor | 
         return None
     if args.bias is not None and args.bias.dtype != args.out_dtype:
         return None
-    return torch.nn.functional.linear(left, right, args.bias)
+    return plain_product(left, right, args.bias)
 
 
 def exact_gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
@@ -161,8 +156,8 @@ def fp32_reason(
         out_dtype: dtype of the result.
         is_alone: nothing is added to the product.
     """
-    if device == "cpu" and not (_cpu_has_bf16() or product_reason() is None):
-        return "this CPU has no BF16 instructions"
+    if is_slow(torch.bfloat16, device) and product_reason() is not None:
+        return slow_reason(torch.bfloat16)
     has_fp32_result = device != "cpu" or product_reason() is None
     return _fp32_reason(a, b, has_fp32_result, out_dtype, is_alone)
 
@@ -185,10 +180,26 @@ def _fp32_reason(
     return None
 
 
+def _plain_notes(row: PlaneSpec, col: PlaneSpec, call: Call) -> tuple[str, ...]:
+    """Return how two plain tensors of the result's dtype are multiplied; empty: they are not."""
+    if not (row.format.is_identity and col.format.is_identity):
+        return ()
+    if {(spec.format.storage_dtype or call.dtype) for spec in (row, col)} != {call.dtype}:
+        return ()
+    name = str(call.dtype).removeprefix("torch.")
+    if not is_slow(call.dtype, call.device):
+        return (f"operands as they are, torch's {name} product",)
+    way = f"operands as they are, FP32 product, rounded once to {name}"
+    return (way, str(slow_reason(call.dtype)))
+
+
 def product_notes(call: Call) -> tuple[str, ...]:
     """Return how two planes are multiplied, one line each, for `explain`."""
     if call.row is None or call.col is None:
         return ()
+    plain = _plain_notes(call.row, call.col, call)
+    if plain:
+        return plain
     reason = fp32_reason(call.row, call.col, call.device, call.dtype, is_alone=True)
     if reason is not None:
         return ("operands decoded exactly, FP32 product", reason)
@@ -268,7 +279,7 @@ def _both_bf16(left: Side, right: Side) -> bool:
 
 def _torch_rounds_once(factors: Sequence[torch.Tensor | None]) -> bool:
     """Whether torch's BF16 product on this CPU serves, if nothing is added to it."""
-    if not _cpu_has_bf16():
+    if is_slow(torch.bfloat16):
         return False
     if product_reason() is None:  # needs no look at the factors
         return all(factor is None for factor in factors)

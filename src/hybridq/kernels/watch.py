@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch.autograd import forward_ad
 
-__all__ = ["is_plain", "may_keep", "nothing_watches"]
+__all__ = ["is_plain", "is_transformed", "may_keep", "nothing_watches"]
 
 _Keys = torch._C.DispatchKeySet
 _Key = torch._C.DispatchKey
@@ -71,6 +71,19 @@ def nothing_watches(*tensors: torch.Tensor | None) -> bool:
         if tensor is not None and (not is_plain(tensor) or (grads and tensor.requires_grad)):
             return False
     return True
+
+
+def is_transformed() -> bool:
+    """Return whether a compiler, a tracer, functorch or forward-mode AD looks into calls.
+
+    Such a call is made of torch's own operators, which they all know, and of no autograd function.
+    """
+    return bool(
+        _is_compiling()
+        or _transform() is not None
+        or _tracing() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..recipes.roles import GRAD_INPUT
@@ -14,6 +13,7 @@ from .fused import InitMethod, one_dtype, run_part
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
 from .plain_norm import PlainNorm
+from .plain_product import plain_attention
 from .quantized_output import with_quantized_gradient
 from .rotary import apply_rotary
 from .separate_names import takes_separate_names
@@ -292,7 +292,7 @@ class MultiheadAttention(nn.Module):
         check_mask_type(kind, window)
         sizes = (query.shape[2], key.shape[2])
         mask, is_causal = visible(kind, window, attention_mask, *sizes, query.device)
-        mixed = F.scaled_dot_product_attention(
+        mixed = plain_attention(
             query,
             key,
             value,

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..recipes import Recipe
 from ..reference import ACTIVATIONS, NORMS
 from .function import linear
 from .module import PLAIN, QuantizedModule
+from .plain_product import plain_linear
 from .prologue import Activation, Norm, Prologue, apply
 
 __all__ = ["FusedModule", "run_part"]
@@ -37,7 +37,7 @@ def run_part(
     """Return `p(x) @ weight.T + bias` of one linear part of a module, under its recipe.
 
     Without a recipe, or with one that leaves the part alone, it is torch's own norm or activation
-    and torch's own linear, bit for bit.
+    and torch's own linear, bit for bit where that is fast (docs/numerics.md, "Plain products").
 
     Args:
         module: whose name, plans and kept weights are used.
@@ -64,7 +64,7 @@ def run_part(
         if prologue is not None:
             x = prologue.plain(x, gamma, beta)
         if plan is None or (into is None and not torch.compiler.is_compiling()):
-            return F.linear(x, weight, bias)
+            return plain_linear(x, weight, bias)
         prologue = gamma = beta = None  # compiled, only planes give the eager bits of a linear
     w: torch.Tensor
     b: torch.Tensor | None

@@ -19,6 +19,7 @@ from .grouped_splits import Splits, group_offsets, host_splits, mixed_linear
 from .main_grad import Into, part_of
 from .model_init import plain_weights
 from .module import QuantizedModule
+from .plain_product import plain_linear
 from .quantized_output import with_quantized_gradient
 
 __all__ = ["GroupedLinear"]
@@ -247,11 +248,11 @@ class GroupedLinear(QuantizedModule):
     def _plain(
         self, x: torch.Tensor, params: list[torch.Tensor], splits: list[int]
     ) -> torch.Tensor:
-        """Return a loop of `torch.nn.functional.linear` over the groups."""
+        """Return a loop of the product of `torch.nn.functional.linear` over the groups."""
         weights, biases = self._parts(params)
         rows = x.split(splits)
         made = [
-            nn.functional.linear(row, weights[g], biases[g] if biases else None)
+            plain_linear(row, weights[g], biases[g] if biases else None)
             for g, row in enumerate(rows)
         ]
         return torch.cat(made)

@@ -18,7 +18,7 @@ __all__ = ["LayerNormLinear", "RMSNormLinear"]
 class LayerNormLinear(FusedModule):
     """`norm(x) @ weight.T + bias`; under a recipe the norm's result is made in quantized form only.
 
-    Without a recipe it is `F.layer_norm` or `F.rms_norm` and `F.linear`, bit for bit. Under one,
+    Without a recipe it is `F.layer_norm` or `F.rms_norm` and the product of `F.linear`. Under one,
     norm and quantization are one operation, and its numbers are those of `docs/numerics.md`.
     Parameters: `layer_norm_weight`, `layer_norm_bias` (LayerNorm only), `weight`, `bias`.
 

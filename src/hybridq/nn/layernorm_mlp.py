@@ -21,8 +21,8 @@ class LayerNormMLP(FusedModule):
 
     Saved for the backward are x, the result of fc1, and the planes that the four backward GEMMs
     need; neither the norm's result nor the activation's. Without a recipe all steps are torch's
-    own, bit for bit. Parameters: `layer_norm_weight`, `layer_norm_bias` (LayerNorm only),
-    `fc1_weight`, `fc1_bias`, `fc2_weight`, `fc2_bias`.
+    own (docs/numerics.md, "Plain products"). Parameters: `layer_norm_weight`, `layer_norm_bias`
+    (LayerNorm only), `fc1_weight`, `fc1_bias`, `fc2_weight`, `fc2_bias`.
 
     Args:
         hidden_size: columns of the input and of the output.

@@ -13,6 +13,7 @@ from .function import linear
 from .main_grad import Into
 from .model_init import plain_weights
 from .module import PLAIN, QuantizedModule
+from .plain_product import plain_linear
 from .quantized_output import with_quantized_gradient
 from .short_linear import short_linear
 
@@ -22,9 +23,10 @@ __all__ = ["Linear"]
 class Linear(QuantizedModule, nn.Linear):
     """`nn.Linear` that computes under the recipe of `hybridq.autocast`.
 
-    Outside `hybridq.autocast` it is `nn.Linear`, bit for bit. Inside, input, weight and output
-    gradient are quantized by the recipe's quantizers, and the forward and both backward GEMMs run
-    between their planes. Parameters, initial values and state_dict are those of `nn.Linear`.
+    Outside `hybridq.autocast` it is `nn.Linear`, bit for bit where torch's product is fast (see
+    docs/numerics.md, "Plain products"). Inside, input, weight and output gradient are quantized by
+    the recipe's quantizers, and the forward and both backward GEMMs run between their planes.
+    Parameters, initial values and state_dict are those of `nn.Linear`.
 
     Args:
         in_features, out_features, bias, device, dtype: as for `nn.Linear`; any size, any batch
@@ -115,14 +117,14 @@ class Linear(QuantizedModule, nn.Linear):
         if recipe is None:
             if into is not None:
                 return self._quantized(input, PLAIN, None, into)
-            return super().forward(input)
+            return plain_linear(input, self.weight, self.bias)
         plan = self._plan(recipe)
         if fp8_grad:
             input = with_quantized_gradient(input, self._boundary_quantizer(recipe, GRAD_INPUT))
         if plan.is_plain and into is None and not torch.compiler.is_compiling():
             # The same bits as the planes would give. Compiled, only the planes give them: a
             # compiler that sees nn.Linear sums the bias's gradient in another order.
-            y = super().forward(input)
+            y = plain_linear(input, self.weight, self.bias)
         else:
             y = self._quantized(input, plan, is_first_microbatch, into)
         return self._quantized_output(y, recipe) if fp8_output else y
