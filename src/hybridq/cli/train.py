@@ -16,6 +16,7 @@ from ..demo.progress import ProgressView
 from ..demo.report import build_report, build_table, prepare_folder, verdict, write_report
 from ..demo.train import BASELINE, TrainConfig
 from ..demo.variants import VARIANTS
+from ..kernels.plain import product_ways
 from ..recipes import get
 
 _MODEL = ModelConfig()
@@ -137,6 +138,7 @@ def train(
     _say_what_runs(console, config, corpus)
     comparison = Comparison(config, names, corpus)
     try:
+        _say_how_long(console, comparison)
         with ProgressView(console, names, steps) as view:
             comparison.run(view)
     finally:
@@ -206,3 +208,30 @@ def _say_what_runs(console: Console, config: TrainConfig, corpus: Corpus) -> Non
         highlight=False,
         soft_wrap=True,
     )
+    if config.device == "cpu":
+        console.print(f"Plain products in bfloat16: {_way('bfloat16')}.", highlight=False)
+
+
+def _way(dtype: str) -> str:
+    """Return how the baseline and all that is not quantized are multiplied on this CPU."""
+    found = next(way for way in product_ways() if way.dtype == dtype)
+    return found.ours if found.is_fast else f"{found.ours} ({found.reason})"
+
+
+def _say_how_long(console: Console, comparison: Comparison) -> None:
+    if comparison.config.compile:
+        return  # two steps would tell of the compiler's time
+    seconds = comparison.estimate()
+    if comparison.is_interrupted:
+        return
+    each = ", ".join(f"{recipe} {_clock(one)}" for recipe, one in seconds.items())
+    console.print(
+        f"It will take about {_clock(sum(seconds.values()))} (minutes:seconds), by two timed "
+        f"steps of each: {each}.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 from .._text import size_text
 from ..demo.data import MAX_NBYTES, DataError, load_corpus
 from ..demo.model import ModelConfig
+from ..demo.progress import Pace
 from ..demo.train import BASELINE, COUNTED_STEP, Progress, TrainConfig
 from ..demo.variants import VARIANTS
 from ..distributed import Traffic
@@ -141,10 +143,14 @@ def _leave() -> None:
 
 
 def _follow(what: str, progress: Iterator[Progress], is_shown: bool, steps: int) -> None:
-    """Train to the end; say so at each evaluation."""
+    """Train to the end; say where it is at each evaluation, and every few seconds."""
+    pace = Pace()
     for one in progress:
-        if is_shown and one.validation_loss is not None:
+        validation = ""
+        if one.validation_loss is not None:
+            validation = f", validation {one.validation_loss:.4f}"
+        if is_shown and pace.is_due(bool(validation)):
             typer.echo(
-                f"{what}: step {one.step}/{steps}, loss {one.loss:.4f}, validation "
-                f"{one.validation_loss:.4f} nats/byte"
+                f"{what}: step {one.step}/{steps}, loss {one.loss:.4f}{validation} nats/byte"
             )
+            sys.stdout.flush()

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..nn.plain_product import plain_attention, plain_linear
 from .moe import MixtureOfExperts
 
 VOCABULARY_SIZE = 256
@@ -97,7 +98,7 @@ class Rotary(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions, through torch's fused kernel."""
+    """Causal self-attention with rotary positions, through torch's own kernel."""
 
     def __init__(self, config: ModelConfig, linear: type[nn.Linear]) -> None:
         super().__init__()
@@ -111,7 +112,7 @@ class Attention(nn.Module):
         heads = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         query, key, value = heads.unbind(0)
         query, key = self.rotary(query), self.rotary(key)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = plain_attention(query, key, value, is_causal=True)
         result: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, hidden))
         return result
 
@@ -153,8 +154,16 @@ class Block(nn.Module):
         return result
 
 
+class Head(nn.Linear):
+    """``nn.Linear`` in high precision, by a product that is fast on any CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x @ weight.T``, in torch.autocast's dtype."""
+        return plain_linear(x, self.weight, self.bias)
+
+
 class Transformer(nn.Module):
-    """The language model. ``lm_head`` is always a plain ``nn.Linear``, in high precision.
+    """The language model. ``lm_head`` is never quantized.
 
     Args:
         config: the sizes.
@@ -167,7 +176,7 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY_SIZE, config.hidden)
         self.blocks = nn.ModuleList(Block(config, linear) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, config.norm_eps)
-        self.lm_head = nn.Linear(config.hidden, VOCABULARY_SIZE, bias=False)
+        self.lm_head = Head(config.hidden, VOCABULARY_SIZE, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
@@ -17,12 +19,45 @@ from rich.progress import Progress as Bars
 
 from .train import Progress, RecipeResult
 
+LINE_SECONDS = 10.0
+"""Without a terminal, a line of progress is due so long after the last one."""
+
+
+class Pace:
+    """Says when the next plain line of progress is due.
+
+    Args:
+        clock: seconds from any start.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = clock()
+
+    def is_due(self, is_wanted: bool = False) -> bool:
+        """Return whether to print a line now, and count from now on if so.
+
+        Args:
+            is_wanted: there is something to say, at any pace.
+        """
+        now = self._clock()
+        if not is_wanted and now - self._last < LINE_SECONDS:
+            return False
+        self._last = now
+        return True
+
 
 class ProgressView:
     """An ``Observer``: one bar per recipe, and plain lines where there is no terminal."""
 
-    def __init__(self, console: Console, recipes: list[str], steps: int) -> None:
-        self._console = console
+    def __init__(
+        self,
+        console: Console,
+        recipes: list[str],
+        steps: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console, self._pace = console, Pace(clock)
         self._steps = steps
         self._bars = Bars(
             TextColumn("{task.description}"),
@@ -59,11 +94,14 @@ class ProgressView:
         self._bars.start_task(self._tasks[recipe])
 
     def progress(self, recipe: str, progress: Progress) -> None:
-        if progress.validation_loss is not None:
+        is_evaluated = progress.validation_loss is not None
+        if is_evaluated:
             self._validation = f" validation {progress.validation_loss:.4f}"
+        if self._pace.is_due(is_evaluated):
+            validation = f",{self._validation}" if is_evaluated else ""
             self._line(
-                f"{recipe}: step {progress.step}/{self._steps}, loss {progress.loss:.4f},"
-                f"{self._validation} nats/byte"
+                f"{recipe}: step {progress.step}/{self._steps}, loss {progress.loss:.4f}"
+                f"{validation} nats/byte"
             )
         text = f"loss {progress.loss:.3f}{self._validation}"
         if progress.tokens_per_second is not None:
@@ -77,3 +115,4 @@ class ProgressView:
     def _line(self, text: str) -> None:
         if not self._console.is_terminal:
             self._console.print(text, highlight=False, soft_wrap=True)
+            self._console.file.flush()  # a pipe would hold lines back

@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from ..kernels.plain import product_ways
 from .compare import Comparison
 from .train import BASELINE, RecipeResult
 from .variants import PLAIN
@@ -58,6 +59,7 @@ def build_report(comparison: Comparison) -> dict[str, Any]:
             },
             "versions": _versions(),
             "machine": _machine(config.device),
+            "plain_products": {way.dtype: way.ours for way in product_ways()},
             "recipes": [_entry(result, baseline) for result in comparison.results],
         }
     )

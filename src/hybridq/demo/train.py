@@ -26,6 +26,9 @@ BASELINE = "bf16"
 COUNTED_STEP = 1
 """The step whose collectives are counted, if there are several: like it are all later ones."""
 
+_TIMED_STEPS = 2
+"""Steps that an estimate is made of, after one that is not timed."""
+
 _WARMUP_STEPS_OF_TIMER = 2
 """First steps that the speed leaves out: allocations and compilation, not training."""
 
@@ -210,6 +213,32 @@ class Run:
             yield Progress(step + 1, loss, validation_loss, result.tokens_per_second)
             if result.status == "diverged":
                 return
+
+    def estimate(self) -> float:
+        """Return about how many seconds ``steps()`` takes, by two timed steps and one evaluation.
+
+        The run is over then: its parameters have moved.
+        """
+        config = self.config
+        optimizer = make_optimizer(self.model, config)
+        count = 1 + _TIMED_STEPS
+        batches = training_batches(
+            self.corpus, config.batch, config.model.sequence, count, config.seed
+        )
+        seconds = []
+        for step, (x, y) in enumerate(batches):
+            x, y = x.to(config.device), y.to(config.device)
+            started = time.perf_counter()
+            self._step(self.model, optimizer, min(step, config.steps - 1), x, y)
+            seconds.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        self._evaluate(self.model, [(x, y)])
+        one_evaluation = time.perf_counter() - started
+        one_step = sum(seconds[1:]) / _TIMED_STEPS
+        points = min(config.eval_points, config.steps)
+        # Measuring what a step holds takes a forward of one batch, and of two.
+        others = points * config.eval_batches + 3
+        return config.steps * one_step + others * one_evaluation
 
     def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """Mean loss in nats per byte of ``x``, ``y [batch, sequence]``, under the recipe."""
