@@ -61,6 +61,7 @@ def _gradients(x, weight, bias, dy):
     return torch.autograd.grad(torch_linear(*leaves), leaves, dy)
 
 
+@pytest.mark.usefixtures("fast_products")
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).split(".")[1])
 @pytest.mark.parametrize("override", OVERRIDES)
 @pytest.mark.parametrize("name", QUANTIZING)
@@ -263,6 +264,7 @@ def test_a_weight_that_was_written_before_its_backward_is_refused():
         y.backward(dy)
 
 
+@pytest.mark.usefixtures("fast_products")
 def test_torch_autocast():
     layer, x, dy = _case()
     recipe = MXFP8BlockScaling(backward_override="high_precision")

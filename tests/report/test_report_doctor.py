@@ -10,7 +10,7 @@ import torch
 
 import hybridq
 from hybridq.formats import PlaneSpec
-from hybridq.kernels import Call, backend_cpu, select
+from hybridq.kernels import Call, backend_cpu, backends, described, select
 from hybridq.report import diagnose, machine
 
 
@@ -34,6 +34,66 @@ def test_a_forced_backend_is_obeyed(backend):
     routes = [r for r in found.routes if r.op == "encode" and r.b == "plain"]
     assert {route.backend for route in routes} == {backend}
     assert backend in str(found)
+
+
+def dispatched(call: Call) -> str | None:
+    """Return the backend that a call takes, or None where it raises."""
+    try:
+        return select(call).name
+    except hybridq.BackendError:
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:.*slow PyTorch reference")
+@pytest.mark.parametrize("name", [None, *(one.name for one in backends()), "abacus"])
+@pytest.mark.parametrize("device", ["cpu", "sm_90"])
+def test_doctor_explain_and_dispatch_agree(name: str | None, device: str):
+    """Over all operations and formats, with every backend forced, with none and an unknown one."""
+    with hybridq.backend(name):
+        found = diagnose(device)
+        chip = described(device)
+        for route in found.routes:
+            case = (route.op, route.a, route.b)
+            if route.op in ("gemm", "grouped_gemm"):
+                told = hybridq.explain(route.op, route.a, route.b, device=device)
+                assert told.notes == route.notes, case
+            elif route.b == "plain":
+                told = hybridq.explain(route.op, route.a, device=device)
+            elif not route.a and route.op == "transpose":
+                told = hybridq.explain(route.op, device=device)
+            elif not route.a:
+                call = Call(route.op, chip.kind, torch.bfloat16, chip=chip)
+                assert route.backend == dispatched(call), case
+                continue
+            else:
+                continue  # an option, which a name cannot say
+            assert told.chosen == route.backend and told.forced == name, case
+            assert bool(told.error) == (told.chosen is None), case
+            specs = [
+                PlaneSpec.parse(text).resolve(torch.bfloat16)
+                for text in case[1:]
+                if text not in ("", "plain")
+            ]
+            if route.op in ("gemm", "grouped_gemm"):
+                sizes = None if device == "cpu" else (1 << 14, 4096, 4096)
+                call = Call(route.op, chip.kind, torch.bfloat16, *specs, "auto", sizes, chip)
+            else:
+                call = Call(route.op, chip.kind, torch.bfloat16, *specs[: 1 if route.a else 0])
+            assert told.chosen == dispatched(call), case
+
+
+def test_explain_says_that_a_backend_is_forced():
+    free = hybridq.explain("gemm", "mxfp8", "mxfp8")
+    assert free.forced is None and "forced" not in str(free)
+    with hybridq.backend("reference"):
+        told = hybridq.explain("gemm", "mxfp8", "mxfp8")
+        assert told.chosen == "reference" and "forced backend: reference" in str(told)
+    with hybridq.backend("cpu"):
+        told = hybridq.explain("gemm", "mxfp8", "mxfp8")
+        assert told.chosen == "torch" and "forced backend: cpu, which has no gemm" in str(told)
+    with hybridq.backend("cuda"):
+        told = hybridq.explain("encode", "mxfp8")
+        assert told.chosen is None and "raises: encode: the forced backend 'cuda'" in str(told)
 
 
 def test_an_unknown_backend_leaves_nothing():

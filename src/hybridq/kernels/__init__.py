@@ -22,7 +22,17 @@ from . import (
 from .device import Chip, chip_of, described
 from .kept import Kept, NeverKept, kept_nbytes
 from .precision import PRECISIONS, check_precision
-from .registry import Backend, Call, Choice, backends, candidates, register_backend, select
+from .registry import (
+    Backend,
+    Call,
+    Choice,
+    Decision,
+    backends,
+    candidates,
+    decide,
+    register_backend,
+    select,
+)
 from .triton import backend as backend_triton
 
 __all__ = [
@@ -31,6 +41,7 @@ __all__ = [
     "Call",
     "Chip",
     "Choice",
+    "Decision",
     "Kept",
     "NeverKept",
     "backend_cpu",
@@ -44,6 +55,7 @@ __all__ = [
     "candidates",
     "check_precision",
     "chip_of",
+    "decide",
     "derivatives",
     "described",
     "kept_nbytes",

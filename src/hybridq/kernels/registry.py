@@ -22,9 +22,11 @@ __all__ = [
     "Backend",
     "Call",
     "Choice",
+    "Decision",
     "backends",
     "cached_choice",
     "candidates",
+    "decide",
     "operation",
     "register_backend",
     "select",
@@ -189,24 +191,54 @@ def _operation(forced: str | None, op: str, *fields: Any) -> Callable[..., Any]:
     return _select(Call(op, *fields), forced).ops[op]
 
 
+@dataclass(frozen=True)
+class Decision:
+    """Which backend runs a call, decided in one place for calls and for those who explain them.
+
+    Args:
+        choices: every backend with its answer.
+        chosen: the one that runs the call, or None.
+        forced: name of the forced backend, or None.
+        error: why none runs it; "" where one does.
+    """
+
+    choices: tuple[Choice, ...]
+    chosen: Backend | None
+    forced: str | None
+    error: str = ""
+
+
+def decide(call: Call, forced: str | None) -> Decision:
+    """Return which backend runs `call`, without a warning and without raising.
+
+    Args:
+        call: the operation.
+        forced: name of the forced backend, or None. One that lacks the operation leaves the choice
+            to the others; one that has it and cannot run this call leaves none.
+    """
+    if forced is not None and forced not in _backends:
+        error = f"backend: must be one of {', '.join(_backends)}, got {forced!r}"
+        return Decision(candidates(call), None, forced, error)
+    choices = candidates(call)
+    if forced is not None and call.op in _backends[forced].ops:
+        own = next(choice for choice in choices if choice.backend.name == forced)
+        if own.reason is None:
+            return Decision(choices, own.backend, forced)
+        error = f"{call.op}: the forced backend {forced!r} cannot: {own.reason}"
+        return Decision(choices, None, forced, error)
+    chosen = next((choice.backend for choice in choices if choice.reason is None), None)
+    none = "" if chosen else f"{call.op}: no backend can run this call ({_reasons(choices)})"
+    return Decision(choices, chosen, forced, none)
+
+
 @cached_choice
 def _select(call: Call, forced: str | None) -> Backend:
-    if forced is not None:
-        if forced not in _backends:
-            raise BackendError(f"backend: must be one of {', '.join(_backends)}, got {forced!r}")
-        backend = _backends[forced]
-        reason = backend.reason(call)
-        if reason is None:
-            return backend
-        if call.op in backend.ops:
-            raise BackendError(f"{call.op}: the forced backend {forced!r} cannot: {reason}")
-    choices = candidates(call)
-    for choice in choices:
-        if choice.reason is None:
-            if not choice.backend.is_native:
-                _warn_fallback(call, choices)
-            return choice.backend
-    raise BackendError(f"{call.op}: no backend can run this call ({_reasons(choices)})")
+    decision = decide(call, forced)
+    if decision.chosen is None:
+        raise BackendError(decision.error)
+    if not decision.chosen.is_native and decision.chosen.name != forced:
+        _warn_fallback(call, decision.choices)
+    return decision.chosen
 
 
 def _warn_fallback(call: Call, choices: tuple[Choice, ...]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,7 @@ from .. import settings
 from .._text import Table, render
 from ..errors import SpecError
 from ..formats import DEFAULT_SIGNS, ERRORS, PlaneSpec, entries
-from ..kernels import Call, Chip, backends, candidates, check_precision, described
+from ..kernels import Call, Chip, backends, check_precision, described
 from ..tensor.functional import explain_call
 from .machine import Core, Machine, read_core, read_machine, versions
 
@@ -63,19 +63,10 @@ class Route:
 
 
 def _route(op: str, a: str, b: str, call: Call) -> Route:
-    """Return where `call` goes, as `kernels.select` decides but without its warning or error."""
-    choices = candidates(call)
-    able = [choice.backend.name for choice in choices if choice.reason is None]
-    refusals = [(choice.backend.name, choice.reason) for choice in choices if choice.reason]
-    chosen = able[0] if able else None
-    forced = settings.current().backend
-    if forced is not None:
-        owner = {backend.name: backend for backend in backends()}.get(forced)
-        if owner is None or (call.op in owner.ops and forced not in able):
-            chosen = None
-        elif forced in able:
-            chosen = forced
-    return Route(op, a, b, chosen, tuple(refusals))
+    """Return where `call` goes, as `explain` says it."""
+    found = explain_call(call)
+    refusals = tuple((name, reason) for name, reason in found.reasons if reason is not None)
+    return Route(op, a, b, found.chosen, refusals, found.notes)
 
 
 def _plane_routes(device: str, dtype: torch.dtype) -> Iterator[Route]:
@@ -98,10 +89,7 @@ def _gemm_routes(op: str, chip: Chip, dtype: torch.dtype, precision: str) -> Ite
         for b in entries():
             row, col = (PlaneSpec(entry.format).resolve(dtype) for entry in (a, b))
             call = Call(op, chip.kind, dtype, row, col, precision, sizes, chip)
-            route = _route(op, a.name, b.name, call)
-            unforced = explain_call(call)
-            same = route.backend == unforced.chosen
-            yield replace(route, notes=unforced.notes) if same else route
+            yield _route(op, a.name, b.name, call)
 
 
 def _other_routes(chip: Chip, dtype: torch.dtype) -> Iterator[Route]:

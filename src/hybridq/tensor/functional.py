@@ -12,7 +12,7 @@ from .. import settings
 from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..formats import PlaneSpec
 from ..gemm import gemm_planes, grouped_planes
-from ..kernels import Call, Chip, candidates, check_precision, chip_of, described
+from ..kernels import Call, Chip, check_precision, chip_of, decide, described
 from ..kernels.tangents import refuse_tangents
 from ..storage import Plane, RaggedTensor
 from .table import is_quantized
@@ -257,12 +257,22 @@ class Explanation:
         chosen: name of the backend that runs it, or None.
         reasons: (backend, why not) pairs, None for one that can.
         notes: how the chosen backend does it.
+        forced: name of the backend that is forced (`hybridq.backend`, `HYBRIDQ_BACKEND`), or None.
+            One that does not have the operation leaves the choice to the others.
+        error: what the call would raise, where no backend runs it; else "".
     """
 
     call: str
     chosen: str | None
     reasons: tuple[tuple[str, str | None], ...]
     notes: tuple[str, ...] = ()
+    forced: str | None = None
+    error: str = ""
+
+    @property
+    def op(self) -> str:
+        """Name of the operation."""
+        return self.call.partition(" ")[0]
 
     def __str__(self) -> str:
         lines = [self.call]
@@ -270,19 +280,30 @@ class Explanation:
             mark = "->" if name == self.chosen else "  "
             lines.append(f" {mark} {name:<10} {reason or 'can'}")
         lines += [f"    {note}" for note in self.notes]
+        if self.forced is not None:
+            what = "" if self.chosen in (self.forced, None) else f", which has no {self.op}"
+            lines.append(f"    forced backend: {self.forced}{what}")
+        if self.error:
+            lines.append(f"    raises: {self.error}")
         return "\n".join(lines)
 
     __repr__ = __str__
 
 
-def _spec_of(operand: _Operand | str | PlaneSpec | None, name: str) -> PlaneSpec | None:
-    if operand is None or isinstance(operand, PlaneSpec):
-        return operand
+def _spec_of(
+    operand: _Operand | str | PlaneSpec | None, name: str, dtype: torch.dtype
+) -> PlaneSpec | None:
+    """Return the operand's spec; an open identity dtype is that of its data, or else `dtype`."""
+    if operand is None:
+        return None
+    if isinstance(operand, PlaneSpec):
+        return operand.resolve(dtype)
     if isinstance(operand, str):
-        return PlaneSpec.parse(operand)
+        return PlaneSpec.parse(operand).resolve(dtype)
     if is_quantized(operand):
         return operand.tensor_storage.first.spec  # type: ignore[union-attr]
-    return _plane(operand, "explain", name).spec
+    plane = _plane(operand, "explain", name)
+    return plane.spec.resolve(plane.data.dtype) if plane.spec.format.is_identity else plane.spec
 
 
 def explain(
@@ -297,7 +318,8 @@ def explain(
 ) -> Explanation:
     """Return which backend would run an operation, with every other backend's reason.
 
-    Nothing runs and no device is started, so the device need not be there.
+    Nothing runs and no device is started, so the device need not be there. A forced backend
+    (`hybridq.backend`, `HYBRIDQ_BACKEND`) is obeyed as calls obey it.
 
     Args:
         op: `"gemm"`, `"grouped_gemm"`, `"encode"`, `"decode"`, `"amax"` or `"transpose"`.
@@ -325,7 +347,7 @@ def explain(
         (one.device for one in (a, b) if isinstance(one, torch.Tensor | Plane)), torch.device("cpu")
     )
     chip = chip_of(found) if device is None else described(device)
-    row, col = _spec_of(a, "a"), _spec_of(b, "b")
+    row, col = _spec_of(a, "a", dtype), _spec_of(b, "b", dtype)
     is_gemm = op in ("gemm", "grouped_gemm")
     if is_gemm and (row is None or col is None):
         raise ValueError(f"explain: a {op} has two operands, a and b")
@@ -356,13 +378,14 @@ def _sizes(
 
 def explain_call(call: Call) -> Explanation:
     """Return which backend would run `call`, as `explain` does."""
-    choices = candidates(call)
-    reasons = tuple((choice.backend.name, choice.reason) for choice in choices)
-    first = next((choice.backend for choice in choices if choice.reason is None), None)
-    notes = () if first is None or first.notes is None else first.notes(call)
+    decision = decide(call, settings.current().backend)
+    reasons = tuple((choice.backend.name, choice.reason) for choice in decision.choices)
+    chosen = decision.chosen
+    notes = () if chosen is None or chosen.notes is None else chosen.notes(call)
     specs = " x ".join(str(spec) for spec in (call.row, call.col) if spec is not None)
     where = call.chip if call.chip is not None else call.device
     text = f"{call.op} {specs} on {where} -> {call.dtype}"
     if call.chip is not None:
         text += f", precision {call.precision}"
-    return Explanation(text, None if first is None else first.name, reasons, notes)
+    name = None if chosen is None else chosen.name
+    return Explanation(text, name, reasons, notes, decision.forced, decision.error)

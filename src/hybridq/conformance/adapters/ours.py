@@ -10,7 +10,7 @@ import torch
 from ... import settings
 from ...errors import SpecError
 from ...formats import Format, PlaneSpec, element
-from ...kernels import Call, backends, candidates
+from ...kernels import Call, decide
 from ...reference import unpack
 from ..case import Array, Buffers, Case, to_spec
 
@@ -77,14 +77,7 @@ class HybridQAdapter:
         return calls
 
     def _reason(self, call: Call) -> str | None:
-        choices = candidates(call)
-        if self.backend is not None:
-            owner = {backend.name: backend for backend in backends()}[self.backend]
-            if call.op in owner.ops:  # others run what a forced backend does not have
-                return owner.reason(call)
-        if any(choice.reason is None for choice in choices):
-            return None
-        return "; ".join(f"{choice.backend.name}: {choice.reason}" for choice in choices)
+        return decide(call, self.backend).error or None
 
     def encode(self, x: Array, case: Case) -> Buffers:
         """Return the plane's buffers, or an element's codes."""
