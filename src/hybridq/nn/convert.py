@@ -15,6 +15,7 @@ from .fused_sequential import FusedSequential
 from .linear import Linear
 from .model_init import quantize_weights
 from .module import QuantizedModule
+from .pretrained import saves_decoded
 
 __all__ = ["convert", "default_filter", "keeps_precision"]
 
@@ -106,6 +107,7 @@ def convert(
         if type(module) is nn.Sequential:
             module.__class__ = FusedSequential
     for name, module in found:
+        saves_decoded(type(module))
         if isinstance(module, QuantizedModule):
             module._set_name(name)
     if settings.current().model_init is not None:

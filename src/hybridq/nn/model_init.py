@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from .. import settings
 from ..formats import PlaneSpec
@@ -15,6 +16,7 @@ from ..quantizers import Quantizer
 from ..recipes import Recipe, SlotPlan, bind, default_recipe, get
 from ..tensor import is_quantized
 from ..tensor.initial import keep_initial
+from .pretrained import decode_state, saves_decoded
 
 __all__ = [
     "dequantized_state_dict",
@@ -89,10 +91,17 @@ def quantized_model_init(
 def _inside(init: _ModelInit | None) -> Iterator[None]:
     state = settings.current()
     previous, state.model_init = state.model_init, init
+    hook = register_module_module_registration_hook(_know_model)
     try:
         yield
     finally:
         state.model_init = previous
+        hook.remove()
+
+
+def _know_model(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    """Have a model that is built here save what its quantized parameters hold."""
+    saves_decoded(type(module))
 
 
 def fp8_model_init(
@@ -213,7 +222,8 @@ def dequantized_state_dict(module: nn.Module) -> dict[str, Any]:
         module: any module.
 
     Returns:
-        Plain tensors of the parameters' nominal dtypes; what was not quantized is not copied.
+        Plain tensors of the parameters' nominal dtypes; what was not quantized is not copied, and
+        what has two names is one tensor.
 
     Example:
         >>> import torch, hybridq
@@ -224,7 +234,5 @@ def dequantized_state_dict(module: nn.Module) -> dict[str, Any]:
         <All keys matched successfully>
     """
     state = module.state_dict()
-    for name, value in state.items():
-        if is_quantized(value):
-            state[name] = value.dequantize()
+    decode_state(state)
     return state

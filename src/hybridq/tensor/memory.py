@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 __all__ = ["Memory"]
+
+
+class _NoStorage(torch.UntypedStorage):
+    """The storage of a quantized tensor: a size, and no memory."""
+
+    def data_ptr(self) -> NoReturn:
+        """Raise, since what lies in memory are planes and not the values."""
+        # No NotImplementedError: safetensors takes it for a tensor without memory, and reads from
+        # wherever `data_ptr` of the tensor points.
+        raise RuntimeError(
+            "untyped_storage: a quantized tensor has planes and no memory of its values, so "
+            "safetensors and others that read that memory cannot write it; save "
+            "hybridq.dequantized_state_dict(model), or tensor.dequantize(), or use torch.save"
+        )
 
 
 class Memory:
@@ -16,6 +30,12 @@ class Memory:
         """Return the address of the first plane's data: it tells tensors apart, nothing else."""
         address: int = self.tensor_storage.first.data.data_ptr()
         return address
+
+    def untyped_storage(self: Any) -> torch.UntypedStorage:
+        """Return the storage, which has a size and raises when it is asked for its address."""
+        own: Any = torch.Tensor.untyped_storage(self)
+        own.__class__ = _NoStorage
+        return own
 
     def share_memory_(self: Any) -> Any:
         """Move every buffer to shared memory, for other processes; return self."""
