@@ -6,6 +6,7 @@ A format or backend that joins its registry is tested by every test that asks fo
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import zlib
@@ -131,6 +132,12 @@ _executed: set[str] = set()
 
 def _is_default(item: pytest.Item) -> bool:
     return not any(item.get_closest_marker(name) for name in ("more", "slow"))
+
+
+def pytest_collection_finish() -> None:
+    # What imports have made stays: collections look through what tests make, and are fast.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 import hybridq
+from hybridq.nn.scaling import states_of
 from linear_model import Product, product
 from oracle.delayed import DelayedPlace
 
@@ -73,6 +74,11 @@ def scales_of(module: torch.nn.Module) -> dict[str, float]:
     return {
         key.split(".")[-3]: tensor.item() for key, tensor in found.items() if key.endswith(".scale")
     }
+
+
+def is_told(module: torch.nn.Module) -> bool:
+    """Whether a step or a call has told of an update of a module."""
+    return any(state.owner.is_told for state in states_of(module).values())
 
 
 def within(tensor: torch.Tensor, expected: Product) -> bool:

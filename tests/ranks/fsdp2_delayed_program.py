@@ -164,11 +164,8 @@ def microbatches() -> None:
 
 def told_by_nobody() -> None:
     """Loops without an optimizer of torch: a gather sees that its shard was written."""
-    from hybridq.nn.scaling_update import updates
-
     for reshard in (True, False):
         pairs = models(SIZES["cut"], reshard_after_forward=reshard)
-        updates.is_told = False
         outputs: list[list[torch.Tensor]] = [[], []]
         for model, out in zip(pairs, outputs, strict=True):  # one after the other
             for number in range(4):
@@ -181,7 +178,9 @@ def told_by_nobody() -> None:
                     for parameter in model.parameters():
                         parameter.sub_(parameter.grad * 0.1)
                         parameter.grad = None
-        assert not updates.is_told
+        for model in pairs:
+            for module in model.modules():
+                assert not any(state.owner.is_told for state in states_of(module).values())
         for number, (y, own) in enumerate(zip(*outputs, strict=True)):
             assert torch.equal(y, own), f"reshard {reshard}, forward {number}"
         hybridq.update_scaling()  # of the one that was last

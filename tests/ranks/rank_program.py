@@ -7,6 +7,7 @@ starts the ranks.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import sys
 from datetime import timedelta
@@ -30,6 +31,8 @@ def main(scenarios: dict[str, Any], timeout: float = 120.0) -> None:
     faulthandler.dump_traceback_later(0.9 * float(os.environ.get("TEST_TIMEOUT", "300")), exit=True)
     rank, world, store, *names = sys.argv[1:]
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what imports have made stays: collections are fast
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",

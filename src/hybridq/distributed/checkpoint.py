@@ -96,8 +96,11 @@ class ScalingHistory:
         states = self._states()
         wrong = [f"no module {name.split(':')[0]!r}" for name in loaded if name not in states]
         for name, tensors in loaded.items():
-            if not wrong:
-                wrong += states[name].load(tensors)
+            if name in states:
+                wrong += [f"{name}: {line}" for line in states[name].problems(tensors)]
+        if not wrong:
+            for name, tensors in loaded.items():
+                states[name].load(tensors)
         if wrong:
             raise CheckpointError(
                 "ScalingHistory.load_state_dict: the model must be the one that was saved, got "

@@ -15,7 +15,8 @@ from torch import nn
 from .. import settings
 from ..formats import PlaneSpec
 from ..nn import GroupedLinear, QuantizedModule
-from ..nn.scaling import places_of, states_of
+from ..nn.scaling import states_of
+from ..nn.scaling_places import places_of
 from ..recipes import Recipe, autocast
 from .fsdp2 import gathered_weights
 from .run_plan import Held, Moved, RunPlan, Sharding

@@ -11,7 +11,7 @@ from ..quantizers.delayed import no_history
 from ..recipes import SlotPlan
 from ..storage import encode_pair
 from .kept_weight import Buffers
-from .scaling import Scales
+from .scaling_places import Scales
 
 __all__ = ["SlotState", "encode_delayed", "record_given", "slot_state"]
 

@@ -42,7 +42,7 @@ from .kept_weight import Buffers, GivenWeight, KeptWeight
 from .main_grad import Into, accumulate
 from .operands import encode_input, encode_operand, encode_slot, gemm, saved_columns
 from .prologue import Prologue
-from .scaling import Scales
+from .scaling_places import Scales
 
 __all__ = ["linear"]
 

@@ -17,7 +17,7 @@ from ..recipes import SlotPlan
 from .delayed import SlotState, slot_state
 from .kept_weight import Buffers
 from .operands import encode_slot
-from .scaling import Scales
+from .scaling_places import Scales
 
 __all__ = ["decoded_rows", "delayed_statistics", "delayed_weights", "slot_states"]
 

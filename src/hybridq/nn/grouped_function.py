@@ -30,7 +30,7 @@ from .grouped_planes import encode_tokens
 from .grouped_weights import WeightPlanes, weight_columns, weight_planes
 from .kept_weight import Buffers, GivenWeight, KeptWeight
 from .main_grad import Into, accumulate_groups, given_to_autograd
-from .scaling import Scales
+from .scaling_places import Scales
 
 __all__ = ["Layout", "draw_seeds", "grouped_linear"]
 

@@ -16,7 +16,7 @@ from .grouped_delayed import decoded_rows, delayed_statistics, slot_states
 from .grouped_weights import turned
 from .kept_weight import Buffers
 from .operands import SOURCES, STREAMS
-from .scaling import Scales
+from .scaling_places import Scales
 
 __all__ = ["encode_tokens"]
 

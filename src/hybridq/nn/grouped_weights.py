@@ -18,7 +18,7 @@ from .function import _ordinary_mode
 from .grouped_delayed import delayed_weights
 from .kept_weight import Buffers, GivenWeight, KeptWeight
 from .operands import SOURCES, STREAMS, saved_columns
-from .scaling import Scales
+from .scaling_places import Scales
 
 __all__ = ["WeightPlanes", "turned", "weight_columns", "weight_planes"]
 

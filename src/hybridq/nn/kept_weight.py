@@ -48,7 +48,8 @@ class _Steps:
     def _add(self, *_: Any) -> None:
         if torch.compiler.is_compiling():
             return  # a compiled step raises versions, and must not guard a number that grows
-        self.count += 1
+        with self._lock:
+            self.count += 1  # never goes back, whichever threads step at once
 
 
 _steps = _Steps()
@@ -115,7 +116,7 @@ def kept_weight(
     dtype: torch.dtype,
     slot: SlotPlan,
     is_first_microbatch: bool,
-    num_updates: int = 0,
+    scale_age: int = 0,
     is_checked: bool = False,
 ) -> KeptWeight | None:
     """Return where the planes of `weight` are kept, or None where they may not be.
@@ -126,7 +127,7 @@ def kept_weight(
         dtype: that the weight is quantized in (`torch.autocast` casts it first).
         slot: how it is quantized.
         is_first_microbatch: True: its values are new. In a backward they are not: it recomputes.
-        num_updates: of delayed scaling so far: the weight's scale may be another after each.
+        scale_age: another number where delayed scaling gives the weight another scale.
         is_checked: the caller knows that the weight is plain and nothing watches.
 
     Returns:
@@ -136,8 +137,7 @@ def kept_weight(
         return None
     storage = weight.untyped_storage()
     where = (storage._cdata, begins_at(weight), weight.shape, weight.stride())
-    age = num_updates if slot.is_delayed else 0
-    key = (where, weight._version, _steps.count, dtype, slot, age)
+    key = (where, weight._version, _steps.count, dtype, slot, scale_age)
     is_new = is_first_microbatch and torch._C._current_graph_task_id() == -1
     if known is not None and not is_new and known.key == key:
         return known

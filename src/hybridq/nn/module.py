@@ -30,9 +30,10 @@ from .kept_weight import GivenWeight, KeptWeight, given_weight, kept_weight
 from .main_grad import Into, watch_optimizers
 from .model_init import quantize_weights
 from .quantized_output import Boundary
-from .scaling import Scales, ScalingState
+from .scaling import ScalingState
 from .scaling_dict import load_history
-from .scaling_update import misses_step, num_updates, scales_of, take_step, watch_steps
+from .scaling_places import Scales
+from .scaling_update import misses_step, scales_of, take_step, watch_steps
 
 __all__ = ["PLAIN", "QuantizedModule"]
 
@@ -217,8 +218,11 @@ class QuantizedModule(Boundary, nn.Module):
     ) -> KeptWeight | None:
         """Return where a part's planes are kept: see `kept_weight`."""
         known = self._kept_weights.get(part)
-        first = is_first_microbatch
-        kept = kept_weight(known, weight, dtype, plan.weight, first, num_updates(), is_checked)
+        first, state = is_first_microbatch, self._scaling.get(part)
+        age = 0
+        if state is not None and plan.weight.is_delayed:
+            age = state.age(settings.current().scaling_epoch)
+        kept = kept_weight(known, weight, dtype, plan.weight, first, age, is_checked)
         if kept is not known:
             others = {name: one for name, one in self._kept_weights.items() if name != part}
             self.__dict__["_kept_weights"] = others if kept is None else {**others, part: kept}
@@ -331,6 +335,7 @@ class QuantizedModule(Boundary, nn.Module):
                 watch_steps()
                 made = ScalingState(weight.device, self._module_type)
                 made.take_name(self._part_name(part))
+                made.owner.belong_to(self, part)
                 self.__dict__["_scaling"] = {**self._scaling, part: made}
             elif state.device != weight.device:
                 state.move(weight.device)
@@ -393,7 +398,13 @@ class QuantizedModule(Boundary, nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._attach()
         self._ensure_scaling()
-        load_history(self._scaling, state_dict, prefix, args[-2], args[-1])
+        has_weights = any(prefix + name in state_dict for name in self._weights)
+        load_history(self._scaling, state_dict, prefix, args[-2], args[-1], has_weights)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for part, own in self._scaling.items():
+            own.owner.belong_to(self, part)
 
     def __getstate__(self) -> dict[str, Any]:
         # What a recipe came to is remade when needed; a factory may not even be picklable.

@@ -16,7 +16,7 @@ from ..storage import encode_pair
 from .delayed import encode_delayed, slot_state
 from .kept_weight import Buffers
 from .prologue import Prologue, Wanted
-from .scaling import Scales
+from .scaling_places import Scales
 
 __all__ = [
     "SOURCES",

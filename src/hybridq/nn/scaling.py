@@ -14,55 +14,39 @@ leave them alone.
 from __future__ import annotations
 
 import itertools
+import math
+import threading
 import weakref
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from .. import settings
-from ..errors import warn_once
-from ..formats import PlaneSpec
+from ..errors import SpecError, warn_once
+from ..formats import element
 from ..kernels.memory import begins_at
 from ..kernels.watch import is_plain, nothing_watches
-from ..quantizers import DelayedScalingRequest
 from ..recipes import Plan
+from .scaling_owner import Owner
+from .scaling_places import NUM_FORWARD, PLACES, Notes, Scales, places_of
 
-__all__ = [
-    "PLACES",
-    "Notes",
-    "Place",
-    "Scales",
-    "ScalingState",
-    "live_states",
-    "places_of",
-    "states_of",
-    "take_scales",
-]
+__all__ = ["ScalingState", "live_states", "states_of", "take_scales"]
 
-#: The places, in order: the forward's four, then the backward's two.
-PLACES: Final = (
-    "input",
-    "input_columnwise",
-    "weight",
-    "weight_columnwise",
-    "grad_output",
-    "grad_output_columnwise",
-)
-_FORWARD: Final = 4
 #: Updates that may come between a forward and the backward that computes it again.
 _MOST_PAST: Final = 8
-#: Backwards without an update, of which nobody accumulates as many.
-_SUSPICIOUS: Final = 1000
 
-_states: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
+#: Stands for the element of a scale of which it is not known.
+_UNKNOWN: Final = "unknown"
+#: Of all modules of the process. A plain dict: what one thread does to it, no other sees half done.
+_states: dict[int, weakref.ref[ScalingState]] = {}
 _serials = itertools.count()
 
 
 def live_states() -> list[ScalingState]:
     """Return the states of all modules of the process, in the order in which they were made."""
-    return list(_states.values())
+    found = [reference() for reference in list(_states.values())]
+    return [state for state in found if state is not None]
 
 
 def states_of(module: Any) -> Mapping[str, ScalingState]:
@@ -74,88 +58,18 @@ def states_of(module: Any) -> Mapping[str, ScalingState]:
     return states if is_ours else {}
 
 
-class Place(NamedTuple):
-    """What a plan asks of one place.
+class _Past(NamedTuple):
+    """What an update ended.
 
     Attributes:
-        number: of `PLACES`.
-        request: how its scale follows from its history.
-        element: name of the element that the scale is for.
-        fmax: its largest finite value.
+        end: how many updates the process had seen before that one.
+        age: `num_changes` of the state until then.
+        stats: FP32 `[4]`, of the forward's places.
     """
 
-    number: int
-    request: DelayedScalingRequest
-    element: str
-    fmax: float
-
-
-@lru_cache(maxsize=1024)
-def places_of(plan: Plan) -> tuple[Place, ...]:
-    """Return the places that modules under `plan` have a history for."""
-    found = []
-    for number, slot in enumerate((plan.input, plan.weight, plan.grad_output)):
-        col_delay = "" if slot.shares_state else slot.col_delay
-        for offset, (delay, plane) in enumerate(
-            ((slot.row_delay, slot.row), (col_delay, slot.col))
-        ):
-            element = PlaneSpec.parse(plane.spec).format.element
-            if delay and element is not None:
-                request = DelayedScalingRequest.parse(delay)
-                found.append(Place(2 * number + offset, request, element.name, element.max))
-    return tuple(found)
-
-
-class Notes:
-    """What backwards tell a state; apart from it, so that a graph does not keep the module alive.
-
-    Attributes:
-        num_backwards: how many have recorded since the last update.
-        has_weight_grad: one made a gradient of the weight.
-    """
-
-    __slots__ = ("has_weight_grad", "num_backwards")
-
-    def __init__(self) -> None:
-        self.num_backwards = 0
-        self.has_weight_grad = False
-
-    def tell(self, has_weight_grad: bool) -> None:
-        """Note that a backward has recorded.
-
-        Args:
-            has_weight_grad: it made a gradient of the weight.
-        """
-        self.num_backwards += 1
-        self.has_weight_grad = self.has_weight_grad or has_weight_grad
-        if self.num_backwards == _SUSPICIOUS:
-            warn_once(
-                "scaling.no_update",
-                f"delayed scaling: {_SUSPICIOUS} backwards of a module without an update of its "
-                "scales; without an optimizer of torch call hybridq.update_scaling() once per step",
-            )
-
-    def clear(self) -> None:
-        """Begin anew, after an update."""
-        self.num_backwards = 0
-        self.has_weight_grad = False
-
-
-class Scales(NamedTuple):
-    """What one forward and its backward take of a state.
-
-    Attributes:
-        forward_stats: FP32 `[4]`: of the forward's places.
-        forward_amaxes: FP32 `[4]`, raised by the forward; None: it records nothing.
-        backward_stats, backward_amaxes: `[2]`, the same of the backward's.
-        notes: of the state, in code that is not compiled.
-    """
-
-    forward_stats: torch.Tensor
-    forward_amaxes: torch.Tensor | None
-    backward_stats: torch.Tensor
-    backward_amaxes: torch.Tensor | None
-    notes: Notes | None
+    end: int
+    age: int
+    stats: torch.Tensor
 
 
 class ScalingState:
@@ -172,6 +86,7 @@ class ScalingState:
         elements: name of the element that the scale of a place is for; empty: none yet.
         name: of the module, for warnings and for factories.
         has_run: it has recorded a forward, not compiled, since the last update.
+        owner: whom it belongs to.
     """
 
     def __init__(self, device: torch.device, module_type: str) -> None:
@@ -186,21 +101,23 @@ class ScalingState:
         self.num_changes = 0
         self._notes = Notes()
         self._seen: tuple[object, int] = (-1, -1)
-        #: Statistics of the forward's places, by the number of updates that had been.
-        self._past: dict[int, torch.Tensor] = {}
+        self._past: tuple[_Past, ...] = ()
+        #: What was loaded since the last forward: "weights", without histories, or "history".
+        self._loaded = ""
         self._fill(device)
         self._register()
 
     def _register(self) -> None:
-        self.serial = next(_serials)
-        _states[self.serial] = self
+        self.owner = Owner()
+        self.serial = serial = next(_serials)
+        _states[serial] = weakref.ref(self, lambda _: _states.pop(serial, None))
 
     def _fill(self, device: torch.device) -> None:
         with torch.inference_mode(False):
             # FP32 whatever torch's default is: kernels read and raise them by address.
             numbers = [
                 torch.full((n,), -1.0, dtype=torch.float32, device=device)
-                for n in (_FORWARD, 2, _FORWARD, 2)
+                for n in (NUM_FORWARD, 2, NUM_FORWARD, 2)
             ]
         self.forward_stats, self.backward_stats, self.forward_amaxes, self.backward_amaxes = numbers
         self._cache()
@@ -241,7 +158,7 @@ class ScalingState:
             return
         for name in ("forward_stats", "backward_stats", "forward_amaxes", "backward_amaxes"):
             setattr(self, name, getattr(self, name).to(device))
-        self._past = {}
+        self._past = ()
         self.histories = {i: history.to(device) for i, history in self.histories.items()}
         self._cache()
 
@@ -268,13 +185,16 @@ class ScalingState:
         """
         if plan is not self.plan:
             self._bind(plan)
+        if self._loaded:
+            self.end_loading()
         if not training:
             return self._silent
         if torch._C._current_graph_task_id() != -1:
-            old = self._stats_at(settings.current().scaling_epoch)
+            old = self._at(settings.current().scaling_epoch)
             own = self._replaying if nothing_watches() else self._watched
-            return own if old is None else own._replace(forward_stats=old)
+            return own if old is None else own._replace(forward_stats=old.stats)
         self.has_run = True
+        self.owner.thread = threading.get_ident()
         return self._recording
 
     def _bind(self, plan: Plan) -> None:
@@ -299,16 +219,24 @@ class ScalingState:
         """Return whether the weight was written since the first forward after the last update.
 
         If a backward has run meanwhile, an optimizer has stepped that no hook told of: the weight's
-        version or memory is another, or its gradient was taken away.
+        version or memory is another. A gradient that was taken away is no step: it may have gone
+        to where microbatches are added up.
 
         Args:
             weight: the module's parameter.
         """
         address = begins_at(weight) if is_plain(weight) else 0
-        if self.is_rewritten((weight._version, address)):
-            return True
+        return self.is_rewritten((weight._version, address))
+
+    def has_lost_gradient(self, weight: torch.Tensor) -> bool:
+        """Return whether a backward made a gradient of the weight that is not there any more.
+
+        Args:
+            weight: the module's parameter.
+        """
         notes = self._notes
-        return bool(notes.num_backwards) and notes.has_weight_grad and weight.grad is None
+        is_taken = bool(notes.num_backwards) and notes.has_weight_grad and weight.grad is None
+        return is_taken and not hasattr(weight, "main_grad")
 
     def is_rewritten(self, now: tuple[object, int]) -> bool:
         """Return whether a backward has run since the last update, and `now` is not what it was.
@@ -329,7 +257,7 @@ class ScalingState:
         """
         if plan is not None and plan is not self.plan:
             self._bind(plan)
-        return self.forward_stats.data[2:_FORWARD].clone()
+        return self.forward_stats.data[2:NUM_FORWARD].clone()
 
     def remember(self, count: int, stats: torch.Tensor) -> None:
         """Keep the statistics that an update ends, for forwards that are computed again.
@@ -338,17 +266,42 @@ class ScalingState:
             count: of updates before that one.
             stats: FP32 `[6]`, of all places.
         """
+        past = _Past(count, self.num_changes, stats[:NUM_FORWARD])
+        self._past = (*self._past, past)[-_MOST_PAST:]
         self.num_changes += 1
-        self._past[count] = stats[:_FORWARD]
-        while len(self._past) > _MOST_PAST:
-            del self._past[next(iter(self._past))]
 
-    def _stats_at(self, count: int) -> torch.Tensor | None:
-        """Return the forward's statistics as of so many updates; None where they still hold."""
+    def _at(self, count: int) -> _Past | None:
+        """Return what held after so many updates of the process; None where it still does."""
         if count == -1:
             return None
-        # Of the updates since then, the first that changed this state ended them.
-        return next((stats for end, stats in self._past.items() if end >= count), None)
+        # Of the updates since then, the first that changed this state ended it.
+        return next((past for past in self._past if past.end >= count), None)
+
+    def age(self, count: int) -> int:
+        """Return another number for other scales than those that held after so many updates.
+
+        Args:
+            count: of updates of the process; -1: now.
+        """
+        past = self._at(count)
+        return self.num_changes if past is None else past.age
+
+    def note_weights(self) -> None:
+        """Note that weights were loaded, and no histories with them."""
+        self._loaded = self._loaded or "weights"
+
+    def end_loading(self) -> None:
+        """Warn once if the weights that a forward now takes were loaded without histories."""
+        if self._loaded == "weights":
+            begins = "go on from what they were" if self.histories else "begin at 1"
+            warn_once(
+                "scaling.no_history_loaded",
+                f"delayed scaling: weights of {self.name or 'an unnamed module'} were loaded "
+                f"without histories, and its scales {begins}; to go on with a run, save "
+                "hybridq.state_dict_with_history(model) instead of model.state_dict(), or "
+                "hybridq.distributed.ScalingHistory(model) beside it, and load that",
+            )
+        self._loaded = ""
 
     def note_update(self) -> None:
         """Note that what was recorded has become a scale."""
@@ -359,10 +312,10 @@ class ScalingState:
 
     def _of_place(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the statistic and the amax of a place, as views `[1]`."""
-        if index < _FORWARD:
+        if index < NUM_FORWARD:
             stats, amaxes, at = self.forward_stats, self.forward_amaxes, index
         else:
-            stats, amaxes, at = self.backward_stats, self.backward_amaxes, index - _FORWARD
+            stats, amaxes, at = self.backward_stats, self.backward_amaxes, index - NUM_FORWARD
         return stats.data.narrow(0, at, 1), amaxes.data.narrow(0, at, 1)
 
     def forget(self, index: int) -> None:
@@ -412,7 +365,7 @@ class ScalingState:
                 continue
             own = amax.new_zeros(1) if history is None else history.clone()
             own[0] = amax[0] if recorded else 0.0
-            key = f"{name}.{self.elements[index] or 'unknown'}"
+            key = f"{name}.{self.elements[index] or _UNKNOWN}"
             made[f"{key}.history"], made[f"{key}.scale"] = own, -stat
         return made
 
@@ -422,42 +375,86 @@ class ScalingState:
         Args:
             tensors: by name. A place that is not named keeps what it has.
         """
-        wrong = []
-        for key, history in tensors.items():
+        wrong = self.problems(tensors)
+        if wrong:
+            return wrong
+        for key in tensors:
+            place, element_name, kind = key.split(".")
+            if kind == "history":
+                history, scale = tensors[key], tensors[f"{place}.{element_name}.scale"]
+                self._take(PLACES.index(place), element_name, history.detach(), scale.detach())
+        self.num_changes += 1
+        self._loaded = "history"
+        return []
+
+    def problems(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """Return why `load` would not take them, one line each.
+
+        Args:
+            tensors: by name.
+        """
+        wrong, places = [], set()
+        for key in tensors:
             parts = key.split(".")
-            if len(parts) != 3 or parts[0] not in PLACES or parts[2] not in ("history", "scale"):
+            kinds = {"history", "scale"}
+            if len(parts) != 3 or parts[0] not in PLACES or parts[2] not in kinds:
                 wrong.append(f"unknown key {key!r}")
                 continue
-            if parts[2] == "scale":
-                continue
-            scale = tensors.get(f"{parts[0]}.{parts[1]}.scale")
-            if scale is None or scale.numel() != 1 or history.dim() != 1 or not history.numel():
-                wrong.append(f"{key!r} must be [length], with a scale [1] beside it")
-                continue
-            index = PLACES.index(parts[0])
-            self.num_changes += 1
-            stat, amax = self._of_place(index)
-            stat.copy_(-scale.detach().reshape(1))
-            own = history.detach().to(device=self.device, dtype=torch.float32, copy=True)
-            amax.copy_(torch.where(own[:1] == 0.0, -1.0, own[:1]))
-            own[0] = 0.0
-            self.histories[index] = own
-            self.elements[index] = "" if parts[1] == "unknown" else parts[1]
+            place, name, kind = parts
+            other = f"{place}.{name}.{(kinds - {kind}).pop()}"
+            if other not in tensors:
+                wrong.append(f"{key!r} must stand beside {other!r}")
+            if kind == "history":
+                if place in places:
+                    wrong.append(f"{place!r} must have one element, got {name!r} too")
+                places.add(place)
+            wrong += _problems(key, name, kind, tensors[key])
         return wrong
+
+    def _take(
+        self, index: int, element_name: str, history: torch.Tensor, scale: torch.Tensor
+    ) -> None:
+        stat, amax = self._of_place(index)
+        stat.copy_(-scale.reshape(1))
+        own = history.to(device=self.device, dtype=torch.float32, copy=True)
+        amax.copy_(torch.where(own[:1] == 0.0, -1.0, own[:1]))
+        own[0] = 0.0
+        self.histories[index] = own
+        self.elements[index] = "" if element_name == _UNKNOWN else element_name
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         given = ("_recording", "_replaying", "_watched", "_silent")
-        for name in (*given, "_notes", "_past", "serial"):
+        for name in (*given, "_notes", "_past", "serial", "owner"):
             state.pop(name)
         state["assumed"] = None  # keys number factories within one process
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._notes, self._past = Notes(), {}
+        self._notes, self._past = Notes(), ()
         self._cache()
         self._register()
+
+
+def _problems(key: str, element_name: str, kind: str, tensor: object) -> list[str]:
+    """Return what is wrong with one tensor of a history."""
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta or not tensor.is_floating_point():
+        return [f"{key!r} must be a tensor of floating point values"]
+    if element_name != _UNKNOWN:
+        try:
+            element(element_name)
+        except SpecError:
+            return [f"{key!r} must name an element, got {element_name!r}"]
+    if kind == "history":
+        if tensor.dim() != 1 or not tensor.numel():
+            return [f"{key!r} must be [length], got shape {list(tensor.shape)}"]
+        # An infinite amax or a NaN may stand in it: what was recorded did.
+        return [f"{key!r} must hold no negative numbers"] if bool((tensor < 0.0).any()) else []
+    if tensor.numel() != 1:
+        return [f"{key!r} must be [1], got shape {list(tensor.shape)}"]
+    scale = float(tensor.float())
+    return [] if 0.0 < scale < math.inf else [f"{key!r} must be positive and finite, got {scale}"]
 
 
 def take_scales(state: ScalingState, training: bool) -> Scales:

@@ -62,6 +62,7 @@ def load_history(
     prefix: str,
     unexpected: list[str],
     errors: list[str],
+    has_weights: bool,
 ) -> None:
     """Let a module's states take their part of a state_dict: the end of `_load_from_state_dict`.
 
@@ -71,6 +72,7 @@ def load_history(
         prefix: of the module's keys.
         unexpected: keys that nothing took, of which those taken here are removed.
         errors: to which what is wrong is added.
+        has_weights: the state_dict has weights of the module.
     """
     for part, state in states.items():
         own = _prefix(prefix, part)
@@ -78,3 +80,5 @@ def load_history(
         if found:
             errors += [f"scaling of {prefix or 'the module'}: {line}" for line in state.load(found)]
             unexpected[:] = [key for key in unexpected if not key.startswith(own)]
+        elif has_weights:
+            state.note_weights()

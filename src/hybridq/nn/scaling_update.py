@@ -1,21 +1,24 @@
-"""Updates of delayed scaling: once per step, what all modules recorded becomes their scales.
+"""Updates of delayed scaling: once per step, what modules recorded becomes their scales.
 
-Who starts an update:
+Who starts an update, and of which modules:
 
-- a step of any `torch.optim.Optimizer`, by a hook after it, but not one inside a backward;
-- `hybridq.update_scaling`, for those who have none;
-- a forward, as long as neither of the two was ever seen: in training mode, not told that it is not
-  the first microbatch, by a module of whose last forward a backward has run and whose weight was
-  written since.
+- a step of any `torch.optim.Optimizer`, by a hook after it, but not one inside a backward: of the
+  modules whose weights it holds, and of those that no optimizer holds (`scaling_owner`);
+- `hybridq.update_scaling`, for those who have none: of those of a model;
+- a forward, as long as neither of the two was ever seen of its module: in training mode, not told
+  that it is not the first microbatch, by a module of whose last forward a backward has run and
+  whose weight was written since: of all such modules of the thread.
 
-An update touches what was recorded since the last one, and nothing else.
+An update touches what was recorded since the last one, and nothing else. What threads share is read
+and written whole, so that each may train models of its own.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -27,16 +30,15 @@ from ..quantizers import group_amax, next_scale
 from ..quantizers.delayed import epoch, no_history
 from ..recipes import Plan, Recipe, bind
 from ..tensor.in_graph import runs_at_once
-from .scaling import (
-    PLACES,
-    Place,
-    Scales,
-    ScalingState,
-    live_states,
-    places_of,
-    states_of,
-    take_scales,
+from .scaling import ScalingState, live_states, states_of, take_scales
+from .scaling_owner import (
+    is_held,
+    is_inner_step,
+    note_optimizers,
+    of_this_thread,
+    updated_by,
 )
+from .scaling_places import PLACES, Place, Scales, places_of
 
 __all__ = [
     "misses_step",
@@ -44,7 +46,6 @@ __all__ = [
     "scales_of",
     "take_step",
     "update_scaling",
-    "updates",
     "watch_steps",
 ]
 
@@ -53,39 +54,55 @@ __all__ = [
 _Labels = list[tuple[str, str]]
 
 
+#: Layouts of updates that are kept: one for each optimizer that steps by turns.
+_MOST_LAYOUTS: Final = 16
+
+
 class _Updates:
-    """What is known of steps, and what the last update leaves to the next."""
+    """What one update leaves to later ones."""
 
     def __init__(self) -> None:
-        #: A step or a call of `update_scaling` was seen: forwards no longer look for steps.
-        self.is_told = False
+        self.lock = threading.Lock()
         self.is_watching = False
         self.pending: list[tuple[torch.Tensor, Any, _Labels]] = []
-        self.layout: tuple[Any, list[_Batch]] = (None, [])
-        #: Of the states that the last update of all modules met in a run of several ranks.
+        #: What the batches of states were made of, and they, the newest first.
+        self.layouts: tuple[tuple[Any, list[_Batch]], ...] = ()
+        #: Of the states that the last update met which no optimizer names, in a run of ranks.
         self.serials: list[int] = []
 
 
-updates = _Updates()
+_updates = _Updates()
 
 
 def watch_steps() -> None:
     """Begin to update after steps of torch's optimizers; later calls do nothing."""
-    if not updates.is_watching:
-        updates.is_watching = True
-        register_optimizer_step_post_hook(_after_step)
+    with _updates.lock:
+        if not _updates.is_watching:
+            _updates.is_watching = True
+            register_optimizer_step_post_hook(_after_step)
+            note_optimizers()
 
 
-def _after_step(*_: Any) -> None:
+def _after_step(optimizer: Any, *_: Any) -> None:
     if torch.compiler.is_compiling():
         _warn_compiled()
         return
     if torch._C._current_graph_task_id() != -1:
         return  # one of many steps inside a backward: the next forward sees that there were some
-    if settings.current().delayed_recipe is None and not any(s.has_run for s in live_states()):
+    states = live_states()
+    has_recipe = settings.current().delayed_recipe is not None
+    if not (has_recipe or any(state.has_run for state in states)) or is_inner_step(optimizer):
         return
-    updates.is_told = True
-    _update_all()
+    states = _settled(lambda: updated_by(optimizer, live_states()))
+    if has_recipe or any(state.has_run for state in states):
+        _told(states)
+
+
+def _told(states: list[ScalingState]) -> None:
+    """Update these states, which need not look for steps themselves any more."""
+    for state in states:
+        state.owner.is_told = True
+    _update(states)
 
 
 @runs_at_once
@@ -105,7 +122,7 @@ def update_scaling(model: nn.Module | None = None) -> None:
     process group (`reduce_amax`) every rank must call it, for the same modules.
 
     Args:
-        model: whose modules; None: all of the process.
+        model: whose modules; None: all of the process, those of other threads too.
 
     Raises:
         TypeError: `model` is no module.
@@ -121,14 +138,13 @@ def update_scaling(model: nn.Module | None = None) -> None:
         >>> hybridq.state_dict_with_history(layer)["scaling.input.e4m3.scale"]
         tensor([448.])
     """
-    updates.is_told = True
     if model is None:
-        _update_all()
+        _told(_settled(live_states))
         return
     given: object = model
     if not isinstance(given, nn.Module):
         raise TypeError(f"update_scaling: model must be an nn.Module, got {type(given).__name__}")
-    _update([state for module in model.modules() for state in states_of(module).values()])
+    _told([state for module in model.modules() for state in states_of(module).values()])
 
 
 def num_updates() -> int:
@@ -162,14 +178,22 @@ def scales_of(
         return take_scales(state, training)
     scales = state.scales(plan, training)
     records = scales.forward_amaxes is state.forward_amaxes
-    looks = not updates.is_told and records and torch.is_grad_enabled()
+    looks = not state.owner.is_told and records and torch.is_grad_enabled()
     storage = getattr(weight, "tensor_storage", None)
     if storage is not None and storage.comes_and_goes:
         looks = False  # its gather did, which knows when the shard was written
-    if looks and state.is_step_old(weight) and is_first is not False:
-        _update_all()
-        state.has_run = True
-        state.is_step_old(weight)  # from here on
+    if looks:
+        if state.is_step_old(weight) and is_first is not False:
+            _update_untold()
+            state.has_run = True
+            state.is_step_old(weight)  # from here on
+        elif state.has_lost_gradient(weight) and not is_held(state, live_states()):
+            warn_once(
+                "scaling.gradient_lost",
+                f"delayed scaling: the weight of {state.name or 'an unnamed module'} lost its "
+                "gradient and was not seen to be written, which is taken for no step; if it was "
+                "written through .data, call hybridq.update_scaling() after each step",
+            )
     return scales
 
 
@@ -180,17 +204,17 @@ def misses_step(state: ScalingState | None, stamp: object) -> bool:
         state: of the weight's module.
         stamp: another one when the weight was written.
     """
-    return state is not None and not updates.is_told and state.is_rewritten((stamp, 0))
+    return state is not None and not state.owner.is_told and state.is_rewritten((stamp, 0))
 
 
 def take_step(state: ScalingState | None, stamp: object) -> None:
-    """Update the scales of all modules, after a step that `misses_step` saw on some rank.
+    """Update the scales of a thread's modules, after a step that `misses_step` saw on some rank.
 
     Args:
         state: of the weight's module.
         stamp: of the weight as it is.
     """
-    _update_all()
+    _update_untold()
     if state is not None:
         state.is_rewritten((stamp, 0))  # from here on
 
@@ -264,14 +288,28 @@ def _batches(
     return made
 
 
-def _update_all() -> None:
-    """Update the states of all modules of the process."""
-    if _default_group() is not None and updates.serials != [s.serial for s in live_states()]:
-        # When Python frees a model that nobody uses any more differs between ranks, and all of
-        # them must join a reduction of the same states. Nothing here may hold one meanwhile.
-        gc.collect()
-        updates.serials = [state.serial for state in live_states()]
-    _update(live_states())
+def _settled(choose: Callable[[], list[ScalingState]]) -> list[ScalingState]:
+    """Return the states that `choose` returns, the same on all ranks.
+
+    When Python frees a model that nobody uses any more differs between ranks, and all of them must
+    join a reduction of the same states. What an optimizer names cannot be such a model.
+    """
+    states = choose()
+    if _default_group() is None:
+        return states
+    serials = [state.serial for state in states if state.owner.holder is None]
+    if serials == _updates.serials:
+        return states
+    del states  # nothing here may hold one meanwhile
+    gc.collect()
+    states = choose()
+    _updates.serials = [state.serial for state in states if state.owner.holder is None]
+    return states
+
+
+def _update_untold() -> None:
+    """Update the states of this thread of which nobody told when they are updated."""
+    _update(_settled(lambda: of_this_thread(live_states())))
 
 
 @torch.no_grad()
@@ -283,25 +321,42 @@ def _update(states: Sequence[ScalingState]) -> None:
         plan = _plan_of(state)
         if plan is not None and plan.is_delayed and state.device.type != "meta":
             by_device.setdefault(state.device, []).append((state, plan))
-    default = _default_group()
-    key = ({d: [(s.serial, p) for s, p in own] for d, own in by_device.items()}, default)
-    if updates.layout[0] != key:
-        made = [batch for d, own in by_device.items() for batch in _batches(d, own, default)]
-        updates.layout = (key, made)
-        for own in by_device.values():
-            for state, plan in own:
-                state.name_elements(plan)
-    batches = updates.layout[1]
+            if state.owner.has_holder:
+                state.end_loading()  # of what only ever ran compiled
+    batches = _layout(by_device)
+    before = epoch.count
     for device, planned in by_device.items():
-        _update_device(
-            [state for state, _ in planned], [b for b in batches if b.where.device == device]
-        )
-    epoch.count += 1
+        own = [state for state, _ in planned]
+        _update_device(own, [b for b in batches if b.where.device == device], before)
+    epoch.advance()
     for state in states:
         state.note_update()
 
 
-def _update_device(states: list[ScalingState], batches: list[_Batch]) -> None:
+def _layout(by_device: dict[torch.device, list[tuple[ScalingState, Plan]]]) -> list[_Batch]:
+    """Return the batches of these states, those of the last time if there was one."""
+    default = _default_group()
+    key = ({d: [(s.serial, p) for s, p in own] for d, own in by_device.items()}, default)
+    layouts = _updates.layouts
+    for known, batches in layouts:
+        if known == key:
+            return batches
+    made = [batch for d, own in by_device.items() for batch in _batches(d, own, default)]
+    for own in by_device.values():
+        for state, plan in own:
+            state.name_elements(plan)
+    _updates.layouts = ((key, made), *layouts[: _MOST_LAYOUTS - 1])
+    return made
+
+
+def _update_device(states: list[ScalingState], batches: list[_Batch], before: int) -> None:
+    """Update the states of one device.
+
+    Args:
+        states: with places in the batches.
+        batches: of the device.
+        before: number of updates before this one.
+    """
     amax_tensors = [t.data for s in states for t in (s.forward_amaxes, s.backward_amaxes)]
     stat_tensors = [t.data for s in states for t in (s.forward_stats, s.backward_stats)]
     amaxes, stats = torch.cat(amax_tensors), torch.cat(stat_tensors)
@@ -313,7 +368,7 @@ def _update_device(states: list[ScalingState], batches: list[_Batch]) -> None:
     for batch, amax in zip(batches, recorded, strict=True):
         _advance(batch, states, amax, stats)
     for state, own in zip(states, old, strict=True):
-        state.remember(epoch.count, own)
+        state.remember(before, own)
     sizes = [tensor.shape[0] for tensor in stat_tensors]
     torch._foreach_copy_(stat_tensors, list(stats.split(sizes)))
     torch._foreach_copy_(amax_tensors, list(torch.full_like(amaxes, -1.0).split(sizes)))
@@ -360,15 +415,17 @@ def _advance(
         copy.copy_(bad, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        updates.pending.append((copy, event, labels))
+        with _updates.lock:
+            _updates.pending.append((copy, event, labels))
 
 
 def _report() -> None:
     """Warn of what earlier updates found on devices that are done with them."""
-    waiting = updates.pending
-    updates.pending = [entry for entry in waiting if not entry[1].query()]
-    for bad, event, labels in waiting:
-        if event.query():
+    with _updates.lock:
+        waiting = [(entry, entry[1].query()) for entry in _updates.pending]
+        _updates.pending = [entry for entry, is_done in waiting if not is_done]
+    for (bad, _, labels), is_done in waiting:
+        if is_done:
             _warn(bad, labels)
 
 

@@ -8,6 +8,7 @@ Source: docs/numerics.md, "Per-tensor FP8, delayed scaling"; names and defaults:
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
@@ -42,6 +43,12 @@ class _Epoch:
 
     def __init__(self) -> None:
         self.count = 0
+        self._lock = threading.Lock()
+
+    def advance(self) -> None:
+        """Count one more; it never goes back, whichever threads count at once."""
+        with self._lock:
+            self.count += 1
 
 
 epoch = _Epoch()
