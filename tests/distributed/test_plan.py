@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,60 +13,38 @@ import distributed_table
 import hybridq
 from hybridq.cli import app
 from hybridq.distributed import DenseShape, Sharding, count_traffic, plan
-from places import RANKS, ROOT
+from places import ROOT
+from rank_runs import needs_gloo, run
 
-needs_gloo = pytest.mark.skipif(
-    not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
-    reason="this torch has no gloo",
-)
-
-
-def run(world: int, store: Path, *names: str) -> None:
-    """Run scenarios in `world` processes."""
-    program = str(RANKS / "plan_program.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", program, str(rank), str(world), str(store), *names],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outcomes = [(process.communicate(timeout=300)[1], process.returncode) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    errors = [f"rank {rank}: {text}" for rank, (text, code) in enumerate(outcomes) if code]
-    assert not errors, "\n".join(errors)
+PROGRAM = "plan_program.py"
 
 
 @needs_gloo
 def test_a_run_moves_and_holds_what_is_planned(tmp_path) -> None:
     names = ("traffic", "reshard", "ddp", "gathered", "discarded", "quantized", "delayed")
-    run(2, tmp_path / "store", "baselines", *names)
+    run(2, tmp_path / "store", "baselines", *names, program=PROGRAM)
 
 
 @needs_gloo
 @pytest.mark.slow
 def test_quantized_parameters_move_and_hold_what_is_planned(tmp_path) -> None:
-    run(2, tmp_path / "store", "quantized=all")
+    run(2, tmp_path / "store", "quantized=all", program=PROGRAM)
 
 
 @needs_gloo
 def test_a_run_of_experts_moves_and_holds_what_is_planned(tmp_path) -> None:
-    run(2, tmp_path / "store", "experts")
+    run(2, tmp_path / "store", "experts", program=PROGRAM)
 
 
 @needs_gloo
 @pytest.mark.slow
 def test_experts_on_four_ranks(tmp_path) -> None:
-    run(4, tmp_path / "store", "experts=all")
+    run(4, tmp_path / "store", "experts=all", program=PROGRAM)
 
 
 @needs_gloo
 def test_groups_of_ranks_move_what_is_planned(tmp_path) -> None:
-    run(4, tmp_path / "store", "hsdp")
+    run(4, tmp_path / "store", "hsdp", program=PROGRAM)
 
 
 # ---- plans by hand

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from rank_runs import needs_gloo, run_ranks
 
-import pytest
-import torch
-
-from places import HELPERS
-
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
-    reason="this torch has no gloo",
-)
+pytestmark = needs_gloo
 
 PROGRAM = """
 import sys
@@ -60,16 +51,4 @@ dist.destroy_process_group()
 
 
 def test_two_ranks_share_the_amax_of_each_group(tmp_path):
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")],
-            cwd=HELPERS,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in ranks:
-        _, errors = process.communicate(timeout=180)
-        assert process.returncode == 0, errors
+    run_ranks(PROGRAM, [[str(rank), str(tmp_path / "store")] for rank in range(2)], tmp_path)
