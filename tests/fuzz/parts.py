@@ -140,6 +140,8 @@ class PartRules(Pool):
                 raise Wrong(f"{where}: a plain tensor raises {refusal!r}, this {error!r}")
             return
         if error is not None:
+            if name.startswith("as_strided"):
+                return  # only of the same geometry: there is no memory that strides count in
             raise Wrong(f"{where}: a plain tensor takes it, this raises {error!r}") from error
         if len(got) != len(expected):
             raise Wrong(f"{where}: {len(got)} pieces")

@@ -30,6 +30,12 @@ VIEWS: Final[dict[str, Callable[[Any, int], Any]]] = {
     "half": lambda t, n: t.chunk(2)[0],
     "columns": lambda t, n: t[..., 32 * n :],
     "view": lambda t, n: t.view(-1),
+    "column": lambda t, n: t[..., n],
+    "step": lambda t, n: t[::2],
+    "diagonal": lambda t, n: t.diagonal(),
+    "expand": lambda t, n: t.expand(2, *t.shape),
+    "reshape": lambda t, n: t.reshape(-1, t.shape[0]),
+    "part of a part": lambda t, n: t[1:][..., n:],
 }
 #: t is written, x is a plain tensor, n a number.
 WRITES: Final[dict[str, Callable[[Any, Any, int], Any]]] = {
@@ -82,6 +88,12 @@ WRITES: Final[dict[str, Callable[[Any, Any, int], Any]]] = {
     "half": lambda t, x, n: VIEWS["half"](t, n).copy_(VIEWS["half"](x, n)),
     "view": lambda t, x, n: VIEWS["view"](t, n).add_(1.0),
     "columns": lambda t, x, n: VIEWS["columns"](t, n).zero_(),
+    "column": lambda t, x, n: VIEWS["column"](t, n).fill_(n),
+    "step": lambda t, x, n: VIEWS["step"](t, n).mul_(0.5),
+    "diagonal": lambda t, x, n: VIEWS["diagonal"](t, n).neg_(),
+    "expand": lambda t, x, n: VIEWS["expand"](t, n)[0].zero_(),
+    "reshape": lambda t, x, n: VIEWS["reshape"](t, n).zero_(),
+    "part of a part": lambda t, x, n: VIEWS["part of a part"](t, n).add_(1.0),
 }
 #: Their result is another shape of the very tensor, which a wrapper cannot become: a refusal is
 #: as good as success.
@@ -91,7 +103,10 @@ _INDIRECT: Final = ("swap", *VIEWS)
 
 
 class WriteRules(Pool):
-    """In-place operations, writes of parts, assignments, updates."""
+    """In-place operations, writes of parts, assignments, updates.
+
+    A write through a view reaches the tensor, or is refused: then nothing has changed.
+    """
 
     def _all_bytes(self) -> list[list[torch.Tensor]]:
         return [snapshot(t) for t in self.pool]
@@ -182,7 +197,9 @@ class WriteRules(Pool):
     ) -> None:
         """No plane of the tensor is stale after a write through a view that has its first plane."""
         view, quantizer = VIEWS[name](t, number), t.own_quantizer
-        if not isinstance(view, QuantizedTensor) or t.part is not None or t.dim() < 2:
+        if not isinstance(view, QuantizedTensor):
+            raise Wrong(f"{where}: a decoded part was written, and the tensor was not")
+        if t.part is not None or t.dim() < 2:
             return
         if quantizer.is_stochastic or (view.rowwise is None) != (t.rowwise is None):
             return

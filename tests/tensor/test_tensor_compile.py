@@ -77,7 +77,7 @@ WRITES = {
     "add_": lambda t: t.add_(1.0),
     "copy_": lambda t: t.copy_(torch.ones(64, 64)),
     "rows": lambda t: t[16:48].fill_(2.0),
-    "cut rows": lambda t: t[:, 3:9].mul_(2.0),
+    "cut rows": lambda t: t[3:9].mul_(2.0),
     "quantize_": lambda t: t.quantize_(torch.ones(64, 64)),
     "foreach": lambda t: torch._foreach_mul_([t, t.clone()], 0.5),
 }

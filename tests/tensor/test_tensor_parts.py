@@ -10,6 +10,7 @@ import torch
 
 import hybridq
 from hybridq import PlaneError, QuantizedTensor
+from hybridq.tensor import DecodedPart
 from tensor_tools import PAIRS, same_planes, sharing
 
 
@@ -68,7 +69,7 @@ def test_rows_that_cut_blocks_drop_that_plane_or_give_values(matrix, rows) -> No
     if survivors:
         assert [plane.direction for plane in part.tensor_storage.planes] == survivors
     else:
-        assert type(part) is torch.Tensor and part.is_contiguous()
+        assert isinstance(part, DecodedPart) and part.is_contiguous()
 
 
 def hybridq_values(t: torch.Tensor) -> torch.Tensor:
@@ -82,7 +83,7 @@ def test_what_is_dropped_by_format() -> None:
         "rowwise": True,
         "columnwise": False,
     }
-    assert type(hybridq.quantize(x, "mxfp8_32x32")[3:9]) is torch.Tensor
+    assert isinstance(hybridq.quantize(x, "mxfp8_32x32")[3:9], DecodedPart)
     assert isinstance(hybridq.quantize(x, "mxfp8_32x32")[32:], QuantizedTensor)
     # One scale per tensor: nothing is cut; packed codes: a byte is two rows of the other plane.
     assert all(hybridq.quantize(x, "fp8_e4m3")[3:9].get_usages().values())
@@ -131,7 +132,7 @@ def test_leading_dimensions() -> None:
     assert t[1].shape == (32, 48) and all(t[1].get_usages().values())
     assert torch.equal(t[1:3].dequantize(), plain[1:3])
     assert torch.equal(t[1, 3:5].dequantize(), plain[1, 3:5])
-    assert type(t[:, 3:5]) is torch.Tensor and torch.equal(t[:, 3:5], plain[:, 3:5])
+    assert isinstance(t[:, 3:5], DecodedPart) and torch.equal(t[:, 3:5], plain[:, 3:5])
     assert torch.equal(t.unsqueeze(0).squeeze(0).dequantize(), plain)
     assert isinstance(t.unsqueeze(1), QuantizedTensor)
 

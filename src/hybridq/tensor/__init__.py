@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import encoded as encoded  # enters its handler
+from .decoded_part import DecodedPart
 from .functional import Explanation, explain, gemm, grouped_gemm
 from .named import (
     Float8BlockwiseQTensor,
@@ -17,6 +18,7 @@ from .saving import prepare_for_saving, restore_from_saved
 from .table import is_flat, is_quantized, matrix_shape
 
 __all__ = [
+    "DecodedPart",
     "Explanation",
     "Float8BlockwiseQTensor",
     "Float8Tensor",

@@ -1,7 +1,8 @@
 """What torch's operators do with a QuantizedTensor: one table, generic over formats.
 
 An operator that is not in the table dequantizes its quantized arguments and runs on plain
-tensors; one that writes into a quantized argument requantizes it through its quantizer.
+tensors; one that writes into a quantized argument requantizes it through its quantizer. What is a
+view in torch and would be a plain tensor is a DecodedPart, which refuses to be written.
 """
 
 from __future__ import annotations
@@ -18,19 +19,35 @@ from ..gemm import gemm_planes
 from ..storage import Plane, overwrite
 from . import factories
 from . import rows as _rows  # noqa: F401  (its handlers)
+from .decoded_part import DecodedPart, as_parts, as_plain, check_writes, ordinary
 from .initial import carry_initial
-from .table import TABLE, dequantize, handles, is_flat, is_quantized, matrix_shape
+from .table import HIGH, TABLE, dequantize, handles, is_flat, is_quantized, matrix_shape
 
 __all__ = ["dispatch"]
-
-_HIGH = (torch.float32, torch.bfloat16, torch.float16)
 
 _aten = torch.ops.aten
 
 
-def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func`, an ATen operator with at least one quantized argument."""
+def dispatch(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func`, an ATen operator with at least one quantized argument.
+
+    Args:
+        func, types, args, kwargs: as `__torch_dispatch__` takes them.
+
+    Raises:
+        RuntimeError: it would give a quantized tensor another shape, or write to a decoded part.
+    """
+    if DecodedPart in types:
+        check_writes(func, args, kwargs)
+        args, kwargs = as_plain(args), as_plain(kwargs)
     args, kwargs = _materialized(func, args, kwargs)
+    if func.is_view and is_quantized(args[0]):
+        with ordinary(args[0]):
+            return as_parts(_run(func, args, kwargs))
+    return _run(func, args, kwargs)
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     handler = TABLE.get(func)
     if handler is not None:
         result = handler(func, *args, **kwargs)
@@ -87,7 +104,7 @@ def _to_copy(
     memory_format: Any = None,
 ) -> Any:
     """Move the planes; a dtype changes what the tensor appears as, not its codes."""
-    if dtype is not None and dtype not in _HIGH:
+    if dtype is not None and dtype not in HIGH:
         return NotImplemented
     storage = tensor.tensor_storage.map(
         lambda buffer: buffer.to(
@@ -143,7 +160,13 @@ def _as_strided(
     func: Any, tensor: Any, size: list[int], stride: list[int], storage_offset: int | None = None
 ) -> Any:
     same = tuple(size) == tuple(tensor.shape) and tuple(stride) == tuple(tensor.stride())
-    return _same(func, tensor) if same and not storage_offset else NotImplemented
+    if not same or storage_offset:
+        raise RuntimeError(
+            "as_strided: a quantized tensor has no memory that strides count in; its own geometry "
+            f"is {list(tensor.shape)} with strides {list(tensor.stride())}, got {list(size)} with "
+            f"strides {list(stride)} from {storage_offset or 0}; use .dequantize().as_strided(...)"
+        )
+    return _same(func, tensor)
 
 
 @handles(_aten._pin_memory.default)
@@ -245,7 +268,7 @@ def _copy(func: Any, target: Any, source: Any, non_blocking: bool = False) -> An
 
 def _writable(dtype: torch.dtype, target: Any) -> torch.dtype:
     """Return the dtype in which values of `dtype` are quantized into `target`."""
-    return dtype if dtype in _HIGH else target.dtype
+    return dtype if dtype in HIGH else target.dtype
 
 
 def _copy_bytes(target: Any, source: Any, non_blocking: bool) -> bool:
@@ -263,6 +286,13 @@ def _copy_bytes(target: Any, source: Any, non_blocking: bool) -> bool:
 
 # ---- everything else
 
+#: What to call instead of an operator that changes a tensor's shape or memory.
+_OUT_OF_PLACE = {
+    "set_": "copy_",
+    "resize_": "reshape, or quantize a tensor of the new shape,",
+    "resize_as_": "reshape, or quantize a tensor of the new shape,",
+}
+
 
 def _fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Dequantize, run, and requantize what the operator wrote."""
@@ -279,6 +309,13 @@ def _fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         [plain_of.get(id(leaf), leaf) if is_quantized(leaf) else leaf for leaf in leaves], tree
     )
     written = _written(func, args, kwargs)
+    if written and torch.Tag.inplace_view in func.tags:
+        name = func.overloadpacket.__name__
+        raise RuntimeError(
+            f"{name}: a quantized tensor keeps its shape and its memory, got "
+            f"{tuple(written[0].shape)}; use {_OUT_OF_PLACE.get(name, name.rstrip('_'))} and take "
+            "what it returns"
+        )
     for tensor in written:
         tensor.quantizer_for_write(str(func))  # raises before anything is computed
     result = func(*plain_args, **plain_kwargs)

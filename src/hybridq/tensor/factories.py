@@ -1,20 +1,22 @@
-"""Operators that make a tensor after the likeness of a QuantizedTensor.
+"""What makes a tensor after the likeness of a QuantizedTensor.
 
-`new_empty`, `new_zeros` and `empty_like` ask for more of the same kind: shards, buffers for a
-checkpoint. They give quantized zeros. All others (`zeros_like`, `rand_like`, `new_ones`, ...) ask
-for values in this shape: an optimizer's state, noise. They give plain tensors.
+Operators make plain ones: torch's own composites make buffers by them and fill these piece by
+piece, and optimizers their state; none of that may be quantized in between. Two make quantized
+zeros: `empty_like` on another device, which asks for the same tensor there (`module.to_empty`), and
+the method `new_zeros`, by which FSDP2 makes shards: they must be seen to be quantized.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .initial import keep_initial
-from .table import handles
+from .table import HIGH, handles
 
-__all__ = ["SHAPE_ONLY"]
+__all__ = ["SHAPE_ONLY", "zeros_of_kind"]
 
 _aten = torch.ops.aten
 
@@ -37,21 +39,21 @@ SHAPE_ONLY = {
 }
 
 
-@handles(_aten.new_empty.default, _aten.new_zeros.default)
-def _new(
-    func: Any,
+def zeros_of_kind(
     tensor: Any,
-    size: list[int],
-    *,
+    size: Sequence[int],
     dtype: torch.dtype | None = None,
-    layout: Any = None,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
     pin_memory: bool | None = None,
 ) -> Any:
-    """Return quantized zeros of `size`, with the planes of `tensor`."""
-    quantizer = tensor.own_quantizer
-    dtype = dtype or tensor.dtype
-    if quantizer is None or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    """Return quantized zeros with the planes of a QuantizedTensor; NotImplemented: there are none.
+
+    Args:
+        tensor: whose quantizer makes them.
+        size, dtype, device, pin_memory: of the result; None: those of `tensor`.
+    """
+    quantizer, dtype = tensor.own_quantizer, dtype or tensor.dtype
+    if quantizer is None or dtype not in HIGH:
         return NotImplemented
     usages = tensor.get_usages()
     if quantizer.with_usage(**usages).get_usages() != usages:
@@ -66,8 +68,19 @@ def _new(
 
 
 @handles(_aten.empty_like.default)
-def _empty_like(func: Any, tensor: Any, *, memory_format: Any = None, **options: Any) -> Any:
-    made = _new(func, tensor, tensor.shape, **options)
+def _empty_like(
+    func: Any,
+    tensor: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    memory_format: Any = None,
+) -> Any:
+    if device is None or device == tensor.device:
+        return NotImplemented
+    made = zeros_of_kind(tensor, tensor.shape, dtype, device, pin_memory)
     if made is not NotImplemented and tensor.initial_value is not None:
         keep_initial(made, None)  # module.to_empty: the next initialization is to be kept
     return made

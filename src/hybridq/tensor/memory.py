@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
+
+from .factories import zeros_of_kind
 
 __all__ = ["Memory"]
 
@@ -46,6 +49,22 @@ class Memory:
     def is_shared(self: Any) -> bool:
         """Return whether every buffer is in shared memory."""
         return all(buffer.is_shared() for buffer in self.tensor_storage.flatten()[0])
+
+    def new_zeros(self: Any, *size: Any, **options: Any) -> torch.Tensor:
+        """Return zeros with the planes and the quantizer of this tensor, plain ones without it.
+
+        Args:
+            size: of the result, as numbers or as one sequence.
+            options: dtype, device, layout, requires_grad and pin_memory as for
+                `torch.Tensor.new_zeros`; another dtype than FP32, BF16 and FP16 gives plain zeros.
+        """
+        shape = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+        shape = options.get("size", shape)
+        of = {name: options.get(name) for name in ("dtype", "device", "pin_memory")}
+        made: Any = zeros_of_kind(self, tuple(shape), **of)
+        if made is NotImplemented:
+            return torch.Tensor.new_zeros(self, *size, **options)
+        return made.requires_grad_(options.get("requires_grad", False))
 
     def float(self, *, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
         """Return the values in FP32 (dequantized, as `.half()` and `.bfloat16()` are).

@@ -19,11 +19,12 @@ from ..formats import BUFFER_NAMES
 from ..storage import Plane, PlaneLayout, StorageLayout, TensorStorage
 from . import aten
 from .in_graph import PlaneEntry, assemble, entries, quantizer_of, runs_at_once
-from .initial import InitialValue, attach_initial, copy_attributes
+from .initial import InitialValue, attach_initial, copy_attributes, keep_initial
 from .memory import Memory
 from .rows import Part, assign_copied
 from .straight_through import decoded, decoded_rows, row_index
 from .table import (
+    HIGH,
     buffer_property,
     check_tensor,
     dequantize,
@@ -116,7 +117,12 @@ class QuantizedTensor(Unprepared, Memory, torch.Tensor):
             dtype: what the tensor appears as and dequantizes to: FP32, BF16 or FP16.
             quantizer: the Quantizer for later writes.
             requires_grad: as of any tensor.
+
+        Raises:
+            TypeError: `dtype` is another one.
         """
+        if dtype not in HIGH:
+            raise TypeError(f"make: dtype must be float32, bfloat16 or float16, got {dtype}")
         if torch.compiler.is_dynamo_compiling() and _is_node():
             text = None if quantizer is None else quantizer.text
             return _make_in_graph(*entries(storage), tuple(shape), dtype, text, requires_grad)
@@ -301,7 +307,7 @@ class QuantizedTensor(Unprepared, Memory, torch.Tensor):
                 f"data: a plain tensor must have the shape {tuple(self.shape)}, got "
                 f"{tuple(value.shape)}; quantize it first"
             )
-        if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if value.dtype not in HIGH:
             raise TypeError(
                 f"data: a plain tensor must be float32, bfloat16 or float16, got {value.dtype}; a "
                 "module of that dtype needs plain parameters, see dequantize"
@@ -312,7 +318,10 @@ class QuantizedTensor(Unprepared, Memory, torch.Tensor):
             return mine.to(value.dtype)  # module.half() and its like: another name for the dtype
         quantizer = self.quantizer_for_write("data")
         made = quantizer.with_usage(**self.get_usages()).quantize(value)
-        return made.remake(made.tensor_storage, quantizer=quantizer)
+        made = made.remake(made.tensor_storage, quantizer=quantizer)
+        if self.initial_value is not None:
+            keep_initial(made, None)  # module.to_empty: the next initialization is to be kept
+        return made
 
     # ---- torch's protocols
 
@@ -348,7 +357,7 @@ class QuantizedTensor(Unprepared, Memory, torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return aten.dispatch(func, args, kwargs or {})
+        return aten.dispatch(func, types, args, kwargs or {})
 
     def remake(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..storage import TensorStorage
+from .decoded_part import as_parts
 from .quantized_tensor import QuantizedTensor
 from .table import dequantize
 
@@ -75,7 +76,8 @@ class QuantizedStack(torch.Tensor):
         plain = torch.utils._pytree.tree_map(
             lambda one: one.decoded() if is_stack(one) else one, (args, kwargs)
         )
-        return func(*plain[0], **plain[1])
+        result = func(*plain[0], **plain[1])
+        return as_parts(result) if func.is_view else result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"QuantizedStack(shape={tuple(self.shape)}, dtype={self.dtype})"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 __all__ = [
+    "HIGH",
     "TABLE",
     "buffer_property",
     "check_tensor",
@@ -18,6 +19,9 @@ __all__ = [
     "is_quantized",
     "matrix_shape",
 ]
+
+#: What a quantized tensor may appear as.
+HIGH = (torch.float32, torch.bfloat16, torch.float16)
 
 #: ATen overload to the handler that takes (overload, *args, **kwargs); one that cannot handle its
 #: arguments returns NotImplemented.
