@@ -7,10 +7,12 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import hybridq
-from hybridq.distributed import GatheredWeight, prepare_fsdp2
+from hybridq.distributed import GatheredWeight, prepare_fsdp2, wire_nbytes
 from rank_runs import needs_gloo, run
 
 PROGRAM = "shards_program.py"
@@ -22,9 +24,63 @@ def test_a_rank_that_reads_its_shard_and_models_that_start_on_the_meta_device(tm
 
 
 @needs_gloo
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_rank_that_writes_its_shard_and_shards_that_are_replaced(tmp_path) -> None:
     run(2, tmp_path / "store", "writers", "averages", "assigned", program=PROGRAM)
+
+
+@needs_gloo
+@pytest.mark.more
+def test_gathers_that_begin_under_another_recipe(tmp_path) -> None:
+    run(2, tmp_path / "store", "recipes_of_blocks", "recipes_in_flight", program=PROGRAM)
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_gathers_for_graphs_that_begin_under_another_recipe(tmp_path) -> None:
+    run(2, tmp_path / "store", "recipes_of_graphs", program=PROGRAM, timeout=600.0)
+
+
+@needs_gloo
+@pytest.mark.more
+def test_resharding_over_fewer_ranks(tmp_path) -> None:
+    run(4, tmp_path / "store", "reshard_to_two", program=PROGRAM)
+
+
+@needs_gloo
+def test_the_recipe_of_a_modules_own_forward_decides() -> None:
+    """Whatever recipe its gather begins under; from the second time on it travels once."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layer = hybridq.Linear(64, 48)
+        twin = copy.deepcopy(layer)
+        fully_shard(prepare_fsdp2(layer))
+        x = torch.randn(4, 64)
+        run_under(layer, x, "mxfp8")
+        for begun, own in ((None, "nvfp4"), ("mxfp8", "nvfp4_1d_weight"), ("nvfp4", None)):
+            sizes = []
+            for _ in range(2):
+                before = wire_nbytes(layer)
+                with hybridq.autocast(enabled=begun is not None, recipe=begun or "bf16"):
+                    layer.unshard()
+                mine, whole = (run_under(one, x, own) for one in (layer, twin))
+                assert all(torch.equal(*pair) for pair in zip(mine, whole, strict=True)), own
+                sizes.append(wire_nbytes(layer) - before)
+            assert sizes[0] > sizes[1], "nothing was gathered again, or it was not learned"
+    finally:
+        dist.destroy_process_group()
+
+
+def run_under(layer: nn.Module, x: torch.Tensor, recipe: str | None) -> list[torch.Tensor]:
+    """The output, and the gradients of input and weight."""
+    x = x.clone().requires_grad_()
+    torch.manual_seed(0)
+    with hybridq.autocast(enabled=recipe is not None, recipe=recipe or "bf16"):
+        y = layer(x)
+    y.square().sum().backward()
+    grad = layer.weight.grad
+    layer.zero_grad()
+    return [y.detach(), x.grad, getattr(grad, "full_tensor", lambda: grad)()]
 
 
 def test_only_what_lies_in_the_parameters_memory_is_prepared() -> None:

@@ -8,6 +8,9 @@ is an error and not minutes.
 from __future__ import annotations
 
 import copy
+import sys
+import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -182,5 +185,102 @@ def reset() -> None:
     train_quantized((sharded, twin), "nvfp4", "reset")
 
 
+def nested(model: nn.Module, recipes: tuple[str | None, ...]) -> nn.Module:
+    """Let each block run under a recipe of its own."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for layer, recipe in zip(model.layers, recipes, strict=True):
+            with hybridq.autocast(enabled=recipe is not None, recipe=recipe or "bf16"):
+                x = torch.tanh(layer(x))
+        return x
+
+    model.forward = forward
+    return model
+
+
+def recipes_of_blocks() -> None:
+    """A gather that begins under another recipe brings what its module computes with."""
+    for recipes in (("mxfp8", "nvfp4", "mxfp8"), ("nvfp4", None, "fp8_current")):
+        for early in (False, True):
+            pair = [nested(model, recipes) for model in models(SIZES["uneven"])]
+            layers = pair[0].layers
+            if not early:
+                layers[0].set_modules_to_forward_prefetch([layers[1]])
+                layers[1].set_modules_to_forward_prefetch([layers[2]])
+            both = [(m, torch.optim.AdamW(m.parameters(), lr=1e-2)) for m in pair]
+            for number in range(3):
+                if early and number:
+                    layers[1].unshard()
+                with count_traffic() as traffic:
+                    y = [run_nested(*one, batch(33, number), number) for one in both]
+                assert torch.equal(*y), (recipes, early, number)
+            check_equal(*pair, f"{recipes}, {early}")
+            if number:  # known by then: each weight travels once for each direction
+                gathers = traffic.calls_by_kind["all_gather"]
+                assert gathers <= 3 * 2 * 2, (recipes, early, gathers)
+
+
+def run_nested(model: nn.Module, optimizer: Any, x: torch.Tensor, seed: int) -> torch.Tensor:
+    torch.manual_seed(seed)
+    y = model(x)
+    (y.float() - 0.3).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return y.detach()
+
+
+def recipes_of_graphs() -> None:
+    """The same where blocks are compiled: what is in force in front of them decides."""
+    pair = [nested(model, ("mxfp8", "nvfp4", "mxfp8")) for model in models(SIZES["aligned"])]
+    layers = pair[0].layers
+    layers[0].set_modules_to_forward_prefetch([layers[1]])
+    layers[1].set_modules_to_forward_prefetch([layers[2]])
+    for layer in layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    both = [(m, torch.optim.AdamW(m.parameters(), lr=1e-2)) for m in pair]
+    for number in range(2):
+        y = [run_nested(*one, batch(64, number), number) for one in both]
+        assert torch.equal(*y), number
+    check_equal(*pair, "graphs")
+
+
+def reshard_to_two() -> None:
+    """`reshard_after_forward=2` on four ranks: the right bits, and a word about what is kept."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pair = models(SIZES["cut"], reshard_after_forward=2)
+        both = [(m, torch.optim.AdamW(m.parameters(), lr=1e-2)) for m in pair]
+        for number in range(2):
+            y = [step(*one, batch(40, number), "mxfp8_fwd_nvfp4_bwd", number) for one in both]
+            assert torch.equal(*y), number
+        check_equal(*pair, "reshard")
+    told = [str(one.message) for one in caught if "layers.0 is resharded" in str(one.message)]
+    assert len(told) == 1 and "reshard_after_forward=True, got 2" in told[0], told
+
+
+def recipes_in_flight() -> None:
+    """Backwards that come after a forward under another recipe, and planes that stay between."""
+    for reshard in (True, False):
+        pair = models(SIZES["uneven"], reshard_after_forward=reshard)
+        for model in pair:
+            if model is pair[0]:
+                model.set_requires_gradient_sync(False)
+            losses = []
+            for recipe in ("mxfp8", "nvfp4", "mxfp8_fwd_nvfp4_bwd"):
+                torch.manual_seed(1)
+                with hybridq.autocast(recipe=recipe):
+                    losses.append(model(batch(33)).float().square().mean())
+            if model is pair[0]:
+                kept = torch.stack(losses).detach()
+            else:
+                assert torch.equal(kept, torch.stack(losses).detach())
+            for loss in losses:
+                torch.manual_seed(2)
+                loss.backward()
+        for mine, own in zip(pair[0].layers, pair[1].layers, strict=True):
+            mine.unshard()
+            assert torch.equal(mine.weight.grad, own.weight.grad)
+
+
 if __name__ == "__main__":
-    main(globals(), timeout=20.0)
+    main(globals(), timeout=240.0 if "recipes_of_graphs" in sys.argv else 30.0)

@@ -29,6 +29,7 @@ from .fingerprint import (
     named_ranks,
     plan_digest,
 )
+from .reshard import reshard_wholly
 
 __all__ = [
     "Note",
@@ -73,25 +74,38 @@ class Wish(NamedTuple):
     slots: tuple[SlotPlan | None, ...] = ()
 
 
-def current_wish(module: QuantizedModule | None, part: str) -> Wish:
+def current_wish(
+    module: QuantizedModule | None, part: str, given: tuple[Recipe | None] | None = None
+) -> Wish:
     """Return what a module computes under the recipe in force.
 
     Args:
         module: that the weight belongs to; None: it is gone.
         part: of the module's parts.
+        given: another recipe, or None for none; None: the one in force.
     """
-    plan = None if module is None else module._current_plan(part)
+    plan = None
+    if module is not None and given is None:
+        plan = module._current_plan(part)
+    elif module is not None and given is not None and isinstance(given[0], Recipe):
+        plan = module._plan(given[0], part)
+        plan = None if plan.is_plain else plan
     return Wish(None if plan is None else plan.weight, plan_digest(plan))
 
 
-def current_stack_wish(module: QuantizedModule | None, count: int) -> Wish:
+def current_stack_wish(
+    module: QuantizedModule | None, count: int, given: tuple[Recipe | None] | None = None
+) -> Wish:
     """Return what a module computes with a weight of several matrices, under the recipe in force.
 
     Args:
         module: that the weight belongs to; None: it is gone.
         count: how many matrices there are.
+        given: as for `current_wish`.
     """
-    return _stack_wish(module, None if module is None else module._current_recipe(), count)
+    if given is None:
+        given = (None if module is None else module._current_recipe(),)
+    return _stack_wish(module, given[0], count)
 
 
 def _stack_wish(module: QuantizedModule | None, recipe: Recipe | None, count: int) -> Wish:
@@ -143,6 +157,9 @@ class Prepared:
         compare(own, group if mesh is None else flat_group(mesh), "fsdp2")
         self._is_compared = True
         self._check_attached()
+        model = self._model()
+        if model is not None:
+            reshard_wholly(model)
 
     def _check_attached(self) -> None:
         """Warn where a prepared parameter was replaced by a plain one, on all ranks alike."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..recipes import Recipe
 from .gather import GatheredParameter
 from .held import HeldParameter, HeldRows
 from .quantized_weight import QuantizedWeight
@@ -47,6 +48,15 @@ class Attachment:
     def is_held(self) -> bool:
         """Whether its shards are quantized."""
         return isinstance(self.about, HeldParameter)
+
+    def use(self, recipe: Recipe | None, weight: Any) -> None:
+        """Have the planes that a forward takes; every rank must call it.
+
+        Args:
+            recipe: that the module computes under, or None.
+            weight: what it found as its parameter.
+        """
+        self.about.use(recipe, weight)
 
     def keep_initial(self, parameter: Any, values: Any) -> None:
         """Keep what quantized shards were made of, if initial values are kept.

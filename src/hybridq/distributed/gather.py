@@ -20,6 +20,7 @@ from .call import Call
 from .fingerprint import DIGEST_NBYTES
 from .gathered_storage import GatheredStorage
 from .known import Known
+from .regather import Regather
 from .shards import StorageShards
 from .work import ShardWork, encode_shards
 
@@ -28,7 +29,7 @@ __all__ = ["GatheredParameter"]
 _serials = itertools.count()
 
 
-class GatheredParameter:
+class GatheredParameter(Regather):
     """What all tensors of one parameter (its shard, views of it) know together.
 
     Args:
@@ -41,6 +42,7 @@ class GatheredParameter:
     def __init__(
         self, module: QuantizedModule, part: str, name: str, prepared: Prepared | None = None
     ) -> None:
+        super().__init__()
         self._module = weakref.ref(module)
         self._part, self.name = part, name
         self._prepared = prepared
@@ -125,7 +127,7 @@ class GatheredParameter:
         """
         if phase == "backward" and self.in_graph and self.call is not None:
             return self.call.wish  # a compiled forward leaves no recipe behind
-        return current_wish(self._module(), self._part)
+        return self.wish_now(phase)
 
     def agreed(self, phase: str) -> Wish:
         """Return what all ranks are known to compute in a phase.
@@ -135,6 +137,15 @@ class GatheredParameter:
         """
         known = self._agreed.get(phase) or self._last_agreed
         return self._first_wish() if known is None else known
+
+    def agree(self, phase: str, wish: Wish) -> None:
+        """Take a wish as what all ranks compute in a phase.
+
+        Args:
+            phase: of the call.
+            wish: of all ranks.
+        """
+        self._agreed[phase] = self._last_agreed = wish
 
     def _first_wish(self) -> Wish:
         """Return what was compared before the first gather."""
@@ -199,8 +210,18 @@ class GatheredParameter:
         wanted, payloads = self.settle(plan, received)
         if self.storage is None:
             self.storage = GatheredStorage(self)
-        self.storage.fill(wanted, payloads)
+        self.refill(wanted, payloads)
         return self.storage
+
+    def refill(self, plan: StorageShards, payloads: torch.Tensor) -> None:
+        """Have the planes that payloads bring, and no others.
+
+        Args:
+            plan: how they were made.
+            payloads: uint8 `[world, payload]`.
+        """
+        if self.storage is not None:
+            self.storage.fill(plan, payloads)
 
     def settle(self, plan: Any, received: torch.Tensor) -> tuple[Any, torch.Tensor]:
         """Take what all ranks computed now as agreed.
@@ -218,7 +239,9 @@ class GatheredParameter:
         """
         call = self.last_call()
         is_good = self._is_good(plan, received, self.agreed(call.phase))
-        self._agreed[call.phase] = self._last_agreed = call.wish
+        if self.in_graph and call.phase != "backward":
+            call.wish = self.wish_now(call.phase)  # a graph says nothing when it computes
+        self.agree(call.phase, call.wish)
         wanted = self._settled(call, plan)
         if wanted is plan and is_good:
             return plan, received[:, : plan.payload]
@@ -253,7 +276,7 @@ class GatheredParameter:
         if self._prepared is not None:
             self._prepared.num_reductions += 1
 
-    def _settled(self, call: Call, plan: StorageShards) -> StorageShards:
+    def _settled(self, call: Call, plan: Any) -> Any:
         """Return the plan that what is agreed now asks for: the gather's own, or another one."""
         if call.wish.slot == call.slot:
             return plan

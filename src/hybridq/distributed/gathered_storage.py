@@ -10,6 +10,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..formats import PlaneSpec
 from ..kernels import NeverKept
+from ..recipes import SlotPlan
 from ..storage import Plane, TensorStorage
 from .call import Call
 from .shards import StorageShards
@@ -36,6 +37,9 @@ class _About(Protocol):
 
     def last_call(self) -> Call:
         """Return how the last gather was done."""
+
+    def use_slot(self, slot: SlotPlan) -> None:
+        """Have the planes that a backward takes whose forward had them; all ranks must call it."""
 
     def gather_now(self, direction: Direction) -> Plane:
         """Return a plane that the last gather did not bring; every rank must call it."""
@@ -116,6 +120,15 @@ class GatheredStorage(TensorStorage):
                 with _unsafe_preserve_version_counter((own,)):
                     own.copy_(value)
         return TensorStorage(made.rowwise, old)
+
+    def use(self, slot: object) -> None:
+        """Have the planes of the forward that a backward belongs to; every rank must call it.
+
+        Args:
+            slot: of the recipe of that forward, a SlotPlan.
+        """
+        if isinstance(slot, SlotPlan):
+            self._about.use_slot(slot)
 
     def spec(self, direction: Direction) -> PlaneSpec | None:
         """Return the spec of a plane that is there or can be had."""

@@ -11,6 +11,7 @@ from ..direction import ROWWISE, Direction
 from ..formats import PlaneSpec
 from ..nn import QuantizedModule
 from ..quantizers import Quantizer
+from ..recipes import SlotPlan
 from ..storage import Plane, TensorStorage
 from .agreement import Prepared
 from .call import Call
@@ -252,11 +253,24 @@ class HeldParameter(GatheredParameter):
             return True, True
         return super().wanted_in(phase)
 
-    def _settled(self, call: Call, plan: StorageShards) -> StorageShards:
+    def _settled(self, call: Call, plan: Any) -> Any:
         """Return a plan that brings the planes that what is agreed now asks for."""
         wanted = call.plan(*self.wanted_in(call.phase), self.name)
-        there, asked = ({one.direction for one in which.sent} for which in (plan, wanted))
+        asked = {one.direction for one in wanted.sent}
+        if plan is None:
+            planes = () if self.storage is None else self.storage.planes
+            there = {one.direction for one in planes}
+        else:
+            there = {one.direction for one in plan.sent}
         return plan if asked <= there else wanted
+
+    def use_slot(self, slot: SlotPlan) -> None:
+        """Do nothing: what is gathered are the parameter's own planes.
+
+        Args:
+            slot: not used.
+        """
+        del slot
 
     def work_ahead(self) -> None:
         """Return None: nothing is encoded for a gather."""

@@ -7,6 +7,7 @@ is the planes of its matrices, one after the other; the unsharded parameter is a
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,11 +19,12 @@ from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..errors import PlaneError
 from ..nn import QuantizedModule
 from ..quantizers import Quantizer
-from ..recipes import SlotPlan
+from ..recipes import Recipe, SlotPlan
 from ..storage import Plane
 from ..tensor.stack import QuantizedStack
 from .agreement import Prepared, Wish, current_stack_wish
 from .call import Call
+from .fingerprint import DIGEST_NBYTES
 from .gather import GatheredParameter
 from .gathered_storage import GatheredStorage
 from .shards import PlaneShards, Shards, StorageShards
@@ -192,6 +194,9 @@ class _Matrix:
     def last_call(self) -> Call:
         return cast("StackCall", self._stack.last_call()).of(self._number)
 
+    def use_slot(self, slot: SlotPlan) -> None:
+        self._stack.use_matrix_slot(self._number, slot)
+
     def gather_now(self, direction: Direction) -> Plane:
         return self._stack.gather_matrix_now(self._number, direction)
 
@@ -217,9 +222,27 @@ class StackedParameter(GatheredParameter):
 
     def _new_call(self, group: Any, shape: torch.Size, dtype: torch.dtype, phase: str) -> Call:
         slots = self.agreed(phase).slots
-        wish = current_stack_wish(self._module(), self._count)
+        wish = self._wish(phase)
         place = (group, group.rank(), group.size())
         return StackCall(slots, *place, shape, dtype, None, wish, phase)
+
+    def wish_under(self, recipe: Recipe | None) -> Wish:
+        """Return what the module computes under a recipe.
+
+        Args:
+            recipe: any, or None.
+        """
+        return current_stack_wish(self._module(), self._count, (recipe,))
+
+    def wish_now(self, phase: str) -> Wish:
+        """Return what a gather that begins now will be used for, as far as is known.
+
+        Args:
+            phase: of the call.
+        """
+        wish = current_stack_wish(self._module(), self._count)
+        self._begun = wish.digest
+        return self._learned.get((phase, wish.digest), wish)
 
     def _first_wish(self) -> Wish:
         if self._prepared is None:
@@ -257,12 +280,34 @@ class StackedParameter(GatheredParameter):
         Raises:
             RuntimeError: ranks differ, on all of them.
         """
-        wanted, payloads = self.settle(plan, received)
+        self.refill(*self.settle(plan, received))
+        return self._storages
+
+    def refill(self, plan: Any, payloads: torch.Tensor) -> None:
+        """Have the planes that payloads bring of all matrices, and no others.
+
+        Args:
+            plan: how they were made.
+            payloads: uint8 `[world, payload]`.
+        """
         self._unasked.clear()
-        parts = zip(self._storages, wanted.parts, wanted.split(payloads), strict=True)
+        parts = zip(self._storages, plan.parts, plan.split(payloads), strict=True)
         for storage, part, own in parts:
             storage.fill(part, own)
-        return self._storages
+
+    def use_matrix_slot(self, number: int, slot: SlotPlan) -> None:
+        """Have the planes that a backward takes of a matrix; every rank must call it.
+
+        Args:
+            number: of the matrix.
+            slot: of it in the forward.
+        """
+        call: Any = self.last_call()
+        if call.slots[number] == slot:
+            return
+        slots = tuple(slot if n == number else one for n, one in enumerate(call.slots))
+        digest = hashlib.blake2b(repr(slots).encode(), digest_size=DIGEST_NBYTES).digest()
+        self._gather_as(Wish(None, digest, slots))
 
     def unsharded(self, storage: Iterable[Any], quantizer: Quantizer | None) -> torch.Tensor:
         """Return the whole parameter.

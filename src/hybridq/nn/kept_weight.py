@@ -220,6 +220,8 @@ class GivenWeight:
                 "backward: a quantized weight was modified by an inplace operation after the "
                 "forward that needs it; step the optimizer after all backwards"
             )
+        if self._storage.comes_and_goes:
+            self._storage.use(slot)
         if slot.saves_row:
             return self.row, None
         col = self._plane(COLUMNWISE)

@@ -57,6 +57,9 @@ class PreparedWeight(Protocol):
     def is_held(self) -> bool:
         """Whether its shards are quantized."""
 
+    def use(self, recipe: Recipe | None, weight: Any) -> None:
+        """Have the planes that a forward takes; every rank must call it."""
+
     def attach(self, module: nn.Module, name: str) -> None:
         """Prepare the weight again if the module holds a plain one now."""
 
@@ -132,10 +135,12 @@ class QuantizedModule(Boundary, nn.Module):
         if torch.compiler.is_compiling():
             return recipe
         if is_recomputing():
-            return self._last_recipe[0] if self._last_recipe else recipe
-        if self.training or torch.is_grad_enabled():
+            recipe = self._last_recipe[0] if self._last_recipe else recipe
+        elif self.training or torch.is_grad_enabled():
             # Not through Module.__setattr__: this is bookkeeping on the hot path.
             self.__dict__["_last_recipe"] = (recipe,)
+        for name, prepared in self._prepared.items():
+            prepared.use(recipe, self._parameters[name])  # type: ignore[arg-type]
         return recipe
 
     def _plan(self, recipe: Recipe, part: str = "") -> Plan:

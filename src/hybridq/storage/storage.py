@@ -56,6 +56,13 @@ class TensorStorage:
     #: decodes to, where delayed scaling wants to know them; None: nobody told.
     amaxes: torch.Tensor | None = None
 
+    def use(self, slot: object) -> None:
+        """Have the planes of the forward that a backward belongs to, if others came since.
+
+        Args:
+            slot: of the recipe of that forward.
+        """
+
     def check_graph(self) -> None:
         """Raise where torch.compile is at work and no graph may hold the buffers."""
 
