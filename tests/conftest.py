@@ -22,12 +22,16 @@ from hypothesis import HealthCheck, settings
 
 import hybridq
 from declared import BACKENDS, FORMATS
+from hybridq import errors
 from hybridq.direction import DIRECTIONS
 from places import TESTS
 from thinning import thin
 
 #: What `make test` runs.
 DEFAULT = "not slow and not more"
+
+# Whether they are given depends on the CPU: only their own test sees them.
+errors._seen.update(f"slow products of {dtype}" for dtype in (torch.bfloat16, torch.float16))
 
 _COMMON = {
     "deadline": None,

@@ -1,11 +1,14 @@
 """Plain products on CPUs where torch's are slow: BF16's and FP16's values, by FP32 products."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import hybridq
+from hybridq import errors
 from hybridq.kernels import plain
 from hybridq.nn.plain_product import plain_attention, plain_linear
 from products_seen import Products
@@ -231,3 +234,29 @@ def test_explain_names_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(plain, "_SLOW", found)
         assert text in " ".join(hybridq.explain("gemm", "identity", "bf16").notes)
     assert [way.dtype for way in plain.product_ways()] == ["float32", "bfloat16", "float16"]
+
+
+@pytest.mark.parametrize("recipe", [None, "mxfp8"])
+def test_a_module_that_runs_where_products_are_slow_says_so_once(
+    slow_products: None, monkeypatch: pytest.MonkeyPatch, recipe: str | None
+) -> None:
+    monkeypatch.setattr(errors, "_seen", set())
+    layer, x = hybridq.Linear(64, 32), torch.randn(12, 64)
+    with hybridq.autocast(enabled=recipe is not None, recipe=recipe):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            layer(x)  # FP32 is never slow
+        with pytest.warns(hybridq.HybridQWarning, match="bfloat16 products are slow .*Linear"):
+            layer.bfloat16()(x.bfloat16())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            layer(x.bfloat16())
+
+
+def test_no_advice_where_products_are_fast(
+    fast_products: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "_seen", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hybridq.Linear(64, 32, dtype=torch.bfloat16)(torch.randn(12, 64).bfloat16())

@@ -200,3 +200,15 @@ def test_no_gpu_has_a_reason(tmp_path, monkeypatch, body, reason):
 def test_no_tool_is_a_reason(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "no nvidia-smi" in machine.read_machine().gpu_note
+
+
+def test_slow_products_are_named_with_what_helps(request):
+    request.getfixturevalue("slow_products")
+    found = diagnose()
+    assert [way.dtype for way in found.products if not way.is_fast] == ["bfloat16", "float16"]
+    text = " ".join(str(found).split())
+    assert "bfloat16 SLOW FP32 product, rounded once to bfloat16" in text
+    assert "make such layers hybridq.Linear" in text
+    request.getfixturevalue("fast_products")
+    text = str(diagnose())
+    assert "SLOW" not in text and "torch's bfloat16 product" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from ..demo.progress import ProgressView
 from ..demo.report import build_report, build_table, prepare_folder, verdict, write_report
 from ..demo.train import BASELINE, TrainConfig
 from ..demo.variants import VARIANTS
+from ..errors import HybridQWarning
 from ..kernels.plain import product_ways
 from ..recipes import get
 
@@ -135,6 +137,8 @@ def train(
             f"out must be a folder that can be written, got {out} ({error.strerror})"
         ) from error
     console = Console()
+    # It is said below, and nothing of the demo runs slowly for it.
+    warnings.filterwarnings("ignore", "torch's own .* products are slow", HybridQWarning)
     _say_what_runs(console, config, corpus)
     comparison = Comparison(config, names, corpus)
     try:
@@ -221,7 +225,10 @@ def _way(dtype: str) -> str:
 def _say_how_long(console: Console, comparison: Comparison) -> None:
     if comparison.config.compile:
         return  # two steps would tell of the compiler's time
-    seconds = comparison.estimate()
+    with console.status("Timing two steps of each recipe ..."):
+        seconds = comparison.estimate(
+            lambda recipe: None if console.is_terminal else console.print(f"{recipe}: timing")
+        )
     if comparison.is_interrupted:
         return
     each = ", ".join(f"{recipe} {_clock(one)}" for recipe, one in seconds.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ from ..demo.progress import Pace
 from ..demo.train import BASELINE, COUNTED_STEP, Progress, TrainConfig
 from ..demo.variants import VARIANTS
 from ..distributed import Traffic
+from ..errors import HybridQWarning
 from ..recipes import get
 
 _MODEL = ModelConfig()
@@ -79,6 +81,8 @@ def train_fsdp(
     except (DataError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     torch.set_num_threads(threads)
+    # Nothing of the demo runs slowly for it.
+    warnings.filterwarnings("ignore", "torch's own .* products are slow", HybridQWarning)
     world, rank = _join(batch)
     from ..demo.fsdp import InTurnTrainer, ShardedTrainer  # needs a torch with torch.distributed
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -59,14 +59,18 @@ class Comparison:
     results: list[RecipeResult] = field(default_factory=list)
     is_interrupted: bool = False
 
-    def estimate(self) -> dict[str, float]:
+    def estimate(self, tell: Callable[[str], object] = str) -> dict[str, float]:
         """Return about how many seconds each recipe will take, by two timed steps of each.
 
         Ctrl-C ends the comparison: nothing runs after it.
+
+        Args:
+            tell: called with each recipe before its steps.
         """
         found: dict[str, float] = {}
         try:
             for recipe in self.recipes:
+                tell(recipe)
                 run = Run(self.config, recipe, self.corpus, self.linear)
                 found[recipe] = run.estimate()
         except KeyboardInterrupt:

@@ -13,7 +13,17 @@ from typing import Final, NamedTuple
 
 import torch
 
-__all__ = ["ProductWay", "is_slow", "plain_product", "product_ways", "slow_reason"]
+from ..errors import warn_once
+
+__all__ = [
+    "ProductWay",
+    "advise",
+    "is_slow",
+    "plain_product",
+    "product_ways",
+    "slow_advice",
+    "slow_reason",
+]
 
 #: What oneDNN says whether it multiplies a dtype; an operator that this torch lacks says no.
 _QUESTIONS: Final = {
@@ -55,6 +65,29 @@ def slow_reason(dtype: torch.dtype) -> str | None:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def slow_advice(dtype: torch.dtype) -> str:
+    """Return what is slow where torch's products of this dtype are, and what helps."""
+    name = _name(dtype)
+    return (
+        f"torch's own {name} products are slow on this CPU, for which oneDNN has none; hybridq's "
+        f"modules take FP32 products with the same values, but what else multiplies in {name} "
+        "(nn.Linear, torch.matmul, attention of torch) takes many times as long as in float32: "
+        "make such layers hybridq.Linear, which without a recipe is nn.Linear, or keep them in "
+        "float32 (torch.autocast off)"
+    )
+
+
+def advise(dtype: torch.dtype, device: str = "cpu") -> None:
+    """Warn once in this process if torch's own products of this dtype are slow.
+
+    Args:
+        dtype: in which a module computes.
+        device: type of the device on which it does.
+    """
+    if is_slow(dtype, device) and not torch.compiler.is_compiling():
+        warn_once(f"slow products of {dtype}", slow_advice(dtype))
 
 
 class ProductWay(NamedTuple):

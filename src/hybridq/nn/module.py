@@ -12,6 +12,7 @@ from torch import nn
 from .. import settings
 from ..errors import PlaneError
 from ..kernels.device import has_autocast
+from ..kernels.plain import advise
 from ..quantizers.delayed import no_history
 from ..recipes import (
     LINEAR,
@@ -347,10 +348,13 @@ class QuantizedModule(Boundary, nn.Module):
 
     def _cast(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return the tensors as torch.autocast would pass them on to a linear module."""
-        kind = next(tensor.device.type for tensor in tensors if tensor is not None)
+        first = next(tensor for tensor in tensors if tensor is not None)
+        kind = first.device.type
         if not has_autocast(kind):
+            advise(first.dtype, kind)
             return tensors
         dtype = torch.get_autocast_dtype(kind)
+        advise(dtype, kind)
         return tuple(None if one is None else _cast(one, dtype) for one in tensors)
 
     def _check(

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ..kernels.device import has_autocast, without_autocast
-from ..kernels.plain import is_slow, plain_product
+from ..kernels.plain import advise, is_slow, plain_product
 from ..kernels.watch import is_transformed
 
 __all__ = ["plain_attention", "plain_linear"]
@@ -95,6 +95,7 @@ def plain_linear(
     if not (fits and weight.dim() == 2 and x.shape[-1:] == weight.shape[1:]):
         return F.linear(x, weight, bias)
     dtype = _compute_dtype(x)
+    advise(dtype)
     with without_autocast("cpu"):
         if is_transformed():
             wide = None if bias is None else bias.to(dtype).to(torch.float32)

@@ -19,6 +19,7 @@ from .._text import Table, render
 from ..errors import SpecError
 from ..formats import DEFAULT_SIGNS, ERRORS, PlaneSpec, entries
 from ..kernels import Call, Chip, backends, check_precision, described
+from ..kernels.plain import ProductWay, product_ways, slow_advice
 from ..tensor.functional import explain_call
 from .machine import Core, Machine, read_core, read_machine, versions
 
@@ -110,6 +111,7 @@ class Diagnosis:
         forced_backend: the backend that is forced, or None.
         device, dtype, precision: of the calls in `routes`; the precision is that of GEMMs.
         routes: one per operation, format and option (gemm: per pair of formats).
+        products: how this machine's CPU multiplies plain tensors, by dtype.
     """
 
     versions: dict[str, str]
@@ -120,6 +122,7 @@ class Diagnosis:
     dtype: str
     precision: str
     routes: tuple[Route, ...]
+    products: tuple[ProductWay, ...] = ()
 
     def __str__(self) -> str:
         return "\n\n".join(render(table) for table in self.tables)
@@ -134,7 +137,8 @@ class Diagnosis:
         ops = dict.fromkeys(route.op for route in self.routes)
         planes = [self._plane_table(op) for op in ops if op in _PLANE_OPS]
         products = [self._gemm_table(op) for op in ops if op in _PRODUCTS]
-        found = [self._versions(), self._core(), self._machine(), *planes, *products]
+        plain = self._plain_products()
+        found = [self._versions(), self._core(), self._machine(), plain, *planes, *products]
         return tuple(table for table in (*found, self._other_table()) if table.rows)
 
     def _versions(self) -> Table:
@@ -173,6 +177,18 @@ class Diagnosis:
             rows.append(("GPUs", here.gpu_note))
         rows.append(("forced backend", self.forced_backend or "none"))
         return Table("Machine", (), tuple(rows))
+
+    def _plain_products(self) -> Table:
+        rows = tuple(
+            (way.dtype, "fast" if way.is_fast else "SLOW", way.ours) for way in self.products
+        )
+        slow = (getattr(torch, way.dtype) for way in self.products if not way.is_fast)
+        return Table(
+            "Products without quantization, on this CPU",
+            ("dtype", "torch's own", "hybridq takes"),
+            rows,
+            tuple(slow_advice(dtype) for dtype in slow),
+        )
 
     def _title(self, op: str) -> str:
         return f"{op} on {self.device}, {self.dtype}"
@@ -300,4 +316,5 @@ def diagnose(
         str(dtype).removeprefix("torch."),
         precision,
         routes,
+        product_ways(),
     )
