@@ -80,7 +80,7 @@ WHEEL_STAMP := $(VENV)/.installed-wheel-tools
 EMULATION_STAMP := build/emulation/.built
 
 .DELETE_ON_ERROR:
-.PHONY: demo demo-fsdp ready both test test-more test-all test-slow lint sanitize exhaustive mutants \
+.PHONY: demo demo-fsdp ready both test test-more test-all test-slow test-avx2 lint sanitize exhaustive mutants \
   arm64-check fuzz bench docs wheel wheel-check sdist-check kernels-check emulation gpu gpu-facts \
   gpu-library clean distclean
 
@@ -111,6 +111,19 @@ test-more: ready
 # Both of them at once, with one closing line that counts all.
 test-all: ready
 	@$(PYTEST) -m "not slow" $(PYTEST_JOBS) $(PYTEST_ARGS)
+
+# As on a CPU with AVX2 and no more: what depends on the kind of CPU. The core's own variants are
+# compared by `make test` on any CPU.
+AVX2 := HYBRIDQ_CPU_VARIANT=x86-64-v3 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \
+  MKL_ENABLE_INSTRUCTIONS=AVX2
+AVX2_TESTS := nn/test_plain_products.py nn/test_linear_module.py gemm/test_gemm.py \
+  gemm/test_gemm_cache.py report/test_report_doctor.py demo/test_demo.py package/test_docs.py
+
+test-avx2: $(DEV_STAMP)
+	@if grep -qsw avx2 /proc/cpuinfo; then \
+	  $(AVX2) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not more" \
+	    $(PYTEST_JOBS) $(PYTEST_ARGS) $(addprefix tests/,$(AVX2_TESTS)); \
+	else echo "test-avx2: needs an x86-64 CPU with AVX2; nothing to do here"; fi
 
 test-slow: ready
 	@$(BIN)/python -m pytest -m "slow and not exhaustive" $(PYTEST_ARGS)

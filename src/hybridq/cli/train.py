@@ -213,7 +213,9 @@ def _say_what_runs(console: Console, config: TrainConfig, corpus: Corpus) -> Non
         soft_wrap=True,
     )
     if config.device == "cpu":
-        console.print(f"Plain products in bfloat16: {_way('bfloat16')}.", highlight=False)
+        console.print(
+            f"Plain products in bfloat16: {_way('bfloat16')}.", highlight=False, soft_wrap=True
+        )
 
 
 def _way(dtype: str) -> str:
