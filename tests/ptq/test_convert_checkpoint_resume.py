@@ -15,7 +15,7 @@ import torch
 import hybridq
 from checkpoint_tools import INDEX, Notes, convert, digests, shard_name, write_sharded
 from hybridq.ptq import ConvertOptions, Selection, convert_checkpoint
-from hybridq.ptq.files import locked, partial_path
+from hybridq.ptq.disk import Folder, partial_name
 
 QUANTIZER = hybridq.quantizer("nvfp4", "mxfp8")
 
@@ -73,7 +73,7 @@ def test_killed_twice_and_resumed(source, tmp_path):
 
     # Within the third shard: the first is finished, and the second perhaps.
     run_killed(source, target, nbytes=2 * shard + shard // 2)
-    assert partial_path(target / shard_name(2, 3)).exists()
+    assert (target / partial_name(shard_name(2, 3))).exists()
     found = digests(target)
     assert shard_name(0, 3) in found and shard_name(2, 3) not in found
     shards = [name for name in found if not name.startswith(".")]
@@ -198,7 +198,8 @@ def test_a_damaged_journal_is_refused(source, tmp_path):
 def test_one_process_at_a_time(source, tmp_path):
     target = tmp_path / "out"
     target.mkdir()
-    with locked(target), pytest.raises(hybridq.CheckpointError, match="another process is writing"):
+    another = pytest.raises(hybridq.CheckpointError, match="another process is writing")
+    with Folder(target) as folder, folder.locked(), another:
         convert(source, target, QUANTIZER)
     convert(source, target, QUANTIZER)
 

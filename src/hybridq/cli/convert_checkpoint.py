@@ -25,6 +25,7 @@ from .._text import Table
 from ..errors import BackendError, CheckpointError, SpecError
 from ..formats import PlaneSpec, names
 from ..ptq import Conversion, ConvertOptions, Observer, Selection, convert_checkpoint
+from ..ptq.disk import Folder
 from ..ptq.files import write_json
 from ..quantizers import Quantizer
 from ..recipes import names as recipe_names
@@ -106,7 +107,8 @@ def convert_checkpoint_command(
         with _View(console, quiet) as view:
             done = convert_checkpoint(source, target, selection, options, view)
         if report is not None:
-            write_json(report, done.as_dict())
+            with Folder(report.parent) as folder, folder.writing(report.name) as file:
+                write_json(file, done.as_dict())
     except KeyboardInterrupt:
         _stop("stopped; finished shards are kept, the same command continues", _INTERRUPTED)
     except (BackendError, CheckpointError, SpecError, ImportError) as error:

@@ -7,12 +7,15 @@ import time
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..formats import PlaneSpec
+from ..quantizers import Quantizer
+from .disk import kind_of
 from .observer import Observer
 from .options import ConvertOptions
 from .outcome import Conversion
 from .run import Run
 from .select import Selection
-from .source import SUFFIX, open_source
+from .source import SUFFIX, marked, open_source
 
 __all__ = ["convert_checkpoint"]
 
@@ -20,7 +23,7 @@ __all__ = ["convert_checkpoint"]
 def convert_checkpoint(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
-    selection: Selection,
+    selection: Selection | Quantizer | str,
     options: ConvertOptions | None = None,
     observer: Observer | None = None,
 ) -> Conversion:
@@ -33,14 +36,17 @@ def convert_checkpoint(
     Args:
         source: a `.safetensors` file, or a folder with `model.safetensors` or an index.
         target: a file for a file, a folder for a folder; outside of the source.
-        selection: what is quantized, and by which quantizer.
+        selection: what is quantized, and by which quantizer; or a quantizer, or the name of a
+            format for rowwise planes, for what is quantized by default.
         options: memory, errors, what to refuse; None: the defaults.
         observer: is told how far it is; None: only warnings.
 
     Raises:
         CheckpointError: the source is damaged or holds nothing to quantize, the target holds
             something else, the disk is full, ...; the source is as it was, finished shards stay.
-        SpecError: a recipe gives a quantizer that a checkpoint cannot have.
+        SpecError: a recipe gives a quantizer that a checkpoint cannot have, or there is no format
+            of that name.
+        TypeError: `selection` is none of these.
         ImportError: safetensors is not installed.
 
     Example:
@@ -48,28 +54,42 @@ def convert_checkpoint(
         >>> from safetensors.torch import save_file
         >>> folder = tempfile.mkdtemp()
         >>> save_file({"up.weight": torch.ones(64, 32)}, f"{folder}/a.safetensors")
-        >>> chosen = hybridq.ptq.Selection(hybridq.quantizer("nvfp4", None))
         >>> done = hybridq.convert_checkpoint(
-        ...     f"{folder}/a.safetensors", f"{folder}/b.safetensors", chosen
+        ...     f"{folder}/a.safetensors", f"{folder}/b.safetensors", "nvfp4"
         ... )
         >>> done.source_nbytes, done.target_nbytes
         (8192, 1156)
     """
     begun = time.monotonic()
+    chosen = _selection(selection)
     options = options or ConvertOptions()
     observer = observer or Observer()
     _check_paths(Path(source), Path(target))
-    found = open_source(source)
-    run = Run(found, Path(target), selection, options, observer)
+    found = marked(open_source(source))
+    run = Run(found, Path(target), chosen, options, observer)
     run.convert()
     return run.outcome(time.monotonic() - begun)
 
 
+def _selection(given: object) -> Selection:
+    if isinstance(given, Selection):
+        return given
+    if isinstance(given, str):
+        given = Quantizer(PlaneSpec.parse(given), None)
+    if not isinstance(given, Quantizer):
+        raise TypeError(
+            "convert_checkpoint: selection must be a Selection, a Quantizer or the name of a "
+            f"format, got {type(given).__name__}"
+        )
+    return Selection(given)
+
+
 def _check_paths(source: Path, target: Path) -> None:
+    kinds = kind_of(source), kind_of(target)
     inside, outside = source.resolve(), target.resolve()
     if inside == outside:
         raise CheckpointError(f"checkpoint: source and target must differ, got {source} for both")
-    if inside.is_dir() and inside in outside.parents:
+    if kinds[0] == "folder" and inside in outside.parents:
         raise CheckpointError(
             f"checkpoint: the target {target} must not lie in the source {source}"
         )
@@ -77,13 +97,13 @@ def _check_paths(source: Path, target: Path) -> None:
         raise CheckpointError(
             f"checkpoint: the source {source} must not lie in the target {target}"
         )
-    if target.is_dir() and inside.is_file():
+    if kinds == ("file", "folder"):
         raise CheckpointError(
             f"checkpoint: the source is a file, so the target must be one, got the folder {target}"
         )
-    if inside.is_file() and target.suffix != SUFFIX:
+    if kinds[0] == "file" and target.suffix != SUFFIX:
         raise CheckpointError(f"checkpoint: the target must end in {SUFFIX}, got {target}")
-    if inside.is_dir() and target.exists() and not target.is_dir():
+    if kinds[0] == "folder" and kinds[1] not in ("", "folder"):
         raise CheckpointError(
             f"checkpoint: the source is a folder, so the target must be one, got the file {target}"
         )

@@ -21,7 +21,8 @@ from typing import Any, Final
 import torch
 
 from ..errors import CheckpointError
-from .files import parse_json
+from .disk import reading
+from .files import parse_json, read_into
 
 __all__ = [
     "TORCH_DTYPES",
@@ -85,6 +86,7 @@ class Entry:
         dtype: the format's name, such as `"BF16"`; also of dtypes that torch lacks.
         shape: logical; codes of less than a byte count one by one.
         begin, end: place in the file, in bytes from its start.
+        is_turned: a weight that its model keeps as `[in, out]` (`conv1d`).
     """
 
     name: str
@@ -92,6 +94,7 @@ class Entry:
     shape: tuple[int, ...]
     begin: int
     end: int
+    is_turned: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -127,18 +130,21 @@ def read_header(path: Path) -> Header:
     """
     library = _library()
     try:
-        with library.safe_open(os.fspath(path), framework="np"):
-            pass
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(_PREFIX_NBYTES), "little")
-            raw = file.read(size)
+        with reading(path) as file:  # the library would wait for a FIFO
+            with library.safe_open(os.fspath(path), framework="np"):
+                pass
+            prefix = bytearray(_PREFIX_NBYTES)
+            read_into(file, memoryview(prefix), 0, path)
+            size = int.from_bytes(prefix, "little")
+            raw = bytearray(size)  # the library has found it within the file
+            read_into(file, memoryview(raw), _PREFIX_NBYTES, path)
     except library.SafetensorError as error:
         raise CheckpointError(
             f"checkpoint: {path} is no whole safetensors file ({error})"
         ) from error
     except OSError as error:
         raise CheckpointError(f"checkpoint: cannot read {path} ({error.strerror})") from error
-    table = parse_json(raw, path, "safetensors file")
+    table = parse_json(bytes(raw), path, "safetensors file")
     start = _PREFIX_NBYTES + size
     metadata = table.pop(_METADATA, None) or {}
     entries = [

@@ -7,14 +7,13 @@ is not finished.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from ..errors import CheckpointError
-from .files import make_folder, partial_path, read_json, write_json
+from .disk import Folder, is_name
+from .files import read_json, write_json
 from .outcome import ShardResult, TensorResult
 from .plan import ShardPlan
 
@@ -30,18 +29,26 @@ class Journal:
     """The journal of one job.
 
     Args:
-        folder: the hidden folder.
+        target: the folder that is being written.
     """
 
-    folder: Path
+    target: Folder
 
-    def entry_path(self, shard: str) -> Path:
-        """Return where the entry of a shard stands.
+    def has(self, shard: str) -> bool:
+        """Return whether a shard has an entry.
 
         Args:
             shard: its file's name.
         """
-        return self.folder / f"{shard}.json"
+        return self.target.has(_entry(shard))
+
+    def drop(self, shard: str) -> None:
+        """Delete the entry of a shard.
+
+        Args:
+            shard: its file's name.
+        """
+        self.target.delete(_entry(shard))
 
     def finished(self, plan: ShardPlan) -> ShardResult | None:
         """Return the entry of a shard, or None for one that is not finished.
@@ -52,10 +59,12 @@ class Journal:
         Raises:
             CheckpointError: it was finished from another file or to another plan.
         """
-        path = self.entry_path(plan.shard.name)
-        if not path.exists():
+        name = _entry(plan.shard.name)
+        if not self.target.has(name):
             return None
-        found = read_json(path, "journal entry")
+        path = self.target.path / name
+        with self.target.reading(name) as file:
+            found = read_json(file, path, "journal entry")
         if found.get("source") != _identity(plan):
             raise CheckpointError(
                 f"checkpoint: {plan.shard.path} has changed since it was converted; start anew "
@@ -69,21 +78,24 @@ class Journal:
         try:
             tensors = {name: TensorResult.parse(one) for name, one in found["tensors"].items()}
             return ShardResult(found["nbytes"], found["sha256"], tensors)
-        except (AttributeError, KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"checkpoint: {path} is damaged ({error})") from error
 
     def add(self, plan: ShardPlan, result: ShardResult) -> None:
         """Enter a shard, which is whole and under its own name."""
-        write_json(
-            self.entry_path(plan.shard.name),
-            {
-                "source": _identity(plan),
-                "header": plan.digest,
-                "nbytes": result.nbytes,
-                "sha256": result.sha256,
-                "tensors": {name: one.as_dict() for name, one in result.tensors.items()},
-            },
-        )
+        entry = {
+            "source": _identity(plan),
+            "header": plan.digest,
+            "nbytes": result.nbytes,
+            "sha256": result.sha256,
+            "tensors": {name: one.as_dict() for name, one in result.tensors.items()},
+        }
+        with self.target.writing(_entry(plan.shard.name)) as file:
+            write_json(file, entry)
+
+
+def _entry(shard: str) -> str:
+    return f"{JOURNAL}/{shard}.json"
 
 
 def _identity(plan: ShardPlan) -> dict[str, Any]:
@@ -91,61 +103,64 @@ def _identity(plan: ShardPlan) -> dict[str, Any]:
     return {"nbytes": shard.nbytes, "mtime_ns": shard.mtime_ns, "header": shard.header.digest}
 
 
-def open_journal(target: Path, job: Mapping[str, Any], overwrite: bool) -> Journal:
+def open_journal(target: Folder, job: Mapping[str, Any], overwrite: bool) -> Journal:
     """Return the journal of `job` in `target`: a new one, or that of an earlier run.
 
     Args:
-        target: folder, which is made if it is not there.
+        target: the folder.
         job: what is done, as JSON has it; `files` are the names that it will write.
         overwrite: an earlier run's files are deleted.
 
     Raises:
-        CheckpointError: the folder holds something else, or the files of another job.
+        CheckpointError: the folder holds something else, the files of another job, or a link where
+            a conversion has a file or a folder of its own.
     """
-    journal = Journal(target / JOURNAL)
-    path = journal.folder / _JOB
-    if path.exists() and overwrite:
-        _delete(target, read_json(path, "journal"))
-        write_json(path, job)
-        return journal
-    if path.exists():
-        _check_same(target, read_json(path, "journal"), job)
-        return journal
-    if target.is_dir():
-        # What a run left that was stopped before its first line is no one's.
-        shutil.rmtree(journal.folder, ignore_errors=True)
-        found = sorted(one.name for one in target.iterdir())
+    first = f"{JOURNAL}/{_JOB}"
+    if target.has(first):
+        with target.reading(first) as file:
+            before = read_json(file, target.path / first, "journal")
+        if not overwrite:
+            _check_same(target, before, job)
+            return Journal(target)
+        _delete(target, before)
+    else:
+        if target.has(JOURNAL):
+            # What a run left that was stopped before its first line is no one's.
+            target.delete_folder(JOURNAL)
+        found = target.names()
         if found:
             more = ", ..." if len(found) > 3 else ""
             raise CheckpointError(
-                f"checkpoint: {target} is not empty and no earlier run of this command filled it "
-                f"({', '.join(found[:3])}{more}); give another folder"
+                f"checkpoint: {target.path} is not empty and no earlier run of this command filled "
+                f"it ({', '.join(found[:3])}{more}); give another folder"
             )
-    make_folder(journal.folder)
-    write_json(path, job)
-    return journal
+    with target.writing(first) as file:
+        write_json(file, job)
+    return Journal(target)
 
 
-def _check_same(target: Path, before: Mapping[str, Any], job: Mapping[str, Any]) -> None:
+def _check_same(target: Folder, before: Mapping[str, Any], job: Mapping[str, Any]) -> None:
     differing = sorted(key for key in {*before, *job} if before.get(key) != job.get(key))
     if not differing:
         return
     key = next((key for key in differing if key != "files"), "files")
     raise CheckpointError(
-        f"checkpoint: {target} was begun with other arguments: {key} was {before.get(key)!r}, is "
-        f"{job.get(key)!r}; use the same, or start anew with overwrite"
+        f"checkpoint: {target.path} was begun with other arguments: {key} was "
+        f"{before.get(key)!r}, is {job.get(key)!r}; use the same, or start anew with overwrite"
     )
 
 
-def _delete(target: Path, job: Mapping[str, Any]) -> None:
+def _delete(target: Folder, job: Mapping[str, Any]) -> None:
     """Delete what a job has written, but for the journal's first line: the folder stays ours."""
-    folder = target / JOURNAL
-    for name in job.get("files", ()):
-        path = target / str(name)
-        if ".." in path.parts or Path(str(name)).is_absolute():
-            raise CheckpointError(f"checkpoint: {folder} is damaged ({name!r})")
-        path.unlink(missing_ok=True)
-        partial_path(path).unlink(missing_ok=True)
-    for path in folder.iterdir():
-        if path.name != _JOB:
-            path.unlink()
+    names = job.get("files")
+    where = target.path / JOURNAL
+    if not isinstance(names, list):
+        raise CheckpointError(f"checkpoint: {where} is damaged (files is {names!r})")
+    for name in names:
+        if not isinstance(name, str) or not is_name(name):
+            raise CheckpointError(f"checkpoint: {where} is damaged ({name!r})")
+    for name in names:
+        target.delete(name)
+    for name in target.names(JOURNAL):
+        if name != _JOB:
+            target.delete(f"{JOURNAL}/{name}")

@@ -12,6 +12,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..tensor import QuantizedTensor
+from .disk import is_there, kind_of, reading
 from .files import as_bytes, read_into
 from .header import TORCH_DTYPES, Entry, dtype_name, storage_shape
 from .journal import JOURNAL
@@ -118,7 +119,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     try:
         source = open_source(path)
     except CheckpointError as error:
-        if (Path(path) / JOURNAL).exists():
+        if kind_of(Path(path)) == "folder" and is_there(Path(path) / JOURNAL):
             raise CheckpointError(
                 f"{error}; its conversion was not finished: run the same command again"
             ) from error
@@ -156,15 +157,9 @@ def _places(shard: Shard) -> dict[str, _Place]:
 
 def _read(place: _Place) -> dict[str, torch.Tensor]:
     path = place.shard.path
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint: cannot read {path} ({error.strerror})") from error
-    try:
+    with reading(path) as file:
         place.shard.check_unchanged()
         return {name: _read_tensor(file, entry, path) for name, entry in place.entries.items()}
-    finally:
-        os.close(file)
 
 
 def _read_tensor(file: int, entry: Entry, path: Path) -> torch.Tensor:

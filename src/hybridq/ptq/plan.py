@@ -112,10 +112,12 @@ class Survey:
     Args:
         nbytes: size of each file to write, by name.
         kinds: of the tensors that are quantized, one for each quantizer and dtype.
+        num_turned: how many of them are kept as `[in, out]`.
     """
 
     nbytes: Mapping[str, int]
     kinds: tuple[Record, ...]
+    num_turned: int
 
 
 def survey(source: Source, selection: Selection) -> Survey:
@@ -133,6 +135,7 @@ def survey(source: Source, selection: Selection) -> Survey:
     kinds: dict[tuple[Quantizer, torch.dtype], Record] = {}
     kept: set[str] = set()
     made: dict[str, str] = {}
+    num_turned = 0
     for shard in source.shards:
         plan = plan_shard(shard, selection)
         nbytes[shard.name] = plan.nbytes
@@ -140,6 +143,7 @@ def survey(source: Source, selection: Selection) -> Survey:
             if job.record is None:
                 kept.add(job.entry.name)
             else:
+                num_turned += job.entry.is_turned
                 made.update(dict.fromkeys(job.places, job.entry.name))
                 kinds.setdefault((job.record.quantizer, job.record.dtype), job.record)
     for name in sorted(kept.intersection(made)):
@@ -152,4 +156,4 @@ def survey(source: Source, selection: Selection) -> Survey:
             f"checkpoint: no tensor of {source.path} is chosen; chosen are matrices in FP32, BF16 "
             "or FP16 whose name ends in .weight, or what include patterns name"
         )
-    return Survey(nbytes, tuple(kinds.values()))
+    return Survey(nbytes, tuple(kinds.values()), num_turned)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import CheckpointError
+from .disk import reading
 from .files import as_bytes, read_into
 from .plan import Job
 from .tiles import Tile
@@ -82,20 +81,13 @@ def read_ahead(
     Returns:
         Pairs of a step and uint8 `[nbytes]`, which is valid until the next pair is asked for.
     """
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint: cannot read {path} ({error.strerror})") from error
     buffers = (_Buffer(), _Buffer())
     waiting: tuple[Step, Future[torch.Tensor]] | None = None
-    try:
-        with ThreadPoolExecutor(1, "hybridq-read") as pool:
-            for number, step in enumerate(steps):
-                reading = pool.submit(buffers[number % 2].read, file, step, path)
-                if waiting is not None:
-                    yield waiting[0], waiting[1].result()
-                waiting = step, reading
+    with reading(path) as file, ThreadPoolExecutor(1, "hybridq-read") as pool:
+        for number, step in enumerate(steps):
+            coming = pool.submit(buffers[number % 2].read, file, step, path)
             if waiting is not None:
                 yield waiting[0], waiting[1].result()
-    finally:
-        os.close(file)
+            waiting = step, coming
+        if waiting is not None:
+            yield waiting[0], waiting[1].result()

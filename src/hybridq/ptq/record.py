@@ -18,6 +18,7 @@ import torch
 from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..errors import CheckpointError, SpecError
 from ..formats import PlaneSpec
+from ..kernels.checks import HIGH_PRECISION
 from ..quantizers import Quantizer
 from ..storage import Plane, TensorStorage
 from .files import parse_json
@@ -212,11 +213,16 @@ def read_records(metadata: Mapping[str, str], path: Path) -> dict[str, Record]:
     made = {}
     try:
         for name, one in value["tensors"].items():
-            shape = tuple(int(size) for size in one["shape"])
-            if len(shape) not in (2, 3) or min(shape) < 0:
-                raise ValueError(f"shape {shape}")
+            shape = tuple(one["shape"])
+            if len(shape) not in (2, 3) or any(type(n) is not int or n < 0 for n in shape):
+                raise ValueError(f"the shape of {name!r} is {one['shape']!r}")
+            dtype = TORCH_DTYPES[one["dtype"]]
+            if dtype not in HIGH_PRECISION:
+                raise ValueError(f"the dtype of {name!r} is {one['dtype']!r}")
             quantizer = Quantizer.parse(one["quantizer"])
-            made[name] = Record(name, quantizer, shape, TORCH_DTYPES[one["dtype"]])
+            if quantizer.amax_group is not None or quantizer.is_stochastic:
+                raise ValueError(f"the quantizer of {name!r} is {quantizer.text!r}")
+            made[name] = Record(name, quantizer, shape, dtype)
     except SpecError as error:
         raise CheckpointError(f"checkpoint: {path}, {name!r}: {error}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,15 +11,8 @@ from typing import Any, Final, TypeAlias
 from .._version import __version__
 from ..errors import CheckpointError
 from .budget import make_budget
-from .files import (
-    check_space,
-    copy_file,
-    file_digest,
-    locked,
-    make_folder,
-    partial_path,
-    write_json,
-)
+from .disk import Folder, kind_of, partial_name, reading
+from .files import copy_bytes, file_digest, file_size, write_json
 from .journal import Journal, open_journal
 from .observer import Observer
 from .options import ConvertOptions
@@ -65,6 +57,11 @@ class Run:
 
     def convert(self) -> None:
         """Convert a file to a file, or a folder to a folder."""
+        if self._survey.num_turned:
+            self._observer.warn(
+                f"{self._survey.num_turned} weights are kept as [in, out], as GPT-2's Conv1D does: "
+                "their rowwise and columnwise planes change places, so that blocks run along in"
+            )
         with ExitStack() as stack:
             if self._budget.workers:
                 self._workers = stack.enter_context(serial_workers(self._budget.workers))
@@ -75,15 +72,16 @@ class Run:
 
     def _file(self) -> None:
         (shard,) = self._source.shards
-        target, folder = self._target, self._target.parent
-        if target.exists() and not self._options.overwrite:
-            raise CheckpointError(f"checkpoint: {target} exists; overwrite replaces it")
-        if not folder.is_dir():
-            raise CheckpointError(f"checkpoint: there is no folder {folder}")
-        self._observer.begin(self._source.nbytes)
-        with self._pool:
-            self._write(plan_shard(shard, self._selection), target, None)
-            self._settle(self._finishing)
+        target = self._target
+        if kind_of(target.parent) != "folder":
+            raise CheckpointError(f"checkpoint: there is no folder {target.parent}")
+        with Folder(target.parent) as folder:
+            if folder.has(target.name) and not self._options.overwrite:
+                raise CheckpointError(f"checkpoint: {target} exists; overwrite replaces it")
+            self._observer.begin(self._source.nbytes)
+            with self._pool:
+                self._write(plan_shard(shard, self._selection), folder, target.name, None)
+                self._settle(self._finishing)
 
     def _folder(self) -> None:
         files = [shard.name for shard in self._source.shards]
@@ -96,32 +94,33 @@ class Run:
             "files": files,
             **self._selection.as_dict(),
         }
-        make_folder(self._target)
         # Whatever happens, a shard that is being finished still is, before the folder is let go.
-        with locked(self._target), self._pool:
-            journal = open_journal(self._target, job, self._options.overwrite)
+        with Folder.make(self._target) as folder, folder.locked(), self._pool:
+            journal = open_journal(folder, job, self._options.overwrite)
             self._write_shards(journal)
-            self._write_rest()
+            self._write_rest(folder)
 
     def _write_shards(self, journal: Journal) -> None:
         self._observer.begin(self._source.nbytes)
         sizes = self._survey.nbytes.items()
-        left = sum(size for name, size in sizes if not journal.entry_path(name).exists())
-        check_space(self._target, left, f"what is left of {self._source.path}")
+        left = sum(size for name, size in sizes if not journal.has(name))
+        journal.target.check_space(left, f"what is left of {self._source.path}")
         for shard in self._source.shards:
             plan = plan_shard(shard, self._selection)
             result = self._finished(journal, plan)
             if result is None:
-                self._write(plan, self._target / plan.shard.name, journal)
+                self._write(plan, journal.target, plan.shard.name, journal)
             else:
                 self._take_in(plan, result)
         self._settle(self._finishing)
 
-    def _write_rest(self) -> None:
+    def _write_rest(self, folder: Folder) -> None:
         """Write what is no shard; the index, which makes a folder a checkpoint, comes last."""
         for path in self._source.extras:
             self._observer.shard(str(path), "copying")
-            copy_file(self._source.path / path, self._target / path)
+            own = self._source.path / path
+            with reading(own) as file, folder.writing(path.as_posix()) as to:
+                copy_bytes(file, to, own)
         for path in self._source.left_out:
             self._observer.warn(f"{path} is too large for a configuration and was not copied")
         tensors: dict[str, Any] = {}
@@ -135,9 +134,11 @@ class Run:
                     tensors[record.name] = {**record.as_dict(), "file": shard.name}
                     files.update({one.name: shard.name for one in record.stored()})
         about = {"version": VERSION, "hybridq": __version__, "tensors": tensors}
-        write_json(self._target / RECORD, about)
+        with folder.writing(RECORD) as file:
+            write_json(file, about)
         if self._source.index is not None:
-            write_json(self._target / INDEX, self._index(self._source.index, files))
+            with folder.writing(INDEX) as file:
+                write_json(file, self._index(self._source.index, files))
 
     def _index(self, before: Mapping[str, Any], weight_map: Mapping[str, str]) -> dict[str, Any]:
         metadata = before.get("metadata")
@@ -148,27 +149,29 @@ class Run:
     def _finished(self, journal: Journal, plan: ShardPlan) -> ShardResult | None:
         """Return what an earlier run found, if the shard that it wrote is still whole."""
         result = journal.finished(plan)
-        path = self._target / plan.shard.name
-        partial_path(path).unlink(missing_ok=True)
+        folder, name = journal.target, plan.shard.name
+        folder.delete(partial_name(name))
         if result is None:
             return None
-        self._observer.shard(plan.shard.name, "checking")
-        if not _is_whole(path, result):
+        self._observer.shard(name, "checking")
+        if not _is_whole(folder, name, result):
+            path = folder.path / name
             self._observer.warn(f"{path} is not as it was written and is converted again")
-            journal.entry_path(plan.shard.name).unlink()
+            journal.drop(name)
             return None
         check_finite(result.tensors, self._options.strict, self._observer)
         self._num_kept += 1
         self._observer.advance(plan.source_nbytes)
         return result
 
-    def _write(self, plan: ShardPlan, path: Path, journal: Journal | None) -> None:
+    def _write(self, plan: ShardPlan, folder: Folder, name: str, journal: Journal | None) -> None:
         """Write a shard; it is finished while the next one is written."""
         self._observer.shard(plan.shard.name, "converting")
-        check_space(path.parent, plan.nbytes, path.name)
+        folder.check_space(plan.nbytes, name)
         finish = write_shard(
             plan,
-            path,
+            folder,
+            name,
             budget=self._budget,
             workers=self._workers,
             writers=self._pool,
@@ -212,12 +215,8 @@ class Run:
         )
 
 
-def _is_whole(path: Path, result: ShardResult) -> bool:
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+def _is_whole(folder: Folder, name: str, result: ShardResult) -> bool:
+    if not folder.has(name):
         return False
-    try:
-        return os.fstat(file).st_size == result.nbytes and file_digest(file) == result.sha256
-    finally:
-        os.close(file)
+    with folder.reading(name) as file:
+        return file_size(file) == result.nbytes and file_digest(file) == result.sha256

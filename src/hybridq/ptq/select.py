@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ..errors import SpecError
@@ -33,7 +33,9 @@ class Selection:
     """Which tensors of a checkpoint are quantized, and by which quantizer.
 
     Only tensors in FP32, BF16 or FP16 are: matrices, and stacks of matrices `[E, rows, cols]` that
-    `include` names, each matrix of a stack by itself. All others are copied.
+    `include` names, each matrix of a stack by itself. All others are copied. Of a weight W that its
+    model keeps as `[in, out]` (GPT-2's `Conv1D`), the planes are those of `W.T`, and so change
+    places: what is asked for as rowwise is stored as columnwise.
 
     Args:
         quantizer: of every chosen tensor; None where a recipe says it.
@@ -81,17 +83,20 @@ class Selection:
             entry: the tensor, as a file's header has it.
 
         Raises:
-            SpecError: the recipe gives a quantizer that rounds stochastically.
+            SpecError: the recipe gives a quantizer that rounds stochastically, or the weight is
+                kept as `[in, out]` and its columnwise plane would be made of decoded rows.
         """
         if not self._chooses(entry):
             return None
         if self.quantizer is not None:
-            return self.quantizer
+            return _turned(self.quantizer, entry) if entry.is_turned else self.quantizer
         kind = "linear" if len(entry.shape) == 2 else "grouped_linear"
         role = QuantizerRole(kind, "weight", entry.name.removesuffix(_SUFFIX))
         made = get(self.recipe).quantizer(role).undelayed()  # type: ignore[arg-type]
         _check(made)
-        return None if made.is_identity else made
+        if made.is_identity:
+            return None
+        return _turned(made, entry) if entry.is_turned else made
 
     def _chooses(self, entry: Entry) -> bool:
         if not can_quantize(entry):
@@ -128,6 +133,26 @@ class Selection:
 def can_quantize(entry: Entry) -> bool:
     """Return whether a tensor has a dtype and a shape that quantizers take here."""
     return TORCH_DTYPES.get(entry.dtype) in HIGH_PRECISION and len(entry.shape) in (2, 3)
+
+
+def _turned(quantizer: Quantizer, entry: Entry) -> Quantizer:
+    """Return what makes the planes of `W.T` of a weight W that is kept as `[in, out]`.
+
+    The columnwise plane of W is the rowwise one of `W.T`: blocks along `in`, as the forward needs.
+    """
+    if quantizer.columnwise_source != "original":
+        raise SpecError(
+            f"Selection: {entry.name!r} is kept as [in, out], so its rowwise plane would have to "
+            f"be made of the columnwise one, got {quantizer.text}; leave it out with an exclude "
+            "pattern"
+        )
+    return replace(
+        quantizer,
+        rowwise=quantizer.columnwise,
+        columnwise=quantizer.rowwise,
+        rowwise_usage=quantizer.columnwise_usage,
+        columnwise_usage=quantizer.rowwise_usage,
+    )
 
 
 def _check(quantizer: Quantizer) -> None:

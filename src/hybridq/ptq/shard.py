@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Final
 
@@ -17,8 +16,9 @@ import torch
 from ..errors import CheckpointError
 from ..storage import Plane
 from .budget import Budget
+from .disk import Folder
 from .encode import ENCODE, MatrixEncoder, passes_of
-from .files import as_bytes, file_digest, whole_file, write_at
+from .files import as_bytes, file_digest, write_at
 from .header import Entry
 from .measure import ErrorSum
 from .observer import Observer
@@ -36,7 +36,8 @@ _COPY_NBYTES: Final = 4 << 20
 
 def write_shard(
     plan: ShardPlan,
-    path: Path,
+    folder: Folder,
+    name: str,
     *,
     budget: Budget,
     workers: Executor | None,
@@ -51,7 +52,7 @@ def write_shard(
 
     Args:
         plan: what to write.
-        path: of the new file.
+        folder, name: where the new file goes.
         budget: how large its tiles may be.
         workers: find the planes' errors; None: nobody does.
         writers: write a tile while the next one is encoded.
@@ -63,7 +64,7 @@ def write_shard(
             not finite is refused.
     """
     with ExitStack() as stack:
-        file = stack.enter_context(whole_file(path))
+        file = stack.enter_context(folder.writing(name))
         write_at(file, memoryview(plan.prefix), 0)
         reading = read_ahead(plan.shard.path, _steps(plan, budget))
         with closing(reading), _Writer(file, workers, writers) as writer:

@@ -9,18 +9,21 @@ from __future__ import annotations
 import fnmatch
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from ..errors import CheckpointError
+from .conv1d import are_turned, turned, uses_conv1d
+from .disk import is_name, is_there, kind_of, reading
 from .files import read_json
 from .header import Header, read_header
 
-__all__ = ["INDEX", "SINGLE", "Shard", "Source", "open_source"]
+__all__ = ["INDEX", "SINGLE", "Shard", "Source", "marked", "open_source"]
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
+CONFIG: Final = "config.json"
 SUFFIX: Final = ".safetensors"
 #: Weights in this or another form: never copied beside the converted ones.
 _WEIGHTS: Final = (
@@ -104,22 +107,53 @@ def open_source(path: str | os.PathLike[str]) -> Source:
         ImportError: safetensors is not installed.
     """
     found = Path(path)
-    if not found.exists():
+    kind = kind_of(found)
+    if not kind:
         raise CheckpointError(f"checkpoint: there is no {found}")
-    if not found.is_dir():
+    if kind != "folder":
         if found.suffix != SUFFIX:
             raise CheckpointError(f"checkpoint: a file must end in {SUFFIX}, got {found}")
         return Source(found, (_open_shard(found),), None, (), ())
     index = None
-    if (found / INDEX).exists():
-        index = read_json(found / INDEX, "index")
+    if is_there(found / INDEX):
+        with reading(found / INDEX) as file:
+            index = read_json(file, found / INDEX, "index")
         shards = _open_shards(found, index)
-    elif (found / SINGLE).exists():
+    elif is_there(found / SINGLE):
         shards = (_open_shard(found / SINGLE),)
     else:
         raise CheckpointError(f"checkpoint: {found} has neither {SINGLE} nor {INDEX}")
     extras, left_out = _extras(found)
     return Source(found, shards, index, extras, left_out)
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    """Return the model's configuration, if there is one."""
+    path = folder / CONFIG
+    if not is_there(path):
+        return {}
+    with reading(path) as file:
+        return read_json(file, path, "configuration")
+
+
+def marked(source: Source) -> Source:
+    """Return a checkpoint with those weights marked that its model keeps as `[in, out]`.
+
+    Args:
+        source: as it was opened.
+
+    Raises:
+        CheckpointError: its `config.json` cannot be read.
+    """
+    config = _config(source.path) if source.is_folder else {}
+    every = (entry for shard in source.shards for entry in shard.header.entries)
+    if not are_turned(every, uses_conv1d(config)):
+        return source
+    shards = tuple(
+        replace(shard, header=replace(shard.header, entries=turned(shard.header.entries)))
+        for shard in source.shards
+    )
+    return replace(source, shards=shards)
 
 
 def _open_shard(path: Path) -> Shard:
@@ -134,13 +168,13 @@ def _open_shards(folder: Path, index: Mapping[str, Any]) -> tuple[Shard, ...]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"checkpoint: {where} has no weight_map")
     files = sorted({_file_name(name, where) for name in weight_map.values()})
-    if SINGLE not in files and (folder / SINGLE).exists():
+    if SINGLE not in files and is_there(folder / SINGLE):
         raise CheckpointError(
             f"checkpoint: {folder} has both {SINGLE} and an {INDEX} that does not name it; "
             "which one is meant? Give the file, or move one away"
         )
     for name in files:
-        if not (folder / name).exists():
+        if not is_there(folder / name):
             raise CheckpointError(f"checkpoint: {where} names {name}, which is not there")
     shards = tuple(_open_shard(folder / name) for name in files)
     _check_map(weight_map, shards, where)
@@ -149,7 +183,8 @@ def _open_shards(folder: Path, index: Mapping[str, Any]) -> tuple[Shard, ...]:
 
 def _file_name(name: object, where: Path) -> str:
     # A path could point out of the folder, and the converted shard be written there.
-    if not isinstance(name, str) or Path(name).name != name or not name.endswith(SUFFIX):
+    is_plain = isinstance(name, str) and is_name(name) and Path(name).name == name
+    if not isinstance(name, str) or not is_plain or not name.endswith(SUFFIX):
         raise CheckpointError(f"checkpoint: {where} must name {SUFFIX} files, got {name!r}")
     return name
 
