@@ -148,6 +148,7 @@ def test_what_cannot_be_done_ends_with_one_line(source, tmp_path):
     assert run(source, tmp_path / "out", "--format", "mxfp8", "--overwrite").exit_code == 0
 
 
+@pytest.mark.more
 def test_a_file_that_cannot_grow(tmp_path):
     # The system itself refuses to write on, as a full disk does.
     save_file({"a.weight": torch.ones(256, 1024)}, tmp_path / "in.safetensors")

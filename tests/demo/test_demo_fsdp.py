@@ -52,6 +52,7 @@ def torchrun(world: int, *args: str) -> subprocess.CompletedProcess[str]:
     ("world", "recipe", "modules", "hidden"),
     [(2, RECIPE, "plain", 32), (3, "nvfp4", "fused", 40)],  # 40 rows on three ranks: uneven
 )
+@pytest.mark.more
 def test_ranks_and_one_process_come_to_the_same_loss(text, world, recipe, modules, hidden) -> None:
     sizes = {"layers": 2, "hidden": hidden, "heads": 2, "ffn": 48, "sequence": 32}
     numbers = sizes | {"batch": 6, "steps": 5, "eval-batches": 4, "eval-points": 2}
@@ -134,6 +135,7 @@ def test_what_cannot_run_is_one_clear_message(args, message) -> None:
     assert message in result.output and "Traceback" not in result.output
 
 
+@pytest.mark.more
 def test_ranks_that_do_not_divide_the_batch_are_refused(text) -> None:
     done = torchrun(2, "--data", str(text), "--batch", "3", "--sequence", "32")
     assert done.returncode != 0

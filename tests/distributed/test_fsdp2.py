@@ -12,9 +12,16 @@ from rank_runs import needs_gloo, run
 
 
 @needs_gloo
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_recipe_and_alignment(world, tmp_path) -> None:
-    run(world, tmp_path / "store", "matrix")
+@pytest.mark.parametrize(
+    ("world", "what"),
+    [
+        (2, "matrix=some"),
+        pytest.param(2, "matrix", marks=pytest.mark.more),
+        pytest.param(4, "matrix", marks=pytest.mark.more),
+    ],
+)
+def test_every_recipe_and_alignment(world, what, tmp_path) -> None:
+    run(world, tmp_path / "store", what)
 
 
 @needs_gloo
@@ -24,7 +31,8 @@ def test_policies_memory_and_checkpoints(tmp_path) -> None:
 
 
 @needs_gloo
-@pytest.mark.parametrize("world", [2, 4])  # of 2 ranks each holds all rows
+# Of 2 ranks each holds all rows.
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.more)])
 def test_two_dimensional_mesh(world, tmp_path) -> None:
     run(world, tmp_path / "store", "hsdp")
 

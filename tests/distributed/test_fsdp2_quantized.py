@@ -19,9 +19,16 @@ PROGRAM = "fsdp2_quantized_program.py"
 
 
 @needs_gloo
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_recipe_and_alignment(world, tmp_path) -> None:
-    run(world, tmp_path / "store", "matrix", program=PROGRAM)
+@pytest.mark.parametrize(
+    ("world", "what"),
+    [
+        (2, "matrix=some"),
+        pytest.param(2, "matrix", marks=pytest.mark.more),
+        pytest.param(4, "matrix", marks=pytest.mark.slow),
+    ],
+)
+def test_every_recipe_and_alignment(world, what, tmp_path) -> None:
+    run(world, tmp_path / "store", what, program=PROGRAM)
 
 
 @needs_gloo
@@ -31,6 +38,7 @@ def test_optimizers_policies_memory_and_checkpoints(tmp_path) -> None:
 
 
 @needs_gloo
+@pytest.mark.more
 def test_two_dimensional_mesh(tmp_path) -> None:
     run(4, tmp_path / "store", "hsdp", program=PROGRAM)
 

@@ -21,8 +21,15 @@ PROGRAM = "plan_program.py"
 
 @needs_gloo
 def test_a_run_moves_and_holds_what_is_planned(tmp_path) -> None:
-    names = ("traffic", "reshard", "ddp", "gathered", "discarded", "quantized", "delayed")
+    names = ("traffic", "quantized", "delayed")
     run(2, tmp_path / "store", "baselines", *names, program=PROGRAM)
+
+
+@needs_gloo
+@pytest.mark.more
+def test_other_ways_of_sharding_move_and_hold_what_is_planned(tmp_path) -> None:
+    names = ("reshard", "ddp", "gathered", "discarded")
+    run(2, tmp_path / "store", *names, program=PROGRAM)
 
 
 @needs_gloo
@@ -32,6 +39,7 @@ def test_quantized_parameters_move_and_hold_what_is_planned(tmp_path) -> None:
 
 
 @needs_gloo
+@pytest.mark.more
 def test_a_run_of_experts_moves_and_holds_what_is_planned(tmp_path) -> None:
     run(2, tmp_path / "store", "experts", program=PROGRAM)
 
@@ -43,6 +51,7 @@ def test_experts_on_four_ranks(tmp_path) -> None:
 
 
 @needs_gloo
+@pytest.mark.more
 def test_groups_of_ranks_move_what_is_planned(tmp_path) -> None:
     run(4, tmp_path / "store", "hsdp", program=PROGRAM)
 

@@ -69,6 +69,7 @@ def test_reading_is_noticed() -> None:
         bool(torch.ones(1, device="cuda").any())
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "a,b", [*itertools.product(SPECS, SPECS), (TURNED, TURNED), (TURNED, "mxfp8")]
 )

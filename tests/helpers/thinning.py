@@ -46,7 +46,8 @@ def thin(items: Sequence[pytest.Item]) -> None:
     """Mark as `more` what of every `thinned` test is not chosen."""
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("thinned"):
+        left_out = any(item.get_closest_marker(name) for name in ("more", "slow"))
+        if item.get_closest_marker("thinned") and not left_out:
             functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for group in functions.values():
         marker = group[0].get_closest_marker("thinned")

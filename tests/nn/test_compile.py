@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
+from compilers import BACKENDS
 from hybridq import recipes
 from hybridq.nn import Linear, convert
 from hybridq.quantizers import MXFP8Quantizer, NVFP4Quantizer
 from hybridq.recipes import CustomRecipe, NVFP4BlockScaling, autocast, get
 from linear_model import draw_like_a_module, equal, quantized_linear, run
 
-BACKENDS = ["aot_eager"] + (["inductor"] if shutil.which("g++") or shutil.which("clang++") else [])
 STOCHASTIC = tuple(name for name in recipes.names() if recipes.bind(get(name)).is_stochastic)
 #: Delayed scaling depends on what came before: tests/nn/test_delayed_compile.py.
 DETERMINISTIC = (

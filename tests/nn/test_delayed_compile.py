@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 import warnings
 
 import pytest
@@ -13,12 +12,12 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import hybridq
+from compilers import BACKENDS
 from hybridq import errors
 from hybridq.quantizers import DelayedScalingRequest
 from hybridq.recipes import CustomRecipe, DelayedScaling
 from linear_model import equal
 
-BACKENDS = ["aot_eager"] + (["inductor"] if shutil.which("g++") or shutil.which("clang++") else [])
 MIXED = hybridq.HybridQuantizer(
     rowwise_quantizer=DelayedScalingRequest(margin=1, amax_history_len=4),
     columnwise_quantizer=DelayedScalingRequest(),

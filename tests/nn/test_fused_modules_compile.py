@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
+from compilers import BACKENDS
 from hybridq import LayerNormLinear, LayerNormMLP, convert, recipes
 from hybridq.recipes import NVFP4BlockScaling, bind, get
 from linear_model import equal, run
 
-BACKENDS = ["aot_eager"] + (["inductor"] if shutil.which("g++") or shutil.which("clang++") else [])
 PLAIN = ("bf16", "high_precision")
 STOCHASTIC = tuple(name for name in recipes.names() if bind(get(name)).is_stochastic)
 DETERMINISTIC = (

@@ -20,6 +20,8 @@ from hybridq import CustomRecipe, autocast, recipes
 
 #: Delayed scaling keeps a history by group: tests/nn/test_delayed_modules.py.
 RECIPES = tuple(name for name in recipes.names() if name != "fp8_delayed")
+#: Of the default suite: a scale per tensor, per block, and two kinds of planes.
+FEW = ("fp8_current", "mxfp8", "mxfp8_fwd_nvfp4_bwd")
 SIZES = (5, 0, 40)
 
 
@@ -36,7 +38,14 @@ def fresh():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "by name", None])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *(pytest.param(name, marks=() if name in FEW else pytest.mark.more) for name in RECIPES),
+        "by name",
+        None,
+    ],
+)
 def test_compiled_with_device_splits(recipe, fresh) -> None:
     """Eager's bits, one graph for every split, no break; random bytes come from the generator."""
     module = grouped(3, torch.float32)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import shutil
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 import hybridq
+from compilers import BACKENDS
 from hybridq.recipes import ByName, NVFP4BlockScaling, get
 
-BACKENDS = ["aot_eager"] + (["inductor"] if shutil.which("g++") or shutil.which("clang++") else [])
 QUANTIZED = ("mxfp8", "nvfp4", "fp8_current", "mxfp8_fwd_nvfp4_bwd")
 MODULES = {
     "Linear": lambda **o: hybridq.Linear(40, 24, **o),
@@ -74,6 +73,7 @@ def check(plain, fused, seen, expected, bits: bool = True) -> None:
             assert same(parameter.grad, theirs[name].grad), name
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("needs_grad", [True, False])
 @pytest.mark.parametrize(
     "recipe", [*QUANTIZED[:1], NVFP4BlockScaling(disable_stochastic_rounding=True)]

@@ -61,6 +61,7 @@ def grown(source: Path, row: str, col: str, origin: str, memory: int, backend: s
     return int(done.stdout)
 
 
+@pytest.mark.more
 def test_a_tensor_of_four_times_the_memory(tmp_path):
     memory = 64 << 20
     assert write_large(tmp_path / "in.safetensors", 8193, 16384) > 4 * memory

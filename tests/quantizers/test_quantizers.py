@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import tempfile
 from dataclasses import FrozenInstanceError, fields, replace
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import hybridq
 from hybridq import PlaneError, Quantizer, SpecError
 from hybridq.formats import DEFAULT_SIGNS, PlaneSpec
+from rank_runs import needs_gloo, run
 
 CONSTRUCTORS = {
     "current": hybridq.Float8CurrentScalingQuantizer,
@@ -352,65 +349,10 @@ def test_the_forced_backend_wins_or_says_why_not(warns_anew) -> None:
     assert (hybridq.quantize(x, odd).dequantize() - x).abs().max() < 0.2
 
 
-def _reduce(rank: int, world: int, file: str, results: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
-    torch.manual_seed(0)
-    whole = torch.randn(2 * 24, 48)
-    if rank == 1:
-        whole = whole.clone()
-    shard = whole[24 * rank : 24 * rank + 24]
-    out = {}
-    for name, make in (
-        ("fp8", hybridq.Float8CurrentScalingQuantizer),
-        ("nvfp4", hybridq.NVFP4Quantizer),
-    ):
-        q = make(with_amax_reduction=True, amax_reduction_group=dist.group.WORLD)
-        out[name] = torch.equal(q(shard).rowwise.data, make()(whole).rowwise.data[24 * rank :][:24])
-        hybrid = hybridq.HybridQuantizer(
-            rowwise_quantizer=hybridq.MXFP8Quantizer(),
-            columnwise_quantizer=q,
-            columnwise_source="rowwise_dequantized",
-        )
-        seen = hybridq.MXFP8Quantizer()(whole).dequantize()
-        stat = hybrid(shard).columnwise
-        want = make()(seen).columnwise
-        key = "amax" if stat.amax is not None else "scale"
-        out[name + " decoded"] = torch.equal(stat.buffers[key], want.buffers[key])
-    # A row-scaled plane beside it keeps its rows' own amax; only the other one is reduced.
-    rows = hybridq.NVFP4Quantizer(row_scaled_nvfp4=True)
-    q = hybridq.NVFP4Quantizer(with_amax_reduction=True, amax_reduction_group=dist.group.WORLD)
-    made = hybridq.HybridQuantizer(rowwise_quantizer=rows, columnwise_quantizer=q)(shard)
-    out["rows"] = torch.equal(made.rowwise.amax, rows(whole).rowwise.amax[24 * rank :][:24])
-    out["beside rows"] = torch.equal(made.columnwise.amax, whole.abs().max().reshape(1))
-    poisoned = shard.clone()
-    if rank == 1:
-        poisoned[0, 0] = float("nan")
-    q = hybridq.Float8CurrentScalingQuantizer(
-        with_amax_reduction=True, amax_reduction_group=dist.group.WORLD
-    )
-    # Many at once: each is reduced, one after the other, beside one that is not.
-    many = [q, hybridq.MXFP8Quantizer(), make(with_amax_reduction=True, amax_reduction_group="0")]
-    parts = [shard, shard[:8], shard[:, :32]]
-    made = hybridq.multi_tensor_quantize(parts, many)
-    out["many"] = all(
-        torch.equal(one.rowwise.data, quantizer(part).rowwise.data)
-        for one, quantizer, part in zip(made, many, parts, strict=True)
-    )
-    out["many of the whole"] = torch.equal(
-        made[2].rowwise.amax, whole[:, :32].abs().max().reshape(1)
-    )
-    out["nan reaches every rank"] = bool(q(poisoned).dequantize().isnan().all())
-    torch.save(out, os.path.join(results, str(rank)))
-    dist.destroy_process_group()
-
-
-def test_amax_over_a_process_group() -> None:
+@needs_gloo
+def test_amax_over_a_process_group(tmp_path) -> None:
     """Two ranks, one half of the rows each: the codes are those of the whole."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_reduce, args=(2, os.path.join(folder, "store"), folder), nprocs=2)
-        for rank in range(2):
-            out = torch.load(os.path.join(folder, str(rank)))
-            assert all(out.values()), out
+    run(2, tmp_path / "store", "reduced", program="amax_program.py")
 
 
 def test_a_group_without_torch_distributed_says_so() -> None:

@@ -92,3 +92,4 @@ if __name__ == "__main__":
     os.dup2(2, 1)
     for line in sys.stdin:
         print(json.dumps(_serve(json.loads(line))), file=answers, flush=True)
+    os._exit(0)  # nothing is left to end, and libraries' last words are no test's

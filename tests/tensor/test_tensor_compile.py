@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 
@@ -12,10 +11,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import hybridq
+from compilers import BACKENDS
 from hybridq import QuantizedTensor
 from tensor_tools import PAIRS, same_planes
-
-BACKENDS = ["aot_eager"] + (["inductor"] if shutil.which("g++") or shutil.which("clang++") else [])
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +57,7 @@ READS = {
 }
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("name", READS)
 @pytest.mark.parametrize("kind", ["hybrid", "one scale", "identity", "square"])
 def test_as_input_and_output(name, kind) -> None:
@@ -151,6 +150,7 @@ assert not counters["graph_break"]
 """
 
 
+@pytest.mark.more
 def test_quantizers_that_are_used_in_a_graph_first() -> None:
     done = subprocess.run(
         [sys.executable, "-c", UNUSED], capture_output=True, text=True, check=False

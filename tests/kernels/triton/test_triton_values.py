@@ -46,6 +46,7 @@ def test_every_pair_of_formats(run, name: str, seed: int) -> None:
     run("pairs", name, seed)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(
     "m,n,k",
     [
@@ -119,18 +120,21 @@ WIDE = [
 ]
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("pair", GROUPED)
 def test_grouped_rows(run, pair: tuple[str, str], sizes: tuple[int, ...], seed: int) -> None:
     run("grouped_rows", *pair, sizes, seed)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("pair", GROUPED)
 def test_grouped_contraction(run, pair: tuple[str, str], sizes: tuple[int, ...], seed: int) -> None:
     run("grouped_k", *pair, sizes, seed)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("pair", WIDE, ids="-".join)
 def test_groups_of_fp32_operands(run, pair: tuple[str, str], sizes, seed: int) -> None:
