@@ -178,7 +178,7 @@ def chunks() -> None:
             assert max(sizes) == most and len(sizes) > 2 * STEPS, sizes
             for layer in sharded.layers:
                 shard = layer.weight._local_tensor
-                for parts in shard._about._maxima[1].values():
+                for parts in shard._about.known._maxima.values():
                     # A statistic, and the blocks at both ends of this rank's rows.
                     assert sum(part.numel() for part in parts) <= 1 + 2 * shard.shape[1]
             sizes.clear()

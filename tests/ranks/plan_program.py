@@ -179,8 +179,9 @@ def largest_reduction() -> Any:
 
 def kept_maxima(model: nn.Module) -> int:
     """Bytes of the maxima that this rank keeps, with the memory that they lie in."""
-    known = {id(one): one for p in model.parameters() for one in [about_of(p)] if one is not None}
-    parts = [part for one in known.values() for parts in one._maxima[1].values() for part in parts]
+    abouts = {id(one): one for p in model.parameters() for one in [about_of(p)] if one is not None}
+    kept = [one.known._maxima for one in abouts.values()]
+    parts = [part for maxima in kept for parts in maxima.values() for part in parts]
     assert all(part.untyped_storage().nbytes() == nbytes(part) for part in parts)
     return sum(map(nbytes, parts))
 
