@@ -305,7 +305,7 @@ def uses(*names: str) -> set[str]:
 
 def test_addresses_are_taken_in_one_place() -> None:
     # A quantized tensor forwards torch's own method to its first buffer.
-    assert uses("data_ptr") == {"kernels/memory.py", "tensor/quantized_tensor.py"}
+    assert uses("data_ptr") == {"kernels/memory.py", "tensor/memory.py"}
 
 
 def test_addresses_for_comparison_stay_away_from_the_core() -> None:
