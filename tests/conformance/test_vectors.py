@@ -6,7 +6,6 @@ src/hybridq/conformance/vectors`, and a line in CHANGELOG.md.
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from hybridq.conformance import VECTORS, Case, build_vectors, read_file
@@ -24,11 +23,8 @@ def test_there_is_a_file_for_each_and_no_other():
 def assert_same_arrays(got, want, what: str) -> None:
     assert list(got) == list(want), what
     for name, array in want.items():
-        same = np.array_equal(got[name], array, equal_nan=array.dtype.kind == "f")
+        same = got[name].shape == array.shape and got[name].tobytes() == array.tobytes()
         assert got[name].dtype == array.dtype and same, f"{what}: {name}"
-        if array.dtype.kind == "f":
-            kept = ~np.isnan(array)
-            assert (np.signbit(got[name]) == np.signbit(array))[kept].all(), f"{what}: {name}"
 
 
 @pytest.mark.parametrize("name", WRITTEN)

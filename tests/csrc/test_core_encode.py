@@ -180,6 +180,13 @@ def model_hadamard(x: np.ndarray, signs: int) -> np.ndarray:
     return v.reshape(x.shape).astype(ml_dtypes.bfloat16).astype(F)
 
 
+def with_one_nan(values: np.ndarray) -> np.ndarray:
+    """FP32 values with the one NaN of docs/numerics.md; bytes as they are."""
+    if values.dtype == np.float32:
+        values = np.where(np.isnan(values), np.uint32(0x7FC00000).view(F), values)
+    return values
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.values())
 @pytest.mark.parametrize("name", MODELLED)
 def test_encode_equals_the_model(name, dtype):
@@ -199,10 +206,10 @@ def test_encode_equals_the_model(name, dtype):
             stat = np.abs(values).max(axis=1) if spec.row_scaled else np.abs(values).max()
             stat = np.minimum(stat, FMAX).reshape(-1)
         got = tensor_amax(x, signs=spec.signs, per_row=spec.row_scaled).numpy()
-        np.testing.assert_array_equal(got, stat)
+        assert got.tobytes() == with_one_nan(stat).tobytes()
         codes, scales = model_encode(values, spec, stat, limit, seed=0x0123456789ABCDEF)
         data, scale = encode(x, spec)
-        np.testing.assert_array_equal(scale.numpy(), scales.reshape(scale.shape))
+        assert scale.numpy().tobytes() == with_one_nan(scales).tobytes()
         np.testing.assert_array_equal(data.numpy(), codes)
 
 

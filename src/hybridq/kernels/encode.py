@@ -12,6 +12,7 @@ import torch
 
 from .. import settings
 from ..formats import PlaneSpec
+from ..reference import one_nan
 from .registry import Backend, Call, cached_choice, operation, select
 from .types import EncodeArgs
 
@@ -163,8 +164,9 @@ def raise_to_amax(found: torch.Tensor, x: torch.Tensor) -> None:
         own = found.new_zeros(1)
     else:
         low, high = torch.aminmax(x)
-        own = torch.maximum(-low, high).to(torch.float32).reshape(1)
-    found.copy_(torch.maximum(found, own))
+        # The signs of zeros and NaN go: a maximum is a magnitude.
+        own = torch.maximum(low.abs(), high.abs()).to(torch.float32).reshape(1)
+    found.copy_(one_nan(torch.maximum(found, own)))
 
 
 def statistic(
@@ -211,7 +213,7 @@ def given_statistic(
             f"{where}: a statistic of {spec} must be float32 with {wanted}, got {given.dtype} "
             f"{tuple(given.shape)}"
         )
-    return given.reshape(shape).clamp(max=torch.finfo(torch.float32).max)
+    return one_nan(given.reshape(shape).clamp(max=torch.finfo(torch.float32).max))
 
 
 def _at(position: int, spec: PlaneSpec) -> tuple[PlaneSpec | None, PlaneSpec | None]:

@@ -27,7 +27,7 @@ from ..direction import COLUMNWISE
 from ..errors import BackendError
 from ..formats import PlaneSpec
 from ..formats import format as named_format
-from ..reference import block_scales, hadamard, inverse_hadamard
+from ..reference import block_scales, hadamard, inverse_hadamard, one_nan
 from .group_loop import pads_rows
 from .ragged import TOKEN_PAD, capacity, group_ends, pad_tokens, padded_offsets
 
@@ -87,7 +87,7 @@ def _maximum(values: torch.Tensor, group: torch.Tensor, groups: int) -> torch.Te
 
     The bits of values that are not negative order as the values do, NaN above all.
     """
-    bits = values.view(torch.int32) & 0x7FFFFFFF
+    bits = one_nan(values).view(torch.int32) & 0x7FFFFFFF
     index = group.view(-1, *[1] * (values.dim() - 1)).expand_as(bits)
     out = bits.new_zeros((groups + 1, *values.shape[1:]))
     return out.scatter_reduce(0, index, bits, "amax")[:groups].view(torch.float32)

@@ -22,7 +22,7 @@ import torch
 
 from ..direction import COLUMNWISE
 from ..formats import PlaneSpec
-from ..reference import encode_plane
+from ..reference import encode_plane, one_nan
 from .ragged import TOKEN_PAD, capacity, group_ends, padded_offsets
 from .types import GemmArgs, GroupedArgs, GroupedOperand, Operand
 
@@ -238,9 +238,9 @@ def largest_loop(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     for g, end in enumerate(group_ends(offsets, x.shape[0]).tolist()):
         if end > begin and x.shape[1]:
             low, high = x[begin:end].aminmax()
-            made[g] = torch.maximum(high.float(), -low.float())
+            made[g] = torch.maximum(high.abs().float(), low.abs().float())
         begin = end
-    return made
+    return one_nan(made)
 
 
 def sum_loop(dy: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

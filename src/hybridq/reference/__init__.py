@@ -14,7 +14,7 @@ from .gemm import gemm
 from .hadamard import hadamard, inverse_hadamard
 from .norm import NORMS, norm, row_sums
 from .philox import philox, random_bits, random_bytes
-from .rounding import round_stochastic
+from .rounding import one_nan, round_stochastic
 from .scales import BlockScales, block_scales
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "hadamard",
     "inverse_hadamard",
     "norm",
+    "one_nan",
     "pack",
     "philox",
     "plane_operand",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .elements import power_of_two
+from .rounding import round_values
 
 __all__ = ["ACTIVATIONS", "Activation", "activation", "exp", "sigmoid"]
 
@@ -136,6 +137,6 @@ def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     record = ACTIVATIONS[kind]
     values = x.to(torch.float32)
     if not record.is_gated:
-        return record.function(values).to(x.dtype)
+        return round_values(record.function(values), x.dtype)
     first, second = values.chunk(2, dim=1) if x.shape[1] else (values, values)
-    return (record.function(first) * second).to(x.dtype)
+    return round_values(record.function(first) * second, x.dtype)

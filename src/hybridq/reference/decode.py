@@ -10,6 +10,7 @@ import torch
 from ..formats import PlaneSpec
 from .elements import decode_codes, unpack
 from .hadamard import inverse_hadamard
+from .rounding import one_nan, round_values
 
 __all__ = ["decode_plane", "plane_operand", "tensor_factor"]
 
@@ -75,7 +76,7 @@ def decode_plane(
         values = values * (factor[:, None] if spec.row_scaled else factor)
     if spec.signs is not None:
         values = inverse_hadamard(values, spec.signs, cols)
-    return values.to(dtype, memory_format=torch.contiguous_format, copy=True)
+    return one_nan(round_values(values, dtype))
 
 
 def plane_operand(
@@ -101,7 +102,7 @@ def plane_operand(
     """
     values = _scaled_codes(buffers, spec, rows, cols)
     if not asks_range:
-        return values.to(dtype), False
+        return one_nan(values.to(dtype)), False
     magnitude = values.abs()
     outside = (magnitude != 0.0) & ((magnitude < _BF16.tiny) | (magnitude > _BF16.max))
-    return values.to(dtype), bool(outside.any())
+    return one_nan(values.to(dtype)), bool(outside.any())

@@ -12,6 +12,7 @@ from .elements import cast, pack
 from .four_over_six import four_over_six_scales
 from .hadamard import hadamard
 from .philox import random_bytes
+from .rounding import one_nan
 from .scales import FP32_MAX, BlockScales, block_scales
 
 __all__ = ["encode_plane", "tensor_amax"]
@@ -33,7 +34,7 @@ def tensor_amax(x: torch.Tensor, spec: PlaneSpec) -> torch.Tensor:
     if x.numel() == 0:
         return torch.zeros(shape, dtype=torch.float32, device=x.device)
     amax = x.abs().amax(dim=1) if spec.row_scaled else x.abs().amax()
-    return amax.to(torch.float32).clamp(max=FP32_MAX).reshape(shape)
+    return one_nan(amax.to(torch.float32).clamp(max=FP32_MAX).reshape(shape))
 
 
 def _blocks(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -103,7 +104,7 @@ def encode_plane(
     buffers = [data.contiguous(), scales.stored]
     if amax is not None and not fmt.is_tensor_scaled:
         amax = amax.to(torch.float32).clamp(max=FP32_MAX)
-        buffers.append(amax.reshape(spec.stat_shape(rows)).clone())
+        buffers.append(one_nan(amax.reshape(spec.stat_shape(rows))))
     return buffers
 
 

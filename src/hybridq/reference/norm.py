@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from .rounding import round_values
+
 __all__ = ["NORMS", "PARTIALS", "norm", "row_sums"]
 
 #: Kinds of norms; the first subtracts the mean.
@@ -83,4 +85,4 @@ def norm(
     y = (values * rstd[:, None]) * gamma
     if beta is not None:
         y = y + beta
-    return y.to(x.dtype), mean, rstd
+    return round_values(y, x.dtype), mean, rstd

@@ -14,6 +14,26 @@ from .philox import random_bits
 __all__ = ["round_stochastic"]
 
 
+def one_nan(values: torch.Tensor) -> torch.Tensor:
+    """Return floating-point values with every NaN the quiet one, without sign or payload.
+
+    Args:
+        values: float32 (0x7FC00000), bfloat16 (0x7FC0) or float16 (0x7E00), of any shape.
+    """
+    return values.masked_fill(values.isnan(), torch.nan)
+
+
+def round_values(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a contiguous copy in `dtype`: of 16 bits with one NaN, whatever torch's cast makes.
+
+    Args:
+        values: FP32 or FP64.
+        dtype: of the result; values of FP32 keep the NaN that they have.
+    """
+    made = values.to(dtype, memory_format=torch.contiguous_format, copy=True)
+    return made if dtype == torch.float32 else one_nan(made)
+
+
 def round_stochastic(
     x: torch.Tensor,
     seed: torch.Tensor,
@@ -47,4 +67,4 @@ def round_stochastic(
     rounded = lower + (fraction + random.to(torch.float64) >= 65536.0)
     values = torch.copysign(rounded * power_of_two(exponent - target.mantissa_bits), x.double())
     result = torch.where(is_special, x.to(torch.float64), values)
-    return result.to(dtype, memory_format=torch.contiguous_format)
+    return round_values(result, dtype)

@@ -15,6 +15,7 @@ import torch
 
 from ..formats import ELEMENTS, PlaneSpec
 from .elements import cast, decode_codes
+from .rounding import one_nan
 
 __all__ = [
     "FP32_MAX",
@@ -75,7 +76,7 @@ def _amax_rule(
         encode = torch.where(encode.isnan(), encode, cleared)
     if fmt.is_tensor_scaled:  # a negative statistic is a multiplier that was fixed before
         encode = torch.where(given < 0.0, -given, encode)
-    return BlockScales(1.0 / encode, encode)
+    return BlockScales(one_nan(1.0 / encode), encode)
 
 
 def _rceil_rule(

@@ -119,21 +119,26 @@ def stat_of(value: float) -> torch.Tensor:
     return torch.tensor([value], dtype=torch.float32)
 
 
-def _comparable(array: np.ndarray | torch.Tensor) -> np.ndarray:
-    """Bits, with every NaN made the same: NaN has no canonical payload."""
+def _comparable(array: np.ndarray | torch.Tensor, one_nan: bool) -> np.ndarray:
+    """Bits; if `one_nan`, with every NaN that of docs/numerics.md, "One NaN"."""
     if isinstance(array, torch.Tensor):
         array = values_of(array) if array.is_floating_point() else array.numpy()
     if array.dtype == np.uint8:
         return array
     array = np.ascontiguousarray(array, dtype=np.float32)
     bits = array.view(np.uint32).copy()
-    bits[np.isnan(array)] = 0x7FC00000
+    if one_nan:
+        bits[np.isnan(array)] = 0x7FC00000
     return bits
 
 
-def assert_bits_equal(got, want, what: str = "values") -> None:
-    """Same shape and same bits (signs of zeros included); any NaN equals any NaN."""
-    got_bits, want_bits = _comparable(got), _comparable(want)
+def assert_bits_equal(got, want, what: str = "values", any_nan: bool = True) -> None:
+    """Same shape and same bits, signs of zeros included.
+
+    What is expected may be computed with any NaN. So may what is tested, unless `any_nan` is False:
+    for scales and amaxima, which have one.
+    """
+    got_bits, want_bits = _comparable(got, any_nan), _comparable(want, True)
     if got_bits.shape != want_bits.shape:
         raise AssertionError(f"{what}: shape {got_bits.shape}, expected {want_bits.shape}")
     if np.array_equal(got_bits, want_bits):
@@ -151,4 +156,4 @@ def assert_planes_equal(got: dict, want: dict, what: str = "plane") -> None:
     if sorted(got) != sorted(want):
         raise AssertionError(f"{what}: buffers {sorted(got)}, expected {sorted(want)}")
     for name in want:
-        assert_bits_equal(got[name], want[name], f"{what}.{name}")
+        assert_bits_equal(got[name], want[name], f"{what}.{name}", any_nan=False)
