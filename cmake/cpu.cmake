@@ -8,7 +8,7 @@ find_package(Threads REQUIRED)
 include(CheckCXXCompilerFlag)
 
 set(HQ_NUMERIC_FLAGS -O3 -ffp-contract=off -fno-fast-math -fno-math-errno -fno-trapping-math)
-set(HQ_WARNINGS -Wall -Wextra -Wshadow -Wno-unused-function)
+set(HQ_WARNINGS -Wall -Wextra -Wshadow -Wno-unused-function -Werror=switch)
 
 add_library(hybridq_core STATIC
   csrc/core/spec.cpp

@@ -55,7 +55,8 @@ message(STATUS "hybridq: CUDA ${CMAKE_CUDA_COMPILER_VERSION} for ${CMAKE_CUDA_AR
 
 # Same numerics as on the CPU: no contraction, no flush to zero, IEEE division. ptxas reports
 # registers and spills (read by `make kernels-check`).
-set(HQ_CUDA_FLAGS --fmad=false --ftz=false --prec-div=true --prec-sqrt=true -Werror=all-warnings)
+set(HQ_CUDA_FLAGS --fmad=false --ftz=false --prec-div=true --prec-sqrt=true -Werror=all-warnings
+  -Xcompiler=-Werror=switch)
 
 if(HYBRIDQ_CUDA_LIBRARY)
   # What `make gpu-library` has built of the same sources, for the architectures that are named.

@@ -20,9 +20,12 @@ inline __attribute__((always_inline)) auto WithElement(Element element, const Fn
       return fn.template operator()<E3M2>();
     case Element::kE2M3:
       return fn.template operator()<E2M3>();
-    default:
+    case Element::kE4M3:
       return fn.template operator()<E4M3>();
+    case Element::kOther:  // no kernel takes such a spec: UnsupportedReason
+      break;
   }
+  Never();
 }
 
 // Calls fn.template operator()<kType>() with `dtype` as a constant.
@@ -33,9 +36,10 @@ inline __attribute__((always_inline)) auto WithDType(DType dtype, const Fn& fn) 
       return fn.template operator()<DType::kBFloat16>();
     case DType::kFloat16:
       return fn.template operator()<DType::kFloat16>();
-    default:
+    case DType::kFloat32:
       return fn.template operator()<DType::kFloat32>();
   }
+  Never();
 }
 
 // The largest finite value of an input type: what a block's overflowing scale becomes.
@@ -45,9 +49,10 @@ HQ_HD float InputMax(DType dtype) {
       return FromSignedBits(kBf16MaxBits);
     case DType::kFloat16:
       return FromSignedBits(kFp16MaxBits);
-    default:
+    case DType::kFloat32:
       return FloatMax();
   }
+  Never();
 }
 
 HQ_NAMESPACE_END

@@ -80,9 +80,10 @@ static DecodeFn SelectDecode(Element element, DType dtype, DecodeAs as) {
           return DecodeOf<E, kType, DecodeAs::kTimesFactor>();
         case DecodeAs::kOperand:
           return DecodeOf<E, kType, DecodeAs::kOperand>();
-        default:
+        case DecodeAs::kProduct:
           return DecodeOf<E, kType, DecodeAs::kProduct>();
       }
+      Never();
     });
   });
 }
@@ -136,9 +137,11 @@ static void ScaleRun(const DecodeTask& task, int64_t row, int64_t k, int n, Scra
     case ScaleElement::kE4M3:
       DecodeCodesLoop<E4M3>(bytes + at, s.multiplier, blocks);
       break;
-    default:
+    case ScaleElement::kFp32:
       std::memcpy(s.multiplier, fp32 + at, sizeof(float) * static_cast<size_t>(blocks));
       break;
+    case ScaleElement::kNone:  // of identities, which have no kernel
+      Never();
   }
   s.multiplier[blocks] = 0.0f;  // of padding beyond a block of 16
   ExpandPairs(s.multiplier, spec.block_cols, n_padded, s.run);

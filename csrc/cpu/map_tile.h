@@ -128,9 +128,10 @@ static MapFn SelectMap(const Prologue& map) {
       return SelectActivation<Activation::kGelu>(dtype, map.is_gated);
     case Map::kSilu:
       return SelectActivation<Activation::kSilu>(dtype, map.is_gated);
-    default:
+    case Map::kQgelu:
       return SelectActivation<Activation::kQgelu>(dtype, map.is_gated);
   }
+  Never();
 }
 
 using StatisticsFn = void (*)(const Prologue& map, int64_t begin, int64_t end);

@@ -140,9 +140,12 @@ static void ComputeScales(const PlaneJob& job, const int32_t* amax, int n, Scrat
       return ExponentScaleLoop(amax, n, job.exponent, s.scale_byte, s.multiplier);
     case Rule::kTwoLevel:
       return ComputeTwoLevelScales<false>(job, amax, n, &job.two_level, 0, s);
-    default:
+    case Rule::kAmax:
       return AmaxScaleLoop(amax, n, job.amax_rule, s.scale_fp32, s.multiplier);
+    case Rule::kIdentity:  // has no kernel
+      break;
   }
+  Never();
 }
 
 // Stores `count` scales of the scratch, `step` apart from `first` on, into one row of the plane.

@@ -175,7 +175,7 @@ void AddInto(const Matrix& x, int64_t row, int64_t n0, int64_t count, float* v) 
       return AddRow<float>(x.data, at, step, count, v, [](float f) { return f; });
     case DType::kBFloat16:
       return AddRow<uint16_t>(x.data, at, step, count, v, FromBf16);
-    default:
+    case DType::kFloat16:
       return AddRow<uint16_t>(x.data, at, step, count, v, FromFp16);
   }
 }

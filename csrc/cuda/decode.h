@@ -64,9 +64,12 @@ HQ_DEVICE float LoadScale(const DecodeArgs& a, const RowSplit& at) {
       return E8m0Value(LoadReadOnly(static_cast<const uint8_t*>(a.scale) + i));
     case ScaleElement::kE4M3:
       return Decode<E4M3>(LoadReadOnly(static_cast<const uint8_t*>(a.scale) + i));
-    default:
+    case ScaleElement::kFp32:
       return LoadReadOnly(static_cast<const float*>(a.scale) + i);
+    case ScaleElement::kNone:  // of identities, which have no kernel
+      break;
   }
+  Never();
 }
 
 HQ_DEVICE float LoadFactor(const DecodeArgs& a, int64_t row) {
@@ -344,9 +347,10 @@ HQ_DEVICE void PutAs(void* out, int64_t i, DType dtype, float v) {
       return Store(static_cast<uint16_t*>(out) + i, ToBf16(v));
     case DType::kFloat16:
       return Store(static_cast<uint16_t*>(out) + i, ToFp16(v));
-    default:
+    case DType::kFloat32:
       return Store(static_cast<float*>(out) + i, v);
   }
+  Never();
 }
 
 // `work`: groups of 16 along K, one per thread. A block's width is a multiple of 16, so that a

@@ -16,9 +16,15 @@ ExponentRule ExponentRuleOf(Rule rule) {
       return FloorRule<E>();
     case Rule::kCeil:
       return CeilRule<E>();
-    default:
+    case Rule::kEven:
       return EvenRule<E>();
+    case Rule::kIdentity:
+    case Rule::kAmax:
+    case Rule::kRceil:
+    case Rule::kTwoLevel:  // rules that do not ask
+      return {};
   }
+  Never();
 }
 
 // The entry for the planes, or null: then another kernel has to do it.

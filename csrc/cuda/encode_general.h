@@ -94,9 +94,10 @@ HQ_DEVICE float LoadAs(const void* x, int64_t i, DType dtype) {
       return FromBf16(Load(static_cast<const uint16_t*>(x) + i));
     case DType::kFloat16:
       return FromFp16(Load(static_cast<const uint16_t*>(x) + i));
-    default:
+    case DType::kFloat32:
       return Load(static_cast<const float*>(x) + i);
   }
+  Never();
 }
 
 // Neighbouring threads read neighbouring addresses, whichever way the memory runs. Beyond the edges

@@ -61,7 +61,9 @@ void Fold(const FoldJob& job, Stream stream) {
         return LaunchAligned<E5M2>(a, stream);
       case Element::kE2M1:
         return LaunchAligned<E2M1>(a, stream);
-      default:
+      case Element::kE3M2:
+      case Element::kE2M3:
+      case Element::kOther:
         break;
     }
   }

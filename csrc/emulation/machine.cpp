@@ -295,7 +295,8 @@ void Machine::Exchange(uint32_t warp) {
       case Op::kReduceMax:
         t.value = largest;
         break;
-      default:
+      case Op::kSyncWarp:
+      case Op::kSyncBlock:  // no value
         break;
     }
     t.state = State::kReady;

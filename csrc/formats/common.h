@@ -39,6 +39,16 @@
 
 HQ_NAMESPACE_BEGIN
 
+// Follows a switch over an enum class, all of whose values have a case. Such a switch has no
+// default: -Wswitch, an error in this build, then finds every place that a new value has to reach.
+[[noreturn]] HQ_HD void Never() {
+#if defined(__CUDA_ARCH__)
+  __builtin_unreachable();
+#else
+  __builtin_trap();
+#endif
+}
+
 inline constexpr int32_t kInfBits = 0x7f800000;
 inline constexpr int32_t kFloatMaxBits = 0x7f7fffff;
 inline constexpr int32_t kQuietNanBits = 0x7fc00000;

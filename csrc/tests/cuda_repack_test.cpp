@@ -144,9 +144,11 @@ void TestFoldOf(const Spec& spec, int64_t rows, int64_t k, int height, int sprea
     case Element::kE3M2:
       want = FoldByDefinition<E3M2, E4M3>(spec, data, scale, rows, k, height, 4);
       break;
-    default:
+    case Element::kE2M3:
       want = FoldByDefinition<E2M3, E4M3>(spec, data, scale, rows, k, height, 5);
       break;
+    case Element::kOther:
+      Never();
   }
   const int64_t down = (rows + height - 1) / height, along = (k + 127) / 128, pitch = down + 3;
   std::vector<uint8_t> codes(static_cast<size_t>(rows * k), 1);
