@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import hybridq
 from hybridq import CheckpointError
@@ -76,3 +77,48 @@ def test_histories_travel_as_one_value() -> None:
         ScalingHistory(other).load_state_dict({})
     with pytest.raises(TypeError, match=r"ScalingHistory: model must be an nn.Module, got int"):
         ScalingHistory(3)
+
+
+def test_histories_have_the_names_of_a_model_that_is_not_wrapped() -> None:
+    """Activation checkpointing and compilation put parts into names; both ways go on."""
+
+    def model(wraps: bool) -> nn.Module:
+        inner = hybridq.convert(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+        if wraps:
+            inner[0], inner[1] = checkpoint_wrapper(inner[0]), torch.compile(inner[1])
+        return nn.Sequential(inner)
+
+    for wraps in (False, True):
+        one, other = model(wraps), model(not wraps)
+        with hybridq.autocast(recipe="fp8_delayed"):
+            plain = one[0][1]._orig_mod if wraps else one[0][1]
+            plain(one[0][0](torch.arange(32.0).view(4, 8))).sum().backward()
+        hybridq.update_scaling(one)
+        saved = ScalingHistory(one)
+        assert {name.partition(":")[0] for name in saved._states()} == {"0.0", "0.1"}
+        ScalingHistory(other).load_state_dict(saved.state_dict())
+        mine, got = (
+            [t for s in ScalingHistory(m)._states().values() for t in s.exported().values()]
+            for m in (one, other)
+        )
+        assert len(mine) == len(got) > 0
+        assert all(torch.equal(a, b) for a, b in zip(mine, got, strict=True))
+
+
+def test_a_state_dict_with_histories_goes_through_checkpointing_wrappers() -> None:
+    def model(wraps: bool) -> nn.Module:
+        inner = hybridq.convert(nn.Sequential(nn.Linear(8, 8)))
+        return nn.Sequential(checkpoint_wrapper(inner[0]) if wraps else inner[0])
+
+    for first, second in ((True, True), (True, False), (False, True)):
+        one, other = model(first), model(second)
+        with hybridq.autocast(recipe="fp8_delayed"):
+            one(torch.arange(32.0).view(4, 8)).sum().backward()
+        hybridq.update_scaling(one)
+        saved = hybridq.state_dict_with_history(one)
+        other.load_state_dict(saved)
+        assert saved.keys() == hybridq.state_dict_with_history(other).keys()
+        for mine, got in zip(
+            saved.values(), hybridq.state_dict_with_history(other).values(), strict=True
+        ):
+            assert torch.equal(mine, got)

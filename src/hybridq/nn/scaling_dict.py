@@ -13,6 +13,8 @@ from .scaling import ScalingState, states_of
 __all__ = ["load_history", "state_dict_with_history"]
 
 _PREFIX: Final = "scaling."
+#: What activation checkpointing calls the module that it wraps.
+_CHECKPOINTED: Final = "_checkpoint_wrapped_module"
 
 
 def state_dict_with_history(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -44,7 +46,9 @@ def state_dict_with_history(model: nn.Module) -> dict[str, torch.Tensor]:
             f"state_dict_with_history: model must be an nn.Module, got {type(given).__name__}"
         )
     made: dict[str, torch.Tensor] = model.state_dict()
-    for name, module in model.named_modules(remove_duplicate=False):
+    for path, module in model.named_modules(remove_duplicate=False):
+        # As in the keys of a state_dict, from which torch's wrapper takes its own name.
+        name = ".".join(one for one in path.split(".") if one != _CHECKPOINTED)
         for part, state in states_of(module).items():
             prefix = _prefix(f"{name}." if name else "", part)
             made.update({prefix + key: tensor for key, tensor in state.exported().items()})
