@@ -9,7 +9,8 @@
 # make exhaustive      every FP32 value through the casts, every input through every backend
 #                      (minutes)
 # make mutants         break the rules of docs/numerics.md one at a time in a copy: is each caught?
-#                      (about 20 minutes; MUTANTS=name,name for some)
+#                      (about 40 minutes; MUTANTS=name,name for some; with VERDICTS=file a second
+#                      call goes on where the first one was ended)
 # make arm64-check     cross-build for arm64 and run the C++ tests under qemu-user
 # make fuzz            throw legal and illegal calls at the public door (MINUTES=5)
 # make bench           the CPU benchmarks, as one table, kept in benchmarks/results (minutes;
@@ -47,6 +48,7 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 # Names, slugs or layers of mutants, as `python -m mutants.run --list` in tests/ prints them.
 MUTANTS ?=
+VERDICTS ?=
 # make gpu: a Python with torch; a folder for all that is known, at every moment; what is done; the
 # kernels, if make gpu-library has built them.
 GPU_PYTHON ?= python3
@@ -160,7 +162,8 @@ exhaustive: $(TOOLS_STAMP) $(DEV_STAMP)
 
 # Builds the copy's core itself, by CMake: pybind11 is there for that.
 mutants: $(TOOLS_STAMP) $(DEV_STAMP)
-	@PYTHONPATH=tests $(BIN)/python -m mutants.run --only "$(MUTANTS)"
+	@PYTHONPATH=tests $(BIN)/python -m mutants.run --only "$(MUTANTS)" \
+	  $(if $(VERDICTS),--results "$(VERDICTS)")
 
 # Debian and Ubuntu: apt-get install g++-aarch64-linux-gnu qemu-user
 arm64-check: $(TOOLS_STAMP)

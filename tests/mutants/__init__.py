@@ -7,6 +7,8 @@ that no test notices (a survivor) means that a test is missing.
 
 from .core import CORE
 from .core_maps import CORE_MAPS
+from .core_more import CORE_MORE
+from .modules import MODULES
 from .products import PRODUCTS
 from .record import Mutant
 from .reference import REFERENCE
@@ -14,4 +16,11 @@ from .reference import REFERENCE
 __all__ = ["ALL", "Mutant"]
 
 #: The core's come last: they need a build each, the others share the first one.
-ALL: tuple[Mutant, ...] = (*REFERENCE, *PRODUCTS, *CORE, *CORE_MAPS)
+ALL: tuple[Mutant, ...] = (
+    *REFERENCE,
+    *PRODUCTS,
+    *MODULES,
+    *CORE,
+    *CORE_MAPS,
+    *CORE_MORE,
+)

@@ -12,10 +12,11 @@ PAGE = "docs/numerics.md"
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of docs/numerics.md: the heading that it stands under, and words quoted from it."""
+    """A rule of a page: the heading that it stands under, and words quoted from it."""
 
     section: str
     text: str
+    page: str = PAGE
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Mutant:
     """One edit that breaks one rule.
 
     Args:
-        layer: `reference`, `core`, `ops` or `gemm`.
+        layer: `reference`, `core`, `ops`, `gemm` or `modules`.
         slug: what is broken and how, in a few words; unique within the layer.
         rule: the broken rule.
         file: the edited file, from the root of the tree.

@@ -90,3 +90,24 @@ _CORNERS = "Corner cases, decided once"
 NAN_SCALE = Rule(_CORNERS, "its scale is NaN and all its codes are the element's NaN code")
 SUBNORMALS = Rule(_CORNERS, "| subnormal inputs | not flushed |")
 LAYOUT = Rule("Numerics", "The columnwise plane of X is the rowwise plane of Xᵀ")
+PADDING = Rule(_CORNERS, "| padding | never reaches an amax |")
+ONE_NAN = Rule("One NaN", "FP32 `0x7FC00000` in scales, statistics, amaxima of planes")
+EMPTY = Rule(_CORNERS, "| empty tensors | legal everywhere |")
+
+_DELAYED = "FP8, one scale per tensor, delayed scaling"
+FIXED = Rule(_DELAYED, "a negative number is such a `scale_enc` with its sign turned")
+NO_AMAX = Rule(_NVFP4, "1 if amax is 0 or s_enc is 0")
+FOUR_RATIO = Rule(_FOUR, "s4 = cast_e4m3(min(base * 1.5, 448))")
+FOUR_SQUARE = Rule(_FOUR, "or its square (`mse`), in FP32")
+HALVES = Rule(_RANDOM, "`(word[i/2] >> 16*(i%2)) & 65535`")
+INSIDE_ROOT = Rule(_NORMS, "rstd = 1 / sqrt(sum(d * d) / H + eps)")
+PARTIALS = Rule(_NORMS, "Element j of a row is added to partial sum `j % 256`")
+BY_GROUP = Rule(_OPERANDS, "its amax (one for each group, beside the codes)")
+ACCUMULATION = Rule(_OPERANDS, "BF16 out, no bias, no accumulation")
+GROUP_AMAX = Rule(_TENSOR, "With an amax group, amax is reduced over it first")
+RECORDED = Rule(_DELAYED, "Casting raises slot 0 to `max|x|` as it is, inf and NaN kept")
+HISTORY_NAMES = Rule(
+    "Training checkpoints of sharded models",
+    "without the names that wrappers put between them",
+    "docs/checkpoints.md",
+)

@@ -1,0 +1,83 @@
+"""Mutants of the Python layers above the kernels: statistics, histories, groups."""
+
+from __future__ import annotations
+
+from . import rules
+from .record import Mutant, Rule
+
+
+def _of(slug: str, rule: Rule, file: str, old: str, new: str, *tests: str) -> Mutant:
+    return Mutant("modules", slug, rule, f"src/hybridq/{file}.py", old, new, tests)
+
+
+_STATISTICS = "tests/quantizers/test_statistics.py"
+_GIVEN = "tests/nn/test_record_given.py"
+_NAMES = "tests/distributed/test_distributed_checkpoint.py::test_"
+
+MODULES = (
+    _of(
+        "statistics-draw-another-stream",
+        rules.GROUP_AMAX,
+        "quantizers/statistics",
+        'x, row.spec, "", row_stat, None, seed, row_stream=row_stream',
+        'x, row.spec, "", row_stat, None, seed',
+        _STATISTICS,
+    ),
+    _of(
+        "operands-tell-statistics-no-stream",
+        rules.GROUP_AMAX,
+        "nn/operands",
+        "            row_stream=streams[0],\n        )\n    return",
+        "        )\n    return",
+        _STATISTICS,
+    ),
+    _of(
+        "histories-under-a-checkpoint-wrapper",
+        rules.HISTORY_NAMES,
+        "distributed/checkpoint",
+        '("_orig_mod", "_checkpoint_wrapped_module")',
+        '("_orig_mod",)',
+        _NAMES + "histories_have_the_names_of_a_model_that_is_not_wrapped",
+    ),
+    _of(
+        "keys-under-a-checkpoint-wrapper",
+        rules.HISTORY_NAMES,
+        "nn/scaling_dict",
+        '_CHECKPOINTED: Final = "_checkpoint_wrapped_module"',
+        '_CHECKPOINTED: Final = "_no_such_module"',
+        _NAMES + "a_state_dict_with_histories_goes_through_checkpointing_wrappers",
+    ),
+    _of(
+        "gathered-columns-record-the-rows",
+        rules.RECORDED,
+        "nn/delayed",
+        'own = found[:1] if plan.col_source == "original" else found[1:]',
+        "own = found[:1]",
+        _GIVEN,
+    ),
+    _of(
+        "gathered-columns-record-nothing",
+        rules.RECORDED,
+        "nn/delayed",
+        "if with_col and plan.col_delay and not plan.shares_state:\n        own",
+        "if not with_col and plan.col_delay and not plan.shares_state:\n        own",
+        _GIVEN,
+    ),
+    _of(
+        "every-product-accumulates",
+        rules.ACCUMULATION,
+        "kernels/ops",
+        "out if accumulate else None, out.dtype, precision",
+        "out, out.dtype, precision",
+        "tests/gemm/test_gemm.py::test_bias_out_and_accumulate",
+    ),
+    _of(
+        "groups-begin-at-the-first-token",
+        rules.BY_GROUP,
+        "kernels/group_loop",
+        "made[g] = torch.maximum(high.abs().float(), low.abs().float())\n        begin = end",
+        "made[g] = torch.maximum(high.abs().float(), low.abs().float())\n        begin = 0",
+        "tests/kernels/test_one_nan.py",
+        "tests/kernels/test_grouped_device.py",
+    ),
+)
