@@ -84,8 +84,8 @@ REFERENCE = (
         "tensor-amax-keeps-inf",
         rules.TENSOR_AMAX,
         "encode",
-        "return amax.to(torch.float32).clamp(max=FP32_MAX).reshape(shape)",
-        "return amax.to(torch.float32).reshape(shape)",
+        "one_nan(amax.to(torch.float32).clamp(max=FP32_MAX).reshape(shape))",
+        "one_nan(amax.to(torch.float32).reshape(shape))",
         _AMAX,
     ),
     _of(
@@ -106,9 +106,9 @@ REFERENCE = (
         "scale-by-division",
         rules.STORED_SCALE,
         "scales",
-        "return BlockScales(1.0 / encode, encode)",
+        "return BlockScales(one_nan(1.0 / encode), encode)",
         "exact = (amax > 0.0) & ~encode.isinf() & (not fmt.power_of_two)\n"
-        "    return BlockScales(torch.where(exact, amax / fmax, 1.0 / encode), encode)",
+        "    return BlockScales(one_nan(torch.where(exact, amax / fmax, 1.0 / encode)), encode)",
     ),
     _of(
         "zero-block-takes-the-maximum",
@@ -412,8 +412,8 @@ REFERENCE = (
         "gate-after-rounding",
         rules.GATE_IN_FP32,
         "activation",
-        "(record.function(first) * second)",
-        "(record.function(first).to(x.dtype).float() * second)",
+        "record.function(first) * second,",
+        "record.function(first).to(x.dtype).float() * second,",
         _ACTIVATION,
     ),
 )
