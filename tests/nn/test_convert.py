@@ -190,7 +190,7 @@ def test_qualified_names_reach_the_roles():
 
 
 def test_names_of_modules_that_were_there_already():
-    model = nn.ModuleDict({"a": Linear(4, 4), "b": Linear(4, 4, name="mine"), "c": nn.Linear(4, 4)})
+    model = nn.ModuleDict({"a": Linear(8, 8), "b": Linear(8, 8, name="mine"), "c": nn.Linear(8, 8)})
     convert(model)
     assert [m.name for m in model.values()] == ["a", "mine", "c"]
     outer = convert(nn.ModuleDict({"deep": model}))

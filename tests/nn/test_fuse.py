@@ -65,7 +65,7 @@ def test_it_is_the_fused_module(norm, recipe):
 
 
 def test_everything_stays_but_the_classes():
-    model = nn.ModuleDict({"a": sequential(), "b": nn.Sequential(nn.Flatten(), nn.Linear(4, 4))})
+    model = nn.ModuleDict({"a": sequential(), "b": nn.Sequential(nn.Flatten(), nn.Linear(8, 8))})
     names = [name for name, _ in model.named_modules()]
     parameters = dict(model.named_parameters())
     state = copy.deepcopy(model.state_dict())

@@ -324,7 +324,7 @@ def test_roles_may_be_set_and_take_effect_at_the_next_forward():
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert twin.grad_input_quantizer_role == NEXT and twin.output_quantizer_role is None
     assert list(layer.state_dict()) == ["weight", "bias"]
-    model = hybridq.convert(nn.Sequential(nn.Linear(4, 4)))
+    model = hybridq.convert(nn.Sequential(nn.Linear(8, 8)))
     assert model[0].output_quantizer_role is None
     model[0].output_quantizer_role = NEXT
     assert model[0].output_quantizer_role == NEXT

@@ -38,7 +38,7 @@ def built(sharded: bool = True, seed: int = 0) -> tuple[nn.Module, Any]:
     torch.manual_seed(seed)
     # Shards are misaligned, uneven, and of the last weight some are empty.
     layers = (nn.Linear(40, 100), nn.Tanh(), nn.Linear(100, 36), nn.Tanh(), nn.Linear(36, 3))
-    model = hybridq.convert(nn.Sequential(*layers)).bfloat16()
+    model = hybridq.convert(nn.Sequential(*layers), least_width=0).bfloat16()
     if sharded:
         prepare_fsdp2(model)
         for layer in model[:3:2]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .attention import MultiheadAttention
 from .checkpoint import checkpoint
+from .conversion import Conversion, conversion
 from .convert import convert, default_filter
 from .fused_sequential import FusedSequential
 from .grouped_linear import GroupedLinear
@@ -18,6 +19,7 @@ from .scaling_update import update_scaling
 from .transformer_layer import TransformerLayer
 
 __all__ = [
+    "Conversion",
     "FusedSequential",
     "GroupedLinear",
     "LayerNormLinear",
@@ -29,6 +31,7 @@ __all__ = [
     "RotaryPositionEmbedding",
     "TransformerLayer",
     "checkpoint",
+    "conversion",
     "convert",
     "default_filter",
     "dequantized_state_dict",

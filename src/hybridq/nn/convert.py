@@ -2,45 +2,38 @@
 
 from __future__ import annotations
 
-import re
+import logging
+import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from torch import nn
 
 from .. import settings
+from ..errors import HybridQWarning
 from ..recipes import install
+from .conversion import conversion
 from .fused_sequential import FusedSequential
+from .left_alone import LEAST_WIDTH, keeps_precision, reasons
 from .linear import Linear
 from .model_init import quantize_weights
 from .module import QuantizedModule
 from .pretrained import saves_decoded
 
-__all__ = ["convert", "default_filter", "keeps_precision"]
+__all__ = ["convert", "default_filter"]
 
-#: Names of projections whose precision matters more than their time: the output projection onto
-#: the vocabulary, and whatever picks the experts of a mixture. `gate_proj` is neither.
-_LEFT_ALONE: Final = re.compile(r"lm_head|gate|shared_expert_gate|(.*_)?router(_.*)?")
-
-
-def keeps_precision(name: str) -> bool:
-    """Return whether a component of a qualified name says that its precision matters most.
-
-    Such are `lm_head`, `gate`, `shared_expert_gate`, and what has the word `router` in it.
-
-    Args:
-        name: of a module in its model.
-    """
-    return any(_LEFT_ALONE.fullmatch(part) for part in name.split("."))
+_LOGGER: Final = logging.getLogger("hybridq")
 
 
 def default_filter(module: nn.Module, name: str) -> bool:
-    """Return whether `convert` turns `module` by default.
+    """Return whether the name of `module` lets `convert` turn it: no head, router or adapter's.
 
-    Everything but modules with a component of their qualified name that is `lm_head`, `gate`,
-    `shared_expert_gate`, or has the word `router` in it (`router`, `moe_router`,
-    `router.classifier`). `gate_proj`, `gate_up_proj` and the like are converted.
+    Left alone are modules with a component of their qualified name that is `lm_head`, `embed_out`,
+    `output_projection`, `vocab_projector`, `classifier`, `classification_head`, `score`,
+    `qa_outputs`, `pooler` or `seq_relationship`; `gate`, `shared_expert_gate`, or has the word
+    `router` in it; `lora_A` or `lora_B`; what is below `cls.predictions`, and the model's own
+    `output`. `gate_proj`, `gate_up_proj` and the like are converted.
 
     Args:
         module: an `nn.Linear`.
@@ -54,6 +47,8 @@ def convert(
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     *,
     fuse: bool = False,
+    also: Iterable[str] = (),
+    least_width: int = LEAST_WIDTH,
 ) -> nn.Module:
     """Turn every `nn.Linear` in `model` into a `hybridq.Linear`, in place, and return `model`.
 
@@ -65,10 +60,21 @@ def convert(
     Args:
         model: any module; may itself be an `nn.Linear`.
         filter_fn: `filter_fn(module, qualified_name) -> bool`, asked for every `nn.Linear`; False
-            leaves it alone. It replaces `default_filter`, which leaves `lm_head` and routers
-            alone.
+            leaves it alone. It decides alone: nothing below is asked then.
         fuse: turn every `nn.Sequential` into a `FusedSequential`, which runs a norm or an
             activation and the linear module after it as one step.
+        also: reasons that count for nothing: `"heads"`, `"routers"`, `"adapters"`,
+            `"kept_in_fp32"`, `"narrow"`.
+        least_width: modules with fewer input or output features are left alone: a tile of tensor
+            cores is 8 wide at least, and quantizing the input takes longer than the product.
+
+    Left alone are, by the model's own word, what `get_output_embeddings()` or `get_classifier()`
+    returns, whose weight is an embedding's, and what `_tied_weights_keys`,
+    `_keep_in_fp32_modules` or `_keep_in_fp32_modules_strict` names; by their names, heads, routers
+    and low-rank adapters (see `default_filter`); and narrow modules. `hybridq.conversion(model)`
+    says which and why, and so does a line of the logger `hybridq` (level INFO). It is a
+    HybridQWarning where, without a filter, nothing was converted, or less than what lies in weights
+    of modules that are no `nn.Linear`.
 
     Only modules whose type is exactly `nn.Linear` are turned: a subclass (another library's
     quantized linear, `NonDynamicallyQuantizableLinear`, a parametrized module) has its own forward
@@ -77,7 +83,8 @@ def convert(
     numbers of `docs/numerics.md`, which differ from torch's in the last bit of some values.
 
     Raises:
-        TypeError: `model` is no module, or `filter_fn` is not callable.
+        TypeError: `model` is no module, `filter_fn` is not callable, or `also` is one string.
+        ValueError: `also` names no reason, or `least_width` is negative.
 
     Example:
         >>> import hybridq
@@ -91,8 +98,7 @@ def convert(
         is_class = isinstance(given, type) and issubclass(given, nn.Module)
         hint = "; pass an instance, not the class" if is_class else ""
         raise TypeError(f"convert: model must be an nn.Module, got {type(given).__name__}{hint}")
-    chosen = default_filter if filter_fn is None else filter_fn
-    if not callable(chosen):
+    if filter_fn is not None and not callable(filter_fn):
         raise TypeError(
             "convert: filter_fn must be callable, filter_fn(module, name) -> bool, got "
             f"{type(filter_fn).__name__}"
@@ -100,7 +106,13 @@ def convert(
     install()
     found = [(name, module) for name, module in model.named_modules()]
     # First all answers, then all changes: a filter that raises leaves the model as it was.
-    turned = [m for name, m in found if type(m) is nn.Linear and chosen(m, name)]
+    also = also if isinstance(also, str) else tuple(also)
+    kept = reasons(model, also, least_width)
+    linear = [(name, m) for name, m in found if type(m) is nn.Linear]
+    if filter_fn is None:
+        turned = [m for name, m in linear if name not in kept]
+    else:
+        turned = [m for name, m in linear if filter_fn(m, name)]
     for module in turned:
         module.__class__ = Linear
     for _, module in found if fuse else ():
@@ -112,7 +124,30 @@ def convert(
             module._set_name(name)
     if settings.current().model_init is not None:
         _quantize(model, turned)
+    if linear or not any(isinstance(m, QuantizedModule) for _, m in found):
+        kinds = {name: type(m) for name, m in linear}  # as they are now
+        left = [name for name, kind in kinds.items() if kind is nn.Linear]
+        _tell(model, left, filter_fn, also, least_width)
     return model
+
+
+def _tell(
+    model: nn.Module,
+    left: list[str],
+    filter_fn: Callable[[nn.Module, str], bool] | None,
+    also: Iterable[str],
+    least_width: int,
+) -> None:
+    """Say what was converted and what not: in the log, or by a warning where it is little."""
+    # The filter was asked once for each module; its answers are not asked for again.
+    answers = None if filter_fn is None else lambda _, name: name not in left
+    made = conversion(model, answers, also=also, least_width=least_width)
+    text = f"convert: {made.summary}; see hybridq.conversion(model)"
+    converted, _, others = made.elements
+    if filter_fn is not None or (converted and converted >= others):
+        _LOGGER.info(text)
+    else:
+        warnings.warn(text, HybridQWarning, stacklevel=3)
 
 
 def _quantize(model: nn.Module, turned: list[nn.Linear]) -> None:

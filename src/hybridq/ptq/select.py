@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ..errors import SpecError
 from ..kernels.checks import HIGH_PRECISION
-from ..nn.convert import keeps_precision
+from ..nn.left_alone import LEAST_WIDTH, keeps_precision
 from ..quantizers import Quantizer
 from ..recipes import QuantizerRole, Recipe, get
 from .header import TORCH_DTYPES, Entry
@@ -18,12 +18,12 @@ __all__ = ["DEFAULT_EXCLUDE", "DEFAULT_INCLUDE", "Selection"]
 
 #: Names of tensors that are quantized unless others are asked for; of these, matrices only.
 DEFAULT_INCLUDE: Final = ("*.weight",)
-#: Of those, embeddings, norms and output projections are not; nor are routers and whatever else
-#: `hybridq.convert` leaves alone.
+#: Of those, embeddings and norms are not; nor are heads, routers, adapters and narrow matrices,
+#: which `hybridq.convert` leaves alone by the same list.
 DEFAULT_EXCLUDE: Final = (
     *("*embed*", "*.wte.*", "wte.*", "*.wpe.*", "wpe.*"),
     *("*norm*", "*.ln_*", "ln_*"),
-    *("*lm_head*", "output.weight"),
+    *("*lm_head*",),
 )
 _SUFFIX: Final = ".weight"
 
@@ -44,7 +44,8 @@ class Selection:
         include: globs of names; a name is chosen if one of them matches. If there are any, only
             `exclude` takes from them.
         exclude: globs of names that are not chosen. Without `include`, every matrix `*.weight` is
-            chosen but `DEFAULT_EXCLUDE`, routers, and these.
+            chosen but `DEFAULT_EXCLUDE`, what `hybridq.convert` leaves alone by its name or width,
+            and these.
 
     Raises:
         SpecError: not exactly one of quantizer and recipe; a quantizer that rounds stochastically,
@@ -109,7 +110,8 @@ class Selection:
             len(entry.shape) == 2
             and any(fnmatch.fnmatchcase(entry.name, glob) for glob in DEFAULT_INCLUDE)
             and not any(fnmatch.fnmatchcase(entry.name, glob) for glob in DEFAULT_EXCLUDE)
-            and not keeps_precision(entry.name)
+            and not keeps_precision(entry.name.removesuffix(_SUFFIX))
+            and min(entry.shape) >= LEAST_WIDTH
         )
 
     def record_of(self, entry: Entry) -> Record | None:
