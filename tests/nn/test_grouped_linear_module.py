@@ -308,18 +308,17 @@ def test_device_splits_are_never_read(recipe) -> None:
             x, offsets, seeds, plan, layout, (True, True), (), params, scales
         )
         assert y.shape == dy.shape and y.device.type == "cuda"
-        saved = [offsets, *x_col, *w.cols] + ([] if seeds is None else [seeds])
+        saved = [*x_col, *w.cols] + ([] if seeds is None else [seeds])
         ctx = SimpleNamespace(
             into=(),
             plan=plan,
             layout=layout,
             needs=(True, True, True),
-            saved_tensors=saved,
             counts=(len(x_col), len(w.cols)),
             late=w.late,
             scales=scales,
         )
-        dx, *grads = grouped_function._backward(ctx, dy)
+        dx, *grads = grouped_function._backward(ctx, offsets, saved, dy)
         assert dx.shape == x.shape
         assert [g.shape for g in grads] == [p.shape for p in params]
 
