@@ -14,6 +14,7 @@ from ..recipes.factories import high_precision_factory
 from ..recipes.roles import GRAD_INPUT
 from ..tensor import is_quantized
 from ..tensor.stack import is_stack, split_stack
+from .fused import one_dtype
 from .grouped_function import Layout, grouped_linear
 from .grouped_splits import Splits, group_offsets, host_splits, mixed_linear
 from .main_grad import Into, part_of
@@ -45,7 +46,9 @@ class GroupedLinear(QuantizedModule):
         single_grouped_bias: one parameter `bias` `[num_gemms, out_features]` instead of `bias0`,
             `bias1`, ...
         init_method: called with the weight of each layer to fill it in place; None: the initial
-            values of `nn.Linear`.
+            values of `nn.Linear`. Biases are then zero.
+        return_bias: the biases are returned and not added, for a caller that adds them later.
+        params_dtype: another name of `dtype`.
         fuse_wgrad_accumulation: as for `Linear`, of every weight parameter.
         name: qualified name for the roles that a recipe's factory sees. A recipe that reads names
             is asked for each group, by the name `"<name>.<g>"`, and may answer each differently;
@@ -53,7 +56,8 @@ class GroupedLinear(QuantizedModule):
 
     Raises:
         TypeError: a number is no int, or `name` no string.
-        ValueError: `num_gemms` is below 1, or a number of features negative.
+        ValueError: `num_gemms` is below 1, a number of features negative, or `dtype` and
+            `params_dtype` differ.
 
     Source: Transformer Engine's GroupedLinear (arguments, parameters and their names).
 
@@ -79,6 +83,8 @@ class GroupedLinear(QuantizedModule):
         single_grouped_weight: bool = False,
         single_grouped_bias: bool = False,
         init_method: Callable[[torch.Tensor], Any] | None = None,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
         fuse_wgrad_accumulation: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -91,9 +97,10 @@ class GroupedLinear(QuantizedModule):
         self.use_bias = bool(bias)
         self.single_grouped_weight = bool(single_grouped_weight)
         self.single_grouped_bias = bool(single_grouped_bias)
+        self.return_bias = bool(return_bias)
         self._init_method = init_method
         self._weights = dict(self._initial_weights())
-        options = {"device": device, "dtype": dtype}
+        options = {"device": device, "dtype": one_dtype("GroupedLinear", dtype, params_dtype)}
         shape = (self.out_features, self.in_features)
         self._add("weight", shape, self.single_grouped_weight, options)
         if self.use_bias:
@@ -130,6 +137,15 @@ class GroupedLinear(QuantizedModule):
         """Return the bias parameters: none, one `[G, out]`, or one `[out]` per group."""
         return self._params("bias", self.single_grouped_bias) if self.use_bias else []
 
+    @property
+    def _adds_bias(self) -> bool:
+        return self.use_bias and not self.return_bias
+
+    def _each_bias(self) -> list[torch.Tensor]:
+        """Return the bias of each group; none where there are none."""
+        biases = self._biases()
+        return list(biases[0].unbind(0)) if biases and self.single_grouped_bias else biases
+
     def reset_parameters(self) -> None:
         """Fill all parameters: layer after layer with the values that `nn.Linear` would draw."""
         with plain_weights(self):
@@ -144,7 +160,9 @@ class GroupedLinear(QuantizedModule):
                     self._init_method(weight)
                 elif weight.numel():
                     nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-                if biases:
+                if biases and self._init_method is not None:
+                    biases[g].zero_()
+                elif biases:
                     nn.init.uniform_(biases[g], -bound, bound)
 
     def extra_repr(self) -> str:
@@ -161,7 +179,7 @@ class GroupedLinear(QuantizedModule):
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
-    ) -> torch.Tensor:
+    ) -> Any:
         """Return each group's tokens times its weight, plus its bias.
 
         Args:
@@ -176,7 +194,8 @@ class GroupedLinear(QuantizedModule):
                 of all tokens, quantized as such and not by group.
 
         Returns:
-            `[..., out_features]`, in the input's dtype or torch.autocast's.
+            `[..., out_features]`, in the input's dtype or torch.autocast's. With `return_bias` a
+            tuple of that, without the biases, and a list of the bias of each group.
 
         Raises:
             ValueError: the splits are not one for each group, negative, or of another sum.
@@ -193,7 +212,8 @@ class GroupedLinear(QuantizedModule):
         recipe = self._recipe()
         if recipe is not None and fp8_grad:
             inp = with_quantized_gradient(inp, self._boundary_quantizer(recipe, GRAD_INPUT))
-        weights, biases = self._own_weights(), self._biases()
+        weights = self._own_weights()
+        biases = self._biases() if self._adds_bias else []
         own = list(weights)
         cast = self._cast(inp, *weights, *biases)
         x: torch.Tensor = cast[0]  # type: ignore[assignment]
@@ -211,14 +231,16 @@ class GroupedLinear(QuantizedModule):
             offsets = group_offsets(m_splits, splits, flat)
             y = self._quantized(flat, offsets, params, own, plans, is_first_microbatch, into)
         y = y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
-        return y if recipe is None or not fp8_output else self._quantized_output(y, recipe)
+        if recipe is not None and fp8_output:
+            y = self._quantized_output(y, recipe)
+        return (y, self._each_bias()) if self.return_bias else y
 
     def _check_params(
         self, x: torch.Tensor, params: Sequence[torch.Tensor], is_quantized: bool
     ) -> None:
         count = self.num_gemms if not self.single_grouped_weight else 1
         if is_quantized:
-            bias = params[count] if self.use_bias else None
+            bias = params[count] if self._adds_bias else None
             self._check(x, params[0], bias, self.in_features)
         elif x.dim() == 0 or x.shape[-1] != self.in_features:
             raise self._error(
@@ -327,7 +349,7 @@ class GroupedLinear(QuantizedModule):
         layout = Layout(
             self.num_gemms,
             self.single_grouped_weight,
-            self.use_bias,
+            self._adds_bias,
             self.single_grouped_bias,
             features,
         )

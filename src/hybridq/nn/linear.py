@@ -10,6 +10,7 @@ from torch import nn
 from ..recipes import Plan
 from ..recipes.roles import GRAD_INPUT
 from .function import linear
+from .fused import InitMethod, one_dtype
 from .main_grad import Into
 from .model_init import plain_weights
 from .module import PLAIN, QuantizedModule
@@ -36,6 +37,10 @@ class Linear(QuantizedModule, nn.Linear):
             `weight.grad` stays as it is. Where the weight has a `grad_added_to_main_grad`, it is
             set, and autograd is given zeros, for hooks. Compiled code adds to the `main_grad` of
             the forward, and sets the mark in the forward.
+        init_method: called with the weight to fill it in place, the bias is then zero; None: the
+            initial values of `nn.Linear`.
+        return_bias: the bias is returned and not added, for a caller that adds it later.
+        params_dtype: another name of `dtype`.
         name: qualified name for the roles that a recipe's factory sees. Where it is None,
             `hybridq.convert` fills in the name within the model.
 
@@ -43,6 +48,9 @@ class Linear(QuantizedModule, nn.Linear):
 
     Raises:
         TypeError: `name` is no string.
+        ValueError: `dtype` and `params_dtype` differ.
+
+    Source: `init_method`, `return_bias`, `params_dtype`: Transformer Engine's names and meaning.
 
     Example:
         >>> import torch, hybridq
@@ -54,6 +62,10 @@ class Linear(QuantizedModule, nn.Linear):
         torch.Size([3, 7, 50])
     """
 
+    # Class attributes, so that a module whose __class__ `convert` changed has them too.
+    return_bias: bool = False
+    _init_method: InitMethod | None = None
+
     def __init__(
         self,
         in_features: int,
@@ -63,16 +75,30 @@ class Linear(QuantizedModule, nn.Linear):
         dtype: torch.dtype | None = None,
         *,
         fuse_wgrad_accumulation: bool = False,
+        init_method: InitMethod | None = None,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
         name: str | None = None,
     ) -> None:
+        dtype = one_dtype("Linear", dtype, params_dtype)
+        if init_method is not None:  # the constructor of `nn.Linear` calls `reset_parameters`
+            self.__dict__["_init_method"] = init_method
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        if return_bias:
+            self.return_bias = True
         self._take_accumulation(fuse_wgrad_accumulation)
         self._take_name(name)
 
     def reset_parameters(self) -> None:
-        """Set all parameters to the initial values of `nn.Linear`."""
+        """Set all parameters to the initial values: of `nn.Linear`, or of the `init_method`."""
         with plain_weights(self):
-            super().reset_parameters()
+            if self._init_method is None:
+                super().reset_parameters()
+                return
+            with torch.no_grad():
+                self._init_method(self.weight)
+                if self.bias is not None:
+                    self.bias.zero_()
 
     def forward(
         self,
@@ -80,7 +106,7 @@ class Linear(QuantizedModule, nn.Linear):
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
-    ) -> torch.Tensor:
+    ) -> Any:
         """Return `input @ weight.T + bias`.
 
         Args:
@@ -98,7 +124,8 @@ class Linear(QuantizedModule, nn.Linear):
             fp8_grad: the same for the gradient of `input` and `grad_input_quantizer_role`.
 
         Returns:
-            `[..., out_features]`, in the input's dtype or torch.autocast's.
+            `[..., out_features]`, in the input's dtype or torch.autocast's. With `return_bias` a
+            tuple of that, without the bias, and the bias or None.
 
         Raises:
             RuntimeError: features or dtypes do not fit (as for `nn.Linear`).
@@ -108,30 +135,44 @@ class Linear(QuantizedModule, nn.Linear):
         Source: `is_first_microbatch`, `fp8_output`, `fp8_grad`: Transformer Engine's names and
             meaning.
         """
+        if self.return_bias:
+            given = (input, None, is_first_microbatch, fp8_output, fp8_grad)
+            return self._forward(*given), self.bias
         if not (fp8_output or fp8_grad):
             y = short_linear(self, input, is_first_microbatch)
             if y is not None:
                 return y
+        return self._forward(input, self.bias, is_first_microbatch, fp8_output, fp8_grad)
+
+    def _forward(
+        self,
+        input: torch.Tensor,
+        bias: torch.Tensor | None,
+        is_first_microbatch: bool | None,
+        fp8_output: bool,
+        fp8_grad: bool,
+    ) -> torch.Tensor:
         self._check_first(is_first_microbatch)
         recipe, into = self._recipe(), self._into(self.weight)
         if recipe is None:
             if into is not None:
-                return self._quantized(input, PLAIN, None, into)
-            return plain_linear(input, self.weight, self.bias)
+                return self._quantized(input, bias, PLAIN, None, into)
+            return plain_linear(input, self.weight, bias)
         plan = self._plan(recipe)
         if fp8_grad:
             input = with_quantized_gradient(input, self._boundary_quantizer(recipe, GRAD_INPUT))
         if plan.is_plain and into is None and not torch.compiler.is_compiling():
             # The same bits as the planes would give. Compiled, only the planes give them: a
             # compiler that sees nn.Linear sums the bias's gradient in another order.
-            y = plain_linear(input, self.weight, self.bias)
+            y = plain_linear(input, self.weight, bias)
         else:
-            y = self._quantized(input, plan, is_first_microbatch, into)
+            y = self._quantized(input, bias, plan, is_first_microbatch, into)
         return self._quantized_output(y, recipe) if fp8_output else y
 
     def _quantized(
         self,
         input: torch.Tensor,
+        own_bias: torch.Tensor | None,
         plan: Plan,
         is_first_microbatch: bool | None,
         into: Into | None,
@@ -143,7 +184,7 @@ class Linear(QuantizedModule, nn.Linear):
         own: torch.Tensor = self.weight
         weight: torch.Tensor
         bias: torch.Tensor | None
-        x, weight, bias = self._cast(x, own, self.bias)  # type: ignore[assignment]
+        x, weight, bias = self._cast(x, own, own_bias)  # type: ignore[assignment]
         self._check(x, weight, bias, own.shape[1])
         scales = self._scales(own, plan, is_first_microbatch)
         kept = self._kept(own, weight.dtype, plan, is_first_microbatch)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from .. import settings
+from ..kernels.checks import HIGH_PRECISION
 from ..kernels.device import has_autocast
 from ..kernels.product import FEW_ROWS
 from ..kernels.watch import is_plain, nothing_watches
@@ -79,7 +80,7 @@ def _fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> b
     if not (is_plain(x) and x.is_cpu and weight.dim() == 2):
         return False
     dtype, k, count = x.dtype, weight.shape[1], x.numel()
-    if not 0 < count <= FEW_ROWS * k or x.shape[-1:] != (k,):
+    if dtype not in HIGH_PRECISION or not 0 < count <= FEW_ROWS * k or x.shape[-1:] != (k,):
         return False
     if weight.dtype is not dtype or not is_plain(weight):
         return False

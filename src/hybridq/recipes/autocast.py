@@ -154,8 +154,9 @@ def _refuse(calibrating: object, group: object) -> None:
     """Raise for what Transformer Engine's autocast has and this one does not."""
     if calibrating:
         raise ValueError(
-            f"autocast: there is no calibration without quantization, got calibrating="
-            f"{calibrating!r}; statistics of inputs are collected by hybridq.convert_checkpoint"
+            f"autocast: no statistics are collected without quantizing, got calibrating="
+            f"{calibrating!r}; leave it out: recipes scale by the tensor at hand, and delayed "
+            "scaling (fp8_delayed) makes its history while it quantizes"
         )
     if group is not None:
         raise ValueError(
