@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import hybridq
-from hybridq.distributed import GatheredWeight, prepare_fsdp2, wire_nbytes
+from hybridq.distributed import GatheredWeight, agreement, prepare_fsdp2, wire_nbytes
+from hybridq.distributed.agreement import Note, Wish, check_trailers, trailer
 from rank_runs import needs_gloo, run
 
 PROGRAM = "shards_program.py"
@@ -69,6 +70,53 @@ def test_the_recipe_of_a_modules_own_forward_decides() -> None:
             assert sizes[0] > sizes[1], "nothing was gathered again, or it was not learned"
     finally:
         dist.destroy_process_group()
+
+
+@needs_gloo
+def test_modules_that_share_a_weight_have_formats_of_their_own() -> None:
+    def factory(role: hybridq.QuantizerRole) -> hybridq.Quantizer:
+        return hybridq.quantizer("mxfp8" if role.name == "0" else "nvfp4")
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        twin = hybridq.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
+        twin[1].weight = twin[0].weight
+        model = copy.deepcopy(twin)
+        fully_shard(prepare_fsdp2(model))
+        x = torch.randn(4, 32)
+        for _ in range(2):
+            found = []
+            for one in (model, twin):
+                with hybridq.autocast(recipe=hybridq.CustomRecipe(factory)):
+                    y = one(x)
+                y.square().sum().backward()
+                grad = one[0].weight.grad
+                found.append((y.detach(), grad.full_tensor() if one is model else grad))
+            for mine, whole in zip(*found, strict=True):
+                assert torch.equal(mine, whole)
+            for one in (model, twin):
+                one.zero_grad()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_ranks_note_beside_their_wishes(monkeypatch) -> None:
+    monkeypatch.setattr(agreement, "_global_rank", lambda group, rank: rank)
+    wish, other, cpu = Wish(None, b"0" * 16), Wish(None, b"1" * 16), torch.device("cpu")
+    notes = [Note(number) for number in range(4)]
+    trailers = torch.stack([trailer(wish.digest, cpu, note) for note in notes])
+    found = check_trailers(trailers, wish, wish, "weight", None, Note(0))
+    assert found == Note.WRITTEN | Note.STEPPED
+    assert check_trailers(trailers[:1], wish, wish, "weight", None, Note(0)) == Note(0)
+    with pytest.raises(
+        RuntimeError, match=r"for weight one recipe .* on rank 0, another on ranks 1-2"
+    ):
+        mixed = torch.stack([trailer(other.digest, cpu), trailers[0], trailers[0]])
+        check_trailers(mixed, other, other, "weight", None, Note(0))
+    agreement._check_same(notes[1:2] * 3, "weight", None)
+    with pytest.raises(RuntimeError, match=r"by no optimizer on rank 1 only; .*shard.add_\(0\)"):
+        agreement._check_same([notes[0], notes[1]], "weight", None)  # on a GPU
 
 
 def run_under(layer: nn.Module, x: torch.Tensor, recipe: str | None) -> list[torch.Tensor]:

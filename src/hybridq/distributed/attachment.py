@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..nn import QuantizedModule
 from ..recipes import Recipe
 from .gather import GatheredParameter
 from .held import HeldParameter, HeldRows
@@ -49,14 +50,15 @@ class Attachment:
         """Whether its shards are quantized."""
         return isinstance(self.about, HeldParameter)
 
-    def use(self, recipe: Recipe | None, weight: Any) -> None:
+    def use(self, module: QuantizedModule, name: str, recipe: Recipe | None) -> None:
         """Have the planes that a forward takes; every rank must call it.
 
         Args:
+            module: whose forward it is.
+            name: of the parameter there.
             recipe: that the module computes under, or None.
-            weight: what it found as its parameter.
         """
-        self.about.use(recipe, weight)
+        self.about.use(module, name, recipe)
 
     def keep_initial(self, parameter: Any, values: Any) -> None:
         """Keep what quantized shards were made of, if initial values are kept.

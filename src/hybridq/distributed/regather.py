@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import warn_once
+from ..nn import QuantizedModule
 from ..recipes import Recipe, SlotPlan
 from .agreement import Wish, current_wish
 from .fingerprint import DIGEST_NBYTES
@@ -31,13 +32,14 @@ class Regather:
         #: The digest where the last gather began.
         self._begun = b""
 
-    def wish_under(self: Any, recipe: Recipe | None) -> Wish:
-        """Return what the module computes under a recipe.
+    def wish_under(self, module: QuantizedModule, part: str, recipe: Recipe | None) -> Wish:
+        """Return what a module computes under a recipe.
 
         Args:
+            module, part: that the weight belongs to; of a tied one any of them.
             recipe: any, or None.
         """
-        return current_wish(self._module(), self._part, (recipe,))
+        return current_wish(module, part, (recipe,))
 
     def wish_now(self: Any, phase: str) -> Wish:
         """Return what a gather that begins now will be used for, as far as is known.
@@ -49,24 +51,25 @@ class Regather:
         self._begun = wish.digest
         return self._learned.get((phase, wish.digest), wish)
 
-    def use(self: Any, recipe: Recipe | None, weight: Any) -> None:
-        """Have the planes that the module's forward takes under a recipe; all ranks must call it.
+    def use(self: Any, module: QuantizedModule, name: str, recipe: Recipe | None) -> None:
+        """Have the planes that a module's forward takes under a recipe; all ranks must call it.
 
         Args:
+            module: whose forward it is; a tied weight has several.
+            name: of the parameter there.
             recipe: that it computes under, or None.
-            weight: what it found as its parameter.
         """
         call = self.call
         if call is None or self.in_graph:
             return
-        if type(weight) is nn.Parameter:
+        if type(module._parameters[name]) is nn.Parameter:
             warn_once(
                 f"fsdp2.lost:{self.name}",
                 f"fsdp2: {self.name} was prepared, and then replaced by another parameter, whose "
                 "values are gathered as they are",
             )
             return
-        wish = self.wish_under(recipe)
+        wish = self.wish_under(module, module._weights[name], recipe)
         if wish.digest == call.wish.digest:
             return
         self._learned[call.phase, self._begun] = wish

@@ -226,13 +226,16 @@ class StackedParameter(GatheredParameter):
         place = (group, group.rank(), group.size())
         return StackCall(slots, *place, shape, dtype, None, wish, phase)
 
-    def wish_under(self, recipe: Recipe | None) -> Wish:
-        """Return what the module computes under a recipe.
+    def wish_under(self, module: QuantizedModule, part: str, recipe: Recipe | None) -> Wish:
+        """Return what a module computes under a recipe.
 
         Args:
+            module: that the weight belongs to; of a tied one any of them.
+            part: not used: it has several.
             recipe: any, or None.
         """
-        return current_stack_wish(self._module(), self._count, (recipe,))
+        del part
+        return current_stack_wish(module, self._count, (recipe,))
 
     def wish_now(self, phase: str) -> Wish:
         """Return what a gather that begins now will be used for, as far as is known.

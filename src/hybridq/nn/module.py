@@ -58,7 +58,7 @@ class PreparedWeight(Protocol):
     def is_held(self) -> bool:
         """Whether its shards are quantized."""
 
-    def use(self, recipe: Recipe | None, weight: Any) -> None:
+    def use(self, module: QuantizedModule, name: str, recipe: Recipe | None) -> None:
         """Have the planes that a forward takes; every rank must call it."""
 
     def attach(self, module: nn.Module, name: str) -> None:
@@ -141,7 +141,7 @@ class QuantizedModule(Boundary, nn.Module):
             # Not through Module.__setattr__: this is bookkeeping on the hot path.
             self.__dict__["_last_recipe"] = (recipe,)
         for name, prepared in self._prepared.items():
-            prepared.use(recipe, self._parameters[name])  # type: ignore[arg-type]
+            prepared.use(self, name, recipe)  # type: ignore[arg-type]
         return recipe
 
     def _plan(self, recipe: Recipe, part: str = "") -> Plan:
