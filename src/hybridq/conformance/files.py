@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from .archive import VectorError, read_arrays
 from .case import Array, Case
 from .inputs import all_values
 
-__all__ = ["FORMAT", "VERSION", "VectorError", "read_file", "write_file"]
+__all__ = ["FORMAT", "VERSION", "VectorError", "cases_of", "read_file", "read_meta", "write_file"]
 
 #: What `format` is in a vector file's `meta`.
 FORMAT = "hybridq-conformance"
@@ -29,10 +30,6 @@ VERSION = 1
 _ALL = "all:"
 #: Fields of a Case that are no arrays; what equals its default is left out of the file.
 _PLAIN = ("dtype", "direction", "seed", "stream", "source", "ulp")
-
-
-class VectorError(ValueError):
-    """A file is no vector file, or of a version that is not known."""
 
 
 class _Store:
@@ -125,10 +122,10 @@ def _entry(case: Case, store: _Store) -> dict[str, Any]:
 
 
 def read_meta(file: Mapping[str, Array], path: Path) -> dict[str, Any]:
-    """Return the JSON object in the array `meta` of an open npz."""
+    """Return the JSON object in the array `meta` of an npz."""
     try:
         meta = json.loads(str(file["meta"]))
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, RecursionError) as error:
         raise VectorError(f"read: {path} has no JSON meta ({error})") from error
     if not isinstance(meta, dict):
         raise VectorError(f"read: the meta of {path} must be an object, got {type(meta).__name__}")
@@ -139,20 +136,34 @@ def read_file(path: Path) -> list[Case]:
     """Return the cases of a vector file.
 
     Raises:
-        VectorError: the file is of another format or of a later version.
+        VectorError: the file is damaged, of another format or of a later version.
     """
-    with np.load(path, allow_pickle=False) as file:
-        meta = read_meta(file, path)
-        if meta.get("format") != FORMAT or meta.get("version") != VERSION:
-            raise VectorError(
-                f"read: {path} must be {FORMAT} version {VERSION}, got "
-                f"{meta.get('format')!r} version {meta.get('version')!r}"
-            )
-        arrays = {name: file[name] for name in file.files if name != "meta"}
+    arrays = read_arrays(path)
+    return cases_of(path, read_meta(arrays, path), arrays)
+
+
+def cases_of(path: Path, meta: Mapping[str, Any], arrays: Mapping[str, Array]) -> list[Case]:
+    """Return the cases of a vector file that has been read.
+
+    Args:
+        path: its name, for errors.
+        meta: its `meta`.
+        arrays: all that is in it.
+
+    Raises:
+        VectorError: it is of another format or of a later version, or its cases are damaged.
+    """
+    if meta.get("format") != FORMAT or meta.get("version") != VERSION:
+        raise VectorError(
+            f"read: {path} must be {FORMAT} version {VERSION}, got "
+            f"{meta.get('format')!r} version {meta.get('version')!r}"
+        )
     try:
         return [_case(entry, arrays) for entry in meta["cases"]]
     except KeyError as error:
         raise VectorError(f"read: {path} names {error}, which is not in it") from error
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise VectorError(f"read: a case of {path} is damaged ({error})") from error
 
 
 def _case(entry: Mapping[str, Any], arrays: Mapping[str, Array]) -> Case:

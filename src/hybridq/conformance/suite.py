@@ -8,13 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from .._text import Table
 from .adapter import Adapter
+from .archive import VectorError, read_arrays
 from .case import Case
 from .compare import STATUSES, Result, run_case
-from .files import FORMAT, VectorError, read_file, read_meta
+from .files import FORMAT, cases_of, read_meta
 from .peers import peer_cases
 
 __all__ = ["VECTORS", "Report", "check", "load_vectors"]
@@ -57,14 +56,17 @@ def load_vectors(folder: Path | str = VECTORS, only: str = "") -> dict[str, list
 
 
 def _read(path: Path) -> tuple[str, list[Case]]:
-    with np.load(path, allow_pickle=False) as file:
-        meta = read_meta(file, path)
-        if meta.get("format") == FORMAT:
-            return path.stem, read_file(path)
-        if "options" not in meta:
-            raise VectorError(f"load_vectors: {path} is neither ours nor a peer's golden")
-        arrays = {name: file[name] for name in file.files if name != "meta"}
-    return path.stem.partition("_")[0], peer_cases(path, meta, arrays)
+    arrays = read_arrays(path)
+    meta = read_meta(arrays, path)
+    if meta.get("format") == FORMAT:
+        return path.stem, cases_of(path, meta, arrays)
+    if "options" not in meta:
+        raise VectorError(f"load_vectors: {path} is neither ours nor a peer's golden")
+    own = {name: array for name, array in arrays.items() if name != "meta"}
+    try:
+        return path.stem.partition("_")[0], peer_cases(path, meta, own)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise VectorError(f"load_vectors: the golden {path} is damaged ({error!r})") from error
 
 
 @dataclass(frozen=True)
