@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +21,6 @@ from hybridq.kernels.types import EncodeArgs, GemmArgs, Groups, ManyArgs, Prolog
 from hybridq.nn.scaling import states_of
 from kernel_cases import plain_specs
 
-PACKAGE = Path(hybridq.__file__).parent
 ROWS, COLS = 6, 48
 SPECS = {
     "mxfp8": PlaneSpec.parse("mxfp8"),
@@ -287,28 +284,3 @@ def test_the_core_writes_into_what_was_made_for_it_and_no_further(monkeypatch, n
     assert len(wholes) > 10
     for whole in wholes:
         assert bool((torch.cat([whole[:_MARGIN], whole[-_MARGIN:]]) == _POISON).all())
-
-
-# --- no other door
-
-
-def uses(*names: str) -> set[str]:
-    """Files of the package that read an attribute or a name."""
-    found = set()
-    for file in PACKAGE.rglob("*.py"):
-        text = file.read_text()
-        for node in ast.walk(ast.parse(text)) if any(name in text for name in names) else ():
-            if (getattr(node, "attr", None) or getattr(node, "id", None)) in names:
-                found.add(str(file.relative_to(PACKAGE)))
-    return found
-
-
-def test_addresses_are_taken_in_one_place() -> None:
-    # A quantized tensor forwards torch's own method to its first buffer.
-    assert uses("data_ptr") == {"kernels/memory.py", "tensor/memory.py"}
-
-
-def test_addresses_for_comparison_stay_away_from_the_core() -> None:
-    calls_core = {file for file in uses("core", "module") if file.startswith("kernels/")}
-    assert {"kernels/backend_cpu.py", "kernels/cuda_ragged.py"} <= calls_core
-    assert not uses("begins_at") & calls_core

@@ -137,3 +137,24 @@ def test_every_public_name_is_documented() -> None:
         thing = getattr(hybridq, name)
         if callable(thing) or isinstance(thing, type):
             assert thing.__doc__ and len(thing.__doc__) > 20, name
+
+
+def uses(*names: str) -> set[str]:
+    """Files of the package that read an attribute or a name."""
+    found = set()
+    for file in PACKAGE.rglob("*.py"):
+        text = file.read_text()
+        for node in ast.walk(ast.parse(text)) if any(name in text for name in names) else ():
+            if (getattr(node, "attr", None) or getattr(node, "id", None)) in names:
+                found.add(str(file.relative_to(PACKAGE)))
+    return found
+
+
+def test_addresses_are_taken_in_one_place() -> None:
+    assert uses("data_ptr") == {"kernels/memory.py"}
+
+
+def test_addresses_for_comparison_stay_away_from_the_core() -> None:
+    calls_core = {file for file in uses("core", "module") if file.startswith("kernels/")}
+    assert {"kernels/backend_cpu.py", "kernels/cuda_ragged.py"} <= calls_core
+    assert not uses("begins_at") & calls_core

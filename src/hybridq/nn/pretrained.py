@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from ..kernels.memory import begins_at
 from ..tensor import is_quantized
 
 __all__ = ["decode_state", "saves_decoded"]
@@ -34,9 +35,10 @@ def decode_state(state: dict[str, Any]) -> None:
     made: dict[tuple[object, ...], torch.Tensor] = {}
     for name, value in state.items():
         if is_quantized(value):
-            key = (value.data_ptr(), value.device, value.shape, value.dtype)
+            address = begins_at(value)
+            key = (address, value.device, value.shape, value.dtype)
             # Empty and meta tensors have no address to be known by.
-            if not value.data_ptr() or key not in made:
+            if not address or key not in made:
                 made[key] = value.detach().dequantize()
             state[name] = made[key]
 

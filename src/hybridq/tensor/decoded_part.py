@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
+from ..kernels.memory import begins_at
 from .table import is_quantized
 
 __all__ = ["DecodedPart", "as_parts", "as_plain", "check_writes", "ordinary"]
@@ -61,7 +62,7 @@ class DecodedPart(torch.Tensor):
 
     def data_ptr(self) -> int:
         """Return the address of the values."""
-        return self.decoded.data_ptr()
+        return begins_at(self.decoded)
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the values as a NumPy array of its own memory."""

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..kernels.memory import begins_at
 from .factories import zeros_of_kind
 
 __all__ = ["Memory"]
@@ -31,8 +32,7 @@ class Memory:
 
     def data_ptr(self: Any) -> int:
         """Return the address of the first plane's data: it tells tensors apart, nothing else."""
-        address: int = self.tensor_storage.first.data.data_ptr()
-        return address
+        return begins_at(self.tensor_storage.first.data)
 
     def untyped_storage(self: Any) -> torch.UntypedStorage:
         """Return the storage, which has a size and raises when it is asked for its address."""
