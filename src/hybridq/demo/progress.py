@@ -19,7 +19,7 @@ from rich.progress import Progress as Bars
 
 from .train import Progress, RecipeResult
 
-LINE_SECONDS = 10.0
+LINE_SECONDS = 8.0
 """Without a terminal, a line of progress is due so long after the last one."""
 
 
