@@ -115,3 +115,63 @@ def test_what_is_encoded_of_a_transposed_tensor_is_made_of_its_values() -> None:
     assert torch.equal(made[-1], t.rowwise.dequantize().t())
     made = torch.ops.hybridq.encode(t, t.rowwise.spec.text, "fp32")
     assert torch.equal(made[-1], t.dequantize().t())
+
+
+ALIASES = {
+    "detach": lambda t: t.detach(),
+    "data": lambda t: t.data,
+    "rows": lambda t: t[:32],
+    "transposed": lambda t: t.t(),
+    "view": lambda t: t.view(-1, 2, 64),
+    "transposed rows": lambda t: t[:32].t(),
+    "row": lambda t: t[0],
+}
+
+
+@pytest.mark.parametrize("name", ALIASES)
+@pytest.mark.parametrize("drops", ["alias", "tensor"])
+def test_no_plane_of_another_tensor_of_the_same_memory_is_left_stale(name, drops) -> None:
+    t = hybridq.quantize(torch.randn(64, 64), "mxfp8", columnwise="mxfp8_e5m2")
+    view = ALIASES[name](t)
+    one, other = (view, t) if drops == "alias" else (t, view)
+    if not all(one.get_usages().values()):
+        one.zero_()  # this view lacked the plane from the start, and writes all of the tensor
+        assert not any(plane.dequantize()[0].any() for plane in t.tensor_storage.planes)
+        return
+    before = t.clone()
+    one.update_usage(columnwise_usage=False)
+    if not all(other.get_usages().values()):
+        other.zero_()  # writes all of what it is part of
+        assert not t.dequantize()[0].any()
+        return
+    for write in (one.zero_, lambda: one.copy_(torch.zeros_like(one)), lambda: one.mul_(2.0)):
+        with pytest.raises(hybridq.PlaneError, match=r"another tensor shares.*write that tensor"):
+            write()
+    assert torch.equal(t.dequantize(), before.dequantize())
+    other.zero_()
+    assert not any(p.dequantize().any() for p in other.tensor_storage.planes)
+    assert not one.clone().zero_().any()
+    del other, view
+    if drops == "tensor":
+        assert not t.zero_().any(), "nobody has the other plane any more"
+
+
+def test_a_plane_that_an_alias_has_derived_is_not_left_stale() -> None:
+    t = hybridq.quantize(torch.randn(64, 64), "mxfp8_32x32", columnwise=False)
+    view = t.detach()
+    view.update_usage(columnwise_usage=True)
+    with pytest.raises(hybridq.PlaneError, match="another tensor shares this memory"):
+        t.zero_()
+    view.zero_()
+    assert not t.any() and not view.columnwise.dequantize().any()
+    del view
+    t.fill_(1.0)
+    assert (t.dequantize() == 1.0).all()
+
+
+def test_planes_of_one_memory_are_never_stale() -> None:
+    t = hybridq.quantize(torch.randn(64, 64), "fp32", columnwise=False)
+    view = t.detach()
+    view.update_usage(columnwise_usage=True)
+    t.fill_(2.0)
+    assert (view.columnwise.dequantize() == 2.0).all()

@@ -63,6 +63,7 @@ class GatheredStorage(TensorStorage):
         self.amaxes: torch.Tensor | None = None
         self.rowwise = self.columnwise = None
         self.leads = ROWWISE
+        self.kin = []
         self._earlier: tuple[Plane, ...] = ()
 
     def check_graph(self) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ..direction import Direction
 from ..errors import PlaneError, SpecError
-from ..formats import Element
+from ..formats import Element, PlaneSpec
 from ..kernels.encode import raise_to_amax
 from ..kernels.watch import nothing_watches
 from ..storage import StoragePlan, TensorStorage
@@ -23,9 +25,11 @@ __all__ = ["Float8Quantizer"]
 class Float8Quantizer:
     """Quantizes to FP8 with a scale that is given, and records the amax of what it sees.
 
-    It holds the caller's tensors and is no value: unlike `Quantizer` it is neither frozen nor
-    hashable. What it makes carries the quantizer of the same planes with current scaling, by which
-    in-place operations requantize it.
+    It holds the caller's tensors and is no value: unlike `Quantizer` it is not frozen, and equal to
+    itself only. What it makes carries it along: in-place operations keep the scale and record the
+    amax. What comes out of a file or a compiled graph has lost both tensors: of a file it has the
+    quantizer of the same planes with current scaling, of a graph none, and refuses writes, as it
+    does within the graph.
 
     Args:
         scale: FP32 `[1]`: values are multiplied with it; positive.
@@ -113,7 +117,8 @@ class Float8Quantizer:
         self, tensor: torch.Tensor, dtype: torch.dtype, seed: torch.Tensor | None = None
     ) -> QuantizedTensor:
         storage = self.encode(tensor.detach().reshape(matrix_shape(tensor.shape)))
-        return QuantizedTensor.make(storage, tensor.shape, dtype, quantizer=self.quantizer)
+        quantizer = None if torch.compiler.is_compiling() else self
+        return QuantizedTensor.make(storage, tensor.shape, dtype, quantizer=quantizer)
 
     def encode(self, matrix: torch.Tensor, usages: dict[str, bool] | None = None) -> TensorStorage:
         """Return the storage of a plain matrix `[rows, cols]`, outside autograd; record its amax.
@@ -186,3 +191,57 @@ class Float8Quantizer:
         other.scale, other.amax = self.scale, self.amax
         other.quantizer = self.quantizer.with_usage(rowwise, columnwise)
         return other
+
+    # ---- what a tensor asks of its quantizer
+
+    @property
+    def rowwise(self) -> PlaneSpec | None:
+        """Spec of the rowwise plane."""
+        return self.quantizer.rowwise
+
+    @property
+    def columnwise(self) -> PlaneSpec | None:
+        """Spec of the columnwise plane."""
+        return self.quantizer.columnwise
+
+    @property
+    def columnwise_source(self) -> str:
+        """What the columnwise plane is made of."""
+        return self.quantizer.columnwise_source
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether a plane is rounded stochastically: never."""
+        return self.quantizer.is_stochastic
+
+    @property
+    def text(self) -> str:
+        """Canonical text of the quantizer of the same planes with current scaling."""
+        return self.quantizer.text
+
+    def mirrored(self) -> Float8Quantizer:
+        """Return the quantizer of the transposed tensor, with the same scale and amax."""
+        usages = self.get_usages()
+        return self.with_usage(usages["columnwise"], usages["rowwise"])
+
+    def with_spec(self, direction: Direction, spec: PlaneSpec) -> Float8Quantizer:
+        """Return a quantizer with the same tensors and another spec for one plane.
+
+        Args:
+            direction: of the plane.
+            spec: of it.
+        """
+        other = self.with_usage()
+        other.quantizer = self.quantizer.with_spec(direction, spec)
+        return other
+
+    def make_empty(self, shape: Sequence[int], **options: Any) -> QuantizedTensor:
+        """Return a QuantizedTensor of `shape` with zeros; no amax is recorded.
+
+        Args:
+            shape: logical shape.
+            options: dtype, device and requires_grad as for `Quantizer.make_empty`.
+        """
+        made = self.quantizer.make_empty(shape, **options)
+        made.quantizer = self
+        return made

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from ..direction import Direction
 from ..errors import PlaneError, SpecError
 from ..formats import PlaneSpec
 from ..kernels.checks import HIGH_PRECISION, check_seed
@@ -133,6 +134,15 @@ class Quantizer:
             rowwise_usage=self.rowwise_usage if rowwise is None else rowwise,
             columnwise_usage=self.columnwise_usage if columnwise is None else columnwise,
         )
+
+    def with_spec(self, direction: Direction, spec: PlaneSpec) -> Quantizer:
+        """Return this quantizer with another spec for one plane.
+
+        Args:
+            direction: of the plane.
+            spec: of it.
+        """
+        return replace(self, **{direction: spec})  # type: ignore[arg-type]
 
     def set_usage(self, **usages: bool | None) -> None:
         """Refuse: a Quantizer is frozen.

@@ -47,7 +47,8 @@ def overwrite_planes(
         encode: takes a plain matrix and the usages of `target`.
 
     Raises:
-        PlaneError: a plane of `target` has another spec than the one that was made.
+        PlaneError: a plane of `target` has another spec than the one that was made, or another
+            tensor of this memory has a plane that `target` lacks.
         RuntimeError: `target` is a leaf that requires grad, outside `torch.no_grad()`.
     """
     plain = source.dequantize() if is_quantized(source) else source
@@ -56,6 +57,7 @@ def overwrite_planes(
             "update_quantized: a leaf that requires grad is written in place only under "
             "torch.no_grad()"
         )
+    target.tensor_storage.check_write("update_quantized")
     with torch.no_grad():
         matrix = plain.detach().to(target.device).reshape(matrix_shape(plain.shape))
         made = encode(matrix, target.get_usages())

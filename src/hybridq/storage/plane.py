@@ -12,7 +12,13 @@ from ..errors import PlaneError
 from ..formats import PlaneSpec
 from ..kernels import Kept
 
-__all__ = ["Plane", "overwrite"]
+__all__ = ["Codes", "Plane", "overwrite"]
+
+
+class Codes:
+    """Stands for the memory of a plane as long as a view of it lives."""
+
+    __slots__ = ("__weakref__",)
 
 
 class Plane:
@@ -29,10 +35,12 @@ class Plane:
             `spec.buffers(*self.matrix)`.
     """
 
-    __slots__ = ("buffers", "cols", "direction", "kept", "rows", "spec")
+    __slots__ = ("buffers", "codes", "cols", "direction", "kept", "rows", "spec")
 
     #: What GEMMs have made of this plane, or None before the first.
     kept: Kept | None
+    #: The same object in all planes whose buffers are views of the same memory.
+    codes: Codes
 
     def __init__(
         self,
@@ -48,6 +56,7 @@ class Plane:
         self.cols = cols
         self.buffers = dict(buffers)
         self.kept = None
+        self.codes = Codes()
 
     @staticmethod
     def of(x: torch.Tensor, direction: Direction = ROWWISE) -> Plane:
@@ -161,7 +170,9 @@ class Plane:
                 buffer.narrow(dim, first[dim], last[dim] - first[dim]) if cut else buffer
             )
         rows, cols = (stop - start, self.cols) if axis == 0 else (self.rows, stop - start)
-        return Plane(self.spec, self.direction, rows, cols, buffers)
+        made = Plane(self.spec, self.direction, rows, cols, buffers)
+        made.codes = self.codes
+        return made
 
     def dequantize_part(
         self, axis: int, start: int, stop: int, dtype: torch.dtype = torch.float32
@@ -241,6 +252,7 @@ class Plane:
         other = opposite(self.direction)
         made = Plane(self.spec, other, self.cols, self.rows, self.buffers)
         made.kept = self.ready  # the same matrix: what is made of one is made of both
+        made.codes = self.codes
         return made
 
     def derive(self) -> Plane:
@@ -258,7 +270,9 @@ class Plane:
         buffers = dict(self.buffers)
         if self.spec.format.is_identity:
             buffers["data"] = self.data.t()
-            return Plane(self.spec, other, self.rows, self.cols, buffers)
+            made = Plane(self.spec, other, self.rows, self.cols, buffers)
+            made.codes = self.codes
+            return made
         element = self.spec.format.element
         bits = 4 if element is not None and element.codes_per_byte == 2 else 8
         buffers["data"] = torch.ops.hybridq.transpose(self.data, *self.matrix, bits)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from weakref import ref
 
 import torch
 
 from ..direction import COLUMNWISE, ROWWISE, Direction, opposite
 from ..errors import PlaneError
 from ..formats import BUFFER_NAMES, PlaneSpec
-from .plane import Plane
+from .plane import Codes, Plane
 
 __all__ = ["PlaneLayout", "StorageLayout", "TensorStorage"]
 
@@ -48,7 +49,7 @@ class TensorStorage:
         PlaneError: both are None.
     """
 
-    __slots__ = ("columnwise", "leads", "rowwise")
+    __slots__ = ("columnwise", "kin", "leads", "rowwise")
 
     #: Whether the planes' memory is freed and filled again without a word to autograd.
     comes_and_goes = False
@@ -74,6 +75,9 @@ class TensorStorage:
         self.rowwise = rowwise
         self.columnwise = columnwise
         self.leads = leads
+        #: The memory of all planes of the storages that views share, once one of them has other
+        #: planes than the rest; one list for all of them.
+        self.kin: list[ref[Codes]] = []
 
     @property
     def planes(self) -> tuple[Plane, ...]:
@@ -124,11 +128,13 @@ class TensorStorage:
 
     def mirrored(self) -> TensorStorage:
         """Return the storage of X transposed: the same planes, swapped."""
-        return TensorStorage(
+        made = TensorStorage(
             None if self.columnwise is None else self.columnwise.mirrored(),
             None if self.rowwise is None else self.rowwise.mirrored(),
             opposite(self.first.direction),
         )
+        made.kin = self.kin
+        return made
 
     def with_usage(self, rowwise: bool, columnwise: bool) -> TensorStorage:
         """Return the storage with just the planes asked for: dropped, kept or derived.
@@ -141,11 +147,36 @@ class TensorStorage:
         Raises:
             PlaneError: a plane is asked for that is neither there nor derivable.
         """
-        return TensorStorage(
+        made = TensorStorage(
             self.plane(ROWWISE) if rowwise else None,
             self.plane(COLUMNWISE) if columnwise else None,
             self.first.direction,
         )
+        made.kin = self.kin
+        if made.planes != self.planes:
+            self.kin.extend(ref(plane.codes) for plane in {*self.planes, *made.planes})
+        return made
+
+    def check_write(self, where: str) -> None:
+        """Raise if a write would leave a plane stale that another tensor of this memory has.
+
+        Args:
+            where: the function that writes, for the error.
+
+        Raises:
+            PlaneError: `with_usage` gave that tensor, or this one, other planes.
+        """
+        if not self.kin:
+            return
+        own = [plane.codes for plane in self.planes]
+        living = [codes for codes in (one() for one in self.kin) if codes is not None]
+        if any(all(codes is not one for one in own) for codes in living):
+            have = " and ".join(plane.direction for plane in self.planes)
+            raise PlaneError(
+                f"{where}: another tensor shares this memory and has a plane that this one lacks "
+                f"since update_usage, which the write would leave as it is, got the {have} plane; "
+                "write that tensor, give both the same planes, or write a clone of this one"
+            )
 
     def part(self, axis: int, start: int, stop: int) -> TensorStorage | None:
         """Return rows (axis 0) or columns (axis 1) `[start, stop)` of X as views of the buffers.
@@ -158,7 +189,11 @@ class TensorStorage:
         """
         leads = self.first.direction
         row, col = (None if p is None else p.part(axis, start, stop) for p in self._pair)
-        return None if _of(row, col, leads) is None else TensorStorage(row, col, leads)
+        if _of(row, col, leads) is None:
+            return None
+        made = TensorStorage(row, col, leads)
+        made.kin = self.kin
+        return made
 
     def is_apart(self, axis: int, part: TensorStorage) -> bool:
         """Return whether `part`, cut out along `axis`, may be written without harm to the rest.

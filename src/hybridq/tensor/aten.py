@@ -279,6 +279,7 @@ def _copy_bytes(target: Any, source: Any, non_blocking: bool) -> bool:
     ours, own_layout = target.tensor_storage.flatten()
     if layout != own_layout or target.shape != source.shape or is_flat(target) != is_flat(source):
         return False
+    target.tensor_storage.check_write("copy_")
     for ours_one, theirs_one in zip(ours, theirs, strict=True):
         overwrite(ours_one, theirs_one, non_blocking)
     return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -329,7 +330,9 @@ class QuantizedTensor(Unprepared, Memory, torch.Tensor):
         self.tensor_storage.check_graph()
         names = [name for name, _ in self.tensor_storage.named_buffers()]
         layout = self.tensor_storage.flatten()[1]
-        return names, (layout, self.dtype, self.quantizer, self._width)
+        # One that holds tensors of its caller cannot be in a graph: writes are refused there.
+        quantizer = None if hasattr(self.quantizer, "quantizer") else self.quantizer
+        return names, (layout, self.dtype, quantizer, self._width)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -385,7 +388,9 @@ class QuantizedTensor(Unprepared, Memory, torch.Tensor):
         plain = tuple((p.spec, p.direction, p.slots) for p in layout)
         args = (buffers, plain, tuple(self.shape), self.dtype, self.requires_grad)
         is_parameter = isinstance(self, torch.nn.Parameter)
-        return _rebuild, (*args, self.own_quantizer, self._width, is_parameter)
+        own = self.own_quantizer
+        own = getattr(own, "quantizer", own)  # of one that holds tensors of its caller, the value
+        return _rebuild, (*args, own, self._width, is_parameter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) in memo:
@@ -394,7 +399,7 @@ class QuantizedTensor(Unprepared, Memory, torch.Tensor):
             self.tensor_storage.map(lambda buffer: buffer.detach().clone()),
             self.shape,
             self.dtype,
-            quantizer=self.own_quantizer,
+            quantizer=deepcopy(self.own_quantizer, memo),
             requires_grad=self.requires_grad,
         )
         if isinstance(self, torch.nn.Parameter):

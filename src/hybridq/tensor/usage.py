@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from ..errors import PlaneError
@@ -31,7 +30,7 @@ def used(
         own = getattr(quantizer, plane.direction, None)
         if own is None and quantizer is not None:
             # A plane that was derived is written from now on, and so the quantizer describes it.
-            quantizer = replace(quantizer, **{plane.direction: plane.spec})
+            quantizer = quantizer.with_spec(plane.direction, plane.spec)
         is_new = getattr(storage, plane.direction) is None
         if is_new and own is not None and not _describes(own, plane.spec):
             raise PlaneError(
