@@ -315,3 +315,10 @@ def test_blocks_that_do_not_divide_128() -> None:
         torch.testing.assert_close(got[g].double(), want, rtol=1e-4, atol=1e-3)
     with pytest.raises(ValueError, match="must divide the 128 tokens"):
         torch.ops.hybridq.encode_ragged(x, offsets, "", spec.text, by_group=True)
+
+
+def test_the_largest_of_a_group_is_not_that_of_those_before_it() -> None:
+    x = torch.arange(6.0, 0.0, -1.0).view(6, 1).expand(6, 4).contiguous()
+    offsets = torch.tensor([2, 3, 6], dtype=torch.int32)
+    for largest in (group_device.largest_by_group, group_loop.largest_loop):
+        assert largest(x, offsets).flatten().tolist() == [6.0, 4.0, 3.0]

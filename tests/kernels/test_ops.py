@@ -230,3 +230,14 @@ def test_places_and_streams_are_numbers_that_can_be_counted(backend) -> None:
             torch.ops.hybridq.encode(x, "mxfp8;sr", "mxfp8;sr", None, None, seed, **wrong)
     with pytest.raises(ValueError, match="round_stochastic: a stream"):
         torch.ops.hybridq.round_stochastic(x, seed, torch.bfloat16, 2**32)
+
+
+def test_a_product_into_a_tensor_adds_only_where_it_is_told() -> None:
+    a = torch.ops.hybridq.encode(torch.randn(3, 32), "mxfp8", "")
+    b = torch.ops.hybridq.encode(torch.randn(5, 32), "mxfp8", "")
+    operands = (a, "mxfp8", 3, b, "mxfp8", 5, 32)
+    want = torch.ops.hybridq.gemm(*operands, out_dtype=torch.float32)
+    for accumulate in (False, True):
+        out = torch.full((3, 5), 1000.0)
+        torch.ops.hybridq.gemm_(out, *operands, accumulate=accumulate)
+        assert (out - want).abs().max() < 1e-3 if not accumulate else (out - want).min() > 999.0
