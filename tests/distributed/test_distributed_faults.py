@@ -67,6 +67,43 @@ def test_what_check_ranks_refuses() -> None:
         check_ranks(nn.Linear(2, 2))
 
 
+def test_trailers_are_asked_for_one_by_one_and_their_memory_is_used_again() -> None:
+    """While a device lags each gather asks about the oldest ones only."""
+    asked: list[int] = []
+    arrived: list[int] = []
+    buffers: list[torch.Tensor] = []
+
+    class Event:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def query(self) -> bool:
+            asked.append(self.number)
+            return self.number in arrived
+
+    def buffer(shape: torch.Size) -> torch.Tensor:
+        buffers.append(torch.empty(shape, dtype=torch.uint8))
+        return buffers[-1]
+
+    numbers = iter(range(1000))
+    own = b"a" * 16
+    unread = agreement.Unread(lambda: Event(next(numbers)), buffer)
+    trailers = torch.tensor([list(own)] * 2, dtype=torch.uint8)
+    for _ in range(100):
+        unread.read()
+        unread.add(trailers, own, "layer", None)
+    assert asked == [0] * 99
+    arrived += [0, 1, 3]  # the third waits, and with it those behind
+    asked.clear()
+    unread.read()
+    assert asked == [0, 1, 2] and len(buffers) == 100
+    for _ in range(2):
+        unread.add(trailers, own, "layer", None)
+    assert len(buffers) == 100
+    unread.add(trailers, own, "layer", None)
+    assert len(buffers) == 101
+
+
 def test_trailers_that_come_late_are_read_when_they_have_arrived(monkeypatch) -> None:
     """On a device; here what has come is put where a gather leaves it."""
 
@@ -84,9 +121,9 @@ def test_trailers_that_come_late_are_read_when_they_have_arrived(monkeypatch) ->
     monkeypatch.setattr(torch.distributed, "get_global_rank", lambda group, rank: 4 + rank)
     event, own, other = Event(), b"a" * 16, b"b" * 16
     rows = torch.tensor([list(own), list(other)], dtype=torch.uint8)
-    monkeypatch.setattr(
-        agreement, "_unread", [agreement._Unread(rows, event, own, "layer", Group())]
-    )
+    unread = agreement.Unread(lambda: event, lambda shape: torch.empty(shape, dtype=torch.uint8))
+    unread.add(rows, own, "layer", Group())
+    monkeypatch.setattr(agreement, "_unread", unread)
     agreement.read_arrived()  # not yet
     event.is_done = True
     with pytest.raises(RuntimeError, match=r"for layer .* on rank 4, another on rank 5"):

@@ -31,6 +31,11 @@ def test_policies_memory_and_checkpoints(tmp_path) -> None:
 
 
 @needs_gloo
+def test_a_gather_costs_the_host_little_more_than_a_plain_one(tmp_path) -> None:
+    run(2, tmp_path / "store", "calls")
+
+
+@needs_gloo
 # Of 2 ranks each holds all rows.
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.more)])
 def test_two_dimensional_mesh(world, tmp_path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from rank_program import main
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hybridq
@@ -184,6 +186,55 @@ def chunks() -> None:
             sizes.clear()
     finally:
         dist.all_reduce, work.MAXIMA_AT_ONCE = whole, 1 << 25
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def host_cost(rows: int, recipe: str | None) -> tuple[int, int]:
+    """Return the calls, Python's and C's, and the operators of one weight's gather."""
+    model = hybridq.convert(nn.Sequential(nn.Linear(64, rows, bias=False)))
+    if recipe is not None:
+        prepare_fsdp2(model)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(model, mp_policy=policy)
+    calls = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    with hybridq.autocast(enabled=recipe is not None, recipe=recipe):
+        for _ in range(3):
+            model.unshard()
+            model.reshard()
+        sys.setprofile(note)
+        model.unshard()
+        model.reshard()
+        sys.setprofile(None)
+        with Operators() as operators:
+            model.unshard()
+            model.reshard()
+    return calls, operators.count
+
+
+def calls() -> None:
+    """What a gather costs the host, beside that of plain FSDP2."""
+    for rows, most in ((64, 1.85), (65, 2.0)):
+        plain = host_cost(rows, None)
+        for recipe in ("mxfp8", "nvfp4", "fp8_current", "mxfp8_fwd_nvfp4_bwd"):
+            own = host_cost(rows, recipe)
+            assert own[0] <= most * plain[0], (recipe, rows, own, plain)
+            assert own[1] <= (3 if rows == 64 else 4) * plain[1], (recipe, rows, own, plain)
 
 
 def policies() -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from enum import Flag, auto
+from collections import deque
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -34,6 +35,7 @@ from .reshard import reshard_wholly
 __all__ = [
     "Note",
     "Prepared",
+    "Unread",
     "Wish",
     "check_trailers",
     "current_stack_wish",
@@ -43,19 +45,20 @@ __all__ = [
 ]
 
 
-class Note(Flag):
-    """What a rank tells the others of its rows, beside its wish.
+class Note:
+    """What a rank tells the others of its rows, beside its wish: a sum of the following.
+
+    Plain numbers, since every gather asks for them.
 
     Attributes:
         WRITTEN: since ranks reduced maxima that its planes need; they are not in its payload.
         STEPPED: since scales that follow from earlier steps were updated.
     """
 
-    WRITTEN = auto()
-    STEPPED = auto()
+    WRITTEN = 1
+    STEPPED = 2
 
 
-_NOTHING: Final = Note(0)
 #: By note, what the bytes of a digest are combined with, exclusively.
 _MASKS: Final = (0x00, 0x55, 0xAA, 0xFF)
 
@@ -67,11 +70,13 @@ class Wish(NamedTuple):
         slot: how the weight is quantized; None: not at all.
         digest: of everything that ranks must have in common.
         slots: the same as `slot` of each matrix, where the weight is several.
+        is_delayed: scales of the module, not of the weight alone, follow from earlier steps.
     """
 
     slot: SlotPlan | None
     digest: bytes
     slots: tuple[SlotPlan | None, ...] = ()
+    is_delayed: bool = False
 
 
 def current_wish(
@@ -90,7 +95,20 @@ def current_wish(
     elif module is not None and given is not None and isinstance(given[0], Recipe):
         plan = module._plan(given[0], part)
         plan = None if plan.is_plain else plan
-    return Wish(None if plan is None else plan.weight, plan_digest(plan))
+    return _wish(plan, settings.current().backend, _fp32_precision())
+
+
+#: `torch.get_float32_matmul_precision`, which every gather asks for.
+_fp32_precision: Final[Any] = torch._C._get_float32_matmul_precision
+
+
+@lru_cache(maxsize=4096)
+def _wish(plan: Plan | None, *settings_of_digest: str | None) -> Wish:
+    """Return the wish of a plan under the settings that its digest is of."""
+    del settings_of_digest  # they are in force: only another value asks anew
+    if plan is None:
+        return Wish(None, plan_digest(None))
+    return Wish(plan.weight, plan_digest(plan), (), plan.is_delayed)
 
 
 def current_stack_wish(
@@ -115,9 +133,11 @@ def _stack_wish(module: QuantizedModule | None, recipe: Recipe | None, count: in
     plans = [None if plan is None or plan.is_plain else plan for plan in plans]
     slots = tuple(None if plan is None else plan.weight for plan in plans)
     digests = b"".join(plan_digest(plan) for plan in plans)
+    is_delayed = any(plan is not None and plan.is_delayed for plan in plans)
     if len(plans) == 1:
-        return Wish(None, digests, slots * count)
-    return Wish(None, hashlib.blake2b(digests, digest_size=DIGEST_NBYTES).digest(), slots)
+        return Wish(None, digests, slots * count, is_delayed)
+    digest = hashlib.blake2b(digests, digest_size=DIGEST_NBYTES).digest()
+    return Wish(None, digest, slots, is_delayed)
 
 
 class Prepared:
@@ -130,7 +150,8 @@ class Prepared:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._recipe: Recipe | None = None
-        self._is_compared = False
+        #: Whether ranks have compared.
+        self.is_compared = False
         #: How often ranks had to find all maxima again, since rows were written by no optimizer.
         self.num_reductions = 0
         self._in_graphs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -147,7 +168,7 @@ class Prepared:
             mesh: of all ranks that hold the parameter, or None.
             group: the ranks, if there is no mesh.
         """
-        if self._is_compared:
+        if self.is_compared:
             return
         recipe = settings.current().recipe
         self._recipe = recipe if isinstance(recipe, Recipe) else None
@@ -155,7 +176,7 @@ class Prepared:
         self._in_graphs = _compiled(self._model())
         own = Fingerprint.of(self._model(), self._recipe, shape)
         compare(own, group if mesh is None else flat_group(mesh), "fsdp2")
-        self._is_compared = True
+        self.is_compared = True
         self._check_attached()
         model = self._model()
         if model is not None:
@@ -218,7 +239,7 @@ def _compiled(model: nn.Module | None) -> weakref.WeakSet[nn.Module]:
 
 
 @lru_cache(maxsize=256)
-def trailer(digest: bytes, device: torch.device, note: Note = _NOTHING) -> torch.Tensor:
+def trailer(digest: bytes, device: torch.device, note: int = 0) -> torch.Tensor:
     """Return the bytes that a rank's payload ends with, uint8 `[16]`.
 
     Args:
@@ -227,11 +248,13 @@ def trailer(digest: bytes, device: torch.device, note: Note = _NOTHING) -> torch
         note: what else the rank tells.
     """
     with torch.inference_mode(False):
-        values = [byte ^ _MASKS[note.value] for byte in digest]
+        values = [byte ^ _MASKS[note] for byte in digest]
         return torch.tensor(values, dtype=torch.uint8, device=device)
 
 
-class _Unread(NamedTuple):
+class _Trailers(NamedTuple):
+    """Trailers that are on their way from a device, and what they must say."""
+
     copy: torch.Tensor
     event: Any
     digest: bytes
@@ -239,13 +262,64 @@ class _Unread(NamedTuple):
     group: Any
 
 
-#: Trailers that were not worth waiting for the device.
-_unread: list[_Unread] = []
+class Unread:
+    """Trailers that were not worth waiting for the device, the oldest first.
+
+    Args:
+        new_event: makes an event that is recorded on the current stream.
+        new_buffer: makes host memory of a shape that a device copies into without waiting.
+    """
+
+    def __init__(
+        self, new_event: Callable[[], Any], new_buffer: Callable[[torch.Size], torch.Tensor]
+    ) -> None:
+        self._new_event, self._new_buffer = new_event, new_buffer
+        self._waiting: deque[_Trailers] = deque()
+        #: Buffers whose trailers were read, by shape.
+        self._free: dict[torch.Size, list[torch.Tensor]] = {}
+
+    def add(self, trailers: torch.Tensor, digest: bytes, name: str, group: Any) -> None:
+        """Have trailers copied, to be read later.
+
+        Args:
+            trailers: uint8 `[ranks, 16]`, on a device.
+            digest, name, group: as for `check_trailers`.
+        """
+        free = self._free.get(trailers.shape)
+        copy = free.pop() if free else self._new_buffer(trailers.shape)
+        copy.copy_(trailers, non_blocking=True)
+        self._waiting.append(_Trailers(copy, self._new_event(), digest, name, group))
+
+    def read(self) -> None:
+        """Read what has arrived, up to the first that has not: one question where none has.
+
+        Raises:
+            RuntimeError: ranks differ.
+        """
+        while self._waiting and self._waiting[0].event.query():
+            one = self._waiting.popleft()
+            notes = _notes(one.copy, one.digest, one.name, one.group)
+            self._free.setdefault(one.copy.shape, []).append(one.copy)
+            _check_same(notes, one.name, one.group)
+
+
+def _recorded() -> Any:
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def _pinned(shape: torch.Size) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+
+
+_unread: Final = Unread(_recorded, _pinned)
 
 
 def check_trailers(
-    trailers: torch.Tensor, own: Wish, agreed: Wish, name: str, group: Any, note: Note
-) -> Note:
+    trailers: torch.Tensor, own: Wish, agreed: Wish, name: str, group: Any, note: int
+) -> int:
     """Return what any rank notes; raise if a rank has another wish than this one.
 
     On a device the trailers of a rank whose own wish is as agreed, and which notes nothing, are
@@ -263,21 +337,27 @@ def check_trailers(
     Raises:
         RuntimeError: ranks differ; on all of them.
     """
-    read_arrived()
-    if trailers.is_cuda and own.digest == agreed.digest and not note:
-        copy = torch.empty(trailers.shape, dtype=torch.uint8, pin_memory=True)
-        copy.copy_(trailers, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        _unread.append(_Unread(copy, event, own.digest, name, group))
+    if not trailers.is_cuda:
+        if torch.equal(trailers, _all_alike(own.digest, trailers.shape[0])):
+            return 0
+        found = 0
+        for one in _notes(trailers, own.digest, name, group):
+            found |= one
+        return found
+    _unread.read()
+    if own.digest == agreed.digest and not note:
+        _unread.add(trailers, own.digest, name, group)
         return note
     notes = _notes(trailers.cpu(), own.digest, name, group)
-    if trailers.is_cuda:
-        _check_same(notes, name, group)
-    found = Note(0)
-    for one in notes:
-        found |= one
-    return found
+    _check_same(notes, name, group)
+    return notes[0]
+
+
+@lru_cache(maxsize=256)
+def _all_alike(digest: bytes, world: int) -> torch.Tensor:
+    """Return the trailers of ranks that all wish the same, and note nothing."""
+    with torch.inference_mode(False):
+        return trailer(digest, torch.device("cpu")).repeat(world, 1)
 
 
 def read_arrived() -> None:
@@ -286,15 +366,10 @@ def read_arrived() -> None:
     Raises:
         RuntimeError: ranks differ.
     """
-    waiting, _unread[:] = list(_unread), []
-    for one in waiting:
-        if one.event.query():
-            _check_same(_notes(one.copy, one.digest, one.name, one.group), one.name, one.group)
-        else:
-            _unread.append(one)
+    _unread.read()
 
 
-def _notes(trailers: torch.Tensor, digest: bytes, name: str, group: Any) -> list[Note]:
+def _notes(trailers: torch.Tensor, digest: bytes, name: str, group: Any) -> list[int]:
     """Return what each rank notes.
 
     Raises:
@@ -302,10 +377,10 @@ def _notes(trailers: torch.Tensor, digest: bytes, name: str, group: Any) -> list
     """
     own = trailer(digest, torch.device("cpu"))
     if torch.equal(trailers, own.expand_as(trailers)):
-        return [Note(0)] * len(trailers)
+        return [0] * len(trailers)
     masks = [set(row) for row in (trailers ^ own).tolist()]
     if all(len(mask) == 1 and min(mask) in _MASKS for mask in masks):
-        return [Note(_MASKS.index(min(mask))) for mask in masks]
+        return [_MASKS.index(min(mask)) for mask in masks]
     kinds: dict[Any, list[int]] = {}
     for rank, mask in enumerate(masks):
         row = 0 if len(mask) == 1 and min(mask) in _MASKS else tuple(trailers[rank].tolist())
@@ -317,7 +392,7 @@ def _notes(trailers: torch.Tensor, digest: bytes, name: str, group: Any) -> list
     )
 
 
-def _check_same(notes: list[Note], name: str, group: Any) -> None:
+def _check_same(notes: list[int], name: str, group: Any) -> None:
     """Raise unless all ranks note the same."""
     if len(set(notes)) < 2:
         return

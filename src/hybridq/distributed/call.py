@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -55,10 +55,7 @@ class Call:
         self._finds_amax = finds_amax or in_graph
         self.group, self.rank, self.world = group, rank, world
         self.shape, self.dtype, self.slot = shape, dtype, slot
-        cols = 1
-        for size in shape[1:]:
-            cols *= size
-        self.shards = Shards.chunks(shape[0], cols, world)
+        self.shards = _shards(shape, world)
 
     def key(self) -> tuple[Any, ...]:
         """Return what maxima depend on beside the values."""
@@ -130,18 +127,6 @@ class Call:
         """
         return plan.payload + DIGEST_NBYTES if self.is_even else math.prod(self._room)
 
-    @property
-    def _num_amaxes(self) -> int:
-        """How many amaxima of its rows a rank sends: those that a forward records.
-
-        One of the values; and where the columnwise plane is delayed and made of the decoded
-        rowwise one, one of what that decodes to.
-        """
-        slot = self.slot
-        if slot is None or not slot.is_delayed:
-            return 0
-        return 2 if slot.col_delay and slot.col_source != "original" else 1
-
     def has_given_scale(self, direction: Direction) -> bool:
         """Return whether the plane's scale follows from earlier steps.
 
@@ -155,53 +140,91 @@ class Call:
 
     def plain(self) -> StorageShards:
         """Return the plan that gathers the values as they are."""
-        return StorageShards(PlaneSpec.plain(self.dtype), None, "original", self.shards)
+        return _plain(self.shape, self.dtype, self.world)
 
     def plan(self, row: bool, col: bool, name: str) -> StorageShards:
-        """Return the plan that gathers these planes, or the values where shards cannot."""
-        slot = self.slot
-        if slot is None or len(self.shape) != 2:
+        """Return the plan that gathers these planes, or the values where shards cannot.
+
+        It is made once for all gathers that are alike, with all that follows from it.
+        """
+        if self.slot is None or len(self.shape) != 2:
             return self.plain()
-        specs = [PlaneSpec.parse(p.spec).resolve(self.dtype) for p in (slot.row, slot.col)]
-        whole = StorageShards(
-            specs[0],
-            specs[1],
-            slot.col_source,
-            self.shards,
-            STREAMS["weight"],
-            has_one_scale=slot.shares_state or not slot.is_delayed,
-            num_amaxes=self._num_amaxes,
+        kind = (self.slot, self.shape, self.dtype, self.world, self._finds_amax, self._in_graph)
+        plan, reason = _planned(*kind, row, col)
+        if reason and name:
+            warn_once(f"fsdp2.plain:{name}:{reason}", f"fsdp2: {name} {reason}")
+        return plan
+
+
+@lru_cache(maxsize=1024)
+def _shards(shape: torch.Size, world: int) -> Shards:
+    return Shards.chunks(shape[0], math.prod(shape[1:]), world)
+
+
+@lru_cache(maxsize=1024)
+def _plain(shape: torch.Size, dtype: torch.dtype, world: int) -> StorageShards:
+    return StorageShards(PlaneSpec.plain(dtype), None, "original", _shards(shape, world))
+
+
+@lru_cache(maxsize=4096)
+def _planned(
+    slot: SlotPlan,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    world: int,
+    finds_amax: bool,
+    in_graph: bool,
+    row: bool,
+    col: bool,
+) -> tuple[StorageShards, str]:
+    """Return the plan that gathers planes of a weight, and, if it is its values, why; or ""."""
+    plain = _plain(shape, dtype, world)
+    specs = [PlaneSpec.parse(p.spec).resolve(dtype) for p in (slot.row, slot.col)]
+    whole = StorageShards(
+        specs[0],
+        specs[1],
+        slot.col_source,
+        _shards(shape, world),
+        STREAMS["weight"],
+        has_one_scale=slot.shares_state or not slot.is_delayed,
+        num_amaxes=_num_amaxes(slot),
+    )
+    reason = whole.problem
+    if any(spec.stochastic for spec in specs):
+        reason = "stochastic rounding draws for the whole weight"
+    if slot.col.is_plain and not slot.saves_row:
+        reason = "its backward multiplies with the values themselves"
+    if slot.is_delayed and finds_amax:
+        reason = "what it is used by (a compiled graph, or groups) finds its amax itself"
+    if all(spec.format.is_identity for spec in specs):
+        return plain, ""
+    if reason is not None:
+        advice = ""
+        if reason == whole.problem:
+            unit = max(plane.unit for plane in whole.planes)
+            rows = whole.shards.sizes[0]
+            advice = f"; rows per rank are {rows}, and multiples of {unit} would do"
+        return plain, (
+            f"{list(shape)} is gathered as {dtype} and quantized after, {plain.payload} bytes per "
+            f"rank instead of {whole.payload}: {reason}{advice}"
         )
-        reason = whole.problem
-        if any(spec.stochastic for spec in specs):
-            reason = "stochastic rounding draws for the whole weight"
-        if slot.col.is_plain and not slot.saves_row:
-            reason = "its backward multiplies with the values themselves"
-        if slot.is_delayed and self._finds_amax:
-            reason = "what it is used by (a compiled graph, or groups) finds its amax itself"
-        if all(spec.format.is_identity for spec in specs):
-            return self.plain()
-        if reason is not None:
-            if not name:
-                return self.plain()
-            plain, advice = self.plain().payload, ""
-            if reason == whole.problem:
-                unit = max(plane.unit for plane in whole.planes)
-                advice = (
-                    f"; rows per rank are {self.shards.sizes[0]}, and multiples of {unit} would do"
-                )
-            warn_once(
-                f"fsdp2.plain:{name}:{whole}",
-                f"fsdp2: {name} {list(self.shape)} is gathered as {self.dtype} and quantized "
-                f"after, {plain} bytes per rank instead of {whole.payload}: {reason}{advice}",
-            )
-            return self.plain()
-        if self._in_graph and whole.payload >= self.plain().payload and not slot.saves_row:
-            return self.plain()  # both planes are asked for, and are more
-        if whole.derives:
-            return whole
-        if not col or slot.saves_row:  # the backward decodes the rowwise plane
-            return replace(whole, col=None, col_source="original")
-        if not row and slot.col_source == "original":
-            return replace(whole, row=None)
-        return replace(whole, sends_row=row)
+    if in_graph and whole.payload >= plain.payload and not slot.saves_row:
+        return plain, ""  # both planes are asked for, and are more
+    if whole.derives:
+        return whole, ""
+    if not col or slot.saves_row:  # the backward decodes the rowwise plane
+        return replace(whole, col=None, col_source="original"), ""
+    if not row and slot.col_source == "original":
+        return replace(whole, row=None), ""
+    return replace(whole, sends_row=row), ""
+
+
+def _num_amaxes(slot: SlotPlan | None) -> int:
+    """Return how many amaxima of its rows a rank sends: those that a forward records.
+
+    One of the values; and where the columnwise plane is delayed and made of the decoded rowwise
+    one, one of what that decodes to.
+    """
+    if slot is None or not slot.is_delayed:
+        return 0
+    return 2 if slot.col_delay and slot.col_source != "original" else 1

@@ -63,6 +63,10 @@ class GatheredParameter(Regather):
         #: Where FSDP2 has put what it gathered: tensors that it made for the first gather.
         self.outputs: list[torch.Tensor] = []
         self.nbytes = 0
+        self._is_in_graph: bool | None = None
+        #: The mesh of the last gather, and its process group.
+        self._gather_mesh: Any = None
+        self._gather_group: Any = None
         #: Maxima, of both planes.
         self.known = Known()
         #: Of delayed scaling, the planes' statistics of the last gather that no backward asked for.
@@ -88,23 +92,23 @@ class GatheredParameter(Regather):
         module = self._module()
         return "forward" if module is None or module.training else "inference"
 
-    def next_call(
-        self, group: Any, shape: torch.Size, dtype: torch.dtype, phase: str, mesh: Any
-    ) -> Call:
+    def next_call(self, mesh: Any, shape: torch.Size, dtype: torch.dtype, phase: str) -> Call:
         """Return how the gather that begins is done: as ranks have agreed.
 
         Args:
-            group: over which.
+            mesh: of one dimension, over which.
             shape: of the whole parameter.
             dtype: that it is gathered in, or quantized from.
             phase: of the call.
-            mesh: of all ranks that hold the parameter, or None.
 
         Raises:
             RuntimeError: ranks differ, on all of them.
         """
-        if self._prepared is not None:
-            self._prepared.compare_once(mesh, group)
+        if self._gather_mesh is not mesh:
+            self._gather_mesh, self._gather_group = mesh, mesh.get_group()
+        group, prepared = self._gather_group, self._prepared
+        if prepared is not None and not prepared.is_compared:
+            prepared.compare_once(self.mesh(), group)
         self.call = self._new_call(group, shape, dtype, phase)
         self.call.age = self._age()
         return self.call
@@ -170,21 +174,24 @@ class GatheredParameter(Regather):
 
     def _sent(self, plan: StorageShards, device: torch.device) -> torch.Tensor:
         """Return this rank's payload and trailer, uint8; every rank must call it."""
-        call, note = self.last_call(), self._note(plan)
+        call: Any = self.call
+        note = self._note(plan)
         if note:  # its planes cannot be made before all ranks know of that
             payload = torch.zeros(plan.payload, dtype=torch.uint8, device=device)
         else:
             payload = self.payload(plan)
         return torch.cat([payload, trailer(call.wish.digest, device, note)])
 
-    def _note(self, plan: StorageShards) -> Note:
+    def _note(self, plan: StorageShards) -> int:
         """Return what this rank knows of its rows, and the others may not."""
-        call, stamp, note = self.last_call(), self._stamp(), Note(0)
-        if self.known.is_outdated(plan, call, stamp):
+        call: Any = self.call
+        stamp, note = self._stamp(), 0
+        if plan.reduced and self.known.is_outdated(plan, call, stamp):
             note |= Note.WRITTEN
         module = self._module()
         if (
-            call.phase == "forward"
+            call.wish.is_delayed
+            and call.phase == "forward"
             and module is not None
             and module._misses_step(self._part, stamp)
         ):
@@ -237,7 +244,7 @@ class GatheredParameter(Regather):
         Raises:
             RuntimeError: ranks differ, on all of them.
         """
-        call = self.last_call()
+        call: Any = self.call
         is_good = self._is_good(plan, received, self.agreed(call.phase))
         if self.in_graph and call.phase != "backward":
             call.wish = self.wish_now(call.phase)  # a graph says nothing when it computes
@@ -253,18 +260,18 @@ class GatheredParameter(Regather):
         Raises:
             RuntimeError: ranks differ, on all of them.
         """
-        call = self.last_call()
+        call: Any = self.call
         trailers = received[:, plan.payload : plan.payload + DIGEST_NBYTES]
-        own = self._note(plan) if trailers.is_cuda else Note(0)
+        own = self._note(plan) if trailers.is_cuda else 0
         note = check_trailers(trailers, call.wish, agreed, self.name, call.group, own)
         is_scaled = call.slot is not None and call.slot.is_delayed and call.phase == "forward"
         if is_scaled and call.age[0] != num_updates():
             note |= Note.STEPPED  # in the gather of another parameter, after this one began
-        if Note.STEPPED in note and call.age[0] == num_updates():
+        if note & Note.STEPPED and call.age[0] == num_updates():
             module = self._module()
             if module is not None:
                 module._take_step(self._part, self._stamp())
-        if Note.WRITTEN in note and call.age[1] == self._age()[1]:
+        if note & Note.WRITTEN and call.age[1] == self._age()[1]:
             self._reduce_anew()
         return not note
 
@@ -318,8 +325,13 @@ class GatheredParameter(Regather):
 
     @property
     def in_graph(self) -> bool:
-        """Whether the module is part of a compiled one."""
-        return self._prepared is not None and self._prepared.is_compiled(self._module())
+        """Whether the module is part of a compiled one: known when ranks have compared."""
+        known = self._is_in_graph
+        if known is None:
+            known = self._prepared is not None and self._prepared.is_compiled(self._module())
+            if self._prepared is None or self._prepared.is_compared:
+                self._is_in_graph = known
+        return known
 
     def last_call(self) -> Call:
         """Return how the last gather was done."""
@@ -373,20 +385,23 @@ class GatheredParameter(Regather):
 
     def work(self, plan: StorageShards) -> ShardWork:
         """Return this rank's part of `plan`, with the maxima that are known."""
-        call, shard = self.last_call(), None if self.shard is None else self.shard()
+        call: Any = self.call
+        shard = None if self.shard is None else self.shard()
         if shard is None:
             raise RuntimeError(f"fsdp2: {self.name} has no shard any more")
         high, dtype, cols = shard.high, call.dtype, call.shards.cols
         age, stats = (0, None) if not plan.num_amaxes else self._scales()
         key, stamp = (call.key(), age), self._stamp()
-        known, amaxes = self.known.maxima(key, stamp), self.known.amaxes((key, stamp))
-        for place, direction in enumerate(DIRECTIONS):
+        known = self.known.maxima(key, stamp)
+        amaxes = self.known.amaxes((key, stamp)) if plan.num_amaxes else []
+        for place, direction in enumerate(DIRECTIONS if stats is not None else ()):
             if stats is not None and call.has_given_scale(direction):
                 first = 0 if plan.has_one_scale else place
                 known[direction] = [stats.narrow(0, first, 1).to(high.device)]
 
         def rows() -> torch.Tensor:
-            return high.detach().to(dtype).reshape(high.shape[0], cols)
+            x = high.to(dtype)
+            return x if x.dim() == 2 else x.reshape(x.shape[0], cols)
 
         return ShardWork(plan, rows, call.rank, high.device, known, amaxes)
 
@@ -404,10 +419,13 @@ class GatheredParameter(Regather):
 
     def payload(self, plan: StorageShards) -> torch.Tensor:
         """Return what this rank sends, uint8; every rank must call it."""
-        call, work = self.last_call(), self.work(plan)
+        call: Any = self.call
+        work = self.work(plan)
         if work.lacks_maxima:
             encode_shards(self._works_beside(work.device), call.group, only_maxima=True)
-        encode_shards([work], call.group)
+            encode_shards([work], call.group)
+        else:
+            work.run_all()
         self.nbytes += plan.payload * call.world
         return work.payload()
 
@@ -435,25 +453,6 @@ class GatheredParameter(Regather):
         found = own.new_empty(call.world * own.numel())
         dist.all_gather_into_tensor(found, own, call.group)
         return found.view(call.world, -1)
-
-    def fit_outputs(self, sizes: list[int]) -> None:
-        """Give FSDP2's tensors room for a gather of other sizes than the first one had.
-
-        Raises:
-            RuntimeError: they were made in inference mode.
-        """
-        world = self.last_call().world
-        for output, size in zip(self.outputs, sizes, strict=False):
-            if output.numel() == size * world:
-                continue
-            if output.is_inference():  # known by views only, which do not lead to it
-                raise RuntimeError(
-                    f"fsdp2: {self.name} was gathered in inference mode first, and FSDP2 keeps the "
-                    f"tensors that it made there; a gather of {size * world} bytes does not fit "
-                    f"into {output.numel()}; run the first forward under torch.no_grad() instead"
-                )
-            output.set_(output.new_empty(0).untyped_storage(), 0, (size * world,), (1,))
-            output.untyped_storage().resize_(0)  # FSDP2 makes room when it needs it
 
     def gather_now(self, direction: Direction) -> Plane:
         """Return a plane that the last gather did not bring; every rank must call it."""

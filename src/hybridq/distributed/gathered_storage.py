@@ -13,6 +13,7 @@ from ..kernels import NeverKept
 from ..recipes import SlotPlan
 from ..storage import Plane, TensorStorage
 from .call import Call
+from .places import Targets
 from .shards import StorageShards
 
 __all__ = ["GatheredStorage"]
@@ -54,7 +55,7 @@ class GatheredStorage(TensorStorage):
         about: the parameter.
     """
 
-    __slots__ = ("_about", "_earlier", "amaxes")
+    __slots__ = ("_about", "_earlier", "_is_of_inference", "_targets", "amaxes")
 
     comes_and_goes = True
 
@@ -65,6 +66,8 @@ class GatheredStorage(TensorStorage):
         self.leads = ROWWISE
         self.kin = []
         self._earlier: tuple[Plane, ...] = ()
+        self._is_of_inference = False
+        self._targets: Targets = {}
 
     def check_graph(self) -> None:
         """Raise where torch.compile is at work, and planes were not gathered for a graph.
@@ -92,22 +95,39 @@ class GatheredStorage(TensorStorage):
             plan: how the payloads were made.
             payloads: uint8 `[world, payload]`.
         """
-        if torch.is_inference_mode_enabled():
-            self._earlier = ()  # what is made here must not be filled outside, nor the reverse
-        old = tuple(buffer for plane in self._earlier for buffer in plane.tensors)
-        if any(buffer.is_inference() for buffer in old):
-            self._earlier, old = (), ()
-        with _unsafe_preserve_version_counter(old):
-            made = plan.unpack(payloads, self._earlier)
+        if torch.is_inference_mode_enabled() or self._is_of_inference:
+            self._earlier = ()  # what is made there must not be filled outside, nor the reverse
+            self._targets.clear()
+            self._is_of_inference = torch.is_inference_mode_enabled()
+        if plan.places is not None:
+            made = plan.unpack(payloads, self._earlier, self._targets)
+        else:
+            old = tuple(buffer for plane in self._earlier for buffer in plane.tensors)
+            with _unsafe_preserve_version_counter(old):
+                made = plan.unpack(payloads, self._earlier)
         if self._about.in_graph and self._about.derives_from(plan):
             made = self._with_derived(made)
-        self.amaxes = _largest(plan, payloads)
+        self.amaxes = _largest(plan, payloads) if plan.num_amaxes else None
         self.rowwise, self.columnwise = made.rowwise, made.columnwise
-        for plane in made.planes:
-            plane.kept = _never_kept
-        known = {plane.direction: plane for plane in (*self._earlier, *made.planes)}
-        self._earlier = tuple(known.values())
-        self._about.inner.extend(made.flatten()[0])
+        for plane in (made.rowwise, made.columnwise):
+            if plane is not None:
+                plane.kept = _never_kept
+                if plane not in self._earlier:
+                    self._take(plane)
+        if made.rowwise is None or made.columnwise is None:
+            self._about.inner.extend(made.first.buffers.values())
+        else:  # they may share some
+            self._about.inner.extend(made.flatten()[0])
+
+    def _take(self, plane: Plane) -> None:
+        """Fill `plane` from now on, in the place of the one that there was of its direction."""
+        kept = []
+        for one in self._earlier:
+            if one.direction == plane.direction:
+                self._targets.pop(one, None)
+            else:
+                kept.append(one)
+        self._earlier = (*kept, plane)
 
     def _with_derived(self, made: TensorStorage) -> TensorStorage:
         """Return a storage with the columnwise plane too, in the memory that it had before."""

@@ -21,9 +21,11 @@ import torch
 
 from ..direction import ROWWISE, Direction
 from ..formats import PlaneSpec
+from ..kernels.encode import encode_plan
+from ..kernels.watch import nothing_watches
 from ..storage import Plane
 
-__all__ = ["PlaneShards", "Received", "Shards"]
+__all__ = ["Piece", "PlaneShards", "Received", "Shards"]
 
 #: By rank, the bytes of its pieces.
 Received = Sequence[Sequence[torch.Tensor]]
@@ -74,7 +76,7 @@ class Shards:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """What a rank sends of one buffer: entries `[first, last)` along `dim`; dim -1: all of it."""
 
     name: str
@@ -117,6 +119,11 @@ class PlaneShards:
 
     def _matrix(self, rows: int) -> tuple[int, int]:
         return (rows, self.shards.cols) if self.direction == ROWWISE else (self.shards.cols, rows)
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Shape of the plane's own matrix, of all rows."""
+        return self._matrix(self.shards.rows)
 
     @cached_property
     def cut_blocks(self) -> tuple[int, ...]:
@@ -307,24 +314,26 @@ class PlaneShards:
                     window[last - low] = edge.to(x.dtype)
         stat = known[0] if self.needs_stat else None
         text, is_row = self.spec.text, self.direction == ROWWISE
-        buffers = torch.ops.hybridq.encode(
-            window,
-            text if is_row else "",
-            "" if is_row else text,
-            stat if is_row else None,
-            None if is_row else stat,
-            seed,
-            row0=low,
-            row_stream=self.stream,
-            col_stream=self.stream,
-        )
+        pair = (text, "") if is_row else ("", text)
+        first_stat, second_stat = (stat, None) if is_row else (None, stat)
+        place = (low, 0, self.stream, self.stream)
+        if nothing_watches(window, seed):
+            device = "cpu" if window.is_cpu else window.device.type
+            plan = encode_plan(*pair, window.dtype, device)
+            buffers = plan(window, first_stat, second_stat, seed, *place)
+        else:
+            names = ("row0", "col0", "row_stream", "col_stream")
+            options = dict(zip(names, place, strict=True))
+            buffers = torch.ops.hybridq.encode(
+                window, *pair, first_stat, second_stat, seed, **options
+            )
         named = zip(self.fsdp_buffer_fields, buffers, strict=True)
         rows, cols = window.shape
         return Plane(self.spec, self.direction, rows, cols, named)
 
     # ---- what travels
 
-    @property
+    @cached_property
     def fsdp_buffer_fields(self) -> tuple[str, ...]:
         """Names of the buffers that travel: all that the format has."""
         return tuple(buffer.name for buffer in self.spec.buffers(1, 1))
@@ -341,8 +350,15 @@ class PlaneShards:
             found.append((b.name, dim if count else -1, self.unit // count if count else 0))
         return tuple(found)
 
-    def pieces(self, rank: int) -> tuple[_Piece, ...]:
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
         """Return what `rank` sends; known to all ranks."""
+        return self._pieces[rank]
+
+    @cached_property
+    def _pieces(self) -> tuple[tuple[Piece, ...], ...]:
+        return tuple(self._pieces_of(rank) for rank in range(self.shards.world))
+
+    def _pieces_of(self, rank: int) -> tuple[Piece, ...]:
         first, last = self.shards.range(rank)
         if first == last:
             return ()
@@ -351,7 +367,7 @@ class PlaneShards:
         for buffer, (name, dim, step) in zip(whole, self._entries, strict=True):
             dtype = buffer.dtype or torch.bfloat16
             if dim < 0:
-                made.append(_Piece(name, dim, 0, 0, buffer.shape, dtype))
+                made.append(Piece(name, dim, 0, 0, buffer.shape, dtype))
                 continue
             # Of a block on two ranks the first one sends the scale; of a byte both send theirs.
             start = first // step if name == "data" else -(-first // step)
@@ -360,7 +376,7 @@ class PlaneShards:
                 stop = buffer.shape[dim]
             shape = list(buffer.shape)
             shape[dim] = stop - start
-            made.append(_Piece(name, dim, start, stop, tuple(shape), dtype))
+            made.append(Piece(name, dim, start, stop, tuple(shape), dtype))
         return tuple(made)
 
     def fsdp_extract_buffers(self, plane: Plane, rank: int) -> list[torch.Tensor]:
@@ -372,11 +388,12 @@ class PlaneShards:
         """
         low = self.shards.starts[rank] // self.unit * self.unit
         parts = []
-        for piece, (name, dim, step) in zip(self.pieces(rank), self._entries, strict=True):
+        for piece, (name, dim, step) in zip(self._pieces[rank], self._entries, strict=True):
             buffer = plane.buffers[name]
-            if dim >= 0:
+            if dim >= 0 and buffer.shape[dim] != piece.last - piece.first:
                 buffer = buffer.narrow(dim, piece.first - low // step, piece.last - piece.first)
-            parts.append(buffer.contiguous().view(-1).view(torch.uint8))
+            flat = buffer.contiguous().view(-1)
+            parts.append(flat if flat.dtype == torch.uint8 else flat.view(torch.uint8))
         return parts
 
     def fsdp_assign_gathered(self, received: Received, into: Plane | None = None) -> Plane:
@@ -421,6 +438,18 @@ class PlaneShards:
             return into
         return Plane(self.spec, self.direction, self.shards.rows, self.shards.cols, buffers)
 
+    def empty(self, device: torch.device) -> Plane:
+        """Return a plane of the whole matrix, to be filled.
+
+        Args:
+            device: of it.
+        """
+        buffers = {
+            one.name: torch.empty(one.shape, dtype=one.dtype or torch.bfloat16, device=device)
+            for one in self.spec.buffers(*self._matrix(self.shards.rows))
+        }
+        return Plane(self.spec, self.direction, self.shards.rows, self.shards.cols, buffers)
+
     def is_of_kind(self, plane: Plane | None) -> bool:
         """Return whether `plane` has the buffers of the whole matrix's plane.
 
@@ -429,7 +458,7 @@ class PlaneShards:
         """
         return (
             plane is not None
-            and plane.spec == self.spec
+            and (plane.spec is self.spec or plane.spec == self.spec)
             and plane.direction == self.direction
             and (plane.rows, plane.cols) == (self.shards.rows, self.shards.cols)
         )

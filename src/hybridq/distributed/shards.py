@@ -11,10 +11,11 @@ from functools import cached_property
 
 import torch
 
-from ..direction import COLUMNWISE, ROWWISE
+from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..formats import PlaneSpec
 from ..kernels.memory import is_aligned
 from ..storage import Plane, TensorStorage
+from .places import Places, Targets
 from .plane_shards import PlaneShards, Shards
 
 __all__ = ["PlaneShards", "Shards", "StorageShards"]
@@ -64,7 +65,12 @@ class StorageShards:
             found.append(PlaneShards(self.col, COLUMNWISE, self.shards, self.streams[1]))
         return tuple(found)
 
-    @property
+    @cached_property
+    def reduced(self) -> frozenset[Direction]:
+        """The directions of planes that need maxima of all ranks."""
+        return frozenset(plane.direction for plane in self.planes if plane.num_maxima)
+
+    @cached_property
     def sent(self) -> tuple[PlaneShards, ...]:
         """The planes that travel."""
         return self.planes if self.sends_row or self.derives else self.planes[1:]
@@ -77,7 +83,7 @@ class StorageShards:
         found = [plane.problem for plane in self.planes if plane.problem]
         return "; ".join(dict.fromkeys(found)) or None
 
-    @property
+    @cached_property
     def steps(self) -> tuple[tuple[PlaneShards, ...], ...]:
         """Planes that are made together; the maxima of each step are reduced before it."""
         return tuple((plane,) for plane in self.planes) if self.from_row else (self.planes,)
@@ -96,12 +102,18 @@ class StorageShards:
 
     def nbytes(self, rank: int) -> int:
         """Return how many bytes `rank` sends, unpadded."""
-        return sum(piece.nbytes for plane in self.sent for piece in plane.pieces(rank))
+        return self._sizes[rank]
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        """By rank: bytes that it sends, unpadded."""
+        world = range(self.shards.world)
+        return tuple(sum(p.nbytes for one in self.sent for p in one.pieces(r)) for r in world)
 
     @cached_property
     def payload(self) -> int:
         """Bytes that every rank sends: those of the largest shard."""
-        largest = max(self.nbytes(rank) for rank in range(self.shards.world))
+        largest = max(self._sizes)
         return largest + 4 * self.num_amaxes
 
     def pack(self, planes: Sequence[Plane], rank: int, *amaxes: torch.Tensor) -> torch.Tensor:
@@ -112,22 +124,44 @@ class StorageShards:
             rank: whose they are.
             amaxes: FP32 `[1]`, `num_amaxes` of them.
         """
-        parts = [
-            part
-            for shards, plane in zip(self.sent, planes, strict=False)
-            for part in shards.fsdp_extract_buffers(plane, rank)
-        ]
-        ends = [amax.view(torch.uint8) for amax in amaxes]
-        size = sum(part.numel() for part in (*parts, *ends))
-        return torch.cat([*parts, parts[0].new_zeros(self.payload - size), *ends])
+        parts: list[torch.Tensor] = []
+        for shards, plane in zip(self.sent, planes, strict=False):
+            parts += shards.fsdp_extract_buffers(plane, rank)
+        padding = self.payload - self._sizes[rank] - 4 * self.num_amaxes
+        if padding:
+            parts.append(parts[0].new_zeros(padding))
+        for amax in amaxes:
+            parts.append(amax.view(torch.uint8))
+        return torch.cat(parts)
 
-    def unpack(self, payloads: torch.Tensor, into: Sequence[Plane] = ()) -> TensorStorage:
+    @cached_property
+    def places(self) -> tuple[Places, ...] | None:
+        """Where the bytes of payloads belong in each plane that travels; None: no strides say it.
+
+        A rank's pieces lie in its payload one behind the other, planes in their order.
+        """
+        world = self.shards.world
+        offsets = [0] * world
+        found = []
+        for plane in self.sent:
+            places = Places.of(plane, offsets)
+            if places is None:
+                return None
+            found.append(places)
+        return tuple(found)
+
+    def unpack(
+        self, payloads: torch.Tensor, into: Sequence[Plane] = (), known: Targets | None = None
+    ) -> TensorStorage:
         """Return the planes of the whole matrix that travelled.
 
         Args:
             payloads: uint8 `[world, payload]`, what each rank sent.
             into: planes of earlier gathers: one of the same kind is filled again.
+            known: where to keep what is the same whenever a plane is filled; or None.
         """
+        if self.places is not None:
+            return self._copied(payloads, into, self.places, known)
         received: list[list[list[torch.Tensor]]] = [[] for _ in self.sent]
         for rank in range(self.shards.world):
             offset = 0
@@ -144,5 +178,32 @@ class StorageShards:
         for plane, pieces in zip(self.sent, received, strict=True):
             old = next((one for one in into if plane.is_of_kind(one)), None)
             made.append(plane.fsdp_assign_gathered(pieces, old))
-        by_direction = {plane.direction: plane for plane in made}
-        return TensorStorage(by_direction.get(ROWWISE), by_direction.get(COLUMNWISE))
+        return self._storage(made)
+
+    def _copied(
+        self,
+        payloads: torch.Tensor,
+        into: Sequence[Plane],
+        places: Sequence[Places],
+        known: Targets | None,
+    ) -> TensorStorage:
+        """Return the same, by one operation for all buffers."""
+        made, targets, sources = [], [], []
+        for plane, own in zip(self.sent, places, strict=True):
+            target = None
+            for one in into:
+                if plane.is_of_kind(one):
+                    target = one
+            if target is None:
+                target = plane.empty(payloads.device)
+            made.append(target)
+            targets += own.targets(target, known)
+            sources += own.sources(payloads)
+        torch._foreach_copy_(targets, sources)
+        return self._storage(made)
+
+    def _storage(self, made: Sequence[Plane]) -> TensorStorage:
+        if len(made) > 1:  # the rowwise one first, as in `sent`
+            return TensorStorage(made[0], made[1])
+        only = made[0]
+        return TensorStorage(only, None) if only.direction == ROWWISE else TensorStorage(None, only)

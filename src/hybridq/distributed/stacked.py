@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -43,6 +43,8 @@ class StackShards:
 
     parts: tuple[StorageShards, ...]
     shards: Shards
+    #: The directions of planes that need maxima of all ranks: of what an amax is, one rank has all.
+    reduced: ClassVar[frozenset[Direction]] = frozenset()
 
     @cached_property
     def sent(self) -> tuple[PlaneShards, ...]:

@@ -106,11 +106,7 @@ class ShardWork:
     @property
     def lacks_maxima(self) -> bool:
         """Whether a reduction is needed."""
-        return any(
-            plane.num_maxima
-            for step in range(len(self.plan.steps))
-            for plane in self._unknown(step)
-        )
+        return not self.plan.reduced <= self.maxima.keys()
 
     def ask(self, step: int) -> list[tuple[int, list[tuple[int, torch.Tensor]]]]:
         """Return what must be reduced before `step`, as `reduce_maxima` takes it; then it is known.
@@ -134,10 +130,15 @@ class ShardWork:
             return
         values = self._rows()
         for plane in self.plan.steps[step]:
-            known = self.maxima[plane.direction]
+            known = self.maxima.get(plane.direction, ())
             self.made.append(plane.encode(values, self.rank, known, None))
         if step + 1 < len(self.plan.steps):
             self._values = self.plan.next_values(values, self.made[0], self.rank)
+
+    def run_all(self) -> None:
+        """Encode all planes; their maxima are known."""
+        for step in range(len(self.plan.steps)):
+            self.run(step)
 
     def forget(self) -> None:
         """Free the rows and the planes, if rows can be made again; maxima stay."""
@@ -149,7 +150,8 @@ class ShardWork:
         """Return what this rank sends, uint8 `[payload]`."""
         if not self._has_rows:
             return torch.zeros(self.plan.payload, dtype=torch.uint8, device=self.device)
-        return self.plan.pack(self.made[-len(self.plan.sent) :], self.rank, *self._own_amaxes())
+        amaxes = self._own_amaxes() if self.plan.num_amaxes else ()
+        return self.plan.pack(self.made[-len(self.plan.sent) :], self.rank, *amaxes)
 
     def _own_amaxes(self) -> list[torch.Tensor]:
         """Return the amaxima of this rank's rows, FP32 `[1]`: of them, and of the decoded ones."""
