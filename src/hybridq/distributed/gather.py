@@ -69,6 +69,7 @@ class GatheredParameter(Regather):
         self._gather_group: Any = None
         #: Maxima, of both planes.
         self.known = Known()
+        self._last_mesh: Any = None
         #: Of delayed scaling, the planes' statistics of the last gather that no backward asked for.
         self._stats: tuple[int, torch.Tensor] | None = None
         self.serial = next(_serials)
@@ -80,7 +81,9 @@ class GatheredParameter(Regather):
             return None
         names = [name for name, part in module._weights.items() if part == self._part]
         meshes = [getattr(module._parameters.get(name), "device_mesh", None) for name in names]
-        return next((mesh for mesh in meshes if mesh is not None), None)
+        # While it is unsharded its parameter has none.
+        self._last_mesh = next((mesh for mesh in meshes if mesh is not None), self._last_mesh)
+        return self._last_mesh
 
     def phase(self) -> str:
         """Return what a gather that begins is for.
@@ -437,6 +440,11 @@ class GatheredParameter(Regather):
             if not self._is_good(plan, received, call.wish):
                 call.age = self._age()
                 received = self._all(self._sent(plan, device))
+                if not self._is_good(plan, received, call.wish):
+                    raise RuntimeError(
+                        f"fsdp2: the planes of {self.name} must have been made once all maxima "
+                        "were found anew, and were not: its shard was written meanwhile"
+                    )
             return received[:, : plan.payload]
 
     def _device(self) -> torch.device:

@@ -137,6 +137,7 @@ class QuantizedWeight(Reads, GatherHooks, torch.Tensor):
             pairs: weights and sources; the same weights in the same order on every rank.
 
         Raises:
+            RuntimeError: a weight holds no values of its own (what `new_zeros` made).
             ValueError: shapes differ.
         """
         by_group: dict[int, tuple[Any, list[tuple[QuantizedWeight, ShardWork]]]] = {}
