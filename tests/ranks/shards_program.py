@@ -68,7 +68,7 @@ def readers() -> None:
 
 def writers() -> None:
     """A write to one rank's rows, by any view of them, is noticed by all, with or without steps."""
-    for recipe in ("nvfp4", "fp8_current", "mxfp8", "fp8_delayed"):
+    for recipe in ("nvfp4", "fp8_current", "mxfp8_fwd_nvfp4_bwd", "fp8_delayed"):
         sharded, plain = models(SIZES["uneven"])
         for number in range(3):
             if number:
