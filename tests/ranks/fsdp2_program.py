@@ -57,7 +57,7 @@ def models(
     recompute = options.pop("recompute", False)
     prepare = options.pop("prepare", prepare_fsdp2)
     torch.manual_seed(0)
-    plain = hybridq.convert(Model(sizes, recompute)).to(dtype)
+    plain = hybridq.convert(Model(sizes, recompute), least_width=0).to(dtype)
     sharded = prepare(copy.deepcopy(plain))
     for layer in sharded.layers:
         fully_shard(layer, **options)

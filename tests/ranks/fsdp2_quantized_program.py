@@ -34,7 +34,7 @@ def models(
     torch.manual_seed(0)
     model = Model(sizes, options.pop("recompute", False)).bfloat16()
     with hybridq.quantized_model_init(recipe, preserve_high_precision_init_val=preserve):
-        plain = hybridq.convert(model)
+        plain = hybridq.convert(model, least_width=0)
     sharded = prepare_fsdp2(copy.deepcopy(plain))
     for layer in sharded.layers:
         fully_shard(layer, **options)

@@ -165,7 +165,7 @@ def assigned() -> None:
 
 def on_meta(sizes: tuple[int, ...], *recipe: str) -> nn.Module:
     with torch.device("meta"), hybridq.quantized_model_init(*recipe, enabled=bool(recipe)):
-        model = prepare_fsdp2(hybridq.convert(Model(sizes).bfloat16()))
+        model = prepare_fsdp2(hybridq.convert(Model(sizes).bfloat16(), least_width=0))
     for layer in model.layers:
         fully_shard(layer)
     return fully_shard(model)
