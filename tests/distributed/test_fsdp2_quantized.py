@@ -61,7 +61,9 @@ def test_reads_see_the_decoded_values() -> None:
     assert torch.equal(weight.detach()[3:9] * 2, values[3:9] * 2)
     copied = weight.detach().clone()
     assert type(copied) is torch.Tensor and torch.equal(copied, values)
-    assert type(torch.empty_like(weight)) is type(weight.detach().float()[0]) is torch.Tensor
+    assert type(torch.empty_like(weight)) is type(weight.dequantize()[0]) is torch.Tensor
+    with pytest.raises(RuntimeError, match="decoded"):
+        weight.detach()[:, 3].zero_()  # a copy: the write would be lost
     assert weight.detach().tolist() == values.tolist()
     assert (weight.detach().numpy() == values.numpy()).all()
     with torch.inference_mode():

@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 from .. import settings
+from ..tensor import as_parts
 from .held import HeldParameter, HeldRows
 from .hooks import GatherHooks
 from .reads import Reads
@@ -230,7 +231,9 @@ def _fallback(func: Any, args: Any, kwargs: Any) -> Any:
                 values = plain_of[id(leaf)]
                 leaf.quantize_(values)
                 back[id(values)] = leaf
-    return tree_map(lambda one: back.get(id(one), one), result) if back else result
+    if not back:
+        return as_parts(result) if func.is_view else result  # a write to a copy would be lost
+    return tree_map(lambda one: back.get(id(one), one), result)
 
 
 def _handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import encoded as encoded  # enters its handler
-from .decoded_part import DecodedPart
+from .decoded_part import DecodedPart, as_parts
 from .functional import Explanation, explain, gemm, grouped_gemm
 from .named import (
     Float8BlockwiseQTensor,
@@ -28,6 +28,7 @@ __all__ = [
     "NVFP4Tensor",
     "QuantizedTensor",
     "SavedTensor",
+    "as_parts",
     "explain",
     "gemm",
     "grouped_gemm",
