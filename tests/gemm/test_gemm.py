@@ -8,6 +8,7 @@ The operands are decoded by the oracle, not by the code under test.
 from __future__ import annotations
 
 import itertools
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -324,3 +325,18 @@ def test_what_is_no_tensor_is_named() -> None:
     for options in ({"bias": 3}, {"out": [1.0]}, {"out_dtype": "float32"}):
         with pytest.raises(TypeError, match="gemm: "):
             hybridq.gemm(a, a, **options)
+
+
+def test_operands_without_a_plain_matrix_of_numbers_are_refused() -> None:
+    w = hybridq.quantize(torch.randn(8, 32), "mxfp8")
+    negated = torch.zeros(4, 8, dtype=torch.complex64).conj().imag
+    assert negated.is_neg()
+    with pytest.raises(ValueError, match="negated view, got one; give out"):
+        hybridq.gemm(torch.randn(4, 32), w, out=negated)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of nested tensors
+        nested = torch.nested.nested_tensor([torch.randn(2, 32), torch.randn(3, 32)])
+    with pytest.raises(ValueError, match="got a nested tensor"):
+        hybridq.gemm(nested, w)
+    with pytest.raises(TypeError, match="no nested tensor, got one; use quantize_grouped"):
+        hybridq.quantize(nested, "mxfp8")

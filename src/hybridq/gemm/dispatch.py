@@ -70,6 +70,8 @@ def gemm_planes(
         dtype = torch.bfloat16 if out_dtype is None else out_dtype
     else:
         dtype = out.dtype
+        if out.is_neg():
+            raise ValueError("gemm: out must be no negated view, got one; give out.resolve_neg()")
         if tuple(out.shape) != (m, n):
             raise ValueError(f"gemm: out must be [{m}, {n}], got {tuple(out.shape)}")
         if out_dtype is not None and out_dtype != dtype:

@@ -26,6 +26,8 @@ def check_source(tensor: torch.Tensor, where: str) -> None:
     refuse_tangents(where, tensor)
     if is_quantized(tensor):
         return
+    if tensor.is_nested:
+        raise TypeError(f"{where}: input must be no nested tensor, got one; use quantize_grouped")
     if tensor.layout != torch.strided:
         raise TypeError(f"{where}: layout must be strided, got {tensor.layout}; use .to_dense()")
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -40,6 +40,8 @@ def _plane(operand: _Operand, where: str, name: str) -> Plane:
         if operand.dim() != 2:
             raise ValueError(f"{where}: {name} must be 2-D, got shape {tuple(operand.shape)}")
         return operand.tensor_storage.plane(ROWWISE)  # type: ignore[attr-defined]
+    if operand.is_nested:
+        raise ValueError(f"{where}: {name} must be a strided [rows, K] matrix, got a nested tensor")
     if operand.dim() != 2 or operand.layout != torch.strided:
         raise ValueError(
             f"{where}: {name} must be a strided [rows, K] matrix, got {operand.layout} "
