@@ -104,16 +104,16 @@ def test_modules_that_share_a_weight_have_formats_of_their_own() -> None:
 def test_what_ranks_note_beside_their_wishes(monkeypatch) -> None:
     monkeypatch.setattr(agreement, "_global_rank", lambda group, rank: rank)
     wish, other, cpu = Wish(None, b"0" * 16), Wish(None, b"1" * 16), torch.device("cpu")
-    notes = [Note(number) for number in range(4)]
+    notes = list(range(4))
     trailers = torch.stack([trailer(wish.digest, cpu, note) for note in notes])
-    found = check_trailers(trailers, wish, wish, "weight", None, Note(0))
+    found = check_trailers(trailers, wish, wish, "weight", None, 0)
     assert found == Note.WRITTEN | Note.STEPPED
-    assert check_trailers(trailers[:1], wish, wish, "weight", None, Note(0)) == Note(0)
+    assert check_trailers(trailers[:1], wish, wish, "weight", None, 0) == 0
     with pytest.raises(
         RuntimeError, match=r"for weight one recipe .* on rank 0, another on ranks 1-2"
     ):
         mixed = torch.stack([trailer(other.digest, cpu), trailers[0], trailers[0]])
-        check_trailers(mixed, other, other, "weight", None, Note(0))
+        check_trailers(mixed, other, other, "weight", None, 0)
     agreement._check_same(notes[1:2] * 3, "weight", None)
     with pytest.raises(RuntimeError, match=r"by no optimizer on rank 1 only; .*shard.add_\(0\)"):
         agreement._check_same([notes[0], notes[1]], "weight", None)  # on a GPU

@@ -27,7 +27,7 @@ def write(folder, shapes, config=None):
     """A model's folder; its weights by name."""
     folder.mkdir()
     tensors = {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
-    tensors["score.up.weight"] = torch.randn(64, WIDTH)  # a linear layer beside them
+    tensors["other.up.weight"] = torch.randn(64, WIDTH)  # a linear layer beside them
     save_file(tensors, folder / "model.safetensors")
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
@@ -42,7 +42,7 @@ def test_planes_are_those_of_the_transposed_weight(quantizer, tmp_path) -> None:
     assert len(notes.warnings) == 1 and "5 weights are kept as [in, out]" in notes.warnings[0]
     found = hybridq.load_checkpoint(tmp_path / "out")
     for name, weight in tensors.items():
-        if name == "score.up.weight":
+        if name == "other.up.weight":
             assert_same_planes(found[name], quantizer(weight))
             continue
         want, got = quantizer(weight.T.contiguous()), found[name].mT

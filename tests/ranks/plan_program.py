@@ -166,9 +166,10 @@ def largest_reduction() -> Any:
     found: list[int] = []
     whole = dist.all_reduce
 
-    def seen(tensor: torch.Tensor, *args: Any) -> Any:
-        found[:] = [max([*found, nbytes(tensor)])]
-        return whole(tensor, *args)
+    def seen(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if not options:  # FSDP2's own, of gradients, has its arguments by name
+            found[:] = [max([*found, nbytes(tensor)])]
+        return whole(tensor, *args, **options)
 
     dist.all_reduce = seen
     try:

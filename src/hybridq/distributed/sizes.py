@@ -13,6 +13,7 @@ from ..formats import PlaneSpec
 from ..recipes import SlotPlan
 from .agreement import Wish
 from .call import Call
+from .fingerprint import DIGEST_NBYTES
 from .held import HeldCall
 from .shards import PlaneShards, Shards, StorageShards
 from .stacked import StackCall
@@ -95,9 +96,9 @@ class ParameterSizes:
             return self._plain, self._plain if is_freed else 0
         if is_freed:
             return self._sent
-        # What the backward lacks is gathered when it asks for it.
-        missing = 0 if self._call.derives else self._plans[1].payload * self._ranks
-        return self._sent[0], missing
+        # What the backward lacks is gathered when it asks for it, with a trailer of its own.
+        payload = 0 if self._call.derives else self._plans[1].payload
+        return self._sent[0], (payload + DIGEST_NBYTES) * self._ranks if payload else 0
 
     def gathered(self, is_freed: bool) -> tuple[int, int]:
         """Return the bytes that the whole parameter takes while a forward, a backward uses it.

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 
+from ..kernels.derivatives import StatedFunction
 from ..kernels.device import has_autocast, without_autocast
 from ..kernels.plain import advise, is_slow, plain_product
 from ..kernels.watch import is_transformed
@@ -22,8 +23,10 @@ __all__ = ["plain_attention", "plain_linear"]
 _KINDS: Final = (torch.Tensor, torch.nn.Parameter)
 
 
-class _Product(torch.autograd.Function):
+class _Product(StatedFunction):
     """`a @ b.T + bias` of matrices; its gradients are made of itself, so they have gradients."""
+
+    second = "exact"
 
     @staticmethod
     def forward(
@@ -158,8 +161,10 @@ def _wide_attention(
     return y.to(query.dtype)
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(StatedFunction):
     """FP32 attention of short operands, which alone are saved; the backward runs it again."""
+
+    second = "exact"
 
     @staticmethod
     def forward(

@@ -137,7 +137,8 @@ def _weights(states: Iterable[ScalingState]) -> list[tuple[ScalingState, torch.T
         if module is None:
             continue
         if id(module) not in by_module:
-            by_module[id(module)] = dict(module._scaled_weights())
+            weights = getattr(module, "_scaled_weights", tuple)  # unless it was turned back
+            by_module[id(module)] = dict(weights())
         found.append((state, by_module[id(module)].get(state.owner.part)))
     return found
 
