@@ -176,7 +176,7 @@ def test_units_are_what_outermost_containers_hold() -> None:
         moved = by_purpose(plan(model, "mxfp8", Sharding(2)))
         # The head stays gathered; its columnwise plane is gathered when the backward wants it.
         assert moved["weights, forward"] == twice + 2 * 2 * 16  # and what each rank computes
-        assert moved["weights, backward"] == twice + 2 * 16
+        assert moved["weights, backward"] == twice + 2 * 2 * 16
         held = {one.what: one.nbytes for one in plan(model, None, Sharding(2)).memory}
         whole = plan(model, None, Sharding(2, units=("layers.0", "head"))).memory
         assert (

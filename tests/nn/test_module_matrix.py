@@ -102,6 +102,7 @@ def _identity(role):
 _identity.reads_names = False
 
 
+@pytest.mark.usefixtures("fast_products")
 @pytest.mark.parametrize("recipe", [None, CustomRecipe(_identity)], ids=["none", "identity"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.twin])
