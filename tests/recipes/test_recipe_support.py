@@ -83,7 +83,7 @@ def test_the_older_autocast_is_the_same():
         (
             lambda: hybridq.autocast(calibrating=True),
             ValueError,
-            "no calibration without quantization, got calibrating=True",
+            "no statistics are collected without quantizing, got calibrating=True",
         ),
         (
             lambda: hybridq.fp8_autocast(fp8_group=object()),
