@@ -44,16 +44,30 @@ inline constexpr int kTileRows = 128;
 inline constexpr int kWarpRows = 32;
 inline constexpr int kWarpCols = 64;
 inline constexpr int kRowWarps = kTileRows / kWarpRows;
-// Warps that a multiprocessor shall hold at once, of 64 (48 on sm_89 and sm_120): the compiler may
-// take no more registers than leave room for them. More warps hide more of the memory's latency;
-// each bound is the largest at which nothing spills. HQ_TILE_WARPS: for runs that compare bounds.
+// Warps that a multiprocessor shall hold at once, of 64: the compiler may take no more registers
+// than leave room for them. More warps hide more of the memory's latency; each bound is the largest
+// counted one at which nothing spills. HQ_TILE_WARPS: for runs that compare bounds.
 #ifndef HQ_TILE_WARPS
 #define HQ_TILE_WARPS 24
 #endif
+inline constexpr int kFree = 1;  // as many registers as the compiler likes
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
 inline constexpr int kTileWarps = HQ_TILE_WARPS;  // tiles of BF16: 80 registers
 inline constexpr int kMappedWarps = 20;           // of BF16 behind a norm or an activation: 96
 inline constexpr int kManyWarps = 16;             // of BF16 from a table of tensors: 128
 inline constexpr int kWideWarps = 12;             // elements of 32 bits: 168
+#elif __CUDA_ARCH__ / 100 == 10
+inline constexpr int kTileWarps = 24;
+inline constexpr int kMappedWarps = kFree;
+inline constexpr int kManyWarps = 16;
+inline constexpr int kWideWarps = 12;
+#else
+// Without packed BF16 arithmetic or conversions a tile needs more of them; 80 spill.
+inline constexpr int kTileWarps = kFree;
+inline constexpr int kMappedWarps = kFree;
+inline constexpr int kManyWarps = kFree;
+inline constexpr int kWideWarps = kFree;
+#endif
 
 template <class Row, class Col>
 struct Geometry {
@@ -86,8 +100,13 @@ struct Geometry {
   static constexpr int kSharedBytes = kGroupAt + 4;
 };
 
+template <class G>
+constexpr int ResidentBlocks(int warps) {
+  return warps < G::kWarps ? 1 : warps / G::kWarps;
+}
+
 #define HQ_TILE_BOUNDS(Row, Col, warps) \
-  HQ_LAUNCH_BOUNDS((Geometry<Row, Col>::kThreads), (warps) / (Geometry<Row, Col>::kWarps))
+  HQ_LAUNCH_BOUNDS((Geometry<Row, Col>::kThreads), (ResidentBlocks<Geometry<Row, Col>>(warps)))
 
 // Ragged tensors: x [rows, cols] has its rows sorted by group, and the column plane (and the grid)
 // runs along padded rows, where each group begins at a multiple of kTileRows. So a tile lies in one
