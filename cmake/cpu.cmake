@@ -13,17 +13,19 @@ set(HQ_WARNINGS -Wall -Wextra -Wshadow -Wno-unused-function -Werror=switch)
 add_library(hybridq_core STATIC
   csrc/core/spec.cpp
   csrc/core/parallel.cpp
+  csrc/cpu/codes_product.cpp
   csrc/cpu/dispatch.cpp
   csrc/cpu/few_rows.cpp
+  csrc/cpu/groups.cpp
   csrc/cpu/product.cpp
   csrc/cpu/statistics.cpp)
 target_include_directories(hybridq_core PUBLIC csrc)
 target_link_libraries(hybridq_core PUBLIC Threads::Threads ${CMAKE_DL_LIBS})
 target_compile_options(hybridq_core PRIVATE ${HQ_WARNINGS})
 
-# add_object(<namespace> <file> <definitions> [flags...])
-function(add_object namespace file definitions)
-  add_library(hybridq_${namespace} OBJECT ${file})
+# add_object(<namespace> <files> <definitions> [flags...])
+function(add_object namespace files definitions)
+  add_library(hybridq_${namespace} OBJECT ${files})
   target_include_directories(hybridq_${namespace} PRIVATE csrc)
   target_compile_definitions(hybridq_${namespace} PRIVATE ${definitions})
   target_compile_options(hybridq_${namespace} PRIVATE ${HQ_NUMERIC_FLAGS} ${HQ_WARNINGS} ${ARGN})
@@ -43,7 +45,8 @@ if(HYBRIDQ_X86_VARIANTS AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   target_compile_definitions(hybridq_core PRIVATE HQ_HAVE_X86_VARIANTS=1)
   check_cxx_compiler_flag(-mavx512bf16 HQ_COMPILES_AVX512_BF16)
   if(HQ_COMPILES_AVX512_BF16)
-    add_object(avx512_bf16 csrc/cpu/product_avx512.cpp HQ_VARIANT=avx512_bf16
+    add_object(avx512_bf16 "csrc/cpu/product_avx512.cpp;csrc/cpu/codes_avx512.cpp"
+      HQ_VARIANT=avx512_bf16
       -march=x86-64-v4 -mavx512bf16 -mprefer-vector-width=512)
     target_compile_definitions(hybridq_core PRIVATE HQ_HAVE_AVX512_BF16=1)
   endif()

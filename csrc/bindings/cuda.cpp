@@ -9,6 +9,7 @@
 
 #include "bindings/checks.h"
 #include "bindings/prologue.h"
+#include "bindings/token_rows.h"
 #include "cuda/kernels.h"
 #include "cuda/repack.h"
 
@@ -88,9 +89,11 @@ void EncodeOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols,
 bool EncodeRaggedOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols,
                     int64_t stride0, int64_t stride1, const py::object& row, const py::object& col,
                     bool finds_row_stat, bool finds_col_stat, uintptr_t ends, uintptr_t padded,
-                    uint32_t groups, int64_t padded_rows, uintptr_t stream) {
-  const EncodeCall call = MakeCall(x, dtype, rows, cols, stride0, stride1, row, col);
-  if (!call.has_col) Fail("encode_ragged: col must be given, got None");
+                    uint32_t groups, int64_t padded_rows, uintptr_t stream, uintptr_t row_index,
+                    int64_t source_rows) {
+  EncodeCall call = MakeCall(x, dtype, rows, cols, stride0, stride1, row, col);
+  call.x.row_index = Pointer<const int64_t>(row_index);
+  if (!call.has_col && row_index == 0) Fail("encode_ragged: col must be given, got None");
   if (padded_rows < 0 || padded_rows % 128 != 0) {
     Fail("encode_ragged: padded_rows must be a multiple of 128, got " +
          std::to_string(padded_rows));
@@ -98,11 +101,11 @@ bool EncodeRaggedOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t
   CheckPointer("encode_ragged", "ends", ends, groups != 0);
   CheckPointer("encode_ragged", "padded", padded, true);
   const cuda::Ragged ragged{Pointer<const int32_t>(ends), Pointer<const int32_t>(padded), groups,
-                            padded_rows};
+                            padded_rows, source_rows};
   float* row_stat = WrittenStat(finds_row_stat, call.has_row, call.row);
   float* col_stat = WrittenStat(finds_col_stat, call.has_col, call.col);
   const py::gil_scoped_release release;
-  return cuda::EncodeRagged(call.x, ragged, call.Row(), call.col, row_stat, col_stat,
+  return cuda::EncodeRagged(call.x, ragged, call.Row(), call.Col(), row_stat, col_stat,
                             Pointer<void>(stream));
 }
 
@@ -244,6 +247,24 @@ void RoundStochasticOf(uintptr_t x, int64_t rows, int64_t cols, int64_t stride0,
   cuda::RoundStochastic(job, Pointer<void>(stream));
 }
 
+void SumRowsOf(uintptr_t rows, const std::string& dtype, int64_t count, int64_t cols,
+               uintptr_t weights, uintptr_t inverse, int64_t tokens, int64_t top, uintptr_t out,
+               const std::string& out_dtype, uintptr_t stream) {
+  const SumRowsJob job =
+      MakeSumRows(rows, dtype, count, cols, weights, inverse, tokens, top, out, out_dtype, 1);
+  const py::gil_scoped_release release;
+  cuda::SumRows(job, Pointer<void>(stream));
+}
+
+void SpreadRowsOf(uintptr_t grad, const std::string& grad_dtype, int64_t tokens, int64_t cols,
+                  int64_t top, uintptr_t rows, uintptr_t weights, uintptr_t order, int64_t count,
+                  uintptr_t out, const std::string& dtype, uintptr_t dots, uintptr_t stream) {
+  const SpreadRowsJob job = MakeSpreadRows(grad, grad_dtype, tokens, cols, top, rows, weights,
+                                           order, count, out, dtype, dots, 1);
+  const py::gil_scoped_release release;
+  cuda::SpreadRows(job, Pointer<void>(stream));
+}
+
 void FoldOf(const Spec& spec, uintptr_t data, uintptr_t scale, int64_t rows, int64_t k, int height,
             uintptr_t codes, uintptr_t out_scale, int64_t out_stride_row, int64_t out_stride_k,
             uintptr_t changed, uintptr_t stream) {
@@ -295,8 +316,10 @@ void BindKernels(py::module_& m) {
   m.def("encode_ragged", &EncodeRaggedOf, py::arg("x"), py::arg("dtype"), py::arg("rows"),
         py::arg("cols"), py::arg("stride0"), py::arg("stride1"), py::arg("row"), py::arg("col"),
         py::arg("finds_row_stat"), py::arg("finds_col_stat"), py::arg("ends"), py::arg("padded"),
-        py::arg("groups"), py::arg("padded_rows"), py::arg("stream"),
-        "Encode rows sorted by group, the column plane along padded rows; False if no kernel can.");
+        py::arg("groups"), py::arg("padded_rows"), py::arg("stream"), py::arg("row_index") = 0,
+        py::arg("source_rows") = 0,
+        "Encode rows sorted by group, the column plane along padded rows; False if no kernel can. "
+        "`row_index`: address of the row of x that each row is, of `source_rows`; 0: itself.");
   m.def("encode_many", &EncodeManyOf, py::arg("dtype"), py::arg("xs"), py::arg("row"),
         py::arg("col"), py::arg("seeds"), py::arg("stream"),
         "Encode matrices (x, rows, cols, stride0, stride1) into planes (spec, random stream, "
@@ -327,6 +350,14 @@ void BindKernels(py::module_& m) {
         py::arg("stride0"), py::arg("stride1"), py::arg("dtype"), py::arg("seed"), py::arg("row0"),
         py::arg("col0"), py::arg("random_stream"), py::arg("out"), py::arg("stream"),
         "Round FP32 to 16 bits stochastically.");
+  m.def("sum_rows", &SumRowsOf, py::arg("rows"), py::arg("dtype"), py::arg("count"),
+        py::arg("cols"), py::arg("weights"), py::arg("inverse"), py::arg("tokens"), py::arg("top"),
+        py::arg("out"), py::arg("out_dtype"), py::arg("stream"),
+        "Write the weighted sum of each token's rows.");
+  m.def("spread_rows", &SpreadRowsOf, py::arg("grad"), py::arg("grad_dtype"), py::arg("tokens"),
+        py::arg("cols"), py::arg("top"), py::arg("rows"), py::arg("weights"), py::arg("order"),
+        py::arg("count"), py::arg("out"), py::arg("dtype"), py::arg("dots"), py::arg("stream"),
+        "Write the gradient of sum_rows.");
   m.def("fold", &FoldOf, py::arg("spec"), py::arg("data"), py::arg("scale"), py::arg("rows"),
         py::arg("k"), py::arg("height"), py::arg("codes"), py::arg("out_scale"),
         py::arg("out_stride_row"), py::arg("out_stride_k"), py::arg("changed"), py::arg("stream"),

@@ -35,8 +35,8 @@ class FewRows {
 
   bool Multiply(uintptr_t a, int64_t a_stride0, int64_t a_stride1, int64_t m, int64_t k,
                 const py::object& column, bool finds_column, uintptr_t b, int64_t b_stride0,
-                int64_t b_stride1, int64_t n, uintptr_t decoded, uintptr_t factor, uintptr_t bias,
-                uintptr_t out, int threads) const {
+                int64_t b_stride1, int64_t n, uintptr_t codes, uintptr_t scales, uintptr_t amax,
+                uintptr_t bias, uintptr_t out, int threads) const {
     CheckExtent("FewRows", m, k, threads);
     CheckExtent("FewRows", n, k, threads);
     if (m < 1 || m > kFewRows || k < 1 || n < 1) {
@@ -45,15 +45,20 @@ class FewRows {
     }
     CheckPointer("FewRows", "a", a, true);
     CheckPointer("FewRows", "out", out, true);
-    if ((b == 0) == (decoded == 0))
-      Fail("FewRows: takes b or what it decodes to, got both or none");
-    CheckPointer("FewRows", "factor", factor, decoded != 0 && NeedsStat(b_));
+    if ((b == 0) == (codes == 0)) Fail("FewRows: takes b or its codes, got both or none");
+    CheckPointer("FewRows", "scales", scales, codes != 0);
+    CheckPointer("FewRows", "amax", amax, codes != 0 && b_.rule == Rule::kTwoLevel);
     FewRowsJob job{};
-    job.a = {a_, {Pointer<const void>(a), dtype_, m, k, a_stride0, a_stride1}, nullptr, nullptr};
+    job.a = {a_,
+             {Pointer<const void>(a), dtype_, m, k, a_stride0, a_stride1},
+             nullptr,
+             nullptr,
+             nullptr};
     job.b = {b_,
              {Pointer<const void>(b), dtype_, n, k, b_stride0, b_stride1},
-             Pointer<const uint16_t>(decoded),
-             Pointer<const float>(factor)};
+             Pointer<const uint8_t>(codes),
+             Pointer<const void>(scales),
+             Pointer<const float>(amax)};
     PlaneTarget target{};
     float found = 0.0f;
     if (!column.is_none()) {
@@ -64,13 +69,13 @@ class FewRows {
     }
     job.bias = Pointer<const void>(bias);
     job.out = Pointer<void>(out);
-    FewRowsEnd end;
+    ProductEnd end;
     {
       const py::gil_scoped_release release;
       end = MultiplyFewRows(job, threads);
     }
-    if (end == FewRowsEnd::kNoMemory) throw std::bad_alloc();
-    return end == FewRowsEnd::kDone;
+    if (end == ProductEnd::kNoMemory) throw std::bad_alloc();
+    return end == ProductEnd::kDone;
   }
 
  private:
@@ -87,11 +92,13 @@ void BindFewRows(py::module_& m) {
            py::arg("dtype"))
       .def("__call__", &FewRows::Multiply, py::arg("a"), py::arg("a_stride0"), py::arg("a_stride1"),
            py::arg("m"), py::arg("k"), py::arg("column"), py::arg("finds_column"), py::arg("b"),
-           py::arg("b_stride0"), py::arg("b_stride1"), py::arg("n"), py::arg("decoded"),
-           py::arg("factor"), py::arg("bias"), py::arg("out"), py::arg("threads") = 1,
+           py::arg("b_stride0"), py::arg("b_stride1"), py::arg("n"), py::arg("codes"),
+           py::arg("scales"), py::arg("amax"), py::arg("bias"), py::arg("out"),
+           py::arg("threads") = 1,
            "Encodes, decodes and multiplies; column: a's columnwise plane, as encode_from_scratch "
-           "takes it, or None. b or decoded is 0, as are a factor and a bias that are not there. "
-           "False: not done, since a value left BF16's normal range or there is no product.");
+           "takes it, or None. b or its plane's codes, scales and amax are 0, and a bias that is "
+           "not there. False: not done, since a value left BF16's normal range or there is no "
+           "product.");
   m.attr("few_rows") = kFewRows;
 }
 

@@ -371,9 +371,11 @@ PYBIND11_MODULE(_core, m) {
   m.def("variant", []() { return std::string(ActiveKernels().name); }, "The kernels in use.");
   m.def("set_variant", &SetVariant, py::arg("name"),
         "Chooses the kernels: one of build_info()['variants'].");
+  bindings::BindGroups(m);
   bindings::BindPrologue(m);
   bindings::BindProduct(m);
   bindings::BindFewRows(m);
+  bindings::BindTokenRows(m);
 
   // Registers the fork handler before any thread team can exist.
   ParallelFor(1, 1, [](void*, int64_t, int64_t) {}, nullptr);

@@ -3,10 +3,11 @@
 
 #include <new>
 #include <string>
+#include <vector>
 
 #include "bindings/bind.h"
 #include "bindings/checks.h"
-#include "cpu/product.h"
+#include "cpu/codes_product.h"
 
 namespace py = pybind11;
 
@@ -55,6 +56,58 @@ void ProductOf(uintptr_t a, int64_t a_stride, uintptr_t b, int64_t b_stride, int
   if (!ok) throw std::bad_alloc();
 }
 
+// As ProductOf, with the codes of a plane for b, and the plane's own factor for that of columns. k
+// is the plane's; a has its stored width.
+bool ProductOfCodes(const Spec& spec, uintptr_t data, uintptr_t scale, uintptr_t amax, int64_t n,
+                    int64_t k, uintptr_t a, const std::string& a_dtype, int64_t a_stride, int64_t m,
+                    uintptr_t row_factor, int64_t row_step, uintptr_t bias, uintptr_t into,
+                    const std::string& into_dtype, int64_t into_stride0, int64_t into_stride1,
+                    uintptr_t out, const std::string& out_dtype, int threads) {
+  const char* name = "product_of_codes";
+  CheckExtent(name, m, k, threads);
+  CheckExtent(name, m, n, threads);
+  const PlaneSource plane = MakePlaneSource(spec, data, scale, amax, n, k, out, true, threads);
+  const bool has_amax = spec.rule == Rule::kTwoLevel, any = m != 0 && n != 0;
+  const int64_t width = spec.signs >= 0 ? PaddedToTransform(k) : k;
+  CheckPointer(name, "scale", scale, any && spec.block_cols == 0);
+  CheckPointer(name, "amax", amax, any && has_amax);
+  CheckPointer(name, "a", a, any && k != 0);
+  CheckPointer(name, "out", out, any);
+  const DType dtype = ParseDType(a_dtype, name);
+  if (dtype == DType::kFloat16) {
+    Fail("product_of_codes: a must be bfloat16 or float32, got float16");
+  }
+  if (m > kFewRows || a_stride < width) {
+    Fail("product_of_codes: a must have at most " + std::to_string(kFewRows) + " rows, at least " +
+         std::to_string(width) + " elements apart, got " + std::to_string(m) + " and " +
+         std::to_string(a_stride));
+  }
+  const bool is_wide = dtype == DType::kFloat32;
+  const std::vector<float> factors = any ? PlaneFactors(plane) : std::vector<float>();
+  ProductJob product{};
+  product.a = is_wide ? nullptr : Pointer<const uint16_t>(a);
+  product.a_stride = a_stride;
+  product.m = m;
+  product.n = n;
+  product.k = width;
+  product.row_factor = Pointer<const float>(row_factor);
+  product.row_step = row_step;
+  product.col_factor = factors.empty() ? nullptr : factors.data();
+  product.col_step = spec.row_scaled ? 1 : 0;
+  product.bias = Pointer<const float>(bias);
+  product.into = {
+      Pointer<const void>(into), ParseDType(into_dtype, name), m, n, into_stride0, into_stride1};
+  product.out = Pointer<void>(out);
+  product.dtype = ParseDType(out_dtype, name);
+  ProductEnd end;
+  {
+    const py::gil_scoped_release release;
+    end = MultiplyCodes({product, is_wide ? Pointer<const float>(a) : nullptr, plane}, threads);
+  }
+  if (end == ProductEnd::kNoMemory) throw std::bad_alloc();
+  return end == ProductEnd::kDone;
+}
+
 }  // namespace
 
 void BindProduct(py::module_& m) {
@@ -69,6 +122,17 @@ void BindProduct(py::module_& m) {
       py::arg("out_dtype"), py::arg("threads") = 1,
       "round(a @ b.T * row_factor * col_factor + bias + into) of BF16 [m, k] and [n, k], in FP32; "
       "0 for what is not there, a step of 0 for one factor for all.");
+  m.def(
+      "reads_codes", [] { return ReadsCodes(); },
+      "Whether product_of_codes is faster than a decode, under the variant that is in use.");
+  m.def("product_of_codes", &ProductOfCodes, py::arg("spec"), py::arg("data"), py::arg("scale"),
+        py::arg("amax"), py::arg("n"), py::arg("k"), py::arg("a"), py::arg("a_dtype"),
+        py::arg("a_stride"), py::arg("m"), py::arg("row_factor"), py::arg("row_step"),
+        py::arg("bias"), py::arg("into"), py::arg("into_dtype"), py::arg("into_stride0"),
+        py::arg("into_stride1"), py::arg("out"), py::arg("out_dtype"), py::arg("threads") = 1,
+        "product of at most few_rows rows of BF16 or FP32 and the plane [n, k] of a spec, whose "
+        "codes "
+        "are read as they lie. False: not done, since a value may leave BF16's normal range.");
 }
 
 }  // namespace hybridq::bindings

@@ -15,8 +15,8 @@ using VectorHalf = int16_t __attribute__((vector_size(kVectorBytes)));
 
 static HQ_HD VectorHalf MaxHalves(VectorHalf a, VectorHalf b) { return a > b ? a : b; }
 
-// In every 16 bytes: the maxima of element i and i + 4 of a, each beside that of b.
-static HQ_HD VectorHalf MergeMaxima(VectorHalf a, VectorHalf b) {
+// In every 16 bytes: the amaxes of element i and i + 4 of a, each beside that of b.
+static HQ_HD VectorHalf MergeAmaxes(VectorHalf a, VectorHalf b) {
 #define HQ_PAIRS(o, s) o + 0, s + o + 0, o + 1, s + o + 1, o + 2, s + o + 2, o + 3, s + o + 3
 #if defined(__AVX512BW__)
   return MaxHalves(__builtin_shufflevector(a, b, HQ_PAIRS(0, 32), HQ_PAIRS(8, 32), HQ_PAIRS(16, 32),
@@ -35,7 +35,7 @@ static HQ_HD VectorHalf MergeMaxima(VectorHalf a, VectorHalf b) {
 
 // Magnitudes of eight vectors of blocks: of 8 blocks, or of 16 if two of them fit in a vector.
 template <int kBlock>
-static HQ_HD void BlockMaxima(const int16_t* src, int16_t* maxima) {
+static HQ_HD void BlockAmaxes(const int16_t* src, int16_t* amaxes) {
   constexpr int kVectors = kBlock > kVectorHalves ? kBlock / kVectorHalves : 1;  // per block
   constexpr int kPerVector = kBlock > kVectorHalves ? 1 : kVectorHalves / kBlock;
   VectorHalf v[8];
@@ -49,9 +49,9 @@ static HQ_HD void BlockMaxima(const int16_t* src, int16_t* maxima) {
     }
     v[j] = m;
   }
-  for (int i = 0; i < 4; ++i) v[i] = MergeMaxima(v[i], v[i + 4]);
-  for (int i = 0; i < 2; ++i) v[i] = MergeMaxima(v[i], v[i + 2]);
-  v[0] = MergeMaxima(v[0], v[1]);
+  for (int i = 0; i < 4; ++i) v[i] = MergeAmaxes(v[i], v[i + 4]);
+  for (int i = 0; i < 2; ++i) v[i] = MergeAmaxes(v[i], v[i + 2]);
+  v[0] = MergeAmaxes(v[0], v[1]);
   // Element j of every 16 bytes is now the maximum over these 16 bytes of vector j.
   using Eight = int16_t __attribute__((vector_size(16)));
   Eight part[kQuarters];
@@ -71,7 +71,7 @@ static HQ_HD void BlockMaxima(const int16_t* src, int16_t* maxima) {
     block[0] = low;
     block[1] = high;
   }
-  std::memcpy(maxima, block, sizeof(block));
+  std::memcpy(amaxes, block, sizeof(block));
 }
 
 // amax[b] = bits of max|x| over block b of kBlock elements. n is a multiple of 16; the last block
@@ -86,7 +86,7 @@ static void RawBlockAmaxLoop(const void* x, int n, int32_t* __restrict amax) {
     constexpr int kAtOnce = kBlock < kVectorHalves ? 8 * kVectorHalves / kBlock : 8;
     for (; b + kAtOnce <= whole; b += kAtOnce) {
       int16_t m[kAtOnce];
-      BlockMaxima<kBlock>(src + b * kBlock, m);
+      BlockAmaxes<kBlock>(src + b * kBlock, m);
       for (int i = 0; i < kAtOnce; ++i) amax[b + i] = Raw<kType>::AsFloatMagnitude(m[i]);
     }
   }

@@ -117,33 +117,39 @@ struct DecodeTask {
   int32_t left_range, failed;
 };
 
-// FP32 scale of each pair of n elements of a row from k on, into s.run.
-static void ScaleRun(const DecodeTask& task, int64_t row, int64_t k, int n, Scratch& s) {
+// FP32 scales of the blocks of n elements of a row from k on, which there are: into `out`.
+static void BlockScales(const DecodeTask& task, int64_t row, int64_t k, int n, float* out) {
   const Spec& spec = task.plane.spec;
-  const int n_padded = RoundUp(n, kDecodeStep);
-  const auto* fp32 = static_cast<const float*>(task.plane.scale);
-  const auto* bytes = static_cast<const uint8_t*>(task.plane.scale);
-  if (spec.block_cols == 0) {
-    const float scale = task.plane.operand ? 1.0f : fp32[0];
-    for (int i = 0; i < n_padded / 2; ++i) s.run[i] = scale;
-    return;
-  }
   const int64_t at = row / spec.block_rows * task.scale_stride + k / spec.block_cols;
   const int blocks = static_cast<int>(CeilDiv(n, spec.block_cols));
+  const auto* bytes = static_cast<const uint8_t*>(task.plane.scale);
   switch (spec.scale) {
     case ScaleElement::kE8M0:
-      for (int b = 0; b < blocks; ++b) s.multiplier[b] = E8m0Value(bytes[at + b]);
+      for (int b = 0; b < blocks; ++b) out[b] = E8m0Value(bytes[at + b]);
       break;
     case ScaleElement::kE4M3:
-      DecodeCodesLoop<E4M3>(bytes + at, s.multiplier, blocks);
+      DecodeCodesLoop<E4M3>(bytes + at, out, blocks);
       break;
     case ScaleElement::kFp32:
-      std::memcpy(s.multiplier, fp32 + at, sizeof(float) * static_cast<size_t>(blocks));
+      std::memcpy(out, static_cast<const float*>(task.plane.scale) + at,
+                  sizeof(float) * static_cast<size_t>(blocks));
       break;
     case ScaleElement::kNone:  // of identities, which have no kernel
       Never();
   }
-  s.multiplier[blocks] = 0.0f;  // of padding beyond a block of 16
+}
+
+// FP32 scale of each pair of n elements of a row from k on, into s.run.
+static void ScaleRun(const DecodeTask& task, int64_t row, int64_t k, int n, Scratch& s) {
+  const Spec& spec = task.plane.spec;
+  const int n_padded = RoundUp(n, kDecodeStep);
+  if (spec.block_cols == 0) {
+    const float scale = task.plane.operand ? 1.0f : *static_cast<const float*>(task.plane.scale);
+    for (int i = 0; i < n_padded / 2; ++i) s.run[i] = scale;
+    return;
+  }
+  BlockScales(task, row, k, n, s.multiplier);
+  s.multiplier[CeilDiv(n, spec.block_cols)] = 0.0f;  // of padding beyond a block of 16
   ExpandPairs(s.multiplier, spec.block_cols, n_padded, s.run);
 }
 
@@ -156,18 +162,24 @@ static void InverseHadamard(float* v, int n, uint32_t signs) {
   }
 }
 
+// Codes of n elements of a row from k on, with zeros behind them up to a multiple of kDecodeStep:
+// what lies behind a row's end is not read, and zeros decode to zeros.
+static const uint8_t* PaddedCodes(const DecodeTask& task, int64_t row, int64_t k, int n,
+                                  Scratch& s) {
+  const uint8_t* codes = task.plane.data + row * task.data_stride + (task.packed ? k / 2 : k);
+  if (n % kDecodeStep == 0) return codes;
+  const size_t used = static_cast<size_t>(task.packed ? (n + 1) / 2 : n);
+  std::memcpy(s.codes, codes, used);
+  std::memset(s.codes + used, 0, kDecodeStep);
+  return s.codes;
+}
+
 // One run of a row. Returns whether an operand left BF16's range.
 static int32_t DecodeRun(const DecodeTask& task, int64_t row, int64_t k, Scratch& s) {
   const PlaneSource& plane = task.plane;
   const int n = static_cast<int>(Min64(kDecodeRun, task.k_stored - k));
-  const uint8_t* codes = plane.data + row * task.data_stride + (task.packed ? k / 2 : k);
   const int n_padded = RoundUp(n, kDecodeStep);
-  if (n != n_padded) {  // what lies behind a row's end is not read; zeros decode to zeros
-    const size_t used = static_cast<size_t>(task.packed ? (n + 1) / 2 : n);
-    std::memcpy(s.codes, codes, used);
-    std::memset(s.codes + used, 0, kDecodeStep);
-    codes = s.codes;
-  }
+  const uint8_t* codes = PaddedCodes(task, row, k, n, s);
   ScaleRun(task, row, k, n, s);
   float factor = task.factor;
   if (task.has_factor && plane.spec.row_scaled) {
@@ -205,13 +217,11 @@ static void DecodeRange(void* context, int64_t begin, int64_t end) {
   if (task.streams) StreamFence();
 }
 
-static bool DecodePlane(const PlaneSource& plane, void* out, DType dtype, int threads,
-                        bool* left_range) {
+// What a decode of `plane` to `dtype` knows before it begins.
+static DecodeTask MakeDecodeTask(const PlaneSource& plane, DType dtype) {
   const Spec& spec = plane.spec;
-  const FloatEnv env;
   DecodeTask task{};
   task.plane = plane;
-  task.out = static_cast<uint8_t*>(out);
   task.dtype = dtype;
   task.k_stored = spec.signs >= 0 ? PaddedToHadamard(plane.k) : plane.k;
   task.k_out = plane.operand ? task.k_stored : plane.k;
@@ -220,7 +230,6 @@ static bool DecodePlane(const PlaneSource& plane, void* out, DType dtype, int th
   task.scale_stride = spec.block_cols == 0 ? 1 : CeilDiv(task.k_stored, spec.block_cols);
   task.has_factor = spec.rule == Rule::kTwoLevel && !plane.operand;
   task.turns_back = spec.signs >= 0 && !plane.operand;
-  task.streams = plane.rows * task.k_out * ItemSize(dtype) >= kStreamedBytes;
   const DecodeAs as = plane.operand     ? DecodeAs::kOperand
                       : task.has_factor ? DecodeAs::kTimesFactor
                                         : DecodeAs::kProduct;
@@ -229,6 +238,15 @@ static bool DecodePlane(const PlaneSource& plane, void* out, DType dtype, int th
     task.factor = TwoLevelFactor(*plane.amax, spec.tensor_bound);
   }
   task.runs = CeilDiv(task.k_stored, kDecodeRun);
+  return task;
+}
+
+static bool DecodePlane(const PlaneSource& plane, void* out, DType dtype, int threads,
+                        bool* left_range) {
+  const FloatEnv env;
+  DecodeTask task = MakeDecodeTask(plane, dtype);
+  task.out = static_cast<uint8_t*>(out);
+  task.streams = plane.rows * task.k_out * ItemSize(dtype) >= kStreamedBytes;
   ParallelFor(plane.rows * task.runs, UsefulThreads(plane.rows * task.k_stored, threads),
               DecodeRange, &task);
   *left_range = task.left_range != 0;

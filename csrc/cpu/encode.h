@@ -3,7 +3,7 @@
 // Two orientations of the same rules. "Along": the tile's rows are the plane's rows and blocks run
 // along them (a rowwise plane). "Down": the tile's rows run along K and its columns are the plane's
 // rows (a columnwise plane, straight from the same tile; or a rowwise plane with a transform, from
-// the turned tile). Going down, blocks, transform and random numbers are all vectors over the
+// the transposed tile). Going down, blocks, transform and random numbers are all vectors over the
 // columns, and only the finished codes are transposed.
 #ifndef HYBRIDQ_CPU_ENCODE_H_
 #define HYBRIDQ_CPU_ENCODE_H_
@@ -16,7 +16,7 @@
 
 HQ_NAMESPACE_BEGIN
 
-// Scales and multipliers of the tile t[nn][kk] from the blocks' amaxima in s.amax[n * blocks + b]
+// Scales and multipliers of the tile t[nn][kk] from the blocks' amaxes in s.amax[n * blocks + b]
 // (n: a row, or a row of squares).
 static void ScalesAlong(const PlaneJob& job, const float* t, int ld, int64_t n0, int nn, int kk,
                         int scale_rows, int blocks, Scratch& s) {
@@ -67,7 +67,7 @@ static void EncodeAlong(const PlaneJob& job, const float* t, int ld, int64_t n0,
   }
 }
 
-// Amaxima, scales and multipliers of the tile t[kk][nn], going down: s.multiplier[b * width + n].
+// Amaxes, scales and multipliers of the tile t[kk][nn], going down: s.multiplier[b * width + n].
 static void ScalesDown(const PlaneJob& job, const float* t, int ld, int64_t n0, int nn, int64_t k0,
                        int kk, int width, Scratch& s) {
   const int blocks = static_cast<int>(CeilDiv(kk, job.block));
@@ -126,18 +126,18 @@ static void EncodeDown(const PlaneJob& job, const float* t, int ld, int64_t n0, 
     job.code(t + k * ld, multiplier, s.random, s.codes + k * width, width);
   }
   uint8_t* codes = s.codes;
-  uint8_t* turned = s.flipped;
+  uint8_t* transposed = s.flipped;
   int bytes = kk;  // per plane row
   if (job.packed) {
     bytes = (kk + 1) / 2;
     if (kk % 2 != 0) std::memset(codes + kk * width, 0, static_cast<size_t>(width));
     for (int k = 0; k < bytes; ++k) {
       const uint8_t* __restrict low = codes + 2 * k * width;
-      uint8_t* __restrict out = turned + k * width;
+      uint8_t* __restrict out = transposed + k * width;
       for (int n = 0; n < width; ++n) out[n] = static_cast<uint8_t>(low[n] | (low[width + n] << 4));
     }
     codes = s.flipped;
-    turned = s.codes;
+    transposed = s.codes;
   }
   uint8_t* out = job.data + n0 * job.data_stride + (job.packed ? k0 / 2 : k0);
   if (bytes % kLane == 0 && nn == width) {
@@ -145,9 +145,9 @@ static void EncodeDown(const PlaneJob& job, const float* t, int ld, int64_t n0, 
   }
   // The rows of codes up to the next 16 hold leftovers; they end beyond `bytes` and are not copied.
   const int padded = RoundUp(bytes, kLane);
-  TransposeByteTile(codes, width, padded, width, turned, padded);
+  TransposeByteTile(codes, width, padded, width, transposed, padded);
   for (int n = 0; n < nn; ++n) {
-    std::memcpy(out + n * job.data_stride, turned + n * padded, static_cast<size_t>(bytes));
+    std::memcpy(out + n * job.data_stride, transposed + n * padded, static_cast<size_t>(bytes));
   }
 }
 
@@ -167,17 +167,18 @@ static void EncodeTile(const EncodeTask& task, int64_t index, Scratch& s) {
     LoadTile(TileMatrix(t, nr, nc), 0, 0, nr, nc, pad_rows, s.tile, ld);
   }
   if (row_turns) {
-    TransposeBlocks(s.tile, ld, nr_padded, ld, s.turned, nr_padded);
-    HadamardTile(s.turned, nr_padded, ld, nr_padded, static_cast<uint32_t>(task.row.spec.signs),
-                 s.turned);
-    EncodeDown(task.row, s.turned, nr_padded, r0, nr, c0, ld, s);
+    TransposeBlocks(s.tile, ld, nr_padded, ld, s.transposed, nr_padded);
+    HadamardTile(s.transposed, nr_padded, ld, nr_padded, static_cast<uint32_t>(task.row.spec.signs),
+                 s.transposed);
+    EncodeDown(task.row, s.transposed, nr_padded, r0, nr, c0, ld, s);
   } else if (task.has_row) {
     EncodeAlong(task.row, s.tile, ld, r0, nr, c0, nc, s);
   }
   if (!task.has_col) return;
   if (task.col.transform) {
-    HadamardTile(s.tile, ld, nr_padded, ld, static_cast<uint32_t>(task.col.spec.signs), s.turned);
-    EncodeDown(task.col, s.turned, ld, c0, nc, r0, nr_padded, s);
+    HadamardTile(s.tile, ld, nr_padded, ld, static_cast<uint32_t>(task.col.spec.signs),
+                 s.transposed);
+    EncodeDown(task.col, s.transposed, ld, c0, nc, r0, nr_padded, s);
   } else {
     EncodeDown(task.col, s.tile, ld, c0, nc, r0, nr, s);
   }

@@ -4,11 +4,12 @@
 #include <atomic>
 #include <memory>
 #include <new>
+#include <vector>
 
 #include "core/float_env.h"
 #include "core/parallel.h"
+#include "cpu/codes_product.h"
 #include "cpu/kernels.h"
-#include "cpu/product.h"
 #include "cpu/statistics.h"
 #include "formats/float16.h"
 #include "formats/scale_two_level.h"
@@ -153,12 +154,12 @@ void RunTiles(void* context, int64_t begin, int64_t end) {
   if (!ok) tiles.ok.store(false, std::memory_order_relaxed);
 }
 
-FewRowsEnd MultiplyMatrix(const FewRowsJob& job, const ProductJob& product, int threads) {
+ProductEnd MultiplyMatrix(const FewRowsJob& job, const ProductJob& product, int threads) {
   Tiles tiles{&job, product, &job.b.matrix, 0.0f, 0};
   const Matrix& b = job.b.matrix;
   if (NeedsStat(job.b.spec)) {
     const PlaneTarget whole{job.b.spec, nullptr, nullptr, &tiles.stat, 0, 0, 0, 0};
-    if (!FindStats(b, &whole, nullptr, threads)) return FewRowsEnd::kNoMemory;
+    if (!FindStats(b, &whole, nullptr, threads)) return ProductEnd::kNoMemory;
   }
   const int64_t row_bytes = 3 * std::max<int64_t>(b.cols, 1);
   const int64_t block_rows = std::max(job.b.spec.block_rows, 1);
@@ -170,33 +171,32 @@ FewRowsEnd MultiplyMatrix(const FewRowsJob& job, const ProductJob& product, int 
   const int64_t share = RoundUp(RoundUp(CeilDiv(b.rows, team), kTileRows), block_rows);
   tiles.rows = std::min(tiles.rows, std::max<int64_t>(share, 1));
   ParallelFor(CeilDiv(b.rows, tiles.rows), team, RunTiles, &tiles);
-  if (!tiles.ok) return FewRowsEnd::kNoMemory;
-  return tiles.stays ? FewRowsEnd::kDone : FewRowsEnd::kNotHere;
+  if (!tiles.ok) return ProductEnd::kNoMemory;
+  return tiles.stays ? ProductEnd::kDone : ProductEnd::kNotHere;
 }
 
 }  // namespace
 
-FewRowsEnd MultiplyFewRows(const FewRowsJob& job, int threads) {
-  const ProductFn multiply = ActiveProduct();
-  if (multiply == nullptr) return FewRowsEnd::kNotHere;
+ProductEnd MultiplyFewRows(const FewRowsJob& job, int threads) {
+  if (ActiveProduct() == nullptr) return ProductEnd::kNotHere;
   const Spec& spec = job.a.spec;
   const Matrix& a = job.a.matrix;
   const int64_t n = job.b.matrix.rows;
   Room room(spec, a.rows, a.cols);
   const std::unique_ptr<float[]> bias(
       job.bias == nullptr ? nullptr : new (std::nothrow) float[static_cast<size_t>(n)]);
-  if (!room.Ok() || (job.bias != nullptr && bias == nullptr)) return FewRowsEnd::kNoMemory;
+  if (!room.Ok() || (job.bias != nullptr && bias == nullptr)) return ProductEnd::kNoMemory;
 
   float stat = 0.0f, factor = 0.0f;
   const PlaneTarget target = room.Target(spec, &stat);
   if (!FindStats(a, NeedsStat(spec) ? &target : nullptr, job.finds_column ? job.column : nullptr,
                  1) ||
       !ActiveKernels().encode(a, &target, job.column, 1)) {
-    return FewRowsEnd::kNoMemory;
+    return ProductEnd::kNoMemory;
   }
   bool left = false;
-  if (!room.Decode(spec, &stat, a.rows, a.cols, &left)) return FewRowsEnd::kNoMemory;
-  if (left) return FewRowsEnd::kNotHere;
+  if (!room.Decode(spec, &stat, a.rows, a.cols, &left)) return ProductEnd::kNoMemory;
+  if (left) return ProductEnd::kNotHere;
   for (int64_t j = 0; bias != nullptr && j < n; ++j) bias[j] = Wide(job.bias, a.dtype, j);
 
   ProductJob product{};
@@ -210,10 +210,10 @@ FewRowsEnd MultiplyFewRows(const FewRowsJob& job, int threads) {
   product.out = job.out;
   product.dtype = a.dtype;
   if (job.b.matrix.data != nullptr) return MultiplyMatrix(job, product, threads);
-  product.b = job.b.decoded;
-  product.b_stride = product.a_stride;
-  product.col_factor = job.b.factor;
-  return multiply(product, threads) ? FewRowsEnd::kDone : FewRowsEnd::kNoMemory;
+  const PlaneSource plane{job.b.spec, job.b.codes, job.b.scales, job.b.amax, n, a.cols, true};
+  const std::vector<float> factors = PlaneFactors(plane);
+  product.col_factor = factors.empty() ? nullptr : factors.data();
+  return MultiplyCodes({product, nullptr, plane}, threads);
 }
 
 }  // namespace hybridq

@@ -6,20 +6,18 @@
 
 #include <cstdint>
 
-#include "core/matrix.h"
+#include "cpu/product.h"
 
 namespace hybridq {
-
-// A matrix of more rows than the product has its way of few rows for is not taken.
-inline constexpr int64_t kFewRows = 8;
 
 // One operand. Its plane is of the rowwise direction, rounded to nearest and not row-scaled, and
 // BF16 holds its codes times their block scales.
 struct FewRowsOperand {
   Spec spec;
-  Matrix matrix;            // [rows, k], to be encoded; data null: `decoded` is there
-  const uint16_t* decoded;  // BF16 [rows, Kp] contiguous
-  const float* factor;      // of `decoded`; null: none
+  Matrix matrix;         // [rows, k], to be encoded; data null: the plane is there, and read as it
+  const uint8_t* codes;  // lies
+  const void* scales;
+  const float* amax;  // of a plane of two levels
 };
 
 struct FewRowsJob {
@@ -32,17 +30,9 @@ struct FewRowsJob {
   void* out;          // [m, n] contiguous, of a's dtype
 };
 
-enum class FewRowsEnd {
-  kDone,
-  kNoMemory,
-  // Nothing was written to `out`: a decoded value left BF16's normal range, or this CPU has no BF16
-  // product.
-  kNotHere,
-};
-
 // out = round(((a @ b.T) * factor of a * factor of b) + bias), in FP32 and in this order. Bits do
 // not depend on the number of threads.
-FewRowsEnd MultiplyFewRows(const FewRowsJob& job, int threads);
+ProductEnd MultiplyFewRows(const FewRowsJob& job, int threads);
 
 }  // namespace hybridq
 

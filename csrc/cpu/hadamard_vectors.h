@@ -26,7 +26,7 @@ static HQ_HD VectorInt MagnitudeOf(VectorFloat v) {
 
 // Rounds to BF16, to nearest even. No case for NaN: those of a transform of BF16 come from BF16 or
 // from an invalid operation, so their lower halves are zeros, and rounding leaves their upper
-// halves as they are. Only kCanonical makes them the quiet NaN; for codes and maxima any NaN will
+// halves as they are. Only kCanonical makes them the quiet NaN; for codes and amaxes any NaN will
 // do.
 template <bool kCanonical>
 static HQ_HD VectorUint RoundedBits(VectorFloat v) {
@@ -88,7 +88,7 @@ static void HadamardDown(const uint8_t* x, int64_t stride, int n, uint32_t signs
   }
 }
 
-static HQ_HD void TakeMaxima(const VectorFloat (&v)[kHadamardSize], VectorInt* m) {
+static HQ_HD void TakeAmaxes(const VectorFloat (&v)[kHadamardSize], VectorInt* m) {
   HQ_UNROLL
   for (int i = 0; i < kHadamardSize; ++i) {
     const VectorInt magnitude = MagnitudeOf(v[i]);
@@ -96,18 +96,18 @@ static HQ_HD void TakeMaxima(const VectorFloat (&v)[kHadamardSize], VectorInt* m
   }
 }
 
-// Raises the maxima in *m to those of the same, before it is rounded.
-static void HadamardMaximaDown(const uint8_t* x, int64_t stride, int n, uint32_t signs,
+// Updates the amaxes in *m with those of the same, before it is rounded.
+static void HadamardAmaxesDown(const uint8_t* x, int64_t stride, int n, uint32_t signs,
                                VectorInt* m) {
-  VectorInt maxima = *m;
+  VectorInt amaxes = *m;
   for (int64_t at = 0; at < 2 * static_cast<int64_t>(n); at += kVectorBytes) {
     VectorFloat v[kHadamardSize];
     TransformVectorsDown<false>(x + at, stride, signs, v);
-    TakeMaxima(v, &maxima);
+    TakeAmaxes(v, &amaxes);
     TransformVectorsDown<true>(x + at, stride, signs, v);
-    TakeMaxima(v, &maxima);
+    TakeAmaxes(v, &amaxes);
   }
-  *m = maxima;
+  *m = amaxes;
 }
 
 // Along: two neighbours share a word, so the butterfly of stride 1 is one between the vectors of
@@ -177,20 +177,20 @@ static void HadamardAlong(const uint8_t* x, int n, uint32_t signs, uint8_t* out)
   }
 }
 
-static void HadamardMaximaAlong(const uint8_t* x, int n, uint32_t signs, VectorInt* m) {
+static void HadamardAmaxesAlong(const uint8_t* x, int n, uint32_t signs, VectorInt* m) {
   const SignVectors factors = MakeSignVectors(signs);
-  VectorInt maxima = *m;
+  VectorInt amaxes = *m;
   for (int64_t at = 0; at < 2 * static_cast<int64_t>(n); at += kParts * kVectorBytes) {
     VectorFloat even[kParts], odd[kParts];
     TransformVectorsAlong(x + at, factors, even, odd);
     for (int part = 0; part < kParts; ++part) {
       for (const VectorFloat v : {even[part], odd[part]}) {
         const VectorInt magnitude = MagnitudeOf(v);
-        maxima = maxima > magnitude ? maxima : magnitude;
+        amaxes = amaxes > magnitude ? amaxes : magnitude;
       }
     }
   }
-  *m = maxima;
+  *m = amaxes;
 }
 
 // Of all lanes.

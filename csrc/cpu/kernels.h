@@ -12,8 +12,11 @@
 #include "core/matrix.h"
 #include "core/prologue.h"
 #include "core/spec.h"
+#include "core/token_rows.h"
 
 namespace hybridq {
+
+struct CodesJob;
 
 // FP32 to BF16 or FP16 with 16 random bits per element. `row_offset`, `col_offset`: where x lies in
 // the whole matrix, which the random numbers count.
@@ -49,10 +52,16 @@ struct Kernels {
   void (*map_store)(const Prologue& map, void* out, int threads);
   bool (*map_encode)(const Prologue& map, const PlaneTarget* row, const PlaneTarget* col,
                      const PlaneTarget* row_found, const PlaneTarget* col_found, int threads);
+  // Sums over rows of tokens, and their gradient (core/token_rows.h).
+  void (*sum_rows)(const SumRowsJob& job, int threads);
+  void (*spread_rows)(const SpreadRowsJob& job, int threads);
   void (*cast)(Element element, const float* src, int64_t n, uint8_t* dst);
   void (*cast_stochastic)(Element element, const float* src, const uint8_t* random, int64_t n,
                           uint8_t* dst);
   void (*decode_codes)(Element element, const uint8_t* src, int64_t n, float* dst);
+  // A product with codes in FP32 (codes_product.h); n and m are at least 1.
+  bool (*multiply_codes)(const CodesJob& job, int threads);
+  bool reads_codes;  // faster than it decodes them
 };
 
 // The table in use: the best that this CPU runs, or the one that SetVariant chose.

@@ -1,4 +1,4 @@
-// Operations on a mapped matrix that is not in memory: its values, its maxima, its planes.
+// Operations on a mapped matrix that is not in memory: its values, its amaxes, its planes.
 #ifndef HYBRIDQ_CPU_MAPPED_H_
 #define HYBRIDQ_CPU_MAPPED_H_
 
@@ -33,7 +33,7 @@ static void MapStore(const Prologue& map, void* out, int threads) {
   ParallelFor(map.x.rows, UsefulThreads(map.x.rows * map.x.cols, threads), MapStoreRange, &task);
 }
 
-// ---- maxima
+// ---- amaxes
 
 // Of the whole matrix, for one plane or both: a tile is made once.
 struct MapAmaxTask {
@@ -155,7 +155,7 @@ static bool MapAmax(const Prologue& map, const PlaneTarget* row, const PlaneTarg
     col = nullptr;
   }
   if (row == nullptr && col == nullptr) return true;
-  // Without a transform both maxima are the same.
+  // Without a transform both amaxes are the same.
   const bool shared =
       row != nullptr && col != nullptr && row->spec.signs < 0 && col->spec.signs < 0;
   MapAmaxTask task{};

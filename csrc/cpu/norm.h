@@ -1,5 +1,6 @@
 // Statistics of rows for norms, in the one order of additions that all backends share: element j
-// into partial sum j % 256, then the partial sums folded in halves (docs/numerics.md, "Norms").
+// into partial sum j % 256, then the partial sums folded in halves (docs/reference/numerics.md,
+// "Norms").
 #ifndef HYBRIDQ_CPU_NORM_H_
 #define HYBRIDQ_CPU_NORM_H_
 

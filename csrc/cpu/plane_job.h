@@ -68,10 +68,11 @@ static PlaneJob MakeJob(const PlaneTarget& target, int64_t rows, int64_t k, DTyp
   job.square = spec.block_rows > 1;
   job.packed = spec.element == Element::kE2M1;
   job.data = target.data;
-  job.data_stride = job.packed ? CeilDiv(job.k, 2) : job.k;
+  const int64_t stored_k = target.stored_k == 0 ? job.k : target.stored_k;
+  job.data_stride = job.packed ? CeilDiv(stored_k, 2) : stored_k;
   job.scale = static_cast<uint8_t*>(target.scale);
   job.scale_size = spec.scale == ScaleElement::kFp32 ? 4 : 1;
-  job.scale_stride = job.block == 0 ? 1 : CeilDiv(job.k, job.block);
+  job.scale_stride = job.block == 0 ? 1 : CeilDiv(stored_k, job.block);
   job.seed = target.seed;
   job.row_offset = target.row_offset;
   job.k_offset = target.k_offset;

@@ -157,7 +157,7 @@ static HQ_HD VectorWord WithSubnormals(VectorWord codes, const RoundedWords& r, 
 
 // ---- bases
 
-// Into base[n]: those of multipliers and maxima of n blocks. False if one has none.
+// Into base[n]: those of multipliers and amaxes of n blocks. False if one has none.
 template <class T>
 static bool FindBases(const PlaneJob& job, const float* __restrict multiplier,
                       const int32_t* __restrict amax, int n, T* __restrict base) {

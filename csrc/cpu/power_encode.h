@@ -1,8 +1,8 @@
 // Encode of FP8 planes under power-of-two scales from tiles of BF16: one plane, or both at once.
 //
-// Both planes: x is read for the maxima of all blocks of a tile, then once more for the codes, in
+// Both planes: x is read for the amaxes of all blocks of a tile, then once more for the codes, in
 // units of 64 x 64. A row of a unit is a line of the rowwise plane, and its codes for the
-// columnwise plane stay in the first-level cache until the unit is turned into lines of that.
+// columnwise plane stay in the first-level cache until the unit is transposed into lines of that.
 #ifndef HYBRIDQ_CPU_POWER_ENCODE_H_
 #define HYBRIDQ_CPU_POWER_ENCODE_H_
 
@@ -198,8 +198,8 @@ static CodeRowsFn SelectCodeRows(int row, int col) {
   return col == 3 ? &CodeRows<2, 3> : &CodeRows<2, 2>;
 }
 
-// The unit whose columnwise codes wait to be turned, while the next one is coded: stores past the
-// caches are limited by memory, so they are spread over the work.
+// The unit whose columnwise codes wait to be transposed while the next one is coded: non-temporal
+// stores are limited by memory, so they are spread over the work.
 struct WaitingUnit {
   const uint8_t* codes;
   int64_t n0, first;
@@ -247,7 +247,8 @@ static void CodePowers(const PlaneJob* row, const PlaneJob* col, const RawTile& 
         u.stride[1] = c + 32 < width ? t.stride : 0;
         u.col_base = s.col_base + at / col->block * width + c;
         u.col_out = codes + (at - r) * kUnit;
-        const bool asks = at + u.rows <= next.rows && 2 * (c + kUnit) <= next.nbytes;
+        const bool asks = next.index == nullptr && at + u.rows <= next.rows &&
+                          2 * (c + kUnit) <= next.nbytes;
         u.ahead = asks ? next.data + at * next.stride + 2 * c : nullptr;
         uint8_t* out = nullptr;
         if (row != nullptr) {

@@ -27,6 +27,17 @@ struct ProductJob {
   DType dtype;        // of out
 };
 
+// How a product ended whose operand is not in BF16 yet.
+enum class ProductEnd {
+  kDone,
+  kNoMemory,
+  // Nothing of the result counts: a value left BF16's normal range, or this CPU has no product.
+  kNotHere,
+};
+
+// Up to so many rows of a, b is read once and as it lies: sums do not depend on their number.
+inline constexpr int64_t kFewRows = 8;
+
 // Returns false if memory ran out. Sums do not depend on the number of threads.
 using ProductFn = bool (*)(const ProductJob& job, int threads);
 

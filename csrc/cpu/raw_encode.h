@@ -1,10 +1,10 @@
 // Encode from tiles of x in its own type: the fast path.
 //
 // It takes every spec but four over six and row-scaled planes, and every x whose rows are
-// contiguous (or, turned, its columns). Nothing is widened in memory: maxima are taken on the bits
-// of x, codes are made from x in registers, and the columnwise plane transposes only finished
-// codes, a cache line of the result at a time. A transform makes a tile of BF16, from which all
-// goes on.
+// contiguous (or, transposed, its columns). Nothing is widened in memory: amaxes are found on the
+// bits of x, codes are made from x in registers, and the columnwise plane transposes only finished
+// codes, a cache line of the result at a time. A transform makes a tile of BF16, which is then
+// encoded like x.
 #ifndef HYBRIDQ_CPU_RAW_ENCODE_H_
 #define HYBRIDQ_CPU_RAW_ENCODE_H_
 
@@ -138,11 +138,9 @@ struct EncodeTask {
 static int32_t MagnitudeOfTile(const EncodeTask& task, int64_t index) {
   const int64_t r0 = index / task.tiles_across * task.tile_rows;
   const int64_t c0 = index % task.tiles_across * task.tile_cols;
-  Matrix tile = task.x;
+  Matrix tile = RowRange(task.x, r0, Min64(r0 + task.tile_rows, task.x.rows));
   const int64_t size = ItemSize(tile.dtype);
-  tile.data =
-      static_cast<const uint8_t*>(tile.data) + (r0 * tile.stride_row + c0 * tile.stride_col) * size;
-  tile.rows = Min64(task.tile_rows, task.x.rows - r0);
+  tile.data = static_cast<const uint8_t*>(tile.data) + c0 * tile.stride_col * size;
   tile.cols = Min64(task.tile_cols, task.x.cols - c0);
   return WithDType(tile.dtype, [&]<DType kType>() { return AmaxRows<kType>(tile, 0, tile.rows); });
 }
@@ -161,10 +159,10 @@ static NextTile TileAfter(const EncodeTask& task, int64_t index) {
   const int64_t r0 = (index + 1) / task.tiles_across * task.tile_rows;
   const int64_t c0 = (index + 1) % task.tiles_across * task.tile_cols;
   if (r0 >= x.rows) return {nullptr, 0, 0, 0};
-  const int64_t size = ItemSize(x.dtype);
-  return {static_cast<const uint8_t*>(x.data) + (r0 * x.stride_row + c0) * size,
-          x.stride_row * size, Min64(task.tile_cols, x.cols - c0) * size,
-          static_cast<int>(Min64(task.tile_rows, x.rows - r0))};
+  const int64_t size = ItemSize(x.dtype), end = Min64(r0 + task.tile_rows, x.rows);
+  const Matrix rows = RowRange(x, r0, end);
+  return {static_cast<const uint8_t*>(rows.data) + c0 * size, x.stride_row * size,
+          Min64(task.tile_cols, x.cols - c0) * size, static_cast<int>(end - r0), rows.row_index};
 }
 
 // Whether both planes have one scale for the whole tensor, and it is the same: then every code is.
@@ -174,7 +172,7 @@ static bool SharesCodes(const PlaneJob& row, const PlaneJob& col) {
          Bits(row.tensor_multiplier) == Bits(col.tensor_multiplier);
 }
 
-// Both such planes of a tile: codes are made once, and turned.
+// Both such planes of a tile: codes are made once, and transposed.
 static void EncodeShared(const PlaneJob& row, const PlaneJob& col, const RawTile& t, int64_t r0,
                          int nr, int64_t c0, int nc, const NextTile& next, Scratch& s) {
   const int width = RoundUp(nc, kRawLane);
@@ -211,7 +209,7 @@ static void EncodeRawTile(const EncodeTask& task, int64_t index, Scratch& s) {
     const NextTile asked = task.has_col ? NextTile{nullptr, 0, 0, 0} : next;
     const bool turns = task.row.transform;
     const int kk = turns ? RoundUp(nc, kHadamardSize) : nc;
-    // A few rows at a time, which the first-level cache holds from the maxima to the codes.
+    // A few rows at a time, which the first-level cache holds from the amaxes to the codes.
     const int step = task.row.square ? task.row.block : kLane;
     for (int r = 0; r < nr; r += step) {
       const int nn = MinInt(step, nr - r);

@@ -10,7 +10,7 @@
 HQ_NAMESPACE_BEGIN
 
 // Scales of the blocks along tile t[nn][kk] at plane row n0, K index k0: into the plane, and as
-// multipliers into s.multiplier[n * blocks + b], beside the maxima in s.amax (n: a row, or a row of
+// multipliers into s.multiplier[n * blocks + b], beside the amaxes in s.amax (n: a row, or a row of
 // squares).
 static void RawScalesAlong(const PlaneJob& job, const RawTile& t, int64_t n0, int nn, int64_t k0,
                            int kk, Scratch& s) {
@@ -24,7 +24,7 @@ static void RawScalesAlong(const PlaneJob& job, const RawTile& t, int64_t n0, in
   StoreScalesAlong(job, n0, k0, scale_rows, blocks, s);
 }
 
-// The same down tile t[kk][nn]: s.multiplier[b * width + n], of every column. The maxima are in
+// The same down tile t[kk][nn]: s.multiplier[b * width + n], of every column. The amaxes are in
 // s.amax or, of squares, in s.square[b * groups + g], and their multipliers in s.scale_fp32.
 static void RawScalesDown(const PlaneJob& job, const RawTile& t, int64_t n0, int nn, int64_t k0,
                           int kk, Scratch& s) {
@@ -56,14 +56,14 @@ static void StoreTurned(const PlaneJob& job, const uint8_t* codes, int ld, int64
     for (; r + kLine <= nbytes && n + kLane <= nn; r += kLine) {
       uint8_t* dst = out + n * job.data_stride + r;
       for (int q = 0; q < kLine; q += kVectorBytes) {
-        VectorBytes turned[kLane];
-        TransposeByteColumn(codes + (r + q) * ld + n, ld, turned);
+        VectorBytes transposed[kLane];
+        TransposeByteColumn(codes + (r + q) * ld + n, ld, transposed);
         for (int i = 0; i < kLane; ++i) {
           uint8_t* to = dst + i * job.data_stride + q;
           if (aligned) {
-            StreamVector(to, turned[i]);
+            StreamVector(to, transposed[i]);
           } else {
-            std::memcpy(to, &turned[i], kVectorBytes);
+            std::memcpy(to, &transposed[i], kVectorBytes);
           }
         }
       }

@@ -1,4 +1,5 @@
 // Tiles of x in its own type: in place where x allows it, else copied and padded with zeros.
+// Rows that an index names are copied, too: a tile that lies in cache once it has been read.
 #ifndef HYBRIDQ_CPU_RAW_TILE_H_
 #define HYBRIDQ_CPU_RAW_TILE_H_
 
@@ -23,21 +24,26 @@ struct RawTile {
 
 HQ_HD int ItemSize(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
+// Of element (r, c) of x, whose columns are contiguous.
+HQ_HD const uint8_t* RawAddress(const Matrix& x, int64_t r, int64_t c) {
+  return static_cast<const uint8_t*>(x.data) +
+         (x.RowAt(r) * x.stride_row + c) * static_cast<int64_t>(ItemSize(x.dtype));
+}
+
 // Rows [r0, r0+nr) x columns [c0, c0+nc) of x, whose columns are contiguous. With `pad_rows` the
 // rows too are padded, to a multiple of 32.
 static RawTile LoadRaw(const Matrix& x, int64_t r0, int64_t c0, int nr, int nc, bool pad_rows,
                        Scratch& s) {
   const int size = ItemSize(x.dtype);
-  const uint8_t* src =
-      static_cast<const uint8_t*>(x.data) + (r0 * x.stride_row + c0) * static_cast<int64_t>(size);
-  const int64_t src_stride = x.stride_row * size;
   const int rows = pad_rows ? RoundUp(nr, kRawLane) : nr, cols = RoundUp(nc, kRawLane);
-  if (rows == nr && cols == nc) return {src, src_stride, x.dtype};
+  if (rows == nr && cols == nc && x.row_index == nullptr) {
+    return {RawAddress(x, r0, c0), x.stride_row * size, x.dtype};
+  }
   const int64_t stride = static_cast<int64_t>(cols) * size;
   const size_t used = static_cast<size_t>(nc) * static_cast<size_t>(size);
   auto* dst = reinterpret_cast<uint8_t*>(s.raw);
   for (int r = 0; r < nr; ++r) {
-    std::memcpy(dst + r * stride, src + r * src_stride, used);
+    std::memcpy(dst + r * stride, RawAddress(x, r0 + r, c0), used);
     std::memset(dst + r * stride + used, 0, static_cast<size_t>(stride) - used);
   }
   std::memset(dst + nr * stride, 0, static_cast<size_t>((rows - nr) * stride));
@@ -50,14 +56,19 @@ struct NextTile {
   const uint8_t* data;
   int64_t stride, nbytes;
   int rows;  // 0: none
+  const int64_t* index = nullptr;  // of its rows, as Matrix's
 
-  NextTile From(int r) const { return {data + r * stride, stride, nbytes, rows - r}; }
+  NextTile From(int r) const {
+    if (index != nullptr) return {data, stride, nbytes, rows - r, index + r};
+    return {data + r * stride, stride, nbytes, rows - r};
+  }
 
   // Bytes [first, end) of row r.
   HQ_HD void Prefetch(int r, int64_t first, int64_t end) const {
     if (r >= rows) return;
+    const uint8_t* row = data + (index == nullptr ? r : index[r]) * stride;
     for (int64_t at = first; at < Min64(end, nbytes); at += kLine) {
-      __builtin_prefetch(data + r * stride + at, 0, 2);
+      __builtin_prefetch(row + at, 0, 2);
     }
   }
 };

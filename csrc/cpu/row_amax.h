@@ -15,18 +15,18 @@ struct RowAmaxTask {
 
 // One row after the other, along it.
 template <DType kType>
-static void RowMaximaAlong(const Matrix& x, int64_t r0, int nr, int32_t* m) {
+static void RowAmaxesAlong(const Matrix& x, int64_t r0, int nr, int32_t* m) {
   for (int r = 0; r < nr; ++r) m[r] = AmaxRows<kType>(x, r0 + r, r0 + r + 1);
 }
 
 // Rows that lie side by side in memory: all of them at once, down the columns.
 template <DType kType>
-static void RowMaximaDown(const Matrix& x, int64_t r0, int nr, int32_t* m) {
+static void RowAmaxesDown(const Matrix& x, int64_t r0, int nr, int32_t* m) {
   using T = typename Raw<kType>::Type;
   constexpr T kMask = static_cast<T>(~(T{1} << (8 * sizeof(T) - 1)));
   T lanes[kRowChunk] = {};
   for (int64_t c = 0; c < x.cols; ++c) {
-    const T* __restrict src = static_cast<const T*>(x.data) + r0 + c * x.stride_col;
+    const T* __restrict src = static_cast<const T*>(x.data) + r0 + x.ColAt(c) * x.stride_col;
     for (int r = 0; r < nr; ++r) {
       const T v = static_cast<T>(src[r] & kMask);
       lanes[r] = lanes[r] > v ? lanes[r] : v;
@@ -36,17 +36,17 @@ static void RowMaximaDown(const Matrix& x, int64_t r0, int nr, int32_t* m) {
 }
 
 template <DType kType>
-static void RowMaxima(const Matrix& x, int64_t r0, int nr, int32_t* m) {
-  PrefersTransposed(x) ? RowMaximaDown<kType>(x, r0, nr, m) : RowMaximaAlong<kType>(x, r0, nr, m);
+static void RowAmaxes(const Matrix& x, int64_t r0, int nr, int32_t* m) {
+  PrefersTransposed(x) ? RowAmaxesDown<kType>(x, r0, nr, m) : RowAmaxesAlong<kType>(x, r0, nr, m);
 }
 
-static void TransformedRowMaxima(const WholeTask& task, int64_t chunk, int32_t* m, Scratch& s) {
+static void TransformedRowAmaxes(const WholeTask& task, int64_t chunk, int32_t* m, Scratch& s) {
   for (int64_t tile = 0; tile < task.tiles_across; ++tile) {
     int64_t r0, c0;
     int nr, nc;
     TransformTile(task, chunk * task.tiles_across + tile, s, &r0, &c0, &nr, &nc);
     const int ld = RoundUp(nc, kLane), width = RoundUp(nr, kLane);
-    for (int k = 0; k < ld; ++k) MagnitudeMaxInto(s.turned + k * width, m, width);
+    for (int k = 0; k < ld; ++k) MagnitudeMaxInto(s.transposed + k * width, m, width);
   }
 }
 
@@ -64,13 +64,13 @@ static void RowAmaxRange(void* context, int64_t begin, int64_t end) {
         __atomic_store_n(&task.whole.failed, 1, __ATOMIC_RELAXED);
         return;
       }
-      TransformedRowMaxima(task.whole, chunk, m, *s);
+      TransformedRowAmaxes(task.whole, chunk, m, *s);
     } else if (x.dtype == DType::kFloat32) {
-      RowMaxima<DType::kFloat32>(x, r0, nr, m);
+      RowAmaxes<DType::kFloat32>(x, r0, nr, m);
     } else if (x.dtype == DType::kBFloat16) {
-      RowMaxima<DType::kBFloat16>(x, r0, nr, m);
+      RowAmaxes<DType::kBFloat16>(x, r0, nr, m);
     } else {
-      RowMaxima<DType::kFloat16>(x, r0, nr, m);
+      RowAmaxes<DType::kFloat16>(x, r0, nr, m);
     }
     for (int r = 0; r < nr; ++r) task.out[r0 + r] = CanonicalAmax(m[r]);
   }

@@ -1,4 +1,4 @@
-// The scales of a tile from its blocks' maxima, in both orientations: into the plane, and as
+// The scales of a tile from its blocks' amaxes, in both orientations: into the plane, and as
 // multipliers into the scratch. And the random bytes of a plane row.
 #ifndef HYBRIDQ_CPU_SCALES_H_
 #define HYBRIDQ_CPU_SCALES_H_
@@ -45,7 +45,7 @@ static void StoreScalesAlong(const PlaneJob& job, int64_t n0, int64_t k0, int sc
   }
 }
 
-// Down, squares: the maxima of all squares, from those of the columns.
+// Down, squares: the amaxes of all squares, from those of the columns.
 static void MergeColumnsOfSquares(const PlaneJob& job, int nn, int blocks, int width, Scratch& s) {
   const int groups = static_cast<int>(CeilDiv(nn, job.block));
   for (int b = 0; b < blocks; ++b) {

@@ -1,4 +1,4 @@
-// The maxima that planes need before they are encoded.
+// The amaxes that planes need before they are encoded.
 #ifndef HYBRIDQ_CPU_STATISTICS_H_
 #define HYBRIDQ_CPU_STATISTICS_H_
 

@@ -27,7 +27,7 @@ HQ_HD int64_t Min64(int64_t a, int64_t b) { return a < b ? a : b; }
 // Of one thread, kept for its lifetime: allocating it per call would cost more than a small encode.
 struct Scratch {
   alignas(64) float tile[kTileElements];
-  alignas(64) float turned[kTileElements];    // transposed, or transformed
+  alignas(64) float transposed[kTileElements];  // or transformed
   alignas(64) uint32_t raw[kRawElements];     // of the fast path: x, padded
   alignas(64) uint32_t mapped[kRawElements];  // a tile of a mapped matrix, padded
   alignas(64) uint16_t transformed[kRawElements];
@@ -94,9 +94,12 @@ static void LoadTileAs(const Matrix& x, int64_t r0, int64_t c0, int nr, int nc, 
   const auto* base = static_cast<const typename In::Type*>(x.data);
   const int nc_padded = RoundUp(nc, kLane);
   for (int r = 0; r < nr; ++r) {
-    const auto* __restrict src = base + (r0 + r) * x.stride_row + c0 * x.stride_col;
+    const auto* __restrict row = base + x.RowAt(r0 + r) * x.stride_row;
+    const auto* __restrict src = row + c0 * x.stride_col;
     float* __restrict dst = t + static_cast<int64_t>(r) * ld;
-    if (x.stride_col == 1) {
+    if (x.col_index != nullptr) {
+      for (int c = 0; c < nc; ++c) dst[c] = In::Get(row[x.col_index[c0 + c] * x.stride_col]);
+    } else if (x.stride_col == 1) {
       for (int c = 0; c < nc; ++c) dst[c] = In::Get(src[c]);
     } else {
       for (int c = 0; c < nc; ++c) dst[c] = In::Get(src[c * x.stride_col]);

@@ -21,7 +21,7 @@ static int32_t AmaxRows(const Matrix& x, int64_t begin, int64_t end) {
   Vector m[kAtOnce] = {};
   T rest = 0;
   for (int64_t r = begin; r < end; ++r) {
-    const T* __restrict src = static_cast<const T*>(x.data) + r * x.stride_row;
+    const T* __restrict src = static_cast<const T*>(x.data) + x.RowAt(r) * x.stride_row;
     int64_t c = 0;
     if (x.stride_col == 1) {
       for (; c + kAtOnce * kLanes <= x.cols; c += kAtOnce * kLanes) {
@@ -59,7 +59,7 @@ static void AtomicMax(int32_t* target, int32_t value) {
   }
 }
 
-// Loads tile `index` (64 x 128 at most) of x turned, transformed: s.turned[k][row].
+// Loads tile `index` (64 x 128 at most) of x transposed, transformed: s.transposed[k][row].
 static void TransformTile(const WholeTask& task, int64_t index, Scratch& s, int64_t* r0,
                           int64_t* c0, int* nr, int* nc) {
   constexpr int kRows = kTileSide / 2;
@@ -69,8 +69,8 @@ static void TransformTile(const WholeTask& task, int64_t index, Scratch& s, int6
   *nc = static_cast<int>(Min64(kTileSide, task.x.cols - *c0));
   const int ld = RoundUp(*nc, kLane), width = RoundUp(*nr, kLane);
   LoadTile(task.x, *r0, *c0, *nr, *nc, true, s.tile, ld);
-  TransposeBlocks(s.tile, ld, width, ld, s.turned, width);
-  HadamardTile(s.turned, width, ld, width, static_cast<uint32_t>(task.signs), s.turned);
+  TransposeBlocks(s.tile, ld, width, ld, s.transposed, width);
+  HadamardTile(s.transposed, width, ld, width, static_cast<uint32_t>(task.signs), s.transposed);
 }
 
 template <bool kStore>
@@ -90,14 +90,14 @@ static void TransformRange(void* context, int64_t begin, int64_t end) {
     TransformTile(task, index, *s, &r0, &c0, &nr, &nc);
     const int ld = RoundUp(nc, kLane), width = RoundUp(nr, kLane);
     if constexpr (kStore) {
-      TransposeBlocks(s->turned, width, ld, width, s->tile, ld);
+      TransposeBlocks(s->transposed, width, ld, width, s->tile, ld);
       for (int r = 0; r < nr; ++r) {
         uint16_t* __restrict dst = task.out + (r0 + r) * out_stride + c0;
         for (int c = 0; c < ld; ++c) dst[c] = ToBf16(s->tile[r * ld + c]);
       }
     } else {
       // Rows of padding are zeros, which no maximum sees.
-      for (int i = 0; i < ld * width; ++i) m = MaxInt(m, Magnitude(s->turned[i]));
+      for (int i = 0; i < ld * width; ++i) m = MaxInt(m, Magnitude(s->transposed[i]));
     }
   }
   AtomicMax(&task.amax, m);
@@ -122,10 +122,10 @@ static void RawTransformRange(void* context, int64_t begin, int64_t end) {
     __atomic_store_n(&task.failed, 1, __ATOMIC_RELAXED);
     return;
   }
-  const bool down = task.x.stride_col != 1;
+  const bool down = !kStore && PrefersTransposed(task.x);
   const Matrix x = down ? task.x.Transposed() : task.x;
   const RawTileShape shape = TransformTileShape(down);
-  VectorInt maxima{};
+  VectorInt amaxes{};
   for (int64_t index = begin; index < end; ++index) {
     const int64_t r0 = index / task.tiles_across * shape.rows;
     const int64_t c0 = index % task.tiles_across * shape.cols;
@@ -136,11 +136,12 @@ static void RawTransformRange(void* context, int64_t begin, int64_t end) {
     const int rows = down ? RoundUp(nr, kHadamardSize) : nr;
     const auto signs = static_cast<uint32_t>(task.signs);
     if constexpr (kStore) {
-      const RawTile turned = TransformAlong<true>(task.signs, t, rows, width, *s);
+      const RawTile transformed = TransformAlong<true>(task.signs, t, rows, width, *s);
       const int64_t stride = PaddedToHadamard(x.cols);
       const size_t used = 2 * static_cast<size_t>(RoundUp(nc, kHadamardSize));
       for (int r = 0; r < nr; ++r) {
-        std::memcpy(task.out + (r0 + r) * stride + c0, turned.data + r * turned.stride, used);
+        const uint8_t* from = transformed.data + r * transformed.stride;
+        std::memcpy(task.out + (r0 + r) * stride + c0, from, used);
       }
       continue;
     }
@@ -148,14 +149,14 @@ static void RawTransformRange(void* context, int64_t begin, int64_t end) {
     for (int r = 0; r < rows; r += down ? kHadamardSize : 1) {
       const uint8_t* row = t.data + r * t.stride;
       if (down) {
-        HadamardMaximaDown(row, t.stride, width, signs, &maxima);
+        HadamardAmaxesDown(row, t.stride, width, signs, &amaxes);
       } else {
-        HadamardMaximaAlong(row, width, signs, &maxima);
+        HadamardAmaxesAlong(row, width, signs, &amaxes);
       }
     }
   }
   // Rounding keeps the order, so the maximum is rounded and not its candidates.
-  const float largest = FromSignedBits(LargestLane(maxima));
+  const float largest = FromSignedBits(LargestLane(amaxes));
   if (!kStore) AtomicMax(&task.amax, Magnitude(RoundToBf16(largest)));
 }
 
@@ -163,7 +164,7 @@ template <bool kStore>
 static bool RunTransform(WholeTask* task, int threads) {
   const Matrix& x = task->x;
   const int useful = UsefulThreads(x.rows * x.cols, threads);
-  // The result of a transform down the columns would have to be turned to be stored.
+  // The result of a transform down the columns would have to be transposed to be stored.
   const bool down = !kStore && PrefersTransposed(x);
   if (x.dtype == DType::kBFloat16 && (x.stride_col == 1 || down)) {
     const int64_t rows = down ? x.cols : x.rows, cols = down ? x.rows : x.cols;

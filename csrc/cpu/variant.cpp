@@ -1,11 +1,13 @@
 // One table of kernels. CMake compiles this file once per instruction set with its own HQ_VARIANT
 // (a namespace), HQ_VARIANT_NAME and -march.
+#include "cpu/codes_product_wide.h"
 #include "cpu/decode.h"
 #include "cpu/encode.h"
 #include "cpu/kernels.h"
 #include "cpu/mapped.h"
 #include "cpu/round.h"
 #include "cpu/row_amax.h"
+#include "cpu/token_rows.h"
 #include "cpu/whole.h"
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "random bytes are read in memory order");
@@ -36,9 +38,24 @@ static void DecodeCodes(Element element, const uint8_t* src, int64_t n, float* d
 
 const Kernels& Table() {
   static constexpr Kernels kTable = {
-      HQ_VARIANT_NAME, &Encode,    &EncodePath,          &DecodePlane,     &Amax,
-      &RowAmax,        &Hadamard,  &Transpose,           &RoundStochastic, &MapStore,
-      &MapEncode,      &CastCodes, &CastCodesStochastic, &DecodeCodes,
+      HQ_VARIANT_NAME,
+      &Encode,
+      &EncodePath,
+      &DecodePlane,
+      &Amax,
+      &RowAmax,
+      &Hadamard,
+      &Transpose,
+      &RoundStochastic,
+      &MapStore,
+      &MapEncode,
+      &SumRows,
+      &SpreadRows,
+      &CastCodes,
+      &CastCodesStochastic,
+      &DecodeCodes,
+      &MultiplyCodesWide,
+      kReadsCodes,
   };
   return kTable;
 }

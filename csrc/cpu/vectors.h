@@ -90,10 +90,11 @@ static HQ_HD VectorBytes LoadQuarters(const uint8_t* src, int64_t stride) {
 #undef HQ_RUN16
 }
 
-// turned[c], byte r = src[r * ld + c], for kVectorBytes rows of 16 columns.
-static HQ_HD void TransposeByteColumn(const uint8_t* src, int64_t ld, VectorBytes (&turned)[16]) {
-  for (int i = 0; i < 16; ++i) turned[i] = LoadQuarters(src + i * ld, 16 * ld);
-  TransposeQuarters(turned);
+// transposed[c], byte r = src[r * ld + c], for kVectorBytes rows of 16 columns.
+static HQ_HD void TransposeByteColumn(const uint8_t* src, int64_t ld,
+                                      VectorBytes (&transposed)[16]) {
+  for (int i = 0; i < 16; ++i) transposed[i] = LoadQuarters(src + i * ld, 16 * ld);
+  TransposeQuarters(transposed);
 }
 
 HQ_NAMESPACE_END

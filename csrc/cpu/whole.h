@@ -34,7 +34,8 @@ static bool Amax(const Matrix& x_in, int signs, float* out, int threads) {
   } else {
     if (PrefersTransposed(task.x)) task.x = task.x.Transposed();
     Matrix& x = task.x;
-    if (x.stride_col == 1 && x.stride_row == x.cols && x.rows * x.cols >= kTileElements) {
+    const bool is_whole = x.stride_col == 1 && x.stride_row == x.cols && x.row_index == nullptr;
+    if (is_whole && x.rows * x.cols >= kTileElements) {
       // Contiguous: a few thousand elements a row, whatever the shape was, and the tail by itself.
       const int64_t total = x.rows * x.cols;
       x.cols = kTileElements / 2;

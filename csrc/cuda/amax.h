@@ -1,4 +1,4 @@
-// max|x| of a tensor or of every row, as FP32 bits, by integer maxima.
+// max|x| of a tensor or of every row, as FP32 bits, by integer maximum.
 //
 // In every input type the bits of magnitudes order as the values do, with NaN above infinity, so
 // that 16-bit types are compared two at a time without a conversion. CanonicalAmax (infinity to the
@@ -35,7 +35,7 @@ HQ_DEVICE uint32_t Canonical(uint32_t magnitude) {
   return Bits(CanonicalAmax(static_cast<int32_t>(magnitude)));
 }
 
-// ---- maxima of raw words
+// ---- amaxes of raw words
 
 // Magnitudes of 16-bit types are compared as BF16. FP16 has NaN where BF16 has some NaN, infinities
 // and numbers; of positive numbers both orders are that of the integers.
@@ -67,7 +67,7 @@ HQ_DEVICE uint32_t MaxVector(uint32_t m, const Vec4& v) {
   return MaxWord<kType>(m, v.w);
 }
 
-// ---- where maxima go
+// ---- where amaxes go
 
 // Of the whole block, to out[0]. Every thread takes part.
 HQ_DEVICE void PutBlockMax(uint32_t magnitude, uint32_t* out) {

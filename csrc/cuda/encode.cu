@@ -42,15 +42,13 @@ const TileEntry* FindTile(const Matrix& x, const Request& row, const Request& co
 }
 
 void RunTileEntry(const TileEntry& entry, const Matrix& x, const Request& row, const Request& col,
-                  Stream stream, const Ragged& ragged = {}) {
-  TileArgs args = MakeTileArgs(x, row, col);
-  const bool is_ragged = ragged.ends != nullptr;
-  args.ends = ragged.ends;
-  args.padded = ragged.padded;
-  args.groups = ragged.groups;
-  args.padded_rows = static_cast<uint64_t>(ragged.padded_rows);
-  if (is_ragged) args.col = ArgsOf(col, x.cols, ragged.padded_rows, x.dtype);
-  entry.run(args, x.dtype == DType::kBFloat16, stream);
+                  Stream stream) {
+  entry.run(MakeTileArgs(x, row, col), x.dtype == DType::kBFloat16, stream);
+}
+
+void RunTileEntry(const TileEntry& entry, const Matrix& x, const Request& row, const Request& col,
+                  Stream stream, const Ragged& ragged) {
+  entry.run(MakeRaggedArgs(x, row, col, ragged), x.dtype == DType::kBFloat16, stream);
 }
 
 // `x`: the plane's own matrix.
@@ -77,7 +75,7 @@ void AmaxOf(const Matrix& x, const Spec& spec, float* out, Stream stream) {
   Amax(x, spec.signs, out, stream);
 }
 
-// Both planes' requests in one kernel, if there is one; amaxima are zeroed before.
+// Both planes' requests in one kernel, if there is one; amaxes are zeroed before.
 bool RunTogether(const Matrix& x, Request row, Request col, float* row_out, float* col_out,
                  Stream stream) {
   const auto is_rows = [](const Request& r) { return r.is_amax && r.plane->spec.row_scaled; };
@@ -166,45 +164,46 @@ void EncodeFromScratch(const Matrix& x, const GpuPlane* row, const GpuPlane* col
   EncodePlanes(x, row, col, stream);
 }
 
-bool EncodeRagged(const Matrix& x, const Ragged& ragged, const GpuPlane* row, const GpuPlane& col,
+bool EncodeRagged(const Matrix& x, const Ragged& ragged, const GpuPlane* row, const GpuPlane* col,
                   float* row_stat, float* col_stat, Stream stream) {
   if (x.rows == 0 || x.cols == 0 || ragged.groups == 0) return false;
+  if (x.row_index != nullptr) {
+    return EncodeIndexedRagged(x, ragged, row, col, row_stat, col_stat, stream);
+  }
   const auto find = [&x](const Request& r, const Request& c) -> const TileEntry* {
     // Padded rows are whole tiles, whatever x's are.
     Matrix padded = x;
     padded.rows = kTileRows;
     return FindTile(padded, r, c);
   };
-  const TileEntry* alone = find({}, {&col});
-  if (alone == nullptr || (col_stat != nullptr && find({}, {&col, true}) == nullptr)) return false;
+  const TileEntry* alone = find({}, {col});
+  if (alone == nullptr || (col_stat != nullptr && find({}, {col, true}) == nullptr)) return false;
   const auto amax = [stream](const GpuPlane& plane, float* out) {
     Zero(out, sizeof(float), stream);
-    GpuPlane to = plane;
-    to.scale = out;
-    return to;
+    return AmaxPlane(plane, out);
   };
   if (row_stat != nullptr && col_stat != nullptr && !row->spec.row_scaled) {
-    if (const TileEntry* both = find({row, true}, {&col, true})) {
-      const GpuPlane first = amax(*row, row_stat), second = amax(col, col_stat);
+    if (const TileEntry* both = find({row, true}, {col, true})) {
+      const GpuPlane first = amax(*row, row_stat), second = amax(*col, col_stat);
       RunTileEntry(*both, x, {&first, true}, {&second, true}, stream, ragged);
       row_stat = col_stat = nullptr;
     }
   }
   if (row_stat != nullptr) AmaxOf(x, row->spec, row_stat, stream);
   if (col_stat != nullptr) {
-    const GpuPlane second = amax(col, col_stat);
-    RunTileEntry(*find({}, {&col, true}), x, {}, {&second, true}, stream, ragged);
+    const GpuPlane second = amax(*col, col_stat);
+    RunTileEntry(*find({}, {col, true}), x, {}, {&second, true}, stream, ragged);
   }
   if (row != nullptr) {
     // Tiles begin where groups do, and squares of x where they like: those take a kernel of x.
-    const TileEntry* both = row->spec.block_rows > 1 ? nullptr : find({row}, {&col});
+    const TileEntry* both = row->spec.block_rows > 1 ? nullptr : find({row}, {col});
     if (both != nullptr) {
-      RunTileEntry(*both, x, {row}, {&col}, stream, ragged);
+      RunTileEntry(*both, x, {row}, {col}, stream, ragged);
       return true;
     }
     EncodeOne(x, row, nullptr, stream);
   }
-  RunTileEntry(*alone, x, {}, {&col}, stream, ragged);
+  RunTileEntry(*alone, x, {}, {col}, stream, ragged);
   return true;
 }
 

@@ -1,4 +1,4 @@
-// Tile kernels that find amaxima in the pass that encodes the other plane, or two at once. Those of
+// Tile kernels that find amaxes in the pass that encodes the other plane, or two at once. Those of
 // one amax are for ragged tensors.
 #include "cuda/encode_table.h"
 

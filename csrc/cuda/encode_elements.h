@@ -1,4 +1,4 @@
-// The elements that a thread holds, and their maxima.
+// The elements that a thread holds, and their amaxes.
 #ifndef HYBRIDQ_CUDA_ENCODE_ELEMENTS_H_
 #define HYBRIDQ_CUDA_ENCODE_ELEMENTS_H_
 
@@ -45,7 +45,7 @@ struct Elements<kRows, kCols, true> {
     return static_cast<int32_t>(i % 2 == 0 ? m << 16 : m & 0xffff0000u);
   }
 
-  HQ_DEVICE void RowMaxima(Max (&out)[kRows / 2]) const {
+  HQ_DEVICE void RowAmaxes(Max (&out)[kRows / 2]) const {
     HQ_UNROLL
     for (int i = 0; i < kRows; i += 2) {
       Max m[2];
@@ -59,7 +59,7 @@ struct Elements<kRows, kCols, true> {
     }
   }
 
-  HQ_DEVICE void ColMaxima(Max (&out)[kCols / 2]) const {
+  HQ_DEVICE void ColAmaxes(Max (&out)[kCols / 2]) const {
     HQ_UNROLL
     for (int w = 0; w < kCols / 2; ++w) {
       out[w] = pair[0][w] & 0x7fff7fffu;
@@ -70,7 +70,7 @@ struct Elements<kRows, kCols, true> {
 
   HQ_DEVICE int32_t MaxOfAll() const {
     Max m[kCols / 2];
-    ColMaxima(m);
+    ColAmaxes(m);
     HQ_UNROLL
     for (int w = 1; w < kCols / 2; ++w) m[0] = Larger(m[0], m[w]);
     return MaxInt(Unpack(m[0], 0), Unpack(m[0], 1));
@@ -115,7 +115,7 @@ struct Elements<kRows, kCols, false> {
   static HQ_DEVICE Max Larger(Max a, Max b) { return MaxInt(a, b); }
   static HQ_DEVICE int32_t Unpack(Max m, int) { return m; }
 
-  HQ_DEVICE void RowMaxima(Max (&out)[kRows]) const {
+  HQ_DEVICE void RowAmaxes(Max (&out)[kRows]) const {
     HQ_UNROLL
     for (int i = 0; i < kRows; ++i) {
       out[i] = Magnitude(value[i][0]);
@@ -124,7 +124,7 @@ struct Elements<kRows, kCols, false> {
     }
   }
 
-  HQ_DEVICE void ColMaxima(Max (&out)[kCols]) const {
+  HQ_DEVICE void ColAmaxes(Max (&out)[kCols]) const {
     HQ_UNROLL
     for (int j = 0; j < kCols; ++j) {
       out[j] = Magnitude(value[0][j]);
@@ -135,7 +135,7 @@ struct Elements<kRows, kCols, false> {
 
   HQ_DEVICE int32_t MaxOfAll() const {
     Max m[kCols];
-    ColMaxima(m);
+    ColAmaxes(m);
     HQ_UNROLL
     for (int j = 1; j < kCols; ++j) m[0] = MaxInt(m[0], m[j]);
     return m[0];

@@ -29,8 +29,8 @@ struct GeneralArgs {
   int64_t k;                     // logical: without the transform's padding
   int64_t tiles_across;
   int tile_rows;
-  // The plane's own matrix is that of the caller turned: its lines, in whose order four over six
-  // adds up squares, run down.
+  // The plane's own matrix is that of the caller transposed: its lines, in whose order four over
+  // six adds up squares, run down.
   bool is_columnwise;
   PlaneArgs plane;
 };
@@ -45,7 +45,7 @@ struct GeneralLayout {
     return static_cast<uint32_t>(4 * (items / kChunks * kTilePitch + which * items + i));
   }
 };
-// The arrays behind the tile: amaxima, multipliers; of four over six the other candidates, both
+// The arrays behind the tile: amaxes, multipliers; of four over six the other candidates, both
 // scales' codes and the lines' errors.
 enum GeneralArray {
   kAmaxOf,

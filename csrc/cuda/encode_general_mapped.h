@@ -96,8 +96,8 @@ HQ_GLOBAL void HQ_LAUNCH_BOUNDS(kGeneralThreads, 1) AmaxGeneralMapped(GeneralMap
   const GeneralLayout at{g.tile_rows * kChunks};
   const int first = static_cast<int>(ThreadIndex());
   MappedTile{a.map}(g, at, r0, k0);
-  const int maxima = kPerRow ? g.tile_rows : 1;
-  for (int i = first; i < maxima; i += kGeneralThreads) SharedStore(at.Array(kAmaxOf, i), 0u);
+  const int amaxes = kPerRow ? g.tile_rows : 1;
+  for (int i = first; i < amaxes; i += kGeneralThreads) SharedStore(at.Array(kAmaxOf, i), 0u);
   SyncBlock();
   // A thread's transform is of the 16 elements that it then looks at.
   uint32_t largest = 0;
@@ -121,7 +121,7 @@ HQ_GLOBAL void HQ_LAUNCH_BOUNDS(kGeneralThreads, 1) AmaxGeneralMapped(GeneralMap
     if (Lane() == 0) SharedAtomicMax(at.Array(kAmaxOf, 0), of_warp);
   }
   SyncBlock();
-  for (int i = first; i < maxima; i += kGeneralThreads) {
+  for (int i = first; i < amaxes; i += kGeneralThreads) {
     const uint32_t m = SharedLoad<uint32_t>(at.Array(kAmaxOf, i));
     // Rows beyond the plane's hold zeros.
     if (m == 0) continue;

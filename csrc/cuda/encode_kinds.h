@@ -80,7 +80,7 @@ struct Geometry {
   static constexpr bool kWide = Row::kBlock == 128 || (Col::kBlock == 128 && Col::kSquare);
   static constexpr int kTileCols = kWide ? 128 : 64;
   static constexpr int kThreads = kTileCols / kWarpCols * kRowWarps * 32;
-  // Shared memory: codes and scales of the column plane, then the exchange of amaxima.
+  // Shared memory: codes and scales of the column plane, then the exchange of amaxes.
   static constexpr int kColumnBytes = kStoresColumns ? kTileRows * Col::kCodeBits / 8 : 0;
   static constexpr int kColumnScales =
       Col::kExists && !Col::kSquare && (Col::kBlock == 16 || Col::kBlock == 32)

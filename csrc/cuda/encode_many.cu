@@ -65,7 +65,7 @@ constexpr ManyEntry kEntries[] = {
     OfMany<Mx<E4M3>, Nvfp>(),
 };
 
-// One launch over tensors: which planes it writes, and where amaxima are read or go.
+// One launch over tensors: which planes it writes, and where amaxes are read or go.
 struct Pass {
   const ManyEntry* entry;
   float *row_stats, *col_stats;

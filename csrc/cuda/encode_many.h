@@ -19,7 +19,7 @@ struct TileTensor {
   float *row_amax, *col_amax;  // where a plane keeps the amax that it is made with; or null
   uint32_t rows, cols;
   uint32_t stride_row;  // elements
-  uint32_t number;      // of the tensor among the amaxima
+  uint32_t number;      // of the tensor among the amaxes
 };
 
 inline constexpr uint32_t kMaxTensors = 48;
@@ -27,7 +27,7 @@ inline constexpr uint32_t kNoBlock = 0xffffffffu;
 
 struct ManyArgs {
   TileArgs all;                       // what is the same for all of them
-  float *row_stats, *col_stats;       // amaxima by number, to be read or to be found
+  float *row_stats, *col_stats;       // amaxes by number, to be read or to be found
   uint32_t first_block[kMaxTensors];  // of each tensor, and kNoBlock behind the last
   TileTensor tensors[kMaxTensors];
 };

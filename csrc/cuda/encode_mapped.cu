@@ -56,9 +56,9 @@ struct Passes {
     to.scale = out;
     // Without a transform a tensor's amax is the same of both planes: kernels have the rows'.
     const Request request{&to, true};
-    const bool is_turned = plane.spec.signs >= 0;
+    const bool is_transformed = plane.spec.signs >= 0;
     if (!plane.spec.row_scaled) {
-      if (is_columnwise && is_turned ? RunTile({}, request) : RunTile(request, {})) return;
+      if (is_columnwise && is_transformed ? RunTile({}, request) : RunTile(request, {})) return;
     }
     AmaxGeneralOfMap(map, plane, is_columnwise, out, stream);
   }

@@ -40,6 +40,29 @@ inline TileArgs MakeTileArgs(const Matrix& x, const Request& row, const Request&
   return args;
 }
 
+// Of rows sorted by group.
+inline TileArgs MakeRaggedArgs(const Matrix& x, const Request& row, const Request& col,
+                               const Ragged& ragged) {
+  TileArgs args = MakeTileArgs(x, row, col);
+  args.ends = ragged.ends;
+  args.padded = ragged.padded;
+  args.groups = ragged.groups;
+  args.padded_rows = static_cast<uint64_t>(ragged.padded_rows);
+  args.col = ArgsOf(col, x.cols, ragged.padded_rows, x.dtype);
+  return args;
+}
+
+// EncodeRagged of an x with an index of its rows (encode_indexed.cu).
+bool EncodeIndexedRagged(const Matrix& x, const Ragged& ragged, const GpuPlane* row,
+                         const GpuPlane* col, float* row_stat, float* col_stat, Stream stream);
+
+// Of a plane whose amax alone is found, at `out`.
+inline GpuPlane AmaxPlane(const GpuPlane& plane, float* out) {
+  GpuPlane to = plane;
+  to.scale = out;
+  return to;
+}
+
 // Whether the planes lie so that the kernel of `entry` can write them. `rows`: of x.
 template <class E>
 bool PlanesFit(const E& entry, const Request& row, const Request& col, int64_t rows) {

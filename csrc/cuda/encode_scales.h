@@ -109,7 +109,7 @@ HQ_DEVICE Scaled SquareScale(const V& v, const Place<G>& at, const PlaneArgs& p,
 
 // Lanes beside (kStep 1) or below each other (kStep kLanesAcross) whose elements make up one block:
 // they share the work on the blocks of their rows (or columns). Each of kOwners lanes finds the
-// maxima of kLines / kOwners lines, makes their scales, and hands out the multipliers.
+// amaxes of kLines / kOwners lines, makes their scales, and hands out the multipliers.
 template <int kLines, int kLanes, int kStep, int kPerMax>
 struct Sharing {
   static constexpr int kOwners = kLanes < kLines / 2 ? kLanes : kLines / 2;
@@ -131,7 +131,7 @@ struct Sharing {
   }
   HQ_DEVICE bool IsFirstOwner() const { return self < kOwners; }
 
-  // From the maxima of a thread's own elements to those of the blocks that it owns.
+  // From the amaxes of a thread's own elements to those of the blocks that it owns.
   template <class V>
   HQ_DEVICE void Reduce(typename V::Max (&m)[kLines / kPerMax], int32_t (&out)[kOwn]) const {
     HQ_UNROLL

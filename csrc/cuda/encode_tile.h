@@ -86,10 +86,10 @@ HQ_DEVICE void EncodeRows(const TileArgs& a, const V& v, const Place<G>& at) {
     constexpr int kLanes = (K::kBlock < kWarpCols ? K::kBlock : kWarpCols) / kC;
     using S = Sharing<kR, kLanes, 1, V::kPerMax>;
     const S sharing(at.lane);
-    typename V::Max maxima[kR / V::kPerMax];
-    v.RowMaxima(maxima);
+    typename V::Max amaxes[kR / V::kPerMax];
+    v.RowAmaxes(amaxes);
     int32_t magnitude[S::kOwn];
-    sharing.template Reduce<V>(maxima, magnitude);
+    sharing.template Reduce<V>(amaxes, magnitude);
     const uint32_t first = sharing.FirstLine();
     if constexpr (K::kBlock == 128) {
       // The other half of the row is the other warp's.
@@ -203,10 +203,10 @@ HQ_DEVICE void EncodeColumns(const TileArgs& a, const V& v, const Place<G>& at) 
     constexpr int kLanes = (K::kBlock < kWarpRows ? K::kBlock : kWarpRows) / kR;
     using S = Sharing<kC, kLanes, G::kLanesAcross, V::kPerMax>;
     const S sharing(at.lane);
-    typename V::Max maxima[kC / V::kPerMax];
-    v.ColMaxima(maxima);
+    typename V::Max amaxes[kC / V::kPerMax];
+    v.ColAmaxes(amaxes);
     int32_t magnitude[S::kOwn];
-    sharing.template Reduce<V>(maxima, magnitude);
+    sharing.template Reduce<V>(amaxes, magnitude);
     const uint32_t first = sharing.FirstLine();
     if constexpr (K::kBlock == 128) {
       const auto offset = [&](uint32_t warp_row, uint32_t j) {
@@ -334,24 +334,35 @@ struct AsRead {
   HQ_DEVICE void operator()(V&, const Place<G>&, int, int64_t) const {}
 };
 
+// The thread's first `rows` rows as they lie in x, the first at `first`; zeros below them.
+struct InOrder {
+  template <class V, class G>
+  HQ_DEVICE void operator()(V& v, const TileArgs& a, const Place<G>&, int rows,
+                            int64_t first) const {
+    HQ_UNROLL
+    for (int i = 0; i < G::kRows; ++i) {
+      if (i < rows) {
+        v.LoadRow(i, a.x, first + i * a.stride_row, a.is_fp16);
+      } else {
+        v.ClearRow(i);
+      }
+    }
+  }
+};
+
 // `block`: of this tensor's; see encode_many.h. `change(v, at, rows, first)` may change the
 // elements of the thread's first `rows` rows, whose first lies at `first`; see encode_mapped.h.
-template <class Row, class Col, bool kBf16, class Change = AsRead>
-HQ_DEVICE void EncodeTileOf(const TileArgs& a, uint32_t block, const Change& change = {}) {
+// `load` reads them; see encode_indexed.h.
+template <class Row, class Col, bool kBf16, class Change = AsRead, class Source = InOrder>
+HQ_DEVICE void EncodeTileOf(const TileArgs& a, uint32_t block, const Change& change = {},
+                            const Source& load = {}) {
   using G = Geometry<Row, Col>;
   const Place<G> at(a, block);
   Elements<G::kRows, G::kCols, kBf16> v;
   const uint64_t row = at.source + at.row, col = at.c0 + at.col;
   const int rows_left = col < a.cols ? at.RowsLeft() : 0;
   const int64_t first = static_cast<int64_t>(row) * a.stride_row + static_cast<int64_t>(col);
-  HQ_UNROLL
-  for (int i = 0; i < G::kRows; ++i) {
-    if (i < rows_left) {
-      v.LoadRow(i, a.x, first + i * a.stride_row, a.is_fp16);
-    } else {
-      v.ClearRow(i);
-    }
-  }
+  load(v, a, at, rows_left, first);
   change(v, at, rows_left, first);
   if constexpr (Row::kIsAmax) {
     PutTileMax<G>(v.MaxOfAll(), a.row.scale, G::kRowMaxAt);

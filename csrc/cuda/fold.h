@@ -4,7 +4,7 @@
 // A group's scale is 2^(E - 127 - lift), E its largest scale byte without NaN bytes (0 if there is
 // no other) and lift the room of the element in its target; a code becomes
 // cast(code * 2^(e - E + lift)). Codes of NaN blocks and NaN codes become the NaN code, infinities
-// stay. Finite codes that change their value are counted. docs/numerics.md, "Fold".
+// stay. Finite codes that change their value are counted. docs/reference/numerics.md, "Fold".
 //
 // The fast kernels move exponents four codes at a time: while the result is normal, a code times
 // 2^-d is the code minus d in its exponent field. What falls into the subnormals, and what is no

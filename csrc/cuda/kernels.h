@@ -13,6 +13,7 @@
 #include "core/matrix.h"
 #include "core/prologue.h"
 #include "core/spec.h"
+#include "core/token_rows.h"
 #include "formats/common.h"
 
 HQ_NAMESPACE_BEGIN
@@ -36,8 +37,8 @@ struct GpuPlane {
 // one for each plane.
 void EncodePlanes(const Matrix& x, const GpuPlane* row, const GpuPlane* col, Stream stream);
 
-// The same with amaxima found here: where `row_stat` (`col_stat`) is not null it is written first,
-// and is that plane's `stat`. Two amaxima are one pass over x where a kernel finds both, and a
+// The same with amaxes found here: where `row_stat` (`col_stat`) is not null it is written first,
+// and is that plane's `stat`. Two amaxes are one pass over x where a kernel finds both, and a
 // plane that needs none is written in the pass that finds the other's.
 void EncodeFromScratch(const Matrix& x, const GpuPlane* row, const GpuPlane* col, float* row_stat,
                        float* col_stat, Stream stream);
@@ -49,18 +50,22 @@ struct Ragged {
   const int32_t* padded;  // [groups + 1], where each begins in the column plane
   uint32_t groups;
   int64_t padded_rows;  // of the column plane, a multiple of 128
+  // Of the matrix that x.row_index (on the device) takes the rows of x out of. A number beyond
+  // them: a row of zeros.
+  int64_t source_rows = 0;
 };
 
-// EncodeFromScratch for a ragged x with a column plane; the row plane is that of x as it is.
+// EncodeFromScratch for a ragged x; the row plane is that of x as it is. There is a column plane, or
+// x has an index of its rows.
 // Returns false, and does nothing, if no kernel reads the groups: then the rows have to be moved
 // first.
-bool EncodeRagged(const Matrix& x, const Ragged& ragged, const GpuPlane* row, const GpuPlane& col,
+bool EncodeRagged(const Matrix& x, const Ragged& ragged, const GpuPlane* row, const GpuPlane* col,
                   float* row_stat, float* col_stat, Stream stream);
 
 // One plane of every tensor of a list, in no shard.
 struct ManyPlane {
   const Spec* spec;  // null: there is no such plane
-  float* stats;      // [count]: amaxima by number; null if none are needed, or one for each row
+  float* stats;      // [count]: amaxes by number; null if none are needed, or one for each row
   bool finds_stats;  // they are found here; one per row: in the buffers
   uint32_t stream;   // of random numbers
 };
@@ -115,6 +120,11 @@ struct GpuRoundJob {
   uint16_t* out;  // [rows, cols] contiguous
 };
 void RoundStochastic(const GpuRoundJob& job, Stream stream);
+
+// Sums over rows of tokens, and their gradient (core/token_rows.h). Where the two types of a job
+// differ, one is FP32.
+void SumRows(const SumRowsJob& job, Stream stream);
+void SpreadRows(const SpreadRowsJob& job, Stream stream);
 
 }  // namespace cuda
 

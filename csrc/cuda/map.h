@@ -3,8 +3,8 @@
 // A norm takes a warp to a row: lane t holds partial sums 8t to 8t + 7 of the row's 256, so that an
 // element's partial sum is its place in a chunk of 256, and a lane loads 16 bytes of BF16. Folding
 // in halves is then five exchanges between lanes 16, 8, 4, 2 and 1 apart, and three additions
-// inside a lane: the order of docs/numerics.md. Rows are read again for the second sum and for y,
-// from the caches. An activation takes a thread to eight neighbours of a row.
+// inside a lane: the order of docs/reference/numerics.md. Rows are read again for the second sum
+// and for y, from the caches. An activation takes a thread to eight neighbours of a row.
 #ifndef HYBRIDQ_CUDA_MAP_H_
 #define HYBRIDQ_CUDA_MAP_H_
 

@@ -1,7 +1,7 @@
 // Activation functions of FP32 values, and the exponential that they are made of.
 //
 // Every operation is rounded by itself, so hosts and devices compute the same bits. Errors against
-// the exact functions are in docs/numerics.md, "Activations".
+// the exact functions are in docs/reference/numerics.md, "Activations".
 //
 // Source: ours. exp: reduction by ln(2) in two pieces and a polynomial fitted for the least largest
 // relative error, 3.1e-9 before rounding. GELU in its tanh form, 0.5 * (1 + tanh(u)) being

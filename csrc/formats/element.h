@@ -3,7 +3,7 @@
 //
 // Sources: OCP 8-bit Floating Point Specification (OFP8) v1.0; OCP Microscaling Formats (MX) v1.0;
 // NVIDIA PTX ISA, `cvt` (saturation and the NaN of formats that have none). The magic-number
-// rounding is ours; docs/numerics.md has the rules.
+// rounding is ours; docs/reference/numerics.md has the rules.
 #ifndef HYBRIDQ_FORMATS_ELEMENT_H_
 #define HYBRIDQ_FORMATS_ELEMENT_H_
 

@@ -6,7 +6,7 @@
 //
 // Stochastic rounding by 16 random bits (optimizer masters) takes the neighbour farther from zero
 // if and only if q + r >= 2^16, q = RN_even(2^16 * fraction of the gap). Finite values saturate;
-// infinities and NaN stay (docs/numerics.md).
+// infinities and NaN stay (docs/reference/numerics.md).
 #ifndef HYBRIDQ_FORMATS_FLOAT16_H_
 #define HYBRIDQ_FORMATS_FLOAT16_H_
 

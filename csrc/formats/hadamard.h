@@ -4,7 +4,7 @@
 // to BF16 (by the caller). Inverse: the same butterflies, then sign/4. sign/4 first keeps partial
 // sums from overflowing and is exact for BF16 and FP16 inputs.
 //
-// Source: Transformer Engine's random Hadamard transform for NVFP4; docs/numerics.md.
+// Source: Transformer Engine's random Hadamard transform for NVFP4; docs/reference/numerics.md.
 #ifndef HYBRIDQ_FORMATS_HADAMARD_H_
 #define HYBRIDQ_FORMATS_HADAMARD_H_
 

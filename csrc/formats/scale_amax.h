@@ -5,7 +5,7 @@
 // optionally rounded down to a power of two. Stored: scale_dec = 1 / scale_enc.
 //
 // Source: Transformer Engine's current scaling and blockwise rules (compute_scale_from_amax);
-// docs/numerics.md.
+// docs/reference/numerics.md.
 #ifndef HYBRIDQ_FORMATS_SCALE_AMAX_H_
 #define HYBRIDQ_FORMATS_SCALE_AMAX_H_
 
@@ -43,7 +43,7 @@ HQ_HD AmaxScale ComputeAmaxScale(int32_t magnitude, const AmaxRule& rule) {
 }
 
 // What a statistic makes of a plane with one scale for the whole tensor. An amax is never negative:
-// a negative statistic is a multiplier that was fixed before, with its sign turned (delayed
+// a negative statistic is a multiplier that was fixed before, negated (delayed
 // scaling), and takes neither eps nor rounding.
 HQ_HD AmaxScale ComputeTensorScale(float stat, const AmaxRule& rule) {
   if (stat < 0.0f) return {-stat, RcpRn(-stat)};

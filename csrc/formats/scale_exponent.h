@@ -5,7 +5,7 @@
 // All on the bits of amax, biased by 127 and clamped to [0, 254]; infinity gives 0xFE, NaN 0xFF.
 //
 // Source: OCP MX v1.0 section 6.3 (floor); torchao's mx_formats (the other two);
-// docs/numerics.md.
+// docs/reference/numerics.md.
 #ifndef HYBRIDQ_FORMATS_SCALE_EXPONENT_H_
 #define HYBRIDQ_FORMATS_SCALE_EXPONENT_H_
 

@@ -9,7 +9,7 @@
 //
 // Source: Cook et al., "Four Over Six: More Accurate NVFP4 Quantization with Adaptive Block
 // Scaling", arXiv:2512.02010; the order of the operations is that of Transformer Engine's kernels;
-// docs/numerics.md.
+// docs/reference/numerics.md.
 #ifndef HYBRIDQ_FORMATS_SCALE_FOUR_OVER_SIX_H_
 #define HYBRIDQ_FORMATS_SCALE_FOUR_OVER_SIX_H_
 

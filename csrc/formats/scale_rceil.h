@@ -3,7 +3,7 @@
 // r = amax * fp32(1 / fmax) in FP32, then ceil(log2(r)) from the bits of r: r <= 2^-127 gives byte
 // 0, infinity 0xFE, NaN 0xFF.
 //
-// Source: NVIDIA PTX ISA, cvt.rp.satfinite.ue8m0x2.f32; docs/numerics.md.
+// Source: NVIDIA PTX ISA, cvt.rp.satfinite.ue8m0x2.f32; docs/reference/numerics.md.
 #ifndef HYBRIDQ_FORMATS_SCALE_RCEIL_H_
 #define HYBRIDQ_FORMATS_SCALE_RCEIL_H_
 

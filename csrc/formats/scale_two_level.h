@@ -7,7 +7,7 @@
 // Decode: (code * scale) * (amax_tensor / (bound * 6)).
 //
 // Source: Transformer Engine's NVFP4 quantization kernels, which the order of the operations
-// follows; docs/numerics.md.
+// follows; docs/reference/numerics.md.
 #ifndef HYBRIDQ_FORMATS_SCALE_TWO_LEVEL_H_
 #define HYBRIDQ_FORMATS_SCALE_TWO_LEVEL_H_
 

@@ -336,10 +336,10 @@ void TestSweep() {
         std::vector<uint8_t> data2(data), scale2(scale);
         PlaneTarget out{spec, data.data(), scale.data(), stat.data(), 42, 3, 5, 0};
         EXPECT_EQ(ActiveKernels().encode(m, &out, nullptr, 1), true);
-        // A transposed copy, as the transposed view itself would be turned back by the kernel.
-        std::vector<uint16_t> turned(x.size());
-        EXPECT_EQ(ActiveKernels().transpose(x.data(), rows, cols, 16, turned.data(), 1), true);
-        const Matrix t{turned.data(), DType::kBFloat16, cols, rows, rows, 1};
+        // A transposed copy, as the transposed view itself would be transposed back by the kernel.
+        std::vector<uint16_t> transposed(x.size());
+        EXPECT_EQ(ActiveKernels().transpose(x.data(), rows, cols, 16, transposed.data(), 1), true);
+        const Matrix t{transposed.data(), DType::kBFloat16, cols, rows, rows, 1};
         out.data = data2.data();
         out.scale = scale2.data();
         // Squares of four over six decide by the rows of the given matrix: there, the same matrix

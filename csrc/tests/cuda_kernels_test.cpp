@@ -66,9 +66,9 @@ void TestFarRows() {
         x[r * kStride + c] = FromBits(Draw(DType::kFloat32, Data::kOrdinary));
       }
     }
-    for (const bool turned : {false, true}) {
+    for (const bool transposed : {false, true}) {
       Matrix m{x, DType::kFloat32, kRows, cols, kStride, 1};
-      if (turned) m = m.Transposed();
+      if (transposed) m = m.Transposed();
       for (const int signs : {-1, 0x77}) {
         std::vector<float> want(1 + static_cast<size_t>(m.rows)), got(want);
         ActiveKernels().amax(m, signs, want.data(), 1);

@@ -68,11 +68,11 @@ struct Problem {
   std::vector<uint16_t> Run(const Spec& left, const Spec& right, int threads) const {
     std::vector<uint16_t> out(static_cast<size_t>(m * n), 0x7fc0);
     FewRowsJob job{};
-    job.a = {left, {a.data(), DType::kBFloat16, m, k, k, 1}, nullptr, nullptr};
-    job.b = {right, {b.data(), DType::kBFloat16, n, k, k, 1}, nullptr, nullptr};
+    job.a = {left, {a.data(), DType::kBFloat16, m, k, k, 1}, nullptr, nullptr, nullptr};
+    job.b = {right, {b.data(), DType::kBFloat16, n, k, k, 1}, nullptr, nullptr, nullptr};
     job.bias = bias.data();
     job.out = out.data();
-    EXPECT(MultiplyFewRows(job, threads) == FewRowsEnd::kDone);
+    EXPECT(MultiplyFewRows(job, threads) == ProductEnd::kDone);
     return out;
   }
 };
