@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from ..errors import SpecError
+from ..errors import SpecError, must_be_one_of
 from .elements import ELEMENTS, FP32, Element
 
 __all__ = ["BUFFER_NAMES", "RULES", "BufferSpec", "Format", "ScaleRule"]
@@ -43,7 +43,7 @@ class ScaleRule:
     """How a block's scale follows from its amax; the arithmetic is in `reference` and `csrc`.
 
     Args:
-        name: key of `RULES` (see docs/numerics.md).
+        name: key of `RULES` (see docs/reference/numerics.md).
         scale: name of the scales' element; None for identity.
         is_power_of_two: every scale that the rule makes is a power of two.
         needs_tensor_amax: block scales depend on the amax of the whole tensor, stored beside.
@@ -110,7 +110,7 @@ class Format:
     def __post_init__(self) -> None:
         self._check_types()
         if self.rule not in RULES:
-            raise SpecError(f"Format: rule must be one of {', '.join(RULES)}, got {self.rule!r}")
+            raise SpecError(f"Format: rule {must_be_one_of(RULES, self.rule)}")
         if self.is_identity:
             if self.block is not None or self.scale is not None or self.power_of_two or self.eps:
                 raise SpecError("Format: an identity format has no block, no scale and no option")
@@ -155,9 +155,11 @@ class Format:
                 raise SpecError(f"Format: takes Element records (see element), got {part!r}")
         if not isinstance(self.rule, str):
             raise SpecError(f"Format: rule must be a text, got {self.rule!r}")
-        # The family stands in the canonical texts, between their separators.
+        # The family stands in the canonical strings, between their separators.
         if not isinstance(self.family, str) or not re.fullmatch(r"[^/;|\n]*", self.family):
-            raise SpecError(f"Format: family must be a text without / ; or |, got {self.family!r}")
+            raise SpecError(
+                f"Format: family must be a string without / ; or |, got {self.family!r}"
+            )
         block: object = self.block
         if block is not None and not (
             isinstance(block, tuple) and len(block) == 2 and all(type(n) is int for n in block)
@@ -169,7 +171,7 @@ class Format:
                 "Format: power_of_two must be a bool and eps a number, got "
                 f"{self.power_of_two!r} and {self.eps!r}"
             )
-        # One text for one value: that of 1, 1.0 and a NumPy 1.0 would differ.
+        # One string for one value: that of 1, 1.0 and a NumPy 1.0 would differ.
         object.__setattr__(self, "eps", float(self.eps))
 
     @property
@@ -249,7 +251,7 @@ class Format:
         return bits
 
     def __str__(self) -> str:
-        """Canonical text, e.g. `e4m3/1x32/e8m0/rceil`; `parse` inverts it."""
+        """Canonical string, e.g. `e4m3/1x32/e8m0/rceil`; `parse` inverts it."""
         if self.is_identity:
             return f"{self.element or 'same'}/identity/{self.family}"
         block = "tensor" if self.block is None else f"{self.block[0]}x{self.block[1]}"
@@ -262,10 +264,10 @@ class Format:
 
     @staticmethod
     def parse(text: str) -> Format:
-        """Return the Format whose canonical text is `text`.
+        """Return the Format whose canonical string is `text`.
 
         Raises:
-            SpecError: the text is malformed or names an unknown element or rule.
+            SpecError: the string is malformed or names an unknown element or rule.
         """
         if not isinstance(text, str):
             raise SpecError(f"Format.parse: takes a text, got {type(text).__name__}")
@@ -291,4 +293,6 @@ class Format:
         except (IndexError, KeyError, ValueError) as error:
             if isinstance(error, SpecError):
                 raise
-            raise SpecError(f"Format.parse: not a format's canonical text, got {text!r}") from error
+            raise SpecError(
+                f"Format.parse: not a format's canonical string, got {text!r}"
+            ) from error

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from ..errors import SpecError
+from ..errors import SpecError, must_be_one_of
 
 __all__ = [
     "BF16",
@@ -169,7 +169,7 @@ ELEMENTS: dict[str, Element] = {}
 
 
 def register_element(new: Element) -> Element:
-    """Make `new` known by its name, so that a PlaneSpec's text can name it.
+    """Make `new` known by its name, so that a PlaneSpec's string can name it.
 
     Args:
         new: the element.
@@ -215,5 +215,5 @@ def element(which: str | torch.dtype | Element) -> Element:
         "float32": "fp32",
     }.get(str(which).lower(), str(which).lower())
     if name not in ELEMENTS:
-        raise SpecError(f"element: must be one of {', '.join(ELEMENTS)}, got {which!r}")
+        raise SpecError(f"element: {must_be_one_of(ELEMENTS, which)}")
     return ELEMENTS[name]

@@ -32,3 +32,4 @@ FP8_E5M2 = register_format(
     limits=_LIMITS + "; two mantissa bits",
 )
 register_alias("fp8", "fp8_e4m3")
+register_alias("fp8_current", "fp8_e4m3")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from .base import Format
 from .elements import E4M3, E5M2, FP32, Element
-from .registry import register_format
+from .registry import register_alias, register_format
 
 __all__ = ["FP8_1X128", "FP8_1X128_E5M2", "FP8_128X128", "FP8_128X128_E5M2"]
 
@@ -30,5 +30,6 @@ def _register(name: str, element: Element, rows: int, use: str) -> Format:
 
 FP8_1X128 = _register("fp8_1x128", E4M3, 1, "activations, gradients")
 FP8_128X128 = _register("fp8_128x128", E4M3, 128, "weights")
+register_alias("fp8_block", "fp8_1x128")
 FP8_1X128_E5M2 = _register("fp8_1x128_e5m2", E5M2, 1, "gradients of wide range")
 FP8_128X128_E5M2 = _register("fp8_128x128_e5m2", E5M2, 128, "weights")

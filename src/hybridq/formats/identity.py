@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from .base import Format
 from .elements import BF16, FP16, FP32, Element
-from .registry import register_format
+from .registry import register_alias, register_format
 
 __all__ = ["IDENTITY", "IDENTITY_BF16", "IDENTITY_FP16", "IDENTITY_FP32"]
 
@@ -28,3 +28,4 @@ IDENTITY_BF16 = _register("bf16", BF16, "values in BF16")
 IDENTITY_FP16 = _register("fp16", FP16, "values in FP16")
 IDENTITY_FP32 = _register("fp32", FP32, "values in FP32")
 IDENTITY = _register("identity", None, "values in the dtype that they come in")
+register_alias("high_precision", "identity")

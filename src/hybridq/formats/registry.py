@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ..errors import SpecError
+from ..errors import SpecError, must_be_one_of
 from .base import Format
 
-__all__ = ["Entry", "entries", "format", "names", "register_format"]
+__all__ = ["Entry", "entries", "format", "name_of", "names", "register_format"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def register_format(
         `format` itself.
 
     Raises:
-        SpecError: the name is taken by another format, or is none that texts can hold.
+        SpecError: the name is taken by another format, or is none that strings can hold.
     """
     if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9_.-]+", name):
         raise SpecError(
@@ -65,13 +65,22 @@ def register_format(
 
 
 def register_alias(alias: str, name: str) -> None:
-    """Let `alias` mean the format `name`."""
+    """Let `alias` mean the format `name`: what the recipe of that format is called, for one."""
     _aliases[alias] = name
 
 
 def names() -> tuple[str, ...]:
     """Return the names of all formats, without aliases."""
     return tuple(_entries)
+
+
+def name_of(format: Format) -> str | None:
+    """Return the name of a format, without aliases, or None where it has none.
+
+    Args:
+        format: any.
+    """
+    return next((entry.name for entry in _entries.values() if entry.format == format), None)
 
 
 def entries() -> tuple[Entry, ...]:
@@ -91,5 +100,5 @@ def format(which: str | Format) -> Format:
         raise SpecError(f"format: must be a name or a Format, got {type(which).__name__}")
     name = _aliases.get(which.lower(), which.lower())
     if name not in _entries:
-        raise SpecError(f"format: must be one of {', '.join(_entries)}, got {which!r}")
+        raise SpecError(f"format: {must_be_one_of(_entries, which)}")
     return _entries[name].format

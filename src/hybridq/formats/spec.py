@@ -13,12 +13,13 @@ from ..errors import SpecError
 from .base import BufferSpec, Format
 from .identity import IDENTITY_BF16, IDENTITY_FP16, IDENTITY_FP32
 from .registry import format as named_format
+from .registry import name_of
 
 __all__ = ["DEFAULT_SIGNS", "ERRORS", "HADAMARD_SIZE", "PlaneSpec", "PlaneText"]
 
 #: Points of one Hadamard transform, along the contraction axis.
 HADAMARD_SIZE: Final = 16
-#: Bit i set: point i is multiplied by -1. The fixed random signs of docs/numerics.md.
+#: Bit i set: point i is multiplied by -1. The fixed random signs of docs/reference/numerics.md.
 DEFAULT_SIGNS: Final = 0xD7E8
 #: What four-over-six may minimize: the mean absolute or the mean squared error.
 ERRORS: Final = ("mae", "mse")
@@ -28,23 +29,23 @@ class PlaneText(NamedTuple):
     """A PlaneSpec as code that torch compiles may hold it: nothing but a text, numbers and facts.
 
     Attributes:
-        spec: canonical text.
+        spec: canonical string.
         num_buffers: how many buffers such a plane has.
         is_plain: the plane is the tensor itself: no format, no change of dtype.
         needs_amax: encoding needs the amax of the whole tensor (not of each row).
-        is_turned: values are transformed before they are encoded.
+        is_transformed: values are transformed before they are encoded.
     """
 
     spec: str
     num_buffers: int
     is_plain: bool
     needs_amax: bool
-    is_turned: bool
+    is_transformed: bool
 
 
 @dataclass(frozen=True)
 class PlaneSpec:
-    """Format + rounding + transform and its signs + tensor bound, with a canonical text.
+    """Format + rounding + transform and its signs + tensor bound, with a canonical string.
 
     Args:
         format: the format.
@@ -60,7 +61,7 @@ class PlaneSpec:
     Raises:
         SpecError: an option does not go with the format or with another option.
 
-    Source: ours; `four_over_six`: arXiv:2512.02010; docs/numerics.md.
+    Source: ours; `four_over_six`: arXiv:2512.02010; docs/reference/numerics.md.
     """
 
     format: Format
@@ -102,7 +103,7 @@ class PlaneSpec:
     def _check_types(self) -> None:
         if not isinstance(self.format, Format):
             raise SpecError(
-                f"PlaneSpec: takes a Format (see PlaneSpec.parse for texts), got {self.format!r}"
+                f"PlaneSpec: takes a Format (see PlaneSpec.parse for strings), got {self.format!r}"
             )
         for name in ("stochastic", "row_scaled"):
             if not isinstance(getattr(self, name), bool):
@@ -148,7 +149,7 @@ class PlaneSpec:
 
     @property
     def text(self) -> str:
-        """The canonical text that operations take; `parse` inverts it."""
+        """The canonical string that operations take; `parse` inverts it."""
         return self._text
 
     def __str__(self) -> str:
@@ -173,12 +174,25 @@ class PlaneSpec:
             self.signs is not None,
         )
 
+    @property
+    def short_text(self) -> str:
+        """The shortest string that `parse` takes: the format's name instead of its record."""
+        name = name_of(self.format)
+        if name is None:
+            return self._text
+        _, *options = self._text.split(";")
+        default = f"rht={DEFAULT_SIGNS:04x}"
+        return ";".join((name, *("rht" if one == default else one for one in options)))
+
     @staticmethod
     def parse(text: str) -> PlaneSpec:
-        """Return the PlaneSpec whose canonical text, or format name, is `text`.
+        """Return the PlaneSpec whose canonical string, or format name, is `text`.
+
+        A name may have options behind it, as in the canonical string: `"nvfp4;sr;rht"` rounds
+        stochastically after the transform. `rht` alone takes `DEFAULT_SIGNS`.
 
         Raises:
-            SpecError: the text is malformed.
+            SpecError: the string is malformed.
         """
         if not isinstance(text, str):
             raise SpecError(f"PlaneSpec.parse: takes a text, got {type(text).__name__}")
@@ -297,6 +311,8 @@ def _parse(text: str) -> PlaneSpec:
         try:
             if option == "sr":
                 stochastic = True
+            elif option == "rht":
+                signs = DEFAULT_SIGNS
             elif key == "rht":
                 signs = int(value, 16)
             elif key == "bound":

@@ -6,9 +6,9 @@ import torch
 
 from .. import settings
 from ..kernels import check_precision
-from ..kernels.ops import run_gemm
-from ..kernels.types import GemmArgs
-from ..kernels.watch import nothing_watches
+from ..kernels.choice import GemmArgs
+from ..kernels.inputs import can_bypass_dispatcher
+from ..kernels.operators import run_gemm
 from ..storage import Plane
 from .prepare import operand_of
 
@@ -77,7 +77,7 @@ def gemm_planes(
         if out_dtype is not None and out_dtype != dtype:
             raise TypeError(f"gemm: out_dtype must be out's {dtype}, got {out_dtype}")
     _check_dtype(dtype)
-    if nothing_watches(*a.buffers.values(), *b.buffers.values(), bias, out):
+    if can_bypass_dispatcher(*a.buffers.values(), *b.buffers.values(), bias, out):
         into = out if accumulate else None
         made = run_gemm(operand_of(a), operand_of(b), GemmArgs(bias, into, dtype, chosen))
         return made if out is None else out.copy_(made)

@@ -1,4 +1,4 @@
-"""Grouped GEMM over planes: the public door of `kernels.ops_grouped`."""
+"""Grouped GEMM over planes: the public door of `kernels.operators.grouped_gemm`."""
 
 from __future__ import annotations
 

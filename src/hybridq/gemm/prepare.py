@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from ..kernels import Kept, check_precision
-from ..kernels.kept import forget_all
-from ..kernels.ops import run_gemm
-from ..kernels.types import GemmArgs, Operand
-from ..kernels.watch import may_keep, nothing_watches
+from ..kernels import OperandCache, check_precision
+from ..kernels.choice import GemmArgs, Operand
+from ..kernels.cpu import SKINNY_ROWS
+from ..kernels.inputs import can_bypass_dispatcher, can_cache, forget_all
+from ..kernels.operators import run_gemm
 from ..storage import Plane
 
 __all__ = ["forget", "operand_of", "prepare"]
@@ -23,19 +23,19 @@ def operand_of(plane: Plane) -> Operand:
     """Return `plane` as a kernel takes it, with the place where it keeps what is made of it.
 
     Args:
-        plane: nothing watches its buffers.
+        plane: its buffers may be read past the dispatcher.
     """
     rows, cols = plane.matrix
-    keeps = not plane.spec.format.is_identity and may_keep(plane.data)
+    keeps = not plane.spec.format.is_identity and can_cache(plane.data)
     return Operand(plane.tensors, plane.spec, rows, cols, plane.ready if keeps else None)
 
 
-class _AtOnce(Kept):
-    """Keeps from the first use on, in another Kept."""
+class _AtOnce(OperandCache):
+    """Keeps from the first use on, in another OperandCache."""
 
     __slots__ = ("inner",)
 
-    def __init__(self, inner: Kept) -> None:
+    def __init__(self, inner: OperandCache) -> None:
         super().__init__()
         self.inner = inner
 
@@ -64,7 +64,7 @@ def prepare(
         out_dtype: of its result.
 
     Returns:
-        Bytes that are kept for `plane`; 0 where nothing may be kept (see `kernels.watch`).
+        Bytes that are kept for `plane`; 0 where nothing may be kept (`kernels.inputs.can_cache`).
 
     Raises:
         ValueError: `side` or `precision` is unknown, or the contraction lengths differ.
@@ -81,8 +81,10 @@ def prepare(
     mine = operand_of(plane)
     sizes = None
     if other is None:
-        narrow = plane.take_rows(torch.zeros(1, dtype=torch.int64, device=plane.device))
-        theirs = Operand(narrow.tensors, narrow.spec, 1, mine.cols)
+        # More rows than read codes, of which nothing is prepared.
+        zeros = torch.zeros(SKINNY_ROWS + 1, dtype=torch.int64, device=plane.device)
+        narrow = plane.take_rows(zeros)
+        theirs = Operand(narrow.tensors, narrow.spec, SKINNY_ROWS + 1, mine.cols)
         sizes = (_MANY, mine.rows, mine.cols) if side == "b" else (mine.rows, _MANY, mine.cols)
     else:
         theirs = Operand(other.tensors, other.spec, *other.matrix)
@@ -92,12 +94,12 @@ def prepare(
             f"{mine.cols} and {theirs.cols}"
         )
     with torch.no_grad():
-        if mine.kept is None or not nothing_watches(*mine.buffers, *theirs.buffers):
+        if mine.cache is None or not can_bypass_dispatcher(*mine.buffers, *theirs.buffers):
             return 0
-        ready = Operand(mine.buffers, mine.spec, mine.rows, mine.cols, _AtOnce(mine.kept))
+        ready = Operand(mine.buffers, mine.spec, mine.rows, mine.cols, _AtOnce(mine.cache))
         pair = (ready, theirs) if side == "a" else (theirs, ready)
         run_gemm(*pair, GemmArgs(None, None, out_dtype, precision), sizes)
-    return mine.kept.nbytes
+    return mine.cache.nbytes
 
 
 def forget(*owners: Plane | torch.nn.Module) -> None:
@@ -117,5 +119,5 @@ def forget(*owners: Plane | torch.nn.Module) -> None:
                 drop = getattr(module, "_forget_weight", None)
                 if drop is not None:
                     drop()
-        elif owner.kept is not None:
-            owner.kept.forget()
+        elif owner.operand_cache is not None:
+            owner.operand_cache.forget()

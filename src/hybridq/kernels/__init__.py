@@ -1,72 +1,66 @@
-"""Operations, their backends and the choice between them."""
+"""Operations, their backends and the choice between them.
+
+Rooms, each of which imports only those before it: `inputs`, `choice`, `ragged`, the backends `cpu`,
+`cuda`, `triton`, `scaled_mm`, `decoded`, `folded_backend` and `reference_backend`, `operators`.
+"""
 
 from __future__ import annotations
 
-from . import (
-    backend_cpu,
-    backend_cuda,
-    backend_fold,
-    backend_native,
-    backend_reference,
-    backend_torch,
-    derivatives,
-    ops,
-    ops_by_group,
-    ops_delayed,
-    ops_fused,
-    ops_fused_backward,
-    ops_grouped,
-    ops_many,
-    ops_ragged,
-)
-from .device import Chip, chip_of, described
-from .kept import Kept, NeverKept, kept_nbytes
-from .precision import PRECISIONS, check_precision
-from .registry import (
+from . import operators
+from .choice import (
+    OPERATIONS,
+    PRECISIONS,
     Backend,
-    Call,
-    Choice,
+    BackendAnswer,
     Decision,
+    DeviceSupport,
+    OpQuery,
     backends,
-    candidates,
-    decide,
+    check_precision,
+    choose,
+    load_backends,
     register_backend,
     select,
+    together,
+    unregister_backend,
 )
-from .triton import backend as backend_triton
+from .cpu import CPU
+from .cuda import CUDA
+from .decoded import TORCH
+from .folded_backend import FOLD
+from .inputs import Chip, NoOperandCache, OperandCache, chip_of, described, operand_cache_nbytes
+from .reference_backend import REFERENCE
+from .scaled_mm import NATIVE
+from .triton import TRITON
 
 __all__ = [
+    "CPU",
+    "CUDA",
+    "FOLD",
+    "NATIVE",
+    "OPERATIONS",
     "PRECISIONS",
+    "REFERENCE",
+    "TORCH",
+    "TRITON",
     "Backend",
-    "Call",
+    "BackendAnswer",
     "Chip",
-    "Choice",
     "Decision",
-    "Kept",
-    "NeverKept",
-    "backend_cpu",
-    "backend_cuda",
-    "backend_fold",
-    "backend_native",
-    "backend_reference",
-    "backend_torch",
-    "backend_triton",
+    "DeviceSupport",
+    "NoOperandCache",
+    "OpQuery",
+    "OperandCache",
     "backends",
-    "candidates",
     "check_precision",
     "chip_of",
-    "decide",
-    "derivatives",
+    "choose",
     "described",
-    "kept_nbytes",
-    "ops",
-    "ops_by_group",
-    "ops_delayed",
-    "ops_fused",
-    "ops_fused_backward",
-    "ops_grouped",
-    "ops_many",
-    "ops_ragged",
+    "load_backends",
+    "operand_cache_nbytes",
+    "operators",
     "register_backend",
     "select",
+    "together",
+    "unregister_backend",
 ]

@@ -1,6 +1,7 @@
 """The oracle: every operation in plain PyTorch, generic over Format, written from the rules.
 
-Runs on any device that PyTorch runs on. `docs/numerics.md` states the rules with their sources.
+Runs on any device that PyTorch runs on. `docs/reference/numerics.md` states the rules with their
+sources.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from .activation import ACTIVATIONS, Activation, activation, exp, sigmoid
 from .decode import decode_plane, plane_operand, tensor_factor
 from .elements import cast, decode_codes, pack, unpack
-from .encode import encode_plane, tensor_amax
+from .encode import encode_plane, matrix_scales, tensor_amax
 from .fold import FOLD_WIDTH, Folded, fold_element, fold_lift, fold_plane
 from .gemm import gemm
 from .hadamard import hadamard, inverse_hadamard
@@ -16,6 +17,7 @@ from .norm import NORMS, norm, row_sums
 from .philox import philox, random_bits, random_bytes
 from .rounding import one_nan, round_stochastic
 from .scales import BlockScales, block_scales
+from .token_rows import spread_rows, sum_rows
 
 __all__ = [
     "ACTIVATIONS",
@@ -37,6 +39,7 @@ __all__ = [
     "gemm",
     "hadamard",
     "inverse_hadamard",
+    "matrix_scales",
     "norm",
     "one_nan",
     "pack",
@@ -47,6 +50,8 @@ __all__ = [
     "round_stochastic",
     "row_sums",
     "sigmoid",
+    "spread_rows",
+    "sum_rows",
     "tensor_amax",
     "tensor_factor",
     "unpack",

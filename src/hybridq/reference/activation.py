@@ -1,7 +1,7 @@
 """Activation functions of feed-forward layers, in FP32 operations of a stated order.
 
-Source: ours; docs/numerics.md, "Activations". Names and the halves of gated ones are those of
-Transformer Engine.
+Source: ours; docs/reference/numerics.md, "Activations". Names and the halves of gated ones are
+those of Transformer Engine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def exp(v: torch.Tensor) -> torch.Tensor:
     Args:
         v: FP32, any shape.
 
-    Source: ours; docs/numerics.md, "Activations".
+    Source: ours; docs/reference/numerics.md, "Activations".
     """
     v = v.clamp(_SMALLEST, _LARGEST)  # keeps NaN
     n = torch.round(v * _LOG2_E)
@@ -132,7 +132,7 @@ def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
         `[rows, cols]` of x's dtype. A gated one is `function(first half) * second half`, the
         product of FP32 values.
 
-    Source: docs/numerics.md, "Activations".
+    Source: docs/reference/numerics.md, "Activations".
     """
     record = ACTIVATIONS[kind]
     values = x.to(torch.float32)

@@ -1,6 +1,6 @@
 """Decode: the values of one plane, and the operand that a GEMM takes of it.
 
-Source: docs/numerics.md, "Operands of a GEMM, dequantize".
+Source: docs/reference/numerics.md, "Operands of a GEMM, dequantize".
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 The arithmetic is done in FP64, in which every FP32 value, every power of two used and every
 scaled value is exact, so the only rounding is the one that the rule names.
 
-Source: OCP OFP8 v1.0, OCP MX v1.0 section 5.3, PTX ISA `cvt`; docs/numerics.md, "Elements".
+Source: OCP OFP8 v1.0, OCP MX v1.0 section 5.3, PTX ISA `cvt`; docs/reference/numerics.md,
+"Elements".
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def cast(
     Returns:
         uint8 of the shape of `values`. NaN gives the element's NaN code whatever its sign.
 
-    Source: docs/numerics.md, "Elements" and "Stochastic rounding".
+    Source: docs/reference/numerics.md, "Elements" and "Stochastic rounding".
     """
     magnitude = values.to(torch.float64).abs()
     is_nan = magnitude.isnan()

@@ -1,6 +1,6 @@
 """Encode: one plane of a matrix, for any PlaneSpec.
 
-Source: docs/numerics.md.
+Source: docs/reference/numerics.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .philox import random_bytes
 from .rounding import one_nan
 from .scales import FP32_MAX, BlockScales, block_scales
 
-__all__ = ["encode_plane", "tensor_amax"]
+__all__ = ["encode_plane", "matrix_scales", "tensor_amax"]
 
 
 def tensor_amax(x: torch.Tensor, spec: PlaneSpec) -> torch.Tensor:
@@ -84,17 +84,13 @@ def encode_plane(
         input_max = torch.finfo(x.dtype).max
     values = x.to(torch.float32)
     rows, cols = values.shape
+    scales = matrix_scales(values, spec, amax, input_max, is_columnwise)
     if fmt.block is None:
-        if amax is None:  # unreachable: needs_tensor_amax
-            raise ValueError("encode_plane: a tensor-scaled format needs an amax")
-        scales = block_scales(amax, spec, amax, input_max)
         scaled = values * scales.multiplier
     else:
-        blocks = _blocks(values, fmt.block)
-        scales = _scales(blocks, spec, amax, input_max, is_columnwise)
-        scaled = blocks * scales.multiplier[:, None, :, None]
+        blocks = _blocks(values, fmt.block) * scales.multiplier[:, None, :, None]
         padded = (blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3])
-        scaled = scaled.reshape(padded)[:rows, :cols]
+        scaled = blocks.reshape(padded)[:rows, :cols]
     random = None
     if spec.stochastic:
         if seed is None:
@@ -108,14 +104,33 @@ def encode_plane(
     return buffers
 
 
-def _scales(
-    blocks: torch.Tensor,
+def matrix_scales(
+    values: torch.Tensor,
     spec: PlaneSpec,
     amax: torch.Tensor | None,
     input_max: float,
-    is_columnwise: bool,
+    is_columnwise: bool = False,
 ) -> BlockScales:
-    """Return the scales of `[R, block_rows, C, block_cols]` under the tensor's or rows' amax."""
+    """Return the scales of the blocks of a matrix, as `encode_plane` stores them.
+
+    Args:
+        values: FP32 `[rows, cols]`, already transformed.
+        spec: of the plane; not an identity.
+        amax: FP32, the amax of the whole tensor or of its rows, where the format needs one.
+        input_max: largest finite value of the dtype that the tensor has.
+        is_columnwise: as `encode_plane` takes it.
+
+    Returns:
+        Scales and multipliers `[1]` of a tensor with one scale, else `[blocks down, across]`.
+
+    Raises:
+        ValueError: the format has one scale per tensor, and there is no amax.
+    """
+    if spec.format.block is None:
+        if amax is None:
+            raise ValueError("matrix_scales: a tensor-scaled format needs an amax, got None")
+        return block_scales(amax, spec, amax, input_max)
+    blocks = _blocks(values, spec.format.block)
     if spec.four_over_six is not None and amax is not None:
         return four_over_six_scales(blocks, spec, amax, is_columnwise)
     if spec.row_scaled and amax is not None:

@@ -14,12 +14,13 @@ most
 
     sum over groups: 2^-17.8 * (A * sum|b| + B * sum|a|) + 2^-35.6 * 128 * A * B
 
-which `tests/kernels/test_precision_error.py` holds it to, beside the measured error (docs/gemm.md).
-Where scales come from the rule `ceil`, an amax may be half as large, and the bound is twice that.
-Where they belong to squares of 32x32, A is the amax of the squares that the group cuts, not of the
-row: a row that is tiny beside its neighbours may lose more than it would by rounding to BF16.
+which `tests/kernels/choice/test_precision_error.py` holds it to, beside the measured error
+(docs/reference/gemm.md). Where scales come from the rule `ceil`, an amax may be half as large, and
+the bound is twice that. Where they belong to squares of 32x32, A is the amax of the squares that
+the group cuts, not of the row: a row that is tiny beside its neighbours may lose more than it would
+by rounding to BF16.
 
-Source: ours; docs/numerics.md, "Fold".
+Source: ours; docs/reference/numerics.md, "Fold".
 """
 
 from __future__ import annotations

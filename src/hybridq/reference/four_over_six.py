@@ -3,7 +3,8 @@
 E2M1 has no value between 4 and 6, so a block whose amax maps to 4 instead of 6 may round better.
 Both candidates are quantized, and the one with less error wins; a tie goes to the six.
 
-Source: docs/numerics.md, "NVFP4"; arXiv:2512.02010; Transformer Engine, `nvfp4_use_4over6`.
+Source: docs/reference/numerics.md, "NVFP4"; arXiv:2512.02010; Transformer Engine,
+`nvfp4_use_4over6`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """GEMM: the FP64 product of two decoded planes, rounded once. The oracle, not fast.
 
-Source: docs/numerics.md, "Operands of a GEMM".
+Source: docs/reference/numerics.md, "Operands of a GEMM".
 """
 
 from __future__ import annotations

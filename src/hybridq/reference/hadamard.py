@@ -1,6 +1,6 @@
 """The random Hadamard transform: 16 points along the contraction axis.
 
-Source: docs/numerics.md, "Random Hadamard transform"; arXiv:2509.25149 section 4.
+Source: docs/reference/numerics.md, "Random Hadamard transform"; arXiv:2509.25149 section 4.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def hadamard(x: torch.Tensor, signs: int) -> torch.Tensor:
     rows, cols = x.shape
     x = torch.nn.functional.pad(x.to(torch.float32), (0, -cols % HADAMARD_SIZE))
     groups = x.reshape(rows, x.shape[1] // HADAMARD_SIZE, HADAMARD_SIZE)
-    turned = _butterflies(groups * _signs(signs, x.device))
-    return turned.reshape(x.shape).to(torch.bfloat16)
+    transformed = _butterflies(groups * _signs(signs, x.device))
+    return transformed.reshape(x.shape).to(torch.bfloat16)
 
 
 def inverse_hadamard(x: torch.Tensor, signs: int, cols: int) -> torch.Tensor:
@@ -54,5 +54,5 @@ def inverse_hadamard(x: torch.Tensor, signs: int, cols: int) -> torch.Tensor:
     """
     rows = x.shape[0]
     groups = x.to(torch.float32).reshape(rows, x.shape[1] // HADAMARD_SIZE, HADAMARD_SIZE)
-    turned = _butterflies(groups) * _signs(signs, x.device)
-    return turned.reshape(x.shape)[:, :cols]
+    transformed = _butterflies(groups) * _signs(signs, x.device)
+    return transformed.reshape(x.shape)[:, :cols]

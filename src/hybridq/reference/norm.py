@@ -1,6 +1,6 @@
 """Layer norm and RMS norm of the rows of a matrix, in FP32 operations of a stated order.
 
-Source: ours; docs/numerics.md, "Norms". The formulas are those of arXiv:1607.06450 and
+Source: ours; docs/reference/numerics.md, "Norms". The formulas are those of arXiv:1607.06450 and
 arXiv:1910.07467; the order of the sums is one that a warp, vectors and plain loops can share.
 """
 
@@ -65,7 +65,7 @@ def norm(
         y `[rows, cols]` of x's dtype; mean, FP32 `[rows]`, or `[0]` for RMSNorm; rstd, FP32
         `[rows]`.
 
-    Source: docs/numerics.md, "Norms".
+    Source: docs/reference/numerics.md, "Norms".
     """
     values = x.to(torch.float32)
 

@@ -1,6 +1,6 @@
 """Stochastic rounding of FP32 to BF16 and FP16: master weights that small updates still move.
 
-Source: docs/numerics.md, "Stochastic rounding".
+Source: docs/reference/numerics.md, "Stochastic rounding".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Every rule is a function of the blocks' amax; a new rule is a new entry of `_RULES`. What needs the
 blocks' values too (four-over-six) stands in a module of its own.
 
-Source: docs/numerics.md, one section per rule.
+Source: docs/reference/numerics.md, one section per rule.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def block_scales(
 
     Args:
         amax: FP32, any shape; NaN where a block holds one, inf where a block holds one. For one
-            scale per tensor it may be the multiplier, negative (docs/numerics.md, "Per-tensor FP8,
-            delayed scaling").
+            scale per tensor it may be the multiplier, negative (docs/reference/numerics.md,
+            "Per-tensor FP8, delayed scaling").
         spec: the plane's spec.
         tensor_amax: FP32 of one value per tensor or per row of blocks, broadcastable to `amax`,
             for rules that need it.

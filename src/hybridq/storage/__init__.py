@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from .build import StoragePlan, build_storage, build_storages, encode_pair
+from .build import PlanePair, StoragePlan, build_storage, build_storages, encode_pair
 from .plane import Plane, overwrite
+from .plane_stack import PlaneStack
 from .ragged import RaggedTensor, build_ragged
 from .storage import PlaneLayout, StorageLayout, TensorStorage
 
 __all__ = [
     "Plane",
     "PlaneLayout",
+    "PlanePair",
+    "PlaneStack",
     "RaggedTensor",
     "StorageLayout",
     "StoragePlan",

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from ..direction import COLUMNWISE, ROWWISE
 from ..formats import PlaneSpec, PlaneText
-from ..kernels.encode import encode_plan
-from ..kernels.ops import encode
-from ..kernels.ops_delayed import encode_recording
+from ..kernels.choice import DECODED, ORIGINAL, EncodeRequest
+from ..kernels.operators import encode, encode_plan, encode_recording
 from .plane import Plane
 from .storage import TensorStorage
 
 __all__ = [
+    "PlanePair",
     "StoragePlan",
     "build_storage",
     "build_storages",
@@ -24,31 +25,82 @@ __all__ = [
 ]
 
 
-def _texts(
-    row: PlaneText | None, col: PlaneText | None, col_source: str, keep_row: bool
-) -> tuple[str, str, bool, bool]:
-    """Return what encode has to make: both texts, and whether it keeps the row and decodes it."""
-    # What a plain rowwise plane decodes to is the original.
-    from_row = col_source != "original" and row is not None and not row.is_plain
-    row_text = row.spec if row is not None and not row.is_plain else ""
-    col_text = col.spec if col is not None and (from_row or not col.is_plain) else ""
-    keeps = keep_row and row_text != ""
-    from_row = from_row and col_text != ""
-    return row_text if keeps or from_row else "", col_text, keeps, from_row
+class PlanePair(NamedTuple):
+    """Which planes of a matrix are wanted, and which of them an operator makes.
+
+    Args:
+        made: the request of the planes that the operator makes, without statistics and seed.
+        is_plain_row, is_plain_col: the plane is the matrix itself, or its transposed view.
+        split: how many buffers the rowwise plane has that the operator returns.
+    """
+
+    made: EncodeRequest
+    is_plain_row: bool
+    is_plain_col: bool
+    split: int
+
+    @staticmethod
+    def of(
+        row: PlaneText | None,
+        col: PlaneText | None,
+        col_source: str = ORIGINAL,
+        keep_row: bool = True,
+    ) -> PlanePair:
+        """Return the pair of these planes.
+
+        Args:
+            row, col: the planes, or None; the first is also the source of a columnwise plane with
+                `col_source=DECODED`, then `keep_row` says whether it is wanted itself.
+            col_source: what the columnwise plane is made of.
+            keep_row: whether the rowwise plane is wanted.
+        """
+        is_plain_row = row is not None and row.is_plain
+        # What a plain rowwise plane decodes to is the original.
+        is_decoded = col_source != ORIGINAL and row is not None and not is_plain_row
+        is_plain_col = col is not None and col.is_plain and not is_decoded
+        row_text = "" if row is None or is_plain_row else row.spec
+        col_text = "" if col is None or is_plain_col else col.spec
+        keeps = keep_row and row_text != ""
+        is_decoded = is_decoded and col_text != ""
+        row_text = row_text if keeps or is_decoded else ""
+        source = DECODED if is_decoded else ORIGINAL
+        return PlanePair(
+            EncodeRequest(row_text, col_text, None, None, None, source, keeps),
+            is_plain_row and keep_row,
+            is_plain_col,
+            row.num_buffers if keeps and row is not None else 0,
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether an operator has nothing to make."""
+        return not (self.made.row or self.made.col)
+
+    def request(self, rest: EncodeRequest) -> EncodeRequest:
+        """Return the request of these planes with the statistics, seed and streams of `rest`."""
+        made = self.made
+        stats = (rest.row_stat, rest.col_stat, rest.seed)
+        own = (made.row, made.col, *stats, made.col_source, made.keep_row)
+        return EncodeRequest(*own, 0, 0, rest.row_stream, rest.col_stream)
+
+    def planes(
+        self, x: torch.Tensor, made: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the buffers of both planes of x, `[]` where not wanted.
+
+        Args:
+            x: the matrix.
+            made: what the operator returned, or nothing.
+        """
+        row = [x] if self.is_plain_row else list(made[: self.split])
+        return row, [x.t()] if self.is_plain_col else list(made[self.split :])
 
 
 def encode_pair(
     x: torch.Tensor,
-    row: PlaneText | None,
-    col: PlaneText | None,
+    pair: PlanePair,
+    rest: EncodeRequest,
     *,
-    row_stat: torch.Tensor | None = None,
-    col_stat: torch.Tensor | None = None,
-    seed: torch.Tensor | None = None,
-    col_source: str = "original",
-    keep_row: bool = True,
-    row_stream: int = 0,
-    col_stream: int = 1,
     direct: bool = False,
     amaxes: torch.Tensor | None = None,
     at: tuple[int, ...] = (),
@@ -59,27 +111,17 @@ def encode_pair(
 
     Args:
         x: `[rows, cols]`.
-        row, col: the planes, or None; the first is also the source of a columnwise plane with
-            `col_source="rowwise_dequantized"`, then `keep_row` says whether it is returned.
-        row_stat, col_stat: FP32 `[1]` amax given from outside.
-        seed: int64 `[1]` where a spec is stochastic.
-        col_source: `"original"` or `"rowwise_dequantized"`.
-        row_stream, col_stream: random streams.
-        direct: the caller has checked x and the seed, and that nothing watches them.
-        amaxes, at: FP32 `[n]`, of which those numbered `at` are raised to max|x|; or None.
+        pair: which planes.
+        rest: statistics, seed and streams.
+        direct: the caller has checked x and the seed, and that the dispatcher can be bypassed.
+        amaxes, at: FP32 `[n]`, of which those numbered `at` are updated to max|x|; or None.
     """
-    row_text, col_text, keeps_row, from_row = _texts(row, col, col_source, keep_row)
-    row_buffers = [x] if row is not None and row.is_plain and keep_row else []
-    col_buffers = [x.t()] if col is not None and col_text == "" else []
-    if not row_text and not col_text:
-        return row_buffers, col_buffers
-    args = (x, row_text, col_text, row_stat, col_stat, seed, from_row, keeps_row)
+    if pair.is_plain:
+        return pair.planes(x, ())
+    request = pair.request(rest)
     if amaxes is None or not at:
-        buffers = encode(*args, row_stream, col_stream, direct)
-    else:
-        buffers = encode_recording(*args, (row_stream, col_stream), direct, amaxes, at)
-    split = row.num_buffers if keeps_row and row is not None else 0
-    return row_buffers or buffers[:split], col_buffers or buffers[split:]
+        return pair.planes(x, encode(x, request, direct))
+    return pair.planes(x, encode_recording(x, request, direct, amaxes, at))
 
 
 class StoragePlan:
@@ -93,21 +135,20 @@ class StoragePlan:
     Attributes:
         row, col: the planes with their dtypes fixed.
         row_text, col_text: the same as PlaneText.
+        pair: which of them an operator makes.
         is_one_identity: both planes are the tensor, one a view of the other.
     """
 
     __slots__ = (
         "_col_names",
-        "_col_source",
         "_keeps_row",
-        "_owns_col",
-        "_owns_row",
         "_row_names",
         "_shared",
         "_texts",
         "col",
         "col_text",
         "is_one_identity",
+        "pair",
         "row",
         "row_text",
     )
@@ -124,16 +165,14 @@ class StoragePlan:
         self.col = col = None if col is None else col.resolve(dtype)
         self.row_text = None if row is None else row.plain_text(dtype)
         self.col_text = None if col is None else col.plain_text(dtype)
-        self._col_source, self._keeps_row = col_source, keep_row
+        self.pair = pair = PlanePair.of(self.row_text, self.col_text, col_source, keep_row)
+        self._keeps_row = keep_row
         self._row_names, self._col_names = _names(row), _names(col)
         self.is_one_identity = row is not None and row == col and row.format.is_identity
-        self._owns_row = self.row_text is not None and self.row_text.is_plain
-        is_decoded = col_source != "original" and row is not None and not self._owns_row
-        self._owns_col = self.col_text is not None and self.col_text.is_plain and not is_decoded
         #: The operation's texts where one step makes all planes of x, or None.
         self._texts: tuple[str, str] | None = None
-        if keep_row and not (is_decoded or self._owns_row or self._owns_col):
-            self._texts = ("" if row is None else row.text, "" if col is None else col.text)
+        if keep_row and not (pair.made.is_decoded or pair.is_plain_row or pair.is_plain_col):
+            self._texts = pair.made.planes[:2]
         #: Buffer with one value for the whole tensor: the same in both planes of the same values,
         #: and so one object.
         self._shared = ""
@@ -145,9 +184,7 @@ class StoragePlan:
     def build(
         self,
         x: torch.Tensor,
-        row_stat: torch.Tensor | None = None,
-        col_stat: torch.Tensor | None = None,
-        seed: torch.Tensor | None = None,
+        rest: EncodeRequest,
         *,
         direct: bool = False,
         amaxes: torch.Tensor | None = None,
@@ -159,18 +196,19 @@ class StoragePlan:
 
         Args:
             x: `[rows, cols]`.
-            row_stat, col_stat, seed, direct: as `encode_pair` takes them.
-            amaxes: FP32 `[1]`, raised to max|x|; or None.
+            rest, direct: as `encode_pair` takes them.
+            amaxes: FP32 `[1]`, updated to max|x|; or None.
         """
         if self.is_one_identity:
             return self.plain(x)
         made = None
-        if direct and self._texts is not None and row_stat is None and col_stat is None:
+        if direct and self._texts is not None and rest.row_stat is None is rest.col_stat:
             plan = encode_plan(*self._texts, x.dtype, "cpu" if x.is_cpu else x.device.type)
             if plan.at_once is not None:
-                made = plan.at_once(x, None, None, seed, 0, 0, 0, 1)
+                made = plan.at_once(x, rest)
         if made is None:
-            made = self._encode(x, row_stat, col_stat, seed, direct, amaxes)
+            planes = encode_pair(x, self.pair, rest, direct=direct, amaxes=amaxes, at=(0,))
+            made = self._owned(x, planes)
         return self.assemble(x, made)
 
     def plain(self, x: torch.Tensor) -> TensorStorage:
@@ -204,67 +242,33 @@ class StoragePlan:
                 second.buffers[self._shared] = first.buffers[self._shared]
         return TensorStorage(first, second)
 
-    def _encode(
-        self,
-        x: torch.Tensor,
-        row_stat: torch.Tensor | None,
-        col_stat: torch.Tensor | None,
-        seed: torch.Tensor | None,
-        direct: bool,
-        amaxes: torch.Tensor | None,
+    def _owned(
+        self, x: torch.Tensor, planes: tuple[list[torch.Tensor], list[torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """Return the buffers of the rowwise and then of the columnwise plane; none is x's own."""
-        row_buffers, col_buffers = encode_pair(
-            x,
-            self.row_text,
-            self.col_text,
-            row_stat=row_stat,
-            col_stat=col_stat,
-            seed=seed,
-            col_source=self._col_source,
-            keep_row=self._keeps_row,
-            direct=direct,
-            amaxes=amaxes,
-            at=(0,),
-        )
-        if self._owns_row and row_buffers:  # x itself
-            row_buffers = [_copy(x)]
-        if self._owns_col:  # a view of x
-            col_buffers = [_copy(x.t())]
-        return row_buffers + col_buffers
+        """Return the buffers of both planes, of which none is x's own."""
+        row, col = planes
+        if self.pair.is_plain_row:
+            row = [_copy(x)]
+        if self.pair.is_plain_col:
+            col = [_copy(x.t())]
+        return row + col
 
+    def build_each(self, xs: Sequence[torch.Tensor], rest: EncodeRequest) -> list[TensorStorage]:
+        """Return the storage of each of xs, by one operation.
 
-def _encode_each(
-    xs: Sequence[torch.Tensor],
-    row: PlaneText | None,
-    col: PlaneText | None,
-    seeds: torch.Tensor | None,
-    col_source: str,
-    keep_row: bool,
-) -> list[list[torch.Tensor]]:
-    """Return both planes' buffers of each of xs, by one operation; a plain plane is a copy."""
-    row_text, col_text, keeps_row, from_row = _texts(row, col, col_source, keep_row)
-    split = row.num_buffers if keeps_row and row is not None else 0
-    flat: Sequence[torch.Tensor] = []
-    if row_text or col_text:
-        flat = torch.ops.hybridq.encode_many(
-            xs,
-            row_text,
-            col_text,
-            None,
-            None,
-            seeds,
-            col_source="rowwise_dequantized" if from_row else "original",
-            keep_row=keeps_row,
-        )
-    size = len(flat) // len(xs)
-    every = []
-    for i, x in enumerate(xs):
-        own = list(flat[i * size : (i + 1) * size])
-        plain_row = [_copy(x)] if row is not None and row.is_plain and keep_row else []
-        plain_col = [_copy(x.t())] if col is not None and col_text == "" else []
-        every.append((plain_row or own[:split]) + (plain_col or own[split:]))
-    return every
+        Args:
+            xs: matrices `[rows, cols]` of one dtype and device, each of its own size.
+            rest: statistics and seeds `[N]`, and streams.
+        """
+        if self.is_one_identity:
+            return [self.plain(x) for x in xs]
+        pair, flat = self.pair, ()
+        if not pair.is_plain:
+            request = pair.request(rest)
+            flat = torch.ops.hybridq.encode_many(xs, *request.planes, **request.options)
+        size = len(flat) // len(xs)
+        made = (pair.planes(x, flat[i * size : (i + 1) * size]) for i, x in enumerate(xs))
+        return [self.assemble(x, self._owned(x, own)) for x, own in zip(xs, made, strict=True)]
 
 
 def build_storage(
@@ -286,7 +290,7 @@ def build_storage(
         row_stat, col_stat, seed, col_source, keep_row: as `encode_pair` takes them.
     """
     plan = StoragePlan(row, col, x.dtype, col_source, keep_row)
-    return plan.build(x, row_stat, col_stat, seed)
+    return plan.build(x, EncodeRequest(row_stat=row_stat, col_stat=col_stat, seed=seed))
 
 
 def build_storages(
@@ -295,8 +299,7 @@ def build_storages(
     col: PlaneSpec | None,
     *,
     seeds: torch.Tensor | None = None,
-    col_source: str = "original",
-    keep_row: bool = True,
+    **options: Any,
 ) -> list[TensorStorage]:
     """Return what `build_storage` does of each of xs, by one operation.
 
@@ -304,15 +307,12 @@ def build_storages(
         xs: matrices `[rows, cols]` of one dtype and device, each of its own size.
         row, col: specs of the planes, or None.
         seeds: int64 `[N]` where a spec is stochastic.
-        col_source, keep_row: as `encode_pair` takes them.
+        options: col_source and keep_row, as `build_storage` takes them.
     """
     if not xs:
         return []
-    plan = StoragePlan(row, col, xs[0].dtype, col_source, keep_row)
-    if plan.is_one_identity:
-        return [plan.plain(x) for x in xs]
-    made = _encode_each(xs, plan.row_text, plan.col_text, seeds, col_source, keep_row)
-    return [plan.assemble(x, buffers) for x, buffers in zip(xs, made, strict=True)]
+    plan = StoragePlan(row, col, xs[0].dtype, **options)
+    return plan.build_each(xs, EncodeRequest(seed=seeds))
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from ..direction import ROWWISE, Direction, opposite
 from ..errors import PlaneError
 from ..formats import PlaneSpec
-from ..kernels import Kept
+from ..kernels import OperandCache
 
 __all__ = ["Codes", "Plane", "overwrite"]
 
@@ -35,12 +35,14 @@ class Plane:
             `spec.buffers(*self.matrix)`.
     """
 
-    __slots__ = ("buffers", "codes", "cols", "direction", "kept", "rows", "spec")
+    __slots__ = ("buffers", "codes", "cols", "direction", "operand_cache", "rows", "spec")
 
     #: What GEMMs have made of this plane, or None before the first.
-    kept: Kept | None
+    operand_cache: OperandCache | None
     #: The same object in all planes whose buffers are views of the same memory.
     codes: Codes
+    #: How many matrices the buffers are of, along a leading axis (`PlaneStack`); None: of one.
+    count: int | None = None
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class Plane:
         self.rows = rows
         self.cols = cols
         self.buffers = dict(buffers)
-        self.kept = None
+        self.operand_cache = None
         self.codes = Codes()
 
     @staticmethod
@@ -99,11 +101,11 @@ class Plane:
         return list(self.buffers.values())
 
     @property
-    def ready(self) -> Kept:
+    def ready(self) -> OperandCache:
         """Where this plane keeps what GEMMs make of it; dies with the plane and its mirror."""
-        if self.kept is None:
-            self.kept = Kept()
-        return self.kept
+        if self.operand_cache is None:
+            self.operand_cache = OperandCache()
+        return self.operand_cache
 
     @property
     def device(self) -> torch.device:
@@ -174,6 +176,16 @@ class Plane:
         made.codes = self.codes
         return made
 
+    def is_apart(self, axis: int, part: Plane) -> bool:
+        """Return whether a part may be written without harm to the rest of the plane.
+
+        It may if no buffer belongs to the whole tensor.
+
+        Args:
+            axis, part: as `part` took and returned them.
+        """
+        return all(self.spread(axis).values())
+
     def dequantize_part(
         self, axis: int, start: int, stop: int, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
@@ -226,10 +238,12 @@ class Plane:
     ) -> Plane | None:
         """Return the plane of several matrices X put together along `axis`, copied by `clone`.
 
-        None if the planes' specs differ, a plane before the last ends inside a block, or one that
-        has a buffer for the whole tensor does not share it with the others.
+        None if the planes' specs differ, a plane before the last ends inside a block, one that
+        has a buffer for the whole tensor does not share it with the others, or one is of several.
         """
         head = planes[0]
+        if any(plane.count is not None for plane in planes):
+            return None
         unit, grows = head.unit(axis), head.spread(axis)
         sizes = [(plane.rows, plane.cols)[axis] for plane in planes]
         if any(plane.spec != head.spec for plane in planes) or any(n % unit for n in sizes[:-1]):
@@ -251,9 +265,28 @@ class Plane:
         """Return the same buffers as the other direction's plane of X transposed."""
         other = opposite(self.direction)
         made = Plane(self.spec, other, self.cols, self.rows, self.buffers)
-        made.kept = self.ready  # the same matrix: what is made of one is made of both
+        made.operand_cache = self.ready  # the same matrix: what is made of one is made of both
         made.codes = self.codes
         return made
+
+    def check_memory(self, where: str) -> None:
+        """Raise if the memory of this plane was freed, as FSDP2 frees what it has gathered.
+
+        Args:
+            where: name of the operation, for the error.
+
+        Raises:
+            RuntimeError: it was.
+        """
+        if type(self.data) is not torch.Tensor or self.data.is_meta or not self.data.numel():
+            return
+        if self.data.untyped_storage().nbytes() == 0:
+            raise RuntimeError(
+                f"{where}: the memory of this weight was freed by FSDP2, which has gathered it "
+                "under another recipe since; in a backward: its forward multiplied without a "
+                "recipe, or unquantized, so run that backward before the model computes under "
+                "another recipe"
+            )
 
     def derive(self) -> Plane:
         """Return the other direction's plane of the same X, computed from this one's bytes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import ref
 
 import torch
@@ -12,6 +12,7 @@ from ..direction import COLUMNWISE, ROWWISE, Direction, opposite
 from ..errors import PlaneError
 from ..formats import BUFFER_NAMES, PlaneSpec
 from .plane import Codes, Plane
+from .plane_stack import plane_of
 
 __all__ = ["PlaneLayout", "StorageLayout", "TensorStorage"]
 
@@ -24,11 +25,19 @@ class PlaneLayout:
         spec: canonical text.
         direction: of the plane.
         slots: (buffer name, index) pairs; index `-1 - i` is buffer i, transposed view.
+        count: of matrices that the plane is of, `Plane.count`.
     """
 
     spec: str
     direction: Direction
     slots: tuple[tuple[str, int], ...]
+    count: int | None = None
+
+    @property
+    def plain(self) -> tuple[object, ...]:
+        """The fields, for files; the last one only of several matrices."""
+        fields = (self.spec, self.direction, self.slots)
+        return fields if self.count is None else (*fields, self.count)
 
 
 #: A storage's planes; with the list of unique buffers and the shape it is the whole storage.
@@ -49,11 +58,11 @@ class TensorStorage:
         PlaneError: both are None.
     """
 
-    __slots__ = ("columnwise", "kin", "leads", "rowwise")
+    __slots__ = ("columnwise", "kin", "leads", "refusal", "rowwise")
 
-    #: Whether the planes' memory is freed and filled again without a word to autograd.
+    #: Whether the planes' memory is freed and filled again without telling autograd.
     comes_and_goes = False
-    #: FP32 `[1]` or `[2]`: amaxima of what the planes were made of, and of what the rowwise plane
+    #: FP32 `[1]` or `[2]`: amaxes of what the planes were made of, and of what the rowwise plane
     #: decodes to, where delayed scaling wants to know them; None: nobody told.
     amaxes: torch.Tensor | None = None
 
@@ -64,8 +73,22 @@ class TensorStorage:
             slot: of the recipe of that forward.
         """
 
-    def check_graph(self) -> None:
-        """Raise where torch.compile is at work and no graph may hold the buffers."""
+    def check_graph(self) -> str:
+        """Return why a graph must not decode the planes, or "".
+
+        Raises:
+            RuntimeError: torch.compile is at work, and no graph may hold the buffers.
+        """
+        return self.refusal
+
+    def check_values(self) -> None:
+        """Raise where the planes are no values to compute with, but for one recipe alone.
+
+        Raises:
+            RuntimeError: there is a `refusal`.
+        """
+        if self.refusal:
+            raise RuntimeError(self.refusal)
 
     def __init__(
         self, rowwise: Plane | None, columnwise: Plane | None, leads: Direction = ROWWISE
@@ -75,9 +98,16 @@ class TensorStorage:
         self.rowwise = rowwise
         self.columnwise = columnwise
         self.leads = leads
+        #: Why the planes must not be decoded, or "".
+        self.refusal = ""
         #: The memory of all planes of the storages that views share, once one of them has other
         #: planes than the rest; one list for all of them.
         self.kin: list[ref[Codes]] = []
+
+    @property
+    def count(self) -> int | None:
+        """How many matrices it holds, each encoded by itself; None: one, without a leading axis."""
+        return self.first.count
 
     @property
     def planes(self) -> tuple[Plane, ...]:
@@ -133,7 +163,7 @@ class TensorStorage:
             None if self.rowwise is None else self.rowwise.mirrored(),
             opposite(self.first.direction),
         )
-        made.kin = self.kin
+        made.kin, made.refusal = self.kin, self.refusal
         return made
 
     def with_usage(self, rowwise: bool, columnwise: bool) -> TensorStorage:
@@ -202,7 +232,7 @@ class TensorStorage:
         """
         kept = [plane is not None for plane in part._pair]
         return kept == [plane is not None for plane in self._pair] and all(
-            all(plane.spread(axis).values()) for plane in self.planes
+            plane.is_apart(axis, own) for plane, own in zip(self.planes, part.planes, strict=True)
         )
 
     @staticmethod
@@ -273,7 +303,7 @@ class TensorStorage:
                     index[id(buffer)] = len(buffers)
                     buffers.append(buffer)
                 slots.append((name, index[id(buffer)]))
-            layout.append(PlaneLayout(plane.spec.text, plane.direction, tuple(slots)))
+            layout.append(PlaneLayout(plane.spec.text, plane.direction, tuple(slots), plane.count))
         return buffers, tuple(layout)
 
     @staticmethod
@@ -290,13 +320,37 @@ class TensorStorage:
         planes: dict[str, Plane] = {}
         for plane in layout:
             own = {
-                name: buffers[slot] if slot >= 0 else buffers[-1 - slot].t()
+                name: buffers[slot] if slot >= 0 else buffers[-1 - slot].transpose(-2, -1)
                 for name, slot in plane.slots
             }
             spec = PlaneSpec.parse(plane.spec)
-            planes[plane.direction] = Plane(spec, plane.direction, rows, cols, own)
+            planes[plane.direction] = plane_of(spec, plane.direction, rows, cols, own, plane.count)
         leads: Direction = layout[0].direction if layout else ROWWISE
         return TensorStorage(planes.get(ROWWISE), planes.get(COLUMNWISE), leads)
+
+    @staticmethod
+    def stack(storages: Sequence[TensorStorage]) -> TensorStorage:
+        """Return one storage of several matrices of one shape, each with its planes, copied.
+
+        Args:
+            storages: of each, at least one, with planes of the same specs.
+        """
+        made = storages[0].stacked(len(storages))
+        each = [storage.flatten()[0] for storage in storages]
+        for buffer, own in zip(made.flatten()[0], zip(*each, strict=True), strict=True):
+            torch.stack(own, out=buffer)
+        return made
+
+    def stacked(self, count: int) -> TensorStorage:
+        """Return a storage of `count` matrices like this one, with new buffers, not written.
+
+        Args:
+            count: at least one.
+        """
+        buffers, layout = self.flatten()
+        made = [buffer.new_empty((count, *buffer.shape)) for buffer in buffers]
+        own = tuple(replace(plane, count=count) for plane in layout)
+        return TensorStorage.unflatten(made, own, count * self.first.rows, self.first.cols)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TensorStorage:
         """Return the storage whose unique buffers are `function` of these, sharing kept."""
@@ -309,6 +363,14 @@ def _of(row: Plane | None, col: Plane | None, direction: Direction) -> Plane | N
     return row if direction == ROWWISE else col
 
 
+def _transposed(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape or the strides of matrices transposed.
+
+    By numbers: an operator on real buffers would be refused while a graph is traced.
+    """
+    return (*sizes[:-2], sizes[-1], sizes[-2])
+
+
 def _transposed_slot(
     plane: Plane, buffer: torch.Tensor, before: Plane, index: dict[int, int]
 ) -> int | None:
@@ -316,15 +378,11 @@ def _transposed_slot(
     if plane is before or not (plane.spec.format.is_identity and before.spec == plane.spec):
         return None
     twin = before.data
-    if (
-        buffer is twin
-        or buffer.dtype != twin.dtype
-        or tuple(buffer.shape) != tuple(twin.shape)[::-1]
-    ):
+    if buffer is twin or buffer.dtype != twin.dtype or buffer.shape != _transposed(twin.shape):
         return None
     # _cdata and not data_ptr(): fake tensors have storages without memory.
     is_view = buffer.untyped_storage()._cdata == twin.untyped_storage()._cdata
-    same = buffer.stride() == tuple(twin.stride())[::-1] and (
+    same = buffer.stride() == _transposed(twin.stride()) and (
         buffer.storage_offset() == twin.storage_offset()
     )
     return -1 - index[id(twin)] if is_view and same else None

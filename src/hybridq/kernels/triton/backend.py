@@ -14,35 +14,31 @@ from typing import Any
 
 import torch
 
-from ... import settings
 from ...formats import PlaneSpec
-from ..device import Chip
-from ..registry import Backend, Call, register_backend
-from ..types import GemmArgs, GroupedArgs, GroupedOperand, Operand
+from ..choice import (
+    Backend,
+    DeviceSupport,
+    GemmArgs,
+    GroupedArgs,
+    GroupedOperand,
+    Operand,
+    OpQuery,
+    register_backend,
+)
+from ..inputs import Chip
 from .form import form_of, form_reason
 from .plan import SMALL, plan_block, plan_gemm, plan_grouped
 
 __all__ = ["TRITON", "block_gemm", "block_gemm_reason", "wants"]
 
+#: Of kernels that multiply in BF16 or FP32, and of those that do in FP8.
+_DEVICES, _FP8_DEVICES = DeviceSupport(("cuda",), (8, 0)), DeviceSupport(("cuda",), (8, 9))
 _OUT = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @lru_cache(maxsize=1)
 def _missing() -> str | None:
     return None if find_spec("triton") is not None else "the package triton is not installed"
-
-
-def _chip_reason(device: str, chip: Chip | None, least: tuple[int, int]) -> str | None:
-    """Return None if kernels can run on the chip, else why not."""
-    if device != "cuda":
-        return f"runs on CUDA tensors, got {device}"
-    if chip is not None and chip.is_rocm:
-        return "is made for NVIDIA GPUs, got a build of torch for AMD's"
-    if chip is None or chip.capability is None:
-        return "the GPU's compute capability is not known"
-    if chip.capability < least:
-        return f"needs compute capability {least[0]}.{least[1]}, got {chip}"
-    return _missing()
 
 
 def wants(sizes: tuple[int, int, int] | None, a: PlaneSpec, b: PlaneSpec) -> str | None:
@@ -62,31 +58,35 @@ def wants(sizes: tuple[int, int, int] | None, a: PlaneSpec, b: PlaneSpec) -> str
     return None
 
 
-def _supports(call: Call) -> str | None:
-    reason = _chip_reason(call.device, call.chip, (8, 0))
+def _supports(query: OpQuery) -> str | None:
+    reason = _missing()
     if reason is not None:
         return reason
-    if call.dtype not in _OUT:
-        return f"makes float32, bfloat16 and float16, got {call.dtype}"
-    if call.row is None or call.col is None:
+    if query.dtype not in _OUT:
+        return f"makes float32, bfloat16 and float16, got {query.dtype}"
+    if query.row is None or query.col is None:
         return "a GEMM has two operands"
-    for name, spec in (("a", call.row), ("b", call.col)):
+    for name, spec in (("a", query.row), ("b", query.col)):
         # Dense products of FP32 operands are torch's own; grouped ones would wait for the offsets.
-        reason = form_reason(spec, takes_wide=call.op == "grouped_gemm")
+        reason = form_reason(spec, takes_wide=query.op == "grouped_gemm")
         if reason is not None:
             return f"operand {name}: {reason}"
-    if call.row.signs != call.col.signs:
+    if query.row.signs != query.col.signs:
         return "one operand is transformed and the other is not"
-    if call.op == "gemm" and settings.current().backend != "triton":
-        return wants(call.sizes, call.row, call.col)
     return None
 
 
-def _notes(call: Call) -> tuple[str, ...]:
+def _leaves(query: OpQuery) -> str | None:
+    if query.op != "gemm" or query.row is None or query.col is None:
+        return None
+    return wants(query.sizes, query.row, query.col)
+
+
+def _notes(query: OpQuery) -> tuple[str, ...]:
     notes = ["operands decoded in registers, BF16 product with FP32 accumulation"]
-    if any(spec is not None and form_of(spec).is_wide for spec in (call.row, call.col)):
+    if any(spec is not None and form_of(spec).is_wide for spec in (query.row, query.col)):
         notes = ["operands decoded in registers to FP32, FP32 product"]
-    if call.op == "grouped_gemm":
+    if query.op == "grouped_gemm":
         notes.append("group ends stay on the device; groups without tokens give zeros")
     return tuple(notes)
 
@@ -126,7 +126,7 @@ def block_gemm_reason(
     for name, element in zip("ab", elements, strict=True):
         if element not in ("e4m3", "e5m2"):
             return f"operand {name} must be e4m3 or e5m2, got {element}"
-    return _chip_reason("cuda" if chip is None else chip.kind, chip, (8, 9))
+    return _FP8_DEVICES.reason("cuda" if chip is None else chip.kind, chip) or _missing()
 
 
 def block_gemm(
@@ -151,7 +151,7 @@ def block_gemm(
 
     Returns:
         `[M, N]`. FP8 tensor cores keep about 13 fraction bits within each sum of 128, so this is no
-        exact product: see docs/numerics.md on precision.
+        exact product: see docs/reference/numerics.md on precision.
 
     Source: DeepSeek-V3 technical report, section 3.3.2 (arXiv:2412.19437), for promotion per 128.
     """
@@ -162,5 +162,13 @@ def block_gemm(
 
 #: The backend of GEMMs in Triton, on NVIDIA GPUs.
 TRITON = register_backend(
-    Backend("triton", _supports, {"gemm": _gemm, "grouped_gemm": _grouped_gemm}, notes=_notes)
+    Backend(
+        "triton",
+        _supports,
+        {"gemm": _gemm, "grouped_gemm": _grouped_gemm},
+        devices=_DEVICES,
+        leaves=_leaves,
+        priority=30,
+        notes=_notes,
+    )
 )

@@ -26,7 +26,8 @@ KERNELS: Final[dict[str, Any]] = {
 def options(launch: Launch) -> dict[str, Any]:
     """Return what Triton takes beside the arguments.
 
-    No contraction of a product and a sum into one operation: docs/numerics.md rounds each.
+    No contraction of a product and a sum into one operation: docs/reference/numerics.md rounds
+    each.
     """
     return {
         "num_warps": launch.num_warps,

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import torch
 
-from ..memory import begins_at
-from ..types import GemmArgs, GroupedArgs, GroupedOperand, Operand
+from ..choice import GemmArgs, GroupedArgs, GroupedOperand, Operand
+from ..inputs import begins_at
 from .form import VALUES, Form, form_of
 
 __all__ = ["SMALL", "Launch", "plan_block", "plan_gemm", "plan_grouped"]

@@ -1,9 +1,9 @@
 """Device functions that the GEMM kernels share: decode a tile of a plane, finish a tile of results.
 
 A code is decoded by bits, times an exact power of two, times the block's scale. The first product
-is exact; the second is the one that docs/numerics.md rounds to BF16 ("Operands of a GEMM"), and it
-is exact too but for values below 2^-126 or above BF16's maximum. Triton's own casts from FP8 are
-not used: on sm_90 they go through FP16 at a quarter of the rate.
+is exact; the second is the one that docs/reference/numerics.md rounds to BF16 ("Operands of a
+GEMM"), and it is exact too but for values below 2^-126 or above BF16's maximum. Triton's own casts
+from FP8 are not used: on sm_90 they go through FP16 at a quarter of the rate.
 
 On a GPU this is packed 16-bit arithmetic in PTX (`ptx`). Triton's interpreter has neither PTX nor
 BF16 arithmetic (it multiplies the bits). There the same is done in FP32, rounded to BF16 by bits;
@@ -235,7 +235,7 @@ def product(left, right, acc, WIDE: tl.constexpr = False):
 def _factors(factor, rows, ok, stride, F: tl.constexpr):
     """Return the FP32 factors of rows of a product, or the one of all rows.
 
-    docs/numerics.md: `amax / (tensor bound * fmax)`, one division.
+    docs/reference/numerics.md: `amax / (tensor bound * fmax)`, one division.
     """
     if F.has_row_factors:
         values = tl.load(factor + rows * stride, mask=ok, other=0.0)

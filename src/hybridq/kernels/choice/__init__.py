@@ -1,0 +1,65 @@
+"""What a backend is asked, and which one answers: calls, arguments, precision, the registry."""
+
+from __future__ import annotations
+
+from .arguments import (
+    GemmArgs,
+    GroupedArgs,
+    GroupedOperand,
+    Groups,
+    Operand,
+    Prologue,
+)
+from .backend import OPERATIONS, Backend, BackendAnswer, DeviceSupport
+from .encode_request import DECODED, ORIGINAL, EncodeRequest, encode_decoded, given_scale
+from .precision import FOLD_LIMIT, PRECISIONS, added_error, check_precision
+from .query import OpQuery
+from .registry import (
+    Decision,
+    backends,
+    cached_choice,
+    choose,
+    fallbacks,
+    forget_choices,
+    load_backends,
+    operation,
+    register_backend,
+    select,
+    together,
+    unregister_backend,
+)
+
+__all__ = [
+    "DECODED",
+    "FOLD_LIMIT",
+    "OPERATIONS",
+    "ORIGINAL",
+    "PRECISIONS",
+    "Backend",
+    "BackendAnswer",
+    "Decision",
+    "DeviceSupport",
+    "EncodeRequest",
+    "GemmArgs",
+    "GroupedArgs",
+    "GroupedOperand",
+    "Groups",
+    "OpQuery",
+    "Operand",
+    "Prologue",
+    "added_error",
+    "backends",
+    "cached_choice",
+    "check_precision",
+    "choose",
+    "encode_decoded",
+    "fallbacks",
+    "forget_choices",
+    "given_scale",
+    "load_backends",
+    "operation",
+    "register_backend",
+    "select",
+    "together",
+    "unregister_backend",
+]

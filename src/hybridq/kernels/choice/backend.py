@@ -1,0 +1,187 @@
+"""A backend: functions for some of the operations, and its answer whether it can run one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from ...errors import suggestion
+from ..inputs import Chip
+from .query import OpQuery
+
+__all__ = ["OPERATIONS", "Backend", "BackendAnswer", "DeviceSupport"]
+
+#: What a backend may have a function for, and what that returns; docs/guides/adding-a-backend.md
+#: has their arguments. Those of the second part do several of the first in one call.
+OPERATIONS: Final[Mapping[str, str]] = {
+    "encode": "the buffers of one or both planes of a matrix",
+    "decode": "the values of a plane",
+    "operand": "the codes of a plane as a matrix, without the tensor's factor",
+    "amax": "the statistic that a plane's scales are made of",
+    "map": "the norm or activation of a matrix",
+    "transpose": "packed codes, transposed",
+    "round_stochastic": "FP32 values rounded to BF16 or FP16 with random bits",
+    "sum_rows": "weighted sums over the rows that tokens have in a matrix",
+    "spread_rows": "the gradient of `sum_rows`",
+    "fold": "an MX plane as FP8 with FP32 scales",
+    "swizzle": "block scales in cuBLASLt's tiles",
+    "gemm": "the product of two planes",
+    "grouped_gemm": "a product for each group of tokens",
+    "map_encode": "the planes of a norm or activation of a matrix",
+    "encode_many": "the planes of several matrices",
+    "encode_ragged": "the planes of tokens sorted by group",
+    "map_encode_ragged": "the planes of an activation of tokens sorted by group",
+    "grouped_loop": "`grouped_gemm` of what is quantized by group, group ends read on the host",
+    "skinny_gemm": "encode, decode and GEMM of few rows",
+}
+
+
+class DeviceSupport(NamedTuple):
+    """The devices that a backend's functions run on.
+
+    Args:
+        kinds: types of devices, as torch names them; empty: all that hold data.
+        min_capability: lowest compute capability of a `cuda` device. Such a device must be an
+            NVIDIA GPU and known (`OpQuery.chip`); None: any, known or not.
+    """
+
+    kinds: tuple[str, ...] = ()
+    min_capability: tuple[int, int] | None = None
+
+    def reason(self, kind: str, chip: Chip | None) -> str | None:
+        """Return None if functions run on such a device, else why not.
+
+        Args:
+            kind: type of the device.
+            chip: the device in more detail, or None.
+        """
+        least = self.min_capability
+        if not self.takes(kind):
+            if not self.kinds:
+                return f"needs data, got a {kind} tensor"
+            is_nvidia = self.kinds == ("cuda",) and least is not None
+            return f"runs on {'NVIDIA GPUs' if is_nvidia else self._tensors()}, got {kind}"
+        if least is None or kind != "cuda":
+            return None
+        if chip is not None and chip.is_rocm:
+            return "is written for NVIDIA GPUs, got ROCm"
+        if chip is None or chip.capability is None:
+            return "the GPU's compute capability is not known here; name one, as sm_90"
+        if chip.capability < least:
+            return f"needs compute capability {least[0]}.{least[1]}, got {chip}"
+        return None
+
+    def takes(self, kind: str) -> bool:
+        """Return whether functions run on some devices of this kind."""
+        return kind in self.kinds if self.kinds else kind != "meta"
+
+    def _tensors(self) -> str:
+        return " and ".join(kind.upper() for kind in self.kinds) + " tensors"
+
+    def __str__(self) -> str:
+        if not self.kinds:
+            return "any device"
+        least = self.min_capability
+        text = ", ".join(self.kinds)
+        return text if least is None else f"{text} from sm_{least[0]}{least[1]} on"
+
+
+_ANY_DEVICE: Final = DeviceSupport()
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of some of the operations.
+
+    Args:
+        name: what `hybridq.backend(name)` takes.
+        supports: returns None or the reason why it cannot run a query; asked only about operations
+            that it has a function for, on devices that it runs on.
+        ops: operation (a name in `OPERATIONS`) to function.
+        devices: what its functions run on.
+        op_devices: the same of operations that run on other devices than the rest.
+        leaves: returns None or why it leaves a query that it can run to the backends after it; not
+            asked where it is forced.
+        priority: backends with a higher one are asked first. Those of hybridq have 10 to 60.
+        is_native: False for the plain PyTorch reference, which is always the last resort.
+        notes: returns how a query that it can run is run, one line each, for `explain`.
+        finds_amax: its encode finds statistics that it is not given, in as few passes as it can.
+        updates_amax: what its encoder returns also takes a `found` (see `EncodePlan`).
+        encoder: returns, for `(row, col, dtype)`, what encodes such planes of such tensors and
+            takes `(x, request)`; None where its `encode` has nothing to prepare.
+        decoder: returns, for `(spec, dtype, is_operand)`, what decodes such planes to that dtype:
+            it takes `(buffers, rows, cols)` and returns what its `operand` does, or its `decode`.
+            None where these have nothing to prepare.
+        multiplier: returns, for `(a, b, dtype, is_alone, device)`, what multiplies operands of two
+            specs, neither with an open dtype, as its `gemm` does where torch.autocast is off. None
+            where its `gemm` has nothing to prepare.
+        scratch_nbytes: temporary memory of its encode and decode, bytes per value at most.
+        package: name and version of the package that it came from by an entry point; "" of
+            hybridq's own and of those that `register_backend` was given.
+        load_error: why it could not be had of its package; "" if it could.
+
+    Raises:
+        ValueError: `ops` has a name that no operation has.
+    """
+
+    name: str
+    supports: Callable[[OpQuery], str | None]
+    ops: dict[str, Callable[..., Any]] = field(default_factory=dict, hash=False)
+    devices: DeviceSupport = _ANY_DEVICE
+    op_devices: Mapping[str, DeviceSupport] = field(default_factory=dict, hash=False)
+    leaves: Callable[[OpQuery], str | None] | None = field(default=None, hash=False)
+    priority: int = 0
+    is_native: bool = True
+    notes: Callable[[OpQuery], tuple[str, ...]] | None = field(default=None, hash=False)
+    finds_amax: bool = False
+    updates_amax: bool = False
+    encoder: Callable[..., Callable[..., Any]] | None = field(default=None, hash=False)
+    decoder: Callable[..., Callable[..., Any]] | None = field(default=None, hash=False)
+    multiplier: Callable[..., Callable[..., Any]] | None = field(default=None, hash=False)
+    scratch_nbytes: int = 0
+    package: str = ""
+    load_error: str = ""
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.ops) - set(OPERATIONS))
+        if unknown:
+            raise ValueError(
+                f"Backend: ops must be among {', '.join(OPERATIONS)}, got {', '.join(unknown)}"
+                f"{suggestion(unknown[0], OPERATIONS)}"
+            )
+
+    def answer(self, query: OpQuery, is_forced: bool = False) -> BackendAnswer:
+        """Return whether this backend runs `query`, or why not.
+
+        Args:
+            query: the operation.
+            is_forced: nobody else may run it, so that it leaves nothing to others.
+        """
+        if self.load_error:
+            return BackendAnswer(self, self.load_error)
+        if query.op not in self.ops:
+            return BackendAnswer(self, f"has no {query.op}", lacks="operation")
+        own = self.op_devices.get(query.op, self.devices)
+        reason = own.reason(query.device, query.chip)
+        if reason is not None:
+            return BackendAnswer(self, reason, "" if own.takes(query.device) else "device")
+        reason = self.supports(query)
+        if reason is None and self.leaves is not None and not is_forced:
+            reason = self.leaves(query)
+        return BackendAnswer(self, reason)
+
+
+@dataclass(frozen=True)
+class BackendAnswer:
+    """A backend beside what it says to a query.
+
+    Args:
+        backend: the backend.
+        reason: None if it can run the query, else why not.
+        lacks: what it is not made for at all: the `"operation"`, such a `"device"`, or `""`.
+    """
+
+    backend: Backend
+    reason: str | None
+    lacks: str = ""

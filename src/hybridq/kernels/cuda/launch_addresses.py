@@ -1,0 +1,75 @@
+"""Addresses for kernels about to be launched: `memory`, and what is told of each to a launcher."""
+
+from __future__ import annotations
+
+import torch
+
+from ...formats import PlaneSpec
+from ..inputs import addresses as memory
+
+__all__ = ["Addresses"]
+
+
+class Addresses:
+    """How `GpuKernels` takes addresses; the emulator's kernels hear of each by `pointer`."""
+
+    def pointer(self, tensor: torch.Tensor | None, written: bool = False) -> int:
+        """Return the tensor's address for the kernel about to be launched, 0 for None.
+
+        Args:
+            tensor: made for the launch, or checked by one of the functions below.
+            written: the kernel writes it.
+        """
+        return 0 if tensor is None else memory.made(tensor)
+
+    def given(
+        self,
+        what: str,
+        tensor: torch.Tensor | None,
+        dtype: torch.dtype,
+        count: int,
+        device: torch.device,
+    ) -> int:
+        """Return `memory.given` of what the kernel reads, 0 for None."""
+        if tensor is not None:
+            memory.given(what, tensor, dtype, count, device)
+        return self.pointer(tensor)
+
+    def matrix(
+        self, what: str, x: torch.Tensor, device: torch.device, only: str | None = None
+    ) -> tuple[int, str]:
+        """Return `memory.matrix` of what the kernel reads."""
+        _, name = memory.matrix(what, x, device, only=only)
+        return self.pointer(x), name
+
+    def plane(
+        self,
+        what: str,
+        buffers: list[torch.Tensor],
+        spec: PlaneSpec,
+        rows: int,
+        cols: int,
+        device: torch.device,
+    ) -> list[int]:
+        """Return `memory.plane` of what the kernel reads."""
+        memory.plane(what, buffers, spec, rows, cols, device)
+        return [*(self.pointer(buffer) for buffer in buffers), *[0] * (3 - len(buffers))]
+
+    def statistic(
+        self,
+        spec: PlaneSpec,
+        rows: int,
+        stat: torch.Tensor | None,
+        is_new: bool,
+        device: torch.device,
+    ) -> int:
+        """Return the address of a plane's amax: new memory that is written, or what was given."""
+        if is_new:
+            return self.pointer(stat, True)
+        count = spec.stat_shape(rows)[0]
+        return self.given("encode: a statistic", stat, torch.float32, count, device)
+
+    def seed(self, spec: PlaneSpec, seed: torch.Tensor | None, device: torch.device) -> int:
+        """Return the address of the seed of one plane, 0 where nothing is stochastic."""
+        seed = seed if spec.stochastic else None
+        return self.given("encode: seed", seed, torch.int64, 1, device)

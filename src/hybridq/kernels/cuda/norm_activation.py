@@ -1,0 +1,89 @@
+"""Norms and activations on the CUDA backend, alone and before an encode.
+
+Before an encode, the matrix between is never in memory. The tile kernels change elements in
+registers, between their load and the first maximum, for the planes of a module's input in the usual
+formats; the general kernel changes them on their way to shared memory, for every other plane and
+shape. Both give the bits of the two steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...formats import PlaneSpec
+from ..choice import EncodeRequest, Prologue
+
+__all__ = ["encode_mapped", "store_mapped"]
+
+
+def _call(
+    kernels: Any, x: torch.Tensor, prologue: Prologue
+) -> tuple[int, list[torch.Tensor], tuple[Any, ...]]:
+    """Return the result's columns, a norm's statistics, and what the module takes first.
+
+    Args:
+        kernels: `backend.GpuKernels`, in its `launch`.
+        x: with contiguous rows.
+    """
+    rows, cols = x.shape
+    stats: list[torch.Tensor] = []
+    weights = None
+    if prologue.gamma is None:
+        cols = cols // 2 if prologue.is_gated else cols
+    else:
+        sizes = (rows if prologue.kind == "LayerNorm" else 0, rows)
+        stats = [torch.empty(size, dtype=torch.float32, device=x.device) for size in sizes]
+        weights = (
+            kernels.given("norm: gamma", prologue.gamma, torch.float32, cols, x.device),
+            kernels.given("norm: beta", prologue.beta, torch.float32, cols, x.device),
+            *(kernels.pointer(stat, True) for stat in stats),
+            prologue.eps,
+        )
+    source = (*kernels.matrix("map: x", x, x.device), rows, cols, x.stride(0))
+    return cols, stats, (prologue.core, prologue.is_gated, weights, *source)
+
+
+def store_mapped(kernels: Any, x: torch.Tensor, prologue: Prologue) -> tuple[torch.Tensor, ...]:
+    """Return a norm or an activation of x, and of a norm the rows' mean and rstd.
+
+    Args:
+        kernels: `backend.GpuKernels`.
+        x: `[rows, cols]`.
+        prologue: which.
+    """
+    x = x if x.stride(1) == 1 else x.contiguous()
+    with kernels.launch(x.device) as stream:
+        cols, stats, call = _call(kernels, x, prologue)
+        y = torch.empty(x.shape[0], cols, dtype=x.dtype, device=x.device)
+        kernels.module.map_store(*call, kernels.pointer(y, True), stream)
+    return (y, *stats)
+
+
+def encode_mapped(
+    kernels: Any,
+    x: torch.Tensor,
+    prologue: Prologue,
+    request: EncodeRequest,
+    row: PlaneSpec | None,
+    col: PlaneSpec | None,
+) -> tuple[Any, ...]:
+    """Return the buffers of one or both planes of a norm or an activation of x.
+
+    Args:
+        kernels: `backend.GpuKernels`.
+        x: `[rows, cols]`.
+        prologue: which.
+        request, row, col: as encode takes them.
+
+    Returns:
+        The buffers; and of a norm the rows' mean and rstd.
+    """
+    x = x if x.stride(1) == 1 else x.contiguous()
+    with kernels.launch(x.device) as stream:
+        cols, stats, call = _call(kernels, x, prologue)
+        made = kernels.new_planes(x.device, x.shape[0], cols, row, col, request)
+        kernels.module.map_encode(*call, *made.planes, *made.finds, stream)
+        made.finish()
+    return (made.buffers, *stats)

@@ -1,0 +1,89 @@
+"""Ragged tokens through the CUDA kernels, which read rows of x through offsets and an index."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...formats import PlaneSpec
+from ..choice import EncodeRequest, Groups
+from ..cpu import core_spec
+
+__all__ = ["encode_ragged"]
+
+
+def encode_ragged(
+    kernels: Any,
+    x: torch.Tensor,
+    groups: Groups,
+    row: PlaneSpec | None,
+    col: PlaneSpec,
+    request: EncodeRequest,
+) -> list[torch.Tensor] | None:
+    """Return the buffers of both planes, or None if no kernel reads x through the groups.
+
+    Args:
+        kernels: the `GpuKernels` to launch.
+        x: `[T, C]`, or the matrix that `request.row_index` takes its rows out of.
+        groups: of its rows.
+        row: spec of the rowwise plane of x, or None.
+        col: spec of the columnwise plane of the padded tokens.
+        request: statistics, seed and streams; statistics that are not given are found on the way.
+    """
+    index, cols = request.row_index, x.shape[1]
+    tokens = x.shape[0] if index is None else index.shape[0]
+    buffers: list[torch.Tensor] = []
+    planes: list[tuple[Any, ...] | None] = []
+    finds: list[bool] = []
+    stats: list[torch.Tensor] = []  # alive until the launch
+    with kernels.launch(x.device) as stream:
+        for spec, shape, known, random_stream in (
+            (row, (tokens, cols), request.row_stat, request.row_stream),
+            (col, (cols, groups.columns), request.col_stat, request.col_stream),
+        ):
+            if spec is None:
+                planes.append(None)
+                finds.append(False)
+                continue
+            own = [
+                torch.empty(b.shape, dtype=b.dtype, device=x.device) for b in spec.buffers(*shape)
+            ]
+            stat = known if spec.needs_amax else None
+            finds.append(spec.needs_amax and known is None)
+            if finds[-1]:
+                stat = own[2] if len(own) == 3 else own[1].new_empty(1)
+            if stat is not None:
+                stats.append(stat)
+            if len(own) == 3 and known is not None:
+                own[2].copy_(known)
+            planes.append(
+                (
+                    core_spec(spec)[0],
+                    kernels.pointer(own[0], True),
+                    kernels.pointer(own[1], True),
+                    kernels.statistic(spec, shape[0], stat, finds[-1], x.device),
+                    kernels.seed(spec, request.seed, x.device),
+                    0,
+                    0,
+                    random_stream,
+                )
+            )
+            buffers += own
+        count = groups.ends.shape[0]
+        done = kernels.module.encode_ragged(
+            *kernels.matrix("encode_ragged: x", x, x.device),
+            tokens,
+            cols,
+            *x.stride(),
+            *planes,
+            *finds,
+            kernels.given("encode_ragged: ends", groups.ends, torch.int32, count, x.device),
+            kernels.given("encode_ragged: begins", groups.padded, torch.int32, count + 1, x.device),
+            count,
+            groups.columns,
+            stream,
+            kernels.given("encode_ragged: row_index", index, torch.int64, tokens, x.device),
+            x.shape[0],
+        )
+    return buffers if done else None

@@ -1,0 +1,30 @@
+"""The `torch` backend: exact decode of both operands, then torch's product or the core's."""
+
+from __future__ import annotations
+
+from .backend import TORCH
+from .decoded_gemm import Side, decode_side, exact_gemm, fp32_reason
+from .plain_gemm import (
+    ProductWay,
+    advise,
+    give_no_advice,
+    is_slow,
+    plain_product,
+    product_ways,
+    slow_advice,
+)
+
+__all__ = [
+    "TORCH",
+    "ProductWay",
+    "Side",
+    "advise",
+    "decode_side",
+    "exact_gemm",
+    "fp32_reason",
+    "give_no_advice",
+    "is_slow",
+    "plain_product",
+    "product_ways",
+    "slow_advice",
+]

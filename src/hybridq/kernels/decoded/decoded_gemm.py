@@ -1,0 +1,455 @@
+"""GEMM of any planes: both decoded exactly, then torch's own product, or on a CPU the core's.
+
+BF16 operands are exact (docs/reference/numerics.md, "Operands of a GEMM"), so the product's only
+errors are FP32 accumulation and the rounding of the result. On a CPU torch's BF16 product rounds to
+BF16; where the result needs FP32 before that (a factor that is no power of two, bias, accumulation,
+FP32 out) the core's own product makes it, and on CPUs that have none torch's FP32 product. Where
+BF16 cannot hold an operand the product is made in FP32 everywhere.
+
+Up to `SKINNY_ROWS` rows of `a` on a CPU read the codes of `b` as they lie in memory, which are half
+or a quarter of the bytes that BF16 has, and nothing decoded of `b` is made or kept (ADR 82). Where
+the CPU has a BF16 product its bits are those of the decoded plane's.
+
+On CUDA nothing is read back: whether an operand leaves BF16's normal range is not asked, factors
+are applied by the device, and the product has an FP32 result only where something follows it. What
+leaves the range adds at most `K * 2^-134 * max|b|` to the error (an operand below 2^-133 may become
+zero); above BF16's maximum the operand is inf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from ... import settings
+from ...formats import PlaneSpec
+from ...reference import tensor_factor
+from ..choice import GemmArgs, Operand, OpQuery, cached_choice, choose, select
+from ..cpu import CPU, SKINNY_ROWS, CodesProduct, codes_reason, multiply, product_reason
+from ..inputs import has_autocast, is_host, without_autocast
+from ..scaled_mm import finish
+from .plain_gemm import is_slow, plain_product, slow_reason
+
+__all__ = [
+    "Side",
+    "SideDecoder",
+    "decode_side",
+    "dtype_reason",
+    "exact_gemm",
+    "fp32_reason",
+    "is_power_of_two",
+    "multiplier",
+    "multiply_sides",
+    "product_notes",
+]
+
+
+def dtype_reason(query: OpQuery) -> str | None:
+    """Return None if a result of this dtype can be made, else why not."""
+    if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"makes float32, bfloat16 and float16, got {query.dtype}"
+    return None
+
+
+class Side(NamedTuple):
+    """A decoded operand: `matrix * factor`; `is_bf16` if the matrix is exact in BF16."""
+
+    matrix: torch.Tensor
+    factor: torch.Tensor | None
+    is_bf16: bool
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The matrix and, if there is one, the factor."""
+        return [self.matrix] if self.factor is None else [self.matrix, self.factor]
+
+
+#: `decode(buffers, rows, cols)`: the values; of an operand also whether any leaves BF16's range.
+_Decode = Callable[[list[torch.Tensor], int, int], Any]
+
+
+class SideDecoder:
+    """Decodes operands of one spec on one kind of device, with all prepared that the spec tells.
+
+    Args:
+        spec: of the planes.
+        keep_transformed: leave a transform in, since the other operand has the same.
+        dtype: BF16 or FP32, decoded to.
+        device: type of the planes' device.
+    """
+
+    __slots__ = ("_decode", "_form", "_has_factor", "_in_fp32", "_is_exact", "_run", "_spec")
+
+    def __init__(
+        self, spec: PlaneSpec, keep_transformed: bool, dtype: torch.dtype, device: str
+    ) -> None:
+        fmt = spec.format
+        self._spec = spec
+        self._form = f"decoded {dtype}{'' if keep_transformed else ' transformed back'}"
+        self._has_factor = fmt.is_tensor_scaled or fmt.needs_tensor_amax
+        self._is_exact = fmt.is_bf16_exact
+        #: What turns a plane back into values; what decodes it, to the dtype and to FP32.
+        self._decode: _Decode | None = None
+        self._run: _Decode | None = None
+        self._in_fp32: _Decode | None = None
+        if spec.signs is not None and not keep_transformed:
+            self._decode = _decoder(spec, torch.float32, device, False)
+        elif not fmt.is_identity:
+            self._run = _decoder(spec, dtype, device, True)
+            if dtype is not torch.float32:
+                self._in_fp32 = _decoder(spec, torch.float32, device, True)
+
+    def side(self, operand: Operand) -> Side:
+        """Return an operand decoded, or what is kept of it.
+
+        Args:
+            operand: a plane of the spec.
+        """
+        if self._run is None and self._decode is None:
+            matrix = operand.buffers[0]
+            return Side(matrix, None, matrix.dtype == torch.bfloat16)
+        if operand.cache is None:
+            return self.decode(operand)
+        return operand.cache.get(self._form, operand.buffers, lambda: self.decode(operand))
+
+    def decode(self, operand: Operand) -> Side:
+        """Return an operand decoded, in FP32 where BF16 turns out not to hold it.
+
+        Args:
+            operand: a plane of the spec.
+        """
+        buffers, _, rows, cols, _ = operand
+        if self._run is None:
+            return Side(self._decode(buffers, rows, cols), None, False)  # type: ignore[misc]
+        matrix, is_outside = self._run(buffers, rows, cols)
+        if is_outside and self._in_fp32 is not None:
+            matrix, _ = self._in_fp32(buffers, rows, cols)
+        factor = tensor_factor(buffers, self._spec) if self._has_factor else None
+        return Side(matrix, factor, self._is_exact and not is_outside)
+
+
+def _decoder(spec: PlaneSpec, dtype: torch.dtype, device: str, is_operand: bool) -> _Decode:
+    """Return what decodes planes on one kind of device, as values or as an operand of a GEMM."""
+    op = "operand" if is_operand else "decode"
+    backend = select(OpQuery(op, device, dtype, spec))
+    if backend.decoder is not None:
+        return backend.decoder(spec, dtype, is_operand)
+    run = backend.ops[op]
+    # An answer from a GPU would have to be waited for.
+    asks = (is_host(device) and dtype == torch.bfloat16,) if is_operand else ()
+
+    def decode(buffers: list[torch.Tensor], rows: int, cols: int) -> Any:
+        return run(buffers, spec, rows, cols, dtype, *asks)
+
+    return decode
+
+
+def decode_side(operand: Operand, keep_transformed: bool, dtype: torch.dtype) -> Side:
+    """Return `operand` decoded to `dtype`, or to FP32 where BF16 turns out not to hold it.
+
+    Args:
+        operand: any plane.
+        keep_transformed: leave a transform in, since the other operand has the same.
+        dtype: BF16 or FP32.
+    """
+    device = operand.buffers[0].device.type
+    forced = settings.current().backend
+    return _side_decoder(operand.spec, keep_transformed, dtype, device, forced).side(operand)
+
+
+@cached_choice
+def _side_decoder(
+    spec: PlaneSpec, keep_transformed: bool, dtype: torch.dtype, device: str, forced: str | None
+) -> SideDecoder:
+    del forced  # what `operation` asks for, and others ask for otherwise
+    return SideDecoder(spec, keep_transformed, dtype, device)
+
+
+def is_power_of_two(factor: torch.Tensor | None) -> bool:
+    """Whether scaling a rounded product by `factor` rounds nothing; its values, read on CPU."""
+    if factor is None:
+        return True
+    mantissa, exponent = torch.frexp(factor)
+    return bool((mantissa == 0.5).all() and (exponent.abs() < 100).all())
+
+
+def _identity_product(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor | None:
+    """Return the product that nn.Linear would make of two plain tensors, or None: it has none."""
+    if not (a.spec.format.is_identity and b.spec.format.is_identity):
+        return None
+    left, right = a.buffers[0], b.buffers[0]
+    if args.accumulate_into is not None:
+        return None
+    if not left.dtype == right.dtype == args.out_dtype:
+        return None
+    if args.bias is not None and args.bias.dtype != args.out_dtype:
+        return None
+    return plain_product(left, right, args.bias)
+
+
+def exact_gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
+    """Return `a @ b.T`: operands exact, sums in FP32, with what follows the product."""
+    device = a.buffers[0].device.type
+    if not has_autocast(device):
+        return _any_gemm(a, b, args, device)
+    with without_autocast(device):
+        return _any_gemm(a, b, args, device)
+
+
+def _any_gemm(a: Operand, b: Operand, args: GemmArgs, device: str) -> torch.Tensor:
+    return multiplier(
+        _resolved(a),
+        _resolved(b),
+        args.out_dtype,
+        args.bias is None and args.accumulate_into is None,
+        device,
+    )(a, b, args)
+
+
+def _resolved(operand: Operand) -> PlaneSpec:
+    """Return the operand's spec; an open identity dtype is that of its data."""
+    spec = operand.spec
+    return spec.resolve(operand.buffers[0].dtype) if spec.format.is_identity else spec
+
+
+class _ExactProduct:
+    """How planes of two specs are multiplied: what follows from all but their values.
+
+    Args:
+        a, b: the operands' specs, without an open dtype.
+        out_dtype: dtype of the result.
+        is_alone: nothing is added to the product.
+        device: type of the operands' device.
+    """
+
+    __slots__ = ("_both_plain", "_codes", "_left", "_right")
+
+    def __init__(
+        self, a: PlaneSpec, b: PlaneSpec, out_dtype: torch.dtype, is_alone: bool, device: str
+    ) -> None:
+        keep_transformed = a.signs == b.signs
+        forced = settings.current().backend
+        self._both_plain = a.format.is_identity and b.format.is_identity
+        in_bf16 = fp32_reason(a, b, device, out_dtype, is_alone) is None
+        dtype = torch.bfloat16 if in_bf16 else torch.float32
+        self._left, self._right = (
+            _side_decoder(spec, keep_transformed, dtype, device, forced) for spec in (a, b)
+        )
+        #: Of few rows with the codes of b; None: b is decoded for any number.
+        self._codes = None
+        if device == "cpu" and no_codes_reason(a, b) is None:
+            self._codes = CodesProduct(b)
+
+    def __call__(self, a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
+        if self._both_plain:
+            plain = _identity_product(a, b, args)
+            if plain is not None:
+                return plain
+        left = self._left.side(a)
+        if self._codes is not None and 0 < a.rows <= SKINNY_ROWS:
+            matrix = left.matrix
+            if matrix.dtype is torch.float16:
+                matrix = matrix.to(torch.float32)
+            made = self._codes(matrix, left.factor, b, args)
+            if made is not None:
+                return made
+        return multiply_sides(left, self._right.side(b), args)
+
+
+def multiplier(
+    a: PlaneSpec, b: PlaneSpec, out_dtype: torch.dtype, is_alone: bool, device: str
+) -> Callable[[Operand, Operand, GemmArgs], torch.Tensor]:
+    """Return what multiplies operands of two specs where torch.autocast is off.
+
+    Args:
+        a, b: the operands' specs, without an open dtype.
+        out_dtype: dtype of the result.
+        is_alone: nothing is added to the product.
+        device: type of the operands' device.
+    """
+    # All else that a product asks for: with other answers it is another one.
+    asked = (
+        product_reason() is None,
+        codes_reason() is None,
+        is_slow(torch.bfloat16, device),
+        settings.current().backend,
+    )
+    return _exact_product(a, b, out_dtype, is_alone, device, *asked)
+
+
+@cached_choice
+def _exact_product(
+    a: PlaneSpec,
+    b: PlaneSpec,
+    out_dtype: torch.dtype,
+    is_alone: bool,
+    device: str,
+    *asked: object,
+) -> _ExactProduct:
+    del asked
+    return _ExactProduct(a, b, out_dtype, is_alone, device)
+
+
+def fp32_reason(
+    a: PlaneSpec, b: PlaneSpec, device: str, out_dtype: torch.dtype, is_alone: bool
+) -> str | None:
+    """Return None if a BF16 product keeps the rules, as far as specs tell; else why not.
+
+    Args:
+        a, b: the operands' specs.
+        device: type of their device.
+        out_dtype: dtype of the result.
+        is_alone: nothing is added to the product.
+    """
+    if is_slow(torch.bfloat16, device) and product_reason() is not None:
+        return slow_reason(torch.bfloat16)
+    has_fp32_result = device != "cpu" or product_reason() is None
+    return _fp32_reason(a, b, has_fp32_result, out_dtype, is_alone)
+
+
+def no_codes_reason(a: PlaneSpec, b: PlaneSpec) -> str | None:
+    """Return None if a product of few rows of `a` on a CPU reads the codes of `b`, else why not.
+
+    Args:
+        a, b: the operands' specs.
+    """
+    if b.format.is_identity:
+        return "b is not quantized"
+    if b.signs is not None and a.signs != b.signs:
+        return "b is transformed and a is not, so it is transformed back"
+    decoder = choose(OpQuery("operand", "cpu", torch.float32, b)).chosen
+    if decoder is not None and decoder is not CPU:
+        return f"the backend {decoder.name} decodes b"
+    return codes_reason(b)
+
+
+@lru_cache(maxsize=4096)
+def _fp32_reason(
+    a: PlaneSpec, b: PlaneSpec, has_fp32_result: bool, out_dtype: torch.dtype, is_alone: bool
+) -> str | None:
+    for name, spec in (("a", a), ("b", b)):
+        if not spec.format.is_bf16_exact:
+            return f"BF16 does not hold operand {name} exactly ({spec.format})"
+    if a.signs != b.signs:
+        return "one operand is transformed and the other is not, so it is transformed back in FP32"
+    if has_fp32_result:
+        return None  # of the BF16 product
+    if out_dtype != torch.bfloat16:
+        return f"torch's BF16 product on a CPU rounds to BF16, and the result is {out_dtype}"
+    if not is_alone:
+        return "bias and accumulation are added before the result is rounded"
+    return None
+
+
+def _plain_notes(row: PlaneSpec, col: PlaneSpec, query: OpQuery) -> tuple[str, ...]:
+    """Return how two plain tensors of the result's dtype are multiplied; empty: they are not."""
+    if not (row.format.is_identity and col.format.is_identity):
+        return ()
+    if {(spec.format.storage_dtype or query.dtype) for spec in (row, col)} != {query.dtype}:
+        return ()
+    name = str(query.dtype).removeprefix("torch.")
+    if not is_slow(query.dtype, query.device):
+        return (f"operands as they are, torch's {name} product",)
+    way = f"operands as they are, FP32 product, rounded once to {name}"
+    return (way, str(slow_reason(query.dtype)))
+
+
+def product_notes(query: OpQuery) -> tuple[str, ...]:
+    """Return how two planes are multiplied, one line each, for `explain`."""
+    if query.row is None or query.col is None:
+        return ()
+    plain = _plain_notes(query.row, query.col, query)
+    if plain:
+        return plain
+    own = (query.row, query.col, query)
+    return (*_many_rows_notes(*own), *_few_rows_notes(*own))
+
+
+def _few_rows_notes(a: PlaneSpec, b: PlaneSpec, query: OpQuery) -> tuple[str, ...]:
+    """Return how few rows are multiplied where that is another way."""
+    if query.device != "cpu" or no_codes_reason(a, b) is not None:
+        return ()
+    return (
+        f"up to {SKINNY_ROWS} rows of a: the codes of b are read as they lie in memory, nothing "
+        "decoded is kept",
+    )
+
+
+def _many_rows_notes(a: PlaneSpec, b: PlaneSpec, query: OpQuery) -> tuple[str, ...]:
+    """Return how planes are multiplied that are decoded first."""
+    reason = fp32_reason(a, b, query.device, query.dtype, is_alone=True)
+    if reason is not None:
+        return ("operands decoded exactly, FP32 product", reason)
+    made = "operands decoded exactly to BF16, BF16 product with FP32 accumulation"
+    if query.device != "cpu":
+        return (made,)
+    if product_reason() is None:
+        return (
+            made,
+            "the core's product of few rows and where anything follows before the rounding, else "
+            "torch's",
+        )
+    if any(spec.needs_amax for spec in (a, b)):
+        return (made, "FP32 product where a tensor's or a row's factor is no power of two")
+    return (made,)
+
+
+def _rounds_once(precision: str) -> bool:
+    """Whether CUDA's BF16 product may be trusted to round only its result.
+
+    Unless told otherwise, torch lets cuBLAS add the parts of a split contraction in BF16. That is
+    the product that `nn.Linear` makes as well, but no sum in FP32.
+    """
+    allowed = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    return precision != "exact" or not allowed
+
+
+def _wide(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the matrix in FP32; even the call that finds it so costs as much as a small kernel."""
+    return matrix if matrix.dtype is torch.float32 else matrix.to(torch.float32)
+
+
+def _product(left: Side, right: Side, is_last: bool, args: GemmArgs) -> torch.Tensor:
+    """Return the product of two decoded operands, in FP32 if anything follows it."""
+    a, b = left.matrix, right.matrix
+    if not (left.is_bf16 and right.is_bf16 and a.device.type == "cuda"):
+        return torch.mm(_wide(a), _wide(b).t())
+    a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
+    if is_last and args.out_dtype == torch.bfloat16 and _rounds_once(args.precision):
+        return torch.mm(a, b.t())
+    return torch.mm(a, b.t(), out_dtype=torch.float32)
+
+
+def multiply_sides(left: Side, right: Side, args: GemmArgs) -> torch.Tensor:
+    """Return the result of two decoded operands."""
+    a, b, factors = left.matrix, right.matrix, (left.factor, right.factor)
+    is_alone = args.bias is None and args.accumulate_into is None
+    if a.is_cpu and left.is_bf16 and right.is_bf16 and a.dtype is b.dtype is torch.bfloat16:
+        has_product = product_reason() is None
+        # Few rows go to the core in any case: what has a bias and what has none shall not differ
+        # in more than that, and `few_rows` multiplies both in one call.
+        is_cores = has_product and a.shape[0] <= SKINNY_ROWS
+        is_torchs = is_alone and args.out_dtype == torch.bfloat16 and not is_cores
+        if is_torchs and _torch_rounds_once(factors):
+            # Its own BF16 product, which nothing follows that would round again.
+            return finish(_mm(a, b.t(), args.place), *factors, args)
+        if has_product:
+            return multiply(a, b, *factors, args)
+    is_last = is_alone and left.factor is None and right.factor is None
+    return finish(_product(left, right, is_last, args), *factors, args)
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor, place: torch.Tensor | None) -> torch.Tensor:
+    return torch.mm(a, b) if place is None else torch.mm(a, b, out=place)
+
+
+def _torch_rounds_once(factors: Sequence[torch.Tensor | None]) -> bool:
+    """Whether torch's BF16 product on this CPU serves, if nothing is added to it."""
+    if is_slow(torch.bfloat16):
+        return False
+    if product_reason() is None:  # needs no look at the factors
+        return all(factor is None for factor in factors)
+    return all(is_power_of_two(factor) for factor in factors)

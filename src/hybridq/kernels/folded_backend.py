@@ -1,0 +1,189 @@
+"""GEMM of MX planes on FP8 tensor cores that know no 1x32 scales: fold, then multiply.
+
+A folded plane is an FP8 plane with FP32 scales of 1x128 blocks (`reference.fold_plane` says how,
+and how far off it is), so what multiplies it is the blockwise FP8 product. The other operand may be
+any FP8 plane. Where cuBLASLt has no blockwise product, Triton's takes its place.
+
+Both operands are folded to rows of 128: squares of 128x128 are the faster kind, but one large row
+of a square would cost the others their small values.
+
+Source: ours; docs/reference/gemm.md, "Fold".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from ..formats import PlaneSpec
+from ..formats.elements import FP32
+from ..reference import FOLD_WIDTH, Folded, fold_element
+from .choice import (
+    FOLD_LIMIT,
+    Backend,
+    DeviceSupport,
+    GemmArgs,
+    Operand,
+    OpQuery,
+    added_error,
+    register_backend,
+    select,
+)
+from .decoded import fp32_reason
+from .inputs import chip_of
+from .scaled_mm import (
+    GATES,
+    KINDS,
+    block_scales,
+    exact_reason,
+    is_foldable,
+    multiply,
+    view_reason,
+)
+from .triton.backend import block_gemm, block_gemm_reason
+
+__all__ = ["FOLD"]
+
+_BLOCK = GATES["block"]
+
+
+@lru_cache(maxsize=1024)
+def folded_spec(spec: PlaneSpec, height: int = 1) -> PlaneSpec:
+    """Return the spec of what a plane of `spec` becomes: FP8 with power-of-two FP32 scales."""
+    element = spec.format.element
+    made = replace(
+        spec.format,
+        element=None if element is None else fold_element(element),
+        block=(height, FOLD_WIDTH),
+        scale=FP32,
+        rule="amax",
+        family="float8_block",
+        power_of_two=True,
+    )
+    return replace(spec, format=made)
+
+
+def fold(operand: Operand, height: int = 1) -> Folded:
+    """Return the operand folded, by the device's own kernel if it has one.
+
+    Args:
+        operand: a plane with E8M0 scales.
+        height: rows that share a scale afterwards.
+    """
+    device = operand.buffers[0].device.type
+    backend = select(OpQuery("fold", device, torch.float32, operand.spec))
+    return backend.ops["fold"](operand.buffers, operand.spec, operand.rows, operand.cols, height)
+
+
+def _after(spec: PlaneSpec) -> PlaneSpec:
+    return folded_spec(spec) if is_foldable(spec) else spec
+
+
+def _supports(query: OpQuery) -> str | None:
+    reason = exact_reason(query)
+    if reason is not None:
+        return reason
+    if query.row is None or query.col is None or query.chip is None:
+        return "needs two operands"
+    specs = (_after(query.row), _after(query.col))
+    sizes = query.sizes or (0, 0, 0)
+    reason = view_reason(KINDS["block"], *specs, sizes[2] if query.sizes else None)
+    if reason is not None:
+        return reason
+    folds = [spec for spec in (query.row, query.col) if is_foldable(spec)]
+    if query.precision != "fast" and any((spec.format.block or (1,))[0] > 1 for spec in folds):
+        return "a fold of squares is bounded by a square's amax and not a row's: precision 'fast'"
+    lack = _BLOCK.reason("block", query.chip)
+    if lack is None:
+        return None if folds else "neither operand has E8M0 scales to fold"
+    reason = block_gemm_reason(_elements(*specs), sizes, query.chip)
+    if reason is None and query.precision != "fast" and _is_bf16(query):
+        reason = "Triton's FP8 product is taken for precision 'fast' only until it was measured"
+    return None if reason is None else f"{lack}; {reason}"
+
+
+def _is_bf16(query: OpQuery) -> bool:
+    """Whether the exact way is a BF16 product and not an FP32 one, many times as slow."""
+    if query.row is None or query.col is None:
+        return False
+    return fp32_reason(query.row, query.col, query.device, query.dtype, is_alone=True) is None
+
+
+def _elements(a: PlaneSpec, b: PlaneSpec) -> tuple[str, str]:
+    return str(a.format.element), str(b.format.element)
+
+
+def _notes(query: OpQuery) -> tuple[str, ...]:
+    folded = [
+        name for name, spec in (("a", query.row), ("b", query.col)) if spec and is_foldable(spec)
+    ]
+    if query.chip is None:
+        return ()
+    capability = query.chip.capability
+    is_cublas = _BLOCK.reason("block", query.chip) is None
+    how = "FP8 with one scale per 1x128 or 128x128, by " + ("cuBLASLt" if is_cublas else "Triton")
+    if not folded:
+        return (how, added_error(capability, is_folded=False))
+    return (
+        f"operand {' and '.join(folded)} folded to FP32 scales of 1x128; {how}",
+        added_error(capability, is_folded=True),
+        f"a folded E4M3 code is off by at most {FOLD_LIMIT:.1e} of its group's amax",
+    )
+
+
+@dataclass(frozen=True)
+class _Plane:
+    """A folded plane with a place to keep the padded form of it."""
+
+    operand: Operand
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return self.operand.buffers
+
+
+def _folded(operand: Operand) -> Operand:
+    if not is_foldable(operand.spec):
+        return operand
+
+    def make() -> _Plane:
+        made = fold(operand)
+        spec, width = folded_spec(operand.spec), operand.spec.padded(operand.cols)
+        # Its rows are as long as the transform's padding: the spec pads no further.
+        return _Plane(Operand([made.codes, made.scale], spec, operand.rows, width))
+
+    if operand.cache is None:
+        return make().operand
+    return operand.cache.get("folded", operand.buffers, make).operand
+
+
+def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
+    left, right = _folded(a), _folded(b)
+    chip = args.chip or chip_of(a.buffers[0].device)
+    if chip.kind != "cuda" or _BLOCK.reason("block", chip) is None:
+        return multiply(left, right, args, "block")
+    right_scale, is_square = block_scales(right, True)
+    return block_gemm(
+        left.buffers[0].contiguous(),
+        block_scales(left, False)[0],
+        right.buffers[0].contiguous(),
+        right_scale,
+        _elements(left.spec, right.spec),
+        b_is_square=is_square,
+        args=args,
+    )
+
+
+#: The backend that folds MX planes to FP8 with FP32 scales, on NVIDIA GPUs.
+FOLD = register_backend(
+    Backend(
+        "fold",
+        _supports,
+        {"gemm": _gemm},
+        devices=DeviceSupport(("cuda",), (8, 9)),
+        priority=20,
+        notes=_notes,
+    )
+)

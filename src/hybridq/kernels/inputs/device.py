@@ -1,0 +1,152 @@
+"""What depends on the kind of a device, and what decides which GEMM a device can run."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Final
+
+import torch
+
+__all__ = [
+    "Chip",
+    "chip_of",
+    "described",
+    "has_autocast",
+    "is_host",
+    "stream_of",
+    "without_autocast",
+]
+
+# Asked once: dynamo cannot trace the question in every torch.
+_AUTOCAST_DEVICES: Final = frozenset(
+    kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu") if torch.amp.is_autocast_available(kind)
+)
+#: What a described GPU is assumed to be driven by where this torch is built without CUDA.
+_CUDA: Final = (13, 0)
+
+
+def has_autocast(kind: str) -> bool:
+    """Return whether torch.autocast is on for devices of `kind`; some do not know it (meta)."""
+    return kind in _AUTOCAST_DEVICES and torch.is_autocast_enabled(kind)
+
+
+def without_autocast(kind: str) -> Any:
+    """Return a context in which torch.autocast touches nothing, for code that settles dtypes."""
+    if has_autocast(kind):
+        return torch.autocast(kind, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _pair(version: str | None) -> tuple[int, int] | None:
+    found = re.match(r"(\d+)\.(\d+)", version or "")
+    return (int(found[1]), int(found[2])) if found else None
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A device as far as the choice of a kernel depends on it. A value: it need not be here.
+
+    Args:
+        kind: `"cpu"`, `"cuda"`, ...
+        capability: compute capability of an NVIDIA GPU, `(9, 0)` for H100 and H200; None if it
+            has none or is not known.
+        cuda: version of CUDA, and so of cuBLASLt, that torch was built with; None without CUDA.
+        torch: version of torch.
+        is_rocm: torch calls AMD's GPUs `cuda` too.
+    """
+
+    kind: str
+    capability: tuple[int, int] | None = None
+    cuda: tuple[int, int] | None = None
+    torch: tuple[int, int] = (0, 0)
+    is_rocm: bool = False
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.capability, self.cuda, self.torch, self.is_rocm))
+
+    def __hash__(self) -> int:
+        return self._hash  # looked up on every call
+
+    def __str__(self) -> str:
+        if self.capability is None:
+            return self.kind
+        return f"{self.kind} sm_{self.capability[0]}{self.capability[1]}"
+
+    @staticmethod
+    def of(kind: str, capability: tuple[int, int] | None = None) -> Chip:
+        """Return the chip of this kind under the torch that is installed.
+
+        Args:
+            kind: `"cpu"`, `"cuda"`, ...
+            capability: compute capability of an NVIDIA GPU. With one, a torch without CUDA counts
+                as built with CUDA 13.0, so that a GPU can be asked about on any machine.
+        """
+        cuda = _pair(torch.version.cuda)
+        if capability is not None and cuda is None:
+            cuda = _CUDA
+        version = _pair(torch.__version__) or (0, 0)
+        is_rocm = kind == "cuda" and torch.version.hip is not None
+        return Chip(kind, capability, cuda if kind == "cuda" else None, version, is_rocm)
+
+
+@lru_cache(maxsize=64)
+def _chip(kind: str, index: int) -> Chip:
+    if kind == "cuda" and torch.version.hip is None:
+        return Chip.of(kind, torch.cuda.get_device_capability(index))
+    return Chip.of(kind)
+
+
+def chip_of(device: torch.device) -> Chip:
+    """Return the chip of a device that holds tensors."""
+    if device.type != "cuda":
+        return _chip(device.type, 0)
+    return _chip("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
+def is_host(kind: str) -> bool:
+    """Return whether values on devices of `kind` are read without waiting for what runs there.
+
+    There a loop may ask where groups end; elsewhere they stay on the device.
+
+    Args:
+        kind: type of a device.
+    """
+    return kind == "cpu"
+
+
+def stream_of(device: torch.device) -> int:
+    """Return the handle of the stream that work on `device` goes to now; 0 where it has none."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def described(device: str | torch.device | Chip) -> Chip:
+    """Return the chip that a user names, without starting any device.
+
+    Args:
+        device: a device of torch, a Chip, or an NVIDIA architecture as `"sm_90"`. A GPU of torch
+            that is not there has no known capability.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if isinstance(device, Chip):
+        return device
+    if isinstance(device, str):
+        named = re.fullmatch(r"sm_(\d+)(\d)[af]?", device)
+        if named:
+            return Chip.of("cuda", (int(named[1]), int(named[2])))
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"device: must be a device of torch or an architecture as sm_90, got {device!r}"
+        ) from error
+    if found.type == "cuda" and torch.cuda.is_available():
+        return chip_of(found)
+    return Chip.of(found.type)

@@ -1,0 +1,37 @@
+"""The operators (`torch.ops.hybridq.*`): schemas, checks, fakes, derivatives, and their plans."""
+
+from __future__ import annotations
+
+from . import encode_many, encode_ragged, group_statistics, grouped_gemm, token_rows
+from .dense import gemm_plan, run_checked_gemm, run_gemm, sum_of_rows
+from .derivatives import StatedFunction
+from .encode_matrix import encode, encode_recording, record_amax
+from .encode_plan import encode_plan, given_statistic, run_encode, update_amax
+from .norm_activation_backward import activation_backward, norm_backward
+from .norm_activation_encode import activation_encode, norm_encode
+from .skinny_gemm import skinny_gemm
+
+__all__ = [
+    "StatedFunction",
+    "activation_backward",
+    "activation_encode",
+    "encode",
+    "encode_many",
+    "encode_plan",
+    "encode_ragged",
+    "encode_recording",
+    "gemm_plan",
+    "given_statistic",
+    "group_statistics",
+    "grouped_gemm",
+    "norm_backward",
+    "norm_encode",
+    "record_amax",
+    "run_checked_gemm",
+    "run_encode",
+    "run_gemm",
+    "skinny_gemm",
+    "sum_of_rows",
+    "token_rows",
+    "update_amax",
+]

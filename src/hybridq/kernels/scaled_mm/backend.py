@@ -1,0 +1,218 @@
+"""GEMM by the chip's own scaled products: `torch.nn.functional.scaled_mm`.
+
+Any shape works: K and N are padded to what cuBLASLt wants, in the operands, and cut from the
+result. What a chip takes is decided before the call (`chip_gates`). Groups of tokens have a
+product of their own (`grouped`).
+
+Source: layouts: torch, aten/src/ATen/native/cuda/ScaledBlas.cpp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...errors import BackendError
+from ...formats import PlaneSpec
+from ..choice import (
+    Backend,
+    DeviceSupport,
+    GemmArgs,
+    Operand,
+    OpQuery,
+    added_error,
+    register_backend,
+)
+from ..inputs import Chip, chip_of
+from .chip_gates import GATES, KIND_NAMES, exact_reason
+from .cublas_probe import block_takes_bias
+from .epilogue import finish, only_product
+from .grouped import grouped_gemm, grouped_kind
+from .operand_layout import ceil_to
+from .operand_views import (
+    KINDS,
+    Scaled,
+    pair_reason,
+    rows_later,
+    two_levels,
+    unit_blocks,
+    view_reason,
+)
+
+__all__ = ["NATIVE", "multiply", "native_kind"]
+
+scaled_mm: Any = getattr(torch.nn.functional, "scaled_mm", None)
+
+
+def native_kind(a: PlaneSpec, b: PlaneSpec, chip: Chip, k: int | None) -> tuple[str | None, str]:
+    """Return the kind of scaling in which `chip` multiplies two planes, or None and the reason.
+
+    Args:
+        a, b: specs of the operands.
+        chip: what multiplies them.
+        k: length of the contraction, or None where it is not known.
+
+    Returns:
+        `(kind, "")`, or `(None, reason)`. Kinds are tensor, row, block, nvfp4 and mx.
+    """
+    reason = pair_reason(a, b)
+    if reason is not None:
+        return None, reason
+    misfits, lacks = [], []
+    for name, gate in GATES.items():
+        misfit = view_reason(KINDS[name], a, b, k)
+        lack = gate.reason(name, chip)
+        if misfit is None and lack is None:
+            return name, ""
+        if misfit is None and lack is not None:
+            lacks.append(lack)
+        elif misfit is not None and lack is None:
+            misfits.append(misfit)
+    # What the chip lacks for planes that would fit says more than planes that fit no kind it has.
+    return None, "; ".join(lacks) or misfits[
+        -1
+    ] if misfits or lacks else f"no scaled product takes them on {chip}"
+
+
+def _supports(query: OpQuery) -> str | None:
+    reason = exact_reason(query)
+    if reason is not None:
+        return reason
+    if query.op == "grouped_gemm":
+        return grouped_kind(query)[1] or None
+    if scaled_mm is None:
+        return "this torch has no torch.nn.functional.scaled_mm"
+    if query.row is None or query.col is None or query.chip is None:
+        return "needs two operands"
+    kind, reason = native_kind(query.row, query.col, query.chip, _depth(query))
+    return None if kind else reason
+
+
+def _depth(query: OpQuery) -> int | None:
+    return None if query.sizes is None else query.sizes[2]
+
+
+def _notes(query: OpQuery) -> tuple[str, ...]:
+    if query.row is None or query.col is None or query.chip is None:
+        return ()
+    error = added_error(query.chip.capability, is_folded=False)
+    if query.op == "grouped_gemm":
+        kind, _ = grouped_kind(query)
+        ends = "group ends stay on the device; groups without tokens give zeros"
+        return (f"{KIND_NAMES[kind or 'row']}, by torch's scaled grouped product", ends, error)
+    kind, _ = native_kind(query.row, query.col, query.chip, _depth(query))
+    return (f"{KIND_NAMES[kind or 'tensor']}, by cuBLASLt", error)
+
+
+def _view(operand: Operand, kind: str, rows: int, is_square: bool) -> Scaled:
+    def make() -> Scaled:
+        return KINDS[kind].view(operand, rows, is_square)
+
+    if operand.cache is None:
+        return make()
+    return operand.cache.get(f"native {kind} {rows} {is_square}", operand.buffers, make)
+
+
+def multiply(a: Operand, b: Operand, args: GemmArgs, kind: str) -> torch.Tensor:
+    """Return `a @ b.T` of two planes that can be viewed as `kind`, with what follows it.
+
+    Args:
+        a, b: the operands.
+        args: bias, what to add, dtype of the result.
+        kind: a kind of scaling that `native_kind` returns.
+
+    Returns:
+        `[M, N]`, contiguous.
+    """
+    m, n = a.rows, b.rows
+    if 0 in (m, n, a.cols):
+        empty = a.buffers[0].new_zeros((m, n), dtype=torch.float32)
+        return finish(empty, None, None, args)
+    rows = (ceil_to(m, KINDS[kind].rows), ceil_to(n, 16))
+    right = _view(b, kind, rows[1], True)
+    left = _view(a, kind, rows[0], "BlockWise128x128" not in right.recipes)
+    if kind == "row" and not (args.out_dtype == torch.bfloat16 and only_product(args)):
+        # That product rounds to BF16, so that nothing may follow it.
+        left, right = rows_later(left, m), rows_later(right, n)
+    if kind == "nvfp4" and not (a.spec.row_scaled or b.spec.row_scaled):
+        left, right = two_levels(left), two_levels(right)
+    has_factor = left.factor is not None or right.factor is not None
+    # cuBLASLt adds a bias of the result's dtype in FP32, before the one rounding.
+    bias = args.bias
+    takes_bias = (
+        kind != "row"
+        and not has_factor
+        and args.accumulate_into is None
+        and bias is not None
+        and bias.dtype == args.out_dtype != torch.float32
+        and (kind != "block" or _block_takes_bias(left, right, args.out_dtype))
+    )
+    is_done = not has_factor and (only_product(args) or takes_bias)
+    if takes_bias and bias is not None and rows[1] != n:
+        bias = torch.nn.functional.pad(bias, (0, rows[1] - n))
+    product = _scaled_mm(
+        left,
+        right,
+        bias.contiguous() if takes_bias and bias is not None else None,
+        args.out_dtype if is_done else torch.float32,
+    )[:m, :n]
+    if is_done:
+        return product.contiguous()
+    return finish(product, left.factor, right.factor, args).contiguous()
+
+
+def _block_takes_bias(left: Scaled, right: Scaled, dtype: torch.dtype) -> bool:
+    recipes = (left.recipes[0], right.recipes[0])
+
+    def product(
+        a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return _scaled_mm(unit_blocks(a, recipes[0]), unit_blocks(b, recipes[1]), bias, dtype)
+
+    return block_takes_bias(left.data.device, recipes, dtype, product)
+
+
+def _scaled_mm(
+    left: Scaled, right: Scaled, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    scaling, swizzling = torch.nn.functional.ScalingType, torch.nn.functional.SwizzleType
+    right_scales = [
+        scale.t() if recipe == "RowWise" else scale
+        for scale, recipe in zip(right.scales, right.recipes, strict=True)
+    ]
+    return scaled_mm(
+        left.data,
+        right.data.t(),
+        list(left.scales),
+        [getattr(scaling, name) for name in left.recipes],
+        right_scales,
+        [getattr(scaling, name) for name in right.recipes],
+        swizzle_a=[getattr(swizzling, name) for name in left.swizzles] or None,
+        swizzle_b=[getattr(swizzling, name) for name in right.swizzles] or None,
+        bias=bias,
+        output_dtype=dtype,
+        # Partial sums are added in FP32 on the way; without that the error is ten times as large.
+        use_fast_accum=False,
+    )
+
+
+def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
+    chip = args.chip or chip_of(a.buffers[0].device)
+    kind, reason = native_kind(a.spec, b.spec, chip, a.cols)
+    if kind is None:
+        raise BackendError(f"gemm: the native backend was chosen but cannot: {reason}")
+    return multiply(a, b, args, kind)
+
+
+#: The backend of the chip's own scaled products, on NVIDIA GPUs.
+NATIVE = register_backend(
+    Backend(
+        "native",
+        _supports,
+        {"gemm": _gemm, "grouped_gemm": grouped_gemm},
+        devices=DeviceSupport(("cuda",), (8, 9)),
+        priority=40,
+        notes=_notes,
+    )
+)

@@ -1,0 +1,95 @@
+"""Layouts that torch's scaled products demand: padding, strides of scales, swizzled tiles.
+
+Nothing here reads a value on the host. What is laid out right already is passed as it is.
+
+Source: torch, aten/src/ATen/native/cuda/ScaledBlas.cpp (sizes and strides that it checks); cuBLAS,
+"1D block scaling factors layout" and "Element, 1D and 128x128 2D block scaling".
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..inputs import begins_at
+
+__all__ = [
+    "ceil_to",
+    "fill_scale",
+    "pad_codes",
+    "pad_rows",
+    "scales_1x128",
+    "scales_128x128",
+    "swizzle",
+]
+
+_ALIGNMENT = 16
+
+
+def ceil_to(count: int, step: int) -> int:
+    """Return the smallest multiple of `step` that is not below `count`."""
+    return -(-count // step) * step
+
+
+def pad_codes(data: torch.Tensor, rows: int, width: int) -> torch.Tensor:
+    """Return `data` `[r, w]` as contiguous `[rows, width]` bytes, zeros added, 16-byte aligned.
+
+    A zero byte is the code (or the two codes) of +0 in every element: it adds nothing to a product.
+    """
+    if tuple(data.shape) != (rows, width):
+        padded = data.new_zeros((rows, width))
+        padded[: data.shape[0], : data.shape[1]] = data
+        return padded
+    data = data.contiguous()
+    return data if begins_at(data) % _ALIGNMENT == 0 else data.clone()
+
+
+def pad_rows(values: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return a vector or a matrix with zeros below, `rows` of them in all."""
+    if values.shape[0] == rows:
+        return values
+    padded = values.new_zeros((rows, *values.shape[1:]))
+    padded[: values.shape[0]] = values
+    return padded
+
+
+def fill_scale(scale: torch.Tensor, rows: int, width: int) -> torch.Tensor:
+    """Return a scale `[1]` as `[rows, width]` equal scales, without reading it."""
+    return scale.reshape(1, 1).expand(rows, width)
+
+
+def scales_1x128(scale: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return FP32 scales `[r, blocks]` as `[rows, blocks]` with strides `(1, rows)`.
+
+    Args:
+        scale: one scale per row and 128 values.
+        rows: `r` or more, a multiple of 4: each column begins at 16 bytes.
+    """
+    is_laid = scale.shape[0] == rows and scale.stride() == (1, rows)
+    if is_laid and begins_at(scale) % _ALIGNMENT == 0:
+        return scale
+    laid = scale.new_zeros((scale.shape[1], rows))
+    laid[:, : scale.shape[0]] = scale.t()
+    return laid.t()
+
+
+def scales_128x128(scale: torch.Tensor) -> torch.Tensor:
+    """Return FP32 scales `[row blocks, blocks]` as `[ceil_to(blocks, 4), row blocks]`.
+
+    Strides are `(1, ceil_to(blocks, 4))`: the blocks of 128 rows lie side by side, padded to 16
+    bytes.
+    """
+    width = ceil_to(scale.shape[1], 4)
+    return pad_codes(scale, scale.shape[0], width).t()
+
+
+def swizzle(scale: torch.Tensor) -> torch.Tensor:
+    """Return one-byte scales `[rows, blocks]` in 128 x 4 tiles, padded with zeros, one dimension.
+
+    The scale of row r and block c stands at
+    `((r // 128) * ceil(blocks / 4) + c // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4`.
+    """
+    down, right = ceil_to(scale.shape[0], 128) // 128, ceil_to(scale.shape[1], 4) // 4
+    padded = pad_codes(scale, down * 128, right * 4)
+    # [tile row, 32-row part, row in it, tile column, block in it]
+    parts = padded.reshape(down, 4, 32, right, 4)
+    return parts.permute(0, 3, 2, 1, 4).reshape(-1)
