@@ -17,7 +17,7 @@ from .named import (
 )
 from .quantizer import Quantizer, draw_seed
 from .ragged import quantize_grouped
-from .statistics import group_amax, statistics
+from .statistics import group_amax, statistics, with_statistics
 
 __all__ = [
     "DelayedScalingRequest",
@@ -38,4 +38,5 @@ __all__ = [
     "quantize_grouped",
     "quantizer",
     "statistics",
+    "with_statistics",
 ]

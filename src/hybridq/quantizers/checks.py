@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.tangents import refuse_tangents
+from ..kernels.inputs import refuse_tangents
 from ..tensor import is_quantized
 
 __all__ = ["check_dtype", "check_source"]

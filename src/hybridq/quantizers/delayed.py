@@ -1,9 +1,10 @@
-"""Delayed scaling: the scale of a tensor follows from the amaxima of earlier steps.
+"""Delayed scaling: the scale of a tensor follows from the amaxes of earlier steps.
 
 A quantizer is a frozen value and holds no tensor. What a slot asks for is a
 `DelayedScalingRequest`; the tensors live in the module (`hybridq.nn`) or in a `Float8Quantizer`.
 
-Source: docs/numerics.md, "Per-tensor FP8, delayed scaling"; names and defaults: Transformer Engine.
+Source: docs/reference/numerics.md, "Per-tensor FP8, delayed scaling"; names and defaults:
+Transformer Engine.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from ..direction import DIRECTIONS
-from ..errors import SpecError
+from ..errors import SpecError, must_be_one_of
 from ..formats import PlaneSpec, element
 from .statistics import group_name
 
@@ -56,7 +57,7 @@ epoch = _Epoch()
 
 @dataclass(frozen=True)
 class DelayedScalingRequest:
-    """What a factory returns for a slot whose scale follows from a history of amaxima.
+    """What a factory returns for a slot whose scale follows from a history of amaxes.
 
     It may stand for a whole slot, or for either direction in a `HybridQuantizer`.
 
@@ -66,7 +67,7 @@ class DelayedScalingRequest:
         margin: the scale leaves `2^margin` of room above the amax.
         amax_history_len: number of steps that are looked back on.
         amax_compute_algo: `"max"` of the history, or `"most_recent"`.
-        reduce_amax: whether all ranks of a group take the largest of their amaxima. Without a
+        reduce_amax: whether all ranks of a group take the largest of their amaxes. Without a
             group named below that is torch.distributed's default group, if it is initialized.
         amax_reduction_group: a process group or its name; None: the default group.
 
@@ -96,10 +97,7 @@ class DelayedScalingRequest:
         given = self.fp8_format
         name = given if isinstance(given, str) else getattr(given, "name", None)
         if not isinstance(name, str) or name.upper() not in _ELEMENTS:
-            raise SpecError(
-                "DelayedScalingRequest: fp8_format must be one of "
-                f"{', '.join(_ELEMENTS)}, got {given!r}"
-            )
+            raise SpecError(f"DelayedScalingRequest: fp8_format {must_be_one_of(_ELEMENTS, given)}")
         object.__setattr__(self, "fp8_format", name.upper())
         self._check_numbers()
         group = group_name(self.amax_reduction_group)
@@ -123,8 +121,8 @@ class DelayedScalingRequest:
                 )
         if self.amax_compute_algo not in _ALGORITHMS:
             raise SpecError(
-                f"DelayedScalingRequest: amax_compute_algo must be one of {', '.join(_ALGORITHMS)},"
-                f" got {self.amax_compute_algo!r}"
+                "DelayedScalingRequest: amax_compute_algo "
+                f"{must_be_one_of(_ALGORITHMS, self.amax_compute_algo)}"
             )
         if not isinstance(self.reduce_amax, bool):
             raise SpecError(
@@ -149,13 +147,13 @@ class DelayedScalingRequest:
 
     @property
     def text(self) -> str:
-        """Canonical text; `parse` inverts it."""
+        """Canonical string; `parse` inverts it."""
         values = (self.fp8_format, self.margin, self.amax_history_len, self.amax_compute_algo)
         return ",".join(map(str, (*values, int(self.reduce_amax), self.amax_reduction_group or "")))
 
     @staticmethod
     def parse(text: str) -> DelayedScalingRequest:
-        """Return the request whose canonical text is `text`."""
+        """Return the request whose canonical string is `text`."""
         return _parse(text)
 
 
@@ -170,21 +168,21 @@ def _parse(text: str) -> DelayedScalingRequest:
         if isinstance(error, SpecError):
             raise
         raise SpecError(
-            f"DelayedScalingRequest.parse: not a request's canonical text, got {text!r}"
+            f"DelayedScalingRequest.parse: not a request's canonical string, got {text!r}"
         ) from error
 
 
 def described(quantizer: Any) -> tuple[str, str]:
-    """Return the texts of a quantizer's planes: `spec`, or `spec@request`; `parsed` inverts it.
+    """Return the strings of a quantizer's planes: `spec`, or `spec@request`; `parsed` inverts it.
 
     Raises:
         SpecError: a delay of a plane that has no scale of the whole tensor, or has a transform, or
             beside an `amax_group`.
     """
-    texts = []
+    strings = []
     for direction in DIRECTIONS:
         spec, delay = getattr(quantizer, direction), getattr(quantizer, f"{direction}_delay")
-        texts.append("" if spec is None else str(spec))
+        strings.append("" if spec is None else str(spec))
         if delay is None:
             continue
         if not isinstance(delay, DelayedScalingRequest):
@@ -198,11 +196,11 @@ def described(quantizer: Any) -> tuple[str, str]:
             )
         if quantizer.amax_group is not None:
             raise SpecError(
-                "Quantizer: delayed scaling reduces its own amaxima, once per step; amax_group "
+                "Quantizer: delayed scaling reduces its own amaxes, once per step; amax_group "
                 f"must be None, got {quantizer.amax_group!r}"
             )
-        texts[-1] += f"@{delay.text}"
-    return texts[0], texts[1]
+        strings[-1] += f"@{delay.text}"
+    return strings[0], strings[1]
 
 
 def parsed(text: str) -> tuple[PlaneSpec | None, DelayedScalingRequest | None]:

@@ -10,8 +10,9 @@ import torch
 from ..direction import Direction
 from ..errors import PlaneError, SpecError
 from ..formats import Element, PlaneSpec
-from ..kernels.encode import raise_to_amax
-from ..kernels.watch import nothing_watches
+from ..kernels.choice import EncodeRequest, given_scale
+from ..kernels.inputs import can_bypass_dispatcher
+from ..kernels.operators import update_amax
 from ..storage import StoragePlan, TensorStorage
 from ..tensor import QuantizedTensor, is_flat, is_quantized, matrix_shape
 from .checks import check_dtype, check_source
@@ -99,6 +100,7 @@ class Float8Quantizer:
         Raises:
             TypeError: dtype or layout of `tensor` cannot be quantized.
             PlaneError: both usages are off, or `out` has other planes.
+            RuntimeError: `tensor` requires grad and is written into `out`.
             ValueError: it is on another device than scale and amax.
         """
         check_source(tensor, "quantize")
@@ -138,10 +140,11 @@ class Float8Quantizer:
                 f"{matrix.device}, {self.scale.device} and {self.amax.device}"
             )
         plan = StoragePlan(*chosen.specs_to_encode(), matrix.dtype)
-        stat = -self.scale.detach().reshape(1)  # as encode takes a multiplier that is given
+        stat = given_scale(self.scale.detach().reshape(1))
         amaxes = self.amax.detach().view(1)
-        direct = nothing_watches(matrix, stat, amaxes)
-        return plan.build(matrix, stat, stat, direct=direct, amaxes=amaxes)
+        direct = can_bypass_dispatcher(matrix, stat, amaxes)
+        rest = EncodeRequest(row_stat=stat, col_stat=stat)
+        return plan.build(matrix, rest, direct=direct, amaxes=amaxes)
 
     def update_quantized(self, source: torch.Tensor, target: QuantizedTensor) -> QuantizedTensor:
         """Quantize `source` into `target`'s own buffers, all of its planes; return `target`.
@@ -154,7 +157,8 @@ class Float8Quantizer:
             TypeError: `source` is no tensor to quantize, or `target` no QuantizedTensor.
             ValueError: the shapes differ.
             PlaneError: a plane of `target` has another spec, or it is a part of a tensor.
-            RuntimeError: `target` is a leaf that requires grad, outside `torch.no_grad()`.
+            RuntimeError: `source` requires grad, or `target` is a leaf that does, outside
+                `torch.no_grad()`.
         """
         check_target(source, target)
         if target.part is not None or is_flat(target):
@@ -173,7 +177,7 @@ class Float8Quantizer:
         check_source(tensor, "calibrate")
         plain = tensor.dequantize() if is_quantized(tensor) else tensor
         with torch.no_grad():
-            raise_to_amax(self.amax.view(1), plain.detach())
+            update_amax(self.amax.view(1), plain.detach())
 
     def get_usages(self) -> dict[str, bool]:
         """Return which planes are made."""
@@ -216,7 +220,7 @@ class Float8Quantizer:
 
     @property
     def text(self) -> str:
-        """Canonical text of the quantizer of the same planes with current scaling."""
+        """Canonical string of the quantizer of the same planes with current scaling."""
         return self.quantizer.text
 
     def mirrored(self) -> Float8Quantizer:

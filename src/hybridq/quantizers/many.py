@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.derivatives import StatedFunction
+from ..kernels.operators import StatedFunction
 from ..storage import TensorStorage, build_storages
 from ..tensor import QuantizedTensor, is_quantized, matrix_shape
 from .checks import check_source
@@ -27,10 +27,10 @@ def multi_tensor_quantize(
     """Return the tensors quantized: the bits of `[quantizer(t) for t in tensors]`, in few launches.
 
     Tensors of one quantizer, dtype and device are encoded by one operation. On a GPU that is one
-    launch for up to 48 tensors of a format that weights have, after one for their amaxima where the
-    format needs them (docs/tensors.md); elsewhere, and for tensors that no such launch can take,
-    one after the other. Tensors whose amax is reduced over a group are quantized one by one, in the
-    order given, since every rank must reduce them in the same order.
+    launch for up to 48 tensors of a format that weights have, after one for their amaxes where the
+    format needs them (docs/reference/tensors.md); elsewhere, and for tensors that no such launch
+    can take, one after the other. Tensors whose amax is reduced over a group are quantized one by
+    one, in the order given, since every rank must reduce them in the same order.
 
     Args:
         tensors: `(..., K)` float32, bfloat16 or float16, each of its own shape and strides; empty

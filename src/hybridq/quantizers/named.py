@@ -1,4 +1,4 @@
-"""Constructors of Quantizer with the names and arguments that users of the peer know.
+"""Constructors of Quantizer with the names and arguments that users of Transformer Engine know.
 
 Source: Transformer Engine's quantizers; what each argument means is stated here.
 """
@@ -198,7 +198,7 @@ def NVFP4Quantizer(
 
 
 def _error_mode(use_4over6: bool, e4m3_max: int, err_mode: str) -> str | None:
-    """Return PlaneSpec's `four_over_six` for the peer's three arguments."""
+    """Return PlaneSpec's `four_over_six` for Transformer Engine's three arguments."""
     if e4m3_max not in (448, 256):
         raise SpecError(f"NVFP4Quantizer: nvfp4_e4m3_max must be 448 or 256, got {e4m3_max!r}")
     error = str(err_mode).lower()

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from ..direction import Direction
-from ..errors import PlaneError, SpecError
+from ..errors import PlaneError, SpecError, must_be_one_of
 from ..formats import PlaneSpec
-from ..kernels.checks import HIGH_PRECISION, check_seed
-from ..kernels.watch import nothing_watches
+from ..kernels.choice import EncodeRequest
+from ..kernels.inputs import HIGH_PRECISION, can_bypass_dispatcher, check_seed
 from ..storage import StoragePlan, TensorStorage
 from ..tensor import QuantizedTensor, is_flat, is_quantized, matrix_shape
 from ..tensor.in_graph import parses_quantizers
 from .checks import check_dtype, check_source
 from .delayed import DelayedScalingRequest, described, no_history, parsed, resolved
-from .statistics import statistics
+from .stacks import MakesStacks
+from .statistics import with_statistics
 from .writing import Quantize, check_target, overwrite_planes
 
 __all__ = ["SOURCES", "Quantizer", "draw_seed"]
 
 SOURCES = ("original", "rowwise_dequantized")
+_NO_SEED = EncodeRequest()
 
 
 def draw_seed(device: torch.device | str) -> torch.Tensor:
@@ -39,8 +41,8 @@ class _Plan(NamedTuple):
     is_stochastic: bool
 
 
-@dataclass(frozen=True)
-class Quantizer:
+@dataclass(frozen=True, repr=False)
+class Quantizer(MakesStacks):
     """A PlaneSpec per direction, the columnwise source, and where amax comes from.
 
     Frozen and hashable: a change of usage is a new value (`with_usage`).
@@ -82,8 +84,7 @@ class Quantizer:
     def __post_init__(self) -> None:
         if self.columnwise_source not in SOURCES:
             raise SpecError(
-                f"Quantizer: columnwise_source must be one of {SOURCES}, got "
-                f"{self.columnwise_source!r}"
+                f"Quantizer: columnwise_source {must_be_one_of(SOURCES, self.columnwise_source)}"
             )
         for spec in (self.rowwise, self.columnwise):
             if spec is not None and not isinstance(spec, PlaneSpec):
@@ -117,6 +118,22 @@ class Quantizer:
                 f"group, got amax_group {self.amax_group!r}; where ranks hold whole rows leave "
                 "it out, where they hold parts of a row gather the tensor first"
             )
+
+    def __repr__(self) -> str:
+        planes = []
+        for spec, delay in (
+            (self.rowwise, self.rowwise_delay),
+            (self.columnwise, self.columnwise_delay),
+        ):
+            text = "None" if spec is None else spec.short_text
+            planes.append(text if delay is None else f"{text}@{delay.text}")
+        shown = [planes[0] if planes[0] == planes[1] else " | ".join(planes)]
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in ("columnwise_source", "rowwise_usage", "columnwise_usage", "amax_group"):
+            value = getattr(self, name)
+            if value != defaults[name]:
+                shown.append(f"{name}={value!r}")
+        return f"Quantizer({', '.join(shown)})"
 
     def __hash__(self) -> int:
         return hash(self._text)  # quantizers are looked up on every call; a text keeps its hash
@@ -189,7 +206,7 @@ class Quantizer:
 
     @property
     def is_delayed(self) -> bool:
-        """Whether the scale of a plane follows from the amaxima of earlier steps."""
+        """Whether the scale of a plane follows from the amaxes of earlier steps."""
         return self.rowwise_delay is not None or self.columnwise_delay is not None
 
     def resolved(self, is_gradient: bool) -> Quantizer:
@@ -249,8 +266,9 @@ class Quantizer:
         Raises:
             TypeError: dtype or layout of `tensor` cannot be quantized.
             PlaneError: both usages are off, or `out` does not fit.
+            RuntimeError: `tensor` requires grad and is written into `out`.
         """
-        if out is None and tensor is not None and nothing_watches(tensor, seed):
+        if out is None and tensor is not None and can_bypass_dispatcher(tensor, seed):
             return self._make_directly(tensor, dtype, seed)
         check_source(tensor, "quantize")
         if out is not None:
@@ -266,7 +284,7 @@ class Quantizer:
     def _make_directly(
         self, tensor: torch.Tensor, dtype: torch.dtype | None, seed: torch.Tensor | None
     ) -> QuantizedTensor:
-        """Return `quantize` of what nothing watches: no operator, no autograd, no part twice."""
+        """Return `quantize` past the dispatcher: no operator, no autograd, no part twice."""
         given = tensor.dtype
         if given not in HIGH_PRECISION:
             check_source(tensor, "quantize")
@@ -282,7 +300,8 @@ class Quantizer:
         else:
             if seed is None and plan.is_stochastic:
                 seed = draw_seed(tensor.device)
-            storage = plan.storage.build(matrix, None, None, seed, direct=True)
+            rest = _NO_SEED if seed is None else EncodeRequest(seed=seed)
+            storage = plan.storage.build(matrix, rest, direct=True)
         return QuantizedTensor.make(storage, shape, dtype or given, quantizer=self)
 
     def _make(
@@ -312,16 +331,10 @@ class Quantizer:
         if seed is None and plan.is_stochastic:
             seed = draw_seed(matrix.device)
         if not self.amax_group:
-            return plan.storage.build(matrix, None, None, seed, direct=direct)
-        stats = statistics(
-            matrix,
-            plan.storage.row_text,
-            plan.storage.col_text,
-            group=self.amax_group,
-            col_source=self.columnwise_source,
-            seed=seed,
-        )
-        return plan.storage.build(matrix, *stats, seed)
+            return plan.storage.build(matrix, EncodeRequest(seed=seed), direct=direct)
+        storage, rest = plan.storage, EncodeRequest(seed=seed, col_source=self.columnwise_source)
+        rest = with_statistics(rest, matrix, storage.row_text, storage.col_text, self.amax_group)
+        return storage.build(matrix, rest)
 
     def _make_plan(self, dtype: torch.dtype) -> _Plan:
         row, col = self.specs_to_encode()
@@ -368,7 +381,8 @@ class Quantizer:
             ValueError: the shapes differ.
             PlaneError: a plane of `target` has another spec than this quantizer's, or a seed is
                 given for a part of a tensor.
-            RuntimeError: `target` is a leaf that requires grad, outside `torch.no_grad()`.
+            RuntimeError: `source` requires grad, or `target` is a leaf that does, outside
+                `torch.no_grad()`.
         """
         check_target(source, target)
         if target.part is not None or is_flat(target):
@@ -380,7 +394,8 @@ class Quantizer:
             return target.write(source, "update_quantized")
 
         def encode(plain: torch.Tensor, usages: dict[str, bool]) -> TensorStorage:
-            return self._fixed_as(target).with_usage(**usages).encode(plain, seed=seed)
+            own = self._fixed_as(target).with_usage(**usages)
+            return own.encode_as(plain, target.tensor_storage.count, seed)
 
         return overwrite_planes(source, target, encode)
 
@@ -432,12 +447,12 @@ class Quantizer:
 
     @property
     def text(self) -> str:
-        """Canonical text; `parse` inverts it."""
+        """Canonical string; `parse` inverts it."""
         return self._text
 
     @staticmethod
     def parse(text: str) -> Quantizer:
-        """Return the Quantizer whose canonical text is `text`."""
+        """Return the Quantizer whose canonical string is `text`."""
         return _parse(text)
 
     def __reduce__(self) -> Any:
@@ -449,7 +464,7 @@ def _parse(text: str) -> Quantizer:
         raise SpecError(f"Quantizer.parse: takes a text, got {type(text).__name__}")
     parts = text.split("|", 4)
     if len(parts) != 5 or len(parts[3]) != 2:
-        raise SpecError(f"Quantizer.parse: not a quantizer's canonical text, got {text!r}")
+        raise SpecError(f"Quantizer.parse: not a quantizer's canonical string, got {text!r}")
     row, col, source, usages, group = parts
     (row_spec, row_delay), (col_spec, col_delay) = parsed(row), parsed(col)
     return Quantizer(

@@ -143,14 +143,14 @@ def _group_statistics(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the amax of both planes over all ranks: of all tokens, and of those of a group.
 
-    Each rank may have another number of tokens; only the maxima are compared.
+    Each rank may have another number of tokens; only the amaxes are compared.
     """
     group = quantizer.amax_group or ""
-    texts = [None if spec is None else spec.plain_text(x.dtype) for spec in (row, col)]
-    row_stat = one_statistic(x, texts[0], ROWWISE, group)
-    if texts[1] is None or not texts[1].needs_amax:
+    strings = [None if spec is None else spec.plain_text(x.dtype) for spec in (row, col)]
+    row_stat = one_statistic(x, strings[0], ROWWISE, group)
+    if strings[1] is None or not strings[1].needs_amax:
         return row_stat, None
     if quantizer.columnwise_source != "original" and row is not None:
         buffers = torch.ops.hybridq.encode(x, row.text, "", row_stat, None, seed)
         x = torch.ops.hybridq.decode(buffers, row.text, x.shape[0], x.shape[1], x.dtype)
-    return row_stat, one_statistic(pad_tokens(x, offsets), texts[1], COLUMNWISE, group)
+    return row_stat, one_statistic(pad_tokens(x, offsets), strings[1], COLUMNWISE, group)

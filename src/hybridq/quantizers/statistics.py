@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from .._torch_private import functional_all_reduce, process_group
 from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..formats import PlaneText
+from ..kernels.choice import DECODED, ORIGINAL, EncodeRequest
 
-__all__ = ["group_amax", "group_name", "one_statistic", "statistics"]
+__all__ = ["group_amax", "group_name", "one_statistic", "statistics", "with_statistics"]
 
 
 def group_name(group: Any) -> str | None:
@@ -43,15 +45,15 @@ def group_amax(amax: torch.Tensor, name: str) -> torch.Tensor:
         RuntimeError: torch.distributed is not initialized.
     """
     import torch.distributed as dist  # not every build of torch has it
-    from torch.distributed._functional_collectives import all_reduce
 
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "amax_reduction_group: torch.distributed is not initialized; call "
             "torch.distributed.init_process_group first"
         )
-    group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore
-    return all_reduce(amax.view(torch.int32), "max", group).view(torch.float32)
+    return functional_all_reduce(amax.view(torch.int32), "max", process_group(name)).view(
+        torch.float32
+    )
 
 
 def one_statistic(
@@ -63,38 +65,57 @@ def one_statistic(
     return group_amax(torch.ops.hybridq.amax(x, plane.spec, direction), group)
 
 
+def with_statistics(
+    request: EncodeRequest,
+    x: torch.Tensor,
+    row: PlaneText | None,
+    col: PlaneText | None,
+    group: str | None,
+) -> EncodeRequest:
+    """Return the request with the amax of both planes of x, reduced over `group`.
+
+    A row-scaled plane takes the amax of its own rows and is not reduced: its ranks must hold whole
+    rows (see `Quantizer`).
+
+    Args:
+        request: with the columnwise source, the seed and the rowwise plane's stream.
+        x: `[rows, cols]`.
+        row, col: the planes that will be encoded, or None.
+        group: name of a process group, or None or empty: the request as it is.
+    """
+    if not group:
+        return request
+    row_stat = col_stat = one_statistic(x, row, ROWWISE, group)
+    if col is None or not col.needs_amax:
+        return request._replace(row_stat=row_stat)
+    if request.col_source == DECODED and row is not None and not row.is_plain:
+        alone = request._replace(row=row.spec, row_stat=row_stat).row_alone()
+        buffers = torch.ops.hybridq.encode(x, *alone.planes, **alone.options)
+        x = torch.ops.hybridq.decode(buffers, row.spec, x.shape[0], x.shape[1], x.dtype)
+        col_stat = None
+    elif row_stat is None or (row is not None and row.is_transformed) or col.is_transformed:
+        col_stat = None
+    if col_stat is None:  # else one amax serves both
+        col_stat = one_statistic(x, col, COLUMNWISE, group)
+    return request._replace(row_stat=row_stat, col_stat=col_stat)
+
+
 def statistics(
     x: torch.Tensor,
     row: PlaneText | None,
     col: PlaneText | None,
     *,
     group: str | None,
-    col_source: str = "original",
+    col_source: str = ORIGINAL,
     seed: torch.Tensor | None = None,
     row_stream: int = 0,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the amax of both planes, reduced over `group`; (None, None) without a group.
 
-    A row-scaled plane takes the amax of its own rows and is not reduced: its ranks must hold whole
-    rows (see `Quantizer`).
-
     Args:
-        x: `[rows, cols]`.
-        row, col: the planes that will be encoded, or None.
-        group: name of a process group, or None or empty: encode takes x's own amax.
-        col_source: as in encode; the dequantized rowwise plane has an amax of its own.
-        seed, row_stream: as in encode.
+        x, row, col, group: as `with_statistics` takes them.
+        col_source, seed, row_stream: of its request.
     """
-    if not group:
-        return None, None
-    row_stat = one_statistic(x, row, ROWWISE, group)
-    if col is None or not col.needs_amax:
-        return row_stat, None
-    if col_source == "rowwise_dequantized" and row is not None and not row.is_plain:
-        buffers = torch.ops.hybridq.encode(
-            x, row.spec, "", row_stat, None, seed, row_stream=row_stream
-        )
-        x = torch.ops.hybridq.decode(buffers, row.spec, x.shape[0], x.shape[1], x.dtype)
-    elif row is not None and row_stat is not None and not (row.is_turned or col.is_turned):
-        return row_stat, row_stat
-    return row_stat, one_statistic(x, col, COLUMNWISE, group)
+    request = EncodeRequest(seed=seed, col_source=col_source, row_stream=row_stream)
+    found = with_statistics(request, x, row, col, group)
+    return found.row_stat, found.col_stat

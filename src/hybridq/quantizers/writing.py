@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ..errors import PlaneError
-from ..kernels.derivatives import StatedFunction
+from ..kernels.operators import StatedFunction
 from ..storage import Plane, TensorStorage, overwrite
-from ..tensor import QuantizedTensor, is_quantized, matrix_shape
+from ..tensor import QuantizedTensor, check_no_grad, is_quantized, matrix_shape
 from .checks import check_source
 
 __all__ = ["Quantize", "check_target", "overwrite_planes"]
@@ -22,8 +22,10 @@ def check_target(source: torch.Tensor, target: QuantizedTensor) -> None:
     Raises:
         TypeError: `source` is no tensor to quantize, or `target` no QuantizedTensor.
         ValueError: the shapes differ.
+        RuntimeError: `source` requires grad, outside `torch.no_grad()`.
     """
     check_source(source, "update_quantized")
+    check_no_grad(source, "update_quantized")
     if not is_quantized(target):
         raise TypeError(
             f"update_quantized: target must be a QuantizedTensor, got {type(target).__name__}"
@@ -71,6 +73,11 @@ def overwrite_planes(
 
 
 def _check_spec(old: Plane | None, new: Plane | None) -> None:
+    if old is not None and new is not None and new.count != old.count:
+        raise PlaneError(
+            f"update_quantized: the target has {old.count} matrices, each with planes of its own, "
+            "which this quantizer does not make; use target.quantizer"
+        )
     if old is not None and (new is None or new.spec != old.spec):
         raise PlaneError(
             f"update_quantized: the target's {old.direction} plane is {old.spec}, the quantizer "
@@ -83,8 +90,8 @@ def _overwrite(old: Plane | None, new: Plane | None) -> None:
         return
     for name, buffer in old.buffers.items():
         overwrite(buffer, new.buffers[name])
-    if old.kept is not None:
-        old.kept.forget()
+    if old.operand_cache is not None:
+        old.operand_cache.forget()
 
 
 class Quantize(StatedFunction):

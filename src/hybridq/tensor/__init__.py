@@ -15,7 +15,7 @@ from .named import (
 )
 from .quantized_tensor import QuantizedTensor, SavedTensor
 from .saving import prepare_for_saving, restore_from_saved
-from .table import is_flat, is_quantized, matrix_shape
+from .table import check_no_grad, is_flat, is_quantized, matrix_shape
 
 __all__ = [
     "DecodedPart",
@@ -29,6 +29,7 @@ __all__ = [
     "QuantizedTensor",
     "SavedTensor",
     "as_parts",
+    "check_no_grad",
     "explain",
     "gemm",
     "grouped_gemm",

@@ -11,8 +11,8 @@ import math
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .._torch_private import neg_view, tree_flatten, tree_unflatten
 from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..errors import PlaneError
 from ..gemm import gemm_planes
@@ -130,6 +130,8 @@ def _view(func: Any, tensor: Any, shape: list[int]) -> Any:
     first = tensor.tensor_storage.first
     # With no columns any number of rows has as many values, but a plane has rows of its own.
     same_matrix = matrix_shape(shape) == (first.rows, first.cols)
+    if first.count is not None and len(shape) == 2:
+        return NotImplemented  # several matrices are no matrix
     if not same_matrix and not (len(shape) == 1 and first.cols):
         return NotImplemented
     return tensor.remake(tensor.tensor_storage, shape=shape)
@@ -182,9 +184,15 @@ def _is_pinned(func: Any, tensor: Any, device: Any = None) -> bool:
 # ---- the planes swapped
 
 
+def _is_stack(tensor: Any) -> bool:
+    """Return whether a tensor is `[G, rows, cols]` of G matrices with planes of their own."""
+    count = tensor.tensor_storage.count
+    return count is not None and tensor.dim() == 3 and tensor.shape[0] == count
+
+
 def _mirrored(tensor: Any) -> Any:
     quantizer = tensor.quantizer
-    shape = (tensor.shape[1], tensor.shape[0])
+    shape = (*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2])
     mirrored = tensor.remake(tensor.tensor_storage.mirrored(), shape=shape)
     mirrored.quantizer = None if quantizer is None else quantizer.mirrored()
     return mirrored
@@ -197,13 +205,19 @@ def _t(func: Any, tensor: Any) -> Any:
 
 @handles(_aten.transpose.int)
 def _transpose(func: Any, tensor: Any, dim0: int, dim1: int) -> Any:
-    if tensor.dim() != 2 or not (_is_dim(tensor, dim0) and _is_dim(tensor, dim1)):
+    if not (_is_dim(tensor, dim0) and _is_dim(tensor, dim1)):
+        return NotImplemented
+    if _is_stack(tensor) and {dim0 % 3, dim1 % 3} == {1, 2}:
+        return _mirrored(tensor)
+    if tensor.dim() != 2:
         return NotImplemented
     return _mirrored(tensor) if dim0 % 2 != dim1 % 2 else _same(func, tensor)
 
 
 @handles(_aten.permute.default)
 def _permute(func: Any, tensor: Any, dims: list[int]) -> Any:
+    if _is_stack(tensor) and [dim % 3 for dim in dims] == [0, 2, 1]:
+        return _mirrored(tensor)
     if tensor.dim() != 2 or not all(_is_dim(tensor, dim) for dim in dims):
         return NotImplemented
     if sorted(dim % 2 for dim in dims) != [0, 1]:
@@ -219,6 +233,7 @@ def _operand(matrix: Any, is_right: bool) -> Plane | None:
     direction: Direction = COLUMNWISE if is_right else ROWWISE
     if not is_quantized(matrix):
         return Plane.of(matrix, direction)
+    matrix.tensor_storage.first.check_memory("matmul")
     try:
         return matrix.tensor_storage.plane(direction)
     except PlaneError:
@@ -233,6 +248,9 @@ def _mm(func: Any, a: Any, b: Any) -> Any:
 @handles(_aten.addmm.default)
 def _addmm(func: Any, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     """Multiply planes; where the plane that is contracted is missing, dequantize."""
+    for one in (a, b):
+        if is_quantized(one):
+            one.tensor_storage.check_values()
     if beta != 1 or alpha != 1 or is_quantized(bias) or (bias is not None and bias.dim() != 1):
         return NotImplemented
     if a.dim() != 2 or b.dim() != 2 or a.dtype != b.dtype or a.shape[1] != b.shape[0]:
@@ -252,7 +270,7 @@ def _copy(func: Any, target: Any, source: Any, non_blocking: bool = False) -> An
     if not is_quantized(target):
         values = dequantize(source, source.dtype)
         if target.is_neg():
-            torch._neg_view(target).copy_(values.neg(), non_blocking)
+            neg_view(target).copy_(values.neg(), non_blocking)
             return target
         return target.copy_(values, non_blocking)
     if is_quantized(source) and _copy_bytes(target, source, non_blocking):
@@ -262,7 +280,8 @@ def _copy(func: Any, target: Any, source: Any, non_blocking: bool = False) -> An
     if source.layout != torch.strided:
         raise TypeError(f"copy_: source must be strided, got {source.layout}")
     plain = dequantize(source, target.dtype) if is_quantized(source) else source
-    target.write(plain.to(_writable(plain.dtype, target)).expand(target.shape), "copy_")
+    values = plain.detach().to(_writable(plain.dtype, target))  # autograd has been here already
+    target.write(values.expand(target.shape), "copy_")
     return target
 
 

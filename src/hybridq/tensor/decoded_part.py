@@ -10,9 +10,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
 
-from ..kernels.memory import begins_at
+from .._torch_private import no_torch_function, tree_flatten, tree_map
+from ..kernels.inputs import begins_at
 from .table import is_quantized
 
 __all__ = ["DecodedPart", "as_parts", "as_plain", "check_writes", "ordinary"]
@@ -83,7 +83,7 @@ class DecodedPart(torch.Tensor):
 
     # ---- torch's protocols
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -58,12 +58,14 @@ def zeros_of_kind(
     usages = tensor.get_usages()
     if quantizer.with_usage(**usages).get_usages() != usages:
         return NotImplemented
-    made = quantizer.with_usage(**usages).make_empty(
-        size, dtype=dtype, device=tensor.device if device is None else device
-    )
+    own = quantizer.with_usage(**usages)
+    is_stack = tensor.tensor_storage.count is not None and len(size) == 3 and size[0]
+    make = own.make_empty_stack if is_stack else own.make_empty
+    made = make(size, dtype=dtype, device=tensor.device if device is None else device)
     storage = made.tensor_storage
     if pin_memory:
         storage = storage.map(lambda buffer: buffer.pin_memory())
+    storage.leads = tensor.tensor_storage.leads
     return made.remake(storage, quantizer=quantizer)
 
 

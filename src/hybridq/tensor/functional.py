@@ -9,15 +9,25 @@ from typing import Any
 import torch
 
 from .. import settings
-from ..direction import COLUMNWISE, ROWWISE, Direction
+from ..direction import COLUMNWISE, DIRECTIONS, ROWWISE, Direction
+from ..errors import must_be_one_of
 from ..formats import PlaneSpec
 from ..gemm import gemm_planes, grouped_planes
-from ..kernels import Call, Chip, check_precision, chip_of, decide, described
-from ..kernels.tangents import refuse_tangents
+from ..kernels import (
+    Chip,
+    Decision,
+    OpQuery,
+    check_precision,
+    chip_of,
+    choose,
+    described,
+    together,
+)
+from ..kernels.inputs import refuse_tangents
 from ..storage import Plane, RaggedTensor
 from .table import is_quantized
 
-__all__ = ["Explanation", "explain", "explain_call", "gemm", "grouped_gemm"]
+__all__ = ["Explanation", "explain", "explain_query", "gemm", "grouped_gemm"]
 
 _Operand = torch.Tensor | Plane
 
@@ -39,6 +49,7 @@ def _plane(operand: _Operand, where: str, name: str) -> Plane:
             )
         if operand.dim() != 2:
             raise ValueError(f"{where}: {name} must be 2-D, got shape {tuple(operand.shape)}")
+        operand.tensor_storage.check_values()  # type: ignore[attr-defined]
         return operand.tensor_storage.plane(ROWWISE)  # type: ignore[attr-defined]
     if operand.is_nested:
         raise ValueError(f"{where}: {name} must be a strided [rows, K] matrix, got a nested tensor")
@@ -78,7 +89,7 @@ def gemm(
         precision: `"exact"`: operands exact, accumulation in FP32; `"fast"`: FP8 tensor cores may
             be used where their added error is below the rounding of a BF16 result; `"auto"`: the
             fastest of both; None: that of the recipe in force, else `"auto"`. On a CPU all are
-            exact. See docs/gemm.md.
+            exact. See docs/reference/gemm.md.
 
     Raises:
         ValueError: shapes or devices do not fit, or `precision` is unknown.
@@ -256,12 +267,14 @@ class Explanation:
 
     Args:
         call: the operation with its formats, in words.
-        chosen: name of the backend that runs it, or None.
+        chosen: name of the backend that runs it, or None; where two backends make the planes of an
+            encode, both names, as `"cpu + reference"`.
         reasons: (backend, why not) pairs, None for one that can.
         notes: how the chosen backend does it.
         forced: name of the backend that is forced (`hybridq.backend`, `HYBRIDQ_BACKEND`), or None.
             One that does not have the operation leaves the choice to the others.
         error: what the call would raise, where no backend runs it; else "".
+        unrelated: names of backends that lack the operation, or run on no such devices at all.
     """
 
     call: str
@@ -270,20 +283,26 @@ class Explanation:
     notes: tuple[str, ...] = ()
     forced: str | None = None
     error: str = ""
+    unrelated: tuple[str, ...] = ()
 
     @property
     def op(self) -> str:
         """Name of the operation."""
         return self.call.partition(" ")[0]
 
+    @property
+    def _names(self) -> list[str]:
+        return [] if self.chosen is None else self.chosen.split(" + ")
+
     def __str__(self) -> str:
         lines = [self.call]
         for name, reason in self.reasons:
-            mark = "->" if name == self.chosen else "  "
+            mark = "->" if name in self._names else "  "
             lines.append(f" {mark} {name:<10} {reason or 'can'}")
         lines += [f"    {note}" for note in self.notes]
         if self.forced is not None:
-            what = "" if self.chosen in (self.forced, None) else f", which has no {self.op}"
+            is_used = self.forced in self._names or self.chosen is None
+            what = "" if is_used else f", which has no {self.op}"
             lines.append(f"    forced backend: {self.forced}{what}")
         if self.error:
             lines.append(f"    raises: {self.error}")
@@ -344,7 +363,7 @@ def explain(
         'fold'
     """
     if op not in _OPS:
-        raise ValueError(f"explain: op must be one of {', '.join(_OPS)}, got {op!r}")
+        raise ValueError(f"explain: op {must_be_one_of(_OPS, op)}")
     found = next(
         (one.device for one in (a, b) if isinstance(one, torch.Tensor | Plane)), torch.device("cpu")
     )
@@ -354,12 +373,10 @@ def explain(
     if is_gemm and (row is None or col is None):
         raise ValueError(f"explain: a {op} has two operands, a and b")
     if not is_gemm:
-        call = Call(op, chip.kind, dtype, row, col)
-    else:
-        chosen = check_precision(precision or settings.precision(), "explain")
-        sizes = None if chip.kind == "cpu" else _sizes(a, b, rows)
-        call = Call(op, chip.kind, dtype, row, col, chosen, sizes, chip)
-    return explain_call(call)
+        return explain_query(OpQuery(op, chip.kind, dtype, row, col, chip=chip))
+    wanted = check_precision(precision or settings.precision(), "explain")
+    sizes = _sizes(a, b, rows)
+    return explain_query(OpQuery(op, chip.kind, dtype, row, col, wanted, sizes, chip))
 
 
 _OPS = ("gemm", "grouped_gemm", "encode", "decode", "amax", "transpose")
@@ -373,21 +390,54 @@ def _sizes(
     m, n, k = _MANY, 4096, 4096
     for position, one in enumerate((a, b)):
         if isinstance(one, torch.Tensor | Plane):
-            own, k = (one.matrix if isinstance(one, Plane) else tuple(one.shape))[-2:]
+            # A vector is quantized as one row, a scalar as one value.
+            own, k = (1, 1, *(one.matrix if isinstance(one, Plane) else one.shape))[-2:]
             m, n = (own, n) if position == 0 else (m, own)
     return (m if rows is None else rows, n, k)
 
 
-def explain_call(call: Call) -> Explanation:
-    """Return which backend would run `call`, as `explain` does."""
-    decision = decide(call, settings.current().backend)
-    reasons = tuple((choice.backend.name, choice.reason) for choice in decision.choices)
-    chosen = decision.chosen
-    notes = () if chosen is None or chosen.notes is None else chosen.notes(call)
-    specs = " x ".join(str(spec) for spec in (call.row, call.col) if spec is not None)
-    where = call.chip if call.chip is not None else call.device
-    text = f"{call.op} {specs} on {where} -> {call.dtype}"
-    if call.chip is not None:
-        text += f", precision {call.precision}"
-    name = None if chosen is None else chosen.name
-    return Explanation(text, name, reasons, notes, decision.forced, decision.error)
+def explain_query(query: OpQuery) -> Explanation:
+    """Return which backend would run `query`, as `explain` does.
+
+    Args:
+        query: what a call asks.
+    """
+    text, parts, copied = str(query), query.parts(), _copied(query)
+    if query.op == "encode" and len(parts) < 2:
+        # Where a plane is a copy, only the other one is asked for.
+        query, parts = (*parts, query)[0], ()
+    decision = choose(query)
+    chosen, error, notes = _name(decision), decision.error, decision.notes
+    if parts:
+        chosen, error, notes = _composite(query, parts)
+    notes += copied
+    reasons = tuple((answer.backend.name, answer.reason) for answer in decision.answers)
+    unrelated = tuple(answer.backend.name for answer in decision.answers if answer.lacks)
+    return Explanation(text, chosen, reasons, notes, decision.forced, error, unrelated)
+
+
+def _copied(query: OpQuery) -> tuple[str, ...]:
+    """Return what is to be said of planes that no backend is asked for."""
+    specs = [spec for spec in (query.row, query.col) if spec is not None]
+    if query.op not in ("encode", "decode") or not any(spec.format.is_identity for spec in specs):
+        return ()
+    return ("a plain plane is a copy, which torch makes whatever backend is chosen",)
+
+
+def _name(decision: Decision) -> str | None:
+    return None if decision.chosen is None else decision.chosen.name
+
+
+def _composite(
+    query: OpQuery, parts: tuple[OpQuery, ...]
+) -> tuple[str | None, str, tuple[str, ...]]:
+    """Return which backends run a call that stands for several, what it raises, and how it runs."""
+    whole = together(query, parts)
+    if whole.chosen is not None:
+        return whole.chosen.name, "", whole.notes
+    names = [_name(choose(part)) for part in parts]
+    if None in names:
+        return None, whole.error, ()
+    ways = [part.op if part.op != "encode" else DIRECTIONS[part.row is None] for part in parts]
+    notes = tuple(f"{way} by {name}" for way, name in zip(ways, names, strict=True))
+    return " + ".join(dict.fromkeys(map(str, names))), "", notes

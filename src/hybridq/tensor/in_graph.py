@@ -1,7 +1,7 @@
 """Tensors that are made inside code that torch compiles: one node of dynamo's graph.
 
 Dynamo cannot trace the making of a wrapper subclass. So `QuantizedTensor.make`, when traced, calls
-a function that dynamo keeps as a node, and that takes what a node can: tensors, numbers, texts.
+a function that dynamo keeps as a node, and that takes what a node can: tensors, numbers, strings.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from ..direction import COLUMNWISE, ROWWISE
 from ..formats import PlaneSpec
 from ..storage import Plane, TensorStorage
+from ..storage.plane_stack import plane_of
 
 __all__ = [
     "PlaneEntry",
@@ -30,8 +31,8 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: A plane without its buffers: spec, direction, rows, columns, number of buffers.
-PlaneEntry = tuple[str, Any, int, int, int]
+#: A plane without its buffers: spec, direction, rows, columns, number of buffers, of matrices.
+PlaneEntry = tuple[str, Any, int, int, int, int | None]
 
 _parsers: list[Callable[[str], Any]] = []
 #: What constructors made in graphs. No dict: dynamo reads a dict of the module once per trace.
@@ -41,18 +42,19 @@ _quantizers = SimpleNamespace()
 def entries(storage: TensorStorage) -> tuple[list[torch.Tensor], list[PlaneEntry]]:
     """Return all buffers, a shared one once per plane, and the planes without them."""
     ordered = storage.ordered  # as in a layout, the one with the values first
-    planes = [(p.spec.text, p.direction, p.rows, p.cols, len(p.tensors)) for p in ordered]
+    planes = [(p.spec.text, p.direction, p.rows, p.cols, len(p.tensors), p.count) for p in ordered]
     return [buffer for p in ordered for buffer in p.tensors], planes
 
 
 def assemble(buffers: Sequence[torch.Tensor], planes: Sequence[PlaneEntry]) -> TensorStorage:
     """Return the storage that `entries` took apart."""
     made: dict[str, Plane] = {}
-    for text, direction, rows, cols, count in planes:
+    for text, direction, rows, cols, size, count in planes:
         spec = PlaneSpec.parse(text)
-        own, buffers = buffers[:count], buffers[count:]
+        own, buffers = buffers[:size], buffers[size:]
         names = [buffer.name for buffer in spec.buffers(1, 1)]
-        made[direction] = Plane(spec, direction, rows, cols, dict(zip(names, own, strict=True)))
+        named = dict(zip(names, own, strict=True))
+        made[direction] = plane_of(spec, direction, rows, cols, named, count)
     return TensorStorage(made.get(ROWWISE), made.get(COLUMNWISE), planes[0][1])
 
 
@@ -66,13 +68,13 @@ def runs_at_once(function: Any) -> Any:
 
 
 def parses_quantizers(function: Callable[[str], T]) -> Callable[[str], T]:
-    """Make `function` the one that turns the text by which a graph holds a quantizer into it."""
+    """Make `function` the one that turns the string by which a graph holds a quantizer into it."""
     _parsers.append(function)
     return function
 
 
 def quantizer_of(text: str) -> Any:
-    """Return the quantizer whose text is `text`."""
+    """Return the quantizer whose string is `text`."""
     return _parsers[0](text)
 
 

@@ -50,7 +50,7 @@ def attach_initial(tensor: Any, value: InitialValue | None) -> None:
             tensor.__dict__.pop(name, None)
         return
     tensor.initial_value = value
-    # Attributes, as in the peer: a tensor that keeps nothing does not have them.
+    # Attributes, as in Transformer Engine: a tensor that keeps nothing does not have them.
     tensor.get_high_precision_init_val = value.get
     tensor.clear_high_precision_init_val = value.clear
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..kernels.memory import begins_at
+from ..kernels.inputs import begins_at
 from .factories import zeros_of_kind
 
 __all__ = ["Memory"]

@@ -1,4 +1,4 @@
-"""Marker classes, so that `isinstance` answers as users of the peer expect. No behaviour.
+"""Marker classes, so that `isinstance` answers as users of Transformer Engine expect. No behaviour.
 
 Source: class names of Transformer Engine.
 """

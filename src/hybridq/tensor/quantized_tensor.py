@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
+from .._torch_private import no_torch_function
 from ..direction import DIRECTIONS
 from ..errors import PlaneError
 from ..formats import BUFFER_NAMES
 from ..storage import Plane, PlaneLayout, StorageLayout, TensorStorage
 from . import aten
+from .by_class import MadeByClass
 from .in_graph import PlaneEntry, assemble, entries, quantizer_of, runs_at_once
 from .initial import InitialValue, attach_initial, copy_attributes, keep_initial
 from .memory import Memory
@@ -27,6 +29,7 @@ from .straight_through import decoded, decoded_rows, row_index
 from .table import (
     HIGH,
     buffer_property,
+    check_no_grad,
     check_tensor,
     dequantize,
     is_flat,
@@ -67,11 +70,11 @@ def _make_in_graph(
 @runs_at_once
 def _is_node() -> bool:
     """Have dynamo keep `_make_in_graph` as a node; it must not have seen that function before."""
-    torch._dynamo.allow_in_graph(_make_in_graph)
+    torch.compiler.allow_in_graph(_make_in_graph)
     return True
 
 
-class QuantizedTensor(Unprepared, Memory, torch.Tensor):
+class QuantizedTensor(MadeByClass, Unprepared, Memory, torch.Tensor):
     """A tensor `(..., K)` held as quantized planes of the matrix `[prod(...), K]`.
 
     Built by a Quantizer; `make` is the constructor for code that already has a storage.
@@ -178,6 +181,10 @@ class QuantizedTensor(Unprepared, Memory, torch.Tensor):
             have["rowwise"] if rowwise_usage is None else rowwise_usage,
             have["columnwise"] if columnwise_usage is None else columnwise_usage,
         )
+        self.take_class()
+
+    def take_class(self) -> None:
+        """Become of the class of the planes as they are, where other ones have come."""
         self.__class__ = _marker(self.tensor_storage)  # type: ignore[assignment]
 
     # ---- conversion
@@ -233,7 +240,10 @@ class QuantizedTensor(Unprepared, Memory, torch.Tensor):
     # ---- writes
 
     def quantize_(self, source: torch.Tensor) -> QuantizedTensor:
-        """Write `source` into this tensor through its quantizer, in place; return self."""
+        """Write `source` into this tensor through its quantizer, in place; return self.
+
+        No gradient goes through it (`copy_` passes it on), so `source` must not require any.
+        """
         return self.write(source, "quantize_")
 
     @property
@@ -261,8 +271,10 @@ class QuantizedTensor(Unprepared, Memory, torch.Tensor):
         Raises:
             TypeError: `source` is no tensor.
             PlaneError, ValueError: the tensor has no quantizer; the shapes differ.
+            RuntimeError: `source` requires grad, outside `torch.no_grad()`.
         """
         check_tensor(source, where)
+        check_no_grad(source, where)
         quantizer = self.quantizer_for_write(where)
         if self.part is None and not is_flat(self):
             return quantizer.update_quantized(source, self)
@@ -288,7 +300,7 @@ class QuantizedTensor(Unprepared, Memory, torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The same planes without autograd history; see `docs/tensors.md` for assigning it."""
+        """The same planes without autograd history; assigning it: `docs/reference/tensors.md`."""
         return self.detach()
 
     @data.setter
@@ -318,7 +330,8 @@ class QuantizedTensor(Unprepared, Memory, torch.Tensor):
         if torch.equal(value, dequantize(mine, value.dtype)):
             return mine.to(value.dtype)  # module.half() and its like: another name for the dtype
         quantizer = self.quantizer_for_write("data")
-        made = quantizer.with_usage(**self.get_usages()).quantize(value)
+        own = quantizer.with_usage(**self.get_usages())
+        made = (own.quantize if self.tensor_storage.count is None else own.quantize_stack)(value)
         made = made.remake(made.tensor_storage, quantizer=quantizer)
         if self.initial_value is not None:
             keep_initial(made, None)  # module.to_empty: the next initialization is to be kept
@@ -327,26 +340,28 @@ class QuantizedTensor(Unprepared, Memory, torch.Tensor):
     # ---- torch's protocols
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        self.tensor_storage.check_graph()
+        refusal = self.tensor_storage.check_graph()
         names = [name for name, _ in self.tensor_storage.named_buffers()]
         layout = self.tensor_storage.flatten()[1]
         # One that holds tensors of its caller cannot be in a graph: writes are refused there.
         quantizer = None if hasattr(self.quantizer, "quantizer") else self.quantizer
-        return names, (layout, self.dtype, quantizer, self._width)
+        return names, (layout, self.dtype, quantizer, self._width, refusal)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> QuantizedTensor:
-        layout, dtype, quantizer, width = context
+        layout, dtype, quantizer, width, refusal = context
         storage = _assemble(list(inner.values()), layout, outer_size, width)
+        storage.refusal = refusal
         return QuantizedTensor.make(storage, outer_size, dtype, quantizer=quantizer)
 
     def _stable_hash_for_caching(self) -> str:
         """Return what torch.compile's cache must know of this tensor: everything but its values."""
-        layout = self.tensor_storage.flatten()[1]
+        storage = self.tensor_storage
         quantizer = None if self.quantizer is None else self.quantizer.text
-        facts = (layout, self.shape, self.dtype, self.requires_grad, quantizer, self._width)
+        facts: tuple[Any, ...] = (storage.flatten()[1], storage.check_graph(), quantizer)
+        facts += (self.shape, self.dtype, self.requires_grad, self._width)
         return hashlib.sha256(repr((*facts, str(self.device))).encode()).hexdigest()
 
     @property
@@ -354,7 +369,7 @@ class QuantizedTensor(Unprepared, Memory, torch.Tensor):
         """Columns of the matrix where the shape does not tell: of a flat view."""
         return self.tensor_storage.first.cols if is_flat(self) else None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -385,7 +400,7 @@ class QuantizedTensor(Unprepared, Memory, torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         buffers, layout = self.tensor_storage.flatten()
-        plain = tuple((p.spec, p.direction, p.slots) for p in layout)
+        plain = tuple(plane.plain for plane in layout)
         args = (buffers, plain, tuple(self.shape), self.dtype, self.requires_grad)
         is_parameter = isinstance(self, torch.nn.Parameter)
         own = self.own_quantizer

@@ -209,6 +209,7 @@ def rows_of(tensor: Any, index: slice | torch.Tensor, dtype: torch.dtype) -> tor
         dtype: of the result.
     """
     storage = tensor.tensor_storage
+    storage.check_values()
     plane = storage.first
     if isinstance(index, slice):
         start, stop, _ = index.indices(plane.rows)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..kernels.derivatives import StatedFunction
-from ..kernels.tangents import refuse_tangents
+from ..kernels.inputs import refuse_tangents
+from ..kernels.operators import StatedFunction
 from .rows import rows_of
 from .table import dequantize
 

@@ -12,6 +12,7 @@ __all__ = [
     "HIGH",
     "TABLE",
     "buffer_property",
+    "check_no_grad",
     "check_tensor",
     "dequantize",
     "handles",
@@ -50,14 +51,37 @@ def check_tensor(value: object, where: str) -> None:
         raise TypeError(f"{where}: must be a tensor, got {type(value).__name__}")
 
 
+def check_no_grad(source: torch.Tensor, where: str) -> None:
+    """Raise if autograd would expect a gradient of `source`: writes into planes pass none on.
+
+    Args:
+        source: of a write.
+        where: name of the operation, for the error.
+
+    Raises:
+        RuntimeError: `source` requires grad, outside `torch.no_grad()`.
+    """
+    if source.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{where}: source requires grad, which a write into planes does not pass on; use "
+            "target.copy_(source), which does, or call it under torch.no_grad()"
+        )
+
+
 def is_flat(tensor: Any) -> bool:
     """Return whether a QuantizedTensor is the 1-D view of a matrix of several rows."""
     return tensor.dim() == 1 and tensor.tensor_storage.first.rows != 1
 
 
 def dequantize(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of a QuantizedTensor as a plain tensor, outside autograd."""
+    """Return the values of a QuantizedTensor as a plain tensor, outside autograd.
+
+    Raises:
+        RuntimeError: its planes are for one recipe alone (`TensorStorage.check_values`).
+    """
+    tensor.tensor_storage.check_values()
     plane = tensor.tensor_storage.first
+    plane.check_memory("dequantize")
     return plane.dequantize(dtype).contiguous().reshape(tensor.shape)
 
 

@@ -13,7 +13,7 @@ class Unprepared:
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> NoReturn:
-        """Raise: each shard would take the maxima of its own rows, and travel decoded.
+        """Raise: each shard would take the amaxes of its own rows, and travel decoded.
 
         Args:
             mesh, outer_size, outer_stride, module, mp_policy: as FSDP2 gives them.
