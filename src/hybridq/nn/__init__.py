@@ -1,42 +1,84 @@
-"""Modules: drop-in replacements of torch's whose GEMMs run between quantized planes."""
+"""Modules: drop-in replacements of torch's whose GEMMs run between quantized planes.
+
+Rooms, each of which imports only those before it: `weights`, `delayed_scaling`, `autograd`,
+`modules`. What converts models is `hybridq.converters`, whose older names can be had here, too.
+"""
 
 from __future__ import annotations
 
-from .attention import MultiheadAttention
-from .checkpoint import checkpoint
-from .conversion import Conversion, conversion
-from .convert import convert, default_filter
-from .fused_sequential import FusedSequential
-from .grouped_linear import GroupedLinear
-from .layernorm_linear import LayerNormLinear, RMSNormLinear
-from .layernorm_mlp import LayerNormMLP
-from .linear import Linear
-from .model_init import dequantized_state_dict, fp8_model_init, quantized_model_init
-from .module import QuantizedModule
-from .rotary import RotaryPositionEmbedding
-from .scaling_dict import state_dict_with_history
-from .scaling_update import update_scaling
-from .transformer_layer import TransformerLayer
+from importlib import import_module
+from typing import Any, Final
+
+from .autograd import checkpoint, get_cpu_offload_context, offload
+from .delayed_scaling import state_dict_with_history, update_scaling
+from .modules import (
+    Embedding,
+    ForeignLinear,
+    FusedSequential,
+    GroupedLinear,
+    GroupedModule,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MultiheadAttention,
+    PatchConv,
+    PatchConv1d,
+    PatchConv2d,
+    PatchConv3d,
+    QuantizedModule,
+    RMSNormLinear,
+    RotaryPositionEmbedding,
+    TorchEncoder,
+    TorchEncoderLayer,
+    TransformerLayer,
+    WeightOwner,
+)
+from .weights import dequantized_state_dict, fp8_model_init, quantized_model_init
 
 __all__ = [
     "Conversion",
+    "Embedding",
+    "ForeignLinear",
     "FusedSequential",
     "GroupedLinear",
+    "GroupedModule",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
     "MultiheadAttention",
+    "PatchConv",
+    "PatchConv1d",
+    "PatchConv2d",
+    "PatchConv3d",
     "QuantizedModule",
     "RMSNormLinear",
     "RotaryPositionEmbedding",
+    "TorchEncoder",
+    "TorchEncoderLayer",
     "TransformerLayer",
+    "WeightOwner",
     "checkpoint",
     "conversion",
     "convert",
     "default_filter",
     "dequantized_state_dict",
     "fp8_model_init",
+    "get_cpu_offload_context",
+    "offload",
     "quantized_model_init",
     "state_dict_with_history",
     "update_scaling",
 ]
+
+#: Older names of `hybridq.converters`, a layer to the right of this one.
+_MOVED: Final = ("Conversion", "conversion", "convert", "default_filter")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("..converters", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MOVED})

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from .adamw import AdamW
+from .muon import Muon
 
-__all__ = ["AdamW"]
+__all__ = ["AdamW", "Muon"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch.optim.adamw import adamw
 
+from ..errors import must_be_one_of
+from . import moments as held
+from .base import Base
 from .masters import (
     MASTER,
     gradient,
@@ -16,7 +19,7 @@ from .masters import (
     is_low,
     is_updated_itself,
     local,
-    store,
+    write_parameters,
 )
 
 __all__ = ["AdamW"]
@@ -43,7 +46,7 @@ class _Work(NamedTuple):
     state: dict[str, Any]
 
 
-class AdamW(torch.optim.AdamW):
+class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
     """`torch.optim.AdamW` whose arithmetic is FP32, for parameters of any precision.
 
     The state of a parameter that is a QuantizedTensor, BF16 or FP16 holds a master, and moments in
@@ -67,11 +70,18 @@ class AdamW(torch.optim.AdamW):
             small updates are not lost, and of which a BF16 parameter is its own. Random bits
             follow from torch's generator of the device.
 
+        moments: `"fp32"`; `"bf16"`; or `"fp8_block"`: E4M3 codes in blocks of 128 along rows, 1.03
+            bytes for a value, of the second moment's square root. They are computed in FP32 and
+            rounded stochastically. Parameters of one dimension, and those whose rows a placement
+            cuts, have FP32 moments instead of blocks. Not with `amsgrad`.
+
     `load_state_dict` keeps the dtypes of masters and moments, and takes states of
-    `torch.optim.AdamW`. Loading it does not write parameters: load the model as well.
+    `torch.optim.AdamW`; like a rate, `moments` are those of the saved groups. Loading it does not
+    write parameters: load the model as well.
 
     Raises:
-        ValueError: `master_dtype` is another dtype, or a number is out of range.
+        ValueError: `master_dtype` is another dtype, `moments` another word or given with `amsgrad`,
+            or a number is out of range.
 
     Source: ours; the arithmetic is torch's, the state's key `master_param` that of Transformer
         Engine's FusedAdam.
@@ -101,6 +111,7 @@ class AdamW(torch.optim.AdamW):
         amsgrad: bool = False,
         *,
         master_dtype: torch.dtype = torch.float32,
+        moments: str = "fp32",
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -109,7 +120,7 @@ class AdamW(torch.optim.AdamW):
         if master_dtype not in _MASTERS:
             raise ValueError(f"AdamW: master_dtype must be float32 or bfloat16, got {master_dtype}")
         self._master_dtype = master_dtype
-        self._saved: dict[str, Any] | None = None
+        self._moments = moments
         super().__init__(
             params,
             lr,
@@ -123,70 +134,50 @@ class AdamW(torch.optim.AdamW):
             fused=fused,
         )
         self.defaults["master_dtype"] = master_dtype
+        self.defaults["moments"] = moments
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters; it may have a `master_dtype` of its own.
+        """Add a group of parameters; it may have a `master_dtype` and `moments` of its own.
 
         Args:
             param_group: as for torch's optimizers.
 
         Raises:
-            ValueError: its `master_dtype` is neither float32 nor bfloat16.
+            ValueError: its `master_dtype` is neither float32 nor bfloat16, or its `moments` are
+                another word, or short beside `amsgrad`.
         """
         dtype = param_group.setdefault("master_dtype", self._master_dtype)
         if dtype not in _MASTERS:
             raise ValueError(f"AdamW: master_dtype must be float32 or bfloat16, got {dtype}")
+        kind = param_group.setdefault("moments", self._moments)
+        if kind not in held.KINDS:
+            raise ValueError(f"AdamW: moments {must_be_one_of(held.KINDS, kind)}")
+        if kind != "fp32" and param_group.get("amsgrad", self.defaults["amsgrad"]):
+            raise ValueError(
+                f"AdamW: amsgrad goes with moments in FP32, got moments={kind!r}; leave one out"
+            )
         super().add_param_group(param_group)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient.
+    def step_group(self, group: dict[str, Any]) -> None:
+        """Update the parameters of a group, as many at once as have a bounded number of elements.
 
         Args:
-            closure: computes the loss again and returns it, or None.
-
-        Returns:
-            What the closure returned, or None.
-
-        Raises:
-            RuntimeError: a gradient is sparse, or in two places (see `main_grad` above).
-            PlaneError: a quantized parameter has no quantizer.
+            group: of `param_groups`.
         """
         self._accelerator_graph_capture_health_check()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            works: list[_Work] = []
-            size = 0
-            for parameter in group["params"]:
-                grad = gradient(parameter, "AdamW")
-                if grad is None:
-                    continue
-                works.append(self._work(parameter, grad, group))
-                size += parameter.numel()  # of the whole: ranks must make the same batches
-                if size >= _TOGETHER:
-                    self._update(works, group)
-                    works, size = [], 0
-            if works:
+        works: list[_Work] = []
+        size = 0
+        for parameter in group["params"]:
+            grad = gradient(parameter, "AdamW")
+            if grad is None:
+                continue
+            works.append(self._work(parameter, grad, group))
+            size += parameter.numel()  # of the whole: ranks must make the same batches
+            if size >= _TOGETHER:
                 self._update(works, group)
-        return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients: set those in `main_grad` to zero, and the others as torch does.
-
-        Args:
-            set_to_none: `grad` becomes None, not zero; a `main_grad` belongs to whoever made it.
-        """
-        super().zero_grad(set_to_none)
-        for parameter in (one for group in self.param_groups for one in group["params"]):
-            main = getattr(parameter, "main_grad", None)
-            if main is not None:
-                with torch.no_grad():
-                    main.zero_()
-                if hasattr(parameter, "grad_added_to_main_grad"):
-                    parameter.grad_added_to_main_grad = False
+                works, size = [], 0
+        if works:
+            self._update(works, group)
 
     def _work(self, parameter: Any, grad: torch.Tensor, group: dict[str, Any]) -> _Work:
         own = local(parameter)
@@ -202,8 +193,6 @@ class AdamW(torch.optim.AdamW):
             on_device = group["capturable"] or group["fused"]
             device = own.device if on_device else torch.device("cpu")
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(parameter, dtype=dtype)
         if group["amsgrad"] and "max_exp_avg_sq" not in state:
             state["max_exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
         values = own.detach()
@@ -213,18 +202,25 @@ class AdamW(torch.optim.AdamW):
             values = local(state[MASTER])
         return _Work(parameter, values.to(dtype), grad.to(dtype), state)
 
+    def _moment(self, work: _Work, name: str) -> torch.Tensor:
+        """Return a moment in the dtype of the arithmetic; zeros before the first step."""
+        if name in work.state or f"{name}_codes" in work.state:
+            return held.read(work.state, name, work.parameter)
+        return torch.zeros_like(work.values)
+
     def _update(self, works: list[_Work], group: dict[str, Any]) -> None:
         """Do one step of AdamW to some parameters of a group."""
 
         def of_all(name: str) -> list[torch.Tensor]:
             return [local(work.state[name]) for work in works]
 
+        first, second = ([self._moment(work, name) for work in works] for name in held.MOMENTS)
         beta1, beta2 = group["betas"]
         adamw(
             [work.values for work in works],
             [work.grad for work in works],
-            of_all("exp_avg"),
-            of_all("exp_avg_sq"),
+            first,
+            second,
             of_all("max_exp_avg_sq") if group["amsgrad"] else [],
             of_all("step"),
             foreach=group["foreach"],
@@ -241,59 +237,34 @@ class AdamW(torch.optim.AdamW):
             eps=group["eps"],
             maximize=group["maximize"],
         )
-        together: list[tuple[Any, torch.Tensor]] = []
-        for parameter, values, _, state in works:
-            own = local(parameter)
-            if is_updated_itself(own):
-                continue
-            master = local(state[MASTER]) if MASTER in state else own
-            if master is not values:
-                store(values, master, parameter)
-            if hasattr(own, "quantize_together"):
-                together.append((own, master))
-            elif is_low(own):
-                own.quantize_(master)
-            elif master is not own:
-                own.copy_(master)
-        if together:  # shards: one reduction for all of them
-            together[0][0].quantize_together(together)
+        for work, *both in zip(works, first, second, strict=True):
+            kind = held.held_as(work.parameter, group["moments"])
+            for name, moment in zip(held.MOMENTS, both, strict=True):
+                held.write(work.state, name, moment, work.parameter, kind)
+        write_parameters([(work.parameter, work.values, work.state) for work in works])
 
     # ---- state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state: of this optimizer, or of `torch.optim.AdamW`.
-
-        Args:
-            state_dict: what `state_dict()` returned.
-        """
-        saved: dict[str, Any] = {}
-        # The last of the hooks: it sees what the others have made of the state.
-        hook = self.register_load_state_dict_pre_hook(lambda _, given: saved.update(given))
-        self._saved = saved
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            self._saved = None
-            hook.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._master_dtype = self.defaults["master_dtype"]
-        saved = self.__dict__.setdefault("_saved", None)
+        self._moments = self.defaults.setdefault("moments", "fp32")
         for group in self.param_groups:
             group.setdefault("master_dtype", self._master_dtype)
-        if saved is not None:
-            self._take_long(saved)
+            group.setdefault("moments", self._moments)
+        self.take_all_saved()
 
-    def _take_long(self, saved: dict[str, Any]) -> None:
-        """Take masters and moments as they were saved: torch casts them to a parameter's dtype."""
-        groups = zip(saved["param_groups"], self.param_groups, strict=True)
-        for saved_group, group in groups:
-            for key, parameter in zip(saved_group["params"], group["params"], strict=True):
-                if is_updated_itself(parameter):
-                    continue
-                for name, value in saved["state"].get(key, {}).items():
-                    if name == "step" or not isinstance(value, torch.Tensor):
-                        continue
-                    dtype = group["master_dtype"] if name == MASTER else torch.float32
-                    self.state[parameter][name] = value.to(parameter.device, dtype)
+    def take_saved(self, parameter: Any, given: dict[str, Any], group: dict[str, Any]) -> None:
+        """Take masters and moments as they were saved.
+
+        Args:
+            parameter, given, group: as the base says.
+        """
+        kind = held.held_as(parameter, group["moments"])
+        held.take(self.state[parameter], given, parameter, kind)
+        if is_updated_itself(parameter):
+            return
+        for name in (MASTER, "max_exp_avg_sq"):
+            if name in given:
+                dtype = group["master_dtype"] if name == MASTER else torch.float32
+                self.state[parameter][name] = given[name].to(parameter.device, dtype)

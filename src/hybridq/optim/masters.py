@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
 
+from .._torch_private import local_shape_and_offset
 from ..quantizers import draw_seed
 from ..tensor import matrix_shape
 
@@ -17,10 +19,14 @@ __all__ = [
     "is_low",
     "is_updated_itself",
     "local",
+    "place",
+    "sharded_like",
     "store",
+    "write_parameters",
+    "zero_main_grads",
 ]
 
-#: Key of the master in an optimizer's state, as in the peer's FusedAdam.
+#: Key of the master in an optimizer's state, as in Transformer Engine's FusedAdam.
 MASTER: Final = "master_param"
 _SHORT: Final = (torch.bfloat16, torch.float16)
 
@@ -109,34 +115,41 @@ def initial_master(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     else:
         values = own.detach()
     made = values.to(own.device, dtype, copy=True).reshape(own.shape)
-    return _sharded_like(made, parameter)
+    return sharded_like(made, parameter)
 
 
-def _sharded_like(values: torch.Tensor, parameter: Any) -> torch.Tensor:
+def sharded_like(values: torch.Tensor, parameter: Any, width: int = 0) -> torch.Tensor:
+    """Return this rank's part of a tensor as one that is sharded like a parameter.
+
+    Args:
+        values: this rank's part.
+        parameter: sharded or not.
+        width: of the last dimension of the whole, which no rank cuts; 0: the parameter's.
+    """
     if local(parameter) is parameter:
         return values
     from torch.distributed.tensor import DTensor  # not every build of torch has it
 
+    shape, stride = parameter.shape, parameter.stride()
+    if width:
+        shape = torch.Size((*shape[:-1], width))
+        stride = torch.empty(shape, dtype=values.dtype, device="meta").stride()
     made: torch.Tensor = DTensor.from_local(
         values,
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        shape=shape,
+        stride=stride,
     )
     return made
 
 
-def _place(parameter: Any) -> tuple[int, int]:
+def place(parameter: Any) -> tuple[int, int]:
     """Return where this rank's part begins in the matrix of the whole parameter."""
     if local(parameter) is parameter or parameter.dim() == 0:
         return 0, 0
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
+    _, offset = local_shape_and_offset(parameter)
     row = 0
     for size, start in zip(parameter.shape[:-1], offset[:-1], strict=True):
         row = row * size + start
@@ -154,7 +167,7 @@ def store(values: torch.Tensor, target: torch.Tensor, parameter: torch.Tensor) -
     if target.dtype == torch.float32:
         target.copy_(values)
         return
-    row0, col0 = _place(parameter)
+    row0, col0 = place(parameter)
     rounded = torch.ops.hybridq.round_stochastic(
         values.reshape(matrix_shape(values.shape)),
         draw_seed(values.device),
@@ -163,3 +176,43 @@ def store(values: torch.Tensor, target: torch.Tensor, parameter: torch.Tensor) -
         col0=col0,
     )
     target.copy_(rounded.reshape(values.shape))
+
+
+def write_parameters(given: Iterable[tuple[Any, torch.Tensor, dict[str, Any]]]) -> None:
+    """Write parameters once, after their values were updated.
+
+    Args:
+        given: parameters; their FP32 values, this rank's parts; their states, with masters.
+    """
+    together: list[tuple[Any, torch.Tensor]] = []
+    for parameter, values, state in given:
+        own = local(parameter)
+        if is_updated_itself(own):
+            continue
+        master = local(state[MASTER]) if MASTER in state else own
+        if master is not values:
+            store(values, master, parameter)
+        if hasattr(own, "quantize_together"):
+            together.append((own, master))
+        elif is_low(own):
+            own.quantize_(master)
+        elif master is not own:
+            own.copy_(master)
+    if together:  # shards: one reduction for all of them
+        together[0][0].quantize_together(together)
+
+
+def zero_main_grads(groups: Iterable[dict[str, Any]]) -> None:
+    """Set gradients in `main_grad` to zero; the tensors belong to whoever made them.
+
+    Args:
+        groups: of an optimizer.
+    """
+    for parameter in (one for group in groups for one in group["params"]):
+        main = getattr(parameter, "main_grad", None)
+        if main is None:
+            continue
+        with torch.no_grad():
+            main.zero_()
+        if hasattr(parameter, "grad_added_to_main_grad"):
+            parameter.grad_added_to_main_grad = False

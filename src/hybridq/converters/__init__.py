@@ -1,0 +1,35 @@
+"""Conversion of models: a table of converters, which modules they turn, which not, and why."""
+
+from __future__ import annotations
+
+from .conversion import Conversion, conversion, kind_of, report_of
+from .convert import convert, default_filter
+from .converter import Converter
+from .exclusions import LEAST_WIDTH, keeps_precision, reason_by_name
+from .experts import register_experts
+from .table import (
+    converter_of,
+    converters,
+    converters_with,
+    library_module,
+    register_converter,
+)
+
+__all__ = [
+    "LEAST_WIDTH",
+    "Conversion",
+    "Converter",
+    "conversion",
+    "convert",
+    "converter_of",
+    "converters",
+    "converters_with",
+    "default_filter",
+    "keeps_precision",
+    "kind_of",
+    "library_module",
+    "reason_by_name",
+    "register_converter",
+    "register_experts",
+    "report_of",
+]

@@ -1,0 +1,178 @@
+"""convert: turn the modules of any model that multiply matrices into hybridq's, in place."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from .. import settings
+from .._log import LOGGER
+from ..errors import HybridQWarning, is_first
+from ..nn import FusedSequential, QuantizedModule
+from ..nn.modules import ENCODERS
+from ..nn.weights import saves_decoded
+from ..recipes import install
+from .conversion import Conversion, conversion, keep_report
+from .converter import Converter
+from .exclusions import LEAST_WIDTH, keeps_precision, reasons
+from .table import converter_of, converters_with, tell_libraries
+
+__all__ = ["convert", "default_filter"]
+
+
+def default_filter(module: nn.Module, name: str) -> bool:
+    """Return whether the name of `module` lets `convert` turn it: no head, router or adapter's.
+
+    Left alone are modules with a component of their qualified name that is `lm_head`, `embed_out`,
+    `output_projection`, `vocab_projector`, `classifier`, `classification_head`, `score`,
+    `qa_outputs`, `pooler` or `seq_relationship`; `gate`, `shared_expert_gate`, or has the word
+    `router` in it; `lora_A` or `lora_B`; what is below `cls.predictions`, and the model's own
+    `output`. `gate_proj`, `gate_up_proj` and the like are converted.
+
+    Args:
+        module: of a kind that `convert` knows.
+        name: its qualified name in the model.
+    """
+    return not keeps_precision(name)
+
+
+def convert(
+    model: nn.Module,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    *,
+    fuse: bool = False,
+    also: Iterable[str] = (),
+    least_width: int = LEAST_WIDTH,
+) -> nn.Module:
+    """Turn the modules in `model` that multiply by a matrix into hybridq's, in place; return it.
+
+    An `nn.Linear` becomes a `hybridq.Linear`; the other kinds are those of
+    `hybridq.converters.converters()`, to which `hybridq.register_converter` adds a user's own. The
+    module objects stay the same, only their class changes: parameters (tied ones too), names,
+    hooks, optimizers that hold them, and references elsewhere in the model all stay valid. Every
+    module of hybridq in the model, new or not, learns its qualified name for the roles of recipes,
+    unless it was constructed with a `name=`.
+
+    Args:
+        model: any module; may itself be an `nn.Linear`.
+        filter_fn: `filter_fn(module, qualified_name) -> bool`, asked for every module of a kind
+            that is converted; False leaves it alone. It decides alone: nothing below is asked then.
+        fuse: turn every `nn.Sequential` into a `FusedSequential`, which runs a norm or an
+            activation and the linear module after it as one step.
+        also: reasons that count for nothing: `"heads"`, `"routers"`, `"adapters"`,
+            `"kept_in_fp32"`, `"narrow"`; and `"embeddings"`, whose tables are converted only so.
+        least_width: modules with fewer input or output features are left alone: a tile of tensor
+            cores is 8 wide at least, and quantizing the input takes longer than the product.
+
+    Left alone are, by the model's own word, what `get_output_embeddings()` or `get_classifier()`
+    returns, whose weight is an embedding's, and what `_tied_weights_keys`,
+    `_keep_in_fp32_modules` or `_keep_in_fp32_modules_strict` names; by their names, heads, routers
+    and low-rank adapters (see `default_filter`); and narrow modules. `hybridq.summary(model)`
+    says which and why, and so does a line of the logger `hybridq` (level INFO). It is a
+    HybridQWarning, once for a class of models, where without a filter less than half of the
+    weights of matrix products was converted.
+
+    A class is taken exactly: a subclass (another library's quantized linear,
+    `NonDynamicallyQuantizableLinear`, a parametrized module) has its own forward or its own
+    reasons. With `fuse` the same holds of `nn.Sequential`. Keys of the state_dict stay what they
+    were with and without `fuse`; a norm that runs as part of a linear module has the numbers of
+    `docs/reference/numerics.md`, which differ from torch's in the last bit of some values.
+
+    Raises:
+        TypeError: `model` is no module, `filter_fn` is not callable, or `also` is one string.
+        ValueError: `also` names no reason, or `least_width` is negative.
+
+    Example:
+        >>> import hybridq
+        >>> from torch import nn
+        >>> model = nn.ModuleDict({"up": nn.Linear(8, 16), "lm_head": nn.Linear(16, 8)})
+        >>> [type(m).__module__.split(".")[0] for m in hybridq.convert(model).values()]
+        ['hybridq', 'torch']
+    """
+    given: object = model
+    if not isinstance(given, nn.Module):
+        is_class = isinstance(given, type) and issubclass(given, nn.Module)
+        hint = "; pass an instance, not the class" if is_class else ""
+        raise TypeError(f"convert: model must be an nn.Module, got {type(given).__name__}{hint}")
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(
+            "convert: filter_fn must be callable, filter_fn(module, name) -> bool, got "
+            f"{type(filter_fn).__name__}"
+        )
+    install()
+    found = [(name, module) for name, module in model.named_modules()]
+    # First all answers, then all changes: a filter that raises leaves the model as it was.
+    also = also if isinstance(also, str) else tuple(also)
+    among = converters_with(also)
+    kept = reasons(model, also, least_width, among)
+    known = [(name, m, kind) for name, m in found if (kind := _convertible(m, among)) is not None]
+    if filter_fn is None:
+        chosen = [(m, kind) for name, m, kind in known if name not in kept]
+    else:
+        chosen = [(m, kind) for name, m, kind in known if filter_fn(m, name)]
+    for module, kind in chosen:
+        kind.convert(module)
+    for _, module in found if fuse else ():
+        if type(module) is nn.Sequential:
+            module.__class__ = FusedSequential
+    for _, module in found:
+        _call_children(module)
+    for name, module in found:
+        saves_decoded(type(module))
+        if isinstance(module, QuantizedModule):
+            module.set_name(name)
+    if settings.current().model_init is not None:
+        _quantize(model, [module for module, _ in chosen])
+    left = {name for name, m, _ in known if not isinstance(m, QuantizedModule)}
+    # The filter was asked once for each module; its answers are not asked for again.
+    answers = None if filter_fn is None else lambda _, name: name not in left
+    made = conversion(model, answers, also=also, least_width=least_width)
+    keep_report(model, made)
+    if known or not any(isinstance(m, QuantizedModule) for _, m in found):
+        _tell(model, made, filter_fn is None)
+    tell_libraries(model)
+    return model
+
+
+def _call_children(module: nn.Module) -> None:
+    """Have a module of torch's that may pass its children by call them, if some are hybridq's."""
+    makes = ENCODERS.get(type(module))
+    if makes is not None and any(isinstance(one, QuantizedModule) for one in module.modules()):
+        module.__class__ = makes
+
+
+def _convertible(module: nn.Module, among: tuple[Converter, ...]) -> Converter | None:
+    """Return the converter that can turn a module; None: nobody can."""
+    kind = converter_of(module, among)
+    if kind is None or (kind.keeps is not None and kind.keeps(module) is not None):
+        return None
+    return kind
+
+
+def _tell(model: nn.Module, made: Conversion, is_own_choice: bool) -> None:
+    """Say what was converted and what not: in the log, or by a warning where it is little.
+
+    A class of models is warned of once; torch's containers are models of any kind.
+    """
+    text = f"convert: {made.summary}; see hybridq.summary(model)"
+    is_little = is_own_choice and 2 * made.elements[0] < max(sum(made.elements), 1)
+    kind = type(model)
+    key = f"{kind.__module__}.{kind.__qualname__}"
+    if kind.__module__.split(".")[0] == "torch":
+        key = text
+    if is_little and is_first(f"convert:{key}"):
+        warnings.warn(text, HybridQWarning, stacklevel=3)
+    else:
+        LOGGER.info(text)
+
+
+def _quantize(model: nn.Module, converted: list[nn.Module]) -> None:
+    """Quantize the weights of these modules, but those that another module uses too."""
+    users = Counter(id(one) for m in model.modules() for one in m.parameters(recurse=False))
+    shared = {one for one, count in users.items() if count > 1}
+    for module in converted:
+        if isinstance(module, QuantizedModule):
+            module.quantize_initial_weights(but=shared)

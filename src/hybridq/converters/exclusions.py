@@ -1,0 +1,214 @@
+"""Which modules that could be converted keep their precision, and why: what `convert` asks.
+
+A model's own word comes first, by the names that Hugging Face's and timm's models give it (no such
+library is imported), then the names of modules, then their sizes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+from torch import nn
+
+from ..errors import suggestion
+from .converter import Converter
+from .table import converter_of, converters_with
+
+__all__ = ["LEAST_WIDTH", "REASONS", "keeps_precision", "reason_by_name", "reasons"]
+
+#: What a reason is called in `convert(also=...)`, and what it means.
+REASONS: Final = {
+    "heads": "a last projection, onto a vocabulary or classes: its errors are the result's",
+    "routers": "it picks the experts of a mixture, where an error picks another",
+    "adapters": "a factor of a low-rank adapter, which is small beside what it is added to",
+    "kept_in_fp32": "the model lists it among those that it keeps in FP32",
+    "narrow": "too few features for anything to be gained",
+    "embeddings": "a table of rows, which no product reads: only its memory becomes less",
+}
+#: Fewer input or output features than this gain nothing: a tile of tensor cores is 8 wide at least,
+#: and quantizing the input takes longer than the product.
+LEAST_WIDTH: Final = 8
+
+#: Components of qualified names. `gate_proj` is neither a head nor a router.
+_COMPONENTS: Final = {
+    "heads": re.compile(
+        r"lm_head|embed_out|output_projection|vocab_projector|classifier|classification_head|score"
+        r"|qa_outputs|pooler|seq_relationship"
+    ),
+    "routers": re.compile(r"gate|shared_expert_gate|(.*_)?router(_.*)?"),
+    "adapters": re.compile(r"lora_(A|B|embedding_A|embedding_B)|prompt_encoder"),
+}
+#: Heads whose name alone is used for other things: whole qualified names.
+_WHOLE: Final = re.compile(r"output|(.*\.)?cls\.predictions(\..*)?")
+
+
+def reason_by_name(name: str) -> str | None:
+    """Return which of `REASONS` a module's qualified name gives, or None.
+
+    Args:
+        name: of a module in its model.
+    """
+    parts = name.split(".")
+    # `router.classifier` is a router's.
+    for reason in ("routers", "heads", "adapters"):
+        if any(_COMPONENTS[reason].fullmatch(part) for part in parts):
+            return reason
+    return "heads" if _WHOLE.fullmatch(name) else None
+
+
+def keeps_precision(name: str) -> bool:
+    """Return whether a qualified name says that a module's precision matters most.
+
+    Args:
+        name: of a module in its model.
+    """
+    return reason_by_name(name) is not None
+
+
+def reasons(
+    model: nn.Module,
+    also: Iterable[str] = (),
+    least_width: int = LEAST_WIDTH,
+    among: Iterable[Converter] | None = None,
+) -> dict[str, tuple[str, str]]:
+    """Return the modules that keep their precision: by name, which reason, and how known.
+
+    Args:
+        model: any module.
+        also: reasons that count for nothing, of `REASONS`.
+        least_width: fewer input or output features are too few.
+        among: converters, whose modules are looked at; None: those that `also` lets.
+
+    Raises:
+        TypeError: `also` is a single string, or `least_width` no int.
+        ValueError: `also` names no reason, or `least_width` is negative.
+    """
+    skipped = _checked(also, least_width)
+    among = converters_with(skipped) if among is None else tuple(among)
+    names: dict[int, list[str]] = {}
+    kinds: dict[int, Converter] = {}
+    candidates: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) in names:
+            names[id(module)].append(name)
+            continue
+        kind = None if module is model else converter_of(module, among)  # itself is meant
+        if kind is not None and (kind.keeps is None or kind.keeps(module) is None):
+            names[id(module)], kinds[id(module)] = [name], kind
+            candidates.append((name, module))
+    found: dict[str, tuple[str, str]] = {}
+
+    def note(name: str, reason: str, text: str) -> None:
+        if reason not in skipped:
+            found.setdefault(name, (reason, text))
+
+    for module, reason, text in _own_word(model, kinds):
+        for name in names.get(id(module), ())[:1]:
+            if kinds[id(module)].only_with is None or reason == "kept_in_fp32":
+                note(name, reason, text)
+    for name, module in candidates:
+        if kinds[id(module)].only_with is not None:
+            continue
+        for one in names[id(module)]:
+            by_name = reason_by_name(one)
+            if by_name is not None:
+                note(name, by_name, f"the name {one}")
+        features = kinds[id(module)].features_of(module)
+        if features is not None and min(features) < least_width:
+            note(name, "narrow", f"{features[0]} to {features[1]} features")
+    return {name: found[name] for name, _ in candidates if name in found}
+
+
+def _checked(also: Iterable[str], least_width: object) -> frozenset[str]:
+    if isinstance(also, str):
+        raise TypeError(f"convert: also must be a collection of reasons, got {also!r}")
+    skipped = frozenset(also)
+    unknown = sorted(map(str, skipped - set(REASONS)))
+    if unknown:
+        raise ValueError(
+            f"convert: also takes {', '.join(REASONS)}, got {', '.join(unknown)}"
+            f"{suggestion(unknown[0], REASONS)}"
+        )
+    if not isinstance(least_width, int) or isinstance(least_width, bool):
+        raise TypeError(f"convert: least_width must be an int, got {type(least_width).__name__}")
+    if least_width < 0:
+        raise ValueError(f"convert: least_width must not be negative, got {least_width}")
+    return skipped
+
+
+def _own_word(
+    model: nn.Module, kinds: dict[int, Converter]
+) -> Iterator[tuple[nn.Module, str, str]]:
+    """Yield what a model, and the models inside it, say of their modules."""
+    embedded = {
+        id(module.weight): name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+    }
+    for module in model.modules():
+        kind = kinds.get(id(module))
+        for weight in () if kind is None else kind.weights:
+            name = embedded.get(id(module._parameters.get(weight)))
+            if name is not None:
+                yield module, "heads", f"its weight is that of the embedding {name}"
+        for method in ("get_output_embeddings", "get_classifier"):
+            head = _asked(module, method)
+            if head is not None:
+                yield from ((one, "heads", f"{method}()") for one in head.modules())
+        for name, child in _beside_base(module):
+            yield from ((one, "adapters", f"{name} beside a base_layer") for one in child.modules())
+        inside = dict(module.named_modules()) if _lists(module) else {}
+        for attribute, reason, patterns in _lists(module):
+            for own, one in inside.items():
+                kind = kinds.get(id(one))
+                if kind is not None and _matches(own, kind.weights, patterns):
+                    yield one, reason, attribute
+
+
+def _beside_base(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return what an adapter's layer, as PEFT makes them, has beside the module that it adapts."""
+    if not (hasattr(module, "adapter_layer_names") and "base_layer" in module._modules):
+        return []
+    return [(name, one) for name, one in module.named_children() if name != "base_layer"]
+
+
+def _asked(module: nn.Module, method: str) -> nn.Module | None:
+    """Return the module that a model's method returns; None where it has no such, or no answer."""
+    function: Any = getattr(module, method, None)
+    if not callable(function):
+        return None
+    try:
+        made = function()
+    except NotImplementedError:  # a base class that leaves it to others
+        return None
+    return made if isinstance(made, nn.Module) else None
+
+
+def _lists(module: nn.Module) -> list[tuple[str, str, list[str]]]:
+    """Return the lists of names that a model has: the attribute, the reason, and the patterns."""
+    found = []
+    for attribute, reason in (
+        ("_tied_weights_keys", "heads"),
+        ("_keep_in_fp32_modules", "kept_in_fp32"),
+        ("_keep_in_fp32_modules_strict", "kept_in_fp32"),
+    ):
+        names = getattr(module, attribute, None)
+        if isinstance(names, str | bytes) or not isinstance(names, Iterable):
+            continue
+        patterns = [one for one in names if isinstance(one, str)]  # of a dict: those that are tied
+        if patterns:
+            found.append((attribute, reason, patterns))
+    return found
+
+
+def _matches(name: str, weights: Iterable[str], patterns: list[str]) -> bool:
+    """Return whether a list names a weight of a module: its key, or a component of its name."""
+    keys = [f"{name}.{weight}" if name else weight for weight in weights]
+    for pattern in patterns:
+        if pattern in name.split("."):
+            return True
+        if any(re.fullmatch(rf"(.*\.)?(?:{pattern})(\..*)?", key) for key in keys):
+            return True
+    return False

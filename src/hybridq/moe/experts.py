@@ -1,0 +1,287 @@
+"""Experts: a model's own module of experts, whose products run under the recipe.
+
+The class of such a module is changed in place: parameters, their names and shapes, submodules and
+hooks stay. Without a recipe its forward is the one that it had. What routes the tokens (router,
+auxiliary loss, shared experts) lies outside of the module, and is not touched.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import nn
+
+from ..nn import GroupedModule
+from ..nn.autograd import Activation, TokenRows
+from ..recipes import Recipe, install
+from ..reference import ACTIVATIONS
+from .layout import ExpertsLayout
+from .permutation import Routes, permute, unpermute
+
+__all__ = ["Experts", "convert_experts", "reason_against"]
+
+_Module = TypeVar("_Module", bound=nn.Module)
+#: By the class of a module, the class that it gets.
+_classes: Final[dict[type[nn.Module], type[Experts]]] = {}
+#: Names of the functions of one value, to the gated activation of it.
+_GATED: Final = {one.core: name for name, one in ACTIVATIONS.items() if one.is_gated}
+
+
+class Experts(GroupedModule):
+    """Base of the classes that `convert_experts` makes: experts that compute under a recipe.
+
+    Under `hybridq.autocast` the tokens are sorted by expert and both (or all three) products of
+    every expert run between quantized planes, in both directions, as in `hybridq.GroupedLinear`.
+    Slots have the module type `"grouped_linear"`, and the names
+    `"<module>.<parameter>"`; a recipe that reads names is asked for each expert,
+    `"<module>.<parameter>.<e>"`. Without a recipe, or under one that leaves all of it alone, the
+    forward is that of the module's own class.
+
+    Attributes:
+        experts_layout: how the experts are held.
+        plain_class: the module's own class.
+        own_arguments: names of its forward's arguments.
+    """
+
+    experts_layout: ExpertsLayout
+    plain_class: type[nn.Module]
+    own_arguments: tuple[str, ...] = ()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the experts make of their tokens: as the own forward, of the same arguments.
+
+        Args:
+            args, kwargs: those of the own forward, by place or by name.
+
+        Raises:
+            TypeError: a dtype cannot be quantized, or arguments are missing.
+            RuntimeError: features, dtypes or devices do not fit.
+            RecipeError: the recipe leaves a GEMM without a plane.
+        """
+        recipe = self.training_recipe()
+        if self.leaves_all_plain(recipe):
+            return super().forward(*args, **kwargs)
+        return _forward(self, recipe, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Its class is made in the process: a file has the own class, and this is made again.
+        return _remade, (self.plain_class,), self.__getstate__()
+
+
+# Functions and not methods: the own class may have methods of these names.
+
+
+def _count(module: Experts) -> int:
+    """Return how many experts there are."""
+    return int(getattr(module, module.experts_layout.down).shape[0])
+
+
+def _forward(
+    module: Experts, recipe: Recipe | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """Return what the own forward would, products under the recipe."""
+    takes = module.experts_layout.takes
+    given = _given(module, args, kwargs)
+    if takes == "routing":
+        return _routed(module, recipe, *given)
+    x, *sizes = given
+    flat, count = x.reshape(-1, x.shape[-1]), _count(module)
+    if takes == "sizes":
+        each = torch.as_tensor(sizes[0], dtype=torch.int64, device=flat.device)
+        offsets = torch.cumsum(each.clamp(0, flat.shape[0]), 0, dtype=torch.int32)
+    else:
+        numbers = torch.arange(1, count + 1, dtype=torch.int32, device=flat.device)
+        offsets = numbers * (flat.shape[0] // count)
+    y = _computed(module, recipe, flat, offsets)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _given(module: Experts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return what the own forward takes first, by place or by name."""
+    takes = module.experts_layout.takes
+    wanted = {"routing": 3, "sizes": 2, "batches": 1}[takes]
+    names = module.own_arguments[len(args) : wanted]
+    given = [*args[:wanted], *(kwargs[name] for name in names if name in kwargs)]
+    if len(given) < wanted:
+        kind = type(module).__name__
+        raise TypeError(f"{kind}: forward takes {wanted} tensors ({takes}), got {len(given)}")
+    return given
+
+
+def _routed(
+    module: Experts,
+    recipe: Recipe | None,
+    hidden: torch.Tensor,
+    indices: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Return the sum over each token's experts, in the shape and dtype of `hidden`."""
+    layout = module.experts_layout
+    tokens = hidden.reshape(-1, hidden.shape[-1])
+    top = indices if indices.dim() == 2 else indices.flatten(0, -2)
+    routes = Routes.of(top, _count(module))
+    shares = None if layout.router_weights == "none" else weights.reshape(routes.inverse.shape)
+    # Several products of the same rows: their gradients are added row by row.
+    x = None
+    if len(layout.first) != 1 or layout.router_weights == "input" or layout.passes_others:
+        x = permute(tokens, routes)
+    if shares is not None and x is not None and layout.router_weights == "input":
+        x = x * shares.flatten()[routes.order][:, None].to(x.dtype)
+        shares = None
+    if x is None:
+        y = _computed(module, recipe, tokens, routes.offsets, routes.rows)
+    else:
+        y = _computed(module, recipe, x, routes.offsets)
+    if x is not None and layout.passes_others:
+        number = torch.arange(y.shape[0], dtype=torch.int64, device=y.device)
+        y = torch.where((number >= routes.offsets[-1])[:, None], x, y)
+    return unpermute(y, shares, routes, hidden.dtype).view(hidden.shape)
+
+
+def _computed(
+    module: Experts,
+    recipe: Recipe | None,
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    rows: TokenRows | None = None,
+) -> torch.Tensor:
+    """Return the experts' outputs of tokens sorted by expert, x or rows of it, `[N, H]`."""
+    layout = module.experts_layout
+    made = []
+    for name, bias in zip(layout.first, layout.first_biases, strict=True):
+        more = getattr(module, name).shape[0] - offsets.shape[0]
+        ends = torch.cat([offsets, offsets[-1:].expand(more)]) if more else offsets
+        made.append(module.grouped_product(recipe, name, bias, x, ends, rows))
+    hidden, activation = x, None
+    if made:
+        h = made[0] if len(made) == 1 else torch.cat(made, 1)
+        hidden, activation = _before_activation(module, h)
+    given = (recipe, layout.down, layout.down_bias, hidden, offsets)
+    y = module.grouped_product(*given, activation=activation)
+    if layout.post_norm is not None:
+        y = getattr(module, layout.post_norm)(y)
+    if layout.scale is not None:
+        y = y * _of_rows(getattr(module, layout.scale), offsets, y)
+    return y
+
+
+def _before_activation(module: Experts, h: torch.Tensor) -> tuple[torch.Tensor, Activation | None]:
+    """Return what the second product's activation takes, and that; None: it is done.
+
+    Args:
+        module: the experts.
+        h: what the first product gives.
+    """
+    layout = module.experts_layout
+    if not isinstance(layout.activation, str):
+        return layout.activation(module, h), None
+    if not layout.has_gate:
+        return h, Activation(layout.activation)
+    if len(layout.first) == 1 and not layout.is_concatenated:
+        h = h.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+    return h, Activation(_GATED[layout.activation])
+
+
+def _of_rows(scale: torch.Tensor, offsets: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the scale of each row's expert, `[N, 1]`; of rows of no expert any."""
+    rows = torch.arange(y.shape[0], device=y.device, dtype=offsets.dtype)
+    expert = torch.searchsorted(offsets, rows, right=True).clamp(max=scale.shape[0] - 1)
+    return scale.to(y.dtype).index_select(0, expert)[:, None]
+
+
+def _clash(plain: type[nn.Module], module: nn.Module) -> str | None:
+    """Return why both classes cannot be one: a name that means two things; None: they can."""
+    own = set().union(*(vars(one) for one in plain.__mro__ if not issubclass(nn.Module, one)))
+    own |= {*vars(module), *module._parameters, *module._buffers, *module._modules}
+    bases = [one for one in Experts.__mro__ if not issubclass(nn.Module, one)]
+    ours = set().union(*(vars(one) for one in bases)) | set(Experts.__annotations__)
+    # What every module has, both classes may override: ours call the own ones.
+    both = {name for name in own & ours if not hasattr(nn.Module, name)}
+    return f"it has its own {', '.join(sorted(both))}" if both else None
+
+
+def reason_against(module: nn.Module, layout: ExpertsLayout) -> str | None:
+    """Return why `convert_experts` cannot convert a module; None: it can.
+
+    Args:
+        module: of experts, not converted.
+        layout: how it may hold them.
+    """
+    if "forward" in vars(module):
+        return "another library replaced its forward (hooks of a device map); convert before"
+    return layout.reason_against(module) or _clash(type(module), module)
+
+
+def _experts_class(plain: type[nn.Module]) -> type[Experts]:
+    """Return the class of converted modules of a class; made once."""
+    made = _classes.get(plain)
+    if made is None:
+        about = {"__module__": plain.__module__, "__doc__": plain.__doc__, "plain_class": plain}
+        made = _classes[plain] = type(f"Quantized{plain.__name__}", (Experts, plain), about)
+    return made
+
+
+def _remade(plain: type[nn.Module]) -> nn.Module:
+    """Return an empty module of the class that `plain` is converted to."""
+    kind = _experts_class(plain)
+    return kind.__new__(kind)
+
+
+def convert_experts(module: _Module, layout: ExpertsLayout) -> _Module:
+    """Let a module of experts compute under the recipe of `hybridq.autocast`; return the module.
+
+    Its class becomes one that is derived from `Experts` and from its own; nothing else changes.
+
+    Args:
+        module: of experts.
+        layout: how it holds them.
+
+    Raises:
+        TypeError: `module` is no module, or `layout` no ExpertsLayout.
+        ValueError: the module does not hold its experts so, or is converted already.
+
+    Example:
+        >>> import torch, hybridq
+        >>> from hybridq.moe import ExpertsLayout, convert_experts
+        >>> class Own(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.up = torch.nn.Parameter(torch.randn(4, 32, 16))
+        ...         self.down = torch.nn.Parameter(torch.randn(4, 16, 32))
+        >>> layout = ExpertsLayout("up", "down", has_gate=False, activation="relu")
+        >>> experts = convert_experts(Own(), layout)
+        >>> x, top = torch.randn(10, 16), torch.rand(10, 4).topk(2)
+        >>> with hybridq.autocast(recipe="mxfp8"):
+        ...     experts(x, top.indices, top.values).shape
+        torch.Size([10, 16])
+    """
+    given: object = module
+    if not isinstance(given, nn.Module):
+        raise TypeError(f"convert_experts: module must be a module, got {type(given).__name__}")
+    kind: object = layout
+    if not isinstance(kind, ExpertsLayout):
+        raise TypeError(
+            f"convert_experts: layout must be an ExpertsLayout, got {type(kind).__name__}"
+        )
+    if isinstance(module, GroupedModule):
+        raise ValueError(
+            f"convert_experts: a module is converted once, got {type(module).__name__}"
+        )
+    reason = reason_against(module, layout)
+    if reason is not None:
+        raise ValueError(
+            f"convert_experts: {type(module).__name__} does not fit its layout: {reason}"
+        )
+    install()
+    names = list(inspect.signature(module.forward).parameters)
+    module.__dict__.update(
+        experts_layout=layout,
+        holds_transposed=layout.is_transposed,
+        weight_parts={name: name for name in layout.weights},
+        own_arguments=tuple(names),
+    )
+    own: nn.Module = module
+    own.__class__ = _experts_class(type(module))
+    return module

@@ -1,0 +1,38 @@
+"""Autograd functions: the GEMMs of linear modules, dense and grouped, and what surrounds them."""
+
+from __future__ import annotations
+
+from .checkpoint import checkpoint
+from .grouped_function import Layout, draw_seeds, grouped_linear
+from .linear_function import eager_linear, linear
+from .offload import get_cpu_offload_context, offload
+from .plain_gemm import plain_attention, plain_linear
+from .prepared_linear import PreparedLinear
+from .prologue import Activation, Norm, Prologue, PrologueCall, apply
+from .quantized_output import Boundary, with_quantized_gradient
+from .slot_encoder import STREAMS
+from .token_routes import TokenRows, take_rows
+
+__all__ = [
+    "STREAMS",
+    "Activation",
+    "Boundary",
+    "Layout",
+    "Norm",
+    "PreparedLinear",
+    "Prologue",
+    "PrologueCall",
+    "TokenRows",
+    "apply",
+    "checkpoint",
+    "draw_seeds",
+    "eager_linear",
+    "get_cpu_offload_context",
+    "grouped_linear",
+    "linear",
+    "offload",
+    "plain_attention",
+    "plain_linear",
+    "take_rows",
+    "with_quantized_gradient",
+]

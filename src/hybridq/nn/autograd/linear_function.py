@@ -1,0 +1,400 @@
+"""The one autograd function of all linear modules: three GEMMs between planes.
+
+```
+fprop  y  = x  @ w.T   (x.row, w.row)         forward
+dgrad  dx = dy @ w     (dy.row, w.col)        backward, if x needs a gradient
+wgrad  dw = dy.T @ x   (dy.col, x.col)        backward, if w needs a gradient
+```
+
+It works on the planes' buffers and the specs' texts through `torch.ops.hybridq`, so that
+`torch.compile(fullgraph=True)` sees ordinary operators. Saved for the backward are the columnwise
+planes that it needs, in quantized form, and the random seed; nothing else. Of a columnwise plane
+that is not quantized, what it is made of is saved: the tensor, or the rowwise plane to be decoded.
+
+Where the matrix x is made of another one by a prologue (a norm, an activation), that other one
+is given as x and saved too, since the prologue's own backward starts from it; what the prologue
+makes is not saved, and written to memory only where no fused operation encodes it as it is made.
+
+**Random streams.** One seed per call serves all stochastic planes; each plane has its own Philox
+stream, so that equal coordinates of two tensors never share random bytes: gradient 0 (row) and 1
+(column), which are the defaults of `encode`, input 2 and 3, weight 4 and 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ...kernels.choice import Operand
+from ...kernels.inputs import can_bypass_dispatcher, has_autocast, refuse_tangents, without_autocast
+from ...kernels.operators import StatedFunction, run_checked_gemm, run_gemm, sum_of_rows
+from ...quantizers import draw_seed
+from ...recipes import Plan
+from ..delayed_scaling import Scales
+from ..weights import Buffers, CachedWeight, Into, PrequantizedWeight, accumulate
+from .double_backward import anchor_on, without_derivative
+from .forward_only import without_backward
+from .offload import ENTERED, tell_offload
+from .operands import PlaneOperand, gemm
+from .prepared_linear import PreparedLinear
+from .prologue import Prologue, PrologueCall
+from .slot_encoder import SlotEncoder, late_columns, record_given, saved_columns
+
+__all__ = ["eager_linear", "linear"]
+
+
+class _Needs(NamedTuple):
+    """Which gradients are wanted; gamma and beta are the weights of a prologue that is a norm."""
+
+    x: bool = False
+    w: bool = False
+    bias: bool = False
+    gamma: bool = False
+    beta: bool = False
+
+    @property
+    def dgrad(self) -> bool:
+        """Whether the gradient goes through the weight."""
+        return self.x or self.gamma or self.beta
+
+
+_NOTHING: Final = _Needs()
+_NO_PROLOGUE: Final = (None, None, None)
+
+
+class _Call(NamedTuple):
+    """What a call is told beside tensors."""
+
+    plan: Plan
+    needs: _Needs
+    weight: CachedWeight | PrequantizedWeight | None
+    prologue: Prologue | None
+    into: Into | None = None
+    prepared: PreparedLinear | None = None
+
+
+@contextmanager
+def _ordinary_mode() -> Iterator[None]:
+    """Leave the inference mode, and make no graph."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _weight_planes(
+    w: torch.Tensor,
+    seed: torch.Tensor | None,
+    call: _Call,
+    scales: Scales | None,
+    direct: bool,
+) -> tuple[Buffers, Buffers]:
+    """Return the rowwise plane of w, and what is saved of it."""
+    weight, slot, is_saved = call.weight, call.plan.weight, call.needs.dgrad
+    is_plain = slot.col.is_plain
+    if weight is not None and weight.has(is_saved and not is_plain):
+        row = weight.row
+        if isinstance(weight, PrequantizedWeight) and slot.is_delayed and weight.amaxes is not None:
+            record_given(weight.amaxes, slot, is_saved and not is_plain, scales)
+        if not is_saved or (isinstance(weight, PrequantizedWeight) and weight.is_late):
+            return row, []
+        if is_plain:
+            if slot.saves_row:
+                return row, row
+            return row, weight.matrix() if isinstance(weight, PrequantizedWeight) else [w]
+        return row, weight.col
+    # What is kept must count versions, and outlive an inference mode.
+    leaves = weight is not None and torch.is_inference_mode_enabled()
+    with _ordinary_mode() if leaves else nullcontext():
+        if call.prepared is not None:
+            row, saved = call.prepared.weight.operand(w, is_saved, seed)
+        else:
+            own = () if scales is None else (scales,)
+            row, saved = SlotEncoder(slot, "weight", seed, direct, own).operand(w, is_saved)
+    if isinstance(weight, CachedWeight):
+        weight.fill(row, [] if is_plain else saved)
+    return row, saved
+
+
+def _forward(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    gamma: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    scales: Scales | None,
+    call: _Call,
+) -> tuple[torch.Tensor, Buffers, Buffers, list[torch.Tensor]]:
+    """Return y, what is saved of the input and of w, and what the prologue wants to know."""
+    plan = call.plan
+    if call.prepared is not None:
+        return *_prepared_forward(x, w, bias, seed, call, call.prepared), []
+    given = isinstance(call.weight, PrequantizedWeight)  # then only its planes are read
+    direct = can_bypass_dispatcher(x, None if given else w, bias, seed, gamma, beta)
+    own = () if scales is None else (scales,)
+    encoder = SlotEncoder(plan.input, "input", seed, direct, own)
+    known: list[torch.Tensor] = []
+    if call.prologue is None:
+        x_row, x_saved = encoder.operand(x, call.needs.w)
+    else:
+        given_norm = (call.prologue, gamma, beta)
+        x_row, x_saved, known = encoder.prologue_operand(x, call.needs.w, *given_norm)
+    w_row, w_saved = _weight_planes(w, seed, call, scales, direct)
+    y = gemm(
+        PlaneOperand(x_row, plan.input.row.spec, x.shape[0]),
+        PlaneOperand(w_row, plan.weight.row.spec, w.shape[0]),
+        w.shape[1],
+        bias,
+        x.dtype,
+        plan.precision.fprop,
+        run_checked_gemm if direct else None,
+        None if call.weight is None else call.weight.row_kept,
+    )
+    return y, x_saved, w_saved, known
+
+
+def _prepared_forward(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    call: _Call,
+    prepared: PreparedLinear,
+) -> tuple[torch.Tensor, Buffers, Buffers]:
+    """Return y, and what is saved of the input and of w, past the dispatcher."""
+    weight, needs, w_planes = call.weight, call.needs, None
+    if weight is not None or needs.x:
+        w_planes = _weight_planes(w, seed, call, None, True)
+    given: torch.Tensor | Operand = w
+    if w_planes is not None:
+        given = Operand(w_planes[0], prepared.weight_spec, *w.shape)
+    made = prepared.skinny(x, given, bias, seed, needs.w)
+    if made is not None:
+        return *made, [] if w_planes is None else w_planes[1]
+    x_row, x_saved = prepared.input.operand(x, needs.w, seed)
+    w_row, w_saved = w_planes or _weight_planes(w, seed, call, None, True)
+    cache = None if weight is None else weight.row_kept
+    y = prepared.gemm(x_row, x.shape[0], w_row, w.shape, bias, cache)
+    return y, x_saved, w_saved
+
+
+class _Linear(StatedFunction):
+    """`y = p(x) @ w.T + bias` under a Plan; x `[rows, in]`, w `[out, in]`, bias `[out]` or None.
+
+    p is the prologue (None: x itself), gamma and beta `[in]` are its weights if it is a norm.
+    """
+
+    second = "refused"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        gamma: torch.Tensor | None,
+        beta: torch.Tensor | None,
+        seed: torch.Tensor | None,
+        scales: Scales | None,
+        call: _Call,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        # Whoever called has left torch.autocast already.
+        y, x_saved, w_saved, known = _forward(x, w, bias, gamma, beta, seed, scales, call)
+        needs, weight = call.needs, call.weight
+        saved = [*x_saved, *w_saved]
+        if ENTERED:
+            tell_offload(x_saved, w_saved if weight is None else ())
+        if call.prologue is not None and needs.dgrad:
+            saved += [x, *known] if gamma is None else [x, *known, gamma]
+        ctx.end = len(saved)
+        if seed is not None:
+            saved.append(seed)
+        anchor = anchor_on(x.device)
+        ctx.save_for_backward(*saved, *(() if anchor is None else (anchor,)))
+        ctx.plan, ctx.needs, ctx.prologue = call.plan, needs, call.prologue
+        ctx.counts = (len(x_saved), len(w_saved), len(known))
+        ctx.features = (w.shape[1], w.shape[0])
+        ctx.late = ctx.kept = None
+        if isinstance(weight, PrequantizedWeight) and weight.is_late:
+            ctx.late = weight
+        elif weight is not None and needs.dgrad and not call.plan.weight.col.is_plain:
+            ctx.kept = weight.col_kept
+        ctx.into = call.into
+        # Not saved for backward: other backwards write them meanwhile, and may.
+        ctx.scales = scales
+        return y if anchor is None else (y, anchor)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+        saved = list(ctx.saved_tensors)
+        if torch.compiler.is_compiling():
+            return (*_backward(ctx, saved, dy), None, None, None)
+        anchor = saved.pop()
+        with torch.no_grad():
+            grads = _backward(ctx, saved, dy)
+        if torch.is_grad_enabled():  # create_graph=True
+            grads = without_derivative("Linear", (dy, anchor), grads)
+        return (*grads, None, None, None)
+
+
+#: `_Linear.apply` without torch's Python around it, which asks for functorch's transforms.
+_apply: Final[Any] = super(torch.autograd.Function, _Linear).apply
+
+
+def _backward(
+    ctx: Any, saved: list[torch.Tensor], dy: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of x, w, bias, gamma and beta, those that are needed."""
+    plan, needs = ctx.plan, ctx.needs
+    num_x, num_w, num_known = ctx.counts
+    x_saved, w_saved = saved[:num_x], saved[num_x : num_x + num_w]
+    start = saved[num_x + num_w : ctx.end]  # of the prologue's backward
+    seed = saved[ctx.end] if len(saved) > ctx.end else None
+    in_features, out_features = ctx.features
+    rows = dy.shape[0]
+    dx = dw = dbias = dgamma = dbeta = None
+    with without_autocast(dy.device.type):
+        grad = plan.grad_output
+        direct = can_bypass_dispatcher(dy, *saved)
+        # Saved tensors may have been through a user's hooks, so they are checked.
+        run = run_gemm if direct else None
+        own = () if ctx.scales is None else (ctx.scales,)
+        encoder = SlotEncoder(grad, "grad_output", seed, direct, own)
+        dy_row, dy_col = encoder.encode(dy, needs.dgrad, needs.w)
+        if ctx.scales is not None and ctx.scales.notes is not None:
+            # A gradient that is added elsewhere leaves none to be taken away.
+            ctx.scales.notes.tell(needs.w and ctx.into is None)
+        if needs.dgrad:
+            kept = ctx.kept
+            if ctx.late is not None:
+                of_weight = SlotEncoder(plan.weight, "weight", seed, direct)
+                size = (out_features, in_features)
+                w_saved, kept = late_columns(ctx.late, of_weight, *size, dy.dtype)
+            w_col = saved_columns(w_saved, plan.weight, out_features, in_features, dy.dtype)
+            dx = gemm(
+                PlaneOperand(dy_row, grad.row.spec, rows),
+                PlaneOperand(w_col, plan.weight.col.spec, in_features),
+                out_features,
+                None,
+                dy.dtype,
+                plan.precision.dgrad,
+                run,
+                kept,
+            )
+        if needs.w:
+            x_col = saved_columns(x_saved, plan.input, rows, in_features, dy.dtype)
+            specs = (grad.col.spec, plan.input.col.spec)
+            if ctx.into is not None:
+                dw = accumulate(
+                    ctx.into, dy_col, specs[0], x_col, specs[1], rows, plan.precision.wgrad
+                )
+            else:
+                dw = gemm(
+                    PlaneOperand(dy_col, specs[0], out_features),
+                    PlaneOperand(x_col, specs[1], in_features),
+                    rows,
+                    None,
+                    dy.dtype,
+                    plan.precision.wgrad,
+                    run,
+                )
+        if needs.bias:
+            dbias = sum_of_rows(dy) if direct else torch.ops.hybridq.bias_grad(dy)
+        if ctx.prologue is not None and dx is not None:
+            x, known, gamma = start[0], start[1 : 1 + num_known], start[1 + num_known :]
+            dx, dgamma, dbeta = ctx.prologue.backward(
+                dx, x, gamma[0] if gamma else None, known, (needs.x, needs.gamma, needs.beta)
+            )
+    return dx, dw, dbias, dgamma, dbeta
+
+
+def linear(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    plan: Plan,
+    weight: CachedWeight | PrequantizedWeight | None = None,
+    scales: Scales | None = None,
+    before: PrologueCall | None = None,
+    into: Into | None = None,
+) -> torch.Tensor:
+    """Return `p(x) @ w.T + bias` with every GEMM between the planes that `plan` names.
+
+    Args:
+        x: `[rows, in_features]`, float32, bfloat16 or float16; of a gated activation twice as
+            many columns.
+        w: `[out_features, in_features]`, the same dtype.
+        bias: `[out_features]`, the same dtype, or None.
+        plan: what `hybridq.recipes.bind` made.
+        weight: where the planes of w are, or are kept, to be taken from there or put there; or
+            None.
+        scales: of the module's state, where `plan.is_delayed`.
+        before: what makes the matrix that is multiplied out of x; None: x is that matrix.
+        into: where the gradient of w is added; None: it is returned.
+
+    Returns:
+        `[rows, out_features]` in x's dtype.
+
+    Raises:
+        NotImplementedError: a tensor has a tangent of forward-mode differentiation.
+    """
+    prologue, gamma, beta = _NO_PROLOGUE if before is None else before
+    refuse_tangents("hybridq.Linear", x, w, bias, gamma, beta)
+    # Drawn whether or not there will be a backward: a reentrant checkpoint runs its forward
+    # without gradients, and its recomputation must find the generator in the same state.
+    seed = draw_seed(x.device) if plan.is_stochastic else None
+    needs = _NOTHING
+    if torch.is_grad_enabled() and not plan.is_forward_only:
+        needs = _Needs(
+            x.requires_grad,
+            w.requires_grad,
+            bias is not None and bias.requires_grad,
+            gamma is not None and gamma.requires_grad,
+            beta is not None and beta.requires_grad,
+        )
+    given = (x, w, bias, gamma, beta, seed, scales, _Call(plan, needs, weight, prologue, into))
+    if plan.is_forward_only:
+        with torch.no_grad(), without_autocast(x.device.type):
+            y = _run(*given)
+        return without_backward("Linear", y, x, w, bias, gamma, beta)
+    if torch.compiler.is_compiling() or has_autocast(x.device.type):
+        with without_autocast(x.device.type):
+            return _run(*given)
+    return _run(*given)
+
+
+def _run(*given: Any) -> torch.Tensor:
+    """Return what the function makes of these arguments: by autograd where a gradient is wanted."""
+    if not any(given[-1].needs):
+        return _forward(*given)[0]
+    made: Any = _Linear.apply(*given)
+    return made if torch.compiler.is_compiling() else made[0]
+
+
+def eager_linear(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    prepared: PreparedLinear,
+    weight: CachedWeight | None,
+) -> torch.Tensor:
+    """Return what `linear` does, with the same bits, of tensors of which the caller has asked all.
+
+    They are plain and on a CPU, the dispatcher may be bypassed, and torch.autocast is off.
+
+    Args:
+        x, w, bias, weight: as `linear` takes them.
+        prepared: under the module's plan, for their dtype.
+    """
+    plan = prepared.plan
+    seed = draw_seed(x.device) if plan.is_stochastic else None
+    if torch.is_grad_enabled():
+        has_grad = bias is not None and bias.requires_grad
+        needs = _Needs(x.requires_grad, w.requires_grad, has_grad)
+        if True in needs:
+            call = _Call(plan, needs, weight, None, None, prepared)
+            return _apply(x, w, bias, None, None, seed, None, call)[0]
+    call = _Call(plan, _NOTHING, weight, None, None, prepared)
+    return _prepared_forward(x, w, bias, seed, call, prepared)[0]

@@ -1,0 +1,178 @@
+"""What a linear module's forward under one plan does not find out again, for tensors on a CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from ...formats import PlaneSpec
+from ...kernels import OperandCache
+from ...kernels.choice import GemmArgs, Operand
+from ...kernels.cpu import SKINNY_ROWS
+from ...kernels.inputs import can_cache
+from ...kernels.operators import gemm_plan, run_encode, skinny_gemm
+from ...recipes import Plan, SlotPlan
+from ...storage import Plane
+from ..weights import Buffers
+from .slot_encoder import STREAMS, SlotEncoder
+
+__all__ = ["PreparedLinear"]
+
+
+class PreparedSlot:
+    """`SlotEncoder.operand` of one slot whose requests are made once, past the dispatcher.
+
+    Args:
+        plan: of the slot; the rowwise plane is quantized, and no statistic comes from outside.
+        slot: `"input"` or `"weight"`.
+    """
+
+    __slots__ = ("_is_plain_col", "_requests", "_saves_row", "_split")
+
+    def __init__(self, plan: SlotPlan, slot: str) -> None:
+        encoder = SlotEncoder(plan, slot)
+        pairs = [encoder.pair(True, with_col) for with_col in (False, True)]
+        #: Without and with a columnwise plane.
+        self._requests = [pair.request(encoder.rest()) for pair in pairs]
+        self._split = pairs[0].split
+        self._is_plain_col, self._saves_row = plan.col.is_plain, plan.saves_row
+
+    def operand(
+        self, x: torch.Tensor, is_saved: bool, seed: torch.Tensor | None
+    ) -> tuple[Buffers, Buffers]:
+        """Return the rowwise plane of x, and what is saved of it.
+
+        Args:
+            x: `[rows, cols]`, checked.
+            is_saved: whether the columnwise plane will be wanted.
+            seed: int64 `[1]` where a plane is rounded stochastically.
+        """
+        with_col = is_saved and not self._is_plain_col
+        request = self._requests[with_col]
+        if seed is not None:
+            request = request._replace(seed=seed)
+        made = run_encode(x, request)
+        row = made[: self._split]
+        if with_col or not is_saved:
+            return row, made[self._split :]
+        return row, row if self._saves_row else [x]
+
+
+class PreparedLinear:
+    """The forward under one plan, for plain tensors of one dtype on a CPU.
+
+    Args:
+        plan: of the module.
+        dtype: of input, weight and bias.
+
+    Attributes:
+        plan, dtype: the same.
+        is_possible: both are quantized, and no plane's statistics come from outside of the tensor.
+        takes_planes: weights may be planes that are there, and the input as it is.
+        input, weight: how the tensors of these slots are encoded.
+        weight_spec: of the weight's rowwise plane.
+    """
+
+    __slots__ = (
+        "_column",
+        "dtype",
+        "input",
+        "is_possible",
+        "plan",
+        "takes_planes",
+        "weight",
+        "weight_spec",
+    )
+
+    def __init__(self, plan: Plan, dtype: torch.dtype) -> None:
+        self.plan, self.dtype = plan, dtype
+        slot, weight = plan.input, plan.weight
+        is_outside = bool(plan.is_delayed or slot.amax_group)
+        self.takes_planes = not (is_outside or plan.is_stochastic or weight.row.is_plain)
+        is_outside = is_outside or bool(weight.amax_group)
+        self.is_possible = not (is_outside or slot.row.is_plain or weight.row.is_plain)
+        self.input = PreparedSlot(slot, "input")
+        self.weight = PreparedSlot(weight, "weight")
+        self.weight_spec = PlaneSpec.parse(weight.row.spec).resolve(dtype)
+        #: What is made of the input for the backward; None where that is another step.
+        self._column = None
+        if not slot.col.is_plain and slot.col_source == "original":
+            self._column = slot.col.spec
+
+    def skinny(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor | Operand,
+        bias: torch.Tensor | None,
+        seed: torch.Tensor | None,
+        saves_x: bool,
+    ) -> tuple[torch.Tensor, Buffers] | None:
+        """Return y and what is saved of x, made in one call of the core; None: not done.
+
+        Args:
+            x: `[rows, k]`.
+            w: the weight, which is quantized on the way, and nothing of it is saved; or its
+                rowwise plane.
+            bias, seed: as for `linear_function.linear`.
+            saves_x: the backward will want x's columnwise plane.
+        """
+        plan, column = self.plan, self._column if saves_x else ""
+        if column is None or not 0 < x.shape[0] <= SKINNY_ROWS:
+            return None
+        specs = (plan.input.row.spec, column, plan.weight.row.spec)
+        product = skinny_gemm(*specs, self.dtype, bias is not None, plan.precision.fprop)
+        return None if product is None else product(x, w, bias, seed, STREAMS["input"][1])
+
+    def fitting(self, plane: Plane | None) -> Plane | None:
+        """Return the rowwise plane of a quantized weight if `with_plane` takes it, else None.
+
+        Args:
+            plane: of any spec; or None.
+        """
+        if plane is None or not self.takes_planes or plane.spec != self.weight_spec:
+            return None
+        return plane
+
+    def with_plane(self, x: torch.Tensor, w: Plane, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return `x @ w.T + bias` where no gradient is wanted.
+
+        Args:
+            x: `[rows, k]`.
+            w: a plane that is `fitting`.
+            bias: `[n]`, or None.
+        """
+        buffers, shape = w.tensors, w.matrix
+        if self.plan.input.row.is_plain:
+            row = [x]
+        else:
+            weight = Operand(buffers, self.weight_spec, *shape)
+            made = self.skinny(x, weight, bias, None, False)
+            if made is not None:
+                return made[0]
+            row = self.input.operand(x, False, None)[0]
+        cache = w.ready if can_cache(w.data) else None
+        return self.gemm(row, x.shape[0], buffers, shape, bias, cache)
+
+    def gemm(
+        self,
+        x: Buffers,
+        rows: int,
+        w: Buffers,
+        shape: tuple[int, ...],
+        bias: torch.Tensor | None,
+        cache: OperandCache | None,
+    ) -> torch.Tensor:
+        """Return `x @ w.T + bias` `[rows, n]`.
+
+        Args:
+            x, w: buffers of the rowwise planes.
+            rows: of x.
+            shape: `[n, k]` of w.
+            bias: `[n]`, or None.
+            cache: where what is made of w's plane is kept, or None.
+        """
+        plan, (n, k) = self.plan, shape
+        precision = plan.precision.fprop
+        texts = (plan.input.row.spec, plan.weight.row.spec)
+        a, b, run = gemm_plan(*texts, self.dtype, precision, bias is None)
+        args = GemmArgs(bias, None, self.dtype, precision)
+        return run(Operand(x, a, rows, k), Operand(w, b, n, k, cache), args)

@@ -1,0 +1,23 @@
+"""The state of delayed scaling: histories of modules, their owners, and when they are updated."""
+
+from __future__ import annotations
+
+from .places import Scales, places_of
+from .state import ScalingState, states_of
+from .state_dict import load_history, state_dict_with_history
+from .update import misses_step, num_updates, scales_of, take_step, update_scaling, watch_steps
+
+__all__ = [
+    "Scales",
+    "ScalingState",
+    "load_history",
+    "misses_step",
+    "num_updates",
+    "places_of",
+    "scales_of",
+    "state_dict_with_history",
+    "states_of",
+    "take_step",
+    "update_scaling",
+    "watch_steps",
+]

@@ -1,0 +1,113 @@
+"""The places of a module that delayed scaling keeps scales for; what a forward takes of them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+import torch
+
+from ...errors import warn_once
+from ...formats import PlaneSpec
+from ...quantizers import DelayedScalingRequest
+from ...recipes import Plan
+
+__all__ = ["NUM_FORWARD", "PLACES", "Notes", "Place", "Scales", "places_of"]
+
+#: The places, in order: the forward's four, then the backward's two.
+PLACES: Final = (
+    "input",
+    "input_columnwise",
+    "weight",
+    "weight_columnwise",
+    "grad_output",
+    "grad_output_columnwise",
+)
+#: How many of them are the forward's.
+NUM_FORWARD: Final = 4
+#: Backwards without an update, of which nobody accumulates as many.
+_SUSPICIOUS: Final = 1000
+
+
+class Place(NamedTuple):
+    """What a plan asks of one place.
+
+    Attributes:
+        number: of `PLACES`.
+        request: how its scale follows from its history.
+        element: name of the element that the scale is for.
+        fmax: its largest finite value.
+    """
+
+    number: int
+    request: DelayedScalingRequest
+    element: str
+    fmax: float
+
+
+@lru_cache(maxsize=1024)
+def places_of(plan: Plan) -> tuple[Place, ...]:
+    """Return the places that modules under `plan` have a history for."""
+    found = []
+    for number, slot in enumerate((plan.input, plan.weight, plan.grad_output)):
+        col_delay = "" if slot.shares_state else slot.col_delay
+        for offset, (delay, plane) in enumerate(
+            ((slot.row_delay, slot.row), (col_delay, slot.col))
+        ):
+            element = PlaneSpec.parse(plane.spec).format.element
+            if delay and element is not None:
+                request = DelayedScalingRequest.parse(delay)
+                found.append(Place(2 * number + offset, request, element.name, element.max))
+    return tuple(found)
+
+
+class Notes:
+    """What backwards tell a state; apart from it, so that a graph does not keep the module alive.
+
+    Attributes:
+        num_backwards: how many have recorded since the last update.
+        has_weight_grad: one made a gradient of the weight.
+    """
+
+    __slots__ = ("has_weight_grad", "num_backwards")
+
+    def __init__(self) -> None:
+        self.num_backwards = 0
+        self.has_weight_grad = False
+
+    def tell(self, has_weight_grad: bool) -> None:
+        """Note that a backward has recorded.
+
+        Args:
+            has_weight_grad: it made a gradient of the weight.
+        """
+        self.num_backwards += 1
+        self.has_weight_grad = self.has_weight_grad or has_weight_grad
+        if self.num_backwards == _SUSPICIOUS:
+            warn_once(
+                "scaling.no_update",
+                f"delayed scaling: {_SUSPICIOUS} backwards of a module without an update of its "
+                "scales; without an optimizer of torch call hybridq.update_scaling() once per step",
+            )
+
+    def clear(self) -> None:
+        """Begin anew, after an update."""
+        self.num_backwards = 0
+        self.has_weight_grad = False
+
+
+class Scales(NamedTuple):
+    """What one forward and its backward take of a state.
+
+    Attributes:
+        forward_stats: FP32 `[4]`: of the forward's places.
+        forward_amaxes: FP32 `[4]`, raised by the forward; None: it records nothing.
+        backward_stats, backward_amaxes: `[2]`, the same of the backward's.
+        notes: of the state, in code that is not compiled.
+    """
+
+    forward_stats: torch.Tensor
+    forward_amaxes: torch.Tensor | None
+    backward_stats: torch.Tensor
+    backward_amaxes: torch.Tensor | None
+    notes: Notes | None

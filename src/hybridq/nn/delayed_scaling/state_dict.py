@@ -1,0 +1,88 @@
+"""The histories of delayed scaling in a state_dict: only where somebody asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from .state import ScalingState, states_of
+
+__all__ = ["load_history", "state_dict_with_history"]
+
+_PREFIX: Final = "scaling."
+#: What activation checkpointing calls the module that it wraps.
+_CHECKPOINTED: Final = "_checkpoint_wrapped_module"
+
+
+def state_dict_with_history(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return `model.state_dict()` and, beside it, the histories of delayed scaling.
+
+    For every place that has recorded something there are two keys, `.history` and `.scale` of
+    `"<module>.scaling.<place>.<element>"`, or of `"<module>.scaling.<part>.<place>.<element>"`
+    where a module has several linear parts. A history is FP32 `[length]`, slot 0 what was recorded
+    since the last update, a scale FP32 `[1]`. `load_state_dict` of a model with modules of hybridq
+    takes both kinds, with and without them; one without them leaves the histories as they are.
+
+    Args:
+        model: any module.
+
+    Raises:
+        TypeError: `model` is no module.
+
+    Example:
+        >>> import torch, hybridq
+        >>> model = hybridq.convert(torch.nn.Sequential(torch.nn.Linear(8, 8)))
+        >>> with hybridq.autocast(recipe="fp8_delayed"):
+        ...     y = model(torch.ones(4, 8))
+        >>> sorted(set(hybridq.state_dict_with_history(model)) - set(model.state_dict()))[:2]
+        ['0.scaling.input.e4m3.history', '0.scaling.input.e4m3.scale']
+    """
+    given: object = model
+    if not isinstance(given, nn.Module):
+        raise TypeError(
+            f"state_dict_with_history: model must be an nn.Module, got {type(given).__name__}"
+        )
+    made: dict[str, torch.Tensor] = model.state_dict()
+    for path, module in model.named_modules(remove_duplicate=False):
+        # As in the keys of a state_dict, from which torch's wrapper takes its own name.
+        name = ".".join(one for one in path.split(".") if one != _CHECKPOINTED)
+        for part, state in states_of(module).items():
+            prefix = _prefix(f"{name}." if name else "", part)
+            made.update({prefix + key: tensor for key, tensor in state.exported().items()})
+    return made
+
+
+def _prefix(module: str, part: str) -> str:
+    """Return what the keys of a module's part begin with."""
+    return f"{module}{_PREFIX}{part}." if part else module + _PREFIX
+
+
+def load_history(
+    states: Mapping[str, ScalingState],
+    state_dict: dict[str, Any],
+    prefix: str,
+    unexpected: list[str],
+    errors: list[str],
+    has_weights: bool,
+) -> None:
+    """Let a module's states take their part of a state_dict: the end of `_load_from_state_dict`.
+
+    Args:
+        states: of the module, by part.
+        state_dict: with or without histories.
+        prefix: of the module's keys.
+        unexpected: keys that nothing took, of which those taken here are removed.
+        errors: to which what is wrong is added.
+        has_weights: the state_dict has weights of the module.
+    """
+    for part, state in states.items():
+        own = _prefix(prefix, part)
+        found = {key[len(own) :]: value for key, value in state_dict.items() if key.startswith(own)}
+        if found:
+            errors += [f"scaling of {prefix or 'the module'}: {line}" for line in state.load(found)]
+            unexpected[:] = [key for key in unexpected if not key.startswith(own)]
+        elif has_weights:
+            state.note_weights()

@@ -1,0 +1,54 @@
+"""The modules, from `Linear` to `TransformerLayer`."""
+
+from __future__ import annotations
+
+from .attention import MultiheadAttention
+from .embedding import Embedding
+from .foreign_linear import ForeignLinear
+from .fused_sequential import FusedSequential
+from .grouped_linear import GroupedLinear
+from .grouped_module import GroupedModule
+from .layernorm_linear import LayerNormLinear, RMSNormLinear
+from .layernorm_mlp import LayerNormMLP
+from .linear import Linear
+from .patch_conv import (
+    PatchConv,
+    PatchConv1d,
+    PatchConv2d,
+    PatchConv3d,
+    is_patch_conv,
+    patch_features,
+    patches,
+)
+from .quantized_module import QuantizedModule
+from .rotary import RotaryPositionEmbedding
+from .torch_encoder import ENCODERS, TorchEncoder, TorchEncoderLayer
+from .transformer_layer import TransformerLayer
+from .weight_owner import WeightOwner
+
+__all__ = [
+    "ENCODERS",
+    "Embedding",
+    "ForeignLinear",
+    "FusedSequential",
+    "GroupedLinear",
+    "GroupedModule",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "MultiheadAttention",
+    "PatchConv",
+    "PatchConv1d",
+    "PatchConv2d",
+    "PatchConv3d",
+    "QuantizedModule",
+    "RMSNormLinear",
+    "RotaryPositionEmbedding",
+    "TorchEncoder",
+    "TorchEncoderLayer",
+    "TransformerLayer",
+    "WeightOwner",
+    "is_patch_conv",
+    "patch_features",
+    "patches",
+]

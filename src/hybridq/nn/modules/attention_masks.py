@@ -1,0 +1,104 @@
+"""Which keys a query sees: kinds of masks, windows, and masks given with a call."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+
+from ...errors import must_be_one_of
+
+__all__ = ["MASKS", "check_mask_type", "visible"]
+
+
+class _Kind(NamedTuple):
+    """What a mask type says.
+
+    Attributes:
+        is_causal: a query sees no key behind the diagonal.
+        needs_mask: a mask is given with the call.
+        is_at_end: the diagonal ends at the last query and the last key, where there are more keys
+            than queries; else it begins at the first of both.
+    """
+
+    is_causal: bool
+    needs_mask: bool
+    is_at_end: bool
+
+
+MASKS: Final = {
+    "no_mask": _Kind(False, False, True),
+    "causal": _Kind(True, False, False),
+    "causal_bottom_right": _Kind(True, False, True),
+    "padding": _Kind(False, True, True),
+    "padding_causal": _Kind(True, True, False),
+    "causal_padding": _Kind(True, True, False),
+    "padding_causal_bottom_right": _Kind(True, True, True),
+    "arbitrary": _Kind(False, True, True),
+}
+
+
+def check_mask_type(kind: str, window: tuple[int, int] | None) -> None:
+    """Raise unless `kind` and `window` are ones that `visible` takes.
+
+    Args:
+        kind: a key of `MASKS`.
+        window: two numbers, each at least -1, or None.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if kind not in MASKS:
+        raise ValueError(f"attention: mask type {must_be_one_of(MASKS, kind)}")
+    if window is not None and (len(window) != 2 or min(window) < -1):
+        raise ValueError(
+            f"attention: window_size must be two numbers, each at least -1, got {window}"
+        )
+
+
+def visible(
+    kind: str,
+    window: tuple[int, int] | None,
+    given: torch.Tensor | None,
+    queries: int,
+    keys: int,
+    device: torch.device,
+) -> tuple[torch.Tensor | None, bool]:
+    """Return the mask of SDPA, True where a key is seen, and whether it is plainly causal.
+
+    Args:
+        kind: a key of `MASKS`.
+        window: how many keys before and after the diagonal a query sees, -1 for all; or None.
+        given: bool, True where a key is hidden, broadcastable to `[batch, heads, queries, keys]`.
+        queries, keys: how many there are.
+        device: of the mask.
+
+    Raises:
+        ValueError: a mask that the type does not take, none where it needs one, or no bool.
+
+    Source: names and alignment: Transformer Engine's mask types.
+    """
+    is_causal, needs_mask, is_at_end = MASKS[kind]
+    if needs_mask is (given is None):
+        raise ValueError(
+            f"attention: mask type {kind!r} {'needs an' if needs_mask else 'takes no'} "
+            f"attention_mask, got {'none' if given is None else tuple(given.shape)}"
+        )
+    left, right = window or (-1, -1)
+    begin = keys - queries if is_at_end else 0
+    if is_causal and left < 0 and given is None and begin == 0:
+        return None, True
+    seen = None
+    if is_causal or left >= 0 or right >= 0:
+        query = torch.arange(queries, dtype=torch.int64, device=device) + begin
+        ahead = torch.arange(keys, dtype=torch.int64, device=device)[None, :] - query[:, None]
+        seen = ahead >= -left if left >= 0 else torch.ones_like(ahead, dtype=torch.bool)
+        if is_causal or right >= 0:
+            seen = seen & (ahead <= (0 if is_causal else right))
+    if given is None:
+        return seen, False
+    if given.dtype != torch.bool:
+        raise ValueError(
+            f"attention: attention_mask must be bool, True where hidden, got {given.dtype}"
+        )
+    return ~given if seen is None else seen & ~given, False

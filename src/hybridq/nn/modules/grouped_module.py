@@ -1,0 +1,258 @@
+"""What modules with weights of several groups share: each group's plan, kept planes and scales."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from ...recipes import CustomRecipe, Plan, Recipe, bind
+from ...recipes.factories import high_precision_factory
+from ...tensor import is_quantized
+from ...tensor.stack import is_stack
+from ..autograd import Activation, Layout, TokenRows, apply, grouped_linear, take_rows
+from ..weights import Into, part_of
+from .group_sizes import mixed_linear
+from .quantized_module import QuantizedModule
+
+__all__ = ["GroupedModule"]
+
+#: What `role.module_type` says of the slots of such modules.
+_GROUPED: Final = "grouped_linear"
+#: Nothing is quantized: what runs outside `hybridq.autocast` where the splits stay on the device.
+_PLAIN: Final = bind(CustomRecipe(high_precision_factory), "", _GROUPED)
+
+
+class GroupedModule(QuantizedModule):
+    """Base of modules that multiply each group of tokens with a matrix of its own.
+
+    A part of such a module (`""` if it has one only) is one grouped product. Where a part has one
+    weight, that is a tensor of all its matrices. A recipe that reads
+    names is asked for each of its groups, by the name `"<module>.<part>.<g>"`; any other once.
+    """
+
+    module_type = _GROUPED
+
+    def matrix_parts(self, part: str, count: int, recipe: Recipe | None) -> tuple[str, ...]:
+        if recipe is None or not recipe.reads_names:
+            return (part,)
+        return tuple([_group_part(part, g) for g in range(count)])
+
+    def parts_of(self, recipe: Recipe | None) -> tuple[str, ...]:
+        parts = [self.matrix_parts(*one, recipe) for one in self._counts()]
+        return tuple([one for own in parts for one in own])
+
+    def scaled_weights(self) -> list[tuple[str, torch.Tensor]]:
+        weights = [getattr(self, name) for name in self.weight_parts]
+        return [
+            (_group_part(part, g), weight)
+            for weight, (part, count) in zip(weights, self._counts(), strict=True)
+            for g in range(count)
+        ]
+
+    def _counts(self) -> list[tuple[str, int]]:
+        """Return each part that has one weight of several matrices, and how many it has."""
+        return [(part, getattr(self, name).shape[0]) for name, part in self.weight_parts.items()]
+
+    # ---- for modules of other packages, whose parts have one weight of several matrices each
+
+    def training_recipe(self) -> Recipe | None:
+        """Return the recipe of a forward that begins; None: nothing is quantized.
+
+        Called once in each forward, before anything else of this module.
+        """
+        recipe: Recipe | None = self._recipe()
+        return recipe
+
+    def leaves_all_plain(self, recipe: Recipe | None) -> bool:
+        """Return whether a recipe changes nothing of this module, nor `main_grad` takes gradients.
+
+        Args:
+            recipe: any, or None.
+        """
+        if self._into_all([getattr(self, name) for name in self.weight_parts]):
+            return False
+        if recipe is None:
+            return True
+        return all(self.plan_of(recipe, part).is_plain for part in self.parts_of(recipe))
+
+    def grouped_product(
+        self,
+        recipe: Recipe | None,
+        name: str,
+        bias: str | None,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        rows: TokenRows | None = None,
+        activation: Activation | None = None,
+    ) -> torch.Tensor:
+        """Return the tokens of each group times its matrix of one weight, `[T, out_features]`.
+
+        Args:
+            recipe: of this forward.
+            name: of the weight, `[G, out, in]`, or `[G, in, out]` with `holds_transposed`.
+            bias: name of the biases `[G, out]`; None: none are added.
+            x: `[T, in_features]`, tokens of group 0 first; taken as torch.autocast would.
+            offsets: int32 `[G]`, where each group ends; tokens behind the last give zeros.
+            rows: the tokens that are multiplied, in the order of their groups, taken out of x as
+                they are needed; None: x.
+            activation: what is multiplied is what it makes of x; not with `rows`. None: x.
+
+        Raises:
+            TypeError: a dtype cannot be quantized.
+            RuntimeError: features, dtypes or devices do not fit.
+            RecipeError: the recipe leaves a GEMM without a plane.
+        """
+        own: torch.Tensor = getattr(self, name)
+        part = self.weight_parts[name]
+        count = own.shape[0]
+        plans = None if recipe is None else self._group_plans(recipe, count, part)
+        cast: Any = self._cast(x, own, None if bias is None else getattr(self, bias))
+        given, *params = (one for one in cast if one is not None)
+        is_cast = given.dtype != x.dtype
+        if activation is not None and (is_cast or is_quantized(x) or _differ(plans)):
+            given = self._cast(apply(x, activation, None, None), own)[0]
+            activation = None
+        shape = own.shape if self.holds_transposed else (own.shape[0], *own.shape[:0:-1])
+        _, into, out = shape
+        width = into if activation is None else activation.columns(into)
+        self._check(given, params[0], cast[2], width)
+        has_bias = bias is not None
+        layout = Layout(count, True, has_bias, True, (into, out), self.holds_transposed)
+        known = (params, [own], layout, plans, None, self._into_all([own]), part)
+        if rows is not None:
+            if not is_quantized(x) and not _differ(plans):
+                # Not what is cast: a gradient is rounded to the tokens' own dtype row by row.
+                return self._grouped_product(x, offsets, *known, rows=rows)
+            given = self._cast(take_rows(x, rows), own)[0]
+        return self._grouped_product(given, offsets, *known, activation=activation)
+
+    def _group_plans(self, recipe: Any, count: int, part: str = "") -> list[Plan]:
+        """Return the plan of each group of a part."""
+        plans = [self.plan_of(recipe, one) for one in self.matrix_parts(part, count, recipe)]
+        return plans * count if len(plans) < count else plans
+
+    def _grouped_product(
+        self,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        params: list[torch.Tensor],
+        own: list[torch.Tensor],
+        layout: Layout,
+        plans: list[Plan] | None,
+        is_first_microbatch: bool | None,
+        into: tuple[Into | None, ...],
+        part: str = "",
+        rows: TokenRows | None = None,
+        activation: Activation | None = None,
+    ) -> torch.Tensor:
+        """Return `grouped_linear` of a part under the plan of each group, `[T, out_features]`.
+
+        Args:
+            x: `[T, in_features]`.
+            offsets: int32 `[G]`, where each group ends.
+            params: weights and then biases, in x's dtype.
+            own: the weights as the module holds them.
+            layout: of both.
+            plans: of the groups; None: nothing is quantized.
+            is_first_microbatch: as `Linear.forward` takes it.
+            into: where the gradient of each weight parameter is added; empty: they are returned.
+            part: of the module.
+            rows, activation: of x; only where the groups have one plan.
+        """
+        if plans is None:
+            plans = [_PLAIN] * layout.groups
+        scales = self._scales_all(own, layout, plans, is_first_microbatch, part)
+        kept = self._kept_all(own, layout, params[0].dtype, plans, is_first_microbatch, part)
+        if _differ(plans):
+            weights, biases = _parts(params, layout)
+            parts = _into_parts(into, layout)
+            given = (plans, layout.features, scales, parts, kept)
+            return mixed_linear(x, offsets, weights, biases, *given)
+        known = scales if plans[0].is_delayed else None
+        every = (x, offsets, params, layout, plans[0], kept)
+        return grouped_linear(*every, scales=known, into=into, rows=rows, activation=activation)
+
+    def _scales_all(
+        self,
+        own: list[torch.Tensor],
+        layout: Layout,
+        plans: list[Plan],
+        is_first_microbatch: bool | None,
+        part: str,
+    ) -> tuple[Any, ...]:
+        """Return each group's Scales of delayed scaling; None where its plan has no delay."""
+        if not any(plan.is_delayed for plan in plans):
+            return (None,) * layout.groups
+        weights = own * layout.groups if layout.is_single else own
+        return tuple(
+            [
+                self._scales(weight, plan, is_first_microbatch, _group_part(part, g))
+                for g, (weight, plan) in enumerate(zip(weights, plans, strict=True))
+            ]
+        )
+
+    def _kept_all(
+        self,
+        own: list[torch.Tensor],
+        layout: Layout,
+        dtype: torch.dtype,
+        plans: list[Plan],
+        is_first_microbatch: bool | None,
+        part: str,
+    ) -> tuple[Any, ...]:
+        """Return where the planes of each group's weight are, or are kept; empty for nowhere."""
+        if torch.compiler.is_compiling():
+            return ()
+        slot = plans[0].weight
+        keeps = not (slot.col.is_plain or slot.is_delayed) and all(p == plans[0] for p in plans)
+        if not (keeps or is_stack(own[0]) or any(map(is_quantized, own))):
+            return ()
+        weights = own
+        if layout.is_single:
+            with torch.no_grad():
+                weights = layout.matrices(own[0])
+        kept = [
+            self._kept(weight, dtype, plan, is_first_microbatch, _group_part(part, g))
+            if keeps or is_quantized(weight)
+            else None
+            for g, (weight, plan) in enumerate(zip(weights, plans, strict=True))
+        ]
+        return tuple(kept) if any(one is not None for one in kept) else ()
+
+    def _into_all(self, own: list[torch.Tensor]) -> tuple[Into | None, ...]:
+        """Return where the gradient of each weight parameter is added; empty: nowhere."""
+        into = tuple([self._into(weight) for weight in own])
+        return into if any(one is not None for one in into) else ()
+
+
+def _differ(plans: list[Plan] | None) -> bool:
+    """Return whether groups have different plans."""
+    return plans is not None and any(plan != plans[0] for plan in plans)
+
+
+def _group_part(part: str, group: int) -> str:
+    return f"{part}.{group}" if part else str(group)
+
+
+def _parts(
+    params: list[torch.Tensor], layout: Layout
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the weight `[out, in]` and the bias of each group."""
+    count = 1 if layout.is_single else layout.groups
+    weights, biases = params[:count], params[count:]
+    if layout.is_single:
+        weights = layout.matrices(weights[0])
+    if biases and layout.is_single_bias:
+        biases = list(biases[0].unbind(0))
+    return weights, biases
+
+
+def _into_parts(into: tuple[Into | None, ...], layout: Layout) -> tuple[Into | None, ...]:
+    """Return where the gradient of each group's weight is added; empty: they are returned."""
+    if not (into and layout.is_single):
+        return into
+    whole = into[0]
+    if whole is None:
+        return ()
+    return tuple([part_of(whole, g, layout.is_transposed) for g in range(layout.groups)])

@@ -1,0 +1,166 @@
+"""LayerNormMLP: a norm, a linear module, an activation and a second linear module, as one."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...recipes.roles import GRAD_INPUT
+from ..autograd import PrologueCall, with_quantized_gradient
+from ..weights import plain_weights
+from .linear_part import FusedModule, InitMethod, activation_of, one_dtype, run_part
+
+__all__ = ["LayerNormMLP"]
+
+
+class LayerNormMLP(FusedModule):
+    """`fc2(activation(fc1(norm(x))))`; under a recipe norm and activation make planes only.
+
+    Saved for the backward are x, the result of fc1, and the planes that the four backward GEMMs
+    need; neither the norm's result nor the activation's. Without a recipe all steps are torch's
+    own (docs/reference/numerics.md, "Plain products"). Parameters: `layer_norm_weight`,
+    `layer_norm_bias` (LayerNorm only), `fc1_weight`, `fc1_bias`, `fc2_weight`, `fc2_bias`.
+
+    Args:
+        hidden_size: columns of the input and of the output.
+        ffn_hidden_size: columns between the two linear parts; fc1 of a gated activation makes
+            twice as many.
+        eps: added to the variance, or to the mean of squares.
+        return_bias: the bias of fc2 is returned and not added.
+        init_method: `init_method(weight)` fills the weight of fc1 in place, its bias is then zero;
+            None: the numbers that `nn.Linear` would draw.
+        bias: whether both parts have a bias.
+        normalization: `"LayerNorm"` or `"RMSNorm"`.
+        activation: `"gelu"` (tanh form), `"relu"`, `"srelu"` (squared), `"silu"`, `"qgelu"`, or a
+            gated one, which multiplies the second half of fc1's result with the function of the
+            first: `"geglu"`, `"reglu"`, `"sreglu"`, `"swiglu"`, `"qgeglu"`.
+        output_layer_init_method: as `init_method`, of fc2.
+        params_dtype: another name of `dtype`.
+        return_layernorm_output: the norm's result is returned too.
+        zero_centered_gamma: the norm multiplies with `1 + layer_norm_weight`.
+        fuse_wgrad_accumulation: as for `Linear`.
+        device, dtype: of the parameters; None: torch's defaults.
+        name: qualified name; the roles that a recipe's factory sees are of `<name>.fc1` and
+            `<name>.fc2`. Where it is None, `hybridq.convert` fills in the name within the model.
+
+    Raises:
+        ValueError: `activation` or `normalization` is unknown, `eps` is negative or not finite, or
+            `dtype` and `params_dtype` differ.
+        TypeError: `name` is no string.
+
+    Source: names and meanings of the arguments: Transformer Engine's LayerNormMLP.
+
+    Example:
+        >>> import torch, hybridq
+        >>> mlp = hybridq.LayerNormMLP(64, 160, activation="swiglu", bias=False)
+        >>> with hybridq.autocast(recipe="mxfp8"):
+        ...     y = mlp(torch.randn(3, 7, 64))
+        >>> y.shape, mlp.fc1_weight.shape
+        (torch.Size([3, 7, 64]), torch.Size([320, 64]))
+    """
+
+    weight_parts = MappingProxyType({"fc1_weight": "fc1", "fc2_weight": "fc2"})
+    fc1_weight: nn.Parameter
+    fc1_bias: nn.Parameter | None
+    fc2_weight: nn.Parameter
+    fc2_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        return_bias: bool = False,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        output_layer_init_method: InitMethod | None = None,
+        params_dtype: torch.dtype | None = None,
+        return_layernorm_output: bool = False,
+        zero_centered_gamma: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        owner = type(self).__name__
+        self._activation = activation_of(owner, activation)
+        options = {"device": device, "dtype": one_dtype(owner, dtype, params_dtype)}
+        self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
+        self.activation = activation
+        self.return_bias = bool(return_bias)
+        self.return_layernorm_output = bool(return_layernorm_output)
+        self._init_methods = (init_method, output_layer_init_method)
+        self._make_norm(hidden_size, eps, normalization, zero_centered_gamma, options)
+        width = self._activation.columns(ffn_hidden_size)
+        self._make_linear("fc1_", width, hidden_size, bias, options)
+        self._make_linear("fc2_", hidden_size, ffn_hidden_size, bias, options)
+        self.reset_parameters()
+        self._take_accumulation(fuse_wgrad_accumulation)
+        self._take_name(name)
+
+    def reset_parameters(self) -> None:
+        """Set all parameters to their initial values."""
+        with plain_weights(self):
+            self._reset_norm()
+            for prefix, init_method in zip(("fc1_", "fc2_"), self._init_methods, strict=True):
+                self._reset_linear(prefix, init_method)
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
+        """Return `fc2(activation(fc1(norm(inp))))`.
+
+        Args:
+            inp: `[..., hidden_size]`.
+            is_first_microbatch, fp8_output, fp8_grad: as `Linear.forward` takes them.
+
+        Returns:
+            `[..., hidden_size]`, in the input's dtype or torch.autocast's. With `return_bias` a
+            tuple of that, without the bias of fc2, and that bias or None; with
+            `return_layernorm_output` the norm's result is the last of the tuple.
+
+        Raises:
+            RuntimeError: features, dtypes or devices do not fit.
+            TypeError: a dtype that cannot be quantized, or `is_first_microbatch` is no bool.
+            RecipeError: the recipe leaves a GEMM without a plane.
+        """
+        self._check_first(is_first_microbatch)
+        x = self._take_input(inp, self.hidden_size)
+        recipe = self._recipe()
+        if recipe is not None and fp8_grad:
+            x = with_quantized_gradient(x, self._boundary_quantizer(recipe, GRAD_INPUT))
+        first, weight, bias = is_first_microbatch, self.fc1_weight, self.fc1_bias
+        seen = None
+        if self.return_layernorm_output:
+            seen = self._normalized(x, recipe is None or self.plan_of(recipe, "fc1").is_plain)
+            hidden = run_part(self, "fc1", recipe, seen, weight, bias, first)
+        else:
+            gamma, beta = self.layer_norm_weight, self.layer_norm_bias
+            norm = PrologueCall(self._norm, gamma, beta)
+            hidden = run_part(self, "fc1", recipe, x, weight, bias, first, norm)
+        bias = None if self.return_bias else self.fc2_bias
+        act = PrologueCall(self._activation)
+        y = run_part(self, "fc2", recipe, hidden, self.fc2_weight, bias, first, act)
+        if recipe is not None and fp8_output:
+            y = self._quantized_output(y, recipe)
+        others = ([self.fc2_bias] if self.return_bias else []) + ([] if seen is None else [seen])
+        return (y, *others) if others else y
+
+    def extra_repr(self) -> str:
+        """Return the sizes and what differs from the defaults, for `repr`."""
+        return (
+            f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
+            f"eps={self.eps}, bias={self.fc1_bias is not None}, "
+            f"normalization={self.normalization}, activation={self.activation}"
+        )

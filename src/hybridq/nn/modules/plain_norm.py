@@ -1,0 +1,79 @@
+"""Norms that stay in high precision: of queries and keys, and of a layer's output."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ...errors import must_be_one_of
+from ...reference import NORMS
+from ..autograd import Norm
+
+__all__ = ["PlainNorm"]
+
+_L2: Final = "L2Normalization"
+
+
+class PlainNorm(nn.Module):
+    """torch's norm of the last dimension, or the division by its length.
+
+    Args:
+        features: of the last dimension.
+        kind: `"LayerNorm"`, `"RMSNorm"`, or `"L2Normalization"`: `x / sqrt(sum(x^2) + eps)`, FP32
+            inside and without weights.
+        eps: added to the variance, the mean of squares, or the sum of squares.
+        zero_centered_gamma: the norm multiplies with `1 + weight`.
+        device, dtype: of the weights.
+
+    Raises:
+        ValueError: `kind` is unknown, or `eps` negative or not finite.
+
+    Source: kinds, names and formulas: Transformer Engine's query and key norms.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        kind: str,
+        eps: float,
+        zero_centered_gamma: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if kind not in (*NORMS, _L2):
+            raise ValueError(f"norm: type {must_be_one_of((*NORMS, _L2), kind)}")
+        if not 0.0 <= eps < math.inf:
+            raise ValueError(f"norm: eps must be finite and at least 0, got {eps}")
+        self.kind, self.eps = kind, float(eps)
+        self._norm = Norm(kind, self.eps, bool(zero_centered_gamma))
+        self.weight: nn.Parameter | None = None
+        self.bias: nn.Parameter | None = None
+        if kind != _L2:
+            self.weight = nn.Parameter(torch.empty(features, device=device, dtype=dtype))
+        if kind == NORMS[0]:
+            self.bias = nn.Parameter(torch.empty(features, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weights to their initial values."""
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 0.0 if self._norm.zero_centered else 1.0)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the norm of x `[..., features]`, in its dtype."""
+        if self.weight is not None:
+            # torch has no fused norm of a BF16 input with FP32 weights, and says so.
+            same = x.to(torch.promote_types(x.dtype, self.weight.dtype))
+            return self._norm.plain(same, self.weight, self.bias).to(x.dtype)
+        wide = x.to(torch.float32)
+        return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Return the kind and eps, for `repr`."""
+        return f"{self.kind}, eps={self.eps}"

@@ -1,0 +1,49 @@
+"""Weights: their cached planes, their gradients, and how they are initialized, loaded and saved."""
+
+from __future__ import annotations
+
+from .main_grad import (
+    Into,
+    accumulate,
+    accumulate_groups,
+    given_to_autograd,
+    part_of,
+    watch_optimizers,
+)
+from .pretrained import saves_decoded
+from .quantized_init import (
+    dequantized_state_dict,
+    fp8_model_init,
+    plain_weights,
+    quantize_weights,
+    quantized_model_init,
+)
+from .separate_names import takes_separate_names
+from .weight_cache import (
+    Buffers,
+    CachedWeight,
+    PrequantizedWeight,
+    cached_weight,
+    prequantized_weight,
+)
+
+__all__ = [
+    "Buffers",
+    "CachedWeight",
+    "Into",
+    "PrequantizedWeight",
+    "accumulate",
+    "accumulate_groups",
+    "cached_weight",
+    "dequantized_state_dict",
+    "fp8_model_init",
+    "given_to_autograd",
+    "part_of",
+    "plain_weights",
+    "prequantized_weight",
+    "quantize_weights",
+    "quantized_model_init",
+    "saves_decoded",
+    "takes_separate_names",
+    "watch_optimizers",
+]

@@ -1,0 +1,282 @@
+"""hybridq.quantized_model_init: modules whose weights are quantized tensors from the start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from ... import settings
+from ..._log import log_once
+from ...direction import COLUMNWISE
+from ...formats import PlaneSpec
+from ...quantizers import Quantizer
+from ...recipes import Recipe, SlotPlan, bind, default_recipe, get
+from ...recipes.module_types import module_type
+from ...tensor import is_quantized
+from ...tensor.initial import keep_initial
+from .pretrained import decode_state, saves_decoded
+
+__all__ = [
+    "dequantized_state_dict",
+    "fp8_model_init",
+    "plain_weights",
+    "quantize_weights",
+    "quantized_model_init",
+]
+
+
+class _ModelInit(NamedTuple):
+    """What a `quantized_model_init` says to the modules inside."""
+
+    recipe: Recipe
+    preserves: bool
+    is_frozen: bool
+
+
+def quantized_model_init(
+    recipe: Recipe | str | None = None,
+    *,
+    enabled: bool = True,
+    preserve_high_precision_init_val: bool = False,
+    frozen: bool = False,
+) -> AbstractContextManager[None]:
+    """Context: the weights of hybridq's modules that are made inside live in low precision.
+
+    `Linear`, `GroupedLinear`, `LayerNormLinear`, `RMSNormLinear`, `LayerNormMLP` and what is built
+    of them draw their initial values as ever, and then hold each weight as a parameter that is a
+    QuantizedTensor: the planes of the recipe's weight slot, one of them only where it determines
+    the other. Biases and norms stay as they are, and so do weights that the recipe leaves alone.
+    `hybridq.convert` inside the context quantizes the weights of the modules that it turns.
+
+    Under `hybridq.autocast` with that recipe the planes are used as they are; under another one
+    they are decoded and quantized again.
+
+    Args:
+        recipe: a Recipe or the name of one; None takes that of `hybridq.autocast` without a name.
+            A recipe that reads names is asked by the `name=` of the module's constructor. With
+            delayed scaling, weights have the scale of their own amax.
+        enabled: False: modules inside keep high precision, also within another such context.
+        preserve_high_precision_init_val: each quantized parameter has
+            `get_high_precision_init_val()`, which returns its initial value before quantization, on
+            the CPU, and `clear_high_precision_init_val()`, which frees it. A write to the parameter
+            frees it too: the method then returns None.
+        frozen: the weights are not trained: `requires_grad` is False, and they hold the rowwise
+            plane alone. Where the gradient of an input needs the columnwise plane, the backward
+            encodes it of what the rowwise one decodes to, and frees it: the bits of a recipe with
+            `columnwise_source="rowwise_dequantized"`. A weight whose rowwise plane the recipe
+            leaves in high precision stays plain.
+
+    Modules on the meta device get planes there; after `to_empty`, `reset_parameters` fills them.
+
+    Raises:
+        TypeError: `recipe` is no recipe, or a flag is no bool.
+        ValueError: no recipe has that name.
+
+    Source: Transformer Engine's `quantized_model_init` (names and meaning).
+
+    Example:
+        >>> import torch, hybridq
+        >>> with hybridq.quantized_model_init("mxfp8_fwd_nvfp4_bwd"):
+        ...     layer = hybridq.Linear(64, 32)
+        >>> type(layer.weight).__name__, layer.weight.nbytes < 64 * 32 * 2
+        ('HybridQuantizedTensor', True)
+    """
+    chosen = default_recipe() if recipe is None else get(recipe)
+    preserves = preserve_high_precision_init_val
+    flags = (
+        ("enabled", enabled),
+        ("preserve_high_precision_init_val", preserves),
+        ("frozen", frozen),
+    )
+    for name, flag in flags:
+        given: object = flag
+        if not isinstance(given, bool):
+            got = type(given).__name__
+            raise TypeError(f"quantized_model_init: {name} must be a bool, got {got}")
+    return _inside(_ModelInit(chosen, preserves, frozen) if enabled else None)
+
+
+@contextmanager
+def _inside(init: _ModelInit | None) -> Iterator[None]:
+    state = settings.current()
+    previous, state.model_init = state.model_init, init
+    hook = register_module_module_registration_hook(_know_model)
+    try:
+        yield
+    finally:
+        state.model_init = previous
+        hook.remove()
+
+
+def _know_model(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    """Have a model that is built here save what its quantized parameters hold."""
+    saves_decoded(type(module))
+
+
+def fp8_model_init(
+    enabled: bool = True,
+    recipe: Recipe | str | None = None,
+    preserve_high_precision_init_val: bool = False,
+) -> AbstractContextManager[None]:
+    """Return `quantized_model_init`: Transformer Engine's older name and order of arguments.
+
+    Args:
+        enabled, recipe, preserve_high_precision_init_val: as there; not of FP8 alone.
+
+    Example:
+        >>> import torch, hybridq
+        >>> with hybridq.fp8_model_init(enabled=True, recipe="fp8_current"):
+        ...     layer = hybridq.Linear(64, 32)
+        >>> type(layer.weight).__name__
+        'Float8Tensor'
+    """
+    return quantized_model_init(
+        recipe, enabled=enabled, preserve_high_precision_init_val=preserve_high_precision_init_val
+    )
+
+
+def _slot_quantizer(slot: SlotPlan, is_frozen: bool, is_transposed: bool) -> Quantizer | None:
+    """Return the quantizer of a weight's slot; None where it changes nothing."""
+    if slot.row.is_plain and (slot.col.is_plain or is_frozen):
+        return None
+    row, col = PlaneSpec.parse(slot.row.spec), PlaneSpec.parse(slot.col.spec)
+    derives = row == col and row.is_derivable and slot.col_source == "original"
+    is_one = derives or slot.saves_row or is_frozen
+    # A plane that there is not is made of nothing, so that the transposed quantizer exists.
+    source = "original" if is_one and is_transposed else slot.col_source
+    made = Quantizer(row, col, source, amax_group=slot.amax_group or None)
+    return made.with_usage(columnwise=False) if is_one else made
+
+
+def quantize_weights(module: Any, weights: Iterable[tuple[str, str]]) -> None:
+    """Quantize a module's weights, if it is made inside `quantized_model_init`.
+
+    Args:
+        module: a QuantizedModule that is otherwise made.
+        weights: names of its weights, and the part that each belongs to.
+    """
+    init = settings.current().model_init
+    if not isinstance(init, _ModelInit):
+        return
+    for name, part in weights:
+        weight = module._parameters.get(name)
+        if weight is None or is_quantized(weight):
+            continue
+        plan = bind(init.recipe, module.part_name(part), module.module_type)
+        is_transposed = module.holds_transposed
+        # What reads no columnwise plane, an embedding, has one plane, as frozen weights have.
+        reads = {(slot, of) for _, slot, of in module_type(module.module_type).needs}
+        is_frozen = init.is_frozen or ("weight", COLUMNWISE) not in reads
+        quantizer = _slot_quantizer(plan.weight, is_frozen, is_transposed)
+        if quantizer is None:
+            continue
+        reason = _reason_against(weight, quantizer, is_transposed)
+        if reason:
+            own = module.part_name(part)
+            log_once(
+                f"quantized_model_init:{own}.{name}",
+                f"quantized_model_init: {own}.{name} {list(weight.shape)} stays in high precision: "
+                f"{reason}",
+            )
+            continue
+        made = _quantized(weight, quantizer, init.preserves, is_transposed)
+        module._parameters[name] = made.requires_grad_(made.requires_grad and not init.is_frozen)
+
+
+def _reason_against(weight: nn.Parameter, quantizer: Quantizer, is_transposed: bool) -> str | None:
+    """Return why a weight cannot live in low precision as its slot asks; None: it can.
+
+    Of several matrices each has planes of its own.
+    """
+    own = quantizer.mirrored() if is_transposed else quantizer
+    if own is None:
+        return (
+            "it is [in, out], and its recipe makes one plane of the other, which no transposed "
+            "tensor can"
+        )
+    return None if weight.dim() == 2 or weight.shape[0] else "it has no matrix"
+
+
+def _quantized(
+    weight: nn.Parameter, quantizer: Quantizer, preserves: bool, is_transposed: bool
+) -> nn.Parameter:
+    """Return a weight quantized; one that is `[in, out]` as the transpose of what is quantized."""
+    values = weight.detach()
+    matrix = values.mT if is_transposed else values
+    made: torch.Tensor
+    if values.dim() == 3:
+        made = quantizer.quantize_stack(matrix)
+    elif values.is_meta:
+        made = quantizer.make_empty(matrix.shape, dtype=values.dtype, device="meta")
+    else:
+        made = quantizer.quantize(matrix)
+    made = made.mT if is_transposed else made
+    parameter = nn.Parameter(made, requires_grad=weight.requires_grad)
+    if preserves:
+        keep_initial(parameter, None if values.is_meta else values)
+    for name, value in vars(weight).items():
+        setattr(parameter, name, value)  # what an init_method has put on it
+    return parameter
+
+
+@contextmanager
+def plain_weights(module: Any) -> Iterator[None]:
+    """Let a module's weights be plain inside; afterwards they are quantized once.
+
+    So that initial values are those of high precision, however many operations make them.
+
+    Args:
+        module: whose quantized parameters are written inside, all of each.
+    """
+    own = {name: one for name, one in module._parameters.items() if _is_low(module, name, one)}
+    for name, parameter in own.items():
+        plain = torch.empty_like(parameter.detach())
+        if is_quantized(parameter):
+            plain = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        module._parameters[name] = nn.Parameter(plain, parameter.requires_grad)
+    try:
+        yield
+        made: dict[str, Any] = {name: module._parameters[name] for name in own}
+    finally:
+        module._parameters.update(own)
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(made[name])
+            if not is_quantized(parameter):
+                module.prepared_weights[name].keep_initial(parameter, made[name])
+            elif parameter.initial_value is not None:
+                keep_initial(parameter, made[name])
+
+
+def _is_low(module: nn.Module, name: str, parameter: Any) -> bool:
+    """Return whether a parameter is quantized, or a DTensor whose shards are."""
+    prepared = getattr(module, "prepared_weights", {}).get(name)
+    return is_quantized(parameter) or (prepared is not None and prepared.is_held)
+
+
+def dequantized_state_dict(module: nn.Module) -> dict[str, Any]:
+    """Return `module.state_dict()` with quantized tensors decoded: a checkpoint for anyone.
+
+    Args:
+        module: any module.
+
+    Returns:
+        Plain tensors of the parameters' nominal dtypes; what was not quantized is not copied, and
+        what has two names is one tensor.
+
+    Example:
+        >>> import torch, hybridq
+        >>> with hybridq.quantized_model_init("mxfp8"):
+        ...     layer = hybridq.Linear(64, 32)
+        >>> plain = torch.nn.Linear(64, 32)
+        >>> plain.load_state_dict(hybridq.dequantized_state_dict(layer))
+        <All keys matched successfully>
+    """
+    state = module.state_dict()
+    decode_state(state)
+    return state

@@ -1,0 +1,100 @@
+"""What hybridq's optimizers share: gradients in `main_grad`, and states longer than parameters.
+
+torch casts what it loads to the dtype of the parameter, which rounds masters and moments: they are
+loaded in the dtypes that they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .masters import zero_main_grads
+
+__all__ = ["Base"]
+
+
+class Base:
+    """Base, before torch's class, of an optimizer of hybridq."""
+
+    _saved: dict[str, Any] | None = None
+    param_groups: list[dict[str, Any]]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: computes the loss again and returns it, or None.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            RuntimeError: a gradient is sparse, or in two places (`hybridq.optim.AdamW`).
+            PlaneError: a quantized parameter has no quantizer.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self.step_group(group)
+        return loss
+
+    def step_group(self, group: dict[str, Any]) -> None:
+        """Update the parameters of a group that have a gradient.
+
+        Args:
+            group: of `param_groups`.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.step_group: must be overridden")
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        """Forget all gradients: set those in `main_grad` to zero, and the others as torch does.
+
+        Args:
+            set_to_none: `grad` becomes None, not zero; a `main_grad` belongs to whoever made it.
+        """
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        zero_main_grads(self.param_groups)
+
+    def take_saved(self, parameter: Any, given: dict[str, Any], group: dict[str, Any]) -> None:
+        """Put the tensors of a saved state into the parameter's, in the dtypes of this optimizer.
+
+        Args:
+            parameter: that it belongs to.
+            given: its saved state, not empty.
+            group: of the parameter, as it is now.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.take_saved: must be overridden")
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        """Load a state: of this optimizer, or of torch's of the same name.
+
+        Args:
+            state_dict: what `state_dict()` returned.
+        """
+        saved: dict[str, Any] = {}
+        # The last of the hooks: it sees what the others have made of the state.
+        hook = self.register_load_state_dict_pre_hook(lambda _, given: saved.update(given))
+        self._saved = saved
+        try:
+            super().load_state_dict(state_dict)  # type: ignore[misc]
+        finally:
+            self._saved = None
+            hook.remove()
+
+    def take_all_saved(self) -> None:
+        """Take what is being loaded, if anything is; at the end of `__setstate__`."""
+        saved = self._saved
+        if saved is None:
+            return
+        groups = zip(saved["param_groups"], self.param_groups, strict=True)
+        for saved_group, group in groups:
+            for key, parameter in zip(saved_group["params"], group["params"], strict=True):
+                given = saved["state"].get(key)
+                if given:
+                    self.take_saved(parameter, given, group)
