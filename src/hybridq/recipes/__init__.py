@@ -3,14 +3,14 @@
 Example:
     >>> import hybridq
     >>> hybridq.recipes.get("mxfp8")
-    MXFP8BlockScaling(fp8_format=FloatFormat.E4M3, enable_2d_quantization=False)
+    <MXFP8BlockScaling(): mxfp8>
 """
 
 from __future__ import annotations
 
 from . import factories, zoo
 from .autocast import autocast, default_recipe, fp8_autocast, is_recomputing
-from .bind import Plan, SlotPlan, bind, plan_by_key
+from .bind import INPUTS, STATIC, Plan, SlotPlan, bind, forward_plan, plan_by_key
 from .builtin import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -18,9 +18,11 @@ from .builtin import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from .by_gemm import ByGemm
 from .by_name import ByName
 from .choices import GemmPrecision
 from .delayed import DelayedScaling
+from .module_types import ModuleType, register_module_type
 from .named import get, names
 from .recipe import ChoosingRecipe, CustomRecipe, Recipe
 from .replay import install
@@ -36,9 +38,13 @@ from .support import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
+from .toml_file import load, loads
 
 __all__ = [
+    "INPUTS",
     "LINEAR",
+    "STATIC",
+    "ByGemm",
     "ByName",
     "ChoosingRecipe",
     "CustomRecipe",
@@ -48,6 +54,7 @@ __all__ = [
     "FloatFormat",
     "GemmPrecision",
     "MXFP8BlockScaling",
+    "ModuleType",
     "NVFP4BlockScaling",
     "Plan",
     "QuantizerRole",
@@ -59,6 +66,7 @@ __all__ = [
     "check_recipe_support",
     "default_recipe",
     "factories",
+    "forward_plan",
     "fp8_autocast",
     "get",
     "get_align_size_for_quantization",
@@ -70,7 +78,10 @@ __all__ = [
     "is_mxfp8_available",
     "is_nvfp4_available",
     "is_recomputing",
+    "load",
+    "loads",
     "names",
     "plan_by_key",
+    "register_module_type",
     "zoo",
 ]

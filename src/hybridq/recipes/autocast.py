@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Final, TypeVar
@@ -10,16 +11,20 @@ from typing import Any, Final, TypeVar
 import torch
 
 from .. import settings
+from .._torch_private import graph_task_id
 from .builtin import MXFP8BlockScaling
 from .choices import GemmPrecision, check_choice
-from .named import source
+from .named import get, source
 from .recipe import Recipe, RecipeSource, recipe_by_key
+from .region_watch import WATCH
 from .replay import install
 
 __all__ = ["autocast", "default_recipe", "fp8_autocast", "is_recomputing"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _DEFAULT: Final[Recipe] = MXFP8BlockScaling()
+#: Nothing is missed where nothing is asked for.
+_BF16: Final[Recipe] = get("bf16")
 
 
 def default_recipe() -> Recipe:
@@ -36,14 +41,14 @@ def is_recomputing() -> bool:
     `torch.utils.checkpoint` brings its recipe along (see `replay`), and a recipe that is set
     inside the backward counts; what is left are other libraries' checkpoint functions.
     """
-    task: int = torch._C._current_graph_task_id()
+    task: int = graph_task_id()
     return task != -1 and task != settings.current().recipe_task
 
 
 def _forced(key: str, fprop: str, dgrad: str, wgrad: str) -> Recipe:
-    """Return the live recipe of that key with other precisions; takes texts for dynamo's sake.
+    """Return the live recipe of that key with other precisions; takes strings for dynamo's sake.
 
-    Dynamo runs it while it traces the caller and guards the texts, as with `plan_by_key`: it could
+    Dynamo runs it while it traces the caller and guards the keys, as with `plan_by_key`: it could
     not trace the making of a recipe.
     """
     return recipe_by_key(key).with_precision(GemmPrecision(fprop, dgrad, wgrad))
@@ -57,14 +62,18 @@ class autocast:
 
     Args:
         enabled: False turns quantization off inside, also within another `autocast`.
-        recipe: a Recipe, the name of one (`hybridq.recipes.names()`), or a RecipeSchedule, whose
-            recipe of that moment is taken when the block is entered; None takes
-            `default_recipe()`.
+        recipe: a Recipe, the name of one (`hybridq.recipes.names()`), the path of a TOML file of
+            one, or a RecipeSchedule, whose recipe of that moment is taken when the block is
+            entered; None takes `default_recipe()`.
         precision: of the GEMMs inside, as in `Recipe.with_precision`; None: the recipe's own.
         is_first_microbatch: for modules inside that are not told by their caller: True: they keep
             their quantized weights; False: the weights have the values of the last True, and are
             taken from there; None: weights are quantized in every forward. See `Linear.forward`.
         calibrating, amax_reduction_group: Transformer Engine's, at their defaults only.
+
+    Warns once per process where a region quantizes nothing although it runs torch's linear layers
+    (the model was not converted), or modules of hybridq run in another thread meanwhile; see
+    docs/guides/recipes.md for what is seen.
 
     Settings belong to the calling thread, nest, and are restored however the block is left. A
     backward needs no `autocast`: it uses the recipe of its forward, recomputation included.
@@ -85,7 +94,7 @@ class autocast:
     def __init__(
         self,
         enabled: bool = True,
-        recipe: RecipeSource | str | None = None,
+        recipe: RecipeSource | str | os.PathLike[str] | None = None,
         *,
         precision: str | GemmPrecision | Mapping[str, str] | None = None,
         is_first_microbatch: bool | None = None,
@@ -106,7 +115,7 @@ class autocast:
             normal = check_choice("precision", precision, "autocast")
             self._precision = GemmPrecision.of(normal)
         self.is_first_microbatch = is_first_microbatch
-        self._previous: list[tuple[object | None, int, bool | None]] = []
+        self._previous: list[tuple[object | None, int, bool | None, bool]] = []
 
     @property
     def recipe(self) -> Recipe:
@@ -116,14 +125,18 @@ class autocast:
 
     def __enter__(self) -> autocast:
         state = settings.current()
-        self._previous.append((state.recipe, state.recipe_task, state.is_first_microbatch))
+        previous = (state.recipe, state.recipe_task, state.is_first_microbatch)
         state.recipe = self.recipe if self.enabled else None
         state.is_first_microbatch = self.is_first_microbatch
+        is_watched = False
         if not torch.compiler.is_compiling():
+            if WATCH.is_open and previous[0] is None and state.recipe not in (None, _BF16):
+                is_watched = WATCH.begin()
             install()
-            state.recipe_task = torch._C._current_graph_task_id()
+            state.recipe_task = graph_task_id()
             if isinstance(state.recipe, Recipe) and state.recipe.key in state.delayed_keys:
                 state.delayed_recipe = state.recipe
+        self._previous.append((*previous, is_watched))
         return self
 
     def __exit__(
@@ -133,7 +146,11 @@ class autocast:
         trace: TracebackType | None,
     ) -> None:
         state = settings.current()
-        state.recipe, state.recipe_task, state.is_first_microbatch = self._previous.pop()
+        state.recipe, state.recipe_task, state.is_first_microbatch, is_watched = (
+            self._previous.pop()
+        )
+        if is_watched:
+            WATCH.end(is_error=kind is not None)
 
     def __call__(self, function: _F) -> _F:
         @functools.wraps(function)

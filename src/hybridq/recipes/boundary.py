@@ -24,10 +24,11 @@ def boundary_quantizer(recipe: Recipe, role: QuantizerRole) -> Quantizer:
             `"output"` or `"grad_input"`.
 
     Raises:
+        RecipeError: a factory raised; its own error is the cause.
         TypeError, ValueError: a factory returned something that is no Quantizer.
     """
     recipe = recipe.for_name(role.name)
-    quantizer = recipe.quantizer(role).undelayed()  # a boundary keeps no history
+    quantizer = recipe.ask(role).undelayed()  # a boundary keeps no history
     if recipe.backward_override is not None:
         return quantizer.with_usage(columnwise=False)  # no backward would take it
     source = recipe.columnwise_source

@@ -6,10 +6,11 @@ silently without effect.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
+from ..errors import must_be_one_of
 from ..quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -17,8 +18,10 @@ from ..quantizers import (
     NVFP4Quantizer,
     Quantizer,
 )
+from .choices import CHOICES
+from .gemm_words import gemms_text
 from .recipe import ChoosingRecipe, _set
-from .roles import WEIGHT, QuantizerRole
+from .roles import LINEAR, SLOTS, WEIGHT, QuantizerRole
 
 __all__ = [
     "Float8BlockScaling",
@@ -48,7 +51,32 @@ class FloatFormat(Enum):
 
 
 @dataclass(frozen=True, repr=False)
-class _Float8Recipe(ChoosingRecipe):
+class _BuiltIn(ChoosingRecipe):
+    """Prints the formats of its GEMMs, and is said by its name and its fields in a file."""
+
+    has_options: ClassVar[bool] = True
+
+    def _formats_text(self) -> str:
+        return gemms_text({slot: self.quantizer(QuantizerRole(LINEAR, slot)) for slot in SLOTS})
+
+    def _table(self) -> dict[str, Any]:
+        from .named import name_of  # whose recipes are made of these
+
+        name = name_of(type(self)())
+        if name is None:  # a class that derives from one of them
+            return super()._table()
+        options = {
+            field.name: value.name if isinstance(value, FloatFormat) else value
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != field.default and field.name not in CHOICES
+        }
+        if "amax_reduction_group" in options:
+            raise ValueError("to_toml: a process group is no part of a file, got one")
+        return {"recipe": name, **({"options": options} if options else {}), **self._chosen_table()}
+
+
+@dataclass(frozen=True, repr=False)
+class _Float8Recipe(_BuiltIn):
     """Normalizes `fp8_format`, which may be given by name or as a peer's enumeration."""
 
     def __post_init__(self) -> None:
@@ -56,10 +84,7 @@ class _Float8Recipe(ChoosingRecipe):
         name = given if isinstance(given, str) else getattr(given, "name", None)
         known = FloatFormat.__members__
         if not isinstance(name, str) or name.upper() not in known:
-            raise ValueError(
-                f"{type(self).__name__}: fp8_format must be one of {', '.join(known)}, "
-                f"got {given!r}"
-            )
+            raise ValueError(f"{type(self).__name__}: fp8_format {must_be_one_of(known, given)}")
         _set(self, fp8_format=known[name.upper()])
         super().__post_init__()
 
@@ -157,7 +182,7 @@ class MXFP8BlockScaling(_Float8Recipe):
 
 
 @dataclass(frozen=True, repr=False)
-class NVFP4BlockScaling(ChoosingRecipe):
+class NVFP4BlockScaling(_BuiltIn):
     """NVFP4: E2M1 with E4M3 scales of 1x16 blocks, 16x16 for weights.
 
     Inputs and gradients pass a random Hadamard transform on their columnwise plane (the operands
@@ -198,9 +223,7 @@ class NVFP4BlockScaling(ChoosingRecipe):
             ("nvfp4_4over6_err_mode", mode, ("MAE", "MSE")),
         ):
             if given not in known:
-                raise ValueError(
-                    f"NVFP4BlockScaling: {name} must be one of {', '.join(known)}, got {given!r}"
-                )
+                raise ValueError(f"NVFP4BlockScaling: {name} {must_be_one_of(known, given)}")
         if self.nvfp4_4over6 in ("activations", "all") and not self.disable_rht:
             raise ValueError(
                 "NVFP4BlockScaling: four-over-six of activations does not go with the Hadamard "

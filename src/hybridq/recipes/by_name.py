@@ -11,7 +11,7 @@ from typing import Any, Final
 from torch import nn
 
 from ..quantizers import Quantizer
-from .named import get
+from .named import call_text, get
 from .recipe import Recipe, _set
 from .roles import QuantizerRole
 
@@ -21,7 +21,7 @@ __all__ = ["ByName"]
 _COMPILED: Final = "_orig_mod."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ByName(Recipe):
     """The recipe of the first pattern that a module's qualified name matches, else `default`.
 
@@ -46,7 +46,9 @@ class ByName(Recipe):
         >>> recipe.for_name("blocks.0.up") == hybridq.recipes.get("bf16")
         True
         >>> recipe.for_name("blocks.10.up")
-        NVFP4BlockScaling(...)
+        <NVFP4BlockScaling(): fprop nvfp4 x nvfp4_16x16, dgrad nvfp4;sr x nvfp4_16x16, ...>
+        >>> recipe
+        ByName([('blocks.0.*', 'bf16')], default='nvfp4')
     """
 
     rules: Sequence[tuple[str, Recipe | str]]
@@ -122,6 +124,21 @@ class ByName(Recipe):
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         """Return the quantizer that the recipe of the role's module makes."""
         return self.for_name(role.name).quantizer(role)
+
+    def ask(self, role: QuantizerRole) -> Quantizer:
+        """Return the same; the recipe of the role's module names what is wrong with it."""
+        return self.for_name(role.name).ask(role)
+
+    def _call(self) -> str:
+        rules = ", ".join(f"({pattern!r}, {call_text(recipe)})" for pattern, recipe in self.rules)
+        return f"ByName([{rules}], default={call_text(self.default)})"
+
+    def _table(self) -> dict[str, Any]:
+        default = get(self.default)._table()
+        if "rules" in default:
+            default = {"recipe": default}
+        rules = [{"name": pattern, **get(recipe)._table()} for pattern, recipe in self.rules]
+        return {**default, "rules": rules}
 
     def _with(self, where: str, choices: dict[str, Any]) -> ByName:
         rules = [(pattern, get(recipe)._with(where, choices)) for pattern, recipe in self.rules]

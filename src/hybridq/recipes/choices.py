@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
+from ..errors import must_be_one_of
 from ..formats import PlaneSpec
 from ..kernels import check_precision
 from ..quantizers import IdentityQuantizer, Quantizer
@@ -56,12 +57,12 @@ class GemmPrecision(NamedTuple):
 
 
 def _precision(given: object, where: str) -> str | GemmPrecision:
-    """Return one text if it serves all three GEMMs, else a GemmPrecision."""
+    """Return one string if it serves all three GEMMs, else a GemmPrecision."""
     if isinstance(given, Mapping):
         unknown = [name for name in given if name not in GemmPrecision._fields]
         if unknown:
-            names = ", ".join(GemmPrecision._fields)
-            raise ValueError(f"{where}: precision is given for {names}, got {unknown[0]!r}")
+            names = must_be_one_of(GemmPrecision._fields, unknown[0])
+            raise ValueError(f"{where}: the GEMM of a precision {names}")
         given = GemmPrecision(**given)
     if not isinstance(given, GemmPrecision):
         return check_precision(given, where)  # type: ignore[arg-type]
@@ -84,14 +85,12 @@ def check_choice(name: str, given: object, where: str) -> Any:
         TypeError: there is no such choice.
     """
     if name not in CHOICES:
-        raise TypeError(f"{where}: a choice is one of {', '.join(CHOICES)}, got {name!r}")
+        raise TypeError(f"{where}: a choice {must_be_one_of(CHOICES, name)}")
     if name == "precision":
         return _precision(given, where)
     known = _OVERRIDES if name == "backward_override" else SOURCES
     if given is not None and given not in known:
-        raise ValueError(
-            f"{where}: {name} must be None or one of {', '.join(known)}, got {given!r}"
-        )
+        raise ValueError(f"{where}: {name} {must_be_one_of(known, given, 'None or ')}")
     return given
 
 

@@ -1,4 +1,4 @@
-"""DelayedScaling: per-tensor FP8 whose scales follow from the amaxima of earlier steps."""
+"""DelayedScaling: per-tensor FP8 whose scales follow from the amaxes of earlier steps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["DelayedScaling"]
 
 @dataclass(frozen=True, repr=False)
 class DelayedScaling(_Float8Recipe):
-    """FP8 with one scale per tensor, from the amaxima of earlier steps.
+    """FP8 with one scale per tensor, from the amaxes of earlier steps.
 
     Every slot of a module keeps its own history, and takes the largest amax in it for that of the
-    tensor to come: encode needs no pass over the tensor before it writes. See docs/recipes.md for
-    when the scales are updated.
+    tensor to come: encode needs no pass over the tensor before it writes. See
+    docs/guides/recipes.md for when the scales are updated.
 
     Args:
         margin: the scale leaves `2^margin` of room above the amax.
@@ -27,11 +27,11 @@ class DelayedScaling(_Float8Recipe):
             or any enumeration member of that name.
         amax_history_len: number of steps that are looked back on.
         amax_compute_algo: `"max"` of the history, or `"most_recent"`.
-        reduce_amax: all ranks of a group take the largest of their amaxima, once per step.
+        reduce_amax: all ranks of a group take the largest of their amaxes, once per step.
         amax_reduction_group: a process group or its name; None: torch.distributed's default group,
             if it is initialized.
         precision, columnwise_source: as in `Recipe`; by keyword only.
-        backward_override: must be None, as in the peer.
+        backward_override: must be None, as in Transformer Engine.
 
     Raises:
         ValueError: an unknown choice, a number out of range, or a `backward_override`.

@@ -45,7 +45,7 @@ def current_scaling_factory(role: QuantizerRole) -> Quantizer:
 
 @reads_no_names
 def delayed_scaling_factory(role: QuantizerRole) -> DelayedScalingRequest:
-    """Return per-tensor FP8 with a history of amaxima: E4M3, and E5M2 for gradients."""
+    """Return per-tensor FP8 with a history of amaxes: E4M3, and E5M2 for gradients."""
     return DelayedScalingRequest()
 
 

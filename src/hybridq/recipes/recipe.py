@@ -6,11 +6,13 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from ..quantizers import DelayedScalingRequest, Quantizer, delayed_quantizer
+from ..quantizers import DelayedScalingRequest, Quantizer
+from .asking import ask, factory_name
 from .choices import CHOICES, GemmPrecision, check_choice, check_choices
 from .roles import QuantizerRole
+from .toml_text import write
 
 __all__ = ["ChoosingRecipe", "CustomRecipe", "Recipe", "RecipeSource", "recipe_by_key"]
 
@@ -25,6 +27,26 @@ class RecipeSource:
         """The recipe of a block that is entered now."""
         raise NotImplementedError(f"{type(self).__name__}.current: must be overridden")
 
+    def to_toml(self) -> str:
+        """Return this as the text of a TOML file, which `hybridq.recipes.load` reads.
+
+        Raises:
+            ValueError: a file cannot say it: a factory, or a recipe class of one's own.
+
+        Example:
+            >>> import hybridq
+            >>> print(hybridq.recipe("nvfp4", wgrad="bf16", precision="exact").to_toml())
+            fprop = ["nvfp4", "nvfp4_16x16"]
+            dgrad = ["nvfp4;sr", "nvfp4_16x16"]
+            wgrad = "bf16"
+            precision = "exact"
+        """
+        return write(self._table())
+
+    def _table(self) -> dict[str, Any]:
+        """Return the table of the file."""
+        raise ValueError(f"to_toml: a file cannot say a {type(self).__name__}")
+
 
 class Recipe(RecipeSource):
     """Base of all recipes: a value that makes one quantizer per role.
@@ -33,14 +55,14 @@ class Recipe(RecipeSource):
     to one of them is not bound again for the other.
 
     Attributes:
-        key: a text that is equal for equal recipes and different for different ones. It is what
+        key: a string that is equal for equal recipes and different for different ones. It is what
             `torch.compile` guards, since it can compare strings but not arbitrary objects.
         reads_names: whether the quantizers may depend on `role.name`. Where they do not, modules
             that differ in their names only share one compiled graph.
-        precision: of its GEMMs (docs/gemm.md): `"auto"`, `"exact"` or `"fast"`, or a GemmPrecision
-            where they differ.
+        precision: of its GEMMs (docs/reference/gemm.md): `"auto"`, `"exact"` or `"fast"`, or a
+            GemmPrecision where they differ.
         backward_override: None, `"high_precision"` or `"dequantized"`: what the backward
-            multiplies instead of the columnwise planes; see docs/recipes.md.
+            multiplies instead of the columnwise planes; see docs/guides/recipes.md.
         columnwise_source: None, `"original"` or `"rowwise_dequantized"`: what the columnwise planes
             of inputs and weights are made of, whatever their quantizers say.
 
@@ -52,6 +74,8 @@ class Recipe(RecipeSource):
 
     key: str
     reads_names: bool = False
+    #: Whether its fields are options that a file may set.
+    has_options: ClassVar[bool] = False
     precision: str | GemmPrecision = "auto"
     backward_override: str | None = None
     columnwise_source: str | None = None
@@ -82,6 +106,18 @@ class Recipe(RecipeSource):
             NotImplementedError: a recipe class must override this.
         """
         raise NotImplementedError(f"{type(self).__name__}.quantizer: must be overridden")
+
+    def ask(self, role: QuantizerRole) -> Quantizer:
+        """Return `quantizer(role)`, as modules ask for it: a mistake in it names the slot.
+
+        Args:
+            role: the slot.
+
+        Raises:
+            RecipeError: it raised; the cause is what it raised.
+            TypeError, ValueError: it returned no Quantizer.
+        """
+        return ask(f"{type(self).__name__}.quantizer", self.quantizer, role)
 
     def with_choices(self: _R, **choices: Any) -> _R:
         """Return this recipe with other choices.
@@ -137,7 +173,7 @@ class Recipe(RecipeSource):
 
     def __post_init__(self) -> None:
         self._check_choices()  # before the key is made of them
-        self._seal(f"{type(self).__module__}.{self!r}")
+        self._seal(f"{type(self).__module__}.{self._key_text()}")
 
     def _seal(self, key: str, reads_names: bool = False) -> None:
         """Set what is derived from the fields: the last thing that a constructor does."""
@@ -156,11 +192,52 @@ class Recipe(RecipeSource):
                 _set(self, **{name: normal})
         check_choices(self.backward_override, self.columnwise_source, where)
 
-    def __repr__(self) -> str:
-        # Choices last, and only those that were made.
+    def _key_text(self) -> str:
+        """Return what follows the module in the key: every field, choices last if made."""
+        if type(self).__repr__ is not Recipe.__repr__:
+            return repr(self)  # a class of its own prints what makes it
         shown = [(name, value) for name, value in self._values() if name not in CHOICES]
         shown += self._chosen()
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown)})"
+
+    def __repr__(self) -> str:
+        formats = self._formats_text()
+        return f"<{self._call()}: {formats}>" if formats else self._call()
+
+    def _call(self) -> str:
+        """Return the call that makes this recipe, with the fields that are not at their default."""
+        known = fields(self)  # type: ignore[arg-type]
+        defaults = {field.name: field.default for field in known}
+        shown = [
+            (name, value)
+            for name, value in self._values()
+            if name not in CHOICES and value != defaults[name]
+        ]
+        shown += self._chosen()
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown)})"
+
+    def _formats_text(self) -> str:
+        """Return the formats of its GEMMs where its class knows them, else nothing."""
+        return ""
+
+    def _table(self) -> dict[str, Any]:
+        from .named import name_of  # whose recipes are of classes that derive from this one
+
+        chosen = self._chosen()
+        plain = self._with("to_toml", {name: CHOICES[name] for name, _ in chosen})
+        name = name_of(plain)
+        if name is None:
+            raise ValueError(
+                f"to_toml: a file says recipes by name, by formats and by rules, got {self._call()}"
+            )
+        return {"recipe": name, **self._chosen_table()}
+
+    def _chosen_table(self) -> dict[str, Any]:
+        values = self._chosen()
+        return {
+            name: value._asdict() if isinstance(value, GemmPrecision) else value
+            for name, value in values
+        }
 
     def _chosen(self) -> list[tuple[str, Any]]:
         """Return the choices that were made."""
@@ -288,7 +365,7 @@ class CustomRecipe(ChoosingRecipe):
                 "CustomRecipe: qfactory must be hashable, since recipes are compared by it, got "
                 f"{type(factory).__name__}"
             ) from error
-        name = getattr(factory, "__qualname__", type(factory).__name__)
+        name = getattr(factory, "__qualname__", type(factory).__name__)  # as keys have it
         self._check_choices()
         chosen = "".join(f", {choice}={value!r}" for choice, value in self._chosen())
         self._seal(
@@ -300,22 +377,18 @@ class CustomRecipe(ChoosingRecipe):
         """Return what `qfactory(role)` returns; a request becomes a quantizer of the role.
 
         Raises:
+            RecipeError: it raised; the text names the role, and the cause is what it raised.
             TypeError: it returned something else than a Quantizer.
             ValueError: it returned None.
         """
-        made: object = self.qfactory(role)
-        if isinstance(made, DelayedScalingRequest):
-            return delayed_quantizer(made, role.is_gradient)
-        if isinstance(made, Quantizer):
-            return made.resolved(role.is_gradient)
-        name = getattr(self.qfactory, "__qualname__", type(self.qfactory).__name__)
-        if made is None:
-            raise ValueError(
-                f"CustomRecipe: qfactory {name} must return a Quantizer for the {role}, got None; "
-                "to leave the slot unquantized return IdentityQuantizer()"
-            )
-        got = f"the class {made.__name__}" if isinstance(made, type) else type(made).__name__
-        raise TypeError(
-            f"CustomRecipe: qfactory {name} must return a Quantizer for the {role}, got {got}; "
-            "to leave the slot unquantized return IdentityQuantizer()"
-        )
+        return ask(f"CustomRecipe: qfactory {factory_name(self.qfactory)}", self.qfactory, role)
+
+    def ask(self, role: QuantizerRole) -> Quantizer:
+        """Return `quantizer(role)`, whose errors say all already."""
+        return self.quantizer(role)
+
+    def _call(self) -> str:
+        named = self.qfactory if hasattr(self.qfactory, "__qualname__") else type(self.qfactory)
+        shown = [f"{named.__module__}.{factory_name(self.qfactory)}"]
+        shown += [f"{name}={value!r}" for name, value in self._chosen()]
+        return f"CustomRecipe({', '.join(shown)})"

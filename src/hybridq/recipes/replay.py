@@ -27,7 +27,8 @@ from typing import Any
 import torch
 
 from .. import settings
-from ..errors import warn_once
+from .._log import log_once
+from .._torch_private import graph_task_id
 from ..quantizers.delayed import epoch
 
 __all__ = ["Replay", "install"]
@@ -62,7 +63,7 @@ class Replay:
         previous = state.recipe, state.recipe_task, state.scaling_epoch
         state.recipe = self.recipe
         # Says that the recipe belongs to this very recomputation, even if it is None.
-        state.recipe_task = torch._C._current_graph_task_id()
+        state.recipe_task = graph_task_id()
         is_first = state.recipe_task == -1  # the forward itself, and no recomputation
         state.scaling_epoch = -1 if is_first else self.epoch
         try:
@@ -133,7 +134,7 @@ def install() -> None:
         _installed.set()
     reason = "; ".join(reason for reason in reasons if reason)
     if reason:
-        warn_once(
+        log_once(
             "replay.install",
             f"torch.utils.checkpoint of torch {torch.__version__} cannot carry recipes ({reason}): "
             "a recomputation uses the recipe of the module's last training forward; run backward "

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any, Final
 
-from .named import get
+from .named import call_text, get
 from .recipe import Recipe, RecipeSource
 
 __all__ = ["RecipeSchedule"]
@@ -125,8 +125,11 @@ class RecipeSchedule(RecipeSource):
         _check_count(state[_STATE], _STATE, 0, "load_state_dict")
         self._seek(state[_STATE])
 
+    def _table(self) -> dict[str, Any]:
+        return {"phases": [{"start": start, **recipe._table()} for start, recipe in self.phases]}
+
     def __repr__(self) -> str:
-        phases = ", ".join(f"({start}, {recipe!r})" for start, recipe in self.phases)
+        phases = ", ".join(f"({start}, {call_text(recipe)})" for start, recipe in self.phases)
         return f"RecipeSchedule([{phases}], at step {self._step})"
 
 
