@@ -1,34 +1,44 @@
-"""Sharded training on torch's engine: planes of tensors that lie on several ranks."""
+"""Sharded training on torch's engine: planes of tensors that lie on several ranks.
+
+Rooms, each of which imports only those before it: `planes`, `agreement`, `encoding`, `parameters`,
+`units`, `tensors`; then `attachment`, `fsdp2` and `scaling_history`. What estimates runs without
+running them (`plan`, `count_traffic`, ...) is in `hybridq.estimate`; its names are found here too.
+"""
 
 from __future__ import annotations
 
-from .checkpoint import ScalingHistory
-from .fingerprint import check_ranks
+from importlib import import_module
+from typing import Any, Final
+
+from .agreement import check_ranks
 from .fsdp2 import prepare_fsdp2, wire_nbytes
-from .plan import plan
-from .quantized_weight import QuantizedWeight
-from .run_plan import Held, Moved, RunPlan, Sharding
-from .shapes import DenseShape
-from .shards import PlaneShards, Shards, StorageShards
-from .traffic import Traffic, count_traffic
-from .weight import GatheredWeight
+from .planes import PlaneShards, Shards, StorageShards
+from .scaling_history import ScalingHistory
+from .tensors import GatheredWeight, QuantizedWeight
 
 __all__ = [
-    "DenseShape",
     "GatheredWeight",
-    "Held",
-    "Moved",
     "PlaneShards",
     "QuantizedWeight",
-    "RunPlan",
     "ScalingHistory",
-    "Sharding",
     "Shards",
     "StorageShards",
-    "Traffic",
     "check_ranks",
-    "count_traffic",
-    "plan",
     "prepare_fsdp2",
     "wire_nbytes",
 ]
+
+#: Names of `hybridq.estimate`, which stands to the right of this package and is loaded when asked.
+_ALIASES: Final = (
+    *("DenseShape", "Held", "Moved", "RunPlan", "Sharding", "Traffic", "count_traffic", "plan"),
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ALIASES:
+        return getattr(import_module("hybridq.estimate"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ALIASES})

@@ -9,10 +9,8 @@ from torch import nn
 
 from ..nn import QuantizedModule
 from ..recipes import Recipe
-from .gather import GatheredParameter
-from .held import HeldParameter, HeldRows
-from .quantized_weight import QuantizedWeight
-from .weight import GatheredWeight
+from .parameters import GatheredParameter, QuantizedRows, QuantizedShard
+from .tensors import GatheredWeight, QuantizedWeight
 
 __all__ = ["Attachment", "is_prepared", "local_of"]
 
@@ -48,7 +46,7 @@ class Attachment:
     @property
     def is_held(self) -> bool:
         """Whether its shards are quantized."""
-        return isinstance(self.about, HeldParameter)
+        return isinstance(self.about, QuantizedShard)
 
     def use(self, module: QuantizedModule, name: str, recipe: Recipe | None) -> None:
         """Have the planes that a forward takes; every rank must call it.
@@ -60,6 +58,14 @@ class Attachment:
         """
         self.about.use(module, name, recipe)
 
+    def use_in_graph(self, module: QuantizedModule, name: str, recipe: Recipe | None) -> None:
+        """Have the planes that a compiled forward takes, in front of it; every rank must call it.
+
+        Args:
+            module, name, recipe: as for `use`.
+        """
+        self.about.use_in_graph(module, name, recipe)
+
     def keep_initial(self, parameter: Any, values: Any) -> None:
         """Keep what quantized shards were made of, if initial values are kept.
 
@@ -67,7 +73,7 @@ class Attachment:
             parameter: whose local tensor was quantized just now.
             values: what it was quantized from, a DTensor as well.
         """
-        if isinstance(self.about, HeldParameter) and self.about.keeps_initial:
+        if isinstance(self.about, QuantizedShard) and self.about.keeps_initial:
             local_of(parameter).held.initial = local_of(values).detach().cpu().clone()
 
     def attach(self, module: nn.Module, name: str) -> None:
@@ -86,9 +92,9 @@ class Attachment:
             return
         values = local.detach()
         made: Any
-        if isinstance(self.about, HeldParameter):
+        if isinstance(self.about, QuantizedShard):
             where = (values.shape, values.dtype, values.device)
-            made = QuantizedWeight(HeldRows(), self.about, *where)
+            made = QuantizedWeight(QuantizedRows(), self.about, *where)
         else:
             made = GatheredWeight(values, self.about)
         if parameter is local:

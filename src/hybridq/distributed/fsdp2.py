@@ -18,17 +18,15 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .._log import log_once
 from ..nn import QuantizedModule
 from ..recipes import SlotPlan
 from ..tensor import is_quantized
-from .agreement import Prepared, current_stack_wish, read_arrived
+from .agreement import Prepared, expected_stack_recipe, read_arrived
 from .attachment import Attachment
-from .gather import GatheredParameter
-from .held import HeldParameter
-from .quantized_weight import QuantizedWeight
-from .stacked import StackedParameter
-from .weight import GatheredWeight
-from .work import ShardWork, encode_shards
+from .encoding import ShardWork, encode_shards
+from .parameters import GatheredParameter, QuantizedShard, StackedParameter
+from .tensors import GatheredWeight, QuantizedWeight
 
 __all__ = ["Weight", "gathered_weights", "prepare_fsdp2", "wire_nbytes"]
 
@@ -52,8 +50,9 @@ class Weight(NamedTuple):
     def slots(self) -> SlotPlan | tuple[SlotPlan | None, ...] | None:
         """Return how it is quantized under the recipe in force; of several matrices, each."""
         if self.parameter.dim() == 3:
-            return current_stack_wish(self.module, self.parameter.shape[0]).slots
-        return self.module._weight_slot(self.part)
+            return expected_stack_recipe(self.module, self.part, self.parameter.shape[0]).slots
+        plan = self.module.plan_now(self.part)
+        return None if plan is None else plan.weight
 
 
 _PREPARED: Final = (GatheredWeight, QuantizedWeight)
@@ -75,7 +74,8 @@ def prepare_fsdp2(model: nn.Module) -> nn.Module:
         NotImplementedError: a quantized weight is rounded stochastically, or belongs to a module of
             another library.
 
-    A weight that another kind of module uses as well (tied to an embedding) is left as it is.
+    A weight that another kind of module uses as well (tied to an embedding) is left as it is, and
+    so is one that is kept as `[in, out]` (GPT-2's `Conv1D`): FSDP2 gathers their values.
 
     Example:
         >>> import torch, hybridq
@@ -87,23 +87,26 @@ def prepare_fsdp2(model: nn.Module) -> nn.Module:
     if not isinstance(given, nn.Module):
         raise TypeError(f"prepare_fsdp2: model must be an nn.Module, got {type(given).__name__}")
     found = gathered_weights(model)
+    _tell_of_transposed(model)
     _check_quantized(model, {id(weight.parameter) for weight in found})
     prepared = Prepared(model)
     for module, part, path, parameter, owners in found:
         if isinstance(getattr(*owners[0]).data, _PREPARED):
             continue  # tied, and done
         if is_quantized(parameter):
-            tensor: Any = _held(parameter, (*owners[0], part, path), prepared)
+            tensor: Any = _held(parameter, (owners[0][0], part, path), prepared)
         else:
             about = GatheredParameter(module, part, path, prepared)
             if parameter.dim() == 3:
-                about = StackedParameter(module, part, path, prepared, parameter.shape[0])
+                place = (module, part, path, prepared)
+                about = StackedParameter(*place, parameter.shape[0], module.holds_transposed)
             tensor = GatheredWeight(parameter.data, about)
         attachment = Attachment(tensor._about)
         made = nn.Parameter(tensor, parameter.requires_grad)
+        owner: Any
         for owner, name in owners:
             owner._parameters[name] = made
-            owner.__dict__["_prepared"] = {**getattr(owner, "_prepared", {}), name: attachment}
+            owner.keep_prepared(name, attachment)
     for owner in {owner for *_, owners in found for owner, _ in owners}:
         owner.register_state_dict_post_hook(_plain_state)
     _hook.install()
@@ -114,7 +117,8 @@ def gathered_weights(model: nn.Module) -> list[Weight]:
     """Return the weights of hybridq's modules in `model` that can travel as planes.
 
     Args:
-        model: any module; those that `prepare_fsdp2` has prepared already are left out.
+        model: any module; those that `prepare_fsdp2` has prepared already are left out, and so are
+            matrices that are kept as `[in, out]`.
 
     Raises:
         RuntimeError: a weight is a DTensor already.
@@ -127,22 +131,47 @@ def gathered_weights(model: nn.Module) -> list[Weight]:
     for path, module in model.named_modules():
         if not isinstance(module, QuantizedModule):
             continue
-        for name, part in module._weights.items():
+        for name, part in module.weight_parts.items():
             weight = module._parameters.get(name)
             if weight is None or isinstance(weight.data, _PREPARED):
                 continue
             if weight.dim() not in (2, 3) or (weight.dim() == 3 and not weight.numel()):
                 continue
+            if module.holds_transposed and weight.dim() == 2:
+                continue  # shards of its rows are columns of what is quantized
             if type(weight.data) is not torch.Tensor and not is_quantized(weight):
                 raise RuntimeError(
                     f"prepare_fsdp2: {path}.{name} must be a plain parameter, got "
                     f"{type(weight.data).__name__}; call prepare_fsdp2 before fully_shard, and not "
                     "for weights that are split by tensor parallelism"
                 )
+            if is_quantized(weight) and weight.dim() == 3:
+                raise NotImplementedError(
+                    f"prepare_fsdp2: {path}.{name} {list(weight.shape)} is quantized, and several "
+                    "matrices in one tensor do not stay so in shards; make its module outside of "
+                    "quantized_model_init"
+                )
             owners = users[id(weight)]
-            if all(name in getattr(owner, "_weights", ()) for owner, name in owners):
+            if all(name in getattr(owner, "weight_parts", ()) for owner, name in owners):
                 found.append(Weight(module, part, f"{path}.{name}", weight, owners))
     return found
+
+
+def _tell_of_transposed(model: nn.Module) -> None:
+    """Log which weights are gathered as values, since they are kept as `[in, out]`."""
+    names = [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if isinstance(module, QuantizedModule) and module.holds_transposed
+        for name in module.weight_parts
+        if getattr(module._parameters.get(name), "ndim", 0) == 2
+    ]
+    if names:
+        log_once(
+            f"fsdp2.transposed:{names}",
+            f"fsdp2: values are gathered, and no planes, of {len(names)} weights that are kept as "
+            f"[in, out], whose shards are columns of what is quantized: {names[0]}, ...",
+        )
 
 
 def _check_quantized(model: nn.Module, taken: set[int]) -> None:
@@ -156,11 +185,11 @@ def _check_quantized(model: nn.Module, taken: set[int]) -> None:
             )
 
 
-def _held(parameter: Any, place: tuple[Any, str, str, str], prepared: Prepared) -> QuantizedWeight:
+def _held(parameter: Any, place: tuple[Any, str, str], prepared: Prepared) -> QuantizedWeight:
     """Return a quantized parameter as one that FSDP2 may shard."""
     storage = parameter.tensor_storage
     quantizer = parameter.quantizer_for_write("prepare_fsdp2")
-    about = HeldParameter(*place, storage, quantizer, prepared)
+    about = QuantizedShard(*place, storage, quantizer, prepared)
     held = about.whole(storage)
     if parameter.initial_value is not None:
         held.initial = parameter.initial_value.get()
@@ -170,7 +199,7 @@ def _held(parameter: Any, place: tuple[Any, str, str, str], prepared: Prepared) 
 
 def _plain_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Put plain tensors into a state_dict: those that the parameters hold, no copies."""
-    for name in getattr(module, "_weights", ()):
+    for name in getattr(module, "weight_parts", ()):
         tensor = state.get(prefix + name)
         local = getattr(tensor, "_local_tensor", tensor)
         if not isinstance(local, _PREPARED):

@@ -1,0 +1,31 @@
+"""How ranks see that they run the same: before the first gather, and in each one."""
+
+from __future__ import annotations
+
+from .fingerprint import DIGEST_NBYTES, check_ranks, named_ranks
+from .fsdp2_groups import prepared_groups
+from .recipe_agreement import (
+    ExpectedRecipe,
+    Note,
+    Prepared,
+    check_trailers,
+    expected_recipe,
+    expected_stack_recipe,
+    read_arrived,
+    trailer,
+)
+
+__all__ = [
+    "DIGEST_NBYTES",
+    "ExpectedRecipe",
+    "Note",
+    "Prepared",
+    "check_ranks",
+    "check_trailers",
+    "expected_recipe",
+    "expected_stack_recipe",
+    "named_ranks",
+    "prepared_groups",
+    "read_arrived",
+    "trailer",
+]

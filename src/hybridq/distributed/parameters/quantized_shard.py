@@ -1,0 +1,389 @@
+"""A parameter that is quantized on every rank: how it is gathered, written and read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...direction import ROWWISE, Direction
+from ...formats import PlaneSpec
+from ...nn import WeightOwner
+from ...quantizers import Quantizer
+from ...recipes import SlotPlan
+from ...storage import Plane, TensorStorage
+from ..agreement import Prepared
+from ..encoding import ShardWork
+from ..planes import Shards, StorageShards
+from .gather_call import GatherCall, Ranks
+from .gathered_parameter import GatheredParameter
+from .senders import Sender
+
+__all__ = ["QuantizedGatherCall", "QuantizedRows", "QuantizedShard"]
+
+
+class QuantizedRows:
+    """The planes of one rank's rows, with the rest of the blocks that a boundary cuts.
+
+    Args:
+        planes: windows of whole blocks; empty: there are no rows, or not yet.
+        first: the first row.
+        rows: how many there are.
+    """
+
+    __slots__ = ("first", "initial", "is_padding", "planes", "rows")
+
+    def __init__(self, planes: Sequence[Plane] = (), first: int = 0, rows: int = 0) -> None:
+        self.planes, self.first, self.rows = tuple(planes), first, rows
+        #: Values that the rows were quantized from, if they were kept and nothing was written.
+        self.initial: torch.Tensor | None = None
+        #: Made by FSDP2, to copy a shard into: nothing else may be written there.
+        self.is_padding = False
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the values of the rows `[rows, cols]`; None if there are none.
+
+        Args:
+            dtype: of the result.
+        """
+        if not self.planes:
+            return None
+        plane = self.planes[0]
+        low = self.first // plane.unit(0) * plane.unit(0)
+        return plane.dequantize(dtype)[self.first - low :][: self.rows].contiguous()
+
+    def cut(self, first: int, rows: int, total: int) -> QuantizedRows:
+        """Return a copy of some of the rows.
+
+        Args:
+            first, rows: which.
+            total: rows of the whole matrix.
+        """
+        planes = []
+        for plane in self.planes:
+            unit = plane.unit(0)
+            low, high = first // unit * unit, min(-(-(first + rows) // unit) * unit, total)
+            start = low - self.first // unit * unit
+            part = plane.part(0, start, start + high - low)
+            if part is None:
+                raise RuntimeError(f"fsdp2: rows {first} to {first + rows} cut a block of {plane}")
+            planes.append(part.map(torch.clone))
+        made = QuantizedRows(planes, first, rows)
+        if self.initial is not None:
+            start = first - self.first
+            made.initial = self.initial[start : start + rows]
+        return made
+
+    def map(self, function: Any) -> QuantizedRows:
+        """Return the same rows with other buffers.
+
+        Args:
+            function: of a buffer.
+        """
+        made = QuantizedRows([plane.map(function) for plane in self.planes], self.first, self.rows)
+        made.initial = self.initial
+        return made
+
+    def take(self, other: QuantizedRows) -> None:
+        """Become a copy of `other`: in the same memory, where it is of the same kind."""
+        mine = [b for plane in self.planes for b in plane.tensors]
+        theirs = [b for plane in other.planes for b in plane.tensors]
+        same = [b.shape for b in mine] == [b.shape for b in theirs]
+        if not (same and mine and self.first == other.first):
+            self.planes = tuple(plane.map(torch.clone) for plane in other.planes)
+        else:
+            for own, their in zip(mine, theirs, strict=True):
+                own.copy_(their)
+        self.first, self.rows, self.initial = other.first, other.rows, other.initial
+        self.is_padding = False
+
+
+class QuantizedGatherCall(GatherCall):
+    """One all-gather of planes that are there already, whatever the recipe.
+
+    Args:
+        specs: of the planes that are held, rowwise and columnwise; not both None.
+        args: as of a `GatherCall`.
+    """
+
+    def __init__(self, specs: tuple[PlaneSpec | None, PlaneSpec | None], *args: Any) -> None:
+        super().__init__(*args)
+        self._specs = specs
+
+    def plan(self, row: bool, col: bool, name: str) -> StorageShards:
+        """Return the plan that gathers these planes, those that there are."""
+        del name
+        own_row, own_col = self._specs
+        if own_row is None or own_col is None:
+            return StorageShards(own_row, own_col, "original", self.shards)
+        chosen = (own_row if row else None, own_col if col else None)
+        return StorageShards(*chosen, "original", self.shards)
+
+    def spec(self, direction: Direction) -> PlaneSpec:
+        """Return the spec of the plane of `direction`, or of the one that there is."""
+        row, col = self._specs
+        own, other = (row, col) if direction == ROWWISE else (col, row)
+        found = own or other
+        if found is None:
+            raise RuntimeError("fsdp2: a quantized parameter has no planes")
+        return found
+
+    @property
+    def derives(self) -> bool:
+        """Whether the plane that is missing is the other one, transposed."""
+        return None in self._specs
+
+
+class _HeldSender:
+    """Sends planes that are there already: the pieces are views, cut once for the same planes.
+
+    Args:
+        plan: of the gathers.
+        rank: this one.
+        start: where planes may begin in the memory that the unit has in common: none do.
+    """
+
+    def __init__(self, plan: StorageShards, rank: int, start: int) -> None:
+        self.end = start
+        self._plan, self._rank = plan, rank
+        self._wanted = {plane.direction for plane in plan.sent}
+        self._has_padding = plan.payload > plan.nbytes(rank)
+        self._planes: tuple[Plane, ...] | None = None
+        self._views: tuple[torch.Tensor, ...] = ()
+
+    def parts(
+        self, tensor: Any, memory: torch.Tensor, address: int
+    ) -> tuple[torch.Tensor, ...] | None:
+        """Return what this rank sends; see `Sender`."""
+        held = tensor.held
+        if not held.rows:
+            return (memory.new_zeros(self._plan.payload),)
+        if held.planes is not self._planes:
+            own = [plane for plane in held.planes if plane.direction in self._wanted]
+            self._views = tuple(self._plan.parts(own, self._rank))
+            pieces = self._views[:-1] if self._has_padding else self._views
+            memories = {b.untyped_storage()._cdata for plane in own for b in plane.tensors}
+            # What had to be copied is cut again: the planes may have been written since.
+            is_view = all(one.untyped_storage()._cdata in memories for one in pieces)
+            self._planes = held.planes if is_view else None
+        return self._views
+
+
+class QuantizedShard(GatheredParameter):
+    """What all tensors of one quantized parameter (its shard, views of it) know together.
+
+    Args:
+        module: that it belongs to.
+        part: of the module's parts.
+        name: for messages.
+        storage: the planes of the whole parameter.
+        quantizer: of the whole parameter.
+        prepared: the call of `prepare_fsdp2`.
+
+    Raises:
+        NotImplementedError: ranks cannot quantize their own rows by this quantizer.
+    """
+
+    is_encoded = False
+
+    def __init__(
+        self,
+        module: WeightOwner,
+        part: str,
+        name: str,
+        storage: TensorStorage,
+        quantizer: Quantizer,
+        prepared: Prepared,
+    ) -> None:
+        super().__init__(module, part, name, prepared)
+        #: Whether initial values are kept in high precision beside the planes.
+        self.keeps_initial = False
+        row, col = (None if p is None else p.spec for p in (storage.rowwise, storage.columnwise))
+        if row is not None and row == col and row.is_derivable:
+            col = None  # one of them is enough
+        #: Of the planes that are held, rowwise and columnwise.
+        self.specs = (row, col)
+        self._source = quantizer.columnwise_source if col is not None else "original"
+        self._matrix = (storage.first.rows, storage.first.cols)
+        self._place: tuple[Any, int, int] | None = None
+        reasons = []
+        if any(spec is not None and spec.stochastic for spec in self.specs):
+            reasons.append("stochastic rounding draws for the whole weight")
+        if self._source != "original" and row is None:
+            reasons.append("the columnwise plane is made of a rowwise one that is not held")
+        if reasons:
+            raise NotImplementedError(
+                f"fsdp2: {name} {list(self._matrix)} cannot be held quantized in shards: "
+                f"{'; '.join(reasons)}; keep it in high precision"
+            )
+
+    @property
+    def source(self) -> str:
+        """What the columnwise plane is made of."""
+        return self._source
+
+    def derives_from(self, plan: StorageShards) -> bool:
+        """Return whether the columnwise plane is what a gather brings, transposed.
+
+        Args:
+            plan: of the gather.
+        """
+        row, col = self.specs
+        return col is None and row is not None and row.is_derivable and not row.format.is_identity
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole parameter."""
+        return self._matrix[0]
+
+    @property
+    def cols(self) -> int:
+        """Its columns."""
+        return self._matrix[1]
+
+    def whole(self, storage: TensorStorage) -> QuantizedRows:
+        """Return all rows, of the planes that are held."""
+        pairs = zip(self.specs, (storage.rowwise, storage.columnwise), strict=True)
+        planes = [plane for spec, plane in pairs if spec is not None and plane is not None]
+        return QuantizedRows(planes, 0, self._matrix[0])
+
+    def _plan(self, world: int) -> StorageShards:
+        shards = Shards.chunks(*self._matrix, world)
+        return StorageShards(*self.specs, self._source, shards)
+
+    def check(self, rows: int) -> None:
+        """Raise unless ranks can quantize their own rows.
+
+        Args:
+            rows: of each rank but the last.
+
+        Raises:
+            NotImplementedError: they cannot.
+        """
+        plan = self._plan(-(-self._matrix[0] // max(rows, 1)))
+        if plan.problem is None:
+            return
+        unit = max(plane.unit for plane in plan.planes)
+        raise NotImplementedError(
+            f"fsdp2: {self.name} {list(self._matrix)} cannot be held quantized in shards of {rows} "
+            f"rows: {plan.problem}; multiples of {unit} rows would do, or high precision"
+        )
+
+    # ---- the gather
+
+    def _new_call(
+        self, group: Any, shape: torch.Size, dtype: torch.dtype, phase: str
+    ) -> GatherCall:
+        expected = self._expected(phase)
+        given = (Ranks.of(group), shape, dtype, None, expected, phase)
+        return QuantizedGatherCall(self.specs, *given)
+
+    def wanted_in(self, phase: str) -> tuple[bool, bool]:
+        """Return whether a gather brings the rowwise, and the columnwise plane.
+
+        Args:
+            phase: of the call.
+        """
+        if self.agreed(phase).slot is None:
+            # Torch's own linear saves the parameter with the planes that it has in the forward.
+            return True, True
+        return super().wanted_in(phase)
+
+    def _settled(self, call: GatherCall, plan: Any) -> Any:
+        """Return a plan that brings the planes that what is agreed now asks for."""
+        wanted = call.plan(*self.wanted_in(call.phase), self.name)
+        asked = {one.direction for one in wanted.sent}
+        if plan is None:
+            planes = () if self.storage is None else self.storage.planes
+            there = {one.direction for one in planes}
+        else:
+            there = {one.direction for one in plan.sent}
+        return plan if asked <= there else wanted
+
+    def use_slot(self, slot: SlotPlan) -> None:
+        """Do nothing: what is gathered are the parameter's own planes.
+
+        Args:
+            slot: not used.
+        """
+        del slot
+
+    def work_ahead(self) -> None:
+        """Return None: nothing is encoded for a gather."""
+        return
+
+    def work_now(self, plan: StorageShards, tensor: Any = None) -> None:
+        """Return None: nothing is encoded for a gather.
+
+        Args:
+            plan, tensor: not used.
+        """
+        del plan, tensor
+
+    def payload(self, plan: StorageShards) -> torch.Tensor:
+        """Return what this rank sends, uint8."""
+        self.nbytes += plan.payload * self.last_call().world
+        return self.payload_of(plan, self._own_shard().to(self._where()))
+
+    def payload_of(self, plan: StorageShards, shard: Any) -> torch.Tensor:
+        """Return what this rank sends of a shard, uint8.
+
+        Args:
+            plan: of the gather.
+            shard: this rank's, on the device where it is gathered.
+        """
+        call, held = self.last_call(), shard.held
+        if not held.rows:
+            return torch.zeros(plan.payload, dtype=torch.uint8, device=shard.device)
+        wanted = {plane.direction for plane in plan.sent}
+        planes = [plane for plane in held.planes if plane.direction in wanted]
+        return plan.pack(planes, call.rank)
+
+    def sender(self, plan: StorageShards, call: GatherCall, start: int) -> Sender | None:
+        """Return what sends this rank's planes; see `OwnRows.sender`."""
+        return _HeldSender(plan, call.rank, start)
+
+    # ---- writes
+
+    def _mesh(self) -> tuple[Any, int, int]:
+        """Return the group of ranks that share the parameter, this rank in it, and its size."""
+        if self._place is None:
+            module = self.owner()
+            parameter: Any = None if module is None else module.held(self.attribute)
+            mesh = getattr(parameter, "device_mesh", None)
+            if mesh is None:
+                raise RuntimeError(
+                    f"fsdp2: {self.name} is quantized with its other shards, and cannot be written "
+                    "before fully_shard"
+                )
+            places = [i for i, one in enumerate(parameter.placements) if one.is_shard()]
+            group = mesh.get_group(places[0])
+            self._place = (group, group.rank(), group.size())
+        return self._place
+
+    def work_of(self, values: Any) -> ShardWork:
+        """Return this rank's part of quantizing `values`.
+
+        Args:
+            values: this rank's rows, float32, bfloat16 or float16.
+        """
+        _, rank, world = self._mesh()
+        x = values.detach().reshape(values.shape[0], self._matrix[1])
+        return ShardWork(self._plan(world), x, rank, x.device)
+
+    def group(self) -> Any:
+        """Return the process group whose ranks share the parameter."""
+        return self._mesh()[0]
+
+    def took(self, held: QuantizedRows, work: ShardWork) -> None:
+        """Hold what `work`, that is run, has made.
+
+        Args:
+            held: where the planes go.
+            work: that `work` returned.
+        """
+        if work.made:
+            _, rank, _ = self._mesh()
+            first, last = work.plan.shards.range(rank)
+            held.take(QuantizedRows(work.made, first, last - first))

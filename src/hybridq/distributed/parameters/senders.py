@@ -1,0 +1,127 @@
+"""What a parameter sends past the dispatcher, in gathers where nothing is to be asked.
+
+A sender is made once for all gathers that are alike. Where it has no answer, the parameter works
+out what it sends, as in its first gather, and reduces or updates what is missing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple, Protocol
+
+import torch
+
+from ..encoding import Maxima, ShardEncoder
+from ..planes import StorageShards
+from .gather_call import GatherCall
+
+__all__ = ["GivenScales", "RowsSender", "Sender"]
+
+#: Bytes of an amax that is sent along.
+_AMAX_NBYTES: Final = 4
+
+
+class Sender(Protocol):
+    """What one parameter gives to the gathers of its unit that are alike.
+
+    Attributes:
+        end: where the next one's planes may begin in the common memory.
+    """
+
+    end: int
+
+    def parts(
+        self, tensor: Any, memory: torch.Tensor, address: int
+    ) -> tuple[torch.Tensor, ...] | None:
+        """Return what this rank sends, uint8, in pieces; None: the parameter must work it out.
+
+        Args:
+            tensor: the shard, on the device where it is gathered.
+            memory: uint8, common to the unit, where planes may be written.
+            address: of it.
+        """
+
+
+class GivenScales(NamedTuple):
+    """What delayed scaling gave to the last gather that was worked out.
+
+    Attributes:
+        changes: a number for the module's scales.
+        stamp: of the rows.
+        maxima: statistics that stand for the scales, by direction.
+        amaxes: FP32 `[1]` of this rank's rows, completed when they are sent.
+    """
+
+    changes: int
+    stamp: Any
+    maxima: Maxima
+    amaxes: list[torch.Tensor]
+
+
+class RowsSender:
+    """Encodes this rank's rows of a weight of high precision.
+
+    Args:
+        about: the parameter.
+        plan: of the gathers.
+        call: one of them.
+        encoder: of the rows.
+    """
+
+    def __init__(
+        self, about: Any, plan: StorageShards, call: GatherCall, encoder: ShardEncoder
+    ) -> None:
+        self._about, self._encoder, self._reduced = about, encoder, plan.reduced
+        self._num_amaxes, self.end = plan.num_amaxes, encoder.end
+        has_rows = plan.nbytes(call.rank) > 0
+        tail = encoder.padding - _AMAX_NBYTES * plan.num_amaxes if has_rows else plan.payload
+        self._num_zeros, self._has_rows = tail, has_rows
+        #: What maxima depend on beside the values, if any are needed.
+        self._key = (call.key(), 0) if plan.reduced else None
+        #: Whether scales that were updated since are to be seen: a backward has its forward's.
+        self._looks, self._is_training = call.phase != "backward", call.phase == "forward"
+        #: What delayed scaling gave last, and the bytes of its amaxes.
+        self._given: GivenScales | None = None
+        self._tail: tuple[torch.Tensor, ...] = ()
+
+    @staticmethod
+    def of(about: Any, plan: Any, call: GatherCall, start: int) -> RowsSender | None:
+        """Return the sender, or None where each gather must be worked out.
+
+        Args:
+            about, plan, call: as for `RowsSender`.
+            start: where its planes may begin in the common memory.
+        """
+        encoder = ShardEncoder.of(plan, call.rank, call.dtype, start)
+        return None if encoder is None else RowsSender(about, plan, call, encoder)
+
+    def parts(
+        self, tensor: Any, memory: torch.Tensor, address: int
+    ) -> tuple[torch.Tensor, ...] | None:
+        """Return what this rank sends; see `Sender`."""
+        known: Maxima | None = {}
+        tail: tuple[torch.Tensor, ...] = ()
+        if self._num_amaxes:
+            given = self._about.given
+            if given is None or given.stamp != tensor.writes.stamp:
+                return None
+            if self._looks:
+                module = self._about.owner()
+                if given.changes != module.scale_changes(self._about.part, self._is_training):
+                    return None
+            if given is not self._given:
+                if len(given.amaxes) < self._num_amaxes:
+                    return None
+                self._given = given
+                self._tail = tuple(one.view(torch.uint8) for one in given.amaxes)
+            known, tail = given.maxima, self._tail
+        elif self._key is not None:
+            known = self._about.known.at(self._key, tensor.writes.stamp)
+        if known is None:
+            return None
+        for direction in self._reduced:
+            if direction not in known:
+                return None
+        found = self._encoder.encode(tensor.high, known, memory, address)
+        if self._num_zeros:
+            found += (memory.new_zeros(self._num_zeros),)
+        return found + tail if self._has_rows else found

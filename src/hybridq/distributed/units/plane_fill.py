@@ -1,0 +1,150 @@
+"""How the planes of a unit are filled with what was received: by one operation for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..._torch_private import copy_each
+from ...storage import Plane
+from ..planes import memories
+
+__all__ = ["UnitFill"]
+
+
+class UnitFill:
+    """Fills planes that there are from a gather that is as an earlier one was.
+
+    Args:
+        members: the parameters, that hold the planes of a gather.
+        plans: of each.
+        parts: uint8 `[world, ...]`, what that gather received: views of tensors that FSDP2 fills
+            in each gather, or more than one, which are put together.
+        payloads: returns, for all parts side by side and the number of a parameter, its payloads.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Any],
+        plans: Sequence[Any],
+        parts: Sequence[torch.Tensor],
+        payloads: Callable[[torch.Tensor, int], torch.Tensor],
+    ) -> None:
+        #: What FSDP2's first tensor is a view of.
+        self._source = parts[0].untyped_storage()
+        whole, self._whole = parts[0], None
+        if len(parts) > 1:
+            whole = self._whole = torch.cat(list(parts), 1)
+            self._freed = (whole.untyped_storage(), whole.numel())
+        self._memories: list[tuple[torch.UntypedStorage, int]] = []
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        #: The ends of payloads with amaxes, whose they are, and how many of each.
+        self._ends: list[torch.Tensor] = []
+        self._scaled: list[Any] = []
+        self._counts: list[int] = []
+        #: Of planes that are derived for graphs: what is copied where; codes that share bytes.
+        self._transposed: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._packed: tuple[list[torch.Tensor], list[Plane]] = ([], [])
+        self._held: list[tuple[Any, Any, Plane | None, Plane | None, list[torch.Tensor]]] = []
+        for number, (about, plan) in enumerate(zip(members, plans, strict=True)):
+            storage, own = about.storage, payloads(whole, number)
+            pair = (storage.rowwise, storage.columnwise)
+            planes = [plane for plane in pair if plane is not None]
+            there = {plane.direction: plane for plane in planes}
+            for shards, places in zip(plan.sent, plan.places, strict=True):
+                plane = there.pop(shards.direction)
+                self._targets += storage.targets(plane, places)
+                self._sources += places.sources(own)
+            for plane in there.values():
+                self._derive(storage.first, plane)
+            if plan.num_amaxes:
+                self._ends.append(own[:, plan.payload - 4 * plan.num_amaxes :])
+                self._scaled.append(storage)
+                self._counts.append(plan.num_amaxes)
+            found = memories(*planes)
+            self._memories += [(one.untyped_storage(), nbytes) for one, nbytes in found]
+            self._held.append((about, storage, *pair, [one for one, _ in found]))
+        self.free()
+
+    def _derive(self, plane: Plane, derived: Plane) -> None:
+        """Have a plane filled with another one, transposed.
+
+        Args:
+            plane: that travels.
+            derived: of the other direction, in memory that comes and goes alike.
+        """
+        for name, own in derived.buffers.items():
+            given = plane.buffers[name]
+            if own.untyped_storage()._cdata == given.untyped_storage()._cdata:
+                continue  # one memory, filled already
+            if name == "data" and own.shape != given.shape[::-1]:  # several codes in a byte
+                self._packed[0].append(own.data)
+                self._packed[1].append(plane)
+            else:
+                self._transposed[0].append(own.data)
+                self._transposed[1].append(given.t())
+
+    @staticmethod
+    def of(
+        members: Sequence[Any],
+        plans: Sequence[Any],
+        parts: Sequence[torch.Tensor],
+        payloads: Callable[[torch.Tensor, int], torch.Tensor],
+    ) -> UnitFill | None:
+        """Return what fills the planes of the next gathers; None: only their parameters know.
+
+        Args:
+            members, plans, parts, payloads: as for `UnitFill`.
+        """
+        if any(getattr(plan, "places", None) is None for plan in plans):
+            return None
+        return UnitFill(members, plans, parts, payloads)
+
+    def takes(self, parts: Sequence[torch.Tensor]) -> bool:
+        """Return whether a gather was received where the earlier one was.
+
+        Args:
+            parts: as for `UnitFill`.
+        """
+        return self._whole is not None or parts[0].untyped_storage()._cdata == self._source._cdata
+
+    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return all parts side by side, uint8 `[world, ...]`.
+
+        Args:
+            parts: as for `UnitFill`.
+        """
+        whole = self._whole
+        if whole is None:
+            return parts[0]
+        self._freed[0].resize_(self._freed[1])
+        torch.cat(list(parts), 1, out=whole)
+        return whole
+
+    def run(self) -> None:
+        """Fill the planes, and have their parameters hold them."""
+        for memory, nbytes in self._memories:
+            if not memory.nbytes():  # else torch would allocate anew, and copy
+                memory.resize_(nbytes)
+        copy_each(self._targets, self._sources)
+        targets, planes = self._packed
+        if targets:
+            copy_each(targets, [torch.ops.hybridq.transpose(p.data, *p.matrix, 4) for p in planes])
+        if self._transposed[0]:
+            copy_each(*self._transposed)
+        for about, storage, row, col, found in self._held:
+            storage.rowwise, storage.columnwise = row, col
+            about.filled = found
+        if self._ends:
+            amaxes = torch.cat(self._ends, 1).view(torch.float32).amax(0)
+            each = amaxes.split_with_sizes(self._counts)
+            for storage, own in zip(self._scaled, each, strict=True):
+                storage.amaxes = own
+
+    def free(self) -> None:
+        """Free what parts were put together in."""
+        if self._whole is not None:
+            self._freed[0].resize_(0)

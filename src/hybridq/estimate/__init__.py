@@ -1,0 +1,19 @@
+"""Estimates: what each rank of a run holds and moves, without running it; and what one moved."""
+
+from __future__ import annotations
+
+from .dense_shape import DenseShape
+from .run_plan import Held, Moved, RunPlan, Sharding
+from .run_planner import plan
+from .traffic import Traffic, count_traffic
+
+__all__ = [
+    "DenseShape",
+    "Held",
+    "Moved",
+    "RunPlan",
+    "Sharding",
+    "Traffic",
+    "count_traffic",
+    "plan",
+]
