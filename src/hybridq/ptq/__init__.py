@@ -1,11 +1,12 @@
 """Post-training quantization of checkpoints: safetensors in, safetensors with planes out.
 
-See docs/checkpoints.md. Needs the package safetensors (`pip install hybridq[checkpoints]`).
+See docs/guides/checkpoints.md. Needs the package safetensors (`pip install hybridq[checkpoints]`).
 """
 
 from __future__ import annotations
 
 from .convert import convert_checkpoint
+from .export_checkpoint import export
 from .load import Checkpoint, load_checkpoint
 from .measure import PlaneError
 from .observer import Observer
@@ -26,5 +27,6 @@ __all__ = [
     "Selection",
     "TensorResult",
     "convert_checkpoint",
+    "export",
     "load_checkpoint",
 ]

@@ -11,6 +11,7 @@ import torch
 from .measure import PIECE
 from .record import Record
 from .tiles import bytes_per_value, scratch_nbytes
+from .views import View
 
 __all__ = ["Budget", "make_budget"]
 
@@ -45,6 +46,16 @@ class Budget:
         vectors = 8 * sum(record.matrix)  # where each row has an amax
         free = self.memory - _FIXED_NBYTES - self.measured_nbytes - vectors
         return max(free // bytes_per_value(record), 1)
+
+    def values_of(self, record: Record, view: View) -> int:
+        """Return how many values a tile of `record` may have that is read through `view`.
+
+        Args:
+            record: of the tensor.
+            view: where its values stand.
+        """
+        own = bytes_per_value(record)
+        return max(int(self.most_values(record) * own / (own + view.extra_nbytes)), 1)
 
 
 def make_budget(memory: int, measure: bool, records: Iterable[Record]) -> Budget:

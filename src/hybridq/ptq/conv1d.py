@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from .header import Entry
 
-__all__ = ["are_turned", "turned", "uses_conv1d"]
+__all__ = ["are_transposed", "transposed", "uses_conv1d"]
 
 #: `model_type` of the models that use it.
 _MODELS: Final = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp_decoder"}
@@ -35,7 +35,7 @@ def uses_conv1d(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in _MODELS or any(map(uses_conv1d, parts))
 
 
-def are_turned(entries: Iterable[Entry], is_known: bool) -> bool:
+def are_transposed(entries: Iterable[Entry], is_known: bool) -> bool:
     """Return whether the weights of such modules are kept as `[in, out]`.
 
     Their shapes say it where they can: `c_attn` and `c_fc` make more than they take. Where they say
@@ -49,13 +49,13 @@ def are_turned(entries: Iterable[Entry], is_known: bool) -> bool:
     return all(votes) if votes else is_known
 
 
-def turned(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+def transposed(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     """Return the entries of a file, with the weights of such modules marked.
 
     Args:
         entries: of the file.
     """
-    return tuple(replace(one, is_turned=True) if _is_one(one) else one for one in entries)
+    return tuple(replace(one, is_transposed=True) if _is_one(one) else one for one in entries)
 
 
 def _module(entry: Entry) -> str:

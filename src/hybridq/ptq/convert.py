@@ -10,14 +10,16 @@ from ..errors import CheckpointError
 from ..formats import PlaneSpec
 from ..quantizers import Quantizer
 from .disk import kind_of
+from .found import find
 from .observer import Observer
 from .options import ConvertOptions
 from .outcome import Conversion
 from .run import Run
 from .select import Selection
 from .source import SUFFIX, marked, open_source
+from .training import TrainingScheme
 
-__all__ = ["convert_checkpoint"]
+__all__ = ["check_paths", "convert_checkpoint"]
 
 
 def convert_checkpoint(
@@ -64,9 +66,10 @@ def convert_checkpoint(
     chosen = _selection(selection)
     options = options or ConvertOptions()
     observer = observer or Observer()
-    _check_paths(Path(source), Path(target))
-    found = marked(open_source(source))
-    run = Run(found, Path(target), chosen, options, observer)
+    check_paths(Path(source), Path(target))
+    opened = marked(open_source(source))
+    scheme = TrainingScheme(chosen, find(opened), refuses_own=True)
+    run = Run(opened, Path(target), scheme, options, observer)
     run.convert()
     return run.outcome(time.monotonic() - begun)
 
@@ -84,7 +87,13 @@ def _selection(given: object) -> Selection:
     return Selection(given)
 
 
-def _check_paths(source: Path, target: Path) -> None:
+def check_paths(source: Path, target: Path) -> None:
+    """Raise CheckpointError unless `target` may be made of `source`.
+
+    Args:
+        source: a file or a folder.
+        target: of the same kind, and outside of it.
+    """
     kinds = kind_of(source), kind_of(target)
     inside, outside = source.resolve(), target.resolve()
     if inside == outside:

@@ -13,11 +13,12 @@ import torch
 
 from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..formats import PlaneSpec
-from ..storage import Plane, encode_pair
+from ..kernels.choice import EncodeRequest
+from ..storage import Plane, PlanePair, encode_pair
 from .record import Record
 from .tiles import Tile
 
-__all__ = ["AMAX", "DECODED", "ENCODE", "MatrixEncoder", "passes_of"]
+__all__ = ["AMAX", "DECODED", "ENCODE", "PLAIN", "MatrixEncoder", "passes_of"]
 
 #: The passes over a matrix: its statistics, those of what its rowwise plane decodes to, its planes.
 AMAX: Final = "amax"
@@ -25,7 +26,7 @@ DECODED: Final = "decoded"
 ENCODE: Final = "encode"
 
 #: A plane without a transform, of one amax for the tensor.
-_PLAIN: Final = PlaneSpec.parse("fp8_e4m3").text
+PLAIN: Final = PlaneSpec.parse("fp8_e4m3").text
 _FP32_MAX: Final = torch.finfo(torch.float32).max
 _PIECE: Final = 1 << 20
 
@@ -37,14 +38,18 @@ class _Stat:
     Args:
         spec, direction: of the plane.
         value: FP32 `[1]`, or one per row of the plane.
+        is_given: it was found of several tensors together, of which this is one.
     """
 
     spec: PlaneSpec
     direction: Direction
     value: torch.Tensor
+    is_given: bool = False
 
     def add(self, tile: Tile, x: torch.Tensor, plain: torch.Tensor | None) -> None:
         """Take in a tile: its values, and the amax of these if it is known."""
+        if self.is_given:
+            return
         if plain is None or self.spec.signs is not None or self.spec.row_scaled:
             plain = torch.ops.hybridq.amax(x, self.spec.text, self.direction)
         value = self.of(tile)
@@ -59,14 +64,15 @@ class _Stat:
         return self.value.narrow(0, first, count)
 
 
-def passes_of(record: Record, is_whole: bool) -> tuple[str, ...]:
+def passes_of(record: Record, is_whole: bool, is_given: bool = False) -> tuple[str, ...]:
     """Return the passes over the tiles of a matrix.
 
     Args:
         record: of the tensor.
         is_whole: there is one tile: it finds its own statistics.
+        is_given: the statistic of its rowwise plane, its only one, is known.
     """
-    if is_whole:
+    if is_whole or is_given:
         return (ENCODE,)
     row, col = _source_row(record), record.col
     is_decoded = _is_decoded(record)
@@ -92,19 +98,23 @@ class MatrixEncoder:
 
     Args:
         record: of the tensor.
+        stat: FP32 `[1]`, the amax that the rowwise plane is encoded by; None: the tensor's own.
 
     Attributes:
         amax: FP32 `[1]`, of what has been seen: NaN if there was one.
         num_nonfinite: how many values so far are NaN or infinite.
     """
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, stat: torch.Tensor | None = None) -> None:
         self._record = record
+        self._is_given = stat is not None
         self._is_decoded = _is_decoded(record)
         self._row = _source_row(record)
         self._col = None if record.is_derived else record.col
         self._row_stat = self._stat(self._row, ROWWISE)
         self._col_stat = self._stat(self._col, COLUMNWISE)
+        if stat is not None and self._row_stat is not None:
+            self._row_stat.value, self._row_stat.is_given = stat, True
         self.amax = torch.zeros(1, dtype=torch.float32, device="cpu")
         self.num_nonfinite = 0
 
@@ -124,12 +134,18 @@ class MatrixEncoder:
             x: its values.
         """
         if which == AMAX:
-            self._look(tile, x)
+            self.look(tile, x)
         elif self._col_stat is not None:
             self._col_stat.add(tile, self._decoded(tile, x), None)
 
-    def _look(self, tile: Tile, x: torch.Tensor) -> None:
-        plain = torch.ops.hybridq.amax(x, _PLAIN, ROWWISE)
+    def look(self, tile: Tile, x: torch.Tensor) -> None:
+        """Take a tile into the amaxes and the count of values that are not finite.
+
+        Args:
+            tile: of the matrix.
+            x: its values.
+        """
+        plain = torch.ops.hybridq.amax(x, PLAIN, ROWWISE)
         self.amax = torch.maximum(self.amax, plain)
         if not bool(plain < _FP32_MAX):  # NaN, or an infinity, or the very largest value
             flat = x.reshape(-1)
@@ -156,22 +172,17 @@ class MatrixEncoder:
             tile: of the matrix.
             x: its values.
         """
-        passes = passes_of(self._record, tile.is_whole)
+        passes = passes_of(self._record, tile.is_whole, self._is_given)
         if AMAX not in passes:
-            self._look(tile, x)
+            self.look(tile, x)
         row_stat = None if self._row_stat is None else self._row_stat.of(tile)
         col_stat = None if self._col_stat is None else self._col_stat.of(tile)
         if self._is_decoded and DECODED not in passes:
             col_stat = None  # the operation finds that of the decoded values itself
-        found = encode_pair(
-            x,
-            None if self._row is None else self._row.plain_text(x.dtype),
-            None if self._col is None else self._col.plain_text(x.dtype),
-            row_stat=row_stat,
-            col_stat=col_stat,
-            col_source="rowwise_dequantized" if self._is_decoded else "original",
-            keep_row=self._record.row is not None,
-        )
+        row, col = (None if s is None else s.plain_text(x.dtype) for s in (self._row, self._col))
+        source = "rowwise_dequantized" if self._is_decoded else "original"
+        pair = PlanePair.of(row, col, source, self._record.row is not None)
+        found = encode_pair(x, pair, EncodeRequest(row_stat=row_stat, col_stat=col_stat))
         planes = []
         for spec, direction, buffers in (
             (self._record.row, ROWWISE, found[0]),

@@ -114,9 +114,15 @@ def copy_bytes(source: int, target: int, path: Path) -> None:
         offset += count
 
 
-def write_json(file: int, value: Any) -> None:
-    """Write `value` as JSON in one fixed form into an open file."""
-    encoder = json.JSONEncoder(indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+def write_json(file: int, value: Any, allow_nan: bool = False) -> None:
+    """Write `value` as JSON in one fixed form into an open file.
+
+    Args:
+        file: its descriptor.
+        value: to write.
+        allow_nan: NaN and infinity too, as Python's JSON has them.
+    """
+    encoder = json.JSONEncoder(indent=2, sort_keys=True, ensure_ascii=False, allow_nan=allow_nan)
     with os.fdopen(os.dup(file), "w", encoding="utf-8") as to:
         for piece in encoder.iterencode(value):  # never all of the text in memory
             to.write(piece)

@@ -86,7 +86,7 @@ class Entry:
         dtype: the format's name, such as `"BF16"`; also of dtypes that torch lacks.
         shape: logical; codes of less than a byte count one by one.
         begin, end: place in the file, in bytes from its start.
-        is_turned: a weight that its model keeps as `[in, out]` (`conv1d`).
+        is_transposed: a weight that its model keeps as `[in, out]` (`conv1d`).
     """
 
     name: str
@@ -94,7 +94,7 @@ class Entry:
     shape: tuple[int, ...]
     begin: int
     end: int
-    is_turned: bool = False
+    is_transposed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -108,7 +108,7 @@ class Header:
 
     Args:
         entries: its tensors in the order of their places.
-        metadata: its free texts.
+        metadata: its free strings.
         digest: SHA-256 of the header's bytes, as hexadecimal digits.
     """
 
@@ -174,7 +174,7 @@ def make_header(
 
     Args:
         tensors: name, dtype, shape and number of bytes of each.
-        metadata: free texts; keys are sorted, so that equal files have equal bytes.
+        metadata: free strings; keys are sorted, so that equal files have equal bytes.
 
     Returns:
         The length and the header, and the entries in the order of their places: larger alignment

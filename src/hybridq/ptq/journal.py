@@ -16,6 +16,7 @@ from .disk import Folder, is_name
 from .files import read_json, write_json
 from .outcome import ShardResult, TensorResult
 from .plan import ShardPlan
+from .source import Shard
 
 __all__ = ["JOURNAL", "Journal", "open_journal"]
 
@@ -99,7 +100,14 @@ def _entry(shard: str) -> str:
 
 
 def _identity(plan: ShardPlan) -> dict[str, Any]:
-    shard = plan.shard
+    """Return what tells the files that a shard is made of from changed ones."""
+    own = _file_identity(plan.shard)
+    if plan.others:
+        own["others"] = {one.name: _file_identity(one) for one in plan.others}
+    return own
+
+
+def _file_identity(shard: Shard) -> dict[str, Any]:
     return {"nbytes": shard.nbytes, "mtime_ns": shard.mtime_ns, "header": shard.header.digest}
 
 

@@ -11,13 +11,17 @@ from typing import TypeAlias
 import torch
 
 from ..errors import CheckpointError
+from ..layouts import Layout, StoredWeight, get
+from ..quantizers import Quantizer
+from ..storage import TensorStorage
 from ..tensor import QuantizedTensor
 from .disk import is_there, kind_of, reading
 from .files import as_bytes, read_into
+from .found import Found, Weight, find
 from .header import TORCH_DTYPES, Entry, dtype_name, storage_shape
 from .journal import JOURNAL
-from .record import Record, read_records
-from .source import Shard, open_source
+from .record import METADATA_KEY, Record, read_records
+from .source import Shard, Source, open_source
 
 __all__ = ["Checkpoint", "load_checkpoint"]
 
@@ -30,14 +34,14 @@ class _Place:
     """Where a tensor stands.
 
     Args:
-        shard: the file.
-        entries: its tensors there, by name.
+        entries: its tensors in the files, each with the file, by name.
         record: how it was quantized, or None for a plain one.
+        stored: how another program's layout holds it; None: it is hybridq's own.
     """
 
-    shard: Shard
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, tuple[Shard, Entry]]
     record: Record | None
+    stored: StoredWeight | None = None
 
 
 class Checkpoint(Mapping[str, Value]):
@@ -59,7 +63,8 @@ class Checkpoint(Mapping[str, Value]):
         """Return the tensor called `name`.
 
         A quantized one is a QuantizedTensor with the planes that its quantizer makes of the
-        source, bit for bit; a stack of matrices is a list of those, whose buffers are views of one.
+        source, bit for bit, or that another program has written; a stack of matrices is a list of
+        those, whose buffers are views of one.
 
         Raises:
             KeyError: there is none.
@@ -70,9 +75,16 @@ class Checkpoint(Mapping[str, Value]):
         if place.record is None:
             return buffers[name]
         record = place.record
+        if place.stored is not None:
+            planes = place.stored.decode(buffers)
+            storages = [TensorStorage(plane, None) for plane in planes]
+            quantizers = [Quantizer(plane.spec, None) for plane in planes]
+        else:
+            storages = record.storages(buffers)
+            quantizers = [record.quantizer] * len(storages)
         made = [
-            QuantizedTensor.make(storage, record.matrix, record.dtype, quantizer=record.quantizer)
-            for storage in record.storages(buffers)
+            QuantizedTensor.make(storage, record.matrix, record.dtype, quantizer=quantizer)
+            for storage, quantizer in zip(storages, quantizers, strict=True)
         ]
         return made if record.is_stack else made[0]
 
@@ -98,14 +110,20 @@ class Checkpoint(Mapping[str, Value]):
         return f"Checkpoint({os.fspath(self.path)!r}, {len(self)} tensors, {quantized} quantized)"
 
 
-def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Return the tensors of a checkpoint, converted or plain, as a mapping that reads lazily.
+def load_checkpoint(path: str | os.PathLike[str], layout: str | None = None) -> Checkpoint:
+    """Return the tensors of a checkpoint, quantized or plain, as a mapping that reads lazily.
+
+    Weights that other programs have quantized are read by `hybridq.layouts`, with their own codes
+    and scales as rowwise planes; scales of inputs and caches are plain tensors.
 
     Args:
         path: a `.safetensors` file, or a folder with `model.safetensors` or an index.
+        layout: name of the layout that it has; None: what its configuration and its tensors say.
 
     Raises:
-        CheckpointError: there is none, a file of it is damaged, or it was not finished.
+        CheckpointError: there is none, a file of it is damaged, it was not finished, or it is
+            quantized in a way that no layout reads.
+        SpecError: there is no such layout.
         ImportError: safetensors is not installed.
 
     Example:
@@ -124,42 +142,79 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
                 f"{error}; its conversion was not finished: run the same command again"
             ) from error
         raise
-    places: dict[str, _Place] = {}
-    for shard in source.shards:
-        for name, place in _places(shard).items():
-            if name in places:
-                raise CheckpointError(f"checkpoint: {name!r} is in two files of {source.path}")
-            places[name] = place
-    return Checkpoint(source.path, places)
+    return Checkpoint(source.path, _places(source, None if layout is None else get(layout)))
 
 
-def _places(shard: Shard) -> dict[str, _Place]:
-    entries = {entry.name: entry for entry in shard.header.entries}
+def _places(source: Source, layout: Layout | None) -> dict[str, _Place]:
+    """Return where each tensor stands; the buffers of one may lie in several files."""
+    is_own = any(METADATA_KEY in shard.header.metadata for shard in source.shards)
+    return _own_places(source) if is_own else _read_places(find(source, layout))
+
+
+def _read_places(found: Found) -> dict[str, _Place]:
+    """Return where each tensor stands of a checkpoint that is not hybridq's."""
     made: dict[str, _Place] = {}
-    for name, record in read_records(shard.header.metadata, shard.path).items():
+    for shard in found.source.shards:
+        for item in found.items(shard):
+            if isinstance(item, Weight):
+                name, shape, spec = item.entry.name, item.entry.shape, item.view.spec
+                record = Record(name, Quantizer(spec, None), shape, item.dtype)
+                own = {entry.name: (one, entry) for one, entry in item.view.entries}
+                made[name] = _Place(own, record, item.stored)
+            else:
+                made[item.name] = _Place({item.name: (shard, item)}, None)
+    for name, place in found.scalars.items():
+        made[name] = _Place({name: place}, None)
+    return made
+
+
+def _own_places(source: Source) -> dict[str, _Place]:
+    """Return the same of a checkpoint in hybridq's own layout."""
+    entries: dict[str, tuple[Shard, Entry]] = {}
+    records: dict[str, tuple[Shard, Record]] = {}
+    for shard in source.shards:
+        for entry in shard.header.entries:
+            if entry.name in entries:
+                raise CheckpointError(
+                    f"checkpoint: {entry.name!r} is in two files of {source.path}"
+                )
+            entries[entry.name] = (shard, entry)
+        for name, record in read_records(shard.header.metadata, shard.path).items():
+            if name in records and records[name][1] != record:
+                raise CheckpointError(
+                    f"checkpoint: two files of {source.path} say how {name!r} was quantized, and "
+                    f"differ, got {records[name][1].quantizer.text} and {record.quantizer.text}"
+                )
+            records.setdefault(name, (shard, record))
+    made: dict[str, _Place] = {}
+    for name, (shard, record) in records.items():
         own = {}
         for one in record.stored():
-            entry = entries.pop(one.name, None)
-            if entry is None or (entry.dtype, entry.shape) != (dtype_name(one.dtype), one.shape):
-                found = "none" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+            place = entries.pop(one.name, None)
+            path, found = shard.path, "none"
+            if place is not None:
+                path, found = place[0].path, f"{place[1].dtype} {list(place[1].shape)}"
+            asked = f"{dtype_name(one.dtype)} {list(one.shape)}"
+            if place is None or found != asked:
                 raise CheckpointError(
-                    f"checkpoint: {shard.path} must hold {one.name!r} as {dtype_name(one.dtype)} "
-                    f"{list(one.shape)}, got {found}"
+                    f"checkpoint: {path} must hold {one.name!r} as {asked}, got {found}"
                 )
-            own[one.name] = entry
-        made[name] = _Place(shard, own, record)
-    for name, entry in entries.items():
+            own[one.name] = place
+        made[name] = _Place(own, record)
+    for name, place in entries.items():
         if name in made:
-            raise CheckpointError(f"checkpoint: {shard.path} has {name!r} twice")
-        made[name] = _Place(shard, {name: entry}, None)
+            raise CheckpointError(f"checkpoint: {place[0].path} has {name!r} twice")
+        made[name] = _Place({name: place}, None)
     return made
 
 
 def _read(place: _Place) -> dict[str, torch.Tensor]:
-    path = place.shard.path
-    with reading(path) as file:
-        place.shard.check_unchanged()
-        return {name: _read_tensor(file, entry, path) for name, entry in place.entries.items()}
+    read: dict[str, torch.Tensor] = {}
+    for name, (shard, entry) in place.entries.items():
+        with reading(shard.path) as file:
+            shard.check_unchanged()
+            read[name] = _read_tensor(file, entry, shard.path)
+    return read
 
 
 def _read_tensor(file: int, entry: Entry, path: Path) -> torch.Tensor:

@@ -76,7 +76,7 @@ class ShardResult:
     tensors: Mapping[str, TensorResult]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Conversion:
     """What a conversion did.
 
@@ -106,6 +106,17 @@ class Conversion:
         known = {name: one.worst for name, one in self.tensors.items() if one.errors}
         name = max(known, key=lambda name: known[name], default=None)
         return None if name is None else (name, known[name])
+
+    def __repr__(self) -> str:
+        worst = ""
+        if self.worst is not None:
+            name, error = self.worst
+            worst = f", worst relative error {error:.4g} in {name}"
+        return (
+            f"<Conversion: {self.source} -> {self.target}, {len(self.tensors)} tensors quantized, "
+            f"{self.num_copied} copied, {self.source_nbytes:,} bytes to {self.target_nbytes:,}"
+            f"{worst}>"
+        )
 
     @property
     def gigabytes_per_second(self) -> float:

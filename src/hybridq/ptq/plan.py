@@ -1,21 +1,38 @@
-"""What each file of the converted checkpoint will hold: computed from headers alone."""
+"""What each file of the new checkpoint will hold: computed from headers alone."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from ..errors import CheckpointError
+from ..formats import PlaneSpec
 from ..quantizers import Quantizer
-from .header import Entry, dtype_name, make_header
-from .record import METADATA_KEY, Record, records_text
-from .select import Selection
+from ..storage import Plane
+from .draft import CheckpointScheme, Draft
+from .header import Entry, make_header
+from .record import Record
 from .source import Shard, Source
+from .views import View
 
-__all__ = ["Job", "ShardPlan", "Survey", "plan_shard", "survey"]
+__all__ = ["Job", "Place", "ShardPlan", "Survey", "plan_shard", "survey"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a buffer goes.
+
+    Args:
+        entry: the tensor of the new file.
+        convert: makes the file's values of the buffer's and the plane's spec; None: the bytes are
+            the same.
+    """
+
+    entry: Entry
+    convert: Callable[[torch.Tensor, PlaneSpec], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -23,14 +40,31 @@ class Job:
     """One tensor of the source and where it goes.
 
     Args:
-        entry: the tensor in the source's file.
+        entry: the tensor; of one that stands in several, its name, dtype and shape.
+        view: where the values stand that are encoded, or None for one that is copied.
         record: how it is quantized, or None for one that is copied.
-        places: the tensors of the new file that it becomes, by name.
+        places: by direction and buffer; of one that is copied, under `("", "")`.
+        is_kept: its planes are in the source as they are wanted.
+        group: of the tensors with which it shares its amax; "": none.
+        nbytes: of the source.
+        as_stored: makes the plane that the file holds of the one that is encoded; None: it is it.
+        is_exact: its MXFP4 planes become NVFP4 by their scales alone, if those allow it.
     """
 
     entry: Entry
+    view: View | None
     record: Record | None
-    places: Mapping[str, Entry]
+    places: Mapping[tuple[str, str], Place]
+    is_kept: bool
+    group: str
+    nbytes: int
+    as_stored: Callable[[Plane], Plane] | None = None
+    is_exact: bool = False
+
+    @property
+    def shares(self) -> bool:
+        """Whether its amax is found before any of it is encoded."""
+        return bool(self.group)
 
 
 @dataclass(frozen=True)
@@ -42,12 +76,16 @@ class ShardPlan:
         prefix: its first bytes, the header.
         jobs: its tensors in the order in which the source has them.
         nbytes: size of the whole file.
+        fixed: what is written as it is: places and bytes.
+        others: further files of the source that are read for it.
     """
 
     shard: Shard
     prefix: bytes
     jobs: tuple[Job, ...]
     nbytes: int
+    fixed: tuple[tuple[Entry, bytes], ...] = ()
+    others: tuple[Shard, ...] = field(default=(), compare=False)
 
     @property
     def digest(self) -> str:
@@ -62,7 +100,7 @@ class ShardPlan:
     @property
     def source_nbytes(self) -> int:
         """Bytes of the source's tensors."""
-        return sum(job.entry.nbytes for job in self.jobs)
+        return sum(job.nbytes for job in self.jobs)
 
     @property
     def data_nbytes(self) -> int:
@@ -70,39 +108,66 @@ class ShardPlan:
         return self.nbytes - len(self.prefix)
 
 
-def plan_shard(shard: Shard, selection: Selection) -> ShardPlan:
+def plan_shard(shard: Shard, scheme: CheckpointScheme) -> ShardPlan:
     """Return what becomes of `shard`.
 
     Args:
         shard: of the source.
-        selection: what is quantized.
+        scheme: says what each tensor becomes.
 
     Raises:
-        CheckpointError: the shard holds quantized tensors already.
+        CheckpointError: the shard cannot become what is asked for.
         SpecError: a recipe gives a quantizer that a checkpoint cannot have.
     """
-    if METADATA_KEY in shard.header.metadata:
-        raise CheckpointError(f"checkpoint: {shard.path} holds quantized tensors already")
-    metadata = dict(shard.header.metadata)
-    pairs = [(entry, selection.record_of(entry)) for entry in shard.header.entries]
-    records = [record for _, record in pairs if record is not None]
-    if records:
-        metadata[METADATA_KEY] = records_text(records)
-    made = [_tensors(entry, record) for entry, record in pairs]
-    prefix, entries = make_header((one for tensors in made for one in tensors), metadata)
+    drafts = scheme.drafts(shard)
+    every = [one for draft in drafts for one in draft.outputs]
+    tensors = ((one.name, one.dtype, one.shape, one.nbytes) for one in every)
+    prefix, entries = make_header(tensors, scheme.metadata(shard, drafts))
     places = {entry.name: entry for entry in entries}
-    jobs = tuple(
-        Job(entry, record, {name: places[name] for name, *_ in tensors})
-        for (entry, record), tensors in zip(pairs, made, strict=True)
-    )
+    if len(places) != len(every):
+        raise _clash(shard, drafts)
+    jobs, fixed = [], []
+    others: dict[str, Shard] = {}
+    for draft in drafts:
+        if draft.entry is None:
+            fixed += [(places[one.name], one.data) for one in draft.outputs]
+            continue
+        own = {one.key: Place(places[one.name], one.convert) for one in draft.outputs}
+        jobs.append(_job(draft, draft.entry, own))
+        seen = () if draft.view is None else draft.view.entries
+        others |= {other.name: other for other, _ in seen if other.name != shard.name}
+    others |= {one.name: one for one in scheme.beside(drafts) if one.name != shard.name}
     end = max((entry.end for entry in entries), default=len(prefix))
-    return ShardPlan(shard, prefix, jobs, end)
+    return ShardPlan(shard, prefix, tuple(jobs), end, tuple(fixed), tuple(others.values()))
 
 
-def _tensors(entry: Entry, record: Record | None) -> list[tuple[str, str, tuple[int, ...], int]]:
-    if record is None:
-        return [(entry.name, entry.dtype, entry.shape, entry.nbytes)]
-    return [(one.name, dtype_name(one.dtype), one.shape, one.nbytes) for one in record.stored()]
+def _clash(shard: Shard, drafts: Sequence[Draft]) -> CheckpointError:
+    """Return the error of two tensors of a file that would have one name."""
+    holder: dict[str, str] = {}
+    for draft in sorted(drafts, key=lambda one: one.record is not None):
+        own = "" if draft.entry is None else draft.entry.name
+        for name in (one.name for one in draft.outputs):
+            if name in holder:
+                return CheckpointError(
+                    f"checkpoint: {own!r} would be stored as {name!r}, a name that another tensor "
+                    "has; leave it out with an exclude pattern"
+                )
+            holder[name] = own
+    return CheckpointError(f"checkpoint: two tensors of {shard.path} would have one name")
+
+
+def _job(draft: Draft, entry: Entry, places: Mapping[tuple[str, str], Place]) -> Job:
+    return Job(
+        entry,
+        draft.view,
+        draft.record,
+        places,
+        draft.is_kept,
+        draft.group,
+        draft.source_nbytes,
+        draft.as_stored,
+        draft.is_exact,
+    )
 
 
 @dataclass(frozen=True)
@@ -112,20 +177,22 @@ class Survey:
     Args:
         nbytes: size of each file to write, by name.
         kinds: of the tensors that are quantized, one for each quantizer and dtype.
-        num_turned: how many of them are kept as `[in, out]`.
+        num_transposed: how many of them are kept as `[in, out]`.
+        source_nbytes: of all tensors that are read.
     """
 
     nbytes: Mapping[str, int]
     kinds: tuple[Record, ...]
-    num_turned: int
+    num_transposed: int
+    source_nbytes: int
 
 
-def survey(source: Source, selection: Selection) -> Survey:
+def survey(source: Source, scheme: CheckpointScheme) -> Survey:
     """Plan all shards and return what that says.
 
     Args:
         source: the checkpoint.
-        selection: what is quantized.
+        scheme: says what each tensor becomes.
 
     Raises:
         CheckpointError: nothing is chosen, a new name is taken, or a shard cannot be planned.
@@ -133,27 +200,39 @@ def survey(source: Source, selection: Selection) -> Survey:
     """
     nbytes: dict[str, int] = {}
     kinds: dict[tuple[Quantizer, torch.dtype], Record] = {}
+    holder: dict[str, str] = {}
+    twice: dict[str, tuple[str, str]] = {}
     kept: set[str] = set()
     made: dict[str, str] = {}
-    num_turned = 0
+    num_transposed = source_nbytes = 0
     for shard in source.shards:
-        plan = plan_shard(shard, selection)
+        plan = plan_shard(shard, scheme)
         nbytes[shard.name] = plan.nbytes
+        source_nbytes += plan.source_nbytes
         for job in plan.jobs:
             if job.record is None:
                 kept.add(job.entry.name)
             else:
-                num_turned += job.entry.is_turned
-                made.update(dict.fromkeys(job.places, job.entry.name))
+                num_transposed += job.entry.is_transposed
+                made.update({place.entry.name: job.entry.name for place in job.places.values()})
                 kinds.setdefault((job.record.quantizer, job.record.dtype), job.record)
+        for entry in (*_places(plan), *(entry for entry, _ in plan.fixed)):
+            if holder.setdefault(entry.name, shard.name) != shard.name:
+                twice.setdefault(entry.name, (holder[entry.name], shard.name))
     for name in sorted(kept.intersection(made)):
         raise CheckpointError(
             f"checkpoint: {made[name]!r} would be stored as {name!r}, a name that another tensor "
             "has; leave it out with an exclude pattern"
         )
+    for name, (one, other) in twice.items():
+        raise CheckpointError(f"checkpoint: {name!r} would be in {one} and in {other}")
     if not made:
         raise CheckpointError(
             f"checkpoint: no tensor of {source.path} is chosen; chosen are matrices in FP32, BF16 "
             "or FP16 whose name ends in .weight, or what include patterns name"
         )
-    return Survey(nbytes, tuple(kinds.values()), num_turned)
+    return Survey(nbytes, tuple(kinds.values()), num_transposed, source_nbytes)
+
+
+def _places(plan: ShardPlan) -> list[Entry]:
+    return [place.entry for job in plan.jobs for place in job.places.values()]

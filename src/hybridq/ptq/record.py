@@ -8,7 +8,8 @@ have a leading `[E]`. What the bytes do not say stands in the file's metadata un
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,13 +19,22 @@ import torch
 from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..errors import CheckpointError, SpecError
 from ..formats import PlaneSpec
-from ..kernels.checks import HIGH_PRECISION
+from ..kernels.inputs import HIGH_PRECISION
 from ..quantizers import Quantizer
 from ..storage import Plane, TensorStorage
+from ..storage.plane_stack import plane_of
 from .files import parse_json
 from .header import TORCH_DTYPES, dtype_name
 
-__all__ = ["METADATA_KEY", "VERSION", "Record", "StoredBuffer", "read_records", "records_text"]
+__all__ = [
+    "METADATA_KEY",
+    "VERSION",
+    "Record",
+    "StoredBuffer",
+    "read_records",
+    "records_text",
+    "without_records",
+]
 
 #: Version of the records. A reader refuses a later one.
 VERSION: Final = 1
@@ -42,6 +52,8 @@ class StoredBuffer:
         buffer: name within the plane.
         shape: with the leading `[E]` of a stack.
         dtype: of the file's tensor.
+        convert: makes the file's values of the buffer's and the plane's spec; None: the bytes are
+            the same.
     """
 
     name: str
@@ -49,14 +61,12 @@ class StoredBuffer:
     buffer: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    convert: Callable[[torch.Tensor, PlaneSpec], torch.Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffer."""
-        count = self.dtype.itemsize
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -155,17 +165,32 @@ class Record:
                         buffers[one.name][index] if self.is_stack else buffers[one.name]
                     )
                     for one in stored
-                }
+                },
+                None,
             )
             for index in range(self.count)
         ]
 
-    def _storage(self, own: Mapping[tuple[str, str], torch.Tensor]) -> TensorStorage:
+    def storage(self, buffers: Mapping[str, torch.Tensor]) -> TensorStorage:
+        """Return the planes of the tensor; of a stack those of all its matrices in one.
+
+        Args:
+            buffers: the tensors of `stored`, by their names.
+        """
+        stored = self.stored()
+        own: dict[tuple[str, str], torch.Tensor] = {
+            (one.direction, one.buffer): buffers[one.name] for one in stored
+        }
+        return self._storage(own, self.count if self.is_stack else None)
+
+    def _storage(
+        self, own: Mapping[tuple[str, str], torch.Tensor], count: int | None
+    ) -> TensorStorage:
         rows, cols = self.matrix
         planes: dict[str, Plane] = {}
         for direction, spec, _ in self.plane_buffers():
             named = {name: own[direction, name] for name in _names(spec)}
-            planes[direction] = Plane(spec, direction, rows, cols, named)
+            planes[direction] = plane_of(spec, direction, rows * (count or 1), cols, named, count)
         row = planes.get(ROWWISE)
         if self.is_derived and row is not None:
             planes[COLUMNWISE] = row.derive()
@@ -189,6 +214,15 @@ def records_text(records: Iterable[Record]) -> str:
     tensors = {record.name: record.as_dict() for record in records}
     value = {"version": VERSION, "tensors": tensors}
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def without_records(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return a file's metadata but the records.
+
+    Args:
+        metadata: of the file.
+    """
+    return {key: value for key, value in metadata.items() if key != METADATA_KEY}
 
 
 def read_records(metadata: Mapping[str, str], path: Path) -> dict[str, Record]:

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from .._version import __version__
 from ..errors import CheckpointError
 from .budget import make_budget
 from .disk import Folder, kind_of, partial_name, reading
+from .draft import CheckpointScheme
 from .files import copy_bytes, file_digest, file_size, write_json
 from .journal import Journal, open_journal
 from .observer import Observer
@@ -19,15 +20,13 @@ from .options import ConvertOptions
 from .outcome import Conversion, ShardResult, TensorResult
 from .plan import ShardPlan, plan_shard, survey
 from .record import VERSION
-from .select import Selection
 from .shard import check_finite, write_shard
-from .source import INDEX, Source
+from .sharing import Sharing
+from .source import CONFIG, INDEX, Source
 from .workers import serial_workers
 
-__all__ = ["RECORD", "Run"]
+__all__ = ["Run"]
 
-#: The file in which a converted folder says what was quantized, and how.
-RECORD: Final = "hybridq.json"
 _Finishing: TypeAlias = tuple[ShardPlan, Future[ShardResult]]
 
 
@@ -38,29 +37,33 @@ class Run:
         self,
         source: Source,
         target: Path,
-        selection: Selection,
+        scheme: CheckpointScheme,
         options: ConvertOptions,
         observer: Observer,
     ) -> None:
         self._source = source
         self._target = target
-        self._selection = selection
+        self._scheme = scheme
         self._options = options
         self._observer = observer
-        self._survey = survey(source, selection)
+        said = {*scheme.names(), *scheme.replaces()}
+        self._extras = [path for path in source.extras if path.as_posix() not in said]
+        self._survey = survey(source, scheme)
         self._budget = make_budget(options.memory, options.measure, self._survey.kinds)
+        self._sharing = Sharing(scheme, self._budget)
         self._workers: Executor | None = None
-        self._pool = ThreadPoolExecutor(2, "hybridq-write")
+        self._pool = ThreadPoolExecutor(1, "hybridq-write")
         self._finishing: _Finishing | None = None
         self._tensors: dict[str, TensorResult] = {}
         self._num_copied = self._target_nbytes = self._converted_nbytes = self._num_kept = 0
 
     def convert(self) -> None:
         """Convert a file to a file, or a folder to a folder."""
-        if self._survey.num_turned:
+        if self._survey.num_transposed:
             self._observer.warn(
-                f"{self._survey.num_turned} weights are kept as [in, out], as GPT-2's Conv1D does: "
-                "their rowwise and columnwise planes change places, so that blocks run along in"
+                f"{self._survey.num_transposed} weights are kept as [in, out], as GPT-2's Conv1D "
+                "does: their rowwise and columnwise planes are swapped, so that blocks run along "
+                "in"
             )
         with ExitStack() as stack:
             if self._budget.workers:
@@ -78,21 +81,21 @@ class Run:
         with Folder(target.parent) as folder:
             if folder.has(target.name) and not self._options.overwrite:
                 raise CheckpointError(f"checkpoint: {target} exists; overwrite replaces it")
-            self._observer.begin(self._source.nbytes)
+            self._observer.begin(self._survey.source_nbytes)
             with self._pool:
-                self._write(plan_shard(shard, self._selection), folder, target.name, None)
+                self._write(plan_shard(shard, self._scheme), folder, target.name, None)
                 self._settle(self._finishing)
 
     def _folder(self) -> None:
         files = [shard.name for shard in self._source.shards]
-        files += [RECORD, *([INDEX] if self._source.index is not None else [])]
-        files += [str(path) for path in self._source.extras]
+        files += [*self._scheme.names(), *([INDEX] if self._source.index is not None else [])]
+        files += [*map(str, self._extras), *(self._source.own_files or ())]
         job = {
             "version": VERSION,
             "hybridq": __version__,
             "measure": self._options.measure,
             "files": files,
-            **self._selection.as_dict(),
+            **self._scheme.identity(),
         }
         # Whatever happens, a shard that is being finished still is, before the folder is let go.
         with Folder.make(self._target) as folder, folder.locked(), self._pool:
@@ -101,12 +104,12 @@ class Run:
             self._write_rest(folder)
 
     def _write_shards(self, journal: Journal) -> None:
-        self._observer.begin(self._source.nbytes)
+        self._observer.begin(self._survey.source_nbytes)
         sizes = self._survey.nbytes.items()
         left = sum(size for name, size in sizes if not journal.has(name))
         journal.target.check_space(left, f"what is left of {self._source.path}")
         for shard in self._source.shards:
-            plan = plan_shard(shard, self._selection)
+            plan = plan_shard(shard, self._scheme)
             result = self._finished(journal, plan)
             if result is None:
                 self._write(plan, journal.target, plan.shard.name, journal)
@@ -116,26 +119,33 @@ class Run:
 
     def _write_rest(self, folder: Folder) -> None:
         """Write what is no shard; the index, which makes a folder a checkpoint, comes last."""
-        for path in self._source.extras:
+        for path in self._extras:
             self._observer.shard(str(path), "copying")
             own = self._source.path / path
+            config = None
+            if path.as_posix() == CONFIG:
+                config = self._scheme.config(self._source.config)
             with reading(own) as file, folder.writing(path.as_posix()) as to:
-                copy_bytes(file, to, own)
+                if config is None:
+                    copy_bytes(file, to, own)
+                else:
+                    write_json(to, config, allow_nan=True)  # as the source had it
+        for name, value in (self._source.own_files or {}).items():
+            made = self._scheme.config(value) if name == CONFIG else None
+            with folder.writing(name) as to:
+                write_json(to, made or value, allow_nan=True)
         for path in self._source.left_out:
             self._observer.warn(f"{path} is too large for a configuration and was not copied")
         tensors: dict[str, Any] = {}
         files: dict[str, str] = {}
         for shard in self._source.shards:
-            for entry in shard.header.entries:
-                record = self._selection.record_of(entry)
-                if record is None:
-                    files[entry.name] = shard.name
-                else:
-                    tensors[record.name] = {**record.as_dict(), "file": shard.name}
-                    files.update({one.name: shard.name for one in record.stored()})
-        about = {"version": VERSION, "hybridq": __version__, "tensors": tensors}
-        with folder.writing(RECORD) as file:
-            write_json(file, about)
+            for draft in self._scheme.drafts(shard):
+                files.update({one.name: shard.name for one in draft.outputs})
+                if draft.record is not None:
+                    tensors[draft.record.name] = {**draft.record.as_dict(), "file": shard.name}
+        for name, document in self._scheme.documents(tensors).items():
+            with folder.writing(name) as file:
+                write_json(file, document)
         if self._source.index is not None:
             with folder.writing(INDEX) as file:
                 write_json(file, self._index(self._source.index, files))
@@ -174,7 +184,7 @@ class Run:
             name,
             budget=self._budget,
             workers=self._workers,
-            writers=self._pool,
+            sharing=self._sharing,
             strict=self._options.strict,
             observer=self._observer,
         )

@@ -6,22 +6,24 @@ import fnmatch
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from ..converters import LEAST_WIDTH, keeps_precision
 from ..errors import SpecError
-from ..kernels.checks import HIGH_PRECISION
-from ..nn.left_alone import LEAST_WIDTH, keeps_precision
+from ..kernels.inputs import HIGH_PRECISION
 from ..quantizers import Quantizer
-from ..recipes import QuantizerRole, Recipe, get
+from ..recipes import QuantizerRole, Recipe, get, names
 from .header import TORCH_DTYPES, Entry
 from .record import Record
 
-__all__ = ["DEFAULT_EXCLUDE", "DEFAULT_INCLUDE", "Selection"]
+__all__ = ["DEFAULT_EXCLUDE", "DEFAULT_INCLUDE", "EMBEDDINGS", "Selection"]
 
 #: Names of tensors that are quantized unless others are asked for; of these, matrices only.
 DEFAULT_INCLUDE: Final = ("*.weight",)
+#: Names of embeddings.
+EMBEDDINGS: Final = ("*embed*", "*.wte.*", "wte.*", "*.wpe.*", "wpe.*")
 #: Of those, embeddings and norms are not; nor are heads, routers, adapters and narrow matrices,
 #: which `hybridq.convert` leaves alone by the same list.
 DEFAULT_EXCLUDE: Final = (
-    *("*embed*", "*.wte.*", "wte.*", "*.wpe.*", "wpe.*"),
+    *EMBEDDINGS,
     *("*norm*", "*.ln_*", "ln_*"),
     *("*lm_head*",),
 )
@@ -87,26 +89,45 @@ class Selection:
             SpecError: the recipe gives a quantizer that rounds stochastically, or the weight is
                 kept as `[in, out]` and its columnwise plane would be made of decoded rows.
         """
-        if not self._chooses(entry):
-            return None
+        return self.quantizer_for(entry) if self.chooses(entry) else None
+
+    def quantizer_for(self, entry: Entry) -> Quantizer | None:
+        """Return the quantizer of a tensor that is chosen; None: the recipe says to copy it.
+
+        Args:
+            entry: the tensor.
+
+        Raises:
+            SpecError: as `quantizer_of`.
+        """
         if self.quantizer is not None:
-            return _turned(self.quantizer, entry) if entry.is_turned else self.quantizer
+            return (
+                _with_swapped_planes(self.quantizer, entry)
+                if entry.is_transposed
+                else self.quantizer
+            )
         kind = "linear" if len(entry.shape) == 2 else "grouped_linear"
         role = QuantizerRole(kind, "weight", entry.name.removesuffix(_SUFFIX))
-        made = get(self.recipe).quantizer(role).undelayed()  # type: ignore[arg-type]
+        made = get(self.recipe).ask(role).undelayed()  # type: ignore[arg-type]
         _check(made)
         if made.is_identity:
             return None
-        return _turned(made, entry) if entry.is_turned else made
+        return _with_swapped_planes(made, entry) if entry.is_transposed else made
 
-    def _chooses(self, entry: Entry) -> bool:
+    def chooses(self, entry: Entry, is_quantized: bool = False) -> bool:
+        """Return whether a tensor is chosen.
+
+        Args:
+            entry: the tensor.
+            is_quantized: it is quantized already, which says more than its name does.
+        """
         if not can_quantize(entry):
             return False
         if any(fnmatch.fnmatchcase(entry.name, glob) for glob in self.exclude):
             return False
         if self.include:
             return any(fnmatch.fnmatchcase(entry.name, glob) for glob in self.include)
-        return (
+        return is_quantized or (
             len(entry.shape) == 2
             and any(fnmatch.fnmatchcase(entry.name, glob) for glob in DEFAULT_INCLUDE)
             and not any(fnmatch.fnmatchcase(entry.name, glob) for glob in DEFAULT_EXCLUDE)
@@ -123,7 +144,9 @@ class Selection:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the selection as JSON can hold it, to tell whether two are the same."""
-        recipe = self.recipe if isinstance(self.recipe, str | None) else type(self.recipe).__name__
+        recipe = self.recipe
+        if recipe is not None and recipe not in names():
+            recipe = repr(get(recipe))
         return {
             "quantizer": None if self.quantizer is None else self.quantizer.text,
             "recipe": recipe,
@@ -137,7 +160,7 @@ def can_quantize(entry: Entry) -> bool:
     return TORCH_DTYPES.get(entry.dtype) in HIGH_PRECISION and len(entry.shape) in (2, 3)
 
 
-def _turned(quantizer: Quantizer, entry: Entry) -> Quantizer:
+def _with_swapped_planes(quantizer: Quantizer, entry: Entry) -> Quantizer:
     """Return what makes the planes of `W.T` of a weight W that is kept as `[in, out]`.
 
     The columnwise plane of W is the rowwise one of `W.T`: blocks along `in`, as the forward needs.

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, Future
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Final
 
 import torch
 
+from ..direction import ROWWISE
 from ..errors import CheckpointError
 from ..storage import Plane
 from .budget import Budget
 from .disk import Folder
-from .encode import ENCODE, MatrixEncoder, passes_of
+from .encode import ENCODE, MatrixEncoder
+from .exact import exact_plane
 from .files import as_bytes, file_digest, write_at
-from .header import Entry
 from .measure import ErrorSum
 from .observer import Observer
 from .outcome import ShardResult, TensorResult
 from .plan import Job, ShardPlan
-from .read_ahead import Step, read_ahead
 from .record import Record
-from .tiles import Tile, place, tiles_of
+from .sharing import Sharing
+from .steps import Step, read_steps, shard_steps
+from .tiles import Tile, place
+from .views import PlaneView, View
 
 __all__ = ["check_finite", "write_shard"]
-
-#: Bytes that are copied at a time.
-_COPY_NBYTES: Final = 4 << 20
 
 
 def write_shard(
@@ -41,7 +39,7 @@ def write_shard(
     *,
     budget: Budget,
     workers: Executor | None,
-    writers: Executor,
+    sharing: Sharing,
     strict: bool,
     observer: Observer,
 ) -> Callable[[], ShardResult]:
@@ -55,7 +53,7 @@ def write_shard(
         folder, name: where the new file goes.
         budget: how large its tiles may be.
         workers: find the planes' errors; None: nobody does.
-        writers: write a tile while the next one is encoded.
+        sharing: knows the amaxes that tensors share.
         strict: whether NaN and infinity are refused.
         observer: is told of every byte of the source.
 
@@ -66,15 +64,20 @@ def write_shard(
     with ExitStack() as stack:
         file = stack.enter_context(folder.writing(name))
         write_at(file, memoryview(plan.prefix), 0)
-        reading = read_ahead(plan.shard.path, _steps(plan, budget))
-        with closing(reading), _Writer(file, workers, writers) as writer:
-            for step, data in reading:
-                if step.tile is None or step.job.record is None:
-                    write_at(file, as_bytes(data), _copied(step))
-                else:
-                    writer.take(step, step.job.record, step.tile, data)
-                if step.stage in ("", ENCODE):
-                    observer.advance(step.nbytes)
+        for entry, data in plan.fixed:
+            write_at(file, memoryview(data), entry.begin)
+        writer = _Writer(file, workers, sharing)
+        progress = _Progress(observer)
+        for step, pieces in read_steps(shard_steps(plan, budget)):
+            if step.tile is None or step.job.view is None or step.job.record is None:
+                write_at(file, as_bytes(pieces[0]), _copied(step))
+            else:
+                writer.take(step, step.job.record, step.job.view, step.tile, pieces)
+            if step.stage in ("", ENCODE):
+                progress.take(step)
+        progress.end()
+        for note in sharing.notes():
+            observer.warn(note)
         os.ftruncate(file, plan.nbytes)
         tensors = writer.results(plan)
         check_finite(tensors, strict, observer)
@@ -82,7 +85,8 @@ def write_shard(
 
     def finish() -> ShardResult:
         with rest:
-            plan.shard.check_unchanged()
+            for shard in (plan.shard, *plan.others):
+                shard.check_unchanged()
             return ShardResult(plan.nbytes, file_digest(file), tensors)
 
     return finish
@@ -91,7 +95,31 @@ def write_shard(
 def _copied(step: Step) -> int:
     """Return where the bytes of a step go that are copied."""
     (target,) = step.job.places.values()
-    return target.begin + step.offset - step.job.entry.begin
+    return target.entry.begin + step.ranges[0].offset - step.job.entry.begin
+
+
+class _Progress:
+    """Tells an observer of the source's bytes, each once."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._job: Job | None = None
+        self._told = 0
+
+    def take(self, step: Step) -> None:
+        """Take note of a step that is done."""
+        if step.job is not self._job:
+            self.end()
+            self._job = step.job
+        count = min(sum(one.nbytes for one in step.ranges), step.job.nbytes - self._told)
+        self._told += count
+        self._observer.advance(count)
+
+    def end(self) -> None:
+        """Take note that all steps of a tensor are done."""
+        if self._job is not None and self._told < self._job.nbytes:
+            self._observer.advance(self._job.nbytes - self._told)
+        self._job, self._told = None, 0
 
 
 def check_finite(tensors: Mapping[str, TensorResult], strict: bool, observer: Observer) -> None:
@@ -111,31 +139,6 @@ def check_finite(tensors: Mapping[str, TensorResult], strict: bool, observer: Ob
             if strict:
                 raise CheckpointError(f"checkpoint: {text}, which strict refuses")
             observer.warn(text)
-
-
-def _steps(plan: ShardPlan, budget: Budget) -> Iterator[Step]:
-    for job in plan.jobs:
-        if job.record is not None:
-            yield from _matrix_steps(job, job.record, budget.most_values(job.record))
-            continue
-        entry = job.entry
-        for offset in range(entry.begin, entry.end, _COPY_NBYTES):
-            count = min(_COPY_NBYTES, entry.end - offset)
-            yield Step(job, offset, 1, count, count)
-
-
-def _matrix_steps(job: Job, record: Record, most: int) -> Iterator[Step]:
-    rows, cols = record.matrix
-    itemsize = record.dtype.itemsize
-    pitch = cols * itemsize
-    for index in range(record.count):
-        begin = job.entry.begin + index * rows * pitch
-        tiles = list(tiles_of(record, most))
-        for stage in passes_of(record, tiles[0].is_whole):
-            for tile in tiles:
-                offset = begin + tile.row * pitch + tile.col * itemsize
-                width = tile.cols * itemsize
-                yield Step(job, offset, tile.rows, width, pitch, index, tile, stage)
 
 
 @dataclass
@@ -162,77 +165,87 @@ class _Sums:
 class _Writer:
     """Quantizes tiles and has their bytes put where they belong."""
 
-    def __init__(self, file: int, workers: Executor | None, writers: Executor) -> None:
+    def __init__(self, file: int, workers: Executor | None, sharing: Sharing) -> None:
         self._file = file
         self._workers = workers
-        self._writers = writers
-        self._writing: Future[None] | None = None
-        self._current: tuple[str, int] | None = None
+        self._sharing = sharing
+        self._current: tuple[Job, int] | None = None
         self._encoder: MatrixEncoder | None = None
         self._sums: dict[str, _Sums] = {}
 
-    def __enter__(self) -> _Writer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        # Also after an error: nothing may write once the file is closed.
-        try:
-            self._wait()
-        except OSError:
-            if error is None:
-                raise
-
-    def _wait(self) -> None:
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
-
     def results(self, plan: ShardPlan) -> dict[str, TensorResult]:
         """Return what was found of the tensors that were quantized."""
-        return {one.name: self._sums.get(one.name, _Sums()).result(one) for one in plan.records}
+        return {
+            one.name: self._sums.get(one.name, _Sums()).result(one)
+            for one in plan.records
+            if not one.quantizer.is_identity
+        }
 
-    def take(self, step: Step, record: Record, tile: Tile, data: torch.Tensor) -> None:
+    def take(
+        self, step: Step, record: Record, view: View, tile: Tile, pieces: list[torch.Tensor]
+    ) -> None:
         """Take one tile through one pass."""
-        if self._encoder is None or self._current != (record.name, step.index):
-            self._current = (record.name, step.index)
-            self._encoder = MatrixEncoder(record)
-        x = data.view(record.dtype).reshape(tile.rows, tile.cols)
-        if step.stage != ENCODE:
-            self._encoder.observe(step.stage, tile, x)
+        if self._encoder is None or self._current != (step.job, step.index):
+            self._current = (step.job, step.index)
+            self._encoder = MatrixEncoder(record, self._stat(step.job))
+        kept = self._kept(step, view, tile, pieces)
+        if kept is not None:
+            x = kept.dequantize(torch.float32)
+            self._encoder.look(tile, x)
+            planes = [kept]
+        else:
+            x = view.values(tile, pieces)
+            if step.stage != ENCODE:
+                self._encoder.observe(step.stage, tile, x)
+                return
+            planes = self._encoder.encode(tile, x)
+        self._write(step, record, tile, planes)
+        if record.quantizer.is_identity:
             return
-        planes = self._encoder.encode(tile, x)
-        self._wait()
-        self._writing = self._writers.submit(self._write, step, tile, planes)
         sums = self._sums.setdefault(record.name, _Sums())
         if self._workers is not None:
             for plane in planes:
                 error = sums.errors.setdefault(plane.direction, ErrorSum())
                 error.add(plane, x, self._workers)
-        if any(plane.spec.format.is_identity for plane in planes):
-            self._wait()  # such a plane is the tile itself, whose memory is read into again
         sums.amax = torch.maximum(sums.amax, self._encoder.amax)
         sums.nonfinite[step.index] = self._encoder.num_nonfinite
 
-    def _write(self, step: Step, tile: Tile, planes: list[Plane]) -> None:
-        for plane in planes:
-            starts = place(plane.spec, plane.direction, tile)
-            for name, buffer in plane.buffers.items():
-                target = step.job.places.get(f"{step.job.entry.name}.{plane.direction}.{name}")
-                if target is not None:  # what both planes share is stored with the rowwise one
-                    self._put(target, step, starts[name], buffer)
+    def _stat(self, job: Job) -> torch.Tensor | None:
+        """Return the amax that a tensor shares; None: it has its own, or needs none."""
+        if job.is_exact and self._sharing.top(job.group) is not None:
+            return None
+        return self._sharing.stat(job.group)
 
-    def _put(self, target: Entry, step: Step, start: tuple[int, ...], piece: torch.Tensor) -> None:
-        """Write a piece of a buffer that begins at `start` within that of its matrix."""
-        record = step.job.record
-        is_stack = record is not None and record.is_stack
-        shape = target.shape[1:] if is_stack else target.shape
-        own = target.nbytes // target.shape[0] if is_stack else target.nbytes
-        begin = target.begin + step.index * own
+    def _kept(self, step: Step, view: View, tile: Tile, pieces: list[torch.Tensor]) -> Plane | None:
+        """Return the plane of a tile whose codes stay as they are; None: it is encoded."""
+        if not isinstance(view, PlaneView):
+            return None
+        if step.job.is_kept:
+            return view.plane(tile, pieces)
+        top = self._sharing.top(step.job.group) if step.job.is_exact else None
+        return None if top is None else exact_plane(view.plane(tile, pieces), top)
+
+    def _write(self, step: Step, record: Record, tile: Tile, planes: list[Plane]) -> None:
+        rows, cols = record.matrix
+        for made in planes:
+            plane = made if step.job.as_stored is None else step.job.as_stored(made)
+            starts = place(plane.spec, plane.direction, tile)
+            own = (rows, cols) if plane.direction == ROWWISE else (cols, rows)
+            for buffer in plane.spec.buffers(*own):
+                target = step.job.places.get((plane.direction, buffer.name))
+                if target is None:  # what both planes share is stored with the rowwise one
+                    continue
+                piece = plane.buffers[buffer.name]
+                if target.convert is not None:
+                    piece = target.convert(piece, plane.spec).reshape(piece.shape)
+                size = target.entry.nbytes // max(record.count, 1)
+                begin = target.entry.begin + step.index * size
+                self._put(begin, buffer.shape, starts[buffer.name], piece)
+
+    def _put(
+        self, begin: int, shape: tuple[int, ...], start: tuple[int, ...], piece: torch.Tensor
+    ) -> None:
+        """Write a piece that begins at `start` within a buffer of `shape`, which is at `begin`."""
         data = as_bytes(piece.contiguous())
         width = math.prod(shape[1:]) * piece.element_size()
         if tuple(piece.shape[1:]) == shape[1:]:

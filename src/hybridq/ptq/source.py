@@ -9,17 +9,30 @@ from __future__ import annotations
 import fnmatch
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from ..errors import CheckpointError
-from .conv1d import are_turned, turned, uses_conv1d
+from .conv1d import are_transposed, transposed, uses_conv1d
 from .disk import is_name, is_there, kind_of, reading
-from .files import read_json
+from .files import as_bytes, read_into, read_json
 from .header import Header, read_header
 
-__all__ = ["INDEX", "SINGLE", "Shard", "Source", "marked", "open_source"]
+__all__ = [
+    "CONFIG",
+    "INDEX",
+    "SINGLE",
+    "Opened",
+    "Shard",
+    "Source",
+    "marked",
+    "open_source",
+    "read_config",
+]
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -32,6 +45,31 @@ _WEIGHTS: Final = (
 )
 #: What is larger is no configuration or vocabulary.
 _SMALL_NBYTES: Final = 256 << 20
+
+
+class Opened:
+    """A file that is open for reading.
+
+    Args:
+        file: its descriptor.
+        path: its name, for errors.
+    """
+
+    def __init__(self, file: int, path: Path) -> None:
+        self._file = file
+        self._path = path
+
+    def read(self, out: memoryview, offset: int) -> None:
+        """Fill `out` with the bytes from `offset` on.
+
+        Raises:
+            CheckpointError: the file ends before, or cannot be read.
+        """
+        read_into(self._file, out, offset, self._path)
+
+    def will_need(self, offset: int, count: int) -> None:
+        """Tell the system that a range is read next."""
+        os.posix_fadvise(self._file, offset, count, os.POSIX_FADV_WILLNEED)
 
 
 @dataclass(frozen=True)
@@ -53,6 +91,31 @@ class Shard:
     def name(self) -> str:
         """File name."""
         return self.path.name
+
+    @contextmanager
+    def opened(self) -> Iterator[Opened]:
+        """Open the file for reading.
+
+        Raises:
+            CheckpointError: it cannot be opened, or is no regular file.
+        """
+        with reading(self.path) as file:
+            yield Opened(file, self.path)
+
+    def read(self, offset: int, count: int) -> torch.Tensor:
+        """Return some bytes of the file, uint8.
+
+        Args:
+            offset: of the first.
+            count: how many.
+
+        Raises:
+            CheckpointError: the file cannot be read, or ends before.
+        """
+        data = torch.empty(count, dtype=torch.uint8)
+        with self.opened() as file:
+            file.read(as_bytes(data), offset)
+        return data
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if the file is no longer the one whose header was read."""
@@ -76,6 +139,7 @@ class Source:
         index: the index, or None where there is none.
         extras: other files to keep beside the weights, relative to `path`.
         left_out: other files that are too large for that.
+        own_files: the JSON files of a model in memory, by name; None: it is no such.
     """
 
     path: Path
@@ -83,11 +147,23 @@ class Source:
     index: Mapping[str, Any] | None
     extras: tuple[Path, ...]
     left_out: tuple[Path, ...]
+    own_files: Mapping[str, Mapping[str, Any]] | None = None
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a folder."""
-        return self.path.is_dir()
+        """Whether it is a folder, or becomes one."""
+        return self.own_files is not None or self.path.is_dir()
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The model's configuration; empty if there is none.
+
+        Raises:
+            CheckpointError: its `config.json` cannot be read.
+        """
+        if self.own_files is not None:
+            return self.own_files.get(CONFIG, {})
+        return read_config(self.path) if self.path.is_dir() else {}
 
     @property
     def nbytes(self) -> int:
@@ -127,8 +203,15 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     return Source(found, shards, index, extras, left_out)
 
 
-def _config(folder: Path) -> Mapping[str, Any]:
-    """Return the model's configuration, if there is one."""
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """Return the model's configuration; empty if there is none.
+
+    Args:
+        folder: of a checkpoint.
+
+    Raises:
+        CheckpointError: its `config.json` cannot be read.
+    """
     path = folder / CONFIG
     if not is_there(path):
         return {}
@@ -145,12 +228,12 @@ def marked(source: Source) -> Source:
     Raises:
         CheckpointError: its `config.json` cannot be read.
     """
-    config = _config(source.path) if source.is_folder else {}
+    config = source.config
     every = (entry for shard in source.shards for entry in shard.header.entries)
-    if not are_turned(every, uses_conv1d(config)):
+    if not are_transposed(every, uses_conv1d(config)):
         return source
     shards = tuple(
-        replace(shard, header=replace(shard.header, entries=turned(shard.header.entries)))
+        replace(shard, header=replace(shard.header, entries=transposed(shard.header.entries)))
         for shard in source.shards
     )
     return replace(source, shards=shards)

@@ -9,7 +9,7 @@ from typing import Final
 
 from ..direction import ROWWISE, Direction
 from ..formats import PlaneSpec
-from ..kernels import Call, select
+from ..kernels import OpQuery, select
 from .record import Record
 
 __all__ = ["Tile", "bytes_per_value", "choose_tile", "place", "scratch_nbytes", "tiles_of"]
@@ -38,18 +38,17 @@ class Tile:
 def bytes_per_value(record: Record) -> int:
     """Return how many bytes each value of a tile takes at most while it is quantized.
 
-    Two source tiles (one is read ahead); the planes, those of the tile before, which are being
-    written, and once more what is put in order for that; what the columnwise plane is made of if
-    that is not the source, twice; what the backend needs. A quarter more for what allocators hold
-    back (measured).
+    The source tile; the planes, and once more what is put in order to be written; what the
+    columnwise plane is made of if that is not the source, twice; what the backend needs. A quarter
+    more for what allocators hold back (measured).
 
     Args:
         record: of the tensor.
     """
     specs = [spec for spec in (record.row, record.col) if spec is not None]
     planes = sum(spec.format.bits_per_value() for spec in specs) / 8
-    sources = 2 if record.quantizer.columnwise_source == "original" else 4
-    own = sources * record.dtype.itemsize + 3 * planes
+    sources = 1 if record.quantizer.columnwise_source == "original" else 3
+    own = sources * record.dtype.itemsize + 2 * planes
     return math.ceil(1.25 * own) + scratch_nbytes(record)
 
 
@@ -60,12 +59,8 @@ def scratch_nbytes(record: Record) -> int:
         record: of the tensor.
     """
     own = (record.quantizer.rowwise, record.quantizer.columnwise)
-    calls = [
-        Call("encode", "cpu", record.dtype, spec)
-        for spec in own
-        if spec is not None and not spec.format.is_identity
-    ]
-    return max((select(call).scratch_nbytes for call in calls), default=0)
+    queries = OpQuery("encode", "cpu", record.dtype, *own).parts()
+    return max((select(query).scratch_nbytes for query in queries), default=0)
 
 
 def _units(record: Record) -> tuple[int, int]:
@@ -78,18 +73,19 @@ def _units(record: Record) -> tuple[int, int]:
     return rows, cols
 
 
-def choose_tile(record: Record, most: int) -> tuple[int, int]:
+def choose_tile(record: Record, most: int, units: tuple[int, int] = (1, 1)) -> tuple[int, int]:
     """Return the rows and columns of the tiles of one matrix of `record`.
 
     Args:
         record: the tensor.
         most: how many values a tile should have at most; one of the smallest tiles that cut
             nothing may have more.
+        units: numbers of rows and columns that the source's own blocks do not let tiles cut.
     """
     rows, cols = record.matrix
     if rows * cols <= most:
         return rows, cols
-    unit_rows, unit_cols = _units(record)
+    unit_rows, unit_cols = map(math.lcm, _units(record), units)
     most_rows, most_cols = _multiple(rows, unit_rows), _multiple(cols, unit_cols)
     high = most // cols // unit_rows * unit_rows
     wanted = unit_rows
@@ -106,14 +102,14 @@ def _multiple(count: int, unit: int) -> int:
     return -(-count // unit) * unit
 
 
-def tiles_of(record: Record, most: int) -> Iterator[Tile]:
+def tiles_of(record: Record, most: int, units: tuple[int, int] = (1, 1)) -> Iterator[Tile]:
     """Yield the tiles of one matrix of `record`, row by row; one even if it is empty.
 
     Args:
-        record, most: as `choose_tile` takes them.
+        record, most, units: as `choose_tile` takes them.
     """
     rows, cols = record.matrix
-    high, wide = choose_tile(record, most)
+    high, wide = choose_tile(record, most, units)
     if (high, wide) == (rows, cols):
         yield Tile(0, 0, rows, cols, True)
         return

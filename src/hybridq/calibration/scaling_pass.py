@@ -1,0 +1,270 @@
+"""SmoothQuant and AWQ of a model: channels of inputs scaled, in the layers before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..converters import LEAST_WIDTH
+from ..formats import PlaneSpec
+from ..recipes import Recipe, get
+from ..storage import build_storage
+from .channel_scales import GRID, awq_scales, smooth_scales
+from .gptq_matrix import Hessian, check_spec
+from .places import Place, input_places, places
+from .products import Product, products
+from .stages import Plan, Stage, plan
+from .weight_planes import weight_spec
+
+__all__ = ["ScaledInput", "ScalingReport", "awq", "smooth"]
+
+
+@dataclass(frozen=True)
+class ScaledInput:
+    """An input whose channels were scaled.
+
+    Attributes:
+        names: of the products that multiply it.
+        alpha: exponent of the formula.
+        is_folded: the scales went into the layer before; else the products scale their input.
+        largest, smallest: of the scales.
+        error, plain_error: AWQ: `||(W - Q) X||^2` with the scales and without; else None.
+    """
+
+    names: tuple[str, ...]
+    alpha: float
+    is_folded: bool
+    largest: float
+    smallest: float
+    error: float | None = None
+    plain_error: float | None = None
+
+
+@dataclass(frozen=True)
+class ScalingReport:
+    """What was scaled in a model, and what could not be.
+
+    Attributes:
+        inputs: that were scaled.
+        left: products whose inputs are as they were: name to why.
+    """
+
+    inputs: tuple[ScaledInput, ...]
+    left: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{', '.join(one.names)}: scales {one.smallest:.3g} to {one.largest:.3g} "
+            f"(alpha {one.alpha:g}), {'folded' if one.is_folded else 'in front'}"
+            for one in self.inputs
+        ]
+        return "\n".join([*lines, *(f"{name}: left, {why}" for name, why in self.left.items())])
+
+
+class _Channels:
+    """Largest and mean magnitudes of the channels of an input, and its Hessian if wanted."""
+
+    def __init__(self, weight: torch.Tensor, with_hessian: bool) -> None:
+        cols = weight.shape[1]
+        self.amax = torch.zeros(cols, dtype=torch.float64, device=weight.device)
+        self.total = torch.zeros_like(self.amax)
+        self.tokens = 0
+        self.hessian = Hessian(cols, weight.device) if with_hessian else None
+
+    def __call__(self, rows: torch.Tensor) -> None:
+        """Add an input `[tokens, cols]`."""
+        magnitudes = rows.abs().to(torch.float64)
+        self.amax = torch.maximum(self.amax, magnitudes.amax(0))
+        self.total += magnitudes.sum(0)
+        self.tokens += rows.shape[0]
+        if self.hessian is not None:
+            self.hessian.add(rows)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The places of a model, and the run that shows their inputs."""
+
+    order: Plan
+    places: tuple[Place, ...]
+    left: Mapping[str, str]
+
+    @staticmethod
+    def of(
+        model: nn.Module, data: Iterable[Any], of: tuple[Product, ...], step: str, in_front: bool
+    ) -> _Search:
+        """Return the places for these products."""
+        folded, left = places(model, of)
+        beside = [one for place in folded for one in place.consumers if one not in of]
+        order = plan(model, data, (*of, *beside), step)
+        groups = [group for stage in order.stages for group in stage.groups]
+        made = []
+        for place in folded:
+            group = next((g for g in groups if place.consumers[0] in g), None)
+            if group is not None and set(group) == set(place.consumers):
+                made.append(place)
+                continue
+            why = "no batch reached it"
+            if group is not None:
+                why = "its input is not what the layers that the table names multiply, they alone"
+            left.update({one.name: why for one in place.consumers})
+        if in_front:
+            names = {one.name for place in made for one in place.consumers}
+            fronts, left = input_places([g for g in groups if g[0].name not in names], left)
+            made += fronts
+        return _Search(order, tuple(made), left)
+
+    def stages(self, with_hessian: bool) -> Iterator[tuple[Place, _Channels]]:
+        """Yield each place with what its input showed, one stage after the other."""
+        for stage in self.order.stages:
+            yield from self._observed(stage, with_hessian)
+
+    def _observed(self, stage: Stage, with_hessian: bool) -> Iterator[tuple[Place, _Channels]]:
+        group_of = {one: group[0] for group in stage.groups for one in group}
+        here = [place for place in self.places if place.consumers[0] in group_of]
+        wanted = {group_of[place.consumers[0]] for place in here}
+        seen: dict[Product, _Channels] = {}
+
+        def makes(product: Product) -> _Channels | None:
+            if product in wanted:
+                seen[product] = _Channels(product.weight(), with_hessian)
+            return seen.get(product)
+
+        if here:
+            self.order.observe(stage, makes)
+        for place in here:
+            yield place, seen[group_of[place.consumers[0]]]
+
+
+def smooth(
+    model: nn.Module,
+    data: Iterable[Any],
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    *,
+    alpha: float = 0.5,
+    in_front: bool = False,
+    also: Iterable[str] = (),
+    least_width: int = LEAST_WIDTH,
+) -> ScalingReport:
+    """Scale channels by SmoothQuant's formula, in place, before a model is quantized.
+
+    `s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)`: outliers of inputs move into the weights. Each
+    scale is divided out in the layer that makes the input, where `hybridq.calibration.folds_of` the
+    block's class knows it, and the model computes in exact arithmetic what it did. The weights stay
+    plain; quantize them afterwards.
+
+    Args:
+        model: any module, not quantized yet.
+        data: batches, as `hybridq.calibrate` takes them; an iterator is kept.
+        filter_fn, also, least_width: which products are to be quantized, as `hybridq.convert` takes
+            them.
+        alpha: from 0, which equalizes the weights alone, to 1, which equalizes the inputs.
+        in_front: inputs that no layer before can scale are multiplied in the forward of those who
+            read them, by their buffer `pre_quant_scale`. Else they are left, and listed.
+
+    Raises:
+        ValueError: alpha, no batch, an input that is not finite.
+        TypeError: as `hybridq.convert`; data that is a function.
+
+    Source: arXiv:2211.10438, equation 4.
+
+    Example:
+        >>> import torch
+        >>> from hybridq.calibration import smooth
+        >>> model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+        >>> print(smooth(model, [torch.eye(16)]))
+        0: left, no layer before it is known that makes its input for it alone
+        >>> smooth(model, [torch.eye(16)], in_front=True).inputs[0].is_folded
+        False
+    """
+    of = products(model, filter_fn, also=also, least_width=least_width)
+    search = _Search.of(model, data, of, "model", in_front)
+    made = []
+    for place, seen in search.stages(with_hessian=False):
+        columns = torch.stack([one.weight().abs().amax(0) for one in place.consumers]).amax(0)
+        amaxes = place.gathered(seen.amax, True), place.gathered(columns, True)
+        scales = smooth_scales(*amaxes, alpha)
+        place.apply(scales)
+        made.append(_result(place, scales, alpha))
+    return ScalingReport(tuple(made), search.left)
+
+
+def awq(
+    model: nn.Module,
+    data: Iterable[Any],
+    recipe: Recipe | str,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    *,
+    grid: int = GRID,
+    in_front: bool = False,
+    step: str = "block",
+    also: Iterable[str] = (),
+    least_width: int = LEAST_WIDTH,
+) -> ScalingReport:
+    """Scale channels by AWQ's search, in place, before a model's weights are quantized.
+
+    `s = mean|x|^alpha`, alpha of a grid, chosen for the smallest error of the outputs under the
+    recipe's weight format. Folded as `smooth` does; the weights stay plain.
+
+    Args:
+        model: any module, not quantized yet.
+        data: batches, as `hybridq.calibrate` takes them; an iterator is kept.
+        recipe: a recipe or the name of one; its weight slots say the formats.
+        filter_fn, also, least_width: as `hybridq.convert` takes them.
+        grid: number of steps of alpha from 0 to 1.
+        in_front: as `smooth` takes it.
+        step: as `hybridq.calibration.gptq` takes it: what is in memory at a time.
+
+    Raises:
+        ValueError: no batch, no such step, a spec that rounds stochastically or transforms, an
+            input that is not finite.
+        TypeError: as `hybridq.convert`; data that is a function.
+
+    Source: arXiv:2306.00978, equations 4 and 5. Its clipping of weights is not done.
+
+    Example:
+        >>> import torch, hybridq
+        >>> from hybridq.calibration import awq
+        >>> model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+        >>> recipe = hybridq.recipe(fprop="nvfp4")
+        >>> found = awq(model, [torch.randn(32, 16)], recipe, in_front=True).inputs[0]
+        >>> found.error <= found.plain_error
+        True
+    """
+    chosen = get(recipe)
+    every = products(model, filter_fn, also=also, least_width=least_width)
+    of = tuple(one for one in every if weight_spec(chosen, one) is not None)
+    for product in of:
+        spec = weight_spec(chosen, product)
+        if spec is not None:
+            check_spec("awq", spec)
+    search = _Search.of(model, data, of, step, in_front)
+    made = []
+    for place, seen in search.stages(with_hessian=True):
+        # What stays in high precision has no error by rounding.
+        specs = [(one, weight_spec(chosen, one)) for one in place.consumers if one in of]
+        weights = [one.weight() for one, _ in specs]
+        rounding = [_rounding(spec) for _, spec in specs if spec is not None]
+        mean = place.gathered(seen.total / seen.tokens, False)
+        hessian: Any = seen.hessian
+        best = awq_scales(
+            weights, mean, hessian.matrix, rounding, grid=grid, of_columns=place.spread
+        )
+        place.apply(best.scales)
+        made.append(_result(place, best.scales, best.alpha, best.error, best.plain_error))
+    return ScalingReport(tuple(made), search.left)
+
+
+def _rounding(spec: PlaneSpec) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function that rounds a matrix plainly."""
+    return lambda matrix: build_storage(matrix, spec, None).first.dequantize()
+
+
+def _result(place: Place, scales: torch.Tensor, alpha: float, *errors: float) -> ScaledInput:
+    names = tuple(one.name for one in place.consumers)
+    largest, smallest = float(scales.max()), float(scales.min())
+    return ScaledInput(names, alpha, place.source is not None, largest, smallest, *errors)

@@ -1,0 +1,58 @@
+"""How other programs want quantized weights named, shaped and described: a table of layouts.
+
+A layout says which tensors of a file a plane becomes, and how they are read back; it reads and
+writes no file itself (`hybridq.ptq` does). See docs/guides/export.md.
+
+Example:
+    >>> import torch, hybridq
+    >>> from hybridq import layouts
+    >>> plane = hybridq.quantize(torch.randn(32, 64), "nvfp4").rowwise
+    >>> stored = layouts.get("modelopt").stored("mlp.up_proj.weight", plane.spec, (32, 64))
+    >>> [(one.name, list(one.shape)) for one in stored.tensors][2]
+    ('mlp.up_proj.weight_scale_2', [])
+    >>> [again] = stored.decode(stored.encode([plane]))
+    >>> torch.equal(again.dequantize(), plane.dequantize())
+    True
+"""
+
+from __future__ import annotations
+
+from .compressed_tensors import COMPRESSED_TENSORS
+from .detect import check_inputs_are_plain, detect, kv_cache_of
+from .faults import FAULTS, Fault, faults_of
+from .fine_grained_fp8 import FINE_GRAINED_FP8
+from .gpt_oss import GPT_OSS_MXFP4
+from .layout import Described, Layout, get, names, register
+from .modelopt import MODELOPT
+from .own import HYBRIDQ
+from .part import Part, ScalarPart
+from .scheme import Scheme
+from .siblings import sibling_groups, siblings
+from .stored import StoredTensor, StoredWeight, TensorInfo
+
+__all__ = [
+    "COMPRESSED_TENSORS",
+    "FAULTS",
+    "FINE_GRAINED_FP8",
+    "GPT_OSS_MXFP4",
+    "HYBRIDQ",
+    "MODELOPT",
+    "Described",
+    "Fault",
+    "Layout",
+    "Part",
+    "ScalarPart",
+    "Scheme",
+    "StoredTensor",
+    "StoredWeight",
+    "TensorInfo",
+    "check_inputs_are_plain",
+    "detect",
+    "faults_of",
+    "get",
+    "kv_cache_of",
+    "names",
+    "register",
+    "sibling_groups",
+    "siblings",
+]

@@ -1,0 +1,111 @@
+"""What readers are known to get wrong, by version: said to who writes for them.
+
+Each was seen with the versions named; tests show that they still are there, and fail when they are
+mended.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from .stored import StoredWeight
+
+__all__ = ["FAULTS", "Fault", "faults_of"]
+
+_EXPERT: Final = re.compile(r"(.*\.)?experts\.\d+\..*")
+
+
+def _is_expert(weight: StoredWeight) -> bool:
+    return _EXPERT.fullmatch(weight.name) is not None
+
+
+def _is_uneven(weight: StoredWeight) -> bool:
+    rows, cols = weight.matrix
+    return rows % 128 != 0 or cols % 128 != 0
+
+
+def _any(weight: StoredWeight) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that a reader gets wrong.
+
+    Args:
+        layout: name of the layout.
+        schemes: names of its schemes; none: all.
+        concerns: whether it happens to a weight.
+        reader: program and version.
+        text: what happens, and what helps.
+    """
+
+    layout: str
+    schemes: tuple[str, ...]
+    concerns: Callable[[StoredWeight], bool]
+    reader: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.reader}: {self.text}"
+
+
+#: All that are known.
+FAULTS: Final = (
+    Fault(
+        "compressed-tensors",
+        ("nvfp4",),
+        _is_expert,
+        "transformers 5.23",
+        "decodes experts in NVFP4 without their global scale: the model is silently wrong there",
+    ),
+    Fault(
+        "compressed-tensors",
+        ("mxfp8",),
+        _is_expert,
+        "transformers 5.23",
+        "fails to convert experts in MXFP8; the layout fine-grained-fp8 with mxfp8 is read",
+    ),
+    Fault(
+        "compressed-tensors",
+        ("fp8_tensor", "fp8_channel", "fp8_block"),
+        _any,
+        "transformers 5.23",
+        "rounds scales of FP8 to the model's dtype, in BF16 by up to 2^-8 of them; with "
+        "CompressedTensorsConfig(dequantize=True) weights are right",
+    ),
+    Fault(
+        "fine-grained-fp8",
+        ("fp8_block",),
+        _is_uneven,
+        "transformers 5.23",
+        "decodes a matrix whose rows or columns are no multiple of 128 with blocks of another "
+        "size, or not at all",
+    ),
+    Fault(
+        "modelopt",
+        (),
+        _any,
+        "transformers 5.23",
+        "does not know the layout by itself: it warns, and takes codes for values",
+    ),
+)
+
+
+def faults_of(layout: str, weight: StoredWeight) -> tuple[Fault, ...]:
+    """Return what readers get wrong with a weight.
+
+    Args:
+        layout: name of the layout that it is written in.
+        weight: as it is written.
+    """
+    return tuple(
+        one
+        for one in FAULTS
+        if one.layout == layout
+        and (not one.schemes or weight.scheme.name in one.schemes)
+        and one.concerns(weight)
+    )

@@ -1,0 +1,79 @@
+"""The layout of DeepSeek-V3's checkpoints: FP8 in blocks of 128x128, or MXFP8, with `scale_inv`.
+
+What it calls an inverse is what values are multiplied with.
+
+Source: DeepSeek-V3's checkpoint; transformers 5.23, `FineGrainedFP8Config`; vLLM, `Fp8Config`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from ..errors import SpecError
+from .layout import Described, Layout, register
+from .matching import by_start_or_end
+from .part import Part
+from .scheme import Scheme
+
+__all__ = ["FINE_GRAINED_FP8", "NAME"]
+
+NAME: Final = "fine-grained-fp8"
+
+_CODES = Part("{module}.weight", "data", torch.float8_e4m3fn)
+# DeepSeek-V3.1 and later write powers of two as E8M0 or as bytes.
+_SCALE = Part(
+    "{module}.weight_scale_inv",
+    "scale",
+    torch.float32,
+    widened=(torch.bfloat16, torch.float8_e8m0fnu, torch.uint8),
+)
+_INPUTS = {"dynamic": "dynamic"}
+
+_FP8_BLOCK = Scheme(
+    name="fp8_block",
+    spec="e4m3/128x128/fp32/amax/float8_block",
+    parts=(_CODES, _SCALE),
+    config={"quant_method": "fp8", "weight_block_size": [128, 128]},
+    inputs=_INPUTS,
+)
+_MXFP8 = Scheme(
+    name="mxfp8",
+    spec="mxfp8",
+    parts=(_CODES, Part("{module}.weight_scale_inv", "scale", torch.uint8)),
+    config={"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
+    inputs=_INPUTS,
+)
+
+
+def _config(said: Described) -> dict[str, Any]:
+    names = sorted({scheme.name for scheme in said.schemes.values()})
+    if len(names) > 1:
+        raise SpecError(
+            f"layouts: {NAME} has one block size for all weights, got {' and '.join(names)}; "
+            "export them apart, or as compressed-tensors"
+        )
+    own = next(iter(said.schemes.values())).config
+    return {
+        "quant_method": own["quant_method"],
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        **{key: value for key, value in own.items() if key != "quant_method"},
+        "modules_to_not_convert": list(said.kept),
+        "ignored_layers": list(said.kept),
+    }
+
+
+#: FP8 in 128x128 blocks, and MXFP8.
+FINE_GRAINED_FP8 = register(
+    Layout(
+        name=NAME,
+        summary="DeepSeek's own: transformers, vLLM and SGLang",
+        source="DeepSeek-V3; transformers 5.23, FineGrainedFP8Config",
+        schemes=(_FP8_BLOCK, _MXFP8),
+        methods=("fp8", "mxfp8"),
+        config=_config,
+        excludes=by_start_or_end,
+    )
+)

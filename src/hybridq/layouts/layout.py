@@ -1,0 +1,326 @@
+"""Layout: how a reader wants quantized weights named, shaped and described; their table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from ..direction import ROWWISE, Direction
+from ..errors import CheckpointError, SpecError, must_be_one_of
+from ..formats import PlaneSpec
+from .part import ScalarPart
+from .scheme import Scheme
+from .stored import StoredWeight, TensorInfo
+
+__all__ = ["Described", "Layout", "get", "names", "register"]
+
+#: dtypes that are codes or scales wherever they stand.
+_CODES: Final = (
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e8m0fnu,
+    torch.float4_e2m1fn_x2,
+)
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a configuration is to say of a checkpoint.
+
+    Args:
+        schemes: the scheme of each quantized linear, by its name in the checkpoint.
+        kept: names of the linears (routers and heads among them) that stay as they are.
+        inputs: how inputs are quantized: `none`, `dynamic` or `static`; "" for what each scheme
+            has first.
+        kv_cache: `fp8` or another of the layout's, or None: caches stay as they are.
+    """
+
+    schemes: Mapping[str, Scheme]
+    kept: tuple[str, ...] = ()
+    inputs: str = ""
+    kv_cache: str | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A reader's layout, as data; its configurations are functions of the record beside it.
+
+    Args:
+        name: key of the table.
+        summary: one line.
+        source: where the layout is specified.
+        schemes: the formats that it holds, the first that fits a plane is taken.
+        holds_stacks: a stack `[E, rows, cols]` is held as such; otherwise each matrix of it by
+            itself, under a name of its own.
+        holds_matrices: single matrices are held.
+        methods: what `quant_method` of a configuration may say of this layout.
+        kv: scales of KV caches, by what the cache is held in.
+        config: makes `quantization_config` of `config.json`.
+        hf_quant_config: makes `hf_quant_config.json`, or None where there is no such file.
+        excludes: whether an entry of the configuration's list of exclusions means a module.
+        scheme_for: makes the scheme of any spec and direction, for the layout that holds all.
+    """
+
+    name: str
+    summary: str
+    source: str
+    schemes: tuple[Scheme, ...]
+    methods: tuple[str, ...]
+    config: Callable[[Described], dict[str, Any]]
+    excludes: Callable[[str, str], bool]
+    hf_quant_config: Callable[[Described], dict[str, Any]] | None = None
+    holds_stacks: bool = False
+    holds_matrices: bool = True
+    kv: Mapping[str, tuple[ScalarPart, ...]] = field(default_factory=dict)
+    scheme_for: Callable[[PlaneSpec, Direction], Scheme] | None = None
+
+    def scheme(self, name: str) -> Scheme:
+        """Return the scheme called `name`.
+
+        Raises:
+            SpecError: the layout has none of this name.
+        """
+        for one in self.schemes:
+            if one.name == name:
+                return one
+        known = [one.name for one in self.schemes]
+        raise SpecError(f"layouts: a scheme of {self.name} {must_be_one_of(known, name)}")
+
+    def reason_against(self, spec: PlaneSpec, shape: Sequence[int]) -> str | None:
+        """Return why weights of this spec and shape cannot be held, or None if they can.
+
+        Args:
+            spec: of the rowwise plane.
+            shape: `[rows, cols]`, or `[E, rows, cols]` of a stack.
+        """
+        if self.scheme_for is not None:
+            return None
+        if len(shape) == 3 and not self.holds_stacks:
+            return "each expert has a name of its own; ask for its matrix"
+        if len(shape) == 2 and not self.holds_matrices:
+            return "it holds stacks of experts only"
+        reasons = [one.reason_against(spec, shape[-1]) for one in self.schemes]
+        if None in reasons:
+            return None
+        return "; ".join(dict.fromkeys(filter(None, reasons)))
+
+    def scheme_of(self, spec: PlaneSpec, shape: Sequence[int]) -> Scheme:
+        """Return the scheme that holds weights of this spec and shape.
+
+        Args:
+            spec: of the rowwise plane.
+            shape: `[rows, cols]`, or `[E, rows, cols]` of a stack.
+
+        Raises:
+            SpecError: there is none; the text has every reason.
+        """
+        reason = self.reason_against(spec, shape)
+        if reason is not None:
+            raise SpecError(
+                f"layouts: {self.name} cannot hold {spec.short_text} of {list(shape)}: {reason}"
+            )
+        fits = (one for one in self.schemes if one.reason_against(spec, shape[-1]) is None)
+        return next(fits)
+
+    def stored(
+        self, name: str, spec: PlaneSpec, shape: Sequence[int], direction: Direction = ROWWISE
+    ) -> StoredWeight:
+        """Return what a weight becomes in a file, from its shape alone.
+
+        Args:
+            name: of the weight, such as `model.layers.0.mlp.up_proj.weight`.
+            spec: of its plane.
+            shape: `[rows, cols]`, or `[E, rows, cols]` of a stack.
+            direction: of the plane; only the layout `hybridq` holds columnwise ones.
+
+        Raises:
+            SpecError: the layout cannot hold it.
+        """
+        if self.scheme_for is not None:
+            return StoredWeight.of(self.scheme_for(spec, direction), name, tuple(shape), direction)
+        if direction != ROWWISE:
+            raise SpecError(
+                f"layouts: {self.name} holds rowwise planes, the forward's, got a {direction} one"
+            )
+        return StoredWeight.of(self.scheme_of(spec, shape), name, tuple(shape))
+
+    def find(self, entries: Mapping[str, TensorInfo]) -> dict[str, StoredWeight]:
+        """Return the quantized weights among the tensors of a checkpoint, by name.
+
+        Args:
+            entries: dtype and shape of every tensor of the checkpoint, by name.
+
+        Raises:
+            CheckpointError: a tensor holds codes or scales that the layout cannot read.
+        """
+        made: dict[str, StoredWeight] = {}
+        for name, (_, shape) in entries.items():
+            for scheme in self.schemes:
+                found = self._found(scheme, name, shape, entries)
+                if found is not None:
+                    made[found.name] = found
+                    break
+        claimed = {one.name for weight in made.values() for one in weight.tensors}
+        for name, (dtype, shape) in entries.items():
+            if name not in claimed and self._is_quantized(name, dtype):
+                raise CheckpointError(
+                    f"layouts: {self.name} cannot tell what {name!r} is, {dtype} {list(shape)}: "
+                    "its codes or scales are missing, or of shapes that do not fit each other"
+                )
+        return made
+
+    def _found(
+        self,
+        scheme: Scheme,
+        name: str,
+        shape: tuple[int, ...],
+        entries: Mapping[str, TensorInfo],
+    ) -> StoredWeight | None:
+        codes = scheme.parts[0]
+        weight = codes.weight_of(name)
+        if weight is None or entries[name][0] not in codes.read_dtypes:
+            return None
+        found = StoredWeight.read(scheme, weight, shape, entries)
+        is_held = found is not None and (
+            self.holds_stacks if len(found.shape) == 3 else self.holds_matrices
+        )
+        return found if is_held else None
+
+    def _is_quantized(self, name: str, dtype: torch.dtype) -> bool:
+        """Return whether a tensor holds codes or scales, whatever a scheme makes of it."""
+        if dtype in _CODES:
+            return True
+        parts = [part for scheme in self.schemes for part in scheme.parts]
+        return any(part.weight_of(name) is not None and dtype in part.read_dtypes for part in parts)
+
+    def scalar_of(
+        self, name: str, schemes: Mapping[str, Scheme], kv_cache: str
+    ) -> tuple[ScalarPart, str] | None:
+        """Return the scale of activations that a tensor is, and of which module; None: it is none.
+
+        Names do not tell: scales of two formats have the same one, and other bounds.
+
+        Args:
+            name: of a tensor of a file.
+            schemes: the scheme of each quantized linear, by its name in the checkpoint.
+            kv_cache: what KV caches are held in (`kv_cache_of`).
+        """
+        for part in dict.fromkeys(one.input for one in self.schemes if one.input is not None):
+            module = part.module_of(name)
+            if module is not None and module in schemes and schemes[module].input == part:
+                return part, module
+        for part in self.kv.get(kv_cache, ()):
+            module = part.module_of(name)
+            if module is not None:
+                return part, module
+        return None
+
+    def quantization_config(
+        self,
+        schemes: Mapping[str, Scheme],
+        kept: Iterable[str] = (),
+        *,
+        inputs: str = "",
+        kv_cache: str | None = None,
+    ) -> dict[str, Any]:
+        """Return the entry `quantization_config` of the model's `config.json`.
+
+        Args:
+            schemes: the scheme of each quantized linear, by its name in the checkpoint.
+            kept: names of the linears (routers and heads among them) that stay as they are.
+            inputs: how inputs are quantized: `none`, `dynamic` or `static`; by default what the
+                scheme has first.
+            kv_cache: what KV caches are held in, or None.
+
+        Raises:
+            SpecError: the reader knows no such inputs or caches, or not these schemes together.
+            CheckpointError: by the reader's rules, an entry of the list of exclusions would take
+                a quantized linear too.
+        """
+        return self.config(self._checked(schemes, kept, inputs, kv_cache))
+
+    def hf_quant_json(
+        self,
+        schemes: Mapping[str, Scheme],
+        kept: Iterable[str] = (),
+        *,
+        inputs: str = "",
+        kv_cache: str | None = None,
+    ) -> dict[str, Any] | None:
+        """Return what `hf_quant_config.json` holds, or None if the layout has no such file.
+
+        Args:
+            schemes, kept, inputs, kv_cache: as `quantization_config` takes them.
+
+        Raises:
+            SpecError, CheckpointError: as `quantization_config`.
+        """
+        if self.hf_quant_config is None:
+            return None
+        return self.hf_quant_config(self._checked(schemes, kept, inputs, kv_cache))
+
+    def _checked(
+        self, schemes: Mapping[str, Scheme], kept: Iterable[str], inputs: str, kv: str | None
+    ) -> Described:
+        if not schemes:
+            raise SpecError(f"layouts: {self.name} needs a quantized linear, got none")
+        for scheme in schemes.values():
+            if inputs and inputs not in scheme.inputs:
+                raise SpecError(
+                    f"layouts: inputs of {scheme.name} in {self.name} "
+                    f"{must_be_one_of(scheme.inputs, inputs)}"
+                )
+        if kv is not None and kv not in self.kv:
+            known = tuple(self.kv) or ("None",)
+            raise SpecError(f"layouts: kv_cache of {self.name} {must_be_one_of(known, kv)}")
+        left = tuple(dict.fromkeys(kept))
+        for entry in left:
+            taken = [name for name in schemes if self.excludes(entry, name)]
+            if taken:
+                raise CheckpointError(
+                    f"layouts: readers of {self.name} would leave out {taken[0]!r} too, which is "
+                    f"quantized, because {entry!r} is; quantize both or neither"
+                )
+        return Described(dict(schemes), left, inputs, kv)
+
+
+_table: dict[str, Layout] = {}
+
+
+def register(layout: Layout) -> Layout:
+    """Put a layout into the table.
+
+    Args:
+        layout: of a new name.
+
+    Returns:
+        The layout itself.
+
+    Raises:
+        SpecError: the name is taken.
+    """
+    if _table.get(layout.name, layout) is not layout:
+        raise SpecError(f"layouts: the name {layout.name!r} is taken")
+    _table[layout.name] = layout
+    return layout
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all layouts."""
+    return tuple(_table)
+
+
+def get(name: str | Layout) -> Layout:
+    """Return the layout called `name`, or `name` itself if it is one.
+
+    Raises:
+        SpecError: there is none.
+    """
+    if isinstance(name, Layout):
+        return name
+    if name not in _table:
+        raise SpecError(f"layouts: a layout {must_be_one_of(_table, name)}")
+    return _table[name]

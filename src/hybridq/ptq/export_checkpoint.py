@@ -1,0 +1,170 @@
+"""Write a checkpoint, whatever it is quantized in, in a layout that other programs read."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import nn
+
+from ..calibration import Calibration
+from ..errors import SpecError, must_be_one_of
+from ..formats import PlaneSpec
+from ..layouts import HYBRIDQ, Layout, get, names
+from ..quantizers import Quantizer
+from ..recipes import Recipe
+from .choice import choice_of
+from .convert import check_paths
+from .draft import CheckpointScheme
+from .exporting import ExportScheme
+from .found import Found, find
+from .in_memory import source_of
+from .model_word import ModelWord, ask_model, nothing_known, word_of
+from .observer import Observer
+from .options import ConvertOptions
+from .outcome import Conversion
+from .plain import PLAIN_LAYOUTS, PlainScheme
+from .run import Run
+from .scales import Scales
+from .select import Selection
+from .source import CONFIG, marked, open_source
+from .training import TrainingScheme
+
+__all__ = ["export"]
+
+
+def export(
+    source: str | os.PathLike[str] | nn.Module,
+    target: str | os.PathLike[str],
+    *,
+    layout: str | Layout,
+    format: str | Quantizer | None = None,
+    recipe: str | Recipe | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    calibration: Calibration | str | os.PathLike[str] | None = None,
+    kv_cache: str | None = None,
+    source_layout: str | None = None,
+    options: ConvertOptions | None = None,
+    observer: Observer | None = None,
+) -> Conversion:
+    """Write the weights of a checkpoint, or of a model, in a layout that other programs read.
+
+    The source may be plain or quantized in any layout of `hybridq.layouts`. Weights that are in the
+    format already keep their codes and scales; others are decoded exactly and encoded anew. It is
+    streamed, and continued after a stop, as `convert_checkpoint` is. See docs/guides/export.md.
+
+    Args:
+        source: a `.safetensors` file, a folder with `model.safetensors` or an index, or a model:
+            its tensors get the names that transformers would save them under, and planes that it
+            has in the format stay as they are. What is no tensor is not written; of a tokenizer
+            nothing is known.
+        target: a file for a file, a folder for a folder; outside of the source.
+        layout: of the new checkpoint: a name in `hybridq.layouts`; or `"bf16"`, `"fp16"` or
+            `"fp32"`, to decode what is quantized.
+        format: of the weights: a name, a PlaneSpec's string, a scheme's name of the layout
+            (`"fp8_channel"`), or a quantizer; None: weights that are quantized stay in theirs.
+        recipe: instead of a format, a recipe, which is asked for each weight.
+        include: globs of names of tensors to quantize; none: linear layers and experts but what
+            the model keeps in high precision.
+        exclude: globs of names to leave in high precision.
+        calibration: amaxes of inputs, or the path of their file: scales of inputs are static then,
+            where the layout knows them; None: those of the source, or dynamic ones.
+        kv_cache: what the caches of attention are held in, `"fp8"` or another of the layout's;
+            needs a calibration that has seen them.
+        source_layout: name of the layout that the source has; None: what its configuration and its
+            tensors say.
+        options: memory, errors, what to refuse; None: the defaults.
+        observer: is told how far it is, and of what is left in high precision.
+
+    Raises:
+        CheckpointError: the source is damaged or quantized in a way that no layout reads, nothing
+            in it is chosen, an amax is missing, the target holds something else, ...
+        SpecError: there is no such layout, or it does not hold this format.
+        ImportError: safetensors is not installed.
+
+    Example:
+        >>> import json, tempfile, torch, hybridq
+        >>> from pathlib import Path
+        >>> from safetensors.torch import load_file, save_file
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> save_file({"mlp.up_proj.weight": torch.ones(64, 32)}, folder / "a.safetensors")
+        >>> done = hybridq.export(
+        ...     folder / "a.safetensors", folder / "b.safetensors", layout="modelopt",
+        ...     format="nvfp4", observer=hybridq.ptq.Observer(),
+        ... )
+        >>> sorted(name.rpartition(".")[2] for name in load_file(folder / "b.safetensors"))
+        ['weight', 'weight_scale', 'weight_scale_2']
+    """
+    begun = time.monotonic()
+    observer = observer or Observer()
+    options = options or ConvertOptions()
+    if isinstance(source, nn.Module):
+        opened = source_of(source)
+        word = word_of(source)
+    else:
+        check_paths(Path(source), Path(target))
+        opened = marked(open_source(source))
+        word = None
+    found = find(opened, None if source_layout is None else get(source_layout))
+    scheme: CheckpointScheme
+    if isinstance(layout, str) and layout in PLAIN_LAYOUTS:
+        if any((format, recipe, include, exclude, calibration, kv_cache)):
+            raise SpecError(f"export: {layout} decodes everything, so it takes no other choice")
+        scheme = PlainScheme(found, PLAIN_LAYOUTS[layout])
+    else:
+        known = (*names(), *PLAIN_LAYOUTS)
+        if isinstance(layout, str) and layout not in known:
+            raise SpecError(f"export: layout {must_be_one_of(known, layout)}")
+        loaded = _calibration(calibration)
+        scheme = _scheme(
+            found, word, get(layout), format, recipe, include, exclude, loaded, kv_cache, observer
+        )
+    run = Run(opened, Path(target), scheme, options, observer)
+    run.convert()
+    return run.outcome(time.monotonic() - begun)
+
+
+def _calibration(given: Calibration | str | os.PathLike[str] | None) -> Calibration | None:
+    return given if given is None or isinstance(given, Calibration) else Calibration.load(given)
+
+
+def _scheme(
+    found: Found,
+    word: ModelWord | None,
+    layout: Layout,
+    format: str | Quantizer | None,
+    recipe: str | Recipe | None,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    calibration: Calibration | None,
+    kv_cache: str | None,
+    observer: Observer,
+) -> CheckpointScheme:
+    """Return what the weights become in a layout; say what the user should know of it."""
+    if layout is HYBRIDQ:
+        if calibration is not None or kv_cache is not None:
+            raise SpecError("export: the layout hybridq holds no scales of inputs and caches")
+        quantizer = Quantizer(PlaneSpec.parse(format), None) if isinstance(format, str) else format
+        return TrainingScheme(Selection(quantizer, recipe, tuple(include), tuple(exclude)), found)
+    word = _word(found) if word is None else word
+    if word.reason is not None:
+        observer.warn(f"what keeps its precision is known by names alone, since {word.reason}")
+    choice = choice_of(layout, word, format, recipe, include, exclude)
+    made = ExportScheme(found, choice, Scales(found, calibration, word.in_model), kv_cache)
+    if found.source.is_folder and "model_type" not in found.config:
+        observer.warn(
+            f"{found.source.path} has no {CONFIG} of a model, in which readers look for how "
+            "weights are quantized: no program will load the new folder by itself"
+        )
+    for note in made.notes:
+        observer.warn(note)
+    return made
+
+
+def _word(found: Found) -> ModelWord:
+    if not found.source.is_folder:
+        return nothing_known(f"a file has no {CONFIG} beside it")
+    return ask_model(found.source.path, found.config)

@@ -1,0 +1,57 @@
+"""What `config.json` of a converted checkpoint says of its weights, for libraries of models.
+
+Hugging Face's libraries read the entry `quantization_config` of a model's configuration and ask
+the quantizer of that name, which `hybridq.integrations.transformers` registers. Where nobody has
+imported that, transformers (5.23) warns that it does not know the name, goes on, and takes the
+weights for missing: the model would be random. A second entry stops it. `transformers_weights`
+names the file that holds the weights, and is looked at after the quantizer has seen the
+configuration: ours takes the entry away. Without it transformers refuses what is no file's name,
+and prints it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ..recipes import get
+from ..recipes.as_text import text_of
+from .select import Selection
+
+__all__ = ["CONFIG_VERSION", "FILE_ENTRY", "METHOD", "REFUSAL", "with_quantization"]
+
+#: What the entry calls the method.
+METHOD: Final = "hybridq"
+#: Version of its fields. A reader refuses a later one.
+CONFIG_VERSION: Final = 1
+#: The entry of a configuration that names the file of weights, and what ours says there.
+FILE_ENTRY: Final = "transformers_weights"
+REFUSAL: Final = "import hybridq.integrations.transformers before from_pretrained"
+_ENTRY: Final = "quantization_config"
+
+
+def with_quantization(config: Mapping[str, Any], selection: Selection) -> dict[str, Any] | None:
+    """Return a model's configuration with what is said of quantization; None: it stays as it is.
+
+    It stays where it is no model's, says something already, or nothing can be said: a recipe that
+    no file can say, or a quantizer without a rowwise plane.
+
+    Args:
+        config: what `config.json` holds.
+        selection: what is quantized, and how.
+    """
+    made: dict[str, Any] = {"quant_method": METHOD, "version": CONFIG_VERSION}
+    quantizer = selection.quantizer
+    if "model_type" not in config or _ENTRY in config:
+        return None
+    if selection.recipe is not None:
+        try:
+            made["recipe"] = text_of(get(selection.recipe))
+        except ValueError:  # of a function of the caller's own
+            return None
+    elif quantizer is not None and quantizer.makes_rowwise:
+        made["format"] = str(quantizer.rowwise)
+        made["columnwise"] = str(quantizer.columnwise) if quantizer.makes_columnwise else None
+    else:
+        return None
+    return {FILE_ENTRY: REFUSAL, **config, _ENTRY: made}

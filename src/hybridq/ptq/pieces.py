@@ -1,0 +1,152 @@
+"""What the weights of a checkpoint are to a reader: matrices by name, and stacks of experts.
+
+A stack of experts is one tensor, of gate and up together or of down. A layout that holds no stacks
+has each expert's matrices under names of their own.
+
+Source: transformers 5.23, the classes marked `use_experts_implementation`, and Llama 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from ..layouts import GPT_OSS_MXFP4, Layout
+from .found import Weight
+from .header import Entry
+from .source import Shard
+from .views import PlainView, PlaneView, View
+
+__all__ = ["Piece", "expert_pieces", "is_expert_stack", "piece_of"]
+
+_GATE_UP: Final = "gate_up_proj"
+_DOWN: Final = "down_proj"
+#: Models that keep their experts as `[E, in, out]` whatever their sizes say.
+_TRANSPOSED: Final = {"gpt_oss", "llama4", "llama4_text"}
+#: Models in whose stacks gate and up alternate.
+_INTERLEAVED: Final = {"gpt_oss"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A matrix, or a stack of matrices, that may be quantized.
+
+    Args:
+        entry: its name and shape, and the dtype of its values.
+        view: where its values stand.
+        weight: that it is, or is a part of, if it is quantized already; or None.
+        is_transposed: its model keeps it as `[E, in, out]`; its shape here is `[E, out, in]`.
+    """
+
+    entry: Entry
+    view: View
+    weight: Weight | None = None
+    is_transposed: bool = False
+
+    @property
+    def stored(self) -> PlaneView | None:
+        """Its planes, if it is quantized already."""
+        return self.view if isinstance(self.view, PlaneView) else None
+
+
+def piece_of(shard: Shard, item: Entry | Weight) -> Piece:
+    """Return a tensor of a file as it is.
+
+    Args:
+        shard: the file.
+        item: the tensor.
+    """
+    if isinstance(item, Weight):
+        return Piece(item.entry, item.view, item)
+    return Piece(item, PlainView.of(shard, item))
+
+
+def is_expert_stack(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor is a stack of experts as transformers names them.
+
+    Args:
+        name, shape: of the tensor.
+    """
+    parts = name.removesuffix(".weight").split(".")
+    return len(shape) == 3 and parts[-1] in (_GATE_UP, _DOWN) and "experts" in parts[-2:-1]
+
+
+def expert_pieces(
+    shard: Shard, item: Entry | Weight, config: Mapping[str, Any], layout: Layout
+) -> list[Piece]:
+    """Return what a stack of experts becomes in a layout: itself, or each expert's matrices.
+
+    Args:
+        shard: the file that it is in.
+        item: the stack.
+        config: of the model.
+        layout: of the new checkpoint.
+    """
+    piece = _upright(shard, item, config)
+    if layout.holds_stacks:
+        return [piece]
+    name = piece.entry.name.removesuffix(".weight")
+    parent, _, last = name.rpartition(".")
+    count, rows, cols = piece.entry.shape
+    parts: list[tuple[str, int, int, int]] = [(last, 0, 1, rows)]
+    if last == _GATE_UP:
+        half = rows // 2
+        gate_up = ((0, 2), (1, 2)) if _model_type(config) in _INTERLEAVED else ((0, 1), (half, 1))
+        parts = [
+            (own, first, step, half)
+            for own, (first, step) in zip(("gate_proj", "up_proj"), gate_up, strict=True)
+        ]
+    made = []
+    for index in range(count):
+        for own, first, step, height in parts:
+            view = _rows_of(piece.view, index, first, step, height)
+            entry = replace(
+                piece.entry, name=f"{parent}.{index}.{own}.weight", shape=(height, cols)
+            )
+            made.append(Piece(entry, view, piece.weight, piece.is_transposed))
+    return made
+
+
+def _upright(shard: Shard, item: Entry | Weight, config: Mapping[str, Any]) -> Piece:
+    """Return a stack as `[E, out, in]`."""
+    piece = piece_of(shard, item)
+    if piece.weight is not None:
+        is_transposed = piece.weight.scheme in GPT_OSS_MXFP4.schemes
+        return replace(piece, is_transposed=is_transposed)
+    if not isinstance(piece.view, PlainView) or not _is_transposed(piece.entry, config):
+        return piece
+    count, rows, cols = piece.entry.shape
+    view = replace(piece.view, matrix=(cols, rows), strides=(1, cols))
+    return Piece(replace(piece.entry, shape=(count, cols, rows)), view, None, True)
+
+
+def _rows_of(view: View, index: int, first: int, step: int, height: int) -> View:
+    """Return the view of some rows of one matrix of a stack."""
+    if isinstance(view, PlaneView):
+        return replace(view, shape=(height, view.shape[-1]), index=index, first=first, step=step)
+    if not isinstance(view, PlainView):
+        raise TypeError(f"export: takes rows of plain tensors and planes, got {view!r}")
+    high, wide = view.strides
+    return replace(
+        view,
+        matrix=(height, view.matrix[1]),
+        strides=(high * step, wide),
+        first=view.first + index * view.pitch + first * high,
+        pitch=0,
+    )
+
+
+def _model_type(config: Mapping[str, Any]) -> str:
+    return str(config.get("model_type", ""))
+
+
+def _is_transposed(entry: Entry, config: Mapping[str, Any]) -> bool:
+    """Return whether a stack is `[E, in, out]`: by its sizes, or else by its model."""
+    _, rows, cols = entry.shape
+    texts = [config, config.get("text_config") or {}]
+    hidden = next((one["hidden_size"] for one in texts if "hidden_size" in one), None)
+    is_down = entry.name.removesuffix(".weight").endswith(_DOWN)
+    if hidden is not None and rows != cols and hidden in (rows, cols):
+        return bool((cols if is_down else rows) == hidden)
+    return any(str(one.get("model_type", "")) in _TRANSPOSED for one in texts)

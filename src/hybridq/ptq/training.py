@@ -1,0 +1,131 @@
+"""The scheme of `convert_checkpoint`: planes of any format under names of hybridq's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from .._version import __version__
+from ..direction import ROWWISE
+from ..errors import CheckpointError
+from ..formats import PlaneSpec
+from ..quantizers import Quantizer
+from .decoding import decoded
+from .draft import CheckpointScheme, Draft, copied, encoded
+from .found import HF_QUANT_CONFIG, Found, Weight, without_quantization
+from .header import TORCH_DTYPES
+from .model_config import with_quantization
+from .record import METADATA_KEY, VERSION, Record, records_text, without_records
+from .select import Selection
+from .source import Shard
+from .views import PlainView
+
+__all__ = ["RECORD", "TrainingScheme"]
+
+#: The file in which a converted folder says what was quantized, and how.
+RECORD: Final = "hybridq.json"
+
+
+class TrainingScheme(CheckpointScheme):
+    """What `convert_checkpoint` makes of a checkpoint.
+
+    Args:
+        selection: what is quantized.
+        found: the source; what is quantized in it is decoded first.
+        refuses_own: a source in hybridq's own layout is refused.
+    """
+
+    def __init__(self, selection: Selection, found: Found, refuses_own: bool = False) -> None:
+        self._selection = selection
+        self._found = found
+        self._refuses_own = refuses_own
+        self._specs: dict[str, PlaneSpec | None] = {}
+
+    def drafts(self, shard: Shard) -> list[Draft]:
+        """Return what becomes of the tensors of a file.
+
+        Args:
+            shard: the file.
+
+        Raises:
+            CheckpointError: it holds quantized tensors already.
+            SpecError: a recipe gives a quantizer that a checkpoint cannot have.
+        """
+        if METADATA_KEY in shard.header.metadata and self._refuses_own:
+            raise CheckpointError(f"checkpoint: {shard.path} holds quantized tensors already")
+        made = []
+        for item in self._found.items(shard):
+            entry = item.entry if isinstance(item, Weight) else item
+            is_chosen = self._selection.chooses(entry, isinstance(item, Weight))
+            quantizer = self._selection.quantizer_for(entry) if is_chosen else None
+            if quantizer is None:
+                made.append(decoded(item) if isinstance(item, Weight) else copied(item))
+                continue
+            record = Record(entry.name, quantizer, entry.shape, TORCH_DTYPES[entry.dtype])
+            if not isinstance(item, Weight):
+                view = PlainView.of(shard, entry)
+                made.append(encoded(entry, view, record, record.stored()))
+                continue
+            kept = self._kept(item, record)
+            record = kept or record
+            is_kept = kept is not None
+            made.append(encoded(entry, item.view, record, record.stored(), is_kept=is_kept))
+        return made
+
+    def _kept(self, weight: Weight, record: Record) -> Record | None:
+        """Return the record of the plane that a weight has, if it is the one that is wanted."""
+        row, own = record.row, weight.view.spec
+        if row is None or record.col is not None or weight.view.direction != ROWWISE:
+            return None
+        parts = (row.format.element, row.format.block, row.format.scale)
+        if parts != (own.format.element, own.format.block, own.format.scale):
+            return None
+        if weight.entry.name not in self._specs:
+            self._specs[weight.entry.name] = weight.view.exact_spec()
+        spec = self._specs[weight.entry.name]
+        return None if spec is None else replace(record, quantizer=Quantizer(spec, None))
+
+    def metadata(self, shard: Shard, drafts: Sequence[Draft]) -> Mapping[str, str]:
+        """Return the source's metadata, with the records of what is quantized.
+
+        Args:
+            shard: the source's file.
+            drafts: what becomes of it.
+        """
+        every = [draft.record for draft in drafts if draft.record is not None]
+        records = [one for one in every if not one.quantizer.is_identity]
+        made = without_records(shard.header.metadata)
+        return made | {METADATA_KEY: records_text(records)} if records else made
+
+    def identity(self) -> Mapping[str, Any]:
+        """Return the selection."""
+        return self._selection.as_dict()
+
+    def config(self, config: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the model's configuration with what is said of quantization.
+
+        Args:
+            config: what `config.json` holds.
+        """
+        plain = without_quantization(config)
+        if self._found.layout is None:  # whatever it says, it is none that is known
+            plain = dict(config)
+        made = with_quantization(plain, self._selection)
+        return made if made is not None or plain == config else plain
+
+    def names(self) -> Sequence[str]:
+        """Return the name of the record."""
+        return (RECORD,)
+
+    def replaces(self) -> Sequence[str]:
+        """Return the names of configurations that say how the source is quantized."""
+        return () if self._found.layout is None else (HF_QUANT_CONFIG,)
+
+    def documents(self, tensors: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Return the record of the folder.
+
+        Args:
+            tensors: the record of each tensor, and its file.
+        """
+        return {RECORD: {"version": VERSION, "hybridq": __version__, "tensors": tensors}}
