@@ -1,0 +1,116 @@
+"""Perplexity of a language model on a text that is longer than what the model sees at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Perplexity", "perplexity", "windows"]
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """What `perplexity` found.
+
+    Args:
+        value: `exp(nll / tokens)`.
+        nll: sum of the negative natural logarithms of the tokens' probabilities.
+        tokens: how many were predicted.
+        window, stride: of the text.
+    """
+
+    value: float
+    nll: float
+    tokens: int
+    window: int
+    stride: int
+
+
+def windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """Yield `(start, first, stop)` of windows over a text whose tokens are predicted once each.
+
+    The model is given the tokens `[start, stop)`, and those `[first, stop)` count: each is
+    predicted of all that stand before it in the window. Windows begin `stride` after one another.
+
+    Args:
+        length: of the text, in tokens.
+        window: tokens that the model is given at most.
+        stride: from 1 to `window - 1`: a token that counts is predicted of at least
+            `window - stride` others, but for those of the first window.
+
+    Example:
+        >>> from hybridq.serving import windows
+        >>> list(windows(10, 4, 2))
+        [(0, 1, 4), (2, 4, 6), (4, 6, 8), (6, 8, 10)]
+    """
+    first = 1
+    for start in range(0, max(length - 1, 0), stride):
+        stop = min(start + window, length)
+        if first < stop:
+            yield start, first, stop
+            first = stop
+        if stop == length:
+            return
+
+
+@torch.no_grad()
+def perplexity(
+    model: Callable[[torch.Tensor], Any],
+    ids: torch.Tensor,
+    *,
+    window: int = 512,
+    stride: int | None = None,
+) -> Perplexity:
+    """Return `exp(-1/N sum_i log p(x_i | x_s .. x_{i-1}))` of a text's tokens but the first.
+
+    Each of the N tokens is predicted once, of the window that is the first to hold it (`windows`).
+    Logarithms are taken in FP32 of the logits, and added in FP64.
+
+    Args:
+        model: `model(ids [1, n])` returns logits `[1, n, vocabulary]`, or what has them as
+            `.logits`, as models of transformers do.
+        ids: integers `[tokens]`, at least two.
+        window: tokens that the model is given at once; at most what it was made for.
+        stride: between windows; None: half a window.
+
+    Raises:
+        ValueError: fewer than two tokens, another shape or dtype, or a window or stride that leaves
+            nothing to predict from.
+
+    Source: docs of transformers, "Perplexity of fixed-length models"; there the mean of windows'
+        means is taken, here that of tokens.
+
+    Example:
+        >>> import torch
+        >>> from hybridq.serving import perplexity
+        >>> fair = lambda ids: torch.zeros(*ids.shape, 8)  # of eight tokens, all alike
+        >>> found = perplexity(fair, torch.arange(8), window=4)
+        >>> round(found.value, 5), found.tokens
+        (8.0, 7)
+    """
+    if ids.dim() != 1 or ids.is_floating_point() or ids.numel() < 2:
+        raise ValueError(
+            "perplexity: ids must be two integers or more, [tokens], got "
+            f"{ids.dtype} {list(ids.shape)}"
+        )
+    own = window // 2 if stride is None else stride
+    if window < 2 or not 1 <= own < window:
+        raise ValueError(
+            "perplexity: window must be at least 2 and stride from 1 to window - 1, got "
+            f"window={window}, stride={own}"
+        )
+    nll, count = 0.0, 0
+    for start, first, stop in windows(len(ids), window, own):
+        made = model(ids[None, start:stop])
+        logits = getattr(made, "logits", made)[0, first - start - 1 : -1]
+        chances = torch.log_softmax(logits.float(), -1)
+        wanted = ids[first:stop].to(chances.device)
+        found = chances.gather(1, wanted[:, None])
+        nll, count = nll - float(found.double().sum()), count + len(wanted)
+    mean = nll / count
+    value = math.exp(mean) if mean < 700.0 else math.inf
+    return Perplexity(value, nll, count, window, own)
