@@ -1,0 +1,88 @@
+"""Hugging Face accelerate: a loop of one's own under a recipe, on one process or sharded.
+
+accelerate's `mixed_precision` and its handlers are closed lists, so `prepare` here stands in place
+of `accelerator.prepare`. See docs/guides/hugging-face.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from . import require
+
+require("accelerate")
+
+from accelerate import Accelerator  # noqa: E402 (after the check of the version)
+
+from ..distributed import ScalingHistory  # noqa: E402
+from ..recipes import RecipeSchedule  # noqa: E402
+from ..recipes.named import source  # noqa: E402
+from ..recipes.recipe import RecipeSource  # noqa: E402
+from .forward import check_converted, run_under  # noqa: E402
+from .sharding import prepare_for_sharding, reason_against  # noqa: E402
+
+__all__ = ["prepare"]
+
+
+def prepare(
+    accelerator: Accelerator,
+    *objects: Any,
+    recipe: RecipeSource | str,
+    evaluation: bool = False,
+    **options: Any,
+) -> Any:
+    """Return what `accelerator.prepare(*objects)` does, with the models' forwards under a recipe.
+
+    Under FSDP2 the weights of hybridq's modules are prepared to travel as planes
+    (`hybridq.distributed.prepare_fsdp2`).
+    `accelerator.save_state` and `load_state` keep histories of delayed scaling, and a schedule,
+    which counts the steps of the first optimizer.
+
+    Args:
+        accelerator: an Accelerator.
+        objects: models, optimizers, loaders, schedulers, as it takes them.
+        recipe: a recipe, the name of one, or a RecipeSchedule.
+        evaluation: under the recipe in evaluation mode too; else only where `model.training`.
+        options: of `accelerator.prepare`.
+
+    Raises:
+        TypeError, ValueError: as `hybridq.autocast`; there is no model, or one without modules of
+            hybridq; under FSDP2 the plugin loads on rank 0 alone.
+
+    Example:
+        >>> import torch, hybridq
+        >>> from accelerate import Accelerator
+        >>> from hybridq.integrations.accelerate import prepare
+        >>> model = hybridq.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model, optimizer = prepare(accelerator, model, optimizer, recipe="mxfp8")
+        >>> accelerator.backward(model(torch.ones(4, 32)).sum())
+    """
+    chosen = source(recipe)
+    models = [one for one in objects if isinstance(one, nn.Module)]
+    optimizers = [one for one in objects if isinstance(one, Optimizer)]
+    if not models:
+        raise ValueError("prepare: needs a model among what it is given, got none")
+    for model in models:
+        check_converted(model, "prepare")
+    if accelerator.is_fsdp2:
+        why = reason_against(accelerator.state)
+        if why is not None:
+            raise ValueError(
+                f"prepare: under FSDP2 all ranks must have the weights, got a plugin by which {why}"
+            )
+        for model in models:
+            prepare_for_sharding(model, accelerator.state)
+    made = accelerator.prepare(*objects, **options)
+    for model in models:
+        run_under(model, chosen, evaluation)
+        accelerator.register_for_checkpointing(ScalingHistory(model))
+    if isinstance(chosen, RecipeSchedule):
+        accelerator.register_for_checkpointing(chosen)
+        if optimizers:
+            optimizers[0].register_step_post_hook(lambda *_: chosen.step())
+    return made

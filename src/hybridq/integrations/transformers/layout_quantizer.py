@@ -1,0 +1,215 @@
+"""The quantizer that reads what other programs quantized, by the table of layouts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.quantizers.auto import register_quantizer
+
+from ...calibration import Calibration
+from ...converters import conversion
+from ...converters.exclusions import REASONS
+from ...layouts import (
+    HYBRIDQ,
+    Layout,
+    StoredWeight,
+    TensorInfo,
+    check_inputs_are_plain,
+    detect,
+    get,
+    kv_cache_of,
+)
+from ...ptq.header import TORCH_DTYPES
+from ...ptq.model_config import METHOD
+from .config import HybridQConfig
+from .file_scales import calibration_of
+from .held import held_of_layout
+from .layout_config import METHODS, LayoutConfig
+from .planes import conversions, targets
+from .quantizer import HybridQQuantizer
+
+__all__ = ["LayoutQuantizer", "load"]
+
+_HF_QUANT_CONFIG: Final = "hf_quant_config.json"
+#: What a file quantizes is converted, whatever hybridq itself would leave as it is.
+_ALSO: Final = tuple(reason for reason in REASONS if reason != "embeddings")
+
+
+class LayoutQuantizer(HybridQQuantizer):
+    """Loads weights that another program quantized, with the very codes and scales of its files.
+
+    Args:
+        quantization_config: a LayoutConfig; when the model has been made, a HybridQConfig that says
+            the same of it.
+        kwargs: transformers' own.
+
+    Attributes:
+        calibration: the amaxes that scales of inputs (`"input"`) and of KV caches (`"k"`, `"v"`) in
+            the files stand for, by names of the model; `hybridq.quantize_model` takes it.
+    """
+
+    def __init__(self, quantization_config: LayoutConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.asked = quantization_config
+        self.calibration = Calibration({}, {}, {})
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        files = [file for file in checkpoint_files or () if file.endswith(".safetensors")]
+        entries, scales = _read_headers(files)
+        check_inputs_are_plain(entries)
+        layout = self._layout(files, entries)
+        found = layout.find(entries)
+        if not found:
+            raise ValueError(
+                f"from_pretrained: a folder of {layout.name} must have quantized weights, got none "
+                f"in {len(entries)} tensors; leave its quantization_config out"
+            )
+        self.pre_quantized = True
+        self._held = [held_of_layout(stored) for stored in found.values()]
+        known = conversions(get_model_conversion_mapping(model), model, self._held, False)
+        self.quantization_config = self._as_ours(model, targets(known), found)
+        self.calibration = _calibration(layout, self._kv_cache(files), found, scales, known)
+        ignored = {rf"(^|\.){part}$" for part in {name.rpartition(".")[2] for name in scales}}
+        # Of scales alone: they are read above, and no parameter has such a name.
+        model._keys_to_ignore_on_load_unexpected = {
+            *(model._keys_to_ignore_on_load_unexpected or ()),
+            *ignored,
+        }
+        self._convert(model)
+
+    def _kv_cache(self, files: list[str]) -> str:
+        """Return what the folder says that KV caches are held in: `"fp8"` where it says nothing."""
+        return kv_cache_of({"quantization_config": self.asked.said}, _beside(files))
+
+    def _layout(self, files: list[str], entries: Mapping[str, TensorInfo]) -> Layout:
+        """Return the layout that is asked for, or that the folder has."""
+        if self.asked.layout is not None:
+            return get(self.asked.layout)
+        beside = _beside(files)
+        config = None if self.asked.said is None else {"quantization_config": self.asked.said}
+        layout = detect(config, entries, beside)
+        if layout is None or layout is HYBRIDQ:
+            raise ValueError(
+                "from_pretrained: the folder must hold weights that another program quantized, got "
+                f"{'none' if layout is None else 'planes of hybridq, which need no LayoutConfig'}"
+            )
+        return layout
+
+    def _as_ours(
+        self, model: Any, names: set[str], found: Mapping[str, StoredWeight]
+    ) -> HybridQConfig:
+        """Return the configuration of a model whose parameters of these names are quantized."""
+        kept = []
+        for name in conversion(model, also=_ALSO, least_width=0).converted:
+            module = model.get_submodule(name)
+            own = {f"{name}.{one}" for one, _ in module.named_parameters(recurse=False)}
+            if not own & names:
+                kept.append(name)
+        return HybridQConfig(
+            format=str(next(iter(found.values())).spec),
+            frozen=self.asked.frozen,
+            modules_to_not_convert=kept,
+            also=_ALSO,
+            least_width=0,
+        )
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        super()._process_model_after_weight_loading(model, **kwargs)
+        model.quantization_method = METHOD
+
+
+for _method in METHODS:
+    register_quantizer(_method)(LayoutQuantizer)
+
+
+def _beside(files: list[str]) -> dict[str, Any] | None:
+    """Return what the `hf_quant_config.json` of a folder holds; None: it has none."""
+    path = Path(files[0]).with_name(_HF_QUANT_CONFIG) if files else None
+    return json.loads(path.read_text()) if path is not None and path.exists() else None
+
+
+def _read_headers(
+    files: Iterable[str],
+) -> tuple[dict[str, TensorInfo], dict[str, torch.Tensor]]:
+    """Return dtype and shape of every tensor of some files, and the scales of activations."""
+    from safetensors import safe_open
+
+    entries: dict[str, TensorInfo] = {}
+    scales: dict[str, torch.Tensor] = {}
+    for file in files:
+        with torch.device("cpu"), safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+                about = opened.get_slice(name)
+                entries[name] = TORCH_DTYPES[about.get_dtype()], tuple(about.get_shape())
+                if name.endswith(_SCALES):
+                    scales[name] = opened.get_tensor(name)
+    return entries, scales
+
+
+#: Ends of the names of scales of activations.
+_SCALES: Final = ("input_scale", "input_global_scale", "k_scale", "v_scale")
+
+
+def _calibration(
+    layout: Layout,
+    kv_cache: str,
+    found: Mapping[str, StoredWeight],
+    scales: Mapping[str, torch.Tensor],
+    known: list[Any],
+) -> Calibration:
+    """Return the calibration of a folder's scales, by the names that the model's weights have."""
+    planes = known[0]
+    by_weight = {held.name: name for name, held in planes.each()}
+    users = Counter(by_weight.values())
+
+    def target_of(weight: str) -> tuple[str, bool]:
+        target = by_weight.get(weight, weight)
+        return target, users[target] > 1
+
+    with torch.device("cpu"):  # around it transformers makes all tensors on the meta device
+        return calibration_of(layout, kv_cache, found, scales, target_of)
+
+
+def load(folder: str | Path, model_class: Any = None, **options: Any) -> Any:
+    """Return the model of a folder that any program quantized, its weights as QuantizedTensors.
+
+    transformers has quantizers of its own for most layouts; here the planes are those of the
+    table `hybridq.layouts`: codes and scales are those of the files, and the model can be trained,
+    saved and served as one of `HybridQConfig`.
+
+    Args:
+        folder: or the name of a model.
+        model_class: with `from_pretrained`; None: `AutoModelForCausalLM`.
+        options: what `from_pretrained` takes; `quantization_config=LayoutConfig(...)` says which
+            layout, where the folder does not.
+
+    Raises:
+        ValueError: nothing in it is quantized.
+        CheckpointError: no layout reads it.
+
+    Example:
+        >>> from hybridq.integrations.transformers import load
+        >>> load("no such folder")  # doctest: +IGNORE_EXCEPTION_DETAIL
+        Traceback (most recent call last):
+        OSError: no such folder is not a local folder
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    asked = options.pop("quantization_config", None) or LayoutConfig()
+    config = options.pop("config", None) or AutoConfig.from_pretrained(folder)
+    said = getattr(config, "quantization_config", None)
+    if said is not None:
+        about = {"layout": asked.layout, "frozen": asked.frozen}
+        own = said if isinstance(said, dict) else said.to_dict()
+        config.quantization_config = {"quant_method": METHODS[0], **about, "said": own}
+        asked = None
+    kind = AutoModelForCausalLM if model_class is None else model_class
+    return kind.from_pretrained(folder, config=config, quantization_config=asked, **options)

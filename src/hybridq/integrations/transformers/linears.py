@@ -1,0 +1,121 @@
+"""Linear layers of transformers that are no `nn.Linear`, for `hybridq.convert`.
+
+Classes are known by their names: nothing of transformers is imported before a model has one of
+them. Of each, a class of this module is made, whose name is that of transformers' own, so that
+modules can be pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any, Final, NamedTuple
+
+from torch import nn
+
+from ...converters import Converter
+from ...nn import ForeignLinear
+
+__all__ = ["CONVERTERS"]
+
+
+class _Kind(NamedTuple):
+    """A class of transformers.
+
+    Attributes:
+        module: where it is defined.
+        holds_transposed, adds_bias_later: as `ForeignLinear` has them.
+        keeps: why a module of it stays as it is, or None.
+    """
+
+    module: str
+    holds_transposed: bool = False
+    adds_bias_later: bool = False
+    keeps: Callable[[Any], str | None] | None = None
+
+
+def _is_decoupled(module: Any) -> str | None:
+    """Return why a linear layer with rows for additional tokens stays."""
+    if module.out_additional_features:
+        return f"a product of its own makes {module.out_additional_features} more features"
+    return None
+
+
+_KINDS: Final = {
+    "Conv1D": _Kind("transformers.pytorch_utils", holds_transposed=True),
+    "FalconLinear": _Kind("transformers.models.falcon.modeling_falcon", adds_bias_later=True),
+    "EsmFoldLinear": _Kind("transformers.models.esm.modeling_esmfold"),
+    "IdeficsDecoupledLinear": _Kind(
+        "transformers.models.idefics.modeling_idefics", keeps=_is_decoupled
+    ),
+}
+#: What all modules of a kind derive from, whether or not transformers' own class was imported.
+_BASES: Final = {
+    name: type(
+        f"{name}Base",
+        (ForeignLinear,),
+        {
+            "__module__": __name__,
+            "__repr__": nn.Module.__repr__,  # some of these classes print another name
+            "holds_transposed": kind.holds_transposed,
+            "adds_bias_later": kind.adds_bias_later,
+        },
+    )
+    for name, kind in _KINDS.items()
+}
+
+
+def _is_of(name: str) -> Callable[[nn.Module], bool]:
+    """Return the question whether a module is exactly of a class of transformers."""
+    place = (_KINDS[name].module, name)
+    return lambda module: (type(module).__module__, type(module).__qualname__) == place
+
+
+def _changes_to(name: str) -> Callable[[nn.Module], None]:
+    """Return what gives a module the class that is made of transformers' own."""
+
+    def change(module: nn.Module) -> None:
+        module.__class__ = _class(name)
+
+    return change
+
+
+@cache
+def _class(name: str) -> type[nn.Module]:
+    """Return the class that is made of transformers' of this name."""
+    plain = getattr(import_module(_KINDS[name].module), name)
+    about: dict[str, Any] = {
+        "__module__": __name__,
+        "__doc__": f"transformers' `{name}` that computes under the recipe of `hybridq.autocast`.",
+    }
+    if plain.extra_repr is nn.Module.extra_repr:
+        about["extra_repr"] = _features
+    return type(name, (_BASES[name], plain), about)
+
+
+def __getattr__(name: str) -> Any:
+    """Return a class by its name, for files that refer to it."""
+    if name not in _KINDS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _class(name)
+
+
+def _features(module: Any) -> str:
+    """Return what `print` says of a layer whose class says nothing."""
+    into, out = module.weight.shape if module.holds_transposed else module.weight.shape[::-1]
+    return f"in_features={into}, out_features={out}, bias={module.bias is not None}"
+
+
+#: For the table of converters.
+CONVERTERS: Final = tuple(
+    Converter(
+        name,
+        _is_of(name),
+        _BASES[name],
+        apply=_changes_to(name),
+        is_in_out=kind.holds_transposed,
+        keeps=kind.keeps,
+    )
+    for name, kind in _KINDS.items()
+)
