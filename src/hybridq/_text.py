@@ -1,19 +1,29 @@
-"""Tables as values: made once, printed as plain text here and by rich on the command line."""
+"""Tables as values, drawn by rich: on a terminal to its width, as text to the width they need.
+
+rich is no dependency of the library. Without it a table's text has the same lines, unaligned.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from html import escape
+from typing import TYPE_CHECKING, Final
 
-__all__ = ["Table", "render", "size_text"]
+if TYPE_CHECKING:
+    from rich.console import Group
+
+__all__ = ["Table", "html", "html_page", "render", "size_text"]
 
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
+#: Columns of the console on which text is drawn: nothing is folded.
+_WIDE: Final = 1 << 14
 
 
 @dataclass(frozen=True)
 class Table:
-    """A titled table of texts.
+    """A titled table of strings.
 
     Args:
         title: one line above it.
@@ -30,23 +40,60 @@ class Table:
     def __str__(self) -> str:
         return render(self)
 
+    def __rich__(self) -> Group:
+        from rich.console import Group
+        from rich.padding import Padding
+        from rich.table import Table as Grid
+        from rich.text import Text
+
+        grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(self.columns))
+        for head in self.columns or ("",) * len((*self.rows, ())[0]):
+            grid.add_column(Text(head), overflow="fold")
+        for row in self.rows:
+            grid.add_row(*map(Text, row))
+        notes = (Padding.indent(Text(note, style="dim"), 2) for note in self.notes)
+        return Group(Text(self.title, style="bold"), Padding.indent(grid, 2), *notes)
+
 
 def render(table: Table) -> str:
-    """Return `table` as aligned lines of plain text, without trailing blanks."""
-    grid = [list(row) for row in table.rows]
-    if table.columns:
-        grid.insert(0, list(table.columns))
-    widths = [max((len(row[i]) for row in grid), default=0) for i in range(_width(grid))]
-    lines = [table.title]
-    for row in grid:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append(("  " + "  ".join(cells)).rstrip())
-    lines += [f"  {note}" for note in table.notes]
-    return "\n".join(lines)
+    """Return `table` as lines of plain text, aligned by rich, without trailing blanks."""
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:  # no dependency: cells are two blanks apart
+        cells = [row for row in (table.columns, *table.rows) if row]
+        return "\n  ".join([table.title, *map("  ".join, cells), *table.notes])
+    file = io.StringIO()
+    Console(file=file, width=_WIDE, color_system=None, force_terminal=False).print(table)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
-def _width(grid: Sequence[Sequence[str]]) -> int:
-    return len(grid[0]) if grid else 0
+def html(table: Table) -> str:
+    """Return `table` as HTML for a notebook.
+
+    Args:
+        table: any.
+    """
+
+    def row(cells: tuple[str, ...], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    head = f"<thead>{row(table.columns, 'th')}</thead>" if table.columns else ""
+    body = "".join(row(cells, "td") for cells in table.rows)
+    notes = "".join(f"<p>{escape(note)}</p>" for note in table.notes)
+    return f"<p><b>{escape(table.title)}</b></p><table>{head}<tbody>{body}</tbody></table>{notes}"
+
+
+def html_page(title: str, tables: Iterable[Table]) -> str:
+    """Return tables as a page of HTML that needs no other file.
+
+    Args:
+        title: of the page.
+        tables: in order.
+    """
+    style = "body{font-family:sans-serif}td,th{padding:0 1em 0 0;text-align:left}"
+    head = f"<meta charset='utf-8'><title>{escape(title)}</title><style>{style}</style>"
+    body = "".join(map(html, tables))
+    return f"<!doctype html><html><head>{head}</head><body>{body}</body></html>\n"
 
 
 def size_text(nbytes: int) -> str:

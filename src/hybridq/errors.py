@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 
 __all__ = [
     "BackendError",
@@ -11,6 +12,9 @@ __all__ = [
     "PlaneError",
     "RecipeError",
     "SpecError",
+    "is_first",
+    "must_be_one_of",
+    "suggestion",
     "warn_once",
 ]
 
@@ -42,6 +46,18 @@ class HybridQWarning(UserWarning):
 _seen: set[str] = set()
 
 
+def is_first(key: str) -> bool:
+    """Return whether `key` has not been asked about before in this process.
+
+    Args:
+        key: identity of a situation.
+    """
+    if key in _seen:
+        return False
+    _seen.add(key)
+    return True
+
+
 def warn_once(key: str, message: str) -> None:
     """Warn with `message` the first time that `key` is seen in this process.
 
@@ -49,7 +65,40 @@ def warn_once(key: str, message: str) -> None:
         key: identity of the situation; a later call with the same key is silent.
         message: what happens and how to avoid it.
     """
-    if key in _seen:
-        return
-    _seen.add(key)
-    warnings.warn(message, HybridQWarning, stacklevel=3)
+    if is_first(key):
+        warnings.warn(message, HybridQWarning, stacklevel=3)
+
+
+def suggestion(given: object, known: Iterable[str]) -> str:
+    """Return `"; did you mean 'x'?"` for the known name that `given` is closest to, else nothing.
+
+    Args:
+        given: what the caller wrote.
+        known: the names that there are.
+    """
+    if not isinstance(given, str):
+        return ""
+    import difflib  # when something is wrong, and at no other time
+
+    plain = {_plain(name): name for name in known}
+    found = difflib.get_close_matches(_plain(given), plain, n=1)
+    return f"; did you mean {plain[found[0]]!r}?" if found else ""
+
+
+def _plain(name: str) -> str:
+    """Return a name without what writers differ in: case, and signs between words."""
+    return name.lower().replace("-", "_").replace(" ", "_").replace(".", "_")
+
+
+def must_be_one_of(known: Iterable[str], given: object, also: str = "") -> str:
+    """Return `"must be one of a, b, got 'c'"`, and the name that may have been meant.
+
+    Every error about a name that is looked up says it by this function.
+
+    Args:
+        known: the names that there are.
+        given: what the caller wrote.
+        also: what else it may be, before "one of": `"None or "`.
+    """
+    names = tuple(known)
+    return f"must be {also}one of {', '.join(names)}, got {given!r}{suggestion(given, names)}"

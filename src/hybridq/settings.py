@@ -2,9 +2,13 @@
 
 | variable | meaning |
 | --- | --- |
-| `HYBRIDQ_BACKEND` | force one backend (`reference`, `cpu`, `torch`) in the process |
+| `HYBRIDQ_BACKEND` | force one backend (`reference`, `cpu`, `torch`, ...) in the process |
+| `HYBRIDQ_BACKEND_AUTOLOAD` | 0: no backends of other packages join |
 | `HYBRIDQ_GEMM_CACHE_BYTES` | bytes of decoded, folded or padded operands that are kept; 0: none |
+| `HYBRIDQ_LOG` | level of the logger `hybridq`: `debug`, `info`, `warning`, `error` |
 | `HYBRIDQ_CPU_VARIANT` | force a variant of the CPU core: `baseline`, `x86-64-v3`, `x86-64-v4` |
+
+Another variable whose name begins with `HYBRIDQ_` has no effect, and is warned about at the import.
 
 A `threading.local` and not a ContextVar: dynamo traces and guards the former.
 """
@@ -15,10 +19,31 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-__all__ = ["Settings", "backend", "cpu_variant", "current", "gemm_cache", "moving", "precision"]
+from .errors import must_be_one_of, warn_once
+
+__all__ = [
+    "Settings",
+    "backend",
+    "cpu_variant",
+    "current",
+    "gemm_cache",
+    "launched_rank",
+    "loads_backends",
+    "log_level",
+    "moving",
+    "precision",
+]
 
 _GEMM_CACHE_NBYTES = 1 << 30
+_PREFIX = "HYBRIDQ_"
+#: Those of the table above, and what the project's own tests read.
+_VARIABLES = (
+    *("BACKEND", "BACKEND_AUTOLOAD", "GEMM_CACHE_BYTES", "LOG", "CPU_VARIANT"),
+    "EMULATION",
+)
+_LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 class Settings(threading.local):
@@ -36,6 +61,7 @@ class Settings(threading.local):
         model_init: what `hybridq.quantized_model_init` set, or None where parameters keep high
             precision.
         moves_parameters: a module moves its parameters now: copies of them are parameters again.
+        offload: what `hybridq.offload` set: it is told of planes before they are saved; or None.
         scaling_epoch: how many updates of scales there were before the forward that is computed
             again now; -1: none is, or not known.
     """
@@ -49,6 +75,7 @@ class Settings(threading.local):
         self.scaling_epoch: int = -1
         self.model_init: object | None = None
         self.moves_parameters: bool = False
+        self.offload: Any = None
         self.is_first_microbatch: bool | None = None
         self.gemm_cache_nbytes: int = _cache_nbytes()
 
@@ -58,6 +85,17 @@ def _cache_nbytes() -> int:
     if not text.isdecimal():
         raise ValueError(f"HYBRIDQ_GEMM_CACHE_BYTES: must be a number of bytes, got {text!r}")
     return int(text)
+
+
+def _warn_of_unknown_variables() -> None:
+    """Warn once of each variable that looks like ours and is not, as a misspelt one is."""
+    if launched_rank() != 0:
+        return
+    for name in sorted(name for name in os.environ if name.startswith(_PREFIX)):
+        rest = name.removeprefix(_PREFIX)
+        if rest not in _VARIABLES:
+            reason = must_be_one_of(_VARIABLES[:-1], rest)
+            warn_once(name, f"{name}: has no effect, what follows {_PREFIX} {reason}")
 
 
 _settings = Settings()
@@ -81,6 +119,35 @@ def moving() -> Iterator[None]:
 def cpu_variant() -> str | None:
     """Return the CPU core's variant forced by `HYBRIDQ_CPU_VARIANT`, or None."""
     return os.environ.get("HYBRIDQ_CPU_VARIANT") or None
+
+
+def log_level() -> str | None:
+    """Return the level of the logger `hybridq` as `logging` names it, by `HYBRIDQ_LOG`, or None.
+
+    Raises:
+        ValueError: it is set to something else.
+    """
+    text = os.environ.get("HYBRIDQ_LOG") or None
+    if text is not None and text.lower() not in _LOG_LEVELS:
+        raise ValueError(f"HYBRIDQ_LOG: {must_be_one_of(_LOG_LEVELS, text)}")
+    return text and text.upper()
+
+
+def launched_rank() -> int:
+    """Return the rank that torchrun gave this process, 0 where none was given."""
+    return int(os.environ.get("RANK") or 0)
+
+
+def loads_backends() -> bool:
+    """Return whether backends of other packages join: unless `HYBRIDQ_BACKEND_AUTOLOAD` is 0.
+
+    Raises:
+        ValueError: it is neither 0 nor 1.
+    """
+    text = os.environ.get("HYBRIDQ_BACKEND_AUTOLOAD") or "1"
+    if text not in ("0", "1"):
+        raise ValueError(f"HYBRIDQ_BACKEND_AUTOLOAD: must be 0 or 1, got {text!r}")
+    return text == "1"
 
 
 def precision() -> str:
@@ -127,8 +194,8 @@ def backend(name: str | None) -> Iterator[None]:
     """Force the backend `name` for the calling thread; None lets hybridq choose.
 
     Args:
-        name: `"reference"`, `"cpu"`, `"torch"` or None. An unknown name raises at the first
-            call that would use it, with the list of backends.
+        name: `"reference"`, `"cpu"`, `"torch"`, ..., that of another package's backend, or None.
+            An unknown name raises at the first call that would use it, with the list of backends.
 
     Example:
         >>> import torch, hybridq
@@ -143,3 +210,6 @@ def backend(name: str | None) -> Iterator[None]:
         yield
     finally:
         _settings.backend = previous
+
+
+_warn_of_unknown_variables()

@@ -1,5 +1,1 @@
-"""The command line: ``python -m hybridq <command>``."""
-
-from .app import app
-
-__all__ = ["app"]
+"""The commands of the command line, one per file; `hybridq_cli` loads them."""

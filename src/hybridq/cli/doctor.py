@@ -7,6 +7,7 @@ from typing import Annotated
 import torch
 import typer
 
+from ..errors import must_be_one_of
 from ..kernels import PRECISIONS
 from ..report import diagnose
 from .tables import print_json, print_tables
@@ -32,10 +33,9 @@ def doctor(
 ) -> None:
     """Say what is installed, what the machine has, and which backend runs each operation."""
     if dtype not in _DTYPES:
-        raise typer.BadParameter(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+        raise typer.BadParameter(f"dtype {must_be_one_of(_DTYPES, dtype)}")
     if precision not in PRECISIONS:
-        names = ", ".join(PRECISIONS)
-        raise typer.BadParameter(f"precision must be one of {names}, got {precision!r}")
+        raise typer.BadParameter(f"precision {must_be_one_of(PRECISIONS, precision)}")
     try:
         found = diagnose(device, getattr(torch, dtype), precision)
     except ValueError as error:

@@ -7,8 +7,9 @@ from typing import Annotated, Final
 import torch
 import typer
 
-from ..distributed import DenseShape, Sharding
-from ..distributed import plan as make_plan
+from ..errors import must_be_one_of
+from ..estimate import DenseShape, Sharding
+from ..estimate import plan as make_plan
 from .tables import print_json, print_tables
 
 _BASELINE: Final = "bf16"
@@ -22,7 +23,7 @@ _Size = Annotated[int | None, typer.Option(min=1, rich_help_panel=_MODEL)]
 def plan(
     world: Annotated[int, typer.Option(min=1, help="Ranks.", rich_help_panel=_RUN)],
     recipe: Annotated[
-        str, typer.Option(help="Name of a recipe, or bf16.", rich_help_panel=_RUN)
+        str, typer.Option(help="Name or TOML file of a recipe, or bf16.", rich_help_panel=_RUN)
     ] = "mxfp8",
     policy: Annotated[
         str, typer.Option(help="fsdp, hsdp (with --shard) or ddp.", rich_help_panel=_RUN)
@@ -50,6 +51,10 @@ def plan(
             rich_help_panel=_RUN,
         ),
     ] = False,
+    moments: Annotated[
+        str,
+        typer.Option(help="Of hybridq.optim.AdamW: fp32, bf16 or fp8_block.", rich_help_panel=_RUN),
+    ] = "fp32",
     tokens: Annotated[
         int,
         typer.Option(
@@ -97,6 +102,7 @@ def plan(
             optimizer=optimizer,
             quantized_params=quantized_params,
             masters=masters,
+            moments=moments,
             tokens=tokens,
         )
     except ValueError as error:
@@ -111,6 +117,6 @@ def plan(
 
 def _dtype(name: str) -> torch.dtype:
     if name not in _DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {name!r}")
+        raise ValueError(f"dtype {must_be_one_of(_DTYPES, name)}")
     found: torch.dtype = getattr(torch, name)
     return found

@@ -6,12 +6,10 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-import rich.table
 import typer
 from rich.console import Console
-from rich.text import Text
 
-from .._text import Table, render
+from .._text import Table
 
 __all__ = ["print_json", "print_tables"]
 
@@ -22,22 +20,11 @@ def print_json(value: Any) -> None:
 
 
 def print_tables(tables: Iterable[Table]) -> None:
-    """Print each table: drawn by rich on a terminal, plain aligned text elsewhere."""
+    """Print each table: folded to the width of a terminal, as wide as it is elsewhere."""
     console = Console()
     for table in tables:
-        if console.is_terminal and table.columns:
-            console.print(_drawn(table))
-            for note in table.notes:
-                console.print(Text("  " + note, style="dim"))
+        if console.is_terminal:
+            console.print(table)
         else:
-            typer.echo(render(table))
+            typer.echo(str(table))
         typer.echo()
-
-
-def _drawn(table: Table) -> rich.table.Table:
-    drawn = rich.table.Table(title=table.title, title_justify="left", show_lines=False)
-    for head in table.columns:
-        drawn.add_column(head, overflow="fold")
-    for row in table.rows:
-        drawn.add_row(*(Text(cell) for cell in row))
-    return drawn

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -12,19 +11,27 @@ from rich.console import Console
 
 from ..demo.compare import DEFAULT_RECIPES, Comparison
 from ..demo.data import MAX_NBYTES, Corpus, DataError, load_corpus
-from ..demo.model import ModelConfig, Transformer
+from ..demo.model import OWN, QWEN3_MOE, ModelConfig
 from ..demo.progress import ProgressView
-from ..demo.report import build_report, build_table, prepare_folder, verdict, write_report
+from ..demo.report import (
+    build_report,
+    build_table,
+    prepare_folder,
+    quantized_shares,
+    verdict,
+    write_report,
+)
 from ..demo.train import BASELINE, TrainConfig
-from ..demo.variants import VARIANTS
-from ..errors import HybridQWarning
-from ..kernels.plain import product_ways
+from ..demo.variants import VARIANTS, build_model
+from ..errors import must_be_one_of
+from ..integrations import require
+from ..kernels.decoded import give_no_advice, product_ways
 from ..recipes import get
 
 _MODEL = ModelConfig()
 _TRAIN = TrainConfig()
-#: How many experts each kind of model has.
-_EXPERTS = {"dense": 0, "moe": 8}
+#: How many experts each kind of model has, and whose it is.
+_KINDS = {"dense": (0, OWN), "moe": (8, OWN), "hf-moe": (8, QWEN3_MOE)}
 _SIZES = "Sizes of the model"
 _SCHEDULE = "Training"
 _INTERRUPTED = 130
@@ -36,7 +43,10 @@ _Count = Annotated[int, typer.Option(min=1, rich_help_panel=_SCHEDULE)]
 
 def train(
     recipes: Annotated[
-        str, typer.Option(help="Recipes to compare, separated by commas; the first ones first.")
+        str,
+        typer.Option(
+            help="Recipes to compare, names or TOML files, by commas; the first ones first."
+        ),
     ] = ",".join(DEFAULT_RECIPES),
     data: Annotated[
         Path | None,
@@ -64,7 +74,8 @@ def train(
         str,
         typer.Option(
             "--model",
-            help="dense, or moe: a mixture of experts, each token in 2 of 8.",
+            help="dense; moe: a mixture of experts, each token in 2 of 8; hf-moe: the same as "
+            "transformers has it (Qwen3-MoE), converted.",
             rich_help_panel=_SIZES,
         ),
     ] = "dense",
@@ -111,8 +122,8 @@ def train(
     if threads:
         torch.set_num_threads(threads)
     try:
-        experts = _parse_model(kind)
-        model = ModelConfig(layers, hidden, heads, ffn, sequence, experts=experts)
+        experts, family = _parse_model(kind)
+        model = ModelConfig(layers, hidden, heads, ffn, sequence, experts=experts, family=family)
         config = TrainConfig(
             model=model,
             batch=batch,
@@ -129,8 +140,10 @@ def train(
             modules=modules,
         )
         corpus = load_corpus(data, sequence, data_limit)
+        if family != OWN:
+            require("transformers")
         prepare_folder(out)
-    except (DataError, ValueError) as error:
+    except (DataError, ValueError, ImportError) as error:
         raise typer.BadParameter(str(error)) from error
     except OSError as error:
         raise typer.BadParameter(
@@ -138,7 +151,7 @@ def train(
         ) from error
     console = Console()
     # It is said below, and nothing of the demo runs slowly for it.
-    warnings.filterwarnings("ignore", "torch's own .* products are slow", HybridQWarning)
+    give_no_advice()
     _say_what_runs(console, config, corpus)
     comparison = Comparison(config, names, corpus)
     try:
@@ -155,6 +168,9 @@ def train(
 def _leave_report(console: Console, comparison: Comparison, out: Path) -> None:
     report = build_report(comparison)
     console.print(build_table(report))
+    shares = quantized_shares(report)
+    if shares:
+        console.print(shares, highlight=False)
     console.print(verdict(report), highlight=False)
     written = write_report(report, out)
     console.print("Written: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
@@ -176,11 +192,11 @@ def _parse_recipes(text: str) -> list[str]:
     return names
 
 
-def _parse_model(text: str) -> int:
-    """Return how many experts the model has."""
-    if text not in _EXPERTS:
-        raise typer.BadParameter(f"model must be {' or '.join(_EXPERTS)}, got {text!r}")
-    return _EXPERTS[text]
+def _parse_model(text: str) -> tuple[int, str]:
+    """Return how many experts the model has, and its family."""
+    if text not in _KINDS:
+        raise typer.BadParameter(f"model {must_be_one_of(_KINDS, text)}")
+    return _KINDS[text]
 
 
 def _parse_device(text: str) -> str:
@@ -201,7 +217,7 @@ def _parse_device(text: str) -> str:
 
 def _say_what_runs(console: Console, config: TrainConfig, corpus: Corpus) -> None:
     with torch.device("meta"):
-        count = Transformer(config.model).num_parameters()
+        count = build_model(config.model).num_parameters()
     limited = ", cut at --data-limit" if corpus.is_truncated else ""
     console.print(
         f"{count / 1e6:.2f} M parameters on {config.device}, {config.steps} steps of "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -18,8 +17,8 @@ from ..demo.model import ModelConfig
 from ..demo.progress import Pace
 from ..demo.train import BASELINE, COUNTED_STEP, Progress, TrainConfig
 from ..demo.variants import VARIANTS
-from ..distributed import Traffic
-from ..errors import HybridQWarning
+from ..estimate import Traffic
+from ..kernels.decoded import give_no_advice
 from ..recipes import get
 
 _MODEL = ModelConfig()
@@ -31,7 +30,9 @@ _Count = Annotated[int, typer.Option(min=1)]
 
 
 def train_fsdp(
-    recipe: Annotated[str, typer.Option(help="Name of a recipe, or bf16.")] = "mxfp8_fwd_nvfp4_bwd",
+    recipe: Annotated[
+        str, typer.Option(help="Name or TOML file of a recipe, or bf16.")
+    ] = "mxfp8_fwd_nvfp4_bwd",
     data: Annotated[
         Path | None,
         typer.Option(help="Your own file or folder of text [default: Python's standard library]."),
@@ -82,7 +83,7 @@ def train_fsdp(
         raise typer.BadParameter(str(error)) from error
     torch.set_num_threads(threads)
     # Nothing of the demo runs slowly for it.
-    warnings.filterwarnings("ignore", "torch's own .* products are slow", HybridQWarning)
+    give_no_advice()
     world, rank = _join(batch)
     from ..demo.fsdp import InTurnTrainer, ShardedTrainer  # needs a torch with torch.distributed
 

@@ -1,7 +1,7 @@
 """Conformance: vectors with the right answers, and a suite that holds any implementation to them.
 
-`python -m hybridq conformance` runs it; docs/conformance.md says how to cite it, how the files are
-made, and how to write an adapter.
+`python -m hybridq conformance` runs it; docs/reference/conformance.md says how to cite it, how the
+files are made, and how to write an adapter.
 """
 
 from __future__ import annotations

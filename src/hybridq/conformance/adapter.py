@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from ..errors import must_be_one_of
 from .case import Array, Buffers, Case
 
 __all__ = ["Adapter", "AdapterError", "adapter_names", "load_adapter", "register_adapter"]
@@ -87,9 +88,7 @@ def load_adapter(which: str) -> Adapter:
             ) from error
     module, colon, attribute = which.partition(":")
     if not (module and colon and attribute):
-        raise AdapterError(
-            f"adapter: must be module:attr or one of {', '.join(_factories)}, got {which!r}"
-        )
+        raise AdapterError(f"adapter: {must_be_one_of(_factories, which, 'module:attr or ')}")
     return _checked(which, _imported(which, module, attribute))
 
 

@@ -1,4 +1,6 @@
-"""Vector files: an npz with a JSON `meta` that says what every array is. See docs/conformance.md.
+"""Vector files: an npz with a JSON `meta` that says what every array is.
+
+See docs/reference/conformance.md.
 
 | array | in the file |
 | --- | --- |

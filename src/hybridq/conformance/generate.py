@@ -246,9 +246,9 @@ def _hybrid_cases() -> Iterator[Case]:
         source, plain = PlaneSpec(row.format), PlaneSpec(col.format)
         # The dtype that the source is rounded to matters: both take turns.
         yield _from_row(source, plain, name, ("bfloat16", "float32")[i % 2])
-        turned = _try(PlaneSpec, col.format, True, DEFAULT_SIGNS) if i % 3 == 0 else None
-        if turned is not None:
-            yield _from_row(source, turned, f"{name}_sr_rht", "bfloat16")
+        transformed = _try(PlaneSpec, col.format, True, DEFAULT_SIGNS) if i % 3 == 0 else None
+        if transformed is not None:
+            yield _from_row(source, transformed, f"{name}_sr_rht", "bfloat16")
 
 
 def _from_row(row: PlaneSpec, col: PlaneSpec, name: str, dtype: str) -> Case:
@@ -292,9 +292,9 @@ def _gemm_cases() -> Iterator[Case]:
     for entry in _quantized():
         plain = PlaneSpec(entry.format)
         yield _gemm_case(plain, plain, f"{entry.name}_{entry.name}")
-        turned = _try(PlaneSpec, entry.format, False, DEFAULT_SIGNS)
-        if turned is not None:
-            yield _gemm_case(turned, turned, f"{entry.name}_rht")
+        transformed = _try(PlaneSpec, entry.format, False, DEFAULT_SIGNS)
+        if transformed is not None:
+            yield _gemm_case(transformed, transformed, f"{entry.name}_rht")
         scaled = _try(PlaneSpec, entry.format, row_scaled=True)
         if scaled is not None:
             yield _gemm_case(scaled, plain, f"{entry.name}_rows")

@@ -31,7 +31,7 @@ def true_product(
 
     A transform is left in place: both operands must have the same, and it cancels. The bound is
     `(K + 4) * 2^-24 * sum |a||b|`: FP32 accumulation, two roundings by factors, and one of the
-    result (docs/numerics.md, "Operands of a GEMM").
+    result (docs/reference/numerics.md, "Operands of a GEMM").
 
     Args:
         a, b: (buffers, spec, rows) of each plane.

@@ -94,7 +94,7 @@ class Report:
         return counts["pass"] > 0 and counts["differs"] == counts["failed"] == 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as plain dicts, lists and texts, for JSON."""
+        """Return everything as plain dicts, lists and strings, for JSON."""
         return {
             "adapter": self.adapter,
             "is_conformant": self.is_conformant,

@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from ..distributed import Traffic, count_traffic, prepare_fsdp2
-from ..nn import Linear, convert
+from ..converters import convert
+from ..distributed import prepare_fsdp2
+from ..estimate import Traffic, count_traffic
+from ..nn import Linear
 from ..recipes import autocast, get
 from .data import Corpus, training_batches, validation_batches
 from .model import Transformer

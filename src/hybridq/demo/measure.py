@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
-from ..nn.module import QuantizedModule
+from ..nn.modules import QuantizedModule
 from ..recipes import QuantizerRole, get
 from ..report import saved_nbytes
 
@@ -45,13 +45,11 @@ def weight_nbytes(model: nn.Module, recipe: str) -> int:
     for name, module in model.named_modules():
         if not isinstance(module, QuantizedModule):
             continue
-        for own, parameter in module.named_parameters(recurse=False):
-            part, is_weight, _ = own.partition("weight")
-            if not is_weight or parameter.dim() < 2:
-                continue
-            part = part.strip("_")
-            role = QuantizerRole(module._module_type, "weight", f"{name}.{part}" if part else name)
-            matrices = parameter.detach().bfloat16()
+        for own, part in module.weight_parts.items():
+            role = QuantizerRole(module.module_type, "weight", f"{name}.{part}" if part else name)
+            matrices = getattr(module, own).detach().bfloat16()
+            if module.holds_transposed:
+                matrices = matrices.mT
             for weight in matrices.unbind() if matrices.dim() > 2 else [matrices]:
                 if recipe == "bf16":
                     total += weight.nbytes

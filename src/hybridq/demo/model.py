@@ -15,11 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..nn.plain_product import plain_attention, plain_linear
+from ..nn.autograd import plain_attention, plain_linear
 from .moe import MixtureOfExperts
 
 VOCABULARY_SIZE = 256
 """One token per byte value: no tokenizer, and a loss in nats per byte."""
+
+OWN, QWEN3_MOE = "own", "qwen3_moe"
+"""Families of models: the one of this file, and one of transformers."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,11 @@ class ModelConfig:
         experts: 0, or how many experts take the place of each feed-forward layer, each half as
             wide as it: with two experts per token that is the same work.
         top: how many experts each token goes to.
+        family: whose code the model is: ``"own"``, or ``"qwen3_moe"`` of transformers.
 
     Raises:
-        ValueError: a size is not positive, or ``heads`` does not fit ``hidden``.
+        ValueError: a size is not positive, ``heads`` does not fit ``hidden``, or the family is
+            unknown, or has no experts.
     """
 
     layers: int = 4
@@ -51,6 +56,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     experts: int = 0
     top: int = 2
+    family: str = OWN
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "ffn", "sequence"):
@@ -61,6 +67,11 @@ class ModelConfig:
             raise ValueError(
                 "ModelConfig: experts must be 0 or more, and top at least 1 and at most experts, "
                 f"got experts={self.experts} with top={self.top}"
+            )
+        if self.family not in (OWN, QWEN3_MOE) or (self.family == QWEN3_MOE and not self.experts):
+            raise ValueError(
+                f"ModelConfig: family must be {OWN!r}, or {QWEN3_MOE!r} with experts, got "
+                f"{self.family!r} with experts={self.experts}"
             )
         if self.hidden % self.heads or self.head_size % 2:
             raise ValueError(

@@ -21,8 +21,9 @@ from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from ..kernels.plain import product_ways
+from ..kernels.decoded import product_ways
 from .compare import Comparison
+from .model import OWN
 from .train import BASELINE, RecipeResult
 from .variants import PLAIN
 
@@ -87,6 +88,7 @@ def build_table(report: dict[str, Any]) -> Table:
         caption="weights: the projections' planes for forward and backward; saved activations: all "
         "that autograd keeps between them",
         box=SIMPLE_HEAD,
+        pad_edge=False,
         title_justify="left",
         caption_justify="left",
     )
@@ -125,7 +127,23 @@ def _experts(report: dict[str, Any]) -> str:
     sizes = report["settings"]["model"]
     if not sizes["experts"]:
         return ""
-    return f"\nMixture of experts: top {sizes['top']} of {sizes['experts']}, in grouped GEMMs"
+    whose = "" if sizes["family"] == OWN else f" (transformers' {sizes['family']})"
+    return (
+        f"\nMixture of experts{whose}: top {sizes['top']} of {sizes['experts']}, in grouped GEMMs"
+    )
+
+
+def quantized_shares(report: dict[str, Any]) -> str:
+    """One line: how much of the linear layers' work each recipe quantizes; empty without one."""
+    shares = {entry["recipe"]: entry["quantized_share"] for entry in report["recipes"]}
+    known = {recipe: share for recipe, share in shares.items() if share}
+    if not known:
+        return ""
+    if len(set(known.values())) == 1:
+        each = f"{100 * next(iter(known.values())):.1f}% under every recipe"
+    else:
+        each = ", ".join(f"{recipe} {100 * share:.1f}%" for recipe, share in known.items())
+    return f"Quantized of the linear layers' operations (head and routers are not): {each}."
 
 
 def verdict(report: dict[str, Any]) -> str:
@@ -272,6 +290,7 @@ def _versions() -> dict[str, str]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = "not installed"
+    versions["torch"] = torch.__version__  # with the build's suffix
     return versions
 
 

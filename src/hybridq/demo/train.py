@@ -13,12 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..nn import Linear, convert
+from ..converters import convert
+from ..errors import must_be_one_of
+from ..nn import Linear
 from ..recipes import autocast, get
+from ..report import summary
 from .data import Corpus, training_batches, validation_batches
 from .measure import activation_nbytes, weight_nbytes
-from .model import ModelConfig, Transformer
-from .variants import PLAIN, VARIANTS
+from .model import OWN, ModelConfig
+from .variants import PLAIN, VARIANTS, build_model
 
 BASELINE = "bf16"
 """The recipe without quantization, which the others are compared with."""
@@ -77,8 +80,11 @@ class TrainConfig:
                     f"TrainConfig: {name} must be at least 1, got {getattr(self, name)}"
                 )
         if self.modules not in VARIANTS:
+            raise ValueError(f"TrainConfig: modules {must_be_one_of(VARIANTS, self.modules)}")
+        if self.modules != PLAIN and self.model.family != OWN:
             raise ValueError(
-                f"TrainConfig: modules must be one of {', '.join(VARIANTS)}, got {self.modules!r}"
+                f"TrainConfig: modules must be {PLAIN!r} with a model of transformers, got "
+                f"{self.modules!r}"
             )
         for name in ("lr", "clip"):
             value = getattr(self, name)
@@ -124,6 +130,7 @@ class RecipeResult:
         tokens_per_second: training only, without evaluation and the first steps.
         seconds: wall time of the whole run.
         weight_nbytes, activation_nbytes: see ``measure``.
+        quantized_share: of the operations of a forward's linear layers, head and routers included.
     """
 
     recipe: str
@@ -135,6 +142,7 @@ class RecipeResult:
     seconds: float = 0.0
     weight_nbytes: int = 0
     activation_nbytes: int = 0
+    quantized_share: float = 0.0
 
 
 class Run:
@@ -164,8 +172,7 @@ class Run:
         self._recipe = None if recipe == BASELINE else get(recipe)
         # Weights are drawn on the CPU, so that they do not depend on the device.
         torch.manual_seed(config.seed)
-        model = Transformer(config.model, Linear if linear is None else linear)
-        model = VARIANTS[config.modules](model)
+        model = build_model(config.model, Linear if linear is None else linear, config.modules)
         # For the modules' qualified names, which recipes may ask for.
         self.model: nn.Module = convert(model).to(config.device)
 
@@ -284,6 +291,10 @@ class Run:
             forward, config.batch, self.model.parameters()
         )
         self.result.weight_nbytes = weight_nbytes(self.model, self.recipe)
+        if self._recipe is not None:
+            sample = torch.zeros(1, config.model.sequence, dtype=torch.int64, device=config.device)
+            found = summary(self.model, self._recipe, sample)
+            self.result.quantized_share = found.share_of_linear_flops
 
 
 def make_optimizer(

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from ..nn import LayerNormMLP, RMSNormLinear
-from .model import Attention, Block, FeedForward, Transformer
+from ..nn import LayerNormMLP, Linear, RMSNormLinear
+from .hf_moe import HfMoe
+from .model import OWN, Attention, Block, FeedForward, ModelConfig, Transformer
 
 PLAIN = "plain"
 
@@ -71,3 +72,21 @@ VARIANTS: dict[str, Callable[[Transformer], Transformer]] = {
     "fused": _fused,
 }
 """By name: what turns the model of separate modules into the variant, with the same values."""
+
+
+def build_model(
+    config: ModelConfig, linear: type[nn.Linear] = Linear, modules: str = PLAIN
+) -> Transformer | HfMoe:
+    """Return the model of a configuration, its weights drawn from torch's global generator.
+
+    Args:
+        config: the sizes and the family.
+        linear: class of the projections of the demo's own model.
+        modules: a name in ``VARIANTS``.
+
+    Raises:
+        ImportError: the family is of a package that is not installed.
+    """
+    if config.family == OWN:
+        return VARIANTS[modules](Transformer(config, linear))
+    return HfMoe(config)

@@ -18,12 +18,12 @@ from .. import settings
 from .._text import Table, render
 from ..errors import SpecError
 from ..formats import DEFAULT_SIGNS, ERRORS, PlaneSpec, entries
-from ..kernels import Call, Chip, backends, check_precision, described
-from ..kernels.plain import ProductWay, product_ways, slow_advice
-from ..tensor.functional import explain_call
+from ..kernels import Chip, OpQuery, backends, check_precision, described
+from ..kernels.decoded import ProductWay, product_ways, slow_advice
+from ..tensor.functional import explain_query
 from .machine import Core, Machine, read_core, read_machine, versions
 
-__all__ = ["Diagnosis", "Route", "diagnose"]
+__all__ = ["BackendEntry", "Diagnosis", "Route", "diagnose"]
 
 #: Options that a plane may take beside its format; one that does not go with a format is left out.
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -36,8 +36,17 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 _PLANE_OPS = ("encode", "decode", "amax")
 _PRODUCTS = ("gemm", "grouped_gemm")
-#: Asked only by a backend's own gemm, or only of the backend that encodes.
-_INNER_OPS = ("operand", "encode_ragged")
+#: Asked only by GEMMs, of what they multiply.
+_INNER_OPS = ("operand", "skinny_gemm")
+#: Asked of the planes or operands of an example.
+_EXAMPLE_OPS = (
+    "map_encode",
+    "encode_many",
+    "encode_ragged",
+    "map_encode_ragged",
+    "grouped_loop",
+)
+_EXAMPLE = "mxfp8"
 #: Sizes of training, for backends that want to know them.
 _SIZES = (16384, 4096, 4096)
 
@@ -53,6 +62,7 @@ class Route:
         backend: the backend's name, or None where none can.
         refusals: (backend, reason) of each that cannot.
         notes: how the backend does it.
+        unrelated: backends that lack the operation, or run on no such devices at all.
     """
 
     op: str
@@ -61,16 +71,22 @@ class Route:
     backend: str | None
     refusals: tuple[tuple[str, str], ...]
     notes: tuple[str, ...] = ()
+    unrelated: tuple[str, ...] = ()
+
+    @property
+    def related_refusals(self) -> tuple[tuple[str, str], ...]:
+        """The refusals of backends that are made for such calls."""
+        return tuple(one for one in self.refusals if one[0] not in self.unrelated)
 
 
-def _route(op: str, a: str, b: str, call: Call) -> Route:
-    """Return where `call` goes, as `explain` says it."""
-    found = explain_call(call)
+def _route(op: str, a: str, b: str, query: OpQuery) -> Route:
+    """Return where `query` goes, as `explain` says it."""
+    found = explain_query(query)
     refusals = tuple((name, reason) for name, reason in found.reasons if reason is not None)
-    return Route(op, a, b, found.chosen, refusals, found.notes)
+    return Route(op, a, b, found.chosen, refusals, found.notes, found.unrelated)
 
 
-def _plane_routes(device: str, dtype: torch.dtype) -> Iterator[Route]:
+def _plane_routes(chip: Chip, dtype: torch.dtype) -> Iterator[Route]:
     for entry in entries():
         if entry.format.is_identity:
             continue  # such a plane is a copy, made by torch before any backend is asked
@@ -81,23 +97,54 @@ def _plane_routes(device: str, dtype: torch.dtype) -> Iterator[Route]:
                 continue
             for op in _PLANE_OPS:
                 if op != "amax" or spec.needs_amax:
-                    yield _route(op, entry.name, label, Call(op, device, dtype, spec))
+                    yield _route(
+                        op, entry.name, label, OpQuery(op, chip.kind, dtype, spec, chip=chip)
+                    )
 
 
 def _gemm_routes(op: str, chip: Chip, dtype: torch.dtype, precision: str) -> Iterator[Route]:
-    sizes = None if chip.kind == "cpu" else _SIZES
     for a in entries():
         for b in entries():
             row, col = (PlaneSpec(entry.format).resolve(dtype) for entry in (a, b))
-            call = Call(op, chip.kind, dtype, row, col, precision, sizes, chip)
-            yield _route(op, a.name, b.name, call)
+            query = OpQuery(op, chip.kind, dtype, row, col, precision, _SIZES, chip)
+            yield _route(op, a.name, b.name, query)
 
 
 def _other_routes(chip: Chip, dtype: torch.dtype) -> Iterator[Route]:
     known = (*_PLANE_OPS, *_INNER_OPS, *_PRODUCTS)
     ops = dict.fromkeys(op for backend in backends() for op in backend.ops if op not in known)
     for op in ops:
-        yield _route(op, "", "", Call(op, chip.kind, dtype, chip=chip))
+        name = _EXAMPLE if op in _EXAMPLE_OPS else ""
+        spec = PlaneSpec.parse(name) if name else None
+        yield _route(op, name, name, OpQuery(op, chip.kind, dtype, spec, spec, chip=chip))
+
+
+@dataclass(frozen=True)
+class BackendEntry:
+    """A backend in the list of those that are asked.
+
+    Args:
+        name: what `hybridq.backend` takes.
+        devices: what it runs on, in words.
+        priority: those of a higher one are asked first; the reference is last whatever it has.
+        package: where it comes from.
+        error: why it could not be had; "" if it could.
+    """
+
+    name: str
+    devices: str
+    priority: int
+    package: str
+    error: str
+
+
+def _backend_entries() -> tuple[BackendEntry, ...]:
+    return tuple(
+        BackendEntry(
+            one.name, str(one.devices), one.priority, one.package or "hybridq", one.load_error
+        )
+        for one in backends()
+    )
 
 
 @dataclass(frozen=True)
@@ -112,6 +159,7 @@ class Diagnosis:
         device, dtype, precision: of the calls in `routes`; the precision is that of GEMMs.
         routes: one per operation, format and option (gemm: per pair of formats).
         products: how this machine's CPU multiplies plain tensors, by dtype.
+        backends: all of them, in the order in which they are asked.
     """
 
     versions: dict[str, str]
@@ -123,12 +171,13 @@ class Diagnosis:
     precision: str
     routes: tuple[Route, ...]
     products: tuple[ProductWay, ...] = ()
+    backends: tuple[BackendEntry, ...] = ()
 
     def __str__(self) -> str:
         return "\n\n".join(render(table) for table in self.tables)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as plain dicts, lists and texts, for JSON."""
+        """Return everything as plain dicts, lists and strings, for JSON."""
         return asdict(self)
 
     @cached_property
@@ -138,7 +187,8 @@ class Diagnosis:
         planes = [self._plane_table(op) for op in ops if op in _PLANE_OPS]
         products = [self._gemm_table(op) for op in ops if op in _PRODUCTS]
         plain = self._plain_products()
-        found = [self._versions(), self._core(), self._machine(), plain, *planes, *products]
+        here = [self._versions(), self._core(), self._machine(), self._backends(), plain]
+        found = [*here, *planes, *products]
         return tuple(table for table in (*found, self._other_table()) if table.rows)
 
     def _versions(self) -> Table:
@@ -178,6 +228,12 @@ class Diagnosis:
         rows.append(("forced backend", self.forced_backend or "none"))
         return Table("Machine", (), tuple(rows))
 
+    def _backends(self) -> Table:
+        rows = tuple((one.name, one.devices, one.package) for one in self.backends)
+        failed = tuple(f"{one.name}: {one.error}" for one in self.backends if one.error)
+        title = "Backends, in the order in which they are asked"
+        return Table(title, ("backend", "runs on", "of"), rows, failed)
+
     def _plain_products(self) -> Table:
         rows = tuple(
             (way.dtype, "fast" if way.is_fast else "SLOW", way.ours) for way in self.products
@@ -200,11 +256,9 @@ class Diagnosis:
         reasons: dict[str, list[str]] = {}
         for route in routes:
             cells.setdefault(route.a, {})[route.b] = route.backend or "none"
-            for name, reason in route.refusals:
-                if not reason.startswith("has no "):
-                    # Long reasons are whole in the JSON.
-                    short = f"{name}: {reason.splitlines()[0]}"
-                    reasons.setdefault(short, []).append(f"{route.a} {route.b}")
+            for name, reason in route.related_refusals:
+                short = f"{name}: {reason.splitlines()[0]}"  # whole in the JSON
+                reasons.setdefault(short, []).append(f"{route.a} {route.b}")
         rows = tuple(
             (name, *(row.get(label, "-") for label in labels)) for name, row in cells.items()
         )
@@ -232,7 +286,7 @@ class Diagnosis:
             (
                 route.op,
                 route.backend or "none",
-                "; ".join(f"{n}: {r}" for n, r in route.refusals if not r.startswith("has no ")),
+                "; ".join(f"{name}: {reason}" for name, reason in route.related_refusals),
             )
             for route in routes
         )
@@ -245,7 +299,7 @@ def _shortened(names: list[str], most: int = 3) -> str:
 
 
 def _faster_ones(route: Route) -> tuple[str, ...]:
-    """Return why the backends that are asked before the chosen one cannot, without formats' texts.
+    """Return why the backends that are asked before the chosen one cannot, without formats.
 
     Whole reasons are in the JSON.
     """
@@ -253,8 +307,8 @@ def _faster_ones(route: Route) -> tuple[str, ...]:
     end = order.index(route.backend) if route.backend in order else len(order)
     return tuple(
         f"{name} cannot: {re.sub(r' [(][^)]*/[^)]*[)]', '', reason)}"
-        for name, reason in route.refusals
-        if name in order[:end] and not reason.startswith(("has no ", "runs on "))
+        for name, reason in route.related_refusals
+        if name in order[:end]
     )
 
 
@@ -303,7 +357,7 @@ def diagnose(
         device = "cuda" if machine.gpus and torch.version.cuda else "cpu"
     chip = _chip(device, machine)
     routes = (
-        *_plane_routes(chip.kind, dtype),
+        *_plane_routes(chip, dtype),
         *(route for op in _PRODUCTS for route in _gemm_routes(op, chip, dtype, precision)),
         *_other_routes(chip, dtype),
     )
@@ -317,4 +371,5 @@ def diagnose(
         precision,
         routes,
         product_ways(),
+        _backend_entries(),
     )

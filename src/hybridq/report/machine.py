@@ -1,7 +1,9 @@
 """What this machine and this installation have, found out without starting any device.
 
 A CUDA context costs memory and hundreds of milliseconds, so GPUs are asked of the driver's own
-tool and never through torch.
+tool and never through torch. Both parsers are a few lines and need no extra: py-cpuinfo takes 1.7 s
+for the same name and flags that /proc/cpuinfo gives in 4 ms, and without nvidia-ml-py installed
+`doctor` would not know which GPU to ask about.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 
 from .._version import __version__
-from ..kernels import backend_cpu
+from ..kernels.cpu import backend as backend_cpu
 
 __all__ = ["Core", "Gpu", "Machine", "read_core", "read_machine", "versions"]
 
@@ -54,7 +56,7 @@ class Core:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as its driver names it; all texts."""
+    """One GPU as its driver names it; all strings."""
 
     name: str
     compute_capability: str

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 
 from ..formats import Element, PlaneSpec
-from ..kernels.native_views import is_foldable
+from ..kernels.scaled_mm import is_foldable
 from ..reference import decode_codes, fold_plane, unpack
 from ..reference.elements import code_values
 from ..storage import Plane

@@ -10,9 +10,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .._text import Table, size_text
+from .._torch_private import is_wrapper_subclass
+from ..errors import must_be_one_of
 from ..tensor import is_quantized
 
 __all__ = ["KINDS", "MemoryReport", "memory_report", "saved_nbytes"]
@@ -48,7 +49,7 @@ class MemoryReport:
             ValueError: unknown kind.
         """
         if kind is not None and kind not in KINDS:
-            raise ValueError(f"nbytes: kind must be one of {', '.join(KINDS)}, got {kind!r}")
+            raise ValueError(f"nbytes: kind {must_be_one_of(KINDS, kind)}")
         return sum(
             size
             for name, what, _, size in self.entries
@@ -107,7 +108,7 @@ def _is_in(name: str, module: str) -> bool:
 
 def _parts(tensor: Any) -> list[Tensor]:
     """Return the plain tensors that `tensor` is made of (itself, unless it is a wrapper)."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if not is_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
     return [part for name in names for part in _parts(getattr(tensor, name))]
@@ -141,11 +142,15 @@ def _count_model(model: nn.Module, count: _Count) -> None:
             if is_quantized(parameter):
                 planes: Iterable[Any] = (parameter.rowwise, parameter.columnwise)
                 for plane in planes:
-                    for tensor in () if plane is None or plane.kept is None else plane.kept.tensors:
+                    for tensor in (
+                        ()
+                        if plane is None or plane.operand_cache is None
+                        else plane.operand_cache.tensors
+                    ):
                         count.add(name, "kept", tensor)
         for buffer in module.buffers(recurse=False):
             count.add(name, "buffers", buffer)
-        for kept in getattr(module, "_kept_weights", {}).values():
+        for kept in getattr(module, "_cached_weights", {}).values():
             for tensor in kept.tensors:
                 count.add(name, "kept", tensor)
 

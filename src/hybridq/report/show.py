@@ -35,8 +35,8 @@ class PlaneView:
         plane: the plane.
         codes, scales: its contents.
         error: how far it is from what it is compared with, or None.
-        num_folded: how many codes would change if a GEMM folded the plane (docs/gemm.md), or None
-            where it cannot be folded.
+        num_folded: how many codes would change if a GEMM folded the plane (docs/reference/gemm.md),
+            or None where it cannot be folded.
     """
 
     plane: Plane
@@ -200,6 +200,11 @@ def _storage(tensor: Shown) -> tuple[TensorStorage, str, tuple[int, ...]]:
             f"{type(tensor).__name__}; hybridq.quantize makes one"
         )
     shape = tuple(tensor.shape)
+    if tensor.tensor_storage.count is not None:
+        raise ValueError(
+            f"show: takes one matrix, got {list(shape)} of {tensor.tensor_storage.count} that were "
+            "quantized each by itself; show(tensor[0]) is the first of them"
+        )
     nominal = str(tensor.dtype).removeprefix("torch.")
     rows, cols = matrix_shape(shape)
     matrix = "" if (rows, cols) == shape else f" as [{rows}, {cols}]"

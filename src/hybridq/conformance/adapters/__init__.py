@@ -13,7 +13,7 @@ __all__ = ["HybridQAdapter"]
 
 
 def _peer(module: str) -> Adapter:
-    """Import a peer's adapter only when it is asked for: the peer may not be installed."""
+    """Import a library's adapter only when it is asked for: the library may not be installed."""
     return import_module(f".{module}", __name__).ADAPTER
 
 

@@ -10,7 +10,7 @@ import torch
 from ... import settings
 from ...errors import SpecError
 from ...formats import Format, PlaneSpec, element
-from ...kernels import Call, decide
+from ...kernels import OpQuery, choose
 from ...reference import unpack
 from ..case import Array, Buffers, Case, to_spec
 
@@ -47,37 +47,32 @@ class HybridQAdapter:
     def supports(self, case: Case) -> str | None:
         """Return None if the backend can run the case's operation, else its reason."""
         try:
-            calls = self._calls(case)
+            queries = self._queries(case)
         except SpecError as error:
             return str(error)
-        for call in calls:
-            reason = self._reason(call)
-            if reason is not None:
-                return reason
-        return None
+        with settings.backend(self.backend):
+            errors = [choose(query).error for query in queries]
+        return next((error for error in errors if error), None)
 
-    def _calls(self, case: Case) -> list[Call]:
+    def _queries(self, case: Case) -> list[OpQuery]:
         dtype = _DTYPES[case.dtype]
         if case.kind in ("cast", "uncast"):
             op = "encode" if case.kind == "cast" else "decode"
-            return [Call(op, "cpu", torch.float32, _cast_spec(case.spec["element"]))]
+            return [OpQuery(op, "cpu", torch.float32, _cast_spec(case.spec["element"]))]
         spec = to_spec(case.spec)
         if case.kind == "gemm":
             if case.other is None:
                 raise SpecError(f"supports: {case.id} has no second operand")
-            return [Call("gemm", "cpu", torch.float32, spec, to_spec(case.other[0]))]
+            return [OpQuery("gemm", "cpu", torch.float32, spec, to_spec(case.other[0]))]
         if case.kind == "decode":
-            return [Call("decode", "cpu", torch.float32, spec)]
+            return [OpQuery("decode", "cpu", torch.float32, spec)]
         if case.kind != "encode":
             raise SpecError(f"supports: cases of kind {case.kind!r} are unknown")
-        calls = [Call("encode", "cpu", dtype, spec)]
+        queries = [OpQuery("encode", "cpu", dtype, spec)]
         if case.source is not None:
             source = to_spec(case.source)
-            calls += [Call("encode", "cpu", dtype, source), Call("decode", "cpu", dtype, source)]
-        return calls
-
-    def _reason(self, call: Call) -> str | None:
-        return decide(call, self.backend).error or None
+            queries += [OpQuery(op, "cpu", dtype, source) for op in ("encode", "decode")]
+        return queries
 
     def encode(self, x: Array, case: Case) -> Buffers:
         """Return the plane's buffers, or an element's codes."""

@@ -1,0 +1,230 @@
+"""torch's private names that hybridq stands on, each with what it is for.
+
+The one place where they are taken: where torch has moved one, importing this file says which, and a
+test tries them all. Tensors' own protocol (`_make_wrapper_subclass`, a tensor's `_version` and
+`_base`, `_local_tensor` of a DTensor) is used where it is needed.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+__all__ = [
+    "DispatchKey",
+    "DispatchKeySet",
+    "TorchDispatchMode",
+    "after_autograd",
+    "any_requires_grad",
+    "below_autograd",
+    "copy_each",
+    "dispatch_keys",
+    "forward_ad",
+    "fp32_matmul_precision",
+    "functional_all_reduce",
+    "graph_task_id",
+    "has_compiled",
+    "has_kernel",
+    "interpreter",
+    "is_profiling",
+    "is_wrapper_subclass",
+    "local_shape_and_offset",
+    "neg_view",
+    "no_torch_function",
+    "num_dispatch_modes",
+    "num_function_modes",
+    "param_groups",
+    "preserve_versions",
+    "process_group",
+    "sharded_of",
+    "tracing_context",
+    "tracing_state",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+]
+
+
+def _taken(path: str, use: str) -> Any:
+    """Return a name of torch.
+
+    Args:
+        path: of it.
+        use: what it is needed for.
+
+    Raises:
+        ImportError: it is not there.
+    """
+    found: Any = torch
+    for place, name in enumerate(path.split(".")[1:], 2):
+        found = getattr(found, name, None)
+        if found is None:
+            try:
+                found = import_module(".".join(path.split(".")[:place]))
+            except ImportError:
+                raise ImportError(
+                    f"hybridq: torch {torch.__version__} must have {path}, which is "
+                    f"needed to {use}, and has moved it; use a torch that hybridq was tested with"
+                ) from None
+    return found
+
+
+# ---- what watches a call
+
+DispatchKey: Final = _taken("torch._C.DispatchKey", "know a plain tensor by its keys")
+DispatchKeySet: Final = _taken("torch._C.DispatchKeySet", "know a plain tensor by its keys")
+#: The set of dispatch keys of a tensor.
+dispatch_keys: Final = _taken("torch._C._dispatch_keys", "know a plain tensor by its keys")
+num_dispatch_modes: Final = _taken("torch._C._len_torch_dispatch_stack", "see dispatch modes")
+num_function_modes: Final = _taken("torch._C._len_torch_function_stack", "see function modes")
+#: The innermost of functorch's transforms, or None.
+interpreter: Final = _taken("torch._C._functorch.peek_interpreter_stack", "see vmap and grad")
+#: What torch.jit.trace records into, or None.
+tracing_state: Final = _taken("torch._C._get_tracing_state", "see torch.jit.trace")
+is_profiling: Final = _taken("torch.autograd._profiler_enabled", "see a profiler")
+_taken("torch.autograd.forward_ad._current_level", "see forward-mode differentiation")
+#: A module, whose `_current_level` is -1 outside of forward-mode differentiation.
+forward_ad: Final = _taken("torch.autograd.forward_ad", "see forward-mode differentiation")
+is_wrapper_subclass: Final = _taken(
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass", "look into subclasses"
+)
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode
+else:
+    TorchDispatchMode = _taken("torch.utils._python_dispatch.TorchDispatchMode", "count traffic")
+
+# ---- operators
+
+any_requires_grad: Final = _taken("torch._C._any_requires_grad", "refuse a gradient")
+#: A context in which autograd's kernels are passed by; the keys behind them.
+below_autograd: Final = _taken("torch._C._AutoDispatchBelowAutograd", "pass autograd by")
+after_autograd: Final = _taken("torch._C._after_autograd_keyset", "pass autograd by")
+#: A view of a tensor that reads negated values.
+neg_view: Final = _taken("torch._neg_view", "copy into a negated view")
+
+# ---- gathers, recomputation
+
+#: -1 outside of a backward; every gather asks for it, and every recomputation.
+graph_task_id: Final = _taken("torch._C._current_graph_task_id", "tell that a backward runs")
+#: `torch.get_float32_matmul_precision` without its checks; every gather asks for it.
+fp32_matmul_precision: Final = _taken(
+    "torch._C._get_float32_matmul_precision", "compare what ranks compute"
+)
+#: A context in which writes to tensors are none to autograd.
+preserve_versions: Final = _taken(
+    "torch.autograd.grad_mode._unsafe_preserve_version_counter",
+    "fill memory again that a backward has saved",
+)
+#: Whose `try_get()` is not None while dynamo traces.
+tracing_context: Final = _taken("torch._guards.TracingContext", "see that a graph is traced")
+#: Whether an operator has a kernel for a dispatch key.
+has_kernel: Final = _taken(
+    "torch._C._dispatch_has_kernel_for_dispatch_key", "take composite operators apart"
+)
+#: The `__torch_function__` of a tensor that has none.
+no_torch_function: Final = _taken(
+    "torch._C._disabled_torch_function_impl", "keep functions from seeing a subclass"
+)
+#: Copies many tensors by one call.
+copy_each: Final = _taken("torch._foreach_copy_", "fill planes and histories at once")
+tree_flatten: Final = _taken("torch.utils._pytree.tree_flatten", "find tensors in arguments")
+tree_leaves: Final = _taken("torch.utils._pytree.tree_leaves", "find tensors in arguments")
+tree_map: Final = _taken("torch.utils._pytree.tree_map", "replace tensors in arguments")
+tree_unflatten: Final = _taken("torch.utils._pytree.tree_unflatten", "replace tensors in arguments")
+
+
+def has_compiled() -> bool:
+    """Return whether anything was given to torch.compile in this process, or may have been.
+
+    The compiler is not loaded for the answer.
+    """
+    found = sys.modules.get("torch._dynamo.eval_frame")
+    if found is None:
+        return False
+    # Functions that only keep the compiler out have none.
+    backends = getattr(found, "cached_backends", {0: "unknown"})
+    return any(backend is not None for backend in backends.values())
+
+
+# torch.distributed is not loaded before it is needed, and not every build of torch has it.
+def functional_all_reduce(x: torch.Tensor, op: str, group: Any) -> torch.Tensor:
+    """Return x reduced over a group, as an operation that a compiler sees.
+
+    Args:
+        x: of any shape.
+        op: `"max"`, ...
+        group: a process group.
+    """
+    path = "torch.distributed._functional_collectives.all_reduce"
+    return _taken(path, "reduce amaxes in compiled code")(x, op, group)
+
+
+def process_group(name: str) -> Any:
+    """Return the process group of a name.
+
+    Args:
+        name: of it.
+    """
+    path = "torch.distributed.distributed_c10d._resolve_process_group"
+    return _taken(path, "find a process group by its name")(name)
+
+
+def local_shape_and_offset(parameter: Any) -> tuple[Any, Any]:
+    """Return the shape of this rank's part of a DTensor, and where it begins in the whole.
+
+    Args:
+        parameter: a DTensor.
+    """
+    path = "torch.distributed.tensor._utils.compute_local_shape_and_global_offset"
+    found = _taken(path, "draw the random bits of the whole parameter")
+    return found(parameter.shape, parameter.device_mesh, parameter.placements)
+
+
+def sharded_of(gathered: torch.Tensor) -> Any:
+    """Return what FSDP2 knows of a parameter that it has gathered for a module; None: it has not.
+
+    It has `sharded_param`, a DTensor, which is the same for the whole run.
+
+    Args:
+        gathered: the parameter as its module finds it in a forward.
+    """
+    found = sys.modules.get("torch.distributed._composable_state")  # that of FSDP2, once in use
+    states = () if found is None else list(found._module_state_mapping.values())
+    for reference in states:
+        state = reference()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:
+            groups = (getattr(state, "_fsdp_param_group", None),)
+        for group in groups:
+            for one in () if group is None else group.fsdp_params:
+                if getattr(one, "_unsharded_param", None) is gathered:
+                    return one
+    return None
+
+
+def param_groups(unit: Any) -> tuple[Any, ...]:
+    """Return the groups of parameters of a module that `fully_shard` was called for.
+
+    Each has `fsdp_params`, whose `sharded_param` is a DTensor, `mesh_info` and
+    `post_forward_mesh_info`.
+
+    Args:
+        unit: an FSDPModule.
+
+    Raises:
+        RuntimeError: torch keeps them elsewhere.
+    """
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        if not hasattr(state, "_fsdp_param_group"):
+            raise RuntimeError(
+                f"fsdp2: torch {torch.__version__} must keep a unit's parameters in "
+                "_fsdp_param_groups, and does not; use a torch that hybridq was tested with"
+            )
+        groups = (state._fsdp_param_group,)
+    return tuple(group for group in groups if group is not None)
