@@ -22,8 +22,8 @@ from hypothesis import HealthCheck, settings
 
 import hybridq
 from declared import BACKENDS, FORMATS
-from hybridq import errors
 from hybridq.direction import DIRECTIONS
+from hybridq.kernels.decoded import give_no_advice
 from places import TESTS
 from thinning import thin
 
@@ -31,7 +31,7 @@ from thinning import thin
 DEFAULT = "not slow and not more"
 
 # Whether they are given depends on the CPU: only their own test sees them.
-errors._seen.update(f"slow products of {dtype}" for dtype in (torch.bfloat16, torch.float16))
+give_no_advice()
 
 _COMMON = {
     "deadline": None,
@@ -74,17 +74,50 @@ def direction(request) -> str:
 @pytest.fixture
 def fast_products(monkeypatch):
     """As on a CPU for which torch has fast products of BF16 and FP16: its bits are ours."""
-    from hybridq.kernels import plain
+    from hybridq.kernels.choice.registry import forget_choices
+    from hybridq.kernels.decoded import plain_gemm as plain
 
     monkeypatch.setattr(plain, "_SLOW", frozenset())
+    forget_choices()
+    yield
+    forget_choices()
 
 
 @pytest.fixture
 def slow_products(monkeypatch):
     """As on a CPU for which torch has none: values are rounded once, sums have another order."""
-    from hybridq.kernels import plain
+    from hybridq.kernels.choice.registry import forget_choices
+    from hybridq.kernels.decoded import plain_gemm as plain
 
     monkeypatch.setattr(plain, "_SLOW", frozenset((torch.bfloat16, torch.float16)))
+    forget_choices()
+    yield
+    forget_choices()
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[str]:
+    """The precision of every GEMM that reaches the choice of a backend, in order."""
+    from hybridq.kernels.operators import dense as ops
+    from hybridq.nn.autograd import prepared_linear
+
+    seen: list[str] = []
+    operation = ops.operation
+
+    def spy(op, device, dtype, row=None, col=None, *rest):
+        if op == "gemm":
+            seen.append(rest[0])
+        return operation(op, device, dtype, row, col, *rest)
+
+    monkeypatch.setattr(ops, "operation", spy)
+    plan = prepared_linear.gemm_plan
+
+    def spy_plan(a, b, dtype, precision, is_alone):
+        seen.append(precision)
+        return plan(a, b, dtype, precision, is_alone)
+
+    monkeypatch.setattr(prepared_linear, "gemm_plan", spy_plan)
+    return seen
 
 
 @pytest.fixture
@@ -93,12 +126,12 @@ def registries():
     from hybridq.formats import ELEMENTS
     from hybridq.formats import registry as known
     from hybridq.formats.spec import _parse
-    from hybridq.kernels import registry
+    from hybridq.kernels.choice import registry as registry
     from hybridq.quantizers.api import _cached
     from hybridq.quantizers.quantizer import _plan
     from oracle import ELEMENTS as ORACLE_ELEMENTS
 
-    tables = (ELEMENTS, known._entries, known._aliases, ORACLE_ELEMENTS)
+    tables = (ELEMENTS, known._entries, known._aliases, ORACLE_ELEMENTS, registry._backends)
     before = [dict(table) for table in tables]
     yield
     for table, kept in zip(tables, before, strict=True):
@@ -107,19 +140,27 @@ def registries():
     # Whatever is looked up by a text.
     for clear in (_parse.cache_clear, _plan.cache_clear, _cached.cache_clear):
         clear()
-    for clear in registry._cached:
-        clear()
+    registry.forget_choices()
+
+
+@pytest.fixture
+def chooses_anew():
+    """A test that changes what backends find on this machine: no choice outlives the change."""
+    from hybridq.kernels.choice import forget_choices
+
+    forget_choices()
+    yield forget_choices  # to be called after each further change
+    forget_choices()
 
 
 @pytest.fixture
 def warns_anew() -> None:
     """What is warned of once per process, or where a backend is first looked up, is so again."""
     from hybridq import errors
-    from hybridq.kernels import registry
+    from hybridq.kernels.choice import registry as registry
 
     errors._seen.clear()
-    for clear in registry._cached:
-        clear()
+    registry.forget_choices()
 
 
 @pytest.fixture

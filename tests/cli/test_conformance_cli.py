@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from hybridq.cli import app
 from hybridq.conformance import VECTORS
+from hybridq_cli.app import app
 from places import PEERS
 
 RUNNER = CliRunner()

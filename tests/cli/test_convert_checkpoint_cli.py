@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import hybridq
+import hybridq_cli
 from checkpoint_tools import assert_planes_of, digests, shard_name, write_sharded
-from hybridq.cli import app
+from hybridq_cli.app import app
 
 RUNNER = CliRunner()
 
@@ -172,4 +173,4 @@ def test_a_file_that_cannot_grow(tmp_path):
 
 def test_the_console_script():
     (script,) = metadata.entry_points(group="console_scripts", name="hybridq")
-    assert script.load() is sys.modules["hybridq.__main__"].main
+    assert script.load() is hybridq_cli.main

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hybridq import conformance
-from hybridq.cli import app
 from hybridq.conformance import VectorError, archive
+from hybridq_cli.app import app
 
 META = np.array(json.dumps({"format": conformance.FORMAT, "version": 1, "cases": []}))
 
@@ -101,7 +101,7 @@ def test_a_file_that_is_none(kind, tmp_path) -> None:
 def test_arrays_are_read_as_numpy_reads_them(tmp_path) -> None:
     made = {
         "empty": np.zeros((0, 3), np.float32),
-        "turned": np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+        "transposed": np.asfortranarray(np.arange(12.0).reshape(3, 4)),
         "number": np.array(3, np.uint16),
         "text": np.array("a text"),
         "bytes": np.arange(256, dtype=np.uint8),

@@ -1,7 +1,7 @@
 """Encode of the core against a slow model, one block at a time, and against the reference.
 
-The model below is written from docs/numerics.md with NumPy scalars and ml_dtypes casts; it shares
-nothing with the kernels.
+The model below is written from docs/reference/numerics.md with NumPy scalars and ml_dtypes casts;
+it shares nothing with the kernels.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def model_hadamard(x: np.ndarray, signs: int) -> np.ndarray:
 
 
 def with_one_nan(values: np.ndarray) -> np.ndarray:
-    """FP32 values with the one NaN of docs/numerics.md; bytes as they are."""
+    """FP32 values with the one NaN of docs/reference/numerics.md; bytes as they are."""
     if values.dtype == np.float32:
         values = np.where(np.isnan(values), np.uint32(0x7FC00000).view(F), values)
     return values

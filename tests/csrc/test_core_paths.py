@@ -150,7 +150,7 @@ def test_planes_that_are_stored_past_the_caches(name):
 
 def test_which_path_is_taken():
     x, nvfp4, mxfp8 = sample(40, 70), SPECS["nvfp4"], SPECS["mxfp8"]
-    over, rows, turned = (SPECS[n] for n in ("nvfp4_4o6_mae", "nvfp4_rows", "nvfp4_rht"))
+    over, rows, transformed = (SPECS[n] for n in ("nvfp4_4o6_mae", "nvfp4_rows", "nvfp4_rht"))
     half = x.bfloat16()
     for every in (x, half, x.half()):
         both = "two passes" if every is half else "raw"  # FP8 on 16-bit integers, FP4 not
@@ -161,8 +161,8 @@ def test_which_path_is_taken():
         assert path(every, over, None) == path(every, None, rows) == "general"
         assert path(every, over, rows) == "general"
         assert path(every, over, mxfp8) == path(every, mxfp8, rows) == "two passes"
-    assert path(half, turned, turned) == path(half.T, None, turned) == "raw"
-    assert path(x, turned, turned) == path(x.half(), None, turned) == "general"
+    assert path(half, transformed, transformed) == path(half.T, None, transformed) == "raw"
+    assert path(x, transformed, transformed) == path(x.half(), None, transformed) == "general"
 
 
 def test_two_passes_write_both_planes():

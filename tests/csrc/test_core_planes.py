@@ -17,7 +17,7 @@ from core_tools import (
     same_bytes,
     sample,
     tensor_amax,
-    turned,
+    transposed,
     using_variant,
 )
 from hybridq import _core
@@ -42,7 +42,9 @@ def variant(request):
 
 def column_plane(x, spec):
     """Return what the column plane of x must be, made as a row plane."""
-    return turned(encode(x, spec), x.shape[1]) if spec.decides_by_rows else encode(_turn(x), spec)
+    return (
+        transposed(encode(x, spec), x.shape[1]) if spec.decides_by_rows else encode(_turn(x), spec)
+    )
 
 
 def _turn(x):
@@ -83,7 +85,7 @@ def test_square_four_over_six_decides_once_for_both_planes(name, variant):
     seen = 0
     for x in _squares_near_a_tie(spec, stat):
         row, col = encode_pair(x, spec, spec, stats=(stat, stat))
-        assert same_bytes(col, turned(row, x.shape[1]))
+        assert same_bytes(col, transposed(row, x.shape[1]))
         assert same_bytes(encode(x, spec, columnwise=True, stat=stat), col)
         fortran = _turn(x).T
         got = encode_pair(fortran, spec, spec, stats=(stat, stat))

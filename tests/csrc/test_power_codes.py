@@ -3,7 +3,7 @@
 Both planes of a matrix come from one rounding of x; a vector with a result that is subnormal in the
 element is made anew, and a tile with an infinite, NaN or tiny block is left to FP32. A view with a
 gap between its columns takes the general path, which is held to the slow model. So here: every BF16
-value under maxima whose scales put it above, at and below each of these borders.
+value under amaxes whose scales put it above, at and below each of these borders.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAIRS = [
     (None, "mxfp8_e5m2"),
     ("fp8_1x128", "nvfp4"),
 ]
-#: Exponent fields of block maxima. A base ends at 2^-104 (E4M3) and 2^-88 (E5M2), about.
+#: Exponent fields of block amaxes. A base ends at 2^-104 (E4M3) and 2^-88 (E5M2), about.
 FIELDS = [0, 1, 2, *range(18, 28), *range(34, 44), 60, 100, *range(124, 130), 200, 253, 254]
 #: Mantissas: powers of two, 448 and 57344 (1.75) with their neighbours, the largest.
 MANTISSAS = [0x01, 0x00, 0x5F, 0x60, 0x61, 0x7F]
@@ -98,7 +98,7 @@ def test_every_magnitude_near_the_borders_of_every_scale(row, col, variant):
 
 @pytest.mark.parametrize(("row", "col"), PAIRS, ids=str)
 def test_every_value_under_some_scales(row, col, variant):
-    """All 65,536 values, NaN and infinities too: shuffled, and under a few finite maxima."""
+    """All 65,536 values, NaN and infinities too: shuffled, and under a few finite amaxes."""
     order = torch.randperm(1 << 16, generator=torch.Generator().manual_seed(5))
     agrees(from_bits(order).view(-1, COLS), row, col)
     for largest in (0x3F80, 0x43E0, 0x477F, 0x7F7F):
@@ -137,7 +137,7 @@ def test_odd_tails_with_subnormals_in_them(shape, variant):
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2_pow2"])
 def test_planes_with_one_scale_share_their_codes(name, variant):
-    """One scale for the tensor: the columnwise codes are the rowwise ones, turned."""
+    """One scale for the tensor: the columnwise codes are the rowwise ones, transposed."""
     spec = SPECS[name]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for shape in ((1, 1), (17, 33), (64, 64), (130, 577)):

@@ -10,6 +10,7 @@ import math
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -18,15 +19,15 @@ from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
-from hybridq.cli import app
 from hybridq.demo import measure, report
 from hybridq.demo.compare import DEFAULT_RECIPES, Comparison, SilentObserver
 from hybridq.demo.data import load_corpus
 from hybridq.demo.model import ModelConfig
 from hybridq.demo.progress import ProgressView
 from hybridq.demo.train import RecipeResult, Run, TrainConfig
-from hybridq.kernels.plain import is_slow
+from hybridq.kernels.decoded.plain_gemm import is_slow
 from hybridq.nn import Linear
+from hybridq_cli.app import app
 from products_seen import Products
 
 TINY = TrainConfig(
@@ -438,7 +439,7 @@ def test_ctrl_c_leaves_a_report_and_its_exit_status(text_folder, tmp_path, monke
         def __exit__(self, *args):
             return None
 
-    monkeypatch.setattr(sys.modules["hybridq.cli.train"], "ProgressView", View)
+    monkeypatch.setattr(import_module("hybridq.cli.train"), "ProgressView", View)
     result = invoke(*SIZES, "--data", str(text_folder), "--out", str(tmp_path))
     assert result.exit_code == 130
     assert json.loads((tmp_path / "report.json").read_text())["is_interrupted"]

@@ -12,12 +12,12 @@ import torch
 from typer.testing import CliRunner
 
 import hybridq
-from hybridq.cli import app
 from hybridq.demo.data import load_corpus
 from hybridq.demo.model import ModelConfig, Transformer
 from hybridq.demo.train import TrainConfig
 from hybridq.demo.variants import VARIANTS
 from hybridq.distributed import Sharding, plan
+from hybridq_cli.app import app
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),

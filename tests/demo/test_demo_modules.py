@@ -12,7 +12,6 @@ from torch import nn
 from typer.testing import CliRunner
 
 from hybridq import LayerNormLinear, LayerNormMLP, Linear
-from hybridq.cli import app
 from hybridq.demo import report
 from hybridq.demo.compare import Comparison
 from hybridq.demo.data import load_corpus
@@ -21,6 +20,7 @@ from hybridq.demo.model import ModelConfig, Transformer
 from hybridq.demo.train import Run, TrainConfig
 from hybridq.demo.variants import VARIANTS
 from hybridq.nn import convert
+from hybridq_cli.app import app
 
 TINY = TrainConfig(
     model=ModelConfig(layers=2, hidden=32, heads=2, ffn=48, sequence=32),

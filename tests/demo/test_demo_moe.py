@@ -12,7 +12,6 @@ from torch._dynamo.utils import counters
 from typer.testing import CliRunner
 
 from hybridq import autocast
-from hybridq.cli import app
 from hybridq.demo import measure, report
 from hybridq.demo.compare import Comparison
 from hybridq.demo.data import load_corpus
@@ -20,6 +19,7 @@ from hybridq.demo.model import ModelConfig, Transformer
 from hybridq.demo.moe import MixtureOfExperts
 from hybridq.demo.train import TrainConfig
 from hybridq.nn import GroupedLinear, convert
+from hybridq_cli.app import app
 
 TINY = TrainConfig(
     model=ModelConfig(layers=1, hidden=32, heads=2, ffn=48, sequence=32, experts=8),
@@ -129,4 +129,24 @@ def test_command_line(text_folder, tmp_path) -> None:
     written = json.loads((tmp_path / "report.json").read_text())
     assert written["settings"]["model"]["experts"] == 8
     result = CliRunner().invoke(app, [*shared, "--model", "sparse"])
-    assert result.exit_code == 2 and "model must be dense or moe" in result.output
+    assert result.exit_code == 2 and "model must be one of" in result.output
+
+
+def test_the_experts_of_transformers(text_folder, tmp_path) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    sizes = ("--layers", "2", "--hidden", "32", "--heads", "2", "--ffn", "64", "--sequence", "32")
+    small = ("--batch", "2", "--steps", "2", "--eval-batches", "1", "--eval-points", "1")
+    shared = ("train", "--data", str(text_folder), "--out", str(tmp_path), *sizes, *small)
+    result = CliRunner().invoke(app, [*shared, "--model", "hf-moe", "--recipes", "bf16,mxfp8"])
+    assert result.exit_code == 0, result.output
+    assert "transformers' qwen3_moe" in result.output and "Quantized of the linear" in result.output
+    plain, quantized = json.loads((tmp_path / "report.json").read_text())["recipes"]
+    # Of each of two layers: 4 x 32^2 of attention, 2 x 3 x 32^2 of the experts of a token; 8 x 32
+    # of the router; and 256 x 32 of the head.
+    products, others = 2 * 10 * 32 * 32, 2 * 8 * 32 + 256 * 32
+    assert quantized["quantized_share"] == pytest.approx(products / (products + others))
+    weights = 2 * (4 + 8 * 3) * 32 * 32
+    assert plain["weight_nbytes"] == 2 * weights
+    assert 2 < quantized["weight_nbytes"] / weights < 2.2
+    result = CliRunner().invoke(app, [*shared, "--model", "hf-moe", "--modules", "fused"])
+    assert result.exit_code == 2 and "modules must be 'plain'" in result.output

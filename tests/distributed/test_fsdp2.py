@@ -27,12 +27,43 @@ def test_every_recipe_and_alignment(world, what, tmp_path) -> None:
 @needs_gloo
 def test_policies_memory_and_checkpoints(tmp_path) -> None:
     names = ("policies", "mixed_precision", "accumulation", "inference", "state", "wire", "freed")
-    run(2, tmp_path / "store", *names, "gathered_in_high_precision", "reductions", "chunks")
+    run(
+        2,
+        tmp_path / "store",
+        *names,
+        "gathered_in_high_precision",
+        "reductions",
+        "offload",
+        "chunks",
+    )
+
+
+@needs_gloo
+@pytest.mark.parametrize(
+    ("world", "what"),
+    [
+        (2, "units=some"),
+        pytest.param(2, "units", marks=pytest.mark.more),
+        pytest.param(4, "units", marks=pytest.mark.more),
+    ],
+)
+def test_weights_of_one_unit_are_gathered_together(world, what, tmp_path) -> None:
+    run(world, tmp_path / "store", what, "prefetched")
 
 
 @needs_gloo
 def test_a_gather_costs_the_host_little_more_than_a_plain_one(tmp_path) -> None:
-    run(2, tmp_path / "store", "calls")
+    run(2, tmp_path / "store", "calls", "calls_of_kinds", program="host_cost_program.py")
+
+
+@needs_gloo
+def test_a_unit_is_gathered_by_one_collective(tmp_path) -> None:
+    run(2, tmp_path / "store", "collectives")
+
+
+@needs_gloo
+def test_shards_that_one_rank_writes_by_turns(tmp_path) -> None:
+    run(2, tmp_path / "store", "written_by_turns")
 
 
 @needs_gloo

@@ -11,7 +11,7 @@ from torch import nn
 
 import hybridq
 from hybridq.distributed import GatheredWeight, QuantizedWeight, Shards, prepare_fsdp2
-from hybridq.distributed.stacked import StackCall
+from hybridq.distributed.parameters import Ranks, StackedGatherCall
 from hybridq.recipes import bind, get
 from hybridq.tensor.stack import QuantizedStack
 from rank_runs import needs_gloo, run
@@ -77,7 +77,7 @@ def test_a_rank_sends_the_planes_of_its_own_matrices() -> None:
     for recipe in ("mxfp8", "nvfp4", "fp8_current", "mxfp8_fwd_nvfp4_bwd"):
         slot = bind(get(recipe), "", "grouped_linear").weight
         slots = (slot, slot, None, slot, slot)
-        call = StackCall(slots, None, 0, 2, x.shape, x.dtype, None, None, "forward")
+        call = StackedGatherCall(slots, Ranks(None, 0, 2), x.shape, x.dtype, None, None, "forward")
         assert not call.is_even and call.shards == Shards((3, 2), 36 * 40)
         plan = call.plan(True, True, "")
         parts = x.split(3)

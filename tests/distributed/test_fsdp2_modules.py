@@ -25,6 +25,12 @@ def test_compiled_blocks(tmp_path) -> None:
     run(2, tmp_path / "store", "compiled", program="fsdp2_modules_program.py")
 
 
+@pytest.mark.slow
+def test_compiled_blocks_that_were_gathered_for_another_recipe(tmp_path) -> None:
+    names = ("compiled_early", "compiled_inner_recipe")
+    run(2, tmp_path / "store", *names, program="fsdp2_modules_program.py")
+
+
 def test_every_format(tmp_path) -> None:
     run(2, tmp_path / "store", "uniform", program="fsdp2_pairs_program.py")
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hybridq
 from hybridq.distributed import QuantizedWeight, prepare_fsdp2
-from hybridq.distributed.fingerprint import Fingerprint
+from hybridq.distributed.agreement.fingerprint import Fingerprint
 from rank_runs import needs_gloo, run
 
 PROGRAM = "fsdp2_quantized_program.py"

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 import distributed_table
 import hybridq
-from hybridq.cli import app
 from hybridq.distributed import DenseShape, Sharding, count_traffic, plan
+from hybridq_cli.app import app
 from places import ROOT
 from rank_runs import needs_gloo, run
 
@@ -72,7 +72,7 @@ def test_bytes_are_those_of_the_formats() -> None:
     # Four bits, a scale byte per 16, and from each rank the amax of the tensor.
     assert moved["weights, backward"] == count * 9 // 16 + 4 * 4 + digests
     assert moved["gradients"] == 4 * count
-    assert moved["maxima"] == 4
+    assert moved["amaxes"] == 4
     plain = by_purpose(plan(model, None, Sharding(4)))
     assert plain == {
         "weights, forward": 2 * count + digests,
@@ -137,7 +137,7 @@ def test_masters_are_those_of_the_optimizer_that_keeps_them() -> None:
 
 @pytest.mark.parametrize("policy", ["ddp", "fsdp"])
 def test_one_weight_for_all_experts_weighs_what_theirs_do(policy) -> None:
-    """But for digests, one for each parameter, and amaxima, which only their owners send."""
+    """But for amaxes, which only their owners send."""
     recipes = ("mxfp8", "nvfp4", "mxfp8_fwd_nvfp4_bwd", "mxfp8_fwd_high_precision_bwd", None)
     for recipe in recipes:
         found = []
@@ -153,8 +153,8 @@ def test_one_weight_for_all_experts_weighs_what_theirs_do(policy) -> None:
         assert parts["parameters"] == whole["parameters"]
         assert "inputs saved by linears" not in whole
         if policy == "fsdp":
-            saved = own["all_gather"] - one["all_gather"]  # three digests, in two gathers, at least
-            assert 3 * 2 * 2 * 16 <= saved <= 3 * 2 * 2 * 16 + 4 * 2 * 2 * 4, recipe
+            saved = own["all_gather"] - one["all_gather"]
+            assert 0 <= saved <= 4 * 2 * 2 * 4, recipe
             assert "all_reduce" not in one
 
 
@@ -194,7 +194,7 @@ def test_planning_changes_nothing() -> None:
 
 
 def test_the_table_of_the_page_is_made_of_plans() -> None:
-    page = (ROOT / "docs" / "distributed.md").read_text()
+    page = (ROOT / "docs" / "guides" / "distributed.md").read_text()
     assert "\n".join(distributed_table.rows()) in page, (
         "python tests/helpers/distributed_table.py prints it"
     )

@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import hybridq
-from hybridq.distributed import GatheredWeight, agreement, prepare_fsdp2, wire_nbytes
-from hybridq.distributed.agreement import Note, Wish, check_trailers, trailer
+from hybridq.distributed import GatheredWeight, prepare_fsdp2, wire_nbytes
+from hybridq.distributed.agreement import recipe_agreement as agreement
+from hybridq.distributed.agreement.recipe_agreement import Note, check_trailers, trailer
 from rank_runs import needs_gloo, run
 
 PROGRAM = "shards_program.py"
@@ -103,16 +104,16 @@ def test_modules_that_share_a_weight_have_formats_of_their_own() -> None:
 
 def test_what_ranks_note_beside_their_wishes(monkeypatch) -> None:
     monkeypatch.setattr(agreement, "_global_rank", lambda group, rank: rank)
-    wish, other, cpu = Wish(None, b"0" * 16), Wish(None, b"1" * 16), torch.device("cpu")
+    own, other, cpu = b"0" * 16, b"1" * 16, torch.device("cpu")
     notes = list(range(4))
-    trailers = torch.stack([trailer(wish.digest, cpu, note) for note in notes])
-    found = check_trailers(trailers, wish, wish, "weight", None, 0)
+    trailers = torch.stack([trailer(own, cpu, note) for note in notes])
+    found = check_trailers(trailers, own, own, "weight", None, 0)
     assert found == Note.WRITTEN | Note.STEPPED
-    assert check_trailers(trailers[:1], wish, wish, "weight", None, 0) == 0
+    assert check_trailers(trailers[:1], own, own, "weight", None, 0) == 0
     with pytest.raises(
         RuntimeError, match=r"for weight one recipe .* on rank 0, another on ranks 1-2"
     ):
-        mixed = torch.stack([trailer(other.digest, cpu), trailers[0], trailers[0]])
+        mixed = torch.stack([trailer(other, cpu), trailers[0], trailers[0]])
         check_trailers(mixed, other, other, "weight", None, 0)
     agreement._check_same(notes[1:2] * 3, "weight", None)
     with pytest.raises(RuntimeError, match=r"by no optimizer on rank 1 only; .*shard.add_\(0\)"):
@@ -175,3 +176,35 @@ def test_weights_stay_prepared_where_a_module_moves_or_replaces_them() -> None:
     model.load_state_dict(state, assign=True)
     assert type(model[0].weight.data) is GatheredWeight and model[0].weight.dtype == torch.float32
     assert torch.equal(model[0].weight.detach() + 0, state["0.weight"])
+
+
+#: Without a recipe these multiply plain weights, and their backward is torch's own.
+PLAIN = {
+    "Linear": lambda: hybridq.Linear(64, 48),
+    "LayerNormMLP": lambda: hybridq.LayerNormMLP(64, 96),
+    "GroupedLinear": lambda: hybridq.GroupedLinear(2, 64, 48),
+}
+
+
+@needs_gloo
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_backward_after_a_gather_for_a_recipe_says_what_to_do(name: str) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = PLAIN[name]()
+        fully_shard(prepare_fsdp2(model))
+        x = torch.randn(8, 64, requires_grad=True)
+
+        def forward(recipe: str | None) -> torch.Tensor:
+            with hybridq.autocast(enabled=recipe is not None, recipe=recipe):
+                return model(x, *([[4, 4]] if name == "GroupedLinear" else []))
+
+        plain = forward(None)
+        forward("mxfp8").sum().backward()
+        with pytest.raises(RuntimeError, match=r"freed by FSDP2.*run that backward before"):
+            plain.sum().backward()
+        model.reshard()
+        forward(None).sum().backward()
+        forward("mxfp8").sum().backward()
+    finally:
+        dist.destroy_process_group()

@@ -11,11 +11,13 @@ import torch
 
 import emulated
 import kernel_cases as cases
+import token_row_cases as token_rows
 from hybridq import reference
 from hybridq.formats import PlaneSpec
-from hybridq.kernels import native_layout, ragged
-from hybridq.kernels.backend_cpu import core_spec
-from hybridq.kernels.memory import DTYPES
+from hybridq.kernels.cpu.backend import core_spec
+from hybridq.kernels.inputs.addresses import DTYPES
+from hybridq.kernels.ragged import padded_layout as ragged
+from hybridq.kernels.scaled_mm import operand_layout as native_layout
 
 MODULE = emulated.load()
 if MODULE is None:
@@ -134,6 +136,22 @@ def test_stochastic_rounding_to_sixteen_bits(dtype):
         cases.same_values(same, want, f"{rows}x{cols}")
 
 
+@pytest.mark.parametrize("dtype", token_rows.DTYPES, ids=str)
+def test_sums_over_rows_of_tokens(dtype):
+    others = (dtype,) if dtype != torch.float32 else token_rows.DTYPES
+    for other in dict.fromkeys((*others, torch.float32)):
+        for rows, weights, inverse, order, grad, label in token_rows.cases(dtype, other):
+            for own in (weights, None):
+                given = (rows, own, inverse, other)
+                want = cases.cpu_ops()["sum_rows"](*given)
+                cases.same_values(KERNELS.ops["sum_rows"](*given), want, label)
+            for read in (rows, None):
+                given = (grad, read, weights, order, dtype)
+                expected = cases.cpu_ops()["spread_rows"](*given)
+                for one, want in zip(KERNELS.ops["spread_rows"](*given), expected, strict=True):
+                    cases.same_values(one, want, label)
+
+
 def test_every_finite_value_of_an_element_passes_the_short_path():
     """All BF16 values through the E2M1 and FP8 tile kernels: their packed casts are shortcuts."""
     bits = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
@@ -150,7 +168,7 @@ def test_an_access_outside_of_the_buffers_is_reported():
     spec = SPECS["mxfp8"]
     kernels = emulated.EmulatedKernels(MODULE)
     kernels.pointer = lambda tensor, written=False: 0 if tensor is None else tensor.data_ptr()
-    args = cases.EncodeArgs()
+    args = cases.EncodeRequest()
     with pytest.raises(RuntimeError, match=r"EncodeTile|EncodeGeneral"):
         kernels.encode(x, spec, None, args)
 
@@ -165,14 +183,14 @@ def test_statistics_that_are_not_given_are_found_on_the_way(name, shape):
         cpu["amax"](own, spec) if spec.needs_amax else None
         for own, spec in ((x, row), (x.t(), col))
     ]
-    want = cpu["encode"](x, row, col, cases.EncodeArgs(*stats, seed))
+    want = cpu["encode"](x, row, col, cases.EncodeRequest("", "", *stats, seed))
     MODULE.reset()
-    got = KERNELS.ops["encode"](x, row, col, cases.EncodeArgs(None, None, seed))
+    got = KERNELS.ops["encode"](x, row, col, cases.EncodeRequest("", "", None, None, seed))
     launches = MODULE.kernels()
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         cases.assert_same(g, w, f"{name}: buffer {i}")
     if shape == (128, 64) and name in ("mxfp8 | nvfp4 rht", "nvfp4 | nvfp4 rht"):
-        # One pass finds both amaxima, or one and writes the other plane; one more encodes.
+        # One pass finds both amaxes, or one and writes the other plane; one more encodes.
         assert launches == ["EncodeTile", "EncodeTile"]
 
 
@@ -182,7 +200,7 @@ def test_statistics_that_are_not_given_are_found_on_the_way(name, shape):
 def test_a_negative_statistic_is_the_multiplier(name, shape, stat):
     spec = PlaneSpec.parse(name)
     x = cases.matrix(*shape, torch.bfloat16, 6, "normal")
-    args = cases.EncodeArgs(torch.tensor([stat]), torch.tensor([stat]))
+    args = cases.EncodeRequest("", "", torch.tensor([stat]), torch.tensor([stat]))
     got = KERNELS.ops["encode"](x, spec, spec, args)
     want = cases.cpu_ops()["encode"](x, spec, spec, args)
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
@@ -200,7 +218,7 @@ def test_fold_is_the_references(name, height):
     for i, (rows, cols) in enumerate(((130, 256), (7, 33), (1, 1), (0, 64), (64, 500))):
         x = cases.matrix(rows, cols, torch.bfloat16, i, cases.SPECIALS[i])
         x = x * torch.exp(4 * torch.randn(1, cols))  # scales of a group that differ
-        plane = cases.cpu_ops()["encode"](x, spec, None, cases.EncodeArgs())
+        plane = cases.cpu_ops()["encode"](x, spec, None, cases.EncodeRequest())
         want = reference.fold_plane(plane, spec, rows, cols, height)
         got = KERNELS.ops["fold"](plane, spec, rows, cols, height)
         for part in ("codes", "scale", "changed"):
@@ -228,8 +246,8 @@ def test_ragged_rows_are_padded_while_they_are_encoded(name, sizes):
         cpu["amax"](own, spec) if spec.needs_amax else None
         for own, spec in ((x, row), (padded.t(), col))
     ]
-    want = cpu["encode"](x, row, None, cases.EncodeArgs(stats[0], None, seed))
-    want += cpu["encode"](padded, None, col, cases.EncodeArgs(None, stats[1], seed))
+    want = cpu["encode"](x, row, None, cases.EncodeRequest("", "", stats[0], None, seed))
+    want += cpu["encode"](padded, None, col, cases.EncodeRequest("", "", None, stats[1], seed))
     got, planes, finds = [], [], []
     with kernels.launch(x.device):
         for spec, shape, stream in ((row, x.shape, 0), (col, padded.shape[::-1], 1)):

@@ -8,9 +8,9 @@ import torch
 import emulated
 import hybridq
 import kernel_cases as cases
-from hybridq.kernels import registry
-from hybridq.kernels.backend_cpu import core_spec
-from hybridq.kernels.types import EncodeArgs, ManyArgs
+from hybridq.kernels.choice import EncodeRequest
+from hybridq.kernels.choice import registry as registry
+from hybridq.kernels.cpu.backend import core_spec
 from tensor_tools import PAIRS, same_planes
 
 MODULE = emulated.load()
@@ -37,8 +37,7 @@ def forced():
         with hybridq.backend(BACKEND.name):
             yield
     finally:
-        del registry._backends[BACKEND.name]
-        registry._select.cache_clear()
+        registry.unregister_backend(BACKEND.name)
 
 
 @pytest.mark.parametrize("name", cases.MANY)
@@ -104,7 +103,7 @@ def test_options_have_the_bits_of_single_calls(name) -> None:
 @pytest.mark.parametrize(
     "row,col", [("nvfp4", "nvfp4"), ("fp8_e4m3", "nvfp4_16x16"), ("mxfp8", "nvfp4")]
 )
-def test_amaxima_may_be_given(row, col, gives) -> None:
+def test_amaxes_may_be_given(row, col, gives) -> None:
     specs = cases.plain_specs()
     xs = cases.mixed_list(torch.bfloat16, 5)[:7]
     cases.check_many(KERNELS, xs, specs[row], specs[col], gives)
@@ -115,10 +114,10 @@ def test_a_nan_stays_in_its_tensor() -> None:
     xs = [cases.matrix(32, 64, torch.float32, i, "normal") for i in range(5)]
     xs[2][3, 3] = float("nan")
     xs[4][0, 0] = -float("inf")
-    made = KERNELS.ops["encode_many"](xs, spec, spec, ManyArgs())
-    amaxima = torch.cat([made[6 * i + 2] for i in range(5)])
-    assert torch.isnan(amaxima).tolist() == [False, False, True, False, False]
-    assert amaxima[4] == torch.finfo(torch.float32).max
+    made = KERNELS.ops["encode_many"](xs, spec, spec, EncodeRequest())
+    amaxes = torch.cat([made[6 * i + 2] for i in range(5)])
+    assert torch.isnan(amaxes).tolist() == [False, False, True, False, False]
+    assert amaxes[4] == torch.finfo(torch.float32).max
     assert all(torch.equal(made[6 * i + 2], made[6 * i + 5]) for i in (0, 1, 3, 4))
 
 
@@ -138,7 +137,7 @@ def test_an_empty_tensor_has_a_scale(shape) -> None:
     cases.check_encode(KERNELS, x, spec, None)
     cases.check_encode(KERNELS, x, spec, spec)
     cases.check_many(KERNELS, [x, x], spec, spec)
-    made = KERNELS.ops["encode_many"]([x, x], spec, spec, ManyArgs())
+    made = KERNELS.ops["encode_many"]([x, x], spec, spec, EncodeRequest())
     assert [scale.item() for scale in made[1::2]] == [1.0] * 4
 
 
@@ -152,14 +151,14 @@ def test_an_access_outside_of_the_buffers_is_reported() -> None:
 
     kernels.pointer = without_last
     with pytest.raises(RuntimeError, match=r"EncodeMany.*must lie inside a buffer"):
-        kernels.encode_many(x, cases.plain_specs()["mxfp8"], None, ManyArgs())
+        kernels.encode_many(x, cases.plain_specs()["mxfp8"], None, EncodeRequest())
 
 
 def test_one_amax_serves_both_planes_of_a_single_tensor() -> None:
     spec = cases.plain_specs()["nvfp4"]
     x = cases.matrix(128, 64, torch.bfloat16, 1, "normal")
     want = cases.cpu_ops()["amax"](x, spec)
-    made = KERNELS.ops["encode"](x, spec, spec, EncodeArgs())
+    made = KERNELS.ops["encode"](x, spec, spec, EncodeRequest())
     assert MODULE.kernels() == ["AmaxAlong", "EncodeTile"]
     assert torch.equal(made[2], want) and torch.equal(made[5], want)
 

@@ -15,7 +15,7 @@ import torch
 import emulated
 import kernel_cases as cases
 from hybridq.formats import PlaneSpec
-from hybridq.kernels.types import Prologue
+from hybridq.kernels.choice.arguments import Prologue
 from prologue_cases import (
     ACTIVATIONS,
     FUSED,
@@ -134,7 +134,7 @@ def test_rows_that_do_not_exist_have_no_beta(dtype: torch.dtype) -> None:
             assert MODULE.kernels()[-1] == maker
 
 
-def test_given_amaxima_need_no_pass_of_their_own() -> None:
+def test_given_amaxes_need_no_pass_of_their_own() -> None:
     stats = {"row_stat": torch.tensor([3.0]), "col_stat": torch.tensor([5.0])}
     for cols, maker in ((64, ["EncodeMapped"]), (63, ["EncodeGeneralMapped"] * 2)):
         x = source("swiglu", 128, cols, torch.bfloat16, 1, "normal")
@@ -156,7 +156,7 @@ TILE, GENERAL, AMAX = "EncodeMapped", "EncodeGeneralMapped", "AmaxGeneralMapped"
         (("mxfp8", "mxfp8_e5m2"), [TILE, GENERAL]),
         (("nvfp4_16x16", "nvfp4"), [TILE, GENERAL, GENERAL]),
         (("", "mxfp8"), [GENERAL]),
-        # Amaxima of rows, and of what rows are turned to.
+        # Amaxes of rows, and of what rows are transformed to.
         (("nvfp4;rows", ""), [AMAX, GENERAL]),
         (("", "nvfp4;rows"), [AMAX, GENERAL]),
         ((TURNED, "mxfp8"), [AMAX, GENERAL, GENERAL]),

@@ -37,10 +37,7 @@ from oracle.bridge import (
 from oracle.planes import decode as oracle_decode
 from oracle.samples import ALL_KINDS, sample
 
-pytestmark = [
-    pytest.mark.usefixtures("registries"),
-    pytest.mark.filterwarnings("ignore:.*slow PyTorch reference"),
-]
+pytestmark = pytest.mark.usefixtures("registries")
 
 #: The same bit layouts, once as hybridq's records and once as the oracle's.
 NEW = {

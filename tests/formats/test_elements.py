@@ -1,7 +1,7 @@
 """Elements, exhaustively: every BF16 input, every code, every scale byte.
 
 Independent oracles are the table search of tests/helpers/oracle, ml_dtypes, gfloat and torch's own
-float8 casts, each where docs/numerics.md says that it can be trusted:
+float8 casts, each where docs/reference/numerics.md says that it can be trusted:
 
 - ml_dtypes: E4M3 gives NaN above 464, E5M2 gives inf above 61440; FP4 and FP6 all but NaN.
 - gfloat with sat=True: everything but NaN. torch: E4M3 saturates, E5M2 overflows to inf.

@@ -25,8 +25,8 @@ def check_product(
     """Raise if `y` is farther from `a @ b.T + added` than FP32 sums and one rounding allow.
 
     A sum of K products in FP32, in any order, is off by at most K 2^-24 of the sum of magnitudes;
-    that sum is at most |a| |b| (Cauchy and Schwarz; also of turned rows, which keep their norms).
-    Twice that, since a product of turned operands is not the one that is compared with.
+    that sum is at most |a| |b| (Cauchy and Schwarz; also of transformed rows: their norms are
+    kept). Twice that, since a product of transformed operands is not the one that is compared with.
 
     Args:
         y: `[M, N]`.

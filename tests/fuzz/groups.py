@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 import hybridq
-from hybridq.kernels.ragged import group_ends, padded_offsets
+from hybridq.kernels.ragged.padded_layout import group_ends, padded_offsets
 
 from .gemms import check_product
 from .invariants import check_backends, equal
@@ -114,8 +114,8 @@ class GroupRules(Pool):
                 plane = one.columnwise
                 at = begin if plane.spec.format.is_identity else places[g]
                 cut.append(_rows(plane)[:, at : at + end - begin])
-            turned = {one.columnwise.spec.signs for one in (dy, x)} != {None}
-            if not turned:  # a group's tail is turned with the zeros behind it
+            transformed = {one.columnwise.spec.signs for one in (dy, x)} != {None}
+            if not transformed:  # a group's tail is transformed with the zeros behind it
                 check_product(dw[g], *cut, none, "grouped_gemm")
             if begin == end and bool(dw[g].any()):
                 raise Wrong("grouped_gemm: a group without tokens is not zero")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from typing import Any, Final
 
 import torch
 from hypothesis import strategies as st
@@ -18,6 +18,18 @@ from .quantizers import Made, makers, sound_makers
 from .values import HIGH, JUNK, SIZES, Values, junk, plain
 
 __all__ = ["ModuleRules"]
+
+
+#: What `hybridq.recipe` may be told of an operand, rightly or wrongly.
+_OPERANDS: Final = st.sampled_from(
+    (
+        *hybridq.formats.names(),
+        *("nvfp4;sr", "nvfp4;sr;rht", "mxfp8;rht", "MXFP8", "mxpf8", "", None, 3),
+        {"format": "nvfp4", "with_rht": True},
+        {"format": "mxfp8", "with_2d_quantization": True},
+        {"format": "nvfp4", "row_scaled_nvfp4": True, "stochastic_rounding": True},
+    )
+)
 
 
 class _Factory:
@@ -122,6 +134,37 @@ class ModuleRules(Pool):
             _, error = attempt(lambda: y.float().sum().backward(), f"backward of {built}")
             if error is not None:
                 raise Wrong(f"Linear: the forward ran, the backward says {error!r}") from error
+
+    @fuzz(
+        said=st.dictionaries(
+            st.sampled_from(("fprop", "dgrad", "wgrad", "input", "weight", "grad_output", "base")),
+            st.one_of(_OPERANDS, st.tuples(_OPERANDS, _OPERANDS)),
+            max_size=4,
+        ),
+        options=st.sets(st.sampled_from(("stochastic_rounding", "with_rht"))),
+        values=plain(),
+    )
+    def by_gemm(self, said: dict[str, Any], options: set[str], values: Values) -> None:
+        """A recipe by formats: it says itself, as a call and as a file, and runs; or says why."""
+        given = {**said, **dict.fromkeys(options, True)}
+        recipe, error = attempt(lambda: hybridq.recipe(**given), f"recipe {given}")
+        if error is not None:
+            return
+        if hybridq.recipes.loads(recipe.to_toml()) != recipe:
+            raise Wrong(f"to_toml: {recipe!r} is read back as another recipe")
+        if (
+            repr(recipe).startswith("recipe(")
+            and eval(repr(recipe), {"recipe": hybridq.recipe}) != recipe
+        ):
+            raise Wrong(f"recipe: {recipe!r} prints as another one")
+        x = values.build()
+        if x.dim() == 0:
+            return
+        layer = hybridq.Linear(x.shape[-1], 33, dtype=x.dtype)
+        x = x.clone().requires_grad_()
+        y, error = self._forward(layer, x, recipe, f"by_gemm {recipe!r} {values}")
+        if error is None:
+            y.float().sum().backward()
 
     @fuzz(index=indices(), values=plain(), made=sound_makers())
     def straight_through(self, index: int, values: Values, made: Made) -> None:

@@ -56,7 +56,7 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tens
 DAMAGE: Final = {
     "none": lambda b: b,
     "strided": lambda b: torch.stack([b, b], -1)[..., 0],
-    "turned": lambda b: b.t().contiguous().t() if b.dim() == 2 else b,
+    "transposed": lambda b: b.t().contiguous().t() if b.dim() == 2 else b,
     "short": lambda b: b[:-1],
     "long": lambda b: torch.cat([b, b[:1]]),
     "narrow": lambda b: b[..., :-1],

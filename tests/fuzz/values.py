@@ -15,7 +15,16 @@ HIGH: Final = (torch.float32, torch.bfloat16, torch.float16)
 #: Around every block, byte, group and tile size there is.
 SIZES: Final = (1, 2, 3, 4, 8, 15, 16, 17, 20, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129, 160)
 KINDS: Final = ("normal", "wide", "zeros", "specials", "subnormals", "huge", "outlier", "integers")
-LAYOUTS: Final = ("dense", "turned", "strided", "offset", "expanded", "scalar", "negated", "view")
+LAYOUTS: Final = (
+    "dense",
+    "transposed",
+    "strided",
+    "offset",
+    "expanded",
+    "scalar",
+    "negated",
+    "view",
+)
 _MAX_NUMEL: Final = 20_000
 
 
@@ -50,7 +59,7 @@ class Values:
 
     def _laid_out(self, x: torch.Tensor) -> torch.Tensor:
         layout = self.layout
-        if layout == "turned" and x.dim() > 1:
+        if layout == "transposed" and x.dim() > 1:
             return x.transpose(-1, -2).contiguous().transpose(-1, -2)
         if layout == "strided" and x.dim() > 0:
             room = x.new_full((*x.shape[:-1], 2 * x.shape[-1] + 1), torch.nan)

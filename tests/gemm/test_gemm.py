@@ -18,19 +18,16 @@ import torch
 import hybridq
 from gemm_cases import check, decoded, in_own_domain, make
 from hybridq.formats import DEFAULT_SIGNS, PlaneSpec, format, names
-from hybridq.kernels import exact, registry
+from hybridq.kernels import OpQuery, choose
+from hybridq.kernels.decoded import decoded_gemm as exact
 from hybridq.storage import Plane, TensorStorage
 from oracle.samples import KINDS, sample
 
 FORMATS = [name for name in names() if name != "identity"]
 PAIRS = list(itertools.product(FORMATS, FORMATS))
-#: Those that multiply on a CPU; tests/kernels/test_gemm_native.py is for the others.
-BACKENDS = [
-    backend.name
-    for backend in registry.backends()
-    if backend.reason(registry.Call("gemm", "cpu", torch.float32, *[PlaneSpec.parse("mxfp8")] * 2))
-    is None
-]
+#: Those that multiply on a CPU; tests/kernels/scaled_mm/test_scaled_mm.py is for the others.
+_QUERY = OpQuery("gemm", "cpu", torch.float32, *[PlaneSpec.parse("mxfp8")] * 2)
+BACKENDS = [answer.backend.name for answer in choose(_QUERY).answers if answer.reason is None]
 
 
 @pytest.fixture(params=["core", "torch"])
@@ -195,9 +192,9 @@ def test_operands_below_bf16s_normal_range(products: str) -> None:
 
 
 def test_row_scaled_operands_share_a_transform() -> None:
-    turned = replace(ROWS, signs=DEFAULT_SIGNS)
-    a = make(torch.randn(17, 90) * torch.logspace(-6, 6, 17)[:, None], turned)
-    b = make(torch.randn(11, 90), turned)
+    transformed = replace(ROWS, signs=DEFAULT_SIGNS)
+    a = make(torch.randn(17, 90) * torch.logspace(-6, 6, 17)[:, None], transformed)
+    b = make(torch.randn(11, 90), transformed)
     for name in ("torch", "reference"):
         with hybridq.backend(name):
             y = hybridq.gemm(a, b, out_dtype=torch.float32)
@@ -209,9 +206,9 @@ def test_row_scaled_operands_share_a_transform() -> None:
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("k", [96, 90])
 def test_a_shared_transform_cancels(stochastic: bool, k: int) -> None:
-    """Both operands turned alike: the product is taken between the turned operands."""
-    turned = PlaneSpec(format("nvfp4"), stochastic, DEFAULT_SIGNS)
-    a, b = make(torch.randn(17, k), turned), make(torch.randn(11, k), turned)
+    """Both operands transformed alike: the product is taken between the transformed operands."""
+    transformed = PlaneSpec(format("nvfp4"), stochastic, DEFAULT_SIGNS)
+    a, b = make(torch.randn(17, k), transformed), make(torch.randn(11, k), transformed)
     y = hybridq.gemm(a, b, out_dtype=torch.float32)
     check(y, in_own_domain(a), in_own_domain(b))
     if k % 16 == 0:  # and that is the product of what they decode to
@@ -219,10 +216,10 @@ def test_a_shared_transform_cancels(stochastic: bool, k: int) -> None:
 
 
 @pytest.mark.parametrize("other", ["plain", "other signs"])
-def test_a_lone_transform_is_turned_back(other: str) -> None:
-    turned = PlaneSpec(format("nvfp4"), False, DEFAULT_SIGNS)
+def test_a_lone_transform_is_undone(other: str) -> None:
+    transformed = PlaneSpec(format("nvfp4"), False, DEFAULT_SIGNS)
     spec = PlaneSpec(format("nvfp4"), False, None if other == "plain" else 0x1234)
-    a, b = make(torch.randn(17, 90), turned), make(torch.randn(11, 90), spec)
+    a, b = make(torch.randn(17, 90), transformed), make(torch.randn(11, 90), spec)
     # The oracle turns back in FP32 in the same order, so the decoded operands are the same.
     check(hybridq.gemm(a, b, out_dtype=torch.float32), decoded(a), decoded(b))
 

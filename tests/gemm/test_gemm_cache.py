@@ -12,22 +12,25 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hybridq
-from hybridq.kernels import exact, kept, kept_nbytes
+from hybridq.kernels import operand_cache_nbytes
+from hybridq.kernels.decoded import decoded_gemm as exact
+from hybridq.kernels.inputs import operand_cache as kept
 
-X = torch.randn(4, 64)
+#: More rows than read codes.
+X = torch.randn(16, 64)
 
 
 @pytest.fixture
 def decodes(monkeypatch) -> list[str]:
     """The spec of every operand that is decoded."""
     seen: list[str] = []
-    decode = exact._decode_side
+    decode = exact.SideDecoder.decode
 
-    def spy(operand, *rest):
+    def spy(decoder, operand):
         seen.append(operand.spec.text)
-        return decode(operand, *rest)
+        return decode(decoder, operand)
 
-    monkeypatch.setattr(exact, "_decode_side", spy)
+    monkeypatch.setattr(exact.SideDecoder, "decode", spy)
     return seen
 
 
@@ -40,19 +43,19 @@ def used(w: torch.Tensor) -> torch.Tensor:
     """Use w until it is kept; return the product."""
     hybridq.gemm(X, w)
     y = hybridq.gemm(X, w)
-    assert w.rowwise.kept.nbytes > 0
+    assert w.rowwise.operand_cache.nbytes > 0
     return y
 
 
 def test_kept_from_the_second_gemm_on(decodes: list[str]) -> None:
     w = weight()
     first = hybridq.gemm(X, w)
-    assert w.rowwise.kept.nbytes == 0  # an activation is used once, and costs nothing
+    assert w.rowwise.operand_cache.nbytes == 0  # an activation is used once, and costs nothing
     results = [hybridq.gemm(X, w) for _ in range(3)]
     assert len(decodes) == 2
     assert all(torch.equal(first, result) for result in results)
-    assert w.rowwise.kept.nbytes == 32 * 64 * 4  # FP32 on a CPU, since X is
-    assert kept_nbytes() >= w.rowwise.kept.nbytes
+    assert w.rowwise.operand_cache.nbytes == 32 * 64 * 4  # FP32 on a CPU, since X is
+    assert operand_cache_nbytes() >= w.rowwise.operand_cache.nbytes
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "nvfp4;rows", "fp8_e4m3", "fp8_1x128"])
@@ -73,24 +76,24 @@ def test_another_stream_makes_its_own(decodes: list[str], monkeypatch) -> None:
     used(w)
     assert len(decodes) == 2
     monkeypatch.setattr(kept, "stream_of", lambda device: 7)
-    first = w.rowwise.kept.nbytes
+    first = w.rowwise.operand_cache.nbytes
     used(w)
-    assert len(decodes) == 4 and w.rowwise.kept.nbytes == 2 * first
+    assert len(decodes) == 4 and w.rowwise.operand_cache.nbytes == 2 * first
     monkeypatch.undo()
     hybridq.gemm(X, w)
     w.zero_()  # one write ends both
     hybridq.gemm(X, w)
-    assert w.rowwise.kept.nbytes == 0
+    assert w.rowwise.operand_cache.nbytes == 0
 
 
 def test_operators_of_torch_share_it(decodes: list[str]) -> None:
     """`linear` transposes the weight each time: the mirrored planes keep in the same place."""
     w = torch.nn.Parameter(weight())
     for _ in range(4):
-        x = torch.randn(4, 64, requires_grad=True)
+        x = torch.randn(16, 64, requires_grad=True)
         torch.nn.functional.linear(x, w).sum().backward()
     planes = w.tensor_storage
-    assert planes.rowwise.kept.nbytes and planes.columnwise.kept.nbytes
+    assert planes.rowwise.operand_cache.nbytes and planes.columnwise.operand_cache.nbytes
     assert len(decodes) == 4  # twice for the forward, twice for the input's gradient
 
 
@@ -168,7 +171,7 @@ def test_a_write_frees_what_was_kept_at_the_next_use() -> None:
     used(w)
     w.copy_(torch.randn(32, 64))
     hybridq.gemm(X, w)
-    assert w.rowwise.kept.nbytes == 0
+    assert w.rowwise.operand_cache.nbytes == 0
 
 
 def test_memory_behind_torchs_back_needs_forget() -> None:
@@ -185,51 +188,51 @@ def test_forget_without_planes_drops_everything() -> None:
     for w in planes:
         used(w)
     hybridq.forget()
-    assert kept_nbytes() == 0 and not any(w.rowwise.kept.nbytes for w in planes)
+    assert operand_cache_nbytes() == 0 and not any(w.rowwise.operand_cache.nbytes for w in planes)
 
 
 def test_it_dies_with_the_plane() -> None:
     gc.collect()
-    before = kept_nbytes()
+    before = operand_cache_nbytes()
     w = weight()
     used(w)
-    assert kept_nbytes() > before
+    assert operand_cache_nbytes() > before
     view = w.t()
     del w
     gc.collect()
-    assert kept_nbytes() > before  # its mirror lives
+    assert operand_cache_nbytes() > before  # its mirror lives
     del view
     gc.collect()
-    assert kept_nbytes() == before
+    assert operand_cache_nbytes() == before
 
 
 def test_the_limit_drops_what_was_used_longest_ago() -> None:
     gc.collect()
     one = 32 * 64 * 4
-    with hybridq.gemm_cache(kept_nbytes() + 2 * one):
+    with hybridq.gemm_cache(operand_cache_nbytes() + 2 * one):
         first, second, third = weight(), weight(), weight()
         used(first)
         used(second)
         hybridq.gemm(X, first)
         used(third)
-        assert [w.rowwise.kept.nbytes for w in (first, second, third)] == [one, 0, one]
+        assert [w.rowwise.operand_cache.nbytes for w in (first, second, third)] == [one, 0, one]
     with hybridq.gemm_cache(one - 1):
         fourth = weight()
         hybridq.gemm(X, fourth)
         hybridq.gemm(X, fourth)
-        assert fourth.rowwise.kept.nbytes == 0  # larger than the limit
+        assert fourth.rowwise.operand_cache.nbytes == 0  # larger than the limit
 
 
 def test_zero_keeps_nothing_and_frees() -> None:
     w = weight()
     used(w)
     hybridq.forget(w.rowwise)
-    assert w.rowwise.kept.nbytes == 0
+    assert w.rowwise.operand_cache.nbytes == 0
     with hybridq.gemm_cache(0):
         for _ in range(3):
             hybridq.gemm(X, w)
         assert hybridq.prepare(w.rowwise) == 0
-    assert w.rowwise.kept.nbytes == 0
+    assert w.rowwise.operand_cache.nbytes == 0
 
 
 def test_prepare_keeps_at_once(decodes: list[str]) -> None:
@@ -251,11 +254,11 @@ def test_copies_and_pickles_do_not_bring_it_along() -> None:
     used(w)
     for copied in (copy.deepcopy(w), pickle.loads(pickle.dumps(w)), w.clone(), w.to(torch.float16)):
         plane = copied.rowwise
-        assert plane.kept is None or plane.kept.nbytes == 0
+        assert plane.operand_cache is None or plane.operand_cache.nbytes == 0
     plane = pickle.loads(pickle.dumps(w.rowwise))
-    assert plane.kept is None or plane.kept.nbytes == 0
+    assert plane.operand_cache is None or plane.operand_cache.nbytes == 0
     w[:4]  # a part is another plane
-    assert w[:4].rowwise.kept is None
+    assert w[:4].rowwise.operand_cache is None
 
 
 def test_nothing_is_kept_while_torch_traces_or_differentiates() -> None:
@@ -267,25 +270,25 @@ def test_nothing_is_kept_while_torch_traces_or_differentiates() -> None:
 
     for _ in range(3):
         run(X)
-    assert w.rowwise.kept is None or w.rowwise.kept.nbytes == 0
+    assert w.rowwise.operand_cache is None or w.rowwise.operand_cache.nbytes == 0
 
     x = X.clone().requires_grad_()
     for _ in range(3):
         hybridq.gemm(x, w).sum().backward()
     assert x.grad is not None
-    assert w.rowwise.kept is None or w.rowwise.kept.nbytes == 0
+    assert w.rowwise.operand_cache is None or w.rowwise.operand_cache.nbytes == 0
 
     with FakeTensorMode() as mode:
         fake = w.tensor_storage.map(mode.from_tensor).rowwise
         for _ in range(3):
             hybridq.gemm(torch.empty(4, 64), fake)
-    assert fake.kept is None or fake.kept.nbytes == 0
+    assert fake.operand_cache is None or fake.operand_cache.nbytes == 0
 
     with torch.inference_mode():
         frozen = weight()
         for _ in range(3):
             hybridq.gemm(X, frozen)  # such tensors have no versions
-    assert frozen.rowwise.kept is None or frozen.rowwise.kept.nbytes == 0
+    assert frozen.rowwise.operand_cache is None or frozen.rowwise.operand_cache.nbytes == 0
 
 
 def test_threads_share_a_plane() -> None:

@@ -11,20 +11,15 @@ import torch
 import hybridq
 from gemm_cases import check, decoded, in_own_domain, make
 from hybridq.formats import DEFAULT_SIGNS, PlaneSpec, format
-from hybridq.kernels import grouped, registry
-from hybridq.kernels.ragged import capacity, pad_tokens, padded_offsets
-from hybridq.kernels.types import GroupedArgs, GroupedOperand
+from hybridq.kernels import OpQuery, choose
+from hybridq.kernels.choice.arguments import GroupedArgs, GroupedOperand
+from hybridq.kernels.decoded import decoded_grouped_gemm as grouped
+from hybridq.kernels.ragged.padded_layout import capacity, pad_tokens, padded_offsets
 
 FORMATS = ["mxfp8", "nvfp4", "nvfp4_16x16", "nvfp4;rows", "fp8_e4m3", "fp8_1x128", "mxfp4", "bf16"]
 TURNED = PlaneSpec(format("nvfp4"), False, DEFAULT_SIGNS)
-BACKENDS = [
-    backend.name
-    for backend in registry.backends()
-    if backend.reason(
-        registry.Call("grouped_gemm", "cpu", torch.float32, *[PlaneSpec.parse("mxfp8")] * 2)
-    )
-    is None
-]
+_QUERY = OpQuery("grouped_gemm", "cpu", torch.float32, *[PlaneSpec.parse("mxfp8")] * 2)
+BACKENDS = [answer.backend.name for answer in choose(_QUERY).answers if answer.reason is None]
 #: Ends of groups, tokens: an empty group first, in the middle and last, tokens of no group.
 RAGGED = [([0, 5, 5, 19, 19], 23), ([7], 7), ([0, 0], 4), ([130, 131, 300], 300)]
 
@@ -119,7 +114,7 @@ def test_accumulation(backend_name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
 def test_a_shared_transform_stays_in_the_groups(backend_name: str) -> None:
-    """Padded groups are turned 16 tokens at a time, the last with zeros filled in."""
+    """Padded groups are transformed 16 tokens at a time, the last with zeros filled in."""
     offsets, tokens = [5, 45, 45], 50
     x, w = torch.randn(tokens, 9), torch.randn(tokens, 12)
     a, b = (make(pad_tokens(one, ends(offsets)), TURNED, "columnwise") for one in (x, w))
@@ -135,7 +130,7 @@ def test_a_shared_transform_stays_in_the_groups(backend_name: str) -> None:
 
 
 @pytest.mark.parametrize("is_plain", [False, True])
-def test_one_turned_operand_is_turned_back(is_plain: bool) -> None:
+def test_one_transformed_operand_is_transformed_back(is_plain: bool) -> None:
     offsets, tokens = [5, 45], 45
     x, w = torch.randn(tokens, 9), torch.randn(tokens, 12)
     a = make(pad_tokens(x, ends(offsets)), TURNED, "columnwise")

@@ -14,20 +14,20 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from fake_indexing import Indexing
 from hybridq.formats import DEFAULT_SIGNS, PlaneSpec, format
-from hybridq.kernels import (
-    backend_fold,
-    backend_native,
-    backend_reference,
-    described,
-    exact,
-    grouped,
-    native_grouped,
-    native_layout,
-    native_views,
-    ops_ragged,
-    ragged,
-)
-from hybridq.kernels.types import GemmArgs, GroupedArgs, GroupedOperand, Operand
+from hybridq.kernels import described
+from hybridq.kernels import folded_backend as backend_fold
+from hybridq.kernels import reference_backend as backend_reference
+from hybridq.kernels.choice import EncodeRequest
+from hybridq.kernels.choice.arguments import GemmArgs, GroupedArgs, GroupedOperand, Operand
+from hybridq.kernels.choice.registry import forget_choices
+from hybridq.kernels.decoded import decoded_gemm as exact
+from hybridq.kernels.decoded import decoded_grouped_gemm as grouped
+from hybridq.kernels.operators import encode_ragged as ops_ragged
+from hybridq.kernels.ragged import padded_layout as ragged
+from hybridq.kernels.scaled_mm import backend as backend_native
+from hybridq.kernels.scaled_mm import grouped as native_grouped
+from hybridq.kernels.scaled_mm import operand_layout as native_layout
+from hybridq.kernels.scaled_mm import operand_views as native_views
 
 HOPPER, BLACKWELL = described("sm_90"), described("sm_100")
 SPECS = ["fp8_e4m3", "fp8_e5m2", "fp8_1x128", "fp8_128x128", "mxfp8", "mxfp8_32x32"]
@@ -46,12 +46,12 @@ def _no_gpu(monkeypatch):
 
     monkeypatch.setattr(backend_native, "scaled_mm", scaled_mm)
     monkeypatch.setattr(native_views, "_wider", native_views._wider.__wrapped__)  # not for fakes
-    for module in (backend_fold, native_views):
+    for module in (backend_fold, native_views, exact):
         monkeypatch.setattr(module, "select", lambda call: backend_reference.REFERENCE)
-    ops = backend_reference.REFERENCE.ops
-    monkeypatch.setattr(exact, "operation", lambda op, *_: ops[op])
+    forget_choices()
     with FakeTensorMode(), Indexing():
         yield
+    forget_choices()  # those of kernels that stand in
 
 
 def operand(rows: int, cols: int, text: str) -> Operand:
@@ -179,7 +179,6 @@ def test_scaled_groups(kind: str, a: str, b: str, monkeypatch) -> None:
     assert y.shape == (3, 16, 40)
 
 
-@pytest.mark.filterwarnings("ignore:.*slow PyTorch reference")
 @pytest.mark.parametrize(
     "row,col", [("mxfp8", "nvfp4;sr;rht=d7e8"), ("fp8_e4m3", "fp8_e4m3"), ("nvfp4", "bf16")]
 )
@@ -189,7 +188,8 @@ def test_ragged_tokens_are_encoded(row: str, col: str) -> None:
     offsets = torch.empty(3, dtype=torch.int32, device="cuda")
     seed = torch.empty(1, dtype=torch.int64, device="cuda")
     for source in ("original", "rowwise_dequantized"):
-        made = ops_ragged._encode_ragged(x, offsets, row, col, None, None, seed, col_source=source)
+        request = EncodeRequest(row, col, seed=seed, col_source=source)
+        made = ops_ragged._encode_ragged(x, offsets, request)
         assert all(buffer.device.type == "cuda" for buffer in made)
         first = PlaneSpec.parse(row).buffers(40, 64)
         second = PlaneSpec.parse(col).buffers(64, 40 if col == "bf16" else 384)

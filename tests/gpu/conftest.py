@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import kernel_cases as cases
-from hybridq.kernels import registry
+from hybridq.kernels.choice import registry as registry
 
 FOLDER = Path(__file__).parent
 _START = time.monotonic()

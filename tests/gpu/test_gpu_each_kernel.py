@@ -13,9 +13,11 @@ import pytest
 import torch
 
 import kernel_cases as cases
+import token_row_cases as token_rows
 from hybridq import reference
-from hybridq.kernels.backend_cpu import core, core_spec
-from hybridq.kernels.types import EncodeArgs
+from hybridq.kernels.choice import EncodeRequest, Groups
+from hybridq.kernels.cpu.backend import core, core_spec
+from hybridq.kernels.ragged import capacity, padded_offsets
 from places import BENCHMARKS
 from prologue_cases import check_map, check_map_encode, prologue, source
 
@@ -42,13 +44,27 @@ def _many(name: str) -> Run:
     return lambda kernels: cases.check_many(kernels, xs, spec, spec)
 
 
-def _amax(name: str, is_turned: bool, step: int = 1) -> Run:
+def _indexed(kernels: cases.Kernels) -> None:
+    """Two groups of rows that an index names."""
+    x, spec = _matrix(), _PLAIN["mxfp8"]
+    index = torch.randint(256, (384,), generator=torch.Generator().manual_seed(1))
+    offsets = torch.tensor([130, 384], dtype=torch.int32)
+    want = torch.ops.hybridq.encode_ragged(x[index], offsets, spec.text, spec.text)
+    starts = kernels.to(padded_offsets(offsets, 384))
+    groups = Groups(kernels.to(offsets), starts, capacity(384, 2))
+    request = EncodeRequest(row_index=kernels.to(index))
+    got = kernels.ops["encode_ragged"](kernels.to(x), groups, spec, spec, request)
+    for one, expected in zip(got, want, strict=True):
+        cases.assert_same(one, expected, "indexed")
+
+
+def _amax(name: str, is_transposed: bool, step: int = 1) -> Run:
     def run(kernels: cases.Kernels) -> None:
         x = _matrix()[:, ::step]
-        own = x.t() if is_turned else x
+        own = x.t() if is_transposed else x
         want = cases.cpu_ops()["amax"](own, _OPTIONS[name])
         there = kernels.to(x)
-        got = kernels.ops["amax"](there.t() if is_turned else there, _OPTIONS[name])
+        got = kernels.ops["amax"](there.t() if is_transposed else there, _OPTIONS[name])
         cases.assert_same(got, want, name)
 
     return run
@@ -58,7 +74,7 @@ def _decode(name: str, op: str, cols: int) -> Run:
     def run(kernels: cases.Kernels) -> None:
         spec = _PLAIN[name]
         x = _matrix(256, cols)
-        buffers = cases.cpu_ops()["encode"](x, spec, None, EncodeArgs())
+        buffers = cases.cpu_ops()["encode"](x, spec, None, EncodeRequest())
         rest = (spec, *x.shape, torch.bfloat16)
         want = cases.cpu_ops()[op](buffers, *rest)
         got = kernels.ops[op]([kernels.to(buffer) for buffer in buffers], *rest)
@@ -87,6 +103,23 @@ def _round(kernels: cases.Kernels) -> None:
     cases.same_values(got, want, "round")
 
 
+def _sum_rows(kernels: cases.Kernels) -> None:
+    for rows, weights, inverse, _, _, label in token_rows.cases(torch.bfloat16, torch.float32):
+        want = cases.cpu_ops()["sum_rows"](rows, weights, inverse, torch.float32)
+        given = (kernels.to(one) for one in (rows, weights, inverse))
+        cases.same_values(kernels.ops["sum_rows"](*given, torch.float32), want, label)
+
+
+def _spread_rows(kernels: cases.Kernels) -> None:
+    for rows, weights, _, order, grad, label in token_rows.cases(torch.bfloat16, torch.float32):
+        given = (grad, rows, weights, order)
+        expected = cases.cpu_ops()["spread_rows"](*given, torch.bfloat16)
+        there = [kernels.to(one) for one in given]
+        got = kernels.ops["spread_rows"](*there, torch.bfloat16)
+        for one, want in zip(got, expected, strict=True):
+            cases.same_values(one, want, label)
+
+
 def _module() -> Any:
     """The compiled kernels over pointers: for what the backend has no operation of its own."""
     module = getattr(core, "cuda", None)
@@ -101,7 +134,7 @@ def _fold(k: int) -> Run:
         if expected is None:
             pytest.skip("the reference has no fold to compare with")
         spec, x, module = _PLAIN["mxfp8"], _matrix(256, k), _module()
-        buffers = cases.cpu_ops()["encode"](x, spec, None, EncodeArgs())
+        buffers = cases.cpu_ops()["encode"](x, spec, None, EncodeRequest())
         stream = torch.cuda.current_stream().cuda_stream
         for height in (1, 128):
             want = expected(buffers, spec, *x.shape, height)
@@ -154,6 +187,7 @@ def _map(kind: str, name: str = "") -> Run:
 CALLS: dict[str, Run] = {
     "EncodeTile": _encode("mxfp8"),
     "EncodeMany": _many("mxfp8"),
+    "EncodeIndexed": _indexed,
     "EncodeMapped": _map("swiglu", "mxfp8"),
     "EncodeGeneralMapped": _map("swiglu", "nvfp4 rows"),
     "AmaxGeneralMapped": _map("LayerNorm", "nvfp4 rows"),
@@ -171,6 +205,8 @@ CALLS: dict[str, Run] = {
     "TransposeTiles": _transpose(512),
     "TransposeAny": _transpose(77),
     "RoundGroups": _round,
+    "SumTokenRows": _sum_rows,
+    "SpreadTokenRows": _spread_rows,
     "FoldAligned": _fold(512),
     "FoldGroups": _fold(200),
     "Swizzle": _swizzle,

@@ -1,8 +1,8 @@
 """GEMM of every pair of formats on a GPU, against an FP64 product of the CPU's decoded planes.
 
 Exact products: `K * 2^-24 * sum |a||b|` for FP32 accumulation plus one rounding of the result
-(docs/numerics.md, "Operands of a GEMM"). Products on FP8 tensor cores: their added error stays
-below the rounding of a BF16 result, in the root mean square.
+(docs/reference/numerics.md, "Operands of a GEMM"). Products on FP8 tensor cores: their added error
+stays below the rounding of a BF16 result, in the root mean square.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def test_bias_out_and_accumulation(name) -> None:
     check(out, a, b, before)
 
 
-def test_tensors_that_a_transform_turned() -> None:
+def test_transformed_tensors() -> None:
     a, b = plane("nvfp4 rht", 96, 256, 1), plane("nvfp4", 72, 256, 2)
     check(hybridq.gemm(a, b, out_dtype=torch.float32, **exact_gemm()), a, b)
 

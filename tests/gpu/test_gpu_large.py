@@ -7,7 +7,7 @@ import torch
 
 import hybridq
 import kernel_cases as cases
-from hybridq.kernels.types import EncodeArgs
+from hybridq.kernels.choice import EncodeRequest
 
 _OPTIONS = cases.option_specs()
 LARGE = {
@@ -52,16 +52,16 @@ def test_more_than_two_to_the_31_elements(kernels) -> None:
     spec = cases.plain_specs()["mxfp8"]
     x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
     assert x.numel() == (1 << 31) + (1 << 15)
-    data, scale = kernels.ops["encode"](x, spec, None, EncodeArgs())
+    data, scale = kernels.ops["encode"](x, spec, None, EncodeRequest())
     decoded = kernels.ops["decode"]([data, scale], spec, rows, cols, torch.bfloat16)
     for start in (0, 32767, rows - 40):
         part = x[start : start + 40].cpu()
-        want = cases.cpu_ops()["encode"](part, spec, None, EncodeArgs())
+        want = cases.cpu_ops()["encode"](part, spec, None, EncodeRequest())
         for buffer, expected in zip((data, scale), want, strict=True):
             cases.assert_same(buffer[start : start + 40], expected, f"rows from {start}")
         values = cases.cpu_ops()["decode"](want, spec, *part.shape, torch.bfloat16)
         cases.same_values(decoded[start : start + 40], values, f"decoded rows from {start}")
-    amax = hybridq.kernels.registry._backends["cuda"].ops["amax"](x, spec)
+    amax = hybridq.kernels.choice.registry._backends["cuda"].ops["amax"](x, spec)
     assert float(amax) == float(x.abs().max())
 
 
@@ -70,9 +70,9 @@ def test_columns_of_more_than_two_to_the_31_elements(kernels) -> None:
     rows, cols = (1 << 16) + 32, 1 << 15
     spec = cases.plain_specs()["mxfp8"]
     x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
-    data, scale = kernels.ops["encode"](x, None, spec, EncodeArgs())
+    data, scale = kernels.ops["encode"](x, None, spec, EncodeRequest())
     for start in (0, 32768, rows - 32):
         part = x[start : start + 32].cpu()
-        want = cases.cpu_ops()["encode"](part, None, spec, EncodeArgs())
+        want = cases.cpu_ops()["encode"](part, None, spec, EncodeRequest())
         cases.assert_same(data[:, start : start + 32], want[0], f"columns' rows from {start}")
         cases.assert_same(scale[:, start // 32 :][:, :1], want[1], f"scales from {start}")

@@ -10,7 +10,8 @@ import torch
 import hybridq
 import kernel_cases as cases
 from gpu_tools import no_waiting, same_storages
-from hybridq.kernels import Call, registry
+from hybridq.kernels import OpQuery
+from hybridq.kernels.choice import registry as registry
 from tensor_tools import PAIRS
 
 SPECS = {**cases.plain_specs(), **cases.option_specs()}
@@ -19,9 +20,9 @@ SPECS = {**cases.plain_specs(), **cases.option_specs()}
 @pytest.mark.parametrize("name", SPECS)
 def test_the_cuda_backend_is_chosen_without_a_word(name) -> None:
     for op in ("encode", "decode", "operand", "amax"):
-        call = Call(op, "cuda", torch.bfloat16, SPECS[name])
+        query = OpQuery(op, "cuda", torch.bfloat16, SPECS[name])
         backend = registry._backends["cuda"]
-        assert backend.reason(call) is None, backend.reason(call)
+        assert backend.answer(query).reason is None, backend.answer(query)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hybridq.quantize(torch.randn(64, 64, device="cuda"), SPECS[name])

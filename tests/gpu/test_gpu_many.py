@@ -38,7 +38,7 @@ def test_hybrid_pairs(kernels, name) -> None:
 
 
 @pytest.mark.parametrize("gives", [(True, True), (True, False), (False, True)])
-def test_amaxima_may_be_given(kernels, gives) -> None:
+def test_amaxes_may_be_given(kernels, gives) -> None:
     for row, col in ("nvfp4", "nvfp4"), ("fp8_e4m3", "nvfp4_16x16"), ("mxfp8", "nvfp4"):
         xs = cases.mixed_list(torch.bfloat16, 5)
         cases.check_many(kernels, xs, ALL[row], ALL[col], gives)

@@ -9,7 +9,7 @@ import hybridq
 import kernel_cases as cases
 from gpu_tools import no_waiting, to_cpu
 from hybridq.formats import PlaneSpec
-from hybridq.kernels import ops_ragged
+from hybridq.kernels.operators import encode_ragged as ops_ragged
 from ragged_cases import BY_KERNEL, PAIRS, SIZES, bounds, ends, places, text
 
 #: RMS of rounding to BF16, relative to what is rounded.
@@ -30,6 +30,23 @@ def test_planes_have_the_bits_of_the_cpu(name) -> None:
             for j, (g, w) in enumerate(zip(got, want, strict=True)):
                 alike = cases.same_values if w.is_floating_point() else cases.assert_same
                 alike(g, w, f"{name}, {sizes}, {cols}, {x.dtype}: buffer {j}")
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_rows_of_an_index_have_the_bits_of_the_cpu(name) -> None:
+    row, col = PAIRS[name]
+    seed = torch.tensor([11])
+    for i, (sizes, rest) in enumerate(SIZES):
+        rows = sum(sizes) + rest
+        x = cases.matrix(max(rows // 2, 1), 72, cases.DTYPES[i % 3], i, cases.SPECIALS[i % 5])
+        index = torch.randint(x.shape[0], (rows,), generator=torch.Generator().manual_seed(i))
+        args = (text(row), text(col), None, None)
+        want = torch.ops.hybridq.encode_ragged(x, ends(sizes), *args, seed, index)
+        here = x.cuda(), ends(sizes).cuda()
+        got = torch.ops.hybridq.encode_ragged(*here, *args, seed.cuda(), index.cuda())
+        for j, (g, w) in enumerate(zip(got, want, strict=True)):
+            alike = cases.same_values if w.is_floating_point() else cases.assert_same
+            alike(g, w, f"{name}, {sizes}, {x.dtype}: buffer {j}")
 
 
 def test_large_ragged_tokens() -> None:
@@ -81,7 +98,7 @@ def values(plane) -> torch.Tensor:
 def pairs(sizes, xr, dyr, experts) -> list[tuple[object, list, list]]:
     """Each product with its operands, group by group."""
     plain = isinstance(experts, torch.Tensor)
-    turned = experts.mT if plain else [one.mT for one in experts]
+    transposed = experts.mT if plain else [one.mT for one in experts]
     weights = [one.double() if plain else values(one.rowwise) for one in experts]
     columns = [one.double() if plain else values(one.columnwise).t() for one in experts]
     rows = [values(one.rowwise) for one in (xr, dyr)]
@@ -93,7 +110,7 @@ def pairs(sizes, xr, dyr, experts) -> list[tuple[object, list, list]]:
         deep.append([own[:, a : a + size] for a, size in zip(at, sizes, strict=True)])
     return [
         ((xr, experts), cut[0], weights),
-        ((dyr, turned), cut[1], [one.t() for one in columns]),
+        ((dyr, transposed), cut[1], [one.t() for one in columns]),
         ((dyr, xr), deep[0], deep[1]),
     ]
 

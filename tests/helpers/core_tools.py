@@ -30,7 +30,7 @@ __all__ = [
     "same_bytes",
     "sample",
     "tensor_amax",
-    "turned",
+    "transposed",
     "using_variant",
 ]
 
@@ -80,7 +80,7 @@ class CoreSpec:
         """Whether the columnwise plane is not the rowwise plane of the transpose.
 
         Square four-over-six blocks add errors in the order of the given matrix for both planes,
-        so that the columnwise plane is the rowwise one turned.
+        so that the columnwise plane is the rowwise one transposed.
         """
         return self.four_over_six != "" and self.block[0] > 1
 
@@ -288,7 +288,7 @@ def pack(codes: np.ndarray) -> np.ndarray:
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
-def turned(plane, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def transposed(plane, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a packed plane `[rows, k]` of square blocks, transposed."""
     data, scale = plane
     return torch.from_numpy(pack(nibbles(data.numpy(), k).T)), scale.T.contiguous()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import hybridq
-from hybridq.nn.scaling import states_of
+from hybridq.nn.delayed_scaling.state import states_of
 from linear_model import Product, product
 from oracle.delayed import DelayedPlace
 
@@ -98,7 +98,7 @@ def forward(module, x, recipe="fp8_delayed", **options):
 
 
 def batch(step: int, dtype=torch.float32):
-    """An input and an output gradient; their amaxima differ from step to step."""
+    """An input and an output gradient; their amaxes differ from step to step."""
     generator = torch.Generator().manual_seed(step)
     factor = (1.0, 3.0, 0.2, 9.0, 0.5)[step % 5]
     x = torch.randn(ROWS, INNER, generator=generator) * factor

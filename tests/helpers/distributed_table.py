@@ -1,4 +1,4 @@
-"""The table of docs/distributed.md, from plans: `python distributed_table.py` prints it."""
+"""The table of docs/guides/distributed.md, from plans: `python distributed_table.py` prints it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RECIPES = (
 )
 SHARDINGS = (Sharding(128), Sharding(1024), Sharding(1024, "hsdp", 64), Sharding(96))
 #: Purposes of the collectives that a cell adds up.
-PARTS = ("weights, forward", "weights, backward", "maxima")
+PARTS = ("weights, forward", "weights, backward", "amaxes")
 
 
 def cell(made: RunPlan) -> str:

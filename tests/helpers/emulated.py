@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from hybridq.kernels.backend_cuda import GpuKernels, spec_reason
-from hybridq.kernels.registry import Backend, Call
+from hybridq.kernels import Backend, DeviceSupport
+from hybridq.kernels.cuda.backend import GpuKernels, spec_reason
 from places import ROOT
 
 _FOLDER = Path(os.environ.get("HYBRIDQ_EMULATION", ROOT / "build/emulation"))
@@ -56,9 +56,11 @@ class EmulatedKernels(GpuKernels):
             self.module.end()
 
 
-def _supports(call: Call) -> str | None:
-    return f"runs on CPU tensors, got {call.device}" if call.device != "cpu" else spec_reason(call)
-
-
 def make_backend(module: Any) -> Backend:
-    return Backend("emulated", _supports, EmulatedKernels(module).operations(), finds_amax=True)
+    return Backend(
+        "emulated",
+        spec_reason,
+        EmulatedKernels(module).operations(),
+        devices=DeviceSupport(("cpu",)),
+        finds_amax=True,
+    )

@@ -44,7 +44,7 @@ def check(y: torch.Tensor, a: np.ndarray, b: np.ndarray, extra: np.ndarray | flo
 
 
 def in_own_domain(plane: Plane) -> np.ndarray:
-    """FP64 values of the plane before its transform is turned back, tails included."""
+    """FP64 values of the plane before its transform is transformed back, tails included."""
     buffers = {name: buffer.numpy() for name, buffer in plane.buffers.items()}
     values, factor = planes.operand(buffers, bridge.oracle_spec(plane.spec), *plane.matrix)
     return values.astype(np.float64) * np.float64(factor)

@@ -39,9 +39,9 @@ def singles(module: GroupedLinear, kind: type[nn.Linear] = Linear) -> list[nn.Li
     layers = []
     for g, weight in enumerate(weights):
         layer = kind(*FEATURES, bias=bool(biases), dtype=weight.dtype)
-        layer._module_type = "grouped_linear"
+        layer.module_type = "grouped_linear"
         if kind is Linear:
-            layer._set_name(f"{module.name}.{g}" if module.name else str(g))
+            layer.set_name(f"{module.name}.{g}" if module.name else str(g))
         with torch.no_grad():
             layer.weight.copy_(weight)
             if biases:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from hybridq.formats import DEFAULT_SIGNS, PlaneSpec, names
-from hybridq.kernels import registry
-from hybridq.kernels.types import EncodeArgs, ManyArgs
+from hybridq.kernels.choice import EncodeRequest
+from hybridq.kernels.choice import registry as registry
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -32,13 +32,13 @@ def option_specs() -> dict[str, PlaneSpec]:
     """Options, each with a format that it goes with."""
     nvfp4, square = PlaneSpec.parse("nvfp4"), PlaneSpec.parse("nvfp4_16x16")
     mxfp8, tensor = PlaneSpec.parse("mxfp8"), PlaneSpec.parse("fp8_e4m3")
-    turned = {"signs": DEFAULT_SIGNS}
+    transformed = {"signs": DEFAULT_SIGNS}
     return {
         "nvfp4 sr": replace(nvfp4, stochastic=True),
-        "nvfp4 rht": replace(nvfp4, **turned),
-        "nvfp4 rht sr": replace(nvfp4, **turned, stochastic=True),
+        "nvfp4 rht": replace(nvfp4, **transformed),
+        "nvfp4 rht sr": replace(nvfp4, **transformed, stochastic=True),
         "nvfp4 rows": replace(nvfp4, row_scaled=True),
-        "nvfp4 rows rht": replace(nvfp4, row_scaled=True, **turned),
+        "nvfp4 rows rht": replace(nvfp4, row_scaled=True, **transformed),
         "nvfp4 mae": replace(nvfp4, four_over_six="mae", tensor_bound=256.0),
         "nvfp4 mse": replace(nvfp4, four_over_six="mse"),
         "nvfp4 rows mae": replace(nvfp4, row_scaled=True, four_over_six="mae"),
@@ -48,7 +48,7 @@ def option_specs() -> dict[str, PlaneSpec]:
         "mxfp8 sr": replace(mxfp8, stochastic=True),
         "mxfp8 rht": replace(mxfp8, signs=5),
         "fp8 sr": replace(tensor, stochastic=True),
-        "fp8 rht": replace(tensor, **turned),
+        "fp8 rht": replace(tensor, **transformed),
     }
 
 
@@ -146,8 +146,8 @@ def check_encode(
 
     first, second = stat(x, row), stat(x.t(), col)
     seed = torch.tensor([123_456_789_012_345])
-    want = cpu["encode"](x, row, col, EncodeArgs(first, second, seed, **where))
-    here = EncodeArgs(kernels.to(first), kernels.to(second), kernels.to(seed), **where)
+    want = cpu["encode"](x, row, col, EncodeRequest("", "", first, second, seed, **where))
+    here = EncodeRequest("", "", kernels.to(first), kernels.to(second), kernels.to(seed), **where)
     got = kernels.ops["encode"](kernels.to(x), row, col, here)
     assert len(got) == len(want)
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
@@ -183,7 +183,7 @@ def check_many(
 ) -> None:
     """Encode all xs at once here and each by itself on the CPU, and compare every buffer.
 
-    `gives`: whether the amaxima for each plane are given, three times as large as the tensors'.
+    `gives`: whether the amaxes for each plane are given, three times as large as the tensors'.
     """
     cpu = cpu_ops()
     seeds = torch.arange(len(xs)) * 7_654_321_987 + 5
@@ -199,12 +199,12 @@ def check_many(
         kernels.to(torch.cat(some)) if gives[i] and some[0] is not None else None
         for i, some in enumerate(stats)
     ]
-    args = ManyArgs(*given, kernels.to(seeds), **streams)
+    args = EncodeRequest("", "", *given, kernels.to(seeds), **streams)
     got = kernels.ops["encode_many"]([kernels.to(x) for x in xs], row, col, args)
     count = len(got) // len(xs)
     assert len(got) == count * len(xs)
     for i, x in enumerate(xs):
-        one = EncodeArgs(stats[0][i], stats[1][i], seeds[i : i + 1], **streams)
+        one = EncodeRequest("", "", stats[0][i], stats[1][i], seeds[i : i + 1], **streams)
         mine, want = got[i * count : (i + 1) * count], cpu["encode"](x, row, col, one)
         what = f"{row} | {col}, tensor {i} of {tuple(x.shape)} {x.dtype} {x.stride()}"
         for j, (g, w) in enumerate(zip(mine, want, strict=True)):
@@ -226,7 +226,7 @@ def check_decode(kernels: Kernels, x: torch.Tensor, spec: PlaneSpec) -> None:
     """Decode a plane of x, fully and as an operand, to every dtype."""
     cpu = cpu_ops()
     stat = cpu["amax"](x, spec) if spec.needs_amax else None
-    plane = cpu["encode"](x, spec, None, EncodeArgs(stat, None, torch.tensor([7])))
+    plane = cpu["encode"](x, spec, None, EncodeRequest("", "", stat, None, torch.tensor([7])))
     here = [kernels.to(buffer) for buffer in plane]
     for dtype in DTYPES:
         what = f"{spec} of {tuple(x.shape)} to {dtype}"

@@ -66,9 +66,9 @@ class Product:
 def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, bias=None) -> Product:
     """Return the product of FP64 operands and its bound for an output of `dtype`.
 
-    Accumulation: K * 2^-24 * sum |a||b| (docs/numerics.md). To it come the roundings in FP32 of
-    each operand's second-level factor (two), of their use on the result (two), and of the bias
-    (one): five more units of 2^-24. Then one rounding to `dtype`.
+    Accumulation: K * 2^-24 * sum |a||b| (docs/reference/numerics.md). To it come the roundings in
+    FP32 of each operand's second-level factor (two), of their use on the result (two), and of the
+    bias (one): five more units of 2^-24. Then one rounding to `dtype`.
     """
     value, size = a @ b.t(), a.abs() @ b.abs().t()
     if bias is not None:

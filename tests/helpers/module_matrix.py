@@ -72,7 +72,7 @@ class _TorchSplits(nn.Module):
         return torch.cat([F.linear(p, *wb) for p, wb in zip(x.split(SIZES), pairs, strict=True)])
 
 
-class _Turned(nn.Module):
+class _Rotated(nn.Module):
     """A layer that is called with rotary angles."""
 
     def __init__(self, layer: nn.Module, features: int) -> None:
@@ -214,7 +214,7 @@ CASES = {
     "MultiheadAttention": Case(attention, lambda m: _TorchAttention(2), **_BATCHED),
     "TransformerLayer": Case(layer, lambda m: _TorchLayer(), **_BATCHED),
     "TransformerLayer, decoder": Case(_Decoder, **_BATCHED),
-    "TransformerLayer, rotary": Case(lambda: _Turned(layer(), HIDDEN // HEADS), **_BATCHED),
+    "TransformerLayer, rotary": Case(lambda: _Rotated(layer(), HIDDEN // HEADS), **_BATCHED),
 }
 
 #: Parameters FP32 or BF16, and FP32 ones under torch.autocast.

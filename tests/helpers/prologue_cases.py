@@ -12,8 +12,8 @@ import hybridq
 import kernel_cases as cases
 from hybridq import _core, reference
 from hybridq.formats import DEFAULT_SIGNS, PlaneSpec
-from hybridq.kernels import fused
-from hybridq.kernels.types import EncodeArgs, Prologue
+from hybridq.kernels.choice import EncodeRequest, Prologue
+from hybridq.kernels.operators import norm_activation_steps as fused
 from oracle.bridge import NAMES, values_of
 from oracle.prologue import activation as oracle_activation
 from oracle.prologue import norm as oracle_norm
@@ -107,7 +107,7 @@ QUANTIZED = {
     if not any(spec is not None and spec.format.is_identity for spec in pair)
 }
 TURNED = f"nvfp4;rht={DEFAULT_SIGNS:04x}"
-#: Pairs that one tile kernel makes of aligned BF16, and in how many launches with their amaxima.
+#: Pairs that one tile kernel makes of aligned BF16, and in how many launches with their amaxes.
 FUSED = {
     ("mxfp8", "mxfp8"): 1,
     ("mxfp8", ""): 1,
@@ -182,10 +182,10 @@ def check_map_encode(
     """Planes and statistics here and on the CPU."""
     seed = torch.tensor([77])
     want, *want_stats = cases.cpu_ops()["map_encode"](
-        x, made, EncodeArgs(seed=seed, **stats), row=row, col=col
+        x, made, EncodeRequest(seed=seed, **stats), row=row, col=col
     )
     there = {name: kernels.to(stat) for name, stat in stats.items()}
-    args = EncodeArgs(seed=kernels.to(seed), **there)
+    args = EncodeRequest(seed=kernels.to(seed), **there)
     got, *got_stats = kernels.ops["map_encode"](
         kernels.to(x), on(kernels, made), args, row=row, col=col
     )

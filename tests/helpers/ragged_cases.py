@@ -49,7 +49,7 @@ def places(sizes: tuple[int, ...]) -> list[int]:
 
 
 def padded(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-    """What docs/gemm.md says that the columnwise plane is of."""
+    """What docs/reference/gemm.md says that the columnwise plane is of."""
     out = x.new_zeros((x.shape[0] // 128 + len(sizes)) * 128, x.shape[1])
     for (begin, end), place in zip(bounds(sizes), places(sizes), strict=True):
         out[place : place + end - begin] = x[begin:end]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+from typing import Any
 
+import torch
+from torch import nn
+
+import hybridq
 from hybridq import QuantizedTensor
 
 #: Every way in which the two planes of a tensor may relate.
@@ -43,3 +48,10 @@ def sharing(t: QuantizedTensor) -> int:
     """Number of distinct memories behind all buffers."""
     planes = t.tensor_storage.planes
     return len({b.untyped_storage().data_ptr() for p in planes for b in p.buffers.values()})
+
+
+def quantized_linear(options: Mapping[str, Any] = PAIRS["hybrid"]) -> nn.Linear:
+    """Return torch's Linear(64, 48) whose weight is a quantized parameter."""
+    model = nn.Linear(64, 48)
+    model.weight = nn.Parameter(hybridq.quantize(model.weight.detach(), **options))
+    return model

@@ -11,11 +11,12 @@ import torch
 import hybridq
 from gemm_cases import check, decoded, make
 from hybridq.formats import DEFAULT_SIGNS, PlaneSpec, format, names
-from hybridq.kernels import ragged, registry
-from hybridq.kernels.triton import TRITON, backend, block_gemm, launch
+from hybridq.kernels.choice import DeviceSupport, registry
+from hybridq.kernels.choice.arguments import GemmArgs, GroupedArgs, GroupedOperand, Operand
+from hybridq.kernels.ragged import padded_layout as ragged
+from hybridq.kernels.triton import TRITON, block_gemm, launch
 from hybridq.kernels.triton.form import form_of, form_reason
 from hybridq.kernels.triton.plan import plan_grouped
-from hybridq.kernels.types import GemmArgs, GroupedArgs, GroupedOperand, Operand
 from hybridq.reference import plane_operand
 from hybridq.storage import Plane
 
@@ -23,8 +24,8 @@ FORMATS = [name for name in names() if form_reason(PlaneSpec.parse(name)) is Non
 SPECS = {
     "rows": PlaneSpec(format("nvfp4"), row_scaled=True),
     "4o6": PlaneSpec(format("nvfp4"), False, None, 256.0, "mse"),
-    "turned": PlaneSpec(format("nvfp4"), signs=DEFAULT_SIGNS),
-    "turned mx": PlaneSpec(format("mxfp8"), signs=DEFAULT_SIGNS),
+    "transformed": PlaneSpec(format("nvfp4"), signs=DEFAULT_SIGNS),
+    "transformed mx": PlaneSpec(format("mxfp8"), signs=DEFAULT_SIGNS),
     "floor": PlaneSpec(replace(format("mxfp8"), rule="floor")),
 }
 #: Scales that BF16 does not hold: products of FP32 operands, for groups only.
@@ -114,16 +115,16 @@ def option(name: str, seed: int) -> None:
     """A spec with options against itself and, unless it is transformed, against others."""
     torch.manual_seed(seed)
     spec = SPECS[name]
-    turned = spec.signs is not None
-    for other in (spec, *(() if turned else (PlaneSpec.parse("mxfp4"),))):
+    transformed = spec.signs is not None
+    for other in (spec, *(() if transformed else (PlaneSpec.parse("mxfp4"),))):
         a = make(torch.randn(5, 75, dtype=torch.bfloat16), spec)
         b = make(torch.randn(19, 75, dtype=torch.bfloat16), other)
         for left, right in ((a, b), (b, a)):
             y = multiply(left, right, torch.float32)
-            if not turned:
+            if not transformed:
                 check(y, decoded(left), decoded(right))
                 continue
-            # Both are multiplied as they were turned, tails included.
+            # Both are multiplied as they were transformed, tails included.
             values = [
                 plane_operand(list(p.tensors), p.spec, *p.matrix, torch.float32)[0]
                 for p in (left, right)
@@ -292,7 +293,7 @@ def empty_groups_ignore_factors() -> None:
 def public(seed: int) -> None:
     """hybridq.gemm and hybridq.grouped_gemm with this backend forced, as if it ran on a CPU."""
     torch.manual_seed(seed)
-    known, backend._chip_reason = backend._chip_reason, lambda *_: None
+    registry.register_backend(replace(TRITON, devices=DeviceSupport()))
     try:
         with hybridq.backend("triton"):
             a, b = make(torch.randn(7, 70), "mxfp8"), make(torch.randn(9, 70), "nvfp4")
@@ -315,8 +316,7 @@ def public(seed: int) -> None:
                 left, right = (decoded(side)[:, start : start + size] for side in sides)
                 check(out[group], left, right, before[group])
     finally:
-        backend._chip_reason = known
-        registry._select.cache_clear()
+        registry.register_backend(TRITON)
 
 
 def wrong_offsets_stay_inside() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from hybridq.formats import PlaneSpec
-from hybridq.kernels import ragged
+from hybridq.kernels.choice.arguments import GemmArgs, GroupedArgs, GroupedOperand, Operand
+from hybridq.kernels.ragged import padded_layout as ragged
 from hybridq.kernels.triton import plan
-from hybridq.kernels.types import GemmArgs, GroupedArgs, GroupedOperand, Operand
 from triton_tools import Compiled, compile_for
 
 plan._processors = lambda device: 132  # type: ignore[assignment]

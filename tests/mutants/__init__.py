@@ -1,4 +1,4 @@
-"""Mutation check: rules of docs/numerics.md broken one at a time, each to be caught by a test.
+"""Mutation check: rules of the numerics page broken one at a time, each to be caught by a test.
 
 `make mutants`. A mutant is one small textual edit of a copy of the tree, made to break exactly one
 rule; a rule that lives in the Python reference and in the C++ core has a mutant in both. A mutant

@@ -7,25 +7,25 @@ from .record import Mutant, Rule, of_core
 
 _CAST = ("tests/csrc/test_core_elements.py",)
 _ENCODE = (
-    "tests/kernels/test_encode.py::test_every_cpu_variant_equals_oracle",
-    "tests/kernels/test_encode.py::test_backend_equals_oracle_for_every_kind",
+    "tests/kernels/operators/test_encode.py::test_every_cpu_variant_equals_oracle",
+    "tests/kernels/operators/test_encode.py::test_backend_equals_oracle_for_every_kind",
 )
 _SCALES = (
     "tests/csrc/test_core_encode.py::test_e8m0_scale_at_every_power_of_two",
     "tests/csrc/test_core_encode.py::test_exponent_rules_at_every_power_of_two",
-    "tests/kernels/test_encode.py::test_scale_rules_at_every_exponent",
+    "tests/kernels/operators/test_encode.py::test_scale_rules_at_every_exponent",
 )
-_FOUR = ("tests/kernels/test_four_over_six.py",)
+_FOUR = ("tests/kernels/operators/test_four_over_six.py",)
 _DECODE = ("tests/csrc/test_core_decode.py::test_decode_equals_the_formula",)
 _PATHS = ("tests/csrc/test_core_paths.py",)
 _POWERS = ("tests/csrc/test_power_codes.py",)
 _ODD = ("tests/csrc/test_core_encode.py::test_encode_equals_the_model",)
-_FLAG = ("tests/kernels/test_decode.py::test_operand_of_a_gemm_equals_oracle",)
-_PLACED = ("tests/kernels/test_encode.py::test_backend_equals_oracle",)
+_FLAG = ("tests/kernels/operators/test_decode.py::test_operand_of_a_gemm_equals_oracle",)
+_PLACED = ("tests/kernels/operators/test_encode.py::test_backend_equals_oracle",)
 _AMAX = ("tests/csrc/test_core_decode.py::test_amax",)
 _OVERFLOW = (
-    "tests/kernels/test_encode.py::test_overflowing_quotient_is_the_input_types_maximum_per_block",
-    "tests/kernels/test_encode.py::test_overflowing_quotient_after_a_transform_is_bf16s_maximum",
+    "tests/kernels/operators/test_encode.py::test_overflowing_quotient_is_the_input_types_maximum_per_block",
+    "tests/kernels/operators/test_encode.py::test_overflowing_quotient_after_a_transform_is_bf16s_maximum",
 )
 _ROUND = ("tests/csrc/test_core_round.py",)
 
@@ -322,7 +322,7 @@ CORE = (
         "cpu/plane_job.h",
         "n < nn ? job.row_stat[n0 + n] : 0.0f",
         "n < nn ? job.row_stat[n] : 0.0f",
-        ("tests/kernels/test_encode.py::test_backends_agree_on_larger_matrices",),
+        ("tests/kernels/operators/test_encode.py::test_backends_agree_on_larger_matrices",),
     ),
     _of(
         "threshold-off-by-one",

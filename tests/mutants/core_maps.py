@@ -5,9 +5,9 @@ from __future__ import annotations
 from . import rules
 from .record import of_core
 
-_NORM = ("tests/kernels/test_norm_encode.py::test_norm_is_the_oracles",)
+_NORM = ("tests/kernels/operators/test_norm_encode.py::test_norm_is_the_oracles",)
 _ACTIVATION = (
-    "tests/kernels/test_activation_encode.py::test_activation_of_every_half_is_the_oracles",
+    "tests/kernels/operators/test_activation_encode.py::test_activation_of_every_half_is_the_oracles",
 )
 
 CORE_MAPS = (

@@ -6,16 +6,20 @@ from . import rules
 from .record import of_core
 
 _ODD = ("tests/csrc/test_core_encode.py::test_encode_equals_the_model",)
-_KINDS = ("tests/kernels/test_encode.py::test_backend_equals_oracle_for_every_kind",)
-_PLACED = ("tests/kernels/test_encode.py::test_backend_equals_oracle",)
-_NAN = ("tests/kernels/test_one_nan.py",)
-_FOUR = ("tests/kernels/test_four_over_six.py",)
+_KINDS = ("tests/kernels/operators/test_encode.py::test_backend_equals_oracle_for_every_kind",)
+_PLACED = ("tests/kernels/operators/test_encode.py::test_backend_equals_oracle",)
+_GIVEN = ("tests/kernels/operators/test_encode.py::test_given_amax_replaces_the_matrixs_own",)
+_NAN = ("tests/kernels/operators/test_one_nan.py",)
+_FOUR = ("tests/kernels/operators/test_four_over_six.py",)
 _CAST = ("tests/csrc/test_core_elements.py",)
 _ROUND = ("tests/csrc/test_core_round.py",)
-_NORM = ("tests/kernels/test_norm_encode.py::test_norm_is_the_oracles",)
-_AMAX = ("tests/csrc/test_core_decode.py::test_amax",)
-_TRANSPOSE = ("tests/kernels/test_ops.py", "tests/csrc/test_core_decode.py")
-_DELAYED = ("tests/nn/test_delayed_linear.py", "tests/quantizers/test_delayed.py")
+_NORM = ("tests/kernels/operators/test_norm_encode.py::test_norm_is_the_oracles",)
+_AMAX = (
+    "tests/csrc/test_core_decode.py::test_amax",
+    "tests/csrc/test_core_decode.py::test_amax_per_row",
+)
+_TRANSPOSE = ("tests/kernels/operators/test_dense.py", "tests/csrc/test_core_decode.py")
+_DELAYED = ("tests/nn/delayed_scaling/test_delayed_linear.py", "tests/quantizers/test_delayed.py")
 
 CORE_MORE = (
     of_core(
@@ -96,7 +100,7 @@ CORE_MORE = (
         "formats/scale_two_level.h",
         "amax == 0.0f || global == 0.0f ? 1.0f : global",
         "global == 0.0f ? 1.0f : global",
-        _KINDS,
+        _GIVEN,
     ),
     of_core(
         "four-is-a-quarter-more",
@@ -144,14 +148,14 @@ CORE_MORE = (
         "cpu/row_amax.h",
         "for (int64_t r = 0; r < x.rows; ++r) out[r] = 0.0f;",
         "for (int64_t r = 0; r < x.rows; ++r) out[r] = 1.0f;",
-        (*_AMAX, "tests/kernels/test_encode.py::test_amax_op"),
+        (*_AMAX, "tests/kernels/operators/test_encode.py::test_amax_op"),
     ),
     of_core(
         "fp16-rows-read-as-bf16",
         rules.ROW_SCALED,
         "cpu/row_amax.h",
-        "RowMaxima<DType::kFloat16>(x, r0, nr, m);",
-        "RowMaxima<DType::kBFloat16>(x, r0, nr, m);",
+        "RowAmaxes<DType::kFloat16>(x, r0, nr, m);",
+        "RowAmaxes<DType::kBFloat16>(x, r0, nr, m);",
         (*_AMAX, *_ODD),
     ),
     of_core(
@@ -163,15 +167,15 @@ CORE_MORE = (
         (*_CAST, *_KINDS),
     ),
     of_core(
-        "table-of-the-untransformed-input",
-        rules.AMAX_AFTER,
+        "pairs-of-another-element",
+        rules.NEAREST_EVEN,
         "cpu/plane_job.h",
-        "job.raw_column_amax = SelectRawColumnAmax(input);",
-        "job.raw_column_amax = SelectRawColumnAmax(dtype);",
+        "job.pairs = SelectPairs(spec.element, input, spec.stochastic);",
+        "job.pairs = SelectPairs(Element::kE4M3, input, spec.stochastic);",
         (*_KINDS, "tests/csrc/test_core_paths.py"),
     ),
     of_core(
-        "butterflies-turned",
+        "butterflies-reversed",
         rules.STRIDES,
         "formats/hadamard.h",
         "v[i + kStride][lane] = SubRn(a, b);",

@@ -11,7 +11,7 @@ def _of(slug: str, rule: Rule, file: str, old: str, new: str, *tests: str) -> Mu
 
 
 _STATISTICS = "tests/quantizers/test_statistics.py"
-_GIVEN = "tests/nn/test_record_given.py"
+_GIVEN = "tests/nn/delayed_scaling/test_record_given.py"
 _NAMES = "tests/distributed/test_distributed_checkpoint.py::test_"
 
 MODULES = (
@@ -19,22 +19,22 @@ MODULES = (
         "statistics-draw-another-stream",
         rules.GROUP_AMAX,
         "quantizers/statistics",
-        'x, row.spec, "", row_stat, None, seed, row_stream=row_stream',
-        'x, row.spec, "", row_stat, None, seed',
+        "(row=row.spec, row_stat=row_stat).row_alone()",
+        "(row=row.spec, row_stat=row_stat, row_stream=0).row_alone()",
         _STATISTICS,
     ),
     _of(
         "operands-tell-statistics-no-stream",
         rules.GROUP_AMAX,
-        "nn/operands",
-        "            row_stream=streams[0],\n        )\n    return",
-        "        )\n    return",
+        "nn/autograd/slot_encoder",
+        "with_statistics(rest, x,",
+        "with_statistics(rest._replace(row_stream=0), x,",
         _STATISTICS,
     ),
     _of(
         "histories-under-a-checkpoint-wrapper",
         rules.HISTORY_NAMES,
-        "distributed/checkpoint",
+        "distributed/scaling_history",
         '("_orig_mod", "_checkpoint_wrapped_module")',
         '("_orig_mod",)',
         _NAMES + "histories_have_the_names_of_a_model_that_is_not_wrapped",
@@ -42,7 +42,7 @@ MODULES = (
     _of(
         "keys-under-a-checkpoint-wrapper",
         rules.HISTORY_NAMES,
-        "nn/scaling_dict",
+        "nn/delayed_scaling/state_dict",
         '_CHECKPOINTED: Final = "_checkpoint_wrapped_module"',
         '_CHECKPOINTED: Final = "_no_such_module"',
         _NAMES + "a_state_dict_with_histories_goes_through_checkpointing_wrappers",
@@ -50,7 +50,7 @@ MODULES = (
     _of(
         "gathered-columns-record-the-rows",
         rules.RECORDED,
-        "nn/delayed",
+        "nn/autograd/slot_encoder",
         'own = found[:1] if plan.col_source == "original" else found[1:]',
         "own = found[:1]",
         _GIVEN,
@@ -58,7 +58,7 @@ MODULES = (
     _of(
         "gathered-columns-record-nothing",
         rules.RECORDED,
-        "nn/delayed",
+        "nn/autograd/slot_encoder",
         "if with_col and plan.col_delay and not plan.shares_state:\n        own",
         "if not with_col and plan.col_delay and not plan.shares_state:\n        own",
         _GIVEN,
@@ -66,18 +66,18 @@ MODULES = (
     _of(
         "every-product-accumulates",
         rules.ACCUMULATION,
-        "kernels/ops",
+        "kernels/operators/dense",
         "out if accumulate else None, out.dtype, precision",
         "out, out.dtype, precision",
-        "tests/kernels/test_ops.py::test_a_product_into_a_tensor_adds_only_where_it_is_told",
+        "tests/kernels/operators/test_dense.py::test_a_product_into_a_tensor_adds_only_where_it_is_told",
     ),
     _of(
         "groups-begin-at-the-first-token",
         rules.BY_GROUP,
-        "kernels/group_loop",
+        "kernels/ragged/group_loop",
         "made[g] = torch.maximum(high.abs().float(), low.abs().float())\n        begin = end",
         "made[g] = torch.maximum(high.abs().float(), low.abs().float())\n        begin = 0",
-        "tests/kernels/test_grouped_device.py::"
+        "tests/kernels/ragged/test_sync_free_groups.py::"
         "test_the_largest_of_a_group_is_not_that_of_those_before_it",
     ),
 )

@@ -6,10 +6,10 @@ from . import rules
 from .record import Mutant, Rule
 
 _PAIRS = (
-    "tests/kernels/test_encode.py::test_backend_equals_oracle_for_every_kind[reference-nvfp4-normal]",
+    "tests/kernels/operators/test_encode.py::test_backend_equals_oracle_for_every_kind[reference-nvfp4-normal]",
 )
-_SOURCE = ("tests/kernels/test_encode.py::test_columns_from_the_dequantized_rows",)
-_PLACED = ("tests/kernels/test_encode.py::test_backend_equals_oracle",)
+_SOURCE = ("tests/kernels/operators/test_encode.py::test_columns_from_the_dequantized_rows",)
+_PLACED = ("tests/kernels/operators/test_encode.py::test_backend_equals_oracle",)
 
 
 def _gemm(
@@ -37,33 +37,33 @@ PRODUCTS = (
         "ops",
         "both-planes-draw-alike",
         rules.STREAMS,
-        "src/hybridq/kernels/ops.py",
-        "    col_stream: int = 1,\n) -> list[torch.Tensor]:\n    check_matrix",
-        "    col_stream: int = 0,\n) -> list[torch.Tensor]:\n    check_matrix",
+        "src/hybridq/kernels/choice/encode_request.py",
+        "    col_stream: int = 1\n",
+        "    col_stream: int = 0\n",
         _PAIRS,
     ),
     Mutant(
         "ops",
         "columns-from-unrounded-rows",
         rules.DEQUANTIZED,
-        "src/hybridq/kernels/encode.py",
-        "(buffers, spec, *x.shape, x.dtype)",
-        "(buffers, spec, *x.shape, torch.float32)",
+        "src/hybridq/kernels/operators/encode_plan.py",
+        "(buffers, spec, rows, cols, dtype)",
+        "(buffers, spec, rows, cols, torch.float32)",
         _SOURCE,
     ),
     Mutant(
         "ops",
         "columns-keep-the-rows-offsets",
         rules.LAYOUT,
-        "src/hybridq/kernels/backend_reference.py",
-        "row0=args.col0,\n            col0=args.row0,",
-        "row0=args.row0,\n            col0=args.col0,",
+        "src/hybridq/kernels/reference_backend.py",
+        "row0=request.col0,\n            col0=request.row0,",
+        "row0=request.row0,\n            col0=request.col0,",
         _PLACED,
     ),
     _gemm(
         "a-factor-twice",
         rules.FACTORS,
-        "epilogue",
+        "scaled_mm/epilogue",
         "((row_factor, (-1, 1)), (col_factor, (1, -1))):",
         "((row_factor, (-1, 1)), (col_factor, (1, -1)), (col_factor, (1, -1))):",
         "test_bias_out_and_accumulate",
@@ -71,7 +71,7 @@ PRODUCTS = (
     _gemm(
         "factors-at-once",
         rules.FACTORS_IN_TURN,
-        "epilogue",
+        "scaled_mm/epilogue",
         _LOOP,
         _AT_ONCE,
         "test_factors_are_applied_one_after_the_other",
@@ -79,7 +79,7 @@ PRODUCTS = (
     _gemm(
         "any-factor-after-rounding",
         rules.FACTOR_POWER,
-        "exact",
+        "decoded/decoded_gemm",
         "return all(is_power_of_two(factor) for factor in factors)",
         "return factors is not None",
         "test_every_pair_of_formats[torch-fp8_e4m3-nvfp4]",
@@ -88,7 +88,7 @@ PRODUCTS = (
     _gemm(
         "bias-after-rounding",
         rules.ONE_ROUNDING,
-        "epilogue",
+        "scaled_mm/epilogue",
         "return args.bias is None and args.accumulate_into is None",
         "return args is not None",
         "test_bias_and_accumulation_come_before_the_rounding",
@@ -97,17 +97,17 @@ PRODUCTS = (
     _gemm(
         "other-signs-are-the-same",
         rules.UNEQUAL_SIGNS,
-        "exact",
-        "keep_turned = a.spec.signs == b.spec.signs",
-        "keep_turned = (a.spec.signs is None) == (b.spec.signs is None)",
-        "test_a_lone_transform_is_turned_back",
+        "decoded/decoded_gemm",
+        "keep_transformed = a.signs == b.signs",
+        "keep_transformed = (a.signs is None) == (b.signs is None)",
+        "test_a_lone_transform_is_undone",
     ),
     _gemm(
         "range-flag-ignored",
         rules.RANGE_LOW,
-        "exact",
-        "    if is_outside:\n",
-        "    is_outside = False\n    if is_outside:\n",
+        "decoded/decoded_gemm",
+        "        if is_outside and",
+        "        is_outside = False\n        if is_outside and",
         "test_operands_below_bf16s_normal_range",
         needs="bf16",
     ),

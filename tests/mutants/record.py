@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGE = "docs/numerics.md"
+PAGE = "docs/reference/numerics.md"
 
 
 @dataclass(frozen=True)

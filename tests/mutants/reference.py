@@ -9,21 +9,21 @@ _CAST = (
     "tests/formats/test_elements.py::test_reference_casts_every_input",
     "tests/formats/test_elements.py::test_reference_casts_every_input_stochastically",
 )
-_ENCODE = ("tests/kernels/test_encode.py::test_backend_equals_oracle_for_every_kind",)
-_SCALES = ("tests/kernels/test_encode.py::test_scale_rules_at_every_exponent",)
-_FOUR = ("tests/kernels/test_four_over_six.py",)
-_DECODE = ("tests/kernels/test_decode.py::test_backend_equals_oracle_for_every_kind",)
-_FLAG = ("tests/kernels/test_decode.py::test_operand_of_a_gemm_equals_oracle",)
-_PLACED = ("tests/kernels/test_encode.py::test_backend_equals_oracle",)
-_AMAX = ("tests/kernels/test_encode.py::test_amax_op",)
+_ENCODE = ("tests/kernels/operators/test_encode.py::test_backend_equals_oracle_for_every_kind",)
+_SCALES = ("tests/kernels/operators/test_encode.py::test_scale_rules_at_every_exponent",)
+_FOUR = ("tests/kernels/operators/test_four_over_six.py",)
+_DECODE = ("tests/kernels/operators/test_decode.py::test_backend_equals_oracle_for_every_kind",)
+_FLAG = ("tests/kernels/operators/test_decode.py::test_operand_of_a_gemm_equals_oracle",)
+_PLACED = ("tests/kernels/operators/test_encode.py::test_backend_equals_oracle",)
+_AMAX = ("tests/kernels/operators/test_encode.py::test_amax_op",)
 _OVERFLOW = (
-    "tests/kernels/test_encode.py::test_overflowing_quotient_is_the_input_types_maximum_per_block",
-    "tests/kernels/test_encode.py::test_overflowing_quotient_after_a_transform_is_bf16s_maximum",
+    "tests/kernels/operators/test_encode.py::test_overflowing_quotient_is_the_input_types_maximum_per_block",
+    "tests/kernels/operators/test_encode.py::test_overflowing_quotient_after_a_transform_is_bf16s_maximum",
 )
-_ROUND = ("tests/kernels/test_round_stochastic.py",)
-_NORM = ("tests/kernels/test_norm_encode.py::test_norm_is_the_oracles",)
+_ROUND = ("tests/kernels/operators/test_round_stochastic.py",)
+_NORM = ("tests/kernels/operators/test_norm_encode.py::test_norm_is_the_oracles",)
 _ACTIVATION = (
-    "tests/kernels/test_activation_encode.py::test_activation_of_every_half_is_the_oracles",
+    "tests/kernels/operators/test_activation_encode.py::test_activation_of_every_half_is_the_oracles",
 )
 
 
@@ -343,8 +343,8 @@ REFERENCE = (
         "normalized-afterwards",
         rules.NORMALIZED,
         "hadamard",
-        "turned = _butterflies(groups * _signs(signs, x.device))",
-        "turned = _butterflies(groups * (4 * _signs(signs, x.device))) / 4",
+        "transformed = _butterflies(groups * _signs(signs, x.device))",
+        "transformed = _butterflies(groups * (4 * _signs(signs, x.device))) / 4",
     ),
     _of(
         "strides-descend",

@@ -1,4 +1,4 @@
-"""The rules that are broken, each quoted from docs/numerics.md (a test holds the quotes to it)."""
+"""The rules that are broken, each quoted from its page of docs/ (a test checks the quotes)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ FACTORS = Rule(_OPERANDS, "the factors of whole tensors are applied to the produ
 FACTORS_IN_TURN = Rule(_OPERANDS, "one after the other, in FP32")
 FACTOR_POWER = Rule(_OPERANDS, "factors that are powers of two")
 ONE_ROUNDING = Rule(_OPERANDS, "BF16 out, no bias, no accumulation")
-UNEQUAL_SIGNS = Rule(_HADAMARD, "otherwise each is turned back before")
+UNEQUAL_SIGNS = Rule(_HADAMARD, "otherwise each is first transformed back")
 DEQUANTIZED = Rule(_OPERANDS, "rounds once to the tensor's dtype, and encodes that")
 
 _CORNERS = "Corner cases, decided once"
@@ -91,11 +91,11 @@ NAN_SCALE = Rule(_CORNERS, "its scale is NaN and all its codes are the element's
 SUBNORMALS = Rule(_CORNERS, "| subnormal inputs | not flushed |")
 LAYOUT = Rule("Numerics", "The columnwise plane of X is the rowwise plane of Xᵀ")
 PADDING = Rule(_CORNERS, "| padding | never reaches an amax |")
-ONE_NAN = Rule("One NaN", "FP32 `0x7FC00000` in scales, statistics, amaxima of planes")
+ONE_NAN = Rule("One NaN", "FP32 `0x7FC00000` in scales, statistics, amaxes of planes")
 EMPTY = Rule(_CORNERS, "| empty tensors | legal everywhere |")
 
 _DELAYED = "FP8, one scale per tensor, delayed scaling"
-FIXED = Rule(_DELAYED, "a negative number is such a `scale_enc` with its sign turned")
+FIXED = Rule(_DELAYED, "a negative number is such a `scale_enc`, negated")
 NO_AMAX = Rule(_NVFP4, "1 if amax is 0 or s_enc is 0")
 FOUR_RATIO = Rule(_FOUR, "s4 = cast_e4m3(min(base * 1.5, 448))")
 FOUR_SQUARE = Rule(_FOUR, "or its square (`mse`), in FP32")
@@ -105,9 +105,9 @@ PARTIALS = Rule(_NORMS, "Element j of a row is added to partial sum `j % 256`")
 BY_GROUP = Rule(_OPERANDS, "its amax (one for each group, beside the codes)")
 ACCUMULATION = Rule(_OPERANDS, "BF16 out, no bias, no accumulation")
 GROUP_AMAX = Rule(_TENSOR, "With an amax group, amax is reduced over it first")
-RECORDED = Rule(_DELAYED, "Casting raises slot 0 to `max|x|` as it is, inf and NaN kept")
+RECORDED = Rule(_DELAYED, "updates entry 0 to the larger of itself and `max|x|`, inf and NaN kept")
 HISTORY_NAMES = Rule(
     "Training checkpoints of sharded models",
     "without the names that wrappers put between them",
-    "docs/checkpoints.md",
+    "docs/guides/checkpoints.md",
 )

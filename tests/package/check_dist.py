@@ -30,6 +30,11 @@ def below(folder: str, patterns: tuple[str, ...]) -> set[str]:
     return {path.relative_to(ROOT).as_posix() for path in paths}
 
 
+def package_files() -> set[str]:
+    """Return the files of the package and of its command, as paths from the root."""
+    return below("src/hybridq", PACKAGE) | below("src/hybridq_cli", PACKAGE)
+
+
 def same_files(what: str, got: set[str], want: set[str]) -> None:
     """Stop if a file is missing or strays."""
     if got != want:
@@ -47,7 +52,7 @@ def check_wheel(path: Path) -> None:
         metadata = Parser().parsestr(wheel.read(f"{info}/METADATA").decode())
         (core,) = fnmatch.filter(names, "hybridq/_core.*.so")
         data = wheel.read(core)
-    package = {name.removeprefix("src/") for name in below("src/hybridq", PACKAGE)}
+    package = {name.removeprefix("src/") for name in package_files()}
     parts = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"}
     same_files(path.name, names, {core, *package, *(f"{info}/{part}" for part in parts)})
     needed = [text for text in metadata.get_all("Requires-Dist") if "extra ==" not in text]
@@ -71,7 +76,7 @@ def check_sdist(path: Path) -> None:
     """Stop with the reason if the sdist is not as the module's docstring says."""
     with tarfile.open(path) as sdist:
         names = {member.name.partition("/")[2] for member in sdist if member.isfile()}
-    want = {"PKG-INFO", *SDIST_ROOT, *below("src/hybridq", PACKAGE)}
+    want = {"PKG-INFO", *SDIST_ROOT, *package_files()}
     for folder, patterns in SDIST_TREES.items():
         want |= below(folder, patterns)
     same_files(path.name, names, want)

@@ -20,7 +20,7 @@ from hybridq import conformance
 
 
 def package() -> None:
-    """The installation: metadata, marker, licence, compiled core, import without a word."""
+    """The installation: metadata, marker, licence, compiled core, a silent import."""
     version = importlib.metadata.version("hybridq")
     assert hybridq.__version__ == version
     files = importlib.resources.files("hybridq")

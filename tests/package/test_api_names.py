@@ -152,7 +152,7 @@ def test_a_docstring_that_lacks_something_is_found() -> None:
 
 
 def test_every_public_module_has_an_api_page() -> None:
-    pages = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "reference" / "api").glob("*.md"))
     shown = re.findall(r"automodule:: (\S+)", pages)
     assert len(set(shown)) == len(shown)
     for module in MODULES:

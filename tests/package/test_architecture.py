@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
@@ -17,6 +18,8 @@ LAYERS = [
     "errors",
     "settings",
     "_version",
+    "_torch_private",
+    "_log",
     "_text",
     "direction",
     "formats",
@@ -27,11 +30,17 @@ LAYERS = [
     "tensor",
     "quantizers",
     "recipes",
+    "layouts",
     "nn",
+    "moe",
     "optim",
     "distributed",
-    "moe",
+    "converters",
+    "calibration",
+    "serving",
+    "estimate",
     "ptq",
+    "rollout",
     "report",
     "conformance",
     "integrations",
@@ -40,6 +49,34 @@ LAYERS = [
     "cli",
     "__main__",
 ]
+#: The rooms of packages that have some, in order: folders, and files on the package's own floor.
+ROOMS = {
+    "kernels": (
+        "inputs",
+        "choice",
+        "ragged",
+        "cpu",
+        "cuda",
+        "triton",
+        "scaled_mm",
+        "decoded",
+        "folded_backend",
+        "reference_backend",
+        "operators",
+    ),
+    "nn": ("weights", "delayed_scaling", "autograd", "modules"),
+    "distributed": (
+        "planes",
+        "agreement",
+        "encoding",
+        "parameters",
+        "units",
+        "tensors",
+        "attachment",
+        "fsdp2",
+        "scaling_history",
+    ),
+}
 CSRC = ["formats", "core", "cpu cuda", "bindings"]
 #: For tests only: the CUDA runtime on the host, and what runs in it.
 EMULATION = "emulation"
@@ -71,6 +108,20 @@ def imported_layers(file: Path) -> set[str]:
     return found
 
 
+def imported_rooms(package: Path, file: Path) -> set[str]:
+    """Rooms of its own package that a file imports, at any depth of its code."""
+    found = set()
+    depth = len(file.relative_to(package).parts) - 1
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == depth + 1:
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            found |= {name.split(".")[0] for name in names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            name = f"hybridq.{package.name}"
+            assert not (node.module or "").startswith(name), f"{file}: import {name} relatively"
+    return found
+
+
 FILES = sorted(f for f in PACKAGE.rglob("*.py") if f != PACKAGE / "__init__.py")
 
 
@@ -84,6 +135,20 @@ def test_imports_point_leftward(file: Path) -> None:
             assert public or name == "_core", f"{file.name} imports {name}, which is no layer"
             continue
         assert LAYERS.index(name) <= own, f"{layer_of(file)} imports {name}, to its right"
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_rooms_import_only_rooms_to_their_left(name: str) -> None:
+    package = PACKAGE / name
+    order = {room: place for place, room in enumerate(ROOMS[name])}
+    files = [file for file in sorted(package.rglob("*.py")) if file != package / "__init__.py"]
+    found = {file.relative_to(package).parts[0].removesuffix(".py") for file in files}
+    assert found == set(order), "every folder, and every file beside them, has its place"
+    for file in files:
+        room = file.relative_to(package).parts[0].removesuffix(".py")
+        for other in imported_rooms(package, file):
+            assert other in order, f"{file} imports {other}, which is no room of {name}"
+            assert order[other] <= order[room], f"{room} imports {other}, to its right"
 
 
 def test_c_includes_point_leftward() -> None:
@@ -112,6 +177,7 @@ def test_no_bare_assert_in_the_package() -> None:
 
 def test_files_are_not_too_long() -> None:
     files = [*FILES, *(f for f in (ROOT / "csrc").rglob("*") if f.is_file())]
+    files += [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
     long = [(f.name, n) for f in files if (n := len(f.read_text().splitlines())) > 500]
     assert not long, f"over 500 lines: {long}"
 
@@ -122,7 +188,9 @@ def test_import_is_silent_and_touches_no_device() -> None:
         "assert not torch.cuda.is_initialized(); "
         "extra = ('triton', 'matplotlib', 'rich', 'safetensors', 'typer'); "
         "bad = [m for m in extra if m in sys.modules]; "
-        "assert not bad, bad"
+        "assert not bad, bad; "
+        "import hybridq.kernels.choice.registry as registry; "
+        "assert not registry._is_loaded"  # packages with backends wait for the first choice
     )
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
@@ -151,10 +219,28 @@ def uses(*names: str) -> set[str]:
 
 
 def test_addresses_are_taken_in_one_place() -> None:
-    assert uses("data_ptr") == {"kernels/memory.py"}
+    assert uses("data_ptr") == {"kernels/inputs/addresses.py"}
 
 
 def test_addresses_for_comparison_stay_away_from_the_core() -> None:
     calls_core = {file for file in uses("core", "module") if file.startswith("kernels/")}
-    assert {"kernels/backend_cpu.py", "kernels/cuda_ragged.py"} <= calls_core
+    assert {"kernels/cpu/backend.py", "kernels/cuda/ragged_tokens.py"} <= calls_core
     assert not uses("begins_at") & calls_core
+
+
+def test_packages_keep_their_underscore_names_to_themselves() -> None:
+    spec = importlib.util.spec_from_file_location("structure", ROOT / "benchmarks" / "structure.py")
+    assert spec is not None and spec.loader is not None
+    structure = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(structure)
+    found = structure.foreign_underscores(structure.files())
+    assert not found, f"public names are read only, got {dict(found)}"
+
+
+def test_every_module_offers_what_other_packages_ask() -> None:
+    """That they ask nothing else is what mypy sees: they know modules as `WeightOwner`s."""
+    from hybridq.nn import Linear, WeightOwner
+
+    asked = {name for name in vars(WeightOwner) if not name.startswith("_")}
+    asked |= set(WeightOwner.__annotations__)
+    assert len(asked) > 10 and not {name for name in asked if not hasattr(Linear(8, 8), name)}

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import hybridq
 from places import ROOT
@@ -31,11 +32,19 @@ MODULES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*slow PyTorch reference")
+def needs_libraries_of(text: str) -> None:
+    """Skip where a library is missing that a module of `hybridq.integrations` in `text` is for."""
+    for module in re.findall(r"hybridq\.integrations\.(\w+)", text):
+        library = module if module in hybridq.integrations.NEEDED else module.split("_")[0]
+        if library in hybridq.integrations.NEEDED:
+            pytest.importorskip(library)
+
+
 @pytest.mark.parametrize("code", BLOCKS)
 def test_examples_of_pages_run(
     code: str, capsys: pytest.CaptureFixture[str], registries: None
 ) -> None:
+    needs_libraries_of(code)
     exec(compile(code, "example", "exec"), {})
 
 
@@ -51,25 +60,76 @@ def test_every_block_of_code_says_what_it_is(page: Path) -> None:
     assert not any("import hybridq" in block for block in plain)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_to_a_file(page: Path) -> None:
+    text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.S)
+    targets = re.findall(r"\]\(([^)\s#]+)[^)]*\)", text)
+    files = [target for target in targets if "://" not in target]
+    assert [target for target in files if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("folder", ["docs", "docs/adr"])
+def test_the_index_links_every_page(folder: str) -> None:
+    index = ROOT / folder / "index.md"
+    linked = {
+        (index.parent / link).resolve() for link in re.findall(r"\]\((.*?)\)", index.read_text())
+    }
+    pages = {page for page in index.parent.rglob("*.md") if page != index}
+    if folder == "docs":  # decisions have an index of their own; the API's pages are Sphinx's alone
+        pages = {
+            page
+            for page in pages
+            if page.name == "index.md" or page.parent.name not in ("adr", "api")
+        }
+    assert pages - linked == set()
+
+
+def test_the_index_of_decisions_has_every_title() -> None:
+    folder = ROOT / "docs" / "adr"
+    index = (folder / "index.md").read_text()
+    unused = {int(number) for number in re.findall(r"\d+", index.split("Numbers")[1].split(".")[0])}
+    numbers = set()
+    for page in folder.glob("0*.md"):
+        number, title = re.match(r"# (\d+)\. (.*)\n", page.read_text()).groups()
+        assert int(number) == int(page.name[:4])
+        assert f"- [{number}. {title}]({page.name})\n" in index
+        numbers.add(int(number))
+    assert unused.isdisjoint(numbers)
+
+
+def test_every_page_that_a_source_names_exists() -> None:
+    missing = [
+        f"{file.relative_to(ROOT)}: {named}"
+        for folder in ("src", "csrc", "tests", "benchmarks")
+        for file in (ROOT / folder).rglob("*.*")
+        if file.suffix in (".py", ".cpp", ".h", ".cu", ".md")
+        for named in re.findall(r"\bdocs/[\w/-]+\.md", file.read_text())
+        if not (ROOT / named).is_file()
+    ]
+    assert missing == []
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_of_docstrings_run(name: str) -> None:
     if name.startswith("hybridq.kernels.triton."):
         pytest.importorskip("triton")  # modules of kernels, imported on a GPU only
+    needs_libraries_of(name)
     module = importlib.import_module(name)
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     failed, _ = doctest.testmod(module, optionflags=flags)
     assert failed == 0
 
 
-def test_the_readme_names_what_exists() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_pages_name_formats_and_recipes_that_exist() -> None:
+    pages = (ROOT / "README.md", ROOT / "docs" / "reference" / "formats.md")
+    text = "".join(page.read_text() for page in pages)
     known = {*hybridq.formats.names(), *hybridq.recipes.names()}
     for name in re.findall(r"`((?:fp8|mxfp|nvfp4)[a-z0-9_]*)`", text):
         assert name in known, name
 
 
-def test_the_numerics_page_has_the_elements_maxima() -> None:
-    text = (ROOT / "docs" / "numerics.md").read_text()
+def test_the_numerics_page_has_the_elements_largest_values() -> None:
+    text = (ROOT / "docs" / "reference" / "numerics.md").read_text()
     for name in ("e4m3", "e5m2", "e2m1"):  # the others share a row
         largest = hybridq.formats.element(name).max
         row = next(line for line in text.splitlines() if line.startswith(f"| {name.upper()} "))
@@ -79,6 +139,13 @@ def test_the_numerics_page_has_the_elements_maxima() -> None:
     assert mask == hybridq.DEFAULT_SIGNS
 
 
+def test_the_architecture_page_names_every_operator() -> None:
+    page = (ROOT / "docs" / "design" / "architecture.md").read_text()
+    names = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    own = {name.removeprefix("hybridq::") for name in names if name.startswith("hybridq::")}
+    assert own - set(re.findall(r"`(\w+)`", page)) == set()
+
+
 def test_every_documented_variable_is_read_in_one_place() -> None:
     read = set()
     for file in (ROOT / "src").rglob("*.py"):
@@ -86,5 +153,6 @@ def test_every_documented_variable_is_read_in_one_place() -> None:
         if names:
             assert file.name == "settings.py", f"{file} reads {names}"
         read |= names
+    read = {name for name in read if name != "RANK"}  # torchrun's
     documented = set(re.findall(r"`(HYBRIDQ_\w+)`", hybridq.settings.__doc__))
     assert read == documented

@@ -12,7 +12,7 @@ from places import ROOT, TESTS
 from thinning import chosen
 
 #: Folders that have no like in src/hybridq.
-OWN = {"benchmarks", "csrc", "emulation", "fuzz", "gpu", "mutants", "package"}
+OWN = {"benchmarks", "csrc", "emulation", "fuzz", "gpu", "models", "mutants", "package"}
 FILES = sorted(TESTS.rglob("*.py"))
 #: The fuzzer breaks itself on purpose: a hang is what its runner must notice.
 MAY_SLEEP = {"fuzz/runner.py"}

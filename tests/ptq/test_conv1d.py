@@ -60,7 +60,7 @@ SQUARE = {"h.0.attn.c_proj": (WIDTH, WIDTH)}
 
 
 @pytest.mark.parametrize(
-    ("shapes", "config", "is_turned"),
+    ("shapes", "config", "is_transposed"),
     [
         (SHAPES, None, True),
         (SQUARE, None, False),
@@ -71,13 +71,13 @@ SQUARE = {"h.0.attn.c_proj": (WIDTH, WIDTH)}
         ({name: shape[::-1] for name, shape in SHAPES.items()}, {"model_type": "gpt2"}, False),
     ],
 )
-def test_shapes_tell_or_else_the_configuration(shapes, config, is_turned, tmp_path) -> None:
+def test_shapes_tell_or_else_the_configuration(shapes, config, is_transposed, tmp_path) -> None:
     write(tmp_path / "in", shapes, config)
     notes = convert(tmp_path / "in", tmp_path / "out", Selection(recipe="mxfp8"))
-    assert bool(notes.warnings) == is_turned
+    assert bool(notes.warnings) == is_transposed
 
 
-def test_decoded_rows_cannot_be_turned(tmp_path) -> None:
+def test_decoded_rows_cannot_be_swapped(tmp_path) -> None:
     write(tmp_path / "in", SHAPES)
     quantizer = hybridq.HybridQuantizer(
         rowwise_quantizer=hybridq.MXFP8Quantizer(),

@@ -114,3 +114,58 @@ def test_more_memory_makes_larger_tiles():
     assert sizes == sorted(sizes) and sizes[0] > 1 << 20
     with hybridq.backend("reference"):  # which needs much more for each value
         assert make_budget(64 << 20, True, [record]).most_values(record) < sizes[0] / 10
+
+
+#: The same over an export.
+EXPORTED = """
+import resource, sys
+import torch, hybridq
+from hybridq.ptq import ConvertOptions, Observer
+
+class Quiet(Observer):
+    def warn(self, text):
+        pass
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+source, target, layout, fmt, first, memory = sys.argv[1:]
+for one in ("nvfp4", "mxfp8", "mxfp4"):
+    hybridq.quantize(torch.randn(128, 128), one).dequantize()  # what is loaded at the first call
+chosen = {"format": fmt, "include": ("*",)} if fmt else {}
+before = peak()
+hybridq.export(
+    source, target, layout=layout, source_layout=first or None,
+    options=ConvertOptions(memory=int(memory)), observer=Quiet(), **chosen,
+)
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_exports_from_one_layout_to_the_next(tmp_path):
+    """Encoded, encoded anew from another format, made exact, decoded."""
+    memory, before = 64 << 20, tmp_path / "0.safetensors"
+    assert write_large(before, 8192, 16384) == 4 * memory
+    steps = [
+        ("fine-grained-fp8", "mxfp8", ""),
+        ("modelopt", "nvfp4", "fine-grained-fp8"),
+        ("compressed-tensors", "mxfp4", "modelopt"),
+        ("modelopt", "nvfp4", "compressed-tensors"),
+        ("bf16", "", "modelopt"),
+    ]
+    for number, (layout, fmt, first) in enumerate(steps):
+        target = tmp_path / f"{number + 1}.safetensors"
+        done = subprocess.run(
+            [
+                *(sys.executable, "-W", "ignore", "-c", EXPORTED, str(before), str(target)),
+                *(layout, fmt, first, str(memory)),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert int(done.stdout) < memory, (layout, fmt, first)
+        before.unlink()
+        before = target

@@ -64,6 +64,16 @@ class Stops(Notes):
             raise KeyboardInterrupt
 
 
+def test_selections_by_recipes_of_one_class_differ():
+    one, other = (
+        hybridq.ptq.Selection(
+            recipe=hybridq.recipes.NVFP4BlockScaling(disable_2d_quantization=flag)
+        )
+        for flag in (False, True)
+    )
+    assert one.as_dict() != other.as_dict()
+
+
 def test_killed_twice_and_resumed(source, tmp_path):
     before = digests(source)
     whole, target = tmp_path / "whole", tmp_path / "out"

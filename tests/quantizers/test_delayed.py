@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import hybridq
 from hybridq.errors import PlaneError, SpecError
 from hybridq.formats import PlaneSpec
-from hybridq.kernels import backend_cpu
+from hybridq.kernels.cpu import backend as backend_cpu
 from hybridq.quantizers import DelayedScalingRequest, Float8Quantizer, next_scale
 from oracle.delayed import DelayedPlace
 from places import PEERS

@@ -96,8 +96,8 @@ def test_a_seed_is_drawn_from_torchs_generator() -> None:
 
 
 @pytest.mark.parametrize("source", ["original", "rowwise_dequantized"])
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_group_of_ranks_shares_the_amax(source: str, turned: bool, monkeypatch) -> None:
+@pytest.mark.parametrize("transformed", [False, True])
+def test_a_group_of_ranks_shares_the_amax(source: str, transformed: bool, monkeypatch) -> None:
     """Of the rows that of all tokens, of the columns that of the tokens of a group."""
     asked = []
 
@@ -107,7 +107,7 @@ def test_a_group_of_ranks_shares_the_amax(source: str, turned: bool, monkeypatch
 
     monkeypatch.setattr(sys.modules["hybridq.quantizers.statistics"], "group_amax", larger)
     row = PlaneSpec.parse("nvfp4")
-    col = replace(row, signs=DEFAULT_SIGNS) if turned else row
+    col = replace(row, signs=DEFAULT_SIGNS) if transformed else row
     x = torch.randn(7, 64)
     x[6] *= 100  # belongs to no group
     made = hybridq.quantize_grouped(x, ENDS, Quantizer(row, col, source, amax_group="ranks"))

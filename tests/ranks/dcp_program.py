@@ -34,7 +34,11 @@ RECIPES = ("mxfp8_fwd_nvfp4_bwd", "nvfp4", "fp8_delayed")
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def built(sharded: bool = True, seed: int = 0) -> tuple[nn.Module, Any]:
+#: Moments of the optimizer under a recipe, where it is hybridq's.
+MOMENTS = {"nvfp4": "fp8_block", "mxfp8_fwd_nvfp4_bwd": "bf16"}
+
+
+def built(sharded: bool = True, seed: int = 0, recipe: str = "") -> tuple[nn.Module, Any]:
     torch.manual_seed(seed)
     # Shards are misaligned, uneven, and of the last weight some are empty.
     layers = (nn.Linear(40, 100), nn.Tanh(), nn.Linear(100, 36), nn.Tanh(), nn.Linear(36, 3))
@@ -44,6 +48,8 @@ def built(sharded: bool = True, seed: int = 0) -> tuple[nn.Module, Any]:
         for layer in model[:3:2]:
             fully_shard(layer)
         fully_shard(model)
+    if recipe in MOMENTS:
+        return model, hybridq.optim.AdamW(model.parameters(), lr=1e-2, moments=MOMENTS[recipe])
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -66,7 +72,7 @@ def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 def save(folder: str) -> None:
     """Train two steps and save; then write down the losses of two more."""
     for recipe in RECIPES:
-        model, optimizer = built()
+        model, optimizer = built(recipe=recipe)
         for number in range(2):
             step(model, optimizer, recipe, number)
         path = Path(folder) / recipe
@@ -87,7 +93,7 @@ def resume(folder: str) -> None:
         path = Path(folder) / recipe
         whole, losses = torch.load(path / "expected")
         for sharded in (True, False):
-            model, optimizer = built(sharded, seed=1)
+            model, optimizer = built(sharded, seed=1, recipe=recipe)
             if sharded:  # what is known of the weights before must not matter
                 step(model, optimizer, recipe, 9)
             state = state_of(model, optimizer)
@@ -148,7 +154,7 @@ def export(folder: str) -> None:
     """Write plain safetensors of the checkpoint in `folder`."""
     from safetensors.torch import save_file
 
-    model, optimizer = built(seed=1)
+    model, optimizer = built(seed=1, recipe="nvfp4")
     state = state_of(model, optimizer)
     dcp.load(state, checkpoint_id=Path(folder) / "nvfp4")
     set_model_state_dict(model, state["model"])

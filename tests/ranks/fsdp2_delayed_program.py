@@ -6,21 +6,20 @@ every bit, its histories included.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from fsdp2_program import SIZES, check_equal, models, step
-from rank_program import main
+from rank_program import logged, main
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import hybridq
 from hybridq import DelayedScalingRequest, HybridQuantizer, MXFP8Quantizer, NVFP4Quantizer
-from hybridq.distributed import count_traffic, wire_nbytes
-from hybridq.nn.scaling import states_of
+from hybridq.distributed import count_traffic, prepare_fsdp2, wire_nbytes
+from hybridq.nn.delayed_scaling.state import states_of
 from hybridq.recipes import DelayedScaling
 
 STEPS = 5
@@ -96,12 +95,12 @@ def train(
 
 def matrix(only: str = "") -> None:
     """Every recipe in every alignment; or, with `some`, in one of them by turns."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="fsdp2: .* is gathered as")
+    with logged() as messages:
         for place, (key, recipe) in enumerate(recipes().items()):
             for number, (name, sizes) in enumerate(SIZES.items()):
                 if not only or number == place % len(SIZES):
                     train(models(sizes), recipe, f"{key}, {name}")
+    assert not any("is gathered as" in one for one in messages), messages
 
 
 def few(name: str) -> None:
@@ -163,14 +162,23 @@ def microbatches() -> None:
 
 
 def told_by_nobody() -> None:
-    """Loops without an optimizer of torch: a gather sees that its shard was written."""
-    for reshard in (True, False):
-        pairs = models(SIZES["cut"], reshard_after_forward=reshard)
+    """Loops without an optimizer of torch: a gather sees that its shard was written.
+
+    Without `prepare_fsdp2` a forward does, and no gather that comes between is a write.
+    """
+    both = DelayedScaling(amax_history_len=2)
+    inputs = hybridq.CustomRecipe(Weights(MXFP8Quantizer()))  # not the weights themselves
+    for reshard, prepare, recipe in (
+        *((True, prepare_fsdp2, both), (False, prepare_fsdp2, both), (True, None, both)),
+        (True, prepare_fsdp2, inputs),
+    ):
+        options = {"reshard_after_forward": reshard, "prepare": prepare or (lambda model: model)}
+        pairs = models(SIZES["cut"], **options)
         outputs: list[list[torch.Tensor]] = [[], []]
         for model, out in zip(pairs, outputs, strict=True):  # one after the other
             for number in range(4):
                 for part in range(2):
-                    with hybridq.autocast(recipe=DelayedScaling(amax_history_len=2)):
+                    with hybridq.autocast(recipe=recipe):
                         y = model(batch(2 * number + part))
                     y.float().square().mean().backward()
                     out.append(y.detach())
@@ -182,9 +190,9 @@ def told_by_nobody() -> None:
             for module in model.modules():
                 assert not any(state.owner.is_told for state in states_of(module).values())
         for number, (y, own) in enumerate(zip(*outputs, strict=True)):
-            assert torch.equal(y, own), f"reshard {reshard}, forward {number}"
+            assert torch.equal(y, own), f"reshard {reshard}, {prepare}, forward {number}"
         hybridq.update_scaling()  # of the one that was last
-        check_histories(*pairs, f"reshard {reshard}")
+        check_histories(*pairs, f"reshard {reshard}, {prepare}")
 
 
 def update_before_backward() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from faults_program import fails
 from fsdp2_program import values
-from rank_program import main
+from rank_program import logged, main
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -29,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import hybridq
 from hybridq.demo.fsdp import RankOrderSum, mean_in_order
 from hybridq.distributed import GatheredWeight, QuantizedWeight, prepare_fsdp2, wire_nbytes
-from hybridq.nn import grouped_function
+from hybridq.nn.autograd import grouped_function
 
 RECIPES = ("mxfp8", "nvfp4", "fp8_current", "mxfp8_fwd_nvfp4_bwd")
 #: Recipes whose planes are saved, decoded, or derived in a way of their own.
@@ -177,19 +176,19 @@ def more_recipes() -> None:
 def transforms() -> None:
     """Of whole matrices they travel as planes, whatever the number of ranks, without a warning."""
 
-    def turned(role: Any) -> Any:
+    def transformed(role: Any) -> Any:
         is_weight = role.tensor_type == "weight"
         return hybridq.NVFP4Quantizer(with_rht=is_weight, with_post_rht_amax=is_weight)
 
     def either(role: Any) -> Any:
         return hybridq.NVFP4Quantizer(nvfp4_use_4over6=role.tensor_type == "weight")
 
-    for factory in (turned, either):
+    for factory in (transformed, either):
         recipe = hybridq.CustomRecipe(factory)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="fsdp2")
+        with logged() as messages:
             pair = models("cut", True)
             train(pair, recipe, factory.__name__)
+        assert not any("fsdp2" in one for one in messages), messages
         groups, features = SIZES["cut"]
         plain = STEPS * 2 * groups * sum(a * b for a, b in itertools.pairwise(features)) * 2
         assert 0 < wire_nbytes(pair[0]) < plain, factory.__name__

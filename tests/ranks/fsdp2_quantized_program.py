@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import hybridq
 from hybridq.distributed import QuantizedWeight, prepare_fsdp2, wire_nbytes
-from hybridq.optim import AdamW
+from hybridq.optim import AdamW, Muon
 
 RECIPES = (
     *("mxfp8", "nvfp4", "fp8_current", "fp8_block", "mxfp8_fwd_nvfp4_bwd", "nvfp4_1d_weight"),
@@ -116,6 +116,31 @@ def optimizers() -> None:
         y = [step(*pair, x, "nvfp4", number) for pair in pairs]
         assert torch.equal(*y), f"stochastic masters, step {number}"
     check_planes(sharded, plain, "stochastic masters")
+    sharded, plain = models(sizes, "nvfp4")
+    pairs = []
+    for model in (sharded, plain):
+        matrices = [one for one in model.parameters() if one.dim() == 2]
+        pairs.append((model, Muon(matrices, 1e-2, recipe="mxfp8")))
+    for number in range(STEPS):
+        torch.manual_seed(100 + number)
+        x = torch.randn(48, sizes[0]).bfloat16()
+        y = [step(*pair, x, "nvfp4", number) for pair in pairs]
+        assert torch.equal(*y), f"Muon, step {number}"
+    check_planes(sharded, plain, "Muon")
+    for kind in ("bf16", "fp8_block"):
+        sharded, plain = models(sizes, "nvfp4")
+        pairs = [(m, AdamW(m.parameters(), 1e-2, moments=kind)) for m in (sharded, plain)]
+        for number in range(STEPS):
+            torch.manual_seed(100 + number)
+            x = torch.randn(48, sizes[0]).bfloat16()
+            y = [step(*pair, x, "nvfp4", number) for pair in pairs]
+            assert torch.equal(*y), f"moments in {kind}, step {number}"
+        check_planes(sharded, plain, f"moments in {kind}")
+        for mine, own in zip(sharded.parameters(), plain.parameters(), strict=True):
+            ours, theirs = (one.state[p] for (_, one), p in zip(pairs, (mine, own), strict=True))
+            for key, value in theirs.items():
+                whole = ours[key].full_tensor() if hasattr(ours[key], "full_tensor") else ours[key]
+                assert torch.equal(whole, value), f"moments in {kind}: {key}"
 
 
 def policies() -> None:
@@ -234,8 +259,8 @@ def hsdp() -> None:
 
 def refused() -> None:
     def factory(role: Any) -> Any:
-        turned = role.tensor_type == "weight"
-        return hybridq.NVFP4Quantizer(with_rht=turned, with_post_rht_amax=turned)
+        transformed = role.tensor_type == "weight"
+        return hybridq.NVFP4Quantizer(with_rht=transformed, with_post_rht_amax=transformed)
 
     recipe = hybridq.CustomRecipe(factory)
     train(models((64, 128, 64, 64), recipe), recipe, "a transform of whole groups")

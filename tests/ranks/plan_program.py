@@ -115,11 +115,11 @@ def check(
     assert counted.nbytes_by_kind == want, f"{what}: {counted}, planned {want}"
     if what.startswith("even"):  # without padding the count of payloads says the same
         of_weights = sum(m.nbytes for m in planned.traffic if m.what.startswith("weights"))
-        count = len([name for name, _ in model.named_parameters() if is_weight(name)])
-        trailers = count * 2 * 16 * dist.get_world_size()  # of each, forward and backward
+        units = {name.split(".")[1] for name, _ in model.named_parameters() if is_weight(name)}
+        trailers = len(units) * 2 * 16 * dist.get_world_size()  # of each, forward and backward
         assert wire_nbytes(model) - gathered + trailers == of_weights, what
-    maxima = next((m.nbytes for m in planned.memory if m.what == "maxima"), 0)
-    if not any(m.what == "maxima of delayed scaling" for m in planned.traffic):
+    maxima = next((m.nbytes for m in planned.memory if m.what == "amaxes"), 0)
+    if not any(m.what == "amaxes of delayed scaling" for m in planned.traffic):
         found = kept_maxima(model) + sum(largest)
         assert found <= maxima, f"{what}: maxima {found}, planned {maxima}"
         if dist.get_world_size() == 2:  # of more ranks, each boundary is one of two of them
@@ -285,7 +285,7 @@ def delayed() -> None:
             model = made(hidden)
             planned = plan(model, recipe, Sharding(dist.get_world_size()))
             named = {one.what: one for one in planned.traffic}
-            updates = named["maxima of delayed scaling"]
+            updates = named["amaxes of delayed scaling"]
             assert updates.nbytes == 6 * 4 * (3 if recipe == "fp8_delayed" else 2)
             assert updates.kind == "all_reduce"
             assert updates.num_values == 3 * 2 * hidden * (hidden + 24)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["main"]
+__all__ = ["logged", "main"]
 
 
 def main(scenarios: dict[str, Any], timeout: float = 120.0) -> None:
@@ -45,3 +48,20 @@ def main(scenarios: dict[str, Any], timeout: float = 120.0) -> None:
         scenarios[function](*([text] if text else []))
     dist.barrier()
     dist.destroy_process_group()
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Give what the logger `hybridq` is told in the block: rank 0 alone says anything."""
+    messages: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    logger, handler = logging.getLogger("hybridq"), Kept()
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)

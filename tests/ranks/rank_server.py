@@ -34,7 +34,9 @@ import torch.distributed.fsdp
 import torch.nn.parallel
 
 import hybridq
-import hybridq.distributed  # noqa: F401
+import hybridq.distributed
+import hybridq.optim
+import hybridq.report  # noqa: F401
 
 
 def _run(request: dict[str, Any], rank: int) -> None:

@@ -170,7 +170,7 @@ def test_copies_have_a_count_of_their_own():
         assert twin.steps == 0 and twin.current == recipes.get("mxfp8")
         twin.step()
         assert twin.current == schedule.current
-    assert "at step 1" in repr(schedule) and "NVFP4BlockScaling" in repr(schedule)
+    assert repr(schedule) == "RecipeSchedule([(0, 'mxfp8'), (1, 'nvfp4')], at step 1)"
 
 
 def test_a_block_takes_the_recipe_of_the_moment_it_is_entered():

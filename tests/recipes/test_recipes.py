@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import gc
 import pickle
@@ -11,16 +12,20 @@ import weakref
 import pytest
 import torch
 
-from hybridq import recipes
+from hybridq import formats, recipes
 from hybridq.errors import RecipeError
+from hybridq.formats import PlaneSpec
 from hybridq.nn import Linear
 from hybridq.quantizers import (
     HybridQuantizer,
     IdentityQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
+    Quantizer,
 )
 from hybridq.recipes import (
+    ByName,
+    ChoosingRecipe,
     CustomRecipe,
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -32,6 +37,7 @@ from hybridq.recipes import (
     factories,
     zoo,
 )
+from hybridq.recipes.boundary import boundary_quantizer
 from hybridq.recipes.recipe import recipe_by_key
 
 SLOTS = ("input", "weight", "grad_output")
@@ -63,7 +69,7 @@ FP4, FP4_RHT, FP4_SR = "e2m1 1x16", "e2m1 1x16 rht", "e2m1 1x16 sr"
 PLAIN = "identity"
 GRAD_FP4 = f"{FP4_SR} | {FP4_RHT} sr"
 
-# Transcribed from the table of factories in the peer's documentation: input, weight, grad_output.
+# From the table of factories in Transformer Engine's documentation: input, weight, grad_output.
 TABLE = {
     "bf16": (both(PLAIN),) * 3,
     "high_precision": (both(PLAIN),) * 3,
@@ -236,7 +242,7 @@ class Unhashable:
         (lambda: Float8CurrentScaling(fp8_format="E5M2"), ValueError),
         (lambda: MXFP8BlockScaling(fp8_format=3), ValueError),
         (lambda: Float8BlockScaling(x_block_scaling_dim=3), ValueError),
-        # Options of the peer that do nothing here yet are refused, not ignored.
+        # Options of Transformer Engine that do nothing here yet are refused, not ignored.
         (lambda: NVFP4BlockScaling(nvfp4_4over6="all"), ValueError),
         (lambda: NVFP4BlockScaling(backward_override="decoded"), ValueError),
         (lambda: MXFP8BlockScaling(columnwise_source="rowwise"), ValueError),
@@ -352,13 +358,34 @@ def test_a_factory_of_the_wrong_type_is_named(result, error):
         assert word in str(caught.value)
 
 
-def test_a_factory_may_raise_its_own_error_and_the_module_stays_usable():
-    def factory(role):
-        raise KeyError("mine")
+class OwnRecipe(ChoosingRecipe):
+    def quantizer(self, role):
+        return role.no_such_field
 
-    layer, x = Linear(8, 8), torch.randn(2, 8)
-    with pytest.raises(KeyError, match="mine"), autocast(recipe=CustomRecipe(factory)):
+
+def raises(role):
+    raise KeyError("mine")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cause", "words"),
+    [
+        (CustomRecipe(raises), KeyError, "qfactory raises must return .* got KeyError: 'mine'"),
+        (CustomRecipe(lambda: None), TypeError, "called with one argument, the QuantizerRole"),
+        (CustomRecipe(functools.partial(raises, 1)), TypeError, "called with one argument"),
+        (OwnRecipe(), AttributeError, "OwnRecipe.quantizer must return a Quantizer"),
+        (ByName([("*", CustomRecipe(raises))], "bf16"), KeyError, "qfactory raises must return"),
+    ],
+)
+def test_a_factory_that_raises_is_named_with_its_slot(recipe, cause, words):
+    layer, x = Linear(8, 8, name="blocks.1.up"), torch.randn(2, 8)
+    with pytest.raises(RecipeError, match=words) as caught, autocast(recipe=recipe):
         layer(x)
+    assert "linear slot 'input' of blocks.1.up" in str(caught.value)
+    assert type(caught.value.__cause__) is cause
+    with pytest.raises(RecipeError, match="linear slot 'output' of blocks"):
+        boundary_quantizer(recipe, QuantizerRole("linear", "output", "blocks.1.up"))
+    # The module stays usable.
     assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
 
 
@@ -378,6 +405,69 @@ def test_all_missing_planes_are_reported_at_once():
     assert "fprop" in text and "'input' makes no rowwise" in text
     assert "dgrad" in text and "'weight' makes no columnwise" in text
     assert "wgrad" in text and "'grad_output' makes no columnwise" in text
+
+
+def test_recipes_print_as_what_they_are():
+    """Keys do not: they have every field, as before."""
+    rules = [("a", NVFP4BlockScaling(disable_rht=True)), ("b", CustomRecipe(raises))]
+    for recipe, text in (
+        (recipes.get("mxfp8"), "<MXFP8BlockScaling(): mxfp8>"),
+        (
+            Float8CurrentScaling(fp8_format="E4M3", precision="exact"),
+            "<Float8CurrentScaling(fp8_format=FloatFormat.E4M3, precision='exact'): fp8_e4m3>",
+        ),
+        (
+            Float8BlockScaling(w_block_scaling_dim=1),
+            "<Float8BlockScaling(w_block_scaling_dim=1): fp8_1x128>",
+        ),
+        (
+            recipes.get("nvfp4"),
+            "<NVFP4BlockScaling(): fprop nvfp4 x nvfp4_16x16, dgrad nvfp4;sr x nvfp4_16x16, "
+            "wgrad nvfp4;sr;rht x nvfp4;rht>",
+        ),
+        (recipes.get("bf16"), "CustomRecipe(hybridq.recipes.factories.high_precision_factory)"),
+        (
+            CustomRecipe(functools.partial(raises), backward_override="dequantized"),
+            "CustomRecipe(functools.partial, backward_override='dequantized')",
+        ),
+        (OwnRecipe(), "OwnRecipe()"),
+        (
+            ByName(rules, default="mxfp8"),
+            "ByName([('a', NVFP4BlockScaling(disable_rht=True)), "
+            f"('b', CustomRecipe({raises.__module__}.raises))], default='mxfp8')",
+        ),
+    ):
+        assert repr(recipe) == str(recipe) == text
+    key = "MXFP8BlockScaling(fp8_format=FloatFormat.E4M3, enable_2d_quantization=False)"
+    assert recipes.get("mxfp8").key == f"hybridq.recipes.builtin.{key}"
+
+
+def test_quantizers_print_in_one_line():
+    for quantizer, text in (
+        (MXFP8Quantizer(), "Quantizer(mxfp8)"),
+        (MXFP8Quantizer("e5m2", columnwise=False), "Quantizer(mxfp8_e5m2, columnwise_usage=False)"),
+        (
+            HybridQuantizer(
+                rowwise_quantizer=NVFP4Quantizer(row_scaled_nvfp4=True),
+                columnwise_quantizer=IdentityQuantizer(),
+                columnwise_source="rowwise_dequantized",
+            ),
+            "Quantizer(nvfp4;rows | identity, columnwise_source='rowwise_dequantized')",
+        ),
+        (Quantizer(None, PlaneSpec.parse("nvfp4;rht")), "Quantizer(None | nvfp4;rht)"),
+    ):
+        assert repr(quantizer) == text
+
+
+@pytest.mark.parametrize("name", formats.names())
+def test_a_short_text_is_that_of_the_spec(name):
+    spec = PlaneSpec.parse(name)
+    assert spec.short_text == name and PlaneSpec.parse(spec.short_text) == spec
+    if not spec.format.is_identity:
+        rounded = PlaneSpec(spec.format, stochastic=True)
+        assert PlaneSpec.parse(rounded.short_text) == rounded == PlaneSpec.parse(f"{name};sr")
+    own = dataclasses.replace(spec.format, family="own")
+    assert PlaneSpec(own).short_text == PlaneSpec(own).text
 
 
 def test_plans_say_what_is_plain_and_what_is_stochastic():

@@ -1,6 +1,6 @@
 """Fold against a scalar model: Python numbers and ml_dtypes' casts, no code of hybridq's but names.
 
-`tests/kernels/test_precision_error.py` measures what folding costs a product.
+`tests/kernels/choice/test_precision_error.py` measures what folding costs a product.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from gemm_cases import decoded, make
 from hybridq import reference
 from hybridq.formats import DEFAULT_SIGNS, PlaneSpec, element, format
 from hybridq.formats.base import Format
-from hybridq.kernels import backend_fold
-from hybridq.kernels.types import Operand
+from hybridq.kernels import folded_backend as backend_fold
+from hybridq.kernels.choice.arguments import Operand
 
 TYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn,

@@ -10,8 +10,12 @@ import torch
 
 import hybridq
 from hybridq.formats import PlaneSpec
-from hybridq.kernels import Call, backend_cpu, backends, described, select
+from hybridq.kernels import OpQuery, backends, described, select, together
+from hybridq.kernels.cpu import backend as backend_cpu
 from hybridq.report import diagnose, machine
+from hybridq.report.doctor import _EXAMPLE_OPS
+
+MXFP8 = PlaneSpec.parse("mxfp8")
 
 
 def test_routes_are_those_that_calls_take():
@@ -25,7 +29,7 @@ def test_routes_are_those_that_calls_take():
     for route in found.routes:
         if route.op in ("encode", "decode") and route.b == "plain":
             spec = PlaneSpec(hybridq.formats.format(route.a))
-            assert route.backend == select(Call(route.op, "cpu", torch.float32, spec)).name
+            assert route.backend == select(OpQuery(route.op, "cpu", torch.float32, spec)).name
 
 
 def test_a_forced_backend_is_obeyed(backend):
@@ -36,15 +40,18 @@ def test_a_forced_backend_is_obeyed(backend):
     assert backend in str(found)
 
 
-def dispatched(call: Call) -> str | None:
-    """Return the backend that a call takes, or None where it raises."""
+def dispatched(query: OpQuery) -> str | None:
+    """Return the backends that a call takes, or None where it raises."""
+    parts = query.parts()
+    own = together(query, parts).chosen if len(parts) > 1 or query.op != "encode" else None
+    asked = parts if own is None and parts else (query,)
     try:
-        return select(call).name
+        names = [own.name] if own is not None else [select(one).name for one in asked]
     except hybridq.BackendError:
         return None
+    return " + ".join(dict.fromkeys(names))
 
 
-@pytest.mark.filterwarnings("ignore:.*slow PyTorch reference")
 @pytest.mark.parametrize("name", [None, *(one.name for one in backends()), "abacus"])
 @pytest.mark.parametrize("device", ["cpu", "sm_90"])
 def test_doctor_explain_and_dispatch_agree(name: str | None, device: str):
@@ -62,8 +69,12 @@ def test_doctor_explain_and_dispatch_agree(name: str | None, device: str):
             elif not route.a and route.op == "transpose":
                 told = hybridq.explain(route.op, device=device)
             elif not route.a:
-                call = Call(route.op, chip.kind, torch.bfloat16, chip=chip)
-                assert route.backend == dispatched(call), case
+                query = OpQuery(route.op, chip.kind, torch.bfloat16)
+                assert route.backend == dispatched(query), case
+                continue
+            elif route.op in _EXAMPLE_OPS:
+                query = OpQuery(route.op, chip.kind, torch.bfloat16, MXFP8, MXFP8, chip=chip)
+                assert route.backend == dispatched(query), case
                 continue
             else:
                 continue  # an option, which a name cannot say
@@ -76,10 +87,10 @@ def test_doctor_explain_and_dispatch_agree(name: str | None, device: str):
             ]
             if route.op in ("gemm", "grouped_gemm"):
                 sizes = None if device == "cpu" else (1 << 14, 4096, 4096)
-                call = Call(route.op, chip.kind, torch.bfloat16, *specs, "auto", sizes, chip)
+                query = OpQuery(route.op, chip.kind, torch.bfloat16, *specs, "auto", sizes, chip)
             else:
-                call = Call(route.op, chip.kind, torch.bfloat16, *specs[: 1 if route.a else 0])
-            assert told.chosen == dispatched(call), case
+                query = OpQuery(route.op, chip.kind, torch.bfloat16, *specs[: 1 if route.a else 0])
+            assert told.chosen == dispatched(query), case
 
 
 def test_explain_says_that_a_backend_is_forced():
@@ -139,10 +150,11 @@ def test_the_drivers_gpu_is_the_one_asked_about(tmp_path, monkeypatch):
         assert diagnose().device == "cpu"  # torch cannot use it
 
 
-def test_a_missing_core_is_said(monkeypatch):
+def test_a_missing_core_is_said(monkeypatch, chooses_anew):
     monkeypatch.setattr(backend_cpu, "core", None)
     monkeypatch.setattr(backend_cpu, "core_error", "No module named 'hybridq._core'")
     backend_cpu.core_spec.cache_clear()
+    chooses_anew()
     try:
         found = diagnose()
         text = str(found)
@@ -212,3 +224,10 @@ def test_slow_products_are_named_with_what_helps(request):
     request.getfixturevalue("fast_products")
     text = str(diagnose())
     assert "SLOW" not in text and "torch's bfloat16 product" in text
+
+
+@pytest.mark.parametrize("shape", [(), (64,)])
+def test_a_quantized_vector_or_scalar_is_explained_as_a_matrix_of_one_row(shape):
+    t = hybridq.quantize(torch.ones(shape), "fp8_e4m3")
+    own = hybridq.quantize(torch.ones(1, t.numel()), "fp8_e4m3")
+    assert hybridq.explain("gemm", t, t) == hybridq.explain("gemm", own, own)

@@ -230,7 +230,7 @@ def test_how_much_a_fold_would_change():
     assert views["mxfp4"].num_folded == 0
     spec = views["mxfp8"].plane.spec
     plane = views["mxfp8"].plane
-    whole = hybridq.kernels.backend_reference.reference.fold_plane(plane.tensors, spec, 200, 256)
+    whole = hybridq.kernels.reference_backend.reference.fold_plane(plane.tensors, spec, 200, 256)
     assert views["mxfp8"].num_folded == whole.changed.item() > 0
     assert f"fold       {whole.changed.item()} codes would change" in str(views["mxfp8"].lines())
 

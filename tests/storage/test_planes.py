@@ -40,16 +40,16 @@ def test_columnwise_plane_is_the_rowwise_plane_of_the_transpose(backend, fmt, da
     """Same spec, same bytes: transform, stochastic stream and offsets included."""
     x = data.draw(matrices())
     spec = data.draw(st.sampled_from(options_of(fmt)))
-    options, turned = {}, {}
+    options, transposed = {}, {}
     if spec.stochastic:
         row0, col0 = (16 * data.draw(st.integers(0, 9)) for _ in range(2))
         options = {"seed": 3, "stream": 7, "row0": row0, "col0": col0}
-        turned = {"seed": 3, "stream": 7, "row0": col0, "col0": row0}
+        transposed = {"seed": 3, "stream": 7, "row0": col0, "col0": row0}
     if spec.four_over_six and spec.format.is_square:
         return  # decides once, in the order of the rowwise matrix: see the test of derived planes
     columns = encode_plane(x, spec, "columnwise", **options)
-    rows = encode_plane(x.t(), spec, "rowwise", **turned)
-    again = encode_plane(x.t().contiguous(), spec, "rowwise", **turned)
+    rows = encode_plane(x.t(), spec, "rowwise", **transposed)
+    again = encode_plane(x.t().contiguous(), spec, "rowwise", **transposed)
     assert_planes_equal(columns, rows, str(spec))
     assert_planes_equal(again, rows, str(spec))
 

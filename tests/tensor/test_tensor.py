@@ -126,14 +126,20 @@ def test_views_of_leading_dimensions(pair: QuantizedTensor) -> None:
 
 
 def test_transposing_swaps_the_planes(matrix: QuantizedTensor) -> None:
-    for turned in (matrix.t(), matrix.mT, matrix.T, matrix.transpose(0, 1), matrix.permute(1, 0)):
-        assert turned.shape == (50, 30)
+    for transposed in (
+        matrix.t(),
+        matrix.mT,
+        matrix.T,
+        matrix.transpose(0, 1),
+        matrix.permute(1, 0),
+    ):
+        assert transposed.shape == (50, 30)
         for direction, other in (("rowwise", "columnwise"), ("columnwise", "rowwise")):
-            plane, twin = getattr(turned, direction), getattr(matrix, other)
+            plane, twin = getattr(transposed, direction), getattr(matrix, other)
             assert (plane is None) == (twin is None)
             if plane is not None:
                 assert plane.data is twin.data and plane.matrix == twin.matrix
-        same_planes(turned.t(), matrix)
+        same_planes(transposed.t(), matrix)
     back = matrix.mT.mT
     assert torch.equal(back.dequantize(), matrix.dequantize())
 

@@ -72,9 +72,9 @@ def _unflattened(t: QuantizedTensor) -> torch.Tensor:
     [torch.clone, copy.deepcopy, _saved, _restored, _unflattened, lambda t: t.to(torch.bfloat16)],
 )
 def test_every_copy_of_a_transposed_tensor_has_its_values(matrix, again) -> None:
-    turned = matrix.T
-    made = again(turned)
-    same_planes(made, turned)
+    transposed = matrix.T
+    made = again(transposed)
+    same_planes(made, transposed)
     assert torch.equal(made.dequantize(dtype=torch.float32), matrix.dequantize().T)
     assert torch.equal(made.T.dequantize(dtype=torch.float32), matrix.dequantize())
 

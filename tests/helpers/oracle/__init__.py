@@ -1,4 +1,4 @@
-"""A second implementation of `docs/numerics.md` in NumPy, for tests only.
+"""A second implementation of `docs/reference/numerics.md` in NumPy, for tests only.
 
 It is written from the rules and shares no code with `hybridq`: element casts search a table of all
 code values, scale rules are spelled out one by one, FP32 arithmetic is `np.float32` in the stated

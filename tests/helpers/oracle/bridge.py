@@ -120,7 +120,7 @@ def stat_of(value: float) -> torch.Tensor:
 
 
 def _comparable(array: np.ndarray | torch.Tensor, one_nan: bool) -> np.ndarray:
-    """Bits; if `one_nan`, with every NaN that of docs/numerics.md, "One NaN"."""
+    """Bits; if `one_nan`, with every NaN that of docs/reference/numerics.md, "One NaN"."""
     if isinstance(array, torch.Tensor):
         array = values_of(array) if array.is_floating_point() else array.numpy()
     if array.dtype == np.uint8:
@@ -136,7 +136,7 @@ def assert_bits_equal(got, want, what: str = "values", any_nan: bool = True) -> 
     """Same shape and same bits, signs of zeros included.
 
     What is expected may be computed with any NaN. So may what is tested, unless `any_nan` is False:
-    for scales and amaxima, which have one.
+    for scales and amaxes, which have one.
     """
     got_bits, want_bits = _comparable(got, any_nan), _comparable(want, True)
     if got_bits.shape != want_bits.shape:

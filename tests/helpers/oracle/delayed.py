@@ -13,7 +13,7 @@ FP32_MAX = np.float32(np.finfo(np.float32).max)
 
 @dataclass
 class DelayedPlace:
-    """A history of amaxima as a plain list, the newest first, and the scale that follows from it.
+    """A history of amaxes as a plain list, the newest first, and the scale that follows from it.
 
     Args:
         fmax: largest finite value of the element.

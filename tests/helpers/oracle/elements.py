@@ -1,7 +1,7 @@
 """Element casts by search in the table of every code's value.
 
 Sources: OCP OFP8 v1.0 (E4M3, E5M2), OCP MX v1.0 (E2M1, E3M2, E2M3, E8M0); what NaN and overflow
-become: `docs/numerics.md`, "Elements".
+become: `docs/reference/numerics.md`, "Elements".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """NVFP4's choice between two scales per block, spelled out element by element.
 
-`docs/numerics.md`, "Four over six". All arithmetic is FP32, in the stated order.
+`docs/reference/numerics.md`, "Four over six". All arithmetic is FP32, in the stated order.
 """
 
 from __future__ import annotations

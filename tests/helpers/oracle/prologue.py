@@ -1,4 +1,4 @@
-"""Norms and activations in NumPy float32, one operation at a time, as docs/numerics.md says."""
+"""Norms and activations in NumPy float32, one operation at a time: docs/reference/numerics.md."""
 
 from __future__ import annotations
 

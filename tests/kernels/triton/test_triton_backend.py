@@ -13,8 +13,9 @@ import torch
 import hybridq
 import ptx_emulator
 from hybridq.formats import ELEMENTS, PlaneSpec, format, names
-from hybridq.kernels import Call, ragged
-from hybridq.kernels.device import Chip
+from hybridq.kernels import OpQuery
+from hybridq.kernels.inputs.device import Chip
+from hybridq.kernels.ragged import padded_layout as ragged
 from hybridq.kernels.triton import TRITON, backend, block_gemm_reason, wants
 from hybridq.kernels.triton.form import form_of, form_reason
 from hybridq.kernels.triton.ptx import SCALE, decode_asm
@@ -84,8 +85,8 @@ def test_forms_exist_for_what_bf16_holds(name: str) -> None:
         assert form_of(spec).is_wide == (not spec.format.is_bf16_exact)
 
 
-def call(**change: object) -> Call:
-    """A call that the backend takes, with changes."""
+def query(**change: object) -> OpQuery:
+    """A query that the backend takes, with changes."""
     fields = {
         "op": "gemm",
         "device": "cuda",
@@ -95,13 +96,13 @@ def call(**change: object) -> Call:
         "sizes": (4, 4096, 4096),
         "chip": H200,
     }
-    return Call(**(fields | change))  # type: ignore[arg-type]
+    return OpQuery(**(fields | change))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "change,reason",
     [
-        ({"device": "cpu"}, "CUDA tensors"),
+        ({"device": "cpu"}, "NVIDIA GPUs"),
         ({"chip": None}, "capability is not known"),
         ({"chip": Chip.of("cuda", (7, 5))}, "needs compute capability 8.0"),
         ({"dtype": torch.float64}, "makes float32"),
@@ -114,27 +115,26 @@ def call(**change: object) -> Call:
         ({"op": "encode"}, "has no encode"),
     ],
 )
-def test_reasons(change: dict[str, object], reason: str, monkeypatch) -> None:
+def test_reasons(change: dict[str, object], reason: str, monkeypatch, chooses_anew) -> None:
     monkeypatch.setattr(backend, "_missing", lambda: None)
-    assert TRITON.reason(call()) is None
-    assert reason in str(TRITON.reason(call(**change)))  # type: ignore[arg-type]
+    assert TRITON.answer(query()).reason is None
+    assert reason in str(TRITON.answer(query(**change)).reason)  # type: ignore[arg-type]
 
 
-def test_what_it_wants(monkeypatch) -> None:
+def test_what_it_wants(monkeypatch, chooses_anew) -> None:
     monkeypatch.setattr(backend, "_missing", lambda: None)
     bf16, mxfp8 = PlaneSpec.parse("bf16"), PlaneSpec.parse("mxfp8")
     assert wants((64, 4096, 8), bf16, mxfp8) is None
     assert wants((4096, 64, 8), mxfp8, bf16) is None
     # Grouped products, and a user who asks for it, are not held to that.
-    assert TRITON.reason(call(op="grouped_gemm", sizes=None)) is None
-    with hybridq.backend("triton"):
-        assert TRITON.reason(call(sizes=(4096, 4096, 8))) is None
+    assert TRITON.answer(query(op="grouped_gemm", sizes=None)).reason is None
+    assert TRITON.answer(query(sizes=(4096, 4096, 8)), is_forced=True).reason is None
 
 
 @pytest.mark.parametrize(
     "a,b", [("fp32", "fp32"), ("fp16", "mxfp8"), ("nvfp4", "fp32"), (FLOAT_SCALES, "bf16")], ids=str
 )
-def test_groups_of_what_bf16_does_not_hold(a: object, b: object, monkeypatch) -> None:
+def test_groups_of_what_bf16_does_not_hold(a: object, b: object, monkeypatch, chooses_anew) -> None:
     """Nothing else multiplies them on a GPU without reading the offsets on the host."""
     monkeypatch.setattr(backend, "_missing", lambda: None)
     specs = [one if isinstance(one, PlaneSpec) else PlaneSpec.parse(str(one)) for one in (a, b)]
@@ -146,12 +146,12 @@ def test_groups_of_what_bf16_does_not_hold(a: object, b: object, monkeypatch) ->
         assert hybridq.explain("gemm", *specs, device=chip, rows=16).chosen == "torch"
 
 
-def test_a_machine_without_triton_says_so(monkeypatch) -> None:
+def test_a_machine_without_triton_says_so(monkeypatch, chooses_anew) -> None:
     monkeypatch.setattr(backend, "_missing", lambda: "the package triton is not installed")
-    assert TRITON.reason(call()) == "the package triton is not installed"
+    assert TRITON.answer(query()).reason == "the package triton is not installed"
 
 
-def test_block_gemm_reasons(monkeypatch) -> None:
+def test_block_gemm_reasons(monkeypatch, chooses_anew) -> None:
     monkeypatch.setattr(backend, "_missing", lambda: None)
     sizes = (8, 8, 8)
     assert block_gemm_reason(("e4m3", "e5m2"), sizes, H200) is None
@@ -165,7 +165,7 @@ def test_importing_the_backend_imports_no_triton() -> None:
 
 
 def test_a_quantized_contraction_over_tokens_must_be_padded() -> None:
-    from hybridq.kernels.types import GroupedArgs, GroupedOperand
+    from hybridq.kernels.choice.arguments import GroupedArgs, GroupedOperand
 
     spec = PlaneSpec.parse("mxfp8")
     buffers = [torch.zeros(b.shape, dtype=b.dtype) for b in spec.buffers(4, 40)]

@@ -19,9 +19,9 @@ if triton_tools.MISSING:
 import triton_cases
 from gemm_cases import check, decoded, make
 from hybridq.formats import PlaneSpec, names
+from hybridq.kernels.choice.arguments import GemmArgs, GroupedArgs, GroupedOperand
 from hybridq.kernels.triton import TRITON
 from hybridq.kernels.triton.form import form_reason
-from hybridq.kernels.types import GemmArgs, GroupedArgs, GroupedOperand
 
 FORMATS = [name for name in names() if form_reason(PlaneSpec.parse(name)) is None]
 REASON = triton_tools.MISSING or (None if torch.cuda.is_available() else "no GPU is here")
@@ -58,7 +58,7 @@ CASES = [
             ("mxfp4", "fp8_1x128"),
         ]
     ),
-    ("grouped_k", "turned", "turned mx", (0, 33, 5)),
+    ("grouped_k", "transformed", "transformed mx", (0, 33, 5)),
     *(
         (kind, *pair, (0, 60, 0, 133, 1))
         for kind in ("grouped_rows", "grouped_k")

@@ -73,7 +73,7 @@ def test_bias_and_addition(run, m: int, n: int, k: int, dtype: torch.dtype, seed
     run("epilogue", m, n, k, dtype, seed)
 
 
-@pytest.mark.parametrize("name", ["rows", "4o6", "turned", "turned mx", "floor"])
+@pytest.mark.parametrize("name", ["rows", "4o6", "transformed", "transformed mx", "floor"])
 def test_options_of_planes(run, name: str, seed: int) -> None:
     run("option", name, seed)
 
@@ -160,7 +160,7 @@ def test_grouped_with_squares(run, seed: int) -> None:
 
 
 def test_a_transform_fills_its_groups(run, seed: int) -> None:
-    run("grouped_k", "turned", "turned mx", (0, 33, 5), seed)
+    run("grouped_k", "transformed", "transformed mx", (0, 33, 5), seed)
 
 
 def test_no_tokens(run, seed: int) -> None:

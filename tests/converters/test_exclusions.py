@@ -1,0 +1,227 @@
+"""What `convert` leaves alone of models that say it themselves, and that it says so."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import hybridq
+from hybridq.converters.exclusions import REASONS, keeps_precision
+from hybridq.errors import HybridQWarning
+from hybridq.ptq import Selection
+from hybridq.ptq.header import Entry
+
+
+class Model(nn.Module):
+    """A vocabulary, two projections and a head; what it says of itself is set by each test."""
+
+    def __init__(self, head: str = "out", tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(48, 16)
+        self.block = nn.ModuleDict({"up": nn.Linear(16, 32), "wo": nn.Linear(32, 16)})
+        self.add_module(head, nn.Linear(16, 48, bias=False))
+        if tied:
+            getattr(self, head).weight = self.embed.weight
+
+
+def left(model: nn.Module, **options) -> dict[str, str]:
+    """Names that stay, with their reasons; the rest was converted, and the report says so too."""
+    before = hybridq.conversion(model, **options)
+    hybridq.convert(model, **options)
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    stayed = {name for name, m in linears.items() if not isinstance(m, hybridq.Linear)}
+    assert hybridq.conversion(model, **options) == before
+    assert set(before.converted) == set(linears) - stayed
+    assert {name for name, _ in before.left_alone} == stayed
+    return dict(before.left_alone)
+
+
+def test_the_output_embeddings_are_a_head_whatever_their_name() -> None:
+    class Says(Model):
+        def get_output_embeddings(self):
+            return self.out
+
+    assert left(Says()) == {"out": "heads, get_output_embeddings()"}
+    assert left(nn.ModuleDict({"inner": Says()})) == {"inner.out": "heads, get_output_embeddings()"}
+    assert left(Says(), also=["heads"]) == {}
+
+    class Silent(Model):
+        def get_output_embeddings(self):
+            return None
+
+        def get_classifier(self):
+            raise NotImplementedError
+
+    assert left(Silent()) == {}
+
+
+def test_a_weight_that_an_embedding_has_too_is_a_head() -> None:
+    """Whisper's proj_out, BERT's decoder."""
+    why = "heads, its weight is that of the embedding embed"
+    assert left(Model("proj_out", tied=True)) == {"proj_out": why}
+    assert left(Model("proj_out")) == {}
+
+
+@pytest.mark.parametrize(
+    "keys", [["out.weight"], {"out.weight": "embed.weight"}, [r"ou\w\.weight"]]
+)
+def test_keys_that_are_tied_are_heads(keys) -> None:
+    model = Model()
+    model._tied_weights_keys = keys
+    assert left(model) == {"out": "heads, _tied_weights_keys"}
+
+
+@pytest.mark.parametrize("attribute", ["_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"])
+@pytest.mark.parametrize("kept", [["wo"], {"wo"}, ["block.wo"], ("wo.weight",)])
+def test_what_a_model_keeps_in_fp32_stays(attribute, kept) -> None:
+    model = Model()
+    setattr(model, attribute, kept)
+    assert left(model) == {"block.wo": f"kept_in_fp32, {attribute}"}
+    again = Model()
+    setattr(again, attribute, kept)
+    assert left(again, also=("kept_in_fp32",)) == {}
+    other = Model()
+    setattr(other, attribute, None)
+    assert left(other) == {}
+
+
+NAMES = {
+    "heads": [
+        *("lm_head", "model.lm_head", "embed_out", "output", "score", "classifier", "pooler.dense"),
+        *("bert.pooler.dense", "classifier.out_proj", "qa_outputs", "cls.predictions.decoder"),
+        *("cls.predictions.transform.dense", "cls.seq_relationship", "vocab_projector"),
+    ],
+    "routers": ["layers.0.mlp.gate", "layers.0.router.classifier", "moe.shared_expert_gate"],
+    "adapters": ["layers.0.q_proj.lora_A.default", "layers.0.q_proj.lora_B.default"],
+}
+
+
+@pytest.mark.parametrize("reason", NAMES)
+def test_heads_routers_and_adapters_are_known_by_name(reason) -> None:
+    """The same list for modules of a model and for tensors of a file."""
+    for name in NAMES[reason]:
+        model = nn.Module()
+        inner = model
+        for part in name.split(".")[:-1]:
+            inner.add_module(part, nn.Module())
+            inner = getattr(inner, part)
+        inner.add_module(name.split(".")[-1], nn.Linear(16, 16))
+        model.add_module("proj", nn.Linear(16, 16))
+        assert left(model) == {name: f"{reason}, the name {name}"}
+        assert keeps_precision(name)
+        entry = Entry(f"{name}.weight", "BF16", (16, 16), 0, 512)
+        chosen = Selection(hybridq.quantizer("mxfp8", None))
+        assert chosen.quantizer_of(entry) is None
+        assert Selection(chosen.quantizer, include=("*",)).quantizer_of(entry) is not None
+    for name in ("decoder.layers.0.fc1", "attention.output.dense", "blocks.0.proj_out", "head"):
+        assert not keeps_precision(name)
+
+
+def test_narrow_modules_gain_nothing() -> None:
+    model = nn.ModuleList([nn.Linear(64, 4), nn.Linear(7, 64), nn.Linear(8, 64)])
+    assert left(model) == {
+        "0": "narrow, 64 to 4 features",
+        "1": "narrow, 7 to 64 features",
+    }
+    assert left(nn.ModuleList([nn.Linear(64, 4)]), least_width=0) == {}
+    model = nn.ModuleList([nn.Linear(64, 32), nn.Linear(64, 64)])
+    assert left(model, least_width=64) == {"0": "narrow, 64 to 32 features"}
+    narrow = Entry("a.weight", "BF16", (64, 4), 0, 512)
+    assert Selection(hybridq.quantizer("mxfp8", None)).quantizer_of(narrow) is None
+
+
+def test_a_filter_decides_alone() -> None:
+    model = Model("lm_head", tied=True)
+    model._keep_in_fp32_modules = ["wo"]
+    assert left(model, filter_fn=lambda module, name: name != "block.up") == {
+        "block.up": "filter_fn"
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"also": "heads"}, TypeError, "also must be a collection of reasons, got 'heads'"),
+        ({"also": ["head"]}, ValueError, f"also takes {', '.join(REASONS)}, got head"),
+        ({"least_width": 1.5}, TypeError, "least_width must be an int, got float"),
+        ({"least_width": -1}, ValueError, "least_width must not be negative, got -1"),
+    ],
+)
+def test_wrong_arguments_change_nothing(options, kind, text) -> None:
+    for function in (hybridq.convert, hybridq.conversion):
+        model = Model()
+        with pytest.raises(kind, match=text):
+            function(model, **options)
+        assert type(model.block["up"]) is nn.Linear
+
+
+# ---- what it says
+
+
+class Experts(nn.Module):
+    """Stacked experts, as newer models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(4, 64, 32))
+
+
+def test_a_line_in_the_log_says_what_was_left_alone(caplog) -> None:
+    with caplog.at_level(logging.INFO, "hybridq"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hybridq.convert(Model("lm_head"))
+    (record,) = caplog.records
+    assert record.message == (
+        "convert: 2 of 3 nn.Linear, 57.1% of the weights; left alone: lm_head (heads, the name "
+        "lm_head); see hybridq.summary(model)"
+    )
+
+
+def test_little_or_nothing_converted_is_a_warning() -> None:
+    with pytest.warns(HybridQWarning, match=r"convert: 0 of 1 nn.Linear, 0.0% .* lm_head \(heads"):
+        hybridq.convert(nn.ModuleDict({"lm_head": nn.Linear(16, 48)}))
+    with pytest.warns(HybridQWarning, match="convert: 0 of 0 nn.Linear"):
+        hybridq.convert(nn.ReLU())
+    model = nn.ModuleDict({"attention": nn.Linear(16, 16), "experts": Experts()})
+    with pytest.warns(HybridQWarning, match=r"3.0% of the weights; not known: experts \(Exp"):
+        hybridq.convert(model)
+    assert "not known   experts: Experts" in str(hybridq.conversion(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hybridq.convert(nn.Sequential(hybridq.Linear(8, 8)))
+
+
+@pytest.mark.parametrize("kind", ["bert", "whisper", "t5"])
+def test_heads_of_transformers_models(kind) -> None:
+    transformers = pytest.importorskip("transformers")
+    small = {"num_hidden_layers": 1, "vocab_size": 96}
+    made = {
+        "bert": lambda: transformers.BertForPreTraining(
+            transformers.BertConfig(hidden_size=32, num_attention_heads=2, **small)
+        ),
+        "whisper": lambda: transformers.WhisperForConditionalGeneration(
+            transformers.WhisperConfig(
+                vocab_size=96,
+                d_model=32,
+                encoder_layers=1,
+                decoder_layers=1,
+                encoder_attention_heads=2,
+                decoder_attention_heads=2,
+                pad_token_id=0,
+            )
+        ),
+        "t5": lambda: transformers.T5ForConditionalGeneration(
+            transformers.T5Config(vocab_size=96, d_model=32, num_layers=1, num_heads=2)
+        ),
+    }[kind]()
+    stayed = {name.rsplit(".", 1)[-1] for name in left(made)}
+    want = {
+        "bert": {"dense", "decoder", "seq_relationship"},
+        "whisper": {"proj_out"},
+        "t5": {"lm_head", "wo"},
+    }
+    assert stayed == want[kind]

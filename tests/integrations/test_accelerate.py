@@ -1,0 +1,134 @@
+"""A loop with accelerate under a recipe: on one process, resumed, offloaded, and under FSDP2."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hybridq
+from rank_runs import needs_gloo, run
+
+accelerate = pytest.importorskip("accelerate", minversion="1.15")
+
+from hybridq.integrations.accelerate import prepare  # noqa: E402 (needs accelerate)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return hybridq.convert(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)))
+
+
+def accelerator(**options):
+    """One that knows nothing of those before it: they share their state."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    return accelerate.Accelerator(cpu=True, **options)
+
+
+def trained(one, optimizer, backward, steps: int, first: int = 0) -> list[torch.Tensor]:
+    losses = []
+    for step in range(first, first + steps):
+        torch.manual_seed(step)
+        loss = one(torch.randn(8, 32)).square().mean()
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed"])
+def test_the_forward_has_the_recipe(recipe) -> None:
+    mine, other = model(), model()
+    made = accelerator()
+    ready, optimizer = prepare(
+        made, mine, torch.optim.AdamW(mine.parameters(), lr=1e-2), recipe=recipe
+    )
+    losses = trained(ready, optimizer, made.backward, 3)
+    plain = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    with hybridq.autocast(recipe=recipe):
+        want = trained(other, plain, lambda loss: loss.backward(), 3)
+    assert all(torch.equal(*pair) for pair in zip(losses, want, strict=True))
+    x = torch.ones(4, 32)
+    assert torch.equal(ready.eval()(x), other.eval()(x))  # without it in evaluation
+
+
+def test_mixed_precision_is_beside_it() -> None:
+    mine = model()
+    made = accelerator(mixed_precision="bf16")
+    ready, optimizer = prepare(made, mine, torch.optim.AdamW(mine.parameters()), recipe="mxfp8")
+    y = ready(torch.ones(4, 32))
+    with torch.autocast("cpu", torch.bfloat16), hybridq.autocast(recipe="mxfp8"):
+        want = model()(torch.ones(4, 32))
+    assert y.dtype == torch.float32 and torch.equal(y, want.float())
+    assert made.unwrap_model(ready, keep_fp32_wrapper=False) is mine
+    made.backward(y.sum())
+    optimizer.step()
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "schedule"])
+def test_a_saved_state_goes_on_with_the_same_bits(recipe, tmp_path) -> None:
+    def ready():
+        phases = [(0, "fp8_current"), (2, "fp8_delayed"), (4, "mxfp8")]
+        chosen = hybridq.RecipeSchedule(phases) if recipe == "schedule" else recipe
+        one, made = model(), accelerator()
+        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
+        return made, *prepare(made, one, optimizer, recipe=chosen)
+
+    made, one, optimizer = ready()
+    trained(one, optimizer, made.backward, 3)
+    made.save_state(str(tmp_path))
+    want = trained(one, optimizer, made.backward, 3, first=3)
+    again, other, stepped = ready()
+    again.load_state(str(tmp_path))
+    losses = trained(other, stepped, again.backward, 3, first=3)
+    assert all(torch.equal(*pair) for pair in zip(losses, want, strict=True))
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="prepare: needs a model"):
+        prepare(accelerator(), recipe="mxfp8")
+    with pytest.raises(ValueError, match="prepare: the model must have modules of hybridq"):
+        prepare(accelerator(), nn.Linear(32, 32), recipe="mxfp8")
+    with pytest.raises(ValueError, match="mxfp9"):
+        prepare(accelerator(), model(), recipe="mxfp9")
+
+
+def test_a_prepared_weight_has_the_address_of_what_it_holds() -> None:
+    """By it accelerate finds the parameters of an optimizer again: no two may have the same."""
+    for quantizes in (False, True):
+        with hybridq.quantized_model_init("mxfp8", enabled=quantizes):
+            one = model()
+        before = [parameter.data_ptr() for parameter in one.parameters()]
+        hybridq.distributed.prepare_fsdp2(one)
+        after = [parameter.data_ptr() for parameter in one.parameters()]
+        assert after == before and len({*after}) == len(after) and 0 not in after
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("quantizes", [True, False])
+def test_offloaded_weights_come_back(recipe, quantizes) -> None:
+    """accelerate makes each parameter anew, by its class, when it moves."""
+    with hybridq.quantized_model_init(recipe, enabled=quantizes):
+        one = model()
+    x = torch.randn(4, 32)
+    with torch.no_grad(), hybridq.autocast(recipe=recipe):
+        want = one(x)
+        accelerate.cpu_offload(one, execution_device=torch.device("cpu"))
+        assert one[0].weight.is_meta
+        assert torch.equal(one(x), want)
+        assert one[0].weight.is_meta
+
+
+@needs_gloo
+@pytest.mark.more
+def test_sharded_weights_travel_as_planes(tmp_path) -> None:
+    names = ("mixed_precision", "same_bits", "by_itself")
+    run(2, tmp_path / "store", *names, program="accelerate_program.py")
+
+
+@needs_gloo
+@pytest.mark.more
+def test_trainer_shards_with_planes(tmp_path) -> None:
+    pytest.importorskip("transformers")
+    run(2, tmp_path / "store", "trainer", program="accelerate_program.py")

@@ -1,0 +1,210 @@
+"""Folders that other programs quantized, loaded as quantized tensors with their own planes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import hybridq
+import hybridq.integrations.transformers as ours
+from hf_models import assert_same, load, logits, quantized, saved
+from hybridq import layouts
+from hybridq.errors import CheckpointError
+from hybridq.integrations.transformers import HybridQConfig, LayoutConfig
+from layout_folders import written
+
+KINDS = ("llama", "wide_moe", "mixtral")
+#: Layout, scheme, and what its configuration needs to be told.
+FOREIGN = [
+    ("compressed-tensors", "nvfp4", {"inputs": "static"}),
+    ("compressed-tensors", "mxfp8", {}),
+    ("compressed-tensors", "mxfp4", {}),
+    ("compressed-tensors", "fp8_tensor", {"inputs": "static"}),
+    ("compressed-tensors", "fp8_channel", {}),
+    ("fine-grained-fp8", "fp8_block", {}),
+    ("fine-grained-fp8", "mxfp8", {}),
+]
+
+
+def check(model, folder: Path, planes, is_reciprocal: bool = False) -> None:
+    """The model has these planes, and says what that of the decoded weights does.
+
+    Of a second-level scale that a file has as its reciprocal, the last bit is not in the file.
+    """
+    rtol = 2**-22 if is_reciprocal else 0.0
+    own = quantized(model)
+    codes = {bytes(one.data.view(torch.uint8).flatten().tolist()) for one in planes.values()}
+    found = set()
+    for value in own.values():
+        each = value.detach().unbind(0) if value.dim() == 3 else [value.detach()]
+        for one in each:
+            data = one.tensor_storage.first.data.view(torch.uint8)
+            found.add(bytes(data.flatten().tolist()))
+    joined = b"".join(sorted(found))
+    assert all(one in joined for one in codes) and sum(map(len, codes)) == sum(map(len, found))
+    decoded = load(folder.with_name(folder.name + "-decoded"), dtype=torch.float32)
+    for name, value in decoded.named_parameters():
+        mine = model.get_parameter(name).detach()
+        mine = mine.dequantize(dtype=torch.float32) if name in own else mine.float()
+        torch.testing.assert_close(mine, value.detach(), rtol=rtol, atol=0.0, msg=name)
+    said = logits(decoded)
+    exact = logits(model.float() if model.dtype != torch.float32 else model)
+    assert (exact - said).norm() <= 1e-5 * said.norm()
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "fp8_tensor", "mxfp8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_modelopts_folders_have_their_own_planes(kind, scheme, tmp_path) -> None:
+    inputs = {} if scheme == "mxfp8" else {"inputs": "static"}
+    planes = written(kind, tmp_path / "m", "modelopt", scheme, **inputs)
+    model, told = load(tmp_path / "m", output_loading_info=True)
+    assert not any(told.values())
+    names = set(quantized(model))
+    assert any("experts" in name for name in names) == (kind != "llama")
+    assert not any("lm_head" in name or "mlp.gate." in name for name in names)
+    model.save_pretrained(tmp_path / "again")
+    again, told = load(tmp_path / "again", output_loading_info=True)
+    assert not any(told.values())
+    assert_same(model, again)
+    assert torch.equal(logits(model), logits(again))
+    says = json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]
+    assert says["quant_method"] == "hybridq" == model.config.quantization_config.quant_method
+    check(load(tmp_path / "m", dtype=torch.float32), tmp_path / "m", planes)
+    plain = model.dequantize()
+    assert not quantized(plain)
+
+
+@pytest.mark.parametrize(("layout", "scheme", "says"), FOREIGN)
+@pytest.mark.parametrize("kind", ["wide", "wide_moe"])
+def test_other_layouts_are_loaded_as_quantized_tensors(
+    kind, layout, scheme, says, tmp_path
+) -> None:
+    planes = written(kind, tmp_path / "m", layout, scheme, **says)
+    model, told = ours.load(tmp_path / "m", output_loading_info=True, dtype=torch.float32)
+    assert not any(told.values())
+    check(model, tmp_path / "m", planes, (layout, scheme) == FOREIGN[0][:2])
+    model.save_pretrained(tmp_path / "again")
+    assert_same(model, load(tmp_path / "again"))
+
+
+def test_gpt_oss_experts_are_mxfp4(tmp_path) -> None:
+    """[E, out, in] in the file, [E, in, out] in memory."""
+    planes = written("gpt_oss", tmp_path / "m", "gpt-oss-mxfp4", "mxfp4")
+    model = ours.load(tmp_path / "m", dtype=torch.float32)
+    names = set(quantized(model))
+    assert names and all("experts" in name for name in names)
+    check(model, tmp_path / "m", planes)
+    model.save_pretrained(tmp_path / "again")
+    again = load(tmp_path / "again")
+    assert_same(model, again)
+    assert torch.equal(logits(model), logits(again))
+
+
+@pytest.mark.usefixtures("warns_anew")
+def test_experts_whose_planes_cannot_be_put_together_are_decoded(tmp_path, caplog) -> None:
+    """Gate and up have second-level scales of their own."""
+    written("qwen3_moe", tmp_path / "m", "compressed-tensors", "nvfp4", shares=False)
+    model = ours.load(tmp_path / "m", dtype=torch.float32)
+    decoded = load(tmp_path / "m-decoded", dtype=torch.float32)
+    for name, value in decoded.named_parameters():
+        mine = model.get_parameter(name).detach()
+        mine = mine.dequantize() if name in quantized(model) else mine
+        assert torch.equal(mine, value), name
+    assert "model.layers.0.mlp.experts.down_proj" in quantized(model)
+    assert "experts.gate_up_proj [4, 96, 64] is in high precision" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme", "kv_cache", "recipe"),
+    [
+        ("llama", "nvfp4", "nvfp4", "nvfp4_1d_weight"),
+        ("llama", "fp8_tensor", "fp8", "fp8_current"),
+        ("qwen3_moe", "nvfp4", "fp8", "nvfp4_1d_weight"),
+    ],
+)
+def test_static_scales_and_those_of_caches_are_kept(
+    kind, scheme, kv_cache, recipe, tmp_path
+) -> None:
+    written(kind, tmp_path / "m", "modelopt", scheme, inputs="static", kv_cache=kv_cache)
+    model, told = load(tmp_path / "m", output_loading_info=True)
+    assert not any(told.values())
+    found = model.hf_quantizer.calibration
+    attention = "model.layers.1.self_attn"
+    assert float(found.amax(f"{attention}.q_proj", "input")) == pytest.approx(3.5, rel=1e-6)
+    for slot in ("k", "v"):
+        assert float(found.amax(attention, slot)) == pytest.approx(7.0, rel=1e-6)
+    if kind == "qwen3_moe":
+        stack = "model.layers.0.mlp.experts.down_proj"
+        assert float(found.amax(f"{stack}.2", "input")) == pytest.approx(3.5, rel=1e-6)
+    found.save(tmp_path / "scales.safetensors")
+    planes = {name: one.rowwise.data for name, one in quantized(model).items()}
+    hybridq.quantize_model(model, recipe, tmp_path / "scales.safetensors")
+    assert all(torch.equal(planes[name], quantized(model)[name].rowwise.data) for name in planes)
+    static = logits(model)
+    hybridq.quantize_model(model, recipe)
+    assert static.isfinite().all() and not torch.equal(static, logits(model))
+
+
+def test_a_folder_that_says_it_in_a_file_of_its_own(tmp_path) -> None:
+    """`hf_quant_config.json`, and a `config.json` that says nothing."""
+    planes = written("llama", tmp_path / "m", "modelopt", "nvfp4", inputs="static")
+    path = tmp_path / "m" / "config.json"
+    says = json.loads(path.read_text())
+    del says["quantization_config"]
+    path.write_text(json.dumps(says))
+    asked = LayoutConfig(frozen=True)
+    model = load(tmp_path / "m", quantization_config=asked, dtype=torch.float32)
+    assert not any(one.requires_grad for one in quantized(model).values())
+    check(model, tmp_path / "m", planes)
+    check(ours.load(tmp_path / "m", dtype=torch.float32), tmp_path / "m", planes)
+    (tmp_path / "m" / "hf_quant_config.json").unlink()
+    check(ours.load(tmp_path / "m", dtype=torch.float32), tmp_path / "m", planes)  # by its names
+
+
+@pytest.mark.filterwarnings("ignore::hybridq.HybridQWarning")
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_what_is_exported_comes_back(layout, tmp_path) -> None:
+    """A mixture that was quantized while it was loaded, in a server's layout, and loaded again."""
+    folder = saved("wide_moe", tmp_path / "plain")
+    model = load(folder, quantization_config=HybridQConfig(format="mxfp8"))
+    hybridq.export(model, tmp_path / "out", layout=layout)
+    again, told = ours.load(tmp_path / "out", output_loading_info=True)
+    assert not any(told.values())
+    mine, its = quantized(model), quantized(again)
+    assert mine.keys() == its.keys() and any("experts" in name for name in mine)
+    for name, value in mine.items():
+        assert torch.equal(value.rowwise.data, its[name].rowwise.data)
+        assert torch.equal(value.rowwise.scale, its[name].rowwise.scale)
+    assert torch.equal(logits(model), logits(again))
+
+
+def test_a_loaded_model_trains(tmp_path) -> None:
+    written("qwen3_moe", tmp_path / "m", "modelopt", "nvfp4", inputs="static")
+    model = load(tmp_path / "m").train()
+    ids = torch.arange(12)[None]
+    model(ids, labels=ids).loss.backward()
+    assert all(one.grad is not None for one in quantized(model).values())
+
+
+def test_what_is_no_such_folder_is_refused(tmp_path) -> None:
+    written("llama", tmp_path / "m", "modelopt", "mxfp8")
+    plain = tmp_path / "m-plain"
+    with pytest.raises(ValueError, match="must hold weights that another program quantized, got n"):
+        ours.load(plain)
+    with pytest.raises(ValueError, match="a folder of modelopt must have quantized weights"):
+        load(plain, quantization_config=LayoutConfig("modelopt"))
+    load(plain, quantization_config=HybridQConfig("mxfp8")).save_pretrained(tmp_path / "own")
+    with pytest.raises(ValueError, match="planes of hybridq, which need no LayoutConfig"):
+        ours.load(tmp_path / "own")
+    with pytest.raises(hybridq.errors.SpecError, match="a layout must be one of"):
+        LayoutConfig("model-opt")
+    path = tmp_path / "m" / "config.json"
+    says = json.loads(path.read_text())
+    says["quantization_config"]["quant_method"] = "awq"
+    path.write_text(json.dumps(says))
+    with pytest.raises(CheckpointError, match="quant_method of the configuration must be one of"):
+        ours.load(tmp_path / "m")
+    assert "modelopt" in layouts.names()

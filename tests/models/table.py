@@ -1,0 +1,91 @@
+"""Write docs/reference/models.md: every family, and what holds of it.
+
+    PYTHONPATH=tests python -m models.table [NAME,NAME]
+
+With names, only these families are run, and their rows are printed and not kept.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from hybridq.report.machine import read_core, read_machine
+
+from .columns import COLUMNS, NotThere, flops
+from .families import FAMILIES, Family
+
+_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
+_HEADS = ("family", "kind", "quantized", "of these", *COLUMNS)
+_INTRODUCTION = """# Models
+
+Small random models of Hugging Face's families, converted by `hybridq.convert` and run. Made by
+`make models`; a part of it is in the tests. Linear operations are products with a parameter.
+
+| column | what holds |
+| --- | --- |
+| quantized | share of a forward's linear operations that run on quantized operands under `mxfp8` |
+| of these | the same, but of all that are no head and no router |
+"""
+
+
+def row(family: Family) -> list[str]:
+    """Return one family's row."""
+    counted = flops(family)
+    found = [f"{100 * counted.share_of_all:.0f}%", f"{100 * counted.share:.0f}%"]
+    for name, column in COLUMNS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                column(family, Path(folder))
+                found.append("yes")
+            except NotThere as reason:
+                found.append(f"- ({reason})")
+            except Exception as error:
+                print(f"{family.name}, {name}: {type(error).__name__}: {error}", file=sys.stderr)
+                found.append("**no**")
+    return [family.name, family.kind, *found]
+
+
+def page(rows: Iterable[list[str]]) -> str:
+    """Return the page of these rows."""
+    import transformers
+
+    meaning = [f"| {name} | {(column.__doc__ or '').strip()} |" for name, column in COLUMNS.items()]
+    lines = ["| " + " | ".join(_HEADS) + " |", "| " + " | ".join("---" for _ in _HEADS) + " |"]
+    lines += ["| " + " | ".join(one) + " |" for one in rows]
+    versions = (
+        f"transformers {transformers.__version__}, torch {torch.__version__}, Python "
+        f"{platform.python_version()}, {read_machine().cpu}, kernels {read_core().variant}"
+    )
+    return "\n".join(
+        [_INTRODUCTION + "\n".join(meaning), "", *lines, "", f"Run with {versions}.", ""]
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """Run the families, print or write the page; return the number of cells that say no."""
+    names = [name.strip() for name in ",".join(arguments).split(",") if name.strip()]
+    unknown = set(names) - {one.name for one in FAMILIES}
+    if unknown:
+        known = ", ".join(one.name for one in FAMILIES)
+        sys.exit(f"models: must be of {known}, got {', '.join(sorted(unknown))}")
+    warnings.simplefilter("ignore")
+    chosen = [one for one in FAMILIES if not names or one.name in names]
+    rows = []
+    for family in chosen:
+        rows.append(row(family))
+        print(" | ".join(rows[-1]), flush=True)
+    if not names:
+        _PAGE.write_text(page(rows))
+        print(f"written: {_PAGE}")
+    return sum(cell == "**no**" for one in rows for cell in one)
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(sys.argv[1:]), 1))

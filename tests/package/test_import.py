@@ -1,0 +1,142 @@
+"""`import hybridq`: what it loads, what it registers, and which names there are."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+import hybridq
+from places import ROOT
+
+MODULE_OF = hybridq._MODULE_OF
+#: Most names at the top: what nearly every program uses. The rest stands in the packages.
+MOST_NAMES = 56
+
+
+def run(code: str, *args: object) -> None:
+    """Run `code` in a process that has imported nothing; warnings are errors."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *map(str, args)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+@pytest.mark.parametrize("name", sorted({*hybridq.__all__, *MODULE_OF}))
+def test_a_name_is_that_of_its_package(name: str) -> None:
+    if name == "__version__":
+        return
+    module = import_module(f"hybridq.{MODULE_OF.get(name, 'tensor')}")
+    assert getattr(hybridq, name) is getattr(module, name)
+    assert name in dir(hybridq) and name in module.__all__
+
+
+def test_there_are_few_names_and_each_has_one_home() -> None:
+    assert len(hybridq.__all__) <= MOST_NAMES
+    homes = [
+        name
+        for table in (hybridq._NAMES, hybridq._ALIASES)
+        for part in table.values()
+        for name in part
+    ]
+    assert len(set(homes)) == len(homes)
+    public = [name for part in hybridq._NAMES.values() for name in part]
+    assert sorted([*public, "__version__", "gemm"]) == hybridq.__all__
+
+
+def test_type_checkers_see_every_name() -> None:
+    tree = ast.parse(Path(hybridq.__file__).read_text())
+    (block,) = (
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    seen = {
+        alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    packages = {name for name, module in seen.items() if module is None}
+    assert packages >= set(hybridq._PACKAGES)
+    named = {name: module for name, module in seen.items() if module is not None}
+    assert set(named) == set(MODULE_OF)
+    for name, module in named.items():
+        assert module == MODULE_OF[name] or module.startswith(f"{MODULE_OF[name]}."), name
+        found = getattr(import_module(f"hybridq.{module}"), name)
+        assert found is getattr(hybridq, name), name
+
+
+def test_a_name_that_is_not_there() -> None:
+    with pytest.raises(AttributeError, match="module 'hybridq' has no attribute 'Lineer'"):
+        hybridq.Lineer  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'Lineer'"):
+        exec("from hybridq import Lineer")
+
+
+def test_names_are_found_inside_a_graph(monkeypatch) -> None:
+    for name in ("PlaneSpec", "autocast", "backend"):
+        monkeypatch.delitem(vars(hybridq), name, raising=False)
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        with hybridq.backend("reference"), hybridq.autocast(recipe=hybridq.recipes.get("mxfp8")):
+            return x + 1
+
+    x = torch.ones(2)
+    assert torch.equal(torch.compile(cast, fullgraph=True, backend="eager")(x), x + 1)
+
+
+LAZY = """
+import sys, hybridq
+late = {f"hybridq.{name}" for name in hybridq._PACKAGES}
+assert not late & set(sys.modules), late & set(sys.modules)
+"""
+READS = """
+import torch
+names = torch._C._dispatch_get_all_op_names()
+assert sorted(name for name in names if name.startswith("hybridq::")) == sys.argv[2:]
+read = torch.load(sys.argv[1], weights_only=True)
+assert isinstance(read, hybridq.QuantizedTensor)
+assert read.dequantize().shape == (32, 32)
+assert not late & set(sys.modules), late & set(sys.modules)
+"""
+#: What a program may be inside of when it asks for a name for the first time.
+INSIDE = """
+import gc
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+before = {id(one) for one in gc.get_objects()}
+with torch.inference_mode(), torch.device("meta"), FakeTensorMode():
+    for name in hybridq._PACKAGES:
+        getattr(hybridq, name)
+made = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)
+        and id(one) not in before]
+spoilt = [one for one in made if one.is_meta or one.is_inference() or type(one) is FakeTensor]
+assert not spoilt, spoilt
+"""
+
+
+def test_files_and_graphs_can_be_read_after_the_import_alone(tmp_path) -> None:
+    for package in hybridq._PACKAGES:  # none of them has an operator of its own
+        import_module(f"hybridq.{package}")
+    names = torch._C._dispatch_get_all_op_names()
+    operators = sorted(name for name in names if name.startswith("hybridq::"))
+    assert "hybridq::encode" in operators  # graphs have operators by name
+    torch.save(hybridq.quantize(torch.ones(32, 32), "mxfp8"), tmp_path / "tensor.pt")
+    run(LAZY + READS + INSIDE, tmp_path / "tensor.pt", *operators)
+
+
+def test_no_module_is_shadowed_by_the_tables() -> None:
+    modules = {path.stem for path in (ROOT / "src" / "hybridq").iterdir()}
+    assert modules & set(MODULE_OF) == set()
+    assert modules & set(hybridq.__all__) == {"gemm"}

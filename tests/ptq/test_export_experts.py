@@ -1,0 +1,165 @@
+"""Experts: stacks of every kind, as they are and under names of their own; MXFP4 as NVFP4."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import hybridq
+from checkpoint_tools import Notes
+from export_tools import run, small_tiles, stored
+from hybridq import layouts
+from hybridq.ptq.exact import Exponents, exact_plane
+
+__all__ = ["small_tiles"]
+
+E, H, INNER = 3, 64, 96
+PARENT = "model.layers.0.mlp.experts"
+
+
+def gates(kind: str) -> dict[str, torch.Tensor]:
+    """Each expert's matrices `[out, in]`, by the name that a server has for it."""
+    torch.manual_seed(2)
+    made = {}
+    for e in range(E):
+        for name, shape in (("gate", (INNER, H)), ("up", (INNER, H)), ("down", (H, INNER))):
+            made[f"{PARENT}.{e}.{name}_proj.weight"] = torch.randn(shape).bfloat16() * (e + 1)
+    return made
+
+
+def stacks(kind: str) -> dict[str, torch.Tensor]:
+    """The same as the stacks of a model."""
+    own = gates(kind)
+    gate_up, down = [], []
+    for e in range(E):
+        gate, up, low = (own[f"{PARENT}.{e}.{one}_proj.weight"] for one in ("gate", "up", "down"))
+        both = torch.cat([gate, up])
+        if kind == "gpt_oss":
+            both = torch.stack([gate, up], 1).flatten(0, 1)
+        gate_up.append(both.t() if kind != "qwen" else both)
+        down.append(low.t() if kind != "qwen" else low)
+    return {
+        f"{PARENT}.gate_up_proj": torch.stack(gate_up).contiguous(),
+        f"{PARENT}.down_proj": torch.stack(down).contiguous(),
+    }
+
+
+def folder(path: Path, kind: str, tensors: dict[str, torch.Tensor]) -> Path:
+    path.mkdir()
+    config = {"model_type": kind, "hidden_size": H, "dtype": "bfloat16"}
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("kind", ["qwen", "llama4", "gpt_oss"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("size", ["whole", "tiles"])
+def test_stacks_get_the_names_of_experts(kind, fmt, size, tmp_path, request):
+    if size == "tiles":
+        request.getfixturevalue("small_tiles")
+    source = folder(tmp_path / "in", kind, stacks(kind) | {"model.norm.weight": torch.ones(H)})
+    run(source, tmp_path / "out", layout="compressed-tensors", format=fmt)
+    own, want = gates(kind), {}
+    spec = hybridq.PlaneSpec.parse(fmt)
+    for name, x in own.items():
+        other = (
+            name.replace("gate_proj", "up_proj") if "gate" in name else name.replace("up_", "gate_")
+        )
+        amax = torch.maximum(x.abs().max(), own[other].abs().max()).float().reshape(1)
+        stat = amax if fmt == "nvfp4" else None
+        buffers = torch.ops.hybridq.encode(x, spec.text, "", stat)
+        named = zip((one.name for one in spec.buffers(1, 1)), buffers, strict=True)
+        plane = hybridq.Plane(spec, "rowwise", *x.shape, named)
+        want |= layouts.get("compressed-tensors").stored(name, spec, x.shape).encode([plane])
+    found = stored(tmp_path / "out")
+    assert found.keys() == {*want, "model.norm.weight"}
+    for name, value in want.items():
+        assert torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)), name
+
+
+def test_stacks_stay_stacks_where_the_layout_has_them(tmp_path):
+    """Of `[E, in, out]` the planes run along `in`, and what they decode to is `[E, in, out]`."""
+    tensors = stacks("gpt_oss")
+    source = folder(tmp_path / "in", "gpt_oss", tensors)
+    run(source, tmp_path / "q", layout="gpt-oss-mxfp4", format="mxfp4")
+    found = stored(tmp_path / "q")
+    assert found[f"{PARENT}.gate_up_proj_blocks"].shape == (E, 2 * INNER, H // 32, 16)
+    assert found[f"{PARENT}.down_proj_scales"].shape == (E, H, INNER // 32)
+    run(tmp_path / "q", tmp_path / "plain", layout="bf16")
+    for name, value in stored(tmp_path / "plain").items():
+        planes = [hybridq.quantize(one.t().contiguous(), "mxfp4").rowwise for one in tensors[name]]
+        want = torch.stack([plane.dequantize(torch.bfloat16).t() for plane in planes])
+        assert torch.equal(value, want), name
+    checkpoint = hybridq.load_checkpoint(tmp_path / "q")
+    assert [one.shape for one in checkpoint[f"{PARENT}.down_proj"]] == [(H, INNER)] * E
+
+
+@pytest.mark.parametrize("size", ["whole", "tiles"])
+def test_mxfp4_becomes_nvfp4_without_loss(size, tmp_path, request):
+    source = folder(tmp_path / "in", "gpt_oss", stacks("gpt_oss"))
+    run(source, tmp_path / "q", layout="gpt-oss-mxfp4", format="mxfp4")
+    if size == "tiles":
+        request.getfixturevalue("small_tiles")
+    notes = run(tmp_path / "q", tmp_path / "nv", layout="modelopt", format="nvfp4")
+    assert not any("loss" in text for text in notes.warnings)
+    assert all(one.worst == 0.0 for one in notes.outcome.tensors.values())
+    before = hybridq.load_checkpoint(tmp_path / "q")
+    after = hybridq.load_checkpoint(tmp_path / "nv")
+    for e in range(E):
+        gate_up = before[f"{PARENT}.gate_up_proj"][e].dequantize(dtype=torch.float32)
+        for number, name in enumerate(("gate_proj", "up_proj")):
+            own = after[f"{PARENT}.{e}.{name}.weight"].dequantize(dtype=torch.float32)
+            assert torch.equal(own, gate_up[number::2])
+        own = after[f"{PARENT}.{e}.down_proj.weight"].dequantize(dtype=torch.float32)
+        assert torch.equal(own, before[f"{PARENT}.down_proj"][e].dequantize(dtype=torch.float32))
+    scales = stored(tmp_path / "nv")
+    one, other = (scales[f"{PARENT}.0.{name}_proj.weight_scale_2"] for name in ("gate", "up"))
+    assert torch.equal(one, other)
+
+
+def test_what_cannot_be_exact_is_named_and_encoded_anew(tmp_path):
+    x = torch.ones(32, 64).bfloat16()
+    x[0, :32] = 2.0**-18  # 18 powers of two below the largest block
+    tensors = {"a.weight": x, "b.weight": torch.randn(32, 64).bfloat16()}
+    save_file(tensors, tmp_path / "in.safetensors")
+    q, nv = tmp_path / "q.safetensors", tmp_path / "nv.safetensors"
+    run(tmp_path / "in.safetensors", q, layout="compressed-tensors", format="mxfp4")
+    notes = run(q, nv, layout="modelopt", format="nvfp4", source_layout="compressed-tensors")
+    told = [text for text in notes.warnings if "without loss" in text]
+    assert len(told) == 1 and told[0].startswith("a.weight ") and "2^-20 to 2^-2" in told[0]
+    own = hybridq.load_checkpoint(q, "compressed-tensors")["a.weight"]
+    want = hybridq.quantize(own.dequantize(dtype=torch.float32), "nvfp4").rowwise
+    found = hybridq.load_checkpoint(nv)["a.weight"].rowwise
+    assert torch.equal(found.data, want.data) and torch.equal(found.scale, want.scale)
+
+
+def test_every_distance_of_scales():
+    """18 exponents fit, blocks of zeros do not count, NaN does."""
+    for distance in range(20):
+        x = torch.zeros(1, 96)
+        x[0, 0], x[0, 32] = 4.0, 4.0 * 2.0**-distance
+        plane = hybridq.quantize(x, "mxfp4").rowwise
+        seen = Exponents()
+        seen.add(plane)
+        assert (seen.top is not None) == (distance <= 17)
+        if seen.top is not None:
+            assert torch.equal(exact_plane(plane, seen.top).dequantize(), plane.dequantize())
+    plane.buffers["scale"][0, 1] = 255
+    seen = Exponents()
+    seen.add(plane)
+    assert seen.top is None
+    zeros = Exponents()
+    zeros.add(hybridq.quantize(torch.zeros(2, 64), "mxfp4").rowwise)
+    assert zeros.top == 0
+
+
+def test_separate_experts_stay_as_they_are(tmp_path):
+    source = folder(tmp_path / "in", "mixtral", gates("qwen"))
+    notes = run(source, tmp_path / "out", layout="fine-grained-fp8", format="mxfp8")
+    assert set(notes.outcome.tensors) == set(gates("qwen"))
+    assert isinstance(notes, Notes)
