@@ -21,7 +21,7 @@ import modules
 import products
 import quantize
 import torch
-from timing import cpu_name, lines, measure, over_runs, slug
+from timing import cpu_name, lines, machine_slug, measure, over_runs
 
 PARTS = {part.NAME: part for part in (quantize, products, layers, fused, modules)}
 
@@ -62,7 +62,7 @@ def main() -> None:
         "tables": tables,
     }
     day = datetime.date.today().isoformat()
-    name = "-".join(["cpu", *([] if set(names) == set(PARTS) else names), slug(cpu_name()), day])
+    name = "-".join(["cpu", *([] if set(names) == set(PARTS) else names), machine_slug(), day])
     file = Path(__file__).parent / "results" / f"{name}.json"
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(result, indent=1) + "\n")

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from timing import Case, Run
 from torch.nn import functional
 
 from hybridq.formats import DEFAULT_SIGNS
-from hybridq.kernels.ops import encode
-from hybridq.kernels.ops_fused import activation_encode, norm_encode
+from hybridq.kernels.choice import EncodeRequest
+from hybridq.kernels.operators import activation_encode, encode, norm_encode
 
 NAME = "fused"
 
@@ -64,7 +63,7 @@ def cases(rows: int, cols: int, threads: int) -> list[Case]:
     }
     found: list[Case] = []
     for name, row, col in PLANES:
-        planes = (row, col, None, None, None)
+        planes = EncodeRequest(row, col)
 
         def add(
             kind: str,
@@ -72,18 +71,18 @@ def cases(rows: int, cols: int, threads: int) -> list[Case]:
             torchs: Make,
             ours: Make,
             name: str = name,
-            planes: tuple[Any, ...] = planes,
+            planes: EncodeRequest = planes,
         ) -> None:
             label = f"{kind}, {name}"
             for make, what, end in ((torchs, "torch's", ""), (ours, "hybridq's", ", of two")):
-                base: Run = lambda make=make: encode(make(), *planes)  # type: ignore[misc]  # noqa: E731
+                base: Run = lambda make=make: encode(make(), planes)  # type: ignore[misc]  # noqa: E731
                 found.append(Case(label + end, run, base, f"{what} {kind}, then encode"))
 
         for kind, (torchs, ours) in norms.items():
             shift = beta if kind == "LayerNorm" else None
-            run = partial(norm_encode, x, gamma, shift, 1e-5, kind, False, *planes)
+            run = partial(norm_encode, x, gamma, shift, 1e-5, kind, False, planes)
             add(kind, run, torchs, ours)
         for kind, (own, torchs) in activations.items():
-            run = partial(activation_encode, own, kind, *planes)
+            run = partial(activation_encode, own, kind, planes)
             add(kind, run, torchs, partial(ops.activation, own, kind))
     return found

@@ -37,7 +37,7 @@ from gpu_bench.runner import Runner
 from gpu_bench.timing import Budget, GpuTimer, HostTimer, Sample, Timer
 
 import hybridq
-from hybridq.kernels import registry
+from hybridq.kernels.choice import registry as registry
 
 RESULTS = Path(__file__).parent / "results"
 #: What is asked of the casts: one and two planes, with and without an amax.

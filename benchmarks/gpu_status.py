@@ -1,4 +1,4 @@
-"""Fill the tables of docs/gpu-status.md from the results of `make gpu`.
+"""Fill the tables of docs/reference/gpu-status.md from the results of `make gpu`.
 
     python benchmarks/gpu_status.py benchmarks/results/gpu-<machine>-<date>.json
     python benchmarks/gpu_status.py          # only add and drop rows: the kernels that exist
@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gpu_bench import result as results
 from gpu_bench.kernels import ROOT, native_kernels, triton_kernels
 
-from hybridq.kernels import registry
+from hybridq.kernels.choice import registry as registry
 
-PAGE = ROOT / "docs" / "gpu-status.md"
+PAGE = ROOT / "docs" / "reference" / "gpu-status.md"
 NEVER = "never run on a chip"
 #: A kernel counts where it takes most of a case's time.
 _MOST = 0.5

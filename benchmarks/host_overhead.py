@@ -16,7 +16,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -26,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timing import machine_slug
 from torch import nn
 
 import hybridq
-from hybridq.kernels.watch import nothing_watches
+from hybridq.kernels.inputs.dispatch_bypass import can_bypass_dispatcher
 from hybridq.report import diagnose
 
 PARTS = ("quantize", "linear")
@@ -105,7 +105,11 @@ def floor(x: torch.Tensor) -> list[Case]:
             lambda: wrapper(_Wrapper, (rows, cols), dtype=x.dtype, device=device),
             "operator",
         ),
-        Case("hybridq's question whether anything watches", lambda: nothing_watches(x), "operator"),
+        Case(
+            "hybridq's question whether anything watches",
+            lambda: can_bypass_dispatcher(x),
+            "operator",
+        ),
         Case("autograd.Function.apply", lambda: _Pass.apply(leaf), "operator"),
     ]
 
@@ -250,7 +254,7 @@ def main() -> None:
         "cases": rows,
     }
     day = datetime.date.today().isoformat()
-    name = "-".join(found.machine.cpu.lower().split()[:2]) or platform.machine()
+    name = machine_slug()
     which = "" if set(parts) == set(PARTS) else "-".join(parts) + "-"
     path = Path(__file__).parent / "results" / f"host-{which}{name}-{options.threads}t-{day}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")

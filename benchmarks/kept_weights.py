@@ -14,13 +14,13 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from timing import machine_slug
 
 import hybridq
 from hybridq.report import diagnose
@@ -64,7 +64,7 @@ def ratio(
         "dtype": str(dtype).removeprefix("torch."),
         "ratio": round(middle, 2),
         "quartiles": [round(low, 2), round(high, 2)],
-        "kept_nbytes": w.rowwise.kept.nbytes,
+        "operand_cache_nbytes": w.rowwise.operand_cache.nbytes,
     }
 
 
@@ -100,7 +100,7 @@ def main() -> None:
         "cases": rows,
     }
     day = datetime.date.today().isoformat()
-    name = "-".join(found.machine.cpu.lower().split()[:2]) or platform.machine()
+    name = machine_slug()
     path = Path(__file__).parent / "results" / f"kept-weights-{name}-{options.threads}t-{day}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(path)

@@ -13,7 +13,7 @@ import torch
 from timing import Case
 
 import hybridq
-from hybridq.kernels.plain import is_slow
+from hybridq.kernels.decoded.plain_gemm import is_slow
 
 NAME = "layers"
 UNIT = "nn.Linear in bfloat16"

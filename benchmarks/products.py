@@ -12,7 +12,7 @@ import torch
 from timing import Case
 
 import hybridq
-from hybridq.kernels.product import product_reason
+from hybridq.kernels.cpu.bf16_gemm import product_reason
 
 NAME = "products"
 UNIT = "torch's bfloat16 product"

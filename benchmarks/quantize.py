@@ -61,7 +61,7 @@ class Kernels:
     """The core's calls on one input, into memory of their own."""
 
     def __init__(self, x: torch.Tensor, threads: int) -> None:
-        backend: Any = import_module("hybridq.kernels.backend_cpu")
+        backend: Any = import_module("hybridq.kernels.cpu.backend")
         self.core, self.spec = backend.core, lambda s: backend.core_spec(s)[0]
         self.x, self.threads = x, threads
         self.amax = x.abs().max().float().reshape(1)
@@ -127,7 +127,7 @@ def peers(x: torch.Tensor, copy: Run) -> list[Case]:
 
 
 def operators(x: torch.Tensor, copy: Run) -> list[Case]:
-    """The same through `torch.ops.hybridq`: maxima found, results allocated."""
+    """The same through `torch.ops.hybridq`: amaxes found, results allocated."""
     encode, decode = torch.ops.hybridq.encode, torch.ops.hybridq.decode
     seed = torch.tensor([1])
     cases = []
@@ -160,7 +160,7 @@ def operators(x: torch.Tensor, copy: Run) -> list[Case]:
 def ratios_of_pairs(kernels: Kernels) -> list[Case]:
     """Both planes beside one, and a hybrid pair beside its two planes."""
     mxfp8, nvfp4 = spec("mxfp8"), spec("nvfp4")
-    turned = spec("nvfp4", signs=DEFAULT_SIGNS)
+    transformed = spec("nvfp4", signs=DEFAULT_SIGNS)
 
     def two(row: PlaneSpec, col: PlaneSpec) -> Run:
         first, second = kernels.encode(row, None), kernels.encode(None, col)
@@ -178,7 +178,7 @@ def ratios_of_pairs(kernels: Kernels) -> list[Case]:
     for label, row, col in (
         ("mxfp8 both", mxfp8, mxfp8),
         ("mxfp8 row + nvfp4 column", mxfp8, nvfp4),
-        ("mxfp8 row + nvfp4 column transform", mxfp8, turned),
+        ("mxfp8 row + nvfp4 column transform", mxfp8, transformed),
         ("nvfp4 row + fp8_1x128 column", nvfp4, spec("fp8_1x128")),
     ):
         cases.append(
@@ -214,7 +214,7 @@ def cases(rows: int, cols: int, threads: int) -> list[Case]:
 
 def versions() -> dict[str, str]:
     """Return what the figures were made with."""
-    core: Any = import_module("hybridq.kernels.backend_cpu").core
+    core: Any = import_module("hybridq.kernels.cpu.backend").core
     return {
         "hybridq": hybridq.__version__,
         "torch": torch.__version__,

@@ -8,6 +8,7 @@ which stands still while somebody else has the core; on more it is the time of t
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import statistics
@@ -100,6 +101,12 @@ def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
     return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def machine_slug() -> str:
+    """Return the processor as a part of a file name, with what its kernels were held to, if so."""
+    variant = os.environ.get("HYBRIDQ_CPU_VARIANT", "")
+    return slug(f"{variant} {cpu_name()}")
 
 
 def slug(text: str) -> str:

@@ -11,7 +11,7 @@ import torch
 
 import hybridq
 from hybridq.formats import PlaneSpec
-from hybridq.kernels import Call, candidates
+from hybridq.kernels import OpQuery, choose
 from hybridq.storage import Plane
 
 __all__ = ["Bench", "Case", "encode_goal", "fresh", "plane_nbytes", "quantized", "takes"]
@@ -97,8 +97,9 @@ class Bench:
 
     def runs(self, op: str, *specs: PlaneSpec | None) -> str:
         """Return the name of the backend that `op` of `specs` runs on here, "" if none."""
-        call = Call(op, self.device, torch.bfloat16, *specs)
-        return next((c.backend.name for c in candidates(call) if c.reason is None), "")
+        query = OpQuery(op, self.device, torch.bfloat16, *specs)
+        chosen = choose(query).chosen
+        return "" if chosen is None else chosen.name
 
 
 def plane_nbytes(spec: PlaneSpec, rows: int, cols: int) -> int:

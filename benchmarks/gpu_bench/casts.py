@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from hybridq.formats import DEFAULT_SIGNS, PlaneSpec, names
-from hybridq.kernels import registry
-from hybridq.kernels.types import EncodeArgs
+from hybridq.kernels.choice import EncodeRequest
+from hybridq.kernels.choice import registry as registry
 
 from .case import Bench, Case, encode_goal, plane_nbytes
 
@@ -33,11 +33,11 @@ def _plain() -> dict[str, PlaneSpec]:
 
 def _options() -> dict[str, PlaneSpec]:
     nvfp4, mxfp8 = PlaneSpec.parse("nvfp4"), PlaneSpec.parse("mxfp8")
-    turned = replace(nvfp4, signs=DEFAULT_SIGNS)
+    transformed = replace(nvfp4, signs=DEFAULT_SIGNS)
     return {
         "nvfp4 sr": replace(nvfp4, stochastic=True),
-        "nvfp4 rht": turned,
-        "nvfp4 rht sr": replace(turned, stochastic=True),
+        "nvfp4 rht": transformed,
+        "nvfp4 rht sr": replace(transformed, stochastic=True),
         "nvfp4 rows": replace(nvfp4, row_scaled=True),
         "nvfp4 4o6": replace(nvfp4, four_over_six="mae", tensor_bound=256.0),
         "mxfp8 sr": replace(mxfp8, stochastic=True),
@@ -150,7 +150,7 @@ def _encode_cases(bench: Bench, rows: int, cols: int, dtype: torch.dtype) -> Ite
                 ops["amax"](own, spec) if spec is not None and spec.needs_amax else None
                 for own, spec in ((x, row), (x.t(), col))
             ]
-            args = EncodeArgs(*stats, seed)
+            args = EncodeRequest("", "", *stats, seed)
             return lambda: ops["encode"](x, row, col, args)
 
         yield Case(
@@ -167,22 +167,22 @@ def _encode_cases(bench: Bench, rows: int, cols: int, dtype: torch.dtype) -> Ite
 
 
 def _amax_cases(bench: Bench, rows: int, cols: int, dtype: torch.dtype) -> Iterator[Case]:
-    plain, turned = PlaneSpec.parse("nvfp4"), OPTIONS["nvfp4 rht"]
+    plain, transformed = PlaneSpec.parse("nvfp4"), OPTIONS["nvfp4 rht"]
     item = torch.empty(0, dtype=dtype).element_size()
-    for name, spec, is_turned in (
+    for name, spec, is_transposed in (
         ("amax", plain, False),
-        ("amax rht row", turned, False),
-        ("amax rht col", turned, True),
+        ("amax rht row", transformed, False),
+        ("amax rht col", transformed, True),
         ("amax of rows", OPTIONS["nvfp4 rows"], False),
         ("amax of columns", OPTIONS["nvfp4 rows"], True),
     ):
-        direction = "columnwise" if is_turned else "rowwise"
+        direction = "columnwise" if is_transposed else "rowwise"
 
         def make(i: int, spec: PlaneSpec = spec, direction: str = direction) -> Callable[[], Any]:
             x = bench.randn(rows, cols, dtype, i)
             return lambda: torch.ops.hybridq.amax(x, str(spec), direction)
 
-        count = spec.stat_shape(cols if is_turned else rows)[0]
+        count = spec.stat_shape(cols if is_transposed else rows)[0]
         yield Case("cast", name, (rows, cols), make, "copy", item * rows * cols + 4 * count)
 
 

@@ -21,10 +21,10 @@ __all__ = ["FACTS", "PLANS", "SECTIONS", "TEST_FILES", "Place"]
 #: The order of tests: what all else stands on first; what compiles and what is large last.
 TEST_FILES = (
     *("each_kernel", "kernels", "library", "gemm", "linear", "streams"),
-    *("many", "prologue", "ragged", "graphs", "large"),
+    *("many", "prologue", "ragged", "offload", "graphs", "large"),
 )
 #: Tests that the third call of the first hour is for.
-_LATE = ("graphs", "large", "ragged", "streams")
+_LATE = ("graphs", "large", "offload", "ragged", "streams")
 #: Sections of benchmarks, with their seconds.
 SECTIONS = {
     "cast": 90,

@@ -94,7 +94,7 @@ def versions() -> dict[str, str]:
     """Return the versions of what was measured, and of the tools that built it."""
     # Not at the top: what starts the build reads results, and has no package yet.
     import hybridq
-    from hybridq.kernels import backend_cpu
+    from hybridq.kernels.cpu import backend as backend_cpu
 
     found = {
         "hybridq": hybridq.__version__,
