@@ -36,22 +36,19 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_custom_sections = [("Source", "returns_style")]
 
-MODULE = re.compile(r"^\.\. automodule:: (\S+)\n   :members:\n", re.M)
+MODULE = re.compile(r"^\.\. automodule:: (\S+)\n(?:   :.*\n)+", re.M)
 PAGE = re.compile(r"`*\bdocs/([\w/-]+)\.md`*")
+README_PAGE = re.compile(r"\]\(docs/")
+README_FILE = re.compile(r"\[(.*?)\]\([A-Z]+\.md\)")
 
 
-def link_pages(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Turn the names of pages, as the repository's readers see them, into links."""
+def complete_page(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Put the README in front of the first page, and constants into the pages of the API."""
     if docname == "index":
-        source[0] = (DOCS.parent / "README.md").read_text() + source[0]
+        readme = README_PAGE.sub("](/", (DOCS.parent / "README.md").read_text())
+        # The title of the page itself becomes that of a section.
+        source[0] = README_FILE.sub(r"\1", readme) + "\n#" + source[0]
     source[0] = MODULE.sub(lambda found: found.group(0) + constants(found.group(1)), source[0])
-    inside = re.compile(r"`(?:docs/)?([\w/-]+)\.md`(?!\])")
-
-    def link(match: re.Match[str]) -> str:
-        name = match.group(1)
-        return f"[`{name}.md`](/{name}.md)" if (DOCS / f"{name}.md").is_file() else match.group(0)
-
-    source[0] = inside.sub(link, source[0])
 
 
 def constants(module: str) -> str:
@@ -74,7 +71,7 @@ def is_constant(value: object) -> bool:
 def link_docstring(
     app: Sphinx, what: str, name: str, value: object, options: Any, lines: list[str]
 ) -> None:
-    """Link pages that a docstring names, and give a constant the comment above it as text."""
+    """Link the pages that a docstring names, and give a constant the comment above it as text."""
     if what == "data":
         lines[:] = constant_text(name, value) or lines
     if what in ("data", "property"):
@@ -105,14 +102,16 @@ def skip_member(
 ) -> bool | None:
     """Show what hybridq itself names on its page only, and constants by `constants` only."""
     if what == "module":
-        is_shown = app.env.docname != "api/hybridq" and getattr(hybridq, name, None) is value
+        is_elsewhere = app.env.docname != "reference/api/hybridq"
+        is_top = name in hybridq.__all__ and getattr(hybridq, name) is value
+        is_shown = is_elsewhere and is_top
         return True if is_shown or is_constant(value) or inspect.ismodule(value) else None
     return None
 
 
 def setup(app: Sphinx) -> None:
     """Connect the functions above."""
-    app.connect("source-read", link_pages)
+    app.connect("source-read", complete_page)
     app.connect("autodoc-process-docstring", link_docstring, priority=100)
     app.connect("autodoc-skip-member", skip_member)
 
