@@ -4,18 +4,26 @@
 # make test-more       what the default suite leaves out: other sizes, pairs and numbers of ranks
 # make test-all        both at once
 # make test-slow       the tests that take longer still, or many gigabytes
+# make judges          ask ModelOpt, lm-eval and other readers whether they read the same: their tests,
+#                      in an environment of their own (a gigabyte)
 # make lint            ruff and mypy
 # make sanitize        the C++ tests under the address and undefined-behaviour sanitizers
 # make exhaustive      every FP32 value through the casts, every input through every backend
 #                      (minutes)
-# make mutants         break the rules of docs/numerics.md one at a time in a copy: is each caught?
+# make mutants         break the rules of docs/reference/numerics.md one at a time in a copy: is each caught?
 #                      (about 40 minutes; MUTANTS=name,name for some; with VERDICTS=file a second
 #                      call goes on where the first one was ended)
 # make arm64-check     cross-build for arm64 and run the C++ tests under qemu-user
 # make fuzz            throw legal and illegal calls at the public door (MINUTES=5)
 # make bench           the CPU benchmarks, as one table, kept in benchmarks/results (minutes;
 #                      ARGS="--parts quantize --threads 1" for some)
+# make models          58 families of transformers, converted: docs/reference/models.md (about 20
+#                      minutes; MODELS="Llama 4,Mixtral" prints the rows of some)
+# make quality         real weights in every format, by plain rounding, SmoothQuant, AWQ and GPTQ, and in
+#                      files of every layout: docs/reference/quality.md (some 10 minutes; a run that
+#                      was ended goes on; ARGS="--only nvfp4" for some)
 # make docs            the documentation, in build/docs/html
+# make tutorials       run the notebooks of docs/tutorials, and keep what they show (a minute)
 # make wheel           an sdist and the wheel made of it, in dist
 # make wheel-check     that wheel in an empty environment (TORCH=torch==2.11.0: with that one)
 # make sdist-check     the same with the sdist, compiled on installation
@@ -35,7 +43,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # For example: make demo ARGS="--steps 50 --recipes bf16,mxfp8"
-#              make demo ARGS="--model moe" (a mixture of experts)
+#              make demo ARGS="--model moe" (a mixture of experts; hf-moe: transformers' own)
 ARGS ?=
 # For example: make demo-fsdp RANKS=4 ARGS="--steps 20 --recipe nvfp4"
 RANKS ?= 2
@@ -48,6 +56,8 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 # Names, slugs or layers of mutants, as `python -m mutants.run --list` in tests/ prints them.
 MUTANTS ?=
+# Names of families, as in tests/models/families.py, with commas; all, if none.
+MODELS ?=
 VERDICTS ?=
 # make gpu: a Python with torch; a folder for all that is known, at every moment; what is done; the
 # kernels, if make gpu-library has built them.
@@ -77,13 +87,15 @@ TORCH_STAMP := $(VENV)/.installed-$(subst /,_,$(subst =,-,$(subst $(space),_,$(T
 DEMO_STAMP := $(VENV)/.installed-demo
 DEV_STAMP := $(VENV)/.installed-dev
 DOCS_STAMP := $(VENV)/.installed-docs
+TUTORIALS_STAMP := $(VENV)/.installed-tutorials
 TOOLS_STAMP := $(VENV)/.installed-build-tools
 WHEEL_STAMP := $(VENV)/.installed-wheel-tools
 EMULATION_STAMP := build/emulation/.built
 
 .DELETE_ON_ERROR:
-.PHONY: demo demo-fsdp ready both test test-more test-all test-slow test-avx2 lint sanitize exhaustive mutants \
-  arm64-check fuzz bench docs wheel wheel-check sdist-check kernels-check emulation gpu gpu-facts \
+.PHONY: demo demo-fsdp ready both test test-more test-all test-slow test-avx2 judges lint sanitize exhaustive mutants \
+  arm64-check fuzz bench models quality docs tutorials wheel wheel-check sdist-check kernels-check emulation gpu \
+  gpu-facts \
   gpu-library clean distclean
 
 demo: $(DEMO_STAMP)
@@ -129,6 +141,19 @@ test-avx2: $(DEV_STAMP)
 
 test-slow: ready
 	@$(BIN)/python -m pytest -m "slow and not exhaustive" $(PYTEST_ARGS)
+
+# Beside .venv: ModelOpt and lm-eval bring a hundred packages, and other versions of some.
+JUDGES_VENV := build/judges/venv
+JUDGES_STAMP := build/judges/.installed-$(subst /,_,$(subst =,-,$(subst $(space),_,$(TORCH))))
+
+$(JUDGES_STAMP): $(DEV_STAMP)
+	$(PYTHON) -m venv $(JUDGES_VENV)
+	$(JUDGES_VENV)/bin/python -m pip --disable-pip-version-check install $(PIP_ARGS) "$(TORCH)" \
+	  -e ".[dev,judges]"
+	@touch $@
+
+judges: $(JUDGES_STAMP)
+	@OMP_NUM_THREADS=1 $(JUDGES_VENV)/bin/python -m pytest -m judges $(PYTEST_ARGS)
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
@@ -177,11 +202,21 @@ fuzz: $(DEV_STAMP)
 bench: $(DEV_STAMP)
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 	$(if $(ARGS),,$(BIN)/python benchmarks/host_overhead.py)
+	$(if $(ARGS),,$(BIN)/python benchmarks/decode_token.py --write)
+
+models: $(DEV_STAMP)
+	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m models.table "$(MODELS)"
+
+quality: $(JUDGES_STAMP)
+	@OMP_NUM_THREADS=1 $(JUDGES_VENV)/bin/python benchmarks/quality.py $(ARGS)
 
 docs: $(DOCS_STAMP)
 	rm -rf build/docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html -d build/docs/doctrees docs build/docs/html
 	$(BIN)/python tests/helpers/api_names.py build/docs/html/objects.inv
+
+tutorials: $(TUTORIALS_STAMP)
+	$(BIN)/python docs/tutorials/run.py $(ARGS)
 
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/hybridq/_version.py)
 SDIST := dist/hybridq-$(VERSION).tar.gz
@@ -242,6 +277,10 @@ $(DOCS_STAMP): $(TORCH_STAMP) $(BUILD_INPUTS)
 	$(PIP) "$(TORCH)" -e ".[docs]"
 	@touch $@
 
+$(TUTORIALS_STAMP): $(TORCH_STAMP) $(BUILD_INPUTS)
+	$(PIP) "$(TORCH)" -e ".[tutorials,transformers]"
+	@touch $@
+
 $(TOOLS_STAMP): | $(BIN)/python
 	$(PIP) cmake ninja "pybind11>=2.13"
 	@touch $@
@@ -276,7 +315,7 @@ gpu-library: $(TOOLS_STAMP)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f $(DEMO_STAMP) $(DEV_STAMP) $(DOCS_STAMP)
+	rm -f $(DEMO_STAMP) $(DEV_STAMP) $(DOCS_STAMP) $(TUTORIALS_STAMP)
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
