@@ -130,13 +130,14 @@ test-all: ready
 # compared by `make test` on any CPU.
 AVX2 := HYBRIDQ_CPU_VARIANT=x86-64-v3 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \
   MKL_ENABLE_INSTRUCTIONS=AVX2
-AVX2_TESTS := nn/test_plain_products.py nn/test_linear_module.py gemm/test_gemm.py \
-  gemm/test_gemm_cache.py report/test_report_doctor.py demo/test_demo.py package/test_docs.py
+AVX2_TESTS := tests/nn/autograd/test_plain_gemm.py tests/nn/modules/test_linear_module.py \
+  tests/gemm/test_gemm.py tests/gemm/test_gemm_cache.py tests/report/test_report_doctor.py \
+  tests/demo/test_demo.py tests/package/test_docs.py
 
 test-avx2: $(DEV_STAMP)
 	@if grep -qsw avx2 /proc/cpuinfo; then \
 	  $(AVX2) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not more" \
-	    $(PYTEST_JOBS) $(PYTEST_ARGS) $(addprefix tests/,$(AVX2_TESTS)); \
+	    $(PYTEST_JOBS) $(PYTEST_ARGS) $(AVX2_TESTS); \
 	else echo "test-avx2: needs an x86-64 CPU with AVX2; nothing to do here"; fi
 
 test-slow: ready

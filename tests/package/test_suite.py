@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import re
 from collections import Counter
 
 import pytest
@@ -33,6 +34,15 @@ def test_no_two_files_have_the_same_name() -> None:
     loose = [file for file in FILES if not (file.parent / "__init__.py").exists()]
     names = Counter(file.name for file in loose if file.name != "conftest.py")
     assert not [name for name, count in names.items() if count > 1]
+
+
+@pytest.mark.parametrize("file", ["Makefile", ".ci/run", "CONTRIBUTING.md", "pyproject.toml"])
+def test_named_files_are_there(file: str) -> None:
+    """pytest runs no test at all if one of the files that it is given has been moved."""
+    roots = "tests|benchmarks|src|docs|csrc|cmake|examples"
+    named = re.findall(rf"(?<![\w/.-])(?:{roots})/[\w/.-]*\.\w+", (ROOT / file).read_text())
+    assert named or file in {".ci/run", "pyproject.toml"}
+    assert not [name for name in named if not (ROOT / name).exists()]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(TESTS)))
