@@ -57,7 +57,7 @@ RETIRED = (
     Retired(r"\b[Ff]ew rows\b", "skinny GEMM, small M", PROSE),
     Retired(r"\b[Ss]hort way\b", "fast path"),
     Retired(r"\b(?:[Ll]ong|[Gg]eneral) way\b", "general path"),
-    Retired(r"\b[Kk]ept[ _]weights?\b|_kept_weights?|KeptWeight", "cached weight"),
+    Retired(r"\b[Kk]ept(?: |_)weights?\b|_kept_weights?|KeptWeight", "cached weight"),
     Retired(r"\b[Ww]ithout a word\b", "silently"),
     Retired(r"\bwithout a say\b", "contributes the neutral element"),
     Retired(r"\bnone is as good as any\b", "n may be 0"),

@@ -1,11 +1,11 @@
 """What a GEMM gains from a weight that keeps its decoded form, on a CPU.
 
-    python benchmarks/kept_weights.py [--out 2048] [--in 2048] [--threads 1] [--rounds 21]
+    python benchmarks/cached_weights.py [--out 2048] [--in 2048] [--threads 1] [--rounds 21]
 
 Every round times the GEMM with the kept operand and without it, one after the other, so that both
 meet the same noise; reported is the median over rounds of the ratio of a round. Absolute times are
 not kept: the figures compare two ways, on the machine that is named in the result.
-Writes benchmarks/results/kept-weights-<machine>-<date>.json.
+Writes benchmarks/results/cached-weights-<machine>-<date>.json.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def main() -> None:
             f"quartiles {row['quartiles']}"
         )
     result = {
-        "what": "time without / time with a kept decoded weight, median over rounds",
+        "what": "time without / time with a cached decoded weight, median over rounds",
         "machine": found.machine.cpu,
         "versions": {key: found.versions[key] for key in ("hybridq", "torch", "python")},
         "threads": options.threads,
@@ -101,7 +101,8 @@ def main() -> None:
     }
     day = datetime.date.today().isoformat()
     name = machine_slug()
-    path = Path(__file__).parent / "results" / f"kept-weights-{name}-{options.threads}t-{day}.json"
+    file = f"cached-weights-{name}-{options.threads}t-{day}.json"
+    path = Path(__file__).parent / "results" / file
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(path)
 
