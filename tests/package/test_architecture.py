@@ -29,6 +29,7 @@ LAYERS = [
     "gemm",
     "tensor",
     "quantizers",
+    "shards",
     "recipes",
     "layouts",
     "nn",
@@ -66,7 +67,6 @@ ROOMS = {
     ),
     "nn": ("weights", "delayed_scaling", "autograd", "modules"),
     "distributed": (
-        "planes",
         "agreement",
         "encoding",
         "parameters",

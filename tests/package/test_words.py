@@ -45,7 +45,14 @@ class Retired:
 
 
 RANKS = (
-    *("src/hybridq/distributed", "src/hybridq/estimate", "tests/distributed", "tests/ranks"),
+    *(
+        "src/hybridq/distributed",
+        "src/hybridq/shards",
+        "src/hybridq/estimate",
+        "tests/distributed",
+        "tests/ranks",
+        "tests/shards",
+    ),
     "tests/helpers/distributed",
 )
 

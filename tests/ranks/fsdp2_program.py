@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hybridq
 from hybridq.distributed import GatheredWeight, count_traffic, prepare_fsdp2, wire_nbytes
-from hybridq.distributed.encoding import shard_work as work
+from hybridq.shards import reduction as work
 
 #: Deterministic and stochastic, uniform and hybrid, derivable and not, scales per tensor and block.
 RECIPES = (

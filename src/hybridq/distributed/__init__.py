@@ -1,8 +1,8 @@
 """Sharded training on torch's engine: planes of tensors that lie on several ranks.
 
-Rooms, each of which imports only those before it: `planes`, `agreement`, `encoding`, `parameters`,
-`units`, `tensors`; then `attachment`, `fsdp2` and `scaling_history`. What estimates runs without
-running them (`plan`, `count_traffic`, ...) is in `hybridq.estimate`; its names are found here too.
+Rooms, each of which imports only those before it: `agreement`, `encoding`, `parameters`, `units`,
+`tensors`; then `attachment`, `fsdp2` and `scaling_history`. What estimates runs without running
+them (`plan`, `count_traffic`, ...) is in `hybridq.estimate`; its names are found here too.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, Final
 
+from ..shards import PlaneShards, Shards, StorageShards
 from .agreement import check_ranks
 from .fsdp2 import prepare_fsdp2, wire_nbytes
-from .planes import PlaneShards, Shards, StorageShards
 from .scaling_history import ScalingHistory
 from .tensors import GatheredWeight, QuantizedWeight
 

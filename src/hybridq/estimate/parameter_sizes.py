@@ -12,10 +12,10 @@ import torch
 from ..direction import COLUMNWISE
 from ..distributed.agreement import DIGEST_NBYTES, ExpectedRecipe
 from ..distributed.parameters import GatherCall, QuantizedGatherCall, Ranks, StackedGatherCall
-from ..distributed.planes import PlaneShards, Shards, StorageShards
 from ..distributed.units import Room
 from ..formats import PlaneSpec
 from ..recipes import SlotPlan
+from ..shards import PlaneShards, Shards, StorageShards
 
 __all__ = ["ParameterSizes", "StackSizes", "UnitSizes", "parameter_sizes"]
 

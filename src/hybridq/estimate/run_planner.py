@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from .. import settings
-from ..distributed.encoding import MAXIMA_AT_ONCE
 from ..distributed.fsdp2 import gathered_weights
 from ..distributed.tensors import GatheredWeight
 from ..errors import must_be_one_of
@@ -22,6 +21,7 @@ from ..nn import GroupedLinear, QuantizedModule
 from ..nn.delayed_scaling import places_of, states_of
 from ..optim.moments import KINDS, moment_nbytes
 from ..recipes import Recipe, autocast
+from ..shards import MAXIMA_AT_ONCE
 from .parameter_sizes import ParameterSizes, UnitSizes, parameter_sizes
 from .run_plan import Held, Moved, RunPlan, Sharding
 

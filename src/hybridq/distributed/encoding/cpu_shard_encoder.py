@@ -15,7 +15,7 @@ import torch
 from ...direction import ROWWISE
 from ...kernels.inputs import made
 from ...kernels.operators import encode_plan, given_statistic
-from ..planes import Piece, PlaneShards, StorageShards
+from ...shards import Piece, PlaneShards, StorageShards
 from .shard_work import Maxima
 
 __all__ = ["ShardEncoder"]

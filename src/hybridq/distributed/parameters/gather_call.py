@@ -14,8 +14,8 @@ from ...direction import COLUMNWISE, ROWWISE, Direction
 from ...formats import PlaneSpec
 from ...nn.autograd import STREAMS
 from ...recipes import SlotPlan
+from ...shards import Shards, StorageShards
 from ..agreement import ExpectedRecipe
-from ..planes import Shards, StorageShards
 
 __all__ = ["GatherCall", "Ranks"]
 

@@ -14,6 +14,7 @@ from ...errors import PlaneError
 from ...nn import GroupedModule, WeightOwner
 from ...nn.delayed_scaling import num_updates
 from ...quantizers import Quantizer
+from ...shards import StorageShards
 from ...storage import Plane
 from ...tensor import QuantizedTensor
 from ..agreement import (
@@ -26,7 +27,6 @@ from ..agreement import (
     trailer,
 )
 from ..encoding import encode_shards
-from ..planes import StorageShards
 from .gather_call import GatherCall, Ranks
 from .gathered_storage import GatheredStorage
 from .known_amaxes import Known

@@ -11,8 +11,8 @@ from ...direction import COLUMNWISE, ROWWISE, Direction
 from ...formats import PlaneSpec
 from ...kernels import NoOperandCache
 from ...recipes import SlotPlan
+from ...shards import Places, StorageShards, Targets, memories, refill
 from ...storage import Plane, TensorStorage
-from ..planes import Places, StorageShards, Targets, memories, refill
 from .gather_call import GatherCall
 
 __all__ = ["GatheredStorage"]

@@ -9,8 +9,8 @@ import torch
 
 from ..._torch_private import graph_task_id
 from ...direction import DIRECTIONS
+from ...shards import StorageShards
 from ..encoding import ShardWork, encode_shards
-from ..planes import StorageShards
 from .gather_call import GatherCall
 from .senders import GivenScales, RowsSender, Sender
 

@@ -12,10 +12,10 @@ from ...formats import PlaneSpec
 from ...nn import WeightOwner
 from ...quantizers import Quantizer
 from ...recipes import SlotPlan
+from ...shards import Shards, StorageShards
 from ...storage import Plane, TensorStorage
 from ..agreement import Prepared
 from ..encoding import ShardWork
-from ..planes import Shards, StorageShards
 from .gather_call import GatherCall, Ranks
 from .gathered_parameter import GatheredParameter
 from .senders import Sender

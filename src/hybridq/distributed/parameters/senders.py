@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
+from ...shards import StorageShards
 from ..encoding import Maxima, ShardEncoder
-from ..planes import StorageShards
 from .gather_call import GatherCall
 
 __all__ = ["GivenScales", "RowsSender", "Sender"]

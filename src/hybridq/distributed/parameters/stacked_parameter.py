@@ -20,10 +20,10 @@ from ...errors import PlaneError
 from ...nn import WeightOwner
 from ...quantizers import Quantizer
 from ...recipes import Recipe, SlotPlan
+from ...shards import PlaneShards, Shards, StorageShards, memories
 from ...storage import Plane
 from ...tensor.stack import QuantizedStack
 from ..agreement import DIGEST_NBYTES, ExpectedRecipe, Prepared, expected_stack_recipe
-from ..planes import PlaneShards, Shards, StorageShards, memories
 from .gather_call import GatherCall, Ranks
 from .gathered_parameter import GatheredParameter
 from .gathered_storage import GatheredStorage

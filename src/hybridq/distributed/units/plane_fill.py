@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..._torch_private import copy_each
+from ...shards import memories
 from ...storage import Plane
-from ..planes import memories
 
 __all__ = ["UnitFill"]
 

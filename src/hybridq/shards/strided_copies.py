@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...storage import Plane
+from ..storage import Plane
 from .plane_memory import memories, refill
 from .plane_shards import Piece, PlaneShards
 

@@ -19,12 +19,12 @@ from typing import Final
 
 import torch
 
-from ...direction import ROWWISE, Direction
-from ...formats import PlaneSpec
-from ...kernels.choice import EncodeRequest
-from ...kernels.inputs import can_bypass_dispatcher
-from ...kernels.operators import encode_plan
-from ...storage import Plane
+from ..direction import ROWWISE, Direction
+from ..formats import PlaneSpec
+from ..kernels.choice import EncodeRequest
+from ..kernels.inputs import can_bypass_dispatcher
+from ..kernels.operators import encode_plan
+from ..storage import Plane
 from .plane_memory import memories, refill
 from .row_shards import Shards
 

@@ -1,14 +1,16 @@
-"""Planes of matrices whose rows lie on several ranks: who encodes, sends and receives what."""
+"""Planes of matrices that lie on several ranks: who encodes, sends and receives what."""
 
 from __future__ import annotations
 
 from .plane_memory import memories, refill
 from .plane_shards import Piece, PlaneShards
+from .reduction import MAXIMA_AT_ONCE, reduce_maxima
 from .row_shards import Shards
 from .storage_shards import StorageShards
 from .strided_copies import Places, Targets
 
 __all__ = [
+    "MAXIMA_AT_ONCE",
     "Piece",
     "Places",
     "PlaneShards",
@@ -16,5 +18,6 @@ __all__ = [
     "StorageShards",
     "Targets",
     "memories",
+    "reduce_maxima",
     "refill",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...storage import Plane
+from ..storage import Plane
 
 __all__ = ["memories", "refill"]
 

@@ -11,11 +11,11 @@ from functools import cached_property
 
 import torch
 
-from ..._torch_private import copy_each
-from ...direction import COLUMNWISE, ROWWISE, Direction
-from ...formats import PlaneSpec
-from ...kernels.inputs import is_aligned
-from ...storage import Plane, TensorStorage
+from .._torch_private import copy_each
+from ..direction import COLUMNWISE, ROWWISE, Direction
+from ..formats import PlaneSpec
+from ..kernels.inputs import is_aligned
+from ..storage import Plane, TensorStorage
 from .plane_shards import PlaneShards
 from .row_shards import Shards
 from .strided_copies import Places, Targets
