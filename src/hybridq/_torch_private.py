@@ -151,16 +151,17 @@ def has_compiled() -> bool:
 
 
 # torch.distributed is not loaded before it is needed, and not every build of torch has it.
-def functional_all_reduce(x: torch.Tensor, op: str, group: Any) -> torch.Tensor:
-    """Return x reduced over a group, as an operation that a compiler sees.
+def functional_all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    """Return x reduced over a group, as operations that a compiler sees.
 
     Args:
         x: of any shape.
         op: `"max"`, ...
-        group: a process group.
+        group: the process group's name.
     """
-    path = "torch.distributed._functional_collectives.all_reduce"
-    return _taken(path, "reduce amaxes in compiled code")(x, op, group)
+    path = "torch.ops._c10d_functional"
+    functional = _taken(path, "reduce amaxes in compiled code")
+    return functional.wait_tensor(functional.all_reduce(x, op, group))
 
 
 def process_group(name: str) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .. import settings
+from .._torch_private import process_group
 from ..distributed.fsdp2 import gathered_weights
 from ..distributed.tensors import GatheredWeight
 from ..errors import must_be_one_of
@@ -335,8 +336,8 @@ class _Sums:
 
         if not (group and dist.is_available() and dist.is_initialized()):
             return self._sharding.world
-        size: int = dist.distributed_c10d._resolve_process_group(group).size()  # type: ignore
-        return size
+        ranks: int = process_group(group).size()
+        return ranks
 
     def _add_saved(self, model: nn.Module, tokens: int) -> None:
         """Book the inputs that linear modules save: their columnwise planes."""

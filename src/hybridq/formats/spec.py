@@ -34,6 +34,11 @@ class PlaneText(NamedTuple):
         is_plain: the plane is the tensor itself: no format, no change of dtype.
         needs_amax: encoding needs the amax of the whole tensor (not of each row).
         is_transformed: values are transformed before they are encoded.
+        row_scaled: every row of the plane has a statistic of its own.
+        blocks: rows and columns of a block of the plane's own matrix.
+        units: rows and columns that share a block, a byte or a transform: see `PlaneSpec.unit`.
+        codes_per_byte: along a row.
+        cut_problem: why a block that is cut cannot be encoded in parts, or empty.
     """
 
     spec: str
@@ -41,6 +46,11 @@ class PlaneText(NamedTuple):
     is_plain: bool
     needs_amax: bool
     is_transformed: bool
+    row_scaled: bool = False
+    blocks: tuple[int, int] = (1, 1)
+    units: tuple[int, int] = (1, 1)
+    codes_per_byte: int = 1
+    cut_problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -172,6 +182,11 @@ class PlaneSpec:
             self.format.is_identity and same,
             self.needs_tensor_amax,
             self.signs is not None,
+            self.row_scaled,
+            self.format.block or (1, 1),
+            (self.unit(0), self.unit(1)),
+            1 if element is None else element.codes_per_byte,
+            self.cut_problem or "",
         )
 
     @property
@@ -207,6 +222,15 @@ class PlaneSpec:
     def needs_tensor_amax(self) -> bool:
         """Whether encoding needs the amax of the whole tensor first."""
         return self.needs_amax and not self.row_scaled
+
+    @property
+    def cut_problem(self) -> str | None:
+        """Why a block that lies on two ranks cannot be encoded by each of them, or None."""
+        if self.signs is not None:
+            return "a Hadamard transform mixes values of two ranks"
+        if self.four_over_six is not None:
+            return "four-over-six compares errors of values of two ranks"
+        return None
 
     def stat_shape(self, rows: int) -> tuple[int]:
         """Return the shape of the statistic of a plane of `rows` rows: `[rows]` or `[1]`."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .._torch_private import functional_all_reduce, process_group
+from .._torch_private import functional_all_reduce
 from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..formats import PlaneText
 from ..kernels.choice import DECODED, ORIGINAL, EncodeRequest
@@ -51,9 +51,7 @@ def group_amax(amax: torch.Tensor, name: str) -> torch.Tensor:
             "amax_reduction_group: torch.distributed is not initialized; call "
             "torch.distributed.init_process_group first"
         )
-    return functional_all_reduce(amax.view(torch.int32), "max", process_group(name)).view(
-        torch.float32
-    )
+    return functional_all_reduce(amax.view(torch.int32), "max", name).view(torch.float32)
 
 
 def one_statistic(

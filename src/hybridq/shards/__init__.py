@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .cut import Cut, common_unit, encode_cut
 from .plane_memory import memories, refill
 from .plane_shards import Piece, PlaneShards
 from .reduction import MAXIMA_AT_ONCE, reduce_maxima
@@ -11,12 +12,15 @@ from .strided_copies import Places, Targets
 
 __all__ = [
     "MAXIMA_AT_ONCE",
+    "Cut",
     "Piece",
     "Places",
     "PlaneShards",
     "Shards",
     "StorageShards",
     "Targets",
+    "common_unit",
+    "encode_cut",
     "memories",
     "reduce_maxima",
     "refill",

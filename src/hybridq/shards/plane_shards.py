@@ -101,10 +101,8 @@ class PlaneShards:
         if not self.cut_blocks:
             return None
         spec = self.spec
-        if spec.signs is not None:
-            return "a Hadamard transform mixes rows of two ranks"
-        if spec.four_over_six is not None:
-            return "four-over-six compares errors of rows of two ranks"
+        if spec.cut_problem is not None:
+            return spec.cut_problem
         block = (spec.format.block or (1, 1))[self._own_axis]
         if block not in (1, self.unit):
             return f"a byte holds codes of two blocks of {block}"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from .checkpoint import checkpoint
 from .grouped_function import Layout, draw_seeds, grouped_linear
-from .linear_function import eager_linear, linear
+from .linear_function import NO_CUTS, Cuts, eager_linear, linear
 from .offload import get_cpu_offload_context, offload
+from .partial_sums import add_once
 from .plain_gemm import plain_attention, plain_linear
 from .prepared_linear import PreparedLinear
 from .prologue import Activation, Norm, Prologue, PrologueCall, apply
@@ -14,15 +15,18 @@ from .slot_encoder import STREAMS
 from .token_routes import TokenRows, take_rows
 
 __all__ = [
+    "NO_CUTS",
     "STREAMS",
     "Activation",
     "Boundary",
+    "Cuts",
     "Layout",
     "Norm",
     "PreparedLinear",
     "Prologue",
     "PrologueCall",
     "TokenRows",
+    "add_once",
     "apply",
     "checkpoint",
     "draw_seeds",

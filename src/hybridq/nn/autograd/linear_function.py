@@ -33,6 +33,7 @@ from ...kernels.inputs import can_bypass_dispatcher, has_autocast, refuse_tangen
 from ...kernels.operators import StatedFunction, run_checked_gemm, run_gemm, sum_of_rows
 from ...quantizers import draw_seed
 from ...recipes import Plan
+from ...shards import Cut
 from ..delayed_scaling import Scales
 from ..weights import Buffers, CachedWeight, Into, PrequantizedWeight, accumulate
 from .double_backward import anchor_on, without_derivative
@@ -43,7 +44,18 @@ from .prepared_linear import PreparedLinear
 from .prologue import Prologue, PrologueCall
 from .slot_encoder import SlotEncoder, late_columns, record_given, saved_columns
 
-__all__ = ["eager_linear", "linear"]
+__all__ = ["NO_CUTS", "Cuts", "eager_linear", "linear"]
+
+
+class Cuts(NamedTuple):
+    """How the matrices of the three slots lie over ranks; None: what a rank has is all it takes."""
+
+    input: Cut | None = None
+    weight: Cut | None = None
+    grad_output: Cut | None = None
+
+
+NO_CUTS: Final = Cuts()
 
 
 class _Needs(NamedTuple):
@@ -74,6 +86,7 @@ class _Call(NamedTuple):
     prologue: Prologue | None
     into: Into | None = None
     prepared: PreparedLinear | None = None
+    cuts: Cuts = NO_CUTS
 
 
 @contextmanager
@@ -111,7 +124,8 @@ def _weight_planes(
             row, saved = call.prepared.weight.operand(w, is_saved, seed)
         else:
             own = () if scales is None else (scales,)
-            row, saved = SlotEncoder(slot, "weight", seed, direct, own).operand(w, is_saved)
+            encoder = SlotEncoder(slot, "weight", seed, direct, own, call.cuts.weight)
+            row, saved = encoder.operand(w, is_saved)
     if isinstance(weight, CachedWeight):
         weight.fill(row, [] if is_plain else saved)
     return row, saved
@@ -134,7 +148,7 @@ def _forward(
     given = isinstance(call.weight, PrequantizedWeight)  # then only its planes are read
     direct = can_bypass_dispatcher(x, None if given else w, bias, seed, gamma, beta)
     own = () if scales is None else (scales,)
-    encoder = SlotEncoder(plan.input, "input", seed, direct, own)
+    encoder = SlotEncoder(plan.input, "input", seed, direct, own, call.cuts.input)
     known: list[torch.Tensor] = []
     if call.prologue is None:
         x_row, x_saved = encoder.operand(x, call.needs.w)
@@ -221,7 +235,7 @@ class _Linear(StatedFunction):
             ctx.late = weight
         elif weight is not None and needs.dgrad and not call.plan.weight.col.is_plain:
             ctx.kept = weight.col_kept
-        ctx.into = call.into
+        ctx.into, ctx.cut = call.into, call.cuts.grad_output
         # Not saved for backward: other backwards write them meanwhile, and may.
         ctx.scales = scales
         return y if anchor is None else (y, anchor)
@@ -261,7 +275,7 @@ def _backward(
         # Saved tensors may have been through a user's hooks, so they are checked.
         run = run_gemm if direct else None
         own = () if ctx.scales is None else (ctx.scales,)
-        encoder = SlotEncoder(grad, "grad_output", seed, direct, own)
+        encoder = SlotEncoder(grad, "grad_output", seed, direct, own, ctx.cut)
         dy_row, dy_col = encoder.encode(dy, needs.dgrad, needs.w)
         if ctx.scales is not None and ctx.scales.notes is not None:
             # A gradient that is added elsewhere leaves none to be taken away.
@@ -319,6 +333,7 @@ def linear(
     scales: Scales | None = None,
     before: PrologueCall | None = None,
     into: Into | None = None,
+    cuts: Cuts = NO_CUTS,
 ) -> torch.Tensor:
     """Return `p(x) @ w.T + bias` with every GEMM between the planes that `plan` names.
 
@@ -333,6 +348,7 @@ def linear(
         scales: of the module's state, where `plan.is_delayed`.
         before: what makes the matrix that is multiplied out of x; None: x is that matrix.
         into: where the gradient of w is added; None: it is returned.
+        cuts: how x, w and the gradient lie over ranks; then they are windows (`shards.Cut`).
 
     Returns:
         `[rows, out_features]` in x's dtype.
@@ -354,7 +370,16 @@ def linear(
             gamma is not None and gamma.requires_grad,
             beta is not None and beta.requires_grad,
         )
-    given = (x, w, bias, gamma, beta, seed, scales, _Call(plan, needs, weight, prologue, into))
+    given = (
+        x,
+        w,
+        bias,
+        gamma,
+        beta,
+        seed,
+        scales,
+        _Call(plan, needs, weight, prologue, into, None, cuts),
+    )
     if plan.is_forward_only:
         with torch.no_grad(), without_autocast(x.device.type):
             y = _run(*given)

@@ -13,6 +13,7 @@ from ...kernels.choice import ORIGINAL, EncodeRequest
 from ...quantizers import with_statistics
 from ...quantizers.delayed import no_history
 from ...recipes import SlotPlan
+from ...shards import Cut, encode_cut
 from ...storage import PlanePair, encode_pair
 from ..delayed_scaling import Scales
 from ..weights import Buffers, PrequantizedWeight
@@ -79,6 +80,8 @@ class SlotEncoder(NamedTuple):
         direct: the tensors and the seed are checked, and the dispatcher can be bypassed.
         scales: of the module's state, one for each group, where a plane's scale follows from
             earlier steps.
+        cut: how the matrix lies over ranks, where its planes take what other ranks have; then what
+            is encoded is the window of this rank's part.
     """
 
     plan: SlotPlan
@@ -86,6 +89,7 @@ class SlotEncoder(NamedTuple):
     seed: torch.Tensor | None = None
     direct: bool = False
     scales: Sequence[Scales] = ()
+    cut: Cut | None = None
 
     def pair(self, with_row: bool, with_col: bool) -> PlanePair:
         """Return the planes that are wanted."""
@@ -132,9 +136,12 @@ class SlotEncoder(NamedTuple):
         if plan.is_delayed:
             return self._delayed(x, with_row, with_col, is_decoded)
         rest = self.rest()
+        row = plan.row if with_row or is_decoded else None
+        col = plan.col if with_col else None
+        if self.cut is not None:
+            rest = rest._replace(keep_row=with_row)
+            return encode_cut(x, row, col, rest, self.cut, plan.amax_group)
         if plan.amax_group:
-            row = plan.row if with_row or is_decoded else None
-            col = plan.col if with_col else None
             rest = with_statistics(rest, x, row, col, plan.amax_group)
         return encode_pair(x, self.pair(with_row, with_col), rest, direct=self.direct)
 
@@ -196,7 +203,7 @@ class SlotEncoder(NamedTuple):
         plan = self.plan
         with_col = is_saved and not plan.col.is_plain
         # Not where a plane is the matrix itself, nor where an amax is known or seen from outside.
-        is_one_step = not (plan.row.is_plain or plan.amax_group or plan.is_delayed)
+        is_one_step = not (plan.row.is_plain or plan.amax_group or plan.is_delayed or self.cut)
         if is_one_step and (with_col or plan.saves_row or not is_saved):
             pair = self.pair(True, with_col)
             made, known = prologue.encode(x, gamma, beta, pair.request(self.rest()))

@@ -9,11 +9,12 @@ from torch import nn
 
 from ...recipes import Plan
 from ...recipes.roles import GRAD_INPUT
-from ..autograd import linear, plain_linear, with_quantized_gradient
+from ..autograd import NO_CUTS, Cuts, linear, plain_linear, with_quantized_gradient
 from ..weights import Into, plain_weights
 from .eager_fast_path import eager_forward
 from .linear_part import InitMethod, one_dtype
 from .quantized_module import PLAIN, QuantizedModule
+from .tensor_parallel import Parallel, dtensor_forward, is_dtensor, run_windows
 
 __all__ = ["Linear"]
 
@@ -150,6 +151,12 @@ class Linear(QuantizedModule, nn.Linear):
         fp8_grad: bool,
     ) -> torch.Tensor:
         self._check_first(is_first_microbatch)
+        if self.fuse_wgrad_accumulation and is_dtensor(self.weight):
+            raise self._error(
+                NotImplementedError,
+                "fuse_wgrad_accumulation takes weights that a rank has whole, got a DTensor; leave "
+                "it off for tensor parallelism",
+            )
         recipe, into = self._recipe(), self._into(self.weight)
         if recipe is None:
             if into is not None:
@@ -177,16 +184,44 @@ class Linear(QuantizedModule, nn.Linear):
         given: object = input
         if not isinstance(given, torch.Tensor):
             raise self._error(TypeError, f"input must be a Tensor, got {type(given).__name__}")
-        x: torch.Tensor = given
-        own: torch.Tensor = self.weight
+        if is_dtensor(self.weight):
+
+            def run(x: Any, weight: Any, bias: Any, parallel: Parallel | None) -> torch.Tensor:
+                given = (x, weight, bias, plan, is_first_microbatch, into)
+                return self._local(*given, parallel)
+
+            return dtensor_forward(self, given, self.weight, own_bias, run)
+        return self._local(given, self.weight, own_bias, plan, is_first_microbatch, into)
+
+    def _local(
+        self,
+        input: torch.Tensor,
+        own: torch.Tensor,
+        own_bias: torch.Tensor | None,
+        plan: Plan,
+        is_first_microbatch: bool | None,
+        into: Into | None,
+        parallel: Parallel | None = None,
+    ) -> torch.Tensor:
+        """Return the output of tensors that this rank has: all of them, or its parts."""
+        x: torch.Tensor
         weight: torch.Tensor
         bias: torch.Tensor | None
-        x, weight, bias = self._cast(x, own, own_bias)  # type: ignore[assignment]
+        x, weight, bias = self._cast(input, own, own_bias)  # type: ignore[assignment]
         self._check(x, weight, bias, own.shape[1])
-        scales = self._scales(own, plan, is_first_microbatch)
-        kept = self._kept(own, weight.dtype, plan, is_first_microbatch)
-        if x.dim() == 2:
-            return linear(x, weight, bias, plan, kept, scales, into=into)
-        flat = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
-        y = linear(flat, weight, bias, plan, kept, scales, into=into)
-        return y.view(*x.shape[:-1], self.out_features)
+        scales = self._scales(self.weight, plan, is_first_microbatch)
+        flat = x
+        if x.dim() != 2:
+            flat = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+
+        def product(x: Any, weight: Any, bias: Any, cuts: Cuts = NO_CUTS) -> torch.Tensor:
+            kept = None
+            if cuts.weight is None:
+                kept = self._kept(own, weight.dtype, plan, is_first_microbatch)
+            return linear(x, weight, bias, plan, kept, scales, into=into, cuts=cuts)
+
+        if parallel is None:
+            y = product(flat, weight, bias)
+        else:
+            y = run_windows(flat, weight, bias, plan, parallel, product)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], own.shape[0])

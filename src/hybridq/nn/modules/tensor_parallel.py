@@ -1,0 +1,205 @@
+"""Linear modules whose weight is dealt out over ranks: tensor parallelism.
+
+Column parallel: a rank has rows of the weight `[out, in]`, takes the whole input, and makes
+columns of the output; the gradient of the input is a sum over ranks. Row parallel: a rank has
+columns of the weight and of the input, and its output is one term of a sum over ranks.
+
+Planes are those of the whole: a rank's part is encoded as a window of the whole matrix (see
+`shards.Cut`), so results differ from one process's by the order of FP32 sums only.
+
+Source: the two ways to split a linear layer: arXiv:1909.08053.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ...recipes import Plan
+from ...shards import Cut, common_unit
+from ..autograd import Cuts, add_once
+
+if TYPE_CHECKING:
+    from .quantized_module import QuantizedModule
+
+__all__ = ["COLUMN", "ROW", "Parallel", "dtensor_forward", "is_dtensor", "run_windows"]
+
+COLUMN, ROW = "column", "row"
+
+
+class Parallel(NamedTuple):
+    """How the weight of one linear part lies over ranks.
+
+    Args:
+        group: the process group's name.
+        rank: this rank's number in the group.
+        mode: `"column"` (rows of the weight `[out, in]` are dealt out) or `"row"` (its columns).
+        sizes: rows or columns of each rank, in order.
+    """
+
+    group: str
+    rank: int
+    mode: str
+    sizes: tuple[int, ...]
+
+    def cut(self, plan: Plan) -> tuple[Cut, Cuts]:
+        """Return how the weight is cut, and what its slots' encoders are told.
+
+        Args:
+            plan: under which the part computes.
+        """
+        x, w, dy = plan.input, plan.weight, plan.grad_output
+        if self.mode == COLUMN:
+            unit = common_unit([(w.row, 0), (w.col, 1), (dy.row, 1), (dy.col, 0)])
+            of_weight = Cut(self.group, self.rank, self.sizes, 0, unit)
+            of_grad = of_weight._replace(dim=1)
+            has_grad = not plan.is_forward_only and of_grad.is_seen(dy.row, dy.col)
+            return of_weight, Cuts(
+                None,
+                of_weight if of_weight.is_seen(w.row, w.col) else None,
+                of_grad if has_grad else None,
+            )
+        unit = common_unit([(x.row, 1), (x.col, 0), (w.row, 1), (w.col, 0)])
+        one = Cut(self.group, self.rank, self.sizes, 1, unit)
+        of_input = one if one.is_seen(x.row, x.col) else None
+        return one, Cuts(of_input, one if one.is_seen(w.row, w.col) else None, None)
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether this rank's term of a sum has the bias in it."""
+        return self.mode == COLUMN or self.rank == 0
+
+
+def is_dtensor(tensor: torch.Tensor | None) -> bool:
+    """Return whether a tensor is a DTensor, without importing what defines it."""
+    return getattr(tensor, "device_mesh", None) is not None
+
+
+def _parallel_of(module: QuantizedModule, weight: Any) -> tuple[Any, str, tuple[int, ...]]:
+    """Return the mesh of a DTensor weight, how it is dealt out, and the sizes of ranks' parts.
+
+    Raises:
+        NotImplementedError: it is dealt out over two dimensions of a mesh, or in another way.
+    """
+    mesh, placements = weight.device_mesh, weight.placements
+    if mesh.ndim != 1:
+        raise module._error(
+            NotImplementedError,
+            f"the weight must be dealt out over one dimension of a mesh, got {tuple(placements)}",
+        )
+    (placement,) = placements
+    if placement.is_replicate():
+        return mesh, "", ()
+    if not placement.is_shard():
+        raise module._error(
+            NotImplementedError, f"the weight must be sharded or replicated, got {placement}"
+        )
+    world = mesh.size()
+    dim = placement.dim % 2
+    whole = weight.shape[dim]
+    chunk = -(-whole // world)
+    sizes = tuple(max(0, min(chunk, whole - rank * chunk)) for rank in range(world))
+    return mesh, COLUMN if dim == 0 else ROW, sizes
+
+
+def dtensor_forward(
+    module: QuantizedModule,
+    x: torch.Tensor,
+    weight: Any,
+    bias: Any,
+    run: Any,
+) -> torch.Tensor:
+    """Return what a linear part makes of x, both DTensors over one mesh, as a DTensor.
+
+    As torch's own linear would: of a column parallel weight it is sharded along its last dimension,
+    of a row parallel one it is a partial sum.
+
+    Args:
+        module: whose part it is.
+        x: `[..., in_features]`, a DTensor.
+        weight: `[out_features, in_features]`, a DTensor.
+        bias: `[out_features]`, a DTensor, or None.
+        run: called with local tensors and how they lie, `run(x, weight, bias, parallel)`.
+
+    Raises:
+        RuntimeError: x is no DTensor.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    if not is_dtensor(x):
+        raise module._error(
+            RuntimeError,
+            "the weight is a DTensor, and so must be the input, got a plain tensor; parallelize "
+            "the module by ColwiseParallel or RowwiseParallel, or wrap the input by "
+            "DTensor.from_local",
+        )
+    given: Any = x
+    mesh, mode, sizes = _parallel_of(module, weight)
+    if mode == "":
+        return _replicated(given, weight, bias, run)
+    last = given.dim() - 1
+    if mode == COLUMN:
+        if not given.placements[0].is_replicate():
+            given = given.redistribute(mesh, [Replicate()])
+        own = given.to_local(grad_placements=[Partial()])
+        local = weight.to_local(grad_placements=[Shard(0)])
+        own_bias = None if bias is None else bias.to_local(grad_placements=[Shard(0)])
+        placements: Any = [Shard(last)]
+    else:
+        if given.placements[0] != Shard(last):
+            given = given.redistribute(mesh, [Shard(last)])
+        own = given.to_local(grad_placements=[Shard(last)])
+        local = weight.to_local(grad_placements=[Shard(1)])
+        own_bias = None if bias is None else bias.to_local(grad_placements=[Replicate()])
+        placements = [Partial()]
+    parallel = Parallel(mesh.get_group().group_name, mesh.get_local_rank(), mode, sizes)
+    y = run(own, local, own_bias, parallel)
+    shape = torch.Size((*given.shape[:-1], weight.shape[0]))
+    strides = torch.empty(shape, dtype=x.dtype, device="meta").stride()
+    return DTensor.from_local(y, mesh, placements, run_check=False, shape=shape, stride=strides)
+
+
+def _replicated(x: Any, weight: Any, bias: Any, run: Any) -> torch.Tensor:
+    """Return the product with a weight that every rank has whole: each of its own tokens.
+
+    Planes along tokens are of the rank's own tokens.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    mesh, placement = x.device_mesh, x.placements[0]
+    if placement.is_partial() or (placement.is_shard() and placement.dim == x.dim() - 1):
+        x, placement = x.redistribute(mesh, [Replicate()]), Replicate()
+    grads = [Replicate() if placement.is_replicate() else Partial()]
+    local = weight.to_local(grad_placements=grads)
+    own_bias = None if bias is None else bias.to_local(grad_placements=grads)
+    y = run(x.to_local(grad_placements=[placement]), local, own_bias, None)
+    shape = torch.Size((*x.shape[:-1], weight.shape[0]))
+    strides = torch.empty(shape, dtype=x.dtype, device="meta").stride()
+    return DTensor.from_local(y, mesh, [placement], run_check=False, shape=shape, stride=strides)
+
+
+def run_windows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    plan: Plan,
+    parallel: Parallel,
+    run: Any,
+) -> torch.Tensor:
+    """Return this rank's part of the output, or its term: a product of windows.
+
+    Args:
+        x: `[rows, in]`, this rank's part of the input if the mode is `"row"`.
+        weight: this rank's part.
+        bias: this rank's part if the mode is `"column"`, else all of it, or None.
+        plan: under which the part computes.
+        parallel: how the weight lies over ranks.
+        run: called with windows and how they are cut, `run(x, weight, bias, cuts)`.
+    """
+    cut, cuts = parallel.cut(plan)
+    if parallel.mode == COLUMN:
+        own = None if bias is None else cut.padded(bias, 0)
+        return cut.part(run(x, cut.padded(weight, 0), own, cuts), 1)
+    y = run(cut.padded(x, 1), cut.padded(weight, 1), None, cuts)
+    return y if bias is None else add_once(y, bias, parallel.adds_bias)

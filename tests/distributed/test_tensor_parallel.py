@@ -1,0 +1,26 @@
+"""Linear modules over ranks by torch's own plans: see `tensor_parallel_program.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from rank_runs import needs_gloo, run
+
+pytestmark = needs_gloo
+PROGRAM = "tensor_parallel_program.py"
+
+
+def test_two_ranks(tmp_path) -> None:
+    run(2, tmp_path / "store", "matrix=cut", "planes", "styles", "refused", program=PROGRAM)
+
+
+@pytest.mark.more
+def test_aligned_parts_and_other_numbers_of_ranks(tmp_path) -> None:
+    run(2, tmp_path / "store", "matrix=aligned", program=PROGRAM)
+    run(3, tmp_path / "three", "matrix=cut,aligned", "planes", program=PROGRAM)
+    run(4, tmp_path / "four", "matrix=cut", "planes", "styles", program=PROGRAM)
+
+
+@pytest.mark.more
+def test_compiled(tmp_path) -> None:
+    run(2, tmp_path / "store", "compiled", program=PROGRAM)

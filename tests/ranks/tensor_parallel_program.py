@@ -1,0 +1,233 @@
+"""Tensor parallelism: `python tensor_parallel_program.py RANK WORLD STORE NAME...`.
+
+Every rank computes the whole model too; a parallel one differs by the order of FP32 sums only, and
+the planes of its weights are parts of the planes of the whole, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_program import main
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+import hybridq
+from hybridq import MXFP8Quantizer, NVFP4Quantizer
+from hybridq.nn.autograd import slot_encoder
+from hybridq.shards import encode_cut
+
+#: Hidden and inner features: whole blocks on each rank, and parts that end inside of them.
+SIZES = {"aligned": (128, 256), "cut": (136, 365)}
+RECIPES = ("mxfp8", "nvfp4", "mxfp8_fwd_nvfp4_bwd", "fp8_current", "fp8_block", "fp8_delayed")
+
+
+class Mlp(nn.Module):
+    """Two linear layers with a smooth function between them."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(hidden, inner), nn.Linear(inner, hidden)
+
+    def forward(self, x: Any) -> Any:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def custom(role: Any) -> Any:
+    """Two formats, the columnwise plane made of the decoded rowwise one."""
+    if role.tensor_type == "grad_output":
+        return MXFP8Quantizer()
+    return hybridq.HybridQuantizer(
+        rowwise_quantizer=NVFP4Quantizer(),
+        columnwise_quantizer=MXFP8Quantizer(),
+        columnwise_source="rowwise_dequantized",
+    )
+
+
+def recipes() -> dict[str, Any]:
+    return {**{name: name for name in RECIPES}, "custom": hybridq.CustomRecipe(custom)}
+
+
+def mesh_of() -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def models(sizes: tuple[int, int]) -> tuple[nn.Module, nn.Module]:
+    """Return a model, and the same one over all ranks."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(hybridq.convert(Mlp(*sizes)))
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    return made[0], parallelize_module(made[1], mesh_of(), plan)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def run(model: Any, x: torch.Tensor, recipe: Any, steps: int = 2) -> list[torch.Tensor]:
+    """Return outputs and gradients of some steps from the same random state."""
+    found: list[torch.Tensor] = []
+    torch.manual_seed(3)
+    for _ in range(steps):
+        model.zero_grad()
+        own = x.clone().requires_grad_()
+        with hybridq.autocast(recipe=recipe):
+            y = model(own)
+        whole(y).square().mean().backward()
+        found += [whole(y).detach(), own.grad]
+        found += [whole(parameter.grad) for parameter in model.parameters()]
+    return found
+
+
+def check_near(found: list[torch.Tensor], wanted: list[torch.Tensor], what: str) -> None:
+    """Compare within the order of FP32 sums: now and then that makes another code of a gradient."""
+    for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        error = float((a - b).norm() / b.norm())
+        assert error < (1e-6 if number == 0 else 2e-3), (what, number, error)
+
+
+def matrix(names: str) -> None:
+    """Outputs and gradients are those of one process."""
+    for size in names.split(","):
+        hidden, inner = SIZES[size]
+        for name, recipe in recipes().items():
+            single, parallel = models((hidden, inner))
+            torch.manual_seed(1)
+            x = torch.randn(3, 40, hidden)
+            check_near(run(parallel, x, recipe), run(single, x, recipe), f"{size} {name}")
+
+
+@contextmanager
+def watched() -> Iterator[list[Any]]:
+    """Give what is encoded of windows in the block: how it lies, its specs, its buffers."""
+    seen: list[Any] = []
+
+    def cut(x: Any, row: Any, col: Any, rest: Any, at: Any, group: str = "") -> Any:
+        made = encode_cut(x, row, col, rest, at, group)
+        seen.append((at, row, col, made))
+        return made
+
+    slot_encoder.encode_cut = cut
+    try:
+        yield seen
+    finally:
+        slot_encoder.encode_cut = encode_cut
+
+
+def planes() -> None:
+    """What is encoded of weights, activations and gradients are parts of the whole, by bytes."""
+    hidden, inner = SIZES["cut"]
+    for name, recipe in recipes().items():
+        if name == "fp8_delayed":
+            continue
+        single, parallel = models((hidden, inner))
+        torch.manual_seed(1)
+        with watched() as seen, hybridq.autocast(recipe=recipe), torch.no_grad():
+            parallel(torch.randn(33, hidden))
+        for at, row, _, (rows, _) in seen:
+            is_weight = rows[0].shape[0] != 33
+            weight = single.up.weight if at.dim == 0 else single.down.weight
+            if not is_weight:
+                continue
+            codes = torch.ops.hybridq.encode(weight.detach(), row.spec, "")
+            low = at.range()[0] - at.lacks()[0]
+            size = rows[0].shape[at.dim] * (row.codes_per_byte if at.dim == 1 else 1)
+            shape = list(weight.shape)
+            shape[at.dim] = size
+            own = torch.ops.hybridq.decode(rows, row.spec, *shape, torch.float32)
+            full = torch.ops.hybridq.decode(codes, row.spec, *weight.shape, torch.float32)
+            first, last = at.range()
+            theirs = full.narrow(at.dim, first, last - first)
+            assert torch.equal(own.narrow(at.dim, first - low, last - first), theirs), name
+        assert seen or name == "mxfp8", name
+
+
+def styles() -> None:
+    """Sequence parallel norms, prepared inputs, a loss over sharded logits, a replicated weight."""
+    mesh, hidden, words = mesh_of(), 64, 96
+    made = []
+    for is_parallel in (False, True):
+        torch.manual_seed(0)
+        layers = {
+            "norm": nn.LayerNorm(hidden),
+            "mlp": Mlp(hidden, 128),
+            "head": nn.Linear(hidden, words),
+        }
+        model = hybridq.convert(nn.ModuleDict(layers), also=["heads"])
+        if is_parallel:
+            plan = {
+                "norm": SequenceParallel(),
+                "mlp": PrepareModuleInput(
+                    input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+                ),
+                "mlp.up": ColwiseParallel(),
+                "mlp.down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+                "head": ColwiseParallel(
+                    input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+                ),
+            }
+            parallelize_module(model, mesh, plan)
+        torch.manual_seed(1)
+        x, target = torch.randn(2, 32, hidden), torch.randint(0, words, (64,))
+        rank, world = dist.get_rank(), dist.get_world_size()
+        given = x.chunk(world, 1)[rank] if is_parallel else x
+        with hybridq.autocast(recipe="mxfp8"):
+            h = model["mlp"](model["norm"](given))
+            logits = model["head"](h)
+        if is_parallel:
+            assert isinstance(logits, DTensor) and logits.placements == (Shard(2),)
+            with loss_parallel():
+                loss = nn.functional.cross_entropy(logits.flatten(0, 1), target)
+                loss.backward()
+        else:
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), target)
+            loss.backward()
+        made.append([whole(loss.detach()), *(whole(p.grad) for p in model.parameters())])
+    check_near(made[1], made[0], "styles")
+
+
+def compiled() -> None:
+    """One graph, with its reductions in it."""
+    single, parallel = models(SIZES["cut"])
+    x, name = torch.randn(40, SIZES["cut"][0]), "mxfp8_fwd_nvfp4_bwd"
+    wanted = run(torch.compile(single, fullgraph=True), x, name, 1)
+    check_near(run(torch.compile(parallel, fullgraph=True), x, name, 1), wanted, name)
+
+
+def refused() -> None:
+    """Errors say what to do."""
+    _, parallel = models(SIZES["aligned"])
+    inner = parallel.up
+    with hybridq.autocast(recipe="mxfp8"):
+        try:
+            inner._forward(torch.randn(4, 128), None, None, False, False)
+        except RuntimeError as error:
+            assert "the weight is a DTensor, and so must be the input" in str(error)
+        else:
+            raise AssertionError("a plain input was taken")
+        inner.fuse_wgrad_accumulation = True
+        try:
+            inner(torch.randn(4, 128))
+        except NotImplementedError as error:
+            assert "leave it off for tensor parallelism" in str(error)
+        else:
+            raise AssertionError("fuse_wgrad_accumulation was taken")
+
+
+if __name__ == "__main__":
+    main(globals())

@@ -1,0 +1,176 @@
+"""What a rank encodes of its window, against the planes of the whole: the same bytes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import hybridq
+from hybridq import PlaneSpec
+from hybridq.errors import PlaneError
+from hybridq.kernels.choice import DECODED, EncodeRequest
+from hybridq.shards import Cut, common_unit, cut, encode_cut
+
+FORMATS = hybridq.formats.names()
+#: Parts of the dimension that is dealt out: aligned for all, inside of blocks, an empty one.
+SIZES = {"aligned": (128, 256), "cut": (37, 0, 5, 94), "odd": (68, 68), "thin": (1, 1, 31)}
+OTHER = 51
+
+
+def parts_of(x, sizes, dim, unit, row, col, source="original"):
+    """Return what each rank makes, its window, and how many reductions there were."""
+    cuts = [Cut("group", rank, tuple(sizes), dim, unit) for rank in range(len(sizes))]
+    windows = [
+        one.padded(part.contiguous(), dim)
+        for one, part in zip(cuts, x.split(list(sizes), dim), strict=True)
+    ]
+    rest = EncodeRequest(col_source=source)
+    seed = torch.tensor([7])
+    rest = rest._replace(seed=seed)
+    told: list[list[torch.Tensor]] = []  # by reduction, what each rank gave
+
+    def run(rank, known):
+        own: list[torch.Tensor] = []
+
+        def reduce(bits, op, group):
+            assert (op, group, bits.dtype) == ("max", "group", torch.int32)
+            own.append(bits.clone())
+            return known[len(own) - 1] if len(own) <= len(known) else bits
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cut, "functional_all_reduce", reduce)
+            made = encode_cut(windows[rank], row, col, rest, cuts[rank])
+        return made, own
+
+    known: list[torch.Tensor] = []
+    while True:  # what is reduced second depends on what was reduced first
+        runs = [run(rank, known) for rank in range(len(sizes))]
+        told = [own for _, own in runs]
+        counts = {len(own) for own in told}
+        assert len(counts) == 1, "every rank reduces, or none"
+        if counts == {len(known)}:
+            return [made for made, _ in runs], cuts, len(known)
+        place = len(known)
+        known.append(torch.stack([own[place] for own in told]).amax(0))
+
+
+def check(whole, part, spec, axis, one, matrix):
+    """Compare the buffers of a window with those of the whole plane, entry by entry."""
+    first, last = one.range()
+    if first == last:
+        return
+    low = first - one.lacks()[0]
+    empty, full = spec.buffers(*matrix(0)), spec.buffers(*matrix(13440))
+    for index, (a, b) in enumerate(zip(empty, full, strict=True)):
+        dim = min(axis, len(b.shape) - 1)
+        count = b.shape[dim] - a.shape[dim]
+        if not count:
+            assert torch.equal(whole[index], part[index])
+            continue
+        step = 13440 // count
+        start, stop = first // step, -(-last // step)
+        ours = part[index].narrow(dim, start - low // step, stop - start).clone()
+        theirs = whole[index].narrow(dim, start, stop - start).clone()
+        if index == 0 and step == 2:  # of a byte on two ranks, the own half
+            for codes in (ours, theirs):
+                if first % 2:
+                    codes.select(dim, 0).bitwise_and_(0xF0)
+                if last % 2:
+                    codes.select(dim, -1).bitwise_and_(0x0F)
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), b.name
+        if index == 0:
+            behind = part[0].shape[dim] - (stop - low // step)
+            assert not part[0].narrow(dim, 0, start - low // step).view(torch.uint8).any()
+            rest = part[0].narrow(dim, stop - low // step, behind)
+            assert not rest.view(torch.uint8).any(), "codes of other ranks' entries are zero"
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_bytes_are_those_of_the_whole(name, sizes, dim) -> None:
+    dtype = torch.bfloat16
+    spec = PlaneSpec.parse(name).resolve(dtype)
+    text = spec.plain_text(dtype)
+    torch.manual_seed(0)
+    shape = (sum(sizes), OTHER) if dim == 0 else (OTHER, sum(sizes))
+    x = torch.randn(shape).mul(torch.randn(shape).exp()).to(dtype)
+    unit = common_unit([(text, dim), (text, 1 - dim)])
+    made, cuts, reductions = parts_of(x, sizes, dim, unit, text, text)
+    row = torch.ops.hybridq.encode(x, spec.text, "")
+    col = torch.ops.hybridq.encode(x, "", spec.text)
+    takes = text.needs_amax or text.row_scaled
+    takes = takes or any(sum(sizes[:n]) % unit for n in range(1, len(sizes)))
+    assert reductions <= int(takes)
+    for (rows, cols), one in zip(made, cuts, strict=True):
+        if not text.is_plain:
+            check(row, rows, spec, dim, one, lambda n: (n, OTHER) if dim == 0 else (OTHER, n))
+            check(col, cols, spec, 1 - dim, one, lambda n: (OTHER, n) if dim == 0 else (n, OTHER))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(
+    "pair", [("mxfp8", "nvfp4"), ("nvfp4", "fp8_e4m3"), ("fp8_block", "mxfp8")]
+)
+def test_windows_multiply_as_the_whole(pair, dim) -> None:
+    """Sums over ranks of products over windows, decoded in FP64, are the product of the whole."""
+    sizes, dtype = (68, 69), torch.float32
+    texts = [PlaneSpec.parse(name).resolve(dtype).plain_text(dtype) for name in pair]
+    unit = common_unit([(text, axis) for text in texts for axis in (0, 1)])
+    torch.manual_seed(1)
+    a, b = torch.randn(40, 137), torch.randn(24, 137)
+    made = [
+        parts_of(x, sizes, 1, unit, text, None)[0] for x, text in zip((a, b), texts, strict=True)
+    ]
+    total = torch.zeros(40, 24, dtype=torch.float64)
+    for rank in range(2):
+        cols = Cut("group", rank, sizes, 1, unit).padded(torch.zeros(1, sizes[rank]), 1).shape[1]
+        one, two = (
+            torch.ops.hybridq.decode(planes[rank][0], text.spec, len(x), cols, dtype).double()
+            for planes, text, x in zip(made, texts, (a, b), strict=True)
+        )
+        total += one @ two.T
+    whole = [
+        torch.ops.hybridq.decode(
+            torch.ops.hybridq.encode(x, text.spec, ""), text.spec, len(x), 137, dtype
+        ).double()
+        for x, text in zip((a, b), texts, strict=True)
+    ]
+    assert torch.allclose(total, whole[0] @ whole[1].T, rtol=1e-12, atol=1e-12)
+
+
+def test_a_columnwise_plane_of_the_decoded_rowwise_one() -> None:
+    sizes, dtype = (37, 31), torch.bfloat16
+    row = PlaneSpec.parse("mxfp8").resolve(dtype).plain_text(dtype)
+    col = PlaneSpec.parse("nvfp4").resolve(dtype).plain_text(dtype)
+    x = torch.randn(OTHER, 68, dtype=dtype)
+    unit = common_unit([(row, 1), (col, 0)])
+    made, cuts, reductions = parts_of(x, sizes, 1, unit, row, col, DECODED)
+    assert reductions == 2
+    whole = torch.ops.hybridq.encode(x, row.spec, col.spec, col_source=DECODED)
+    for (rows, cols), one in zip(made, cuts, strict=True):
+        spec = PlaneSpec.parse(row.spec)
+        check(whole[: row.num_buffers], rows, spec, 1, one, lambda n: (OTHER, n))
+        check(
+            whole[row.num_buffers :], cols, PlaneSpec.parse(col.spec), 0, one, lambda n: (n, OTHER)
+        )
+
+
+def test_nan_and_infinity_reach_the_other_rank() -> None:
+    dtype = torch.float32
+    text = PlaneSpec.parse("fp8_block").resolve(dtype).plain_text(dtype)
+    for bad in (math.nan, math.inf):
+        x = torch.ones(4, 100)
+        x[1, 90] = bad
+        made, _, _ = parts_of(x, (50, 50), 1, common_unit([(text, 1)]), text, None)
+        whole = torch.ops.hybridq.encode(x, text.spec, "")
+        assert torch.equal(made[0][0][1].view(torch.uint8), whole[1].view(torch.uint8))
+
+
+def test_what_mixes_values_of_two_ranks_is_refused() -> None:
+    text = PlaneSpec.parse("nvfp4;rht").resolve(torch.float32).plain_text(torch.float32)
+    one = Cut("group", 0, (20, 12), 1, 16)
+    with pytest.raises(PlaneError, match=r"cut at multiples of 16, since a Hadamard.*\[20, 12\]"):
+        encode_cut(one.padded(torch.ones(4, 20), 1), text, None, EncodeRequest(), one)
