@@ -24,7 +24,9 @@ __all__ = [
     "dispatch_keys",
     "forward_ad",
     "fp32_matmul_precision",
+    "functional_all_gather",
     "functional_all_reduce",
+    "functional_all_to_all",
     "graph_task_id",
     "has_compiled",
     "has_kernel",
@@ -46,6 +48,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "wait_tensor",
 ]
 
 
@@ -162,6 +165,50 @@ def functional_all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
     path = "torch.ops._c10d_functional"
     functional = _taken(path, "reduce amaxes in compiled code")
     return functional.wait_tensor(functional.all_reduce(x, op, group))
+
+
+def _functional(name: str, use: str) -> Any:
+    _taken("torch.distributed._functional_collectives", use)  # registers the operations
+    return _taken(f"torch.ops._c10d_functional.{name}", use)
+
+
+def functional_all_gather(x: torch.Tensor, world: int, name: str) -> torch.Tensor:
+    """Return what the ranks' x are, one after the other along dimension 0, once it was waited for.
+
+    Args:
+        x: contiguous, of the same shape on all ranks.
+        world: number of ranks.
+        name: of their group.
+    """
+    use = "gather in compiled code"
+    made: torch.Tensor = _functional("all_gather_into_tensor", use)(x, world, name)
+    return made
+
+
+def functional_all_to_all(
+    x: torch.Tensor, received: list[int], sent: list[int], name: str
+) -> torch.Tensor:
+    """Return what the ranks send to this one, along dimension 0, once it was waited for.
+
+    Args:
+        x: contiguous.
+        received: how much of dimension 0 comes from each rank.
+        sent: how much of it goes to each.
+        name: of the group.
+    """
+    use = "exchange in compiled code"
+    made: torch.Tensor = _functional("all_to_all_single", use)(x, received, sent, name)
+    return made
+
+
+def wait_tensor(x: torch.Tensor) -> torch.Tensor:
+    """Return x, the result of a functional collective, when it has come.
+
+    Args:
+        x: of `functional_all_gather` or `functional_all_to_all`.
+    """
+    made: torch.Tensor = _functional("wait_tensor", "wait for a collective")(x)
+    return made
 
 
 def process_group(name: str) -> Any:

@@ -75,6 +75,7 @@ ROOMS = {
         "attachment",
         "fsdp2",
         "scaling_history",
+        "sequence",
     ),
 }
 CSRC = ["formats", "core", "cpu cuda", "bindings"]

@@ -1,8 +1,8 @@
 """Sharded training on torch's engine: planes of tensors that lie on several ranks.
 
 Rooms, each of which imports only those before it: `agreement`, `encoding`, `parameters`, `units`,
-`tensors`; then `attachment`, `fsdp2` and `scaling_history`. What estimates runs without running
-them (`plan`, `count_traffic`, ...) is in `hybridq.estimate`; its names are found here too.
+`tensors`; then `attachment`, `fsdp2`, `scaling_history` and `sequence`. What estimates runs without
+running them (`plan`, `count_traffic`, ...) is in `hybridq.estimate`; its names are found here too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from ..shards import PlaneShards, Shards, StorageShards
 from .agreement import check_ranks
 from .fsdp2 import prepare_fsdp2, wire_nbytes
 from .scaling_history import ScalingHistory
+from .sequence import sequence_loss, sequence_parallel, shard_sequence
 from .tensors import GatheredWeight, QuantizedWeight
 
 __all__ = [
@@ -25,6 +26,9 @@ __all__ = [
     "StorageShards",
     "check_ranks",
     "prepare_fsdp2",
+    "sequence_loss",
+    "sequence_parallel",
+    "shard_sequence",
     "wire_nbytes",
 ]
 

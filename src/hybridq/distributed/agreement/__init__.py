@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .fingerprint import DIGEST_NBYTES, check_ranks, named_ranks
+from .fingerprint import DIGEST_NBYTES, Fingerprint, check_ranks, compare, named_ranks
 from .fsdp2_groups import prepared_groups
 from .recipe_agreement import (
     ExpectedRecipe,
@@ -18,10 +18,12 @@ from .recipe_agreement import (
 __all__ = [
     "DIGEST_NBYTES",
     "ExpectedRecipe",
+    "Fingerprint",
     "Note",
     "Prepared",
     "check_ranks",
     "check_trailers",
+    "compare",
     "expected_recipe",
     "expected_stack_recipe",
     "named_ranks",

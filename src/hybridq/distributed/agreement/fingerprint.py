@@ -215,7 +215,12 @@ def named_ranks(ranks: Sequence[int]) -> str:
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
-def compare(own: Fingerprint, group: Any, where: str) -> None:
+def compare(
+    own: Fingerprint,
+    group: Any,
+    where: str,
+    rule: str = "every rank must run the same model under the same recipe",
+) -> None:
     """Raise on every rank of `group` if one of them has another fingerprint.
 
     Every rank must call it. One small collective if all are equal, three more if not.
@@ -224,6 +229,7 @@ def compare(own: Fingerprint, group: Any, where: str) -> None:
         own: this rank's.
         group: a process group.
         where: name of the caller, for the message.
+        rule: what ranks must have in common, for the message.
 
     Raises:
         RuntimeError: with the first line that differs, and what each rank has there.
@@ -246,9 +252,7 @@ def compare(own: Fingerprint, group: Any, where: str) -> None:
         f"{value if what in ('', whats[0]) else f'{what} {value}'} on {named_ranks(ranks)}"
         for (what, value), ranks in values.items()
     )
-    raise RuntimeError(
-        f"{where}: every rank must run the same model under the same recipe, got {whats[0]}: {has}"
-    )
+    raise RuntimeError(f"{where}: {rule}, got {whats[0]}: {has}")
 
 
 def _gathered(value: Any, world: int, group: Any) -> list[Any]:

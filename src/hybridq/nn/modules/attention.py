@@ -11,6 +11,7 @@ from ...recipes.roles import GRAD_INPUT
 from ..autograd import plain_attention, with_quantized_gradient
 from ..weights import takes_separate_names
 from .attention_masks import check_mask_type, visible
+from .exchange import SequenceExchange
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
 from .linear_part import InitMethod, one_dtype, run_part
@@ -183,6 +184,8 @@ class MultiheadAttention(nn.Module):
             self.q_norm = PlainNorm(*of_head, **weights)
             self.k_norm = PlainNorm(*of_head, **weights)
         own = None if name is None else f"{name}.proj"
+        #: Set where ranks share sequences (`hybridq.distributed.sequence_parallel`).
+        self.exchange: SequenceExchange | None = None
         kind = _BiasApart if self.return_bias else Linear
         inner = num_attention_heads * self.kv_channels
         self.proj: Linear = kind(inner, hidden_size, name=own, **options)
@@ -246,6 +249,9 @@ class MultiheadAttention(nn.Module):
             rotary_pos_emb: angles `[at least length, 1, 1, at most features]` that queries and
                 keys are rotated by, or a pair of them; see `RotaryPositionEmbedding`.
 
+        Where ranks share sequences (`hybridq.distributed.sequence_parallel`), `hidden_states` and
+        `encoder_output` are this rank's parts; masks and angles are of the whole sequences.
+
         Returns:
             As `hidden_states`; with `return_bias` and `return_layernorm_output` a tuple, as of
             `LayerNormLinear`.
@@ -281,7 +287,7 @@ class MultiheadAttention(nn.Module):
         if self.qk_norm_before_rope:
             query, key = self._normed(query, key)
         if rotary_pos_emb is not None:
-            pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
+            pair = self._own_angles(rotary_pos_emb, query.shape[2], key.shape[2])
             query = apply_rotary(query, pair[0], self.rotary_pos_interleaved)
             key = apply_rotary(key, pair[1], self.rotary_pos_interleaved)
         if not self.qk_norm_before_rope:
@@ -289,17 +295,20 @@ class MultiheadAttention(nn.Module):
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         window = self.window_size if window_size is None else window_size
         check_mask_type(kind, window)
-        sizes = (query.shape[2], key.shape[2])
+        world = 1 if self.exchange is None else self.exchange.world
+        sizes = (query.shape[2] * world, key.shape[2] * world)
         mask, is_causal = visible(kind, window, attention_mask, *sizes, query.device)
-        mixed = plain_attention(
-            query,
-            key,
-            value,
-            mask,
-            self.attention_dropout if self.training else 0.0,
-            is_causal,
-            enable_gqa=self.num_gqa_groups != self.num_attention_heads,
-        )
+        dropout = self.attention_dropout if self.training else 0.0
+        if self.exchange is None:
+            grouped = self.num_gqa_groups != self.num_attention_heads
+            mixed = plain_attention(query, key, value, mask, dropout, is_causal, grouped)
+        else:
+            mixed = self.exchange.attend(
+                lambda q, k, v, own, grouped: plain_attention(
+                    q, k, v, own, dropout, is_causal, grouped
+                ),
+                *(query, key, value, mask),
+            )
         order = (2, 0, 1, 3) if self.qkv_format == "sbhd" else (0, 2, 1, 3)
         y = self.proj(mixed.permute(order).flatten(2), is_first_microbatch)
         others = ([self.proj.bias] if self.return_bias else []) + (
@@ -332,6 +341,16 @@ class MultiheadAttention(nn.Module):
             key, value = made.view(*lead, 2, groups, features).unbind(2)
         heads = query.view(*query.shape[:2], self.num_attention_heads, features)
         return tuple([part.permute(order) for part in (heads, key, value)])
+
+    def _own_angles(
+        self, angles: Angles, queries: int, keys: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the angles of this rank's queries and keys."""
+        of_queries, of_keys = angles if isinstance(angles, tuple) else (angles, angles)
+        if self.exchange is None:
+            return of_queries, of_keys
+        own = self.exchange.own_angles
+        return own(of_queries, queries), own(of_keys, keys)
 
     def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries and keys, normed if there are norms of them."""

@@ -1,0 +1,109 @@
+"""`sequence_parallel`: attention over sequences that lie on several ranks."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Final, TypeVar
+
+from torch import nn
+
+from ...nn import MultiheadAttention
+from .comparison import Comparison
+from .exchange import HeadExchange, copies_of_heads
+from .mesh import exchange_of
+
+__all__ = ["sequence_parallel"]
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+#: A library whose models have attention of their own, and the module of hybridq whose
+#: `share_sequences(model, exchange, comparison)` knows them.
+_LIBRARIES: Final = {"transformers": "hybridq.integrations.transformers.sequence"}
+
+
+def sequence_parallel(model: _Module, mesh: Any = None) -> _Module:
+    """Let the ranks of a mesh share the sequences that a model is given; return the model.
+
+    Each rank then calls the model with its part of every sequence (`shard_sequence`), all parts
+    equally long. What works on single tokens is not touched. Around attention one all-to-all brings
+    all tokens of some heads to each rank, and one brings all heads of its tokens back (Ulysses);
+    fewer heads of keys than ranks are sent to several. Sizes are taken from the tensors that
+    arrive. Before each forward ranks compare the shapes of its inputs and the recipe in force.
+
+    Of `hybridq.MultiheadAttention` and `TransformerLayer`, masks and rotary angles are of the whole
+    sequence. A model of transformers is changed by `hybridq.integrations.transformers`: its text
+    model attends by `ulysses_...` around the implementation that it had, and its loss is that of
+    all ranks. See docs/guides/long-sequences.md.
+
+    Args:
+        model: one that has attention modules of hybridq, or of transformers; or one inside of it.
+            Before `fully_shard`, DistributedDataParallel or compiling.
+        mesh: a DeviceMesh of one dimension, a process group, or None: all ranks.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialized. In a forward, on every rank: ranks
+            differ.
+        TypeError: `model` is no module, or `mesh` neither a mesh nor a group.
+        ValueError: no attention in it that is known, heads that the ranks do not divide, a mesh of
+            several dimensions, or attention that is known to fail.
+
+    Source: DeepSpeed-Ulysses (arXiv:2309.14509).
+
+    Example:
+        >>> import torch, hybridq
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> layer = hybridq.TransformerLayer(64, 128, 4, num_gqa_groups=2)
+        >>> layer = hybridq.distributed.sequence_parallel(layer)
+        >>> layer(torch.randn(10, 2, 64)).shape  # of 10 tokens that this rank has
+        torch.Size([10, 2, 64])
+        >>> dist.destroy_process_group()
+    """
+    given: object = model
+    if not isinstance(given, nn.Module):
+        raise TypeError(
+            f"sequence_parallel: model must be an nn.Module, got {type(given).__name__}"
+        )
+    exchange = exchange_of("sequence_parallel", mesh)
+    own = [one for one in model.modules() if isinstance(one, MultiheadAttention)]
+    foreign = [(one, path) for one in model.modules() if (path := _library(one)) is not None]
+    if not own and not foreign:
+        raise ValueError(
+            "sequence_parallel: the model must have attention of hybridq or of transformers, got "
+            f"{type(model).__name__} without any"
+        )
+    for attention in own:
+        _share(attention, exchange)
+    if foreign:
+        outermost, path = foreign[0]
+        comparison = Comparison(outermost, exchange)
+        import_module(path).share_sequences(outermost, exchange, comparison)
+    else:
+        _compare_before(model, exchange)
+    return model
+
+
+def _library(module: nn.Module) -> str | None:
+    """Return what knows a model's attention, if a library has models of its kind."""
+    for kind in type(module).__mro__:
+        library = kind.__module__.partition(".")[0]
+        if library in _LIBRARIES and kind.__name__ == "PreTrainedModel":
+            return _LIBRARIES[library]
+    return None
+
+
+def _share(attention: MultiheadAttention, exchange: HeadExchange) -> None:
+    heads, groups = attention.num_attention_heads, attention.num_gqa_groups
+    copies_of_heads(heads, groups, exchange.world)
+    if attention.exchange is not None:
+        raise ValueError("sequence_parallel: a model must be given once, got one that was before")
+    attention.exchange = exchange
+
+
+def _compare_before(model: nn.Module, exchange: HeadExchange) -> None:
+    comparison = Comparison(model, exchange)
+
+    def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        comparison.check("sequence_parallel", args, kwargs)
+
+    model.register_forward_pre_hook(compare, with_kwargs=True)

@@ -1,0 +1,24 @@
+"""Sequences that ranks share, against one process: see `sequence_program.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from rank_runs import needs_gloo, run
+
+pytestmark = needs_gloo
+PROGRAM = "sequence_program.py"
+
+
+def test_two_ranks_are_one_process(tmp_path) -> None:
+    run(2, tmp_path / "store", "masks", "recipes", "cross", "helper", program=PROGRAM)
+
+
+def test_ranks_that_disagree(tmp_path) -> None:
+    run(2, tmp_path / "store", "faults", program=PROGRAM)
+
+
+@pytest.mark.more
+def test_four_ranks_are_one_process(tmp_path) -> None:
+    names = ("masks", "recipes", "cross", "helper", "faults")
+    run(4, tmp_path / "store", *names, program=PROGRAM)
