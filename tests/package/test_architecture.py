@@ -76,6 +76,7 @@ ROOMS = {
         "fsdp2",
         "scaling_history",
         "sequence",
+        "flat",
     ),
 }
 CSRC = ["formats", "core", "cpu cuda", "bindings"]

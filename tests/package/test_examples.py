@@ -84,6 +84,13 @@ def test_torchtitan_like() -> None:
     assert last < first and not dist.is_initialized()
 
 
+@needs_gloo
+def test_flat_optimizer() -> None:
+    main = script("flat_optimizer").main
+    first, last = main(1), main(12)
+    assert last < first and not dist.is_initialized()
+
+
 @pytest.mark.more
 @needs_gloo
 def test_torchtitan_like_on_two_ranks() -> None:

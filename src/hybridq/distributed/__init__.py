@@ -1,8 +1,9 @@
 """Sharded training on torch's engine: planes of tensors that lie on several ranks.
 
 Rooms, each of which imports only those before it: `agreement`, `encoding`, `parameters`, `units`,
-`tensors`; then `attachment`, `fsdp2`, `scaling_history` and `sequence`. What estimates runs without
-running them (`plan`, `count_traffic`, ...) is in `hybridq.estimate`; its names are found here too.
+`tensors`; then `attachment`, `fsdp2`, `scaling_history`, `sequence` and `flat`. What estimates runs
+without running them (`plan`, `count_traffic`, ...) is in `hybridq.estimate`; its names are found
+here too.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from typing import Any, Final
 
 from ..shards import PlaneShards, Shards, StorageShards
 from .agreement import check_ranks
+from .flat import FlatCodes, post_all_gather_processing, quantize_master_weights
 from .fsdp2 import prepare_fsdp2, wire_nbytes
 from .scaling_history import ScalingHistory
 from .sequence import sequence_loss, sequence_parallel, shard_sequence
 from .tensors import GatheredWeight, QuantizedWeight
 
 __all__ = [
+    "FlatCodes",
     "GatheredWeight",
     "PlaneShards",
     "QuantizedWeight",
@@ -25,7 +28,9 @@ __all__ = [
     "Shards",
     "StorageShards",
     "check_ranks",
+    "post_all_gather_processing",
     "prepare_fsdp2",
+    "quantize_master_weights",
     "sequence_loss",
     "sequence_parallel",
     "shard_sequence",
