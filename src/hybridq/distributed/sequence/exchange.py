@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..._torch_private import functional_all_to_all, wait_tensor
+from ..._torch_private import functional_all_gather, functional_all_to_all, wait_tensor
 from ...kernels.operators import StatedFunction
 
 __all__ = ["HeadExchange", "copies_of_heads"]
@@ -166,6 +166,19 @@ class HeadExchange:
         q, k, v = self.scatter_heads(query, key, value)
         own = self.own_mask(mask, query.shape[1])
         return self.gather_heads(attend(q, k, v, own, k.shape[1] != q.shape[1]), 1, 2)
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the ranks have of positions or of a mask, one part after the other.
+
+        Args:
+            x: integers or bool `[batch, own length]`, outside of autograd.
+
+        Returns:
+            `[batch, whole length]`.
+        """
+        sent = x.to(torch.int64).contiguous()
+        got = wait_tensor(functional_all_gather(sent, self.world, self.name))
+        return got.view(self.world, *x.shape).movedim(0, 1).flatten(1).to(x.dtype)
 
     def own_angles(self, angles: torch.Tensor, length: int) -> torch.Tensor:
         """Return the rows of this rank's part.

@@ -1,0 +1,28 @@
+"""Models of transformers whose sequences ranks share: see `sequence_hf_program.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from rank_runs import needs_gloo, run
+
+pytest.importorskip("transformers", minversion="5.23")
+pytestmark = needs_gloo
+PROGRAM = "sequence_hf_program.py"
+
+
+def test_two_ranks_are_one_process(tmp_path) -> None:
+    names = ("models=llama, one head of keys+gemma4", "recipes=llama", "masks=gemma3", "faults")
+    run(2, tmp_path / "store", *names, program=PROGRAM)
+
+
+@pytest.mark.more
+def test_two_ranks_more(tmp_path) -> None:
+    names = ("models", "recipes", "masks", "others")
+    run(2, tmp_path / "store", *names, program=PROGRAM)
+
+
+@pytest.mark.more
+def test_four_ranks_are_one_process(tmp_path) -> None:
+    names = ("models", "recipes", "masks", "others", "faults")
+    run(4, tmp_path / "store", *names, program=PROGRAM)
