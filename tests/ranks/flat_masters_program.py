@@ -246,6 +246,14 @@ def faults() -> None:
     update(params, whole, flat)
     for one, master in zip(params, whole, strict=True):
         planes_equal(one, pair("nvfp4")(master), "after the faults")
+    if rank == 0:
+        params[0].update_usage(columnwise_usage=False)
+    try:
+        quantize_master_weights(params, masters, starts, None)
+    except ValueError as raised:
+        assert "as they were" in str(raised) and "(on rank 0)" in str(raised), raised
+    else:
+        raise AssertionError("a plane that is gone was not missed")
 
 
 def loop(recipe: str) -> None:

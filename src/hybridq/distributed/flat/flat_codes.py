@@ -65,6 +65,8 @@ class FlatParameter:
         self.offset, self.number, self.numel = offset, number, parameter.numel()
         self.shape = tuple(parameter.shape)
         self.pending: Pending | None = None
+        #: What `state_now` returned at first.
+        self.state = self.state_now()
         storage: TensorStorage = parameter.tensor_storage
         count = 1 if storage.count is None else storage.count
         self.count, self._cols = count, storage.first.cols
@@ -105,14 +107,17 @@ class FlatParameter:
             raise RuntimeError(f"{_WHERE}: parameter {self.number} is gone")
         return found
 
+    def state_now(self) -> str:
+        """Return the device, the planes and the quantizer of the parameter as they are."""
+        storage, quantizer = self.parameter.tensor_storage, self.parameter.quantizer
+        planes = [f"{plane.direction} {plane.spec.text}" for plane in storage.planes]
+        kind = f"{type(quantizer).__name__} {quantizer.columnwise_source}"
+        return f"{storage.first.device}, {', '.join(planes)}, {kind}, {storage.count}"
+
     @property
     def text(self) -> str:
         """What must be the same on all ranks."""
-        storage = self.parameter.tensor_storage
-        planes = [f"{plane.direction} {plane.spec.text}" for plane in storage.planes]
-        quantizer = self.parameter.quantizer
-        kind = f"{type(quantizer).__name__} {quantizer.columnwise_source}"
-        return f"{list(self.shape)} at {self.offset}, {', '.join(planes)}, {kind}, {self.count}"
+        return f"{list(self.shape)} at {self.offset}, {self.state.partition(', ')[2]}"
 
     def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return of each matrix which of its values a range of the parameter holds.

@@ -110,10 +110,14 @@ class FlatPlane:
         (height, width), (window, low) = self._block, self._window(values, start)
         rows, cols = window.shape
         window = torch.nn.functional.pad(window, (0, -cols % width, 0, -rows % height))
-        blocks = window.view(window.shape[0] // height, height, -1, width)
+        blocks = window.abs().view(window.shape[0] // height, height, -1, width)
+        blocks = blocks.amax(1) if height > 1 else blocks[:, 0]
+        while width % 2 == 0:  # torch reduces short last axes slowly
+            width //= 2
+            blocks = torch.maximum(blocks[..., :width], blocks[..., width:])
         grid = values.new_zeros(self._grid)
         # Once more abs: a NaN that amax makes may be negative, and lose as an integer.
-        grid[low // height :][: blocks.shape[0]] = blocks.abs().amax(dim=(1, 3)).abs()
+        grid[low // height :][: blocks.shape[0]] = blocks.amax(-1).abs()
         return grid.view(-1)
 
     def statistic(self, maxima: torch.Tensor) -> torch.Tensor | None:

@@ -196,6 +196,12 @@ def _share(number: int, parameter: Any, master: Any, offset: Any) -> _Share:
         raise TypeError(f"{_WHERE}: parameters must be quantized, got {kind} (number {number})")
     codes, flat = flat_parameter(parameter, _WHERE)
     parameter.tensor_storage.check_write(_WHERE)
+    now = flat.state_now()
+    if now != flat.state:
+        raise ValueError(
+            f"{_WHERE}: parameters must be as they were when their FlatCodes was made, got {now} "
+            f"and before {flat.state} (number {number}); make another FlatCodes"
+        )
     if master is None:
         return _Share(codes, flat, torch.empty(0, dtype=torch.float32, device=parameter.device), 0)
     if not isinstance(master, torch.Tensor) or master.dtype != torch.float32:
