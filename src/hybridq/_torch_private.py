@@ -20,6 +20,7 @@ __all__ = [
     "after_autograd",
     "any_requires_grad",
     "below_autograd",
+    "check_pipeline_stage",
     "copy_each",
     "dispatch_keys",
     "forward_ad",
@@ -99,6 +100,18 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
 else:
     TorchDispatchMode = _taken("torch.utils._python_dispatch.TorchDispatchMode", "count traffic")
+
+
+def check_pipeline_stage() -> None:
+    """Raise ImportError where torch's stages of pipelines do not have the methods of ours."""
+    where = "torch.distributed.pipelining.PipelineStage"
+    for name in ("_prepare_forward_infra", "_prepare_backward_infra"):
+        _taken(f"{where}.{name}", "keep the search for shapes out of histories")
+    for name in ("get_fwd_send_ops", "get_fwd_recv_ops", "get_bwd_send_ops", "get_bwd_recv_ops"):
+        _taken(f"{where}.{name}", "send planes between stages")
+    for name in ("forward_one_chunk", "backward_one_chunk"):
+        _taken(f"{where}.{name}", "decode what stages receive")
+
 
 # ---- operators
 

@@ -77,6 +77,7 @@ ROOMS = {
         "scaling_history",
         "sequence",
         "flat",
+        "pipelines",
     ),
 }
 CSRC = ["formats", "core", "cpu cuda", "bindings"]

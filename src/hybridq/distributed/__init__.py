@@ -1,9 +1,9 @@
 """Sharded training on torch's engine: planes of tensors that lie on several ranks.
 
 Rooms, each of which imports only those before it: `agreement`, `encoding`, `parameters`, `units`,
-`tensors`; then `attachment`, `fsdp2`, `scaling_history`, `sequence` and `flat`. What estimates runs
-without running them (`plan`, `count_traffic`, ...) is in `hybridq.estimate`; its names are found
-here too.
+`tensors`; then `attachment`, `fsdp2`, `scaling_history`, `sequence`, `flat` and
+`pipelines`. What estimates runs without running them (`plan`, `count_traffic`, ...) is in
+`hybridq.estimate`; its names are found here too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from ..shards import PlaneShards, Shards, StorageShards
 from .agreement import check_ranks
 from .flat import FlatCodes, post_all_gather_processing, quantize_master_weights
 from .fsdp2 import prepare_fsdp2, wire_nbytes
+from .pipelines import pipeline_stage
 from .scaling_history import ScalingHistory
 from .sequence import sequence_loss, sequence_parallel, shard_sequence
 from .tensors import GatheredWeight, QuantizedWeight
@@ -28,6 +29,7 @@ __all__ = [
     "Shards",
     "StorageShards",
     "check_ranks",
+    "pipeline_stage",
     "post_all_gather_processing",
     "prepare_fsdp2",
     "quantize_master_weights",

@@ -24,6 +24,8 @@ _KINDS: Final = {
     "gather": "gather",
     "reduce": "reduce",
     "scatter": "scatter",
+    "send": "send",
+    "recv": "recv",
 }
 
 
@@ -31,7 +33,7 @@ class Traffic:
     """What collectives carried, by kind; see `count_traffic`.
 
     Attributes:
-        nbytes_by_kind: `"all_gather"`, `"reduce_scatter"`, `"all_reduce"`, ...: bytes.
+        nbytes_by_kind: `"all_gather"`, `"reduce_scatter"`, `"all_reduce"`, `"send"`, ...: bytes.
         calls_by_kind: how many there were.
     """
 
@@ -92,7 +94,8 @@ def count_traffic() -> Iterator[Traffic]:
     """Count the bytes of all collectives of this rank inside the context.
 
     Counted are the tensors that collectives are given, whatever they hold: of an all-gather its
-    output, of a reduce-scatter its input, of an all-reduce its buffer, padding included. Each
+    output, of a reduce-scatter its input, of an all-reduce its buffer, padding included; of what a
+    rank sends to another (`"send"`) or receives (`"recv"`) the tensor, once on either side. Each
     operation passes through Python meanwhile, so a step takes longer.
 
     Returns:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from .fingerprint import DIGEST_NBYTES, Fingerprint, check_ranks, compare, named_ranks
+from .fingerprint import (
+    DIGEST_NBYTES,
+    Fingerprint,
+    check_ranks,
+    compare,
+    gathered_values,
+    named_ranks,
+    pipeline_fingerprint,
+)
 from .fsdp2_groups import prepared_groups
 from .recipe_agreement import (
     ExpectedRecipe,
@@ -26,7 +34,9 @@ __all__ = [
     "compare",
     "expected_recipe",
     "expected_stack_recipe",
+    "gathered_values",
     "named_ranks",
+    "pipeline_fingerprint",
     "prepared_groups",
     "read_arrived",
     "trailer",

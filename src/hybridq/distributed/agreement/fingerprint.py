@@ -21,7 +21,7 @@ from ...direction import DIRECTIONS
 from ...errors import RecipeError
 from ...nn import QuantizedModule
 from ...quantizers import DelayedScalingRequest
-from ...recipes import Plan, Recipe, SlotPlan
+from ...recipes import Plan, Recipe, SlotPlan, bind
 from ...recipes.named import source
 from ...tensor import is_quantized
 
@@ -31,7 +31,9 @@ __all__ = [
     "check_ranks",
     "compare",
     "flat_group",
+    "gathered_values",
     "named_ranks",
+    "pipeline_fingerprint",
     "plan_digest",
 ]
 
@@ -236,16 +238,15 @@ def compare(
     """
     import torch.distributed as dist  # not every build of torch has it
 
-    world = dist.get_world_size(group)
-    digests = _gathered(own.digest, world, group)
+    digests = gathered_values(own.digest, group)
     if len(set(digests)) == 1:
         return
     given: list[Any] = [own]
     dist.broadcast_object_list(given, group=group, group_src=0)
-    numbers = _gathered(own.first_difference(Fingerprint(*given[0])), world, group)
+    numbers = gathered_values(own.first_difference(Fingerprint(*given[0])), group)
     number = min(one for one in numbers if one >= 0)
     values: dict[tuple[str, str], list[int]] = {}
-    for rank, line in enumerate(_gathered(own.line(number), world, group)):
+    for rank, line in enumerate(gathered_values(own.line(number), group)):
         values.setdefault(line, []).append(dist.get_global_rank(group, rank))
     whats = list(dict.fromkeys(what for what, _ in values if what))
     has = "; ".join(
@@ -255,10 +256,30 @@ def compare(
     raise RuntimeError(f"{where}: {rule}, got {whats[0]}: {has}")
 
 
-def _gathered(value: Any, world: int, group: Any) -> list[Any]:
+def pipeline_fingerprint(lines: Sequence[tuple[str, str]], recipe: Recipe | None) -> Fingerprint:
+    """Return what ranks of a pipeline must have in common, whose modules differ.
+
+    Args:
+        lines: what stages say of themselves.
+        recipe: in force; its quantizers of a linear module without a name count.
+    """
+    try:
+        plan = _plan_lines("a linear module", None if recipe is None else bind(recipe))
+    except (RecipeError, TypeError, ValueError) as error:  # the module's own forward raises it
+        plan = [("the quantizers of a linear module", f"refused: {error}")]
+    return Fingerprint((*_environment(), *lines, *plan))
+
+
+def gathered_values(value: Any, group: Any) -> list[Any]:
+    """Return the values of all ranks of a group, in its order. Every rank must call it.
+
+    Args:
+        value: this rank's: anything that can be pickled.
+        group: a process group.
+    """
     import torch.distributed as dist  # not every build of torch has it
 
-    found: list[Any] = [None] * world
+    found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .groups import reduce_over
 from .places import Scales, places_of
 from .state import ScalingState, states_of
 from .state_dict import load_history, state_dict_with_history
@@ -14,6 +15,7 @@ __all__ = [
     "misses_step",
     "num_updates",
     "places_of",
+    "reduce_over",
     "scales_of",
     "state_dict_with_history",
     "states_of",

@@ -32,6 +32,7 @@ from ...quantizers import group_amax, next_scale
 from ...quantizers.delayed import epoch, no_history
 from ...recipes import Plan, Recipe, bind
 from ...tensor.in_graph import runs_at_once
+from .groups import agree, default_group, group_of
 from .owner import is_held, is_inner_step, note_optimizers, of_this_thread, updated_by
 from .places import PLACES, Place, Scales, places_of
 from .state import ScalingState, live_states, states_of, take_scales
@@ -242,16 +243,6 @@ def _plan_of(state: ScalingState) -> Plan | None:
     return state.assumed[1]
 
 
-def _default_group() -> str | None:
-    """Return the name of torch.distributed's default group, if there is one of several ranks."""
-    import torch.distributed as dist  # not every build of torch has it
-
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    name: str = dist.distributed_c10d._get_default_group().group_name
-    return name
-
-
 def _batches(
     device: torch.device, planned: Sequence[tuple[ScalingState, Plan]], default: str | None
 ) -> list[_Batch]:
@@ -265,9 +256,11 @@ def _batches(
     made = []
     for members in found.values():
         groups: dict[str, list[int]] = {}
-        for i, (_, place) in enumerate(members):
-            name = place.request.amax_reduction_group or default
-            if place.request.reduce_amax and name is not None:
+        for i, (number, place) in enumerate(members):
+            name = place.request.amax_reduction_group or group_of(
+                planned[number][0].owner.module, default
+            )
+            if place.request.reduce_amax and name:
                 groups.setdefault(name, []).append(i)
         numerators = [place.request.numerator(place.fmax) for _, place in members]
         where = [len(PLACES) * number + place.number for number, place in members]
@@ -292,7 +285,7 @@ def _settled(choose: Callable[[], list[ScalingState]]) -> list[ScalingState]:
     join a reduction of the same states. What an optimizer names cannot be such a model.
     """
     states = choose()
-    if _default_group() is None:
+    if default_group() is None:
         return states
     serials = [state.serial for state in states if state.owner.holder is None]
     if serials == _updates.serials:
@@ -332,8 +325,14 @@ def _update(states: Sequence[ScalingState]) -> None:
 
 def _layout(by_device: dict[torch.device, list[tuple[ScalingState, Plan]]]) -> list[_Batch]:
     """Return the batches of these states, those of the last time if there was one."""
-    default = _default_group()
-    key = ({d: [(s.serial, p) for s, p in own] for d, own in by_device.items()}, default)
+    default = default_group()
+    key = (
+        {
+            d: [(s.serial, p, group_of(s.owner.module, default)) for s, p in own]
+            for d, own in by_device.items()
+        },
+        default,
+    )
     layouts = _updates.layouts
     for known, batches in layouts:
         if known == key:
@@ -342,8 +341,26 @@ def _layout(by_device: dict[torch.device, list[tuple[ScalingState, Plan]]]) -> l
     for own in by_device.values():
         for state, plan in own:
             state.name_elements(plan)
+    _agree(by_device, made, default)
     _updates.layouts = ((key, made), *layouts[: _MOST_LAYOUTS - 1])
     return made
+
+
+def _agree(
+    by_device: dict[torch.device, list[tuple[ScalingState, Plan]]],
+    batches: list[_Batch],
+    default: str | None,
+) -> None:
+    """Raise on all ranks whose default group would reduce amaxes of unlike modules together."""
+    for device, planned in by_device.items():
+        labels = [
+            (planned[number][0].name, PLACES[place.number])
+            for batch in batches
+            if batch.where.device == device and default in batch.groups
+            for number, place in (batch.places[i] for i in batch.groups[default].tolist())
+        ]
+        if default is not None and labels:
+            agree(labels, default, device)
 
 
 def _update_device(states: list[ScalingState], batches: list[_Batch], before: int) -> None:

@@ -59,7 +59,7 @@ PLAIN: Final = bind(CustomRecipe(high_precision_factory))
 #: What is remade when needed, or belongs to this process.
 _NOT_SAVED: Final = (
     *("_bound", "last_recipe", "_cached_weights", "_boundary", "_prepared_linear"),
-    "prepared_weights",
+    *("prepared_weights", "amax_ranks"),
 )
 
 

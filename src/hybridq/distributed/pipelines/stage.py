@@ -1,0 +1,241 @@
+"""The stage itself: torch's, with what goes over the wire exchanged for planes.
+
+torch's schedules ask a stage for the sends and receives of a microbatch and run them. Here each
+that is about an activation or a gradient is of its plane's bytes instead, and what was received is
+decoded when the microbatch's forward or backward begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+from ... import settings
+from ..._torch_private import check_pipeline_stage
+from ...formats import PlaneSpec, PlaneText
+from ...nn import Linear
+from ...nn.delayed_scaling import reduce_over
+from ...recipes import Recipe, autocast, bind
+from .make_stage import BY_RECIPE
+from .plane_payload import PlanePayload
+from .stage_agreement import Agreed, compare_stages
+
+__all__ = ["Formats", "Stage"]
+
+check_pipeline_stage()
+
+
+class Formats(NamedTuple):
+    """What travels between stages.
+
+    Attributes:
+        forward, backward: PlaneSpec's text; `BY_RECIPE`; empty: values.
+    """
+
+    forward: str = ""
+    backward: str = ""
+
+    def spec(self, is_forward: bool) -> PlaneSpec | None:
+        """Return the spec of one direction now; None: values travel.
+
+        Args:
+            is_forward: of activations, else of gradients.
+        """
+        text = self.forward if is_forward else self.backward
+        if text != BY_RECIPE:
+            return PlaneSpec.parse(text) if text else None
+        recipe = settings.current().recipe
+        if not isinstance(recipe, Recipe):
+            return None
+        plan = bind(recipe)
+        return _travelling((plan.input if is_forward else plan.grad_output).row)
+
+
+def _travelling(plane: PlaneText) -> PlaneSpec | None:
+    """Return the spec that a plane of a recipe travels in: a transform is none of the wire's."""
+    if plane.is_plain or not plane.spec:
+        return None
+    spec = PlaneSpec.parse(plane.spec)
+    return replace(spec, signs=None) if plane.is_transformed else spec
+
+
+class _Arriving(NamedTuple):
+    """A receive of bytes: where its values are to be put."""
+
+    payload: torch.Tensor
+    about: PlanePayload
+    info: Any
+
+
+class Stage(PipelineStage):
+    """torch's PipelineStage whose tensors travel as planes; made by `pipeline_stage`."""
+
+    def take(
+        self,
+        formats: Formats,
+        replicas: Any,
+        keep_weights: bool = True,
+        takes_planes: bool | None = None,
+    ) -> None:
+        """Take what torch's stage has not.
+
+        Args:
+            formats: of what travels.
+            replicas: process group of the ranks that hold the same stage, or None.
+            keep_weights, takes_planes: as for `pipeline_stage`.
+        """
+        self._formats, self._keeps = formats, keep_weights
+        self._takes_planes = _begins_linear(self.submod) if takes_planes is None else takes_planes
+        self._arriving: dict[tuple[bool, int], list[_Arriving]] = {}
+        self._is_compared = False
+        spans_all = dist.get_world_size(self.group) == dist.get_world_size()
+        name = replicas.group_name if replicas is not None else "" if spans_all else None
+        if name is not None:
+            is_alone = replicas is None or dist.get_world_size(replicas) == 1
+            reduce_over(self.submod, "" if is_alone else name)
+        size = int(spans_all) if replicas is None else dist.get_world_size(replicas)
+        self._agreed = Agreed(self.num_stages, (formats[0], formats[1]), keep_weights, size)
+
+    # ---- the first step
+
+    @property
+    def _is_ranks_first(self) -> bool:
+        """Whether this is the first of its rank's stages, which speaks for all of them.
+
+        A second collective could wait for a rank that waits for this one's next shapes.
+        """
+        ranks = self.stage_index_to_group_rank
+        own = [stage for stage, rank in ranks.items() if rank == self.group_rank]
+        return bool(self.stage_index == min(own, default=self.stage_index))
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_ranks_first and not self._is_compared:
+            group = dist.group.WORLD if self.group is None else self.group
+            compare_stages(self._agreed, self.submod, group)
+            self._is_compared = True
+        # torch runs the module to see shapes, with any values: no history may record them.
+        with autocast(enabled=False):
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with autocast(enabled=False):
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    # ---- what is sent
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """Return the sends of a microbatch's activations, as planes.
+
+        Args:
+            fwd_chunk_id: the microbatch.
+        """
+        return self._encoded(super().get_fwd_send_ops(fwd_chunk_id), True)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        """Return the sends of the gradients of a microbatch's activations, as planes.
+
+        Args:
+            bwd_chunk_id: the microbatch.
+        """
+        return self._encoded(super().get_bwd_send_ops(bwd_chunk_id), False)
+
+    def _encoded(self, ops: list[Any], is_forward: bool) -> list[Any]:
+        spec = self._formats.spec(is_forward)
+        for op in ops:
+            about = None if spec is None else PlanePayload.of(spec, op.tensor)
+            if about is not None:
+                op.tensor = about.encoded(op.tensor)
+        return ops
+
+    # ---- what is received
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """Return the receives of a microbatch's activations, as planes.
+
+        Args:
+            fwd_chunk_id: the microbatch.
+        """
+        ops = super().get_fwd_recv_ops(fwd_chunk_id)
+        return self._awaited(ops, self.args_recv_info[fwd_chunk_id], True, fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        """Return the receives of the gradients of a microbatch's outputs, as planes.
+
+        Args:
+            bwd_chunk_id: the microbatch.
+        """
+        ops = super().get_bwd_recv_ops(bwd_chunk_id)
+        infos = self.grad_recv_info[bwd_chunk_id] if ops else ()
+        return self._awaited(ops, infos, False, bwd_chunk_id)
+
+    def _awaited(
+        self, ops: list[Any], infos: Sequence[Any], is_forward: bool, chunk: int
+    ) -> list[Any]:
+        spec = self._formats.spec(is_forward)
+        found = self._arriving[is_forward, chunk] = []
+        for op in ops:
+            about = None if spec is None else PlanePayload.of(spec, op.tensor)
+            if about is None:
+                continue
+            info = next(one for one in infos if getattr(one, "buffer", None) is op.tensor)
+            op.tensor = about.empty(op.tensor.device)
+            found.append(_Arriving(op.tensor, about, info))
+        return ops
+
+    def _decode(self, is_forward: bool, chunk: int) -> None:
+        """Put what arrived for a microbatch where torch's stage looks for it."""
+        for payload, about, info in self._arriving.pop((is_forward, chunk), ()):
+            is_whole = not hasattr(info.tensor_meta, "placements")  # no DTensor's part
+            if is_forward and self._takes_planes and is_whole:
+                info.buffer = about.quantized(payload)
+            else:
+                info.buffer = about.decoded(payload)
+
+    # ---- a microbatch
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of a microbatch; in the first of a step weights are encoded.
+
+        Args:
+            fwd_chunk_id: the microbatch.
+            args, kwargs: torch's.
+        """
+        self._decode(True, fwd_chunk_id)
+        with _microbatch(fwd_chunk_id == 0 if self._keeps else None):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run the backward of a microbatch.
+
+        Args:
+            bwd_chunk_id: the microbatch.
+            args, kwargs: torch's.
+        """
+        self._decode(False, bwd_chunk_id)
+        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+def _begins_linear(module: nn.Module) -> bool:
+    """Return whether the first that a module does is a product of ours."""
+    while isinstance(module, nn.Sequential) and len(module):
+        module = module[0]
+    return isinstance(module, Linear)
+
+
+@contextmanager
+def _microbatch(is_first: bool | None) -> Iterator[None]:
+    """Tell modules whether this is the first microbatch, unless `hybridq.autocast` tells them."""
+    state = settings.current()
+    told = state.is_first_microbatch
+    state.is_first_microbatch = is_first if told is None else told
+    try:
+        yield
+    finally:
+        state.is_first_microbatch = told

@@ -1,0 +1,84 @@
+"""What ranks of a pipeline must agree on, compared once before a stage's first microbatch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ... import settings
+from ...nn import QuantizedModule
+from ...nn.delayed_scaling import places_of
+from ...recipes import Recipe
+from ..agreement import compare, gathered_values, pipeline_fingerprint
+
+__all__ = ["Agreed", "compare_stages"]
+
+
+class Agreed(NamedTuple):
+    """What the stages of all ranks have in common.
+
+    Attributes:
+        num_stages: of the pipeline.
+        communication: formats of what travels forward and backward, as texts.
+        keeps_weights: over microbatches.
+        num_replicas: ranks that hold the same stage; 0: not said.
+    """
+
+    num_stages: int
+    communication: tuple[str, str]
+    keeps_weights: bool
+    num_replicas: int
+
+    @property
+    def lines(self) -> list[tuple[str, str]]:
+        """What, and its value."""
+        forward, backward = self.communication
+        return [
+            ("the number of stages", str(self.num_stages)),
+            ("the format of activations between stages", forward),
+            ("the format of gradients between stages", backward),
+            ("keep_weights", str(self.keeps_weights)),
+            ("the ranks of a stage (replicas)", str(self.num_replicas or "not given")),
+        ]
+
+
+def compare_stages(agreed: Agreed, module: nn.Module, group: Any) -> None:
+    """Raise on every rank of a pipeline if one of them is about to run something else.
+
+    Every rank must call it: once, before the first microbatch of a stage.
+
+    Args:
+        agreed: of this rank's stage.
+        module: of the stage.
+        group: process group of the pipeline.
+
+    Raises:
+        RuntimeError: with what differs, and what each rank has; or delayed scaling would reduce
+            amaxes of one stage with those of another.
+    """
+    recipe = settings.current().recipe
+    own = pipeline_fingerprint(agreed.lines, recipe if isinstance(recipe, Recipe) else None)
+    compare(own, group, "pipeline_stage")
+    if agreed.num_replicas:
+        return
+    is_open = isinstance(recipe, Recipe) and _reduces_over_all(module, recipe)
+    if any(gathered_values(is_open, group)):
+        raise RuntimeError(
+            "pipeline_stage: delayed scaling reduces amaxes over the ranks that hold the same "
+            "stage, which are not known where a pipeline does not span all ranks; give "
+            "replicas=mesh['dp'] (or its process group) to pipeline_stage, or take a recipe with "
+            "reduce_amax=False or amax_reduction_group=, got none of them"
+        )
+
+
+def _reduces_over_all(module: nn.Module, recipe: Recipe) -> bool:
+    """Return whether a history of the module would be reduced over the default group."""
+    for one in module.modules():
+        if not isinstance(one, QuantizedModule):
+            continue
+        for part in one.parts_of(recipe):
+            requests = [place.request for place in places_of(one.plan_of(recipe, part))]
+            if any(r.reduce_amax and r.amax_reduction_group is None for r in requests):
+                return True
+    return False

@@ -1,0 +1,79 @@
+"""Over which ranks amaxes are reduced where a recipe does not say, and whether these agree."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ..._torch_private import functional_all_reduce, process_group
+
+__all__ = ["agree", "default_group", "group_of", "reduce_over"]
+
+#: Of a module: the name of its own group; empty: its rank is alone.
+_ATTRIBUTE: Final = "amax_ranks"
+
+
+def default_group() -> str | None:
+    """Return the name of torch.distributed's default group, if there is one of several ranks."""
+    import torch.distributed as dist  # not every build of torch has it
+
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    name: str = dist.distributed_c10d._get_default_group().group_name
+    return name
+
+
+def reduce_over(module: nn.Module, group: str) -> None:
+    """Have the histories of a module's parts be reduced over a group where a recipe names none.
+
+    Args:
+        module: whose modules.
+        group: name of the process group of the ranks that hold the same module; empty: no others
+            do.
+    """
+    for one in module.modules():
+        if hasattr(one, "scaled_weights"):
+            one.__dict__[_ATTRIBUTE] = group
+
+
+def group_of(module: Any, default: str | None) -> str | None:
+    """Return the group of a module where a recipe names none; None or empty: its rank is alone.
+
+    Args:
+        module: or None.
+        default: of modules that have none of their own.
+    """
+    found: str | None = getattr(module, _ATTRIBUTE, default)
+    return found
+
+
+def agree(labels: Iterable[Sequence[str]], group: str, device: torch.device) -> None:
+    """Raise on every rank of a group whose ranks would reduce amaxes of other places together.
+
+    Every rank must call it: it is one reduction of two numbers.
+
+    Args:
+        labels: of this rank's places, in the order of the reduction.
+        group: its name.
+        device: of the amaxes.
+
+    Raises:
+        RuntimeError: ranks differ in the number of the places, or in their names.
+    """
+    own = [" ".join(one) for one in labels]
+    digest = hashlib.blake2b(repr(own).encode(), digest_size=7).digest()
+    value = int.from_bytes(digest, "little")
+    sides = torch.tensor([value, -value], dtype=torch.int64, device=device)
+    largest = functional_all_reduce(sides, "max", process_group(group))
+    if int(largest.sum()) != 0:  # the largest digest is not the smallest
+        raise RuntimeError(
+            "delayed scaling: all ranks of the group over which amaxes are reduced must step the "
+            f"same modules, got {len(own)} histories here, {own[0] if own else 'none'} the first, "
+            "and others on other ranks; stages of a pipeline are made by "
+            "hybridq.distributed.pipeline_stage, and other ranks that hold other modules need "
+            "reduce_amax=False or an amax_reduction_group= of those that hold the same"
+        )
