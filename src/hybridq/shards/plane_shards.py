@@ -39,7 +39,15 @@ Received = Sequence[Sequence[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank sends of one buffer: entries `[first, last)` along `dim`; dim -1: all of it."""
+    """What a rank sends of one buffer: entries `[first, last)` along `dim`.
+
+    Args:
+        name: of the buffer.
+        dim: along which it is dealt out; -1: all of it is sent.
+        first, last: entries.
+        shape: of what is sent.
+        dtype: of it.
+    """
 
     name: str
     dim: int
@@ -50,6 +58,7 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the piece."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
