@@ -10,7 +10,7 @@ from torch import nn
 from ..nn import QuantizedModule
 from ..recipes import Recipe
 from .parameters import GatheredParameter, QuantizedRows, QuantizedShard
-from .tensors import GatheredWeight, QuantizedWeight
+from .tensors import GatheredWeight, QuantizedWeight, late_parallel
 
 __all__ = ["Attachment", "is_prepared", "local_of"]
 
@@ -55,7 +55,14 @@ class Attachment:
             module: whose forward it is.
             name: of the parameter there.
             recipe: that the module computes under, or None.
+
+        Raises:
+            RuntimeError: tensor parallelism replaced the parameter after `prepare_fsdp2`.
         """
+        if self.about.call is None and self.about.mesh_part is None:  # it was never gathered
+            held = module.held(name)
+            if local_of(held) is not held and not is_prepared(held):
+                raise late_parallel(self.about.name, local_of(held).shape)
         self.about.use(module, name, recipe)
 
     def use_in_graph(self, module: QuantizedModule, name: str, recipe: Recipe | None) -> None:

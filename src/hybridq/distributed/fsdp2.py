@@ -19,12 +19,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._log import log_once
-from ..nn import QuantizedModule
+from ..nn import Linear, QuantizedModule
 from ..recipes import SlotPlan
 from ..tensor import is_quantized
 from .agreement import Prepared, expected_stack_recipe, read_arrived
-from .attachment import Attachment
-from .encoding import ShardWork, encode_shards
+from .attachment import Attachment, is_prepared, local_of
+from .encoding import MeshPart, ShardWork, encode_shards
 from .parameters import GatheredParameter, QuantizedShard, StackedParameter
 from .tensors import GatheredWeight, QuantizedWeight
 
@@ -61,18 +61,24 @@ _PREPARED: Final = (GatheredWeight, QuantizedWeight)
 def prepare_fsdp2(model: nn.Module) -> nn.Module:
     """Let the weights of hybridq's modules in `model` travel as planes; return `model`.
 
-    Called before `fully_shard`. Parameters keep their values, dtype and names; what an optimizer
-    updates, and what a state_dict holds, stay tensors of high precision. A parameter that is a
-    QuantizedTensor stays quantized in its shards; in a state_dict it is decoded.
+    Called before `fully_shard`, and after `parallelize_module`, if both are used: then a
+    parameter stays a DTensor of the tensor-parallel mesh, and its planes, which travel among the
+    data-parallel ranks, are parts of the planes of the whole weight.
+
+    Parameters keep their values, dtype and names; what an optimizer updates, and what a state_dict
+    holds, stay tensors of high precision. A parameter that is a QuantizedTensor stays quantized in
+    its shards; in a state_dict it is decoded.
 
     Args:
         model: any module.
 
     Raises:
         TypeError: `model` is no module.
-        RuntimeError: a weight is a DTensor already: `fully_shard` or tensor parallelism came first.
+        RuntimeError: a weight is sharded by `fully_shard` already, or dealt out over several
+            dimensions of a mesh.
         NotImplementedError: a quantized weight is rounded stochastically, or belongs to a module of
-            another library.
+            another library; or tensor parallelism split a weight of another module than a
+            `hybridq.Linear`, or one that is quantized.
 
     A weight that another kind of module uses as well (tied to an embedding) is left as it is, and
     so is one that is kept as `[in, out]` (GPT-2's `Conv1D`): FSDP2 gathers their values.
@@ -86,23 +92,25 @@ def prepare_fsdp2(model: nn.Module) -> nn.Module:
     given: object = model
     if not isinstance(given, nn.Module):
         raise TypeError(f"prepare_fsdp2: model must be an nn.Module, got {type(given).__name__}")
-    found = gathered_weights(model)
+    found = gathered_weights(model, takes_parts=True)
     _tell_of_transposed(model)
     _check_quantized(model, {id(weight.parameter) for weight in found})
     prepared = Prepared(model)
     for module, part, path, parameter, owners in found:
-        if isinstance(getattr(*owners[0]).data, _PREPARED):
+        if is_prepared(getattr(*owners[0])):
             continue  # tied, and done
         if is_quantized(parameter):
             tensor: Any = _held(parameter, (owners[0][0], part, path), prepared)
         else:
-            about = GatheredParameter(module, part, path, prepared)
+            mesh_part = MeshPart.of(parameter, path) if _is_dtensor(parameter) else None
+            about = GatheredParameter(module, part, path, prepared, mesh_part)
             if parameter.dim() == 3:
                 place = (module, part, path, prepared)
                 about = StackedParameter(*place, parameter.shape[0], module.holds_transposed)
-            tensor = GatheredWeight(parameter.data, about)
+            tensor = GatheredWeight(local_of(parameter.data), about)
         attachment = Attachment(tensor._about)
-        made = nn.Parameter(tensor, parameter.requires_grad)
+        whole = _like(parameter.data, tensor) if _is_dtensor(parameter) else tensor
+        made = nn.Parameter(whole, parameter.requires_grad)
         owner: Any
         for owner, name in owners:
             owner._parameters[name] = made
@@ -113,15 +121,30 @@ def prepare_fsdp2(model: nn.Module) -> nn.Module:
     return model
 
 
-def gathered_weights(model: nn.Module) -> list[Weight]:
+def _is_dtensor(tensor: Any) -> bool:
+    return getattr(tensor, "device_mesh", None) is not None
+
+
+def _like(given: Any, local: torch.Tensor) -> Any:
+    """Return a DTensor that lies as a given one does, and has another local tensor."""
+    from torch.distributed.tensor import DTensor  # not every build of torch has it
+
+    mesh, placements = given.device_mesh, given.placements
+    how: dict[str, Any] = {"shape": given.shape, "stride": given.stride(), "run_check": False}
+    return DTensor.from_local(local, mesh, placements, **how)
+
+
+def gathered_weights(model: nn.Module, *, takes_parts: bool = False) -> list[Weight]:
     """Return the weights of hybridq's modules in `model` that can travel as planes.
 
     Args:
         model: any module; those that `prepare_fsdp2` has prepared already are left out, and so are
             matrices that are kept as `[in, out]`.
+        takes_parts: also those that tensor parallelism split.
 
     Raises:
-        RuntimeError: a weight is a DTensor already.
+        RuntimeError: a weight is a DTensor already, and not one that is taken.
+        NotImplementedError: a weight cannot be taken as it is.
     """
     users: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -133,17 +156,19 @@ def gathered_weights(model: nn.Module) -> list[Weight]:
             continue
         for name, part in module.weight_parts.items():
             weight = module._parameters.get(name)
-            if weight is None or isinstance(weight.data, _PREPARED):
+            if weight is None or is_prepared(weight.data):
                 continue
             if weight.dim() not in (2, 3) or (weight.dim() == 3 and not weight.numel()):
                 continue
             if module.holds_transposed and weight.dim() == 2:
                 continue  # shards of its rows are columns of what is quantized
-            if type(weight.data) is not torch.Tensor and not is_quantized(weight):
+            if takes_parts and _is_dtensor(weight):
+                _check_part(module, f"{path}.{name}", weight)
+            elif type(weight.data) is not torch.Tensor and not is_quantized(weight):
                 raise RuntimeError(
-                    f"prepare_fsdp2: {path}.{name} must be a plain parameter, got "
-                    f"{type(weight.data).__name__}; call prepare_fsdp2 before fully_shard, and not "
-                    "for weights that are split by tensor parallelism"
+                    f"prepare_fsdp2: {path}.{name} must be a plain parameter, or one that "
+                    f"parallelize_module split, got {type(weight.data).__name__}; call "
+                    "prepare_fsdp2 before fully_shard"
                 )
             if is_quantized(weight) and weight.dim() == 3:
                 raise NotImplementedError(
@@ -155,6 +180,18 @@ def gathered_weights(model: nn.Module) -> list[Weight]:
             if all(name in getattr(owner, "weight_parts", ()) for owner, name in owners):
                 found.append(Weight(module, part, f"{path}.{name}", weight, owners))
     return found
+
+
+def _check_part(module: QuantizedModule, name: str, weight: Any) -> None:
+    """Raise unless a weight that tensor parallelism split can travel as planes."""
+    if not isinstance(module, Linear) or is_quantized(local_of(weight)):
+        kind = "quantized weight" if is_quantized(local_of(weight)) else "weight"
+        raise NotImplementedError(
+            f"prepare_fsdp2: {name} must be a weight in high precision of a hybridq.Linear to be "
+            f"split by tensor parallelism and travel as planes, got a {kind} of a "
+            f"{type(module).__name__}; leave prepare_fsdp2 out: fully_shard alone gathers values"
+        )
+    MeshPart.of(weight, name)
 
 
 def _tell_of_transposed(model: nn.Module) -> None:
@@ -205,19 +242,7 @@ def _plain_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata
         if not isinstance(local, _PREPARED):
             continue
         values = local.high if isinstance(local, GatheredWeight) else local.dequantize()
-        if local is not tensor:
-            from torch.distributed.tensor import DTensor  # not every build of torch has it
-
-            sharded: Any = tensor
-            values = DTensor.from_local(
-                values,
-                sharded.device_mesh,
-                sharded.placements,
-                run_check=False,
-                shape=sharded.shape,
-                stride=sharded.stride(),
-            )
-        state[prefix + name] = values
+        state[prefix + name] = values if local is tensor else _like(tensor, values)
 
 
 def _abouts(parameters: Iterable[torch.Tensor]) -> list[GatheredParameter]:

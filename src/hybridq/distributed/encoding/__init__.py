@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from .cpu_shard_encoder import ShardEncoder
+from .mesh_part import MeshPart, PartSizes
 from .shard_work import Maxima, ShardWork, encode_shards
 
 __all__ = [
     "Maxima",
+    "MeshPart",
+    "PartSizes",
     "ShardEncoder",
     "ShardWork",
     "encode_shards",

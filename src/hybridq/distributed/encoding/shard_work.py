@@ -11,6 +11,7 @@ from ...direction import ROWWISE, Direction
 from ...kernels.inputs import can_bypass_dispatcher
 from ...shards import PlaneShards, StorageShards, reduce_maxima
 from ...storage import Plane
+from .mesh_part import MeshPart
 
 __all__ = [
     "Maxima",
@@ -34,6 +35,7 @@ class ShardWork:
         maxima: of those planes that they are known of, on all ranks alike; completed. Of a plane
             whose scale is given: the statistic that stands for it.
         amaxes: those that are sent along, if they are known; completed.
+        mesh_part: what the plan is of, if that is a part of a larger weight.
     """
 
     def __init__(
@@ -44,7 +46,10 @@ class ShardWork:
         device: torch.device,
         maxima: Maxima | None = None,
         amaxes: list[torch.Tensor] | None = None,
+        mesh_part: MeshPart | None = None,
     ) -> None:
+        self._mesh_part = mesh_part
+        self._asked: list[PlaneShards] = []
         self.plan, self.rank, self.device = plan, rank, device
         self.maxima: Maxima = {} if maxima is None else maxima
         self.made: list[Plane] = []
@@ -80,12 +85,20 @@ class ShardWork:
         unknown = self._unknown(step)
         if step and unknown and not self.made:
             self.run(step - 1)  # made for the earlier maxima, and forgotten
-        asked = []
+        asked, self._asked = [], unknown
         for plane in unknown:
             parts = plane.own_maxima(self._rows(), self.rank) if plane.num_maxima else []
             self.maxima[plane.direction] = [part for _, part in parts]
             asked.append((plane.maxima_numel, parts))
         return asked
+
+    def shared(self) -> tuple[Any, list[torch.Tensor]]:
+        """Return what of the last `ask` concerns other parts of the weight too, and their group."""
+        part = self._mesh_part
+        if part is None or part.cut is None:
+            return None, []
+        planes = [plane for plane in self._asked if part.cut.shares_statistic(plane)]
+        return part.group, [self.maxima[plane.direction][0] for plane in planes]
 
     def run(self, step: int) -> None:
         """Encode the planes of `step`."""
@@ -169,8 +182,23 @@ def encode_shards(works: Sequence[ShardWork], group: Any, *, only_maxima: bool =
                 work.forget()
         if asked:
             reduce_maxima(asked, group, works[0].device)
+            _reduce_over_parts(works)
         if not only_maxima:
             _run_together(works, step)
+
+
+def _reduce_over_parts(works: Sequence[ShardWork]) -> None:
+    """Reduce statistics that were asked for just now over tensor-parallel ranks too.
+
+    One reduction for each of their groups: nearly always there is one.
+    """
+    by_group: dict[int, tuple[Any, list[torch.Tensor]]] = {}
+    for work in works:
+        group, stats = work.shared()
+        if stats:
+            by_group.setdefault(id(group), (group, []))[1].extend(stats)
+    for group, stats in by_group.values():
+        reduce_maxima([(s.numel(), [(0, s)]) for s in stats], group, works[0].device)
 
 
 class _Job(NamedTuple):

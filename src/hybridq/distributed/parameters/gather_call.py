@@ -16,6 +16,7 @@ from ...nn.autograd import STREAMS
 from ...recipes import SlotPlan
 from ...shards import Shards, StorageShards
 from ..agreement import ExpectedRecipe
+from ..encoding import PartSizes
 
 __all__ = ["GatherCall", "Ranks"]
 
@@ -54,6 +55,7 @@ class GatherCall:
         phase: `"forward"`, `"backward"` or `"inference"`.
         in_graph: the module is part of a compiled one.
         finds_amax: the module finds amaxes that it records itself, of values.
+        cut: how tensor parallelism deals out the weight whose part the parameter is, or None.
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class GatherCall:
         phase: str,
         in_graph: bool = False,
         finds_amax: bool = False,
+        cut: PartSizes | None = None,
     ) -> None:
+        self._cut = cut
         self.expected, self.phase, self._in_graph = expected, phase, in_graph
         #: How often ranks had updated scales, and reduced maxima anew, when the gather began.
         self.age = (0, 0)
@@ -119,7 +123,7 @@ class GatherCall:
         if self.slot is None or len(self.shape) != 2:
             return self.plain()
         kind = (self.slot, self.shape, self.dtype, self.world, self._finds_amax, self._in_graph)
-        plan, reason = _planned(*kind, row, col)
+        plan, reason = _planned(*kind, row, col, self._cut)
         if reason and name:
             log_once(f"fsdp2.plain:{name}:{reason}", f"fsdp2: {name} {reason}")
         return plan
@@ -145,6 +149,7 @@ def _planned(
     in_graph: bool,
     row: bool,
     col: bool,
+    cut: PartSizes | None,
 ) -> tuple[StorageShards, str]:
     """Return the plan that gathers planes of a weight, and, if it is its values, why; or ""."""
     plain = _plain(shape, dtype, world)
@@ -167,6 +172,9 @@ def _planned(
         reason = "what it is used by (a compiled graph, or groups) finds its amax itself"
     if all(spec.format.is_identity for spec in specs):
         return plain, ""
+    if cut is not None:
+        pairs = zip(specs, (ROWWISE, COLUMNWISE), strict=True)
+        reason = cut.problem([one for one in pairs if not one[0].format.is_identity]) or reason
     if reason is not None:
         advice = ""
         if reason == whole.problem:

@@ -26,7 +26,7 @@ from ..agreement import (
     expected_recipe,
     trailer,
 )
-from ..encoding import encode_shards
+from ..encoding import MeshPart, encode_shards
 from .gather_call import GatherCall, Ranks
 from .gathered_storage import GatheredStorage
 from .known_amaxes import Known
@@ -49,16 +49,22 @@ class GatheredParameter(OwnRows, Regather):
         part: of the module's parts.
         name: for messages.
         prepared: the call of `prepare_fsdp2`; None: ranks compare nothing before the first gather.
+        mesh_part: which part of the weight is sharded, if tensor parallelism deals it out.
     """
 
     is_encoded = True
 
     def __init__(
-        self, module: WeightOwner, part: str, name: str, prepared: Prepared | None = None
+        self,
+        module: WeightOwner,
+        part: str,
+        name: str,
+        prepared: Prepared | None = None,
+        mesh_part: MeshPart | None = None,
     ) -> None:
         super().__init__()
         self.owner = weakref.ref(module)
-        self.part, self.name = part, name
+        self.part, self.name, self.mesh_part = part, name, mesh_part
         self.attribute = name.rpartition(".")[2]
         #: The parameters that are gathered together with this one, once one of them was.
         self.unit: Any = None
@@ -94,9 +100,20 @@ class GatheredParameter(OwnRows, Regather):
             return None
         names = [name for name, part in module.weight_parts.items() if part == self.part]
         meshes = [getattr(module.held(name), "device_mesh", None) for name in names]
-        # While it is unsharded its parameter has none.
-        self._last_mesh = next((mesh for mesh in meshes if mesh is not None), self._last_mesh)
+        # While it is unsharded its parameter has none, or that of tensor parallelism alone.
+        least = 0 if self.mesh_part is None else 2
+        found = (mesh for mesh in meshes if mesh is not None and mesh.ndim >= least)
+        self._last_mesh = next(found, self._last_mesh)
         return self._last_mesh
+
+    def sharded_shape(self, parameter: Any) -> torch.Size:
+        """Return the shape of what FSDP2 shards: of a DTensor of a tensor-parallel mesh, its part.
+
+        Args:
+            parameter: as its module holds it.
+        """
+        shape: torch.Size = parameter.shape if self.mesh_part is None else self.mesh_part.shape
+        return shape
 
     def phase(self) -> str:
         """Return what a gather that begins is for.
@@ -171,7 +188,8 @@ class GatheredParameter(OwnRows, Regather):
         slot, expected = self.agreed(phase).slot, self._expected(phase)
         given = (Ranks.of(group), shape, dtype, slot, expected, phase)
         finds_amax = isinstance(self.owner(), GroupedModule)
-        return GatherCall(*given, self.in_graph, finds_amax)
+        cut = None if self.mesh_part is None else self.mesh_part.cut
+        return GatherCall(*given, self.in_graph, finds_amax, cut)
 
     def _expected(self, phase: str) -> ExpectedRecipe:
         """Return what this rank computes now.

@@ -51,7 +51,8 @@ class OwnRows:
             if getattr(parameter, "device_mesh", None) == mesh:
                 if anew:
                     about.known.forget()
-                found.append(about.work_beside(local, parameter.shape, self.last_call(), device))
+                shape = about.sharded_shape(parameter)
+                found.append(about.work_beside(local, shape, self.last_call(), device))
         return [work for work in found if work is not None]
 
     def work_beside(
@@ -108,7 +109,7 @@ class OwnRows:
             x = high.to(device, dtype)
             return x if x.dim() == 2 else x.reshape(x.shape[0], cols)
 
-        return ShardWork(plan, rows, call.rank, device, known, amaxes)
+        return ShardWork(plan, rows, call.rank, device, known, amaxes, self.mesh_part)
 
     def _scales(self: Any) -> tuple[int, torch.Tensor]:
         """Return a number that tells these statistics from others, and those of both planes.

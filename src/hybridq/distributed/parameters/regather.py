@@ -89,6 +89,7 @@ class Regather:
             module, name, recipe: as for `use`.
         """
         parameter = module.held(name)
+        parameter = getattr(parameter, "_local_tensor", parameter)
         if graph_task_id() != -1 or not is_quantized(parameter):
             return
         self.use(module, name, recipe)

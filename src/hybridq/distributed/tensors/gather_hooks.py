@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -12,9 +13,29 @@ import torch
 from ..parameters import GatheredParameter
 from ..units import unit_of
 
-__all__ = ["GatherHooks"]
+__all__ = ["GatherHooks", "late_parallel"]
 
 _PARAMETERS: Final = ("mesh", "outer_size", "outer_stride", "module", "mp_policy")
+
+
+def late_parallel(name: str, shape: Sequence[int]) -> RuntimeError:
+    """Return the error that says that tensor parallelism came after `prepare_fsdp2`.
+
+    Args:
+        name: of the weight.
+        shape: of what was found of it.
+    """
+    return RuntimeError(
+        f"fsdp2: {name} must be split by tensor parallelism before prepare_fsdp2, got "
+        f"parallelize_module after it (a part {tuple(shape)}); call parallelize_module, then "
+        "prepare_fsdp2, then fully_shard"
+    )
+
+
+def _is_part(parameter: Any) -> bool:
+    """Return whether a parameter is sharded over more ranks than those that gather it."""
+    placements = getattr(parameter, "placements", ())
+    return sum(placement.is_shard() for placement in placements) > 1
 
 
 class _PreAllGather:
@@ -59,6 +80,8 @@ class _PreAllGather:
                 f"{tuple(tensor.shape)} of {tuple(outer_size)}"
             )
         if about.unit is None:
+            if about.mesh_part is None and _is_part(about.parameter):
+                raise late_parallel(about.name, outer_size)
             unit_of(about, mesh)
         unit: Any = about.unit
         return unit.inputs(tensor, mesh, mp_policy), None
@@ -101,6 +124,7 @@ class GatherHooks:
         if out is None:
             return about.unsharded(quantizer), about.inner
         if about.last_call().phase != "backward":
-            out.quantizer = quantizer  # type: ignore[attr-defined]
-            out.take_class()  # type: ignore[attr-defined]
+            whole: Any = getattr(out, "_local_tensor", out)
+            whole.quantizer = quantizer
+            whole.take_class()
         return None

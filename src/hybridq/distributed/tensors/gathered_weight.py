@@ -11,7 +11,7 @@ import torch
 from ... import settings
 from ..._torch_private import tree_leaves, tree_map
 from ..parameters import GatheredParameter
-from .gather_hooks import GatherHooks
+from .gather_hooks import GatherHooks, late_parallel
 from .memory_reads import Reads
 from .write_counts import Writes
 
@@ -74,11 +74,21 @@ class GatheredWeight(Reads, GatherHooks, torch.Tensor):
     def _memory(self) -> torch.Tensor:
         return self.high
 
+    def _is_late_part(self) -> bool:
+        """Return whether it is a part of a weight that is not sharded yet.
+
+        Of such a part only tensor parallelism wants a tensor of its kind, to scatter it.
+        """
+        parameter = self._about.parameter
+        return type(parameter) is GatheredWeight and parameter.shape != self.shape
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _aten.empty_like.default and args[0]._is_late_part():
+            raise late_parallel(args[0]._about.name, args[0].shape)
         found: list[GatheredWeight] = []
 
         def plain(value: Any) -> Any:

@@ -139,7 +139,8 @@ class Unit:
             parameter = about.parameter
             phase = "backward" if is_backward else about.phase()
             own = dtype or parameter.dtype
-            calls.append(about.next_call(self._group, parameter.shape, own, phase))
+            shape = about.sharded_shape(parameter)
+            calls.append(about.next_call(self._group, shape, own, phase))
         if self._room is None:
             self._room = room_of(calls)
         self.in_graphs = any(about.in_graph for about in self.members)

@@ -9,8 +9,9 @@ from torch import nn
 
 from ...recipes import Plan
 from ...recipes.roles import GRAD_INPUT
+from ...tensor import is_quantized
 from ..autograd import NO_CUTS, Cuts, linear, plain_linear, with_quantized_gradient
-from ..weights import Into, plain_weights
+from ..weights import Into, plain_weights, prequantized_weight
 from .eager_fast_path import eager_forward
 from .linear_part import InitMethod, one_dtype
 from .quantized_module import PLAIN, QuantizedModule
@@ -216,12 +217,33 @@ class Linear(QuantizedModule, nn.Linear):
 
         def product(x: Any, weight: Any, bias: Any, cuts: Cuts = NO_CUTS) -> torch.Tensor:
             kept = None
-            if cuts.weight is None:
+            if cuts.weight is None or is_quantized(own):  # parts of the planes of the whole
                 kept = self._kept(own, weight.dtype, plan, is_first_microbatch)
             return linear(x, weight, bias, plan, kept, scales, into=into, cuts=cuts)
 
+        if parallel is not None and is_quantized(own):
+            self._check_planes(own, weight.dtype, plan, parallel)
         if parallel is None:
             y = product(flat, weight, bias)
         else:
             y = run_windows(flat, weight, bias, plan, parallel, product)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], own.shape[0])
+
+    def _check_planes(self, own: Any, dtype: torch.dtype, plan: Plan, parallel: Parallel) -> None:
+        """Raise where a part's planes are not parts of the planes of the whole, or no windows."""
+        storage = own.tensor_storage
+        if not storage.comes_and_goes:
+            raise self._error(
+                NotImplementedError,
+                "a weight that tensor parallelism splits must be in high precision, got a "
+                f"{type(own).__name__}, whose scales are of its part alone; make the module "
+                "outside of quantized_model_init",
+            )
+        kept = prequantized_weight(storage, plan.weight, dtype)
+        if kept is not None and not parallel.has_whole_blocks(plan):
+            raise self._error(
+                NotImplementedError,
+                "each rank must have a multiple of whole blocks of all operands where weights "
+                f"travel as planes, got parts of {list(parallel.sizes)}; choose multiples of 128, "
+                "or leave prepare_fsdp2 out",
+            )

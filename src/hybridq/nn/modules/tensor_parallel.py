@@ -65,6 +65,16 @@ class Parallel(NamedTuple):
         of_input = one if one.is_seen(x.row, x.col) else None
         return one, Cuts(of_input, one if one.is_seen(w.row, w.col) else None, None)
 
+    def has_whole_blocks(self, plan: Plan) -> bool:
+        """Return whether no block of an operand lies on two ranks: then windows are parts.
+
+        Args:
+            plan: under which the part computes.
+        """
+        unit, whole = self.cut(plan)[0].unit, sum(self.sizes)
+        starts = (sum(self.sizes[:rank]) for rank in range(1, len(self.sizes)))
+        return not any(start % unit for start in starts if start < whole)
+
     @property
     def adds_bias(self) -> bool:
         """Whether this rank's term of a sum has the bias in it."""

@@ -1,0 +1,25 @@
+"""Tensor parallelism x FSDP2 on meshes of two dimensions: see `mesh_program.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from rank_runs import needs_gloo, run
+
+pytestmark = needs_gloo
+PROGRAM = "mesh_program.py"
+
+
+def test_planes_of_two_tensor_parallel_ranks(tmp_path) -> None:
+    run(2, tmp_path / "store", "planes=2,halves", "refused", program=PROGRAM)
+
+
+@pytest.mark.more
+def test_planes_of_two_by_two_ranks(tmp_path) -> None:
+    run(4, tmp_path / "store", "planes=2,aligned,halves,cut", program=PROGRAM)
+    run(2, tmp_path / "two", "planes=1,cut", program=PROGRAM)
+
+
+@pytest.mark.more
+def test_values_of_two_by_two_ranks(tmp_path) -> None:
+    run(4, tmp_path / "store", "values=2,aligned,halves,cut", program=PROGRAM)

@@ -1,0 +1,189 @@
+"""Tensor parallelism x FSDP2: `python mesh_program.py RANK WORLD STORE NAME...`.
+
+Every rank computes the whole model too. All ranks see one batch, so that the mean of the gradients
+over the data-parallel ranks is the gradient of one process, but for the order of FP32 sums.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_program import main
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import hybridq
+from hybridq.distributed import prepare_fsdp2
+
+RECIPES = ("mxfp8_fwd_nvfp4_bwd", "nvfp4", "mxfp8", "fp8_current", "fp8_delayed", "fp8_block")
+SIZES = {"aligned": (128, 512), "halves": (96, 192), "cut": (136, 365)}
+STEPS = 2
+
+
+class Mlp(nn.Module):
+    """Two linear layers with a smooth function between them."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(hidden, inner), nn.Linear(inner, hidden)
+
+    def forward(self, x: Any) -> Any:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def mesh_of(tp: int) -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
+
+
+def made(size: str) -> nn.Module:
+    torch.manual_seed(0)
+    return hybridq.convert(Mlp(*SIZES[size]), least_width=0)
+
+
+def dealt_out(size: str, tp: int, prepare: bool) -> nn.Module:
+    """Return the same model over a mesh: tensor parallelism first, then planes, then FSDP2."""
+    model, mesh = made(size), mesh_of(tp)
+    if tp > 1:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], plan)
+    if prepare:
+        prepare_fsdp2(model)
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train(model: Any, recipe: str, hidden: int, steps: int = STEPS) -> list[torch.Tensor]:
+    """Return outputs and gradients of some steps, and the weights behind them."""
+    found: list[torch.Tensor] = []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+    torch.manual_seed(3)
+    for _ in range(steps):
+        x = torch.randn(33, hidden)
+        with hybridq.autocast(recipe=recipe):
+            y = model(x)
+        (whole(y) - 0.3).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        found += [whole(y).detach(), whole(norm)]
+        found += [whole(parameter.grad) for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found + [whole(parameter.detach()) for parameter in model.parameters()]
+
+
+def check_near(found: list[torch.Tensor], wanted: list[torch.Tensor], what: str) -> None:
+    for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        error = float((a - b).norm() / b.norm())
+        assert error < (1e-6 if number == 0 else 5e-3), (what, number, error)
+
+
+def values(text: str) -> None:
+    """Plain `fully_shard` of weights that tensor parallelism split: values travel."""
+    tp, *names = text.split(",")
+    for name, recipe in itertools.product(names, RECIPES):
+        model = dealt_out(name, int(tp), False)
+        hidden = SIZES[name][0]
+        check_near(train(model, recipe, hidden), train(made(name), recipe, hidden), recipe + name)
+
+
+@contextmanager
+def watched() -> Iterator[list[Any]]:
+    """Give what `Linear` finds as its weights in the block: module, and tensor."""
+    seen: list[Any] = []
+    plain = hybridq.Linear._local
+
+    def local(self: Any, x: Any, own: Any, *rest: Any) -> Any:
+        seen.append((self, own))
+        return plain(self, x, own, *rest)
+
+    hybridq.Linear._local = local
+    try:
+        yield seen
+    finally:
+        hybridq.Linear._local = plain
+
+
+def check_planes(model: Any, size: str, recipe: str, wants_planes: bool) -> None:
+    """What modules find are parts of the planes of the whole weight, by bytes."""
+    single = dict(made(size).named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            single[name].copy_(whole(parameter))
+    with watched() as seen, hybridq.autocast(recipe=recipe), torch.no_grad():
+        model(torch.randn(33, SIZES[size][0]))
+    assert len(seen) == 2
+    for place, (module, own) in enumerate(seen):
+        weight = single["up.weight" if place == 0 else "down.weight"]
+        rank, world = dist.get_rank() % TP[0], TP[0]
+        slot = module.plan_of(hybridq.recipes.get(recipe)).weight
+        row, col = slot.row.spec, slot.col.spec
+        buffers = torch.ops.hybridq.encode(weight, row, col, col_source=slot.col_source)
+        for direction in ("rowwise", "columnwise"):
+            plane = own.tensor_storage.plane(direction)
+            spec, dim = plane.spec, place if direction == "rowwise" else 1 - place
+            assert spec.format.is_identity != wants_planes, (size, recipe, spec)
+            shape = weight.shape if direction == "rowwise" else weight.shape[::-1]
+            for one in () if spec.format.is_identity else spec.buffers(*shape):
+                mine, theirs = plane.buffers[one.name], buffers.pop(0)
+                if mine.shape != theirs.shape:
+                    theirs = theirs.chunk(world, dim)[rank]
+                mine, theirs = (part.flatten().clone().view(torch.uint8) for part in (mine, theirs))
+                assert torch.equal(mine, theirs), (size, recipe, direction, one.name)
+
+
+TP = [2]
+
+
+def planes(text: str) -> None:
+    """Planes travel among data-parallel ranks, and are parts of the planes of the whole."""
+    tp, *names = text.split(",")
+    TP[0] = int(tp)
+    for size, recipe in itertools.product(names, RECIPES):
+        model, hidden = dealt_out(size, TP[0], True), SIZES[size][0]
+        found = train(model, recipe, hidden)
+        check_near(found, train(made(size), recipe, hidden), recipe + size)
+        if recipe != "fp8_delayed":
+            model.reshard()
+            is_whole = size == "aligned" or (size == "halves" and recipe != "fp8_block")
+            check_planes(model, size, recipe, is_whole or TP[0] == 1)
+
+
+def refused() -> None:
+    """Errors say what to do."""
+    mesh = mesh_of(2)
+    model = prepare_fsdp2(made("aligned"))
+    try:
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel()})
+    except RuntimeError as error:
+        assert "call parallelize_module, then prepare_fsdp2" in str(error), error
+    else:
+        raise AssertionError("tensor parallelism after prepare_fsdp2 was taken")
+    model = prepare_fsdp2(made("aligned"))
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel()}, src_data_rank=None)
+    fully_shard(model, mesh=mesh["dp"])
+    try:
+        model(torch.randn(2, 128))
+    except RuntimeError as error:
+        assert "call parallelize_module, then prepare_fsdp2" in str(error), error
+    else:
+        raise AssertionError("a weight that was prepared, and then split, was gathered")
+    try:
+        prepare_fsdp2(dealt_out("aligned", 2, False))
+    except RuntimeError as error:
+        assert "call prepare_fsdp2 after parallelize_module" in str(error), error
+    else:
+        raise AssertionError("sharded weights were prepared")
+
+
+if __name__ == "__main__":
+    main(globals())
