@@ -75,6 +75,7 @@ ROOMS = {
         "attachment",
         "fsdp2",
         "scaling_history",
+        "collectives",
         "sequence",
         "flat",
         "pipelines",

@@ -1,7 +1,7 @@
 """Sharded training on torch's engine: planes of tensors that lie on several ranks.
 
 Rooms, each of which imports only those before it: `agreement`, `encoding`, `parameters`, `units`,
-`tensors`; then `attachment`, `fsdp2`, `scaling_history`, `sequence`, `flat` and
+`tensors`; then `attachment`, `fsdp2`, `scaling_history`, `collectives`, `sequence`, `flat` and
 `pipelines`. What estimates runs without running them (`plan`, `count_traffic`, ...) is in
 `hybridq.estimate`; its names are found here too.
 """
@@ -13,6 +13,17 @@ from typing import Any, Final
 
 from ..shards import PlaneShards, Shards, StorageShards
 from .agreement import check_ranks
+from .collectives import (
+    CollectiveHandle,
+    ErrorFeedback,
+    Residual,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    ddp_hook,
+    quantized_reduce_scatter,
+    reduce_scatter,
+)
 from .flat import FlatCodes, post_all_gather_processing, quantize_master_weights
 from .fsdp2 import prepare_fsdp2, wire_nbytes
 from .pipelines import pipeline_stage
@@ -21,18 +32,27 @@ from .sequence import sequence_loss, sequence_parallel, shard_sequence
 from .tensors import GatheredWeight, QuantizedWeight
 
 __all__ = [
+    "CollectiveHandle",
+    "ErrorFeedback",
     "FlatCodes",
     "GatheredWeight",
     "PlaneShards",
     "QuantizedWeight",
+    "Residual",
     "ScalingHistory",
     "Shards",
     "StorageShards",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
     "check_ranks",
+    "ddp_hook",
     "pipeline_stage",
     "post_all_gather_processing",
     "prepare_fsdp2",
     "quantize_master_weights",
+    "quantized_reduce_scatter",
+    "reduce_scatter",
     "sequence_loss",
     "sequence_parallel",
     "shard_sequence",
