@@ -34,7 +34,6 @@ __all__ = [
     "interpreter",
     "is_profiling",
     "is_wrapper_subclass",
-    "load_functional_collectives",
     "local_shape_and_offset",
     "neg_view",
     "no_torch_function",
@@ -223,47 +222,6 @@ def wait_tensor(x: torch.Tensor) -> torch.Tensor:
     """
     made: torch.Tensor = _functional("wait_tensor", "wait for a collective")(x)
     return made
-
-
-def load_functional_collectives() -> None:
-    """Have torch's functional collectives known, to a compiler too."""
-    use = "send quantized messages"
-    _taken("torch.distributed._functional_collectives.all_to_all_single", use)
-    for name in ("all_gather_into_tensor", "all_to_all_single", "wait_tensor"):
-        _taken(f"torch.ops._c10d_functional.{name}", use)
-
-
-def functional_all_gather(x: torch.Tensor, world: int, name: str) -> torch.Tensor:
-    """Return what all ranks have sent, one behind the other, once `wait_tensor` has returned.
-
-    Args:
-        x: of the same shape on all ranks.
-        world: number of ranks.
-        name: of their group.
-    """
-    return torch.ops._c10d_functional.all_gather_into_tensor(x, world, name)
-
-
-def functional_all_to_all(
-    x: torch.Tensor, taken: list[int], given: list[int], name: str
-) -> torch.Tensor:
-    """Return what the ranks have sent to this one, once `wait_tensor` has returned.
-
-    Args:
-        x: the parts for each rank, one behind the other along dim 0.
-        taken, given: sizes along dim 0 of what each rank sends to this one, and of `x`.
-        name: of their group.
-    """
-    return torch.ops._c10d_functional.all_to_all_single(x, taken, given, name)
-
-
-def wait_tensor(x: torch.Tensor) -> torch.Tensor:
-    """Return what a functional collective has brought, when it has.
-
-    Args:
-        x: what the collective returned.
-    """
-    return torch.ops._c10d_functional.wait_tensor(x)
 
 
 def process_group(name: str) -> Any:

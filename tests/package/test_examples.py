@@ -103,3 +103,24 @@ def test_torchtitan_like_on_two_ranks() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert all(f"rank {rank}: loss" in done.stdout for rank in range(2))
+
+
+@needs_gloo
+def test_zero_plus_plus() -> None:
+    main = script("zero_plus_plus").main
+    first, last = main(1), main(8)
+    assert last < first and not dist.is_initialized()
+
+
+@pytest.mark.more
+@needs_gloo
+def test_zero_plus_plus_on_four_ranks() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    done = subprocess.run(
+        [*command, str(FOLDER / "zero_plus_plus.py"), "3"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(f"rank {rank}: loss" in done.stdout for rank in range(4))

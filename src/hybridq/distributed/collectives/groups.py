@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..._torch_private import load_functional_collectives, process_group
+from ..._torch_private import process_group
 from ...tensor.in_graph import runs_at_once
 
 __all__ = ["name_of", "place"]
@@ -74,5 +74,4 @@ def place(where: str, name: str) -> tuple[int, int]:
             f"{where}: this process must be in the group, got rank {dist.get_rank()} of all ranks "
             f"and group {name!r}"
         )
-    load_functional_collectives()
     return rank, dist.get_world_size(group)

@@ -10,8 +10,8 @@ import torch
 from ...errors import must_be_one_of
 from ...kernels.inputs import check_seed
 from ...quantizers import Quantizer
-from ...tensor import is_quantized
 from ...shards import Shards
+from ...tensor import is_quantized
 from .call_agreement import agree, refuse
 from .calls import Call, landed, start
 from .error_feedback import Residual
