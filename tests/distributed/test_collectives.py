@@ -58,7 +58,7 @@ X = torch.ones(4, 64)
     [
         (lambda: all_gather([1.0], "mxfp8"), "x must be a tensor, got list"),
         (lambda: all_gather(torch.ones(()), "mxfp8"), "at least one dimension"),
-        (lambda: all_gather(X, "mxfp8", dim=2), "dim must be one of 2 dimensions, got 2"),
+        (lambda: all_gather(X, "mxfp8", dim=2), "dim must name a dimension of 2, got 2"),
         (lambda: all_gather(X.double(), "mxfp8"), "dtype must be float32, bfloat16 or float16"),
         (lambda: all_gather(X, 8), "quantizer must be a Quantizer, a format or its name"),
         (lambda: all_gather(X, "mxpf8"), "mxfp8"),

@@ -52,7 +52,7 @@ def _check(where: str, x: torch.Tensor, dim: int, extras: _Extras) -> int:
     if x.dim() == 0:
         raise ValueError(f"{where}: x must have at least one dimension, got a single value")
     if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"{where}: dim must be one of {x.dim()} dimensions, got {dim}")
+        raise ValueError(f"{where}: dim must name a dimension of {x.dim()}, got {dim}")
     if extras.seed is not None:
         check_seed(extras.seed, x, where)
     if extras.residual is not None:
