@@ -53,7 +53,7 @@ def test_codes_in_flat_buffers(bits: int) -> None:
     before = buffer.clone()
     kind = torch.int16 if bits == 16 else torch.uint8
     codes = torch.randint(1 << min(bits, 15), (count,), dtype=kind)
-    for low, high in ((0, 1), (1, 6), (6, 13), (13, count)):
+    for low, high in ((13, count), (0, 1), (6, 13), (1, 6)):
         write_codes(buffer, bits, 7 + low, codes[low:high])
     assert torch.equal(read_codes(buffer, bits, 7, count).view(kind), codes)
     for start, stop in ((0, 7), (7 + count, 40)):

@@ -12,6 +12,7 @@ def _of(slug: str, rule: Rule, file: str, old: str, new: str, *tests: str) -> Mu
 
 _STATISTICS = "tests/quantizers/test_statistics.py"
 _GIVEN = "tests/nn/delayed_scaling/test_record_given.py"
+_FLAT = "tests/distributed/test_flat_masters.py::test_"
 _NAMES = "tests/distributed/test_distributed_checkpoint.py::test_"
 
 MODULES = (
@@ -79,5 +80,29 @@ MODULES = (
         "made[g] = torch.maximum(high.abs().float(), low.abs().float())\n        begin = 0",
         "tests/kernels/ragged/test_sync_free_groups.py::"
         "test_the_largest_of_a_group_is_not_that_of_those_before_it",
+    ),
+    _of(
+        "blocks-on-two-ranks-have-an-amax-on-each",
+        rules.STAND_INS,
+        "distributed/flat/flat_plane",
+        "if self._block is not None and window.numel() != values.numel():",
+        "if window.numel() < values.numel():",
+        _FLAT + "planes_are_those_of_the_whole_master",
+    ),
+    _of(
+        "codes-of-a-half-byte-overwrite-the-other-half",
+        rules.HALF_BYTES,
+        "distributed/flat/code_bytes",
+        "byte.copy_((byte & 0xF0) | codes[-1:])",
+        "byte.copy_(codes[-1:])",
+        _FLAT + "codes_in_flat_buffers",
+    ),
+    _of(
+        "a-byte-lies-on-two-ranks",
+        rules.HALF_BYTES,
+        "distributed/flat/flat_agreement",
+        "if at % 2 and before != rank:",
+        "if at % 2 and before < 0:",
+        _FLAT + "specials_kinds_state_and_faults",
     ),
 )

@@ -111,3 +111,8 @@ HISTORY_NAMES = Rule(
     "without the names that wrappers put between them",
     "docs/guides/checkpoints.md",
 )
+_FLAT = "docs/guides/flat-optimizers.md"
+STAND_INS = Rule(
+    "What a range of values gives", "codes; at most two blocks of a rank are cut", _FLAT
+)
+HALF_BYTES = Rule("Flat buffers", "4-bit codes lie two to a byte", _FLAT)
