@@ -93,10 +93,11 @@ def test_flat_optimizer() -> None:
 
 @pytest.mark.more
 @needs_gloo
-def test_torchtitan_like_on_two_ranks() -> None:
+@pytest.mark.parametrize("name", ["torchtitan_like", "flat_optimizer"])
+def test_scripts_on_two_ranks(name: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*command, str(FOLDER / "torchtitan_like.py"), "3"],
+        [*command, str(FOLDER / f"{name}.py"), "3"],
         capture_output=True,
         text=True,
         check=False,
