@@ -13,7 +13,7 @@ from hybridq.errors import SpecError
 from hybridq.formats import PlaneSpec
 from rank_runs import needs_gloo, run
 
-PROGRAM = "pipeline_program.py"
+PROGRAM, FAULTS = "pipeline_program.py", "pipeline_faults_program.py"
 
 
 @needs_gloo
@@ -23,22 +23,23 @@ def test_schedules_have_the_losses_and_gradients_of_one_process(tmp_path) -> Non
 
 @needs_gloo
 def test_bytes_and_encodes_of_a_step(tmp_path) -> None:
-    run(2, tmp_path / "store", "counts", program=PROGRAM)
+    run(2, tmp_path / "store", "counts", "planned", program=PROGRAM)
 
 
 @needs_gloo
 def test_histories_are_a_stages_own(tmp_path) -> None:
-    run(2, tmp_path / "store", "delayed", "unlike", program=PROGRAM)
+    run(2, tmp_path / "store", "delayed", program=PROGRAM)
+    run(2, tmp_path / "again", "unlike", program=FAULTS)
 
 
 @needs_gloo
 def test_ranks_that_differ_are_told_so_on_every_rank(tmp_path) -> None:
-    run(2, tmp_path / "store", "disagree", program=PROGRAM)
+    run(2, tmp_path / "store", "disagree", program=FAULTS)
 
 
 @needs_gloo
 def test_a_stage_that_dies_ends_the_others(tmp_path) -> None:
-    run(3, tmp_path / "store", "dies", program=PROGRAM, leaves=2)
+    run(3, tmp_path / "store", "dies", program=FAULTS, leaves=2)
 
 
 @needs_gloo
@@ -50,13 +51,16 @@ def test_other_formats_travel(tmp_path) -> None:
 @needs_gloo
 @pytest.mark.more
 def test_four_stages(tmp_path) -> None:
-    run(4, tmp_path / "store", "schedules", "taken", "counts", "delayed", program=PROGRAM)
+    run(
+        4, tmp_path / "store", "schedules", "taken", "counts", "planned", "delayed", program=PROGRAM
+    )
 
 
 @needs_gloo
 @pytest.mark.more
 def test_stages_of_sharded_modules(tmp_path) -> None:
-    run(4, tmp_path / "store", "grid", "open_groups", program=PROGRAM)
+    run(4, tmp_path / "store", "grid", program=PROGRAM)
+    run(4, tmp_path / "again", "open_groups", program=FAULTS)
 
 
 # ---- one process

@@ -7,6 +7,7 @@ same planes at the same places.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
@@ -28,6 +28,8 @@ from torch.distributed.pipelining import (
 
 import hybridq
 from hybridq.distributed import count_traffic, pipeline_stage, prepare_fsdp2
+from hybridq.estimate import Axes
+from hybridq.estimate.axes import pipeline_moved
 from hybridq.kernels.cpu import backend as backend_cpu
 from hybridq.nn.delayed_scaling.state import states_of
 from hybridq.recipes import DelayedScaling
@@ -295,6 +297,38 @@ def counts() -> None:
             assert traffic.nbytes_by_kind == want, (traffic, want, what)
 
 
+def planned() -> None:
+    """The first rank sends and receives what a plan says, in every schedule."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    names = {
+        "gpipe": ScheduleGPipe,
+        "1f1b": Schedule1F1B,
+        "interleaved": ScheduleInterleaved1F1B,
+        "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+        "zbv": ScheduleZBVZeroBubble,
+    }
+    for name, kind in names.items():
+        for communication in (None, "recipe") if name == "1f1b" else ("mxfp8",):
+            places = places_of(kind)
+            count = world * len(places)
+            modules = built(count)
+            options = {"communication": communication}
+            stages = [pipeline_stage(modules[i], i, count, "cpu", **options) for i in places]
+            schedule = schedule_of(kind, stages)
+            run_step(schedule, places, count - 1, HYBRID)
+            with count_traffic() as traffic:
+                run_step(schedule, places, count - 1, HYBRID)
+            axes = Axes(pp=world, microbatches=MICROBATCHES, schedule=name, **options)
+            tokens = MICROBATCHES * ROWS
+            with hybridq.autocast(recipe=HYBRID):
+                rows = pipeline_moved(axes, tokens, WIDTH, 1, torch.float32)
+            want = Counter[str]()
+            for row in rows:
+                want[row.kind] += row.nbytes
+            if rank == 0:
+                assert traffic.nbytes_by_kind == dict(want), (name, communication, traffic, want)
+
+
 def histories(module: nn.Module) -> dict[str, torch.Tensor]:
     return {
         f"{name}:{part}:{key}": tensor
@@ -383,98 +417,6 @@ def grid() -> None:
                 list(have),
                 list(want_histories),
             )
-
-
-# ---- ranks that differ
-
-
-def fails(what: str, action: Callable[[], Any], *texts: str) -> None:
-    """Check that `action` raises on every rank, with these words."""
-    try:
-        action()
-    except RuntimeError as error:
-        message = str(error)
-    else:
-        raise AssertionError(f"{what}: nothing was raised")
-    for text in texts:
-        assert text in message, f"{what}: {text!r} not in {message!r}"
-    dist.barrier()
-
-
-def disagree() -> None:
-    """Formats, recipes, replicas and counts of stages that differ: an error on every rank."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-
-    def step(recipe: Any = "mxfp8", stages: int = 0, **options: Any) -> Callable[[], Any]:
-        def run() -> None:
-            module = built(world)[rank]
-            stage = pipeline_stage(module, rank, stages or world, "cpu", **options)
-            run_step(schedule_of(Schedule1F1B, [stage]), (rank,), world - 1, recipe)
-
-        return run
-
-    mine = "nvfp4" if rank == 1 else "mxfp8"
-    said = "pipeline_stage: every rank must run the same model"
-    fails("format", step(communication=mine), said, "activations between stages", "on rank 1")
-    fails("gradients", step(communication=("mxfp8", mine)), "gradients between stages", "nvfp4")
-    fails("recipe", step(mine), said, "the quantizer of a linear module:input", "on rank 1")
-    fails("none", step(None if rank else "mxfp8"), "the quantizer of a linear module", "none")
-    fails("kept", step(keep_weights=rank == 1), "keep_weights", "True on rank 1")
-    own = [dist.new_group([one]) for one in range(world)][rank]
-    whole = dist.group.WORLD
-    fails("replicas", step(replicas=whole if rank == 1 else own), "replicas", "on rank 1")
-
-
-def unlike() -> None:
-    """Stages that nobody made known as such: the first update raises on every rank."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    module = hybridq.convert(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(1 + rank))))
-    x = torch.zeros(ROWS, WIDTH, requires_grad=True)
-    stage = PipelineStage(module, rank, world, torch.device("cpu"), input_args=x, output_args=x)
-    schedule = schedule_of(Schedule1F1B, [stage])
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    run_step(schedule, (rank,), world - 1, "fp8_delayed")
-    fails("update", optimizer.step, "must step the same modules", "pipeline_stage")
-
-
-def open_groups() -> None:
-    """A pipeline of some ranks under delayed scaling needs to know who has the same stage."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    place = mesh.get_local_rank("pp")
-    stage = pipeline_stage(built(2)[place], place, 2, "cpu", group=mesh.get_group("pp"))
-    schedule = schedule_of(Schedule1F1B, [stage])
-    run = lambda recipe: run_step(schedule, (place,), 1, recipe)  # noqa: E731
-    fails("open", lambda: run("fp8_delayed"), "give replicas=mesh['dp']")
-    run(DelayedScaling(reduce_amax=False))
-
-
-def dies() -> None:
-    """The last rank is gone in its second microbatch: the others raise, the first one too."""
-    import os
-    import signal
-    import sys
-
-    rank, world = dist.get_rank(), dist.get_world_size()
-    module = built(world)[rank]
-    if rank == world - 1:
-        calls = []
-
-        def die(*_: Any) -> None:
-            calls.append(1)
-            if len(calls) > 2:  # torch's look at shapes is the first
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        module.register_forward_pre_hook(die)
-    stage = pipeline_stage(module, rank, world, "cpu", communication="mxfp8")
-    schedule = schedule_of(Schedule1F1B, [stage])
-    try:
-        run_step(schedule, (rank,), world - 1, "mxfp8")
-    except RuntimeError:
-        print("raised", flush=True)
-        sys.stdout.flush()
-        os._exit(0)  # the group is broken
-    raise AssertionError("nothing was raised")
 
 
 if __name__ == "__main__":

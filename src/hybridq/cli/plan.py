@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import torch
 import typer
 
 from ..errors import must_be_one_of
-from ..estimate import DenseShape, Sharding
+from ..estimate import Axes, DenseShape, Sharding, plan_axes
 from ..estimate import plan as make_plan
 from .tables import print_json, print_tables
 
@@ -16,8 +16,10 @@ _BASELINE: Final = "bf16"
 _DTYPES: Final = ("bfloat16", "float16", "float32")
 _MODEL: Final = "Model: a dense transformer, given by --params or by its sizes"
 _RUN: Final = "Run"
+_AXES: Final = "Axes beside data parallelism"
 
 _Size = Annotated[int | None, typer.Option(min=1, rich_help_panel=_MODEL)]
+_Ranks = Annotated[int, typer.Option(min=1, rich_help_panel=_AXES)]
 
 
 def plan(
@@ -78,6 +80,31 @@ def plan(
     heads: _Size = None,
     kv_heads: _Size = None,
     vocab: _Size = None,
+    tp: _Ranks = 1,
+    sp: _Ranks = 1,
+    cp: _Ranks = 1,
+    pp: _Ranks = 1,
+    sequence_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--sequence-parallel",
+            help="Of tp: ranks share tokens between matrices.",
+            rich_help_panel=_AXES,
+        ),
+    ] = False,
+    microbatches: _Ranks = 1,
+    schedule: Annotated[
+        str,
+        typer.Option(
+            help="Of pp: gpipe, 1f1b, interleaved, interleaved_zero_bubble, zbv.",
+            rich_help_panel=_AXES,
+        ),
+    ] = "1f1b",
+    communication: Annotated[
+        str | None,
+        typer.Option(help="Of pp: a format, or recipe.", rich_help_panel=_AXES),
+    ] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, rich_help_panel=_AXES)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Say what each rank of a run would hold in memory, and move in a step.
@@ -95,16 +122,30 @@ def plan(
             vocab=vocab,
         )
         sharding = Sharding(world, policy, shard, reduce_dtype=_dtype(reduce_dtype))
-        made = make_plan(
-            shape.model(_dtype(dtype)),
-            None if recipe == _BASELINE else recipe,
-            sharding,
-            optimizer=optimizer,
-            quantized_params=quantized_params,
-            masters=masters,
-            moments=moments,
-            tokens=tokens,
+        axes = Axes(
+            tp,
+            sp,
+            cp,
+            pp,
+            sequence_parallel,
+            microbatches,
+            schedule,
+            communication=communication,
+            ranks_per_node=ranks_per_node,
         )
+        chosen = None if recipe == _BASELINE else recipe
+        options: dict[str, Any] = {
+            "optimizer": optimizer,
+            "quantized_params": quantized_params,
+            "masters": masters,
+            "moments": moments,
+            "tokens": tokens,
+        }
+        made: Any
+        if axes == Axes():
+            made = make_plan(shape.model(_dtype(dtype)), chosen, sharding, **options)
+        else:
+            made = plan_axes(shape, chosen, axes, sharding, dtype=_dtype(dtype), **options)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
@@ -112,7 +153,7 @@ def plan(
         return
     sizes = ", ".join(f"{name} {value}" for name, value in vars(shape).items())
     typer.echo(f"A transformer of {shape.num_params:,} parameters: {sizes}.")
-    print_tables([made.table()])
+    print_tables([made.table()] if axes == Axes() else made.tables())
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -62,6 +62,7 @@ __all__ = [
 #: Names of `hybridq.estimate`, which stands to the right of this package and is loaded when asked.
 _ALIASES: Final = (
     *("DenseShape", "Held", "Moved", "RunPlan", "Sharding", "Traffic", "count_traffic", "plan"),
+    *("Axes", "AxesPlan", "plan_axes"),
 )
 
 

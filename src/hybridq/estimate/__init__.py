@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from .axes import Axes, AxisMoved
+from .axes_plan import AxesPlan, plan_axes
 from .dense_shape import DenseShape
 from .run_plan import Held, Moved, RunPlan, Sharding
 from .run_planner import plan
 from .traffic import Traffic, count_traffic
 
 __all__ = [
+    "Axes",
+    "AxesPlan",
+    "AxisMoved",
     "DenseShape",
     "Held",
     "Moved",
@@ -16,4 +21,5 @@ __all__ = [
     "Traffic",
     "count_traffic",
     "plan",
+    "plan_axes",
 ]

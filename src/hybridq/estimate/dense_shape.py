@@ -123,30 +123,51 @@ class DenseShape:
         """How many parameters the model has."""
         return self.layers * self._block_params + (2 * self.vocab + 1) * self.hidden
 
-    def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+    @property
+    def kv_size(self) -> int:
+        """Columns of the keys and the values together."""
+        return self._kv
+
+    def model(
+        self,
+        dtype: torch.dtype = torch.float32,
+        *,
+        layers: int | None = None,
+        parts: int = 1,
+        has_head: bool = True,
+    ) -> nn.Module:
         """Return modules with these parameters on the meta device; they have no forward.
 
         Queries, keys and values are one matrix, gate and up another. The head is not quantized.
 
         Args:
             dtype: of the parameters.
+            layers: of a first stage of a pipeline; None: all of them.
+            parts: ranks of a tensor-parallel group, of which this is the one with the largest part:
+                of rows of the embedding, the head and the matrices that hidden states enter, of
+                columns of those that they leave. Norms are whole.
+            has_head: whether norm and head are there, which a first stage has not.
         """
+        vocab = -(-self.vocab // parts)
         with torch.device("meta"):
             root = nn.Module()
-            root.embedding = nn.Embedding(self.vocab, self.hidden, dtype=dtype)
-            root.layers = nn.ModuleList(self._block(dtype) for _ in range(self.layers))
-            root.norm = nn.RMSNorm(self.hidden, dtype=dtype)
-            root.lm_head = nn.Linear(self.hidden, self.vocab, bias=False, dtype=dtype)
+            root.embedding = nn.Embedding(vocab, self.hidden, dtype=dtype)
+            count = self.layers if layers is None else layers
+            root.layers = nn.ModuleList(self._block(dtype, parts) for _ in range(count))
+            if has_head:
+                root.norm = nn.RMSNorm(self.hidden, dtype=dtype)
+                root.lm_head = nn.Linear(self.hidden, vocab, bias=False, dtype=dtype)
         return convert(root)
 
-    def _block(self, dtype: torch.dtype) -> nn.Module:
-        hidden = self.hidden
+    def _block(self, dtype: torch.dtype, parts: int) -> nn.Module:
+        hidden, ffn = self.hidden, -(-self.ffn // parts)
+        own, kv = -(-hidden // parts), -(-self._kv // parts)
         block = nn.Module()
         sizes = {
-            "qkv": (hidden, hidden + self._kv),
-            "out": (hidden, hidden),
-            "gate_up": (hidden, 2 * self.ffn),
-            "down": (self.ffn, hidden),
+            "qkv": (hidden, own + kv),
+            "out": (own, hidden),
+            "gate_up": (hidden, 2 * ffn),
+            "down": (ffn, hidden),
         }
         for name, (ins, outs) in sizes.items():
             setattr(block, name, Linear(ins, outs, bias=False, dtype=dtype))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .make_stage import pipeline_stage
+from .make_stage import formats_of, pipeline_stage
 from .plane_payload import PlanePayload
+from .wire_formats import Formats
 
-__all__ = ["PlanePayload", "pipeline_stage"]
+__all__ = ["Formats", "PlanePayload", "formats_of", "pipeline_stage"]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...errors import SpecError
 from ...formats import PlaneSpec
+from .wire_formats import BY_RECIPE, Formats
 
-__all__ = ["BY_RECIPE", "pipeline_stage"]
-
-#: Instead of a format: the one that the recipe in force gives to a linear module's slot.
-BY_RECIPE: Final = "recipe"
+__all__ = ["formats_of", "pipeline_stage"]
 
 
 def pipeline_stage(
@@ -84,12 +82,12 @@ def pipeline_stage(
         (torch.Size([4, 32]), torch.Size([32, 32]))
         >>> dist.destroy_process_group()
     """
-    from .stage import Formats, Stage  # torch.distributed.pipelining takes a while to import
+    from .stage import Stage  # torch.distributed.pipelining takes a while to import
 
     given: object = module
     if not isinstance(given, nn.Module):
         raise TypeError(f"pipeline_stage: module must be an nn.Module, got {type(given).__name__}")
-    formats = Formats(*_texts(communication))
+    formats = formats_of(communication)
     own = {key: options.pop(key) for key in ("keep_weights", "takes_planes") if key in options}
     for name, value in own.items():
         if not isinstance(value, bool) and not (value is None and name == "takes_planes"):
@@ -99,15 +97,24 @@ def pipeline_stage(
     return stage
 
 
-def _texts(communication: object) -> tuple[str, str]:
-    """Return the formats of both directions; empty: values."""
+def formats_of(communication: object, where: str = "pipeline_stage") -> Formats:
+    """Return the formats of both directions.
+
+    Args:
+        communication: as `pipeline_stage` takes it.
+        where: the function in whose name an error is raised.
+
+    Raises:
+        TypeError: it is nothing of the kind.
+        SpecError: an unknown format.
+    """
     given: Any = communication
     if communication is None or isinstance(communication, str):
         given = (communication, communication)
     is_pair = isinstance(given, Sequence) and len(given) == 2
     if not is_pair or not all(one is None or isinstance(one, str) for one in given):
         raise TypeError(
-            "pipeline_stage: communication must be the name of a format, a pair of them, 'recipe' "
+            f"{where}: communication must be the name of a format, a pair of them, 'recipe' "
             f"or None, got {communication!r}"
         )
     for one in given:
@@ -115,9 +122,9 @@ def _texts(communication: object) -> tuple[str, str]:
             try:
                 PlaneSpec.parse(one)
             except SpecError as error:
-                raise SpecError(f"pipeline_stage: communication: {error}") from None
+                raise SpecError(f"{where}: communication: {error}") from None
     forward, backward = given
-    return forward or "", backward or ""
+    return Formats(forward or "", backward or "")
 
 
 def _group_of(replicas: Any) -> Any:

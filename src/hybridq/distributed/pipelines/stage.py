@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,51 +18,16 @@ from torch.distributed.pipelining import PipelineStage
 
 from ... import settings
 from ..._torch_private import check_pipeline_stage
-from ...formats import PlaneSpec, PlaneText
 from ...nn import Linear
 from ...nn.delayed_scaling import reduce_over
-from ...recipes import Recipe, autocast, bind
-from .make_stage import BY_RECIPE
+from ...recipes import autocast
 from .plane_payload import PlanePayload
 from .stage_agreement import Agreed, compare_stages
+from .wire_formats import Formats
 
-__all__ = ["Formats", "Stage"]
+__all__ = ["Stage"]
 
 check_pipeline_stage()
-
-
-class Formats(NamedTuple):
-    """What travels between stages.
-
-    Attributes:
-        forward, backward: PlaneSpec's text; `BY_RECIPE`; empty: values.
-    """
-
-    forward: str = ""
-    backward: str = ""
-
-    def spec(self, is_forward: bool) -> PlaneSpec | None:
-        """Return the spec of one direction now; None: values travel.
-
-        Args:
-            is_forward: of activations, else of gradients.
-        """
-        text = self.forward if is_forward else self.backward
-        if text != BY_RECIPE:
-            return PlaneSpec.parse(text) if text else None
-        recipe = settings.current().recipe
-        if not isinstance(recipe, Recipe):
-            return None
-        plan = bind(recipe)
-        return _travelling((plan.input if is_forward else plan.grad_output).row)
-
-
-def _travelling(plane: PlaneText) -> PlaneSpec | None:
-    """Return the spec that a plane of a recipe travels in: a transform is none of the wire's."""
-    if plane.is_plain or not plane.spec:
-        return None
-    spec = PlaneSpec.parse(plane.spec)
-    return replace(spec, signs=None) if plane.is_transformed else spec
 
 
 class _Arriving(NamedTuple):

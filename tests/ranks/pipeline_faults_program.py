@@ -1,0 +1,111 @@
+"""Stages that differ, or die: `python pipeline_faults_program.py RANK WORLD STORE NAME...`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pipeline_program import ROWS, WIDTH, built, run_step, schedule_of
+from rank_program import main
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+import hybridq
+from hybridq.distributed import pipeline_stage
+from hybridq.recipes import DelayedScaling
+
+
+def fails(what: str, action: Callable[[], Any], *texts: str) -> None:
+    """Check that `action` raises on every rank, with these words."""
+    try:
+        action()
+    except RuntimeError as error:
+        message = str(error)
+    else:
+        raise AssertionError(f"{what}: nothing was raised")
+    for text in texts:
+        assert text in message, f"{what}: {text!r} not in {message!r}"
+    dist.barrier()
+
+
+def disagree() -> None:
+    """Formats, recipes, replicas and counts of stages that differ: an error on every rank."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def step(recipe: Any = "mxfp8", stages: int = 0, **options: Any) -> Callable[[], Any]:
+        def run() -> None:
+            module = built(world)[rank]
+            stage = pipeline_stage(module, rank, stages or world, "cpu", **options)
+            run_step(schedule_of(Schedule1F1B, [stage]), (rank,), world - 1, recipe)
+
+        return run
+
+    mine = "nvfp4" if rank == 1 else "mxfp8"
+    said = "pipeline_stage: every rank must run the same model"
+    fails("format", step(communication=mine), said, "activations between stages", "on rank 1")
+    fails("gradients", step(communication=("mxfp8", mine)), "gradients between stages", "nvfp4")
+    fails("recipe", step(mine), said, "the quantizer of a linear module:input", "on rank 1")
+    fails("none", step(None if rank else "mxfp8"), "the quantizer of a linear module", "none")
+    fails("kept", step(keep_weights=rank == 1), "keep_weights", "True on rank 1")
+    own = [dist.new_group([one]) for one in range(world)][rank]
+    whole = dist.group.WORLD
+    fails("replicas", step(replicas=whole if rank == 1 else own), "replicas", "on rank 1")
+
+
+def unlike() -> None:
+    """Stages that nobody made known as such: the first update raises on every rank."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    module = hybridq.convert(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(1 + rank))))
+    x = torch.zeros(ROWS, WIDTH, requires_grad=True)
+    stage = PipelineStage(module, rank, world, torch.device("cpu"), input_args=x, output_args=x)
+    schedule = schedule_of(Schedule1F1B, [stage])
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    run_step(schedule, (rank,), world - 1, "fp8_delayed")
+    fails("update", optimizer.step, "must step the same modules", "pipeline_stage")
+
+
+def open_groups() -> None:
+    """A pipeline of some ranks under delayed scaling needs to know who has the same stage."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    place = mesh.get_local_rank("pp")
+    stage = pipeline_stage(built(2)[place], place, 2, "cpu", group=mesh.get_group("pp"))
+    schedule = schedule_of(Schedule1F1B, [stage])
+    run = lambda recipe: run_step(schedule, (place,), 1, recipe)  # noqa: E731
+    fails("open", lambda: run("fp8_delayed"), "give replicas=mesh['dp']")
+    run(DelayedScaling(reduce_amax=False))
+
+
+def dies() -> None:
+    """The last rank is gone in its second microbatch: the others raise, the first one too."""
+    import os
+    import signal
+    import sys
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    module = built(world)[rank]
+    if rank == world - 1:
+        calls = []
+
+        def die(*_: Any) -> None:
+            calls.append(1)
+            if len(calls) > 2:  # torch's look at shapes is the first
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        module.register_forward_pre_hook(die)
+    stage = pipeline_stage(module, rank, world, "cpu", communication="mxfp8")
+    schedule = schedule_of(Schedule1F1B, [stage])
+    try:
+        run_step(schedule, (rank,), world - 1, "mxfp8")
+    except RuntimeError:
+        print("raised", flush=True)
+        sys.stdout.flush()
+        os._exit(0)  # the group is broken
+    raise AssertionError("nothing was raised")
+
+
+if __name__ == "__main__":
+    main(globals(), timeout=60.0)
