@@ -77,6 +77,24 @@ def test_ranks_and_one_process_come_to_the_same_loss(text, world, recipe, module
     assert float(found[6]) < 0.6
 
 
+@pytest.mark.more
+def test_two_by_two_ranks_come_near_the_loss_of_one_process(text) -> None:
+    sizes = {"layers": 2, "hidden": 64, "heads": 2, "ffn": 64, "sequence": 32}
+    numbers = sizes | {"batch": 4, "steps": 5, "eval-batches": 2, "eval-points": 5, "tp": 2}
+    options = [word for name, value in numbers.items() for word in (f"--{name}", str(value))]
+    done = torchrun(4, *options, "--data", str(text))
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.strip().splitlines()
+    found = TAIL.fullmatch(lines[-1])
+    assert found is not None and int(found[2]) == 4, lines
+    shown = [re.search(r"loss (\S+), validation (\S+) nats", line) for line in lines[:-1]]
+    assert len(shown) == 10
+    for mine, one in zip(shown[:5], shown[5:], strict=True):
+        for number in (1, 2):
+            assert float(mine[number]) == pytest.approx(float(one[number]), rel=5e-3)
+    assert float(found[6]) < 0.9  # activations, which are gathered too, are in BF16
+
+
 def test_one_process_in_turn_quantizes_and_is_a_plain_loop_for_one_rank(text) -> None:
     from hybridq.demo.fsdp import InTurnTrainer
 

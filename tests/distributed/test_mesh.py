@@ -23,3 +23,8 @@ def test_planes_of_two_by_two_ranks(tmp_path) -> None:
 @pytest.mark.more
 def test_values_of_two_by_two_ranks(tmp_path) -> None:
     run(4, tmp_path / "store", "values=2,aligned,halves,cut", program=PROGRAM)
+
+
+@pytest.mark.more
+def test_the_demos_weights_on_two_by_two_ranks(tmp_path) -> None:
+    run(4, tmp_path / "store", "demo", program=PROGRAM)

@@ -97,48 +97,60 @@ def values(text: str) -> None:
 
 
 @contextmanager
-def watched() -> Iterator[list[Any]]:
-    """Give what `Linear` finds as its weights in the block: module, and tensor."""
-    seen: list[Any] = []
+def watched(see: Any) -> Iterator[None]:
+    """Have `see` told of each `Linear` that computes in the block: module, and local weight."""
     plain = hybridq.Linear._local
 
     def local(self: Any, x: Any, own: Any, *rest: Any) -> Any:
-        seen.append((self, own))
+        see(self, own)
         return plain(self, x, own, *rest)
 
     hybridq.Linear._local = local
     try:
-        yield seen
+        yield
     finally:
         hybridq.Linear._local = plain
 
 
-def check_planes(model: Any, size: str, recipe: str, wants_planes: bool) -> None:
+def check_planes(
+    model: Any, single: nn.Module, x: torch.Tensor, recipe: str, wants_planes: bool
+) -> None:
     """What modules find are parts of the planes of the whole weight, by bytes."""
-    single = dict(made(size).named_parameters())
+    values = dict(single.named_parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            single[name].copy_(whole(parameter))
-    with watched() as seen, hybridq.autocast(recipe=recipe), torch.no_grad():
-        model(torch.randn(33, SIZES[size][0]))
-    assert len(seen) == 2
-    for place, (module, own) in enumerate(seen):
-        weight = single["up.weight" if place == 0 else "down.weight"]
-        rank, world = dist.get_rank() % TP[0], TP[0]
-        slot = module.plan_of(hybridq.recipes.get(recipe)).weight
-        row, col = slot.row.spec, slot.col.spec
-        buffers = torch.ops.hybridq.encode(weight, row, col, col_source=slot.col_source)
-        for direction in ("rowwise", "columnwise"):
-            plane = own.tensor_storage.plane(direction)
-            spec, dim = plane.spec, place if direction == "rowwise" else 1 - place
-            assert spec.format.is_identity != wants_planes, (size, recipe, spec)
-            shape = weight.shape if direction == "rowwise" else weight.shape[::-1]
-            for one in () if spec.format.is_identity else spec.buffers(*shape):
-                mine, theirs = plane.buffers[one.name], buffers.pop(0)
-                if mine.shape != theirs.shape:
-                    theirs = theirs.chunk(world, dim)[rank]
-                mine, theirs = (part.flatten().clone().view(torch.uint8) for part in (mine, theirs))
-                assert torch.equal(mine, theirs), (size, recipe, direction, one.name)
+            values[name].copy_(whole(parameter))
+    names = {module: name for name, module in model.named_modules()}
+    seen = []
+
+    def see(module: Any, own: Any) -> None:
+        weight = values[names[module] + ".weight"].detach().to(own.dtype)
+        check_part(own, weight, module.plan_of(hybridq.recipes.get(recipe)).weight, wants_planes)
+        seen.append(module)
+
+    with watched(see), hybridq.autocast(recipe=recipe), torch.no_grad():
+        model(x)
+    assert len(seen) == sum(isinstance(module, hybridq.Linear) for module in names)
+
+
+def check_part(own: Any, weight: torch.Tensor, slot: Any, wants_planes: bool) -> None:
+    """Compare the planes of a part with those of the whole weight, which are cut."""
+    rank, world = dist.get_rank() % TP[0], TP[0]
+    is_cut = 0 if own.shape[0] < weight.shape[0] else 1
+    buffers = torch.ops.hybridq.encode(
+        weight, slot.row.spec, slot.col.spec, col_source=slot.col_source
+    )
+    for direction in ("rowwise", "columnwise"):
+        plane = own.tensor_storage.plane(direction)
+        spec, dim = plane.spec, is_cut if direction == "rowwise" else 1 - is_cut
+        assert spec.format.is_identity != wants_planes, spec
+        shape = weight.shape if direction == "rowwise" else weight.shape[::-1]
+        for one in () if spec.format.is_identity else spec.buffers(*shape):
+            mine, theirs = plane.buffers[one.name], buffers.pop(0)
+            if mine.shape != theirs.shape:
+                theirs = theirs.chunk(world, dim)[rank]
+            mine, theirs = (part.flatten().clone().view(torch.uint8) for part in (mine, theirs))
+            assert torch.equal(mine, theirs), (spec, direction, one.name)
 
 
 TP = [2]
@@ -155,7 +167,27 @@ def planes(text: str) -> None:
         if recipe != "fp8_delayed":
             model.reshard()
             is_whole = size == "aligned" or (size == "halves" and recipe != "fp8_block")
-            check_planes(model, size, recipe, is_whole or TP[0] == 1)
+            x = torch.randn(33, hidden)
+            check_planes(model, made(size), x, recipe, is_whole or TP[0] == 1)
+
+
+def demo() -> None:
+    """The demo's model under TP2 x FSDP2: the planes of all its weights, after some steps."""
+    from hybridq.demo.data import Corpus
+    from hybridq.demo.fsdp import ShardedTrainer
+    from hybridq.demo.model import ModelConfig, Transformer
+    from hybridq.demo.train import TrainConfig
+
+    recipe, config = "mxfp8_fwd_nvfp4_bwd", ModelConfig(2, 64, 2, 64, 32)
+    data = torch.arange(4000, dtype=torch.uint8).remainder(97)
+    corpus = Corpus(data[:3000], data[3000:], (), (), "numbers", False)
+    trainer = ShardedTrainer(
+        TrainConfig(config, 4, 2, eval_batches=2, eval_points=1), recipe, corpus, 2
+    )
+    assert len(list(trainer.steps())) == 2
+    single = hybridq.convert(Transformer(config, hybridq.Linear))
+    x = torch.randint(0, 97, (2, 32))
+    check_planes(trainer.model, single, x, recipe, True)
 
 
 def refused() -> None:

@@ -1,7 +1,8 @@
 """The demo's model trained by several ranks under FSDP2, and again by one process in their place.
 
 Both train on the same micro-batches with the same seeds, hold FP32 parameters, compute in BF16 and
-reduce gradients in FP32 in the order of the ranks, so that they agree bit for bit.
+reduce gradients in FP32 in the order of the ranks, so that they agree bit for bit. With tensor
+parallelism beside it, they agree within the order of sums: weight planes are the same bits still.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ..converters import convert
 from ..distributed import prepare_fsdp2
@@ -150,17 +154,41 @@ class _Trainer:
         """Bring the compute copy of the parameters up to date, if there is one."""
 
 
-class ShardedTrainer(_Trainer):
-    """One rank of a training under FSDP2; arguments as of `_Trainer`, `world` from the group."""
+def _parallel_plan(model: Any) -> dict[str, Any]:
+    """Return how tensor parallelism splits the blocks of the demo's own model.
 
-    def __init__(self, config: TrainConfig, recipe: str, corpus: Corpus) -> None:
-        super().__init__(config, recipe, corpus, dist.get_world_size())
-        self.rank = dist.get_rank()
+    Matrices of several projections are split as one, and what they make is gathered again.
+    """
+    plan: dict[str, Any] = {}
+    for number in range(len(model.blocks)):
+        for name in ("attention.qkv", "ffn.gate_up"):
+            plan[f"blocks.{number}.{name}"] = ColwiseParallel(output_layouts=Replicate())
+        for name in ("attention.out", "ffn.down"):
+            plan[f"blocks.{number}.{name}"] = RowwiseParallel(input_layouts=Replicate())
+    return plan
+
+
+class ShardedTrainer(_Trainer):
+    """One rank of a training under FSDP2.
+
+    Args:
+        config, recipe, corpus: as for `_Trainer`, whose `world` are the data-parallel ranks.
+        tp: how many ranks share a micro-batch, and each have a part of every block's matrices.
+    """
+
+    def __init__(self, config: TrainConfig, recipe: str, corpus: Corpus, tp: int = 1) -> None:
+        world = dist.get_world_size() // tp
+        super().__init__(config, recipe, corpus, world)
+        mesh = init_device_mesh("cpu", (world, tp), mesh_dim_names=("dp", "tp"))
+        self.rank, self._group = mesh.get_local_rank("dp"), mesh.get_group("dp")
+        self._tp_group = mesh.get_group("tp") if tp > 1 else None
+        if tp > 1:
+            parallelize_module(self.model, mesh["tp"], _parallel_plan(self.model))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model: Any = prepare_fsdp2(self.model)
         for block in model.blocks:
-            fully_shard(block, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
+            fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
+        fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
         for module in model.modules():
             if hasattr(module, "set_custom_reduce_scatter"):
                 module.set_custom_reduce_scatter(RankOrderSum())
@@ -171,17 +199,28 @@ class ShardedTrainer(_Trainer):
     ) -> tuple[list[float], list[float]]:
         loss = self._loss(self._seed(step, self.rank), *micro[self.rank])
         torch.autograd.backward(loss)
-        square = _square(local for local in self._local_gradients())
-        return self._gathered(loss.item()), self._gathered(square)
+        return self._gathered(loss.item()), self._gathered(self._own_square())
+
+    def _own_square(self) -> float:
+        """Return the sum of squares of this rank's shards of gradients, of all their parts."""
+        found: list[Any] = [p.grad for p in self.model.parameters() if p.grad is not None]
+        whole = _square(grad.to_local() for grad in found if grad.device_mesh.ndim == 1)
+        if self._tp_group is None:
+            return whole
+        parts = _square(grad.to_local() for grad in found if grad.device_mesh.ndim > 1)
+        total = torch.tensor([parts], dtype=torch.float64)
+        dist.all_reduce(total, group=self._tp_group)
+        return whole + total.item()
 
     def _local_gradients(self) -> list[Tensor]:
         found: list[Any] = [p.grad for p in self.model.parameters() if p.grad is not None]
         return [grad.to_local() for grad in found]
 
     def _gathered(self, value: float) -> list[float]:
-        """Return every rank's value, in their order."""
+        """Return every data-parallel rank's value, in their order."""
         values = torch.empty(self.world, dtype=torch.float64)
-        dist.all_gather_single(values, torch.tensor([value], dtype=torch.float64))
+        own = torch.tensor([value], dtype=torch.float64)
+        dist.all_gather_single(values, own, group=self._group)
         return values.tolist()
 
     def _scale(self, factor: float) -> None:
