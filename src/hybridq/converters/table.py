@@ -57,6 +57,7 @@ _LIBRARIES: Final[list[tuple[str, str]]] = [
     ("transformers", "hybridq.integrations.transformers.linears"),
     ("transformers", "hybridq.integrations.transformers.embeddings"),
     ("transformers", "hybridq.integrations.transformers.experts"),
+    ("transformers", "hybridq.integrations.transformers.tensor_parallel"),
     ("peft", "hybridq.integrations.peft"),
 ]
 #: Of the user, by name.

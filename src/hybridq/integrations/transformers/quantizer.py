@@ -21,6 +21,7 @@ from ...tensor import QuantizedTensor, is_quantized
 from .config import HybridQConfig
 from .held import Held, held_of_record
 from .planes import LoadsPlanes, buffers_of, conversions, record_of
+from .tensor_parallel import after_convert, check_weights_stay_plain
 
 __all__ = ["HybridQQuantizer"]
 
@@ -84,6 +85,8 @@ class HybridQQuantizer(HfQuantizer):
 
     def _convert(self, model: Any) -> None:
         """Convert a model on the meta device, and keep which parameters are quantized."""
+        if self.quantization_config.weights == "quantized" or self._held:
+            check_weights_stay_plain(model)
         self.quantization_config.convert(model)
         self._quantized = {name: one for name, one in model.named_parameters() if is_quantized(one)}
         for name, one in self._quantized.items():
@@ -129,6 +132,7 @@ class HybridQQuantizer(HfQuantizer):
         return conversions(weight_conversions, model, self._held)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        after_convert(model)
         if self.quantization_config.weights == "quantized":
             keep_planes(model, True)
             self._hook = model.register_load_state_dict_pre_hook(LoadsPlanes())
