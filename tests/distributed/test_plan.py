@@ -194,7 +194,7 @@ def test_planning_changes_nothing() -> None:
 
 
 def test_the_table_of_the_page_is_made_of_plans() -> None:
-    page = (ROOT / "docs" / "guides" / "distributed.md").read_text()
+    page = (ROOT / "docs" / "guides" / "fsdp2.md").read_text()
     assert "\n".join(distributed_table.rows()) in page, (
         "python tests/helpers/distributed_table.py prints it"
     )

@@ -1,4 +1,4 @@
-"""The table of docs/guides/distributed.md, from plans: `python distributed_table.py` prints it."""
+"""The table of docs/guides/fsdp2.md, from plans: `python distributed_table.py` prints it."""
 
 from __future__ import annotations
 
