@@ -13,15 +13,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from rank_program import main
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import hybridq
-from hybridq.distributed import prepare_fsdp2
+from hybridq.distributed import ScalingHistory, prepare_fsdp2
 
 RECIPES = ("mxfp8_fwd_nvfp4_bwd", "nvfp4", "mxfp8", "fp8_current", "fp8_delayed", "fp8_block")
 SIZES = {"aligned": (128, 512), "halves": (96, 192), "cut": (136, 365)}
@@ -190,6 +193,77 @@ def demo() -> None:
     check_planes(trainer.model, single, x, recipe, True)
 
 
+def checkpoints(text: str) -> None:
+    """Saved under one mesh, loaded under others: weights, moments, histories; the same losses."""
+    folder, tp, *others = text.split(",")
+    for recipe in ("mxfp8_fwd_nvfp4_bwd", "fp8_delayed"):
+        losses = []
+        for number, one in enumerate((tp, *others)):
+            model = dealt_out("halves", int(one), True)
+            optimizer = hybridq.optim.AdamW(model.parameters(), lr=1e-3)
+            path = f"{folder}/{recipe}"
+            if number == 0:
+                for step in range(2):
+                    one_loss(model, optimizer, recipe, step)
+                dcp.save(state_of(model, optimizer), checkpoint_id=path)
+            else:
+                state = state_of(model, optimizer)
+                dcp.load(state, checkpoint_id=path)
+                set_state_dict(
+                    model,
+                    optimizer,
+                    model_state_dict=state["model"],
+                    optim_state_dict=state["optimizer"],
+                )
+            losses.append([one_loss(model, optimizer, recipe, step) for step in (2, 3)])
+        for found in losses[1:]:
+            assert torch.allclose(torch.tensor(found), torch.tensor(losses[0]), rtol=1e-4), losses
+
+
+def one_loss(model: Any, optimizer: Any, recipe: str, step: int) -> float:
+    torch.manual_seed(step)
+    x = torch.randn(33, 96)
+    with hybridq.autocast(recipe=recipe):
+        loss = (whole(model(x)) - 0.3).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments, "scaling": ScalingHistory(model)}
+
+
+def replicas() -> None:
+    """Tensor parallelism under DistributedDataParallel."""
+    mesh = mesh_of(2)
+    for recipe in RECIPES:
+        single, model = made("halves"), made("halves")
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], plan)
+        wrapped = nn.parallel.DistributedDataParallel(model, device_mesh=mesh["dp"])
+        losses = []
+        for one in (wrapped, single):
+            optimizer = torch.optim.AdamW(one.parameters(), lr=1e-3, eps=1e-3)
+            losses.append([one_loss(one, optimizer, recipe, step) for step in range(3)])
+        assert torch.allclose(*map(torch.tensor, losses), rtol=1e-4), (recipe, losses)
+
+
+def recomputed() -> None:
+    """Layers under FSDP2 whose activations are recomputed."""
+    for recipe in RECIPES:
+        plain, model = dealt_out("halves", 2, True), dealt_out("halves", 2, True)
+        inner = model.forward
+        model.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
+        losses = []
+        for one in (plain, model):
+            optimizer = torch.optim.AdamW(one.parameters(), lr=1e-3)
+            losses.append([one_loss(one, optimizer, recipe, step) for step in range(3)])
+        assert losses[0] == losses[1], (recipe, losses)
+
+
 def refused() -> None:
     """Errors say what to do."""
     mesh = mesh_of(2)
@@ -215,6 +289,17 @@ def refused() -> None:
         assert "call prepare_fsdp2 after parallelize_module" in str(error), error
     else:
         raise AssertionError("sharded weights were prepared")
+    with hybridq.quantized_model_init(recipe="mxfp8"):
+        quantized = hybridq.Linear(64, 64)
+    parallelize_module(quantized, mesh["tp"], ColwiseParallel(), src_data_rank=None)
+    for call in (lambda: prepare_fsdp2(quantized), lambda: quantized(torch.randn(4, 64))):
+        try:
+            with hybridq.autocast(recipe="mxfp8"):
+                call()
+        except NotImplementedError as error:
+            assert "in high precision" in str(error), error
+        else:
+            raise AssertionError("a quantized weight was split")
 
 
 if __name__ == "__main__":
