@@ -59,7 +59,7 @@ def test_four_stages(tmp_path) -> None:
 @needs_gloo
 @pytest.mark.more
 def test_stages_of_sharded_modules(tmp_path) -> None:
-    run(4, tmp_path / "store", "grid", program=PROGRAM)
+    run(4, tmp_path / "store", "grid", "tensor_parallel", program=PROGRAM)
     run(4, tmp_path / "again", "open_groups", program=FAULTS)
 
 
