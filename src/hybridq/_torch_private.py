@@ -28,6 +28,7 @@ __all__ = [
     "functional_all_gather",
     "functional_all_reduce",
     "functional_all_to_all",
+    "functional_scatter",
     "graph_task_id",
     "has_compiled",
     "has_kernel",
@@ -212,6 +213,20 @@ def functional_all_to_all(
     use = "exchange in compiled code"
     made: torch.Tensor = _functional("all_to_all_single", use)(x, received, sent, name)
     return made
+
+
+def functional_scatter(x: torch.Tensor, world: int, name: str) -> torch.Tensor:
+    """Return this rank's part, along dimension 0, of the sum of the ranks' x.
+
+    Args:
+        x: contiguous, of the same shape on all ranks.
+        world: number of ranks, which divide its dimension 0.
+        name: of their group.
+    """
+    made: torch.Tensor = _functional("reduce_scatter_tensor", "sum parts in compiled code")(
+        x, "sum", world, name
+    )
+    return wait_tensor(made)
 
 
 def wait_tensor(x: torch.Tensor) -> torch.Tensor:

@@ -24,3 +24,16 @@ def test_aligned_parts_and_other_numbers_of_ranks(tmp_path) -> None:
 @pytest.mark.more
 def test_compiled(tmp_path) -> None:
     run(2, tmp_path / "store", "compiled", program=PROGRAM)
+
+
+MODULES = "parallel_modules_program.py"
+
+
+def test_arguments_of_modules(tmp_path) -> None:
+    run(2, tmp_path / "store", "modules=column,row,mlp", "arguments", program=MODULES)
+
+
+@pytest.mark.more
+def test_more_modules(tmp_path) -> None:
+    run(2, tmp_path / "store", "modules=norm,layer", "compiled", program=MODULES)
+    run(4, tmp_path / "four", "modules=column,row,mlp,layer", program=MODULES)

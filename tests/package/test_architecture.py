@@ -79,6 +79,7 @@ ROOMS = {
         "sequence",
         "flat",
         "pipelines",
+        "sequence_gradients",
     ),
 }
 CSRC = ["formats", "core", "cpu cuda", "bindings"]

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hybridq
 from hybridq.distributed import ScalingHistory, prepare_fsdp2
+from hybridq.nn.modules import linear_part
 
 RECIPES = ("mxfp8_fwd_nvfp4_bwd", "nvfp4", "mxfp8", "fp8_current", "fp8_delayed", "fp8_block")
 SIZES = {"aligned": (128, 512), "halves": (96, 192), "cut": (136, 365)}
@@ -101,18 +102,18 @@ def values(text: str) -> None:
 
 @contextmanager
 def watched(see: Any) -> Iterator[None]:
-    """Have `see` told of each `Linear` that computes in the block: module, and local weight."""
-    plain = hybridq.Linear._local
+    """Have `see` told of each product that modules make in the block: module, and local weight."""
+    plain = linear_part._product
 
-    def local(self: Any, x: Any, own: Any, *rest: Any) -> Any:
-        see(self, own)
-        return plain(self, x, own, *rest)
+    def product(own: Any, *rest: Any) -> Any:
+        see(own.module, own.weight)
+        return plain(own, *rest)
 
-    hybridq.Linear._local = local
+    linear_part._product = product
     try:
         yield
     finally:
-        hybridq.Linear._local = plain
+        linear_part._product = plain
 
 
 def check_planes(

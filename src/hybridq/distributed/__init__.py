@@ -1,9 +1,9 @@
 """Sharded training on torch's engine: planes of tensors that lie on several ranks.
 
 Rooms, each of which imports only those before it: `agreement`, `encoding`, `parameters`, `units`,
-`tensors`; then `attachment`, `fsdp2`, `scaling_history`, `collectives`, `sequence`, `flat` and
-`pipelines`. What estimates runs without running them (`plan`, `count_traffic`, ...) is in
-`hybridq.estimate`; its names are found here too.
+`tensors`; then `attachment`, `fsdp2`, `scaling_history`, `collectives`, `sequence`, `flat`,
+`pipelines` and `sequence_gradients`. What estimates runs without running them (`plan`,
+`count_traffic`, ...) is in `hybridq.estimate`; its names are found here too.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .fsdp2 import prepare_fsdp2, wire_nbytes
 from .pipelines import pipeline_stage
 from .scaling_history import ScalingHistory
 from .sequence import sequence_loss, sequence_parallel, shard_sequence
+from .sequence_gradients import reduce_sequence_parallel_gradients
 from .tensors import GatheredWeight, QuantizedWeight
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "quantize_master_weights",
     "quantized_reduce_scatter",
     "reduce_scatter",
+    "reduce_sequence_parallel_gradients",
     "sequence_loss",
     "sequence_parallel",
     "shard_sequence",

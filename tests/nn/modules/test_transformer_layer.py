@@ -247,7 +247,7 @@ def test_bad_masks_and_angles(mask, options, words):
         ({"self_attn_mask_type": "x"}, ValueError, "mask type"),
         ({"name": 3}, TypeError, "name must be a string"),
         ({"activation": "elu"}, ValueError, "activation"),
-        ({"tp_group": None}, TypeError, "tp_group"),
+        ({"ub_name": None}, TypeError, "ub_name"),
         ({"ub_tp_comm_overlap": False}, TypeError, "ub_tp_comm_overlap"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..._torch_private import functional_all_reduce, process_group
+from ..._torch_private import functional_all_reduce
 from ...kernels.operators import StatedFunction
 from .exchange import HeadExchange
 from .mesh import exchange_of
@@ -23,7 +23,7 @@ class _OverRanks(StatedFunction):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, name: str, world: int) -> torch.Tensor:
         ctx.world = world
-        return functional_all_reduce(x, "sum", process_group(name)).clone()
+        return functional_all_reduce(x, "sum", name).clone()
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -53,7 +53,7 @@ def label_count(labels: torch.Tensor, exchange: HeadExchange, ignored: int) -> t
         ignored: the label that does not count.
     """
     own = (labels != ignored).sum()
-    return functional_all_reduce(own, "sum", process_group(exchange.name))
+    return functional_all_reduce(own, "sum", exchange.name)
 
 
 def sequence_loss(

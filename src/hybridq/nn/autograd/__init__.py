@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .checkpoint import checkpoint
+from .group_sums import gather_tokens, scatter_tokens, share, sum_over
 from .grouped_function import Layout, draw_seeds, grouped_linear
 from .linear_function import NO_CUTS, Cuts, eager_linear, linear
 from .offload import get_cpu_offload_context, offload
@@ -31,12 +32,16 @@ __all__ = [
     "checkpoint",
     "draw_seeds",
     "eager_linear",
+    "gather_tokens",
     "get_cpu_offload_context",
     "grouped_linear",
     "linear",
     "offload",
     "plain_attention",
     "plain_linear",
+    "scatter_tokens",
+    "share",
+    "sum_over",
     "take_rows",
     "with_quantized_gradient",
 ]

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ..._torch_private import functional_all_reduce, process_group
+from ..._torch_private import functional_all_reduce
 
 __all__ = ["agree", "default_group", "group_of", "reduce_over"]
 
@@ -68,7 +68,7 @@ def agree(labels: Iterable[Sequence[str]], group: str, device: torch.device) -> 
     digest = hashlib.blake2b(repr(own).encode(), digest_size=7).digest()
     value = int.from_bytes(digest, "little")
     sides = torch.tensor([value, -value], dtype=torch.int64, device=device)
-    largest = functional_all_reduce(sides, "max", process_group(group))
+    largest = functional_all_reduce(sides, "max", group)
     if int(largest.sum()) != 0:  # the largest digest is not the smallest
         raise RuntimeError(
             "delayed scaling: all ranks of the group over which amaxes are reduced must step the "

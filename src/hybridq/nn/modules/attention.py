@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -15,7 +16,9 @@ from .exchange import SequenceExchange
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
 from .linear_part import InitMethod, one_dtype, run_part
+from .parallel_options import ParallelOptions
 from .plain_norm import PlainNorm
+from .quantized_module import QuantizedModule
 from .rotary import apply_rotary
 
 __all__ = ["MultiheadAttention"]
@@ -87,6 +90,9 @@ class MultiheadAttention(nn.Module):
         qk_norm_before_rope: they come before the rotary positions, else after.
         qkv_format: `"sbhd"`: the input is `[length, batch, hidden]`; `"bshd"`: batch first.
         fuse_wgrad_accumulation: as for `Linear`, of the weight of every projection.
+        set_parallel_mode: each rank has as many heads, of queries as of keys and values; the first
+            projections are column parallel, the second one row parallel.
+        tp_group, tp_size, sequence_parallel, get_rng_state_tracker: as for `Linear`.
         device, dtype: of the parameters; None: torch's defaults.
         name: qualified name for the roles that a recipe's factory sees: the projections are
             `<name>.layernorm_linear_qkv` or `<name>.linear_qkv`, and `<name>.proj`. Where it is
@@ -135,6 +141,11 @@ class MultiheadAttention(nn.Module):
         qk_norm_before_rope: bool = False,
         qkv_format: str = "sbhd",
         fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        set_parallel_mode: bool = False,
+        sequence_parallel: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
         name: str | None = None,
@@ -162,7 +173,22 @@ class MultiheadAttention(nn.Module):
         self.rotary_pos_interleaved = bool(rotary_pos_interleaved)
         self.qkv_weight_interleaved = bool(qkv_weight_interleaved)
         self.attention_type, self.qk_norm_before_rope = attention_type, bool(qk_norm_before_rope)
+        if sequence_parallel and qkv_format != "sbhd":
+            raise ValueError(
+                "attention: sequence_parallel takes qkv_format='sbhd', whose tokens lie along the "
+                f"first dimension, got {qkv_format!r}"
+            )
+        ranks = ParallelOptions(tp_group, tp_size, sequence_parallel)
+        self._size = ranks.size("attention") if set_parallel_mode else 1
+        if set_parallel_mode:
+            for what in ("num_attention_heads", "num_gqa_groups"):
+                setattr(self, what, ranks.share("attention", what, getattr(self, what)))
         options: dict[str, Any] = {
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "parallel_mode": "column" if set_parallel_mode else None,
+            "sequence_parallel": sequence_parallel,
+            "get_rng_state_tracker": get_rng_state_tracker,
             "bias": bias,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "device": device,
@@ -188,8 +214,31 @@ class MultiheadAttention(nn.Module):
         self.exchange: SequenceExchange | None = None
         kind = _BiasApart if self.return_bias else Linear
         inner = num_attention_heads * self.kv_channels
+        if set_parallel_mode:
+            options = {**options, "parallel_mode": "row"}
+            self._share_norms()
         self.proj: Linear = kind(inner, hidden_size, name=own, **options)
         _filled(self.proj, output_layer_init_method)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Take the group of the ranks that have the other heads: see `Linear`.
+
+        Args:
+            tp_group: a process group of `tp_size` ranks, or its name; None changes nothing.
+        """
+        for child in self.modules():
+            if isinstance(child, QuantizedModule):
+                child.set_tensor_parallel_group(tp_group)
+        self._share_norms()
+
+    def _share_norms(self) -> None:
+        """Have the gradients of norms of heads summed over the ranks that have the heads."""
+        first = next((m for m in self.modules() if isinstance(m, QuantizedModule)), None)
+        group = "" if first is None else next(iter(first.parallel.values())).group
+        norm: PlainNorm | None
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                norm.group = group
 
     def _make_projections(
         self, hidden_size: int, name: str | None, norm: dict[str, Any], options: dict[str, Any]
@@ -200,7 +249,8 @@ class MultiheadAttention(nn.Module):
         )
         is_cross = self.attention_type == "cross"
         first, short = ("query", "q") if is_cross else ("qkv", "qkv")
-        width = inner if is_cross else inner + 2 * of_keys
+        size = self._size
+        width = size * (inner if is_cross else inner + 2 * of_keys)
         # None where they do not belong, so that every attribute is there.
         self.qkv: Linear | None = None
         self.layernorm_qkv: LayerNormLinear | None = None
@@ -220,7 +270,7 @@ class MultiheadAttention(nn.Module):
         takes_separate_names(made, {} if self.qkv_weight_interleaved else rows)
         if is_cross:
             own = None if name is None else f"{name}.linear_kv"
-            both = Linear(hidden_size, 2 * of_keys, name=own, **options)
+            both = Linear(hidden_size, 2 * size * of_keys, name=own, **options)
             self.key_value = _filled(both, norm["init_method"])
             rows = {"key": of_keys, "value": of_keys}
             takes_separate_names(self.key_value, {} if self.qkv_weight_interleaved else rows)
@@ -370,7 +420,7 @@ class MultiheadAttention(nn.Module):
 def _filled(module: Linear, init_method: InitMethod | None) -> Linear:
     """Return the module, its weight filled by `init_method` if there is one."""
     if init_method is not None:
-        with torch.no_grad():
+        with module.drawing.drawing(), torch.no_grad():
             init_method(module.weight)
             if module.bias is not None:
                 module.bias.zero_()

@@ -10,6 +10,7 @@ from torch import nn
 from ..autograd import Activation, Norm, PrologueCall
 from .linear import Linear
 from .linear_part import run_part
+from .tensor_parallel import is_dtensor
 
 __all__ = ["FusedSequential"]
 
@@ -60,6 +61,8 @@ class FusedSequential(nn.Sequential):
                 at += 1
                 continue
             recipe = second._recipe()
+            if second.is_parallel or is_dtensor(second.weight):
+                recipe = None  # the prologue belongs to all ranks, and the product to each
             if recipe is None or second.plan_of(recipe).is_plain:
                 input = second(first(input))
             else:

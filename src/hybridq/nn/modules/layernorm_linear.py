@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from ...recipes.roles import GRAD_INPUT
 from ..autograd import PrologueCall, with_quantized_gradient
 from ..weights import plain_weights
 from .linear_part import FusedModule, InitMethod, one_dtype, run_part
+from .parallel_options import ParallelOptions
+from .tensor_parallel import ROW
 
 __all__ = ["LayerNormLinear", "RMSNormLinear"]
 
@@ -35,6 +38,10 @@ class LayerNormLinear(FusedModule):
         return_layernorm_output: the norm's result is returned too.
         zero_centered_gamma: the norm multiplies with `1 + layer_norm_weight`.
         fuse_wgrad_accumulation: as for `Linear`.
+        parallel_mode: `"column"`, as for `Linear`, or None; the norm is of whole tokens on each
+            rank, and with `sequence_parallel` of the rank's own.
+        tp_group, tp_size, sequence_parallel: as for `Linear`.
+        get_rng_state_tracker, rng_tracker_name: the same.
         device, dtype: of the parameters; None: torch's defaults.
         name: qualified name for the roles that a recipe's factory sees. Where it is None,
             `hybridq.convert` fills in the name within the model.
@@ -75,6 +82,12 @@ class LayerNormLinear(FusedModule):
         return_layernorm_output: bool = False,
         zero_centered_gamma: bool = False,
         fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        parallel_mode: str | None = None,
+        sequence_parallel: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
         name: str | None = None,
@@ -82,12 +95,24 @@ class LayerNormLinear(FusedModule):
         super().__init__()
         dtype = one_dtype(type(self).__name__, dtype, params_dtype)
         options = {"device": device, "dtype": dtype}
+        if parallel_mode == ROW:
+            raise ValueError(
+                f"{type(self).__name__}: parallel_mode must be 'column' or None, since the norm is "
+                "of whole tokens, got 'row'"
+            )
+        ranks = ParallelOptions(
+            tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
+        )
+        owner = type(self).__name__
+        _, out_features = ranks.split(owner, parallel_mode, in_features, out_features)
+        self._take_parallel(ranks, {"": (parallel_mode, out_features)})
         self.in_features, self.out_features = in_features, out_features
         self.return_bias = bool(return_bias)
         self.return_layernorm_output = bool(return_layernorm_output)
         self._init_method = init_method
         self._make_norm(in_features, eps, normalization, zero_centered_gamma, options)
         self._make_linear("", out_features, in_features, bias, options)
+        self._mark_parallel()
         self.reset_parameters()
         self._take_accumulation(fuse_wgrad_accumulation)
         self._take_name(name)
@@ -157,6 +182,8 @@ class RMSNormLinear(LayerNormLinear):
         in_features, out_features, eps: as for `LayerNormLinear`.
         init_method, bias, return_bias, params_dtype, return_layernorm_output: the same.
         zero_centered_gamma, fuse_wgrad_accumulation, device, dtype, name: the same.
+        tp_group, tp_size, parallel_mode, sequence_parallel: the same.
+        get_rng_state_tracker, rng_tracker_name: the same.
 
     Example:
         >>> import torch, hybridq
@@ -180,6 +207,12 @@ class RMSNormLinear(LayerNormLinear):
         return_layernorm_output: bool = False,
         zero_centered_gamma: bool = False,
         fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        parallel_mode: str | None = None,
+        sequence_parallel: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
         name: str | None = None,
@@ -196,6 +229,12 @@ class RMSNormLinear(LayerNormLinear):
             return_layernorm_output=return_layernorm_output,
             zero_centered_gamma=zero_centered_gamma,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            parallel_mode=parallel_mode,
+            sequence_parallel=sequence_parallel,
+            get_rng_state_tracker=get_rng_state_tracker,
+            rng_tracker_name=rng_tracker_name,
             device=device,
             dtype=dtype,
             name=name,

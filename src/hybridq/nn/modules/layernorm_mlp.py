@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +13,8 @@ from ...recipes.roles import GRAD_INPUT
 from ..autograd import PrologueCall, with_quantized_gradient
 from ..weights import plain_weights
 from .linear_part import FusedModule, InitMethod, activation_of, one_dtype, run_part
+from .parallel_options import ParallelOptions
+from .tensor_parallel import COLUMN, ROW
 
 __all__ = ["LayerNormMLP"]
 
@@ -42,6 +45,10 @@ class LayerNormMLP(FusedModule):
         return_layernorm_output: the norm's result is returned too.
         zero_centered_gamma: the norm multiplies with `1 + layer_norm_weight`.
         fuse_wgrad_accumulation: as for `Linear`.
+        set_parallel_mode: fc1 is column parallel and fc2 row parallel; of a gated activation each
+            rank has its part of both halves, one behind the other.
+        tp_group, tp_size, sequence_parallel: as for `Linear`.
+        get_rng_state_tracker, rng_tracker_name: the same.
         device, dtype: of the parameters; None: torch's defaults.
         name: qualified name; the roles that a recipe's factory sees are of `<name>.fc1` and
             `<name>.fc2`. Where it is None, `hybridq.convert` fills in the name within the model.
@@ -84,6 +91,12 @@ class LayerNormMLP(FusedModule):
         return_layernorm_output: bool = False,
         zero_centered_gamma: bool = False,
         fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        set_parallel_mode: bool = False,
+        sequence_parallel: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
         name: str | None = None,
@@ -92,6 +105,14 @@ class LayerNormMLP(FusedModule):
         owner = type(self).__name__
         self._activation = activation_of(owner, activation)
         options = {"device": device, "dtype": one_dtype(owner, dtype, params_dtype)}
+        ranks = ParallelOptions(
+            tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
+        )
+        modes = (COLUMN, ROW) if set_parallel_mode else (None, None)
+        if set_parallel_mode:
+            ffn_hidden_size = ranks.share(owner, "ffn_hidden_size", ffn_hidden_size)
+        parts = (self._activation.columns(ffn_hidden_size), ffn_hidden_size)
+        self._take_parallel(ranks, {"fc1": (modes[0], parts[0]), "fc2": (modes[1], parts[1])})
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         self.activation = activation
         self.return_bias = bool(return_bias)
@@ -101,6 +122,7 @@ class LayerNormMLP(FusedModule):
         width = self._activation.columns(ffn_hidden_size)
         self._make_linear("fc1_", width, hidden_size, bias, options)
         self._make_linear("fc2_", hidden_size, ffn_hidden_size, bias, options)
+        self._mark_parallel()
         self.reset_parameters()
         self._take_accumulation(fuse_wgrad_accumulation)
         self._take_name(name)

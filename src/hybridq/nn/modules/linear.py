@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...recipes import Plan
 from ...recipes.roles import GRAD_INPUT
-from ...tensor import is_quantized
-from ..autograd import NO_CUTS, Cuts, linear, plain_linear, with_quantized_gradient
-from ..weights import Into, plain_weights, prequantized_weight
+from ..autograd import with_quantized_gradient
+from ..weights import plain_weights
 from .eager_fast_path import eager_forward
-from .linear_part import InitMethod, one_dtype
-from .quantized_module import PLAIN, QuantizedModule
-from .tensor_parallel import Parallel, dtensor_forward, is_dtensor, run_windows
+from .linear_part import InitMethod, one_dtype, run_part
+from .parallel_options import ParallelOptions
+from .quantized_module import QuantizedModule
+from .tensor_parallel import ROW
 
 __all__ = ["Linear"]
 
@@ -40,6 +40,17 @@ class Linear(QuantizedModule, nn.Linear):
             initial values of `nn.Linear`.
         return_bias: the bias is returned and not added, for a caller that adds it later.
         params_dtype: another name of `dtype`.
+        tp_group, tp_size: the process group of the ranks that have the weight's parts, or how many
+            they are, if `set_tensor_parallel_group` brings it later.
+        parallel_mode: `"column"`: each rank has rows of the weight, `[out_features / size,
+            in_features]`, and makes as many features; `"row"`: columns of it, takes as many
+            features, and the output is the sum over ranks. None: the weight is whole.
+        sequence_parallel: the input of a column parallel module, and the output of a row parallel
+            one, are this rank's part of the tokens, along the first dimension.
+        get_rng_state_tracker, rng_tracker_name: the first returns what has `fork(name)`, a context
+            in which initial values of parts are drawn; without it torch's generator must differ
+            between ranks. Biases are zero then, and a row parallel weight has the range of the
+            whole.
         name: qualified name for the roles that a recipe's factory sees. Where it is None,
             `hybridq.convert` fills in the name within the model.
 
@@ -47,9 +58,9 @@ class Linear(QuantizedModule, nn.Linear):
 
     Raises:
         TypeError: `name` is no string.
-        ValueError: `dtype` and `params_dtype` differ.
+        ValueError: `dtype` and `params_dtype` differ; ranks do not divide the features.
 
-    Source: `init_method`, `return_bias`, `params_dtype`: Transformer Engine's names and meaning.
+    Source: names and meanings of the arguments that `nn.Linear` has not: Transformer Engine.
 
     Example:
         >>> import torch, hybridq
@@ -77,27 +88,41 @@ class Linear(QuantizedModule, nn.Linear):
         init_method: InitMethod | None = None,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        parallel_mode: str | None = None,
+        sequence_parallel: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
         name: str | None = None,
     ) -> None:
         dtype = one_dtype("Linear", dtype, params_dtype)
+        ranks = ParallelOptions(
+            tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
+        )
+        in_features, out_features = ranks.split("Linear", parallel_mode, in_features, out_features)
+        own = in_features if parallel_mode == ROW else out_features
+        self._take_parallel(ranks, {"": (parallel_mode, own)})
         if init_method is not None:  # the constructor of `nn.Linear` calls `reset_parameters`
             self.__dict__["_init_method"] = init_method
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         if return_bias:
             self.return_bias = True
+        self._mark_parallel()
         self._take_accumulation(fuse_wgrad_accumulation)
         self._take_name(name)
 
     def reset_parameters(self) -> None:
         """Set all parameters to the initial values: of `nn.Linear`, or of the `init_method`."""
-        with plain_weights(self):
+        with plain_weights(self), self.drawing.drawing(), torch.no_grad():
             if self._init_method is None:
                 super().reset_parameters()
-                return
-            with torch.no_grad():
+            else:
                 self._init_method(self.weight)
-                if self.bias is not None:
-                    self.bias.zero_()
+            if self.is_parallel:
+                self.parallel[""].as_of_whole(self.weight, self._init_method)
+            if self.bias is not None and (self.is_parallel or self._init_method is not None):
+                self.bias.zero_()
 
     def forward(
         self,
@@ -137,7 +162,7 @@ class Linear(QuantizedModule, nn.Linear):
         if self.return_bias:
             given = (input, None, is_first_microbatch, fp8_output, fp8_grad)
             return self._forward(*given), self.bias
-        if not (fp8_output or fp8_grad):
+        if not (fp8_output or fp8_grad or self.is_parallel):
             y = eager_forward(self, input, is_first_microbatch)
             if y is not None:
                 return y
@@ -152,98 +177,11 @@ class Linear(QuantizedModule, nn.Linear):
         fp8_grad: bool,
     ) -> torch.Tensor:
         self._check_first(is_first_microbatch)
-        if self.fuse_wgrad_accumulation and is_dtensor(self.weight):
-            raise self._error(
-                NotImplementedError,
-                "fuse_wgrad_accumulation takes weights that a rank has whole, got a DTensor; leave "
-                "it off for tensor parallelism",
-            )
-        recipe, into = self._recipe(), self._into(self.weight)
-        if recipe is None:
-            if into is not None:
-                return self._quantized(input, bias, PLAIN, None, into)
-            return plain_linear(input, self.weight, bias)
-        plan = self.plan_of(recipe)
-        if fp8_grad:
-            input = with_quantized_gradient(input, self._boundary_quantizer(recipe, GRAD_INPUT))
-        if plan.is_plain and into is None and not torch.compiler.is_compiling():
-            # The same bits as the planes would give. Compiled, only the planes give them: a
-            # compiler that sees nn.Linear sums the bias's gradient in another order.
-            y = plain_linear(input, self.weight, bias)
-        else:
-            y = self._quantized(input, bias, plan, is_first_microbatch, into)
-        return self._quantized_output(y, recipe) if fp8_output else y
-
-    def _quantized(
-        self,
-        input: torch.Tensor,
-        own_bias: torch.Tensor | None,
-        plan: Plan,
-        is_first_microbatch: bool | None,
-        into: Into | None,
-    ) -> torch.Tensor:
+        recipe = self._recipe()
         given: object = input
         if not isinstance(given, torch.Tensor):
             raise self._error(TypeError, f"input must be a Tensor, got {type(given).__name__}")
-        if is_dtensor(self.weight):
-
-            def run(x: Any, weight: Any, bias: Any, parallel: Parallel | None) -> torch.Tensor:
-                given = (x, weight, bias, plan, is_first_microbatch, into)
-                return self._local(*given, parallel)
-
-            return dtensor_forward(self, given, self.weight, own_bias, run)
-        return self._local(given, self.weight, own_bias, plan, is_first_microbatch, into)
-
-    def _local(
-        self,
-        input: torch.Tensor,
-        own: torch.Tensor,
-        own_bias: torch.Tensor | None,
-        plan: Plan,
-        is_first_microbatch: bool | None,
-        into: Into | None,
-        parallel: Parallel | None = None,
-    ) -> torch.Tensor:
-        """Return the output of tensors that this rank has: all of them, or its parts."""
-        x: torch.Tensor
-        weight: torch.Tensor
-        bias: torch.Tensor | None
-        x, weight, bias = self._cast(input, own, own_bias)  # type: ignore[assignment]
-        self._check(x, weight, bias, own.shape[1])
-        scales = self._scales(self.weight, plan, is_first_microbatch)
-        flat = x
-        if x.dim() != 2:
-            flat = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
-
-        def product(x: Any, weight: Any, bias: Any, cuts: Cuts = NO_CUTS) -> torch.Tensor:
-            kept = None
-            if cuts.weight is None or is_quantized(own):  # parts of the planes of the whole
-                kept = self._kept(own, weight.dtype, plan, is_first_microbatch)
-            return linear(x, weight, bias, plan, kept, scales, into=into, cuts=cuts)
-
-        if parallel is not None and is_quantized(own):
-            self._check_planes(own, weight.dtype, plan, parallel)
-        if parallel is None:
-            y = product(flat, weight, bias)
-        else:
-            y = run_windows(flat, weight, bias, plan, parallel, product)
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], own.shape[0])
-
-    def _check_planes(self, own: Any, dtype: torch.dtype, plan: Plan, parallel: Parallel) -> None:
-        """Raise where a part's planes are not parts of the planes of the whole, or no windows."""
-        storage = own.tensor_storage
-        if not storage.comes_and_goes:
-            raise self._error(
-                NotImplementedError,
-                "a weight that tensor parallelism splits must be in high precision, got a "
-                f"{type(own).__name__}, whose scales are of its part alone; make the module "
-                "outside of quantized_model_init",
-            )
-        kept = prequantized_weight(storage, plan.weight, dtype)
-        if kept is not None and not parallel.has_whole_blocks(plan):
-            raise self._error(
-                NotImplementedError,
-                "each rank must have a multiple of whole blocks of all operands where weights "
-                f"travel as planes, got parts of {list(parallel.sizes)}; choose multiples of 128, "
-                "or leave prepare_fsdp2 out",
-            )
+        if recipe is not None and fp8_grad:
+            input = with_quantized_gradient(input, self._boundary_quantizer(recipe, GRAD_INPUT))
+        y = run_part(self, "", recipe, input, self.weight, bias, is_first_microbatch)
+        return self._quantized_output(y, recipe) if recipe is not None and fp8_output else y

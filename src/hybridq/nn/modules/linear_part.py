@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ...errors import must_be_one_of
-from ...recipes import Recipe
+from ...recipes import Plan, Recipe
 from ...reference import ACTIVATIONS, NORMS
-from ..autograd import Activation, Norm, PrologueCall, apply, linear, plain_linear
+from ...tensor import is_quantized
+from ..autograd import NO_CUTS, Activation, Cuts, Norm, PrologueCall, apply, linear, plain_linear
+from ..weights import Into, prequantized_weight
 from .quantized_module import PLAIN, QuantizedModule
+from .tensor_parallel import COLUMN, ROW, Parallel, dtensor_forward, is_dtensor, run_windows
 
 __all__ = ["FusedModule", "run_part"]
 
@@ -42,7 +45,8 @@ def run_part(
         part: of the module, "" if it has one only.
         recipe: what `module._recipe()` gave.
         x: `[..., in_features]`; of a gated activation `[..., 2 * in_features]`.
-        weight: `[out_features, in_features]`.
+        weight: `[out_features, in_features]`; this rank's part, where the module has
+            `parallel[part]`.
         bias: `[out_features]` or None.
         is_first_microbatch: as `Linear.forward` takes it.
         before: what makes the matrix that is multiplied out of x; None: it is x.
@@ -50,7 +54,69 @@ def run_part(
     Returns:
         `[..., out_features]`, in x's dtype or torch.autocast's.
     """
-    plan = None if recipe is None else module.plan_of(recipe, part)
+    parallel = module.parallel.get(part) if module.is_parallel else None
+    if parallel is None:
+        own = _Part(module, part, weight, bias, is_first_microbatch)
+        return _run(own, recipe, x, before)
+    if parallel.rank < 0:
+        raise module._error(
+            RuntimeError, "call set_tensor_parallel_group with the ranks' group before the forward"
+        )
+    if parallel.mode == COLUMN:
+        if (
+            before is not None
+        ):  # of the whole, so that its weights' gradients are those of the whole
+            plan = None if recipe is None else module.plan_of(recipe, part)
+            x, before = _prologue(module, plan, x, before), None
+        own = _Part(module, part, weight, bias, is_first_microbatch, parallel)
+        return _run(own, recipe, parallel.enter(x), None)
+    own = _Part(module, part, weight, None, is_first_microbatch, parallel)
+    y = parallel.leave(_run(own, recipe, x, before))
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+class _Part(NamedTuple):
+    """One linear part in one forward."""
+
+    module: QuantizedModule
+    name: str
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    is_first: bool | None
+    parallel: Parallel | None = None
+    parameter: torch.Tensor | None = None  # of which the weight is this rank's part
+
+
+def _prologue(
+    module: QuantizedModule, plan: Plan | None, x: torch.Tensor, before: PrologueCall
+) -> torch.Tensor:
+    """Return the matrix that a prologue makes, with the bits that would be encoded."""
+    if plan is None or plan.is_plain:
+        return before.prologue.plain(x, before.gamma, before.beta)
+    (x,) = module._cast(x)  # type: ignore[assignment]
+    flat = _flat(x)
+    return apply(flat, *before).view(*x.shape[:-1], -1)
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """Return `[..., features]` as a matrix."""
+    if x.dim() == 2:
+        return x
+    return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+
+
+def _run(
+    own: _Part, recipe: Recipe | None, x: torch.Tensor, before: PrologueCall | None
+) -> torch.Tensor:
+    """Return the product of tensors that this rank has, or of DTensors."""
+    module, weight, bias = own.module, own.weight, own.bias
+    plan = None if recipe is None else module.plan_of(recipe, own.name)
+    if module.fuse_wgrad_accumulation and is_dtensor(weight):
+        raise module._error(
+            NotImplementedError,
+            "fuse_wgrad_accumulation takes weights that a rank has whole, got a DTensor; leave "
+            "it off for tensor parallelism",
+        )
     into = module._into(weight)
     if plan is None and into is not None:
         plan = PLAIN
@@ -63,18 +129,78 @@ def run_part(
         if plan is None or (into is None and not torch.compiler.is_compiling()):
             return plain_linear(x, weight, bias)
         before = None  # compiled, only planes give the eager bits of a linear
+    if not is_dtensor(weight):
+        return _product(own, plan, x, before, into)
+    if before is not None:
+        x = _prologue(module, plan, x, before)
+
+    def run(x: Any, weight: Any, bias: Any, parallel: Parallel | None) -> torch.Tensor:
+        local = own._replace(weight=weight, bias=bias, parallel=parallel, parameter=own.weight)
+        return _product(local, plan, x, None, None)
+
+    return dtensor_forward(module, x, weight, bias, run)
+
+
+def _product(
+    own: _Part, plan: Plan, x: torch.Tensor, before: PrologueCall | None, into: Into | None
+) -> torch.Tensor:
+    """Return the product of tensors that this rank has: all of them, or its parts."""
+    module, weight, is_first = own.module, own.weight, own.is_first
     w: torch.Tensor
     b: torch.Tensor | None
-    x, w, b = module._cast(x, weight, bias)  # type: ignore[assignment]
+    x, w, b = module._cast(x, weight, own.bias)  # type: ignore[assignment]
     in_features = weight.shape[1]
     module._check(x, w, b, in_features if before is None else before.prologue.columns(in_features))
-    scales = module._scales(weight, plan, is_first_microbatch, part)
-    kept = module._kept(weight, w.dtype, plan, is_first_microbatch, part)
-    if x.dim() == 2:
-        return linear(x, w, b, plan, kept, scales, before, into)
-    flat = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
-    y = linear(flat, w, b, plan, kept, scales, before, into)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    parameter = weight if own.parameter is None else own.parameter
+    scales = module._scales(parameter, plan, is_first, own.name)
+    flat = _flat(x)
+
+    def product(x: Any, w: Any, b: Any, cuts: Cuts = NO_CUTS) -> torch.Tensor:
+        kept = None
+        if cuts.weight is None or is_quantized(weight):  # parts of the planes of the whole
+            kept = module._kept(weight, w.dtype, plan, is_first, own.name)
+        return linear(x, w, b, plan, kept, scales, fused, into, cuts)
+
+    fused = before
+    if own.parallel is None:
+        y = product(flat, w, b)
+    else:
+        if is_quantized(weight):
+            _check_planes(module, weight, w.dtype, plan, own.parallel)
+        cut, _ = own.parallel.cut(plan)
+        if any(cut.lacks()):
+            if into is not None:
+                raise module._error(
+                    NotImplementedError,
+                    "fuse_wgrad_accumulation takes parts of whole blocks, got sizes "
+                    f"{list(own.parallel.sizes)} for blocks of {cut.unit}; leave it off",
+                )
+            if before is not None and own.parallel.mode == ROW:
+                flat, fused = _prologue(module, plan, flat, before), None
+        y = run_windows(flat, w, b, plan, own.parallel, product)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+
+
+def _check_planes(
+    module: QuantizedModule, own: Any, dtype: torch.dtype, plan: Plan, parallel: Parallel
+) -> None:
+    """Raise where a part's planes are not parts of the planes of the whole, or no windows."""
+    storage = own.tensor_storage
+    if not storage.comes_and_goes:
+        raise module._error(
+            NotImplementedError,
+            "a weight that tensor parallelism splits must be in high precision, got a "
+            f"{type(own).__name__}, whose scales are of its part alone; make the module "
+            "outside of quantized_model_init",
+        )
+    kept = prequantized_weight(storage, plan.weight, dtype)
+    if kept is not None and not parallel.has_whole_blocks(plan):
+        raise module._error(
+            NotImplementedError,
+            "each rank must have a multiple of whole blocks of all operands where weights "
+            f"travel as planes, got parts of {list(parallel.sizes)}; choose multiples of 128, "
+            "or leave prepare_fsdp2 out",
+        )
 
 
 class FusedModule(QuantizedModule):
@@ -134,9 +260,15 @@ class FusedModule(QuantizedModule):
         """Draw one linear part's parameters as `nn.Linear` does, or as the caller says."""
         weight = getattr(self, f"{prefix}weight")
         bias = getattr(self, f"{prefix}bias")
-        if init_method is not None:
-            with torch.no_grad():
-                init_method(weight)
+        parallel = self.parallel.get(self.weight_parts[f"{prefix}weight"])
+        if init_method is not None or parallel is not None:
+            with torch.no_grad(), self.drawing.drawing():
+                if init_method is not None:
+                    init_method(weight)
+                else:
+                    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+                if parallel is not None:
+                    parallel.as_of_whole(weight, init_method)
                 if bias is not None:
                     bias.zero_()
             return

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...errors import must_be_one_of
 from ...reference import NORMS
-from ..autograd import Norm
+from ..autograd import Norm, share
 
 __all__ = ["PlainNorm"]
 
@@ -49,6 +49,8 @@ class PlainNorm(nn.Module):
         if not 0.0 <= eps < math.inf:
             raise ValueError(f"norm: eps must be finite and at least 0, got {eps}")
         self.kind, self.eps = kind, float(eps)
+        #: Name of the group over which the weights' gradients are summed, or empty.
+        self.group = ""
         self._norm = Norm(kind, self.eps, bool(zero_centered_gamma))
         self.weight: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
@@ -68,9 +70,14 @@ class PlainNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the norm of x `[..., features]`, in its dtype."""
         if self.weight is not None:
+            gamma: torch.Tensor = self.weight
+            beta: torch.Tensor | None = self.bias
+            if self.group:
+                gamma = share(gamma, self.group)
+                beta = None if beta is None else share(beta, self.group)
             # torch has no fused norm of a BF16 input with FP32 weights, and says so.
-            same = x.to(torch.promote_types(x.dtype, self.weight.dtype))
-            return self._norm.plain(same, self.weight, self.bias).to(x.dtype)
+            same = x.to(torch.promote_types(x.dtype, gamma.dtype))
+            return self._norm.plain(same, gamma, beta).to(x.dtype)
         wide = x.to(torch.float32)
         return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
 

@@ -47,6 +47,7 @@ from ..weights import (
     watch_optimizers,
 )
 from .forward_only import ForwardOnly
+from .parallel_weights import ParallelWeights
 from .prepared_weight import PreparedWeight
 
 __all__ = ["PLAIN", "QuantizedModule"]
@@ -63,7 +64,7 @@ _NOT_SAVED: Final = (
 )
 
 
-class QuantizedModule(Boundary, ForwardOnly, nn.Module):
+class QuantizedModule(ParallelWeights, Boundary, ForwardOnly, nn.Module):
     """Base of modules that compute under the recipe of `hybridq.autocast`.
 
     A module may have several linear parts, each with a name of its own ("" for the only one, "fc1"

@@ -18,7 +18,7 @@ import torch
 
 from ...recipes import Plan
 from ...shards import Cut, common_unit
-from ..autograd import Cuts, add_once
+from ..autograd import Cuts, add_once, gather_tokens, scatter_tokens, share, sum_over
 
 if TYPE_CHECKING:
     from .quantized_module import QuantizedModule
@@ -36,12 +36,40 @@ class Parallel(NamedTuple):
         rank: this rank's number in the group.
         mode: `"column"` (rows of the weight `[out, in]` are dealt out) or `"row"` (its columns).
         sizes: rows or columns of each rank, in order.
+        sequence_parallel: outside of a pair of layers each rank has a part of the tokens.
     """
 
     group: str
     rank: int
     mode: str
     sizes: tuple[int, ...]
+    sequence_parallel: bool = False
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the part multiplies, of what the module was given.
+
+        Column parallel: every rank takes all tokens. Row parallel: x is this rank's part already.
+
+        Args:
+            x: `[tokens, ..., features]`; with `sequence_parallel` this rank's tokens.
+        """
+        if self.mode == ROW:
+            return x
+        if self.sequence_parallel:
+            return gather_tokens(x, self.group, len(self.sizes))
+        return share(x, self.group)
+
+    def leave(self, y: torch.Tensor) -> torch.Tensor:
+        """Return what the module returns, of what its part has made.
+
+        Args:
+            y: `[tokens, ..., features]`: row parallel: this rank's term of a sum.
+        """
+        if self.mode == COLUMN:
+            return y
+        if self.sequence_parallel:
+            return scatter_tokens(y, self.group, len(self.sizes))
+        return sum_over(y, self.group)
 
     def cut(self, plan: Plan) -> tuple[Cut, Cuts]:
         """Return how the weight is cut, and what its slots' encoders are told.
@@ -74,6 +102,18 @@ class Parallel(NamedTuple):
         unit, whole = self.cut(plan)[0].unit, sum(self.sizes)
         starts = (sum(self.sizes[:rank]) for rank in range(1, len(self.sizes)))
         return not any(start % unit for start in starts if start < whole)
+
+    def as_of_whole(self, weight: torch.Tensor, init_method: Any) -> None:
+        """Give values that were drawn for a part the range that the whole weight has, in place.
+
+        torch's own range is `1 / sqrt(in_features)`; a row parallel part has fewer.
+
+        Args:
+            weight: of one linear part.
+            init_method: the caller's, whose values stay, or None.
+        """
+        if init_method is None and self.mode == ROW:
+            weight.mul_(len(self.sizes) ** -0.5)
 
     @property
     def adds_bias(self) -> bool:

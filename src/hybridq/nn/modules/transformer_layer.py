@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -52,6 +53,9 @@ class TransformerLayer(nn.Module):
         rotary_pos_interleaved, qkv_weight_interleaved: as `MultiheadAttention` takes them.
         zero_centered_gamma, normalization, activation, bias: as `LayerNormMLP` takes them.
         fuse_wgrad_accumulation: as for `Linear`, of the weight of every linear part.
+        set_parallel_mode: attention and network are dealt out over ranks, as `MultiheadAttention`
+            and `LayerNormMLP` take it.
+        tp_group, tp_size, sequence_parallel, get_rng_state_tracker: as for `Linear`.
         device, dtype: of the parameters; None: torch's defaults.
         qk_norm_type, qk_norm_eps, qk_norm_before_rope: as `MultiheadAttention` takes them.
         attn_input_format: `"sbhd"`: the input is `[length, batch, hidden_size]`; `"bshd"`: batch
@@ -113,6 +117,11 @@ class TransformerLayer(nn.Module):
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
         fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        set_parallel_mode: bool = False,
+        sequence_parallel: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
         device: Any = None,
         attn_input_format: str = "sbhd",
         dtype: torch.dtype | None = None,
@@ -148,6 +157,11 @@ class TransformerLayer(nn.Module):
             "normalization": normalization,
             "bias": bias,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "set_parallel_mode": set_parallel_mode,
+            "sequence_parallel": sequence_parallel,
+            "get_rng_state_tracker": get_rng_state_tracker,
             "device": device,
             "dtype": one_dtype(owner, dtype, params_dtype),
         }
@@ -201,6 +215,20 @@ class TransformerLayer(nn.Module):
         if output_layernorm:
             own = (hidden_size, normalization, layernorm_epsilon, zero_centered_gamma)
             self.layernorm = PlainNorm(*own, device, shared["dtype"])
+            if sequence_parallel:
+                for parameter in self.layernorm.parameters():
+                    setattr(parameter, "sequence_parallel", True)  # noqa: B010
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Take the group of the ranks that have the other parts: see `Linear`.
+
+        Args:
+            tp_group: a process group of `tp_size` ranks, or its name; None changes nothing.
+        """
+        parts = (self.self_attention, self.inter_attention, self.layernorm_mlp)
+        for part in parts:
+            if part is not None:
+                part.set_tensor_parallel_group(tp_group)
 
     def forward(
         self,
