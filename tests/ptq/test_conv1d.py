@@ -105,3 +105,14 @@ def test_what_selects(tmp_path) -> None:
             hybridq.convert_checkpoint(tmp_path / "a.safetensors", tmp_path / "b", wrong)
     with pytest.raises(hybridq.errors.SpecError, match="mxfp9"):
         hybridq.convert_checkpoint(tmp_path / "a.safetensors", tmp_path / "b", "mxfp9")
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_a_model_in_memory_is_refused_as_its_files_are(layout, tmp_path) -> None:
+    """Its codes would have their blocks along out, and readers would take them for `[out, in]`."""
+    names = {"c_attn": (WIDTH, 3 * WIDTH), "c_fc": (WIDTH, 4 * WIDTH)}
+    modules = {name: torch.nn.Linear(shape[1], shape[0]) for name, shape in names.items()}
+    model = torch.nn.ModuleDict(modules)
+    with pytest.raises(hybridq.CheckpointError, match=r"keeps it as \[in, out\]"):
+        hybridq.export(model, tmp_path / "out", layout=layout, format="mxfp8")
+    assert not (tmp_path / "out").exists()

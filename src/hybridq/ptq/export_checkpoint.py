@@ -102,7 +102,7 @@ def export(
     observer = observer or Observer()
     options = options or ConvertOptions()
     if isinstance(source, nn.Module):
-        opened = source_of(source)
+        opened = marked(source_of(source))
         word = word_of(source)
     else:
         check_paths(Path(source), Path(target))
