@@ -116,3 +116,25 @@ def test_a_model_in_memory_is_refused_as_its_files_are(layout, tmp_path) -> None
     with pytest.raises(hybridq.CheckpointError, match=r"keeps it as \[in, out\]"):
         hybridq.export(model, tmp_path / "out", layout=layout, format="mxfp8")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_quantized_ones_are_refused_by_name(layout, tmp_path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=1,
+        n_head=2,
+        n_embd=64,
+        vocab_size=96,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    hybridq.quantize_model(model, "mxfp8")
+    with pytest.raises(hybridq.CheckpointError, match=r"c_attn.*keeps it as \[in, out\].*bf16"):
+        hybridq.export(model, tmp_path / "out", layout=layout)
+    hybridq.export(model, tmp_path / "plain", layout="bf16")
+    back = hybridq.load_checkpoint(tmp_path / "plain")
+    weight = model.transformer.h[0].attn.c_attn.weight
+    assert torch.equal(back["transformer.h.0.attn.c_attn.weight"], weight.dequantize().bfloat16())

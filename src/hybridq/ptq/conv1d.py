@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from .header import Entry
 
-__all__ = ["are_transposed", "transposed", "uses_conv1d"]
+__all__ = ["are_transposed", "is_module_of_kind", "transposed", "uses_conv1d"]
 
 #: `model_type` of the models that use it.
 _MODELS: Final = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp_decoder"}
@@ -55,21 +55,28 @@ def transposed(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     Args:
         entries: of the file.
     """
-    return tuple(replace(one, is_transposed=True) if _is_one(one) else one for one in entries)
+    return tuple(
+        replace(one, is_transposed=True) if is_module_of_kind(one) else one for one in entries
+    )
 
 
 def _module(entry: Entry) -> str:
     return entry.name.removesuffix(_SUFFIX).rpartition(".")[2]
 
 
-def _is_one(entry: Entry) -> bool:
+def is_module_of_kind(entry: Entry) -> bool:
+    """Return whether an entry is a matrix under the name of such a module's weight.
+
+    Args:
+        entry: of a checkpoint.
+    """
     is_matrix = len(entry.shape) == 2 and entry.name.endswith(_SUFFIX)
     return is_matrix and _module(entry) in _MODULES
 
 
 def _vote(entry: Entry) -> bool | None:
     """Return whether an entry's shape says that it is `[in, out]`; None: it says nothing."""
-    if not _is_one(entry):
+    if not is_module_of_kind(entry):
         return None
     rows, cols = entry.shape
     for factor in _FACTORS.get(_module(entry), ()):

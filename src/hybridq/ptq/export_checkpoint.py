@@ -10,12 +10,13 @@ from pathlib import Path
 from torch import nn
 
 from ..calibration import Calibration
-from ..errors import SpecError, must_be_one_of
+from ..errors import CheckpointError, SpecError, must_be_one_of
 from ..formats import PlaneSpec
 from ..layouts import HYBRIDQ, Layout, get, names
 from ..quantizers import Quantizer
 from ..recipes import Recipe
 from .choice import choice_of
+from .conv1d import are_transposed, is_module_of_kind, uses_conv1d
 from .convert import check_paths
 from .draft import CheckpointScheme
 from .exporting import ExportScheme
@@ -149,6 +150,7 @@ def _scheme(
             raise SpecError("export: the layout hybridq holds no scales of inputs and caches")
         quantizer = Quantizer(PlaneSpec.parse(format), None) if isinstance(format, str) else format
         return TrainingScheme(Selection(quantizer, recipe, tuple(include), tuple(exclude)), found)
+    _refuse_transposed(found, layout)
     word = _word(found) if word is None else word
     if word.reason is not None:
         observer.warn(f"what keeps its precision is known by names alone, since {word.reason}")
@@ -162,6 +164,22 @@ def _scheme(
     for note in made.notes:
         observer.warn(note)
     return made
+
+
+def _refuse_transposed(found: Found, layout: Layout) -> None:
+    """Raise where quantized weights have their blocks along the side that no reader expects.
+
+    Raises:
+        CheckpointError: one is of a model that keeps it as `[in, out]`.
+    """
+    weights = [one.entry for one in found.weights.values() if is_module_of_kind(one.entry)]
+    every = [entry for shard in found.source.shards for entry in shard.header.entries]
+    if weights and are_transposed((*weights, *every), uses_conv1d(found.config)):
+        raise CheckpointError(
+            f"export: {weights[0].name} is quantized, and its model keeps it as [in, out], which "
+            f"readers of {layout.name} do not expect; export the model as it was before it was "
+            "quantized (such weights then stay in high precision), or with layout='bf16'"
+        )
 
 
 def _word(found: Found) -> ModelWord:
