@@ -11,7 +11,7 @@ PROGRAM = "sequence_program.py"
 
 
 def test_two_ranks_are_one_process(tmp_path) -> None:
-    run(2, tmp_path / "store", "masks", "recipes", "cross", "helper", program=PROGRAM)
+    run(2, tmp_path / "store", "masks", "recipes", "cross", "helper", "formats", program=PROGRAM)
 
 
 def test_ranks_that_disagree(tmp_path) -> None:

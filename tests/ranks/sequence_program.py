@@ -17,7 +17,9 @@ from rank_program import main
 from torch import nn
 
 import hybridq
-from hybridq.distributed import sequence_loss, sequence_parallel, shard_sequence
+from hybridq.distributed import count_traffic, sequence_loss, sequence_parallel, shard_sequence
+from hybridq.distributed.sequence.mesh import exchange_of
+from hybridq.errors import SpecError
 
 CLASSES, HIDDEN, HEADS = 48, 64, 4
 
@@ -110,6 +112,67 @@ def one(
     expected.backward()
     loss.backward()
     check_gradients(model, plain, bound, what)
+
+
+def formats() -> None:
+    """What travels in a format is quantized once on its way, as in one process, and counted."""
+    rank, world, heads, length = dist.get_rank(), dist.get_world_size(), 4, 16
+    for forward, backward in (("mxfp8", "mxfp8_e5m2"), ("mxfp8", None), (None, "mxfp8")):
+        torch.manual_seed(3)
+        whole = [torch.randn(2, n, length, 64, requires_grad=True) for n in (heads, 2, 2)]
+        seen = [quantized(x, forward, backward) for x in whole]
+        mixed = nn.functional.scaled_dot_product_attention(*seen, enable_gqa=True)
+        want = quantized(mixed, forward, backward)
+        weights = torch.randn(want.shape)
+        (want * weights).sum().backward()
+        exchange = exchange_of("test", None, (forward, backward))
+        own = [part_of(x.detach(), rank, world).requires_grad_() for x in whole]
+
+        def attend(q: Any, k: Any, v: Any, mask: Any, is_grouped: bool) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=is_grouped)
+
+        with count_traffic() as traffic:
+            got = exchange.attend(attend, *own, None)
+        close(got, part_of(want, rank, world), 2e-6, f"{forward}")
+        (got * part_of(weights, rank, world)).sum().backward()
+        for x, mine in zip(whole, own, strict=True):
+            close(mine.grad, part_of(x.grad, rank, world), 2e-6, f"{backward}")
+        values = sum(x.numel() for x in own) + own[0].numel()
+        if forward == "mxfp8":
+            assert traffic.nbytes_by_kind["all_to_all"] == values * 33 // 32, traffic
+    model = sequence_parallel(hybridq.convert(Model(64), least_width=0), communication="mxfp8")
+    assert model(shard_sequence(batch(64))["input_ids"], None).isfinite().all()
+    other = hybridq.convert(Model(64), least_width=0)
+    raises(SpecError, "mxfp9", lambda: sequence_parallel(other, communication="mxfp9"))
+    raises(TypeError, "a pair", lambda: sequence_parallel(other, communication=8))
+
+
+class _Rounded(torch.autograd.Function):
+    """Each value and each gradient quantized along the features of its head, and decoded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward: Any, backward: Any) -> torch.Tensor:
+        ctx.backward_format = backward
+        return decoded(x, forward)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        return decoded(dy, ctx.backward_format), None, None
+
+
+def decoded(x: torch.Tensor, name: str | None) -> torch.Tensor:
+    if name is None:
+        return x.clone()
+    return hybridq.quantize(x.reshape(-1, x.shape[-1]), name).dequantize().view(x.shape)
+
+
+def quantized(x: torch.Tensor, forward: str | None, backward: str | None) -> torch.Tensor:
+    made: torch.Tensor = _Rounded.apply(x, forward, backward)
+    return made
+
+
+def part_of(x: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    return x.chunk(world, 2)[rank]
 
 
 def masks() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from ..._torch_private import functional_all_gather, functional_all_to_all, wait_tensor
 from ...kernels.operators import StatedFunction
+from ..collectives import all_to_all
 
 __all__ = ["HeadExchange", "copies_of_heads"]
 
@@ -68,6 +69,9 @@ class HeadExchange:
     Attributes:
         name: of the process group, in whose order of ranks the parts of a sequence lie.
         rank, world: this rank in it, and how many there are.
+        forward, backward: the formats in which queries, keys, values and results travel, and their
+            gradients, as `all_to_all` takes them; empty: as they are. Blocks lie along the
+            features of a head, so codes do not depend on the number of ranks.
 
     Source: DeepSpeed-Ulysses (arXiv:2309.14509).
     """
@@ -75,6 +79,8 @@ class HeadExchange:
     name: str
     rank: int
     world: int
+    forward: str = ""
+    backward: str = ""
 
     def exchanged(
         self, tensors: Sequence[torch.Tensor], split: int, joined: int
@@ -84,7 +90,8 @@ class HeadExchange:
         One all-to-all for all of them.
 
         Args:
-            tensors: of one dtype, with any shapes whose dimension `split` the ranks divide.
+            tensors: of one dtype, with any shapes whose dimension `split` the ranks divide, and
+                with as many features (the last dimension) where they travel in a format.
             split: dimension of which this rank keeps its part.
             joined: dimension along which the ranks' parts stand one after the other.
         """
@@ -92,16 +99,26 @@ class HeadExchange:
         parts = [x.unflatten(split, (world, -1)).movedim(split, 0) for x in tensors]
         shapes = [part.shape[1:] for part in parts]
         sent = torch.cat([part.reshape(world, -1) for part in parts], 1)
-        arrived = self._sent(sent)
+        arrived = self._sent(sent, tensors[0].shape[-1])
         sizes = [shape.numel() for shape in shapes]
         return [
             each.view(world, *shape).movedim(0, joined).flatten(joined, joined + 1)
             for each, shape in zip(arrived.split(sizes, 1), shapes, strict=True)
         ]
 
-    def _sent(self, rows: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = _AllToAll.apply(rows, self.name)
-        return made
+    def _sent(self, rows: torch.Tensor, features: int) -> torch.Tensor:
+        """Return what comes of rows `[world, n features]`, each of which is for one rank."""
+        made: torch.Tensor
+        if not (self.forward or self.backward):
+            made = _AllToAll.apply(rows, self.name)
+            return made
+        made = all_to_all(
+            rows.view(-1, features),
+            self.forward or None,
+            self.name,
+            grad_quantizer=self.backward or None,
+        )
+        return made.view(rows.shape)
 
     def scatter_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -117,7 +134,10 @@ class HeadExchange:
         copies = copies_of_heads(query.shape[1], key.shape[1], self.world)
         if copies > 1:  # the gradients of the copies are summed where they come back
             key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
-        if query.dtype == key.dtype == value.dtype:
+        is_one = query.dtype == key.dtype == value.dtype
+        if self.forward or self.backward:
+            is_one = is_one and query.shape[-1] == key.shape[-1] == value.shape[-1]
+        if is_one:
             q, k, v = self.exchanged((query, key, value), 1, 2)
         else:
             q, k, v = (self.exchanged((x,), 1, 2)[0] for x in (query, key, value))

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from ...errors import SpecError
+from ...formats import PlaneSpec
 from .exchange import HeadExchange
 
 __all__ = ["exchange_of"]
 
 
-def exchange_of(where: str, mesh: Any) -> HeadExchange:
+def exchange_of(where: str, mesh: Any, communication: Any = None) -> HeadExchange:
     """Return the exchange among the ranks of a mesh.
 
     Args:
         where: who asks, for errors.
         mesh: a DeviceMesh of one dimension, a process group, or None: all ranks.
+        communication: as `sequence_parallel` takes it.
 
     Raises:
         RuntimeError: torch.distributed is not initialized.
-        TypeError: it is neither a mesh nor a group.
+        TypeError: it is neither a mesh nor a group, or `communication` names no formats.
+        SpecError: there is no such format.
         ValueError: the mesh has several dimensions, or this rank is not of it.
     """
     import torch.distributed as dist  # not every build of torch has it
@@ -41,4 +46,25 @@ def exchange_of(where: str, mesh: Any) -> HeadExchange:
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError(f"{where}: this rank must be of the group, got rank {dist.get_rank()}")
-    return HeadExchange(group.group_name, rank, dist.get_world_size(group))
+    formats = _formats(where, communication)
+    return HeadExchange(group.group_name, rank, dist.get_world_size(group), *formats)
+
+
+def _formats(where: str, communication: Any) -> tuple[str, str]:
+    """Return the formats of values and of their gradients; empty: they travel as they are."""
+    pair = communication
+    if communication is None or isinstance(communication, str):
+        pair = (communication, communication)
+    is_pair = isinstance(pair, Sequence) and len(pair) == 2
+    if not is_pair or not all(one is None or isinstance(one, str) for one in pair):
+        raise TypeError(
+            f"{where}: communication must be the name of a format, a pair of them, or None, got "
+            f"{communication!r}"
+        )
+    for one in pair:
+        if one is not None:
+            try:
+                PlaneSpec.parse(one)
+            except SpecError as error:
+                raise SpecError(f"{where}: communication: {error}") from None
+    return pair[0] or "", pair[1] or ""

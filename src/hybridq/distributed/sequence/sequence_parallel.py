@@ -21,7 +21,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 _LIBRARIES: Final = {"transformers": "hybridq.integrations.transformers.sequence"}
 
 
-def sequence_parallel(model: _Module, mesh: Any = None) -> _Module:
+def sequence_parallel(model: _Module, mesh: Any = None, *, communication: Any = None) -> _Module:
     """Let the ranks of a mesh share the sequences that a model is given; return the model.
 
     Each rank then calls the model with its part of every sequence (`shard_sequence`), all parts
@@ -39,11 +39,16 @@ def sequence_parallel(model: _Module, mesh: Any = None) -> _Module:
         model: one that has attention modules of hybridq, or of transformers; or one inside of it.
             Before `fully_shard`, DistributedDataParallel or compiling.
         mesh: a DeviceMesh of one dimension, a process group, or None: all ranks.
+        communication: the name of a format, or of a PlaneSpec, in which queries, keys, values and
+            attention's results travel, and their gradients; a pair: one for each direction; None:
+            as they are.
 
     Raises:
         RuntimeError: torch.distributed is not initialized. In a forward, on every rank: ranks
             differ.
-        TypeError: `model` is no module, or `mesh` neither a mesh nor a group.
+        TypeError: `model` is no module, `mesh` neither a mesh nor a group, or `communication` no
+            name or pair of names.
+        SpecError: `communication` names no format.
         ValueError: no attention in it that is known, heads that the ranks do not divide, a mesh of
             several dimensions, or attention that is known to fail.
 
@@ -64,7 +69,7 @@ def sequence_parallel(model: _Module, mesh: Any = None) -> _Module:
         raise TypeError(
             f"sequence_parallel: model must be an nn.Module, got {type(given).__name__}"
         )
-    exchange = exchange_of("sequence_parallel", mesh)
+    exchange = exchange_of("sequence_parallel", mesh, communication)
     own = [one for one in model.modules() if isinstance(one, MultiheadAttention)]
     foreign = [(one, path) for one in model.modules() if (path := _library(one)) is not None]
     if not own and not foreign:
