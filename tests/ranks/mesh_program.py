@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rank_program import main
+from tensor_parallel_program import Mlp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,17 +31,6 @@ from hybridq.nn.modules import linear_part
 RECIPES = ("mxfp8_fwd_nvfp4_bwd", "nvfp4", "mxfp8", "fp8_current", "fp8_delayed", "fp8_block")
 SIZES = {"aligned": (128, 512), "halves": (96, 192), "cut": (136, 365)}
 STEPS = 2
-
-
-class Mlp(nn.Module):
-    """Two linear layers with a smooth function between them."""
-
-    def __init__(self, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(hidden, inner), nn.Linear(inner, hidden)
-
-    def forward(self, x: Any) -> Any:
-        return self.down(torch.tanh(self.up(x)))
 
 
 def mesh_of(tp: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .ddp_hook import ddp_hook
 from .error_feedback import ErrorFeedback, Residual
+from .formats import formats_of_directions
 from .handle import CollectiveHandle
 from .public import all_gather, all_reduce, all_to_all, reduce_scatter
 from .reduce_scatter_comm import quantized_reduce_scatter
@@ -16,6 +17,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "ddp_hook",
+    "formats_of_directions",
     "quantized_reduce_scatter",
     "reduce_scatter",
 ]

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import SpecError
-from ...formats import PlaneSpec
+from ..collectives import formats_of_directions
 from .wire_formats import BY_RECIPE, Formats
 
 __all__ = ["formats_of", "pipeline_stage"]
@@ -108,23 +107,7 @@ def formats_of(communication: object, where: str = "pipeline_stage") -> Formats:
         TypeError: it is nothing of the kind.
         SpecError: an unknown format.
     """
-    given: Any = communication
-    if communication is None or isinstance(communication, str):
-        given = (communication, communication)
-    is_pair = isinstance(given, Sequence) and len(given) == 2
-    if not is_pair or not all(one is None or isinstance(one, str) for one in given):
-        raise TypeError(
-            f"{where}: communication must be the name of a format, a pair of them, 'recipe' "
-            f"or None, got {communication!r}"
-        )
-    for one in given:
-        if one is not None and one != BY_RECIPE:
-            try:
-                PlaneSpec.parse(one)
-            except SpecError as error:
-                raise SpecError(f"{where}: communication: {error}") from None
-    forward, backward = given
-    return Formats(forward or "", backward or "")
+    return Formats(*formats_of_directions(where, communication, (BY_RECIPE,)))
 
 
 def _group_of(replicas: Any) -> Any:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from ...errors import SpecError
-from ...formats import PlaneSpec
+from ..collectives import formats_of_directions
 from .exchange import HeadExchange
 
 __all__ = ["exchange_of"]
@@ -46,25 +44,5 @@ def exchange_of(where: str, mesh: Any, communication: Any = None) -> HeadExchang
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError(f"{where}: this rank must be of the group, got rank {dist.get_rank()}")
-    formats = _formats(where, communication)
+    formats = formats_of_directions(where, communication)
     return HeadExchange(group.group_name, rank, dist.get_world_size(group), *formats)
-
-
-def _formats(where: str, communication: Any) -> tuple[str, str]:
-    """Return the formats of values and of their gradients; empty: they travel as they are."""
-    pair = communication
-    if communication is None or isinstance(communication, str):
-        pair = (communication, communication)
-    is_pair = isinstance(pair, Sequence) and len(pair) == 2
-    if not is_pair or not all(one is None or isinstance(one, str) for one in pair):
-        raise TypeError(
-            f"{where}: communication must be the name of a format, a pair of them, or None, got "
-            f"{communication!r}"
-        )
-    for one in pair:
-        if one is not None:
-            try:
-                PlaneSpec.parse(one)
-            except SpecError as error:
-                raise SpecError(f"{where}: communication: {error}") from None
-    return pair[0] or "", pair[1] or ""
