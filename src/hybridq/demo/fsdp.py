@@ -179,16 +179,18 @@ class ShardedTrainer(_Trainer):
     def __init__(self, config: TrainConfig, recipe: str, corpus: Corpus, tp: int = 1) -> None:
         world = dist.get_world_size() // tp
         super().__init__(config, recipe, corpus, world)
-        mesh = init_device_mesh("cpu", (world, tp), mesh_dim_names=("dp", "tp"))
-        self.rank, self._group = mesh.get_local_rank("dp"), mesh.get_group("dp")
-        self._tp_group = mesh.get_group("tp") if tp > 1 else None
-        if tp > 1:
-            parallelize_module(self.model, mesh["tp"], _parallel_plan(self.model))
+        self.rank, self._group, self._tp_group = dist.get_rank(), None, None
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        sharding: dict[str, Any] = {"mp_policy": policy}
+        if tp > 1:  # else all ranks are one group, which is there
+            mesh = init_device_mesh("cpu", (world, tp), mesh_dim_names=("dp", "tp"))
+            self.rank, self._group = mesh.get_local_rank("dp"), mesh.get_group("dp")
+            self._tp_group, sharding["mesh"] = mesh.get_group("tp"), mesh["dp"]
+            parallelize_module(self.model, mesh["tp"], _parallel_plan(self.model))
         model: Any = prepare_fsdp2(self.model)
         for block in model.blocks:
-            fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
-        fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+            fully_shard(block, **sharding)
+        fully_shard(model, **sharding)
         for module in model.modules():
             if hasattr(module, "set_custom_reduce_scatter"):
                 module.set_custom_reduce_scatter(RankOrderSum())

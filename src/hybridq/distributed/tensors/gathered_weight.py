@@ -79,7 +79,8 @@ class GatheredWeight(Reads, GatherHooks, torch.Tensor):
 
         Of such a part only tensor parallelism wants a tensor of its kind, to scatter it.
         """
-        parameter = self._about.parameter
+        owner = self._about.owner()
+        parameter = None if owner is None else owner.held(self._about.attribute)
         return type(parameter) is GatheredWeight and parameter.shape != self.shape
 
     @classmethod
