@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -52,6 +52,9 @@ class Float8Quantizer:
         >>> t.dequantize(), amax
         (tensor([[ 1.0000, -3.5000]]), tensor([3.5000]))
     """
+
+    #: Whether the caller gives the scale, and the amax is recorded: see `Quantizer`.
+    has_given_scale: ClassVar[bool] = True
 
     def __init__(
         self,

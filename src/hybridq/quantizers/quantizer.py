@@ -78,6 +78,8 @@ class Quantizer(MakesStacks):
     amax_group: str | None = None
     rowwise_delay: DelayedScalingRequest | None = None
     columnwise_delay: DelayedScalingRequest | None = None
+    #: Whether the caller gives the scale, and the amax is recorded.
+    has_given_scale: ClassVar[bool] = False
     # As in PlaneSpec: of each quantizer, and made with it, so that torch.compile can read it.
     _text: ClassVar[str]
 

@@ -14,7 +14,7 @@ import torch
 
 from ...kernels.choice import given_scale
 from ...kernels.operators import update_amax
-from ...quantizers import Float8Quantizer, group_amax
+from ...quantizers import group_amax
 from ...shards import reduce_maxima
 from ...tensor import is_quantized
 from .flat_agreement import Layout, agree
@@ -242,7 +242,7 @@ def _layout(shares: Sequence[_Share]) -> Layout:
 
 
 def _is_delayed(share: _Share) -> bool:
-    return isinstance(share.flat.parameter.quantizer, Float8Quantizer)
+    return bool(share.flat.parameter.quantizer.has_given_scale)
 
 
 def _is_given(job: _Job) -> bool:
