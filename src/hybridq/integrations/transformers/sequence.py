@@ -145,7 +145,9 @@ class _Shared:
         world = self.exchange.world
         if whole is None or options["kv_length"] != options["q_length"] * world:
             raise RuntimeError(
-                f"{_WHERE}: the model that was given must be called, got a call of a part of it"
+                f"{_WHERE}: the model that was given must be called, got a call of a part of it, "
+                "or of another model that has the same configuration object; make each model of "
+                "a copy of it"
             )
         options["q_length"] = options["kv_length"]
         if not whole.has_mask:
