@@ -216,7 +216,7 @@ def functional_all_to_all(
 
 
 def functional_scatter(x: torch.Tensor, world: int, name: str) -> torch.Tensor:
-    """Return this rank's part, along dimension 0, of the sum of the ranks' x.
+    """Return this rank's part, along dimension 0, of the ranks' sum, once it was waited for.
 
     Args:
         x: contiguous, of the same shape on all ranks.
@@ -226,14 +226,14 @@ def functional_scatter(x: torch.Tensor, world: int, name: str) -> torch.Tensor:
     made: torch.Tensor = _functional("reduce_scatter_tensor", "sum parts in compiled code")(
         x, "sum", world, name
     )
-    return wait_tensor(made)
+    return made
 
 
 def wait_tensor(x: torch.Tensor) -> torch.Tensor:
     """Return x, the result of a functional collective, when it has come.
 
     Args:
-        x: of `functional_all_gather` or `functional_all_to_all`.
+        x: of `functional_all_gather`, `functional_all_to_all` or `functional_scatter`.
     """
     made: torch.Tensor = _functional("wait_tensor", "wait for a collective")(x)
     return made

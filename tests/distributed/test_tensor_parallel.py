@@ -30,7 +30,7 @@ MODULES = "parallel_modules_program.py"
 
 
 def test_arguments_of_modules(tmp_path) -> None:
-    run(2, tmp_path / "store", "modules=column,row,mlp", "arguments", program=MODULES)
+    run(2, tmp_path / "store", "traffic", "modules=column,row,mlp", "arguments", program=MODULES)
 
 
 @pytest.mark.more

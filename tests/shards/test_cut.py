@@ -174,3 +174,33 @@ def test_what_mixes_values_of_two_ranks_is_refused() -> None:
     one = Cut("group", 0, (20, 12), 1, 16)
     with pytest.raises(PlaneError, match=r"cut at multiples of 16, since a Hadamard.*\[20, 12\]"):
         encode_cut(one.padded(torch.ones(4, 20), 1), text, None, EncodeRequest(), one)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", ["mxfp8;sr", "nvfp4;sr"])
+def test_random_bits_are_those_of_the_place(name, dim) -> None:
+    """Also where a part needs nothing of other ranks but to know where it is."""
+    sizes, dtype = (64, 128), torch.bfloat16
+    text = PlaneSpec.parse(name).resolve(dtype).plain_text(dtype)
+    shape = (192, OTHER) if dim == 0 else (OTHER, 192)
+    x = torch.randn(shape, dtype=dtype)
+    assert Cut("group", 0, sizes, dim, 32).is_seen(text)
+    made, _, reductions = parts_of(x, sizes, dim, 32, text, None)
+    assert reductions == int(text.needs_amax)
+    whole = torch.ops.hybridq.encode(x, text.spec, "", seed=torch.tensor([7]))
+    step = text.codes_per_byte if dim == 1 else 1
+    codes = torch.cat([rows[0] for (rows, _) in made], dim)
+    assert torch.equal(codes, whole[0]) and codes.shape[dim] == 192 // step
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_values_of_the_decoded_rowwise_plane(dim) -> None:
+    """A columnwise plane in high precision that is made of the rowwise one is not the original."""
+    sizes, dtype = (64, 64), torch.bfloat16
+    row = PlaneSpec.parse("nvfp4").resolve(dtype).plain_text(dtype)
+    plain = PlaneSpec.plain(dtype).plain_text(dtype)
+    x = torch.randn((128, 64) if dim == 0 else (64, 128), dtype=dtype)
+    made, _, _ = parts_of(x, sizes, dim, 16, row, plain, DECODED)
+    codes = torch.ops.hybridq.encode(x, row.spec, "")
+    seen = torch.ops.hybridq.decode(codes, row.spec, *x.shape, dtype)
+    assert torch.equal(torch.cat([cols[0] for _, cols in made], 1 - dim), seen.t())

@@ -39,6 +39,8 @@ class PlaneText(NamedTuple):
         units: rows and columns that share a block, a byte or a transform: see `PlaneSpec.unit`.
         codes_per_byte: along a row.
         cut_problem: why a block that is cut cannot be encoded in parts, or empty.
+        is_stochastic: codes are rounded stochastically, by random bits of their places.
+        is_derivable: a columnwise plane is exactly the rowwise one transposed.
     """
 
     spec: str
@@ -51,6 +53,8 @@ class PlaneText(NamedTuple):
     units: tuple[int, int] = (1, 1)
     codes_per_byte: int = 1
     cut_problem: str = ""
+    is_stochastic: bool = False
+    is_derivable: bool = False
 
 
 @dataclass(frozen=True)
@@ -187,6 +191,8 @@ class PlaneSpec:
             (self.unit(0), self.unit(1)),
             1 if element is None else element.codes_per_byte,
             self.cut_problem or "",
+            self.stochastic,
+            self.is_derivable,
         )
 
     @property

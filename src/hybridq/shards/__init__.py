@@ -9,16 +9,20 @@ from .reduction import MAXIMA_AT_ONCE, reduce_maxima
 from .row_shards import Shards
 from .storage_shards import StorageShards
 from .strided_copies import Places, Targets
+from .token_gather import Arriving, OwnPlane, TokenGather
 
 __all__ = [
     "MAXIMA_AT_ONCE",
+    "Arriving",
     "Cut",
+    "OwnPlane",
     "Piece",
     "Places",
     "PlaneShards",
     "Shards",
     "StorageShards",
     "Targets",
+    "TokenGather",
     "common_unit",
     "encode_cut",
     "memories",

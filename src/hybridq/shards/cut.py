@@ -21,6 +21,7 @@ from ..errors import PlaneError
 from ..formats import PlaneText
 from ..kernels.choice import DECODED, EncodeRequest
 from ..quantizers import group_amax
+from .token_axis import token_axis
 
 __all__ = ["Cut", "common_unit", "encode_cut"]
 
@@ -38,6 +39,9 @@ class Cut(NamedTuple):
         sizes: rows or columns of each rank, in order, zero included.
         dim: 0: rows are dealt out; 1: columns.
         unit: rows or columns that a window is a multiple of (or it ends with the matrix).
+        runs: of how many pieces of the whole, equally long, each rank's rows are: piece r of rank k
+            is the one of number `r * ranks + k`. More than one: all ranks have as many rows, and
+            pieces are whole blocks.
     """
 
     group: str
@@ -45,6 +49,7 @@ class Cut(NamedTuple):
     sizes: tuple[int, ...]
     dim: int
     unit: int = 1
+    runs: int = 1
 
     def range(self) -> tuple[int, int]:
         """Return the first row or column of the part, and the one behind its last."""
@@ -67,7 +72,9 @@ class Cut(NamedTuple):
         if any(self.lacks()):
             return True
         return any(
-            not plane.is_plain and (plane.needs_amax or plane.row_scaled) for plane in planes
+            plane.needs_amax or plane.row_scaled or plane.is_stochastic
+            for plane in planes
+            if not plane.is_plain
         )
 
     def padded(self, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -190,12 +197,12 @@ def encode_cut(
     Raises:
         PlaneError: a transform, an option or a byte mixes values of two ranks.
     """
-    is_decoded = rest.col_source == DECODED and col is not None and not col.is_plain
+    is_decoded = rest.col_source == DECODED and col is not None
     if row is None or row.is_plain or not is_decoded:
         return _together(x, row, col, rest, cut, amax_group)
     rows, _ = _together(x, row, None, rest, cut, amax_group)
     seen = torch.ops.hybridq.decode(rows, row.spec, x.shape[0], x.shape[1], x.dtype)
-    _, cols = _together(seen, None, col, rest, cut, amax_group)
+    _, cols = _together(seen, None, col, rest, cut, amax_group)  # of a plain one a view
     return rows if rest.keep_row else [], cols
 
 
@@ -296,9 +303,30 @@ def _encoded(
             request = request._replace(row=need.plane.spec, row_stat=stat)
         else:
             request = request._replace(col=need.plane.spec, col_stat=stat)
+    if cut.runs > 1 and any(need.plane.is_stochastic for need in needs):
+        return _encoded_pieces(window, needs, request, cut)
     low = cut.range()[0] - cut.lacks()[0]
     place = {"row0": low} if cut.dim == 0 else {"col0": low}
     return list(torch.ops.hybridq.encode(window, *request.planes, **request.options, **place))
+
+
+def _encoded_pieces(
+    x: torch.Tensor, needs: list[_Need], request: EncodeRequest, cut: Cut
+) -> _Buffers:
+    """Return the buffers of planes each piece of which has the random bits of its own place."""
+    pieces, length = [], x.shape[0] // cut.runs
+    for number in range(cut.runs):
+        row0 = (number * len(cut.sizes) + cut.rank) * length
+        own = x.narrow(0, number * length, length)
+        pieces.append(torch.ops.hybridq.encode(own, *request.planes, **request.options, row0=row0))
+    made, at = [], 0
+    for need in needs:
+        for _ in range(need.plane.num_buffers):
+            parts = [piece[at] for piece in pieces]
+            axis = token_axis(parts[0], need.plane, need.direction)
+            made.append(parts[0] if axis is None else torch.cat(parts, axis))
+            at += 1
+    return made
 
 
 def _clear(data: torch.Tensor, need: _Need, cut: Cut) -> None:

@@ -77,7 +77,7 @@ class _Scatter(StatedFunction):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: str, size: int) -> torch.Tensor:
         ctx.place = (group, size)
-        return functional_scatter(x.contiguous(), size, group)
+        return wait_tensor(functional_scatter(x.contiguous(), size, group))
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:

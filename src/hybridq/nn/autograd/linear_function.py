@@ -28,12 +28,13 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from ..._torch_private import wait_tensor
 from ...kernels.choice import Operand
 from ...kernels.inputs import can_bypass_dispatcher, has_autocast, refuse_tangents, without_autocast
 from ...kernels.operators import StatedFunction, run_checked_gemm, run_gemm, sum_of_rows
 from ...quantizers import draw_seed
 from ...recipes import Plan
-from ...shards import Cut
+from ...shards import Cut, TokenGather
 from ..delayed_scaling import Scales
 from ..weights import Buffers, CachedWeight, Into, PrequantizedWeight, accumulate
 from .double_backward import anchor_on, without_derivative
@@ -43,16 +44,26 @@ from .operands import PlaneOperand, gemm
 from .prepared_linear import PreparedLinear
 from .prologue import Prologue, PrologueCall
 from .slot_encoder import SlotEncoder, late_columns, record_given, saved_columns
+from .token_planes import gather_pair, send_rows, send_saved
 
 __all__ = ["NO_CUTS", "Cuts", "eager_linear", "linear"]
 
 
 class Cuts(NamedTuple):
-    """How the matrices of the three slots lie over ranks; None: what a rank has is all it takes."""
+    """How the matrices of the three slots lie over ranks; None: what a rank has is all it takes.
+
+    Args:
+        input, weight, grad_output: what the slots' encoders take of other ranks.
+        gathered: how the tokens of the input are dealt out, whose planes are gathered; then the
+            gradient of the input is that of a rank's own tokens, too.
+        scattered: the same of the output, which is a sum over ranks, and of its gradient.
+    """
 
     input: Cut | None = None
     weight: Cut | None = None
     grad_output: Cut | None = None
+    gathered: TokenGather | None = None
+    scattered: TokenGather | None = None
 
 
 NO_CUTS: Final = Cuts()
@@ -155,9 +166,13 @@ def _forward(
     else:
         given_norm = (call.prologue, gamma, beta)
         x_row, x_saved, known = encoder.prologue_operand(x, call.needs.w, *given_norm)
+    rows, gathered = x.shape[0], call.cuts.gathered
+    arriving = None if gathered is None else send_rows(gathered, x_row, plan.input)
     w_row, w_saved = _weight_planes(w, seed, call, scales, direct)
+    if gathered is not None and arriving is not None:
+        (x_row,), rows = arriving.wait(), rows * gathered.world
     y = gemm(
-        PlaneOperand(x_row, plan.input.row.spec, x.shape[0]),
+        PlaneOperand(x_row, plan.input.row.spec, rows),
         PlaneOperand(w_row, plan.weight.row.spec, w.shape[0]),
         w.shape[1],
         bias,
@@ -166,6 +181,8 @@ def _forward(
         run_checked_gemm if direct else None,
         None if call.weight is None else call.weight.row_kept,
     )
+    if call.cuts.scattered is not None:
+        y = wait_tensor(call.cuts.scattered.scatter(y))
     return y, x_saved, w_saved, known
 
 
@@ -235,7 +252,7 @@ class _Linear(StatedFunction):
             ctx.late = weight
         elif weight is not None and needs.dgrad and not call.plan.weight.col.is_plain:
             ctx.kept = weight.col_kept
-        ctx.into, ctx.cut = call.into, call.cuts.grad_output
+        ctx.into, ctx.cuts = call.into, call.cuts
         # Not saved for backward: other backwards write them meanwhile, and may.
         ctx.scales = scales
         return y if anchor is None else (y, anchor)
@@ -267,7 +284,8 @@ def _backward(
     start = saved[num_x + num_w : ctx.end]  # of the prologue's backward
     seed = saved[ctx.end] if len(saved) > ctx.end else None
     in_features, out_features = ctx.features
-    rows = dy.shape[0]
+    gathered, scattered = ctx.cuts.gathered, ctx.cuts.scattered
+    rows = dy.shape[0] if scattered is None else dy.shape[0] * scattered.world
     dx = dw = dbias = dgamma = dbeta = None
     with without_autocast(dy.device.type):
         grad = plan.grad_output
@@ -275,8 +293,13 @@ def _backward(
         # Saved tensors may have been through a user's hooks, so they are checked.
         run = run_gemm if direct else None
         own = () if ctx.scales is None else (ctx.scales,)
-        encoder = SlotEncoder(grad, "grad_output", seed, direct, own, ctx.cut)
+        x_arrives = None
+        if gathered is not None and needs.w:  # under the first product
+            x_arrives = send_saved(gathered, x_saved, plan.input)
+        encoder = SlotEncoder(grad, "grad_output", seed, direct, own, ctx.cuts.grad_output)
         dy_row, dy_col = encoder.encode(dy, needs.dgrad, needs.w)
+        if scattered is not None:
+            dy_row, dy_col = gather_pair(scattered, dy, dy_row, dy_col, grad)
         if ctx.scales is not None and ctx.scales.notes is not None:
             # A gradient that is added elsewhere leaves none to be taken away.
             ctx.scales.notes.tell(needs.w and ctx.into is None)
@@ -297,7 +320,11 @@ def _backward(
                 run,
                 kept,
             )
+            if gathered is not None:  # under the second product
+                dx = gathered.scatter(dx)
         if needs.w:
+            if x_arrives is not None:
+                (x_saved,) = x_arrives.wait()
             x_col = saved_columns(x_saved, plan.input, rows, in_features, dy.dtype)
             specs = (grad.col.spec, plan.input.col.spec)
             if ctx.into is not None:
@@ -316,6 +343,8 @@ def _backward(
                 )
         if needs.bias:
             dbias = sum_of_rows(dy) if direct else torch.ops.hybridq.bias_grad(dy)
+        if gathered is not None and dx is not None:
+            dx = wait_tensor(dx)
         if ctx.prologue is not None and dx is not None:
             x, known, gamma = start[0], start[1 : 1 + num_known], start[1 + num_known :]
             dx, dgamma, dbeta = ctx.prologue.backward(

@@ -12,6 +12,7 @@ from torch import nn
 from ...errors import must_be_one_of
 from ...recipes import Plan, Recipe
 from ...reference import ACTIVATIONS, NORMS
+from ...shards import TokenGather
 from ...tensor import is_quantized
 from ..autograd import NO_CUTS, Activation, Cuts, Norm, PrologueCall, apply, linear, plain_linear
 from ..weights import Into, prequantized_weight
@@ -62,16 +63,18 @@ def run_part(
         raise module._error(
             RuntimeError, "call set_tensor_parallel_group with the ranks' group before the forward"
         )
+    plan = None if recipe is None else module.plan_of(recipe, part)
     if parallel.mode == COLUMN:
-        if (
-            before is not None
-        ):  # of the whole, so that its weights' gradients are those of the whole
-            plan = None if recipe is None else module.plan_of(recipe, part)
+        if before is not None:  # its weights' gradients are those of the whole
             x, before = _prologue(module, plan, x, before), None
-        own = _Part(module, part, weight, bias, is_first_microbatch, parallel)
-        return _run(own, recipe, parallel.enter(x), None)
-    own = _Part(module, part, weight, None, is_first_microbatch, parallel)
-    y = parallel.leave(_run(own, recipe, x, before))
+        tokens = parallel.tokens(plan, x.shape)
+        own = _Part(module, part, weight, bias, is_first_microbatch, parallel, tokens=tokens)
+        return _run(own, recipe, parallel.enter(x) if tokens is None else x, None)
+    tokens = parallel.tokens(plan, x.shape)
+    own = _Part(module, part, weight, None, is_first_microbatch, parallel, tokens=tokens)
+    y = _run(own, recipe, x, before)
+    if tokens is None:
+        y = parallel.leave(y)
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -85,6 +88,7 @@ class _Part(NamedTuple):
     is_first: bool | None
     parallel: Parallel | None = None
     parameter: torch.Tensor | None = None  # of which the weight is this rank's part
+    tokens: TokenGather | None = None  # how those are dealt out whose planes travel
 
 
 def _prologue(
@@ -177,7 +181,9 @@ def _product(
                 )
             if before is not None and own.parallel.mode == ROW:
                 flat, fused = _prologue(module, plan, flat, before), None
-        y = run_windows(flat, w, b, plan, own.parallel, product)
+        y = run_windows(flat, w, b, plan, own.parallel, own.tokens, product)
+        if own.tokens is not None:
+            return y.view(*own.parallel.leading(x.shape), weight.shape[0])
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 

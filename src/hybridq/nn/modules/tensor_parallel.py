@@ -12,12 +12,14 @@ Source: the two ways to split a linear layer: arXiv:1909.08053.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..._log import log_once
 from ...recipes import Plan
-from ...shards import Cut, common_unit
+from ...shards import Cut, TokenGather, common_unit
 from ..autograd import Cuts, add_once, gather_tokens, scatter_tokens, share, sum_over
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ class Parallel(NamedTuple):
         mode: `"column"` (rows of the weight `[out, in]` are dealt out) or `"row"` (its columns).
         sizes: rows or columns of each rank, in order.
         sequence_parallel: outside of a pair of layers each rank has a part of the tokens.
+        dim: along which dimension of inputs and outputs tokens are dealt out.
     """
 
     group: str
@@ -44,6 +47,7 @@ class Parallel(NamedTuple):
     mode: str
     sizes: tuple[int, ...]
     sequence_parallel: bool = False
+    dim: int = 0
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the part multiplies, of what the module was given.
@@ -70,6 +74,49 @@ class Parallel(NamedTuple):
         if self.sequence_parallel:
             return scatter_tokens(y, self.group, len(self.sizes))
         return sum_over(y, self.group)
+
+    def tokens(self, plan: Plan | None, shape: torch.Size) -> TokenGather | None:
+        """Return how tokens are dealt out whose planes travel; None: values do, or nothing.
+
+        Column parallel those of the input, row parallel those of the gradient of the output.
+
+        Args:
+            plan: under which the part computes, or None.
+            shape: `[..., features]` of this rank's input.
+        """
+        world = len(self.sizes)
+        if not self.sequence_parallel or plan is None or plan.is_plain:
+            return None
+        is_column = self.mode == COLUMN
+        slot = plan.input if is_column else plan.grad_output
+        if slot.row.is_plain and slot.col.is_plain:
+            return None
+        if not is_column and (shape[self.dim] % world or plan.is_forward_only):
+            return None
+        made = TokenGather(self.group, self.rank, world, math.prod(shape[: self.dim]))
+        unit = made.unit(slot.row, None if plan.is_forward_only else slot.col)
+        tokens = math.prod(shape[self.dim : -1]) // (1 if is_column else world)
+        if tokens % unit == 0:
+            return made
+        if not torch.compiler.is_compiling():
+            log_once(
+                f"sequence parallel values: {slot.row.spec} {slot.col.spec} {unit}",
+                f"sequence parallelism gathers values, and no planes, since each rank has {tokens} "
+                f"tokens, and blocks are of {unit}; pad the sequence so that each rank has a "
+                "multiple of that",
+            )
+        return None
+
+    def leading(self, shape: torch.Size) -> list[int]:
+        """Return the shape of the output but its features, where planes of tokens travel.
+
+        Args:
+            shape: `[..., features]` of this rank's input.
+        """
+        made, world = list(shape[:-1]), len(self.sizes)
+        own = made[self.dim]
+        made[self.dim] = own * world if self.mode == COLUMN else own // world
+        return made
 
     def cut(self, plan: Plan) -> tuple[Cut, Cuts]:
         """Return how the weight is cut, and what its slots' encoders are told.
@@ -235,6 +282,7 @@ def run_windows(
     bias: torch.Tensor | None,
     plan: Plan,
     parallel: Parallel,
+    tokens: TokenGather | None,
     run: Any,
 ) -> torch.Tensor:
     """Return this rank's part of the output, or its term: a product of windows.
@@ -245,11 +293,20 @@ def run_windows(
         bias: this rank's part if the mode is `"column"`, else all of it, or None.
         plan: under which the part computes.
         parallel: how the weight lies over ranks.
+        tokens: how those are dealt out whose planes travel: of the input if the mode is
+            `"column"`, else of the output, which is then a part of the sum; or None.
         run: called with windows and how they are cut, `run(x, weight, bias, cuts)`.
     """
     cut, cuts = parallel.cut(plan)
     if parallel.mode == COLUMN:
+        if tokens is not None:
+            of_input = tokens.cut(x.shape[0], plan.input.row, plan.input.col)
+            cuts = cuts._replace(input=of_input, gathered=tokens)
         own = None if bias is None else cut.padded(bias, 0)
         return cut.part(run(x, cut.padded(weight, 0), own, cuts), 1)
+    if tokens is not None:
+        grad, rows = plan.grad_output, x.shape[0] // tokens.world
+        of_grad = tokens.cut(rows, grad.row, grad.col)
+        cuts = cuts._replace(grad_output=of_grad, scattered=tokens)
     y = run(cut.padded(x, 1), cut.padded(weight, 1), None, cuts)
     return y if bias is None else add_once(y, bias, parallel.adds_bias)
