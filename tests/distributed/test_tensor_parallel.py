@@ -11,7 +11,16 @@ PROGRAM = "tensor_parallel_program.py"
 
 
 def test_two_ranks(tmp_path) -> None:
-    run(2, tmp_path / "store", "matrix=cut", "planes", "styles", "refused", program=PROGRAM)
+    run(
+        2,
+        tmp_path / "store",
+        "matrix=cut",
+        "planes",
+        "styles",
+        "tokens",
+        "refused",
+        program=PROGRAM,
+    )
 
 
 @pytest.mark.more

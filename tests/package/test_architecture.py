@@ -80,6 +80,7 @@ ROOMS = {
         "flat",
         "pipelines",
         "sequence_gradients",
+        "token_styles",
     ),
 }
 CSRC = ["formats", "core", "cpu cuda", "bindings"]

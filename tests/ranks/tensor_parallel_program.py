@@ -7,7 +7,7 @@ the planes of its weights are parts of the planes of the whole, byte for byte.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import hybridq
-from hybridq import MXFP8Quantizer, NVFP4Quantizer
+from hybridq import MXFP8Quantizer, NVFP4Quantizer, distributed
 from hybridq.nn.autograd import slot_encoder
 from hybridq.shards import encode_cut
 
@@ -203,16 +203,80 @@ def styles() -> None:
     check_near(made[1], made[0], "styles")
 
 
+def tokens() -> None:
+    """Tokens that are dealt out travel as planes, and come back summed."""
+    mesh, world, rank = mesh_of(), dist.get_world_size(), dist.get_rank()
+    plan = {
+        "up": distributed.ColwiseParallel(input_layouts=Shard(1)),
+        "down": distributed.RowwiseParallel(output_layouts=Shard(1)),
+    }
+    for size in ("aligned", "cut"):
+        plain = {"none": None} if size == "aligned" else {}  # torch's own takes equal parts
+        for name, recipe in {**recipes(), **plain}.items():
+            for batch, length in ((1, 128), (3, 128), (2, 20)):
+                made = []
+                for _ in range(2):
+                    torch.manual_seed(0)
+                    made.append(hybridq.convert(Mlp(*SIZES[size])))
+                parallelize_module(made[1], mesh, plan)
+                torch.manual_seed(1)
+                x = torch.randn(batch, length * world, SIZES[size][0])
+                what = f"{size} {name} {batch}"
+                check_near(*(token_steps(model, x, recipe, world, rank) for model in made), what)
+
+
+def token_steps(
+    model: Any, x: torch.Tensor, recipe: Any, world: int, rank: int
+) -> list[torch.Tensor]:
+    """Return outputs and gradients of two steps, of all ranks together."""
+    is_parallel = isinstance(model.up.weight, DTensor)
+    found: list[torch.Tensor] = []
+    torch.manual_seed(3)
+    for _ in range(2):
+        model.zero_grad()
+        own = (x.chunk(world, 1)[rank] if is_parallel else x).clone().requires_grad_()
+        with nullcontext() if recipe is None else hybridq.autocast(recipe=recipe):
+            y = model(own)
+        (y.square().sum() / x.numel()).backward()
+        both = [y.detach(), own.grad]
+        if is_parallel:
+            both = [whole(DTensor.from_local(t, mesh_of(), [Shard(1)])) for t in both]
+        found += both + [whole(parameter.grad) for parameter in model.parameters()]
+    return found
+
+
 def compiled() -> None:
     """One graph, with its reductions in it."""
     single, parallel = models(SIZES["cut"])
     x, name = torch.randn(40, SIZES["cut"][0]), "mxfp8_fwd_nvfp4_bwd"
     wanted = run(torch.compile(single, fullgraph=True), x, name, 1)
     check_near(run(torch.compile(parallel, fullgraph=True), x, name, 1), wanted, name)
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(hybridq.convert(Mlp(*SIZES["aligned"])))
+    styles = {
+        "up": distributed.ColwiseParallel(input_layouts=Shard(1)),
+        "down": distributed.RowwiseParallel(output_layouts=Shard(1)),
+    }
+    parallelize_module(made[1], mesh_of(), styles)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    x = torch.randn(2, 64 * world, SIZES["aligned"][0])
+    found = [
+        token_steps(torch.compile(model, fullgraph=True), x, name, world, rank) for model in made
+    ]
+    check_near(found[1], found[0], name)
 
 
 def refused() -> None:
     """Errors say what to do."""
+    for style in (distributed.ColwiseParallel(), distributed.RowwiseParallel()):
+        try:
+            parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh_of(), {"0": style})
+        except NotImplementedError as error:
+            assert "takes a hybridq.Linear, got Linear; call hybridq.convert" in str(error), error
+        else:
+            raise AssertionError("a plain layer was taken")
     _, parallel = models(SIZES["aligned"])
     inner = parallel.up
     with hybridq.autocast(recipe="mxfp8"):

@@ -2,8 +2,8 @@
 
 Rooms, each of which imports only those before it: `agreement`, `encoding`, `parameters`, `units`,
 `tensors`; then `attachment`, `fsdp2`, `scaling_history`, `collectives`, `sequence`, `flat`,
-`pipelines` and `sequence_gradients`. What estimates runs without running them (`plan`,
-`count_traffic`, ...) is in `hybridq.estimate`; its names are found here too.
+`pipelines`, `sequence_gradients` and `token_styles`. What estimates runs without running them
+(`plan`, `count_traffic`, ...) is in `hybridq.estimate`; its names are found here too.
 """
 
 from __future__ import annotations
@@ -68,11 +68,17 @@ _ALIASES: Final = (
 )
 
 
+#: Classes of torch's that are derived from, which are loaded when asked too.
+_STYLES: Final = ("ColwiseParallel", "RowwiseParallel")
+
+
 def __getattr__(name: str) -> Any:
     if name in _ALIASES:
         return getattr(import_module("hybridq.estimate"), name)
+    if name in _STYLES:
+        return getattr(import_module(".token_styles", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ALIASES})
+    return sorted({*globals(), *_ALIASES, *_STYLES})

@@ -17,7 +17,15 @@ from ...tensor import is_quantized
 from ..autograd import NO_CUTS, Activation, Cuts, Norm, PrologueCall, apply, linear, plain_linear
 from ..weights import Into, prequantized_weight
 from .quantized_module import PLAIN, QuantizedModule
-from .tensor_parallel import COLUMN, ROW, Parallel, dtensor_forward, is_dtensor, run_windows
+from .tensor_parallel import (
+    COLUMN,
+    ROW,
+    Parallel,
+    dtensor_forward,
+    is_dtensor,
+    run_windows,
+    whole_input,
+)
 
 __all__ = ["FusedModule", "run_part"]
 
@@ -131,18 +139,22 @@ def _run(
         if before is not None:
             x = before.prologue.plain(x, before.gamma, before.beta)
         if plan is None or (into is None and not torch.compiler.is_compiling()):
-            return plain_linear(x, weight, bias)
+            return plain_linear(whole_input(x, weight) if is_dtensor(weight) else x, weight, bias)
         before = None  # compiled, only planes give the eager bits of a linear
     if not is_dtensor(weight):
         return _product(own, plan, x, before, into)
     if before is not None:
         x = _prologue(module, plan, x, before)
 
-    def run(x: Any, weight: Any, bias: Any, parallel: Parallel | None) -> torch.Tensor:
-        local = own._replace(weight=weight, bias=bias, parallel=parallel, parameter=own.weight)
+    def run(
+        x: Any, weight: Any, bias: Any, parallel: Parallel | None, tokens: TokenGather | None
+    ) -> torch.Tensor:
+        local = own._replace(
+            weight=weight, bias=bias, parallel=parallel, parameter=own.weight, tokens=tokens
+        )
         return _product(local, plan, x, None, None)
 
-    return dtensor_forward(module, x, weight, bias, run)
+    return dtensor_forward(module, x, weight, bias, plan, run)
 
 
 def _product(

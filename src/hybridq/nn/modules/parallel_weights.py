@@ -20,6 +20,9 @@ class ParallelWeights(Boundary):
     parallel: Mapping[str, Parallel] = MappingProxyType({})
     #: Whether there is any; a bool, since dynamo has no opinion of an empty mapping.
     is_parallel: bool = False
+    #: Of a row parallel part whose weight is a DTensor, along which dimension of its output tokens
+    #: are dealt out, where its sum is scattered by the module itself (`token_styles`).
+    scatters_tokens: int | None = None
     #: How initial values of parts are drawn.
     drawing: ParallelOptions = ParallelOptions()
 

@@ -25,7 +25,15 @@ from ..autograd import Cuts, add_once, gather_tokens, scatter_tokens, share, sum
 if TYPE_CHECKING:
     from .quantized_module import QuantizedModule
 
-__all__ = ["COLUMN", "ROW", "Parallel", "dtensor_forward", "is_dtensor", "run_windows"]
+__all__ = [
+    "COLUMN",
+    "ROW",
+    "Parallel",
+    "dtensor_forward",
+    "is_dtensor",
+    "run_windows",
+    "whole_input",
+]
 
 COLUMN, ROW = "column", "row"
 
@@ -205,19 +213,22 @@ def dtensor_forward(
     x: torch.Tensor,
     weight: Any,
     bias: Any,
+    plan: Plan,
     run: Any,
 ) -> torch.Tensor:
     """Return what a linear part makes of x, both DTensors over one mesh, as a DTensor.
 
     As torch's own linear would: of a column parallel weight it is sharded along its last dimension,
-    of a row parallel one it is a partial sum.
+    of a row parallel one it is a partial sum; or, where the module `scatters_tokens`, sharded along
+    these. Tokens that are dealt out travel as planes where they can.
 
     Args:
         module: whose part it is.
         x: `[..., in_features]`, a DTensor.
         weight: `[out_features, in_features]`, a DTensor.
         bias: `[out_features]`, a DTensor, or None.
-        run: called with local tensors and how they lie, `run(x, weight, bias, parallel)`.
+        plan: under which the part computes.
+        run: called with local tensors and how they lie, `run(x, weight, bias, parallel, tokens)`.
 
     Raises:
         RuntimeError: x is no DTensor.
@@ -236,25 +247,72 @@ def dtensor_forward(
     if mode == "":
         return _replicated(given, weight, bias, run)
     last = given.dim() - 1
+    parallel = Parallel(mesh.get_group().group_name, mesh.get_local_rank(), mode, sizes)
     if mode == COLUMN:
-        if not given.placements[0].is_replicate():
-            given = given.redistribute(mesh, [Replicate()])
-        own = given.to_local(grad_placements=[Partial()])
+        parallel, tokens = _dealt_tokens(parallel, given, plan)
+        if tokens is None:
+            given = whole_input(given, weight)
+        enters = Partial() if tokens is None else Shard(parallel.dim)
+        own = given.to_local(grad_placements=[enters])
         local = weight.to_local(grad_placements=[Shard(0)])
         own_bias = None if bias is None else bias.to_local(grad_placements=[Shard(0)])
-        placements: Any = [Shard(last)]
+        y = run(own, local, own_bias, parallel, tokens)
+        leaves: Any = Shard(last)
     else:
         if given.placements[0] != Shard(last):
             given = given.redistribute(mesh, [Shard(last)])
         own = given.to_local(grad_placements=[Shard(last)])
         local = weight.to_local(grad_placements=[Shard(1)])
-        own_bias = None if bias is None else bias.to_local(grad_placements=[Replicate()])
-        placements = [Partial()]
-    parallel = Parallel(mesh.get_group().group_name, mesh.get_local_rank(), mode, sizes)
-    y = run(own, local, own_bias, parallel)
+        tokens = None
+        if module.scatters_tokens is not None:
+            parallel = parallel._replace(sequence_parallel=True, dim=module.scatters_tokens % last)
+            tokens = parallel.tokens(plan, own.shape)
+        if tokens is None:
+            own_bias = None if bias is None else bias.to_local(grad_placements=[Replicate()])
+            y, leaves = run(own, local, own_bias, parallel, None), Partial()
+        else:
+            y, leaves = run(own, local, None, parallel, tokens), Shard(parallel.dim)
+            if bias is not None:
+                y = y + bias.to_local(grad_placements=[Partial()]).to(y.dtype)
     shape = torch.Size((*given.shape[:-1], weight.shape[0]))
     strides = torch.empty(shape, dtype=x.dtype, device="meta").stride()
-    return DTensor.from_local(y, mesh, placements, run_check=False, shape=shape, stride=strides)
+    return DTensor.from_local(y, mesh, [leaves], run_check=False, shape=shape, stride=strides)
+
+
+def _dealt_tokens(parallel: Parallel, x: Any, plan: Plan) -> tuple[Parallel, TokenGather | None]:
+    """Return how a column parallel input's tokens are dealt out, if their planes can travel.
+
+    Args:
+        parallel: how the weight lies over ranks.
+        x: `[..., features]`, a DTensor.
+        plan: under which the part computes.
+    """
+    placement = x.placements[0]
+    if not placement.is_shard() or placement.dim == x.dim() - 1:
+        return parallel, None
+    if x.shape[placement.dim] % len(parallel.sizes):
+        return parallel, None
+    parallel = parallel._replace(sequence_parallel=True, dim=placement.dim)
+    return parallel, parallel.tokens(plan, x.to_local().shape)
+
+
+def whole_input(x: torch.Tensor, weight: Any) -> torch.Tensor:
+    """Return what a column parallel weight takes: the whole of x, on every rank.
+
+    Args:
+        x: `[..., features]`, a DTensor, or what will be refused.
+        weight: a DTensor; x stays if it is dealt out otherwise.
+    """
+    given: Any = x
+    placement = weight.placements[0]
+    if not is_dtensor(x) or not placement.is_shard() or placement.dim % 2 == 1:
+        return x
+    if given.placements[0].is_replicate():
+        return x
+    from torch.distributed.tensor import Replicate
+
+    whole: torch.Tensor = given.redistribute(given.device_mesh, [Replicate()])
+    return whole
 
 
 def _replicated(x: Any, weight: Any, bias: Any, run: Any) -> torch.Tensor:
@@ -270,7 +328,7 @@ def _replicated(x: Any, weight: Any, bias: Any, run: Any) -> torch.Tensor:
     grads = [Replicate() if placement.is_replicate() else Partial()]
     local = weight.to_local(grad_placements=grads)
     own_bias = None if bias is None else bias.to_local(grad_placements=grads)
-    y = run(x.to_local(grad_placements=[placement]), local, own_bias, None)
+    y = run(x.to_local(grad_placements=[placement]), local, own_bias, None, None)
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     strides = torch.empty(shape, dtype=x.dtype, device="meta").stride()
     return DTensor.from_local(y, mesh, [placement], run_check=False, shape=shape, stride=strides)
