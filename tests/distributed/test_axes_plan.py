@@ -19,7 +19,7 @@ SHAPE = DenseShape(8, 256, 512, 8, 4, 1024)
 
 @needs_gloo
 def test_tensor_parallel_layers_move_what_is_planned(tmp_path) -> None:
-    run(2, tmp_path / "store", "tensor", program="axes_program.py")
+    run(2, tmp_path / "store", "tensor", "inside", program="axes_program.py")
 
 
 @needs_gloo

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from rank_program import main
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -50,6 +51,18 @@ def tensor() -> None:
         rest = found["all_reduce"] - want["all_reduce"]
         assert set(found) == {"all_reduce"}, found
         assert rest == 0 if recipe != "nvfp4_1d_weight" else 0 <= rest <= 1024, (recipe, rest)
+
+
+def inside() -> None:
+    """Collectives that a DTensor's operations make by themselves are counted too."""
+    world = dist.get_world_size()
+    x = DTensor.from_local(torch.ones(4, 6), init_device_mesh("cpu", (world,)), [Shard(0)])
+    with count_traffic() as traffic:
+        total = x.sum(0)  # partial sums: none yet
+        assert not traffic.calls_by_kind, traffic
+        made = torch.tanh(total / 8).to_local()  # of whole sums
+    assert torch.equal(made, torch.full((6,), world / 2).tanh()), made
+    assert traffic.nbytes_by_kind == {"all_reduce": 6 * 4}, traffic
 
 
 if __name__ == "__main__":

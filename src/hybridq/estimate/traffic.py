@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -60,6 +61,12 @@ class Traffic:
         return f"Traffic({self.nbytes_by_kind})"
 
 
+def _has_dtensor(types: Iterable[type]) -> bool:
+    """Return whether a DTensor is among the arguments; nobody has one who has not imported it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(issubclass(kind, module.DTensor) for kind in types)
+
+
 def _kind(func: Any) -> str | None:
     """Return the kind of collective that an operator is; None: none."""
     namespace, _, name = func._schema.name.partition("::")
@@ -81,6 +88,8 @@ class _Mode(TorchDispatchMode):
         self._traffic = traffic
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _has_dtensor(types):
+            return NotImplemented  # the collectives that it makes inside come here by themselves
         result = func(*args, **(kwargs or {}))
         kind = _kind(func)
         if kind is not None:
