@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 __all__ = [
     "DispatchKey",
     "DispatchKeySet",
+    "RingAttention",
     "TorchDispatchMode",
     "after_autograd",
     "any_requires_grad",
@@ -43,6 +44,7 @@ __all__ = [
     "param_groups",
     "preserve_versions",
     "process_group",
+    "ring_attention",
     "sharded_of",
     "tracing_context",
     "tracing_state",
@@ -304,3 +306,33 @@ def param_groups(unit: Any) -> tuple[Any, ...]:
             )
         groups = (state._fsdp_param_group,)
     return tuple(group for group in groups if group is not None)
+
+
+class RingAttention(NamedTuple):
+    """Of torch's context parallelism.
+
+    Attributes:
+        operators: by operator of attention, what answers a call of it with DTensors.
+        forward: attention of this rank's queries over the ranks' keys and values, by any operator
+            that returns the logarithm of the sum too.
+        backward: its gradients, by that operator's backward.
+        options: of which `enable_load_balance` is one.
+        cpu_flash, cpu_flash_backward: the CPU's operators of attention.
+    """
+
+    operators: dict[Any, Any]
+    forward: Any
+    backward: Any
+    options: Any
+    cpu_flash: Any
+    cpu_flash_backward: Any
+
+
+def ring_attention() -> RingAttention:
+    """Return what torch's context parallelism is made of."""
+    room = "torch.distributed.tensor.experimental._context_parallel._attention"
+    names = ("custom_ops", "_templated_ring_attention", "_templated_ring_attention_backward")
+    use = "attend over several ranks on a CPU"
+    flash = "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu"
+    paths = [f"{room}.{name}" for name in (*names, "_cp_options")]
+    return RingAttention(*[_taken(path, use) for path in (*paths, flash, f"{flash}_backward")])

@@ -28,7 +28,7 @@ from .flat import FlatCodes, post_all_gather_processing, quantize_master_weights
 from .fsdp2 import prepare_fsdp2, wire_nbytes
 from .pipelines import pipeline_stage
 from .scaling_history import ScalingHistory
-from .sequence import sequence_loss, sequence_parallel, shard_sequence
+from .sequence import context_parallel, sequence_loss, sequence_parallel, shard_sequence
 from .sequence_gradients import reduce_sequence_parallel_gradients
 from .tensors import GatheredWeight, QuantizedWeight
 
@@ -47,6 +47,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "check_ranks",
+    "context_parallel",
     "ddp_hook",
     "pipeline_stage",
     "post_all_gather_processing",

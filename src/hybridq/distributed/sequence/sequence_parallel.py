@@ -12,12 +12,12 @@ from .comparison import Comparison
 from .exchange import HeadExchange, copies_of_heads
 from .mesh import exchange_of
 
-__all__ = ["sequence_parallel"]
+__all__ = ["library_of", "sequence_parallel"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
-#: A library whose models have attention of their own, and the module of hybridq whose
-#: `share_sequences(model, exchange, comparison)` knows them.
+#: A library whose models have attention of their own, and the module of hybridq that knows them by
+#: `share_sequences(model, exchange, comparison)` and `in_ring(model, places)`.
 _LIBRARIES: Final = {"transformers": "hybridq.integrations.transformers.sequence"}
 
 
@@ -71,7 +71,7 @@ def sequence_parallel(model: _Module, mesh: Any = None, *, communication: Any = 
         )
     exchange = exchange_of("sequence_parallel", mesh, communication)
     own = [one for one in model.modules() if isinstance(one, MultiheadAttention)]
-    foreign = [(one, path) for one in model.modules() if (path := _library(one)) is not None]
+    foreign = [(one, path) for one in model.modules() if (path := library_of(one)) is not None]
     if not own and not foreign:
         raise ValueError(
             "sequence_parallel: the model must have attention of hybridq or of transformers, got "
@@ -88,8 +88,12 @@ def sequence_parallel(model: _Module, mesh: Any = None, *, communication: Any = 
     return model
 
 
-def _library(module: nn.Module) -> str | None:
-    """Return what knows a model's attention, if a library has models of its kind."""
+def library_of(module: nn.Module) -> str | None:
+    """Return the module of hybridq that knows a model's attention; None: no library's model.
+
+    Args:
+        module: a model, or anything else.
+    """
     for kind in type(module).__mro__:
         library = kind.__module__.partition(".")[0]
         if library in _LIBRARIES and kind.__name__ == "PreTrainedModel":

@@ -21,8 +21,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..._log import log_once
 from ...distributed.sequence import Comparison, HeadExchange, label_count, over_ranks
+from .ring import in_ring
 
-__all__ = ["share_sequences"]
+__all__ = ["in_ring", "share_sequences"]
 
 _WHERE: Final = "sequence_parallel"
 #: Attention that sees which keys are hidden by its mask alone, not by `position_ids`.

@@ -1,0 +1,215 @@
+"""`context_parallel`: torch's ring attention, on CPUs too, around modules of hybridq and others."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..._torch_private import RingAttention, ring_attention
+from .comparison import Comparison
+from .cpu_ring import cpu_operators
+from .exchange import HeadExchange
+from .mesh import exchange_of
+from .sequence_parallel import library_of
+
+__all__ = ["context_parallel"]
+
+
+@contextmanager
+def context_parallel(
+    mesh: Any,
+    model: nn.Module | None = None,
+    *,
+    buffers: Sequence[torch.Tensor],
+    buffer_seq_dims: Sequence[int],
+    no_restore_buffers: set[torch.Tensor] | None = None,
+    load_balance: bool = True,
+) -> Iterator[None]:
+    """Let the ranks of a mesh share sequences in the block, by torch's ring attention.
+
+    It is `torch.distributed.tensor.experimental.context_parallel`: each buffer is cut in place to
+    this rank's tokens until the block ends, and `scaled_dot_product_attention` sees the tokens of
+    all ranks, whose keys and values come to each in turn. Added are an operator for CPUs, checks,
+    and models of transformers. Forward and backward both belong into the block. Numbers of heads
+    need not be divisible by that of ranks; attention is causal, or with `load_balance=False` sees
+    all; it has no other mask, and no dropout on a CPU. See docs/guides/long-sequences.md.
+
+    Args:
+        mesh: a DeviceMesh of one dimension.
+        model: what runs, so that ranks compare the recipe in force on it; a model of transformers
+            must be given, with `sdpa` attention: it is kept from making masks of a part, and must
+            be called with `position_ids` of `buffers`, and without labels.
+        buffers: tensors with the whole sequences, which the block has the parts of: tokens, shifted
+            labels, positions, rotary angles. All equally long, no parameters.
+        buffer_seq_dims: of each the dimension of its tokens.
+        no_restore_buffers: those of them that stay cut.
+        load_balance: this rank has the r-th part from the start and the r-th from the end, of twice
+            as many parts as ranks where these divide the length, so that causal attention is as
+            much work on all ranks; else, and where they do not, the r-th of as many as ranks.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialized; on every rank: ranks differ in shapes or
+            in the recipe; or attention that no operator of the ring computes.
+        TypeError: `mesh` is none.
+        ValueError: a mesh of several dimensions, lengths that differ or that the ranks do not
+            divide, a mask, or a model of transformers whose attention is known to fail.
+
+    Source: the arguments are torch's; Ring Attention (arXiv:2310.01889).
+
+    Example:
+        >>> import torch, hybridq
+        >>> import torch.distributed as dist
+        >>> from hybridq.distributed import context_parallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = dist.init_device_mesh("cpu", (1,))
+        >>> layer = hybridq.TransformerLayer(64, 128, 4, attention_dropout=0.0)
+        >>> x = torch.randn(16, 2, 64)
+        >>> with context_parallel(mesh, layer, buffers=[x], buffer_seq_dims=[0]):
+        ...     layer(x).sum().backward()
+        >>> dist.destroy_process_group()
+    """
+    from torch.distributed.tensor.experimental import context_parallel as of_torch
+
+    if not hasattr(mesh, "get_group") or not hasattr(mesh, "ndim"):
+        raise TypeError(
+            f"context_parallel: mesh must be a DeviceMesh, got {type(mesh).__name__}; "
+            "torch.distributed.init_device_mesh makes one"
+        )
+    exchange = exchange_of("context_parallel", mesh)
+    problem = _problem(buffers, buffer_seq_dims, exchange.world)
+    given = {
+        f"buffer {place}, tokens along {dim}, requires_grad={one.requires_grad}": one
+        for place, (one, dim) in enumerate(zip(buffers, buffer_seq_dims, strict=False))
+    }
+    Comparison(nn.Identity() if model is None else model, exchange).check(
+        "context_parallel", (), given
+    )
+    if problem:
+        raise ValueError(f"context_parallel: {problem}")
+    ring = ring_attention()
+    length = buffers[0].shape[buffer_seq_dims[0]]
+    is_balanced = load_balance and length % (2 * exchange.world) == 0
+    with ExitStack() as stack:
+        stack.enter_context(_balanced(ring, is_balanced))
+        stack.enter_context(_fused(mesh.device_type))
+        if mesh.device_type == "cpu":
+            stack.enter_context(cpu_operators(ring))
+        if model is not None:
+            place = _own_positions(length, exchange, is_balanced).to(buffers[0].device)
+            _enter_library(stack, model, place)
+        stack.enter_context(
+            of_torch(
+                mesh,
+                buffers=list(buffers),
+                buffer_seq_dims=list(buffer_seq_dims),
+                no_restore_buffers=no_restore_buffers,
+            )
+        )
+        stack.enter_context(_checked(is_balanced, mesh.device_type))
+        yield
+
+
+def _problem(buffers: Sequence[torch.Tensor], dims: Sequence[int], world: int) -> str:
+    """Return why buffers cannot be cut, or nothing."""
+    if not buffers or len(buffers) != len(dims):
+        return f"each buffer must have a dimension of tokens, got {len(buffers)} and {len(dims)}"
+    for one, dim in zip(buffers, dims, strict=True):
+        if not -one.dim() <= dim < one.dim():
+            return f"dimension {dim} of tokens must be one of {tuple(one.shape)}"
+        if one.requires_grad:
+            return f"buffers must not require a gradient, got one of shape {tuple(one.shape)}"
+    lengths = [one.shape[dim] for one, dim in zip(buffers, dims, strict=True)]
+    if len(set(lengths)) > 1:
+        return f"buffers must have equally many tokens, got {lengths}; cut them to the sequence"
+    if lengths[0] % world:
+        return f"the ranks must divide the length, got {lengths[0]} tokens on {world} ranks"
+    return ""
+
+
+@contextmanager
+def _balanced(ring: RingAttention, is_balanced: bool) -> Iterator[None]:
+    before = ring.options.enable_load_balance
+    ring.options.enable_load_balance = is_balanced
+    try:
+        yield
+    finally:
+        ring.options.enable_load_balance = before
+
+
+def _fused(device: str) -> Any:
+    """Keep attention out of the composite, whose causal mask is that of tokens in order."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if device == "cpu":
+        return sdpa_kernel([SDPBackend.FLASH_ATTENTION])
+    return sdpa_kernel(
+        [
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.CUDNN_ATTENTION,
+        ]
+    )
+
+
+@contextmanager
+def _checked(is_balanced: bool, device: str) -> Iterator[None]:
+    """Refuse, in words, what torch's function of the block does not compute."""
+    ring = F.scaled_dot_product_attention
+
+    @functools.wraps(ring)
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> torch.Tensor:
+        if attn_mask is not None:
+            raise ValueError(
+                "context_parallel: attention must have no mask but a causal one, got one of shape "
+                f"{tuple(attn_mask.shape)}; take hybridq.distributed.sequence_parallel"
+            )
+        if is_balanced and not is_causal:
+            raise ValueError(
+                "context_parallel: attention must be causal, got is_causal=False; give "
+                "load_balance=False"
+            )
+        if dropout_p and device == "cpu":
+            raise ValueError(
+                f"context_parallel: attention must have no dropout on a CPU, got {dropout_p}"
+            )
+        made: torch.Tensor = ring(query, key, value, None, dropout_p, is_causal, **options)
+        return made
+
+    replaced: Any = F
+    replaced.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        replaced.scaled_dot_product_attention = ring
+
+
+def _own_positions(length: int, exchange: HeadExchange, is_balanced: bool) -> torch.Tensor:
+    """Return the places in the whole sequence of this rank's tokens: int64."""
+    places = torch.arange(length, dtype=torch.int64)
+    if not is_balanced:
+        return places.chunk(exchange.world)[exchange.rank]
+    parts = places.chunk(2 * exchange.world)
+    return torch.cat([parts[exchange.rank], parts[-1 - exchange.rank]])
+
+
+def _enter_library(stack: ExitStack, model: nn.Module, places: torch.Tensor) -> None:
+    """Prepare models of a library for the block."""
+    found = [(one, path) for one in model.modules() if (path := library_of(one)) is not None]
+    if found:
+        outermost, path = found[0]
+        stack.enter_context(import_module(path).in_ring(outermost, places))

@@ -1,0 +1,26 @@
+"""torch's ring attention over ranks, against one process: see `context_program.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from rank_runs import needs_gloo, run
+
+pytestmark = needs_gloo
+PROGRAM = "context_program.py"
+
+
+def test_two_ranks_in_a_ring_are_one_process(tmp_path) -> None:
+    run(2, tmp_path / "store", "modules", "recipes", "faults", program=PROGRAM)
+
+
+def test_two_ranks_in_a_ring_run_transformers(tmp_path) -> None:
+    pytest.importorskip("transformers", minversion="5.23")
+    run(2, tmp_path / "store", "transformers_models", program=PROGRAM)
+
+
+@pytest.mark.more
+def test_four_ranks_in_a_ring_are_one_process(tmp_path) -> None:
+    pytest.importorskip("transformers", minversion="5.23")
+    names = ("modules", "recipes", "faults", "transformers_models")
+    run(4, tmp_path / "store", *names, program=PROGRAM)

@@ -1,0 +1,273 @@
+"""torch's ring attention over ranks: `python context_program.py RANK WORLD STORE NAME...`.
+
+The oracle is one process: the same modules on the whole sequences, outside of the context.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_program import main
+from torch import nn
+
+import hybridq
+from hybridq.distributed import context_parallel, sequence_loss
+
+CLASSES, HIDDEN, HEADS = 48, 64, 4
+
+
+class Model(nn.Module):
+    """Tokens and rotary angles in, logits out; two layers of transformers between."""
+
+    def __init__(self, heads: int = HEADS, **options: Any) -> None:
+        super().__init__()
+        options = {"num_gqa_groups": 2, "self_attn_mask_type": "causal", **options}
+        self.embed = nn.Embedding(CLASSES, HIDDEN)
+        self.layers = nn.ModuleList(
+            hybridq.TransformerLayer(
+                *(HIDDEN, 96, heads),
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                normalization="RMSNorm",
+                activation="swiglu",
+                attn_input_format="bshd",
+                **options,
+            )
+            for _ in range(2)
+        )
+        self.head = nn.Linear(HIDDEN, CLASSES)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                if parameter.dim() > 1:
+                    parameter.copy_(torch.randn_like(parameter) / parameter.shape[1] ** 0.5)
+
+    def forward(self, ids: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, rotary_pos_emb=angles)
+        return self.head(x)
+
+
+def batch(length: int, classes: int = CLASSES) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, and shifted labels; those that count are not equally many on all ranks."""
+    ids = torch.randint(classes, (2, length), generator=torch.Generator().manual_seed(1))
+    labels = nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    labels[:, : length // 2 + 3] = -100
+    labels[:, length // 4] = 5
+    return ids, labels
+
+
+def close(mine: torch.Tensor, want: torch.Tensor, bound: float, what: str) -> None:
+    error = (mine.float() - want.float()).norm() / want.float().norm()
+    assert torch.isfinite(error) and error <= bound, f"{what}: {float(error)} over {bound}"
+
+
+def check_gradients(model: nn.Module, plain: nn.Module, bound: float, what: str) -> None:
+    """The mean of the ranks' gradients is one process's."""
+    for (name, mine), own in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert own.grad is not None and own.grad.norm() > 1e-4, f"{what}: {name} is not tested"
+        dist.all_reduce(mine.grad)
+        close(mine.grad / dist.get_world_size(), own.grad, bound, f"{what}: {name}")
+
+
+def places(length: int, is_balanced: bool) -> torch.Tensor:
+    """Where this rank's tokens stand: the r-th part from the start and from the end."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if not is_balanced:
+        return torch.arange(length).chunk(world)[rank]
+    parts = torch.arange(length).chunk(2 * world)
+    return torch.cat([parts[rank], parts[2 * world - 1 - rank]])
+
+
+def mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def one(
+    what: str,
+    length: int = 64,
+    recipe: Any = None,
+    bound: float = 2e-6,
+    is_balanced: bool = True,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> None:
+    torch.manual_seed(0)
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    plain = hybridq.convert(Model(**options).to(dtype), least_width=0)
+    model = copy.deepcopy(plain)
+    ids, labels = batch(length)
+    heads = options.get("heads", HEADS)
+    angles = hybridq.RotaryPositionEmbedding(HIDDEN // heads)(length)
+    autocast = hybridq.autocast(recipe=recipe, enabled=recipe is not None)
+    with autocast:
+        want = plain(ids, angles)
+    expected = mean(want, labels)
+    expected.backward()
+    own = places(length, is_balanced and length % (2 * mesh.size()) == 0)
+    buffers = [ids, labels, angles]
+    before = [x.clone() for x in buffers]
+    with (
+        autocast,
+        context_parallel(
+            mesh, model, buffers=buffers, buffer_seq_dims=[1, 1, 0], load_balance=is_balanced
+        ),
+    ):
+        assert torch.equal(ids, before[0][:, own]), what
+        mine = model(ids, angles)
+        loss = sequence_loss(mine, labels, mesh)
+        loss.backward()
+    assert all(torch.equal(a, b) for a, b in zip(buffers, before, strict=True)), what
+    close(mine, want[:, own], bound, f"{what}: logits")
+    close(loss, expected, bound, f"{what}: loss")
+    check_gradients(model, plain, bound, what)
+
+
+def modules() -> None:
+    one("causal")
+    one("as many heads of keys", num_gqa_groups=4)
+    one("heads that the ranks do not divide", heads=1, num_gqa_groups=1)
+    one("parts in order", is_balanced=False)
+    one("a length that pairs of parts do not divide", length=15 * dist.get_world_size())
+    one("all", self_attn_mask_type="no_mask", is_balanced=False)
+    # A block's result is BF16 before it is merged: one rounding more than in one process.
+    one("BF16", dtype=torch.bfloat16, bound=3e-2)
+
+
+def recipes() -> None:
+    """Parts of a rank are whole blocks along tokens: 256 tokens on at most four ranks."""
+    # A rounding that goes the other way after an FP32 sum in another order is one code's step.
+    one("under mxfp8", length=256, recipe="mxfp8", bound=6e-2)
+    one("under mxfp8 forwards", length=256, recipe="mxfp8_fwd_high_precision_bwd", bound=6e-2)
+
+
+def transformers_models() -> None:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    sizes: dict[str, Any] = {
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    for name, more in (("LlamaConfig", {}), ("Qwen3Config", {"head_dim": 24})):
+        torch.manual_seed(0)
+        config = getattr(transformers, name)(**sizes, **more)
+        plain = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(6)
+        of_transformers(plain, name, None, 64, 5e-6)
+        if name == "LlamaConfig":
+            plain = hybridq.convert(plain, least_width=0)
+            of_transformers(plain, f"{name} under mxfp8", "mxfp8", 256, 6e-2)
+            model_faults(plain)
+
+
+def of_transformers(plain: Any, what: str, recipe: Any, length: int, bound: float) -> None:
+    plain.zero_grad()
+    model = copy.deepcopy(plain)
+    model.config = copy.deepcopy(plain.config)
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    ids, labels = batch(length, 96)
+    positions = torch.arange(length)[None]
+    with hybridq.autocast(recipe=recipe, enabled=recipe is not None):
+        want = plain(ids, position_ids=positions, use_cache=False).logits
+        mean(want, labels).backward()
+        buffers = [ids, labels, positions]
+        with context_parallel(mesh, model, buffers=buffers, buffer_seq_dims=[1, 1, 1]):
+            mine = model(ids, position_ids=positions).logits
+            loss = sequence_loss(mine, labels, mesh)
+            loss.backward()
+    assert model.config._attn_implementation == "sdpa"
+    close(mine, want[:, places(length, True)], bound, f"{what}: logits")
+    close(loss, mean(want, labels), bound, f"{what}: loss")
+    check_gradients(model, plain, 4 * bound, what)
+
+
+def model_faults(model: Any) -> None:
+    """What would be computed without the rest of the sequence is refused."""
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    ids, positions = batch(64, 96)[0], torch.arange(64)[None]
+    packed = positions % 32
+    buffers = [ids, positions, packed]
+    with context_parallel(mesh, model, buffers=buffers, buffer_seq_dims=[1, 1, 1]):
+        raises(ValueError, "position_ids must be given", lambda: model(ids))
+        given = {"position_ids": positions}
+        raises(ValueError, "0, 1, .* of the whole", lambda: model(ids, position_ids=packed))
+        raises(ValueError, "no labels", lambda: model(ids, labels=ids, **given))
+        mask = torch.ones_like(ids)
+        model(ids, attention_mask=mask, **given)
+        mask[0, 0] = 0
+        raises(ValueError, "no token may be", lambda: model(ids, attention_mask=mask, **given))
+    model = copy.deepcopy(model)
+    model.config = copy.deepcopy(model.config)
+    model.config.layer_types = ["sliding_attention", "full_attention"]
+
+    def enter() -> None:
+        with context_parallel(mesh, model, buffers=[ids], buffer_seq_dims=[1]):
+            pass
+
+    raises(ValueError, "must have full attention.*sliding_attention", enter)
+
+
+def raises(kind: type[BaseException], text: str, call: Any) -> None:
+    try:
+        call()
+    except kind as error:
+        assert re.search(text, str(error)), error
+    else:
+        raise AssertionError(f"nothing was raised: {text}")
+
+
+def faults() -> None:
+    """Ranks that disagree, what cannot be cut, and attention that no operator of the ring does."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = dist.init_device_mesh("cpu", (world,))
+    model = hybridq.convert(Model(), least_width=0)
+    sdpa = nn.functional.scaled_dot_product_attention
+
+    def enter(length: int = 4 * world, call: Any = None, recipe: Any = None, **options: Any) -> Any:
+        x = torch.randn(2, HEADS, length, 16)
+        given = {"buffers": [x], "buffer_seq_dims": [2], **options}
+        autocast = hybridq.autocast(recipe=recipe, enabled=recipe is not None)
+        with autocast, context_parallel(options.pop("mesh", mesh), model, **given):
+            return None if call is None else call(x)
+
+    raises(RuntimeError, "got the shapes of the inputs", lambda: enter(4 + rank))
+    raises(RuntimeError, "got the quantizer", lambda: enter(recipe=("mxfp8", "nvfp4")[rank % 2]))
+    raises(ValueError, "the ranks must divide the length", lambda: enter(4 * world + 1))
+    raises(ValueError, "a dimension of tokens", lambda: enter(buffer_seq_dims=[]))
+    raises(ValueError, "must be one of", lambda: enter(buffer_seq_dims=[4]))
+    both = {"buffers": [torch.zeros(8), torch.zeros(16)], "buffer_seq_dims": [0, 0]}
+    raises(ValueError, "equally many tokens", lambda: enter(**both))
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    raises(ValueError, "no mask", lambda: enter(call=lambda x: sdpa_of(x, attn_mask=mask)))
+    raises(ValueError, "got is_causal=False.*load_balance", lambda: enter(call=sdpa_of))
+    drops = {"dropout_p": 0.5, "is_causal": True}
+    raises(ValueError, "no dropout on a CPU", lambda: enter(call=lambda x: sdpa_of(x, **drops)))
+
+    def other_width(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x[..., :8], is_causal=True)
+
+    raises(RuntimeError, "No (available|viable)", lambda: enter(call=other_width))
+    assert nn.functional.scaled_dot_product_attention is sdpa
+    enter(call=lambda x: sdpa_of(x, is_causal=True))  # and all goes on
+
+
+def sdpa_of(x: torch.Tensor, **options: Any) -> torch.Tensor:
+    return nn.functional.scaled_dot_product_attention(x, x, x, **options)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main(globals())
