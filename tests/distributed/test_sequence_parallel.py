@@ -20,5 +20,5 @@ def test_ranks_that_disagree(tmp_path) -> None:
 
 @pytest.mark.more
 def test_four_ranks_are_one_process(tmp_path) -> None:
-    names = ("masks", "recipes", "cross", "helper", "faults")
+    names = ("masks", "recipes", "cross", "helper", "faults", "demo")
     run(4, tmp_path / "store", *names, program=PROGRAM)

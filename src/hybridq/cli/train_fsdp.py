@@ -27,7 +27,7 @@ _TIMEOUT = timedelta(minutes=5)
 """After it, ranks stop waiting for one that has died."""
 
 _PARALLEL_BOUND = 0.01
-"""Relative, of validation losses: tensor parallelism adds in another order, in BF16."""
+"""Relative, of validation losses: ranks that share a sample add in another order, in BF16."""
 
 _Count = Annotated[int, typer.Option(min=1)]
 
@@ -64,12 +64,20 @@ def train_fsdp(
     tp: Annotated[
         int, typer.Option(min=1, help="Tensor-parallel ranks, each with a part of every matrix.")
     ] = 1,
+    sp: Annotated[
+        int, typer.Option(min=1, help="Ranks that share sequences, each with a part of them.")
+    ] = 1,
 ) -> None:
     """Train the demo's model on several ranks under FSDP2, then the same in one process.
 
-    Run by torchrun on CPUs. Both must come to the same validation loss, with --tp within 1 in 100;
-    the last line says so, and what travelled.
+    Run by torchrun on CPUs. Both must come to the same validation loss, with --tp or --sp within 1
+    in 100; the last line says so, and what travelled.
     """
+    if sp > 1 and (tp > 1 or sequence % sp or heads % sp):
+        raise typer.BadParameter(
+            "train-fsdp: sp must divide the sequence and the heads, without tp, got "
+            f"sp={sp} with sequence={sequence}, heads={heads}, tp={tp}"
+        )
     if tp > 1 and modules != _TRAIN.modules:
         raise typer.BadParameter(
             f"train-fsdp: tp takes modules {_TRAIN.modules!r} alone, got {modules!r}"
@@ -94,18 +102,18 @@ def train_fsdp(
     torch.set_num_threads(threads)
     # Nothing of the demo runs slowly for it.
     give_no_advice()
-    world, rank = _join(batch, tp)
+    world, rank = _join(batch, tp * sp)
     from ..demo.fsdp import InTurnTrainer, ShardedTrainer  # needs a torch with torch.distributed
 
-    plain = ShardedTrainer(config, BASELINE, corpus, tp)
+    plain = ShardedTrainer(config, BASELINE, corpus, tp, sp)
     for _ in zip(range(COUNTED_STEP + 1), plain.steps(), strict=False):
         pass  # for what BF16 sends in a step
-    sharded = ShardedTrainer(config, recipe, corpus, tp)
+    sharded = ShardedTrainer(config, recipe, corpus, tp, sp)
     _follow(f"{recipe} on {world} ranks", sharded.steps(), rank == 0, steps)
     _leave()
     if rank:
         return
-    alone = InTurnTrainer(config, recipe, corpus, world // tp)
+    alone = InTurnTrainer(config, recipe, corpus, world // (tp * sp))
     _follow(f"{recipe} in one process", alone.steps(), True, steps)
     if sharded.validation_loss is None or alone.validation_loss is None:
         typer.echo("train-fsdp: the loss must be finite, got one that is not")
@@ -116,7 +124,7 @@ def train_fsdp(
         + _traffic_text(sharded.traffic, plain.traffic)
     )
     difference = abs(sharded.validation_loss / alone.validation_loss - 1)
-    if difference > _PARALLEL_BOUND if tp > 1 else losses[0] != losses[1]:
+    if difference > _PARALLEL_BOUND if tp * sp > 1 else losses[0] != losses[1]:
         raise typer.Exit(1)
 
 
@@ -128,8 +136,11 @@ def _traffic_text(traffic: Traffic, bf16: Traffic) -> str:
     )
 
 
-def _join(batch: int, tp: int) -> tuple[int, int]:
-    """Join the group that torchrun has started; return its size and the own rank."""
+def _join(batch: int, shared: int) -> tuple[int, int]:
+    """Join the group that torchrun has started, `shared` ranks of which have one micro-batch.
+
+    Returns its size and the own rank.
+    """
     found = torch.distributed.is_available() and torch.distributed.is_gloo_available()
     if not found:
         raise typer.BadParameter("train-fsdp: torch must have gloo, got a build without it")
@@ -142,10 +153,12 @@ def _join(batch: int, tp: int) -> tuple[int, int]:
         )
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     world, rank = dist.get_world_size(), dist.get_rank()
-    if world % tp:
+    if world % shared:
         _leave()
-        raise typer.BadParameter(f"train-fsdp: tp must divide the ranks, got {tp} of {world}")
-    if world < 2 or batch % (world // tp):
+        raise typer.BadParameter(
+            f"train-fsdp: tp and sp must divide the ranks, got {shared} of {world}"
+        )
+    if world < 2 or batch % (world // shared):
         _leave()
         raise typer.BadParameter(
             f"train-fsdp: ranks must be two or more and divide the batch, got {world} with a "

@@ -2,7 +2,8 @@
 
 Both train on the same micro-batches with the same seeds, hold FP32 parameters, compute in BF16 and
 reduce gradients in FP32 in the order of the ranks, so that they agree bit for bit. With tensor
-parallelism beside it, they agree within the order of sums: weight planes are the same bits still.
+parallelism beside it, or ranks that share sequences, they agree within the order of sums: weight
+planes are the same bits still.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ..converters import convert
-from ..distributed import prepare_fsdp2
+from ..distributed import prepare_fsdp2, sequence_loss, sequence_parallel
 from ..estimate import Traffic, count_traffic
 from ..nn import Linear
 from ..recipes import autocast, get
@@ -131,6 +132,9 @@ class _Trainer:
         torch.manual_seed(seed)
         with autocast(enabled=self.recipe is not None, recipe=self.recipe):
             logits = self.model(x)
+        return self._mean(logits, y)
+
+    def _mean(self, logits: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
 
     def _seed(self, step: int, rank: int) -> int:
@@ -174,12 +178,16 @@ class ShardedTrainer(_Trainer):
     Args:
         config, recipe, corpus: as for `_Trainer`, whose `world` are the data-parallel ranks.
         tp: how many ranks share a micro-batch, and each have a part of every block's matrices.
+        sp: how many ranks share a micro-batch, and each have a part of every sequence; tp is 1.
     """
 
-    def __init__(self, config: TrainConfig, recipe: str, corpus: Corpus, tp: int = 1) -> None:
-        world = dist.get_world_size() // tp
+    def __init__(
+        self, config: TrainConfig, recipe: str, corpus: Corpus, tp: int = 1, sp: int = 1
+    ) -> None:
+        world = dist.get_world_size() // (tp * sp)
         super().__init__(config, recipe, corpus, world)
         self.rank, self._group, self._tp_group = dist.get_rank(), None, None
+        self._sp_mesh: Any = None
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         sharding: dict[str, Any] = {"mp_policy": policy}
         if tp > 1:  # else all ranks are one group, which is there
@@ -187,6 +195,11 @@ class ShardedTrainer(_Trainer):
             self.rank, self._group = mesh.get_local_rank("dp"), mesh.get_group("dp")
             self._tp_group, sharding["mesh"] = mesh.get_group("tp"), mesh["dp"]
             parallelize_module(self.model, mesh["tp"], _parallel_plan(self.model))
+        if sp > 1:  # FSDP2 shards over all ranks, whose mean is the gradient
+            mesh = init_device_mesh("cpu", (world, sp), mesh_dim_names=("dp", "sp"))
+            self.rank, self._group = mesh.get_local_rank("dp"), mesh.get_group("dp")
+            self._sp_mesh = mesh["sp"]
+            sequence_parallel(self.model, self._sp_mesh)
         model: Any = prepare_fsdp2(self.model)
         for block in model.blocks:
             fully_shard(block, **sharding)
@@ -199,14 +212,33 @@ class ShardedTrainer(_Trainer):
     def _gradients(
         self, step: int, micro: list[tuple[Tensor, Tensor]]
     ) -> tuple[list[float], list[float]]:
-        loss = self._loss(self._seed(step, self.rank), *micro[self.rank])
+        seed = self._seed(step, self.rank)
+        if self._sp_mesh is not None:  # each rank's own random bits
+            seed += self._sp_mesh.get_local_rank() << 48
+        loss = self._loss(seed, *self._own(*micro[self.rank]))
         torch.autograd.backward(loss)
         return self._gathered(loss.item()), self._gathered(self._own_square())
+
+    def _own(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        """Return this rank's part of sequences and of their labels, which are shifted already."""
+        if self._sp_mesh is None:
+            return [x, y]
+        place, size = self._sp_mesh.get_local_rank(), self._sp_mesh.size()
+        return [each.chunk(size, 1)[place] for each in (x, y)]
+
+    def _mean(self, logits: Tensor, y: Tensor) -> Tensor:
+        if self._sp_mesh is None:
+            return super()._mean(logits, y)
+        return sequence_loss(logits, y, self._sp_mesh)
 
     def _own_square(self) -> float:
         """Return the sum of squares of this rank's shards of gradients, of all their parts."""
         found: list[Any] = [p.grad for p in self.model.parameters() if p.grad is not None]
         whole = _square(grad.to_local() for grad in found if grad.device_mesh.ndim == 1)
+        if self._sp_mesh is not None:
+            total = torch.tensor([whole], dtype=torch.float64)
+            dist.all_reduce(total, group=self._sp_mesh.get_group())
+            return total.item()
         if self._tp_group is None:
             return whole
         parts = _square(grad.to_local() for grad in found if grad.device_mesh.ndim > 1)
@@ -235,7 +267,7 @@ class ShardedTrainer(_Trainer):
         for start in range(0, len(held_out), self.world):
             # All ranks must join every gather: one without a batch takes the last once more.
             index = min(start + self.rank, len(held_out) - 1)
-            losses += self._gathered(self._loss(index, *held_out[index]).item())
+            losses += self._gathered(self._loss(index, *self._own(*held_out[index])).item())
         model: Any = self.model
         model.reshard()  # the root stays gathered after a forward
         return sum(losses[: len(held_out)]) / len(held_out)

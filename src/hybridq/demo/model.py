@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..nn.autograd import plain_attention, plain_linear
+from ..nn.modules.exchange import SequenceExchange
 from .moe import MixtureOfExperts
 
 VOCABULARY_SIZE = 256
@@ -101,10 +102,13 @@ class Rotary(nn.Module):
         self.register_buffer("cos", torch.cat((angle.cos(), angle.cos()), -1), persistent=False)
         self.register_buffer("sin", torch.cat((-angle.sin(), angle.sin()), -1), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Rotate ``x [..., length, head_size]``; dtype and shape are kept."""
+    def forward(self, x: Tensor, exchange: SequenceExchange | None = None) -> Tensor:
+        """Rotate ``x [..., length, head_size]``, a rank's part; dtype and shape are kept."""
         length, head_size = x.shape[-2:]
-        cos, sin = self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)
+        cos, sin = self.cos[:length], self.sin[:length]
+        if exchange is not None:
+            cos, sin = (exchange.own_angles(table, length) for table in (self.cos, self.sin))
+        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
         return x * cos + x.roll(head_size // 2, -1) * sin
 
 
@@ -113,19 +117,32 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, linear: type[nn.Linear]) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.num_attention_heads = self.num_gqa_groups = config.heads
+        #: Set where ranks share sequences (``hybridq.distributed.sequence_parallel``).
+        self.exchange: SequenceExchange | None = None
         self.qkv = linear(config.hidden, 3 * config.hidden, bias=False)
         self.out = linear(config.hidden, config.hidden, bias=False)
         self.rotary = Rotary(config)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, hidden = x.shape
-        heads = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        heads = (
+            self.qkv(x).view(batch, length, 3, self.num_attention_heads, -1).permute(2, 0, 3, 1, 4)
+        )
         query, key, value = heads.unbind(0)
-        query, key = self.rotary(query), self.rotary(key)
-        mixed = plain_attention(query, key, value, is_causal=True)
+        query, key = self.rotary(query, self.exchange), self.rotary(key, self.exchange)
+        if self.exchange is None:
+            mixed = plain_attention(query, key, value, is_causal=True)
+        else:
+            mixed = self.exchange.attend(_causal, query, key, value, None)
         result: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, hidden))
         return result
+
+
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_grouped: bool
+) -> Tensor:
+    return plain_attention(query, key, value, is_causal=True)
 
 
 class FeedForward(nn.Module):

@@ -13,16 +13,17 @@ PROGRAM = "sequence_hf_program.py"
 
 def test_two_ranks_are_one_process(tmp_path) -> None:
     names = ("models=llama, one head of keys+gemma4", "recipes=llama", "masks=gemma3", "faults")
+    names = (*names, "hybrids=llama")
     run(2, tmp_path / "store", *names, program=PROGRAM)
 
 
 @pytest.mark.more
 def test_two_ranks_more(tmp_path) -> None:
-    names = ("models", "recipes", "masks", "others")
+    names = ("models", "recipes", "hybrids", "masks", "others")
     run(2, tmp_path / "store", *names, program=PROGRAM)
 
 
 @pytest.mark.more
 def test_four_ranks_are_one_process(tmp_path) -> None:
-    names = ("models", "recipes", "masks", "others", "faults")
+    names = ("models", "recipes", "hybrids", "masks", "others", "faults")
     run(4, tmp_path / "store", *names, program=PROGRAM)

@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 
 from torch import nn
 
-from ...nn import MultiheadAttention
+from ...nn.modules.exchange import SharedAttention
 from .comparison import Comparison
 from .exchange import HeadExchange, copies_of_heads
 from .mesh import exchange_of
@@ -31,9 +31,11 @@ def sequence_parallel(model: _Module, mesh: Any = None, *, communication: Any = 
     arrive. Before each forward ranks compare the shapes of its inputs and the recipe in force.
 
     Of `hybridq.MultiheadAttention` and `TransformerLayer`, masks and rotary angles are of the whole
-    sequence. A model of transformers is changed by `hybridq.integrations.transformers`: its text
-    model attends by `ulysses_...` around the implementation that it had, and its loss is that of
-    all ranks. See docs/guides/long-sequences.md.
+    sequence. A module of your own takes part if it has the attributes `exchange` (None),
+    `num_attention_heads` and `num_gqa_groups`, and calls `exchange.attend` where one is set. A
+    model of transformers is changed by `hybridq.integrations.transformers`: its text model attends
+    by `ulysses_...` around the implementation that it had, and its loss is that of all ranks. See
+    docs/guides/long-sequences.md.
 
     Args:
         model: one that has attention modules of hybridq, or of transformers; or one inside of it.
@@ -70,7 +72,7 @@ def sequence_parallel(model: _Module, mesh: Any = None, *, communication: Any = 
             f"sequence_parallel: model must be an nn.Module, got {type(given).__name__}"
         )
     exchange = exchange_of("sequence_parallel", mesh, communication)
-    own = [one for one in model.modules() if isinstance(one, MultiheadAttention)]
+    own = [one for one in model.modules() if isinstance(one, SharedAttention)]
     foreign = [(one, path) for one in model.modules() if (path := library_of(one)) is not None]
     if not own and not foreign:
         raise ValueError(
@@ -101,7 +103,7 @@ def library_of(module: nn.Module) -> str | None:
     return None
 
 
-def _share(attention: MultiheadAttention, exchange: HeadExchange) -> None:
+def _share(attention: SharedAttention, exchange: HeadExchange) -> None:
     heads, groups = attention.num_attention_heads, attention.num_gqa_groups
     copies_of_heads(heads, groups, exchange.world)
     if attention.exchange is not None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["SequenceExchange"]
+__all__ = ["SequenceExchange", "SharedAttention"]
 
 #: Queries, keys, values and a mask, to the mixed values.
 Attend = Callable[
@@ -49,7 +49,22 @@ class SequenceExchange(Protocol):
         """Return the rows of this rank's part.
 
         Args:
-            angles: `[at least the whole length, 1, 1, features]`.
+            angles: `[at least the whole length, ...]`.
             length: of the part.
         """
         ...
+
+
+@runtime_checkable
+class SharedAttention(Protocol):
+    """A module whose attention can see sequences that lie on several ranks, by these attributes.
+
+    Attributes:
+        exchange: None; where ranks share sequences, what the module's forward calls `attend` of.
+        num_attention_heads: heads of queries.
+        num_gqa_groups: heads of keys and values.
+    """
+
+    exchange: SequenceExchange | None
+    num_attention_heads: int
+    num_gqa_groups: int
