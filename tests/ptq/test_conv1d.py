@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 import hybridq
-from checkpoint_tools import assert_same_planes, convert
+from checkpoint_tools import assert_same_planes, convert, digests
+from export_tools import run
 from hybridq.ptq import Selection
 
 WIDTH = 32
@@ -118,23 +119,50 @@ def test_a_model_in_memory_is_refused_as_its_files_are(layout, tmp_path) -> None
     assert not (tmp_path / "out").exists()
 
 
+def gpt2(recipe):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 64, "vocab_size": 96, "n_positions": 16}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    return hybridq.quantize_model(transformers.GPT2LMHeadModel(config).eval(), recipe)
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "fp8"])
+def test_quantized_ones_keep_their_planes(format, tmp_path) -> None:
+    """In the layout hybridq: bytes of the model's planes, and its outputs from what is loaded."""
+    transformers = pytest.importorskip("transformers")
+    model = gpt2(hybridq.recipe(fprop=format))
+    options = {"layout": "hybridq", "format": hybridq.quantizer(format, None)}
+    run(model, tmp_path / "out", **options)
+    found = hybridq.load_checkpoint(tmp_path / "out")
+    own = {
+        name: value
+        for name, value in model.state_dict().items()
+        if isinstance(value, hybridq.QuantizedTensor)
+    }
+    assert len(own) == 4
+    for name, weight in own.items():
+        plane = weight.tensor_storage.columnwise
+        assert weight.tensor_storage.rowwise is None and plane is not None
+        got = found[name].tensor_storage
+        assert got.rowwise is None
+        assert all(map(torch.equal, got.columnwise.tensors, plane.tensors))
+    run(tmp_path / "out", tmp_path / "again", **options)
+    file = "model.safetensors"
+    assert digests(tmp_path / "again")[file] == digests(tmp_path / "out")[file]
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a weight of another format would be quantized again
+        hybridq.quantize_model(back, hybridq.recipe(fprop=format))
+    ids = torch.arange(12)[None]
+    assert torch.equal(back(ids).logits, model(ids).logits)
+
+
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
 def test_quantized_ones_are_refused_by_name(layout, tmp_path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        n_layer=1,
-        n_head=2,
-        n_embd=64,
-        vocab_size=96,
-        n_positions=16,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    model = transformers.GPT2LMHeadModel(config).eval()
-    hybridq.quantize_model(model, "mxfp8")
+    model = gpt2("mxfp8")
     with pytest.raises(hybridq.CheckpointError, match=r"c_attn.*keeps it as \[in, out\].*bf16"):
         hybridq.export(model, tmp_path / "out", layout=layout)
-    hybridq.export(model, tmp_path / "plain", layout="bf16")
+    assert not run(model, tmp_path / "plain", layout="bf16").warnings
     back = hybridq.load_checkpoint(tmp_path / "plain")
     weight = model.transformer.h[0].attn.c_attn.weight
     assert torch.equal(back["transformer.h.0.attn.c_attn.weight"], weight.dequantize().bfloat16())

@@ -9,12 +9,11 @@ Source: transformers, `pytorch_utils.Conv1D`, and the models that use it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any, Final
 
 from .header import Entry
 
-__all__ = ["are_transposed", "is_module_of_kind", "transposed", "uses_conv1d"]
+__all__ = ["are_transposed", "is_module_of_kind", "uses_conv1d"]
 
 #: `model_type` of the models that use it.
 _MODELS: Final = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp_decoder"}
@@ -42,22 +41,11 @@ def are_transposed(entries: Iterable[Entry], is_known: bool) -> bool:
     nothing, the configuration does.
 
     Args:
-        entries: of the whole checkpoint.
+        entries: of the whole checkpoint, those of quantized weights with the weights' own shapes.
         is_known: `uses_conv1d` of the model's configuration.
     """
     votes = [vote for entry in entries if (vote := _vote(entry)) is not None]
     return all(votes) if votes else is_known
-
-
-def transposed(entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    """Return the entries of a file, with the weights of such modules marked.
-
-    Args:
-        entries: of the file.
-    """
-    return tuple(
-        replace(one, is_transposed=True) if is_module_of_kind(one) else one for one in entries
-    )
 
 
 def _module(entry: Entry) -> str:

@@ -16,7 +16,7 @@ from .options import ConvertOptions
 from .outcome import Conversion
 from .run import Run
 from .select import Selection
-from .source import SUFFIX, marked, open_source
+from .source import SUFFIX, open_source
 from .training import TrainingScheme
 
 __all__ = ["check_paths", "convert_checkpoint"]
@@ -67,7 +67,7 @@ def convert_checkpoint(
     options = options or ConvertOptions()
     observer = observer or Observer()
     check_paths(Path(source), Path(target))
-    opened = marked(open_source(source))
+    opened = open_source(source)
     scheme = TrainingScheme(chosen, find(opened), refuses_own=True)
     run = Run(opened, Path(target), scheme, options, observer)
     run.convert()

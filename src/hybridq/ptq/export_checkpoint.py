@@ -16,7 +16,6 @@ from ..layouts import HYBRIDQ, Layout, get, names
 from ..quantizers import Quantizer
 from ..recipes import Recipe
 from .choice import choice_of
-from .conv1d import are_transposed, is_module_of_kind, uses_conv1d
 from .convert import check_paths
 from .draft import CheckpointScheme
 from .exporting import ExportScheme
@@ -30,7 +29,7 @@ from .plain import PLAIN_LAYOUTS, PlainScheme
 from .run import Run
 from .scales import Scales
 from .select import Selection
-from .source import CONFIG, marked, open_source
+from .source import CONFIG, open_source
 from .training import TrainingScheme
 
 __all__ = ["export"]
@@ -103,11 +102,11 @@ def export(
     observer = observer or Observer()
     options = options or ConvertOptions()
     if isinstance(source, nn.Module):
-        opened = marked(source_of(source))
+        opened = source_of(source)
         word = word_of(source)
     else:
         check_paths(Path(source), Path(target))
-        opened = marked(open_source(source))
+        opened = open_source(source)
         word = None
     found = find(opened, None if source_layout is None else get(source_layout))
     scheme: CheckpointScheme
@@ -172,9 +171,8 @@ def _refuse_transposed(found: Found, layout: Layout) -> None:
     Raises:
         CheckpointError: one is of a model that keeps it as `[in, out]`.
     """
-    weights = [one.entry for one in found.weights.values() if is_module_of_kind(one.entry)]
-    every = [entry for shard in found.source.shards for entry in shard.header.entries]
-    if weights and are_transposed((*weights, *every), uses_conv1d(found.config)):
+    weights = [one.entry for one in found.weights.values() if one.entry.is_transposed]
+    if weights:
         raise CheckpointError(
             f"export: {weights[0].name} is quantized, and its model keeps it as [in, out], which "
             f"readers of {layout.name} do not expect; export the model as it was before it was "

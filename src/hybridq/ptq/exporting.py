@@ -16,8 +16,9 @@ from .choice import Choice
 from .decoding import decoded
 from .draft import CheckpointScheme, Draft, Output, copied, fixed
 from .exact import can_be_exact
-from .found import HF_QUANT_CONFIG, QUANTIZATION, Found, Weight, without_quantization
+from .found import HF_QUANT_CONFIG, Found, Weight
 from .header import Entry, dtype_name
+from .model_config import QUANTIZATION, without_quantization
 from .pieces import Piece, expert_pieces, is_expert_stack, piece_of
 from .record import Record, without_records
 from .scales import Scales

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -19,40 +19,29 @@ from ..layouts import (
     check_inputs_are_plain,
     detect,
 )
+from .conv1d import are_transposed, is_module_of_kind, uses_conv1d
 from .disk import is_there, reading
 from .files import read_json
 from .header import TORCH_DTYPES, Entry, dtype_name
-from .model_config import FILE_ENTRY, REFUSAL
+from .model_config import says_quantized, value_dtype
 from .record import Record, read_records
 from .source import Shard, Source
 from .views import PlaneView, Stored
 
 __all__ = [
     "HF_QUANT_CONFIG",
-    "QUANTIZATION",
     "Found",
     "Weight",
     "find",
     "hf_quant_config",
-    "says_quantized",
-    "value_dtype",
-    "without_quantization",
 ]
 
 #: Where ModelOpt's checkpoints say how they are quantized.
 HF_QUANT_CONFIG: Final = "hf_quant_config.json"
-#: The entry of `config.json` that says it in all others.
-QUANTIZATION: Final = "quantization_config"
-#: The part of a configuration of several models that is of the one for text.
-_TEXT: Final = "text_config"
 #: dtypes that quantized weights are kept in.
 _CODES: Final = {"U8", "I8", "F8_E4M3", "F8_E5M2", "F4"}
-#: What a configuration calls its tensors' dtype.
-_DTYPES: Final = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+#: The plane for the forward of a weight `[out, in]`, and the other.
+_ROW_FIRST: Final[tuple[Direction, ...]] = (ROWWISE, COLUMNWISE)
 
 
 @dataclass(frozen=True)
@@ -95,6 +84,7 @@ class Found:
         weights: what is quantized, by the name of the tensor that holds its codes.
         parts: names of all tensors that a weight, or a scale of activations, stands in.
         scalars: scales of activations, by name.
+        has_conv1d: the model keeps the weights of `conv1d` as `[in, out]`; their entries say so.
     """
 
     source: Source
@@ -103,6 +93,7 @@ class Found:
     weights: Mapping[str, Weight]
     parts: frozenset[str]
     scalars: Mapping[str, tuple[Shard, Entry]]
+    has_conv1d: bool = False
 
     def items(self, shard: Shard) -> Iterator[Entry | Weight]:
         """Yield the tensors and weights of a file in their order.
@@ -115,7 +106,7 @@ class Found:
             if weight is not None:
                 yield weight
             elif entry.name not in self.parts:
-                yield entry
+                yield _marked(entry, self.has_conv1d)
 
 
 def find(source: Source, layout: Layout | None = None) -> Found:
@@ -148,80 +139,68 @@ def find(source: Source, layout: Layout | None = None) -> Found:
     elif layout is None and (says_quantized(config) or _has_codes(source)):
         layout = detect(config, infos, hf_quant_config(source))
     if layout is None or (layout is HYBRIDQ and not records):
-        return Found(source, config, None, {}, frozenset(), {})
-    out = value_dtype(config)
-    weights: dict[str, Weight] = {}
-    parts: set[str] = set()
+        has_conv1d = _has_conv1d(config, entries, {})
+        return Found(source, config, None, {}, frozenset(), {}, has_conv1d)
     scalars: dict[str, tuple[Shard, Entry]] = {}
     if layout is HYBRIDQ:
-        for record in records.values():
-            own = _of_record(record, entries, source)
-            weights[_codes(own)] = own
-            parts.update(entry.name for _, entry in own.view.entries)
-            parts.update(one.name for one in record.stored())
+        parts = {one.name for record in records.values() for one in record.stored()}
+        plain = {name: place for name, place in entries.items() if name not in parts}
+        shapes = {record.name: record.shape for record in records.values()}
+        has_conv1d = _has_conv1d(config, plain, shapes)
+        made = [_of_record(one, entries, source, has_conv1d) for one in records.values()]
     else:
-        for stored in layout.find(infos).values():
-            own = _of_stored(stored, entries, out)
-            weights[_codes(own)] = own
-            parts.update(one.name for one in stored.tensors)
-            module = stored.name.removesuffix(".weight")
-            for scalar in () if stored.scheme.input is None else (stored.scheme.input,):
-                name = scalar.name.format(module=module)
-                if name in entries:
-                    scalars[name] = entries[name]
-        ends = {one.name.partition("}")[2] for kind in layout.kv.values() for one in kind}
-        scalars |= {
-            name: place for name, place in entries.items() if name.endswith(tuple(ends)) and ends
-        }
-    return Found(source, config, layout, weights, frozenset(parts | set(scalars)), scalars)
+        found = layout.find(infos).values()
+        parts = {one.name for stored in found for one in stored.tensors}
+        plain = {name: place for name, place in entries.items() if name not in parts}
+        has_conv1d = _has_conv1d(config, plain, {stored.name: stored.shape for stored in found})
+        out = value_dtype(config)
+        made = [_of_stored(stored, entries, out, has_conv1d) for stored in found]
+        scalars = _scalars(layout, found, entries)
+    weights = {one.view.buffers["data"].entry.name: one for one in made}
+    every = frozenset(parts | set(scalars))
+    return Found(source, config, layout, weights, every, scalars, has_conv1d)
 
 
-def value_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype that a model's weights have when they are not quantized.
-
-    Args:
-        config: of the model; BF16 where it says nothing.
-    """
-    for own in (config, config.get(_TEXT)):
-        if isinstance(own, Mapping):
-            said = own.get("dtype", own.get("torch_dtype"))
-            if said in _DTYPES:
-                return _DTYPES[said]
-    return torch.bfloat16
-
-
-def says_quantized(config: Mapping[str, Any]) -> bool:
-    """Return whether a model's configuration, or that of the text in it, says how it is quantized.
+def _has_conv1d(
+    config: Mapping[str, Any],
+    plain: Mapping[str, tuple[Shard, Entry]],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> bool:
+    """Return whether a model keeps the weights of `conv1d` as `[in, out]`.
 
     Args:
-        config: what `config.json` holds.
+        config: of the model.
+        plain: its tensors that are not quantized.
+        shapes: of its weights that are.
     """
-    text = config.get(_TEXT)
-    return QUANTIZATION in config or (isinstance(text, Mapping) and QUANTIZATION in text)
+    weights = [Entry(name, "", shape, 0, 0) for name, shape in shapes.items()]
+    return are_transposed((*weights, *(entry for _, entry in plain.values())), uses_conv1d(config))
 
 
-def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's configuration without what is said of quantization.
+def _marked(entry: Entry, has_conv1d: bool) -> Entry:
+    """Return an entry, which says whether its model keeps it as `[in, out]`."""
+    return replace(entry, is_transposed=True) if has_conv1d and is_module_of_kind(entry) else entry
 
-    Args:
-        config: what `config.json` holds.
-    """
-    made = {key: value for key, value in config.items() if key != QUANTIZATION}
-    text = made.get(_TEXT)
-    if isinstance(text, Mapping):
-        made[_TEXT] = {key: value for key, value in text.items() if key != QUANTIZATION}
-    if made.get(FILE_ENTRY) == REFUSAL:
-        del made[FILE_ENTRY]
-    return made
+
+def _scalars(
+    layout: Layout,
+    found: Iterable[StoredWeight],
+    entries: Mapping[str, tuple[Shard, Entry]],
+) -> dict[str, tuple[Shard, Entry]]:
+    """Return the scales of inputs and of KV caches, by name."""
+    inputs = [
+        one.scheme.input.name.format(module=one.name.removesuffix(".weight"))
+        for one in found
+        if one.scheme.input is not None
+    ]
+    ends = tuple(one.name.partition("}")[2] for kind in layout.kv.values() for one in kind)
+    caches = [name for name in entries if ends and name.endswith(ends)]
+    return {name: entries[name] for name in (*inputs, *caches) if name in entries}
 
 
 def _has_codes(source: Source) -> bool:
     """Return whether any tensor is of a dtype that codes have."""
     return any(entry.dtype in _CODES for shard in source.shards for entry in shard.header.entries)
-
-
-def _codes(weight: Weight) -> str:
-    return weight.view.buffers["data"].entry.name
 
 
 def hf_quant_config(source: Source) -> Mapping[str, Any] | None:
@@ -253,7 +232,10 @@ def _records(source: Source) -> dict[str, Record]:
 
 
 def _of_stored(
-    stored: StoredWeight, entries: Mapping[str, tuple[Shard, Entry]], out: torch.dtype
+    stored: StoredWeight,
+    entries: Mapping[str, tuple[Shard, Entry]],
+    out: torch.dtype,
+    has_conv1d: bool,
 ) -> Weight:
     buffers = {}
     for one in stored.tensors:
@@ -264,13 +246,16 @@ def _of_stored(
     )
     shard, codes = entries[stored.tensors[0].name]
     entry = Entry(stored.name, dtype_name(out), stored.shape, codes.begin, codes.end)
-    return Weight(entry, shard, view, stored, None)
+    return Weight(_marked(entry, has_conv1d), shard, view, stored, None)
 
 
 def _of_record(
-    record: Record, entries: Mapping[str, tuple[Shard, Entry]], source: Source
+    record: Record,
+    entries: Mapping[str, tuple[Shard, Entry]],
+    source: Source,
+    has_conv1d: bool,
 ) -> Weight:
-    """Return a weight of hybridq's own: its rowwise plane, or the other where there is no such."""
+    """Return a weight of hybridq's own: its plane for the forward, or the other if it has one."""
     for one in record.stored():
         place = entries.get(one.name)
         asked = f"{dtype_name(one.dtype)} {list(one.shape)}"
@@ -280,10 +265,14 @@ def _of_record(
             raise CheckpointError(
                 f"checkpoint: {path} must hold {one.name!r} as {asked}, got {found}"
             )
-    direction: Direction = ROWWISE if record.row is not None else COLUMNWISE
-    spec = record.row if record.row is not None else record.col
-    if spec is None:
+    shape = record.shape
+    entry = _marked(Entry(record.name, dtype_name(record.dtype), shape, 0, 0), has_conv1d)
+    ways: tuple[Direction, ...] = (COLUMNWISE, ROWWISE) if entry.is_transposed else _ROW_FIRST
+    planes = {way: spec for way, spec, _ in record.plane_buffers()}
+    if not planes:
         raise CheckpointError(f"checkpoint: {record.name!r} of {source.path} has no plane")
+    direction = next(way for way in ways if way in planes)
+    spec = planes[direction]
     buffers = {
         one.buffer: Stored(*entries[one.name], one.dtype)
         for one in record.stored()
@@ -291,8 +280,6 @@ def _of_record(
     }
     rows, cols = record.matrix
     base = rows if direction == ROWWISE else cols
-    view = PlaneView(spec, direction, record.shape, buffers, torch.float32, base_rows=base)
+    view = PlaneView(spec, direction, shape, buffers, torch.float32, base_rows=base)
     shard, codes = entries[buffers["data"].entry.name]
-    dtype = dtype_name(record.dtype)
-    entry = Entry(record.name, dtype, record.shape, codes.begin, codes.end)
-    return Weight(entry, shard, view, None, record)
+    return Weight(replace(entry, begin=codes.begin, end=codes.end), shard, view, None, record)

@@ -25,8 +25,8 @@ from ..errors import CheckpointError
 from ..quantizers import Quantizer
 from ..tensor import QuantizedTensor, is_quantized
 from .files import as_bytes
-from .found import without_quantization
 from .header import Entry, Header, dtype_name
+from .model_config import without_quantization
 from .record import METADATA_KEY, Record, records_text
 from .source import CONFIG, SINGLE, Opened, Shard, Source
 

@@ -14,11 +14,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+import torch
+
 from ..recipes import get
 from ..recipes.as_text import text_of
 from .select import Selection
 
-__all__ = ["CONFIG_VERSION", "FILE_ENTRY", "METHOD", "REFUSAL", "with_quantization"]
+__all__ = [
+    "CONFIG_VERSION",
+    "FILE_ENTRY",
+    "METHOD",
+    "QUANTIZATION",
+    "REFUSAL",
+    "says_quantized",
+    "value_dtype",
+    "with_quantization",
+    "without_quantization",
+]
 
 #: What the entry calls the method.
 METHOD: Final = "hybridq"
@@ -27,7 +39,16 @@ CONFIG_VERSION: Final = 1
 #: The entry of a configuration that names the file of weights, and what ours says there.
 FILE_ENTRY: Final = "transformers_weights"
 REFUSAL: Final = "import hybridq.integrations.transformers before from_pretrained"
-_ENTRY: Final = "quantization_config"
+#: The entry that says how the weights are quantized.
+QUANTIZATION: Final = "quantization_config"
+#: The part of a configuration of several models that is of the one for text.
+_TEXT: Final = "text_config"
+#: What a configuration calls its tensors' dtype.
+_DTYPES: Final = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def with_quantization(config: Mapping[str, Any], selection: Selection) -> dict[str, Any] | None:
@@ -42,7 +63,7 @@ def with_quantization(config: Mapping[str, Any], selection: Selection) -> dict[s
     """
     made: dict[str, Any] = {"quant_method": METHOD, "version": CONFIG_VERSION}
     quantizer = selection.quantizer
-    if "model_type" not in config or _ENTRY in config:
+    if "model_type" not in config or QUANTIZATION in config:
         return None
     if selection.recipe is not None:
         try:
@@ -54,4 +75,43 @@ def with_quantization(config: Mapping[str, Any], selection: Selection) -> dict[s
         made["columnwise"] = str(quantizer.columnwise) if quantizer.makes_columnwise else None
     else:
         return None
-    return {FILE_ENTRY: REFUSAL, **config, _ENTRY: made}
+    return {FILE_ENTRY: REFUSAL, **config, QUANTIZATION: made}
+
+
+def value_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype that a model's weights have when they are not quantized.
+
+    Args:
+        config: of the model; BF16 where it says nothing.
+    """
+    for own in (config, config.get(_TEXT)):
+        if isinstance(own, Mapping):
+            said = own.get("dtype", own.get("torch_dtype"))
+            if said in _DTYPES:
+                return _DTYPES[said]
+    return torch.bfloat16
+
+
+def says_quantized(config: Mapping[str, Any]) -> bool:
+    """Return whether a model's configuration, or that of the text in it, says how it is quantized.
+
+    Args:
+        config: what `config.json` holds.
+    """
+    text = config.get(_TEXT)
+    return QUANTIZATION in config or (isinstance(text, Mapping) and QUANTIZATION in text)
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's configuration without what is said of quantization.
+
+    Args:
+        config: what `config.json` holds.
+    """
+    made = {key: value for key, value in config.items() if key != QUANTIZATION}
+    text = made.get(_TEXT)
+    if isinstance(text, Mapping):
+        made[_TEXT] = {key: value for key, value in text.items() if key != QUANTIZATION}
+    if made.get(FILE_ENTRY) == REFUSAL:
+        del made[FILE_ENTRY]
+    return made

@@ -11,8 +11,9 @@ import torch
 from ..errors import CheckpointError
 from .decoding import decoded
 from .draft import CheckpointScheme, Draft, copied
-from .found import HF_QUANT_CONFIG, Found, Weight, without_quantization
+from .found import HF_QUANT_CONFIG, Found, Weight
 from .header import dtype_name
+from .model_config import without_quantization
 from .record import without_records
 from .source import Shard
 from .training import RECORD

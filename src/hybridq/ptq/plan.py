@@ -213,7 +213,8 @@ def survey(source: Source, scheme: CheckpointScheme) -> Survey:
             if job.record is None:
                 kept.add(job.entry.name)
             else:
-                num_transposed += job.entry.is_transposed
+                is_plain = job.record.quantizer.is_identity  # decoded: it has no planes
+                num_transposed += job.entry.is_transposed and not is_plain
                 made.update({place.entry.name: job.entry.name for place in job.places.values()})
                 kinds.setdefault((job.record.quantizer, job.record.dtype), job.record)
         for entry in (*_places(plan), *(entry for entry, _ in plan.fixed)):

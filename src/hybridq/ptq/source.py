@@ -10,14 +10,13 @@ import fnmatch
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from ..errors import CheckpointError
-from .conv1d import are_transposed, transposed, uses_conv1d
 from .disk import is_name, is_there, kind_of, reading
 from .files import as_bytes, read_into, read_json
 from .header import Header, read_header
@@ -29,7 +28,6 @@ __all__ = [
     "Opened",
     "Shard",
     "Source",
-    "marked",
     "open_source",
     "read_config",
 ]
@@ -217,26 +215,6 @@ def read_config(folder: Path) -> Mapping[str, Any]:
         return {}
     with reading(path) as file:
         return read_json(file, path, "configuration")
-
-
-def marked(source: Source) -> Source:
-    """Return a checkpoint with those weights marked that its model keeps as `[in, out]`.
-
-    Args:
-        source: as it was opened.
-
-    Raises:
-        CheckpointError: its `config.json` cannot be read.
-    """
-    config = source.config
-    every = (entry for shard in source.shards for entry in shard.header.entries)
-    if not are_transposed(every, uses_conv1d(config)):
-        return source
-    shards = tuple(
-        replace(shard, header=replace(shard.header, entries=transposed(shard.header.entries)))
-        for shard in source.shards
-    )
-    return replace(source, shards=shards)
 
 
 def _open_shard(path: Path) -> Shard:

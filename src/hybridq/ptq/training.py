@@ -13,9 +13,9 @@ from ..formats import PlaneSpec
 from ..quantizers import Quantizer
 from .decoding import decoded
 from .draft import CheckpointScheme, Draft, copied, encoded
-from .found import HF_QUANT_CONFIG, Found, Weight, without_quantization
+from .found import HF_QUANT_CONFIG, Found, Weight
 from .header import TORCH_DTYPES
-from .model_config import with_quantization
+from .model_config import with_quantization, without_quantization
 from .record import METADATA_KEY, VERSION, Record, records_text, without_records
 from .select import Selection
 from .source import Shard
@@ -75,16 +75,20 @@ class TrainingScheme(CheckpointScheme):
 
     def _kept(self, weight: Weight, record: Record) -> Record | None:
         """Return the record of the plane that a weight has, if it is the one that is wanted."""
-        row, own = record.row, weight.view.spec
-        if row is None or record.col is not None or weight.view.direction != ROWWISE:
+        is_rowwise, own = weight.view.direction == ROWWISE, weight.view.spec
+        wanted, other = (record.row, record.col) if is_rowwise else (record.col, record.row)
+        if wanted is None or other is not None:
             return None
-        parts = (row.format.element, row.format.block, row.format.scale)
+        parts = (wanted.format.element, wanted.format.block, wanted.format.scale)
         if parts != (own.format.element, own.format.block, own.format.scale):
             return None
         if weight.entry.name not in self._specs:
             self._specs[weight.entry.name] = weight.view.exact_spec()
         spec = self._specs[weight.entry.name]
-        return None if spec is None else replace(record, quantizer=Quantizer(spec, None))
+        if spec is None:
+            return None
+        kept = Quantizer(spec, None) if is_rowwise else Quantizer(None, spec)
+        return replace(record, quantizer=kept)
 
     def metadata(self, shard: Shard, drafts: Sequence[Draft]) -> Mapping[str, str]:
         """Return the source's metadata, with the records of what is quantized.
