@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import hybridq
 from hybridq.distributed import (
+    context_parallel,
     count_traffic,
     pipeline_stage,
     prepare_fsdp2,
@@ -43,7 +46,9 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }
-BATCH, LENGTH, MICROBATCHES, WARM = 8, 64, 4, 2
+BATCH, LENGTH, MICROBATCHES, WARM = 4, 128, 4, 2
+BY_ROWS = (*(f"self_attn.{name}_proj" for name in "qkv"), "mlp.gate_proj", "mlp.up_proj")
+BY_COLUMNS = ("self_attn.o_proj", "mlp.down_proj")
 #: What travels in the format of a recipe: forward, backward.
 FORMATS = {"BF16": None, "MXFP8": "mxfp8", "hybrid": ("mxfp8", "nvfp4")}
 
@@ -86,9 +91,10 @@ class Part(nn.Module):
         self.layers = nn.ModuleList(model.model.layers[i] for i in layers)
         self.norm = model.model.norm if is_last else None
         self.head = model.lm_head if is_last else None
+        self.places = torch.arange(LENGTH)[None]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(LENGTH)[None]
+        places = self.places
         x = x if self.embed is None else self.embed(x)
         angles = self.rotary(x, places)
         for layer in self.layers:
@@ -145,32 +151,36 @@ def fsdp2(recipe: str) -> tuple[Any, Callable[[], Any]]:
     return model, on_rows(model, dist.get_rank(), dist.get_world_size())
 
 
+def around(rows: Any) -> dict[str, Any]:
+    """Styles in front of the layers and behind them, where ranks share tokens."""
+    return {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=rows),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=rows, output_layouts=Replicate()),
+    }
+
+
+def norms(layer: int) -> dict[str, Any]:
+    names = ("input_layernorm", "post_attention_layernorm")
+    return {f"layers.{layer}.{name}": SequenceParallel(use_local_output=True) for name in names}
+
+
 def parallel(model: Any, mesh: Any, shares_tokens: bool = False) -> Any:
-    """By torch's plans, as torchtitan has them; embedding and head are each rank's own."""
+    """By torch's plans; without shared tokens embedding and head are each rank's own."""
     rows = Shard(1) if shares_tokens else Replicate()
-    plan: dict[str, Any] = {}
+    plan: dict[str, Any] = around(rows) if shares_tokens else {}
     for i in range(len(model.layers)):
-        layer = f"layers.{i}."
-        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
-            plan[layer + name] = ColwiseParallel()
-        for name in ("mlp.gate_proj", "mlp.up_proj"):
-            plan[layer + name] = ColwiseParallel()
-        for name in ("self_attn.o_proj", "mlp.down_proj"):
-            plan[layer + name] = RowwiseParallel(output_layouts=rows)
+        plan |= {f"layers.{i}.{name}": ColwiseParallel() for name in BY_ROWS}
+        plan |= {f"layers.{i}.{name}": RowwiseParallel(output_layouts=rows) for name in BY_COLUMNS}
         if shares_tokens:
-            for name in ("input_layernorm", "post_attention_layernorm"):
-                plan[layer + name] = SequenceParallel(use_local_output=True)
-            plan[layer + "self_attn"] = PrepareModuleInput(
+            plan |= norms(i)
+            plan[f"layers.{i}.self_attn"] = PrepareModuleInput(
                 input_kwarg_layouts={"hidden_states": rows},
                 desired_input_kwarg_layouts={"hidden_states": Replicate()},
             )
-            plan[layer + "mlp"] = PrepareModuleInput(
+            plan[f"layers.{i}.mlp"] = PrepareModuleInput(
                 input_layouts=(rows,), desired_input_layouts=(Replicate(),)
             )
-    if shares_tokens:
-        plan["embed"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=rows)
-        plan["norm"] = SequenceParallel()
-        plan["head"] = ColwiseParallel(input_layouts=rows, output_layouts=Replicate())
     return parallelize_module(model, mesh, plan)
 
 
@@ -182,6 +192,31 @@ def tensor(recipe: str) -> tuple[Any, Callable[[], Any]]:
 def tensor_sequence(recipe: str) -> tuple[Any, Callable[[], Any]]:
     model = parallel(whole(), init_device_mesh("cpu", (dist.get_world_size(),)), True)
     return model, on_rows(model, 0, 1)
+
+
+def attend(module: Any, hidden_states: Any, position_embeddings: Any, **_: Any) -> Any:
+    """Llama's attention, with as many tokens as its linear layers return, not as it is given."""
+    found = [getattr(module, f"{name}_proj")(hidden_states) for name in "qkv"]
+    q, k, v = (x.unflatten(-1, (-1, module.head_dim)).transpose(1, 2) for x in found)
+    q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+    mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return module.o_proj(mixed.transpose(1, 2).flatten(2)), None
+
+
+def tensor_planes(recipe: str) -> tuple[Any, Callable[[], Any]]:
+    """By hybridq's styles: each layer encodes its own tokens, and gathers planes."""
+    model, rows = whole(), Shard(1)
+    for layer in model.layers:
+        layer.self_attn.forward = partial(attend, layer.self_attn)
+    plan: dict[str, Any] = around(rows)
+    for i in range(len(model.layers)):
+        plan |= norms(i)
+        for name in BY_ROWS:
+            plan[f"layers.{i}.{name}"] = hybridq.distributed.ColwiseParallel(input_layouts=rows)
+        for name in BY_COLUMNS:
+            plan[f"layers.{i}.{name}"] = hybridq.distributed.RowwiseParallel(output_layouts=rows)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return parallelize_module(model, mesh, plan), on_rows(model, 0, 1)
 
 
 def tensor_fsdp2(recipe: str) -> tuple[Any, Callable[[], Any]]:
@@ -203,6 +238,19 @@ def ulysses(recipe: str, communication: Any = None) -> tuple[Any, Callable[[], A
 
 def ulysses_planes(recipe: str) -> tuple[Any, Callable[[], Any]]:
     return ulysses(recipe, FORMATS[recipe])
+
+
+def ring(recipe: str) -> tuple[Any, Callable[[], Any]]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    part, (ids, labels) = whole(), batch()
+    model = DistributedDataParallel(part, broadcast_buffers=False)
+
+    def step() -> None:
+        buffers = [ids, labels, part.places]
+        with context_parallel(mesh, part, buffers=buffers, buffer_seq_dims=[1, 1, 1]):
+            loss_of(model(ids), labels).backward()
+
+    return model, step
 
 
 def pipeline(recipe: str, communication: Any = None) -> tuple[Any, Callable[[], Any]]:
@@ -227,8 +275,10 @@ AXES: dict[str, Callable[[str], tuple[Any, Callable[[], Any]]]] = {
     "FSDP2": fsdp2,
     "tensor": tensor,
     "tensor, `SequenceParallel`": tensor_sequence,
+    "the same, planes of tokens": tensor_planes,
     "Ulysses and DDP": ulysses,
-    "the same, `communication`": ulysses_planes,
+    "Ulysses, `communication`": ulysses_planes,
+    "ring attention and DDP": ring,
     "pipeline": pipeline,
     "pipeline, `communication`": pipeline_planes,
     "tensor (2 ranks) x FSDP2": tensor_fsdp2,
@@ -240,7 +290,8 @@ def cases(world: int) -> Iterator[tuple[str, str]]:
     for axis in AXES:
         if world > 2 or "(2 ranks)" not in axis:
             for recipe in RECIPES:
-                if recipe != "BF16" or "communication" not in axis:
+                is_alike = "communication" in axis or "planes" in axis
+                if recipe != "BF16" or not is_alike:
                     yield axis, recipe
 
 
