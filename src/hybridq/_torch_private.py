@@ -114,6 +114,8 @@ def check_pipeline_stage() -> None:
         _taken(f"{where}.{name}", "send planes between stages")
     for name in ("forward_one_chunk", "backward_one_chunk"):
         _taken(f"{where}.{name}", "decode what stages receive")
+    for name in ("set_local_fwd_input", "set_local_bwd_input"):
+        _taken(f"{where}.{name}", "quantize what stages of one rank hand over")
 
 
 # ---- operators

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
@@ -37,6 +38,8 @@ from hybridq.nn.delayed_scaling.state import states_of
 from hybridq.recipes import DelayedScaling
 
 WIDTH, ROWS, MICROBATCHES = 64, 16, 4
+#: Their ranks have the r-th stage from the front and the r-th from the end.
+V_SCHEDULES = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
 #: MXFP8 forward, NVFP4 backward, rounded to nearest: a pipeline draws other seeds than one process.
 HYBRID = hybridq.recipe(fprop="mxfp8", dgrad="nvfp4", wgrad="nvfp4")
 
@@ -96,32 +99,39 @@ class Oracle:
     """All stages in one process, the microbatches in turn."""
 
     def __init__(
-        self, modules: list[nn.Module], formats: Any, local: tuple[int, ...], planes: bool
+        self, modules: list[nn.Module], formats: Any, planes: bool, count: int = MICROBATCHES
     ):
         self.modules = [copy.deepcopy(module) for module in modules]
-        self.formats, self.local, self.planes = formats, local, planes
+        self.formats, self.planes, self.count = formats, planes, count
         self.parameters = [p for module in self.modules for p in module.parameters()]
 
     def step(self, recipe: Any, number: int = 0) -> list[torch.Tensor]:
-        losses, sources = [], zip(*(t.chunk(MICROBATCHES) for t in batch(number)), strict=True)
+        losses, sources = [], zip(*(t.chunk(self.count) for t in batch(number)), strict=True)
         for chunk, (x, target) in enumerate(sources):
             with hybridq.autocast(
                 enabled=recipe is not None, recipe=recipe, is_first_microbatch=chunk == 0
             ):
                 for place, module in enumerate(self.modules):
-                    if place and place not in self.local:
+                    if place:
                         x = Boundary.apply(x, self.formats, self.planes)
                     x = module(x)
             losses.append(loss_of(x, target))
             losses[-1].backward()
         for parameter in self.parameters:
-            parameter.grad /= MICROBATCHES
+            parameter.grad /= self.count
         return losses
+
+
+def microbatches_of(kind: Any) -> int:
+    """As many as DualPipeV takes at least, or MICROBATCHES."""
+    return (
+        max(MICROBATCHES, 2 * dist.get_world_size()) if kind is ScheduleDualPipeV else MICROBATCHES
+    )
 
 
 def schedule_of(kind: Any, stages: list[Any]) -> Any:
     is_single = kind in (Schedule1F1B, ScheduleGPipe)
-    return kind(stages[0] if is_single else stages, MICROBATCHES, loss_fn=loss_of)
+    return kind(stages[0] if is_single else stages, microbatches_of(kind), loss_fn=loss_of)
 
 
 def places_of(kind: Any) -> tuple[int, ...]:
@@ -129,7 +139,7 @@ def places_of(kind: Any) -> tuple[int, ...]:
     rank, world = dist.get_rank(), dist.get_world_size()
     if kind in (Schedule1F1B, ScheduleGPipe):
         return (rank,)
-    return (rank, 2 * world - 1 - rank if kind is ScheduleZBVZeroBubble else rank + world)
+    return (rank, 2 * world - 1 - rank if kind in V_SCHEDULES else rank + world)
 
 
 def run_step(
@@ -169,8 +179,7 @@ def check(
     formats = communication if isinstance(communication, tuple) else (communication,) * 2
     if communication == "recipe":
         formats = {"mxfp8": ("mxfp8", "mxfp8"), HYBRID: ("mxfp8", "nvfp4")}[recipe]
-    local = (world,) if kind is ScheduleZBVZeroBubble else ()
-    oracle = Oracle(modules, formats, local, block is chain)
+    oracle = Oracle(modules, formats, block is chain, microbatches_of(kind))
     options = {"communication": communication, **options}
     stages = [pipeline_stage(modules[i], i, count, "cpu", **options) for i in places]
     schedule = schedule_of(kind, stages)
@@ -211,7 +220,8 @@ def schedules() -> None:
     check(Schedule1F1B, HYBRID, "recipe", steps=2)
     check(ScheduleInterleaved1F1B, "mxfp8", ("mxfp8", "mxfp8_e5m2"))
     check(ScheduleInterleavedZeroBubble, HYBRID, "mxfp8")
-    check(ScheduleZBVZeroBubble, "mxfp8", "fp8_block")
+    check(ScheduleZBVZeroBubble, "mxfp8", ("mxfp8_e5m2", "fp8_block"))
+    check(ScheduleDualPipeV, HYBRID, "recipe")
 
 
 def formats() -> None:
@@ -225,6 +235,7 @@ def taken() -> None:
     """A stage that begins with a Linear takes the bytes that arrive: they are not encoded again."""
     for recipe in ("mxfp8", HYBRID, "fp8_block"):
         check(Schedule1F1B, recipe, "mxfp8", chain, steps=2)
+    check(ScheduleZBVZeroBubble, HYBRID, "mxfp8", chain)
     check(Schedule1F1B, "mxfp8", "mxfp8", Block, takes_planes=True)
 
 
@@ -348,7 +359,7 @@ def delayed() -> None:
         places = places_of(kind)
         count = world * len(places)
         modules = built(count)
-        oracle = Oracle(modules, (None, None), (), False)
+        oracle = Oracle(modules, (None, None), False)
         # A module that no optimizer holds would be one that all ranks have.
         modules = {i: modules[i] for i in places}
         stages = [pipeline_stage(modules[i], i, count, "cpu") for i in places]
@@ -383,7 +394,7 @@ def grid() -> None:
     place = mesh.get_local_rank("pp")
     for recipe in (HYBRID, DelayedScaling(amax_history_len=2)):
         modules = built(2)
-        oracle = Oracle(modules, ("mxfp8", "mxfp8"), (), False)
+        oracle = Oracle(modules, ("mxfp8", "mxfp8"), False)
         for module in oracle.modules:
             for one in module.modules():
                 one.__dict__["amax_ranks"] = ""
@@ -425,7 +436,7 @@ def tensor_parallel() -> None:
     """Two stages whose matrices two ranks share: one process, but for the order of FP32 sums."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     place, modules = mesh.get_local_rank("pp"), built(2)
-    oracle = Oracle(modules, ("mxfp8", "mxfp8"), (), False)
+    oracle = Oracle(modules, ("mxfp8", "mxfp8"), False)
     own = parallelize_module(
         modules.pop(place), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
     )

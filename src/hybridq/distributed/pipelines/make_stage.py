@@ -36,8 +36,8 @@ def pipeline_stage(
       made-up inputs, which finds shapes in the first step, record none;
     - compares ranks before the first microbatch.
 
-    A tensor that goes from a stage to the next one on the same rank (V schedules) is not sent, and
-    stays as it is.
+    A tensor that goes from a stage to the next one on the same rank (V schedules) is not sent, but
+    encoded and decoded alike: results do not depend on the schedule.
 
     Args:
         module: of the stage; after `hybridq.convert`, `prepare_fsdp2` and `fully_shard`.

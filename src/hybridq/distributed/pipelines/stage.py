@@ -155,12 +155,50 @@ class Stage(PipelineStage):
 
     def _decode(self, is_forward: bool, chunk: int) -> None:
         """Put what arrived for a microbatch where torch's stage looks for it."""
-        for payload, about, info in self._arriving.pop((is_forward, chunk), ()):
-            is_whole = not hasattr(info.tensor_meta, "placements")  # no DTensor's part
-            if is_forward and self._takes_planes and is_whole:
-                info.buffer = about.quantized(payload)
-            else:
-                info.buffer = about.decoded(payload)
+        for arrived in self._arriving.pop((is_forward, chunk), ()):
+            self._put(arrived, is_forward)
+
+    def _put(self, arrived: _Arriving, is_forward: bool) -> None:
+        payload, about, info = arrived
+        is_whole = not hasattr(info.tensor_meta, "placements")  # no DTensor's part
+        if is_forward and self._takes_planes and is_whole:
+            info.buffer = about.quantized(payload)
+        else:
+            info.buffer = about.decoded(payload)
+
+    # ---- what another stage of this rank hands over
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Take a microbatch's activations of the stage before this one, on the same rank.
+
+        Args:
+            prev_stage_outputs, mb_index: torch's.
+        """
+        super().set_local_fwd_input(prev_stage_outputs, mb_index)
+        self._quantize(self.args_recv_info[mb_index], True)
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int
+    ) -> None:
+        """Take the gradients of a microbatch from the stage behind this one, on the same rank.
+
+        Args:
+            next_stage_bwd_outputs, mb_index: torch's.
+        """
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+        self._quantize(self.grad_recv_info[mb_index], False)
+
+    def _quantize(self, infos: Sequence[Any], is_forward: bool) -> None:
+        """Make of what was handed over what a receiver would have of it.
+
+        Nothing is sent, but results must not depend on which rank a stage lies on.
+        """
+        spec = self._formats.spec(is_forward)
+        for info in infos:
+            if spec is not None and isinstance(info.buffer, torch.Tensor):
+                about = PlanePayload.of(spec, info.buffer)
+                if about is not None:
+                    self._put(_Arriving(about.encoded(info.buffer), about, info), is_forward)
 
     # ---- a microbatch
 
