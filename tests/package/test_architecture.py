@@ -37,6 +37,7 @@ LAYERS = [
     "optim",
     "distributed",
     "converters",
+    "expert_parallel",
     "calibration",
     "serving",
     "estimate",

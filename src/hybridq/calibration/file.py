@@ -49,7 +49,7 @@ def names_digest(tensors: Mapping[str, torch.Tensor]) -> str:
 def _values_digest(tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for _, one in sorted(tensors.items()):
-        digest.update(one.reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(one.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from ..nn import GroupedModule
-from ..nn.autograd import Activation, TokenRows
+from ..nn.autograd import Activation, TokenRows, take_rows
 from ..recipes import Recipe, install
 from ..reference import ACTIVATIONS
+from .exchange import ExpertExchange
 from .layout import ExpertsLayout
 from .permutation import Routes, permute, unpermute
 
@@ -43,11 +44,13 @@ class Experts(GroupedModule):
         experts_layout: how the experts are held.
         plain_class: the module's own class.
         own_arguments: names of its forward's arguments.
+        exchange: ranks that have the other experts (`parallelize_experts`); None: all are here.
     """
 
     experts_layout: ExpertsLayout
     plain_class: type[nn.Module]
     own_arguments: tuple[str, ...] = ()
+    exchange: ExpertExchange | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the experts make of their tokens: as the own forward, of the same arguments.
@@ -60,10 +63,16 @@ class Experts(GroupedModule):
             RuntimeError: features, dtypes or devices do not fit.
             RecipeError: the recipe leaves a GEMM without a plane.
         """
+        if self.exchange is not None:
+            with self.exchange.recipe():
+                return _forward(self, self.training_recipe(), args, kwargs)
         recipe = self.training_recipe()
         if self.leaves_all_plain(recipe):
             return super().forward(*args, **kwargs)
         return _forward(self, recipe, args, kwargs)
+
+    def own_part(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter if self.exchange is None else self.exchange.own_part(parameter)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Its class is made in the process: a file has the own class, and this is made again.
@@ -94,7 +103,7 @@ def _forward(
     else:
         numbers = torch.arange(1, count + 1, dtype=torch.int32, device=flat.device)
         offsets = numbers * (flat.shape[0] // count)
-    y = _computed(module, recipe, flat, offsets)
+    y = _shared(module, recipe, flat, offsets)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -125,7 +134,8 @@ def _routed(
     shares = None if layout.router_weights == "none" else weights.reshape(routes.inverse.shape)
     # Several products of the same rows: their gradients are added row by row.
     x = None
-    if len(layout.first) != 1 or layout.router_weights == "input" or layout.passes_others:
+    moves = layout.router_weights == "input" or layout.passes_others
+    if moves or len(layout.first) != 1 or module.exchange is not None:
         x = permute(tokens, routes)
     if shares is not None and x is not None and layout.router_weights == "input":
         x = x * shares.flatten()[routes.order][:, None].to(x.dtype)
@@ -133,11 +143,26 @@ def _routed(
     if x is None:
         y = _computed(module, recipe, tokens, routes.offsets, routes.rows)
     else:
-        y = _computed(module, recipe, x, routes.offsets)
+        y = _shared(module, recipe, x, routes.offsets)
     if x is not None and layout.passes_others:
         number = torch.arange(y.shape[0], dtype=torch.int64, device=y.device)
         y = torch.where((number >= routes.offsets[-1])[:, None], x, y)
     return unpermute(y, shares, routes, hidden.dtype).view(hidden.shape)
+
+
+def _shared(
+    module: Experts, recipe: Recipe | None, x: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """Return the outputs of experts, here or on other ranks, of tokens sorted by expert."""
+    if module.exchange is None:
+        return _computed(module, recipe, x, offsets)
+
+    def compute(x: torch.Tensor, offsets: torch.Tensor, rows: TokenRows) -> torch.Tensor:
+        if len(module.experts_layout.first) == 1:
+            return _computed(module, recipe, x, offsets, rows)
+        return _computed(module, recipe, take_rows(x, rows), offsets)
+
+    return module.exchange.run(module, recipe, x, offsets, compute)
 
 
 def _computed(
@@ -151,7 +176,9 @@ def _computed(
     layout = module.experts_layout
     made = []
     for name, bias in zip(layout.first, layout.first_biases, strict=True):
-        more = getattr(module, name).shape[0] - offsets.shape[0]
+        more = 0
+        if module.exchange is None:  # matrices that nothing reads
+            more = getattr(module, name).shape[0] - offsets.shape[0]
         ends = torch.cat([offsets, offsets[-1:].expand(more)]) if more else offsets
         made.append(module.grouped_product(recipe, name, bias, x, ends, rows))
     hidden, activation = x, None
@@ -163,7 +190,10 @@ def _computed(
     if layout.post_norm is not None:
         y = getattr(module, layout.post_norm)(y)
     if layout.scale is not None:
-        y = y * _of_rows(getattr(module, layout.scale), offsets, y)
+        scale = getattr(module, layout.scale)
+        if module.exchange is not None:
+            scale = module.exchange.own_rows(scale)
+        y = y * _of_rows(scale, offsets, y)
     return y
 
 

@@ -69,7 +69,7 @@ def _needs_amax(quantizer: Quantizer) -> bool:
 
 
 def _bytes(buffer: torch.Tensor) -> torch.Tensor:
-    return buffer.reshape(-1).view(torch.uint8)
+    return buffer.contiguous().view(-1).view(torch.uint8)
 
 
 def _check(call: Call, x: torch.Tensor, quantizer: Quantizer) -> None:

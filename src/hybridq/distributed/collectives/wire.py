@@ -198,7 +198,7 @@ def part_shapes(rows: int, cols: int, axis: int, sizes: Sequence[int]) -> list[t
 
 
 def _bytes(buffer: torch.Tensor) -> torch.Tensor:
-    return buffer.reshape(-1).view(torch.uint8)
+    return buffer.contiguous().view(-1).view(torch.uint8)
 
 
 def _is_aligned(sizes: Sequence[int], unit: int) -> bool:

@@ -10,7 +10,15 @@ from ...recipes import CustomRecipe, Plan, Recipe, bind
 from ...recipes.factories import high_precision_factory
 from ...tensor import is_quantized
 from ...tensor.stack import is_stack
-from ..autograd import Activation, Layout, TokenRows, apply, grouped_linear, take_rows
+from ..autograd import (
+    Activation,
+    Layout,
+    TokenRows,
+    apply,
+    draw_seeds,
+    grouped_linear,
+    take_rows,
+)
 from ..weights import Into, part_of
 from .group_sizes import mixed_linear
 from .quantized_module import QuantizedModule
@@ -32,27 +40,43 @@ class GroupedModule(QuantizedModule):
     """
 
     module_type = _GROUPED
+    #: Number of this rank's first matrix among those of all ranks, where each has its own.
+    first_matrix: int = 0
+    #: How many matrices all ranks have, where each has its own; None: all are here.
+    all_matrices: int | None = None
 
     def matrix_parts(self, part: str, count: int, recipe: Recipe | None) -> tuple[str, ...]:
         if recipe is None or not recipe.reads_names:
             return (part,)
-        return tuple([_group_part(part, g) for g in range(count)])
+        first = self.first_matrix
+        return tuple([_group_part(part, first + g) for g in range(count)])
 
     def parts_of(self, recipe: Recipe | None) -> tuple[str, ...]:
         parts = [self.matrix_parts(*one, recipe) for one in self._counts()]
         return tuple([one for own in parts for one in own])
 
     def scaled_weights(self) -> list[tuple[str, torch.Tensor]]:
-        weights = [getattr(self, name) for name in self.weight_parts]
+        weights = [self.own_part(getattr(self, name)) for name in self.weight_parts]
         return [
-            (_group_part(part, g), weight)
+            (_group_part(part, self.first_matrix + g), weight)
             for weight, (part, count) in zip(weights, self._counts(), strict=True)
             for g in range(count)
         ]
 
+    def own_part(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return what this rank multiplies with: of a parameter that ranks share, its part.
+
+        Args:
+            parameter: of this module, one matrix or bias for each group.
+        """
+        return parameter
+
     def _counts(self) -> list[tuple[str, int]]:
         """Return each part that has one weight of several matrices, and how many it has."""
-        return [(part, getattr(self, name).shape[0]) for name, part in self.weight_parts.items()]
+        owns = (
+            (part, self.own_part(getattr(self, name))) for name, part in self.weight_parts.items()
+        )
+        return [(part, own.shape[0]) for part, own in owns]
 
     # ---- for modules of other packages, whose parts have one weight of several matrices each
 
@@ -103,11 +127,11 @@ class GroupedModule(QuantizedModule):
             RuntimeError: features, dtypes or devices do not fit.
             RecipeError: the recipe leaves a GEMM without a plane.
         """
-        own: torch.Tensor = getattr(self, name)
+        own = self.own_part(getattr(self, name))
         part = self.weight_parts[name]
         count = own.shape[0]
         plans = None if recipe is None else self._group_plans(recipe, count, part)
-        cast: Any = self._cast(x, own, None if bias is None else getattr(self, bias))
+        cast: Any = self._cast(x, own, None if bias is None else self.own_part(getattr(self, bias)))
         given, *params = (one for one in cast if one is not None)
         is_cast = given.dtype != x.dtype
         if activation is not None and (is_cast or is_quantized(x) or _differ(plans)):
@@ -170,7 +194,12 @@ class GroupedModule(QuantizedModule):
             given = (plans, layout.features, scales, parts, kept)
             return mixed_linear(x, offsets, weights, biases, *given)
         known = scales if plans[0].is_delayed else None
-        every = (x, offsets, params, layout, plans[0], kept)
+        seeds = None
+        if plans[0].is_stochastic and self.all_matrices is not None:
+            # Drawn for all ranks' groups, so that each group has the bits that one process draws.
+            drawn = draw_seeds(self.all_matrices, x.device)
+            seeds = drawn.narrow(0, self.first_matrix, layout.groups)
+        every = (x, offsets, params, layout, plans[0], kept, seeds)
         return grouped_linear(*every, scales=known, into=into, rows=rows, activation=activation)
 
     def _scales_all(
@@ -185,9 +214,10 @@ class GroupedModule(QuantizedModule):
         if not any(plan.is_delayed for plan in plans):
             return (None,) * layout.groups
         weights = own * layout.groups if layout.is_single else own
+        first = self.first_matrix
         return tuple(
             [
-                self._scales(weight, plan, is_first_microbatch, _group_part(part, g))
+                self._scales(weight, plan, is_first_microbatch, _group_part(part, first + g))
                 for g, (weight, plan) in enumerate(zip(weights, plans, strict=True))
             ]
         )
@@ -208,12 +238,12 @@ class GroupedModule(QuantizedModule):
         keeps = not (slot.col.is_plain or slot.is_delayed) and all(p == plans[0] for p in plans)
         if not (keeps or is_stack(own[0]) or any(map(is_quantized, own))):
             return ()
-        weights = own
+        weights, first = own, self.first_matrix
         if layout.is_single:
             with torch.no_grad():
                 weights = layout.matrices(own[0])
         kept = [
-            self._kept(weight, dtype, plan, is_first_microbatch, _group_part(part, g))
+            self._kept(weight, dtype, plan, is_first_microbatch, _group_part(part, first + g))
             if keeps or is_quantized(weight)
             else None
             for g, (weight, plan) in enumerate(zip(weights, plans, strict=True))

@@ -1,0 +1,23 @@
+"""Experts over ranks: which tokens go where, in which format, and a model's experts dealt out.
+
+Its names are those of `hybridq.moe`, whose modules of experts ask it by a protocol.
+"""
+
+from __future__ import annotations
+
+from .exchange import TokenExchange
+from .gradients import clip_grad_norm_, parameter_groups
+from .parallelize import parallelize_experts
+from .plans import RoutePlan, route_plan
+from .transport import combine, dispatch
+
+__all__ = [
+    "RoutePlan",
+    "TokenExchange",
+    "clip_grad_norm_",
+    "combine",
+    "dispatch",
+    "parallelize_experts",
+    "parameter_groups",
+    "route_plan",
+]

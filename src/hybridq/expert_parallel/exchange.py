@@ -1,0 +1,185 @@
+"""TokenExchange: a block of experts over ranks, in one forward."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from .. import settings
+from .._torch_private import process_group
+from ..distributed.agreement import Fingerprint, compare
+from ..distributed.agreement.fingerprint import plan_digest
+from ..kernels.operators import StatedFunction
+from ..moe.exchange import Compute
+from ..nn.autograd import TokenRows, take_rows
+from ..quantizers import Quantizer
+from ..recipes import QuantizerRole, Recipe, autocast
+from ..recipes.boundary import boundary_quantizer
+from .plans import planned
+from .transport import combine, dispatch
+
+__all__ = ["BY_RECIPE", "ROLES", "TokenExchange"]
+
+#: The word for formats that the recipe chooses, by roles.
+BY_RECIPE = "recipe"
+#: `tensor_type` of what travels to the experts and back, and of the gradients, which go the other
+#: way.
+ROLES = (("dispatch", "grad_dispatch"), ("combine", "grad_combine"))
+_RULE = "every rank must run the same experts under the same recipe, on tokens of one kind"
+
+
+class _Scaled(StatedFunction):
+    """x as it is; its gradient times a number."""
+
+    second = "exact"
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.factor, None
+
+
+@dataclass(frozen=True)
+class TokenExchange:
+    """The ranks that have a module's experts, and how tokens travel between them.
+
+    Attributes:
+        name: of the process group.
+        rank: this rank's number in it.
+        sizes: experts of each rank.
+        dispatch, combine: formats of values and of their gradients on the way to the experts and
+            back: spec strings, `"recipe"`, or empty for values as they are.
+        own_recipe: that experts compute under; None: the one in force.
+        factor: what gradients of the experts' parameters are multiplied with.
+    """
+
+    name: str
+    rank: int
+    sizes: tuple[int, ...]
+    dispatch: tuple[str, str] = ("", "")
+    combine: tuple[str, str] = ("", "")
+    own_recipe: Any = None
+    factor: float = 1.0
+
+    @property
+    def first(self) -> int:
+        """Number of this rank's first expert."""
+        return sum(self.sizes[: self.rank])
+
+    def recipe(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward: the recipe in force, or the exchange's own."""
+        return nullcontext() if self.own_recipe is None else autocast(recipe=self.own_recipe)
+
+    def own_part(self, parameter: Any) -> torch.Tensor:
+        """Return this rank's part of a parameter of the experts.
+
+        Args:
+            parameter: a DTensor `[experts, ...]`.
+        """
+        from torch.distributed.tensor import Shard
+
+        local: torch.Tensor = parameter.to_local(grad_placements=[Shard(0)])
+        if self.factor == 1.0 or not (local.requires_grad and torch.is_grad_enabled()):
+            return local
+        scaled: torch.Tensor = _Scaled.apply(local, self.factor)
+        return scaled
+
+    def own_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of what every rank has whole.
+
+        Args:
+            tensor: `[experts, ...]`.
+        """
+        return tensor.narrow(0, self.first, self.sizes[self.rank])
+
+    @torch.compiler.disable
+    def run(
+        self,
+        module: Any,
+        recipe: Recipe | None,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        compute: Compute,
+    ) -> torch.Tensor:
+        """Return what the experts of all ranks make of this rank's rows, `[rows, out]`.
+
+        Args:
+            module: the experts.
+            recipe: of this forward.
+            x: `[rows, in]`, sorted by expert.
+            offsets: int32 `[experts]`, where each expert's rows end.
+            compute: what this rank's experts make of rows that arrived.
+
+        Raises:
+            RuntimeError: on every rank: ranks differ in the module, the recipe or the tokens.
+        """
+        formats = self._formats(module, recipe)
+        given = (recipe, x.dtype, x.shape[1], x.requires_grad, torch.is_grad_enabled(), formats)
+        note = self._note(module, given)
+        plan, notes = planned(self.name, self.rank, self.sizes, offsets, x.shape[0], note)
+        if any(one != note for one in notes):
+            own = Fingerprint(tuple(_lines(module, given)))
+            compare(own, process_group(self.name), f"experts {module.name}".rstrip(), _RULE)
+        arrived = dispatch(x, plan, *formats[0])
+        order = plan.arrived
+        y = compute(arrived, order.offsets, order.rows)
+        back = take_rows(y, TokenRows(order.inverse.flatten(), order.order[:, None]))
+        return combine(back, plan, *formats[1])
+
+    def _formats(self, module: Any, recipe: Recipe | None) -> tuple[tuple[Any, Any], ...]:
+        """Return the formats of the way to the experts and of the way back."""
+
+        def pair(own: tuple[str, str], roles: tuple[str, str]) -> tuple[Any, Any]:
+            forward, backward = (
+                _by_role(module, recipe, role) if one == BY_RECIPE else one or None
+                for one, role in zip(own, roles, strict=True)
+            )
+            return forward, backward
+
+        return pair(self.dispatch, ROLES[0]), pair(self.combine, ROLES[1])
+
+    def _note(self, module: Any, given: tuple[Any, ...]) -> int:
+        """Return a number that ranks have in common if they run the same."""
+        key = (settings.current().backend, *given)
+        known: tuple[Any, int] | None = module.__dict__.get("_exchange_note")
+        if known is None or known[0] != key:
+            text = repr(_lines(module, given))
+            digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+            known = key, int.from_bytes(digest, "little", signed=True)
+            module.__dict__["_exchange_note"] = known
+        return known[1]
+
+
+def _by_role(module: Any, recipe: Recipe | None, role: str) -> Quantizer | None:
+    """Return what a recipe says of a role; None: values travel as they are."""
+    if recipe is None:
+        return None
+    return boundary_quantizer(recipe, QuantizerRole(module.module_type, role, module.name))
+
+
+def _lines(module: Any, given: tuple[Any, ...]) -> list[tuple[str, str]]:
+    """Return what ranks must have in common in one forward."""
+    recipe, dtype, features, needs_grad, has_grad, formats = given
+    own = cast("Recipe | None", recipe)
+    lines = [
+        ("the module", module.name or type(module).__name__),
+        ("the dtype of tokens", str(dtype)),
+        ("the features of tokens", str(features)),
+        ("whether tokens need a gradient", str(bool(needs_grad))),
+        ("whether gradients are recorded", str(bool(has_grad))),
+        ("the formats of messages", " ".join(str(one) for pair in formats for one in pair)),
+    ]
+    if own is not None and own.reads_names:  # each expert may have quantizers of its own
+        return [*lines, ("the recipe", type(own).__name__)]
+    for part in sorted(set(module.weight_parts.values())):
+        plan = None if own is None else module.plan_of(own, part)
+        lines.append((f"the quantizers of {part}", plan_digest(plan).hex()))
+    return lines

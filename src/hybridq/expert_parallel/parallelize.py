@@ -1,0 +1,324 @@
+"""`parallelize_experts`: the experts of a model, dealt out over ranks."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+
+from .. import settings
+from ..converters import converters
+from ..distributed.agreement import Fingerprint, compare
+from ..distributed.collectives import formats_of_directions
+from ..formats import PlaneSpec
+from ..moe import Experts, ExpertsLayout, convert_experts
+from ..recipes.named import source
+from ..tensor import is_quantized
+from .exchange import BY_RECIPE, TokenExchange
+from .plans import experts_by_rank
+from .transport import row_format
+
+__all__ = ["parallelize_experts"]
+
+_Model = TypeVar("_Model", bound=nn.Module)
+_WHERE = "parallelize_experts"
+_RULE = "every rank must deal out the same experts in the same way"
+#: Of a module of experts: its name, itself, and how it holds them (None: it is converted already).
+_Found = tuple[str, Any, ExpertsLayout | None]
+
+
+def parallelize_experts(
+    model: _Model,
+    mesh: Any = None,
+    *,
+    recipe: Any = None,
+    dispatch: Any = None,
+    combine: Any = None,
+    plan: Any = None,
+    average_gradients: bool = True,
+) -> _Model:
+    """Deal the experts of a model out over the ranks of a mesh; return the model.
+
+    Each rank keeps a contiguous part of every module's experts, as `torch.chunk` deals them out:
+    their parameters become DTensors `Shard(0)` under the model's own names. In the forward tokens
+    go to the ranks of their experts by an all-to-all, are multiplied there under the recipe, and
+    come back; router, auxiliary loss, correction of scores and shared experts are the model's own.
+    All ranks must run the same forwards and backwards, each on tokens of its own.
+
+    Modules that `hybridq.convert` knows (docs/guides/experts.md) are converted; what else the model
+    has is not touched.
+
+    Args:
+        model: with modules of experts; after `hybridq.convert`, or without it. Before
+            `fully_shard`, DistributedDataParallel, and the optimizer.
+        mesh: a DeviceMesh of one dimension, or None: all ranks.
+        recipe: that the experts compute under, whatever `hybridq.autocast` takes; None: the one in
+            force.
+        dispatch: the format in which tokens travel to the experts, and their gradients back: the
+            name of one whose scales are of one row each (`"mxfp8"`, `"nvfp4"`, `"fp8_1x128"`,
+            `"bf16"`); a pair: one for each direction; `"recipe"`: the quantizers of the roles
+            `"dispatch"` and `"grad_dispatch"`; None: as they are.
+        combine: the same of the experts' outputs, with the roles `"combine"` and `"grad_combine"`.
+        plan: names of modules of experts, patterns with `*` included, or a mapping of them to their
+            ExpertsLayout; these alone are dealt out. None: all that are known.
+        average_gradients: divide gradients of experts by the number of ranks, which is right where
+            each rank's loss is the mean over its own tokens and other gradients are averaged over
+            ranks, as DistributedDataParallel and FSDP2 do it. False: they are sums over all ranks'
+            losses.
+
+    Raises:
+        TypeError: an argument is of another type, or the dtypes of a module's experts differ.
+        ValueError: on every rank: no such module, a name that matches none, fewer experts than
+            ranks, parts of different sizes or some of them frozen, or experts dealt out before.
+        NotImplementedError: parameters that are quantized or DTensors.
+        SpecError: a format whose scales are of several rows.
+        RuntimeError: torch.distributed is not initialized, or ranks differ.
+
+    Source: ours.
+
+    Example:
+        >>> import torch, hybridq
+        >>> import torch.distributed as dist
+        >>> from hybridq.moe import ExpertsLayout, parallelize_experts
+        >>> class Own(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.up = torch.nn.Parameter(torch.randn(4, 32, 16) / 4)
+        ...         self.down = torch.nn.Parameter(torch.randn(4, 16, 32) / 4)
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> layout = ExpertsLayout("up", "down", has_gate=False)
+        >>> model = torch.nn.ModuleDict({"experts": Own()})
+        >>> model = parallelize_experts(model, dispatch="mxfp8", plan={"experts": layout})
+        >>> x, top = torch.randn(10, 16), torch.rand(10, 4).topk(2)
+        >>> with hybridq.autocast(recipe="mxfp8"):
+        ...     model["experts"](x, top.indices, top.values).shape
+        torch.Size([10, 16])
+        >>> dist.destroy_process_group()
+    """
+    given: object = model
+    if not isinstance(given, nn.Module):
+        raise TypeError(f"{_WHERE}: model must be an nn.Module, got {type(given).__name__}")
+    mesh = _mesh_of(mesh, model)
+    group, rank, world = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+    problem: Exception | None = None
+    found: list[_Found] = []
+    formats = (("", ""), ("", ""))
+    try:
+        formats = _formats("dispatch", dispatch), _formats("combine", combine)
+        if recipe is not None:
+            source(recipe)
+        found = _find(model, plan)
+        for name, module, layout in found:
+            _check(name, module, layout, world)
+    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        problem = error
+    _compare(model, found, (mesh, group), (recipe, formats), problem)
+    if problem is not None:
+        raise problem
+    for name, module, layout in found:
+        if layout is not None:
+            convert_experts(module, layout)
+        if not module.name:
+            module.name = name
+        sizes = experts_by_rank(_count(module, module.experts_layout), world)
+        factor = 1.0 / world if average_gradients else 1.0
+        exchange = TokenExchange(group.group_name, rank, sizes, *formats, recipe, factor)
+        _deal_out(module, exchange, mesh)
+    return model
+
+
+def _formats(what: str, given: Any) -> tuple[str, str]:
+    """Return the formats of both directions, as they travel."""
+    where = f"{_WHERE}: {what}"
+    both = formats_of_directions(where, given, (BY_RECIPE,))
+    forward, backward = (one if one == BY_RECIPE else row_format(where, one) for one in both)
+    return forward, backward
+
+
+def _mesh_of(mesh: Any, model: nn.Module) -> Any:
+    """Return the mesh of one dimension over which experts are dealt out."""
+    import torch.distributed as dist  # not every build of torch has it
+
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(f"{_WHERE}: torch.distributed must be initialized, got no group")
+    if mesh is None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        device = next((p.device.type for p in model.parameters()), "cpu")
+        kind = "cpu" if device == "meta" else device
+        return init_device_mesh(kind, (dist.get_world_size(),))
+    if not (hasattr(mesh, "get_local_rank") and hasattr(mesh, "ndim")):
+        raise TypeError(
+            f"{_WHERE}: mesh must be a DeviceMesh or None, got {type(mesh).__name__}; make one by "
+            "DeviceMesh.from_group"
+        )
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"{_WHERE}: the mesh must have one dimension, got {mesh.ndim}; give the one over which "
+            "experts are dealt out, as mesh['ep']"
+        )
+    return mesh
+
+
+def _layout_of(module: nn.Module) -> ExpertsLayout | None:
+    """Return how a module that can be converted holds its experts; None: it is none."""
+    for converter in converters():
+        if converter.layout is not None and converter.takes_module(module):
+            return converter.layout(module)
+    return None
+
+
+def _find(model: nn.Module, plan: Any) -> list[_Found]:
+    """Return the modules of experts that are dealt out.
+
+    Raises:
+        TypeError, ValueError: see `parallelize_experts`.
+    """
+    given = _plan_of(plan)
+    named: dict[str, nn.Module] = dict(model.named_modules())
+    found: list[_Found] = []
+    if given is None:
+        for name, module in named.items():
+            layout = None if isinstance(module, Experts) else _layout_of(module)
+            if isinstance(module, Experts) or layout is not None:
+                found.append((name, module, layout))
+        if not found:
+            raise ValueError(
+                f"{_WHERE}: the model must have experts that are known, got "
+                f"{type(model).__name__} without any; name them, "
+                "plan={name: ExpertsLayout(...)}"
+            )
+        return found
+    for pattern, own in given.items():
+        names = [name for name in named if fnmatch.fnmatchcase(name, pattern)]
+        if not names:
+            raise ValueError(f"{_WHERE}: plan names modules of the model, got {pattern!r}")
+        for name in names:
+            module = named[name]
+            is_done = isinstance(module, Experts)
+            layout = None if is_done else own or _layout_of(module)
+            if layout is None and not is_done:
+                raise ValueError(
+                    f"{_WHERE}: {name} must be experts that are known, got "
+                    f"{type(module).__name__}; give its ExpertsLayout in plan"
+                )
+            found.append((name, module, layout))
+    return found
+
+
+def _plan_of(plan: Any) -> dict[str, ExpertsLayout | None] | None:
+    """Return a plan as a mapping; None: there is none."""
+    if plan is None:
+        return None
+    if isinstance(plan, Mapping):
+        made = dict(plan)
+    elif isinstance(plan, Iterable) and not isinstance(plan, str):
+        made = dict.fromkeys(plan)
+    else:
+        raise TypeError(f"{_WHERE}: plan must be names or a mapping, got {type(plan).__name__}")
+    for name, layout in made.items():
+        if not isinstance(name, str) or not (layout is None or isinstance(layout, ExpertsLayout)):
+            raise TypeError(
+                f"{_WHERE}: plan maps names of modules to ExpertsLayout, got {name!r}: "
+                f"{type(layout).__name__}"
+            )
+    return made
+
+
+def _count(module: nn.Module, layout: ExpertsLayout) -> int:
+    """Return how many experts there are."""
+    return int(getattr(module, layout.down).shape[0])
+
+
+def _stacks(module: nn.Module, layout: ExpertsLayout) -> dict[str, nn.Parameter]:
+    """Return the parameters that have one matrix or vector for each expert."""
+    names = [*layout.weights, *layout.first_biases, layout.down_bias]
+    return {name: getattr(module, name) for name in names if name is not None}
+
+
+def _check(name: str, module: Any, given: ExpertsLayout | None, world: int) -> None:
+    """Raise where a module's experts cannot be dealt out."""
+    where = f"{_WHERE}: {name or type(module).__name__}"
+    if isinstance(module, Experts) and module.exchange is not None:
+        raise ValueError(f"{where}: experts are dealt out once, got some that were before")
+    layout = module.experts_layout if given is None else given
+    if given is not None:
+        reason = given.reason_against(module)
+        if reason is not None:
+            raise ValueError(f"{where}: does not fit its layout: {reason}")
+    stacks = _stacks(module, layout)
+    for parameter, tensor in stacks.items():
+        if is_quantized(tensor) or hasattr(tensor, "device_mesh"):
+            raise NotImplementedError(
+                f"{where}: {parameter} must be a plain parameter in high precision, got a "
+                f"{type(tensor).__name__}; deal experts out before they are quantized or sharded"
+            )
+    if len({tensor.dtype for tensor in stacks.values()}) > 1:
+        kinds = {parameter: str(tensor.dtype) for parameter, tensor in stacks.items()}
+        raise TypeError(f"{where}: parameters of experts must have one dtype, got {kinds}")
+    weights = {parameter: stacks[parameter] for parameter in layout.weights}
+    if len({tensor.requires_grad for tensor in weights.values()}) > 1:
+        trained = {parameter: tensor.requires_grad for parameter, tensor in weights.items()}
+        raise ValueError(f"{where}: all weights must be trained or none, got {trained}")
+    if len({tensor.shape[0] for tensor in stacks.values()}) > 1:
+        counts = {parameter: tensor.shape[0] for parameter, tensor in stacks.items()}
+        raise ValueError(f"{where}: every parameter must be of as many experts, got {counts}")
+    try:
+        experts_by_rank(_count(module, layout), world)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _compare(
+    model: nn.Module,
+    found: list[_Found],
+    ranks: tuple[Any, Any],
+    choice: tuple[Any, tuple[tuple[str, str], ...]],
+    problem: Exception | None,
+) -> None:
+    """Raise on every rank where one of them deals out something else, or refuses to.
+
+    The rank that refuses raises its own error; the others are told it.
+    """
+    mesh, group = ranks
+    recipe, formats = choice
+    chosen: Any = settings.current().recipe
+    if problem is None and recipe is not None:
+        chosen = source(recipe).current
+    lines = [
+        ("whether it can be done", "yes" if problem is None else f"{problem}"),
+        ("the formats of dispatch", _told(formats[0])),
+        ("the formats of combine", _told(formats[1])),
+    ]
+    for name, module, layout in found:
+        own = module.experts_layout if layout is None else layout
+        told = {key: list(value.shape) for key, value in _stacks(module, own).items()}
+        lines.append((f"the experts {name}", f"{type(module).__name__} {told}"))
+    rest = Fingerprint.of(model, chosen, tuple(mesh.shape)).lines
+    try:
+        compare(Fingerprint((*lines, *rest)), group, _WHERE, _RULE)
+    except RuntimeError:
+        if problem is None:
+            raise
+
+
+def _told(formats: tuple[str, str]) -> str:
+    """Return the formats of values and of their gradients, for a message."""
+    names = (one if one in ("", BY_RECIPE) else PlaneSpec.parse(one).short_text for one in formats)
+    return " and ".join(name or "as they are" for name in names)
+
+
+def _deal_out(module: Any, exchange: TokenExchange, mesh: Any) -> None:
+    """Replace a module's parameters by this rank's parts of them."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    for name, whole in _stacks(module, module.experts_layout).items():
+        own = exchange.own_rows(whole.detach()).clone()
+        made: Any = DTensor.from_local(
+            own, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+        module._parameters[name] = nn.Parameter(made, requires_grad=whole.requires_grad)
+    module.first_matrix, module.all_matrices = exchange.first, sum(exchange.sizes)
+    module.exchange = exchange

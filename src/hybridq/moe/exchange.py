@@ -1,0 +1,61 @@
+"""What modules of experts ask of ranks each of which has some of the experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from ..nn.autograd import TokenRows
+from ..recipes import Recipe
+
+__all__ = ["ExpertExchange"]
+
+#: Rows that arrived, where each own expert's end in their order, and that order; to the experts'
+#: outputs in that order.
+Compute = Callable[[torch.Tensor, torch.Tensor, TokenRows], torch.Tensor]
+
+
+class ExpertExchange(Protocol):
+    """Ranks each of which has a part of a module's experts, one after the other."""
+
+    def recipe(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward: the recipe in force, or the exchange's own."""
+        ...
+
+    def own_part(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a parameter of the experts.
+
+        Args:
+            parameter: `[experts, ...]` of all ranks.
+        """
+        ...
+
+    def own_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of what every rank has whole.
+
+        Args:
+            tensor: `[experts, ...]`.
+        """
+        ...
+
+    def run(
+        self,
+        module: Any,
+        recipe: Recipe | None,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        compute: Compute,
+    ) -> torch.Tensor:
+        """Return what the experts of all ranks make of this rank's rows, `[rows, out]`.
+
+        Args:
+            module: the experts.
+            recipe: of this forward.
+            x: `[rows, in]`, sorted by expert.
+            offsets: int32 `[experts]`, where each expert's rows end; those behind give zeros.
+            compute: what this rank's experts make of rows that arrived.
+        """
+        ...

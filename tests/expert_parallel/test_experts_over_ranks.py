@@ -1,0 +1,63 @@
+"""Experts over ranks: see `experts_program.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from rank_runs import needs_gloo, run
+
+pytestmark = needs_gloo
+PROGRAM = "experts_program.py"
+
+
+def test_two_ranks(tmp_path) -> None:
+    run(
+        2,
+        tmp_path / "store",
+        "blocks=plain",
+        "transports",
+        "messages",
+        "uneven",
+        "averages",
+        program=PROGRAM,
+    )
+
+
+def test_faults_and_training(tmp_path) -> None:
+    run(2, tmp_path / "store", "faults", "training", program=PROGRAM)
+
+
+@pytest.mark.more
+def test_layouts_and_four_ranks(tmp_path) -> None:
+    run(2, tmp_path / "store", "blocks=two,biased,scaled,input", program=PROGRAM)
+    run(
+        4,
+        tmp_path / "four",
+        "blocks=plain,biased",
+        "transports",
+        "uneven",
+        "averages",
+        program=PROGRAM,
+    )
+
+
+HF = "experts_hf_program.py"
+
+
+#: Of all the families that are tried, those of the default tests.
+FAMILIES = (
+    "Mixtral,Qwen2-MoE,Qwen3-MoE,Qwen3-Next,DeepSeek-V3,GPT-OSS,GLM-4.5,OLMoE,Nemotron-H,MiniMax,"
+    "Llama 4,Ernie 4.5 MoE,Jamba"
+)
+
+
+def test_models_of_transformers(tmp_path) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    run(2, tmp_path / "store", f"families={FAMILIES}", "recipe", program=HF)
+
+
+@pytest.mark.more
+def test_more_models_of_transformers(tmp_path) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    run(2, tmp_path / "store", "families=Phi-MoE,Granite-MoE,dots1,JetMoE", program=HF)
+    run(4, tmp_path / "four", f"families={FAMILIES}", program=HF)
