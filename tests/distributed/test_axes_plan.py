@@ -28,58 +28,26 @@ def test_tensor_parallel_layers_of_four_ranks(tmp_path) -> None:
     run(4, tmp_path / "store", "tensor", program="axes_program.py")
 
 
-def finish(ranks: int, count: int, order: str) -> tuple[float, int]:
-    """Run a schedule as a graph of tasks: a forward takes 1, a backward 2.
-
-    Returns its idle share, and how many microbatches the first rank holds at most.
-    """
-    plans = []
-    for rank in range(ranks):
-        warm = count if order == "gpipe" else min(count, ranks - rank)
-        tasks = [("F", i) for i in range(warm)]
-        forward, backward = warm, 0
-        while backward < count:
-            tasks.append(("B", backward))
-            backward += 1
-            if forward < count:
-                tasks.append(("F", forward))
-                forward += 1
-        plans.append(tasks)
-    done: dict[tuple[str, int, int], int] = {}
-    clock, places = [0] * ranks, [0] * ranks
-    while any(place < len(tasks) for place, tasks in zip(places, plans, strict=True)):
-        for rank, tasks in enumerate(plans):
-            if places[rank] == len(tasks):
-                continue
-            kind, i = tasks[places[rank]]
-            before = rank - 1 if kind == "F" else rank + 1
-            needs = [(kind, i, before)] if 0 <= before < ranks else []
-            needs += [("F", i, rank)] if kind == "B" else []
-            if all(need in done for need in needs):
-                begin = max([clock[rank], *(done[need] for need in needs)])
-                clock[rank] = done[kind, i, rank] = begin + (1 if kind == "F" else 2)
-                places[rank] += 1
-    held = most = 0
-    for kind, _ in plans[0]:
-        held += 1 if kind == "F" else -1
-        most = max(most, held)
-    return 1 - 3 * count / max(clock), most
+@needs_gloo
+def test_sequences_of_ranks_move_what_is_planned(tmp_path) -> None:
+    run(2, tmp_path / "store", "sequences", "schedules", program="axes_program.py")
 
 
-@pytest.mark.parametrize("order", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 4), (4, 16), (8, 3), (3, 1)])
-def test_bubbles_are_those_of_a_run_of_the_schedule(order, ranks, count) -> None:
-    axes = Axes(pp=ranks, microbatches=count, schedule=order)
-    idle, held = finish(ranks, count, order)
-    assert axes.bubble == pytest.approx(idle)
-    assert axes.in_flight == held
+@needs_gloo
+@pytest.mark.more
+def test_sequences_of_four_ranks(tmp_path) -> None:
+    run(4, tmp_path / "store", "sequences", "schedules", program="axes_program.py")
 
 
-def test_bubbles_of_the_other_schedules() -> None:
+def test_bubbles_of_published_schedules() -> None:
+    """As their papers have them; torch's orders are run in the program."""
     make = lambda name, **options: Axes(pp=4, microbatches=8, schedule=name, **options)  # noqa: E731
+    assert make("gpipe").bubble == make("1f1b").bubble == pytest.approx(3 / (8 + 3))
     assert make("interleaved", stages_per_rank=3).bubble == pytest.approx(3 / (24 + 3))
     assert make("interleaved_zero_bubble").bubble == pytest.approx(3 / (3 * 16 + 3))
-    assert make("zbv").bubble == 0.0 and make("zbv").in_flight == 4
+    # No rank of ZB-V waits between its first and its last; they begin one after the other.
+    assert make("zbv").bubble == make("dualpipev").bubble == pytest.approx(3 / (3 * 16 + 3))
+    assert make("zbv").in_flight == 4
     assert make("interleaved").in_flight == (4 + 2 * 3 + 1) / 2
     assert Axes().bubble == 0.0
 
@@ -120,8 +88,13 @@ def test_sequences() -> None:
     assert sent(Axes(sp=2), 2) == [("all_to_all", 2 * 10 * (2 * 64 + 32))] * 2
     # Four ranks and two heads of keys: each head twice.
     assert sent(Axes(sp=4), 2) == [("all_to_all", 2 * 10 * (2 * 64 + 64))] * 2
-    once = 2 * 10 * 32
-    assert sent(Axes(cp=4), 2) == [("send", 3 * once), ("send", 7 * once)]
+    # Six heads of keys for four ranks: twelve, of twelve queries'.
+    assert [one.nbytes for one in attention_moved(Axes(sp=4), 10, 12 * 8, (2 * 6 * 8, 6), 1)] == [
+        2 * 10 * (2 * 96 + 2 * 96)
+    ] * 2
+    every = 4 * 2 * 10 * 32
+    gathers = [("all_gather", every)] * 2
+    assert sent(Axes(cp=4), 2) == [*gathers, ("all_to_all", 2 * every)]
     both = tensor_moved(Axes(tp=2, sequence_parallel=True), 10, 64, 3)
     assert [one.kind for one in both] == ["all_gather", "reduce_scatter"] * 2
     assert {one.nbytes for one in both} == {2 * 3 * 2 * 10 * 64}
@@ -147,6 +120,11 @@ def test_levels() -> None:
         (lambda: Axes(schedule="none"), ValueError, "Axes: schedule must be one of"),
         (lambda: Axes(stages_per_rank=2), ValueError, "stages_per_rank of 1f1b must be 1, got 2"),
         (lambda: Axes(communication="nope"), SpecError, "Axes: communication"),
+        (
+            lambda: Axes(pp=4, schedule="dualpipev", microbatches=7),
+            ValueError,
+            "dualpipev must have twice as many microbatches as ranks, got 7 on 4",
+        ),
         (
             lambda: plan_axes(SHAPE, None, Axes(tp=3), Sharding(8)),
             ValueError,

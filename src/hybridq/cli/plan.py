@@ -96,7 +96,7 @@ def plan(
     schedule: Annotated[
         str,
         typer.Option(
-            help="Of pp: gpipe, 1f1b, interleaved, interleaved_zero_bubble, zbv.",
+            help="Of pp: gpipe, 1f1b, interleaved, interleaved_zero_bubble, zbv, dualpipev.",
             rich_help_panel=_AXES,
         ),
     ] = "1f1b",

@@ -5,11 +5,13 @@ All formulas are of activations: a rank's tokens by the model's width. Their sou
 - tensor parallelism: two all-reduces per layer each way, or with sequence parallelism an all-gather
   and a reduce-scatter in the place of each (Shoeybi et al. 2019; Korthikanti et al. 2022);
 - Ulysses: all-to-alls of queries, keys, values and the output, each way (Jacobs et al. 2023);
-- context parallelism: keys and values pass around a ring, and in the backward their gradients too
-  (Liu et al. 2023);
+- context parallelism: ring attention (Liu et al. 2023) as torch computes it by default: one gather
+  of all keys and values each way, and their gradients around the ring in FP32;
 - pipelines: idle time and microbatches at a time of 1F1B and its interleaved form (Narayanan et al.
-  2021), of zero bubble (Qi et al. 2023) and of ZB-V (Qi et al. 2024), where a forward, a backward
-  of inputs and one of weights take the same time.
+  2021), of zero bubble (Qi et al. 2023), ZB-V (Qi et al. 2024) and DualPipeV (DeepSeek-AI 2024),
+  where a forward, a backward of inputs and one of weights take the same time. A step ends when its
+  last rank has ended. With fewer microbatches than ranks, and of the V schedules with fewer than
+  twice as many, the formulas are ours, of the orders that torch's schedules have.
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ from typing import Any, Final
 import torch
 
 from ..distributed.pipelines import Formats, PlanePayload, formats_of
+from ..distributed.sequence import copies_of_heads
 from ..errors import must_be_one_of
 
 __all__ = ["SCHEDULES", "Axes", "AxisMoved", "attention_moved", "pipeline_moved", "tensor_moved"]
 
-SCHEDULES: Final = ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv")
+SCHEDULES: Final = ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev")
+#: Their ranks have one stage from the front and one from the end.
+_V_SCHEDULES: Final = ("zbv", "dualpipev")
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,8 @@ class Axes:
         sequence_parallel: tensor-parallel ranks share tokens between their matrices.
         microbatches: of a step.
         schedule: of the pipeline: one of `"gpipe"`, `"1f1b"`, `"interleaved"`,
-            `"interleaved_zero_bubble"`, `"zbv"`.
-        stages_per_rank: of the interleaved schedules; `"zbv"` has two, the others one.
+            `"interleaved_zero_bubble"`, `"zbv"`, `"dualpipev"`.
+        stages_per_rank: of the interleaved schedules; V schedules have two, the others one.
         communication: as `pipeline_stage` takes it.
         ranks_per_node: neighbouring ranks with a fast network between them; None: not known.
 
@@ -67,13 +72,23 @@ class Axes:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"Axes: {name} must be an int of at least 1, got {value!r}")
-        fixed = {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(self.schedule)
+        fixed = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}.get(self.schedule)
         if self.stages_per_rank is not None and fixed not in (None, self.stages_per_rank):
             raise ValueError(
                 f"Axes: stages_per_rank of {self.schedule} must be {fixed}, got "
                 f"{self.stages_per_rank}"
             )
+        if self.schedule == "dualpipev" and self.pp > 1 and self.microbatches < 2 * self.pp:
+            raise ValueError(
+                f"Axes: dualpipev must have twice as many microbatches as ranks, got "
+                f"{self.microbatches} on {self.pp}"
+            )
         formats_of(self.communication, "Axes")
+
+    @property
+    def has_v(self) -> bool:
+        """Whether the first rank of the pipeline has its last stage too."""
+        return self.schedule in _V_SCHEDULES
 
     @property
     def formats(self) -> Formats:
@@ -92,13 +107,25 @@ class Axes:
 
     @property
     def bubble(self) -> float:
-        """Share of a step in which a rank of the pipeline has nothing to do."""
-        if self.pp == 1 or self.schedule == "zbv":
+        """Share of a step, of all ranks, in which a rank of the pipeline has nothing to do."""
+        if self.pp == 1:
             return 0.0
-        work, idle = self.microbatches * self.stages, self.pp - 1
+        work = 3 * self.microbatches * self.stages
+        return 1 - work / self._duration
+
+    @property
+    def _duration(self) -> int:
+        """How long a step takes; a forward of a stage takes 1, both backwards 2."""
+        count, ranks, stages = self.microbatches, self.pp, self.stages
+        through = ranks * stages  # stages that a microbatch passes
+        if self.has_v:
+            return max(6 * count + ranks - 1, 4 * (count + ranks) - 2)
         if self.schedule == "interleaved_zero_bubble":
-            return idle / (3 * work + idle)  # idle for one third of a forward and its backward
-        return idle / (work + idle)
+            full = 3 * count * stages + ranks - 1
+            if count >= ranks:
+                return full
+            return max(full + (ranks - count) * stages, 2 * (through + count) - 1)
+        return 3 * max(count * stages + ranks - 1, count + through - 1)
 
     @property
     def in_flight(self) -> float:
@@ -106,9 +133,15 @@ class Axes:
         count, ranks, stages = self.microbatches, self.pp, self.stages
         if self.schedule == "gpipe" or ranks == 1:
             return float(count if self.schedule == "gpipe" else 1)
-        if self.schedule in ("1f1b", "zbv"):
+        if self.schedule == "zbv":
+            return min(ranks, (count + 1) / 2)
+        if self.schedule == "dualpipev":
+            return ranks + 0.5
+        if self.schedule == "1f1b":
             return float(min(ranks, count))
-        return min((stages - 1) * ranks + 2 * (ranks - 1) + 1, stages * count) / stages
+        together = count // max(1, count // ranks)  # microbatches that pass a stage in a row
+        last = ranks if self.schedule == "interleaved_zero_bubble" else 2 * ranks - 1
+        return min((stages - 1) * together + last, stages * count) / stages
 
     def level(self, ranks: int, stride: int) -> str:
         """Return which network a group of ranks needs: "node", "network" or "" if not known.
@@ -178,23 +211,28 @@ def attention_moved(
         width: of the queries of the rank.
         kv: width of its keys and values together, and heads of each of them.
         layers: of the rank.
+
+    Raises:
+        ValueError: Ulysses' ranks do not divide the heads of queries, or those of keys do not.
     """
-    found, (size, heads) = [], kv
+    found: list[AxisMoved] = []
+    size, heads = kv
     per_value = 2 * layers * tokens
+
+    def move(what: str, kind: str, ranks: int, nbytes: int, stride: int) -> None:
+        found.append(AxisMoved(what, kind, ranks, nbytes, nbytes, axes.level(ranks, stride)))
+
     if axes.sp > 1:
-        # KV heads fewer than ranks are repeated.
-        copies = max(1, -(-axes.sp // heads))
-        nbytes = per_value * (2 * width + size * copies)
-        level = axes.level(axes.sp, axes.tp)
+        # KV heads that the ranks do not divide are repeated.
+        copies = copies_of_heads(width * 2 * heads // size, heads, axes.sp)
         for when in ("forward", "backward"):
-            found.append(AxisMoved(f"heads, {when}", "all_to_all", axes.sp, nbytes, nbytes, level))
+            nbytes = per_value * (2 * width + size * copies)
+            move(f"heads, {when}", "all_to_all", axes.sp, nbytes, axes.tp)
     if axes.cp > 1:
-        level, once = axes.level(axes.cp, axes.tp * axes.sp), per_value * size
-        steps = (("forward", axes.cp - 1), ("backward", 2 * axes.cp - 1))
-        for when, count in steps:
-            nbytes = once * count
-            what = f"keys and values, {when}"
-            found.append(AxisMoved(what, "send", axes.cp, nbytes, nbytes, level))
+        every = per_value * size * axes.cp
+        for when in ("forward", "backward"):
+            move(f"keys and values, {when}", "all_gather", axes.cp, every, axes.tp * axes.sp)
+        move("gradients of keys and values", "all_to_all", axes.cp, 2 * every, axes.tp * axes.sp)
     return found
 
 
@@ -221,8 +259,8 @@ def pipeline_moved(
             spec.resolve(dtype), (rows, width), dtype
         ).nbytes  # fmt: skip
         # Each of its stages but the first has one before it, each but the last one after it.
-        ahead = 1 if axes.schedule == "zbv" else axes.stages
-        behind = 1 if axes.schedule == "zbv" else axes.stages - 1
+        ahead = 1 if axes.has_v else axes.stages
+        behind = 1 if axes.has_v else axes.stages - 1
         sent, received = (ahead, behind) if is_forward else (behind, ahead)
         for kind, boundaries in (("send", sent), ("recv", received)):
             times = boundaries * count

@@ -164,13 +164,13 @@ def plan_axes(
     stages = axes.stages if axes.pp > 1 else 1
     layers = -(-shape.layers // (axes.pp * stages)) * stages
     # The last stage lies on the first rank of a V.
-    has_head = axes.pp == 1 or axes.schedule == "zbv"
+    has_head = axes.pp == 1 or axes.has_v
     own = shape.model(dtype, layers=layers, parts=axes.tp, has_head=has_head)
     left = replace(sharding, world=world // ranks)
     held = math.ceil(tokens / axes.microbatches * axes.in_flight)
     made = plan(own, recipe, left, tokens=held, **options)
-    width, kv = shape.hidden // axes.tp, -(-shape.kv_size // axes.tp)
     kv_heads = -(-shape.kv_heads // axes.tp)
+    width, kv = shape.hidden // axes.tp, kv_heads * shape.kv_size // shape.kv_heads
     # Tensor-parallel ranks have the same tokens.
     moved = tensor_moved(axes, tokens, shape.hidden, layers)
     moved += attention_moved(axes, tokens, width, (kv, kv_heads), layers)
