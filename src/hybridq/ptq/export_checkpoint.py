@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from ..calibration import Calibration
@@ -29,6 +31,7 @@ from .plain import PLAIN_LAYOUTS, PlainScheme
 from .run import Run
 from .scales import Scales
 from .select import Selection
+from .sharded_model import ShardedModel, holds_parts
 from .source import CONFIG, open_source
 from .training import TrainingScheme
 
@@ -54,7 +57,9 @@ def export(
 
     The source may be plain or quantized in any layout of `hybridq.layouts`. Weights that are in the
     format already keep their codes and scales; others are decoded exactly and encoded anew. It is
-    streamed, and continued after a stop, as `convert_checkpoint` is. See docs/guides/export.md.
+    streamed, and continued after a stop, as `convert_checkpoint` is. Of a model whose parameters
+    are shared out to ranks (DTensors: FSDP2, tensor parallelism) all ranks call it alike; the first
+    one writes, and no rank has more than one whole tensor at a time. See docs/guides/export.md.
 
     Args:
         source: a `.safetensors` file, a folder with `model.safetensors` or an index, or a model:
@@ -81,7 +86,9 @@ def export(
 
     Raises:
         CheckpointError: the source is damaged or quantized in a way that no layout reads, nothing
-            in it is chosen, an amax is missing, the target holds something else, ...
+            in it is chosen, an amax is missing, the target holds something else, ...; on every
+            rank, if the first one fails.
+        RuntimeError: ranks have different models or ask for different exports.
         SpecError: there is no such layout, or it does not hold this format.
         ImportError: safetensors is not installed.
 
@@ -98,71 +105,109 @@ def export(
         >>> sorted(name.rpartition(".")[2] for name in load_file(folder / "b.safetensors"))
         ['weight', 'weight_scale', 'weight_scale_2']
     """
-    begun = time.monotonic()
-    observer = observer or Observer()
-    options = options or ConvertOptions()
-    if isinstance(source, nn.Module):
-        opened = source_of(source)
-        word = word_of(source)
-    else:
+    asked = _Asked(
+        layout,
+        format,
+        recipe,
+        tuple(include),
+        tuple(exclude),
+        calibration,
+        kv_cache,
+        options or ConvertOptions(),
+        observer or Observer(),
+    )
+    known = None if source_layout is None else get(source_layout)
+    if not isinstance(source, nn.Module):
         check_paths(Path(source), Path(target))
-        opened = open_source(source)
-        word = None
-    found = find(opened, None if source_layout is None else get(source_layout))
-    scheme: CheckpointScheme
-    if isinstance(layout, str) and layout in PLAIN_LAYOUTS:
-        if any((format, recipe, include, exclude, calibration, kv_cache)):
-            raise SpecError(f"export: {layout} decodes everything, so it takes no other choice")
-        scheme = PlainScheme(found, PLAIN_LAYOUTS[layout])
-    else:
+        found = find(open_source(source), known)
+        return asked.write(found, None, Path(target))
+    model = source
+
+    def write(state: Mapping[str, torch.Tensor]) -> Conversion:
+        return asked.write(find(source_of(model, state), known), word_of(model), Path(target))
+
+    state = model.state_dict(keep_vars=True)
+    if holds_parts(state):
+        said = (("the target", str(target)), ("the layout", str(layout)))
+        made: Conversion = ShardedModel(model, state).run(write, said)
+        return made
+    tensors = {name: v.detach() for name, v in state.items() if isinstance(v, torch.Tensor)}
+    return write(tensors)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What an export is asked for; see `export`."""
+
+    layout: str | Layout
+    format: str | Quantizer | None
+    recipe: str | Recipe | None
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    calibration: Calibration | str | os.PathLike[str] | None
+    kv_cache: str | None
+    options: ConvertOptions
+    observer: Observer
+
+    def write(self, found: Found, word: ModelWord | None, target: Path) -> Conversion:
+        """Write a checkpoint.
+
+        Args:
+            found: the source.
+            word: what its model says, if that is in memory.
+            target: the file or folder.
+        """
+        begun = time.monotonic()
+        scheme = self._scheme(found, word)
+        run = Run(found.source, target, scheme, self.options, self.observer)
+        run.convert()
+        return run.outcome(time.monotonic() - begun)
+
+    def _scheme(self, found: Found, word: ModelWord | None) -> CheckpointScheme:
+        """Return what the weights become; say what the user should know of it."""
+        layout = self.layout
+        if isinstance(layout, str) and layout in PLAIN_LAYOUTS:
+            choices = (self.format, self.recipe, self.include, self.exclude)
+            if any((*choices, self.calibration, self.kv_cache)):
+                raise SpecError(f"export: {layout} decodes everything, so it takes no other choice")
+            return PlainScheme(found, PLAIN_LAYOUTS[layout])
         known = (*names(), *PLAIN_LAYOUTS)
         if isinstance(layout, str) and layout not in known:
             raise SpecError(f"export: layout {must_be_one_of(known, layout)}")
-        loaded = _calibration(calibration)
-        scheme = _scheme(
-            found, word, get(layout), format, recipe, include, exclude, loaded, kv_cache, observer
-        )
-    run = Run(opened, Path(target), scheme, options, observer)
-    run.convert()
-    return run.outcome(time.monotonic() - begun)
+        calibration = _calibration(self.calibration)
+        layout = get(layout)
+        if layout is not HYBRIDQ:
+            return self._for_readers(found, word, layout, calibration)
+        if calibration is not None or self.kv_cache is not None:
+            raise SpecError("export: the layout hybridq holds no scales of inputs and caches")
+        own = self.format
+        quantizer = Quantizer(PlaneSpec.parse(own), None) if isinstance(own, str) else own
+        chosen = Selection(quantizer, self.recipe, self.include, self.exclude)
+        return TrainingScheme(chosen, found)
+
+    def _for_readers(
+        self, found: Found, known: ModelWord | None, layout: Layout, calibration: Calibration | None
+    ) -> ExportScheme:
+        _refuse_transposed(found, layout)
+        word = _word(found) if known is None else known
+        warn = self.observer.warn
+        if word.reason is not None:
+            warn(f"what keeps its precision is known by names alone, since {word.reason}")
+        choice = choice_of(layout, word, self.format, self.recipe, self.include, self.exclude)
+        scales = Scales(found, calibration, word.in_model)
+        made = ExportScheme(found, choice, scales, self.kv_cache)
+        if found.source.is_folder and "model_type" not in found.config:
+            warn(
+                f"{found.source.path} has no {CONFIG} of a model, in which readers look for how "
+                "weights are quantized: no program will load the new folder by itself"
+            )
+        for note in made.notes:
+            warn(note)
+        return made
 
 
 def _calibration(given: Calibration | str | os.PathLike[str] | None) -> Calibration | None:
     return given if given is None or isinstance(given, Calibration) else Calibration.load(given)
-
-
-def _scheme(
-    found: Found,
-    word: ModelWord | None,
-    layout: Layout,
-    format: str | Quantizer | None,
-    recipe: str | Recipe | None,
-    include: Sequence[str],
-    exclude: Sequence[str],
-    calibration: Calibration | None,
-    kv_cache: str | None,
-    observer: Observer,
-) -> CheckpointScheme:
-    """Return what the weights become in a layout; say what the user should know of it."""
-    if layout is HYBRIDQ:
-        if calibration is not None or kv_cache is not None:
-            raise SpecError("export: the layout hybridq holds no scales of inputs and caches")
-        quantizer = Quantizer(PlaneSpec.parse(format), None) if isinstance(format, str) else format
-        return TrainingScheme(Selection(quantizer, recipe, tuple(include), tuple(exclude)), found)
-    _refuse_transposed(found, layout)
-    word = _word(found) if word is None else word
-    if word.reason is not None:
-        observer.warn(f"what keeps its precision is known by names alone, since {word.reason}")
-    choice = choice_of(layout, word, format, recipe, include, exclude)
-    made = ExportScheme(found, choice, Scales(found, calibration, word.in_model), kv_cache)
-    if found.source.is_folder and "model_type" not in found.config:
-        observer.warn(
-            f"{found.source.path} has no {CONFIG} of a model, in which readers look for how "
-            "weights are quantized: no program will load the new folder by itself"
-        )
-    for note in made.notes:
-        observer.warn(note)
-    return made
 
 
 def _refuse_transposed(found: Found, layout: Layout) -> None:

@@ -26,7 +26,9 @@ from ..quantizers import Quantizer
 from ..tensor import QuantizedTensor, is_quantized
 from .files import as_bytes
 from .header import Entry, Header, dtype_name
+from .later import Later, now
 from .model_config import without_quantization
+from .model_word import class_name
 from .record import METADATA_KEY, Record, records_text
 from .source import CONFIG, SINGLE, Opened, Shard, Source
 
@@ -53,7 +55,8 @@ class _Memory(Opened):
             return
         entry = self._entries[bisect_right(self._begins, offset) - 1]
         if self._last is None or self._last[0] != entry.name:
-            own = self._tensors[entry.name].detach().cpu().contiguous()
+            self._last = None
+            own = now(self._tensors[entry.name]).detach().cpu().contiguous()
             self._last = entry.name, as_bytes(own)
         at = offset - entry.begin
         out[:] = self._last[1][at : at + len(out)]
@@ -81,19 +84,21 @@ class MemoryShard(Shard):
         """Do nothing: who changes a model meanwhile does so in this process."""
 
 
-def source_of(model: nn.Module) -> Source:
+def source_of(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Source:
     """Return the checkpoint of a model.
 
     Args:
         model: in memory, converted or not, its weights quantized or not.
+        state: its tensors by name; some may be `Later`.
 
     Raises:
-        CheckpointError: a tensor is on the meta device, or only a part of it is in this process.
+        CheckpointError: a tensor is on the meta device.
     """
     tensors: dict[str, torch.Tensor] = {}
     records: dict[str, Record] = {}
-    for name, value in _on_disk(model).items():
-        _check(name, value)
+    for name, value in _on_disk(model, state).items():
+        if value.is_meta:
+            raise CheckpointError(f"export: {name} is on the meta device, so it has no values")
         if not isinstance(value, QuantizedTensor):
             tensors[name] = value
             continue
@@ -102,18 +107,8 @@ def source_of(model: nn.Module) -> Source:
         tensors |= buffers
     shards = tuple(_shards(tensors, records))
     index: dict[str, Any] | None = {"metadata": {}} if len(shards) > 1 else None
-    path = Path(f"<{type(model).__name__}>")
+    path = Path(f"<{class_name(model)}>")
     return Source(path, shards, index, (), (), _files(model))
-
-
-def _check(name: str, value: torch.Tensor) -> None:
-    if value.is_meta:
-        raise CheckpointError(f"export: {name} is on the meta device, so it has no values")
-    if hasattr(value, "to_local"):
-        raise CheckpointError(
-            f"export: of {name} only a part is in this process; gather the state first "
-            "(get_model_state_dict with full_state_dict=True), or export a saved checkpoint"
-        )
 
 
 def _files(model: nn.Module) -> dict[str, Mapping[str, Any]]:
@@ -122,7 +117,7 @@ def _files(model: nn.Module) -> dict[str, Mapping[str, Any]]:
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_json_string"):
         own: dict[str, Any] = json.loads(config.to_json_string(use_diff=True))
-        own.setdefault("architectures", [type(model).__name__])
+        own.setdefault("architectures", [class_name(model)])
         dtype = getattr(model, "dtype", None)
         if isinstance(dtype, torch.dtype):
             own["dtype"] = str(dtype).removeprefix("torch.")
@@ -177,14 +172,9 @@ def _shards(
 # ---- names
 
 
-def _on_disk(model: nn.Module) -> dict[str, torch.Tensor]:
+def _on_disk(model: nn.Module, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return a model's tensors by the names that they have in a file, tied ones once."""
-    state = {
-        name: value.detach()
-        for name, value in model.state_dict(keep_vars=True).items()
-        if isinstance(value, torch.Tensor)
-    }
-    state = _without_tied(model, state)
+    state = _without_tied(model, given)
     if not hasattr(model, "_weight_conversions") and not _is_of_transformers(model):
         return state
     loading: Any = import_module("transformers.core_model_loading")
@@ -226,7 +216,9 @@ def _tagged(
     value: torch.Tensor, state: Mapping[str, torch.Tensor], sources: list[tuple[int, str]]
 ) -> torch.Tensor:
     """Return what transformers' converters made of a tensor, or of the tags of a quantized one."""
-    if value.dtype != torch.int64 or not value.numel() or int(value.min()) < _FIRST_TAG:
+    if value.dtype != torch.int64 or isinstance(value, Later) or not value.numel():
+        return value
+    if int(value.min()) < _FIRST_TAG:
         return value
     at = bisect_right(sources, (int(value.min()), "\uffff")) - 1
     first, name = sources[at]

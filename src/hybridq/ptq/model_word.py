@@ -23,7 +23,7 @@ from torch import nn
 from ..converters.exclusions import reasons
 from .source import CONFIG
 
-__all__ = ["ModelWord", "ask_model", "nothing_known", "word_of"]
+__all__ = ["ModelWord", "ask_model", "class_name", "nothing_known", "word_of"]
 
 _SUFFIX: Final = ".weight"
 
@@ -134,7 +134,18 @@ def word_of(model: nn.Module) -> ModelWord:
     # A checkpoint may be of the model without its head, whose names lack the prefix.
     bare = [name.removeprefix(prefix) for name in own]
     parameters = frozenset((*own, *bare))
-    return ModelWord(kept, frozenset(others), in_model, parameters, type(model).__name__)
+    return ModelWord(kept, frozenset(others), in_model, parameters, class_name(model))
+
+
+def class_name(model: nn.Module) -> str:
+    """Return the name of a model's class, not of the one that FSDP2 derives from it.
+
+    Args:
+        model: any.
+    """
+    own = type(model)
+    derived = [one for one in own.__mro__ if one.__name__ == "FSDPModule"]
+    return next(one for one in own.__mro__ if not issubclass(one, tuple(derived))).__name__
 
 
 def _renaming(model: nn.Module) -> tuple[Callable[[str], str], Callable[[str], str]]:

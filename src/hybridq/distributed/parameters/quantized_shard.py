@@ -344,6 +344,23 @@ class QuantizedShard(GatheredParameter):
         """Return what sends this rank's planes; see `OwnRows.sender`."""
         return _HeldSender(plan, call.rank, start)
 
+    def gathered_planes(self, shard: Any) -> TensorStorage:
+        """Return the planes of the whole parameter; every rank that shares it must call it.
+
+        Args:
+            shard: this rank's.
+        """
+        import torch.distributed as dist  # not every build of torch has it
+
+        group, rank, world = self._mesh()
+        plan = self._plan(world)
+        own = torch.zeros(plan.payload, dtype=torch.uint8, device=shard.device)
+        if shard.held.rows:
+            own = plan.pack(shard.held.planes, rank)
+        payloads = own.new_empty(world, plan.payload)
+        dist.all_gather(list(payloads.unbind(0)), own, group=group)
+        return plan.unpack(payloads)
+
     # ---- writes
 
     def _mesh(self) -> tuple[Any, int, int]:

@@ -15,6 +15,8 @@ import torch
 
 from ... import settings
 from ..._torch_private import has_kernel, no_torch_function, tree_flatten, tree_map
+from ...formats import PlaneSpec
+from ...storage import TensorStorage
 from ...tensor import as_parts, check_no_grad
 from ..encoding import ShardWork, encode_shards
 from ..parameters import QuantizedRows, QuantizedShard
@@ -85,6 +87,15 @@ class QuantizedWeight(Reads, GatherHooks, torch.Tensor):
         # A view of an ordinary tensor is one in inference mode too: torch shares its version.
         with nullcontext() if self.is_inference() else torch.inference_mode(False):
             return QuantizedWeight(held, self._about, shape, dtype, device)
+
+    @property
+    def specs(self) -> tuple[PlaneSpec | None, PlaneSpec | None]:
+        """Of the planes that are held, rowwise and columnwise."""
+        return self._about.specs
+
+    def gathered_planes(self) -> TensorStorage:
+        """Return the planes of the whole parameter; every rank that shares it must call it."""
+        return self._about.gathered_planes(self)
 
     # ---- what optimizers call, as of a QuantizedTensor
 
