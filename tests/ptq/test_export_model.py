@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import hybridq
-from checkpoint_tools import digests
+from checkpoint_tools import INDEX, Notes, digests
 from export_tools import assert_same, run, stored
+from hybridq.ptq import in_memory
 
 
 def mlp(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -81,12 +82,68 @@ def test_a_quantized_mixture(tmp_path):
     assert_same(stored(tmp_path / "own"), stored(tmp_path / "files"))
 
 
-def test_a_second_export_into_the_folder_is_refused(tmp_path):
+class Stops(Notes):
+    """Is interrupted when the shard of that number is begun."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.left = at
+
+    def shard(self, name: str, what: str) -> None:
+        self.left -= what == "converting"
+        if self.left < 0:
+            raise KeyboardInterrupt
+        super().shard(name, what)
+
+
+def test_a_second_export_into_the_folder_is_the_first_or_refused(tmp_path):
     options = {"layout": "modelopt", "format": "mxfp8"}
     run(mlp(), tmp_path / "q", **options)
-    with pytest.raises(hybridq.CheckpointError, match="start anew with overwrite"):
-        run(mlp(), tmp_path / "q", **options)
-    run(mlp(), tmp_path / "q", **options, overwrite=True)
+    before = digests(tmp_path / "q")
+    assert run(mlp(), tmp_path / "q", **options).outcome.num_kept == 1
+    assert digests(tmp_path / "q") == before
+    other = mlp()
+    with torch.no_grad():
+        other["up_proj"].weight[3, 5] += 1
+    with pytest.raises(hybridq.CheckpointError, match=r"the model's .* has changed .* overwrite"):
+        run(other, tmp_path / "q", **options)
+    run(other, tmp_path / "q", **options, overwrite=True)
+    assert digests(tmp_path / "q") != before
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_stopped_export_goes_on(quantized, tmp_path, monkeypatch):
+    """Siblings lie in different files: what was read of either counts."""
+    monkeypatch.setattr(in_memory, "_SHARD_NBYTES", 40_000)
+    model = mlp()
+    if quantized:
+        model = hybridq.quantize_model(model.eval(), "nvfp4")
+    options = {"layout": "modelopt", "format": "nvfp4"}
+    run(model, tmp_path / "whole", **options)
+    count = len(list((tmp_path / "whole").glob("*.safetensors")))
+    assert count == (1 if quantized else 3)
+    for at in range(count):
+        target = tmp_path / f"q{at}"
+        with pytest.raises(KeyboardInterrupt):
+            hybridq.export(model, target, observer=Stops(at), **options)
+        assert not (target / INDEX).exists()
+        assert run(model, target, **options).outcome.num_kept == at
+        mine, want = digests(target), digests(tmp_path / "whole")
+        assert {k: v for k, v in mine.items() if "convert/" not in k} == {
+            k: v for k, v in want.items() if "convert/" not in k
+        }
+    # A tensor of a file that is finished, and one whose amax it shares, in a file that is not.
+    for name in () if quantized else ("gate_proj", "up_proj"):
+        target = tmp_path / name
+        with pytest.raises(KeyboardInterrupt):
+            hybridq.export(model, target, observer=Stops(1), **options)
+        with torch.no_grad():
+            model[name].weight.mul_(2)
+        with pytest.raises(hybridq.CheckpointError, match="has changed since"):
+            run(model, target, **options)
+        with torch.no_grad():
+            model[name].weight.div_(2)
+        assert run(model, target, **options).outcome.num_kept == 1
 
 
 def test_what_has_no_values_is_refused(tmp_path):

@@ -11,7 +11,7 @@ PROGRAM = "export_program.py"
 
 @needs_gloo
 def test_files_are_those_of_one_process(tmp_path) -> None:
-    names = ("fsdp2", "quantized", "tensor_parallel", "one_at_a_time", "refused")
+    names = ("fsdp2", "quantized", "tensor_parallel", "one_at_a_time", "refused", "resumed")
     given = [f"{name}={tmp_path}" for name in names]
     run(2, tmp_path / "store", *given, program=PROGRAM)
 

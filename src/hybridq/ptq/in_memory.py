@@ -7,13 +7,13 @@ that is there already. No tensor is copied before its turn comes.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
-import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -43,9 +43,15 @@ _FIRST_TAG: Final = 1 << 40
 class _Memory(Opened):
     """Tensors in memory, read as a file that has one after the other."""
 
-    def __init__(self, entries: tuple[Entry, ...], tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        entries: tuple[Entry, ...],
+        tensors: Mapping[str, torch.Tensor],
+        digests: dict[str, str],
+    ) -> None:
         self._entries = entries
         self._tensors = tensors
+        self._digests = digests
         self._begins = [entry.begin for entry in entries]
         self._last: tuple[str, memoryview] | None = None
 
@@ -56,8 +62,10 @@ class _Memory(Opened):
         entry = self._entries[bisect_right(self._begins, offset) - 1]
         if self._last is None or self._last[0] != entry.name:
             self._last = None
-            own = now(self._tensors[entry.name]).detach().cpu().contiguous()
-            self._last = entry.name, as_bytes(own)
+            own = as_bytes(now(self._tensors[entry.name]).detach().cpu().contiguous())
+            if entry.name not in self._digests:
+                self._digests[entry.name] = hashlib.sha256(own).hexdigest()
+            self._last = entry.name, own
         at = offset - entry.begin
         out[:] = self._last[1][at : at + len(out)]
 
@@ -71,14 +79,42 @@ class MemoryShard(Shard):
 
     Args:
         tensors: by name.
+        digests: SHA-256 of the bytes of those that were read, by name.
     """
 
     tensors: Mapping[str, torch.Tensor]
+    digests: dict[str, str] = field(default_factory=dict, compare=False)
 
     @contextmanager
     def opened(self) -> Iterator[Opened]:
         """Give the tensors."""
-        yield _Memory(self.header.entries, self.tensors)
+        yield _Memory(self.header.entries, self.tensors, self.digests)
+
+    @property
+    def title(self) -> str:
+        """What errors call it."""
+        return f"the model's {self.name}"
+
+    def identity(self) -> dict[str, Any]:
+        """Return what tells the tensors that were read from changed ones."""
+        return {"header": self.header.digest, "tensors": dict(self.digests)}
+
+    def is_same(self, found: object) -> bool:
+        """Return whether the tensors that were read then still are what they were.
+
+        Args:
+            found: what `identity` returned then.
+        """
+        before = found.get("tensors") if isinstance(found, dict) else None
+        if not isinstance(before, dict):
+            return False
+        if found != {"header": self.header.digest, "tensors": before}:
+            return False
+        with self.opened() as file:
+            for entry in self.header.entries:
+                if entry.name in before:
+                    file.read(memoryview(bytearray(min(entry.nbytes, 1))), entry.begin)
+        return before == {name: self.digests.get(name) for name in before}
 
     def check_unchanged(self) -> None:
         """Do nothing: who changes a model meanwhile does so in this process."""
@@ -165,8 +201,9 @@ def _shards(
             begin += max(value.nbytes, 1)  # so that each begins at a place of its own
         names = dict.fromkeys(owner[one] for one in group if one in owner)
         metadata = {METADATA_KEY: records_text(records[one] for one in names)} if names else {}
-        header = Header(tuple(entries), metadata, "")
-        yield MemoryShard(Path(file), header, begin, time.time_ns(), group)
+        said = repr(([(one.name, one.dtype, one.shape) for one in entries], metadata))
+        digest = hashlib.sha256(said.encode()).hexdigest()
+        yield MemoryShard(Path(file), Header(tuple(entries), metadata, digest), begin, 0, group)
 
 
 # ---- names

@@ -16,7 +16,6 @@ from .disk import Folder, is_name
 from .files import read_json, write_json
 from .outcome import ShardResult, TensorResult
 from .plan import ShardPlan
-from .source import Shard
 
 __all__ = ["JOURNAL", "Journal", "open_journal"]
 
@@ -66,9 +65,9 @@ class Journal:
         path = self.target.path / name
         with self.target.reading(name) as file:
             found = read_json(file, path, "journal entry")
-        if found.get("source") != _identity(plan):
+        if not _is_same(plan, found.get("source")):
             raise CheckpointError(
-                f"checkpoint: {plan.shard.path} has changed since it was converted; start anew "
+                f"checkpoint: {plan.shard.title} has changed since it was converted; start anew "
                 "with overwrite"
             )
         if found.get("header") != plan.digest:
@@ -101,14 +100,25 @@ def _entry(shard: str) -> str:
 
 def _identity(plan: ShardPlan) -> dict[str, Any]:
     """Return what tells the files that a shard is made of from changed ones."""
-    own = _file_identity(plan.shard)
+    own = plan.shard.identity()
     if plan.others:
-        own["others"] = {one.name: _file_identity(one) for one in plan.others}
+        own["others"] = {one.name: one.identity() for one in plan.others}
     return own
 
 
-def _file_identity(shard: Shard) -> dict[str, Any]:
-    return {"nbytes": shard.nbytes, "mtime_ns": shard.mtime_ns, "header": shard.header.digest}
+def _is_same(plan: ShardPlan, found: object) -> bool:
+    """Return whether the files that a shard is made of are what `_identity` said of them."""
+    if not isinstance(found, dict):
+        return False
+    own = {key: value for key, value in found.items() if key != "others"}
+    before = found.get("others", {})
+    names = {one.name for one in plan.others}
+    return (
+        isinstance(before, dict)
+        and before.keys() == names
+        and plan.shard.is_same(own)
+        and all(one.is_same(before[one.name]) for one in plan.others)
+    )
 
 
 def open_journal(target: Folder, job: Mapping[str, Any], overwrite: bool) -> Journal:

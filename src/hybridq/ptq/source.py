@@ -115,6 +115,30 @@ class Shard:
             file.read(as_bytes(data), offset)
         return data
 
+    @property
+    def title(self) -> str:
+        """What errors call it."""
+        return str(self.path)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what tells the file from a changed one, as JSON has it."""
+        return {
+            "nbytes": self.nbytes,
+            "mtime_ns": self.mtime_ns,
+            "header": self.header.digest,
+        }
+
+    def is_same(self, found: object) -> bool:
+        """Return whether it still is what it was.
+
+        Args:
+            found: what `identity` returned then.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        return found == self.identity()
+
     def check_unchanged(self) -> None:
         """Raise CheckpointError if the file is no longer the one whose header was read."""
         try:
