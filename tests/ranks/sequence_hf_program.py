@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from typing import Any
 
 import torch
@@ -55,6 +56,38 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 LENGTH = 64
+#: Of the token of an image, a video, audio.
+IMAGE, VIDEO, AUDIO = 90, 91, 92
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "patch_size": 4,
+    "position_embedding_size": 8,
+    "pooling_kernel_size": 2,
+}
+#: A vision model of its own, with a head of its own, and 3 heads that no number of ranks divides.
+SIGLIP: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 3,
+    "image_size": 16,
+    "patch_size": 4,
+    "vision_use_head": False,
+}
+HEARING: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "subsampling_conv_channels": [8, 4],
+    "attention_chunk_size": 4,
+    "attention_context_left": 5,
+    "output_proj_dims": 32,
+}
 
 
 def make(kind: str, **options: Any) -> Any:
@@ -202,6 +235,83 @@ def no_mask(module: Any, query: Any, key: Any, value: Any, mask: Any, **options:
     return y.transpose(1, 2).contiguous(), None
 
 
+def with_images(kind: str, length: int = LENGTH) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A model with an encoder of images, and a batch whose images lie on some of the ranks."""
+    sizes = CONFIGS[kind][1]
+    torch.manual_seed(0)
+    text = {"model_type": f"{kind}_text", **sizes, "use_bidirectional_attention": "vision"}
+    if kind == "gemma3":
+        text.pop("use_bidirectional_attention")
+        options = {"vision_config": SIGLIP, "mm_tokens_per_image": 4, "image_token_index": IMAGE}
+    else:
+        options = {
+            "vision_config": VISION,
+            "audio_config": HEARING,
+            "image_token_id": IMAGE,
+            "video_token_id": VIDEO,
+            "audio_token_id": AUDIO,
+        }
+    config = getattr(transformers, f"{kind.capitalize()}Config")(text_config=text, **options)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+    given = batch(length=length)
+    ids = given["input_ids"].clamp_(max=80)
+    places = torch.zeros_like(ids)
+    half = length // 2
+    ids[0, half - 2 : half + 2] = ids[1, 3:5] = IMAGE  # on two ranks; and not on all of four
+    if kind == "gemma3":
+        ids[1, 5:7] = IMAGE
+        given["pixel_values"] = torch.rand(2, 3, 16, 16)
+        given["token_type_ids"] = places + (ids == IMAGE)
+        return model, given
+    ids[1, 45:49], ids[0, 8:16] = VIDEO, AUDIO
+    grid = torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(1)
+    half = grid.clone()
+    half[8:] = -1  # a smaller image: half of the patches are none
+    given["pixel_values"] = torch.rand(2, 16, 48)
+    given["image_position_ids"] = torch.stack([grid, half])
+    given["pixel_values_videos"] = torch.rand(1, 16, 48)
+    given["video_position_ids"] = grid[None]
+    given["num_frames_per_video"] = torch.tensor([1])
+    given["input_features"] = torch.rand(1, 36, 8)
+    given["input_features_mask"] = torch.arange(36)[None] < 32
+    given["mm_token_type_ids"] = places + (ids == IMAGE) + 2 * (ids == VIDEO) + 3 * (ids == AUDIO)
+    return model, given
+
+
+def images(kinds: str = "gemma3+gemma4") -> None:
+    """Models that see and hear: encoders are whole, and each rank has what its tokens are."""
+    for kind in kinds.split("+"):
+        compare(f"{kind} with images", *with_images(kind))
+
+
+def images_quantized() -> None:
+    plain, given = with_images("gemma4", 128)
+    plain = hybridq.convert(plain, least_width=0)
+    compare("gemma4 with images under mxfp8", plain, given, 8e-2, "mxfp8")
+    image_faults(plain, given)
+    text = {name: given[name] for name in ("input_ids", "labels")}
+    text["input_ids"] = text["input_ids"].clamp(max=80)
+    plain.zero_grad()
+    compare("gemma4 without images", plain, text)
+
+
+def image_faults(model: Any, given: dict[str, Any]) -> None:
+    """What would stand in a wrong place is refused, on every rank."""
+    model = share(copied(model))
+    part = shard_sequence(given)
+    fewer = {**part, "pixel_values": part["pixel_values"][:1]}
+    fewer["image_position_ids"] = part["image_position_ids"][:1]
+    raises(ValueError, "features of image must be as many as tokens", lambda: model(**fewer))
+    encoded = {**part, "mm_encoder_outputs": {}}
+    raises(ValueError, "images must be given as pixels", lambda: model(**encoded))
+    packed = {**part, "position_ids": part["position_ids"] % 24}
+    raises(ValueError, "packed sequences must be without images", lambda: model(**packed))
+
+
 def others() -> None:
     """An implementation that is not known is told of once, and gets whole positions."""
     AttentionInterface.register("of_mine", no_mask)
@@ -213,17 +323,16 @@ def others() -> None:
     assert len(told) == (dist.get_rank() == 0), messages
 
 
+def raises(kind: type[BaseException], text: str, call: Any) -> None:
+    try:
+        call()
+    except kind as error:
+        assert re.search(text, str(error)), error
+    else:
+        raise AssertionError(f"nothing was raised: {text}")
+
+
 def faults() -> None:
-    import re
-
-    def raises(kind: type[BaseException], text: str, call: Any) -> None:
-        try:
-            call()
-        except kind as error:
-            assert re.search(text, str(error)), error
-        else:
-            raise AssertionError(f"nothing was raised: {text}")
-
     rank = dist.get_rank()
     eager = make("llama", attn_implementation="eager")
     raises(ValueError, r"got 'eager'.*set_attn_implementation\('sdpa'\)", lambda: share(eager))

@@ -17,13 +17,26 @@ def test_two_ranks_are_one_process(tmp_path) -> None:
     run(2, tmp_path / "store", *names, program=PROGRAM)
 
 
+def test_two_ranks_share_images_and_audio(tmp_path) -> None:
+    run(2, tmp_path / "store", "images=gemma4", program=PROGRAM)
+
+
 @pytest.mark.more
 def test_two_ranks_more(tmp_path) -> None:
-    names = ("models", "recipes", "hybrids", "masks", "others")
+    names = ("models", "recipes", "hybrids", "masks", "others", "images", "images_quantized")
     run(2, tmp_path / "store", *names, program=PROGRAM)
 
 
 @pytest.mark.more
 def test_four_ranks_are_one_process(tmp_path) -> None:
-    names = ("models", "recipes", "hybrids", "masks", "others", "faults")
+    names = (
+        "models",
+        "recipes",
+        "hybrids",
+        "masks",
+        "others",
+        "faults",
+        "images",
+        "images_quantized",
+    )
     run(4, tmp_path / "store", *names, program=PROGRAM)

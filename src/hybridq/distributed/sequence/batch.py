@@ -24,7 +24,15 @@ _FILLED: Final[dict[str, int | None]] = {
     "attention_mask": 0,
     "position_ids": 0,
     "inputs_embeds": 0,
+    "token_type_ids": 0,
+    "mm_token_type_ids": 0,
 }
+#: What every rank has whole: what stands in the places of images, videos and audio.
+_WHOLE: Final = (
+    *("pixel_values", "image_position_ids"),
+    *("pixel_values_videos", "video_position_ids", "num_frames_per_video"),
+    *("input_features", "input_features_mask"),
+)
 
 _RULE: Final = "ranks that share sequences must be given the same batch"
 
@@ -46,7 +54,9 @@ def shard_sequence(
         batch: `input_ids` `[batch, length]` or `inputs_embeds` `[batch, length, features]`; and of
             the following those that there are: `labels` `[batch, length]`, not shifted, as models
             of transformers take them, or `shift_labels`; `position_ids` `[batch or 1, length]`;
-            `attention_mask` `[batch, length]`.
+            `attention_mask`, `token_type_ids` or `mm_token_type_ids` `[batch, length]`. Images,
+            videos and audio (`pixel_values` and their like, as models of transformers take them)
+            are left whole.
         mesh: a DeviceMesh of one dimension, a process group, or None: all ranks.
         cu_seqlens: integers: where packed sequences begin, and the end of the last one, of a batch
             of one row: positions start anew at each.
@@ -84,7 +94,7 @@ def shard_sequence(
     _compare(given, said, problem, exchange.name)
     tokens = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
     rows, length = tokens.shape[:2]
-    whole = dict(given)
+    whole = {name: x for name, x in given.items() if name not in _WHOLE}
     if cu_seqlens is not None:
         whole["position_ids"] = _restarted(cu_seqlens, rows, length, "position_ids" in given)
     if "position_ids" not in whole:
@@ -105,20 +115,24 @@ def shard_sequence(
     if "labels" in whole:
         whole["labels"] = whole["shift_labels"]
     own = (length + rest) // exchange.world
-    return {name: x.narrow(1, exchange.rank * own, own).contiguous() for name, x in whole.items()}
+    parts = {name: x.narrow(1, exchange.rank * own, own).contiguous() for name, x in whole.items()}
+    return {**parts, **{name: given[name] for name in _WHOLE if name in given}}
 
 
 def _problem(given: Mapping[str, Any]) -> str:
     """Return why a batch cannot be cut, or nothing."""
-    unknown = [name for name in given if name not in _FILLED]
+    unknown = [name for name in given if name not in _FILLED and name not in _WHOLE]
     if unknown:
-        return f"the batch may have {', '.join(_FILLED)}, got {', '.join(unknown)} too"
+        names = ", ".join((*_FILLED, *_WHOLE))
+        return f"the batch may have {names}, got {', '.join(unknown)} too"
     if ("input_ids" in given) is ("inputs_embeds" in given):
         return f"the batch must have input_ids or inputs_embeds, got {', '.join(given) or 'none'}"
     if "labels" in given and "shift_labels" in given:
         return "the batch must have labels or shift_labels, got both"
     tokens = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
     for name, x in given.items():
+        if name in _WHOLE:
+            continue
         dims = 3 if name == "inputs_embeds" else 2
         is_one = name == "position_ids" and x.shape[:1] == (1,)
         fits = x.dim() == dims and x.shape[1] == tokens.shape[1]

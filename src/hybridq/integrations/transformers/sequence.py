@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..._log import log_once
 from ...distributed.sequence import Comparison, HeadExchange, label_count, over_ranks
 from .ring import in_ring
+from .sequence_images import TOKEN_TYPES, WHOLE, OwnFeatures, takes_images
 
 __all__ = ["in_ring", "share_sequences"]
 
@@ -86,6 +87,7 @@ class _Shared:
         self._signature = inspect.signature(model.forward)
         self._whole: _Whole | None = None
         self._has_loss = False
+        self._features = OwnFeatures(model, exchange) if takes_images(model) else None
         # Named by what is inside: transformers asks for "flash" and "sdpa" in names.
         self.name = f"ulysses_{next(_numbers)}_{self.inner.replace('/', '_').replace('|', '_')}"
 
@@ -173,7 +175,7 @@ class _Shared:
                 given.update(given.pop(name, {}))
         given = {name: value for name, value in given.items() if value is not None}
         self._comparison.check(_WHERE, (), given)
-        problem = _problem(model, given)
+        problem = _problem(model, given, self._features is not None)
         if problem:
             raise ValueError(f"{_WHERE}: {problem}")
         tokens = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
@@ -201,6 +203,14 @@ class _Shared:
             packed, sequences = (x.expand(tokens.shape[0], -1) for x in (positions, sequences))
         self._whole = _Whole(packed, sequences, has_mask)
         self._has_loss = False
+        if self._features is not None:
+            kinds = [name for name in TOKEN_TYPES if name in given]
+            if packed is not None and kinds:
+                raise ValueError(
+                    f"{_WHERE}: packed sequences must be without images, got {kinds[0]}"
+                )
+            given.update({name: self.exchange.gathered(given[name]) for name in kinds})
+            self._features.replace(model, given)
         return (), given
 
     def after(self, model: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:
@@ -258,14 +268,17 @@ def _sequences(positions: torch.Tensor) -> torch.Tensor | None:
     return begins.cumsum(-1) if bool(begins.any()) else None
 
 
-def _problem(model: Any, given: dict[str, Any]) -> str:
+def _problem(model: Any, given: dict[str, Any], has_images: bool) -> str:
     """Return why a forward cannot be run, or nothing."""
     if given.get("use_cache") or "past_key_values" in given:
         return "a forward must have no KV cache, got one; generate on one rank"
     tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
-    other = [name for name in tensors if name not in _INPUTS]
+    known = {*_INPUTS, *TOKEN_TYPES, *WHOLE} if has_images else _INPUTS
+    other = [name for name in tensors if name not in known]
     if other:
         return f"tokens alone are shared, in the text model, got {', '.join(other)}"
+    if "mm_encoder_outputs" in given:
+        return "images must be given as pixels, got mm_encoder_outputs"
     if ("input_ids" in given) is ("inputs_embeds" in given):
         return "a forward must be given input_ids or inputs_embeds"
     if "labels" in given and "shift_labels" not in given:
