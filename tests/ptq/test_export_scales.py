@@ -40,6 +40,44 @@ def calibrated(**others: float) -> Calibration:
     )
 
 
+def assert_caches(found, layout, amaxes, bound=448) -> None:
+    """The scales of keys and values, bit for bit, under the layout's names."""
+    ends = ("k_scale", "v_scale") if layout != "modelopt" else ("k_proj.k_scale", "v_proj.v_scale")
+    for end, amax in zip(ends, amaxes, strict=True):
+        got = found[f"{LAYER}.self_attn.{end}"]
+        assert got.dtype == torch.float32 and got.numel() == 1
+        assert torch.equal(got.reshape(()), torch.tensor(amax) / bound)
+
+
+def test_caches_of_the_source(source, tmp_path):
+    """Kept where the layout has names for them, at any format of the weights; else it is said."""
+    given = {"layout": "modelopt", "format": "nvfp4", "calibration": calibrated()}
+    for kind, bound in (("fp8", 448), ("nvfp4", 6 * 448)):
+        run(source, tmp_path / kind, kv_cache=kind, **given)
+        assert_caches(stored(tmp_path / kind), "modelopt", (7.0, 3.0), bound)
+        same = {"layout": "modelopt", "format": "mxfp8"}
+        run(tmp_path / kind, tmp_path / f"{kind}-mx", **same)
+        assert_caches(stored(tmp_path / f"{kind}-mx"), "modelopt", (7.0, 3.0), bound)
+        both = json.loads((tmp_path / f"{kind}-mx" / "hf_quant_config.json").read_text())
+        assert both["quantization"]["kv_cache_quant_algo"] == kind.upper()
+        again = run(
+            tmp_path / f"{kind}-mx", tmp_path / f"{kind}-own", layout="hybridq", format="mxfp8"
+        )
+        assert any("2 scales of inputs and KV caches" in text for text in again.warnings)
+    notes = run(tmp_path / "nvfp4", tmp_path / "ct", layout="compressed-tensors")
+    assert any("in nvfp4" in text and "no names for such" in text for text in notes.warnings)
+    assert not any("k_scale" in name for name in stored(tmp_path / "ct"))
+    run(tmp_path / "fp8", tmp_path / "asked", layout="compressed-tensors", kv_cache="fp8")
+    assert_caches(stored(tmp_path / "asked"), "compressed-tensors", (7.0, 3.0))
+    with pytest.raises(hybridq.CheckpointError, match="source that has them for fp8, got none"):
+        run(tmp_path / "nvfp4", tmp_path / "none", layout="compressed-tensors", kv_cache="fp8")
+    newer = calibrated()
+    newer.amaxes[f"{LAYER}.self_attn"]["k"] = torch.tensor(9.0)
+    asked = {**given, "calibration": newer, "kv_cache": "fp8"}
+    run(tmp_path / "fp8", tmp_path / "newer", **asked)
+    assert_caches(stored(tmp_path / "newer"), "modelopt", (9.0, 3.0))
+
+
 @pytest.mark.parametrize(
     ("layout", "fmt", "name", "bound", "inverse"),
     [
@@ -60,10 +98,7 @@ def test_inputs_of_a_calibration(layout, fmt, name, bound, inverse, source, tmp_
         want = divisor / amax if inverse else amax / divisor
         got = found[f"{LAYER}.{linear}.{name}"]
         assert got.dtype == torch.float32 and torch.equal(got.reshape(()), want)
-    ends = ("k_scale", "v_scale") if layout != "modelopt" else ("k_proj.k_scale", "v_proj.v_scale")
-    for end, amax in zip(ends, (7.0, 3.0), strict=True):
-        got = found[f"{LAYER}.self_attn.{end}"]
-        assert torch.equal(got.reshape(()), torch.tensor(amax) / 448)
+    assert_caches(found, layout, (7.0, 3.0))
     said = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
     assert said["kv_cache_scheme"]["num_bits"] == 8
     groups = said["config_groups"]["group_0"]
@@ -76,8 +111,11 @@ def test_inputs_of_a_calibration(layout, fmt, name, bound, inverse, source, tmp_
     other = "compressed-tensors" if layout == "modelopt" else "modelopt"
     if fmt != "fp8_channel":
         notes = run(tmp_path / "q", tmp_path / "other", layout=other)
-        assert any(text.startswith("2 scales of KV caches") for text in notes.warnings)
+        assert not any("KV caches" in text for text in notes.warnings)
         again = stored(tmp_path / "other")
+        assert_caches(again, other, (7.0, 3.0))
+        said = json.loads((tmp_path / "other" / "config.json").read_text())
+        assert said["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
         own = (
             "input_global_scale"
             if (other, fmt) == ("compressed-tensors", "nvfp4")

@@ -78,7 +78,8 @@ def export(
         calibration: amaxes of inputs, or the path of their file: scales of inputs are static then,
             where the layout knows them; None: those of the source, or dynamic ones.
         kv_cache: what the caches of attention are held in, `"fp8"` or another of the layout's;
-            needs a calibration that has seen them.
+            needs a calibration that has seen them, or a source that has such scales; None: as in
+            the source.
         source_layout: name of the layout that the source has; None: what its configuration and its
             tensors say.
         options: memory, errors, what to refuse; None: the defaults.
@@ -180,6 +181,12 @@ class _Asked:
             return self._for_readers(found, word, layout, calibration)
         if calibration is not None or self.kv_cache is not None:
             raise SpecError("export: the layout hybridq holds no scales of inputs and caches")
+        if found.scalars:
+            first = next(iter(found.scalars))
+            self.observer.warn(
+                f"{len(found.scalars)} scales of inputs and KV caches ({first}, ...) are not "
+                "carried over: the layout hybridq holds none"
+            )
         own = self.format
         quantizer = Quantizer(PlaneSpec.parse(own), None) if isinstance(own, str) else own
         chosen = Selection(quantizer, self.recipe, self.include, self.exclude)

@@ -63,7 +63,7 @@ class ExportScheme(CheckpointScheme):
         found: the source.
         choice: what is quantized, and how.
         scales: of inputs and KV caches.
-        kv_cache: what KV caches are held in, or None.
+        kv_cache: what KV caches are held in; None: what the source says.
 
     Attributes:
         notes: what the user should know.
@@ -127,7 +127,8 @@ class ExportScheme(CheckpointScheme):
         word = self._choice.word
         self._kept |= dict.fromkeys(word.kept if word.reason is None else ("lm_head",))
         self._kept = {name: None for name in sorted(self._kept) if name not in self._schemes}
-        self._caches = self._scales.caches(self._layout, self._kv_cache, attentions)
+        found = self._scales.caches(self._layout, self._kv_cache, attentions)
+        self._kv_cache, self._caches = found
         self.notes += self._scales.notes
         strange = [name for name in self._schemes if not word.has_place(f"{name}{_SUFFIX}")]
         if strange:

@@ -11,16 +11,15 @@ import torch
 
 from ..calibration import Calibration
 from ..errors import CheckpointError, SpecError, must_be_one_of
-from ..layouts import Layout, ScalarPart, Scheme
+from ..layouts import Layout, ScalarPart, Scheme, kv_cache_of
 from .draft import Draft, fixed
 from .files import as_bytes
-from .found import Found, Weight
+from .found import Found, Weight, hf_quant_config
 from .header import TORCH_DTYPES
 
 __all__ = ["Scales"]
 
 _SUFFIX: Final = ".weight"
-_CACHES: Final = (".k_scale", ".v_scale")
 _EXPERT: Final = re.compile(r"(.*\.experts)\.(\d+)\.([^.]+)")
 #: What separate experts call their matrices, to what stacks of them are called.
 _STACKS: Final = {
@@ -145,26 +144,22 @@ class Scales:
 
     def caches(
         self, layout: Layout, kind: str | None, attentions: Mapping[str, str]
-    ) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the scales of KV caches as tensors of the new checkpoint, by file and name.
+    ) -> tuple[str | None, dict[str, dict[str, torch.Tensor]]]:
+        """Return what KV caches are held in, and their scales, by file and name.
+
+        Those of the calibration; without one, or where none are asked for, those of the source.
 
         Args:
             layout: of the new checkpoint.
-            kind: what the caches are held in, as the layout calls it; None: they stay.
+            kind: what the caches are held in, as the layout calls it; None: as in the source.
             attentions: names of modules of the checkpoint, and the files that they are in.
 
         Raises:
             SpecError: the layout knows no such caches.
-            CheckpointError: the calibration has seen none.
+            CheckpointError: no scale is known.
         """
         if kind is None:
-            own = [name for name in self._found.scalars if name.endswith(_CACHES)]
-            if own:
-                self.notes.append(
-                    f"{len(own)} scales of KV caches ({own[0]}, ...) are not carried over; "
-                    "kv_cache with a calibration writes new ones"
-                )
-            return {}
+            return self._carried(layout)
         if kind not in layout.kv:
             known = tuple(layout.kv) or ("None",)
             raise SpecError(f"export: kv_cache of {layout.name} {must_be_one_of(known, kind)}")
@@ -175,11 +170,43 @@ class Scales:
                 if amax is not None:
                     name = part.name.format(attention=attention)
                     made.setdefault(file, {})[name] = part.write(amax)
+        if self._calibration is None:
+            own, carried = self._carried(layout)
+            made = carried if own == kind else {}
         if not made:
             raise CheckpointError(
-                "export: scales of KV caches need a calibration that has seen them, got none"
+                "export: scales of KV caches need a calibration that has seen them, or a source "
+                f"that has them for {kind}, got none"
             )
-        return made
+        return kind, made
+
+    def _carried(self, layout: Layout) -> tuple[str | None, dict[str, dict[str, torch.Tensor]]]:
+        """Return the source's own scales of KV caches, and what it holds these in."""
+        source, scalars = self._found.layout, self._found.scalars
+        known = () if source is None else {part for kind in source.kv.values() for part in kind}
+        names = [name for name in scalars if any(part.module_of(name) for part in known)]
+        if source is None or not names:
+            return None, {}
+        kind = kv_cache_of(self._found.config, hf_quant_config(self._found.source))
+        wanted = {part.slot: part for part in layout.kv.get(kind, ())}
+        made: dict[str, dict[str, torch.Tensor]] = {}
+        for part in source.kv.get(kind, ()) if wanted else ():
+            to = wanted[part.slot]
+            for name in names:
+                attention = part.module_of(name)
+                if attention is not None:
+                    value = self._read(name)
+                    is_same = (part.value, part.bound) == (to.value, to.bound)
+                    own = value.float().reshape(to.shape) if is_same else to.write(part.read(value))
+                    file = scalars[name][0].name
+                    made.setdefault(file, {})[to.file_name(attention)] = own
+        if not made:
+            self.notes.append(
+                f"{len(names)} scales of KV caches in {kind} ({names[0]}, ...) are not carried "
+                f"over, since {layout.name} has no names for such"
+            )
+            return None, {}
+        return kind, made
 
     def _read(self, name: str) -> torch.Tensor:
         shard, entry = self._found.scalars[name]
