@@ -27,7 +27,18 @@ def test_recipes_and_alignments(tmp_path) -> None:
 
 @needs_gloo
 def test_quantized_parameters_and_ranks_that_differ(tmp_path) -> None:
-    run(2, tmp_path / "store", "quantized=cut", "unlike_ranks", program=PROGRAM)
+    names = ("quantized=cut", "quantized_stacks=uneven", "unlike_ranks")
+    run(2, tmp_path / "store", *names, program=PROGRAM)
+
+
+@needs_gloo
+@pytest.mark.more
+@pytest.mark.parametrize("world", [2, 4])
+def test_more_quantized_stacks(world, tmp_path) -> None:
+    """Four ranks share five matrices: one of them has none."""
+    names = ("quantized_stacks", "more_quantized_stacks") if world == 2 else ()
+    names = names or ("quantized_stacks=uneven", "more_quantized_stacks")
+    run(world, tmp_path / "store", *names, program=PROGRAM)
 
 
 @needs_gloo
@@ -65,6 +76,14 @@ def test_what_is_prepared() -> None:
     with hybridq.quantized_model_init("mxfp8"):
         layer = prepare_fsdp2(hybridq.GroupedLinear(3, 64, 32))
     assert [type(one) for one in layer.parameters()].count(QuantizedWeight) == 3
+    with hybridq.quantized_model_init("mxfp8"):
+        layer = hybridq.GroupedLinear(3, 64, 32, single_grouped_weight=True)
+    planes = layer.weight.tensor_storage
+    values = layer.weight.dequantize().detach()
+    layer = prepare_fsdp2(layer)
+    assert type(layer.weight) is QuantizedWeight
+    assert torch.equal(layer.weight.dequantize(), values)
+    assert all(a is b for a, b in zip(layer.weight.held.planes, planes.planes, strict=True))
     empty = prepare_fsdp2(hybridq.GroupedLinear(3, 0, 32, single_grouped_weight=True))
     assert type(empty.weight) is nn.Parameter
 

@@ -20,7 +20,8 @@ def test_files_are_those_of_one_process(tmp_path) -> None:
 @pytest.mark.more
 def test_experts_are_never_all_gathered(tmp_path) -> None:
     pytest.importorskip("transformers")
-    run(2, tmp_path / "store", f"mixture={tmp_path}", program=PROGRAM)
+    given = [f"{name}={tmp_path}" for name in ("mixture", "quantized_stacks")]
+    run(2, tmp_path / "store", *given, program=PROGRAM)
 
 
 @needs_gloo

@@ -163,6 +163,23 @@ def mixture(folder: str) -> None:
     check(model, whole, folder, "mixture", layout="compressed-tensors", format="nvfp4")
 
 
+def quantized_stacks(folder: str) -> None:
+    """Experts that are quantized in their shards keep their codes, in either orientation."""
+    import hf_models
+
+    for name in ("mixtral", "gpt_oss"):
+        torch.manual_seed(0)
+        with hybridq.quantized_model_init("nvfp4"):
+            whole = hybridq.convert(hf_models.make(name), least_width=0)
+        model = prepare_fsdp2(copy.deepcopy(whole))
+        low = [one for one in model.parameters() if hasattr(one, "held") and one.dim() == 3]
+        assert len(low) == 2 * len(model.model.layers), len(low)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        check(model, whole, folder, f"stacks-{name}", layout="compressed-tensors", format="nvfp4")
+
+
 class Stops(hybridq.ptq.Observer):
     """Is interrupted in the second file."""
 
@@ -223,5 +240,14 @@ def refused(folder: str) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore", hybridq.HybridQWarning)
-    scenarios = (fsdp2, quantized, tensor_parallel, one_at_a_time, mixture, resumed, refused)
+    scenarios = (
+        fsdp2,
+        quantized,
+        tensor_parallel,
+        one_at_a_time,
+        mixture,
+        quantized_stacks,
+        resumed,
+        refused,
+    )
     main({one.__name__: one for one in scenarios})

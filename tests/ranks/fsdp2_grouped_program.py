@@ -269,22 +269,50 @@ def hsdp() -> None:
 
 def quantized(only: str = "") -> None:
     """Parameters in low precision, with a weight for each group."""
+    held(False, only)
+
+
+def quantized_stacks(only: str = "") -> None:
+    """Parameters in low precision, of all groups together."""
+    held(True, only)
+
+
+def more_quantized_stacks() -> None:
+    """Other planes, recipes that are not the parameters' own, policies."""
+    for recipe in ("fp8_block", "nvfp4_1d_weight"):
+        train_held("uneven", True, recipe, recipe)
+    hybrid = "mxfp8_fwd_nvfp4_bwd"
+    offload = CPUOffloadPolicy(pin_memory=False)
+    train_held("uneven", True, hybrid, hybrid, offload_policy=offload)
+    train_held("cut", True, hybrid, hybrid, reshard_after_forward=False)
+    train_held("even", True, hybrid, hybrid, recompute=True)
+    sharded, plain = models("uneven", True, init=hybrid)
+    x, sizes = batch(plain, 0, 0)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            y = [forward(model, hybrid, 0, x, sizes) for model in (sharded, plain)]
+        assert torch.equal(*y), mode
+
+
+def train_held(size: str, single: bool, init: Any, recipe: Any, **options: Any) -> None:
+    what = f"quantized by {init}, under {recipe}, {size}, single {single}, {options}"
+    pair = models(size, single, init=init, **options)
+    train(pair, recipe, what, hybridq.optim.AdamW)
+    check_planes(*pair, what)
+
+
+def held(single: bool, only: str) -> None:
     for recipe in RECIPES:
         for size in (only,) if only else SIZES:
-            pair = models(size, False, init=recipe)
-            train(pair, recipe, f"quantized, {recipe}, {size}", hybridq.optim.AdamW)
-            check_planes(*pair, f"quantized, {recipe}, {size}")
+            train_held(size, single, recipe, recipe)
     for recipe in ("mxfp8_fwd_high_precision_bwd", "high_precision_fwd_mxfp8_bwd"):
-        pair = models("uneven", False, init=recipe)
-        train(pair, recipe, f"quantized, {recipe}", hybridq.optim.AdamW)
+        train_held("uneven", single, recipe, recipe)
     unlike = hybridq.CustomRecipe(by_group)
-    pair = models("uneven", False, init=unlike)
-    train(pair, unlike, "quantized, unlike groups", hybridq.optim.AdamW)
-    check_planes(*pair, "quantized, unlike groups")
+    if not single:  # what a stack is quantized by is asked for once
+        train_held("uneven", single, unlike, unlike)
     for other in (None, "nvfp4"):
-        pair = models("cut", False, init="mxfp8")
-        train(pair, other, f"quantized, under {other}", hybridq.optim.AdamW)
-    pair = models("cut", False, init="mxfp8_fwd_nvfp4_bwd")
+        train_held("cut", single, "mxfp8", other)
+    pair = models("cut", single, init="mxfp8_fwd_nvfp4_bwd")
     train(pair, None, "quantized, no recipe, device", hybridq.optim.AdamW, device=True)
 
 
@@ -292,11 +320,13 @@ def check_planes(sharded: nn.Module, plain: nn.Module, what: str) -> None:
     """All planes that the twin holds, byte for byte."""
     for layer, own in zip(sharded.layers, plain.layers, strict=True):
         layer.unshard()
+        is_single = "weight" in layer._parameters
         for group in range(own.num_gemms):
-            mine = getattr(layer, f"weight{group}").tensor_storage
-            whole = getattr(own, f"weight{group}")
+            whole = own.weight[group] if is_single else getattr(own, f"weight{group}")
             if not hasattr(whole, "tensor_storage"):
                 continue  # in high precision
+            mine = layer.weight.storages[group] if is_single else None
+            mine = mine or getattr(layer, f"weight{group}").tensor_storage
             for plane in whole.tensor_storage.planes:
                 for name, buffer in plane.buffers.items():
                     got = mine.plane(plane.direction).buffers[name]
@@ -347,7 +377,9 @@ def seen_in_modules(model: nn.Module) -> Iterator[tuple[Seen, Seen]]:
 def encoded_once() -> None:
     """Tokens are encoded; of the weights nothing is encoded or decoded behind a gather."""
     for recipe in (*RECIPES, hybridq.CustomRecipe(by_group)):
-        for single, init in ((False, None), (True, None), (False, recipe)):
+        for single, init in itertools.product((False, True), (None, recipe)):
+            if single and init is not None and not isinstance(init, str):
+                continue  # what a stack is quantized by is asked for once
             sharded, plain = models("uneven", single, init=init)
             x, sizes = batch(plain, 0, dist.get_rank())
             for _ in range(2):
@@ -371,7 +403,7 @@ def wire() -> None:
         ("nvfp4", square, square, 2),
         ("mxfp8_fwd_nvfp4_bwd", mx, fp4, 1),
     ):
-        for single, init in ((False, None), (True, None), (False, recipe)):
+        for single, init in itertools.product((False, True), (None, recipe)):
             sharded, plain = models("even", single, init=init)
             x, sizes = batch(plain, 0, dist.get_rank())
             backward(forward(sharded, recipe, 0, x, sizes))
@@ -404,7 +436,7 @@ def unlike_ranks() -> None:
 
 
 def state() -> None:
-    for single, init in ((False, None), (True, None), (False, "nvfp4")):
+    for single, init in itertools.product((False, True), (None, "nvfp4")):
         kind = torch.optim.AdamW if init is None else hybridq.optim.AdamW
         pair = models("uneven", single, init=init)
         train(pair, "nvfp4", "before", kind)

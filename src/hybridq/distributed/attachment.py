@@ -9,7 +9,7 @@ from torch import nn
 
 from ..nn import QuantizedModule
 from ..recipes import Recipe
-from .parameters import GatheredParameter, QuantizedRows, QuantizedShard
+from .parameters import GatheredParameter
 from .tensors import GatheredWeight, QuantizedWeight, late_parallel
 
 __all__ = ["Attachment", "is_prepared", "local_of"]
@@ -46,7 +46,7 @@ class Attachment:
     @property
     def is_held(self) -> bool:
         """Whether its shards are quantized."""
-        return isinstance(self.about, QuantizedShard)
+        return self.about.is_held
 
     def use(self, module: QuantizedModule, name: str, recipe: Recipe | None) -> None:
         """Have the planes that a forward takes; every rank must call it.
@@ -80,7 +80,8 @@ class Attachment:
             parameter: whose local tensor was quantized just now.
             values: what it was quantized from, a DTensor as well.
         """
-        if isinstance(self.about, QuantizedShard) and self.about.keeps_initial:
+        about: Any = self.about
+        if about.is_held and about.keeps_initial:
             local_of(parameter).held.initial = local_of(values).detach().cpu().clone()
 
     def attach(self, module: nn.Module, name: str) -> None:
@@ -98,10 +99,11 @@ class Attachment:
         if local is None or type(local) not in (torch.Tensor, nn.Parameter) or local.is_meta:
             return
         values = local.detach()
+        about: Any = self.about
         made: Any
-        if isinstance(self.about, QuantizedShard):
+        if about.is_held:
             where = (values.shape, values.dtype, values.device)
-            made = QuantizedWeight(QuantizedRows(), self.about, *where)
+            made = QuantizedWeight(about.none(), about, *where)
         else:
             made = GatheredWeight(values, self.about)
         if parameter is local:

@@ -25,7 +25,7 @@ from ..tensor import is_quantized
 from .agreement import Prepared, expected_stack_recipe, read_arrived
 from .attachment import Attachment, is_prepared, local_of
 from .encoding import MeshPart, ShardWork, encode_shards
-from .parameters import GatheredParameter, QuantizedShard, StackedParameter
+from .parameters import GatheredParameter, QuantizedShard, QuantizedStackShard, StackedParameter
 from .tensors import GatheredWeight, QuantizedWeight
 
 __all__ = ["Weight", "gathered_weights", "prepare_fsdp2", "wire_nbytes"]
@@ -154,10 +154,12 @@ def gathered_weights(model: nn.Module, *, takes_parts: bool = False) -> list[Wei
     for path, module in model.named_modules():
         if not isinstance(module, QuantizedModule):
             continue
-        for name, part in module.weight_parts.items():
-            weight = module._parameters.get(name)
+        for name, part in module.initial_weights():
+            weight: Any = module._parameters.get(name)
             if weight is None or is_prepared(weight.data):
                 continue
+            if name not in _names_of(module, weight):
+                continue  # what no GEMM has is gathered as it is held: as values
             if weight.dim() not in (2, 3) or (weight.dim() == 3 and not weight.numel()):
                 continue
             if module.holds_transposed and weight.dim() == 2:
@@ -170,16 +172,26 @@ def gathered_weights(model: nn.Module, *, takes_parts: bool = False) -> list[Wei
                     f"parallelize_module split, got {type(weight.data).__name__}; call "
                     "prepare_fsdp2 before fully_shard"
                 )
-            if is_quantized(weight) and weight.dim() == 3:
+            if is_quantized(weight) and weight.dim() == 3 and weight.tensor_storage.count is None:
                 raise NotImplementedError(
-                    f"prepare_fsdp2: {path}.{name} {list(weight.shape)} is quantized, and several "
-                    "matrices in one tensor do not stay so in shards; make its module outside of "
-                    "quantized_model_init"
+                    f"prepare_fsdp2: {path}.{name} {list(weight.shape)} must have planes of each "
+                    "matrix to stay quantized in shards, got those of one matrix; make it by "
+                    "Quantizer.quantize_stack, or its module inside quantized_model_init"
                 )
             owners = users[id(weight)]
-            if all(name in getattr(owner, "weight_parts", ()) for owner, name in owners):
+            if all(name in _names_of(owner, weight) for owner, name in owners):
                 found.append(Weight(module, part, f"{path}.{name}", weight, owners))
     return found
+
+
+def _names_of(module: Any, weight: torch.Tensor) -> Iterable[str]:
+    """Return the names under which a module has weights that travel as planes, if `weight` may.
+
+    One that is quantized does from every module that may hold it so, such as an embedding.
+    """
+    if is_quantized(weight) and isinstance(module, QuantizedModule):
+        return dict(module.initial_weights())
+    return getattr(module, "weight_parts", ())
 
 
 def _check_part(module: QuantizedModule, name: str, weight: Any) -> None:
@@ -217,16 +229,23 @@ def _check_quantized(model: nn.Module, taken: set[int]) -> None:
         if is_quantized(parameter) and id(parameter) not in taken:
             raise NotImplementedError(
                 f"prepare_fsdp2: {path} {list(parameter.shape)} is quantized, and only weights of "
-                "linear modules, which no other kind of module uses, stay so in shards; make its "
-                "module under quantized_model_init(enabled=False)"
+                "linear modules and embeddings, which no other kind of module uses, stay so in "
+                "shards; make its module under quantized_model_init(enabled=False)"
             )
 
 
 def _held(parameter: Any, place: tuple[Any, str, str], prepared: Prepared) -> QuantizedWeight:
     """Return a quantized parameter as one that FSDP2 may shard."""
-    storage = parameter.tensor_storage
     quantizer = parameter.quantizer_for_write("prepare_fsdp2")
-    about = QuantizedShard(*place, storage, quantizer, prepared)
+    storage = parameter.tensor_storage
+    about: Any
+    if storage.count is None:
+        about = QuantizedShard(*place, storage, quantizer, prepared)
+    else:
+        is_transposed = place[0].holds_transposed
+        if is_transposed:  # planes are those of what is multiplied
+            storage, quantizer = parameter.detach().mT.tensor_storage, quantizer.mirrored()
+        about = QuantizedStackShard(*place, storage, quantizer, prepared, is_transposed)
     held = about.whole(storage)
     if parameter.initial_value is not None:
         held.initial = parameter.initial_value.get()
@@ -236,7 +255,7 @@ def _held(parameter: Any, place: tuple[Any, str, str], prepared: Prepared) -> Qu
 
 def _plain_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Put plain tensors into a state_dict: those that the parameters hold, no copies."""
-    for name in getattr(module, "weight_parts", ()):
+    for name in getattr(module, "prepared_weights", ()):
         tensor = state.get(prefix + name)
         local = getattr(tensor, "_local_tensor", tensor)
         if not isinstance(local, _PREPARED):

@@ -20,6 +20,7 @@ from ..distributed.agreement import Fingerprint, compare, flat_group
 from ..errors import CheckpointError
 from ..quantizers import Quantizer
 from ..storage import Plane, TensorStorage
+from ..storage.plane_stack import plane_of
 from ..tensor import QuantizedTensor
 from .later import Later
 
@@ -183,18 +184,21 @@ def _later(part: _Part, take: Callable[[tuple[str, str]], torch.Tensor]) -> torc
         like = torch.empty(value.shape, dtype=value.dtype, device="meta")
         return Later(like, partial(take, ("", "")))
     planes: dict[Direction, Plane] = {}
-    rows, cols = value.shape
+    *lead, rows, cols = value.shape  # of several matrices, how many
     row, col = part.held.specs
     for direction, spec, own in ((ROWWISE, row, (rows, cols)), (COLUMNWISE, col, (cols, rows))):
         if spec is None:
             continue
         buffers = {}
         for one in spec.buffers(*own):
-            like = torch.empty(one.shape, dtype=one.dtype or value.dtype, device="meta")
+            shape, dtype = (*lead, *one.shape), one.dtype or value.dtype
+            like = torch.empty(shape, dtype=dtype, device="meta")
             buffers[one.name] = Later(like, partial(take, (direction, one.name)))
-        planes[direction] = Plane(spec, direction, rows, cols, buffers)
+        count = lead[0] if lead else None
+        height = rows * count if count else rows
+        planes[direction] = plane_of(spec, direction, height, cols, buffers, count)
     storage = TensorStorage(planes.get(ROWWISE), planes.get(COLUMNWISE))
     made: torch.Tensor = QuantizedTensor.make(
-        storage, (rows, cols), value.dtype, quantizer=Quantizer(row, col)
+        storage, tuple(value.shape), value.dtype, quantizer=Quantizer(row, col)
     )
     return made

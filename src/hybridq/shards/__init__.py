@@ -10,6 +10,7 @@ from .row_shards import Shards
 from .storage_shards import StorageShards
 from .strided_copies import Places, Targets
 from .token_gather import Arriving, OwnPlane, TokenGather
+from .uniform_shards import UniformShards, encoded
 
 __all__ = [
     "MAXIMA_AT_ONCE",
@@ -23,8 +24,10 @@ __all__ = [
     "StorageShards",
     "Targets",
     "TokenGather",
+    "UniformShards",
     "common_unit",
     "encode_cut",
+    "encoded",
     "memories",
     "reduce_maxima",
     "refill",

@@ -17,6 +17,7 @@ import torch
 from ..storage import Plane
 from .plane_memory import memories, refill
 from .plane_shards import Piece, PlaneShards
+from .row_shards import Shards
 
 __all__ = ["Places", "Targets"]
 
@@ -76,6 +77,29 @@ class Places:
             if any(a[2].last > b[2].first for a, b in itertools.pairwise(pieces)):
                 return None
             runs += _runs(pieces, whole.shape, dtype.itemsize)
+        return Places(runs)
+
+    @staticmethod
+    def of_matrices(
+        buffers: Sequence[tuple[str, tuple[int, ...], int]], shards: Shards, offsets: list[int]
+    ) -> Places:
+        """Return the places of planes of several matrices, of which each is whole on one rank.
+
+        Args:
+            buffers: of one matrix's plane: name, shape and bytes of an entry.
+            shards: how many matrices each rank has.
+            offsets: by rank, where its first piece begins in its payload; moved behind its last.
+        """
+        runs: list[_Run] = []
+        for name, shape, itemsize in buffers:
+            pieces = []
+            for rank, count in enumerate(shards.sizes):
+                own = (count, *shape)
+                if count:
+                    piece = Piece(name, 0, *shards.range(rank), own, torch.uint8)
+                    pieces.append((rank, offsets[rank], piece))
+                offsets[rank] += math.prod(own) * itemsize
+            runs += _runs(pieces, (shards.rows, *shape), itemsize)
         return Places(runs)
 
     def targets(self, plane: Plane, known: Targets | None) -> list[torch.Tensor]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from .gather_call import GatherCall, Ranks
 from .gathered_parameter import GatheredParameter
-from .quantized_shard import QuantizedGatherCall, QuantizedRows, QuantizedShard
+from .quantized_rows import QuantizedRows
+from .quantized_shard import QuantizedGatherCall, QuantizedShard
+from .quantized_stack_shard import QuantizedStackShard
 from .senders import Sender
+from .stack_storage import StackStorage
 from .stacked_parameter import StackedGatherCall, StackedParameter
 
 __all__ = [
@@ -14,8 +17,10 @@ __all__ = [
     "QuantizedGatherCall",
     "QuantizedRows",
     "QuantizedShard",
+    "QuantizedStackShard",
     "Ranks",
     "Sender",
+    "StackStorage",
     "StackedGatherCall",
     "StackedParameter",
 ]

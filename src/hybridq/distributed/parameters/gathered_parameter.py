@@ -43,6 +43,8 @@ class GatheredParameter(OwnRows, Regather):
 
     Attributes:
         is_encoded: each gather encodes this rank's rows.
+        is_held: its shards are quantized.
+        is_own: of such shards, each rank writes its own without the others.
 
     Args:
         module: that it belongs to.
@@ -53,6 +55,8 @@ class GatheredParameter(OwnRows, Regather):
     """
 
     is_encoded = True
+    is_held = False
+    is_own = False
 
     def __init__(
         self,
@@ -98,7 +102,7 @@ class GatheredParameter(OwnRows, Regather):
         module = self.owner()
         if module is None:
             return None
-        names = [name for name, part in module.weight_parts.items() if part == self.part]
+        names = [name for name, part in module.initial_weights() if part == self.part]
         meshes = [getattr(module.held(name), "device_mesh", None) for name in names]
         # While it is unsharded its parameter has none, or that of tensor parallelism alone.
         least = 0 if self.mesh_part is None else 2

@@ -15,7 +15,7 @@ from ...shards import Places, StorageShards, Targets, memories, refill
 from ...storage import Plane, TensorStorage
 from .gather_call import GatherCall
 
-__all__ = ["GatheredStorage"]
+__all__ = ["GatheredStorage", "no_cache"]
 
 #: Why a graph must not decode the planes of a recipe, which has no module's name: graphs of equal
 #: modules are one.
@@ -25,7 +25,7 @@ _REFUSAL: Final = (
     "set the recipe around the block"
 )
 #: Of all gathered planes: what a GEMM makes of one would outlive it, and seem to be the next one's.
-_no_cache = NoOperandCache()
+no_cache = NoOperandCache()
 
 
 class _About(Protocol):
@@ -129,10 +129,15 @@ class GatheredStorage(TensorStorage):
         self.rowwise, self.columnwise = made.rowwise, made.columnwise
         for plane in (made.rowwise, made.columnwise):
             if plane is not None:
-                plane.operand_cache = _no_cache
+                plane.operand_cache = no_cache
                 if plane not in self._earlier:
                     self._take(plane)
         self._about.inner.extend(one for one, _ in memories(made.rowwise, made.columnwise))
+
+    def forget(self) -> None:
+        """Hold no planes of its own to be filled again."""
+        self._earlier = ()
+        self._targets.clear()
 
     def _take(self, plane: Plane) -> None:
         """Fill `plane` from now on, in the place of the one that there was of its direction."""
@@ -185,7 +190,7 @@ class GatheredStorage(TensorStorage):
         own = self.rowwise if direction == ROWWISE else self.columnwise
         if own is None:
             own = self._missing(direction)
-            own.operand_cache = _no_cache
+            own.operand_cache = no_cache
             if direction == ROWWISE:
                 self.rowwise = own
             else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,85 +17,44 @@ from ..agreement import Prepared
 from ..encoding import ShardWork
 from .gather_call import GatherCall, Ranks
 from .gathered_parameter import GatheredParameter
+from .held_planes import HeldPlanes
+from .quantized_rows import QuantizedRows
 from .senders import Sender
 
-__all__ = ["QuantizedGatherCall", "QuantizedRows", "QuantizedShard"]
+__all__ = [
+    "HeldSender",
+    "QuantizedGatherCall",
+    "QuantizedShard",
+    "held_specs",
+    "reasons_against",
+]
 
 
-class QuantizedRows:
-    """The planes of one rank's rows, with the rest of the blocks that a boundary cuts.
+def held_specs(storage: TensorStorage) -> tuple[PlaneSpec | None, PlaneSpec | None]:
+    """Return the specs of the planes that shards hold, rowwise and columnwise; None: not held.
 
     Args:
-        planes: windows of whole blocks; empty: there are no rows, or not yet.
-        first: the first row.
-        rows: how many there are.
+        storage: of the whole parameter.
     """
+    row, col = (None if p is None else p.spec for p in (storage.rowwise, storage.columnwise))
+    if row is not None and row == col and row.is_derivable:
+        col = None  # one of them is enough
+    return row, col
 
-    __slots__ = ("first", "initial", "is_padding", "planes", "rows")
 
-    def __init__(self, planes: Sequence[Plane] = (), first: int = 0, rows: int = 0) -> None:
-        self.planes, self.first, self.rows = tuple(planes), first, rows
-        #: Values that the rows were quantized from, if they were kept and nothing was written.
-        self.initial: torch.Tensor | None = None
-        #: Made by FSDP2, to copy a shard into: nothing else may be written there.
-        self.is_padding = False
+def reasons_against(specs: tuple[PlaneSpec | None, PlaneSpec | None], source: str) -> list[str]:
+    """Return why shards cannot hold such planes; empty: they can.
 
-    def dequantize(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the values of the rows `[rows, cols]`; None if there are none.
-
-        Args:
-            dtype: of the result.
-        """
-        if not self.planes:
-            return None
-        plane = self.planes[0]
-        low = self.first // plane.unit(0) * plane.unit(0)
-        return plane.dequantize(dtype)[self.first - low :][: self.rows].contiguous()
-
-    def cut(self, first: int, rows: int, total: int) -> QuantizedRows:
-        """Return a copy of some of the rows.
-
-        Args:
-            first, rows: which.
-            total: rows of the whole matrix.
-        """
-        planes = []
-        for plane in self.planes:
-            unit = plane.unit(0)
-            low, high = first // unit * unit, min(-(-(first + rows) // unit) * unit, total)
-            start = low - self.first // unit * unit
-            part = plane.part(0, start, start + high - low)
-            if part is None:
-                raise RuntimeError(f"fsdp2: rows {first} to {first + rows} cut a block of {plane}")
-            planes.append(part.map(torch.clone))
-        made = QuantizedRows(planes, first, rows)
-        if self.initial is not None:
-            start = first - self.first
-            made.initial = self.initial[start : start + rows]
-        return made
-
-    def map(self, function: Any) -> QuantizedRows:
-        """Return the same rows with other buffers.
-
-        Args:
-            function: of a buffer.
-        """
-        made = QuantizedRows([plane.map(function) for plane in self.planes], self.first, self.rows)
-        made.initial = self.initial
-        return made
-
-    def take(self, other: QuantizedRows) -> None:
-        """Become a copy of `other`: in the same memory, where it is of the same kind."""
-        mine = [b for plane in self.planes for b in plane.tensors]
-        theirs = [b for plane in other.planes for b in plane.tensors]
-        same = [b.shape for b in mine] == [b.shape for b in theirs]
-        if not (same and mine and self.first == other.first):
-            self.planes = tuple(plane.map(torch.clone) for plane in other.planes)
-        else:
-            for own, their in zip(mine, theirs, strict=True):
-                own.copy_(their)
-        self.first, self.rows, self.initial = other.first, other.rows, other.initial
-        self.is_padding = False
+    Args:
+        specs: of the planes that are held.
+        source: what the columnwise plane is made of.
+    """
+    reasons = []
+    if any(spec is not None and spec.stochastic for spec in specs):
+        reasons.append("stochastic rounding draws for the whole weight")
+    if source != "original" and specs[0] is None:
+        reasons.append("the columnwise plane is made of a rowwise one that is not held")
+    return reasons
 
 
 class QuantizedGatherCall(GatherCall):
@@ -135,16 +93,16 @@ class QuantizedGatherCall(GatherCall):
         return None in self._specs
 
 
-class _HeldSender:
+class HeldSender:
     """Sends planes that are there already: the pieces are views, cut once for the same planes.
 
     Args:
-        plan: of the gathers.
+        plan: of the gathers, StorageShards or UniformShards.
         rank: this one.
         start: where planes may begin in the memory that the unit has in common: none do.
     """
 
-    def __init__(self, plan: StorageShards, rank: int, start: int) -> None:
+    def __init__(self, plan: Any, rank: int, start: int) -> None:
         self.end = start
         self._plan, self._rank = plan, rank
         self._wanted = {plane.direction for plane in plan.sent}
@@ -170,7 +128,7 @@ class _HeldSender:
         return self._views
 
 
-class QuantizedShard(GatheredParameter):
+class QuantizedShard(HeldPlanes, GatheredParameter):
     """What all tensors of one quantized parameter (its shard, views of it) know together.
 
     Args:
@@ -199,19 +157,11 @@ class QuantizedShard(GatheredParameter):
         super().__init__(module, part, name, prepared)
         #: Whether initial values are kept in high precision beside the planes.
         self.keeps_initial = False
-        row, col = (None if p is None else p.spec for p in (storage.rowwise, storage.columnwise))
-        if row is not None and row == col and row.is_derivable:
-            col = None  # one of them is enough
         #: Of the planes that are held, rowwise and columnwise.
-        self.specs = (row, col)
-        self._source = quantizer.columnwise_source if col is not None else "original"
+        self.specs = held_specs(storage)
+        self._source = quantizer.columnwise_source if self.specs[1] is not None else "original"
         self._matrix = (storage.first.rows, storage.first.cols)
-        self._place: tuple[Any, int, int] | None = None
-        reasons = []
-        if any(spec is not None and spec.stochastic for spec in self.specs):
-            reasons.append("stochastic rounding draws for the whole weight")
-        if self._source != "original" and row is None:
-            reasons.append("the columnwise plane is made of a rowwise one that is not held")
+        reasons = reasons_against(self.specs, self._source)
         if reasons:
             raise NotImplementedError(
                 f"fsdp2: {name} {list(self._matrix)} cannot be held quantized in shards: "
@@ -241,6 +191,15 @@ class QuantizedShard(GatheredParameter):
     def cols(self) -> int:
         """Its columns."""
         return self._matrix[1]
+
+    @property
+    def tail(self) -> tuple[int, ...]:
+        """Shape of a row."""
+        return self._matrix[1:]
+
+    def none(self) -> QuantizedRows:
+        """Return planes that are not there yet."""
+        return QuantizedRows()
 
     def whole(self, storage: TensorStorage) -> QuantizedRows:
         """Return all rows, of the planes that are held."""
@@ -342,42 +301,9 @@ class QuantizedShard(GatheredParameter):
 
     def sender(self, plan: StorageShards, call: GatherCall, start: int) -> Sender | None:
         """Return what sends this rank's planes; see `OwnRows.sender`."""
-        return _HeldSender(plan, call.rank, start)
-
-    def gathered_planes(self, shard: Any) -> TensorStorage:
-        """Return the planes of the whole parameter; every rank that shares it must call it.
-
-        Args:
-            shard: this rank's.
-        """
-        import torch.distributed as dist  # not every build of torch has it
-
-        group, rank, world = self._mesh()
-        plan = self._plan(world)
-        own = torch.zeros(plan.payload, dtype=torch.uint8, device=shard.device)
-        if shard.held.rows:
-            own = plan.pack(shard.held.planes, rank)
-        payloads = own.new_empty(world, plan.payload)
-        dist.all_gather(list(payloads.unbind(0)), own, group=group)
-        return plan.unpack(payloads)
+        return HeldSender(plan, call.rank, start)
 
     # ---- writes
-
-    def _mesh(self) -> tuple[Any, int, int]:
-        """Return the group of ranks that share the parameter, this rank in it, and its size."""
-        if self._place is None:
-            module = self.owner()
-            parameter: Any = None if module is None else module.held(self.attribute)
-            mesh = getattr(parameter, "device_mesh", None)
-            if mesh is None:
-                raise RuntimeError(
-                    f"fsdp2: {self.name} is quantized with its other shards, and cannot be written "
-                    "before fully_shard"
-                )
-            places = [i for i, one in enumerate(parameter.placements) if one.is_shard()]
-            group = mesh.get_group(places[0])
-            self._place = (group, group.rank(), group.size())
-        return self._place
 
     def work_of(self, values: Any) -> ShardWork:
         """Return this rank's part of quantizing `values`.

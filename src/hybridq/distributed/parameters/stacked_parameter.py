@@ -2,7 +2,8 @@
 
 FSDP2 shards it along dim 0, so every matrix is whole on one rank, uneven shards included: its owner
 encodes it, its amax is the owner's alone, no block is cut, and nothing is reduced. A rank's payload
-is the planes of its matrices, one after the other; the unsharded parameter is a QuantizedStack.
+is the planes of its matrices: buffer by buffer where all are encoded alike, else one matrix after
+the other. The unsharded parameter is a QuantizedStack.
 """
 
 from __future__ import annotations
@@ -10,30 +11,31 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, cast
 
 import torch
 
-from ...direction import COLUMNWISE, ROWWISE, Direction
+from ...direction import ROWWISE, Direction
 from ...errors import PlaneError
 from ...nn import WeightOwner
 from ...quantizers import Quantizer
 from ...recipes import Recipe, SlotPlan
-from ...shards import PlaneShards, Shards, StorageShards, memories
+from ...shards import PlaneShards, Shards, StorageShards, UniformShards, encoded, memories
 from ...storage import Plane
 from ...tensor.stack import QuantizedStack
 from ..agreement import DIGEST_NBYTES, ExpectedRecipe, Prepared, expected_stack_recipe
 from .gather_call import GatherCall, Ranks
 from .gathered_parameter import GatheredParameter
 from .gathered_storage import GatheredStorage
+from .stack_storage import StackStorage, WholeStack
 
-__all__ = ["StackShards", "StackedGatherCall", "StackedParameter"]
+__all__ = ["Matrix", "MixedShards", "StackedGatherCall", "StackedParameter"]
 
 
 @dataclass(frozen=True)
-class StackShards:
-    """How the planes of several matrices travel, each from the rank that has it.
+class MixedShards:
+    """How the planes of several matrices travel that are not all encoded alike.
 
     Args:
         parts: of each matrix, as one that a single rank has all rows of.
@@ -73,6 +75,15 @@ class StackShards:
                 yield payloads[rank : rank + 1, start : start + part.payload]
                 start += part.payload
 
+    def each(self, payloads: torch.Tensor) -> Iterator[list[Plane]]:
+        """Yield the planes that travelled, of each matrix.
+
+        Args:
+            payloads: uint8 `[world, payload]`, what each rank sent.
+        """
+        for part, own in zip(self.parts, self.split(payloads), strict=True):
+            yield [part.unpack(own).first]
+
     def pack(self, matrices: torch.Tensor, rank: int) -> torch.Tensor:
         """Return this rank's payload, uint8 `[payload]`, zeros at its end.
 
@@ -97,19 +108,7 @@ class StackShards:
 
 def _encoded(matrices: Sequence[torch.Tensor], part: StorageShards) -> list[list[Plane]]:
     """Return the planes of each matrix that travel, by one operation for all."""
-    first = part.sent[0]
-    specs = {plane.direction: plane.spec for plane in part.planes}
-    row, col = specs.get(ROWWISE), specs.get(COLUMNWISE)
-    made = torch.ops.hybridq.encode_many(
-        list(matrices),
-        "" if row is None else row.text,
-        "" if col is None else col.text,
-        col_source="rowwise_dequantized" if part.from_row else "original",
-        keep_row=first.direction == ROWWISE,
-        row_stream=part.streams[0],
-        col_stream=part.streams[1],
-    )
-    buffers = iter(made)
+    buffers = iter(encoded(matrices, part))
     found = []
     rows, cols = matrices[0].shape
     for _ in matrices:
@@ -120,6 +119,12 @@ def _encoded(matrices: Sequence[torch.Tensor], part: StorageShards) -> list[list
             planes.append(Plane(plane.spec, plane.direction, rows, cols, own))
         found.append(planes)
     return found
+
+
+@lru_cache(maxsize=1024)
+def _uniform(part: StorageShards, shards: Shards, is_transposed: bool) -> UniformShards:
+    """Return how matrices travel that are encoded alike: one object for gathers that are alike."""
+    return UniformShards(part, shards, is_transposed)
 
 
 class StackedGatherCall(GatherCall):
@@ -170,21 +175,23 @@ class StackedGatherCall(GatherCall):
         """Whether of every matrix one plane is the other one, transposed."""
         return all(call.derives for call in self._calls.values())
 
-    def plain(self) -> StackShards:  # type: ignore[override]
+    def plain(self) -> Any:
         """Return the plan that gathers the values as they are."""
         return self._stack({slot: call.plain() for slot, call in self._calls.items()})
 
-    def plan(self, row: bool, col: bool, name: str) -> StackShards:  # type: ignore[override]
+    def plan(self, row: bool, col: bool, name: str) -> Any:
         """Return the plan that gathers these planes, or the values of those that have none."""
         what = name and f"each matrix of {name}"
         return self._stack({slot: one.plan(row, col, what) for slot, one in self._calls.items()})
 
-    def _stack(self, parts: dict[SlotPlan | None, StorageShards]) -> StackShards:
+    def _stack(self, parts: dict[SlotPlan | None, StorageShards]) -> MixedShards | UniformShards:
+        if len(set(parts.values())) == 1:
+            return _uniform(next(iter(parts.values())), self.shards, self._is_transposed)
         of_each = tuple(parts[slot] for slot in self.slots)
-        return StackShards(of_each, self.shards, self._is_transposed)
+        return MixedShards(of_each, self.shards, self._is_transposed)
 
 
-class _Matrix:
+class Matrix:
     """What a GatheredStorage asks of its parameter: here one of the matrices of a stack.
 
     Args:
@@ -205,7 +212,7 @@ class _Matrix:
 
     @property
     def is_encoded(self) -> bool:
-        return True
+        return self._stack.encodes
 
     def derives_from(self, plan: StorageShards) -> bool:
         return plan.derives
@@ -233,6 +240,8 @@ class StackedParameter(GatheredParameter):
     """
 
     is_encoded = False
+    #: Whether each gather encodes this rank's matrices.
+    encodes = True
 
     def __init__(
         self,
@@ -245,7 +254,9 @@ class StackedParameter(GatheredParameter):
     ) -> None:
         super().__init__(module, part, name, prepared)
         self._count, self._is_transposed = count, is_transposed
-        self._storages = [GatheredStorage(_Matrix(self, number)) for number in range(count)]
+        self._storages = [GatheredStorage(Matrix(self, number)) for number in range(count)]
+        #: The planes of all matrices, where they are encoded alike; parts of it are in `_storages`.
+        self._whole = StackStorage(WholeStack(self), self._storages)
         #: Of a direction that was gathered when a matrix asked: the planes of those that did not.
         self._unasked: dict[tuple[int, Direction], Plane] = {}
 
@@ -339,6 +350,12 @@ class StackedParameter(GatheredParameter):
             payloads: uint8 `[world, payload]`.
         """
         self._unasked.clear()
+        if isinstance(plan, UniformShards):
+            self.storage = self._whole
+            self._whole.fill(plan, payloads)
+            return
+        self.storage = None
+        self._whole.forget()
         parts = zip(self._storages, plan.parts, plan.split(payloads), strict=True)
         for storage, part, own in parts:
             storage.fill(part, own)
@@ -384,10 +401,13 @@ class StackedParameter(GatheredParameter):
             plan = call.plan(direction == ROWWISE, direction != ROWWISE, self.name)
             with torch.no_grad():
                 payloads = self.payloads_now(plan)
-                for other, own in enumerate(plan.split(payloads)):
-                    made = plan.parts[other].unpack(own).first
-                    self._unasked[other, made.direction] = made
-                    self.inner.extend(one for one, _ in memories(made))
+                made: dict[int, torch.Tensor] = {}
+                for other, planes in enumerate(plan.each(payloads)):
+                    for one in planes[:1]:
+                        self._unasked[other, one.direction] = one
+                        found = (buffer for buffer, _ in memories(one))
+                        made |= {buffer.untyped_storage()._cdata: buffer for buffer in found}
+                self.inner.extend(made.values())
         plane = self._unasked.pop((number, direction), None)
         if plane is None:
             raise PlaneError(

@@ -1,4 +1,4 @@
-"""QuantizedWeight: a parameter in low precision that FSDP2 shards by rows.
+"""QuantizedWeight: a parameter in low precision that FSDP2 shards by rows, or by matrices.
 
 What each rank holds are its rows' bytes of the planes of the whole parameter: the amax of a tensor
 or of a block on two ranks is that of the whole. So they travel as they are, and every write is one
@@ -7,6 +7,7 @@ max-reduction with the other ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Final
@@ -19,7 +20,7 @@ from ...formats import PlaneSpec
 from ...storage import TensorStorage
 from ...tensor import as_parts, check_no_grad
 from ..encoding import ShardWork, encode_shards
-from ..parameters import QuantizedRows, QuantizedShard
+from ..parameters import QuantizedRows
 from .gather_hooks import GatherHooks
 from .memory_reads import Reads
 
@@ -53,13 +54,13 @@ class QuantizedWeight(Reads, GatherHooks, torch.Tensor):
     """
 
     held: QuantizedRows
-    _about: QuantizedShard
+    _about: Any  # QuantizedShard, or QuantizedStackShard
 
     @staticmethod
     def __new__(
         cls,
         held: QuantizedRows,
-        about: QuantizedShard,
+        about: Any,
         shape: Any,
         dtype: torch.dtype,
         device: torch.device,
@@ -91,11 +92,13 @@ class QuantizedWeight(Reads, GatherHooks, torch.Tensor):
     @property
     def specs(self) -> tuple[PlaneSpec | None, PlaneSpec | None]:
         """Of the planes that are held, rowwise and columnwise."""
-        return self._about.specs
+        found: tuple[PlaneSpec | None, PlaneSpec | None] = self._about.shown_specs
+        return found
 
     def gathered_planes(self) -> TensorStorage:
         """Return the planes of the whole parameter; every rank that shares it must call it."""
-        return self._about.gathered_planes(self)
+        found: TensorStorage = self._about.gathered_planes(self)
+        return found
 
     # ---- what optimizers call, as of a QuantizedTensor
 
@@ -155,6 +158,7 @@ class QuantizedWeight(Reads, GatherHooks, torch.Tensor):
             ValueError: shapes differ.
         """
         by_group: dict[int, tuple[Any, list[tuple[QuantizedWeight, ShardWork]]]] = {}
+        own: list[tuple[QuantizedWeight, torch.Tensor]] = []
         for weight, source in pairs:
             if weight.held.is_padding and weight.numel():
                 raise RuntimeError(
@@ -171,6 +175,9 @@ class QuantizedWeight(Reads, GatherHooks, torch.Tensor):
             values = source.detach().to(weight.device)
             if values.dtype not in _HIGH:
                 values = values.to(weight.dtype)
+            if about.is_own:
+                own.append((weight, values))
+                continue
             work = about.work_of(values.reshape(-1, about.cols))
             group = about.group()
             by_group.setdefault(id(group), (group, []))[1].append((weight, work))
@@ -180,6 +187,9 @@ class QuantizedWeight(Reads, GatherHooks, torch.Tensor):
             for weight, work in works:
                 weight._about.took(weight.held, work)
                 torch.autograd.graph.increment_version(weight)
+        for weight, values in own:
+            weight._about.write(weight.held, values)
+            torch.autograd.graph.increment_version(weight)
 
     def _memory(self) -> torch.Tensor | None:
         return self.held.planes[0].data if self.held.planes else None
@@ -300,27 +310,32 @@ def _is_pinned(func: Any, tensor: QuantizedWeight, device: Any = None) -> bool:
 
 @_handles(_aten.view.default, _aten.as_strided.default)
 def _view(func: Any, tensor: QuantizedWeight, shape: Any, *strides: Any) -> Any:
-    """Return the same rows, as a matrix or flat."""
+    """Return the same rows, in their shape or flat."""
     shape = tuple(shape)
-    cols = tensor._about.cols
+    tail = tensor._about.tail
     if shape in ((-1,), (tensor.numel(),)):
         return tensor.remake(shape=(tensor.numel(),))
-    matrix = (tensor.numel() // max(cols, 1), cols)
+    matrix = (tensor.numel() // max(math.prod(tail), 1), *tail)
     return tensor.remake(shape=matrix) if shape == matrix else NotImplemented
 
 
 @_handles(_aten.split.Tensor)
 def _split(func: Any, tensor: QuantizedWeight, split_size: int, dim: int = 0) -> Any:
     """Return chunks that are copied when a shard takes them."""
-    if dim != 0 or tensor.dim() != 2:
+    if dim != 0 or not _has_rows(tensor):
         return NotImplemented
     tensor._about.check(split_size)
     rows = tensor.shape[0]
     return [
         tensor.remake(_Chunk(tensor.held, first, min(split_size, rows - first)), shape)
         for first in range(0, rows, max(split_size, 1))
-        for shape in [(min(split_size, rows - first), tensor.shape[1])]
+        for shape in [(min(split_size, rows - first), *tensor.shape[1:])]
     ]
+
+
+def _has_rows(tensor: QuantizedWeight) -> bool:
+    """Return whether a tensor has the parameter's own shape, and is no flat view."""
+    return tuple(tensor.shape[1:]) == tuple(tensor._about.tail)
 
 
 class _Chunk(QuantizedRows):
@@ -340,10 +355,10 @@ class _Chunk(QuantizedRows):
 @_handles(_aten.new_zeros.default)
 def _padded(func: Any, tensor: QuantizedWeight, size: Any, **options: Any) -> Any:
     """Return rows that are not there yet, for FSDP2 to copy a shard into."""
-    is_matrix = len(size) == 2 and size[1] == tensor._about.cols
-    if not is_matrix or options.get("dtype") not in (None, tensor.dtype):
+    is_own = tuple(size[1:]) == tuple(tensor._about.tail)
+    if not is_own or options.get("dtype") not in (None, tensor.dtype):
         return NotImplemented
-    rows = QuantizedRows()
+    rows = tensor._about.none()
     rows.is_padding = True
     return tensor.remake(rows, size, device=options.get("device"))
 
@@ -354,7 +369,7 @@ def _emptied(func: Any, tensor: QuantizedWeight, **options: Any) -> Any:
     if not settings.current().moves_parameters:
         return NotImplemented
     options = {key: options.get(key) for key in ("dtype", "device")}
-    return tensor.remake(QuantizedRows(), **options)
+    return tensor.remake(tensor._about.none(), **options)
 
 
 @_handles(_aten.slice.Tensor)
@@ -367,13 +382,13 @@ def _slice(
     step: int = 1,
 ) -> Any:
     """Return the rows that there are of a padded shard, or NotImplemented."""
-    if dim != 0 or step != 1 or tensor.dim() != 2:
+    if dim != 0 or step != 1 or not _has_rows(tensor):
         return NotImplemented
     first, last, _ = slice(start, end).indices(tensor.shape[0])
     known = tensor.held.rows if tensor.held.planes else last
     if first or last != known:
         return NotImplemented
-    return tensor.remake(shape=(last, tensor.shape[1]))
+    return tensor.remake(shape=(last, *tensor.shape[1:]))
 
 
 @_handles(_aten.copy_.default)

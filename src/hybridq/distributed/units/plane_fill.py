@@ -10,6 +10,7 @@ import torch
 from ..._torch_private import copy_each
 from ...shards import memories
 from ...storage import Plane
+from ..parameters import StackStorage
 
 __all__ = ["UnitFill"]
 
@@ -49,6 +50,8 @@ class UnitFill:
         self._transposed: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._packed: tuple[list[torch.Tensor], list[Plane]] = ([], [])
         self._held: list[tuple[Any, Any, Plane | None, Plane | None, list[torch.Tensor]]] = []
+        #: The same of each matrix of a stack, whose planes are views of the stack's.
+        self._of_matrices: list[tuple[Any, Plane | None, Plane | None]] = []
         for number, (about, plan) in enumerate(zip(members, plans, strict=True)):
             storage, own = about.storage, payloads(whole, number)
             pair = (storage.rowwise, storage.columnwise)
@@ -67,6 +70,8 @@ class UnitFill:
             found = memories(*planes)
             self._memories += [(one.untyped_storage(), nbytes) for one, nbytes in found]
             self._held.append((about, storage, *pair, [one for one, _ in found]))
+            if isinstance(storage, StackStorage):
+                self._of_matrices += storage.each()
         self.free()
 
     def _derive(self, plane: Plane, derived: Plane) -> None:
@@ -138,6 +143,8 @@ class UnitFill:
         for about, storage, row, col, found in self._held:
             storage.rowwise, storage.columnwise = row, col
             about.filled = found
+        for storage, row, col in self._of_matrices:
+            storage.rowwise, storage.columnwise = row, col
         if self._ends:
             amaxes = torch.cat(self._ends, 1).view(torch.float32).amax(0)
             each = amaxes.split_with_sizes(self._counts)

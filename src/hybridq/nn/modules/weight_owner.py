@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +31,9 @@ class WeightOwner(Protocol):
     @property
     def weight_parts(self) -> Mapping[str, str]:
         """Names of the weights, and the part of the module that each belongs to."""
+
+    def initial_weights(self) -> Iterable[tuple[str, str]]:
+        """Return the same pairs, with weights that no GEMM has but which may be quantized."""
 
     @property
     def prepared_weights(self) -> Mapping[str, Any]:
