@@ -19,6 +19,10 @@ def test_two_ranks_in_a_ring_run_transformers(tmp_path) -> None:
     run(2, tmp_path / "store", "transformers_models", program=PROGRAM)
 
 
+def test_a_rank_of_a_ring_that_is_gone_ends_the_others(tmp_path) -> None:
+    run(3, tmp_path / "store", "dies", program=PROGRAM, leaves=1)
+
+
 @pytest.mark.more
 def test_four_ranks_in_a_ring_are_one_process(tmp_path) -> None:
     pytest.importorskip("transformers", minversion="5.23")

@@ -18,6 +18,10 @@ def test_ranks_that_disagree(tmp_path) -> None:
     run(2, tmp_path / "store", "faults", program=PROGRAM)
 
 
+def test_a_rank_that_is_gone_ends_those_that_share_its_sequences(tmp_path) -> None:
+    run(2, tmp_path / "store", "dies", program=PROGRAM, leaves=1)
+
+
 @pytest.mark.more
 def test_four_ranks_are_one_process(tmp_path) -> None:
     names = ("masks", "recipes", "cross", "helper", "faults", "demo")

@@ -299,6 +299,13 @@ def images_quantized() -> None:
     compare("gemma4 without images", plain, text)
 
 
+def recomputed(kind: str = "llama") -> None:
+    """Layers that are computed again in the backward exchange heads again."""
+    plain = make(kind).train()
+    plain.gradient_checkpointing_enable({"use_reentrant": False})
+    compare(f"{kind}, recomputed", plain, batch())
+
+
 def image_faults(model: Any, given: dict[str, Any]) -> None:
     """What would stand in a wrong place is refused, on every rank."""
     model = share(copied(model))

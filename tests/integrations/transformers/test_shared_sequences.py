@@ -23,7 +23,16 @@ def test_two_ranks_share_images_and_audio(tmp_path) -> None:
 
 @pytest.mark.more
 def test_two_ranks_more(tmp_path) -> None:
-    names = ("models", "recipes", "hybrids", "masks", "others", "images", "images_quantized")
+    names = (
+        "models",
+        "recipes",
+        "hybrids",
+        "masks",
+        "others",
+        "recomputed",
+        "images",
+        "images_quantized",
+    )
     run(2, tmp_path / "store", *names, program=PROGRAM)
 
 
