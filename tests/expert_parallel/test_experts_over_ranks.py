@@ -19,6 +19,7 @@ def test_two_ranks(tmp_path) -> None:
         "messages",
         "uneven",
         "averages",
+        "reused",
         program=PROGRAM,
     )
 
@@ -37,6 +38,7 @@ def test_layouts_and_four_ranks(tmp_path) -> None:
         "transports",
         "uneven",
         "averages",
+        "reused",
         program=PROGRAM,
     )
 

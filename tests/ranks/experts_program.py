@@ -6,7 +6,7 @@ find.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from rank_program import main
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybridq
 from hybridq.moe import (
@@ -256,6 +257,65 @@ def averages() -> None:
     summed(shared)
     near(shared.router.weight.grad / world, single.router.weight.grad, "router", 1e-5)
     near(whole(shared.experts.up.grad), single.experts.up.grad, "up", 1e-5)
+
+
+@contextmanager
+def counted() -> Any:
+    """Give what is encoded in the block (rows, and which planes), and bytes that travel."""
+    encodes: list[tuple[str, int, bool, bool]] = []
+    nbytes: list[int] = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            name = str(func).split(".")[1]
+            if name in ("encode", "encode_ragged", "activation_encode_ragged"):
+                planes = [one for one in args if isinstance(one, str)][-2:]
+                encodes.append((name, args[0].shape[0], bool(planes[0]), bool(planes[1])))
+            if name == "all_to_all_single":
+                nbytes.append(args[0].nbytes)
+            return func(*args, **(kwargs or {}))
+
+    with Count():
+        yield encodes, nbytes
+
+
+def reused() -> None:
+    """Each token is encoded once on its way, and what arrives is what the product takes."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    layout = LAYOUTS["plain"]
+    x = torch.randn(world * TOKENS, HIDDEN, dtype=torch.bfloat16)
+    top = torch.rand(world * TOKENS, 8).topk(TOP).indices
+    parts = [one.chunk(world)[rank] for one in (x, top, torch.ones_like(top, dtype=torch.bfloat16))]
+    rows = TOP * TOKENS
+    arrived = int((top // (8 // world) == rank).sum())
+    made = []
+    for dispatched in ("mxfp8", None):
+        torch.manual_seed(0)
+        experts = convert_experts(Block(layout, 8), layout).bfloat16()
+        parallelize_experts(experts, dispatch=dispatched, combine=dispatched)
+        own = parts[0].clone().requires_grad_()
+        with hybridq.autocast(recipe="mxfp8"):
+            experts(*parts)  # ranks compare what is new to them
+            with counted() as (encodes, nbytes), torch.no_grad():
+                experts(*parts)
+            of_tokens = [one for one in encodes if one[1] in (rows, arrived)]
+            second = ("activation_encode_ragged", arrived, True, False)
+            if dispatched is None:
+                assert of_tokens == [("encode_ragged", arrived, True, False), second], encodes
+            else:
+                sent = [("encode", rows, True, False), second, ("encode", arrived, True, False)]
+                assert of_tokens == sent, encodes
+            with counted() as (encodes, _):
+                y = experts(own, *parts[1:])
+            if dispatched is not None:  # the columnwise plane, for the gradient of the weight
+                assert ("encode_ragged", arrived, False, True) in encodes, encodes
+                assert not any(one[:3] == ("encode_ragged", arrived, True) for one in encodes)
+            y.sum().backward()
+        made.append((nbytes[1:], own.grad))
+    for quantized, plain in zip(made[0][0], made[1][0], strict=True):
+        assert quantized / plain == (1 + 1 / 32) / 2, (quantized, plain)
+    near(made[0][1].float(), made[1][1].float(), "gradients", 0.1)
 
 
 def expects(kind: Any, text: str, call: Any) -> None:

@@ -20,7 +20,7 @@ from ..quantizers import Quantizer
 from ..recipes import QuantizerRole, Recipe, autocast
 from ..recipes.boundary import boundary_quantizer
 from .plans import planned
-from .transport import combine, dispatch
+from .transport import combine, sent_rows
 
 __all__ = ["BY_RECIPE", "ROLES", "TokenExchange"]
 
@@ -126,11 +126,12 @@ class TokenExchange:
         note = self._note(module, given)
         plan, notes = planned(self.name, self.rank, self.sizes, offsets, x.shape[0], note)
         if any(one != note for one in notes):
-            own = Fingerprint(tuple(_lines(module, given)))
-            compare(own, process_group(self.name), f"experts {module.name}".rstrip(), _RULE)
-        arrived = dispatch(x, plan, *formats[0])
+            told = Fingerprint(tuple(_lines(module, given)))
+            compare(told, process_group(self.name), f"experts {module.name}".rstrip(), _RULE)
+        own = x.narrow(0, 0, plan.num_sent)
+        arrived, made = sent_rows("dispatch", own, plan, formats[0])
         order = plan.arrived
-        y = compute(arrived, order.offsets, order.rows)
+        y = compute(arrived, order.offsets, order.rows._replace(made=made))
         back = take_rows(y, TokenRows(order.inverse.flatten(), order.order[:, None]))
         return combine(back, plan, *formats[1])
 

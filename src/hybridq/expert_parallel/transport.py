@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from ..distributed import all_to_all
+from ..distributed.collectives.public import exchange_planes
 from ..errors import SpecError
 from ..formats import PlaneSpec
+from ..nn.autograd import MadePlane
 from ..quantizers import Quantizer
 from .plans import RoutePlan
 
-__all__ = ["combine", "dispatch", "row_format"]
+__all__ = ["combine", "dispatch", "row_format", "sent_rows"]
 
 
 @lru_cache(maxsize=256)
@@ -58,21 +59,23 @@ def _wire(where: str, quantizer: Any) -> str:
     )
 
 
-def _sent(
-    where: str, x: torch.Tensor, plan: RoutePlan, formats: tuple[Any, Any], is_back: bool
-) -> torch.Tensor:
+def sent_rows(
+    where: str, x: torch.Tensor, plan: RoutePlan, formats: tuple[Any, Any], is_back: bool = False
+) -> tuple[torch.Tensor, MadePlane | None]:
+    """Return the rows that arrive, and their rowwise plane where it is what has travelled.
+
+    Args:
+        where: the function, for errors.
+        x: rows that are sent.
+        plan: of them.
+        formats: of rows and of their gradients, as `dispatch` takes them.
+        is_back: from the experts to where rows came from.
+    """
     texts = (_wire(where, one) for one in formats)
     forward, backward = (PlaneSpec.parse(text) if text else None for text in texts)
-    own, theirs = (plan.received, plan.sent) if is_back else (plan.sent, plan.received)
-    made: torch.Tensor = all_to_all(
-        x,
-        forward,
-        plan.group,
-        output_split_sizes=theirs,
-        input_split_sizes=own,
-        grad_quantizer=backward,
-    )
-    return made
+    splits = (plan.received, plan.sent) if is_back else (plan.sent, plan.received)
+    values, spec, buffers = exchange_planes(x, (forward, backward), plan.group, splits)
+    return values, MadePlane(spec, buffers) if buffers else None
 
 
 def dispatch(
@@ -105,9 +108,8 @@ def dispatch(
             f"dispatch: x must be [{plan.rows}, features], as the plan has rows, got "
             f"{tuple(x.shape)}"
         )
-    return _sent(
-        "dispatch", x.narrow(0, 0, plan.num_sent), plan, (quantizer, grad_quantizer), False
-    )
+    own = x.narrow(0, 0, plan.num_sent)
+    return sent_rows("dispatch", own, plan, (quantizer, grad_quantizer))[0]
 
 
 def combine(
@@ -136,6 +138,6 @@ def combine(
             f"combine: y must be [{plan.num_received}, features], as many rows as arrived, got "
             f"{tuple(y.shape)}"
         )
-    back = _sent("combine", y, plan, (quantizer, grad_quantizer), True)
+    back, _ = sent_rows("combine", y, plan, (quantizer, grad_quantizer), True)
     rest = plan.rows - plan.num_sent
     return torch.nn.functional.pad(back, (0, 0, 0, rest)) if rest else back

@@ -18,7 +18,7 @@ from .error_feedback import Residual
 from .gather_planes import gather_planes
 from .groups import name_of, place
 from .handle import CollectiveHandle
-from .wire import wire_quantizer, wire_text
+from .wire import joined_parts, wire_quantizer, wire_text
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 
@@ -330,13 +330,36 @@ def all_to_all(
     where = "all_to_all"
     extras = _Extras(seed, None, async_op)
     x = x.dequantize() if is_quantized(x) else x
+    splits = (input_split_sizes, output_split_sizes)
+    return _sent(_exchange(where, x, (quantizer, grad_quantizer), group, splits, extras), x, extras)
+
+
+def _exchange(
+    where: str,
+    x: torch.Tensor,
+    formats: tuple[Any, Any],
+    group: Any,
+    splits: tuple[Sequence[int] | None, Sequence[int] | None],
+    extras: _Extras,
+) -> Call:
+    """Return an all-to-all that ranks agree on.
+
+    Args:
+        where: the function.
+        x: the tensor.
+        formats: of x and of its gradient.
+        group: of ranks.
+        splits: rows for each rank, and from each.
+        extras: further arguments.
+    """
+    sends, receives = splits
 
     def make(name: str, rank: int, world: int) -> Call:
         _check(where, x, 0, extras)
-        text, back = _formats(where, x, quantizer, grad_quantizer)
-        if (output_split_sizes is None) != (input_split_sizes is None):
+        text, back = _formats(where, x, *formats)
+        if (receives is None) != (sends is None):
             raise ValueError(f"{where}: both split sizes or neither must be given, got one")
-        if input_split_sizes is None:
+        if sends is None:
             if x.shape[0] % world:
                 raise ValueError(
                     f"{where}: without split sizes dim 0 must be a multiple of {world} ranks, got "
@@ -344,18 +367,46 @@ def all_to_all(
                 )
             own = theirs = (x.shape[0] // world,) * world
         else:
-            own = _sizes(where, "input_split_sizes", input_split_sizes, world)
-            theirs = _sizes(where, "output_split_sizes", output_split_sizes, world)
+            own = _sizes(where, "input_split_sizes", sends, world)
+            theirs = _sizes(where, "output_split_sizes", receives, world)
         if sum(own) != x.shape[0]:
             raise ValueError(
                 f"{where}: input_split_sizes must add up to dim 0, {x.shape[0]}, got {own}"
             )
         return Call("exchange", text, back, name, rank, world, 0, own, theirs, False, True)
 
-    call = _prepared(where, group, make)
+    call: Call = _prepared(where, group, make)
     compiles = torch.compiler.is_compiling()
     agree(call.name, _facts(where, call, x, True), () if compiles else (call.own, call.theirs))
-    return _sent(call, x, extras)
+    return call
+
+
+def exchange_planes(
+    x: torch.Tensor,
+    formats: tuple[Any, Any],
+    group: Any,
+    splits: tuple[Sequence[int], Sequence[int]],
+) -> tuple[torch.Tensor, str, tuple[torch.Tensor, ...]]:
+    """Return what `all_to_all` does of a matrix, and the rowwise plane that it is the values of.
+
+    Args:
+        x: `[rows, K]`.
+        formats: of x, whose scales are of one row each, and of its gradient; None: as they are.
+        group: of ranks.
+        splits: rows for each rank, and from each.
+
+    Returns:
+        The values; the plane's spec string, empty of values as they are; its buffers.
+    """
+    call = _exchange("all_to_all", x, formats, group, splits, _Extras(None, None, False))
+    flight = start(call, x.detach())
+    values = landed(call, flight, x)
+    if formats[0] is None:
+        return values, "", ()
+    shapes = [(size, x.shape[1]) for size in call.theirs if size]
+    if not shapes or not x.shape[1]:
+        return values, "", ()
+    return values, call.text, tuple(joined_parts(flight.payload, call.text, shapes, 0))
 
 
 def all_reduce(

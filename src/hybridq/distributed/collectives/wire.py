@@ -23,7 +23,15 @@ from ...quantizers import Quantizer
 from ...quantizers import quantizer as named_quantizer
 from ...tensor.in_graph import runs_at_once
 
-__all__ = ["PlaneLayout", "WireFacts", "decode_parts", "encode_parts", "facts_of", "layout_of"]
+__all__ = [
+    "PlaneLayout",
+    "WireFacts",
+    "decode_parts",
+    "encode_parts",
+    "facts_of",
+    "joined_parts",
+    "layout_of",
+]
 
 
 class WireFacts(NamedTuple):
@@ -298,13 +306,13 @@ def decode_parts(
         return payload.new_empty((rows, cols), dtype=dtype)
     is_joined = facts.all_grow(axis) or (shares_amax and facts.needs_amax)
     if is_joined and _is_aligned([shape[axis] for shape in full], facts.units[axis]):
-        buffers = _joined(payload, text, full, axis)
+        buffers = joined_parts(payload, text, full, axis)
         return _decoded(buffers, text, rows, cols, dtype, facts)
     parts, start = [], 0
     for own in full:
         layout = layout_of(text, *own)
         piece = payload.narrow(0, start, layout.nbytes)
-        parts.append(_decoded(_joined(piece, text, [own], axis), text, *own, dtype, facts))
+        parts.append(_decoded(joined_parts(piece, text, [own], axis), text, *own, dtype, facts))
         start += layout.nbytes
     return torch.cat(parts, axis)
 
@@ -317,7 +325,7 @@ def _decoded(
     return torch.ops.hybridq.decode(buffers, text, rows, cols, dtype)
 
 
-def _joined(
+def joined_parts(
     payload: torch.Tensor, text: str, shapes: Sequence[tuple[int, int]], axis: int
 ) -> list[torch.Tensor]:
     """Return the buffers of one plane of several parts; what does not grow is the first part's."""

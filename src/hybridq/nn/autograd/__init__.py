@@ -13,7 +13,7 @@ from .prepared_linear import PreparedLinear
 from .prologue import Activation, Norm, Prologue, PrologueCall, apply
 from .quantized_output import Boundary, with_quantized_gradient
 from .slot_encoder import STREAMS
-from .token_routes import TokenRows, take_rows
+from .token_routes import MadePlane, TokenRows, take_rows
 
 __all__ = [
     "NO_CUTS",
@@ -22,6 +22,7 @@ __all__ = [
     "Boundary",
     "Cuts",
     "Layout",
+    "MadePlane",
     "Norm",
     "PreparedLinear",
     "Prologue",

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...kernels.choice import ORIGINAL
 from ...kernels.inputs import refuse_tangents, without_autocast
 from ...kernels.operators import StatedFunction
 from ...kernels.ragged import capacity
-from ...recipes import Plan
+from ...recipes import Plan, SlotPlan
 from ...tensor.stack import split_stack, split_transposed
 from ..delayed_scaling import Scales
 from ..weights import (
@@ -41,7 +42,7 @@ from .grouped_weights import WeightPlanes, weight_columns, weight_planes
 from .offload import ENTERED, tell_offload
 from .prologue import Activation
 from .slot_encoder import SlotEncoder
-from .token_routes import TokenRows, sum_of_rows
+from .token_routes import MadePlane, TokenRows, sum_of_rows
 
 __all__ = ["Layout", "draw_seeds", "grouped_linear"]
 
@@ -119,16 +120,23 @@ def _forward(
     kept: Sequence[CachedWeight | PrequantizedWeight | None],
     params: Sequence[torch.Tensor],
     scales: Sequence[Scales] | None = None,
-    row_index: torch.Tensor | None = None,
+    rows: TokenRows | None = None,
     activation: Activation | None = None,
 ) -> tuple[torch.Tensor, Buffers, WeightPlanes]:
     """Return y, and the columnwise planes of x and those of the weights that were asked for."""
     save_x, save_w = saves
     weights, biases = _split(params, layout)
     rest = (seeds, False, scales or ())
-    x = x.to(params[0].dtype)
+    given, x = x.dtype, x.to(params[0].dtype)
     encoder = SlotEncoder(plan.input, "input", *rest)
-    x_row, x_col = encode_tokens(x, offsets, encoder, True, save_x, row_index, activation)
+    row_index = None if rows is None else rows.tokens
+    ready = None if rows is None or x.dtype != given else _ready(rows, plan.input)
+    if ready is not None:
+        x_row = ready
+        own = encoder._replace(plan=plan.input._replace(col_source=ORIGINAL))
+        _, x_col = encode_tokens(x, offsets, own, False, save_x, row_index)
+    else:
+        x_row, x_col = encode_tokens(x, offsets, encoder, True, save_x, row_index, activation)
     tokens = x.shape[0] if row_index is None else row_index.shape[0]
     w = weight_planes(weights, SlotEncoder(plan.weight, "weight", *rest), save_w, kept)
     bias = None
@@ -146,6 +154,19 @@ def _forward(
         plan.precision.fprop,
     )
     return y, x_col, w
+
+
+def _ready(rows: TokenRows, slot: SlotPlan) -> Buffers | None:
+    """Return the rowwise plane that the product takes, of one that is there; None: it is another.
+
+    Args:
+        rows: of the tokens.
+        slot: of the input.
+    """
+    made = rows.made
+    if made is None or slot.is_delayed or slot.amax_group or slot.row.spec != made.spec:
+        return None
+    return made.rows(rows.tokens)
 
 
 def _split(
@@ -176,12 +197,16 @@ class _GroupedLinear(StatedFunction):
         into: tuple[Into | None, ...],
         row_index: torch.Tensor | None,
         inverse: torch.Tensor | None,
+        made: MadePlane | None,
         activation: Activation | None,
         *params: torch.Tensor,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         saves = (needs[1], needs[0])
         given = (x, offsets, seeds, plan, layout, saves, kept, params, scales)
-        y, x_col, w = _forward(*given, row_index, activation)
+        rows = None
+        if row_index is not None and inverse is not None:
+            rows = TokenRows(row_index, inverse, made)
+        y, x_col, w = _forward(*given, rows, activation)
         # What a gradient goes back through before the product: no more than one of the two.
         through = inverse if activation is None else x
         saved = [offsets, through if needs[0] else None, *x_col, *w.cols]
@@ -209,7 +234,7 @@ class _GroupedLinear(StatedFunction):
                 grads = _backward(ctx, offsets, saved, dy, through)
             if torch.is_grad_enabled():  # create_graph=True
                 grads = without_derivative("GroupedLinear", (dy, anchor), grads)
-        return (grads[0], *[None] * 11, *grads[1:])
+        return (grads[0], *[None] * 12, *grads[1:])
 
 
 def _backward(
@@ -353,15 +378,15 @@ def grouped_linear(
             any(one.requires_grad for one in params[:num_weights]),
             any(one.requires_grad for one in params[num_weights:]),
         )
-    index, inverse = (None, None) if rows is None else rows
     with without_autocast(x.device.type):
         if any(needs):
             given = (x, offsets, seeds, plan, layout, needs, kept, scales, into)
-            made: Any = _GroupedLinear.apply(*given, index, inverse, activation, *params)
+            taken = (None, None, None) if rows is None else rows
+            made: Any = _GroupedLinear.apply(*given, *taken, activation, *params)
             return made if torch.compiler.is_compiling() else made[0]
         with torch.no_grad() if plan.is_forward_only else nullcontext():
             every = (x, offsets, seeds, plan, layout, (False, False), kept, params, scales)
-            y, _, _ = _forward(*every, index, activation)
+            y, _, _ = _forward(*every, rows, activation)
     if not plan.is_forward_only:
         return y
     return without_backward("GroupedLinear", y, x, *params)

@@ -8,7 +8,27 @@ import torch
 
 from ...kernels.operators import StatedFunction
 
-__all__ = ["TokenRows", "sum_of_rows", "take_rows"]
+__all__ = ["MadePlane", "TokenRows", "sum_of_rows", "take_rows"]
+
+
+class MadePlane(NamedTuple):
+    """A rowwise plane of tokens that is there already: the tokens are what it decodes to.
+
+    Attributes:
+        spec: its spec string; every row has scales of its own.
+        buffers: of it, each `[T, ...]`.
+    """
+
+    spec: str
+    buffers: tuple[torch.Tensor, ...]
+
+    def rows(self, index: torch.Tensor) -> list[torch.Tensor]:
+        """Return the buffers of some rows.
+
+        Args:
+            index: int64, of the rows.
+        """
+        return [buffer.index_select(0, index) for buffer in self.buffers]
 
 
 class TokenRows(NamedTuple):
@@ -17,10 +37,12 @@ class TokenRows(NamedTuple):
     Attributes:
         tokens: int64 `[rows]`, the token that each row is.
         inverse: int64 `[T, k]`, the rows that each token is.
+        made: the tokens' rowwise plane, where it is there, or None.
     """
 
     tokens: torch.Tensor
     inverse: torch.Tensor
+    made: MadePlane | None = None
 
 
 def sum_of_rows(grad: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
