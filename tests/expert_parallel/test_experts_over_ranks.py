@@ -8,6 +8,7 @@ from rank_runs import needs_gloo, run
 
 pytestmark = needs_gloo
 PROGRAM = "experts_program.py"
+STATE = "experts_state_program.py"
 
 
 def test_two_ranks(tmp_path) -> None:
@@ -25,7 +26,19 @@ def test_two_ranks(tmp_path) -> None:
 
 
 def test_faults_and_training(tmp_path) -> None:
-    run(2, tmp_path / "store", "faults", "training", program=PROGRAM)
+    run(2, tmp_path / "store", "faults", program=PROGRAM)
+    run(2, tmp_path / "state", "training", program=STATE)
+
+
+def test_a_checkpoint_goes_on_with_other_numbers_of_ranks(tmp_path) -> None:
+    run(2, tmp_path / "two", f"save={tmp_path}", program=STATE)
+    run(1, tmp_path / "one", f"resume={tmp_path}", program=STATE)
+    run(4, tmp_path / "four", f"resume={tmp_path}", program=STATE)
+
+
+@pytest.mark.more
+def test_replicas_of_experts(tmp_path) -> None:
+    run(4, tmp_path / "store", "replicas", program=STATE)
 
 
 @pytest.mark.more

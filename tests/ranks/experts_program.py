@@ -385,32 +385,5 @@ def faults() -> None:
     assert shared(x).shape == x.shape  # and afterwards all is well
 
 
-def training() -> None:
-    """Steps of an optimizer, clipping, and checkpoints between numbers of ranks."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    single, shared = toys("plain", 8, dispatch="mxfp8", average_gradients=False)
-    parallelize_experts(single, alone(), dispatch="mxfp8", average_gradients=False)
-    torch.manual_seed(1)
-    x = torch.randn(world * TOKENS, HIDDEN)
-    groups = [hybridq.moe.parameter_groups(model) for model in (single, shared)]
-    optimizers = [torch.optim.AdamW(own, lr=1e-2) for own in groups]
-    for number in range(3):
-        norms = []
-        for model, optimizer in zip((single, shared), optimizers, strict=True):
-            part = x if model is single else x.chunk(world)[rank]
-            optimizer.zero_grad()
-            y, _ = step(model, part, "mxfp8", x.numel())
-            if model is shared:
-                summed(model)
-            norms.append(hybridq.moe.clip_grad_norm_(model.parameters(), 0.01))
-            optimizer.step()
-            if model is single:
-                wanted = y
-        near(norms[1], norms[0], ("norm", number), 1e-5)
-        near(y, wanted.chunk(world)[rank], ("step", number), 1e-5)
-    for a, b in zip(single.parameters(), shared.parameters(), strict=True):
-        near(whole(b.data), whole(a.data), "trained", 1e-4)
-
-
 if __name__ == "__main__":
     main(globals())

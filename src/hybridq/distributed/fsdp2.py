@@ -50,7 +50,8 @@ class Weight(NamedTuple):
     def slots(self) -> SlotPlan | tuple[SlotPlan | None, ...] | None:
         """Return how it is quantized under the recipe in force; of several matrices, each."""
         if self.parameter.dim() == 3:
-            return expected_stack_recipe(self.module, self.part, self.parameter.shape[0]).slots
+            count = local_of(self.parameter).shape[0]
+            return expected_stack_recipe(self.module, self.part, count).slots
         plan = self.module.plan_now(self.part)
         return None if plan is None else plan.weight
 
@@ -102,12 +103,15 @@ def prepare_fsdp2(model: nn.Module) -> nn.Module:
         if is_quantized(parameter):
             tensor: Any = _held(parameter, (owners[0][0], part, path), prepared)
         else:
-            mesh_part = MeshPart.of(parameter, path) if _is_dtensor(parameter) else None
-            about = GatheredParameter(module, part, path, prepared, mesh_part)
+            local, place = local_of(parameter.data), (module, part, path, prepared)
             if parameter.dim() == 3:
-                place = (module, part, path, prepared)
-                about = StackedParameter(*place, parameter.shape[0], module.holds_transposed)
-            tensor = GatheredWeight(local_of(parameter.data), about)
+                about: GatheredParameter = StackedParameter(
+                    *place, local.shape[0], module.holds_transposed
+                )
+            else:
+                mesh_part = MeshPart.of(parameter, path) if _is_dtensor(parameter) else None
+                about = GatheredParameter(*place, mesh_part)
+            tensor = GatheredWeight(local, about)
         attachment = Attachment(tensor._about)
         whole = _like(parameter.data, tensor) if _is_dtensor(parameter) else tensor
         made = nn.Parameter(whole, parameter.requires_grad)
@@ -195,7 +199,10 @@ def _names_of(module: Any, weight: torch.Tensor) -> Iterable[str]:
 
 
 def _check_part(module: QuantizedModule, name: str, weight: Any) -> None:
-    """Raise unless a weight that tensor parallelism split can travel as planes."""
+    """Raise unless a weight that is dealt out over ranks can travel as planes."""
+    is_plain = not is_quantized(local_of(weight))
+    if weight.dim() == 3 and is_plain and all(p.is_shard(0) for p in weight.placements):
+        return  # whole matrices, each on one rank
     if not isinstance(module, Linear) or is_quantized(local_of(weight)):
         kind = "quantized weight" if is_quantized(local_of(weight)) else "weight"
         raise NotImplementedError(

@@ -13,7 +13,6 @@ from .. import settings
 from .._torch_private import process_group
 from ..distributed.agreement import Fingerprint, compare
 from ..distributed.agreement.fingerprint import plan_digest
-from ..kernels.operators import StatedFunction
 from ..moe.exchange import Compute
 from ..nn.autograd import TokenRows, take_rows
 from ..quantizers import Quantizer
@@ -30,21 +29,6 @@ BY_RECIPE = "recipe"
 #: way.
 ROLES = (("dispatch", "grad_dispatch"), ("combine", "grad_combine"))
 _RULE = "every rank must run the same experts under the same recipe, on tokens of one kind"
-
-
-class _Scaled(StatedFunction):
-    """x as it is; its gradient times a number."""
-
-    second = "exact"
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad * ctx.factor, None
 
 
 @dataclass(frozen=True)
@@ -87,10 +71,10 @@ class TokenExchange:
         from torch.distributed.tensor import Shard
 
         local: torch.Tensor = parameter.to_local(grad_placements=[Shard(0)])
-        if self.factor == 1.0 or not (local.requires_grad and torch.is_grad_enabled()):
-            return local
-        scaled: torch.Tensor = _Scaled.apply(local, self.factor)
-        return scaled
+        if self.factor != 1.0 and local.requires_grad and torch.is_grad_enabled():
+            factor = self.factor
+            local.register_hook(lambda grad: grad * factor)
+        return local
 
     def own_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of what every rank has whole.

@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from .. import settings
@@ -250,7 +251,7 @@ def _check(name: str, module: Any, given: ExpertsLayout | None, world: int) -> N
             raise ValueError(f"{where}: does not fit its layout: {reason}")
     stacks = _stacks(module, layout)
     for parameter, tensor in stacks.items():
-        if is_quantized(tensor) or hasattr(tensor, "device_mesh"):
+        if is_quantized(tensor) or type(tensor.data) is not torch.Tensor:
             raise NotImplementedError(
                 f"{where}: {parameter} must be a plain parameter in high precision, got a "
                 f"{type(tensor).__name__}; deal experts out before they are quantized or sharded"

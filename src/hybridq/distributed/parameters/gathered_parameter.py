@@ -130,6 +130,11 @@ class GatheredParameter(OwnRows, Regather):
         return "forward" if module is None or module.training else "inference"
 
     @property
+    def knows_parts(self) -> bool:
+        """Whether it was told how the parameter is dealt out over other ranks, if it is."""
+        return self.mesh_part is not None
+
+    @property
     def module(self) -> WeightOwner:
         """The module that it belongs to."""
         module = self.owner()

@@ -260,6 +260,19 @@ class StackedParameter(GatheredParameter):
         #: Of a direction that was gathered when a matrix asked: the planes of those that did not.
         self._unasked: dict[tuple[int, Direction], Plane] = {}
 
+    @property
+    def knows_parts(self) -> bool:
+        """Whether it was told how the parameter is dealt out: each matrix lies on one rank."""
+        return True
+
+    def sharded_shape(self, parameter: Any) -> torch.Size:
+        """Return the shape of what FSDP2 shards: of experts that ranks share, this rank's.
+
+        Args:
+            parameter: as its module holds it.
+        """
+        return torch.Size((self._count, *parameter.shape[1:]))
+
     # ---- the gather
 
     def _new_call(
@@ -267,7 +280,8 @@ class StackedParameter(GatheredParameter):
     ) -> GatherCall:
         slots = self.agreed(phase).slots
         expected = self._expected(phase)
-        given = (slots, Ranks.of(group), shape, dtype, None, expected, phase)
+        own = torch.Size((self._count, *shape[1:]))  # of the matrices that these ranks share
+        given = (slots, Ranks.of(group), own, dtype, None, expected, phase)
         return StackedGatherCall(*given, is_transposed=self._is_transposed)
 
     def expected_under(

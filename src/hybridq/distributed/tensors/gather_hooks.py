@@ -80,7 +80,7 @@ class _PreAllGather:
                 f"{tuple(tensor.shape)} of {tuple(outer_size)}"
             )
         if about.unit is None:
-            if about.mesh_part is None and _is_part(about.parameter):
+            if not about.knows_parts and _is_part(about.parameter):
                 raise late_parallel(about.name, outer_size)
             unit_of(about, mesh)
         unit: Any = about.unit
