@@ -162,9 +162,6 @@ def test_a_layer_that_is_not_called_is_named() -> None:
         found = hybridq.calibrate(net, batches())
     assert found.amax("spare", "input") is None
     assert found.amax("spare", "weight") == net.spare.weight.abs().max()
-    fused = nn.Sequential(hybridq.LayerNormLinear(16, 16), nn.Linear(16, 16))
-    with pytest.warns(HybridQWarning, match=r"0 \(LayerNormLinear\) are not observed"):
-        hybridq.calibrate(fused, batches())
 
 
 def test_what_is_left_alone_is_not_calibrated() -> None:

@@ -18,7 +18,7 @@ from .caches import attentions, watch_caches
 from .calibration import Calibration
 from .named import observer_of
 from .observers import Max, Observer
-from .products import Product, products, unobserved
+from .products import Product, fused_products, products, unobserved
 from .ranks import ranks_of
 from .recording import CACHED, Recording
 from .reduction import reduced
@@ -50,6 +50,9 @@ def calibrate(
     least_width: int = LEAST_WIDTH,
 ) -> Calibration:
     """Return the amaxes of the products that `hybridq.convert` quantizes, over batches of data.
+
+    And those of `LayerNormLinear`, `LayerNormMLP` and `GroupedLinear` in the model: the norms'
+    results, what the activation makes, the tokens of each group; of their outputs none.
 
     The model stays as it is: it runs in evaluation mode and without gradients, with hooks that are
     removed at the end, after an error too. It may be converted or not. Weights are measured as
@@ -124,6 +127,7 @@ def calibrate(
     with ranks.step():
         if ranks.writes:
             _warn(model, found, slots is not None and bool({*slots} & {*CACHED}))
+            _warn_of_outputs(of, observers)
         if before is not None:
             found = before.merge(found)
         if path is not None and ranks.writes:
@@ -135,6 +139,7 @@ def _products(model: nn.Module, *arguments: Any) -> tuple[Product, ...]:
     """Return the products of a model; there are some."""
     filter_fn, also, least_width = arguments
     of = products(model, filter_fn, also=also, least_width=least_width)
+    of += fused_products(model, filter_fn, also=also)
     if not of:
         raise ValueError(
             "calibrate: the model must have products that hybridq.convert quantizes, got none; "
@@ -184,6 +189,15 @@ def _planes(of: tuple[Product, ...], recipe: Recipe) -> dict[str, dict[str, Plan
             plan = bind(recipe, product.name, product.module_type)
             made[product.key] = {"input": plan.input.row, "weight": plan.weight.row}
     return made
+
+
+def _warn_of_outputs(of: tuple[Product, ...], observers: Mapping[str, Observer]) -> None:
+    """Say whose outputs are not recorded, if outputs are."""
+    names = dict.fromkeys(one.key for one in of if one.is_fused)
+    if "output" in observers and names:
+        first = ", ".join([*names][:4])
+        text = f"calibrate: outputs of fused modules are not observed, got {first}"
+        warnings.warn(text, HybridQWarning, stacklevel=3)
 
 
 def _warn(model: nn.Module, found: Calibration, wants_caches: bool) -> None:

@@ -5,17 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from ..converters import LEAST_WIDTH, conversion, converters_with, kind_of, reason_by_name
 from ..moe import Experts, ExpertsLayout
-from ..nn import QuantizedModule
+from ..nn import GroupedLinear, QuantizedModule
 from .stored import Reads, held_values, stored_kind
 
-__all__ = ["Product", "plain_name", "products", "projection_of", "unobserved"]
+__all__ = [
+    "Product",
+    "fused_products",
+    "plain_name",
+    "products",
+    "projection_of",
+    "unobserved",
+]
 
 #: Modules that hold one module, and have no name in a checkpoint.
 _WRAPPERS: Final = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -58,7 +65,12 @@ class Product:
     @property
     def module_type(self) -> str:
         """What roles of a recipe call the module: `"linear"` or `"grouped_linear"`."""
-        return "linear" if self.layout is None else "grouped_linear"
+        return "linear" if self.expert is None else "grouped_linear"
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the module makes what is multiplied itself, of what it is given."""
+        return hasattr(self.module, "product_inputs")
 
     def weight(self) -> torch.Tensor:
         """Return the values of the matrix, `[out, in]`: decoded, if it is quantized.
@@ -161,10 +173,51 @@ def _of_experts(
     return made
 
 
+def fused_products(
+    model: nn.Module,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    *,
+    also: Iterable[str] = (),
+) -> tuple[Product, ...]:
+    """Return the products of hybridq's fused modules, which `convert` has nothing to do with.
+
+    Of `LayerNormLinear` and `LayerNormMLP` a product for each weight, by the names that recipes are
+    asked about; of `GroupedLinear` one for each group, as of experts in a stack.
+
+    Args:
+        model: any module.
+        filter_fn, also: which modules, as `convert` takes them.
+    """
+    found: list[Product] = []
+    skipped = frozenset([also] if isinstance(also, str) else also)
+    for path, module in model.named_modules():
+        if not isinstance(module, QuantizedModule) or not hasattr(module, "product_inputs"):
+            continue
+        name = plain_name(path)
+        by_name = reason_by_name(name)
+        if not (filter_fn(module, name) if filter_fn else by_name is None or by_name in skipped):
+            continue
+        if isinstance(module, GroupedLinear):
+            for g in range(module.num_gemms):
+                own = f"{name}.{g}" if name else str(g)
+                found.append(Product(own, module, expert=g, reads=_group_matrix))
+            continue
+        for parameter, part in module.weight_parts.items():
+            found.append(Product(".".join(filter(None, (name, part))), module, parameter))
+    return tuple(found)
+
+
+def _group_matrix(module: Any, parameter: str, group: int | None) -> torch.Tensor:
+    """Return the matrix of a group of a `GroupedLinear`; see `held_values`."""
+    if module.single_grouped_weight:
+        return held_values(module, parameter, group)
+    return held_values(module, f"{parameter}{group}", None)
+
+
 def unobserved(model: nn.Module) -> dict[str, str]:
     """Return the modules whose products no calibration sees: name to class, and what helps.
 
-    Those of hybridq normalize or route inside: what they are given is not what is multiplied.
+    Those of hybridq that are not seen are given something else than what is multiplied.
 
     Args:
         model: any module.
@@ -181,6 +234,7 @@ def unobserved(model: nn.Module) -> dict[str, str]:
         for name, module in model.named_modules()
         if isinstance(module, QuantizedModule)
         and not isinstance(module, Experts)
+        and not hasattr(module, "product_inputs")
         and module.weight_parts
         and kind_of(module, among) is None
     }

@@ -47,13 +47,14 @@ def watch(
     """Show the rows of each product to an observer of its own, while the model is called inside.
 
     The model computes what it does otherwise, and has no hooks afterwards, after an error neither.
-    What experts in a stack multiply by their second matrix is computed again for it: their
-    module's own forward stays what runs.
+    What experts in a stack multiply by their second matrix is computed again for it, and what
+    hybridq's fused modules multiply: the module's own forward stays what runs.
 
     Args:
         of: products of one model, as `hybridq.calibration.products` gives them.
         inputs: called once for each product; what it returns is given the rows of every input.
-        outputs: the same of results, `[tokens, out_features]`; None: nobody sees them.
+        outputs: the same of results, `[tokens, out_features]`, but of fused modules; None: nobody
+            sees them.
         all_experts: each expert in a stack is shown every token of its layer, also those that the
             router sends to others. The results of the layer stay those of the router's choice.
 
@@ -72,7 +73,11 @@ def watch(
     handles: list[Any] = []
     try:
         experts: dict[int, list[Product]] = {}
+        fused: dict[int, list[Product]] = {}
         for product in of:
+            if product.is_fused:
+                fused.setdefault(id(product.module), []).append(product)
+                continue
             if product.layout is not None:
                 experts.setdefault(id(product.module), []).append(product)
                 continue
@@ -87,6 +92,7 @@ def watch(
             handles.append(
                 _at_experts(group[0], ExpertCall(sees, results, all_experts, group[0].reads))
             )
+        handles += [_at_fused(group, inputs) for group in fused.values()]
         yield
     finally:
         for handle in handles:
@@ -147,6 +153,20 @@ def _after(module: nn.Module, see: MatrixObserver) -> Any:
             see(rows)
 
     return module.register_forward_hook(hook)
+
+
+def _at_fused(group: Sequence[Product], make: Makes) -> Any:
+    """Show what a module multiplies that makes it itself; its results are not shown."""
+    sees = {(one.parameter, one.expert): make(one) for one in group}
+
+    def hook(module: Any, args: Any, kwargs: Any) -> None:
+        with torch.no_grad():
+            for place, values in module.product_inputs(*args, **kwargs).items():
+                see, rows = sees.get(place), _rows(values, None)
+                if see is not None and rows.shape[0]:
+                    see(rows)
+
+    return group[0].module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _at_experts(first: Product, call: ExpertCall) -> Any:

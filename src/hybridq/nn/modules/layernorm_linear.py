@@ -167,6 +167,19 @@ class LayerNormLinear(FusedModule):
         others = ([self.bias] if self.return_bias else []) + ([] if seen is None else [seen])
         return (y, *others) if others else y
 
+    def product_inputs(
+        self, inp: torch.Tensor, *_: object, **__: object
+    ) -> dict[tuple[str, int | None], torch.Tensor]:
+        """Return what a forward multiplies, in high precision, for those who observe it.
+
+        Args:
+            inp: as for `forward`, whose other arguments do not count.
+
+        Returns:
+            `[..., in_features]`, by the parameter's name and the number of its matrix: `None`.
+        """
+        return {("weight", None): self._normalized(self._take_input(inp, self.in_features), True)}
+
     def extra_repr(self) -> str:
         """Return the sizes and what differs from the defaults, for `repr`."""
         return (

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...recipes.roles import GRAD_INPUT
+from ...tensor import is_quantized
 from ..autograd import PrologueCall, with_quantized_gradient
 from ..weights import plain_weights
 from .linear_part import FusedModule, InitMethod, activation_of, one_dtype, run_part
@@ -178,6 +179,25 @@ class LayerNormMLP(FusedModule):
             y = self._quantized_output(y, recipe)
         others = ([self.fc2_bias] if self.return_bias else []) + ([] if seen is None else [seen])
         return (y, *others) if others else y
+
+    def product_inputs(
+        self, inp: torch.Tensor, *_: object, **__: object
+    ) -> dict[tuple[str, int | None], torch.Tensor]:
+        """Return what a forward multiplies, in high precision, for those who observe it.
+
+        Args:
+            inp: as for `forward`, whose other arguments do not count.
+
+        Returns:
+            `[..., hidden_size]` of fc1 and `[..., ffn_hidden_size]` of fc2, by the parameter's name
+            and the number of its matrix: `None`.
+        """
+        weight: torch.Tensor = self.fc1_weight
+        plain = weight.dequantize() if is_quantized(weight) else weight
+        seen = self._normalized(self._take_input(inp, self.hidden_size), True)
+        hidden = torch.nn.functional.linear(seen, plain, self.fc1_bias)
+        acted = self._activation.plain(hidden, None, None)
+        return {("fc1_weight", None): seen, ("fc2_weight", None): acted}
 
     def extra_repr(self) -> str:
         """Return the sizes and what differs from the defaults, for `repr`."""
