@@ -128,6 +128,11 @@ def _routed(
 ) -> torch.Tensor:
     """Return the sum over each token's experts, in the shape and dtype of `hidden`."""
     layout = module.experts_layout
+    if indices.is_floating_point():
+        raise TypeError(
+            f"{type(module).__name__}: forward takes tokens, indices and weights under a recipe, "
+            f"got {indices.dtype} for indices"
+        )
     tokens = hidden.reshape(-1, hidden.shape[-1])
     top = indices if indices.dim() == 2 else indices.flatten(0, -2)
     routes = Routes.of(top, _count(module))

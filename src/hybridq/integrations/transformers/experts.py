@@ -18,7 +18,7 @@ from transformers.integrations import moe
 from ...converters import Converter
 from ...moe import Experts, ExpertsLayout, convert_experts, reason_against
 
-__all__ = ["CONVERTERS", "layout_of"]
+__all__ = ["CONVERTERS", "after_convert", "layout_of"]
 
 #: What a marked class gives each of its modules.
 _FLAGS: Final = ("is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm")
@@ -113,11 +113,27 @@ def _longcat(module: nn.Module) -> ExpertsLayout:
     )
 
 
+def _dbrx(module: nn.Module) -> ExpertsLayout:
+    from .dbrx import RowsLayout  # which imports the model
+
+    kind = type(getattr(module, "activation_fn", None))
+    name = _ACTIVATIONS.get(kind.__name__) if kind.__module__ in _HOMES else None
+    return RowsLayout(activation=_dbrx_gate if name is None else name)
+
+
+def _dbrx_gate(module: Any, h: torch.Tensor) -> torch.Tensor:
+    gate, up = h.chunk(2, dim=-1)
+    made: torch.Tensor = module.activation_fn(gate) * up
+    return made
+
+
+_DBRX: Final = ("transformers.models.dbrx.modeling_dbrx", "DbrxExpertGLU")
 #: Classes that are not marked: module and name, and how they hold their experts.
 _NAMED: Final[dict[tuple[str, str], Callable[[nn.Module], ExpertsLayout]]] = {
     ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"): _llama4,
     ("transformers.models.jetmoe.modeling_jetmoe", "JetMoeParallelExperts"): _jetmoe,
     ("transformers.models.longcat_flash.modeling_longcat_flash", "LongcatFlashExperts"): _longcat,
+    _DBRX: _dbrx,
     ("transformers.models.step3p7.modeling_step3p7", "Step3p7Experts"): _step3,
 }
 
@@ -141,9 +157,25 @@ def _keeps(module: nn.Module) -> str | None:
 
 
 def _apply(module: nn.Module) -> None:
-    layout = _layout(module)
-    if layout is not None:
+    layout: Any = _layout(module)
+    if (type(module).__module__, type(module).__name__) == _DBRX:
+        from .dbrx import convert_dbrx
+
+        convert_dbrx(module, layout)
+    elif layout is not None:
         convert_experts(module, layout)
+
+
+def after_convert(model: nn.Module) -> None:
+    """Let what calls converted experts one by one call them once.
+
+    Args:
+        model: after `convert`.
+    """
+    if any(type(module).__name__ == "DbrxExperts" for module in model.modules()):
+        from .dbrx import route_dbrx
+
+        route_dbrx(model)
 
 
 def _features(module: Any) -> tuple[int, int] | None:
@@ -158,7 +190,7 @@ CONVERTERS: Final = (
         _takes,
         Experts,
         _apply,
-        weights=("gate_up_proj", "up_proj", "down_proj", "weight"),
+        weights=("gate_up_proj", "up_proj", "down_proj", "weight", "w1", "v1", "w2"),
         features=_features,
         keeps=_keeps,
         layout=_layout,
