@@ -1,5 +1,6 @@
 # make demo            train a small language model once per recipe, and compare (about 5 minutes)
 # make demo-fsdp       train it on RANKS=2 processes under FSDP2, and again in one (minutes)
+# make demo-experts    train a mixture of experts with its experts on RANKS=2 processes (minutes)
 # make test            the default test suite (from a fresh clone about 10 minutes on two cores)
 # make test-more       what the default suite leaves out: other sizes, pairs and numbers of ranks
 # make test-all        both at once
@@ -85,6 +86,7 @@ empty :=
 space := $(empty) $(empty)
 TORCH_STAMP := $(VENV)/.installed-$(subst /,_,$(subst =,-,$(subst $(space),_,$(TORCH))))
 DEMO_STAMP := $(VENV)/.installed-demo
+EXPERTS_STAMP := $(VENV)/.installed-demo-experts
 DEV_STAMP := $(VENV)/.installed-dev
 DOCS_STAMP := $(VENV)/.installed-docs
 TUTORIALS_STAMP := $(VENV)/.installed-tutorials
@@ -93,7 +95,7 @@ WHEEL_STAMP := $(VENV)/.installed-wheel-tools
 EMULATION_STAMP := build/emulation/.built
 
 .DELETE_ON_ERROR:
-.PHONY: demo demo-fsdp ready both test test-more test-all test-slow test-avx2 judges lint sanitize exhaustive mutants \
+.PHONY: demo demo-fsdp demo-experts ready both test test-more test-all test-slow test-avx2 judges lint sanitize exhaustive mutants \
   arm64-check fuzz bench models quality docs tutorials wheel wheel-check sdist-check kernels-check emulation gpu \
   gpu-facts \
   gpu-library clean distclean
@@ -104,6 +106,10 @@ demo: $(DEMO_STAMP)
 demo-fsdp: $(DEMO_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone \
 	  --nproc-per-node $(RANKS) -m hybridq train-fsdp $(ARGS)
+
+demo-experts: $(EXPERTS_STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone \
+	  --nproc-per-node $(RANKS) -m hybridq train-experts $(ARGS)
 
 # The installation and the emulator's build beside each other: one waits for the network while the
 # other computes.
@@ -267,6 +273,10 @@ $(TORCH_STAMP): | $(BIN)/python $(TOOLS_STAMP)
 
 $(DEMO_STAMP): $(TORCH_STAMP) $(BUILD_INPUTS)
 	$(PIP) "$(TORCH)" -e ".[demo]"
+	@touch $@
+
+$(EXPERTS_STAMP): $(TORCH_STAMP) $(BUILD_INPUTS)
+	$(PIP) "$(TORCH)" -e ".[demo,transformers]"
 	@touch $@
 
 # The extra "dev" contains "demo".

@@ -31,6 +31,10 @@ COMMANDS: Final = {
         "train_fsdp.train_fsdp",
         "Train the demo's model on several ranks under FSDP2, then the same in one process.",
     ),
+    "train-experts": (
+        "train_experts.train_experts",
+        "Train a mixture of experts with its experts on several ranks, in BF16 and quantized.",
+    ),
     "doctor": (
         "doctor.doctor",
         "Say what is installed, what the machine has, and which backend runs each operation.",

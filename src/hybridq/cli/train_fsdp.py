@@ -136,32 +136,32 @@ def _traffic_text(traffic: Traffic, bf16: Traffic) -> str:
     )
 
 
-def _join(batch: int, shared: int) -> tuple[int, int]:
+def _join(batch: int, shared: int, command: str = "train-fsdp") -> tuple[int, int]:
     """Join the group that torchrun has started, `shared` ranks of which have one micro-batch.
 
     Returns its size and the own rank.
     """
     found = torch.distributed.is_available() and torch.distributed.is_gloo_available()
     if not found:
-        raise typer.BadParameter("train-fsdp: torch must have gloo, got a build without it")
+        raise typer.BadParameter(f"{command}: torch must have gloo, got a build without it")
     import torch.distributed as dist
 
     if not dist.is_torchelastic_launched():
         raise typer.BadParameter(
-            "train-fsdp: must run under torchrun, got a plain process; for example: "
-            "torchrun --nproc-per-node 2 -m hybridq train-fsdp"
+            f"{command}: must run under torchrun, got a plain process; for example: "
+            f"torchrun --nproc-per-node 2 -m hybridq {command}"
         )
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     world, rank = dist.get_world_size(), dist.get_rank()
     if world % shared:
         _leave()
         raise typer.BadParameter(
-            f"train-fsdp: tp and sp must divide the ranks, got {shared} of {world}"
+            f"{command}: tp and sp must divide the ranks, got {shared} of {world}"
         )
     if world < 2 or batch % (world // shared):
         _leave()
         raise typer.BadParameter(
-            f"train-fsdp: ranks must be two or more and divide the batch, got {world} with a "
+            f"{command}: ranks must be two or more and divide the batch, got {world} with a "
             f"batch of {batch}; give torchrun --nproc-per-node, or --batch"
         )
     return world, rank

@@ -29,9 +29,8 @@ from ..estimate import Traffic, count_traffic
 from ..nn import Linear
 from ..recipes import autocast, get
 from .data import Corpus, training_batches, validation_batches
-from .model import Transformer
 from .train import BASELINE, COUNTED_STEP, Progress, TrainConfig, make_optimizer
-from .variants import VARIANTS
+from .variants import build_model
 
 
 class RankOrderSum:
@@ -85,7 +84,7 @@ class _Trainer:
         self.config, self.corpus, self.world = config, corpus, world
         self.recipe = None if recipe == BASELINE else get(recipe)
         torch.manual_seed(config.seed)
-        self.model = convert(VARIANTS[config.modules](Transformer(config.model, Linear)))
+        self.model = convert(build_model(config.model, Linear, config.modules))
         self.validation_loss: float | None = None
         #: Of one step; empty where nothing is sent.
         self.traffic = Traffic()
