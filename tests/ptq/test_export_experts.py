@@ -56,6 +56,39 @@ def folder(path: Path, kind: str, tensors: dict[str, torch.Tensor]) -> Path:
     return path
 
 
+@pytest.mark.parametrize("kind", ["qwen", "gpt_oss"])
+@pytest.mark.parametrize("size", ["whole", "tiles"])
+def test_biases_get_the_names_of_experts(kind, size, tmp_path, request):
+    """Where the matrices do; gate's and up's are halves, or alternate."""
+    if size == "tiles":
+        request.getfixturevalue("small_tiles")
+    torch.manual_seed(3)
+    gate, up, down = (torch.randn(E, n).bfloat16() for n in (INNER, INNER, H))
+    both = torch.stack([gate, up], 2).flatten(1) if kind == "gpt_oss" else torch.cat([gate, up], 1)
+    biases = {
+        f"{PARENT}.gate_up_proj_bias": both.contiguous(),
+        f"{PARENT}.down_proj_bias": down,
+        f"{PARENT}.router_bias": torch.ones(E, 2),
+    }
+    source = folder(tmp_path / "in", kind, stacks(kind) | biases)
+    run(source, tmp_path / "out", layout="modelopt", format="mxfp8")
+    found = stored(tmp_path / "out")
+    for e in range(E):
+        for name, value in (("gate", gate), ("up", up), ("down", down)):
+            own = found.pop(f"{PARENT}.{e}.{name}_proj.bias")
+            assert own.dtype == torch.bfloat16 and torch.equal(own, value[e])
+    assert {name for name in found if "bias" in name} == {f"{PARENT}.router_bias"}
+    # One stack stays one, and so do its biases; a stack that is left out keeps them, too.
+    if kind == "gpt_oss":
+        run(source, tmp_path / "mx", layout="gpt-oss-mxfp4", format="mxfp4")
+        assert torch.equal(stored(tmp_path / "mx")[f"{PARENT}.down_proj_bias"], down)
+    some = {"layout": "modelopt", "format": "mxfp8", "exclude": ["*down_proj"]}
+    run(source, tmp_path / "some", **some)
+    found = stored(tmp_path / "some")
+    assert torch.equal(found[f"{PARENT}.down_proj_bias"], down)
+    assert torch.equal(found[f"{PARENT}.1.up_proj.bias"], up[1])
+
+
 @pytest.mark.parametrize("kind", ["qwen", "llama4", "gpt_oss"])
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
 @pytest.mark.parametrize("size", ["whole", "tiles"])

@@ -111,6 +111,30 @@ def test_stacks_are_pushed_as_stacks_where_the_reader_has_them() -> None:
         assert torch.equal(plane.data, own.data) and torch.equal(plane.scale, own.scale)
 
 
+@pytest.mark.parametrize("is_concatenated", [False, True])
+def test_biases_go_with_the_matrices(is_concatenated) -> None:
+    """Rows of gate and up one after the other, or in turn; a stack's biases stay a stack."""
+    model, own = nn.Module(), Own(True)
+    own.gate_up_proj_bias = nn.Parameter(torch.randn(3, 128).bfloat16())
+    own.down_proj_bias = nn.Parameter(torch.randn(3, 32).bfloat16())
+    biases = {"gate_up_bias": "gate_up_proj_bias", "down_bias": "down_proj_bias"}
+    kind = ExpertsLayout(is_transposed=True, is_concatenated=is_concatenated, **biases)
+    model.experts = convert_experts(own, kind)
+    both = model.experts.gate_up_proj_bias
+    pushed = dict(weights(model, "modelopt", recipe="mxfp8", first_expert=2))
+    for e in range(3):
+        pair = both[e].chunk(2) if is_concatenated else (both[e, ::2], both[e, 1::2])
+        for name, want in zip(("gate", "up"), pair, strict=True):
+            assert torch.equal(pushed.pop(f"experts.{e + 2}.{name}_proj.bias"), want)
+        down = pushed.pop(f"experts.{e + 2}.down_proj.bias")
+        assert torch.equal(down, model.experts.down_proj_bias[e])
+    assert not any("bias" in name for name in pushed)
+    recipe = hybridq.CustomRecipe(lambda role: hybridq.quantizer("mxfp4"))
+    if not is_concatenated:
+        stacks = dict(weights(model, "gpt-oss-mxfp4", recipe=recipe))
+        assert torch.equal(stacks["experts.gate_up_proj_bias"], both)
+
+
 def test_numbers_of_a_ranks_own_experts() -> None:
     pushed = dict(weights(experts(False, True), "modelopt", recipe="mxfp8", first_expert=5))
     assert {name.split(".")[1] for name in pushed} == {"5", "6", "7"}

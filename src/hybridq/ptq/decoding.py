@@ -1,4 +1,4 @@
-"""What writes the values of a weight that is quantized in the source."""
+"""What writes values: of a weight that is quantized in the source, of a part of a plain tensor."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from ..quantizers import Quantizer
 from .draft import Draft, Output
 from .found import Weight
 from .header import dtype_name
+from .pieces import Piece
 from .record import Record
 
-__all__ = ["decoded"]
+__all__ = ["decoded", "plain_piece"]
 
 
 def decoded(weight: Weight) -> Draft:
@@ -36,3 +37,19 @@ def decoded(weight: Weight) -> Draft:
     view = replace(weight.view, out=weight.dtype)
     nbytes = sum(entry.nbytes for _, entry in view.entries)
     return Draft(weight.entry, (output,), view, record, source_nbytes=nbytes)
+
+
+def plain_piece(piece: Piece) -> Draft:
+    """Return what writes some values of a plain tensor, as a vector of their own.
+
+    Args:
+        piece: one row of values `[1, n]` of the source, by its new name.
+    """
+    dtype = piece.view.dtype
+    record = Record(
+        piece.entry.name, Quantizer(PlaneSpec.plain(dtype), None), piece.entry.shape, dtype
+    )
+    shape = piece.entry.shape[1:]
+    nbytes = shape[0] * dtype.itemsize
+    output = Output(piece.entry.name, dtype_name(dtype), shape, nbytes, (ROWWISE, "data"))
+    return Draft(piece.entry, (output,), piece.view, record, source_nbytes=nbytes)

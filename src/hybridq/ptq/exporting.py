@@ -13,13 +13,13 @@ from ..formats import PlaneSpec
 from ..layouts import Fault, Scheme, StoredWeight, faults_of, sibling_groups
 from ..quantizers import Quantizer
 from .choice import Choice
-from .decoding import decoded
+from .decoding import decoded, plain_piece
 from .draft import CheckpointScheme, Draft, Output, copied, fixed
 from .exact import can_be_exact
 from .found import HF_QUANT_CONFIG, Found, Weight
 from .header import Entry, dtype_name
 from .model_config import QUANTIZATION, without_quantization
-from .pieces import Piece, expert_pieces, is_expert_stack, piece_of
+from .pieces import Piece, bias_pieces, expert_pieces, is_expert_stack, piece_of
 from .record import Record, without_records
 from .scales import Scales
 from .select import EMBEDDINGS
@@ -234,7 +234,11 @@ class ExportScheme(CheckpointScheme):
     def _drafts(self, shard: Shard, item: Entry | Weight) -> Iterator[Draft]:
         targets = self._targets(shard, item)
         if not targets:
-            yield copied(item) if isinstance(item, Entry) else decoded(item)
+            biases = bias_pieces(shard, item, self._found.config) if isinstance(item, Entry) else []
+            if biases and all(_module(one) in self._schemes for one in biases):
+                yield from (plain_piece(one) for one in biases)
+            else:
+                yield copied(item) if isinstance(item, Entry) else decoded(item)
             return
         entry = item.entry if isinstance(item, Weight) else item
         left = sum(one.nbytes for _, one in targets[0].piece.view.entries)
@@ -345,6 +349,10 @@ class ExportScheme(CheckpointScheme):
         del tensors
         made = self._layout.hf_quant_json(self._schemes, self._kept, **self._described())
         return {} if made is None else {HF_QUANT_CONFIG: made}
+
+
+def _module(bias: Piece) -> str:
+    return bias.entry.name.removesuffix(".bias")
 
 
 def _is_linear(entry: Entry) -> bool:

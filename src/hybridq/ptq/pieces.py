@@ -12,16 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from ..kernels.inputs import HIGH_PRECISION
 from ..layouts import GPT_OSS_MXFP4, Layout
 from .found import Weight
-from .header import Entry
+from .header import TORCH_DTYPES, Entry
 from .source import Shard
 from .views import PlainView, PlaneView, View
 
-__all__ = ["Piece", "expert_pieces", "is_expert_stack", "piece_of"]
+__all__ = ["Piece", "bias_pieces", "expert_pieces", "is_expert_stack", "piece_of"]
 
 _GATE_UP: Final = "gate_up_proj"
 _DOWN: Final = "down_proj"
+#: Follows the name of a stack in that of its biases.
+_BIAS: Final = "_bias"
 #: Models that keep their experts as `[E, in, out]` whatever their sizes say.
 _TRANSPOSED: Final = {"gpt_oss", "llama4", "llama4_text"}
 #: Models in whose stacks gate and up alternate.
@@ -89,22 +92,50 @@ def expert_pieces(
     name = piece.entry.name.removesuffix(".weight")
     parent, _, last = name.rpartition(".")
     count, rows, cols = piece.entry.shape
-    parts: list[tuple[str, int, int, int]] = [(last, 0, 1, rows)]
-    if last == _GATE_UP:
-        half = rows // 2
-        gate_up = ((0, 2), (1, 2)) if _model_type(config) in _INTERLEAVED else ((0, 1), (half, 1))
-        parts = [
-            (own, first, step, half)
-            for own, (first, step) in zip(("gate_proj", "up_proj"), gate_up, strict=True)
-        ]
     made = []
     for index in range(count):
-        for own, first, step, height in parts:
+        for own, first, step, height in _parts(last, rows, config):
             view = _rows_of(piece.view, index, first, step, height)
             entry = replace(
                 piece.entry, name=f"{parent}.{index}.{own}.weight", shape=(height, cols)
             )
             made.append(Piece(entry, view, piece.weight, piece.is_transposed))
+    return made
+
+
+def _parts(last: str, rows: int, config: Mapping[str, Any]) -> list[tuple[str, int, int, int]]:
+    """Return what an expert's rows are: names of projections, the first row, the step, how many."""
+    if last != _GATE_UP:
+        return [(last, 0, 1, rows)]
+    half = rows // 2
+    second = (1, 2) if _model_type(config) in _INTERLEAVED else (half, 1)
+    return [("gate_proj", 0, second[1], half), ("up_proj", *second, half)]
+
+
+def bias_pieces(shard: Shard, entry: Entry, config: Mapping[str, Any]) -> list[Piece]:
+    """Return the biases `[1, out]` of each expert, by the names that its matrices' modules have.
+
+    None of a tensor that is no stack of biases `[E, out]`.
+
+    Args:
+        shard: the file that it is in.
+        entry: the tensor.
+        config: of the model.
+    """
+    parent, _, last = entry.name.rpartition(".")
+    stem = last.removesuffix(_BIAS)
+    is_stack = len(entry.shape) == 2 and last.endswith(_BIAS) and stem in (_GATE_UP, _DOWN)
+    dtype = TORCH_DTYPES.get(entry.dtype)
+    if not is_stack or dtype not in HIGH_PRECISION or parent.split(".")[-1] != "experts":
+        return []
+    count, rows = entry.shape
+    made = []
+    for index in range(count):
+        for own, first, step, height in _parts(stem, rows, config):
+            begin = index * rows + first
+            view = PlainView(shard, entry, (1, height), (1, step), 0, begin)
+            named = replace(entry, name=f"{parent}.{index}.{own}.bias", shape=(1, height))
+            made.append(Piece(named, view))
     return made
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..direction import ROWWISE
 from ..errors import SpecError
@@ -23,7 +24,7 @@ from ..storage.build import named_buffers
 from ..tensor import is_quantized
 from ..tensor.stack import split_stack, split_transposed
 
-__all__ = ["Matrix", "Named", "Weight", "weights_of"]
+__all__ = ["Matrix", "Named", "Weight", "bias_parts", "weights_of"]
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,39 @@ class Weight:
             return weight.t() if is_transposed else weight
         split = split_transposed if is_transposed else split_stack
         return split(weight)[matrix.index]
+
+
+def bias_parts(
+    module: nn.Module, name: str, found: Mapping[str, Weight], layout: Layout
+) -> list[tuple[str, int, slice]]:
+    """Return what a reader calls the biases of experts whose matrices have names of their own.
+
+    Args:
+        module: any.
+        name: of a parameter.
+        found: the weights of the module that the forward quantizes.
+        layout: the reader's.
+
+    Returns:
+        Names, with the expert and the columns of the parameter `[E, out]` that each one is; nothing
+        of a parameter that stays as it is.
+    """
+    if not isinstance(module, Experts):
+        return []
+    own = module.experts_layout
+    pairs = (*zip(own.first_biases, own.first, strict=True), (own.down_bias, own.down))
+    weight = found.get(next((one for bias, one in pairs if bias == name), ""))
+    if weight is None or weight.is_stack_of(layout):
+        return []
+    return [
+        (
+            f"{one.name.removesuffix('weight')}bias",
+            matrix.index or 0,
+            slice(one.first, one.first + one.step * one.rows, one.step),
+        )
+        for matrix in weight.matrices
+        for one in matrix.named
+    ]
 
 
 def _encoded(module: QuantizedModule, matrix: Matrix, x: torch.Tensor) -> Plane:

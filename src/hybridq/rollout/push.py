@@ -21,7 +21,7 @@ from ..recipes.autocast import autocast
 from ..recipes.named import source
 from ..recipes.recipe import RecipeSource
 from ..tensor import is_quantized
-from .matrices import Matrix, Weight, weights_of
+from .matrices import Matrix, Weight, bias_parts, weights_of
 
 __all__ = ["quantization_config", "weights"]
 
@@ -208,7 +208,11 @@ def _tensors(
                     if name not in found:
                         with torch.no_grad():
                             plain = _plain(value)
-                        yield names(whole), plain
+                        parts = bias_parts(module, name, found, layout)
+                        for own, expert, columns in parts:
+                            yield names(own), plain[expert, columns]
+                        if not parts:
+                            yield names(whole), plain
                         continue
                     _check_whole(value, whole)
                     for make in found[name].tensors(layout, dtype, names):
