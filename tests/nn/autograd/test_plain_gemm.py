@@ -127,6 +127,20 @@ def test_linear_and_its_gradients(
     check(db[:, None], rows.t(), torch.ones(1, rows.shape[0], dtype=dtype), None)
 
 
+@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("lead", [(), (0,), (2, 3), (0, 2)])
+def test_a_layer_without_inputs_is_its_bias(slow_products: None, dtype, lead) -> None:
+    """No values say how many rows there are, and shapes do."""
+    x = torch.zeros(*lead, 0, dtype=dtype, requires_grad=True)
+    weight = torch.zeros(4, 0, dtype=dtype, requires_grad=True)
+    bias = torch.randn(4, dtype=dtype, requires_grad=True)
+    y = plain_linear(x, weight, bias)
+    assert y.shape == (*lead, 4) and y.dtype == dtype and torch.equal(y, bias.expand(*lead, 4))
+    y.sum().backward()
+    assert x.grad.shape == x.shape and weight.grad.shape == weight.shape
+    assert torch.equal(bias.grad, torch.full_like(bias, float(y.numel() // 4)))
+
+
 def test_what_is_saved_is_the_operands(slow_products: None) -> None:
     x, w = (torch.randn(8, 64).bfloat16().requires_grad_() for _ in range(2))
     q, k, v = (torch.randn(2, 4, 8, 16).bfloat16().requires_grad_() for _ in range(3))

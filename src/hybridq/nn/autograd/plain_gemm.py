@@ -8,6 +8,7 @@ stay in their own dtype.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 import torch
@@ -103,7 +104,7 @@ def plain_linear(
             wide = None if bias is None else bias.to(dtype).to(torch.float32)
             w = weight.to(dtype).to(torch.float32)
             return F.linear(x.to(dtype).to(torch.float32), w, wide).to(dtype)
-        flat = x.to(dtype).reshape(-1, x.shape[-1])
+        flat = x.to(dtype).reshape(math.prod(x.shape[:-1]), x.shape[-1])
         y = _product(flat, weight.to(dtype), None if bias is None else bias.to(dtype))
         return y.view(*x.shape[:-1], weight.shape[0])
 
