@@ -15,6 +15,7 @@ from .gemms import GemmRules
 from .groups import GroupRules
 from .modules import ModuleRules
 from .operators import OperatorRules
+from .over_ranks import RankRules
 from .parts import PartRules
 from .pool import HOOKS
 from .quantizing import QuantizeRules
@@ -36,6 +37,7 @@ class PublicDoor(
     OperatorRules,
     TextRules,
     CheckpointRules,
+    RankRules,
     RuleBasedStateMachine,
 ):
     """Everything that a user of hybridq may do, and some that nobody should."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hybridq
+from cut_ranks import check, parts_of
 from hybridq import PlaneSpec
 from hybridq.errors import PlaneError
 from hybridq.kernels.choice import DECODED, EncodeRequest
@@ -17,74 +18,6 @@ FORMATS = hybridq.formats.names()
 #: Parts of the dimension that is dealt out: aligned for all, inside of blocks, an empty one.
 SIZES = {"aligned": (128, 256), "cut": (37, 0, 5, 94), "odd": (68, 68), "thin": (1, 1, 31)}
 OTHER = 51
-
-
-def parts_of(x, sizes, dim, unit, row, col, source="original"):
-    """Return what each rank makes, its window, and how many reductions there were."""
-    cuts = [Cut("group", rank, tuple(sizes), dim, unit) for rank in range(len(sizes))]
-    windows = [
-        one.padded(part.contiguous(), dim)
-        for one, part in zip(cuts, x.split(list(sizes), dim), strict=True)
-    ]
-    rest = EncodeRequest(col_source=source)
-    seed = torch.tensor([7])
-    rest = rest._replace(seed=seed)
-    told: list[list[torch.Tensor]] = []  # by reduction, what each rank gave
-
-    def run(rank, known):
-        own: list[torch.Tensor] = []
-
-        def reduce(bits, op, group):
-            assert (op, group, bits.dtype) == ("max", "group", torch.int32)
-            own.append(bits.clone())
-            return known[len(own) - 1] if len(own) <= len(known) else bits
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cut, "functional_all_reduce", reduce)
-            made = encode_cut(windows[rank], row, col, rest, cuts[rank])
-        return made, own
-
-    known: list[torch.Tensor] = []
-    while True:  # what is reduced second depends on what was reduced first
-        runs = [run(rank, known) for rank in range(len(sizes))]
-        told = [own for _, own in runs]
-        counts = {len(own) for own in told}
-        assert len(counts) == 1, "every rank reduces, or none"
-        if counts == {len(known)}:
-            return [made for made, _ in runs], cuts, len(known)
-        place = len(known)
-        known.append(torch.stack([own[place] for own in told]).amax(0))
-
-
-def check(whole, part, spec, axis, one, matrix):
-    """Compare the buffers of a window with those of the whole plane, entry by entry."""
-    first, last = one.range()
-    if first == last:
-        return
-    low = first - one.lacks()[0]
-    empty, full = spec.buffers(*matrix(0)), spec.buffers(*matrix(13440))
-    for index, (a, b) in enumerate(zip(empty, full, strict=True)):
-        dim = min(axis, len(b.shape) - 1)
-        count = b.shape[dim] - a.shape[dim]
-        if not count:
-            assert torch.equal(whole[index], part[index])
-            continue
-        step = 13440 // count
-        start, stop = first // step, -(-last // step)
-        ours = part[index].narrow(dim, start - low // step, stop - start).clone()
-        theirs = whole[index].narrow(dim, start, stop - start).clone()
-        if index == 0 and step == 2:  # of a byte on two ranks, the own half
-            for codes in (ours, theirs):
-                if first % 2:
-                    codes.select(dim, 0).bitwise_and_(0xF0)
-                if last % 2:
-                    codes.select(dim, -1).bitwise_and_(0x0F)
-        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), b.name
-        if index == 0:
-            behind = part[0].shape[dim] - (stop - low // step)
-            assert not part[0].narrow(dim, 0, start - low // step).view(torch.uint8).any()
-            rest = part[0].narrow(dim, stop - low // step, behind)
-            assert not rest.view(torch.uint8).any(), "codes of other ranks' entries are zero"
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -108,6 +41,24 @@ def test_the_bytes_are_those_of_the_whole(name, sizes, dim) -> None:
         if not text.is_plain:
             check(row, rows, spec, dim, one, lambda n: (n, OTHER) if dim == 0 else (OTHER, n))
             check(col, cols, spec, 1 - dim, one, lambda n: (OTHER, n) if dim == 0 else (n, OTHER))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("pair", [("mxfp8_32x32", "nvfp4_16x16"), ("fp8_128x128", "mxfp8_32x32")])
+def test_square_blocks_of_two_sizes(pair, dim) -> None:
+    """A boundary cuts blocks of both planes, which have different largest values."""
+    dtype, sizes = torch.bfloat16, SIZES["cut"]
+    specs = [PlaneSpec.parse(name).resolve(dtype) for name in pair]
+    texts = [spec.plain_text(dtype) for spec in specs]
+    shape = (sum(sizes), OTHER) if dim == 0 else (OTHER, sum(sizes))
+    x = torch.randn(shape).mul(torch.randn(shape).exp()).to(dtype)
+    unit = common_unit([(texts[0], dim), (texts[1], 1 - dim)])
+    made, cuts, _ = parts_of(x, sizes, dim, unit, *texts)
+    row = torch.ops.hybridq.encode(x, specs[0].text, "")
+    col = torch.ops.hybridq.encode(x, "", specs[1].text)
+    for (rows, cols), one in zip(made, cuts, strict=True):
+        check(row, rows, specs[0], dim, one, lambda n: (n, OTHER) if dim == 0 else (OTHER, n))
+        check(col, cols, specs[1], 1 - dim, one, lambda n: (OTHER, n) if dim == 0 else (n, OTHER))
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -167,6 +118,25 @@ def test_nan_and_infinity_reach_the_other_rank() -> None:
         made, _, _ = parts_of(x, (50, 50), 1, common_unit([(text, 1)]), text, None)
         whole = torch.ops.hybridq.encode(x, text.spec, "")
         assert torch.equal(made[0][0][1].view(torch.uint8), whole[1].view(torch.uint8))
+
+
+def test_an_amax_group_is_reduced_over_too(monkeypatch) -> None:
+    """One amax is of both groups, and blocks that are cut are of the ranks of the cut alone."""
+    text = PlaneSpec.parse("nvfp4").resolve(torch.float32).plain_text(torch.float32)
+    x = torch.randn(4, 40)
+    asked = []
+
+    def reduce(amax: torch.Tensor, name: str) -> torch.Tensor:
+        asked.append((name, amax.clone()))
+        return torch.full_like(amax, 100.0)
+
+    monkeypatch.setattr(cut, "group_amax", reduce)
+    monkeypatch.setattr(cut, "functional_all_reduce", lambda bits, op, group: bits)
+    one = Cut("group", 0, (40, 24), 1, 16)
+    rows, _ = encode_cut(one.padded(x, 1), text, None, EncodeRequest(), one, "others")
+    assert [(name, amax.item()) for name, amax in asked] == [("others", x.abs().max().item())]
+    want = torch.ops.hybridq.encode(one.padded(x, 1), text.spec, "", torch.tensor([100.0]))
+    assert all(map(torch.equal, rows, want))
 
 
 def test_what_mixes_values_of_two_ranks_is_refused() -> None:
