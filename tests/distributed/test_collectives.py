@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 
 import hybridq
+from hybridq import PlaneSpec
 from hybridq.distributed import all_gather, all_reduce, all_to_all, reduce_scatter
+from hybridq.distributed.collectives import calls
 from rank_runs import needs_gloo, run
 
 pytestmark = needs_gloo
@@ -114,3 +116,19 @@ def test_a_mesh_of_two_dimensions_names_one(one_rank) -> None:
 def test_a_handle_gives_the_same_tensor(one_rank) -> None:
     handle = all_gather(X, "mxfp8", async_op=True)
     assert handle.wait() is handle.wait()
+
+
+def test_sums_are_in_the_order_of_ranks() -> None:
+    """Of three parts, which only in this order lose the middle one, as FP32."""
+    parts = torch.tensor([2.0**25, 1.0, -(2.0**25)], dtype=torch.bfloat16)
+    one, sizes = parts[:, None].expand(3, 8), (1, 1, 1)
+    text = PlaneSpec.parse("bf16").resolve(torch.bfloat16).text
+    payload = torch.cat([calls.encode_parts(row[None], text, 0, [1]) for row in one])
+    call = calls.Call("scatter", text, text, "", 0, 3, 0, sizes, sizes, False, False)
+    flight = calls.Flight(payload, None, None)
+    assert not calls.finish(call, flight, (3, 8), torch.float32).any()
+    turned = call._replace(is_mean=True)
+    other = calls.Flight(payload.view(3, -1).flip(0).flatten(), None, None)
+    assert not calls.finish(turned, other, (3, 8), torch.float32).any()
+    last = calls.Flight(payload.view(3, -1)[[0, 2, 1]].flatten(), None, None)
+    assert calls.finish(call, last, (3, 8), torch.float32).eq(1.0).all()

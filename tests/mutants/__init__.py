@@ -9,6 +9,7 @@ from .core import CORE
 from .core_maps import CORE_MAPS
 from .core_more import CORE_MORE
 from .modules import MODULES
+from .over_ranks import OVER_RANKS
 from .products import PRODUCTS
 from .record import Mutant
 from .reference import REFERENCE
@@ -20,6 +21,7 @@ ALL: tuple[Mutant, ...] = (
     *REFERENCE,
     *PRODUCTS,
     *MODULES,
+    *OVER_RANKS,
     *CORE,
     *CORE_MAPS,
     *CORE_MORE,

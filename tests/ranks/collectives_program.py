@@ -207,6 +207,18 @@ def stochastic() -> None:
         own = hybridq.PlaneSpec.parse(fmt)
         want = torch.cat([rounded(x, fmt, seed=seed + r * world) for r, x in enumerate(every)])
         same(all_gather(every[rank], own, seed=seed, shared_amax=False), want, fmt)
+        # An all-reduce draws anew for the sums.
+        every = [drawn(r, world, 64) for r in range(world)]
+        sums = [
+            added(
+                [rounded(x[[n]], fmt, seed=seed + r * world + n) for r, x in enumerate(every)],
+                torch.float32,
+            )
+            for n in range(world)
+        ]
+        later = seed + world * world
+        want = torch.cat([rounded(x, fmt, seed=later + n * world) for n, x in enumerate(sums)])
+        same(all_reduce(every[rank], own, seed=seed), want, fmt)
     # Unbiased: 0.3 lies between two codes of MXFP4 beside 5; its mean error falls with 1/sqrt(n).
     torch.manual_seed(3)  # the same on all ranks, whose errors must differ all the same
     own = hybridq.PlaneSpec.parse("mxfp4;sr")
@@ -230,10 +242,20 @@ def feedback() -> None:
     own = {name: torch.zeros(world * 2, 64, dtype=torch.float64) for name in ("with", "without")}
     by_hand = torch.zeros(2, 64)
     residuals = [torch.zeros(world * 2, 64) for _ in range(world)]
+    of_sent, of_sums = (torch.zeros(world, world * 2, 64), torch.zeros(world, 2, 64))
     for step in range(steps):
         every = [drawn(r, world * 2, 64) + 0.01 * step for r in range(world)]
         exact += sum(x.double() for x in every)
-        own["with"] += all_reduce(every[rank], "mxfp4", error_feedback=kept["w"])
+        got = all_reduce(every[rank], "mxfp4", error_feedback=kept["w"])
+        own["with"] += got
+        of_sent += torch.stack(every)  # by hand: what is sent, and the sums, lack what was kept
+        sent = torch.stack([rounded(x, "mxfp4") for x in of_sent])
+        of_sent -= sent
+        sums = [added([x.chunk(world)[n] for x in sent], torch.float32) for n in range(world)]
+        of_sums += torch.stack(sums)
+        made = torch.stack([rounded(x, "mxfp4") for x in of_sums])
+        of_sums -= made
+        same(got, made.flatten(0, 1), step)
         own["without"] += all_reduce(every[rank], "mxfp4")
         got = reduce_scatter(every[rank], "mxfp4", error_feedback=kept["v"])
         wanted = [x + r for x, r in zip(every, residuals, strict=True)]
