@@ -155,12 +155,12 @@ class RankRules(Pool):
             return  # a byte, or a transform, of two ranks
         seed = torch.tensor([7])
         whole = torch.ops.hybridq.encode(x, row.spec, "", seed=seed)
-        turned = torch.ops.hybridq.encode(x, "", col.spec, seed=seed)
+        columns = torch.ops.hybridq.encode(x, "", col.spec, seed=seed)
         for (rows, cols), one in zip(found, cuts, strict=True):
             along = lambda n: (n, other)  # noqa: E731
             across = lambda n: (other, n)  # noqa: E731
             check(whole, rows, specs[0], dim, one, across if dim else along)
-            check(turned, cols, specs[1], 1 - dim, one, along if dim else across)
+            check(columns, cols, specs[1], 1 - dim, one, along if dim else across)
 
     @fuzz(
         made=sound_makers(),

@@ -51,6 +51,8 @@ RANKS = (
         "src/hybridq/estimate",
         "tests/distributed",
         "tests/ranks",
+        "tests/fuzz/over_ranks.py",
+        "tests/mutants/over_ranks.py",
         "tests/shards",
     ),
     "tests/helpers/distributed",
