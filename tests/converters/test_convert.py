@@ -126,7 +126,7 @@ def test_only_exact_linears_are_converted():
         NonDynamicallyQuantizableLinear(8, 8),
         nn.Bilinear(8, 8, 8),
         nn.LazyLinear(8),
-        nn.MultiheadAttention(8, 2),
+        type("Own", (nn.MultiheadAttention,), {})(8, 2),
         nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
         nn.Linear(8, 8),
     )

@@ -106,6 +106,12 @@ def conversion(
     elements = [0, 0, 0]
     kinds: dict[str, list[int]] = {}
     seen: set[int] = set()
+    # An attention of torch's is converted with its child, or neither is.
+    owners: dict[int, tuple[nn.Module, str]] = {
+        id(one.out_proj): (one, name)
+        for name, one in model.named_modules()
+        if type(one) is nn.MultiheadAttention
+    }
     for name, module in model.named_modules():
         kind, why = kind_of(module, among), None
         if kind is None and isinstance(module, _KNOWN):
@@ -118,7 +124,8 @@ def conversion(
         seen.update(map(id, weights))
         size = sum(one.numel() for one in weights)
         if not isinstance(module, QuantizedModule):
-            why = _why(module, name, among, kept, filter_fn)
+            own, place = owners.get(id(module), (module, name))
+            why = _why(own, place, among, kept, filter_fn)
         if kind is not None:
             count = kinds.setdefault(kind.name, [0, 0])
             count[0] += why is None

@@ -11,8 +11,16 @@ from typing import Final
 from torch import nn
 
 from ..errors import warn_once
-from ..nn import Embedding, Linear, PatchConv, PatchConv1d, PatchConv2d, PatchConv3d
-from ..nn.modules import is_patch_conv, patch_features
+from ..nn import (
+    Embedding,
+    Linear,
+    PatchConv,
+    PatchConv1d,
+    PatchConv2d,
+    PatchConv3d,
+    TorchMultiheadAttention,
+)
+from ..nn.modules import convert_attention, is_patch_conv, patch_features
 from .converter import Converter
 
 __all__ = [
@@ -31,6 +39,16 @@ LINEAR: Final = Converter(
 _EMBEDDING: Final = Converter("nn.Embedding", nn.Embedding, Embedding, only_with="embeddings")
 
 
+_ATTENTION: Final = Converter(
+    "nn.MultiheadAttention",
+    nn.MultiheadAttention,
+    TorchMultiheadAttention,
+    apply=convert_attention,
+    weights=("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
+    features=lambda one: (min(one.embed_dim, one.kdim, one.vdim), one.embed_dim),
+)
+
+
 def _patch_conv(plain: type[nn.Module], makes: type[PatchConv]) -> Converter:
     """Return the converter of those convolutions of a class that are products."""
     return Converter(
@@ -46,6 +64,7 @@ def _patch_conv(plain: type[nn.Module], makes: type[PatchConv]) -> Converter:
 _BUILT_IN: Final = (
     LINEAR,
     _EMBEDDING,
+    _ATTENTION,
     _patch_conv(nn.Conv1d, PatchConv1d),
     _patch_conv(nn.Conv2d, PatchConv2d),
     _patch_conv(nn.Conv3d, PatchConv3d),

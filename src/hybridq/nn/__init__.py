@@ -30,6 +30,7 @@ from .modules import (
     RotaryPositionEmbedding,
     TorchEncoder,
     TorchEncoderLayer,
+    TorchMultiheadAttention,
     TransformerLayer,
     WeightOwner,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "RotaryPositionEmbedding",
     "TorchEncoder",
     "TorchEncoderLayer",
+    "TorchMultiheadAttention",
     "TransformerLayer",
     "WeightOwner",
     "checkpoint",

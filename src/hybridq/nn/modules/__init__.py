@@ -22,6 +22,7 @@ from .patch_conv import (
 )
 from .quantized_module import QuantizedModule
 from .rotary import RotaryPositionEmbedding
+from .torch_attention import TorchMultiheadAttention, convert_attention
 from .torch_encoder import ENCODERS, TorchEncoder, TorchEncoderLayer
 from .transformer_layer import TransformerLayer
 from .weight_owner import WeightOwner
@@ -46,8 +47,10 @@ __all__ = [
     "RotaryPositionEmbedding",
     "TorchEncoder",
     "TorchEncoderLayer",
+    "TorchMultiheadAttention",
     "TransformerLayer",
     "WeightOwner",
+    "convert_attention",
     "is_patch_conv",
     "patch_features",
     "patches",
