@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from .experts import Experts, convert_experts, reason_against
 from .layout import ExpertsLayout
+from .peer_names import moe_permute, moe_sort_chunks_by_index, moe_unpermute
 from .permutation import Routes, permute, unpermute
 
 __all__ = [
@@ -19,6 +20,9 @@ __all__ = [
     "ExpertsLayout",
     "Routes",
     "convert_experts",
+    "moe_permute",
+    "moe_sort_chunks_by_index",
+    "moe_unpermute",
     "permute",
     "reason_against",
     "unpermute",
