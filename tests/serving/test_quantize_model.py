@@ -312,6 +312,54 @@ def test_state_dicts_go_from_one_model_to_another() -> None:
     make().load_state_dict(hybridq.dequantized_state_dict(model))
 
 
+@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])
+def test_static_scales_are_saved_and_loaded(recipe: str, tmp_path) -> None:
+    """Into a model that has no calibration, through a file; its bits are those of the first."""
+    model = hybridq.quantize_model(make(), recipe, seen(up=2.7182817, down=3.0))
+    torch.save(hybridq.state_dict_with_history(model), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    keys = {f"{name}.static_scaling.input_amax" for name in ("up", "down")}
+    assert keys == state.keys() - make().state_dict().keys()
+    other = make()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(3)
+    hybridq.quantize_model(other, recipe)
+    run(other)  # its dynamic plan is known
+    assert not other.load_state_dict(state).unexpected_keys
+    assert other["up"].static_amax("").item() == torch.tensor(2.7182817).item()
+    assert torch.equal(run(other), run(model)) and torch.equal(run(other, 9 * X), run(model, 9 * X))
+    assert hybridq.state_dict_with_history(other).keys() == state.keys()
+    # What says nothing of them leaves them; who cannot take them says so.
+    other.load_state_dict(model.state_dict())
+    assert other["down"].static_amax("").item() == 3.0
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*up\.static_scaling\.input_amax"):
+        hybridq.convert(make()).load_state_dict(
+            hybridq.dequantized_state_dict(model) | {key: state[key] for key in keys}
+        )
+    mx = hybridq.quantize_model(make(), "mxfp8")
+    with pytest.raises(RuntimeError, match="takes no static scale there"):
+        mx.load_state_dict({key: state[key] for key in keys}, strict=False)
+    for wrong in (torch.tensor([-1.0]), torch.ones(2), torch.tensor([torch.nan])):
+        with pytest.raises(RuntimeError, match=r"must be FP32 \[1\], finite and not negative"):
+            other.load_state_dict({**state, "up.static_scaling.input_amax": wrong})
+
+
+def test_static_scales_of_parts_are_saved(tmp_path) -> None:
+    made = lambda: nn.ModuleDict({"mlp": hybridq.LayerNormMLP(64, 96).bfloat16()})  # noqa: E731
+    torch.manual_seed(0)
+    model = made()
+    found = hybridq.calibrate(model["mlp"], [X.bfloat16()])
+    hybridq.quantize_model(model["mlp"], "nvfp4", found)
+    state = hybridq.state_dict_with_history(model)
+    other = made()
+    hybridq.quantize_model(other, "nvfp4")
+    other.load_state_dict(state)
+    for part in ("fc1", "fc2"):
+        assert other["mlp"].static_amax(part) == model["mlp"].static_amax(part) > 0
+    assert torch.equal(other["mlp"](X.bfloat16()), model["mlp"](X.bfloat16()))
+
+
 @torch.no_grad()
 def test_torchs_encoder_calls_its_children() -> None:
     layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)

@@ -18,13 +18,18 @@ _CHECKPOINTED: Final = "_checkpoint_wrapped_module"
 
 
 def state_dict_with_history(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return `model.state_dict()` and, beside it, the histories of delayed scaling.
+    """Return `model.state_dict()` and, beside it, what scales follow from: histories and amaxes.
 
     For every place that has recorded something there are two keys, `.history` and `.scale` of
     `"<module>.scaling.<place>.<element>"`, or of `"<module>.scaling.<part>.<place>.<element>"`
     where a module has several linear parts. A history is FP32 `[length]`, slot 0 what was recorded
     since the last update, a scale FP32 `[1]`. `load_state_dict` of a model with modules of hybridq
     takes both kinds, with and without them; one without them leaves the histories as they are.
+
+    Of a model of `hybridq.quantize_model` that was given a calibration there is a key for each
+    static scale, `"<module>.static_scaling.input_amax"`, or `"...<part>_input_amax"` of modules
+    with several parts: FP32 `[1]`. A model that `quantize_model` has made, with a calibration or
+    without, takes them by `load_state_dict`; to all others such keys are unexpected.
 
     Args:
         model: any module.
@@ -52,6 +57,8 @@ def state_dict_with_history(model: nn.Module) -> dict[str, torch.Tensor]:
         for part, state in states_of(module).items():
             prefix = _prefix(f"{name}." if name else "", part)
             made.update({prefix + key: tensor for key, tensor in state.exported().items()})
+        static: dict[str, torch.Tensor] = getattr(module, "static_state", dict)()
+        made.update({f"{name}.{key}" if name else key: tensor for key, tensor in static.items()})
     return made
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ __all__ = ["ForwardOnly"]
 
 #: Follows the part in the name of a buffer that holds the amax of a part's inputs.
 _AMAX = "input_amax"
+#: Before the name of such a buffer in a state_dict that has them.
+_PREFIX = "static_scaling."
 
 
 class ForwardOnly(nn.Module):
@@ -26,6 +28,10 @@ class ForwardOnly(nn.Module):
     #: The recipe that `bind_forward` gave it; None: that of `hybridq.autocast`.
     bound_recipe: Recipe | None = None
     _inputs: str = ""
+    #: Of `QuantizedModule`.
+    parts_of: Callable[[Recipe], tuple[str, ...]]
+    plan_of: Callable[[Recipe, str], Plan]
+    scaled_weights: Callable[[], list[tuple[str, torch.Tensor]]]
 
     def bind_forward(
         self, recipe: Recipe, inputs: str, amaxes: Mapping[str, torch.Tensor] | None = None
@@ -64,6 +70,41 @@ class ForwardOnly(nn.Module):
         own = self._buffers.get(_amax_name(part))
         return own if own is not None else self._buffers.get(_amax_name(part.rpartition(".")[0]))
 
+    def static_state(self) -> dict[str, torch.Tensor]:
+        """Return the static amaxes that `state_dict_with_history` saves, by keys in the module."""
+        own = {name: one for name, one in self._buffers.items() if name.endswith(_AMAX)}
+        return {f"{_PREFIX}{name}": one.clone() for name, one in own.items() if one is not None}
+
+    def _load_static(
+        self, state_dict: Mapping[str, Any], prefix: str, unexpected: list[str], errors: list[str]
+    ) -> None:
+        """Take the static amaxes of a state_dict, if the module runs forwards alone.
+
+        Args:
+            state_dict: with or without them.
+            prefix: of the module's keys.
+            unexpected: keys that nothing took, of which those taken here are removed.
+            errors: to which what is wrong is added.
+        """
+        own, recipe = prefix + _PREFIX, self.bound_recipe
+        found = {key: value for key, value in state_dict.items() if key.startswith(own)}
+        if not found or recipe is None:
+            return
+        unexpected[:] = [key for key in unexpected if key not in found]
+        known = {_amax_name(part): part for part in self.parts_of(recipe)}
+        for key, value in found.items():
+            part = known.get(key[len(own) :])
+            takes = part is not None and self._inputs == "dynamic"
+            if part is None or not (takes and self.plan_of(recipe, part).input.takes_static):
+                errors.append(f"{key}: {recipe!r} takes no static scale there")
+            elif not _is_amax(value):
+                errors.append(f"{key}: must be FP32 [1], finite and not negative, got {value!r}")
+            else:
+                devices = (one.device for _, one in self.scaled_weights())
+                amax = value.detach().to(next(devices, value.device), copy=True)
+                self.register_buffer(_amax_name(part), amax, persistent=False)
+        self.__dict__.pop("_bound", None)
+
     def _static_scales(self, part: str) -> Scales | None:
         """Return what a forward takes of the amax that was given; None: there is none."""
         amax = self.static_amax(part)
@@ -97,6 +138,12 @@ class ForwardOnly(nn.Module):
             if amax is not None and moved is not None and moved.dtype != amax.dtype:
                 self._buffers[name] = amax.to(moved.device)  # FP32 as scales are
         return made
+
+
+def _is_amax(value: object) -> bool:
+    if not isinstance(value, torch.Tensor) or value.shape != (1,) or value.dtype != torch.float32:
+        return False
+    return bool(torch.isfinite(value) & (value >= 0.0))
 
 
 def _amax_name(part: str) -> str:

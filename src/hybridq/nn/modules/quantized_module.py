@@ -480,6 +480,7 @@ class QuantizedModule(ParallelWeights, Boundary, ForwardOnly, nn.Module):
         self._ensure_scaling()
         has_weights = any(prefix + name in state_dict for name in self.weight_parts)
         load_history(self._scaling, state_dict, prefix, args[-2], args[-1], has_weights)
+        self._load_static(state_dict, prefix, args[-2], args[-1])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
