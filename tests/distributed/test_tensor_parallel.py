@@ -46,3 +46,17 @@ def test_arguments_of_modules(tmp_path) -> None:
 def test_more_modules(tmp_path) -> None:
     run(2, tmp_path / "store", "modules=norm,layer", "compiled", program=MODULES)
     run(4, tmp_path / "four", "modules=column,row,mlp,layer", program=MODULES)
+
+
+QUANTIZED = "parallel_quantized_program.py"
+
+
+def test_quantized_weights(tmp_path) -> None:
+    names = ("modules=column,mlp", "initial", "other_recipes", "styles", "refused")
+    run(2, tmp_path / "store", *names, program=QUANTIZED)
+
+
+@pytest.mark.more
+def test_more_quantized_weights(tmp_path) -> None:
+    run(2, tmp_path / "store", "modules=row,layer", "compiled", program=QUANTIZED)
+    run(4, tmp_path / "four", "modules=column,row,mlp,layer", "styles", program=QUANTIZED)

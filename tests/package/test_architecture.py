@@ -81,6 +81,7 @@ ROOMS = {
         "flat",
         "pipelines",
         "sequence_gradients",
+        "part_planes",
         "token_styles",
     ),
 }

@@ -2,8 +2,8 @@
 
 Rooms, each of which imports only those before it: `agreement`, `encoding`, `parameters`, `units`,
 `tensors`; then `attachment`, `fsdp2`, `scaling_history`, `collectives`, `sequence`, `flat`,
-`pipelines`, `sequence_gradients` and `token_styles`. What estimates runs without running them
-(`plan`, `count_traffic`, ...) is in `hybridq.estimate`; its names are found here too.
+`pipelines`, `sequence_gradients`, `part_planes` and `token_styles`. What estimates runs without
+running them (`plan`, `count_traffic`, ...) is in `hybridq.estimate`; its names are found here too.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel as _TorchColwise
 from torch.distributed.tensor.parallel import RowwiseParallel as _TorchRowwise
 
 from ..nn import Linear
+from .part_planes import split_planes
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
 
@@ -24,6 +25,7 @@ class ColwiseParallel(_TorchColwise):
     The module encodes its own tokens; the rowwise plane travels in the forward, the columnwise one
     in the backward. For one linear layer: several that take the same input (queries, keys and
     values) gather it once by torch's `PrepareModuleInput` and styles, or as one fused layer.
+    A quantized weight is cut into parts of its planes.
 
     Args:
         input_layouts: the input's placement; `Shard` of a dimension other than the last one: of
@@ -33,6 +35,7 @@ class ColwiseParallel(_TorchColwise):
 
     Raises:
         NotImplementedError: the module is no `hybridq.Linear` (from `parallelize_module`).
+        ValueError: the weight is quantized, and a block of it would lie on two ranks.
 
     Source: torch's class of this name.
 
@@ -53,14 +56,17 @@ class ColwiseParallel(_TorchColwise):
             self.desired_input_layouts = layouts  # the module gathers
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return super()._apply(_linear(self, module), device_mesh)
+        linear = _linear(self, module)
+        split_planes(self, linear, device_mesh, 0)
+        return super()._apply(linear, device_mesh)
 
 
 class RowwiseParallel(_TorchRowwise):
     """torch's style; the gradient of an output whose tokens are dealt out is gathered as planes.
 
     The sum over ranks is scattered in the dtype of the output. In the backward each rank encodes
-    the gradient of its own tokens, and both planes travel together.
+    the gradient of its own tokens, and both planes travel together. A quantized weight is cut into
+    parts of its planes.
 
     Args:
         input_layouts: the input's placement; None: `Shard(-1)`.
@@ -70,6 +76,7 @@ class RowwiseParallel(_TorchRowwise):
 
     Raises:
         NotImplementedError: the module is no `hybridq.Linear` (from `parallelize_module`).
+        ValueError: the weight is quantized, and a block of it would lie on two ranks.
 
     Source: torch's class of this name.
     """
@@ -79,6 +86,7 @@ class RowwiseParallel(_TorchRowwise):
         placement = self.output_layouts[0]
         if isinstance(placement, Shard) and _is_of_tokens(placement):
             linear.scatters_tokens = placement.dim
+        split_planes(self, linear, device_mesh, 1)
         return super()._apply(linear, device_mesh)
 
 

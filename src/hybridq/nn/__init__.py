@@ -33,6 +33,7 @@ from .modules import (
     TorchMultiheadAttention,
     TransformerLayer,
     WeightOwner,
+    of_part,
 )
 from .weights import dequantized_state_dict, fp8_model_init, quantized_model_init
 
@@ -66,6 +67,7 @@ __all__ = [
     "dequantized_state_dict",
     "fp8_model_init",
     "get_cpu_offload_context",
+    "of_part",
     "offload",
     "quantized_model_init",
     "state_dict_with_history",

@@ -306,7 +306,7 @@ def _backward(
         if needs.dgrad:
             kept = ctx.kept
             if ctx.late is not None:
-                of_weight = SlotEncoder(plan.weight, "weight", seed, direct)
+                of_weight = SlotEncoder(plan.weight, "weight", seed, direct, cut=ctx.cuts.weight)
                 size = (out_features, in_features)
                 w_saved, kept = late_columns(ctx.late, of_weight, *size, dy.dtype)
             w_col = saved_columns(w_saved, plan.weight, out_features, in_features, dy.dtype)

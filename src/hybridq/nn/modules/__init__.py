@@ -21,6 +21,7 @@ from .patch_conv import (
     patches,
 )
 from .quantized_module import QuantizedModule
+from .quantized_parts import of_part
 from .rotary import RotaryPositionEmbedding
 from .torch_attention import TorchMultiheadAttention, convert_attention
 from .torch_encoder import ENCODERS, TorchEncoder, TorchEncoderLayer
@@ -52,6 +53,7 @@ __all__ = [
     "WeightOwner",
     "convert_attention",
     "is_patch_conv",
+    "of_part",
     "patch_features",
     "patches",
 ]

@@ -15,8 +15,9 @@ from ...reference import ACTIVATIONS, NORMS
 from ...shards import TokenGather
 from ...tensor import is_quantized
 from ..autograd import NO_CUTS, Activation, Cuts, Norm, PrologueCall, apply, linear, plain_linear
-from ..weights import Into, prequantized_weight
+from ..weights import Into
 from .quantized_module import PLAIN, QuantizedModule
+from .quantized_parts import decoded_or_kept
 from .tensor_parallel import (
     COLUMN,
     ROW,
@@ -175,6 +176,8 @@ def _product(
         kept = None
         if cuts.weight is None or is_quantized(weight):  # parts of the planes of the whole
             kept = module._kept(weight, w.dtype, plan, is_first, own.name)
+            if kept is None and is_quantized(w):  # compiled: encode takes its planes as they are
+                cuts = cuts._replace(weight=None)
         return linear(x, w, b, plan, kept, scales, fused, into, cuts)
 
     fused = before
@@ -182,7 +185,7 @@ def _product(
         y = product(flat, w, b)
     else:
         if is_quantized(weight):
-            _check_planes(module, weight, w.dtype, plan, own.parallel)
+            w = decoded_or_kept(module, weight, w, plan, own.parallel)
         cut, _ = own.parallel.cut(plan)
         if any(cut.lacks()):
             if into is not None:
@@ -197,28 +200,6 @@ def _product(
         if own.tokens is not None:
             return y.view(*own.parallel.leading(x.shape), weight.shape[0])
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
-
-
-def _check_planes(
-    module: QuantizedModule, own: Any, dtype: torch.dtype, plan: Plan, parallel: Parallel
-) -> None:
-    """Raise where a part's planes are not parts of the planes of the whole, or no windows."""
-    storage = own.tensor_storage
-    if not storage.comes_and_goes:
-        raise module._error(
-            NotImplementedError,
-            "a weight that tensor parallelism splits must be in high precision, got a "
-            f"{type(own).__name__}, whose scales are of its part alone; make the module "
-            "outside of quantized_model_init",
-        )
-    kept = prequantized_weight(storage, plan.weight, dtype)
-    if kept is not None and not parallel.has_whole_blocks(plan):
-        raise module._error(
-            NotImplementedError,
-            "each rank must have a multiple of whole blocks of all operands where weights "
-            f"travel as planes, got parts of {list(parallel.sizes)}; choose multiples of 128, "
-            "or leave prepare_fsdp2 out",
-        )
 
 
 class FusedModule(QuantizedModule):

@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from ...quantizers import Quantizer
+from ...recipes import Plan
+from ...tensor import is_quantized
 from ..autograd import Boundary
 from .parallel_options import ParallelOptions, in_group, mark
+from .quantized_parts import of_part, reason_against_part
 from .tensor_parallel import COLUMN, Parallel
 
 __all__ = ["ParallelWeights"]
@@ -39,6 +43,45 @@ class ParallelWeights(Boundary):
         if found:  # an nn.Module that is not made yet takes nothing but this
             self.__dict__["parallel"], self.__dict__["is_parallel"] = found, True
             self.__dict__["drawing"] = options._replace(tp_group=None)
+
+    @property
+    def _distribute_module_applied(self) -> bool:
+        """Whether torch has dealt the module out: what its `distribute_module` asks first of all.
+
+        Raises:
+            NotImplementedError: a weight is quantized: torch would send the memory of a tensor that
+                has none of its own, and the process would crash.
+        """
+        module: Any = self
+        for name, parameter in module._parameters.items():
+            if is_quantized(parameter):
+                raise module._error(
+                    NotImplementedError,
+                    f"{name} is quantized, and torch's styles send values, got a "
+                    f"{type(parameter).__name__}; take hybridq.distributed.ColwiseParallel or "
+                    "RowwiseParallel, which cut planes, or quantize after parallelize_module",
+                )
+        return bool(self.__dict__.get("_distribute_module_applied", False))
+
+    @_distribute_module_applied.setter
+    def _distribute_module_applied(self, value: bool) -> None:
+        self.__dict__["_distribute_module_applied"] = value
+
+    def part_quantizer(
+        self, part: str, plan: Plan, quantizer: Quantizer
+    ) -> tuple[Quantizer, str | None]:
+        """Return what quantizes the weight of a part, and why it must not be; None: it may be.
+
+        Args:
+            part: of the module.
+            plan: under which it computes.
+            quantizer: of the weight's slot.
+        """
+        parallel = self.parallel.get(part) if self.is_parallel else None
+        if parallel is None:
+            return quantizer, None
+        reason = reason_against_part(parallel, plan, quantizer)
+        return (quantizer if reason else of_part(quantizer, parallel.group)), reason
 
     def _boundary_quantizer(self, recipe: Any, tensor_type: str) -> Any:
         module: Any = self

@@ -175,7 +175,8 @@ def quantize_weights(module: Any, weights: Iterable[tuple[str, str]]) -> None:
         quantizer = _slot_quantizer(plan.weight, is_frozen, is_transposed)
         if quantizer is None:
             continue
-        reason = _reason_against(weight, quantizer, is_transposed)
+        quantizer, split = module.part_quantizer(part, plan, quantizer)
+        reason = split or _reason_against(weight, quantizer, is_transposed)
         if reason:
             own = module.part_name(part)
             log_once(
