@@ -30,7 +30,7 @@ def test_ranks_that_differ_all_raise(tmp_path) -> None:
 
 
 def test_compiled_code_is_one_graph(tmp_path) -> None:
-    run(2, tmp_path / "store", "compiled", program="collectives_program.py")
+    run(2, tmp_path / "store", "compiled", "compiled_differ", program="collectives_program.py")
 
 
 @pytest.mark.more

@@ -7,6 +7,7 @@ FP32 in the order of ranks, and rounds once. Every rank can draw every rank's te
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -328,6 +329,33 @@ def compiled() -> None:
         same(got, want, "compiled")
 
 
+def compiled_differ() -> None:
+    """What ranks make graphs for is compared once, while they trace; and what graphs cannot do."""
+    rank = dist.get_rank()
+    eager = (
+        lambda x: all_gather(x, "mxfp8_e5m2", "0"),
+        lambda x: all_reduce(x[:, : 32 * (rank + 1)], "mxfp8_e5m2", "0"),
+        lambda x: all_gather(x, "mxfp8", "0", as_planes=True).dequantize(),
+        lambda x: all_reduce(x, "mxfp8", "0", error_feedback=kept["x"]),
+    )
+    texts = (
+        r"all_gather: shape must be the same on all ranks, got graphs for \[1, 64\] on rank 0; "
+        r"\[2, 64\] on rank 1",
+        r"all_reduce: shape must be the same on all ranks",
+        "as_planes is for eager code",
+        "error feedback writes into an object, which compiled code must not",
+    )
+    kept = hybridq.distributed.ErrorFeedback()
+    for function, text in zip(eager, texts, strict=True):
+        rows = rank + 1 if "on rank 0" in text else 32
+        try:
+            torch.compile(function, fullgraph=True, backend="aot_eager")(torch.ones(rows, 64))
+        except Exception as error:
+            assert re.search(text, str(error)), error
+        else:
+            raise AssertionError(f"nothing was raised: {text}")
+
+
 def compiled_symbolic() -> None:
     """Sizes that change make one graph with symbolic sizes."""
     rank = dist.get_rank()
@@ -364,8 +392,6 @@ def differ() -> None:
         ),
         (lambda: (all_gather if rank % 2 else reduce_scatter)(x, "mxfp8"), "where must be"),
     )
-    import re
-
     for call, text in calls:
         try:
             call()

@@ -63,13 +63,20 @@ def _of(name: str) -> _Known:
 
 
 @runs_at_once
-def agree(name: str, given: tuple[Any, ...], splits: tuple[tuple[int, ...], ...] = ()) -> None:
+def agree(
+    name: str,
+    given: tuple[Any, ...],
+    splits: tuple[tuple[int, ...], ...] = (),
+    traced: tuple[int, ...] = (),
+) -> None:
     """Raise on every rank unless all of them are about to do the same; at the first such call.
 
     Args:
         name: of the group.
         given: the fields of Facts, as a plain tuple, which compiled code can pass.
         splits: how many rows this rank sends to each and expects of each, or nothing.
+        traced: sizes of the tensor that a graph is made for, -1 where they may differ; or nothing.
+            They make no new kind of call: ranks need not make their graphs anew at the same time.
 
     Raises:
         RuntimeError: ranks differ, one of them refused its arguments, or one did not come.
@@ -78,7 +85,7 @@ def agree(name: str, given: tuple[Any, ...], splits: tuple[tuple[int, ...], ...]
     if given in known.facts:
         return
     facts = Facts(*given)
-    _compare(known, facts.where, {"facts": facts._asdict(), "splits": splits})
+    _compare(known, facts.where, {"facts": facts._asdict(), "splits": splits, "traced": traced})
     known.facts.add(given)
 
 
@@ -154,6 +161,10 @@ def _verdict(group: Any, where: str, told: list[dict[str, Any]]) -> str:
             has = "; ".join(f"{value} on {_global(group, *at)}" for value, at in values.items())
             hint = "; give sizes=, by rank" if what == "shape" and where == "all_gather" else ""
             return f"{where}: {what} must be the same on all ranks, got {has}{hint}"
+    by_dimension = list(zip(*(one["traced"] for one in told), strict=True))
+    if any(len({size for size in sizes if size >= 0}) > 1 for sizes in by_dimension):
+        has = "; ".join(f"{one['traced']} on {_global(group, n)}" for n, one in enumerate(told))
+        return f"{where}: shape must be the same on all ranks, got graphs for {has}"
     for i, sender in enumerate(told):
         for j, receiver in enumerate(told):
             if sender["splits"] and sender["splits"][0][j] != receiver["splits"][1][i]:

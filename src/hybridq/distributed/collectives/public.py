@@ -108,6 +108,23 @@ def _facts(where: str, call: Call, x: torch.Tensor, local: bool, *options: Any) 
     )
 
 
+def _traced(call: Call, x: torch.Tensor, local: bool) -> tuple[int, ...]:
+    """Return the sizes that a graph is made for, -1 where they are symbolic; nothing in eager code.
+
+    Args:
+        call, x, local: as for `_facts`.
+    """
+    if not torch.compiler.is_compiling():
+        return ()
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # slow to import
+
+    found = []
+    for number, size in enumerate(x.shape):
+        is_known = has_static_value(size) and not (local and number == call.dim)
+        found.append(size if is_known else -1)
+    return tuple(found)
+
+
 def _prepared(where: str, group: Any, make: Callable[[str, int, int], Any]) -> Any:
     """Return `make(name, rank, world)`; where it raises, the other ranks are told."""
     name = name_of(where, group)
@@ -208,7 +225,9 @@ def all_gather(
     call = _prepared(where, group, make)
     own = wire_quantizer(where, quantizer)
     planes = own.text if as_planes else ""
-    agree(call.name, _facts(where, call, x, sizes is not None, shared_amax, planes))
+    local = sizes is not None
+    facts = _facts(where, call, x, local, shared_amax, planes)
+    agree(call.name, facts, (), _traced(call, x, local))
     if as_planes:
         return gather_planes(call, x, own, seed, async_op)
     return _sent(call, x, extras)
@@ -280,7 +299,7 @@ def reduce_scatter(
         return Call("scatter", text, back, name, rank, world, at, every, every, is_mean, True)
 
     call = _prepared(where, group, make)
-    agree(call.name, _facts(where, call, x, False))
+    agree(call.name, _facts(where, call, x, False), (), _traced(call, x, False))
     return _sent(call, x, extras)
 
 
@@ -377,7 +396,8 @@ def _exchange(
 
     call: Call = _prepared(where, group, make)
     compiles = torch.compiler.is_compiling()
-    agree(call.name, _facts(where, call, x, True), () if compiles else (call.own, call.theirs))
+    both = () if compiles else (call.own, call.theirs)
+    agree(call.name, _facts(where, call, x, True), both, _traced(call, x, True))
     return call
 
 
@@ -463,7 +483,7 @@ def all_reduce(
         return Call("reduce", text, back, name, rank, world, 0, (), (), is_mean, True)
 
     call = _prepared(where, group, make)
-    agree(call.name, _facts(where, call, x, False))
+    agree(call.name, _facts(where, call, x, False), (), _traced(call, x, False))
     return _sent(call, x, extras)
 
 
