@@ -11,7 +11,7 @@ PROGRAM = "context_program.py"
 
 
 def test_two_ranks_in_a_ring_are_one_process(tmp_path) -> None:
-    run(2, tmp_path / "store", "modules", "recipes", "faults", program=PROGRAM)
+    run(2, tmp_path / "store", "modules", "recipes", "hybrid", "faults", program=PROGRAM)
 
 
 def test_two_ranks_in_a_ring_run_transformers(tmp_path) -> None:
@@ -26,5 +26,5 @@ def test_a_rank_of_a_ring_that_is_gone_ends_the_others(tmp_path) -> None:
 @pytest.mark.more
 def test_four_ranks_in_a_ring_are_one_process(tmp_path) -> None:
     pytest.importorskip("transformers", minversion="5.23")
-    names = ("modules", "recipes", "faults", "transformers_models")
+    names = ("modules", "recipes", "hybrid", "faults", "transformers_models")
     run(4, tmp_path / "store", *names, program=PROGRAM)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import transformers
 from rank_program import logged, main
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from transformers import AttentionInterface
 
 import hybridq
@@ -297,6 +298,23 @@ def images_quantized() -> None:
     text["input_ids"] = text["input_ids"].clamp(max=80)
     plain.zero_grad()
     compare("gemma4 without images", plain, text)
+
+
+def images_sharded() -> None:
+    """Under FSDP2 parameters of encoders are there before the forward, and have their gradients."""
+    plain, given = with_images("gemma4")
+    model = sequence_parallel(copied(plain))
+    text = model.model.language_model
+    for unit in (*text.layers, model.model.vision_tower, model):
+        fully_shard(unit)
+    want, mine = plain(**given, use_cache=False), model(**shard_sequence(given))
+    close(mine.loss, want.loss, 5e-6, "sharded: loss")
+    want.loss.backward()
+    mine.loss.backward()
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if other.grad is not None:
+            error = (one.grad.full_tensor() - other.grad).norm()
+            assert error <= 2e-5 * other.grad.norm() + 1e-9, f"{name} {float(error)}"
 
 
 def recomputed(kind: str = "llama") -> None:

@@ -22,6 +22,11 @@ def test_two_ranks_share_images_and_audio(tmp_path) -> None:
 
 
 @pytest.mark.more
+def test_two_ranks_share_images_and_parameters(tmp_path) -> None:
+    run(2, tmp_path / "store", "images_sharded", program=PROGRAM)
+
+
+@pytest.mark.more
 def test_two_ranks_more(tmp_path) -> None:
     names = (
         "models",
