@@ -53,7 +53,8 @@ def test_weights_of_one_unit_are_gathered_together(world, what, tmp_path) -> Non
 
 @needs_gloo
 def test_a_gather_costs_the_host_little_more_than_a_plain_one(tmp_path) -> None:
-    run(2, tmp_path / "store", "calls", "calls_of_kinds", program="host_cost_program.py")
+    names = ("calls", "calls_of_kinds", "calls_of_stacks")
+    run(2, tmp_path / "store", *names, program="host_cost_program.py")
 
 
 @needs_gloo

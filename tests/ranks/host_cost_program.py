@@ -49,24 +49,30 @@ def host_cost(
         model.compile(backend="eager")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     fully_shard(model, mp_policy=policy)
+    with hybridq.autocast(enabled=recipe is not None, recipe=recipe):
+        calls = counted(model)
+        with Operators() as operators:
+            model.unshard()
+            model.reshard()
+    return calls, operators.count
+
+
+def counted(model: Any) -> int:
+    """Return the calls of a gather and of its end, after some that were alike."""
     calls = 0
 
     def note(frame: Any, event: str, argument: Any) -> None:
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    with hybridq.autocast(enabled=recipe is not None, recipe=recipe):
-        for _ in range(3):
-            model.unshard()
-            model.reshard()
-        sys.setprofile(note)
+    for _ in range(3):
         model.unshard()
         model.reshard()
-        sys.setprofile(None)
-        with Operators() as operators:
-            model.unshard()
-            model.reshard()
-    return calls, operators.count
+    sys.setprofile(note)
+    model.unshard()
+    model.reshard()
+    sys.setprofile(None)
+    return calls
 
 
 def calls() -> None:
@@ -95,6 +101,29 @@ def calls_of_kinds() -> None:
             plain = host_cost(rows, count, None, *kind)
             own = host_cost(rows, count, recipe, *kind)
             assert own[0] <= 1.5 * plain[0], (recipe, kind, rows, count, own, plain)
+
+
+def stack_cost(groups: int, recipe: str | None, is_quantized: bool = False) -> int:
+    """Return the calls, Python's and C's, of the gather of one weight of several matrices."""
+    dtype = torch.bfloat16 if is_quantized else None
+    with hybridq.quantized_model_init(recipe or "mxfp8", enabled=is_quantized and bool(recipe)):
+        options = {"bias": False, "single_grouped_weight": True, "dtype": dtype}
+        model = hybridq.GroupedLinear(groups, 64, 64, **options)
+    if recipe is not None:
+        prepare_fsdp2(model)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with hybridq.autocast(enabled=recipe is not None, recipe=recipe):
+        return counted(model)
+
+
+def calls_of_stacks() -> None:
+    """Of matrices in one tensor: what is held takes as many calls however many there are."""
+    for groups in (4, 5, 16):
+        plain = stack_cost(groups, None)
+        for recipe in ("mxfp8", "nvfp4", "fp8_current", "mxfp8_fwd_nvfp4_bwd"):
+            for kind in (True, False):
+                own = stack_cost(groups, recipe, kind)
+                assert own <= (1.3 if kind else 1.5) * plain, (recipe, kind, groups, own, plain)
 
 
 if __name__ == "__main__":

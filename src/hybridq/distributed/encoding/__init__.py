@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .cpu_shard_encoder import ShardEncoder
+from .cpu_stack_encoder import StackEncoder
 from .mesh_part import MeshPart, PartSizes
 from .shard_work import Maxima, ShardWork, encode_shards
 
@@ -12,5 +13,6 @@ __all__ = [
     "PartSizes",
     "ShardEncoder",
     "ShardWork",
+    "StackEncoder",
     "encode_shards",
 ]

@@ -276,7 +276,7 @@ class QuantizedStackShard(HeldPlanes, StackedParameter):
         planes = [plane for plane in held.planes if plane.direction in wanted]
         return torch.cat(plan.parts(planes, self.last_call().rank))
 
-    def sender(self, plan: Any, call: GatherCall, start: int) -> Sender | None:  # type: ignore[override]
+    def sender(self, plan: Any, call: GatherCall, start: int) -> Sender | None:
         """Return what sends this rank's planes; see `OwnRows.sender`."""
         return HeldSender(plan, call.rank, start)
 

@@ -25,9 +25,11 @@ from ...shards import PlaneShards, Shards, StorageShards, UniformShards, encoded
 from ...storage import Plane
 from ...tensor.stack import QuantizedStack
 from ..agreement import DIGEST_NBYTES, ExpectedRecipe, Prepared, expected_stack_recipe
+from ..encoding import StackEncoder
 from .gather_call import GatherCall, Ranks
 from .gathered_parameter import GatheredParameter
 from .gathered_storage import GatheredStorage
+from .senders import Sender
 from .stack_storage import StackStorage, WholeStack
 
 __all__ = ["Matrix", "MixedShards", "StackedGatherCall", "StackedParameter"]
@@ -318,13 +320,13 @@ class StackedParameter(GatheredParameter):
         call.take(call.expected.slots)
         return call.plan(*self.wanted_in(call.phase), self.name)
 
-    def sender(self, plan: Any, call: GatherCall, start: int) -> None:
-        """Return None: each gather is worked out.
+    def sender(self, plan: Any, call: GatherCall, start: int) -> Sender | None:
+        """Return what sends this rank's matrices, where they are encoded alike.
 
         Args:
-            plan, call, start: not used.
+            plan, call, start: as for `OwnRows.sender`.
         """
-        del plan, call, start
+        return StackEncoder.of(plan, call.rank, call.dtype, start)
 
     def work_ahead(self) -> None:
         """Return None: no rank has to know anything of another one's matrices."""
