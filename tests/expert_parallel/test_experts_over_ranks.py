@@ -61,14 +61,15 @@ HF = "experts_hf_program.py"
 
 #: Of all the families that are tried, those of the default tests.
 FAMILIES = (
-    "Mixtral,Qwen2-MoE,Qwen3-MoE,Qwen3-Next,DeepSeek-V3,GPT-OSS,GLM-4.5,OLMoE,Nemotron-H,MiniMax,"
-    "Llama 4,Ernie 4.5 MoE,Jamba"
+    "Mixtral,Qwen2-MoE,Qwen3-MoE,Qwen3-Next,DeepSeek-V2,DeepSeek-V3,Gemma 4 MoE,GPT-OSS,GLM-4.5,"
+    "OLMoE,Nemotron-H,MiniMax,Llama 4,Ernie 4.5 MoE,Jamba"
 )
 
 
 def test_models_of_transformers(tmp_path) -> None:
     pytest.importorskip("transformers", minversion="5.0")
-    run(2, tmp_path / "store", f"families={FAMILIES}", "recipe", program=HF)
+    names = (f"families={FAMILIES}", "recipe", f"saved={tmp_path / 'folder'}")
+    run(2, tmp_path / "store", *names, program=HF)
 
 
 @pytest.mark.more

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from rank_program import main
+from safetensors import safe_open
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
@@ -23,6 +25,8 @@ from hybridq.moe import Experts, parallelize_experts
 from models.families import FAMILIES
 
 transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def near(a: torch.Tensor, b: torch.Tensor, what: Any, bound: float) -> None:
@@ -84,6 +88,20 @@ def recipe() -> None:
     loss.backward()
     near(loss.detach(), plain(**batch).loss.detach(), "loss", 0.05)
     assert all(one.grad is not None for one in shared.parameters())
+
+
+def saved(folder: str) -> None:
+    """A folder with the hub's names for each expert, which one process reads bit for bit."""
+    family = next(one for one in FAMILIES if one.name == "Qwen3-MoE")
+    single, shared = family.build(), parallelize_experts(family.build())
+    whole = get_model_state_dict(shared, options=WHOLE)
+    if dist.get_rank() == 0:
+        shared.save_pretrained(folder, state_dict=whole)
+        with safe_open(f"{folder}/model.safetensors", "pt") as file:
+            assert "model.layers.0.mlp.experts.0.gate_proj.weight" in set(file.keys())
+        read = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        for (name, a), b in zip(single.named_parameters(), read.parameters(), strict=True):
+            assert torch.equal(a, b), name
 
 
 if __name__ == "__main__":
