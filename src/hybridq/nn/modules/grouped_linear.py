@@ -225,16 +225,18 @@ class GroupedLinear(GroupedModule):
         return (y, self._each_bias()) if self.return_bias else y
 
     def product_inputs(
-        self, inp: torch.Tensor, m_splits: Splits, *_: object, **__: object
+        self, inp: torch.Tensor, m_splits: Splits, *rest: object, **options: object
     ) -> dict[tuple[str, int | None], torch.Tensor]:
         """Return what a forward multiplies, in high precision, for those who observe it.
 
         Args:
-            inp, m_splits: as for `forward`, whose other arguments do not count.
+            inp, m_splits: as for `forward`.
+            rest, options: its other arguments, which do not count.
 
         Returns:
             The tokens of each group, `[tokens, in_features]`, by `"weight"` and the group's number.
         """
+        del rest, options
         sizes = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
         flat = inp.reshape(-1, self.in_features)[: sum(sizes)]
         return {("weight", g): rows for g, rows in enumerate(flat.split(sizes))}

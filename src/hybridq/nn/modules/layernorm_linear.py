@@ -168,16 +168,18 @@ class LayerNormLinear(FusedModule):
         return (y, *others) if others else y
 
     def product_inputs(
-        self, inp: torch.Tensor, *_: object, **__: object
+        self, inp: torch.Tensor, *rest: object, **options: object
     ) -> dict[tuple[str, int | None], torch.Tensor]:
         """Return what a forward multiplies, in high precision, for those who observe it.
 
         Args:
-            inp: as for `forward`, whose other arguments do not count.
+            inp: as for `forward`.
+            rest, options: its other arguments, which do not count.
 
         Returns:
             `[..., in_features]`, by the parameter's name and the number of its matrix: `None`.
         """
+        del rest, options
         return {("weight", None): self._normalized(self._take_input(inp, self.in_features), True)}
 
     def extra_repr(self) -> str:

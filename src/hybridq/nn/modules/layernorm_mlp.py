@@ -181,17 +181,19 @@ class LayerNormMLP(FusedModule):
         return (y, *others) if others else y
 
     def product_inputs(
-        self, inp: torch.Tensor, *_: object, **__: object
+        self, inp: torch.Tensor, *rest: object, **options: object
     ) -> dict[tuple[str, int | None], torch.Tensor]:
         """Return what a forward multiplies, in high precision, for those who observe it.
 
         Args:
-            inp: as for `forward`, whose other arguments do not count.
+            inp: as for `forward`.
+            rest, options: its other arguments, which do not count.
 
         Returns:
             `[..., hidden_size]` of fc1 and `[..., ffn_hidden_size]` of fc2, by the parameter's name
             and the number of its matrix: `None`.
         """
+        del rest, options
         weight: torch.Tensor = self.fc1_weight
         plain = weight.dequantize() if is_quantized(weight) else weight
         seen = self._normalized(self._take_input(inp, self.hidden_size), True)
