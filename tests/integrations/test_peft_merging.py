@@ -11,6 +11,7 @@ from hybridq import errors
 
 peft = pytest.importorskip("peft")
 
+from hybridq.integrations import merging  # noqa: E402
 from hybridq.integrations.peft import (  # noqa: E402
     LoraEmbedding,
     LoraLinear,
@@ -261,8 +262,44 @@ def test_stacks_of_experts_are_merged_alike() -> None:
     assert same(experts.gate_up_proj, before)
     assert torch.equal(call(adapted, "nvfp4", ids).logits, apart)
     set_merging(adapted, rounding="stochastic")
-    with pytest.raises(
-        NotImplementedError, match="stochastic rounding is of matrices, got a stack"
-    ):
+    nearest = own.quantize_stack(values).dequantize(dtype=torch.float32)
+    mean, draws = torch.zeros_like(values), 60
+    for seed in range(draws):
+        torch.manual_seed(seed)
         adapted.merge_adapter()
-    assert same(experts.gate_up_proj, before)
+        drawn = experts.gate_up_proj.dequantize(dtype=torch.float32)
+        assert experts.gate_up_proj.rowwise.amax.shape == before.rowwise.amax.shape
+        mean += drawn / draws
+        adapted.unmerge_adapter()
+        assert same(experts.gate_up_proj, before)
+    assert all(not torch.equal(drawn[e], nearest[e]) for e in range(3))
+    # As of a matrix, by each expert's own largest step; 6 sigma of 60 draws.
+    for e in range(3):
+        step = (drawn[e] - values[e]).abs().max() * 2
+        assert (mean[e] - values[e]).abs().max() < 6 * step / (2 * draws**0.5)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_1d_weight"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_stochastic_rounding_of_a_stack_is_that_of_each_matrix(recipe, transposed) -> None:
+    """The same draws, in both orientations; the other plane is of what was drawn."""
+    slot = hybridq.recipes.bind(hybridq.recipes.get(recipe), "", "grouped_linear").weight
+    quantizer = hybridq.Quantizer(
+        *(hybridq.formats.PlaneSpec.parse(one.spec) for one in (slot.row, slot.col))
+    )
+    torch.manual_seed(0)
+    weight = quantizer.quantize_stack(torch.randn(3, 64, 48))
+    shown = weight.mT if transposed else weight
+    values = shown.dequantize() + 0.02 * torch.randn(shown.shape)
+    torch.manual_seed(7)
+    made = merging.rounded_stochastically(values, shown.tensor_storage)
+    assert made.leads == shown.tensor_storage.leads
+    torch.manual_seed(7)
+    for number in range(3):
+        alone = merging.rounded_stochastically(values[number], shown[number].tensor_storage)
+        for plane, one in zip(made.planes, alone.planes, strict=True):
+            for name, buffer in one.buffers.items():
+                assert torch.equal(plane.buffers[name][number], buffer), (number, name)
+    target = shown.clone()
+    target.copy_(merging.tensor_of(made, target))
+    assert torch.equal(target.dequantize(), merging.tensor_of(made, target).dequantize())

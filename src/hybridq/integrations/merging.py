@@ -15,7 +15,7 @@ from ..direction import COLUMNWISE, ROWWISE
 from ..errors import SpecError
 from ..kernels.inputs import begins_at
 from ..quantizers import Quantizer
-from ..storage import Plane, TensorStorage
+from ..storage import Plane, PlaneStack, TensorStorage
 from ..tensor import QuantizedTensor
 
 __all__ = ["lost", "rounded_stochastically", "stamps", "tensor_of"]
@@ -30,8 +30,21 @@ def tensor_of(storage: TensorStorage, like: Any) -> QuantizedTensor:
 def rounded_stochastically(values: torch.Tensor, like: TensorStorage) -> TensorStorage:
     """Return planes of the specs of `like`, whose first one is rounded stochastically.
 
-    The other plane, if there is one, is made of what the first decodes to.
+    The other plane, if there is one, is made of what the first decodes to. Of several matrices each
+    is rounded by itself.
+
+    Args:
+        values: FP32 `[rows, cols]`, or `[G, rows, cols]`.
+        like: of the weight.
+
+    Raises:
+        SpecError: the format is not rounded stochastically.
     """
+    if like.count is not None:
+        each = zip(values.unbind(0), _matrices(like), strict=True)
+        stack = TensorStorage.stack([rounded_stochastically(*one) for one in each])
+        stack.leads = like.leads
+        return stack
     first = like.first
     try:
         spec = replace(first.spec, stochastic=True)
@@ -53,6 +66,17 @@ def rounded_stochastically(values: torch.Tensor, like: TensorStorage) -> TensorS
         other = quantizer.quantize(plane.dequantize(torch.float32)).tensor_storage.first
     row, col = (plane, other) if is_row else (other, plane)
     return TensorStorage(row, col, ROWWISE if is_row else COLUMNWISE)
+
+
+def _matrices(storage: TensorStorage) -> list[TensorStorage]:
+    """Return the planes of each of several matrices: views."""
+
+    def single(plane: Plane | None, number: int) -> Plane | None:
+        return plane.single(number) if isinstance(plane, PlaneStack) else None
+
+    row, col = storage.rowwise, storage.columnwise
+    count = storage.count or 0
+    return [TensorStorage(single(row, n), single(col, n), storage.leads) for n in range(count)]
 
 
 def stamps(weight: Any) -> tuple[tuple[int, int], ...]:

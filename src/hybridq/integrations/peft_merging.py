@@ -184,11 +184,6 @@ class RoundsOnce:
         if self.merge_rounding == "nearest":
             weight.quantize_(values)
             return
-        if weight.dim() != 2:
-            raise NotImplementedError(
-                "merge: stochastic rounding is of matrices, got a stack of shape "
-                f"{tuple(weight.shape)}; use set_merging(model, rounding='nearest')"
-            )
         weight.copy_(tensor_of(rounded_stochastically(values, weight.tensor_storage), weight))
 
 
