@@ -16,7 +16,9 @@ import transformers
 from rank_program import logged, main
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hybridq
 from hybridq.distributed import sequence_parallel, shard_sequence
@@ -315,6 +317,46 @@ def images_sharded() -> None:
         if other.grad is not None:
             error = (one.grad.full_tensor() - other.grad).norm()
             assert error <= 2e-5 * other.grad.norm() + 1e-9, f"{name} {float(error)}"
+
+
+class _Rounded(torch.autograd.Function):
+    """Each head's features quantized and decoded; the gradient as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        made = hybridq.quantize(x.reshape(-1, x.shape[-1]), "mxfp8").dequantize()
+        return made.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return dy
+
+
+def rounded(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+    """What one process attends to where heads travel in MXFP8: each value is quantized once."""
+    given = [_Rounded.apply(x) for x in (query, key, value)]
+    y, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, *given, mask, **options)
+    return _Rounded.apply(y), None
+
+
+def communication(kinds: str = "llama+gemma4") -> None:
+    """Heads of every size travel as planes, and nothing else is another."""
+    AttentionInterface.register("rounded_sdpa", rounded)
+    AttentionMaskInterface.register("rounded_sdpa", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    for kind in kinds.split("+"):
+        plain = make(kind)
+        model = sequence_parallel(copied(plain), communication=("mxfp8", None))
+        plain.set_attn_implementation("rounded_sdpa")
+        want = plain(**batch(), use_cache=False)
+        mine = model(**shard_sequence(batch()))
+        close(mine.loss, want.loss, 5e-6, f"{kind}: loss")
+        want.loss.backward()
+        mine.loss.backward()
+        for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            if other.grad is not None:
+                dist.all_reduce(one.grad)
+                error = (one.grad / dist.get_world_size() - other.grad).norm()
+                assert error <= 2e-5 * other.grad.norm() + 1e-9, f"{kind}: {name} {float(error)}"
 
 
 def recomputed(kind: str = "llama") -> None:

@@ -9,6 +9,10 @@ from rank_runs import needs_gloo, run
 pytest.importorskip("transformers", minversion="5.23")
 pytestmark = needs_gloo
 PROGRAM = "sequence_hf_program.py"
+MORE = (
+    *("models", "recipes", "hybrids", "masks", "others", "recomputed", "communication"),
+    *("images", "images_quantized"),
+)
 
 
 def test_two_ranks_are_one_process(tmp_path) -> None:
@@ -28,29 +32,9 @@ def test_two_ranks_share_images_and_parameters(tmp_path) -> None:
 
 @pytest.mark.more
 def test_two_ranks_more(tmp_path) -> None:
-    names = (
-        "models",
-        "recipes",
-        "hybrids",
-        "masks",
-        "others",
-        "recomputed",
-        "images",
-        "images_quantized",
-    )
-    run(2, tmp_path / "store", *names, program=PROGRAM)
+    run(2, tmp_path / "store", *MORE, program=PROGRAM)
 
 
 @pytest.mark.more
 def test_four_ranks_are_one_process(tmp_path) -> None:
-    names = (
-        "models",
-        "recipes",
-        "hybrids",
-        "masks",
-        "others",
-        "faults",
-        "images",
-        "images_quantized",
-    )
-    run(4, tmp_path / "store", *names, program=PROGRAM)
+    run(4, tmp_path / "store", *MORE, "faults", program=PROGRAM)
