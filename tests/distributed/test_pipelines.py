@@ -112,3 +112,9 @@ def test_bad_arguments_are_refused(options, error, text, tmp_path) -> None:
             pipeline_stage(3, 0, 1, "cpu")
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.more
+@needs_gloo
+def test_the_demos_model_on_two_by_two_ranks(tmp_path) -> None:
+    run(4, tmp_path / "store", "demo", program="pipeline_demo_program.py")

@@ -60,3 +60,16 @@ def test_quantized_weights(tmp_path) -> None:
 def test_more_quantized_weights(tmp_path) -> None:
     run(2, tmp_path / "store", "modules=row,layer", "compiled", program=QUANTIZED)
     run(4, tmp_path / "four", "modules=column,row,mlp,layer", "styles", program=QUANTIZED)
+
+
+FAULTS = "parallel_faults_program.py"
+
+
+def test_ranks_that_differ_are_told_apart(tmp_path) -> None:
+    run(3, tmp_path / "store", "compared", program=FAULTS)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", ["dies=forward", "dies=backward", "stalls=forward"])
+def test_a_rank_that_is_gone_ends_the_others(name, tmp_path) -> None:
+    run(3, tmp_path / "store", name, program=FAULTS, leaves=1)

@@ -5,7 +5,7 @@ Source: names, arguments and layouts: `torch.distributed.tensor.parallel`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,10 +13,13 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as _TorchColwise
 from torch.distributed.tensor.parallel import RowwiseParallel as _TorchRowwise
 
-from ..nn import Linear
+from ..nn import LayerNormLinear, LayerNormMLP, Linear, MultiheadAttention, TransformerLayer
 from .part_planes import split_planes
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
+
+#: What is split by its constructor's arguments.
+_FUSED: Final = (LayerNormLinear, LayerNormMLP, MultiheadAttention, TransformerLayer)
 
 
 class ColwiseParallel(_TorchColwise):
@@ -104,6 +107,12 @@ def _linear(style: Any, module: nn.Module) -> Linear:
     if isinstance(module, Linear):
         return module
     name = type(style).__name__
+    if isinstance(module, _FUSED):
+        raise NotImplementedError(
+            f"{name}: takes a hybridq.Linear, got {type(module).__name__}, whose weights are split "
+            "together; make it with tp_group= and set_parallel_mode=True (parallel_mode= of a "
+            "LayerNormLinear)"
+        )
     raise NotImplementedError(
         f"{name}: takes a hybridq.Linear, got {type(module).__name__}; call hybridq.convert(model) "
         f"before parallelize_module, or take torch's own {name}"
