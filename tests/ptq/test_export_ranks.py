@@ -17,6 +17,11 @@ def test_files_are_those_of_one_process(tmp_path) -> None:
 
 
 @needs_gloo
+def test_a_rank_that_dies_is_an_error_and_the_export_goes_on(tmp_path) -> None:
+    run(2, tmp_path / "store", f"dies={tmp_path}", program=PROGRAM, leaves=1)
+
+
+@needs_gloo
 @pytest.mark.more
 def test_experts_are_never_all_gathered(tmp_path) -> None:
     pytest.importorskip("transformers")

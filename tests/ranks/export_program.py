@@ -6,6 +6,7 @@ The files must be those of the same model in one process, byte for byte.
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 import weakref
 from pathlib import Path
@@ -209,6 +210,33 @@ def resumed(folder: str) -> None:
     check(model, whole, folder, "stopped", **LAYOUTS[0])
 
 
+def dies(folder: str) -> None:
+    """The other rank is gone in the midst: an error, and what is finished stays."""
+    in_memory._SHARD_NBYTES = 20_000
+    model, whole = sharded(plain()), plain()
+    gather, count = DTensor.full_tensor, []
+
+    def ends(self: DTensor, **options: Any) -> torch.Tensor:
+        count.append(1)
+        if dist.get_rank() == 1 and len(count) > 5:
+            os._exit(1)
+        return gather(self, **options)
+
+    DTensor.full_tensor = ends
+    target = Path(folder) / "died"
+    try:
+        hybridq.export(model, target, **LAYOUTS[0])
+    except RuntimeError:
+        assert not (target / "model.safetensors.index.json").exists()
+    else:
+        raise AssertionError("nobody noticed")
+    done = hybridq.export(whole, target, **LAYOUTS[0])
+    assert done.num_kept, "the first file is finished"
+    hybridq.export(whole, Path(folder) / "want", **LAYOUTS[0])
+    assert files(target) == files(Path(folder) / "want")
+    os._exit(0)  # there is no group to leave
+
+
 def refused(folder: str) -> None:
     rank = dist.get_rank()
     model = sharded(plain())
@@ -240,14 +268,5 @@ def refused(folder: str) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore", hybridq.HybridQWarning)
-    scenarios = (
-        fsdp2,
-        quantized,
-        tensor_parallel,
-        one_at_a_time,
-        mixture,
-        quantized_stacks,
-        resumed,
-        refused,
-    )
-    main({one.__name__: one for one in scenarios})
+    first = (fsdp2, quantized, tensor_parallel, one_at_a_time, mixture, quantized_stacks)
+    main({one.__name__: one for one in (*first, resumed, refused, dies)})
