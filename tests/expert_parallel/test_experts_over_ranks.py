@@ -27,7 +27,7 @@ def test_two_ranks(tmp_path) -> None:
 
 def test_faults_and_training(tmp_path) -> None:
     run(2, tmp_path / "store", "faults", program=PROGRAM)
-    run(2, tmp_path / "state", "training", program=STATE)
+    run(2, tmp_path / "state", "training", "planned", program=STATE)
 
 
 def test_a_checkpoint_goes_on_with_other_numbers_of_ranks(tmp_path) -> None:
@@ -38,7 +38,7 @@ def test_a_checkpoint_goes_on_with_other_numbers_of_ranks(tmp_path) -> None:
 
 @pytest.mark.more
 def test_replicas_of_experts(tmp_path) -> None:
-    run(4, tmp_path / "store", "replicas", program=STATE)
+    run(4, tmp_path / "store", "replicas", "planned", program=STATE)
 
 
 @pytest.mark.more

@@ -10,7 +10,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from experts_program import HIDDEN, LAYOUTS, TOKENS, Toy, alone, near, step, summed, toys, whole
+from experts_program import (
+    HIDDEN,
+    LAYOUTS,
+    TOKENS,
+    Block,
+    Toy,
+    alone,
+    near,
+    step,
+    summed,
+    toys,
+    whole,
+)
 from rank_program import main
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,7 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hybridq
-from hybridq.moe import parallelize_experts
+from hybridq.moe import convert_experts, parallelize_experts
 
 
 def training() -> None:
@@ -137,6 +149,28 @@ def replicas() -> None:
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
+
+
+def planned() -> None:
+    """What a step moves is what is planned."""
+    world = dist.get_world_size()
+    layout, top = LAYOUTS["plain"], 2
+    shape = hybridq.estimate.ExpertsShape(8, 96, top, HIDDEN)
+    indices = (torch.arange(TOKENS * top) % 8).view(TOKENS, top)  # as many rows for each expert
+    for formats in (None, "mxfp8", ("nvfp4", None), "fp8_1x128"):
+        torch.manual_seed(0)
+        experts = convert_experts(Block(layout, 8), layout).bfloat16()
+        parallelize_experts(experts, dispatch=formats, combine=formats)
+        x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16).requires_grad_()
+        given = (x, indices, torch.ones(TOKENS, top, dtype=torch.bfloat16))
+        experts(*given)  # ranks compare what is new to them
+        with hybridq.distributed.count_traffic() as traffic:
+            experts(*given).sum().backward()
+        made = hybridq.estimate.plan_experts(
+            shape, world, tokens=TOKENS, dispatch=formats, combine=formats
+        )
+        assert traffic.nbytes_by_kind["all_to_all"] == made.nbytes, (formats, traffic, made)
+        assert made.params == sum(one.to_local().numel() for one in experts.parameters())
 
 
 if __name__ == "__main__":

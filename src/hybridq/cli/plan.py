@@ -8,7 +8,14 @@ import torch
 import typer
 
 from ..errors import must_be_one_of
-from ..estimate import Axes, DenseShape, Sharding, plan_axes
+from ..estimate import (
+    Axes,
+    DenseShape,
+    ExpertsShape,
+    Sharding,
+    plan_axes,
+    plan_experts,
+)
 from ..estimate import plan as make_plan
 from .tables import print_json, print_tables
 
@@ -18,6 +25,8 @@ _MODEL: Final = "Model: a dense transformer, given by --params or by its sizes"
 _RUN: Final = "Run"
 _AXES: Final = "Axes beside data parallelism"
 
+_EXPERTS: Final = "Experts over ranks"
+_Experts = Annotated[int, typer.Option(min=1, rich_help_panel=_EXPERTS)]
 _Size = Annotated[int | None, typer.Option(min=1, rich_help_panel=_MODEL)]
 _Ranks = Annotated[int, typer.Option(min=1, rich_help_panel=_AXES)]
 
@@ -105,6 +114,24 @@ def plan(
         typer.Option(help="Of pp: a format, or recipe.", rich_help_panel=_AXES),
     ] = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, rich_help_panel=_AXES)] = None,
+    experts: Annotated[
+        str | None,
+        typer.Option(
+            help="As 128x768: experts of a layer and their width, in the place of --ffn.",
+            rich_help_panel=_EXPERTS,
+        ),
+    ] = None,
+    top: _Experts = 8,
+    ep: _Experts = 1,
+    dispatch: Annotated[
+        str | None, typer.Option(help="Format to experts and back.", rich_help_panel=_EXPERTS)
+    ] = None,
+    imbalance: Annotated[
+        float,
+        typer.Option(
+            min=1, help="Rows of the most asked rank over the mean.", rich_help_panel=_EXPERTS
+        ),
+    ] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Say what each rank of a run would hold in memory, and move in a step.
@@ -146,14 +173,28 @@ def plan(
             made = make_plan(shape.model(_dtype(dtype)), chosen, sharding, **options)
         else:
             made = plan_axes(shape, chosen, axes, sharding, dtype=_dtype(dtype), **options)
+        routed = None
+        if experts is not None:
+            own = ExpertsShape.of(experts, top, shape.hidden, shape.layers)
+            routed = plan_experts(
+                own,
+                ep,
+                tokens=tokens,
+                dispatch=dispatch,
+                combine=dispatch,
+                imbalance=imbalance,
+                ranks_per_node=ranks_per_node,
+            )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
-        print_json({"shape": vars(shape), **made.as_dict()})
+        more = {} if routed is None else {"experts": routed.as_dict()}
+        print_json({"shape": vars(shape), **made.as_dict(), **more})
         return
     sizes = ", ".join(f"{name} {value}" for name, value in vars(shape).items())
     typer.echo(f"A transformer of {shape.num_params:,} parameters: {sizes}.")
-    print_tables([made.table()] if axes == Axes() else made.tables())
+    tables = [made.table()] if axes == Axes() else made.tables()
+    print_tables(tables if routed is None else [*tables, routed.table()])
 
 
 def _dtype(name: str) -> torch.dtype:

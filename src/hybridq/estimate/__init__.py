@@ -5,6 +5,7 @@ from __future__ import annotations
 from .axes import Axes, AxisMoved
 from .axes_plan import AxesPlan, plan_axes
 from .dense_shape import DenseShape
+from .experts_plan import ExpertsPlan, ExpertsShape, plan_experts
 from .run_plan import Held, Moved, RunPlan, Sharding
 from .run_planner import plan
 from .traffic import Traffic, count_traffic
@@ -14,6 +15,8 @@ __all__ = [
     "AxesPlan",
     "AxisMoved",
     "DenseShape",
+    "ExpertsPlan",
+    "ExpertsShape",
     "Held",
     "Moved",
     "RunPlan",
@@ -22,4 +25,5 @@ __all__ = [
     "count_traffic",
     "plan",
     "plan_axes",
+    "plan_experts",
 ]

@@ -1,0 +1,38 @@
+"""`hybridq plan --experts`."""
+
+from __future__ import annotations
+
+import json
+
+from typer.testing import CliRunner
+
+from hybridq_cli.app import app
+
+SIZES = ["--layers", "4", "--hidden", "256", "--ffn", "128", "--heads", "4", "--vocab", "512"]
+
+
+def plan(*options: str) -> str:
+    command = ["plan", "--world", "8", *SIZES, "--tokens", "1024", *options]
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "300"})
+    return f"{result.exit_code} {result.output}"
+
+
+def test_messages_levels_and_parameters() -> None:
+    found = plan("--experts", "32x64", "--top", "4", "--ep", "8", "--dispatch", "mxfp8", "--json")
+    made = json.loads(found.removeprefix("0 "))["experts"]
+    rows = 4 * 1024 * 4  # layers, tokens, experts of each
+    assert [one["nbytes"] for one in made["moved"][:4]] == [rows * (256 + 8)] * 4
+    assert made["params"] == 4 * 4 * 3 * 64 * 256 and made["shares"] == [0.125, 0.875, 0.0]
+    near = plan("--experts", "32x64", "--ep", "8", "--ranks-per-node", "4", "--imbalance", "1.5")
+    assert "12.5% stay, 37.5% go within the node, 50.0% over the network" in near
+
+
+def test_bad_input_is_told() -> None:
+    for options, told in (
+        (["--experts", "32"], "experts must be as 128x768"),
+        (["--experts", "4x64", "--ep", "8", "--top", "2"], "every rank must have one at least"),
+        (["--experts", "4x64", "--top", "8"], "top must be at most the experts"),
+        (["--experts", "32x64", "--dispatch", "fp8_e4m3"], "scales are of one row each"),
+    ):
+        found = plan(*options)
+        assert found.startswith("2 ") and told in found, found
