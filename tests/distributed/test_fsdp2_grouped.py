@@ -12,7 +12,10 @@ from torch import nn
 import hybridq
 from hybridq.distributed import GatheredWeight, QuantizedWeight, Shards, prepare_fsdp2
 from hybridq.distributed.parameters import Ranks, StackedGatherCall
+from hybridq.estimate.parameter_sizes import parameter_sizes
+from hybridq.formats import PlaneSpec
 from hybridq.recipes import bind, get
+from hybridq.shards import UniformShards
 from hybridq.tensor.stack import QuantizedStack
 from rank_runs import needs_gloo, run
 
@@ -116,6 +119,38 @@ def test_a_rank_sends_the_planes_of_its_own_matrices() -> None:
                 assert mine.spec == plane.spec
                 for name, buffer in plane.buffers.items():
                     assert torch.equal(mine.buffers[name], buffer), (recipe, number, name)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("world", [2, 3, 4, 7])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_current", "nvfp4_1d_weight"])
+def test_matrices_that_are_encoded_alike_travel_buffer_by_buffer(recipe, world, transposed) -> None:
+    """Five of them: the bytes of each alone, in memory of the size that plans of runs count."""
+    torch.manual_seed(0)
+    x = torch.randn(5, 36, 40).bfloat16()
+    slot = bind(get(recipe), "", "grouped_linear").weight
+    specs = (PlaneSpec.parse(one.spec) for one in (slot.row, slot.col))
+    quantizer = hybridq.Quantizer(*specs, slot.col_source)
+    given = (x.shape, x.dtype, None, None, "forward")
+    call = StackedGatherCall((slot,) * 5, Ranks(None, 0, world), *given, is_transposed=transposed)
+    for wanted in ((True, False), (False, True)):
+        plan = call.plan(*wanted, "")
+        assert isinstance(plan, UniformShards) and plan.num_amaxes == 0 and not plan.reduced
+        counts = list(call.shards.sizes)
+        payloads = torch.stack([plan.pack(x.split(counts)[r], r) for r in range(world)])
+        assert payloads.shape == (world, plan.payload)
+        storage = plan.unpack(payloads)
+        held = sum(plane.data.untyped_storage().nbytes() for plane in storage.planes)
+        assert held == plan.held_nbytes
+        sizes = parameter_sizes(x.shape, x.dtype, world, x.dtype, (slot,) * 5, True)
+        if not transposed:
+            assert sizes.planes(True)[wanted[1]] >= held  # and what is derived of it
+        matrix = x.mT if transposed else x
+        for number, (planes, own) in enumerate(zip(plan.each(payloads), matrix, strict=True)):
+            alone = quantizer.quantize(own.contiguous()).tensor_storage
+            for plane in planes:
+                for name, buffer in alone.plane(plane.direction).buffers.items():
+                    assert torch.equal(plane.buffers[name], buffer), (number, name)
 
 
 def stack() -> tuple[QuantizedStack, list[torch.Tensor]]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from ..distributed.parameters import GatherCall, QuantizedGatherCall, Ranks, Sta
 from ..distributed.units import Room
 from ..formats import PlaneSpec
 from ..recipes import SlotPlan
-from ..shards import PlaneShards, Shards, StorageShards
+from ..shards import PlaneShards, Shards, StorageShards, UniformShards
 
 __all__ = ["ParameterSizes", "StackSizes", "UnitSizes", "parameter_sizes"]
 
@@ -112,7 +113,7 @@ class ParameterSizes:
         Args:
             is_freed: after the forward.
         """
-        forward, backward = (sum(plane.layout[1] for plane in plan.sent) for plan in self._plans)
+        forward, backward = map(_arrived_nbytes, self._plans)
         if not is_freed:
             backward = forward + (0 if self._call.derives else backward)
         return forward, backward + self._derived
@@ -278,6 +279,13 @@ def parameter_sizes(
         given = (shape, own_dtype, ranks, dtype, slots, can_travel, is_held, finds_amax)
         return ParameterSizes(*given)
     return StackSizes(shape, own_dtype, ranks, dtype, slots)
+
+
+def _arrived_nbytes(plan: Any) -> int:
+    """Return the bytes of the planes that a gather brings: of one matrix, or of several."""
+    if isinstance(plan, UniformShards):
+        return plan.held_nbytes
+    return sum(plane.layout[1] for plane in plan.sent)
 
 
 def _held(shape: torch.Size, ranks: int, slot: SlotPlan, dtype: torch.dtype) -> StorageShards:

@@ -185,13 +185,23 @@ class UniformShards:
             and (plane.height, plane.cols) == (own.shards.rows, own.shards.cols)
         )
 
-    def _empty(self, number: int, device: torch.device) -> Plane:
-        """Return planes of all matrices, to be filled; all their buffers lie in one memory."""
-        own, count = self.sent[number], self.shards.rows
+    def _layout(self, number: int) -> tuple[list[int], int]:
+        """Return where each buffer of a plane of all matrices begins in its memory, and the end."""
         starts, end = [], 0
         for one in self.buffers[number]:
             starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
-            end = starts[-1] + count * one.nbytes
+            end = starts[-1] + self.shards.rows * one.nbytes
+        return starts, end
+
+    @cached_property
+    def held_nbytes(self) -> int:
+        """Bytes of the planes of all matrices that travel, once they have arrived."""
+        return sum(self._layout(number)[1] for number in range(len(self.sent)))
+
+    def _empty(self, number: int, device: torch.device) -> Plane:
+        """Return planes of all matrices, to be filled; all their buffers lie in one memory."""
+        own, count = self.sent[number], self.shards.rows
+        starts, end = self._layout(number)
         memory = torch.empty(end, dtype=torch.uint8, device=device)
         buffers = {
             one.name: memory[start : start + count * one.nbytes]
