@@ -117,6 +117,7 @@ def step(part: nn.Module, whole: nn.Module) -> None:
         own.grad = slice_of(own, one.grad)
     for module in (part, whole):
         torch.optim.AdamW(module.parameters(), lr=0.01).step()
+        hybridq.optim.AdamW(module.parameters(), lr=0.01).step()
 
 
 def modules(names: str) -> None:
@@ -280,6 +281,16 @@ def styles() -> None:
                 own.grad = distribute_tensor(one.grad, own.device_mesh, own.placements)
             for model in (whole, part):
                 torch.optim.AdamW(model.parameters(), lr=0.01).step()
+                hybridq.optim.AdamW(model.parameters(), lr=0.01).step()
+        states = [hybridq.dequantized_state_dict(model) for model in (whole, part)]
+        for name, value in states[0].items():
+            own = states[1][name]
+            if name.endswith("weight"):
+                assert not is_quantized(own.to_local()), what
+                assert torch.equal(own.full_tensor(), value), (*what, name)
+        part.load_state_dict(states[1])
+        whole.load_state_dict(states[0])
+        same_planes(part.up.weight.to_local(), whole.up.weight, 0, (*what, "load"))
 
 
 def refused() -> None:

@@ -29,13 +29,16 @@ _KEEPS: Final = "_hybridq_keeps_planes"
 def decode_state(state: dict[str, Any]) -> None:
     """Replace the quantized tensors of a state_dict by plain ones, in place.
 
-    One parameter with several names is decoded once: it stays one.
+    One parameter with several names is decoded once: it stays one. A DTensor of quantized parts
+    becomes one of plain parts.
 
     Args:
         state: what `state_dict()` returned.
     """
     made: dict[tuple[object, ...], torch.Tensor] = {}
     for name, value in state.items():
+        if getattr(value, "device_mesh", None) is not None:
+            state[name] = _decoded_parts(value)
         if is_quantized(value):
             address = begins_at(value)
             key = (address, value.device, value.shape, value.dtype)
@@ -43,6 +46,19 @@ def decode_state(state: dict[str, Any]) -> None:
             if not address or key not in made:
                 made[key] = value.detach().dequantize()
             state[name] = made[key]
+
+
+def _decoded_parts(value: Any) -> Any:
+    """Return a DTensor whose local tensor is plain: this one, if its own is."""
+    with torch.no_grad():
+        local = value.to_local()
+    if not is_quantized(local):
+        return value
+    from torch.distributed.tensor import DTensor  # not every build of torch has it
+
+    how: dict[str, Any] = {"shape": value.shape, "stride": value.stride(), "run_check": False}
+    plain = local.detach().dequantize()
+    return DTensor.from_local(plain, value.device_mesh, value.placements, **how)
 
 
 def keep_planes(model: nn.Module, keeps: bool) -> None:
