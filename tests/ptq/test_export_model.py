@@ -82,6 +82,21 @@ def test_a_quantized_mixture(tmp_path):
     assert_same(stored(tmp_path / "own"), stored(tmp_path / "files"))
 
 
+def test_static_scales_come_of_the_calibration(tmp_path):
+    model = mlp().eval()
+    x = [torch.randn(4, 128).bfloat16()]
+    found = hybridq.calibrate(model, lambda inside: [one(x[0]) for one in inside.values()])
+    hybridq.quantize_model(model, "nvfp4_1d_weight", found)
+    notes = run(model, tmp_path / "without", layout="modelopt", format="nvfp4")
+    assert any("static scales of the inputs of 3 modules" in text for text in notes.warnings)
+    assert not any("input_scale" in name for name in stored(tmp_path / "without"))
+    options = {"layout": "modelopt", "format": "nvfp4", "calibration": found}
+    notes = run(model, tmp_path / "with", **options)
+    assert not any("static scales" in text for text in notes.warnings)
+    own = stored(tmp_path / "with")["up_proj.input_scale"]
+    assert torch.equal(own.reshape(()), x[0].abs().max().float() / 2688)
+
+
 class Stops(Notes):
     """Is interrupted when the shard of that number is begun."""
 

@@ -15,6 +15,7 @@ from ..calibration import Calibration
 from ..errors import CheckpointError, SpecError, must_be_one_of
 from ..formats import PlaneSpec
 from ..layouts import HYBRIDQ, Layout, get, names
+from ..nn import QuantizedModule
 from ..quantizers import Quantizer
 from ..recipes import Recipe
 from .choice import choice_of
@@ -125,6 +126,12 @@ def export(
     model = source
 
     def write(state: Mapping[str, torch.Tensor]) -> Conversion:
+        names = [name for name, one in model.named_modules() if _has_static_scales(one)]
+        if names and calibration is None:
+            asked.observer.warn(
+                f"static scales of the inputs of {len(names)} modules ({names[0]}, ...) are not "
+                "exported; give the calibration that they are of"
+            )
         return asked.write(find(source_of(model, state), known), word_of(model), Path(target))
 
     state = model.state_dict(keep_vars=True)
@@ -134,6 +141,10 @@ def export(
         return made
     tensors = {name: v.detach() for name, v in state.items() if isinstance(v, torch.Tensor)}
     return write(tensors)
+
+
+def _has_static_scales(module: nn.Module) -> bool:
+    return isinstance(module, QuantizedModule) and bool(module.static_state())
 
 
 @dataclass(frozen=True)
