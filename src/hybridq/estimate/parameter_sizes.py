@@ -209,6 +209,8 @@ class UnitSizes:
 class StackSizes(ParameterSizes):
     """What a parameter of several matrices weighs, each of which travels as planes.
 
+    One that is held quantized is counted as one in high precision: its masters are, its planes not.
+
     Args:
         shape, own_dtype, ranks, dtype: as for `ParameterSizes`.
         slots: how each matrix is quantized.
@@ -248,7 +250,7 @@ class StackSizes(ParameterSizes):
 
     @cached_property
     def shard_planes(self) -> int | None:
-        """None: a parameter of several matrices is not held quantized."""
+        """None: one that is held quantized is counted as one in high precision."""
         return None
 
     @cached_property
