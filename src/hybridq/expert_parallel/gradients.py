@@ -19,8 +19,8 @@ def _mesh(tensor: Any) -> Any:
 def parameter_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
     """Return groups of a model's parameters, for an optimizer: those of one mesh together.
 
-    torch's optimizers update many tensors by one operation, which takes DTensors of one mesh or
-    plain tensors, and not both.
+    torch's optimizers update many tensors by one operation on GPUs, and wherever `foreach` asks for
+    it, which takes DTensors of one mesh or plain tensors, and not both.
 
     Args:
         model: after `parallelize_experts`, and after `fully_shard` if it is called.
