@@ -27,7 +27,7 @@ from grouped_model import (
 )
 from hybridq import CustomRecipe, GroupedLinear, RecipeError, autocast, recipes
 from hybridq.formats import format
-from hybridq.nn.autograd import grouped_function
+from hybridq.nn.autograd import TokenRows, grouped_function
 from hybridq.nn.delayed_scaling.state import ScalingState
 from hybridq.nn.modules import group_sizes as grouped_splits
 from hybridq.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, MXFP8Quantizer
@@ -298,11 +298,12 @@ def test_device_splits_are_never_read(recipe, is_routed: bool) -> None:
         options = {"device": "cuda", "dtype": torch.bfloat16}
         params = [torch.empty(p.shape, **options) for p in module.parameters()]
         x, dy = torch.empty(45, FEATURES[0], **options), torch.empty(45, FEATURES[1], **options)
-        index = inverse = None
+        rows = inverse = None
         if is_routed:  # three rows of each token
             x = x[:15]
             index = torch.empty(45, dtype=torch.int64, device="cuda")
             inverse = index.view(15, 3)
+            rows = TokenRows(index, inverse)
         splits = torch.empty(3, dtype=torch.int64, device="cuda")
         assert grouped_splits.host_splits(splits, 3, dy, module._error) is None
         offsets = grouped_splits.group_offsets(splits, None, dy)
@@ -312,7 +313,7 @@ def test_device_splits_are_never_read(recipe, is_routed: bool) -> None:
         if plan.is_delayed:
             scales = [ScalingState(x.device, "grouped_linear").scales(plan, True) for _ in range(3)]
         y, x_col, w = grouped_function._forward(
-            x, offsets, seeds, plan, layout, (True, True), (), params, scales, index
+            x, offsets, seeds, plan, layout, (True, True), (), params, scales, rows
         )
         assert y.shape == dy.shape and y.device.type == "cuda"
         saved = [*x_col, *w.cols] + ([] if seeds is None else [seeds])
