@@ -176,7 +176,9 @@ def _product(
         kept = None
         if cuts.weight is None or is_quantized(weight):  # parts of the planes of the whole
             kept = module._kept(weight, w.dtype, plan, is_first, own.name)
-            if kept is None and is_quantized(w):  # compiled: encode takes its planes as they are
+            if kept is None and torch.compiler.is_compiling() and is_quantized(w):
+                # In a graph `encode` takes its planes as they are. Eagerly what is not kept holds
+                # values, gathered in high precision, which are cut like any other.
                 cuts = cuts._replace(weight=None)
         return linear(x, w, b, plan, kept, scales, fused, into, cuts)
 
