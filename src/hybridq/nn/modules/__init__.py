@@ -11,6 +11,7 @@ from .grouped_module import GroupedModule
 from .layernorm_linear import LayerNormLinear, RMSNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
+from .norms import LayerNorm, RMSNorm
 from .patch_conv import (
     PatchConv,
     PatchConv1d,
@@ -35,6 +36,7 @@ __all__ = [
     "FusedSequential",
     "GroupedLinear",
     "GroupedModule",
+    "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
@@ -44,6 +46,7 @@ __all__ = [
     "PatchConv2d",
     "PatchConv3d",
     "QuantizedModule",
+    "RMSNorm",
     "RMSNormLinear",
     "RotaryPositionEmbedding",
     "TorchEncoder",

@@ -1,0 +1,187 @@
+"""LayerNorm and RMSNorm with Transformer Engine's arguments; they stay in high precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .linear_part import one_dtype
+
+__all__ = ["LayerNorm", "RMSNorm"]
+
+
+class _Norm(nn.Module):
+    """What both have: the weight, its sizes, and the dtype of the arithmetic."""
+
+    def __init__(
+        self,
+        normalized_shape: int | Iterable[int],
+        eps: float,
+        zero_centered_gamma: bool,
+        sequence_parallel: bool,
+        device: Any,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        owner = type(self).__name__
+        given = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+        self.normalized_shape = tuple(int(size) for size in given)
+        if not self.normalized_shape or min(self.normalized_shape) < 1:
+            raise ValueError(
+                f"{owner}: normalized_shape must be one or more positive sizes, got "
+                f"{normalized_shape}"
+            )
+        if not 0.0 <= eps < math.inf:
+            raise ValueError(f"{owner}: eps must be finite and at least 0, got {eps}")
+        self.eps, self.zero_centered_gamma = float(eps), bool(zero_centered_gamma)
+        self.sequence_parallel = bool(sequence_parallel)
+        self.weight = self._parameter(device, dtype)
+
+    def _parameter(self, device: Any, dtype: torch.dtype | None) -> nn.Parameter:
+        made = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
+        if self.sequence_parallel:  # as Megatron's optimizers ask
+            setattr(made, "sequence_parallel", True)  # noqa: B010
+        return made
+
+    def reset_parameters(self) -> None:
+        """Set the weights to their initial values: those of the identity."""
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+
+    def _operands(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x and the factors in the dtype of the arithmetic, which torch's norms share."""
+        own = self.normalized_shape
+        if x.shape[-len(own) :] != own:
+            raise RuntimeError(
+                f"{type(self).__name__}: the last dimensions of the input must be {own}, got shape "
+                f"{tuple(x.shape)}"
+            )
+        gamma: torch.Tensor = self.weight
+        if self.zero_centered_gamma:  # 1 + gamma in a short dtype would lose most of gamma
+            gamma = gamma.to(torch.promote_types(gamma.dtype, torch.float32)) + 1
+        dtype = torch.promote_types(x.dtype, gamma.dtype)
+        return x.to(dtype), gamma.to(dtype)
+
+    def extra_repr(self) -> str:
+        """Return the sizes and what differs from the defaults, for `repr`."""
+        own = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
+        return f"{self.normalized_shape}, eps={self.eps}{own}"
+
+
+class LayerNorm(_Norm):
+    """`y = (x - mean) / sqrt(var + eps) * weight + bias` of the last dimensions, by torch's norm.
+
+    No recipe quantizes it. In front of a linear module `LayerNormLinear` makes both in one step.
+
+    Args:
+        normalized_shape: the last dimensions of the input, or their number of features.
+        eps: added to the variance.
+        sequence_parallel: each rank has a part of the tokens: parameters are marked with
+            `sequence_parallel = True`, and their gradients are the trainer's to sum over ranks.
+        params_dtype: another name of `dtype`.
+        zero_centered_gamma: the factor is `1 + weight`, in FP32, and the weight begins as zeros.
+        device, dtype: of the parameters; None: torch's defaults.
+
+    Raises:
+        ValueError: a size is not positive, `eps` is negative or not finite, or `dtype` and
+            `params_dtype` differ.
+
+    Source: names and meanings of the arguments: Transformer Engine's LayerNorm.
+
+    Example:
+        >>> import torch, hybridq
+        >>> norm = hybridq.nn.LayerNorm(64, zero_centered_gamma=True)
+        >>> x = torch.randn(3, 64)
+        >>> torch.allclose(norm(x), torch.nn.functional.layer_norm(x, (64,)))
+        True
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Iterable[int],
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        own = one_dtype(type(self).__name__, dtype, params_dtype)
+        options = (zero_centered_gamma, sequence_parallel, device, own)
+        super().__init__(normalized_shape, eps, *options)
+        self.bias = self._parameter(device, own)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weights to their initial values: those of the identity."""
+        super().reset_parameters()
+        nn.init.zeros_(self.bias)
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        """Return the norm of `inp` `[..., *normalized_shape]`, in its dtype, rounded once.
+
+        Args:
+            inp: any floating dtype; parameters of a longer one make the arithmetic as long.
+
+        Raises:
+            RuntimeError: its last dimensions are others.
+        """
+        x, gamma = self._operands(inp)
+        beta = self.bias.to(gamma.dtype)
+        return F.layer_norm(x, self.normalized_shape, gamma, beta, self.eps).to(inp.dtype)
+
+
+class RMSNorm(_Norm):
+    """`y = x / sqrt(mean(x^2) + eps) * weight` of the last dimensions, by torch's norm.
+
+    No recipe quantizes it. In front of a linear module `RMSNormLinear` makes both in one step.
+
+    Args:
+        normalized_shape, sequence_parallel, params_dtype, device, dtype: as for `LayerNorm`.
+        eps: added to the mean of squares.
+        zero_centered_gamma: the factor is `1 + weight`, in FP32, and the weight begins as zeros.
+
+    Raises:
+        ValueError: as of `LayerNorm`.
+
+    Source: names and meanings of the arguments: Transformer Engine's RMSNorm.
+
+    Example:
+        >>> import torch, hybridq
+        >>> norm = hybridq.nn.RMSNorm(64, dtype=torch.bfloat16)
+        >>> norm(torch.randn(3, 64, dtype=torch.bfloat16)).dtype
+        torch.bfloat16
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Iterable[int],
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        own = one_dtype(type(self).__name__, dtype, params_dtype)
+        options = (zero_centered_gamma, sequence_parallel, device, own)
+        super().__init__(normalized_shape, eps, *options)
+        self.reset_parameters()
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        """Return the norm of `inp` `[..., *normalized_shape]`, in its dtype, rounded once.
+
+        Args:
+            inp: any floating dtype; parameters of a longer one make the arithmetic as long.
+
+        Raises:
+            RuntimeError: its last dimensions are others.
+        """
+        x, gamma = self._operands(inp)
+        return F.rms_norm(x, self.normalized_shape, gamma, self.eps).to(inp.dtype)
