@@ -68,6 +68,14 @@ class SlotPlan(NamedTuple):
         """
         return self.col.is_plain and self.col_source != "original"
 
+    @property
+    def can_encode_late(self) -> bool:
+        """Whether a backward may encode the columnwise plane of what the rowwise one holds.
+
+        What records or reduces an amax does so in the forward; a plain plane is not encoded.
+        """
+        return not (self.col.is_plain or self.is_delayed or self.amax_group)
+
 
 class Plan(NamedTuple):
     """All that a linear module must know of a recipe: nothing but strings, numbers and facts.

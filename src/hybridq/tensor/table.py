@@ -42,7 +42,8 @@ def handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 def is_quantized(value: Any) -> bool:
     """Return whether `value` is a QuantizedTensor."""
-    return isinstance(value, torch.Tensor) and hasattr(value, "tensor_storage")
+    # A method of the class: of a view inside a graph, dynamo knows no attribute of the object.
+    return isinstance(value, torch.Tensor) and hasattr(type(value), "quantizer_for_write")
 
 
 def check_tensor(value: object, where: str) -> None:

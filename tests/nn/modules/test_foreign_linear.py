@@ -11,6 +11,7 @@ from torch import nn
 import hybridq
 from hybridq.converters import Converter, table
 from hybridq.nn import ForeignLinear, Linear
+from hybridq.recipes import DelayedScaling
 from hybridq.recipes.factories import high_precision_factory
 from linear_model import Recorder, draw_like_a_module, equal, quantized_linear, run
 
@@ -163,11 +164,41 @@ def test_a_quantized_parameter_has_the_planes_of_its_transpose(recipe, frozen) -
     assert equal([layer.weight.dequantize().T], [twin.weight.dequantize()])
 
 
-def test_a_plane_made_of_the_other_cannot_be_transposed_and_says_so(caplog) -> None:
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("recipe", ["mxfp8_fwd_nvfp4_bwd", "nvfp4_fwd_mxfp8_bwd"])
+def test_a_plane_made_of_the_other_is_made_in_the_backward(recipe, compiles) -> None:
+    """Bit for bit as in a `Linear`, which holds both planes; after a step, too."""
+    layer, twin = make("columns", torch.bfloat16)
+    twin.__class__ = nn.Linear  # made outside: it is converted inside
+    with hybridq.quantized_model_init(recipe):
+        hybridq.convert(nn.Sequential(layer)), hybridq.convert(nn.Sequential(twin))
+    assert layer.weight.rowwise is None and twin.weight.columnwise is not None
+    assert layer.weight.nbytes < twin.weight.nbytes
+    x, dy = torch.randn(16, 48).bfloat16(), torch.randn(16, 80).bfloat16()
+    called = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiles else layer
+    for _ in range(2):
+        found = []
+        for one in (called, twin):
+            given = x.clone().requires_grad_()
+            torch.manual_seed(7)
+            with hybridq.autocast(recipe=recipe):
+                y = one(given)
+                y.backward(dy)
+            found.append((y.detach(), given.grad))
+        assert equal(*found)
+        assert equal([layer.weight.grad.T], [twin.weight.grad])
+        for one in (layer, twin):
+            hybridq.optim.AdamW(one.parameters(), lr=0.1).step()
+            one.zero_grad()
+        assert equal([layer.weight.dequantize().T], [twin.weight.dequantize()])
+
+
+def test_a_plane_that_a_history_scales_cannot_be_made_late_and_says_so(caplog) -> None:
+    recipe = DelayedScaling(columnwise_source="rowwise_dequantized")
     layer, _ = make("columns")
     with (
         caplog.at_level(logging.WARNING, "hybridq"),
-        hybridq.quantized_model_init("mxfp8_fwd_nvfp4_bwd"),
+        hybridq.quantized_model_init(recipe),
     ):
         hybridq.convert(nn.ModuleDict({"fc": layer}))
     assert type(layer.weight.data) is torch.Tensor

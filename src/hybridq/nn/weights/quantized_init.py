@@ -146,7 +146,9 @@ def _slot_quantizer(slot: SlotPlan, is_frozen: bool, is_transposed: bool) -> Qua
         return None
     row, col = PlaneSpec.parse(slot.row.spec), PlaneSpec.parse(slot.col.spec)
     derives = row == col and row.is_derivable and slot.col_source == "original"
-    is_one = derives or slot.saves_row or is_frozen
+    # The transpose of a pair has no source of its own: the backward makes the second plane.
+    makes_late = is_transposed and slot.col_source != "original" and slot.can_encode_late
+    is_one = derives or slot.saves_row or is_frozen or makes_late
     # A plane that there is not is made of nothing, so that the transposed quantizer exists.
     source = "original" if is_one and is_transposed else slot.col_source
     made = Quantizer(row, col, source, amax_group=slot.amax_group or None)
@@ -197,8 +199,8 @@ def _reason_against(weight: nn.Parameter, quantizer: Quantizer, is_transposed: b
     own = quantizer.mirrored() if is_transposed else quantizer
     if own is None:
         return (
-            "it is [in, out], and its recipe makes one plane of the other, which no transposed "
-            "tensor can"
+            "it is [in, out], and its recipe makes one plane of the other by a history or the "
+            "amax of a process group, which a backward cannot"
         )
     return None if weight.dim() == 2 or weight.shape[0] else "it has no matrix"
 

@@ -263,13 +263,8 @@ def _versions(storage: TensorStorage) -> tuple[int, ...]:
 
 
 def _lacks_columns(storage: TensorStorage, slot: SlotPlan) -> bool:
-    """Return whether a storage has the rowwise plane alone, and the columnwise one is encoded late.
-
-    What records or reduces an amax does so in the forward, and a plain plane has nothing to encode.
-    """
-    if storage.columnwise is not None or storage.comes_and_goes or slot.saves_row:
-        return False
-    if slot.col.is_plain or slot.is_delayed or slot.amax_group:
+    """Return whether a storage has the rowwise plane alone, and the other is encoded late."""
+    if storage.columnwise is not None or storage.comes_and_goes or not slot.can_encode_late:
         return False
     derived = storage.spec(COLUMNWISE)
     return derived is None or derived != PlaneSpec.parse(slot.col.spec)
