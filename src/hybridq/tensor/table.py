@@ -43,7 +43,7 @@ def handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
 def is_quantized(value: Any) -> bool:
     """Return whether `value` is a QuantizedTensor."""
     # A method of the class: of a view inside a graph, dynamo knows no attribute of the object.
-    return isinstance(value, torch.Tensor) and hasattr(type(value), "quantizer_for_write")
+    return isinstance(value, torch.Tensor) and hasattr(type(value), "update_usage")
 
 
 def check_tensor(value: object, where: str) -> None:
