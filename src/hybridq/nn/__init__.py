@@ -12,6 +12,7 @@ from typing import Any, Final
 from .autograd import checkpoint, get_cpu_offload_context, offload
 from .delayed_scaling import state_dict_with_history, update_scaling
 from .modules import (
+    DotProductAttention,
     Embedding,
     ForeignLinear,
     FusedSequential,
@@ -41,6 +42,7 @@ from .weights import dequantized_state_dict, fp8_model_init, quantized_model_ini
 
 __all__ = [
     "Conversion",
+    "DotProductAttention",
     "Embedding",
     "ForeignLinear",
     "FusedSequential",

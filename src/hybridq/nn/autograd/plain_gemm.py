@@ -117,6 +117,7 @@ def plain_attention(
     dropout: float = 0.0,
     is_causal: bool = False,
     enable_gqa: bool = False,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Return `torch.nn.functional.scaled_dot_product_attention`, by products that are fast.
 
@@ -126,17 +127,18 @@ def plain_attention(
         dropout: probability.
         is_causal: hide what comes later.
         enable_gqa: the heads of keys and values serve several of the queries.
+        scale: multiplied with the scores; None: `1 / sqrt(features)`.
 
     Returns:
         The queries' shape, with the values' features, in their dtype or torch.autocast's.
     """
     if not _is_slow(query, key, value):
         return F.scaled_dot_product_attention(
-            query, key, value, mask, dropout, is_causal, enable_gqa=enable_gqa
+            query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     dtype = _compute_dtype(query)
     wide = mask if mask is None or not mask.is_floating_point() else mask.to(torch.float32)
-    options = (dropout, is_causal, enable_gqa)
+    options = (dropout, is_causal, enable_gqa, scale)
     with without_autocast("cpu"):
         q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
         # What is computed again must be what was computed: no dropout, and a mask that is given.
@@ -155,9 +157,12 @@ def _wide_attention(
     dropout: float,
     is_causal: bool,
     enable_gqa: bool,
+    scale: float | None,
 ) -> torch.Tensor:
     q, k, v = (one.to(torch.float32) for one in (query, key, value))
-    y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, enable_gqa=enable_gqa)
+    y = F.scaled_dot_product_attention(
+        q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
     return y.to(query.dtype)
 
 
@@ -194,4 +199,4 @@ class _Attention(StatedFunction):
         wanted = [one for one, need in zip(inputs, needs, strict=True) if need]
         found = iter(torch.autograd.grad(y, wanted, dy, create_graph=again))
         grads = [next(found) if need else None for need in needs]
-        return (*grads, None, None, None, None)
+        return (*grads, None, None, None, None, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .attention import MultiheadAttention
+from .dot_product_attention import DotProductAttention
 from .embedding import Embedding
 from .foreign_linear import ForeignLinear
 from .fused_sequential import FusedSequential
@@ -31,6 +32,7 @@ from .weight_owner import WeightOwner
 
 __all__ = [
     "ENCODERS",
+    "DotProductAttention",
     "Embedding",
     "ForeignLinear",
     "FusedSequential",

@@ -8,7 +8,7 @@ import torch
 
 from ...errors import must_be_one_of
 
-__all__ = ["MASKS", "check_mask_type", "visible"]
+__all__ = ["MASKS", "Lengths", "check_mask_type", "diagonal", "visible"]
 
 
 class _Kind(NamedTuple):
@@ -56,6 +56,35 @@ def check_mask_type(kind: str, window: tuple[int, int] | None) -> None:
         )
 
 
+class Lengths(NamedTuple):
+    """How much of each sequence of a padded batch is there.
+
+    Attributes:
+        queries, keys: int `[batch]`; what lies behind them is padding.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+
+
+def diagonal(
+    kind: str, queries: int, keys: int, lengths: Lengths | None, at_end: bool | None = None
+) -> int | torch.Tensor:
+    """Return the position of the first query among the keys; int `[batch, 1, 1, 1]` of lengths.
+
+    Args:
+        kind: a key of `MASKS`.
+        queries, keys: how many there are.
+        lengths: of each sequence, or None.
+        at_end: the last query stands at the last key; None: as the kind says.
+    """
+    if not (MASKS[kind].is_at_end if at_end is None else at_end):
+        return 0
+    if lengths is None:
+        return keys - queries
+    return (lengths.keys - lengths.queries).view(-1, 1, 1, 1)
+
+
 def visible(
     kind: str,
     window: tuple[int, int] | None,
@@ -63,6 +92,8 @@ def visible(
     queries: int,
     keys: int,
     device: torch.device,
+    lengths: Lengths | None = None,
+    at_end: bool | None = None,
 ) -> tuple[torch.Tensor | None, bool]:
     """Return the mask of SDPA, True where a key is seen, and whether it is plainly causal.
 
@@ -72,29 +103,37 @@ def visible(
         given: bool, True where a key is hidden, broadcastable to `[batch, heads, queries, keys]`.
         queries, keys: how many there are.
         device: of the mask.
+        lengths: of each sequence, behind which keys are hidden: then a mask need not be given.
+        at_end: the last query stands at the last key; None: as the kind says.
 
     Raises:
         ValueError: a mask that the type does not take, none where it needs one, or no bool.
 
     Source: names and alignment: Transformer Engine's mask types.
     """
-    is_causal, needs_mask, is_at_end = MASKS[kind]
-    if needs_mask is (given is None):
+    is_causal, needs_mask, _ = MASKS[kind]
+    is_known = lengths is not None and kind != "arbitrary"
+    if needs_mask is (given is None) and not (needs_mask and is_known):
         raise ValueError(
             f"attention: mask type {kind!r} {'needs an' if needs_mask else 'takes no'} "
             f"attention_mask, got {'none' if given is None else tuple(given.shape)}"
         )
     left, right = window or (-1, -1)
-    begin = keys - queries if is_at_end else 0
-    if is_causal and left < 0 and given is None and begin == 0:
+    begin = diagonal(kind, queries, keys, lengths, at_end)
+    is_whole = given is None and lengths is None
+    if is_causal and left < 0 and is_whole and begin == 0:
         return None, True
     seen = None
+    key = torch.arange(keys, dtype=torch.int64, device=device)
     if is_causal or left >= 0 or right >= 0:
-        query = torch.arange(queries, dtype=torch.int64, device=device) + begin
-        ahead = torch.arange(keys, dtype=torch.int64, device=device)[None, :] - query[:, None]
+        query = torch.arange(queries, dtype=torch.int64, device=device)[:, None] + begin
+        ahead = key - query
         seen = ahead >= -left if left >= 0 else torch.ones_like(ahead, dtype=torch.bool)
         if is_causal or right >= 0:
             seen = seen & (ahead <= (0 if is_causal else right))
+    if lengths is not None:
+        there = key < lengths.keys.view(-1, 1, 1, 1)
+        seen = there if seen is None else seen & there
     if given is None:
         return seen, False
     if given.dtype != torch.bool:

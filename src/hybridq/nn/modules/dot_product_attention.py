@@ -1,0 +1,317 @@
+"""DotProductAttention: torch's SDPA with masks, windows, biases and packed sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from ...errors import must_be_one_of
+from ..autograd import checkpoint, plain_attention
+from .attention_bias import SOFTMAXES, added_bias, with_offset
+from .attention_masks import Lengths, check_mask_type, diagonal, visible
+from .packed_sequences import lengths_of, packing
+from .parallel_options import ParallelOptions
+
+__all__ = ["AttentionCall", "DotProductAttention"]
+
+#: Layouts of queries, keys and values: s length, b batch, h heads, d features, t tokens of all.
+FORMATS: Final = ("sbhd", "bshd", "thd")
+_ORDERS: Final = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
+_BACK: Final = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
+
+Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class AttentionCall(NamedTuple):
+    """What one call of attention is told beside queries, keys and values.
+
+    Attributes:
+        mask_type, window, mask: as `visible` takes them.
+        lengths: of each sequence of a padded batch, or None.
+        at_end: the last query stands at the last key; None: as the mask type says.
+        bias_type, bias, slopes: as `added_bias` takes them.
+    """
+
+    mask_type: str
+    window: tuple[int, int] | None = None
+    mask: torch.Tensor | None = None
+    lengths: Lengths | None = None
+    at_end: bool | None = None
+    bias_type: str = "no_bias"
+    bias: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
+
+
+class DotProductAttention(nn.Module):
+    """`softmax(q @ k.T * scale + bias) @ v`, by `torch.nn.functional.scaled_dot_product_attention`.
+
+    Args:
+        num_attention_heads: heads of queries.
+        kv_channels: features of a head; or a pair, of keys and of values.
+        num_gqa_groups: heads of keys and values, each of which serves as many heads of queries;
+            None: as many as those.
+        attention_dropout: probability, in training.
+        qkv_format: `"sbhd"`: `[length, batch, heads, features]`; `"bshd"`: batch first; `"thd"`:
+            `[tokens, heads, features]`, sequences one behind the other.
+        attn_mask_type: as `MultiheadAttention` takes it.
+        window_size: `(left, right)`, how many keys before and after its own a query sees; -1: all.
+        sequence_parallel: dropout draws from torch's generator, not from the tracker's.
+        tp_size: number of ranks that have the heads; tensors have this rank's.
+        get_rng_state_tracker: returns what has `fork()`, a context in which dropout is drawn.
+        tp_group: of those ranks, in the place of `tp_size`.
+        layer_number: which cache of `inference_params` is the module's.
+        attention_type: `"self"` or `"cross"`, for readers.
+        softmax_scale: multiplied with the scores; None: `1 / sqrt(features of a head)`.
+        softmax_type: `"vanilla"`; `"off-by-one"`: one is added to the denominator;
+            `"learnable"`: `exp(softmax_offset)` is, of the parameter `[heads]`.
+        device: of that parameter.
+
+    Raises:
+        ValueError: sizes do not divide, or an option is unknown.
+
+    Source: names and meanings of the arguments: Transformer Engine's DotProductAttention; the
+        formula: Vaswani et al. (arXiv:1706.03762); of `softmax_type`: Miller, "Attention is off by
+        one", and gpt-oss.
+
+    Example:
+        >>> import torch, hybridq
+        >>> attention = hybridq.nn.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="thd")
+        >>> q, k, v = (torch.randn(7, heads, 16) for heads in (4, 2, 2))
+        >>> starts = torch.tensor([0, 3, 7], dtype=torch.int32)
+        >>> y = attention(q, k, v, cu_seqlens_q=starts, cu_seqlens_kv=starts)
+        >>> y.shape
+        torch.Size([7, 64])
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        *,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        own = "attention"
+        if qkv_format not in FORMATS:
+            raise ValueError(f"{own}: qkv_format {must_be_one_of(FORMATS, qkv_format)}")
+        if attention_type not in ("self", "cross"):
+            raise ValueError(f"{own}: the type must be self or cross, got {attention_type!r}")
+        if not 0.0 <= attention_dropout < 1.0:
+            raise ValueError(f"{own}: dropout must be in [0, 1), got {attention_dropout}")
+        if softmax_type not in SOFTMAXES:
+            raise ValueError(f"{own}: softmax_type {must_be_one_of(SOFTMAXES, softmax_type)}")
+        check_mask_type(attn_mask_type, window_size)
+        ranks = ParallelOptions(tp_group, tp_size)
+        heads, groups = num_attention_heads, num_gqa_groups or num_attention_heads
+        if heads < 1 or groups < 1 or heads % groups:
+            raise ValueError(
+                f"{own}: num_attention_heads must be a multiple of num_gqa_groups, got "
+                f"{heads} and {groups}"
+            )
+        self.num_attention_heads = ranks.share(own, "num_attention_heads", heads)
+        self.num_gqa_groups = ranks.share(own, "num_gqa_groups", groups)
+        self.kv_channels, self.qkv_format = kv_channels, qkv_format
+        self.attention_dropout = float(attention_dropout)
+        self.attn_mask_type, self.window_size = attn_mask_type, window_size
+        self.layer_number, self.attention_type = layer_number, attention_type
+        self.softmax_scale, self.softmax_type = softmax_scale, softmax_type
+        self._tracker = None if sequence_parallel else get_rng_state_tracker
+        self.softmax_offset: nn.Parameter | None = None
+        if softmax_type == "learnable":
+            zeros = torch.zeros(self.num_attention_heads, dtype=torch.float32, device=device)
+            self.softmax_offset = nn.Parameter(zeros)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Mask | None = None,
+        *,
+        qkv_format: str | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the mixed values, the heads' features one behind the other.
+
+        Args:
+            query: `[length, batch, heads, features]`, or as `qkv_format` says.
+            key, value: the same, with their own length and `num_gqa_groups` heads.
+            attention_mask: bool, True where a key is hidden, for the mask types that take one:
+                broadcastable to `[batch, heads, queries, keys]`; of padding `[batch, 1, 1, keys]`,
+                or a pair of which the second is that.
+            qkv_format: for this call; None: the constructor's.
+            cu_seqlens_q, cu_seqlens_kv: int `[batch + 1]`, cumulative lengths of the sequences,
+                zero first; for `"thd"`. Given with the other layouts they say where the padding of
+                each sequence begins, in the place of a mask.
+            cu_seqlens_q_padded, cu_seqlens_kv_padded: the same of the sequences' places, for
+                `"thd"` with rows between them; the results there are zero.
+            max_seqlen_q, max_seqlen_kv: at least the longest sequence, for `"thd"`; None: it is
+                read from the lengths, for which a GPU is awaited. On a GPU a longer sequence gives
+                NaN for what did not fit.
+            attn_mask_type, window_size: for this call; None: the constructor's.
+            bottom_right_diagonal: whether the diagonal of causal types, windows and ALiBi ends at
+                the last query and key; None: it does for `no_mask`, `padding`, `arbitrary` and the
+                types with `bottom_right`.
+            checkpoint_core_attention: attention is computed again in the backward, not saved.
+            core_attention_bias_type: `"no_bias"`, `"pre_scale_bias"`, `"post_scale_bias"` (added
+                before or after the scores are scaled) or `"alibi"`.
+            core_attention_bias: `[1 or batch, 1 or heads, queries, keys]`, floating; has a
+                gradient.
+            alibi_slopes: FP32 `[heads]` or `[batch, heads]`; None: those of the paper.
+
+        Returns:
+            `[length, batch, heads * features]`; batch first for `"bshd"`; `[tokens, heads *
+            features]` for `"thd"`. In the inputs' dtype.
+
+        Raises:
+            ValueError: shapes, lengths or masks that do not fit the layout or the mask type.
+        """
+        layout = self.qkv_format if qkv_format is None else qkv_format
+        if layout not in FORMATS:
+            raise ValueError(f"attention: qkv_format {must_be_one_of(FORMATS, layout)}")
+        self._check(query, key, value, layout)
+        if isinstance(attention_mask, tuple):
+            attention_mask = attention_mask[1]
+        kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        window = self.window_size if window_size is None else window_size
+        check_mask_type(kind, window)
+        bias = (core_attention_bias_type, core_attention_bias, alibi_slopes)
+        call = AttentionCall(kind, window, attention_mask, None, bottom_right_diagonal, *bias)
+        attend = self._again if checkpoint_core_attention else self.attend
+        if layout != "thd":
+            order = _ORDERS[layout]
+            q, k, v = (one.permute(order) for one in (query, key, value))
+            starts = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
+            if starts is not None:
+                of_keys = lengths_of(starts, "cu_seqlens_kv")
+                of_queries = of_keys
+                if cu_seqlens_q is not None:
+                    of_queries = lengths_of(cu_seqlens_q, "cu_seqlens_q")
+                call = call._replace(lengths=Lengths(of_queries, of_keys))
+            return attend(q, k, v, call).permute(_BACK[layout]).flatten(2)
+        if cu_seqlens_q is None or cu_seqlens_kv is None:
+            raise ValueError("attention: 'thd' needs cu_seqlens_q and cu_seqlens_kv, got None")
+        given = (cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q, "cu_seqlens_q")
+        queries = packing(query.shape[0], *given)
+        given = (cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv, "cu_seqlens_kv")
+        keys = packing(key.shape[0], *given)
+        call = call._replace(lengths=Lengths(queries.lengths, keys.lengths))
+        q, k, v = (
+            lies.pad(one).transpose(1, 2)
+            for lies, one in ((queries, query), (keys, key), (keys, value))
+        )
+        return queries.unpad(attend(q, k, v, call).transpose(1, 2)).flatten(1)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
+    ) -> torch.Tensor:
+        """Return the mixed values `[batch, heads, queries, features]`.
+
+        Args:
+            query: `[batch, heads, queries, features]`.
+            key, value: `[batch, groups, keys, features]`.
+            call: what else the call is told; padded queries give zeros, where lengths are told.
+
+        Raises:
+            ValueError: masks or biases do not fit.
+        """
+        scale = self.softmax_scale
+        scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+        mask, is_causal = self._mask(query, key, call, scale)
+        if mask is not None and self.softmax_type != SOFTMAXES[0]:
+            key, value, mask = with_offset(key, value, mask, self.softmax_offset)
+        dropout = self.attention_dropout if self.training else 0.0
+        grouped = query.shape[1] != key.shape[1]
+        forked = nullcontext() if self._tracker is None or not dropout else self._tracker().fork()
+        with forked:
+            y = plain_attention(query, key, value, mask, dropout, is_causal, grouped, scale)
+        if call.lengths is None:
+            return y
+        position = torch.arange(query.shape[2], dtype=torch.int64, device=query.device)
+        there = position[:, None] < call.lengths.queries.view(-1, 1, 1, 1)
+        return torch.where(there, y, 0.0)
+
+    def _again(self, *given: Any) -> torch.Tensor:
+        made: torch.Tensor = checkpoint(self.attend, *given)
+        return made
+
+    def _mask(
+        self, query: torch.Tensor, key: torch.Tensor, call: AttentionCall, scale: float
+    ) -> tuple[torch.Tensor | None, bool]:
+        """Return the mask of SDPA, bool or FP32 to be added, and whether it is plainly causal."""
+        sizes, device = (query.shape[2], key.shape[2]), query.device
+        own = (call.mask_type, call.window, call.mask, *sizes, device, call.lengths, call.at_end)
+        seen, is_causal = visible(*own)
+        begin = diagonal(call.mask_type, *sizes, call.lengths, call.at_end)
+        shape = (query.shape[1], *sizes)
+        bias = added_bias(call.bias_type, call.bias, call.slopes, shape, begin, scale, device)
+        if bias is None and self.softmax_type == SOFTMAXES[0]:
+            return seen, is_causal
+        if bias is None:
+            bias = torch.zeros(1, 1, *sizes, dtype=torch.float32, device=device)
+        if is_causal:
+            seen = torch.ones(sizes, dtype=torch.bool, device=device).tril()
+        bias = bias.to(torch.float32)
+        return bias if seen is None else torch.where(seen, bias, -torch.inf), False
+
+    def _check(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: str
+    ) -> None:
+        """Raise unless queries, keys and values have the heads and dimensions of the layout."""
+        for what, one, heads in (
+            ("query", query, self.num_attention_heads),
+            ("key", key, self.num_gqa_groups),
+            ("value", value, self.num_gqa_groups),
+        ):
+            if one.dim() != len(layout) or one.shape[-2] != heads:
+                raise ValueError(
+                    f"attention: {what} must be {' '.join(layout)} with {heads} heads, got shape "
+                    f"{tuple(one.shape)}"
+                )
+        if key.shape[:-1] != value.shape[:-1] or query.shape[-1] != key.shape[-1]:
+            raise ValueError(
+                "attention: queries and keys must have the same features, keys and values the same "
+                f"places, got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+            )
+
+    def extra_repr(self) -> str:
+        """Return the sizes and what the masks are, for `repr`."""
+        return (
+            f"num_attention_heads={self.num_attention_heads}, "
+            f"num_gqa_groups={self.num_gqa_groups}, kv_channels={self.kv_channels}, "
+            f"attn_mask_type={self.attn_mask_type}, qkv_format={self.qkv_format}"
+        )

@@ -1,0 +1,131 @@
+"""Sequences packed one behind the other, and the same as a padded batch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Packing", "lengths_of", "packing"]
+
+
+def lengths_of(cu_seqlens: torch.Tensor, what: str) -> torch.Tensor:
+    """Return the lengths of sequences, int `[batch]`, of where they begin.
+
+    Args:
+        cu_seqlens: int `[batch + 1]`, cumulative lengths, zero first.
+        what: the argument's name, for errors.
+
+    Raises:
+        ValueError: it has another dtype or shape, or (on a CPU) does not rise from zero.
+    """
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
+        raise ValueError(
+            f"attention: {what} must be int32 or int64 [batch + 1], got {cu_seqlens.dtype} "
+            f"{tuple(cu_seqlens.shape)}"
+        )
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    if cu_seqlens.is_cpu and not torch.compiler.is_compiling():  # a GPU's would have to be awaited
+        values = cu_seqlens.tolist()
+        if len(values) < 2 or values[0] != 0 or values != sorted(values):
+            raise ValueError(f"attention: {what} must begin at 0 and never fall, got {values}")
+    return lengths
+
+
+class Packing(NamedTuple):
+    """How `[tokens, heads, features]` lies in `[batch, longest, heads, features]`.
+
+    Attributes:
+        lengths: int `[batch]`, of each sequence.
+        longest: size of the padded batch's second dimension.
+        rows: int64 `[tokens]`: each token's row of the flattened batch; `batch * longest` of those
+            between sequences.
+        is_lost: bool `[tokens]`: those of a sequence that is longer than `longest`.
+    """
+
+    lengths: torch.Tensor
+    longest: int
+    rows: torch.Tensor
+    is_lost: torch.Tensor
+
+    def pad(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return `[batch, longest, heads, features]`, padded with zeros.
+
+        Args:
+            tokens: `[tokens, heads, features]`.
+        """
+        batch = self.lengths.shape[0]
+        rows = tokens.new_zeros(batch * self.longest + 1, *tokens.shape[1:])
+        made = rows.index_copy(0, self.rows, tokens)[:-1]
+        return made.view(batch, self.longest, *tokens.shape[1:])
+
+    def unpad(self, batch: torch.Tensor) -> torch.Tensor:
+        """Return `[tokens, heads, features]`: zeros between sequences, NaN of what did not fit.
+
+        Args:
+            batch: `[batch, longest, heads, features]`.
+        """
+        flat = batch.flatten(0, 1)
+        last = flat.shape[0]
+        made = flat.index_select(0, self.rows.clamp(max=max(last - 1, 0)))
+        rest = (slice(None), *[None] * (flat.dim() - 1))
+        made = torch.where((self.rows == last)[rest], 0.0, made)
+        return torch.where(self.is_lost[rest], torch.nan, made)
+
+    def positions(self) -> torch.Tensor:
+        """Return each token's position in its sequence, int64 `[tokens]`; of others zero."""
+        return torch.where(self.rows == self.lengths.shape[0] * self.longest, 0, self.rows) % max(
+            self.longest, 1
+        )
+
+
+def packing(
+    tokens: int,
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_padded: torch.Tensor | None,
+    longest: int | None,
+    what: str,
+) -> Packing:
+    """Return how packed sequences lie in a padded batch.
+
+    Args:
+        tokens: how many rows there are.
+        cu_seqlens: int `[batch + 1]`, cumulative lengths of the sequences.
+        cu_seqlens_padded: the same of their places, where some rows lie between them; None: there
+            are none.
+        longest: of the sequences, or more; None: it is read, which waits for a GPU.
+        what: name of the first argument, for errors.
+
+    Raises:
+        ValueError: there are more tokens in the sequences than rows, or (on a CPU) a sequence is
+            longer than `longest`.
+    """
+    lengths = lengths_of(cu_seqlens, what)
+    begins = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+    if cu_seqlens_padded is not None:
+        lengths_of(cu_seqlens_padded, f"{what}_padded")
+        if cu_seqlens_padded.shape != cu_seqlens.shape:
+            raise ValueError(
+                f"attention: {what}_padded must have as many entries as {what}, got "
+                f"{cu_seqlens_padded.shape[0]} and {cu_seqlens.shape[0]}"
+            )
+    if longest is None:
+        longest = int(lengths.max())
+    elif cu_seqlens.is_cpu and not torch.compiler.is_compiling() and int(lengths.max()) > longest:
+        raise ValueError(
+            f"attention: max_seqlen must be at least the longest sequence, {int(lengths.max())}, "
+            f"got {longest}"
+        )
+    if cu_seqlens.is_cpu and not torch.compiler.is_compiling() and int(begins[-1]) > tokens:
+        raise ValueError(
+            f"attention: {what} must end at or before the last row, {tokens}, got {int(begins[-1])}"
+        )
+    batch = lengths.shape[0]
+    row = torch.arange(tokens, dtype=torch.int64, device=begins.device)
+    sequence = torch.searchsorted(begins[1:].to(torch.int64), row, right=True)
+    own = sequence.clamp(max=batch - 1)
+    position = row - begins.to(torch.int64)[own]
+    is_token = (sequence < batch) & (position < lengths[own])
+    is_there = is_token & (position < longest)
+    rows = torch.where(is_there, own * longest + position, batch * longest)
+    return Packing(lengths, longest, rows, is_token & ~is_there)
