@@ -20,6 +20,7 @@ __all__ = [
     "TorchDispatchMode",
     "after_autograd",
     "any_requires_grad",
+    "assert_async",
     "below_autograd",
     "check_pipeline_stage",
     "copy_each",
@@ -96,6 +97,8 @@ is_profiling: Final = _taken("torch.autograd._profiler_enabled", "see a profiler
 _taken("torch.autograd.forward_ad._current_level", "see forward-mode differentiation")
 #: A module, whose `_current_level` is -1 outside of forward-mode differentiation.
 forward_ad: Final = _taken("torch.autograd.forward_ad", "see forward-mode differentiation")
+#: Stops a device where a value is false, without waiting for it.
+assert_async: Final = _taken("torch._assert_async", "check values on a device")
 is_wrapper_subclass: Final = _taken(
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass", "look into subclasses"
 )

@@ -21,8 +21,16 @@ def test_two_ranks(tmp_path) -> None:
         "uneven",
         "averages",
         "reused",
+        "capacity",
+        "overlapped",
+        "asynchronous",
         program=PROGRAM,
     )
+
+
+@pytest.mark.more
+def test_one_graph_with_a_capacity(tmp_path) -> None:
+    run(2, tmp_path / "store", "graphs", program=PROGRAM)
 
 
 def test_faults_and_training(tmp_path) -> None:
@@ -52,6 +60,9 @@ def test_layouts_and_four_ranks(tmp_path) -> None:
         "uneven",
         "averages",
         "reused",
+        "capacity",
+        "overlapped",
+        "asynchronous",
         program=PROGRAM,
     )
 

@@ -93,7 +93,7 @@ def test_flat_optimizer() -> None:
 
 @pytest.mark.more
 @needs_gloo
-@pytest.mark.parametrize("name", ["torchtitan_like", "flat_optimizer"])
+@pytest.mark.parametrize("name", ["torchtitan_like", "flat_optimizer", "two_batch_overlap"])
 def test_scripts_on_two_ranks(name: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
@@ -104,6 +104,13 @@ def test_scripts_on_two_ranks(name: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert all(f"rank {rank}: loss" in done.stdout for rank in range(2))
+
+
+@needs_gloo
+def test_two_batch_overlap() -> None:
+    main = script("two_batch_overlap").main
+    first, last = main(1), main(8)
+    assert last < first and not dist.is_initialized()
 
 
 @needs_gloo

@@ -8,6 +8,7 @@ of what the ranks' own models find.
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 import hybridq
-from hybridq.moe import Experts, parallelize_experts
+from hybridq.moe import Experts, overlap_shared_experts, parallelize_experts
 from models.families import FAMILIES
 
 transformers.logging.set_verbosity_error()
@@ -52,6 +53,10 @@ def families(names: str) -> None:
             continue
         single: Any = family.build()
         shared: Any = parallelize_experts(family.build())
+        with suppress(ValueError):  # it has none
+            overlapped = overlap_shared_experts(shared)
+            if family.name == "DeepSeek-V3":
+                assert overlapped and all("shared_experts" in one for one in overlapped)
         count = sum(isinstance(one, Experts) for one in shared.modules())
         batch = family.batch(single, seed=10 + dist.get_rank())
         a, b = single(**batch), shared(**batch)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .exchange import TokenExchange
 from .gradients import clip_grad_norm_, parameter_groups
+from .overlap import overlap_shared_experts
 from .parallelize import parallelize_experts
 from .plans import RoutePlan, route_plan
 from .transport import combine, dispatch
@@ -17,6 +18,7 @@ __all__ = [
     "clip_grad_norm_",
     "combine",
     "dispatch",
+    "overlap_shared_experts",
     "parallelize_experts",
     "parameter_groups",
     "route_plan",

@@ -10,16 +10,17 @@ from typing import Any, cast
 import torch
 
 from .. import settings
-from .._torch_private import process_group
+from .._torch_private import assert_async, process_group
 from ..distributed.agreement import Fingerprint, compare
 from ..distributed.agreement.fingerprint import plan_digest
 from ..moe.exchange import Compute
 from ..nn.autograd import TokenRows, take_rows
-from ..quantizers import Quantizer
 from ..recipes import QuantizerRole, Recipe, autocast
 from ..recipes.boundary import boundary_quantizer
-from .plans import planned
-from .transport import combine, sent_rows
+from ..recipes.recipe import recipe_by_key
+from ..tensor.in_graph import runs_at_once
+from .plans import check_capacity, planned
+from .transport import arrived_rows, incoming, outgoing, row_text, send_rows
 
 __all__ = ["BY_RECIPE", "ROLES", "TokenExchange"]
 
@@ -28,6 +29,8 @@ BY_RECIPE = "recipe"
 #: `tensor_type` of what travels to the experts and back, and of the gradients, which go the other
 #: way.
 ROLES = (("dispatch", "grad_dispatch"), ("combine", "grad_combine"))
+#: Spec strings of values and of their gradients, to the experts and back; empty: as they are.
+Formats = tuple[tuple[str, str], tuple[str, str]]
 _RULE = "every rank must run the same experts under the same recipe, on tokens of one kind"
 
 
@@ -43,6 +46,7 @@ class TokenExchange:
             back: spec strings, `"recipe"`, or empty for values as they are.
         own_recipe: that experts compute under; None: the one in force.
         factor: what gradients of the experts' parameters are multiplied with.
+        capacity: rows that each rank sends to each; None: as many as it has.
     """
 
     name: str
@@ -52,6 +56,7 @@ class TokenExchange:
     combine: tuple[str, str] = ("", "")
     own_recipe: Any = None
     factor: float = 1.0
+    capacity: int | None = None
 
     @property
     def first(self) -> int:
@@ -84,7 +89,6 @@ class TokenExchange:
         """
         return tensor.narrow(0, self.first, self.sizes[self.rank])
 
-    @torch.compiler.disable
     def run(
         self,
         module: Any,
@@ -95,6 +99,8 @@ class TokenExchange:
     ) -> torch.Tensor:
         """Return what the experts of all ranks make of this rank's rows, `[rows, out]`.
 
+        Without a capacity sizes are not known before, and a graph breaks here.
+
         Args:
             module: the experts.
             recipe: of this forward.
@@ -103,28 +109,60 @@ class TokenExchange:
             compute: what this rank's experts make of rows that arrived.
 
         Raises:
-            RuntimeError: on every rank: ranks differ in the module, the recipe or the tokens.
+            RuntimeError: on every rank: ranks differ in the module, the recipe or the tokens, or
+                one of them has more rows for a rank than the capacity.
         """
         formats = self._formats(module, recipe)
+        run = self._run if self.capacity is not None else self._run_at_once
+        return run(module, recipe, formats, x, offsets, compute)
+
+    @torch.compiler.disable
+    def _run_at_once(self, *given: Any) -> torch.Tensor:
+        return self._run(*given)
+
+    def _run(
+        self,
+        module: Any,
+        recipe: Recipe | None,
+        formats: Formats,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        compute: Compute,
+    ) -> torch.Tensor:
         given = (recipe, x.dtype, x.shape[1], x.requires_grad, torch.is_grad_enabled(), formats)
         note = self._note(module, given)
-        plan, notes = planned(self.name, self.rank, self.sizes, offsets, x.shape[0], note)
-        if any(one != note for one in notes):
-            told = Fingerprint(tuple(_lines(module, given)))
-            compare(told, process_group(self.name), f"experts {module.name}".rstrip(), _RULE)
-        own = x.narrow(0, 0, plan.num_sent)
-        arrived, made = sent_rows("dispatch", own, plan, formats[0])
+        counts = (offsets, x.shape[0], note, self.capacity)
+        plan, told = planned(self.name, self.rank, self.sizes, *counts)
+        where = f"experts {module.name}".rstrip()
+        self._check_notes(module, given, note, told.notes, where)
+        check_capacity(where, told.most, self.capacity)
+        meanwhile = module.meanwhile
+        is_apart = meanwhile is not None
+        sent = send_rows(outgoing(x, plan), plan, formats[0], is_apart=is_apart)
+        if meanwhile is not None:
+            meanwhile()
+        arrived, made = arrived_rows(sent)
         order = plan.arrived
         y = compute(arrived, order.offsets, order.rows._replace(made=made))
         back = take_rows(y, TokenRows(order.inverse.flatten(), order.order[:, None]))
-        return combine(back, plan, *formats[1])
+        return incoming(send_rows(back, plan, formats[1], is_back=True).values(), plan)
 
-    def _formats(self, module: Any, recipe: Recipe | None) -> tuple[tuple[Any, Any], ...]:
-        """Return the formats of the way to the experts and of the way back."""
+    def _check_notes(
+        self, module: Any, given: tuple[Any, ...], note: int, notes: torch.Tensor, where: str
+    ) -> None:
+        """Raise on every rank where ranks run different things; say which, where notes are here."""
+        if torch.compiler.is_compiling() or notes.device.type != "cpu":
+            assert_async((notes == note).all(), f"{where}: ranks differ; {_RULE}")
+        elif bool((notes != note).any()):
+            told = Fingerprint(tuple(_lines(module, given)))
+            compare(told, process_group(self.name), where, _RULE)
 
-        def pair(own: tuple[str, str], roles: tuple[str, str]) -> tuple[Any, Any]:
+    def _formats(self, module: Any, recipe: Recipe | None) -> Formats:
+        """Return the spec strings of the way to the experts and of the way back."""
+
+        def pair(own: tuple[str, str], roles: tuple[str, str]) -> tuple[str, str]:
             forward, backward = (
-                _by_role(module, recipe, role) if one == BY_RECIPE else one or None
+                _by_role(module, recipe, role) if one == BY_RECIPE else one
                 for one, role in zip(own, roles, strict=True)
             )
             return forward, backward
@@ -133,21 +171,51 @@ class TokenExchange:
 
     def _note(self, module: Any, given: tuple[Any, ...]) -> int:
         """Return a number that ranks have in common if they run the same."""
+        if torch.compiler.is_compiling():
+            recipe, *_, formats = given
+            return _note_of(module.name, "" if recipe is None else recipe.key, formats)
         key = (settings.current().backend, *given)
         known: tuple[Any, int] | None = module.__dict__.get("_exchange_note")
         if known is None or known[0] != key:
-            text = repr(_lines(module, given))
-            digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-            known = key, int.from_bytes(digest, "little", signed=True)
+            known = key, _digest(repr(_lines(module, given)))
             module.__dict__["_exchange_note"] = known
         return known[1]
 
 
-def _by_role(module: Any, recipe: Recipe | None, role: str) -> Quantizer | None:
-    """Return what a recipe says of a role; None: values travel as they are."""
+def _digest(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+@runs_at_once
+def _note_of(name: str, key: str, formats: Formats) -> int:
+    """Return the number that the graphs of ranks have in common if they are of the same block.
+
+    Args:
+        name: of the module.
+        key: of its recipe; empty: there is none.
+        formats: of messages.
+    """
+    plan = "" if not key else type(recipe_by_key(key)).__name__
+    return _digest(repr((name, plan, formats)))
+
+
+def _by_role(module: Any, recipe: Recipe | None, role: str) -> str:
+    """Return the spec string that a recipe gives a role; empty: values travel as they are."""
     if recipe is None:
-        return None
-    return boundary_quantizer(recipe, QuantizerRole(module.module_type, role, module.name))
+        return ""
+    if torch.compiler.is_compiling():
+        return _role_text(recipe.key, module.module_type, role, module.name)
+    return row_text(
+        "dispatch", boundary_quantizer(recipe, QuantizerRole(module.module_type, role, module.name))
+    )
+
+
+@runs_at_once
+def _role_text(key: str, module_type: str, role: str, name: str) -> str:
+    """Return `_by_role` of the recipe whose key is `key`."""
+    made = boundary_quantizer(recipe_by_key(key), QuantizerRole(module_type, role, name))
+    return row_text("dispatch", made)
 
 
 def _lines(module: Any, given: tuple[Any, ...]) -> list[tuple[str, str]]:

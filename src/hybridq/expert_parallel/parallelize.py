@@ -18,7 +18,7 @@ from ..moe import Experts, ExpertsLayout, convert_experts
 from ..recipes.named import source
 from ..tensor import is_quantized
 from .exchange import BY_RECIPE, TokenExchange
-from .plans import experts_by_rank
+from .plans import capacity_of, experts_by_rank
 from .transport import row_format
 
 __all__ = ["parallelize_experts"]
@@ -39,6 +39,7 @@ def parallelize_experts(
     combine: Any = None,
     plan: Any = None,
     average_gradients: bool = True,
+    capacity: int | None = None,
 ) -> _Model:
     """Deal the experts of a model out over the ranks of a mesh; return the model.
 
@@ -68,11 +69,17 @@ def parallelize_experts(
             each rank's loss is the mean over its own tokens and other gradients are averaged over
             ranks, as DistributedDataParallel and FSDP2 do it. False: they are sums over all ranks'
             losses.
+        capacity: rows that each rank sends to each, filled with zeros where it has fewer, so that
+            all sizes are known before: the host waits for nothing, and `torch.compile` and CUDA
+            graphs take the block whole. `tokens * min(k, experts of a rank)` takes whatever the
+            router says; a rank that has more rows than the capacity is an error, and no row is
+            ever dropped. None: as many rows as there are.
 
     Raises:
         TypeError: an argument is of another type, or the dtypes of a module's experts differ.
         ValueError: on every rank: no such module, a name that matches none, fewer experts than
-            ranks, parts of different sizes or some of them frozen, or experts dealt out before.
+            ranks, parts of different sizes or some of them frozen, experts dealt out before, or a
+            capacity that is none.
         NotImplementedError: parameters that are quantized or DTensors.
         SpecError: a format whose scales are of several rows.
         RuntimeError: torch.distributed is not initialized, or ranks differ.
@@ -108,6 +115,7 @@ def parallelize_experts(
     formats = (("", ""), ("", ""))
     try:
         formats = _formats("dispatch", dispatch), _formats("combine", combine)
+        capacity = capacity_of(_WHERE, capacity)
         if recipe is not None:
             source(recipe)
         found = _find(model, plan)
@@ -115,7 +123,7 @@ def parallelize_experts(
             _check(name, module, layout, world)
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         problem = error
-    _compare(model, found, (mesh, group), (recipe, formats), problem)
+    _compare(model, found, (mesh, group), (recipe, formats, capacity), problem)
     if problem is not None:
         raise problem
     for name, module, layout in found:
@@ -125,7 +133,8 @@ def parallelize_experts(
             module.name = name
         sizes = experts_by_rank(_count(module, module.experts_layout), world)
         factor = 1.0 / world if average_gradients else 1.0
-        exchange = TokenExchange(group.group_name, rank, sizes, *formats, recipe, factor)
+        given = (sizes, *formats, recipe, factor, capacity)
+        exchange = TokenExchange(group.group_name, rank, *given)
         _deal_out(module, exchange, mesh)
     return model
 
@@ -276,7 +285,7 @@ def _compare(
     model: nn.Module,
     found: list[_Found],
     ranks: tuple[Any, Any],
-    choice: tuple[Any, tuple[tuple[str, str], ...]],
+    choice: tuple[Any, tuple[tuple[str, str], ...], int | None],
     problem: Exception | None,
 ) -> None:
     """Raise on every rank where one of them deals out something else, or refuses to.
@@ -284,7 +293,7 @@ def _compare(
     The rank that refuses raises its own error; the others are told it.
     """
     mesh, group = ranks
-    recipe, formats = choice
+    recipe, formats, capacity = choice
     chosen: Any = settings.current().recipe
     if problem is None and recipe is not None:
         chosen = source(recipe).current
@@ -292,6 +301,7 @@ def _compare(
         ("whether it can be done", "yes" if problem is None else f"{problem}"),
         ("the formats of dispatch", _told(formats[0])),
         ("the formats of combine", _told(formats[1])),
+        ("the capacity", str(capacity)),
     ]
     for name, module, layout in found:
         own = module.experts_layout if layout is None else layout

@@ -6,11 +6,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._torch_private import functional_all_to_all, wait_tensor
+from .._torch_private import assert_async, functional_all_to_all, wait_tensor
 from ..distributed.collectives.groups import name_of, place
 from ..moe import Routes
+from .padding import Padding, padded
 
-__all__ = ["RoutePlan", "experts_by_rank", "planned", "route_plan"]
+__all__ = [
+    "RoutePlan",
+    "Told",
+    "capacity_of",
+    "check_capacity",
+    "experts_by_rank",
+    "planned",
+    "route_plan",
+]
 
 
 def experts_by_rank(experts: int, world: int) -> tuple[int, ...]:
@@ -47,6 +56,9 @@ class RoutePlan(NamedTuple):
         received: rows from each.
         arrived: of the rows that arrive, one expert each: their order by own expert, and where
             each own expert's rows end.
+        padding: where ranks send as many rows to each as the capacity says: which of them are
+            rows of this rank. The others are zero, of no expert, and arrive behind. None: nothing
+            else is sent.
     """
 
     group: str
@@ -54,6 +66,7 @@ class RoutePlan(NamedTuple):
     sent: tuple[int, ...]
     received: tuple[int, ...]
     arrived: Routes
+    padding: Padding | None = None
 
     @property
     def num_sent(self) -> int:
@@ -66,12 +79,31 @@ class RoutePlan(NamedTuple):
         return sum(self.received)
 
 
-def planned(
-    name: str, rank: int, sizes: tuple[int, ...], offsets: torch.Tensor, rows: int, note: int = 0
-) -> tuple[RoutePlan, list[int]]:
-    """Return the plan, and the notes of all ranks.
+class Told(NamedTuple):
+    """What the ranks told each other beside their counts.
 
-    One exchange, and the one moment in which the host waits for the device.
+    Attributes:
+        notes: int64 `[world]`.
+        most: int64 `[world]`, the rows that each rank has for one rank at most; None: there is no
+            capacity.
+    """
+
+    notes: torch.Tensor
+    most: torch.Tensor | None
+
+
+def planned(
+    name: str,
+    rank: int,
+    sizes: tuple[int, ...],
+    offsets: torch.Tensor,
+    rows: int,
+    note: int = 0,
+    capacity: int | None = None,
+) -> tuple[RoutePlan, Told]:
+    """Return the plan, and what all ranks told each other.
+
+    One exchange of counts. Without a capacity the host waits for the device, this once.
 
     Args:
         name: of the process group.
@@ -80,33 +112,78 @@ def planned(
         offsets: int32 `[experts]`, where each expert's rows end, of this rank's.
         rows: how many this rank has.
         note: a number that all ranks are told.
+        capacity: rows that each rank sends to each; None: as many as it has.
     """
     world, own = len(sizes), sizes[rank]
-    counts = torch.diff(offsets.long(), prepend=offsets.new_zeros(1).long())
+    ends = offsets.long()
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    mine = torch.stack([part.sum() for part in counts.split(list(sizes))])
     told = counts.new_full((1,), note)
+    if capacity is not None:
+        told = torch.cat([told, mine.max().view(1)])
+    more = told.shape[0]
     pieces = [piece for part in counts.split(list(sizes)) for piece in (part, told)]
-    sent_sizes = [size + 1 for size in sizes]
-    got = functional_all_to_all(torch.cat(pieces), [own + 1] * world, sent_sizes, name)
-    both = torch.cat([wait_tensor(got), counts])
-    values = both.tolist()  # the host waits here, once
-    table, mine = values[: world * (own + 1)], values[world * (own + 1) :]
-    by_sender = [table[k * (own + 1) : (k + 1) * (own + 1)] for k in range(world)]
-    sent, at = [], 0
-    for size in sizes:
-        sent.append(sum(mine[at : at + size]))
-        at += size
-    received = [sum(one[:own]) for one in by_sender]
+    arrive, leave = [own + more] * world, [size + more for size in sizes]
+    got = wait_tensor(functional_all_to_all(torch.cat(pieces), arrive, leave, name))
+    table = got.view(world, own + more)
+    theirs = table[:, :own]
+    if capacity is not None:
+        arrived, padding = padded(mine, theirs, rows, capacity)
+        each = (capacity,) * world
+        plan = RoutePlan(name, rows, each, each, arrived, padding)
+        return plan, Told(table[:, own], table[:, own + 1])
+    values = torch.cat([mine, theirs.sum(1), table[:, own]]).tolist()  # the host waits here, once
+    sent, received, notes = (values[k * world : (k + 1) * world] for k in range(3))
     # The expert of each row that arrives: by sender, then by expert.
     numbers = torch.arange(own, dtype=torch.int64, device=offsets.device).repeat(world)
-    repeats = both[: world * (own + 1)].view(world, own + 1)[:, :own].flatten()
-    experts = torch.repeat_interleave(numbers, repeats, output_size=sum(received))
+    experts = torch.repeat_interleave(numbers, theirs.flatten(), output_size=sum(received))
     arrived = Routes.of(experts[:, None], own)
     plan = RoutePlan(name, rows, tuple(sent), tuple(received), arrived)
-    return plan, [one[own] for one in by_sender]
+    return plan, Told(torch.tensor(notes, dtype=torch.int64, device="cpu"), None)
+
+
+def capacity_of(where: str, given: Any) -> int | None:
+    """Return a capacity that is one.
+
+    Args:
+        where: the function, for errors.
+        given: rows, or None.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise ValueError(f"{where}: capacity must be rows, 1 or more, or None, got {given!r}")
+    return given
+
+
+def check_capacity(where: str, most: torch.Tensor | None, capacity: int | None) -> None:
+    """Raise on every rank where one of them has more rows for a rank than the capacity takes.
+
+    On a device nothing waits: the device stops there, and later calls raise.
+
+    Args:
+        where: whose rows they are, for errors.
+        most: as `Told` has it.
+        capacity: None: there is none.
+    """
+    if most is None or capacity is None:
+        return
+    fix = "give more, up to tokens * min(k, experts of a rank), or none"
+    if most.device.type == "cpu" and not torch.compiler.is_compiling():
+        if int(most.max()) > capacity:
+            raise RuntimeError(
+                f"{where}: capacity must be the rows that a rank has for one rank, at least, got "
+                f"{capacity} for {int(most.max())}; {fix}"
+            )
+        return
+    assert_async((most <= capacity).all(), f"{where}: more rows than the capacity takes; {fix}")
 
 
 def route_plan(
-    indices: torch.Tensor, num_experts: int, group: Any = None
+    indices: torch.Tensor, num_experts: int, group: Any = None, *, capacity: int | None = None
 ) -> tuple[Routes, RoutePlan]:
     """Return where each token's rows go: on this rank, and to which ranks.
 
@@ -118,14 +195,19 @@ def route_plan(
             or more: of none.
         num_experts: of all ranks.
         group: a ProcessGroup, its name, a 1-D DeviceMesh, `(mesh, dimension)`; None: all ranks.
+        capacity: rows that each rank sends to each, the same on all ranks: what it has less is
+            filled with zeros. Then all sizes are known beforehand, and the host waits for nothing.
+            `T * min(k, experts of a rank)` takes whatever the router says. None: as many rows as
+            there are.
 
     Returns:
         The routes of this rank's tokens (`permute`, `unpermute`), and the plan (`dispatch`,
         `combine`).
 
     Raises:
-        ValueError: a rank would have no expert, or `indices` is no matrix.
-        RuntimeError: torch.distributed is not initialized.
+        ValueError: a rank would have no expert, `indices` is no matrix, or the capacity is none.
+        RuntimeError: torch.distributed is not initialized; a rank has more rows for one rank than
+            the capacity, on every rank (on a device: later, from the device).
 
     Source: ours.
 
@@ -147,8 +229,11 @@ def route_plan(
     if not isinstance(given, torch.Tensor) or indices.dim() != 2 or indices.is_floating_point():
         raise ValueError(f"{where}: indices must be integers [tokens, k], got {given!r:.60}")
     name = name_of(where, group)
+    capacity = capacity_of(where, capacity)
     rank, world = place(where, name)
     sizes = experts_by_rank(num_experts, world)
     routes = Routes.of(indices, num_experts)
-    plan, _ = planned(name, rank, sizes, routes.offsets, indices.numel())
+    given = (routes.offsets, indices.numel())
+    plan, told = planned(name, rank, sizes, *given, capacity=capacity)
+    check_capacity(where, told.most, capacity)
     return routes, plan

@@ -7,14 +7,25 @@ from typing import Any
 
 import torch
 
-from ..distributed.collectives.public import exchange_planes
+from ..distributed.collectives.handle import CollectiveHandle
+from ..distributed.collectives.send_planes import SentPlanes, send_planes
 from ..errors import SpecError
 from ..formats import PlaneSpec
 from ..nn.autograd import MadePlane
 from ..quantizers import Quantizer
+from .padding import rows_at
 from .plans import RoutePlan
 
-__all__ = ["combine", "dispatch", "row_format", "sent_rows"]
+__all__ = [
+    "arrived_rows",
+    "combine",
+    "dispatch",
+    "incoming",
+    "outgoing",
+    "row_format",
+    "row_text",
+    "send_rows",
+]
 
 
 @lru_cache(maxsize=256)
@@ -46,7 +57,17 @@ def row_format(where: str, text: str) -> str:
     return spec.text
 
 
-def _wire(where: str, quantizer: Any) -> str:
+def row_text(where: str, quantizer: Any) -> str:
+    """Return the spec string of a format as it travels, as `row_format` does.
+
+    Args:
+        where: the function, for errors.
+        quantizer: a Quantizer, the name of a format, or None.
+
+    Raises:
+        SpecError: as `row_format`; or no rowwise plane.
+        TypeError: it is something else.
+    """
     if quantizer is None or isinstance(quantizer, str):
         return row_format(where, quantizer or "")
     if isinstance(quantizer, Quantizer):
@@ -59,28 +80,44 @@ def _wire(where: str, quantizer: Any) -> str:
     )
 
 
-def sent_rows(
-    where: str, x: torch.Tensor, plan: RoutePlan, formats: tuple[Any, Any], is_back: bool = False
-) -> tuple[torch.Tensor, MadePlane | None]:
+def send_rows(
+    x: torch.Tensor,
+    plan: RoutePlan,
+    formats: tuple[str, str],
+    is_back: bool = False,
+    is_apart: bool = False,
+) -> SentPlanes:
+    """Start to send rows to the ranks of their experts, or back.
+
+    Args:
+        x: rows that are sent.
+        plan: of them.
+        formats: spec strings of rows and of their gradients, as `row_text` gives them.
+        is_back: from the experts to where rows came from.
+        is_apart: something is computed before they are waited for.
+    """
+    splits = (plan.received, plan.sent) if is_back else (plan.sent, plan.received)
+    return send_planes(x, formats, plan.group, splits, is_apart)
+
+
+def arrived_rows(sent: SentPlanes) -> tuple[torch.Tensor, MadePlane | None]:
     """Return the rows that arrive, and their rowwise plane where it is what has travelled.
 
     Args:
-        where: the function, for errors.
-        x: rows that are sent.
-        plan: of them.
-        formats: of rows and of their gradients, as `dispatch` takes them.
-        is_back: from the experts to where rows came from.
+        sent: what `send_rows` returned.
     """
-    texts = (_wire(where, one) for one in formats)
-    forward, backward = (PlaneSpec.parse(text) if text else None for text in texts)
-    splits = (plan.received, plan.sent) if is_back else (plan.sent, plan.received)
-    values, spec, buffers = exchange_planes(x, (forward, backward), plan.group, splits)
+    values, spec, buffers = sent.wait()
     return values, MadePlane(spec, buffers) if buffers else None
 
 
 def dispatch(
-    x: torch.Tensor, plan: RoutePlan, quantizer: Any = None, grad_quantizer: Any = None
-) -> torch.Tensor:
+    x: torch.Tensor,
+    plan: RoutePlan,
+    quantizer: Any = None,
+    grad_quantizer: Any = None,
+    *,
+    async_op: bool = False,
+) -> Any:
     """Return the rows of all ranks that are for this rank's experts, as `plan.arrived` says.
 
     Each row is quantized by its sender, once; its gradient by the rank of its expert. All ranks of
@@ -93,9 +130,11 @@ def dispatch(
         quantizer: a format whose scales are of one row each, its name, or a Quantizer, whose
             rowwise plane travels; None: values as they are. NVFP4 has an amax for each row.
         grad_quantizer: the same of the gradient.
+        async_op: return a `CollectiveHandle`, whose `wait()` gives the result: what is computed
+            before it runs while rows travel, and so does its backward while gradients travel.
 
     Returns:
-        `[plan.num_received, H]` of x's dtype.
+        `[plan.num_received, H]` of x's dtype; or a CollectiveHandle.
 
     Raises:
         SpecError: no such format, or one whose scales are of several rows.
@@ -108,13 +147,19 @@ def dispatch(
             f"dispatch: x must be [{plan.rows}, features], as the plan has rows, got "
             f"{tuple(x.shape)}"
         )
-    own = x.narrow(0, 0, plan.num_sent)
-    return sent_rows("dispatch", own, plan, (quantizer, grad_quantizer))[0]
+    formats = row_text("dispatch", quantizer), row_text("dispatch", grad_quantizer)
+    sent = send_rows(outgoing(x, plan), plan, formats, is_apart=async_op)
+    return CollectiveHandle(sent.values) if async_op else sent.values()
 
 
 def combine(
-    y: torch.Tensor, plan: RoutePlan, quantizer: Any = None, grad_quantizer: Any = None
-) -> torch.Tensor:
+    y: torch.Tensor,
+    plan: RoutePlan,
+    quantizer: Any = None,
+    grad_quantizer: Any = None,
+    *,
+    async_op: bool = False,
+) -> Any:
     """Return what the experts of all ranks made of this rank's rows: the way back of `dispatch`.
 
     All ranks of the group must call it.
@@ -122,10 +167,11 @@ def combine(
     Args:
         y: `[plan.num_received, H]`, in the order in which rows arrived.
         plan: of `dispatch`.
-        quantizer, grad_quantizer: as `dispatch` takes them.
+        quantizer, grad_quantizer, async_op: as `dispatch` takes them.
 
     Returns:
-        `[plan.rows, H]` of y's dtype, sorted by expert; rows of no expert are zero.
+        `[plan.rows, H]` of y's dtype, sorted by expert; rows of no expert are zero. Or a
+        CollectiveHandle.
 
     Raises:
         SpecError: no such format, or one whose scales are of several rows.
@@ -138,6 +184,33 @@ def combine(
             f"combine: y must be [{plan.num_received}, features], as many rows as arrived, got "
             f"{tuple(y.shape)}"
         )
-    back, _ = sent_rows("combine", y, plan, (quantizer, grad_quantizer), True)
+    formats = row_text("combine", quantizer), row_text("combine", grad_quantizer)
+    sent = send_rows(y, plan, formats, is_back=True, is_apart=async_op)
+    if async_op:
+        return CollectiveHandle(lambda: incoming(sent.values(), plan))
+    return incoming(sent.values(), plan)
+
+
+def outgoing(x: torch.Tensor, plan: RoutePlan) -> torch.Tensor:
+    """Return the rows that are sent, of this rank's.
+
+    Args:
+        x: `[plan.rows, H]`.
+        plan: of them.
+    """
+    if plan.padding is not None:
+        return rows_at(x, plan.padding.slots, plan.padding.places)
+    return x.narrow(0, 0, plan.num_sent)
+
+
+def incoming(back: torch.Tensor, plan: RoutePlan) -> torch.Tensor:
+    """Return this rank's rows, of those that came back; rows of no expert are zero.
+
+    Args:
+        back: `[plan.num_sent, H]`.
+        plan: of them.
+    """
+    if plan.padding is not None:
+        return rows_at(back, plan.padding.places, plan.padding.slots)
     rest = plan.rows - plan.num_sent
     return torch.nn.functional.pad(back, (0, 0, 0, rest)) if rest else back

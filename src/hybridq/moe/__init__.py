@@ -32,7 +32,7 @@ __all__ = [
 #: asked.
 _ALIASES: Final = (
     *("RoutePlan", "clip_grad_norm_", "combine", "dispatch", "parallelize_experts"),
-    *("parameter_groups", "route_plan"),
+    *("overlap_shared_experts", "parameter_groups", "route_plan"),
 )
 
 

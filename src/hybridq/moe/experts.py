@@ -8,6 +8,7 @@ auxiliary loss, shared experts) lies outside of the module, and is not touched.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import torch
@@ -45,12 +46,14 @@ class Experts(GroupedModule):
         plain_class: the module's own class.
         own_arguments: names of its forward's arguments.
         exchange: ranks that have the other experts (`parallelize_experts`); None: all are here.
+        meanwhile: called while tokens travel to other ranks; None: nothing is.
     """
 
     experts_layout: ExpertsLayout
     plain_class: type[nn.Module]
     own_arguments: tuple[str, ...] = ()
     exchange: ExpertExchange | None = None
+    meanwhile: Callable[[], None] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the experts make of their tokens: as the own forward, of the same arguments.

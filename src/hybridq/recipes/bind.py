@@ -53,6 +53,12 @@ class SlotPlan(NamedTuple):
         return bool(self.row_delay or self.col_delay)
 
     @property
+    def of_original(self) -> SlotPlan:
+        """The same, its columnwise plane made of the tensor as it is."""
+        source, delays = "original", (self.row_delay, self.col_delay)  # no _replace: in graphs too
+        return SlotPlan(self.row, self.col, source, self.amax_group, *delays, self.shares_state)
+
+    @property
     def takes_static(self) -> bool:
         """Whether the rowwise plane is scaled by one statistic of the tensor as it is.
 

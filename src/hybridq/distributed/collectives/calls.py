@@ -14,7 +14,16 @@ from ...quantizers import draw_seed, group_amax
 from .error_feedback import Residual
 from .wire import decode_parts, encode_parts, facts_of, layout_of, part_shapes
 
-__all__ = ["Call", "Differentiable", "Flight", "dual", "finish", "landed", "run", "start"]
+__all__ = [
+    "Call",
+    "Differentiable",
+    "Flight",
+    "dual",
+    "finish",
+    "landed",
+    "run",
+    "start",
+]
 
 
 class Call(NamedTuple):

@@ -12,15 +12,23 @@ from ...kernels.inputs import check_seed
 from ...quantizers import Quantizer
 from ...shards import Shards
 from ...tensor import is_quantized
+from .apart import departed
 from .call_agreement import agree, refuse
 from .calls import Call, landed, start
 from .error_feedback import Residual
 from .gather_planes import gather_planes
 from .groups import name_of, place
 from .handle import CollectiveHandle
-from .wire import joined_parts, wire_quantizer, wire_text
+from .wire import wire_quantizer, wire_text
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
+__all__ = [
+    "Extras",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "exchange_call",
+    "reduce_scatter",
+]
 
 #: Messages of the backward are made as those of the forward.
 SAME: Final = "same"
@@ -29,7 +37,7 @@ _OPS: Final = ("sum", "mean")
 _REFUSALS: Final = (TypeError, ValueError, RuntimeError)
 
 
-class _Extras(NamedTuple):
+class Extras(NamedTuple):
     """What a call has besides its tensor and its place."""
 
     seed: torch.Tensor | None
@@ -45,7 +53,7 @@ def _formats(where: str, x: torch.Tensor, quantizer: Any, grad_quantizer: Any) -
     return text, wire_text(where, wire_quantizer(where, grad_quantizer).text, x.dtype)
 
 
-def _check(where: str, x: torch.Tensor, dim: int, extras: _Extras) -> int:
+def _check(where: str, x: torch.Tensor, dim: int, extras: Extras) -> int:
     """Return `dim`, counted from the front."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{where}: x must be a tensor, got {type(x).__name__}")
@@ -138,10 +146,10 @@ def _prepared(where: str, group: Any, make: Callable[[str, int, int], Any]) -> A
         raise
 
 
-def _sent(call: Call, x: torch.Tensor, extras: _Extras) -> Any:
+def _sent(call: Call, x: torch.Tensor, extras: Extras) -> Any:
     flight = start(call, x.detach(), extras.seed, extras.residual)
     if extras.async_op:
-        return CollectiveHandle(lambda: landed(call, flight, x))
+        return CollectiveHandle(departed(call, flight, x))
     return landed(call, flight, x)
 
 
@@ -202,7 +210,7 @@ def all_gather(
         >>> dist.destroy_process_group()
     """
     where = "all_gather"
-    extras = _Extras(seed, None, async_op)
+    extras = Extras(seed, None, async_op)
     x = x.dequantize() if is_quantized(x) else x
 
     def make(name: str, rank: int, world: int) -> Call:
@@ -280,7 +288,7 @@ def reduce_scatter(
         >>> dist.destroy_process_group()
     """
     where = "reduce_scatter"
-    extras = _Extras(seed, error_feedback, async_op)
+    extras = Extras(seed, error_feedback, async_op)
     x = x.dequantize() if is_quantized(x) else x
 
     def make(name: str, rank: int, world: int) -> Call:
@@ -347,26 +355,28 @@ def all_to_all(
         >>> dist.destroy_process_group()
     """
     where = "all_to_all"
-    extras = _Extras(seed, None, async_op)
+    extras = Extras(seed, None, async_op)
     x = x.dequantize() if is_quantized(x) else x
     splits = (input_split_sizes, output_split_sizes)
-    return _sent(_exchange(where, x, (quantizer, grad_quantizer), group, splits, extras), x, extras)
+    given = (quantizer, grad_quantizer)
+    call = exchange_call(where, x, lambda: _formats(where, x, *given), group, splits, extras)
+    return _sent(call, x, extras)
 
 
-def _exchange(
+def exchange_call(
     where: str,
     x: torch.Tensor,
-    formats: tuple[Any, Any],
+    formats: Callable[[], tuple[str, str]],
     group: Any,
     splits: tuple[Sequence[int] | None, Sequence[int] | None],
-    extras: _Extras,
+    extras: Extras,
 ) -> Call:
     """Return an all-to-all that ranks agree on.
 
     Args:
         where: the function.
         x: the tensor.
-        formats: of x and of its gradient.
+        formats: returns the spec strings of messages forth and back, or raises.
         group: of ranks.
         splits: rows for each rank, and from each.
         extras: further arguments.
@@ -375,7 +385,7 @@ def _exchange(
 
     def make(name: str, rank: int, world: int) -> Call:
         _check(where, x, 0, extras)
-        text, back = _formats(where, x, *formats)
+        text, back = formats()
         if (receives is None) != (sends is None):
             raise ValueError(f"{where}: both split sizes or neither must be given, got one")
         if sends is None:
@@ -399,34 +409,6 @@ def _exchange(
     both = () if compiles else (call.own, call.theirs)
     agree(call.name, _facts(where, call, x, True), both, _traced(call, x, True))
     return call
-
-
-def exchange_planes(
-    x: torch.Tensor,
-    formats: tuple[Any, Any],
-    group: Any,
-    splits: tuple[Sequence[int], Sequence[int]],
-) -> tuple[torch.Tensor, str, tuple[torch.Tensor, ...]]:
-    """Return what `all_to_all` does of a matrix, and the rowwise plane that it is the values of.
-
-    Args:
-        x: `[rows, K]`.
-        formats: of x, whose scales are of one row each, and of its gradient; None: as they are.
-        group: of ranks.
-        splits: rows for each rank, and from each.
-
-    Returns:
-        The values; the plane's spec string, empty of values as they are; its buffers.
-    """
-    call = _exchange("all_to_all", x, formats, group, splits, _Extras(None, None, False))
-    flight = start(call, x.detach())
-    values = landed(call, flight, x)
-    if formats[0] is None:
-        return values, "", ()
-    shapes = [(size, x.shape[1]) for size in call.theirs if size]
-    if not shapes or not x.shape[1]:
-        return values, "", ()
-    return values, call.text, tuple(joined_parts(flight.payload, call.text, shapes, 0))
 
 
 def all_reduce(
@@ -473,7 +455,7 @@ def all_reduce(
         >>> dist.destroy_process_group()
     """
     where = "all_reduce"
-    extras = _Extras(seed, error_feedback, async_op)
+    extras = Extras(seed, error_feedback, async_op)
     x = x.dequantize() if is_quantized(x) else x
 
     def make(name: str, rank: int, world: int) -> Call:

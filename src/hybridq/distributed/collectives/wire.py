@@ -128,6 +128,21 @@ def wire_text(where: str, text: str, dtype: torch.dtype) -> str:
 
 
 @runs_at_once
+def resolved_text(where: str, spec: str, dtype: torch.dtype) -> str:
+    """Return the spec string of the plane that travels, of a tensor's dtype.
+
+    Args:
+        where: the function, for errors.
+        spec: of a plane; empty: values as they are.
+        dtype: of the tensor.
+
+    Raises:
+        TypeError: the dtype cannot be encoded.
+    """
+    return wire_text(where, Quantizer(PlaneSpec.parse(spec or "identity"), None).text, dtype)
+
+
+@runs_at_once
 def facts_of(text: str) -> WireFacts:
     """Return what a spec string means for messages.
 

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...kernels.choice import ORIGINAL
 from ...kernels.inputs import refuse_tangents, without_autocast
 from ...kernels.operators import StatedFunction
 from ...kernels.ragged import capacity
@@ -133,7 +132,7 @@ def _forward(
     ready = None if rows is None or x.dtype != given else _ready(rows, plan.input)
     if ready is not None:
         x_row = ready
-        own = encoder._replace(plan=plan.input._replace(col_source=ORIGINAL))
+        own = SlotEncoder(plan.input.of_original, "input", *rest)
         _, x_col = encode_tokens(x, offsets, own, False, save_x, row_index)
     else:
         x_row, x_col = encode_tokens(x, offsets, encoder, True, save_x, row_index, activation)
