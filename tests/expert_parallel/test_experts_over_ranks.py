@@ -8,6 +8,7 @@ from rank_runs import needs_gloo, run
 
 pytestmark = needs_gloo
 PROGRAM = "experts_program.py"
+OVERLAP = "experts_overlap_program.py"
 STATE = "experts_state_program.py"
 
 
@@ -21,16 +22,18 @@ def test_two_ranks(tmp_path) -> None:
         "uneven",
         "averages",
         "reused",
-        "capacity",
-        "overlapped",
-        "asynchronous",
         program=PROGRAM,
     )
 
 
+def test_capacities_and_what_runs_while_tokens_travel(tmp_path) -> None:
+    run(2, tmp_path / "store", "capacity", "overlapped", "asynchronous", program=OVERLAP)
+
+
 @pytest.mark.more
 def test_one_graph_with_a_capacity(tmp_path) -> None:
-    run(2, tmp_path / "store", "graphs", program=PROGRAM)
+    run(2, tmp_path / "store", "graphs", program=OVERLAP)
+    run(4, tmp_path / "four", "capacity", "overlapped", "asynchronous", program=OVERLAP)
 
 
 def test_faults_and_training(tmp_path) -> None:
@@ -60,9 +63,6 @@ def test_layouts_and_four_ranks(tmp_path) -> None:
         "uneven",
         "averages",
         "reused",
-        "capacity",
-        "overlapped",
-        "asynchronous",
         program=PROGRAM,
     )
 
