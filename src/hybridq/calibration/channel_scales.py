@@ -15,7 +15,7 @@ import torch
 
 from .gptq_matrix import error_in_output
 
-__all__ = ["GRID", "ChosenScales", "awq_scales", "smooth_scales"]
+__all__ = ["GRID", "ChosenScales", "awq_scales", "nearest_powers", "smooth_scales"]
 
 #: Exponents that AWQ's search tries: 0, 1/20, ..., 1.
 GRID = 20
@@ -53,6 +53,15 @@ def smooth_scales(
     return torch.where((x == 0.0) | (w == 0.0), 1.0, made)
 
 
+def nearest_powers(scales: torch.Tensor) -> torch.Tensor:
+    """Return the powers of two that are nearest to scales by ratio.
+
+    Args:
+        scales: FP64, positive.
+    """
+    return torch.exp2(torch.log2(scales).round())
+
+
 @dataclass(frozen=True)
 class ChosenScales:
     """What a search has found.
@@ -73,11 +82,12 @@ class ChosenScales:
 def awq_scales(
     weights: Sequence[torch.Tensor],
     input_mean: torch.Tensor,
-    hessian: torch.Tensor,
+    hessian: torch.Tensor | Sequence[torch.Tensor],
     rounded: Sequence[Callable[[torch.Tensor], torch.Tensor]],
     *,
     grid: int = GRID,
     of_columns: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    powers_of_two: bool = False,
 ) -> ChosenScales:
     """Return the `s = mean|x|^alpha` whose rounded weights change the outputs least.
 
@@ -88,12 +98,14 @@ def awq_scales(
     Args:
         weights: `[rows, cols]` each, all that multiply the input.
         input_mean: `[cols]`, the mean magnitude of each input channel.
-        hessian: FP64 `[cols, cols]`, `2 X X^T` of the same inputs.
+        hessian: FP64 `[cols, cols]`, `2 X X^T` of the same inputs; or one for each weight, where
+            each multiplies rows of its own, as experts do.
         rounded: for each of them a function: what it decodes to when it is quantized scaled, FP32
             `[rows, cols]`.
         grid: number of steps of alpha.
         of_columns: makes of the scales `[n]` those of the columns, where several columns share
             one; `input_mean` is `[n]` then. None: each column has its own.
+        powers_of_two: each scale is the nearest power of two, so that scaling rounds nothing.
 
     Returns:
         The scales, positive; 1 where an input channel is all zero.
@@ -109,14 +121,16 @@ def awq_scales(
     mean = input_mean.to(torch.float64)
     _check_maxima("awq_scales", input_mean=mean)
     spread = of_columns or (lambda scales: scales)
+    hessians = [hessian] * len(weights) if isinstance(hessian, torch.Tensor) else hessian
 
     def tried(alpha: float) -> tuple[torch.Tensor, float]:
         scales = torch.where(mean == 0.0, 1.0, mean.pow(alpha))
+        scales = nearest_powers(scales) if powers_of_two else scales
         columns, error = spread(scales), 0.0
-        for weight, function in zip(weights, rounded, strict=True):
+        for weight, seen, function in zip(weights, hessians, rounded, strict=True):
             scaled = (weight.to(torch.float64) * columns).to(torch.float32)
             made = function(scaled).to(torch.float64) / columns
-            error += float(error_in_output(weight, made, hessian))
+            error += float(error_in_output(weight, made, seen))
         return scales, error
 
     scales, plain = tried(0.0)

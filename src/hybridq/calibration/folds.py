@@ -33,22 +33,37 @@ class Fold:
         attention: path of the module whose `head_dim` (or `attention_head_size`) is the width of a
             head, where attention stands between: several heads of the consumer's input may come
             from one head of the source.
+        experts: path of a module of experts whose first products multiply it as well; there may
+            be no other consumers then.
+        routers: paths of modules that multiply it by their `weight` `[n, channels]` and stay in
+            high precision. Scales are powers of two then, so that routers choose what they did:
+            such a scale rounds nothing.
 
     Raises:
-        ValueError: another kind, or no tuple of consumers.
+        ValueError: another kind, no tuple of consumers, experts without a norm before them, or
+            routers behind a norm that multiplies by `1 + weight`, whose scales round.
     """
 
     source: str
     consumers: tuple[str, ...]
     kind: str = "norm"
     attention: str | None = None
+    experts: str | None = None
+    routers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in _SOURCES:
             raise ValueError(f"Fold: kind {must_be_one_of(_SOURCES, self.kind)}")
         given: object = self.consumers
-        if not given or not isinstance(given, tuple):
+        if not (given or self.experts) or not isinstance(given, tuple):
             raise ValueError(f"Fold: consumers must be a tuple of paths, got {given!r}")
+        if (self.experts or self.routers) and self.kind != "norm":
+            raise ValueError(f"Fold: experts and routers stand behind a 'norm', got {self.kind!r}")
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """Paths of all whose columns are multiplied."""
+        return (*self.consumers, *filter(None, [self.experts]), *self.routers)
 
 
 _QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -56,10 +71,32 @@ _ATTENTION: Final = (
     Fold("input_layernorm", _QKV),
     Fold("self_attn.v_proj", ("self_attn.o_proj",), "linear", "self_attn"),
 )
-_LLAMA: Final = (
-    *_ATTENTION,
+_MLP: Final = (
     Fold("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
     Fold("mlp.up_proj", ("mlp.down_proj",), "linear"),
+)
+_LLAMA: Final = (*_ATTENTION, *_MLP)
+_MIXTURE: Final = (
+    Fold("post_attention_layernorm", (), experts="mlp.experts", routers=("mlp.gate",)),
+)
+#: Its attention may clamp values between v and o.
+_OLMOE: Final = (_ATTENTION[0], *_MIXTURE)
+#: Each layer is a mixture or an MLP.
+_QWEN3_MOE: Final = (*_ATTENTION, *_MIXTURE, *_MLP)
+_QWEN2_MOE: Final = (
+    *_ATTENTION,
+    Fold(
+        "post_attention_layernorm",
+        ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+        experts="mlp.experts",
+        routers=("mlp.gate", "mlp.shared_expert_gate"),
+    ),
+    Fold("mlp.shared_expert.up_proj", ("mlp.shared_expert.down_proj",), "linear"),
+    *_MLP,
+)
+_GPT_OSS: Final = (
+    *_ATTENTION,
+    Fold("post_attention_layernorm", (), experts="mlp.experts", routers=("mlp.router",)),
 )
 _GEMMA: Final = tuple(
     Fold(one.source, one.consumers, one.kind.replace("norm", "zero_centered_norm"), one.attention)
@@ -79,8 +116,11 @@ _FOLDS: dict[str, tuple[Fold, ...]] = {
         ("qwen3", "Qwen3DecoderLayer", _LLAMA),
         ("granite", "GraniteDecoderLayer", _LLAMA),
         ("gemma", "GemmaDecoderLayer", _GEMMA),
-        ("mixtral", "MixtralDecoderLayer", _ATTENTION),
-        ("qwen3_moe", "Qwen3MoeDecoderLayer", _ATTENTION),
+        ("mixtral", "MixtralDecoderLayer", (*_ATTENTION, *_MIXTURE)),
+        ("olmoe", "OlmoeDecoderLayer", _OLMOE),
+        ("qwen2_moe", "Qwen2MoeDecoderLayer", _QWEN2_MOE),
+        ("qwen3_moe", "Qwen3MoeDecoderLayer", _QWEN3_MOE),
+        ("gpt_oss", "GptOssDecoderLayer", _GPT_OSS),
         ("bert", "BertLayer", _BERT),
         ("roberta", "RobertaLayer", _BERT),
     )

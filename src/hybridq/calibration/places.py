@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
 
 from ..tensor import is_quantized
+from .expert_places import hidden_sources, reason_against_experts
 from .folds import Fold, folds_of
-from .products import Product
+from .products import Product, expert_products
+from .scale_sources import LayerSource, Source, multiply
 
 __all__ = ["Place", "input_places", "places", "scale_input"]
 
@@ -25,18 +27,30 @@ class Place:
     """One input of a model whose channels can be scaled.
 
     Args:
-        consumers: the products of the input.
-        source: the layer that makes it; None: the consumers scale it themselves.
-        kind: of the source, as Fold has it.
+        consumers: the products of the input; of experts, all those that are given rows of it.
+        source: what makes it; None: the consumers scale it themselves.
         repeat: how many heads of the consumers' input come from one head of the source.
         head_width: of a head.
+        routers: modules that multiply the input by `weight` `[n, cols]` in high precision. Scales
+            are powers of two then.
     """
 
     consumers: tuple[Product, ...]
-    source: Any = None
-    kind: str = "linear"
+    source: Source | None = None
     repeat: int = 1
     head_width: int = 1
+    routers: tuple[nn.Module, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the consumers; of several experts the name of their stack."""
+        is_one = len(self.consumers) == 1
+        return tuple(dict.fromkeys(one.name if is_one else one.key for one in self.consumers))
+
+    @property
+    def powers_of_two(self) -> bool:
+        """Whether scales are powers of two, which round nothing."""
+        return bool(self.routers)
 
     def gathered(self, statistic: torch.Tensor, largest: bool) -> torch.Tensor:
         """Return a statistic `[cols]` of the input as one of the source's channels, `[n]`.
@@ -63,31 +77,25 @@ class Place:
         """
         columns = self.spread(scales)
         for product in self.consumers:
-            module: Any = product.module
-            _multiply(module.weight, columns)
-        if self.source is None:
-            for product in self.consumers:
-                scale_input(product.module, 1.0 / columns)
+            multiply(*_columns_of(product, columns))
+        for router in self.routers:
+            multiply(cast(torch.Tensor, router.weight), columns)
+        if self.source is not None:
+            self.source.divide(scales)
             return
-        if self.kind == "linear":
-            _multiply(self.source.weight, (1.0 / scales)[:, None])
-        elif self.kind == "zero_centered_norm":
-            _assign(self.source.weight, (1.0 + self.source.weight.double()) / scales - 1.0)
-        else:
-            _multiply(self.source.weight, 1.0 / scales)
-        if getattr(self.source, "bias", None) is not None:
-            _multiply(self.source.bias, 1.0 / scales)
+        for product in self.consumers:
+            scale_input(product.module, 1.0 / columns)
 
 
-def _multiply(parameter: torch.Tensor, by: torch.Tensor) -> None:
-    _assign(parameter, parameter.detach().to(torch.float64) * by)
+def _columns_of(product: Product, by: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a product's matrix as it is held, and factors of its columns in a shape that fits."""
+    held = getattr(product.module, product.parameter).detach()
+    matrix = held if product.expert is None else held[product.expert]
+    return matrix, by[:, None] if product.is_in_out else by
 
 
-def _assign(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    with torch.no_grad():
-        parameter.copy_(values.to(parameter.dtype))
-
-
+#: Why most products have no place.
+_UNKNOWN: Final = "no layer before it is known that makes its input for it alone"
 #: Of a module whose input is scaled in its forward: the factors, as ModelOpt calls them.
 _FACTORS: Final = "pre_quant_scale"
 
@@ -116,37 +124,82 @@ def scale_input(module: Any, factors: torch.Tensor) -> None:
 
 
 def places(model: nn.Module, of: tuple[Product, ...]) -> tuple[list[Place], dict[str, str]]:
-    """Return the places of a model where scales fold into the layer before, in the table's order.
+    """Return the places of a model where scales fold into what makes the input.
+
+    Those of the table first, in its order; then the hidden values of each expert in a stack.
 
     Args:
         model: any module.
         of: the products that are quantized.
 
     Returns:
-        The places, each with a quantized consumer at least; and the other products by name, with
-        why their inputs have no place.
+        The places, each with a quantized consumer at least; and the other products by name, those
+        of experts by their stack's, with why their inputs have no place.
     """
-    wanted = {id(one.module): one for one in of if one.expert is None}
-    users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    made, reasons = [], {}
-    found: set[int] = set()
+    table = _Table(model, of)
     for name, block in model.named_modules():
         for fold in folds_of(type(block)):
-            inner = {path: _at(block, path) for path in (fold.source, *fold.consumers)}
-            here = [inner[path] for path in fold.consumers]
-            if not any(id(module) in wanted for module in here):
-                continue
-            why = _against(fold, inner, users)
-            if why is None:
-                made.append(_place(name, block, fold, inner, wanted))
-                found.update(map(id, here))
-            else:
-                reasons.update({id(module): why for module in here})
+            table.add(name, block, fold)
+    sources, reasons = hidden_sources(of, table.users)
+    made = [*table.made, *(Place((one,), source) for one, source in sources.items())]
+    placed = {one for place in made for one in place.consumers}
     left = {}
     for product in of:
-        if id(product.module) not in found:
-            left[product.name] = reasons.get(id(product.module), _reason(product))
+        if product not in placed:
+            why = reasons.get(product.key) or table.reasons.get(id(product.module))
+            left[product.key] = why or _UNKNOWN
     return made, left
+
+
+class _Table:
+    """The folds of a model's blocks, as places; and why others hold of nothing.
+
+    Args:
+        model: any module.
+        of: the products that are quantized.
+    """
+
+    def __init__(self, model: nn.Module, of: Iterable[Product]) -> None:
+        self.users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+        self.made: list[Place] = []
+        self.reasons: dict[int, str] = {}
+        self._of: dict[int, list[Product]] = {}
+        for one in of:
+            self._of.setdefault(id(one.module), []).append(one)
+
+    def add(self, name: str, block: nn.Module, fold: Fold) -> None:
+        """Add the place that a fold is of a block, if a product there is quantized."""
+        inner = {path: _at(block, path) for path in (fold.source, *fold.readers)}
+        here = [inner[path] for path in fold.readers if path not in fold.routers]
+        if not any(_is_first(one) for module in here for one in self._of.get(id(module), ())):
+            return
+        experts: tuple[Product, ...] = ()
+        why = _against(fold, inner, self.users)
+        if why is None and fold.experts is not None:
+            experts = self._experts(f"{name}.{fold.experts}", inner[fold.experts])
+            why = reason_against_experts(experts, self.users)
+        if why is not None:
+            self.reasons.update({id(module): why for module in here})
+            return
+        layers = [self._layer(f"{name}.{path}", inner[path]) for path in fold.consumers]
+        consumers = (*layers, *experts)
+        routers = tuple(inner[path] for path in fold.routers)
+        self.made.append(_place(block, fold, inner, consumers, routers))
+
+    def _layer(self, name: str, module: nn.Module) -> Product:
+        found = self._of.get(id(module))
+        return found[0] if found else Product(name.lstrip("."), module)
+
+    def _experts(self, name: str, module: nn.Module) -> tuple[Product, ...]:
+        """Return the first products of a module of experts; none if it is no such module."""
+        found = [one for one in self._of.get(id(module), ()) if _is_first(one)]
+        made = found or expert_products(name.lstrip("."), module)
+        return tuple(one for one in made if _is_first(one))
+
+
+def _is_first(product: Product) -> bool:
+    """Return whether a product multiplies what its module is given."""
+    return product.layout is None or product.parameter in product.layout.first
 
 
 def _at(block: nn.Module, path: str) -> Any:
@@ -157,19 +210,25 @@ def _at(block: nn.Module, path: str) -> Any:
 
 
 def _against(fold: Fold, inner: dict[str, Any], users: Counter[int]) -> str | None:
-    """Return why a fold does not hold of a block; None: it does."""
+    """Return why a fold does not hold of a block's layers; None: it does."""
     for path, module in inner.items():
+        if path == fold.experts:
+            continue
         weight = getattr(module, "weight", None)
         is_norm = path == fold.source and fold.kind != "linear"
         if not isinstance(weight, torch.Tensor):
             return f"{path} has no weight"
-        if weight.dim() != (1 if is_norm else 2) or not (is_norm or isinstance(module, nn.Linear)):
-            return f"{path} is a {type(module).__name__}, not the layer that the table knows"
         if is_quantized(weight):
             return f"the weight of {path} is quantized already"
         if any(users[id(one)] > 1 for one in module.parameters(recurse=False)):
             return f"a parameter of {path} is another module's, too"
-        if type(module).forward is not nn.Linear.forward and not (is_norm or _is_own(module)):
+        if weight.dim() != (1 if is_norm else 2):
+            return f"{path} is a {type(module).__name__}, not the layer that the table knows"
+        if is_norm or path in fold.routers:
+            continue
+        if not isinstance(module, nn.Linear):
+            return f"{path} is a {type(module).__name__}, not the layer that the table knows"
+        if type(module).forward is not nn.Linear.forward and not _is_own(module):
             return f"{path} is a {type(module).__name__} with a forward of its own"
     return None
 
@@ -179,19 +238,20 @@ def _is_own(module: nn.Module) -> bool:
 
 
 def _place(
-    name: str, block: nn.Module, fold: Fold, inner: dict[str, Any], wanted: dict[int, Product]
+    block: nn.Module,
+    fold: Fold,
+    inner: dict[str, Any],
+    consumers: tuple[Product, ...],
+    routers: tuple[nn.Module, ...],
 ) -> Place:
-    consumers = tuple(
-        wanted.get(id(inner[path])) or Product(f"{name}.{path}" if name else path, inner[path])
-        for path in fold.consumers
-    )
-    source, cols = inner[fold.source], inner[fold.consumers[0]].weight.shape[1]
+    source, cols = inner[fold.source], consumers[0].weight().shape[1]
     channels = source.weight.shape[0]
     width = channels
     if fold.attention is not None:
         attention = _at(block, fold.attention)
         width = getattr(attention, "head_dim", None) or attention.attention_head_size
-    return Place(consumers, source, fold.kind, cols // channels, width)
+    made = LayerSource(source, fold.kind)
+    return Place(consumers, made, cols // channels, width, routers)
 
 
 def input_places(
@@ -217,9 +277,3 @@ def _is_linear(product: Product) -> bool:
     weight = getattr(product.module, product.parameter)
     is_matrix = product.expert is None and weight.dim() == 2 and not product.is_in_out
     return is_matrix and isinstance(product.module, nn.Linear) and not is_quantized(weight)
-
-
-def _reason(product: Product) -> str:
-    if product.expert is not None:
-        return "it is an expert in a stack"
-    return "no layer before it is known that makes its input for it alone"

@@ -17,6 +17,7 @@ from .stored import Reads, held_values, stored_kind
 
 __all__ = [
     "Product",
+    "expert_products",
     "fused_products",
     "plain_name",
     "products",
@@ -171,6 +172,18 @@ def _of_experts(
             for e in range(experts)
         ]
     return made
+
+
+def expert_products(name: str, module: nn.Module) -> tuple[Product, ...]:
+    """Return the products of a module of experts, stack by stack; none of another module.
+
+    Args:
+        name: of the module.
+        module: any.
+    """
+    kind = kind_of(module, converters_with(()))
+    layout = None if kind is None else kind.layout_of(module)
+    return () if layout is None else tuple(_of_experts(name, module, layout))
 
 
 def fused_products(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +13,11 @@ from ..converters import LEAST_WIDTH
 from ..formats import PlaneSpec
 from ..recipes import Recipe, get
 from ..storage import build_storage
-from .channel_scales import GRID, awq_scales, smooth_scales
-from .gptq_matrix import Hessian, check_spec
-from .places import Place, input_places, places
+from .channel_scales import GRID, ChosenScales, awq_scales, nearest_powers, smooth_scales
+from .gptq_matrix import check_spec
+from .places import Place
 from .products import Product, products
-from .stages import Plan, Stage, plan
+from .scaling_search import Channels, Search
 from .weight_planes import weight_spec
 
 __all__ = ["ScaledInput", "ScalingReport", "awq", "smooth"]
@@ -28,7 +28,7 @@ class ScaledInput:
     """An input whose channels were scaled.
 
     Attributes:
-        names: of the products that multiply it.
+        names: of the products that multiply it; of several experts the name of their stack.
         alpha: exponent of the formula.
         is_folded: the scales went into the layer before; else the products scale their input.
         largest, smallest: of the scales.
@@ -50,7 +50,8 @@ class ScalingReport:
 
     Attributes:
         inputs: that were scaled.
-        left: products whose inputs are as they were: name to why.
+        left: products whose inputs are as they were: name to why; of experts all of one stack, or
+            one that no token reached.
     """
 
     inputs: tuple[ScaledInput, ...]
@@ -63,81 +64,6 @@ class ScalingReport:
             for one in self.inputs
         ]
         return "\n".join([*lines, *(f"{name}: left, {why}" for name, why in self.left.items())])
-
-
-class _Channels:
-    """Largest and mean magnitudes of the channels of an input, and its Hessian if wanted."""
-
-    def __init__(self, weight: torch.Tensor, with_hessian: bool) -> None:
-        cols = weight.shape[1]
-        self.amax = torch.zeros(cols, dtype=torch.float64, device=weight.device)
-        self.total = torch.zeros_like(self.amax)
-        self.tokens = 0
-        self.hessian = Hessian(cols, weight.device) if with_hessian else None
-
-    def __call__(self, rows: torch.Tensor) -> None:
-        """Add an input `[tokens, cols]`."""
-        magnitudes = rows.abs().to(torch.float64)
-        self.amax = torch.maximum(self.amax, magnitudes.amax(0))
-        self.total += magnitudes.sum(0)
-        self.tokens += rows.shape[0]
-        if self.hessian is not None:
-            self.hessian.add(rows)
-
-
-@dataclass(frozen=True)
-class _Search:
-    """The places of a model, and the run that shows their inputs."""
-
-    order: Plan
-    places: tuple[Place, ...]
-    left: Mapping[str, str]
-
-    @staticmethod
-    def of(
-        model: nn.Module, data: Iterable[Any], of: tuple[Product, ...], step: str, in_front: bool
-    ) -> _Search:
-        """Return the places for these products."""
-        folded, left = places(model, of)
-        beside = [one for place in folded for one in place.consumers if one not in of]
-        order = plan(model, data, (*of, *beside), step)
-        groups = [group for stage in order.stages for group in stage.groups]
-        made = []
-        for place in folded:
-            group = next((g for g in groups if place.consumers[0] in g), None)
-            if group is not None and set(group) == set(place.consumers):
-                made.append(place)
-                continue
-            why = "no batch reached it"
-            if group is not None:
-                why = "its input is not what the layers that the table names multiply, they alone"
-            left.update({one.name: why for one in place.consumers})
-        if in_front:
-            names = {one.name for place in made for one in place.consumers}
-            fronts, left = input_places([g for g in groups if g[0].name not in names], left)
-            made += fronts
-        return _Search(order, tuple(made), left)
-
-    def stages(self, with_hessian: bool) -> Iterator[tuple[Place, _Channels]]:
-        """Yield each place with what its input showed, one stage after the other."""
-        for stage in self.order.stages:
-            yield from self._observed(stage, with_hessian)
-
-    def _observed(self, stage: Stage, with_hessian: bool) -> Iterator[tuple[Place, _Channels]]:
-        group_of = {one: group[0] for group in stage.groups for one in group}
-        here = [place for place in self.places if place.consumers[0] in group_of]
-        wanted = {group_of[place.consumers[0]] for place in here}
-        seen: dict[Product, _Channels] = {}
-
-        def makes(product: Product) -> _Channels | None:
-            if product in wanted:
-                seen[product] = _Channels(product.weight(), with_hessian)
-            return seen.get(product)
-
-        if here:
-            self.order.observe(stage, makes)
-        for place in here:
-            yield place, seen[group_of[place.consumers[0]]]
 
 
 def smooth(
@@ -155,7 +81,8 @@ def smooth(
     `s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)`: outliers of inputs move into the weights. Each
     scale is divided out in the layer that makes the input, where `hybridq.calibration.folds_of` the
     block's class knows it, and the model computes in exact arithmetic what it did. The weights stay
-    plain; quantize them afterwards.
+    plain; quantize them afterwards. Hidden values of experts in stacks are scaled in the rows of up
+    of each; scales that a router's columns take as well are powers of two.
 
     Args:
         model: any module, not quantized yet.
@@ -182,12 +109,14 @@ def smooth(
         False
     """
     of = products(model, filter_fn, also=also, least_width=least_width)
-    search = _Search.of(model, data, of, "model", in_front)
+    search = Search.of(model, data, of, "model", in_front)
     made = []
     for place, seen in search.stages(with_hessian=False):
         columns = torch.stack([one.weight().abs().amax(0) for one in place.consumers]).amax(0)
-        amaxes = place.gathered(seen.amax, True), place.gathered(columns, True)
+        inputs = torch.stack([one.amax for one in seen.values()]).amax(0)
+        amaxes = place.gathered(inputs, True), place.gathered(columns, True)
         scales = smooth_scales(*amaxes, alpha)
+        scales = nearest_powers(scales) if place.powers_of_two else scales
         place.apply(scales)
         made.append(_result(place, scales, alpha))
     return ScalingReport(tuple(made), search.left)
@@ -242,21 +171,39 @@ def awq(
         spec = weight_spec(chosen, product)
         if spec is not None:
             check_spec("awq", spec)
-    search = _Search.of(model, data, of, step, in_front)
+    search = Search.of(model, data, of, step, in_front)
     made = []
     for place, seen in search.stages(with_hessian=True):
-        # What stays in high precision has no error by rounding.
-        specs = [(one, weight_spec(chosen, one)) for one in place.consumers if one in of]
-        weights = [one.weight() for one, _ in specs]
-        rounding = [_rounding(spec) for _, spec in specs if spec is not None]
-        mean = place.gathered(seen.total / seen.tokens, False)
-        hessian: Any = seen.hessian
-        best = awq_scales(
-            weights, mean, hessian.matrix, rounding, grid=grid, of_columns=place.spread
-        )
+        best = _best(place, seen, chosen, of, grid)
         place.apply(best.scales)
         made.append(_result(place, best.scales, best.alpha, best.error, best.plain_error))
     return ScalingReport(tuple(made), search.left)
+
+
+def _best(
+    place: Place,
+    seen: Mapping[Product, Channels],
+    recipe: Recipe,
+    of: Iterable[Product],
+    grid: int,
+) -> ChosenScales:
+    """Return the best scales of a place; each product's error is of the rows that it is given."""
+    # What stays in high precision has no error by rounding.
+    specs = {one: weight_spec(recipe, one) for one in seen if one in of}
+    rounding = [_rounding(spec) for spec in specs.values() if spec is not None]
+    inputs = list({id(one): one for one in seen.values()}.values())  # of several products, once
+    total = torch.stack([one.total for one in inputs]).sum(0)
+    mean = place.gathered(total / sum(one.tokens for one in inputs), False)
+    hessians: Any = [seen[one].hessian for one in specs]
+    return awq_scales(
+        [one.weight() for one in specs],
+        mean,
+        [one.matrix for one in hessians],
+        rounding,
+        grid=grid,
+        of_columns=place.spread,
+        powers_of_two=place.powers_of_two,
+    )
 
 
 def _rounding(spec: PlaneSpec) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -265,6 +212,5 @@ def _rounding(spec: PlaneSpec) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _result(place: Place, scales: torch.Tensor, alpha: float, *errors: float) -> ScaledInput:
-    names = tuple(one.name for one in place.consumers)
     largest, smallest = float(scales.max()), float(scales.min())
-    return ScaledInput(names, alpha, place.source is not None, largest, smallest, *errors)
+    return ScaledInput(place.names, alpha, place.source is not None, largest, smallest, *errors)
