@@ -364,3 +364,23 @@ def test_every_variant_and_number_of_threads(threads) -> None:
     assert seen[0][-1].item() == 50.0
     for made in seen[1:]:
         assert all(map(torch.equal, made, seen[0]))
+
+
+def test_registered_algorithms_give_the_scale() -> None:
+    def halved(history, scale, numerator):
+        return numerator / history.amax(-1) / 2.0
+
+    quantizers = hybridq.quantizers
+    quantizers.register_scaling_algorithm("halved", halved)
+    quantizers.register_scaling_algorithm("halved", halved)  # the same one again
+    request = hybridq.DelayedScalingRequest(amax_compute_algo="halved")
+    assert hybridq.DelayedScalingRequest.parse(request.text) == request
+    history, scale = torch.tensor([[7.0, 3.5, 1.0]]), torch.ones(1)
+    rolled, new = quantizers.next_scale(history, scale, torch.tensor([448.0]), algorithm="halved")
+    assert rolled.tolist() == [[0.0, 1.0, 7.0]] and new.tolist() == [32.0]
+    with pytest.raises(ValueError, match="registered once"):
+        quantizers.register_scaling_algorithm("max", halved)
+    with pytest.raises(ValueError, match="identifier, got 'a,b'"):
+        quantizers.register_scaling_algorithm("a,b", halved)
+    with pytest.raises(TypeError, match="must be callable, got int"):
+        quantizers.register_scaling_algorithm("three", 3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .api import quantize, quantizer
-from .delayed import DelayedScalingRequest, next_scale
+from .delayed import DelayedScalingRequest, next_scale, register_scaling_algorithm
 from .float8 import Float8Quantizer
 from .many import multi_tensor_quantize
 from .named import (
@@ -37,6 +37,7 @@ __all__ = [
     "quantize",
     "quantize_grouped",
     "quantizer",
+    "register_scaling_algorithm",
     "statistics",
     "with_statistics",
 ]

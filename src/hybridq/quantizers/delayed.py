@@ -10,6 +10,7 @@ Transformer Engine.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
@@ -28,12 +29,15 @@ __all__ = [
     "next_scale",
     "no_history",
     "parsed",
+    "register_scaling_algorithm",
     "resolved",
 ]
 
 #: Elements of forward tensors and of gradients, by the name of the pair.
 _ELEMENTS: Final = {"E4M3": ("e4m3", "e4m3"), "HYBRID": ("e4m3", "e5m2")}
 _ALGORITHMS: Final = ("max", "most_recent")
+#: What callers have registered, by name: history, scale and numerator to the new scale.
+_registered: Final[dict[str, Callable[..., torch.Tensor]]] = {}
 #: So that fmax * 2^-margin is a normal FP32 number.
 _MOST_MARGIN: Final = 100
 _MOST_HISTORY: Final = 1 << 20
@@ -66,7 +70,8 @@ class DelayedScalingRequest:
             enumeration member of that name.
         margin: the scale leaves `2^margin` of room above the amax.
         amax_history_len: number of steps that are looked back on.
-        amax_compute_algo: `"max"` of the history, or `"most_recent"`.
+        amax_compute_algo: `"max"` of the history, `"most_recent"`, or a name that
+            `register_scaling_algorithm` was given.
         reduce_amax: whether all ranks of a group take the largest of their amaxes. Without a
             group named below that is torch.distributed's default group, if it is initialized.
         amax_reduction_group: a process group or its name; None: the default group.
@@ -119,10 +124,10 @@ class DelayedScalingRequest:
                     f"DelayedScalingRequest: {field} must be an integer from {low} to {high}, got "
                     f"{value!r}"
                 )
-        if self.amax_compute_algo not in _ALGORITHMS:
+        algorithm = self.amax_compute_algo
+        if algorithm not in _ALGORITHMS and algorithm not in _registered:
             raise SpecError(
-                "DelayedScalingRequest: amax_compute_algo "
-                f"{must_be_one_of(_ALGORITHMS, self.amax_compute_algo)}"
+                f"DelayedScalingRequest: amax_compute_algo {must_be_one_of(_ALGORITHMS, algorithm)}"
             )
         if not isinstance(self.reduce_amax, bool):
             raise SpecError(
@@ -227,11 +232,47 @@ def no_history(where: str) -> str:
     )
 
 
+def register_scaling_algorithm(name: str, function: Callable[..., torch.Tensor]) -> None:
+    """Let `amax_compute_algo` be `name`: scales follow from histories as `function` says.
+
+    Every process that reads such a request must have registered it.
+
+    Args:
+        name: an identifier, not one that is known already.
+        function: `function(history, scale, numerator)` of FP32 `[n, length]` (slot 0 the newest)
+            and two of FP32 `[n]`; returns the new scales, FP32 `[n]`. It is called once per step
+            for all slots of one history length, and must not write to its arguments.
+
+    Raises:
+        ValueError: `name` is no identifier, or is taken by another function.
+        TypeError: `function` is not callable.
+
+    Source: ours; Transformer Engine takes callables in the recipe itself.
+
+    Example:
+        >>> import hybridq
+        >>> def mean(history, scale, numerator):
+        ...     return numerator / history.mean(-1).clamp(min=1e-6)
+        >>> hybridq.quantizers.register_scaling_algorithm("mean_of_history", mean)
+        >>> hybridq.recipes.DelayedScaling(amax_compute_algo="mean_of_history").amax_compute_algo
+        'mean_of_history'
+    """
+    if not name.isidentifier():
+        raise ValueError(f"register_scaling_algorithm: name must be an identifier, got {name!r}")
+    given: object = function
+    if not callable(given):
+        got = type(given).__name__
+        raise TypeError(f"register_scaling_algorithm: function must be callable, got {got}")
+    if name in _ALGORITHMS or _registered.setdefault(name, function) is not function:
+        raise ValueError(f"register_scaling_algorithm: {name!r} must be registered once")
+
+
 def next_scale(
     history: torch.Tensor,
     scale: torch.Tensor,
     numerator: torch.Tensor,
     is_most_recent: bool = False,
+    algorithm: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the history and the scale of the next step.
 
@@ -244,6 +285,7 @@ def next_scale(
         scale: FP32 `[...]`, what a value was multiplied with.
         numerator: FP32 `[...]`, `fmax * 2^-margin`.
         is_most_recent: amax is slot 0, and not the maximum of the history.
+        algorithm: name of a registered one, which gives the scale instead.
 
     Source: Transformer Engine, delayed_scaling.cu, but that a NaN is not dropped.
 
@@ -256,6 +298,9 @@ def next_scale(
     amax = history[..., 0] if is_most_recent else history.amax(-1)
     quotient = (numerator / amax).clamp(max=torch.finfo(torch.float32).max)
     is_usable = (amax > 0.0) & amax.isfinite()
+    new = torch.where(is_usable, quotient, scale)
+    if algorithm in _registered:
+        new = _registered[algorithm](history, scale, numerator)
     rolled = history.roll(-1, -1)
     rolled[..., 0] = 0.0
-    return rolled, torch.where(is_usable, quotient, scale)
+    return rolled, new

@@ -24,7 +24,7 @@ from .choices import GemmPrecision
 from .delayed import DelayedScaling
 from .module_types import ModuleType, register_module_type
 from .named import get, names
-from .recipe import ChoosingRecipe, CustomRecipe, Recipe
+from .recipe import ChoosingRecipe, CustomRecipe, Recipe, RecipeSource
 from .replay import install
 from .roles import LINEAR, QuantizerRole
 from .schedule import RecipeSchedule
@@ -60,6 +60,7 @@ __all__ = [
     "QuantizerRole",
     "Recipe",
     "RecipeSchedule",
+    "RecipeSource",
     "SlotPlan",
     "autocast",
     "bind",

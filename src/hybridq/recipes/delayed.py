@@ -26,7 +26,8 @@ class DelayedScaling(_Float8Recipe):
         fp8_format: `HYBRID` (E4M3 forward, E5M2 for gradients) or `E4M3`; a FloatFormat, its name,
             or any enumeration member of that name.
         amax_history_len: number of steps that are looked back on.
-        amax_compute_algo: `"max"` of the history, or `"most_recent"`.
+        amax_compute_algo: `"max"` of the history, `"most_recent"`, or a name that
+            `hybridq.quantizers.register_scaling_algorithm` was given.
         reduce_amax: all ranks of a group take the largest of their amaxes, once per step.
         amax_reduction_group: a process group or its name; None: torch.distributed's default group,
             if it is initialized.

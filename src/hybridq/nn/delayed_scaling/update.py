@@ -408,14 +408,15 @@ def _advance(
 ) -> None:
     """Roll the histories of a batch, and put its new statistics into `stats`."""
     request = batch.places[0][1].request
-    length, is_recent = request.amax_history_len, request.amax_compute_algo == "most_recent"
+    length, algorithm = request.amax_history_len, request.amax_compute_algo
     histories = [states[number].history(place.number, length) for number, place in batch.places]
     history = torch.stack(histories)
     has_recorded = ~(amax < 0.0)  # a NaN was recorded
     filled = history.clone()
     filled[:, 0] = amax
     old = stats.index_select(0, batch.where)
-    rolled, scale = next_scale(filled, -old, batch.numerators, is_recent)
+    is_recent = algorithm == "most_recent"
+    rolled, scale = next_scale(filled, -old, batch.numerators, is_recent, algorithm)
     new = torch.where(has_recorded[:, None], rolled, history)
     copy_each(histories, list(new.unbind(0)))
     stats.index_copy_(0, batch.where, torch.where(has_recorded, given_scale(scale), old))
