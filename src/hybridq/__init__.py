@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         serving,
         settings,
         storage,
+        te,
         tensor,
     )
     from .calibration import Calibration
@@ -183,7 +184,7 @@ _PACKAGES: Final = (
         "moe",
         "nn",
     ),
-    *("optim", "ptq", "recipes", "report", "rollout", "serving"),
+    *("optim", "ptq", "recipes", "report", "rollout", "serving", "te"),
 )
 #: Module to the names of `__all__` that it defines.
 _NAMES: Final = {

@@ -47,6 +47,7 @@ LAYERS = [
     "conformance",
     "integrations",
     "compat",
+    "te",
     "demo",
     "cli",
     "__main__",

@@ -1,0 +1,33 @@
+"""Transformer Engine's names: `import hybridq.te as te`.
+
+Names, order of arguments and defaults are those of `transformer_engine.pytorch`; what computes is
+hybridq, on any machine. Its module paths lead here, too: `hybridq.te.pytorch.quantization`,
+`hybridq.te.common.recipe`. docs/guides/from-transformer-engine.md has the table of all names.
+
+Example:
+    >>> import torch, hybridq.te as te
+    >>> from hybridq.te.common.recipe import DelayedScaling, Format
+    >>> model = te.Linear(64, 32, bias=True)
+    >>> with te.autocast(enabled=True, recipe=DelayedScaling(margin=0, fp8_format=Format.E4M3)):
+    ...     y = model(torch.randn(8, 64))
+    >>> y.sum().backward()
+"""
+
+from __future__ import annotations
+
+import sys
+
+from . import aliases, common, constants, hybrid, module, quantization, quantizers
+from .constants import *  # noqa: F403
+from .hybrid import *  # noqa: F403
+from .module import *  # noqa: F403
+from .quantization import *  # noqa: F403
+from .quantizers import *  # noqa: F403
+
+__all__ = ["common", "pytorch"]
+__all__ += constants.__all__ + hybrid.__all__ + module.__all__
+__all__ += quantization.__all__ + quantizers.__all__
+
+#: This package: `transformer_engine.pytorch` is what `hybridq.te` has the names of.
+pytorch = sys.modules[__name__]
+aliases.install()

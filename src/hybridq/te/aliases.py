@@ -1,0 +1,37 @@
+"""Transformer Engine's module paths: `hybridq.te.pytorch`, and what scripts import below it.
+
+Each is another name of one module here, so that a class is one object whatever path it came by.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Final
+
+__all__ = ["PATHS", "install"]
+
+#: A module here to the paths below `pytorch`, and below `hybridq.te` itself, that lead to it.
+PATHS: Final = {
+    "constants": (),
+    "module": (
+        *("transformer", "attention", "attention.multi_head_attention", "attention.rope"),
+        *("module.base", "module.linear", "module.layernorm_linear", "module.layernorm_mlp"),
+        "module.grouped_linear",
+    ),
+    "quantization": ("fp8",),
+}
+
+
+def install() -> None:
+    """Enter every path in `sys.modules`."""
+    package = __package__
+    sys.modules[f"{package}.pytorch"] = sys.modules[package]
+    for name, paths in PATHS.items():
+        module = import_module(f"{package}.{name}")
+        sys.modules[f"{package}.pytorch.{name}"] = module
+        for path in paths:
+            for root in (package, f"{package}.pytorch"):
+                sys.modules[f"{root}.{path}"] = module
+    for name in ("common", "common.recipe"):
+        sys.modules[f"{package}.pytorch.{name}"] = import_module(f"{package}.{name}")

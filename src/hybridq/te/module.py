@@ -1,0 +1,247 @@
+"""Modules of hybridq with Transformer Engine's order of arguments, and all of them.
+
+Source: names, order and defaults of arguments: Transformer Engine's modules; but that `device` is
+torch's current default device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import nn
+from .reading import Readings
+from .signatures import constructor, forward, with_arguments
+
+__all__ = [
+    "GroupedLinear",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "MultiheadAttention",
+    "RotaryPositionEmbedding",
+    "TransformerLayer",
+]
+
+RotaryPositionEmbedding = nn.RotaryPositionEmbedding
+
+
+def _normal(weight: torch.Tensor) -> None:
+    torch.nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+def _prepare(given: dict[str, Any]) -> None:
+    """Fill in what Transformer Engine's constructors do where nothing is said."""
+    for name in ("init_method", "output_layer_init_method"):
+        if name in given and given[name] is None:
+            given[name] = _normal
+    if given.get("tp_group") is None and given.get("tp_size") == 1:
+        given["sequence_parallel"] = False  # there is nobody to share the tokens with
+    if given.get("fuse_qkv_params") is False:
+        given["qkv_weight_interleaved"] = False
+    if given.get("ub_tp_comm_overlap") is False:  # what it would overlap says nothing then
+        defaults = {"ub_overlap_ag": True, "ub_overlap_rs": True, "ub_overlap_rs_dgrad": False}
+        given.update(defaults, ub_bulk_dgrad=True, ub_bulk_wgrad=True)
+
+
+def _prepare_groups(given: dict[str, Any]) -> None:
+    _prepare(given)
+    tracker, place, fill = (
+        given[name] for name in ("get_rng_state_tracker", "rng_tracker_name", "init_method")
+    )
+    if tracker is None or place is None:
+        return
+
+    def drawn(weight: torch.Tensor) -> None:
+        with tracker().fork(place):
+            fill(weight)
+
+    given["init_method"] = drawn
+
+
+@with_arguments
+class Linear(Readings, nn.Linear):
+    """`hybridq.Linear`; what it has no like of raises, by the argument's name.
+
+    Example:
+        >>> import torch, hybridq.te as te
+        >>> layer = te.Linear(64, 32, bias=False, params_dtype=torch.bfloat16)
+        >>> with te.autocast(recipe=te.common.recipe.Float8CurrentScaling()):
+        ...     y = layer(torch.ones(4, 64, dtype=torch.bfloat16), is_first_microbatch=True)
+        >>> y.shape, layer.quantizers["scaling_bwd"][0].dtype
+        (torch.Size([4, 32]), <DType.kFloat8E5M2: 8>)
+    """
+
+    __init__ = constructor(
+        nn.Linear,
+        "in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False, "
+        "tp_group=None, tp_size=1, get_rng_state_tracker=None, rng_tracker_name=None, "
+        "init_method=None, bias=True, return_bias=False, params_dtype=None, parallel_mode=None, "
+        "parameters_split=None, device=None, ub_overlap_ag=False, ub_overlap_rs=False, "
+        "ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False, ub_name=None, "
+        "delay_wgrad_compute=False, symmetric_ar_type=None, save_original_input=False, name=None",
+        _prepare,
+    )
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
+        """Return `inp @ weight.T + bias`, as `hybridq.Linear.forward`.
+
+        Args:
+            inp, is_first_microbatch, fp8_output, fp8_grad: as there.
+        """
+        return super().forward(inp, is_first_microbatch, fp8_output, fp8_grad)
+
+
+@with_arguments
+class LayerNormLinear(Readings, nn.LayerNormLinear):
+    """`hybridq.LayerNormLinear`; what it has no like of raises, by the argument's name."""
+
+    __init__ = constructor(
+        nn.LayerNormLinear,
+        "in_features, out_features, eps=1e-5, sequence_parallel=False, "
+        "fuse_wgrad_accumulation=False, tp_group=None, tp_size=1, get_rng_state_tracker=None, "
+        "init_method=None, bias=True, normalization='LayerNorm', return_bias=False, "
+        "params_dtype=None, parallel_mode=None, return_layernorm_output=False, "
+        "return_layernorm_output_gathered=False, parameters_split=None, "
+        "zero_centered_gamma=False, device=None, ub_overlap_ag=False, ub_overlap_rs=False, "
+        "ub_overlap_rs_dgrad=False, ub_bulk_wgrad=False, ub_bulk_dgrad=False, ub_name=None, "
+        "delay_wgrad_compute=False, symmetric_ar_type=None, name=None",
+        _prepare,
+    )
+
+
+@with_arguments
+class LayerNormMLP(Readings, nn.LayerNormMLP):
+    """`hybridq.LayerNormMLP`; what it has no like of raises, by the argument's name."""
+
+    __init__ = constructor(
+        nn.LayerNormMLP,
+        "hidden_size, ffn_hidden_size, eps=1e-5, sequence_parallel=False, return_bias=False, "
+        "get_rng_state_tracker=None, tp_group=None, tp_size=1, init_method=None, bias=True, "
+        "normalization='LayerNorm', activation='gelu', activation_params=None, "
+        "output_layer_init_method=None, fuse_wgrad_accumulation=False, params_dtype=None, "
+        "return_layernorm_output=False, return_layernorm_output_gathered=False, seq_length=None, "
+        "micro_batch_size=None, set_parallel_mode=False, zero_centered_gamma=False, device=None, "
+        "ub_overlap_ag=False, name=None, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, "
+        "ub_bulk_dgrad=False, ub_bulk_wgrad=False, delay_wgrad_compute=False, "
+        "symmetric_ar_type=None, checkpoint=False",
+        _prepare,
+    )
+
+
+@with_arguments
+class GroupedLinear(Readings, nn.GroupedLinear):
+    """`hybridq.GroupedLinear`, whose parameters are in the order `weight0, bias0, weight1, ...`.
+
+    What it has no like of raises, by the argument's name.
+    """
+
+    _construct = constructor(
+        nn.GroupedLinear,
+        "num_gemms, in_features, out_features, sequence_parallel=False, "
+        "fuse_wgrad_accumulation=False, tp_group=None, tp_size=1, get_rng_state_tracker=None, "
+        "rng_tracker_name=None, init_method=None, bias=True, return_bias=False, "
+        "params_dtype=None, parallel_mode=None, device=None, ub_overlap_rs=False, "
+        "ub_overlap_ag=False, ub_name=None, delay_wgrad_compute=False, "
+        "save_original_input=False, single_grouped_weight=False, single_grouped_bias=False, "
+        "name=None, use_grouped_tensor=None",
+        _prepare_groups,
+    )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._construct(*args, **kwargs)
+        for g in range(self.num_gemms):
+            for name in (f"weight{g}", f"bias{g}"):
+                if name in self._parameters:
+                    self._parameters[name] = self._parameters.pop(name)
+
+    __init__.__signature__ = _construct.__signature__  # type: ignore[attr-defined]
+    __init__.__doc__ = _construct.__doc__
+
+    forward = forward(
+        nn.GroupedLinear, "inp, m_splits, is_first_microbatch=None, out=None, dgrad_out=None"
+    )
+
+
+@with_arguments
+class MultiheadAttention(nn.MultiheadAttention):
+    """`hybridq.MultiheadAttention`; what it has no like of raises, by the argument's name."""
+
+    __init__ = constructor(
+        nn.MultiheadAttention,
+        "hidden_size, num_attention_heads, kv_channels=None, attention_dropout=0.1, "
+        "layernorm_epsilon=1e-5, init_method=None, output_layer_init_method=None, "
+        "layer_number=None, attn_mask_type='causal', window_size=None, "
+        "bottom_right_diagonal=None, tp_group=None, tp_size=1, num_gqa_groups=None, "
+        "fuse_wgrad_accumulation=False, get_rng_state_tracker=None, "
+        "sequence_parallel=False, params_dtype=None, return_bias=False, "
+        "return_layernorm_output=False, input_layernorm=False, attention_type='self', "
+        "set_parallel_mode=False, fuse_qkv_params=False, zero_centered_gamma=False, "
+        "qkv_weight_interleaved=True, rotary_pos_interleaved=False, ub_overlap_ag=False, "
+        "ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, "
+        "ub_bulk_wgrad=False, bias=True, normalization='LayerNorm', device=None, "
+        "qkv_format='sbhd', name=None, qk_norm_type=None, qk_norm_eps=1e-6, "
+        "qk_norm_before_rope=False, softmax_type='vanilla', seq_length=None, "
+        "micro_batch_size=None",
+        _prepare,
+    )
+
+    forward = forward(
+        nn.MultiheadAttention,
+        "hidden_states, attention_mask=None, encoder_output=None, attn_mask_type=None, "
+        "window_size=None, is_first_microbatch=None, checkpoint_core_attention=False, "
+        "inference_params=None, rotary_pos_emb=None, core_attention_bias_type='no_bias', "
+        "core_attention_bias=None, alibi_slopes=None, cu_seqlens_q=None, cu_seqlens_kv=None, "
+        "cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None, "
+        "max_seqlen_kv=None, fast_zero_fill=True, pad_between_seqs=None",
+    )
+
+
+@with_arguments
+class TransformerLayer(nn.TransformerLayer):
+    """`hybridq.TransformerLayer`; what it has no like of raises, by the argument's name.
+
+    Example:
+        >>> import torch, hybridq.te as te
+        >>> layer = te.TransformerLayer(64, 128, 4, layer_number=1, seq_length=10, device="cpu")
+        >>> layer(torch.randn(10, 2, 64), None, "causal").shape
+        torch.Size([10, 2, 64])
+    """
+
+    __init__ = constructor(
+        nn.TransformerLayer,
+        "hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None, "
+        "layernorm_epsilon=1e-5, hidden_dropout=0.1, attention_dropout=0.1, init_method=None, "
+        "output_layer_init_method=None, layer_number=None, kv_channels=None, "
+        "self_attn_mask_type='causal', window_size=None, bottom_right_diagonal=None, "
+        "enc_dec_attn_mask_type='no_mask', enc_dec_bottom_right_diagonal=None, "
+        "enc_dec_window_size=None, tp_group=None, tp_size=1, params_dtype=None, "
+        "get_rng_state_tracker=None, fuse_wgrad_accumulation=False, seq_length=None, "
+        "micro_batch_size=None, sequence_parallel=False, "
+        "apply_residual_connection_post_layernorm=False, output_layernorm=False, "
+        "parallel_attention_mlp=False, layer_type='encoder', drop_path_rate=0.0, "
+        "set_parallel_mode=False, fuse_qkv_params=False, rotary_pos_interleaved=False, "
+        "zero_centered_gamma=False, qkv_weight_interleaved=True, ub_tp_comm_overlap=False, "
+        "ub_overlap_ag=True, ub_overlap_rs=True, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=True, "
+        "ub_bulk_wgrad=True, bias=True, activation='gelu', activation_params=None, "
+        "normalization='LayerNorm', device=None, attn_input_format='sbhd', name=None, "
+        "qk_norm_type=None, qk_norm_eps=1e-6, qk_norm_before_rope=False, softmax_type='vanilla'",
+        _prepare,
+    )
+
+    forward = forward(
+        nn.TransformerLayer,
+        "hidden_states, attention_mask=None, self_attn_mask_type=None, window_size=None, "
+        "encoder_output=None, enc_dec_attn_mask=None, enc_dec_attn_mask_type=None, "
+        "enc_dec_window_size=None, is_first_microbatch=None, checkpoint_core_attention=False, "
+        "inference_params=None, rotary_pos_emb=None, core_attention_bias_type='no_bias', "
+        "core_attention_bias=None, alibi_slopes=None, cu_seqlens_q=None, cu_seqlens_kv=None, "
+        "max_seqlen_q=None, max_seqlen_kv=None, fast_zero_fill=True, pad_between_seqs=None",
+    )

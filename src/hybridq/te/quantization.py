@@ -1,0 +1,247 @@
+"""Transformer Engine's contexts, in its order of arguments, and what scripts ask of the machine.
+
+Source: names, order and defaults of arguments: Transformer Engine's `pytorch/quantization`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .. import nn, recipes, settings
+from ..recipes import (
+    QuantizerRole,
+    is_bf16_available,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+)
+from .common.recipe import DelayedScaling, MXFP8BlockScaling, Recipe
+from .common.scaling import DelayedScalingRequest, QuantizerRequest
+from .reading import remember_recipe
+
+__all__ = [
+    "DelayedScalingRequest",
+    "FP8GlobalStateManager",
+    "QuantizerRequest",
+    "QuantizerRole",
+    "autocast",
+    "check_recipe_support",
+    "fp8_autocast",
+    "fp8_model_init",
+    "get_align_size_for_quantization",
+    "get_default_recipe",
+    "is_bf16_available",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
+    "quantized_model_init",
+]
+
+
+class _Opened(threading.local):
+    """What this thread is inside of."""
+
+    def __init__(self) -> None:
+        self.recipes: list[tuple[Any, Any]] = []
+        self.inits: list[tuple[bool, bool]] = []
+
+
+_opened = _Opened()
+
+
+def get_default_recipe() -> MXFP8BlockScaling:
+    """Return the recipe of an `autocast` that names none: MXFP8, on every machine."""
+    return MXFP8BlockScaling()
+
+
+def check_recipe_support(recipe: Any) -> None:
+    """Raise unless a linear module can be run under `recipe`, forward and backward.
+
+    Args:
+        recipe: of `hybridq.te`, or of hybridq.
+    """
+    recipes.check_recipe_support(_ours(recipe))
+
+
+def get_align_size_for_quantization(recipe: Any) -> int:
+    """Return the multiple that Transformer Engine wants groups of tokens padded to.
+
+    Args:
+        recipe: of `hybridq.te`; one of hybridq gives 1. No module here needs it.
+    """
+    if not isinstance(recipe, Recipe):
+        return recipes.get_align_size_for_quantization(recipe)
+    if recipe.custom():
+        return int(recipe.quantization_alignment)  # type: ignore[attr-defined]
+    return 32 if recipe.mxfp8() else 128 if recipe.nvfp4() else 16
+
+
+def _ours(recipe: Any) -> Any:
+    return recipe.current if isinstance(recipe, Recipe) else recipe
+
+
+class autocast(recipes.autocast):
+    """`hybridq.autocast` with Transformer Engine's order of arguments.
+
+    Args:
+        enabled: False turns quantization off inside.
+        calibrating: False.
+        recipe: of `hybridq.te.common.recipe`, or whatever `hybridq.autocast` takes; None: MXFP8.
+        amax_reduction_group: of DelayedScaling; other recipes reduce over their quantizers' groups.
+        _graph: has no effect.
+
+    Raises:
+        ValueError, TypeError: as `hybridq.autocast`.
+
+    Example:
+        >>> import torch, hybridq.te as te
+        >>> layer = te.Linear(64, 64)
+        >>> with te.autocast(recipe=te.common.recipe.DelayedScaling(margin=1)):
+        ...     y = layer(torch.ones(4, 64))
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Any = None,
+        amax_reduction_group: Any = None,
+        _graph: bool = False,
+    ) -> None:
+        self.te_recipe = get_default_recipe() if recipe is None else recipe
+        self.amax_reduction_group = amax_reduction_group
+        source = self.te_recipe
+        if amax_reduction_group is not None and isinstance(source, DelayedScaling):
+            source = source.with_group(amax_reduction_group)
+        super().__init__(enabled, source, calibrating=calibrating)
+
+    def __enter__(self) -> autocast:
+        super().__enter__()
+        if not torch.compiler.is_compiling():
+            _opened.recipes.append((self.te_recipe, self.amax_reduction_group))
+            if self.enabled and isinstance(self.te_recipe, Recipe):
+                remember_recipe(settings.current().recipe.key, self.te_recipe)  # type: ignore[attr-defined]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if not torch.compiler.is_compiling():
+            _opened.recipes.pop()
+        super().__exit__(*error)
+
+
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Any = None,
+    fp8_group: Any = None,
+    _graph: bool = False,
+) -> autocast:
+    """Return `autocast(enabled, calibrating, fp8_recipe, fp8_group)`: the older name.
+
+    Args:
+        enabled, calibrating: as there.
+        fp8_recipe, fp8_group: as `recipe` and `amax_reduction_group` there.
+        _graph: has no effect.
+    """
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
+
+
+@contextmanager
+def quantized_model_init(
+    enabled: bool = True,
+    recipe: Any = None,
+    preserve_high_precision_init_val: bool = False,
+) -> Iterator[None]:
+    """Context: `hybridq.quantized_model_init` with Transformer Engine's order of arguments.
+
+    Args:
+        enabled: False: modules inside keep high precision.
+        recipe: as for `autocast`.
+        preserve_high_precision_init_val: as `hybridq.quantized_model_init` takes it.
+
+    Example:
+        >>> import hybridq.te as te
+        >>> with te.quantized_model_init(recipe=te.common.recipe.Float8CurrentScaling()):
+        ...     layer = te.Linear(64, 64)
+        >>> type(layer.weight).__name__
+        'Float8Tensor'
+    """
+    keeps = preserve_high_precision_init_val
+    with nn.quantized_model_init(
+        _ours(recipe), enabled=enabled, preserve_high_precision_init_val=keeps
+    ):
+        _opened.inits.append((enabled, keeps))
+        try:
+            yield
+        finally:
+            _opened.inits.pop()
+
+
+def fp8_model_init(
+    enabled: bool = True,
+    recipe: Any = None,
+    preserve_high_precision_init_val: bool = False,
+) -> Any:
+    """Return `quantized_model_init` of these arguments: the older name.
+
+    Args:
+        enabled, recipe, preserve_high_precision_init_val: as there.
+    """
+    return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
+
+
+class FP8GlobalStateManager:
+    """What scripts ask of the contexts that they are inside of; there is no other state.
+
+    Example:
+        >>> import hybridq.te as te
+        >>> with te.autocast(recipe=te.common.recipe.MXFP8BlockScaling()):
+        ...     te.FP8GlobalStateManager.get_fp8_recipe().mxfp8()
+        True
+    """
+
+    is_fp8_available = staticmethod(is_fp8_available)
+    is_mxfp8_available = staticmethod(is_mxfp8_available)
+    is_nvfp4_available = staticmethod(is_nvfp4_available)
+    is_fp8_block_scaling_available = staticmethod(is_fp8_block_scaling_available)
+
+    @staticmethod
+    def reset() -> None:
+        """Do nothing: histories belong to modules, and contexts restore what was before."""
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        """Return whether modules would compute under a recipe now."""
+        return settings.current().recipe is not None
+
+    @staticmethod
+    def is_fp8_calibration() -> bool:
+        """Return False: nothing is recorded without quantizing."""
+        return False
+
+    @staticmethod
+    def with_fp8_parameters() -> bool:
+        """Return whether modules made now would have quantized parameters."""
+        return bool(_opened.inits) and _opened.inits[-1][0]
+
+    @staticmethod
+    def with_high_precision_init_val() -> bool:
+        """Return whether these would keep their initial values, too."""
+        return FP8GlobalStateManager.with_fp8_parameters() and _opened.inits[-1][1]
+
+    @staticmethod
+    def get_fp8_recipe() -> Any:
+        """Return the recipe of the innermost `te.autocast`, else the default one."""
+        return _opened.recipes[-1][0] if _opened.recipes else get_default_recipe()
+
+    @staticmethod
+    def get_fp8_group() -> Any:
+        """Return the process group of the innermost `te.autocast`, or None."""
+        return _opened.recipes[-1][1] if _opened.recipes else None

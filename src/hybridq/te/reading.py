@@ -1,0 +1,118 @@
+"""What scripts read off a module: its quantizers, and the histories of delayed scaling."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from .. import nn
+from ..recipes import QuantizerRole
+from ..tensor import is_quantized
+from .hybrid import quantizer_of
+from .quantizers import Float8Quantizer
+
+__all__ = ["Readings", "remember_recipe"]
+
+#: The recipe of `hybridq.te` that a recipe of hybridq was made of, by the latter's key.
+_recipes: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+
+def remember_recipe(key: str, recipe: Any) -> None:
+    """Let modules name the recipe of `hybridq.te` that they ran under.
+
+    Args:
+        key: of the frozen one.
+        recipe: of `hybridq.te`.
+    """
+    _recipes[key] = recipe
+
+
+class Readings:
+    """Attributes of modules, made of the last forward's recipe whenever they are read."""
+
+    @property
+    def quantizers(self: Any) -> dict[str, list[Any]]:
+        """The quantizers of all slots, in the order of `FP8FwdTensorIdx` and `FP8BwdTensorIdx`.
+
+        They are copies: to change one changes nothing of the module.
+        """
+        made: dict[str, list[Any]] = {"scaling_fwd": [], "scaling_bwd": []}
+        recipe = self.last_recipe[0] if self.last_recipe else None
+        if recipe is None:
+            return made
+        history = nn.state_dict_with_history(self)
+        boundary = (self.output_quantizer_role, self.grad_input_quantizer_role)
+        for part in self.parts_of(recipe):
+            for key, slots in (
+                ("scaling_fwd", ("input", "weight", "output")),
+                ("scaling_bwd", ("grad_output", "grad_input")),
+            ):
+                for slot in slots:
+                    role = QuantizerRole(self.module_type, slot, self.part_name(part))
+                    if slot == slots[-1]:
+                        role = boundary[slots[-1] == "grad_input"] or role
+                    quantizer = recipe.for_name(role.name).ask(role)
+                    place = f"scaling.{part}." if part else "scaling."
+                    made[key].append(_with_history(quantizer, history, place + slot))
+        return made
+
+    @property
+    def fp8_meta(self: Any) -> dict[str, Any]:
+        """The recipe, and of delayed scaling the scales and histories: copies of all slots.
+
+        `scaling_fwd` and `scaling_bwd` have `scale` and `scale_inv`, FP32 `[slots]`, and
+        `amax_history`, FP32 `[length, slots]`; 1 and 0 where a slot has none.
+        """
+        recipe = self.last_recipe[0] if self.last_recipe else None
+        known = None if recipe is None else _recipes.get(recipe.key, recipe)
+        meta: dict[str, Any] = {"recipe": known, "fp8_checkpoint": False, "fp8_group": None}
+        meta["num_gemms"] = len(self.parts_of(recipe))
+        if recipe is None:
+            return meta
+        history = nn.state_dict_with_history(self)
+        for key, quantizers in self.quantizers.items():
+            slots = [getattr(one, "history_name", "") for one in quantizers]
+            meta[key] = _tensors(slots, history)
+        return meta
+
+    @property
+    def primary_weights_in_fp8(self: Any) -> bool:
+        """Whether a weight is held as planes."""
+        return any(is_quantized(weight) for _, weight in self.scaled_weights())
+
+    @property
+    def fp8(self: Any) -> bool:
+        """Whether the last forward ran under a recipe."""
+        return bool(self.last_recipe) and self.last_recipe[0] is not None
+
+
+def _one() -> torch.Tensor:
+    """Return the scale of a slot without a history."""
+    return torch.ones(1, dtype=torch.float32)
+
+
+def _with_history(quantizer: Any, history: dict[str, Any], name: str) -> Any:
+    """Return a slot's quantizer of te: of delayed scaling that with the module's scale."""
+    if not quantizer.is_delayed:
+        return quantizer_of(quantizer)
+    element = quantizer.rowwise.format.element.name
+    found = f"{name}.{element}"
+    scale = history.get(f"{found}.scale", _one()).clone()
+    made = Float8Quantizer(scale, torch.zeros_like(scale), element)
+    made.history_name = found
+    return made
+
+
+def _tensors(slots: list[str], history: dict[str, Any]) -> SimpleNamespace:
+    scales = [history.get(f"{slot}.scale", _one()) for slot in slots]
+    scale = torch.cat([one.detach().cpu().float().view(1) for one in scales])
+    amaxes = [history.get(f"{slot}.history") for slot in slots]
+    length = max([one.numel() for one in amaxes if one is not None], default=1)
+    columns = [
+        torch.zeros(length, dtype=torch.float32) if one is None else one.detach().cpu()
+        for one in amaxes
+    ]
+    return SimpleNamespace(scale=scale, scale_inv=1.0 / scale, amax_history=torch.stack(columns, 1))

@@ -1,0 +1,161 @@
+"""Constructors and forwards with Transformer Engine's arguments, by a table of its signature.
+
+An argument that the module of hybridq takes is passed on, whatever its value. Another one may have
+its default value, or one that changes nothing here; a value that asks for what is not there raises.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
+
+__all__ = ["constructor", "forward", "options", "with_arguments"]
+
+_C = TypeVar("_C", bound=type)
+
+_REQUIRED: Final = inspect.Parameter.empty
+#: Arguments that change no result, whatever they are: layouts, warm-up, names of buffers.
+_IDLE: Final = frozenset(
+    {
+        *("fuse_qkv_params", "layer_number", "seq_length", "micro_batch_size", "ub_name"),
+        *("get_rng_state_tracker", "rng_tracker_name", "fast_zero_fill", "pad_between_seqs"),
+        *("max_seqlen_q", "max_seqlen_kv"),
+    }
+)
+
+
+def options(text: str) -> dict[str, Any]:
+    """Return names and defaults of a signature, `"a, b, c=None"`, in its order.
+
+    Args:
+        text: defaults are literals; of what is required there is `inspect.Parameter.empty`.
+    """
+    found = {}
+    for part in text.split(","):
+        name, has_default, default = part.strip().partition("=")
+        found[name] = ast.literal_eval(default) if has_default else _REQUIRED
+    return found
+
+
+def _signature(known: Mapping[str, Any]) -> inspect.Signature:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    own = [inspect.Parameter("self", kind)]
+    return inspect.Signature(
+        own + [inspect.Parameter(name, kind, default=value) for name, value in known.items()]
+    )
+
+
+def _is(value: Any, default: Any) -> bool:
+    return value is default or (type(value) is type(default) and value == default)
+
+
+def _given(
+    where: str, table: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call by name.
+
+    Raises:
+        TypeError: there are too many, or one that there is not, or one twice.
+    """
+    if len(args) > len(table):
+        raise TypeError(f"{where}: takes at most {len(table)} arguments, got {len(args)}")
+    given = dict(zip(table, args, strict=False))
+    for name, value in kwargs.items():
+        if name not in table:
+            raise TypeError(f"{where}: unknown argument, got {name}={value!r}")
+        if name in given:
+            raise TypeError(f"{where}: {name} must be given once, got it twice")
+        given[name] = value
+    return given
+
+
+def _taken(
+    where: str, table: Mapping[str, Any], known: frozenset[str], given: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what a function of hybridq takes of the arguments.
+
+    Raises:
+        NotImplementedError: another one has a value that asks for something.
+    """
+    for name, value in given.items():
+        if name not in known and name not in _IDLE and not _is(value, table[name]):
+            raise NotImplementedError(
+                f"{where}: {name} must be {table[name]!r}, since hybridq has nothing like it, got "
+                f"{value!r}"
+            )
+    return {name: value for name, value in given.items() if name in known}
+
+
+def constructor(
+    base: type, text: str, prepare: Callable[[dict[str, Any]], None] | None = None
+) -> Callable[..., None]:
+    """Return an `__init__` with Transformer Engine's arguments that calls that of `base`.
+
+    Args:
+        base: a class of hybridq, which knows arguments by the same names.
+        text: the signature, as for `options`.
+        prepare: changes the arguments, all of them by name, before they are passed on.
+    """
+    table = options(text)
+    known = frozenset(inspect.signature(base).parameters)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        where = f"te.{type(self).__name__}"
+        given = {**table, **_given(where, table, args, kwargs)}
+        missing = [name for name, value in given.items() if value is _REQUIRED]
+        if missing:
+            raise TypeError(f"{where}: {missing[0]} must be given")
+        if prepare is not None:
+            prepare(given)
+        base.__init__(self, **_taken(where, table, known, given))  # type: ignore[misc]
+
+    __init__.__signature__ = _signature(table)  # type: ignore[attr-defined]
+    __init__.__doc__ = _sorted_arguments(table, known)
+    return __init__
+
+
+def _sorted_arguments(table: Mapping[str, Any], known: frozenset[str]) -> str:
+    """Return a docstring's Args: which are passed on, which change nothing, which are refused."""
+    kinds: dict[str, list[str]] = {"as hybridq's class takes them": []}
+    kinds["without effect"], kinds["at their defaults only"] = [], []
+    for name in table:
+        place = 0 if name in known else 1 if name in _IDLE else 2
+        list(kinds.values())[place].append(name)
+    lines = [f"    {', '.join(names)}: {kind}." for kind, names in kinds.items() if names]
+    return "Args:\n" + "\n".join(lines)
+
+
+def with_arguments(cls: _C) -> _C:
+    """Return the class, whose docstring says what becomes of each argument.
+
+    Args:
+        cls: whose `__init__` is a `constructor`.
+    """
+    of = inspect.cleandoc(cls.__doc__ or "").split("\n\nExample:")
+    own = cls.__init__  # type: ignore[misc]
+    cls.__doc__ = "\n\nExample:".join([f"{of[0]}\n\n{own.__doc__}", *of[1:]])
+    own.__doc__ = None
+    return cls
+
+
+def forward(base: type, text: str) -> Callable[..., Any]:
+    """Return a `forward` with Transformer Engine's arguments that calls that of `base`.
+
+    Args:
+        base, text: as for `constructor`.
+    """
+    table = options(text)
+    known = frozenset(inspect.signature(base.forward).parameters)  # type: ignore[attr-defined]
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        where = f"te.{type(self).__name__}.forward"
+        given = _given(where, table, args, kwargs)
+        return base.forward(self, **_taken(where, table, known, given))  # type: ignore[attr-defined]
+
+    forward.__doc__ = (
+        f"Return what `forward` of hybridq's class does.\n\n{_sorted_arguments(table, known)}"
+    )
+    forward.__signature__ = _signature(table)  # type: ignore[attr-defined]
+    return forward

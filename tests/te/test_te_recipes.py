@@ -1,0 +1,297 @@
+"""Recipes of the door: fields, defaults, what they freeze to, and callables of DelayedScaling."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+
+import pytest
+import torch
+
+import hybridq
+import hybridq.te as te
+from hybridq.te.common import recipe as door
+
+#: Names and defaults as Transformer Engine has them, in its order.
+FIELDS = {
+    "DelayedScaling": "margin fp8_format amax_history_len amax_compute_algo "
+    "scaling_factor_compute_algo reduce_amax fp8_dpa fp8_mha backward_override",
+    "Float8CurrentScaling": "use_power_2_scales fp8_format fp8_gemm_fprop fp8_gemm_dgrad "
+    "fp8_gemm_wgrad fp8_dpa fp8_mha backward_override",
+    "MXFP8BlockScaling": "margin fp8_format fp8_dpa fp8_mha backward_override "
+    "enable_2d_quantization",
+    "Float8BlockScaling": "use_f32_scales fp8_format x_block_scaling_dim w_block_scaling_dim "
+    "grad_block_scaling_dim fp8_gemm_fprop fp8_gemm_dgrad fp8_gemm_wgrad fp8_dpa fp8_mha "
+    "backward_override",
+    "NVFP4BlockScaling": "disable_rht disable_stochastic_rounding disable_2d_quantization "
+    "row_scaled_activation nvfp4_4over6 nvfp4_4over6_e4m3_use_256 nvfp4_4over6_err_mode "
+    "fp4_format fp8_format fp8_dpa fp8_mha backward_override",
+    "CustomRecipe": "qfactory fp8_format fp8_dpa fp8_mha backward_override quantization_alignment",
+}
+PLAIN = [name for name in FIELDS if name != "CustomRecipe"]
+
+
+def train(layer: torch.nn.Module, recipe, steps: int = 3) -> list[torch.Tensor]:
+    """Outputs and gradients of some steps, under `hybridq.autocast` or `te.autocast`."""
+    found = []
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    context = te.autocast if isinstance(recipe, door.Recipe) else hybridq.autocast
+    for step in range(steps):
+        x = torch.randn(6, 64, generator=torch.Generator().manual_seed(step), requires_grad=True)
+        torch.manual_seed(step)
+        with context(recipe=recipe):
+            y = layer(x)
+        (y * torch.linspace(-1, 1, y.shape[1])).sum().backward()
+        found += [y.detach(), x.grad, layer.weight.grad.clone()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def layers() -> tuple[torch.nn.Module, torch.nn.Module]:
+    torch.manual_seed(0)
+    own = te.Linear(64, 32)
+    plain = hybridq.Linear(64, 32)
+    plain.load_state_dict(own.state_dict())
+    return own, plain
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_fields_lie_in_the_peers_order(name: str) -> None:
+    fields = dataclasses.fields(getattr(door, name))
+    assert [one.name for one in fields] == FIELDS[name].split()
+    if name in PLAIN:  # the same defaults as hybridq's own, where both have the field
+        own = getattr(hybridq.recipes, name)()
+        for one in fields:
+            mine = getattr(getattr(door, name)(), one.name)
+            if hasattr(own, one.name) and one.name != "fp8_format":
+                assert mine == getattr(own, one.name), one.name
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_recipe_trains_with_the_bits_of_hybridqs(name: str) -> None:
+    own, plain = layers()
+    recipe = getattr(door, name)()
+    assert recipe.current == getattr(hybridq.recipes, name)()
+    got = train(own, recipe)
+    want = train(plain, getattr(hybridq.recipes, name)())
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert not torch.equal(got[0], torch.nn.functional.linear(torch.zeros(6, 64), own.weight))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: door.DelayedScaling(fp8_format=door.Format.E5M2), "fp8_format .* E5M2"),
+        (lambda: door.DelayedScaling(fp8_mha=True), "fp8_mha must be False"),
+        (lambda: door.MXFP8BlockScaling(margin=1).current, "margin must be 0"),
+        (
+            lambda: door.Float8CurrentScaling(backward_override="fast"),
+            "backward_override .* 'fast'",
+        ),
+        (lambda: door.Float8CurrentScaling(fp8_gemm_fprop=True), "fp8_gemm_fprop must be MMParams"),
+        (lambda: door.Float8BlockScaling(fp8_gemm_wgrad=door.MMParams(False)), "fp8_gemm_wgrad"),
+        (lambda: door.NVFP4BlockScaling(fp4_format=door.Format.E4M3), "fp4_format must be E2M1"),
+        (
+            lambda: door.CustomRecipe(lambda role: None, quantization_alignment=0),
+            "must be positive",
+        ),
+        (lambda: door.CustomRecipe(qfactory=3).current, "qfactory must be callable, got int"),
+        (lambda: door.DelayedScaling(amax_compute_algo=3).current, "names or callables, got 3"),
+    ],
+)
+def test_what_asks_for_something_else_is_refused_by_name(make, text: str) -> None:
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=text):
+        make()
+
+
+def test_changes_are_seen_and_copies_are_apart() -> None:
+    recipe = door.MXFP8BlockScaling()
+    first = recipe.current
+    assert recipe.current is first
+    other = copy.deepcopy(recipe)
+    recipe.fp8_format = door.Format.HYBRID
+    role = te.QuantizerRole("linear", "grad_output")
+    assert recipe.current.quantizer(role).rowwise.format.element.name == "e5m2"
+    assert other == door.MXFP8BlockScaling() and other.current == first
+    with pytest.raises(NotImplementedError, match="fp8_dpa"):
+        recipe.fp8_dpa = True
+        _ = recipe.current
+
+
+def test_params_of_slots_may_be_set() -> None:
+    recipe = door.Float8CurrentScaling()
+    recipe.fp8_quant_fwd_inp = door.QParams(power_2_scale=True, amax_epsilon=0.5)
+    quantizer = recipe.current.quantizer(te.QuantizerRole("linear", "input"))
+    assert quantizer == hybridq.Float8CurrentScalingQuantizer(
+        "e4m3", force_pow_2_scales=True, amax_epsilon=0.5
+    )
+    weight = recipe.current.quantizer(te.QuantizerRole("linear", "weight"))
+    assert weight == hybridq.Float8CurrentScalingQuantizer("e4m3")
+    recipe.fp8_quant_fwd_inp = door.QParams(stochastic_rounding=True)
+    with pytest.raises(ValueError, match="power_2_scale and amax_epsilon alone"):
+        _ = recipe.current
+    fp4 = door.NVFP4BlockScaling(nvfp4_4over6="weights")
+    fp4.fp4_quant_fwd_inp = door.QParams()
+    assert fp4.current.quantizer(te.QuantizerRole("linear", "input")) == hybridq.NVFP4Quantizer()
+    weight = fp4.current.quantizer(te.QuantizerRole("linear", "weight"))
+    assert weight == hybridq.recipes.NVFP4BlockScaling(nvfp4_4over6="weights").quantizer(
+        te.QuantizerRole("linear", "weight")
+    )
+
+
+def test_predicates() -> None:
+    assert door.MXFP8BlockScaling().mxfp8() and not door.MXFP8BlockScaling.nvfp4()
+    assert door.DelayedScaling.float8_per_tensor_scaling() and door.DelayedScaling().delayed()
+    assert door.CustomRecipe(lambda role: None).custom()
+    assert te.get_default_recipe().current == hybridq.recipes.default_recipe()
+    sizes = [te.get_align_size_for_quantization(getattr(door, name)()) for name in PLAIN]
+    assert sizes == [16, 16, 32, 16, 128]
+    custom = door.CustomRecipe(lambda role: None, quantization_alignment=64)
+    assert te.get_align_size_for_quantization(custom) == 64
+
+
+# ---- callables
+
+
+def test_callables_that_say_the_same_give_the_same_bits() -> None:
+    own, plain = layers()
+    fp8 = {"amax_history_len": 3, "margin": 1}
+    calls = []
+
+    def largest(history: torch.Tensor) -> torch.Tensor:
+        calls.append(tuple(history.shape))
+        return history.amax(0)
+
+    got = train(own, door.DelayedScaling(amax_compute_algo=largest, **fp8), 4)
+    want = train(plain, hybridq.recipes.DelayedScaling(**fp8), 4)
+    assert calls and all(shape[0] == 3 for shape in calls)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_scales_are_what_the_callable_returns() -> None:
+    own, _ = layers()
+    seen = []
+
+    def scale_of(amax, old_scale, fp8_max, recipe):
+        seen.append((amax.clone(), old_scale.clone(), fp8_max.clone(), recipe.margin))
+        return torch.full_like(old_scale, 2.0) * fp8_max / 448.0
+
+    recipe = door.DelayedScaling(
+        margin=2, scaling_factor_compute_algo=scale_of, amax_compute_algo="most_recent"
+    )
+    train(own, recipe, 1)
+    amax, old, largest, margin = seen[0]
+    assert margin == 2 and sorted(set(largest.tolist())) == [448.0, 57344.0]
+    history = own.fp8_meta["scaling_fwd"]
+    assert history.scale[:2].tolist() == [2.0, 2.0]
+    assert own.fp8_meta["scaling_bwd"].scale[0] == 2.0 * 57344.0 / 448.0
+    x = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    assert float(amax[0]) == float(x.abs().max()) and amax.shape == old.shape
+    assert own.fp8_meta["recipe"] is recipe
+
+
+def test_equal_callables_are_registered_once() -> None:
+    def mean(history: torch.Tensor) -> torch.Tensor:
+        return history.mean(0)
+
+    names = {door.DelayedScaling(amax_compute_algo=mean).current.amax_compute_algo for _ in "ab"}
+    assert len(names) == 1
+
+
+# ---- custom recipes
+
+
+def test_a_factory_is_asked_as_the_peer_asks_it() -> None:
+    asked = []
+
+    def factory(role):
+        asked.append(role)
+        if role is not None and role.tensor_type == "grad_output":
+            return te.DelayedScalingRequest(amax_history_len=2)
+        return te.MXFP8Quantizer(te.DType.kFloat8E4M3)
+
+    layer = te.GroupedLinear(2, 64, 32, name="experts.0")
+    with te.autocast(recipe=door.CustomRecipe(factory)):
+        layer(torch.randn(4, 64), [1, 3]).sum().backward()
+    roles = [(role.module_type, role.tensor_type, role.name) for role in asked]
+    slots = [("grouped_linear", slot, "experts.0") for slot in ("input", "weight", "grad_output")]
+    assert roles == slots * 2
+    asked.clear()
+    plain = te.Linear(64, 32, name="proj")
+    with te.autocast(recipe=door.CustomRecipe(factory)):
+        y = plain(torch.randn(4, 64), fp8_output=True)
+    assert asked[-1] is None and isinstance(y, hybridq.tensor.MXFP8Tensor)
+
+
+def test_fresh_recipes_of_one_factory_are_one_recipe() -> None:
+    asked = []
+
+    def factory(role):
+        asked.append(role)
+        return te.MXFP8Quantizer(te.DType.kFloat8E4M3)
+
+    layer = te.Linear(64, 32)
+    for _ in range(3):
+        with te.autocast(recipe=door.CustomRecipe(factory)):
+            layer(torch.randn(4, 64))
+    assert len(asked) == 3
+
+
+def test_what_a_factory_gives_later_changes_do_not_reach() -> None:
+    given = te.MXFP8Quantizer(te.DType.kFloat8E4M3)
+    layer = te.Linear(64, 32, bias=False)
+    recipe = door.CustomRecipe(lambda role: given)
+    x = torch.randn(4, 64)
+    with te.autocast(recipe=recipe):
+        first = layer(x)
+        given.dtype = te.DType.kFloat8E5M2
+        assert torch.equal(layer(x), first)
+
+
+# ---- contexts
+
+
+def test_arguments_of_contexts_lie_in_the_peers_order() -> None:
+    for function, names in (
+        (te.autocast, "enabled calibrating recipe amax_reduction_group _graph"),
+        (te.fp8_autocast, "enabled calibrating fp8_recipe fp8_group _graph"),
+        (te.quantized_model_init, "enabled recipe preserve_high_precision_init_val"),
+        (te.fp8_model_init, "enabled recipe preserve_high_precision_init_val"),
+    ):
+        assert list(inspect.signature(function).parameters) == names.split()
+
+
+def test_contexts_say_where_one_is() -> None:
+    state, recipe = te.FP8GlobalStateManager, door.Float8CurrentScaling()
+    assert not state.is_fp8_enabled() and not state.with_fp8_parameters()
+    with te.autocast(True, False, recipe):
+        assert state.is_fp8_enabled() and state.get_fp8_recipe() is recipe
+        with te.autocast(enabled=False):
+            assert not state.is_fp8_enabled()
+        with te.fp8_autocast(True, False, door.MXFP8BlockScaling()):
+            assert state.get_fp8_recipe().mxfp8()
+        assert state.get_fp8_recipe() is recipe
+    with te.fp8_model_init(True, recipe, True):
+        assert state.with_fp8_parameters() and state.with_high_precision_init_val()
+        weight = te.Linear(64, 32).weight
+    assert not state.with_fp8_parameters()
+    assert type(weight) is hybridq.tensor.Float8Tensor
+    kept = weight.get_high_precision_init_val()
+    again = hybridq.Float8CurrentScalingQuantizer("e4m3")(kept)
+    assert torch.equal(again.rowwise.data, weight.rowwise.data)
+    with pytest.raises(ValueError, match="calibrating"):
+        te.autocast(calibrating=True)
+
+
+def test_compiled_code_takes_the_context() -> None:
+    layer = te.Linear(64, 32)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return layer(x)
+
+    x = torch.randn(4, 64)
+    compiled = torch.compile(forward, fullgraph=True, backend="eager")
+    with te.autocast(recipe=door.MXFP8BlockScaling()):
+        assert torch.equal(compiled(x), layer(x))
