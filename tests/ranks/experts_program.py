@@ -353,7 +353,7 @@ def faults() -> None:
         ({"plan": {"experts": 3}}, TypeError, "plan maps names of modules to ExpertsLayout"),
         ({"dispatch": "fp8_e4m3"}, ValueError, "dispatch: tokens travel in formats whose scales"),
         ({"combine": 8}, TypeError, "combine: communication must be the name of a format"),
-        ({"mesh": 2}, TypeError, "mesh must be a DeviceMesh or None, got int"),
+        ({"mesh": 2}, TypeError, "mesh must be a DeviceMesh, ExpertRanks or None, got int"),
         ({"recipe": "mx"}, ValueError, "mx"),
     ):
         expects(error, told, make(**options))

@@ -10,9 +10,11 @@ from .gradients import clip_grad_norm_, parameter_groups
 from .overlap import overlap_shared_experts
 from .parallelize import parallelize_experts
 from .plans import RoutePlan, route_plan
+from .ranks import ExpertRanks
 from .transport import combine, dispatch
 
 __all__ = [
+    "ExpertRanks",
     "RoutePlan",
     "TokenExchange",
     "clip_grad_norm_",

@@ -15,6 +15,7 @@ from ..distributed.agreement import Fingerprint, compare
 from ..distributed.agreement.fingerprint import plan_digest
 from ..moe.exchange import Compute
 from ..nn.autograd import TokenRows, take_rows
+from ..nn.delayed_scaling import reduces_by_default
 from ..recipes import QuantizerRole, Recipe, autocast
 from ..recipes.boundary import boundary_quantizer
 from ..recipes.recipe import recipe_by_key
@@ -47,6 +48,8 @@ class TokenExchange:
         own_recipe: that experts compute under; None: the one in force.
         factor: what gradients of the experts' parameters are multiplied with.
         capacity: rows that each rank sends to each; None: as many as it has.
+        replicas: name of the group of ranks that have the same experts; empty: there are none;
+            None: not known.
     """
 
     name: str
@@ -57,6 +60,7 @@ class TokenExchange:
     own_recipe: Any = None
     factor: float = 1.0
     capacity: int | None = None
+    replicas: str | None = ""
 
     @property
     def first(self) -> int:
@@ -136,6 +140,7 @@ class TokenExchange:
         where = f"experts {module.name}".rstrip()
         self._check_notes(module, given, note, told.notes, where)
         check_capacity(where, told.most, self.capacity)
+        self._check_replicas(module, recipe)
         meanwhile = module.meanwhile
         is_apart = meanwhile is not None
         sent = send_rows(outgoing(x, plan), plan, formats[0], is_apart=is_apart)
@@ -156,6 +161,18 @@ class TokenExchange:
         elif bool((notes != note).any()):
             told = Fingerprint(tuple(_lines(module, given)))
             compare(told, process_group(self.name), where, _RULE)
+
+    def _check_replicas(self, module: Any, recipe: Recipe | None) -> None:
+        """Raise where amaxes are to be reduced over ranks that are not known; all ranks agree."""
+        if self.replicas is not None or recipe is None:
+            return
+        if any(reduces_by_default(module.plan_of(recipe, one)) for one in module.parts_of(recipe)):
+            raise RuntimeError(
+                f"experts {module.name}: delayed scaling reduces amaxes over the ranks that have "
+                "the same experts, which are not known where experts do not lie over all ranks; "
+                "give ExpertRanks(mesh['ep'], replicas=mesh['dp']) to parallelize_experts, or take "
+                "a recipe with reduce_amax=False, got neither"
+            )
 
     def _formats(self, module: Any, recipe: Recipe | None) -> Formats:
         """Return the spec strings of the way to the experts and of the way back."""

@@ -10,15 +10,18 @@ import torch
 from torch import nn
 
 from .. import settings
+from .._torch_private import process_group
 from ..converters import converters
 from ..distributed.agreement import Fingerprint, compare
 from ..distributed.collectives import formats_of_directions
 from ..formats import PlaneSpec
 from ..moe import Experts, ExpertsLayout, convert_experts
+from ..nn.delayed_scaling import reduce_over
 from ..recipes.named import source
 from ..tensor import is_quantized
 from .exchange import BY_RECIPE, TokenExchange
 from .plans import capacity_of, experts_by_rank
+from .ranks import Ranks, ranks_of
 from .transport import row_format
 
 __all__ = ["parallelize_experts"]
@@ -55,7 +58,8 @@ def parallelize_experts(
     Args:
         model: with modules of experts; after `hybridq.convert`, or without it. Before
             `fully_shard`, DistributedDataParallel, and the optimizer.
-        mesh: a DeviceMesh of one dimension, or None: all ranks.
+        mesh: a DeviceMesh of one dimension, or None: all ranks; or ExpertRanks, which say what
+            other ranks there are.
         recipe: that the experts compute under, whatever `hybridq.autocast` takes; None: the one in
             force.
         dispatch: the format in which tokens travel to the experts, and their gradients back: the
@@ -108,7 +112,8 @@ def parallelize_experts(
     given: object = model
     if not isinstance(given, nn.Module):
         raise TypeError(f"{_WHERE}: model must be an nn.Module, got {type(given).__name__}")
-    mesh = _mesh_of(mesh, model)
+    ranks = ranks_of(_WHERE, mesh, model)
+    mesh = ranks.mesh
     group, rank, world = mesh.get_group(), mesh.get_local_rank(), mesh.size()
     problem: Exception | None = None
     found: list[_Found] = []
@@ -123,7 +128,12 @@ def parallelize_experts(
             _check(name, module, layout, world)
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         problem = error
-    _compare(model, found, (mesh, group), (recipe, formats, capacity), problem)
+    try:
+        _compare(model, found, (mesh, group), (recipe, formats, capacity), problem)
+    except RuntimeError as error:
+        problem = error
+    if ranks.replicas:
+        _compare_replicas(ranks, found, problem)
     if problem is not None:
         raise problem
     for name, module, layout in found:
@@ -133,7 +143,7 @@ def parallelize_experts(
             module.name = name
         sizes = experts_by_rank(_count(module, module.experts_layout), world)
         factor = 1.0 / world if average_gradients else 1.0
-        given = (sizes, *formats, recipe, factor, capacity)
+        given = (sizes, *formats, recipe, factor, capacity, ranks.replicas)
         exchange = TokenExchange(group.group_name, rank, *given)
         _deal_out(module, exchange, mesh)
     return model
@@ -145,31 +155,6 @@ def _formats(what: str, given: Any) -> tuple[str, str]:
     both = formats_of_directions(where, given, (BY_RECIPE,))
     forward, backward = (one if one == BY_RECIPE else row_format(where, one) for one in both)
     return forward, backward
-
-
-def _mesh_of(mesh: Any, model: nn.Module) -> Any:
-    """Return the mesh of one dimension over which experts are dealt out."""
-    import torch.distributed as dist  # not every build of torch has it
-
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(f"{_WHERE}: torch.distributed must be initialized, got no group")
-    if mesh is None:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        device = next((p.device.type for p in model.parameters()), "cpu")
-        kind = "cpu" if device == "meta" else device
-        return init_device_mesh(kind, (dist.get_world_size(),))
-    if not (hasattr(mesh, "get_local_rank") and hasattr(mesh, "ndim")):
-        raise TypeError(
-            f"{_WHERE}: mesh must be a DeviceMesh or None, got {type(mesh).__name__}; make one by "
-            "DeviceMesh.from_group"
-        )
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"{_WHERE}: the mesh must have one dimension, got {mesh.ndim}; give the one over which "
-            "experts are dealt out, as mesh['ep']"
-        )
-    return mesh
 
 
 def _layout_of(module: nn.Module) -> ExpertsLayout | None:
@@ -315,6 +300,21 @@ def _compare(
             raise
 
 
+def _compare_replicas(ranks: Ranks, found: list[_Found], problem: Exception | None) -> None:
+    """Raise on every rank of those with the same experts where one has others, or refuses."""
+    lines = [
+        ("whether it can be done", "yes" if problem is None else f"{problem}"),
+        ("the place among the ranks of experts", str(ranks.mesh.get_local_rank())),
+        ("the number of ranks of experts", str(ranks.mesh.size())),
+        ("the modules", str([name for name, _, _ in found])),
+    ]
+    try:
+        compare(Fingerprint(tuple(lines)), process_group(ranks.replicas or ""), _WHERE, _RULE)
+    except RuntimeError:
+        if problem is None:
+            raise
+
+
 def _told(formats: tuple[str, str]) -> str:
     """Return the formats of values and of their gradients, for a message."""
     names = (one if one in ("", BY_RECIPE) else PlaneSpec.parse(one).short_text for one in formats)
@@ -333,3 +333,5 @@ def _deal_out(module: Any, exchange: TokenExchange, mesh: Any) -> None:
         module._parameters[name] = nn.Parameter(made, requires_grad=whole.requires_grad)
     module.first_matrix, module.all_matrices = exchange.first, sum(exchange.sizes)
     module.exchange = exchange
+    module.keep_own_histories()
+    reduce_over(module, exchange.replicas or "", is_own=True)

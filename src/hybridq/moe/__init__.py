@@ -31,7 +31,7 @@ __all__ = [
 #: Names of `hybridq.expert_parallel`, which stands to the right of this package and is loaded when
 #: asked.
 _ALIASES: Final = (
-    *("RoutePlan", "clip_grad_norm_", "combine", "dispatch", "parallelize_experts"),
+    *("ExpertRanks", "RoutePlan", "clip_grad_norm_", "combine", "dispatch", "parallelize_experts"),
     *("overlap_shared_experts", "parameter_groups", "route_plan"),
 )
 

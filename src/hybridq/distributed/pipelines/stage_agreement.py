@@ -8,7 +8,7 @@ from torch import nn
 
 from ... import settings
 from ...nn import QuantizedModule
-from ...nn.delayed_scaling import places_of
+from ...nn.delayed_scaling import has_own_group, reduces_by_default
 from ...recipes import Recipe
 from ..agreement import compare, gathered_values, pipeline_fingerprint
 
@@ -75,10 +75,8 @@ def compare_stages(agreed: Agreed, module: nn.Module, group: Any) -> None:
 def _reduces_over_all(module: nn.Module, recipe: Recipe) -> bool:
     """Return whether a history of the module would be reduced over the default group."""
     for one in module.modules():
-        if not isinstance(one, QuantizedModule):
+        if not isinstance(one, QuantizedModule) or has_own_group(one):
             continue
-        for part in one.parts_of(recipe):
-            requests = [place.request for place in places_of(one.plan_of(recipe, part))]
-            if any(r.reduce_amax and r.amax_reduction_group is None for r in requests):
-                return True
+        if any(reduces_by_default(one.plan_of(recipe, part)) for part in one.parts_of(recipe)):
+            return True
     return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from torch import nn
@@ -26,6 +26,7 @@ from ..sharding import prepare_for_sharding, reason_against
 __all__ = ["HybridQCallback"]
 
 _HISTORIES: Final = "histories"
+_OF_EXPERTS: Final = "histories_of_experts"
 
 #: A recipe, or pairs of a start and a recipe, as RecipeSchedule takes them.
 Given = RecipeSource | str | os.PathLike[str] | Iterable[tuple[float, Recipe | str]]
@@ -138,7 +139,18 @@ class HybridQCallback(TrainerCallback, ExportableState):
     def _resume(self, model: nn.Module, saved: Any) -> None:
         histories = saved.get("attributes", {}).get(_HISTORIES) if isinstance(saved, dict) else None
         if histories is not None:
-            ScalingHistory(model).load_state_dict({_HISTORIES: base64.b64decode(histories)})
+            given = {_HISTORIES: histories, **saved["attributes"].get(_OF_EXPERTS, {})}
+            known = {key: base64.b64decode(text) for key, text in given.items()}
+            history = ScalingHistory(model)
+            history.load_state_dict(known)
+            if missing := len(history.state_dict().keys() - known.keys()):
+                warnings.warn(
+                    f"HybridQCallback: the checkpoint lacks histories of {missing} experts, which "
+                    "begin anew: those of other ranks are not in it; save ScalingHistory(model) by "
+                    "torch.distributed.checkpoint",
+                    HybridQWarning,
+                    stacklevel=2,
+                )
         elif self.recipe is not None and _is_delayed(self.recipe):
             warnings.warn(
                 "HybridQCallback: the checkpoint has no histories of delayed scaling, which begin "
@@ -185,10 +197,13 @@ class HybridQCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: the recipe's name, and histories of delayed scaling."""
-        kept = {}
+        kept: dict[str, Any] = {}
         if self._model is not None:
-            made: Mapping[str, bytes] = ScalingHistory(self._model).state_dict()
-            kept[_HISTORIES] = base64.b64encode(made[_HISTORIES]).decode()
+            made = ScalingHistory(self._model).state_dict()
+            texts = {key: base64.b64encode(value).decode() for key, value in made.items()}
+            kept[_HISTORIES] = texts.pop(_HISTORIES)
+            if texts:
+                kept[_OF_EXPERTS] = texts
         return {
             "args": {"recipe": _written(self._given), "evaluation": self._evaluation},
             "attributes": kept,

@@ -105,8 +105,11 @@ def _encode_with_amax(x: torch.Tensor, request: EncodeRequest) -> list[torch.Ten
     row, col = check_request("encode_with_amax", x, request)
     row_stat = _checked(x, row, request.row_stat)
     col_stat = _checked(x.t(), col, request.col_stat)
+    request = request._replace(row_stat=row_stat, col_stat=col_stat)
+    if not x.numel():  # nothing was seen
+        return [*run_encode(x, request), x.new_full((1,), -1.0, dtype=torch.float32)]
     found = torch.zeros(1, dtype=torch.float32, device=x.device)
-    return [*run_encode(x, request._replace(row_stat=row_stat, col_stat=col_stat), found), found]
+    return [*run_encode(x, request, found), found]
 
 
 def _checked(
@@ -166,6 +169,8 @@ def encode_recording(
 ) -> list[torch.Tensor]:
     """Return what `encode` returns, and update `amaxes[i]` to max|x| for each i of `at`.
 
+    A matrix without elements has no amax: it changes none.
+
     Args:
         x, request, direct: as `encode` takes them.
         amaxes: FP32 `[n]`, written.
@@ -174,6 +179,8 @@ def encode_recording(
     if direct or can_bypass_dispatcher(x, *request.tensors(), amaxes):
         if not direct:
             check_matrix(x, "encode")
+        if not x.numel():
+            return run_encode(x, request)
         found = amaxes.narrow(0, at[0], 1) if len(at) == 1 else amaxes.new_zeros(1)
         made = run_encode(x, request, found)
         if len(at) > 1:

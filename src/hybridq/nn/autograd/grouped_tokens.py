@@ -62,8 +62,12 @@ def _with_group_amaxes(
     return request._replace(row_stat=row_stat, col_stat=col_stat)
 
 
-def _record(states: Sequence[SlotState], at: int, found: torch.Tensor) -> None:
-    """Update place `at` of each state to the amax of its group, `[G, 1]`."""
+def _record(
+    states: Sequence[SlotState], at: int, found: torch.Tensor, offsets: torch.Tensor
+) -> None:
+    """Update place `at` of each state to the amax of its group, `[G, 1]`; not without tokens."""
+    sizes = torch.diff(offsets, prepend=offsets.new_zeros(1))
+    found = torch.where(sizes[:, None] > 0, found, -1.0)
     for g, state in enumerate(states):
         if state.amaxes is not None:
             torch.ops.hybridq.record_amax(state.amaxes, at, found[g])
@@ -89,11 +93,12 @@ def _with_delayed_scales(
     if own:
         found = torch.ops.hybridq.largest_ragged(x, offsets, request.row_index)
         for at in own:
-            _record(states, at, found)
+            _record(states, at, found, offsets)
     if col_at and request.is_decoded:
         # The amax of the columnwise plane is that of what it is made of.
         seen = _decoded(x, offsets, encoder, row_stat)
-        _record(states, col_at[0], torch.ops.hybridq.largest_ragged(seen, offsets))
+        found = torch.ops.hybridq.largest_ragged(seen, offsets)
+        _record(states, col_at[0], found, offsets)
     return request
 
 

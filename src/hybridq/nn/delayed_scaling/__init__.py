@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .groups import reduce_over
-from .places import Scales, places_of
+from .groups import has_own_group, reduce_over
+from .places import Scales, places_of, reduces_by_default
 from .state import ScalingState, states_of
 from .state_dict import load_history, state_dict_with_history
 from .update import misses_step, num_updates, scales_of, take_step, update_scaling, watch_steps
@@ -11,11 +11,13 @@ from .update import misses_step, num_updates, scales_of, take_step, update_scali
 __all__ = [
     "Scales",
     "ScalingState",
+    "has_own_group",
     "load_history",
     "misses_step",
     "num_updates",
     "places_of",
     "reduce_over",
+    "reduces_by_default",
     "scales_of",
     "state_dict_with_history",
     "states_of",

@@ -11,10 +11,12 @@ from torch import nn
 
 from ..._torch_private import functional_all_reduce
 
-__all__ = ["agree", "default_group", "group_of", "reduce_over"]
+__all__ = ["agree", "default_group", "group_of", "has_own_group", "reduce_over"]
 
 #: Of a module: the name of its own group; empty: its rank is alone.
 _ATTRIBUTE: Final = "amax_ranks"
+#: The same of a module for which nothing else decides, the group that a recipe names neither.
+_OWN: Final = "own_amax_ranks"
 
 
 def default_group() -> str | None:
@@ -27,28 +29,41 @@ def default_group() -> str | None:
     return name
 
 
-def reduce_over(module: nn.Module, group: str) -> None:
+def reduce_over(module: nn.Module, group: str, *, is_own: bool = False) -> None:
     """Have the histories of a module's parts be reduced over a group where a recipe names none.
 
     Args:
         module: whose modules.
         group: name of the process group of the ranks that hold the same module; empty: no others
             do.
+        is_own: the ranks of any other group hold other weights under the module's name, as those
+            of experts that are dealt out: a recipe's group is not asked for.
     """
     for one in module.modules():
         if hasattr(one, "scaled_weights"):
-            one.__dict__[_ATTRIBUTE] = group
+            one.__dict__[_OWN if is_own else _ATTRIBUTE] = group
 
 
-def group_of(module: Any, default: str | None) -> str | None:
-    """Return the group of a module where a recipe names none; None or empty: its rank is alone.
+def has_own_group(module: Any) -> bool:
+    """Return whether a module's ranks are known, whatever a recipe names.
+
+    Args:
+        module: or None.
+    """
+    return hasattr(module, _OWN)
+
+
+def group_of(module: Any, default: str | None, named: str = "") -> str | None:
+    """Return the group of a module; None or empty: its rank is alone.
 
     Args:
         module: or None.
         default: of modules that have none of their own.
+        named: the one that a recipe names; empty: it names none.
     """
+    own: str | None = getattr(module, _OWN, None)
     found: str | None = getattr(module, _ATTRIBUTE, default)
-    return found
+    return own if own is not None else named or found
 
 
 def agree(labels: Iterable[Sequence[str]], group: str, device: torch.device) -> None:

@@ -12,7 +12,7 @@ from ...formats import PlaneSpec
 from ...quantizers import DelayedScalingRequest
 from ...recipes import Plan
 
-__all__ = ["NUM_FORWARD", "PLACES", "Notes", "Place", "Scales", "places_of"]
+__all__ = ["NUM_FORWARD", "PLACES", "Notes", "Place", "Scales", "places_of", "reduces_by_default"]
 
 #: The places, in order: the forward's four, then the backward's two.
 PLACES: Final = (
@@ -59,6 +59,16 @@ def places_of(plan: Plan) -> tuple[Place, ...]:
                 request = DelayedScalingRequest.parse(delay)
                 found.append(Place(2 * number + offset, request, element.name, element.max))
     return tuple(found)
+
+
+def reduces_by_default(plan: Plan) -> bool:
+    """Return whether amaxes are reduced over ranks that the recipe does not name.
+
+    Args:
+        plan: of a module's part.
+    """
+    requests = (place.request for place in places_of(plan))
+    return any(one.reduce_amax and one.amax_reduction_group is None for one in requests)
 
 
 class Notes:

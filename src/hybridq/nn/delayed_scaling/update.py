@@ -257,9 +257,8 @@ def _batches(
     for members in found.values():
         groups: dict[str, list[int]] = {}
         for i, (number, place) in enumerate(members):
-            name = place.request.amax_reduction_group or group_of(
-                planned[number][0].owner.module, default
-            )
+            owner = planned[number][0].owner.module
+            name = group_of(owner, default, place.request.amax_reduction_group or "")
             if place.request.reduce_amax and name:
                 groups.setdefault(name, []).append(i)
         numerators = [place.request.numerator(place.fmax) for _, place in members]

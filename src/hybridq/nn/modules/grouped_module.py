@@ -63,6 +63,13 @@ class GroupedModule(QuantizedModule):
             for g in range(count)
         ]
 
+    def keep_own_histories(self) -> None:
+        """Forget what delayed scaling remembers of matrices that other ranks have now."""
+        own = dict(self.scaled_weights())
+        kept = {part: state for part, state in self._scaling.items() if part in own}
+        self.__dict__["_scaling"] = kept
+        self._ensure_scaling()
+
     def own_part(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return what this rank multiplies with: of a parameter that ranks share, its part.
 
