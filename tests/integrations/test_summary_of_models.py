@@ -14,7 +14,7 @@ LEFT = {
     "BERT": {"heads, get_output_embeddings()", "heads, the name cls.predictions.transform.dense"},
     "ViT": {"heads, the name classifier"},
     "T5": {"heads, get_output_embeddings()", "kept_in_fp32, _keep_in_fp32_modules"},
-    "SigLIP": {"no converter takes the class, which multiplies by in_proj_weight itself"},
+    "SigLIP": set(),
     "wav2vec 2.0": set(),
 }
 

@@ -105,7 +105,10 @@ def states(found) -> dict[str, tuple[str, str]]:
 
 WHY = {
     "stem": ("converted", ""),
-    "overlapping": ("no product", "none with its parameters was run"),
+    "overlapping": (
+        "no product",
+        "a convolution that is no product: stride must be kernel_size, got (1, 1) and (3, 3)",
+    ),
     "qkv": ("converted", ""),
     "stack": ("not known", "no converter takes the class, which multiplies by up itself"),
     "embed": ("no product", "a lookup of rows"),
@@ -130,7 +133,7 @@ def test_each_module_has_its_state_and_its_share() -> None:
     assert by_parameters.other_flops is None
     with pytest.raises(ValueError, match="summary must be given an input, got none"):
         _ = by_parameters.share_of_linear_flops
-    assert states(by_parameters)["overlapping"] == ("no product", "it meets no product")
+    assert states(by_parameters)["overlapping"] == WHY["overlapping"]
 
 
 def test_formats_are_those_that_the_modules_bind() -> None:

@@ -7,6 +7,7 @@ from .convert import convert, default_filter
 from .converter import Converter
 from .exclusions import LEAST_WIDTH, keeps_precision, reason_by_name
 from .experts import register_experts
+from .not_converted import LEFT_ALONE, NO_PRODUCT, UNKNOWN, NotConverted, of_unknown_class
 from .table import (
     converter_of,
     converters,
@@ -17,8 +18,12 @@ from .table import (
 
 __all__ = [
     "LEAST_WIDTH",
+    "LEFT_ALONE",
+    "NO_PRODUCT",
+    "UNKNOWN",
     "Conversion",
     "Converter",
+    "NotConverted",
     "conversion",
     "convert",
     "converter_of",
@@ -28,6 +33,7 @@ __all__ = [
     "keeps_precision",
     "kind_of",
     "library_module",
+    "of_unknown_class",
     "reason_by_name",
     "register_converter",
     "register_experts",

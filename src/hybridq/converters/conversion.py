@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
-import torch
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.parameter import is_lazy
 
 from ..nn import QuantizedModule
 from .converter import Converter
-from .exclusions import LEAST_WIDTH, reason_by_name, reasons
+from .exclusions import LEAST_WIDTH, reasons
+from .not_converted import (
+    LEFT_ALONE,
+    UNKNOWN,
+    NotConverted,
+    as_it_is,
+    by_filter,
+    left,
+    matrices,
+    of_another_class,
+    of_unknown_class,
+    overlapping,
+)
 from .table import LINEAR, converter_of, converters, converters_with
 
 __all__ = ["Conversion", "conversion", "keep_report", "kind_of", "report_of"]
@@ -31,20 +41,27 @@ class Conversion:
 
     Args:
         converted: qualified names of the modules that `convert` converts, or has converted.
-        left_alone: name and reason of each that stays as it is, though it is of a kind that is
-            converted.
-        others: name and class of modules with weights of two or more dimensions that no converter
-            knows; no embeddings, convolutions or norms.
+        kept: of each module that multiplies, or may, and is not converted, why, and what would
+            convert it. No embeddings, which are looked up, and no norms.
         elements: of weights that are converted, left alone, and of others.
         kinds: of modules: the name of the converter, how many are converted, and how many there
             are.
     """
 
     converted: tuple[str, ...]
-    left_alone: tuple[tuple[str, str], ...]
-    others: tuple[tuple[str, str], ...]
+    kept: tuple[NotConverted, ...]
     elements: tuple[int, int, int]
     kinds: tuple[tuple[str, int, int], ...] = ()
+
+    @property
+    def left_alone(self) -> tuple[tuple[str, str], ...]:
+        """Name and reason of each that stays, of a kind that is converted or known by its name."""
+        return tuple((one.name, one.text) for one in self.kept if one.state == LEFT_ALONE)
+
+    @property
+    def others(self) -> tuple[tuple[str, str], ...]:
+        """Name and class of modules with weights of two or more axes that no converter knows."""
+        return tuple((one.name, one.kind) for one in self.kept if one.state == UNKNOWN)
 
     @property
     def summary(self) -> str:
@@ -59,11 +76,13 @@ class Conversion:
             text += f"; not known: {_some([f'{n} ({kind})' for n, kind in self.others])}"
         return text
 
+    def to_json(self) -> str:
+        """Return all of it as a JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
     def __str__(self) -> str:
-        lines = [f"converted   {name}" for name in self.converted]
-        lines += [f"left alone  {name}: {why}" for name, why in self.left_alone]
-        lines += [f"not known   {name}: {kind}" for name, kind in self.others]
-        return "\n".join([*lines, self.summary])
+        lines = [f"{'converted':<11} {name}" for name in self.converted]
+        return "\n".join([*lines, *map(str, self.kept), self.summary])
 
 
 def _some(strings: list[str]) -> str:
@@ -94,15 +113,14 @@ def conversion(
         >>> model = nn.ModuleDict({"up": nn.Linear(8, 16), "lm_head": nn.Linear(16, 8)})
         >>> print(hybridq.conversion(hybridq.convert(model)))
         converted   up
-        left alone  lm_head: heads, the name lm_head
+        left alone  lm_head: heads, the name lm_head; converted with also=["heads"]
         1 of 2 nn.Linear, 50.0% of the weights; left alone: lm_head (heads, the name lm_head)
     """
     also = also if isinstance(also, str) else tuple(also)
     among = converters_with(also)
     kept = reasons(model, also, least_width, among)
     converted: list[str] = []
-    left: list[tuple[str, str]] = []
-    others: list[tuple[str, str]] = []
+    stay: list[NotConverted] = []
     elements = [0, 0, 0]
     kinds: dict[str, list[int]] = {}
     seen: set[int] = set()
@@ -115,33 +133,37 @@ def conversion(
     for name, module in model.named_modules():
         kind, why = kind_of(module, among), None
         if kind is None and isinstance(module, _KNOWN):
-            if "embeddings" in also and isinstance(module, nn.Embedding):
-                left.append((name, f"{type(module).__name__} has a forward of its own"))
+            if isinstance(module, nn.modules.conv._ConvNd) and not isinstance(
+                module, QuantizedModule
+            ):
+                stay.append(overlapping(module, name))
+            elif "embeddings" in also and isinstance(module, nn.Embedding):
+                stay.append(of_another_class(module, name))
             continue
-        weights = [one for one in _weights(module) if id(one) not in seen]
+        weights = [one for one in matrices(module).values() if id(one) not in seen]
         if kind is not None and kind.only_with is not None:
             weights = []  # no product has them; but that of a head that shares one counts
         seen.update(map(id, weights))
         size = sum(one.numel() for one in weights)
-        if not isinstance(module, QuantizedModule):
+        if kind is not None and not isinstance(module, QuantizedModule):
             own, place = owners.get(id(module), (module, name))
             why = _why(own, place, among, kept, filter_fn)
+            why = None if why is None else replace(why, name=name, kind=type(module).__name__)
         if kind is not None:
             count = kinds.setdefault(kind.name, [0, 0])
             count[0] += why is None
             count[1] += 1
-        if kind is not None and why is not None:
-            left.append((name, why))
-            elements[1] += size
+        elif size and not isinstance(module, QuantizedModule):
+            why = of_unknown_class(module, name)
+        if why is not None:
+            stay.append(why)
+            elements[2 if why.state == UNKNOWN else 1] += size
         elif kind is not None or isinstance(module, QuantizedModule):
             converted += [] if kind is None else [name]
             elements[0] += size
-        elif size:
-            others.append((name, type(module).__name__))
-            elements[2] += size
     counted = (elements[0], elements[1], elements[2])
     by_kind = tuple((one, made, total) for one, (made, total) in kinds.items())
-    return Conversion(tuple(converted), tuple(left), tuple(others), counted, by_kind)
+    return Conversion(tuple(converted), tuple(stay), counted, by_kind)
 
 
 def keep_report(model: nn.Module, made: Conversion) -> None:
@@ -189,33 +211,16 @@ def _why(
     among: tuple[Converter, ...],
     kept: dict[str, tuple[str, str]],
     filter_fn: Filter | None,
-) -> str | None:
+) -> NotConverted | None:
     """Return why `convert` does not turn a module; None: it does."""
     known = converter_of(module, among)
     if known is None:
-        return _of_another_class(module, name)
+        return of_another_class(module, name)
     own = None if known.keeps is None else known.keeps(module)
     if own is not None:
-        return own
+        return as_it_is(module, name, own, known)
     if filter_fn is not None:
-        return None if filter_fn(module, name) else "filter_fn"
-    return ", ".join(kept[name]) if name in kept else None
-
-
-def _of_another_class(module: nn.Module, place: str) -> str:
-    """Return why a module that derives from `nn.Linear` stays: its name, or its class."""
-    by_name = reason_by_name(place)
-    if by_name is not None:
-        return f"{by_name}, the name {place}"
-    name = type(module).__name__
-    if type(module) is NonDynamicallyQuantizableLinear:
-        return "its nn.MultiheadAttention multiplies by the weight itself"
-    if type(module).forward is nn.Linear.forward:
-        return f"{name} is a class of its own, which hybridq.register_converter takes"
-    return f"{name} has a forward of its own"
-
-
-def _weights(module: nn.Module) -> Iterator[torch.Tensor]:
-    for parameter in module.parameters(recurse=False):
-        if not is_lazy(parameter) and parameter.dim() >= 2 and parameter.is_floating_point():
-            yield parameter
+        return None if filter_fn(module, name) else by_filter(module, name)
+    if name not in kept:
+        return None
+    return left(module, name, *kept[name], known.features_of(module))

@@ -11,7 +11,17 @@ from typing import Any, Final
 from torch import nn
 
 from .._text import Table, html
-from ..converters import LEAST_WIDTH, Conversion, conversion, reason_by_name, report_of
+from ..converters import (
+    LEAST_WIDTH,
+    LEFT_ALONE,
+    NO_PRODUCT,
+    UNKNOWN,
+    Conversion,
+    NotConverted,
+    conversion,
+    of_unknown_class,
+    report_of,
+)
 from ..nn import QuantizedModule
 from ..recipes import Recipe, get
 from ..tensor import is_quantized
@@ -21,7 +31,7 @@ from .module_formats import formats_of, padding_of
 __all__ = ["ModuleSummary", "Summary", "summary"]
 
 #: What a module is, in the order of a table's columns.
-STATES: Final = ("converted", "left alone", "not known", "no product")
+STATES: Final = ("converted", LEFT_ALONE, UNKNOWN, NO_PRODUCT)
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,7 @@ class ModuleSummary:
             `"not known"` to any converter; `"no product"`: an embedding, a convolution with
             overlapping patches.
         reason: why it is not converted; empty if it is.
+        helps: what would convert it; empty if it is, or if nothing would.
         parameters: elements of its matrices; what several modules share counts for
             the first that multiplies by it.
         flops: of its products with parameters in one forward; 0 where none was run.
@@ -47,6 +58,7 @@ class ModuleSummary:
     kind: str
     state: str
     reason: str
+    helps: str
     parameters: int
     flops: int
     formats: tuple[tuple[str, str], ...]
@@ -123,7 +135,8 @@ class Summary:
 
     def _by_class(self) -> Table:
         groups = _grouped(
-            self.modules, lambda one: (one.kind, one.state, _starred_reason(one.reason))
+            self.modules,
+            lambda one: (one.kind, one.state, _starred_reason(one.reason), one.helps),
         )
         rows = tuple(
             (
@@ -132,13 +145,15 @@ class Summary:
                 state if not reason else f"{state}: {reason}",
                 f"{sum(one.parameters for one in found):,}",
                 self._share(found),
+                helps,
             )
-            for (kind, state, reason), found in groups.items()
+            for (kind, state, reason, helps), found in groups.items()
         )
         verb = "quantized" if self.is_converted else "would be quantized by hybridq.convert"
         under = "" if self.recipe is None else f" under {self.recipe}"
         title = f"{self.model}: {100 * self.share:.1f}% of the {self._what()} {verb}{under}"
-        heads = ("class", "modules", "state", "parameters", f"share of {self._what()}")
+        share = f"share of {self._what()}"
+        heads = ("class", "modules", "state", "parameters", share, "converted with")
         return Table(title, heads, rows, self._notes())
 
     def _notes(self) -> tuple[str, ...]:
@@ -175,6 +190,9 @@ class Summary:
 
 
 _Key = tuple[Any, ...]
+#: State, reason, and what helps.
+_Word = tuple[str, str, str]
+_CONVERTED: Final[_Word] = (STATES[0], "", "")
 
 
 def _grouped(
@@ -199,9 +217,10 @@ def _starred(name: str) -> str:
 
 
 def _starred_reason(reason: str) -> str:
-    """Return a reason, with stars in the qualified name that it may end with."""
+    """Return a reason, with stars in the qualified names that it has."""
     before, told, name = reason.partition("the name ")
-    return before + told + _starred(name)
+    words = (_starred(one) if "." in one else one for one in before.split(" "))
+    return " ".join(words) + told + _starred(name)
 
 
 def summary(
@@ -272,14 +291,15 @@ def _modules(
         own = {id(one): one for one in module.parameters(recurse=False) if one.dim() >= 2}
         if not own and name not in linear:
             continue
-        state, reason = states.get(name, (STATES[3], "it meets no product"))
+        state, reason, helps = states.get(name, (NO_PRODUCT, "it meets no product", ""))
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             rows = "quantized rows" if any(map(is_quantized, own.values())) else "rows"
-            state, reason = STATES[3], f"a lookup of {rows}"
+            state, reason, helps = NO_PRODUCT, f"a lookup of {rows}", ""
         elif state == STATES[0] and count is not None and not linear.get(name):
             state, reason = _passed_by(name, own.values(), model, count)
-        elif state in STATES[2:]:
-            state, reason = _unknown(module, name, state, reason, linear.get(name, 0), count)
+        elif count is not None and state in (UNKNOWN, NO_PRODUCT):
+            found = None if name not in states else (state, reason, helps)
+            state, reason, helps = _unknown(module, name, found, linear.get(name, 0), count)
         formats: tuple[tuple[str, str], ...] = ()
         padding = 0.0
         if state == STATES[0] and recipe is not None:
@@ -289,7 +309,8 @@ def _modules(
         if state != STATES[3]:
             seen.update(own)
         flops = linear.get(name, 0)
-        yield ModuleSummary(name, module._get_name(), state, reason, size, flops, formats, padding)
+        kind = module._get_name()
+        yield ModuleSummary(name, kind, state, reason, helps, size, flops, formats, padding)
 
 
 def _passed_by(
@@ -305,35 +326,46 @@ def _passed_by(
 
 
 def _unknown(
-    module: nn.Module, name: str, state: str, reason: str, flops: int, count: FlopCount | None
-) -> tuple[str, str]:
-    """Return what a module is that no converter takes, and why."""
-    if count is not None and not flops:
-        return STATES[3], "none with its parameters was run"
-    if state == STATES[3] and not flops:
-        return state, reason
-    by_name = reason_by_name(name)
-    if by_name is not None:
-        return STATES[1], f"{by_name}, the name {name}"
-    weight = "" if count is None else count.weights.get(name, "")
-    by = f", which multiplies by {weight.removeprefix(f'{name}.')} itself" if weight else ""
-    return STATES[2], f"no converter takes the class{by}"
+    module: nn.Module, name: str, found: _Word | None, flops: int, count: FlopCount
+) -> _Word:
+    """Return what a module is that no converter takes, why, and what would convert it.
+
+    Args:
+        module, name: of it.
+        found: what is known without a forward, if there is anything.
+        flops: of its products with parameters.
+        count: of all that ran.
+    """
+    if not flops and found is not None and found[0] == NO_PRODUCT:
+        return found  # a convolution
+    if not flops:
+        return NO_PRODUCT, "none with its parameters was run", ""
+    # Without matrices of its own it multiplies by another's.
+    state, reason, helps = _word(of_unknown_class(module, name))
+    weight = count.weights.get(name, "").removeprefix(f"{name}.")
+    if state == UNKNOWN and weight:
+        reason += f", which multiplies by {weight} itself"
+    return state, reason, helps
 
 
-def _states(model: nn.Module, known: Conversion) -> dict[str, tuple[str, str]]:
-    """Return by name what a module is, and why: as `convert` decided, or would."""
+def _word(one: NotConverted) -> _Word:
+    return one.state, one.text, one.helps
+
+
+def _states(model: nn.Module, known: Conversion) -> dict[str, _Word]:
+    """Return by name what a module is, why, and what helps: as `convert` decided, or would."""
     told = report_of(model)
-    left = dict(known.left_alone)
+    left = {one.name: _word(one) for one in known.kept}
     if told is not None:
         modules = dict(model.named_modules())
         missed = (one for one in known.converted if not isinstance(modules[one], QuantizedModule))
-        left |= dict.fromkeys(missed, "it was not there when convert was called")
-        left |= {name: why for name, why in told.left_alone if name in left}
-    found = dict.fromkeys((name for name, _ in known.others), (STATES[2], ""))
-    found |= dict.fromkeys(known.converted, (STATES[0], ""))
+        late = (LEFT_ALONE, "it was not there when convert was called", "hybridq.convert again")
+        left |= dict.fromkeys(missed, late)
+        left |= {one.name: _word(one) for one in told.kept if one.name in left}
+    found = dict.fromkeys(known.converted, _CONVERTED)
     found |= {
-        name: (STATES[0], "")
+        name: _CONVERTED
         for name, module in model.named_modules()
         if isinstance(module, QuantizedModule)
     }
-    return found | {name: (STATES[1], why) for name, why in left.items()}
+    return found | left

@@ -21,6 +21,7 @@ from .patch_conv import (
     is_patch_conv,
     patch_features,
     patches,
+    reason_against_patches,
 )
 from .quantized_module import QuantizedModule
 from .quantized_parts import of_part
@@ -61,4 +62,5 @@ __all__ = [
     "of_part",
     "patch_features",
     "patches",
+    "reason_against_patches",
 ]

@@ -21,6 +21,7 @@ __all__ = [
     "is_patch_conv",
     "patch_features",
     "patches",
+    "reason_against_patches",
 ]
 
 
@@ -31,10 +32,12 @@ def is_patch_conv(module: nn.Module) -> bool:
         module: an `nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d` (exactly) is one if its stride is its
             kernel's size, and it has neither padding, nor dilation, nor groups.
     """
-    return type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and reason_against(module) is None
+    return (
+        type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and reason_against_patches(module) is None
+    )
 
 
-def reason_against(module: Any) -> str | None:
+def reason_against_patches(module: Any) -> str | None:
     """Return why a convolution is no product of patches, or None.
 
     Args:
@@ -134,7 +137,7 @@ class PatchConv(QuantizedModule):
             device=device,
             dtype=dtype,
         )
-        reason = reason_against(self)
+        reason = reason_against_patches(self)
         if reason is not None:
             raise self._error(ValueError, reason)
         self._take_name(name)

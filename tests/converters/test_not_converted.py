@@ -1,0 +1,176 @@
+"""Every module that multiplies and is not converted says why, and what would convert it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import hybridq
+from hybridq.converters import NotConverted, table
+from hybridq.moe import Experts, ExpertsLayout
+
+
+class Own(nn.Linear):
+    """Torch's forward."""
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T
+
+
+class TopKRouter(Product):
+    pass
+
+
+class Blocks(nn.Module):
+    """A block-diagonal map, or experts: who can know?"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 32, 16))
+        self.down = nn.Parameter(torch.randn(4, 16, 32))
+
+
+class Model(nn.Module):
+    _keep_in_fp32_modules = ("precise",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+        self.precise = nn.Linear(16, 16)
+        self.router = nn.Linear(16, 16)
+        self.thin = nn.Linear(16, 4)
+        self.own = Own(16, 16)
+        self.scaled = Scaled(16, 16)
+        self.product = Product()
+        self.choice = TopKRouter()
+        self.gate = Product()
+        self.blocks = Blocks()
+        self.grouped = nn.Conv1d(16, 16, 1, groups=4)
+        self.embed = nn.Embedding(32, 16)
+        self.lm_head = nn.Linear(16, 32)
+        self.norm = nn.LayerNorm(16)
+
+
+FOREIGN = "hybridq.register_converter, of a hybridq.nn.ForeignLinear"
+WANT = {
+    "precise": (
+        *("left alone", "kept_in_fp32", "kept_in_fp32, _keep_in_fp32_modules"),
+        'also=["kept_in_fp32"]',
+    ),
+    "router": ("left alone", "routers", "routers, the name router", 'also=["routers"]'),
+    "thin": ("left alone", "narrow", "narrow, 16 to 4 features", "least_width=4"),
+    "own": (
+        *("left alone", "own class"),
+        "Own is a class of its own, which hybridq.register_converter takes",
+        'hybridq.register_converter(Converter("Own", Own, hybridq.Linear))',
+    ),
+    "scaled": ("left alone", "own forward", "Scaled has a forward of its own", FOREIGN),
+    "product": ("not known", "unknown class", "no converter takes the class", FOREIGN),
+    "choice": (
+        *("left alone", "routers", "routers, the class TopKRouter"),
+        f'{FOREIGN}, also=["routers"]',
+    ),
+    "gate": ("left alone", "routers", "routers, the name gate", f'{FOREIGN}, also=["routers"]'),
+    "blocks": (
+        *("not known", "unknown class", "no converter takes the class"),
+        "hybridq.converters.register_experts(Blocks, ExpertsLayout(...)), if it holds experts",
+    ),
+    "grouped": (
+        *("no product", "convolution"),
+        "a convolution that is no product: groups must be 1, got 4",
+        "",
+    ),
+    "lm_head": ("left alone", "heads", "heads, the name lm_head", 'also=["heads"]'),
+}
+
+
+def said(one: NotConverted) -> tuple[str, str, str, str]:
+    return one.state, one.reason, one.text, one.helps
+
+
+@pytest.fixture(autouse=True)
+def _no_other_converters(monkeypatch) -> None:
+    monkeypatch.setattr(table, "_registered", {})
+
+
+def test_every_module_has_its_reason_and_what_helps() -> None:
+    found = hybridq.conversion(Model())
+    assert {one.name: said(one) for one in found.kept} == WANT
+    assert found.converted == ("up",)
+    assert dict(found.left_alone).keys() | dict(found.others).keys() == WANT.keys() - {"grouped"}
+    lines = str(found).splitlines()
+    assert 'left alone  lm_head: heads, the name lm_head; converted with also=["heads"]' in lines
+    assert (
+        f"not known   product: Product, no converter takes the class; converted with {FOREIGN}"
+        in lines
+    )
+    read = json.loads(found.to_json())
+    assert [one["helps"] for one in read["kept"]] == [one.helps for one in found.kept]
+    assert read["converted"] == ["up"] and sum(read["elements"]) == sum(found.elements)
+
+
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_the_summary_says_the_same(is_converted: bool) -> None:
+    model = Model()
+    if is_converted:
+        hybridq.convert(model)
+    found = {one.name: one for one in hybridq.summary(model).modules}
+    told = hybridq.conversion(model).kept
+    assert len(told) == len(WANT)
+    for one in told:
+        own = found[one.name]
+        assert (own.state, own.reason, own.helps) == (one.state, one.text, one.helps)
+    assert found["up"].helps == "" == found["embed"].helps
+    classes = hybridq.summary(model).tables()[0]
+    assert classes.columns[-1] == "converted with"
+    assert {row[-1] for row in classes.rows} == {one.helps for one in told}
+    read = json.loads(hybridq.summary(model).to_json())
+    assert {one["name"]: one["helps"] for one in read["modules"] if one["helps"]} == {
+        one.name: one.helps for one in told if one.helps
+    }
+
+
+def test_what_is_said_to_help_does() -> None:
+    also = [f'also=["{one}"]' for one in ("heads", "routers", "kept_in_fp32")]
+    for options in (*also, "least_width=4"):
+        before = {one.name for one in hybridq.conversion(Model()).kept if one.helps == options}
+        given = eval(f"dict({options})")
+        stayed = {one.name for one in hybridq.conversion(Model(), **given).kept}
+        assert before and not before & stayed
+    converter = hybridq.converters.Converter
+    own = {one.name: one.helps for one in hybridq.conversion(Model()).kept}["own"]
+    eval(own, {"hybridq": hybridq, "Converter": converter, "Own": Own})
+    layout = ExpertsLayout("up", "down", has_gate=False)
+    hybridq.converters.register_experts(Blocks, layout)
+    model = hybridq.convert(Model())
+    assert type(model.own) is hybridq.Linear and isinstance(model.blocks, Experts)
+    assert {"own", "blocks"}.isdisjoint(one.name for one in hybridq.conversion(model).kept)
+
+
+def test_a_filter_and_a_refusal_say_what_helps() -> None:
+    (kept,) = hybridq.conversion(nn.Sequential(nn.Linear(16, 16)), lambda *_: False).kept
+    assert said(kept) == (
+        *("left alone", "filter_fn", "filter_fn"),
+        "a filter_fn that returns True for it",
+    )
+    layout = ExpertsLayout("up", "w2", has_gate=False)
+    hybridq.converters.register_experts(Blocks, layout)
+    (kept,) = hybridq.conversion(nn.Sequential(Blocks())).kept
+    assert said(kept) == (
+        *("left alone", "as it is", "it has no parameter w2"),
+        "hybridq.converters.register_experts(Blocks, ExpertsLayout(...)), if it holds experts",
+    )
