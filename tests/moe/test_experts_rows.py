@@ -30,7 +30,7 @@ def sorted_first(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Lets every grouped product take sorted copies from now on."""
     plain = GroupedModule.grouped_product
 
-    def product(self, recipe, name, bias, x, offsets, rows=None, activation=None):
+    def product(self, recipe, name, bias, x, offsets, rows=None, activation=None, arriving=None):
         x = x if rows is None else take_rows(x, rows)
         x = x if activation is None else apply(x, activation, None, None)
         return plain(self, recipe, name, bias, x, offsets)

@@ -311,7 +311,18 @@ def reused() -> None:
             if dispatched is not None:  # the columnwise plane, for the gradient of the weight
                 assert ("encode_ragged", arrived, False, True) in encodes, encodes
                 assert not any(one[:3] == ("encode_ragged", arrived, True) for one in encodes)
-            y.sum().backward()
+            with counted() as (encodes, _):
+                y.square().sum().backward()
+            # Of the gradient both planes are made of what the activation's backward gives; of what
+            # arrives the columnwise one alone, where it has arrived in the format of the product.
+            ragged = [one for one in encodes if one[0] == "encode_ragged"]
+            both = ("encode_ragged", arrived, True, True)
+            assert ragged == [("encode_ragged", arrived, dispatched is None, True), both], encodes
+            sent = [one for one in encodes if one[0] == "encode"]
+            if dispatched is not None:
+                assert sent == [
+                    (*one, True, False) for one in (("encode", rows), ("encode", arrived))
+                ]
         made.append((nbytes[1:], own.grad))
     for quantized, plain in zip(made[0][0], made[1][0], strict=True):
         assert quantized / plain == (1 + 1 / 32) / 2, (quantized, plain)

@@ -14,14 +14,14 @@ from .._torch_private import assert_async, process_group
 from ..distributed.agreement import Fingerprint, compare
 from ..distributed.agreement.fingerprint import plan_digest
 from ..moe.exchange import Compute
-from ..nn.autograd import TokenRows, take_rows
+from ..nn.autograd import GradientPlane, TokenRows, take_rows
 from ..nn.delayed_scaling import reduces_by_default
 from ..recipes import QuantizerRole, Recipe, autocast
 from ..recipes.boundary import boundary_quantizer
 from ..recipes.recipe import recipe_by_key
 from ..tensor.in_graph import runs_at_once
 from .plans import check_capacity, planned
-from .transport import arrived_rows, incoming, outgoing, row_text, send_rows
+from .transport import arrived_rows, incoming, outgoing, returned, row_text, send_rows
 
 __all__ = ["BY_RECIPE", "ROLES", "TokenExchange"]
 
@@ -148,9 +148,14 @@ class TokenExchange:
             meanwhile()
         arrived, made = arrived_rows(sent)
         order = plan.arrived
-        y = compute(arrived, order.offsets, order.rows._replace(made=made))
-        back = take_rows(y, TokenRows(order.inverse.flatten(), order.order[:, None]))
-        return incoming(send_rows(back, plan, formats[1], is_back=True).values(), plan)
+        rows = order.rows._replace(made=made)
+        if torch.compiler.is_compiling():  # nothing is handed on beside tensors
+            y = compute(arrived, order.offsets, rows, None)
+            back = take_rows(y, TokenRows(order.inverse.flatten(), order.order[:, None]))
+            return incoming(send_rows(back, plan, formats[1], is_back=True).values(), plan)
+        arriving = GradientPlane() if formats[1][1] and torch.is_grad_enabled() else None
+        y = compute(arrived, order.offsets, rows, arriving)
+        return incoming(returned(y, plan, formats[1], arriving), plan)
 
     def _check_notes(
         self, module: Any, given: tuple[Any, ...], note: int, notes: torch.Tensor, where: str

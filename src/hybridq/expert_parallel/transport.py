@@ -11,7 +11,8 @@ from ..distributed.collectives.handle import CollectiveHandle
 from ..distributed.collectives.send_planes import SentPlanes, send_planes
 from ..errors import SpecError
 from ..formats import PlaneSpec
-from ..nn.autograd import MadePlane
+from ..kernels.operators import StatedFunction
+from ..nn.autograd import GradientPlane, MadePlane
 from ..quantizers import Quantizer
 from .padding import rows_at
 from .plans import RoutePlan
@@ -22,6 +23,7 @@ __all__ = [
     "dispatch",
     "incoming",
     "outgoing",
+    "returned",
     "row_format",
     "row_text",
     "send_rows",
@@ -214,3 +216,45 @@ def incoming(back: torch.Tensor, plan: RoutePlan) -> torch.Tensor:
         return rows_at(back, plan.padding.places, plan.padding.slots)
     rest = plan.rows - plan.num_sent
     return torch.nn.functional.pad(back, (0, 0, 0, rest)) if rest else back
+
+
+def returned(
+    y: torch.Tensor, plan: RoutePlan, formats: tuple[str, str], arriving: GradientPlane | None
+) -> torch.Tensor:
+    """Return the experts' outputs, where their tokens came from, `[plan.num_sent, H]`.
+
+    Args:
+        y: `[plan.num_received, H]`, in the order of the experts.
+        plan: of the rows.
+        formats: as for `send_rows`.
+        arriving: where the gradient's plane is put; None: nobody takes it.
+    """
+    made: torch.Tensor = _Returned.apply(y, plan, formats, arriving)
+    return made
+
+
+class _Returned(StatedFunction):
+    """The outputs by sender, sent there. Its backward gets their gradient, and the plane of it."""
+
+    second = "exact"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: torch.Tensor,
+        plan: RoutePlan,
+        formats: tuple[str, str],
+        arriving: GradientPlane | None,
+    ) -> torch.Tensor:
+        ctx.plan, ctx.back, ctx.arriving = plan, formats[1], arriving
+        by_sender = y.index_select(0, plan.arrived.inverse.flatten())
+        return send_rows(by_sender, plan, formats, is_back=True).values()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        plan, order = ctx.plan, ctx.plan.arrived.order
+        values, made = arrived_rows(send_rows(grad, plan, (ctx.back, ctx.back)))
+        own = values.index_select(0, order)
+        if made is not None and ctx.arriving is not None:
+            ctx.arriving.put(own, made, order)
+        return own, None, None, None

@@ -8,14 +8,14 @@ from typing import Any, Protocol
 
 import torch
 
-from ..nn.autograd import TokenRows
+from ..nn.autograd import GradientPlane, TokenRows
 from ..recipes import Recipe
 
 __all__ = ["ExpertExchange"]
 
-#: Rows that arrived, where each own expert's end in their order, and that order; to the experts'
-#: outputs in that order.
-Compute = Callable[[torch.Tensor, torch.Tensor, TokenRows], torch.Tensor]
+#: Rows that arrived, where each own expert's end in their order, that order, and the place of the
+#: plane in which the outputs' gradient arrives; to the experts' outputs in that order.
+Compute = Callable[[torch.Tensor, torch.Tensor, TokenRows, GradientPlane | None], torch.Tensor]
 
 
 class ExpertExchange(Protocol):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..nn import GroupedModule
-from ..nn.autograd import Activation, TokenRows, take_rows
+from ..nn.autograd import Activation, GradientPlane, TokenRows, take_rows
 from ..recipes import Recipe, install
 from ..reference import ACTIVATIONS
 from .exchange import ExpertExchange
@@ -165,10 +165,12 @@ def _shared(
     if module.exchange is None:
         return _computed(module, recipe, x, offsets)
 
-    def compute(x: torch.Tensor, offsets: torch.Tensor, rows: TokenRows) -> torch.Tensor:
+    def compute(
+        x: torch.Tensor, offsets: torch.Tensor, rows: TokenRows, arriving: GradientPlane | None
+    ) -> torch.Tensor:
         if len(module.experts_layout.first) == 1:
-            return _computed(module, recipe, x, offsets, rows)
-        return _computed(module, recipe, take_rows(x, rows), offsets)
+            return _computed(module, recipe, x, offsets, rows, arriving)
+        return _computed(module, recipe, take_rows(x, rows), offsets, None, arriving)
 
     return module.exchange.run(module, recipe, x, offsets, compute)
 
@@ -179,6 +181,7 @@ def _computed(
     x: torch.Tensor,
     offsets: torch.Tensor,
     rows: TokenRows | None = None,
+    arriving: GradientPlane | None = None,
 ) -> torch.Tensor:
     """Return the experts' outputs of tokens sorted by expert, x or rows of it, `[N, H]`."""
     layout = module.experts_layout
@@ -194,7 +197,7 @@ def _computed(
         h = made[0] if len(made) == 1 else torch.cat(made, 1)
         hidden, activation = _before_activation(module, h)
     given = (recipe, layout.down, layout.down_bias, hidden, offsets)
-    y = module.grouped_product(*given, activation=activation)
+    y = module.grouped_product(*given, activation=activation, arriving=arriving)
     if layout.post_norm is not None:
         y = getattr(module, layout.post_norm)(y)
     if layout.scale is not None:

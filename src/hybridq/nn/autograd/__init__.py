@@ -13,7 +13,7 @@ from .prepared_linear import PreparedLinear
 from .prologue import Activation, Norm, Prologue, PrologueCall, apply
 from .quantized_output import Boundary, with_quantized_gradient
 from .slot_encoder import STREAMS
-from .token_routes import MadePlane, TokenRows, take_rows
+from .token_routes import GradientPlane, MadePlane, TokenRows, take_rows
 
 __all__ = [
     "NO_CUTS",
@@ -21,6 +21,7 @@ __all__ = [
     "Activation",
     "Boundary",
     "Cuts",
+    "GradientPlane",
     "Layout",
     "MadePlane",
     "Norm",

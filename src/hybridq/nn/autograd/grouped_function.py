@@ -41,7 +41,7 @@ from .grouped_weights import WeightPlanes, weight_columns, weight_planes
 from .offload import ENTERED, tell_offload
 from .prologue import Activation
 from .slot_encoder import SlotEncoder
-from .token_routes import MadePlane, TokenRows, sum_of_rows
+from .token_routes import GradientPlane, MadePlane, TokenRows, sum_of_rows
 
 __all__ = ["Layout", "draw_seeds", "grouped_linear"]
 
@@ -163,9 +163,14 @@ def _ready(rows: TokenRows, slot: SlotPlan) -> Buffers | None:
         slot: of the input.
     """
     made = rows.made
-    if made is None or slot.is_delayed or slot.amax_group or slot.row.spec != made.spec:
+    if made is None or not _takes_made(slot) or slot.row.spec != made.spec:
         return None
     return made.rows(rows.tokens)
+
+
+def _takes_made(slot: SlotPlan) -> bool:
+    """Return whether a slot's rowwise plane may be one that was made elsewhere."""
+    return not (slot.is_delayed or slot.amax_group)
 
 
 def _split(
@@ -198,6 +203,7 @@ class _GroupedLinear(StatedFunction):
         inverse: torch.Tensor | None,
         made: MadePlane | None,
         activation: Activation | None,
+        arriving: GradientPlane | None,
         *params: torch.Tensor,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         saves = (needs[1], needs[0])
@@ -217,7 +223,9 @@ class _GroupedLinear(StatedFunction):
         ctx.save_for_backward(*saved, *(() if anchor is None else (anchor,)))
         ctx.plan, ctx.layout, ctx.needs, ctx.into = plan, layout, needs, into
         ctx.counts, ctx.late = (len(x_col), len(w.cols)), w.late
-        ctx.activation, ctx.dtype = activation, x.dtype
+        ctx.activation, ctx.dtype, ctx.arriving = activation, x.dtype, arriving
+        if arriving is not None and _takes_made(plan.grad_output):
+            arriving.spec = plan.grad_output.row.spec
         # Not saved for backward: other backwards write them meanwhile, and may.
         ctx.scales = scales
         return y if anchor is None else (y, anchor)
@@ -233,7 +241,7 @@ class _GroupedLinear(StatedFunction):
                 grads = _backward(ctx, offsets, saved, dy, through)
             if torch.is_grad_enabled():  # create_graph=True
                 grads = without_derivative("GroupedLinear", (dy, anchor), grads)
-        return (grads[0], *[None] * 12, *grads[1:])
+        return (grads[0], *[None] * 13, *grads[1:])
 
 
 def _backward(
@@ -258,7 +266,11 @@ def _backward(
     with without_autocast(dy.device.type):
         scales = ctx.scales
         encoder = SlotEncoder(grad, "grad_output", seeds, False, scales or ())
-        dy_row, dy_col = encode_tokens(dy, offsets, encoder, x_needed, w_needed)
+        ready = None if ctx.arriving is None else ctx.arriving.take(dy)
+        if ready is not None:
+            encoder = SlotEncoder(grad.of_original, "grad_output", seeds)
+        made = encode_tokens(dy, offsets, encoder, x_needed and ready is None, w_needed)
+        dy_row, dy_col = made if ready is None else (ready, made[1])
         for own in scales or ():
             if own.notes is not None:
                 own.notes.tell(w_needed)
@@ -338,6 +350,7 @@ def grouped_linear(
     into: tuple[Into | None, ...] = (),
     rows: TokenRows | None = None,
     activation: Activation | None = None,
+    arriving: GradientPlane | None = None,
 ) -> torch.Tensor:
     """Return `x[g] @ w[g].T + bias[g]` of each group g, every GEMM between the plan's planes.
 
@@ -359,6 +372,7 @@ def grouped_linear(
             None: x itself.
         activation: what is multiplied is what it makes of x, of the parameters' dtype; not with
             `rows`. None: x.
+        arriving: the place of the gradient's plane, where that arrives quantized.
 
     Returns:
         `[T, out_features]` in the parameters' dtype; tokens of no group give zeros.
@@ -381,7 +395,7 @@ def grouped_linear(
         if any(needs):
             given = (x, offsets, seeds, plan, layout, needs, kept, scales, into)
             taken = (None, None, None) if rows is None else rows
-            made: Any = _GroupedLinear.apply(*given, *taken, activation, *params)
+            made: Any = _GroupedLinear.apply(*given, *taken, activation, arriving, *params)
             return made if torch.compiler.is_compiling() else made[0]
         with torch.no_grad() if plan.is_forward_only else nullcontext():
             every = (x, offsets, seeds, plan, layout, (False, False), kept, params, scales)

@@ -8,7 +8,7 @@ import torch
 
 from ...kernels.operators import StatedFunction
 
-__all__ = ["MadePlane", "TokenRows", "sum_of_rows", "take_rows"]
+__all__ = ["GradientPlane", "MadePlane", "TokenRows", "sum_of_rows", "take_rows"]
 
 
 class MadePlane(NamedTuple):
@@ -29,6 +29,47 @@ class MadePlane(NamedTuple):
             index: int64, of the rows.
         """
         return [buffer.index_select(0, index) for buffer in self.buffers]
+
+
+class GradientPlane:
+    """The rowwise plane of a product's gradient, where that arrives quantized.
+
+    The product says in its forward which plane it takes; who brings the gradient puts it here; the
+    product's backward takes it if its gradient is that very tensor.
+
+    Attributes:
+        spec: spec string of the plane that the product takes; empty: none.
+    """
+
+    def __init__(self) -> None:
+        self.spec = ""
+        self._values: torch.Tensor | None = None
+        self._version = 0
+        self._rows: list[torch.Tensor] = []
+
+    def put(self, values: torch.Tensor, made: MadePlane, index: torch.Tensor) -> None:
+        """Keep a plane that is there, if it is one that the product takes.
+
+        Args:
+            values: the gradient, `[rows, H]`.
+            made: what it is decoded from, in any order.
+            index: int64 `[rows]`: the row of `made` that each row is.
+        """
+        if made.spec == self.spec:
+            self._values, self._version = values, values._version
+            self._rows = made.rows(index)
+
+    def take(self, grad: torch.Tensor) -> list[torch.Tensor] | None:
+        """Return the plane's buffers, and forget them; None: it is of another tensor.
+
+        Args:
+            grad: of the product's result.
+        """
+        values, rows = self._values, self._rows
+        self._values, self._rows = None, []
+        if values is None or grad.dtype != values.dtype or values._version != self._version:
+            return None
+        return rows if grad is values or grad.is_set_to(values) else None
 
 
 class TokenRows(NamedTuple):

@@ -12,6 +12,7 @@ from ...tensor import is_quantized
 from ...tensor.stack import is_stack
 from ..autograd import (
     Activation,
+    GradientPlane,
     Layout,
     TokenRows,
     apply,
@@ -116,6 +117,7 @@ class GroupedModule(QuantizedModule):
         offsets: torch.Tensor,
         rows: TokenRows | None = None,
         activation: Activation | None = None,
+        arriving: GradientPlane | None = None,
     ) -> torch.Tensor:
         """Return the tokens of each group times its matrix of one weight, `[T, out_features]`.
 
@@ -128,6 +130,7 @@ class GroupedModule(QuantizedModule):
             rows: the tokens that are multiplied, in the order of their groups, taken out of x as
                 they are needed; None: x.
             activation: what is multiplied is what it makes of x; not with `rows`. None: x.
+            arriving: the place of the gradient's plane, where that arrives quantized.
 
         Raises:
             TypeError: a dtype cannot be quantized.
@@ -156,7 +159,8 @@ class GroupedModule(QuantizedModule):
                 # Not what is cast: a gradient is rounded to the tokens' own dtype row by row.
                 return self._grouped_product(x, offsets, *known, rows=rows)
             given = self._cast(take_rows(x, rows), own)[0]
-        return self._grouped_product(given, offsets, *known, activation=activation)
+        last = (activation, arriving)
+        return self._grouped_product(given, offsets, *known, None, *last)
 
     def _group_plans(self, recipe: Any, count: int, part: str = "") -> list[Plan]:
         """Return the plan of each group of a part."""
@@ -176,6 +180,7 @@ class GroupedModule(QuantizedModule):
         part: str = "",
         rows: TokenRows | None = None,
         activation: Activation | None = None,
+        arriving: GradientPlane | None = None,
     ) -> torch.Tensor:
         """Return `grouped_linear` of a part under the plan of each group, `[T, out_features]`.
 
@@ -189,7 +194,8 @@ class GroupedModule(QuantizedModule):
             is_first_microbatch: as `Linear.forward` takes it.
             into: where the gradient of each weight parameter is added; empty: they are returned.
             part: of the module.
-            rows, activation: of x; only where the groups have one plan.
+            rows, activation, arriving: as `grouped_linear` takes them; only where the groups have
+                one plan.
         """
         if plans is None:
             plans = [_PLAIN] * layout.groups
@@ -207,7 +213,7 @@ class GroupedModule(QuantizedModule):
             drawn = draw_seeds(self.all_matrices, x.device)
             seeds = drawn.narrow(0, self.first_matrix, layout.groups)
         every = (x, offsets, params, layout, plans[0], kept, seeds)
-        return grouped_linear(*every, scales=known, into=into, rows=rows, activation=activation)
+        return grouped_linear(*every, known, into, rows, activation, arriving)
 
     def _scales_all(
         self,
