@@ -241,7 +241,7 @@ def test_bad_masks_and_angles(mask, options, words):
     [
         ({"num_gqa_groups": 3}, ValueError, "num_gqa_groups"),
         ({"hidden_size": 50}, ValueError, "hidden_size"),
-        ({"attn_input_format": "thd"}, ValueError, "sbhd or bshd"),
+        ({"attn_input_format": "bhsd"}, ValueError, "qkv_format must be one of"),
         ({"hidden_dropout": 1.0}, ValueError, "hidden_dropout"),
         ({"attention_dropout": -0.1}, ValueError, "dropout"),
         ({"self_attn_mask_type": "x"}, ValueError, "mask type"),
@@ -258,7 +258,7 @@ def test_bad_constructor_arguments(options, error, words):
 
 
 def test_an_input_of_another_rank():
-    with pytest.raises(ValueError, match="a length, a batch and a hidden size"):
+    with pytest.raises(ValueError, match=r"the input must be \[length, batch, hidden_size\]"):
         make()(torch.randn(LENGTH, HIDDEN))
 
 

@@ -9,6 +9,7 @@ from .foreign_linear import ForeignLinear
 from .fused_sequential import FusedSequential
 from .grouped_linear import GroupedLinear
 from .grouped_module import GroupedModule
+from .kv_cache import InferenceParams
 from .layernorm_linear import LayerNormLinear, RMSNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
@@ -39,6 +40,7 @@ __all__ = [
     "FusedSequential",
     "GroupedLinear",
     "GroupedModule",
+    "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",

@@ -8,14 +8,17 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ...recipes.roles import GRAD_INPUT
-from ..autograd import plain_attention, with_quantized_gradient
+from ..autograd import checkpoint, plain_attention
 from ..weights import takes_separate_names
 from .attention_masks import check_mask_type, visible
+from .attention_parts import BiasApart, check_angles, check_shared, check_sizes, filled
+from .dot_product_attention import AttentionCall, DotProductAttention
 from .exchange import SequenceExchange
+from .kv_cache import InferenceParams
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
-from .linear_part import InitMethod, one_dtype, run_part
+from .linear_part import InitMethod, one_dtype
+from .packed_sequences import Packed, Packing
 from .parallel_options import ParallelOptions
 from .plain_norm import PlainNorm
 from .quantized_module import QuantizedModule
@@ -23,30 +26,15 @@ from .rotary import apply_rotary
 
 __all__ = ["MultiheadAttention"]
 
-_FORMATS: Final = ("sbhd", "bshd")
 _TYPES: Final = ("self", "cross")
+_INPUTS: Final = {
+    "sbhd": "[length, batch, hidden_size]",
+    "bshd": "[batch, length, hidden_size]",
+    "thd": "[tokens, hidden_size]",
+}
 
 #: Angles for queries and keys, or one for each.
 Angles = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
-
-class _BiasApart(Linear):
-    """A linear module that leaves its bias to whoever calls it."""
-
-    def forward(
-        self,
-        input: torch.Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool = False,
-        fp8_grad: bool = False,
-    ) -> torch.Tensor:
-        """Return `input @ weight.T`."""
-        self._check_first(is_first_microbatch)
-        recipe, first = self._recipe(), is_first_microbatch
-        if recipe is not None and fp8_grad:
-            input = with_quantized_gradient(input, self._boundary_quantizer(recipe, GRAD_INPUT))
-        y = run_part(self, "", recipe, input, self.weight, None, first)
-        return y if recipe is None or not fp8_output else self._quantized_output(y, recipe)
 
 
 class MultiheadAttention(nn.Module):
@@ -88,7 +76,8 @@ class MultiheadAttention(nn.Module):
             queries and keys, in high precision.
         qk_norm_eps: of these norms.
         qk_norm_before_rope: they come before the rotary positions, else after.
-        qkv_format: `"sbhd"`: the input is `[length, batch, hidden]`; `"bshd"`: batch first.
+        qkv_format: `"sbhd"`: the input is `[length, batch, hidden]`; `"bshd"`: batch first;
+            `"thd"`: `[tokens, hidden]`, sequences one behind the other.
         fuse_wgrad_accumulation: as for `Linear`, of the weight of every projection.
         set_parallel_mode: each rank has as many heads, of queries as of keys and values; the first
             projections are column parallel, the second one row parallel.
@@ -97,6 +86,8 @@ class MultiheadAttention(nn.Module):
         name: qualified name for the roles that a recipe's factory sees: the projections are
             `<name>.layernorm_linear_qkv` or `<name>.linear_qkv`, and `<name>.proj`. Where it is
             None, `hybridq.convert` gives them the names that they have in the model.
+        softmax_type: as `DotProductAttention` takes it; a learned offset is the parameter
+            `core_attention.softmax_offset`.
 
     Raises:
         ValueError: sizes do not divide, or an option is unknown.
@@ -149,34 +140,30 @@ class MultiheadAttention(nn.Module):
         device: Any = None,
         dtype: torch.dtype | None = None,
         name: str | None = None,
+        softmax_type: str = "vanilla",
     ) -> None:
         super().__init__()
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = num_gqa_groups or num_attention_heads
         self.kv_channels = kv_channels or hidden_size // max(num_attention_heads, 1)
-        _check_sizes(hidden_size, num_attention_heads, self.num_gqa_groups, kv_channels)
-        if qkv_format not in _FORMATS:
-            raise ValueError(f"attention: the format must be sbhd or bshd, got {qkv_format!r}")
+        check_sizes(hidden_size, num_attention_heads, self.num_gqa_groups, kv_channels)
         if attention_type not in _TYPES:
             raise ValueError(f"attention: the type must be self or cross, got {attention_type!r}")
-        if not 0.0 <= attention_dropout < 1.0:
-            raise ValueError(f"attention: dropout must be in [0, 1), got {attention_dropout}")
         if return_layernorm_output and not input_layernorm:
             raise ValueError("attention: return_layernorm_output needs input_layernorm, got False")
         if name is not None and not isinstance(name, str):
             raise TypeError(f"attention: name must be a string, got {type(name).__name__}")
         self.attention_dropout, self.qkv_format = float(attention_dropout), qkv_format
         self.attn_mask_type, self.window_size = attn_mask_type, window_size
-        check_mask_type(attn_mask_type, window_size)
         self.return_bias, self.input_layernorm = bool(return_bias), bool(input_layernorm)
         self.return_layernorm_output = bool(return_layernorm_output)
         self.rotary_pos_interleaved = bool(rotary_pos_interleaved)
         self.qkv_weight_interleaved = bool(qkv_weight_interleaved)
         self.attention_type, self.qk_norm_before_rope = attention_type, bool(qk_norm_before_rope)
-        if sequence_parallel and qkv_format != "sbhd":
+        if sequence_parallel and qkv_format == "bshd":
             raise ValueError(
-                "attention: sequence_parallel takes qkv_format='sbhd', whose tokens lie along the "
-                f"first dimension, got {qkv_format!r}"
+                "attention: sequence_parallel takes qkv_format='sbhd' or 'thd', whose tokens lie "
+                f"along the first dimension, got {qkv_format!r}"
             )
         ranks = ParallelOptions(tp_group, tp_size, sequence_parallel)
         self._size = ranks.size("attention") if set_parallel_mode else 1
@@ -210,15 +197,30 @@ class MultiheadAttention(nn.Module):
             self.q_norm = PlainNorm(*of_head, **weights)
             self.k_norm = PlainNorm(*of_head, **weights)
         own = None if name is None else f"{name}.proj"
+        # Its heads are this rank's; it has parameters with softmax_type="learnable" alone.
+        self.core_attention = DotProductAttention(
+            self.num_attention_heads,
+            self.kv_channels,
+            self.num_gqa_groups,
+            attention_dropout,
+            qkv_format,
+            attn_mask_type,
+            window_size,
+            sequence_parallel=sequence_parallel,
+            get_rng_state_tracker=get_rng_state_tracker,
+            attention_type=attention_type,
+            softmax_type=softmax_type,
+            device=device,
+        )
         #: Set where ranks share sequences (`hybridq.distributed.sequence_parallel`).
         self.exchange: SequenceExchange | None = None
-        kind = _BiasApart if self.return_bias else Linear
+        kind = BiasApart if self.return_bias else Linear
         inner = num_attention_heads * self.kv_channels
         if set_parallel_mode:
             options = {**options, "parallel_mode": "row"}
             self._share_norms()
         self.proj: Linear = kind(inner, hidden_size, name=own, **options)
-        _filled(self.proj, output_layer_init_method)
+        filled(self.proj, output_layer_init_method)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Take the group of the ranks that have the other heads: see `Linear`.
@@ -264,14 +266,14 @@ class MultiheadAttention(nn.Module):
             setattr(self, f"layernorm_{first}", made)
         else:
             own = None if name is None else f"{name}.linear_{short}"
-            made = _filled(Linear(hidden_size, width, name=own, **options), norm["init_method"])
+            made = filled(Linear(hidden_size, width, name=own, **options), norm["init_method"])
             setattr(self, "query_layer" if is_cross else "qkv", made)
         rows = {"query": inner} if is_cross else {"query": inner, "key": of_keys, "value": of_keys}
         takes_separate_names(made, {} if self.qkv_weight_interleaved else rows)
         if is_cross:
             own = None if name is None else f"{name}.linear_kv"
             both = Linear(hidden_size, 2 * size * of_keys, name=own, **options)
-            self.key_value = _filled(both, norm["init_method"])
+            self.key_value = filled(both, norm["init_method"])
             rows = {"key": of_keys, "value": of_keys}
             takes_separate_names(self.key_value, {} if self.qkv_weight_interleaved else rows)
 
@@ -285,11 +287,23 @@ class MultiheadAttention(nn.Module):
         window_size: tuple[int, int] | None = None,
         is_first_microbatch: bool | None = None,
         rotary_pos_emb: Angles | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        inference_params: InferenceParams | None = None,
     ) -> Any:
         """Return the attention's result.
 
         Args:
-            hidden_states: `[length, batch, hidden_size]`; with `qkv_format="bshd"` batch first.
+            hidden_states: `[length, batch, hidden_size]`; with `qkv_format="bshd"` batch first;
+                with `"thd"` `[tokens, hidden_size]`.
             attention_mask: bool, True where a key is hidden, for the mask types that take one:
                 broadcastable to `[batch, heads, queries, keys]`; of padding `[batch, 1, 1, keys]`.
             encoder_output: `[length, batch, hidden_size]`, or batch first: what cross-attention
@@ -297,17 +311,24 @@ class MultiheadAttention(nn.Module):
             attn_mask_type, window_size: for this call; None: the constructor's.
             is_first_microbatch: as `Linear.forward` takes it.
             rotary_pos_emb: angles `[at least length, 1, 1, at most features]` that queries and
-                keys are rotated by, or a pair of them; see `RotaryPositionEmbedding`.
+                keys are rotated by, or a pair of them; see `RotaryPositionEmbedding`. Each packed
+                sequence begins with the first.
+            checkpoint_core_attention, core_attention_bias_type, core_attention_bias, alibi_slopes:
+                as `DotProductAttention.forward` takes them.
+            cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded: the same.
+            max_seqlen_q, max_seqlen_kv, inference_params: the same.
 
         Where ranks share sequences (`hybridq.distributed.sequence_parallel`), `hidden_states` and
-        `encoder_output` are this rank's parts; masks and angles are of the whole sequences.
+        `encoder_output` are this rank's parts; masks and angles are of the whole sequences, and
+        there are no biases, lengths, or tokens of steps before.
 
         Returns:
             As `hidden_states`; with `return_bias` and `return_layernorm_output` a tuple, as of
             `LayerNormLinear`.
 
         Raises:
-            ValueError: a mask that the mask type does not take, or none where it needs one.
+            ValueError: a mask that the mask type does not take, or none where it needs one; or
+                arguments that do not go together.
             RuntimeError, TypeError, RecipeError: as of `LayerNormLinear.forward`.
         """
         if (self.key_value is None) is not (encoder_output is None):
@@ -316,6 +337,19 @@ class MultiheadAttention(nn.Module):
                 f"{'none' if encoder_output is None else tuple(encoder_output.shape)} and "
                 f"{self.attention_type!r}"
             )
+        kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        window = self.window_size if window_size is None else window_size
+        check_mask_type(kind, window)
+        bias = (core_attention_bias_type, core_attention_bias, alibi_slopes)
+        call = AttentionCall(kind, window, attention_mask, None, None, *bias)
+        packed = Packed(
+            *(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
+            *(max_seqlen_q, max_seqlen_kv),
+        )
+        if self.exchange is not None:
+            check_shared(call, packed, self.core_attention, inference_params)
+        if inference_params is not None and self.key_value is not None:
+            raise ValueError("attention: inference_params go with self-attention, got 'cross'")
         normed, first = None, is_first_microbatch
         fused = self.layernorm_qkv if self.key_value is None else self.layernorm_query
         if fused is not None:
@@ -325,46 +359,103 @@ class MultiheadAttention(nn.Module):
         else:
             plain = self.qkv if self.key_value is None else self.query_layer
             made = plain(hidden_states, first)  # type: ignore[misc]
-        if made.dim() != 3:
+        both = None
+        if made.dim() == 2 and self.qkv_format == "thd":
+            key_tokens = hidden_states if encoder_output is None else encoder_output
+            if self._size > 1:  # tokens may be dealt out before the projection
+                key_tokens = made if encoder_output is None else encoder_output
+            both = packed.packings(made.shape[0], key_tokens.shape[0])
+            made = made.unsqueeze(0)
+        elif made.dim() != 3 or self.qkv_format == "thd":
             raise ValueError(
-                "attention: the input must have a length, a batch and a hidden size, got shape "
+                f"attention: the input must be {_INPUTS[self.qkv_format]}, got shape "
                 f"{tuple(hidden_states.shape)}"
             )
+        else:
+            call = call._replace(lengths=packed.lengths())
         if self.key_value is None or encoder_output is None:
             query, key, value = self._heads(made)
         else:
-            query, key, value = self._cross_heads(made, self.key_value(encoder_output, first))
+            others = self.key_value(encoder_output, first)
+            query, key, value = self._cross_heads(made, others if both is None else others[None])
         if self.qk_norm_before_rope:
             query, key = self._normed(query, key)
         if rotary_pos_emb is not None:
-            pair = self._own_angles(rotary_pos_emb, query.shape[2], key.shape[2])
-            query = apply_rotary(query, pair[0], self.rotary_pos_interleaved)
-            key = apply_rotary(key, pair[1], self.rotary_pos_interleaved)
+            query, key = self._rotated(query, key, rotary_pos_emb, both, inference_params)
         if not self.qk_norm_before_rope:
             query, key = self._normed(query, key)
-        kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        window = self.window_size if window_size is None else window_size
-        check_mask_type(kind, window)
-        world = 1 if self.exchange is None else self.exchange.world
-        sizes = (query.shape[2] * world, key.shape[2] * world)
-        mask, is_causal = visible(kind, window, attention_mask, *sizes, query.device)
-        dropout = self.attention_dropout if self.training else 0.0
-        if self.exchange is None:
-            grouped = self.num_gqa_groups != self.num_attention_heads
-            mixed = plain_attention(query, key, value, mask, dropout, is_causal, grouped)
+        if self.exchange is not None:
+            mixed = self._shared(query, key, value, call, checkpoint_core_attention)
         else:
-            mixed = self.exchange.attend(
-                lambda q, k, v, own, grouped: plain_attention(
-                    q, k, v, own, dropout, is_causal, grouped
-                ),
-                *(query, key, value, mask),
+            attend = self.core_attention.attending(checkpoint_core_attention, inference_params)
+            if both is None:
+                mixed = attend(query, key, value, call)
+            else:
+                q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
+                mixed = self.core_attention.attend_packed(q, k, v, call, both, attend)
+        if both is None:
+            order = (2, 0, 1, 3) if self.qkv_format == "sbhd" else (0, 2, 1, 3)
+            mixed = mixed.permute(order).flatten(2)
+        y = self.proj(mixed, is_first_microbatch)
+        more = ([self.proj.bias] if self.return_bias else []) + ([] if normed is None else [normed])
+        return (y, *more) if more else y
+
+    def _shared(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
+        again: bool,
+    ) -> torch.Tensor:
+        """Return this rank's part of attention over sequences that lie on several ranks."""
+        if self.exchange is None:
+            raise RuntimeError("attention: no ranks share sequences, got a call for such")
+        sizes = (query.shape[2] * self.exchange.world, key.shape[2] * self.exchange.world)
+        mask, is_causal = visible(call.mask_type, call.window, call.mask, *sizes, query.device)
+        dropout = self.attention_dropout if self.training else 0.0
+
+        def attend(q: Any, k: Any, v: Any, own: Any, grouped: bool) -> torch.Tensor:
+            given = (q, k, v, own, dropout, is_causal, grouped)
+            made: torch.Tensor = (
+                checkpoint(plain_attention, *given) if again else plain_attention(*given)
             )
-        order = (2, 0, 1, 3) if self.qkv_format == "sbhd" else (0, 2, 1, 3)
-        y = self.proj(mixed.permute(order).flatten(2), is_first_microbatch)
-        others = ([self.proj.bias] if self.return_bias else []) + (
-            [] if normed is None else [normed]
+            return made
+
+        return self.exchange.attend(attend, query, key, value, mask)
+
+    def _rotated(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        angles: Angles,
+        both: tuple[Packing, Packing] | None,
+        cache: InferenceParams | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and keys, turned by the angles of their positions."""
+        of_queries, of_keys = angles if isinstance(angles, tuple) else (angles, angles)
+        places: list[torch.Tensor | None] = [None, None]
+        longest = (query.shape[2], key.shape[2])
+        if self.exchange is not None:
+            own = self.exchange.own_angles
+            of_queries, of_keys = own(of_queries, longest[0]), own(of_keys, longest[1])
+        if both is not None:
+            places = [one.positions()[None] for one in both]
+            longest = (both[0].longest, both[1].longest)
+        if cache is not None:
+            longest = (max(cache.sequences.values()),) * 2
+            known = cache.positions(
+                query.shape[2] if both is None else both[0].longest, query.device
+            )
+            if both is not None:
+                known = both[0].tokens_of(known)[None]
+            places = [known, known]
+        check_angles(of_queries, of_keys, longest)
+        turned = self.rotary_pos_interleaved
+        return (
+            apply_rotary(query, of_queries, turned, places[0]),
+            apply_rotary(key, of_keys, turned, places[1]),
         )
-        return (y, *others) if others else y
 
     def _heads(self, made: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return queries, keys and values `[batch, heads, length, features]`."""
@@ -392,16 +483,6 @@ class MultiheadAttention(nn.Module):
         heads = query.view(*query.shape[:2], self.num_attention_heads, features)
         return tuple([part.permute(order) for part in (heads, key, value)])
 
-    def _own_angles(
-        self, angles: Angles, queries: int, keys: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the angles of this rank's queries and keys."""
-        of_queries, of_keys = angles if isinstance(angles, tuple) else (angles, angles)
-        if self.exchange is None:
-            return of_queries, of_keys
-        own = self.exchange.own_angles
-        return own(of_queries, queries), own(of_keys, keys)
-
     def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries and keys, normed if there are norms of them."""
         if self.q_norm is None or self.k_norm is None:
@@ -414,27 +495,4 @@ class MultiheadAttention(nn.Module):
             f"num_attention_heads={self.num_attention_heads}, "
             f"num_gqa_groups={self.num_gqa_groups}, kv_channels={self.kv_channels}, "
             f"attn_mask_type={self.attn_mask_type}, qkv_format={self.qkv_format}"
-        )
-
-
-def _filled(module: Linear, init_method: InitMethod | None) -> Linear:
-    """Return the module, its weight filled by `init_method` if there is one."""
-    if init_method is not None:
-        with module.drawing.drawing(), torch.no_grad():
-            init_method(module.weight)
-            if module.bias is not None:
-                module.bias.zero_()
-    return module
-
-
-def _check_sizes(hidden: int, heads: int, groups: int, features: int | None) -> None:
-    if heads < 1 or (features is None and hidden % heads):
-        raise ValueError(
-            "attention: hidden_size must be a multiple of num_attention_heads, or kv_channels "
-            f"given, got {hidden} and {heads}"
-        )
-    if groups < 1 or heads % groups:
-        raise ValueError(
-            "attention: num_attention_heads must be a multiple of num_gqa_groups, got "
-            f"{heads} and {groups}"
         )

@@ -14,7 +14,8 @@ from ...errors import must_be_one_of
 from ..autograd import checkpoint, plain_attention
 from .attention_bias import SOFTMAXES, added_bias, with_offset
 from .attention_masks import Lengths, check_mask_type, diagonal, visible
-from .packed_sequences import lengths_of, packing
+from .kv_cache import InferenceParams
+from .packed_sequences import Packed, Packing
 from .parallel_options import ParallelOptions
 
 __all__ = ["AttentionCall", "DotProductAttention"]
@@ -25,6 +26,10 @@ _ORDERS: Final = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
 _BACK: Final = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
 
 Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+#: Queries, keys and values `[batch, heads, length, features]`, and a call, to the mixed values.
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "AttentionCall"], torch.Tensor]
 
 
 class AttentionCall(NamedTuple):
@@ -64,7 +69,7 @@ class DotProductAttention(nn.Module):
         tp_size: number of ranks that have the heads; tensors have this rank's.
         get_rng_state_tracker: returns what has `fork()`, a context in which dropout is drawn.
         tp_group: of those ranks, in the place of `tp_size`.
-        layer_number: which cache of `inference_params` is the module's.
+        layer_number: for readers.
         attention_type: `"self"` or `"cross"`, for readers.
         softmax_scale: multiplied with the scores; None: `1 / sqrt(features of a head)`.
         softmax_type: `"vanilla"`; `"off-by-one"`: one is added to the denominator;
@@ -160,6 +165,7 @@ class DotProductAttention(nn.Module):
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
+        inference_params: InferenceParams | None = None,
     ) -> torch.Tensor:
         """Return the mixed values, the heads' features one behind the other.
 
@@ -188,6 +194,8 @@ class DotProductAttention(nn.Module):
             core_attention_bias: `[1 or batch, 1 or heads, queries, keys]`, floating; has a
                 gradient.
             alibi_slopes: FP32 `[heads]` or `[batch, heads]`; None: those of the paper.
+            inference_params: keys and values of the tokens before, to which these are added;
+                lengths are the ones that it was told, and diagonals end at the last query and key.
 
         Returns:
             `[length, batch, heads * features]`; batch first for `"bshd"`; `[tokens, heads *
@@ -207,30 +215,63 @@ class DotProductAttention(nn.Module):
         check_mask_type(kind, window)
         bias = (core_attention_bias_type, core_attention_bias, alibi_slopes)
         call = AttentionCall(kind, window, attention_mask, None, bottom_right_diagonal, *bias)
-        attend = self._again if checkpoint_core_attention else self.attend
-        if layout != "thd":
-            order = _ORDERS[layout]
-            q, k, v = (one.permute(order) for one in (query, key, value))
-            starts = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
-            if starts is not None:
-                of_keys = lengths_of(starts, "cu_seqlens_kv")
-                of_queries = of_keys
-                if cu_seqlens_q is not None:
-                    of_queries = lengths_of(cu_seqlens_q, "cu_seqlens_q")
-                call = call._replace(lengths=Lengths(of_queries, of_keys))
-            return attend(q, k, v, call).permute(_BACK[layout]).flatten(2)
-        if cu_seqlens_q is None or cu_seqlens_kv is None:
-            raise ValueError("attention: 'thd' needs cu_seqlens_q and cu_seqlens_kv, got None")
-        given = (cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q, "cu_seqlens_q")
-        queries = packing(query.shape[0], *given)
-        given = (cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv, "cu_seqlens_kv")
-        keys = packing(key.shape[0], *given)
+        attend = self.attending(checkpoint_core_attention, inference_params)
+        packed = Packed(
+            *(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
+            *(max_seqlen_q, max_seqlen_kv),
+        )
+        if layout == "thd":
+            both = packed.packings(query.shape[0], key.shape[0])
+            return self.attend_packed(query, key, value, call, both, attend)
+        q, k, v = (one.permute(_ORDERS[layout]) for one in (query, key, value))
+        y = attend(q, k, v, call._replace(lengths=packed.lengths()))
+        return y.permute(_BACK[layout]).flatten(2)
+
+    def attend_packed(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
+        both: tuple[Packing, Packing],
+        attend: Attend,
+    ) -> torch.Tensor:
+        """Return the mixed values of packed sequences, `[tokens, heads * features]`.
+
+        Args:
+            query, key, value: `[tokens, heads, features]`.
+            call: what else the call is told.
+            both: how queries and keys lie in a padded batch.
+            attend: what computes that.
+        """
+        queries, keys = both
         call = call._replace(lengths=Lengths(queries.lengths, keys.lengths))
         q, k, v = (
             lies.pad(one).transpose(1, 2)
             for lies, one in ((queries, query), (keys, key), (keys, value))
         )
         return queries.unpad(attend(q, k, v, call).transpose(1, 2)).flatten(1)
+
+    def attending(self, again: bool, cache: InferenceParams | None = None) -> Attend:
+        """Return what computes attention: `attend`, computed again, or over what is kept.
+
+        Args:
+            again: attention is computed again in the backward.
+            cache: what is kept of the tokens before, or None.
+        """
+        if cache is None:
+            return self._again if again else self.attend
+
+        def attend(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+        ) -> torch.Tensor:
+            new = (key.transpose(1, 2), value.transpose(1, 2))
+            k, v = (one.transpose(1, 2) for one in cache.step(self, *new))
+            at_end = True if call.at_end is None else call.at_end
+            call = call._replace(lengths=cache.lengths(query.device), at_end=at_end)
+            return self.attend(query, k, v, call)
+
+        return attend
 
     def attend(
         self,

@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Packing", "lengths_of", "packing"]
+from .attention_masks import Lengths
+
+__all__ = ["Packed", "Packing", "lengths_of", "packing"]
 
 
 def lengths_of(cu_seqlens: torch.Tensor, what: str) -> torch.Tensor:
@@ -72,11 +74,18 @@ class Packing(NamedTuple):
         made = torch.where((self.rows == last)[rest], 0.0, made)
         return torch.where(self.is_lost[rest], torch.nan, made)
 
+    def tokens_of(self, values: torch.Tensor) -> torch.Tensor:
+        """Return `[tokens]` of `[batch, longest]`; of rows between sequences any.
+
+        Args:
+            values: of each place of the padded batch, there being at least one.
+        """
+        last = self.lengths.shape[0] * self.longest - 1
+        return values.flatten().index_select(0, self.rows.clamp(max=last))
+
     def positions(self) -> torch.Tensor:
-        """Return each token's position in its sequence, int64 `[tokens]`; of others zero."""
-        return torch.where(self.rows == self.lengths.shape[0] * self.longest, 0, self.rows) % max(
-            self.longest, 1
-        )
+        """Return each token's position in its sequence, int64 `[tokens]`; of others any."""
+        return self.rows % max(self.longest, 1)
 
 
 def packing(
@@ -129,3 +138,50 @@ def packing(
     is_there = is_token & (position < longest)
     rows = torch.where(is_there, own * longest + position, batch * longest)
     return Packing(lengths, longest, rows, is_token & ~is_there)
+
+
+class Packed(NamedTuple):
+    """Where packed sequences of queries and of keys lie, as callers say it.
+
+    Attributes:
+        starts, key_starts: int `[batch + 1]`, cumulative lengths.
+        places, key_places: the same of their places, or None.
+        longest, key_longest: at least the longest sequence, or None.
+    """
+
+    starts: torch.Tensor | None = None
+    key_starts: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+    key_places: torch.Tensor | None = None
+    longest: int | None = None
+    key_longest: int | None = None
+
+    def packings(self, tokens: int, key_tokens: int) -> tuple[Packing, Packing]:
+        """Return how both lie in a padded batch.
+
+        Args:
+            tokens, key_tokens: rows of both.
+
+        Raises:
+            ValueError: lengths are missing, or do not fit.
+        """
+        if self.starts is None:
+            raise ValueError("attention: 'thd' needs cu_seqlens_q and cu_seqlens_kv, got None")
+        given = (self.starts, self.places, self.longest, "cu_seqlens_q")
+        queries = packing(tokens, *given)
+        of_both = zip(self[::2], self[1::2], strict=True)
+        if tokens == key_tokens and all(b is None or b is a for a, b in of_both):
+            return queries, queries
+        starts = self.starts if self.key_starts is None else self.key_starts
+        given = (starts, self.key_places, self.key_longest, "cu_seqlens_kv")
+        return queries, packing(key_tokens, *given)
+
+    def lengths(self) -> Lengths | None:
+        """Return the lengths of a padded batch; one of the two serves for both, None: neither."""
+        starts = self.starts if self.key_starts is None else self.key_starts
+        if starts is None:
+            return None
+        of_keys = lengths_of(starts, "cu_seqlens_kv")
+        if self.starts is None or self.starts is starts:
+            return Lengths(of_keys, of_keys)
+        return Lengths(lengths_of(self.starts, "cu_seqlens_q"), of_keys)

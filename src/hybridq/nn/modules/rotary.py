@@ -70,25 +70,35 @@ class RotaryPositionEmbedding(nn.Module):
         return both.flatten(-2)[:, None, None, :]
 
 
-def apply_rotary(x: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def apply_rotary(
+    x: torch.Tensor,
+    angles: torch.Tensor,
+    interleaved: bool,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return x with its first features rotated; FP32 inside, rounded once.
 
     Args:
         x: `[batch, heads, length, features]`.
         angles: FP32 `[at least length, 1, 1, at most features]`, each twice.
         interleaved: features 2i and 2i + 1 are a pair; else i and i + d/2.
+        positions: int64 `[1 or batch, length]`, all less than the number of angles; None: 0, 1, ...
 
     Raises:
         ValueError: there are fewer angles than positions, or more than features.
     """
     length, features = x.shape[-2:]
     rotated = angles.shape[-1]
-    if angles.dim() != 4 or angles.shape[0] < length or rotated > features or rotated % 2:
+    needed = length if positions is None else 1
+    if angles.dim() != 4 or angles.shape[0] < needed or rotated > features or rotated % 2:
         raise ValueError(
-            f"rotary_pos_emb: must be [at least {length}, 1, 1, at most {features}], got "
+            f"rotary_pos_emb: must be [at least {needed}, 1, 1, at most {features}], got "
             f"{tuple(angles.shape)}"
         )
-    angle = angles[:length, 0, 0].to(torch.float32)
+    if positions is None:
+        angle = angles[:length, 0, 0].to(torch.float32)
+    else:
+        angle = angles[:, 0, 0].to(torch.float32)[positions].unsqueeze(1)
     first = x[..., :rotated].to(torch.float32)
     if interleaved:
         pairs = first.unflatten(-1, (-1, 2))

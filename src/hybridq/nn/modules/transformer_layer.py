@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .attention import Angles, MultiheadAttention
+from .kv_cache import InferenceParams
 from .layernorm_mlp import LayerNormMLP
 from .linear_part import InitMethod, one_dtype
 from .plain_norm import PlainNorm
@@ -59,7 +60,8 @@ class TransformerLayer(nn.Module):
         device, dtype: of the parameters; None: torch's defaults.
         qk_norm_type, qk_norm_eps, qk_norm_before_rope: as `MultiheadAttention` takes them.
         attn_input_format: `"sbhd"`: the input is `[length, batch, hidden_size]`; `"bshd"`: batch
-            first.
+            first; `"thd"`: `[tokens, hidden_size]`, sequences one behind the other.
+        softmax_type: as `DotProductAttention` takes it.
         name: qualified name for the roles that a recipe's factory sees, which are then of
             `<name>.self_attention.layernorm_linear_qkv`, `<name>.self_attention.proj`,
             `<name>.layernorm_mlp.fc1` and `<name>.layernorm_mlp.fc2`, and of
@@ -126,6 +128,7 @@ class TransformerLayer(nn.Module):
         attn_input_format: str = "sbhd",
         dtype: torch.dtype | None = None,
         name: str | None = None,
+        softmax_type: str = "vanilla",
     ) -> None:
         super().__init__()
         owner = type(self).__name__
@@ -133,6 +136,10 @@ class TransformerLayer(nn.Module):
             raise ValueError(f"{owner}: hidden_dropout must be in [0, 1), got {hidden_dropout}")
         if not 0.0 <= drop_path_rate < 1.0:
             raise ValueError(f"{owner}: drop_path_rate must be in [0, 1), got {drop_path_rate}")
+        if drop_path_rate and attn_input_format == "thd":
+            raise ValueError(
+                f"{owner}: drop_path_rate goes with samples of their own dimension, got 'thd'"
+            )
         if layer_type not in _TYPES:
             raise ValueError(f"{owner}: layer_type must be encoder or decoder, got {layer_type!r}")
         is_post = bool(apply_residual_connection_post_layernorm)
@@ -176,6 +183,7 @@ class TransformerLayer(nn.Module):
             "qk_norm_eps": qk_norm_eps,
             "qk_norm_before_rope": qk_norm_before_rope,
             "qkv_format": attn_input_format,
+            "softmax_type": softmax_type,
         }
         self.self_attention = MultiheadAttention(
             hidden_size,
@@ -243,18 +251,36 @@ class TransformerLayer(nn.Module):
         enc_dec_window_size: tuple[int, int] | None = None,
         is_first_microbatch: bool | None = None,
         rotary_pos_emb: Angles | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        inference_params: InferenceParams | None = None,
     ) -> torch.Tensor:
         """Return the layer's result.
 
         Args:
             hidden_states: `[length, batch, hidden_size]`; with `attn_input_format="bshd"` batch
-                first.
+                first; with `"thd"` `[tokens, hidden_size]`.
             attention_mask, rotary_pos_emb: as `MultiheadAttention.forward` takes them.
             self_attn_mask_type, window_size: for this call; None: the constructor's.
             encoder_output: `[length, batch, hidden_size]`, or batch first, for a decoder.
             enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size: of its attention to
                 that, as those of its self-attention.
             is_first_microbatch: as `Linear.forward` takes it.
+            checkpoint_core_attention: of both attentions, as `DotProductAttention.forward` takes
+                it.
+            core_attention_bias_type, core_attention_bias, alibi_slopes, inference_params: of the
+                self-attention, the same.
+            cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q: of `hidden_states`, the same.
+            cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv: of a decoder's `encoder_output`;
+                of an encoder the lengths of `hidden_states` once more.
 
         Returns:
             As `hidden_states`.
@@ -262,15 +288,32 @@ class TransformerLayer(nn.Module):
         Raises:
             ValueError, RuntimeError, TypeError, RecipeError: as of `MultiheadAttention.forward`.
         """
+        first = is_first_microbatch
+        of_queries: dict[str, Any] = {
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_q_padded": cu_seqlens_q_padded,
+            "max_seqlen_q": max_seqlen_q,
+        }
+        of_keys: dict[str, Any] = {
+            "cu_seqlens_kv": cu_seqlens_kv,
+            "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+            "max_seqlen_kv": max_seqlen_kv,
+        }
         attended = self.self_attention(
             hidden_states,
             attention_mask,
             attn_mask_type=self_attn_mask_type,
             window_size=window_size,
-            is_first_microbatch=is_first_microbatch,
+            is_first_microbatch=first,
             rotary_pos_emb=rotary_pos_emb,
+            checkpoint_core_attention=checkpoint_core_attention,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+            alibi_slopes=alibi_slopes,
+            inference_params=inference_params,
+            **of_queries,
+            **(of_keys if self.inter_attention is None else {}),
         )
-        first = is_first_microbatch
         if self.parallel_attention_mlp:
             both = attended + self.layernorm_mlp(hidden_states, first)
             return self._add(hidden_states, both, self.drop_path_rate)
@@ -283,6 +326,9 @@ class TransformerLayer(nn.Module):
                 attn_mask_type=enc_dec_attn_mask_type,
                 window_size=enc_dec_window_size,
                 is_first_microbatch=first,
+                checkpoint_core_attention=checkpoint_core_attention,
+                **of_queries,
+                **of_keys,
             )
             hidden = self._add(hidden, attended)
         elif encoder_output is not None:

@@ -1,0 +1,89 @@
+"""What attention modules are made of beside themselves: projections, and checks of sizes."""
+
+from __future__ import annotations
+
+import torch
+
+from ...recipes.roles import GRAD_INPUT
+from ..autograd import with_quantized_gradient
+from .dot_product_attention import AttentionCall, DotProductAttention
+from .kv_cache import InferenceParams
+from .linear import Linear
+from .linear_part import InitMethod, run_part
+from .packed_sequences import Packed
+
+__all__ = ["BiasApart", "check_angles", "check_shared", "check_sizes", "filled"]
+
+
+class BiasApart(Linear):
+    """A linear module that leaves its bias to whoever calls it."""
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> torch.Tensor:
+        """Return `input @ weight.T`."""
+        self._check_first(is_first_microbatch)
+        recipe, first = self._recipe(), is_first_microbatch
+        if recipe is not None and fp8_grad:
+            input = with_quantized_gradient(input, self._boundary_quantizer(recipe, GRAD_INPUT))
+        y = run_part(self, "", recipe, input, self.weight, None, first)
+        return y if recipe is None or not fp8_output else self._quantized_output(y, recipe)
+
+
+def filled(module: Linear, init_method: InitMethod | None) -> Linear:
+    """Return the module, its weight filled by `init_method` if there is one."""
+    if init_method is not None:
+        with module.drawing.drawing(), torch.no_grad():
+            init_method(module.weight)
+            if module.bias is not None:
+                module.bias.zero_()
+    return module
+
+
+def check_sizes(hidden: int, heads: int, groups: int, features: int | None) -> None:
+    """Raise unless heads divide the hidden size, and groups the heads."""
+    if heads < 1 or (features is None and hidden % heads):
+        raise ValueError(
+            "attention: hidden_size must be a multiple of num_attention_heads, or kv_channels "
+            f"given, got {hidden} and {heads}"
+        )
+    if groups < 1 or heads % groups:
+        raise ValueError(
+            "attention: num_attention_heads must be a multiple of num_gqa_groups, got "
+            f"{heads} and {groups}"
+        )
+
+
+def check_shared(
+    call: AttentionCall, packed: Packed, core: DotProductAttention, cache: InferenceParams | None
+) -> None:
+    """Raise where sequences on several ranks are given what only whole ones take."""
+    given = [
+        what
+        for what, is_given in (
+            ("core_attention_bias_type", call.bias_type != "no_bias"),
+            ("cu_seqlens", packed != Packed()),
+            ("inference_params", cache is not None),
+            ("softmax_type", core.softmax_type != "vanilla"),
+        )
+        if is_given
+    ]
+    if given:
+        raise NotImplementedError(
+            "attention: where ranks share sequences, attention takes masks and windows only, got "
+            + " and ".join(given)
+        )
+
+
+def check_angles(queries: torch.Tensor, keys: torch.Tensor, longest: tuple[int, int]) -> None:
+    """Raise unless there is an angle for each position."""
+    for angles, needed in zip((queries, keys), longest, strict=True):
+        if angles.dim() != 4 or angles.shape[0] < needed:
+            raise ValueError(
+                f"rotary_pos_emb: must be [at least {needed}, 1, 1, features], got "
+                f"{tuple(angles.shape)}"
+            )
