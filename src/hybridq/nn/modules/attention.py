@@ -432,7 +432,7 @@ class MultiheadAttention(nn.Module):
         both: tuple[Packing, Packing] | None,
         cache: InferenceParams | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries and keys, turned by the angles of their positions."""
+        """Return queries and keys, rotated by the angles of their positions."""
         of_queries, of_keys = angles if isinstance(angles, tuple) else (angles, angles)
         places: list[torch.Tensor | None] = [None, None]
         longest = (query.shape[2], key.shape[2])
@@ -451,10 +451,10 @@ class MultiheadAttention(nn.Module):
                 known = both[0].tokens_of(known)[None]
             places = [known, known]
         check_angles(of_queries, of_keys, longest)
-        turned = self.rotary_pos_interleaved
+        interleaved = self.rotary_pos_interleaved
         return (
-            apply_rotary(query, of_queries, turned, places[0]),
-            apply_rotary(key, of_keys, turned, places[1]),
+            apply_rotary(query, of_queries, interleaved, places[0]),
+            apply_rotary(key, of_keys, interleaved, places[1]),
         )
 
     def _heads(self, made: torch.Tensor) -> tuple[torch.Tensor, ...]:
