@@ -11,6 +11,7 @@ from .caches import attentions, watch_caches
 from .calibrate import calibrate
 from .calibration import Calibration
 from .channel_scales import ChosenScales, awq_scales, smooth_scales
+from .clip_pass import ClippedWeight, ClippingReport, clip_weights
 from .clipping import MSE
 from .comparison import AmaxDiff, SlotDiff, amax_diff
 from .file import is_calibration
@@ -24,13 +25,18 @@ from .scaling_pass import ScaledInput, ScalingReport, awq, smooth
 from .stored import StoredKind
 from .summary import CalibrationSummary
 from .watching import MatrixObserver, watch
+from .weight_clips import BlockHessian, ClippedMatrix, clip_matrix
 
 __all__ = [
     "MSE",
     "AmaxDiff",
+    "BlockHessian",
     "Calibration",
     "CalibrationSummary",
     "ChosenScales",
+    "ClippedMatrix",
+    "ClippedWeight",
+    "ClippingReport",
     "Fold",
     "GPTQReport",
     "Hessian",
@@ -50,6 +56,8 @@ __all__ = [
     "awq",
     "awq_scales",
     "calibrate",
+    "clip_matrix",
+    "clip_weights",
     "folds_of",
     "gptq",
     "gptq_plane",

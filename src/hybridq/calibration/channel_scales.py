@@ -113,8 +113,8 @@ def awq_scales(
     Raises:
         ValueError: grid is less than 1, or a mean is negative or not finite.
 
-    Source: arXiv:2306.00978, equations 4 and 5 with its grid of 20. What the authors' program
-    does beyond them, clipping of weights, is not done.
+    Source: arXiv:2306.00978, equations 4 and 5 with its grid of 20; the clipping of weights that
+    the authors' program does afterwards is `clip_matrix`.
     """
     if grid < 1:
         raise ValueError(f"awq_scales: grid must be at least 1, got {grid}")

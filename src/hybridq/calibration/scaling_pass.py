@@ -153,7 +153,7 @@ def awq(
             input that is not finite.
         TypeError: as `hybridq.convert`; data that is a function.
 
-    Source: arXiv:2306.00978, equations 4 and 5. Its clipping of weights is not done.
+    Source: arXiv:2306.00978, equations 4 and 5. Its clipping of weights is `clip_weights`.
 
     Example:
         >>> import torch, hybridq
