@@ -31,12 +31,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybridq
 from hybridq.moe import (
+    ExpertLoads,
+    balance_biases_,
     combine,
     convert_experts,
     dispatch,
     overlap_shared_experts,
     parallelize_experts,
     permute,
+    permute_experts_,
     route_plan,
 )
 
@@ -182,6 +185,27 @@ def overlapped() -> None:
     _, routed = toys("plain", 8)
     expects(ValueError, "give names=", lambda: overlap_shared_experts(routed))
     expects(TypeError, "must be an nn.Module", lambda: overlap_shared_experts(3))
+
+
+def loads() -> None:
+    """Counts of all ranks' tokens, and biases that move alike on every rank."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    single, shared = toys("plain", 8)
+    of_one, of_all = ExpertLoads(single), ExpertLoads(shared)
+    torch.manual_seed(1)
+    x = torch.randn(world * TOKENS, HIDDEN)
+    step(single, x, "mxfp8", 1), step(shared, x.chunk(world)[rank], "mxfp8", 1)
+    found = of_all.total()["experts"]
+    assert torch.equal(found, of_one.counts["experts"]) and found.sum() == TOP * world * TOKENS
+    bias = torch.zeros(8)
+    told = balance_biases_(shared, of_all, 0.5, biases={"experts": bias})
+    assert told == {"experts": int(found.max()) * 8 / int(found.sum())}
+    assert torch.equal(bias, 0.5 * torch.sign(found.float().mean() - found))
+    expects(
+        ValueError,
+        "permute before parallelize_experts",
+        lambda: permute_experts_(shared, {"experts": list(range(8))}, routers=("router",)),
+    )
 
 
 def asynchronous() -> None:

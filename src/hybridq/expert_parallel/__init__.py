@@ -7,21 +7,27 @@ from __future__ import annotations
 
 from .exchange import TokenExchange
 from .gradients import clip_grad_norm_, parameter_groups
+from .loads import ExpertLoads, balance_biases_
 from .overlap import overlap_shared_experts
 from .parallelize import parallelize_experts
+from .placement import expert_placement, permute_experts_
 from .plans import RoutePlan, route_plan
 from .ranks import ExpertRanks
 from .transport import combine, dispatch
 
 __all__ = [
+    "ExpertLoads",
     "ExpertRanks",
     "RoutePlan",
     "TokenExchange",
+    "balance_biases_",
     "clip_grad_norm_",
     "combine",
     "dispatch",
+    "expert_placement",
     "overlap_shared_experts",
     "parallelize_experts",
     "parameter_groups",
+    "permute_experts_",
     "route_plan",
 ]

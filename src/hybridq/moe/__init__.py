@@ -31,6 +31,7 @@ __all__ = [
 #: Names of `hybridq.expert_parallel`, which stands to the right of this package and is loaded when
 #: asked.
 _ALIASES: Final = (
+    *("ExpertLoads", "balance_biases_", "expert_placement", "permute_experts_"),
     *("ExpertRanks", "RoutePlan", "clip_grad_norm_", "combine", "dispatch", "parallelize_experts"),
     *("overlap_shared_experts", "parameter_groups", "route_plan"),
 )

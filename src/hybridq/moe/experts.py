@@ -22,7 +22,7 @@ from .exchange import ExpertExchange
 from .layout import ExpertsLayout
 from .permutation import Routes, permute, unpermute
 
-__all__ = ["Experts", "convert_experts", "reason_against"]
+__all__ = ["Experts", "chosen", "convert_experts", "reason_against"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
 #: By the class of a module, the class that it gets.
@@ -120,6 +120,25 @@ def _given(module: Experts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
         kind = type(module).__name__
         raise TypeError(f"{kind}: forward takes {wanted} tensors ({takes}), got {len(given)}")
     return given
+
+
+def chosen(module: Experts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Return how many rows each expert of a forward is chosen for, int64 `[E]`; None: all alike.
+
+    Args:
+        module: the experts.
+        args, kwargs: of its forward.
+    """
+    takes = module.experts_layout.takes
+    if takes == "batches":
+        return None
+    given, count = _given(module, args, kwargs), _count(module)
+    if takes == "sizes":
+        return torch.as_tensor(given[1], dtype=torch.int64, device=given[0].device)
+    index = given[1].flatten().long()
+    within = (index >= 0) & (index < count)
+    zeros = torch.zeros(count + 1, dtype=torch.int64, device=index.device)
+    return zeros.scatter_add_(0, torch.where(within, index, count), within.long())[:count]
 
 
 def _routed(
