@@ -30,7 +30,9 @@ __all__ = [
 
 #: What a module is that is not converted, by the words of reports.
 LEFT_ALONE: Final = "left alone"
+#: A class that multiplies, and that no converter knows.
 UNKNOWN: Final = "not known"
+#: A class with matrices that are not multiplied with.
 NO_PRODUCT: Final = "no product"
 #: Names of classes that pick the experts of a mixture, whatever their modules are called.
 _ROUTERS: Final = re.compile(r".*(Router|RouterGate|MoEGate|TopKGate|TopKGating)")

@@ -136,8 +136,7 @@ class ExpertLoads:
         """
         of = self.counts if totals is None else totals
         return {
-            name: float(one.max() * one.numel() / one.sum().clamp(min=1))
-            for name, one in of.items()
+            name: int(one.max()) * one.numel() / max(int(one.sum()), 1) for name, one in of.items()
         }
 
     def reset(self) -> None:
