@@ -241,13 +241,15 @@ def test_wrong_arguments_are_refused():
             call()
 
 
-def test_matrices_of_patches_and_of_transposed_layers_are_clipped_where_they_are():
+def test_matrices_held_transposed_are_clipped_and_convolutions_left():
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(5)
-    conv = nn.Conv2d(8, 16, 2, stride=2)
+    layer, conv = transformers.pytorch_utils.Conv1D(48, 32), nn.Conv2d(8, 16, 2, stride=2)
     with torch.no_grad():
-        conv.weight.copy_(heavy(16, 32).view_as(conv.weight))
-    before, x = conv.weight.detach().clone(), torch.randn(4, 8, 8, 8)
-    report = clip_weights(nn.Sequential(conv), [x], RECIPE)
-    patches = nn.functional.unfold(x, 2, stride=2).transpose(1, 2).reshape(-1, 32)
-    want, _, _ = searched(before.flatten(1), patches, spec_of("mxfp4"), (1, 32))
-    assert torch.equal(conv.weight.flatten(1), want) and report.weights[0].tokens == 64
+        layer.weight.copy_(heavy(32, 48))
+    before, x = layer.weight.detach().clone(), torch.randn(64, 32)
+    report = clip_weights(nn.Sequential(layer), [x], RECIPE)
+    want, _, _ = searched(before.t().contiguous(), x, spec_of("mxfp4"), (1, 32))
+    assert torch.equal(layer.weight.t(), want) and report.weights[0].clipped > 0
+    report = clip_weights(nn.Sequential(conv), [torch.randn(4, 8, 8, 8)], RECIPE)
+    assert "is no matrix" in report.left["0"]

@@ -157,7 +157,7 @@ def _write(product: Product, values: torch.Tensor) -> None:
     """Write a matrix `[out, in]` where its module holds it."""
     weight = getattr(product.module, product.parameter).detach()
     held = weight if product.expert is None else weight[product.expert]
-    held.copy_(values.t() if product.is_in_out else values.view(held.shape))
+    held.copy_(values.t() if product.is_in_out else values)
 
 
 def _clip_stage(
