@@ -161,6 +161,12 @@ def _observers(given: Any, slots: Iterable[str] | None) -> dict[str, Observer]:
     made: dict[str, Observer] = {
         slot: observer_of(by_slot.get(slot, Max())) for slot in _SLOTS if slot in wanted
     }
+    for slot, one in made.items():
+        if slot != "weight" and one.is_by_row:
+            raise ValueError(
+                f"calibrate: only rows of weights have an amax each, those of others are tokens, "
+                f"got the observer {one.text!r} for {slot!r}; take granularity='channel' or 'token'"
+            )
     for slot in CACHED:
         if slot in made and made[slot].shape(1):
             raise ValueError(

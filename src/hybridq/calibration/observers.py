@@ -11,10 +11,19 @@ import torch
 from ..errors import must_be_one_of
 from ..formats import PlaneText
 
-__all__ = ["Granularity", "Max", "Observer", "Running", "grouped"]
+__all__ = [
+    "Granularity",
+    "Grouped",
+    "Max",
+    "Observer",
+    "Running",
+    "RunningMax",
+    "check_granularity",
+    "grouped",
+]
 
 #: What has an amax of its own.
-Granularity = Literal["tensor", "token", "channel", "block"]
+Granularity = Literal["tensor", "token", "channel", "block", "row"]
 
 
 class Running(ABC):
@@ -61,11 +70,13 @@ class Observer(ABC):
     """How the statistic of a tensor is made of its values."""
 
     @abstractmethod
-    def start(self, plane: PlaneText | None = None) -> Running:
+    def start(self, plane: PlaneText | None = None, features: int | None = None) -> Running:
         """Return an observer that has seen nothing yet.
 
         Args:
             plane: in which the recipe encodes the tensor; None: there is no recipe.
+            features: of the matrices that it will see, where what it has in common with those of
+                other ranks depends on them; None: it is not known.
         """
 
     @property
@@ -78,24 +89,51 @@ class Observer(ABC):
         """Whether it sees the data two times."""
         return False
 
-    def shape(self, features: int) -> tuple[int, ...]:
-        """Return the shape of the amax of a matrix `[tokens, features]`.
+    def shape(self, features: int, rows: int = 1) -> tuple[int, ...]:
+        """Return the shape of the amax of a matrix `[rows, features]`.
 
         Args:
             features: how many there are.
+            rows: how many there are, of a weight; of inputs and outputs they are tokens.
         """
-        del features
+        del features, rows
         return ()
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether each row of a matrix has an amax, which only rows of weights can."""
+        return False
+
+
+def check_granularity(where: str, granularity: str, block: int) -> None:
+    """Raise where there is no such granularity, or no such block for it.
+
+    Args:
+        where: name of the observer, for the error.
+        granularity, block: as of `Max`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if granularity not in get_args(Granularity):
+        known = must_be_one_of(get_args(Granularity), granularity)
+        raise ValueError(f"{where}: granularity {known}")
+    if (granularity == "block") != (block > 0):
+        raise ValueError(
+            f"{where}: block must be a positive number of channels for the granularity 'block', "
+            f"and 0 for others, got {block} for {granularity!r}"
+        )
 
 
 @dataclass(frozen=True)
-class _Grouped(Observer):
+class Grouped(Observer):
     """Base of observers with a granularity.
 
     Args:
         granularity: one amax for the `"tensor"` or for each `"channel"` (feature), or for each
-            `"block"` of neighbouring channels, over all tokens. Of `"token"` each token's own amax
-            is one value, and the statistic is that of these values.
+            `"block"` of neighbouring channels, over all tokens; or for each `"row"` of a weight,
+            which is an output feature. Of `"token"` each token's own amax is one value, and the
+            statistic is that of these values.
         block: channels of a block; the last one may have fewer.
     """
 
@@ -103,25 +141,24 @@ class _Grouped(Observer):
     block: int = 0
 
     def __post_init__(self) -> None:
-        name = type(self).__name__
-        if self.granularity not in get_args(Granularity):
-            known = must_be_one_of(get_args(Granularity), self.granularity)
-            raise ValueError(f"{name}: granularity {known}")
-        if (self.granularity == "block") != (self.block > 0):
-            raise ValueError(
-                f"{name}: block must be a positive number of channels for the granularity 'block', "
-                f"and 0 for others, got {self.block} for {self.granularity!r}"
-            )
+        check_granularity(type(self).__name__, self.granularity, self.block)
 
-    def shape(self, features: int) -> tuple[int, ...]:
-        """Return the shape of the amax of a matrix `[tokens, features]`.
+    def shape(self, features: int, rows: int = 1) -> tuple[int, ...]:
+        """Return the shape of the amax of a matrix `[rows, features]`.
 
         Args:
-            features: how many there are.
+            features, rows: as of `Observer.shape`.
         """
         if self.granularity in ("tensor", "token"):
             return ()
+        if self.granularity == "row":
+            return (rows,)
         return (features if self.granularity == "channel" else -(-features // self.block),)
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether each row of a matrix has an amax, which only rows of weights can."""
+        return self.granularity == "row"
 
     @property
     def of(self) -> str:
@@ -147,19 +184,21 @@ def grouped(rows: torch.Tensor, granularity: Granularity, block: int) -> torch.T
         return torch.maximum(-low, high)[:, None]
     if granularity == "channel":
         return rows
+    if granularity == "row":
+        return rows.t()
     lacking = -rows.shape[1] % block
     padded = torch.nn.functional.pad(rows, (0, lacking), value=torch.nan) if lacking else rows
     return padded.unflatten(1, (-1, block)).transpose(1, 2).flatten(0, 1)
 
 
 @dataclass(frozen=True)
-class Max(_Grouped):
+class Max(Grouped):
     """The largest magnitude of all values.
 
     Args:
         granularity: one amax for the `"tensor"` or for each `"channel"` (feature), or for each
-            `"block"` of neighbouring channels, over all tokens; the largest of `"token"` is the
-            tensor's.
+            `"block"` of neighbouring channels, over all tokens; or for each `"row"` of a weight,
+            which is an output feature. The largest of `"token"` is the tensor's.
         block: channels of a block; the last one may have fewer.
 
     Raises:
@@ -174,13 +213,13 @@ class Max(_Grouped):
         tensor([2., 3.])
     """
 
-    def start(self, plane: PlaneText | None = None) -> Running:
+    def start(self, plane: PlaneText | None = None, features: int | None = None) -> Running:
         """Return an observer that has seen nothing yet.
 
         Args:
-            plane: any; the largest magnitude is the same for all.
+            plane, features: any; the largest magnitude is the same for all.
         """
-        del plane
+        del plane, features
         return RunningMax(self)
 
     @property
@@ -196,7 +235,7 @@ class RunningMax(Running):
         observer: says of what.
     """
 
-    def __init__(self, observer: _Grouped) -> None:
+    def __init__(self, observer: Grouped) -> None:
         self.observer = observer
         self.value: torch.Tensor | None = None
 
@@ -204,6 +243,8 @@ class RunningMax(Running):
         own, width = self.observer, rows.shape[1]
         if own.granularity in ("tensor", "token"):
             low, high = torch.aminmax(rows)
+        elif own.granularity == "row":
+            low, high = torch.aminmax(rows, dim=1)
         else:
             low, high = torch.aminmax(rows, dim=0)
         found = torch.maximum(-low, high).float()  # either keeps a NaN

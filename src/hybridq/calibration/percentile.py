@@ -8,13 +8,13 @@ from fractions import Fraction
 import torch
 
 from ..formats import PlaneText
-from .observers import Running, RunningMax, _Grouped, grouped
+from .observers import Grouped, Running, RunningMax, grouped
 
 __all__ = ["Percentile"]
 
 
 @dataclass(frozen=True)
-class Percentile(_Grouped):
+class Percentile(Grouped):
     """The smallest magnitude that a percentage of all magnitudes does not exceed.
 
     With n values it is the one of rank `ceil(n * percent / 100)`, in order of size. Magnitudes are
@@ -25,11 +25,11 @@ class Percentile(_Grouped):
     and the largest one seen, at most `2**(8 + bits)` bins for each amax.
 
     Args:
-        granularity: of what there is an amax each: `"tensor"`, `"channel"` or `"block"`; of
-            `"token"` it is the percentile of the tokens' own amaxes.
+        granularity: of what there is an amax each: `"tensor"`, `"channel"` or `"block"`, and
+            `"row"` of weights; of `"token"` it is the percentile of the tokens' own amaxes.
         block: channels of a block; the last one may have fewer.
         percent: above 0 and at most 100.
-        bits: mantissa bits of the bins, 0 to 15; None: 7, or 3 for channels and blocks.
+        bits: mantissa bits of the bins, 0 to 15; None: 7, or 3 for channels, blocks and rows.
 
     Raises:
         ValueError: an argument has no such value.
@@ -62,13 +62,13 @@ class Percentile(_Grouped):
             return self.bits
         return 7 if self.granularity in ("tensor", "token") else 3
 
-    def start(self, plane: PlaneText | None = None) -> Running:
+    def start(self, plane: PlaneText | None = None, features: int | None = None) -> Running:
         """Return an observer that has seen nothing yet.
 
         Args:
-            plane: any; the percentile is the same for all.
+            plane, features: any; the percentile is the same for all.
         """
-        del plane
+        del plane, features
         return _RunningPercentile(self)
 
     @property

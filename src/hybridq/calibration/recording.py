@@ -60,7 +60,8 @@ class Recording:
         key, read = (slot, name), "input" if slot == "expert_input" else slot
         if key not in self._running and self._again is None:
             plane = None if product is None else self._plane(product, read)
-            self._running[key] = self.observers[read].start(plane)
+            features = None if product is None else self._features(read, product)
+            self._running[key] = self.observers[read].start(plane, features)
         one = self._running[key]
         return [one] if self._again is None or one in self._again else []
 
@@ -120,12 +121,19 @@ class Recording:
         cached = [slot for slot in CACHED if slot in self.observers]
         return [*made, *(Entry(name, slot, ()) for name in self.caches for slot in cached)]
 
+    def _features(self, slot: str, product: Product) -> int | None:
+        """Return the features of what an observer sees; None: its amax does not depend on them."""
+        if not self.observers[slot].shape(1):
+            return None
+        out, into = product.weight().shape
+        return out if slot == "output" else into
+
     def _shape(self, slot: str, product: Product) -> tuple[int, ...]:
         observer = self.observers[slot]
         if not observer.shape(1):
             return ()
         out, into = product.weight().shape
-        return observer.shape(out if slot == "output" else into)
+        return observer.shape(out if slot == "output" else into, out if slot == "weight" else 1)
 
     def inputs(self, product: Product) -> MatrixObserver | None:
         """Return what sees the input of a product; None: nothing does.
@@ -221,8 +229,8 @@ class Recording:
         return None if value is None else _finite(value, name, slot)
 
     def _weight(self, product: Product) -> torch.Tensor:
-        running = self.observers["weight"].start(self._plane(product, "weight"))
         matrix = product.weight()
+        running = self.observers["weight"].start(self._plane(product, "weight"), matrix.shape[1])
         if matrix.is_meta:
             raise ValueError(
                 f"calibrate: weights must be in memory, got {product.name} on the meta device; "
