@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.helpers.attention_oracle import attention
 
 import hybridq
+from attention_oracle import attention
 from hybridq.nn import DotProductAttention
 
 HEADS, GROUPS, FEATURES = 4, 2, 8

@@ -327,6 +327,7 @@ def test_device_splits_are_never_read(recipe, is_routed: bool) -> None:
             scales=scales,
             activation=None,
             dtype=x.dtype,
+            arriving=None,
         )
         dx, *grads = grouped_function._backward(ctx, offsets, saved, dy, inverse)
         assert dx.shape == x.shape

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -291,7 +292,12 @@ def _backward(
             if through is not None:
                 dx = _through(ctx, dx, through)
         if w_needed:
-            weights = _weight_gradients(ctx, dy, dy_col, x_col, offsets)
+            given = (plan, layout, ctx.into, dy_col, x_col, offsets, tokens, dy.dtype)
+            late = next((one.late for one in ctx.into if one is not None), None)
+            if late is None:
+                weights = _weight_gradients(*given)
+            else:
+                late.put(ctx.into, partial(_late_gradients, *given))
         if bias_needed:
             dbias = torch.ops.hybridq.bias_grad_ragged(dy, offsets)
     biases = _each(dbias, layout.groups, layout.is_single_bias) if layout.has_bias else ()
@@ -307,11 +313,23 @@ def _through(ctx: Any, dx: torch.Tensor, through: torch.Tensor) -> torch.Tensor 
     return grad
 
 
+def _late_gradients(*given: Any) -> tuple[torch.Tensor | None, ...]:
+    """Return what `_weight_gradients` does, outside of a backward."""
+    with without_autocast(given[5].device.type):
+        return _weight_gradients(*given)
+
+
 def _weight_gradients(
-    ctx: Any, dy: torch.Tensor, dy_col: Buffers, x_col: Buffers, offsets: torch.Tensor
+    plan: Plan,
+    layout: Layout,
+    into: tuple[Into | None, ...],
+    dy_col: Buffers,
+    x_col: Buffers,
+    offsets: torch.Tensor,
+    tokens: int,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradient of each weight parameter, or what autograd is given instead."""
-    plan, layout, into, tokens = ctx.plan, ctx.layout, ctx.into, dy.shape[0]
     in_features, out_features = layout.features
     grad, padded = plan.grad_output, capacity(tokens, layout.groups)
     sides = [plane.num_buffers > 1 for plane in (grad.col, plan.input.col)]
@@ -322,14 +340,20 @@ def _weight_gradients(
     operands = (*left, *right, offsets, tokens)
     options = {"is_stack": False, "a_padded": sides[0], "b_padded": sides[1]}
     precision = plan.precision.wgrad
-    if into and layout.is_single:
+    target = next((one for one in into if one is not None and one.main_grad is not None), None)
+    if target is not None and layout.is_single:
         torch.ops.hybridq.grouped_gemm_(
-            into[0].target, *operands, accumulate=True, precision=precision, **options
+            target.target, *operands, accumulate=True, precision=precision, **options
         )
-        return (given_to_autograd(into[0]),)
-    dtype = torch.float32 if into else dy.dtype
+        return (given_to_autograd(target),)
+    if target is not None:
+        dtype = torch.float32
     dw = torch.ops.hybridq.grouped_gemm(*operands, out_dtype=dtype, precision=precision, **options)
-    return accumulate_groups(into, dw) if into else _each(dw, layout.groups, layout.is_single)
+    return (
+        accumulate_groups(into, dw)
+        if target is not None
+        else _each(dw, layout.groups, layout.is_single)
+    )
 
 
 def _each(grad: torch.Tensor | None, count: int, is_single: bool) -> tuple[Any, ...]:

@@ -22,8 +22,9 @@ stream, so that equal coordinates of two tensors never share random bytes: gradi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -325,22 +326,11 @@ def _backward(
         if needs.w:
             if x_arrives is not None:
                 (x_saved,) = x_arrives.wait()
-            x_col = saved_columns(x_saved, plan.input, rows, in_features, dy.dtype)
-            specs = (grad.col.spec, plan.input.col.spec)
-            if ctx.into is not None:
-                dw = accumulate(
-                    ctx.into, dy_col, specs[0], x_col, specs[1], rows, plan.precision.wgrad
-                )
+            given = (plan, ctx.into, x_saved, (rows, in_features, out_features), dy.dtype)
+            if ctx.into is None or ctx.into.late is None:
+                dw = _weight_gradient(dy_col, run, *given)
             else:
-                dw = gemm(
-                    PlaneOperand(dy_col, specs[0], out_features),
-                    PlaneOperand(x_col, specs[1], in_features),
-                    rows,
-                    None,
-                    dy.dtype,
-                    plan.precision.wgrad,
-                    run,
-                )
+                ctx.into.late.put((ctx.into,), partial(_late_gradient, dy_col, *given))
         if needs.bias:
             dbias = sum_of_rows(dy) if direct else torch.ops.hybridq.bias_grad(dy)
         if gathered is not None and dx is not None:
@@ -351,6 +341,39 @@ def _backward(
                 dx, x, gamma[0] if gamma else None, known, (needs.x, needs.gamma, needs.beta)
             )
     return dx, dw, dbias, dgamma, dbeta
+
+
+def _weight_gradient(
+    dy_col: Buffers,
+    run: Callable[..., torch.Tensor] | None,
+    plan: Plan,
+    into: Into | None,
+    x_saved: Buffers,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+) -> torch.Tensor | None:
+    """Return the gradient of w, or what autograd is given where it is added to a `main_grad`."""
+    rows, in_features, out_features = sizes
+    x_col = saved_columns(x_saved, plan.input, rows, in_features, dtype)
+    specs = (plan.grad_output.col.spec, plan.input.col.spec)
+    precision = plan.precision.wgrad
+    if into is not None and into.main_grad is not None:
+        return accumulate(into, dy_col, specs[0], x_col, specs[1], rows, precision)
+    return gemm(
+        PlaneOperand(dy_col, specs[0], out_features),
+        PlaneOperand(x_col, specs[1], in_features),
+        rows,
+        None,
+        dtype,
+        precision,
+        run,
+    )
+
+
+def _late_gradient(dy_col: Buffers, *given: Any) -> list[torch.Tensor | None]:
+    """Return what `_weight_gradient` does, outside of a backward."""
+    with without_autocast(dy_col[0].device.type):
+        return [_weight_gradient(dy_col, None, *given)]
 
 
 def linear(

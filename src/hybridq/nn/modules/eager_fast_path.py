@@ -72,7 +72,7 @@ def eager_forward(
         plane = _plane_of(weight, x, bias, prepared)
         if plane is None:
             return None
-    if module.fuse_wgrad_accumulation:
+    if module.fuse_wgrad_accumulation or module.delay_wgrad_compute:
         return None
     if x.dtype is not torch.float32:
         advise(x.dtype)

@@ -40,6 +40,7 @@ class GroupedLinear(GroupedModule):
         return_bias: the biases are returned and not added, for a caller that adds them later.
         params_dtype: another name of `dtype`.
         fuse_wgrad_accumulation: as for `Linear`, of every weight parameter.
+        delay_wgrad_compute: as for `Linear`.
         name: qualified name for the roles that a recipe's factory sees. A recipe that reads names
             is asked for each group, by the name `"<name>.<g>"`, and may answer each differently;
             any other is asked once.
@@ -74,6 +75,7 @@ class GroupedLinear(GroupedModule):
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
         name: str | None = None,
@@ -94,7 +96,7 @@ class GroupedLinear(GroupedModule):
         if self.use_bias:
             self._add("bias", shape[:1], self.single_grouped_bias, options)
         self.reset_parameters()
-        self._take_accumulation(fuse_wgrad_accumulation)
+        self._take_accumulation(fuse_wgrad_accumulation, delay_wgrad_compute)
         self._take_name(name)
 
     def _count(self, what: str, value: object, least: int) -> int:

@@ -38,6 +38,7 @@ class LayerNormLinear(FusedModule):
         return_layernorm_output: the norm's result is returned too.
         zero_centered_gamma: the norm multiplies with `1 + layer_norm_weight`.
         fuse_wgrad_accumulation: as for `Linear`.
+        delay_wgrad_compute: as for `Linear`.
         parallel_mode: `"column"`, as for `Linear`, or None; the norm is of whole tokens on each
             rank, and with `sequence_parallel` of the rank's own.
         tp_group, tp_size, sequence_parallel: as for `Linear`.
@@ -82,6 +83,7 @@ class LayerNormLinear(FusedModule):
         return_layernorm_output: bool = False,
         zero_centered_gamma: bool = False,
         fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
         tp_group: Any = None,
         tp_size: int = 1,
         parallel_mode: str | None = None,
@@ -114,7 +116,7 @@ class LayerNormLinear(FusedModule):
         self._make_linear("", out_features, in_features, bias, options)
         self._mark_parallel()
         self.reset_parameters()
-        self._take_accumulation(fuse_wgrad_accumulation)
+        self._take_accumulation(fuse_wgrad_accumulation, delay_wgrad_compute)
         self._take_name(name)
 
     def reset_parameters(self) -> None:
@@ -196,7 +198,8 @@ class RMSNormLinear(LayerNormLinear):
     Args:
         in_features, out_features, eps: as for `LayerNormLinear`.
         init_method, bias, return_bias, params_dtype, return_layernorm_output: the same.
-        zero_centered_gamma, fuse_wgrad_accumulation, device, dtype, name: the same.
+        zero_centered_gamma, fuse_wgrad_accumulation, delay_wgrad_compute: the same.
+        device, dtype, name: the same.
         tp_group, tp_size, parallel_mode, sequence_parallel: the same.
         get_rng_state_tracker, rng_tracker_name: the same.
 
@@ -222,6 +225,7 @@ class RMSNormLinear(LayerNormLinear):
         return_layernorm_output: bool = False,
         zero_centered_gamma: bool = False,
         fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
         tp_group: Any = None,
         tp_size: int = 1,
         parallel_mode: str | None = None,
@@ -244,6 +248,7 @@ class RMSNormLinear(LayerNormLinear):
             return_layernorm_output=return_layernorm_output,
             zero_centered_gamma=zero_centered_gamma,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
             tp_group=tp_group,
             tp_size=tp_size,
             parallel_mode=parallel_mode,

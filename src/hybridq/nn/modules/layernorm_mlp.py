@@ -46,6 +46,7 @@ class LayerNormMLP(FusedModule):
         return_layernorm_output: the norm's result is returned too.
         zero_centered_gamma: the norm multiplies with `1 + layer_norm_weight`.
         fuse_wgrad_accumulation: as for `Linear`.
+        delay_wgrad_compute: as for `Linear`.
         set_parallel_mode: fc1 is column parallel and fc2 row parallel; of a gated activation each
             rank has its part of both halves, one behind the other.
         tp_group, tp_size, sequence_parallel: as for `Linear`.
@@ -92,6 +93,7 @@ class LayerNormMLP(FusedModule):
         return_layernorm_output: bool = False,
         zero_centered_gamma: bool = False,
         fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
         tp_group: Any = None,
         tp_size: int = 1,
         set_parallel_mode: bool = False,
@@ -125,7 +127,7 @@ class LayerNormMLP(FusedModule):
         self._make_linear("fc2_", hidden_size, ffn_hidden_size, bias, options)
         self._mark_parallel()
         self.reset_parameters()
-        self._take_accumulation(fuse_wgrad_accumulation)
+        self._take_accumulation(fuse_wgrad_accumulation, delay_wgrad_compute)
         self._take_name(name)
 
     def reset_parameters(self) -> None:

@@ -36,6 +36,8 @@ class Linear(QuantizedModule, nn.Linear):
             `weight.grad` stays as it is. Where the weight has a `grad_added_to_main_grad`, it is
             set, and autograd is given zeros, for hooks. Compiled code adds to the `main_grad` of
             the forward, and sets the mark in the forward.
+        delay_wgrad_compute: a backward makes no gradient of the weight; `backward_dw()` does, once
+            for each backward (docs/guides/modules.md).
         init_method: called with the weight to fill it in place, the bias is then zero; None: the
             initial values of `nn.Linear`.
         return_bias: the bias is returned and not added, for a caller that adds it later.
@@ -85,6 +87,7 @@ class Linear(QuantizedModule, nn.Linear):
         dtype: torch.dtype | None = None,
         *,
         fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
         init_method: InitMethod | None = None,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
@@ -109,7 +112,7 @@ class Linear(QuantizedModule, nn.Linear):
         if return_bias:
             self.return_bias = True
         self._mark_parallel()
-        self._take_accumulation(fuse_wgrad_accumulation)
+        self._take_accumulation(fuse_wgrad_accumulation, delay_wgrad_compute)
         self._take_name(name)
 
     def reset_parameters(self) -> None:

@@ -124,11 +124,11 @@ def _run(
     """Return the product of tensors that this rank has, or of DTensors."""
     module, weight, bias = own.module, own.weight, own.bias
     plan = None if recipe is None else module.plan_of(recipe, own.name)
-    if module.fuse_wgrad_accumulation and is_dtensor(weight):
+    if (module.fuse_wgrad_accumulation or module.delay_wgrad_compute) and is_dtensor(weight):
         raise module._error(
             NotImplementedError,
-            "fuse_wgrad_accumulation takes weights that a rank has whole, got a DTensor; leave "
-            "it off for tensor parallelism",
+            "fuse_wgrad_accumulation and delay_wgrad_compute take weights that a rank has whole, "
+            "got a DTensor; leave them off for tensor parallelism",
         )
     into = module._into(weight)
     if plan is None and into is not None:

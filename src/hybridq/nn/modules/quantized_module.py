@@ -39,16 +39,15 @@ from ..delayed_scaling import (
 )
 from ..weights import (
     CachedWeight,
-    Into,
     PrequantizedWeight,
     cached_weight,
     prequantized_weight,
     quantize_weights,
-    watch_optimizers,
 )
 from .forward_only import ForwardOnly
 from .parallel_weights import ParallelWeights
 from .prepared_weight import PreparedWeight
+from .weight_gradients import WeightGradients
 
 __all__ = ["PLAIN", "QuantizedModule"]
 
@@ -60,11 +59,11 @@ PLAIN: Final = bind(CustomRecipe(high_precision_factory))
 #: What is remade when needed, or belongs to this process.
 _NOT_SAVED: Final = (
     *("_bound", "last_recipe", "_cached_weights", "_boundary", "_prepared_linear"),
-    *("prepared_weights", "amax_ranks"),
+    *("prepared_weights", "amax_ranks", "_late", "_late_hooks"),
 )
 
 
-class QuantizedModule(ParallelWeights, Boundary, ForwardOnly, nn.Module):
+class QuantizedModule(WeightGradients, ParallelWeights, Boundary, ForwardOnly, nn.Module):
     """Base of modules that compute under the recipe of `hybridq.autocast`.
 
     A module may have several linear parts, each with a name of its own ("" for the only one, "fc1"
@@ -80,8 +79,6 @@ class QuantizedModule(ParallelWeights, Boundary, ForwardOnly, nn.Module):
     module_type: str = LINEAR
     #: Whether weights are `[in, out]`, and not `[out, in]`; of several matrices, each of them.
     holds_transposed: bool = False
-    #: Whether gradients of weights are added to their `main_grad` and not made.
-    fuse_wgrad_accumulation: bool = False
     #: Names of the weights, and the part that each belongs to.
     weight_parts: Mapping[str, str] = MappingProxyType({"weight": ""})
     #: The last recipe bound, and what it came to for each part.
@@ -344,43 +341,6 @@ class QuantizedModule(ParallelWeights, Boundary, ForwardOnly, nn.Module):
             raise PlaneError(no_history("linear"))
         stats = state.weight_statistics(self.plan_now(part))
         return state.num_changes, stats
-
-    def _take_accumulation(self, fuse_wgrad_accumulation: bool) -> None:
-        """Take the constructor's choice; an attribute of its own only where it is made."""
-        if fuse_wgrad_accumulation:
-            watch_optimizers()
-            self.fuse_wgrad_accumulation = True
-
-    def _into(self, weight: torch.Tensor) -> Into | None:
-        """Return where the weight's gradient is added if that is its `main_grad`; else None."""
-        if not (self.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled()):
-            return None
-        self._check_reducer(weight)
-        if not torch.compiler.is_compiling():
-            watch_optimizers()  # where the attribute was set on a module that was there
-        into = Into.of(weight)
-        if into is None:
-            main_grad = getattr(weight, "main_grad", None)
-            got = None if main_grad is None else tuple(getattr(main_grad, "shape", ()))
-            raise self._error(
-                RuntimeError,
-                "fuse_wgrad_accumulation adds gradients to weight.main_grad, which must be a "
-                f"tensor {tuple(weight.shape)}, float32 as a rule, got {got}",
-            )
-        return into
-
-    def _check_reducer(self, weight: torch.Tensor) -> None:
-        """Raise where DistributedDataParallel would reduce a gradient that is not there."""
-        ddp = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
-        if ddp is None or not ddp.require_backward_grad_sync:
-            return
-        if any(weight is parameter for parameter in ddp._module_parameters):
-            raise self._error(
-                RuntimeError,
-                "fuse_wgrad_accumulation adds gradients to weight.main_grad, which "
-                "DistributedDataParallel does not reduce; leave it off, or run under its "
-                "no_sync() and reduce main_grad before the step",
-            )
 
     def scaled_weights(self) -> list[tuple[str, torch.Tensor]]:
         """Return each part with its weight, those that are there."""

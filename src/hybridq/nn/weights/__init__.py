@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .late_gradients import GradientQueue
 from .main_grad import (
     Into,
     accumulate,
@@ -30,6 +31,7 @@ from .weight_cache import (
 __all__ = [
     "Buffers",
     "CachedWeight",
+    "GradientQueue",
     "Into",
     "PrequantizedWeight",
     "accumulate",

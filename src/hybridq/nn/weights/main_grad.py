@@ -8,7 +8,7 @@ input of the graph that its backward writes, and the mark is set in the forward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -16,6 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import warn_once
 from .weight_cache import Buffers
+
+if TYPE_CHECKING:
+    from .late_gradients import GradientQueue
 
 __all__ = [
     "Into",
@@ -34,20 +37,22 @@ class Into(NamedTuple):
 
     Args:
         weight: the parameter.
-        main_grad: its `main_grad` in the forward.
+        main_grad: its `main_grad` in the forward; None: its `grad` is, by `late`.
         group: of the groups that the parameter is the weight of; -1: all that it is.
         is_transposed: the parameter holds `[in, out]` of each group.
+        late: what keeps the product that makes the gradient for later; None: it is made at once.
     """
 
     weight: torch.Tensor
-    main_grad: torch.Tensor
+    main_grad: torch.Tensor | None
     group: int = -1
     is_transposed: bool = False
+    late: GradientQueue | None = None
 
     @property
     def target(self) -> torch.Tensor:
         """The tensor that the gradient is added to: outside compiled code what is there now."""
-        whole = self.main_grad
+        whole: torch.Tensor = self.main_grad  # type: ignore[assignment]
         if not torch.compiler.is_compiling():
             whole = self.weight.main_grad  # type: ignore[attr-defined]
         if self.group < 0:
