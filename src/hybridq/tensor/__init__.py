@@ -14,6 +14,7 @@ from .named import (
     NVFP4Tensor,
 )
 from .quantized_tensor import QuantizedTensor, SavedTensor
+from .readouts import add_readouts
 from .saving import prepare_for_saving, restore_from_saved
 from .table import check_no_grad, is_flat, is_quantized, matrix_shape
 
@@ -28,6 +29,7 @@ __all__ = [
     "NVFP4Tensor",
     "QuantizedTensor",
     "SavedTensor",
+    "add_readouts",
     "as_parts",
     "check_no_grad",
     "explain",
