@@ -17,16 +17,40 @@ from __future__ import annotations
 
 import sys
 
-from . import aliases, common, constants, hybrid, module, quantization, quantizers
+from . import (
+    aliases,
+    common,
+    constants,
+    custom_recipes,
+    distributed,
+    hybrid,
+    module,
+    optimizers,
+    permutation,
+    quantization,
+    quantizers,
+    tensor,
+)
 from .constants import *  # noqa: F403
+from .distributed import *  # noqa: F403
 from .hybrid import *  # noqa: F403
 from .module import *  # noqa: F403
+from .permutation import *  # noqa: F403
 from .quantization import *  # noqa: F403
 from .quantizers import *  # noqa: F403
+from .tensor import *  # noqa: F403
 
-__all__ = ["common", "pytorch"]
-__all__ += constants.__all__ + hybrid.__all__ + module.__all__
-__all__ += quantization.__all__ + quantizers.__all__
+__all__ = [
+    *("common", "custom_recipes", "optimizers", "pytorch"),
+    *constants.__all__,
+    *distributed.__all__,
+    *hybrid.__all__,
+    *module.__all__,
+    *permutation.__all__,
+    *quantization.__all__,
+    *quantizers.__all__,
+    *(name for name in tensor.__all__ if not name.endswith("Quantizer")),
+]
 
 #: This package: `transformer_engine.pytorch` is what `hybridq.te` has the names of.
 pytorch = sys.modules[__name__]

@@ -14,12 +14,24 @@ __all__ = ["PATHS", "install"]
 #: A module here to the paths below `pytorch`, and below `hybridq.te` itself, that lead to it.
 PATHS: Final = {
     "constants": (),
+    "custom_recipes": (),
+    "custom_recipes.quantizer_factories": (),
+    "custom_recipes.quantizer_factory_zoo": (),
+    "distributed": ("cpu_offload",),
     "module": (
         *("transformer", "attention", "attention.multi_head_attention", "attention.rope"),
-        *("module.base", "module.linear", "module.layernorm_linear", "module.layernorm_mlp"),
-        "module.grouped_linear",
+        *("attention.dot_product_attention", "module.base", "module.linear"),
+        *("module.layernorm_linear", "module.layernorm_mlp", "module.grouped_linear"),
+        *("module.layernorm", "module.rmsnorm"),
     ),
+    "optimizers": ("optimizers.fused_adam",),
+    "permutation": (),
     "quantization": ("fp8",),
+    "tensor": (
+        *("quantized_tensor", "float8_tensor", "tensor.storage", "tensor.float8_tensor"),
+        *("tensor.mxfp8_tensor", "tensor.nvfp4_tensor", "tensor.float8_blockwise_tensor"),
+        *("tensor.hybrid_tensor", "tensor.identity_tensor"),
+    ),
 }
 
 

@@ -15,15 +15,19 @@ from .reading import Readings
 from .signatures import constructor, forward, with_arguments
 
 __all__ = [
+    "DotProductAttention",
     "GroupedLinear",
+    "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
     "MultiheadAttention",
+    "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",
 ]
 
+LayerNorm, RMSNorm = nn.LayerNorm, nn.RMSNorm
 RotaryPositionEmbedding = nn.RotaryPositionEmbedding
 
 
@@ -244,4 +248,30 @@ class TransformerLayer(nn.TransformerLayer):
         "inference_params=None, rotary_pos_emb=None, core_attention_bias_type='no_bias', "
         "core_attention_bias=None, alibi_slopes=None, cu_seqlens_q=None, cu_seqlens_kv=None, "
         "max_seqlen_q=None, max_seqlen_kv=None, fast_zero_fill=True, pad_between_seqs=None",
+    )
+
+
+@with_arguments
+class DotProductAttention(nn.DotProductAttention):
+    """`hybridq.nn.DotProductAttention`; what it has no like of raises, by the argument's name."""
+
+    __init__ = constructor(
+        nn.DotProductAttention,
+        "num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, "
+        "qkv_format='sbhd', attn_mask_type='causal', window_size=None, sequence_parallel=False, "
+        "tp_size=1, get_rng_state_tracker=None, tp_group=None, layer_number=None, "
+        "attention_type='self', cp_group=None, cp_global_ranks=None, cp_stream=None, "
+        "cp_comm_type='p2p', softmax_scale=None, softmax_type='vanilla', return_max_logit=False, "
+        "bottom_right_diagonal=None",
+    )
+
+    forward = forward(
+        nn.DotProductAttention,
+        "query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, "
+        "cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None, "
+        "cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type=None, "
+        "window_size=None, checkpoint_core_attention=False, core_attention_bias_type='no_bias', "
+        "core_attention_bias=None, alibi_slopes=None, fast_zero_fill=True, inference_params=None, "
+        "pad_between_seqs=None, fp8_output=False, num_splits=1, bottom_right_diagonal=None",
+        {"query_layer": "query", "key_layer": "key", "value_layer": "value"},
     )

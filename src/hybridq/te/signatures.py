@@ -140,19 +140,23 @@ def with_arguments(cls: _C) -> _C:
     return cls
 
 
-def forward(base: type, text: str) -> Callable[..., Any]:
+def forward(base: type, text: str, renamed: Mapping[str, str] | None = None) -> Callable[..., Any]:
     """Return a `forward` with Transformer Engine's arguments that calls that of `base`.
 
     Args:
         base, text: as for `constructor`.
+        renamed: arguments that have another name in hybridq, by theirs.
     """
-    table = options(text)
+    table, names = options(text), dict(renamed or {})
     known = frozenset(inspect.signature(base.forward).parameters)  # type: ignore[attr-defined]
+    known |= set(names)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         where = f"te.{type(self).__name__}.forward"
         given = _given(where, table, args, kwargs)
-        return base.forward(self, **_taken(where, table, known, given))  # type: ignore[attr-defined]
+        taken = _taken(where, table, known, given)
+        own = {names.get(name, name): value for name, value in taken.items()}
+        return base.forward(self, **own)  # type: ignore[attr-defined]
 
     forward.__doc__ = (
         f"Return what `forward` of hybridq's class does.\n\n{_sorted_arguments(table, known)}"

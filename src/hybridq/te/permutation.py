@@ -1,0 +1,7 @@
+"""Permutations of tokens: those of `hybridq.moe`, which has Transformer Engine's names."""
+
+from __future__ import annotations
+
+from ..moe import moe_permute, moe_sort_chunks_by_index, moe_unpermute
+
+__all__ = ["moe_permute", "moe_sort_chunks_by_index", "moe_unpermute"]

@@ -1,0 +1,433 @@
+"""Transformer Engine's classes of tensors: what `isinstance` sees, and what makes one of buffers.
+
+Their instances are hybridq's tensors, which get the attributes that scripts read: views where the
+layouts agree, else copies. `get_metadata()` has every buffer in Transformer Engine's layout, as
+its constructors take them. Two names are hybridq's own and stay: `_rowwise_data` and
+`_columnwise_data` are matrices, and MXFP8's columnwise one is stored transposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from .. import quantizers as ours
+from .. import tensor as tensors
+from ..direction import COLUMNWISE, ROWWISE, Direction
+from ..formats import PlaneSpec
+from ..storage import Plane, TensorStorage
+from ..tensor import QuantizedTensor, prepare_for_saving, restore_from_saved
+from .buffers import data_of, plane_of, scale_of
+from .constants import DType, element_of
+from .hybrid import HybridQuantizer, quantizer_of
+from .quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
+
+__all__ = [
+    "Float8BlockQuantizer",
+    "Float8BlockwiseQTensor",
+    "Float8BlockwiseQTensorStorage",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8Tensor",
+    "Float8TensorStorage",
+    "HybridQuantizedTensor",
+    "HybridQuantizedTensorStorage",
+    "HybridQuantizer",
+    "IdentityQuantizer",
+    "IdentityTensor",
+    "IdentityTensorStorage",
+    "MXFP8Quantizer",
+    "MXFP8Tensor",
+    "MXFP8TensorStorage",
+    "NVFP4Quantizer",
+    "NVFP4Tensor",
+    "NVFP4TensorStorage",
+    "QuantizedTensor",
+    "QuantizedTensorStorage",
+    "Quantizer",
+    "prepare_for_saving",
+    "restore_from_saved",
+]
+
+_SIDES: Final[tuple[tuple[Direction, str], ...]] = (
+    (ROWWISE, "rowwise"),
+    (COLUMNWISE, "columnwise"),
+)
+
+
+class _Kind(type):
+    """A class whose instances are those of a class of hybridq, and whose call makes one."""
+
+    kind: type
+    build: Callable[..., Any]
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, cls.kind)
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        return issubclass(other, (cls.kind, *cls.__mro__[:1])) or type.__subclasscheck__(cls, other)
+
+    def __call__(cls, shape: Sequence[int], dtype: torch.dtype, **given: Any) -> Any:
+        requires_grad = given.pop("requires_grad", False)
+        for name in ("device", "fake_dtype", "with_gemm_swizzled_scales", "stride"):
+            if given.pop(name, None) is True:
+                raise NotImplementedError(f"{cls.__name__}: {name} must be False, got True")
+        quantizer = given.pop("quantizer", None)
+        storage, own = cls.build(tuple(shape), quantizer, **given)
+        own = own if quantizer is None else getattr(quantizer, "frozen", quantizer)
+        return QuantizedTensor.make(
+            storage, tuple(shape), dtype, quantizer=own, requires_grad=requires_grad
+        )
+
+
+def _stored(
+    frozen: Any, shape: Sequence[int], given: Mapping[str, tuple[torch.Tensor | None, ...]]
+) -> tuple[TensorStorage, Any]:
+    """Return the storage of the planes whose data is given, and their quantizer."""
+    planes: dict[str, Plane | None] = {}
+    for direction, name in _SIDES:
+        spec: PlaneSpec | None = getattr(frozen, direction)
+        has = given[name][0] is not None and spec is not None
+        planes[name] = plane_of(spec, direction, shape, given[name]) if has else None  # type: ignore[arg-type]
+    if not any(planes.values()):
+        raise ValueError("tensor: needs the data of a rowwise or a columnwise plane, got none")
+    return TensorStorage(planes["rowwise"], planes["columnwise"]), frozen
+
+
+def _value(quantizer: Any, default: Any) -> Any:
+    """Return the frozen quantizer that describes the planes; `default` where none was given."""
+    frozen = default if quantizer is None else getattr(quantizer, "frozen", quantizer)
+    return frozen
+
+
+class Float8Tensor(metaclass=_Kind):
+    """FP8 with one scale per tensor.
+
+    `Float8Tensor(shape, dtype, data=, fp8_scale_inv=, fp8_dtype=, data_transpose=None,
+    quantizer=None, requires_grad=False)` makes one of its buffers: uint8 codes of `shape` and
+    of its transpose, FP32 `[1]`.
+
+    Example:
+        >>> import torch, hybridq.te as te
+        >>> q = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3)
+        >>> t = q(torch.tensor([[1.0, -3.5]]))
+        >>> isinstance(t, te.Float8Tensor), t._fp8_dtype.name, t._data.dtype
+        (True, 'kFloat8E4M3', torch.uint8)
+        >>> torch.equal(te.Float8Tensor(t.shape, t.dtype, **t.get_metadata()).float(), t.float())
+        True
+    """
+
+    kind = tensors.Float8Tensor
+
+    @staticmethod
+    def build(
+        shape: Sequence[int],
+        quantizer: Any,
+        *,
+        data: torch.Tensor | None,
+        fp8_scale_inv: torch.Tensor,
+        fp8_dtype: Any,
+        data_transpose: torch.Tensor | None = None,
+    ) -> Any:
+        """Return the storage of the buffers, and the quantizer of current scaling.
+
+        Args:
+            shape, quantizer, data, fp8_scale_inv, fp8_dtype, data_transpose: of the tensor.
+        """
+        known = ours.Float8CurrentScalingQuantizer(element_of(fp8_dtype))
+        sides = {
+            "rowwise": (data, fp8_scale_inv, None),
+            "columnwise": (data_transpose, fp8_scale_inv, None),
+        }
+        return _stored(_value(quantizer, known), shape, sides)
+
+
+def _sides(given: dict[str, Any]) -> dict[str, tuple[torch.Tensor | None, ...]]:
+    return {
+        side: (
+            given.pop(f"{side}_data", None),
+            given.pop(f"{side}_scale_inv", None),
+            given.pop(f"amax_{side}", None),
+        )
+        for _, side in _SIDES
+    }
+
+
+class _OfBlocks(metaclass=_Kind):
+    kind = QuantizedTensor
+
+    @classmethod
+    def build(cls, shape: Sequence[int], quantizer: Any, **given: Any) -> Any:
+        """Return the storage of the buffers, and the quantizer that describes them.
+
+        Args:
+            shape, quantizer: of the tensor.
+            given: `rowwise_data`, `rowwise_scale_inv`, `columnwise_data`, `columnwise_scale_inv`,
+                `amax_rowwise`, `amax_columnwise`, and what says how they are encoded.
+
+        Raises:
+            TypeError: there is no such argument.
+        """
+        sides = _sides(given)
+        known = cls.described(given)
+        if given:
+            raise TypeError(f"{cls.__name__}: unknown arguments, got {sorted(given)}")
+        return _stored(_value(quantizer, known), shape, sides)
+
+    @staticmethod
+    def described(given: dict[str, Any]) -> Any:
+        """Return the quantizer of hybridq that such planes are of.
+
+        Args:
+            given: what is taken out of it says how they are encoded.
+        """
+        raise NotImplementedError("described: must be overridden")
+
+
+class Float8BlockwiseQTensor(_OfBlocks):
+    """FP8 with one FP32 scale per 1x128 or 128x128 block, of its buffers (see `get_metadata`)."""
+
+    kind = tensors.Float8BlockwiseQTensor
+
+    @staticmethod
+    def described(given: dict[str, Any]) -> Any:
+        dim = 2 if given.pop("is_2D_scaled", True) else 1
+        element = element_of(given.pop("fp8_dtype", DType.kFloat8E4M3))
+        return ours.Float8BlockQuantizer(element, block_scaling_dim=dim)
+
+
+class MXFP8Tensor(_OfBlocks):
+    """FP8 with one E8M0 scale per 32 values, of its buffers (see `get_metadata`)."""
+
+    kind = tensors.MXFP8Tensor
+
+    @staticmethod
+    def described(given: dict[str, Any]) -> Any:
+        return ours.MXFP8Quantizer(element_of(given.pop("fp8_dtype", DType.kFloat8E4M3)))
+
+
+class NVFP4Tensor(_OfBlocks):
+    """E2M1 with one E4M3 scale per 16 values and FP32 amaxes, of its buffers (`get_metadata`)."""
+
+    kind = tensors.NVFP4Tensor
+
+    @staticmethod
+    def described(given: dict[str, Any]) -> Any:
+        given.pop("fp4_dtype", None)
+        is_row_scaled = bool(given.pop("row_scaled_nvfp4", False))
+        over = bool(given.pop("nvfp4_use_4over6", False))
+        bound = given.pop("nvfp4_e4m3_max", 448)
+        options = {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": bound} if over else {}
+        return ours.NVFP4Quantizer(row_scaled_nvfp4=is_row_scaled, **options)
+
+
+class IdentityTensor(metaclass=_Kind):
+    """Values kept in high precision, of one buffer `hp_data`."""
+
+    kind = tensors.IdentityTensor
+
+    @staticmethod
+    def build(shape: Sequence[int], quantizer: Any, *, hp_data: torch.Tensor) -> Any:
+        """Return the storage of the values, and their quantizer.
+
+        Args:
+            shape, quantizer, hp_data: of the tensor.
+        """
+        frozen = _value(quantizer, ours.IdentityQuantizer())
+        made: Any = frozen.quantize(hp_data.detach().reshape(tuple(shape)))
+        return made.tensor_storage, frozen
+
+
+class HybridQuantizedTensor(metaclass=_Kind):
+    """Planes of two formats, of two tensors: `rowwise_storage` and `columnwise_storage`."""
+
+    kind = tensors.HybridQuantizedTensor
+
+    @staticmethod
+    def build(
+        shape: Sequence[int],
+        quantizer: Any,
+        *,
+        rowwise_storage: Any = None,
+        columnwise_storage: Any = None,
+    ) -> Any:
+        """Return the storage of the two planes.
+
+        Args:
+            shape: of the tensor.
+            quantizer: a HybridQuantizer.
+            rowwise_storage, columnwise_storage: a tensor with that plane, or None.
+
+        Raises:
+            TypeError: there is no quantizer.
+        """
+        if not hasattr(quantizer, "rowwise_quantizer"):
+            raise TypeError("HybridQuantizedTensor: requires a parent HybridQuantizer, got none")
+        row = None if rowwise_storage is None else rowwise_storage.rowwise
+        col = None if columnwise_storage is None else columnwise_storage.columnwise
+        return TensorStorage(row, col), quantizer.frozen
+
+
+class QuantizedTensorStorage(metaclass=_Kind):
+    """Any quantized tensor: there are no bare storages."""
+
+    kind = QuantizedTensor
+
+    @staticmethod
+    def build(shape: Sequence[int], quantizer: Any, **given: Any) -> Any:
+        """Raise: each format has a class of its own.
+
+        Args:
+            shape, quantizer, given: of the tensor.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("QuantizedTensorStorage: must be of one format, as MXFP8Tensor")
+
+
+Float8TensorStorage = Float8Tensor
+Float8BlockwiseQTensorStorage = Float8BlockwiseQTensor
+MXFP8TensorStorage = MXFP8Tensor
+NVFP4TensorStorage = NVFP4Tensor
+IdentityTensorStorage = IdentityTensor
+HybridQuantizedTensorStorage = HybridQuantizedTensor
+
+
+# ---- what is read off a tensor
+
+
+def _side(tensor: Any, side: str) -> Any:
+    """Return the tensor of one plane alone, a view of its buffers, or None."""
+    plane = getattr(tensor, side)
+    if plane is None:
+        return None
+    planes = (plane, None) if side == "rowwise" else (None, plane)
+    quantizer = quantizer_of(tensor.quantizer)
+    child = getattr(quantizer, f"{side}_quantizer", quantizer)
+    own = None if child is None else child.frozen
+    return QuantizedTensor.make(TensorStorage(*planes), tensor.shape, tensor.dtype, quantizer=own)
+
+
+def _data(tensor: Any, side: str, families: tuple[str, ...] = ()) -> torch.Tensor | None:
+    plane = getattr(tensor, side)
+    if plane is None or (families and plane.spec.format.family not in families):
+        return None
+    return data_of(plane, tensor.shape)
+
+
+def _scale(tensor: Any, side: str) -> torch.Tensor | None:
+    plane = getattr(tensor, side)
+    return None if plane is None else scale_of(plane)
+
+
+def _amax(tensor: Any, side: str) -> torch.Tensor | None:
+    plane = getattr(tensor, side)
+    return None if plane is None else plane.amax
+
+
+def _dtype(tensor: Any) -> DType:
+    return DType.cast(tensor.tensor_storage.first.spec.format.element)
+
+
+def _is_square(tensor: Any) -> bool:
+    return bool(tensor.tensor_storage.first.spec.format.is_square)
+
+
+def get_metadata(self: Any) -> dict[str, Any]:
+    """Return the buffers in Transformer Engine's layout, by its constructors' names."""
+    first, quantizer = self.tensor_storage.first.spec, quantizer_of(self.quantizer)
+    family = first.format.family
+    if isinstance(self, tensors.HybridQuantizedTensor):
+        sides = {f"{side}_storage": _side(self, side) for _, side in _SIDES}
+        return {**sides, "quantizer": quantizer}
+    if family == "identity":
+        return {"hp_data": self.dequantize(), "quantizer": quantizer}
+    if family == "float8":
+        made = {"data": _data(self, "rowwise"), "data_transpose": _data(self, "columnwise")}
+        scale = self.tensor_storage.first.scale
+        return {**made, "fp8_scale_inv": scale, "fp8_dtype": _dtype(self), "quantizer": quantizer}
+    made = {}
+    for _, side in _SIDES:
+        made[f"{side}_data"], made[f"{side}_scale_inv"] = _data(self, side), _scale(self, side)
+    if family == "nvfp4":
+        made |= {f"amax_{side}": _amax(self, side) for _, side in _SIDES}
+    name = "fp4_dtype" if family == "nvfp4" else "fp8_dtype"
+    if family == "float8_block":
+        made["is_2D_scaled"] = _is_square(self)  # type: ignore[assignment]
+    return {**made, name: _dtype(self), "quantizer": quantizer}
+
+
+def get_data_tensors(self: Any, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
+    """Return the codes of both planes, or of the one asked for; None where there is none.
+
+    Args:
+        rowwise_data, columnwise_data: which.
+    """
+    found = tuple(_data(self, side) for _, side in _SIDES)
+    if rowwise_data and columnwise_data:
+        return found
+    return found[0] if rowwise_data else found[1]
+
+
+def update_quantizer(self: Any, quantizer: Any) -> None:
+    """Take another quantizer for later writes.
+
+    Args:
+        quantizer: of `hybridq.te` or of hybridq.
+
+    Raises:
+        RuntimeError: the tensor has none.
+    """
+    if self.quantizer is None:
+        raise RuntimeError("update_quantizer: the tensor must have a quantizer, got none")
+    self.quantizer = getattr(quantizer, "frozen", quantizer)
+
+
+def _get_quantizer(self: Any) -> Any:
+    return quantizer_of(self.quantizer)
+
+
+def _read(function: Callable[..., Any], *given: Any, doc: str = "") -> property:
+    return property(lambda self: function(self, *given), doc=doc or None)
+
+
+def _scale_inv(tensor: Any) -> torch.Tensor | None:
+    scale: torch.Tensor | None = tensor.tensor_storage.first.scale
+    return scale
+
+
+_FP8: Final = ("float8",)
+tensors.add_readouts(
+    {
+        "_data": _read(_data, "rowwise", _FP8),
+        "_transpose": _read(_data, "columnwise", _FP8),
+        "_scale_inv": property(_scale_inv),
+        "_hp_data": _read(_data, "rowwise", ("identity",)),
+        **{f"_{side}_scale_inv": _read(_scale, side) for _, side in _SIDES},
+        **{f"_amax_{side}": _read(_amax, side) for _, side in _SIDES},
+        **{f"_{side}_storage": _read(_side, side) for _, side in _SIDES},
+        **{
+            f"{side}_sub_storage": _read(_side, side, doc=f"The {side} plane as a tensor, or None.")
+            for _, side in _SIDES
+        },
+        "_fp8_dtype": property(_dtype),
+        "_fp4_dtype": property(_dtype),
+        "_is_2D_scaled": property(_is_square),
+        "_quantizer": property(_get_quantizer),
+        "_get_quantizer": _get_quantizer,
+        "get_metadata": get_metadata,
+        "get_data_tensors": get_data_tensors,
+        "update_quantizer": update_quantizer,
+    }
+)

@@ -1,0 +1,326 @@
+"""Scripts as users of Transformer Engine write them, with one word of their imports changed."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+
+import hybridq
+import hybridq.te
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+QUICKSTART = """
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe
+
+torch.manual_seed(0)
+model = te.Linear(96, 64, bias=True, params_dtype=torch.float32, device=DEVICE)
+inp = torch.randn(24, 96, device=DEVICE, requires_grad=True)
+fp8_recipe = recipe.DelayedScaling(margin=0, fp8_format=recipe.Format.E4M3)
+with te.fp8_autocast(enabled=ENABLED, fp8_recipe=fp8_recipe):
+    out = model(inp)
+loss = out.square().sum()
+loss.backward()
+results = [out, inp.grad, model.weight.grad]
+"""
+
+EVERY_RECIPE = """
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+
+results = []
+for make, available in (
+    (lambda: DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=16), te.is_fp8_available),
+    (lambda: Float8CurrentScaling(fp8_format=Format.HYBRID), te.is_fp8_available),
+    (lambda: Float8BlockScaling(), te.is_fp8_block_scaling_available),
+    (lambda: MXFP8BlockScaling(fp8_format=Format.E4M3), te.is_mxfp8_available),
+    (lambda: NVFP4BlockScaling(), te.is_nvfp4_available),
+):
+    ready, reason = available(return_reason=True)
+    assert ready, reason
+    torch.manual_seed(0)
+    mlp = te.LayerNormMLP(64, 128, activation="swiglu", normalization="RMSNorm", device=DEVICE)
+    x = torch.randn(16, 64, device=DEVICE, requires_grad=True)
+    with te.autocast(enabled=ENABLED, recipe=make()):
+        y = mlp(x, is_first_microbatch=True)
+    y.square().sum().backward()
+    results += [y, x.grad, mlp.fc1_weight.grad, mlp.fc2_weight.grad]
+"""
+
+HYBRID = """
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import CustomRecipe
+from transformer_engine.pytorch.custom_recipes.quantizer_factory_zoo import (
+    mxfp8_fwd_nvfp4_bwd_factory,
+)
+from transformer_engine.pytorch.quantization import QuantizerRole
+
+def factory(role):
+    if role is None or role.module_type != "linear":
+        return te.IdentityQuantizer()
+    if role.name.endswith("fc2"):
+        return mxfp8_fwd_nvfp4_bwd_factory(role)
+    if role.tensor_type == "grad_output":
+        return te.Float8CurrentScalingQuantizer(te.DType.kFloat8E5M2, device=DEVICE)
+    return te.HybridQuantizer(
+        rowwise_quantizer=te.MXFP8Quantizer(te.DType.kFloat8E4M3),
+        columnwise_quantizer=te.IdentityQuantizer(),
+        columnwise_source="rowwise_dequantized",
+    )
+
+torch.manual_seed(0)
+fc1 = te.Linear(64, 96, name="block.fc1", device=DEVICE)
+fc2 = te.Linear(96, 64, name="block.fc2", device=DEVICE)
+x = torch.randn(16, 64, device=DEVICE, requires_grad=True)
+with te.autocast(enabled=ENABLED, recipe=CustomRecipe(qfactory=factory)):
+    y = fc2(torch.nn.functional.gelu(fc1(x)))
+y.square().mean().backward()
+results = [y, x.grad, fc1.weight.grad, fc2.weight.grad]
+"""
+
+RECOMPUTED = """
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe
+
+torch.manual_seed(0)
+layers = [
+    te.TransformerLayer(
+        64, 128, 4, hidden_dropout=0.1, attention_dropout=0.0, layer_number=i + 1, device=DEVICE
+    )
+    for i in range(2)
+]
+x = torch.randn(12, 2, 64, device=DEVICE, requires_grad=True)
+torch.manual_seed(1)
+h = x
+with te.autocast(enabled=True, recipe=recipe.NVFP4BlockScaling()):
+    for layer in layers:
+        if ENABLED:
+            h = te.checkpoint(
+                layer, h, distribute_saved_activations=False, tp_group=None, use_reentrant=REENTRANT
+            )
+        else:
+            h = layer(h)
+h.square().mean().backward()
+results = [h, x.grad] + [p.grad for layer in layers for p in layer.parameters()]
+"""
+
+OFFLOADED = """
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe
+
+torch.manual_seed(0)
+layers = [te.LayerNormLinear(64, 64, device=DEVICE) for _ in range(4)]
+x = torch.randn(32, 64, device=DEVICE, requires_grad=True)
+context, sync = te.get_cpu_offload_context(enabled=ENABLED, num_layers=2, model_layers=4)
+h = x
+for layer in layers:
+    with context, te.autocast(enabled=True, recipe=recipe.MXFP8BlockScaling()):
+        h = layer(h)
+    h = sync(h)
+h.square().mean().backward()
+results = [h, x.grad] + [layer.weight.grad for layer in layers]
+"""
+
+QUANTIZED_INIT = """
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe
+
+torch.manual_seed(0)
+with te.quantized_model_init(
+    enabled=True,
+    recipe=recipe.MXFP8BlockScaling(),
+    preserve_high_precision_init_val=True,
+):
+    model = te.Linear(64, 64, bias=False, device=DEVICE)
+assert isinstance(model.weight, te.QuantizedTensor)
+before = model.weight.get_high_precision_init_val().clone()
+first = model.weight.dequantize()
+optimizer = te.optimizers.FusedAdam(model.parameters(), lr=0.01, master_weights=True)
+x = torch.randn(16, 64, device=DEVICE)
+with te.autocast(enabled=True, recipe=recipe.MXFP8BlockScaling()):
+    y = model(x)
+y.square().mean().backward()
+grad = model.weight.grad
+optimizer.step()
+model.weight.clear_high_precision_init_val()
+"""
+
+#: What a user trains with, in 35 lines.
+TRAINING = """
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Format
+
+class Model(torch.nn.Module):
+    def __init__(self, vocab, hidden, heads, layers):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(vocab, hidden, device=DEVICE)
+        self.rotary = te.RotaryPositionEmbedding(hidden // heads)
+        self.layers = torch.nn.ModuleList(
+            te.TransformerLayer(
+                hidden, 2 * hidden, heads, num_gqa_groups=2, layer_number=i + 1, bias=False,
+                hidden_dropout=0.0, attention_dropout=0.0, normalization="RMSNorm",
+                activation="swiglu", attn_input_format="bshd", fuse_qkv_params=True, device=DEVICE,
+            )
+            for i in range(layers)
+        )
+        self.norm = te.RMSNorm(hidden, eps=1e-5, device=DEVICE)
+        self.head = te.Linear(hidden, vocab, bias=False, device=DEVICE)
+
+    def forward(self, tokens):
+        angles = self.rotary(tokens.shape[1]).to(tokens.device)
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = te.checkpoint(layer, x, rotary_pos_emb=angles, use_reentrant=False)
+        return self.head(self.norm(x))
+
+torch.manual_seed(0)
+with te.fp8_model_init(enabled=ENABLED, preserve_high_precision_init_val=True):
+    model = Model(vocab=61, hidden=32, heads=4, layers=2)
+optimizer = te.optimizers.FusedAdam(model.parameters(), lr=3e-3, master_weights=True)
+recipe, losses = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=16), []
+tokens = (torch.arange(4)[:, None] * 7 + torch.arange(17) * 3).to(DEVICE) % 61
+for step in range(STEPS):
+    with te.autocast(enabled=ENABLED, recipe=recipe):
+        logits = model(tokens[:, :-1])
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(float(loss))
+"""
+
+
+def run(script: str, **given: Any) -> dict[str, Any]:
+    """Run a script whose imports name the door, and return what it left."""
+    assert "hybridq" not in script
+    names = {"DEVICE": DEVICE, "__name__": "script", **given}
+    changed = script.replace("transformer_engine", "hybridq.te")
+    exec(compile(textwrap.dedent(changed), "script", "exec"), names)
+    return names
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).detach().norm() / b.detach().norm())
+
+
+@pytest.mark.parametrize(
+    ("script", "most"), [(QUICKSTART, 0.1), (EVERY_RECIPE, 0.4), (HYBRID, 0.2)]
+)
+def test_results_are_quantized_ones_near_those_without(script: str, most: float) -> None:
+    """Bounds: an operand errs by 2^-4 of a value (FP8), 1/6 of a block (NVFP4) at most."""
+    got, want = (run(script, ENABLED=flag)["results"] for flag in (True, False))
+    errors = [distance(a, b) for a, b in zip(got, want, strict=True)]
+    assert min(errors) > 0.001 and max(errors) < most
+
+
+def test_the_quickstart_has_hybridqs_bits() -> None:
+    made = run(QUICKSTART, ENABLED=True)
+    plain = hybridq.Linear(96, 64).to(DEVICE)
+    with torch.no_grad():
+        plain.weight.copy_(made["model"].weight)
+        plain.bias.copy_(made["model"].bias)
+    assert float(made["model"].weight.detach().std()) == pytest.approx(0.023, rel=0.05)
+    assert not made["model"].bias.any()
+    own = hybridq.recipes.DelayedScaling(fp8_format="E4M3")
+    with hybridq.autocast(recipe=own):
+        y = plain(made["inp"].detach())
+    assert torch.equal(y, made["out"])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_changes_no_bit(reentrant: bool) -> None:
+    got, want = (
+        run(RECOMPUTED, ENABLED=flag, REENTRANT=reentrant)["results"] for flag in (True, False)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_offload_changes_no_bit() -> None:
+    made = run(OFFLOADED, ENABLED=True)
+    want = run(OFFLOADED, ENABLED=False)["results"]
+    assert made["context"].nbytes_out > 0
+    assert all(torch.equal(a, b) for a, b in zip(made["results"], want, strict=True))
+
+
+def test_quantized_init_and_a_step() -> None:
+    made = run(QUANTIZED_INIT)
+    quantizer = hybridq.MXFP8Quantizer("e4m3")
+    assert torch.equal(made["first"], quantizer(made["before"].to(DEVICE)).dequantize())
+    master = made["before"].to(DEVICE).requires_grad_()
+    reference = torch.optim.AdamW([master], lr=0.01, weight_decay=0.0)
+    master.grad = made["grad"].clone()
+    reference.step()
+    weight = made["model"].weight
+    assert torch.equal(weight.dequantize(), quantizer(master.detach()).dequantize())
+    assert weight.get_high_precision_init_val() is None
+
+
+def test_the_training_script() -> None:
+    """It learns as fast as without quantization: the losses stay together all the way down."""
+    lines = [line for line in TRAINING.strip().splitlines() if line]
+    assert len(lines) <= 45
+    got, want = (run(TRAINING, ENABLED=flag, STEPS=25)["losses"] for flag in (True, False))
+    assert got != want and want[-1] < 0.5 * want[0]
+    assert max(abs(a - b) for a, b in zip(got, want, strict=True)) < 0.15
+
+
+def test_every_path_leads_to_the_same_objects() -> None:
+    te = hybridq.te
+    for path, name in (
+        ("pytorch", "Linear"),
+        ("pytorch.module.linear", "Linear"),
+        ("pytorch.transformer", "TransformerLayer"),
+        ("pytorch.attention", "MultiheadAttention"),
+        ("pytorch.fp8", "fp8_autocast"),
+        ("quantization", "autocast"),
+        ("pytorch.tensor.float8_tensor", "Float8Tensor"),
+        ("pytorch.quantized_tensor", "QuantizedTensor"),
+        ("pytorch.tensor", "NVFP4Quantizer"),
+        ("pytorch.cpu_offload", "get_cpu_offload_context"),
+        ("pytorch.distributed", "checkpoint"),
+        ("pytorch.constants", "TE_DType"),
+    ):
+        names: dict[str, Any] = {}
+        exec(f"from hybridq.te.{path} import {name} as found", names)
+        assert names["found"] is getattr(te, name), path
+    names = {}
+    exec("import hybridq.te.pytorch as found", names)
+    assert names["found"] is te
+
+
+def test_states_of_generators_by_name() -> None:
+    tracker = hybridq.te.CudaRNGStatesTracker()
+    tracker.add("parts", 7)
+    torch.manual_seed(3)
+    with tracker.fork("parts"):
+        first = torch.rand(2, device=DEVICE)
+    plain = torch.rand(2, device=DEVICE)
+    with tracker.fork("parts"):
+        second = torch.rand(2, device=DEVICE)
+    torch.manual_seed(7)
+    both = torch.rand(2, device=DEVICE), torch.rand(2, device=DEVICE)
+    assert torch.equal(first, both[0]) and torch.equal(second, both[1])
+    torch.manual_seed(3)
+    assert torch.equal(plain, torch.rand(2, device=DEVICE))
+    with pytest.raises(ValueError, match="must be new"):
+        tracker.add("parts", 8)
+    with pytest.raises(KeyError, match="must have been added"), tracker.fork("other"):
+        pass
