@@ -20,6 +20,7 @@ from ..recipes import QuantizerRole, Recipe, autocast
 from ..recipes.boundary import boundary_quantizer
 from ..recipes.recipe import recipe_by_key
 from ..tensor.in_graph import runs_at_once
+from .lanes import Lanes
 from .plans import check_capacity, planned
 from .transport import arrived_rows, incoming, outgoing, returned, row_text, send_rows
 
@@ -50,6 +51,7 @@ class TokenExchange:
         capacity: rows that each rank sends to each; None: as many as it has.
         replicas: name of the group of ranks that have the same experts; empty: there are none;
             None: not known.
+        lanes: ranks that have the same tokens; None: each rank has its own.
     """
 
     name: str
@@ -61,6 +63,7 @@ class TokenExchange:
     factor: float = 1.0
     capacity: int | None = None
     replicas: str | None = ""
+    lanes: Lanes | None = None
 
     @property
     def first(self) -> int:
@@ -92,6 +95,58 @@ class TokenExchange:
             tensor: `[experts, ...]`.
         """
         return tensor.narrow(0, self.first, self.sizes[self.rank])
+
+    def own_tokens(self, module: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return of what each token has the rows that this rank sends.
+
+        Args:
+            module: the experts.
+            given: `[tokens, ...]` each.
+
+        Raises:
+            RuntimeError: on every rank, in the first forward: ranks that are said to have the same
+                tokens have not.
+        """
+        if self.lanes is None:
+            return given
+        self._check_lanes(module, given[0])
+        return [self.lanes.own(one) for one in given]
+
+    def own_sorted(
+        self, module: Any, x: torch.Tensor, offsets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return of rows sorted by expert those that this rank sends, and where experts' end.
+
+        Args:
+            module: the experts.
+            x: `[rows, in]`.
+            offsets: int32 `[experts]`, where each expert's rows end.
+
+        Raises:
+            RuntimeError: as `own_tokens` does.
+        """
+        if self.lanes is None:
+            return x, offsets
+        self._check_lanes(module, x)
+        own, first = self.lanes.own(x), self.lanes.first(x.shape[0])
+        return own, (offsets - first).clamp(0, own.shape[0])
+
+    def _check_lanes(self, module: Any, x: torch.Tensor) -> None:
+        """Compare the tokens of the first forward."""
+        known = module.__dict__.get("_compared_lanes")
+        if self.lanes is None or known == self.lanes or torch.compiler.is_compiling():
+            return
+        self.lanes.check(f"experts {module.name}".rstrip(), x)
+        module.__dict__["_compared_lanes"] = self.lanes
+
+    def all_tokens(self, y: torch.Tensor, count: int) -> torch.Tensor:
+        """Return what all ranks have made of the tokens of which each has sent its rows.
+
+        Args:
+            y: `[rows, out]`, of this rank's.
+            count: of all tokens.
+        """
+        return y if self.lanes is None else self.lanes.all(y, count)
 
     def run(
         self,

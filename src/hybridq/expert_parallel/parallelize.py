@@ -72,7 +72,7 @@ def parallelize_experts(
         average_gradients: divide gradients of experts by the number of ranks, which is right where
             each rank's loss is the mean over its own tokens and other gradients are averaged over
             ranks, as DistributedDataParallel and FSDP2 do it. False: they are sums over all ranks'
-            losses.
+            losses. Ranks of `tensor_parallel` have one loss together.
         capacity: rows that each rank sends to each, filled with zeros where it has fewer, so that
             all sizes are known before: the host waits for nothing, and `torch.compile` and CUDA
             graphs take the block whole. `tokens * min(k, experts of a rank)` takes whatever the
@@ -129,7 +129,7 @@ def parallelize_experts(
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         problem = error
     try:
-        _compare(model, found, (mesh, group), (recipe, formats, capacity), problem)
+        _compare(model, found, ranks, (recipe, formats, capacity), problem)
     except RuntimeError as error:
         problem = error
     if ranks.replicas:
@@ -142,8 +142,8 @@ def parallelize_experts(
         if not module.name:
             module.name = name
         sizes = experts_by_rank(_count(module, module.experts_layout), world)
-        factor = 1.0 / world if average_gradients else 1.0
-        given = (sizes, *formats, recipe, factor, capacity, ranks.replicas)
+        factor = 1.0 / ranks.losses if average_gradients else 1.0
+        given = (sizes, *formats, recipe, factor, capacity, ranks.replicas, ranks.lanes)
         exchange = TokenExchange(group.group_name, rank, *given)
         _deal_out(module, exchange, mesh)
     return model
@@ -269,7 +269,7 @@ def _check(name: str, module: Any, given: ExpertsLayout | None, world: int) -> N
 def _compare(
     model: nn.Module,
     found: list[_Found],
-    ranks: tuple[Any, Any],
+    ranks: Ranks,
     choice: tuple[Any, tuple[tuple[str, str], ...], int | None],
     problem: Exception | None,
 ) -> None:
@@ -277,7 +277,7 @@ def _compare(
 
     The rank that refuses raises its own error; the others are told it.
     """
-    mesh, group = ranks
+    mesh, group = ranks.mesh, ranks.mesh.get_group()
     recipe, formats, capacity = choice
     chosen: Any = settings.current().recipe
     if problem is None and recipe is not None:
@@ -287,6 +287,7 @@ def _compare(
         ("the formats of dispatch", _told(formats[0])),
         ("the formats of combine", _told(formats[1])),
         ("the capacity", str(capacity)),
+        ("the ranks of a batch, and what tokens they have", ranks.told),
     ]
     for name, module, layout in found:
         own = module.experts_layout if layout is None else layout

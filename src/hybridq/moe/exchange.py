@@ -41,6 +41,36 @@ class ExpertExchange(Protocol):
         """
         ...
 
+    def own_tokens(self, module: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return of what each token has the rows that this rank sends.
+
+        Args:
+            module: the experts.
+            given: `[tokens, ...]` each.
+        """
+        ...
+
+    def own_sorted(
+        self, module: Any, x: torch.Tensor, offsets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return of rows sorted by expert those that this rank sends, and where experts' end.
+
+        Args:
+            module: the experts.
+            x: `[rows, in]`.
+            offsets: int32 `[experts]`, where each expert's rows end.
+        """
+        ...
+
+    def all_tokens(self, y: torch.Tensor, count: int) -> torch.Tensor:
+        """Return what all ranks have made of the tokens of which each has sent its rows.
+
+        Args:
+            y: `[rows, out]`, of this rank's.
+            count: of all tokens.
+        """
+        ...
+
     def run(
         self,
         module: Any,

@@ -106,7 +106,11 @@ def _forward(
     else:
         numbers = torch.arange(1, count + 1, dtype=torch.int32, device=flat.device)
         offsets = numbers * (flat.shape[0] // count)
-    y = _shared(module, recipe, flat, offsets)
+    if module.exchange is None:
+        y = _shared(module, recipe, flat, offsets)
+    else:  # of rows that several ranks have, each sends its share
+        own = module.exchange.own_sorted(module, flat, offsets)
+        y = module.exchange.all_tokens(_shared(module, recipe, *own), flat.shape[0])
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -157,24 +161,33 @@ def _routed(
         )
     tokens = hidden.reshape(-1, hidden.shape[-1])
     top = indices if indices.dim() == 2 else indices.flatten(0, -2)
+    given = [tokens, top]
+    if layout.router_weights != "none":
+        given.append(weights.reshape(top.shape))
+    if module.exchange is not None:  # of tokens that several ranks have, each sends its share
+        given = module.exchange.own_tokens(module, given)
+    own, top, *rest = given
     routes = Routes.of(top, _count(module))
-    shares = None if layout.router_weights == "none" else weights.reshape(routes.inverse.shape)
+    shares = rest[0] if rest else None
     # Several products of the same rows: their gradients are added row by row.
     x = None
     moves = layout.router_weights == "input" or layout.passes_others
     if moves or len(layout.first) != 1 or module.exchange is not None:
-        x = permute(tokens, routes)
+        x = permute(own, routes)
     if shares is not None and x is not None and layout.router_weights == "input":
         x = x * shares.flatten()[routes.order][:, None].to(x.dtype)
         shares = None
     if x is None:
-        y = _computed(module, recipe, tokens, routes.offsets, routes.rows)
+        y = _computed(module, recipe, own, routes.offsets, routes.rows)
     else:
         y = _shared(module, recipe, x, routes.offsets)
     if x is not None and layout.passes_others:
         number = torch.arange(y.shape[0], dtype=torch.int64, device=y.device)
         y = torch.where((number >= routes.offsets[-1])[:, None], x, y)
-    return unpermute(y, shares, routes, hidden.dtype).view(hidden.shape)
+    summed = unpermute(y, shares, routes, hidden.dtype)
+    if module.exchange is not None:
+        summed = module.exchange.all_tokens(summed, tokens.shape[0])
+    return summed.view(hidden.shape)
 
 
 def _shared(

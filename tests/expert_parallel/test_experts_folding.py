@@ -1,0 +1,24 @@
+"""Experts over the ranks of tensor parallelism: see `experts_folding_program.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from rank_runs import needs_gloo, run
+
+pytestmark = needs_gloo
+PROGRAM = "experts_folding_program.py"
+
+
+NAMES = ("replicated=one", "sequence=one", "quantized=one", "shares", "faults")
+
+
+def test_two_ranks_of_both(tmp_path) -> None:
+    run(2, tmp_path / "store", *NAMES, program=PROGRAM)
+
+
+@pytest.mark.more
+def test_four_ranks(tmp_path) -> None:
+    kinds = "one,tp,dp,all"
+    names = (f"replicated={kinds}", f"sequence={kinds}", "quantized=one", "shares", "faults")
+    run(4, tmp_path / "store", *names, program=PROGRAM)
