@@ -45,7 +45,7 @@ class Blocks(nn.Module):
 
 
 class Model(nn.Module):
-    _keep_in_fp32_modules = ("precise",)
+    _keep_in_fp32_modules = ("precise", "exact")
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,6 +56,7 @@ class Model(nn.Module):
         self.own = Own(16, 16)
         self.scaled = Scaled(16, 16)
         self.product = Product()
+        self.exact = Product()
         self.choice = TopKRouter()
         self.gate = Product()
         self.blocks = Blocks()
@@ -80,6 +81,10 @@ WANT = {
     ),
     "scaled": ("left alone", "own forward", "Scaled has a forward of its own", FOREIGN),
     "product": ("not known", "unknown class", "no converter takes the class", FOREIGN),
+    "exact": (
+        *("left alone", "kept_in_fp32", "kept_in_fp32, _keep_in_fp32_modules"),
+        f'{FOREIGN}, also=["kept_in_fp32"]',
+    ),
     "choice": (
         *("left alone", "routers", "routers, the class TopKRouter"),
         f'{FOREIGN}, also=["routers"]',

@@ -6,7 +6,7 @@ from typing import Any
 
 from .family import DECODER, TEXT, VOCABULARY, Family
 
-__all__ = ["DECODERS"]
+__all__ = ["DECODERS", "decoder"]
 
 _GPT2 = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
 _END = {"bos_token_id": 1, "eos_token_id": 2}
@@ -33,7 +33,7 @@ _LINEAR_ATTENTION = {
 }
 
 
-def _decoder(name: str, prefix: str, kind: str = "dense", **options: Any) -> Family:
+def decoder(name: str, prefix: str, kind: str = "dense", **options: Any) -> Family:
     model, config = f"{prefix}ForCausalLM", options.pop("config", f"{prefix}Config")
     attention = options.pop("attention", "sdpa")
     return Family(name, kind, model, config, {**DECODER, **options}, attention=attention)
@@ -41,26 +41,26 @@ def _decoder(name: str, prefix: str, kind: str = "dense", **options: Any) -> Fam
 
 def _moe(name: str, prefix: str, **options: Any) -> Family:
     options = {"output_router_logits": True, **options}
-    return _decoder(name, prefix, "experts", **options)
+    return decoder(name, prefix, "experts", **options)
 
 
 DECODERS = (
-    _decoder("Llama", "Llama"),
-    _decoder("Qwen2", "Qwen2"),
-    _decoder("Qwen3", "Qwen3", head_dim=16),
-    _decoder("Mistral", "Mistral"),
-    _decoder("Gemma 2", "Gemma2", head_dim=16, attention="eager"),
-    _decoder("Gemma 3", "Gemma3", head_dim=16, config="Gemma3TextConfig"),
-    _decoder("Phi-3", "Phi3"),
-    _decoder("OLMo 2", "Olmo2"),
-    _decoder("Granite", "Granite"),
-    _decoder("SmolLM3", "SmolLM3"),
-    _decoder("StarCoder2", "Starcoder2"),
-    _decoder("Cohere 2", "Cohere2"),
-    _decoder("Nemotron", "Nemotron"),
-    _decoder("GLM-4", "Glm4", head_dim=16),
-    _decoder("StableLM", "StableLm"),
-    _decoder("EXAONE 4", "Exaone4"),
+    decoder("Llama", "Llama"),
+    decoder("Qwen2", "Qwen2"),
+    decoder("Qwen3", "Qwen3", head_dim=16),
+    decoder("Mistral", "Mistral"),
+    decoder("Gemma 2", "Gemma2", head_dim=16, attention="eager"),
+    decoder("Gemma 3", "Gemma3", head_dim=16, config="Gemma3TextConfig"),
+    decoder("Phi-3", "Phi3"),
+    decoder("OLMo 2", "Olmo2"),
+    decoder("Granite", "Granite"),
+    decoder("SmolLM3", "SmolLM3"),
+    decoder("StarCoder2", "Starcoder2"),
+    decoder("Cohere 2", "Cohere2"),
+    decoder("Nemotron", "Nemotron"),
+    decoder("GLM-4", "Glm4", head_dim=16),
+    decoder("StableLM", "StableLm"),
+    decoder("EXAONE 4", "Exaone4"),
     Family("GPT-NeoX", "dense", "GPTNeoXForCausalLM", "GPTNeoXConfig", TEXT),
     Family("GPT-2", "dense", "GPT2LMHeadModel", "GPT2Config", {**_GPT2, **_END}),
     Family(
@@ -112,7 +112,7 @@ DECODERS = (
         moe_intermediate_size=64,
         head_dim=16,
     ),
-    _decoder(
+    decoder(
         "Qwen3-Next",
         "Qwen3Next",
         "experts",
@@ -124,8 +124,8 @@ DECODERS = (
         num_hidden_layers=4,
         **_LINEAR_ATTENTION,
     ),
-    _decoder("DeepSeek-V2", "DeepseekV2", "experts", **_MLA),
-    _decoder(
+    decoder("DeepSeek-V2", "DeepseekV2", "experts", **_MLA),
+    decoder(
         "Gemma 4 MoE",
         "Gemma4",
         "experts",
@@ -141,8 +141,8 @@ DECODERS = (
         hidden_size_per_layer_input=16,
         vocab_size_per_layer_input=VOCABULARY,
     ),
-    _decoder("DeepSeek-V3", "DeepseekV3", "experts", **_MLA),
-    _decoder(
+    decoder("DeepSeek-V3", "DeepseekV3", "experts", **_MLA),
+    decoder(
         "GLM-4.5",
         "Glm4Moe",
         "experts",
@@ -163,7 +163,7 @@ DECODERS = (
     _moe("OLMoE", "Olmoe", num_experts=8, num_experts_per_tok=2),
     _moe("Phi-MoE", "Phimoe", num_local_experts=8, num_experts_per_tok=2),
     _moe("Granite-MoE", "GraniteMoe", num_local_experts=8, num_experts_per_tok=2),
-    _decoder(
+    decoder(
         "Ernie 4.5 MoE",
         "Ernie4_5_Moe",
         "experts",
@@ -171,7 +171,7 @@ DECODERS = (
         moe_k=2,
         moe_intermediate_size=64,
     ),
-    _decoder(
+    decoder(
         "Llama 4",
         "Llama4",
         "experts",
@@ -182,7 +182,7 @@ DECODERS = (
         config="Llama4TextConfig",
     ),
     _moe("MiniMax", "MiniMax", num_local_experts=8, num_experts_per_tok=2, head_dim=16),
-    _decoder(
+    decoder(
         "dots1",
         "Dots1",
         "experts",
@@ -193,7 +193,7 @@ DECODERS = (
         head_dim=16,
         n_shared_experts=1,
     ),
-    _decoder(
+    decoder(
         "JetMoE",
         "JetMoe",
         "experts",
@@ -203,7 +203,7 @@ DECODERS = (
         num_experts_per_tok=2,
         output_router_logits=True,
     ),
-    _decoder(
+    decoder(
         "LongCat-Flash",
         "LongcatFlash",
         "experts",
@@ -221,8 +221,8 @@ DECODERS = (
         expert_ffn_hidden_size=64,
         num_key_value_heads=4,
     ),
-    _decoder("Doge", "Doge", "experts", is_moe=True, num_experts=16, num_experts_per_tok=2),
-    _decoder(
+    decoder("Doge", "Doge", "experts", is_moe=True, num_experts=16, num_experts_per_tok=2),
+    decoder(
         "Mamba 2",
         "Mamba2",
         "state space",
@@ -234,7 +234,7 @@ DECODERS = (
         chunk_size=16,
         attention="eager",
     ),
-    _decoder(
+    decoder(
         "Jamba",
         "Jamba",
         "state space and experts",
@@ -245,7 +245,7 @@ DECODERS = (
         use_mamba_kernels=False,
         num_hidden_layers=8,
     ),
-    _decoder(
+    decoder(
         "Bamba",
         "Bamba",
         "state space and attention",
@@ -254,7 +254,7 @@ DECODERS = (
         mamba_d_state=16,
         attn_layer_indices=[1],
     ),
-    _decoder(
+    decoder(
         "Nemotron-H",
         "NemotronH",
         "state space and experts",
@@ -270,7 +270,7 @@ DECODERS = (
         moe_shared_expert_intermediate_size=64,
         moe_latent_size=None,
     ),
-    _decoder(
+    decoder(
         "Falcon-H1",
         "FalconH1",
         "state space and attention",

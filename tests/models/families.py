@@ -5,10 +5,11 @@ from __future__ import annotations
 from .decoders import DECODERS
 from .encoders import ENCODERS
 from .family import Family
+from .hybrids import HYBRIDS
 
 __all__ = ["DEFAULT", "FAMILIES", "Family"]
 
-FAMILIES: tuple[Family, ...] = (*DECODERS, *ENCODERS)
+FAMILIES: tuple[Family, ...] = (*DECODERS, *HYBRIDS, *ENCODERS)
 #: The families of the default tests.
 DEFAULT = (
     "Llama",

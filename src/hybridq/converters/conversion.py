@@ -11,7 +11,7 @@ from torch import nn
 
 from ..nn import QuantizedModule
 from .converter import Converter
-from .exclusions import LEAST_WIDTH, reasons
+from .exclusions import LEAST_WIDTH, kept_in_fp32, reasons
 from .not_converted import (
     LEFT_ALONE,
     UNKNOWN,
@@ -119,6 +119,7 @@ def conversion(
     also = also if isinstance(also, str) else tuple(also)
     among = converters_with(also)
     kept = reasons(model, also, least_width, among)
+    own_word = kept_in_fp32(model)
     converted: list[str] = []
     stay: list[NotConverted] = []
     elements = [0, 0, 0]
@@ -154,7 +155,7 @@ def conversion(
             count[0] += why is None
             count[1] += 1
         elif size and not isinstance(module, QuantizedModule):
-            why = of_unknown_class(module, name)
+            why = of_unknown_class(module, name, own_word.get(id(module)))
         if why is not None:
             stay.append(why)
             elements[2 if why.state == UNKNOWN else 1] += size

@@ -16,7 +16,14 @@ from ..errors import suggestion
 from .converter import Converter
 from .table import converter_of, converters_with
 
-__all__ = ["LEAST_WIDTH", "REASONS", "keeps_precision", "reason_by_name", "reasons"]
+__all__ = [
+    "LEAST_WIDTH",
+    "REASONS",
+    "keeps_precision",
+    "kept_in_fp32",
+    "reason_by_name",
+    "reasons",
+]
 
 #: What a reason is called in `convert(also=...)`, and what it means.
 REASONS: Final = {
@@ -119,6 +126,23 @@ def reasons(
         if features is not None and min(features) < least_width:
             note(name, "narrow", f"{features[0]} to {features[1]} features")
     return {name: found[name] for name, _ in candidates if name in found}
+
+
+def kept_in_fp32(model: nn.Module) -> dict[int, str]:
+    """Return what a model's own lists keep in FP32: the attribute by the id of each module.
+
+    Args:
+        model: any module.
+    """
+    found: dict[int, str] = {}
+    for module in model.modules():
+        lists = [one for one in _lists(module) if one[1] == "kept_in_fp32"]
+        inside = dict(module.named_modules()) if lists else {}
+        for attribute, _, patterns in lists:
+            for own, one in inside.items():
+                if own and _matches(own, one._parameters, patterns):
+                    found.setdefault(id(one), attribute)
+    return found
 
 
 def _checked(also: Iterable[str], least_width: object) -> frozenset[str]:

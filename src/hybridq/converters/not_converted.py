@@ -143,17 +143,21 @@ def of_another_class(module: nn.Module, name: str) -> NotConverted:
     return _made(module, name, LEFT_ALONE, "own forward", text, _own_help(module))
 
 
-def of_unknown_class(module: nn.Module, name: str) -> NotConverted:
+def of_unknown_class(module: nn.Module, name: str, word: str | None = None) -> NotConverted:
     """Return what is said of a module with matrices that no converter takes.
 
     Args:
         module, name: as for `left`.
+        word: the list of a model that keeps it in FP32; None: there is none.
     """
     stacks = any(one.dim() == 3 for one in matrices(module).values())
     helps = _experts_help(module) if stacks else _own_help(module)
     named = _by_name(module, name, f"{helps}, ")
     if named is not None:
         return named
+    if word is not None:
+        also = f'{helps}, also=["kept_in_fp32"]'
+        return _made(module, name, LEFT_ALONE, "kept_in_fp32", f"kept_in_fp32, {word}", also)
     kind = type(module).__name__
     if _ROUTERS.fullmatch(kind):
         also = f'{helps}, also=["routers"]'

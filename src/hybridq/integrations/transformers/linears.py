@@ -1,4 +1,4 @@
-"""Linear layers of transformers that are no `nn.Linear`, for `hybridq.convert`.
+"""Modules of transformers that multiply and are no `nn.Linear`, for `hybridq.convert`.
 
 Classes are known by their names: nothing of transformers is imported before a model has one of
 them. Of each, a class of this module is made, whose name is that of transformers' own, so that
@@ -15,7 +15,8 @@ from typing import Any, Final, NamedTuple
 from torch import nn
 
 from ...converters import Converter
-from ...nn import ForeignLinear
+from ...nn import ForeignLinear, QuantizedModule
+from .blocks import BlockLinear, GatedBlocks, HeadProjections, SharedExperts, features_of_heads
 
 __all__ = ["CONVERTERS"]
 
@@ -27,12 +28,18 @@ class _Kind(NamedTuple):
         module: where it is defined.
         holds_transposed, adds_bias_later: as `ForeignLinear` has them.
         keeps: why a module of it stays as it is, or None.
+        base: what a converted module of it derives from, before its own class.
+        weights: names of its matrices.
+        features: of a module, where they are not those of the first weight's last two axes.
     """
 
     module: str
     holds_transposed: bool = False
     adds_bias_later: bool = False
     keeps: Callable[[Any], str | None] | None = None
+    base: type[QuantizedModule] = ForeignLinear
+    weights: tuple[str, ...] = ("weight",)
+    features: Callable[[Any], tuple[int, int] | None] | None = None
 
 
 def _is_decoupled(module: Any) -> str | None:
@@ -49,17 +56,37 @@ _KINDS: Final = {
     "IdeficsDecoupledLinear": _Kind(
         "transformers.models.idefics.modeling_idefics", keeps=_is_decoupled
     ),
+    "DeepseekV4GroupedLinear": _Kind(
+        "transformers.models.deepseek_v4.modeling_deepseek_v4", base=BlockLinear
+    ),
+    "InklingSharedExperts": _Kind(
+        "transformers.models.inkling.modeling_inkling",
+        base=SharedExperts,
+        weights=tuple(SharedExperts.weight_parts),
+    ),
+    "RecurrentGemmaRglru": _Kind(
+        "transformers.models.recurrent_gemma.modeling_recurrent_gemma",
+        holds_transposed=True,
+        base=GatedBlocks,
+        weights=tuple(GatedBlocks.weight_parts),
+    ),
+    "XLNetRelativeAttention": _Kind(
+        "transformers.models.xlnet.modeling_xlnet",
+        base=HeadProjections,
+        weights=("q", "k", "v", "r", "o"),
+        features=features_of_heads,
+    ),
 }
 #: What all modules of a kind derive from, whether or not transformers' own class was imported.
 _BASES: Final = {
     name: type(
         f"{name}Base",
-        (ForeignLinear,),
+        (kind.base,),
         {
             "__module__": __name__,
             "__repr__": nn.Module.__repr__,  # some of these classes print another name
             "holds_transposed": kind.holds_transposed,
-            "adds_bias_later": kind.adds_bias_later,
+            **({"adds_bias_later": True} if kind.adds_bias_later else {}),
         },
     )
     for name, kind in _KINDS.items()
@@ -89,7 +116,7 @@ def _class(name: str) -> type[nn.Module]:
         "__module__": __name__,
         "__doc__": f"transformers' `{name}` that computes under the recipe of `hybridq.autocast`.",
     }
-    if plain.extra_repr is nn.Module.extra_repr:
+    if plain.extra_repr is nn.Module.extra_repr and "weight" in _KINDS[name].weights:
         about["extra_repr"] = _features
     return type(name, (_BASES[name], plain), about)
 
@@ -114,6 +141,8 @@ CONVERTERS: Final = tuple(
         _is_of(name),
         _BASES[name],
         apply=_changes_to(name),
+        weights=kind.weights,
+        features=kind.features,
         is_in_out=kind.holds_transposed,
         keeps=kind.keeps,
     )

@@ -13,6 +13,7 @@ from .kv_cache import InferenceParams
 from .layernorm_linear import LayerNormLinear, RMSNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
+from .linear_part import run_part
 from .norms import LayerNorm, RMSNorm
 from .patch_conv import (
     PatchConv,
@@ -65,4 +66,5 @@ __all__ = [
     "patch_features",
     "patches",
     "reason_against_patches",
+    "run_part",
 ]

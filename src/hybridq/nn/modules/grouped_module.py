@@ -138,7 +138,7 @@ class GroupedModule(QuantizedModule):
             RecipeError: the recipe leaves a GEMM without a plane.
         """
         own = self.own_part(getattr(self, name))
-        part = self.weight_parts[name]
+        part = self.weight_parts.get(name, "")
         count = own.shape[0]
         plans = None if recipe is None else self._group_plans(recipe, count, part)
         cast: Any = self._cast(x, own, None if bias is None else self.own_part(getattr(self, bias)))
