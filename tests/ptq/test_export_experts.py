@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -13,6 +15,7 @@ import hybridq
 from checkpoint_tools import Notes
 from export_tools import run, small_tiles, stored
 from hybridq import layouts
+from hybridq.layouts.second_level import written_factor, written_reciprocal
 from hybridq.ptq.exact import Exponents, exact_plane
 
 __all__ = ["small_tiles"]
@@ -141,6 +144,10 @@ def test_mxfp4_becomes_nvfp4_without_loss(size, tmp_path, request):
     notes = run(tmp_path / "q", tmp_path / "nv", layout="modelopt", format="nvfp4")
     assert not any("loss" in text for text in notes.warnings)
     assert all(one.worst == 0.0 for one in notes.outcome.tensors.values())
+    assert set(notes.outcome.named("exact")) == set(notes.outcome.tensors) != set()
+    again = run(tmp_path / "q", tmp_path / "nv", layout="modelopt", format="nvfp4").outcome
+    assert again.num_kept and again.named("exact") == notes.outcome.named("exact")
+    assert not notes.outcome.named("kept") and '"made": "exact"' in json.dumps(again.as_dict())
     before = hybridq.load_checkpoint(tmp_path / "q")
     after = hybridq.load_checkpoint(tmp_path / "nv")
     for e in range(E):
@@ -165,27 +172,72 @@ def test_what_cannot_be_exact_is_named_and_encoded_anew(tmp_path):
     notes = run(q, nv, layout="modelopt", format="nvfp4", source_layout="compressed-tensors")
     told = [text for text in notes.warnings if "without loss" in text]
     assert len(told) == 1 and told[0].startswith("a.weight ") and "2^-20 to 2^-2" in told[0]
+    assert notes.outcome.named("encoded") == ("a.weight",)
+    assert notes.outcome.named("exact") == ("b.weight",)
     own = hybridq.load_checkpoint(q, "compressed-tensors")["a.weight"]
     want = hybridq.quantize(own.dequantize(dtype=torch.float32), "nvfp4").rowwise
     found = hybridq.load_checkpoint(nv)["a.weight"].rowwise
     assert torch.equal(found.data, want.data) and torch.equal(found.scale, want.scale)
 
 
-def test_every_distance_of_scales():
-    """18 exponents fit, blocks of zeros do not count, NaN does."""
-    for distance in range(20):
-        x = torch.zeros(1, 96)
-        x[0, 0], x[0, 32] = 4.0, 4.0 * 2.0**-distance
-        plane = hybridq.quantize(x, "mxfp4").rowwise
-        seen = Exponents()
+def of_scales(exponents: np.ndarray) -> hybridq.storage.Plane:
+    """An MXFP4 plane whose blocks have all 16 codes twice, and scales of these exponents."""
+    rows, blocks = exponents.shape
+    codes = np.tile(np.arange(32, dtype=np.uint8) % 16, (rows, blocks))
+    data = codes[:, ::2] | codes[:, 1::2] << 4
+    made = hybridq.quantize(torch.ones(rows, 32 * blocks), "mxfp4").rowwise
+    made.buffers["data"].copy_(torch.from_numpy(data))
+    made.buffers["scale"].copy_(torch.from_numpy((exponents + 127).astype(np.uint8)))
+    return made
+
+
+def test_all_scales_that_fit_become_nvfp4_with_every_value_they_had():
+    """Exhaustive: every largest exponent, all 18 below it, all codes; by ml_dtypes and FP64.
+
+    What files hold is decoded here, `code * weight_scale * weight_scale_2`, and the reciprocal.
+    """
+    e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = np.concatenate([e2m1, -e2m1])
+    for top in range(-110, 111):
+        lower = np.maximum(top - np.arange(18), -127)
+        exponents = np.stack([np.full(18, top), lower], 1)
+        plane, seen = of_scales(exponents), Exponents()
         seen.add(plane)
-        assert (seen.top is not None) == (distance <= 17)
-        if seen.top is not None:
-            assert torch.equal(exact_plane(plane, seen.top).dequantize(), plane.dequantize())
+        assert seen.top == top and (seen.least, seen.largest) == (lower.min(), top)
+        made = exact_plane(plane, top)
+        want = values[np.arange(64) % 16] * np.exp2(exponents.astype(float)).repeat(32, 1)
+        np.testing.assert_array_equal(plane.dequantize(torch.float32).double().numpy(), want)
+        np.testing.assert_array_equal(made.dequantize(torch.float32).double().numpy(), want)
+        assert torch.equal(made.buffers["data"], plane.buffers["data"])
+        factor = written_factor(made.buffers["amax"], 448.0 * 6.0)
+        assert factor.item() == 2.0 ** (top - 8)
+        assert written_reciprocal(made.buffers["amax"], 448.0 * 6.0).item() == 2.0 ** (8 - top)
+        scale = made.buffers["scale"].view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
+        found = values[np.arange(64) % 16] * scale.astype(float).repeat(16, 1) * factor.item()
+        np.testing.assert_array_equal(found, want)
+
+
+def test_scales_that_do_not_fit_are_none_and_say_why():
+    for least, largest, why in ((0, 18, "more than E4M3"), (-20, 15, "more than E4M3")):
+        seen = Exponents()
+        seen.add(of_scales(np.array([[largest, least]])))
+        assert (
+            seen.top is None and why in seen.reason and f"2^{least} to 2^{largest}" in seen.reason
+        )
+    for top in (-111, 111):
+        seen = Exponents()
+        seen.add(of_scales(np.array([[top]])))
+        assert seen.top is None and "no FP32 second-level scale" in seen.reason
+    plane, seen = of_scales(np.array([[0, 1]])), Exponents()
     plane.buffers["scale"][0, 1] = 255
-    seen = Exponents()
     seen.add(plane)
-    assert seen.top is None
+    assert seen.top is None and "NaN" in seen.reason
+    # Blocks of zeros do not count, whatever their scale is.
+    plane, seen = of_scales(np.array([[0, 100]])), Exponents()
+    plane.buffers["data"][:, 16:] = 0x80
+    seen.add(plane)
+    assert seen.top == 0
+    assert torch.equal(exact_plane(plane, 0).dequantize(), plane.dequantize())
     zeros = Exponents()
     zeros.add(hybridq.quantize(torch.zeros(2, 64), "mxfp4").rowwise)
     assert zeros.top == 0

@@ -139,6 +139,11 @@ def _summary(done: Conversion) -> Table:
         ("tensors", f"{len(done.tensors)} quantized, {done.num_copied} copied"),
         ("bytes", f"{before:,} before, {after:,} after{share}"),
     ]
+    kept, exact = (len(done.named(made)) for made in ("kept", "exact"))
+    if kept:
+        rows.append(("codes of the source", f"{kept} tensors, scales too"))
+    if exact:
+        rows.append(("without loss", f"{exact} tensors, codes of the source with other scales"))
     if done.worst is not None:
         name, error = done.worst
         rows.append(("worst relative error", f"{error:.4g} in {name}"))

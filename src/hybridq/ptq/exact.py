@@ -73,8 +73,15 @@ class Exponents:
         fits = self.largest - self.least <= _LARGEST - _LEAST and not self.has_nan
         return self.largest if fits and _RANGE[0] <= self.largest <= _RANGE[1] else None
 
-    def __str__(self) -> str:
-        return "NaN" if self.has_nan else f"2^{self.least} to 2^{self.largest}"
+    @property
+    def reason(self) -> str:
+        """Why the blocks cannot be held, where `top` is None."""
+        if self.has_nan:
+            return "a block's scale is NaN"
+        seen = f"the scales of its MXFP4 blocks are 2^{self.least} to 2^{self.largest}"
+        if self.largest is not None and _RANGE[0] <= self.largest <= _RANGE[1]:
+            return f"{seen}, more than E4M3 holds"
+        return f"{seen}, which no FP32 second-level scale stands above"
 
 
 def exact_plane(plane: Plane, top: int) -> Plane:

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from .measure import PlaneError
 
-__all__ = ["Conversion", "ShardResult", "TensorResult"]
+__all__ = ["ENCODED", "EXACT", "KEPT", "Conversion", "ShardResult", "TensorResult"]
+
+
+#: How a tensor's codes were made: from its values; its own, scales included; its own, with scales
+#: of another format that stand for the same numbers.
+ENCODED: Final = "encoded"
+KEPT: Final = "kept"
+EXACT: Final = "exact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +29,8 @@ class TensorResult:
         amax: largest magnitude; infinity counts as the FP32 maximum; None if there is a NaN.
         num_nonfinite: how many values are NaN or infinite.
         errors: direction of each stored plane to its error; empty if errors were not asked for.
+        made: `"encoded"` from its values; `"kept"`: codes and scales are the source's; `"exact"`:
+            codes are, and other scales stand for the same numbers, as of MXFP4 that became NVFP4.
     """
 
     quantizer: str
@@ -29,6 +38,7 @@ class TensorResult:
     amax: float | None
     num_nonfinite: int
     errors: Mapping[str, PlaneError]
+    made: str = ENCODED
 
     @property
     def worst(self) -> float:
@@ -43,6 +53,7 @@ class TensorResult:
             "amax": self.amax,
             "num_nonfinite": self.num_nonfinite,
             "errors": {direction: one.as_dict() for direction, one in self.errors.items()},
+            "made": self.made,
         }
 
     @staticmethod
@@ -58,6 +69,7 @@ class TensorResult:
             value["amax"],
             value["num_nonfinite"],
             errors,
+            value.get("made", ENCODED),
         )
 
 
@@ -99,6 +111,14 @@ class Conversion:
     converted_nbytes: int
     num_kept: int
     seconds: float
+
+    def named(self, made: str) -> tuple[str, ...]:
+        """Return the names of the tensors whose codes were made in a way, sorted.
+
+        Args:
+            made: as of `TensorResult`.
+        """
+        return tuple(sorted(name for name, one in self.tensors.items() if one.made == made))
 
     @property
     def worst(self) -> tuple[str, float] | None:

@@ -21,7 +21,7 @@ from .exact import exact_plane
 from .files import as_bytes, file_digest, write_at
 from .measure import ErrorSum
 from .observer import Observer
-from .outcome import ShardResult, TensorResult
+from .outcome import ENCODED, EXACT, KEPT, ShardResult, TensorResult
 from .plan import Job, ShardPlan
 from .record import Record
 from .sharing import Sharing
@@ -150,6 +150,7 @@ class _Sums:
     )
     nonfinite: dict[int, int] = field(default_factory=dict)
     errors: dict[str, ErrorSum] = field(default_factory=dict)
+    made: str = ENCODED
 
     def result(self, record: Record) -> TensorResult:
         amax = float(self.amax)
@@ -159,6 +160,7 @@ class _Sums:
             None if math.isnan(amax) else amax,
             sum(self.nonfinite.values()),
             {direction: sums.result() for direction, sums in self.errors.items()},
+            self.made,
         )
 
 
@@ -203,6 +205,8 @@ class _Writer:
         if record.quantizer.is_identity:
             return
         sums = self._sums.setdefault(record.name, _Sums())
+        if kept is not None:
+            sums.made = KEPT if step.job.is_kept else EXACT
         if self._workers is not None:
             for plane in planes:
                 error = sums.errors.setdefault(plane.direction, ErrorSum())

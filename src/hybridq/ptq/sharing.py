@@ -78,8 +78,8 @@ class Sharing:
             self._tops[group] = seen.top
             if seen.top is None:
                 self._notes.append(
-                    f"{' and '.join(names)} cannot be NVFP4 without loss, since the scales of the "
-                    f"MXFP4 blocks are {seen}, more than E4M3 holds; the values are encoded anew"
+                    f"{' and '.join(names)} cannot be NVFP4 without loss, since {seen.reason}; "
+                    "the values are encoded anew"
                 )
         return self._tops[group]
 
