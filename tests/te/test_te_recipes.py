@@ -27,7 +27,8 @@ FIELDS = {
     "NVFP4BlockScaling": "disable_rht disable_stochastic_rounding disable_2d_quantization "
     "row_scaled_activation nvfp4_4over6 nvfp4_4over6_e4m3_use_256 nvfp4_4over6_err_mode "
     "fp4_format fp8_format fp8_dpa fp8_mha backward_override",
-    "CustomRecipe": "qfactory fp8_format fp8_dpa fp8_mha backward_override quantization_alignment",
+    "CustomRecipe": "qfactory fp8_format fp8_dpa fp8_mha backward_override quantization_alignment "
+    "qfactory_key",
 }
 PLAIN = [name for name in FIELDS if name != "CustomRecipe"]
 

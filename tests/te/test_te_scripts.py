@@ -324,3 +324,73 @@ def test_states_of_generators_by_name() -> None:
         tracker.add("parts", 8)
     with pytest.raises(KeyError, match="must have been added"), tracker.fork("other"):
         pass
+
+
+def test_groups_are_padded_and_trimmed() -> None:
+    te = hybridq.te
+    splits = [3, 0, 17]
+    x = torch.randn(20, 8, device=DEVICE, requires_grad=True)
+    pad, trim = te.Fp8Padding(3, 16), te.Fp8Unpadding(3, 16)
+    padded, sizes = pad(x, splits)
+    assert sizes == [16, 0, 32] and padded.shape == (48, 8)
+    assert torch.equal(padded[:3], x[:3]) and not padded[3:16].any()
+    assert torch.equal(padded[16:33], x[3:])
+    back = trim(padded, splits)
+    assert torch.equal(back, x)
+    back.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    with te.autocast(recipe=te.common.recipe.MXFP8BlockScaling()):
+        assert te.Fp8Padding(3)(x, splits)[1] == [32, 0, 32]
+    with pytest.raises(ValueError, match="must have 3 sizes, got 2"):
+        pad(x, [10, 10])
+
+
+def test_losses_of_tokens() -> None:
+    logits = torch.randn(2, 5, 11, device=DEVICE, requires_grad=True)
+    target = torch.randint(0, 11, (2, 5), device=DEVICE)
+    target[0, 0] = -100
+    each = hybridq.te.parallel_cross_entropy(logits, target, 0.1)
+    mean = hybridq.te.parallel_cross_entropy(logits, target, 0.1, True)
+    log_p = torch.log_softmax(logits.detach().double(), -1)
+    hit = log_p.gather(-1, target.clamp(min=0)[..., None])[..., 0]
+    want = -(0.9 * hit + 0.1 * log_p.mean(-1)) * (target >= 0)
+    assert torch.allclose(each.double(), want, atol=1e-5)
+    assert float(mean) == pytest.approx(float(want.sum() / 9), abs=1e-5)
+    with pytest.raises(NotImplementedError, match="dist_process_group must be None"):
+        hybridq.te.parallel_cross_entropy(logits, target, dist_process_group="world")
+
+
+def test_tensors_that_a_backward_saves() -> None:
+    te = hybridq.te
+    made = te.MXFP8Quantizer(7)(torch.randn(4, 32, device=DEVICE))
+    flat, entries = te.prepare_for_saving(made, None, torch.ones(2, device=DEVICE))
+    again, rest = te.restore_from_saved(entries, [*flat, torch.zeros(1)], True)
+    assert torch.equal(again[0].dequantize(), made.dequantize()) and again[1] is None
+    assert len(rest) == 1 and float(again[2].sum()) == 2.0
+
+    class Context:
+        saved_tensors, tensor_objects = flat, entries
+
+    assert torch.equal(te.restore_from_func_ctx(Context)[0].dequantize(), made.dequantize())
+    with pytest.raises(AttributeError, match="must have tensor_objects"):
+        te.restore_from_func_ctx(Context)
+
+
+def test_optimizers_refuse_what_they_would_not_do() -> None:
+    optimizers = hybridq.te.optimizers
+    short = [torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))]
+    plain = [torch.nn.Parameter(torch.ones(4))]
+    for make, text in (
+        (lambda: optimizers.FusedAdam(short), "FusedAdam: master_weights must be True"),
+        (lambda: optimizers.FusedAdam(plain, amsgrad=True), "FusedAdam: amsgrad"),
+        (lambda: optimizers.FusedAdam(plain, adam_w_mode=False), "FusedAdam: adam_w_mode"),
+        (lambda: optimizers.FusedAdam(plain, exp_avg_dtype=torch.float16), "exp_avg_dtype"),
+        (lambda: optimizers.FusedSGD(short, 0.1), "FusedSGD: there are no masters"),
+        (lambda: optimizers.FusedSGD(plain, 0.1, wd_after_momentum=True), "wd_after_momentum"),
+    ):
+        with pytest.raises(NotImplementedError, match=text):
+            make()
+    for parameter in plain:
+        parameter.grad = torch.full_like(parameter, 2.0)
+    optimizers.FusedSGD(plain, 0.1, 0.9, weight_decay=0.5).step()
+    assert torch.allclose(plain[0].detach(), torch.full((4,), 1.0 - 0.1 * 2.5))

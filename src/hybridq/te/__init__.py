@@ -16,6 +16,7 @@ Example:
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 from . import (
     aliases,
@@ -26,32 +27,47 @@ from . import (
     hybrid,
     module,
     optimizers,
+    padding,
     permutation,
     quantization,
     quantizers,
     tensor,
+    utils,
 )
+from .common.recipe import quantizer_factory
 from .constants import *  # noqa: F403
 from .distributed import *  # noqa: F403
 from .hybrid import *  # noqa: F403
 from .module import *  # noqa: F403
+from .padding import *  # noqa: F403
 from .permutation import *  # noqa: F403
 from .quantization import *  # noqa: F403
 from .quantizers import *  # noqa: F403
+from .refused import REFUSED
 from .tensor import *  # noqa: F403
+from .utils import *  # noqa: F403
 
 __all__ = [
-    *("common", "custom_recipes", "optimizers", "pytorch"),
+    *("common", "custom_recipes", "optimizers", "pytorch", "quantizer_factory"),
     *constants.__all__,
     *distributed.__all__,
     *hybrid.__all__,
     *module.__all__,
+    *padding.__all__,
     *permutation.__all__,
     *quantization.__all__,
     *quantizers.__all__,
     *(name for name in tensor.__all__ if not name.endswith("Quantizer")),
+    *utils.__all__,
 ]
 
 #: This package: `transformer_engine.pytorch` is what `hybridq.te` has the names of.
 pytorch = sys.modules[__name__]
 aliases.install()
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in REFUSED:
+        text = f"te.{name} is not here: {REFUSED[name]}"
+        raise AttributeError(text, name=name, obj=pytorch)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=pytorch)

@@ -24,7 +24,8 @@ PATHS: Final = {
         *("module.layernorm_linear", "module.layernorm_mlp", "module.grouped_linear"),
         *("module.layernorm", "module.rmsnorm"),
     ),
-    "optimizers": ("optimizers.fused_adam",),
+    "optimizers": ("optimizers.fused_adam", "optimizers.fused_sgd"),
+    "padding": ("module.fp8_padding", "module.fp8_unpadding", "cross_entropy"),
     "permutation": (),
     "quantization": ("fp8",),
     "tensor": (
@@ -32,6 +33,7 @@ PATHS: Final = {
         *("tensor.mxfp8_tensor", "tensor.nvfp4_tensor", "tensor.float8_blockwise_tensor"),
         *("tensor.hybrid_tensor", "tensor.identity_tensor"),
     ),
+    "utils": (),
 }
 
 

@@ -30,6 +30,7 @@ def _for_te(factory: Callable[[QuantizerRole], Any]) -> Callable[[Any], Any]:
             return scaling.DelayedScalingRequest()
         return quantizer_of(found)
 
+    made.qfactory_key = (f"{__name__}.{factory.__name__}", 1)  # type: ignore[attr-defined]
     return made
 
 

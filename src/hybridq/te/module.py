@@ -17,6 +17,7 @@ from .signatures import constructor, forward, with_arguments
 __all__ = [
     "DotProductAttention",
     "GroupedLinear",
+    "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 LayerNorm, RMSNorm = nn.LayerNorm, nn.RMSNorm
+InferenceParams = nn.InferenceParams
 RotaryPositionEmbedding = nn.RotaryPositionEmbedding
 
 

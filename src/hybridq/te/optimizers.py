@@ -1,4 +1,4 @@
-"""FusedAdam over `hybridq.optim.AdamW`.
+"""FusedAdam over `hybridq.optim.AdamW`, FusedSGD over torch's SGD.
 
 Source: names, order and defaults of arguments: Transformer Engine's `pytorch/optimizers`.
 """
@@ -13,7 +13,7 @@ import torch
 from .. import optim
 from ..tensor import is_quantized
 
-__all__ = ["FusedAdam"]
+__all__ = ["FusedAdam", "FusedSGD"]
 
 
 class FusedAdam(optim.AdamW):
@@ -102,11 +102,60 @@ class FusedAdam(optim.AdamW):
             NotImplementedError: a short or quantized parameter without `master_weights`.
         """
         super().add_param_group(param_group)
-        if self.master_weights:
-            return
-        for parameter in self.param_groups[-1]["params"]:
-            if is_quantized(parameter) or parameter.dtype in (torch.bfloat16, torch.float16):
-                raise NotImplementedError(
-                    "FusedAdam: master_weights must be True for parameters that are quantized, "
-                    f"BF16 or FP16, got {parameter.dtype}"
-                )
+        if not self.master_weights:
+            _refuse_short(self, "master_weights must be True")
+
+
+def _refuse_short(optimizer: Any, rule: str) -> None:
+    for parameter in optimizer.param_groups[-1]["params"]:
+        if is_quantized(parameter) or parameter.dtype in (torch.bfloat16, torch.float16):
+            raise NotImplementedError(
+                f"{type(optimizer).__name__}: {rule} for parameters that are quantized, BF16 or "
+                f"FP16, got {parameter.dtype}"
+            )
+
+
+class FusedSGD(torch.optim.SGD):
+    """`torch.optim.SGD` with Transformer Engine's arguments, for FP32 parameters.
+
+    Args:
+        params, lr, momentum, dampening, weight_decay, nesterov: as for `torch.optim.SGD`.
+        wd_after_momentum: False.
+        materialize_master_grads: has no effect: there are no masters.
+        set_grad_none: None or True.
+
+    Raises:
+        NotImplementedError: another value, or a parameter that is not FP32.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool | None = None,
+    ) -> None:
+        if wd_after_momentum or set_grad_none is False:
+            raise NotImplementedError(
+                "FusedSGD: wd_after_momentum must be False and set_grad_none True, got "
+                f"{wd_after_momentum} and {set_grad_none}"
+            )
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; `torch.optim.Optimizer` calls it for the first ones, too.
+
+        Args:
+            param_group: as torch takes it.
+
+        Raises:
+            NotImplementedError: a parameter is short or quantized; `hybridq.optim` has masters.
+        """
+        super().add_param_group(param_group)
+        _refuse_short(self, "there are no masters, use FusedAdam or hybridq.optim.Muon")

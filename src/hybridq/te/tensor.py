@@ -18,7 +18,7 @@ from .. import tensor as tensors
 from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..formats import PlaneSpec
 from ..storage import Plane, TensorStorage
-from ..tensor import QuantizedTensor, prepare_for_saving, restore_from_saved
+from ..tensor import QuantizedTensor
 from .buffers import data_of, plane_of, scale_of
 from .constants import DType, element_of
 from .hybrid import HybridQuantizer, quantizer_of
@@ -55,8 +55,6 @@ __all__ = [
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",
-    "prepare_for_saving",
-    "restore_from_saved",
 ]
 
 _SIDES: Final[tuple[tuple[Direction, str], ...]] = (

@@ -35,6 +35,7 @@ __all__ = [
     "NVFP4BlockScaling",
     "QParams",
     "Recipe",
+    "quantizer_factory",
 ]
 
 
@@ -343,6 +344,20 @@ def _known_or(plain: ours.Recipe, custom: ours.Recipe) -> ours.Recipe:
     return plain if same else custom
 
 
+def quantizer_factory(*, key: Any) -> Callable[[Any], Any]:
+    """Return a decorator that gives a factory its `qfactory_key`.
+
+    Args:
+        key: a name and a version, as a rule.
+    """
+
+    def keyed(factory: Any) -> Any:
+        factory.qfactory_key = key
+        return factory
+
+    return keyed
+
+
 class _Asked:
     """A caller's factory as hybridq asks it: with None for a boundary, and given frozen values.
 
@@ -384,6 +399,8 @@ class CustomRecipe(Recipe):
         fp8_dpa, fp8_mha: False.
         backward_override: None, `"high_precision"` or `"dequantized"`.
         quantization_alignment: what `get_align_size_for_quantization` returns; any shape will do.
+        qfactory_key: what `quantizer_factory` gave the factory; recipes of one function are one
+            recipe, with a key or without.
 
     Raises:
         ValueError, TypeError, NotImplementedError: another value; the text names the field.
@@ -395,9 +412,12 @@ class CustomRecipe(Recipe):
     fp8_mha: bool = False
     backward_override: str | None = None
     quantization_alignment: int = 128
+    qfactory_key: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.qfactory_key is None:
+            self.qfactory_key = getattr(self.qfactory, "qfactory_key", None)
         if self.quantization_alignment <= 0:
             raise ValueError(
                 "CustomRecipe: quantization_alignment must be positive, got "

@@ -1,0 +1,39 @@
+"""Names of Transformer Engine that are not here, and why."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["REFUSED"]
+
+_UB: Final = "collectives are not hidden under GEMMs by user buffers"
+_KERNEL: Final = "hybridq has no module of this attention"
+_PROBS: Final = "weights of tokens belong to the routes that hybridq.moe.permute takes"
+_GLU: Final = "the two halves of a gated activation lie one behind the other"
+_MUON: Final = "hybridq.optim.Muon has its own iterations"
+
+#: By name, the reason.
+REFUSED: Final = {
+    "CPLoadBalancingStrategy": "ranks share sequences by hybridq.distributed.sequence_parallel",
+    "CusolverMpCtx": _MUON,
+    "FusedMLAQUpProjFunction": _KERNEL,
+    "FusedMLAQUpProjRopeQuant": _KERNEL,
+    "GatedDeltaNetAttention": _KERNEL,
+    "ManualOffloadSynchronizer": "hybridq.offload moves planes as their layers begin and end",
+    "UserBufferQuantizationMode": _UB,
+    "apply_recipe": "a recipe by names of modules is hybridq.recipes.ByName",
+    "deinterleave_glu_tensor": _GLU,
+    "destroy_ub": _UB,
+    "get_cudnn_version": "nothing here runs cuDNN by itself",
+    "initialize_ub": _UB,
+    "interleave_glu_tensor": _GLU,
+    "make_graphed_callables": "torch.compile(mode='reduce-overhead') captures CUDA graphs",
+    "mark_not_offload": "hybridq.offload takes the planes of activations, and no parameter",
+    "moe_permute_and_pad_with_probs": _PROBS,
+    "moe_permute_with_probs": _PROBS,
+    "moe_sort_chunks_by_index_with_probs": _PROBS,
+    "newton_schulz": _MUON,
+    "newton_schulz_tp": _MUON,
+    "onnx_export": "ONNX has no operators for pairs of planes; see hybridq.export",
+    "ops": "LayerNormLinear, LayerNormMLP and hybridq.nn.FusedSequential are what is fused",
+}
