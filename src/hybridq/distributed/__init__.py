@@ -21,6 +21,7 @@ from .collectives import (
     all_reduce,
     all_to_all,
     ddp_hook,
+    parallel_cross_entropy,
     quantized_reduce_scatter,
     reduce_scatter,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "check_ranks",
     "context_parallel",
     "ddp_hook",
+    "parallel_cross_entropy",
     "pipeline_stage",
     "post_all_gather_processing",
     "prepare_fsdp2",

@@ -7,6 +7,7 @@ from .dot_product_attention import DotProductAttention
 from .embedding import Embedding
 from .foreign_linear import ForeignLinear
 from .fused_sequential import FusedSequential
+from .group_padding import Fp8Padding, Fp8Unpadding
 from .grouped_linear import GroupedLinear
 from .grouped_module import GroupedModule
 from .kv_cache import InferenceParams
@@ -38,6 +39,8 @@ __all__ = [
     "DotProductAttention",
     "Embedding",
     "ForeignLinear",
+    "Fp8Padding",
+    "Fp8Unpadding",
     "FusedSequential",
     "GroupedLinear",
     "GroupedModule",
