@@ -112,6 +112,61 @@ def test_encoded_anew_from_exact_values(
     assert_same(stored(tmp_path / "other"), want)
 
 
+@pytest.mark.parametrize(
+    ("layout", "fmt", "row", "col"),
+    [
+        ("modelopt", "nvfp4", "nvfp4", "mxfp8"),
+        ("modelopt", "mxfp8", "mxfp8", "nvfp4"),
+        ("compressed-tensors", "mxfp8", "mxfp8", "fp8_e5m2"),
+        ("fine-grained-fp8", "fp8_block", "fp8_128x128", "fp8_128x128"),
+        ("fine-grained-fp8", "fp8_block", "fp8_128x128", "fp8_1x128"),
+    ],
+)
+@pytest.mark.parametrize("size", ["whole", "tiles"])
+def test_the_plane_that_is_there_stays_and_the_other_is_made_of_its_values(
+    layout, fmt, row, col, size, source, tmp_path, request
+):
+    """By the readers' own decoding, and the library's encode of each matrix in one piece."""
+    q = quantized(source, tmp_path / "q", layout, fmt)
+    if size == "tiles":
+        request.getfixturevalue("small_tiles")
+    quantizer = hybridq.quantizer(row, col)
+    notes = run(q, tmp_path / "both", layout="hybridq", format=quantizer)
+    before, values = hybridq.load_checkpoint(q), decoded(q, layout)
+    after = hybridq.load_checkpoint(tmp_path / "both")
+    names = notes.outcome.named("kept")
+    assert set(names) == {name for name in values if after.record(name) is not None} != set()
+    for name in names:
+        made, own = after[name], before[name]
+        assert torch.equal(made.rowwise.data, own.rowwise.data)
+        assert torch.equal(made.dequantize(dtype=torch.float32), values[name])
+        assert ((name + ".columnwise.data") in stored(tmp_path / "both")) == (row != col)
+        if row == col:  # squares: one plane is the other transposed
+            assert torch.equal(made.columnwise.data, own.rowwise.data.t())
+            assert torch.equal(made.columnwise.scale, own.rowwise.scale.t())
+            continue
+        want = quantizer(values[name]).columnwise
+        for buffer in want.buffers:
+            got = made.columnwise.buffers[buffer]
+            assert torch.equal(got.view(torch.uint8), want.buffers[buffer].view(torch.uint8)), (
+                buffer
+            )
+        assert made.columnwise.spec == want.spec
+
+
+def test_a_model_goes_on_training_from_planes_of_another_program(source, tmp_path):
+    """A plane that is kept beside one that is made: the module's forward and gradient take them."""
+    q = quantized(source, tmp_path / "q", "modelopt", "nvfp4")
+    quantizer = hybridq.quantizer("nvfp4", "mxfp8", columnwise_source="rowwise_dequantized")
+    run(q, tmp_path / "both", layout="hybridq", format=quantizer)
+    made = hybridq.load_checkpoint(tmp_path / "both")["model.layers.1.q_proj.weight"]
+    values = decoded(q, "modelopt")["model.layers.1.q_proj.weight"]
+    assert torch.equal(made.dequantize(dtype=torch.float32), values)
+    back = made.columnwise.dequantize()
+    want = hybridq.quantize(values, None, columnwise="mxfp8").columnwise.dequantize()
+    assert torch.equal(back, want)
+
+
 def test_convert_checkpoint_decodes_first(source, tmp_path):
     q = quantized(source, tmp_path / "q", "fine-grained-fp8", "fp8_block")
     quantizer = hybridq.quantizer("nvfp4", "mxfp8")

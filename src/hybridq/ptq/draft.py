@@ -52,11 +52,14 @@ class Draft:
         outputs: the tensors of the new file.
         view: where the values stand that are encoded; None: it is copied.
         record: how it is quantized; None: it is copied.
-        is_kept: its planes are in the source as they are wanted.
+        is_kept: its planes are in the source as they are wanted; if `beside` names others, the one
+            that the source has is.
         group: of the tensors with which it shares its amax; "": none.
         source_nbytes: of the tensors that it stands in.
         as_stored: makes the plane that the file holds of the one that is encoded; None: it is it.
         is_exact: its MXFP4 planes become NVFP4 by their scales alone, if those allow it.
+        beside: of a plane that is kept: how the other one is made of what that decodes to; None:
+            there is no other to make.
     """
 
     entry: Entry | None
@@ -68,6 +71,7 @@ class Draft:
     source_nbytes: int = 0
     as_stored: Callable[[Plane], Plane] | None = None
     is_exact: bool = False
+    beside: Record | None = None
 
 
 class CheckpointScheme(ABC):

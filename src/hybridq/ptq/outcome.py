@@ -29,8 +29,9 @@ class TensorResult:
         amax: largest magnitude; infinity counts as the FP32 maximum; None if there is a NaN.
         num_nonfinite: how many values are NaN or infinite.
         errors: direction of each stored plane to its error; empty if errors were not asked for.
-        made: `"encoded"` from its values; `"kept"`: codes and scales are the source's; `"exact"`:
-            codes are, and other scales stand for the same numbers, as of MXFP4 that became NVFP4.
+        made: `"encoded"` from its values; `"kept"`: codes and scales are the source's, of two
+            planes those of the one that it has; `"exact"`: codes are, and other scales stand for
+            the same numbers, as of MXFP4 that became NVFP4.
     """
 
     quantizer: str

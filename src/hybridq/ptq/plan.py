@@ -44,11 +44,13 @@ class Job:
         view: where the values stand that are encoded, or None for one that is copied.
         record: how it is quantized, or None for one that is copied.
         places: by direction and buffer; of one that is copied, under `("", "")`.
-        is_kept: its planes are in the source as they are wanted.
+        is_kept: its planes, but for `beside`, are in the source as they are wanted.
         group: of the tensors with which it shares its amax; "": none.
         nbytes: of the source.
         as_stored: makes the plane that the file holds of the one that is encoded; None: it is it.
         is_exact: its MXFP4 planes become NVFP4 by their scales alone, if those allow it.
+        beside: of a plane that is kept: how the other one is made of what that decodes to; None:
+            there is no other to make.
     """
 
     entry: Entry
@@ -60,6 +62,7 @@ class Job:
     nbytes: int
     as_stored: Callable[[Plane], Plane] | None = None
     is_exact: bool = False
+    beside: Record | None = None
 
     @property
     def shares(self) -> bool:
@@ -167,6 +170,7 @@ def _job(draft: Draft, entry: Entry, places: Mapping[tuple[str, str], Place]) ->
         draft.source_nbytes,
         draft.as_stored,
         draft.is_exact,
+        draft.beside,
     )
 
 

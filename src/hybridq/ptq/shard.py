@@ -189,18 +189,17 @@ class _Writer:
         """Take one tile through one pass."""
         if self._encoder is None or self._current != (step.job, step.index):
             self._current = (step.job, step.index)
-            self._encoder = MatrixEncoder(record, self._stat(step.job))
+            self._encoder = MatrixEncoder(step.job.beside or record, self._stat(step.job))
         kept = self._kept(step, view, tile, pieces)
-        if kept is not None:
-            x = kept.dequantize(torch.float32)
-            self._encoder.look(tile, x)
-            planes = [kept]
+        x = view.values(tile, pieces) if kept is None else kept.dequantize(torch.float32)
+        if step.stage != ENCODE:
+            self._encoder.observe(step.stage, tile, x)
+            return
+        planes = [] if kept is None else [kept]
+        if kept is None or step.job.beside is not None:
+            planes += self._encoder.encode(tile, x)
         else:
-            x = view.values(tile, pieces)
-            if step.stage != ENCODE:
-                self._encoder.observe(step.stage, tile, x)
-                return
-            planes = self._encoder.encode(tile, x)
+            self._encoder.look(tile, x)
         self._write(step, record, tile, planes)
         if record.quantizer.is_identity:
             return

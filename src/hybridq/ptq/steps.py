@@ -17,6 +17,7 @@ from .budget import Budget
 from .encode import ENCODE, passes_of
 from .files import as_bytes
 from .plan import Job, ShardPlan
+from .record import Record
 from .source import Opened, Shard
 from .tiles import Tile, tiles_of
 from .views import Range
@@ -144,8 +145,15 @@ def matrix_steps(job: Job, budget: Budget, stages: tuple[str, ...] = ()) -> Iter
     if view is None or record is None:
         return
     tiles = list(tiles_of(record, budget.values_of(record, view), view.units))
-    own = stages or ((ENCODE,) if job.is_kept else passes_of(record, tiles[0].is_whole, job.shares))
+    own = stages or _passes(job, record, tiles[0].is_whole)
     for index in range(record.count):
         for stage in own:
             for tile in tiles:
                 yield Step(job, view.ranges(index, tile), index, tile, stage)
+
+
+def _passes(job: Job, record: Record, is_whole: bool) -> tuple[str, ...]:
+    """Return the passes over each matrix of a tensor; one over codes that stay as they are."""
+    if not job.is_kept:
+        return passes_of(record, is_whole, job.shares)
+    return (ENCODE,) if job.beside is None else passes_of(job.beside, is_whole)

@@ -68,16 +68,22 @@ class TrainingScheme(CheckpointScheme):
                 made.append(encoded(entry, view, record, record.stored()))
                 continue
             kept = self._kept(item, record)
+            beside = None if kept is None else _beside(item, kept)
             record = kept or record
             is_kept = kept is not None
-            made.append(encoded(entry, item.view, record, record.stored(), is_kept=is_kept))
+            stored = record.stored()
+            made.append(encoded(entry, item.view, record, stored, is_kept=is_kept, beside=beside))
         return made
 
     def _kept(self, weight: Weight, record: Record) -> Record | None:
-        """Return the record of the plane that a weight has, if it is the one that is wanted."""
+        """Return the record of the planes of a weight that has one of those that are wanted.
+
+        The other is made of what it decodes to; None: both are.
+        """
         is_rowwise, own = weight.view.direction == ROWWISE, weight.view.spec
         wanted, other = (record.row, record.col) if is_rowwise else (record.col, record.row)
-        if wanted is None or other is not None:
+        source = record.quantizer.columnwise_source
+        if wanted is None or (other is not None and not is_rowwise and source != "original"):
             return None
         parts = (wanted.format.element, wanted.format.block, wanted.format.scale)
         if parts != (own.format.element, own.format.block, own.format.scale):
@@ -87,8 +93,10 @@ class TrainingScheme(CheckpointScheme):
         spec = self._specs[weight.entry.name]
         if spec is None:
             return None
-        kept = Quantizer(spec, None) if is_rowwise else Quantizer(None, spec)
-        return replace(record, quantizer=kept)
+        if record.is_derived:
+            return replace(record, quantizer=Quantizer(spec, spec))
+        kept = Quantizer(spec, other, source if other else "original")
+        return replace(record, quantizer=kept if is_rowwise else Quantizer(other, spec))
 
     def metadata(self, shard: Shard, drafts: Sequence[Draft]) -> Mapping[str, str]:
         """Return the source's metadata, with the records of what is quantized.
@@ -133,3 +141,17 @@ class TrainingScheme(CheckpointScheme):
             tensors: the record of each tensor, and its file.
         """
         return {RECORD: {"version": VERSION, "hybridq": __version__, "tensors": tensors}}
+
+
+def _beside(weight: Weight, kept: Record) -> Record | None:
+    """Return how the plane that a weight lacks is made of its values; None: it lacks none.
+
+    Args:
+        weight: of the source.
+        kept: record of both planes, of which it has one.
+    """
+    is_rowwise = weight.view.direction == ROWWISE
+    other = kept.col if is_rowwise else kept.row
+    if other is None or kept.is_derived:
+        return None
+    return replace(kept, quantizer=Quantizer(None, other) if is_rowwise else Quantizer(other, None))
