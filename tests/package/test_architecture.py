@@ -82,6 +82,7 @@ ROOMS = {
         "flat",
         "pipelines",
         "sequence_gradients",
+        "token_sums",
         "part_planes",
         "token_styles",
     ),

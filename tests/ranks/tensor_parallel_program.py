@@ -290,7 +290,7 @@ def refused() -> None:
         try:
             inner(torch.randn(4, 128))
         except NotImplementedError as error:
-            assert "leave it off for tensor parallelism" in str(error)
+            assert "leave them off for tensor parallelism" in str(error)
         else:
             raise AssertionError("fuse_wgrad_accumulation was taken")
 

@@ -2,8 +2,8 @@
 
 Rooms, each of which imports only those before it: `agreement`, `encoding`, `parameters`, `units`,
 `tensors`; then `attachment`, `fsdp2`, `scaling_history`, `collectives`, `sequence`, `flat`,
-`pipelines`, `sequence_gradients`, `part_planes` and `token_styles`. What estimates runs without
-running them (`plan`, `count_traffic`, ...) is in `hybridq.estimate`; its names are found here too.
+`pipelines`, `sequence_gradients`, `token_sums`, `part_planes` and `token_styles`. What estimates
+runs without running them (`plan`, ...) is in `hybridq.estimate`; its names are found here too.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from .scaling_history import ScalingHistory
 from .sequence import context_parallel, sequence_loss, sequence_parallel, shard_sequence
 from .sequence_gradients import reduce_sequence_parallel_gradients
 from .tensors import GatheredWeight, QuantizedWeight
+from .token_sums import quantize_token_sums
 
 __all__ = [
     "CollectiveHandle",
@@ -55,6 +56,7 @@ __all__ = [
     "post_all_gather_processing",
     "prepare_fsdp2",
     "quantize_master_weights",
+    "quantize_token_sums",
     "quantized_reduce_scatter",
     "reduce_scatter",
     "reduce_sequence_parallel_gradients",

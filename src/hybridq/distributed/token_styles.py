@@ -60,6 +60,7 @@ class ColwiseParallel(_TorchColwise):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linear = _linear(self, module)
+        linear.gathers_tokens = _is_of_tokens(self.input_layouts[0])
         split_planes(self, linear, device_mesh, 0)
         return super()._apply(linear, device_mesh)
 
@@ -67,7 +68,8 @@ class ColwiseParallel(_TorchColwise):
 class RowwiseParallel(_TorchRowwise):
     """torch's style; the gradient of an output whose tokens are dealt out is gathered as planes.
 
-    The sum over ranks is scattered in the dtype of the output. In the backward each rank encodes
+    The sum over ranks is scattered in the dtype of the output, or quantized
+    (`quantize_token_sums`). In the backward each rank encodes
     the gradient of its own tokens, and both planes travel together. A quantized weight is cut into
     parts of its planes.
 

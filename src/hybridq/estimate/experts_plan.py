@@ -18,8 +18,8 @@ import torch
 
 from .._text import Table, size_text
 from ..expert_parallel.plans import experts_by_rank
-from ..expert_parallel.transport import row_format
 from ..formats import PlaneSpec
+from ..formats.row_format import row_format
 from .axes import AxisMoved
 
 __all__ = ["ExpertsPlan", "ExpertsShape", "plan_experts"]

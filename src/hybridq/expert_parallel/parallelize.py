@@ -15,6 +15,7 @@ from ..converters import converters
 from ..distributed.agreement import Fingerprint, compare
 from ..distributed.collectives import formats_of_directions
 from ..formats import PlaneSpec
+from ..formats.row_format import row_format
 from ..moe import Experts, ExpertsLayout, convert_experts
 from ..nn.delayed_scaling import reduce_over
 from ..recipes.named import source
@@ -22,7 +23,6 @@ from ..tensor import is_quantized
 from .exchange import BY_RECIPE, TokenExchange
 from .plans import capacity_of, experts_by_rank
 from .ranks import Ranks, ranks_of
-from .transport import row_format
 
 __all__ = ["parallelize_experts"]
 

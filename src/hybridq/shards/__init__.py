@@ -7,6 +7,7 @@ from .plane_memory import memories, refill
 from .plane_shards import Piece, PlaneShards
 from .reduction import MAXIMA_AT_ONCE, reduce_maxima
 from .row_shards import Shards
+from .row_sums import SumInFlight, send_sum
 from .storage_shards import StorageShards
 from .strided_copies import Places, Targets
 from .token_gather import Arriving, OwnPlane, TokenGather
@@ -22,6 +23,7 @@ __all__ = [
     "PlaneShards",
     "Shards",
     "StorageShards",
+    "SumInFlight",
     "Targets",
     "TokenGather",
     "UniformShards",
@@ -31,4 +33,5 @@ __all__ = [
     "memories",
     "reduce_maxima",
     "refill",
+    "send_sum",
 ]

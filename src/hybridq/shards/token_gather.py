@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import torch
 
-from .._torch_private import functional_all_gather, functional_scatter, wait_tensor
+from .._torch_private import functional_all_gather, wait_tensor
 from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..formats import PlaneText
 from .cut import Cut
+from .row_sums import SumInFlight, send_sum
 from .token_axis import token_axis
 
 __all__ = ["Arriving", "OwnPlane", "TokenGather"]
@@ -47,12 +48,14 @@ class TokenGather(NamedTuple):
         world: number of ranks.
         runs: of how many pieces of the whole, equally long, a rank's rows are (`Cut.runs`): of
             `[batch, tokens, features]` whose tokens are dealt out, the batch.
+        sums: spec string of the terms of sums over ranks (`send_sum`); empty: values.
     """
 
     group: str
     rank: int
     world: int
     runs: int = 1
+    sums: str = ""
 
     def unit(self, row: PlaneText, col: PlaneText | None) -> int:
         """Return what each run must have a multiple of, for blocks to be whole.
@@ -97,8 +100,8 @@ class TokenGather(NamedTuple):
         flat = payload[0] if len(payload) == 1 else torch.cat(payload)
         return Arriving(functional_all_gather(flat, self.world, self.group), planes, is_one, self)
 
-    def scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of the sum of all ranks' x, once they were waited for.
+    def scatter(self, x: torch.Tensor) -> SumInFlight:
+        """Send this rank's term of a sum, of which each rank gets its rows.
 
         Args:
             x: `[rows, cols]` of the whole.
@@ -106,7 +109,7 @@ class TokenGather(NamedTuple):
         if self.runs > 1:
             pieces = x.view(self.runs, self.world, -1, x.shape[1])
             x = pieces.transpose(0, 1).reshape(x.shape)
-        return functional_scatter(x.contiguous(), self.world, self.group)
+        return send_sum(x, self.world, self.group, self.sums)
 
 
 class Arriving(NamedTuple):

@@ -16,10 +16,10 @@ import torch
 from ..._torch_private import (
     functional_all_gather,
     functional_all_reduce,
-    functional_scatter,
     wait_tensor,
 )
 from ...kernels.operators import StatedFunction
+from ...shards import send_sum
 
 __all__ = ["gather_tokens", "scatter_tokens", "share", "sum_over"]
 
@@ -60,13 +60,13 @@ class _Gather(StatedFunction):
     second = "exact"
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: str, size: int) -> torch.Tensor:
-        ctx.place = (group, size)
+    def forward(ctx: Any, x: torch.Tensor, group: str, size: int, sums: str) -> torch.Tensor:
+        ctx.place = (group, size, sums)
         return wait_tensor(functional_all_gather(x.contiguous(), size, group))
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        return scatter_tokens(dy, *ctx.place), None, None
+        return scatter_tokens(dy, *ctx.place), None, None, None
 
 
 class _Scatter(StatedFunction):
@@ -75,13 +75,14 @@ class _Scatter(StatedFunction):
     second = "exact"
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: str, size: int) -> torch.Tensor:
-        ctx.place = (group, size)
-        return wait_tensor(functional_scatter(x.contiguous(), size, group))
+    def forward(ctx: Any, x: torch.Tensor, group: str, size: int, sums: str) -> torch.Tensor:
+        ctx.place = (group, size, sums)
+        own = send_sum(x.reshape(-1, x.shape[-1]), size, group, sums).wait()
+        return own.view(x.shape[0] // size, *x.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        return gather_tokens(dy, *ctx.place), None, None
+        return gather_tokens(dy, *ctx.place), None, None, None
 
 
 def share(x: torch.Tensor, group: str) -> torch.Tensor:
@@ -106,25 +107,27 @@ def sum_over(x: torch.Tensor, group: str) -> torch.Tensor:
     return made
 
 
-def gather_tokens(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
+def gather_tokens(x: torch.Tensor, group: str, size: int, sums: str = "") -> torch.Tensor:
     """Return all ranks' x, one behind the other along the first dimension.
 
     Args:
         x: `[tokens / size, ...]`, as many on each rank.
         group: the process group's name.
         size: its number of ranks.
+        sums: spec string of the gradient's terms, as `send_sum` takes it; empty: values.
     """
-    made: torch.Tensor = _Gather.apply(x, group, size)
+    made: torch.Tensor = _Gather.apply(x, group, size, sums)
     return made
 
 
-def scatter_tokens(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
+def scatter_tokens(x: torch.Tensor, group: str, size: int, sums: str = "") -> torch.Tensor:
     """Return this rank's part, along the first dimension, of the sum of all ranks' x.
 
     Args:
         x: `[tokens, ...]`, this rank's term; the ranks divide its tokens.
         group: the process group's name.
         size: its number of ranks.
+        sums: spec string of the terms, as `send_sum` takes it; empty: values.
 
     Raises:
         ValueError: they do not.
@@ -134,5 +137,5 @@ def scatter_tokens(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
             f"sequence_parallel: {size} ranks must divide the first dimension of the input, got "
             f"{x.shape[0]}; pad the sequence"
         )
-    made: torch.Tensor = _Scatter.apply(x, group, size)
+    made: torch.Tensor = _Scatter.apply(x, group, size, sums)
     return made

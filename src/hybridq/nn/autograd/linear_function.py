@@ -29,7 +29,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ..._torch_private import wait_tensor
 from ...kernels.choice import Operand
 from ...kernels.inputs import can_bypass_dispatcher, has_autocast, refuse_tangents, without_autocast
 from ...kernels.operators import StatedFunction, run_checked_gemm, run_gemm, sum_of_rows
@@ -183,7 +182,7 @@ def _forward(
         None if call.weight is None else call.weight.row_kept,
     )
     if call.cuts.scattered is not None:
-        y = wait_tensor(call.cuts.scattered.scatter(y))
+        y = call.cuts.scattered.scatter(y).wait()
     return y, x_saved, w_saved, known
 
 
@@ -294,7 +293,7 @@ def _backward(
         # Saved tensors may have been through a user's hooks, so they are checked.
         run = run_gemm if direct else None
         own = () if ctx.scales is None else (ctx.scales,)
-        x_arrives = None
+        x_arrives = dx_arrives = None
         if gathered is not None and needs.w:  # under the first product
             x_arrives = send_saved(gathered, x_saved, plan.input)
         encoder = SlotEncoder(grad, "grad_output", seed, direct, own, ctx.cuts.grad_output)
@@ -322,7 +321,7 @@ def _backward(
                 kept,
             )
             if gathered is not None:  # under the second product
-                dx = gathered.scatter(dx)
+                dx_arrives = gathered.scatter(dx)
         if needs.w:
             if x_arrives is not None:
                 (x_saved,) = x_arrives.wait()
@@ -333,8 +332,8 @@ def _backward(
                 ctx.into.late.put((ctx.into,), partial(_late_gradient, dy_col, *given))
         if needs.bias:
             dbias = sum_of_rows(dy) if direct else torch.ops.hybridq.bias_grad(dy)
-        if gathered is not None and dx is not None:
-            dx = wait_tensor(dx)
+        if dx_arrives is not None:
+            dx = dx_arrives.wait()
         if ctx.prologue is not None and dx is not None:
             x, known, gamma = start[0], start[1 : 1 + num_known], start[1 + num_known :]
             dx, dgamma, dbeta = ctx.prologue.backward(

@@ -27,6 +27,7 @@ from .tensor_parallel import (
     run_windows,
     whole_input,
 )
+from .token_sums import sums_under
 
 __all__ = ["FusedModule", "run_part"]
 
@@ -72,6 +73,8 @@ def run_part(
         raise module._error(
             RuntimeError, "call set_tensor_parallel_group with the ranks' group before the forward"
         )
+    if module.token_sums is not None:
+        parallel = parallel._replace(sums=sums_under(module, recipe))
     plan = None if recipe is None else module.plan_of(recipe, part)
     if parallel.mode == COLUMN:
         if before is not None:  # its weights' gradients are those of the whole
@@ -155,7 +158,7 @@ def _run(
         )
         return _product(local, plan, x, None, None)
 
-    return dtensor_forward(module, x, weight, bias, plan, run)
+    return dtensor_forward(module, x, weight, bias, plan, run, sums_under(module, recipe))
 
 
 def _product(

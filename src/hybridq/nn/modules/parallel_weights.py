@@ -27,6 +27,11 @@ class ParallelWeights(Boundary):
     #: Of a row parallel part whose weight is a DTensor, along which dimension of its output tokens
     #: are dealt out, where its sum is scattered by the module itself (`token_styles`).
     scatters_tokens: int | None = None
+    #: Whether a column parallel part whose weight is a DTensor takes tokens that are dealt out.
+    gathers_tokens: bool = False
+    #: Formats of the terms of sums over ranks each of which gets its tokens, of outputs and of
+    #: gradients (`hybridq.distributed.quantize_token_sums`); None: values travel.
+    token_sums: tuple[str, str] | None = None
     #: How initial values of parts are drawn.
     drawing: ParallelOptions = ParallelOptions()
 

@@ -48,6 +48,8 @@ class Parallel(NamedTuple):
         sizes: rows or columns of each rank, in order.
         sequence_parallel: outside of a pair of layers each rank has a part of the tokens.
         dim: along which dimension of inputs and outputs tokens are dealt out.
+        sums: spec strings of the terms of sums over ranks each of which gets its tokens: of
+            outputs, and of gradients; empty: values travel.
     """
 
     group: str
@@ -56,6 +58,7 @@ class Parallel(NamedTuple):
     sizes: tuple[int, ...]
     sequence_parallel: bool = False
     dim: int = 0
+    sums: tuple[str, str] = ("", "")
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the part multiplies, of what the module was given.
@@ -68,7 +71,7 @@ class Parallel(NamedTuple):
         if self.mode == ROW:
             return x
         if self.sequence_parallel:
-            return gather_tokens(x, self.group, len(self.sizes))
+            return gather_tokens(x, self.group, len(self.sizes), self.sums[1])
         return share(x, self.group)
 
     def leave(self, y: torch.Tensor) -> torch.Tensor:
@@ -80,7 +83,7 @@ class Parallel(NamedTuple):
         if self.mode == COLUMN:
             return y
         if self.sequence_parallel:
-            return scatter_tokens(y, self.group, len(self.sizes))
+            return scatter_tokens(y, self.group, len(self.sizes), self.sums[0])
         return sum_over(y, self.group)
 
     def tokens(self, plan: Plan | None, shape: torch.Size) -> TokenGather | None:
@@ -101,7 +104,8 @@ class Parallel(NamedTuple):
             return None
         if not is_column and (shape[self.dim] % world or plan.is_forward_only):
             return None
-        made = TokenGather(self.group, self.rank, world, math.prod(shape[: self.dim]))
+        runs = math.prod(shape[: self.dim])
+        made = TokenGather(self.group, self.rank, world, runs, self.sums[is_column])
         unit = made.unit(slot.row, None if plan.is_forward_only else slot.col)
         tokens = math.prod(shape[self.dim : -1]) // (1 if is_column else world)
         if tokens % unit == 0:
@@ -215,6 +219,7 @@ def dtensor_forward(
     bias: Any,
     plan: Plan,
     run: Any,
+    sums: tuple[str, str] = ("", ""),
 ) -> torch.Tensor:
     """Return what a linear part makes of x, both DTensors over one mesh, as a DTensor.
 
@@ -229,6 +234,7 @@ def dtensor_forward(
         bias: `[out_features]`, a DTensor, or None.
         plan: under which the part computes.
         run: called with local tensors and how they lie, `run(x, weight, bias, parallel, tokens)`.
+        sums: as `Parallel` has them; taken where planes of tokens travel.
 
     Raises:
         RuntimeError: x is no DTensor.
@@ -247,7 +253,8 @@ def dtensor_forward(
     if mode == "":
         return _replicated(given, weight, bias, run)
     last = given.dim() - 1
-    parallel = Parallel(mesh.get_group().group_name, mesh.get_local_rank(), mode, sizes)
+    name = mesh.get_group().group_name
+    parallel = Parallel(name, mesh.get_local_rank(), mode, sizes, sums=sums)
     if mode == COLUMN:
         parallel, tokens = _dealt_tokens(parallel, given, plan)
         if tokens is None:
