@@ -296,3 +296,58 @@ def test_compiled_code_takes_the_context() -> None:
     compiled = torch.compile(forward, fullgraph=True, backend="eager")
     with te.autocast(recipe=door.MXFP8BlockScaling()):
         assert torch.equal(compiled(x), layer(x))
+
+
+# ---- factories and states
+
+
+def test_the_zoos_factories_make_the_quantizers_of_hybridqs() -> None:
+    from hybridq.te.custom_recipes import quantizer_factories, quantizer_factory_zoo
+
+    roles = [
+        te.QuantizerRole(module, slot)
+        for module in ("linear", "grouped_linear", "dpa")
+        for slot in ("input", "weight", "grad_output", "qkv")
+    ]
+    for own, source in (
+        (quantizer_factories, hybridq.recipes.factories),
+        (quantizer_factory_zoo, hybridq.recipes.zoo),
+    ):
+        for name in own.__all__:
+            if not hasattr(source, name):
+                continue
+            for role in roles:
+                assert getattr(own, name)(role).frozen == getattr(source, name)(role), name
+            key = getattr(own, name).qfactory_key
+            assert door.CustomRecipe(getattr(own, name)).qfactory_key == key
+    dpa = quantizer_factory_zoo.nvfp4_linear_fp8_dpa_factory
+    assert isinstance(dpa(roles[0]), te.NVFP4Quantizer)
+    assert dpa(te.QuantizerRole("dpa", "s")).amax_compute_algo == "most_recent"
+    assert dpa(te.QuantizerRole("dpa", "do")).dtype is te.DType.kFloat8E5M2
+    assert dpa(te.QuantizerRole("", "", "a.dpa_output")).dtype is te.DType.kFloat8E4M3
+
+
+def test_slots_without_a_module() -> None:
+    state = te.RecipeState.create(door.Float8CurrentScaling(), mode="backward", num_quantizers=3)
+    assert [one.dtype.name for one in state.make_quantizers()] == ["kFloat8E5M2"] * 3
+    weights = te.RecipeState.create(door.NVFP4BlockScaling(), mode="forward", num_quantizers=5)
+    is_weight = [one.with_2d_quantization for one in weights.make_quantizers()]
+    assert is_weight == [False, True, False, False, True]
+    asked = []
+
+    def factory(role):
+        asked.append(role)
+        return te.IdentityQuantizer() if role is None else te.DelayedScalingRequest()
+
+    roles = [te.QuantizerRole("linear", "input", "a"), None]
+    made = te.RecipeState.create(
+        door.CustomRecipe(factory), mode="forward", num_quantizers=2, roles=roles
+    ).make_quantizers()
+    assert asked == roles
+    assert [type(one).__name__ for one in made] == ["Float8Quantizer", "IdentityQuantizer"]
+    with pytest.raises(ValueError, match="mode must be forward or backward, got 'fwd'"):
+        te.RecipeState.create(door.MXFP8BlockScaling(), mode="fwd")
+    with pytest.raises(ValueError, match="roles must be 2, got 1"):
+        te.RecipeState.create(
+            door.MXFP8BlockScaling(), mode="forward", num_quantizers=2, roles=roles[:1]
+        )

@@ -302,3 +302,28 @@ def test_the_quantizer_of_a_tensor_is_replaced() -> None:
     made.quantizer = None
     with pytest.raises(RuntimeError, match="must have a quantizer"):
         made.update_quantizer(other)
+
+
+def test_internal_tensors_are_storages() -> None:
+    own = te.MXFP8Quantizer(E4M3)
+    own.internal = True
+    made = own(values(4, 32))
+    assert isinstance(made, te.MXFP8TensorStorage) and not isinstance(made, te.MXFP8Tensor)
+    assert isinstance(made, te.QuantizedTensorStorage)
+    own.internal = False
+    assert isinstance(own(values(4, 32)), te.MXFP8Tensor)
+    assert issubclass(te.MXFP8Tensor, te.MXFP8Tensor)
+    assert not issubclass(te.MXFP8Tensor, te.NVFP4Tensor)
+
+
+def test_what_quantizers_say_of_themselves() -> None:
+    fp8, nvfp4 = te.Float8CurrentScalingQuantizer(E4M3), te.NVFP4Quantizer()
+    assert fp8.supports_only_rowwise_all_gather() and not nvfp4.supports_only_rowwise_all_gather()
+    hybrid = MADE["hybrid"][0]()
+    assert hybrid.supports_only_rowwise_all_gather()
+    assert not hybrid.allows_save_original_input_for_backward()
+    assert fp8.allows_save_original_input_for_backward() and fp8.is_quantizable(values(3, 5))
+    assert fp8.is_requantization_safe() and hybrid.is_requantization_safe()
+    assert not te.NVFP4Quantizer(stochastic_rounding=True).is_requantization_safe()
+    kinds = [one._get_compatible_recipe().__name__ for one in (fp8, nvfp4, hybrid)]
+    assert kinds == ["Float8CurrentScaling", "NVFP4BlockScaling", "CustomRecipe"]

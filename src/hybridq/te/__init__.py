@@ -34,6 +34,7 @@ from . import (
     tensor,
     utils,
 )
+from .aliases import stand_in
 from .common.recipe import quantizer_factory
 from .constants import *  # noqa: F403
 from .distributed import *  # noqa: F403
@@ -48,7 +49,7 @@ from .tensor import *  # noqa: F403
 from .utils import *  # noqa: F403
 
 __all__ = [
-    *("common", "custom_recipes", "optimizers", "pytorch", "quantizer_factory"),
+    *("common", "custom_recipes", "optimizers", "pytorch", "quantizer_factory", "stand_in"),
     *constants.__all__,
     *distributed.__all__,
     *hybrid.__all__,

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Final
 
-__all__ = ["PATHS", "install"]
+__all__ = ["PATHS", "install", "stand_in"]
 
 #: A module here to the paths below `pytorch`, and below `hybridq.te` itself, that lead to it.
 PATHS: Final = {
@@ -49,3 +50,28 @@ def install() -> None:
                 sys.modules[f"{root}.{path}"] = module
     for name in ("common", "common.recipe"):
         sys.modules[f"{package}.pytorch.{name}"] = import_module(f"{package}.{name}")
+
+
+def stand_in(name: str = "transformer_engine") -> None:
+    """Let `import transformer_engine` mean `hybridq.te`, for libraries that import it themselves.
+
+    Args:
+        name: of the package.
+
+    Raises:
+        ImportError: the package is installed, or imported already.
+
+    Example:
+        >>> import hybridq.te
+        >>> hybridq.te.stand_in("transformer_engine_of_this_example")
+        >>> import transformer_engine_of_this_example.pytorch as te
+        >>> te is hybridq.te
+        True
+    """
+    package = str(__package__)
+    known = sys.modules.get(name)
+    if known is not sys.modules[package] and (known is not None or find_spec(name) is not None):
+        raise ImportError(f"stand_in: {name} must not be installed, got one")
+    for path, module in list(sys.modules.items()):
+        if path == package or path.startswith(f"{package}."):
+            sys.modules[name + path[len(package) :]] = module

@@ -16,8 +16,9 @@ from ..quantizers import DelayedScalingRequest
 from ..recipes import QuantizerRole, factories, zoo
 from .common import scaling
 from .hybrid import quantizer_of
+from .quantizers import Float8CurrentScalingQuantizer
 
-__all__ = ["quantizer_factories", "quantizer_factory_zoo"]
+__all__ = ["nvfp4_linear_fp8_dpa_factory", "quantizer_factories", "quantizer_factory_zoo"]
 
 
 def _for_te(factory: Callable[[QuantizerRole], Any]) -> Callable[[Any], Any]:
@@ -44,7 +45,31 @@ def _module(name: str, source: ModuleType) -> ModuleType:
     return made
 
 
+def nvfp4_linear_fp8_dpa_factory(role: Any) -> Any:
+    """Return NVFP4 for linear modules, and FP8 for attention: its softmax by delayed scaling.
+
+    Args:
+        role: QuantizerRole of the slot, or None.
+    """
+    role = QuantizerRole() if role is None else role
+    if role.module_type in ("linear", "grouped_linear"):
+        return quantizer_factories.nvfp4_factory(role)
+    if role.module_type == "dpa" and role.tensor_type in ("s", "dp"):
+        return scaling.DelayedScalingRequest(amax_history_len=1, amax_compute_algo="most_recent")
+    is_dpa = role.module_type == "dpa" or role.name.endswith(("dpa_output", "dpa_grad_input"))
+    if not is_dpa:
+        return quantizer_factories.nvfp4_factory(role)
+    is_gradient = role.tensor_type in ("do", "dqkv") or role.name.endswith("dpa_grad_input")
+    return Float8CurrentScalingQuantizer("e5m2" if is_gradient else "e4m3")
+
+
 #: One format for every slot.
 quantizer_factories: Final = _module("quantizer_factories", factories)
 #: Another format for each direction of a tensor.
 quantizer_factory_zoo: Final = _module("quantizer_factory_zoo", zoo)
+nvfp4_linear_fp8_dpa_factory.qfactory_key = (  # type: ignore[attr-defined]
+    f"{__name__}.nvfp4_linear_fp8_dpa_factory",
+    1,
+)
+setattr(quantizer_factory_zoo, nvfp4_linear_fp8_dpa_factory.__name__, nvfp4_linear_fp8_dpa_factory)
+quantizer_factory_zoo.__all__.append(nvfp4_linear_fp8_dpa_factory.__name__)

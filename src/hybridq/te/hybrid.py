@@ -112,6 +112,9 @@ class HybridQuantizer(Quantizer):
     def amax_reduction_group(self, value: Any) -> None:
         self._share("amax_reduction_group", value)
 
+    def allows_save_original_input_for_backward(self) -> bool:
+        return self.columnwise_source == "original"
+
     def supports_only_rowwise_all_gather(self) -> bool:
         row = self.rowwise_quantizer
         of_row = isinstance(row, Quantizer) and row.supports_only_rowwise_all_gather()

@@ -6,9 +6,9 @@ Source: names, order and defaults of arguments: Transformer Engine's `pytorch/qu
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -23,14 +23,19 @@ from ..recipes import (
 )
 from .common.recipe import DelayedScaling, MXFP8BlockScaling, Recipe
 from .common.scaling import DelayedScalingRequest, QuantizerRequest
-from .reading import remember_recipe
+from .reading import remember_recipe, slot_quantizer
 
 __all__ = [
     "DelayedScalingRequest",
     "FP8GlobalStateManager",
     "QuantizerRequest",
     "QuantizerRole",
+    "RecipeState",
     "autocast",
+    "check_fp8_block_scaling_support",
+    "check_fp8_support",
+    "check_mxfp8_support",
+    "check_nvfp4_support",
     "check_recipe_support",
     "fp8_autocast",
     "fp8_model_init",
@@ -59,6 +64,15 @@ _opened = _Opened()
 def get_default_recipe() -> MXFP8BlockScaling:
     """Return the recipe of an `autocast` that names none: MXFP8, on every machine."""
     return MXFP8BlockScaling()
+
+
+def check_fp8_support() -> tuple[bool, str]:
+    """Return `(True, "")`: every format runs on every machine."""
+    return True, ""
+
+
+check_mxfp8_support = check_nvfp4_support = check_fp8_support
+check_fp8_block_scaling_support = check_fp8_support
 
 
 def check_recipe_support(recipe: Any) -> None:
@@ -245,3 +259,62 @@ class FP8GlobalStateManager:
     def get_fp8_group() -> Any:
         """Return the process group of the innermost `te.autocast`, or None."""
         return _opened.recipes[-1][1] if _opened.recipes else None
+
+
+#: Slots of a linear module, those at its boundary last.
+_SLOTS: Final = {
+    "forward": ("input", "weight", "output"),
+    "backward": ("grad_output", "grad_input"),
+}
+
+
+class RecipeState:
+    """The quantizers of a module's slots under a recipe, without a module.
+
+    Args:
+        recipe: of `hybridq.te`, or of hybridq.
+        mode: `"forward"` or `"backward"`.
+        num_quantizers: number of slots.
+        roles: of each, None where nobody said who takes the tensor in; None: `input`, `weight`,
+            `output` of a linear module over and over, or `grad_output`, `grad_input`.
+
+    Raises:
+        ValueError: another mode, or another number of roles.
+    """
+
+    def __init__(
+        self, recipe: Any, mode: str, num_quantizers: int, roles: Sequence[Any] | None
+    ) -> None:
+        slots = _SLOTS.get(mode)
+        if slots is None:
+            raise ValueError(f"RecipeState: mode must be forward or backward, got {mode!r}")
+        if roles is not None and len(roles) != num_quantizers:
+            raise ValueError(f"RecipeState: roles must be {num_quantizers}, got {len(roles)}")
+        self.recipe, self.mode, self.num_quantizers = recipe, mode, num_quantizers
+        unsaid = QuantizerRole("linear", slots[-1])
+        self.roles = [
+            QuantizerRole("linear", slots[i % len(slots)]) if roles is None else roles[i] or unsaid
+            for i in range(num_quantizers)
+        ]
+
+    @staticmethod
+    def create(
+        recipe: Any,
+        *,
+        mode: str,
+        num_quantizers: int = 1,
+        device: Any = None,
+        roles: Sequence[Any] | None = None,
+    ) -> RecipeState:
+        """Return the state of these slots.
+
+        Args:
+            recipe, mode, num_quantizers, roles: as of RecipeState.
+            device: has no effect.
+        """
+        return RecipeState(recipe, mode, num_quantizers, roles)
+
+    def make_quantizers(self) -> list[Any]:
+        """Return a quantizer of `hybridq.te` for each slot; of delayed scaling one of scale 1."""
+        frozen = recipes.get(_ours(self.recipe))
+        return [slot_quantizer(frozen.ask(role), {}, "") for role in self.roles]

@@ -1,7 +1,7 @@
 """Transformer Engine's quantizers: mutable objects, each with a frozen quantizer of hybridq inside.
 
 What a quantizer makes holds the frozen one, so that a later change of this object does not reach
-it. `internal=True` gives the same tensors: there is no bare storage.
+it. `internal=True` gives the same tensors under the storages' names: there is no bare storage.
 
 Source: names, order and defaults of arguments: Transformer Engine's `pytorch/tensor`.
 """
@@ -39,7 +39,8 @@ class Quantizer:
 
     Attributes:
         rowwise_usage, columnwise_usage: the same, and may be set.
-        internal, optimize_for_gemm: have no effect.
+        internal: what it makes is an instance of the storage's class, and not of the tensor's.
+        optimize_for_gemm: has no effect.
     """
 
     rowwise_usage: bool
@@ -90,9 +91,10 @@ class Quantizer:
         """
         if out is not None:
             return self.update_quantized(tensor, out)
-        if dtype is None:
-            return self.quantize_impl(tensor)
-        made: QuantizedTensor = self.frozen.quantize(tensor, dtype=dtype)
+        made: Any
+        made = self.frozen.quantize(tensor, dtype=dtype) if dtype else self.quantize_impl(tensor)
+        if self.internal:
+            made.is_internal = True
         return made
 
     def quantize_impl(self, tensor: torch.Tensor) -> QuantizedTensor:
@@ -187,6 +189,10 @@ class Quantizer:
     def supports_only_rowwise_all_gather(self) -> bool:
         """Return what Transformer Engine says; gathers here take any plane."""
         return False
+
+    def allows_save_original_input_for_backward(self) -> bool:
+        """Return whether the backward may quantize the original again."""
+        return True
 
     def is_quantizable(self, inp: torch.Tensor) -> bool:
         """Return True: any shape can be quantized, and gathered so.

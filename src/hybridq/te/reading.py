@@ -14,7 +14,7 @@ from ..tensor import is_quantized
 from .hybrid import quantizer_of
 from .quantizers import Float8Quantizer
 
-__all__ = ["Readings", "remember_recipe"]
+__all__ = ["Readings", "remember_recipe", "slot_quantizer"]
 
 #: The recipe of `hybridq.te` that a recipe of hybridq was made of, by the latter's key.
 _recipes: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -56,7 +56,7 @@ class Readings:
                         role = boundary[slots[-1] == "grad_input"] or role
                     quantizer = recipe.for_name(role.name).ask(role)
                     place = f"scaling.{part}." if part else "scaling."
-                    made[key].append(_with_history(quantizer, history, place + slot))
+                    made[key].append(slot_quantizer(quantizer, history, place + slot))
         return made
 
     @property
@@ -94,8 +94,14 @@ def _one() -> torch.Tensor:
     return torch.ones(1, dtype=torch.float32)
 
 
-def _with_history(quantizer: Any, history: dict[str, Any], name: str) -> Any:
-    """Return a slot's quantizer of te: of delayed scaling that with the module's scale."""
+def slot_quantizer(quantizer: Any, history: dict[str, Any], name: str) -> Any:
+    """Return a slot's quantizer of te: of delayed scaling that with the module's scale.
+
+    Args:
+        quantizer: of hybridq.
+        history: `state_dict_with_history` of the module.
+        name: of the slot in it.
+    """
     if not quantizer.is_delayed:
         return quantizer_of(quantizer)
     element = quantizer.rowwise.format.element.name

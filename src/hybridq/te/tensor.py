@@ -67,13 +67,22 @@ class _Kind(type):
     """A class whose instances are those of a class of hybridq, and whose call makes one."""
 
     kind: type
+    is_storage: bool
     build: Callable[..., Any]
 
+    def __init__(cls, name: str, bases: Any, body: Any, is_storage: bool = False) -> None:
+        super().__init__(name, bases, body)
+        cls.is_storage = is_storage
+
+    def __new__(mcs, name: str, bases: Any, body: Any, is_storage: bool = False) -> Any:
+        return super().__new__(mcs, name, bases, body)
+
     def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, cls.kind)
+        is_hidden = not cls.is_storage and getattr(value, "is_internal", False)
+        return isinstance(value, cls.kind) and not is_hidden
 
     def __subclasscheck__(cls, other: type) -> bool:
-        return issubclass(other, (cls.kind, *cls.__mro__[:1])) or type.__subclasscheck__(cls, other)
+        return issubclass(other, cls.kind) or type.__subclasscheck__(cls, other)
 
     def __call__(cls, shape: Sequence[int], dtype: torch.dtype, **given: Any) -> Any:
         requires_grad = given.pop("requires_grad", False)
@@ -276,7 +285,7 @@ class HybridQuantizedTensor(metaclass=_Kind):
         return TensorStorage(row, col), quantizer.frozen
 
 
-class QuantizedTensorStorage(metaclass=_Kind):
+class QuantizedTensorStorage(metaclass=_Kind, is_storage=True):
     """Any quantized tensor: there are no bare storages."""
 
     kind = QuantizedTensor
@@ -294,12 +303,28 @@ class QuantizedTensorStorage(metaclass=_Kind):
         raise TypeError("QuantizedTensorStorage: must be of one format, as MXFP8Tensor")
 
 
-Float8TensorStorage = Float8Tensor
-Float8BlockwiseQTensorStorage = Float8BlockwiseQTensor
-MXFP8TensorStorage = MXFP8Tensor
-NVFP4TensorStorage = NVFP4Tensor
-IdentityTensorStorage = IdentityTensor
-HybridQuantizedTensorStorage = HybridQuantizedTensor
+class Float8TensorStorage(Float8Tensor, is_storage=True):
+    """The same of tensors that are internal, too."""
+
+
+class Float8BlockwiseQTensorStorage(Float8BlockwiseQTensor, is_storage=True):
+    """The same of tensors that are internal, too."""
+
+
+class MXFP8TensorStorage(MXFP8Tensor, is_storage=True):
+    """The same of tensors that are internal, too."""
+
+
+class NVFP4TensorStorage(NVFP4Tensor, is_storage=True):
+    """The same of tensors that are internal, too."""
+
+
+class IdentityTensorStorage(IdentityTensor, is_storage=True):
+    """The same of tensors that are internal, too."""
+
+
+class HybridQuantizedTensorStorage(HybridQuantizedTensor, is_storage=True):
+    """The same of tensors that are internal, too."""
 
 
 # ---- what is read off a tensor

@@ -1,0 +1,93 @@
+"""Libraries that import Transformer Engine themselves, with the door in its place."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import hybridq
+import hybridq.te as te
+
+ACCELERATE = """
+import torch
+import hybridq, hybridq.te
+hybridq.te.stand_in()
+from accelerate import Accelerator
+from accelerate.utils import transformer_engine as theirs
+from accelerate.utils import dataclasses
+dataclasses.is_transformer_engine_available = lambda: True
+theirs.is_transformer_engine_available = lambda: True
+import transformer_engine.pytorch as te
+
+Accelerator(cpu=True)
+torch.manual_seed(0)
+model = torch.nn.Sequential(
+    torch.nn.Linear(64, 96), torch.nn.LayerNorm(96), torch.nn.GELU(), torch.nn.Linear(96, 32)
+)
+x = torch.randn(16, 64)
+want = model(x)
+with torch.no_grad():
+    theirs.convert_model(model)
+assert [type(one) for one in model] == [te.Linear, te.LayerNorm, torch.nn.GELU, te.Linear]
+assert theirs.has_transformer_engine_layers(model)
+assert torch.allclose(model(x), want, atol=1e-5)
+
+torch.manual_seed(0)
+own = torch.nn.Sequential(hybridq.Linear(64, 96), torch.nn.LayerNorm(96), torch.nn.GELU(),
+                          hybridq.Linear(96, 32))
+own.load_state_dict({
+    key.replace("layer_norm_", ""): value for key, value in model.state_dict().items()
+})
+handler = dataclasses.TERecipeKwargs(fp8_format="HYBRID", amax_history_len=16, margin=1)
+theirs.apply_fp8_autowrap(model, handler)
+model.train()
+recipe = hybridq.recipes.DelayedScaling(margin=1, amax_history_len=16)
+got = model(x)
+with hybridq.autocast(recipe=recipe):
+    right = own(x)
+assert torch.equal(got, right) and not torch.equal(got, want)
+got.sum().backward()
+assert model[0].weight.grad is not None
+model.eval()
+assert torch.allclose(model(x), want, atol=1e-5)  # not during evaluation
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_accelerate_converts_and_wraps_a_model() -> None:
+    pytest.importorskip("accelerate")
+    done = subprocess.run(
+        [sys.executable, "-c", ACCELERATE], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_layers_replaced_as_lightnings_plugin_does() -> None:
+    """Its way, in own words: layers of a model are made anew, forwards run under `fp8_autocast`."""
+    model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.LayerNorm(48))
+    with te.fp8_model_init(enabled=False):
+        for name, child in list(model.named_children()):
+            if isinstance(child, torch.nn.Linear):
+                made = te.Linear(child.in_features, child.out_features, bias=child.bias is not None)
+            else:
+                made = te.LayerNorm(child.normalized_shape[0], eps=child.eps)
+            made.weight.data.copy_(child.weight.data)
+            made.bias.data.copy_(child.bias.data)
+            setattr(model, name, made)
+    recipe = te.common.recipe.DelayedScaling(amax_history_len=4, amax_compute_algo="max")
+    x = torch.randn(4, 32)
+    with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
+        y = model(x)
+    with hybridq.autocast(recipe=hybridq.recipes.DelayedScaling(amax_history_len=4)):
+        plain = hybridq.Linear(32, 48)
+        plain.load_state_dict(model[0].state_dict())
+        want = torch.nn.functional.layer_norm(plain(x), (48,), model[1].weight, model[1].bias)
+    assert torch.allclose(y, want, atol=1e-5)
+
+
+def test_a_package_that_is_there_is_not_replaced() -> None:
+    with pytest.raises(ImportError, match="stand_in: torch must not be installed"):
+        te.stand_in("torch")
