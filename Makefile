@@ -20,6 +20,7 @@
 #                      ARGS="--parts quantize --threads 1" for some)
 # make models          58 families of transformers, converted: docs/reference/models.md (about 20
 #                      minutes; MODELS="Llama 4,Mixtral" prints the rows of some)
+# make experts-all     experts over 2 and 4 ranks, of all families that transformers marks (10 minutes)
 # make quality         real weights in every format, by plain rounding, SmoothQuant, AWQ and GPTQ, and in
 #                      files of every layout: docs/reference/quality.md (some 10 minutes; a run that
 #                      was ended goes on; ARGS="--only nvfp4" for some)
@@ -96,7 +97,7 @@ EMULATION_STAMP := build/emulation/.built
 
 .DELETE_ON_ERROR:
 .PHONY: demo demo-fsdp demo-experts ready both test test-more test-all test-slow test-avx2 judges lint sanitize exhaustive mutants \
-  arm64-check fuzz bench models quality docs tutorials wheel wheel-check sdist-check kernels-check emulation gpu \
+  arm64-check fuzz bench models experts-all quality docs tutorials wheel wheel-check sdist-check kernels-check emulation gpu \
   gpu-facts \
   gpu-library clean distclean
 
@@ -210,6 +211,9 @@ bench: $(DEV_STAMP)
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 	$(if $(ARGS),,$(BIN)/python benchmarks/host_overhead.py)
 	$(if $(ARGS),,$(BIN)/python benchmarks/decode_token.py --write)
+
+experts-all: ready
+	@$(PYTEST) -m "slow or more" tests/expert_parallel/test_experts_families.py $(PYTEST_ARGS)
 
 models: $(DEV_STAMP)
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m models.table "$(MODELS)"

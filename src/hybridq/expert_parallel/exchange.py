@@ -21,7 +21,7 @@ from ..recipes.boundary import boundary_quantizer
 from ..recipes.recipe import recipe_by_key
 from ..tensor.in_graph import runs_at_once
 from .lanes import Lanes
-from .plans import check_capacity, planned
+from .plans import RoutePlan, Told, check_capacity, planned
 from .transport import arrived_rows, incoming, outgoing, returned, row_text, send_rows
 
 __all__ = ["BY_RECIPE", "ROLES", "TokenExchange"]
@@ -191,8 +191,8 @@ class TokenExchange:
         given = (recipe, x.dtype, x.shape[1], x.requires_grad, torch.is_grad_enabled(), formats)
         note = self._note(module, given)
         counts = (offsets, x.shape[0], note, self.capacity)
-        plan, told = planned(self.name, self.rank, self.sizes, *counts)
         where = f"experts {module.name}".rstrip()
+        plan, told = self._planned(where, *counts)
         self._check_notes(module, given, note, told.notes, where)
         check_capacity(where, told.most, self.capacity)
         self._check_replicas(module, recipe)
@@ -211,6 +211,18 @@ class TokenExchange:
         arriving = GradientPlane() if formats[1][1] and torch.is_grad_enabled() else None
         y = compute(arrived, order.offsets, rows, arriving)
         return incoming(returned(y, plan, formats[1], arriving), plan)
+
+    def _planned(self, where: str, *counts: Any) -> tuple[RoutePlan, Told]:
+        """Return the plan, and what all ranks told each other; say where a rank is missing."""
+        if torch.compiler.is_compiling():
+            return planned(self.name, self.rank, self.sizes, *counts)
+        try:
+            return planned(self.name, self.rank, self.sizes, *counts)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{where}: all {len(self.sizes)} ranks of the experts must exchange tokens, got no "
+                f"answer from one of them, which may be gone: {error}"
+            ) from error
 
     def _check_notes(
         self, module: Any, given: tuple[Any, ...], note: int, notes: torch.Tensor, where: str

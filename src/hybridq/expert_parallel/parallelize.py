@@ -131,7 +131,7 @@ def parallelize_experts(
     try:
         _compare(model, found, ranks, (recipe, formats, capacity), problem)
     except RuntimeError as error:
-        problem = error
+        problem = error if f"{error}".startswith(_WHERE) else _missing(ranks, error)
     if ranks.replicas:
         _compare_replicas(ranks, found, problem)
     if problem is not None:
@@ -299,6 +299,19 @@ def _compare(
     except RuntimeError:
         if problem is None:
             raise
+
+
+def _missing(ranks: Ranks, error: Exception) -> Exception:
+    """Return the error of ranks that do not call, or call with another mesh."""
+    import torch.distributed as dist  # not every build of torch has it
+
+    members = dist.get_process_group_ranks(ranks.mesh.get_group())
+    made = RuntimeError(
+        f"{_WHERE}: every rank of the mesh must call it with the same mesh, got ranks {members} "
+        f"here, not all of which answer: {error}"
+    )
+    made.__cause__ = error
+    return made
 
 
 def _compare_replicas(ranks: Ranks, found: list[_Found], problem: Exception | None) -> None:
