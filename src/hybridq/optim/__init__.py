@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from .adamw import AdamW
 from .muon import Muon
+from .sgd import SGD
 
-__all__ = ["AdamW", "Muon"]
+__all__ = ["SGD", "AdamW", "Muon"]

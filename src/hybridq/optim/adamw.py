@@ -18,7 +18,11 @@ from .masters import (
     initial_master,
     is_low,
     is_updated_itself,
+    joined,
     local,
+    separated,
+    sharded_like,
+    store,
     write_parameters,
 )
 
@@ -70,10 +74,16 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
             small updates are not lost, and of which a BF16 parameter is its own. Random bits
             follow from torch's generator of the device.
 
-        moments: `"fp32"`; `"bf16"`; or `"fp8_block"`: E4M3 codes in blocks of 128 along rows, 1.03
-            bytes for a value, of the second moment's square root. They are computed in FP32 and
-            rounded stochastically. Parameters of one dimension, and those whose rows a placement
-            cuts, have FP32 moments instead of blocks. Not with `amsgrad`.
+        moments: of both, or a pair, of the first and of the second: `"fp32"`; `"bf16"`; or
+            `"fp8_block"`: E4M3 codes in blocks of 128 along rows, 1.03 bytes for a value, of the
+            second moment's square root. They are computed in FP32 and rounded stochastically.
+            Parameters of one dimension, and those whose rows a placement cuts, have FP32 moments
+            instead of blocks. Short ones not with `amsgrad`.
+        store_param_remainders: of BF16 parameters the state holds no master, but the 16 bits that
+            the parameter lacks of it, int16 in `master_param`: together they are the FP32 values,
+            exactly. Such parameters are rounded to nearest, ties away from zero.
+        use_decoupled_grad: gradients are in `parameter.decoupled_grad`, of any dtype, and nowhere
+            else.
 
     `load_state_dict` keeps the dtypes of masters and moments, and takes states of
     `torch.optim.AdamW`; like a rate, `moments` are those of the saved groups. Loading it does not
@@ -111,7 +121,9 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
         amsgrad: bool = False,
         *,
         master_dtype: torch.dtype = torch.float32,
-        moments: str = "fp32",
+        moments: str | tuple[str, str] = "fp32",
+        store_param_remainders: bool = False,
+        use_decoupled_grad: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -119,8 +131,15 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
     ) -> None:
         if master_dtype not in _MASTERS:
             raise ValueError(f"AdamW: master_dtype must be float32 or bfloat16, got {master_dtype}")
+        if store_param_remainders and master_dtype != torch.float32:
+            raise ValueError(
+                "AdamW: store_param_remainders holds float32 masters exactly, got "
+                f"master_dtype={master_dtype}"
+            )
         self._master_dtype = master_dtype
         self._moments = moments
+        self._remainders = bool(store_param_remainders)
+        self._is_decoupled = bool(use_decoupled_grad)
         super().__init__(
             params,
             lr,
@@ -135,6 +154,8 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
         )
         self.defaults["master_dtype"] = master_dtype
         self.defaults["moments"] = moments
+        self.defaults["store_param_remainders"] = self._remainders
+        self.defaults["use_decoupled_grad"] = self._is_decoupled
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; it may have a `master_dtype` and `moments` of its own.
@@ -149,12 +170,16 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
         dtype = param_group.setdefault("master_dtype", self._master_dtype)
         if dtype not in _MASTERS:
             raise ValueError(f"AdamW: master_dtype must be float32 or bfloat16, got {dtype}")
-        kind = param_group.setdefault("moments", self._moments)
-        if kind not in held.KINDS:
-            raise ValueError(f"AdamW: moments {must_be_one_of(held.KINDS, kind)}")
-        if kind != "fp32" and param_group.get("amsgrad", self.defaults["amsgrad"]):
+        kinds = held.kinds_of(param_group.setdefault("moments", self._moments))
+        for kind in kinds:
+            if kind not in held.KINDS:
+                raise ValueError(f"AdamW: moments {must_be_one_of(held.KINDS, kind)}")
+        if len(kinds) != len(held.MOMENTS):
+            raise ValueError(f"AdamW: moments must be one word or two, got {kinds}")
+        if kinds != ("fp32", "fp32") and param_group.get("amsgrad", self.defaults["amsgrad"]):
             raise ValueError(
-                f"AdamW: amsgrad goes with moments in FP32, got moments={kind!r}; leave one out"
+                f"AdamW: amsgrad goes with moments in FP32, got moments={param_group['moments']!r};"
+                " leave one out"
             )
         super().add_param_group(param_group)
 
@@ -168,7 +193,7 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
         works: list[_Work] = []
         size = 0
         for parameter in group["params"]:
-            grad = gradient(parameter, "AdamW")
+            grad = gradient(parameter, "AdamW", self._is_decoupled)
             if grad is None:
                 continue
             works.append(self._work(parameter, grad, group))
@@ -197,10 +222,21 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
             state["max_exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
         values = own.detach()
         if has_master(own, group["master_dtype"]):
-            if MASTER not in state:
-                state[MASTER] = initial_master(parameter, group["master_dtype"])
-            values = local(state[MASTER])
+            values = self._values(parameter, state, group)
         return _Work(parameter, values.to(dtype), grad.to(dtype), state)
+
+    def _values(self, parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
+        """Return the master's values; made first where there is none."""
+        own = local(parameter)
+        remains = self._remainders and own.dtype == torch.bfloat16 and not is_low(own)
+        if MASTER not in state:
+            if remains:
+                zeros = torch.zeros_like(own, dtype=torch.int16)
+                state[MASTER] = sharded_like(zeros, parameter)
+            else:
+                state[MASTER] = initial_master(parameter, group["master_dtype"])
+        master: torch.Tensor = local(state[MASTER])
+        return joined(own, master) if master.dtype == torch.int16 else master
 
     def _moment(self, work: _Work, name: str) -> torch.Tensor:
         """Return a moment in the dtype of the arithmetic; zeros before the first step."""
@@ -238,17 +274,86 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
             maximize=group["maximize"],
         )
         for work, *both in zip(works, first, second, strict=True):
-            kind = held.held_as(work.parameter, group["moments"])
-            for name, moment in zip(held.MOMENTS, both, strict=True):
-                held.write(work.state, name, moment, work.parameter, kind)
+            kinds = held.kinds_of(group["moments"])
+            for name, kind, moment in zip(held.MOMENTS, kinds, both, strict=True):
+                own = held.held_as(work.parameter, kind)
+                held.write(work.state, name, moment, work.parameter, own)
         write_parameters([(work.parameter, work.values, work.state) for work in works])
 
     # ---- state
+
+    def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
+        """Return a moment or the master of a parameter in FP32, however it is held.
+
+        Args:
+            param: that has been updated, or loaded.
+            state_name: `"exp_avg"`, `"exp_avg_sq"` or `"master_param"`.
+
+        Raises:
+            ValueError: there is no such state.
+        """
+        state = self._state_of(param, state_name)
+        if state_name != MASTER:
+            made = held.read(state, state_name, param).to(torch.float32, copy=True)
+        else:
+            master = local(state[MASTER])
+            is_rest = master.dtype == torch.int16
+            values = joined(local(param), master) if is_rest else master
+            made = values.to(torch.float32, copy=True)
+        return sharded_like(made, param)
+
+    @torch.no_grad()
+    def set_scaled_state(
+        self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
+    ) -> None:
+        """Hold FP32 values as a moment or the master of a parameter.
+
+        A parameter that holds a part of its master (`store_param_remainders`) is written, too.
+
+        Args:
+            param, state_name: as for `get_unscaled_state`.
+            unscaled_state: float32, of the parameter's shape.
+
+        Raises:
+            ValueError: there is no such state, or values of another dtype or shape.
+        """
+        state = self._state_of(param, state_name)
+        if unscaled_state.dtype != torch.float32 or unscaled_state.shape != param.shape:
+            raise ValueError(
+                f"AdamW: {state_name} must be set to float32 {tuple(param.shape)}, got "
+                f"{unscaled_state.dtype} {tuple(unscaled_state.shape)}"
+            )
+        values = local(unscaled_state)
+        if state_name == MASTER:
+            master = local(state[MASTER])
+            if master.dtype == torch.int16:
+                upper, rest = separated(values)
+                local(param).copy_(upper)
+                master.copy_(rest)
+            else:
+                store(values, master, param)
+            return
+        (group,) = (g for g in self.param_groups if any(p is param for p in g["params"]))
+        kind = held.kinds_of(group["moments"])[held.MOMENTS.index(state_name)]
+        held.write(state, state_name, values.clone(), param, held.held_as(param, kind))
+
+    def _state_of(self, param: torch.Tensor, name: str) -> dict[str, Any]:
+        state: dict[str, Any] = self.state.get(param, {})
+        if name not in (*held.MOMENTS, MASTER):
+            raise ValueError(f"AdamW: state {must_be_one_of((*held.MOMENTS, MASTER), name)}")
+        if name not in state and f"{name}_codes" not in state:
+            raise ValueError(
+                f"AdamW: {name} must be of a parameter that has been updated and has one, got "
+                f"states {sorted(state)}"
+            )
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._master_dtype = self.defaults["master_dtype"]
         self._moments = self.defaults.setdefault("moments", "fp32")
+        self._remainders = self.defaults.setdefault("store_param_remainders", False)
+        self._is_decoupled = self.defaults.setdefault("use_decoupled_grad", False)
         for group in self.param_groups:
             group.setdefault("master_dtype", self._master_dtype)
             group.setdefault("moments", self._moments)
@@ -260,11 +365,25 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
         Args:
             parameter, given, group: as the base says.
         """
-        kind = held.held_as(parameter, group["moments"])
-        held.take(self.state[parameter], given, parameter, kind)
+        kinds = [held.held_as(parameter, kind) for kind in held.kinds_of(group["moments"])]
+        held.take(self.state[parameter], given, parameter, kinds)
         if is_updated_itself(parameter):
             return
         for name in (MASTER, "max_exp_avg_sq"):
             if name in given:
                 dtype = group["master_dtype"] if name == MASTER else torch.float32
+                if name == MASTER:
+                    dtype = self._master_held(parameter, given[name].dtype, dtype)
                 self.state[parameter][name] = given[name].to(parameter.device, dtype)
+
+    def _master_held(self, parameter: Any, saved: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of a master that is loaded."""
+        own = local(parameter)
+        remains = self._remainders and own.dtype == torch.bfloat16 and not is_low(own)
+        if remains is not (saved == torch.int16):
+            raise ValueError(
+                "AdamW: remainders of masters are loaded into an optimizer with "
+                "store_param_remainders=True, and masters into one without, got "
+                f"{saved} and store_param_remainders={self._remainders}"
+            )
+        return torch.int16 if remains else dtype

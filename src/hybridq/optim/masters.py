@@ -18,8 +18,10 @@ __all__ = [
     "initial_master",
     "is_low",
     "is_updated_itself",
+    "joined",
     "local",
     "place",
+    "separated",
     "sharded_like",
     "store",
     "write_parameters",
@@ -36,7 +38,7 @@ def local(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def gradient(parameter: Any, where: str) -> torch.Tensor | None:
+def gradient(parameter: Any, where: str, is_decoupled: bool = False) -> torch.Tensor | None:
     """Return the gradient of a parameter, this rank's part: in `main_grad` or in `grad`, or None.
 
     A module with `fuse_wgrad_accumulation` adds to `main_grad`. Autograd is then given nothing, or
@@ -45,11 +47,20 @@ def gradient(parameter: Any, where: str) -> torch.Tensor | None:
     Args:
         parameter: plain or quantized, sharded or not.
         where: the optimizer, for errors.
+        is_decoupled: it is in `decoupled_grad` and nowhere else, in any precision.
 
     Raises:
-        RuntimeError: `main_grad` has another shape; or there is another gradient in `grad`, and no
-            `grad_added_to_main_grad` says that both are parts of one.
+        RuntimeError: it has another shape than the parameter; or there is another gradient in
+            `grad`, and no `grad_added_to_main_grad` says that both are parts of one.
     """
+    if is_decoupled:
+        apart = getattr(parameter, "decoupled_grad", None)
+        if apart is not None and tuple(apart.shape) != tuple(parameter.shape):
+            raise RuntimeError(
+                f"{where}: decoupled_grad must have the shape of its parameter, "
+                f"{tuple(parameter.shape)}, got {tuple(apart.shape)}"
+            )
+        return None if apart is None else local(apart)
     main, grad = getattr(parameter, "main_grad", None), parameter.grad
     if main is None or not parameter.requires_grad:
         return None if grad is None else local(grad)
@@ -178,6 +189,30 @@ def store(values: torch.Tensor, target: torch.Tensor, parameter: torch.Tensor) -
     target.copy_(rounded.reshape(values.shape))
 
 
+def joined(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """Return FP32 values of which a BF16 parameter holds the upper bits, int16 the rest.
+
+    Args:
+        parameter: bfloat16.
+        remainder: int16 of the same shape: the values' bits less the parameter's.
+    """
+    upper = parameter.detach().view(torch.int16).to(torch.int32) << 16
+    return (upper + remainder.to(torch.int32)).view(torch.float32)
+
+
+def separated(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return FP32 values rounded to BF16, ties away from zero, and what is missing, as int16.
+
+    Args:
+        values: float32; of a NaN only that it is one comes back.
+    """
+    values = torch.where(values.isnan(), torch.nan, values)
+    bits = values.view(torch.int32)
+    upper = (bits + 0x8000) >> 16
+    remainder = (bits - (upper << 16)).to(torch.int16)
+    return upper.to(torch.int16).view(torch.bfloat16), remainder
+
+
 def write_parameters(given: Iterable[tuple[Any, torch.Tensor, dict[str, Any]]]) -> None:
     """Write parameters once, after their values were updated.
 
@@ -190,6 +225,11 @@ def write_parameters(given: Iterable[tuple[Any, torch.Tensor, dict[str, Any]]]) 
         if is_updated_itself(own):
             continue
         master = local(state[MASTER]) if MASTER in state else own
+        if master.dtype == torch.int16:
+            upper, rest = separated(values)
+            own.copy_(upper)
+            master.copy_(rest)
+            continue
         if master is not values:
             store(values, master, parameter)
         if hasattr(own, "quantize_together"):

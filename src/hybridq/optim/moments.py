@@ -24,7 +24,7 @@ from ..quantizers import draw_seed
 from ..tensor import matrix_shape
 from .masters import is_updated_itself, local, place, sharded_like, store
 
-__all__ = ["KINDS", "MOMENTS", "held_as", "moment_nbytes", "read", "take", "write"]
+__all__ = ["KINDS", "MOMENTS", "held_as", "kinds_of", "moment_nbytes", "read", "take", "write"]
 
 KINDS: Final = ("fp32", "bf16", "fp8_block")
 #: Keys of a state; those of FP8 blocks have `_codes` (uint8) and `_scale` (FP32) behind them.
@@ -35,6 +35,15 @@ _ROOTS: Final = ("exp_avg_sq",)
 @lru_cache(maxsize=1)
 def _spec() -> str:
     return replace(PlaneSpec.parse("fp8_1x128"), stochastic=True).text
+
+
+def kinds_of(given: Any) -> tuple[str, ...]:
+    """Return how each of both moments is held.
+
+    Args:
+        given: one word of `KINDS` for both, or a pair.
+    """
+    return (given, given) if isinstance(given, str) else tuple(given)
 
 
 def held_as(parameter: Any, kind: str) -> str:
@@ -141,18 +150,20 @@ def _encoded(values: torch.Tensor, name: str, parameter: Any) -> tuple[torch.Ten
     return codes.reshape(values.shape), scale.reshape(*values.shape[:-1], blocks)
 
 
-def take(state: dict[str, Any], saved: dict[str, Any], parameter: Any, kind: str) -> None:
+def take(
+    state: dict[str, Any], saved: dict[str, Any], parameter: Any, kinds: Sequence[str]
+) -> None:
     """Put the moments of a saved state into `state`: the bytes of the same kind, else the values.
 
     Args:
         state: of the parameter; whatever torch made of these moments is replaced.
         saved: of the parameter, of any kind.
         parameter: that it belongs to.
-        kind: what `held_as` returned.
+        kinds: what `held_as` returned for each.
     """
     device = parameter.device
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    for name in MOMENTS:
+    for name, kind in zip(MOMENTS, kinds, strict=True):
         keys = (name, f"{name}_codes", f"{name}_scale")
         given = {key: saved[key].to(device) for key in keys if key in saved}
         for key in keys:
