@@ -111,6 +111,9 @@ class SGD(Base, torch.optim.SGD):  # type: ignore[misc]
 
         Args:
             group: of `param_groups`.
+
+        Raises:
+            RuntimeError: a gradient is sparse, or in two places.
         """
         given, grads, buffers = [], [], []
         for parameter in group["params"]:
