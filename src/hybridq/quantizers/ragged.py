@@ -7,6 +7,7 @@ import torch
 from ..direction import COLUMNWISE, ROWWISE
 from ..errors import SpecError
 from ..formats import PlaneSpec
+from ..kernels.choice import EncodeRequest
 from ..kernels.ragged import pad_tokens
 from ..storage import RaggedTensor, build_ragged
 from ..tensor import is_quantized
@@ -120,17 +121,14 @@ def _encode(
     row_stat = col_stat = None
     if quantizer.amax_group:
         row_stat, col_stat = _group_statistics(quantizer, x, offsets, row, col, seed)
-    return build_ragged(
-        x,
-        offsets,
-        row,
-        col,
+    request = EncodeRequest(
         row_stat=row_stat,
         col_stat=col_stat,
         seed=seed,
         col_source=quantizer.columnwise_source,
         keep_row=quantizer.makes_rowwise,
     )
+    return build_ragged(x, offsets, row, col, request)
 
 
 def _group_statistics(

@@ -10,6 +10,7 @@ import torch
 from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..errors import PlaneError
 from ..formats import PlaneSpec
+from ..kernels.choice import EncodeRequest
 from ..kernels.ragged import capacity
 from .build import named_buffers, owned
 from .plane import Plane
@@ -123,12 +124,7 @@ def build_ragged(
     offsets: torch.Tensor,
     row: PlaneSpec | None,
     col: PlaneSpec | None,
-    *,
-    row_stat: torch.Tensor | None = None,
-    col_stat: torch.Tensor | None = None,
-    seed: torch.Tensor | None = None,
-    col_source: str = "original",
-    keep_row: bool = True,
+    request: EncodeRequest,
 ) -> RaggedTensor:
     """Return x `[T, C]`, its rows sorted by group, with the planes of these specs.
 
@@ -136,25 +132,19 @@ def build_ragged(
         x: float32, bfloat16 or float16; the result owns its memory.
         offsets: int32 `[G]`, ends of the groups.
         row, col: specs of the planes, or None.
-        row_stat, col_stat, seed, col_source, keep_row: as `build_storage` takes them.
+        request: statistics, random bits, and what the columnwise plane is made of; its own specs
+            are not read.
     """
+    keep_row = request.keep_row
     row = None if row is None else row.resolve(x.dtype)
     col = None if col is None else col.resolve(x.dtype)
     tokens, cols = x.shape
     if row is not None and row == col and row.format.is_identity:
         plain = Plane(row, ROWWISE, tokens, cols, {"data": owned(x, row)})
         return RaggedTensor(plain if keep_row else None, plain.derive(), offsets, tokens, x.dtype)
-    buffers = torch.ops.hybridq.encode_ragged(
-        x,
-        offsets,
-        "" if row is None else row.text,
-        "" if col is None else col.text,
-        row_stat,
-        col_stat,
-        seed,
-        col_source=col_source,
-        keep_row=keep_row,
-    )
+    row_text, col_text = ("" if one is None else one.text for one in (row, col))
+    request = request._replace(row=row_text, col=col_text)
+    buffers = torch.ops.hybridq.encode_ragged(x, offsets, *request.planes, **request.options)
     split = len(row.buffers(1, 1)) if row is not None and keep_row else 0
     first = second = None
     if row is not None and keep_row:

@@ -355,8 +355,8 @@ def test_groups_with_different_quantizers_read_nothing() -> None:
     with FakeTensorMode(), Indexing(), torch.no_grad():
         options = {"device": "cuda", "dtype": torch.bfloat16}
         x, offsets = torch.empty(45, 40, **options), torch.empty(3, **options).int()
-        weights = [torch.empty(24, 40, **options) for _ in range(3)]
-        y = grouped_splits.mixed_linear(x, offsets, weights, [], plans, FEATURES)
+        groups = [grouped_splits.Group(one, torch.empty(24, 40, **options)) for one in plans]
+        y = grouped_splits.mixed_linear(x, offsets, groups, FEATURES)
         assert y.shape == (45, 24) and y.device.type == "cuda"
 
 

@@ -122,8 +122,9 @@ class GatherCall:
         """
         if self.slot is None or len(self.shape) != 2:
             return self.plain()
-        kind = (self.slot, self.shape, self.dtype, self.world, self._finds_amax, self._in_graph)
-        plan, reason = _planned(*kind, row, col, self._cut)
+        of_graph = (self._finds_amax, self._in_graph)
+        kind = _Kind(self.slot, self.shape, self.dtype, self.world, *of_graph, self._cut)
+        plan, reason = _planned(kind, row, col)
         if reason and name:
             log_once(f"fsdp2.plain:{name}:{reason}", f"fsdp2: {name} {reason}")
         return plan
@@ -139,19 +140,27 @@ def _plain(shape: torch.Size, dtype: torch.dtype, world: int) -> StorageShards:
     return StorageShards(PlaneSpec.plain(dtype), None, "original", _shards(shape, world))
 
 
+class _Kind(NamedTuple):
+    """What a plan follows from: the arguments of a `GatherCall` that it depends on."""
+
+    slot: SlotPlan
+    shape: torch.Size
+    dtype: torch.dtype
+    world: int
+    finds_amax: bool
+    in_graph: bool
+    cut: PartSizes | None
+
+
 @lru_cache(maxsize=4096)
-def _planned(
-    slot: SlotPlan,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    world: int,
-    finds_amax: bool,
-    in_graph: bool,
-    row: bool,
-    col: bool,
-    cut: PartSizes | None,
-) -> tuple[StorageShards, str]:
-    """Return the plan that gathers planes of a weight, and, if it is its values, why; or ""."""
+def _planned(kind: _Kind, row: bool, col: bool) -> tuple[StorageShards, str]:
+    """Return the plan that gathers planes of a weight, and, if it is its values, why; or "".
+
+    Args:
+        kind: of the gather.
+        row, col: whether the rowwise, and the columnwise plane is asked for.
+    """
+    slot, shape, dtype, world, finds_amax, in_graph, cut = kind
     plain = _plain(shape, dtype, world)
     specs = [PlaneSpec.parse(p.spec).resolve(dtype) for p in (slot.row, slot.col)]
     whole = StorageShards(

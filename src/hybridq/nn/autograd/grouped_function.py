@@ -80,11 +80,16 @@ def draw_seeds(groups: int, device: torch.device) -> torch.Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (groups,), dtype=torch.int64, device=device)
 
 
+class _Side(NamedTuple):
+    """One side of a product: the buffers of its planes, and their spec."""
+
+    buffers: Buffers
+    spec: str
+
+
 def _rows_product(
-    a: Buffers,
-    a_spec: str,
-    b: Buffers,
-    b_spec: str,
+    a: _Side,
+    b: _Side,
     shape: tuple[int, int, int],
     offsets: torch.Tensor,
     bias: torch.Tensor | None,
@@ -93,18 +98,15 @@ def _rows_product(
 ) -> torch.Tensor:
     """Return `[T, N]`: the rows of each group with its own matrix `[N, K]`; shape is (T, N, K)."""
     tokens, n, k = shape
+    rows = a.buffers[0].shape[0]
     return torch.ops.hybridq.grouped_gemm(
-        a,
-        a_spec,
-        (a[0].shape[0], k),
-        b,
-        b_spec,
-        (n, k),
+        *(*a, (rows, k)),
+        *(*b, (n, k)),
         offsets,
         tokens,
         bias,
         is_stack=True,
-        a_padded=a[0].shape[0] != tokens,  # rows with square blocks
+        a_padded=rows != tokens,  # rows with square blocks
         out_dtype=dtype,
         precision=precision,
     )
@@ -143,10 +145,8 @@ def _forward(
     if biases:
         bias = biases[0] if layout.is_single_bias else torch.stack(biases)
     y = _rows_product(
-        x_row,
-        plan.input.row.spec,
-        w.rows,
-        plan.weight.row.spec,
+        _Side(x_row, plan.input.row.spec),
+        _Side(w.rows, plan.weight.row.spec),
         (tokens, layout.features[1], layout.features[0]),
         offsets,
         bias,
@@ -279,10 +279,8 @@ def _backward(
             of_weights = SlotEncoder(plan.weight, "weight", seeds)
             w_col = weight_columns(w_col, ctx.late, of_weights, layout.features, dy.dtype)
             dx = _rows_product(
-                dy_row,
-                grad.row.spec,
-                w_col,
-                plan.weight.col.spec,
+                _Side(dy_row, grad.row.spec),
+                _Side(w_col, plan.weight.col.spec),
                 (tokens, in_features, out_features),
                 offsets,
                 None,

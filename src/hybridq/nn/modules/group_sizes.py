@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from ...recipes import Plan
 from ..autograd import Layout, draw_seeds, grouped_linear
 from ..weights import Into
 
-__all__ = ["Splits", "group_offsets", "host_splits", "mixed_linear"]
+__all__ = ["Group", "Splits", "group_offsets", "host_splits", "mixed_linear"]
 
 Splits = Sequence[int] | torch.Tensor
 #: Makes an exception of a kind and a text, with the module's name before it.
@@ -86,16 +86,28 @@ def group_offsets(m_splits: Any, splits: list[int] | None, x: torch.Tensor) -> t
     return torch.tensor(list(accumulate(splits)), dtype=torch.int32, device=x.device)
 
 
+class Group(NamedTuple):
+    """What one group of tokens is multiplied with.
+
+    Attributes:
+        plan: of its three products.
+        weight: `[out, in]`.
+        bias: `[out]`; None: none is added, in no group.
+        scales: of its state; None where its plan has no delay.
+        into: where the gradient of its weight is added; None: it is returned.
+        kept: the planes of a weight that is quantized already; None: it is not.
+    """
+
+    plan: Plan
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    scales: Any = None
+    into: Into | None = None
+    kept: Any = None
+
+
 def mixed_linear(
-    x: torch.Tensor,
-    offsets: torch.Tensor,
-    weights: list[torch.Tensor],
-    biases: list[torch.Tensor],
-    plans: list[Plan],
-    features: tuple[int, int],
-    scales: Sequence[Any] = (),
-    into: tuple[Into | None, ...] = (),
-    kept: tuple[Any, ...] = (),
+    x: torch.Tensor, offsets: torch.Tensor, groups: Sequence[Group], features: tuple[int, int]
 ) -> torch.Tensor:
     """Return `grouped_linear` where groups have different plans: one grouped product for each.
 
@@ -105,13 +117,8 @@ def mixed_linear(
     Args:
         x: `[T, in_features]`.
         offsets: int32 `[G]`, where each group ends.
-        weights: one `[out, in]` for each group.
-        biases: one `[out]` for each group, or none.
-        plans: one for each group.
+        groups: what each is multiplied with.
         features: (in_features, out_features).
-        scales: of each group's state, None where its plan has no delay; none if none has.
-        into: where the gradient of each group's weight is added; empty: they are returned.
-        kept: of each group, the planes of a weight that is quantized already; empty: none is.
 
     Returns:
         `[T, out_features]`.
@@ -127,6 +134,7 @@ def mixed_linear(
     no = torch.zeros(1, dtype=torch.bool, device=device)
     out = x.new_zeros((tokens, features[1]))
     # In the order of the groups, as single layers draw.
+    plans = [one.plan for one in groups]
     drawn = [g for g, plan in enumerate(plans) if plan.is_stochastic]
     seeds = draw_seeds(len(drawn), device) if drawn else None
     for plan in dict.fromkeys(plans):
@@ -138,16 +146,24 @@ def mixed_linear(
         is_token = torch.cat([*(yes if one == plan else no for one in plans), no])[group]
         order = torch.argsort(~is_token, stable=True)
         chosen = torch.cumsum(_pick(sizes, mine), 0, dtype=torch.int32)
-        own = [weights[g] for g in mine] + ([biases[g] for g in mine] if biases else [])
+        own = [groups[g] for g in mine]
+        biases = [one.bias for one in own if one.bias is not None]
         layout = Layout(len(mine), False, bool(biases), False, features)
-        known = tuple([scales[g] for g in mine]) if plan.is_delayed else None
-        theirs = tuple([into[g] for g in mine]) if into else ()
-        given = tuple([kept[g] for g in mine]) if kept else ()
-        y = grouped_linear(
-            x[order], chosen, own, layout, plan, given, seed, scales=known, into=theirs
-        )
+        params = [*(one.weight for one in own), *biases]
+        known = tuple([one.scales for one in own]) if plan.is_delayed else None
+        into, kept = (_unless_none([getattr(one, what) for one in own]) for what in _PLACES)
+        given = (x[order], chosen, params, layout, plan, kept, seed)
+        y = grouped_linear(*given, scales=known, into=into)
         out = torch.where(is_token[:, None], y[torch.argsort(order)], out)
     return out
+
+
+#: Attributes of a Group that a product is given only where some group has one.
+_PLACES: Final = ("into", "kept")
+
+
+def _unless_none(values: list[Any]) -> tuple[Any, ...]:
+    return tuple(values) if any(one is not None for one in values) else ()
 
 
 def _pick(values: torch.Tensor, places: Sequence[int]) -> torch.Tensor:

@@ -21,7 +21,7 @@ from ..autograd import (
     take_rows,
 )
 from ..weights import Into, part_of
-from .group_sizes import mixed_linear
+from .group_sizes import Group, mixed_linear
 from .quantized_module import QuantizedModule
 
 __all__ = ["GroupedModule"]
@@ -203,9 +203,15 @@ class GroupedModule(QuantizedModule):
         kept = self._kept_all(own, layout, params[0].dtype, plans, is_first_microbatch, part)
         if _differ(plans):
             weights, biases = _parts(params, layout)
-            parts = _into_parts(into, layout)
-            given = (plans, layout.features, scales, parts, kept)
-            return mixed_linear(x, offsets, weights, biases, *given)
+            nothing = [None] * layout.groups
+            each = (
+                biases or nothing,
+                scales,
+                _into_parts(into, layout) or nothing,
+                kept or nothing,
+            )
+            groups = [Group(*one) for one in zip(plans, weights, *each, strict=True)]
+            return mixed_linear(x, offsets, groups, layout.features)
         known = scales if plans[0].is_delayed else None
         seeds = None
         if plans[0].is_stochastic and self.all_matrices is not None:
