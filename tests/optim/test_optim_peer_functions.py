@@ -12,6 +12,8 @@ import hybridq
 from hybridq.optim import SGD, AdamW
 from tensor_tools import PAIRS
 
+MODES = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
 
 def _steps(optimizer, oracle, params, wide, count=4, where="grad"):
     for step in range(count):
@@ -195,3 +197,43 @@ def test_sgd_takes_main_grad_and_keeps_what_is_loaded_in_fp32():
     assert {v.dtype for v in state.values()} == {torch.float32} and len(state) == 2
     with pytest.raises(ValueError, match="SGD: master_dtype must be"):
         SGD([parameter], 0.1, master_dtype=torch.float16)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_moments_without_correction(mode, decoupled):
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(4, 6).bfloat16())
+    wide = parameter.detach().double()
+    first, second = torch.zeros_like(wide), torch.zeros_like(wide)
+    optimizer = AdamW(
+        [parameter],
+        0.01,
+        weight_decay=0.1,
+        bias_correction=False,
+        decoupled_weight_decay=decoupled,
+        **MODES[mode],
+    )
+    for _ in range(3):
+        parameter.grad = torch.randn(4, 6).bfloat16()
+        grad = parameter.grad.double()
+        if decoupled:
+            wide = wide * (1 - 0.01 * 0.1)
+        else:
+            grad = grad + 0.1 * wide
+        first, second = 0.9 * first + 0.1 * grad, 0.999 * second + 0.001 * grad.square()
+        wide = wide - 0.01 * first / (second.sqrt() + 1e-8)
+        optimizer.step()
+    state = optimizer.state[parameter]
+    assert float(state["step"]) == 3
+    torch.testing.assert_close(state["master_param"].double(), wide, rtol=1e-5, atol=1e-6)
+
+
+def test_decay_in_the_gradient_is_torchs_adam():
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(4, 6).bfloat16())]
+    wide = [nn.Parameter(params[0].detach().float())]
+    options = {"lr": 0.01, "weight_decay": 0.1}
+    optimizer = AdamW(params, decoupled_weight_decay=False, **options)
+    _steps(optimizer, torch.optim.Adam(wide, **options), params, wide)
+    assert torch.equal(optimizer.state[params[0]]["master_param"], wide[0])

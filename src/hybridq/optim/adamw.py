@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from ..errors import must_be_one_of
@@ -32,6 +33,8 @@ _MASTERS: Final = (torch.float32, torch.bfloat16)
 #: Parameters are updated together until they have so many elements: FP32 copies of gradients and
 #: of short masters are made for so many at a time.
 _TOGETHER: Final = 1 << 25
+#: A step at which nothing is left of the correction: `beta ** _LATE` is zero.
+_LATE: Final = 1e9
 
 
 class _Work(NamedTuple):
@@ -84,6 +87,10 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
             exactly. Such parameters are rounded to nearest, ties away from zero.
         use_decoupled_grad: gradients are in `parameter.decoupled_grad`, of any dtype, and nowhere
             else.
+        bias_correction: moments are divided by `1 - beta ** step`; False: they are taken as they
+            are, which makes the first steps small ones.
+        decoupled_weight_decay: False: weight decay is a part of the gradient, as of
+            `torch.optim.Adam`.
 
     `load_state_dict` keeps the dtypes of masters and moments, and takes states of
     `torch.optim.AdamW`; like a rate, `moments` are those of the saved groups. Loading it does not
@@ -124,6 +131,8 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
         moments: str | tuple[str, str] = "fp32",
         store_param_remainders: bool = False,
         use_decoupled_grad: bool = False,
+        bias_correction: bool = True,
+        decoupled_weight_decay: bool = True,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -140,6 +149,7 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
         self._moments = moments
         self._remainders = bool(store_param_remainders)
         self._is_decoupled = bool(use_decoupled_grad)
+        self._corrects, self._decays_apart = bool(bias_correction), bool(decoupled_weight_decay)
         super().__init__(
             params,
             lr,
@@ -156,6 +166,8 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
         self.defaults["moments"] = moments
         self.defaults["store_param_remainders"] = self._remainders
         self.defaults["use_decoupled_grad"] = self._is_decoupled
+        self.defaults["bias_correction"] = self._corrects
+        self.defaults["decoupled_weight_decay"] = self._decays_apart
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; it may have a `master_dtype` and `moments` of its own.
@@ -252,13 +264,19 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
 
         first, second = ([self._moment(work, name) for work in works] for name in held.MOMENTS)
         beta1, beta2 = group["betas"]
-        adamw(
+        steps = of_all("step")
+        if not self._corrects:
+            for step in steps:
+                step += 1
+            steps = [torch.full_like(step, _LATE) for step in steps]
+        run = adamw if self._decays_apart else adam
+        run(
             [work.values for work in works],
             [work.grad for work in works],
             first,
             second,
             of_all("max_exp_avg_sq") if group["amsgrad"] else [],
-            of_all("step"),
+            steps,
             foreach=group["foreach"],
             capturable=group["capturable"],
             fused=group["fused"],
@@ -354,6 +372,8 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
         self._moments = self.defaults.setdefault("moments", "fp32")
         self._remainders = self.defaults.setdefault("store_param_remainders", False)
         self._is_decoupled = self.defaults.setdefault("use_decoupled_grad", False)
+        self._corrects = self.defaults.setdefault("bias_correction", True)
+        self._decays_apart = self.defaults.setdefault("decoupled_weight_decay", True)
         for group in self.param_groups:
             group.setdefault("master_dtype", self._master_dtype)
             group.setdefault("moments", self._moments)

@@ -73,3 +73,19 @@ def test_bad_arguments_are_told(kind):
         KINDS[kind](0)
     with pytest.raises(RuntimeError, match=rf"{kind}: the last dimensions .* \(4,\), got shape"):
         KINDS[kind](4)(torch.ones(2, 5))
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_a_fused_sequence_they_are_a_step_of_the_linear_module(kind, zero_centered):
+    torch.manual_seed(0)
+    norm = KINDS[kind](64, zero_centered_gamma=zero_centered)
+    torch.nn.init.normal_(norm.weight)
+    linear = hybridq.Linear(64, 32)
+    fused = hybridq.nn.FusedSequential(norm, linear)
+    one = hybridq.LayerNormLinear(64, 32, normalization=kind, zero_centered_gamma=zero_centered)
+    own = {f"layer_norm_{name}": value for name, value in norm.state_dict().items()}
+    one.load_state_dict({**own, **linear.state_dict()})
+    x = torch.randn(20, 64)
+    with hybridq.autocast(recipe="mxfp8"):
+        assert torch.equal(fused(x), one(x))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .checkpoint import checkpoint
+from .gates import GATES, Gate, gate_of
 from .group_sums import gather_tokens, scatter_tokens, share, sum_over
 from .grouped_function import Layout, draw_seeds, grouped_linear
 from .linear_function import NO_CUTS, Cuts, eager_linear, linear
@@ -16,11 +17,13 @@ from .slot_encoder import STREAMS
 from .token_routes import GradientPlane, MadePlane, TokenRows, take_rows
 
 __all__ = [
+    "GATES",
     "NO_CUTS",
     "STREAMS",
     "Activation",
     "Boundary",
     "Cuts",
+    "Gate",
     "GradientPlane",
     "Layout",
     "MadePlane",
@@ -34,6 +37,7 @@ __all__ = [
     "checkpoint",
     "draw_seeds",
     "eager_linear",
+    "gate_of",
     "gather_tokens",
     "get_cpu_offload_context",
     "grouped_linear",

@@ -10,6 +10,7 @@ from torch import nn
 from ..autograd import Activation, Norm, PrologueCall
 from .linear import Linear
 from .linear_part import run_part
+from .norms import LayerNorm, RMSNorm
 from .tensor_parallel import is_dtensor
 
 __all__ = ["FusedSequential"]
@@ -24,6 +25,7 @@ class FusedSequential(nn.Sequential):
     fuse=True)` turns the ones of a model.
 
     Fused are `nn.LayerNorm` and `nn.RMSNorm` of the last dimension, with a weight and a given eps,
+    `hybridq.nn.LayerNorm` and `hybridq.nn.RMSNorm` of it,
     and `nn.ReLU`, `nn.SiLU` and `nn.GELU(approximate="tanh")`, before a `hybridq.Linear`. Not
     fused is a child with hooks of its own: they want to see it called.
 
@@ -80,6 +82,11 @@ def _step(module: Any) -> PrologueCall | None:
             return None
         bias = module.bias if kind is nn.LayerNorm else None
         return PrologueCall(Norm(kind.__name__, float(module.eps)), module.weight, bias)
+    if kind is LayerNorm or kind is RMSNorm:
+        if len(module.normalized_shape) != 1:
+            return None
+        norm = Norm(kind.__name__, module.eps, module.zero_centered_gamma)
+        return PrologueCall(norm, module.weight, getattr(module, "bias", None))
     if kind is nn.ReLU:
         return PrologueCall(Activation("relu"))
     if kind is nn.SiLU:

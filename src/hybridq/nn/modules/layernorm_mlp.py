@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from ...recipes.roles import GRAD_INPUT
 from ...tensor import is_quantized
-from ..autograd import PrologueCall, with_quantized_gradient
+from ..autograd import Gate, PrologueCall, with_quantized_gradient
 from ..weights import plain_weights
 from .linear_part import FusedModule, InitMethod, activation_of, one_dtype, run_part
 from .parallel_options import ParallelOptions
@@ -40,7 +40,11 @@ class LayerNormMLP(FusedModule):
         normalization: `"LayerNorm"` or `"RMSNorm"`.
         activation: `"gelu"` (tanh form), `"relu"`, `"srelu"` (squared), `"silu"`, `"qgelu"`, or a
             gated one, which multiplies the second half of fc1's result with the function of the
-            first: `"geglu"`, `"reglu"`, `"sreglu"`, `"swiglu"`, `"qgeglu"`.
+            first: `"geglu"`, `"reglu"`, `"sreglu"`, `"swiglu"`, `"qgeglu"`; `"glu"` (a sigmoid);
+            `"clamped_swiglu"`, whose halves are limited.
+        activation_params: of `"clamped_swiglu"`, what differs from `{"limit": 7.0, "alpha": 1.702,
+            "glu_linear_offset": 1.0}`: `u * sigmoid(alpha * u) * (v + glu_linear_offset)` of
+            `u = min(first, limit)` and `v = clamp(second, -limit, limit)`.
         output_layer_init_method: as `init_method`, of fc2.
         params_dtype: another name of `dtype`.
         return_layernorm_output: the norm's result is returned too.
@@ -88,6 +92,7 @@ class LayerNormMLP(FusedModule):
         bias: bool = True,
         normalization: str = "LayerNorm",
         activation: str = "gelu",
+        activation_params: Mapping[str, float] | None = None,
         output_layer_init_method: InitMethod | None = None,
         params_dtype: torch.dtype | None = None,
         return_layernorm_output: bool = False,
@@ -106,7 +111,7 @@ class LayerNormMLP(FusedModule):
     ) -> None:
         super().__init__()
         owner = type(self).__name__
-        self._activation = activation_of(owner, activation)
+        self._activation = activation_of(owner, activation, activation_params)
         options = {"device": device, "dtype": one_dtype(owner, dtype, params_dtype)}
         ranks = ParallelOptions(
             tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
@@ -175,7 +180,11 @@ class LayerNormMLP(FusedModule):
             norm = PrologueCall(self._norm, gamma, beta)
             hidden = run_part(self, "fc1", recipe, x, weight, bias, first, norm)
         bias = None if self.return_bias else self.fc2_bias
-        act = PrologueCall(self._activation)
+        act = None
+        if isinstance(self._activation, Gate):
+            hidden = self._activation.plain(hidden)
+        else:
+            act = PrologueCall(self._activation)
         y = run_part(self, "fc2", recipe, hidden, self.fc2_weight, bias, first, act)
         if recipe is not None and fp8_output:
             y = self._quantized_output(y, recipe)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,19 @@ from ...recipes import Plan, Recipe
 from ...reference import ACTIVATIONS, NORMS
 from ...shards import TokenGather
 from ...tensor import is_quantized
-from ..autograd import NO_CUTS, Activation, Cuts, Norm, PrologueCall, apply, linear, plain_linear
+from ..autograd import (
+    GATES,
+    NO_CUTS,
+    Activation,
+    Cuts,
+    Gate,
+    Norm,
+    PrologueCall,
+    apply,
+    gate_of,
+    linear,
+    plain_linear,
+)
 from ..weights import Into
 from .quantized_module import PLAIN, QuantizedModule
 from .quantized_parts import decoded_or_kept
@@ -329,16 +341,23 @@ def one_dtype(
     return params_dtype if dtype is None else dtype
 
 
-def activation_of(owner: str, activation: str) -> Activation:
-    """Return the prologue of an activation's name.
+def activation_of(
+    owner: str, activation: str, params: Mapping[str, float] | None = None
+) -> Activation | Gate:
+    """Return the prologue of an activation's name, or a gate, which stands by itself.
 
     Args:
         owner: the class, for the error.
-        activation: a name in `reference.ACTIVATIONS`.
+        activation: a name in `reference.ACTIVATIONS`, or of `GATES`.
+        params: of a gate, what differs from its defaults.
 
     Raises:
-        ValueError: it is not.
+        ValueError: there is no such name or parameter.
     """
+    gate = gate_of(owner, activation, params)
+    if gate is not None:
+        return gate
     if activation not in ACTIVATIONS:
-        raise ValueError(f"{owner}: activation {must_be_one_of(ACTIVATIONS, activation)}")
+        names = (*ACTIVATIONS, *GATES)
+        raise ValueError(f"{owner}: activation {must_be_one_of(names, activation)}")
     return Activation(activation)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -52,7 +52,8 @@ class TransformerLayer(nn.Module):
         drop_path_rate: probability, in training, that a sample skips a branch; the others are
             scaled up. A decoder's cross-attention is never skipped.
         rotary_pos_interleaved, qkv_weight_interleaved: as `MultiheadAttention` takes them.
-        zero_centered_gamma, normalization, activation, bias: as `LayerNormMLP` takes them.
+        zero_centered_gamma, normalization, activation, activation_params, bias: as `LayerNormMLP`
+            takes them.
         fuse_wgrad_accumulation: as for `Linear`, of the weight of every linear part.
         set_parallel_mode: attention and network are dealt out over ranks, as `MultiheadAttention`
             and `LayerNormMLP` take it.
@@ -114,6 +115,7 @@ class TransformerLayer(nn.Module):
         qkv_weight_interleaved: bool = False,
         bias: bool = True,
         activation: str = "gelu",
+        activation_params: Mapping[str, float] | None = None,
         normalization: str = "LayerNorm",
         qk_norm_type: str | None = None,
         qk_norm_eps: float = 1e-6,
@@ -215,6 +217,7 @@ class TransformerLayer(nn.Module):
             ffn_hidden_size,
             layernorm_epsilon,
             activation=activation,
+            activation_params=activation_params,
             return_layernorm_output=is_post,
             name=None if name is None else f"{name}.layernorm_mlp",
             **shared,
