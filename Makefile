@@ -18,7 +18,7 @@
 # make fuzz            throw legal and illegal calls at the public door (MINUTES=5)
 # make bench           the CPU benchmarks, as one table, kept in benchmarks/results (minutes;
 #                      ARGS="--parts quantize --threads 1" for some)
-# make models          58 families of transformers, converted: docs/reference/models.md (about 20
+# make models          71 families of transformers, converted: docs/reference/models.md (about 20
 #                      minutes; MODELS="Llama 4,Mixtral" prints the rows of some)
 # make experts-all     experts over 2 and 4 ranks, of all families that transformers marks (10 minutes)
 # make quality         real weights in every format, by plain rounding, SmoothQuant, AWQ and GPTQ, and in

@@ -11,6 +11,7 @@ import platform
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -35,6 +36,9 @@ Small random models of Hugging Face's families, converted by `hybridq.convert` a
 """
 
 
+_LEFT = "Left in high precision, heads and routers apart, with shares of the linear operations:"
+
+
 def row(family: Family) -> list[str]:
     """Return one family's row."""
     counted = flops(family)
@@ -52,8 +56,22 @@ def row(family: Family) -> list[str]:
     return [family.name, family.kind, *found]
 
 
-def page(rows: Iterable[list[str]]) -> str:
-    """Return the page of these rows."""
+def rest(family: Family) -> str | None:
+    """Return a line on which modules are left in high precision, or None where all are reached."""
+    counted = flops(family)
+    if counted.share > 0.999:
+        return None
+    found: Counter[str] = Counter()
+    for where, amount in counted.plain_in.items():
+        name, _, kind = where.partition(" ")
+        found[f"`{name.rpartition('.')[2]}` {kind}"] += amount
+    total = counted.counts["quantized"] + counted.counts["plain"]
+    parts = [f"{what} {100 * amount / total:.1f}%" for what, amount in found.most_common(4)]
+    return f"- {family.name}: {', '.join(parts)}"
+
+
+def page(rows: Iterable[list[str]], rests: Iterable[str | None] = ()) -> str:
+    """Return the page of these rows, and of what is left of each family."""
     import transformers
 
     meaning = [f"| {name} | {(column.__doc__ or '').strip()} |" for name, column in COLUMNS.items()]
@@ -63,6 +81,8 @@ def page(rows: Iterable[list[str]]) -> str:
         f"transformers {transformers.__version__}, torch {torch.__version__}, Python "
         f"{platform.python_version()}, {read_machine().cpu}, kernels {read_core().variant}"
     )
+    left = [one for one in rests if one is not None]
+    lines += ["", _LEFT, "", *left] if left else []
     return "\n".join(
         [_INTRODUCTION + "\n".join(meaning), "", *lines, "", f"Run with {versions}.", ""]
     )
@@ -82,7 +102,7 @@ def main(arguments: list[str]) -> int:
         rows.append(row(family))
         print(" | ".join(rows[-1]), flush=True)
     if not names:
-        _PAGE.write_text(page(rows))
+        _PAGE.write_text(page(rows, map(rest, chosen)))
         print(f"written: {_PAGE}")
     return sum(cell == "**no**" for one in rows for cell in one)
 
