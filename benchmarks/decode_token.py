@@ -14,7 +14,8 @@ shown are medians over the rounds, with quartiles in the file:
 - `us`: the case's own time, for the reader, on this machine and at this load.
 
 Cases: `torch fp32`; `decoded`: hybridq's product with a decoded weight that is kept; a format and
-what the rows are: `plain` (BF16), `quantized` (in the forward, by the recipe). `Linear` is a whole
+what the rows are: `plain` (BF16), `quantized` (in the forward, by the recipe), `static` (the same,
+by an amax that a calibration has found, where the recipe takes one). `Linear` is a whole
 eager forward of a module of `hybridq.quantize_model`; `gemm` is `hybridq.gemm`.
 With --write, benchmarks/results/decode-token-<machine>-<date>.json.
 """
@@ -48,6 +49,10 @@ SHAPES = ("1024x1024", "2048x2048", "4096x4096", "4096x14336", "8192x8192")
 FORMATS = ("mxfp8", "nvfp4", "mxfp4", "fp8_e4m3", "fp8_128x128")
 #: Recipes whose weight has one of these formats along rows.
 RECIPES = {"mxfp8": "mxfp8", "nvfp4": "nvfp4_1d_weight", "fp8_e4m3": "fp8_current"}
+#: Of those, whose inputs have one amax for the tensor.
+STATIC = ("nvfp4", "fp8_e4m3")
+#: What the rows are, and how a module is told.
+ROWS = (("plain", "high_precision"), ("quantized", "quantized"), ("static", "quantized"))
 _ALL_WEIGHTS = 256 << 20  # bytes of codes or values that a case goes through
 _MOST = 24  # weights
 
@@ -100,15 +105,17 @@ def cases(n: int, k: int, rows: int, formats: list[str], hot: bool) -> list[Case
         made.append(Case(f"{name}, plain rows, gemm", calls, nbytes))
         if name not in RECIPES:
             continue
-        for label, activations in (("plain", "high_precision"), ("quantized", "quantized")):
+        for label, activations in ROWS:
+            if label == "static" and name not in STATIC:
+                continue
             layers = []
             for _ in range(len(planes)):
                 layer = nn.Linear(k, n, bias=False, dtype=torch.bfloat16, device="meta")
                 layer.weight = nn.Parameter(weights[0])
-                recipe = RECIPES[name]
-                layers.append(
-                    hybridq.quantize_model(layer, recipe, activations=activations, least_width=1)
-                )
+                given = {"activations": activations, "least_width": 1}
+                if label == "static":
+                    given["calibration"] = hybridq.calibrate(layer, [xb], least_width=1)
+                layers.append(hybridq.quantize_model(layer, RECIPES[name], **given))
             nbytes = plane_nbytes(layers[0].weight)
             calls = [lambda layer=layer: layer(xb) for layer in layers]
             made.append(Case(f"{name}, {label} rows, Linear", calls, nbytes))

@@ -123,6 +123,7 @@ def test_encoded_anew_from_exact_values(
     ],
 )
 @pytest.mark.parametrize("size", ["whole", "tiles"])
+@pytest.mark.thinned(1)
 def test_the_plane_that_is_there_stays_and_the_other_is_made_of_its_values(
     layout, fmt, row, col, size, source, tmp_path, request
 ):

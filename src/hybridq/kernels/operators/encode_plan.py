@@ -117,6 +117,15 @@ class EncodePlan:
     def _choose(self, position: int, spec: PlaneSpec) -> Backend:
         return select(OpQuery("encode", self._device, self._dtype, *_at(position, spec)))
 
+    def scaled(self, x: torch.Tensor, request: EncodeRequest) -> list[torch.Tensor]:
+        """Return the buffers of the planes of x by statistics that kernels take as they are.
+
+        Args:
+            x: `[rows, cols]`.
+            request: with what `given_statistic` returns for each plane that needs a statistic.
+        """
+        return self(x, request) if self._both is None else self._both(x, request)
+
     def __call__(
         self, x: torch.Tensor, request: EncodeRequest, found: torch.Tensor | None = None
     ) -> list[torch.Tensor]:

@@ -6,11 +6,17 @@ import torch
 
 from ...formats import PlaneSpec
 from ...kernels import OperandCache
-from ...kernels.choice import GemmArgs, Operand
+from ...kernels.choice import EncodeRequest, GemmArgs, Operand
 from ...kernels.cpu import SKINNY_ROWS
 from ...kernels.inputs import can_cache
-from ...kernels.operators import gemm_plan, run_encode, skinny_gemm
-from ...recipes import Plan, SlotPlan
+from ...kernels.operators import (
+    encode_plan,
+    gemm_plan,
+    given_statistic,
+    run_encode,
+    skinny_gemm,
+)
+from ...recipes import STATIC, Plan, SlotPlan
 from ...storage import Plane
 from ..weights import Buffers
 from .slot_encoder import STREAMS, SlotEncoder
@@ -26,7 +32,7 @@ class PreparedSlot:
         slot: `"input"` or `"weight"`.
     """
 
-    __slots__ = ("_is_plain_col", "_requests", "_saves_row", "_split")
+    __slots__ = ("_given", "_is_plain_col", "_requests", "_saves_row", "_split")
 
     def __init__(self, plan: SlotPlan, slot: str) -> None:
         encoder = SlotEncoder(plan, slot)
@@ -34,7 +40,25 @@ class PreparedSlot:
         #: Without and with a columnwise plane.
         self._requests = [pair.request(encoder.rest()) for pair in pairs]
         self._split = pairs[0].split
+        #: A tensor that statistics were given in, its version, and the request with them.
+        self._given: tuple[torch.Tensor | None, int, EncodeRequest] = (None, 0, self._requests[0])
         self._is_plain_col, self._saves_row = plan.col.is_plain, plan.saves_row
+
+    def scaled(self, x: torch.Tensor, amax: torch.Tensor) -> Buffers:
+        """Return the rowwise plane of x, scaled by a statistic that was given.
+
+        Args:
+            x: `[rows, cols]`, checked.
+            amax: FP32 `[1]`, plain, and the same tensor in most calls.
+        """
+        known, version, request = self._given
+        if known is not amax or version != amax._version:
+            request = self._requests[0]
+            spec = PlaneSpec.parse(request.row).resolve(x.dtype)
+            stat = given_statistic(x.shape[0], spec, amax, "encode")
+            request = request._replace(row_stat=stat)
+            self._given = (amax, amax._version, request)
+        return encode_plan(request.row, "", x.dtype, "cpu").scaled(x, request)
 
     def operand(
         self, x: torch.Tensor, is_saved: bool, seed: torch.Tensor | None
@@ -68,6 +92,7 @@ class PreparedLinear:
         plan, dtype: the same.
         is_possible: both are quantized, and no plane's statistics come from outside of the tensor.
         takes_planes: weights may be planes that are there, and the input as it is.
+        is_static: the input's statistic is given, not found.
         input, weight: how the tensors of these slots are encoded.
         weight_spec: of the weight's rowwise plane.
     """
@@ -77,6 +102,7 @@ class PreparedLinear:
         "dtype",
         "input",
         "is_possible",
+        "is_static",
         "plan",
         "takes_planes",
         "weight",
@@ -86,9 +112,11 @@ class PreparedLinear:
     def __init__(self, plan: Plan, dtype: torch.dtype) -> None:
         self.plan, self.dtype = plan, dtype
         slot, weight = plan.input, plan.weight
-        is_outside = bool(plan.is_delayed or slot.amax_group)
+        self.is_static = plan.is_forward_only and slot.row_delay == STATIC
+        is_outside = bool((plan.is_delayed and not self.is_static) or slot.amax_group)
         self.takes_planes = not (is_outside or plan.is_stochastic or weight.row.is_plain)
         is_outside = is_outside or bool(weight.amax_group)
+        is_outside = is_outside or self.is_static
         self.is_possible = not (is_outside or slot.row.is_plain or weight.row.is_plain)
         self.input = PreparedSlot(slot, "input")
         self.weight = PreparedSlot(weight, "weight")
@@ -132,17 +160,26 @@ class PreparedLinear:
             return None
         return plane
 
-    def with_plane(self, x: torch.Tensor, w: Plane, bias: torch.Tensor | None) -> torch.Tensor:
+    def with_plane(
+        self,
+        x: torch.Tensor,
+        w: Plane,
+        bias: torch.Tensor | None,
+        amax: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Return `x @ w.T + bias` where no gradient is wanted.
 
         Args:
             x: `[rows, k]`.
             w: a plane that is `fitting`.
             bias: `[n]`, or None.
+            amax: FP32 `[1]`, which x is scaled by if `is_static`.
         """
         buffers, shape = w.tensors, w.matrix
         if self.plan.input.row.is_plain:
             row = [x]
+        elif amax is not None:
+            row = self.input.scaled(x, amax)
         else:
             weight = Operand(buffers, self.weight_spec, *shape)
             made = self.skinny(x, weight, bias, None, False)

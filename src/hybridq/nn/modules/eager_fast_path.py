@@ -64,7 +64,7 @@ def eager_forward(
     prepared: PreparedLinear | None = module.__dict__.get("_prepared_linear")
     if prepared is None or prepared.plan is not plan or prepared.dtype is not x.dtype:
         prepared = module.__dict__["_prepared_linear"] = PreparedLinear(plan, x.dtype)
-    plane = None
+    plane = amax = None
     if is_plain(weight):
         if not prepared.is_possible or plan.is_forward_only:
             return None
@@ -72,6 +72,10 @@ def eager_forward(
         plane = _plane_of(weight, x, bias, prepared)
         if plane is None:
             return None
+        if prepared.is_static:
+            amax = module.static_amax("")
+            if amax is None or not amax.is_cpu or not is_plain(amax) or amax.is_inference():
+                return None
     if module.fuse_wgrad_accumulation or module.delay_wgrad_compute:
         return None
     if x.dtype is not torch.float32:
@@ -82,7 +86,7 @@ def eager_forward(
     if x.dim() != 2:
         flat = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
     if plane is not None:
-        y = prepared.with_plane(flat, plane, bias)
+        y = prepared.with_plane(flat, plane, bias, amax)
     else:
         kept = None
         if first is not None:
