@@ -79,6 +79,7 @@ def _encode_with_amax(func: Any, x: Any, *args: Any, **options: Any) -> Any:
     """Return what encode returns, and the amax of what x decodes to."""
     if not is_quantized(x):
         return NotImplemented
-    found = torch.zeros(1, dtype=torch.float32, device=x.device)
-    update_amax(found, dequantize(x, x.dtype))
+    found = torch.full((1,), -1.0, dtype=torch.float32, device=x.device)
+    if x.numel():
+        update_amax(found, dequantize(x, x.dtype))
     return [*torch.ops.hybridq.encode(x, *args, **options), found]

@@ -198,6 +198,31 @@ def test_tokens_of_no_group_have_no_say(recipe) -> None:
     assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_what_has_no_rows_keeps_its_histories(on_device) -> None:
+    """Groups, and a layer: their inputs and gradients record nothing, their weights do."""
+    grouped, layer = hybridq.GroupedLinear(2, 32, 32), hybridq.Linear(32, 32)
+
+    def step(sizes: list[int]) -> dict[str, torch.Tensor]:
+        splits = torch.tensor(sizes) if on_device else sizes
+        with autocast(recipe="fp8_delayed"):
+            y = grouped(torch.full((sum(sizes), 32), 2.0, requires_grad=True), splits)
+            z = layer(torch.full((sizes[1], 32), 2.0, requires_grad=True))
+        (y.sum() + z.sum()).backward()
+        hybridq.update_scaling(grouped), hybridq.update_scaling(layer)
+        found = states(grouped) | {f"layer.{key}": one for key, one in states(layer).items()}
+        return {key: one.clone() for key, one in found.items()}
+
+    first, second = step([3, 5]), step([4, 0])
+    assert first.keys() == second.keys()
+    for key, one in second.items():
+        is_idle = "weight" not in key and (key.startswith(("1.", "layer.")))
+        if is_idle or key.endswith("scale"):
+            assert torch.equal(one, first[key]), key
+        else:
+            assert not torch.equal(one, first[key]), key
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.filterwarnings("ignore:delayed scaling")
 def test_a_bad_amax_stays_in_its_group(value) -> None:
