@@ -74,7 +74,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "global_head_dim": 16,
         "num_global_key_value_heads": 2,
     },
-    "glm5_next": {"qk_rope_head_dim": 0, "num_hidden_layers": 4},
+    "glm5_next": {
+        "qk_rope_head_dim": 0,
+        "num_hidden_layers": 4,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+    },
     "glm4v_moe": {"head_dim": 128},
     "ernie4_5_vl_moe": {
         "hidden_size": 128,  # one head, of the size of its rotary sections

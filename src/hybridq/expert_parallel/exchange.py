@@ -104,9 +104,16 @@ class TokenExchange:
             given: `[tokens, ...]` each.
 
         Raises:
+            TypeError: one of them is a DTensor.
             RuntimeError: on every rank, in the first forward: ranks that are said to have the same
                 tokens have not.
         """
+        if any(hasattr(one, "device_mesh") for one in given):
+            raise TypeError(
+                f"experts {module.name}: tokens, indices and weights must be plain tensors, got a "
+                "DTensor; let what makes them give local ones (use_local_output=True), and say "
+                "who has the same by ExpertRanks(..., tensor_parallel=)"
+            )
         if self.lanes is None:
             return given
         self._check_lanes(module, given[0])
