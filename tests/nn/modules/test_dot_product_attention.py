@@ -8,6 +8,7 @@ import torch
 import hybridq
 from attention_oracle import attention
 from hybridq.nn import DotProductAttention
+from hybridq.nn.autograd import plain_gemm
 
 HEADS, GROUPS, FEATURES = 4, 2, 8
 #: What FP32 sums of so few terms may differ by.
@@ -258,6 +259,23 @@ def test_bf16_is_rounded_once_and_compiles(layout):
     torch._dynamo.reset()
     graph = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert torch.equal(graph(*inputs, **given), y)
+
+
+def test_what_is_added_has_the_dtype_that_kernels_take(monkeypatch):
+    seen = []
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query, key, value, mask, *rest, **options):
+        seen.append((mask.dtype, query.dtype))
+        return plain(query, key, value, mask, *rest, **options)
+
+    monkeypatch.setattr(plain_gemm, "_is_slow", lambda *_: False)
+    monkeypatch.setattr(plain_gemm.F, "scaled_dot_product_attention", spy)
+    inputs = _inputs(dtype=torch.bfloat16)
+    module = DotProductAttention(HEADS, FEATURES, GROUPS, softmax_type="learnable")
+    module(*inputs, core_attention_bias_type="alibi").sum().backward()
+    assert seen == [(torch.bfloat16, torch.bfloat16)]
+    assert inputs[0].grad.dtype == torch.bfloat16 and module.softmax_offset.grad.abs().sum() > 0
 
 
 def test_bad_calls_are_told():

@@ -123,7 +123,8 @@ def plain_attention(
 
     Args:
         query, key, value: `[..., length, features]`.
-        mask: bool, or floating point to be added, or None.
+        mask: bool, or floating point to be added, or None. Where torch multiplies in a short dtype
+            what is added is rounded to it: its kernels on GPUs take no other.
         dropout: probability.
         is_causal: hide what comes later.
         enable_gqa: the heads of keys and values serve several of the queries.
@@ -133,6 +134,8 @@ def plain_attention(
         The queries' shape, with the values' features, in their dtype or torch.autocast's.
     """
     if not _is_slow(query, key, value):
+        if mask is not None and mask.is_floating_point():
+            mask = mask.to(query.dtype)  # cuDNN would read the bytes of another as this one
         return F.scaled_dot_product_attention(
             query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa
         )
