@@ -22,12 +22,12 @@ from . import (
     aliases,
     common,
     constants,
+    cross_entropy,
     custom_recipes,
     distributed,
     hybrid,
     module,
     optimizers,
-    padding,
     permutation,
     quantization,
     quantizers,
@@ -37,10 +37,10 @@ from . import (
 from .aliases import stand_in
 from .common.recipe import quantizer_factory
 from .constants import *  # noqa: F403
+from .cross_entropy import *  # noqa: F403
 from .distributed import *  # noqa: F403
 from .hybrid import *  # noqa: F403
 from .module import *  # noqa: F403
-from .padding import *  # noqa: F403
 from .permutation import *  # noqa: F403
 from .quantization import *  # noqa: F403
 from .quantizers import *  # noqa: F403
@@ -51,10 +51,10 @@ from .utils import *  # noqa: F403
 __all__ = [
     *("common", "custom_recipes", "optimizers", "pytorch", "quantizer_factory", "stand_in"),
     *constants.__all__,
+    *cross_entropy.__all__,
     *distributed.__all__,
     *hybrid.__all__,
     *module.__all__,
-    *padding.__all__,
     *permutation.__all__,
     *quantization.__all__,
     *quantizers.__all__,

@@ -15,6 +15,7 @@ __all__ = ["PATHS", "install", "stand_in"]
 #: A module here to the paths below `pytorch`, and below `hybridq.te` itself, that lead to it.
 PATHS: Final = {
     "constants": (),
+    "cross_entropy": (),
     "custom_recipes": (),
     "custom_recipes.quantizer_factories": (),
     "custom_recipes.quantizer_factory_zoo": (),
@@ -23,10 +24,9 @@ PATHS: Final = {
         *("transformer", "attention", "attention.multi_head_attention", "attention.rope"),
         *("attention.dot_product_attention", "module.base", "module.linear"),
         *("module.layernorm_linear", "module.layernorm_mlp", "module.grouped_linear"),
-        *("module.layernorm", "module.rmsnorm"),
+        *("module.layernorm", "module.rmsnorm", "module.fp8_padding", "module.fp8_unpadding"),
     ),
     "optimizers": ("optimizers.fused_adam", "optimizers.fused_sgd"),
-    "padding": ("module.fp8_padding", "module.fp8_unpadding", "cross_entropy"),
     "permutation": (),
     "quantization": ("fp8",),
     "tensor": (

@@ -16,6 +16,8 @@ from .signatures import constructor, forward, with_arguments
 
 __all__ = [
     "DotProductAttention",
+    "Fp8Padding",
+    "Fp8Unpadding",
     "GroupedLinear",
     "InferenceParams",
     "LayerNorm",
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 LayerNorm, RMSNorm = nn.LayerNorm, nn.RMSNorm
+Fp8Padding, Fp8Unpadding = nn.Fp8Padding, nn.Fp8Unpadding
 InferenceParams = nn.InferenceParams
 RotaryPositionEmbedding = nn.RotaryPositionEmbedding
 
