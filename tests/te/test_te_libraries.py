@@ -91,3 +91,44 @@ def test_layers_replaced_as_lightnings_plugin_does() -> None:
 def test_a_package_that_is_there_is_not_replaced() -> None:
     with pytest.raises(ImportError, match="stand_in: torch must not be installed"):
         te.stand_in("torch")
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_checkpoints_of_transformer_engine_are_loaded(fused: bool) -> None:
+    """Their keys: an `_extra_state` in each module, and queries, keys and values by themselves."""
+    torch.manual_seed(0)
+    make = {"fuse_qkv_params": fused, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    layer = te.TransformerLayer(32, 64, 4, num_gqa_groups=2, **make)
+    saved = layer.state_dict()
+    if not fused:
+        for kind in ("weight", "bias"):
+            whole = saved.pop(f"self_attention.layernorm_qkv.{kind}")
+            for name, part in zip(
+                ("query", "key", "value"), whole.split([32, 16, 16]), strict=True
+            ):
+                saved[f"self_attention.layernorm_qkv.{name}_{kind}"] = part
+    extra = ("layernorm_qkv", "core_attention", "proj")
+    saved |= {f"self_attention.{name}._extra_state": torch.empty(0) for name in extra}
+    saved["layernorm_mlp._extra_state"] = None
+    other = te.TransformerLayer(32, 64, 4, num_gqa_groups=2, **make)
+    other.load_state_dict(saved)
+    x = torch.randn(5, 2, 32)
+    assert torch.equal(other(x), layer(x))
+    linear = te.Linear(8, 8)
+    linear.load_state_dict({**te.Linear(8, 8).state_dict(), "_extra_state": torch.empty(0)})
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        linear.load_state_dict({**linear.state_dict(), "other_state": torch.empty(0)})
+
+
+def test_compiled_layers_have_the_bits_of_eager_ones() -> None:
+    torch.manual_seed(0)
+    layer = te.TransformerLayer(32, 64, 4, hidden_dropout=0.0, attention_dropout=0.0)
+    experts = te.GroupedLinear(2, 32, 16)
+    x = torch.randn(6, 2, 32)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return experts(layer(x, None, "causal").flatten(0, 1), [5, 7])
+
+    compiled = torch.compile(forward, backend="eager", fullgraph=True)
+    with te.autocast(recipe=te.common.recipe.MXFP8BlockScaling()):
+        assert torch.equal(compiled(x), forward(x))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import nn
-from .reading import Readings
+from .reading import Readings, WithoutExtraState
 from .signatures import constructor, forward, with_arguments
 
 __all__ = [
@@ -180,7 +180,7 @@ class GroupedLinear(Readings, nn.GroupedLinear):
 
 
 @with_arguments
-class MultiheadAttention(nn.MultiheadAttention):
+class MultiheadAttention(WithoutExtraState, nn.MultiheadAttention):
     """`hybridq.MultiheadAttention`; what it has no like of raises, by the argument's name."""
 
     __init__ = constructor(
@@ -214,7 +214,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 @with_arguments
-class TransformerLayer(nn.TransformerLayer):
+class TransformerLayer(WithoutExtraState, nn.TransformerLayer):
     """`hybridq.TransformerLayer`; what it has no like of raises, by the argument's name.
 
     Example:
@@ -257,7 +257,7 @@ class TransformerLayer(nn.TransformerLayer):
 
 
 @with_arguments
-class DotProductAttention(nn.DotProductAttention):
+class DotProductAttention(WithoutExtraState, nn.DotProductAttention):
     """`hybridq.nn.DotProductAttention`; what it has no like of raises, by the argument's name."""
 
     __init__ = constructor(

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import weakref
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from .. import nn
+from .._log import log_once
 from ..recipes import QuantizerRole
 from ..tensor import is_quantized
 from .hybrid import quantizer_of
 from .quantizers import Float8Quantizer
 
-__all__ = ["Readings", "remember_recipe", "slot_quantizer"]
+__all__ = ["Readings", "WithoutExtraState", "remember_recipe", "slot_quantizer"]
 
+#: How the key of a module's own state ends, in checkpoints of Transformer Engine.
+_EXTRA: Final = "_extra_state"
 #: The recipe of `hybridq.te` that a recipe of hybridq was made of, by the latter's key.
 _recipes: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
@@ -30,7 +33,22 @@ def remember_recipe(key: str, recipe: Any) -> None:
     _recipes[key] = recipe
 
 
-class Readings:
+class WithoutExtraState:
+    """Loads checkpoints of Transformer Engine's modules without their `_extra_state`."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        extra = [key for key in state_dict if key.startswith(prefix) and key.endswith(_EXTRA)]
+        for key in extra:
+            if state_dict.pop(key) is not None:
+                log_once(
+                    "te.extra_state",
+                    f"load_state_dict: {key} and its like hold scales in Transformer Engine's "
+                    "own form, which are not taken over; delayed scaling begins at 1",
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+
+class Readings(WithoutExtraState):
     """Attributes of modules, made of the last forward's recipe whenever they are read."""
 
     @property
