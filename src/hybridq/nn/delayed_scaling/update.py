@@ -412,7 +412,7 @@ def _advance(
     history = torch.stack(histories)
     has_recorded = ~(amax < 0.0)  # a NaN was recorded
     filled = history.clone()
-    filled[:, 0] = amax
+    filled[:, 0] = torch.where(has_recorded, amax, history[:, 0])
     old = stats.index_select(0, batch.where)
     is_recent = algorithm == "most_recent"
     rolled, scale = next_scale(filled, -old, batch.numerators, is_recent, algorithm)
