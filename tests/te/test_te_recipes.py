@@ -189,7 +189,8 @@ def test_scales_are_what_the_callable_returns() -> None:
     assert history.scale[:2].tolist() == [2.0, 2.0]
     assert own.fp8_meta["scaling_bwd"].scale[0] == 2.0 * 57344.0 / 448.0
     x = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
-    assert float(amax[0]) == float(x.abs().max()) and amax.shape == old.shape
+    assert float(x.abs().max()) in amax.tolist() and amax.shape == old.shape
+    assert float(amax.min()) >= 0.0
     assert own.fp8_meta["recipe"] is recipe
 
 

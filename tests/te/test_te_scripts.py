@@ -372,19 +372,46 @@ def test_tensors_that_a_backward_saves() -> None:
 
 def test_optimizers_refuse_what_they_would_not_do() -> None:
     optimizers = hybridq.te.optimizers
-    short = [torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))]
     plain = [torch.nn.Parameter(torch.ones(4))]
     for make, text in (
-        (lambda: optimizers.FusedAdam(short), "FusedAdam: master_weights must be True"),
         (lambda: optimizers.FusedAdam(plain, amsgrad=True), "FusedAdam: amsgrad"),
         (lambda: optimizers.FusedAdam(plain, adam_w_mode=False), "FusedAdam: adam_w_mode"),
         (lambda: optimizers.FusedAdam(plain, exp_avg_dtype=torch.float16), "exp_avg_dtype"),
-        (lambda: optimizers.FusedSGD(short, 0.1), "FusedSGD: there are no masters"),
-        (lambda: optimizers.FusedSGD(plain, 0.1, wd_after_momentum=True), "wd_after_momentum"),
+        (lambda: optimizers.FusedSGD(plain, 0.1, set_grad_none=False), "FusedSGD: set_grad_none"),
     ):
         with pytest.raises(NotImplementedError, match=text):
             make()
-    for parameter in plain:
-        parameter.grad = torch.full_like(parameter, 2.0)
-    optimizers.FusedSGD(plain, 0.1, 0.9, weight_decay=0.5).step()
-    assert torch.allclose(plain[0].detach(), torch.full((4,), 1.0 - 0.1 * 2.5))
+
+
+def test_sgd_steps_as_torchs() -> None:
+    own, reference = ([torch.nn.Parameter(torch.linspace(-1, 1, 64))] for _ in "ab")
+    steps = hybridq.te.optimizers.FusedSGD(own, 0.1, 0.9, weight_decay=0.5)
+    torchs = torch.optim.SGD(reference, 0.1, 0.9, weight_decay=0.5)
+    for step in range(3):
+        for parameter in (*own, *reference):
+            parameter.grad = torch.full_like(parameter, 2.0 - step)
+        steps.step()
+        torchs.step()
+    assert torch.equal(own[0], reference[0])
+
+
+@pytest.mark.parametrize("given", [{}, {"store_param_remainders": True}])
+def test_adam_keeps_masters_where_it_is_told(given: dict[str, Any]) -> None:
+    """Against torch's AdamW of FP32 values: with masters each is the one that is written."""
+    start = torch.randn(64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    own = torch.nn.Parameter(start.clone())
+    reference = torch.nn.Parameter(start.float())
+    adam = hybridq.te.optimizers.FusedAdam([own], lr=1e-3, master_weights=True, **given)
+    torchs = torch.optim.AdamW([reference], lr=1e-3, weight_decay=0.0)
+    for step in range(4):
+        grad = torch.randn(64, generator=torch.Generator().manual_seed(step)).bfloat16()
+        own.grad, reference.grad = grad, grad.float()
+        adam.step()
+        torchs.step()
+    assert torch.equal(adam.get_unscaled_state(own, "master_param"), reference.detach())
+    assert torch.allclose(own.float(), reference, rtol=2.0**-8)
+    alone = torch.nn.Parameter(start.clone())
+    plain = hybridq.te.optimizers.FusedAdam([alone], lr=1e-3)
+    alone.grad = torch.ones_like(alone)
+    plain.step()
+    assert "master_param" not in plain.state[alone] and not torch.equal(alone, start)

@@ -1,4 +1,4 @@
-"""FusedAdam over `hybridq.optim.AdamW`, FusedSGD over torch's SGD.
+"""FusedAdam and FusedSGD over `hybridq.optim`.
 
 Source: names, order and defaults of arguments: Transformer Engine's `pytorch/optimizers`.
 """
@@ -6,29 +6,40 @@ Source: names, order and defaults of arguments: Transformer Engine's `pytorch/op
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from .. import optim
-from ..tensor import is_quantized
 
 __all__ = ["FusedAdam", "FusedSGD"]
 
+#: How moments of a dtype are held; codes of FP8 are said by the dtype of their bytes.
+_MOMENTS: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "fp8_block"}
+
+
+def _check(owner: str, given: tuple[tuple[str, Any, Any], ...]) -> None:
+    """Raise for a value that `hybridq.optim` has nothing like."""
+    for name, value, only in given:
+        if value not in only:
+            raise NotImplementedError(f"{owner}: {name} must be of {only}, got {value!r}")
+
 
 class FusedAdam(optim.AdamW):
-    """`hybridq.optim.AdamW` with Transformer Engine's arguments: on any device, with masters.
+    """`hybridq.optim.AdamW` with Transformer Engine's arguments, on any device.
+
+    Without masters a BF16 parameter is its own, written with stochastic rounding; a quantized or
+    FP16 one has a BF16 master. `get_unscaled_state` and `set_scaled_state` are those of AdamW.
 
     Args:
         params, lr, betas, eps, weight_decay: as for `torch.optim.AdamW`.
         amsgrad: False.
         bias_correction, adam_w_mode: True.
         capturable: as for `torch.optim.AdamW`.
-        master_weights: must be True where a parameter is quantized, BF16 or FP16, which are not
-            updated without one here.
+        master_weights: short and quantized parameters have masters of `master_weight_dtype`.
         master_weight_dtype: float32, or bfloat16 (rounded stochastically).
-        exp_avg_dtype, exp_avg_sq_dtype: both float32, or both bfloat16.
-        use_decoupled_grad, store_param_remainders: False.
+        exp_avg_dtype, exp_avg_sq_dtype: float32, bfloat16, or uint8: blocks of E4M3 codes.
+        use_decoupled_grad, store_param_remainders: as `hybridq.optim.AdamW` takes them.
         set_grad_none: None or True.
 
     Raises:
@@ -64,68 +75,43 @@ class FusedAdam(optim.AdamW):
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
     ) -> None:
-        moments = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-        known = exp_avg_dtype == exp_avg_sq_dtype and exp_avg_dtype in moments
-        for name, value, default in (
-            ("amsgrad", amsgrad, False),
-            ("bias_correction", bias_correction, True),
-            ("adam_w_mode", adam_w_mode, True),
-            ("use_decoupled_grad", use_decoupled_grad, False),
-            ("store_param_remainders", store_param_remainders, False),
-            ("set_grad_none", set_grad_none is False, False),
-            ("exp_avg_dtype and exp_avg_sq_dtype", known, True),
-        ):
-            if value is not default:
-                raise NotImplementedError(
-                    f"FusedAdam: {name} must be as hybridq.optim.AdamW has it (see its docs), got "
-                    "another value"
-                )
-        self.master_weights = master_weights
+        _check(
+            "FusedAdam",
+            (
+                ("amsgrad", amsgrad, (False,)),
+                ("bias_correction", bias_correction, (True,)),
+                ("adam_w_mode", adam_w_mode, (True,)),
+                ("master_weight_dtype", master_weight_dtype, (torch.float32, torch.bfloat16)),
+                ("exp_avg_dtype", exp_avg_dtype, tuple(_MOMENTS)),
+                ("exp_avg_sq_dtype", exp_avg_sq_dtype, tuple(_MOMENTS)),
+                ("set_grad_none", set_grad_none, (None, True)),
+            ),
+        )
         super().__init__(
             params,
             lr,
             betas,
             eps,
             weight_decay,
-            master_dtype=master_weight_dtype,
-            moments=moments[exp_avg_dtype],
+            master_dtype=master_weight_dtype if master_weights else torch.bfloat16,
+            moments=(_MOMENTS[exp_avg_dtype], _MOMENTS[exp_avg_sq_dtype]),
+            store_param_remainders=store_param_remainders,
+            use_decoupled_grad=use_decoupled_grad,
             capturable=capturable,
         )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; `torch.optim.Optimizer` calls it for the first ones, too.
 
-        Args:
-            param_group: as torch takes it.
-
-        Raises:
-            NotImplementedError: a short or quantized parameter without `master_weights`.
-        """
-        super().add_param_group(param_group)
-        if not self.master_weights:
-            _refuse_short(self, "master_weights must be True")
-
-
-def _refuse_short(optimizer: Any, rule: str) -> None:
-    for parameter in optimizer.param_groups[-1]["params"]:
-        if is_quantized(parameter) or parameter.dtype in (torch.bfloat16, torch.float16):
-            raise NotImplementedError(
-                f"{type(optimizer).__name__}: {rule} for parameters that are quantized, BF16 or "
-                f"FP16, got {parameter.dtype}"
-            )
-
-
-class FusedSGD(torch.optim.SGD):
-    """`torch.optim.SGD` with Transformer Engine's arguments, for FP32 parameters.
+class FusedSGD(optim.SGD):
+    """`hybridq.optim.SGD` with Transformer Engine's arguments.
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov: as for `torch.optim.SGD`.
-        wd_after_momentum: False.
-        materialize_master_grads: has no effect: there are no masters.
+        wd_after_momentum: as `hybridq.optim.SGD` takes it.
+        materialize_master_grads: has no effect: gradients stay what they are.
         set_grad_none: None or True.
 
     Raises:
-        NotImplementedError: another value, or a parameter that is not FP32.
+        NotImplementedError: another value; the text names the argument.
     """
 
     def __init__(
@@ -141,21 +127,6 @@ class FusedSGD(torch.optim.SGD):
         materialize_master_grads: bool = True,
         set_grad_none: bool | None = None,
     ) -> None:
-        if wd_after_momentum or set_grad_none is False:
-            raise NotImplementedError(
-                "FusedSGD: wd_after_momentum must be False and set_grad_none True, got "
-                f"{wd_after_momentum} and {set_grad_none}"
-            )
-        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; `torch.optim.Optimizer` calls it for the first ones, too.
-
-        Args:
-            param_group: as torch takes it.
-
-        Raises:
-            NotImplementedError: a parameter is short or quantized; `hybridq.optim` has masters.
-        """
-        super().add_param_group(param_group)
-        _refuse_short(self, "there are no masters, use FusedAdam or hybridq.optim.Muon")
+        _check("FusedSGD", (("set_grad_none", set_grad_none, (None, True)),))
+        own = (lr, momentum, dampening, weight_decay, nesterov)
+        super().__init__(params, *own, wd_after_momentum=wd_after_momentum)
