@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hybridq
-from hybridq.calibration import Fold, awq, register_folds, smooth
+from hybridq.calibration import Fold, awq, places, register_folds, smooth
 
 transformers = pytest.importorskip("transformers")
 
@@ -355,3 +355,31 @@ def test_wrong_folds_are_refused():
         Fold("norm", (), "zero_centered_norm", experts="experts")
     with pytest.raises(ValueError, match="consumers must be a tuple"):
         Fold("norm", ())
+
+
+def test_experts_over_ranks_and_shared_ones_are_named(monkeypatch):
+    model = nn.Sequential(Mixture("two names"), Mixture("two names"))
+    x, only = torch.randn(40, 32), lambda _, name: name.endswith("experts")
+    with torch.no_grad():
+        model[1].experts.w1 = model[0].experts.w1
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    report = smooth(model, [x], only)
+    names = [f"{n}.experts.{name}" for n in (0, 1) for name in ("w1", "w3", "w2")]
+    assert report.left == dict.fromkeys(names, "its w1 is another module's, too")
+    model[1].experts.w1 = nn.Parameter(torch.randn(3, 16, 32))
+    before["1.experts.w1"] = model[1].experts.w1.detach().clone()
+    hybridq.convert(model, only)
+    for block in model:  # as `parallelize_experts` leaves them
+        monkeypatch.setitem(block.experts.__dict__, "exchange", object())
+    found = [place for place in scaled_places(model) if place.consumers[0].expert is not None]
+    assert not found
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+
+
+def scaled_places(model: nn.Module) -> list[places.Place]:
+    """The places of a model's products; those that are left say why."""
+    made, left = places.places(model, hybridq.calibration.products(model))
+    assert set(left.values()) == {
+        "its experts are on several ranks; scale before they are dealt out"
+    }
+    return made
