@@ -63,6 +63,7 @@ class ByName(Recipe):
         patterns = [pattern for pattern, _ in rules]
         # Keys end where their quotes do, so no two lists of them read the same.
         self._seal(f"ByName({patterns!r}, {[recipe.key for recipe in recipes]!r})", True)
+        _set(self, quantizes_attention=any(recipe.quantizes_attention for recipe in recipes))
 
     @staticmethod
     def first_last(

@@ -74,6 +74,8 @@ class Recipe(RecipeSource):
 
     key: str
     reads_names: bool = False
+    #: Whether attention between projections is quantized too, by slots of the module type `"dpa"`.
+    quantizes_attention: bool = False
     #: Whether its fields are options that a file may set.
     has_options: ClassVar[bool] = False
     precision: str | GemmPrecision = "auto"
@@ -328,7 +330,9 @@ class CustomRecipe(ChoosingRecipe):
             `IdentityQuantizer` to leave the slot alone. It must be a pure function of the role. A
             function that never looks at `role.name` may say so with
             `qfactory.reads_names = False`: compiled modules that differ in their names only then
-            share one graph.
+            share one graph. A function with `qfactory.fp8_dpa = True` is asked for the operands of
+            attention, too: `role.module_type` is `"dpa"`, `role.tensor_type` `"qkv"`, `"s"`,
+            `"do"` or `"dp"` (docs/guides/attention.md).
         precision, backward_override, columnwise_source: as in `Recipe`; by keyword only.
 
     Two custom recipes are equal if and only if their factories are (functions: the same object)
@@ -372,6 +376,7 @@ class CustomRecipe(ChoosingRecipe):
             f"CustomRecipe({name}#{_serial(factory)}{chosen})",
             reads_names=bool(getattr(factory, "reads_names", True)),
         )
+        _set(self, quantizes_attention=bool(getattr(factory, "fp8_dpa", False)))
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         """Return what `qfactory(role)` returns; a request becomes a quantizer of the role.

@@ -12,6 +12,7 @@ from .partial_sums import add_once
 from .plain_gemm import plain_attention, plain_linear
 from .prepared_linear import PreparedLinear
 from .prologue import Activation, Norm, Prologue, PrologueCall, apply
+from .quantized_attention import AttentionQuantizers, quantized_attention
 from .quantized_output import Boundary, with_quantized_gradient
 from .slot_encoder import STREAMS
 from .token_routes import GradientPlane, MadePlane, TokenRows, take_rows
@@ -21,6 +22,7 @@ __all__ = [
     "NO_CUTS",
     "STREAMS",
     "Activation",
+    "AttentionQuantizers",
     "Boundary",
     "Cuts",
     "Gate",
@@ -45,6 +47,7 @@ __all__ = [
     "offload",
     "plain_attention",
     "plain_linear",
+    "quantized_attention",
     "scatter_tokens",
     "share",
     "sum_over",

@@ -211,6 +211,7 @@ class MultiheadAttention(nn.Module):
             attention_type=attention_type,
             softmax_type=softmax_type,
             device=device,
+            name="" if name is None else f"{name}.core_attention",
         )
         #: Set where ranks share sequences (`hybridq.distributed.sequence_parallel`).
         self.exchange: SequenceExchange | None = None

@@ -69,6 +69,7 @@ def check_shared(
             ("cu_seqlens", packed != Packed()),
             ("inference_params", cache is not None),
             ("softmax_type", core.softmax_type != "vanilla"),
+            ("a recipe with fp8_dpa", core.quantizers() is not None),
         )
         if is_given
     ]

@@ -10,8 +10,11 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
+from ... import settings
 from ...errors import must_be_one_of
-from ..autograd import checkpoint, plain_attention
+from ...recipes import QuantizerRole, Recipe, is_recomputing
+from ...recipes.boundary import boundary_quantizer
+from ..autograd import AttentionQuantizers, checkpoint, plain_attention, quantized_attention
 from .attention_bias import SOFTMAXES, added_bias, with_offset
 from .attention_masks import Lengths, check_mask_type, diagonal, visible
 from .kv_cache import InferenceParams
@@ -75,6 +78,10 @@ class DotProductAttention(nn.Module):
         softmax_type: `"vanilla"`; `"off-by-one"`: one is added to the denominator;
             `"learnable"`: `exp(softmax_offset)` is, of the parameter `[heads]`.
         device: of that parameter.
+        name: qualified name, for the roles of a recipe that quantizes attention.
+
+    Under a recipe that asks for it (`qfactory.fp8_dpa`) queries, keys, values, weights and the
+    gradients of result and scores are quantized, and the products are FP32, of what is decoded.
 
     Raises:
         ValueError: sizes do not divide, or an option is unknown.
@@ -92,6 +99,11 @@ class DotProductAttention(nn.Module):
         >>> y.shape
         torch.Size([7, 64])
     """
+
+    #: The recipe of the last forward, for its recomputation.
+    _last_recipe: Any = None
+    #: The last recipe that quantizes attention, and its quantizers.
+    _bound: tuple[Any, AttentionQuantizers | None] = (None, None)
 
     def __init__(
         self,
@@ -112,6 +124,7 @@ class DotProductAttention(nn.Module):
         softmax_scale: float | None = None,
         softmax_type: str = "vanilla",
         device: Any = None,
+        name: str = "",
     ) -> None:
         super().__init__()
         own = "attention"
@@ -137,6 +150,7 @@ class DotProductAttention(nn.Module):
         self.attention_dropout = float(attention_dropout)
         self.attn_mask_type, self.window_size = attn_mask_type, window_size
         self.layer_number, self.attention_type = layer_number, attention_type
+        self.name = name
         self.softmax_scale, self.softmax_type = softmax_scale, softmax_type
         self._tracker = None if sequence_parallel else get_rng_state_tracker
         self.softmax_offset: nn.Parameter | None = None
@@ -296,15 +310,52 @@ class DotProductAttention(nn.Module):
         if mask is not None and self.softmax_type != SOFTMAXES[0]:
             key, value, mask = with_offset(key, value, mask, self.softmax_offset)
         dropout = self.attention_dropout if self.training else 0.0
+        quantizers = self.quantizers()
         grouped = query.shape[1] != key.shape[1]
         forked = nullcontext() if self._tracker is None or not dropout else self._tracker().fork()
         with forked:
-            y = plain_attention(query, key, value, mask, dropout, is_causal, grouped, scale)
+            if quantizers is None:
+                y = plain_attention(query, key, value, mask, dropout, is_causal, grouped, scale)
+            else:
+                if is_causal:
+                    sizes = (query.shape[2], key.shape[2])
+                    mask = torch.ones(sizes, dtype=torch.bool, device=query.device).tril()
+                y = quantized_attention(query, key, value, mask, dropout, scale, quantizers)
         if call.lengths is None:
             return y
         position = torch.arange(query.shape[2], dtype=torch.int64, device=query.device)
         there = position[:, None] < call.lengths.queries.view(-1, 1, 1, 1)
         return torch.where(there, y, 0.0)
+
+    def quantizers(self) -> AttentionQuantizers | None:
+        """Return what the recipe quantizes attention's operands by; None: it does not.
+
+        Raises:
+            NotImplementedError: it does, in code that torch compiles.
+        """
+        recipe = settings.current().recipe
+        if torch.compiler.is_compiling():
+            if isinstance(recipe, Recipe) and recipe.quantizes_attention:
+                raise NotImplementedError(
+                    "attention: a recipe with fp8_dpa quantizes attention in eager code only, got "
+                    "code that torch compiles; leave the module out of torch.compile"
+                )
+            return None
+        if is_recomputing():
+            recipe = self._last_recipe
+        else:
+            self.__dict__["_last_recipe"] = recipe
+        if not isinstance(recipe, Recipe) or not recipe.quantizes_attention:
+            return None
+        recipe = recipe.for_name(self.name)
+        if not recipe.quantizes_attention:
+            return None
+        if self._bound[0] is not recipe:
+            roles = (QuantizerRole("dpa", what, self.name) for what in AttentionQuantizers._fields)
+            made = AttentionQuantizers(*[boundary_quantizer(recipe, role) for role in roles])
+            self.__dict__["_bound"] = (recipe, made)
+        found: AttentionQuantizers | None = self._bound[1]
+        return found
 
     def _again(self, *given: Any) -> torch.Tensor:
         made: torch.Tensor = checkpoint(self.attend, *given)

@@ -1,0 +1,119 @@
+"""Attention whose operands are quantized: the exact way, by decoded values and FP32 products.
+
+```
+S = softmax(q k.T scale + mask)     O = s(S) v                      q, k, v quantized
+dV = s(S).T do(dO)                  dS = softmax's of do(dO) v.T    dQ, dK = dp(dS) k, dp(dS).T q
+```
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ...kernels.inputs import without_autocast
+from ...kernels.operators import StatedFunction
+from ...quantizers import Quantizer
+
+__all__ = ["AttentionQuantizers", "quantized_attention"]
+
+
+class AttentionQuantizers(NamedTuple):
+    """What quantizes the operands of attention.
+
+    Attributes:
+        qkv: queries, keys and values, each as a matrix of rows of features.
+        s: the weights, rows of keys.
+        do: the gradient of the result, rows of features.
+        dp: the gradient of the scores, rows of keys.
+    """
+
+    qkv: Quantizer
+    s: Quantizer
+    do: Quantizer
+    dp: Quantizer
+
+
+def _decoded(x: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
+    """Return what a quantizer's rowwise plane of x decodes to, in the dtype of x."""
+    if quantizer.is_identity:
+        return x
+    alone = quantizer.with_usage(rowwise=True, columnwise=False)
+    made: torch.Tensor = alone.quantize(x.detach()).dequantize(dtype=x.dtype)
+    return made
+
+
+class _Rounded(StatedFunction):
+    """x, quantized and decoded; its gradient as it is."""
+
+    second = "refused"
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
+        made = _decoded(x, quantizer)
+        return x.view_as(x) if made is x else made
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return dy, None
+
+
+class _RoundedGradient(StatedFunction):
+    """x as it is; its gradient, quantized and decoded."""
+
+    second = "refused"
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
+        ctx.quantizer = quantizer
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _decoded(dy, ctx.quantizer), None
+
+
+def quantized_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scale: float,
+    quantizers: AttentionQuantizers,
+) -> torch.Tensor:
+    """Return attention between quantized operands, `[batch, heads, queries, features]`.
+
+    Products and softmax are FP32, of the values that are decoded; the result is rounded once.
+
+    Args:
+        query: `[batch, heads, queries, features]`.
+        key, value: `[batch, groups, keys, features]`.
+        mask: bool, True where a key is seen, or floating point to be added, or None.
+        dropout: probability.
+        scale: multiplied with the scores.
+        quantizers: of the operands.
+
+    Returns:
+        Zeros of queries that see nothing.
+    """
+    dtype, repeat = query.dtype, query.shape[1] // key.shape[1]
+    with without_autocast(query.device.type):
+        q, k, v = (
+            _Rounded.apply(one, quantizers.qkv).to(torch.float32) for one in (query, key, value)
+        )
+        if repeat > 1:
+            k, v = (one.repeat_interleave(repeat, 1) for one in (k, v))
+        scores = _RoundedGradient.apply(q @ k.transpose(-1, -2) * scale, quantizers.dp)
+        if mask is not None and mask.dtype == torch.bool:
+            scores = torch.where(mask, scores, -torch.inf)
+        elif mask is not None:
+            scores = scores + mask
+        blind = scores.detach().amax(-1, keepdim=True) == -torch.inf
+        weights = torch.softmax(torch.where(blind, 0.0, scores), -1)
+        weights = F.dropout(torch.where(blind, 0.0, weights), dropout)
+        mixed = _Rounded.apply(weights, quantizers.s) @ v
+        made: torch.Tensor = _RoundedGradient.apply(mixed.to(dtype), quantizers.do)
+    return made
