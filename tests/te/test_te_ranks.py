@@ -1,0 +1,13 @@
+"""Scripts of several ranks: see `te_fsdp2_program.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from rank_runs import needs_gloo, run
+
+
+@pytest.mark.more
+@needs_gloo
+def test_a_script_with_fsdp2_trains_as_replicas_do(tmp_path) -> None:
+    run(2, tmp_path / "store", "script", program="te_fsdp2_program.py")
