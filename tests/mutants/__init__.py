@@ -8,6 +8,7 @@ that no test notices (a survivor) means that a test is missing.
 from .core import CORE
 from .core_maps import CORE_MAPS
 from .core_more import CORE_MORE
+from .experts import EXPERTS
 from .modules import MODULES
 from .over_ranks import OVER_RANKS
 from .products import PRODUCTS
@@ -22,6 +23,7 @@ ALL: tuple[Mutant, ...] = (
     *PRODUCTS,
     *MODULES,
     *OVER_RANKS,
+    *EXPERTS,
     *CORE,
     *CORE_MAPS,
     *CORE_MORE,

@@ -362,7 +362,7 @@ def faults() -> None:
         ({"plan": {"router": None}}, ValueError, "router must be experts that are known, got Lin"),
         ({"plan": "experts"}, TypeError, "plan must be names or a mapping, got str"),
         ({"plan": {"experts": 3}}, TypeError, "plan maps names of modules to ExpertsLayout"),
-        ({"dispatch": "fp8_e4m3"}, ValueError, "dispatch: tokens travel in formats whose scales"),
+        ({"dispatch": "fp8_e4m3"}, ValueError, "dispatch: rows travel in formats whose scales"),
         ({"combine": 8}, TypeError, "combine: communication must be the name of a format"),
         ({"mesh": 2}, TypeError, "mesh must be a DeviceMesh, ExpertRanks or None, got int"),
         ({"recipe": "mx"}, ValueError, "mx"),
