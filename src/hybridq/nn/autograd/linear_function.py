@@ -98,6 +98,7 @@ class _Call(NamedTuple):
     into: Into | None = None
     prepared: PreparedLinear | None = None
     cuts: Cuts = NO_CUTS
+    saves_input: bool = False  # itself, and not its columnwise plane
 
 
 @contextmanager
@@ -161,7 +162,9 @@ def _forward(
     own = () if scales is None else (scales,)
     encoder = SlotEncoder(plan.input, "input", seed, direct, own, call.cuts.input)
     known: list[torch.Tensor] = []
-    if call.prologue is None:
+    if call.saves_input and call.needs.w:
+        (x_row, _), x_saved = encoder.encode(x, True, False), [x]
+    elif call.prologue is None:
         x_row, x_saved = encoder.operand(x, call.needs.w)
     else:
         given_norm = (call.prologue, gamma, beta)
@@ -252,7 +255,7 @@ class _Linear(StatedFunction):
             ctx.late = weight
         elif weight is not None and needs.dgrad and not call.plan.weight.col.is_plain:
             ctx.kept = weight.col_kept
-        ctx.into, ctx.cuts = call.into, call.cuts
+        ctx.into, ctx.cuts, ctx.saves_input = call.into, call.cuts, call.saves_input
         # Not saved for backward: other backwards write them meanwhile, and may.
         ctx.scales = scales
         return y if anchor is None else (y, anchor)
@@ -325,6 +328,9 @@ def _backward(
         if needs.w:
             if x_arrives is not None:
                 (x_saved,) = x_arrives.wait()
+            if ctx.saves_input:  # the bits that the forward would have made: seeds are its
+                again = SlotEncoder(plan.input, "input", seed, direct)
+                x_saved = again.encode(x_saved[0], False, True)[1]
             given = (plan, ctx.into, x_saved, (rows, in_features, out_features), dy.dtype)
             if ctx.into is None or ctx.into.late is None:
                 dw = _weight_gradient(dy_col, run, *given)
@@ -385,6 +391,7 @@ def linear(
     before: PrologueCall | None = None,
     into: Into | None = None,
     cuts: Cuts = NO_CUTS,
+    saves_input: bool = False,
 ) -> torch.Tensor:
     """Return `p(x) @ w.T + bias` with every GEMM between the planes that `plan` names.
 
@@ -400,6 +407,8 @@ def linear(
         before: what makes the matrix that is multiplied out of x; None: x is that matrix.
         into: where the gradient of w is added; None: it is returned.
         cuts: how x, w and the gradient lie over ranks; then they are windows (`shards.Cut`).
+        saves_input: x itself is saved, and its columnwise plane encoded in the backward; not where
+            a scale follows from other steps or ranks.
 
     Returns:
         `[rows, out_features]` in x's dtype.
@@ -429,7 +438,7 @@ def linear(
         beta,
         seed,
         scales,
-        _Call(plan, needs, weight, prologue, into, None, cuts),
+        _Call(plan, needs, weight, prologue, into, None, cuts, saves_input),
     )
     if plan.is_forward_only:
         with torch.no_grad(), without_autocast(x.device.type):

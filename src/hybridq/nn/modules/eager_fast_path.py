@@ -78,6 +78,8 @@ def eager_forward(
                 return None
     if module.fuse_wgrad_accumulation or module.delay_wgrad_compute:
         return None
+    if module.save_original_input:
+        return None
     if x.dtype is not torch.float32:
         advise(x.dtype)
     if module.bound_recipe is None and (module.training or torch.is_grad_enabled()):

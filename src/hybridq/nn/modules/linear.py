@@ -38,6 +38,10 @@ class Linear(QuantizedModule, nn.Linear):
             the forward, and sets the mark in the forward.
         delay_wgrad_compute: a backward makes no gradient of the weight; `backward_dw()` does, once
             for each backward (docs/guides/modules.md).
+        save_original_input: the input itself is saved for the backward, which encodes its
+            columnwise plane then, with the same bits: less memory where the input is saved anyway,
+            such as by several modules. Not with delayed scaling, amaxes over ranks, or tensor
+            parallelism, where planes are saved, and that is logged once.
         init_method: called with the weight to fill it in place, the bias is then zero; None: the
             initial values of `nn.Linear`.
         return_bias: the bias is returned and not added, for a caller that adds it later.
@@ -88,6 +92,7 @@ class Linear(QuantizedModule, nn.Linear):
         *,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
         init_method: InitMethod | None = None,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
@@ -113,6 +118,8 @@ class Linear(QuantizedModule, nn.Linear):
             self.return_bias = True
         self._mark_parallel()
         self._take_accumulation(fuse_wgrad_accumulation, delay_wgrad_compute)
+        if save_original_input:
+            self.save_original_input = True
         self._take_name(name)
 
     def reset_parameters(self) -> None:

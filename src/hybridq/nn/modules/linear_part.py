@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..._log import log_once
 from ...errors import must_be_one_of
 from ...recipes import Plan, Recipe
 from ...reference import ACTIVATIONS, NORMS
@@ -195,7 +196,8 @@ def _product(
                 # In a graph `encode` takes its planes as they are. Eagerly what is not kept holds
                 # values, gathered in high precision, which are cut like any other.
                 cuts = cuts._replace(weight=None)
-        return linear(x, w, b, plan, kept, scales, fused, into, cuts)
+        saves = module.save_original_input and _may_encode_again(own, plan, fused, cuts)
+        return linear(x, w, b, plan, kept, scales, fused, into, cuts, saves)
 
     fused = before
     if own.parallel is None:
@@ -217,6 +219,22 @@ def _product(
         if own.tokens is not None:
             return y.view(*own.parallel.leading(x.shape), weight.shape[0])
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+
+
+def _may_encode_again(own: _Part, plan: Plan, fused: PrologueCall | None, cuts: Cuts) -> bool:
+    """Return whether a backward can make the input's columnwise plane of the input; say if not."""
+    slot = plan.input
+    if slot.col.is_plain:  # made of the input, or of its rowwise plane, as it is
+        return False
+    if fused is None and cuts == NO_CUTS and not (slot.is_delayed or slot.amax_group):
+        return True
+    if not torch.compiler.is_compiling():
+        log_once(
+            "save_original_input",
+            f"{type(own.module).__name__}: save_original_input has no effect where the input's "
+            "scales follow from earlier steps or other ranks: planes are saved",
+        )
+    return False
 
 
 class FusedModule(QuantizedModule):

@@ -21,6 +21,8 @@ class WeightGradients(nn.Module):
     fuse_wgrad_accumulation: bool = False
     #: Whether they wait for `backward_dw`.
     delay_wgrad_compute: bool = False
+    #: Whether the input is saved for them, and not its columnwise plane.
+    save_original_input: bool = False
     _late: GradientQueue | None = None
     _late_hooks: tuple[Callable[[], Any], ...] = ()
 
