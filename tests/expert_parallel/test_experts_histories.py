@@ -24,6 +24,11 @@ def test_histories_go_on_with_other_numbers_of_ranks(tmp_path) -> None:
 
 
 @pytest.mark.more
+def test_histories_under_fsdp2(tmp_path) -> None:
+    run(4, tmp_path / "store", "sharded", program=PROGRAM)
+
+
+@pytest.mark.more
 def test_what_one_process_saved_goes_on_over_ranks(tmp_path) -> None:
     run(1, tmp_path / "one", f"save={tmp_path}", program=PROGRAM)
     run(2, tmp_path / "two", f"resume={tmp_path},all", program=PROGRAM)

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import hybridq
@@ -124,6 +125,37 @@ def recorded(kind: str) -> None:
         last = mine
     sizes, rank = shared.experts.exchange.sizes, shared.experts.exchange.rank
     assert len(states_of(shared.experts)) == 2 * sizes[rank]  # up and down of own experts
+
+
+def sharded() -> None:
+    """With FSDP2 over replicas: gathered as values and as planes, forwards and histories."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    ranks = over("pairs")
+    for prepared in (False, True):
+        models = []
+        for own in (over("alone"), ranks):
+            torch.manual_seed(0)
+            models.append(parallelize_experts(Masked(LAYOUTS["biased"], EXPERTS), own))
+        single, shared = models
+        if prepared:
+            hybridq.distributed.prepare_fsdp2(shared)
+        fully_shard(shared.experts, mesh=ranks.replicas)
+        fully_shard(shared, mesh=init_device_mesh("cpu", (world,)))
+        optimizers = [torch.optim.SGD(parameter_groups(model), lr=0.01) for model in models]
+        for number in range(3):
+            x, what = batch(number), ("sharded", prepared, number)
+            y, _ = step(single, x, RECIPE, x.numel())
+            mine, _ = step(shared, x.chunk(world)[rank], RECIPE, x.numel() // world)
+            near(mine, y.chunk(world)[rank], what, 2e-2 if number else 2e-6)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            found, whole = histories(shared), histories(single)
+            assert found and found.keys() <= whole.keys(), what
+            for key, tensor in found.items():
+                if "grad" not in key:  # each rank's loss is a mean over its own tokens
+                    close = torch.allclose(tensor, whole[key], rtol=5e-2 if number else 1e-6)
+                    assert close, (*what, key, tensor, whole[key])
 
 
 def unknown() -> None:
