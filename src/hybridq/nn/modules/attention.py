@@ -237,7 +237,8 @@ class MultiheadAttention(nn.Module):
     def _share_norms(self) -> None:
         """Have the gradients of norms of heads summed over the ranks that have the heads."""
         first = next((m for m in self.modules() if isinstance(m, QuantizedModule)), None)
-        group = "" if first is None else next(iter(first.parallel.values())).group
+        part = None if first is None else next(iter(first.parallel.values()), None)
+        group = "" if part is None else part.group  # of one rank there are no parts
         norm: PlainNorm | None
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:
