@@ -56,7 +56,7 @@ assert torch.allclose(model(x), want, atol=1e-5)  # not during evaluation
 """
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.more
 def test_accelerate_converts_and_wraps_a_model() -> None:
     pytest.importorskip("accelerate")
     done = subprocess.run(
@@ -132,3 +132,25 @@ def test_compiled_layers_have_the_bits_of_eager_ones() -> None:
     compiled = torch.compile(forward, backend="eager", fullgraph=True)
     with te.autocast(recipe=te.common.recipe.MXFP8BlockScaling()):
         assert torch.equal(compiled(x), forward(x))
+
+
+def test_options_of_ranks_change_nothing_on_one() -> None:
+    torch.manual_seed(0)
+    ranks = {"tp_group": None, "tp_size": 1, "sequence_parallel": True}
+    x = torch.randn(4, 2, 32)
+    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    layer = te.TransformerLayer(32, 64, 4, **plain, set_parallel_mode=True, **ranks)
+    other = te.TransformerLayer(32, 64, 4, **plain)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(layer(x), other(x))
+    for mode in ("column", "row"):
+        linear = te.Linear(32, 16, parallel_mode=mode, **ranks)
+        want = torch.nn.functional.linear(x, linear.weight, linear.bias)
+        assert torch.allclose(linear(x), want, atol=1e-6)
+    tracker = te.CudaRNGStatesTracker()
+    tracker.add("experts", 5)
+    named = {"get_rng_state_tracker": lambda: tracker, "rng_tracker_name": "experts"}
+    groups = te.GroupedLinear(2, 32, 16, **named)
+    torch.manual_seed(5)
+    drawn = [torch.empty(16, 32).normal_(0.0, 0.023) for _ in range(2)]
+    assert torch.equal(groups.weight0, drawn[0]) and torch.equal(groups.weight1, drawn[1])
