@@ -88,7 +88,7 @@ def with_statistics(
         return request._replace(row_stat=row_stat)
     if request.col_source == DECODED and row is not None and not row.is_plain:
         alone = request._replace(row=row.spec, row_stat=row_stat).row_alone()
-        buffers = torch.ops.hybridq.encode(x, *alone.planes, **alone.options)
+        buffers = torch.ops.hybridq.encode(x, *alone.planes(), **alone.options())
         x = torch.ops.hybridq.decode(buffers, row.spec, x.shape[0], x.shape[1], x.dtype)
         col_stat = None
     elif row_stat is None or (row is not None and row.is_transformed) or col.is_transformed:

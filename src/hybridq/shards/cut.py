@@ -307,7 +307,7 @@ def _encoded(
         return _encoded_pieces(window, needs, request, cut)
     low = cut.range()[0] - cut.lacks()[0]
     place = {"row0": low} if cut.dim == 0 else {"col0": low}
-    return list(torch.ops.hybridq.encode(window, *request.planes, **request.options, **place))
+    return list(torch.ops.hybridq.encode(window, *request.planes(), **request.options(), **place))
 
 
 def _encoded_pieces(
@@ -318,7 +318,9 @@ def _encoded_pieces(
     for number in range(cut.runs):
         row0 = (number * len(cut.sizes) + cut.rank) * length
         own = x.narrow(0, number * length, length)
-        pieces.append(torch.ops.hybridq.encode(own, *request.planes, **request.options, row0=row0))
+        pieces.append(
+            torch.ops.hybridq.encode(own, *request.planes(), **request.options(), row0=row0)
+        )
     made, at = [], 0
     for need in needs:
         for _ in range(need.plane.num_buffers):

@@ -335,8 +335,8 @@ class PlaneShards:
             plan = encode_plan(*pair, window.dtype, device)
             buffers = plan(window, request)
         else:
-            options = {**request.options, "row0": low}
-            buffers = torch.ops.hybridq.encode(window, *request.planes, **options)
+            options = {**request.options(), "row0": low}
+            buffers = torch.ops.hybridq.encode(window, *request.planes(), **options)
         named = zip(self.fsdp_buffer_fields, buffers, strict=True)
         rows, cols = window.shape
         return Plane(self.spec, self.direction, rows, cols, named)

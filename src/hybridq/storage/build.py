@@ -71,9 +71,8 @@ class PlanePair(NamedTuple):
             row.num_buffers if keeps and row is not None else 0,
         )
 
-    @property
     def is_plain(self) -> bool:
-        """Whether an operator has nothing to make."""
+        """Return whether an operator has nothing to make."""
         return not (self.made.row or self.made.col)
 
     def request(self, rest: EncodeRequest) -> EncodeRequest:
@@ -116,7 +115,7 @@ def encode_pair(
         direct: the caller has checked x and the seed, and that the dispatcher can be bypassed.
         amaxes, at: FP32 `[n]`, of which those numbered `at` are updated to max|x|; or None.
     """
-    if pair.is_plain:
+    if pair.is_plain():
         return pair.planes(x, ())
     request = pair.request(rest)
     if amaxes is None or not at:
@@ -171,8 +170,8 @@ class StoragePlan:
         self.is_one_identity = row is not None and row == col and row.format.is_identity
         #: The operation's texts where one step makes all planes of x, or None.
         self._texts: tuple[str, str] | None = None
-        if keep_row and not (pair.made.is_decoded or pair.is_plain_row or pair.is_plain_col):
-            self._texts = pair.made.planes[:2]
+        if keep_row and not (pair.made.is_decoded() or pair.is_plain_row or pair.is_plain_col):
+            self._texts = pair.made.planes()[:2]
         #: Buffer with one value for the whole tensor: the same in both planes of the same values,
         #: and so one object.
         self._shared = ""
@@ -263,9 +262,9 @@ class StoragePlan:
         if self.is_one_identity:
             return [self.plain(x) for x in xs]
         pair, flat = self.pair, ()
-        if not pair.is_plain:
+        if not pair.is_plain():
             request = pair.request(rest)
-            flat = torch.ops.hybridq.encode_many(xs, *request.planes, **request.options)
+            flat = torch.ops.hybridq.encode_many(xs, *request.planes(), **request.options())
         size = len(flat) // len(xs)
         made = (pair.planes(x, flat[i * size : (i + 1) * size]) for i, x in enumerate(xs))
         return [self.assemble(x, self._owned(x, own)) for x, own in zip(xs, made, strict=True)]

@@ -68,7 +68,10 @@ def _materialized(
     torch materializes those before its kernels run, but not for what an operator of a subclass
     calls: there the bit would be lost. One that is written into is left as it is.
     """
-    if not any(_is_negated(arg) for arg in args):
+    negated = [
+        arg for arg in args if _is_negated(arg)
+    ]  # no any(): dynamo of torch 2.10 stops there
+    if not negated:
         return args, kwargs
     written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
     resolved = tuple(

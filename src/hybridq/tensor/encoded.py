@@ -41,7 +41,7 @@ def _encode(func: Any, x: Any, *planes: Any, **options: Any) -> Any:
         request = request.col_alone()
     elif own_col:
         request = request.row_alone()
-    made = func(values, *request.planes, **request.options)
+    made = func(values, *request.planes(), **request.options())
     return [*(own_row if wants_row else []), *made, *own_col]
 
 
@@ -70,7 +70,7 @@ def _encode_many(func: Any, xs: list[Any], *planes: Any, **options: Any) -> Any:
     made: list[torch.Tensor] = []
     for i, x in enumerate(xs):
         own = EncodeRequest(*planes, **options).of_group(i)
-        made += torch.ops.hybridq.encode(x, *own.planes, **own.options)
+        made += torch.ops.hybridq.encode(x, *own.planes(), **own.options())
     return made
 
 

@@ -70,8 +70,8 @@ def test_planes_by_group_are_those_of_a_loop(name: str, is_indexed: bool) -> Non
         request = EncodeRequest(text(own[0]), text(own[1]), seed=seeds(sizes))
         with hybridq.backend("reference"):
             want = group_loop.encode_loop(rows, ends(sizes), *own, request)
-        given = (x, ends(sizes), *request.planes, index) if is_indexed else None
-        given = given or (rows, ends(sizes), *request.planes)
+        given = (x, ends(sizes), *request.planes(), index) if is_indexed else None
+        given = given or (rows, ends(sizes), *request.planes())
         got = torch.ops.hybridq.encode_ragged(*given, by_group=True)
         same(got, want, f"{name}, {sizes}, {cols}, {dtype}")
 
@@ -89,8 +89,8 @@ def test_statistics_and_streams_by_group(name: str) -> None:
         )
         want = group_loop.encode_loop(rows, offsets, row, col, request)
         call = torch.ops.hybridq.encode_ragged
-        options = {**request.options, "by_group": True}
-        same(call(x, offsets, *request.planes, index, **options), want, name)
+        options = {**request.options(), "by_group": True}
+        same(call(x, offsets, *request.planes(), index, **options), want, name)
 
 
 @pytest.mark.parametrize("variant", ["baseline", "x86-64-v3", "x86-64-v4"])

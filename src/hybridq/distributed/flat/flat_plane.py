@@ -183,7 +183,7 @@ class FlatPlane:
         is_row, text = self.direction == ROWWISE, self.spec.text
         pair = (text, "") if is_row else ("", text)
         request = EncodeRequest(*pair, stat if is_row else None, None if is_row else stat)
-        data = torch.ops.hybridq.encode(window, *request.planes, **request.options)[0]
+        data = torch.ops.hybridq.encode(window, *request.planes(), **request.options())[0]
         element = self.spec.format.element
         if element is not None:
             data = unpack(data, element, window.shape[1 if is_row else 0])

@@ -33,7 +33,7 @@ class EncodeRequest(NamedTuple):
 
     The fields are the arguments of the operators that encode, in their order, so that a request is
     made of an operator's arguments by `EncodeRequest(*planes, **options)`, and an operator is
-    called by `operator(x, *request.planes, **request.options)`.
+    called by `operator(x, *request.planes(), **request.options())`.
 
     Args:
         row, col: spec strings of the planes; `""`: there is none.
@@ -64,19 +64,16 @@ class EncodeRequest(NamedTuple):
     by_group: bool = False
     row_index: torch.Tensor | None = None
 
-    @property
     def is_decoded(self) -> bool:
-        """Whether the columnwise plane is made of what the rowwise plane decodes to."""
+        """Return whether the columnwise plane is made of what the rowwise plane decodes to."""
         return self.col_source != ORIGINAL and self.row != "" and self.col != ""
 
-    @property
     def planes(self) -> tuple[Any, ...]:
-        """What operators take by position, after the matrix."""
+        """Return what operators take by position, after the matrix."""
         return self.row, self.col, self.row_stat, self.col_stat, self.seed
 
-    @property
     def options(self) -> dict[str, Any]:
-        """What operators take by name; where the matrix lies is `encode`'s alone."""
+        """Return what operators take by name; where the matrix lies is `encode`'s alone."""
         return {
             "col_source": self.col_source,
             "keep_row": self.keep_row,

@@ -66,7 +66,7 @@ def _encode(
 ) -> Buffers | None:
     wanted = [(spec, is_col) for spec, is_col in ((row, False), (col, True)) if spec is not None]
     stats = (request.row_stat, request.col_stat)
-    if not request.by_group or request.is_decoded or (x.stride(1) != 1 and x.shape[1] != 1):
+    if not request.by_group or request.is_decoded() or (x.stride(1) != 1 and x.shape[1] != 1):
         return None
     for spec, is_col in wanted:
         stat = stats[is_col] if spec.needs_amax else None

@@ -146,7 +146,7 @@ def _encode_many(xs: Sequence[torch.Tensor], request: EncodeRequest) -> list[tor
         row = specs[0] if own.row and own.keep_row else None
         return _run(backend, xs, row, specs[1] if own.col else None, own)
 
-    if not request.is_decoded:
+    if not request.is_decoded():
         return [buffer for made in encode(xs, request) for buffer in made]
 
     def decode(planes: list[list[torch.Tensor]]) -> list[torch.Tensor]:

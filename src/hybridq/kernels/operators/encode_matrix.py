@@ -98,7 +98,7 @@ def encode(x: torch.Tensor, request: EncodeRequest, direct: bool = False) -> lis
             if request.seed is not None:
                 check_seed(request.seed, x, "encode")
         return run_encode(x, request)
-    return torch.ops.hybridq.encode(x, *request.planes, **request.options)
+    return torch.ops.hybridq.encode(x, *request.planes(), **request.options())
 
 
 def _encode_with_amax(x: torch.Tensor, request: EncodeRequest) -> list[torch.Tensor]:
@@ -188,7 +188,7 @@ def encode_recording(
                 record_amax(amaxes, i, found)
         return made
     call = torch.ops.hybridq.encode_with_amax
-    *buffers, found = call(x, *request.planes, **request.options)
+    *buffers, found = call(x, *request.planes(), **request.options())
     for i in at:
         torch.ops.hybridq.record_amax(amaxes, i, found)
     return buffers

@@ -258,7 +258,7 @@ def run_encode(
         found: FP32 `[1]`, updated to max|x| on the way; or None.
     """
     device = "cpu" if x.is_cpu else x.device.type
-    if not request.is_decoded:
+    if not request.is_decoded():
         plan = encode_plan(request.row if request.keep_row else "", request.col, x.dtype, device)
         return plan(x, request, found)
 

@@ -130,14 +130,14 @@ def _encode_ragged(
         if _depends_on_group(row_spec, col_spec):
             x, request = _moved(x, request)
             return encode_by_group(x, offsets, row_spec, col_spec, request)
-    if request.is_decoded:
+    if request.is_decoded():
         x, request = _moved(x, request)
 
     def encode(x: torch.Tensor, own: EncodeRequest) -> list[torch.Tensor]:
         row = row_spec if own.row and own.keep_row else None
         return _planes(x, offsets, row, col_spec if own.col else None, own)
 
-    if not request.is_decoded:
+    if not request.is_decoded():
         return encode(x, request)
 
     def decode(rows: list[torch.Tensor]) -> torch.Tensor:
@@ -156,7 +156,7 @@ def _on_host(
     """Return the buffers of the planes by group, made by one kernel or by a loop."""
     kept = row if request.keep_row else None
     made = None
-    if not request.is_decoded and (kept is not None or col is not None):
+    if not request.is_decoded() and (kept is not None or col is not None):
         made = _by_kernel(x, offsets, kept, col, request)
     if made is not None:
         return made
@@ -190,13 +190,13 @@ def _planes(
             return made
     x, request = _moved(x, request)
     call, alone = torch.ops.hybridq.encode, request.row_alone()
-    rows = call(x, *alone.planes, **alone.options) if row is not None else []
+    rows = call(x, *alone.planes(), **alone.options()) if row is not None else []
     if col is None or made is not None:
         return [*rows, *(made or ())]
     if col.format.is_identity:
         return [*rows, *call(x, "", request.col)]
     alone = request.col_alone()
-    return [*rows, *call(pad_tokens(x, offsets), *alone.planes, **alone.options)]
+    return [*rows, *call(pad_tokens(x, offsets), *alone.planes(), **alone.options())]
 
 
 def _encode_ragged_fake(
@@ -234,7 +234,12 @@ def _activation_encode_ragged(
     is_alone = cols and request.row_stat is None and request.col_stat is None
     is_plain = any(spec.format.is_identity for spec in quantized)
     prologue = activation_prologue(kind)
-    if request.by_group and is_alone and request.keep_row and not (request.is_decoded or is_plain):
+    if (
+        request.by_group
+        and is_alone
+        and request.keep_row
+        and not (request.is_decoded() or is_plain)
+    ):
         _check_blocks(row, col)
         if is_host(x.device.type):
             made = _by_kernel(x, offsets, row, col, request, prologue)

@@ -223,7 +223,7 @@ def norm_encode(
         *buffers, mean, rstd = _norm_encode(*own, request)
     else:
         call = torch.ops.hybridq.norm_encode
-        *buffers, mean, rstd = call(*own, *request.planes, **request.options)
+        *buffers, mean, rstd = call(*own, *request.planes(), **request.options())
     return buffers, mean, rstd
 
 
@@ -259,4 +259,4 @@ def activation_encode(x: torch.Tensor, kind: str, request: EncodeRequest) -> lis
     """
     if can_bypass_dispatcher(x, *request.tensors()):
         return _activation_encode(x, kind, request)
-    return torch.ops.hybridq.activation_encode(x, kind, *request.planes, **request.options)
+    return torch.ops.hybridq.activation_encode(x, kind, *request.planes(), **request.options())

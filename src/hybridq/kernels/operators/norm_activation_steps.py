@@ -125,7 +125,7 @@ def run_fused(
         stats.extend(found)
         return buffers
 
-    if not request.is_decoded:
+    if not request.is_decoded():
         return [*of_result(x, request), *stats]
 
     def encode(source: torch.Tensor, own: EncodeRequest) -> list[torch.Tensor]:

@@ -296,7 +296,7 @@ def encode_loop(
         if end == begin:
             continue
         own = request.of_group(g)
-        made = torch.ops.hybridq.encode(x[begin:end], *own.planes, **own.options)
+        made = torch.ops.hybridq.encode(x[begin:end], *own.planes(), **own.options())
         for spec, is_col, buffers in planes:
             group, made = made[: len(buffers)], made[len(buffers) :]
             if is_col:

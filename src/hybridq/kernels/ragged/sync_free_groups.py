@@ -309,4 +309,6 @@ def encode_by_group(
     def decode(rows: Buffers) -> torch.Tensor:
         return x if row is None else _decoded_rows(rows, x, offsets, row)
 
-    return encode_decoded(request, encode, decode, x) if request.is_decoded else encode(x, request)
+    return (
+        encode_decoded(request, encode, decode, x) if request.is_decoded() else encode(x, request)
+    )

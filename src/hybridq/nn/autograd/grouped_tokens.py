@@ -29,8 +29,8 @@ def _encode(
     x: torch.Tensor, offsets: torch.Tensor, request: EncodeRequest
 ) -> Sequence[torch.Tensor]:
     call = torch.ops.hybridq.encode_ragged
-    planes = (*request.planes, request.row_index)
-    made = call(x, offsets, *planes, **request.options, by_group=True)
+    planes = (*request.planes(), request.row_index)
+    made = call(x, offsets, *planes, **request.options(), by_group=True)
     return cast("Sequence[torch.Tensor]", made)
 
 
@@ -57,7 +57,7 @@ def _with_group_amaxes(
     if request.row and plan.row.needs_amax:
         row_stat = reduced(x, plan.row.spec, ROWWISE)
     if request.col and plan.col.needs_amax:
-        seen = _decoded(x, offsets, encoder, row_stat) if request.is_decoded else x
+        seen = _decoded(x, offsets, encoder, row_stat) if request.is_decoded() else x
         col_stat = reduced(seen, plan.col.spec, COLUMNWISE)
     return request._replace(row_stat=row_stat, col_stat=col_stat)
 
@@ -89,12 +89,12 @@ def _with_delayed_scales(
     request = request._replace(row_stat=row_stat, col_stat=col_stat)
     if states[0].amaxes is None:
         return request
-    own = tuple(dict.fromkeys((*row_at, *(() if request.is_decoded else col_at))))
+    own = tuple(dict.fromkeys((*row_at, *(() if request.is_decoded() else col_at))))
     if own:
         found = torch.ops.hybridq.largest_ragged(x, offsets, request.row_index)
         for at in own:
             _record(states, at, found, offsets)
-    if col_at and request.is_decoded:
+    if col_at and request.is_decoded():
         # The amax of the columnwise plane is that of what it is made of.
         seen = _decoded(x, offsets, encoder, row_stat)
         found = torch.ops.hybridq.largest_ragged(seen, offsets)
@@ -122,8 +122,8 @@ def encode_tokens(
         activation: the planes are of what it makes of x; not with an index. None: of x.
     """
     pair = encoder.pair(with_row, with_col)
-    is_plain = pair.is_plain_row or pair.is_plain_col or pair.is_plain
-    is_decoded = pair.made.is_decoded
+    is_plain = pair.is_plain_row or pair.is_plain_col or pair.is_plain()
+    is_decoded = pair.made.is_decoded()
     if row_index is not None and (is_plain or is_decoded):
         x, row_index = x.index_select(0, row_index), None
     if activation is not None:
@@ -132,12 +132,12 @@ def encode_tokens(
             request = pair.request(encoder.rest())
             call = torch.ops.hybridq.activation_encode_ragged
             made = call(
-                x, offsets, activation.kind, *request.planes, **request.options, by_group=True
+                x, offsets, activation.kind, *request.planes(), **request.options(), by_group=True
             )
             row, col = pair.planes(x, made)
             return row, product_columns(col, encoder.plan)
         x, _ = activation.run(x, None, None)
-    if pair.is_plain:
+    if pair.is_plain():
         return pair.planes(x, ())
     request = pair.request(encoder.rest())._replace(row_index=row_index)
     if encoder.plan.is_delayed:

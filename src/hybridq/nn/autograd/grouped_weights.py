@@ -73,11 +73,11 @@ def _encode_many(
     """Return both planes' buffers of each weight, by one operation."""
     pair = encoder.pair(True, with_col)
     made: Sequence[torch.Tensor] = ()
-    if not pair.is_plain:
+    if not pair.is_plain():
         request = pair.request(encoder.rest())
         if encoder.plan.amax_group:
             request = _with_statistics(request, weights, encoder.plan)
-        made = torch.ops.hybridq.encode_many(list(weights), *request.planes, **request.options)
+        made = torch.ops.hybridq.encode_many(list(weights), *request.planes(), **request.options())
     size = len(made) // len(weights)
     planes = [pair.planes(w, made[g * size : (g + 1) * size]) for g, w in enumerate(weights)]
     if pair.is_plain_col:  # views of the weights

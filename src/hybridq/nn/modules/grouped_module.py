@@ -277,7 +277,10 @@ class GroupedModule(QuantizedModule):
 
 def _differ(plans: list[Plan] | None) -> bool:
     """Return whether groups have different plans."""
-    return plans is not None and any(plan != plans[0] for plan in plans)
+    if plans is None:
+        return False
+    first = plans[0]  # most plans are one object, which dynamo of every torch compares
+    return bool([plan for plan in plans if plan is not first and plan != first])
 
 
 def _group_part(part: str, group: int) -> str:
