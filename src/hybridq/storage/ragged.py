@@ -144,7 +144,7 @@ def build_ragged(
         return RaggedTensor(plain if keep_row else None, plain.derive(), offsets, tokens, x.dtype)
     row_text, col_text = ("" if one is None else one.text for one in (row, col))
     request = request._replace(row=row_text, col=col_text)
-    buffers = torch.ops.hybridq.encode_ragged(x, offsets, *request.planes, **request.options)
+    buffers = torch.ops.hybridq.encode_ragged(x, offsets, *request.planes(), **request.options())
     split = len(row.buffers(1, 1)) if row is not None and keep_row else 0
     first = second = None
     if row is not None and keep_row:
