@@ -126,3 +126,14 @@ def test_compiled_code_says_that_it_cannot():
     graph = torch.compile(DotProductAttention(2, 8), backend="eager", fullgraph=True)
     with hybridq.autocast(recipe=recipe), pytest.raises(Exception, match="fp8_dpa"):
         graph(*(torch.randn(5, 1, 2, 8) for _ in range(3)))
+
+
+def test_second_derivatives_raise():
+    recipe, _, _ = _recipe()
+    module = DotProductAttention(2, 16, qkv_format="bshd")
+    inputs = [torch.randn(1, 9, 2, 16, requires_grad=True) for _ in range(3)]
+    with hybridq.autocast(recipe=recipe):
+        y = module(*inputs)
+    (grad,) = torch.autograd.grad(y.square().sum(), inputs[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="DotProductAttention"):
+        grad.sum().backward()

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from ...kernels.inputs import without_autocast
 from ...kernels.operators import StatedFunction
 from ...quantizers import Quantizer
+from .double_backward import without_derivative
 
 __all__ = ["AttentionQuantizers", "quantized_attention"]
 
@@ -48,7 +49,7 @@ def _decoded(x: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
 class _Rounded(StatedFunction):
     """x, quantized and decoded; its gradient as it is."""
 
-    second = "refused"
+    second = "exact"
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
@@ -71,8 +72,12 @@ class _RoundedGradient(StatedFunction):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _decoded(dy, ctx.quantizer), None
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        with torch.no_grad():
+            made: torch.Tensor | None = _decoded(dy, ctx.quantizer)
+        if torch.is_grad_enabled():  # create_graph=True
+            (made,) = without_derivative("DotProductAttention", (dy,), (made,))
+        return made, None
 
 
 def quantized_attention(
