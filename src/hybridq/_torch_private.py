@@ -22,6 +22,7 @@ __all__ = [
     "any_requires_grad",
     "assert_async",
     "below_autograd",
+    "check_graph_capture",
     "check_pipeline_stage",
     "copy_each",
     "dispatch_keys",
@@ -106,6 +107,22 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
 else:
     TorchDispatchMode = _taken("torch.utils._python_dispatch.TorchDispatchMode", "count traffic")
+
+
+def check_graph_capture(optimizer: Any) -> None:
+    """Let an optimizer of torch warn of a captured graph that it was not made for.
+
+    Args:
+        optimizer: about to step.
+    """
+    name = "_accelerator_graph_capture_health_check"
+    check = getattr(optimizer, name, None)  # from torch 2.11 on
+    if check is None:
+        check = getattr(optimizer, "_cuda_graph_capture_health_check", None)
+    if check is None:
+        _taken(f"torch.optim.Optimizer.{name}", "warn of graphs that optimizers are captured in")
+    else:
+        check()
 
 
 def check_pipeline_stage() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
+from .._torch_private import check_graph_capture
 from ..errors import must_be_one_of
 from . import moments as held
 from .base import Base
@@ -201,7 +202,7 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
         Args:
             group: of `param_groups`.
         """
-        self._accelerator_graph_capture_health_check()
+        check_graph_capture(self)
         works: list[_Work] = []
         size = 0
         for parameter in group["params"]:

@@ -43,7 +43,9 @@ def handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
 def is_quantized(value: Any) -> bool:
     """Return whether `value` is a QuantizedTensor."""
     # A method of the class: of a view inside a graph, dynamo knows no attribute of the object.
-    return isinstance(value, torch.Tensor) and hasattr(type(value), "update_usage")
+    if not isinstance(value, torch.Tensor):
+        return False
+    return getattr(type(value), "update_usage", None) is not None  # no hasattr: torch 2.10
 
 
 def check_tensor(value: object, where: str) -> None:

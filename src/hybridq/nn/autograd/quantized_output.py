@@ -62,7 +62,7 @@ class Boundary:
 
     def _boundary_quantizer(self, recipe: Recipe, tensor_type: str) -> Quantizer:
         """Return the quantizer of the slot `"output"` or `"grad_input"` under `recipe`."""
-        role = self._boundary_roles[tensor_type == GRAD_INPUT]
+        role = self._boundary_roles[1 if tensor_type == GRAD_INPUT else 0]
         if torch.compiler.is_compiling():
             if role is not None:
                 return boundary_by_key(recipe.key, role.module_type, role.tensor_type, role.name)

@@ -105,7 +105,7 @@ class Parallel(NamedTuple):
         if not is_column and (shape[self.dim] % world or plan.is_forward_only):
             return None
         runs = math.prod(shape[: self.dim])
-        made = TokenGather(self.group, self.rank, world, runs, self.sums[is_column])
+        made = TokenGather(self.group, self.rank, world, runs, self.sums[1 if is_column else 0])
         unit = made.unit(slot.row, None if plan.is_forward_only else slot.col)
         tokens = math.prod(shape[self.dim : -1]) // (1 if is_column else world)
         if tokens % unit == 0:
