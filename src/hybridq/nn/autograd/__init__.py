@@ -11,6 +11,14 @@ from .offload import get_cpu_offload_context, offload
 from .partial_sums import add_once
 from .plain_gemm import plain_attention, plain_linear
 from .prepared_linear import PreparedLinear
+from .product_watch import (
+    GradientWatcher,
+    ProductWatcher,
+    WatchedProduct,
+    tell,
+    watch_products,
+    watcher,
+)
 from .prologue import Activation, Norm, Prologue, PrologueCall, apply
 from .quantized_attention import AttentionQuantizers, quantized_attention
 from .quantized_output import Boundary, with_quantized_gradient
@@ -27,13 +35,16 @@ __all__ = [
     "Cuts",
     "Gate",
     "GradientPlane",
+    "GradientWatcher",
     "Layout",
     "MadePlane",
     "Norm",
     "PreparedLinear",
+    "ProductWatcher",
     "Prologue",
     "PrologueCall",
     "TokenRows",
+    "WatchedProduct",
     "add_once",
     "apply",
     "checkpoint",
@@ -52,5 +63,8 @@ __all__ = [
     "share",
     "sum_over",
     "take_rows",
+    "tell",
+    "watch_products",
+    "watcher",
     "with_quantized_gradient",
 ]

@@ -42,6 +42,8 @@ def eager_forward(
         recipe = state.recipe
     elif state.recipe is not None or module.training:  # where there is something to say
         return None
+    if state.watcher is not None:  # who is shown matrices, not planes
+        return None
     if recipe is None or not isinstance(x, torch.Tensor) or not can_bypass_dispatcher():
         return None
     if graph_task_id() != -1:  # a recomputation in a backward, whose recipe may be another

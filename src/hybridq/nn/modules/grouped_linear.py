@@ -15,7 +15,7 @@ from ...tensor.stack import split_stack
 from ..autograd import Layout, plain_linear, with_quantized_gradient
 from ..weights import plain_weights
 from .group_sizes import Splits, group_offsets, host_splits
-from .grouped_module import GroupedModule
+from .grouped_module import GroupedModule, is_shown_plain
 from .linear_part import one_dtype
 
 __all__ = ["GroupedLinear"]
@@ -214,7 +214,7 @@ class GroupedLinear(GroupedModule):
         plans = None if recipe is None else self._group_plans(recipe, self.num_gemms)
         is_plain = plans is None or all(plan.is_plain for plan in plans)
         into = self._into_all(own)
-        planes = into or (plans and torch.compiler.is_compiling())
+        planes = into or (plans and torch.compiler.is_compiling()) or is_shown_plain()
         if is_plain and splits is not None and not planes:
             y = self._plain(flat, params, splits)
         else:

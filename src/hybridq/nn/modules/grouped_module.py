@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -15,16 +15,19 @@ from ..autograd import (
     GradientPlane,
     Layout,
     TokenRows,
+    WatchedProduct,
     apply,
     draw_seeds,
     grouped_linear,
     take_rows,
+    tell,
+    watcher,
 )
 from ..weights import Into, part_of
 from .group_sizes import Group, mixed_linear
 from .quantized_module import QuantizedModule
 
-__all__ = ["GroupedModule"]
+__all__ = ["GroupedModule", "is_shown_plain"]
 
 #: What `role.module_type` says of the slots of such modules.
 _GROUPED: Final = "grouped_linear"
@@ -103,6 +106,8 @@ class GroupedModule(QuantizedModule):
             recipe: any, or None.
         """
         if self._into_all([getattr(self, name) for name in self.weight_parts]):
+            return False
+        if is_shown_plain():
             return False
         if recipe is None:
             return True
@@ -211,7 +216,9 @@ class GroupedModule(QuantizedModule):
                 kept or nothing,
             )
             groups = [Group(*one) for one in zip(plans, weights, *each, strict=True)]
-            return mixed_linear(x, offsets, groups, layout.features)
+            y = mixed_linear(x, offsets, groups, layout.features)
+            call = _Call(plans, x, offsets, params, layout, scales)
+            return _shown(self, part, call, y)
         known = scales if plans[0].is_delayed else None
         seeds = None
         if plans[0].is_stochastic and self.all_matrices is not None:
@@ -219,7 +226,9 @@ class GroupedModule(QuantizedModule):
             drawn = draw_seeds(self.all_matrices, x.device)
             seeds = drawn.narrow(0, self.first_matrix, layout.groups)
         every = (x, offsets, params, layout, plans[0], kept, seeds)
-        return grouped_linear(*every, known, into, rows, activation, arriving)
+        y = grouped_linear(*every, known, into, rows, activation, arriving)
+        call = _Call(plans, x, offsets, params, layout, scales, rows, activation)
+        return _shown(self, part, call, y)
 
     def _scales_all(
         self,
@@ -273,6 +282,48 @@ class GroupedModule(QuantizedModule):
         """Return where the gradient of each weight parameter is added; empty: nowhere."""
         into = tuple([self._into(weight) for weight in own])
         return into if any(one is not None for one in into) else ()
+
+
+def is_shown_plain() -> bool:
+    """Return whether something watches products that nothing quantizes."""
+    see = watcher()
+    return see is not None and see.sees_plain
+
+
+class _Call(NamedTuple):
+    """What a grouped product was given."""
+
+    plans: list[Plan]
+    x: torch.Tensor
+    offsets: torch.Tensor
+    params: list[torch.Tensor]
+    layout: Layout
+    scales: tuple[Any, ...]
+    rows: TokenRows | None = None
+    activation: Activation | None = None
+
+    def matrix(self) -> torch.Tensor:
+        """Return what is multiplied, in high precision."""
+        made = self.x.detach()
+        if self.rows is not None:
+            made = take_rows(made, self.rows)
+        elif self.activation is not None:
+            made = apply(made, self.activation, None, None)
+        return made.dequantize() if is_quantized(made) else made
+
+    def weights(self) -> list[torch.Tensor]:
+        """Return the matrix of each group, in high precision."""
+        found = _parts(self.params, self.layout)[0]
+        return [(one.dequantize() if is_quantized(one) else one).detach() for one in found]
+
+
+def _shown(module: GroupedModule, part: str, call: _Call, y: torch.Tensor) -> torch.Tensor:
+    """Return y, shown to what watches products, if anything does."""
+    see = watcher()
+    if see is not None:
+        given = (call.plans, call.matrix, call.weights, y, call.scales, call.offsets)
+        tell(see, WatchedProduct(module, part, *given))
+    return y
 
 
 def _differ(plans: list[Plan] | None) -> bool:

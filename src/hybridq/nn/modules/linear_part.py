@@ -23,10 +23,13 @@ from ..autograd import (
     Gate,
     Norm,
     PrologueCall,
+    WatchedProduct,
     apply,
     gate_of,
     linear,
     plain_linear,
+    tell,
+    watcher,
 )
 from ..weights import Into
 from .quantized_module import PLAIN, QuantizedModule
@@ -156,7 +159,10 @@ def _run(
         if before is not None:
             x = before.prologue.plain(x, before.gamma, before.beta)
         if plan is None or (into is None and not torch.compiler.is_compiling()):
-            return plain_linear(whole_input(x, weight) if is_dtensor(weight) else x, weight, bias)
+            y = plain_linear(whole_input(x, weight) if is_dtensor(weight) else x, weight, bias)
+            if watcher() is not None and not is_dtensor(weight):
+                _tell(own, plan, x, weight, y, None, None)
+            return y
         before = None  # compiled, only planes give the eager bits of a linear
     if not is_dtensor(weight):
         return _product(own, plan, x, before, into)
@@ -218,7 +224,32 @@ def _product(
         y = run_windows(flat, w, b, plan, own.parallel, own.tokens, product)
         if own.tokens is not None:
             return y.view(*own.parallel.leading(x.shape), weight.shape[0])
+    if watcher() is not None:
+        _tell(own, plan, flat, w, y, scales, fused)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+
+
+def _tell(
+    own: _Part,
+    plan: Plan | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    y: torch.Tensor,
+    scales: Any,
+    before: PrologueCall | None,
+) -> None:
+    """Show a product to what watches."""
+
+    def matrix() -> torch.Tensor:
+        made = x.detach()
+        if before is not None:
+            made = _prologue(own.module, plan, made, before)
+        return _flat(made.dequantize() if is_quantized(made) else made).detach()
+
+    def weights() -> list[torch.Tensor]:
+        return [(weight.dequantize() if is_quantized(weight) else weight).detach()]
+
+    tell(watcher(), WatchedProduct(own.module, own.name, [plan], matrix, weights, y, [scales]))
 
 
 def _may_encode_again(own: _Part, plan: Plan, fused: PrologueCall | None, cuts: Cuts) -> bool:

@@ -1,0 +1,126 @@
+"""What watches products: a function that is shown the matrices of every GEMM of hybridq's modules.
+
+It stands in the settings of the thread, as a recipe does, and sees what no hook of a module does:
+the matrix behind a norm or an activation, the tokens of each expert, the gradient of each product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from ... import settings
+from ...recipes import Plan
+from ..delayed_scaling import Scales
+
+__all__ = [
+    "GradientWatcher",
+    "ProductWatcher",
+    "WatchedProduct",
+    "tell",
+    "watch_products",
+    "watcher",
+]
+
+#: What is shown the gradient of a product's result, `[rows, out_features]`.
+GradientWatcher = Callable[[torch.Tensor], None]
+
+
+class WatchedProduct(NamedTuple):
+    """One product of a module, or one for each group of tokens, as a forward has run it.
+
+    Attributes:
+        module: that has the weights.
+        part: of the module; `""` if it has one only.
+        plans: one for all groups, or one for each; None: nothing is quantized.
+        matrix: returns the input in high precision, `[rows, in_features]`; computed when called.
+        weights: returns the matrix `[out_features, in_features]` of each group, in high precision,
+            or as it decodes where the module holds planes alone.
+        result: `[..., out_features]`.
+        scales: of delayed scaling, of each group, or None.
+        offsets: int32 `[groups]`, the row at which each group ends; None: there is one group.
+    """
+
+    module: nn.Module
+    part: str
+    plans: Sequence[Plan | None]
+    matrix: Callable[[], torch.Tensor]
+    weights: Callable[[], list[torch.Tensor]]
+    result: torch.Tensor
+    scales: Sequence[Scales | None]
+    offsets: torch.Tensor | None = None
+
+
+class ProductWatcher(Protocol):
+    """What is shown products: see `watch_products`."""
+
+    @property
+    def sees_plain(self) -> bool:
+        """Whether experts that nothing quantizes are shown too: they run group by group then."""
+
+    def __call__(self, product: WatchedProduct, /) -> GradientWatcher | None:
+        """See a product after its forward; return what sees its gradient, or None.
+
+        Args:
+            product: its tensors must be neither changed nor kept: copy them.
+        """
+
+
+def watcher() -> Any:
+    """Return what watches products in this thread; None: nothing does, or code is compiled."""
+    return None if torch.compiler.is_compiling() else settings.current().watcher
+
+
+@contextmanager
+def watch_products(see: ProductWatcher) -> Iterator[None]:
+    """Show `see` every product of hybridq's modules that runs eagerly in this thread, in the block.
+
+    The modules compute what they do otherwise. A gradient is shown when its backward runs, be it
+    after the block. A module that computes in a recomputation is shown again.
+
+    Args:
+        see: called after each product.
+
+    Example:
+        >>> import torch, hybridq
+        >>> from hybridq.nn.autograd import watch_products
+        >>> class Names:
+        ...     sees_plain = True
+        ...     def __call__(self, product):
+        ...         print(type(product.module).__name__, tuple(product.matrix().shape))
+        ...         return lambda grad: print("gradient", tuple(grad.shape))
+        >>> layer = hybridq.Linear(8, 4)
+        >>> with watch_products(Names()):
+        ...     y = layer(torch.ones(3, 8))
+        Linear (3, 8)
+        >>> y.sum().backward()
+        gradient (3, 4)
+    """
+    state = settings.current()
+    previous, state.watcher = state.watcher, see
+    try:
+        yield
+    finally:
+        state.watcher = previous
+
+
+def tell(see: Any, product: WatchedProduct) -> None:
+    """Show a product to what watches, and its gradient when there is one.
+
+    Args:
+        see: what `watcher` returned; not None.
+        product: that has run.
+    """
+    with torch.no_grad():
+        wants = see(product)
+    if wants is not None and product.result.requires_grad:
+
+        def hook(grad: torch.Tensor) -> None:
+            with torch.no_grad():
+                wants(grad.reshape(-1, grad.shape[-1]))
+
+        product.result.register_hook(hook)
