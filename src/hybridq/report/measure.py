@@ -22,6 +22,7 @@ __all__ = [
     "Codes",
     "ErrorMap",
     "Scales",
+    "effective_scales",
     "measure_codes",
     "measure_error",
     "measure_fold",
@@ -70,12 +71,13 @@ class Scales:
     """The scales of a plane, as a picture and in numbers.
 
     Args:
-        log2: FP32 `[<= 96, <= 96]`: log2 of the largest scale in each cell; NaN where a scale is
-            NaN, -inf where all are 0. None where the format has no scales.
+        log2: FP32 `[<= 96, <= 96]`: log2 of the largest scale in each cell, the second level's
+            factor within it; NaN where a scale is NaN, -inf where all are 0. None where the format
+            has no scales.
         cell: scales in a cell, (rows, columns).
         num_blocks: scales in all.
         num_nan: NaN ones.
-        smallest, largest: finite ones, None if there are none.
+        smallest, largest: finite ones, the factor within them; None if there are none.
         factor: (smallest, largest) FP32 factor of the second level, or None.
     """
 
@@ -143,18 +145,41 @@ def _cells(num: int, block: int) -> int:
     return max(1, -(-blocks // MAP_LIMIT)) * block
 
 
-def measure_scales(plane: Plane) -> Scales:
-    """Return the scales of `plane`; a heat map of the largest in each cell."""
-    spec, fmt = plane.spec, plane.spec.format
-    second = None
-    if plane.amax is not None and plane.amax.numel() and fmt.element is not None:
-        factor = plane.amax.to(torch.float64) / (spec.tensor_bound * fmt.element.max)
-        second = (float(factor.min()), float(factor.max()))
+def _second_level(plane: Plane) -> torch.Tensor | None:
+    """Return the FP64 factors of the second level, `[1]` or one per plane row; None: none."""
+    element = plane.spec.format.element
+    if plane.amax is None or not plane.amax.numel() or element is None:
+        return None
+    return plane.amax.to(torch.float64) / (plane.spec.tensor_bound * element.max)
+
+
+def effective_scales(plane: Plane) -> torch.Tensor | None:
+    """Return what codes are multiplied by: FP64 block scales, the second level's factor within.
+
+    Args:
+        plane: any.
+
+    Returns:
+        `[block rows, blocks of a row]` of the plane's own matrix; None where there are no scales.
+    """
+    fmt = plane.spec.format
     if plane.scale is None or fmt.scale is None:
-        return Scales(None, (1, 1), 0, 0, None, None, second)
+        return None
     scale = plane.scale if plane.scale.dim() == 2 else plane.scale.reshape(1, -1)
     if scale.dtype == torch.uint8:
         scale = decode_codes(scale, fmt.scale)
+    wide, factor = scale.to(torch.float64), _second_level(plane)
+    if factor is None:
+        return wide
+    return wide * (factor if factor.numel() == 1 else factor.reshape(-1, 1))
+
+
+def measure_scales(plane: Plane) -> Scales:
+    """Return the scales of `plane`, with the second level's factor; a map of the largest ones."""
+    factor, scale = _second_level(plane), effective_scales(plane)
+    second = None if factor is None else (float(factor.min()), float(factor.max()))
+    if scale is None:
+        return Scales(None, (1, 1), 0, 0, None, None, second)
     finite = scale[scale.isfinite()]
     low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (None, None)
     cell = (_cells(scale.shape[0], 1), _cells(scale.shape[1], 1))
@@ -164,7 +189,8 @@ def measure_scales(plane: Plane) -> Scales:
     grid = padded.reshape(padded.shape[0] // cell[0], cell[0], padded.shape[1] // cell[1], cell[1])
     biggest = grid.amax(dim=(1, 3)) if grid.numel() else grid.sum(dim=(1, 3))
     num_nan = int(scale.isnan().sum())
-    return Scales(biggest.log2().cpu(), cell, scale.numel(), num_nan, low, high, second)
+    log2 = biggest.log2().to(torch.float32).cpu()
+    return Scales(log2, cell, scale.numel(), num_nan, low, high, second)
 
 
 def _fields(data: torch.Tensor, element: Element) -> torch.Tensor:
