@@ -1,6 +1,12 @@
-"""Reports about tensors and about the installation; nothing here is imported by training code."""
+"""Reports about tensors, models, runs and the installation; training code imports nothing of it.
+
+The package is callable: `hybridq.report(model, batch)` is `hybridq.report.report(model, batch)`.
+"""
 
 from __future__ import annotations
+
+import sys
+from types import ModuleType
 
 from .._text import Table, render
 from .checkpoint_reading import checkpoint_summary
@@ -9,11 +15,23 @@ from .doctor import Diagnosis, Route, diagnose
 from .flops import FlopCount, count_flops
 from .measure import Codes, ErrorMap, Scales
 from .memory import KINDS, MemoryReport, memory_report, saved_nbytes
+from .precision import (
+    BadValue,
+    PrecisionReport,
+    ProductShape,
+    ProductStatistics,
+    SlotRow,
+    SlotStatistics,
+    measure_plane,
+    measure_slot,
+    report,
+)
 from .show import PlaneView, TensorView, show
 from .summary import ModuleSummary, Summary, summary
 
 __all__ = [
     "KINDS",
+    "BadValue",
     "CacheScale",
     "CheckpointSummary",
     "Codes",
@@ -23,8 +41,13 @@ __all__ = [
     "MemoryReport",
     "ModuleSummary",
     "PlaneView",
+    "PrecisionReport",
+    "ProductShape",
+    "ProductStatistics",
     "Route",
     "Scales",
+    "SlotRow",
+    "SlotStatistics",
     "Summary",
     "Table",
     "TensorView",
@@ -32,9 +55,21 @@ __all__ = [
     "checkpoint_summary",
     "count_flops",
     "diagnose",
+    "measure_plane",
+    "measure_slot",
     "memory_report",
     "render",
+    "report",
     "saved_nbytes",
     "show",
     "summary",
 ]
+
+
+class _CallablePackage(ModuleType):
+    """The type of this package: `hybridq.report(model, batch)` calls its function `report`."""
+
+    __call__ = staticmethod(report)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

@@ -17,7 +17,7 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -162,6 +162,25 @@ class ScalingState:
         self._past = ()
         self.histories = {i: history.to(device) for i, history in self.histories.items()}
         self._cache()
+
+    def restorer(self) -> Callable[[], None]:
+        """Return a function that gives the state the values again that it has now."""
+        names = ("plan", "assumed", "has_run", "num_changes", "_seen", "_past", "_loaded")
+        plain = {name: getattr(self, name) for name in names}
+        notes = (self._notes.num_backwards, self._notes.has_weight_grad)
+        elements, histories = list(self.elements), _copies(self.histories)
+        numbers = [one for one in self._recording[:4] if one is not None]
+        values = [number.clone() for number in numbers]
+
+        def restore() -> None:
+            for number, value in zip(numbers, values, strict=True):
+                number.copy_(value)
+            for name, one in plain.items():
+                setattr(self, name, one)
+            self.elements, self.histories = list(elements), _copies(histories)
+            self._notes.num_backwards, self._notes.has_weight_grad = notes
+
+        return restore
 
     # ---- in a forward
 
@@ -473,3 +492,7 @@ def take_scales(state: ScalingState, training: bool) -> Scales:
         state.backward_amaxes if training else None,
         None,
     )
+
+
+def _copies(histories: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    return {place: history.clone() for place, history in histories.items()}

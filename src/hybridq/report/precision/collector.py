@@ -1,0 +1,316 @@
+"""Collector: watches the products of a run, and adds up what each format loses of their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from ..._torch_private import graph_task_id
+from ...direction import COLUMNWISE, ROWWISE, Direction
+from ...formats import PlaneSpec
+from ...gemm import CONTRACT, Gemm
+from ...nn.autograd import WatchedProduct
+from ...recipes import Plan, Recipe, SlotPlan, bind
+from ...recipes.gemm_words import word
+from ...storage import Plane
+from .rows import BadValue, ProductShape, ProductStatistics, SlotRow, first_position
+from .slot_statistics import SlotStatistics, made_planes, measure_plane
+
+__all__ = ["Collector", "Wanted"]
+
+_FPROP, _DGRAD, _WGRAD = CONTRACT
+_PLAIN: Final = PlaneSpec.parse("identity").plain_text()
+
+
+class Wanted(NamedTuple):
+    """What a report is asked for.
+
+    Attributes:
+        formats: what-if, by label: of all planes one spec, or a recipe.
+        gemms: whether products are computed again, exactly and with each format.
+        backward: whether gradients are measured.
+    """
+
+    formats: Mapping[str, PlaneSpec | Recipe]
+    gemms: bool = True
+    backward: bool = True
+
+
+class _Variant(NamedTuple):
+    plan: Plan
+    in_run: bool
+
+
+class _Group(NamedTuple):
+    """The tensors of one group of a product in its forward."""
+
+    x: torch.Tensor
+    weight: Callable[[], torch.Tensor]
+    variants: Sequence[_Variant]
+    scales: Any
+    rows: slice
+
+
+class _Name(NamedTuple):
+    layer: str
+    role: str
+
+
+_SlotKey = tuple[str, str, Direction, str, bool]
+
+
+class Collector:
+    """A product watcher that measures all it is shown.
+
+    Args:
+        model: whose modules' names are told.
+        wanted: formats and what else.
+    """
+
+    sees_plain = True
+
+    def __init__(self, model: nn.Module, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.slots: dict[_SlotKey, SlotRow] = {}
+        self.products: dict[tuple[str, str, str, bool], ProductStatistics] = {}
+        self.shapes: dict[str, ProductShape] = {}
+        self.first_bad: BadValue | None = None
+        self.order = 0
+
+    def __call__(self, product: WatchedProduct) -> Callable[[torch.Tensor], None] | None:
+        """Measure the forward of a product; return what measures its gradient."""
+        wants_gradient = self.wanted.backward and product.result.requires_grad
+        is_again = graph_task_id() != -1  # a recomputation: the forward has been seen
+        if is_again and not wants_gradient:
+            return None
+        name = self._name(product)
+        x = product.matrix().detach()
+        x = x.reshape(-1, x.shape[-1])
+        x = x.clone() if wants_gradient else x
+        groups = self._groups(product, name, x)
+        if not is_again:
+            self._shape(product, name, x)
+            for group in groups:
+                self._forward(name, group)
+            self._result(name, product.result.detach())
+        if not wants_gradient:
+            return None
+        return lambda grad: self._backward(name, groups, grad.detach())
+
+    # ---- names, groups, formats
+
+    def _name(self, product: WatchedProduct) -> _Name:
+        module: Any = product.module
+        own = self.names.get(id(module), module.name)
+        layer = f"{own}.{product.part}" if own and product.part else own or product.part
+        return _Name(layer, module.part_name(product.part) if module.name else "")
+
+    def _shape(self, product: WatchedProduct, name: _Name, x: torch.Tensor) -> None:
+        weights = product.weights()
+        out, into = weights[0].shape
+        kind: Any = product.module
+        known = self.shapes.get(name.layer)
+        rows = (*(() if known is None else known.rows), x.shape[0])
+        size, plan = (into, out), product.plans[0]
+        made = ProductShape(*name, kind.module_type, rows, size, len(weights), plan)
+        self.shapes[name.layer] = made
+
+    def _groups(self, product: WatchedProduct, name: _Name, x: torch.Tensor) -> list[_Group]:
+        ends = [x.shape[0]] if product.offsets is None else product.offsets.tolist()
+        plans = list(product.plans) * (len(ends) if len(product.plans) == 1 else 1)
+        scales = list(product.scales) or [None]
+        scales *= len(ends) if len(scales) == 1 else 1
+        by_plan: dict[Any, list[_Variant]] = {}
+        made, start = [], 0
+        for g, end in enumerate(ends):
+            rows = slice(start, end)
+            start = end
+            if rows.start == rows.stop:
+                continue
+            plan = plans[g]
+            if plan not in by_plan:
+                by_plan[plan] = self._variants(plan, name, product)
+            weight = _weight(product, g)
+            made.append(_Group(x[rows], weight, by_plan[plan], scales[g], rows))
+        return made
+
+    def _variants(self, plan: Plan | None, name: _Name, product: WatchedProduct) -> list[_Variant]:
+        """Return the run's own plan, and what-if ones."""
+        kind: Any = product.module
+        own = _plan_of(_PLAIN) if plan is None else plan
+        found = [_Variant(own, True)]
+        for one in self.wanted.formats.values():
+            if isinstance(one, Recipe):
+                found.append(_Variant(bind(one, name.role, kind.module_type), False))
+            else:
+                found.append(_Variant(_plan_of(one.plain_text()), False))
+        return found
+
+    # ---- measuring
+
+    def _forward(self, name: _Name, group: _Group) -> None:
+        weight = group.weight()
+        x = self._planes(name, group, "input", group.x, ROWWISE)
+        w = self._planes(name, group, "weight", weight, ROWWISE)
+        self._gemm(name, group, _FPROP, (group.x, x), (weight, w))
+
+    def _backward(self, name: _Name, groups: Sequence[_Group], grad: torch.Tensor) -> None:
+        for group in groups:
+            if group.rows.stop > grad.shape[0]:
+                continue  # over ranks of tensor parallelism, of whose tokens this is a part
+            dy = grad if len(groups) == 1 and len(grad) == len(group.x) else grad[group.rows]
+            rowwise = self._planes(name, group, "grad_output", dy, ROWWISE)
+            columnwise = self._planes(name, group, "grad_output", dy, COLUMNWISE)
+            weight = group.weight()
+            w = self._planes(name, group, "weight", weight, COLUMNWISE)
+            self._gemm(name, group, _DGRAD, (dy, rowwise), (weight.t(), w))
+            x = self._planes(name, group, "input", group.x, COLUMNWISE)
+            self._gemm(name, group, _WGRAD, (dy.t(), columnwise), (group.x.t(), x))
+
+    def _planes(
+        self, name: _Name, group: _Group, slot: str, x: torch.Tensor, direction: Direction
+    ) -> list[Plane | None]:
+        """Return the plane of each variant, measured; None: it is the tensor as it is."""
+        self.order += 1
+        own: SlotPlan = getattr(group.variants[0].plan, slot)
+        text = (own.row if direction == ROWWISE else own.col).spec
+        self._look_for_bad(name, slot, x, direction, _block(PlaneSpec.parse(text), x))
+        found: list[Plane | None] = []
+        measured: set[tuple[str, str]] = set()
+        for variant in group.variants:
+            plan: SlotPlan = getattr(variant.plan, slot)
+            scales = group.scales if variant.in_run else None
+            plane = made_planes(x, plan, slot, [direction], scales)[direction]
+            is_plain = plane.spec.format.is_identity and plan.col_source == "original"
+            found.append(None if is_plain else plane)
+            seen = (plane.spec.text, plan.col_source if direction == COLUMNWISE else "original")
+            if seen in measured:
+                continue
+            measured.add(seen)
+            label = "bf16" if plane.spec.format.is_identity else word(plane.spec)
+            statistics = measure_plane(x, plane)
+            row = SlotRow(*name, slot, direction, label, variant.in_run, statistics, self.order)
+            self._add(row)
+            if variant.in_run and statistics.bad_outputs:
+                self._made_bad(name, slot, x, plane)
+        return found
+
+    def _add(self, row: SlotRow) -> None:
+        key = (row.layer, row.tensor, row.direction, row.format, row.in_run)
+        known = self.slots.get(key)
+        whole: SlotStatistics = row.statistics
+        if known is not None:
+            whole = known.statistics + whole
+            row = replace(known, statistics=whole)
+        self.slots[key] = row
+
+    def _gemm(
+        self,
+        name: _Name,
+        group: _Group,
+        gemm: Gemm,
+        a: tuple[torch.Tensor, Sequence[Plane | None]],
+        b: tuple[torch.Tensor, Sequence[Plane | None]],
+    ) -> None:
+        """Add what each variant's planes add to a product `a @ b.T` of the matrices."""
+        if not self.wanted.gemms or a[0].shape[1] != b[0].shape[1]:
+            return
+        wide = [one.to(torch.float64) for one in (a[0], b[0])]
+        exact = wide[0] @ wide[1].t()
+        signal = float(exact.square().sum())
+        seen: set[str] = set()
+        for variant, one, other in zip(group.variants, a[1], b[1], strict=True):
+            label = _pair(one, other)
+            if label in seen:
+                continue
+            seen.add(label)
+            noise = 0.0
+            if one is not None or other is not None:
+                left = wide[0] if one is None else _own(one)
+                right = wide[1] if other is None else _own(other)
+                noise = float((left @ right.t() - exact).square().sum())
+            row = ProductStatistics(name.layer, gemm.name, label, variant.in_run, noise, signal)
+            key = (name.layer, gemm.name, label, variant.in_run)
+            known = self.products.get(key)
+            self.products[key] = row if known is None else known + row
+
+    # ---- values that are not finite
+
+    def _look_for_bad(
+        self,
+        name: _Name,
+        tensor: str,
+        x: torch.Tensor,
+        direction: Direction,
+        block: tuple[int, int],
+    ) -> None:
+        if self.first_bad is not None:
+            return
+        bad = ~x.isfinite()
+        if bool(bad.any()):
+            self._note(name, tensor, direction, first_position(bad), x, block, False)
+
+    def _made_bad(self, name: _Name, tensor: str, x: torch.Tensor, plane: Plane) -> None:
+        if self.first_bad is None:
+            values = plane.dequantize()
+            bad = x.isfinite() & ~values.isfinite()
+            block = _block(plane.spec, x)
+            at = first_position(bad)
+            self._note(name, tensor, plane.direction, at, values, block, True)
+
+    def _result(self, name: _Name, y: torch.Tensor) -> None:
+        if self.first_bad is None:
+            bad = ~y.reshape(-1, y.shape[-1]).isfinite()
+            if bool(bad.any()):
+                at = first_position(bad)
+                flat = y.reshape(-1, y.shape[-1])
+                self._note(name, "output", ROWWISE, at, flat, (1, 1), True)
+
+    def _note(
+        self,
+        name: _Name,
+        tensor: str,
+        direction: Direction,
+        at: tuple[int, int],
+        values: torch.Tensor,
+        block: tuple[int, int],
+        is_made: bool,
+    ) -> None:
+        own = at if direction == ROWWISE else at[::-1]
+        place = (own[0] // block[0], own[1] // block[1])
+        value = str(float(values[at]))
+        given = (name.layer, tensor, direction, place, at, value, is_made, self.order)
+        self.first_bad = BadValue(*given)
+
+
+def _block(spec: PlaneSpec, x: torch.Tensor) -> tuple[int, int]:
+    """Return rows and columns of a block of a plane: of the whole where it has one scale."""
+    if spec.format.is_identity:
+        return (1, 1)
+    return spec.format.block or (max(x.shape), max(x.shape))
+
+
+def _weight(product: WatchedProduct, group: int) -> Callable[[], torch.Tensor]:
+    return lambda: product.weights()[group]
+
+
+def _plan_of(text: Any) -> Plan:
+    """Return the plan in which all planes are alike, each made of the tensor as it is."""
+    slot = SlotPlan(text, text, "original", "")
+    return Plan(slot, slot, slot, text.is_stochastic, text.is_plain)
+
+
+def _own(plane: Plane) -> torch.Tensor:
+    """Return the values of a plane's own matrix."""
+    values = plane.dequantize() if plane.direction == ROWWISE else plane.dequantize().t()
+    return values.to(torch.float64)
+
+
+def _pair(a: Plane | None, b: Plane | None) -> str:
+    words = ["bf16" if one is None else word(one.spec) for one in (a, b)]
+    return words[0] if words[0] == words[1] else " x ".join(words)

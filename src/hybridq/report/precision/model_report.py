@@ -1,0 +1,190 @@
+"""`hybridq.report`: where a run of a model loses precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ... import settings
+from ...calibration.batches import unwrapped
+from ...formats import PlaneSpec
+from ...nn import QuantizedModule
+from ...nn.autograd import watch_products
+from ...recipes import Recipe, get
+from .collector import Collector, Wanted
+from .over_ranks import Found, gathered
+from .precision_report import PrecisionReport
+from .rows import SlotRow
+from .running import Run
+from .switching import loss_changes
+from .untouched import untouched
+
+__all__ = ["measured", "report"]
+
+
+def report(
+    model: nn.Module,
+    batch_or_loop: Any,
+    formats: Iterable[str | Recipe] = (),
+    *,
+    recipe: Recipe | str | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    backward: bool = True,
+    gemms: bool = True,
+    switch: bool = False,
+    group: Any = None,
+) -> PrecisionReport:
+    """Return what each format loses of each tensor that the model's modules multiply.
+
+    The model runs once, forward and backward, under the recipe, and every input, weight and
+    gradient is quantized again, in both directions, as the run does it and as it would be in other
+    formats. The model stays as it is: gradients, buffers, histories and generators too. What is
+    compiled runs eagerly.
+
+    Args:
+        model: with modules of hybridq; names of layers are those of the model.
+        batch_or_loop: a batch: a tensor is `model(batch)`, a tuple or a list `model(*batch)`, a
+            mapping `model(**batch)`; or a function that is called with the model, and returns a
+            loss, or runs backwards itself and returns a number or None.
+        formats: what-if: names of formats, spec strings (`"nvfp4;sr"`), or Recipes, whose planes
+            of each slot are taken. All of them are measured beside those of the run.
+        recipe: that the model runs under; None: that of `hybridq.autocast` around the call, or of
+            the modules' own, or none.
+        loss: makes a loss of what the model returns for a batch; None: it returns one itself,
+            first in a tuple, or as `.loss`.
+        backward: whether there is one; without, gradients and columnwise planes are not measured.
+        gemms: whether the exact products are computed, in FP64, for the error that formats add.
+        switch: for each slot that the run quantizes, run once more with that slot in high
+            precision, and tell what its format adds to the loss; of gradients, to the loss after a
+            small step. Where the run quantizes nothing, with each slot in each of the formats.
+        group: ranks that report together, each of its own data, and get one result, of sums over
+            all: as `hybridq.calibrate` takes it; `"alone"`: each its own.
+
+    Raises:
+        TypeError: `model` is no module, or data are of another kind.
+        ValueError: there is no product of hybridq's modules, no loss for a backward, or an unknown
+            format.
+        RuntimeError: another rank failed.
+
+    Source: the ratio of gradients to their quantization noise, and its limit sqrt(3):
+    arXiv:2505.19115. Outliers, and errors without them: ours.
+
+    Example:
+        >>> import torch, hybridq
+        >>> model = torch.nn.Sequential(hybridq.Linear(64, 64), hybridq.Linear(64, 64))
+        >>> batch = torch.randn(32, 64)
+        >>> found = hybridq.report(
+        ...     model, batch, ["nvfp4"], recipe="mxfp8", loss=lambda y: y.square().mean()
+        ... )
+        >>> found.formats()
+        ('mxfp8', 'nvfp4')
+        >>> worst = found.worst()[0]
+        >>> 0.02 < worst.statistics.relative_error < 0.04
+        True
+    """
+    given: object = model
+    if not isinstance(given, nn.Module):
+        raise TypeError(f"report: model must be an nn.Module, got {type(given).__name__}")
+    model = unwrapped(model)
+    chosen = in_force(model, recipe)
+    explicit = None if recipe is None else get(recipe)
+    if switch and any(_is_served(one) for one in model.modules()):
+        raise ValueError(
+            "report: switch=True needs modules without a recipe of their own, got a model of "
+            "hybridq.quantize_model; convert the model instead"
+        )
+    run = Run("report", model, batch_or_loop, loss, backward)
+    wanted = Wanted(parsed(formats), gemms, backward)
+    try:
+        found = measured(run, explicit, wanted)
+        if switch:
+            changes = loss_changes(run, chosen, found.slots, wanted.formats)
+            found = replace(found, slots=_with(found.slots, changes))
+    except Exception as error:
+        gathered(Found(error=f"{type(error).__name__}: {error}"), group)
+        raise
+    found = gathered(found, group)
+    text = None if chosen is None else repr(chosen)
+    own = (found.loss, found.slots, found.products, found.first_bad, found.ranks, found.shapes)
+    return PrecisionReport(type(model).__name__, text, *own)
+
+
+def parsed(formats: Iterable[str | Recipe]) -> dict[str, PlaneSpec | Recipe]:
+    """Return what-if formats by their names.
+
+    Args:
+        formats: names, spec strings or recipes.
+
+    Raises:
+        TypeError: it is one string, or something else is in it.
+        SpecError: an unknown format.
+    """
+    if isinstance(formats, str):
+        raise TypeError(f"report: formats must be a collection of names, got {formats!r}")
+    found: dict[str, PlaneSpec | Recipe] = {}
+    for one in formats:
+        if isinstance(one, Recipe):
+            found[repr(one)] = one
+        elif isinstance(one, str):
+            found[one] = PlaneSpec.parse("identity" if one == "bf16" else one)
+        else:
+            raise TypeError(
+                "report: a format must be a name, a spec string or a Recipe, got "
+                f"{type(one).__name__}"
+            )
+    return found
+
+
+def in_force(model: nn.Module, recipe: Recipe | str | None) -> Recipe | None:
+    """Return the recipe that a model would compute under; None: nothing is quantized.
+
+    Args:
+        model: any.
+        recipe: that was asked for, or None.
+    """
+    if recipe is not None:
+        return get(recipe)
+    current = settings.current().recipe
+    if isinstance(current, Recipe):
+        return current
+    ours = (one.bound_recipe for one in model.modules() if isinstance(one, QuantizedModule))
+    return next((one for one in ours if one is not None), None)
+
+
+def _is_served(module: nn.Module) -> bool:
+    return isinstance(module, QuantizedModule) and module.bound_recipe is not None
+
+
+def measured(run: Run, recipe: Recipe | None, wanted: Wanted) -> Found:
+    """Return what one run of a model shows, on this rank.
+
+    Args:
+        run: of the model.
+        recipe: that it computes under; None: that in force.
+        wanted: formats and what else.
+
+    Raises:
+        ValueError: no module of hybridq multiplied anything.
+    """
+    collector = Collector(run.model, wanted)
+    with untouched(run.model), watch_products(collector):
+        loss = run(recipe)
+    if not collector.slots:
+        raise ValueError(
+            f"{run.owner}: the model must have modules of hybridq that multiply, got none in this "
+            "run; hybridq.convert(model) makes them"
+        )
+    rows = sorted(collector.slots.values(), key=lambda row: row.order)
+    products, shapes = collector.products.values(), collector.shapes.values()
+    return Found(tuple(rows), tuple(products), tuple(shapes), collector.first_bad, loss)
+
+
+def _with(rows: tuple[SlotRow, ...], changes: dict[Any, float]) -> tuple[SlotRow, ...]:
+    return tuple(
+        replace(row, loss_change=changes.get((row.layer, row.tensor, row.format, row.in_run)))
+        for row in rows
+    )

@@ -1,0 +1,150 @@
+"""What each slot's format changes of the loss: runs with one slot in another format each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from ...formats import PlaneSpec
+from ...quantizers import IdentityQuantizer, Quantizer
+from ...recipes import CustomRecipe, QuantizerRole, Recipe, get
+from ...recipes.gemm_words import word
+from ...recipes.roles import GRAD_OUTPUT
+from .rows import SlotRow
+from .running import Run
+from .untouched import untouched
+
+__all__ = ["loss_changes", "switched"]
+
+#: Length of the step after which gradients are compared, over that of all parameters.
+_STEP: Final = 1e-2
+
+
+def switched(base: Recipe, role: str, tensor: str, quantizer: Callable[..., Quantizer]) -> Recipe:
+    """Return a recipe that is `base` but for one slot of one module.
+
+    Args:
+        base: any.
+        role: name of the module, as roles have it; its experts are meant too.
+        tensor: the slot.
+        quantizer: makes the slot's quantizer of its role.
+    """
+
+    def factory(asked: QuantizerRole) -> Quantizer:
+        head, _, last = asked.name.rpartition(".")
+        is_it = asked.name == role or (head == role and last.isdecimal())
+        if is_it and asked.tensor_type == tensor:
+            return quantizer(asked)
+        return base.quantizer(asked)
+
+    choices: dict[str, Any] = {
+        name: getattr(base, name)
+        for name in ("precision", "backward_override", "columnwise_source")
+    }
+    return CustomRecipe(factory, **choices)
+
+
+def loss_changes(
+    run: Run,
+    recipe: Recipe | None,
+    rows: Sequence[SlotRow],
+    formats: Mapping[str, PlaneSpec | Recipe],
+) -> dict[tuple[str, str, str, bool], float]:
+    """Return what the format of each slot adds to the loss: one run more for each.
+
+    Of inputs and weights it is the loss of the run less that with the slot in high precision; of
+    gradients, the same of the loss after a step against the gradient, of 1/100 of the parameters'
+    length. Where the run quantizes nothing, it is what each format would add.
+
+    Args:
+        run: of the model.
+        recipe: of the run, or None.
+        rows: of its report.
+        formats: what-if.
+
+    Returns:
+        By layer, tensor, format and whether that is in the run.
+
+    Raises:
+        ValueError: a layer has no name for a recipe, or the run has no loss.
+    """
+    base = get("bf16") if recipe is None else recipe
+    own = {(row.layer, row.role, row.tensor) for row in rows if row.in_run and not row.is_plain}
+    before, after = _losses(run, base)
+    found: dict[tuple[str, str, str, bool], float] = {}
+
+    def changed(role: str, tensor: str, quantizer: Callable[..., Quantizer]) -> float:
+        if not role:
+            raise ValueError(
+                "report: switch=True needs modules with names, got one without; "
+                "hybridq.convert(model) names them"
+            )
+        losses = _losses(run, switched(base, role, tensor, quantizer), base)
+        return losses[1] - after if tensor == GRAD_OUTPUT else losses[0] - before
+
+    for layer, role, tensor in sorted(own):
+        change = -changed(role, tensor, lambda _: IdentityQuantizer())
+        for row in rows:
+            if (row.layer, row.tensor, row.in_run) == (layer, tensor, True) and not row.is_plain:
+                found[layer, tensor, row.format, True] = change
+    if own:
+        return found
+    slots = dict.fromkeys((row.layer, row.role, row.tensor) for row in rows)
+    for layer, role, tensor in slots:
+        for one in formats.values():
+            change = changed(role, tensor, _quantizer_of(one))
+            for row in rows:
+                is_slot = (row.layer, row.tensor, row.in_run) == (layer, tensor, False)
+                if is_slot and _is_of(row.format, one, role, tensor):
+                    found[layer, tensor, row.format, False] = change
+    return found
+
+
+def _quantizer_of(one: PlaneSpec | Recipe) -> Callable[[QuantizerRole], Quantizer]:
+    if isinstance(one, Recipe):
+        return one.quantizer
+    return lambda _: Quantizer(one, one)
+
+
+def _is_of(label: str, one: PlaneSpec | Recipe, role: str, tensor: str) -> bool:
+    if isinstance(one, PlaneSpec):
+        return word(one) == label
+    made = one.quantizer(QuantizerRole("linear", tensor, role))
+    return label in [word(spec) for spec in (made.rowwise, made.columnwise) if spec is not None]
+
+
+def _losses(run: Run, recipe: Recipe, last: Recipe | None = None) -> tuple[float, float]:
+    """Return the loss of a run under a recipe, and that after a step against its gradient.
+
+    Args:
+        run: of the model.
+        recipe: of the run.
+        last: of the loss after the step; None: the same.
+    """
+    with untouched(run.model):
+        loss = run(recipe)
+        if loss is None:
+            raise ValueError(f"{run.owner}: switch=True needs a loss, got none of the run")
+        moved = [one for one in run.model.parameters() if one.grad is not None]
+        if not (run.backward and moved):
+            return loss, loss
+        with torch.no_grad():
+            were = [one.detach().clone() for one in moved]
+            length = _norm([one.detach() for one in moved])
+            against = _norm([one.grad for one in moved if one.grad is not None])
+            scale = _STEP * length / against if against > 0.0 else 0.0
+            try:
+                for one in moved:
+                    one.sub_(one.grad * scale)  # type: ignore[operator]
+                after = run._replace(backward=False)(last or recipe)
+            finally:
+                for one, value in zip(moved, were, strict=True):
+                    one.copy_(value)
+    return loss, loss if after is None else after
+
+
+def _norm(tensors: Sequence[torch.Tensor]) -> float:
+    return math.sqrt(sum(float(one.to(torch.float64).square().sum()) for one in tensors))
