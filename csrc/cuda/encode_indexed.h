@@ -50,7 +50,7 @@ struct ByIndex {
 
 template <class Row, class Col, bool kBf16>
 HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, kBf16 ? kTileWarps : kWideWarps) EncodeIndexed(IndexedArgs a) {
-  EncodeTileOf<Row, Col, kBf16>(a.tile, BlockIndex(), AsRead{}, ByIndex{a.index});
+  EncodeTileOf<Row, Col, kBf16, true>(a.tile, BlockIndex(), AsRead{}, ByIndex{a.index});
 }
 
 }  // namespace cuda

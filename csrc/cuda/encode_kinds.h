@@ -2,6 +2,8 @@
 #ifndef HYBRIDQ_CUDA_ENCODE_KINDS_H_
 #define HYBRIDQ_CUDA_ENCODE_KINDS_H_
 
+#include <type_traits>
+
 #include "cuda/encode_args.h"
 
 HQ_NAMESPACE_BEGIN
@@ -108,6 +110,10 @@ constexpr int ResidentBlocks(int warps) {
 #define HQ_TILE_BOUNDS(Row, Col, warps) \
   HQ_LAUNCH_BOUNDS((Geometry<Row, Col>::kThreads), (ResidentBlocks<Geometry<Row, Col>>(warps)))
 
+// Whether a kernel takes ragged tensors; most do not, and their tiles then know where they lie.
+template <bool kHasGroups>
+using Groups = std::bool_constant<kHasGroups>;
+
 // Ragged tensors: x [rows, cols] has its rows sorted by group, and the column plane (and the grid)
 // runs along padded rows, where each group begins at a multiple of kTileRows. So a tile lies in one
 // group. Offsets are read on the device only, and bounded there.
@@ -137,7 +143,8 @@ struct Place {
   bool is_first;      // thread of the tensor: what there is one of, it stores
 
   // `block`: of this tensor's.
-  HQ_DEVICE Place(const TileArgs& a, uint32_t block) {
+  template <bool kHasGroups>
+  HQ_DEVICE Place(const TileArgs& a, uint32_t block, Groups<kHasGroups>) {
     is_first = block == 0 && ThreadIndex() == 0;
     lane = Lane();
     across = lane % G::kLanesAcross;
@@ -156,7 +163,9 @@ struct Place {
     source = r0;
     end = a.rows;
     is_rest = false;
-    if (a.ends != nullptr) FindGroup(a);
+    if constexpr (kHasGroups) {
+      if (a.ends != nullptr) FindGroup(a);
+    }
   }
 
   // All threads look for the tile's group, each at some of them.

@@ -183,7 +183,8 @@ struct Mapped {
 template <class Row, class Col, bool kBf16>
 HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, kBf16 ? kMappedWarps : kWideWarps) EncodeMapped(MappedArgs a) {
   const TileArgs& t = a.tile;
-  EncodeTileOf<Row, Col, kBf16>(t, BlockIndex(), Mapped{a.map, t.x, t.stride_row, t.is_fp16});
+  EncodeTileOf<Row, Col, kBf16, false>(t, BlockIndex(),
+                                       Mapped{a.map, t.x, t.stride_row, t.is_fp16});
 }
 
 }  // namespace cuda

@@ -80,13 +80,19 @@ LaunchShape TileShape(TileArgs* args, const char* name) {
   return {static_cast<int64_t>(across * down), G::kThreads, G::kSharedBytes, name};
 }
 
+// Ragged tensors have BF16 kernels of their own; of other types one kernel does for both. Groups
+// matter to column planes alone: rows without them are those of any tensor.
 template <class Row, class Col>
 void RunTile(TileArgs args, bool is_bf16, Stream stream) {
   const LaunchShape shape = TileShape<Geometry<Row, Col>>(&args, "EncodeTile");
-  if (is_bf16) {
-    Launch(EncodeTile<Row, Col, true>, shape, stream, args);
+  if (!is_bf16) {
+    Launch(EncodeTile<Row, Col, false, Col::kExists>, shape, stream, args);
+  } else if (args.ends == nullptr) {
+    Launch(EncodeTile<Row, Col, true, false>, shape, stream, args);
+  } else if constexpr (Col::kExists) {
+    Launch(EncodeTile<Row, Col, true, true>, shape, stream, args);
   } else {
-    Launch(EncodeTile<Row, Col, false>, shape, stream, args);
+    Never();
   }
 }
 

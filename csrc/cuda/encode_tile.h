@@ -353,11 +353,12 @@ struct InOrder {
 // `block`: of this tensor's; see encode_many.h. `change(v, at, rows, first)` may change the
 // elements of the thread's first `rows` rows, whose first lies at `first`; see encode_mapped.h.
 // `load` reads them; see encode_indexed.h.
-template <class Row, class Col, bool kBf16, class Change = AsRead, class Source = InOrder>
+template <class Row, class Col, bool kBf16, bool kHasGroups, class Change = AsRead,
+          class Source = InOrder>
 HQ_DEVICE void EncodeTileOf(const TileArgs& a, uint32_t block, const Change& change = {},
                             const Source& load = {}) {
   using G = Geometry<Row, Col>;
-  const Place<G> at(a, block);
+  const Place<G> at(a, block, Groups<kHasGroups>{});
   Elements<G::kRows, G::kCols, kBf16> v;
   const uint64_t row = at.source + at.row, col = at.c0 + at.col;
   const int rows_left = col < a.cols ? at.RowsLeft() : 0;
@@ -382,9 +383,9 @@ HQ_DEVICE void EncodeTileOf(const TileArgs& a, uint32_t block, const Change& cha
   }
 }
 
-template <class Row, class Col, bool kBf16>
+template <class Row, class Col, bool kBf16, bool kHasGroups>
 HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, kBf16 ? kTileWarps : kWideWarps) EncodeTile(TileArgs a) {
-  EncodeTileOf<Row, Col, kBf16>(a, BlockIndex());
+  EncodeTileOf<Row, Col, kBf16, kHasGroups>(a, BlockIndex());
 }
 
 }  // namespace cuda
