@@ -121,7 +121,7 @@ struct Shifted {
   uint32_t word;
   bool is_exact;
 };
-// Four codes of T times 2^-d, if every result is a normal number or zero.
+// Four codes of T times 2^-d: exact if d is 0, or if every result is a normal number or zero.
 template <class T>
 HQ_DEVICE Shifted ShiftDown(uint32_t word, uint32_t d) {
   constexpr uint32_t kOnes = 0x01010101u, kTops = 0x80808080u;
@@ -131,7 +131,8 @@ HQ_DEVICE Shifted ShiftDown(uint32_t word, uint32_t d) {
   const uint32_t nonzero = (magnitude + 0x7fu * kOnes) & kTops;
   const uint32_t step = d << T::kMantissaBits;
   // Bit 7 of a byte stays if its magnitude is at least step + the smallest normal number.
-  const uint32_t least = step + (1u << T::kMantissaBits);
+  // Unmoved, subnormal codes stay what they are, too.
+  const uint32_t least = d == 0 ? 0u : step + (1u << T::kMantissaBits);
   const uint32_t normal = (magnitude | kTops) - least * kOnes;
   const bool is_exact = ((special & kTops) | (nonzero & ~normal)) == 0;
   return {word - (nonzero >> 7) * step, is_exact};
