@@ -124,6 +124,30 @@ def test_over_budget_and_local_memory_are_problems(sass: ModuleType) -> None:
     assert "8 bytes of stack and 1 accesses" in sass.local_memory(made)[0]
 
 
+def test_too_few_warps_and_loads_that_evict_first_are_problems(sass: ModuleType) -> None:
+    made = kernel(sass, "LDG.E.EF.128 R0, [R2.64]", "LDG.E R0, [R2.64]", "EXIT")
+    made.registers = 143
+    entry = sass.Entry("k", "kernel", 8, 128, shared=9216, warps={"sm_90a": 24}, keeps=True)
+    (row,) = sass.count([made], [entry])
+    assert [p.split(": ")[1] for p in row.problems()] == [
+        "at least 24 resident warps, got 12",
+        "must leave its input in the cache, got 1 loads that evict first",
+    ]
+    made.registers = 80
+    assert row.warps() == (24, 64)
+
+
+def test_update_keeps_what_was_not_counted(sass: ModuleType, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(sass, "BUDGETS", tmp_path / "budgets.json")
+    made = kernel(sass, "LDG.E R0, [R2.64]", "EXIT")
+    made.registers = 80
+    entry = sass.Entry("k", "kernel", 2, 128, budget={"sm_80": 3.0}, warps={"sm_80": 12}, keeps=True)
+    sass.update(sass.count([made], [entry]), [entry])
+    (line,) = json.loads((tmp_path / "budgets.json").read_text())["kernels"]
+    assert line["budget"] == {"sm_80": 3.0, "sm_90a": 1.02}
+    assert line["warps"] == {"sm_80": 12, "sm_90a": 24} and line["keeps"] is True
+
+
 def test_the_table_can_be_read(sass: ModuleType) -> None:
     table = json.loads((BENCHMARKS / "sass_budgets.json").read_text())["kernels"]
     entries = [sass.Entry(**line) for line in table]
