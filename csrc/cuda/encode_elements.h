@@ -8,6 +8,17 @@ HQ_NAMESPACE_BEGIN
 
 namespace cuda {
 
+// A pass that finds an amax leaves x in the L2 cache, as far as it fits, for the pass that encodes;
+// that one says that nobody will ask for x again.
+template <bool kIsReadAgain, class T>
+HQ_DEVICE T LoadElements(const T* p) {
+  if constexpr (kIsReadAgain) {
+    return Load(p);
+  } else {
+    return LoadStreaming(p);
+  }
+}
+
 // BF16 stays packed, two columns to a register, until it is scaled.
 template <int kRows, int kCols, bool kBf16>
 struct Elements;
@@ -21,13 +32,14 @@ struct Elements<kRows, kCols, true> {
     return FromBits(j % 2 == 0 ? p << 16 : p & 0xffff0000u);
   }
 
+  template <bool kIsReadAgain>
   HQ_DEVICE void LoadRow(int i, const void* x, int64_t at, bool) {
     const auto* p = static_cast<const uint16_t*>(x) + at;
     if constexpr (kCols == 8) {
-      const Vec4 v = LoadStreaming(reinterpret_cast<const Vec4*>(p));
+      const Vec4 v = LoadElements<kIsReadAgain>(reinterpret_cast<const Vec4*>(p));
       pair[i][0] = v.x, pair[i][1] = v.y, pair[i][2] = v.z, pair[i][3] = v.w;
     } else {
-      const Vec2 v = LoadStreaming(reinterpret_cast<const Vec2*>(p));
+      const Vec2 v = LoadElements<kIsReadAgain>(reinterpret_cast<const Vec2*>(p));
       pair[i][0] = v.x, pair[i][1] = v.y;
     }
   }
@@ -35,6 +47,16 @@ struct Elements<kRows, kCols, true> {
   HQ_DEVICE void ClearRow(int i) {
     HQ_UNROLL
     for (int w = 0; w < kCols / 2; ++w) pair[i][w] = 0u;
+  }
+
+  // What is computed from the elements on the way to the next plane is computed again: kept from
+  // the plane before, it would take more registers than there are.
+  HQ_DEVICE void Forget() {
+    HQ_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      HQ_UNROLL
+      for (int w = 0; w < kCols / 2; ++w) pair[i][w] = Opaque(pair[i][w]);
+    }
   }
 
   // Magnitudes, two to a register: of rows 2i and 2i + 1, of columns 2i and 2i + 1, of all.
@@ -83,12 +105,13 @@ struct Elements<kRows, kCols, false> {
 
   HQ_DEVICE float Get(int i, int j) const { return value[i][j]; }
 
+  template <bool kIsReadAgain>
   HQ_DEVICE void LoadRow(int i, const void* x, int64_t at, bool is_fp16) {
     if (is_fp16) {
       const auto* p = static_cast<const uint16_t*>(x) + at;
       HQ_UNROLL
       for (int j = 0; j < kCols; j += 4) {
-        const Vec2 v = LoadStreaming(reinterpret_cast<const Vec2*>(p + j));
+        const Vec2 v = LoadElements<kIsReadAgain>(reinterpret_cast<const Vec2*>(p + j));
         value[i][j] = FromFp16(static_cast<uint16_t>(v.x & 0xffffu));
         value[i][j + 1] = FromFp16(static_cast<uint16_t>(v.x >> 16));
         value[i][j + 2] = FromFp16(static_cast<uint16_t>(v.y & 0xffffu));
@@ -98,7 +121,7 @@ struct Elements<kRows, kCols, false> {
       const auto* p = static_cast<const float*>(x) + at;
       HQ_UNROLL
       for (int j = 0; j < kCols; j += 4) {
-        const Vec4 v = LoadStreaming(reinterpret_cast<const Vec4*>(p + j));
+        const Vec4 v = LoadElements<kIsReadAgain>(reinterpret_cast<const Vec4*>(p + j));
         value[i][j] = FromBits(v.x), value[i][j + 1] = FromBits(v.y);
         value[i][j + 2] = FromBits(v.z), value[i][j + 3] = FromBits(v.w);
       }
@@ -109,6 +132,8 @@ struct Elements<kRows, kCols, false> {
     HQ_UNROLL
     for (int j = 0; j < kCols; ++j) value[i][j] = 0.0f;
   }
+
+  HQ_DEVICE void Forget() {}  // each has a register of its own anyway
 
   using Max = int32_t;
   static constexpr int kPerMax = 1;

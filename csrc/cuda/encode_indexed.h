@@ -40,7 +40,7 @@ struct ByIndex {
     HQ_UNROLL
     for (int i = 0; i < G::kRows; ++i) {
       if (number[i] < index.source_rows) {
-        v.LoadRow(i, a.x, number[i] * a.stride_row + col, a.is_fp16);
+        v.template LoadRow<G::kIsReadAgain>(i, a.x, number[i] * a.stride_row + col, a.is_fp16);
       } else {
         v.ClearRow(i);
       }
@@ -49,8 +49,9 @@ struct ByIndex {
 };
 
 template <class Row, class Col, bool kBf16>
-HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, kBf16 ? kTileWarps : kWideWarps) EncodeIndexed(IndexedArgs a) {
-  EncodeTileOf<Row, Col, kBf16, true>(a.tile, BlockIndex(), AsRead{}, ByIndex{a.index});
+HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, (TileWarps<Row, Col, kBf16>()))
+    EncodeIndexed(IndexedArgs a) {
+  EncodeTileOf<Row, Col, kBf16, TileForm<true>>(a.tile, BlockIndex(), AsRead{}, ByIndex{a.index});
 }
 
 }  // namespace cuda

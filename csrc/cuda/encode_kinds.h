@@ -54,21 +54,24 @@ inline constexpr int kRowWarps = kTileRows / kWarpRows;
 #endif
 inline constexpr int kFree = 1;  // as many registers as the compiler likes
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
-inline constexpr int kTileWarps = HQ_TILE_WARPS;  // tiles of BF16: 80 registers
+inline constexpr int kTileWarps = HQ_TILE_WARPS;  // most tiles of BF16: 80 registers
 inline constexpr int kMappedWarps = 20;           // of BF16 behind a norm or an activation: 96
 inline constexpr int kManyWarps = 16;             // of BF16 from a table of tensors: 128
 inline constexpr int kWideWarps = 12;             // elements of 32 bits: 168
+inline constexpr bool kPairsAreLong = false;      // all of them; see kIsLong
 #elif __CUDA_ARCH__ / 100 == 10
 inline constexpr int kTileWarps = 24;
 inline constexpr int kMappedWarps = kFree;
 inline constexpr int kManyWarps = 16;
 inline constexpr int kWideWarps = 12;
+inline constexpr bool kPairsAreLong = true;
 #else
 // At these bounds some tiles spill on sm_80 and sm_120a, and none has been counted elsewhere.
 inline constexpr int kTileWarps = kFree;
 inline constexpr int kMappedWarps = kFree;
 inline constexpr int kManyWarps = kFree;
 inline constexpr int kWideWarps = kFree;
+inline constexpr bool kPairsAreLong = false;
 #endif
 
 template <class Row, class Col>
@@ -79,6 +82,7 @@ struct Geometry {
   static constexpr int kLanesAcross = kWarpCols / kCols;
   static constexpr bool kStoresColumns = Col::kExists && !Col::kIsAmax;
   static constexpr bool kWalksDown = kStoresColumns;
+  static constexpr bool kIsReadAgain = Row::kIsAmax || Col::kIsAmax;
   static constexpr bool kWide = Row::kBlock == 128 || (Col::kBlock == 128 && Col::kSquare);
   static constexpr int kTileCols = kWide ? 128 : 64;
   static constexpr int kThreads = kTileCols / kWarpCols * kRowWarps * 32;
@@ -107,10 +111,30 @@ constexpr int ResidentBlocks(int warps) {
   return warps < G::kWarps ? 1 : warps / G::kWarps;
 }
 
+// Pairs of planes whose code is long: values of one must take no register from the other.
+template <class Row, class Col>
+inline constexpr bool kIsLong =
+    Row::kExists && Col::kExists && !Row::kIsAmax && !Col::kIsAmax && !Col::kTransform &&
+    (kPairsAreLong || Row::kSquare || Row::Element::kBits < 8 || Col::Element::kBits < 8);
+
+template <class Row, class Col, bool kBf16>
+constexpr int TileWarps() {
+  if (!kBf16) return kWideWarps;
+  const bool has_fp6 = Row::Element::kBits == 6 || Col::Element::kBits == 6;
+  if (Row::kExists && Col::kExists && has_fp6) return kTileWarps < 16 ? kTileWarps : 16;
+  const bool is_turned_fp4 = Row::Element::kBits == 4 && Col::kTransform;
+  return is_turned_fp4 && kTileWarps > 20 ? 20 : kTileWarps;
+}
+
 #define HQ_TILE_BOUNDS(Row, Col, warps) \
   HQ_LAUNCH_BOUNDS((Geometry<Row, Col>::kThreads), (ResidentBlocks<Geometry<Row, Col>>(warps)))
 
-// Whether a kernel takes ragged tensors; most do not, and their tiles then know where they lie.
+// Of a kernel: whether its tensors may be ragged (if not, its tiles know where they lie), and
+// whether the column plane begins anew with the elements as they were read.
+template <bool kMayHaveGroups, bool kForgetsRows = false>
+struct TileForm {
+  static constexpr bool kHasGroups = kMayHaveGroups, kForgets = kForgetsRows;
+};
 template <bool kHasGroups>
 using Groups = std::bool_constant<kHasGroups>;
 

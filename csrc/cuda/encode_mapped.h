@@ -93,9 +93,9 @@ struct Mapped {
       if (map.beta != nullptr) LoadWeights(map.beta, at.c0 + at.col, beta);
       Normalize(v, at.source + at.row, rows, gamma, beta);
     } else if (map.form == MapForm::kRelu) {
-      Activate(v, rows, first, [&](float e) { return ReluActivation(map, e); });
+      Activate<G>(v, rows, first, [&](float e) { return ReluActivation(map, e); });
     } else {
-      Activate(v, rows, first, [&](float e) { return SmoothActivation(map, e); });
+      Activate<G>(v, rows, first, [&](float e) { return SmoothActivation(map, e); });
     }
   }
 
@@ -141,7 +141,7 @@ struct Mapped {
   // One code for gated and other activations: the smooth ones are most of the kernel. Without a
   // gate the product is with 1, which changes nothing. No element asks whether its row exists, as
   // an activation of 0 is 0: branches here, one for each element, would be copied into one another.
-  template <int kRows, int kCols, class F>
+  template <class G, int kRows, int kCols, class F>
   HQ_DEVICE void Activate(Elements<kRows, kCols, true>& v, int rows, int64_t first,
                           const F& function) const {
     Elements<kRows, kCols, true> gate;
@@ -150,13 +150,13 @@ struct Mapped {
       HQ_UNROLL
       for (int w = 0; w < kCols / 2; ++w) gate.pair[i][w] = kOnes;
       if (map.is_gated && i < rows) {
-        gate.LoadRow(i, x, first + i * stride_row + map.gate, false);
+        gate.template LoadRow<G::kIsReadAgain>(i, x, first + i * stride_row + map.gate, false);
       }
     }
     ChangeElements(v, kRows,
                    [&](int i, int j, float e) { return MulRn(function(e), gate.Get(i, j)); });
   }
-  template <int kRows, int kCols, class F>
+  template <class G, int kRows, int kCols, class F>
   HQ_DEVICE void Activate(Elements<kRows, kCols, false>& v, int rows, int64_t first,
                           const F& function) const {
     ChangeInTurns(v, is_fp16, [&]<int kNow>(Elements<kNow, kCols, false>& now, int done) {
@@ -166,7 +166,8 @@ struct Mapped {
         HQ_UNROLL
         for (int j = 0; j < kCols; ++j) gate.value[i][j] = 1.0f;
         if (map.is_gated && done + i < rows) {
-          gate.LoadRow(i, x, first + (done + i) * stride_row + map.gate, is_fp16);
+          const int64_t at = first + (done + i) * stride_row + map.gate;
+          gate.template LoadRow<G::kIsReadAgain>(i, x, at, is_fp16);
         }
       }
       HQ_UNROLL
@@ -181,10 +182,11 @@ struct Mapped {
 };
 
 template <class Row, class Col, bool kBf16>
-HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, kBf16 ? kMappedWarps : kWideWarps) EncodeMapped(MappedArgs a) {
+HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, kBf16 ? kMappedWarps : kWideWarps)
+    EncodeMapped(MappedArgs a) {
   const TileArgs& t = a.tile;
-  EncodeTileOf<Row, Col, kBf16, false>(t, BlockIndex(),
-                                       Mapped{a.map, t.x, t.stride_row, t.is_fp16});
+  const Mapped change{a.map, t.x, t.stride_row, t.is_fp16};
+  EncodeTileOf<Row, Col, kBf16, TileForm<false>>(t, BlockIndex(), change);
 }
 
 }  // namespace cuda

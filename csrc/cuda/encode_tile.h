@@ -342,7 +342,7 @@ struct InOrder {
     HQ_UNROLL
     for (int i = 0; i < G::kRows; ++i) {
       if (i < rows) {
-        v.LoadRow(i, a.x, first + i * a.stride_row, a.is_fp16);
+        v.template LoadRow<G::kIsReadAgain>(i, a.x, first + i * a.stride_row, a.is_fp16);
       } else {
         v.ClearRow(i);
       }
@@ -352,13 +352,13 @@ struct InOrder {
 
 // `block`: of this tensor's; see encode_many.h. `change(v, at, rows, first)` may change the
 // elements of the thread's first `rows` rows, whose first lies at `first`; see encode_mapped.h.
-// `load` reads them; see encode_indexed.h.
-template <class Row, class Col, bool kBf16, bool kHasGroups, class Change = AsRead,
+// `load` reads them; see encode_indexed.h. `Form`: a TileForm.
+template <class Row, class Col, bool kBf16, class Form, class Change = AsRead,
           class Source = InOrder>
 HQ_DEVICE void EncodeTileOf(const TileArgs& a, uint32_t block, const Change& change = {},
                             const Source& load = {}) {
   using G = Geometry<Row, Col>;
-  const Place<G> at(a, block, Groups<kHasGroups>{});
+  const Place<G> at(a, block, Groups<Form::kHasGroups>{});
   Elements<G::kRows, G::kCols, kBf16> v;
   const uint64_t row = at.source + at.row, col = at.c0 + at.col;
   const int rows_left = col < a.cols ? at.RowsLeft() : 0;
@@ -376,6 +376,7 @@ HQ_DEVICE void EncodeTileOf(const TileArgs& a, uint32_t block, const Change& cha
       for (int i = 0; i < G::kRows; ++i) v.ClearRow(i);
     }
   }
+  if constexpr (Form::kForgets) v.Forget();
   if constexpr (Col::kTransform) {
     ColumnPart<Col, G>(a, Rotated<G>(v, static_cast<uint32_t>(a.col.signs)), at);
   } else if constexpr (Col::kExists) {
@@ -384,8 +385,9 @@ HQ_DEVICE void EncodeTileOf(const TileArgs& a, uint32_t block, const Change& cha
 }
 
 template <class Row, class Col, bool kBf16, bool kHasGroups>
-HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, kBf16 ? kTileWarps : kWideWarps) EncodeTile(TileArgs a) {
-  EncodeTileOf<Row, Col, kBf16, kHasGroups>(a, BlockIndex());
+HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, (TileWarps<Row, Col, kBf16>())) EncodeTile(TileArgs a) {
+  using Form = TileForm<kHasGroups, !kHasGroups && kIsLong<Row, Col>>;
+  EncodeTileOf<Row, Col, kBf16, Form>(a, BlockIndex());
 }
 
 }  // namespace cuda

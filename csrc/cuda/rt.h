@@ -185,6 +185,12 @@ HQ_DEVICE uint64_t MulHigh64(uint64_t a, uint64_t b) { return __umul64hi(a, b); 
 HQ_DEVICE int Popc(uint32_t v) { return __popc(v); }
 HQ_DEVICE int Clz(uint32_t v) { return __clz(static_cast<int>(v)); }
 
+// v, of which the compiler knows nothing: what it had computed from v it will compute again.
+HQ_DEVICE uint32_t Opaque(uint32_t v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+
 // Of each half; a NaN in either input gives 0x7fff.
 HQ_DEVICE uint32_t MaxBf16x2(uint32_t a, uint32_t b) {
   uint32_t d;

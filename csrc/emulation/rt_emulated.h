@@ -201,6 +201,9 @@ inline uint32_t MulBf16(uint32_t a, uint32_t b) {
   const uint32_t truncated = (Bits(nearest) & 0x7fffffffu) - (is_too_far ? 1u : 0u);
   return ToBf16(FromBits(truncated | 1u | (std::signbit(exact) ? 0x80000000u : 0u)));
 }
+
+inline uint32_t Opaque(uint32_t v) { return v; }
+
 inline uint32_t MulBf16x2(uint32_t a, uint32_t b) {
   return MulBf16(a >> 16, b >> 16) << 16 | MulBf16(a & 0xffff, b & 0xffff);
 }
