@@ -141,7 +141,8 @@ def test_update_keeps_what_was_not_counted(sass: ModuleType, monkeypatch, tmp_pa
     monkeypatch.setattr(sass, "BUDGETS", tmp_path / "budgets.json")
     made = kernel(sass, "LDG.E R0, [R2.64]", "EXIT")
     made.registers = 80
-    entry = sass.Entry("k", "kernel", 2, 128, budget={"sm_80": 3.0}, warps={"sm_80": 12}, keeps=True)
+    known = {"budget": {"sm_80": 3.0}, "warps": {"sm_80": 12}}
+    entry = sass.Entry("k", "kernel", 2, 128, **known, keeps=True)
     sass.update(sass.count([made], [entry]), [entry])
     (line,) = json.loads((tmp_path / "budgets.json").read_text())["kernels"]
     assert line["budget"] == {"sm_80": 3.0, "sm_90a": 1.02}
