@@ -122,8 +122,8 @@ constexpr int TileWarps() {
   if (!kBf16) return kWideWarps;
   const bool has_fp6 = Row::Element::kBits == 6 || Col::Element::kBits == 6;
   if (Row::kExists && Col::kExists && has_fp6) return kTileWarps < 16 ? kTileWarps : 16;
-  const bool is_turned_fp4 = Row::Element::kBits == 4 && Col::kTransform;
-  return is_turned_fp4 && kTileWarps > 20 ? 20 : kTileWarps;
+  const bool is_rotated_fp4 = Row::Element::kBits == 4 && Col::kTransform;
+  return is_rotated_fp4 && kTileWarps > 20 ? 20 : kTileWarps;
 }
 
 #define HQ_TILE_BOUNDS(Row, Col, warps) \
