@@ -124,6 +124,7 @@ def asked(monkeypatch) -> list[str]:
 def registries():
     """What a test registers is forgotten after it: other tests iterate the registries."""
     from hybridq.formats import ELEMENTS
+    from hybridq.formats import codec as codecs
     from hybridq.formats import registry as known
     from hybridq.formats.spec import _parse
     from hybridq.kernels.choice import registry as registry
@@ -131,7 +132,10 @@ def registries():
     from hybridq.quantizers.quantizer import _plan
     from oracle import ELEMENTS as ORACLE_ELEMENTS
 
-    tables = (ELEMENTS, known._entries, known._aliases, ORACLE_ELEMENTS, registry._backends)
+    tables = (
+        *(ELEMENTS, known._entries, known._aliases, codecs._codecs),
+        *(ORACLE_ELEMENTS, registry._backends),
+    )
     before = [dict(table) for table in tables]
     yield
     for table, kept in zip(tables, before, strict=True):

@@ -55,6 +55,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "wait_tensor",
+    "without_modes",
 ]
 
 
@@ -139,6 +140,11 @@ def check_pipeline_stage() -> None:
 
 
 # ---- operators
+
+#: A context without fake tensors, and without all else that watches operators.
+without_modes: Final = _taken(
+    "torch.utils._python_dispatch._disable_current_modes", "ask a user's Python for sizes"
+)
 
 any_requires_grad: Final = _taken("torch._C._any_requires_grad", "refuse a gradient")
 #: A context in which autograd's kernels are passed by; the keys behind them.

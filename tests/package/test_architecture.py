@@ -64,6 +64,7 @@ ROOMS = {
         "scaled_mm",
         "decoded",
         "folded_backend",
+        "codec_backend",
         "reference_backend",
         "operators",
     ),

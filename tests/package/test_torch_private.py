@@ -35,6 +35,8 @@ def test_they_do_what_they_are_for() -> None:
     with _torch_private.preserve_versions((x,)):
         _torch_private.copy_each([x], [y])
     assert x._version == 0 and torch.equal(x, y)
+    with torch.utils._python_dispatch.TorchDispatchMode(), _torch_private.without_modes():
+        assert _torch_private.num_dispatch_modes() == 0
 
 
 def test_what_was_compiled_is_seen(monkeypatch) -> None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from . import fp8, fp8_block, identity, mxfp4, mxfp6, mxfp8, nvfp4
 from .base import BUFFER_NAMES, RULES, BufferSpec, Format, ScaleRule
+from .codec import Codec, CodedMatrix, codec_of
 from .elements import ELEMENTS, Element, element, register_element
-from .registry import Entry, entries, format, names, register_format
+from .registry import Entry, entries, format, names, register_codec, register_format
 from .spec import DEFAULT_SIGNS, ERRORS, HADAMARD_SIZE, PlaneSpec, PlaneText
 
 __all__ = [
@@ -24,12 +25,15 @@ __all__ = [
     "HADAMARD_SIZE",
     "RULES",
     "BufferSpec",
+    "Codec",
+    "CodedMatrix",
     "Element",
     "Entry",
     "Format",
     "PlaneSpec",
     "PlaneText",
     "ScaleRule",
+    "codec_of",
     "element",
     "entries",
     "format",
@@ -41,6 +45,7 @@ __all__ = [
     "mxfp8",
     "names",
     "nvfp4",
+    "register_codec",
     "register_element",
     "register_format",
 ]

@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from ..errors import SpecError, must_be_one_of
+from .codec import PYTHON, checked_sizes, codec_of
 from .elements import ELEMENTS, FP32, Element
 
 __all__ = ["BUFFER_NAMES", "RULES", "BufferSpec", "Format", "ScaleRule"]
@@ -88,8 +89,9 @@ class Format:
         element: what the codes are; None (identity only) keeps the tensor's own dtype.
         block: `(block_rows, block_cols)` of one scale, or None for one scale per tensor.
         scale: element of the scales: E8M0, E4M3 or FP32; None for identity.
-        rule: name of the scale rule, a key of `RULES`.
-        family: what users call it, e.g. `"mxfp8"`; the marker classes are chosen by it.
+        rule: name of the scale rule, a key of `RULES`; or `"python"`: a Codec does all of it.
+        family: what users call it, e.g. `"mxfp8"`; the marker classes are chosen by it. Of a codec
+            its name.
         power_of_two: rule `amax` only: round the scale down to a power of two.
         eps: rule `amax` only: lower bound of amax.
 
@@ -109,6 +111,12 @@ class Format:
 
     def __post_init__(self) -> None:
         self._check_types()
+        if self.is_python:
+            given = (self.element, self.block, self.scale, self.power_of_two, self.eps)
+            if given != (None, None, None, False, 0.0):
+                raise SpecError(f"Format: a codec's format has nothing but its name, got {given}")
+            codec_of(self.family)
+            return
         if self.rule not in RULES:
             raise SpecError(f"Format: rule {must_be_one_of(RULES, self.rule)}")
         if self.is_identity:
@@ -180,24 +188,33 @@ class Format:
         return self.rule == "identity"
 
     @property
+    def is_python(self) -> bool:
+        """Whether a Codec makes and reads the codes."""
+        return self.rule == PYTHON
+
+    @property
     def is_tensor_scaled(self) -> bool:
         """Whether one scale serves the whole tensor."""
-        return self.block is None and not self.is_identity
+        return self.block is None and not (self.is_identity or self.is_python)
 
     @property
     def needs_tensor_amax(self) -> bool:
         """Whether encoding needs the amax of the whole tensor first."""
-        return self.is_tensor_scaled or RULES[self.rule].needs_tensor_amax
+        own = RULES.get(self.rule)
+        return self.is_tensor_scaled or (own is not None and own.needs_tensor_amax)
 
     @property
     def is_square(self) -> bool:
         """Whether the transpose of an encoded matrix is the encoding of its transpose."""
+        if self.is_python:
+            return False
         return self.block is None or self.block[0] == self.block[1]
 
     @property
     def has_power_of_two_scales(self) -> bool:
         """Whether every block scale is a power of two."""
-        return RULES[self.rule].is_power_of_two or self.power_of_two
+        own = RULES.get(self.rule)
+        return self.power_of_two or (own is not None and own.is_power_of_two)
 
     @property
     def is_bf16_exact(self) -> bool:
@@ -227,6 +244,10 @@ class Format:
             rows: rows of the plane's matrix (of X transposed for a columnwise plane).
             cols: its columns, the axis along which blocks run; already padded by a transform.
         """
+        if self.is_python:
+            sizes = checked_sizes(codec_of(self.family), rows, cols)
+            named = zip(BUFFER_NAMES, sizes, strict=False)
+            return tuple(BufferSpec(name, *size) for name, size in named)
         if self.is_identity:
             return (BufferSpec("data", (rows, cols), self.storage_dtype),)
         per_byte = self.element.codes_per_byte if self.element else 1
@@ -245,6 +266,11 @@ class Format:
         """Return the average storage of one value in bits, block scales included."""
         if self.is_identity:
             return float(self.element.bits if self.element else 32)
+        if self.is_python:
+            side = 1024
+            made = self.buffers(side, side)
+            nbytes = sum(one.numel * (one.dtype or torch.float32).itemsize for one in made)
+            return 8.0 * nbytes / side**2
         bits = float(8 // self.element.codes_per_byte) if self.element else 8.0
         if self.block is not None:
             bits += (32 if self.scale == FP32 else 8) / (self.block[0] * self.block[1])
@@ -254,6 +280,8 @@ class Format:
         """Canonical string, e.g. `e4m3/1x32/e8m0/rceil`; `parse` inverts it."""
         if self.is_identity:
             return f"{self.element or 'same'}/identity/{self.family}"
+        if self.is_python:
+            return f"codec/{PYTHON}/{self.family}"
         block = "tensor" if self.block is None else f"{self.block[0]}x{self.block[1]}"
         text = f"{self.element}/{block}/{self.scale}/{self.rule}/{self.family}"
         if self.power_of_two:
@@ -276,6 +304,8 @@ class Format:
             if parts[1] == "identity":
                 own = None if parts[0] == "same" else ELEMENTS[parts[0]]
                 return Format(own, None, None, "identity", parts[2])
+            if parts[1] == PYTHON:
+                return Format(None, None, None, PYTHON, parts[2])
             name, block, scale, rule, family, *options = parts
             power_of_two, eps = False, 0.0
             for option in options:

@@ -7,8 +7,17 @@ from dataclasses import dataclass
 
 from ..errors import SpecError, must_be_one_of
 from .base import Format
+from .codec import PYTHON, Codec, name_codec
 
-__all__ = ["Entry", "entries", "format", "name_of", "names", "register_format"]
+__all__ = [
+    "Entry",
+    "entries",
+    "format",
+    "name_of",
+    "names",
+    "register_codec",
+    "register_format",
+]
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,47 @@ def register_format(
         raise SpecError(f"register_format: the name {name!r} is taken")
     _entries[name] = Entry(name, format, summary, source, limits)
     return format
+
+
+def register_codec(
+    name: str, codec: Codec, *, summary: str = "", source: str = "", is_listed: bool = True
+) -> Format:
+    """Return the Format whose codes `codec` makes and reads; it is known as `name` everywhere.
+
+    It goes wherever a format does but into groups of tokens and parts of planes. It is the
+    reference way: Python runs for each plane, no kernel knows the codes, and a product decodes
+    them, unless the codec has a product.
+
+    Args:
+        name: a new name, as of `register_format`. A file with such planes, and another process,
+            need it registered there, too.
+        codec: an instance of a class that derives from Codec.
+        summary, source: as of `register_format`.
+        is_listed: False: `names` and tables of formats leave it out, and quantizers take the
+            Format in the place of a name.
+
+    Raises:
+        SpecError: the name is taken by another one, or is none that strings can hold.
+
+    Example:
+        >>> import torch, hybridq
+        >>> class Signs(hybridq.formats.Codec):
+        ...     def buffers(self, rows, cols):
+        ...         return [((rows, cols), torch.int8), ((rows, 1), torch.float32)]
+        ...     def encode(self, matrix):
+        ...         mean = matrix.float().abs().mean(1, keepdim=True)
+        ...         return [matrix.sign().to(torch.int8), mean]
+        ...     def decode(self, buffers, rows, cols):
+        ...         return buffers[0].float() * buffers[1]
+        >>> signs = hybridq.formats.register_codec("signs_of_this_example", Signs())
+        >>> hybridq.quantize(torch.tensor([[1.0, -3.0]]), signs).dequantize()
+        tensor([[ 2., -2.]])
+    """
+    name_codec(name, codec)
+    made = Format(None, None, None, PYTHON, name)
+    if not is_listed:
+        return made
+    return register_format(name, made, summary=summary, source=source, limits="what its codec says")
 
 
 def register_alias(alias: str, name: str) -> None:

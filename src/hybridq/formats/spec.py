@@ -21,6 +21,8 @@ __all__ = ["DEFAULT_SIGNS", "ERRORS", "HADAMARD_SIZE", "PlaneSpec", "PlaneText"]
 HADAMARD_SIZE: Final = 16
 #: Bit i set: point i is multiplied by -1. The fixed random signs of docs/reference/numerics.md.
 DEFAULT_SIGNS: Final = 0xD7E8
+#: More rows and columns than a matrix has: a codec's plane is never cut.
+_WHOLE: Final = 1 << 40
 #: What four-over-six may minimize: the mean absolute or the mean squared error.
 ERRORS: Final = ("mae", "mse")
 
@@ -92,6 +94,11 @@ class PlaneSpec:
         self._check_types()
         if self.format.is_identity and (self.stochastic or self.signs is not None):
             raise SpecError("PlaneSpec: an identity plane takes no rounding mode and no transform")
+        if self.format.is_python and (self.stochastic or self.signs is not None):
+            raise SpecError(
+                "PlaneSpec: a codec's plane takes no rounding mode and no transform; its own "
+                "encode may do both"
+            )
         if self.signs is not None and not 0 <= self.signs < 1 << HADAMARD_SIZE:
             raise SpecError(f"PlaneSpec: signs must be 16 bits, got {self.signs}")
         if self.signs is not None and (self.format.block or (1, 1))[0] != 1:
@@ -232,6 +239,8 @@ class PlaneSpec:
     @property
     def cut_problem(self) -> str | None:
         """Why a block that lies on two ranks cannot be encoded by each of them, or None."""
+        if self.format.is_python:
+            return "a codec is given whole matrices"
         if self.signs is not None:
             return "a Hadamard transform mixes values of two ranks"
         if self.four_over_six is not None:
@@ -256,6 +265,8 @@ class PlaneSpec:
             axis: of the plane's own matrix.
         """
         block = self.format.block or (1, 1)
+        if self.format.is_python:
+            return _WHOLE
         if axis == 0:
             return block[0]
         element = self.format.element

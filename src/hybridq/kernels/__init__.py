@@ -1,7 +1,8 @@
 """Operations, their backends and the choice between them.
 
 Rooms, each of which imports only those before it: `inputs`, `choice`, `ragged`, the backends `cpu`,
-`cuda`, `triton`, `scaled_mm`, `decoded`, `folded_backend` and `reference_backend`, `operators`.
+`cuda`, `triton`, `scaled_mm`, `decoded`, `folded_backend`, `codec_backend`, `reference_backend`,
+`operators`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from .choice import (
     together,
     unregister_backend,
 )
+from .codec_backend import CODEC
 from .cpu import CPU
 from .cuda import CUDA
 from .decoded import TORCH
@@ -34,6 +36,7 @@ from .scaled_mm import NATIVE
 from .triton import TRITON
 
 __all__ = [
+    "CODEC",
     "CPU",
     "CUDA",
     "FOLD",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..formats import PlaneSpec
+from .codec import decoded
 from .elements import decode_codes, unpack
 from .hadamard import inverse_hadamard
 from .rounding import one_nan, round_values
@@ -43,6 +44,8 @@ def _scaled_codes(
 ) -> torch.Tensor:
     """Return FP32 `code * block scale` `[rows, padded cols]`, without the tensor's factor."""
     fmt = spec.format
+    if fmt.is_python:
+        return decoded(buffers, spec, rows, cols)
     if fmt.element is None or fmt.is_identity or fmt.scale is None:
         return buffers[0].to(torch.float32)
     width = spec.padded(cols)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..formats import PlaneSpec
+from .codec import coded
 from .elements import cast, pack
 from .four_over_six import four_over_six_scales
 from .hadamard import hadamard
@@ -75,6 +76,8 @@ def encode_plane(
         ValueError: the spec is stochastic and there is no seed.
     """
     fmt = spec.format
+    if fmt.is_python:
+        return coded(x, spec)
     if fmt.is_identity or fmt.element is None:
         return [x.to(fmt.storage_dtype or x.dtype).clone(memory_format=torch.contiguous_format)]
     input_max = torch.finfo(x.dtype).max

@@ -259,6 +259,11 @@ def _activation_encode_ragged_fake(
 def _check_blocks(row: PlaneSpec | None, col: PlaneSpec | None) -> None:
     """Raise where blocks along tokens would reach from one group into the next."""
     for spec, axis in ((row, 0), (col, 1)):
+        if spec is not None and spec.format.is_python:
+            raise ValueError(
+                f"{_NAME}: a codec is given whole matrices, and no groups of tokens, got {spec}; "
+                "take a linear module for each group, or another format"
+            )
         if spec is not None and TOKEN_PAD % spec.unit(axis):
             raise ValueError(
                 f"{_NAME}: by group, blocks along tokens must divide the {TOKEN_PAD} tokens that "

@@ -1,0 +1,163 @@
+"""Codec: a format whose codes are made and read by Python, for what no record can describe."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from .._torch_private import without_modes
+from ..errors import SpecError
+
+__all__ = ["PYTHON", "Codec", "CodedMatrix", "codec_of", "known_codecs", "name_codec"]
+
+#: The rule of a Format that is a codec's.
+PYTHON: Final = "python"
+#: A plane has so many buffers, at most.
+_MOST: Final = 3
+
+
+class CodedMatrix(NamedTuple):
+    """An operand of a product: a plane's codes, and what reads them.
+
+    Attributes:
+        codec: that made the codes; None of another format's plane, which is decoded already.
+        buffers: the codes; of another format one FP32 matrix.
+        rows, cols: of the matrix; products contract over `cols`.
+    """
+
+    codec: Codec | None
+    buffers: list[torch.Tensor]
+    rows: int
+    cols: int
+
+    def values(self) -> torch.Tensor:
+        """Return FP32 `[rows, cols]`, what the codes mean."""
+        if self.codec is None:
+            return self.buffers[0]
+        if not self.rows * self.cols:
+            return self.buffers[0].new_zeros((self.rows, self.cols), dtype=torch.float32)
+        return self.codec.decode(self.buffers, self.rows, self.cols).to(torch.float32)
+
+
+class Codec:
+    """How one plane of a matrix is made, read and multiplied: the base of those written in Python.
+
+    A plane is made by rows: its matrix is `[rows, cols]`, and products contract over `cols`. For a
+    columnwise plane the matrix is the transpose of the tensor's, so a codec knows one direction.
+    What it does must depend on nothing but its arguments; it is called outside of autograd, and
+    not of what is empty, but for `buffers`.
+    """
+
+    def buffers(self, rows: int, cols: int) -> Sequence[tuple[Sequence[int], torch.dtype]]:
+        """Return shape and dtype of each buffer of a plane, one to three.
+
+        Args:
+            rows, cols: of the matrix; symbolic while code is compiled, and 0 of what is empty.
+
+        Returns:
+            Where a class does not override it: those that `encode` makes of an FP32 matrix of ones
+            on the CPU, made once for each size. Compiled code is then of one size.
+        """
+        size = (int(rows), int(cols))
+        if 0 in size:
+            return [(size, torch.float32)]
+        known: Any = self.__dict__.setdefault("_sizes", {})
+        if size not in known:
+            with without_modes(), torch.no_grad():
+                made = self.encode(torch.ones(size, dtype=torch.float32, device="cpu"))
+            known[size] = [(tuple(one.shape), one.dtype) for one in made]
+        return known[size]
+
+    def encode(self, matrix: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the buffers of a plane.
+
+        Args:
+            matrix: `[rows, cols]` float32, bfloat16 or float16, any strides.
+
+        Raises:
+            NotImplementedError: a class does not override it.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.encode: must be overridden")
+
+    def decode(self, buffers: Sequence[torch.Tensor], rows: int, cols: int) -> torch.Tensor:
+        """Return `[rows, cols]`, the values of a plane.
+
+        Args:
+            buffers: as `encode` made them.
+            rows, cols: of the matrix.
+
+        Raises:
+            NotImplementedError: a class does not override it.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.decode: must be overridden")
+
+    #: `product(a, b)` of two CodedMatrix returns `a @ b.T`, `[a.rows, b.rows]`, without bias and
+    #: accumulation, or None where it has no way of its own for these two. A class that has none
+    #: has its planes decoded, and multiplied exactly.
+    product: Any = None
+
+
+_codecs: dict[str, Codec] = {}
+
+
+def name_codec(name: str, codec: Codec) -> None:
+    """Let `name` mean a codec in this process.
+
+    Args:
+        name: lower-case letters, digits, `_`, `-` and `.`.
+        codec: an instance of a class that derives from Codec.
+
+    Raises:
+        SpecError: the name is another codec's, or is none that strings can hold.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9_.-]+", name):
+        raise SpecError(
+            f"register_codec: name must be lower-case letters, digits, _, - and ., got {name!r}"
+        )
+    if not isinstance(codec, Codec):
+        raise SpecError(f"register_codec: takes a Codec, got {type(codec).__name__}")
+    if _codecs.setdefault(name, codec) is not codec:
+        raise SpecError(f"register_codec: the name {name!r} is taken")
+
+
+def codec_of(name: str) -> Codec:
+    """Return the codec of this name.
+
+    Args:
+        name: as it was registered.
+
+    Raises:
+        SpecError: there is none in this process.
+    """
+    if name not in _codecs:
+        raise SpecError(
+            f"Format: a codec is known by name; call register_codec first, got {name!r}"
+        )
+    return _codecs[name]
+
+
+def known_codecs() -> tuple[str, ...]:
+    """Return the names of all codecs of this process."""
+    return tuple(_codecs)
+
+
+def checked_sizes(codec: Codec, rows: int, cols: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Return what `codec.buffers` says, held to the rule.
+
+    Args:
+        codec: any.
+        rows, cols: of the matrix.
+
+    Raises:
+        SpecError: there is no buffer, or more than three, or one is no shape and dtype.
+    """
+    found = [(tuple(shape), dtype) for shape, dtype in codec.buffers(rows, cols)]
+    if not 1 <= len(found) <= _MOST or not all(isinstance(one[1], torch.dtype) for one in found):
+        raise SpecError(
+            f"{type(codec).__name__}.buffers: must be one to {_MOST} of shape and dtype, got "
+            f"{found}"
+        )
+    return found
