@@ -28,6 +28,7 @@ PATHS: Final = {
     ),
     "optimizers": ("optimizers.fused_adam", "optimizers.fused_sgd"),
     "permutation": (),
+    "python_quantizers": ("custom_recipes.quantization", "custom_recipes.gemm"),
     "quantization": ("fp8",),
     "tensor": (
         *("quantized_tensor", "float8_tensor", "tensor.storage", "tensor.float8_tensor"),

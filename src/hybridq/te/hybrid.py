@@ -7,6 +7,7 @@ from typing import Any
 
 from .. import quantizers as ours
 from ..formats import PlaneSpec
+from .python_quantizers import coded_quantizer, quantizer_of_codec
 from .quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -67,12 +68,16 @@ class HybridQuantizer(Quantizer):
     @property
     def frozen(self) -> Any:
         """The quantizer of hybridq that this one, and its two, are now."""
+        made = coded_quantizer(self) if self._is_users() else self._freeze()
+        return made.with_usage(bool(self.rowwise_usage), bool(self.columnwise_usage))
+
+    def _freeze(self) -> ours.Quantizer:
         made = ours.HybridQuantizer(
             rowwise_quantizer=self.rowwise_quantizer.frozen,
             columnwise_quantizer=self.columnwise_quantizer.frozen,
             columnwise_source=self.columnwise_source,
         )
-        return made.with_usage(bool(self.rowwise_usage), bool(self.columnwise_usage))
+        return made
 
     def copy(self) -> HybridQuantizer:
         """Return another quantizer with copies of the two."""
@@ -196,6 +201,9 @@ def _uniform(row: PlaneSpec | None, col: PlaneSpec | None, group: str | None) ->
 def _of_spec(spec: PlaneSpec, group: str | None) -> Quantizer | None:
     """Return the quantizer of a family, options of the transform apart; None: there is no class."""
     fmt = spec.format
+    if fmt.is_python:
+        made: Quantizer | None = quantizer_of_codec(spec)
+        return made
     if fmt.is_identity:
         return IdentityQuantizer(dtype=None if fmt.element is None else fmt.element.torch_dtype)
     element = "" if fmt.element is None else fmt.element.name

@@ -19,6 +19,7 @@ from .. import quantizers as ours
 from ..tensor import QuantizedTensor
 from .common import recipe
 from .constants import DType, element_of
+from .python_quantizers import coded_quantizer
 
 __all__ = [
     "Float8BlockQuantizer",
@@ -65,9 +66,18 @@ class Quantizer:
     def frozen(self) -> Any:
         """The quantizer of hybridq that this one is now."""
         if self._made is None:
-            made = self._freeze().with_usage(bool(self.rowwise_usage), bool(self.columnwise_usage))
+            own = coded_quantizer(self) if self._is_users() else self._freeze()
+            made = own.with_usage(bool(self.rowwise_usage), bool(self.columnwise_usage))
             object.__setattr__(self, "_made", made)
         return self._made
+
+    @classmethod
+    def _is_users(cls) -> bool:
+        """Whether a user's class says itself what becomes of a tensor."""
+        return (
+            cls.quantize_impl is not Quantizer.quantize_impl
+            or cls.quantize is not Quantizer.quantize
+        )
 
     def _freeze(self) -> Any:
         raise NotImplementedError(f"{type(self).__name__}: quantizes nothing by itself")
@@ -92,18 +102,23 @@ class Quantizer:
         if out is not None:
             return self.update_quantized(tensor, out)
         made: Any
-        made = self.frozen.quantize(tensor, dtype=dtype) if dtype else self.quantize_impl(tensor)
-        if self.internal:
-            made.is_internal = True
+        is_known = dtype is not None and not self._is_users()
+        made = self.frozen.quantize(tensor, dtype=dtype) if is_known else self.quantize_impl(tensor)
+        if self.internal and isinstance(made, QuantizedTensor):
+            made.is_internal = True  # type: ignore[attr-defined]
         return made
 
     def quantize_impl(self, tensor: torch.Tensor) -> QuantizedTensor:
         """Return `tensor` quantized; what `quantize` calls, for classes that derive from this one.
 
+        A class that overrides it is a quantizer written in Python, which a CustomRecipe may give
+        any module but GroupedLinear: the guide has what it may return and what it costs.
+
         Args:
             tensor: `(..., K)`.
         """
-        made: QuantizedTensor = self.frozen.quantize(tensor)
+        own = self._freeze().with_usage(bool(self.rowwise_usage), bool(self.columnwise_usage))
+        made: QuantizedTensor = own.quantize(tensor)
         return made
 
     def multi_quantize(self, list_of_tensors: Sequence[torch.Tensor]) -> list[QuantizedTensor]:

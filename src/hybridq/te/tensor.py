@@ -77,14 +77,28 @@ class _Kind(type):
     def __new__(mcs, name: str, bases: Any, body: Any, is_storage: bool = False) -> Any:
         return super().__new__(mcs, name, bases, body)
 
+    @property
+    def is_users(cls) -> bool:
+        """Whether it is a class of a user, who derived it from one here."""
+        return cls.__module__ != __name__
+
     def __instancecheck__(cls, value: object) -> bool:
+        if cls.is_users or type.__instancecheck__(cls, value):
+            return type.__instancecheck__(cls, value)
         is_hidden = not cls.is_storage and getattr(value, "is_internal", False)
         return isinstance(value, cls.kind) and not is_hidden
 
     def __subclasscheck__(cls, other: type) -> bool:
+        if cls.is_users:
+            return type.__subclasscheck__(cls, other)
         return issubclass(other, cls.kind) or type.__subclasscheck__(cls, other)
 
-    def __call__(cls, shape: Sequence[int], dtype: torch.dtype, **given: Any) -> Any:
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        if cls.is_users:
+            return super().__call__(*args, **given)
+        return cls._tensor(*args, **given)
+
+    def _tensor(cls, shape: Sequence[int], dtype: torch.dtype, **given: Any) -> Any:
         requires_grad = given.pop("requires_grad", False)
         for name in ("device", "fake_dtype", "with_gemm_swizzled_scales", "stride"):
             if given.pop(name, None) is True:
