@@ -37,6 +37,14 @@ def test_one_rank_is_torchs_in_fp32(dtype) -> None:
     assert logits.grad.dtype == dtype and logits.grad[2].eq(0).all()
 
 
+def test_a_second_derivative_is_refused_beside_what_has_one() -> None:
+    logits = torch.randn(3, 5, requires_grad=True)
+    loss = parallel_cross_entropy(logits, torch.tensor([0, 1, 4]), reduce_loss=True)
+    (grad,) = torch.autograd.grad(loss, logits, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"double backward.*a loss over ranks"):
+        (loss + grad.square().sum()).backward()
+
+
 def test_labels_that_are_no_class_and_bad_arguments() -> None:
     logits = torch.zeros(3, 4)
     assert parallel_cross_entropy(logits, torch.tensor([0, 4, -1])).isnan().tolist() == [0, 1, 1]

@@ -8,6 +8,7 @@ import torch
 
 from ..._torch_private import functional_all_reduce
 from ...kernels.operators import StatedFunction
+from ...nn.autograd.double_backward import without_derivative
 from .call_agreement import agree, refuse
 from .groups import name_of, place
 
@@ -72,17 +73,33 @@ class _CrossEntropy(StatedFunction):
         return torch.where(counts, torch.where(is_class, made, torch.nan), 0.0)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         logits, target, log_sum = ctx.saved_tensors
-        loss: _Loss = ctx.loss
-        grad = (logits.float() - log_sum[:, None]).exp_()
-        at, is_own = _own_labels(target, loss, grad.shape[-1])
-        own = torch.where(is_own, loss.smoothing - 1.0, 0.0)
-        grad.scatter_add_(-1, at[:, None], own[:, None])
-        if loss.smoothing:
-            grad.sub_(loss.smoothing / loss.classes)
-        grad.mul_(torch.where(target == loss.ignored, 0.0, dy)[:, None])
-        return grad.to(logits.dtype), None, None
+        with torch.no_grad():
+            made = _gradient(logits, target, log_sum, dy, ctx.loss)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            (made,) = without_derivative(
+                "distributed.parallel_cross_entropy", (dy, logits), (made,), "a loss over ranks"
+            )
+        return made, None, None
+
+
+def _gradient(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    log_sum: torch.Tensor,
+    dy: torch.Tensor,
+    loss: _Loss,
+) -> torch.Tensor | None:
+    """Return the gradient of this rank's logits: their softmax, less the label's share."""
+    grad = (logits.float() - log_sum[:, None]).exp_()
+    at, is_own = _own_labels(target, loss, grad.shape[-1])
+    own = torch.where(is_own, loss.smoothing - 1.0, 0.0)
+    grad.scatter_add_(-1, at[:, None], own[:, None])
+    if loss.smoothing:
+        grad.sub_(loss.smoothing / loss.classes)
+    grad.mul_(torch.where(target == loss.ignored, 0.0, dy)[:, None])
+    return grad.to(logits.dtype)
 
 
 def parallel_cross_entropy(

@@ -1,4 +1,4 @@
-"""A gradient of a gradient of a quantized GEMM: an error, wherever it is asked for.
+"""A gradient of a gradient that is not known: an error, wherever it is asked for.
 
 The gradients that a backward returns depend on the output's gradient and on all that the forward
 was given. Autograd finds an error only where it finds a way: so under `create_graph=True` they are
@@ -8,13 +8,16 @@ The node is reached through an *anchor*, an empty second output that the forward
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from ...kernels.operators import StatedFunction
 
 __all__ = ["anchor_on", "without_derivative"]
+
+#: What is differentiated twice, where nothing else is said.
+GEMM: Final = "a quantized GEMM"
 
 
 class _NoDoubleBackward(StatedFunction):
@@ -23,8 +26,10 @@ class _NoDoubleBackward(StatedFunction):
     second = "refused"
 
     @staticmethod
-    def forward(ctx: Any, owner: str, num_sources: int, *tensors: torch.Tensor | None) -> Any:
-        ctx.owner = owner
+    def forward(
+        ctx: Any, owner: str, of: str, num_sources: int, *tensors: torch.Tensor | None
+    ) -> Any:
+        ctx.owner, ctx.of = owner, of
         grads = tensors[num_sources:]
         return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
 
@@ -32,8 +37,8 @@ class _NoDoubleBackward(StatedFunction):
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(
             f"hybridq.{ctx.owner}: double backward is not supported, got a gradient of a gradient "
-            "of a quantized GEMM; leave create_graph=False, or compute this part outside "
-            "hybridq.autocast"
+            f"of {ctx.of}; leave create_graph=False, or compute this part "
+            + ("outside hybridq.autocast" if ctx.of == GEMM else "by functions of torch")
         )
 
 
@@ -54,15 +59,17 @@ def without_derivative(
     owner: str,
     sources: tuple[torch.Tensor | None, ...],
     grads: tuple[torch.Tensor | None, ...],
+    of: str = GEMM,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients, so that differentiating them once more (`create_graph=True`) raises.
 
     Args:
-        owner: class of the module, for the error.
-        sources: what they depend on: the output's gradient, and the anchor.
+        owner: class of the module, or the function, for the error.
+        sources: all that they depend on: the output's gradient, and the anchor or the inputs.
         grads: what a backward returns.
+        of: what is differentiated, for the error.
     """
     made: tuple[torch.Tensor | None, ...] = _NoDoubleBackward.apply(
-        owner, len(sources), *sources, *grads
+        owner, of, len(sources), *sources, *grads
     )
     return made
