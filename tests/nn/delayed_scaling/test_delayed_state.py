@@ -250,3 +250,21 @@ def test_converted_modules_have_a_state_and_no_module_is_kept_alive() -> None:
         gc.enable()
     y.backward(dy)  # of a module that is gone
     hybridq.update_scaling()
+
+
+def test_a_checkpoint_reads_each_module_once(monkeypatch) -> None:
+    """On a device every read waits for it."""
+    model = nn.ModuleList(layer(seed=seed) for seed in range(3))
+    for module in model:
+        train(module, range(2))
+    want = hybridq.state_dict_with_history(model)
+    reads: list[torch.Size] = []
+    listed = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda _: pytest.fail("a boolean was read"))
+    monkeypatch.setattr(torch.Tensor, "item", lambda _: pytest.fail("a value was read"))
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: [reads.append(t.shape), listed(t)][1])
+    found = hybridq.state_dict_with_history(model)
+    monkeypatch.undo()
+    assert reads == [(6, 3)] * 3
+    assert sum("history" in key for key in want) == 9 and list(found) == list(want)
+    assert all(torch.equal(found[key], value) for key, value in want.items())

@@ -377,16 +377,18 @@ class ScalingState:
         What was recorded since the last update stands in slot 0 of the history.
         """
         made = {}
-        for index, name in enumerate(PLACES):
-            stat, amax = self._of_place(index)
-            recorded = not bool(amax < 0.0)
-            history = self.histories.get(index)
-            is_empty = history is None or not bool(history.any())
-            if is_empty and not recorded and bool(stat == -1.0):
+        places = [(*self._of_place(i), self.histories.get(i)) for i in range(len(PLACES))]
+        facts = [
+            torch.cat((~(amax < 0.0), stat != -1.0, amax < amax if h is None else h.any()[None]))
+            for stat, amax, h in places
+        ]
+        known = torch.stack(facts).tolist()  # all that is read of the device
+        for index, (stat, amax, history) in enumerate(places):
+            if not any(known[index]):
                 continue
             own = amax.new_zeros(1) if history is None else history.clone()
-            own[0] = amax[0] if recorded else 0.0
-            key = f"{name}.{self.elements[index] or _UNKNOWN}"
+            own[0] = amax[0] if known[index][0] else 0.0
+            key = f"{PLACES[index]}.{self.elements[index] or _UNKNOWN}"
             made[f"{key}.history"], made[f"{key}.scale"] = own, -stat
         return made
 
