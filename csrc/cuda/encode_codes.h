@@ -1,7 +1,7 @@
 // From scaled values to packed codes, several at a time.
 //
-// Elements for which the chip has a conversion go through CastPair; E2M1, whose conversion exists
-// on Blackwell only, through a short path of its own:
+// Elements for which the chip has a conversion go through it. Before Blackwell there is none for
+// E2M1, nor on any chip one that takes our random bytes; those go through a short path:
 //
 // With a = min(|v|, 6) and 2^e the binade of max(a, 1), codes near a lie 2^(e-1) apart. FP32
 // numbers near 2^(e+22) lie 2^(e-1) apart too, so that fma(2^e, 2^22, a) rounds a to a multiple of
@@ -42,9 +42,11 @@ HQ_DEVICE uint32_t GatherBytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
 }
 
 // Eight codes in a word, the first in the lowest nibble. `random`: two words of bytes, or unused.
-// No v may be NaN: the caller knows from the multiplier.
+// A NaN must have no sign: its code is that of 6, the largest.
 template <bool kStochastic>
 HQ_DEVICE uint32_t E2M1Eight(const float (&v)[8], const uint32_t (&random)[2]) {
+  static_assert(E2M1::kNanCode == 7);
+  if constexpr (kCastsE2M1 && !kStochastic) return CastEightE2M1(v);
   constexpr float kFactor = kStochastic ? 0x1p14f : 0x1p22f;
   constexpr int kShift = kStochastic ? 14 : 22;
   constexpr int kByte = kStochastic ? 1 : 0;
@@ -76,11 +78,10 @@ HQ_DEVICE void CodeWords(const float (&x)[kCount], float multiplier,
       float v[8];
       HQ_UNROLL
       for (int i = 0; i < 8; ++i) {
-        v[i] = 8 * w + i < kCount ? MulRn(x[(8 * w + i) % kCount], multiplier) : 0.0f;
+        v[i] = 8 * w + i < kCount ? MulOneNan(x[(8 * w + i) % kCount], multiplier) : 0.0f;
       }
       const uint32_t bytes[2] = {random[2 * w % (kCount / 4)], random[(2 * w + 1) % (kCount / 4)]};
-      const uint32_t word = E2M1Eight<kStochastic>(v, bytes);
-      out[w] = IsNan(multiplier) ? E::kNanCode * 0x11111111u : word;
+      out[w] = E2M1Eight<kStochastic>(v, bytes);
     }
   } else {
     HQ_UNROLL

@@ -60,6 +60,7 @@ struct Elements<kRows, kCols, true> {
   }
 
   // Magnitudes, two to a register: of rows 2i and 2i + 1, of columns 2i and 2i + 1, of all.
+  static constexpr bool kIsBf16 = true;
   using Max = uint32_t;
   static constexpr int kPerMax = 2;
   static HQ_DEVICE Max Larger(Max a, Max b) { return MaxBf16x2(a, b); }
@@ -135,6 +136,7 @@ struct Elements<kRows, kCols, false> {
 
   HQ_DEVICE void Forget() {}  // each has a register of its own anyway
 
+  static constexpr bool kIsBf16 = false;
   using Max = int32_t;
   static constexpr int kPerMax = 1;
   static HQ_DEVICE Max Larger(Max a, Max b) { return MaxInt(a, b); }

@@ -168,12 +168,20 @@ HQ_DEVICE Elements<16, 4, true> Rotated(const V& v, uint32_t signs) {
   for (int j = 0; j < 4; j += 2) {
     float t[kHadamardSize][2];
     HQ_UNROLL
-    for (int i = 0; i < 16; ++i) {
-      const float sign = HadamardSign(signs, i);
-      t[i][0] = MulRn(v.Get(i, j), sign);
-      t[i][1] = MulRn(v.Get(i, j + 1), sign);
+    for (int i = 0; i < 16; i += 2) {
+      const float sign = HadamardSign(signs, i), next = HadamardSign(signs, i + 1);
+      HQ_UNROLL
+      for (int lane = 0; lane < 2; ++lane) {
+        const float a = MulRn(v.Get(i, j + lane), sign), b = v.Get(i + 1, j + lane);
+        // A quarter of a BF16 is exact, so that fused into the sums it changes no bit; of FP32 not.
+        const float quarter = V::kIsBf16 ? 0.0f : MulRn(b, next);
+        t[i][lane] = V::kIsBf16 ? FmaRn(b, next, a) : AddRn(a, quarter);
+        t[i + 1][lane] = V::kIsBf16 ? FmaRn(b, -next, a) : SubRn(a, quarter);
+      }
     }
-    HadamardButterflies(t);
+    HadamardStage<2>(t);
+    HadamardStage<4>(t);
+    HadamardStage<8>(t);
     HQ_UNROLL
     for (int i = 0; i < 16; ++i) out.pair[i][j / 2] = PackBf16(t[i][0], t[i][1]);
   }

@@ -246,6 +246,33 @@ HQ_DEVICE uint32_t CastPair<E5M2>(float low, float high) {
 }
 #endif
 
+// The product; NaN is 0x7fffffff, without the sign or payload of an operand (PTX ISA, "Floating
+// Point Instructions": single precision).
+HQ_DEVICE float MulOneNan(float a, float b) { return __fmul_rn(a, b); }
+
+// Eight E2M1 codes in a word, the first in the lowest nibble; NaN gives 7 (PTX ISA, cvt: positive
+// MAX_NORM).
+#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)
+inline constexpr bool kCastsE2M1 = true;
+HQ_DEVICE uint32_t CastEightE2M1(const float (&v)[8]) {
+  uint32_t d;
+  asm("{\n"
+      ".reg .b8 a, b, c, e;\n"
+      "cvt.rn.satfinite.e2m1x2.f32 a, %2, %1;\n"
+      "cvt.rn.satfinite.e2m1x2.f32 b, %4, %3;\n"
+      "cvt.rn.satfinite.e2m1x2.f32 c, %6, %5;\n"
+      "cvt.rn.satfinite.e2m1x2.f32 e, %8, %7;\n"
+      "mov.b32 %0, {a, b, c, e};\n"
+      "}"
+      : "=r"(d)
+      : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+  return d;
+}
+#else
+inline constexpr bool kCastsE2M1 = false;
+HQ_DEVICE uint32_t CastEightE2M1(const float (&)[8]) { return 0; }
+#endif
+
 HQ_NAMESPACE_END
 
 #endif  // HQ_EMULATE

@@ -202,6 +202,13 @@ inline uint32_t MulBf16(uint32_t a, uint32_t b) {
   return ToBf16(FromBits(truncated | 1u | (std::signbit(exact) ? 0x80000000u : 0u)));
 }
 
+inline float MulOneNan(float a, float b) {
+  const float product = MulRn(a, b);
+  return IsNan(product) ? FromBits(0x7fffffffu) : product;
+}
+inline constexpr bool kCastsE2M1 = false;
+inline uint32_t CastEightE2M1(const float (&)[8]) { return 0; }
+
 inline uint32_t Opaque(uint32_t v) { return v; }
 
 inline uint32_t MulBf16x2(uint32_t a, uint32_t b) {
