@@ -27,7 +27,7 @@ def text(tmp_path_factory) -> Path:
     return file
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dispatch", "ratio"),
     [("mxfp8", 0.52), pytest.param("nvfp4", 0.30, marks=pytest.mark.slow)],

@@ -52,7 +52,7 @@ def torchrun(world: int, *args: str) -> subprocess.CompletedProcess[str]:
     ("world", "recipe", "modules", "hidden"),
     [(2, RECIPE, "plain", 32), (3, "nvfp4", "fused", 40)],  # 40 rows on three ranks: uneven
 )
-@pytest.mark.more
+@pytest.mark.slow
 def test_ranks_and_one_process_come_to_the_same_loss(text, world, recipe, modules, hidden) -> None:
     sizes = {"layers": 2, "hidden": hidden, "heads": 2, "ffn": 48, "sequence": 32}
     numbers = sizes | {"batch": 6, "steps": 5, "eval-batches": 4, "eval-points": 2}
@@ -77,7 +77,7 @@ def test_ranks_and_one_process_come_to_the_same_loss(text, world, recipe, module
     assert float(found[6]) < 0.6
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [{"tp": 2}, {"sp": 4}])
 def test_ranks_that_share_samples_come_near_the_loss_of_one_process(text, axis) -> None:
     sizes = {"layers": 2, "hidden": 64, "heads": 4, "ffn": 64, "sequence": 32}
@@ -156,7 +156,7 @@ def test_what_cannot_run_is_one_clear_message(args, message) -> None:
     assert message in result.output and "Traceback" not in result.output
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_ranks_that_do_not_divide_the_batch_are_refused(text) -> None:
     done = torchrun(2, "--data", str(text), "--batch", "3", "--sequence", "32")
     assert done.returncode != 0

@@ -19,13 +19,14 @@ PROGRAM = "costs_program.py"
 FILE = max((BENCHMARKS / "results").glob("axes-*.json"))
 
 
+@pytest.mark.more
 @needs_gloo
 def test_a_step_of_two_ranks_costs_what_its_axis_needs(tmp_path) -> None:
     run(2, tmp_path / "store", "some=2", program=PROGRAM)
 
 
 @needs_gloo
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_guides_tables_are_what_is_counted(world, tmp_path) -> None:
     run(world, tmp_path / "store", f"kept={FILE}", program=PROGRAM)

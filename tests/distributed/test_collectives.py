@@ -38,7 +38,7 @@ def test_compiled_code_with_symbolic_sizes(tmp_path) -> None:
     run(2, tmp_path / "store", "compiled_symbolic", program="collectives_program.py")
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_four_ranks_are_one_process(tmp_path) -> None:
     names = ("values", "along", "uneven", "gradients", "stochastic", "feedback", "planes")
     run(4, tmp_path / "store", *names, program="collectives_program.py")

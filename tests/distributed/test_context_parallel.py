@@ -23,7 +23,7 @@ def test_a_rank_of_a_ring_that_is_gone_ends_the_others(tmp_path) -> None:
     run(3, tmp_path / "store", "dies", program=PROGRAM, leaves=1)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_four_ranks_in_a_ring_are_one_process(tmp_path) -> None:
     pytest.importorskip("transformers", minversion="5.23")
     names = ("modules", "recipes", "hybrid", "faults", "transformers_models")

@@ -31,6 +31,7 @@ assert "hybridq" not in sys.modules
 """
 
 
+@pytest.mark.more
 @needs_gloo
 def test_runs_go_on_with_another_number_of_ranks(tmp_path) -> None:
     def go(world: int, *names: str) -> None:

@@ -35,7 +35,7 @@ def test_quantized_parameters_and_ranks_that_differ(tmp_path) -> None:
 
 
 @needs_gloo
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_more_quantized_stacks(world, tmp_path) -> None:
     """Four ranks share five matrices: one of them has none."""

@@ -14,7 +14,7 @@ def test_planes_of_two_tensor_parallel_ranks(tmp_path) -> None:
     run(2, tmp_path / "store", "planes=2,halves", "refused", program=PROGRAM)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_planes_of_two_by_two_ranks(tmp_path) -> None:
     run(4, tmp_path / "store", "planes=2,aligned,halves,cut", program=PROGRAM)
     run(2, tmp_path / "two", "planes=1,cut", program=PROGRAM)

@@ -49,7 +49,7 @@ def test_other_formats_travel(tmp_path) -> None:
 
 
 @needs_gloo
-@pytest.mark.more
+@pytest.mark.slow
 def test_four_stages(tmp_path) -> None:
     run(
         4, tmp_path / "store", "schedules", "taken", "counts", "planned", "delayed", program=PROGRAM

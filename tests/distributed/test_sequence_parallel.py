@@ -22,7 +22,7 @@ def test_a_rank_that_is_gone_ends_those_that_share_its_sequences(tmp_path) -> No
     run(2, tmp_path / "store", "dies", program=PROGRAM, leaves=1)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_four_ranks_are_one_process(tmp_path) -> None:
     names = ("masks", "recipes", "cross", "helper", "faults", "demo")
     run(4, tmp_path / "store", *names, program=PROGRAM)

@@ -30,7 +30,7 @@ def test_aligned_parts_and_other_numbers_of_ranks(tmp_path) -> None:
     run(4, tmp_path / "four", "matrix=cut", "planes", "styles", program=PROGRAM)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_compiled(tmp_path) -> None:
     run(2, tmp_path / "store", "compiled", program=PROGRAM)
 
@@ -42,7 +42,7 @@ def test_arguments_of_modules(tmp_path) -> None:
     run(2, tmp_path / "store", "traffic", "modules=column,row,mlp", "arguments", program=MODULES)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_more_modules(tmp_path) -> None:
     run(2, tmp_path / "store", "modules=norm,layer", "compiled", program=MODULES)
     run(4, tmp_path / "four", "modules=column,row,mlp,layer", program=MODULES)
@@ -56,7 +56,7 @@ def test_quantized_weights(tmp_path) -> None:
     run(2, tmp_path / "store", *names, program=QUANTIZED)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_more_quantized_weights(tmp_path) -> None:
     run(2, tmp_path / "store", "modules=row,layer", "compiled", program=QUANTIZED)
     run(4, tmp_path / "four", "modules=column,row,mlp,layer", "styles", program=QUANTIZED)

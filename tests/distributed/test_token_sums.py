@@ -14,7 +14,7 @@ def test_two_ranks(tmp_path) -> None:
     run(2, tmp_path / "store", "sums", "messages", "refused", program=PROGRAM)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_graphs_and_four_ranks(tmp_path) -> None:
     run(2, tmp_path / "store", "compiled", program=PROGRAM)
     run(4, tmp_path / "four", "sums", "messages", program=PROGRAM)

@@ -17,7 +17,7 @@ def test_two_ranks_of_both(tmp_path) -> None:
     run(2, tmp_path / "store", *NAMES, program=PROGRAM)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_four_ranks(tmp_path) -> None:
     kinds = "one,tp,dp,all"
     names = (f"replicated={kinds}", f"sequence={kinds}", "quantized=one", "shares", "faults")

@@ -8,7 +8,7 @@ from rank_runs import needs_gloo, run
 
 
 @needs_gloo
-@pytest.mark.more
+@pytest.mark.slow
 def test_two_stages_of_two_ranks(tmp_path) -> None:
     names = ("schedules", "sharded")
     run(4, tmp_path / "store", *names, program="experts_pipeline_program.py")

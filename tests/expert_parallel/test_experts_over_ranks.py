@@ -30,7 +30,7 @@ def test_capacities_and_what_runs_while_tokens_travel(tmp_path) -> None:
     run(2, tmp_path / "store", "capacity", "overlapped", "asynchronous", program=OVERLAP)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_one_graph_with_a_capacity(tmp_path) -> None:
     run(2, tmp_path / "store", "graphs", program=OVERLAP)
     run(4, tmp_path / "four", "capacity", "overlapped", "asynchronous", program=OVERLAP)
@@ -52,7 +52,7 @@ def test_replicas_of_experts(tmp_path) -> None:
     run(4, tmp_path / "store", "replicas", "planned", program=STATE)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_layouts_and_four_ranks(tmp_path) -> None:
     run(2, tmp_path / "store", "blocks=two,biased,scaled,input", program=PROGRAM)
     run(
@@ -83,7 +83,7 @@ def test_models_of_transformers(tmp_path) -> None:
     run(2, tmp_path / "store", *names, program=HF)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_more_models_of_transformers(tmp_path) -> None:
     pytest.importorskip("transformers", minversion="5.0")
     run(2, tmp_path / "store", "families=Phi-MoE,Granite-MoE,dots1,JetMoE", program=HF)

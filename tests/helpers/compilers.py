@@ -9,5 +9,8 @@ import pytest
 _NEEDED = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler"
 )
-#: The second compiles what the first has traced: in the default suite a few tests of it will do.
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=[pytest.mark.more, _NEEDED])]
+_MACHINE_CODE = "inductor"
+#: The second compiles what the first has traced: outside the slow tests a few of it will do.
+BACKENDS = ["aot_eager", pytest.param(_MACHINE_CODE, marks=[pytest.mark.slow, _NEEDED])]
+#: For those few.
+BOTH_BACKENDS = ["aot_eager", pytest.param(_MACHINE_CODE, marks=[pytest.mark.more, _NEEDED])]

@@ -2,7 +2,8 @@
 
 Of a test so marked the default suite runs a few that together have every value of every parameter
 (strength 1), or every pair of values of any two parameters (strength 2). All others get the marker
-`more`. Nothing is drawn: the same tests are chosen in every process.
+`more`, or that which the test names: `thinned(strength, "slow")`. Nothing is drawn: the same tests
+are chosen in every process.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def chosen(cases: Sequence[Mapping[str, Any]], strength: int) -> list[int]:
 
 
 def thin(items: Sequence[pytest.Item]) -> None:
-    """Mark as `more` what of every `thinned` test is not chosen."""
+    """Mark as `more`, or as is asked, what of every `thinned` test is not chosen."""
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
         left_out = any(item.get_closest_marker(name) for name in ("more", "slow"))
@@ -52,7 +53,8 @@ def thin(items: Sequence[pytest.Item]) -> None:
     for group in functions.values():
         marker = group[0].get_closest_marker("thinned")
         cases = [getattr(item, "callspec").params for item in group]  # noqa: B009
-        kept = set(chosen(cases, *marker.args))
+        strength, rest = (*marker.args, "more")[:2]
+        kept = set(chosen(cases, strength))
         for index, item in enumerate(group):
             if index not in kept:
-                item.add_marker(pytest.mark.more)
+                item.add_marker(rest)

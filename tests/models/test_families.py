@@ -13,7 +13,7 @@ from models.columns import COLUMNS, NotThere
 from models.families import DEFAULT, FAMILIES, Family
 
 #: Many seconds for each family: of these alone outside the slow tests.
-_LONG = {"compile": ("Llama", "Qwen3-MoE")}
+_LONG = {"compile": ("Llama", "Qwen3-MoE"), "steps": DEFAULT}
 
 
 def _cases() -> list[Any]:
@@ -21,8 +21,7 @@ def _cases() -> list[Any]:
     for family in FAMILIES:
         for column in COLUMNS:
             if column in _LONG:
-                mark = pytest.mark.more if family.name in _LONG[column] else pytest.mark.slow
-                marks = [mark]
+                marks = [pytest.mark.more if family.name in _LONG[column] else pytest.mark.slow]
             else:
                 marks = [] if family.name in DEFAULT else [pytest.mark.more]
             found.append(pytest.param(family, column, id=f"{family.name}-{column}", marks=marks))

@@ -21,7 +21,7 @@ def test_quantized_experts_and_embeddings_stay_so_in_shards(tmp_path) -> None:
 
 
 @needs_gloo
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_recipe_of_quantized_experts(world, tmp_path) -> None:
     run(world, tmp_path / "store", "recipes", program="fsdp2_held_experts_program.py")

@@ -91,7 +91,7 @@ def test_flat_optimizer() -> None:
     assert last < first and not dist.is_initialized()
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @needs_gloo
 @pytest.mark.parametrize("name", ["torchtitan_like", "flat_optimizer", "two_batch_overlap"])
 def test_scripts_on_two_ranks(name: str) -> None:
@@ -120,7 +120,7 @@ def test_zero_plus_plus() -> None:
     assert last < first and not dist.is_initialized()
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @needs_gloo
 def test_zero_plus_plus_on_four_ranks() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]

@@ -36,6 +36,7 @@ OPTIMIZERS = {
 MODES = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_does_to_the_values_what_it_does_to_plain_ones(name, mode, writes) -> None:

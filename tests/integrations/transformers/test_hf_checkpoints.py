@@ -111,6 +111,7 @@ def test_no_recipe_without_a_name_is_said(tmp_path) -> None:
     assert (tmp_path / "b" / "config.json").read_bytes() == path.read_bytes()
 
 
+@pytest.mark.more
 def test_transformers_refuses_what_only_hybridq_reads(tmp_path) -> None:
     """Without hybridq's quantizer it would warn, and give the model random weights."""
     folder = saved("llama", tmp_path / "plain")

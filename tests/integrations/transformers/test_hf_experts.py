@@ -60,6 +60,7 @@ def test_planes_are_those_of_a_forward(kind, recipe, tmp_path) -> None:
         assert mine is None or torch.equal(mine, its)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "frozen"])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_they_are_saved_and_loaded_bit_for_bit(kind, recipe, tmp_path) -> None:

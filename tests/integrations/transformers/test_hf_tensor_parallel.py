@@ -15,11 +15,11 @@ def test_two_ranks(tmp_path) -> None:
     run(2, tmp_path / "store", "plans=llama,qwen3,gemma3", "refused", program=PROGRAM)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_packed_projections_experts_and_what_is_saved(tmp_path) -> None:
     run(2, tmp_path / "store", "plans=phi3", "experts", "saved", program=PROGRAM)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_four_ranks_and_uneven_parts(tmp_path) -> None:
     run(4, tmp_path / "store", "plans=llama,qwen3", program=PROGRAM)

@@ -220,6 +220,7 @@ def test_quantized_weights_are_trained_saved_and_resumed(tmp_path) -> None:
     assert torch.equal(logits(again), logits(models[0].eval()))
 
 
+@pytest.mark.more
 def test_shards_that_part_a_weight_are_resumed(tmp_path) -> None:
     folder = saved("llama", tmp_path / "plain")
     model = load(folder, quantization_config=HybridQConfig("mxfp8"))

@@ -35,7 +35,7 @@ def test_generation_takes_no_context(kind: str) -> None:
     assert torch.equal(generated(model), want)
 
 
-@pytest.mark.more  # two graphs of a whole model
+@pytest.mark.slow  # two graphs of a whole model
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_generation_gives_the_same_tokens(backend: str) -> None:
     """In FP32: inductor rounds values between the modules to BF16 less often than eager code."""

@@ -35,6 +35,6 @@ def test_two_ranks_more(tmp_path) -> None:
     run(2, tmp_path / "store", *MORE, program=PROGRAM)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_four_ranks_are_one_process(tmp_path) -> None:
     run(4, tmp_path / "store", *MORE, "faults", program=PROGRAM)

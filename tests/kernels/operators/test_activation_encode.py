@@ -139,6 +139,7 @@ def test_one_operation_has_the_bits_of_two(name: str, way: str) -> None:
             same(got, want, f"{name}: {kind} of {shape} {dtype} {special}")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("way", WAYS[1:])
 def test_a_matrix_that_is_too_large_to_be_kept_is_made_twice(way: str) -> None:
     """Above 16 MiB: once for its maximum, once for its codes."""

@@ -230,6 +230,7 @@ def test_the_first_gradient_may_stay_quantized():
 # ---- compiled, recomputed
 
 
+@pytest.mark.thinned(1, "slow")
 @pytest.mark.parametrize("flags", [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("recipe", DETERMINISTIC)
 def test_compiled(recipe, flags):

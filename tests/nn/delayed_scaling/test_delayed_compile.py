@@ -123,6 +123,7 @@ def test_recomputation(reentrant, backend) -> None:
     assert equal(train(two, compiled, "fp8_delayed")[0], want)
 
 
+@pytest.mark.more
 def test_modules_share_a_graph_and_other_recipes_come_between() -> None:
     blocks = hybridq.convert(nn.Sequential(*(nn.Linear(16, 16) for _ in range(12))))
     for block in blocks:

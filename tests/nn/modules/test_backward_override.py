@@ -188,6 +188,7 @@ def test_columnwise_source(name, source):
         assert not equal(results[0], results[2])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("override", OVERRIDES)
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_current", "fp8_block_fwd_mxfp8_bwd"])
 def test_compiled(name, override):

@@ -8,7 +8,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from compilers import BACKENDS
+from compilers import BACKENDS, BOTH_BACKENDS
 from hybridq import recipes
 from hybridq.nn import Linear, convert
 from hybridq.quantizers import MXFP8Quantizer, NVFP4Quantizer
@@ -52,7 +52,7 @@ def _data(rows):
     return torch.randn(rows, 40), torch.randn(rows, 24)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BOTH_BACKENDS)
 def test_every_deterministic_recipe(backend):
     """One module, one recipe after another: right from the first call on, and when it changes."""
     model = _model()

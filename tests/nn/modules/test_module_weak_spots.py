@@ -172,6 +172,7 @@ def test_row_14_four_over_six_and_transform_of_any_dtype_shape_and_module(option
         assert (wide - narrow).norm() <= 0.5 * narrow.norm()
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "mxfp8", HYBRID])
 @pytest.mark.parametrize("case", CASES)
