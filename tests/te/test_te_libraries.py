@@ -88,6 +88,59 @@ def test_layers_replaced_as_lightnings_plugin_does() -> None:
     assert torch.allclose(y, want, atol=1e-5)
 
 
+LIGHTNING = """
+import torch
+import hybridq, hybridq.te
+hybridq.te.stand_in()
+import lightning_fabric.plugins.precision.transformer_engine as theirs
+theirs._TRANSFORMER_ENGINE_AVAILABLE = True  # it asks for an installed package by its version
+from lightning_fabric import Fabric
+import transformer_engine.pytorch as te
+
+own = {"fp8_format": "HYBRID", "amax_history_len": 4, "margin": 1}
+plugin = theirs.TransformerEnginePrecision(
+    weights_dtype=torch.float32, recipe=own, replace_layers=True
+)
+fabric = Fabric(accelerator="cpu", devices=1, plugins=plugin)
+fabric.launch()
+torch.manual_seed(0)
+layers = (torch.nn.Linear(32, 48), torch.nn.LayerNorm(48), torch.nn.GELU(), torch.nn.Linear(48, 16))
+plain = torch.nn.Sequential(hybridq.Linear(32, 48), torch.nn.LayerNorm(48), torch.nn.GELU(),
+                            hybridq.Linear(48, 16))
+plain.load_state_dict(torch.nn.Sequential(*layers).state_dict())
+model = torch.nn.Sequential(*layers)
+model = fabric.setup_module(model)  # new layers, so the optimizer comes after
+optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+assert [type(one) for one in model.module] == [te.Linear, te.LayerNorm, torch.nn.GELU, te.Linear]
+other = torch.optim.SGD(plain.parameters(), lr=0.1)
+recipe = hybridq.recipes.DelayedScaling(margin=1, amax_history_len=4)
+for step in range(4):
+    x = torch.randn(16, 32)
+    got = model(x)
+    fabric.backward(got.square().mean())
+    with hybridq.autocast(recipe=recipe):
+        want = plain(x)
+    want.square().mean().backward()
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    if step == 0:
+        assert not torch.allclose(got, torch.nn.Sequential(*layers)(x), rtol=1e-4, atol=1e-4)
+    for one in (optimizer, other):
+        one.step()
+        one.zero_grad()
+with fabric.init_module():
+    assert type(torch.nn.Linear(32, 16)) is te.Linear
+"""
+
+
+@pytest.mark.slow
+def test_lightnings_own_plugin_trains_a_model() -> None:
+    pytest.importorskip("lightning_fabric")
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHTNING], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_a_package_that_is_there_is_not_replaced() -> None:
     with pytest.raises(ImportError, match="stand_in: torch must not be installed"):
         te.stand_in("torch")

@@ -78,4 +78,4 @@ def test_a_name_is_as_the_table_says(name: str) -> None:
 def test_a_name_that_there_is_not_at_all() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'Linaer'"):
         _ = te.Linaer
-    assert not hasattr(te, "ops")
+    assert not hasattr(te, "newton_schulz")

@@ -12,6 +12,7 @@ from typing import Any, Final
 from .autograd import checkpoint, get_cpu_offload_context, offload
 from .delayed_scaling import state_dict_with_history, update_scaling
 from .modules import (
+    ActivationFunction,
     DotProductAttention,
     Embedding,
     ForeignLinear,
@@ -24,15 +25,18 @@ from .modules import (
     LayerNorm,
     LayerNormLinear,
     LayerNormMLP,
+    LayerNormStep,
     Linear,
     MultiheadAttention,
     PatchConv,
     PatchConv1d,
     PatchConv2d,
     PatchConv3d,
+    Quantize,
     QuantizedModule,
     RMSNorm,
     RMSNormLinear,
+    RMSNormStep,
     RotaryPositionEmbedding,
     TorchEncoder,
     TorchEncoderLayer,
@@ -44,6 +48,7 @@ from .modules import (
 from .weights import dequantized_state_dict, fp8_model_init, quantized_model_init
 
 __all__ = [
+    "ActivationFunction",
     "Conversion",
     "DotProductAttention",
     "Embedding",
@@ -57,15 +62,18 @@ __all__ = [
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
+    "LayerNormStep",
     "Linear",
     "MultiheadAttention",
     "PatchConv",
     "PatchConv1d",
     "PatchConv2d",
     "PatchConv3d",
+    "Quantize",
     "QuantizedModule",
     "RMSNorm",
     "RMSNormLinear",
+    "RMSNormStep",
     "RotaryPositionEmbedding",
     "TorchEncoder",
     "TorchEncoderLayer",

@@ -26,6 +26,7 @@ PATHS: Final = {
         *("module.layernorm_linear", "module.layernorm_mlp", "module.grouped_linear"),
         *("module.layernorm", "module.rmsnorm", "module.fp8_padding", "module.fp8_unpadding"),
     ),
+    "ops": ("ops.basic", "ops.linear", "ops.sequential"),
     "optimizers": ("optimizers.fused_adam", "optimizers.fused_sgd"),
     "permutation": (),
     "python_quantizers": ("custom_recipes.quantization", "custom_recipes.gemm"),

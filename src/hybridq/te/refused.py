@@ -35,5 +35,4 @@ REFUSED: Final = {
     "newton_schulz": _MUON,
     "newton_schulz_tp": _MUON,
     "onnx_export": "ONNX has no operators for pairs of planes; see hybridq.export",
-    "ops": "LayerNormLinear, LayerNormMLP and hybridq.nn.FusedSequential are what is fused",
 }

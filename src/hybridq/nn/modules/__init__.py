@@ -16,6 +16,7 @@ from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
 from .linear_part import run_part
 from .norms import LayerNorm, RMSNorm
+from .operations import ActivationFunction, LayerNormStep, Quantize, RMSNormStep
 from .patch_conv import (
     PatchConv,
     PatchConv1d,
@@ -36,6 +37,7 @@ from .weight_owner import WeightOwner
 
 __all__ = [
     "ENCODERS",
+    "ActivationFunction",
     "DotProductAttention",
     "Embedding",
     "ForeignLinear",
@@ -48,15 +50,18 @@ __all__ = [
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
+    "LayerNormStep",
     "Linear",
     "MultiheadAttention",
     "PatchConv",
     "PatchConv1d",
     "PatchConv2d",
     "PatchConv3d",
+    "Quantize",
     "QuantizedModule",
     "RMSNorm",
     "RMSNormLinear",
+    "RMSNormStep",
     "RotaryPositionEmbedding",
     "TorchEncoder",
     "TorchEncoderLayer",

@@ -11,6 +11,7 @@ from ..autograd import Activation, Norm, PrologueCall
 from .linear import Linear
 from .linear_part import run_part
 from .norms import LayerNorm, RMSNorm
+from .operations import Quantize
 from .tensor_parallel import is_dtensor
 
 __all__ = ["FusedSequential"]
@@ -26,8 +27,11 @@ class FusedSequential(nn.Sequential):
 
     Fused are `nn.LayerNorm` and `nn.RMSNorm` of the last dimension, with a weight and a given eps,
     `hybridq.nn.LayerNorm` and `hybridq.nn.RMSNorm` of it,
-    and `nn.ReLU`, `nn.SiLU` and `nn.GELU(approximate="tanh")`, before a `hybridq.Linear`. Not
-    fused is a child with hooks of its own: they want to see it called.
+    `nn.ReLU`, `nn.SiLU` and `nn.GELU(approximate="tanh")`, and `hybridq.nn.ActivationFunction`,
+    before a `hybridq.Linear`; also where a `hybridq.nn.Quantize` between the two makes the planes
+    that the linear module takes. Not fused is a child with hooks of its own: they want to see it
+    called. A class of its own is fused if it says so itself, by a method `as_step` or, if it is
+    a Linear, by `takes_steps = True`.
 
     Args:
         args: as of `nn.Sequential`: modules, or one ordered dict of them.
@@ -50,33 +54,79 @@ class FusedSequential(nn.Sequential):
         Args:
             input: of the first child.
         """
-        modules: list[Any] = list(self._modules.values())
+        return self.run(list(self._modules.values()), input)
+
+    def run(self, modules: list[Any], input: torch.Tensor) -> torch.Tensor:
+        """Return what some modules make of `input`, one after the other or two as one.
+
+        Args:
+            modules: children, in order.
+            input: of the first of them.
+        """
         at = 0
         while at < len(modules):
-            first = modules[at]
-            second = modules[at + 1] if at + 1 < len(modules) else None
-            step = None
-            if type(second) is Linear and not (_has_hooks(first) or _has_hooks(second)):
-                step = _step(first)
-            if step is None or second is None:
-                input = first(input)
-                at += 1
-                continue
-            recipe = second._recipe()
-            if second.is_parallel or is_dtensor(second.weight):
-                recipe = None  # the prologue belongs to all ranks, and the product to each
-            if recipe is None or second.plan_of(recipe).is_plain:
-                input = second(first(input))
+            made = _as_one(modules[at:], input)
+            if made is None:
+                input, at = modules[at](input), at + 1
             else:
-                weight, bias = second.weight, second.bias
-                input = run_part(second, "", recipe, input, weight, bias, None, step)
-            at += 2
+                input, at = made[0], at + made[1]
         return input
+
+
+def _as_one(modules: list[Any], input: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """Return what the first of these modules make in one step, and how many; None: each its own."""
+    first, step = modules[0], _step(modules[0])
+    if step is None or len(modules) < 2 or _has_hooks(first):
+        return None
+    second, between = modules[1], None
+    if type(second) is Quantize or "as_quantize" in vars(type(second)):
+        if len(modules) < 3:
+            return None
+        between, second = second, modules[2]
+    if not _takes_steps(second) or _has_hooks(second):
+        return None
+    if second.is_parallel or is_dtensor(second.weight):
+        return None  # the prologue belongs to all ranks, and the product to each
+    recipe = second._recipe()
+    if recipe is None or second.plan_of(recipe).is_plain or getattr(second, "return_bias", False):
+        return None
+    if between is not None and not _is_same(between, recipe, second):
+        return None
+    made = run_part(second, "", recipe, input, second.weight, second.bias, None, step)
+    return made, 2 + (between is not None)
+
+
+def _takes_steps(module: Any) -> bool:
+    """Return whether a module is a Linear whose forward is known."""
+    kind = type(module)
+    return kind is Linear or (isinstance(module, Linear) and "takes_steps" in vars(kind))
+
+
+def _is_same(between: Quantize, recipe: Any, second: Linear) -> bool:
+    """Return whether a Quantize makes the planes that the module behind it would make."""
+    if between.quantizes_backward or not between.quantizes_forward or _has_hooks(between):
+        return False
+    if torch.compiler.is_compiling():
+        return False
+    quantizer = between.quantizer_of(recipe, "input")
+    plan = second.plan_of(recipe)
+    if plan.input.is_delayed:  # the other one does nothing
+        return quantizer is None
+    if quantizer is None or quantizer.is_stochastic or plan.is_stochastic:
+        return False
+    own = [quantizer.rowwise, quantizer.columnwise]
+    texts = ["" if spec is None else spec.text for spec in own]
+    return texts == [plan.input.row.spec, plan.input.col.spec] and (
+        quantizer.columnwise_source == plan.input.col_source
+    )
 
 
 def _step(module: Any) -> PrologueCall | None:
     """Return what `module` does as a prologue, or None if it is none."""
     kind = type(module)
+    if "as_step" in vars(kind):
+        made: PrologueCall | None = module.as_step()
+        return made
     if kind is nn.LayerNorm or kind is nn.RMSNorm:
         if module.weight is None or module.eps is None or len(module.normalized_shape) != 1:
             return None

@@ -1,0 +1,463 @@
+"""Transformer Engine's fusible operations: modules one by one, and `Sequential`, which fuses them.
+
+Fused are a norm or an activation, and a Quantize behind it, with the linear operation that follows;
+whether fused or not, the bits are the same. A Bias behind a BasicLinear is added to the rounded
+product, as if each stood alone; `Linear` adds it before the product is rounded.
+
+Source: names, order and defaults of arguments: Transformer Engine's `pytorch/ops`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Final, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from .. import nn
+from .reading import Readings
+from .signatures import constructor, forward, with_arguments
+
+__all__ = [
+    "GEGLU",
+    "GELU",
+    "GLU",
+    "QGEGLU",
+    "QGELU",
+    "AddExtraInput",
+    "BasicLinear",
+    "Bias",
+    "ClampedSwiGLU",
+    "ConstantScale",
+    "Dropout",
+    "GroupedLinear",
+    "Identity",
+    "L2Normalization",
+    "LayerNorm",
+    "Linear",
+    "MakeExtraOutput",
+    "Quantize",
+    "RMSNorm",
+    "ReGLU",
+    "ReLU",
+    "Reshape",
+    "SReGLU",
+    "SReLU",
+    "Sequential",
+    "SiLU",
+    "SwiGLU",
+]
+
+_PROBS: Final = "weights of tokens belong to the routes that hybridq.moe.permute takes"
+_RANKS: Final = "tensor_parallel_mode of Linear shares its features out over ranks"
+_OWN: Final = "fusions are those of hybridq.nn.FusedSequential; derive from torch.nn.Module"
+#: Names of Transformer Engine that are not here, and why.
+_REFUSED: Final = {
+    **dict.fromkeys(("AllGather", "AllReduce", "ReduceScatter"), _RANKS),
+    **dict.fromkeys(("BasicOperation", "FusedOperation", "FusibleOperation"), _OWN),
+    **dict.fromkeys(("register_forward_fusion", "register_backward_fusion"), _OWN),
+    **dict.fromkeys(("ScaledSwiGLU", "ScaledClampedQGeGLU", "ScaledSReLU"), _PROBS),
+    **dict.fromkeys(("ScaledTanhSReLU", "ScaledSiTUGLU"), _PROBS),
+    "AdaptiveLayerNorm": "a norm with weights of each sequence has no fused step here",
+    "SiTUGLU": "hybridq.nn.ActivationFunction has the activations that there are",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in _REFUSED:
+        raise AttributeError(f"te.ops.{name} is not here: {_REFUSED[name]}", name=name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+
+
+def _prepare(given: dict[str, Any]) -> None:
+    """Give the arguments of operations the names that the modules have for them."""
+    group = given.pop("tensor_parallel_group", None)
+    given["parallel_mode"] = given.pop("tensor_parallel_mode", None)
+    given["fuse_wgrad_accumulation"] = given.pop("accumulate_into_main_grad")
+    tracker = given.pop("rng_state_tracker_function", None)
+    if group is not None:
+        given |= {"tp_group": group, "tp_size": dist.get_world_size(group)}
+        given["get_rng_state_tracker"] = tracker
+    elif given["parallel_mode"] is None:
+        given["sequence_parallel"] = False
+
+
+_LINEAR: Final = (
+    "device=None, dtype=None, tensor_parallel_mode=None, tensor_parallel_group=None, "
+    "sequence_parallel=False, rng_state_tracker_function=None, accumulate_into_main_grad=False, "
+    "userbuffers_options=None, delay_wgrad_compute=False, name=None"
+)
+
+
+@with_arguments
+class Linear(Readings, nn.Linear):
+    """`hybridq.Linear`; what it has no like of raises, by the argument's name.
+
+    Example:
+        >>> import torch, hybridq.te as te
+        >>> from hybridq.te import ops
+        >>> mlp = ops.Sequential(ops.LayerNorm(64), ops.Linear(64, 128), ops.SwiGLU(),
+        ...                      ops.Linear(64, 64, bias=False))
+        >>> with te.autocast(recipe=te.common.recipe.MXFP8BlockScaling()):
+        ...     y = mlp(torch.ones(3, 64))
+        >>> y.shape
+        torch.Size([3, 64])
+    """
+
+    takes_steps = True
+    __init__ = constructor(nn.Linear, f"in_features, out_features, bias=True, {_LINEAR}", _prepare)
+
+
+def _without_bias(given: dict[str, Any]) -> None:
+    _prepare(given)
+    given["bias"] = False
+
+
+@with_arguments
+class BasicLinear(Readings, nn.Linear):
+    """`hybridq.Linear` without a bias; what it has no like of raises, by the argument's name."""
+
+    takes_steps = True
+    __init__ = constructor(nn.Linear, f"in_features, out_features, {_LINEAR}", _without_bias)
+
+
+def _prepare_groups(given: dict[str, Any]) -> None:
+    _prepare(given)
+    del given["parallel_mode"], given["sequence_parallel"]
+    given["num_gemms"] = given.pop("num_groups")
+
+
+@with_arguments
+class GroupedLinear(Readings, nn.GroupedLinear):
+    """`hybridq.GroupedLinear`; in a Sequential the sizes of its groups are an extra input."""
+
+    num_extra_inputs = 1
+    __init__ = constructor(
+        nn.GroupedLinear,
+        "num_groups, in_features, out_features, bias=True, device=None, dtype=None, "
+        "rng_state_tracker_function=None, accumulate_into_main_grad=False, "
+        "single_grouped_weight=False, single_grouped_bias=False, delay_wgrad_compute=False, "
+        "name=None",
+        _prepare_groups,
+    )
+
+    forward = forward(nn.GroupedLinear, "inp, split_sizes", {"split_sizes": "m_splits"})
+
+
+class Bias(torch.nn.Module):
+    """Adds a bias.
+
+    Args:
+        size: of the last dimension.
+        device, dtype: of the parameter.
+        tensor_parallel, tensor_parallel_group: False and None.
+
+    Raises:
+        NotImplementedError: another value.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel: bool = False,
+        tensor_parallel_group: Any = None,
+    ) -> None:
+        super().__init__()
+        _only("Bias", tensor_parallel=tensor_parallel, tensor_parallel_group=tensor_parallel_group)
+        self.bias = torch.nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        """Return `inp + bias`, in the dtype of `inp`.
+
+        Args:
+            inp: `[..., size]`.
+        """
+        return inp + self.bias.to(inp.dtype)
+
+
+def _only(owner: str, **given: Any) -> None:
+    for name, value in given.items():
+        if value not in (None, False):
+            raise NotImplementedError(
+                f"te.ops.{owner}: {name} must be None or False, since hybridq has nothing like "
+                f"it, got {value!r}"
+            )
+
+
+class LayerNorm(nn.LayerNormStep):
+    """`hybridq.nn.LayerNormStep`.
+
+    Args:
+        normalized_shape, eps, device, dtype, zero_centered_gamma: as there.
+        sm_margin: without effect.
+    """
+
+    as_step = nn.LayerNormStep.as_step
+
+    def __init__(
+        self,
+        normalized_shape: int | Iterable[int],
+        *,
+        eps: float = 1e-5,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        sm_margin: Any = 0,
+    ) -> None:
+        own = {"zero_centered_gamma": zero_centered_gamma, "device": device, "dtype": dtype}
+        super().__init__(normalized_shape, eps, **own)
+
+
+class RMSNorm(nn.RMSNormStep):
+    """`hybridq.nn.RMSNormStep`.
+
+    Args:
+        normalized_shape, eps, device, dtype, zero_centered_gamma: as there.
+        sm_margin: without effect.
+    """
+
+    as_step = nn.RMSNormStep.as_step
+
+    def __init__(
+        self,
+        normalized_shape: int | Iterable[int],
+        *,
+        eps: float = 1e-5,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        sm_margin: Any = 0,
+    ) -> None:
+        own = {"zero_centered_gamma": zero_centered_gamma, "device": device, "dtype": dtype}
+        super().__init__(normalized_shape, eps, **own)
+
+
+class L2Normalization(torch.nn.Module):
+    """`x / sqrt(sum(x^2) + eps)` of the last dimension.
+
+    Args:
+        eps: added to the sum.
+    """
+
+    def __init__(self, *, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        """Return the norm of `inp`, in its dtype; FP32 between.
+
+        Args:
+            inp: `[..., features]`.
+        """
+        wide = inp.float()
+        return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.eps)).to(inp.dtype)
+
+
+def _activation(name: str, kind: str) -> type:
+    """Return the class of an activation, whose step a linear operation takes."""
+
+    def __init__(
+        self: Any, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
+    ) -> None:
+        own = {"glu_interleave_size": glu_interleave_size}
+        _only(name, cache_quantized_input=cache_quantized_input, **own)
+        nn.ActivationFunction.__init__(self, kind)
+
+    body = {
+        "__doc__": f"`hybridq.nn.ActivationFunction({kind!r})`.\n\nArgs:\n"
+        "    cache_quantized_input, glu_interleave_size: False and None.",
+        "__init__": __init__,
+        "__module__": __name__,
+        "as_step": nn.ActivationFunction.as_step,
+    }
+    return type(name, (nn.ActivationFunction,), body)
+
+
+GELU, GEGLU = _activation("GELU", "gelu"), _activation("GEGLU", "geglu")
+GLU = _activation("GLU", "glu")
+QGELU, QGEGLU = _activation("QGELU", "qgelu"), _activation("QGEGLU", "qgeglu")
+ReLU, ReGLU = _activation("ReLU", "relu"), _activation("ReGLU", "reglu")
+SReLU, SReGLU = _activation("SReLU", "srelu"), _activation("SReGLU", "sreglu")
+SiLU, SwiGLU = _activation("SiLU", "silu"), _activation("SwiGLU", "swiglu")
+
+
+class ClampedSwiGLU(nn.ActivationFunction):
+    """`hybridq.nn.ActivationFunction("clamped_swiglu")`.
+
+    Args:
+        limit, alpha, glu_linear_offset: as there.
+        cache_quantized_input, glu_interleave_size: False and None.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        given = {"glu_interleave_size": glu_interleave_size}
+        _only("ClampedSwiGLU", cache_quantized_input=cache_quantized_input, **given)
+        own = {"limit": limit, "alpha": alpha, "glu_linear_offset": glu_linear_offset}
+        super().__init__("clamped_swiglu", own)
+
+
+class Quantize(nn.Quantize):
+    """`hybridq.nn.Quantize`.
+
+    Args:
+        forward, backward: as there.
+    """
+
+    as_quantize = True
+
+    def __init__(self, forward: bool = True, backward: bool = False) -> None:
+        super().__init__(forward, backward)
+
+
+class ConstantScale(torch.nn.Module):
+    """Multiplies with a number.
+
+    Args:
+        scale: the number.
+
+    Raises:
+        ValueError: it is not finite.
+    """
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        if not math.isfinite(scale):
+            raise ValueError(f"te.ops.ConstantScale: scale must be finite, got {scale}")
+        self.scale = scale
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        """Return `inp * scale`.
+
+        Args:
+            inp: any tensor.
+        """
+        return inp * self.scale
+
+
+class Reshape(torch.nn.Module):
+    """Gives another shape.
+
+    Args:
+        shape: of the result.
+    """
+
+    def __init__(self, shape: Iterable[int]) -> None:
+        super().__init__()
+        self.shape = tuple(shape)
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        """Return `inp` in the shape.
+
+        Args:
+            inp: of as many values.
+        """
+        return inp.reshape(self.shape)
+
+
+class Identity(torch.nn.Identity):
+    """`torch.nn.Identity`."""
+
+
+class Dropout(torch.nn.Dropout):
+    """`torch.nn.Dropout`.
+
+    Args:
+        p: probability.
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__(p)
+
+
+class AddExtraInput(torch.nn.Module):
+    """Adds an extra input of the Sequential.
+
+    Args:
+        in_place: without effect: the sum is a new tensor.
+    """
+
+    num_extra_inputs = 1
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+
+    def forward(self, inp: torch.Tensor, extra: torch.Tensor) -> torch.Tensor:
+        """Return the sum.
+
+        Args:
+            inp, extra: of one shape.
+        """
+        return inp + extra
+
+
+class MakeExtraOutput(torch.nn.Module):
+    """Lets the Sequential return what passes, too.
+
+    Args:
+        in_place: without effect.
+    """
+
+    num_extra_outputs = 1
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+
+    def forward(self, inp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `inp` twice.
+
+        Args:
+            inp: any tensor.
+        """
+        return inp, inp
+
+
+class Sequential(nn.FusedSequential):
+    """Operations one after the other, two and three of them fused where that changes no bit.
+
+    Args:
+        args: operations, other modules, or one ordered dict of them.
+    """
+
+    def forward(self, input: torch.Tensor, *extra_inputs: Any) -> Any:
+        """Return what the operations make of `input`; with extra outputs a tuple of it and them.
+
+        Args:
+            input: of the first operation.
+            extra_inputs: what operations take beside, in their order.
+
+        Raises:
+            ValueError: they are more or fewer than the operations take.
+        """
+        modules: list[Any] = list(self._modules.values())
+        wanted = sum(getattr(one, "num_extra_inputs", 0) for one in modules)
+        if len(extra_inputs) != wanted:
+            raise ValueError(
+                f"te.ops.Sequential: operations take {wanted} extra inputs, got {len(extra_inputs)}"
+            )
+        given, extra = list(extra_inputs), []
+        waiting: list[Any] = []
+        for one in modules:
+            if hasattr(one, "num_extra_inputs"):
+                input = one(self.run(waiting, input), given.pop(0))
+                waiting = []
+            elif hasattr(one, "num_extra_outputs"):
+                input, more = one(self.run(waiting, input))
+                extra.append(more)
+                waiting = []
+            else:
+                waiting.append(one)
+        input = self.run(waiting, input)
+        return (input, *extra) if extra else input
