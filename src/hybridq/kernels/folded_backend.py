@@ -40,6 +40,8 @@ from .scaled_mm import (
     exact_reason,
     is_foldable,
     multiply,
+    or_next_way,
+    refusal,
     view_reason,
 )
 from .triton.backend import block_gemm, block_gemm_reason
@@ -97,7 +99,9 @@ def _supports(query: OpQuery) -> str | None:
         return "a fold of squares is bounded by a square's amax and not a row's: precision 'fast'"
     lack = _BLOCK.reason("block", query.chip)
     if lack is None:
-        return None if folds else "neither operand has E8M0 scales to fold"
+        if not folds:
+            return "neither operand has E8M0 scales to fold"
+        return refusal(replace(query, row=specs[0], col=specs[1]), "block")
     reason = block_gemm_reason(_elements(*specs), sizes, query.chip)
     if reason is None and query.precision != "fast" and _is_bf16(query):
         reason = "Triton's FP8 product is taken for precision 'fast' only until it was measured"
@@ -163,7 +167,9 @@ def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
     left, right = _folded(a), _folded(b)
     chip = args.chip or chip_of(a.buffers[0].device)
     if chip.kind != "cuda" or _BLOCK.reason("block", chip) is None:
-        return multiply(left, right, args, "block")
+        specs = (left.spec, right.spec)
+        args = args._replace(chip=chip)
+        return or_next_way(lambda: multiply(left, right, args, "block"), "block", specs, a, b, args)
     right_scale, is_square = block_scales(right, True)
     return block_gemm(
         left.buffers[0].contiguous(),

@@ -7,6 +7,7 @@ from .chip_gates import GATES, exact_reason
 from .epilogue import finish, only_product
 from .operand_layout import ceil_to, swizzle
 from .operand_views import KINDS, block_scales, is_foldable, view_reason
+from .refusals import or_next_way, refusal
 
 __all__ = [
     "GATES",
@@ -19,6 +20,8 @@ __all__ = [
     "is_foldable",
     "multiply",
     "only_product",
+    "or_next_way",
+    "refusal",
     "swizzle",
     "view_reason",
 ]

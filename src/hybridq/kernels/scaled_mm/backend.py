@@ -39,6 +39,7 @@ from .operand_views import (
     unit_blocks,
     view_reason,
 )
+from .refusals import or_next_way, refusal
 
 __all__ = ["NATIVE", "multiply", "native_kind"]
 
@@ -86,7 +87,7 @@ def _supports(query: OpQuery) -> str | None:
     if query.row is None or query.col is None or query.chip is None:
         return "needs two operands"
     kind, reason = native_kind(query.row, query.col, query.chip, _depth(query))
-    return None if kind else reason
+    return reason if kind is None else refusal(query, kind)
 
 
 def _depth(query: OpQuery) -> int | None:
@@ -202,7 +203,8 @@ def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
     kind, reason = native_kind(a.spec, b.spec, chip, a.cols)
     if kind is None:
         raise BackendError(f"gemm: the native backend was chosen but cannot: {reason}")
-    return multiply(a, b, args, kind)
+    args = args._replace(chip=chip)
+    return or_next_way(lambda: multiply(a, b, args, kind), kind, (a.spec, b.spec), a, b, args)
 
 
 #: The backend of the chip's own scaled products, on NVIDIA GPUs.
