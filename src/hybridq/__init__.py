@@ -98,7 +98,7 @@ if TYPE_CHECKING:
     from .recipes import CustomRecipe, QuantizerRole, Recipe, RecipeSchedule, fp8_autocast
     from .recipes.autocast import autocast
     from .recipes.recipe_by_gemm import recipe
-    from .report import MemoryReport, memory_report
+    from .report import MemoryReport, advise, memory_report
     from .report.show import show
     from .report.summary import summary
     from .serving import quantize_model
@@ -228,7 +228,7 @@ _ALIASES: Final = {
         "NVFP4Quantizer",
     ),
     "recipes": ("fp8_autocast",),
-    "report": ("MemoryReport", "summary"),
+    "report": ("MemoryReport", "advise", "summary"),
     "storage": ("RaggedTensor", "TensorStorage"),
     "tensor": (
         *("Explanation", "Float8BlockwiseQTensor", "Float8Tensor", "HybridQuantizedTensor"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .axes import Axes, AxisMoved
 from .axes_plan import AxesPlan, plan_axes
+from .chips import CHIPS, ChipRates, chip_rates, planned_seconds
 from .dense_shape import DenseShape
 from .experts_plan import ExpertsPlan, ExpertsShape, plan_experts
 from .run_plan import Held, Moved, RunPlan, Sharding
@@ -11,9 +12,11 @@ from .run_planner import plan
 from .traffic import Traffic, count_traffic
 
 __all__ = [
+    "CHIPS",
     "Axes",
     "AxesPlan",
     "AxisMoved",
+    "ChipRates",
     "DenseShape",
     "ExpertsPlan",
     "ExpertsShape",
@@ -22,8 +25,10 @@ __all__ = [
     "RunPlan",
     "Sharding",
     "Traffic",
+    "chip_rates",
     "count_traffic",
     "plan",
     "plan_axes",
     "plan_experts",
+    "planned_seconds",
 ]

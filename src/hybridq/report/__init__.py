@@ -9,6 +9,7 @@ import sys
 from types import ModuleType
 
 from .._text import Table, render
+from .advice import Advice, Advised, advise
 from .checkpoint_reading import checkpoint_summary
 from .checkpoint_summary import CacheScale, CheckpointSummary, WeightSummary
 from .doctor import Diagnosis, Route, diagnose
@@ -31,6 +32,8 @@ from .summary import ModuleSummary, Summary, summary
 
 __all__ = [
     "KINDS",
+    "Advice",
+    "Advised",
     "BadValue",
     "CacheScale",
     "CheckpointSummary",
@@ -52,6 +55,7 @@ __all__ = [
     "Table",
     "TensorView",
     "WeightSummary",
+    "advise",
     "checkpoint_summary",
     "count_flops",
     "diagnose",

@@ -17,7 +17,7 @@ from .rows import SlotRow
 from .running import Run
 from .untouched import untouched
 
-__all__ = ["loss_changes", "switched"]
+__all__ = ["loss_changes", "losses", "switched"]
 
 #: Length of the step after which gradients are compared, over that of all parameters.
 _STEP: Final = 1e-2
@@ -73,7 +73,7 @@ def loss_changes(
     """
     base = get("bf16") if recipe is None else recipe
     own = {(row.layer, row.role, row.tensor) for row in rows if row.in_run and not row.is_plain}
-    before, after = _losses(run, base)
+    before, after = losses(run, base)
     found: dict[tuple[str, str, str, bool], float] = {}
 
     def changed(role: str, tensor: str, quantizer: Callable[..., Quantizer]) -> float:
@@ -82,8 +82,8 @@ def loss_changes(
                 "report: switch=True needs modules with names, got one without; "
                 "hybridq.convert(model) names them"
             )
-        losses = _losses(run, switched(base, role, tensor, quantizer), base)
-        return losses[1] - after if tensor == GRAD_OUTPUT else losses[0] - before
+        own = losses(run, switched(base, role, tensor, quantizer), base)
+        return own[1] - after if tensor == GRAD_OUTPUT else own[0] - before
 
     for layer, role, tensor in sorted(own):
         change = -changed(role, tensor, lambda _: IdentityQuantizer())
@@ -116,13 +116,16 @@ def _is_of(label: str, one: PlaneSpec | Recipe, role: str, tensor: str) -> bool:
     return label in [word(spec) for spec in (made.rowwise, made.columnwise) if spec is not None]
 
 
-def _losses(run: Run, recipe: Recipe, last: Recipe | None = None) -> tuple[float, float]:
+def losses(run: Run, recipe: Recipe, last: Recipe | None = None) -> tuple[float, float]:
     """Return the loss of a run under a recipe, and that after a step against its gradient.
 
     Args:
         run: of the model.
         recipe: of the run.
         last: of the loss after the step; None: the same.
+
+    Raises:
+        ValueError: the run has no loss.
     """
     with untouched(run.model):
         loss = run(recipe)
