@@ -36,7 +36,7 @@ class FewRows {
   bool Multiply(uintptr_t a, int64_t a_stride0, int64_t a_stride1, int64_t m, int64_t k,
                 const py::object& column, bool finds_column, uintptr_t b, int64_t b_stride0,
                 int64_t b_stride1, int64_t n, uintptr_t codes, uintptr_t scales, uintptr_t amax,
-                uintptr_t bias, uintptr_t out, int threads) const {
+                uintptr_t bias, uintptr_t out, int threads, uintptr_t a_amax) const {
     CheckExtent("FewRows", m, k, threads);
     CheckExtent("FewRows", n, k, threads);
     if (m < 1 || m > kFewRows || k < 1 || n < 1) {
@@ -53,7 +53,7 @@ class FewRows {
              {Pointer<const void>(a), dtype_, m, k, a_stride0, a_stride1},
              nullptr,
              nullptr,
-             nullptr};
+             Pointer<const float>(a_amax)};
     job.b = {b_,
              {Pointer<const void>(b), dtype_, n, k, b_stride0, b_stride1},
              Pointer<const uint8_t>(codes),
@@ -94,11 +94,11 @@ void BindFewRows(py::module_& m) {
            py::arg("m"), py::arg("k"), py::arg("column"), py::arg("finds_column"), py::arg("b"),
            py::arg("b_stride0"), py::arg("b_stride1"), py::arg("n"), py::arg("codes"),
            py::arg("scales"), py::arg("amax"), py::arg("bias"), py::arg("out"),
-           py::arg("threads") = 1,
+           py::arg("threads") = 1, py::arg("a_amax") = 0,
            "Encodes, decodes and multiplies; column: a's columnwise plane, as encode_from_scratch "
            "takes it, or None. b or its plane's codes, scales and amax are 0, and a bias that is "
-           "not there. False: not done, since a value left BF16's normal range or there is no "
-           "product.");
+           "not there. a_amax: FP32 [1], what a is scaled by; 0: its own. False: not done, since a "
+           "value left BF16's normal range or there is no product.");
   m.attr("few_rows") = kFewRows;
 }
 

@@ -26,7 +26,8 @@ struct WideTask {
   WideWay way;
   const float* a;     // [m, width], in the way's order, zeros behind k
   int64_t width;      // k, rounded up to kSums
-  const float* e4m3;  // what scales of this element are
+  const float* bytes;  // what scales that are bytes stand for, times `up`
+  int most_byte;       // the largest for which that is finite
   bool is_exact;      // products are: added in one rounding they have the same bits
   int32_t failed;
 };
@@ -64,6 +65,7 @@ static void AddProducts(const float* a, const float* b, int n, float* sums) {
 
 // The sums of kSums sums, which lie in the way's order, folded in halves.
 static float Fold(const WideWay& way, const float* __restrict sums) {
+  if (way.fold != nullptr) return way.fold(sums);
   float t[kSums];
   for (int i = 0; i < kSums; ++i) t[way.order == nullptr ? i : way.order[i]] = sums[i];
   const auto halve = [&t]<int kHalf>() {
@@ -85,14 +87,15 @@ static void Repeat(const float* __restrict values, int64_t count, float* __restr
   }
 }
 
-// What multiplies each 16 codes of a row, into `by`, with `scales` for room. False: a scale times
-// `up` is too large.
-static bool ScalesOf16(const WideTask& task, int64_t row, float* __restrict scales, float* by) {
+// What multiplies each 16 or 32 codes of a row, into `by`, with `scales` for room. False: a scale
+// times `up` is too large.
+static bool FloatScales(const WideTask& task, int64_t row, float* __restrict scales, float* by) {
   const Spec& spec = task.decode.plane.spec;
-  const int64_t count = task.decode.scale_stride, each = spec.block_cols / 16;
+  const int codes = task.way.by == WideBy::kEach16 ? 16 : 32;
+  const int64_t count = task.decode.scale_stride, each = spec.block_cols / codes;
   const float up = task.way.up;
   if (spec.block_cols == 0) {
-    for (int64_t i = 0; i < task.width / 16; ++i) by[i] = up;
+    for (int64_t i = 0; i < task.width / codes; ++i) by[i] = up;
     return true;
   }
   const int64_t first = row / spec.block_rows * count;
@@ -105,7 +108,7 @@ static bool ScalesOf16(const WideTask& task, int64_t row, float* __restrict scal
   };
   switch (spec.scale) {
     case ScaleElement::kE4M3:
-      for (int64_t b = 0; b < count; ++b) scales[b] = task.e4m3[bytes[b]];
+      for (int64_t b = 0; b < count; ++b) scales[b] = task.bytes[bytes[b]];
       break;
     case ScaleElement::kE8M0:
       for (int64_t b = 0; b < count; ++b) keep(b, E8m0Value(bytes[b]));
@@ -134,20 +137,50 @@ static bool ScalesOf16(const WideTask& task, int64_t row, float* __restrict scal
   return true;
 }
 
-// The sums of a row of the plane with all rows of a. False: a code is a NaN.
+// The scales of a row that are bytes.
+static const uint8_t* ByteScales(const WideTask& task, int64_t row) {
+  const DecodeTask& decode = task.decode;
+  return static_cast<const uint8_t*>(decode.plane.scale) +
+         row / decode.plane.spec.block_rows * decode.scale_stride;
+}
+
+// Makes what multiplies a row's codes ready, in `room`. False: a scale times `up` is too large.
+static bool MakeScales(const WideTask& task, int64_t row, float* room) {
+  if (task.way.by != WideBy::kBytes) {
+    return FloatScales(task, row, room + task.width / 16 + kSpareHalves, room);
+  }
+  if (task.most_byte == 0xff) return true;
+  const uint8_t* bytes = ByteScales(task, row);
+  int most = 0;
+  for (int64_t b = 0; b < task.decode.scale_stride; ++b) most = MaxInt(most, bytes[b]);
+  return most <= task.most_byte;
+}
+
+// The sums of a row of the plane with all rows of a; `by` has what multiplies the codes if that are
+// floats. False: a code is a NaN.
 static bool SumsOfWay(const WideTask& task, int64_t row, const float* by, Scratch& s, float* sums) {
-  const int64_t m = task.job->product.m, k_end = task.decode.k_stored, stride = task.width;
-  const int64_t groups = k_end / kSums, left = k_end % kSums;
-  const uint8_t* codes = task.decode.plane.data + row * task.decode.data_stride;
+  const DecodeTask& decode = task.decode;
+  const Spec& spec = decode.plane.spec;
+  const int64_t m = task.job->product.m, stride = task.width;
+  const int64_t groups = decode.k_stored / kSums, left = decode.k_stored % kSums;
+  const uint8_t* codes = decode.plane.data + row * decode.data_stride;
   const uint8_t* last =
-      left == 0 ? nullptr
-                : PaddedCodes(task.decode, row, groups * kSums, static_cast<int>(left), s);
+      left == 0 ? nullptr : PaddedCodes(decode, row, groups * kSums, static_cast<int>(left), s);
+  const void *scales = by, *last_scales = by + groups * (task.way.by == WideBy::kEach16 ? 2 : 1);
+  uint8_t own[2] = {0, 0};  // those of the last codes: behind them are another row's
+  if (task.way.by == WideBy::kBytes) {
+    const int64_t count = decode.scale_stride, first = groups * (spec.block_cols == 16 ? 2 : 1);
+    const uint8_t* bytes = ByteScales(task, row);
+    for (int64_t b = first; b < count; ++b) own[b - first] = bytes[b];
+    scales = bytes;
+    last_scales = own;
+  }
   for (int64_t i = 0; i < m; i += 2) {
-    const WideFn run = task.way.run[task.is_exact][i + 1 < m];
+    const WideFn run = task.way.run[i + 1 < m][task.is_exact];
     const float* a = task.a + i * stride;
-    if (!run(codes, by, groups, a, stride, sums + i * kSums)) return false;
+    if (!run({codes, scales, task.bytes, groups, a, stride, sums + i * kSums})) return false;
     if (last != nullptr &&
-        !run(last, by + 2 * groups, 1, a + groups * kSums, stride, sums + i * kSums)) {
+        !run({last, last_scales, task.bytes, 1, a + groups * kSums, stride, sums + i * kSums})) {
       return false;
     }
   }
@@ -179,15 +212,15 @@ static void SumsOfRuns(const WideTask& task, int64_t row, Scratch& s, float* sum
   }
 }
 
-// One row of the plane with all rows of a. `by`: what multiplies its codes, or null.
-static void MultiplyRowWide(const WideTask& task, int64_t row, const float* by, Scratch& s,
+// One row of the plane with all rows of a. `room`: for what multiplies its codes, and for scales.
+static void MultiplyRowWide(const WideTask& task, int64_t row, float* room, Scratch& s,
                             float* results, int64_t stride) {
   alignas(64) float sums[kFewRows * kSums];
   const int64_t m = task.job->product.m;
   std::fill_n(sums, m * kSums, 0.0f);
   bool is_nan = false;
-  if (by != nullptr) {
-    is_nan = !SumsOfWay(task, row, by, s, sums);
+  if (task.way.run[0][0] != nullptr && MakeScales(task, row, room)) {
+    is_nan = !SumsOfWay(task, row, room, s, sums);
   } else {
     SumsOfRuns(task, row, s, sums);
   }
@@ -200,25 +233,18 @@ static void RunWide(void* context, int64_t begin, int64_t end) {
   auto& task = *static_cast<WideTask*>(context);
   const FloatEnv env;
   Scratch* s = ThreadScratch();
-  if (s == nullptr) {
+  const int64_t halves = task.width / 16 + kSpareHalves;
+  const std::unique_ptr<float[]> room(new (std::nothrow) float[static_cast<size_t>(2 * halves)]);
+  if (s == nullptr || room == nullptr) {
     __atomic_store_n(&task.failed, 1, __ATOMIC_RELAXED);
     return;
   }
   const ProductJob& product = task.job->product;
-  const int64_t halves = task.width / 16 + kSpareHalves;
-  const std::unique_ptr<float[]> room(new (std::nothrow) float[static_cast<size_t>(2 * halves)]);
-  if (room == nullptr) {
-    __atomic_store_n(&task.failed, 1, __ATOMIC_RELAXED);
-    return;
-  }
-  float* by = room.get();
   for (int64_t index = begin; index < end; ++index) {
     float results[kFewRows][kWideRows];
     const int64_t n0 = index * kWideRows, rows = Min64(kWideRows, product.n - n0);
     for (int64_t j = 0; j < rows; ++j) {
-      const bool is_fast =
-          task.way.run[0][0] != nullptr && ScalesOf16(task, n0 + j, by + halves, by);
-      MultiplyRowWide(task, n0 + j, is_fast ? by : nullptr, *s, &results[0][j], kWideRows);
+      MultiplyRowWide(task, n0 + j, room.get(), *s, &results[0][j], kWideRows);
     }
     for (int64_t i = 0; i < product.m; ++i) Finish(product, i, n0, rows, results[i]);
   }
@@ -255,10 +281,18 @@ static bool MultiplyCodesWide(const CodesJob& job, int threads) {
   WideTask task{};
   task.job = &job;
   task.decode = MakeDecodeTask(job.plane, DType::kFloat32);
-  task.way = WithElement(job.plane.spec.element, []<class E>() { return WideWayOf<E>(); });
-  float e4m3[256];
-  for (uint32_t code = 0; code < 256; ++code) e4m3[code] = MulRn(Decode<E4M3>(code), task.way.up);
-  task.e4m3 = e4m3;
+  const Spec& spec = job.plane.spec;
+  task.way = WithElement(spec.element, [&spec]<class E>() { return WideWayOf<E>(spec); });
+  float bytes[256];
+  const bool is_e8m0 = spec.scale == ScaleElement::kE8M0;
+  for (int byte = 0; byte < 256; ++byte) {
+    const float scale = is_e8m0 ? E8m0Value(byte) : Decode<E4M3>(static_cast<uint32_t>(byte));
+    bytes[byte] = MulRn(scale, task.way.up);
+    if (Magnitude(bytes[byte]) < kInfBits) task.most_byte = byte;
+  }
+  // E2M1's tables have what is infinite or no number, too.
+  if (!is_e8m0 || spec.element == Element::kE2M1) task.most_byte = 0xff;
+  task.bytes = bytes;
   task.width = CeilDiv(product.k, kSums) * kSums;
   const std::unique_ptr<float[]> a(
       new (std::nothrow) float[static_cast<size_t>(product.m * task.width + 1)]);

@@ -178,7 +178,7 @@ ProductEnd MultiplyMatrix(const FewRowsJob& job, const ProductJob& product, int 
 }  // namespace
 
 ProductEnd MultiplyFewRows(const FewRowsJob& job, int threads) {
-  if (ActiveProduct() == nullptr) return ProductEnd::kNotHere;
+  if (ActiveProduct() == nullptr && job.b.matrix.data != nullptr) return ProductEnd::kNotHere;
   const Spec& spec = job.a.spec;
   const Matrix& a = job.a.matrix;
   const int64_t n = job.b.matrix.rows;
@@ -187,10 +187,11 @@ ProductEnd MultiplyFewRows(const FewRowsJob& job, int threads) {
       job.bias == nullptr ? nullptr : new (std::nothrow) float[static_cast<size_t>(n)]);
   if (!room.Ok() || (job.bias != nullptr && bias == nullptr)) return ProductEnd::kNoMemory;
 
-  float stat = 0.0f, factor = 0.0f;
+  const bool is_given = job.a.amax != nullptr;
+  float stat = is_given ? *job.a.amax : 0.0f, factor = 0.0f;
   const PlaneTarget target = room.Target(spec, &stat);
-  if (!FindStats(a, NeedsStat(spec) ? &target : nullptr, job.finds_column ? job.column : nullptr,
-                 1) ||
+  if (!FindStats(a, NeedsStat(spec) && !is_given ? &target : nullptr,
+                 job.finds_column ? job.column : nullptr, 1) ||
       !ActiveKernels().encode(a, &target, job.column, 1)) {
     return ProductEnd::kNoMemory;
   }

@@ -17,7 +17,7 @@ struct FewRowsOperand {
   Matrix matrix;         // [rows, k], to be encoded; data null: the plane is there, and read as it
   const uint8_t* codes;  // lies
   const void* scales;
-  const float* amax;  // of a plane of two levels
+  const float* amax;  // of a plane of two levels; of a matrix: what it is scaled by; null: its own
 };
 
 struct FewRowsJob {
@@ -31,7 +31,8 @@ struct FewRowsJob {
 };
 
 // out = round(((a @ b.T) * factor of a * factor of b) + bias), in FP32 and in this order. Bits do
-// not depend on the number of threads.
+// not depend on the number of threads. kNotHere: a value left BF16's normal range, or b is a matrix
+// and this CPU has no BF16 product.
 ProductEnd MultiplyFewRows(const FewRowsJob& job, int threads);
 
 }  // namespace hybridq

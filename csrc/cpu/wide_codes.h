@@ -1,6 +1,8 @@
-// Codes to FP32 values in vectors of eight, 32 codes at a time, where AVX2 and F16C are: a code of
-// eight or six bits is an FP16 number once it is shifted, which one instruction makes long, and one
-// of four bits is two bytes of BF16 from two tables of 16 bytes.
+// Codes to FP32 values in vectors of eight, 32 codes at a time, where AVX2 and F16C are. A code of
+// E4M3 is an FP32 number once it is shifted, short of a power of two that its scale brings. Others
+// of eight or six bits are FP16 numbers once they are shifted, which one instruction makes long.
+// One of four bits is two bytes of BF16 from two tables of 16 bytes: those of its scale if that is
+// a byte, as the product of both is a BF16 number, else those of E2M1.
 //
 // Source: ours; Intel 64 and IA-32 Architectures Software Developer's Manual (VPSHUFB, VCVTPH2PS).
 #ifndef HYBRIDQ_CPU_WIDE_CODES_H_
@@ -15,7 +17,11 @@
 #include <immintrin.h>
 #endif
 
+#include <type_traits>
+
 #include "cpu/vectors.h"
+#include "core/spec.h"
+#include "formats/e8m0.h"
 #include "formats/elements.h"
 #include "formats/float16.h"
 
@@ -28,17 +34,34 @@ inline constexpr bool kReadsCodes = true;
 inline constexpr bool kReadsCodes = false;
 #endif
 
-// Adds the products of `groups` times 32 codes with one row of a, or with two rows `stride` apart,
-// to 32 sums each: a[32 * g + i] times the value of codes[32 * g + order[i]] to sums[i], with the
-// order of the element's own. by[2 * g] multiplies the first 16 codes of a group, by[2 * g + 1] the
-// others: the scale times WideWay::up. False: a code is a NaN.
-using WideFn = bool (*)(const uint8_t* codes, const float* by, int64_t groups, const float* a,
-                        int64_t stride, float* sums);
+// `groups` times 32 codes of a row of the plane, and a row of a, or two: a[32 * g + i] times the
+// value of codes[32 * g + order[i]] is added to sum i of 32, with the order of the way.
+struct WideRun {
+  const uint8_t* codes;
+  const void* by;      // what multiplies them (WideBy)
+  const float* bytes;  // what bytes of scales stand for, times WideWay::up
+  int64_t groups;
+  const float* a;
+  int64_t a_stride;
+  float* sums;  // [row of a][32]
+};
+
+// False: a code is a NaN.
+using WideFn = bool (*)(const WideRun& run);
+
+// What multiplies codes.
+enum class WideBy {
+  kEach16,  // FP32, for each 16 codes: the scale times WideWay::up
+  kEach32,  // the same for each 32
+  kBytes,   // the plane's own bytes
+};
 
 struct WideWay {
-  WideFn run[2][2];      // [is_exact][rows - 1]; null: there is none
-  const uint8_t* order;  // null: as they come
-  float up;              // a power of two that values are short of
+  WideFn run[2][2];                  // [rows of a - 1][is_exact]; null: there is none
+  const uint8_t* order;              // null: as they come
+  float (*fold)(const float* sums);  // 32 sums in this order, folded in halves; null: by loops
+  float up;                          // a power of two that values are short of
+  WideBy by;
 };
 
 #if defined(__AVX2__) && defined(__F16C__)
@@ -62,12 +85,12 @@ static HQ_HD __m256i Fp16Of(__m256i high) {  // codes in the upper bytes of word
   return _mm256_or_si256(magnitude, sign);
 }
 
+inline constexpr int64_t kAhead = 2048;  // bytes of codes: the hardware stops at every page
+
 // kRows times 32 sums in registers.
 template <bool kIsExact, int kRows>
 struct WideSums {
   __m256 s[kRows][4];
-  const float* a;
-  int64_t stride;
 
   HQ_HD void Load(const float* sums) {
     HQ_UNROLL
@@ -78,104 +101,228 @@ struct WideSums {
     for (int i = 0; i < 4 * kRows; ++i) _mm256_storeu_ps(sums + 8 * i, s[i / 4][i % 4]);
   }
   template <int kPart>
-  HQ_HD void Add(int64_t group, __m256 value, __m256 by) {
-    const __m256 v = _mm256_mul_ps(value, by);
+  HQ_HD void Add(const WideRun& run, int64_t group, __m256 v) {
     HQ_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const __m256 x = _mm256_loadu_ps(a + i * stride + group * kWideStep + 8 * kPart);
-      s[i][kPart] = kIsExact ? _mm256_fmadd_ps(x, v, s[i][kPart])
-                             : _mm256_add_ps(_mm256_mul_ps(x, v), s[i][kPart]);
+      const __m256 x = _mm256_loadu_ps(run.a + i * run.a_stride + group * kWideStep + 8 * kPart);
+      __m256& sum = s[i][kPart];
+      sum = kIsExact ? _mm256_fmadd_ps(x, v, sum) : _mm256_add_ps(_mm256_mul_ps(x, v), sum);
     }
   }
 };
 
+// Whether any of 32 bytes is 0xff.
+static HQ_HD bool HasOnes(__m256i most) {
+  const __m256i nan = _mm256_cmpeq_epi8(most, _mm256_set1_epi8(-1));
+  return _mm256_testz_si256(nan, nan) == 0;
+}
+
 template <class E, bool kIsExact, int kRows>
-static bool WideBytes(const uint8_t* codes, const float* by, int64_t groups, const float* a,
-                      int64_t stride, float* out) {
+static bool WideBytes(const WideRun& run) {
   WideSums<kIsExact, kRows> sums;
-  sums.Load(out);
-  sums.a = a;
-  sums.stride = stride;
+  sums.Load(run.sums);
   __m256i most = _mm256_setzero_si256();
-  for (int64_t g = 0; g < groups; ++g) {
-    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes) + g);
-    const __m256i zero = _mm256_setzero_si256();
+  const auto* codes = reinterpret_cast<const __m256i*>(run.codes);
+  const auto* by = static_cast<const float*>(run.by);
+  for (int64_t g = 0; g < run.groups; ++g) {
+    _mm_prefetch(reinterpret_cast<const char*>(codes + g) + kAhead, _MM_HINT_T0);
+    const __m256i bytes = _mm256_loadu_si256(codes + g);
     if constexpr (E::kFirstNanCode != kNoCode && E::kInfCode == kNoCode) {
       most = _mm256_max_epu8(most, _mm256_or_si256(bytes, _mm256_set1_epi8(INT8_MIN)));
     }
+    const __m256i zero = _mm256_setzero_si256();
     // Of every 16 bytes the lower half, and the upper half.
     const __m256i low = Fp16Of<E>(_mm256_unpacklo_epi8(zero, bytes));
     const __m256i high = Fp16Of<E>(_mm256_unpackhi_epi8(zero, bytes));
     const __m256 first = _mm256_broadcast_ss(by + 2 * g);
     const __m256 second = _mm256_broadcast_ss(by + 2 * g + 1);
-    sums.template Add<0>(g, _mm256_cvtph_ps(_mm256_castsi256_si128(low)), first);
-    sums.template Add<1>(g, _mm256_cvtph_ps(_mm256_castsi256_si128(high)), first);
-    sums.template Add<2>(g, _mm256_cvtph_ps(_mm256_extracti128_si256(low, 1)), second);
-    sums.template Add<3>(g, _mm256_cvtph_ps(_mm256_extracti128_si256(high, 1)), second);
+    const auto value = [](__m128i fp16, __m256 scale) {
+      return _mm256_mul_ps(_mm256_cvtph_ps(fp16), scale);
+    };
+    sums.template Add<0>(run, g, value(_mm256_castsi256_si128(low), first));
+    sums.template Add<1>(run, g, value(_mm256_castsi256_si128(high), first));
+    sums.template Add<2>(run, g, value(_mm256_extracti128_si256(low, 1), second));
+    sums.template Add<3>(run, g, value(_mm256_extracti128_si256(high, 1), second));
   }
-  sums.Store(out);
-  const __m256i nan = _mm256_cmpeq_epi8(most, _mm256_set1_epi8(-1));
-  return _mm256_testz_si256(nan, nan) != 0;
+  sums.Store(run.sums);
+  return !HasOnes(most);
 }
 
-template <bool kIsExact, int kRows>
-static bool WideNibbles(const uint8_t* codes, const float* by, int64_t groups, const float* a,
-                        int64_t stride, float* out) {
-  // BF16 of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives: upper and lower bytes.
-  const __m256i upper = _mm256_broadcastsi128_si256(
-      _mm_setr_epi8(0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, INT8_MIN, -0x41, -0x41, -0x41,
-                    -0x40, -0x40, -0x40, -0x40));
-  const __m256i lower = _mm256_broadcastsi128_si256(_mm_setr_epi8(
-      0, 0, -0x80, -0x40, 0, 0x40, -0x80, -0x40, 0, 0, -0x80, -0x40, 0, 0x40, -0x80, -0x40));
-  const __m256i shifts = _mm256_setr_epi64x(0, 0, 4, 4);
+// E4M3 in the upper byte of a word, shifted so that its exponent ends where FP32's does, is the
+// number times 2^(7 - 127), and a subnormal code a subnormal number. kBytes: scales are bytes.
+template <bool kBytes, bool kIsExact, int kRows>
+static bool WideE4M3(const WideRun& run) {
+  WideSums<kIsExact, kRows> sums;
+  sums.Load(run.sums);
+  const __m256i mask = _mm256_set1_epi32(static_cast<int32_t>(0x87f00000u));
+  __m256i most = _mm256_setzero_si256();
+  const auto* codes = reinterpret_cast<const __m256i*>(run.codes);
+  const auto* floats = static_cast<const float*>(run.by);
+  const auto* bytes_of = static_cast<const uint8_t*>(run.by);
+  for (int64_t g = 0; g < run.groups; ++g) {
+    _mm_prefetch(reinterpret_cast<const char*>(codes + g) + kAhead, _MM_HINT_T0);
+    const __m256i bytes = _mm256_loadu_si256(codes + g);
+    most = _mm256_max_epu8(most, _mm256_or_si256(bytes, _mm256_set1_epi8(INT8_MIN)));
+    const __m256 scale = _mm256_broadcast_ss(kBytes ? run.bytes + bytes_of[g] : floats + g);
+    const auto value = [&](__m256i word) {
+      const __m256i bits = _mm256_and_si256(_mm256_srai_epi32(word, 4), mask);
+      return _mm256_mul_ps(_mm256_castsi256_ps(bits), scale);
+    };
+    sums.template Add<0>(run, g, value(_mm256_slli_epi32(bytes, 24)));
+    sums.template Add<1>(run, g, value(_mm256_slli_epi32(bytes, 16)));
+    sums.template Add<2>(run, g, value(_mm256_slli_epi32(bytes, 8)));
+    sums.template Add<3>(run, g, value(bytes));
+  }
+  sums.Store(run.sums);
+  return !HasOnes(most);
+}
+
+// Values of E2M1 under each scale that is a byte, in BF16: upper bytes and lower bytes. The product
+// has no more than six significant bits; one that FP32 does not hold is infinite there and here.
+struct NibbleBytes {
+  alignas(64) uint8_t upper[256][16], lower[256][16];
+
+  explicit NibbleBytes(ScaleElement scale) {
+    for (uint32_t s = 0; s < 256; ++s) {
+      const float by =
+          scale == ScaleElement::kE8M0 ? E8m0Value(static_cast<int>(s)) : Decode<E4M3>(s);
+      for (uint32_t code = 0; code < 16; ++code) {
+        const uint32_t bits = Bits(MulRn(Decode<E2M1>(code), by));
+        upper[s][code] = static_cast<uint8_t>(bits >> 24);
+        lower[s][code] = static_cast<uint8_t>(bits >> 16);
+      }
+    }
+  }
+};
+
+static const NibbleBytes& NibbleBytesOf(ScaleElement scale) {
+  static const NibbleBytes of_e8m0(ScaleElement::kE8M0), of_e4m3(ScaleElement::kE4M3);
+  return scale == ScaleElement::kE8M0 ? of_e8m0 : of_e4m3;
+}
+
+// 16 bytes of a table for each half of a vector.
+static HQ_HD __m256i TwoRows(const uint8_t (*table)[16], int first, int second) {
+  const auto* rows = reinterpret_cast<const __m128i*>(table);
+  const __m256i low = _mm256_castsi128_si256(_mm_load_si128(rows + first));
+  return _mm256_inserti128_si256(low, _mm_load_si128(rows + second), 1);
+}
+
+// kScale: the element of scales, of 16 codes each, or of 32 if it is E8M0. kFp32: they are floats,
+// of 16 codes each, and the table's scale is 1.
+template <ScaleElement kScale, bool kIsExact, int kRows>
+static bool WideNibbles(const WideRun& run) {
+  constexpr bool kIsWide = kScale == ScaleElement::kFp32, kIsOne = kScale == ScaleElement::kE8M0;
+  const NibbleBytes& table = NibbleBytesOf(kIsWide ? ScaleElement::kE8M0 : kScale);
+  const __m256i shifts = _mm256_setr_epi64x(0, 4, 0, 4);
   const __m256i odd = _mm256_set1_epi32(INT32_MIN >> 15);  // the upper halves of words
   WideSums<kIsExact, kRows> sums;
-  sums.Load(out);
-  sums.a = a;
-  sums.stride = stride;
-  for (int64_t g = 0; g < groups; ++g) {
-    // Even codes in the lower half, odd ones in the upper half.
-    const __m256i both =
-        _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes) + g));
+  sums.Load(run.sums);
+  const auto* codes = reinterpret_cast<const __m128i*>(run.codes);
+  const auto* by = static_cast<const uint8_t*>(run.by);
+  for (int64_t g = 0; g < run.groups; ++g) {
+    _mm_prefetch(reinterpret_cast<const char*>(codes + g) + kAhead, _MM_HINT_T0);
+    // The first 16 codes in the lower half, the others in the upper: of each the even ones, then
+    // the odd ones.
+    const __m256i once = _mm256_castsi128_si256(_mm_loadu_si128(codes + g));
+    const __m256i twice = _mm256_permute4x64_epi64(once, 0x50);
     const __m256i nibbles =
-        _mm256_and_si256(_mm256_srlv_epi64(both, shifts), _mm256_set1_epi8(0xf));
-    const __m256i u = _mm256_shuffle_epi8(upper, nibbles), l = _mm256_shuffle_epi8(lower, nibbles);
+        _mm256_and_si256(_mm256_srlv_epi64(twice, shifts), _mm256_set1_epi8(0xf));
+    int first = 127, second = 127;  // 1 in E8M0
+    __m256 scale{};
+    if constexpr (kIsWide) {
+      const auto* pair = reinterpret_cast<const float*>(by) + 2 * g;
+      scale = _mm256_set_m128(_mm_broadcast_ss(pair + 1), _mm_broadcast_ss(pair));
+    } else {
+      first = by[kIsOne ? g : 2 * g];
+      second = by[kIsOne ? g : 2 * g + 1];
+    }
+    const __m256i u = _mm256_shuffle_epi8(TwoRows(table.upper, first, second), nibbles);
+    const __m256i l = _mm256_shuffle_epi8(TwoRows(table.lower, first, second), nibbles);
     const __m256i low = _mm256_unpacklo_epi8(l, u), high = _mm256_unpackhi_epi8(l, u);
-    const __m256 first = _mm256_broadcast_ss(by + 2 * g);
-    const __m256 second = _mm256_broadcast_ss(by + 2 * g + 1);
-    sums.template Add<0>(g, _mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), first);
-    sums.template Add<1>(g, _mm256_castsi256_ps(_mm256_and_si256(low, odd)), first);
-    sums.template Add<2>(g, _mm256_castsi256_ps(_mm256_slli_epi32(high, 16)), second);
-    sums.template Add<3>(g, _mm256_castsi256_ps(_mm256_and_si256(high, odd)), second);
+    const auto value = [&](__m256i bits) {
+      const __m256 v = _mm256_castsi256_ps(bits);
+      return kIsWide ? _mm256_mul_ps(v, scale) : v;
+    };
+    sums.template Add<0>(run, g, value(_mm256_slli_epi32(low, 16)));
+    sums.template Add<1>(run, g, value(_mm256_and_si256(low, odd)));
+    sums.template Add<2>(run, g, value(_mm256_slli_epi32(high, 16)));
+    sums.template Add<3>(run, g, value(_mm256_and_si256(high, odd)));
   }
-  sums.Store(out);
+  sums.Store(run.sums);
   return true;
 }
 
-inline constexpr uint8_t kNibbleOrder[kWideStep] = {0,  4,  8,  12, 1,  5,  9,  13, 2,  6,  10,
-                                                    14, 3,  7,  11, 15, 16, 20, 24, 28, 17, 21,
-                                                    25, 29, 18, 22, 26, 30, 19, 23, 27, 31};
+// Folds four vectors of sums, each of which has every fourth one: 16, 8 and 4 sums further on are
+// four, two and one lanes further on, and 2 and 1 other vectors.
+template <int kTwoOn>
+static float FoldFours(const float* sums) {
+  __m128 s[4];
+  HQ_UNROLL
+  for (int i = 0; i < 4; ++i)
+    s[i] = _mm_add_ps(_mm_loadu_ps(sums + 8 * i), _mm_loadu_ps(sums + 8 * i + 4));
+  _MM_TRANSPOSE4_PS(s[0], s[1], s[2], s[3]);  // now by lane
+  const __m128 each = _mm_add_ps(_mm_add_ps(s[0], s[2]), _mm_add_ps(s[1], s[3]));
+  alignas(16) float of[4];
+  _mm_store_ps(of, each);
+  return AddRn(AddRn(of[0], of[kTwoOn]), AddRn(of[3 - kTwoOn], of[3]));
+}
+
+// Every fourth code, from 0, 1, 2 and 3 on.
+inline constexpr uint8_t kE4M3Order[kWideStep] = {0,  4,  8,  12, 16, 20, 24, 28, 1,  5,  9,
+                                                  13, 17, 21, 25, 29, 2,  6,  10, 14, 18, 22,
+                                                  26, 30, 3,  7,  11, 15, 19, 23, 27, 31};
+// The same, from 0, 2, 1 and 3 on.
+inline constexpr uint8_t kNibbleOrder[kWideStep] = {0,  4,  8,  12, 16, 20, 24, 28, 2,  6,  10,
+                                                    14, 18, 22, 26, 30, 1,  5,  9,  13, 17, 21,
+                                                    25, 29, 3,  7,  11, 15, 19, 23, 27, 31};
+
+template <ScaleElement kScale>
+static WideWay WayOfNibbles() {
+  return {{{&WideNibbles<kScale, false, 1>, &WideNibbles<kScale, true, 1>},
+           {&WideNibbles<kScale, false, 2>, &WideNibbles<kScale, true, 2>}},
+          kNibbleOrder,
+          &FoldFours<1>,
+          1.0f,
+          kScale == ScaleElement::kFp32 ? WideBy::kEach16 : WideBy::kBytes};
+}
+
+template <bool kBytes>
+static WideWay WayOfE4M3() {
+  return {{{&WideE4M3<kBytes, false, 1>, &WideE4M3<kBytes, true, 1>},
+           {&WideE4M3<kBytes, false, 2>, &WideE4M3<kBytes, true, 2>}},
+          kE4M3Order,
+          &FoldFours<2>,
+          FromBits(uint32_t{127 + 127 - E4M3::kBias} << 23),
+          kBytes ? WideBy::kBytes : WideBy::kEach32};
+}
 
 template <class E>
-static WideWay WideWayOf() {
+static WideWay WideWayOf(const Spec& spec) {
+  const bool is_mx = spec.scale == ScaleElement::kE8M0 && spec.block_cols == 32;
   if constexpr (E::kBits == 4) {
-    return {{{&WideNibbles<false, 1>, &WideNibbles<false, 2>},
-             {&WideNibbles<true, 1>, &WideNibbles<true, 2>}},
-            kNibbleOrder,
-            1.0f};
+    if (spec.scale == ScaleElement::kE4M3 && spec.block_cols == 16)
+      return WayOfNibbles<ScaleElement::kE4M3>();
+    if (is_mx) return WayOfNibbles<ScaleElement::kE8M0>();
+    return WayOfNibbles<ScaleElement::kFp32>();
   } else {
-    return {{{&WideBytes<E, false, 1>, &WideBytes<E, false, 2>},
-             {&WideBytes<E, true, 1>, &WideBytes<E, true, 2>}},
+    if constexpr (std::is_same_v<E, E4M3>) {
+      if (is_mx) return WayOfE4M3<true>();
+      if (spec.block_cols != 16) return WayOfE4M3<false>();
+    }
+    return {{{&WideBytes<E, false, 1>, &WideBytes<E, true, 1>},
+             {&WideBytes<E, false, 2>, &WideBytes<E, true, 2>}},
             nullptr,
-            static_cast<float>(1 << (15 - E::kBias))};
+            nullptr,
+            static_cast<float>(1 << (15 - E::kBias)),
+            WideBy::kEach16};
   }
 }
 
 #else
 
 template <class E>
-static WideWay WideWayOf() {
-  return {{{nullptr, nullptr}, {nullptr, nullptr}}, nullptr, 1.0f};
+static WideWay WideWayOf(const Spec&) {
+  return {};
 }
 
 #endif

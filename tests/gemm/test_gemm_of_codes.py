@@ -15,11 +15,13 @@ import torch
 import hybridq
 from core_tools import using_variant
 from gemm_cases import check, decoded, in_own_domain, make
-from hybridq.formats import names
-from hybridq.kernels.choice import GemmArgs, Operand
+from hybridq.formats import PlaneSpec, names
+from hybridq.kernels.choice import EncodeRequest, GemmArgs, Operand
 from hybridq.kernels.cpu import SKINNY_ROWS, CodesProduct, codes_reason, core, product_reason
 from hybridq.kernels.decoded import decode_side
 from hybridq.kernels.decoded import decoded_gemm as exact
+from hybridq.kernels.operators.encode_plan import encode_plan
+from hybridq.kernels.operators.skinny_gemm import skinny_gemm
 from hybridq.storage import Plane
 
 pytestmark = pytest.mark.skipif(core is None, reason="the compiled core is missing")
@@ -295,3 +297,24 @@ def test_wrong_arguments_are_refused() -> None:
     short = Operand([w.data[:2], w.scale], w.spec, 4, 32)
     with pytest.raises(ValueError, match="product: data must be 128 contiguous"):
         run(torch.randn(1, 32), None, short, args)
+
+
+@needs_codes
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize(
+    "names_", [("mxfp8", "mxfp8"), ("nvfp4", "nvfp4_16x16"), ("fp8_e4m3",) * 2]
+)
+def test_one_call_with_a_plane_is_its_steps(names_: tuple[str, str], static: bool) -> None:
+    """On every CPU that reads codes: encode, decode, multiply; with a given amax too."""
+    row, weight = (PlaneSpec.parse(name) for name in names_)
+    for m, n, k in SHAPES:
+        x, w = torch.randn(m, k).bfloat16(), make(torch.randn(n, k), names_[1])
+        bias = torch.randn(n).bfloat16()
+        amax = torch.tensor([1.75]) if static and row.needs_amax else None
+        request = EncodeRequest(row_stat=amax)
+        run = skinny_gemm(row.text, "", weight.text, x.dtype, True, "auto")
+        made, _ = run(x, operand(w), bias, None, 1, amax)
+        plane = Operand(encode_plan(row.text, "", x.dtype, "cpu")(x, request), row, m, k)
+        args = GemmArgs(bias, None, x.dtype)
+        expected = exact.exact_gemm(plane, operand(w), args)
+        assert torch.equal(made, expected), (m, n, k)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .backend import TORCH
-from .decoded_gemm import Side, decode_side, exact_gemm, fp32_reason
+from .decoded_gemm import Side, decode_side, exact_gemm, fp32_reason, no_codes_reason
 from .plain_gemm import (
     ProductWay,
     advise,
@@ -24,6 +24,7 @@ __all__ = [
     "fp32_reason",
     "give_no_advice",
     "is_slow",
+    "no_codes_reason",
     "plain_product",
     "product_ways",
     "slow_advice",

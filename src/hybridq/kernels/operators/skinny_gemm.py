@@ -16,8 +16,8 @@ from ... import settings
 from ...formats import PlaneSpec
 from ..choice import ORIGINAL, EncodeRequest, Operand, OpQuery, cached_choice, choose, together
 from ..cpu import SKINNY_ROWS, encoder, product_reason
-from ..decoded import TORCH, fp32_reason
-from ..inputs import described_plane, given_or_none, made, plane_description, values
+from ..decoded import TORCH, fp32_reason, no_codes_reason
+from ..inputs import described_plane, given, given_or_none, made, plane_description, values
 
 __all__ = ["SKINNY_ROWS", "SkinnyGemm", "skinny_gemm"]
 
@@ -54,15 +54,18 @@ class SkinnyGemm:
         bias: torch.Tensor | None,
         seed: torch.Tensor | None,
         col_stream: int,
+        x_amax: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
         """Return `x @ weight.T + bias` and the buffers of x's columnwise plane; None: not done.
 
         Args:
             x: `[rows, k]`, from 1 to SKINNY_ROWS rows, on a CPU; no tensor needs the dispatcher.
-            weight: `[n, k]`, to be quantized; or its plane, whose codes are read as they lie.
+            weight: `[n, k]`, to be quantized, where the core has a BF16 product; or its plane,
+                whose codes are read as they lie.
             bias: `[n]` contiguous, or None.
             seed: int64 `[1]` where the columnwise plane is rounded stochastically.
             col_stream: its random stream.
+            x_amax: FP32 `[1]`, what x is scaled by, as `given_statistic` returns it; None: its own.
         """
         rows, k = x.shape
         buffers: list[torch.Tensor] = []
@@ -103,6 +106,7 @@ class SkinnyGemm:
             given_or_none("linear: bias", bias, self._dtype, n),
             made(out),
             _threads(),
+            *(() if x_amax is None else (given("linear: amax", x_amax, torch.float32, 1),)),
         )
         del seed_read  # alive until here
         return (out, buffers) if is_done else None
@@ -136,7 +140,11 @@ def _product(
     row, weight = (PlaneSpec.parse(text).resolve(dtype) for text in (row_text, weight_text))
     col = PlaneSpec.parse(col_text).resolve(dtype) if col_text else None
     del forced  # what `choose` and `together` ask for
-    if product_reason() is not None or fp32_reason(row, weight, "cpu", dtype, not has_bias):
+    if product_reason() is not None:
+        # Codes are read in FP32: of values that BF16 holds, so that one call is enough.
+        if no_codes_reason(row, weight) or not row.format.is_bf16_exact:
+            return None
+    elif fp32_reason(row, weight, "cpu", dtype, not has_bias):
         return None
     if col is not None and col.format.is_identity:
         return None

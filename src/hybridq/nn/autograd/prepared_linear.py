@@ -44,8 +44,8 @@ class PreparedSlot:
         self._given: tuple[torch.Tensor | None, int, EncodeRequest] = (None, 0, self._requests[0])
         self._is_plain_col, self._saves_row = plan.col.is_plain, plan.saves_row
 
-    def scaled(self, x: torch.Tensor, amax: torch.Tensor) -> Buffers:
-        """Return the rowwise plane of x, scaled by a statistic that was given.
+    def with_statistic(self, x: torch.Tensor, amax: torch.Tensor) -> EncodeRequest:
+        """Return the request for the rowwise plane of x, scaled by a statistic that was given.
 
         Args:
             x: `[rows, cols]`, checked.
@@ -58,7 +58,7 @@ class PreparedSlot:
             stat = given_statistic(x.shape[0], spec, amax, "encode")
             request = request._replace(row_stat=stat)
             self._given = (amax, amax._version, request)
-        return encode_plan(request.row, "", x.dtype, "cpu").scaled(x, request)
+        return request
 
     def operand(
         self, x: torch.Tensor, is_saved: bool, seed: torch.Tensor | None
@@ -133,6 +133,7 @@ class PreparedLinear:
         bias: torch.Tensor | None,
         seed: torch.Tensor | None,
         saves_x: bool,
+        amax: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Buffers] | None:
         """Return y and what is saved of x, made in one call of the core; None: not done.
 
@@ -142,13 +143,14 @@ class PreparedLinear:
                 rowwise plane.
             bias, seed: as for `linear_function.linear`.
             saves_x: the backward will want x's columnwise plane.
+            amax: FP32 `[1]`, what x is scaled by, as kernels take it; None: its own.
         """
         plan, column = self.plan, self._column if saves_x else ""
         if column is None or not 0 < x.shape[0] <= SKINNY_ROWS:
             return None
         specs = (plan.input.row.spec, column, plan.weight.row.spec)
         product = skinny_gemm(*specs, self.dtype, bias is not None, plan.precision.fprop)
-        return None if product is None else product(x, w, bias, seed, STREAMS["input"][1])
+        return None if product is None else product(x, w, bias, seed, STREAMS["input"][1], amax)
 
     def fitting(self, plane: Plane | None) -> Plane | None:
         """Return the rowwise plane of a quantized weight if `with_plane` takes it, else None.
@@ -178,14 +180,17 @@ class PreparedLinear:
         buffers, shape = w.tensors, w.matrix
         if self.plan.input.row.is_plain:
             row = [x]
-        elif amax is not None:
-            row = self.input.scaled(x, amax)
         else:
+            request = None if amax is None else self.input.with_statistic(x, amax)
+            stat = None if request is None else request.row_stat
             weight = Operand(buffers, self.weight_spec, *shape)
-            made = self.skinny(x, weight, bias, None, False)
+            made = self.skinny(x, weight, bias, None, False, stat)
             if made is not None:
                 return made[0]
-            row = self.input.operand(x, False, None)[0]
+            if request is not None:
+                row = encode_plan(request.row, "", x.dtype, "cpu").scaled(x, request)
+            else:
+                row = self.input.operand(x, False, None)[0]
         cache = w.ready if can_cache(w.data) else None
         return self.gemm(row, x.shape[0], buffers, shape, bias, cache)
 
