@@ -18,7 +18,7 @@ import hybridq
 from hybridq.optim import AdamW
 from hybridq.optim.moments import MOMENTS, read
 
-SHORT = ("bf16", "fp8_block")
+SHORT = ("bf16", "fp16", "fp8_block")
 
 
 def run(
@@ -50,7 +50,8 @@ def test_first_step_is_torchs_and_moments_are_neighbours_of_its(kind) -> None:
     for name in MOMENTS:
         assert not torch.equal(got[name], want[name])
         # One step of the format: 2**-7 in BF16; in E4M3 2**-3, twice that of a square.
-        step = 2**-7 if kind == "bf16" else 2**-3 * (2.2 if name == "exp_avg_sq" else 1)
+        root = 2.2 if name == "exp_avg_sq" else 1
+        step = {"bf16": 2**-7, "fp16": 2**-10 * root, "fp8_block": 2**-3 * root}[kind]
         floor = 0.0 if kind == "bf16" else float(want[name].abs().max()) * 2**-15
         assert ((got[name] - want[name]).abs() <= step * want[name].abs() + floor).all()
 
@@ -116,7 +117,8 @@ def test_what_is_not_zero_stays_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "nbytes"), [("fp32", 8), ("bf16", 4), ("fp8_block", 2 * 132 / 128)]
+    ("kind", "nbytes"),
+    [("fp32", 8), ("bf16", 4), ("fp16", 2 * (2 + 4 / 256)), ("fp8_block", 2 * 132 / 128)],
 )
 def test_bytes_of_a_value(kind, nbytes) -> None:
     with hybridq.quantized_model_init("nvfp4"):
@@ -180,14 +182,14 @@ def test_a_state_of_another_kind_is_taken_by_its_values(old, new) -> None:
     for name in MOMENTS:
         want = read(theirs.state[own], name, own)
         # E4M3 is 2**-3 of a value apart, its square (1 + 2**-3)**2 - 1.
-        step = 0 if new in ("fp32", old) else 2**-7 if new == "bf16" else 0.28
-        floor = float(want.abs().max()) * 2**-14 if new == "fp8_block" else 0.0
+        step = {"fp32": 0, old: 0, "bf16": 2**-7, "fp16": 2**-9}.get(new, 0.28)
+        floor = float(want.abs().max()) * 2**-14 if new in ("fp16", "fp8_block") else 0.0
         assert ((got[name] - want).abs() <= step * want.abs() + floor).all()
     keys = set(ours.state[mine])
     assert keys == {
         "step",
-        *(f"{m}_{p}" for m in MOMENTS for p in ("codes", "scale") if new == "fp8_block"),
-        *(m for m in MOMENTS if new != "fp8_block"),
+        *(f"{m}_{p}" for m in MOMENTS for p in ("codes", "scale") if new in SHORT[1:]),
+        *(m for m in MOMENTS if new not in SHORT[1:]),
     }
 
 

@@ -84,8 +84,9 @@ def plan(
         quantized_params: parameters are held as planes, and their values by the optimizer.
         masters: 16-bit parameters have a master and moments in FP32, as `hybridq.optim.AdamW` keeps
             them; with `quantized_params` they always have. FP32 parameters are their own masters.
-        moments: `"fp32"`, `"bf16"` or `"fp8_block"`: how `hybridq.optim.AdamW` holds them, with
-            `masters` or `quantized_params`. The runs that the plan stands beside have FP32 ones.
+        moments: `"fp32"`, `"bf16"`, `"fp16"` or `"fp8_block"`: how `hybridq.optim.AdamW` holds
+            them, with `masters` or `quantized_params`. The runs that the plan stands beside have
+            FP32 ones.
         tokens: of a rank in a step: with them the inputs count that linear modules save for the
             backward. What norms, activations, attention and GroupedLinear save does not.
 

@@ -78,11 +78,12 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
             small updates are not lost, and of which a BF16 parameter is its own. Random bits
             follow from torch's generator of the device.
 
-        moments: of both, or a pair, of the first and of the second: `"fp32"`; `"bf16"`; or
-            `"fp8_block"`: E4M3 codes in blocks of 128 along rows, 1.03 bytes for a value, of the
-            second moment's square root. They are computed in FP32 and rounded stochastically.
-            Parameters of one dimension, and those whose rows a placement cuts, have FP32 moments
-            instead of blocks. Short ones not with `amsgrad`.
+        moments: of both, or a pair, of the first and of the second: `"fp32"`; `"bf16"`; `"fp16"`,
+            with a power of two for each row, of the second moment's square root; or `"fp8_block"`:
+            E4M3 codes in blocks of 128 along rows, 1.03 bytes for a value, of the same. They are
+            computed in FP32 and rounded stochastically. Parameters of one dimension, and those
+            whose rows a placement cuts, have FP32 moments instead of these two. Short ones not
+            with `amsgrad`.
         store_param_remainders: of BF16 parameters the state holds no master, but the 16 bits that
             the parameter lacks of it, int16 in `master_param`: together they are the FP32 values,
             exactly. Such parameters are rounded to nearest, ties away from zero.
@@ -320,6 +321,22 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
             values = joined(local(param), master) if is_rest else master
             made = values.to(torch.float32, copy=True)
         return sharded_like(made, param)
+
+    def get_scaled_state(
+        self, param: torch.Tensor, state_name: str
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a moment or the master as the state holds it, and the scales of its rows or None.
+
+        Args:
+            param, state_name: as for `get_unscaled_state`.
+
+        Raises:
+            ValueError: there is no such state.
+        """
+        state = self._state_of(param, state_name)
+        if state_name in state:
+            return state[state_name], None
+        return state[f"{state_name}_codes"], state[f"{state_name}_scale"]
 
     @torch.no_grad()
     def set_scaled_state(

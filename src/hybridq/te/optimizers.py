@@ -15,7 +15,12 @@ from .. import optim
 __all__ = ["FusedAdam", "FusedSGD"]
 
 #: How moments of a dtype are held; codes of FP8 are said by the dtype of their bytes.
-_MOMENTS: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "fp8_block"}
+_MOMENTS: Final = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.uint8: "fp8_block",
+}
 
 
 def _check(owner: str, given: tuple[tuple[str, Any, Any], ...]) -> None:
@@ -29,16 +34,19 @@ class FusedAdam(optim.AdamW):
     """`hybridq.optim.AdamW` with Transformer Engine's arguments, on any device.
 
     Without masters a BF16 parameter is its own, written with stochastic rounding; a quantized or
-    FP16 one has a BF16 master. `get_unscaled_state` and `set_scaled_state` are those of AdamW.
+    FP16 one has a BF16 master. `get_unscaled_state`, `get_scaled_state` and `set_scaled_state` are
+    those of AdamW.
 
     Args:
         params, lr, betas, eps, weight_decay: as for `torch.optim.AdamW`.
         amsgrad: False.
-        bias_correction, adam_w_mode: True.
+        bias_correction: as `hybridq.optim.AdamW` takes it.
+        adam_w_mode: False: weight decay is a part of the gradient, as of `torch.optim.Adam`.
         capturable: as for `torch.optim.AdamW`.
         master_weights: short and quantized parameters have masters of `master_weight_dtype`.
         master_weight_dtype: float32, or bfloat16 (rounded stochastically).
-        exp_avg_dtype, exp_avg_sq_dtype: float32, bfloat16, or uint8: blocks of E4M3 codes.
+        exp_avg_dtype, exp_avg_sq_dtype: float32, bfloat16, float16 (with a scale for each row), or
+            uint8: blocks of E4M3 codes.
         use_decoupled_grad, store_param_remainders: as `hybridq.optim.AdamW` takes them.
         set_grad_none: None or True.
 
@@ -79,8 +87,6 @@ class FusedAdam(optim.AdamW):
             "FusedAdam",
             (
                 ("amsgrad", amsgrad, (False,)),
-                ("bias_correction", bias_correction, (True,)),
-                ("adam_w_mode", adam_w_mode, (True,)),
                 ("master_weight_dtype", master_weight_dtype, (torch.float32, torch.bfloat16)),
                 ("exp_avg_dtype", exp_avg_dtype, tuple(_MOMENTS)),
                 ("exp_avg_sq_dtype", exp_avg_sq_dtype, tuple(_MOMENTS)),
@@ -97,6 +103,8 @@ class FusedAdam(optim.AdamW):
             moments=(_MOMENTS[exp_avg_dtype], _MOMENTS[exp_avg_sq_dtype]),
             store_param_remainders=store_param_remainders,
             use_decoupled_grad=use_decoupled_grad,
+            bias_correction=bias_correction,
+            decoupled_weight_decay=adam_w_mode,
             capturable=capturable,
         )
 
