@@ -116,8 +116,8 @@ def test_changes_are_seen_and_copies_are_apart() -> None:
     role = te.QuantizerRole("linear", "grad_output")
     assert recipe.current.quantizer(role).rowwise.format.element.name == "e5m2"
     assert other == door.MXFP8BlockScaling() and other.current == first
-    with pytest.raises(NotImplementedError, match="fp8_dpa"):
-        recipe.fp8_dpa = True
+    with pytest.raises(ValueError, match="margin"):
+        recipe.margin = 1
         _ = recipe.current
 
 
@@ -352,3 +352,65 @@ def test_slots_without_a_module() -> None:
         te.RecipeState.create(
             door.MXFP8BlockScaling(), mode="forward", num_quantizers=2, roles=roles[:1]
         )
+
+
+def attended(q, k, v, dy, fmt: str, grad_fmt: str) -> list[torch.Tensor]:
+    """Causal attention between what operands decode to, by torch's functions and derivatives."""
+
+    def kept(x: torch.Tensor, fmt: str) -> torch.Tensor:
+        return hybridq.quantize(x.contiguous(), fmt, columnwise=None).dequantize()
+
+    q, k, v = (kept(one, fmt) for one in (q, k, v))
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    unseen = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    weights = torch.softmax(scores.masked_fill(unseen, -torch.inf), -1)
+    dy, short = kept(dy, grad_fmt), kept(weights, fmt)
+    dweights = dy @ v.mT
+    dscores = weights * (dweights - (dweights * weights).sum(-1, keepdim=True))
+    dscores = kept(dscores, grad_fmt) / q.shape[-1] ** 0.5
+    return [short @ v, dscores @ k, dscores.mT @ q, short.mT @ dy]
+
+
+@pytest.mark.parametrize(
+    ("name", "formats"),
+    [
+        ("MXFP8BlockScaling", ("mxfp8", "mxfp8")),
+        ("Float8CurrentScaling", ("fp8", "fp8_e5m2")),
+        ("DelayedScaling", ("fp8", "fp8_e5m2")),
+        ("NVFP4BlockScaling", ("fp8", "fp8_e5m2")),
+    ],
+)
+def test_fp8_dpa_quantizes_attention(name: str, formats: tuple[str, str]) -> None:
+    torch.manual_seed(0)
+    made = getattr(door, name)(fp8_dpa=True)
+    assert made.current.quantizes_attention and made.current == copy.deepcopy(made).current
+    attention = te.DotProductAttention(2, 32, qkv_format="bshd")
+    given = [torch.randn(1, 6, 2, 32, requires_grad=True) for _ in range(3)]
+    with te.autocast(recipe=made):
+        y = attention(*given)
+    dy = torch.randn(1, 6, 2, 32)
+    y.backward(dy.view(1, 6, 64))
+    apart = [one.detach().transpose(1, 2) for one in (*given, dy)]
+    want = [one.transpose(1, 2) for one in attended(*apart, *formats)]
+    for got, right in zip((y.view(1, 6, 2, 32), *(one.grad for one in given)), want, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4)
+
+
+def test_fp8_mha_changes_no_number_and_wants_fp8_dpa() -> None:
+    torch.manual_seed(0)
+    layer = te.MultiheadAttention(64, 2, attention_dropout=0.0, layer_number=1)
+    x, found = torch.randn(5, 2, 64), []
+    for options in ({}, {"fp8_dpa": True}, {"fp8_dpa": True, "fp8_mha": True}):
+        with te.autocast(recipe=door.Float8CurrentScaling(**options)):
+            found.append(layer(x))
+    assert torch.equal(found[1], found[2]) and not torch.equal(found[0], found[1])
+    asked = []
+
+    def factory(role):
+        asked.append((role.module_type, role.tensor_type) if role else None)
+        return te.MXFP8Quantizer(te.DType.kFloat8E4M3)
+
+    with te.autocast(recipe=door.CustomRecipe(factory, fp8_dpa=True)):
+        layer(x)
+    assert {("dpa", "qkv"), ("dpa", "s"), ("dpa", "do"), ("dpa", "dp")} <= set(asked)
+    assert door.CustomRecipe(factory, fp8_dpa=True).current != door.CustomRecipe(factory).current

@@ -375,12 +375,32 @@ def test_optimizers_refuse_what_they_would_not_do() -> None:
     plain = [torch.nn.Parameter(torch.ones(4))]
     for make, text in (
         (lambda: optimizers.FusedAdam(plain, amsgrad=True), "FusedAdam: amsgrad"),
-        (lambda: optimizers.FusedAdam(plain, adam_w_mode=False), "FusedAdam: adam_w_mode"),
-        (lambda: optimizers.FusedAdam(plain, exp_avg_dtype=torch.float16), "exp_avg_dtype"),
+        (lambda: optimizers.FusedAdam(plain, exp_avg_dtype=torch.float64), "exp_avg_dtype"),
         (lambda: optimizers.FusedSGD(plain, 0.1, set_grad_none=False), "FusedSGD: set_grad_none"),
     ):
         with pytest.raises(NotImplementedError, match=text):
             make()
+
+
+def test_adam_steps_as_torchs_and_holds_halves() -> None:
+    own, reference = ([torch.nn.Parameter(torch.randn(8, 64).clamp(-1, 1))] for _ in "ab")
+    own[0].data.copy_(reference[0])
+    half = {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16}
+    steps = hybridq.te.optimizers.FusedAdam(own, 0.1, weight_decay=0.5, adam_w_mode=False, **half)
+    torchs = torch.optim.Adam(reference, 0.1, weight_decay=0.5)
+    for step in range(3):
+        for parameter in (*own, *reference):
+            parameter.grad = torch.full_like(parameter, 2.0 - step)
+        steps.step()
+        torchs.step()
+        torch.testing.assert_close(own[0], reference[0], rtol=1e-2, atol=1e-3)
+    held, scale = steps.get_scaled_state(own[0], "exp_avg")
+    assert held.dtype == torch.float16 and scale.shape == (8, 1)
+    assert torch.equal(held.float() * scale, steps.get_unscaled_state(own[0], "exp_avg"))
+    values = torch.randn(8, 64)
+    steps.set_scaled_state(own[0], "exp_avg", values)
+    got = steps.get_unscaled_state(own[0], "exp_avg")
+    torch.testing.assert_close(got, values, rtol=2**-10, atol=1e-3)
 
 
 def test_sgd_steps_as_torchs() -> None:

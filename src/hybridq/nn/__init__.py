@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any, Final
 
 from .autograd import checkpoint, get_cpu_offload_context, offload
-from .delayed_scaling import state_dict_with_history, update_scaling
+from .delayed_scaling import hold_history, state_dict_with_history, update_scaling
 from .modules import (
     ActivationFunction,
     DotProductAttention,
@@ -87,6 +87,7 @@ __all__ = [
     "dequantized_state_dict",
     "fp8_model_init",
     "get_cpu_offload_context",
+    "hold_history",
     "of_part",
     "offload",
     "quantized_model_init",

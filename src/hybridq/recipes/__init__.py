@@ -9,6 +9,7 @@ Example:
 from __future__ import annotations
 
 from . import factories, zoo
+from .attention import with_attention
 from .autocast import autocast, default_recipe, fp8_autocast, is_recomputing
 from .bind import INPUTS, STATIC, Plan, SlotPlan, bind, forward_plan, plan_by_key
 from .builtin import (
@@ -84,5 +85,6 @@ __all__ = [
     "names",
     "plan_by_key",
     "register_module_type",
+    "with_attention",
     "zoo",
 ]

@@ -25,6 +25,7 @@ from . import (
     cross_entropy,
     custom_recipes,
     distributed,
+    graph,
     hybrid,
     module,
     ops,
@@ -40,6 +41,7 @@ from .common.recipe import quantizer_factory
 from .constants import *  # noqa: F403
 from .cross_entropy import *  # noqa: F403
 from .distributed import *  # noqa: F403
+from .graph import *  # noqa: F403
 from .hybrid import *  # noqa: F403
 from .module import *  # noqa: F403
 from .permutation import *  # noqa: F403
@@ -54,6 +56,7 @@ __all__ = [
     *constants.__all__,
     *cross_entropy.__all__,
     *distributed.__all__,
+    *graph.__all__,
     *hybrid.__all__,
     *module.__all__,
     *permutation.__all__,

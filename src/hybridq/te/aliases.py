@@ -20,6 +20,7 @@ PATHS: Final = {
     "custom_recipes.quantizer_factories": (),
     "custom_recipes.quantizer_factory_zoo": (),
     "distributed": ("cpu_offload",),
+    "graph": (),
     "module": (
         *("transformer", "attention", "attention.multi_head_attention", "attention.rope"),
         *("attention.dot_product_attention", "module.base", "module.linear"),

@@ -133,7 +133,7 @@ class autocast(recipes.autocast):
         self.amax_reduction_group = amax_reduction_group
         source = self.te_recipe
         if amax_reduction_group is not None and isinstance(source, DelayedScaling):
-            source = source.with_group(amax_reduction_group)
+            source = source.attending(source.with_group(amax_reduction_group))
         super().__init__(enabled, source, calibrating=calibrating)
 
     def __enter__(self) -> autocast:

@@ -27,7 +27,6 @@ REFUSED: Final = {
     "get_cudnn_version": "nothing here runs cuDNN by itself",
     "initialize_ub": _UB,
     "interleave_glu_tensor": _GLU,
-    "make_graphed_callables": "torch.compile(mode='reduce-overhead') captures CUDA graphs",
     "mark_not_offload": "hybridq.offload takes the planes of activations, and no parameter",
     "moe_permute_and_pad_with_probs": _PROBS,
     "moe_permute_with_probs": _PROBS,

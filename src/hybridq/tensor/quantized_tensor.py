@@ -239,12 +239,12 @@ class QuantizedTensor(MadeByClass, Unprepared, Memory, torch.Tensor):
 
     # ---- writes
 
-    def quantize_(self, source: torch.Tensor) -> QuantizedTensor:
-        """Write `source` into this tensor through its quantizer, in place; return self.
+    def quantize_(self, source: torch.Tensor, *, noop_flag: Any = None) -> QuantizedTensor:
+        """Write `source`, which must not require grad, through the quantizer; return self.
 
-        No gradient goes through it (`copy_` passes it on), so `source` must not require any.
-        """
-        return self.write(source, "quantize_")
+        Nothing is written where `noop_flag`, FP32 `[1]`, is 1. Reading it waits for a device."""
+        is_off = noop_flag is not None and float(noop_flag) == 1.0
+        return self if is_off else self.write(source, "quantize_")
 
     @property
     def own_quantizer(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .groups import has_own_group, reduce_over
+from .held import hold_history
 from .places import Scales, places_of, reduces_by_default
 from .state import ScalingState, states_of
 from .state_dict import load_history, state_dict_with_history
@@ -12,6 +13,7 @@ __all__ = [
     "Scales",
     "ScalingState",
     "has_own_group",
+    "hold_history",
     "load_history",
     "misses_step",
     "num_updates",

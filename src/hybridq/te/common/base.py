@@ -95,8 +95,16 @@ class Recipe(ours.RecipeSource):
         """The recipe of hybridq that this one is now."""
         if self._made is None:
             self._check()
-            object.__setattr__(self, "_made", self._freeze())
+            object.__setattr__(self, "_made", self.attending(self._freeze()))
         return self._made  # type: ignore[return-value]
+
+    def attending(self, made: ours.Recipe) -> ours.Recipe:
+        """Return a recipe of hybridq that quantizes attention as well, if `fp8_dpa` says so.
+
+        Args:
+            made: of this recipe.
+        """
+        return ours.with_attention(made) if getattr(self, "fp8_dpa", False) else made
 
     def _freeze(self) -> ours.Recipe:
         raise NotImplementedError(f"{type(self).__name__}.current: must be overridden")
@@ -113,12 +121,10 @@ class Recipe(ours.RecipeSource):
         for name in SUMS:
             if name in given and not isinstance(given[name], MMParams):
                 raise TypeError(f"{own}: {name} must be MMParams, got {given[name]!r}")
-        for name in ("fp8_dpa", "fp8_mha"):
-            if given.get(name):
-                raise NotImplementedError(
-                    f"{own}: {name} must be False, since attention between the projections "
-                    "computes in high precision, got True"
-                )
+        if given.get("fp8_mha") and not given.get("fp8_dpa"):
+            raise ValueError(
+                f"{own}: fp8_mha must be False without fp8_dpa, whose tensors it is about, got True"
+            )
 
     @property
     def _format(self) -> str:

@@ -48,7 +48,8 @@ class DelayedScaling(Recipe):
         amax_compute_algo: `"max"`, `"most_recent"`, or `f(history) -> amax` of FP32 `[length, n]`,
             slot 0 the newest.
         scaling_factor_compute_algo: None, or `f(amax, old_scale, fp8_max, recipe) -> scale`.
-        fp8_dpa, fp8_mha: False.
+        fp8_dpa: attention is quantized, too (`hybridq.recipes.with_attention`).
+        fp8_mha: with `fp8_dpa`; changes no number: the projections quantize the same tensors.
         backward_override: None.
 
     Raises:
@@ -95,7 +96,8 @@ class Float8CurrentScaling(Recipe):
     Args:
         use_power_2_scales, fp8_format: as `hybridq.recipes.Float8CurrentScaling`.
         fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: any MMParams: sums are FP32.
-        fp8_dpa, fp8_mha: False.
+        fp8_dpa: attention is quantized, too (`hybridq.recipes.with_attention`).
+        fp8_mha: with `fp8_dpa`; changes no number: the projections quantize the same tensors.
         backward_override: None, `"high_precision"` or `"dequantized"`.
 
     Raises:
@@ -139,7 +141,8 @@ class MXFP8BlockScaling(Recipe):
     Args:
         margin: 0.
         fp8_format, enable_2d_quantization: as `hybridq.recipes.MXFP8BlockScaling`.
-        fp8_dpa, fp8_mha: False.
+        fp8_dpa: attention is quantized, too (`hybridq.recipes.with_attention`).
+        fp8_mha: with `fp8_dpa`; changes no number: the projections quantize the same tensors.
         backward_override: None, `"high_precision"` or `"dequantized"`.
 
     Raises:
@@ -175,7 +178,8 @@ class Float8BlockScaling(Recipe):
         use_f32_scales, fp8_format: as `hybridq.recipes.Float8BlockScaling`.
         x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: the same.
         fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: MMParams that ask for FP32 sums.
-        fp8_dpa, fp8_mha: False.
+        fp8_dpa: attention is quantized, too (`hybridq.recipes.with_attention`).
+        fp8_mha: with `fp8_dpa`; changes no number: the projections quantize the same tensors.
         backward_override: None, `"high_precision"` or `"dequantized"`.
 
     Raises:
@@ -233,7 +237,8 @@ class NVFP4BlockScaling(Recipe):
         row_scaled_activation, nvfp4_4over6: the same.
         nvfp4_4over6_e4m3_use_256, nvfp4_4over6_err_mode: the same.
         fp4_format, fp8_format: E2M1 and E4M3.
-        fp8_dpa, fp8_mha: False.
+        fp8_dpa: attention is quantized, too (`hybridq.recipes.with_attention`).
+        fp8_mha: with `fp8_dpa`; changes no number: the projections quantize the same tensors.
         backward_override: None, `"high_precision"` or `"dequantized"`.
 
     Raises:
@@ -364,8 +369,8 @@ class _Asked:
     Equal to another one of the same factory, and so are recipes of both.
     """
 
-    def __init__(self, qfactory: Callable[[Any], Any]) -> None:
-        self.qfactory = qfactory
+    def __init__(self, qfactory: Callable[[Any], Any], fp8_dpa: bool = False) -> None:
+        self.qfactory, self.fp8_dpa = qfactory, fp8_dpa
         self.reads_names = bool(getattr(qfactory, "reads_names", True))
         named = qfactory if hasattr(qfactory, "__qualname__") else type(qfactory)
         self.__dict__["__qualname__"] = named.__qualname__
@@ -381,7 +386,8 @@ class _Asked:
         return getattr(made, "frozen", made)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Asked) and self.qfactory == other.qfactory
+        own = (self.qfactory, self.fp8_dpa)
+        return isinstance(other, _Asked) and own == (other.qfactory, other.fp8_dpa)
 
     def __hash__(self) -> int:
         return hash(self.qfactory)
@@ -396,7 +402,9 @@ class CustomRecipe(Recipe):
             of hybridq, or a DelayedScalingRequest. `role` is a QuantizerRole, or None for an
             output or a gradient of an input of which nobody said who takes it in.
         fp8_format: says nothing: quantizers have elements of their own.
-        fp8_dpa, fp8_mha: False.
+        fp8_dpa: the factory is asked for the operands of attention, too: `role.module_type` is
+            `"dpa"`, `role.tensor_type` `"qkv"`, `"s"`, `"do"` or `"dp"`.
+        fp8_mha: with `fp8_dpa`; changes no number: the projections quantize the same tensors.
         backward_override: None, `"high_precision"` or `"dequantized"`.
         quantization_alignment: what `get_align_size_for_quantization` returns; any shape will do.
         qfactory_key: what `quantizer_factory` gave the factory; recipes of one function are one
@@ -430,6 +438,6 @@ class CustomRecipe(Recipe):
             got = type(given).__name__
             raise TypeError(f"CustomRecipe: qfactory must be callable, got {got}")
         return ours.CustomRecipe(
-            _Asked(self.qfactory),
+            _Asked(self.qfactory, bool(self.fp8_dpa)),
             backward_override=self.backward_override,
         )
