@@ -222,3 +222,24 @@ def test_any_split_fits_the_capacity() -> None:
                 assert last <= ragged.capacity(tokens, groups)
             bare = ragged.padded_offsets(torch.zeros(groups, dtype=torch.int32), tokens, 0)
             assert not bare.any()
+
+
+@pytest.mark.parametrize("a, b", [("fp32", "nvfp4"), ("fp16", "fp16"), ("mxfp8", "fp32")])
+def test_fp32_operands_wait_for_a_triton_that_is_exact(monkeypatch, a: str, b: str) -> None:
+    """Triton 3.6 makes TF32 of them on sm_100 (`test_triton_code` compiles them)."""
+
+    def reason(chip: Chip, first: str, second: str) -> str | None:
+        specs = (PlaneSpec.parse(first), PlaneSpec.parse(second))
+        return backend._supports(OpQuery("grouped_gemm", "cuda", torch.float32, *specs, chip=chip))
+
+    b200 = Chip.of("cuda", (10, 0))
+    monkeypatch.setattr(backend, "_missing", lambda: None)
+    monkeypatch.setattr(backend, "_triton_version", lambda: (3, 6))
+    assert reason(b200, a, b) == (
+        "FP32 operands would be cut to TF32 on sm_100 before Triton 3.9, got 3.6"
+    )
+    for other in (H200, Chip.of("cuda", (12, 0)), Chip.of("cuda", (8, 0))):
+        assert reason(other, a, b) is None
+    assert reason(b200, "bf16", "mxfp8") is None
+    monkeypatch.setattr(backend, "_triton_version", lambda: (3, 10))
+    assert reason(b200, a, b) is None

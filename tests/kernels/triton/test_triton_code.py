@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import triton_tools
+from hybridq.kernels.triton import backend as triton_backend
 from triton_tools import Worker
 
 pytestmark = pytest.mark.skipif(triton_tools.MISSING is not None, reason=str(triton_tools.MISSING))
@@ -108,10 +109,12 @@ def test_grouped_on_hopper(compiled, case: tuple[str, str, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("case", WIDE, ids="-".join)
 def test_groups_of_fp32_operands(compiled, case: tuple[str, str, str], capability: int) -> None:
     """No tensor core cuts an operand short: every product of a tile is one of FP32."""
+    if capability == 100 and triton_backend._triton_version() < triton_backend._EXACT:
+        pytest.skip("the backend refuses them: test_fp32_operands_wait_for_a_triton_that_is_exact")
     code = compiled("grouped", *case, capability=capability)
     print(case, code.registers)
     assert code.spilled == 0

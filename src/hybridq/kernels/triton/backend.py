@@ -7,10 +7,12 @@ smaller in codes than in BF16), and grouped ones.
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -39,6 +41,35 @@ _OUT = (torch.float32, torch.bfloat16, torch.float16)
 @lru_cache(maxsize=1)
 def _missing() -> str | None:
     return None if find_spec("triton") is not None else "the package triton is not installed"
+
+
+#: Of Triton: the first that is known to multiply FP32 on sm_100 as it is told to.
+_EXACT: Final = (3, 9)
+
+
+@lru_cache(maxsize=1)
+def _triton_version() -> tuple[int, int]:
+    try:
+        found = re.match(r"(\d+)\.(\d+)", version("triton"))
+    except PackageNotFoundError:
+        return (0, 0)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _wide_reason(query: OpQuery) -> str | None:
+    """Return why an exact product of FP32 operands is not to be had here, or None.
+
+    Triton 3.6 compiles `tl.dot(..., input_precision="ieee")` to TF32 on sm_100; 3.9 does not.
+    """
+    if query.chip is None or query.chip.capability is None or query.chip.capability[0] != 10:
+        return None
+    if not any(spec is not None and form_of(spec).is_wide for spec in (query.row, query.col)):
+        return None
+    got = _triton_version()
+    if got >= _EXACT:
+        return None
+    want, have = (".".join(map(str, pair)) for pair in (_EXACT, got))
+    return f"FP32 operands would be cut to TF32 on sm_100 before Triton {want}, got {have}"
 
 
 def wants(sizes: tuple[int, int, int] | None, a: PlaneSpec, b: PlaneSpec) -> str | None:
@@ -73,7 +104,7 @@ def _supports(query: OpQuery) -> str | None:
             return f"operand {name}: {reason}"
     if query.row.signs != query.col.signs:
         return "one operand is transformed and the other is not"
-    return None
+    return _wide_reason(query)
 
 
 def _leaves(query: OpQuery) -> str | None:
