@@ -40,6 +40,9 @@ class Table:
     def __str__(self) -> str:
         return render(self)
 
+    def _repr_html_(self) -> str:
+        return html(self)
+
     def __rich__(self) -> Group:
         from rich.console import Group
         from rich.padding import Padding

@@ -456,3 +456,13 @@ def test_without_the_extra_the_command_line_says_what_to_install():
     assert done.stderr.strip() == (
         "hybridq: the command line needs typer; pip install hybridq[demo]"
     )
+
+
+def test_a_plot_without_a_baseline_has_one_panel(comparison):
+    """A PNG has its height in bytes 20 to 24: at 120 points per inch, of 7.5 inches or of 4.8."""
+    built = report.build_report(comparison)
+    heights = []
+    for entries in (built["recipes"], built["recipes"][1:]):
+        image = report.plot_losses({**built, "recipes": entries})
+        heights.append(int.from_bytes(image[20:24], "big"))
+    assert heights == [900, 576]

@@ -195,13 +195,18 @@ def plot_losses(report: dict[str, Any]) -> bytes:
     """The loss curves as a PNG: training losses thin and smoothed, validation losses marked.
 
     Curves of good recipes lie on top of each other, so a second panel shows each one's distance
-    from the baseline in percent.
+    from the baseline in percent, if that was run.
     """
     entries = report["recipes"]
-    figure = Figure(figsize=(9, 7.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     baseline = next((entry for entry in entries if entry["recipe"] == BASELINE), None)
+    size = (9, 4.8) if baseline is None else (9, 7.5)
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    if baseline is None:  # nothing to measure a distance from
+        panels = [figure.subplots()]
+    else:
+        panels = [*figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))]
+    upper, lower = panels[0], panels[-1]
     for index, entry in enumerate(entries):
         color = f"C{index}"
         label = entry["recipe"]
@@ -218,9 +223,10 @@ def plot_losses(report: dict[str, Any]) -> bytes:
             lower.plot(list(gap), list(gap.values()), color=color, **style)
     upper.set_ylabel("loss in nats/byte")
     upper.set_title("validation (dots) and smoothed training loss")
-    lower.set_ylabel(f"gap to {BASELINE} in %")
+    if baseline is not None:
+        lower.set_ylabel(f"gap to {BASELINE} in %")
     lower.set_xlabel("step")
-    for axes in (upper, lower):
+    for axes in panels:
         axes.grid(alpha=0.3)
     if entries:
         upper.legend(title="recipe (final validation loss)")

@@ -28,6 +28,7 @@ from .precision import (
     report,
 )
 from .show import PlaneView, TensorView, show
+from .show_model import ModelView, WeightView
 from .summary import ModuleSummary, Summary, summary
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "ErrorMap",
     "FlopCount",
     "MemoryReport",
+    "ModelView",
     "ModuleSummary",
     "PlaneView",
     "PrecisionReport",
@@ -55,6 +57,7 @@ __all__ = [
     "Table",
     "TensorView",
     "WeightSummary",
+    "WeightView",
     "advise",
     "checkpoint_summary",
     "count_flops",

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from .._text import Table, size_text
+from .._text import Table, html, size_text
 from .._torch_private import is_wrapper_subclass
 from ..errors import must_be_one_of
 from ..tensor import is_quantized
@@ -100,6 +100,12 @@ class MemoryReport:
 
     def __str__(self) -> str:
         return str(self.table())
+
+    def __rich__(self) -> Any:
+        return self.table().__rich__()
+
+    def _repr_html_(self) -> str:
+        return html(self.table())
 
 
 def _is_in(name: str, module: str) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
+from torch import nn
 
 from ..direction import ROWWISE
+from ..recipes import Recipe, get
 from ..storage import Plane, TensorStorage
 from ..tensor import QuantizedTensor, is_quantized, matrix_shape
 from . import figure as drawing
@@ -21,6 +23,7 @@ from .measure import (
     measure_fold,
     measure_scales,
 )
+from .show_model import ModelView, show_model
 
 __all__ = ["PlaneView", "TensorView", "show"]
 
@@ -49,7 +52,8 @@ class PlaneView:
     def title(self) -> str:
         """The plane in one line."""
         rows, cols = self.plane.matrix
-        return f"{self.plane.direction} plane [{rows}, {cols}]: {self.plane.spec}"
+        drawn = "" if self.plane.direction == ROWWISE else ", drawn transposed"
+        return f"{self.plane.direction} plane [{rows}, {cols}]{drawn}: {self.plane.spec}"
 
     def lines(self) -> list[str]:
         """Return the plane's numbers, a line each."""
@@ -139,20 +143,44 @@ class TensorView:
         return drawing.as_html(self.title, self.planes, str(self))
 
 
-def show(tensor: Shown, *, original: torch.Tensor | None = None) -> TensorView:
+@overload
+def show(
+    tensor: nn.Module, *, original: None = None, recipe: Recipe | str | None = None
+) -> ModelView: ...
+
+
+@overload
+def show(
+    tensor: Shown, *, original: torch.Tensor | None = None, recipe: None = None
+) -> TensorView: ...
+
+
+def show(
+    tensor: Shown | nn.Module,
+    *,
+    original: torch.Tensor | None = None,
+    recipe: Recipe | str | None = None,
+) -> TensorView | ModelView:
     """Return what the planes of `tensor` hold: scales, codes, and how far they are from `original`.
 
+    Scales have the factor of the second level within them; a columnwise plane is drawn as it is
+    stored, transposed.
+
     Args:
-        tensor: a QuantizedTensor, or a TensorStorage or Plane of one; any format, also empty.
+        tensor: a QuantizedTensor, or a TensorStorage or Plane of one; any format, also empty. Or a
+            model, whose weights are shown: the planes that they hold, or those of the recipe.
         original: what was quantized, of the same shape. None: where both planes exist, the
             columnwise one is compared with the rowwise one.
+        recipe: of a model: what its weights are quantized by; None: the recipe in force, or of the
+            modules' own.
 
     Returns:
-        A TensorView: `str()` is text, `figure()` a matplotlib Figure, and a notebook shows both.
+        A TensorView, of a model a ModelView: `str()` is text, `figure()` a matplotlib Figure, and a
+        notebook shows both.
 
     Raises:
-        TypeError: `tensor` is not quantized.
-        ValueError: `original` has another shape.
+        TypeError: `tensor` is not quantized, or an argument is not for it.
+        ValueError: `original` has another shape, or the model has no modules of hybridq.
 
     Example:
         >>> import torch, hybridq
@@ -161,6 +189,12 @@ def show(tensor: Shown, *, original: torch.Tensor | None = None) -> TensorView:
         >>> [plane.error.relative for plane in view.planes]
         [0.0, 0.0]
     """
+    if isinstance(tensor, nn.Module):
+        if original is not None:
+            raise TypeError("show: original is that of a tensor, got one beside a model")
+        return show_model(tensor, None if recipe is None else get(recipe))
+    if recipe is not None:
+        raise TypeError(f"show: a recipe is for a model, got {type(tensor).__name__} beside it")
     storage, title, shape = _storage(tensor)
     first = storage.first
     if original is not None and tuple(original.shape) != shape:
@@ -196,7 +230,7 @@ def _storage(tensor: Shown) -> tuple[TensorStorage, str, tuple[int, ...]]:
         return tensor, f"TensorStorage {list(shape)} on {first.device}", shape
     if not isinstance(tensor, QuantizedTensor):
         raise TypeError(
-            "show: takes a QuantizedTensor, a TensorStorage or a Plane, got "
+            "show: takes a QuantizedTensor, a TensorStorage, a Plane or a model, got "
             f"{type(tensor).__name__}; hybridq.quantize makes one"
         )
     shape = tuple(tensor.shape)
