@@ -54,6 +54,7 @@ class Weight:
         view: its values in FP32, and its planes.
         stored: how its layout holds it; None: it is hybridq's own.
         record: how hybridq has made it, or None.
+        other: of hybridq's own, the plane that `view` does not see, if the file has one.
     """
 
     entry: Entry
@@ -61,6 +62,7 @@ class Weight:
     view: PlaneView
     stored: StoredWeight | None
     record: Record | None
+    other: PlaneView | None = None
 
     @property
     def scheme(self) -> Scheme | None:
@@ -271,15 +273,17 @@ def _of_record(
     planes = {way: spec for way, spec, _ in record.plane_buffers()}
     if not planes:
         raise CheckpointError(f"checkpoint: {record.name!r} of {source.path} has no plane")
-    direction = next(way for way in ways if way in planes)
-    spec = planes[direction]
-    buffers = {
-        one.buffer: Stored(*entries[one.name], one.dtype)
-        for one in record.stored()
-        if one.direction == direction
-    }
-    rows, cols = record.matrix
-    base = rows if direction == ROWWISE else cols
-    view = PlaneView(spec, direction, shape, buffers, torch.float32, base_rows=base)
-    shard, codes = entries[buffers["data"].entry.name]
-    return Weight(replace(entry, begin=codes.begin, end=codes.end), shard, view, None, record)
+    views = []
+    for direction in (way for way in ways if way in planes):
+        buffers = {
+            one.buffer: Stored(*entries[one.name], one.dtype)
+            for one in record.stored()
+            if one.direction == direction
+        }
+        base = record.matrix[0 if direction == ROWWISE else 1]
+        spec = planes[direction]
+        views.append(PlaneView(spec, direction, shape, buffers, torch.float32, base_rows=base))
+    view, other = views[0], views[1] if len(views) == 2 else None
+    shard, codes = entries[view.buffers["data"].entry.name]
+    entry = replace(entry, begin=codes.begin, end=codes.end)
+    return Weight(entry, shard, view, None, record, other)

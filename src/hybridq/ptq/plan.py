@@ -49,8 +49,8 @@ class Job:
         nbytes: of the source.
         as_stored: makes the plane that the file holds of the one that is encoded; None: it is it.
         is_exact: its MXFP4 planes become NVFP4 by their scales alone, if those allow it.
-        beside: of a plane that is kept: how the other one is made of what that decodes to; None:
-            there is no other to make.
+        beside: of a plane that is kept, or exact: how the other one is made of what that decodes
+            to; None: there is no other to make.
     """
 
     entry: Entry

@@ -16,7 +16,7 @@ from ..errors import CheckpointError
 from ..storage import Plane
 from .budget import Budget
 from .disk import Folder
-from .encode import ENCODE, MatrixEncoder
+from .encode import ENCODE, MatrixEncoder, passes_of
 from .exact import exact_plane
 from .files import as_bytes, file_digest, write_at
 from .measure import ErrorSum
@@ -187,16 +187,18 @@ class _Writer:
         self, step: Step, record: Record, view: View, tile: Tile, pieces: list[torch.Tensor]
     ) -> None:
         """Take one tile through one pass."""
+        made_of = self._made(step.job, record)
         if self._encoder is None or self._current != (step.job, step.index):
             self._current = (step.job, step.index)
-            self._encoder = MatrixEncoder(step.job.beside or record, self._stat(step.job))
+            self._encoder = MatrixEncoder(made_of, self._stat(step.job))
         kept = self._kept(step, view, tile, pieces)
         x = view.values(tile, pieces) if kept is None else kept.dequantize(torch.float32)
         if step.stage != ENCODE:
-            self._encoder.observe(step.stage, tile, x)
+            if step.stage in passes_of(made_of, tile.is_whole):
+                self._encoder.observe(step.stage, tile, x)
             return
         planes = [] if kept is None else [kept]
-        if kept is None or step.job.beside is not None:
+        if kept is None or made_of is not record:
             planes += self._encoder.encode(tile, x)
         else:
             self._encoder.look(tile, x)
@@ -213,9 +215,14 @@ class _Writer:
         sums.amax = torch.maximum(sums.amax, self._encoder.amax)
         sums.nonfinite[step.index] = self._encoder.num_nonfinite
 
+    def _made(self, job: Job, record: Record) -> Record:
+        """Return the record of what is encoded: of a plane beside one that is there, or of all."""
+        is_there = job.is_kept or (job.is_exact and self._sharing.top(job.group) is not None)
+        return job.beside if is_there and job.beside is not None else record
+
     def _stat(self, job: Job) -> torch.Tensor | None:
         """Return the amax that a tensor shares; None: it has its own, or needs none."""
-        if job.is_exact and self._sharing.top(job.group) is not None:
+        if job.beside is not None or (job.is_exact and self._sharing.top(job.group) is not None):
             return None
         return self._sharing.stat(job.group)
 

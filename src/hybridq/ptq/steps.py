@@ -155,5 +155,5 @@ def matrix_steps(job: Job, budget: Budget, stages: tuple[str, ...] = ()) -> Iter
 def _passes(job: Job, record: Record, is_whole: bool) -> tuple[str, ...]:
     """Return the passes over each matrix of a tensor; one over codes that stay as they are."""
     if not job.is_kept:
-        return passes_of(record, is_whole, job.shares)
+        return passes_of(record, is_whole, job.shares and job.beside is None)
     return (ENCODE,) if job.beside is None else passes_of(job.beside, is_whole)

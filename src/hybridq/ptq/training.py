@@ -7,19 +7,20 @@ from dataclasses import replace
 from typing import Any, Final
 
 from .._version import __version__
-from ..direction import ROWWISE
+from ..direction import ROWWISE, Direction
 from ..errors import CheckpointError
 from ..formats import PlaneSpec
 from ..quantizers import Quantizer
 from .decoding import decoded
 from .draft import CheckpointScheme, Draft, copied, encoded
+from .exact import can_be_exact
 from .found import HF_QUANT_CONFIG, Found, Weight
 from .header import TORCH_DTYPES
 from .model_config import with_quantization, without_quantization
-from .record import METADATA_KEY, VERSION, Record, records_text, without_records
+from .record import METADATA_KEY, VERSION, Record, StoredBuffer, records_text, without_records
 from .select import Selection
 from .source import Shard
-from .views import PlainView
+from .views import PlainView, View
 
 __all__ = ["RECORD", "TrainingScheme"]
 
@@ -41,6 +42,8 @@ class TrainingScheme(CheckpointScheme):
         self._found = found
         self._refuses_own = refuses_own
         self._specs: dict[str, PlaneSpec | None] = {}
+        #: MXFP4 planes that may be NVFP4's, by name.
+        self._exact: dict[str, tuple[Record, View]] = {}
 
     def drafts(self, shard: Shard) -> list[Draft]:
         """Return what becomes of the tensors of a file.
@@ -63,17 +66,45 @@ class TrainingScheme(CheckpointScheme):
                 made.append(decoded(item) if isinstance(item, Weight) else copied(item))
                 continue
             record = Record(entry.name, quantizer, entry.shape, TORCH_DTYPES[entry.dtype])
-            if not isinstance(item, Weight):
+            if isinstance(item, Weight):
+                made += self._of_weight(item, record)
+            else:
                 view = PlainView.of(shard, entry)
                 made.append(encoded(entry, view, record, record.stored()))
-                continue
-            kept = self._kept(item, record)
-            beside = None if kept is None else _beside(item, kept)
-            record = kept or record
-            is_kept = kept is not None
-            stored = record.stored()
-            made.append(encoded(entry, item.view, record, stored, is_kept=is_kept, beside=beside))
         return made
+
+    def _of_weight(self, weight: Weight, record: Record) -> list[Draft]:
+        """Return what becomes of a weight that is quantized in the source.
+
+        Args:
+            weight: of the source.
+            record: of what is wanted.
+        """
+        entry, view, own = weight.entry, weight.view, weight.record
+        if own is not None and weight.other is not None and _has_both(own, record):
+            record = replace(own, dtype=record.dtype)
+            return [
+                encoded(entry, one, record, _of_plane(record, one.direction), is_kept=True)
+                for one in (view, weight.other)
+            ]
+        kept = self._kept(weight, record)
+        if kept is not None:
+            others: dict[str, Any] = {"is_kept": True, "beside": _beside(weight, kept)}
+            return [encoded(entry, view, kept, kept.stored(), **others)]
+        if not _may_be_exact(weight, record):
+            return [encoded(entry, view, record, record.stored())]
+        row = replace(record, quantizer=Quantizer(record.row, None))
+        self._exact[entry.name] = (row, view)
+        others = {"is_exact": True, "group": entry.name, "beside": _beside(weight, record)}
+        return [encoded(entry, view, record, record.stored(), **others)]
+
+    def members(self, group: str) -> Sequence[tuple[Record, View]]:
+        """Return the one weight of a group: whether its scales can be another format's is asked.
+
+        Args:
+            group: its name.
+        """
+        return (self._exact[group],)
 
     def _kept(self, weight: Weight, record: Record) -> Record | None:
         """Return the record of the planes of a weight that has one of those that are wanted.
@@ -85,8 +116,7 @@ class TrainingScheme(CheckpointScheme):
         source = record.quantizer.columnwise_source
         if wanted is None or (other is not None and not is_rowwise and source != "original"):
             return None
-        parts = (wanted.format.element, wanted.format.block, wanted.format.scale)
-        if parts != (own.format.element, own.format.block, own.format.scale):
+        if not _is_like(wanted, own):
             return None
         if weight.entry.name not in self._specs:
             self._specs[weight.entry.name] = weight.view.exact_spec()
@@ -143,12 +173,43 @@ class TrainingScheme(CheckpointScheme):
         return {RECORD: {"version": VERSION, "hybridq": __version__, "tensors": tensors}}
 
 
+def _is_like(a: PlaneSpec, b: PlaneSpec) -> bool:
+    """Return whether planes of both hold codes and scales of one kind."""
+    return all(
+        getattr(a.format, part) == getattr(b.format, part) for part in ("element", "block", "scale")
+    )
+
+
+def _has_both(own: Record, wanted: Record) -> bool:
+    """Return whether the planes of a weight are those that are wanted, transforms included."""
+    pairs = ((own.row, wanted.row), (own.col, wanted.col))
+    return all(
+        a is not None and b is not None and _is_like(a, b) and a.signs == b.signs for a, b in pairs
+    )
+
+
+def _of_plane(record: Record, direction: Direction) -> list[StoredBuffer]:
+    """Return the tensors that hold one plane of a record."""
+    return [one for one in record.stored() if one.direction == direction]
+
+
+def _may_be_exact(weight: Weight, record: Record) -> bool:
+    """Return whether a weight in MXFP4 may become NVFP4 by other scales for its codes."""
+    view, row = weight.view, record.row
+    return (
+        view.direction == ROWWISE
+        and row == PlaneSpec.parse("nvfp4")
+        and can_be_exact(view.spec, row)
+        and record.shape[-1] % 32 == 0
+    )
+
+
 def _beside(weight: Weight, kept: Record) -> Record | None:
     """Return how the plane that a weight lacks is made of its values; None: it lacks none.
 
     Args:
         weight: of the source.
-        kept: record of both planes, of which it has one.
+        kept: record of both planes, of which one is its own, or of its numbers.
     """
     is_rowwise = weight.view.direction == ROWWISE
     other = kept.col if is_rowwise else kept.row
