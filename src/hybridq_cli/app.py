@@ -55,6 +55,14 @@ COMMANDS: Final = {
         "summary.summary_command",
         "Say what a checkpoint holds: formats, amaxes, bytes, errors, tokens per expert.",
     ),
+    "report": (
+        "report.report_command",
+        "Say where a run of a model loses precision: by layer, tensor, direction and format.",
+    ),
+    "advise": (
+        "advise.advise_command",
+        "Say which formats the slots of a model should have, and why, and write the recipe.",
+    ),
     "amax-diff": (
         "amax_diff.amax_diff_command",
         "Compare two calibrations: how many amaxes are equal, larger and smaller.",

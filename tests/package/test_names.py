@@ -19,6 +19,7 @@ from hybridq.estimate import Sharding, plan
 from hybridq.nn import LayerNormMLP, TransformerLayer
 from hybridq.nn.modules.plain_norm import PlainNorm
 from hybridq.recipes import ByName, ModuleType
+from hybridq.report import PrecisionReport
 from places import ROOT
 
 X = torch.ones(2, 32)
@@ -88,6 +89,12 @@ DOORS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "reason": (lambda: hybridq.convert(torch.nn.Linear(8, 8), also=("haeds",)), "heads"),
     "adapter": (lambda: load_adapter("hybirdq"), "hybridq"),
+    "key of a report": (
+        lambda: PrecisionReport("", None, None, (), ()).worst(by="sevrity"),
+        "severity",
+    ),
+    "preference": (lambda: hybridq.advise(torch.nn.Linear(2, 2), X, prefer="sped"), "speed"),
+    "GPU": (lambda: hybridq.advise(torch.nn.Linear(2, 2), X, device="b20"), "b200"),
 }  # fmt: skip
 
 

@@ -1,0 +1,93 @@
+"""hybridq report and hybridq advise: of a function in a file, and of a folder of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import hf_models
+import hybridq
+from hybridq_cli.app import app
+
+RUNNER = CliRunner()
+CODE = """
+import torch
+
+def made():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    return model, torch.randn(32, 64), lambda y: y.square().mean()
+
+def nothing():
+    return 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "own_model.py"
+    path.write_text(CODE)
+    return path
+
+
+def test_a_report_of_a_function(file: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    options = ("--recipe", "mxfp8", "--format", "nvfp4", "--html", str(page))
+    result = RUNNER.invoke(app, ["report", f"{file}:made", *options, "--json"])
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    torch.manual_seed(0)
+    model = hybridq.convert(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)))
+    batch = torch.randn(32, 64)
+    want = hybridq.report(model, batch, ["nvfp4"], recipe="mxfp8", loss=lambda y: y.square().mean())
+    assert said == json.loads(want.to_json())
+    assert "<table id='slots'" in page.read_text()
+    shown = RUNNER.invoke(app, ["report", f"{file}:made", *options, "--rows", "3", "--by", "amax"])
+    assert "3 worst of 12 planes, in the run" in shown.output
+
+
+def test_advice_is_written_to_a_file(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "recipe.toml"
+    options = ("--candidate", "mxfp8", "--prefer", "memory", "--budget", "1", "--out", str(out))
+    result = RUNNER.invoke(app, ["advise", f"{file}:made", *options, "--plan-for", "h200"])
+    assert result.exit_code == 0, result.output
+    assert "planned by its data sheet" in result.output
+    found = hybridq.recipes.load(out)
+    assert found == hybridq.recipe(fprop="mxfp8", dgrad="mxfp8", wgrad="mxfp8")
+
+
+def test_a_report_of_a_folder_of_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    folder = hf_models.saved("llama", tmp_path)
+    hf_models.save_tokenizer(folder)
+    text = folder / "text.txt"
+    text.write_text(" ".join(f"w{i * 13 % 90}" for i in range(70)))
+    options = ("--text", str(text), "--tokens", "16", "--recipe", "nvfp4", "--json")
+    result = RUNNER.invoke(app, ["report", str(folder), *options])
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    layers = {row["layer"] for row in said["slots"]}
+    assert "model.layers.0.self_attn.q_proj" in layers and said["loss"] > 0
+    assert {row["tensor"] for row in said["slots"]} == {"input", "weight", "grad_output"}
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("{}:absent", "must name a function, got 'absent'"),
+        ("{}:nothing", "must return"),
+        ("{}", "must be a folder, FILE.py:FUNCTION or MODULE:FUNCTION"),
+        ("absent.py:made", "must name a file that is there"),
+        ("no_such_module:made", "must name a module"),
+    ],
+)
+def test_mistakes_are_named(file: Path, target: str, text: str) -> None:
+    for command in ("report", "advise"):
+        result = RUNNER.invoke(app, [command, target.format(file)])
+        assert result.exit_code == 2 and text in result.output
+    folder = RUNNER.invoke(app, ["report", str(file.parent)])
+    assert folder.exit_code == 2 and "needs --text" in folder.output
