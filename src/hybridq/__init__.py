@@ -22,7 +22,8 @@ from ._version import __version__
 # Bound at once: the name is also that of a package, which importing it binds here.
 from .tensor import gemm
 
-if TYPE_CHECKING:
+# isort: off
+if TYPE_CHECKING:  # what is in no `__all__` is exported by `name as name`
     from . import (
         calibration,
         conformance,
@@ -49,8 +50,8 @@ if TYPE_CHECKING:
     )
     from .calibration import Calibration
     from .calibration.calibrate import calibrate
-    from .converters import register_converter
-    from .converters.conversion import conversion
+    from .converters import register_converter as register_converter
+    from .converters.conversion import conversion as conversion
     from .converters.convert import convert
     from .errors import (
         BackendError,
@@ -60,8 +61,8 @@ if TYPE_CHECKING:
         RecipeError,
         SpecError,
     )
-    from .formats import DEFAULT_SIGNS, Element, Format, PlaneSpec
-    from .gemm.prepare import forget, prepare
+    from .formats import DEFAULT_SIGNS as DEFAULT_SIGNS, Element as Element, Format, PlaneSpec
+    from .gemm.prepare import forget as forget, prepare
     from .nn import (
         GroupedLinear,
         LayerNormLinear,
@@ -69,55 +70,62 @@ if TYPE_CHECKING:
         Linear,
         MultiheadAttention,
         RMSNormLinear,
-        RotaryPositionEmbedding,
+        RotaryPositionEmbedding as RotaryPositionEmbedding,
         TransformerLayer,
-        dequantized_state_dict,
-        fp8_model_init,
+        dequantized_state_dict as dequantized_state_dict,
+        fp8_model_init as fp8_model_init,
         quantized_model_init,
-        state_dict_with_history,
+        state_dict_with_history as state_dict_with_history,
         update_scaling,
     )
     from .nn.autograd.checkpoint import checkpoint
-    from .nn.autograd.offload import get_cpu_offload_context, offload
+    from .nn.autograd.offload import get_cpu_offload_context as get_cpu_offload_context, offload
     from .ptq import convert_checkpoint, export, load_checkpoint
     from .quantizers import (
-        DelayedScalingRequest,
-        Float8BlockQuantizer,
-        Float8CurrentScalingQuantizer,
-        Float8Quantizer,
-        HybridQuantizer,
-        IdentityQuantizer,
-        MXFP8Quantizer,
-        NVFP4Quantizer,
+        DelayedScalingRequest as DelayedScalingRequest,
+        Float8BlockQuantizer as Float8BlockQuantizer,
+        Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer,
+        Float8Quantizer as Float8Quantizer,
+        HybridQuantizer as HybridQuantizer,
+        IdentityQuantizer as IdentityQuantizer,
+        MXFP8Quantizer as MXFP8Quantizer,
+        NVFP4Quantizer as NVFP4Quantizer,
         Quantizer,
-        multi_tensor_quantize,
+        multi_tensor_quantize as multi_tensor_quantize,
         quantize,
-        quantize_grouped,
+        quantize_grouped as quantize_grouped,
         quantizer,
     )
-    from .recipes import CustomRecipe, QuantizerRole, Recipe, RecipeSchedule, fp8_autocast
+    from .recipes import (
+        CustomRecipe,
+        QuantizerRole,
+        Recipe,
+        RecipeSchedule,
+        fp8_autocast as fp8_autocast,
+    )
     from .recipes.autocast import autocast
     from .recipes.recipe_by_gemm import recipe
-    from .report import MemoryReport, advise, memory_report
+    from .report import MemoryReport as MemoryReport, advise as advise, memory_report
     from .report.show import show
-    from .report.summary import summary
+    from .report.summary import summary as summary
     from .serving import quantize_model
-    from .settings import backend, gemm_cache
-    from .storage import Plane, RaggedTensor, TensorStorage
+    from .settings import backend, gemm_cache as gemm_cache
+    from .storage import Plane, RaggedTensor as RaggedTensor, TensorStorage as TensorStorage
     from .tensor import (
-        Explanation,
-        Float8BlockwiseQTensor,
-        Float8Tensor,
-        HybridQuantizedTensor,
-        IdentityTensor,
-        MXFP8Tensor,
-        NVFP4Tensor,
+        Explanation as Explanation,
+        Float8BlockwiseQTensor as Float8BlockwiseQTensor,
+        Float8Tensor as Float8Tensor,
+        HybridQuantizedTensor as HybridQuantizedTensor,
+        IdentityTensor as IdentityTensor,
+        MXFP8Tensor as MXFP8Tensor,
+        NVFP4Tensor as NVFP4Tensor,
         QuantizedTensor,
         explain,
         grouped_gemm,
-        prepare_for_saving,
-        restore_from_saved,
+        prepare_for_saving as prepare_for_saving,
+        restore_from_saved as restore_from_saved,
     )
+# isort: on
 
 __all__ = [
     "BackendError",
@@ -152,17 +160,13 @@ __all__ = [
     "convert_checkpoint",
     "explain",
     "export",
-    "forget",
     "gemm",
-    "gemm_cache",
     "grouped_gemm",
     "load_checkpoint",
     "memory_report",
-    "multi_tensor_quantize",
     "offload",
     "prepare",
     "quantize",
-    "quantize_grouped",
     "quantize_model",
     "quantized_model_init",
     "quantizer",
@@ -195,21 +199,19 @@ _NAMES: Final = {
         "SpecError",
     ),
     "formats": ("Format", "PlaneSpec"),
-    "gemm.prepare": ("forget", "prepare"),
+    "gemm.prepare": ("prepare",),
     "nn": (
         *("GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear", "MultiheadAttention"),
         *("RMSNormLinear", "TransformerLayer", "checkpoint", "offload", "quantized_model_init"),
         "update_scaling",
     ),
     "ptq": ("convert_checkpoint", "export", "load_checkpoint"),
-    "quantizers": (
-        *("Quantizer", "multi_tensor_quantize", "quantize", "quantize_grouped", "quantizer"),
-    ),
+    "quantizers": ("Quantizer", "quantize", "quantizer"),
     "recipes": ("CustomRecipe", "QuantizerRole", "Recipe", "RecipeSchedule", "autocast"),
     "recipes.recipe_by_gemm": ("recipe",),  # in `recipes` a module has the name
     "report": ("memory_report", "show"),
     "serving": ("quantize_model",),
-    "settings": ("backend", "gemm_cache"),
+    "settings": ("backend",),
     "storage": ("Plane",),
     "tensor": ("QuantizedTensor", "explain", "grouped_gemm"),
 }
@@ -217,6 +219,7 @@ _NAMES: Final = {
 _ALIASES: Final = {
     "converters": ("conversion", "register_converter"),
     "formats": ("DEFAULT_SIGNS", "Element"),
+    "gemm.prepare": ("forget",),
     "nn": (
         *("RotaryPositionEmbedding", "dequantized_state_dict", "fp8_model_init"),
         "get_cpu_offload_context",
@@ -225,10 +228,11 @@ _ALIASES: Final = {
     "quantizers": (
         *("DelayedScalingRequest", "Float8BlockQuantizer", "Float8CurrentScalingQuantizer"),
         *("Float8Quantizer", "HybridQuantizer", "IdentityQuantizer", "MXFP8Quantizer"),
-        "NVFP4Quantizer",
+        *("NVFP4Quantizer", "multi_tensor_quantize", "quantize_grouped"),
     ),
     "recipes": ("fp8_autocast",),
     "report": ("MemoryReport", "advise", "summary"),
+    "settings": ("gemm_cache",),
     "storage": ("RaggedTensor", "TensorStorage"),
     "tensor": (
         *("Explanation", "Float8BlockwiseQTensor", "Float8Tensor", "HybridQuantizedTensor"),

@@ -52,7 +52,13 @@ from .tensor import *  # noqa: F403
 from .utils import *  # noqa: F403
 
 __all__ = [
-    *("common", "custom_recipes", "ops", "optimizers", "pytorch", "quantizer_factory", "stand_in"),
+    "common",
+    "custom_recipes",
+    "ops",
+    "optimizers",
+    "pytorch",
+    "quantizer_factory",
+    "stand_in",
     *constants.__all__,
     *cross_entropy.__all__,
     *distributed.__all__,
