@@ -18,7 +18,7 @@ from ...recipes import Recipe, get
 from ..precision import ProductShape
 from ..precision.collector import Wanted
 from ..precision.model_report import measured
-from ..precision.over_ranks import Found
+from ..precision.over_ranks import Found, Together, together
 from ..precision.running import Run
 from ..precision.switching import loss_changes, losses
 from .advice import Advice, Advised, layer_recipe, recipe_of
@@ -45,6 +45,7 @@ def advise(
     loss: Callable[[Any], torch.Tensor] | None = None,
     switch: bool = False,
     path: str | os.PathLike[str] | None = None,
+    group: Any = None,
 ) -> Advice:
     """Return formats for each product of a model, as a recipe that `hybridq.autocast` takes.
 
@@ -69,7 +70,9 @@ def advise(
         loss: as for `hybridq.report`.
         switch: harm is measured by the loss, one run for each slot and candidate; else it is the
             error that formats add to the product.
-        path: where the recipe is written as a TOML file; None: nowhere.
+        path: where the recipe is written as a TOML file, by the first rank; None: nowhere.
+        group: ranks that ask together, each of its own data, and get one advice, of sums over all
+            and the longest times: as `hybridq.calibrate` takes it.
 
     Raises:
         TypeError: `model` is no module, or data are of another kind.
@@ -99,7 +102,8 @@ def advise(
     known = candidates_of(candidates)
     model = unwrapped(model)
     run = Run("advise", model, data, loss)
-    found = measured(run, get(PLAIN), Wanted(dict(known)))
+    all_ranks = together("advise", group)
+    found = all_ranks.added(all_ranks.run(lambda: measured(run, get(PLAIN), Wanted(dict(known)))))
     if found.loss is None:
         raise ValueError("advise: the run must have a loss, to compare, got none")
     if not math.isfinite(found.loss) or found.first_bad is not None:
@@ -114,13 +118,13 @@ def advise(
             f"{unnamed[0] or 'the model itself'!r}; hybridq.convert(model) names them"
         )
     where = next(one.device for one in model.parameters())
-    task = _Task(run, found, known, budget, prefer)
+    task = _Task(run, found, known, budget, prefer, all_ranks)
     bench = None if chip is not None else Bench(where, _dtype(model))
     options = []
     for shape in found.shapes:
         own = options_of(shape, known, found.slots, found.products, error)
         if bench is not None:
-            options += bench.measured(own, shape)
+            options += task.longest(bench.measured(own, shape))
         elif chip is not None:
             options += planned(own, shape, chip)
     made = _searched(task, options, switch)
@@ -128,7 +132,7 @@ def advise(
     advice = replace(
         advice, device=str(where) if chip is None else chip.name, is_planned=chip is not None
     )
-    if path is not None:
+    if path is not None and all_ranks.ranks.writes:
         advice.save(path)
     return advice
 
@@ -141,6 +145,21 @@ class _Task(NamedTuple):
     candidates: Mapping[str, Recipe]
     budget: float
     prefer: str
+    all_ranks: Together
+
+    def losses(self, recipe: Recipe, last: Recipe | None = None) -> list[float]:
+        """Return the loss of a run, and that after a step, the mean over ranks of each."""
+        own = self.all_ranks.run(lambda: losses(self.run, recipe, last))
+        return self.all_ranks.mean(own)
+
+    def longest(self, options: Sequence[Option]) -> list[Option]:
+        """Return options with the times of the slowest rank."""
+        times = [-1.0 if one.seconds is None else one.seconds for one in options]
+        most = self.all_ranks.largest(times)
+        return [
+            one if one.seconds is None else replace(one, seconds=time)
+            for one, time in zip(options, most, strict=True)
+        ]
 
     def recipe(self, chosen: Chosen) -> Recipe:
         """Return the recipe of choices."""
@@ -176,19 +195,24 @@ def _searched(task: _Task, options: Sequence[Option], switch: bool) -> _Made:
         return _Made(first, frozenset())
     changes = {}
     if switch:
-        changes = loss_changes(task.run, get(PLAIN), task.found.slots, task.candidates)
+        own = task.all_ranks.run(
+            lambda: loss_changes(task.run, get(PLAIN), task.found.slots, task.candidates)
+        )
+        changes = dict(zip(own, task.all_ranks.mean(list(own.values())), strict=True))
 
     def harm(one: Option) -> float:
         if not switch:
             return (one.added or 0.0) ** 2
         slots = ("input", "weight") if one.gemm == "fprop" else ("grad_output",)
-        own = [changes.get((one.layer, slot, fmt, False)) for slot in slots for fmt in one.formats]
-        return max(0.0, sum(change for change in own if change is not None))
+        known = [
+            changes.get((one.layer, slot, fmt, False)) for slot in slots for fmt in one.formats
+        ]
+        return max(0.0, sum(change for change in known if change is not None))
 
-    limits = losses(task.run, get(PLAIN))
+    limits = task.losses(get(PLAIN))
 
     def fits(chosen: Chosen) -> bool:
-        both = losses(task.run, task.recipe(chosen), get(PLAIN))
+        both = task.losses(task.recipe(chosen), get(PLAIN))
         return all(
             math.isfinite(one) and one <= limit + task.budget * abs(limit)
             for one, limit in zip(both, limits, strict=True)
@@ -207,7 +231,7 @@ def _advice(task: _Task, options: Sequence[Option], made: _Made, bench: Bench | 
         recipe = task.layer(shape, chosen)
         if recipe == get(PLAIN) or bench is None:
             continue
-        own, plain = bench.whole(shape, recipe)
+        own, plain = task.all_ranks.largest(bench.whole(shape, recipe))
         if own >= plain:
             slower[shape.layer] = f"a forward and backward of the layer takes {own / plain:.2f}"
     for key in chosen:
@@ -225,7 +249,7 @@ def _advice(task: _Task, options: Sequence[Option], made: _Made, bench: Bench | 
         if key[0] == shape.layer
     )
     recipe = task.recipe(chosen)
-    loss = losses(task.run, recipe)[0]
+    loss = task.losses(recipe)[0]
     return Advice(*(recipe, products, "", False, loss, task.found.loss, task.budget, tuple(notes)))
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..._torch_private import graph_task_id
@@ -121,6 +122,10 @@ class Collector:
         self.shapes[name.layer] = made
 
     def _groups(self, product: WatchedProduct, name: _Name, x: torch.Tensor) -> list[_Group]:
+        copies = None
+        if dist.is_available() and dist.is_initialized():
+            # Gathered parameters have no memory between a forward and its backward.
+            copies = [one.detach().clone() for one in product.weights()]
         ends = [x.shape[0]] if product.offsets is None else product.offsets.tolist()
         plans = list(product.plans) * (len(ends) if len(product.plans) == 1 else 1)
         scales = list(product.scales) or [None]
@@ -135,7 +140,7 @@ class Collector:
             plan = plans[g]
             if plan not in by_plan:
                 by_plan[plan] = self._variants(plan, name, product)
-            weight = _weight(product, g)
+            weight = _weight(product, g, copies)
             made.append(_Group(x[rows], weight, by_plan[plan], scales[g], rows))
         return made
 
@@ -295,7 +300,12 @@ def _block(spec: PlaneSpec, x: torch.Tensor) -> tuple[int, int]:
     return spec.format.block or (max(x.shape), max(x.shape))
 
 
-def _weight(product: WatchedProduct, group: int) -> Callable[[], torch.Tensor]:
+def _weight(
+    product: WatchedProduct, group: int, copies: Sequence[torch.Tensor] | None
+) -> Callable[[], torch.Tensor]:
+    """Return what gives a group's weight, in the backward too."""
+    if copies is not None:
+        return lambda: copies[group]
     return lambda: product.weights()[group]
 
 

@@ -16,7 +16,7 @@ from ...nn import QuantizedModule
 from ...nn.autograd import watch_products
 from ...recipes import Recipe, get
 from .collector import Collector, Wanted
-from .over_ranks import Found, gathered
+from .over_ranks import Found, together
 from .precision_report import PrecisionReport
 from .rows import SlotRow
 from .running import Run
@@ -99,15 +99,12 @@ def report(
         )
     run = Run("report", model, batch_or_loop, loss, backward)
     wanted = Wanted(parsed(formats), gemms, backward)
-    try:
-        found = measured(run, explicit, wanted)
-        if switch:
-            changes = loss_changes(run, chosen, found.slots, wanted.formats)
-            found = replace(found, slots=_with(found.slots, changes))
-    except Exception as error:
-        gathered(Found(error=f"{type(error).__name__}: {error}"), group)
-        raise
-    found = gathered(found, group)
+    all_ranks = together("report", group)
+    found = all_ranks.added(all_ranks.run(lambda: measured(run, explicit, wanted)))
+    if switch:
+        changes = all_ranks.run(lambda: loss_changes(run, chosen, found.slots, wanted.formats))
+        means = all_ranks.mean(list(changes.values()))
+        found = replace(found, slots=_with(found.slots, dict(zip(changes, means, strict=True))))
     text = None if chosen is None else repr(chosen)
     own = (found.loss, found.slots, found.products, found.first_bad, found.ranks, found.shapes)
     return PrecisionReport(type(model).__name__, text, *own)

@@ -1,17 +1,23 @@
-"""The rows of several ranks as one report: gathered once, added in the order of the ranks."""
+"""Ranks that measure together: their rows are added in the order of the ranks, errors are shared.
+
+Every collective here is joined by every rank, whatever it has measured.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ...calibration.ranks import ranks_of
+from ...calibration.ranks import Ranks, ranks_of
 from .rows import BadValue, ProductShape, ProductStatistics, SlotRow, joined
 
-__all__ = ["Found", "gathered"]
+__all__ = ["Found", "Together", "together"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -22,7 +28,6 @@ class Found:
         slots, products, shapes: rows.
         first_bad: or None.
         loss: of the run, or None.
-        error: why the rank has nothing; empty if it has.
         ranks: how many these are.
     """
 
@@ -31,33 +36,89 @@ class Found:
     shapes: tuple[ProductShape, ...] = ()
     first_bad: BadValue | None = None
     loss: float | None = None
-    error: str = field(default="")
     ranks: int = 1
 
 
-def gathered(mine: Found, group: Any) -> Found:
-    """Return what all ranks found, the same on each; one collective.
+class Together(NamedTuple):
+    """The ranks that measure together, from the view of one of them.
+
+    Attributes:
+        owner: name of the function that was called, for errors.
+        ranks: all of them.
+    """
+
+    owner: str
+    ranks: Ranks
+
+    def run(self, work: Callable[[], _T]) -> _T:
+        """Return what a part of the work gives: where it fails on one rank, all ranks raise.
+
+        Args:
+            work: of this rank.
+
+        Raises:
+            RuntimeError: another rank failed; the text says how.
+        """
+        if self.ranks.count == 1:
+            return work()
+        try:
+            made = work()
+        except Exception as error:
+            self._objects(f"{type(error).__name__}: {error}")
+            raise
+        said = dict(zip(self.ranks.numbers, self._objects(""), strict=True))
+        failed = {number: text for number, text in said.items() if text}
+        if failed:
+            number, text = next(iter(failed.items()))
+            raise RuntimeError(
+                f"{self.owner}: every rank must come to the end, got an error on rank {number}: "
+                f"{text}"
+            )
+        return made
+
+    def added(self, mine: Found) -> Found:
+        """Return the sums over all ranks, the same on each.
+
+        Args:
+            mine: of this rank.
+        """
+        if self.ranks.count == 1:
+            return mine
+        return _added(self._objects(mine), self.ranks.numbers)
+
+    def mean(self, values: Sequence[float]) -> list[float]:
+        """Return the mean over ranks of each of some numbers.
+
+        Args:
+            values: as many on every rank.
+        """
+        summed = self.ranks.reduced(torch.tensor(values, dtype=torch.float64), "sum")
+        return [float(one) for one in summed / self.ranks.count]
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Return the largest over ranks of each of some numbers.
+
+        Args:
+            values: as many on every rank.
+        """
+        most = self.ranks.reduced(torch.tensor(values, dtype=torch.float64), "max")
+        return [float(one) for one in most]
+
+    def _objects(self, mine: Any) -> list[Any]:
+        """Return what all ranks give, in their order."""
+        found: list[Any] = [None] * self.ranks.count
+        dist.all_gather_object(found, mine, group=self.ranks.group)
+        return found
+
+
+def together(owner: str, group: Any) -> Together:
+    """Return the ranks that measure together.
 
     Args:
-        mine: of this rank; with an error, too, so that no other waits.
+        owner: name of the function, for errors.
         group: as `hybridq.calibrate` takes it.
-
-    Raises:
-        RuntimeError: another rank failed.
     """
-    ranks = ranks_of(group)
-    if ranks.count == 1:
-        return mine
-    if torch.cuda.is_available() and "nccl" in str(dist.get_backend(ranks.group)):
-        torch.cuda.current_device()  # objects travel through this rank's own device
-    everyone: list[Any] = [None] * ranks.count
-    dist.all_gather_object(everyone, mine, group=ranks.group)
-    found: list[Found] = everyone
-    failed = [number for number, one in zip(ranks.numbers, found, strict=True) if one.error]
-    if failed and not mine.error:
-        said = next(one.error for one in found if one.error)
-        raise RuntimeError(f"report: every rank must come to the end, got on {failed}: {said}")
-    return _added(found, ranks.numbers)
+    return Together(owner, ranks_of(group))
 
 
 def _added(found: list[Found], numbers: tuple[int, ...]) -> Found:
