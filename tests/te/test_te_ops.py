@@ -68,6 +68,7 @@ def test_a_sequence_has_the_bits_of_its_operations(name, monkeypatch) -> None:
     assert len(joined) == (0 if own is None else 3)
 
 
+@pytest.mark.slow
 def test_a_sequence_compiles_and_is_recomputed() -> None:
     own, model = recipe.MXFP8BlockScaling(), sequence()
     eager = trained(model, own, lambda model, x: model(x))

@@ -19,6 +19,9 @@ PATHS: Final = {
     "custom_recipes": (),
     "custom_recipes.quantizer_factories": (),
     "custom_recipes.quantizer_factory_zoo": (),
+    "custom_recipes.reference": (
+        *("custom_recipes.reference_nvfp4", "custom_recipes.reference_current_scaling"),
+    ),
     "distributed": ("cpu_offload",),
     "graph": (),
     "module": (
@@ -36,6 +39,9 @@ PATHS: Final = {
         *("quantized_tensor", "float8_tensor", "tensor.storage", "tensor.float8_tensor"),
         *("tensor.mxfp8_tensor", "tensor.nvfp4_tensor", "tensor.float8_blockwise_tensor"),
         *("tensor.hybrid_tensor", "tensor.identity_tensor"),
+        *(f"tensor.storage.{kind}_tensor_storage" for kind in ("float8", "mxfp8", "nvfp4")),
+        *(f"tensor.storage.{kind}_tensor_storage" for kind in ("hybrid", "identity")),
+        "tensor.storage.float8_blockwise_tensor_storage",
     ),
     "utils": (),
 }
@@ -58,6 +64,8 @@ def install() -> None:
 def stand_in(name: str = "transformer_engine") -> None:
     """Let `import transformer_engine` mean `hybridq.te`, for libraries that import it themselves.
 
+    `transformer_engine_torch`, its compiled module, then has the tables of `hybridq.te.constants`.
+
     Args:
         name: of the package.
 
@@ -78,3 +86,4 @@ def stand_in(name: str = "transformer_engine") -> None:
     for path, module in list(sys.modules.items()):
         if path == package or path.startswith(f"{package}."):
             sys.modules[name + path[len(package) :]] = module
+    sys.modules.setdefault(f"{name}_torch", sys.modules[f"{package}.constants"])

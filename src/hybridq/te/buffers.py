@@ -35,8 +35,10 @@ def data_of(plane: Plane, shape: Sequence[int]) -> torch.Tensor:
         shape: of the tensor.
     """
     data, lead = plane.data, list(shape[:-1])
+    if not shape:
+        return data.view(())
     if plane.direction == ROWWISE:
-        return data.view(*lead, -1) if shape else data.view(())
+        return data.view(*lead, -1)
     if plane.spec.format.family == "mxfp8":
         return data.t().reshape(tuple(shape))
     if data.shape[1] != plane.rows and lead:  # packed along the last of them

@@ -18,7 +18,9 @@ __all__ = [
     "NVFP4_BLOCK_SCALING_SIZE",
     "DType",
     "FP8BwdTensorIdx",
+    "FP8BwdTensors",
     "FP8FwdTensorIdx",
+    "FP8FwdTensors",
     "TE_DType",
     "TE_DType_To_Torch",
     "element_of",
@@ -88,6 +90,10 @@ FP8BwdTensorIdx: Final = SimpleNamespace(
     GRAD_OUTPUT3=4,
     GRAD_INPUT3=5,
 )
+#: The same places by the names of the compiled module.
+FP8FwdTensors: Final = FP8FwdTensorIdx
+#: The same places by the names of the compiled module.
+FP8BwdTensors: Final = FP8BwdTensorIdx
 #: Values that share a scale.
 MXFP8_BLOCK_SCALING_SIZE: Final = 32
 #: Values that share a scale.

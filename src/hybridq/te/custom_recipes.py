@@ -16,9 +16,14 @@ from ..quantizers import DelayedScalingRequest
 from ..recipes import QuantizerRole, factories, zoo
 from .common import scaling
 from .hybrid import quantizer_of
-from .quantizers import Float8CurrentScalingQuantizer
+from .quantizers import Float8CurrentScalingQuantizer, NVFP4Quantizer
 
-__all__ = ["nvfp4_linear_fp8_dpa_factory", "quantizer_factories", "quantizer_factory_zoo"]
+__all__ = [
+    "nvfp4_linear_fp8_dpa_factory",
+    "quantizer_factories",
+    "quantizer_factory_zoo",
+    "reference",
+]
 
 
 def _for_te(factory: Callable[[QuantizerRole], Any]) -> Callable[[Any], Any]:
@@ -73,3 +78,39 @@ nvfp4_linear_fp8_dpa_factory.qfactory_key = (  # type: ignore[attr-defined]
 )
 setattr(quantizer_factory_zoo, nvfp4_linear_fp8_dpa_factory.__name__, nvfp4_linear_fp8_dpa_factory)
 quantizer_factory_zoo.__all__.append(nvfp4_linear_fp8_dpa_factory.__name__)
+
+
+def nvfp4_ref_rht_2d_factory(role: Any) -> Any:
+    """Return NVFP4: 16x16 blocks of weights, the transform and 1x16 blocks of all else.
+
+    Args:
+        role: QuantizerRole of the slot, or None.
+    """
+    if role is not None and role.tensor_type == "weight":
+        return NVFP4Quantizer(with_2d_quantization=True)
+    return NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
+
+
+def current_scaling_ref_factory(role: Any) -> Any:
+    """Return FP8 with one scale per tensor: E5M2 of gradients, E4M3 of all else.
+
+    Args:
+        role: QuantizerRole of the slot, or None.
+    """
+    is_gradient = role is not None and role.tensor_type == "grad_output"
+    return Float8CurrentScalingQuantizer("e5m2" if is_gradient else "e4m3")
+
+
+def _references() -> ModuleType:
+    made = ModuleType(f"{__name__}.reference", "Factories of Transformer Engine's references.")
+    for factory in (nvfp4_ref_rht_2d_factory, current_scaling_ref_factory):
+        own: Any = factory
+        own.qfactory_key = (f"{__name__}.{factory.__name__}", 1)
+        setattr(made, factory.__name__, factory)
+    made.__all__ = ["current_scaling_ref_factory", "nvfp4_ref_rht_2d_factory"]  # type: ignore[attr-defined]
+    sys.modules[made.__name__] = made
+    return made
+
+
+#: What Transformer Engine computes in plain PyTorch; here by the quantizers as they are.
+reference: Final = _references()

@@ -6,7 +6,7 @@ torch's current default device.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -67,6 +67,22 @@ def _prepare_groups(given: dict[str, Any]) -> None:
             fill(weight)
 
     given["init_method"] = drawn
+
+
+def _name_attention(given: dict[str, Any]) -> None:
+    given["name"] = given["name"] or ""
+
+
+def _own_children(module: torch.nn.Module) -> None:
+    """Let the modules inside of a module be of the door's classes, which have the read-outs.
+
+    Args:
+        module: just made of hybridq's.
+    """
+    for child in module.modules():
+        own = _CLASSES.get(type(child))
+        if own is not None:
+            child.__class__ = own  # of the same attributes
 
 
 @with_arguments
@@ -200,6 +216,7 @@ class MultiheadAttention(WithoutExtraState, nn.MultiheadAttention):
         "qk_norm_before_rope=False, softmax_type='vanilla', seq_length=None, "
         "micro_batch_size=None",
         _prepare,
+        _own_children,
     )
 
     forward = forward(
@@ -243,6 +260,7 @@ class TransformerLayer(WithoutExtraState, nn.TransformerLayer):
         "normalization='LayerNorm', device=None, attn_input_format='sbhd', name=None, "
         "qk_norm_type=None, qk_norm_eps=1e-6, qk_norm_before_rope=False, softmax_type='vanilla'",
         _prepare,
+        _own_children,
     )
 
     forward = forward(
@@ -267,7 +285,8 @@ class DotProductAttention(WithoutExtraState, nn.DotProductAttention):
         "tp_size=1, get_rng_state_tracker=None, tp_group=None, layer_number=None, "
         "attention_type='self', cp_group=None, cp_global_ranks=None, cp_stream=None, "
         "cp_comm_type='p2p', softmax_scale=None, softmax_type='vanilla', return_max_logit=False, "
-        "bottom_right_diagonal=None",
+        "bottom_right_diagonal=None, name=None",
+        _name_attention,
     )
 
     forward = forward(
@@ -280,3 +299,10 @@ class DotProductAttention(WithoutExtraState, nn.DotProductAttention):
         "pad_between_seqs=None, fp8_output=False, num_splits=1, bottom_right_diagonal=None",
         {"query_layer": "query", "key_layer": "key", "value_layer": "value"},
     )
+
+
+#: The door's class of each of hybridq's that it derives from.
+_CLASSES: Final[dict[type, type]] = {
+    next(base for base in own.__mro__ if base.__module__.startswith(nn.__name__)): own
+    for own in (Linear, LayerNormLinear, LayerNormMLP, MultiheadAttention, DotProductAttention)
+}

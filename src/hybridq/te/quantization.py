@@ -21,11 +21,13 @@ from ..recipes import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
-from .common.recipe import DelayedScaling, MXFP8BlockScaling, Recipe
+from .common.recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling, Recipe
 from .common.scaling import DelayedScalingRequest, QuantizerRequest
+from .quantizers import Float8Quantizer
 from .reading import remember_recipe, slot_quantizer
 
 __all__ = [
+    "CustomRecipeState",
     "DelayedScalingRequest",
     "FP8GlobalStateManager",
     "QuantizerRequest",
@@ -278,12 +280,24 @@ class RecipeState:
         roles: of each, None where nobody said who takes the tensor in; None: `input`, `weight`,
             `output` of a linear module over and over, or `grad_output`, `grad_input`.
 
+    Attributes:
+        scale: FP32 `[n]`, of the n slots of delayed scaling, which their quantizers see; or None.
+        amax_history: FP32 `[length, n]`, whose slot 0 their quantizers write; or None.
+
     Raises:
         ValueError: another mode, or another number of roles.
     """
 
+    scale: torch.Tensor | None = None
+    amax_history: torch.Tensor | None = None
+
     def __init__(
-        self, recipe: Any, mode: str, num_quantizers: int, roles: Sequence[Any] | None
+        self,
+        recipe: Any,
+        mode: str,
+        num_quantizers: int = 1,
+        roles: Sequence[Any] | None = None,
+        device: Any = None,
     ) -> None:
         slots = _SLOTS.get(mode)
         if slots is None:
@@ -291,6 +305,7 @@ class RecipeState:
         if roles is not None and len(roles) != num_quantizers:
             raise ValueError(f"RecipeState: roles must be {num_quantizers}, got {len(roles)}")
         self.recipe, self.mode, self.num_quantizers = recipe, mode, num_quantizers
+        self.device = device
         unsaid = QuantizerRole("linear", slots[-1])
         self.roles = [
             QuantizerRole("linear", slots[i % len(slots)]) if roles is None else roles[i] or unsaid
@@ -310,11 +325,40 @@ class RecipeState:
 
         Args:
             recipe, mode, num_quantizers, roles: as of RecipeState.
-            device: has no effect.
+            device: of the scales and histories of delayed scaling; None: torch's default.
         """
-        return RecipeState(recipe, mode, num_quantizers, roles)
+        kind = CustomRecipeState if isinstance(recipe, CustomRecipe) else RecipeState
+        return kind(recipe, mode, num_quantizers, roles, device)
 
     def make_quantizers(self) -> list[Any]:
-        """Return a quantizer of `hybridq.te` for each slot; of delayed scaling one of scale 1."""
+        """Return a quantizer of `hybridq.te` for each slot; those of delayed scaling share memory.
+
+        Their scale is 1, and they write their amax into slot 0 of the history.
+        """
         frozen = recipes.get(_ours(self.recipe))
-        return [slot_quantizer(frozen.ask(role), {}, "") for role in self.roles]
+        asked: list[Any] = [frozen.ask(role) for role in self.roles]
+        delayed = [one for one in asked if one.is_delayed]
+        if delayed:
+            request = delayed[0].rowwise_delay or delayed[0].columnwise_delay
+            own: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
+            self.scale = torch.ones(len(delayed), **own)
+            self.amax_history = torch.zeros(request.amax_history_len, len(delayed), **own)
+        made: list[Any] = []
+        at = 0
+        for one in asked:
+            if not one.is_delayed or self.scale is None or self.amax_history is None:
+                made.append(slot_quantizer(one, {}, ""))
+                continue
+            spec = one.rowwise or one.columnwise
+            parts = (self.scale[at : at + 1], self.amax_history[0, at : at + 1])
+            made.append(Float8Quantizer(*parts, spec.format.element.name))
+            at += 1
+        return made
+
+
+class CustomRecipeState(RecipeState):
+    """The quantizers of a module's slots under a CustomRecipe.
+
+    Args:
+        recipe, mode, num_quantizers, roles, device: as of RecipeState.
+    """

@@ -102,6 +102,11 @@ class Readings(WithoutExtraState):
         return any(is_quantized(weight) for _, weight in self.scaled_weights())
 
     @property
+    def fp8_meta_tensors_initialized(self: Any) -> bool:
+        """Whether a forward has run under a recipe."""
+        return bool(self.last_recipe) and self.last_recipe[0] is not None
+
+    @property
     def fp8(self: Any) -> bool:
         """Whether the last forward ran under a recipe."""
         return bool(self.last_recipe) and self.last_recipe[0] is not None

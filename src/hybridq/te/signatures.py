@@ -89,7 +89,10 @@ def _taken(
 
 
 def constructor(
-    base: type, text: str, prepare: Callable[[dict[str, Any]], None] | None = None
+    base: type,
+    text: str,
+    prepare: Callable[[dict[str, Any]], None] | None = None,
+    finish: Callable[[Any], None] | None = None,
 ) -> Callable[..., None]:
     """Return an `__init__` with Transformer Engine's arguments that calls that of `base`.
 
@@ -97,6 +100,7 @@ def constructor(
         base: a class of hybridq, which knows arguments by the same names.
         text: the signature, as for `options`.
         prepare: changes the arguments, all of them by name, before they are passed on.
+        finish: is given the module that was made.
     """
     table = options(text)
     known = frozenset(inspect.signature(base).parameters)
@@ -110,6 +114,8 @@ def constructor(
         if prepare is not None:
             prepare(given)
         base.__init__(self, **_taken(where, table, known, given))  # type: ignore[misc]
+        if finish is not None:
+            finish(self)
 
     __init__.__signature__ = _signature(table)  # type: ignore[attr-defined]
     __init__.__doc__ = _sorted_arguments(table, known)

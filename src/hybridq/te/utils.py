@@ -11,6 +11,7 @@ from .. import tensor as tensors
 
 __all__ = [
     "get_device_compute_capability",
+    "is_non_tn_fp8_gemm_supported",
     "prepare_for_saving",
     "restore_from_func_ctx",
     "restore_from_saved",
@@ -22,6 +23,11 @@ prepare_for_saving = tensors.prepare_for_saving
 def get_device_compute_capability() -> tuple[int, int]:
     """Return that of the current GPU, (0, 0) where there is none."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+def is_non_tn_fp8_gemm_supported() -> bool:
+    """Return False: columnwise planes are stored transposed on every machine."""
+    return False
 
 
 def restore_from_saved(
