@@ -327,3 +327,13 @@ def test_what_quantizers_say_of_themselves() -> None:
     assert not te.NVFP4Quantizer(stochastic_rounding=True).is_requantization_safe()
     kinds = [one._get_compatible_recipe().__name__ for one in (fp8, nvfp4, hybrid)]
     assert kinds == ["Float8CurrentScaling", "NVFP4BlockScaling", "CustomRecipe"]
+
+
+def test_identity_has_the_dtype_of_its_quantizer() -> None:
+    own = te.IdentityQuantizer(dtype=torch.bfloat16)
+    x = torch.randn(4, 8)
+    made = own(x)
+    assert made.dtype == made.dequantize().dtype == torch.bfloat16
+    assert torch.equal(made.dequantize(), x.to(torch.bfloat16))
+    assert own.make_empty((2, 4), dtype=torch.float32).dtype == torch.bfloat16
+    assert te.IdentityQuantizer().make_empty((2, 4), dtype=torch.float16).dtype == torch.float16

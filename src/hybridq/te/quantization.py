@@ -279,6 +279,7 @@ class RecipeState:
         num_quantizers: number of slots.
         roles: of each, None where nobody said who takes the tensor in; None: `input`, `weight`,
             `output` of a linear module over and over, or `grad_output`, `grad_input`.
+        device: of the scales and histories of delayed scaling; None: torch's default.
 
     Attributes:
         scale: FP32 `[n]`, of the n slots of delayed scaling, which their quantizers see; or None.

@@ -74,9 +74,9 @@ class Quantizer:
     @classmethod
     def _is_users(cls) -> bool:
         """Whether a user's class says itself what becomes of a tensor."""
-        return (
-            cls.quantize_impl is not Quantizer.quantize_impl
-            or cls.quantize is not Quantizer.quantize
+        return any(
+            getattr(cls, name).__module__.split(".")[0] != __name__.split(".")[0]
+            for name in ("quantize", "quantize_impl")
         )
 
     def _freeze(self) -> Any:
@@ -466,3 +466,27 @@ class IdentityQuantizer(Quantizer):
 
     def _freeze(self) -> ours.Quantizer:
         return ours.IdentityQuantizer(dtype=self.dtype)
+
+    def quantize(
+        self,
+        tensor: torch.Tensor,
+        *,
+        out: QuantizedTensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> QuantizedTensor:
+        """Return `tensor` as a tensor of the quantizer's dtype.
+
+        Args:
+            tensor, out, dtype: as of the base; None: the quantizer's dtype, if it has one.
+        """
+        return super().quantize(tensor, out=out, dtype=dtype or self.dtype)
+
+    def make_empty(
+        self, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, **options: Any
+    ) -> QuantizedTensor:
+        """Return a tensor of zeros, of the quantizer's dtype if it has one.
+
+        Args:
+            shape, dtype, options: as of the base.
+        """
+        return super().make_empty(shape, dtype=self.dtype or dtype, **options)

@@ -416,3 +416,42 @@ def test_choices_per_module():
     last = run(model[1], hidden, dy, recipe=MXFP8BlockScaling(backward_override="high_precision"))
     first = run(model[0], x, last[1], recipe="mxfp8")
     assert equal(run(model, x, dy, recipe=recipe), [last[0], first[1], *first[2:], *last[2:]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_gradients_through_a_norm_are_those_of_the_plain_module(name, normalization, dtype) -> None:
+    """In high precision nothing of the backward is quantized: torch's own bits, of the norm too."""
+    torch.manual_seed(0)
+    recipe = hybridq.recipes.get(name).with_choices(backward_override="high_precision")
+    layer = hybridq.LayerNormLinear(
+        64, 32, normalization=normalization, return_layernorm_output=True, dtype=dtype
+    )
+    norm = getattr(nn, normalization)(64, eps=layer.eps, dtype=dtype)
+    linear = hybridq.Linear(64, 32, dtype=dtype)
+    with torch.no_grad():
+        norm.weight.copy_(layer.layer_norm_weight.uniform_(0.5, 1.5))
+        for key in ("weight", "bias"):
+            getattr(linear, key).copy_(getattr(layer, key))
+    x, dy = torch.randn(8, 64, dtype=dtype), torch.randn(8, 32, dtype=dtype)
+    found = []
+    for own, apart in ((recipe, False), (recipe, True), (None, False)):
+        given = x.clone().requires_grad_()
+        for module in (layer, norm, linear):
+            module.zero_grad()
+        with hybridq.autocast(own is not None, own):
+            seen = norm(given)
+            y = linear(seen) if apart else layer(given)
+        y, seen = (y, seen) if apart else y
+        y.backward(dy)
+        weights = (norm.weight, linear.weight, linear.bias)
+        if not apart:
+            weights = (layer.layer_norm_weight, layer.weight, layer.bias)
+        found.append(
+            [given.grad, *(one.grad.clone() for one in weights), seen.detach(), y.detach()]
+        )
+    fused, alone, plain = found
+    assert all(torch.equal(a, b) for a, b in zip(fused, alone, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(fused[:5], plain[:5], strict=True))
+    assert not torch.equal(fused[5], plain[5])

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..autograd import Activation, Norm, PrologueCall
 from .linear import Linear
-from .linear_part import run_part
+from .linear_part import has_plain_backward, run_part
 from .norms import LayerNorm, RMSNorm
 from .operations import Quantize
 from .tensor_parallel import is_dtensor
@@ -90,6 +90,8 @@ def _as_one(modules: list[Any], input: torch.Tensor) -> tuple[torch.Tensor, int]
     recipe = second._recipe()
     if recipe is None or second.plan_of(recipe).is_plain or getattr(second, "return_bias", False):
         return None
+    if has_plain_backward(second.plan_of(recipe), input, step):
+        return None  # nothing is gained, and each has its own bits
     if between is not None and not _is_same(between, recipe, second):
         return None
     made = run_part(second, "", recipe, input, second.weight, second.bias, None, step)

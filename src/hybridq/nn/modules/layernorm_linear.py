@@ -156,8 +156,7 @@ class LayerNormLinear(FusedModule):
         first, weight = is_first_microbatch, self.weight
         bias = None if self.return_bias else self.bias
         if self.return_layernorm_output:
-            is_plain = recipe is None or self.plan_of(recipe).is_plain
-            seen = self._normalized(x, is_plain)
+            seen = self._normalized(x, None if recipe is None else self.plan_of(recipe))
             y = run_part(self, "", recipe, seen, weight, bias, first)
         else:
             seen = None
@@ -182,7 +181,7 @@ class LayerNormLinear(FusedModule):
             `[..., in_features]`, by the parameter's name and the number of its matrix: `None`.
         """
         del rest, options
-        return {("weight", None): self._normalized(self._take_input(inp, self.in_features), True)}
+        return {("weight", None): self._normalized(self._take_input(inp, self.in_features), None)}
 
     def extra_repr(self) -> str:
         """Return the sizes and what differs from the defaults, for `repr`."""

@@ -173,7 +173,7 @@ class LayerNormMLP(FusedModule):
         first, weight, bias = is_first_microbatch, self.fc1_weight, self.fc1_bias
         seen = None
         if self.return_layernorm_output:
-            seen = self._normalized(x, recipe is None or self.plan_of(recipe, "fc1").is_plain)
+            seen = self._normalized(x, None if recipe is None else self.plan_of(recipe, "fc1"))
             hidden = run_part(self, "fc1", recipe, seen, weight, bias, first)
         else:
             gamma, beta = self.layer_norm_weight, self.layer_norm_bias
@@ -207,7 +207,7 @@ class LayerNormMLP(FusedModule):
         del rest, options
         weight: torch.Tensor = self.fc1_weight
         plain = weight.dequantize() if is_quantized(weight) else weight
-        seen = self._normalized(self._take_input(inp, self.hidden_size), True)
+        seen = self._normalized(self._take_input(inp, self.hidden_size), None)
         hidden = torch.nn.functional.linear(seen, plain, self.fc1_bias)
         acted = self._activation.plain(hidden, None, None)
         return {("fc1_weight", None): seen, ("fc2_weight", None): acted}

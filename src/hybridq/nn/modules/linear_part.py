@@ -45,7 +45,7 @@ from .tensor_parallel import (
 )
 from .token_sums import sums_under
 
-__all__ = ["FusedModule", "run_part"]
+__all__ = ["FusedModule", "has_plain_backward", "run_part"]
 
 #: Fills a tensor in place: `init_method(weight)`.
 InitMethod = Callable[[torch.Tensor], Any]
@@ -164,6 +164,10 @@ def _run(
                 _tell(own, plan, x, weight, y, None, None)
             return y
         before = None  # compiled, only planes give the eager bits of a linear
+    if before is not None and has_plain_backward(plan, x, before):
+        # Nothing of the matrix between is quantized but for the forward, and nothing is gained by
+        # one step; so every gradient has the bits of the plain module's.
+        x, before = before.prologue.plain(x, before.gamma, before.beta), None
     if not is_dtensor(weight):
         return _product(own, plan, x, before, into)
     if before is not None:
@@ -178,6 +182,24 @@ def _run(
         return _product(local, plan, x, None, None)
 
     return dtensor_forward(module, x, weight, bias, plan, run, sums_under(module, recipe))
+
+
+def has_plain_backward(plan: Plan, x: torch.Tensor, before: PrologueCall) -> bool:
+    """Return whether a backward multiplies what it would multiply without a recipe.
+
+    Then a norm or an activation is torch's own, in a step of its own.
+
+    Args:
+        plan: of the product.
+        x: the input of the norm or activation.
+        before: it.
+    """
+    slots = (plan.input.col, plan.weight.col, plan.grad_output.row, plan.grad_output.col)
+    if plan.is_forward_only or not all(one.is_plain for one in slots):
+        return False
+    if plan.input.saves_row or plan.weight.saves_row or is_quantized(x):
+        return False
+    return all(one is None or one.dtype == x.dtype for one in (before.gamma, before.beta))
 
 
 def _product(
@@ -354,14 +376,17 @@ class FusedModule(QuantizedModule):
             )
         return inp
 
-    def _normalized(self, x: torch.Tensor, is_plain: bool) -> torch.Tensor:
+    def _normalized(self, x: torch.Tensor, plan: Plan | None) -> torch.Tensor:
         """Return the norm of x alone, for callers that want to see it; the bits that are encoded.
 
         Args:
             x: `[..., features]`.
-            is_plain: no recipe quantizes it: it is torch's norm.
+            plan: of the product behind it; None: no recipe quantizes it.
         """
         gamma, beta = self.layer_norm_weight, self.layer_norm_bias
+        is_plain = plan is None or plan.is_plain
+        if plan is not None and not (is_plain or self.is_parallel):
+            is_plain = has_plain_backward(plan, x, PrologueCall(self._norm, gamma, beta))
         if is_plain:
             return self._norm.plain(x, gamma, beta)
         (x,) = self._cast(x)  # type: ignore[assignment]

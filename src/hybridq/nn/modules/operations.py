@@ -1,7 +1,7 @@
 """Single operations as modules: activations by name, norms and quantization, for FusedSequential.
 
-Under a recipe each gives the bits that a linear module encodes where it does the same operation as
-its own first step; so a sequence has one result, whether or not two of it are run as one.
+Each gives the bits that a linear module encodes where it does the same operation as its own first
+step; so a sequence has one result, whether or not two of it are run as one.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch import nn
 from ... import settings
 from ..._log import log_once
 from ...errors import must_be_one_of
-from ...kernels.inputs import has_autocast
+from ...kernels.inputs import HIGH_PRECISION, has_autocast
 from ...recipes import QuantizerRole, Recipe, is_recomputing
 from ...recipes.boundary import boundary_by_key, boundary_quantizer
 from ...reference import ACTIVATIONS
+from ...tensor import is_quantized
 from ..autograd import (
     GATES,
     Activation,
@@ -49,8 +50,10 @@ class _Operation(nn.Module):
         return recipe if isinstance(recipe, Recipe) else None
 
     def _run(self, inp: torch.Tensor, step: PrologueCall) -> torch.Tensor:
-        """Return a step of `[..., columns]`: with the bits that are encoded, under a recipe."""
-        if self.recipe_now() is None:
+        """Return a step of `[..., columns]`, with the bits that are encoded."""
+        if is_quantized(inp):
+            inp = inp.dequantize()
+        if inp.dtype not in HIGH_PRECISION:
             return step.prologue.plain(inp, step.gamma, step.beta)
         kind = inp.device.type
         if has_autocast(kind):
