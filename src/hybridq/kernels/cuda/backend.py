@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,6 +51,32 @@ class NewPlanes:
         """Complete the planes, after the launch."""
         if self.copied is not None:
             self.copied.copy_(self.stats[0])
+
+
+class _Layout(NamedTuple):
+    """What new planes of a spec and a size have in common.
+
+    Args:
+        buffers: shape and dtype of each.
+        text: the spec as the module takes it.
+        needs_amax: an amax is needed before the plane can be written.
+    """
+
+    buffers: tuple[tuple[tuple[int, ...], torch.dtype | None], ...]
+    text: Any
+    needs_amax: bool
+
+
+@lru_cache(maxsize=4096)
+def _layout(spec: PlaneSpec, rows: int, cols: int) -> _Layout:
+    own = tuple((tuple(b.shape), b.dtype) for b in spec.buffers(rows, cols))
+    return _Layout(own, core_spec(spec)[0], spec.needs_amax)
+
+
+@lru_cache(maxsize=1024)
+def _have_one_amax(row: PlaneSpec | None, col: PlaneSpec | None) -> bool:
+    specs = (row, col)
+    return all(spec is not None and spec.needs_tensor_amax and spec.signs is None for spec in specs)
 
 
 class GpuKernels(Addresses):
@@ -102,26 +129,28 @@ class GpuKernels(Addresses):
                 planes.append(None)
                 finds.append(False)
                 continue
-            own = [
-                torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-                for buffer in spec.buffers(*shape)
-            ]
-            stat = known if spec.needs_amax else None
-            finds.append(spec.needs_amax and known is None)
+            layout = _layout(spec, *shape)
+            own = []
+            for size, dtype in layout.buffers:
+                own.append(torch.empty(size, dtype=dtype, device=device))
+            stat = known if layout.needs_amax else None
+            finds.append(layout.needs_amax and known is None)
             if finds[-1]:
                 stat = own[2] if len(own) == 3 else own[1].new_empty(1)
                 if shared and stats:
                     finds[-1], stat = False, stats[0]
                     copied = own[2] if len(own) == 3 else None
+            stat_pointer = 0
             if stat is not None:
                 stats.append(stat)
+                stat_pointer = self.statistic(spec, shape[0], stat, known is None, device)
             planes.append(
                 (
-                    core_spec(spec)[0],
+                    layout.text,
                     self.pointer(own[0], True),
                     self.pointer(own[1], True),
-                    self.statistic(spec, shape[0], stat, known is None, device),
-                    self.seed(spec, request.seed, device),
+                    stat_pointer,
+                    self.seed(spec, request.seed, device) if spec.stochastic else 0,
                     request.row0,
                     request.col0,
                     random_stream,
@@ -379,14 +408,18 @@ class GpuKernels(Addresses):
 
 def _share_amax(row: PlaneSpec | None, col: PlaneSpec | None, request: EncodeRequest) -> bool:
     """Whether both planes need the tensor's own amax, so that the first one's serves both."""
-    specs = (row, col)
-    return request.row_stat is request.col_stat is None and all(
-        spec is not None and spec.needs_tensor_amax and spec.signs is None for spec in specs
-    )
+    return request.row_stat is request.col_stat is None and _have_one_amax(row, col)
+
+
+def _on_device(device: torch.device) -> contextlib.AbstractContextManager[int]:
+    # Nearly always the device is current: a guard would only ask and set it, twice for each kernel.
+    if device.index is None or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext(stream_of(device))
+    return _guarded(device)
 
 
 @contextlib.contextmanager
-def _on_device(device: torch.device) -> Any:
+def _guarded(device: torch.device) -> Any:
     with torch.cuda.device(device):
         yield stream_of(device)
 

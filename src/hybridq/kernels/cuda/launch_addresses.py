@@ -53,7 +53,7 @@ class Addresses:
     ) -> list[int]:
         """Return `memory.plane` of what the kernel reads."""
         memory.plane(what, buffers, spec, rows, cols, device)
-        return [*(self.pointer(buffer) for buffer in buffers), *[0] * (3 - len(buffers))]
+        return [*map(self.pointer, buffers), *[0] * (3 - len(buffers))]
 
     def statistic(
         self,

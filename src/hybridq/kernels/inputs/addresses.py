@@ -9,6 +9,7 @@ made itself these three are compared first, in every build (ADR 0051).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -178,6 +179,7 @@ def plane(
 Description = tuple[tuple[str, torch.dtype | None, int], ...]
 
 
+@lru_cache(maxsize=4096)
 def plane_description(spec: PlaneSpec, rows: int, cols: int) -> Description:
     """Return what `described_plane` holds a plane's buffers to.
 

@@ -9,6 +9,7 @@ Source: layouts: torch, aten/src/ATen/native/cuda/ScaledBlas.cpp.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -174,10 +175,14 @@ def _block_takes_bias(left: Scaled, right: Scaled, dtype: torch.dtype) -> bool:
     return block_takes_bias(left.data.device, recipes, dtype, product)
 
 
+@lru_cache(maxsize=64)
+def _named(enum: str, names: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(getattr(getattr(torch.nn.functional, enum), name) for name in names)
+
+
 def _scaled_mm(
     left: Scaled, right: Scaled, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    scaling, swizzling = torch.nn.functional.ScalingType, torch.nn.functional.SwizzleType
     right_scales = [
         scale.t() if recipe == "RowWise" else scale
         for scale, recipe in zip(right.scales, right.recipes, strict=True)
@@ -186,11 +191,11 @@ def _scaled_mm(
         left.data,
         right.data.t(),
         list(left.scales),
-        [getattr(scaling, name) for name in left.recipes],
+        list(_named("ScalingType", left.recipes)),
         right_scales,
-        [getattr(scaling, name) for name in right.recipes],
-        swizzle_a=[getattr(swizzling, name) for name in left.swizzles] or None,
-        swizzle_b=[getattr(swizzling, name) for name in right.swizzles] or None,
+        list(_named("ScalingType", right.recipes)),
+        swizzle_a=list(_named("SwizzleType", left.swizzles)) or None,
+        swizzle_b=list(_named("SwizzleType", right.swizzles)) or None,
         bias=bias,
         output_dtype=dtype,
         # Partial sums are added in FP32 on the way; without that the error is ten times as large.

@@ -64,9 +64,9 @@ def scales_1x128(scale: torch.Tensor, rows: int) -> torch.Tensor:
         scale: one scale per row and 128 values.
         rows: `r` or more, a multiple of 4: each column begins at 16 bytes.
     """
-    is_laid = scale.shape[0] == rows and scale.stride() == (1, rows)
-    if is_laid and begins_at(scale) % _ALIGNMENT == 0:
-        return scale
+    if scale.shape[0] == rows:
+        laid = scale.t().contiguous()  # no copy where it lies so already
+        return (laid if begins_at(laid) % _ALIGNMENT == 0 else laid.clone()).t()
     laid = scale.new_zeros((scale.shape[1], rows))
     laid[:, : scale.shape[0]] = scale.t()
     return laid.t()

@@ -354,6 +354,7 @@ def two_levels(view: Scaled) -> Scaled:
     )
 
 
+@lru_cache(maxsize=1024)
 def is_foldable(spec: PlaneSpec) -> bool:
     """Whether `reference.fold_plane` takes a plane of `spec`."""
     fmt = spec.format

@@ -1,0 +1,98 @@
+"""What a Linear asks of a GPU, counted without one: `docs/reference/gpu-status.md` has the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import hybridq
+from cuda_costs import Costs, backward, counted, fake_gpu
+
+ROWS, WIDTH, OUT = 16384, 4096, 16384
+
+#: recipe -> of the forward and of the backward: device operations beside the product's, with a call
+#: of the core as one; tensors with new memory; bytes that follow the product for each element of the
+#: output. A bias adds what `BIAS` says.
+TABLE = {
+    "mxfp8": ((4, 17, 0.0), (5, 18, 0.0)),
+    "fp8_current": ((2, 15, 0.0), (1, 8, 0.0)),
+    "fp8_block": ((3, 12, 0.1), (4, 9, 0.2)),
+    "nvfp4": ((12, 24, 14.0), (17, 24, 7.0)),
+}
+#: recipe -> operations, tensors and bytes of the forward; the backward sums dy.
+BIAS = {"nvfp4": (1, 1, 8.0)}
+#: Frames of Python in hybridq: of the forward and of the backward, with room for other versions.
+FRAMES = {
+    "mxfp8": (210, 260),
+    "fp8_current": (190, 210),
+    "fp8_block": (235, 300),
+    "nvfp4": (190, 220),
+}
+
+
+@pytest.fixture
+def costs(monkeypatch) -> Iterator[list[Costs]]:
+    """A Hopper that is not there."""
+    with fake_gpu(monkeypatch) as made:
+        yield made
+
+
+def step(costs: list[Costs], recipe: str, has_bias: bool) -> tuple[Costs, Costs]:
+    """Return what forward and backward cost once caches know the shapes."""
+    layer = hybridq.Linear(WIDTH, OUT, bias=has_bias, device="meta", dtype=torch.bfloat16)
+    for name, parameter in list(layer.named_parameters()):
+        made = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda")
+        setattr(layer, name, torch.nn.Parameter(made))
+    x = torch.empty(ROWS, WIDTH, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    for _ in range(2):
+        with hybridq.autocast(recipe=recipe):
+            y, forward = counted(costs, lambda: layer(x))
+        dy = torch.empty(y.shape, dtype=y.dtype, device="cuda")
+        grads, back = counted(costs, lambda dy=dy: backward(dy))
+    assert y.shape == (ROWS, OUT) and [grad.shape for grad in grads[:2]] == [x.shape, (OUT, WIDTH)]
+    return forward, back
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("recipe", TABLE)
+def test_costs_of_a_linear(costs, recipe: str, has_bias: bool) -> None:
+    found = step(costs, recipe, has_bias)
+    for costed, (operations, tensors, nbytes), products in zip(
+        found, TABLE[recipe], (1, 2), strict=True
+    ):
+        if has_bias:
+            own = (1, 1, 2.0) if costed is found[1] else BIAS.get(recipe, (0, 0, 0.0))
+            operations, tensors = operations + own[0], tensors + own[1]
+            nbytes += own[2]
+        assert sum(costed.products.values()) == products
+        assert costed.launches - products <= operations, costed
+        assert costed.allocations <= tensors, costed
+        assert costed.nbytes / (ROWS * OUT) <= nbytes + 0.01, costed
+    frames = [one.frames for one in found]
+    assert all(got <= most for got, most in zip(frames, FRAMES[recipe], strict=True)), frames
+
+
+def test_products_with_block_scales_add_the_bias_themselves(costs) -> None:
+    """An FP32 product, an addition and a cast would be 16 bytes for each element more."""
+    for recipe in ("mxfp8", "fp8_block"):
+        forward, _ = step(costs, recipe, has_bias=True)
+        assert dict(forward.products) == {"scaled_mm bfloat16": 1}
+        assert not {"add", "_to_copy"} & set(forward.others)
+
+
+def test_scales_of_rows_are_laid_out_in_one_operation(costs) -> None:
+    forward, back = step(costs, "fp8_block", has_bias=False)
+    assert dict(forward.others) == {"clone": 1} and dict(back.others) == {"clone": 3}
+
+
+def test_what_is_counted_is_noticed(costs) -> None:
+    def run() -> None:
+        x = torch.empty(64, 32, device="cuda")
+        torch.ops.aten.add.Tensor(x, x)
+        x.view(-1)
+
+    _, found = counted(costs, run)
+    assert dict(found.others) == {"add": 1} and found.allocations == 2
+    assert found.nbytes == 3 * 64 * 32 * 4 and found.launches == 1
