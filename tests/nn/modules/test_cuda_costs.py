@@ -1,4 +1,4 @@
-"""What a Linear asks of a GPU, counted without one: `docs/reference/gpu-status.md` has the table."""
+"""What a Linear asks of a GPU, counted without one (table: docs/reference/gpu-status.md)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cuda_costs import Costs, backward, counted, fake_gpu
 
 ROWS, WIDTH, OUT = 16384, 4096, 16384
 
-#: recipe -> of the forward and of the backward: device operations beside the product's, with a call
-#: of the core as one; tensors with new memory; bytes that follow the product for each element of the
-#: output. A bias adds what `BIAS` says.
+#: recipe -> of the forward and of the backward: device operations beside the products, with a call
+#: of the core as one; tensors with new memory; bytes that operations of torch move after a product,
+#: for each element of the output. A bias adds what `BIAS` says.
 TABLE = {
     "mxfp8": ((4, 17, 0.0), (5, 18, 0.0)),
     "fp8_current": ((2, 15, 0.0), (1, 8, 0.0)),
