@@ -111,10 +111,15 @@ constexpr int ResidentBlocks(int warps) {
   return warps < G::kWarps ? 1 : warps / G::kWarps;
 }
 
-// Pairs of planes whose code is long: values of one must take no register from the other.
+// Pairs of planes that encode the same values, and those of them whose code is long: there what is
+// known of the rows must take no register from the columns.
+template <class Row, class Col>
+inline constexpr bool kIsPair = Row::kExists && Col::kExists && !Row::kIsAmax && !Col::kIsAmax &&
+                                !Col::kTransform;
+
 template <class Row, class Col>
 inline constexpr bool kIsLong =
-    Row::kExists && Col::kExists && !Row::kIsAmax && !Col::kIsAmax && !Col::kTransform &&
+    kIsPair<Row, Col> &&
     (kPairsAreLong || Row::kSquare || Row::Element::kBits < 8 || Col::Element::kBits < 8);
 
 template <class Row, class Col, bool kBf16>

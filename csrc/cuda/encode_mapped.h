@@ -186,7 +186,8 @@ HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, kBf16 ? kMappedWarps : kWideWarps)
     EncodeMapped(MappedArgs a) {
   const TileArgs& t = a.tile;
   const Mapped change{a.map, t.x, t.stride_row, t.is_fp16};
-  EncodeTileOf<Row, Col, kBf16, TileForm<false>>(t, BlockIndex(), change);
+  using Form = TileForm<false, kIsPair<Row, Col>>;
+  EncodeTileOf<Row, Col, kBf16, Form>(t, BlockIndex(), change);
 }
 
 }  // namespace cuda
