@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
@@ -66,7 +65,6 @@ def fold_element(element: Element) -> Element:
     return element if element == E5M2 else E4M3
 
 
-@lru_cache(maxsize=64)
 def fold_lift(element: Element) -> int:
     """Return by how many binades codes are raised: the room above `element` in its target.
 
