@@ -60,6 +60,7 @@ def test_advice_is_written_to_a_file(file: Path, tmp_path: Path) -> None:
     assert found == hybridq.recipe(fprop="mxfp8", dgrad="mxfp8", wgrad="mxfp8")
 
 
+@pytest.mark.slow
 def test_a_report_of_a_folder_of_transformers(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     folder = hf_models.saved("llama", tmp_path)

@@ -18,6 +18,7 @@ from hybridq.recipes import Recipe, bind, load
 from hybridq.recipes.gemm_words import word
 from hybridq.report import Advice
 from hybridq.report.advice import speeds
+from hybridq.report.advice.advice import recipe_of
 
 WIDTH = 64
 
@@ -212,6 +213,15 @@ def student(spoil: str) -> tuple[nn.Sequential, torch.Tensor, torch.Tensor, torc
             model[1].weight[:, 5::16] = 0.0
         model[1].weight.register_hook(lambda grad: grad * (far == 0))
     return model, x, target, weights
+
+
+def test_rules_of_layers_reach_experts_in_stacks() -> None:
+    """The most frequent recipe is the default; a rule for a layer is one for its experts, too."""
+    mxfp8, plain = hybridq.recipe(fprop="mxfp8"), hybridq.recipes.get("bf16")
+    made = recipe_of([("a", mxfp8), ("experts.up[0]", plain), ("b", mxfp8)])
+    assert made.for_name("experts.up[0]") == made.for_name("experts.up[0].11") == plain
+    assert made.for_name("a") == made.for_name("experts.up[0].x") == made.for_name("c") == mxfp8
+    assert recipe_of([("a", mxfp8), ("b", mxfp8)]) == mxfp8
 
 
 @pytest.mark.slow

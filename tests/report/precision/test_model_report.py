@@ -14,7 +14,14 @@ from rich.console import Console
 from torch import nn
 
 import hybridq
+from hybridq.converters import register_experts
+from hybridq.moe import ExpertsLayout
 from hybridq.report import PrecisionReport, SlotRow
+from own_experts import OwnExperts
+
+
+class StackedExperts(OwnExperts):
+    """Experts of this file's own class, which is registered once."""
 
 
 def mean_square(y: torch.Tensor) -> torch.Tensor:
@@ -274,3 +281,32 @@ def test_what_a_report_writes(tmp_path: Path) -> None:
 def test_mistakes_are_named(call: Callable[..., object], error: type, text: str) -> None:
     with pytest.raises(error, match=text):
         call(mlp(1), torch.randn(4, 64))
+
+
+def test_experts_of_mixed_formats_are_rows_of_their_own() -> None:
+    """A stack of four experts, one of which has another format; what-if rows are of all four."""
+    torch.manual_seed(0)
+    layout = ExpertsLayout()
+    model = nn.ModuleDict({"experts": StackedExperts(layout, sizes=(4, 64, 32))})
+    register_experts(StackedExperts, layout)
+    hybridq.convert(model)
+    x, weights = torch.randn(24, 64), torch.rand(24, 2)
+    top = torch.arange(48).reshape(24, 2) % 4
+
+    def loop(model: nn.Module) -> torch.Tensor:
+        return mean_square(model["experts"](x, top, weights))
+
+    rules = [("experts.gate_up_proj.1", "nvfp4")]
+    recipe = hybridq.recipes.ByName(rules, default="mxfp8")
+    found = hybridq.report(model, loop, ["fp8"], recipe=recipe)
+    rows = [
+        (row.format, row.in_run, row.statistics.calls)
+        for row in found.slots
+        if (row.layer, row.tensor, row.direction) == ("experts.gate_up_proj", "weight", "rowwise")
+    ]
+    assert rows == [("mxfp8", True, 3), ("fp8_e4m3", False, 4), ("nvfp4_16x16", True, 1)]
+    own = model["experts"].gate_up_proj.detach()[1]
+    plane = hybridq.quantize(own, "nvfp4_16x16").rowwise.dequantize()
+    row = row_of(found, "experts.gate_up_proj", "weight", "rowwise", "nvfp4_16x16")
+    error = norm_ratio(plane.double().numpy(), own.double().numpy())
+    assert row.statistics.relative_error == pytest.approx(error, rel=1e-6)
