@@ -312,9 +312,8 @@ def test_device_splits_are_never_read(recipe, is_routed: bool) -> None:
         scales = None
         if plan.is_delayed:
             scales = [ScalingState(x.device, "grouped_linear").scales(plan, True) for _ in range(3)]
-        y, x_col, w = grouped_function._forward(
-            x, offsets, seeds, plan, layout, (True, True), (), params, scales, rows
-        )
+        call = grouped_function.GroupedCall(layout, plan, (), seeds, scales, rows=rows)
+        y, x_col, w = grouped_function._forward(x, offsets, params, call, (True, True))
         assert y.shape == dy.shape and y.device.type == "cuda"
         saved = [*x_col, *w.cols] + ([] if seeds is None else [seeds])
         ctx = SimpleNamespace(

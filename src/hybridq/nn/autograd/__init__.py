@@ -5,7 +5,7 @@ from __future__ import annotations
 from .checkpoint import checkpoint
 from .gates import GATES, Gate, gate_of
 from .group_sums import gather_tokens, scatter_tokens, share, sum_over
-from .grouped_function import Layout, draw_seeds, grouped_linear
+from .grouped_function import GroupedCall, Layout, draw_seeds, grouped_linear
 from .linear_function import NO_CUTS, Cuts, eager_linear, linear
 from .offload import get_cpu_offload_context, offload
 from .partial_sums import add_once
@@ -36,6 +36,7 @@ __all__ = [
     "Gate",
     "GradientPlane",
     "GradientWatcher",
+    "GroupedCall",
     "Layout",
     "MadePlane",
     "Norm",

@@ -44,7 +44,7 @@ from .prologue import Activation
 from .slot_encoder import SlotEncoder
 from .token_routes import GradientPlane, MadePlane, TokenRows, sum_of_rows
 
-__all__ = ["Layout", "draw_seeds", "grouped_linear"]
+__all__ = ["GroupedCall", "Layout", "draw_seeds", "grouped_linear"]
 
 
 class Layout(NamedTuple):
@@ -112,23 +112,49 @@ def _rows_product(
     )
 
 
+class GroupedCall(NamedTuple):
+    """What a grouped product is told beside its tokens and parameters.
+
+    Attributes:
+        layout: how many parameters there are, and how they are given.
+        plan: what `hybridq.recipes.bind` made.
+        kept: where the planes of each group's weight are, or are kept, to be taken from there or
+            put there; empty for nowhere.
+        seeds: int64 `[G]` of stochastic planes; None draws them.
+        scales: of each group's state, where `plan.is_delayed`.
+        into: where the gradient of each weight parameter is added, None for one that needs none;
+            empty: they are returned.
+        rows: the tokens that are multiplied, in the order of their groups: those of x are read
+            where they are. The result is that of `take_rows(x, rows)`, and so are the gradients.
+            None: x itself.
+        activation: what is multiplied is what it makes of x, of the parameters' dtype; not with
+            `rows`. None: x.
+        arriving: the place of the gradient's plane, where that arrives quantized.
+    """
+
+    layout: Layout
+    plan: Plan
+    kept: tuple[CachedWeight | PrequantizedWeight | None, ...] = ()
+    seeds: torch.Tensor | None = None
+    scales: tuple[Scales, ...] | None = None
+    into: tuple[Into | None, ...] = ()
+    rows: TokenRows | None = None
+    activation: Activation | None = None
+    arriving: GradientPlane | None = None
+
+
 def _forward(
     x: torch.Tensor,
     offsets: torch.Tensor,
-    seeds: torch.Tensor | None,
-    plan: Plan,
-    layout: Layout,
-    saves: tuple[bool, bool],
-    kept: Sequence[CachedWeight | PrequantizedWeight | None],
     params: Sequence[torch.Tensor],
-    scales: Sequence[Scales] | None = None,
-    rows: TokenRows | None = None,
-    activation: Activation | None = None,
+    call: GroupedCall,
+    saves: tuple[bool, bool],
 ) -> tuple[torch.Tensor, Buffers, WeightPlanes]:
     """Return y, and the columnwise planes of x and those of the weights that were asked for."""
     save_x, save_w = saves
+    plan, layout, rows = call.plan, call.layout, call.rows
     weights, biases = _split(params, layout)
-    rest = (seeds, False, scales or ())
+    rest = (call.seeds, False, call.scales or ())
     given, x = x.dtype, x.to(params[0].dtype)
     encoder = SlotEncoder(plan.input, "input", *rest)
     row_index = None if rows is None else rows.tokens
@@ -138,9 +164,9 @@ def _forward(
         own = SlotEncoder(plan.input.of_original, "input", *rest)
         _, x_col = encode_tokens(x, offsets, own, False, save_x, row_index)
     else:
-        x_row, x_col = encode_tokens(x, offsets, encoder, True, save_x, row_index, activation)
+        x_row, x_col = encode_tokens(x, offsets, encoder, True, save_x, row_index, call.activation)
     tokens = x.shape[0] if row_index is None else row_index.shape[0]
-    w = weight_planes(weights, SlotEncoder(plan.weight, "weight", *rest), save_w, kept)
+    w = weight_planes(weights, SlotEncoder(plan.weight, "weight", *rest), save_w, call.kept)
     bias = None
     if biases:
         bias = biases[0] if layout.is_single_bias else torch.stack(biases)
@@ -207,12 +233,11 @@ class _GroupedLinear(StatedFunction):
         arriving: GradientPlane | None,
         *params: torch.Tensor,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        saves = (needs[1], needs[0])
-        given = (x, offsets, seeds, plan, layout, saves, kept, params, scales)
         rows = None
         if row_index is not None and inverse is not None:
             rows = TokenRows(row_index, inverse, made)
-        y, x_col, w = _forward(*given, rows, activation)
+        call = GroupedCall(layout, plan, kept, seeds, scales, rows=rows, activation=activation)
+        y, x_col, w = _forward(x, offsets, params, call, (needs[1], needs[0]))
         # What a gradient goes back through before the product: no more than one of the two.
         through = inverse if activation is None else x
         saved = [offsets, through if needs[0] else None, *x_col, *w.cols]
@@ -361,40 +386,16 @@ def _each(grad: torch.Tensor | None, count: int, is_single: bool) -> tuple[Any, 
 
 
 def grouped_linear(
-    x: torch.Tensor,
-    offsets: torch.Tensor,
-    params: Sequence[torch.Tensor],
-    layout: Layout,
-    plan: Plan,
-    kept: tuple[CachedWeight | PrequantizedWeight | None, ...] = (),
-    seeds: torch.Tensor | None = None,
-    scales: tuple[Scales, ...] | None = None,
-    into: tuple[Into | None, ...] = (),
-    rows: TokenRows | None = None,
-    activation: Activation | None = None,
-    arriving: GradientPlane | None = None,
+    x: torch.Tensor, offsets: torch.Tensor, params: Sequence[torch.Tensor], call: GroupedCall
 ) -> torch.Tensor:
     """Return `x[g] @ w[g].T + bias[g]` of each group g, every GEMM between the plan's planes.
 
     Args:
         x: `[T, in_features]`, float32, bfloat16 or float16; tokens of group 0 first.
-            With `rows` in any order, and of any of these dtypes.
+            With `call.rows` in any order, and of any of these dtypes.
         offsets: int32 `[G]` on x's device: where each group ends.
-        params: the weights and then the biases, as `layout` says, in x's dtype.
-        layout: how many there are, and how they are given.
-        plan: what `hybridq.recipes.bind` made.
-        kept: where the planes of each group's weight are, or are kept, to be taken from there or
-            put there; empty for nowhere.
-        seeds: int64 `[G]` of stochastic planes; None draws them.
-        scales: of each group's state, where `plan.is_delayed`.
-        into: where the gradient of each weight parameter is added, None for one that needs none;
-            empty: they are returned.
-        rows: the tokens that are multiplied, in the order of their groups: those of x are read
-            where they are. The result is that of `take_rows(x, rows)`, and so are the gradients.
-            None: x itself.
-        activation: what is multiplied is what it makes of x, of the parameters' dtype; not with
-            `rows`. None: x.
-        arriving: the place of the gradient's plane, where that arrives quantized.
+        params: the weights and then the biases, as `call.layout` says, in x's dtype.
+        call: the rest.
 
     Returns:
         `[T, out_features]` in the parameters' dtype; tokens of no group give zeros.
@@ -402,9 +403,10 @@ def grouped_linear(
     Raises:
         NotImplementedError: a tensor has a tangent of forward-mode differentiation.
     """
+    plan, layout, rows = call.plan, call.layout, call.rows
     refuse_tangents("hybridq.GroupedLinear", x, *params)
-    if seeds is None and plan.is_stochastic:
-        seeds = draw_seeds(layout.groups, x.device)
+    if call.seeds is None and plan.is_stochastic:
+        call = call._replace(seeds=draw_seeds(layout.groups, x.device))
     needs = (False, False, False)
     num_weights = 1 if layout.is_single else layout.groups
     if torch.is_grad_enabled() and not plan.is_forward_only:
@@ -415,13 +417,13 @@ def grouped_linear(
         )
     with without_autocast(x.device.type):
         if any(needs):
-            given = (x, offsets, seeds, plan, layout, needs, kept, scales, into)
+            given = (x, offsets, call.seeds, plan, layout, needs, call.kept, call.scales, call.into)
             taken = (None, None, None) if rows is None else rows
-            made: Any = _GroupedLinear.apply(*given, *taken, activation, arriving, *params)
+            last = (call.activation, call.arriving)
+            made: Any = _GroupedLinear.apply(*given, *taken, *last, *params)
             return made if torch.compiler.is_compiling() else made[0]
         with torch.no_grad() if plan.is_forward_only else nullcontext():
-            every = (x, offsets, seeds, plan, layout, (False, False), kept, params, scales)
-            y, _, _ = _forward(*every, rows, activation)
+            y, _, _ = _forward(x, offsets, params, call, (False, False))
     if not plan.is_forward_only:
         return y
     return without_backward("GroupedLinear", y, x, *params)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...recipes import Plan
-from ..autograd import Layout, draw_seeds, grouped_linear
+from ..autograd import GroupedCall, Layout, draw_seeds, grouped_linear
 from ..weights import Into
 
 __all__ = ["Group", "Splits", "group_offsets", "host_splits", "mixed_linear"]
@@ -152,8 +152,8 @@ def mixed_linear(
         params = [*(one.weight for one in own), *biases]
         known = tuple([one.scales for one in own]) if plan.is_delayed else None
         into, kept = (_unless_none([getattr(one, what) for one in own]) for what in _PLACES)
-        given = (x[order], chosen, params, layout, plan, kept, seed)
-        y = grouped_linear(*given, scales=known, into=into)
+        call = GroupedCall(layout, plan, kept, seed, known, into)
+        y = grouped_linear(x[order], chosen, params, call)
         out = torch.where(is_token[:, None], y[torch.argsort(order)], out)
     return out
 

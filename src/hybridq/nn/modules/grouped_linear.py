@@ -15,7 +15,7 @@ from ...tensor.stack import split_stack
 from ..autograd import Layout, plain_linear, with_quantized_gradient
 from ..weights import plain_weights
 from .group_sizes import Splits, group_offsets, host_splits
-from .grouped_module import GroupedModule, is_shown_plain
+from .grouped_module import GroupedModule, GroupedParameters, is_shown_plain
 from .linear_part import one_dtype
 
 __all__ = ["GroupedLinear"]
@@ -196,9 +196,9 @@ class GroupedLinear(GroupedModule):
         Source: names and meaning of the arguments: Transformer Engine; splits on the device: ours.
         """
         self._check_first(is_first_microbatch)
-        given: object = inp
-        if not isinstance(given, torch.Tensor):
-            raise self._error(TypeError, f"input must be a Tensor, got {type(given).__name__}")
+        taken: object = inp
+        if not isinstance(taken, torch.Tensor):
+            raise self._error(TypeError, f"input must be a Tensor, got {type(taken).__name__}")
         recipe = self._recipe()
         if recipe is not None and fp8_grad:
             inp = with_quantized_gradient(inp, self._boundary_quantizer(recipe, GRAD_INPUT))
@@ -219,8 +219,9 @@ class GroupedLinear(GroupedModule):
             y = self._plain(flat, params, splits)
         else:
             offsets = group_offsets(m_splits, splits, flat)
-            given_params = (params, own, self._layout(), plans, is_first_microbatch, into)
-            y = self._grouped_product(flat, offsets, *given_params)
+            layout = self._layout()
+            given = GroupedParameters(params, own, layout, plans, is_first_microbatch, into)
+            y = self._grouped_product(flat, offsets, given)
         y = y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
         if recipe is not None and fp8_output:
             y = self._quantized_output(y, recipe)

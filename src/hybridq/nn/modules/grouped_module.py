@@ -13,6 +13,7 @@ from ...tensor.stack import is_stack
 from ..autograd import (
     Activation,
     GradientPlane,
+    GroupedCall,
     Layout,
     TokenRows,
     WatchedProduct,
@@ -27,12 +28,34 @@ from ..weights import Into, part_of
 from .group_sizes import Group, mixed_linear
 from .quantized_module import QuantizedModule
 
-__all__ = ["GroupedModule", "is_shown_plain"]
+__all__ = ["GroupedModule", "GroupedParameters", "is_shown_plain"]
 
 #: What `role.module_type` says of the slots of such modules.
 _GROUPED: Final = "grouped_linear"
 #: Nothing is quantized: what runs outside `hybridq.autocast` where the splits stay on the device.
 _PLAIN: Final = bind(CustomRecipe(high_precision_factory), "", _GROUPED)
+
+
+class GroupedParameters(NamedTuple):
+    """What a grouped product of a module multiplies tokens with, and under which plans.
+
+    Attributes:
+        params: weights and then biases, in the tokens' dtype.
+        own: the weights as the module holds them.
+        layout: of both.
+        plans: of the groups; None: nothing is quantized.
+        is_first_microbatch: as `Linear.forward` takes it.
+        into: where the gradient of each weight parameter is added; empty: they are returned.
+        part: of the module.
+    """
+
+    params: list[torch.Tensor]
+    own: list[torch.Tensor]
+    layout: Layout
+    plans: list[Plan] | None
+    is_first_microbatch: bool | None
+    into: tuple[Into | None, ...]
+    part: str = ""
 
 
 class GroupedModule(QuantizedModule):
@@ -158,14 +181,13 @@ class GroupedModule(QuantizedModule):
         self._check(given, params[0], cast[2], width)
         has_bias = bias is not None
         layout = Layout(count, True, has_bias, True, (into, out), self.holds_transposed)
-        known = (params, [own], layout, plans, None, self._into_all([own]), part)
+        known = GroupedParameters(params, [own], layout, plans, None, self._into_all([own]), part)
         if rows is not None:
             if not is_quantized(x) and not _differ(plans):
                 # Not what is cast: a gradient is rounded to the tokens' own dtype row by row.
-                return self._grouped_product(x, offsets, *known, rows=rows)
+                return self._grouped_product(x, offsets, known, rows)
             given = self._cast(take_rows(x, rows), own)[0]
-        last = (activation, arriving)
-        return self._grouped_product(given, offsets, *known, None, *last)
+        return self._grouped_product(given, offsets, known, None, activation, arriving)
 
     def _group_plans(self, recipe: Any, count: int, part: str = "") -> list[Plan]:
         """Return the plan of each group of a part."""
@@ -176,13 +198,7 @@ class GroupedModule(QuantizedModule):
         self,
         x: torch.Tensor,
         offsets: torch.Tensor,
-        params: list[torch.Tensor],
-        own: list[torch.Tensor],
-        layout: Layout,
-        plans: list[Plan] | None,
-        is_first_microbatch: bool | None,
-        into: tuple[Into | None, ...],
-        part: str = "",
+        given: GroupedParameters,
         rows: TokenRows | None = None,
         activation: Activation | None = None,
         arriving: GradientPlane | None = None,
@@ -192,16 +208,11 @@ class GroupedModule(QuantizedModule):
         Args:
             x: `[T, in_features]`.
             offsets: int32 `[G]`, where each group ends.
-            params: weights and then biases, in x's dtype.
-            own: the weights as the module holds them.
-            layout: of both.
-            plans: of the groups; None: nothing is quantized.
-            is_first_microbatch: as `Linear.forward` takes it.
-            into: where the gradient of each weight parameter is added; empty: they are returned.
-            part: of the module.
-            rows, activation, arriving: as `grouped_linear` takes them; only where the groups have
-                one plan.
+            given: of the part.
+            rows, activation, arriving: as `GroupedCall` has them; only where the groups have one
+                plan.
         """
+        params, own, layout, plans, is_first_microbatch, into, part = given
         if plans is None:
             plans = [_PLAIN] * layout.groups
         scales = self._scales_all(own, layout, plans, is_first_microbatch, part)
@@ -225,8 +236,8 @@ class GroupedModule(QuantizedModule):
             # Drawn for all ranks' groups, so that each group has the bits that one process draws.
             drawn = draw_seeds(self.all_matrices, x.device)
             seeds = drawn.narrow(0, self.first_matrix, layout.groups)
-        every = (x, offsets, params, layout, plans[0], kept, seeds)
-        y = grouped_linear(*every, known, into, rows, activation, arriving)
+        whole = GroupedCall(layout, plans[0], kept, seeds, known, into, rows, activation, arriving)
+        y = grouped_linear(x, offsets, params, whole)
         call = _Call(plans, x, offsets, params, layout, scales, rows, activation)
         return _shown(self, part, call, y)
 
