@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # what is in no `__all__` is exported by `name as name`
         kernels,
         layouts,
         moe,
+        monitoring,
         nn,
         optim,
         ptq,
@@ -63,6 +64,7 @@ if TYPE_CHECKING:  # what is in no `__all__` is exported by `name as name`
     )
     from .formats import DEFAULT_SIGNS as DEFAULT_SIGNS, Element as Element, Format, PlaneSpec
     from .gemm.prepare import forget as forget, prepare
+    from .monitoring import monitor as monitor
     from .nn import (
         GroupedLinear,
         LayerNormLinear,
@@ -186,6 +188,7 @@ _PACKAGES: Final = (
         "integrations",
         "layouts",
         "moe",
+        "monitoring",
         "nn",
     ),
     *("optim", "ptq", "recipes", "report", "rollout", "serving", "te"),
@@ -231,6 +234,7 @@ _ALIASES: Final = {
         *("NVFP4Quantizer", "multi_tensor_quantize", "quantize_grouped"),
     ),
     "recipes": ("fp8_autocast",),
+    "monitoring": ("monitor",),
     "report": ("MemoryReport", "advise", "summary"),
     "settings": ("gemm_cache",),
     "storage": ("RaggedTensor", "TensorStorage"),

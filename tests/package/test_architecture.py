@@ -44,6 +44,7 @@ LAYERS = [
     "ptq",
     "rollout",
     "report",
+    "monitoring",
     "conformance",
     "integrations",
     "compat",

@@ -1,0 +1,77 @@
+"""A monitor over ranks: `python monitor_program.py RANK WORLD STORE NAME...`."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_program import main
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import hybridq
+from hybridq.distributed import prepare_fsdp2
+from hybridq.monitoring import MonitorRecord
+
+
+def steps(model: nn.Module, x: torch.Tensor, group: object) -> list[MonitorRecord | None]:
+    """Two steps of training, the first of them sampled."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = []
+    with hybridq.monitor(model, 2, layers=None, group=group) as watch:
+        for _ in range(2):
+            with hybridq.autocast(recipe="mxfp8"):
+                model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(watch.step())
+    return found
+
+
+def fsdp2() -> None:
+    """Sums of ranks that see halves are those of one process that sees all."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
+    plain = hybridq.convert(nn.Sequential(*layers), least_width=0).bfloat16()
+    sharded = prepare_fsdp2(copy.deepcopy(plain))
+    for layer in (sharded[0], sharded[2]):
+        fully_shard(layer)
+    fully_shard(sharded)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    x = torch.randn(32 * world, 64, dtype=torch.bfloat16)
+    mine, none = steps(sharded, x.chunk(world)[rank], dist.group.WORLD)
+    whole, _ = steps(plain, x, None)
+    assert mine is not None and whole is not None and none is None and mine.ranks == world
+    assert [one.place for one in mine.slots] == [one.place for one in whole.slots]
+    for one, other in zip(mine.slots, whole.slots, strict=True):
+        if one.tensor == "grad_output":  # of a mean over half as many values
+            continue
+        if one.tensor == "weight":  # gathered as planes, of which no more is lost
+            assert one.amax == pytest.approx(other.amax, rel=2**-4), one.place
+            assert one.snr_db in (None, math.inf), one.place
+            continue
+        assert one.amax == other.amax, one.place
+        assert (one.underflow, one.saturation) == (other.underflow, other.saturation), one.place
+        if one.direction:
+            assert one.snr_db == pytest.approx(other.snr_db, rel=1e-9), one.place
+
+
+def other_steps() -> None:
+    """A rank that counts other steps than the others is an error on every rank."""
+    model = hybridq.convert(nn.Sequential(nn.Linear(64, 64)), least_width=0)
+    every = 2 if dist.get_rank() else 1
+    watch = hybridq.monitor(model, every, group=dist.group.WORLD)
+    with hybridq.autocast(recipe="mxfp8"):
+        model(torch.ones(4, 64)).sum().backward()
+    watch.step()
+    with pytest.raises(RuntimeError, match=r"must count the same steps, got \[1, 2\]"):
+        for _ in range(2 if dist.get_rank() else 1):
+            watch.step()
+    watch.close()
+
+
+if __name__ == "__main__":
+    main({"fsdp2": fsdp2, "other_steps": other_steps})
