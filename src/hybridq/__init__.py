@@ -64,7 +64,7 @@ if TYPE_CHECKING:  # what is in no `__all__` is exported by `name as name`
     )
     from .formats import DEFAULT_SIGNS as DEFAULT_SIGNS, Element as Element, Format, PlaneSpec
     from .gemm.prepare import forget as forget, prepare
-    from .monitoring import monitor as monitor
+    from .monitoring.monitor import monitor as monitor
     from .nn import (
         GroupedLinear,
         LayerNormLinear,
