@@ -95,6 +95,28 @@ def test_factories_of_references_are_those_of_the_quantizers() -> None:
     assert torch.equal(found[0], found[1]) and torch.equal(found[2], found[3])
 
 
+def test_a_report_has_the_statistics_of_the_doors_modules() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(te.LayerNormLinear(64, 64), te.Linear(64, 32))
+    x = torch.randn(16, 64)
+    shown = [
+        hybridq.report(model, x, recipe=own, loss=lambda y: y.square().mean()).worst(50)
+        for own in (recipe.NVFP4BlockScaling(disable_stochastic_rounding=True), "nvfp4")
+    ]
+    rows = {(row.layer, row.tensor, row.direction): row for row in shown[0]}
+    slots = {(layer, tensor) for layer, tensor, _ in rows}
+    kinds = ("input", "weight", "grad_output")
+    assert slots == {(layer, kind) for layer in "01" for kind in kinds}
+    for row in shown[1]:
+        if row.tensor != "grad_output":  # these are rounded stochastically
+            own = rows[row.layer, row.tensor, row.direction]
+            assert own.statistics == row.statistics
+    weight = model[1].weight.detach()
+    kept = hybridq.quantize(weight, "nvfp4_16x16").dequantize()
+    want = float((kept - weight).double().norm() / weight.double().norm())
+    assert rows["1", "weight", "rowwise"].statistics.relative_error == pytest.approx(want, rel=1e-6)
+
+
 IMPORTS = """
 import hybridq.te
 hybridq.te.stand_in()

@@ -83,6 +83,8 @@ def get(name: str | Recipe | os.PathLike[str]) -> Recipe:
     given: object = name
     if isinstance(given, Recipe):
         return given
+    if isinstance(given, RecipeSource) and given.is_steady:
+        return given.current
     if not isinstance(given, str):
         if isinstance(given, os.PathLike):
             return _of_file(os.fspath(given))

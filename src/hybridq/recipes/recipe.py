@@ -22,6 +22,9 @@ _R = TypeVar("_R", bound="Recipe")
 class RecipeSource:
     """What `hybridq.autocast` takes: something that has a recipe at any moment."""
 
+    #: Whether that is the same one at every step, so that it stands wherever a Recipe may.
+    is_steady: ClassVar[bool] = False
+
     @property
     def current(self) -> Recipe:
         """The recipe of a block that is entered now."""

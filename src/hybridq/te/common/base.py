@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from ... import recipes as ours
 
@@ -81,7 +81,8 @@ class Recipe(ours.RecipeSource):
         (True, <MXFP8BlockScaling(): mxfp8>)
     """
 
-    _made: ours.Recipe | None = None
+    is_steady: ClassVar[bool] = True
+    _made: ClassVar[ours.Recipe | None] = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, "_made", None)  # made anew of what is changed
