@@ -42,6 +42,14 @@ def test_modules_inside_of_modules_are_the_doors() -> None:
     assert not te.Linear(8, 8).fp8_meta_tensors_initialized
 
 
+def test_a_projection_whose_bias_is_apart_has_the_read_outs() -> None:
+    attention = te.MultiheadAttention(64, 4, attention_dropout=0.0, return_bias=True)
+    with te.autocast(recipe=recipe.MXFP8BlockScaling()):
+        _, bias = attention(torch.randn(5, 2, 64))
+    assert bias is attention.proj.bias
+    assert isinstance(attention.proj.quantizers["scaling_fwd"][0], te.MXFP8Quantizer)
+
+
 def test_attention_has_a_name_for_its_roles() -> None:
     asked = []
 

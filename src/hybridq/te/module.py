@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 
 from .. import nn
+from ..nn.modules.attention_parts import BiasApart
 from .reading import Readings, WithoutExtraState
 from .signatures import constructor, forward, with_arguments
 
@@ -301,8 +302,15 @@ class DotProductAttention(WithoutExtraState, nn.DotProductAttention):
     )
 
 
+class ProjectionApart(Readings, BiasApart):
+    """The last projection of a MultiheadAttention that returns its bias."""
+
+
 #: The door's class of each of hybridq's that it derives from.
 _CLASSES: Final[dict[type, type]] = {
     next(base for base in own.__mro__ if base.__module__.startswith(nn.__name__)): own
-    for own in (Linear, LayerNormLinear, LayerNormMLP, MultiheadAttention, DotProductAttention)
+    for own in (
+        *(Linear, LayerNormLinear, LayerNormMLP, MultiheadAttention, DotProductAttention),
+        ProjectionApart,
+    )
 }
