@@ -53,7 +53,8 @@ def report(
         formats: what-if: names of formats, spec strings (`"nvfp4;sr"`), or Recipes, whose planes
             of each slot are taken. All of them are measured beside those of the run.
         recipe: that the model runs under; None: that of `hybridq.autocast` around the call, or of
-            the modules' own, or none.
+            the modules' own, or none. A function that has an `autocast` of its own runs under that,
+            and nothing in it can be switched.
         loss: makes a loss of what the model returns for a batch; None: it returns one itself,
             first in a tuple, or as `.loss`.
         backward: whether there is one; without, gradients and columnwise planes are not measured.
