@@ -17,13 +17,13 @@ def folder(tmp_path) -> str:
 
 
 def test_two_ranks_with_other_starved_experts(tmp_path) -> None:
-    names = (f"starved={folder(tmp_path)}", "split", "clips", "sharded")
+    names = (f"starved={folder(tmp_path)}", "split", "clips", "numpy_clips", "sharded")
     run(2, tmp_path / "store", *names, program=PROGRAM)
 
 
 @pytest.mark.slow
 def test_four_ranks_with_other_starved_experts(tmp_path) -> None:
-    names = (f"starved={folder(tmp_path)}", "split", "clips")
+    names = (f"starved={folder(tmp_path)}", "split", "clips", "numpy_clips")
     run(4, tmp_path / "store", *names, program=PROGRAM)
 
 

@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from own_experts import OwnExperts
 
 LAYOUT = ExpertsLayout()
 EXPERTS, HIDDEN, INNER, LAYERS = 4, 16, 8, 4
+RATIOS = (1.0, 0.99, 0.98, 0.96, 0.9, 0.7)
 
 
 class Block(OwnExperts):
@@ -166,6 +168,55 @@ def clips() -> None:
     found = hybridq.calibrate(net, [data[rank]], observer={"input": MSE("nvfp4")})
     whole = hybridq.calibrate(net, data, observer={"input": MSE("nvfp4")}, group="alone")
     assert found.amax("0", "input") == whole.amax("0", "input")
+
+
+def best_clips(parts: list[np.ndarray], width: int) -> np.ndarray:
+    """Of each `width` channels the clip of all ranks' rows with which E4M3 errs least, in FP64."""
+    rows = np.concatenate(parts).astype(np.float64)
+    made = []
+    for first in range(0, rows.shape[1], width):
+        x = rows[:, first : first + width]
+        largest = np.abs(x).max()
+        clips = np.array([np.float32(r * largest) for r in sorted(RATIOS, reverse=True)])
+        errors = []
+        for clip in clips.astype(np.float64):
+            codes = np.clip(x * 448 / clip, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+            errors.append(((x - codes.astype(np.float64) * clip / 448) ** 2).sum())
+        made.append(clips[int(np.argmin(errors))])
+    return np.array(made, dtype=np.float32)
+
+
+def numpy_clips() -> None:
+    """Clips of tensors, channels and blocks are those of all ranks' rows, by NumPy in FP64.
+
+    Ranks have other numbers of rows, of other sizes; what one rank's rows alone would choose is
+    another clip. Each rank runs a layer that no other one does.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    numbers = np.random.default_rng(3)
+    parts = []
+    for one in range(world):
+        x = numbers.uniform(-0.5, 0.5, (20 + 7 * one, 24)) * np.exp(numbers.normal(size=24))
+        x *= np.exp(numbers.normal(size=(len(x), 1)))
+        parts.append(x.astype(np.float32))
+    x = torch.from_numpy(parts[rank])
+    net = nn.ModuleDict({"every": nn.Linear(24, 8)})
+    net.update({f"only{one}": nn.Linear(24, 8) for one in range(world)})
+    run = lambda model: (model["every"](x), model[f"only{rank}"](x))  # noqa: E731
+    for granularity, block in (("tensor", 0), ("channel", 0), ("block", 5)):
+        observer = MSE("fp8_e4m3", RATIOS, granularity, block)
+        found = hybridq.calibrate(net, run, observer={"input": observer}, slots=("input",))
+        width = {"tensor": 24, "channel": 1, "block": block}[granularity]
+        want = best_clips(parts, width)
+        got = found.amax("every", "input").numpy().reshape(-1)
+        assert np.array_equal(got, want), (granularity, got, want)
+        if granularity == "channel":
+            largest = np.abs(np.concatenate(parts)).max(0)
+            assert (want < largest).any(), "something must be clipped"
+            assert not np.array_equal(want, best_clips([parts[rank]], 1)), "by all ranks' rows"
+        for one in range(world):
+            got = found.amax(f"only{one}", "input").numpy().reshape(-1)
+            assert np.array_equal(got, best_clips([parts[one]], width)), (granularity, one)
 
 
 def sharded() -> None:
