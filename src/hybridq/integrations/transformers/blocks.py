@@ -55,7 +55,7 @@ class BlockLinear(GroupedModule):
     """DeepSeek-V4's block-diagonal map: `[..., G, in]` to `[..., G, out]`, weight `[G out, in]`.
 
     Each block has planes of its own. The weight, which is one matrix, stays in high precision
-    inside `quantized_model_init`, and FSDP2 gathers its values.
+    inside `quantized_model_init`, which says so, and FSDP2 gathers its values.
     """
 
     weight: nn.Parameter
@@ -65,6 +65,9 @@ class BlockLinear(GroupedModule):
 
     def initial_weights(self) -> Iterable[tuple[str, str]]:
         return ()
+
+    def values_because(self) -> Mapping[str, str]:
+        return {"weight": "it is one matrix whose blocks have planes each"}
 
     def scaled_weights(self) -> list[tuple[str, torch.Tensor]]:
         own = self.own_part(self.weight)
@@ -145,13 +148,17 @@ class SharedExperts(GroupedModule):
 class HeadProjections(QuantizedModule):
     """XLNet's attention: projections are parameters `[hidden, heads, head size]`.
 
-    They stay in high precision inside `quantized_model_init`, and FSDP2 gathers values.
+    They stay in high precision inside `quantized_model_init`, which says so, and FSDP2 gathers
+    values.
     """
 
     weight_parts: Mapping[str, str] = MappingProxyType({})
 
     def initial_weights(self) -> Iterable[tuple[str, str]]:
         return ()
+
+    def values_because(self) -> Mapping[str, str]:
+        return dict.fromkeys(_HEADS, "it has an axis for the heads, and planes are of matrices")
 
     def parts_of(self, recipe: Recipe | None) -> tuple[str, ...]:
         del recipe

@@ -43,6 +43,7 @@ from ..weights import (
     cached_weight,
     prequantized_weight,
     quantize_weights,
+    tell_values,
 )
 from .forward_only import ForwardOnly
 from .parallel_weights import ParallelWeights
@@ -108,6 +109,10 @@ class QuantizedModule(WeightGradients, ParallelWeights, Boundary, ForwardOnly, n
         """Return each weight's name and part, for `quantized_model_init`."""
         return self.weight_parts.items()
 
+    def values_because(self) -> Mapping[str, str]:
+        """Return the weights that no `quantized_model_init` reaches, and why."""
+        return {}
+
     def quantize_initial_weights(self, but: Container[int] = ()) -> None:
         """Quantize the weights inside `quantized_model_init`, the rest of the module being made.
 
@@ -116,6 +121,7 @@ class QuantizedModule(WeightGradients, ParallelWeights, Boundary, ForwardOnly, n
         """
         named = self.initial_weights()
         quantize_weights(self, [(w, p) for w, p in named if id(self._parameters.get(w)) not in but])
+        tell_values(self, self.values_because())
 
     def _get_name(self) -> str:
         """Return what `print(model)` calls the module: `hybridq.Linear` beside torch's `Linear`."""

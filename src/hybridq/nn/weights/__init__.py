@@ -18,6 +18,7 @@ from .quantized_init import (
     plain_weights,
     quantize_weights,
     quantized_model_init,
+    tell_values,
 )
 from .separate_names import takes_separate_names
 from .weight_cache import (
@@ -47,5 +48,6 @@ __all__ = [
     "quantized_model_init",
     "saves_decoded",
     "takes_separate_names",
+    "tell_values",
     "watch_optimizers",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ __all__ = [
     "plain_weights",
     "quantize_weights",
     "quantized_model_init",
+    "tell_values",
 ]
 
 
@@ -189,6 +190,30 @@ def quantize_weights(module: Any, weights: Iterable[tuple[str, str]]) -> None:
             continue
         made = _quantized(weight, quantizer, init.preserves, is_transposed)
         module._parameters[name] = made.requires_grad_(made.requires_grad and not init.is_frozen)
+
+
+def tell_values(module: Any, reasons: Mapping[str, str]) -> None:
+    """Say why weights stay in high precision, if a module is made inside `quantized_model_init`.
+
+    Args:
+        module: a QuantizedModule that is otherwise made.
+        reasons: by the weight's name.
+    """
+    init = settings.current().model_init
+    if not isinstance(init, _ModelInit) or not reasons:
+        return
+    parts = module.parts_of(init.recipe)
+    if all(bind(init.recipe, module.part_name(one), module.module_type).is_plain for one in parts):
+        return  # as the recipe has it
+    for name, reason in reasons.items():
+        weight = module._parameters.get(name)
+        if weight is not None and not is_quantized(weight):
+            own = module.part_name("")
+            log_once(
+                f"quantized_model_init:{own}.{name}",
+                f"quantized_model_init: {own}.{name} {list(weight.shape)} stays in high precision: "
+                f"{reason}; products under the recipe quantize it in each forward",
+            )
 
 
 def _reason_against(weight: nn.Parameter, quantizer: Quantizer, is_transposed: bool) -> str | None:
