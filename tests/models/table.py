@@ -38,7 +38,7 @@ Small random models of Hugging Face's families, converted by `hybridq.convert` a
 
 _LEFT = """Left in high precision, heads and routers apart, with shares of the linear operations.
 Why: Mamba's mixers multiply by `dt_proj.weight` themselves, past its module, in a forward that
-is mostly a recurrence; Inkling's relative logits come of a class of their own, which has few outputs
+is mostly a recurrence; Inkling's relative logits come of a class with few outputs
 for each head, less than a block; so have Doge's `dt_proj` and Qwen3.5's gates (`least_width=` takes
 those). T5's `wo` and the rest of DeepSeek-V4 stay in FP32 by their model's own word,
 `_keep_in_fp32_modules`. `hybridq.summary(model, input=...)` says so of each module."""

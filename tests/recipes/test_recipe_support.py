@@ -92,6 +92,8 @@ def test_the_older_autocast_is_the_same():
         ),
         (lambda: hybridq.autocast(True, False), TypeError, "recipe: must be a Recipe .* got bool"),
         (lambda: hybridq.autocast(1), TypeError, "enabled must be a bool, got int"),
+        (lambda: hybridq.autocast("mxfp8"), TypeError, r"got str; .* autocast\(recipe=\.\.\.\)"),
+        (lambda: hybridq.autocast(hybridq.recipe(fprop="mxfp8")), TypeError, "by keyword"),
     ],
 )
 def test_what_autocast_does_not_take(make, error, message):

@@ -101,8 +101,12 @@ class autocast:
         calibrating: bool = False,
         amax_reduction_group: object = None,
     ) -> None:
-        if not isinstance(enabled, bool):
-            raise TypeError(f"autocast: enabled must be a bool, got {type(enabled).__name__}")
+        flag: object = enabled
+        if not isinstance(flag, bool):
+            text = f"autocast: enabled must be a bool, got {type(flag).__name__}"
+            if isinstance(flag, str | RecipeSource):
+                text += "; a recipe goes by keyword: autocast(recipe=...)"
+            raise TypeError(text)
         first: object = is_first_microbatch
         if first is not None and not isinstance(first, bool):
             got = type(first).__name__
