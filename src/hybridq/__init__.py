@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # what is in no `__all__` is exported by `name as name`
         storage,
         te,
         tensor,
+        tracing,
     )
     from .calibration import Calibration
     from .calibration.calibrate import calibrate
@@ -127,6 +128,7 @@ if TYPE_CHECKING:  # what is in no `__all__` is exported by `name as name`
         prepare_for_saving as prepare_for_saving,
         restore_from_saved as restore_from_saved,
     )
+    from .tracing.trace import trace as trace
 # isort: on
 
 __all__ = [
@@ -191,7 +193,7 @@ _PACKAGES: Final = (
         "monitoring",
         "nn",
     ),
-    *("optim", "ptq", "recipes", "report", "rollout", "serving", "te"),
+    *("optim", "ptq", "recipes", "report", "rollout", "serving", "te", "tracing"),
 )
 #: Module to the names of `__all__` that it defines.
 _NAMES: Final = {
@@ -235,6 +237,7 @@ _ALIASES: Final = {
     ),
     "recipes": ("fp8_autocast",),
     "monitoring": ("monitor",),
+    "tracing": ("trace",),
     "report": ("MemoryReport", "advise", "summary"),
     "settings": ("gemm_cache",),
     "storage": ("RaggedTensor", "TensorStorage"),

@@ -67,6 +67,10 @@ COMMANDS: Final = {
         "amax_diff.amax_diff_command",
         "Compare two calibrations: how many amaxes are equal, larger and smaller.",
     ),
+    "compare": (
+        "compare.compare_command",
+        "Name the first step, tensor and bit at which two traces of runs differ.",
+    ),
     "export": (
         "export.export_command",
         "Write a checkpoint, plain or quantized, in a layout that other programs read.",

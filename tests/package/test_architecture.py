@@ -45,6 +45,7 @@ LAYERS = [
     "rollout",
     "report",
     "monitoring",
+    "tracing",
     "conformance",
     "integrations",
     "compat",

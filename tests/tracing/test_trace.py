@@ -1,0 +1,113 @@
+"""Traces: digests are hashlib's own of the planes, and the first difference is the one made."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import hybridq
+from hybridq.tracing import compare
+
+
+def run(path: Path, steps: int = 2, flip: int | None = None, **options: bool) -> nn.Module:
+    """Train a little; before step `flip` change one bit of the second layer's weight."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 32))
+    model = hybridq.convert(nn.Sequential(*layers), least_width=0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with hybridq.trace(path, model, **options) as writer:
+        for step in range(steps):
+            if step == flip:
+                with torch.no_grad():
+                    model[2].weight.view(torch.int32)[1, 3] ^= 1 << 20
+            with hybridq.autocast(recipe="nvfp4"):
+                loss = model(torch.randn(32, 64)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            writer.step()
+    return model
+
+
+def test_digests_are_those_of_the_planes(tmp_path: Path) -> None:
+    x, layer = torch.randn(32, 64), hybridq.Linear(64, 64)
+    with hybridq.trace(tmp_path / "a", layer) as writer:
+        with hybridq.autocast(recipe="mxfp8"):
+            y = layer(x)
+        writer.step()
+    header, *lines, end = map(json.loads, (tmp_path / "a").read_text().splitlines())
+    assert header == {"format": "hybridq-trace", "version": 1} and end == {"end_of_step": 0}
+    planes = hybridq.quantize(x, "mxfp8", columnwise="mxfp8")
+    want = {("input", "values", "data"): x, ("output", "values", "data"): y.detach()}
+    for direction in ("rowwise", "columnwise"):
+        for name, buffer in getattr(planes, direction).buffers.items():
+            want["input", direction, name] = buffer
+    found = {(one["tensor"], one["direction"], one["buffer"]): one for one in lines}
+    for key, tensor in want.items():
+        raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        assert found[key]["sha256"] == hashlib.sha256(raw).hexdigest(), key
+        assert found[key]["shape"] == list(tensor.shape)
+    assert {key[0] for key in found} == {"input", "weight", "output"}
+
+
+def test_equal_runs_have_equal_traces_and_a_traced_run_is_the_same(tmp_path: Path) -> None:
+    a, b = run(tmp_path / "a"), run(tmp_path / "b", values=True)
+    assert compare(tmp_path / "a", tmp_path / "b") is None
+    for one, other in zip(a.parameters(), b.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert '"grad_output"' in (tmp_path / "a").read_text()
+
+
+@pytest.mark.parametrize("values", [True, False])
+def test_the_first_difference_is_the_bit_that_was_changed(tmp_path: Path, values: bool) -> None:
+    run(tmp_path / "a", values=values)
+    run(tmp_path / "b", flip=1, values=values)
+    found = compare(tmp_path / "a", tmp_path / "b")
+    assert found is not None
+    assert found[:5] == (1, "2", "weight", "values", "data")
+    # Value [1, 3] of 64 columns of four bytes; bit 20 is bit 4 of the third byte.
+    place = (4 * (64 + 3) + 2, 4) if values else (None, None)
+    assert (found.byte, found.bit) == place
+    assert ("byte 270, bit 4" in str(found)) == values
+
+
+def test_what_is_no_trace_of_the_same_model_is_said(tmp_path: Path) -> None:
+    run(tmp_path / "a", 1)
+    text = (tmp_path / "a").read_text()
+    lines = text.splitlines(keepends=True)
+    cases = {
+        "must be a whole JSON object": text[: len(text) // 2],
+        "must end with the end of a step": "".join(lines[:-1]),
+        "must be a trace of version 1": '{"format": "other"}\n',
+        "got fewer in": text + text[len(lines[0]) :],
+        "must be of one model and recipe": text.replace('"module": "2"', '"module": "3"'),
+        "must be of one kind": text.replace("float32", "float64"),
+        r"line 2 must have step, module": lines[0] + "{}\n",
+    }
+    for said, content in cases.items():
+        (tmp_path / "b").write_text(content)
+        with pytest.raises(ValueError, match=said):
+            compare(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(ValueError, match="that can be read"):
+        compare(tmp_path / "a", tmp_path / "none")
+    with pytest.raises(ValueError, match="that can be written"):
+        hybridq.trace(tmp_path / "none" / "a")
+
+
+@pytest.mark.slow  # a process
+def test_the_command_says_it(tmp_path: Path) -> None:
+    pytest.importorskip("typer")
+    run(tmp_path / "a", values=True)
+    run(tmp_path / "b", flip=1, values=True)
+    (tmp_path / "c").write_text("")
+    for other, status, said in (("a", 0, "the same"), ("b", 1, "byte 270, bit 4"), ("c", 2, "")):
+        given = [sys.executable, "-m", "hybridq", "compare", "a", other]
+        done = subprocess.run(given, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == status and said in done.stdout, done.stderr
