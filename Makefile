@@ -24,6 +24,8 @@
 # make quality         real weights in every format, by plain rounding, SmoothQuant, AWQ and GPTQ, and in
 #                      files of every layout: docs/reference/quality.md (some 10 minutes; a run that
 #                      was ended goes on; ARGS="--only nvfp4" for some)
+# make study           train recipes beside BF16, seeds paired: docs/reference/study.md (many hours; a
+#                      study that was ended goes on; ARGS="--sizes 0.4m --minutes 60" for some)
 # make docs            the documentation, in build/docs/html
 # make tutorials       run the notebooks of docs/tutorials, and keep what they show (a minute)
 # make wheel           an sdist and the wheel made of it, in dist
@@ -97,7 +99,7 @@ EMULATION_STAMP := build/emulation/.built
 
 .DELETE_ON_ERROR:
 .PHONY: demo demo-fsdp demo-experts ready both test test-more test-all test-slow test-avx2 judges lint sanitize exhaustive mutants \
-  arm64-check fuzz bench models experts-all quality docs tutorials wheel wheel-check sdist-check kernels-check emulation gpu \
+  arm64-check fuzz bench models experts-all quality study docs tutorials wheel wheel-check sdist-check kernels-check emulation gpu \
   gpu-facts \
   gpu-library clean distclean
 
@@ -220,6 +222,9 @@ models: $(DEV_STAMP)
 
 quality: $(JUDGES_STAMP)
 	@OMP_NUM_THREADS=1 $(JUDGES_VENV)/bin/python benchmarks/quality.py $(ARGS)
+
+study: $(DEMO_STAMP)
+	@OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python benchmarks/study.py $(ARGS)
 
 docs: $(DOCS_STAMP)
 	rm -rf build/docs

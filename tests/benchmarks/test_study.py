@@ -1,0 +1,101 @@
+"""The study of training: a run again is the same run, and verdicts follow the page's rule."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from places import BENCHMARKS, ROOT
+
+sys.path.insert(0, str(BENCHMARKS))
+
+import study
+import study_cells
+import study_page
+from study_page import Claim, Difference
+
+from hybridq.demo.data import load_corpus
+
+
+def test_the_page_is_the_record() -> None:
+    runs = json.loads(study_page.RECORD.read_text())
+    assert study_page.PAGE.read_text() == study_page.page(runs)
+    assert len({(one["size"], one["cell"], one["seed"]) for one in runs}) == len(runs)
+    assert (ROOT / "docs" / "images" / "study-0.4m.png").exists()
+
+
+def test_a_run_is_reproduced_to_the_digit_and_done_once(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} squared is {n * n}\n" for n in range(3000)))
+    corpus = load_corpus(text, 32)
+    keys = study.chosen(["tiny"], ["nvfp4"], 1)
+    assert [key.cell for key in keys] == ["bf16", "nvfp4"]
+    said: list[str] = []
+    for folder, count in (("a", 2), ("a", 0), ("b", 2)):
+        done = study.run_all(keys, tmp_path / folder, corpus, math.inf, said.append)
+        assert done == count
+    a, b = (
+        [{**json.loads(key.path(tmp_path / one).read_text()), "seconds": 0} for key in keys]
+        for one in "ab"
+    )
+    assert a == b and len(said) == 4
+    assert a[0]["validation_loss"] != a[1]["validation_loss"]
+    assert len(a[1]["train_curve"]) == a[1]["steps"] == 8
+
+
+def test_a_study_ends_at_its_time(tmp_path: Path) -> None:
+    said: list[str] = []
+    keys = study.chosen(["tiny"], ["mxfp8"], 1)
+    assert study.run_all(keys, tmp_path, None, 0.0, said.append) == 0  # type: ignore[arg-type]
+    assert said == ["study: the time is over; the same command goes on where it ended"]
+
+
+def test_a_schedule_changes_the_forward_in_the_last_tenth() -> None:
+    schedule = study_cells.source("nvfp4, then bf16 forward", 100)
+    formats = [schedule.at(step).arguments()["fprop"] for step in (90, 99)]
+    assert formats == ["bf16", "bf16"]
+    assert type(schedule.at(89)).__name__ == "NVFP4BlockScaling"
+
+
+def test_all_cells_are_recipes_with_files_of_their_own(tmp_path: Path) -> None:
+    keys = study.chosen(["3m"], ["*"], 1)
+    assert len({key.path(tmp_path) for key in keys}) == len(study_cells.CELLS) == len(keys)
+    for cell in study_cells.CELLS:
+        assert (study_cells.source(cell, 10) is None) == (cell == "bf16")
+    with pytest.raises(ValueError, match="must meet a cell, got 'fp5'"):
+        study.chosen(["3m"], ["fp5"], 1)
+    with pytest.raises(ValueError, match="a size must be one of"):
+        study.chosen(["4m"], ["*"], 1)
+
+
+def test_differences_are_paired_by_seed() -> None:
+    a = {seed: 2.0 * (1.01 + 0.01 * seed) for seed in range(5)} | {9: 1.0}
+    found = study_page.difference(a, dict.fromkeys(range(5), 2.0))
+    assert found is not None and found.seeds == 5
+    assert found.mean == pytest.approx(0.03)
+    # The deviation of 1..5 percent is sqrt(2.5) percent; t of 4 degrees of freedom is 2.776.
+    assert found.half == pytest.approx(2.776 * math.sqrt(2.5 / 5) / 100)
+    assert study_page.difference({0: 1.0}, {1: 1.0}) is None
+
+
+@pytest.mark.parametrize(
+    ("is_equal", "mean", "half", "seeds", "said"),
+    [
+        (True, 0.002, 0.003, 5, "confirmed"),
+        (True, 0.02, 0.005, 5, "refuted"),
+        (True, 0.008, 0.005, 5, "undecided"),
+        (True, 0.002, 0.003, 4, "undecided"),
+        (False, -0.02, 0.005, 5, "confirmed"),
+        (False, 0.02, 0.005, 5, "refuted"),
+        (False, -0.002, 0.005, 5, "undecided"),
+        (False, math.nan, math.nan, 5, "undecided"),
+    ],
+)
+def test_verdicts(is_equal: bool, mean: float, half: float, seeds: int, said: str) -> None:
+    claim = Claim("", "", "a", "b", is_equal)
+    assert study_page.verdict(claim, Difference(mean, half, seeds)) == said
+    assert study_page.verdict(claim, None) == "not run"
