@@ -117,4 +117,4 @@ def test_a_browser_sorts_and_filters(tmp_path: Path) -> None:
     assert {cells[3] for cells in shown} == {"nvfp4"}
     errors = [float(cells[5]) for cells in shown if cells[5]]
     assert len(errors) > 5 and errors == sorted(errors)
-    assert done.stdout.count("<circle") > 10
+    assert done.stdout.count("<circle") >= 4  # of the planes without a NaN
