@@ -11,7 +11,7 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,8 @@ def fake_gpu(monkeypatch: Any, capability: tuple[int, int] = (9, 0)) -> Iterator
         costs[-1].products[f"scaled_mm {str(output_dtype).removeprefix('torch.')}"] += 1
         return a.new_empty((a.shape[0], b.shape[1]), dtype=output_dtype)
 
-    chip = device.Chip.of("cuda", capability)
+    # As under CUDA 13, whatever this torch is built with.
+    chip = replace(device.Chip.of("cuda", capability), cuda=(13, 0))
     monkeypatch.setattr(device, "_chip", lambda kind, index: chip)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
