@@ -14,7 +14,7 @@ def compare_command(
     a: Annotated[Path, typer.Argument(metavar="A", help="A trace of hybridq.trace.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
 ) -> None:
-    """Name the first step, module, tensor and bit that differ: exit status 1 if any does."""
+    """Name the first step, tensor and bit at which two traces of runs differ."""
     try:
         found = compare(a, b)
     except ValueError as error:
