@@ -9,7 +9,8 @@ from torch import nn
 import hybridq
 from hybridq.distributed import check_ranks
 from hybridq.distributed.agreement import recipe_agreement as agreement
-from hybridq.distributed.agreement.fingerprint import Fingerprint, named_ranks
+from hybridq.distributed.agreement.fingerprint import Fingerprint
+from hybridq.shards import named_ranks
 from rank_runs import needs_gloo, run
 
 pytestmark = needs_gloo

@@ -66,7 +66,7 @@ FAULTS = "parallel_faults_program.py"
 
 
 def test_ranks_that_differ_are_told_apart(tmp_path) -> None:
-    run(3, tmp_path / "store", "compared", program=FAULTS)
+    run(3, tmp_path / "store", "compared", "at_first_use", "many_lengths", program=FAULTS)
 
 
 @pytest.mark.more

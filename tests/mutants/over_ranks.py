@@ -143,7 +143,7 @@ _QUANTIZED = (
     _of(
         "splits-are-compared-with-themselves",
         SPLITS,
-        "distributed/collectives/call_agreement",
+        "shards/call_agreement",
         'if sender["splits"] and sender["splits"][0][j] != receiver["splits"][1][i]:',
         'if sender["splits"] and sender["splits"][0][j] != sender["splits"][0][j]:',
         _TESTS + "ranks_that_differ_all_raise",

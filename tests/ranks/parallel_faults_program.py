@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rank_program import main
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 import hybridq
-from hybridq.distributed import check_ranks
+from hybridq.distributed import ColwiseParallel, check_ranks
+from hybridq.nn.modules import rank_agreement
 
 #: The rank that does something else.
 ODD = 1
@@ -78,6 +83,51 @@ def compared() -> None:
             assert "on rank 1" in str(error), error
         else:
             raise AssertionError(f"nothing was raised: {model}")
+
+
+def styled() -> Any:
+    """A linear module that a style deals out, with planes of its tokens."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    module = hybridq.Linear(WIDTH, 32 * dist.get_world_size(), name="up")
+    return parallelize_module(module, mesh, ColwiseParallel(input_layouts=Shard(0)))
+
+
+def at_first_use() -> None:
+    """Without `check_ranks` the first forward that differs is an error on every rank."""
+    is_odd = dist.get_rank() == ODD
+    recipes = "nvfp4", "mxfp8"
+    for make in (network, lambda: network(True), styled):
+        module = make()
+        step(module, "fp8_current")
+        for run, names in (
+            (lambda m=module: step(m, recipes[is_odd]), r"formats must be.*mxfp8.* on rank 1"),
+            (lambda m=module: step(m, "mxfp8", 32 + 32 * is_odd), r"shape must be.* on rank 1"),
+        ):
+            try:
+                run()
+            except RuntimeError as error:
+                text = str(error)
+                assert re.search(names, text) and type(module).__name__ in text, text
+            else:
+                raise AssertionError(f"nothing was raised: {type(module).__name__}, {names}")
+        step(module, "mxfp8")  # nothing is in flight
+
+
+def many_lengths() -> None:
+    """Lengths that are new in every step are compared a few times, and never again."""
+    module, count = network(True), []
+    kept = rank_agreement.compare
+
+    def counted(*given: Any) -> None:
+        count.append(given)
+        kept(*given)
+
+    rank_agreement.compare = counted
+    for length in range(32, 32 * 9, 32):
+        step(module, "mxfp8", length)
+        step(module, "mxfp8", length)
+    rank_agreement.compare = kept
+    assert len(count) == 2 * 4, len(count)  # two parts
 
 
 if __name__ == "__main__":

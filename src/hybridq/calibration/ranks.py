@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..shards import named_ranks
+
 __all__ = ["Ranks", "ranks_of"]
 
 
@@ -152,8 +154,6 @@ class Ranks:
 
 
 def _named(numbers: Sequence[int]) -> str:
-    from ..distributed.agreement import named_ranks  # where something is wrong
-
     return named_ranks(list(numbers))
 
 

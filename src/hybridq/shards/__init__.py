@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .call_agreement import Facts, agree, compare, named_ranks, refuse
 from .cut import Cut, common_unit, encode_cut
 from .plane_memory import memories, refill
 from .plane_shards import Piece, PlaneShards
@@ -17,6 +18,7 @@ __all__ = [
     "MAXIMA_AT_ONCE",
     "Arriving",
     "Cut",
+    "Facts",
     "OwnPlane",
     "Piece",
     "Places",
@@ -27,11 +29,15 @@ __all__ = [
     "Targets",
     "TokenGather",
     "UniformShards",
+    "agree",
     "common_unit",
+    "compare",
     "encode_cut",
     "encoded",
     "memories",
+    "named_ranks",
     "reduce_maxima",
     "refill",
+    "refuse",
     "send_sum",
 ]

@@ -9,7 +9,6 @@ from .fingerprint import (
     compare,
     flat_group,
     gathered_values,
-    named_ranks,
     pipeline_fingerprint,
 )
 from .fsdp2_groups import prepared_groups
@@ -37,7 +36,6 @@ __all__ = [
     "expected_stack_recipe",
     "flat_group",
     "gathered_values",
-    "named_ranks",
     "pipeline_fingerprint",
     "prepared_groups",
     "read_arrived",

@@ -23,6 +23,7 @@ from ...nn import QuantizedModule
 from ...quantizers import DelayedScalingRequest
 from ...recipes import Plan, Recipe, SlotPlan, bind
 from ...recipes.named import source
+from ...shards import named_ranks
 from ...tensor import is_quantized
 
 __all__ = [
@@ -32,7 +33,6 @@ __all__ = [
     "compare",
     "flat_group",
     "gathered_values",
-    "named_ranks",
     "pipeline_fingerprint",
     "plan_digest",
 ]
@@ -199,22 +199,6 @@ def _module_lines(model: nn.Module, recipe: Recipe | None) -> list[tuple[str, st
                 # The module's own forward raises it. Raised here, other ranks would wait for this.
                 lines.append((f"the quantizers of {path}", f"refused: {error}"))
     return [("the number of modules", str(count)), *lines]
-
-
-def named_ranks(ranks: Sequence[int]) -> str:
-    """Return the text of a set of ranks, such as `"ranks 0-2, 5"`.
-
-    Args:
-        ranks: any order; at least one.
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
 def compare(

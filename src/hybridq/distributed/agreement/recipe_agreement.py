@@ -23,7 +23,8 @@ from ..._torch_private import fp32_matmul_precision
 from ...errors import warn_once
 from ...nn import WeightOwner
 from ...recipes import Plan, Recipe, SlotPlan
-from .fingerprint import DIGEST_NBYTES, Fingerprint, compare, flat_group, named_ranks, plan_digest
+from ...shards import named_ranks
+from .fingerprint import DIGEST_NBYTES, Fingerprint, compare, flat_group, plan_digest
 from .fsdp2_groups import reshard_wholly
 
 __all__ = [

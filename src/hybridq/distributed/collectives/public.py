@@ -10,10 +10,9 @@ import torch
 from ...errors import must_be_one_of
 from ...kernels.inputs import check_seed
 from ...quantizers import Quantizer
-from ...shards import Shards
+from ...shards import Shards, agree, refuse
 from ...tensor import is_quantized
 from .apart import departed
-from .call_agreement import agree, refuse
 from .calls import Call, landed, start
 from .error_feedback import Residual
 from .gather_planes import gather_planes

@@ -9,7 +9,7 @@ import torch
 from ..._torch_private import functional_all_reduce
 from ...kernels.operators import StatedFunction
 from ...nn.autograd.double_backward import without_derivative
-from .call_agreement import agree, refuse
+from ...shards import agree, refuse
 from .groups import name_of, place
 
 __all__ = ["parallel_cross_entropy"]

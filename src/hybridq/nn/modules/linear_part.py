@@ -34,6 +34,7 @@ from ..autograd import (
 from ..weights import Into
 from .quantized_module import PLAIN, QuantizedModule
 from .quantized_parts import decoded_or_kept
+from .rank_agreement import compare_ranks
 from .tensor_parallel import (
     COLUMN,
     ROW,
@@ -41,6 +42,7 @@ from .tensor_parallel import (
     dtensor_forward,
     is_dtensor,
     run_windows,
+    sharing_group,
     whole_input,
 )
 from .token_sums import sums_under
@@ -92,6 +94,7 @@ def run_part(
     if module.token_sums is not None:
         parallel = parallel._replace(sums=sums_under(module, recipe))
     plan = None if recipe is None else module.plan_of(recipe, part)
+    compare_ranks(module, part, plan, parallel.group, x)
     if parallel.mode == COLUMN:
         if before is not None:  # its weights' gradients are those of the whole
             x, before = _prologue(module, plan, x, before), None
@@ -149,6 +152,8 @@ def _run(
             "fuse_wgrad_accumulation and delay_wgrad_compute take weights that a rank has whole, "
             "got a DTensor; leave them off for tensor parallelism",
         )
+    if is_dtensor(x) and (group := sharing_group(weight)):
+        compare_ranks(module, own.name, plan, group, x)
     into = module._into(weight)
     if plan is None and into is not None:
         plan = PLAIN

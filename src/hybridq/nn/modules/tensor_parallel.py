@@ -32,6 +32,7 @@ __all__ = [
     "dtensor_forward",
     "is_dtensor",
     "run_windows",
+    "sharing_group",
     "whole_input",
 ]
 
@@ -183,6 +184,20 @@ class Parallel(NamedTuple):
 def is_dtensor(tensor: torch.Tensor | None) -> bool:
     """Return whether a tensor is a DTensor, without importing what defines it."""
     return getattr(tensor, "device_mesh", None) is not None
+
+
+def sharing_group(weight: Any) -> str:
+    """Return the name of the group whose ranks have parts of a weight; empty: it is whole.
+
+    Args:
+        weight: any tensor.
+    """
+    if not is_dtensor(weight) or weight.device_mesh.ndim != 1:
+        return ""
+    if not weight.placements[0].is_shard():
+        return ""
+    name: str = weight.device_mesh.get_group().group_name
+    return name
 
 
 def _parallel_of(module: QuantizedModule, weight: Any) -> tuple[Any, str, tuple[int, ...]]:

@@ -8,13 +8,13 @@ store's timeout and raises; later calls of a known kind cost one look into a set
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..._torch_private import process_group
-from ...tensor.in_graph import runs_at_once
-from ..agreement import named_ranks
+from .._torch_private import process_group
+from ..tensor.in_graph import runs_at_once
 
-__all__ = ["Facts", "agree", "refuse"]
+__all__ = ["Facts", "agree", "compare", "named_ranks", "refuse"]
 
 
 class Facts(NamedTuple):
@@ -35,6 +35,22 @@ class Facts(NamedTuple):
     dim: int
     sizes: tuple[int, ...]
     options: tuple[str, ...]
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Return the text of a set of ranks, such as `"ranks 0-2, 5"`.
+
+    Args:
+        ranks: any order; at least one.
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
 class _Known:
@@ -87,6 +103,19 @@ def agree(
     facts = Facts(*given)
     _compare(known, facts.where, {"facts": facts._asdict(), "splits": splits, "traced": traced})
     known.facts.add(given)
+
+
+def compare(name: str, facts: Facts) -> None:
+    """Raise on every rank unless all of them have the same facts; each time it is called.
+
+    Args:
+        name: of the group.
+        facts: of this rank.
+
+    Raises:
+        RuntimeError: ranks differ, or one did not come within the timeout of the group's store.
+    """
+    _compare(_of(name), facts.where, {"facts": facts._asdict(), "splits": (), "traced": ()})
 
 
 def refuse(name: str, where: str, error: Exception) -> None:
