@@ -101,14 +101,16 @@ class Act(nn.Module):
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def apart(module: nn.Module, *, is_ours: bool) -> nn.Sequential:
+def apart(module: nn.Module, *, is_ours: bool, quantizes: bool = False) -> nn.Sequential:
     """Return a fused module's parts as modules with the same parameters' values.
 
     Args:
         module: a LayerNormLinear or LayerNormMLP.
         is_ours: the library's norm, activation and Linear; else torch's own.
+        quantizes: the library's Linear, whatever the norm is.
     """
-    norm_class, linear = (OurNorm, hybridq.Linear) if is_ours else (TorchNorm, nn.Linear)
+    norm_class = OurNorm if is_ours else TorchNorm
+    linear = hybridq.Linear if is_ours or quantizes else nn.Linear
     weight = module.layer_norm_weight
     eps, zero = module.eps, module.zero_centered_gamma
     parts = [norm_class(weight.shape[0], module.normalization, eps, zero)]

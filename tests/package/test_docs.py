@@ -110,7 +110,7 @@ def test_every_page_that_a_source_names_exists() -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_of_docstrings_run(name: str) -> None:
+def test_examples_of_docstrings_run(name: str, registries: None) -> None:
     if name.startswith("hybridq.kernels.triton."):
         pytest.importorskip("triton")  # modules of kernels, imported on a GPU only
     needs_libraries_of(name)
