@@ -109,6 +109,19 @@ def test_every_page_that_a_source_names_exists() -> None:
     assert missing == []
 
 
+def test_every_page_is_in_a_table_of_contents() -> None:
+    docs = ROOT / "docs"
+    listed = {docs / "index.md"}
+    for page in docs.rglob("*.md"):
+        for tree in re.findall(r"```\{toctree\}(.*?)```", page.read_text(), re.S):
+            for line in tree.split():
+                listed |= set(page.parent.glob(f"{line}.md"))
+            if ":glob:" in tree:
+                listed |= set(page.parent.glob("0*.md"))
+    pages = {page for page in docs.rglob("*.md") if "_build" not in page.parts}
+    assert not pages - listed, sorted(pages - listed)
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_of_docstrings_run(name: str, registries: None) -> None:
     if name.startswith("hybridq.kernels.triton."):
