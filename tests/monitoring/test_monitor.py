@@ -250,3 +250,13 @@ def test_a_compiled_graph_is_used_between_samples() -> None:
     assert len(records[3].slots) == 2 * 3 * 3 and records[3].slots[0].layer == "first"
     for a, b in zip(*(one.parameters() for one in models), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_monitor_that_counts_no_step_says_so() -> None:
+    model, records = hybridq.convert(nn.Sequential(nn.Linear(64, 64))), []
+    watch = hybridq.monitor(model, every=1, to=records.append)
+    with hybridq.autocast(recipe="mxfp8"):
+        model(torch.randn(4, 64)).sum().backward()
+    with pytest.warns(hybridq.HybridQWarning, match="no step was counted.*optimizer="):
+        watch.close()
+    assert not records

@@ -111,3 +111,8 @@ def test_the_command_says_it(tmp_path: Path) -> None:
         given = [sys.executable, "-m", "hybridq", "compare", "a", other]
         done = subprocess.run(given, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == status and said in done.stdout, done.stderr
+
+
+def test_a_model_in_the_place_of_the_path_is_told() -> None:
+    with pytest.raises(TypeError, match=r"path must be that of a file, got Linear.*trace\(path"):
+        hybridq.trace(nn.Linear(4, 4))  # type: ignore[arg-type]

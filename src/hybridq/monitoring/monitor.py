@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from .._log import LOGGER, log_once
 from ..direction import DIRECTIONS
+from ..errors import HybridQWarning
 from ..nn.autograd import watch_products
 from .alarms import Alarm, Alarms, Watch
 from .over_ranks import Sample, gathered
@@ -86,6 +88,13 @@ class Monitor:
         if self._is_closed:
             return
         self._is_closed = True
+        if not self._steps:
+            warnings.warn(
+                "monitor: no step was counted, so nothing was recorded; give optimizer=, or call "
+                "step() on the monitor after each of the optimizer's steps",
+                HybridQWarning,
+                stacklevel=2,
+            )
         self._sampler = None
         self._stack.close()
         if self._hook is not None:

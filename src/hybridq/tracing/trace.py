@@ -153,6 +153,7 @@ def trace(
 
     Raises:
         ValueError: the file cannot be written.
+        TypeError: the path is none.
 
     Source: ours.
 
@@ -169,6 +170,12 @@ def trace(
         >>> print(found.step, found.module, found.tensor, found.direction)
         0 0 input values
     """
+    given: object = path
+    if not isinstance(given, str | os.PathLike):
+        raise TypeError(
+            f"trace: path must be that of a file, got {type(given).__name__}; a trace is "
+            "trace(path, model)"
+        )
     try:
         file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
     except OSError as error:
