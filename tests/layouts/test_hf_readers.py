@@ -171,3 +171,31 @@ def test_modelopts_codes_are_taken_for_values(folders, tmp_path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     codes = load_file(tmp_path / "q" / "model.safetensors")[name]
     assert torch.equal(model.get_parameter(name).float(), codes.float())
+
+
+@pytest.mark.parametrize(
+    ("layout", "scheme", "own", "asked"),
+    [
+        ("compressed-tensors", "nvfp4", torch.float32, "auto"),
+        ("compressed-tensors", "mxfp4", torch.float16, torch.float16),
+        ("fine-grained-fp8", "fp8_block", torch.float32, torch.bfloat16),
+        ("fine-grained-fp8", "mxfp8", torch.bfloat16, torch.float16),
+    ],
+)
+def test_decoding_ignores_the_dtype_of_the_model(
+    layout, scheme, own, asked, folders, tmp_path
+) -> None:
+    """It is said where it may well happen: not of files in BF16, which everybody loads so."""
+    if layout == "compressed-tensors":
+        pytest.importorskip("compressed_tensors")
+    name, more = CONFIGS["llama"]
+    config = getattr(transformers, name)(**SIZES, **more)
+    notes = Notes()
+    model = transformers.AutoModelForCausalLM.from_config(config).to(own)
+    hybridq.export(model, tmp_path / "q", layout=layout, format=scheme, observer=notes)
+    said = [one for one in notes.warnings if "first forward" in one]
+    assert len(said) == (own != torch.bfloat16) and all("transformers 5.23" in one for one in said)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        logits(load(tmp_path / "q", dtype=asked))
+    right = torch.bfloat16 if layout == "compressed-tensors" else own
+    assert logits(load(tmp_path / "q", dtype=right)).dtype == right

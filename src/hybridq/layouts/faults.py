@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+import torch
+
 from .stored import StoredWeight
 
 __all__ = ["FAULTS", "Fault", "faults_of"]
@@ -41,6 +43,7 @@ class Fault:
         concerns: whether it happens to a weight.
         reader: program and version.
         text: what happens, and what helps.
+        dtypes: of weights, before they are quantized, to which it happens; none: all.
     """
 
     layout: str
@@ -48,6 +51,7 @@ class Fault:
     concerns: Callable[[StoredWeight], bool]
     reader: str
     text: str
+    dtypes: tuple[torch.dtype, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.reader}: {self.text}"
@@ -78,6 +82,24 @@ FAULTS: Final = (
         "CompressedTensorsConfig(dequantize=True) weights are right",
     ),
     Fault(
+        "compressed-tensors",
+        ("nvfp4", "mxfp8", "mxfp4"),
+        _any,
+        "transformers 5.23",
+        "decodes to BF16 whatever the model's dtype is, so that its first forward fails unless "
+        "that is BF16 too; load it with dtype=torch.bfloat16",
+        (torch.float32, torch.float16),
+    ),
+    Fault(
+        "fine-grained-fp8",
+        (),
+        _any,
+        "transformers 5.23",
+        "decodes to the dtype of the files, so that the first forward of a model loaded in another "
+        "fails; leave dtype out, or export the model in BF16",
+        (torch.float32, torch.float16),
+    ),
+    Fault(
         "fine-grained-fp8",
         ("fp8_block",),
         _is_uneven,
@@ -95,17 +117,21 @@ FAULTS: Final = (
 )
 
 
-def faults_of(layout: str, weight: StoredWeight) -> tuple[Fault, ...]:
+def faults_of(
+    layout: str, weight: StoredWeight, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Fault, ...]:
     """Return what readers get wrong with a weight.
 
     Args:
         layout: name of the layout that it is written in.
         weight: as it is written.
+        dtype: of the weight before it was quantized.
     """
     return tuple(
         one
         for one in FAULTS
         if one.layout == layout
         and (not one.schemes or weight.scheme.name in one.schemes)
+        and (not one.dtypes or dtype in one.dtypes)
         and one.concerns(weight)
     )

@@ -105,7 +105,7 @@ class ExportScheme(CheckpointScheme):
                 targets = self._targets(shard, item)
                 for one in targets:
                     self._schemes[one.module] = one.stored.scheme
-                    for fault in faults_of(self._layout.name, one.stored):
+                    for fault in faults_of(self._layout.name, one.stored, one.record.dtype):
                         self._faults.setdefault(fault, one.module)
                     self._has_scales &= self._scales.has(one.piece.weight)
                     if one.stored.scheme.shares_scale:
