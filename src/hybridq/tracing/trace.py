@@ -2,11 +2,12 @@
 
 The file is JSON lines in UTF-8. Its first line is the header, `{"format": "hybridq-trace",
 "version": 1}`. Every other line is a buffer, in the order of the run: `step` (from 0), `module`
-(its qualified name), `tensor` (`input`, `weight`, `output`, `grad_output`), `direction` (`rowwise`,
-`columnwise`, or `values`: the tensor as it is), `buffer` (its name in the plane, `data` of values),
-`dtype` (torch's name without `torch.`), `shape`, `sha256` (of the buffer's bytes, contiguous, in
-little-endian order, as hexadecimal digits), and, if they are kept, `bytes` (the same in Base64). A
-step that has ended is a line `{"end_of_step": 0}`.
+(its qualified name), `tensor` (`input`, `weight`, `output`, `grad_output`; of quantized attention
+`query`, `key`, `value`, `attention_weights`, `grad_attention`, `grad_scores`), `direction`
+(`rowwise`, `columnwise`, or `values`: the tensor as it is), `buffer` (its name in the plane, `data`
+of values), `dtype` (torch's name without `torch.`), `shape`, `sha256` (of the buffer's bytes,
+contiguous, in little-endian order, as hexadecimal digits), and, if they are kept, `bytes` (the same
+in Base64). A step that has ended is a line `{"end_of_step": 0}`.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from torch import nn
 
 from .._torch_private import graph_task_id
 from ..direction import COLUMNWISE, DIRECTIONS, ROWWISE
-from ..nn.autograd import WatchedProduct, watch_products
+from ..nn.autograd import WatchedProduct, WatchedTensor, watch_products
 from ..recipes import Plan
-from ..report.precision.slot_statistics import made_planes
+from ..report.precision.slot_statistics import made_planes, rowwise_plane
 
 __all__ = ["HEADER", "Trace", "trace"]
 
@@ -82,6 +83,20 @@ class Trace:
                 self._slot(_of(name, group, product), product, group, "weight", weight)
             self._tensor(name, "output", "values", "data", product.result)
         return lambda grad: self._groups(name, product, "grad_output", grad, ends)
+
+    def see_tensor(self, seen: WatchedTensor) -> None:
+        """Write an operand of quantized attention."""
+        if not seen.is_gradient and graph_task_id() != -1:
+            return  # a recomputation
+        module: Any = seen.module
+        name = self._names.get(id(module), module.name)
+        x = seen.values.reshape(-1, seen.values.shape[-1])
+        self._tensor(name, seen.tensor, "values", "data", x)
+        spec = seen.quantizer.rowwise
+        if spec is None or spec.format.is_identity or not x.numel():
+            return
+        for buffer, tensor in rowwise_plane(x.contiguous(), spec).buffers.items():
+            self._tensor(name, seen.tensor, ROWWISE, buffer, tensor)
 
     def _groups(
         self, name: str, product: WatchedProduct, slot: str, x: torch.Tensor, ends: list[int]

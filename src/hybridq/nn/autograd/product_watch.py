@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ... import settings
+from ...quantizers import Quantizer
 from ...recipes import Plan
 from ..delayed_scaling import Scales
 
@@ -21,7 +22,9 @@ __all__ = [
     "GradientWatcher",
     "ProductWatcher",
     "WatchedProduct",
+    "WatchedTensor",
     "tell",
+    "tensor_watcher",
     "watch_products",
     "watcher",
 ]
@@ -55,8 +58,33 @@ class WatchedProduct(NamedTuple):
     offsets: torch.Tensor | None = None
 
 
+class WatchedTensor(NamedTuple):
+    """An operand of a quantized operation that is not a product of a module: of attention.
+
+    Attributes:
+        module: that computes.
+        tensor: `"query"`, `"key"`, `"value"`, `"attention_weights"`, `"grad_attention"` (of the
+            result) or `"grad_scores"`.
+        values: in high precision, `[..., features]`; rows of features are what is quantized.
+        quantizer: of which the rowwise plane is taken.
+        role: its tensor type in a role, as recipes are asked.
+        is_gradient: shown in the backward.
+    """
+
+    module: nn.Module
+    tensor: str
+    values: torch.Tensor
+    quantizer: Quantizer
+    role: str
+    is_gradient: bool = False
+
+
 class ProductWatcher(Protocol):
-    """What is shown products: see `watch_products`."""
+    """What is shown products: see `watch_products`.
+
+    One with a method `see_tensor`, of a `WatchedTensor`, is shown the operands of quantized
+    attention too, which must be neither changed nor kept.
+    """
 
     @property
     def sees_plain(self) -> bool:
@@ -73,6 +101,12 @@ class ProductWatcher(Protocol):
 def watcher() -> Any:
     """Return what watches products in this thread; None: nothing does, or code is compiled."""
     return None if torch.compiler.is_compiling() else settings.current().watcher
+
+
+def tensor_watcher() -> Callable[[WatchedTensor], None] | None:
+    """Return what is shown operands of quantized attention in this thread, or None."""
+    see: Callable[[WatchedTensor], None] | None = getattr(watcher(), "see_tensor", None)
+    return see
 
 
 @contextmanager

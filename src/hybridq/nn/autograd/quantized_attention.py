@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from ...kernels.inputs import without_autocast
 from ...kernels.operators import StatedFunction
 from ...quantizers import Quantizer
 from .double_backward import without_derivative
+from .product_watch import WatchedTensor, tensor_watcher
 
 __all__ = ["AttentionQuantizers", "quantized_attention"]
 
@@ -80,7 +82,38 @@ class _RoundedGradient(StatedFunction):
         return made, None
 
 
+class _Shown:
+    """Shows operands of one attention to what watches.
+
+    Args:
+        module: whose attention it is.
+        quantizers: of the operands.
+    """
+
+    def __init__(self, module: nn.Module, quantizers: AttentionQuantizers) -> None:
+        self._see = tensor_watcher()
+        self._module, self._quantizers = module, quantizers
+
+    def operand(self, name: str, x: torch.Tensor, role: str) -> None:
+        """Show an operand of the forward."""
+        if self._see is not None:
+            self._tell(name, x, role, False)
+
+    def gradient(self, name: str, y: torch.Tensor, role: str) -> None:
+        """Show the gradient of y when there is one."""
+        if self._see is not None and y.requires_grad:
+            y.register_hook(lambda grad: self._tell(name, grad, role, True))
+
+    def _tell(self, name: str, x: torch.Tensor, role: str, is_gradient: bool) -> None:
+        quantizer = getattr(self._quantizers, role)
+        with torch.no_grad():
+            seen = WatchedTensor(self._module, name, x.detach(), quantizer, role, is_gradient)
+            if self._see is not None:
+                self._see(seen)
+
+
 def quantized_attention(
+    module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -94,6 +127,7 @@ def quantized_attention(
     Products and softmax are FP32, of the values that are decoded; the result is rounded once.
 
     Args:
+        module: whose attention it is, for what watches.
         query: `[batch, heads, queries, features]`.
         key, value: `[batch, groups, keys, features]`.
         mask: bool, True where a key is seen, or floating point to be added, or None.
@@ -105,6 +139,9 @@ def quantized_attention(
         Zeros of queries that see nothing.
     """
     dtype, repeat = query.dtype, query.shape[1] // key.shape[1]
+    shown = _Shown(module, quantizers)
+    for name, operand in (("query", query), ("key", key), ("value", value)):
+        shown.operand(name, operand, "qkv")
     with without_autocast(query.device.type):
         q, k, v = (
             _Rounded.apply(one, quantizers.qkv).to(torch.float32) for one in (query, key, value)
@@ -112,6 +149,7 @@ def quantized_attention(
         if repeat > 1:
             k, v = (one.repeat_interleave(repeat, 1) for one in (k, v))
         scores = _RoundedGradient.apply(q @ k.transpose(-1, -2) * scale, quantizers.dp)
+        shown.gradient("grad_scores", scores, "dp")
         if mask is not None and mask.dtype == torch.bool:
             scores = torch.where(mask, scores, -torch.inf)
         elif mask is not None:
@@ -119,6 +157,8 @@ def quantized_attention(
         blind = scores.detach().amax(-1, keepdim=True) == -torch.inf
         weights = torch.softmax(torch.where(blind, 0.0, scores), -1)
         weights = F.dropout(torch.where(blind, 0.0, weights), dropout)
+        shown.operand("attention_weights", weights, "s")
         mixed = _Rounded.apply(weights, quantizers.s) @ v
         made: torch.Tensor = _RoundedGradient.apply(mixed.to(dtype), quantizers.do)
+        shown.gradient("grad_attention", made, "do")
     return made

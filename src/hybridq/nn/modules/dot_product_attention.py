@@ -320,7 +320,9 @@ class DotProductAttention(nn.Module):
                 if is_causal:
                     sizes = (query.shape[2], key.shape[2])
                     mask = torch.ones(sizes, dtype=torch.bool, device=query.device).tril()
-                y = quantized_attention(query, key, value, mask, dropout, scale, quantizers)
+                y = quantized_attention(
+                    *(self, query, key, value, mask, dropout, scale, quantizers)
+                )
         if call.lengths is None:
             return y
         position = torch.arange(query.shape[2], dtype=torch.int64, device=query.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -14,17 +14,19 @@ from ..._torch_private import graph_task_id
 from ...direction import COLUMNWISE, ROWWISE, Direction
 from ...formats import PlaneSpec
 from ...gemm import CONTRACT, Gemm
-from ...nn.autograd import WatchedProduct
-from ...recipes import Plan, Recipe, SlotPlan, bind
+from ...nn.autograd import WatchedProduct, WatchedTensor
+from ...recipes import Plan, QuantizerRole, Recipe, SlotPlan, bind
+from ...recipes.boundary import boundary_quantizer
 from ...recipes.gemm_words import word
 from ...storage import Plane
 from .rows import BadValue, ProductShape, ProductStatistics, SlotRow, first_position
-from .slot_statistics import SlotStatistics, made_planes, measure_plane
+from .slot_statistics import SlotStatistics, made_planes, measure_plane, rowwise_plane
 
 __all__ = ["Collector", "Wanted"]
 
 _FPROP, _DGRAD, _WGRAD = CONTRACT
-_PLAIN: Final = PlaneSpec.parse("identity").plain_text()
+_PLAIN_SPEC: Final = PlaneSpec.parse("identity")
+_PLAIN: Final = _PLAIN_SPEC.plain_text()
 
 
 class Wanted(NamedTuple):
@@ -102,6 +104,40 @@ class Collector:
         if not wants_gradient:
             return None
         return lambda grad: self._backward(name, groups, grad.detach())
+
+    def see_tensor(self, seen: WatchedTensor) -> None:
+        """Measure an operand of quantized attention."""
+        if not self.wanted.backward if seen.is_gradient else graph_task_id() != -1:
+            return  # a gradient that is not asked for, or a recomputation
+        own = seen.module.name
+        name = _Name(self.names.get(id(seen.module), str(own)), str(own))
+        x = seen.values.reshape(-1, seen.values.shape[-1])
+        self.order += 1
+        measured: set[str] = set()
+        for quantizer, in_run in self._quantizers(seen):
+            spec = _PLAIN_SPEC if quantizer is None else quantizer
+            if in_run:
+                self._look_for_bad(name, seen.tensor, x, ROWWISE, _block(spec, x))
+            if spec.text in measured:
+                continue
+            measured.add(spec.text)
+            plane = rowwise_plane(x, spec)
+            label = "bf16" if plane.spec.format.is_identity else word(plane.spec)
+            statistics = measure_plane(x, plane)
+            given = (ROWWISE, label, in_run, statistics, self.order)
+            self._add(SlotRow(name.layer, name.role, seen.tensor, *given))
+            if in_run and statistics.bad_outputs:
+                self._made_bad(name, seen.tensor, x, plane)
+
+    def _quantizers(self, seen: WatchedTensor) -> Iterator[tuple[PlaneSpec | None, bool]]:
+        """Yield the spec of the run's own rowwise plane, and what-if ones; None: it is plain."""
+        yield seen.quantizer.rowwise, True
+        for one in self.wanted.formats.values():
+            if isinstance(one, PlaneSpec):
+                yield one, False
+            elif one.quantizes_attention:
+                role = QuantizerRole("dpa", seen.role, str(seen.module.name))
+                yield boundary_quantizer(one, role).rowwise, False
 
     # ---- names, groups, formats
 

@@ -22,8 +22,9 @@ class SlotRow:
     Args:
         layer: qualified name of the module in the model, and of its part.
         role: name that recipes are asked by; empty where `hybridq.convert` was not called.
-        tensor: `"input"`, `"weight"` or `"grad_output"`.
-        direction: of the plane.
+        tensor: `"input"`, `"weight"` or `"grad_output"`; of quantized attention `"query"`,
+            `"key"`, `"value"`, `"attention_weights"`, `"grad_attention"` or `"grad_scores"`.
+        direction: of the plane; operands of attention have a rowwise one.
         format: as `hybridq.recipe` takes it.
         in_run: the run itself multiplies this plane; else it is what would be.
         statistics: of all its tensors.
@@ -49,7 +50,7 @@ class SlotRow:
     @property
     def gradient_to_noise(self) -> float | None:
         """Of a gradient its norm over that of its quantization noise; None of other tensors."""
-        return self.statistics.signal_to_noise if self.tensor == "grad_output" else None
+        return self.statistics.signal_to_noise if self.tensor.startswith("grad_") else None
 
     @property
     def is_below_line(self) -> bool:
@@ -184,7 +185,7 @@ class BadValue:
 
     Args:
         layer: as in `SlotRow`.
-        tensor: `"input"`, `"weight"`, `"grad_output"`, or `"output"` of the forward's GEMM.
+        tensor: as in `SlotRow`, or `"output"` of the forward's GEMM.
         direction: of the plane that first has it; of a value that arrives so, rowwise.
         block: (row, column) of the block in that plane's own matrix, of which it is the first.
         position: (row, column) of the value in the logical matrix.

@@ -23,7 +23,15 @@ from ...reference.elements import code_values
 from ...storage import Plane
 from ..measure import effective_scales
 
-__all__ = ["GNR_LINE", "OUTLIER", "SlotStatistics", "made_planes", "measure_plane", "measure_slot"]
+__all__ = [
+    "GNR_LINE",
+    "OUTLIER",
+    "SlotStatistics",
+    "made_planes",
+    "measure_plane",
+    "measure_slot",
+    "rowwise_plane",
+]
 
 #: How many median magnitudes of a tensor's values that are not zero an outlier is beyond.
 OUTLIER: Final = 10.0
@@ -185,6 +193,17 @@ def made_planes(
             named = zip((one.name for one in spec.buffers(*own)), buffers, strict=True)
             found[direction] = Plane(spec, direction, rows, cols, named)
     return found
+
+
+def rowwise_plane(x: torch.Tensor, spec: PlaneSpec) -> Plane:
+    """Return the rowwise plane of a tensor that no module's slot quantizes, as `made_planes` does.
+
+    Args:
+        x: `[rows, cols]`, not empty.
+        spec: of the plane.
+    """
+    text = spec.plain_text()
+    return made_planes(x, SlotPlan(text, text, "original", ""), "input", [ROWWISE])[ROWWISE]
 
 
 def measure_slot(

@@ -12,13 +12,19 @@ from ...formats import PlaneSpec
 from ...quantizers import IdentityQuantizer, Quantizer
 from ...recipes import CustomRecipe, QuantizerRole, Recipe, get
 from ...recipes.gemm_words import word
-from ...recipes.roles import GRAD_OUTPUT
 from .rows import SlotRow
 from .running import Run
 from .untouched import untouched
 
 __all__ = ["loss_changes", "losses", "switched"]
 
+#: What recipes are asked for operands of attention, by the report's names of them.
+_ATTENTION: Final = {
+    **dict.fromkeys(("query", "key", "value"), "qkv"),
+    "attention_weights": "s",
+    "grad_attention": "do",
+    "grad_scores": "dp",
+}
 #: Length of the step after which gradients are compared, over that of all parameters.
 _STEP: Final = 1e-2
 
@@ -29,17 +35,20 @@ def switched(base: Recipe, role: str, tensor: str, quantizer: Callable[..., Quan
     Args:
         base: any.
         role: name of the module, as roles have it; its experts are meant too.
-        tensor: the slot.
+        tensor: the slot, as a report names it; queries, keys and values are one.
         quantizer: makes the slot's quantizer of its role.
     """
+
+    slot = _ATTENTION.get(tensor, tensor)
 
     def factory(asked: QuantizerRole) -> Quantizer:
         head, _, last = asked.name.rpartition(".")
         is_it = asked.name == role or (head == role and last.isdecimal())
-        if is_it and asked.tensor_type == tensor:
+        if is_it and asked.tensor_type == slot:
             return quantizer(asked)
         return base.quantizer(asked)
 
+    factory.fp8_dpa = base.quantizes_attention  # type: ignore[attr-defined]
     choices: dict[str, Any] = {
         name: getattr(base, name)
         for name in ("precision", "backward_override", "columnwise_source")
@@ -83,7 +92,7 @@ def loss_changes(
                 "hybridq.convert(model) names them"
             )
         own = losses(run, switched(base, role, tensor, quantizer), base)
-        return own[1] - after if tensor == GRAD_OUTPUT else own[0] - before
+        return own[1] - after if tensor.startswith("grad_") else own[0] - before
 
     for layer, role, tensor in sorted(own):
         change = -changed(role, tensor, lambda _: IdentityQuantizer())
