@@ -15,7 +15,7 @@ from experts_program import HIDDEN, LAYOUTS, TOP, Block, alone, expects, near, w
 from rank_program import main
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -240,10 +240,6 @@ def faults() -> None:
     shared(torch.ones(2, 5, HIDDEN))
     expects(TypeError, "tensor_parallel: group must be", lambda: made(ExpertRanks(tp, None, 3)))
     expects(ValueError, "ExpertRanks: tokens must be", lambda: ExpertRanks(tp, None, tp, "other"))
-    given = DTensor.from_local(torch.ones(10, HIDDEN), tp, [Replicate()])
-    top = torch.zeros(10, TOP, dtype=torch.int64)
-    text = "must be plain tensors, got a DTensor"
-    expects(TypeError, text, lambda: shared.experts(given, top, torch.ones(10, TOP)))
     kind = "sequence" if rank else "replicated"
     text = "got the ranks of a batch, and what tokens they have"
     expects(RuntimeError, text, lambda: made(ExpertRanks(tp, None, tp, kind)))

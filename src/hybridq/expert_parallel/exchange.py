@@ -22,6 +22,7 @@ from ..recipes.recipe import recipe_by_key
 from ..tensor.in_graph import runs_at_once
 from .lanes import Lanes
 from .plans import RoutePlan, Told, check_capacity, planned
+from .token_placements import is_placed, taken_apart
 from .transport import arrived_rows, incoming, outgoing, returned, row_text, send_rows
 
 __all__ = ["BY_RECIPE", "ROLES", "TokenExchange"]
@@ -51,7 +52,8 @@ class TokenExchange:
         capacity: rows that each rank sends to each; None: as many as it has.
         replicas: name of the group of ranks that have the same experts; empty: there are none;
             None: not known.
-        lanes: ranks that have the same tokens; None: each rank has its own.
+        batch: ranks that compute one batch together; None: each has its own.
+        has_same_tokens: these ranks have all tokens each, where those are plain tensors.
     """
 
     name: str
@@ -63,7 +65,13 @@ class TokenExchange:
     factor: float = 1.0
     capacity: int | None = None
     replicas: str | None = ""
-    lanes: Lanes | None = None
+    batch: Lanes | None = None
+    has_same_tokens: bool = True
+
+    @property
+    def lanes(self) -> Lanes | None:
+        """The ranks that have the same tokens, where those are plain tensors; None: no others."""
+        return self.batch if self.has_same_tokens else None
 
     @property
     def first(self) -> int:
@@ -96,31 +104,47 @@ class TokenExchange:
         """
         return tensor.narrow(0, self.first, self.sizes[self.rank])
 
-    def own_tokens(self, module: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    def local_tokens(
+        self, module: Any, given: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], Any, Any]:
+        """Return what this rank has of tokens, what ranks have the same ones, and how they lie.
+
+        Args:
+            module: the experts.
+            given: what the forward takes; DTensors say by themselves who has the same tokens.
+
+        Raises:
+            TypeError, ValueError: on every rank: DTensors that are not parts of the tokens of the
+                ranks of `tensor_parallel`.
+        """
+        if not any(is_placed(one) for one in given):
+            return given, self.lanes, None
+        takes_routing = module.experts_layout.takes == "routing"
+        where = f"experts {module.name}".rstrip()
+        local, placed = taken_apart(where, given, takes_routing, self.batch)
+        return local, None if placed.is_sharded else self.batch, placed
+
+    def own_tokens(
+        self, module: Any, given: list[torch.Tensor], lanes: Lanes | None
+    ) -> list[torch.Tensor]:
         """Return of what each token has the rows that this rank sends.
 
         Args:
             module: the experts.
             given: `[tokens, ...]` each.
+            lanes: ranks that have the same tokens; None: there are no others.
 
         Raises:
-            TypeError: one of them is a DTensor.
             RuntimeError: on every rank, in the first forward: ranks that are said to have the same
                 tokens have not.
         """
-        if any(hasattr(one, "device_mesh") for one in given):
-            raise TypeError(
-                f"experts {module.name}: tokens, indices and weights must be plain tensors, got a "
-                "DTensor; let what makes them give local ones (use_local_output=True), and say "
-                "who has the same by ExpertRanks(..., tensor_parallel=)"
-            )
-        if self.lanes is None:
+        if lanes is None:
             return given
-        self._check_lanes(module, given[0])
-        return [self.lanes.own(one) for one in given]
+        self._check_lanes(module, given[0], lanes)
+        return [lanes.own(one) for one in given]
 
     def own_sorted(
-        self, module: Any, x: torch.Tensor, offsets: torch.Tensor
+        self, module: Any, x: torch.Tensor, offsets: torch.Tensor, lanes: Lanes | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return of rows sorted by expert those that this rank sends, and where experts' end.
 
@@ -128,32 +152,44 @@ class TokenExchange:
             module: the experts.
             x: `[rows, in]`.
             offsets: int32 `[experts]`, where each expert's rows end.
+            lanes: as for `own_tokens`.
 
         Raises:
             RuntimeError: as `own_tokens` does.
         """
-        if self.lanes is None:
+        if lanes is None:
             return x, offsets
-        self._check_lanes(module, x)
-        own, first = self.lanes.own(x), self.lanes.first(x.shape[0])
+        self._check_lanes(module, x, lanes)
+        own, first = lanes.own(x), lanes.first(x.shape[0])
         return own, (offsets - first).clamp(0, own.shape[0])
 
-    def _check_lanes(self, module: Any, x: torch.Tensor) -> None:
+    def _check_lanes(self, module: Any, x: torch.Tensor, lanes: Lanes) -> None:
         """Compare the tokens of the first forward."""
         known = module.__dict__.get("_compared_lanes")
-        if self.lanes is None or known == self.lanes or torch.compiler.is_compiling():
+        if known == lanes or torch.compiler.is_compiling():
             return
-        self.lanes.check(f"experts {module.name}".rstrip(), x)
-        module.__dict__["_compared_lanes"] = self.lanes
+        lanes.check(f"experts {module.name}".rstrip(), x)
+        module.__dict__["_compared_lanes"] = lanes
 
-    def all_tokens(self, y: torch.Tensor, count: int) -> torch.Tensor:
+    def all_tokens(self, y: torch.Tensor, count: int, lanes: Lanes | None) -> torch.Tensor:
         """Return what all ranks have made of the tokens of which each has sent its rows.
 
         Args:
             y: `[rows, out]`, of this rank's.
             count: of all tokens.
+            lanes: as for `own_tokens`.
         """
-        return y if self.lanes is None else self.lanes.all(y, count)
+        return y if lanes is None else lanes.all(y, count)
+
+    def placed_result(self, y: torch.Tensor, placed: Any) -> torch.Tensor:
+        """Return the result as the tokens lie.
+
+        Args:
+            y: `[..., out]`, of this rank's tokens.
+            placed: as `local_tokens` returned it.
+        """
+        made: torch.Tensor = y if placed is None else placed.put(y)
+        return made
 
     def run(
         self,

@@ -31,6 +31,7 @@ class ExpertRanks:
         tokens: of those ranks, what a block of experts is given. `"replicated"`: all of them have
             the same tokens; each sends an equal share of them to the experts, and what comes back
             is gathered. `"sequence"`: each has tokens of its own, as under sequence parallelism.
+            DTensors say it by their placement, and are not asked about.
 
     Raises:
         ValueError: `tokens` is neither.
@@ -71,11 +72,6 @@ class Ranks(NamedTuple):
     replicas: str | None
     batch: Lanes | None
     has_same_tokens: bool
-
-    @property
-    def lanes(self) -> Lanes | None:
-        """The ranks that have the same tokens; None: each has its own."""
-        return self.batch if self.has_same_tokens else None
 
     @property
     def losses(self) -> float:

@@ -41,17 +41,29 @@ class ExpertExchange(Protocol):
         """
         ...
 
-    def own_tokens(self, module: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    def local_tokens(
+        self, module: Any, given: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], Any, Any]:
+        """Return what this rank has of tokens, what ranks have the same ones, and how they lie.
+
+        Args:
+            module: the experts.
+            given: what the forward takes, plain tensors or DTensors.
+        """
+        ...
+
+    def own_tokens(self, module: Any, given: list[torch.Tensor], lanes: Any) -> list[torch.Tensor]:
         """Return of what each token has the rows that this rank sends.
 
         Args:
             module: the experts.
             given: `[tokens, ...]` each.
+            lanes: the ranks that have the same tokens, as `local_tokens` returned them.
         """
         ...
 
     def own_sorted(
-        self, module: Any, x: torch.Tensor, offsets: torch.Tensor
+        self, module: Any, x: torch.Tensor, offsets: torch.Tensor, lanes: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return of rows sorted by expert those that this rank sends, and where experts' end.
 
@@ -59,15 +71,26 @@ class ExpertExchange(Protocol):
             module: the experts.
             x: `[rows, in]`.
             offsets: int32 `[experts]`, where each expert's rows end.
+            lanes: as for `own_tokens`.
         """
         ...
 
-    def all_tokens(self, y: torch.Tensor, count: int) -> torch.Tensor:
+    def all_tokens(self, y: torch.Tensor, count: int, lanes: Any) -> torch.Tensor:
         """Return what all ranks have made of the tokens of which each has sent its rows.
 
         Args:
             y: `[rows, out]`, of this rank's.
             count: of all tokens.
+            lanes: as for `own_tokens`.
+        """
+        ...
+
+    def placed_result(self, y: torch.Tensor, placed: Any) -> torch.Tensor:
+        """Return the result as the tokens lie.
+
+        Args:
+            y: `[..., out]`, of this rank's tokens.
+            placed: as `local_tokens` returned it.
         """
         ...
 

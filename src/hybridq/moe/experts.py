@@ -94,10 +94,27 @@ def _forward(
     module: Experts, recipe: Recipe | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor:
     """Return what the own forward would, products under the recipe."""
-    takes = module.experts_layout.takes
     given = _given(module, args, kwargs)
+    if module.exchange is None:
+        if any(hasattr(one, "device_mesh") for one in given):
+            raise TypeError(
+                f"experts {module.name}: tokens must be plain tensors where each rank has all "
+                "experts, got DTensors; deal the experts out, parallelize_experts(model, "
+                "ExpertRanks(..., tensor_parallel=mesh)), or give what to_local() returns"
+            )
+        return _of_tokens(module, recipe, given, None)
+    local, lanes, placed = module.exchange.local_tokens(module, given)
+    y = _of_tokens(module, recipe, local, lanes)
+    return module.exchange.placed_result(y, placed)
+
+
+def _of_tokens(
+    module: Experts, recipe: Recipe | None, given: list[torch.Tensor], lanes: Any
+) -> torch.Tensor:
+    """Return what the experts make of this rank's tokens, which `lanes` have too."""
+    takes = module.experts_layout.takes
     if takes == "routing":
-        return _routed(module, recipe, *given)
+        return _routed(module, recipe, lanes, *given)
     x, *sizes = given
     flat, count = x.reshape(-1, x.shape[-1]), _count(module)
     if takes == "sizes":
@@ -109,8 +126,8 @@ def _forward(
     if module.exchange is None:
         y = _shared(module, recipe, flat, offsets)
     else:  # of rows that several ranks have, each sends its share
-        own = module.exchange.own_sorted(module, flat, offsets)
-        y = module.exchange.all_tokens(_shared(module, recipe, *own), flat.shape[0])
+        own = module.exchange.own_sorted(module, flat, offsets, lanes)
+        y = module.exchange.all_tokens(_shared(module, recipe, *own), flat.shape[0], lanes)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -136,7 +153,10 @@ def chosen(module: Experts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
     takes = module.experts_layout.takes
     if takes == "batches":
         return None
-    given, count = _given(module, args, kwargs), _count(module)
+    count = _count(module)
+    # Of DTensors what this rank has, as of other tokens.
+    every: list[Any] = list(_given(module, args, kwargs))
+    given = [one.to_local() if hasattr(one, "device_mesh") else one for one in every]
     if takes == "sizes":
         return torch.as_tensor(given[1], dtype=torch.int64, device=given[0].device)
     index = given[1].flatten().long()
@@ -148,6 +168,7 @@ def chosen(module: Experts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
 def _routed(
     module: Experts,
     recipe: Recipe | None,
+    lanes: Any,
     hidden: torch.Tensor,
     indices: torch.Tensor,
     weights: torch.Tensor,
@@ -165,7 +186,7 @@ def _routed(
     if layout.router_weights != "none":
         given.append(weights.reshape(top.shape))
     if module.exchange is not None:  # of tokens that several ranks have, each sends its share
-        given = module.exchange.own_tokens(module, given)
+        given = module.exchange.own_tokens(module, given, lanes)
     own, top, *rest = given
     routes = Routes.of(top, _count(module))
     shares = rest[0] if rest else None
@@ -186,7 +207,7 @@ def _routed(
         y = torch.where((number >= routes.offsets[-1])[:, None], x, y)
     summed = unpermute(y, shares, routes, hidden.dtype)
     if module.exchange is not None:
-        summed = module.exchange.all_tokens(summed, tokens.shape[0])
+        summed = module.exchange.all_tokens(summed, tokens.shape[0], lanes)
     return summed.view(hidden.shape)
 
 
