@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 import textwrap
@@ -10,6 +11,7 @@ import textwrap
 import pytest
 
 import api_names
+import docstring_markup
 import hybridq
 from api_names import PublicName
 from places import ROOT
@@ -149,6 +151,44 @@ def test_a_docstring_that_lacks_something_is_found() -> None:
     assert problems("Return it.\nAnd more.", [], set())
     assert problems("Return it.\n\nParameters:\n    a: x.", ["a"], set())
     assert raised(hybridq.formats.PlaneSpec.resolve) == {"SpecError"}
+
+
+def test_sphinx_reads_docstrings_as_they_are_meant() -> None:
+    named = FUNCTIONS | CLASSES | MODULES
+    broken = {path: docstring_markup.broken(doc(one)) for path, one in named.items()}
+    assert {path: rules for path, rules in broken.items() if rules} == {}
+
+
+def test_markup_that_sphinx_would_not_read_is_found() -> None:
+    broken = docstring_markup.broken
+    assert broken("Return it.\n\nArgs:\n    a, b: parts,\n        of it.\n    *c: `x, *y`.") == []
+    assert broken("Return it:\n\n- a,\n  b\n- c.\n\nSource: one,\n    or two.") == []
+    assert len(broken("Return it.\n\nArgs:\n    a, b,\n        c: parts.")) == 1
+    assert len(broken("Return it.\n\nArgs:\n    a, *b: parts.")) == 1
+    assert len(broken("Return it:\n- a.")) == 1
+    assert len(broken("Return it.\n\nAnd more,\n    of it.")) == 1
+
+
+def test_no_class_is_on_two_api_pages() -> None:
+    shown: dict[int, str] = {}
+    twice = []
+    for page in sorted((ROOT / "docs" / "reference" / "api").glob("*.md")):
+        directives = re.findall(r"automodule:: (\S+)\n((?:   :.*\n)+)", page.read_text())
+        for module, options in directives:
+            if module.startswith("hybridq.integrations."):
+                continue  # their libraries may be missing, and nobody else names what is theirs
+            left_out = re.search(r":exclude-members:(.*)", options)
+            names = set(importlib.import_module(module).__all__)
+            names -= set(re.findall(r"\w+", left_out.group(1))) if left_out else set()
+            if module != "hybridq":  # those of the top are on its page alone
+                names -= set(hybridq.__all__)
+            for name in sorted(names):
+                value = getattr(importlib.import_module(module), name)
+                if not inspect.isclass(value) or value.__module__ == module:
+                    continue  # where it is defined it may stand beside
+                if shown.setdefault(id(value), module) != module:
+                    twice.append(f"{name}: {shown[id(value)]} and {module}")
+    assert twice == []
 
 
 def test_every_public_module_has_an_api_page() -> None:

@@ -25,13 +25,15 @@ def checkpoint(
     """Return `function(*args, **kwargs)`, and run it again in the backward: `hybridq.checkpoint`.
 
     Args:
-        function, *args: a callable and its arguments; one of them must require grad where
-            `use_reentrant` is True, which is the default here.
+        function: what is called.
+        *args: its arguments; one of them must require grad where `use_reentrant` is True, which
+            is the default here.
         distribute_saved_activations: False.
         get_rng_state_tracker: has no effect: the random state of the forward comes along. States
             of a tracker are those of torch's generators while they are forked.
         tp_group: has no effect: nothing is distributed.
-        use_reentrant, **kwargs: as `hybridq.checkpoint` takes them.
+        use_reentrant: as `hybridq.checkpoint` takes it.
+        **kwargs: the same.
 
     Raises:
         NotImplementedError: `distribute_saved_activations` is True.

@@ -271,8 +271,9 @@ class Float8CurrentScalingQuantizer(Quantizer):
 
     Args:
         fp8_dtype: DType of the codes.
-        rowwise, columnwise, with_amax_reduction, amax_reduction_group, force_pow_2_scales,
-            amax_epsilon: as `hybridq.Float8CurrentScalingQuantizer`.
+        rowwise, columnwise: planes to make.
+        with_amax_reduction, amax_reduction_group: as `hybridq.Float8CurrentScalingQuantizer`.
+        force_pow_2_scales, amax_epsilon: the same.
         device, use_existing_amax, scale, amax: have no effect, here and there.
     """
 
@@ -387,12 +388,11 @@ class NVFP4Quantizer(Quantizer):
     Args:
         fp4_dtype: DType.kFloat4E2M1.
         rowwise, columnwise: planes to make.
-        with_amax_reduction, amax_reduction_group, with_rht, with_post_rht_amax,
-            with_2d_quantization: as `hybridq.NVFP4Quantizer`; with `with_rht` the amax is always
-            taken after the transform.
-        stochastic_rounding, row_scaled_nvfp4, nvfp4_use_4over6, nvfp4_e4m3_max,
-            nvfp4_4over6_err_mode, with_random_sign_mask: the same; without four-over-six the two
-            of it have no effect.
+        with_amax_reduction, amax_reduction_group: as `hybridq.NVFP4Quantizer`.
+        with_rht, with_post_rht_amax: the same; the amax is always taken after the transform.
+        with_2d_quantization, stochastic_rounding, row_scaled_nvfp4: the same.
+        with_random_sign_mask, nvfp4_use_4over6: the same.
+        nvfp4_e4m3_max, nvfp4_4over6_err_mode: the same; without four-over-six of no effect.
     """
 
     _is_value = True

@@ -28,6 +28,7 @@ def pipeline_stage(
     """Return `torch.distributed.pipelining.PipelineStage(module, ...)`, and what planes need of it.
 
     It goes into any schedule of torch. Beside torch's stage it
+
     - sends activations and their gradients as rowwise planes, one tensor of bytes each, instead of
       as values; the receiver decodes them, or hands them to the module where its first linear
       module can take them;
