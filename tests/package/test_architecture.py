@@ -88,6 +88,7 @@ ROOMS = {
         "token_sums",
         "part_planes",
         "token_styles",
+        "fused_style",
     ),
 }
 CSRC = ["formats", "core", "cpu cuda", "bindings"]

@@ -304,7 +304,7 @@ def refused() -> None:
         with raises(NotImplementedError, "hybridq.distributed.ColwiseParallel"), never_sends():
             parallelize_module(made("nvfp4"), mesh, {"up": style}, src_data_rank=source)
     fused = nn.ModuleDict({"up": hybridq.LayerNormMLP(HIDDEN, INNER)})
-    with raises(NotImplementedError, "make it with tp_group= and set_parallel_mode=True"):
+    with raises(NotImplementedError, "take hybridq.distributed.FusedParallel"):
         parallelize_module(fused, mesh, {"up": distributed.ColwiseParallel()})
     with hybridq.quantized_model_init("fp8_block"):
         model = nn.ModuleDict({"up": hybridq.Linear(HIDDEN, 160 * dist.get_world_size())})

@@ -2,8 +2,9 @@
 
 Rooms, each of which imports only those before it: `agreement`, `encoding`, `parameters`, `units`,
 `tensors`; then `attachment`, `fsdp2`, `scaling_history`, `collectives`, `sequence`, `flat`,
-`pipelines`, `sequence_gradients`, `token_sums`, `part_planes` and `token_styles`. What estimates
-runs without running them (`plan`, ...) is in `hybridq.estimate`; its names are found here too.
+`pipelines`, `sequence_gradients`, `token_sums`, `part_planes`, `token_styles` and `fused_style`.
+What estimates runs without running them (`plan`, ...) is in `hybridq.estimate`; its names are found
+here too.
 """
 
 from __future__ import annotations
@@ -74,14 +75,18 @@ _ALIASES: Final = (
 
 
 #: Classes of torch's that are derived from, which are loaded when asked too.
-_STYLES: Final = ("ColwiseParallel", "RowwiseParallel")
+_STYLES: Final = {
+    "ColwiseParallel": ".token_styles",
+    "RowwiseParallel": ".token_styles",
+    "FusedParallel": ".fused_style",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _ALIASES:
         return getattr(import_module("hybridq.estimate"), name)
     if name in _STYLES:
-        return getattr(import_module(".token_styles", __name__), name)
+        return getattr(import_module(_STYLES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -5,7 +5,7 @@ Source: names, arguments and layouts: `torch.distributed.tensor.parallel`.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,13 +13,11 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as _TorchColwise
 from torch.distributed.tensor.parallel import RowwiseParallel as _TorchRowwise
 
-from ..nn import LayerNormLinear, LayerNormMLP, Linear, MultiheadAttention, TransformerLayer
+from ..nn import Linear
+from ..nn.modules.split_modules import SPLIT_TOGETHER
 from .part_planes import split_planes
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
-
-#: What is split by its constructor's arguments.
-_FUSED: Final = (LayerNormLinear, LayerNormMLP, MultiheadAttention, TransformerLayer)
 
 
 class ColwiseParallel(_TorchColwise):
@@ -109,11 +107,10 @@ def _linear(style: Any, module: nn.Module) -> Linear:
     if isinstance(module, Linear):
         return module
     name = type(style).__name__
-    if isinstance(module, _FUSED):
+    if isinstance(module, SPLIT_TOGETHER):
         raise NotImplementedError(
             f"{name}: takes a hybridq.Linear, got {type(module).__name__}, whose weights are split "
-            "together; make it with tp_group= and set_parallel_mode=True (parallel_mode= of a "
-            "LayerNormLinear)"
+            "together; take hybridq.distributed.FusedParallel, or make it with tp_group="
         )
     raise NotImplementedError(
         f"{name}: takes a hybridq.Linear, got {type(module).__name__}; call hybridq.convert(model) "

@@ -20,6 +20,7 @@ from .linear import Linear
 from .linear_part import InitMethod, one_dtype
 from .packed_sequences import Packed, Packing
 from .parallel_options import ParallelOptions
+from .parallel_weights import SplitTogether
 from .plain_norm import PlainNorm
 from .quantized_module import QuantizedModule
 from .rotary import apply_rotary
@@ -37,7 +38,7 @@ _INPUTS: Final = {
 Angles = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(SplitTogether, nn.Module):
     """Attention: projection to queries, keys and values, SDPA, projection back.
 
     The projections run under the recipe of `hybridq.autocast`; attention itself is
@@ -248,13 +249,11 @@ class MultiheadAttention(nn.Module):
         self, hidden_size: int, name: str | None, norm: dict[str, Any], options: dict[str, Any]
     ) -> None:
         """Make what queries, keys and values come from."""
-        inner, of_keys = (
-            n * self.kv_channels for n in (self.num_attention_heads, self.num_gqa_groups)
-        )
+        heads, groups = self.num_attention_heads, self.num_gqa_groups
+        inner, of_keys = heads * self.kv_channels, groups * self.kv_channels
         is_cross = self.attention_type == "cross"
         first, short = ("query", "q") if is_cross else ("qkv", "qkv")
-        size = self._size
-        width = size * (inner if is_cross else inner + 2 * of_keys)
+        width = self._size * (inner if is_cross else inner + 2 * of_keys)
         # None where they do not belong, so that every attribute is there.
         self.qkv: Linear | None = None
         self.layernorm_qkv: LayerNormLinear | None = None
@@ -274,7 +273,7 @@ class MultiheadAttention(nn.Module):
         takes_separate_names(made, {} if self.qkv_weight_interleaved else rows)
         if is_cross:
             own = None if name is None else f"{name}.linear_kv"
-            both = Linear(hidden_size, 2 * size * of_keys, name=own, **options)
+            both = Linear(hidden_size, 2 * self._size * of_keys, name=own, **options)
             self.key_value = filled(both, norm["init_method"])
             rows = {"key": of_keys, "value": of_keys}
             takes_separate_names(self.key_value, {} if self.qkv_weight_interleaved else rows)
@@ -342,8 +341,8 @@ class MultiheadAttention(nn.Module):
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         window = self.window_size if window_size is None else window_size
         check_mask_type(kind, window)
-        bias = (core_attention_bias_type, core_attention_bias, alibi_slopes)
-        call = AttentionCall(kind, window, attention_mask, None, None, *bias)
+        of_scores = (core_attention_bias_type, core_attention_bias, alibi_slopes)
+        call = AttentionCall(kind, window, attention_mask, None, None, *of_scores)
         packed = Packed(
             *(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
             *(max_seqlen_q, max_seqlen_kv),
@@ -399,7 +398,8 @@ class MultiheadAttention(nn.Module):
             order = (2, 0, 1, 3) if self.qkv_format == "sbhd" else (0, 2, 1, 3)
             mixed = mixed.permute(order).flatten(2)
         y = self.proj(mixed, is_first_microbatch)
-        more = ([self.proj.bias] if self.return_bias else []) + ([] if normed is None else [normed])
+        bias = [self.proj.of_all_tokens(self.proj.bias)] if self.return_bias else []
+        more = bias + ([] if normed is None else [normed])
         return (y, *more) if more else y
 
     def _shared(

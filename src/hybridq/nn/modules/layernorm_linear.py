@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...recipes.roles import GRAD_INPUT
-from ..autograd import PrologueCall, with_quantized_gradient
+from ..autograd import with_quantized_gradient
 from ..weights import plain_weights
 from .linear_part import FusedModule, InitMethod, one_dtype, run_part
 from .parallel_options import ParallelOptions
@@ -160,9 +160,7 @@ class LayerNormLinear(FusedModule):
             y = run_part(self, "", recipe, seen, weight, bias, first)
         else:
             seen = None
-            gamma, beta = self.layer_norm_weight, self.layer_norm_bias
-            before = PrologueCall(self._norm, gamma, beta)
-            y = run_part(self, "", recipe, x, weight, bias, first, before)
+            y = run_part(self, "", recipe, x, weight, bias, first, self._norm_call())
         if recipe is not None and fp8_output:
             y = self._quantized_output(y, recipe)
         others = ([self.bias] if self.return_bias else []) + ([] if seen is None else [seen])

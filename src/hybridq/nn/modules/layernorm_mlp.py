@@ -176,9 +176,7 @@ class LayerNormMLP(FusedModule):
             seen = self._normalized(x, None if recipe is None else self.plan_of(recipe, "fc1"))
             hidden = run_part(self, "fc1", recipe, seen, weight, bias, first)
         else:
-            gamma, beta = self.layer_norm_weight, self.layer_norm_bias
-            norm = PrologueCall(self._norm, gamma, beta)
-            hidden = run_part(self, "fc1", recipe, x, weight, bias, first, norm)
+            hidden = run_part(self, "fc1", recipe, x, weight, bias, first, self._norm_call())
         bias = None if self.return_bias else self.fc2_bias
         act = None
         if isinstance(self._activation, Gate):
@@ -188,7 +186,8 @@ class LayerNormMLP(FusedModule):
         y = run_part(self, "fc2", recipe, hidden, self.fc2_weight, bias, first, act)
         if recipe is not None and fp8_output:
             y = self._quantized_output(y, recipe)
-        others = ([self.fc2_bias] if self.return_bias else []) + ([] if seen is None else [seen])
+        own = [self.of_all_tokens(self.fc2_bias)] if self.return_bias else []
+        others = own + ([] if seen is None else [seen])
         return (y, *others) if others else y
 
     def product_inputs(

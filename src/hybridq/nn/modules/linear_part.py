@@ -32,6 +32,7 @@ from ..autograd import (
     watcher,
 )
 from ..weights import Into
+from .parallel_weights import SplitTogether
 from .quantized_module import PLAIN, QuantizedModule
 from .quantized_parts import decoded_or_kept
 from .rank_agreement import compare_ranks
@@ -95,6 +96,8 @@ def run_part(
         parallel = parallel._replace(sums=sums_under(module, recipe))
     plan = None if recipe is None else module.plan_of(recipe, part)
     compare_ranks(module, part, plan, parallel.group, x)
+    if parallel.mode == ROW:
+        bias = module.of_all_tokens(bias)
     if parallel.mode == COLUMN:
         if before is not None:  # its weights' gradients are those of the whole
             x, before = _prologue(module, plan, x, before), None
@@ -295,7 +298,7 @@ def _may_encode_again(own: _Part, plan: Plan, fused: PrologueCall | None, cuts: 
     return False
 
 
-class FusedModule(QuantizedModule):
+class FusedModule(SplitTogether, QuantizedModule):
     """Base of modules whose linear parts have prologues, the first of them a norm."""
 
     layer_norm_weight: nn.Parameter
@@ -381,6 +384,13 @@ class FusedModule(QuantizedModule):
             )
         return inp
 
+    def _norm_call(self) -> PrologueCall:
+        """Return the norm, in front of a product."""
+        gamma, beta = self.layer_norm_weight, self.layer_norm_bias
+        if self.sums_gradients:
+            return PrologueCall(self._norm, self.of_all_tokens(gamma), self.of_all_tokens(beta))
+        return PrologueCall(self._norm, gamma, beta)
+
     def _normalized(self, x: torch.Tensor, plan: Plan | None) -> torch.Tensor:
         """Return the norm of x alone, for callers that want to see it; the bits that are encoded.
 
@@ -388,15 +398,11 @@ class FusedModule(QuantizedModule):
             x: `[..., features]`.
             plan: of the product behind it; None: no recipe quantizes it.
         """
-        gamma, beta = self.layer_norm_weight, self.layer_norm_bias
+        before = self._norm_call()
         is_plain = plan is None or plan.is_plain
         if plan is not None and not (is_plain or self.is_parallel):
-            is_plain = has_plain_backward(plan, x, PrologueCall(self._norm, gamma, beta))
-        if is_plain:
-            return self._norm.plain(x, gamma, beta)
-        (x,) = self._cast(x)  # type: ignore[assignment]
-        flat = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
-        return apply(flat, self._norm, gamma, beta).view(x.shape)
+            is_plain = has_plain_backward(plan, x, before)
+        return _prologue(self, None if is_plain else plan, x, before)
 
 
 def one_dtype(

@@ -6,15 +6,39 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from ...quantizers import Quantizer
 from ...recipes import Plan
 from ...tensor import is_quantized
-from ..autograd import Boundary
+from ..autograd import Boundary, share
 from .parallel_options import ParallelOptions, in_group, mark
 from .quantized_parts import of_part, reason_against_part
 from .tensor_parallel import COLUMN, Parallel
 
-__all__ = ["ParallelWeights"]
+__all__ = ["ParallelWeights", "SplitTogether"]
+
+
+class SplitTogether:
+    """Part of modules whose weights torch's styles cannot deal out one by one."""
+
+    @property
+    def _distribute_module_applied(self) -> bool:
+        """Whether torch has dealt the module out: what its `distribute_module` asks first of all.
+
+        Raises:
+            NotImplementedError: always: of weights that torch's styles replicate or cut the
+                module's own operations could make nothing.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}: its weights are split together, and torch's styles take one "
+            "at a time; take hybridq.distributed.FusedParallel(sequence_parallel=...) in the plan, "
+            "or make the module with tp_group="
+        )
+
+    @_distribute_module_applied.setter
+    def _distribute_module_applied(self, value: bool) -> None:
+        self.__dict__["_distribute_module_applied"] = value
 
 
 class ParallelWeights(Boundary):
@@ -32,6 +56,9 @@ class ParallelWeights(Boundary):
     #: Formats of the terms of sums over ranks each of which gets its tokens, of outputs and of
     #: gradients (`hybridq.distributed.quantize_token_sums`); None: values travel.
     token_sums: tuple[str, str] | None = None
+    #: Whether the gradients of parameters that every rank has whole, and of which it sees its own
+    #: tokens, are summed over ranks in the backward; else they are marked for who does that.
+    sums_gradients: bool = False
     #: How initial values of parts are drawn.
     drawing: ParallelOptions = ParallelOptions()
 
@@ -48,6 +75,30 @@ class ParallelWeights(Boundary):
         if found:  # an nn.Module that is not made yet takes nothing but this
             self.__dict__["parallel"], self.__dict__["is_parallel"] = found, True
             self.__dict__["drawing"] = options._replace(tp_group=None)
+
+    def become_part(self, parallel: Mapping[str, Parallel | None]) -> None:
+        """Take how the weights lie over ranks, after each rank's have become its parts.
+
+        Args:
+            parallel: by part; None: every rank has it whole, of one rank.
+        """
+        found = {part: one for part, one in parallel.items() if one is not None}
+        if found:
+            self.parallel, self.is_parallel, self.sums_gradients = found, True, True
+            self._mark_parallel()
+
+    def of_all_tokens(self, parameter: torch.Tensor | None) -> torch.Tensor | None:
+        """Return a parameter that every rank has whole, for a product of this rank's tokens.
+
+        Its gradient is then that of all tokens, where the module sums gradients.
+
+        Args:
+            parameter: a norm's, the bias of a row parallel part, or None.
+        """
+        if parameter is None or not self.sums_gradients:
+            return parameter
+        first = next(iter(self.parallel.values()))
+        return share(parameter, first.group) if first.sequence_parallel else parameter
 
     @property
     def _distribute_module_applied(self) -> bool:
@@ -108,12 +159,11 @@ class ParallelWeights(Boundary):
             prefix = name.removesuffix("weight").removesuffix("bias")
             part = module.weight_parts.get(f"{prefix}weight")
             one = None if part is None else self.parallel.get(part)
-            if one is None:
-                mark(parameter, first, None)
-            elif name.endswith("weight"):
-                mark(parameter, one, 0 if one.mode == COLUMN else 1)
-            else:
-                mark(parameter, one, 0 if one.mode == COLUMN else None)
+            dim = None
+            if one is not None and (name.endswith("weight") or one.mode == COLUMN):
+                dim = 0 if one.mode == COLUMN else 1
+            if dim is not None or not self.sums_gradients:
+                mark(parameter, one or first, dim)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Take the group of the ranks that have the other parts of the module's weights.

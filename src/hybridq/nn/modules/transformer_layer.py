@@ -13,6 +13,7 @@ from .attention import Angles, MultiheadAttention
 from .kv_cache import InferenceParams
 from .layernorm_mlp import LayerNormMLP
 from .linear_part import InitMethod, one_dtype
+from .parallel_weights import SplitTogether
 from .plain_norm import PlainNorm
 
 __all__ = ["TransformerLayer"]
@@ -20,7 +21,7 @@ __all__ = ["TransformerLayer"]
 _TYPES: Final = ("encoder", "decoder")
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(SplitTogether, nn.Module):
     """`h = x + dropout(attention(x))`, `y = h + dropout(mlp(h))`, with norms inside the two.
 
     The linear parts run under the recipe of `hybridq.autocast`. Submodules: `self_attention`

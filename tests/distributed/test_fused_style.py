@@ -1,0 +1,29 @@
+"""Fused modules over ranks by `parallelize_module`: see `fused_style_program.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from rank_runs import needs_gloo, run
+
+pytestmark = needs_gloo
+PROGRAM = "fused_style_program.py"
+
+
+def test_fused_modules_on_two_ranks(tmp_path) -> None:
+    run(2, tmp_path / "store", "modules=layer", "decoder", "apart", "refused", program=PROGRAM)
+
+
+@pytest.mark.more
+def test_more_fused_modules(tmp_path) -> None:
+    run(2, tmp_path / "store", "modules=norm,mlp,attention,interleaved", program=PROGRAM)
+
+
+@pytest.mark.slow
+def test_fused_modules_on_four_ranks(tmp_path) -> None:
+    run(4, tmp_path / "store", "modules=layer", "decoder", "apart", "refused", program=PROGRAM)
+
+
+@pytest.mark.slow
+def test_a_compiled_layer(tmp_path) -> None:
+    run(2, tmp_path / "store", "compiled", program=PROGRAM)

@@ -1,0 +1,303 @@
+"""Fused modules by `FusedParallel`: `python fused_style_program.py RANK WORLD STORE NAME...`.
+
+Every rank computes the whole module too; what ranks make is a part of that, but for the order of
+FP32 sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_program import main
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import hybridq
+from hybridq import distributed
+from hybridq.distributed import FusedParallel
+
+HIDDEN, INNER, BATCH = 128, 320, 2
+#: Tokens whose planes travel on up to four ranks, and tokens whose values do.
+MANY, FEW = 256, 8
+RECIPES = ("mxfp8", "nvfp4", "mxfp8_fwd_nvfp4_bwd", "fp8_current", "fp8_block", "fp8_delayed")
+#: Their rows lie in another order than one process has them, and so do random bits of gradients.
+REORDERED = ("mlp", "attention", "layer")
+_LAYER: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "norm": lambda: hybridq.LayerNormLinear(HIDDEN, INNER),
+    "mlp": lambda: hybridq.LayerNormMLP(HIDDEN, INNER, activation="swiglu"),
+    "attention": lambda: hybridq.MultiheadAttention(
+        HIDDEN, 8, num_gqa_groups=4, attention_dropout=0.0, softmax_type="learnable"
+    ),
+    "layer": lambda: hybridq.TransformerLayer(
+        HIDDEN,
+        INNER,
+        8,
+        num_gqa_groups=4,
+        normalization="RMSNorm",
+        qk_norm_type="RMSNorm",
+        output_layernorm=True,
+        activation="geglu",
+        **_LAYER,
+    ),
+    "interleaved": lambda: hybridq.TransformerLayer(
+        HIDDEN, INNER, 8, num_gqa_groups=4, qkv_weight_interleaved=True, **_LAYER
+    ),
+}
+
+
+def hybrid(role: Any) -> Any:
+    """MXFP8 forward and NVFP4 backward, rounded to nearest."""
+    quantizers = {
+        "rowwise_quantizer": hybridq.MXFP8Quantizer(),
+        "columnwise_quantizer": hybridq.NVFP4Quantizer(),
+    }
+    if role.tensor_type == "grad_output":
+        return hybridq.NVFP4Quantizer()
+    return hybridq.HybridQuantizer(**quantizers, columnwise_source="rowwise_dequantized")
+
+
+def recipe_of(case: str, name: str | None) -> Any:
+    """Return a recipe that rounds to nearest where random bits would be others."""
+    if case in REORDERED and name == "nvfp4":
+        return hybridq.recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)
+    if case in REORDERED and name == "mxfp8_fwd_nvfp4_bwd":
+        return hybridq.CustomRecipe(hybrid)
+    return name
+
+
+def mesh_of() -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def rows_of(case: str, name: str) -> list[int]:
+    """Return the rows of the matrices that lie one behind the other in a parameter, or nothing."""
+    if case in ("mlp", "layer") and "fc1" in name:
+        return [INNER, INNER]
+    if case in ("attention", "layer") and "qkv." in name and "layer_norm" not in name:
+        return [HIDDEN, HIDDEN // 2, HIDDEN // 2]
+    return []
+
+
+def part_of(whole: torch.Tensor, own: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Return what a rank has of a whole parameter, or of its gradient."""
+    if whole.shape == own.shape:
+        return whole
+    (dim,) = [at for at in range(whole.dim()) if whole.shape[at] != own.shape[at]]
+    world, rank = dist.get_world_size(), dist.get_rank()
+    matrices = whole.split(rows, dim) if rows else [whole]
+    return torch.cat([one.chunk(world, dim)[rank] for one in matrices], dim)
+
+
+def run(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, recipe: Any) -> Any:
+    own = x.clone().requires_grad_()
+    torch.manual_seed(5)
+    for _ in range(2):
+        module.zero_grad()
+        own.grad = None
+        with nullcontext() if recipe is None else hybridq.autocast(recipe=recipe):
+            y = module(own)
+        (y * dy).sum().backward()
+    return y.detach(), own.grad
+
+
+def near(a: torch.Tensor, b: torch.Tensor, what: Any, bound: float) -> None:
+    error = float((a - b).norm() / b.norm())
+    assert error < bound, (what, error)
+
+
+def own_part(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
+
+
+def modules(names: str) -> None:
+    """Values and all gradients are one process's, norms and biases included."""
+    mesh = mesh_of()
+    for name in names.split(","):
+        for recipe_name in (None, *RECIPES):
+            recipe = recipe_of(name, recipe_name)
+            for sequence_parallel, tokens in ((False, FEW), (True, FEW), (True, MANY)):
+                torch.manual_seed(0)
+                whole = CASES[name]()
+                torch.manual_seed(dist.get_rank())
+                split = CASES[name]()
+                if dist.get_rank() == 0:
+                    split.load_state_dict(whole.state_dict())
+                style = FusedParallel(sequence_parallel=sequence_parallel)
+                model = parallelize_module(nn.ModuleDict({"it": split}), mesh, {"i*": style})
+                part = model["it"]
+                out = INNER if name == "norm" else HIDDEN
+                torch.manual_seed(1)
+                x, dy = torch.randn(tokens, BATCH, HIDDEN), torch.randn(tokens, BATCH, out)
+                wanted, wanted_dx = run(whole, x, dy, recipe)
+                cut = (lambda t: own_part(t, 0)) if sequence_parallel else (lambda t: t)
+                made = (lambda t: own_part(t, -1)) if name == "norm" else cut
+                y, dx = run(part, cut(x), made(dy), recipe)
+                what = (name, recipe_name, sequence_parallel, tokens)
+                bound = 1e-4 if name in ("layer", "interleaved") and recipe else 3e-6
+                near(y, made(wanted), what, bound)
+                near(dx, cut(wanted_dx), what, 5e-3 if recipe else 1e-5)
+                pairs = zip(whole.named_parameters(), part.named_parameters(), strict=True)
+                for (which, a), (same, b) in pairs:
+                    assert which == same
+                    rows = rows_of(name, which)
+                    assert torch.equal(part_of(a.detach(), b, rows), b.detach()), (*what, which)
+                    near(b.grad, part_of(a.grad, b, rows), (*what, which), 5e-3)
+
+
+def split(make: Callable[[], nn.Module], **options: Any) -> tuple[nn.Module, nn.Module]:
+    """Return a whole module, and this rank's part of it."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(make())
+    return made[0], parallelize_module(made[1], mesh_of(), FusedParallel(**options))
+
+
+def decoder() -> None:
+    """Attention to another sequence; the residuals are outputs of norms."""
+    for interleaved in (False, True):
+        whole, part = split(
+            lambda interleaved=interleaved: hybridq.TransformerLayer(
+                HIDDEN,
+                INNER,
+                8,
+                layer_type="decoder",
+                num_gqa_groups=4,
+                apply_residual_connection_post_layernorm=True,
+                qkv_weight_interleaved=interleaved,
+                **_LAYER,
+            ),
+            sequence_parallel=True,
+        )
+        torch.manual_seed(2)
+        x, other = torch.randn(2, 64, BATCH, HIDDEN)
+        with hybridq.autocast(recipe="mxfp8"):
+            wanted = whole(x, encoder_output=other)
+            found = part(own_part(x, 0), encoder_output=own_part(other, 0))
+        near(found, own_part(wanted, 0), interleaved, 1e-4)
+        wanted.square().sum().backward()
+        found.square().sum().backward()
+        for (name, a), (_, b) in zip(
+            whole.named_parameters(), part.named_parameters(), strict=True
+        ):
+            if a.shape == b.shape:
+                near(b.grad, a.grad, name, 5e-3)
+
+
+def apart() -> None:
+    """Biases that are returned, meta modules, values of each rank, names of parts, DTensors."""
+    rank, world, mesh = dist.get_rank(), dist.get_world_size(), mesh_of()
+    whole, part = split(
+        lambda: hybridq.LayerNormMLP(HIDDEN, INNER, return_bias=True), sequence_parallel=True
+    )
+    with torch.no_grad():
+        part.fc2_bias.add_(1)
+        whole.fc2_bias.add_(1)
+    torch.manual_seed(2)
+    x = torch.randn(8, HIDDEN)
+    wanted, found = whole(x), part(own_part(x, 0))
+    (wanted[0] * wanted[1]).sum().backward()
+    (found[0] * found[1]).sum().backward()
+    near(part.fc2_bias.grad, whole.fc2_bias.grad, "bias", 1e-5)
+    near(part.layer_norm_bias.grad, whole.layer_norm_bias.grad, "norm", 1e-5)
+    assert not any(hasattr(one, "sequence_parallel") for one in part.parameters())
+    assert part.fc1_weight.tensor_model_parallel and part.fc2_weight.partition_dim == 1
+
+    shapes = hybridq.TransformerLayer(64, 128, 4, device="meta")
+    parallelize_module(shapes, mesh, FusedParallel())
+    assert shapes.layernorm_mlp.fc2_weight.shape == (64, 128 // world)
+
+    torch.manual_seed(rank)
+    own = hybridq.LayerNormLinear(64, 64)
+    values = own.weight.detach().clone()
+    parallelize_module(own, mesh, FusedParallel(), src_data_rank=None)
+    assert torch.equal(own.weight, values.chunk(world)[rank]) and own.out_features == 64 // world
+
+    attention = hybridq.MultiheadAttention(64, 8, num_gqa_groups=4, bias=False)
+    parallelize_module(attention, mesh, FusedParallel())
+    state = {"proj.weight": torch.zeros(64, 64 // world)}
+    for name, heads in (("query", 8), ("key", 4), ("value", 4)):
+        state[f"qkv.{name}_weight"] = torch.full((8 * heads // world, 64), float(heads))
+    attention.load_state_dict(state)
+    assert attention.qkv.weight[:, 0].unique_consecutive().tolist() == [8.0, 4.0]
+
+    whole, part = split(lambda: hybridq.LayerNormMLP(HIDDEN, INNER))
+    prepared = PrepareModuleInput(
+        input_layouts=Shard(0), desired_input_layouts=Shard(0), use_local_output=False
+    )
+    model = parallelize_module(nn.Sequential(part), mesh, prepared)
+    near(model(own_part(x, 0)), whole(x), "DTensor", 1e-6)
+
+
+def compiled() -> None:
+    """A layer as one graph."""
+    _, part = split(lambda: hybridq.LayerNormMLP(HIDDEN, INNER), sequence_parallel=True)
+    x, dy = torch.randn(64, BATCH, HIDDEN), torch.randn(64, BATCH, HIDDEN)
+    wanted = run(part, x, dy, "mxfp8")
+    grads = [p.grad.clone() for p in part.parameters()]
+    found = run(torch.compile(part, fullgraph=True), x, dy, "mxfp8")
+    for a, b in zip((*found, *(p.grad for p in part.parameters())), (*wanted, *grads), strict=True):
+        near(a, b, "compiled", 1e-3)
+
+
+def refused() -> None:
+    """Nothing is changed where a module cannot be split; the error says what to do."""
+    world, mesh = dist.get_world_size(), mesh_of()
+    layer = hybridq.TransformerLayer(64, 128, 4)
+    state = {name: one.clone() for name, one in layer.state_dict().items()}
+
+    def check(module: nn.Module, style: Any, kind: type[Exception], text: str) -> None:
+        with raises(kind, text):
+            parallelize_module(module, mesh, style)
+
+    for module in (layer, layer.self_attention, layer.layernorm_mlp):
+        check(module, SequenceParallel(), NotImplementedError, "take hybridq.distributed.FusedPar")
+        for style in (distributed.ColwiseParallel(), distributed.RowwiseParallel()):
+            check(module, style, NotImplementedError, "take hybridq.distributed.FusedParallel")
+        # torch looks at the class before it looks at the module.
+        check(module, ColwiseParallel(), NotImplementedError, "only support nn.Linear")
+    check(hybridq.Linear(8, 8), FusedParallel(), NotImplementedError, "for a hybridq.Linear")
+    one_group = hybridq.TransformerLayer(64, 128, 4, num_gqa_groups=1)
+    check(one_group, FusedParallel(), ValueError, f"divide num_gqa_groups, got {world} and 1")
+    odd = hybridq.LayerNormMLP(64, 129)
+    check(odd, FusedParallel(), ValueError, f"must divide ffn_hidden_size, got {world} and 129")
+    batch_first = hybridq.TransformerLayer(64, 128, 4, attn_input_format="bshd")
+    check(batch_first, FusedParallel(sequence_parallel=True), ValueError, "got 'bshd'")
+    with hybridq.quantized_model_init("mxfp8"):
+        quantized = hybridq.LayerNormMLP(64, 128)
+    check(quantized, FusedParallel(), ValueError, "parameters must be in high precision")
+    assert all(torch.equal(one, state[name]) for name, one in layer.state_dict().items())
+    parallelize_module(layer, mesh, FusedParallel())
+    check(layer, FusedParallel(), ValueError, "the module must be whole")
+    with raises(TypeError, "sequence_parallel must be a bool, got int"):
+        FusedParallel(sequence_parallel=1)
+    with raises(ValueError, "the mesh must have one dimension, got 2"):
+        two = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+        FusedParallel()._apply(hybridq.LayerNormLinear(8, 8), two)
+
+
+@contextmanager
+def raises(kind: type[Exception], text: str) -> Any:
+    try:
+        yield
+    except kind as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"no {kind.__name__}: {text}")
+
+
+if __name__ == "__main__":
+    main(globals())
