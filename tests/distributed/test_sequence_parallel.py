@@ -15,7 +15,7 @@ def test_two_ranks_are_one_process(tmp_path) -> None:
 
 
 def test_ranks_that_disagree(tmp_path) -> None:
-    run(2, tmp_path / "store", "faults", program=PROGRAM)
+    run(2, tmp_path / "store", "faults", "meshes", program=PROGRAM)
 
 
 def test_a_rank_that_is_gone_ends_those_that_share_its_sequences(tmp_path) -> None:

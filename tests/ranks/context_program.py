@@ -294,6 +294,7 @@ def faults() -> None:
 
     raises(RuntimeError, "got the shapes of the inputs", lambda: enter(4 + rank))
     raises(RuntimeError, "got the quantizer", lambda: enter(recipe=("mxfp8", "nvfp4")[rank % 2]))
+    raises(RuntimeError, "load_balance", lambda: enter(load_balance=bool(rank % 2)))
     raises(ValueError, "the ranks must divide the length", lambda: enter(4 * world + 1))
     raises(ValueError, "a dimension of tokens", lambda: enter(buffer_seq_dims=[]))
     raises(ValueError, "must be one of", lambda: enter(buffer_seq_dims=[4]))

@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pipeline_program import ROWS, WIDTH, built, run_step, schedule_of
+from pipeline_program import (
+    ROWS,
+    WIDTH,
+    built,
+    loss_of,
+    microbatches_of,
+    run_step,
+    schedule_of,
+)
 from rank_program import main
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,11 +43,13 @@ def disagree() -> None:
     """Formats, recipes, replicas and counts of stages that differ: an error on every rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
-    def step(recipe: Any = "mxfp8", stages: int = 0, **options: Any) -> Callable[[], Any]:
+    def step(recipe: Any = "mxfp8", more: int = 0, **options: Any) -> Callable[[], Any]:
         def run() -> None:
             module = built(world)[rank]
-            stage = pipeline_stage(module, rank, stages or world, "cpu", **options)
-            run_step(schedule_of(Schedule1F1B, [stage]), (rank,), world - 1, recipe)
+            stage = pipeline_stage(module, rank, world, "cpu", **options)
+            count = microbatches_of(Schedule1F1B) + more
+            schedule = Schedule1F1B(stage, count, loss_fn=loss_of)
+            run_step(schedule, (rank,), world - 1, recipe)
 
         return run
 
@@ -50,6 +60,7 @@ def disagree() -> None:
     fails("recipe", step(mine), said, "the quantizer of a linear module:input", "on rank 1")
     fails("none", step(None if rank else "mxfp8"), "the quantizer of a linear module", "none")
     fails("kept", step(keep_weights=rank == 1), "keep_weights", "True on rank 1")
+    fails("microbatches", step(more=rank), said, "the number of microbatches", "on rank 1")
     own = [dist.new_group([one]) for one in range(world)][rank]
     whole = dist.group.WORLD
     fails("replicas", step(replicas=whole if rank == 1 else own), "replicas", "on rank 1")

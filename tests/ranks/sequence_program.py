@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -377,6 +378,23 @@ def faults() -> None:
 
     raises(RuntimeError, f"{text}quantizer of layers.0.self_attention", other_recipe)
     model(uneven[:, :8])  # and all goes on
+
+    def layer(heads: int = HEADS, **options: Any) -> nn.Module:
+        made = hybridq.TransformerLayer(
+            HIDDEN, 96, heads, attn_input_format="bshd", num_gqa_groups=4
+        )
+        return sequence_parallel(made, **options)
+
+    x, odd_rank = torch.randn(2, 4, HIDDEN), rank % 2
+    many = layer(4 * (1 + odd_rank))  # of as many parameters as with a head size twice as large
+    raises(RuntimeError, "got parameter number 2: ", lambda: many(x))
+    alike = hybridq.TransformerLayer(HIDDEN, 96, 4 * (1 + odd_rank), attn_input_format="bshd")
+    sequence_parallel(alike)
+    raises(RuntimeError, "got attention of self_attention: num_att.*=4 num_gqa", lambda: alike(x))
+    mixed = layer(communication=("mxfp8", None)[odd_rank])
+    raises(RuntimeError, "got what travels around attention: ", lambda: mixed(x))
+    kind = {"self_attn_mask_type": ("causal", "no_mask")[odd_rank]}
+    raises(RuntimeError, "got the shapes of the inputs.*no_mask", lambda: layer()(x, **kind))
     raises(ValueError, "once", lambda: sequence_parallel(model))
     odd = hybridq.MultiheadAttention(48, 3)
     raises(ValueError, "the ranks must divide the heads", lambda: sequence_parallel(odd))
@@ -385,6 +403,21 @@ def faults() -> None:
     raises(ValueError, "one dimension, got 2", lambda: sequence_parallel(model, mesh))
     small = Model(8)  # angles of the part alone
     raises(ValueError, "of the whole sequence", lambda: sequence_parallel(small)(uneven[:, :8]))
+
+
+def meshes() -> None:
+    """A rank that was given another mesh is missed by the others, in words and in time."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    seconds = timedelta(seconds=2)
+    every = dist.new_group(list(range(world)), timeout=seconds)
+    alone = dist.new_group([1], timeout=seconds)
+    layer = hybridq.TransformerLayer(HIDDEN, 96, HEADS, attn_input_format="bshd")
+    sequence_parallel(layer, alone if rank == 1 else every)
+    x = torch.randn(2, 4, HIDDEN)
+    if rank == 1:
+        layer(x)  # its mesh is itself
+    else:
+        raises(RuntimeError, r"the ranks of the mesh, \[0, 1.*must be given this", lambda: layer(x))
 
 
 def dies() -> None:

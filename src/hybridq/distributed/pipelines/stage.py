@@ -79,14 +79,15 @@ class Stage(PipelineStage):
         own = [stage for stage, rank in ranks.items() if rank == self.group_rank]
         return bool(self.stage_index == min(own, default=self.stage_index))
 
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         if self._is_ranks_first and not self._is_compared:
             group = dist.group.WORLD if self.group is None else self.group
-            compare_stages(self._agreed, self.submod, group)
+            agreed = self._agreed._replace(num_microbatches=num_microbatches)
+            compare_stages(agreed, self.submod, group)
             self._is_compared = True
         # torch runs the module to see shapes, with any values: no history may record them.
         with autocast(enabled=False):
-            return super()._prepare_forward_infra(*args, **kwargs)
+            return super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with autocast(enabled=False):

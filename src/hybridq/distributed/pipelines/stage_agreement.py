@@ -23,12 +23,14 @@ class Agreed(NamedTuple):
         communication: formats of what travels forward and backward, as texts.
         keeps_weights: over microbatches.
         num_replicas: ranks that hold the same stage; 0: not said.
+        num_microbatches: of a step; 0: not known yet.
     """
 
     num_stages: int
     communication: tuple[str, str]
     keeps_weights: bool
     num_replicas: int
+    num_microbatches: int = 0
 
     @property
     def lines(self) -> list[tuple[str, str]]:
@@ -40,6 +42,7 @@ class Agreed(NamedTuple):
             ("the format of gradients between stages", backward),
             ("keep_weights", str(self.keeps_weights)),
             ("the ranks of a stage (replicas)", str(self.num_replicas or "not given")),
+            ("the number of microbatches", str(self.num_microbatches)),
         ]
 
 

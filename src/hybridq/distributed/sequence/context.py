@@ -84,7 +84,8 @@ def context_parallel(
         )
     exchange = exchange_of("context_parallel", mesh)
     problem = _problem(buffers, buffer_seq_dims, exchange.world)
-    given = {
+    given: dict[str, object] = {"load_balance": bool(load_balance)}
+    given |= {
         f"buffer {place}, tokens along {dim}, requires_grad={one.requires_grad}": one
         for place, (one, dim) in enumerate(zip(buffers, buffer_seq_dims, strict=False))
     }
