@@ -52,8 +52,9 @@ def test_weights_of_one_unit_are_gathered_together(world, what, tmp_path) -> Non
 
 
 @needs_gloo
-def test_a_gather_costs_the_host_little_more_than_a_plain_one(tmp_path) -> None:
-    names = ("calls", "calls_of_kinds", "calls_of_stacks")
+@pytest.mark.parametrize("which", ["some", pytest.param("every", marks=pytest.mark.more)])
+def test_a_gather_costs_the_host_little_more_than_a_plain_one(which, tmp_path) -> None:
+    names = (f"calls={which}", "calls_of_stacks")
     run(2, tmp_path / "store", *names, program="host_cost_program.py")
 
 

@@ -148,7 +148,7 @@ def test_only_what_lies_in_the_parameters_memory_is_prepared() -> None:
         assert type(view) is GatheredWeight and view.writes is values.writes
     for number, write in enumerate((values[0].zero_, values.t().zero_, lambda: out_of(values))):
         write()
-        assert values.writes.count == before[1] + number + 1
+        assert values.writes.stamp[1] == before[1] + number + 1
 
 
 def out_of(values: torch.Tensor) -> None:

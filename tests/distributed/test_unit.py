@@ -10,7 +10,7 @@ from torch import nn
 
 import hybridq
 from hybridq.distributed import PlaneShards, Shards, StorageShards, prepare_fsdp2
-from hybridq.distributed.encoding import ShardEncoder, ShardWork
+from hybridq.distributed.encoding import Scratch, ShardEncoder, ShardWork
 from hybridq.distributed.units import Room, Unit
 
 TRAILER = 16
@@ -45,37 +45,53 @@ def test_even_shards_are_sent_as_they_are() -> None:
 @pytest.mark.parametrize("name", hybridq.formats.names())
 def test_rows_are_encoded_past_the_dispatcher_as_by_it(name, sizes) -> None:
     """The same bytes, of each rank, each direction and both planes at once."""
-    torch.manual_seed(0)
-    dtype = torch.bfloat16
-    spec = hybridq.PlaneSpec.parse(name).resolve(dtype)
-    x = torch.randn(sum(sizes), 96)
-    shards = Shards(sizes, 96)
-    count = 0
-    for row, col in ((spec, None), (None, spec), (spec, spec)):
-        plan = StorageShards(row, col, "original", shards)
-        if plan.problem:
-            continue
-        rows = x.to(dtype).split(sizes)
-        works = [ShardWork(plan, own, rank, x.device) for rank, own in enumerate(rows)]
-        maxima = _maxima(works)
-        for rank, work in enumerate(works):
-            work.maxima.update(maxima[rank])
-            work.run_all()
-            encoder = ShardEncoder.of(plan, rank, dtype, 64)
-            if encoder is None:
-                continue
-            count += 1
-            memory = torch.full((encoder.end,), 0xA5, dtype=torch.uint8)
-            made = encoder.encode(x.split(sizes)[rank], work.maxima, memory, memory.data_ptr())
-            assert torch.equal(
-                torch.cat([*made, memory.new_zeros(encoder.padding)]), work.payload()
-            )
+    spec = hybridq.PlaneSpec.parse(name).resolve(torch.bfloat16)
+    pairs = ((spec, None), (None, spec), (spec, spec))
+    count = sum(_encode_past(StorageShards(*pair, "original", Shards(sizes, 96))) for pair in pairs)
     assert count or spec.format.is_identity or spec.signs is not None
 
 
-def _maxima(works: list[ShardWork]) -> list[dict[str, list[torch.Tensor]]]:
+@pytest.mark.parametrize("sizes", [(64, 64), (33, 32), (48, 16, 0)])
+@pytest.mark.parametrize("way", ["both travel", "one travels", "of one source"])
+@pytest.mark.parametrize("row", ["mxfp8", "nvfp4", "nvfp4_16x16", "fp8_e4m3", "fp8_128x128"])
+@pytest.mark.parametrize("col", ["mxfp8", "nvfp4", "fp8_e4m3"])
+def test_both_planes_are_encoded_past_the_dispatcher(row, col, way, sizes) -> None:
+    specs = [hybridq.PlaneSpec.parse(name).resolve(torch.bfloat16) for name in (row, col)]
+    source = "original" if way == "of one source" else "rowwise_dequantized"
+    sends_row = way != "one travels"
+    plan = StorageShards(*specs, source, Shards(sizes, 96), sends_row=sends_row)
+    assert plan.derives or (len(plan.planes), len(plan.sent)) == (2, 1 + sends_row)
+    assert _encode_past(plan) == len(sizes)
+
+
+def _encode_past(plan: StorageShards) -> int:
+    """Hold what each rank encodes past the dispatcher to what it encodes by it; return how many."""
+    torch.manual_seed(0)
+    if plan.problem:
+        return 0
+    dtype, count = torch.bfloat16, 0
+    x = torch.randn(plan.shards.rows, plan.shards.cols)
+    high = x.split(plan.shards.sizes)
+    works = [ShardWork(plan, own.to(dtype), rank, x.device) for rank, own in enumerate(high)]
+    for step, planes in enumerate(plan.steps):
+        for known, work in zip(_maxima(works, planes), works, strict=True):
+            work.maxima.update(known)
+            work.run(step)
+    for rank, work in enumerate(works):
+        encoder = ShardEncoder.of(plan, rank, dtype, 64)
+        if encoder is None:
+            continue
+        count += 1
+        memory = torch.full((encoder.end,), 0xA5, dtype=torch.uint8)
+        made = encoder.encode(high[rank], work.maxima, Scratch(memory, memory.data_ptr(), 1))
+        assert torch.equal(torch.cat([*made, memory.new_zeros(encoder.padding)]), work.payload())
+    return count
+
+
+def _maxima(
+    works: list[ShardWork], planes: tuple[PlaneShards, ...]
+) -> list[dict[str, list[torch.Tensor]]]:
     """What each rank knows when all have reduced."""
-    planes: tuple[PlaneShards, ...] = works[0].plan.planes
     found: list[dict[str, list[torch.Tensor]]] = [{} for _ in works]
     for plane in planes:
         own = [plane.maxima(work._rows(), work.rank) for work in works]

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from .call_agreement import Facts, agree, compare, named_ranks, refuse
 from .cut import Cut, common_unit, encode_cut
-from .plane_memory import memories, refill
+from .plane_memory import memories, put_beside, refill
 from .plane_shards import Piece, PlaneShards
 from .reduction import MAXIMA_AT_ONCE, reduce_maxima
 from .row_shards import Shards
 from .row_sums import SumInFlight, send_sum
 from .storage_shards import StorageShards
-from .strided_copies import Places, Targets
+from .strided_copies import Copies, Places, Targets
 from .token_gather import Arriving, OwnPlane, TokenGather
 from .uniform_shards import UniformShards, encoded
 
 __all__ = [
     "MAXIMA_AT_ONCE",
     "Arriving",
+    "Copies",
     "Cut",
     "Facts",
     "OwnPlane",
@@ -36,6 +37,7 @@ __all__ = [
     "encoded",
     "memories",
     "named_ranks",
+    "put_beside",
     "reduce_maxima",
     "refill",
     "refuse",

@@ -15,7 +15,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
 
 import torch
 
@@ -25,13 +24,10 @@ from ..kernels.choice import EncodeRequest
 from ..kernels.inputs import can_bypass_dispatcher
 from ..kernels.operators import encode_plan
 from ..storage import Plane
-from .plane_memory import memories, refill
+from .plane_memory import ALIGNMENT, memories, refill
 from .row_shards import Shards
 
 __all__ = ["Piece", "PlaneShards", "Received"]
-
-#: Bytes; the buffers of a gathered plane begin at multiples of it in their common memory.
-_ALIGNMENT: Final = 256
 
 #: By rank, the bytes of its pieces.
 Received = Sequence[Sequence[torch.Tensor]]
@@ -139,7 +135,7 @@ class PlaneShards:
         starts: list[int] = []
         end = 0
         for one in self.spec.buffers(*self.matrix):
-            starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+            starts.append(-(-end // ALIGNMENT) * ALIGNMENT)
             end = starts[-1] + one.numel * (one.dtype or torch.bfloat16).itemsize
         return tuple(starts), end
 
@@ -396,15 +392,24 @@ class PlaneShards:
             plane: what `encode` made.
             rank: whose it is.
         """
+        return [one.reshape(-1) for one in self.views(plane, rank)]
+
+    def views(self, plane: Plane, rank: int) -> list[torch.Tensor]:
+        """Return the bytes of each piece that a rank sends, in the plane's memory, with gaps.
+
+        Args:
+            plane, rank: as for `fsdp_extract_buffers`.
+        """
         low = self.shards.starts[rank] // self.unit * self.unit
-        parts = []
+        found = []
         for piece, (name, dim, step) in zip(self._pieces[rank], self.entries, strict=True):
             buffer = plane.buffers[name]
             if dim >= 0 and buffer.shape[dim] != piece.last - piece.first:
                 buffer = buffer.narrow(dim, piece.first - low // step, piece.last - piece.first)
-            flat = buffer.contiguous().view(-1)
-            parts.append(flat if flat.dtype == torch.uint8 else flat.view(torch.uint8))
-        return parts
+            if buffer.is_contiguous() or buffer.stride(-1) != 1:
+                buffer = buffer.contiguous().view(-1)
+            found.append(buffer if buffer.dtype == torch.uint8 else buffer.view(torch.uint8))
+        return found
 
     def fsdp_assign_gathered(self, received: Received, into: Plane | None = None) -> Plane:
         """Return the plane of the whole matrix.

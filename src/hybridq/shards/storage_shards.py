@@ -11,14 +11,13 @@ from functools import cached_property
 
 import torch
 
-from .._torch_private import copy_each
 from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..formats import PlaneSpec
-from ..kernels.inputs import is_aligned
 from ..storage import Plane, TensorStorage
+from .plane_memory import put_beside
 from .plane_shards import PlaneShards
 from .row_shards import Shards
-from .strided_copies import Places, Targets
+from .strided_copies import Copies, Places, Targets
 
 __all__ = ["StorageShards"]
 
@@ -136,9 +135,7 @@ class StorageShards:
             rank: whose they are.
             amaxes: FP32 `[1]`, `num_amaxes` of them.
         """
-        parts: list[torch.Tensor] = []
-        for shards, plane in zip(self.sent, planes, strict=False):
-            parts += shards.fsdp_extract_buffers(plane, rank)
+        parts = [one.reshape(-1) for one in self.views(planes, rank)]
         padding = self.payload - self._sizes[rank] - 4 * self.num_amaxes
         if padding:
             parts.append(parts[0].new_zeros(padding))
@@ -146,21 +143,25 @@ class StorageShards:
             parts.append(amax.view(torch.uint8))
         return parts
 
+    def views(self, planes: Sequence[Plane], rank: int) -> list[torch.Tensor]:
+        """Return what a rank sends of planes, uint8, in their memory, with gaps.
+
+        Args:
+            planes, rank: as for `parts`.
+        """
+        found: list[torch.Tensor] = []
+        for shards, plane in zip(self.sent, planes, strict=False):
+            found += shards.views(plane, rank)
+        return found
+
     @cached_property
-    def places(self) -> tuple[Places, ...] | None:
-        """Where the bytes of payloads belong in each plane that travels; None: no strides say it.
+    def places(self) -> tuple[Places, ...]:
+        """Where the bytes of payloads belong in each plane that travels.
 
         A rank's pieces lie in its payload one behind the other, planes in their order.
         """
-        world = self.shards.world
-        offsets = [0] * world
-        found = []
-        for plane in self.sent:
-            places = Places.of(plane, offsets)
-            if places is None:
-                return None
-            found.append(places)
-        return tuple(found)
+        offsets = [0] * self.shards.world
+        return tuple(Places.of(plane, offsets) for plane in self.sent)
 
     def unpack(
         self, payloads: torch.Tensor, into: Sequence[Plane] = (), known: Targets | None = None
@@ -172,46 +173,16 @@ class StorageShards:
             into: planes of earlier gathers: one of the same kind is filled again.
             known: where to keep what is the same whenever a plane is filled; or None.
         """
-        if self.places is not None:
-            return self._copied(payloads, into, self.places, known)
-        received: list[list[list[torch.Tensor]]] = [[] for _ in self.sent]
-        for rank in range(self.shards.world):
-            offset = 0
-            for index, plane in enumerate(self.sent):
-                parts = []
-                for piece in plane.pieces(rank):
-                    # A copy where an FP32 scale would not lie at a multiple of four bytes.
-                    part = payloads[rank, offset : offset + piece.nbytes]
-                    aligned = is_aligned(part, piece.dtype.itemsize)
-                    parts.append(part if aligned else part.clone())
-                    offset += piece.nbytes
-                received[index].append(parts)
-        made = []
-        for plane, pieces in zip(self.sent, received, strict=True):
-            old = next((one for one in into if plane.is_of_kind(one)), None)
-            made.append(plane.fsdp_assign_gathered(pieces, old))
-        return self._storage(made)
-
-    def _copied(
-        self,
-        payloads: torch.Tensor,
-        into: Sequence[Plane],
-        places: Sequence[Places],
-        known: Targets | None,
-    ) -> TensorStorage:
-        """Return the same, by one operation for all buffers."""
-        made, targets, sources = [], [], []
-        for plane, own in zip(self.sent, places, strict=True):
-            target = None
-            for one in into:
-                if plane.is_of_kind(one):
-                    target = one
+        made, copies = [], Copies()
+        fresh: Plane | None = None
+        for plane, places in zip(self.sent, self.places, strict=True):
+            target = next((one for one in into if plane.is_of_kind(one)), None)
             if target is None:
                 target = plane.empty(payloads.device)
+                target = fresh = target if fresh is None else put_beside(fresh, target)
             made.append(target)
-            targets += own.targets(target, known)
-            sources += own.sources(payloads)
-        copy_each(targets, sources)
+            copies.add(places, target, payloads, known)
+        copies.run()
         return self._storage(made)
 
     def _storage(self, made: Sequence[Plane]) -> TensorStorage:

@@ -16,18 +16,15 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from .._torch_private import copy_each
 from ..direction import ROWWISE, Direction
 from ..storage import Plane, PlaneStack, TensorStorage
+from .plane_memory import ALIGNMENT
 from .plane_shards import PlaneShards
 from .row_shards import Shards
 from .storage_shards import StorageShards
-from .strided_copies import Places, Targets
+from .strided_copies import Copies, Places, Targets
 
 __all__ = ["UniformShards", "encoded"]
-
-#: Bytes; where buffers begin in the memory of a plane.
-_ALIGNMENT = 256
 
 
 class _Buffer(NamedTuple):
@@ -102,12 +99,20 @@ class UniformShards:
             planes: PlaneStacks of its matrices, those of `sent`; there is one matrix at least.
             rank: whose they are.
         """
-        pieces = [
+        return self.joined(self.views(planes, rank), rank)
+
+    def views(self, planes: Sequence[Plane], rank: int) -> list[torch.Tensor]:
+        """Return what a rank sends of planes, uint8: views where they can be.
+
+        Args:
+            planes, rank: as for `parts`.
+        """
+        del rank  # all of them are its own
+        return [
             plane.buffers[one.name].reshape(-1).view(torch.uint8)
             for plane, buffers in zip(planes, self.buffers, strict=True)
             for one in buffers
         ]
-        return self.joined(pieces, rank)
 
     def pack(self, matrices: torch.Tensor, rank: int) -> torch.Tensor:
         """Return this rank's payload, uint8 `[payload]`, zeros at its end.
@@ -152,15 +157,14 @@ class UniformShards:
             into: planes of earlier gathers: one of the same kind is filled again.
             known: where to keep what is the same whenever a plane is filled; or None.
         """
-        made, targets, sources = [], [], []
+        made, copies = [], Copies()
         for number, places in enumerate(self.places):
             target = next((one for one in into if self._is_of_kind(number, one)), None)
             if target is None:
                 target = self._empty(number, payloads.device)
             made.append(target)
-            targets += places.targets(target, known)
-            sources += places.sources(payloads)
-        copy_each(targets, sources)
+            copies.add(places, target, payloads, known)
+        copies.run()
         found = {plane.direction: plane for plane in made}
         row = found.pop(ROWWISE, None)
         return TensorStorage(row, next(iter(found.values()), None))
@@ -189,7 +193,7 @@ class UniformShards:
         """Return where each buffer of a plane of all matrices begins in its memory, and the end."""
         starts, end = [], 0
         for one in self.buffers[number]:
-            starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+            starts.append(-(-end // ALIGNMENT) * ALIGNMENT)
             end = starts[-1] + self.shards.rows * one.nbytes
         return starts, end
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .cpu_shard_encoder import ShardEncoder
+from .cpu_shard_encoder import Scratch, ShardEncoder
 from .cpu_stack_encoder import StackEncoder
 from .mesh_part import MeshPart, PartSizes
 from .shard_work import Maxima, ShardWork, encode_shards
@@ -11,6 +11,7 @@ __all__ = [
     "Maxima",
     "MeshPart",
     "PartSizes",
+    "Scratch",
     "ShardEncoder",
     "ShardWork",
     "StackEncoder",

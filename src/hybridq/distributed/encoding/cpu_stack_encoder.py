@@ -11,8 +11,10 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ...direction import ROWWISE
+from ...kernels.inputs import made
 from ...kernels.operators import encode_plan
 from ...shards import UniformShards
+from .cpu_shard_encoder import Scratch
 
 __all__ = ["StackEncoder"]
 
@@ -98,16 +100,14 @@ class StackEncoder:
             writers.append(write.writer)
         return StackEncoder(plan, rank, dtype, start, writers)
 
-    def parts(
-        self, tensor: Any, memory: torch.Tensor, address: int
-    ) -> tuple[torch.Tensor, ...] | None:
+    def parts(self, tensor: Any, scratch: Scratch) -> tuple[torch.Tensor, ...] | None:
         """Return what this rank sends, uint8, in pieces.
 
         Args:
             tensor: the shard, on the device where it is gathered.
-            memory: uint8, common to the unit, where planes are written.
-            address: of it.
+            scratch: where planes are written.
         """
+        memory, address, threads = scratch
         zeros = (memory.new_zeros(self._num_zeros),) if self._num_zeros else ()
         if not self._count:
             return zeros
@@ -119,18 +119,20 @@ class StackEncoder:
         if not self._planes:
             return (x.reshape(-1).view(torch.uint8), *zeros)
         found: tuple[torch.Tensor, ...] = ()
-        matrices = x.unbind(0)
+        first, shape, (apart, *strides) = made(x), x.shape[1:], x.stride()
+        sources = range(first, first + self._count * apart * x.itemsize, apart * x.itemsize)
         for plane in self._planes:
             write, (d, s, a), (dn, sn, an) = plane.write, plane.starts, plane.steps
             d, s, a = d + address, s + address, a + address
             _, has_scale, has_amax = plane.has
-            for own in matrices:
-                write(own, (d, s if has_scale else 0, a if has_amax else 0), 0)
+            for source in sources:
+                own = (d, s if has_scale else 0, a if has_amax else 0)
+                write(source, shape, strides, own, 0, threads)
                 d, s, a = d + dn, s + sn, a + an
             for start, nbytes, step in plane.regions:
                 if nbytes == step:
                     found += (memory[start : start + self._count * step],)
                 else:
-                    apart = memory.as_strided((self._count, nbytes), (step, 1), start)
-                    found += (apart.reshape(-1),)
+                    each = memory.as_strided((self._count, nbytes), (step, 1), start)
+                    found += (each.reshape(-1),)
         return found + zeros

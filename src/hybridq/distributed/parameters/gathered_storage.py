@@ -11,7 +11,7 @@ from ...direction import COLUMNWISE, ROWWISE, Direction
 from ...formats import PlaneSpec
 from ...kernels import NoOperandCache
 from ...recipes import SlotPlan
-from ...shards import Places, StorageShards, Targets, memories, refill
+from ...shards import Copies, Places, StorageShards, Targets, memories, put_beside, refill
 from ...storage import Plane, TensorStorage
 from .gather_call import GatherCall
 
@@ -117,12 +117,7 @@ class GatheredStorage(TensorStorage):
             self._earlier = ()  # what is made there must not be filled outside, nor the reverse
             self._targets.clear()
             self._is_of_inference = torch.is_inference_mode_enabled()
-        if plan.places is not None:
-            made = plan.unpack(payloads, self._earlier, self._targets)
-        else:
-            old = tuple(buffer for plane in self._earlier for buffer in plane.tensors)
-            with preserve_versions(old):
-                made = plan.unpack(payloads, self._earlier)
+        made = plan.unpack(payloads, self._earlier, self._targets)
         if self._about.in_graph and self._about.derives_from(plan):
             made = self._with_derived(made)
         self.amaxes = _largest(plan, payloads) if plan.num_amaxes else None
@@ -150,21 +145,25 @@ class GatheredStorage(TensorStorage):
                 kept.append(one)
         self._earlier = (*kept, plane)
 
-    def targets(self, plane: Plane, places: Places) -> list[torch.Tensor]:
-        """Return the memory of a plane that is filled by gathers, as `Places.targets` does.
+    def fill_again(
+        self, plane: Plane, places: Places, payloads: torch.Tensor, copies: Copies
+    ) -> None:
+        """Have `copies` fill a plane that the last gather brought.
 
         Args:
-            plane: that the last gather brought.
+            plane: of the last gather.
             places: of its pieces.
+            payloads: uint8 `[world, payload]`, what ranks send from now on.
+            copies: that gathers run.
         """
-        return places.targets(plane, self._targets)
+        copies.add(places, plane, payloads, self._targets)
 
     def _with_derived(self, made: TensorStorage) -> TensorStorage:
         """Return a storage with the columnwise plane too, in the memory that it had before."""
         new = made.first.derive()
         old = next((one for one in self._earlier if one.direction == COLUMNWISE), None)
         if old is None or old.spec != new.spec:
-            return TensorStorage(made.rowwise, new)
+            return TensorStorage(made.rowwise, put_beside(made.first, new))
         refill(memories(old))  # which other buffers may lie in too
         for own, value in zip(old.tensors, new.tensors, strict=True):
             if own is not value:

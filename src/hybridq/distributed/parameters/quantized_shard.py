@@ -14,7 +14,7 @@ from ...recipes import SlotPlan
 from ...shards import Shards, StorageShards
 from ...storage import Plane, TensorStorage
 from ..agreement import Prepared
-from ..encoding import ShardWork
+from ..encoding import Scratch, ShardWork
 from .gather_call import GatherCall, Ranks
 from .gathered_parameter import GatheredParameter
 from .held_planes import HeldPlanes
@@ -106,26 +106,33 @@ class HeldSender:
         self.end = start
         self._plan, self._rank = plan, rank
         self._wanted = {plane.direction for plane in plan.sent}
-        self._has_padding = plan.payload > plan.nbytes(rank)
+        self._num_zeros = plan.payload - plan.nbytes(rank)
         self._planes: tuple[Plane, ...] | None = None
         self._views: tuple[torch.Tensor, ...] = ()
+        #: Views with gaps, which are put together in each gather, and which ones they are.
+        self._apart: list[tuple[int, torch.Tensor]] = []
 
-    def parts(
-        self, tensor: Any, memory: torch.Tensor, address: int
-    ) -> tuple[torch.Tensor, ...] | None:
+    def parts(self, tensor: Any, scratch: Scratch) -> tuple[torch.Tensor, ...] | None:
         """Return what this rank sends; see `Sender`."""
         held = tensor.held
         if not held.rows:
-            return (memory.new_zeros(self._plan.payload),)
+            return (scratch.memory.new_zeros(self._plan.payload),)
         if held.planes is not self._planes:
-            own = [plane for plane in held.planes if plane.direction in self._wanted]
-            self._views = tuple(self._plan.parts(own, self._rank))
-            pieces = self._views[:-1] if self._has_padding else self._views
-            memories = {b.untyped_storage()._cdata for plane in own for b in plane.tensors}
-            # What had to be copied is cut again: the planes may have been written since.
-            is_view = all(one.untyped_storage()._cdata in memories for one in pieces)
-            self._planes = held.planes if is_view else None
-        return self._views
+            self._take(held.planes)
+        found = self._views
+        for place, view in self._apart:
+            found = (*found[:place], view.reshape(-1), *found[place + 1 :])
+        return (*found, scratch.memory.new_zeros(self._num_zeros)) if self._num_zeros else found
+
+    def _take(self, planes: tuple[Plane, ...]) -> None:
+        """Cut the pieces of planes."""
+        own = [plane for plane in planes if plane.direction in self._wanted]
+        self._views = tuple(self._plan.views(own, self._rank))
+        self._apart = [(n, one) for n, one in enumerate(self._views) if one.dim() > 1]
+        memories = {b.untyped_storage()._cdata for plane in own for b in plane.tensors}
+        # What had to be copied is cut again: the planes may have been written since.
+        is_view = all(one.untyped_storage()._cdata in memories for one in self._views)
+        self._planes = planes if is_view else None
 
 
 class QuantizedShard(HeldPlanes, GatheredParameter):

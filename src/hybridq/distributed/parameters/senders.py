@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 
 from ...shards import StorageShards
-from ..encoding import Maxima, ShardEncoder
+from ..encoding import Maxima, Scratch, ShardEncoder
 from .gather_call import GatherCall
 
 __all__ = ["GivenScales", "RowsSender", "Sender"]
@@ -29,15 +29,12 @@ class Sender(Protocol):
 
     end: int
 
-    def parts(
-        self, tensor: Any, memory: torch.Tensor, address: int
-    ) -> tuple[torch.Tensor, ...] | None:
+    def parts(self, tensor: Any, scratch: Scratch) -> tuple[torch.Tensor, ...] | None:
         """Return what this rank sends, uint8, in pieces; None: the parameter must work it out.
 
         Args:
             tensor: the shard, on the device where it is gathered.
-            memory: uint8, common to the unit, where planes may be written.
-            address: of it.
+            scratch: common to the unit, where planes may be written.
         """
 
 
@@ -74,7 +71,11 @@ class RowsSender:
         self._num_amaxes, self.end = plan.num_amaxes, encoder.end
         has_rows = plan.nbytes(call.rank) > 0
         tail = encoder.padding - _AMAX_NBYTES * plan.num_amaxes if has_rows else plan.payload
-        self._num_zeros, self._has_rows = tail, has_rows
+        self._has_rows = has_rows
+        #: What stands behind its rows: zeros of one byte of memory.
+        self._zeros: tuple[torch.Tensor, ...] = ()
+        if tail:
+            self._zeros = (torch.zeros(1, dtype=torch.uint8).expand(tail),)
         #: What maxima depend on beside the values, if any are needed.
         self._key = (call.key(), 0) if plan.reduced else None
         #: Whether scales that were updated since are to be seen: a backward has its forward's.
@@ -94,9 +95,7 @@ class RowsSender:
         encoder = ShardEncoder.of(plan, call.rank, call.dtype, start)
         return None if encoder is None else RowsSender(about, plan, call, encoder)
 
-    def parts(
-        self, tensor: Any, memory: torch.Tensor, address: int
-    ) -> tuple[torch.Tensor, ...] | None:
+    def parts(self, tensor: Any, scratch: Scratch) -> tuple[torch.Tensor, ...] | None:
         """Return what this rank sends; see `Sender`."""
         known: Maxima | None = {}
         tail: tuple[torch.Tensor, ...] = ()
@@ -121,7 +120,5 @@ class RowsSender:
         for direction in self._reduced:
             if direction not in known:
                 return None
-        found = self._encoder.encode(tensor.high, known, memory, address)
-        if self._num_zeros:
-            found += (memory.new_zeros(self._num_zeros),)
+        found = self._encoder.encode(tensor.high, known, scratch) + self._zeros
         return found + tail if self._has_rows else found

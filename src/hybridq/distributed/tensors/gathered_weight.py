@@ -105,7 +105,7 @@ class GatheredWeight(Reads, GatherHooks, torch.Tensor):
             for writes in {
                 id(one.writes): one.writes for one in _written(func, args, kwargs)
             }.values():
-                writes.count += 1
+                writes.note()
         moves = func in (_MODULE_MOVES if settings.current().moves_parameters else _MOVES)
         source = args[0] if moves and isinstance(args[0], GatheredWeight) else None
         if source is not None and not _is_move(source, func, kwargs, result):

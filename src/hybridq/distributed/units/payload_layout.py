@@ -52,6 +52,7 @@ class Room(NamedTuple):
         count, rest = divmod(most + DIGEST_NBYTES, nbytes)
         if not count or (rest and nbytes - rest <= _PADDING_NBYTES):
             count += 1  # else the rest travels by itself
+            count = _rounded(count, (count * nbytes - most - DIGEST_NBYTES), nbytes)
         if count >= 8 * (_MOST_WIDE + 1):
             count = 1  # a small weight before large ones: nearly all travels by itself
         dtypes = [_WIDE[0]] * (count // 8)
@@ -95,3 +96,18 @@ class Room(NamedTuple):
             start = stop
         rest = sent[start:]
         return found, rest if sent.shape[0] > start else None
+
+
+def _rounded(count: int, padding: int, nbytes: int) -> int:
+    """Return bytes per value that fewer tensors hold, where that is little padding more.
+
+    Args:
+        count: bytes per value that there must be.
+        padding: bytes that these leave free.
+        nbytes: values.
+    """
+    for itemsize in (8, 4, 2):
+        more = -count % itemsize
+        if padding + more * nbytes <= _PADDING_NBYTES:
+            return count + more
+    return count

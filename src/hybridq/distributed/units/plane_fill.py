@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from ..._torch_private import copy_each
-from ...shards import memories
+from ...kernels.inputs import begins_at, can_bypass_dispatcher, made
+from ...kernels.operators import transpose_writer
+from ...shards import Copies, memories
 from ...storage import Plane
 from ..parameters import StackStorage
 
@@ -40,15 +42,15 @@ class UnitFill:
             whole = self._whole = torch.cat(list(parts), 1)
             self._freed = (whole.untyped_storage(), whole.numel())
         self._memories: list[tuple[torch.UntypedStorage, int]] = []
-        self._targets: list[torch.Tensor] = []
-        self._sources: list[torch.Tensor] = []
+        self._copies = Copies()
         #: The ends of payloads with amaxes, whose they are, and how many of each.
         self._ends: list[torch.Tensor] = []
         self._scaled: list[Any] = []
         self._counts: list[int] = []
-        #: Of planes that are derived for graphs: what is copied where; codes that share bytes.
+        #: Of planes that are derived for graphs: what a transposed view is copied to; and of codes
+        #: that share bytes: where they go, they, and the size of their matrix.
         self._transposed: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        self._packed: tuple[list[torch.Tensor], list[Plane]] = ([], [])
+        self._packed: list[tuple[torch.Tensor, torch.Tensor, tuple[int, int]]] = []
         self._held: list[tuple[Any, Any, Plane | None, Plane | None, list[torch.Tensor]]] = []
         #: The same of each matrix of a stack, whose planes are views of the stack's.
         self._of_matrices: list[tuple[Any, Plane | None, Plane | None]] = []
@@ -59,8 +61,7 @@ class UnitFill:
             there = {plane.direction: plane for plane in planes}
             for shards, places in zip(plan.sent, plan.places, strict=True):
                 plane = there.pop(shards.direction)
-                self._targets += storage.targets(plane, places)
-                self._sources += places.sources(own)
+                storage.fill_again(plane, places, own, self._copies)
             for plane in there.values():
                 self._derive(storage.first, plane)
             if plan.num_amaxes:
@@ -83,11 +84,10 @@ class UnitFill:
         """
         for name, own in derived.buffers.items():
             given = plane.buffers[name]
-            if own.untyped_storage()._cdata == given.untyped_storage()._cdata:
+            if begins_at(own) == begins_at(given):
                 continue  # one memory, filled already
             if name == "data" and own.shape != given.shape[::-1]:  # several codes in a byte
-                self._packed[0].append(own.data)
-                self._packed[1].append(plane)
+                self._packed.append((own.data, given, plane.matrix))
             else:
                 self._transposed[0].append(own.data)
                 self._transposed[1].append(given.t())
@@ -134,12 +134,11 @@ class UnitFill:
         for memory, nbytes in self._memories:
             if not memory.nbytes():  # else torch would allocate anew, and copy
                 memory.resize_(nbytes)
-        copy_each(self._targets, self._sources)
-        targets, planes = self._packed
-        if targets:
-            copy_each(targets, [torch.ops.hybridq.transpose(p.data, *p.matrix, 4) for p in planes])
+        self._copies.run()
         if self._transposed[0]:
             copy_each(*self._transposed)
+        if self._packed:
+            self._transpose_packed()
         for about, storage, row, col, found in self._held:
             storage.rowwise, storage.columnwise = row, col
             about.filled = found
@@ -150,6 +149,18 @@ class UnitFill:
             each = amaxes.split_with_sizes(self._counts)
             for storage, own in zip(self._scaled, each, strict=True):
                 storage.amaxes = own
+
+    def _transpose_packed(self) -> None:
+        """Fill what is made of codes that share bytes."""
+        device = self._packed[0][0].device.type
+        write = transpose_writer(torch.uint8, device) if can_bypass_dispatcher() else None
+        if write is None:
+            made_anew = [torch.ops.hybridq.transpose(d, *size, 4) for _, d, size in self._packed]
+            copy_each([target for target, _, _ in self._packed], made_anew)
+            return
+        threads = torch.get_num_threads()
+        for target, data, size in self._packed:
+            write(made(data), size, 4, made(target), threads)
 
     def free(self) -> None:
         """Free what parts were put together in."""

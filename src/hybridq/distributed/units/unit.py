@@ -18,7 +18,7 @@ from ..._torch_private import fp32_matmul_precision, graph_task_id
 from ...kernels.inputs import can_bypass_dispatcher, made
 from ...nn.delayed_scaling import num_updates
 from ..agreement import DIGEST_NBYTES, check_trailers, prepared_groups, trailer
-from ..encoding import encode_shards
+from ..encoding import Scratch, encode_shards
 from ..parameters import GatheredParameter
 from .payload_layout import Room
 from .plane_fill import UnitFill
@@ -141,9 +141,9 @@ class Unit:
             own = dtype or parameter.dtype
             shape = about.sharded_shape(parameter)
             calls.append(about.next_call(self._group, shape, own, phase))
-        if self._room is None:
-            self._room = room_of(calls)
         self.in_graphs = any(about.in_graph for about in self.members)
+        if self._room is None:
+            self._room = room_of(calls, self.in_graphs)
         return UnitPlan(state, self.members, calls, device, self._room)
 
     def _send(self) -> None:
@@ -170,10 +170,10 @@ class Unit:
             if about.module.scale_changes(about.part, True) < 0:
                 return False
         memory = torch.empty(plan.scratch, dtype=torch.uint8)
-        address = made(memory)
+        scratch = Scratch(memory, made(memory), torch.get_num_threads())
         parts: list[torch.Tensor] = []
         for sender, tensor in zip(plan.senders, tensors, strict=True):
-            own = sender.parts(tensor, memory, address)
+            own = sender.parts(tensor, scratch)
             if own is None:
                 return False
             parts += own

@@ -112,12 +112,15 @@ def joined(digests: tuple[bytes, ...]) -> bytes:
     return hashlib.blake2b(b"".join(digests), digest_size=DIGEST_NBYTES).digest()
 
 
-def room_of(calls: Sequence[Any]) -> Room:
+def room_of(calls: Sequence[Any], in_graphs: bool) -> Room:
     """Return what FSDP2 gathers of a unit, from its first gather on.
 
     Args:
         calls: of its weights, in order.
+        in_graphs: whether any of them is an input of a compiled graph.
     """
     first = calls[0]
-    most = max(sum(call.plan(row, not row, "").payload for call in calls) for row in (True, False))
+    # A graph takes both planes at once; else a forward takes the one, a backward the other.
+    phases = [(True, True)] if in_graphs else [(True, False), (False, True)]
+    most = max(sum(call.plan(*phase, "").payload for call in calls) for phase in phases)
     return Room.of((first.shards.sizes[0], *first.shape[1:]), first.is_even, most)

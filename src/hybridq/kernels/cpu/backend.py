@@ -14,7 +14,6 @@ from ..choice import Backend, DeviceSupport, EncodeRequest, OpQuery, Prologue, r
 from ..inputs import (
     DTYPES,
     Description,
-    codes,
     described_plane,
     given,
     given_or_none,
@@ -24,6 +23,7 @@ from ..inputs import (
 )
 from .ragged_tokens import encode_ragged, map_encode_ragged
 from .token_rows import spread_rows, sum_rows
+from .transposer import Transposer
 
 __all__ = ["CPU", "core", "core_error"]
 
@@ -110,6 +110,7 @@ class _Encoder:
     __slots__ = (
         "_col",
         "_col_needs_stat",
+        "_name",
         "_row",
         "_row_needs_stat",
         "_seeded",
@@ -118,7 +119,7 @@ class _Encoder:
     )
 
     def __init__(self, row: PlaneSpec | None, col: PlaneSpec | None, dtype: torch.dtype) -> None:
-        self._specs = (row, col)
+        self._specs, self._name = (row, col), DTYPES[dtype]
         #: The core's form of each spec; None for no plane.
         self._row = None if row is None else core_spec(row)[0]
         self._col = None if col is None else core_spec(col)[0]
@@ -153,24 +154,34 @@ class _Encoder:
         )
         return buffers
 
-    def write(self, x: torch.Tensor, addresses: tuple[int, int, int], stat: int) -> None:
-        """Encode x into memory that there is: the only plane of the encoder, without a seed.
+    def write(
+        self,
+        x: int,
+        shape: tuple[int, int],
+        strides: tuple[int, ...],
+        addresses: tuple[int, int, int],
+        stat: int,
+        threads: int,
+    ) -> None:
+        """Encode a matrix into memory that there is: the only plane of the encoder, without a seed.
 
         Args:
-            x: `[rows, cols]`.
+            x: address of the matrix, of the encoder's dtype.
+            shape, strides: of it, `(rows, cols)`.
             addresses: of the plane's data, scales and amax, which are as large as it needs them;
                 an amax that is given is not written.
             stat: address of the statistic, as `given_statistic` returns it; 0: found in x.
+            threads: that may work.
         """
-        native = self._col if self._row is None else self._row
-        finds = not stat and (self._row_needs_stat or self._col_needs_stat)
-        plane = (native, addresses[0], addresses[1], stat or addresses[2], 0, 0, 0, 0)
-        is_row = self._row is not None
-        first, second = (plane, None) if is_row else (None, plane)
-        found = (finds and is_row, finds and not is_row)
-        source = matrix("encode: x", x)
+        data, scale, amax = addresses
+        if self._row is not None:
+            first = (self._row, data, scale, stat or amax, 0, 0, 0, 0)
+            second, finds = None, (not stat and self._row_needs_stat, False)
+        else:
+            second = (self._col, data, scale, stat or amax, 0, 0, 0, 0)
+            first, finds = None, (False, not stat and self._col_needs_stat)
         core.encode_from_scratch(
-            *source, *x.shape, *x.stride(), first, second, *found, _threads(), 0, 0
+            x, self._name, *shape, *strides, first, second, *finds, threads, 0, 0
         )
 
     def planes(
@@ -373,6 +384,19 @@ class _Decoder:
         )
         return (out, outside) if self._is_operand else out
 
+    def write(
+        self, addresses: tuple[int, int, int], shape: tuple[int, int], out: int, threads: int
+    ) -> None:
+        """Decode a plane into memory that there is.
+
+        Args:
+            addresses: of the plane's data, scales and amax; 0 where it has none.
+            shape: of its matrix.
+            out: address of as many values of the decoder's dtype.
+            threads: that may work.
+        """
+        core.decode(self._native, *addresses, *shape, out, self._name, False, threads)
+
 
 _decoder = lru_cache(maxsize=1024)(_Decoder)
 
@@ -405,15 +429,6 @@ def _amax(x: torch.Tensor, spec: PlaneSpec) -> torch.Tensor:
         torch.get_num_threads(),
         spec.row_scaled,
     )
-    return out
-
-
-def _transpose(data: torch.Tensor, rows: int, cols: int, bits: int) -> torch.Tensor:
-    source = data.contiguous()
-    width = -(-rows // 2) if bits == 4 else rows
-    out = _empty(cols, width, dtype=data.dtype, device=_CPU)
-    address = codes("transpose: data", source, rows, cols, bits)
-    core.transpose(address, rows, cols, bits, made(out), torch.get_num_threads())
     return out
 
 
@@ -455,7 +470,7 @@ CPU = register_backend(
             "decode": _decode,
             "operand": _operand,
             "amax": _amax,
-            "transpose": _transpose,
+            "transpose": Transposer(),
             "round_stochastic": _round_stochastic,
             "sum_rows": sum_rows,
             "spread_rows": spread_rows,

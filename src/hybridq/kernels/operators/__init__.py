@@ -6,7 +6,14 @@ from . import encode_many, encode_ragged, group_statistics, grouped_gemm, token_
 from .dense import gemm_plan, run_checked_gemm, run_gemm, sum_of_rows
 from .derivatives import StatedFunction
 from .encode_matrix import encode, encode_recording, record_amax
-from .encode_plan import encode_plan, given_statistic, run_encode, update_amax
+from .encode_plan import (
+    decode_writer,
+    encode_plan,
+    given_statistic,
+    run_encode,
+    transpose_writer,
+    update_amax,
+)
 from .norm_activation_backward import activation_backward, norm_backward
 from .norm_activation_encode import activation_encode, norm_encode
 from .skinny_gemm import skinny_gemm
@@ -15,6 +22,7 @@ __all__ = [
     "StatedFunction",
     "activation_backward",
     "activation_encode",
+    "decode_writer",
     "encode",
     "encode_many",
     "encode_plan",
@@ -33,5 +41,6 @@ __all__ = [
     "skinny_gemm",
     "sum_of_rows",
     "token_rows",
+    "transpose_writer",
     "update_amax",
 ]

@@ -26,11 +26,13 @@ from ..choice import (
 
 __all__ = [
     "EncodePlan",
+    "decode_writer",
     "decoded_rows",
     "encode_plan",
     "given_statistic",
     "run_encode",
     "statistic",
+    "transpose_writer",
     "update_amax",
 ]
 
@@ -110,8 +112,8 @@ class EncodePlan:
         )
 
     @property
-    def writer(self) -> Callable[[torch.Tensor, tuple[int, int, int], int], None] | None:
-        """What encodes one plane into memory that there is (`write` of the CPU's), or None."""
+    def writer(self) -> Callable[..., None] | None:
+        """What encodes one plane by addresses (`write` of the CPU's encoder), or None."""
         return getattr(self._both, "write", None)
 
     def _choose(self, position: int, spec: PlaneSpec) -> Backend:
@@ -288,3 +290,25 @@ def decoded_rows(
         return buffers[0].to(dtype)
     device = "cpu" if buffers[0].is_cpu else buffers[0].device.type
     return operation("decode", device, dtype, spec)(buffers, spec, rows, cols, dtype)
+
+
+def decode_writer(spec: PlaneSpec, dtype: torch.dtype, device: str) -> Callable[..., None] | None:
+    """Return what decodes planes by addresses (`write` of the CPU's decoder), or None.
+
+    Args:
+        spec: of the planes.
+        dtype: that they are decoded to.
+        device: type of their device.
+    """
+    make = select(OpQuery("decode", device, dtype, spec)).decoder
+    return None if make is None else getattr(make(spec, dtype, False), "write", None)
+
+
+def transpose_writer(dtype: torch.dtype, device: str) -> Callable[..., None] | None:
+    """Return what transposes codes by addresses (`write` of the CPU's operation), or None.
+
+    Args:
+        dtype: of the codes' buffers.
+        device: type of their device.
+    """
+    return getattr(operation("transpose", device, dtype), "write", None)
