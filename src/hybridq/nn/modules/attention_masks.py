@@ -8,7 +8,7 @@ import torch
 
 from ...errors import must_be_one_of
 
-__all__ = ["MASKS", "Lengths", "check_mask_type", "diagonal", "visible"]
+__all__ = ["MASKS", "WITHOUT_PADDING", "Lengths", "check_mask_type", "diagonal", "visible"]
 
 
 class _Kind(NamedTuple):
@@ -35,6 +35,14 @@ MASKS: Final = {
     "causal_padding": _Kind(True, True, False),
     "padding_causal_bottom_right": _Kind(True, True, True),
     "arbitrary": _Kind(False, True, True),
+}
+
+#: What a mask type that takes padding says of sequences that have none.
+WITHOUT_PADDING: Final = {
+    "padding": "no_mask",
+    "padding_causal": "causal",
+    "causal_padding": "causal",
+    "padding_causal_bottom_right": "causal_bottom_right",
 }
 
 

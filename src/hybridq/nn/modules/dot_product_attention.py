@@ -16,9 +16,9 @@ from ...recipes import QuantizerRole, Recipe, is_recomputing
 from ...recipes.boundary import boundary_quantizer
 from ..autograd import AttentionQuantizers, checkpoint, plain_attention, quantized_attention
 from .attention_bias import SOFTMAXES, added_bias, with_offset
-from .attention_masks import Lengths, check_mask_type, diagonal, visible
+from .attention_masks import WITHOUT_PADDING, Lengths, check_mask_type, diagonal, visible
 from .kv_cache import InferenceParams
-from .packed_sequences import Packed, Packing
+from .packed_sequences import Packed, Packing, alike
 from .parallel_options import ParallelOptions
 
 __all__ = ["AttentionCall", "DotProductAttention"]
@@ -259,12 +259,72 @@ class DotProductAttention(nn.Module):
             attend: what computes that.
         """
         queries, keys = both
+        groups = self._groups(query, call, both, attend)
+        if groups:
+            return self._attend_groups(query, key, value, call, both, attend, groups)
         call = call._replace(lengths=Lengths(queries.lengths, keys.lengths))
         q, k, v = (
             lies.pad(one).transpose(1, 2)
             for lies, one in ((queries, query), (keys, key), (keys, value))
         )
         return queries.unpad(attend(q, k, v, call).transpose(1, 2)).flatten(1)
+
+    def _groups(
+        self,
+        query: torch.Tensor,
+        call: AttentionCall,
+        both: tuple[Packing, Packing],
+        attend: Attend,
+    ) -> list[list[int]]:
+        """Return sequences of the same lengths, or nothing: then a padded batch is computed.
+
+        That is done on a GPU, whose lengths would be awaited, under torch.compile, with keys of
+        earlier steps, and where masks, biases or amaxes are those of the padded batch.
+        """
+        is_plain = call.mask is None and call.bias is None and attend in (self.attend, self._again)
+        on_host = query.is_cpu and not torch.compiler.is_compiling()
+        if not (on_host and is_plain) or call.mask_type == "arbitrary" or self.quantizers():
+            return []
+        if both[0].lengths.shape != both[1].lengths.shape:
+            return []
+        return alike(*both)
+
+    def _attend_groups(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
+        both: tuple[Packing, Packing],
+        attend: Attend,
+        groups: list[list[int]],
+    ) -> torch.Tensor:
+        """Return what `attend_packed` returns, sequences of the same lengths in one batch each."""
+        queries, keys = both
+        order = queries.order(groups)
+        of_keys = order if keys is queries else keys.order(groups)
+        call = call._replace(mask_type=WITHOUT_PADDING.get(call.mask_type, call.mask_type))
+        sizes, key_sizes = (
+            [int(lies.lengths[group].sum()) for group in groups] for lies in (queries, keys)
+        )
+        parts = zip(
+            query.index_select(0, order).split(sizes),
+            key.index_select(0, of_keys).split(key_sizes),
+            value.index_select(0, of_keys).split(key_sizes),
+            groups,
+            strict=True,
+        )
+        made = []
+        for *tokens, group in parts:
+            q, k, v = (one.unflatten(0, (len(group), -1)).transpose(1, 2) for one in tokens)
+            slopes = call.slopes
+            if slopes is not None and slopes.dim() == 2:
+                slopes = slopes[group]
+            y = attend(q, k, v, call._replace(slopes=slopes))
+            made.append(y.transpose(1, 2).flatten(0, 1).flatten(1))
+        mixed = torch.cat(made)
+        rows = mixed.new_zeros(query.shape[0], mixed.shape[1])
+        return rows.index_copy(0, order, mixed)
 
     def attending(self, again: bool, cache: InferenceParams | None = None) -> Attend:
         """Return what computes attention: `attend`, computed again, or over what is kept.

@@ -8,7 +8,7 @@ import torch
 
 from .attention_masks import Lengths
 
-__all__ = ["Packed", "Packing", "lengths_of", "packing"]
+__all__ = ["Packed", "Packing", "alike", "lengths_of", "packing"]
 
 
 def lengths_of(cu_seqlens: torch.Tensor, what: str) -> torch.Tensor:
@@ -43,12 +43,14 @@ class Packing(NamedTuple):
         rows: int64 `[tokens]`: each token's row of the flattened batch; `batch * longest` of those
             between sequences.
         is_lost: bool `[tokens]`: those of a sequence that is longer than `longest`.
+        begins: int64 `[batch]`, the first token of each sequence.
     """
 
     lengths: torch.Tensor
     longest: int
     rows: torch.Tensor
     is_lost: torch.Tensor
+    begins: torch.Tensor
 
     def pad(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return `[batch, longest, heads, features]`, padded with zeros.
@@ -73,6 +75,19 @@ class Packing(NamedTuple):
         rest = (slice(None), *[None] * (flat.dim() - 1))
         made = torch.where((self.rows == last)[rest], 0.0, made)
         return torch.where(self.is_lost[rest], torch.nan, made)
+
+    def order(self, groups: list[list[int]]) -> torch.Tensor:
+        """Return the tokens of these sequences, int64, group by group.
+
+        Args:
+            groups: sequences of one length each.
+        """
+        lengths = self.lengths.tolist()
+        rows = [
+            (self.begins[group][:, None] + torch.arange(lengths[group[0]])).flatten()
+            for group in groups
+        ]
+        return torch.cat(rows)
 
     def tokens_of(self, values: torch.Tensor) -> torch.Tensor:
         """Return `[tokens]` of `[batch, longest]`; of rows between sequences any.
@@ -133,11 +148,26 @@ def packing(
     row = torch.arange(tokens, dtype=torch.int64, device=begins.device)
     sequence = torch.searchsorted(begins[1:].to(torch.int64), row, right=True)
     own = sequence.clamp(max=batch - 1)
-    position = row - begins.to(torch.int64)[own]
+    firsts = begins.to(torch.int64)
+    position = row - firsts[own]
     is_token = (sequence < batch) & (position < lengths[own])
     is_there = is_token & (position < longest)
     rows = torch.where(is_there, own * longest + position, batch * longest)
-    return Packing(lengths, longest, rows, is_token & ~is_there)
+    return Packing(lengths, longest, rows, is_token & ~is_there, firsts[:-1])
+
+
+def alike(queries: Packing, keys: Packing) -> list[list[int]]:
+    """Return the sequences that have queries and keys, those of the same two lengths together.
+
+    Args:
+        queries, keys: on a CPU, where lengths are read without waiting.
+    """
+    groups: dict[tuple[int, int], list[int]] = {}
+    both = zip(queries.lengths.tolist(), keys.lengths.tolist(), strict=True)
+    for sequence, sizes in enumerate(both):
+        if min(sizes) > 0:
+            groups.setdefault(sizes, []).append(sequence)
+    return list(groups.values())
 
 
 class Packed(NamedTuple):
