@@ -92,6 +92,11 @@ def test_sequences() -> None:
     assert [one.nbytes for one in attention_moved(Axes(sp=4), 10, 12 * 8, (2 * 6 * 8, 6), 1)] == [
         2 * 10 * (2 * 96 + 2 * 96)
     ] * 2
+    # In MXFP8, heads of 8: a code for each value and a scale for each head; gradients as values.
+    half = attention_moved(Axes(sp=2, sp_communication=("mxfp8", None)), 10, 64, (2 * 4 * 8, 4), 3)
+    values = 3 * 10 * (2 * 64 + 64)
+    assert [one.nbytes for one in half] == [values * 9 // 8, 2 * values]
+    assert [one.bf16_nbytes for one in half] == [2 * values] * 2
     every = 4 * 2 * 10 * 32
     gathers = [("all_gather", every)] * 2
     assert sent(Axes(cp=4), 2) == [*gathers, ("all_to_all", 2 * every)]
@@ -120,6 +125,7 @@ def test_levels() -> None:
         (lambda: Axes(schedule="none"), ValueError, "Axes: schedule must be one of"),
         (lambda: Axes(stages_per_rank=2), ValueError, "stages_per_rank of 1f1b must be 1, got 2"),
         (lambda: Axes(communication="nope"), SpecError, "Axes: communication"),
+        (lambda: Axes(sp_communication="nope"), SpecError, "Axes: sp_communication"),
         (
             lambda: Axes(pp=4, schedule="dualpipev", microbatches=7),
             ValueError,

@@ -80,12 +80,22 @@ HEADS = 8
 HIDDEN = 12 * HEADS
 
 
+#: Ranks that share sequences, and what travels between them.
+AXES: tuple[tuple[str, Any], ...] = (
+    ("sp", None),
+    ("cp", None),
+    ("sp", "mxfp8"),
+    ("sp", ("fp8_1x128", "nvfp4")),
+    ("sp", ("nvfp4", None)),
+)
+
+
 def sequences() -> None:
     """Ulysses and torch's ring attention, with as many heads of keys as of queries, and fewer."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
     for heads, groups in ((4, 4), (4, 2), (12, 6)):
-        for name in ("sp", "cp"):
+        for name, formats in AXES:
             torch.manual_seed(0)
             layers = [
                 hybridq.TransformerLayer(
@@ -103,7 +113,7 @@ def sequences() -> None:
                 traffic = stack.enter_context(count_traffic())
                 if name == "sp":
                     own = x[:, :4]
-                    sequence_parallel(model, mesh)
+                    sequence_parallel(model, mesh, communication=formats)
                 else:
                     stack.enter_context(
                         context_parallel(mesh, model, buffers=[x], buffer_seq_dims=[1])
@@ -111,13 +121,14 @@ def sequences() -> None:
                     own = x
                 model(own.clone().requires_grad_()).float().square().mean().backward()
             kv = (2 * groups * HIDDEN // heads, groups)
-            rows = attention_moved(Axes(**{name: world}), 2 * 4, HIDDEN, kv, LAYERS)
+            axes = Axes(**{name: world}, sp_communication=formats)
+            rows = attention_moved(axes, 2 * 4, HIDDEN, kv, LAYERS)
             want = Counter[str]()
             for row in rows:
                 want[row.kind] += row.nbytes
             found = Counter(traffic.nbytes_by_kind)
             found["all_gather"] -= 16 * world  # what ranks compare before a forward
-            assert +found == want, (heads, groups, name, found, want)
+            assert +found == want, (heads, groups, name, formats, found, want)
 
 
 #: Schedules of torch, and the number of stages on each rank.

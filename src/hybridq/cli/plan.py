@@ -113,6 +113,10 @@ def plan(
         str | None,
         typer.Option(help="Of pp: a format, or recipe.", rich_help_panel=_AXES),
     ] = None,
+    sp_communication: Annotated[
+        str | None,
+        typer.Option(help="Of sp: a format.", rich_help_panel=_AXES),
+    ] = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, rich_help_panel=_AXES)] = None,
     experts: Annotated[
         str | None,
@@ -159,6 +163,7 @@ def plan(
             schedule,
             communication=communication,
             ranks_per_node=ranks_per_node,
+            sp_communication=sp_communication,
         )
         chosen = None if recipe == _BASELINE else recipe
         options: dict[str, Any] = {

@@ -4,7 +4,8 @@ All formulas are of activations: a rank's tokens by the model's width. Their sou
 
 - tensor parallelism: two all-reduces per layer each way, or with sequence parallelism an all-gather
   and a reduce-scatter in the place of each (Shoeybi et al. 2019; Korthikanti et al. 2022);
-- Ulysses: all-to-alls of queries, keys, values and the output, each way (Jacobs et al. 2023);
+- Ulysses: all-to-alls of queries, keys, values and the output, each way (Jacobs et al. 2023), as
+  values or as rowwise planes along the features of a head, a message for each rank;
 - context parallelism: ring attention (Liu et al. 2023) as torch computes it by default: one gather
   of all keys and values each way, and their gradients around the ring in FP32;
 - pipelines: idle time and microbatches at a time of 1F1B and its interleaved form (Narayanan et al.
@@ -21,9 +22,11 @@ from typing import Any, Final
 
 import torch
 
+from ..distributed.collectives import formats_of_directions
 from ..distributed.pipelines import Formats, PlanePayload, formats_of
 from ..distributed.sequence import copies_of_heads
 from ..errors import must_be_one_of
+from ..formats import PlaneSpec
 
 __all__ = ["SCHEDULES", "Axes", "AxisMoved", "attention_moved", "pipeline_moved", "tensor_moved"]
 
@@ -48,6 +51,8 @@ class Axes:
         stages_per_rank: of the interleaved schedules; V schedules have two, the others one.
         communication: as `pipeline_stage` takes it.
         ranks_per_node: neighbouring ranks with a fast network between them; None: not known.
+        sp_communication: of `sp`, as `sequence_parallel` takes it: a format, a pair of them, or
+            None: values.
 
     Raises:
         ValueError: a number is below 1, or does not go with the schedule, or an unknown schedule.
@@ -64,6 +69,7 @@ class Axes:
     stages_per_rank: int | None = None
     communication: Any = None
     ranks_per_node: int | None = None
+    sp_communication: Any = None
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -84,6 +90,7 @@ class Axes:
                 f"{self.microbatches} on {self.pp}"
             )
         formats_of(self.communication, "Axes")
+        self.sp_specs  # noqa: B018  (raises)
 
     @property
     def has_v(self) -> bool:
@@ -94,6 +101,13 @@ class Axes:
     def formats(self) -> Formats:
         """What travels between stages."""
         return formats_of(self.communication, "Axes")
+
+    @property
+    def sp_specs(self) -> tuple[PlaneSpec | None, PlaneSpec | None]:
+        """What travels around attention forward and backward; None: values."""
+        given = formats_of_directions("Axes: sp_communication", self.sp_communication)
+        forward, backward = (PlaneSpec.parse(one) if one else None for one in given)
+        return forward, backward
 
     @property
     def stages(self) -> int:
@@ -219,15 +233,25 @@ def attention_moved(
     size, heads = kv
     per_value = 2 * layers * tokens
 
-    def move(what: str, kind: str, ranks: int, nbytes: int, stride: int) -> None:
-        found.append(AxisMoved(what, kind, ranks, nbytes, nbytes, axes.level(ranks, stride)))
+    def move(what: str, kind: str, ranks: int, nbytes: int, stride: int, planes: int = -1) -> None:
+        own = nbytes if planes < 0 else planes
+        found.append(AxisMoved(what, kind, ranks, own, nbytes, axes.level(ranks, stride)))
 
     if axes.sp > 1:
         # KV heads that the ranks do not divide are repeated.
         copies = copies_of_heads(width * 2 * heads // size, heads, axes.sp)
-        for when in ("forward", "backward"):
-            nbytes = per_value * (2 * width + size * copies)
-            move(f"heads, {when}", "all_to_all", axes.sp, nbytes, axes.tp)
+        nbytes = per_value * (2 * width + size * copies)
+        features = size // (2 * heads)
+        rows = -(-tokens // axes.microbatches)
+        # Each rank's heads of queries, keys and values, and back of the result.
+        messages = [rows * one // (features * axes.sp) for one in (width + size * copies, width)]
+        for when, spec in zip(("forward", "backward"), axes.sp_specs, strict=True):
+            planes = -1
+            if spec is not None:
+                own = spec.resolve(torch.bfloat16)
+                each = sum(own.nbytes(one, features) for one in messages)
+                planes = each * axes.sp * axes.microbatches * layers
+            move(f"heads, {when}", "all_to_all", axes.sp, nbytes, axes.tp, planes)
     if axes.cp > 1:
         every = per_value * size * axes.cp
         for when in ("forward", "backward"):
