@@ -10,6 +10,7 @@ pytestmark = needs_gloo
 PROGRAM = "experts_program.py"
 OVERLAP = "experts_overlap_program.py"
 STATE = "experts_state_program.py"
+CAPACITY = "experts_capacity_program.py"
 
 
 def test_two_ranks(tmp_path) -> None:
@@ -28,6 +29,21 @@ def test_two_ranks(tmp_path) -> None:
 
 def test_capacities_and_what_runs_while_tokens_travel(tmp_path) -> None:
     run(2, tmp_path / "store", "capacity", "overlapped", "asynchronous", program=OVERLAP)
+
+
+def test_a_capacity_over_ranks_of_tensor_parallelism(tmp_path) -> None:
+    run(2, tmp_path / "store", "unread", "overflow=one,dp", program=CAPACITY)
+
+
+@pytest.mark.more
+def test_a_capacity_with_formats_in_graphs(tmp_path) -> None:
+    run(2, tmp_path / "store", "folded=one", program=CAPACITY)
+
+
+@pytest.mark.slow
+def test_a_capacity_on_four_ranks(tmp_path) -> None:
+    names = ("folded=one,dp,all", "overflow=one,tp,dp,all")
+    run(4, tmp_path / "store", *names, program=CAPACITY)
 
 
 @pytest.mark.slow

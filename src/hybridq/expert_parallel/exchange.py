@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from .. import settings
-from .._torch_private import assert_async, process_group
+from .._torch_private import assert_async, functional_all_gather, process_group, wait_tensor
 from ..distributed.agreement import Fingerprint, compare
 from ..distributed.agreement.fingerprint import plan_digest
 from ..moe.exchange import Compute
@@ -54,6 +54,7 @@ class TokenExchange:
             None: not known.
         batch: ranks that compute one batch together; None: each has its own.
         has_same_tokens: these ranks have all tokens each, where those are plain tensors.
+        batch_is_apart: some of these ranks have other ranks of experts.
     """
 
     name: str
@@ -67,6 +68,7 @@ class TokenExchange:
     replicas: str | None = ""
     batch: Lanes | None = None
     has_same_tokens: bool = True
+    batch_is_apart: bool = False
 
     @property
     def lanes(self) -> Lanes | None:
@@ -237,7 +239,7 @@ class TokenExchange:
         where = f"experts {module.name}".rstrip()
         plan, told = self._planned(where, *counts)
         self._check_notes(module, given, note, told.notes, where)
-        check_capacity(where, told.most, self.capacity)
+        check_capacity(where, self._most(told.most), self.capacity)
         self._check_replicas(module, recipe)
         meanwhile = module.meanwhile
         is_apart = meanwhile is not None
@@ -266,6 +268,16 @@ class TokenExchange:
                 f"{where}: all {len(self.sizes)} ranks of the experts must exchange tokens, got no "
                 f"answer from one of them, which may be gone: {error}"
             ) from error
+
+    def _most(self, most: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the rows that ranks have for one rank at most, of all that compute a batch.
+
+        Ranks of a batch that have other ranks of experts would wait for those that stop.
+        """
+        if most is None or not self.batch_is_apart or self.batch is None:
+            return most
+        own = most.max().view(1)
+        return wait_tensor(functional_all_gather(own, self.batch.world, self.batch.group))
 
     def _check_notes(
         self, module: Any, given: tuple[Any, ...], note: int, notes: torch.Tensor, where: str

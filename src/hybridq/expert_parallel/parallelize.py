@@ -144,7 +144,7 @@ def parallelize_experts(
         sizes = experts_by_rank(_count(module, module.experts_layout), world)
         factor = 1.0 / ranks.losses if average_gradients else 1.0
         given = (sizes, *formats, recipe, factor, capacity, ranks.replicas)
-        batch = (ranks.batch, ranks.has_same_tokens)
+        batch = (ranks.batch, ranks.has_same_tokens, ranks.batch_is_apart)
         exchange = TokenExchange(group.group_name, rank, *given, *batch)
         _deal_out(module, exchange, mesh)
     return model

@@ -7,6 +7,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from torch import nn
 
+from .._torch_private import process_group
 from ..distributed.collectives.groups import name_of, place
 from ..errors import must_be_one_of
 from .lanes import Lanes
@@ -72,6 +73,16 @@ class Ranks(NamedTuple):
     replicas: str | None
     batch: Lanes | None
     has_same_tokens: bool
+
+    @property
+    def batch_is_apart(self) -> bool:
+        """Whether ranks that compute one batch have other ranks of experts."""
+        if self.batch is None:
+            return False
+        import torch.distributed as dist  # not every build of torch has it
+
+        experts = set(dist.get_process_group_ranks(self.mesh.get_group()))
+        return not experts.issuperset(dist.get_process_group_ranks(process_group(self.batch.group)))
 
     @property
     def losses(self) -> float:
