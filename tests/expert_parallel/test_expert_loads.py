@@ -15,6 +15,7 @@ from hybridq.moe import (
     ExpertsLayout,
     balance_biases_,
     convert_experts,
+    expert_copies,
     expert_placement,
     permute_experts_,
 )
@@ -223,3 +224,50 @@ def test_a_router_of_transformers() -> None:
 @needs_gloo
 def test_loads_of_two_ranks(tmp_path) -> None:
     run(2, tmp_path / "store", "loads", program="experts_overlap_program.py")
+
+
+def test_copies_go_to_ranks_that_have_less_to_do() -> None:
+    assert expert_copies([8, 1, 1], 2) == {0: (1,)}
+    assert expert_copies([8, 1, 1, 1], 2) == {0: (1,), 2: (0,)}
+    assert expert_copies([8, 1, 1, 1], 2, least_gain=0.1) == {0: (1,)}
+    assert expert_copies([1, 1, 1, 1], 2) == {}  # nothing to gain
+    assert expert_copies([100] + [1] * 7, 4) == {0: (1, 2, 3)}
+    rng = np.random.default_rng(0)
+    for ranks, each in itertools.product((2, 4, 8), (1, 2)):
+        loads = rng.pareto(1.0, 16) + 0.1
+        found = expert_copies(loads, ranks, each)
+        sums, taken = np.zeros(ranks), np.zeros(ranks, int)
+        for expert, load in enumerate(loads):
+            home = [expert * ranks // 16, *found.get(expert, ())]
+            assert len(set(home)) == len(home)
+            sums[home] += load / len(home)
+            taken[home[1:]] += 1
+        assert taken.max(initial=0) <= each
+        assert sums.max() <= loads.reshape(ranks, -1).sum(1).max()
+    for wrong in (0, True, 1.5):
+        with pytest.raises(ValueError, match="each must be copies of a rank"):
+            expert_copies([1, 1], 2, wrong)
+    with pytest.raises(ValueError, match="least_gain must be from 0 to 1"):
+        expert_copies([1, 1], 2, least_gain=-1)
+    with pytest.raises(ValueError, match="expert_copies: loads must be numbers"):
+        expert_copies([-1.0, 1.0], 2)
+
+
+COPIES = "experts_copies_program.py"
+
+
+@needs_gloo
+def test_copies_of_experts_change_no_result(tmp_path) -> None:
+    run(2, tmp_path / "store", "results", "states", "dealt", "faults", program=COPIES)
+
+
+@needs_gloo
+@pytest.mark.more
+def test_copies_of_experts_in_one_graph(tmp_path) -> None:
+    run(2, tmp_path / "store", "folded", program=COPIES)
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_copies_of_experts_on_four_ranks(tmp_path) -> None:
+    run(4, tmp_path / "store", "results", "states", "dealt", "folded", "faults", program=COPIES)

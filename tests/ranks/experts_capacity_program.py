@@ -46,6 +46,7 @@ def folded(kinds: str) -> None:
                 model, x = made(kind, tokens, **messages)
                 wanted = results(model, model, x)
                 model, x = made(kind, tokens, **messages, capacity=TOP * x.shape[0])
+                torch._dynamo.reset()
                 compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
                 what = (kind, tokens, str(messages))
                 for a, b in zip(results(model, model, x), wanted, strict=True):

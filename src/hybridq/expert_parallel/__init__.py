@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .exchange import TokenExchange
 from .gradients import clip_grad_norm_, parameter_groups
+from .hot_experts import copy_experts_, expert_copies
 from .loads import ExpertLoads, balance_biases_
 from .overlap import overlap_shared_experts
 from .parallelize import parallelize_experts
@@ -23,7 +24,9 @@ __all__ = [
     "balance_biases_",
     "clip_grad_norm_",
     "combine",
+    "copy_experts_",
     "dispatch",
+    "expert_copies",
     "expert_placement",
     "overlap_shared_experts",
     "parallelize_experts",

@@ -19,7 +19,9 @@ from ..nn.delayed_scaling import reduces_by_default
 from ..recipes import QuantizerRole, Recipe, autocast
 from ..recipes.boundary import boundary_quantizer
 from ..recipes.recipe import recipe_by_key
+from ..tensor import is_quantized
 from ..tensor.in_graph import runs_at_once
+from .copies import CopyPlaces
 from .lanes import Lanes
 from .plans import RoutePlan, Told, check_capacity, planned
 from .token_placements import is_placed, taken_apart
@@ -55,6 +57,7 @@ class TokenExchange:
         batch: ranks that compute one batch together; None: each has its own.
         has_same_tokens: these ranks have all tokens each, where those are plain tensors.
         batch_is_apart: some of these ranks have other ranks of experts.
+        copies: which ranks have copies of which experts; None: there are none.
     """
 
     name: str
@@ -69,6 +72,7 @@ class TokenExchange:
     batch: Lanes | None = None
     has_same_tokens: bool = True
     batch_is_apart: bool = False
+    copies: CopyPlaces | None = None
 
     @property
     def lanes(self) -> Lanes | None:
@@ -98,12 +102,33 @@ class TokenExchange:
             local.register_hook(lambda grad: grad * factor)
         return local
 
+    def with_copies(self, module: Any, own: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a parameter, and copies of other ranks' experts behind.
+
+        Args:
+            module: the experts.
+            own: as `own_part` returned it.
+
+        Raises:
+            NotImplementedError: on every rank: it is quantized.
+        """
+        if self.copies is None:
+            return own
+        if is_quantized(own):
+            raise NotImplementedError(
+                f"experts {module.name}: copies are made of weights in high precision, got a "
+                f"{type(own).__name__}; call copy_experts_ with {{}} first, or do not quantize them"
+            )
+        return self.copies.with_copies(own)
+
     def own_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of what every rank has whole.
+        """Return this rank's part, copies included, of what every rank has whole.
 
         Args:
             tensor: `[experts, ...]`.
         """
+        if self.copies is not None:
+            return self.copies.rows_with_copies(tensor)
         return tensor.narrow(0, self.first, self.sizes[self.rank])
 
     def local_tokens(
@@ -233,6 +258,24 @@ class TokenExchange:
         offsets: torch.Tensor,
         compute: Compute,
     ) -> torch.Tensor:
+        dealt = None if self.copies is None else self.copies.dealt(offsets, x.shape[0])
+        if dealt is not None:
+            x, offsets = take_rows(x, TokenRows(dealt.order, dealt.inverse[:, None])), dealt.offsets
+        y = self._there_and_back(module, recipe, formats, x, offsets, compute)
+        if dealt is None:
+            return y
+        return take_rows(y, TokenRows(dealt.inverse, dealt.order[:, None]))
+
+    def _there_and_back(
+        self,
+        module: Any,
+        recipe: Recipe | None,
+        formats: Formats,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        compute: Compute,
+    ) -> torch.Tensor:
+        """Return what ranks make of rows sorted by the place that multiplies them."""
         given = (recipe, x.dtype, x.shape[1], x.requires_grad, torch.is_grad_enabled(), formats)
         note = self._note(module, given)
         counts = (offsets, x.shape[0], note, self.capacity)
@@ -241,6 +284,7 @@ class TokenExchange:
         self._check_notes(module, given, note, told.notes, where)
         check_capacity(where, self._most(told.most), self.capacity)
         self._check_replicas(module, recipe)
+        self._check_copies(module, recipe)
         meanwhile = module.meanwhile
         is_apart = meanwhile is not None
         sent = send_rows(outgoing(x, plan), plan, formats[0], is_apart=is_apart)
@@ -259,10 +303,11 @@ class TokenExchange:
 
     def _planned(self, where: str, *counts: Any) -> tuple[RoutePlan, Told]:
         """Return the plan, and what all ranks told each other; say where a rank is missing."""
+        sizes = self.sizes if self.copies is None else self.copies.by_rank
         if torch.compiler.is_compiling():
-            return planned(self.name, self.rank, self.sizes, *counts)
+            return planned(self.name, self.rank, sizes, *counts)
         try:
-            return planned(self.name, self.rank, self.sizes, *counts)
+            return planned(self.name, self.rank, sizes, *counts)
         except RuntimeError as error:
             raise RuntimeError(
                 f"{where}: all {len(self.sizes)} ranks of the experts must exchange tokens, got no "
@@ -299,6 +344,17 @@ class TokenExchange:
                 "the same experts, which are not known where experts do not lie over all ranks; "
                 "give ExpertRanks(mesh['ep'], replicas=mesh['dp']) to parallelize_experts, or take "
                 "a recipe with reduce_amax=False, got neither"
+            )
+
+    def _check_copies(self, module: Any, recipe: Recipe | None) -> None:
+        """Raise where an expert's history would be of several ranks; all ranks agree."""
+        if self.copies is None or recipe is None:
+            return
+        if any(module.plan_of(recipe, one).is_delayed for one in module.parts_of(recipe)):
+            raise NotImplementedError(
+                f"experts {module.name}: under delayed scaling an expert has one history, on one "
+                "rank, got copies of experts; take a recipe without histories, or copy_experts_ "
+                "with {}"
             )
 
     def _formats(self, module: Any, recipe: Recipe | None) -> Formats:

@@ -13,7 +13,7 @@ from ..tensor import is_quantized
 from .loads import blocks_of_experts
 from .plans import experts_by_rank
 
-__all__ = ["expert_placement", "permute_experts_"]
+__all__ = ["expert_placement", "loads_of", "permute_experts_"]
 
 #: Names that blocks of transformers give their routers.
 _ROUTERS = ("gate", "router")
@@ -45,9 +45,7 @@ def expert_placement(loads: Any, ranks: int, groups: int = 1) -> torch.Tensor:
         [0, 3, 1, 2]
     """
     where = "expert_placement"
-    given = torch.as_tensor(loads, dtype=torch.float64, device="cpu")
-    if given.dim() != 1 or not bool(torch.isfinite(given).all()) or bool((given < 0).any()):
-        raise ValueError(f"{where}: loads must be numbers from 0 on, of each expert, got {loads!r}")
+    given = loads_of(where, loads)
     if not isinstance(groups, int) or groups < 1 or given.numel() % groups:
         raise ValueError(f"{where}: groups must divide {given.numel()} experts, got {groups!r}")
     sizes = experts_by_rank(given.numel(), ranks)
@@ -63,6 +61,22 @@ def expert_placement(loads: Any, ranks: int, groups: int = 1) -> torch.Tensor:
         first = number * part.numel()
         order += [first + one for one in _placed(part.tolist(), sizes[:own])]
     return torch.tensor(order, dtype=torch.int64, device="cpu")
+
+
+def loads_of(where: str, loads: Any) -> torch.Tensor:
+    """Return the loads of experts, float64 `[E]`.
+
+    Args:
+        where: the function, for errors.
+        loads: numbers.
+
+    Raises:
+        ValueError: they are none.
+    """
+    given = torch.as_tensor(loads, dtype=torch.float64, device="cpu")
+    if given.dim() != 1 or not bool(torch.isfinite(given).all()) or bool((given < 0).any()):
+        raise ValueError(f"{where}: loads must be numbers from 0 on, of each expert, got {loads!r}")
+    return given
 
 
 def _placed(loads: Sequence[float], sizes: Sequence[int]) -> list[int]:

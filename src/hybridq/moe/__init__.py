@@ -32,6 +32,7 @@ __all__ = [
 #: asked.
 _ALIASES: Final = (
     *("ExpertLoads", "balance_biases_", "expert_placement", "permute_experts_"),
+    *("copy_experts_", "expert_copies"),
     *("ExpertRanks", "RoutePlan", "clip_grad_norm_", "combine", "dispatch", "parallelize_experts"),
     *("overlap_shared_experts", "parameter_groups", "route_plan"),
 )

@@ -34,10 +34,19 @@ class ExpertExchange(Protocol):
         ...
 
     def own_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of what every rank has whole.
+        """Return this rank's part, copies included, of what every rank has whole.
 
         Args:
             tensor: `[experts, ...]`.
+        """
+        ...
+
+    def with_copies(self, module: Any, own: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a parameter, and copies of other ranks' experts behind.
+
+        Args:
+            module: the experts.
+            own: as `own_part` returned it.
         """
         ...
 

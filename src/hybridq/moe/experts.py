@@ -77,6 +77,10 @@ class Experts(GroupedModule):
     def own_part(self, parameter: torch.Tensor) -> torch.Tensor:
         return parameter if self.exchange is None else self.exchange.own_part(parameter)
 
+    def multiplied_part(self, parameter: torch.Tensor) -> torch.Tensor:
+        own = self.own_part(parameter)
+        return own if self.exchange is None else self.exchange.with_copies(self, own)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Its class is made in the process: a file has the own class, and this is made again.
         return _remade, (self.plain_class,), self.__getstate__()

@@ -71,12 +71,21 @@ class GroupedModule(QuantizedModule):
     first_matrix: int = 0
     #: How many matrices all ranks have, where each has its own; None: all are here.
     all_matrices: int | None = None
+    #: Numbers of other ranks' matrices of which this rank has copies in a forward, behind its own.
+    copied_matrices: tuple[int, ...] = ()
 
     def matrix_parts(self, part: str, count: int, recipe: Recipe | None) -> tuple[str, ...]:
         if recipe is None or not recipe.reads_names:
             return (part,)
-        first = self.first_matrix
-        return tuple([_group_part(part, first + g) for g in range(count)])
+        return tuple([_group_part(part, number) for number in self._numbers(count)])
+
+    def _numbers(self, count: int) -> list[int]:
+        """Return the numbers of matrices among those of all ranks: of the own ones, or of all."""
+        first, copied = self.first_matrix, self.copied_matrices
+        if not copied:
+            return list(range(first, first + count))
+        own = self.own_part(getattr(self, next(iter(self.weight_parts)))).shape[0]
+        return [*range(first, first + own), *(copied if count > own else ())]
 
     def parts_of(self, recipe: Recipe | None) -> tuple[str, ...]:
         parts = [self.matrix_parts(*one, recipe) for one in self._counts()]
@@ -104,6 +113,14 @@ class GroupedModule(QuantizedModule):
             parameter: of this module, one matrix or bias for each group.
         """
         return parameter
+
+    def multiplied_part(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return what this rank multiplies with: its part, and copies of other ranks' behind.
+
+        Args:
+            parameter: as for `own_part`.
+        """
+        return self.own_part(parameter)
 
     def _counts(self) -> list[tuple[str, int]]:
         """Return each part that has one weight of several matrices, and how many it has."""
@@ -165,11 +182,12 @@ class GroupedModule(QuantizedModule):
             RuntimeError: features, dtypes or devices do not fit.
             RecipeError: the recipe leaves a GEMM without a plane.
         """
-        own = self.own_part(getattr(self, name))
+        own = self.multiplied_part(getattr(self, name))
         part = self.weight_parts.get(name, "")
         count = own.shape[0]
         plans = None if recipe is None else self._group_plans(recipe, count, part)
-        cast: Any = self._cast(x, own, None if bias is None else self.own_part(getattr(self, bias)))
+        added = None if bias is None else self.multiplied_part(getattr(self, bias))
+        cast: Any = self._cast(x, own, added)
         given, *params = (one for one in cast if one is not None)
         is_cast = given.dtype != x.dtype
         if activation is not None and (is_cast or is_quantized(x) or _differ(plans)):
@@ -235,7 +253,10 @@ class GroupedModule(QuantizedModule):
         if plans[0].is_stochastic and self.all_matrices is not None:
             # Drawn for all ranks' groups, so that each group has the bits that one process draws.
             drawn = draw_seeds(self.all_matrices, x.device)
-            seeds = drawn.narrow(0, self.first_matrix, layout.groups)
+            first, copied = self.first_matrix, list(self.copied_matrices)
+            seeds = drawn.narrow(0, first, layout.groups - len(copied))
+            if copied:
+                seeds = torch.cat([seeds, drawn[copied]])
         whole = GroupedCall(layout, plans[0], kept, seeds, known, into, rows, activation, arriving)
         y = grouped_linear(x, offsets, params, whole)
         call = _Call(plans, x, offsets, params, layout, scales, rows, activation)
@@ -271,7 +292,7 @@ class GroupedModule(QuantizedModule):
         part: str,
     ) -> tuple[Any, ...]:
         """Return where the planes of each group's weight are, or are kept; empty for nowhere."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.copied_matrices:
             return ()
         slot = plans[0].weight
         keeps = not (slot.col.is_plain or slot.is_delayed) and all(p == plans[0] for p in plans)
