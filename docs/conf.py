@@ -15,6 +15,8 @@ from sphinx.pycode import ModuleAnalyzer
 import hybridq
 
 DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS))
+import error_index  # noqa: E402
 
 project = "hybridq"
 author = "the hybridq authors"
@@ -43,11 +45,13 @@ README_FILE = re.compile(r"\[(.*?)\]\([A-Z]+\.md\)")
 
 
 def complete_page(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Put the README in front of the first page, and constants into the pages of the API."""
+    """Add what is not written in a page: the README, constants of the API, messages."""
     if docname == "index":
         readme = README_PAGE.sub("](/", (DOCS.parent / "README.md").read_text())
         # The title of the page itself becomes that of a section.
         source[0] = README_FILE.sub(r"\1", readme) + "\n#" + source[0]
+    if docname == "reference/errors":
+        source[0] += error_index.page()
     source[0] = MODULE.sub(lambda found: found.group(0) + constants(found.group(1)), source[0])
 
 
