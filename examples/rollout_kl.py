@@ -49,10 +49,10 @@ def main(path: str | None = None, steps: int = 40, prompts: int = 8) -> dict[str
             ratio = now.detach() - logs(server, inputs).gather(1, taken)
             kl[name].append((ratio.expm1() - ratio).mean().item())
         optimizer.zero_grad()
-        (-gain * (now - now.detach()).exp()).mean().backward()
-        optimizer.step()
+        (-gain * (now - now.detach()).exp()).mean().backward(), optimizer.step()
     print(f"reward {reward.mean():.2f}; KL " + ", ".join(f"{n} {v[-1]:.1e}" for n, v in kl.items()))
-    plt.legend(plt.plot(torch.tensor(list(kl.values())).T), kl) and path and plt.savefig(path)
+    plt.legend(plt.plot(torch.tensor(list(kl.values())).T), kl) and plt.ylabel("KL estimate, nats")
+    plt.xlabel("step") and path and plt.savefig(path)
     return kl
 
 
