@@ -94,6 +94,7 @@ def dry(tmp_path_factory) -> dict:
     return json.loads(file.read_text())
 
 
+@pytest.mark.more
 def test_every_case_runs_on_the_cpu(dry) -> None:
     assert result.check(dry) == [] and dry["left_out"] == []
     names = {section: set() for section in gpu.SECTIONS}

@@ -283,6 +283,7 @@ def test_what_pytest_left_is_read(tmp_path) -> None:
     assert suite.find("testcase").get("classname") == "tests.gpu.test_gpu_each_kernel"
 
 
+@pytest.mark.more
 def test_pytest_writes_each_outcome_as_it_comes(tmp_path) -> None:
     file = tmp_path / "o.jsonl"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]

@@ -98,6 +98,7 @@ def test_choices_are_those_of_optimal_brain_quantization(text):
     assert not np.array_equal(want, values_of(w))
 
 
+@pytest.mark.thinned(1, few=8)
 @pytest.mark.parametrize("text", SPECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_diagonal_hessian_gives_the_bytes_of_plain_rounding(text, dtype):
@@ -123,6 +124,7 @@ def test_a_plane_is_of_the_formats_shapes_and_decodes_by_every_backend(text, bac
         assert decode_plane(plane.buffers, spec, rows, cols).shape == (rows, cols)
 
 
+@pytest.mark.thinned(1, few=4)
 @pytest.mark.parametrize("text", SPECS)
 def test_the_error_in_the_output_is_less_than_that_of_plain_rounding(text):
     """Of 8 matrices under correlated inputs, each; on average by a quarter."""

@@ -75,6 +75,7 @@ def model_decode(data, scale, spec, rows, k, amax, operand):
     return values[:, :k]
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("operand", [False, True], ids=["dequantize", "operand"])
 def test_decode_equals_the_formula(spec, operand, variant):
     for shape in ((33, 65), (3, 2081), (130, 17)):

@@ -243,6 +243,7 @@ def test_encode_equals_the_reference_backend(name, columnwise):
         assert same_bytes(got, [b.reshape(a.shape) for a, b in zip(got, want, strict=False)])
 
 
+@pytest.mark.thinned(1, few=60)
 @pytest.mark.parametrize("exponent", range(-149, 128))
 def test_e8m0_scale_at_every_power_of_two(exponent):
     """Just below, at and just above fmax * 2^e, the byte is ceil(log2(amax * fp32(1/fmax)))."""

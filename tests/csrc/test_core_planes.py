@@ -51,6 +51,7 @@ def _turn(x):
     return x.T.contiguous()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.values())
 def test_column_plane_is_the_row_plane_of_the_transpose(spec, dtype):
     """Two different kernels (along and down) write the same bytes."""
@@ -97,6 +98,7 @@ def test_square_four_over_six_decides_once_for_both_planes(name, variant):
     assert seen == 3, "no square was close enough to a tie to test anything"
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("special", ["nan", "inf", "zero", "tiny", "huge"])
 def test_column_plane_with_special_values(spec, special):
     x = sample(70, 90, special=False)
@@ -107,6 +109,7 @@ def test_column_plane_with_special_values(spec, special):
     assert same_bytes(encode(x, spec, columnwise=True), column_plane(x, spec))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("other", ["fp8_128x128", "mxfp8", "nvfp4", "nvfp4_rht_sr", "fp8_e4m3_sr"])
 def test_a_pair_in_one_pass_is_two_single_planes(spec, other):
     for shape in ((40, 1), (33, 65), (130, 257)):
@@ -116,6 +119,7 @@ def test_a_pair_in_one_pass_is_two_single_planes(spec, other):
         assert same_bytes(col, encode(x, SPECS[other], columnwise=True, stream=4))
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.values())
 def test_any_stride_gives_the_bytes_of_the_contiguous_copy(spec, dtype):
     big = sample(90, 150, dtype)
@@ -137,6 +141,7 @@ def test_any_stride_gives_the_bytes_of_the_contiguous_copy(spec, dtype):
             assert same_bytes(got, encode(copy, spec, columnwise)), (name, columnwise)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("flip", [(0,), (1,), (0, 1)])
 def test_negative_strides(spec, flip):
     """torch has no negative strides; NumPy, and a C caller, do."""
@@ -166,6 +171,7 @@ def test_thread_count_changes_nothing(spec):
         assert same_bytes(got[0], want[0]) and same_bytes(got[1], want[1])
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.skipif(len(VARIANTS) < 2, reason="this CPU runs only one variant")
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.values())
 def test_variants_agree(spec, dtype):

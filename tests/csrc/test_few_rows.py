@@ -56,6 +56,7 @@ def steps(x, w, bias, row: str, weight: str):
     return multiply(sides[0].matrix, sides[1].matrix, *factors, args), operand
 
 
+@pytest.mark.thinned(1, few=9)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_one_call_is_its_steps(pair: tuple[str, str], dtype: torch.dtype) -> None:

@@ -78,6 +78,7 @@ def under(largest: int, magnitudes: torch.Tensor) -> torch.Tensor:
     return from_bits(blocks.view(rows, COLS))
 
 
+@pytest.mark.thinned(1, few=8)
 @pytest.mark.parametrize(("row", "col"), PAIRS, ids=str)
 def test_every_magnitude_near_the_borders_of_every_scale(row, col, variant):
     """Per maximum: all magnitudes of its 18 binades and of 6 about E5M2's subnormals, and 0."""

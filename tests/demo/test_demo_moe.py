@@ -82,6 +82,7 @@ def test_bad_sizes() -> None:
         ModelConfig(experts=-1)
 
 
+@pytest.mark.more
 def test_the_model_compiles_in_one_graph_for_every_split() -> None:
     torch._dynamo.reset()
     counters.clear()

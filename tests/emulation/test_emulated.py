@@ -39,6 +39,7 @@ def spec(request):
     return SPECS[request.param]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("special", cases.SPECIALS)
 def test_aligned_matrices_take_the_tile_kernel_and_its_bits_are_the_cores(spec, special):
     for i, shape in enumerate(cases.ALIGNED):

@@ -78,6 +78,7 @@ def run(
     return names
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_planes_are_the_cores_and_nothing_is_written_between(name: str) -> None:
     shapes = ((160, 136), (33, 77), (64, 264), (1, 1), (0, 8), (5, 0))
@@ -88,6 +89,7 @@ def test_planes_are_the_cores_and_nothing_is_written_between(name: str) -> None:
         assert {*run(x, kind, has_beta, shape[1], QUANTIZED[name])} <= MAKERS
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("pair,dtype", fused_cases())
 def test_usual_planes_are_made_by_one_tile_kernel(
     pair: tuple[str, str], dtype: torch.dtype

@@ -94,6 +94,7 @@ def test_the_list_of_names_is_that_of_the_formats() -> None:
     assert tuple(described()) == NAMES
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_described_formats_equal_the_oracle(name: str, kind: str, direction: str, seed) -> None:

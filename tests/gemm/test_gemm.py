@@ -40,6 +40,7 @@ def products(request, monkeypatch) -> str:
     return request.param
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("a_name,b_name", PAIRS)
 def test_every_pair_of_formats(a_name: str, b_name: str, products: str) -> None:
     a = make(torch.randn(19, 150, dtype=torch.bfloat16), a_name)

@@ -69,7 +69,7 @@ def test_reading_is_noticed() -> None:
         bool(torch.ones(1, device="cuda").any())
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(
     "a,b", [*itertools.product(SPECS, SPECS), (TURNED, TURNED), (TURNED, "mxfp8")]
 )
@@ -106,6 +106,7 @@ def test_an_fp32_result_only_where_it_is_needed(precision, dtype, text, wide, mo
     assert asked == [wide]
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("chip", [HOPPER, BLACKWELL], ids=str)
 @pytest.mark.parametrize("a,b", list(itertools.product(SPECS, SPECS)))
 def test_scaled_products(a: str, b: str, chip) -> None:

@@ -2,8 +2,9 @@
 
 Of a test so marked the default suite runs a few that together have every value of every parameter
 (strength 1), or every pair of values of any two parameters (strength 2). All others get the marker
-`more`, or that which the test names: `thinned(strength, "slow")`. Nothing is drawn: the same tests
-are chosen in every process.
+`more`, or that which the test names: `thinned(strength, "slow")`. With `few=n` no more than n of
+those that were chosen are default ones, evenly spread: for tests that take long, or whose one
+parameter has many values. Nothing is drawn: the same tests are chosen in every process.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["chosen", "thin"]
+__all__ = ["chosen", "spread", "thin"]
 
 
 def chosen(cases: Sequence[Mapping[str, Any]], strength: int) -> list[int]:
@@ -43,6 +44,20 @@ def chosen(cases: Sequence[Mapping[str, Any]], strength: int) -> list[int]:
     return sorted(taken)
 
 
+def spread(indices: Sequence[int], few: int | None) -> list[int]:
+    """Return at most so many of some indices, evenly spread; all, if few is None.
+
+    Args:
+        indices: in order.
+        few: at least 1.
+    """
+    if few is not None and few < 1:
+        raise ValueError(f"thinned: few must be at least 1, got {few!r}")
+    if few is None or few >= len(indices):
+        return list(indices)
+    return [indices[place * len(indices) // few] for place in range(few)]
+
+
 def thin(items: Sequence[pytest.Item]) -> None:
     """Mark as `more`, or as is asked, what of every `thinned` test is not chosen."""
     functions: dict[str, list[pytest.Item]] = {}
@@ -54,7 +69,7 @@ def thin(items: Sequence[pytest.Item]) -> None:
         marker = group[0].get_closest_marker("thinned")
         cases = [getattr(item, "callspec").params for item in group]  # noqa: B009
         strength, rest = (*marker.args, "more")[:2]
-        kept = set(chosen(cases, strength))
+        kept = set(spread(chosen(cases, strength), marker.kwargs.get("few")))
         for index, item in enumerate(group):
             if index not in kept:
                 item.add_marker(rest)

@@ -34,6 +34,7 @@ def test_there_are_enough_families() -> None:
     assert len(DEFAULT) >= 12 and set(DEFAULT) <= set(names)
 
 
+@pytest.mark.thinned(1, few=30)
 @pytest.mark.parametrize(("family", "column"), _cases())
 def test_of_every_family(family: Family, column: str, tmp_path: Path) -> None:
     try:

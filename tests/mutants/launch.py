@@ -84,7 +84,7 @@ def main(tree: Path, report: Path, output: Path, tests: tuple[str, ...]) -> None
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
     first = FirstFailure()
-    options = ["-x", "-m", "not slow and not more", "-p", "no:cacheprovider", "--tb=line"]
+    options = ["-x", "-m", "not slow", "-p", "no:cacheprovider", "--tb=line"]
     code = pytest.main([*options, "--hypothesis-profile=mutants", *tests], plugins=[first])
     found = {
         "exit_code": int(code),

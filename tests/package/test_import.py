@@ -135,6 +135,7 @@ assert not spoilt, spoilt
 """
 
 
+@pytest.mark.more
 def test_files_and_graphs_can_be_read_after_the_import_alone(tmp_path) -> None:
     for package in hybridq._PACKAGES:  # none of them has an operator of its own
         import_module(f"hybridq.{package}")

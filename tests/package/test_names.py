@@ -164,6 +164,7 @@ def _import_with(code: str = "", **variables: str) -> str:
     return done.stderr
 
 
+@pytest.mark.more
 def test_a_misspelt_variable_is_warned_of_once_by_one_rank() -> None:
     wrong = {"HYBRIDQ_BAKEND": "cpu", "HYBRIDQ_LOG": "info"}
     said = _import_with("; import hybridq.recipes", **wrong)

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 from places import ROOT, TESTS
-from thinning import chosen
+from thinning import chosen, spread
 
 #: Folders that have no like in src/hybridq.
 OWN = {"benchmarks", "csrc", "emulation", "fuzz", "gpu", "models", "mutants", "package"}
@@ -76,3 +76,10 @@ def test_chosen_cases_of_one_parameter_and_of_none() -> None:
     assert chosen([], 1) == []
     with pytest.raises(ValueError, match="strength must be 1 or 2, got 3"):
         chosen([{"a": 1}], 3)
+
+
+def test_few_of_the_chosen_are_spread() -> None:
+    assert spread([1, 4, 6, 9, 11], 2) == [1, 6]
+    assert spread([1, 4], 3) == spread([1, 4], None) == [1, 4]
+    with pytest.raises(ValueError, match="few must be at least 1, got 0"):
+        spread([1], 0)

@@ -94,6 +94,7 @@ def test_a_cut_header_is_refused(raw, tmp_path):
         read_header(tmp_path / "cut.safetensors")
 
 
+@pytest.mark.more
 def test_a_header_beyond_what_the_library_reads_is_not_written():
     names = (f"{number:0500d}" for number in range(200_000))
     with pytest.raises(hybridq.CheckpointError, match="at most 100000000 bytes"):

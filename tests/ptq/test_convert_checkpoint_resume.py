@@ -74,6 +74,7 @@ def test_selections_by_recipes_of_one_class_differ():
     assert one.as_dict() != other.as_dict()
 
 
+@pytest.mark.more
 def test_killed_twice_and_resumed(source, tmp_path):
     before = digests(source)
     whole, target = tmp_path / "whole", tmp_path / "out"

@@ -329,6 +329,7 @@ def test_choices_reach_every_recipe_in_it():
         assert context.recipe.for_name("b.c").precision == GemmPrecision(wgrad="exact")
 
 
+@pytest.mark.more
 def test_compiled_and_in_a_schedule():
     """The last phase leaves the first and last block alone; nothing else is compiled again."""
     model = _blocks()

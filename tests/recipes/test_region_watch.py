@@ -177,6 +177,7 @@ def test_what_is_compiled_inside_of_a_region_is_one_graph(watch):
         assert torch.equal(layer(X), y) and not watch.is_open
 
 
+@pytest.mark.more
 def test_in_a_process_of_its_own():
     code = """
 import torch, hybridq

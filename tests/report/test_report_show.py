@@ -175,6 +175,7 @@ def test_html_has_the_picture_and_the_text_escaped():
     assert "<pre>" in page and "SNR" in page
 
 
+@pytest.mark.more
 def test_without_matplotlib_there_is_text_and_a_clear_error():
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"

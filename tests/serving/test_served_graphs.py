@@ -27,6 +27,7 @@ def make(recipe: str, is_static: bool) -> nn.Sequential:
 CASES = [("mxfp8", False), ("nvfp4", False), ("nvfp4_1d_weight", True), ("fp8_current", True)]
 
 
+@pytest.mark.thinned(1, few=1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("recipe", "is_static"), CASES)
 def test_compiled_in_one_graph_it_has_the_eager_bits(recipe, is_static, backend) -> None:
@@ -40,6 +41,7 @@ def test_compiled_in_one_graph_it_has_the_eager_bits(recipe, is_static, backend)
     assert torch.equal(compiled(X), model(X)) and not torch.equal(model(X), before), "a new plan"
 
 
+@pytest.mark.thinned(1, few=2)
 @pytest.mark.parametrize(("recipe", "is_static"), CASES)
 def test_exported_it_is_plain_tensors_with_the_same_bits(recipe, is_static) -> None:
     model = make(recipe, is_static)

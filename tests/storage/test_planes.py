@@ -129,6 +129,7 @@ def shard_step(spec: PlaneSpec, direction: str) -> tuple[int, int]:
     return (height, width) if direction == "rowwise" else (width, height)
 
 
+@pytest.mark.thinned(1, few=25)
 @given(data=st.data())
 def test_shards_encode_to_shards_of_the_whole(backend, fmt, direction, data):
     """With its offsets and the whole's amax, an aligned shard has the whole's bytes."""

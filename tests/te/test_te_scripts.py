@@ -415,6 +415,7 @@ def test_sgd_steps_as_torchs() -> None:
     assert torch.equal(own[0], reference[0])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("given", [{}, {"store_param_remainders": True}])
 def test_adam_keeps_masters_where_it_is_told(given: dict[str, Any]) -> None:
     """Against torch's AdamW of FP32 values: with masters each is the one that is written."""

@@ -169,6 +169,7 @@ def test_gradients_of_a_tensor_quantized_inside() -> None:
     assert torch.equal(x.grad, weight)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_as_a_parameter_that_trains(backend) -> None:
     def model() -> nn.Module:

@@ -35,6 +35,7 @@ def _echo(inbox, outbox) -> None:
     inbox.get()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_through_a_queue_the_memory_is_shared(start) -> None:
     context = mp.get_context(start)

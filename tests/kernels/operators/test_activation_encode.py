@@ -125,6 +125,7 @@ def test_a_gate_multiplies_the_function_of_the_first_half(kind: str) -> None:
 # ---- activation + encode
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", PAIRS)
 def test_one_operation_has_the_bits_of_two(name: str, way: str) -> None:

@@ -57,6 +57,7 @@ def test_backend_equals_oracle(backend, fmt, direction, data):
     check(expected(x, spec, direction, seed=5), spec, rows, k, x.dtype)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_backend_equals_oracle_for_every_kind(backend, fmt, kind, seed):
     for spec in options_of(fmt):
@@ -65,6 +66,7 @@ def test_backend_equals_oracle_for_every_kind(backend, fmt, kind, seed):
             check(expected(x, spec), spec, 35, 70, x.dtype)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("shape", [(40, 70), (129, 257), (1, 1), (0, 33), (33, 0)])
 def test_any_bytes_decode(backend, fmt, shape, seed):
     """Uniformly random codes and scales: NaN codes, inf, zero scales and overflow included."""
@@ -117,6 +119,7 @@ def outside_bf16(values: np.ndarray) -> bool:
     return bool((above | below).any())
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_operand_of_a_gemm_equals_oracle(backend, fmt, kind, seed):
     """code * block scale in BF16 and FP32, no factor, transform left in place; and the flag."""

@@ -73,6 +73,7 @@ def test_backend_equals_oracle(backend, fmt, direction, data):
     check(x, spec, direction, **options)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_backend_equals_oracle_for_every_kind(backend, fmt, kind, seed):
     """Every kind of data meets every option of every format, both planes in one call."""
@@ -84,6 +85,7 @@ def test_backend_equals_oracle_for_every_kind(backend, fmt, kind, seed):
         assert_planes_equal(col, expected(x, spec, "columnwise", **options), f"{spec} columnwise")
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_backends_agree_on_larger_matrices(fmt, dtype, seed):
     """All backends against the reference, where the oracle would be slow."""
@@ -101,6 +103,7 @@ def test_backends_agree_on_larger_matrices(fmt, dtype, seed):
                 assert_planes_equal(mine, theirs, f"{name} {spec} {side}")
 
 
+@pytest.mark.thinned(1)
 def test_bits_do_not_depend_on_threads(backend, fmt, seed):
     x = sample("heavy", (150, 333), "bfloat16", seed)
     spec = options_of(fmt)[-1]
@@ -117,6 +120,7 @@ def test_bits_do_not_depend_on_threads(backend, fmt, seed):
         torch.set_num_threads(before)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_strides_do_not_matter(backend, fmt, direction, dtype, seed):
     """Transposed, stepped, offset and expanded inputs encode like their contiguous copies."""
@@ -253,6 +257,7 @@ def nan_codes(name: str) -> int:
     return known[formats.format(name).element.name]
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("bits", [0x7FC0, 0xFFC0, 0x7F81, 0xFFFF], ids=hex)
 def test_nan_takes_its_whole_block(backend, name, direction, bits):
@@ -354,6 +359,7 @@ def test_overflowing_quotient_after_a_transform_is_bf16s_maximum(backend):
     assert (check(x.t(), spec, "columnwise")["scale"] == plane["scale"]).all()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("exponent", range(-149, 128, 3))
 def test_scale_bytes_at_every_exponent(backend, exponent):
     """Block amax just below, at and just above 448 * 2^e: E8M0 goes up one byte above it."""

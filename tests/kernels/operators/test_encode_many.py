@@ -171,6 +171,7 @@ def _fresh():
     torch._dynamo.reset()
 
 
+@pytest.mark.thinned(1, few=2)
 @pytest.mark.parametrize(
     "pair", ["uniform", "hybrid", "from decoded", "half identity", "one scale"]
 )

@@ -101,6 +101,7 @@ def test_any_view_of_x_gives_the_same_bits() -> None:
 # ---- norm + encode
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", PAIRS)
 def test_one_operation_has_the_bits_of_two(name: str, way: str) -> None:

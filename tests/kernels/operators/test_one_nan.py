@@ -62,6 +62,7 @@ def is_canonical(tensor: torch.Tensor) -> bool:
     return bool(bits.numel()) and bool((bits == NANS[tensor.dtype][0]).all())
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("dtype", NANS, ids=str)
 @pytest.mark.parametrize("name", SPECS)
 def test_planes_and_statistics(ops, name, dtype) -> None:

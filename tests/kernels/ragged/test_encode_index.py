@@ -43,6 +43,7 @@ def seeds(sizes: tuple[int, ...]) -> torch.Tensor:
 # ---- bits
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("name", PAIRS)
 def test_rows_of_an_index_have_the_planes_of_the_rows_themselves(name: str, encoder: str) -> None:
     row, col = PAIRS[name]
@@ -56,6 +57,7 @@ def test_rows_of_an_index_have_the_planes_of_the_rows_themselves(name: str, enco
             same(got, want, f"{name}, {sizes}, {cols}, {x.dtype}")
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("is_indexed", [True, False])
 @pytest.mark.parametrize("name", PAIRS)
 def test_planes_by_group_are_those_of_a_loop(name: str, is_indexed: bool) -> None:

@@ -23,6 +23,7 @@ MODULE = emulated.load()
 # ---- bits
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("name", PAIRS)
 def test_planes_are_those_of_the_padded_tokens(name: str, encoder: str) -> None:
     row, col = PAIRS[name]

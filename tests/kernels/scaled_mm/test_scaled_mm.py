@@ -96,6 +96,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("kind,a,b", PAIRS, ids=lambda one: str(one))
 def test_every_kind_is_laid_out_as_torch_wants(kind: str, a, b) -> None:
     for shape in ((7, 20, 72), (130, 150, 300)):

@@ -79,6 +79,7 @@ def hold(code: triton_tools.Compiled, is_hopper: bool = True) -> None:
         assert all(operands), "the left operand does not come from registers"
 
 
+@pytest.mark.more
 def test_small_m_on_hopper(compiled) -> None:
     code = compiled("dense", "bf16", "mxfp8", 16)
     hold(code)

@@ -264,6 +264,7 @@ def _generator() -> str:
     return next(name for name in replay._GENERATORS if hasattr(torch.utils.checkpoint, name))
 
 
+@pytest.mark.more
 def test_importing_patches_nothing_and_the_first_module_does():
     code = (
         "import torch.utils.checkpoint as c\n"

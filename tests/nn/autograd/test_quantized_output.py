@@ -230,7 +230,7 @@ def test_the_first_gradient_may_stay_quantized():
 # ---- compiled, recomputed
 
 
-@pytest.mark.thinned(1, "slow")
+@pytest.mark.thinned(1, "slow", few=3)
 @pytest.mark.parametrize("flags", [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("recipe", DETERMINISTIC)
 def test_compiled(recipe, flags):
@@ -241,6 +241,7 @@ def test_compiled(recipe, flags):
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
+@pytest.mark.more
 def test_compiled_with_roles_and_names():
     seen = []
 

@@ -87,6 +87,7 @@ def train(module, call, recipe, dtype=torch.float32, microbatches=1, together=Fa
     return made + [saved[key] for key in sorted(saved)], sorted(saved)
 
 
+@pytest.mark.thinned(1, few=2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_every_kind_of_state(recipe, backend) -> None:
@@ -98,6 +99,7 @@ def test_every_kind_of_state(recipe, backend) -> None:
     assert _graphs() == 1
 
 
+@pytest.mark.thinned(1, few=1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("together", [False, True])
@@ -110,6 +112,7 @@ def test_microbatches(dtype, together, backend) -> None:
     assert equal(train(two, compiled, "fp8_delayed", **options)[0], want)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation(reentrant, backend) -> None:

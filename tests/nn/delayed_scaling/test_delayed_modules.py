@@ -120,6 +120,7 @@ def test_each_group_has_its_history(single, on_device) -> None:
         assert torch.equal(got, want.detach()), number
 
 
+@pytest.mark.more
 def test_a_transformer_layer_trains_and_compiles() -> None:
     torch.manual_seed(0)
     eager = hybridq.TransformerLayer(32, 64, 4, hidden_dropout=0.0, attention_dropout=0.0)

@@ -167,6 +167,7 @@ def same(got, want) -> None:
         assert one.dtype == two.dtype and torch.equal(one, two), i
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize("splits", [list(SIZES), torch.tensor(SIZES), torch.tensor(SIZES).int()])
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -270,6 +271,7 @@ def test_bf16_and_torch_autocast(mode) -> None:
         same(train(module, lambda x: module(x, splits), "fp8_delayed", data), want)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("recipe", ["plain", pytest.param("decoded", marks=SLOW), "by name"])
 def test_compiled(recipe) -> None:
     """One graph for all sizes; eager's bits and states."""

@@ -302,6 +302,7 @@ def test_each_gemm_has_its_own(given, by, asked):
     assert asked == ["fast"]
 
 
+@pytest.mark.more
 def test_each_gemm_has_its_own_when_compiled(asked):
     layer, x, dy = _case()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

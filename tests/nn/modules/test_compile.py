@@ -52,6 +52,7 @@ def _data(rows):
     return torch.randn(rows, 40), torch.randn(rows, 24)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("backend", BOTH_BACKENDS)
 def test_every_deterministic_recipe(backend):
     """One module, one recipe after another: right from the first call on, and when it changes."""
@@ -107,6 +108,7 @@ def test_switching_off_and_on():
     assert _graphs() == 2
 
 
+@pytest.mark.more
 def test_dynamic_batch_sizes():
     model = _model()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -193,6 +195,7 @@ def test_errors_keep_their_text():
     assert "IdentityQuantizer" in text and "enc.q" in text
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_fwd_mxfp8_bwd"])
 def test_checkpoint_under_compile_and_compile_under_checkpoint(recipe):
     model = _model()

@@ -74,6 +74,7 @@ def same(a: list, b: list) -> bool:
     return all((p is q is None) or torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("recipe", [name for name in names() if name != "fp8_delayed"])
 def test_every_bit_is_that_of_the_long_way(monkeypatch, taken, recipe: str, dtype) -> None:

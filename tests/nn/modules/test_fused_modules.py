@@ -28,6 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUANTIZING = tuple(name for name in recipes.names() if name not in ("bf16", "high_precision"))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).split(".")[1])
 @pytest.mark.parametrize("recipe", QUANTIZING)
 @pytest.mark.parametrize("maker", MAKERS)

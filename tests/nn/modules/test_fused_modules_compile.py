@@ -49,6 +49,7 @@ def _data(rows):
     return torch.randn(rows, INNER), torch.randn(rows, 48)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_deterministic_recipe(backend):
     """The same bits as eager from the first call on, one graph per recipe, none after that."""
@@ -63,6 +64,7 @@ def test_every_deterministic_recipe(backend):
                 assert _graphs() == count, recipe
 
 
+@pytest.mark.thinned(1, few=1)
 @pytest.mark.parametrize("recipe", [*STOCHASTIC, *PLAIN])
 def test_other_recipes(recipe):
     """Stochastic ones draw from torch's generator; plain ones are torch's modules."""
@@ -77,6 +79,7 @@ def test_other_recipes(recipe):
         assert _graphs() == 1
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_without_a_recipe_and_under_torch_autocast(backend):
     model = _model()
@@ -92,6 +95,7 @@ def test_without_a_recipe_and_under_torch_autocast(backend):
         assert _graphs() == 2
 
 
+@pytest.mark.more
 def test_dynamic_batch_sizes():
     model = _model()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -117,6 +121,7 @@ def test_optional_results():
     assert _graphs() == 1
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_fwd_mxfp8_bwd"])
 def test_checkpoint_under_compile_and_compile_under_checkpoint(recipe):
     model = _model()

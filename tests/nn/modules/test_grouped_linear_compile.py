@@ -72,6 +72,7 @@ def test_compiled_with_device_splits(recipe, fresh) -> None:
         assert counters["stats"]["unique_graphs"] == graphs == 1
 
 
+@pytest.mark.more
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8_fwd_high_precision_bwd"])
 def test_compiled_by_inductor(recipe, fresh) -> None:
@@ -108,6 +109,7 @@ def test_opcheck(spec) -> None:
     torch.library.opcheck(ops.bias_grad_ragged.default, (x, offsets))
 
 
+@pytest.mark.thinned(1, few=1)
 @pytest.mark.parametrize("recipe", [None, "mxfp8", "bf16"])
 def test_compiled_with_host_splits(recipe, fresh) -> None:
     module, (x, dy) = grouped(3, torch.float32), data()

@@ -21,6 +21,7 @@ from module_matrix import CASES, HIDDEN, RECIPES, step
 QUANTIZED = [name for name in RECIPES if name not in ("bf16", "high_precision")]
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("recipe", QUANTIZED)
 @pytest.mark.parametrize("case", CASES)
 def test_dtypes_that_differ(case, recipe) -> None:
@@ -78,6 +79,7 @@ def test_quantizers_that_a_gemm_cannot_use(case, slot, usage, words) -> None:
     assert len(step(model, model["blocks"], x, dy, "mxfp8")) > 2
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("recipe", QUANTIZED)
 @pytest.mark.parametrize("case", CASES)

@@ -52,6 +52,7 @@ def same(got, want) -> None:
         assert torch.equal(one, two), f"result {i}: {(one.double() - two.double()).abs().max()}"
 
 
+@pytest.mark.thinned(1, few=5)
 @pytest.mark.parametrize(("case", "recipe", "mode"), triples(11))
 def test_compiled(case, recipe, mode, fresh) -> None:
     """Training steps have eager's bits; no graph break; nothing is compiled after the first."""
@@ -83,6 +84,7 @@ WAYS = {
 }
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(("case", "recipe"), pairs(4))
 def test_recomputed(case, recipe) -> None:
     """Three training steps, recomputed in four ways: the bits of a run without."""
@@ -102,6 +104,7 @@ def _identity(role):
 _identity.reads_names = False
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.usefixtures("fast_products")
 @pytest.mark.parametrize("recipe", [None, CustomRecipe(_identity)], ids=["none", "identity"])
 @pytest.mark.parametrize("mode", MODES)

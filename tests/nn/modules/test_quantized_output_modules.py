@@ -88,6 +88,7 @@ def test_a_module_after_it_has_the_bits_of_a_plain_tensor_between(name) -> None:
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "name",
     [

@@ -312,7 +312,7 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.thinned(1, "slow")
+@pytest.mark.thinned(1, "slow", few=1)
 @pytest.mark.parametrize("which", OPTIONS)
 @pytest.mark.parametrize("amp", [False, True])
 def test_compiled_in_one_graph(which, amp, fresh_dynamo):

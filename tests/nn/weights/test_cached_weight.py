@@ -344,6 +344,7 @@ def test_autocast_says_it_for_modules_that_are_not_told(encodes: list[int]) -> N
     assert weights(encodes) == 2
 
 
+@pytest.mark.thinned(1, few=1)
 @pytest.mark.parametrize("first", [None, True, False])
 def test_compiled_code_takes_the_argument_and_keeps_nothing(first) -> None:
     module, (x,) = layer(), data()
