@@ -94,7 +94,7 @@ def calls(which: str) -> None:
         for recipe in recipes:
             own = host_cost(rows, count, recipe, *kind)
             assert own[0] <= 1.5 * plain[0], (recipe, kind, rows, count, own, plain)
-            if not any(kind):
+            if recipe in SOME and not any(kind):
                 # Operators are counted by what watches them: then nothing goes past the dispatcher.
                 most = {(64, 1): 3.1, (65, 1): 3.5, (64, 4): 5.4, (65, 4): 6.1}[rows, count]
                 assert own[1] <= most * plain[1], (recipe, rows, count, own, plain)

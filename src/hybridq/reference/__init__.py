@@ -7,7 +7,7 @@ sources.
 from __future__ import annotations
 
 from .activation import ACTIVATIONS, Activation, activation, exp, sigmoid
-from .decode import decode_plane, plane_operand, tensor_factor
+from .decode import decode_plane, factor_bound, factor_of, plane_operand, tensor_factor
 from .elements import cast, decode_codes, pack, unpack
 from .encode import encode_plane, matrix_scales, tensor_amax
 from .fold import FOLD_WIDTH, Folded, fold_element, fold_lift, fold_plane
@@ -33,6 +33,8 @@ __all__ = [
     "decode_plane",
     "encode_plane",
     "exp",
+    "factor_bound",
+    "factor_of",
     "fold_element",
     "fold_lift",
     "fold_plane",

@@ -13,7 +13,7 @@ from .elements import decode_codes, unpack
 from .hadamard import inverse_hadamard
 from .rounding import one_nan, round_values
 
-__all__ = ["decode_plane", "plane_operand", "tensor_factor"]
+__all__ = ["decode_plane", "factor_bound", "factor_of", "plane_operand", "tensor_factor"]
 
 _BF16 = torch.finfo(torch.bfloat16)
 
@@ -28,15 +28,36 @@ def tensor_factor(buffers: list[torch.Tensor], spec: PlaneSpec) -> torch.Tensor 
         buffers: in the format's order.
         spec: of the plane.
     """
+    bound = factor_bound(spec)
+    return None if bound is None else factor_of(buffers, bound)
+
+
+def factor_bound(spec: PlaneSpec) -> float | None:
+    """Return what `factor_of` takes of a spec; None where planes have no factor.
+
+    Args:
+        spec: of the planes.
+    """
     fmt = spec.format
     if fmt.is_tensor_scaled:
-        return buffers[1]
+        return 0.0
     if fmt.needs_tensor_amax and fmt.element is not None:
-        # Filled on the device: a copy from the host would wait for it, and dividing by a Python
-        # number would multiply by its reciprocal on CUDA, which rounds differently.
-        bound = torch.full_like(buffers[2], spec.tensor_bound * fmt.element.max)
-        return buffers[2] / bound
+        return spec.tensor_bound * fmt.element.max
     return None
+
+
+def factor_of(buffers: list[torch.Tensor], bound: float) -> torch.Tensor:
+    """Return the FP32 factor of the whole plane.
+
+    Args:
+        buffers: in the format's order.
+        bound: what the amax is divided by; 0 where the scale is the factor.
+    """
+    if not bound:
+        return buffers[1]
+    # Filled on the device: a copy from the host would wait for it, and dividing by a Python
+    # number would multiply by its reciprocal on CUDA, which rounds differently.
+    return buffers[2] / torch.full_like(buffers[2], bound)
 
 
 def _scaled_codes(

@@ -122,6 +122,7 @@ def as_factor(
     if factor is None:
         return None, (0, 0)
     factor = factor.to(torch.float32).contiguous()
-    if factor.numel() == 1:
-        return factor, (given(what, factor, torch.float32, 1), 0)
-    return factor, (given(what, factor, torch.float32, count), 1)
+    numel = factor.numel()
+    if factor.is_cpu and numel in (1, count):
+        return factor, (made(factor), int(numel > 1))
+    return factor, (given(what, factor, torch.float32, count), 1)  # an error that says what it is

@@ -26,7 +26,7 @@ import torch
 
 from ... import settings
 from ...formats import PlaneSpec
-from ...reference import tensor_factor
+from ...reference import factor_bound, factor_of
 from ..choice import GemmArgs, Operand, OpQuery, cached_choice, choose, select
 from ..cpu import CPU, SKINNY_ROWS, CodesProduct, codes_reason, multiply, product_reason
 from ..inputs import has_autocast, is_host, without_autocast
@@ -81,15 +81,14 @@ class SideDecoder:
         device: type of the planes' device.
     """
 
-    __slots__ = ("_decode", "_form", "_has_factor", "_in_fp32", "_is_exact", "_run", "_spec")
+    __slots__ = ("_bound", "_decode", "_form", "_in_fp32", "_is_exact", "_run")
 
     def __init__(
         self, spec: PlaneSpec, keep_transformed: bool, dtype: torch.dtype, device: str
     ) -> None:
         fmt = spec.format
-        self._spec = spec
         self._form = f"decoded {dtype}{'' if keep_transformed else ' transformed back'}"
-        self._has_factor = fmt.is_tensor_scaled or fmt.needs_tensor_amax
+        self._bound = factor_bound(spec)
         self._is_exact = fmt.is_bf16_exact
         #: What turns a plane back into values; what decodes it, to the dtype and to FP32.
         self._decode: _Decode | None = None
@@ -102,8 +101,8 @@ class SideDecoder:
             if dtype is not torch.float32:
                 self._in_fp32 = _decoder(spec, torch.float32, device, True)
 
-    def side(self, operand: Operand) -> Side:
-        """Return an operand decoded, or what is kept of it.
+    def ready(self, operand: Operand) -> Side | None:
+        """Return an operand that is not quantized, or what its cache keeps of it; or None.
 
         Args:
             operand: a plane of the spec.
@@ -112,7 +111,7 @@ class SideDecoder:
             matrix = operand.buffers[0]
             return Side(matrix, None, matrix.dtype == torch.bfloat16)
         if operand.cache is None:
-            return self.decode(operand)
+            return None
         return operand.cache.get(self._form, operand.buffers, lambda: self.decode(operand))
 
     def decode(self, operand: Operand) -> Side:
@@ -127,7 +126,7 @@ class SideDecoder:
         matrix, is_outside = self._run(buffers, rows, cols)
         if is_outside and self._in_fp32 is not None:
             matrix, _ = self._in_fp32(buffers, rows, cols)
-        factor = tensor_factor(buffers, self._spec) if self._has_factor else None
+        factor = None if self._bound is None else factor_of(buffers, self._bound)
         return Side(matrix, factor, self._is_exact and not is_outside)
 
 
@@ -157,7 +156,8 @@ def decode_side(operand: Operand, keep_transformed: bool, dtype: torch.dtype) ->
     """
     device = operand.buffers[0].device.type
     forced = settings.current().backend
-    return _side_decoder(operand.spec, keep_transformed, dtype, device, forced).side(operand)
+    decoder = _side_decoder(operand.spec, keep_transformed, dtype, device, forced)
+    return decoder.ready(operand) or decoder.decode(operand)
 
 
 @cached_choice
@@ -248,7 +248,7 @@ class _ExactProduct:
             plain = _identity_product(a, b, args)
             if plain is not None:
                 return plain
-        left = self._left.side(a)
+        left = self._left.ready(a) or self._left.decode(a)
         if self._codes is not None and 0 < a.rows <= SKINNY_ROWS:
             matrix = left.matrix
             if matrix.dtype is torch.float16:
@@ -256,7 +256,8 @@ class _ExactProduct:
             made = self._codes(matrix, left.factor, b, args)
             if made is not None:
                 return made
-        return multiply_sides(left, self._right.side(b), args)
+        right = self._right.ready(b) or self._right.decode(b)
+        return multiply_sides(left, right, args)
 
 
 def multiplier(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import encode_many, encode_ragged, group_statistics, grouped_gemm, token_rows
-from .dense import gemm_plan, run_checked_gemm, run_gemm, sum_of_rows
+from .dense import GemmPlan, gemm_plan, run_checked_gemm, run_gemm, sum_of_rows
 from .derivatives import StatedFunction
 from .encode_matrix import encode, encode_recording, record_amax
 from .encode_plan import (
@@ -19,6 +19,7 @@ from .norm_activation_encode import activation_encode, norm_encode
 from .skinny_gemm import skinny_gemm
 
 __all__ = [
+    "GemmPlan",
     "StatedFunction",
     "activation_backward",
     "activation_encode",

@@ -155,8 +155,6 @@ def _forward(
 ) -> tuple[torch.Tensor, Buffers, Buffers, list[torch.Tensor]]:
     """Return y, what is saved of the input and of w, and what the prologue wants to know."""
     plan = call.plan
-    if call.prepared is not None:
-        return *_prepared_forward(x, w, bias, seed, call, call.prepared), []
     given = isinstance(call.weight, PrequantizedWeight)  # then only its planes are read
     direct = can_bypass_dispatcher(x, None if given else w, bias, seed, gamma, beta)
     own = () if scales is None else (scales,)
@@ -199,8 +197,10 @@ def _prepared_forward(
 ) -> tuple[torch.Tensor, Buffers, Buffers]:
     """Return y, and what is saved of the input and of w, past the dispatcher."""
     weight, needs, w_planes = call.weight, call.needs, None
-    if weight is not None or needs.x:
+    if weight is not None:
         w_planes = _weight_planes(w, seed, call, None, True)
+    elif needs.x:
+        w_planes = prepared.weight.operand(w, True, seed)
     given: torch.Tensor | Operand = w
     if w_planes is not None:
         given = Operand(w_planes[0], prepared.weight_spec, *w.shape)
@@ -208,9 +208,11 @@ def _prepared_forward(
     if made is not None:
         return *made, [] if w_planes is None else w_planes[1]
     x_row, x_saved = prepared.input.operand(x, needs.w, seed)
-    w_row, w_saved = w_planes or _weight_planes(w, seed, call, None, True)
+    w_row, w_saved = w_planes or prepared.weight.operand(w, False, seed)
     cache = None if weight is None else weight.row_kept
-    y = prepared.gemm(x_row, x.shape[0], w_row, w.shape, bias, cache)
+    (a, b, multiply), args = prepared.product(bias)
+    rows, (n, k) = x.shape[0], w.shape
+    y = multiply(Operand(x_row, a, rows, k), Operand(w_row, b, n, k, cache), args)
     return y, x_saved, w_saved
 
 
@@ -235,7 +237,11 @@ class _Linear(StatedFunction):
         call: _Call,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         # Whoever called has left torch.autocast already.
-        y, x_saved, w_saved, known = _forward(x, w, bias, gamma, beta, seed, scales, call)
+        known: list[torch.Tensor] = []
+        if call.prepared is not None:
+            y, x_saved, w_saved = _prepared_forward(x, w, bias, seed, call, call.prepared)
+        else:
+            y, x_saved, w_saved, known = _forward(x, w, bias, gamma, beta, seed, scales, call)
         needs, weight = call.needs, call.weight
         saved = [*x_saved, *w_saved]
         if ENTERED:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from ...formats import PlaneSpec
-from ...kernels import OperandCache
 from ...kernels.choice import EncodeRequest, GemmArgs, Operand
 from ...kernels.cpu import SKINNY_ROWS
 from ...kernels.inputs import can_cache
 from ...kernels.operators import (
+    GemmPlan,
     encode_plan,
     gemm_plan,
     given_statistic,
@@ -32,7 +32,7 @@ class PreparedSlot:
         slot: `"input"` or `"weight"`.
     """
 
-    __slots__ = ("_given", "_is_plain_col", "_requests", "_saves_row", "_split")
+    __slots__ = ("_given", "_is_decoded", "_is_plain_col", "_requests", "_saves_row", "_split")
 
     def __init__(self, plan: SlotPlan, slot: str) -> None:
         encoder = SlotEncoder(plan, slot)
@@ -40,6 +40,8 @@ class PreparedSlot:
         #: Without and with a columnwise plane.
         self._requests = [pair.request(encoder.rest()) for pair in pairs]
         self._split = pairs[0].split
+        #: Whether the columnwise plane is made of what the rowwise one decodes to.
+        self._is_decoded = self._requests[1].is_decoded()
         #: A tensor that statistics were given in, its version, and the request with them.
         self._given: tuple[torch.Tensor | None, int, EncodeRequest] = (None, 0, self._requests[0])
         self._is_plain_col, self._saves_row = plan.col.is_plain, plan.saves_row
@@ -74,7 +76,11 @@ class PreparedSlot:
         request = self._requests[with_col]
         if seed is not None:
             request = request._replace(seed=seed)
-        made = run_encode(x, request)
+        if with_col and self._is_decoded:
+            made = run_encode(x, request)
+        else:
+            plan = encode_plan(request.row, request.col, x.dtype, "cpu")
+            made = (plan.at_once or plan)(x, request)
         row = made[: self._split]
         if with_col or not is_saved:
             return row, made[self._split :]
@@ -192,29 +198,18 @@ class PreparedLinear:
             else:
                 row = self.input.operand(x, False, None)[0]
         cache = w.ready if can_cache(w.data) else None
-        return self.gemm(row, x.shape[0], buffers, shape, bias, cache)
+        (a, b, multiply), args = self.product(bias)
+        n, k = shape
+        return multiply(Operand(row, a, x.shape[0], k), Operand(buffers, b, n, k, cache), args)
 
-    def gemm(
-        self,
-        x: Buffers,
-        rows: int,
-        w: Buffers,
-        shape: tuple[int, ...],
-        bias: torch.Tensor | None,
-        cache: OperandCache | None,
-    ) -> torch.Tensor:
-        """Return `x @ w.T + bias` `[rows, n]`.
+    def product(self, bias: torch.Tensor | None) -> tuple[GemmPlan, GemmArgs]:
+        """Return how the rowwise planes are multiplied, and what that takes beside them.
 
         Args:
-            x, w: buffers of the rowwise planes.
-            rows: of x.
-            shape: `[n, k]` of w.
             bias: `[n]`, or None.
-            cache: where what is made of w's plane is kept, or None.
         """
-        plan, (n, k) = self.plan, shape
+        plan = self.plan
         precision = plan.precision.fprop
         texts = (plan.input.row.spec, plan.weight.row.spec)
-        a, b, run = gemm_plan(*texts, self.dtype, precision, bias is None)
-        args = GemmArgs(bias, None, self.dtype, precision)
-        return run(Operand(x, a, rows, k), Operand(w, b, n, k, cache), args)
+        found = gemm_plan(*texts, self.dtype, precision, bias is None)
+        return found, GemmArgs(bias, None, self.dtype, precision)
