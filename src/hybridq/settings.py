@@ -63,6 +63,7 @@ class Settings(threading.local):
         moves_parameters: a module moves its parameters now: copies of them are parameters again.
         offload: what `hybridq.offload` set: it is told of planes before they are saved; or None.
         watcher: what `hybridq.nn.autograd.watch_products` set: it is shown products; or None.
+        in_ring: attention sees the tokens of several ranks (`distributed.context_parallel`).
         scaling_epoch: how many updates of scales there were before the forward that is computed
             again now; -1: none is, or not known.
     """
@@ -76,6 +77,7 @@ class Settings(threading.local):
         self.scaling_epoch: int = -1
         self.model_init: object | None = None
         self.moves_parameters: bool = False
+        self.in_ring: bool = False
         self.offload: Any = None
         self.watcher: Any = None
         self.is_first_microbatch: bool | None = None

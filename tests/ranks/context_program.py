@@ -306,12 +306,47 @@ def faults() -> None:
     drops = {"dropout_p": 0.5, "is_causal": True}
     raises(ValueError, "no dropout on a CPU", lambda: enter(call=lambda x: sdpa_of(x, **drops)))
 
+    of_module(mesh)
+
     def other_width(x: torch.Tensor) -> torch.Tensor:
         return nn.functional.scaled_dot_product_attention(x, x, x[..., :8], is_causal=True)
 
     raises(RuntimeError, "No (available|viable)", lambda: enter(call=other_width))
     assert nn.functional.scaled_dot_product_attention is sdpa
     enter(call=lambda x: sdpa_of(x, is_causal=True))  # and all goes on
+
+
+def of_module(mesh: Any) -> None:
+    """What a module is told beside a causal mask: an error that names what computes it."""
+    length = 8 * mesh.size()
+    ulysses = "take hybridq.distributed.sequence_parallel"
+
+    def attend(format: str = "bshd", recipe: Any = None, drops: float = 0.0, **call: Any) -> None:
+        module = hybridq.MultiheadAttention(
+            HIDDEN, HEADS, attention_dropout=drops, qkv_format=format
+        )
+        x = torch.randn((length, HIDDEN) if format == "thd" else (2, length, HIDDEN))
+        buffers = {"buffers": [x], "buffer_seq_dims": [0 if format == "thd" else 1]}
+        autocast = hybridq.autocast(recipe=recipe, enabled=recipe is not None)
+        with autocast, context_parallel(mesh, module, **buffers):
+            module(x, **call)
+
+    starts = torch.tensor([0, 3, 8], dtype=torch.int32)
+    hidden = torch.zeros(2, 1, 1, 8, dtype=torch.bool)
+    hidden[:, ..., -1] = True
+    for call in (
+        {"window_size": (4, 0)},
+        {"attn_mask_type": "padding_causal", "attention_mask": hidden},
+        {"attn_mask_type": "arbitrary", "attention_mask": hidden},
+        {"attn_mask_type": "padding_causal", "cu_seqlens_q": starts, "cu_seqlens_kv": starts},
+        {"core_attention_bias_type": "alibi"},
+        {"format": "thd", "cu_seqlens_q": starts, "cu_seqlens_kv": starts},
+        {"recipe": hybridq.recipes.with_attention(hybridq.recipes.MXFP8BlockScaling())},
+        {"attn_mask_type": "no_mask"},
+        {"drops": 0.5},
+    ):
+        raises(ValueError, ulysses, lambda call=call: attend(**call))
+    attend()  # and all goes on
 
 
 def dies() -> None:

@@ -6,12 +6,13 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ... import settings
 from ..._torch_private import RingAttention, ring_attention
 from .comparison import Comparison
 from .cpu_ring import cpu_operators
@@ -20,6 +21,9 @@ from .mesh import exchange_of
 from .sequence_parallel import library_of
 
 __all__ = ["context_parallel"]
+
+#: What computes with masks, windows, padding and dropout.
+_ULYSSES: Final = "take hybridq.distributed.sequence_parallel"
 
 
 @contextmanager
@@ -177,26 +181,28 @@ def _checked(is_balanced: bool, device: str) -> Iterator[None]:
         if attn_mask is not None:
             raise ValueError(
                 "context_parallel: attention must have no mask but a causal one, got one of shape "
-                f"{tuple(attn_mask.shape)}; take hybridq.distributed.sequence_parallel"
+                f"{tuple(attn_mask.shape)}; {_ULYSSES}"
             )
         if is_balanced and not is_causal:
             raise ValueError(
                 "context_parallel: attention must be causal, got is_causal=False; give "
-                "load_balance=False"
+                f"load_balance=False for attention without a mask, and for any other {_ULYSSES}"
             )
         if dropout_p and device == "cpu":
             raise ValueError(
-                f"context_parallel: attention must have no dropout on a CPU, got {dropout_p}"
+                f"context_parallel: attention must have no dropout on a CPU, got {dropout_p}; "
+                f"{_ULYSSES}"
             )
         made: torch.Tensor = ring(query, key, value, None, dropout_p, is_causal, **options)
         return made
 
     replaced: Any = F
-    replaced.scaled_dot_product_attention = attention
+    state = settings.current()
+    replaced.scaled_dot_product_attention, state.in_ring = attention, True
     try:
         yield
     finally:
-        replaced.scaled_dot_product_attention = ring
+        replaced.scaled_dot_product_attention, state.in_ring = ring, False
 
 
 def _own_positions(length: int, exchange: HeadExchange, is_balanced: bool) -> torch.Tensor:

@@ -35,9 +35,13 @@ def _attention(
     """Return what `sdpa` makes of this rank's tokens, inside of torch's context parallelism."""
     for what in ("sliding_window", "position_bias", "s_aux"):
         if options.get(what) is not None:
-            raise ValueError(f"{_WHERE}: attention must see all that came before, got {what}")
+            raise ValueError(
+                f"{_WHERE}: attention must see all that came before, got {what}; {_ULYSSES}"
+            )
     if attention_mask is not None:
-        raise ValueError(f"{_WHERE}: attention must have no mask but a causal one, got one")
+        raise ValueError(
+            f"{_WHERE}: attention must have no mask but a causal one, got one; {_ULYSSES}"
+        )
     made: tuple[torch.Tensor, Any] = ALL_ATTENTION_FUNCTIONS["sdpa"](
         module, query, key, value, None, **options
     )

@@ -35,6 +35,15 @@ Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "AttentionCall"], torch.Tensor]
 
 
+def _in_ring(what: str) -> str:
+    """Return why attention is not computed where ranks pass keys and values around."""
+    return (
+        "attention: in the block of context_parallel it is causal or without a mask, in high "
+        f"precision, of whole sequences, got {what}; masks, windows, padding: take "
+        "hybridq.distributed.sequence_parallel"
+    )
+
+
 class AttentionCall(NamedTuple):
     """What one call of attention is told beside queries, keys and values.
 
@@ -257,8 +266,13 @@ class DotProductAttention(nn.Module):
             call: what else the call is told.
             both: how queries and keys lie in a padded batch.
             attend: what computes that.
+
+        Raises:
+            ValueError: ranks pass keys and values around (`context_parallel`).
         """
         queries, keys = both
+        if settings.current().in_ring:
+            raise ValueError(_in_ring("packed sequences (cu_seqlens)"))
         groups = self._groups(query, call, both, attend)
         if groups:
             return self._attend_groups(query, key, value, call, both, attend, groups)
@@ -332,9 +346,15 @@ class DotProductAttention(nn.Module):
         Args:
             again: attention is computed again in the backward.
             cache: what is kept of the tokens before, or None.
+
+        Raises:
+            ValueError: it is kept while ranks pass keys and values around (`context_parallel`).
         """
         if cache is None:
             return self._again if again else self.attend
+
+        if settings.current().in_ring:
+            raise ValueError(_in_ring("inference_params"))
 
         def attend(
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
@@ -362,7 +382,8 @@ class DotProductAttention(nn.Module):
             call: what else the call is told; padded queries give zeros, where lengths are told.
 
         Raises:
-            ValueError: masks or biases do not fit.
+            ValueError: masks or biases do not fit; operands are quantized while ranks pass keys and
+                values around (`context_parallel`).
         """
         scale = self.softmax_scale
         scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
@@ -374,6 +395,8 @@ class DotProductAttention(nn.Module):
         grouped = query.shape[1] != key.shape[1]
         forked = nullcontext() if self._tracker is None or not dropout else self._tracker().fork()
         with forked:
+            if quantizers is not None and settings.current().in_ring:
+                raise ValueError(_in_ring("a recipe with fp8_dpa"))
             if quantizers is None:
                 y = plain_attention(query, key, value, mask, dropout, is_causal, grouped, scale)
             else:
