@@ -30,6 +30,11 @@ def test_aligned_parts_and_other_numbers_of_ranks(tmp_path) -> None:
     run(4, tmp_path / "four", "matrix=cut", "planes", "styles", program=PROGRAM)
 
 
+@pytest.mark.more
+def test_graphs_have_gathers_of_planes_beside_products(tmp_path) -> None:
+    run(2, tmp_path / "store", "graphs", program=PROGRAM)
+
+
 @pytest.mark.slow
 def test_compiled(tmp_path) -> None:
     run(2, tmp_path / "store", "compiled", program=PROGRAM)

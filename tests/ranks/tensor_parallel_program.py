@@ -247,6 +247,8 @@ def token_steps(
 
 def compiled() -> None:
     """One graph, with its reductions in it."""
+    from torch._inductor import config as inductor
+
     single, parallel = models(SIZES["cut"])
     x, name = torch.randn(40, SIZES["cut"][0]), "mxfp8_fwd_nvfp4_bwd"
     wanted = run(torch.compile(single, fullgraph=True), x, name, 1)
@@ -262,10 +264,61 @@ def compiled() -> None:
     parallelize_module(made[1], mesh_of(), styles)
     world, rank = dist.get_world_size(), dist.get_rank()
     x = torch.randn(2, 64 * world, SIZES["aligned"][0])
-    found = [
-        token_steps(torch.compile(model, fullgraph=True), x, name, world, rank) for model in made
-    ]
+    with inductor.patch(_micro_pipeline_tp=True):  # the pass that splits products under gathers
+        found = [
+            token_steps(torch.compile(model, fullgraph=True), x, name, world, rank)
+            for model in made
+        ]
     check_near(found[1], found[0], name)
+
+
+def graphs() -> None:
+    """Compiled, gathers are functional collectives of planes, beside the products that use them.
+
+    Between the start of a gather and its end, weights are encoded or another product runs: what a
+    compiler needs to overlap them.
+    """
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    made: list[list[str]] = []
+
+    def keep(graph: Any, _: Any) -> Any:
+        nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+        names = []
+        for node in nodes:
+            name = str(node.target).split(".")[1] if "." in str(node.target) else ""
+            value = node.meta.get("val")
+            is_bytes = isinstance(value, torch.Tensor) and value.dtype == torch.uint8
+            if name in ("all_gather_into_tensor", "wait_tensor"):
+                name += " of planes" if is_bytes else ""
+            names.append(name)
+        kept = ("all_gather", "reduce_scatter", "wait", "encode", "gemm")
+        made.append([name for name in names if name.startswith(kept)])
+        return make_boxed_func(graph.forward)
+
+    model = hybridq.convert(Mlp(*SIZES["aligned"]))
+    styles = {
+        "up": distributed.ColwiseParallel(input_layouts=Shard(1)),
+        "down": distributed.RowwiseParallel(output_layouts=Shard(1)),
+    }
+    parallelize_module(model, mesh_of(), styles)
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    x = torch.randn(2, 64, SIZES["aligned"][0], requires_grad=True)
+    with hybridq.autocast(recipe="mxfp8"):
+        y = torch.compile(model, fullgraph=True, backend=backend)(x)
+    y.sum().backward()
+    gather, wait = "all_gather_into_tensor of planes", "wait_tensor of planes"
+    scatter = ["reduce_scatter_tensor", "wait_tensor"]
+    forward, backward = made
+    up = ["encode", gather, "encode", wait, "gemm"]
+    assert forward == [*up, "encode", "encode", "gemm", *scatter], forward
+    of_grad = ["encode", gather, wait, "gemm", "gemm"]
+    # The input's columnwise plane is on its way during one product, the sum during the other.
+    assert backward == [
+        *of_grad,
+        *(gather, "encode", "gemm", scatter[0], wait, "gemm", scatter[1]),
+    ], backward
 
 
 def refused() -> None:
