@@ -38,6 +38,7 @@ __all__ = [
     "interpreter",
     "is_profiling",
     "is_wrapper_subclass",
+    "leave_out_of_ddp",
     "local_shape_and_offset",
     "neg_view",
     "no_torch_function",
@@ -267,6 +268,21 @@ def wait_tensor(x: torch.Tensor) -> torch.Tensor:
     """
     made: torch.Tensor = _functional("wait_tensor", "wait for a collective")(x)
     return made
+
+
+def leave_out_of_ddp(model: Any, names: list[str]) -> None:
+    """Let DistributedDataParallel neither broadcast nor reduce some of a model's parameters.
+
+    Args:
+        model: that will be wrapped.
+        names: of the parameters in it.
+    """
+    where = "torch.nn.parallel.DistributedDataParallel"
+    leave = _taken(
+        f"{where}._set_params_and_buffers_to_ignore_for_model", "leave experts out of DDP"
+    )
+    known = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    leave(model, [*known, *names])
 
 
 def process_group(name: str) -> Any:

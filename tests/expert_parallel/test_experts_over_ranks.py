@@ -104,3 +104,11 @@ def test_more_models_of_transformers(tmp_path) -> None:
     pytest.importorskip("transformers", minversion="5.0")
     run(2, tmp_path / "store", "families=Phi-MoE,Granite-MoE,dots1,JetMoE", program=HF)
     run(4, tmp_path / "four", f"families={FAMILIES}", program=HF)
+
+
+@pytest.mark.more
+def test_the_trainer_of_transformers(tmp_path) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    pytest.importorskip("accelerate")
+    names = (f"trains={tmp_path}", f"resumes={tmp_path / 'folder'}")
+    run(2, tmp_path / "store", *names, program="experts_trainer_program.py")

@@ -100,8 +100,15 @@ def saved(folder: str) -> None:
     family = next(one for one in FAMILIES if one.name == "Qwen3-MoE")
     single, shared = family.build(), parallelize_experts(family.build())
     whole = get_model_state_dict(shared, options=WHOLE)
+    shared.save_pretrained(folder)  # one set of files, of the first rank
+    dist.barrier()
     if dist.get_rank() == 0:
-        shared.save_pretrained(folder, state_dict=whole)
+        shared.save_pretrained(f"{folder}-given", state_dict=whole)
+        assert (
+            Path(f"{folder}-given/model.safetensors").read_bytes()
+            == Path(f"{folder}/model.safetensors").read_bytes()
+        )
+        single.save_pretrained(f"{folder}-single")  # a model of the same class, on one rank
         with safe_open(f"{folder}/model.safetensors", "pt") as file:
             assert "model.layers.0.mlp.experts.0.gate_proj.weight" in set(file.keys())
         read = transformers.AutoModelForCausalLM.from_pretrained(folder)

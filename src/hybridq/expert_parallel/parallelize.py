@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import settings
-from .._torch_private import process_group
+from .._torch_private import leave_out_of_ddp, process_group
 from ..converters import converters
 from ..distributed.agreement import Fingerprint, compare
 from ..distributed.collectives import formats_of_directions
@@ -23,6 +23,7 @@ from ..tensor import is_quantized
 from .exchange import BY_RECIPE, TokenExchange
 from .plans import capacity_of, experts_by_rank
 from .ranks import Ranks, ranks_of
+from .saving import saves_whole
 
 __all__ = ["parallelize_experts"]
 
@@ -51,6 +52,8 @@ def parallelize_experts(
     go to the ranks of their experts by an all-to-all, are multiplied there under the recipe, and
     come back; router, auxiliary loss, correction of scores and shared experts are the model's own.
     All ranks must run the same forwards and backwards, each on tokens of its own.
+    `save_pretrained` of a model that has it is called on all ranks, and writes one set of files on
+    the first. Where experts lie over all ranks, DistributedDataParallel leaves them alone.
 
     Modules that `hybridq.convert` knows (docs/guides/experts.md) are converted; what else the model
     has is not touched.
@@ -136,6 +139,7 @@ def parallelize_experts(
         _compare_replicas(ranks, found, problem)
     if problem is not None:
         raise problem
+    dealt: list[str] = []
     for name, module, layout in found:
         if layout is not None:
             convert_experts(module, layout)
@@ -147,6 +151,10 @@ def parallelize_experts(
         batch = (ranks.batch, ranks.has_same_tokens, ranks.batch_is_apart)
         exchange = TokenExchange(group.group_name, rank, *given, *batch)
         _deal_out(module, exchange, mesh)
+        dealt += [f"{name}.{own}".lstrip(".") for own in _stacks(module, module.experts_layout)]
+    if ranks.replicas == "":  # no other rank has the same, which would have to be averaged with
+        leave_out_of_ddp(model, dealt)
+    saves_whole(model)
     return model
 
 

@@ -21,9 +21,11 @@ from .quantizer import HybridQQuantizer  # noqa: E402
 if TYPE_CHECKING:
     from .cache import HybridQCache
     from .callback import HybridQCallback
+    from .experts_trainer import ExpertsTrainer
 
 __all__ = [
     "VERSION",
+    "ExpertsTrainer",
     "HybridQCache",
     "HybridQCallback",
     "HybridQConfig",
@@ -42,6 +44,11 @@ if not TYPE_CHECKING:
 
             globals()[name] = HybridQCallback
             return HybridQCallback
+        if name == "ExpertsTrainer":
+            from .experts_trainer import ExpertsTrainer
+
+            globals()[name] = ExpertsTrainer
+            return ExpertsTrainer
         if name == "HybridQCache":
             from .cache import HybridQCache
 
