@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import subprocess
@@ -116,3 +117,33 @@ def test_the_command_says_it(tmp_path: Path) -> None:
 def test_a_model_in_the_place_of_the_path_is_told() -> None:
     with pytest.raises(TypeError, match=r"path must be that of a file, got Linear.*trace\(path"):
         hybridq.trace(nn.Linear(4, 4))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_a_trainer_by_its_rollout(tmp_path: Path, recipe: str) -> None:
+    """A server has one plane of each weight and no gradients: forwards are compared alone."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32))
+    trainer = hybridq.convert(nn.Sequential(*layers), least_width=0).to(torch.bfloat16)
+    server = hybridq.quantize_model(copy.deepcopy(trainer), recipe)
+    x = torch.randn(16, 64, dtype=torch.bfloat16)
+    with hybridq.trace(tmp_path / "a", trainer, values=True) as writer:
+        with hybridq.autocast(recipe=recipe):
+            trainer(x).square().mean().backward()
+        writer.step()
+    with hybridq.trace(tmp_path / "b", server, values=True) as writer, torch.no_grad():
+        server(x)
+        writer.step()
+    assert compare(tmp_path / "a", tmp_path / "b", forward=True) is None
+    with pytest.raises(ValueError, match="one model and recipe"):
+        compare(tmp_path / "a", tmp_path / "b")
+    # A server that was sent older weights.
+    with torch.no_grad():
+        trainer[2].weight[5, 7] += 0.5
+    server = hybridq.quantize_model(copy.deepcopy(trainer), recipe)
+    with hybridq.trace(tmp_path / "c", server, values=True) as writer, torch.no_grad():
+        server(x)
+        writer.step()
+    found = compare(tmp_path / "a", tmp_path / "c", forward=True)
+    assert found is not None
+    assert found[:4] == (0, "2", "weight", "rowwise")

@@ -13,6 +13,7 @@ from ..direction import DIRECTIONS, Direction
 from ..nn.autograd import WatchedProduct
 from ..recipes import Plan, SlotPlan
 from ..report import SlotStatistics, measure_slot
+from ..report.precision.slot_statistics import held_plane
 from .over_ranks import Sample
 
 __all__ = ["Sampler", "names_of"]
@@ -103,8 +104,11 @@ class Sampler:
         own: SlotPlan | None = None if plan is None else getattr(plan, slot)
         if own is None or plan is None or plan.is_plain or not x.numel():
             return
-        band = self._band(x)
-        found = measure_slot(band, own, slot, DIRECTIONS, scales[group % len(scales)])
+        held = product.held_by(group) if slot == "weight" else None
+        texts = zip(DIRECTIONS, (own.row, own.col), strict=True)
+        # What the module holds is multiplied as it is: nothing is lost.
+        made = [one for one, text in texts if held_plane(held, one, text.spec, x.dtype) is None]
+        found = measure_slot(self._band(x), own, slot, made, scales[group % len(scales)])
         for direction, statistics in found.items():
             text = own.row if direction == DIRECTIONS[0] else own.col
             if text.is_plain:

@@ -51,11 +51,15 @@ class Difference(NamedTuple):
         return f"{said}: byte {self.byte}, bit {self.bit} ({self.a:#04x} and {self.b:#04x})"
 
 
-def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference | None:
+def compare(
+    a: str | os.PathLike[str], b: str | os.PathLike[str], *, forward: bool = False
+) -> Difference | None:
     """Return the first buffer, in the order of the run, that differs between two traces.
 
     Args:
         a, b: files that `hybridq.trace` wrote, or another implementation in its format.
+        forward: of what a forward multiplies alone, for a trainer and a server, which has no
+            gradients, no columnwise planes, and of weights their planes only.
 
     Returns:
         Where they differ; None: nowhere.
@@ -67,8 +71,11 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference 
     Example:
         See `hybridq.trace`.
     """
-    lines = zip_longest(_lines(Path(a)), _lines(Path(b)))
-    for number, (one, other) in enumerate(lines, start=2):
+    both = (
+        (line for line in _lines(Path(path)) if not forward or _is_forward(line[1]))
+        for path in (a, b)
+    )
+    for (number, one), (_, other) in zip_longest(*both, fillvalue=(0, None)):
         if one is None or other is None:
             short = a if one is None else b
             raise ValueError(f"compare: both traces must have as many steps, got fewer in {short}")
@@ -87,6 +94,15 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference 
             f"compare: both traces must be of one model and recipe, got {places} in line {number}"
         )
     return None
+
+
+def _is_forward(line: dict[str, Any]) -> bool:
+    """Return whether a line is of what a forward multiplies, or of its result."""
+    if "end_of_step" in line:
+        return True
+    if line["tensor"].startswith("grad_") or line["direction"] == "columnwise":
+        return False
+    return bool((line["tensor"], line["direction"]) != ("weight", "values"))
 
 
 def _text(line: dict[str, Any]) -> str:
@@ -108,8 +124,8 @@ def _difference(one: dict[str, Any], other: dict[str, Any]) -> Difference:
     return found
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a trace behind its header; raise where it is none, or not whole."""
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield number and content of each line behind the header; raise where it is no whole trace."""
     try:
         with path.open(encoding="utf-8") as file:
             if _parsed(path, 1, file.readline()) != HEADER:
@@ -120,7 +136,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 is_ended = "end_of_step" in line
                 if not is_ended and any(key not in line for key in _KEYS):
                     raise ValueError(f"compare: {path}, line {number} must have {', '.join(_KEYS)}")
-                yield line
+                yield number, line
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"compare: {path} must be a trace that can be read, got {error}") from None
     if not is_ended:

@@ -113,7 +113,8 @@ class Trace:
             return
         scales = product.scales[group % len(product.scales)] if product.scales else None
         own = getattr(plan, slot)
-        planes = made_planes(x.detach().contiguous(), own, slot, DIRECTIONS, scales)
+        held = product.held_by(group) if slot == "weight" else None
+        planes = made_planes(x.detach().contiguous(), own, slot, DIRECTIONS, scales, held)
         for direction, text in ((ROWWISE, own.row), (COLUMNWISE, own.col)):
             if not text.is_plain:
                 for buffer, tensor in planes[direction].buffers.items():

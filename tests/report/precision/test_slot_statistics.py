@@ -117,3 +117,17 @@ def test_nothing_is_drawn_for_stochastic_planes() -> None:
     assert first == measure_slot(x, plan, "grad_output")
     torch.manual_seed(3)
     assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_a_weight_that_is_held_as_planes_loses_nothing_more() -> None:
+    """Encoding what a plane decodes to need not give its codes: the report shows the plane."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(64, 96, dtype=torch.bfloat16)
+    model = hybridq.convert(torch.nn.Sequential(layer), least_width=0)
+    model = hybridq.quantize_model(model, "mxfp8")
+    again = hybridq.quantize(model[0].weight.dequantize(), "mxfp8")
+    assert not torch.equal(again.rowwise.data, model[0].weight.rowwise.data)
+    found = hybridq.report(model, torch.randn(8, 64).bfloat16(), ["mxfp8"], backward=False)
+    rows = {(row.tensor, row.in_run): row.statistics.relative_error for row in found.slots}
+    assert rows["weight", True] == 0.0
+    assert rows["input", True] > 0.0

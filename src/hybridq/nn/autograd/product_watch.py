@@ -16,6 +16,7 @@ from torch import nn
 from ... import settings
 from ...quantizers import Quantizer
 from ...recipes import Plan
+from ...storage import TensorStorage
 from ..delayed_scaling import Scales
 
 __all__ = [
@@ -46,6 +47,8 @@ class WatchedProduct(NamedTuple):
         result: `[..., out_features]`.
         scales: of delayed scaling, of each group, or None.
         offsets: int32 `[groups]`, the row at which each group ends; None: there is one group.
+        held: returns the planes of each group's weight where the module holds planes, which are
+            multiplied as they are where the plan wants the same; None where it does not.
     """
 
     module: nn.Module
@@ -56,6 +59,16 @@ class WatchedProduct(NamedTuple):
     result: torch.Tensor
     scales: Sequence[Scales | None]
     offsets: torch.Tensor | None = None
+    held: Callable[[], list[TensorStorage | None]] = list
+
+    def held_by(self, group: int) -> TensorStorage | None:
+        """Return the planes that the module holds of a group's weight, or None.
+
+        Args:
+            group: its number.
+        """
+        found = self.held()
+        return found[group] if found else None
 
 
 class WatchedTensor(NamedTuple):

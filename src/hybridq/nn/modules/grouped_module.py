@@ -8,6 +8,7 @@ import torch
 
 from ...recipes import CustomRecipe, Plan, Recipe, bind
 from ...recipes.factories import high_precision_factory
+from ...storage import TensorStorage
 from ...tensor import is_quantized
 from ...tensor.stack import is_stack
 from ..autograd import (
@@ -343,6 +344,11 @@ class _Call(NamedTuple):
             made = apply(made, self.activation, None, None)
         return made.dequantize() if is_quantized(made) else made
 
+    def held(self) -> list[TensorStorage | None]:
+        """Return the planes of each group's matrix where there are some."""
+        found: list[Any] = _parts(self.params, self.layout)[0]
+        return [one.tensor_storage if is_quantized(one) else None for one in found]
+
     def weights(self) -> list[torch.Tensor]:
         """Return the matrix of each group, in high precision."""
         found = _parts(self.params, self.layout)[0]
@@ -353,7 +359,7 @@ def _shown(module: GroupedModule, part: str, call: _Call, y: torch.Tensor) -> to
     """Return y, shown to what watches products, if anything does."""
     see = watcher()
     if see is not None:
-        given = (call.plans, call.matrix, call.weights, y, call.scales, call.offsets)
+        given = (call.plans, call.matrix, call.weights, y, call.scales, call.offsets, call.held)
         tell(see, WatchedProduct(module, part, *given))
     return y
 

@@ -14,6 +14,7 @@ from ...errors import must_be_one_of
 from ...recipes import Plan, Recipe
 from ...reference import ACTIVATIONS, NORMS
 from ...shards import TokenGather
+from ...storage import TensorStorage
 from ...tensor import is_quantized
 from ..autograd import (
     GATES,
@@ -279,7 +280,12 @@ def _tell(
     def weights() -> list[torch.Tensor]:
         return [(weight.dequantize() if is_quantized(weight) else weight).detach()]
 
-    tell(watcher(), WatchedProduct(own.module, own.name, [plan], matrix, weights, y, [scales]))
+    def held() -> list[TensorStorage | None]:
+        given: Any = weight
+        return [given.tensor_storage if is_quantized(given) else None]
+
+    given = (own.module, own.name, [plan], matrix, weights, y, [scales])
+    tell(watcher(), WatchedProduct(*given, held=held))
 
 
 def _may_encode_again(own: _Part, plan: Plan, fused: PrologueCall | None, cuts: Cuts) -> bool:

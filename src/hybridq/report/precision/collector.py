@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from ...nn.autograd import WatchedProduct, WatchedTensor
 from ...recipes import Plan, QuantizerRole, Recipe, SlotPlan, bind
 from ...recipes.boundary import boundary_quantizer
 from ...recipes.gemm_words import word
-from ...storage import Plane
+from ...storage import Plane, TensorStorage
 from .rows import BadValue, ProductShape, ProductStatistics, SlotRow, first_position
 from .slot_statistics import SlotStatistics, made_planes, measure_plane, rowwise_plane
 
@@ -53,6 +54,7 @@ class _Group(NamedTuple):
 
     x: torch.Tensor
     weight: Callable[[], torch.Tensor]
+    held: Callable[[], TensorStorage | None]
     variants: Sequence[_Variant]
     scales: Any
     rows: slice
@@ -177,7 +179,8 @@ class Collector:
             if plan not in by_plan:
                 by_plan[plan] = self._variants(plan, name, product)
             weight = _weight(product, g, copies)
-            made.append(_Group(x[rows], weight, by_plan[plan], scales[g], rows))
+            held = partial(product.held_by, g)
+            made.append(_Group(x[rows], weight, held, by_plan[plan], scales[g], rows))
         return made
 
     def _variants(self, plan: Plan | None, name: _Name, product: WatchedProduct) -> list[_Variant]:
@@ -221,12 +224,14 @@ class Collector:
         own: SlotPlan = getattr(group.variants[0].plan, slot)
         text = (own.row if direction == ROWWISE else own.col).spec
         self._look_for_bad(name, slot, x, direction, _block(PlaneSpec.parse(text), x))
+        held = group.held() if slot == "weight" else None
         found: list[Plane | None] = []
         measured: set[tuple[str, str]] = set()
         for variant in group.variants:
             plan: SlotPlan = getattr(variant.plan, slot)
             scales = group.scales if variant.in_run else None
-            plane = made_planes(x, plan, slot, [direction], scales)[direction]
+            kept = held if variant.in_run else None
+            plane = made_planes(x, plan, slot, [direction], scales, kept)[direction]
             is_plain = plane.spec.format.is_identity and plan.col_source == "original"
             found.append(None if is_plain else plane)
             seen = (plane.spec.text, plan.col_source if direction == COLUMNWISE else "original")

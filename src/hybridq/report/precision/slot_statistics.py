@@ -20,13 +20,14 @@ from ...nn.autograd.slot_encoder import SlotEncoder
 from ...recipes import SlotPlan
 from ...reference import unpack
 from ...reference.elements import code_values
-from ...storage import Plane
+from ...storage import Plane, TensorStorage
 from ..measure import effective_scales
 
 __all__ = [
     "GNR_LINE",
     "OUTLIER",
     "SlotStatistics",
+    "held_plane",
     "made_planes",
     "measure_plane",
     "measure_slot",
@@ -166,6 +167,7 @@ def made_planes(
     slot: str,
     directions: Sequence[Direction] = DIRECTIONS,
     scales: Any = None,
+    held: TensorStorage | None = None,
 ) -> dict[Direction, Plane]:
     """Return the planes that a module's slot makes of x, nothing being recorded.
 
@@ -175,6 +177,7 @@ def made_planes(
         slot: `"input"`, `"weight"` or `"grad_output"`.
         directions: of the planes that are wanted.
         scales: of delayed scaling, where the plan has any.
+        held: planes that the module has of the tensor: those that the plan wants are returned.
 
     Stochastic planes have a seed of their own, so that no generator moves.
     """
@@ -188,11 +191,31 @@ def made_planes(
     for direction, buffers, text in zip(DIRECTIONS, made, (plan.row, plan.col), strict=True):
         if direction in directions:
             spec = PlaneSpec.parse(text.spec).resolve(x.dtype)
+            own = held_plane(held, direction, text.spec, x.dtype)
+            if own is not None:
+                found[direction] = own
+                continue
             rows, cols = x.shape
-            own = (rows, cols) if direction == ROWWISE else (cols, rows)
-            named = zip((one.name for one in spec.buffers(*own)), buffers, strict=True)
+            shape = (rows, cols) if direction == ROWWISE else (cols, rows)
+            named = zip((one.name for one in spec.buffers(*shape)), buffers, strict=True)
             found[direction] = Plane(spec, direction, rows, cols, named)
     return found
+
+
+def held_plane(
+    held: TensorStorage | None, direction: Direction, spec: str, dtype: torch.dtype
+) -> Plane | None:
+    """Return the plane that a module holds of a weight and multiplies as it is, or None.
+
+    Args:
+        held: what it holds.
+        direction: of the plane.
+        spec: text of the one that the plan wants.
+        dtype: of the weight.
+    """
+    plane: Plane | None = None if held is None else getattr(held, direction)
+    wanted = PlaneSpec.parse(spec).resolve(dtype)
+    return plane if plane is not None and plane.spec == wanted else None
 
 
 def rowwise_plane(x: torch.Tensor, spec: PlaneSpec) -> Plane:
