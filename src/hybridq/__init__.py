@@ -41,7 +41,6 @@ if TYPE_CHECKING:  # what is in no `__all__` is exported by `name as name`
         optim,
         ptq,
         recipes,
-        report,
         rollout,
         serving,
         settings,
@@ -50,6 +49,7 @@ if TYPE_CHECKING:  # what is in no `__all__` is exported by `name as name`
         tensor,
         tracing,
     )
+    from ._callable_package import report as report
     from .calibration import Calibration
     from .calibration.calibrate import calibrate
     from .converters import register_converter as register_converter

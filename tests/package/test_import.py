@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import hybridq
 from places import ROOT
 
 MODULE_OF = hybridq._MODULE_OF
+#: What type checkers see of packages that can be called.
+CALLABLE = ROOT / "src" / "hybridq" / "_callable_package.pyi"
 #: Most names at the top: what nearly every program uses. The rest stands in the packages.
 MOST_NAMES = 45
 
@@ -68,8 +71,10 @@ def test_type_checkers_see_every_name() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    packages = {name for name, module in seen.items() if module is None}
+    called = {name for name, module in seen.items() if module == CALLABLE.stem}
+    packages = called | {name for name, module in seen.items() if module is None}
     assert packages >= set(hybridq._PACKAGES)
+    assert called == {name for name in hybridq._PACKAGES if callable(getattr(hybridq, name))}
     again = {
         alias.name
         for node in block.body
@@ -78,13 +83,29 @@ def test_type_checkers_see_every_name() -> None:
         if alias.asname == alias.name
     }
     # Without implicit re-exports, as strict checkers have it, a module exports these alone.
-    assert again == {name for names in hybridq._ALIASES.values() for name in names}
-    named = {name: module for name, module in seen.items() if module is not None}
+    assert again == called | {name for names in hybridq._ALIASES.values() for name in names}
+    named = {n: module for n, module in seen.items() if module is not None and n not in called}
     assert set(named) == set(MODULE_OF)
     for name, module in named.items():
         assert module == MODULE_OF[name] or module.startswith(f"{MODULE_OF[name]}."), name
         found = getattr(import_module(f"hybridq.{module}"), name)
         assert found is getattr(hybridq, name), name
+
+
+def test_type_checkers_see_a_package_that_can_be_called() -> None:
+    """Its names and its function's arguments, as a class has them."""
+    (shown,) = (
+        one for one in ast.parse(CALLABLE.read_text()).body if isinstance(one, ast.ClassDef)
+    )
+    package = getattr(hybridq, shown.name)
+    call, *names = shown.body
+    targets = [one.target if isinstance(one, ast.AnnAssign) else one.targets[0] for one in names]
+    assert sorted(target.id for target in targets) == sorted(package.__all__)
+    source = ast.parse(inspect.getsource(getattr(package, shown.name))).body[0]
+    assert isinstance(call, ast.FunctionDef) and isinstance(source, ast.FunctionDef)
+    call.args.args.pop(0)  # cls
+    assert ast.unparse(call.args) == ast.unparse(source.args)
+    assert f"_{ast.unparse(source.returns)}" == ast.unparse(shown.bases[0])
 
 
 def test_a_name_that_is_not_there() -> None:
@@ -162,6 +183,8 @@ def test_a_strict_type_checker_knows_every_public_name(tmp_path) -> None:
     for package in packages:
         module = import_module(f"hybridq.{package}")
         lines += [f"in_{package}.{name}" for name in module.__all__]
+    lines += ["def text(it: hybridq.report.PrecisionReport) -> str:", "    return repr(it)"]
+    lines += ["text(hybridq.report(in_nn.Linear(4, 4), None, recipe='mxfp8'))"]
     file = tmp_path / "user.py"
     file.write_text("\n".join(lines) + "\n")
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", tmp_path / "cache", file]
