@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -25,6 +24,7 @@ from ..converters import (
 from ..nn import QuantizedModule
 from ..recipes import Recipe, get
 from ..tensor import is_quantized
+from .checkpoint_summary import starred
 from .flops import FlopCount, count_flops
 from .module_formats import formats_of, padding_of
 
@@ -207,20 +207,15 @@ def _grouped(
 def _likeness(one: ModuleSummary) -> _Key:
     """Return what modules of one row have in common: their names but for the numbers."""
     reason = _starred_reason(one.reason)
-    name = _starred(one.name) or "(model)"
+    name = starred(one.name) or "(model)"
     return name, one.kind, one.state, reason, one.formats, round(one.padding, 4)
-
-
-def _starred(name: str) -> str:
-    """Return a qualified name with stars for the components that are numbers."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _starred_reason(reason: str) -> str:
     """Return a reason, with stars in the qualified names that it has."""
     before, told, name = reason.partition("the name ")
-    words = (_starred(one) if "." in one else one for one in before.split(" "))
-    return " ".join(words) + told + _starred(name)
+    words = (starred(one) if "." in one else one for one in before.split(" "))
+    return " ".join(words) + told + starred(name)
 
 
 def summary(
