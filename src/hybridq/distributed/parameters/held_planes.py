@@ -8,6 +8,8 @@ import torch
 
 from ...formats import PlaneSpec
 from ...storage import TensorStorage
+from .gather_call import GatherCall
+from .senders import HeldSender, Sender
 
 __all__ = ["HeldPlanes"]
 
@@ -25,6 +27,53 @@ class HeldPlanes:
     def shown_specs(self) -> tuple[PlaneSpec | None, PlaneSpec | None]:
         """Of the planes that `gathered_planes` returns, rowwise and columnwise."""
         return self.specs
+
+    def _settled(self: Any, call: Any, plan: Any) -> Any:
+        """Return a plan that brings the planes that what is agreed now asks for."""
+        wanted = call.plan(*self.wanted_in(call.phase), self.name)
+        asked = {one.direction for one in wanted.sent}
+        if plan is None:
+            planes = () if self.storage is None else self.storage.planes
+            there = {one.direction for one in planes}
+        else:
+            there = {one.direction for one in plan.sent}
+        return plan if asked <= there else wanted
+
+    def work_ahead(self) -> None:
+        """Return None: nothing is encoded for a gather."""
+        return
+
+    def work_now(self, plan: Any, tensor: Any = None) -> None:
+        """Return None: nothing is encoded for a gather.
+
+        Args:
+            plan, tensor: not used.
+        """
+        del plan, tensor
+
+    def payload(self: Any, plan: Any) -> torch.Tensor:
+        """Return what this rank sends, uint8."""
+        self.nbytes += plan.payload * self.last_call().world
+        made: torch.Tensor = self.payload_of(plan, self._own_shard().to(self._where()))
+        return made
+
+    def payload_of(self: Any, plan: Any, shard: Any) -> torch.Tensor:
+        """Return what this rank sends of a shard, uint8.
+
+        Args:
+            plan: of the gather.
+            shard: this rank's, on the device where it is gathered.
+        """
+        held = shard.held
+        if not held.rows:
+            return torch.zeros(plan.payload, dtype=torch.uint8, device=shard.device)
+        wanted = {plane.direction for plane in plan.sent}
+        planes = [plane for plane in held.planes if plane.direction in wanted]
+        return torch.cat(plan.parts(planes, self.last_call().rank))
+
+    def sender(self, plan: Any, call: GatherCall, start: int) -> Sender | None:
+        """Return what sends this rank's planes; see `OwnRows.sender`."""
+        return HeldSender(plan, call.rank, start)
 
     def gathered_planes(self: Any, shard: Any) -> TensorStorage:
         """Return the planes of the whole parameter; every rank that shares it must call it.

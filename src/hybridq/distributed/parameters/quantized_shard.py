@@ -12,17 +12,15 @@ from ...nn import WeightOwner
 from ...quantizers import Quantizer
 from ...recipes import SlotPlan
 from ...shards import Shards, StorageShards
-from ...storage import Plane, TensorStorage
+from ...storage import TensorStorage
 from ..agreement import Prepared
-from ..encoding import Scratch, ShardWork
+from ..encoding import ShardWork
 from .gather_call import GatherCall, Ranks
 from .gathered_parameter import GatheredParameter
 from .held_planes import HeldPlanes
 from .quantized_rows import QuantizedRows
-from .senders import Sender
 
 __all__ = [
-    "HeldSender",
     "QuantizedGatherCall",
     "QuantizedShard",
     "held_specs",
@@ -91,48 +89,6 @@ class QuantizedGatherCall(GatherCall):
     def derives(self) -> bool:
         """Whether the plane that is missing is the other one, transposed."""
         return None in self._specs
-
-
-class HeldSender:
-    """Sends planes that are there already: the pieces are views, cut once for the same planes.
-
-    Args:
-        plan: of the gathers, StorageShards or UniformShards.
-        rank: this one.
-        start: where planes may begin in the memory that the unit has in common: none do.
-    """
-
-    def __init__(self, plan: Any, rank: int, start: int) -> None:
-        self.end = start
-        self._plan, self._rank = plan, rank
-        self._wanted = {plane.direction for plane in plan.sent}
-        self._num_zeros = plan.payload - plan.nbytes(rank)
-        self._planes: tuple[Plane, ...] | None = None
-        self._views: tuple[torch.Tensor, ...] = ()
-        #: Views with gaps, which are put together in each gather, and which ones they are.
-        self._apart: list[tuple[int, torch.Tensor]] = []
-
-    def parts(self, tensor: Any, scratch: Scratch) -> tuple[torch.Tensor, ...] | None:
-        """Return what this rank sends; see `Sender`."""
-        held = tensor.held
-        if not held.rows:
-            return (scratch.memory.new_zeros(self._plan.payload),)
-        if held.planes is not self._planes:
-            self._take(held.planes)
-        found = self._views
-        for place, view in self._apart:
-            found = (*found[:place], view.reshape(-1), *found[place + 1 :])
-        return (*found, scratch.memory.new_zeros(self._num_zeros)) if self._num_zeros else found
-
-    def _take(self, planes: tuple[Plane, ...]) -> None:
-        """Cut the pieces of planes."""
-        own = [plane for plane in planes if plane.direction in self._wanted]
-        self._views = tuple(self._plan.views(own, self._rank))
-        self._apart = [(n, one) for n, one in enumerate(self._views) if one.dim() > 1]
-        memories = {b.untyped_storage()._cdata for plane in own for b in plane.tensors}
-        # What had to be copied is cut again: the planes may have been written since.
-        is_view = all(one.untyped_storage()._cdata in memories for one in self._views)
-        self._planes = planes if is_view else None
 
 
 class QuantizedShard(HeldPlanes, GatheredParameter):
@@ -256,17 +212,6 @@ class QuantizedShard(HeldPlanes, GatheredParameter):
             return True, True
         return super().wanted_in(phase)
 
-    def _settled(self, call: GatherCall, plan: Any) -> Any:
-        """Return a plan that brings the planes that what is agreed now asks for."""
-        wanted = call.plan(*self.wanted_in(call.phase), self.name)
-        asked = {one.direction for one in wanted.sent}
-        if plan is None:
-            planes = () if self.storage is None else self.storage.planes
-            there = {one.direction for one in planes}
-        else:
-            there = {one.direction for one in plan.sent}
-        return plan if asked <= there else wanted
-
     def use_slot(self, slot: SlotPlan) -> None:
         """Do nothing: what is gathered are the parameter's own planes.
 
@@ -274,41 +219,6 @@ class QuantizedShard(HeldPlanes, GatheredParameter):
             slot: not used.
         """
         del slot
-
-    def work_ahead(self) -> None:
-        """Return None: nothing is encoded for a gather."""
-        return
-
-    def work_now(self, plan: StorageShards, tensor: Any = None) -> None:
-        """Return None: nothing is encoded for a gather.
-
-        Args:
-            plan, tensor: not used.
-        """
-        del plan, tensor
-
-    def payload(self, plan: StorageShards) -> torch.Tensor:
-        """Return what this rank sends, uint8."""
-        self.nbytes += plan.payload * self.last_call().world
-        return self.payload_of(plan, self._own_shard().to(self._where()))
-
-    def payload_of(self, plan: StorageShards, shard: Any) -> torch.Tensor:
-        """Return what this rank sends of a shard, uint8.
-
-        Args:
-            plan: of the gather.
-            shard: this rank's, on the device where it is gathered.
-        """
-        call, held = self.last_call(), shard.held
-        if not held.rows:
-            return torch.zeros(plan.payload, dtype=torch.uint8, device=shard.device)
-        wanted = {plane.direction for plane in plan.sent}
-        planes = [plane for plane in held.planes if plane.direction in wanted]
-        return plan.pack(planes, call.rank)
-
-    def sender(self, plan: StorageShards, call: GatherCall, start: int) -> Sender | None:
-        """Return what sends this rank's planes; see `OwnRows.sender`."""
-        return HeldSender(plan, call.rank, start)
 
     # ---- writes
 

@@ -22,8 +22,7 @@ from ..agreement import Prepared
 from .gather_call import GatherCall, Ranks
 from .held_planes import HeldPlanes
 from .quantized_rows import QuantizedRows
-from .quantized_shard import HeldSender, QuantizedGatherCall, held_specs, reasons_against
-from .senders import Sender
+from .quantized_shard import QuantizedGatherCall, held_specs, reasons_against
 from .stacked_parameter import StackedParameter
 
 __all__ = ["QuantizedMatrices", "QuantizedStackShard"]
@@ -238,17 +237,6 @@ class QuantizedStackShard(HeldPlanes, StackedParameter):
             return True, True  # without a recipe, what a forward saved is decoded in the backward
         return super().wanted_in(phase)
 
-    def _settled(self, call: Any, plan: Any) -> Any:
-        """Return a plan that brings the planes that what is agreed now asks for."""
-        wanted = call.plan(*self.wanted_in(call.phase), self.name)
-        asked = {one.direction for one in wanted.sent}
-        if plan is None:
-            planes = () if self.storage is None else self.storage.planes
-            there = {one.direction for one in planes}
-        else:
-            there = {one.direction for one in plan.sent}
-        return plan if asked <= there else wanted
-
     def use_matrix_slot(self, number: int, slot: SlotPlan) -> None:
         """Do nothing: what is gathered are the parameter's own planes.
 
@@ -256,29 +244,6 @@ class QuantizedStackShard(HeldPlanes, StackedParameter):
             number, slot: not used.
         """
         del number, slot
-
-    def payload(self, plan: Any) -> torch.Tensor:
-        """Return what this rank sends, uint8."""
-        self.nbytes += plan.payload * self.last_call().world
-        return self.payload_of(plan, self._own_shard().to(self._where()))
-
-    def payload_of(self, plan: Any, shard: Any) -> torch.Tensor:
-        """Return what this rank sends of a shard, uint8.
-
-        Args:
-            plan: of the gather.
-            shard: this rank's, on the device where it is gathered.
-        """
-        held = shard.held
-        if not held.rows:
-            return torch.zeros(plan.payload, dtype=torch.uint8, device=shard.device)
-        wanted = {plane.direction for plane in plan.sent}
-        planes = [plane for plane in held.planes if plane.direction in wanted]
-        return torch.cat(plan.parts(planes, self.last_call().rank))
-
-    def sender(self, plan: Any, call: GatherCall, start: int) -> Sender | None:
-        """Return what sends this rank's planes; see `OwnRows.sender`."""
-        return HeldSender(plan, call.rank, start)
 
     @property
     def shown_specs(self) -> tuple[PlaneSpec | None, PlaneSpec | None]:

@@ -11,10 +11,11 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 
 from ...shards import StorageShards
+from ...storage import Plane
 from ..encoding import Maxima, Scratch, ShardEncoder
 from .gather_call import GatherCall
 
-__all__ = ["GivenScales", "RowsSender", "Sender"]
+__all__ = ["GivenScales", "HeldSender", "RowsSender", "Sender"]
 
 #: Bytes of an amax that is sent along.
 _AMAX_NBYTES: Final = 4
@@ -122,3 +123,45 @@ class RowsSender:
                 return None
         found = self._encoder.encode(tensor.high, known, scratch) + self._zeros
         return found + tail if self._has_rows else found
+
+
+class HeldSender:
+    """Sends planes that are there already: the pieces are views, cut once for the same planes.
+
+    Args:
+        plan: of the gathers, StorageShards or UniformShards.
+        rank: this one.
+        start: where planes may begin in the memory that the unit has in common: none do.
+    """
+
+    def __init__(self, plan: Any, rank: int, start: int) -> None:
+        self.end = start
+        self._plan, self._rank = plan, rank
+        self._wanted = {plane.direction for plane in plan.sent}
+        self._num_zeros = plan.payload - plan.nbytes(rank)
+        self._planes: tuple[Plane, ...] | None = None
+        self._views: tuple[torch.Tensor, ...] = ()
+        #: Views with gaps, which are put together in each gather, and which ones they are.
+        self._apart: list[tuple[int, torch.Tensor]] = []
+
+    def parts(self, tensor: Any, scratch: Scratch) -> tuple[torch.Tensor, ...] | None:
+        """Return what this rank sends; see `Sender`."""
+        held = tensor.held
+        if not held.rows:
+            return (scratch.memory.new_zeros(self._plan.payload),)
+        if held.planes is not self._planes:
+            self._take(held.planes)
+        found = self._views
+        for place, view in self._apart:
+            found = (*found[:place], view.reshape(-1), *found[place + 1 :])
+        return (*found, scratch.memory.new_zeros(self._num_zeros)) if self._num_zeros else found
+
+    def _take(self, planes: tuple[Plane, ...]) -> None:
+        """Cut the pieces of planes."""
+        own = [plane for plane in planes if plane.direction in self._wanted]
+        self._views = tuple(self._plan.views(own, self._rank))
+        self._apart = [(n, one) for n, one in enumerate(self._views) if one.dim() > 1]
+        memories = {b.untyped_storage()._cdata for plane in own for b in plane.tensors}
+        # What had to be copied is cut again: the planes may have been written since.
+        is_view = all(one.untyped_storage()._cdata in memories for one in self._views)
+        self._planes = planes if is_view else None
