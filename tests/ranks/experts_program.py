@@ -379,6 +379,15 @@ def faults() -> None:
     toy = Toy(layout, 8)
     toy.experts.up.data = toy.experts.up.data.bfloat16()
     expects(TypeError, "must have one dtype", lambda: parallelize_experts(toy))
+    # One rank alone refuses: it says why, and so do the others.
+    for change, kind, text in (
+        (lambda one: one.up.requires_grad_(False), ValueError, "all weights must be trained"),
+        (lambda one: one.bfloat16(), RuntimeError, "torch.bfloat16"),
+    ):
+        toy = Toy(layout, 8)
+        if rank:
+            change(toy.experts)
+        expects(kind if rank else RuntimeError, text, lambda toy=toy: parallelize_experts(toy))
     shared = make()()
     expects(ValueError, "dealt out once, got some", lambda: parallelize_experts(shared))
     x = torch.randn(4, HIDDEN)
