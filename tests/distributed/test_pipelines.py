@@ -38,6 +38,12 @@ def test_ranks_that_differ_are_told_so_on_every_rank(tmp_path) -> None:
 
 
 @needs_gloo
+@pytest.mark.more
+def test_recipes_that_change_later_are_compared(tmp_path) -> None:
+    run(2, tmp_path / "store", "later", program=FAULTS)
+
+
+@needs_gloo
 def test_a_stage_that_dies_ends_the_others(tmp_path) -> None:
     run(3, tmp_path / "store", "dies", program=FAULTS, leaves=2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,13 +14,19 @@ from pipeline_program import (
     built,
     loss_of,
     microbatches_of,
+    places_of,
     run_step,
     schedule_of,
 )
 from rank_program import main
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 
 import hybridq
 from hybridq.distributed import pipeline_stage
@@ -64,6 +71,40 @@ def disagree() -> None:
     own = [dist.new_group([one]) for one in range(world)][rank]
     whole = dist.group.WORLD
     fails("replicas", step(replicas=whole if rank == 1 else own), "replicas", "on rank 1")
+
+
+def later() -> None:
+    """A recipe that is new in a later step: the same on all ranks, others, on one alone."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(list(range(world)), timeout=timedelta(seconds=3))
+
+    def stepped() -> Callable[[Any], Any]:
+        stage = pipeline_stage(built(world)[rank], rank, world, "cpu", group=group)
+        schedule = schedule_of(Schedule1F1B, [stage])
+        return lambda recipe: run_step(schedule, (rank,), world - 1, recipe)
+
+    for kind in (ScheduleInterleaved1F1B, ScheduleZBVZeroBubble):  # two stages on each rank
+        places, count = places_of(kind), 2 * world
+        modules = built(count)
+        own = [pipeline_stage(modules[at], at, count, "cpu", group=group) for at in places]
+        schedule = schedule_of(kind, own)
+        for recipe in ("mxfp8", "nvfp4"):
+            run_step(schedule, places, count - 1, recipe)
+    step = stepped()
+    for recipe in ("mxfp8", "nvfp4", None, "mxfp8"):
+        step(recipe)
+    said = "pipeline_stage, whose recipe changes: formats must be the same on all ranks, got"
+    fails("others", lambda: step("fp8_block" if rank else "fp8_current"), said, "on rank 1")
+    step = stepped()
+    step("mxfp8")
+    group.get_group_store().set_timeout(timedelta(seconds=3))
+    try:
+        step("nvfp4" if rank else "mxfp8")
+    except RuntimeError as error:
+        assert not rank or "rank 0 did not come to" in str(error), error
+    else:
+        raise AssertionError("nothing was raised")
+    dist.barrier()
 
 
 def unlike() -> None:

@@ -20,9 +20,9 @@ from ... import settings
 from ..._torch_private import check_pipeline_stage
 from ...nn import Linear
 from ...nn.delayed_scaling import reduce_over
-from ...recipes import autocast
+from ...recipes import Recipe, autocast
 from .plane_payload import PlanePayload
-from .stage_agreement import Agreed, compare_stages
+from .stage_agreement import Agreed, compare_recipes, compare_stages
 from .wire_formats import Formats
 
 __all__ = ["Stage"]
@@ -59,6 +59,7 @@ class Stage(PipelineStage):
         self._takes_planes = _begins_linear(self.submod) if takes_planes is None else takes_planes
         self._arriving: dict[tuple[bool, int], list[_Arriving]] = {}
         self._is_compared = False
+        self._known: set[str] = set()
         spans_all = dist.get_world_size(self.group) == dist.get_world_size()
         name = replicas.group_name if replicas is not None else "" if spans_all else None
         if name is not None:
@@ -85,6 +86,7 @@ class Stage(PipelineStage):
             agreed = self._agreed._replace(num_microbatches=num_microbatches)
             compare_stages(agreed, self.submod, group)
             self._is_compared = True
+            self._known = {_recipe_key()}
         # torch runs the module to see shapes, with any values: no history may record them.
         with autocast(enabled=False):
             return super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
@@ -92,6 +94,15 @@ class Stage(PipelineStage):
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with autocast(enabled=False):
             return super()._prepare_backward_infra(*args, **kwargs)
+
+    def _agree(self, chunk: int) -> None:
+        """Compare a recipe that is new since the ranks compared, before the first microbatch."""
+        if chunk or not self._is_ranks_first or not self._is_compared:
+            return
+        key = _recipe_key()
+        if key not in self._known:
+            compare_recipes(dist.group.WORLD if self.group is None else self.group)
+            self._known.add(key)
 
     # ---- what is sent
 
@@ -127,6 +138,7 @@ class Stage(PipelineStage):
         Args:
             fwd_chunk_id: the microbatch.
         """
+        self._agree(fwd_chunk_id)
         ops = super().get_fwd_recv_ops(fwd_chunk_id)
         return self._awaited(ops, self.args_recv_info[fwd_chunk_id], True, fwd_chunk_id)
 
@@ -210,6 +222,7 @@ class Stage(PipelineStage):
             fwd_chunk_id: the microbatch.
             args, kwargs: torch's.
         """
+        self._agree(fwd_chunk_id)
         self._decode(True, fwd_chunk_id)
         with _microbatch(fwd_chunk_id == 0 if self._keeps else None):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
@@ -223,6 +236,12 @@ class Stage(PipelineStage):
         """
         self._decode(False, bwd_chunk_id)
         return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+def _recipe_key() -> str:
+    """Return the key of the recipe in force; empty: there is none."""
+    recipe = settings.current().recipe
+    return recipe.key if isinstance(recipe, Recipe) else ""
 
 
 def _begins_linear(module: nn.Module) -> bool:

@@ -7,12 +7,15 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ... import settings
+from ...errors import RecipeError
 from ...nn import QuantizedModule
 from ...nn.delayed_scaling import has_own_group, reduces_by_default
-from ...recipes import Recipe
+from ...recipes import Recipe, bind
+from ...shards import Facts
+from ...shards import compare as compare_facts
 from ..agreement import compare, gathered_values, pipeline_fingerprint
 
-__all__ = ["Agreed", "compare_stages"]
+__all__ = ["Agreed", "compare_recipes", "compare_stages"]
 
 
 class Agreed(NamedTuple):
@@ -73,6 +76,32 @@ def compare_stages(agreed: Agreed, module: nn.Module, group: Any) -> None:
             "replicas=mesh['dp'] (or its process group) to pipeline_stage, or take a recipe with "
             "reduce_amax=False or amax_reduction_group=, got none of them"
         )
+
+
+def compare_recipes(group: Any) -> None:
+    """Raise on every rank of a pipeline if another recipe begins, and not the same on all of them.
+
+    Every rank that has another recipe must call it before it waits for a message; the others are
+    missed after the timeout of the group's store.
+
+    Args:
+        group: process group of the pipeline.
+
+    Raises:
+        RuntimeError: with the formats of a linear module on each rank, or who did not come.
+    """
+    recipe = settings.current().recipe
+    formats: tuple[str, ...] = ()
+    if isinstance(recipe, Recipe):
+        try:
+            plan = bind(recipe)
+        except (RecipeError, TypeError, ValueError) as error:  # the module's own forward raises it
+            formats = (f"refused: {error}",)
+        else:
+            slots = (plan.input, plan.weight, plan.grad_output)
+            formats = tuple([str(one.spec) for slot in slots for one in (slot.row, slot.col)])
+    where = "pipeline_stage, whose recipe changes"
+    compare_facts(group.group_name, Facts(where, formats, "", (), -1, (), ()))
 
 
 def _reduces_over_all(module: nn.Module, recipe: Recipe) -> bool:
