@@ -22,6 +22,7 @@ ALLOWED = {
     "quantizers/api.py:_made": "what is looked up by its arguments",
     "te/optimizers.py:FusedAdam.__init__": "Transformer Engine's arguments",
     "te/optimizers.py:FusedSGD.__init__": "Transformer Engine's arguments",
+    "te/rope.py:apply_rotary_pos_emb": "Transformer Engine's arguments",
 }
 
 

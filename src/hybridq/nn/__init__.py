@@ -13,6 +13,7 @@ from .autograd import checkpoint, get_cpu_offload_context, offload
 from .delayed_scaling import hold_history, state_dict_with_history, update_scaling
 from .modules import (
     ActivationFunction,
+    BiasApart,
     DotProductAttention,
     Embedding,
     ForeignLinear,
@@ -43,12 +44,14 @@ from .modules import (
     TorchMultiheadAttention,
     TransformerLayer,
     WeightOwner,
+    apply_rotary,
     of_part,
 )
 from .weights import dequantized_state_dict, fp8_model_init, quantized_model_init
 
 __all__ = [
     "ActivationFunction",
+    "BiasApart",
     "Conversion",
     "DotProductAttention",
     "Embedding",
@@ -80,6 +83,7 @@ __all__ = [
     "TorchMultiheadAttention",
     "TransformerLayer",
     "WeightOwner",
+    "apply_rotary",
     "checkpoint",
     "conversion",
     "convert",

@@ -33,6 +33,8 @@ from . import (
     permutation,
     quantization,
     quantizers,
+    refused,
+    rope,
     tensor,
     utils,
 )

@@ -25,7 +25,8 @@ PATHS: Final = {
     "distributed": ("cpu_offload",),
     "graph": (),
     "module": (
-        *("transformer", "attention", "attention.multi_head_attention", "attention.rope"),
+        *("transformer", "attention", "attention.multi_head_attention"),
+        "attention.inference",
         *("attention.dot_product_attention", "module.base", "module.linear"),
         *("module.layernorm_linear", "module.layernorm_mlp", "module.grouped_linear"),
         *("module.layernorm", "module.rmsnorm", "module.fp8_padding", "module.fp8_unpadding"),
@@ -37,13 +38,16 @@ PATHS: Final = {
     "quantization": ("fp8",),
     "tensor": (
         *("quantized_tensor", "float8_tensor", "tensor.storage", "tensor.float8_tensor"),
+        "tensor.quantized_tensor",
         *("tensor.mxfp8_tensor", "tensor.nvfp4_tensor", "tensor.float8_blockwise_tensor"),
         *("tensor.hybrid_tensor", "tensor.identity_tensor"),
         *(f"tensor.storage.{kind}_tensor_storage" for kind in ("float8", "mxfp8", "nvfp4")),
         *(f"tensor.storage.{kind}_tensor_storage" for kind in ("hybrid", "identity")),
         "tensor.storage.float8_blockwise_tensor_storage",
     ),
-    "utils": (),
+    "refused": ("export", "newton_schulz"),
+    "rope": ("attention.rope",),
+    "utils": ("tensor.utils",),
 }
 
 

@@ -5,7 +5,8 @@ Source: shapes of data and padded scales: Transformer Engine's `inner_tensor_spe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from ..formats import PlaneSpec
 from ..storage import Plane
 from ..tensor import matrix_shape
 
-__all__ = ["data_of", "plane_of", "scale_of"]
+__all__ = ["data_of", "dtype_of", "plane_of", "scale_of", "shape_of"]
 
 #: What rows and columns of a rowwise plane's scales are padded to, by family.
 _PADDED = {"mxfp8": (128, 4), "nvfp4": (128, 4), "float8_block": (1, 4)}
@@ -118,3 +119,33 @@ def _compact(
     if spec.format.is_square and spec.format.family != "float8_block":
         scale = scale[:: (spec.format.block or (1, 1))[0]]
     return scale[: shape[0], : shape[1]].contiguous()
+
+
+def shape_of(name: str, given: Mapping[str, Any]) -> Sequence[int]:
+    """Return the shape that the buffers of a storage say.
+
+    Args:
+        name: of its class.
+        given: the buffers, by the constructor's names.
+
+    Raises:
+        ValueError: none of them is rowwise.
+    """
+    for key in ("data", "rowwise_data", "hp_data"):
+        data = given.get(key)
+        if data is not None:
+            *lead, last = data.shape
+            return (*lead, 2 * last) if name.startswith("NVFP4") else tuple(data.shape)
+    raise ValueError(
+        f"{name}: without rowwise data it must be given its shape, got {sorted(given)}"
+    )
+
+
+def dtype_of(given: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of a storage's values, FP32 where its buffers do not say it.
+
+    Args:
+        given: the buffers, by the constructor's names.
+    """
+    values = given.get("hp_data")
+    return torch.float32 if values is None else values.dtype

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from .. import nn
-from ..nn.modules.attention_parts import BiasApart
+from .._log import log_once
 from .reading import Readings, WithoutExtraState
 from .signatures import constructor, forward, with_arguments
 
@@ -35,6 +35,7 @@ LayerNorm, RMSNorm = nn.LayerNorm, nn.RMSNorm
 Fp8Padding, Fp8Unpadding = nn.Fp8Padding, nn.Fp8Unpadding
 InferenceParams = nn.InferenceParams
 RotaryPositionEmbedding = nn.RotaryPositionEmbedding
+TransformerEngineBaseModule = nn.QuantizedModule  # for isinstance
 
 
 def _normal(weight: torch.Tensor) -> None:
@@ -72,6 +73,36 @@ def _prepare_groups(given: dict[str, Any]) -> None:
 
 def _name_attention(given: dict[str, Any]) -> None:
     given["name"] = given["name"] or ""
+
+
+def _without_needless_mask(module: Any, given: dict[str, Any]) -> None:
+    """Take away a mask that the mask type says nothing of, as Transformer Engine does, and say so.
+
+    Args:
+        module: with `attn_mask_type`.
+        given: the arguments of its forward.
+    """
+    kind = given.get("attn_mask_type") or module.attn_mask_type
+    if given.get("attention_mask") is None or "padding" in kind or kind == "arbitrary":
+        return
+    given["attention_mask"] = None
+    log_once(
+        f"te.attention_mask.{kind}",
+        f"attention: attention_mask is not looked at, since the mask type {kind!r} takes none",
+    )
+
+
+def _in_autocast(module: Any, given: dict[str, Any]) -> None:
+    """Let a layer's residuals have the dtype of torch.autocast, where that is on.
+
+    Args:
+        module: a TransformerLayer.
+        given: the arguments of its forward.
+    """
+    x = given["hidden_states"]
+    kind = x.device.type
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
+        given["hidden_states"] = x.to(torch.get_autocast_dtype(kind))
 
 
 def _own_children(module: torch.nn.Module) -> None:
@@ -228,6 +259,7 @@ class MultiheadAttention(WithoutExtraState, nn.MultiheadAttention):
         "core_attention_bias=None, alibi_slopes=None, cu_seqlens_q=None, cu_seqlens_kv=None, "
         "cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None, "
         "max_seqlen_kv=None, fast_zero_fill=True, pad_between_seqs=None",
+        prepare=_without_needless_mask,
     )
 
 
@@ -272,6 +304,7 @@ class TransformerLayer(WithoutExtraState, nn.TransformerLayer):
         "inference_params=None, rotary_pos_emb=None, core_attention_bias_type='no_bias', "
         "core_attention_bias=None, alibi_slopes=None, cu_seqlens_q=None, cu_seqlens_kv=None, "
         "max_seqlen_q=None, max_seqlen_kv=None, fast_zero_fill=True, pad_between_seqs=None",
+        prepare=_in_autocast,
     )
 
 
@@ -299,10 +332,11 @@ class DotProductAttention(WithoutExtraState, nn.DotProductAttention):
         "core_attention_bias=None, alibi_slopes=None, fast_zero_fill=True, inference_params=None, "
         "pad_between_seqs=None, fp8_output=False, num_splits=1, bottom_right_diagonal=None",
         {"query_layer": "query", "key_layer": "key", "value_layer": "value"},
+        _without_needless_mask,
     )
 
 
-class ProjectionApart(Readings, BiasApart):
+class ProjectionApart(Readings, nn.BiasApart):
     """The last projection of a MultiheadAttention that returns its bias."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NoReturn
 
 __all__ = ["REFUSED"]
 
@@ -35,3 +35,9 @@ REFUSED: Final = {
     "newton_schulz_tp": _MUON,
     "onnx_export": "ONNX has no operators for pairs of planes; see hybridq.export",
 }
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in REFUSED:  # an ImportError says so where a script imports it from its own module
+        raise ImportError(f"te.{name} is not here: {REFUSED[name]}", name=name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)

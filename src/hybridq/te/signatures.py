@@ -146,12 +146,18 @@ def with_arguments(cls: _C) -> _C:
     return cls
 
 
-def forward(base: type, text: str, renamed: Mapping[str, str] | None = None) -> Callable[..., Any]:
+def forward(
+    base: type,
+    text: str,
+    renamed: Mapping[str, str] | None = None,
+    prepare: Callable[[Any, dict[str, Any]], None] | None = None,
+) -> Callable[..., Any]:
     """Return a `forward` with Transformer Engine's arguments that calls that of `base`.
 
     Args:
         base, text: as for `constructor`.
         renamed: arguments that have another name in hybridq, by theirs.
+        prepare: is given the module, and changes the arguments before they are passed on.
     """
     table, names = options(text), dict(renamed or {})
     known = frozenset(inspect.signature(base.forward).parameters)  # type: ignore[attr-defined]
@@ -160,6 +166,8 @@ def forward(base: type, text: str, renamed: Mapping[str, str] | None = None) -> 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         where = f"te.{type(self).__name__}.forward"
         given = _given(where, table, args, kwargs)
+        if prepare is not None:
+            prepare(self, given)
         taken = _taken(where, table, known, given)
         own = {names.get(name, name): value for name, value in taken.items()}
         return base.forward(self, **own)  # type: ignore[attr-defined]

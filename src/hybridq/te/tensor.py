@@ -19,7 +19,7 @@ from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..formats import PlaneSpec
 from ..storage import Plane, TensorStorage
 from ..tensor import QuantizedTensor
-from .buffers import data_of, plane_of, scale_of
+from .buffers import data_of, dtype_of, plane_of, scale_of, shape_of
 from .constants import DType, element_of
 from .hybrid import HybridQuantizer, quantizer_of
 from .quantizers import (
@@ -31,6 +31,7 @@ from .quantizers import (
     NVFP4Quantizer,
     Quantizer,
 )
+from .utils import prepare_for_saving, restore_from_saved  # noqa: F401, as scripts import them
 
 __all__ = [
     "Float8BlockQuantizer",
@@ -98,7 +99,14 @@ class _Kind(type):
             return super().__call__(*args, **given)
         return cls._tensor(*args, **given)
 
-    def _tensor(cls, shape: Sequence[int], dtype: torch.dtype, **given: Any) -> Any:
+    def _tensor(
+        cls, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, **given: Any
+    ) -> Any:
+        if shape is None and cls.is_storage:  # their constructors take buffers alone
+            shape = shape_of(cls.__name__, given)
+            dtype = dtype or given.get("fake_dtype") or dtype_of(given)
+        if shape is None or dtype is None:
+            raise TypeError(f"{cls.__name__}: needs shape and dtype, got {shape} and {dtype}")
         requires_grad = given.pop("requires_grad", False)
         for name in ("device", "fake_dtype", "with_gemm_swizzled_scales", "stride"):
             if given.pop(name, None) is True:
@@ -363,6 +371,15 @@ def _data(tensor: Any, side: str, families: tuple[str, ...] = ()) -> torch.Tenso
     return data_of(plane, tensor.shape)
 
 
+def _values(tensor: Any) -> torch.Tensor | None:
+    """Return the values of planes that quantize nothing, a view of the one that there is."""
+    plane = tensor.columnwise
+    if tensor.rowwise is not None or plane is None or plane.spec.format.family != "identity":
+        return _data(tensor, "rowwise", ("identity",))
+    made: torch.Tensor = plane.data.mT.view(tensor.shape)
+    return made
+
+
 def _scale(tensor: Any, side: str) -> torch.Tensor | None:
     plane = getattr(tensor, side)
     return None if plane is None else scale_of(plane)
@@ -450,7 +467,9 @@ tensors.add_readouts(
         "_data": _read(_data, "rowwise", _FP8),
         "_transpose": _read(_data, "columnwise", _FP8),
         "_scale_inv": property(_scale_inv),
-        "_hp_data": _read(_data, "rowwise", ("identity",)),
+        "_hp_data": property(_values),
+        # Only where one is kept: `hasattr` says whether.
+        "_high_precision_init_val": property(lambda self: self.get_high_precision_init_val()),
         **{f"_{side}_scale_inv": _read(_scale, side) for _, side in _SIDES},
         **{f"_amax_{side}": _read(_amax, side) for _, side in _SIDES},
         **{f"_{side}_storage": _read(_side, side) for _, side in _SIDES},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .. import tensor as tensors
+from ..distributed import post_all_gather_processing, quantize_master_weights  # noqa: F401
 
 __all__ = [
     "get_device_compute_capability",
@@ -64,3 +66,39 @@ def restore_from_func_ctx(ctx: Any) -> list[torch.Tensor | None]:
     made = _restore(ctx.tensor_objects, ctx.saved_tensors)
     ctx.tensor_objects = None
     return made
+
+
+def is_bf16_compatible() -> bool:
+    """Return True: every machine computes in BF16."""
+    return True
+
+
+def init_method_normal(sigma: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what fills a weight with normal numbers.
+
+    Args:
+        sigma: their standard deviation.
+    """
+    return lambda weight: torch.nn.init.normal_(weight, mean=0.0, std=sigma)
+
+
+def scaled_init_method_normal(
+    sigma: float, num_layers: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the same for the last projections of a model's residual branches.
+
+    Args:
+        sigma: of the other weights; divided by `sqrt(2 * num_layers)`.
+        num_layers: of the model.
+    """
+    return init_method_normal(sigma / math.sqrt(2.0 * num_layers))
+
+
+def attention_mask_func(attention_scores: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+    """Return the scores, -10000 where the mask is True.
+
+    Args:
+        attention_scores: floating.
+        attention_mask: bool, broadcastable to it.
+    """
+    return attention_scores.masked_fill(attention_mask, -10000.0)

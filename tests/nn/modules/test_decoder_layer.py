@@ -258,6 +258,8 @@ def test_skipped_branches() -> None:
     kept = ((y - x) / 2 - branch).abs().amax((1, 2)) < 1e-5
     skipped = (y == x).all(2).all(1)
     assert (kept ^ skipped).all() and 60 < skipped.sum() < 140
+    layer.drop_path_rate = 1.0
+    assert torch.equal(layer(x), x)
     layer.eval()
     assert torch.equal(layer(x), whole.eval()(x))
     transposed = make("parallel", drop_path_rate=0.5, attn_input_format="sbhd")
@@ -385,7 +387,7 @@ def test_keys_and_names_of_roles() -> None:
     ("options", "words"),
     [
         ({"layer_type": "both"}, "layer_type must be encoder or decoder"),
-        ({"drop_path_rate": 1.0}, "drop_path_rate"),
+        ({"drop_path_rate": 1.1}, "drop_path_rate"),
         ({"parallel_attention_mlp": True, "layer_type": "decoder"}, "parallel_attention_mlp"),
         ({"parallel_attention_mlp": True, "output_layernorm": True}, "parallel_attention_mlp"),
         ({"qk_norm_type": "BatchNorm"}, "type must be one of LayerNorm, RMSNorm, L2Normalization"),

@@ -89,3 +89,17 @@ def test_in_a_fused_sequence_they_are_a_step_of_the_linear_module(kind, zero_cen
     x = torch.randn(20, 64)
     with hybridq.autocast(recipe="mxfp8"):
         assert torch.equal(fused(x), one(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_under_autocast_the_result_has_its_dtype(kind, dtype):
+    torch.manual_seed(0)
+    norm = getattr(hybridq.nn, kind)(16)
+    x = torch.randn(3, 16, requires_grad=True)
+    with torch.autocast("cpu", dtype=dtype):
+        y = norm(x)
+    assert y.dtype == dtype
+    assert torch.equal(y, norm(x).to(dtype))
+    y.sum().backward()
+    assert x.grad.dtype == norm.weight.grad.dtype == torch.float32

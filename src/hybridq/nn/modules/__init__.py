@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .attention import MultiheadAttention
+from .attention_parts import BiasApart
 from .dot_product_attention import DotProductAttention
 from .embedding import Embedding
 from .foreign_linear import ForeignLinear
@@ -29,7 +30,7 @@ from .patch_conv import (
 )
 from .quantized_module import QuantizedModule
 from .quantized_parts import of_part
-from .rotary import RotaryPositionEmbedding
+from .rotary import RotaryPositionEmbedding, apply_rotary
 from .torch_attention import TorchMultiheadAttention, convert_attention
 from .torch_encoder import ENCODERS, TorchEncoder, TorchEncoderLayer
 from .transformer_layer import TransformerLayer
@@ -38,6 +39,7 @@ from .weight_owner import WeightOwner
 __all__ = [
     "ENCODERS",
     "ActivationFunction",
+    "BiasApart",
     "DotProductAttention",
     "Embedding",
     "ForeignLinear",
@@ -68,6 +70,7 @@ __all__ = [
     "TorchMultiheadAttention",
     "TransformerLayer",
     "WeightOwner",
+    "apply_rotary",
     "convert_attention",
     "is_patch_conv",
     "of_part",

@@ -16,7 +16,7 @@ __all__ = ["BiasApart", "check_angles", "check_shared", "check_sizes", "filled"]
 
 
 class BiasApart(Linear):
-    """A linear module that leaves its bias to whoever calls it."""
+    """A `Linear` that leaves its bias to whoever calls it: `proj` under `return_bias=True`."""
 
     def forward(
         self,
@@ -25,7 +25,11 @@ class BiasApart(Linear):
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> torch.Tensor:
-        """Return `input @ weight.T`."""
+        """Return `input @ weight.T`.
+
+        Args:
+            input, is_first_microbatch, fp8_output, fp8_grad: as `Linear.forward` takes them.
+        """
         self._check_first(is_first_microbatch)
         recipe, first = self._recipe(), is_first_microbatch
         if recipe is not None and fp8_grad:

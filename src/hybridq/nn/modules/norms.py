@@ -10,9 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ...kernels.inputs import has_autocast
 from .linear_part import one_dtype
 
 __all__ = ["LayerNorm", "RMSNorm"]
+
+
+def _result_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype of a norm's result: autocast's where it is on, as of the linear modules."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if has_autocast(kind) else x.dtype
 
 
 class _Norm(nn.Module):
@@ -123,7 +130,9 @@ class LayerNorm(_Norm):
         nn.init.zeros_(self.bias)
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
-        """Return the norm of `inp` `[..., *normalized_shape]`, in its dtype, rounded once.
+        """Return the norm of `inp` `[..., *normalized_shape]`, rounded once.
+
+        It has its dtype, or that of torch.autocast, where that is on.
 
         Args:
             inp: any floating dtype; parameters of a longer one make the arithmetic as long.
@@ -133,7 +142,7 @@ class LayerNorm(_Norm):
         """
         x, gamma = self._operands(inp)
         beta = self.bias.to(gamma.dtype)
-        return F.layer_norm(x, self.normalized_shape, gamma, beta, self.eps).to(inp.dtype)
+        return F.layer_norm(x, self.normalized_shape, gamma, beta, self.eps).to(_result_dtype(inp))
 
 
 class RMSNorm(_Norm):
@@ -175,7 +184,9 @@ class RMSNorm(_Norm):
         self.reset_parameters()
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
-        """Return the norm of `inp` `[..., *normalized_shape]`, in its dtype, rounded once.
+        """Return the norm of `inp` `[..., *normalized_shape]`, rounded once.
+
+        It has its dtype, or that of torch.autocast, where that is on.
 
         Args:
             inp: any floating dtype; parameters of a longer one make the arithmetic as long.
@@ -184,4 +195,4 @@ class RMSNorm(_Norm):
             RuntimeError: its last dimensions are others.
         """
         x, gamma = self._operands(inp)
-        return F.rms_norm(x, self.normalized_shape, gamma, self.eps).to(inp.dtype)
+        return F.rms_norm(x, self.normalized_shape, gamma, self.eps).to(_result_dtype(inp))

@@ -137,8 +137,8 @@ class TransformerLayer(SplitTogether, nn.Module):
         owner = type(self).__name__
         if not 0.0 <= hidden_dropout < 1.0:
             raise ValueError(f"{owner}: hidden_dropout must be in [0, 1), got {hidden_dropout}")
-        if not 0.0 <= drop_path_rate < 1.0:
-            raise ValueError(f"{owner}: drop_path_rate must be in [0, 1), got {drop_path_rate}")
+        if not 0.0 <= drop_path_rate <= 1.0:
+            raise ValueError(f"{owner}: drop_path_rate must be in [0, 1], got {drop_path_rate}")
         if drop_path_rate and attn_input_format == "thd":
             raise ValueError(
                 f"{owner}: drop_path_rate goes with samples of their own dimension, got 'thd'"
@@ -352,5 +352,6 @@ class TransformerLayer(SplitTogether, nn.Module):
             shape = [1] * made.dim()
             shape[self._batch_dim] = made.shape[self._batch_dim]
             stays = torch.rand(shape, dtype=torch.float32, device=made.device) >= drop_path_rate
-            made = torch.where(stays, made / (1.0 - drop_path_rate), 0.0)
+            kept = 1.0 - drop_path_rate or 1.0  # of 1 nothing stays
+            made = torch.where(stays, made / kept, 0.0)
         return residual + made
