@@ -42,7 +42,7 @@ def test_a_capacity_with_formats_in_graphs(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_a_capacity_on_four_ranks(tmp_path) -> None:
-    names = ("folded=dp", "overflow=one,tp,dp,all")
+    names = ("folded=dp", "overflow=one,dp,all")
     run(4, tmp_path / "store", *names, program=CAPACITY)
 
 
