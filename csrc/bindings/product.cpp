@@ -1,13 +1,17 @@
 // The CPU's BF16 product: pointers are addresses, as everywhere in hybridq._core.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <new>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "bindings/bind.h"
 #include "bindings/checks.h"
 #include "cpu/codes_product.h"
+#include "cpu/kernels.h"
+#include "cpu/planes_product.h"
 
 namespace py = pybind11;
 
@@ -108,6 +112,77 @@ bool ProductOfCodes(const Spec& spec, uintptr_t data, uintptr_t scale, uintptr_t
   return end == ProductEnd::kDone;
 }
 
+// An operand [rows, k] of product_of_planes. A plane: its spec, data, scale, amax and k. A matrix:
+// None, its address, dtype, and the elements between rows.
+using PlaneOperandTuple = std::tuple<const Spec*, uintptr_t, uintptr_t, uintptr_t, int64_t>;
+using MatrixOperandTuple = std::tuple<py::none, uintptr_t, std::string, int64_t>;
+
+PlanesOperand MakeOperand(const char* what, const py::tuple& tuple, int64_t rows, int64_t k,
+                          int threads) {
+  const char* name = "product_of_planes";
+  PlanesOperand operand{};
+  if (tuple.size() == 4) {
+    const auto& [none, data, dtype, stride] = tuple.cast<MatrixOperandTuple>();
+    CheckPointer(name, what, data, rows != 0 && k != 0);
+    if (stride < k) {
+      Fail("product_of_planes: rows must be at least k = " + std::to_string(k) +
+           " elements apart, got " + std::to_string(stride));
+    }
+    operand.matrix = {Pointer<const void>(data), ParseDType(dtype, name), rows, k, stride, 1};
+    return operand;
+  }
+  const auto [spec, data, scale, amax, width] = tuple.cast<PlaneOperandTuple>();
+  if (spec == nullptr) Fail("product_of_planes: a plane needs a spec, got None");
+  operand.plane = MakePlaneSource(*spec, data, scale, amax, rows, width, 1, true, threads);
+  CheckPointer(name, "amax", amax, spec->rule == Rule::kTwoLevel && rows != 0);
+  CheckPointer(name, "scale", scale, spec->block_cols == 0);
+  const int64_t stored = spec->signs >= 0 ? PaddedToTransform(width) : width;
+  if (stored != k) {
+    Fail("product_of_planes: a and b must have one K, got " + std::to_string(stored) + " and " +
+         std::to_string(k));
+  }
+  return operand;
+}
+
+void ProductOfPlanes(const py::tuple& a, const py::tuple& b, int64_t m, int64_t n, int64_t k,
+                     uintptr_t bias, uintptr_t into, const std::string& into_dtype,
+                     int64_t into_stride0, int64_t into_stride1, uintptr_t out,
+                     const std::string& out_dtype, int threads) {
+  const char* name = "product_of_planes";
+  CheckExtent(name, m, k, threads);
+  CheckExtent(name, n, k, threads);
+  CheckExtent(name, m, n, threads);
+  CheckPointer(name, "out", out, m != 0 && n != 0);
+  const PlanesProductFn product = ActiveKernels().multiply_planes;
+  if (product == nullptr) Fail("product_of_planes: the kernels in use have no fused multiply-add");
+  PlanesJob job{};
+  job.a = MakeOperand("a", a, m, k, threads);
+  job.b = MakeOperand("b", b, n, k, threads);
+  const auto factors_of = [](const PlanesOperand& operand) {
+    return operand.plane.rows == 0 ? std::vector<float>() : PlaneFactors(operand.plane);
+  };
+  const std::vector<float> row_factors = factors_of(job.a), col_factors = factors_of(job.b);
+  ProductJob& own = job.product;
+  own.m = m;
+  own.n = n;
+  own.k = k;
+  own.row_factor = row_factors.empty() ? nullptr : row_factors.data();
+  own.row_step = job.a.plane.spec.row_scaled ? 1 : 0;
+  own.col_factor = col_factors.empty() ? nullptr : col_factors.data();
+  own.col_step = job.b.plane.spec.row_scaled ? 1 : 0;
+  own.bias = Pointer<const float>(bias);
+  own.into = {
+      Pointer<const void>(into), ParseDType(into_dtype, name), m, n, into_stride0, into_stride1};
+  own.out = Pointer<void>(out);
+  own.dtype = ParseDType(out_dtype, name);
+  bool ok = false;
+  {
+    const py::gil_scoped_release release;
+    ok = product(job, threads);
+  }
+  if (!ok) throw std::bad_alloc();
+}
+
 }  // namespace
 
 void BindProduct(py::module_& m) {
@@ -133,6 +208,16 @@ void BindProduct(py::module_& m) {
         "product of at most few_rows rows of BF16 or FP32 and the plane [n, k] of a spec, whose "
         "codes "
         "are read as they lie. False: not done, since a value may leave BF16's normal range.");
+  m.def(
+      "multiplies_planes", [] { return MultipliesPlanes(); },
+      "Whether product_of_planes is the best of this CPU, under the variant that is in use.");
+  m.def("product_of_planes", &ProductOfPlanes, py::arg("a"), py::arg("b"), py::arg("m"),
+        py::arg("n"), py::arg("k"), py::arg("bias"), py::arg("into"), py::arg("into_dtype"),
+        py::arg("into_stride0"), py::arg("into_stride1"), py::arg("out"), py::arg("out_dtype"),
+        py::arg("threads") = 1,
+        "round(a @ b.T * factors of a and b + bias + into) in FP32; of [m, k] and [n, k]. An "
+        "operand is (spec, data, scale, amax, its own k), or of a matrix (None, address, dtype, "
+        "elements between rows); k is what is stored.");
 }
 
 }  // namespace hybridq::bindings

@@ -17,6 +17,7 @@
 namespace hybridq {
 
 struct CodesJob;
+struct PlanesJob;
 
 // FP32 to BF16 or FP16 with 16 random bits per element. `row_offset`, `col_offset`: where x lies in
 // the whole matrix, which the random numbers count.
@@ -62,6 +63,8 @@ struct Kernels {
   // A product with codes in FP32 (codes_product.h); n and m are at least 1.
   bool (*multiply_codes)(const CodesJob& job, int threads);
   bool reads_codes;  // faster than it decodes them
+  // A product of operands that are decoded on the way (planes_product.h); null: there is none.
+  bool (*multiply_planes)(const PlanesJob& job, int threads);
 };
 
 // The table in use: the best that this CPU runs, or the one that SetVariant chose.

@@ -1,7 +1,8 @@
-// Whether there is a product for this CPU.
+// Which products there are for this CPU.
 #include "cpu/product.h"
 
 #include "cpu/kernels.h"
+#include "cpu/planes_product.h"
 
 namespace hybridq {
 
@@ -31,6 +32,10 @@ ProductFn ActiveProduct() {
   static const ProductFn best = Best();
   // A forced variant stands for a CPU that runs no better one.
   return best != nullptr && AvailableVariants().back() == ActiveKernels().name ? best : nullptr;
+}
+
+bool MultipliesPlanes() {
+  return ActiveProduct() == nullptr && ActiveKernels().multiply_planes != nullptr;
 }
 
 }  // namespace hybridq

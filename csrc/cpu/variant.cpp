@@ -5,6 +5,7 @@
 #include "cpu/encode.h"
 #include "cpu/kernels.h"
 #include "cpu/mapped.h"
+#include "cpu/planes_product_wide.h"
 #include "cpu/round.h"
 #include "cpu/row_amax.h"
 #include "cpu/token_rows.h"
@@ -56,6 +57,7 @@ const Kernels& Table() {
       &DecodeCodes,
       &MultiplyCodesWide,
       kReadsCodes,
+      kMultiplyPlanes,
   };
   return kTable;
 }

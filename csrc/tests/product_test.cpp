@@ -1,9 +1,12 @@
-// The BF16 product: sums of small integers, which are exact in any order, in buffers of just their
-// size. Does nothing on a CPU without one.
+// The products: sums of small integers, which are exact in any order, in buffers of just their
+// size. What this CPU has not is left out.
+#include "cpu/kernels.h"
+#include "cpu/planes_product.h"
 #include "cpu/product.h"
 
 #include <cstdio>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "formats/float16.h"
@@ -32,7 +35,8 @@ struct Integers {
   }
 };
 
-void TestShape(ProductFn product, int64_t m, int64_t n, int64_t k, int64_t gap, int threads) {
+template <class Product>
+void TestShape(const Product& product, int64_t m, int64_t n, int64_t k, int64_t gap, int threads) {
   std::mt19937 random(static_cast<unsigned>(m * 31 + n * 7 + k));
   const Integers a(m, k, gap, random), b(n, k, gap, random);
   std::vector<float> out(static_cast<size_t>(m * n), -1.0f);
@@ -61,13 +65,42 @@ void TestShape(ProductFn product, int64_t m, int64_t n, int64_t k, int64_t gap, 
   EXPECT(same);
 }
 
+// The matrices of a BF16 product, by the one of planes.
+bool OfMatrices(const ProductJob& job, int threads) {
+  PlanesJob planes{};
+  planes.product = job;
+  planes.a.matrix = {job.a, DType::kBFloat16, job.m, job.k, job.a_stride, 1};
+  planes.b.matrix = {job.b, DType::kBFloat16, job.n, job.k, job.b_stride, 1};
+  return ActiveKernels().multiply_planes(planes, threads);
+}
+
+// In every table of kernels that has it.
+void TestPlanesProduct() {
+  const std::string before = ActiveKernels().name;
+  for (const std::string& name : AvailableVariants()) {
+    SetVariant(name);
+    if (ActiveKernels().multiply_planes == nullptr) continue;
+    for (int64_t m : {0, 1, 5, 7, 12, 97}) {
+      for (int64_t n : {0, 1, 15, 17, 33}) {
+        for (int64_t k : {0, 1, 8, 31, 33, 256, 259}) {
+          TestShape(OfMatrices, m, n, k, (m + n) % 3, 1);
+        }
+      }
+    }
+    TestShape(OfMatrices, 1061, 40, 34, 0, 2);  // more than one block of rows
+    TestShape(OfMatrices, 5, 2051, 261, 1, 2);  // and of columns
+  }
+  SetVariant(before);
+}
+
 }  // namespace
 
 int RunProductTests() {
+  TestPlanesProduct();
   const ProductFn product = ActiveProduct();
   if (product == nullptr) {
     std::printf("no BF16 product on this CPU\n");
-    return 0;
+    return failures == 0 ? 0 : 1;
   }
   const int64_t sizes[] = {0, 1, 2, 3, 8, 9, 15, 17, 31, 33, 47, 48, 49, 97};
   for (int64_t m : sizes) {

@@ -1,4 +1,4 @@
-"""The `cpu` backend: the compiled core on any CPU, its BF16 GEMM, and the one that reads codes."""
+"""The `cpu` backend: the compiled core on any CPU, and its GEMMs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from . import backend
 from .backend import CPU, core, core_error, core_spec, encoder
 from .bf16_gemm import SKINNY_ROWS, multiply, product_reason
 from .codes_gemm import CodesProduct, codes_reason
+from .planes_gemm import PlanesProduct, multiply_matrices, planes_reason
 
 __all__ = [
     "CPU",
     "SKINNY_ROWS",
     "CodesProduct",
+    "PlanesProduct",
     "backend",
     "codes_reason",
     "core",
@@ -18,5 +20,7 @@ __all__ = [
     "core_spec",
     "encoder",
     "multiply",
+    "multiply_matrices",
+    "planes_reason",
     "product_reason",
 ]

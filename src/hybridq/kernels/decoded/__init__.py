@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .backend import TORCH
-from .decoded_gemm import Side, decode_side, exact_gemm, fp32_reason, no_codes_reason
+from .code_reasons import no_codes_reason
+from .decoded_gemm import Side, decode_side, exact_gemm, fp32_reason
 from .plain_gemm import (
     ProductWay,
     advise,

@@ -20,17 +20,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from ... import settings
 from ...formats import PlaneSpec
 from ...reference import factor_bound, factor_of
-from ..choice import GemmArgs, Operand, OpQuery, cached_choice, choose, select
-from ..cpu import CPU, SKINNY_ROWS, CodesProduct, codes_reason, multiply, product_reason
+from ..choice import GemmArgs, Operand, OpQuery, cached_choice, select
+from ..cpu import (
+    SKINNY_ROWS,
+    CodesProduct,
+    PlanesProduct,
+    codes_reason,
+    multiply,
+    planes_reason,
+    product_reason,
+)
 from ..inputs import has_autocast, is_host, without_autocast
 from ..scaled_mm import finish
+from .code_reasons import no_codes_reason, no_planes_reason
 from .plain_gemm import is_slow, plain_product, slow_reason
 
 __all__ = [
@@ -45,6 +54,11 @@ __all__ = [
     "multiply_sides",
     "product_notes",
 ]
+
+
+#: An operand that meets fewer rows is decoded once and kept; a product with more takes so long
+#: that decoding it each time does not show, and FP32 values are four times the bytes of codes.
+_KEPT_ROWS: Final = 256
 
 
 def dtype_reason(query: OpQuery) -> str | None:
@@ -225,7 +239,7 @@ class _ExactProduct:
         device: type of the operands' device.
     """
 
-    __slots__ = ("_both_plain", "_codes", "_left", "_right")
+    __slots__ = ("_both_plain", "_codes", "_left", "_planes", "_right")
 
     def __init__(
         self, a: PlaneSpec, b: PlaneSpec, out_dtype: torch.dtype, is_alone: bool, device: str
@@ -240,16 +254,24 @@ class _ExactProduct:
         )
         #: Of few rows with the codes of b; None: b is decoded for any number.
         self._codes = None
-        if device == "cpu" and no_codes_reason(a, b) is None:
-            self._codes = CodesProduct(b)
+        #: Of any number of rows, decoded on their way into the product; None: before it.
+        self._planes = None
+        if device == "cpu":
+            if no_codes_reason(a, b) is None:
+                self._codes = CodesProduct(b)
+            if not in_bf16 and no_planes_reason(a, b) is None:
+                self._planes = PlanesProduct(a, b)
 
     def __call__(self, a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
         if self._both_plain:
             plain = _identity_product(a, b, args)
             if plain is not None:
                 return plain
+        has_few_rows = self._codes is not None and 0 < a.rows <= SKINNY_ROWS
+        if self._planes is not None and not has_few_rows and not _gains_by_keeping(a, b):
+            return self._planes(a, b, args)
         left = self._left.ready(a) or self._left.decode(a)
-        if self._codes is not None and 0 < a.rows <= SKINNY_ROWS:
+        if self._codes is not None and has_few_rows:
             matrix = left.matrix
             if matrix.dtype is torch.float16:
                 matrix = matrix.to(torch.float32)
@@ -275,6 +297,7 @@ def multiplier(
     asked = (
         product_reason() is None,
         codes_reason() is None,
+        planes_reason() is None,
         is_slow(torch.bfloat16, device),
         settings.current().backend,
     )
@@ -294,6 +317,13 @@ def _exact_product(
     return _ExactProduct(a, b, out_dtype, is_alone, device)
 
 
+def _gains_by_keeping(a: Operand, b: Operand) -> bool:
+    """Whether an operand can be kept decoded and meets so few rows that this is worth it."""
+    return (b.cache is not None and a.rows < _KEPT_ROWS) or (
+        a.cache is not None and b.rows < _KEPT_ROWS
+    )
+
+
 def fp32_reason(
     a: PlaneSpec, b: PlaneSpec, device: str, out_dtype: torch.dtype, is_alone: bool
 ) -> str | None:
@@ -309,22 +339,6 @@ def fp32_reason(
         return slow_reason(torch.bfloat16)
     has_fp32_result = device != "cpu" or product_reason() is None
     return _fp32_reason(a, b, has_fp32_result, out_dtype, is_alone)
-
-
-def no_codes_reason(a: PlaneSpec, b: PlaneSpec) -> str | None:
-    """Return None if a product of few rows of `a` on a CPU reads the codes of `b`, else why not.
-
-    Args:
-        a, b: the operands' specs.
-    """
-    if b.format.is_identity:
-        return "b is not quantized"
-    if b.signs is not None and a.signs != b.signs:
-        return "b is transformed and a is not, so it is transformed back"
-    decoder = choose(OpQuery("operand", "cpu", torch.float32, b)).chosen
-    if decoder is not None and decoder is not CPU:
-        return f"the backend {decoder.name} decodes b"
-    return codes_reason(b)
 
 
 @lru_cache(maxsize=4096)
@@ -383,6 +397,8 @@ def _many_rows_notes(a: PlaneSpec, b: PlaneSpec, query: OpQuery) -> tuple[str, .
     """Return how planes are multiplied that are decoded first."""
     reason = fp32_reason(a, b, query.device, query.dtype, is_alone=True)
     if reason is not None:
+        if query.device == "cpu" and no_planes_reason(a, b) is None:
+            return ("the core's FP32 product, operands decoded exactly as it reads them", reason)
         return ("operands decoded exactly, FP32 product", reason)
     made = "operands decoded exactly to BF16, BF16 product with FP32 accumulation"
     if query.device != "cpu":
