@@ -137,15 +137,22 @@ static void RawColumnAmax(const uint8_t* x, int64_t stride, int rows, int n,
                           int32_t* __restrict amax) {
   using T = typename Raw<kType>::Type;
   using Vector = decltype(VectorOfRaw(T{}));
-  constexpr int kColumns = kVectorBytes / sizeof(T);
+  // A cache line of every row at once: rows of a power of two of bytes fall into few of the places
+  // of a first-level cache, which has lost the line when its next part is asked for.
+  constexpr int kVectors = 64 / kVectorBytes;
+  constexpr int kColumns = kVectors * kVectorBytes / static_cast<int>(sizeof(T));
   static_assert(32 % kColumns == 0);
   for (int c0 = 0; c0 < n; c0 += kColumns) {
-    Vector m{};
+    Vector m[kVectors] = {};
+    const uint8_t* line = x + c0 * static_cast<int64_t>(sizeof(T));
     for (int r = 0; r < rows; ++r) {
-      Vector v;
-      std::memcpy(&v, x + r * stride + c0 * static_cast<int64_t>(sizeof(T)), sizeof(v));
-      v &= kRawMagnitude<kType>;
-      m = m > v ? m : v;
+      HQ_UNROLL
+      for (int i = 0; i < kVectors; ++i) {
+        Vector v;
+        std::memcpy(&v, line + r * stride + i * kVectorBytes, sizeof(v));
+        v &= kRawMagnitude<kType>;
+        m[i] = m[i] > v ? m[i] : v;
+      }
     }
     T lanes[kColumns];
     std::memcpy(lanes, &m, sizeof(m));

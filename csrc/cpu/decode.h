@@ -4,7 +4,7 @@
 
 #include "core/float_env.h"
 #include "core/parallel.h"
-#include "cpu/decode_vectors.h"
+#include "cpu/decode_wide.h"
 #include "cpu/kernels.h"
 #include "cpu/plane_job.h"
 #include "cpu/raw_tile.h"
@@ -68,6 +68,9 @@ static int32_t DecodePairs(const uint8_t* codes, const float* __restrict scale, 
 
 template <class E, DType kType, DecodeAs kAs>
 static DecodeFn DecodeOf() {
+#if defined(__AVX2__) && defined(__F16C__) && !defined(__AVX512F__)
+  if constexpr (kType == DType::kBFloat16 && kAs != DecodeAs::kOperand) return &DecodeWide<E, kAs>;
+#endif
   if constexpr (kType == DType::kBFloat16) return &DecodeToBf16<E, kAs>;
   return &DecodePairs<E, kType, kAs>;
 }

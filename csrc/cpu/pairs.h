@@ -8,6 +8,7 @@
 
 #include "core/matrix.h"
 #include "core/with_element.h"
+#include "cpu/nibble_vectors.h"
 #include "formats/elements.h"
 #include "formats/float16.h"
 
@@ -139,6 +140,11 @@ static void CodeNibblesDown(const void* x0, const void* x1, const float* __restr
 static PairCodeFn SelectPairs(Element element, DType dtype, bool stochastic) {
   return WithElement(element, [=]<class E>() {
     return WithDType(dtype, [=]<DType kType>() -> PairCodeFn {
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+      if constexpr (E::kBits == 4 && kType == DType::kBFloat16) {
+        return stochastic ? &NibblesAlong<true> : &NibblesAlong<false>;
+      }
+#endif
       return stochastic ? &CodePairs<E, kType, true> : &CodePairs<E, kType, false>;
     });
   });
@@ -146,6 +152,11 @@ static PairCodeFn SelectPairs(Element element, DType dtype, bool stochastic) {
 
 static NibbleFn SelectNibblesDown(DType dtype, bool stochastic) {
   return WithDType(dtype, [=]<DType kType>() -> NibbleFn {
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+    if constexpr (kType == DType::kBFloat16) {
+      return stochastic ? &NibblesDown<true> : &NibblesDown<false>;
+    }
+#endif
     return stochastic ? &CodeNibblesDown<E2M1, kType, true> : &CodeNibblesDown<E2M1, kType, false>;
   });
 }

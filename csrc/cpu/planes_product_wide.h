@@ -2,9 +2,9 @@
 // multiply and add.
 //
 // Blocks of a and b of 256 k are decoded, b with its rows side by side: a panel has so many rows as
-// two vectors have lanes. A tile of sums, rows of a by one panel, stays in registers over 256 k: two
-// loads from the panel and one broadcast for each row of a feed two operations per row. Sums of
-// a large part of the result wait in a third-level cache for the next 256 k.
+// two vectors have lanes. A tile of sums, rows of a by one panel, stays in registers over 256 k:
+// two loads from the panel and one broadcast for each row of a feed two operations per row. Sums
+// of a large part of the result wait in a third-level cache for the next 256 k.
 //
 // Source: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008 (panels
 // and blocks).

@@ -55,15 +55,18 @@ static void StoreTurned(const PlaneJob& job, const uint8_t* codes, int ld, int64
     int r = 0;
     for (; r + kLine <= nbytes && n + kLane <= nn; r += kLine) {
       uint8_t* dst = out + n * job.data_stride + r;
-      for (int q = 0; q < kLine; q += kVectorBytes) {
-        VectorBytes transposed[kLane];
-        TransposeByteColumn(codes + (r + q) * ld + n, ld, transposed);
-        for (int i = 0; i < kLane; ++i) {
-          uint8_t* to = dst + i * job.data_stride + q;
+      // All of a line at once: half of it, streamed, would go to memory by itself.
+      VectorBytes transposed[kLine / kVectorBytes][kLane];
+      for (int q = 0; q < kLine / kVectorBytes; ++q) {
+        TransposeByteColumn(codes + (r + q * kVectorBytes) * ld + n, ld, transposed[q]);
+      }
+      for (int i = 0; i < kLane; ++i) {
+        for (int q = 0; q < kLine / kVectorBytes; ++q) {
+          uint8_t* to = dst + i * job.data_stride + q * kVectorBytes;
           if (aligned) {
-            StreamVector(to, transposed[i]);
+            StreamVector(to, transposed[q][i]);
           } else {
-            std::memcpy(to, &transposed[i], kVectorBytes);
+            std::memcpy(to, &transposed[q][i], kVectorBytes);
           }
         }
       }
