@@ -52,7 +52,6 @@ def two_steps(case, recipe, parameters, data) -> list[torch.Tensor]:
     return made
 
 
-@pytest.mark.thinned(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("case", CASES)
 def test_every_module_computes_what_it_does_under_float32(case, recipe) -> None:

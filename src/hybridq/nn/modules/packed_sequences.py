@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -83,8 +83,9 @@ class Packing(NamedTuple):
             groups: sequences of one length each.
         """
         lengths = self.lengths.tolist()
+        each: dict[str, Any] = {"dtype": torch.int64, "device": self.begins.device}
         rows = [
-            (self.begins[group][:, None] + torch.arange(lengths[group[0]])).flatten()
+            (self.begins[group][:, None] + torch.arange(lengths[group[0]], **each)).flatten()
             for group in groups
         ]
         return torch.cat(rows)
