@@ -18,7 +18,8 @@ from hybridq.nn.autograd import prepared_linear
 from hybridq.nn.modules import eager_fast_path, linear
 from hybridq.recipes import bind, get, names
 
-#: Whether this CPU has the core's product, and so the one call for up to eight rows.
+#: Whether this CPU has the core's product, and so the one call for up to eight rows. Others have
+#: it for weights whose planes are there, and whose inputs' values BF16 holds.
 HAS_ONE_CALL = product.product_reason() is None
 
 
@@ -88,7 +89,8 @@ def test_every_bit_is_that_of_the_long_way(monkeypatch, taken, recipe: str, dtyp
                 run = lambda: step(module, x, recipe, first, grads)  # noqa: E731, B023
                 short, long = both_ways(monkeypatch, run)
                 assert same(short, long), (shape, needs_grad, first, grads)
-    assert any(taken) == (HAS_ONE_CALL and not is_long(recipe))
+    assert any(taken) == (not is_long(recipe)) or not HAS_ONE_CALL
+    assert not (any(taken) and is_long(recipe))
     assert bool(taken) or is_long(recipe)
 
 
@@ -219,7 +221,7 @@ def test_recomputation(taken, reentrant: bool) -> None:
             y.float().square().sum().backward()
         gradients.append([y.detach(), x.grad, module.weight.grad, module.bias.grad])
     assert same(*gradients)
-    assert bool(taken) and any(taken) == HAS_ONE_CALL
+    assert bool(taken) and (any(taken) or not HAS_ONE_CALL)
 
 
 def test_errors_are_the_long_ways(monkeypatch) -> None:
@@ -269,7 +271,7 @@ def test_a_cached_weight_ends_where_it_does_on_the_long_way(taken) -> None:
     module.weight.grad = torch.ones_like(module.weight)
     optimizer.step()
     assert not torch.equal(forward(), before)
-    assert taken and all(one == HAS_ONE_CALL for one in taken)
+    assert taken and (all(taken) or not HAS_ONE_CALL)
 
 
 def test_copies_and_pickles_leave_the_plan_behind() -> None:
@@ -294,7 +296,7 @@ def test_a_forward_takes_few_python_calls(recipe: str, rows: int, most: int) -> 
     with hybridq.autocast(recipe=recipe):
         calls, depth = cost_of(lambda: module(x))
     above = 3  # the caller's, and two of nn.Module
-    assert 10 < calls <= (most if HAS_ONE_CALL else 80)
+    assert 10 < calls <= (most if HAS_ONE_CALL else 85)
     assert 5 < depth - above <= 9
 
 
