@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from study_cells import AXES, BASELINE, CELLS, FORMATS, SIZES
+from study_cells import AXES, BASELINE, CELLS, FORMATS, SIZES, TABLE
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "study.json"
@@ -173,7 +173,8 @@ def _of_size(size: str, found: dict[str, dict[int, float]]) -> str:
             "and length the rule for training alike tells no recipe from another.\n"
         )
     absent = [cell for cell in CELLS if cell not in found]
-    parts.append(f"Cells that have not run at this size: {len(absent)} of {len(CELLS)}.\n")
+    if absent:
+        parts.append(f"Cells that have not run at this size: {len(absent)} of {len(CELLS)}.\n")
     return "\n".join(parts)
 
 
@@ -234,7 +235,7 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(runs: Sequence[dict[str, Any]], size: str, path: Path) -> None:
-    """Draw the differences from BF16 of all cells of a size, with their intervals."""
+    """Draw the differences from BF16 of all cells of a size: recipes left, products right."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -242,14 +243,25 @@ def draw(runs: Sequence[dict[str, Any]], size: str, path: Path) -> None:
 
     found = losses(runs, size)
     base = found.pop(BASELINE)
-    rows = [(cell, difference(found[cell], base)) for cell in CELLS if cell in found]
-    known = [(cell, one) for cell, one in rows if one is not None and one.seeds > 1]
-    figure, axes = plt.subplots(figsize=(7.5, 0.28 * len(known) + 1.2), layout="constrained")
-    places = range(len(known), 0, -1)
+    made = {cell: difference(found[cell], base) for cell in CELLS if cell in found}
+    known = {cell: one for cell, one in made.items() if one is not None and one.seeds > 1}
+    recipes = [cell for cells in AXES.values() for cell in cells if cell in known]
+    products = [cell for cell in TABLE if cell in known]
+    figure = plt.figure(figsize=(11, max(5.0, 0.24 * len(recipes) + 1.2)), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    _intervals(left, recipes, known)
+    _heat(right, products, known)
+    figure.suptitle(SIZES[size].about, fontsize=11)
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
+
+
+def _intervals(axes: Any, cells: Sequence[str], known: Mapping[str, Difference]) -> None:
+    places = range(len(cells), 0, -1)
     axes.errorbar(
-        [100 * one.mean for _, one in known],
+        [100 * known[cell].mean for cell in cells],
         list(places),
-        xerr=[100 * one.half for _, one in known],
+        xerr=[100 * known[cell].half for cell in cells],
         fmt="o",
         color="#1f5fa8",
         capsize=2,
@@ -257,11 +269,29 @@ def draw(runs: Sequence[dict[str, Any]], size: str, path: Path) -> None:
     )
     axes.axvline(0, color="0.4", linewidth=1)
     axes.axvspan(-100 * MARGIN, 100 * MARGIN, color="0.93")
-    axes.set_yticks(list(places), [cell for cell, _ in known], fontsize=8)
+    axes.set_yticks(list(places), cells, fontsize=8)
     axes.set_xlabel("difference from BF16's loss, percent, 95% interval, paired by seed")
-    axes.set_title(SIZES[size].about, fontsize=10)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+
+
+def _heat(axes: Any, cells: Sequence[str], known: Mapping[str, Difference]) -> None:
+    """Draw the table fprop x dgrad x wgrad; a number is bold where its interval has no zero."""
+    names = list(FORMATS)
+    rows = [f"{fprop}, {dgrad}" for fprop in names for dgrad in names]
+    means = [[math.nan] * len(names) for _ in rows]
+    for cell in cells:
+        fprop, dgrad, wgrad = cell.split("-")
+        row, column = rows.index(f"{fprop}, {dgrad}"), names.index(wgrad)
+        one = known[cell]
+        means[row][column] = 100 * one.mean
+        weight = "normal" if abs(one.mean) < one.half else "bold"
+        text = f"{100 * one.mean:+.2f}"
+        axes.text(column, row, text, ha="center", va="center", fontsize=7, weight=weight)
+    axes.imshow(means, cmap="RdBu_r", vmin=-0.5, vmax=0.5, aspect="auto", alpha=0.7)
+    axes.set_xticks(range(len(names)), names, fontsize=8)
+    axes.set_yticks(range(len(rows)), rows, fontsize=8)
+    axes.set_xlabel("wgrad")
+    axes.set_ylabel("fprop, dgrad")
+    axes.set_title("by product, percent; bold: not zero", fontsize=9)
 
 
 def write(runs: Sequence[dict[str, Any]]) -> None:
