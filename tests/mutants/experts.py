@@ -62,8 +62,8 @@ EXPERTS = (
         "tokens-of-a-batch-are-not-compared",
         COMPARED,
         "expert_parallel/exchange",
-        "known == self.lanes or torch",
-        "known != self.lanes or torch",
+        "known == lanes or torch",
+        "known != lanes or torch",
         _FOLDING,
     ),
     _of(

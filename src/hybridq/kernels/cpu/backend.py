@@ -119,6 +119,8 @@ class _Encoder:
     )
 
     def __init__(self, row: PlaneSpec | None, col: PlaneSpec | None, dtype: torch.dtype) -> None:
+        if dtype not in DTYPES:
+            raise TypeError(f"encode: x must be float32, bfloat16 or float16, got {dtype}")
         self._specs, self._name = (row, col), DTYPES[dtype]
         #: The core's form of each spec; None for no plane.
         self._row = None if row is None else core_spec(row)[0]
