@@ -30,7 +30,7 @@ def test_tokens_that_are_dtensors(tmp_path) -> None:
     run(2, tmp_path / "store", *names, program=PLACED)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_tokens_that_are_dtensors_in_one_graph(tmp_path) -> None:
     run(2, tmp_path / "store", "graphs", program=PLACED)
 

@@ -35,7 +35,7 @@ def test_a_capacity_over_ranks_of_tensor_parallelism(tmp_path) -> None:
     run(2, tmp_path / "store", "unread", "overflow=one,dp", program=CAPACITY)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_capacity_with_formats_in_graphs(tmp_path) -> None:
     run(2, tmp_path / "store", "folded=one", program=CAPACITY)
 
