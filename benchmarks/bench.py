@@ -34,6 +34,9 @@ def main() -> None:
     parser.add_argument("--threads", default="1,2", help="thread counts, with commas")
     parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
     options = parser.parse_args()
+    if options.rounds < 2 or options.runs < 1:
+        given = f"{options.rounds} and {options.runs}"
+        parser.error(f"--rounds must be at least 2 and --runs at least 1, got {given}")
     names = options.parts.split(",")
     torch.manual_seed(0)
     found: dict[str, list[dict[str, dict[str, object]]]] = {}
