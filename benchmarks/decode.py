@@ -26,6 +26,7 @@ from timing import Case, machine_slug, measure
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 import hybridq
+from hybridq.calibration.caches import cache_argument
 from hybridq.integrations.transformers import HybridQCache
 from hybridq.report import diagnose
 
@@ -56,12 +57,13 @@ def llama(hidden: int, layers: int) -> Any:
 def step(model: Any, cache: Any, context: int) -> Callable[[], object]:
     """Return what decodes one token after a context."""
     ids = torch.arange(context)[None] % 4096
+    named = {cache_argument(model) or "cache": cache}
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **named)
 
     def decode() -> object:
         with torch.no_grad():
-            logits = model(ids[:, :1], past_key_values=cache).logits
+            logits = model(ids[:, :1], **named).logits
         cache.crop(-1)
         return logits
 

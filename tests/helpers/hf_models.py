@@ -13,6 +13,8 @@ from hybridq import QuantizedTensor
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
+#: What forwards and their outputs call a KV cache.
+CACHE = "cache" if transformers.__version__ >= "5.24" else "past_key_values"
 SIZES = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 GROUPED = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 96}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {

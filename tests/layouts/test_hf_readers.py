@@ -194,8 +194,12 @@ def test_decoding_ignores_the_dtype_of_the_model(
     model = transformers.AutoModelForCausalLM.from_config(config).to(own)
     hybridq.export(model, tmp_path / "q", layout=layout, format=scheme, observer=notes)
     said = [one for one in notes.warnings if "first forward" in one]
-    assert len(said) == (own != torch.bfloat16) and all("transformers 5.23" in one for one in said)
-    with pytest.raises(RuntimeError, match="same dtype"):
-        logits(load(tmp_path / "q", dtype=asked))
+    assert len(said) == (own != torch.bfloat16) and all("transformers " in one for one in said)
+    if layout == "fine-grained-fp8" and transformers.__version__ >= "5.24":
+        assert all("before 5.24" in one for one in said)
+        assert logits(load(tmp_path / "q", dtype=asked)).isfinite().all()
+    else:
+        with pytest.raises(RuntimeError, match="same dtype"):
+            logits(load(tmp_path / "q", dtype=asked))
     right = torch.bfloat16 if layout == "compressed-tensors" else own
     assert logits(load(tmp_path / "q", dtype=right)).dtype == right

@@ -88,6 +88,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
     },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "hy_v4_vl": {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "nemotron_h": {"layers_block_type": ["attention", "moe"], "n_group": 1},
     "qwen3_5_moe": {"layer_types": ["linear_attention", "full_attention"]},

@@ -3,13 +3,13 @@
 An attention module writes by `cache.update(keys, values, layer, ...)`, of a cache that it is given.
 While it runs, that function of the very cache shows what it is given; nothing else is touched.
 
-Source: transformers 5.23, cache_utils.py, and the attention modules of its models.
+Source: transformers 5.23 and 5.24, cache_utils.py, and the attention modules of its models.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -19,10 +19,14 @@ from torch import nn
 from .products import plain_name
 from .watching import MatrixObserver
 
-__all__ = ["attentions", "watch_caches"]
+__all__ = ["CACHE_ARGUMENTS", "attentions", "cache_argument", "has_cache", "watch_caches"]
 
-#: What attention modules call the cache in their forwards.
-_ARGUMENTS: Final = ("past_key_values", "past_key_value", "layer_past")
+#: What models and attention modules call the cache in their forwards: since transformers 5.24,
+#: before it, and where a model has states instead of keys and values.
+CACHE_ARGUMENTS: Final = (
+    *("cache", "past_key_values"),
+    *("cache_params", "past_key_value", "layer_past"),
+)
 #: What they call the number of their layer.
 _NUMBERS: Final = ("layer_idx", "layer_id")
 #: A component of the name of layers that predict further tokens.
@@ -31,10 +35,24 @@ _MTP: Final = ("mtp", "nextn")
 _PARTS: Final = ("self_attention_cache", "cross_attention_cache")
 
 
-def _argument(module: nn.Module) -> str | None:
-    """Return the name of the cache in a module's forward; None: it takes none."""
+def cache_argument(module: nn.Module) -> str | None:
+    """Return the name of the cache in a module's forward; None: it takes none.
+
+    Args:
+        module: a model or an attention module of transformers.
+    """
     names = inspect.signature(module.forward).parameters
-    return next((name for name in _ARGUMENTS if name in names), None)
+    return next((name for name in CACHE_ARGUMENTS if name in names), None)
+
+
+def has_cache(given: Mapping[str, Any]) -> bool:
+    """Return whether a forward has a KV cache, or is asked to make one, under any of its names.
+
+    Args:
+        given: the forward's arguments by name.
+    """
+    is_given = any(given.get(name) is not None for name in CACHE_ARGUMENTS)
+    return is_given or bool(given.get("use_cache"))
 
 
 def _number(module: nn.Module) -> int | None:
@@ -57,7 +75,7 @@ def attentions(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         number = _number(module)
-        if number is None or _argument(module) is None:
+        if number is None or cache_argument(module) is None:
             continue
         if isinstance(layers, int) and number >= layers:
             continue
@@ -96,13 +114,13 @@ def _at(module: nn.Module, k: MatrixObserver | None, v: MatrixObserver | None) -
     if k is None and v is None:
         return []
     names = list(inspect.signature(module.forward).parameters)
-    argument = str(_argument(module))
-    place, changed = names.index(argument), []
+    place, changed = names.index(str(cache_argument(module))), []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        cache = args[place] if place < len(args) else kwargs.get(argument)
+        named = (kwargs.get(name) for name in CACHE_ARGUMENTS)
+        cache = args[place] if place < len(args) else next(filter(_is_given, named), None)
         for one in (cache, *(getattr(cache, part, None) for part in _PARTS)):
-            if hasattr(one, "update"):
+            if one is not None and hasattr(one, "update") and hasattr(one, "__dict__"):
                 changed.append((one, vars(one).get("update")))
                 vars(one)["update"] = _showing(one.update, k, v)
 
@@ -117,6 +135,10 @@ def _at(module: nn.Module, k: MatrixObserver | None, v: MatrixObserver | None) -
         module.register_forward_pre_hook(before, with_kwargs=True),
         module.register_forward_hook(after, always_call=True),
     ]
+
+
+def _is_given(cache: Any) -> bool:
+    return cache is not None  # an empty cache is false
 
 
 def _showing(

@@ -23,6 +23,7 @@ import torch  # noqa: E402 (after the check of the version)
 from lm_eval.api.registry import register_model  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
+from ..calibration.caches import cache_argument  # noqa: E402
 from ..serving import quantize_model  # noqa: E402
 from .transformers import HybridQCache  # noqa: E402
 
@@ -63,7 +64,8 @@ class HybridQLM(HFLM):
 
     def _model_generate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self._kv_cache is not None:
-            kwargs["past_key_values"] = HybridQCache(self.model, self._kv_cache)
+            name = cache_argument(self.model) or "past_key_values"
+            kwargs[name] = HybridQCache(self.model, self._kv_cache)
         made: torch.Tensor = super()._model_generate(*args, **kwargs)
         return made
 

@@ -17,6 +17,7 @@ from .stored import StoredWeight
 
 __all__ = ["FAULTS", "Fault", "faults_of"]
 
+_READER: Final = "transformers 5.23 and 5.24"
 _EXPERT: Final = re.compile(r"(.*\.)?experts\.\d+\..*")
 
 
@@ -63,21 +64,21 @@ FAULTS: Final = (
         "compressed-tensors",
         ("nvfp4",),
         _is_expert,
-        "transformers 5.23",
+        _READER,
         "decodes experts in NVFP4 without their global scale: the model is silently wrong there",
     ),
     Fault(
         "compressed-tensors",
         ("mxfp8",),
         _is_expert,
-        "transformers 5.23",
+        _READER,
         "fails to convert experts in MXFP8; the layout fine-grained-fp8 with mxfp8 is read",
     ),
     Fault(
         "compressed-tensors",
         ("fp8_tensor", "fp8_channel", "fp8_block"),
         _any,
-        "transformers 5.23",
+        _READER,
         "rounds scales of FP8 to the model's dtype, in BF16 by up to 2^-8 of them; with "
         "CompressedTensorsConfig(dequantize=True) weights are right",
     ),
@@ -85,7 +86,7 @@ FAULTS: Final = (
         "compressed-tensors",
         ("nvfp4", "mxfp8", "mxfp4"),
         _any,
-        "transformers 5.23",
+        _READER,
         "decodes to BF16 whatever the model's dtype is, so that its first forward fails unless "
         "that is BF16 too; load it with dtype=torch.bfloat16",
         (torch.float32, torch.float16),
@@ -94,7 +95,7 @@ FAULTS: Final = (
         "fine-grained-fp8",
         (),
         _any,
-        "transformers 5.23",
+        "transformers before 5.24",
         "decodes to the dtype of the files, so that the first forward of a model loaded in another "
         "fails; leave dtype out, or export the model in BF16",
         (torch.float32, torch.float16),
@@ -103,7 +104,7 @@ FAULTS: Final = (
         "fine-grained-fp8",
         ("fp8_block",),
         _is_uneven,
-        "transformers 5.23",
+        _READER,
         "decodes a matrix whose rows or columns are no multiple of 128 with blocks of another "
         "size, or not at all",
     ),
@@ -111,7 +112,7 @@ FAULTS: Final = (
         "modelopt",
         (),
         _any,
-        "transformers 5.23",
+        _READER,
         "does not know the layout by itself: it warns, and takes codes for values",
     ),
 )

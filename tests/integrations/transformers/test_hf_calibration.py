@@ -217,7 +217,7 @@ def own_cache(model: nn.Module, batches) -> list[tuple[float, float]]:
     found = []
     for batch in batches:
         with torch.no_grad():
-            cache = model(**batch, use_cache=True).past_key_values
+            cache = model(**batch, use_cache=True)[hf_models.CACHE]
         found.append([(one.keys.abs().max(), one.values.abs().max()) for one in cache.layers])
     return [tuple(map(max, zip(*layer, strict=True))) for layer in zip(*found, strict=True)]
 
@@ -245,11 +245,11 @@ def test_keys_and_values_of_generated_tokens() -> None:
         model, lambda one: kept.append(one.generate(hf_models.IDS, **options)), slots=("k", "v")
     )
     assert torch.equal(kept[0].sequences, made.sequences)
-    for number, layer in enumerate(made.past_key_values.layers):
+    for number, layer in enumerate(made[hf_models.CACHE].layers):
         name = f"model.layers.{number}.self_attn"
         assert found.amax(name, "k") == layer.keys.abs().max()
         assert found.amax(name, "v") == layer.values.abs().max()
-    assert "update" not in vars(kept[0].past_key_values)
+    assert "update" not in vars(kept[0][hf_models.CACHE])
 
 
 def test_a_cache_is_left_alone_after_an_error(monkeypatch) -> None:
@@ -258,7 +258,7 @@ def test_a_cache_is_left_alone_after_an_error(monkeypatch) -> None:
     attention = model.model.layers[1].self_attn
     monkeypatch.setattr(attention.o_proj, "forward", lambda x: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        hybridq.calibrate(model, [{"input_ids": hf_models.IDS, "past_key_values": cache}])
+        hybridq.calibrate(model, [{"input_ids": hf_models.IDS, hf_models.CACHE: cache}])
     assert "update" not in vars(cache)
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
 

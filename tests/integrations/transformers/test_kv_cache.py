@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 
 from hybridq.integrations.transformers import HybridQCache  # noqa: E402 (after the skip)
 
-IDS = hf_models.IDS
+IDS, CACHE = hf_models.IDS, hf_models.CACHE
 FORMATS = ["fp8", "nvfp4", "mxfp8", "mxfp4"]
 
 
@@ -34,7 +34,7 @@ def plain(model) -> transformers.DynamicCache:
 
 @torch.no_grad()
 def filled(model, cache):
-    return model(IDS, past_key_values=cache).logits, cache
+    return model(IDS, **{CACHE: cache}).logits, cache
 
 
 def found(model, **amaxes: float) -> Calibration:
@@ -93,7 +93,7 @@ def test_bytes_of_a_token_and_head(format: str, nbytes: int) -> None:
 def test_a_prompt_may_come_in_parts(model, format: str, length: int | None) -> None:
     want, whole = filled(model, HybridQCache(model, format, max_cache_len=length))
     cache = HybridQCache(model, format, max_cache_len=length)
-    made = [model(part, past_key_values=cache).logits for part in IDS.split([5, 1, 1, 5], 1)]
+    made = [model(part, **{CACHE: cache}).logits for part in IDS.split([5, 1, 1, 5], 1)]
     torch.testing.assert_close(torch.cat(made, 1), want, atol=0.1, rtol=0.05)
     assert int(cache.get_seq_length()) == int(whole.get_seq_length()) == IDS.shape[1]
 
@@ -192,22 +192,22 @@ def test_windows_slide(length: int | None) -> None:
     config = transformers.MistralConfig(**hf_models.GROUPED, sliding_window=6)
     small = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     cache = HybridQCache(small, "mxfp8", max_cache_len=length)
-    whole = small(IDS, past_key_values=HybridQCache(small, "mxfp8")).logits
-    made = [small(part, past_key_values=cache).logits for part in IDS.split(1, 1)]
+    whole = small(IDS, **{CACHE: HybridQCache(small, "mxfp8")}).logits
+    made = [small(part, **{CACHE: cache}).logits for part in IDS.split(1, 1)]
     torch.testing.assert_close(torch.cat(made, 1), whole, atol=1e-3, rtol=1e-3)
     assert cache.layers[0].keys.shape[2] == (5 if length is None else 6)
 
 
 def test_generation_searches_beams_and_takes_guesses_back(model) -> None:
     prompt, options = IDS[:1, :6], {"max_new_tokens": 6, "do_sample": False}
-    greedy = model.generate(prompt, past_key_values=HybridQCache(model, "fp8"), **options)
-    guessed = model.generate(
-        prompt, past_key_values=HybridQCache(model, "fp8"), prompt_lookup_num_tokens=2, **options
-    )
+
+    def generated(**more):
+        return model.generate(prompt, **{CACHE: HybridQCache(model, "fp8")}, **options, **more)
+
+    greedy = generated()
+    guessed = generated(prompt_lookup_num_tokens=2)
     assert torch.equal(greedy, guessed), "wrong guesses are cropped"
-    beams = model.generate(
-        prompt, past_key_values=HybridQCache(model, "fp8"), num_beams=3, **options
-    )
+    beams = generated(num_beams=3)
     assert beams.shape == greedy.shape
 
 

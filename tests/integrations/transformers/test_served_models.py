@@ -19,7 +19,7 @@ OPTIONS["attention_mask"] = torch.ones_like(IDS)
 
 
 def generated(model, cache=None):
-    return model.generate(IDS, past_key_values=cache, **OPTIONS)
+    return model.generate(IDS, **{hf_models.CACHE: cache}, **OPTIONS)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt2"])

@@ -4,7 +4,7 @@ A token's keys of one head are a row `[head_dim]`. Its codes and scales are tens
 `[batch, heads, tokens, *]` that grow, slide, are cropped and reordered as keys and values are: each
 pair of them, of keys and of values, is held by a cache layer of transformers' own.
 
-Source: transformers 5.23, cache_utils.py.
+Source: transformers 5.23 and 5.24, cache_utils.py.
 """
 
 from __future__ import annotations
@@ -261,9 +261,10 @@ class QuantizedStates(CacheLayerMixin):
 class HybridQCache(Cache):
     """A cache of transformers whose keys and values are held in few bits.
 
-    Give it to a model's forward, or to `generate(past_key_values=)`. It holds what a DynamicCache
-    of the model would, or with `max_cache_len` a StaticCache, sliding windows included, and can be
-    cropped, reordered, repeated and selected from as that one.
+    Give it to a model's forward, or to `generate(cache=)`; before transformers 5.24 both call it
+    `past_key_values`. It holds what a DynamicCache of the model would, or with `max_cache_len` a
+    StaticCache, sliding windows included, and can be cropped, reordered, repeated and selected from
+    as that one.
 
     Args:
         model: whose layers it is for.
@@ -294,7 +295,7 @@ class HybridQCache(Cache):
         >>> config = LlamaConfig(vocab_size=96, num_hidden_layers=2, **sizes)
         >>> model, ids = AutoModelForCausalLM.from_config(config), torch.arange(5)[None]
         >>> cache = HybridQCache(model, "nvfp4")
-        >>> made = model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False)
+        >>> made = model.generate(ids, cache=cache, max_new_tokens=3, do_sample=False)
         >>> made.shape, cache.get_seq_length(), cache.format[0]
         (torch.Size([1, 8]), 7, 'nvfp4;rows')
     """

@@ -16,6 +16,8 @@ import torch
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ...calibration.caches import has_cache
+
 __all__ = ["in_ring"]
 
 _WHERE: Final = "context_parallel"
@@ -50,7 +52,7 @@ def _attention(
 
 def _problem(given: dict[str, Any], places: torch.Tensor) -> str:
     """Return why a forward cannot be run, or nothing."""
-    if given.get("use_cache") or given.get("past_key_values") is not None:
+    if has_cache(given):
         return "a forward must have no KV cache, got one; generate on one rank"
     if given.get("labels") is not None:
         return (

@@ -20,6 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..._log import log_once
+from ...calibration.caches import has_cache
 from ...distributed.sequence import Comparison, HeadExchange, label_count, over_ranks
 from .ring import in_ring
 from .sequence_images import TOKEN_TYPES, WHOLE, OwnFeatures, takes_images
@@ -270,7 +271,7 @@ def _sequences(positions: torch.Tensor) -> torch.Tensor | None:
 
 def _problem(model: Any, given: dict[str, Any], has_images: bool) -> str:
     """Return why a forward cannot be run, or nothing."""
-    if given.get("use_cache") or "past_key_values" in given:
+    if has_cache(given):
         return "a forward must have no KV cache, got one; generate on one rank"
     tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
     known = {*_INPUTS, *TOKEN_TYPES, *WHOLE} if has_images else _INPUTS
