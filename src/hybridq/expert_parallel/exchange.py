@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -37,6 +37,22 @@ ROLES = (("dispatch", "grad_dispatch"), ("combine", "grad_combine"))
 #: Spec strings of values and of their gradients, to the experts and back; empty: as they are.
 Formats = tuple[tuple[str, str], tuple[str, str]]
 _RULE = "every rank must run the same experts under the same recipe, on tokens of one kind"
+
+
+class _Forward(NamedTuple):
+    """One forward of a module of experts.
+
+    Attributes:
+        module: the experts.
+        recipe: that they compute under.
+        formats: of what travels.
+        compute: what this rank's experts make of rows that arrived.
+    """
+
+    module: Any
+    recipe: Recipe | None
+    formats: Formats
+    compute: Compute
 
 
 @dataclass(frozen=True)
@@ -241,41 +257,30 @@ class TokenExchange:
             RuntimeError: on every rank: ranks differ in the module, the recipe or the tokens, or
                 one of them has more rows for a rank than the capacity.
         """
-        formats = self._formats(module, recipe)
+        forward = _Forward(module, recipe, self._formats(module, recipe), compute)
         run = self._run if self.capacity is not None else self._run_at_once
-        return run(module, recipe, formats, x, offsets, compute)
+        return run(forward, x, offsets)
 
     @torch.compiler.disable
-    def _run_at_once(self, *given: Any) -> torch.Tensor:
-        return self._run(*given)
-
-    def _run(
-        self,
-        module: Any,
-        recipe: Recipe | None,
-        formats: Formats,
-        x: torch.Tensor,
-        offsets: torch.Tensor,
-        compute: Compute,
+    def _run_at_once(
+        self, forward: _Forward, x: torch.Tensor, offsets: torch.Tensor
     ) -> torch.Tensor:
+        return self._run(forward, x, offsets)
+
+    def _run(self, forward: _Forward, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         dealt = None if self.copies is None else self.copies.dealt(offsets, x.shape[0])
         if dealt is not None:
             x, offsets = take_rows(x, TokenRows(dealt.order, dealt.inverse[:, None])), dealt.offsets
-        y = self._there_and_back(module, recipe, formats, x, offsets, compute)
+        y = self._there_and_back(forward, x, offsets)
         if dealt is None:
             return y
         return take_rows(y, TokenRows(dealt.inverse, dealt.order[:, None]))
 
     def _there_and_back(
-        self,
-        module: Any,
-        recipe: Recipe | None,
-        formats: Formats,
-        x: torch.Tensor,
-        offsets: torch.Tensor,
-        compute: Compute,
+        self, forward: _Forward, x: torch.Tensor, offsets: torch.Tensor
     ) -> torch.Tensor:
         """Return what ranks make of rows sorted by the place that multiplies them."""
+        module, recipe, formats, compute = forward
         given = (recipe, x.dtype, x.shape[1], x.requires_grad, torch.is_grad_enabled(), formats)
         note = self._note(module, given)
         counts = (offsets, x.shape[0], note, self.capacity)
