@@ -173,14 +173,19 @@ def test_factors_are_applied_one_after_the_other(backend_name: str, products: st
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
 def test_bias_and_accumulation_come_before_the_rounding(backend_name: str, products: str) -> None:
-    """257 - 256 is 1; BF16 has no 257, and 256 - 256 would be 0. No factor asks for FP32 here."""
+    """257 - 256 is 1; BF16 has no 257, and 256 - 256 would be 0. No factor asks for FP32 here.
+
+    One row and many: few rows have a product of their own.
+    """
     w = torch.full((1, 32), 8.0)
     w[0, 0] = 9.0
-    a, b = make(torch.ones(1, 32), "mxfp8"), make(w, "mxfp8")
-    with hybridq.backend(backend_name):
-        assert hybridq.gemm(a, b, bias=torch.tensor([-256.0]), out_dtype=torch.bfloat16) == 1
-        out = torch.full((1, 1), -256.0, dtype=torch.bfloat16)
-        assert hybridq.gemm(a, b, out=out, accumulate=True) == 1
+    for rows in (1, 16):
+        a, b = make(torch.ones(rows, 32), "mxfp8"), make(w, "mxfp8")
+        with hybridq.backend(backend_name):
+            y = hybridq.gemm(a, b, bias=torch.tensor([-256.0]), out_dtype=torch.bfloat16)
+            out = torch.full((rows, 1), -256.0, dtype=torch.bfloat16)
+            hybridq.gemm(a, b, out=out, accumulate=True)
+        assert (y == 1).all() and (out == 1).all()
 
 
 def test_operands_below_bf16s_normal_range(products: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -14,6 +15,14 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+#: For processes that tests start, ranks among them: Python runs it before anything else. An
+#: editable installation finds the package by a finder of its own, put before all others.
+_SITE = """
+import sys
+from importlib.machinery import PathFinder
+
+sys.meta_path.sort(key=lambda finder: finder is not PathFinder)
+"""
 #: What the tests import besides hybridq: seconds, spent once.
 PRELOADED = ("torch", "numpy", "pytest", "hypothesis", "ml_dtypes", "gfloat.formats")
 
@@ -54,8 +63,16 @@ def _imported(tree: Path) -> tuple[str, str, bool]:
     package, core = sys.modules.get("hybridq"), sys.modules.get("hybridq._core")
     if package is None or core is None:
         return "", "", False
-    own = all(tree in Path(module.__file__).resolve().parents for module in (package, core))
+    files = [package.__file__, core.__file__, _found_by_children()]
+    own = all(tree in Path(file).resolve().parents for file in files)
     return package.__version__, core.build_info()["version"], own
+
+
+def _found_by_children() -> str:
+    """Where a process that a test starts would import the package from."""
+    asked = "import importlib.util as u; print(u.find_spec('hybridq').origin)"
+    command = [sys.executable, "-c", asked]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main(tree: Path, report: Path, output: Path, tests: tuple[str, ...]) -> None:
@@ -70,10 +87,15 @@ def main(tree: Path, report: Path, output: Path, tests: tuple[str, ...]) -> None
         del os.environ[name]
     # No bytecode: an edit within the same second, of the same length, would not be seen.
     sys.dont_write_bytecode = True
-    # An editable installation finds the package by a finder of its own, put before all others:
-    # the path has to come first again.
+    # The path has to come first again, here and in the processes that tests start.
     sys.path.insert(0, str(tree / "src"))
     sys.meta_path.sort(key=lambda finder: finder is not PathFinder)
+    site = tree.parent / "site"
+    site.mkdir(exist_ok=True)
+    (site / "sitecustomize.py").write_text(_SITE)
+    paths = [str(site), str(tree / "src"), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     # The first failure is enough: no search for a smaller one.
     settings.register_profile(
         "mutants",
