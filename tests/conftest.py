@@ -21,6 +21,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import hybridq
+from captured_logs import captured_logs
 from declared import BACKENDS, FORMATS
 from hybridq.direction import DIRECTIONS
 from hybridq.kernels.decoded import give_no_advice
@@ -168,15 +169,26 @@ def warns_anew() -> None:
 
 
 @pytest.fixture
+def caplog():
+    """What is logged while the test runs."""
+    with captured_logs() as logs:
+        yield logs
+
+
+@pytest.fixture
 def seed(request) -> int:
     """A seed of this test's own: the same in every run and every folder, another for every test."""
     file, _, name = request.node.nodeid.partition("::")
     return zlib.crc32(f"tests/{Path(file).name}::{name}".encode())
 
 
+#: torch.manual_seed keeps a call with a stack's text for every kind of device that is not there.
+_of_torch = torch if torch.cuda.is_available() else torch.default_generator
+
+
 @pytest.fixture(autouse=True)
 def _seeded(seed: int) -> None:
-    torch.manual_seed(seed)
+    _of_torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
 
