@@ -7,6 +7,8 @@ import importlib.util
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -102,11 +104,43 @@ def layer_of(file: Path) -> str:
     return first.removesuffix(".py")
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What the tests here ask of a file, at any depth of its code.
+
+    Args:
+        imports: its statements that import.
+        asserts: lines of its assert statements.
+        names: all names and attributes in it.
+    """
+
+    imports: tuple[ast.Import | ast.ImportFrom, ...]
+    asserts: tuple[int, ...]
+    names: frozenset[str]
+
+
+@cache
+def facts(file: Path) -> Facts:
+    """Read a file once for all tests: to parse the package takes seconds."""
+    imports: list[ast.Import | ast.ImportFrom] = []
+    asserts, names = [], set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            imports.append(node)
+        elif isinstance(node, ast.Assert):
+            asserts.append(node.lineno)
+    return Facts(tuple(imports), tuple(asserts), frozenset(names))
+
+
 def imported_layers(file: Path) -> set[str]:
-    """Layers that a file imports, relative or absolute, at any depth of its code."""
+    """Layers that a file imports, relative or absolute."""
     found = set()
     depth = len(file.relative_to(PACKAGE).parts) - 1
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in facts(file).imports:
         if isinstance(node, ast.ImportFrom):
             if node.level == depth + 1:  # from .. import x, from ..layer import x
                 names = [node.module] if node.module else [a.name for a in node.names]
@@ -116,17 +150,17 @@ def imported_layers(file: Path) -> set[str]:
             else:
                 continue
             found |= {name.split(".")[0] for name in names}
-        elif isinstance(node, ast.Import):
+        else:
             names = [a.name.split(".") for a in node.names]
             found |= {name[1] for name in names if name[0] == "hybridq" and len(name) > 1}
     return found
 
 
 def imported_rooms(package: Path, file: Path) -> set[str]:
-    """Rooms of its own package that a file imports, at any depth of its code."""
+    """Rooms of its own package that a file imports."""
     found = set()
     depth = len(file.relative_to(package).parts) - 1
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in facts(file).imports:
         if isinstance(node, ast.ImportFrom) and node.level == depth + 1:
             names = [node.module] if node.module else [alias.name for alias in node.names]
             found |= {name.split(".")[0] for name in names}
@@ -139,16 +173,19 @@ def imported_rooms(package: Path, file: Path) -> set[str]:
 FILES = sorted(f for f in PACKAGE.rglob("*.py") if f != PACKAGE / "__init__.py")
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
-def test_imports_point_leftward(file: Path) -> None:
-    own = LAYERS.index(layer_of(file))
-    # demo and cli stand on the public names, which are those of the package itself.
-    public = LAYERS.index(layer_of(file)) >= LAYERS.index("demo")
-    for name in imported_layers(file):
-        if name not in LAYERS:
-            assert public or name == "_core", f"{file.name} imports {name}, which is no layer"
-            continue
-        assert LAYERS.index(name) <= own, f"{layer_of(file)} imports {name}, to its right"
+def test_imports_point_leftward() -> None:
+    wrong = []
+    for file in FILES:
+        own = LAYERS.index(layer_of(file))
+        # demo and cli stand on the public names, which are those of the package itself.
+        public = own >= LAYERS.index("demo")
+        for name in imported_layers(file):
+            if name not in LAYERS:
+                if not public and name != "_core":
+                    wrong.append(f"{file} imports {name}, which is no layer")
+            elif LAYERS.index(name) > own:
+                wrong.append(f"{file} imports {name}, to its right")
+    assert wrong == []
 
 
 @pytest.mark.parametrize("name", ROOMS)
@@ -182,11 +219,7 @@ def test_c_includes_point_leftward() -> None:
 
 
 def test_no_bare_assert_in_the_package() -> None:
-    for file in FILES:
-        asserts = [
-            n.lineno for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Assert)
-        ]
-        assert not asserts, f"{file}: assert in line {asserts}"
+    assert {str(file): facts(file).asserts for file in FILES if facts(file).asserts} == {}
 
 
 def test_files_are_not_too_long() -> None:
@@ -223,13 +256,8 @@ def test_every_public_name_is_documented() -> None:
 
 def uses(*names: str) -> set[str]:
     """Files of the package that read an attribute or a name."""
-    found = set()
-    for file in PACKAGE.rglob("*.py"):
-        text = file.read_text()
-        for node in ast.walk(ast.parse(text)) if any(name in text for name in names) else ():
-            if (getattr(node, "attr", None) or getattr(node, "id", None)) in names:
-                found.add(str(file.relative_to(PACKAGE)))
-    return found
+    files = PACKAGE.rglob("*.py")
+    return {str(f.relative_to(PACKAGE)) for f in files if not facts(f).names.isdisjoint(names)}
 
 
 def test_addresses_are_taken_in_one_place() -> None:
@@ -242,6 +270,7 @@ def test_addresses_for_comparison_stay_away_from_the_core() -> None:
     assert not uses("begins_at") & calls_core
 
 
+@pytest.mark.more  # it walks through every file twice
 def test_packages_keep_their_underscore_names_to_themselves() -> None:
     spec = importlib.util.spec_from_file_location("structure", ROOT / "benchmarks" / "structure.py")
     assert spec is not None and spec.loader is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-import subprocess
 import sys
 
 import pytest
@@ -90,11 +89,12 @@ def test_the_page_has_every_message_once(index) -> None:
     assert all(line.count("|") - line.count("\\|") == 4 for line in rows)
 
 
-def test_the_command_says_where_a_message_comes_from() -> None:
+def test_the_command_says_where_a_message_comes_from(index, capsys) -> None:
     text = "linear: input dtype must be float32, bfloat16 or float16, got torch.int64"
-    done = subprocess.run([sys.executable, SCRIPT, text], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert "TypeError: input dtype must be" in done.stdout
-    assert "hybridq/nn/modules/quantized_module.py" in done.stdout
-    done = subprocess.run([sys.executable, SCRIPT, "qqqqq"], capture_output=True, text=True)
-    assert done.returncode == 1 and "no message" in done.stdout
+    assert index.main([text]) == 0
+    said = capsys.readouterr().out
+    assert "TypeError: input dtype must be" in said
+    assert "hybridq/nn/modules/quantized_module.py" in said
+    assert index.main(["qqqqq"]) == 1
+    said = capsys.readouterr()
+    assert "no message" in said.out + said.err

@@ -45,19 +45,20 @@ def test_named_files_are_there(file: str) -> None:
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(TESTS)))
-def test_nothing_is_imported_from_a_test_and_nothing_sleeps(file) -> None:
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            names = {node.module or ""}
-        elif isinstance(node, ast.Import):
-            names = {alias.name for alias in node.names}
-        else:
-            names = set()
-        assert not any(name.startswith("test_") for name in names), "move it to tests/helpers"
-        is_sleep = isinstance(node, ast.Attribute) and node.attr == "sleep"
-        if is_sleep and str(file.relative_to(TESTS)) not in MAY_SLEEP:
-            pytest.fail(f"line {node.lineno}: wait for what happens, never for a clock")
+def test_nothing_is_imported_from_a_test_and_nothing_sleeps() -> None:
+    wrong = []
+    for file in FILES:
+        text, name = file.read_text(), str(file.relative_to(TESTS))
+        for module in re.findall(r"^ *(?:from|import) +(test_\w+)", text, re.M):
+            wrong.append(f"{name} imports {module}: move what is shared to tests/helpers")
+        if "sleep" in text and name not in MAY_SLEEP:
+            lines = [
+                node.lineno
+                for node in ast.walk(ast.parse(text))
+                if isinstance(node, ast.Attribute) and node.attr == "sleep"
+            ]
+            wrong += [f"{name}:{line}: wait for what happens, never for a clock" for line in lines]
+    assert wrong == []
 
 
 @pytest.mark.parametrize("strength", [1, 2])
