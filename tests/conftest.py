@@ -34,6 +34,12 @@ DEFAULT = "not slow and not more"
 # Whether they are given depends on the CPU: only their own test sees them.
 give_no_advice()
 
+# torch.manual_seed keeps a call, with the text of its stack, for each kind of device that is not
+# there: half a millisecond each time, and in the end hundreds of megabytes.
+for _devices in (torch.cuda, torch.xpu, torch.mtia):
+    if not _devices.is_available():
+        _devices.manual_seed_all = lambda seed: None
+
 _COMMON = {
     "deadline": None,
     # `backend` only sets a thread-local setting: the same for every example of a test.
@@ -182,13 +188,9 @@ def seed(request) -> int:
     return zlib.crc32(f"tests/{Path(file).name}::{name}".encode())
 
 
-#: torch.manual_seed keeps a call with a stack's text for every kind of device that is not there.
-_of_torch = torch if torch.cuda.is_available() else torch.default_generator
-
-
 @pytest.fixture(autouse=True)
 def _seeded(seed: int) -> None:
-    _of_torch.manual_seed(seed)
+    torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
 
@@ -203,7 +205,20 @@ def _is_default(item: pytest.Item) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    # What imports have made stays: collections look through what tests make, and are fast.
+    _keep()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path != item.path:
+        _keep()
+
+
+def _keep() -> None:
+    """Take what is alive out of Python's collections, which then look through little.
+
+    Imports, and what the compiler keeps, stay until the end; the update of scales collects in every
+    model's first step, and would look through a million objects of other tests.
+    """
     gc.collect()
     gc.freeze()
 

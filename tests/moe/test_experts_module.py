@@ -57,11 +57,8 @@ def equal(got, want) -> None:
         assert torch.equal(one, other), number
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [GPT_OSS, pytest.param(ExpertsLayout(), marks=pytest.mark.more)],
-    ids=["gpt-oss", "plain"],
-)
+@pytest.mark.more
+@pytest.mark.parametrize("layout", [GPT_OSS, ExpertsLayout()], ids=["gpt-oss", "plain"])
 def test_a_block_compiles_into_one_graph(layout: ExpertsLayout) -> None:
     """Planes and products are those of the eager module; other sizes of groups are no new graph."""
     module = made(layout)

@@ -59,28 +59,26 @@ def test_first_step_is_torchs_and_moments_are_neighbours_of_its(kind) -> None:
 @pytest.mark.parametrize("kind", SHORT)
 @pytest.mark.parametrize("made", ["float32", "bfloat16", "nvfp4"])
 def test_moments_are_those_of_fp32_in_the_mean(kind, made) -> None:
-    values = torch.randn(16, 128)
-    total = {name: torch.zeros_like(values) for name in MOMENTS}
+    """Of one matrix many times in a parameter: each value's roundings are drawn for themselves."""
+    values = torch.randn(16, 128)  # whole blocks of every kind
     own = nn.Parameter(values.clone())
     theirs = torch.optim.AdamW([own], lr=0.0)
     run(theirs, own, 6)
     draws = 80
-    for seed in range(draws):
-        torch.manual_seed(seed)
-        mine = values.clone()
-        if made == "nvfp4":
-            mine = hybridq.quantize(mine.clone(), "nvfp4")
-        elif made == "bfloat16":
-            mine = mine.bfloat16()
-        mine = nn.Parameter(mine)
-        ours = AdamW([mine], lr=0.0, moments=kind)
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(6):
-            mine.main_grad = torch.randn(values.shape, generator=generator)
-            ours.step()
-        for name, value in held(ours, mine).items():
-            total[name] += (value if name == "exp_avg" else value.sqrt()) / draws
-    for name, mean in total.items():
+    mine = values.repeat(draws, 1)
+    if made == "nvfp4":
+        mine = hybridq.quantize(mine, "nvfp4")
+    elif made == "bfloat16":
+        mine = mine.bfloat16()
+    mine = nn.Parameter(mine)
+    ours = AdamW([mine], lr=0.0, moments=kind)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(6):
+        mine.main_grad = torch.randn(values.shape, generator=generator).repeat(draws, 1)
+        ours.step()
+    for name, value in held(ours, mine).items():
+        value = value if name == "exp_avg" else value.sqrt()
+        mean = value.reshape(draws, *values.shape).mean(0)
         want = theirs.state[own][name]
         want = want if name == "exp_avg" else want.sqrt()
         # Six roundings of at most a step each, with weights of the decay: 3 steps, 5 sigma.
@@ -96,10 +94,10 @@ def test_small_updates_are_not_lost() -> None:
         parameter.grad = torch.ones(64, 128)
         optimizer.step()
         parameter.grad = torch.zeros(64, 128)
-        for _ in range(300):
+        for _ in range(100):
             optimizer.step()
         mean = held(optimizer, parameter)["exp_avg_sq"].mean()
-        assert mean == pytest.approx(1e-3 * 0.999**300, rel=0.05)
+        assert mean == pytest.approx(1e-3 * 0.999**100, rel=0.02)
 
 
 def test_what_is_not_zero_stays_so() -> None:

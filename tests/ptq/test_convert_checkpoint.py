@@ -88,6 +88,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("options", PAIRS, ids=lambda one: f"{one['rowwise']}-{one['columnwise']}")
 @pytest.mark.parametrize("size", ["whole", "tiles"])
 def test_pairs_whole_and_in_tiles(options, size, tmp_path, request):

@@ -15,6 +15,7 @@ from export_tools import EXPORTS, IDS, assert_same, expected, run, small_tiles, 
 __all__ = ["small_tiles", "source"]
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(("layout", "fmt", "spec"), EXPORTS, ids=IDS)
 @pytest.mark.parametrize("size", ["whole", "tiles"])
 def test_the_planes_bit_for_bit(layout, fmt, spec, size, source, tmp_path, request):

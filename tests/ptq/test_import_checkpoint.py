@@ -47,6 +47,7 @@ def decoded(folder: Path, layout: str) -> dict[str, torch.Tensor]:
     return made | tensors
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(("layout", "fmt", "spec"), EXPORTS, ids=IDS)
 @pytest.mark.parametrize("size", ["whole", "tiles"])
 def test_decoded_exactly(layout, fmt, spec, size, source, tmp_path, request):

@@ -219,7 +219,7 @@ def test_a_module_is_bound_at_a_switch_and_at_no_other_step():
     assert asked == ["input", "weight", "grad_output"] * 2
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("inside", [pytest.param(False, marks=pytest.mark.more), True])
 def test_compiled_code_is_compiled_once_per_recipe(inside):
     """Also where the compiled function enters the block by itself, over a schedule that counts."""
     layer, x, dy = hybridq.Linear(64, 32), torch.randn(4, 64), torch.randn(4, 32)

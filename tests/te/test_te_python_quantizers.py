@@ -170,7 +170,7 @@ def test_nf4_trains_a_layer_as_numpy_says() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        NF4Quantizer,
+        pytest.param(NF4Quantizer, marks=pytest.mark.more),
         lambda: te.HybridQuantizer(
             rowwise_quantizer=NF4Quantizer(),
             columnwise_quantizer=te.MXFP8Quantizer(te.DType.kFloat8E4M3),

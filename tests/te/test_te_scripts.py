@@ -273,6 +273,7 @@ def test_quantized_init_and_a_step() -> None:
     assert weight.get_high_precision_init_val() is None
 
 
+@pytest.mark.more
 def test_the_training_script() -> None:
     """It learns as fast as without quantization: the losses stay together all the way down."""
     lines = [line for line in TRAINING.strip().splitlines() if line]

@@ -212,6 +212,7 @@ def test_under_a_recipe_it_is_its_parts(which, recipe) -> None:
     assert not torch.equal(got[0], ours(layer, which)(*data[:2]))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "recipe", [pytest.param("mxfp8", marks=pytest.mark.slow), "mxfp8_fwd_nvfp4_bwd"]
 )

@@ -116,6 +116,7 @@ def test_subclasses_are_left_alone():
     assert type(convert(Own(nn.LayerNorm(4), nn.Linear(4, 4)), fuse=True)) is Own
 
 
+@pytest.mark.thinned(1, few=1)
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.SiLU(), nn.GELU(approximate="tanh")])
 def test_compiled_and_recomputed(activation):
     torch._dynamo.reset()

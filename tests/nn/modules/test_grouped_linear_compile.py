@@ -21,7 +21,7 @@ from hybridq import CustomRecipe, autocast, recipes
 #: Delayed scaling keeps a history by group: tests/nn/delayed_scaling/test_delayed_modules.py.
 RECIPES = tuple(name for name in recipes.names() if name != "fp8_delayed")
 #: Of the default suite: a scale per tensor, per block, and two kinds of planes.
-FEW = ("fp8_current", "mxfp8", "mxfp8_fwd_nvfp4_bwd")
+FEW = ("mxfp8_fwd_nvfp4_bwd",)
 SIZES = (5, 0, 40)
 
 
@@ -43,7 +43,7 @@ def fresh():
     [
         *(pytest.param(name, marks=() if name in FEW else pytest.mark.more) for name in RECIPES),
         "by name",
-        None,
+        pytest.param(None, marks=pytest.mark.more),
     ],
 )
 def test_compiled_with_device_splits(recipe, fresh) -> None:
