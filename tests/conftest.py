@@ -26,10 +26,13 @@ from declared import BACKENDS, FORMATS
 from hybridq.direction import DIRECTIONS
 from hybridq.kernels.decoded import give_no_advice
 from places import TESTS
+from suite_time import SuiteTime
 from thinning import thin
 
 #: What `make test` runs.
 DEFAULT = "not slow and not more"
+#: What `make test-all` runs.
+BOTH = "not slow"
 
 # Whether they are given depends on the CPU: only their own test sees them.
 give_no_advice()
@@ -202,6 +205,7 @@ def _seeded(seed: int) -> None:
 # --- a run in which a declared backend executed no test is a failed run --------------------------
 
 _executed: set[str] = set()
+_time = SuiteTime()
 
 
 def _is_default(item: pytest.Item) -> bool:
@@ -241,16 +245,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     # With xdist the controller sees the workers' reports, and counts for all of them.
+    _time.add(report)
     if report.when == "call" and not report.skipped:
         _executed.update(value for name, value in report.user_properties if name == "backend")
 
 
-def _is_whole_suite(config: pytest.Config) -> bool:
-    """Whether this run collected everything that a plain `pytest` collects."""
+def _is_whole_suite(config: pytest.Config, *expressions: str) -> bool:
+    """Whether this run collected everything that a plain `pytest`, or one of these, collects."""
     option = config.option
     narrowed = (
         option.keyword
-        or option.markexpr not in ("", DEFAULT)
+        or option.markexpr not in ("", DEFAULT, *expressions)
         or option.collectonly
         or getattr(option, "lf", False)
         or getattr(option, "deselect", None)
@@ -282,3 +287,6 @@ def pytest_terminal_summary(terminalreporter, exitstatus: int, config: pytest.Co
         terminalreporter.write_line(
             f"backend {name!r} is declared, but no test was executed with it", red=True
         )
+    if _is_whole_suite(config, BOTH):
+        for line in _time.lines():
+            terminalreporter.write_line(line)

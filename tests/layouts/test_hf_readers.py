@@ -94,6 +94,7 @@ def logits(model):
         return model(IDS).logits
 
 
+@pytest.mark.thinned(1, few=6)
 @pytest.mark.parametrize(("kind", "layout", "scheme"), RIGHT, ids=map("-".join, RIGHT))
 def test_logits_are_those_of_the_model_here(kind, layout, scheme, folders, tmp_path) -> None:
     folder, _, plain = written(folders, kind, layout, scheme, tmp_path)

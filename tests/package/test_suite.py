@@ -6,10 +6,12 @@ import ast
 import itertools
 import re
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
 from places import ROOT, TESTS
+from suite_time import SuiteTime
 from thinning import chosen, spread
 
 #: Folders that have no like in src/hybridq.
@@ -84,3 +86,13 @@ def test_few_of_the_chosen_are_spread() -> None:
     assert spread([1, 4], 3) == spread([1, 4], None) == [1, 4]
     with pytest.raises(ValueError, match="few must be at least 1, got 0"):
         spread([1], 0)
+
+
+def test_the_dearest_default_tests_are_named() -> None:
+    """Phases of a test are summed, and what its marker leaves out is not counted."""
+    spent = SuiteTime()
+    for name, seconds, marker in (("a", 1, ""), ("b", 2, ""), ("a", 2, ""), ("c", 9, "more")):
+        spent.add(SimpleNamespace(nodeid=name, duration=seconds, keywords={marker: 1}))
+    said = spent.lines(most=1)
+    assert said[0].startswith("2 default tests took 5 s together")
+    assert said[1:] == ["    3.0 s  a"]

@@ -43,6 +43,7 @@ def round_trip(folder: Path, tensors, selection, **options):
     return hybridq.load_checkpoint(target), notes.outcome
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_format_gives_the_quantizers_planes(fmt, dtype, tmp_path):
     if hybridq.formats.format(fmt).is_identity:

@@ -224,6 +224,7 @@ def test_a_full_disk_before_anything_is_written(source, tmp_path, monkeypatch):
     assert not (tmp_path / "o.safetensors").exists()
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "replace"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_fails_while_it_is_written(call, code, source, tmp_path, monkeypatch):

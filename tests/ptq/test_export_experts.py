@@ -59,6 +59,7 @@ def folder(path: Path, kind: str, tensors: dict[str, torch.Tensor]) -> Path:
     return path
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("kind", ["qwen", "gpt_oss"])
 @pytest.mark.parametrize("size", ["whole", "tiles"])
 def test_biases_get_the_names_of_experts(kind, size, tmp_path, request):
@@ -92,6 +93,7 @@ def test_biases_get_the_names_of_experts(kind, size, tmp_path, request):
     assert torch.equal(found[f"{PARENT}.1.up_proj.bias"], up[1])
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("kind", ["qwen", "llama4", "gpt_oss"])
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
 @pytest.mark.parametrize("size", ["whole", "tiles"])

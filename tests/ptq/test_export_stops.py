@@ -73,6 +73,7 @@ def contents(folder: Path) -> dict[str, str]:
     return {name: one for name, one in digests(folder).items() if not name.startswith(".hybridq")}
 
 
+@pytest.mark.thinned(1, few=2)
 def test_stopped_at_every_stage_and_continued(job, tmp_path):
     source, options = job
     before = digests(source)
@@ -96,6 +97,7 @@ def test_stopped_at_every_stage_and_continued(job, tmp_path):
     assert digests(source) == before
 
 
+@pytest.mark.thinned(1, few=2)
 def test_a_full_disk_at_every_write(job, tmp_path, monkeypatch):
     source, options = job
     before = digests(source)
@@ -123,6 +125,7 @@ def test_a_full_disk_at_every_write(job, tmp_path, monkeypatch):
     assert digests(source) == before
 
 
+@pytest.mark.thinned(1, few=2)
 def test_links_in_the_target(job, tmp_path):
     source, options = job
     outside = tmp_path / "elsewhere"
@@ -153,6 +156,7 @@ def test_links_in_the_target(job, tmp_path):
     assert [path.name for path in outside.iterdir()] == ["victim"]
 
 
+@pytest.mark.thinned(1, few=2)
 def test_a_file_that_is_read_beside_the_shard_counts(job, tmp_path):
     """Scales and siblings in another shard: one that changes makes the result of another source."""
     source, options = job
@@ -174,6 +178,7 @@ def test_a_file_that_is_read_beside_the_shard_counts(job, tmp_path):
         run(source, target, **options)
 
 
+@pytest.mark.thinned(1, few=2)
 def test_damaged_bytes_are_refused_or_values(job, tmp_path):
     source, options = job
     generator = torch.Generator().manual_seed(0)

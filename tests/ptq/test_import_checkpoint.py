@@ -91,6 +91,7 @@ def test_codes_stay_where_the_format_is_the_same(layout, fmt, other, source, tmp
         assert_same(stored(tmp_path / f"other{number}"), want, within="weight_global_scale")
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(
     ("layout", "fmt", "other", "wanted"),
     [

@@ -29,7 +29,7 @@ def quantizer(row: str, col: str | None, of: str = "original") -> Quantizer:
 
 @pytest.mark.parametrize("size", ["whole", "tiles"])
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, few=2)
 def test_both_planes_of_hybridqs_own_are_copied(pair, size, source, tmp_path, request):
     """Byte for byte, though the second cannot be had from what the first decodes to."""
     convert(source, tmp_path / "q", quantizer(*pair))
@@ -64,7 +64,7 @@ def test_another_transform_or_format_is_made_of_the_values(source, tmp_path):
 
 @pytest.mark.parametrize("size", ["whole", "tiles"])
 @pytest.mark.parametrize("col", [None, "mxfp8", "nvfp4"])
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, few=2)
 def test_mxfp4_becomes_nvfp4_without_loss(col, size, source, tmp_path, request):
     """From a reader's layout and from hybridq's own; the second plane is that of its values."""
     run(source, tmp_path / "ct", layout="compressed-tensors", format="mxfp4")

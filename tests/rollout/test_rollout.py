@@ -99,7 +99,7 @@ def as_trained(plane, spec):
     return hybridq.Plane(spec, plane.direction, plane.rows, plane.cols, buffers)
 
 
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, few=3)
 @pytest.mark.parametrize(("dtype", "cast"), MASTERS, ids=str)
 @pytest.mark.parametrize(("recipe", "layout"), RECIPES, ids=str)
 def test_planes_and_logits_are_the_trainers(recipe, layout, dtype, cast) -> None:

@@ -12,7 +12,12 @@ PROGRAM = "tensor_parallel_hf_program.py"
 
 
 def test_two_ranks(tmp_path) -> None:
-    run(2, tmp_path / "store", "plans=llama,qwen3,gemma3", "refused", program=PROGRAM)
+    run(2, tmp_path / "store", "plans=llama,gemma3", "refused", program=PROGRAM)
+
+
+@pytest.mark.more
+def test_norms_of_heads(tmp_path) -> None:
+    run(2, tmp_path / "store", "plans=qwen3", program=PROGRAM)
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ def planes(x: torch.Tensor, spec: str) -> list[torch.Tensor]:
     return list(ops.encode(x, spec, "", seed=torch.tensor([3])))
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("name", sorted(SPECS))
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_opcheck_encode_and_decode(name: str, requires_grad: bool) -> None:

@@ -103,7 +103,7 @@ def test_backends_agree_on_larger_matrices(fmt, dtype, seed):
                 assert_planes_equal(mine, theirs, f"{name} {spec} {side}")
 
 
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, few=8)
 def test_bits_do_not_depend_on_threads(backend, fmt, seed):
     x = sample("heavy", (150, 333), "bfloat16", seed)
     spec = options_of(fmt)[-1]
@@ -142,7 +142,7 @@ def test_strides_do_not_matter(backend, fmt, direction, dtype, seed):
         assert_planes_equal(got, expected(view, spec, direction), name)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("shape", [(0, 0), (0, 40), (40, 0), (1, 1), (1, 300), (300, 1)])
 def test_degenerate_shapes(backend, fmt, direction, shape, seed):
     for spec in options_of(fmt):
@@ -150,6 +150,7 @@ def test_degenerate_shapes(backend, fmt, direction, shape, seed):
         check(sample("normal", shape, "bfloat16", seed), spec, direction, **options)
 
 
+@pytest.mark.thinned(1)
 @given(data=st.data())
 def test_two_specs_in_one_call_are_two_calls(backend, fmt, data):
     """A hybrid pair's planes do not depend on each other, nor on being made together."""
@@ -168,6 +169,7 @@ def test_two_specs_in_one_call_are_two_calls(backend, fmt, data):
     assert_planes_equal(got[1], expected(x, col, "columnwise", **options), f"{col}")
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_columns_from_the_dequantized_rows(backend, fmt, dtype, seed):
     """The rowwise decode in FP32, rounded once to the input's dtype, then encoded."""

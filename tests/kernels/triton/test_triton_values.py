@@ -41,6 +41,7 @@ def test_every_code_under_every_scale_is_decoded_bit_for_bit(run, name: str) -> 
     assert np.array_equal(got.view(np.uint32)[~nan], expected.view(np.uint32)[~nan])
 
 
+@pytest.mark.thinned(1, few=8)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_pair_of_formats(run, name: str, seed: int) -> None:
     run("pairs", name, seed)
@@ -67,6 +68,7 @@ def test_shapes(run, m: int, n: int, k: int, pair: tuple[str, str], seed: int) -
     run("shape", m, n, k, *pair, seed)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("m,n,k", [(3, 20, 1100), (20, 3, 40)])
 def test_bias_and_addition(run, m: int, n: int, k: int, dtype: torch.dtype, seed: int) -> None:
@@ -177,6 +179,7 @@ def test_wrong_offsets_stay_inside(run) -> None:
     run("wrong_offsets_stay_inside")
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("is_square", [False, True])
 @pytest.mark.parametrize("elements", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")])
 @pytest.mark.parametrize("m,n,k", [(3, 150, 300), (130, 70, 128), (1, 1, 1)])

@@ -200,6 +200,7 @@ def test_without_a_recipe_it_is_torch(which, dtype) -> None:
         assert any(torch.allclose(g, value, rtol=tolerance, atol=tolerance * 10) for g in mine)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_current", "mxfp8_fwd_nvfp4_bwd"])
 @pytest.mark.parametrize("which", [name for name in OPTIONS if name not in ("decoder, post", "l2")])
 def test_under_a_recipe_it_is_its_parts(which, recipe) -> None:
