@@ -10,6 +10,7 @@ void BindFewRows(pybind11::module_& m);
 void BindGroups(pybind11::module_& m);
 void BindPrologue(pybind11::module_& m);
 void BindProduct(pybind11::module_& m);
+void BindSteps(pybind11::module_& m);
 void BindTokenRows(pybind11::module_& m);
 
 }  // namespace hybridq::bindings

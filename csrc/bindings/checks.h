@@ -61,6 +61,12 @@ inline void CheckSigns(const char* function, int signs, int lowest) {
   }
 }
 
+inline void CheckTransposeBits(int bits) {
+  if (bits != 4 && bits != 8 && bits != 16 && bits != 32) {
+    Fail("transpose: bits must be 4, 8, 16 or 32, got " + std::to_string(bits));
+  }
+}
+
 inline Matrix MakeMatrix(const char* function, uintptr_t x, const std::string& dtype, int64_t rows,
                          int64_t cols, int64_t stride0, int64_t stride1, int threads) {
   CheckExtent(function, rows, cols, threads);

@@ -151,9 +151,7 @@ void HadamardOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t col
 
 void TransposeOf(uintptr_t src, int64_t rows, int64_t cols, int bits, uintptr_t dst, int threads) {
   CheckExtent("transpose", rows, cols, threads);
-  if (bits != 4 && bits != 8 && bits != 16 && bits != 32) {
-    Fail("transpose: bits must be 4, 8, 16 or 32, got " + std::to_string(bits));
-  }
+  CheckTransposeBits(bits);
   CheckPointer("transpose", "src", src, rows != 0 && cols != 0);
   CheckPointer("transpose", "dst", dst, rows != 0 && cols != 0);
   const py::gil_scoped_release release;
@@ -375,6 +373,7 @@ PYBIND11_MODULE(_core, m) {
   bindings::BindPrologue(m);
   bindings::BindProduct(m);
   bindings::BindFewRows(m);
+  bindings::BindSteps(m);
   bindings::BindTokenRows(m);
 
   // Registers the fork handler before any thread team can exist.

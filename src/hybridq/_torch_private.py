@@ -19,6 +19,7 @@ __all__ = [
     "RingAttention",
     "TorchDispatchMode",
     "after_autograd",
+    "all_gather",
     "any_requires_grad",
     "assert_async",
     "below_autograd",
@@ -57,6 +58,7 @@ __all__ = [
     "tree_unflatten",
     "wait_tensor",
     "without_modes",
+    "zero_each",
 ]
 
 
@@ -179,6 +181,7 @@ no_torch_function: Final = _taken(
 )
 #: Copies many tensors by one call.
 copy_each: Final = _taken("torch._foreach_copy_", "fill planes and histories at once")
+zero_each: Final = _taken("torch._foreach_zero_", "pad shards at once")
 tree_flatten: Final = _taken("torch.utils._pytree.tree_flatten", "find tensors in arguments")
 tree_leaves: Final = _taken("torch.utils._pytree.tree_leaves", "find tensors in arguments")
 tree_map: Final = _taken("torch.utils._pytree.tree_map", "replace tensors in arguments")
@@ -210,6 +213,21 @@ def functional_all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
     path = "torch.ops._c10d_functional"
     functional = _taken(path, "reduce amaxes in compiled code")
     return functional.wait_tensor(functional.all_reduce(x, op, group))
+
+
+def all_gather(found: torch.Tensor, own: torch.Tensor, group: Any) -> None:
+    """Fill a tensor with what all ranks have, one behind the other.
+
+    torch calls it `all_gather_single` from 2.13 on, and `all_gather_into_tensor` before.
+
+    Args:
+        found: of as many elements as all ranks have.
+        own: of as many on every rank.
+        group: the process group.
+    """
+    path, use = "torch.distributed", "gather bytes"
+    name = "all_gather_single" if hasattr(_taken(path, use), "all_gather_single") else ""
+    _taken(f"{path}.{name or 'all_gather_into_tensor'}", use)(found, own, group)
 
 
 def _functional(name: str, use: str) -> Any:

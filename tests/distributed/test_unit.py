@@ -10,7 +10,7 @@ from torch import nn
 
 import hybridq
 from hybridq.distributed import PlaneShards, Shards, StorageShards, prepare_fsdp2
-from hybridq.distributed.encoding import Scratch, ShardEncoder, ShardWork
+from hybridq.distributed.encoding import ShardEncoder, ShardWork, UnitPayload, zeros
 from hybridq.distributed.units import Room, Unit
 
 TRAILER = 16
@@ -61,7 +61,7 @@ def test_both_planes_are_encoded_past_the_dispatcher(row, col, way, sizes) -> No
     sends_row = way != "one travels"
     plan = StorageShards(*specs, source, Shards(sizes, 96), sends_row=sends_row)
     assert plan.derives or (len(plan.planes), len(plan.sent)) == (2, 1 + sends_row)
-    assert _encode_past(plan) == len(sizes)
+    assert _encode_past(plan) == 2 * len(sizes)
 
 
 def _encode_past(plan: StorageShards) -> int:
@@ -78,13 +78,24 @@ def _encode_past(plan: StorageShards) -> int:
             work.maxima.update(known)
             work.run(step)
     for rank, work in enumerate(works):
-        encoder = ShardEncoder.of(plan, rank, dtype, 64)
-        if encoder is None:
-            continue
-        count += 1
-        memory = torch.full((encoder.end,), 0xA5, dtype=torch.uint8)
-        made = encoder.encode(high[rank], work.maxima, Scratch(memory, memory.data_ptr(), 1))
-        assert torch.equal(torch.cat([*made, memory.new_zeros(encoder.padding)]), work.payload())
+        for x in (high[rank], high[rank].to(dtype)):  # converted first, and read where it is
+            encoder = ShardEncoder.of(plan, rank, (x.dtype, dtype), 64)
+            if encoder is None:
+                continue
+            count += 1
+            payload = UnitPayload(encoder.end)
+            payload.memory.fill_(0xA5)
+            encoder.bind(payload)
+            payload.parts.append(zeros(encoder.padding))
+            for _ in range(2):  # the memory comes and goes
+                payload.begin()
+                assert encoder.take(x, work.maxima)
+                made = [torch.full(one.shape, 0x5A, dtype=torch.uint8) for one in payload.parts]
+                payload.write(made)
+                payload.bound()
+                sent = torch.cat([one.reshape(-1) for one in made])
+                assert torch.equal(sent, work.payload())
+            assert not encoder.take(x.double(), work.maxima)
     return count
 
 

@@ -13,15 +13,25 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybridq
+from hybridq._torch_private import num_dispatch_modes
 from hybridq.distributed import prepare_fsdp2
+from hybridq.kernels.inputs import dispatch_bypass
 
 
 class Operators(TorchDispatchMode):
-    """Counts operators."""
+    """Counts operators, unseen: what goes past the dispatcher where nobody watches does so here."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
+
+    def __enter__(self) -> Any:
+        dispatch_bypass.num_dispatch_modes = lambda: 0  # type: ignore[assignment]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        dispatch_bypass.num_dispatch_modes = num_dispatch_modes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
@@ -82,22 +92,22 @@ SOME = ("mxfp8", "nvfp4", "fp8_current", "fp8_block", "mxfp8_fwd_nvfp4_bwd")
 
 
 def calls(which: str) -> None:
-    """What a gather costs the host, beside that of plain FSDP2: one weight, or a unit of four.
+    """What a gather costs the host beside plain FSDP2's: one weight, a unit of four or of eight.
 
     Of parameters in high precision and quantized ones, eager and compiled; `which` is "every"
     recipe and size, or "some": uneven shards, which cost most.
     """
     recipes = SOME if which == "some" else hybridq.recipes.names()
-    sizes = ((65, 4),) if which == "some" else tuple(product((64, 65), (1, 4)))
+    sizes = ((65, 4), (65, 8)) if which == "some" else tuple(product((64, 65), (1, 4, 8)))
     for (rows, count), *kind in product(sizes, (False, True), (False, True)):
         plain = host_cost(rows, count, None, *kind)
         for recipe in recipes:
             own = host_cost(rows, count, recipe, *kind)
-            assert own[0] <= 1.5 * plain[0], (recipe, kind, rows, count, own, plain)
-            if recipe in SOME and not any(kind):
-                # Operators are counted by what watches them: then nothing goes past the dispatcher.
-                most = {(64, 1): 3.1, (65, 1): 3.5, (64, 4): 5.4, (65, 4): 6.1}[rows, count]
-                assert own[1] <= most * plain[1], (recipe, rows, count, own, plain)
+            what = (recipe, kind, rows, count, own, plain)
+            assert own[0] <= 1.5 * plain[0], what
+            # What FSDP2 is given are views, what is copied one operation: hardly more of a unit.
+            assert own[1] <= plain[1] + 24, what
+            assert own[1] <= (2.7 if count == 1 else 2.5) * plain[1], what
 
 
 def stack_cost(groups: int, recipe: str | None, is_quantized: bool = False) -> int:

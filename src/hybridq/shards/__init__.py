@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .call_agreement import Facts, agree, compare, named_ranks, refuse
 from .cut import Cut, common_unit, encode_cut
-from .plane_memory import memories, put_beside, refill
+from .plane_memory import ALIGNMENT, memories, put_beside, refill
 from .plane_shards import Piece, PlaneShards
 from .reduction import MAXIMA_AT_ONCE, reduce_maxima
 from .row_shards import Shards
@@ -15,6 +15,7 @@ from .token_gather import Arriving, OwnPlane, TokenGather
 from .uniform_shards import UniformShards, encoded
 
 __all__ = [
+    "ALIGNMENT",
     "MAXIMA_AT_ONCE",
     "Arriving",
     "Copies",

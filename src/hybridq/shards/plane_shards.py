@@ -286,6 +286,17 @@ class PlaneShards:
             window[row] = known[place]  # rounded to the dtype of x
         return window
 
+    def edges(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Return the rows of a rank's window that stand for blocks that other ranks cut.
+
+        Args:
+            rank: whose.
+
+        Returns:
+            Of each the row, and which of the known maxima stands there.
+        """
+        return self._padding[rank][3]
+
     @cached_property
     def _padding(self) -> tuple[tuple[int, int, int, tuple[tuple[int, int], ...]], ...]:
         """By rank: rows that it lacks in front, that it has, that it lacks behind; and edges.

@@ -6,7 +6,7 @@ kernel finds: nothing is asked of anyone, and every gather that is alike can be 
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,36 +14,9 @@ from ...direction import ROWWISE
 from ...kernels.inputs import made
 from ...kernels.operators import encode_plan
 from ...shards import UniformShards
-from .cpu_shard_encoder import Scratch
+from .unit_payload import ALIGNMENT, Room, Stage, UnitPayload, zeros
 
 __all__ = ["StackEncoder"]
-
-#: Bytes; where a matrix's buffers begin in the common memory.
-_ALIGNMENT: Final = 64
-
-
-class _Region(NamedTuple):
-    """Where one buffer of all matrices lies: `nbytes` of each, `step` apart."""
-
-    start: int
-    nbytes: int
-    step: int
-
-
-class _PlaneOfEach:
-    """Writes one plane of each matrix.
-
-    Args:
-        write: encodes a matrix into memory that there is.
-        regions: of the plane's data, scales and amax, as many as there are.
-    """
-
-    def __init__(self, write: Any, regions: tuple[_Region, ...]) -> None:
-        self.write, self.regions = write, regions
-        data, scale, amax = (*regions, None, None)[:3]
-        self.starts = tuple(0 if one is None else one.start for one in (data, scale, amax))
-        self.steps = tuple(0 if one is None else one.step for one in (data, scale, amax))
-        self.has = (True, scale is not None, amax is not None)
 
 
 class StackEncoder:
@@ -52,87 +25,124 @@ class StackEncoder:
     Args:
         plan: of the gathers.
         rank: this one.
-        dtype: that matrices are quantized from.
-        start: where planes may begin in the common memory.
-        writers: of each plane that travels; empty: it is values that do.
+        dtypes: of the matrices, and that they are quantized from.
+        start: where its memory may begin in the common one.
+        recorders: of each plane that travels; empty: it is values that do.
     """
 
     def __init__(
-        self, plan: UniformShards, rank: int, dtype: torch.dtype, start: int, writers: list[Any]
+        self,
+        plan: UniformShards,
+        rank: int,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        start: int,
+        recorders: list[Any],
     ) -> None:
-        self._count, self._dtype = plan.shards.sizes[rank], dtype
-        self._is_transposed = plan.is_transposed
+        self._count, self._dtypes = plan.shards.sizes[rank], dtypes
         self._num_zeros = plan.payload - plan.nbytes(rank)
-        planes = []
-        for write, buffers in zip(writers, plan.buffers, strict=False):
-            regions: tuple[_Region, ...] = ()
-            for one in buffers:
-                step = -(-one.nbytes // _ALIGNMENT) * _ALIGNMENT
-                start = -(-start // _ALIGNMENT) * _ALIGNMENT
-                regions += (_Region(start, one.nbytes, step),)
-                start += self._count * step
-            planes.append(_PlaneOfEach(write, regions))
-        self._planes = tuple(planes)
+        room, shards = Room(start), plan.part.shards
+        self._shape, self._is_transposed = (shards.rows, shards.cols), plan.is_transposed
+        self._recorders, self._buffers = recorders, plan.buffers
+        #: Whether matrices are copied first: to another dtype, or values to be sent.
+        self._is_copied = dtypes[0] is not dtypes[1] or not recorders
+        self._nbytes = self._count * shards.rows * shards.cols * dtypes[1].itemsize
+        self._values = room.take(self._nbytes) if self._is_copied else 0
+        #: By plane and buffer: where the first matrix's is in the common memory, how many bytes
+        #: each has, and how far apart they are.
+        self._regions: list[list[tuple[int, int, int]]] = []
+        for _, buffers in zip(recorders, plan.buffers, strict=False):
+            steps = [-(-one.nbytes // ALIGNMENT) * ALIGNMENT for one in buffers]
+            sizes = zip(buffers, steps, strict=True)
+            self._regions.append(
+                [(room.take(self._count * step), one.nbytes, step) for one, step in sizes]
+            )
         #: Where the planes of the next parameter may begin.
-        self.end = start
+        self.end = room.end
+        #: The base of the matrices, and their strides, where planes are made of their own memory.
+        self._source, self._strides = -1, (0, 0, 0)
+        self._payload: Any = None
 
     @staticmethod
-    def of(plan: Any, rank: int, dtype: torch.dtype, start: int) -> StackEncoder | None:
+    def of(
+        plan: Any, rank: int, dtypes: tuple[torch.dtype, torch.dtype], start: int
+    ) -> StackEncoder | None:
         """Return the encoder, or None where a gather takes more: two steps, or a kernel.
 
         Args:
-            plan, rank, dtype, start: as for `StackEncoder`.
+            plan, rank, dtypes, start: as for `StackEncoder`.
         """
         if not isinstance(plan, UniformShards) or plan.part.from_row:
             return None
         if plan.sent != plan.part.planes:
             return None
-        writers = []
+        recorders = []
         for plane in plan.sent:
-            if plane.spec.format.is_identity:
-                stored = plane.spec.format.storage_dtype or dtype
-                is_only = len(plan.sent) == 1 and plane.direction == ROWWISE and stored == dtype
-                return StackEncoder(plan, rank, dtype, start, []) if is_only else None
             text, is_row = plane.spec.text, plane.direction == ROWWISE
-            write: Any = encode_plan(text if is_row else "", "" if is_row else text, dtype, "cpu")
-            if write.writer is None:
-                return None
-            writers.append(write.writer)
-        return StackEncoder(plan, rank, dtype, start, writers)
+            if plane.spec.format.is_identity:
+                stored = plane.spec.format.storage_dtype or dtypes[1]
+                is_only = len(plan.sent) == 1 and is_row and stored == dtypes[1]
+                return StackEncoder(plan, rank, dtypes, start, []) if is_only else None
+            pair = (text if is_row else "", "" if is_row else text)
+            recorders.append(encode_plan(*pair, dtypes[1], "cpu").recorder)
+        return None if None in recorders else StackEncoder(plan, rank, dtypes, start, recorders)
 
-    def parts(self, tensor: Any, scratch: Scratch) -> tuple[torch.Tensor, ...] | None:
-        """Return what this rank sends, uint8, in pieces.
+    def bind(self, payload: UnitPayload) -> None:
+        """Say what is done in every gather.
+
+        Args:
+            payload: of the unit.
+        """
+        self._payload = payload
+        memory, stage = payload.memory, payload.stages[0]
+        rows, cols = self._shape
+        is_stored_so = self._is_transposed and bool(self._recorders)
+        shape = (self._count, cols, rows) if is_stored_so else (self._count, rows, cols)
+        strides = (rows * cols, 1, rows) if is_stored_so else (rows * cols, cols, 1)
+        if self._count and self._is_copied:
+            own = memory[self._values : self._values + self._nbytes]
+            stage.targets.append(own.view(self._dtypes[1]).view(shape))
+            self._record(stage, stage.memory, self._values, strides)
+            payload.parts += [] if self._recorders else [own]
+        elif self._count:
+            self._source = stage.steps.base()
+            self._strides = (shape[1] * shape[2], shape[2], 1)
+            self._record(stage, self._source, 0, strides)
+        for start, nbytes, step in (one for plane in self._regions for one in plane):
+            if self._count:
+                payload.parts.append(memory.as_strided((self._count, nbytes), (step, 1), start))
+        if self._num_zeros:
+            payload.parts.append(zeros(self._num_zeros))
+
+    def _record(self, stage: Stage, base: int, start: int, strides: tuple[int, ...]) -> None:
+        """Have all matrices encoded.
+
+        Args:
+            stage: that does so.
+            base, start: where they are.
+            strides: of all of them, as they are encoded.
+        """
+        size = self._dtypes[1].itemsize
+        for record, regions in zip(self._recorders, self._regions, strict=True):
+            for number in range(self._count):
+                x = (base, start + number * strides[0] * size)
+                own = [(stage.memory, first + number * step) for first, _, step in regions]
+                places = (x, *own, *[None] * (3 - len(own)))
+                record(stage.steps, self._shape, strides[1:], places, None)
+
+    def take(self, tensor: Any) -> bool:
+        """Take what the gather under way encodes; return whether it can be.
 
         Args:
             tensor: the shard, on the device where it is gathered.
-            scratch: where planes are written.
         """
-        memory, address, threads = scratch
-        zeros = (memory.new_zeros(self._num_zeros),) if self._num_zeros else ()
-        if not self._count:
-            return zeros
         x = tensor.high
-        if x.dtype is not self._dtype:
-            x = x.to(self._dtype)
-        if self._is_transposed:
-            x = x.mT
-        if not self._planes:
-            return (x.reshape(-1).view(torch.uint8), *zeros)
-        found: tuple[torch.Tensor, ...] = ()
-        first, shape, (apart, *strides) = made(x), x.shape[1:], x.stride()
-        sources = range(first, first + self._count * apart * x.itemsize, apart * x.itemsize)
-        for plane in self._planes:
-            write, (d, s, a), (dn, sn, an) = plane.write, plane.starts, plane.steps
-            d, s, a = d + address, s + address, a + address
-            _, has_scale, has_amax = plane.has
-            for source in sources:
-                own = (d, s if has_scale else 0, a if has_amax else 0)
-                write(source, shape, strides, own, 0, threads)
-                d, s, a = d + dn, s + sn, a + an
-            for start, nbytes, step in plane.regions:
-                if nbytes == step:
-                    found += (memory[start : start + self._count * step],)
-                else:
-                    each = memory.as_strided((self._count, nbytes), (step, 1), start)
-                    found += (each.reshape(-1),)
-        return found + zeros
+        if x.dtype is not self._dtypes[0]:
+            return False
+        stage = self._payload.stages[0]
+        if self._source >= 0:
+            if x.stride() != self._strides:
+                return False
+            stage.steps.bases[self._source] = made(x)
+        elif self._count:
+            stage.sources += [x.mT if self._is_transposed and not self._recorders else x]
+        return True

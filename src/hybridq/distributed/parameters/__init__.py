@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .gather_call import GatherCall, Ranks
 from .gathered_parameter import GatheredParameter
+from .gathered_storage import GatheredStorage
 from .quantized_rows import QuantizedRows
 from .quantized_shard import QuantizedGatherCall, QuantizedShard
 from .quantized_stack_shard import QuantizedStackShard
@@ -14,6 +15,7 @@ from .stacked_parameter import StackedGatherCall, StackedParameter
 __all__ = [
     "GatherCall",
     "GatheredParameter",
+    "GatheredStorage",
     "QuantizedGatherCall",
     "QuantizedRows",
     "QuantizedShard",

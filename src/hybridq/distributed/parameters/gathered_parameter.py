@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..._torch_private import graph_task_id
+from ..._torch_private import all_gather, graph_task_id
 from ...direction import ROWWISE, Direction
 from ...errors import PlaneError
 from ...nn import GroupedModule, WeightOwner
@@ -437,11 +437,9 @@ class GatheredParameter(OwnRows, Regather):
 
     def all_of(self, own: torch.Tensor) -> torch.Tensor:
         """Return the bytes `own` of all ranks, a row of each."""
-        import torch.distributed as dist  # not every build of torch has it
-
         call = self.last_call()
         found = own.new_empty(call.world * own.numel())
-        dist.all_gather_into_tensor(found, own, call.group)
+        all_gather(found, own, call.group)
         return found.view(call.world, -1)
 
     def gather_now(self, direction: Direction) -> Plane:

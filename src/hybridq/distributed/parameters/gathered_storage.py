@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 import torch
@@ -68,7 +69,7 @@ class GatheredStorage(TensorStorage):
         about: the parameter.
     """
 
-    __slots__ = ("_about", "_earlier", "_is_of_inference", "_targets", "amaxes")
+    __slots__ = ("_about", "_earlier", "_fresh", "_is_of_inference", "_targets", "amaxes")
 
     comes_and_goes = True
 
@@ -80,6 +81,7 @@ class GatheredStorage(TensorStorage):
         self.refusal = ""
         self.kin = []
         self._earlier: tuple[Plane, ...] = ()
+        self._fresh: tuple[Plane, ...] = ()
         self._is_of_inference = False
         self._targets: Targets = {}
 
@@ -117,6 +119,7 @@ class GatheredStorage(TensorStorage):
             self._earlier = ()  # what is made there must not be filled outside, nor the reverse
             self._targets.clear()
             self._is_of_inference = torch.is_inference_mode_enabled()
+        self._fresh = ()
         made = plan.unpack(payloads, self._earlier, self._targets)
         if self._about.in_graph and self._about.derives_from(plan):
             made = self._with_derived(made)
@@ -144,6 +147,46 @@ class GatheredStorage(TensorStorage):
             else:
                 kept.append(one)
         self._earlier = (*kept, plane)
+        self._fresh += (plane,)
+
+    def fresh_planes(self) -> tuple[Plane, ...]:
+        """Return the planes that the last gather has made, and whose memory no other one shares."""
+        others = [plane for plane in self._earlier if plane not in self._fresh]
+        taken = {one.untyped_storage()._cdata for one, _ in memories(*others)}
+        return tuple(
+            plane
+            for plane in self._fresh
+            if taken.isdisjoint(one.untyped_storage()._cdata for one in plane.tensors)
+        )
+
+    def move(self, planes: Sequence[Plane], memory: torch.Tensor, starts: dict[int, int]) -> None:
+        """Have planes lie in another memory, with the same values.
+
+        Args:
+            planes: of `fresh_planes`.
+            memory: uint8.
+            starts: by the address of a storage that they lie in now, where its bytes go.
+        """
+        made: dict[int, torch.Tensor] = {}
+
+        def moved(buffer: torch.Tensor) -> torch.Tensor:
+            own = made.get(id(buffer))
+            if own is None:
+                start = starts[buffer.untyped_storage()._cdata]
+                start += int(buffer.storage_offset()) * buffer.element_size()
+                own = memory[start : start + buffer.nbytes].view(buffer.dtype).view(buffer.shape)
+                made[id(buffer)] = own.copy_(buffer)
+            return made[id(buffer)]
+
+        places = {plane: plane.map(moved) for plane in planes}
+        for plane, own in places.items():
+            own.operand_cache = no_cache
+            self._targets.pop(plane, None)
+        self._earlier = tuple(places.get(plane, plane) for plane in self._earlier)
+        self._fresh = ()
+        row, col = self.rowwise, self.columnwise
+        self.rowwise = None if row is None else places.get(row, row)
+        self.columnwise = None if col is None else places.get(col, col)
 
     def fill_again(
         self, plane: Plane, places: Places, payloads: torch.Tensor, copies: Copies

@@ -12,7 +12,7 @@ import torch
 
 from ...shards import StorageShards
 from ...storage import Plane
-from ..encoding import Maxima, Scratch, ShardEncoder
+from ..encoding import Maxima, ShardEncoder, UnitPayload, zeros
 from .gather_call import GatherCall
 
 __all__ = ["GivenScales", "HeldSender", "RowsSender", "Sender"]
@@ -25,17 +25,23 @@ class Sender(Protocol):
     """What one parameter gives to the gathers of its unit that are alike.
 
     Attributes:
-        end: where the next one's planes may begin in the common memory.
+        end: where the next one's may begin in the memory that they have in common.
     """
 
     end: int
 
-    def parts(self, tensor: Any, scratch: Scratch) -> tuple[torch.Tensor, ...] | None:
-        """Return what this rank sends, uint8, in pieces; None: the parameter must work it out.
+    def bind(self, payload: UnitPayload) -> None:
+        """Say what is done in every gather; called once.
+
+        Args:
+            payload: of the unit; its parts are added in the order in which they are sent.
+        """
+
+    def take(self, tensor: Any) -> bool:
+        """Take what the gather under way sends; False: the parameter must work it out.
 
         Args:
             tensor: the shard, on the device where it is gathered.
-            scratch: common to the unit, where planes may be written.
         """
 
 
@@ -70,20 +76,18 @@ class RowsSender:
     ) -> None:
         self._about, self._encoder, self._reduced = about, encoder, plan.reduced
         self._num_amaxes, self.end = plan.num_amaxes, encoder.end
-        has_rows = plan.nbytes(call.rank) > 0
-        tail = encoder.padding - _AMAX_NBYTES * plan.num_amaxes if has_rows else plan.payload
-        self._has_rows = has_rows
-        #: What stands behind its rows: zeros of one byte of memory.
-        self._zeros: tuple[torch.Tensor, ...] = ()
-        if tail:
-            self._zeros = (torch.zeros(1, dtype=torch.uint8).expand(tail),)
+        self._has_rows = plan.nbytes(call.rank) > 0
+        tail = encoder.padding - _AMAX_NBYTES * plan.num_amaxes
+        #: How many zeros stand behind its rows.
+        self._num_zeros = tail if self._has_rows else plan.payload
         #: What maxima depend on beside the values, if any are needed.
         self._key = (call.key(), 0) if plan.reduced else None
         #: Whether scales that were updated since are to be seen: a backward has its forward's.
         self._looks, self._is_training = call.phase != "backward", call.phase == "forward"
-        #: What delayed scaling gave last, and the bytes of its amaxes.
+        #: What delayed scaling gave last, and where the bytes of its amaxes are in what is sent.
         self._given: GivenScales | None = None
-        self._tail: tuple[torch.Tensor, ...] = ()
+        self._amaxes = 0
+        self._payload: Any = None
 
     @staticmethod
     def of(about: Any, plan: Any, call: GatherCall, start: int) -> RowsSender | None:
@@ -91,38 +95,58 @@ class RowsSender:
 
         Args:
             about, plan, call: as for `RowsSender`.
-            start: where its planes may begin in the common memory.
+            start: where its memory may begin in the common one.
         """
-        encoder = ShardEncoder.of(plan, call.rank, call.dtype, start)
+        dtypes = (about.parameter.dtype, call.dtype)
+        encoder = ShardEncoder.of(plan, call.rank, dtypes, start)
         return None if encoder is None else RowsSender(about, plan, call, encoder)
 
-    def parts(self, tensor: Any, scratch: Scratch) -> tuple[torch.Tensor, ...] | None:
-        """Return what this rank sends; see `Sender`."""
-        known: Maxima | None = {}
-        tail: tuple[torch.Tensor, ...] = ()
+    def bind(self, payload: UnitPayload) -> None:
+        """Say what is done in every gather; see `Sender`."""
+        self._payload = payload
+        self._encoder.bind(payload)
+        if self._num_zeros:
+            payload.parts.append(zeros(self._num_zeros))
+        self._amaxes = len(payload.parts)
+        if self._has_rows:
+            payload.parts += [zeros(_AMAX_NBYTES)] * self._num_amaxes
+
+    def take(self, tensor: Any) -> bool:
+        """Take what the gather under way sends; see `Sender`."""
+        stamp, known = tensor.writes.stamp, self._about.known
+        maxima: Maxima | None = {}
         if self._num_amaxes:
-            given = self._about.given
-            if given is None or given.stamp != tensor.writes.stamp:
-                return None
-            if self._looks:
-                module = self._about.owner()
-                if given.changes != module.scale_changes(self._about.part, self._is_training):
-                    return None
-            if given is not self._given:
-                if len(given.amaxes) < self._num_amaxes:
-                    return None
-                self._given = given
-                self._tail = tuple(one.view(torch.uint8) for one in given.amaxes)
-            known, tail = given.maxima, self._tail
+            maxima = self._scales(stamp)
         elif self._key is not None:
-            known = self._about.known.at(self._key, tensor.writes.stamp)
-        if known is None:
-            return None
+            maxima = known.at(self._key, stamp)
+        if maxima is None:
+            return False
         for direction in self._reduced:
-            if direction not in known:
+            if direction not in maxima:
+                return False
+        return self._encoder.take(tensor.high, maxima)
+
+    def _scales(self, stamp: Any) -> Maxima | None:
+        """Return what delayed scaling gave, if it still holds, and send its amaxes.
+
+        Args:
+            stamp: of the rows.
+        """
+        given: GivenScales | None = self._about.given
+        if given is None or given.stamp != stamp:
+            return None
+        if self._looks:
+            module = self._about.owner()
+            if given.changes != module.scale_changes(self._about.part, self._is_training):
                 return None
-        found = self._encoder.encode(tensor.high, known, scratch) + self._zeros
-        return found + tail if self._has_rows else found
+        if given is not self._given:
+            if len(given.amaxes) < self._num_amaxes:
+                return None
+            self._given = given
+            for number in range(self._num_amaxes if self._has_rows else 0):
+                own = given.amaxes[number].view(torch.uint8)
+                self._payload.parts[self._amaxes + number] = own
+        return given.maxima
 
 
 class HeldSender:
@@ -140,28 +164,33 @@ class HeldSender:
         self._wanted = {plane.direction for plane in plan.sent}
         self._num_zeros = plan.payload - plan.nbytes(rank)
         self._planes: tuple[Plane, ...] | None = None
-        self._views: tuple[torch.Tensor, ...] = ()
-        #: Views with gaps, which are put together in each gather, and which ones they are.
-        self._apart: list[tuple[int, torch.Tensor]] = []
+        #: Where its pieces are in what is sent.
+        self._payload: Any = None
+        self._first, self._stop = 0, 0
 
-    def parts(self, tensor: Any, scratch: Scratch) -> tuple[torch.Tensor, ...] | None:
-        """Return what this rank sends; see `Sender`."""
+    def bind(self, payload: UnitPayload) -> None:
+        """Say what is sent in every gather; see `Sender`."""
+        self._payload, self._first = payload, len(payload.parts)
+        count = sum(len(plane.fsdp_buffer_fields) for plane in self._plan.sent)
+        count = count if self._plan.nbytes(self._rank) else 0
+        self._stop = self._first + count
+        payload.parts += [zeros(0)] * count
+        if self._num_zeros:
+            payload.parts.append(zeros(self._num_zeros))
+
+    def take(self, tensor: Any) -> bool:
+        """Take what the gather under way sends; see `Sender`."""
         held = tensor.held
-        if not held.rows:
-            return (scratch.memory.new_zeros(self._plan.payload),)
-        if held.planes is not self._planes:
-            self._take(held.planes)
-        found = self._views
-        for place, view in self._apart:
-            found = (*found[:place], view.reshape(-1), *found[place + 1 :])
-        return (*found, scratch.memory.new_zeros(self._num_zeros)) if self._num_zeros else found
+        if held.rows and held.planes is not self._planes:
+            self._cut(held.planes)
+        return True
 
-    def _take(self, planes: tuple[Plane, ...]) -> None:
+    def _cut(self, planes: tuple[Plane, ...]) -> None:
         """Cut the pieces of planes."""
         own = [plane for plane in planes if plane.direction in self._wanted]
-        self._views = tuple(self._plan.views(own, self._rank))
-        self._apart = [(n, one) for n, one in enumerate(self._views) if one.dim() > 1]
+        views = self._plan.views(own, self._rank)
+        self._payload.parts[self._first : self._stop] = views
         memories = {b.untyped_storage()._cdata for plane in own for b in plane.tensors}
         # What had to be copied is cut again: the planes may have been written since.
-        is_view = all(one.untyped_storage()._cdata in memories for one in self._views)
+        is_view = all(one.untyped_storage()._cdata in memories for one in views)
         self._planes = planes if is_view else None

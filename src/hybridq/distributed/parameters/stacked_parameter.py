@@ -326,7 +326,7 @@ class StackedParameter(GatheredParameter):
         Args:
             plan, call, start: as for `OwnRows.sender`.
         """
-        return StackEncoder.of(plan, call.rank, call.dtype, start)
+        return StackEncoder.of(plan, call.rank, (self.parameter.dtype, call.dtype), start)
 
     def work_ahead(self) -> None:
         """Return None: no rank has to know anything of another one's matrices."""

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ..._torch_private import copy_each
+from ...kernels.cpu import Place, Steps
 from ...kernels.inputs import begins_at, can_bypass_dispatcher, made
-from ...kernels.operators import transpose_writer
+from ...kernels.operators import transpose_recorder
 from ...shards import Copies, memories
 from ...storage import Plane
 from ..parameters import StackStorage
@@ -41,7 +42,6 @@ class UnitFill:
         if len(parts) > 1:
             whole = self._whole = torch.cat(list(parts), 1)
             self._freed = (whole.untyped_storage(), whole.numel())
-        self._memories: list[tuple[torch.UntypedStorage, int]] = []
         self._copies = Copies()
         #: The ends of payloads with amaxes, whose they are, and how many of each.
         self._ends: list[torch.Tensor] = []
@@ -51,9 +51,13 @@ class UnitFill:
         #: that share bytes: where they go, they, and the size of their matrix.
         self._transposed: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._packed: list[tuple[torch.Tensor, torch.Tensor, tuple[int, int]]] = []
+        #: What transposes these past the dispatcher; and the beginning of each memory it reads.
+        self._steps: Any = None
+        self._firsts: list[torch.Tensor] = []
         self._held: list[tuple[Any, Any, Plane | None, Plane | None, list[torch.Tensor]]] = []
         #: The same of each matrix of a stack, whose planes are views of the stack's.
         self._of_matrices: list[tuple[Any, Plane | None, Plane | None]] = []
+        sizes: dict[int, tuple[torch.UntypedStorage, int]] = {}
         for number, (about, plan) in enumerate(zip(members, plans, strict=True)):
             storage, own = about.storage, payloads(whole, number)
             pair = (storage.rowwise, storage.columnwise)
@@ -68,11 +72,16 @@ class UnitFill:
                 self._ends.append(own[:, plan.payload - 4 * plan.num_amaxes :])
                 self._scaled.append(storage)
                 self._counts.append(plan.num_amaxes)
+            # A memory that several parameters share is listed, and freed, by the first of them.
             found = memories(*planes)
-            self._memories += [(one.untyped_storage(), nbytes) for one, nbytes in found]
-            self._held.append((about, storage, *pair, [one for one, _ in found]))
+            own_memories = [one for one, _ in found if _key(one) not in sizes]
+            for one, nbytes in found:
+                memory, most = sizes.get(_key(one), (one.untyped_storage(), 0))
+                sizes[_key(one)] = (memory, max(most, nbytes))
+            self._held.append((about, storage, *pair, own_memories))
             if isinstance(storage, StackStorage):
                 self._of_matrices += storage.each()
+        self._memories = list(sizes.values())
         self.free()
 
     def _derive(self, plane: Plane, derived: Plane) -> None:
@@ -152,17 +161,40 @@ class UnitFill:
 
     def _transpose_packed(self) -> None:
         """Fill what is made of codes that share bytes."""
-        device = self._packed[0][0].device.type
-        write = transpose_writer(torch.uint8, device) if can_bypass_dispatcher() else None
-        if write is None:
+        if not can_bypass_dispatcher() or not self._record():
             made_anew = [torch.ops.hybridq.transpose(d, *size, 4) for _, d, size in self._packed]
             copy_each([target for target, _, _ in self._packed], made_anew)
             return
-        threads = torch.get_num_threads()
-        for target, data, size in self._packed:
-            write(made(data), size, 4, made(target), threads)
+        steps: Any = self._steps
+        steps.bases = [made(first) for first in self._firsts]
+        steps.run(torch.get_num_threads())
+
+    def _record(self) -> bool:
+        """Return whether the core can do that by addresses; see to it that it is known how."""
+        if self._steps is None:
+            record = transpose_recorder(torch.uint8, self._packed[0][0].device.type)
+            if record is None:
+                return False
+            self._steps = Steps()
+            bases: dict[int, int] = {}
+
+            def place(buffer: torch.Tensor) -> Place:
+                """Return where a buffer is: memories are freed and allocated as one."""
+                key = _key(buffer)
+                if key not in bases:
+                    bases[key] = self._steps.base()
+                    self._firsts.append(buffer.new_empty(0).set_(buffer.untyped_storage()))
+                return bases[key], int(buffer.storage_offset()) * buffer.element_size()
+
+            for target, data, size in self._packed:
+                record(self._steps, size, 4, place(data), place(target))
+        return True
 
     def free(self) -> None:
         """Free what parts were put together in."""
         if self._whole is not None:
             self._freed[0].resize_(0)
+
+
+def _key(buffer: torch.Tensor) -> int:
+    return buffer.untyped_storage()._cdata

@@ -15,14 +15,16 @@ import torch
 
 from ... import settings
 from ..._torch_private import fp32_matmul_precision, graph_task_id
-from ...kernels.inputs import can_bypass_dispatcher, made
+from ...kernels.inputs import can_bypass_dispatcher
 from ...nn.delayed_scaling import num_updates
 from ..agreement import DIGEST_NBYTES, check_trailers, prepared_groups, trailer
-from ..encoding import Scratch, encode_shards
+from ..encoding import encode_shards
 from ..parameters import GatheredParameter
 from .payload_layout import Room
 from .plane_fill import UnitFill
+from .unit_memory import put_together
 from .unit_plan import UnitPlan, room_of
+from .unit_send import UnitSend
 
 __all__ = ["Unit", "unit_of"]
 
@@ -122,8 +124,12 @@ class Unit:
             about.call, about.begun, call.age = call, begun, age
             about.inner[:] = ()  # FSDP2 would make room for what is in there before the next use
         self._plan = plan
-        self._sent = torch.empty(plan.num_sent, dtype=torch.uint8, device=device)
-        self._inputs, self._rest = plan.room.split(self._sent)
+        if plan.send is None:
+            self._sent = torch.empty(plan.num_sent, dtype=torch.uint8, device=device)
+            self._inputs, self._rest = plan.room.split(self._sent)
+        else:
+            self._sent = plan.send.begin()
+            self._inputs, self._rest = plan.send.inputs, plan.send.rest
         if self._outputs:
             self._fit_outputs(device)
 
@@ -157,31 +163,19 @@ class Unit:
                 about.take_shard(tensor)
             about.nbytes += one.payload * plan.calls[0].world
         self._note = 0
-        if not (plan.senders and self._send_at_once(plan, tensors, sent)):
+        if plan.send is None or not self._send_at_once(plan, plan.send, tensors):
             self._send_each(plan, tensors, sent)
         if self._rest is not None:
             self._rest = self.members[0].all_of(self._rest)
 
-    def _send_at_once(self, plan: UnitPlan, tensors: Sequence[Any], sent: torch.Tensor) -> bool:
+    def _send_at_once(self, plan: UnitPlan, send: UnitSend, tensors: Sequence[Any]) -> bool:
         """Write what is sent past the dispatcher; return False where anything is to be asked."""
         if not can_bypass_dispatcher():
             return False
         for about in plan.watched:
             if about.module.scale_changes(about.part, True) < 0:
                 return False
-        memory = torch.empty(plan.scratch, dtype=torch.uint8)
-        scratch = Scratch(memory, made(memory), torch.get_num_threads())
-        parts: list[torch.Tensor] = []
-        for sender, tensor in zip(plan.senders, tensors, strict=True):
-            own = sender.parts(tensor, scratch)
-            if own is None:
-                return False
-            parts += own
-        parts += (plan.trailer,)
-        if plan.padding:
-            parts += (memory.new_zeros(plan.padding),)
-        torch.cat(parts, out=sent)
-        return True
+        return send.run(tensors)
 
     def _send_each(self, plan: UnitPlan, tensors: Sequence[Any], sent: torch.Tensor) -> None:
         members = self.members
@@ -238,6 +232,8 @@ class Unit:
         for one in outputs:
             self._outputs += (one if one._base is None else one._base,)
         rest, world = self._rest, plan.calls[0].world
+        if plan.send is not None:
+            plan.send.free()
         self._sent = self._rest = None
         self._inputs = ()
         parts: list[torch.Tensor] = []
@@ -262,9 +258,11 @@ class Unit:
         self.is_refilled = False
         if note or is_late or not plan.is_steady:
             self._settle(plan, whole, note)
+            put_together(self.members)
         elif fill is None:
             for number, member in enumerate(self.members):
                 member.hold(plan.plans[number], plan.payloads(whole, number))
+            put_together(self.members)
             plan.fill = UnitFill.of(self.members, plan.plans, parts, plan.payloads)
         else:
             fill.run()

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from ..agreement import DIGEST_NBYTES, trailer
+from ..encoding import zeros
 from ..parameters import GatherCall, GatheredParameter, Sender
 from .payload_layout import Room
+from .unit_send import UnitSend
 
 __all__ = ["UnitPlan", "room_of"]
 
@@ -62,9 +64,8 @@ class UnitPlan:
             for about, call, plan in zip(members, calls, self.plans, strict=True)
             if call.expected.is_delayed and call.phase == "forward" and not num_amaxes(plan)
         )
-        self.senders: tuple[Sender, ...] = ()
-        #: Bytes of the memory that all of them write to.
-        self.scratch = 0
+        #: Makes what is sent past the dispatcher; None: it takes operators.
+        self.send: UnitSend | None = None
         if self.is_steady and device.type == "cpu":
             self._take_senders(members)
         #: How what is received is filled in; made when it was once.
@@ -83,12 +84,14 @@ class UnitPlan:
     def _take_senders(self, members: Sequence[GatheredParameter]) -> None:
         found: list[Sender] = []
         for about, call, plan in zip(members, self.calls, self.plans, strict=True):
-            made = about.sender(plan, call, self.scratch)
+            made = about.sender(plan, call, found[-1].end if found else 0)
             if made is None:
                 return
             found.append(made)
-            self.scratch = made.end
-        self.senders = tuple(found)
+        behind: tuple[torch.Tensor, ...] = (self.trailer,)
+        if self.padding:
+            behind += (zeros(self.padding),)
+        self.send = UnitSend(found, behind, self.room, self.num_sent)
 
 
 def num_amaxes(plan: Any) -> int:

@@ -7,12 +7,15 @@ from .backend import CPU, core, core_error, core_spec, encoder
 from .bf16_gemm import SKINNY_ROWS, multiply, product_reason
 from .codes_gemm import CodesProduct, codes_reason
 from .planes_gemm import PlanesProduct, multiply_matrices, planes_reason
+from .steps import Place, Steps
 
 __all__ = [
     "CPU",
     "SKINNY_ROWS",
     "CodesProduct",
+    "Place",
     "PlanesProduct",
+    "Steps",
     "backend",
     "codes_reason",
     "core",

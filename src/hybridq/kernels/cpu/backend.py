@@ -156,35 +156,26 @@ class _Encoder:
         )
         return buffers
 
-    def write(
+    def record(
         self,
-        x: int,
-        shape: tuple[int, int],
+        steps: Any,
+        shape: tuple[int, ...],
         strides: tuple[int, ...],
-        addresses: tuple[int, int, int],
-        stat: int,
-        threads: int,
+        places: tuple[Any, Any, Any, Any],
+        stat: Any,
     ) -> None:
-        """Encode a matrix into memory that there is: the only plane of the encoder, without a seed.
+        """Have `steps` encode a matrix: the only plane of the encoder, without a seed.
 
         Args:
-            x: address of the matrix, of the encoder's dtype.
-            shape, strides: of it, `(rows, cols)`.
-            addresses: of the plane's data, scales and amax, which are as large as it needs them;
-                an amax that is given is not written.
-            stat: address of the statistic, as `given_statistic` returns it; 0: found in x.
-            threads: that may work.
+            steps: of `Steps`.
+            shape, strides: of the matrix, `(rows, cols)`, which has the encoder's dtype.
+            places: of the matrix and of the plane's data, scales and amax, which are as large as it
+                needs them; of an amax None where it has none. An amax that is given is not written.
+            stat: place of the statistic, as `given_statistic` returns it; None: found in x.
         """
-        data, scale, amax = addresses
-        if self._row is not None:
-            first = (self._row, data, scale, stat or amax, 0, 0, 0, 0)
-            second, finds = None, (not stat and self._row_needs_stat, False)
-        else:
-            second = (self._col, data, scale, stat or amax, 0, 0, 0, 0)
-            first, finds = None, (False, not stat and self._col_needs_stat)
-        core.encode_from_scratch(
-            x, self._name, *shape, *strides, first, second, *finds, threads, 0, 0
-        )
+        spec, is_col = (self._col, True) if self._row is None else (self._row, False)
+        steps.core.encode(spec, is_col, self._name, *shape, *strides, *places, stat)
+        steps.is_empty = False
 
     def planes(
         self, rows: int, cols: int, request: EncodeRequest
@@ -386,18 +377,19 @@ class _Decoder:
         )
         return (out, outside) if self._is_operand else out
 
-    def write(
-        self, addresses: tuple[int, int, int], shape: tuple[int, int], out: int, threads: int
+    def record(
+        self, steps: Any, shape: tuple[int, ...], places: tuple[Any, Any, Any], out: Any
     ) -> None:
-        """Decode a plane into memory that there is.
+        """Have `steps` decode a plane.
 
         Args:
-            addresses: of the plane's data, scales and amax; 0 where it has none.
+            steps: of `Steps`.
             shape: of its matrix.
-            out: address of as many values of the decoder's dtype.
-            threads: that may work.
+            places: of the plane's data, scales and amax; None where it has none.
+            out: place of as many values of the decoder's dtype.
         """
-        core.decode(self._native, *addresses, *shape, out, self._name, False, threads)
+        steps.core.decode(self._native, self._name, *shape, *places, out)
+        steps.is_empty = False
 
 
 _decoder = lru_cache(maxsize=1024)(_Decoder)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..inputs import codes, made
 from . import backend
+from .steps import Place
 
 __all__ = ["Transposer"]
 
@@ -24,14 +27,17 @@ class Transposer:
         backend.core.transpose(address, rows, cols, bits, made(out), torch.get_num_threads())
         return out
 
-    def write(self, data: int, shape: tuple[int, int], bits: int, out: int, threads: int) -> None:
-        """Transpose codes into memory that there is.
+    def record(
+        self, steps: Any, shape: tuple[int, int], bits: int, data: Place, out: Place
+    ) -> None:
+        """Have `steps` transpose codes.
 
         Args:
-            data: address of the codes, contiguous.
+            steps: of `Steps`.
             shape: `(rows, cols)`, how many.
             bits: of each.
-            out: address of the result, as large as it must be.
-            threads: that may work.
+            data: place of the codes, contiguous.
+            out: place of the result, as large as it must be.
         """
-        backend.core.transpose(data, *shape, bits, out, threads)
+        steps.core.transpose(*shape, bits, data, out)
+        steps.is_empty = False

@@ -7,11 +7,11 @@ from .dense import GemmPlan, gemm_plan, run_checked_gemm, run_gemm, sum_of_rows
 from .derivatives import StatedFunction
 from .encode_matrix import encode, encode_recording, record_amax
 from .encode_plan import (
-    decode_writer,
+    decode_recorder,
     encode_plan,
     given_statistic,
     run_encode,
-    transpose_writer,
+    transpose_recorder,
     update_amax,
 )
 from .norm_activation_backward import activation_backward, norm_backward
@@ -23,7 +23,7 @@ __all__ = [
     "StatedFunction",
     "activation_backward",
     "activation_encode",
-    "decode_writer",
+    "decode_recorder",
     "encode",
     "encode_many",
     "encode_plan",
@@ -42,6 +42,6 @@ __all__ = [
     "skinny_gemm",
     "sum_of_rows",
     "token_rows",
-    "transpose_writer",
+    "transpose_recorder",
     "update_amax",
 ]

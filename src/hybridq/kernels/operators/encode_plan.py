@@ -26,13 +26,13 @@ from ..choice import (
 
 __all__ = [
     "EncodePlan",
-    "decode_writer",
+    "decode_recorder",
     "decoded_rows",
     "encode_plan",
     "given_statistic",
     "run_encode",
     "statistic",
-    "transpose_writer",
+    "transpose_recorder",
     "update_amax",
 ]
 
@@ -112,9 +112,9 @@ class EncodePlan:
         )
 
     @property
-    def writer(self) -> Callable[..., None] | None:
-        """What encodes one plane by addresses (`write` of the CPU's encoder), or None."""
-        return getattr(self._both, "write", None)
+    def recorder(self) -> Callable[..., None] | None:
+        """What has `Steps` encode one plane (`record` of the CPU's encoder), or None."""
+        return getattr(self._both, "record", None)
 
     def _choose(self, position: int, spec: PlaneSpec) -> Backend:
         return select(OpQuery("encode", self._device, self._dtype, *_at(position, spec)))
@@ -292,8 +292,8 @@ def decoded_rows(
     return operation("decode", device, dtype, spec)(buffers, spec, rows, cols, dtype)
 
 
-def decode_writer(spec: PlaneSpec, dtype: torch.dtype, device: str) -> Callable[..., None] | None:
-    """Return what decodes planes by addresses (`write` of the CPU's decoder), or None.
+def decode_recorder(spec: PlaneSpec, dtype: torch.dtype, device: str) -> Callable[..., None] | None:
+    """Return what has `Steps` decode a plane (`record` of the CPU's decoder), or None.
 
     Args:
         spec: of the planes.
@@ -301,14 +301,14 @@ def decode_writer(spec: PlaneSpec, dtype: torch.dtype, device: str) -> Callable[
         device: type of their device.
     """
     make = select(OpQuery("decode", device, dtype, spec)).decoder
-    return None if make is None else getattr(make(spec, dtype, False), "write", None)
+    return None if make is None else getattr(make(spec, dtype, False), "record", None)
 
 
-def transpose_writer(dtype: torch.dtype, device: str) -> Callable[..., None] | None:
-    """Return what transposes codes by addresses (`write` of the CPU's operation), or None.
+def transpose_recorder(dtype: torch.dtype, device: str) -> Callable[..., None] | None:
+    """Return what has `Steps` transpose codes (`record` of the CPU's operation), or None.
 
     Args:
         dtype: of the codes' buffers.
         device: type of their device.
     """
-    return getattr(operation("transpose", device, dtype), "write", None)
+    return getattr(operation("transpose", device, dtype), "record", None)
