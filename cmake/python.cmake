@@ -7,7 +7,8 @@ endif()
 find_package(pybind11 2.13 CONFIG REQUIRED)
 
 pybind11_add_module(_core NO_EXTRAS csrc/bindings/few_rows.cpp
-  csrc/bindings/groups.cpp csrc/bindings/module.cpp csrc/bindings/product.cpp csrc/bindings/prologue.cpp
+  csrc/bindings/groups.cpp csrc/bindings/huge_pages.cpp csrc/bindings/module.cpp
+  csrc/bindings/product.cpp csrc/bindings/prologue.cpp
   csrc/bindings/steps.cpp csrc/bindings/token_rows.cpp)
 target_link_libraries(_core PRIVATE hybridq_core)
 target_compile_options(_core PRIVATE ${HQ_WARNINGS})

@@ -8,6 +8,7 @@ namespace hybridq::bindings {
 
 void BindFewRows(pybind11::module_& m);
 void BindGroups(pybind11::module_& m);
+void BindHugePages(pybind11::module_& m);
 void BindPrologue(pybind11::module_& m);
 void BindProduct(pybind11::module_& m);
 void BindSteps(pybind11::module_& m);

@@ -370,6 +370,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("set_variant", &SetVariant, py::arg("name"),
         "Chooses the kernels: one of build_info()['variants'].");
   bindings::BindGroups(m);
+  bindings::BindHugePages(m);
   bindings::BindPrologue(m);
   bindings::BindProduct(m);
   bindings::BindFewRows(m);

@@ -5,6 +5,7 @@
 | `HYBRIDQ_BACKEND` | force one backend (`reference`, `cpu`, `torch`, ...) in the process |
 | `HYBRIDQ_BACKEND_AUTOLOAD` | 0: no backends of other packages join |
 | `HYBRIDQ_GEMM_CACHE_BYTES` | bytes of decoded, folded or padded operands that are kept; 0: none |
+| `HYBRIDQ_HUGE_PAGES` | 0: large results on a CPU are in ordinary pages |
 | `HYBRIDQ_LOG` | level of the logger `hybridq`: `debug`, `info`, `warning`, `error` |
 | `HYBRIDQ_CPU_VARIANT` | force a variant of the CPU core: `baseline`, `x86-64-v3`, `x86-64-v4` |
 
@@ -34,13 +35,15 @@ __all__ = [
     "log_level",
     "moving",
     "precision",
+    "uses_huge_pages",
 ]
 
 _GEMM_CACHE_NBYTES = 1 << 30
 _PREFIX = "HYBRIDQ_"
 #: Those of the table above, and what the project's own tests read.
 _VARIABLES = (
-    *("BACKEND", "BACKEND_AUTOLOAD", "GEMM_CACHE_BYTES", "LOG", "CPU_VARIANT"),
+    *("BACKEND", "BACKEND_AUTOLOAD", "GEMM_CACHE_BYTES", "HUGE_PAGES", "LOG"),
+    "CPU_VARIANT",
     "EMULATION",
 )
 _LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -148,9 +151,22 @@ def loads_backends() -> bool:
     Raises:
         ValueError: it is neither 0 nor 1.
     """
-    text = os.environ.get("HYBRIDQ_BACKEND_AUTOLOAD") or "1"
+    return _is_on("HYBRIDQ_BACKEND_AUTOLOAD")
+
+
+def uses_huge_pages() -> bool:
+    """Return whether large results ask for huge pages: unless `HYBRIDQ_HUGE_PAGES` is 0.
+
+    Raises:
+        ValueError: it is neither 0 nor 1.
+    """
+    return _is_on("HYBRIDQ_HUGE_PAGES")
+
+
+def _is_on(variable: str) -> bool:
+    text = os.environ.get(variable) or "1"
     if text not in ("0", "1"):
-        raise ValueError(f"HYBRIDQ_BACKEND_AUTOLOAD: must be 0 or 1, got {text!r}")
+        raise ValueError(f"{variable}: must be 0 or 1, got {text!r}")
     return text == "1"
 
 

@@ -22,6 +22,7 @@ from ..inputs import (
     plane_description,
 )
 from .ragged_tokens import encode_ragged, map_encode_ragged
+from .results import is_large, prepare, result
 from .token_rows import spread_rows, sum_rows
 from .transposer import Transposer
 
@@ -129,12 +130,15 @@ class _Encoder:
         self._col_needs_stat = col is not None and col.needs_amax
         self._seeded = any(spec is not None and spec.stochastic for spec in (row, col))
 
-        def sizes(rows: int, cols: int) -> tuple[_Sizes, int]:
-            """Return all buffers, and how many are the rowwise plane's."""
+        def sizes(rows: int, cols: int) -> tuple[_Sizes, int, tuple[int, ...]]:
+            """Return all buffers, how many are the rowwise plane's, and which are large."""
             first = () if row is None else row.buffers(rows, cols)
             second = () if col is None else col.buffers(cols, rows)
-            made = tuple((buffer.shape, buffer.dtype) for buffer in (*first, *second))
-            return made, len(first)
+            both = (*first, *second)
+            widths = [torch.uint8 if buffer.dtype is None else buffer.dtype for buffer in both]
+            sizes = [one.numel * dtype.itemsize for one, dtype in zip(both, widths, strict=True)]
+            large = tuple(number for number, nbytes in enumerate(sizes) if is_large(nbytes))
+            return tuple((one.shape, one.dtype) for one in both), len(first), large
 
         self._sizes = lru_cache(maxsize=256)(sizes)
 
@@ -192,9 +196,11 @@ class _Encoder:
             seed = seed.cpu()  # itself, if it is there already
             seed_pointer = given("encode: seed", seed, torch.int64, 1)
         buffers = []
-        sizes, split = self._sizes(rows, cols)
+        sizes, split, large = self._sizes(rows, cols)
         for size, dtype in sizes:
             buffers.append(_empty(*size, dtype=dtype, device=_CPU))
+        for number in large:
+            prepare(buffers[number])
         first = second = None
         row_finds = col_finds = False
         if self._row is not None:
@@ -292,7 +298,7 @@ def _prologue(
 def _map(x: torch.Tensor, prologue: Prologue) -> tuple[torch.Tensor, ...]:
     x, cols, stats, weights = _prologue(x, prologue)
     rows = x.shape[0]
-    out = _empty(rows, cols, dtype=x.dtype, device=_CPU)
+    out = result(rows, cols, dtype=x.dtype)
     core.map_store(
         prologue.core,
         prologue.is_gated,
@@ -346,9 +352,11 @@ class _Decoder:
         self._native = core_spec(spec)[0]
         self._dtype, self._name, self._is_operand = dtype, DTYPES[dtype], is_operand
 
-        def sizes(rows: int, cols: int) -> tuple[int, Description]:
-            """Return the result's columns, and what the buffers must be."""
-            return spec.padded(cols) if is_operand else cols, plane_description(spec, rows, cols)
+        def sizes(rows: int, cols: int) -> tuple[int, Description, bool]:
+            """Return the result's columns, what the buffers must be, and whether it is large."""
+            width = spec.padded(cols) if is_operand else cols
+            large = is_large(rows * width * dtype.itemsize)
+            return width, plane_description(spec, rows, cols), large
 
         self._sizes = lru_cache(maxsize=256)(sizes)
 
@@ -359,12 +367,14 @@ class _Decoder:
             buffers: of the plane; of any strides.
             rows, cols: of its matrix.
         """
-        width, description = self._sizes(rows, cols)
+        width, description, large = self._sizes(rows, cols)
         for buffer in buffers:
             if not buffer.is_contiguous():
                 buffers = [one.contiguous() for one in buffers]
                 break
         out = _empty(rows, width, dtype=self._dtype, device=_CPU)
+        if large:
+            prepare(out)
         outside = core.decode(
             self._native,
             *described_plane("decode", buffers, description),
@@ -429,7 +439,7 @@ def _amax(x: torch.Tensor, spec: PlaneSpec) -> torch.Tensor:
 def _round_stochastic(
     x: torch.Tensor, seed: torch.Tensor, dtype: torch.dtype, stream: int, row0: int, col0: int
 ) -> torch.Tensor:
-    out = _empty(x.shape, dtype=dtype, device=_CPU)
+    out = result(*x.shape, dtype=dtype)
     core.round_stochastic(
         matrix("round_stochastic: x", x, only="float32")[0],
         *x.shape,

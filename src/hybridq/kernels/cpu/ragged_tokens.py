@@ -12,6 +12,7 @@ from ..choice import EncodeRequest, Groups, Prologue
 from ..inputs import given, made, matrix
 from ..ragged import TOKEN_PAD, fill_values, is_by_group, pads_rows, ragged_shapes, row_part
 from . import backend
+from .results import result
 
 __all__ = ["encode_ragged", "map_encode_ragged"]
 
@@ -143,7 +144,7 @@ def _buffers(spec: PlaneSpec, tokens: int, cols: int, groups: int, is_col: bool)
     for number, ((shape, dtype), value) in enumerate(zip(shapes, values, strict=True)):
         is_last = number == len(shapes) - 1
         if covered and not (is_last and is_by_group(spec, is_col)):
-            made_.append(torch.empty(shape, dtype=dtype, device=_CPU))
+            made_.append(result(*shape, dtype=dtype))
         else:
             made_.append(torch.full(shape, value, dtype=dtype, device=_CPU))
     return made_

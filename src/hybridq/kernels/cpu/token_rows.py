@@ -6,6 +6,7 @@ import torch
 
 from ..inputs import given, given_or_none, made, matrix
 from . import backend
+from .results import result
 
 __all__ = ["spread_rows", "sum_rows"]
 
@@ -17,7 +18,7 @@ def sum_rows(
 ) -> torch.Tensor:
     """Return `reference.sum_rows` of contiguous tensors."""
     (count, cols), (tokens, top) = rows.shape, inverse.shape
-    out = torch.empty(tokens, cols, dtype=dtype, device=_CPU)
+    out = result(tokens, cols, dtype=dtype)
     given("sum_rows: rows", rows, rows.dtype, count * cols)
     backend.core.sum_rows(
         *matrix("sum_rows: rows", rows),
@@ -42,7 +43,7 @@ def spread_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `reference.spread_rows` of contiguous tensors."""
     (tokens, cols), top, count = grad.shape, weights.shape[1], order.shape[0]
-    out = torch.empty(count, cols, dtype=dtype, device=_CPU)
+    out = result(count, cols, dtype=dtype)
     shape = (0,) if rows is None else (tokens, top)
     dots = torch.zeros(shape, dtype=torch.float32, device=_CPU)
     given("spread_rows: grad", grad, grad.dtype, tokens * cols)

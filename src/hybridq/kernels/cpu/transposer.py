@@ -8,11 +8,10 @@ import torch
 
 from ..inputs import codes, made
 from . import backend
+from .results import result
 from .steps import Place
 
 __all__ = ["Transposer"]
-
-_CPU = torch.device("cpu")
 
 
 class Transposer:
@@ -22,7 +21,7 @@ class Transposer:
         """Return `rows x cols` codes of so many bits, transposed."""
         source = data.contiguous()
         width = -(-rows // 2) if bits == 4 else rows
-        out = torch.empty(cols, width, dtype=data.dtype, device=_CPU)
+        out = result(cols, width, dtype=data.dtype)
         address = codes("transpose: data", source, rows, cols, bits)
         backend.core.transpose(address, rows, cols, bits, made(out), torch.get_num_threads())
         return out
