@@ -34,7 +34,7 @@ set_source_files_properties(csrc/emulation/machine.cpp csrc/emulation/shared_mem
 set_source_files_properties(${_emulated_sources} PROPERTIES COMPILE_OPTIONS -O1)
 
 if(HYBRIDQ_BUILD_TESTS)
-  foreach(_test arithmetic emulation cuda_kernels cuda_repack)
+  foreach(_test arithmetic emulation cuda_kernels cuda_repack cuda_finish)
     if(EXISTS ${CMAKE_CURRENT_SOURCE_DIR}/csrc/tests/${_test}_test.cpp)
       add_executable(hybridq_${_test}_test csrc/tests/${_test}_test.cpp)
       target_link_libraries(hybridq_${_test}_test PRIVATE hybridq_cuda_emulated)

@@ -128,9 +128,9 @@ def _product(case: Case, chip: Chip) -> Prediction:
         return Prediction(1e6 * floor, 1e6 * (floor / _REACHED[kind] + folds), text)
     floor = case.flops / chip.bf16
     decodes = sum(3 * size for name, size in sides if name != "bf16") / memory
-    factors = 14 * m * n / memory if "nvfp4" in (a, b) else 0.0
+    factors = 6 * m * n / memory if "nvfp4" in (a, b) else 0.0
     text = (
-        "2MNK / (0.79 x peak of BF16) + 3 bytes per decoded code, and 14 per result where a factor "
+        "2MNK / (0.79 x peak of BF16) + 3 bytes per decoded code, and 6 per result where a factor "
         "is applied, / (0.9 x memory rate)"
     )
     return Prediction(1e6 * floor, 1e6 * (floor / _REACHED["bf16"] + decodes + factors), text)

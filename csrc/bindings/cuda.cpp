@@ -3,6 +3,7 @@
 
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -247,6 +248,45 @@ void RoundStochasticOf(uintptr_t x, int64_t rows, int64_t cols, int64_t stride0,
   cuda::RoundStochastic(job, Pointer<void>(stream));
 }
 
+// data, step, dtype
+using VectorTuple = std::tuple<uintptr_t, int64_t, std::string>;
+// data, stride0, stride1, dtype
+using AddedTuple = std::tuple<uintptr_t, int64_t, int64_t, std::string>;
+
+cuda::FinishVector MakeVector(const char* what, const std::optional<VectorTuple>& given, bool any,
+                              bool is_float32) {
+  if (!given) return {nullptr, 0, DType::kFloat32};
+  const auto& [data, step, name] = *given;
+  const DType dtype = ParseDType(name, "finish");
+  CheckPointer("finish", what, data, any);
+  if (is_float32 && dtype != DType::kFloat32) {
+    Fail(std::string("finish: ") + what + " must be 'float32', got '" + name + "'");
+  }
+  return {Pointer<const void>(data), step, dtype};
+}
+
+void FinishOf(uintptr_t product, int64_t rows, int64_t cols, int64_t stride0, int64_t stride1,
+              const std::optional<VectorTuple>& row_factor,
+              const std::optional<VectorTuple>& col_factor, const std::optional<VectorTuple>& bias,
+              const std::optional<AddedTuple>& into, uintptr_t out, const std::string& dtype,
+              uintptr_t stream) {
+  const bool any = rows != 0 && cols != 0;
+  cuda::FinishJob job{};
+  job.product = MakeMatrix("finish", product, "float32", rows, cols, stride0, stride1, 1);
+  job.row_factor = MakeVector("row_factor", row_factor, any, true);
+  job.col_factor = MakeVector("col_factor", col_factor, any, true);
+  job.bias = MakeVector("bias", bias, any, false);
+  if (into) {
+    const auto& [data, row, col, name] = *into;
+    job.into = MakeMatrix("finish", data, name, rows, cols, row, col, 1);
+  }
+  CheckPointer("finish", "out", out, any);
+  job.target = ParseDType(dtype, "finish");
+  job.out = Pointer<void>(out);
+  const py::gil_scoped_release release;
+  cuda::FinishProduct(job, Pointer<void>(stream));
+}
+
 void SumRowsOf(uintptr_t rows, const std::string& dtype, int64_t count, int64_t cols,
                uintptr_t weights, uintptr_t inverse, int64_t tokens, int64_t top, uintptr_t out,
                const std::string& out_dtype, uintptr_t stream) {
@@ -350,6 +390,12 @@ void BindKernels(py::module_& m) {
         py::arg("stride0"), py::arg("stride1"), py::arg("dtype"), py::arg("seed"), py::arg("row0"),
         py::arg("col0"), py::arg("random_stream"), py::arg("out"), py::arg("stream"),
         "Round FP32 to 16 bits stochastically.");
+  m.def("finish", &FinishOf, py::arg("product"), py::arg("rows"), py::arg("cols"),
+        py::arg("stride0"), py::arg("stride1"), py::arg("row_factor"), py::arg("col_factor"),
+        py::arg("bias"), py::arg("into"), py::arg("out"), py::arg("dtype"), py::arg("stream"),
+        "Write an FP32 product times its factors, plus a bias and what is added, rounded once. A "
+        "vector is (data, step, dtype), step 0 for one value; `into`: (data, stride0, stride1, "
+        "dtype); None: there is none.");
   m.def("sum_rows", &SumRowsOf, py::arg("rows"), py::arg("dtype"), py::arg("count"),
         py::arg("cols"), py::arg("weights"), py::arg("inverse"), py::arg("tokens"), py::arg("top"),
         py::arg("out"), py::arg("out_dtype"), py::arg("stream"),

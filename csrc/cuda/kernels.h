@@ -121,6 +121,24 @@ struct GpuRoundJob {
 };
 void RoundStochastic(const GpuRoundJob& job, Stream stream);
 
+// Values along one axis of a result, `step` elements apart; 0: one for all.
+struct FinishVector {
+  const void* data;  // null: none
+  int64_t step;
+  DType dtype;
+};
+
+// What follows an FP32 product before its one rounding (cuda/finish.h).
+struct FinishJob {
+  Matrix product;
+  FinishVector row_factor, col_factor;  // FP32, applied one after the other
+  FinishVector bias;                    // along the columns
+  Matrix into;                          // added; no data: nothing. Its memory may be `out`
+  DType target;
+  void* out;  // [rows, cols] contiguous
+};
+void FinishProduct(const FinishJob& job, Stream stream);
+
 // Sums over rows of tokens, and their gradient (core/token_rows.h). Where the two types of a job
 // differ, one is FP32.
 void SumRows(const SumRowsJob& job, Stream stream);

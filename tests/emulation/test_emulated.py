@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import emulated
+import finish_cases
 import kernel_cases as cases
 import token_row_cases as token_rows
 from hybridq import reference
 from hybridq.formats import PlaneSpec
+from hybridq.kernels.choice import GemmArgs
 from hybridq.kernels.cpu.backend import core_spec
 from hybridq.kernels.inputs.addresses import DTYPES
 from hybridq.kernels.ragged import padded_layout as ragged
@@ -231,6 +233,40 @@ def test_swizzled_scales_are_the_references():
         scale = torch.randint(0, 256, (rows, blocks), dtype=torch.uint8)
         want = native_layout.swizzle(scale)
         cases.assert_same(KERNELS.ops["swizzle"](scale), want, f"{rows}x{blocks}")
+
+
+def test_a_product_is_finished_with_the_references_bits():
+    run, ways = KERNELS.ops["finish"], set()
+    for case in finish_cases.every_case():
+        MODULE.reset()
+        want = reference.finish_product(
+            *case[:3],
+            bias=case.args.bias,
+            out=case.args.accumulate_into,
+            out_dtype=case.args.out_dtype,
+        )
+        cases.same_values(run(*case[:4]), want, case.label)
+        ways.update(MODULE.kernels())
+    assert ways == {"FinishGroups", "FinishElements"}
+
+
+def test_a_product_may_be_finished_where_it_is_added():
+    product, into = torch.randn(16, 64), torch.randn(16, 64)
+    want = reference.finish_product(product, None, None, out=into, out_dtype=torch.float32)
+    args = GemmArgs(None, into, torch.float32, place=into)
+    assert KERNELS.ops["finish"](product, None, None, args) is into
+    cases.assert_same(into, want, "in place")
+
+
+def test_what_follows_a_product_must_fit_it():
+    product, args = torch.randn(4, 8), GemmArgs(None, None, torch.bfloat16)
+    run = KERNELS.ops["finish"]
+    with pytest.raises(ValueError, match=r"finish: row_factor must be \[4\] or \[1\]"):
+        run(product, torch.ones(3), None, args)
+    with pytest.raises(ValueError, match=r"finish: what is added must be \(4, 8\)"):
+        run(product, None, None, args._replace(accumulate_into=torch.ones(8, 4)))
+    with pytest.raises(ValueError, match="finish: out must be 32 contiguous values"):
+        run(product, None, None, args._replace(place=torch.ones(4, 8)))
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8 | nvfp4 rht", "nvfp4 sr | nvfp4 rht sr", "mxfp4"])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import finish_cases
 import kernel_cases as cases
 import token_row_cases as token_rows
 from hybridq import reference
@@ -101,6 +102,15 @@ def _round(kernels: cases.Kernels) -> None:
     want = cases.cpu_ops()["round_stochastic"](x, seed, *rest)
     got = kernels.ops["round_stochastic"](kernels.to(x), kernels.to(seed), *rest)
     cases.same_values(got, want, "round")
+
+
+def _finish(kernels: cases.Kernels) -> None:
+    for case in finish_cases.every_case():
+        args = case.args
+        added = {"bias": args.bias, "out": args.accumulate_into, "out_dtype": args.out_dtype}
+        want = reference.finish_product(*case[:3], **added)
+        got = kernels.ops["finish"](*case.on(kernels)[:4])
+        cases.same_values(got, want, case.label)
 
 
 def _sum_rows(kernels: cases.Kernels) -> None:
@@ -207,6 +217,8 @@ CALLS: dict[str, Run] = {
     "RoundGroups": _round,
     "SumTokenRows": _sum_rows,
     "SpreadTokenRows": _spread_rows,
+    "FinishGroups": _finish,
+    "FinishElements": _finish,
     "FoldAligned": _fold(512),
     "FoldGroups": _fold(200),
     "Swizzle": _swizzle,

@@ -60,21 +60,23 @@ PRODUCTS = (
         "row0=request.row0,\n            col0=request.col0,",
         _PLACED,
     ),
-    _gemm(
+    Mutant(
+        "gemm",
         "a-factor-twice",
         rules.FACTORS,
-        "scaled_mm/epilogue",
+        "src/hybridq/reference/gemm.py",
         "((row_factor, (-1, 1)), (col_factor, (1, -1))):",
         "((row_factor, (-1, 1)), (col_factor, (1, -1)), (col_factor, (1, -1))):",
-        "test_bias_out_and_accumulate",
+        ("tests/gemm/test_gemm.py::test_bias_out_and_accumulate",),
     ),
-    _gemm(
+    Mutant(
+        "gemm",
         "factors-at-once",
         rules.FACTORS_IN_TURN,
-        "scaled_mm/epilogue",
+        "src/hybridq/reference/gemm.py",
         _LOOP,
         _AT_ONCE,
-        "test_factors_are_applied_one_after_the_other",
+        ("tests/gemm/test_gemm.py::test_factors_are_applied_one_after_the_other",),
     ),
     _gemm(
         "any-factor-after-rounding",

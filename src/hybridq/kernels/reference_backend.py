@@ -106,6 +106,22 @@ def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
     )
 
 
+def _finish(
+    product: torch.Tensor,
+    row_factor: torch.Tensor | None,
+    col_factor: torch.Tensor | None,
+    args: GemmArgs,
+) -> torch.Tensor:
+    return reference.finish_product(
+        product,
+        row_factor,
+        col_factor,
+        bias=args.bias,
+        out=args.accumulate_into,
+        out_dtype=args.out_dtype,
+    )
+
+
 def _grouped_gemm(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> torch.Tensor:
     """Each group by itself in FP64; reads the offsets."""
     return product_loop(a, b, args, _gemm)
@@ -128,6 +144,7 @@ REFERENCE = register_backend(
             "spread_rows": reference.spread_rows,
             "fold": reference.fold_plane,
             "swizzle": swizzle,
+            "finish": _finish,
             "gemm": _gemm,
             "grouped_gemm": _grouped_gemm,
             "grouped_loop": _grouped_gemm,

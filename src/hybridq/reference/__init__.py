@@ -11,7 +11,7 @@ from .decode import decode_plane, factor_bound, factor_of, plane_operand, tensor
 from .elements import cast, decode_codes, pack, unpack
 from .encode import encode_plane, matrix_scales, tensor_amax
 from .fold import FOLD_WIDTH, Folded, fold_element, fold_lift, fold_plane
-from .gemm import gemm
+from .gemm import finish_product, gemm
 from .hadamard import hadamard, inverse_hadamard
 from .norm import NORMS, norm, row_sums
 from .philox import philox, random_bits, random_bytes
@@ -35,6 +35,7 @@ __all__ = [
     "exp",
     "factor_bound",
     "factor_of",
+    "finish_product",
     "fold_element",
     "fold_lift",
     "fold_plane",

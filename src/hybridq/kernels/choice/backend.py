@@ -26,6 +26,7 @@ OPERATIONS: Final[Mapping[str, str]] = {
     "spread_rows": "the gradient of `sum_rows`",
     "fold": "an MX plane as FP8 with FP32 scales",
     "swizzle": "block scales in cuBLASLt's tiles",
+    "finish": "what follows a product in FP32 before its one rounding",
     "gemm": "the product of two planes",
     "grouped_gemm": "a product for each group of tokens",
     "map_encode": "the planes of a norm or activation of a matrix",

@@ -21,6 +21,7 @@ from ..choice import Backend, DeviceSupport, EncodeRequest, OpQuery, register_ba
 from ..cpu import core, core_error, core_spec
 from ..inputs import Chip, described, stream_of
 from ..inputs import addresses as memory
+from .finish import finish
 from .launch_addresses import Addresses
 from .norm_activation import encode_mapped, store_mapped
 from .ragged_tokens import encode_ragged
@@ -385,6 +386,10 @@ class GpuKernels(Addresses):
             self.module.swizzle(source, rows, blocks, self.pointer(out, True), stream)
         return out
 
+    def finish(self, *call: Any) -> torch.Tensor:
+        """Return what follows a product, done: `finish`."""
+        return finish(self, *call)
+
     def operations(self) -> dict[str, Any]:
         """Return the operations as a backend names them."""
         names = [
@@ -402,6 +407,7 @@ class GpuKernels(Addresses):
             "spread_rows",
             "fold",
             "swizzle",
+            "finish",
         ]
         return {name: getattr(self, name) for name in names}
 

@@ -35,6 +35,42 @@ class Addresses:
             memory.given(what, tensor, dtype, count, device)
         return self.pointer(tensor)
 
+    def place(
+        self,
+        what: str,
+        out: torch.Tensor,
+        dtype: torch.dtype,
+        count: int,
+        device: torch.device,
+    ) -> int:
+        """Return `memory.given` of what the kernel writes."""
+        memory.given(what, out, dtype, count, device)
+        return self.pointer(out, True)
+
+    def along(
+        self, what: str, values: torch.Tensor | None, count: int, device: torch.device
+    ) -> tuple[int, int, str] | None:
+        """Return address, step and dtype of `count` values or of one for all, None for None.
+
+        Args:
+            what: of which function it is what, for the error.
+            values: `[count]` or `[1]`, of any step.
+            count: length of the axis that they lie along.
+            device: where they must be.
+
+        Raises:
+            ValueError: there are not as many, or they are elsewhere or of no such dtype.
+        """
+        if values is None:
+            return None
+        name, size = memory.DTYPES.get(values.dtype), values.numel()
+        if name is None or values.device != device or size not in (1, count) or values.dim() != 1:
+            raise ValueError(
+                f"{what} must be [{count}] or [1] in float32, bfloat16 or float16 on {device}, got "
+                f"{values.dtype} {tuple(values.shape)} on {values.device}"
+            )
+        return self.pointer(values), 0 if size == 1 else values.stride(0), name
+
     def matrix(
         self, what: str, x: torch.Tensor, device: torch.device, only: str | None = None
     ) -> tuple[int, str]:

@@ -282,7 +282,11 @@ def _gemm_into(
 ) -> None:
     bias = operands[7] if len(operands) > 7 else None
     args = GemmArgs(bias, out if accumulate else None, out.dtype, precision)
-    out.copy_(run_gemm(*_operand_pair(*operands[:7]), args))
+    if out.is_cuda:  # what follows the product there writes its result once
+        args = args._replace(place=out)
+    made = run_gemm(*_operand_pair(*operands[:7]), args)
+    if made is not out:
+        out.copy_(made)
 
 
 def _gemm_into_fake(

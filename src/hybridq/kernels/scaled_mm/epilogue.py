@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from ..choice import GemmArgs
+from ...reference import finish_product
+from ..choice import GemmArgs, operation
 
 __all__ = ["finish", "only_product"]
 
@@ -28,43 +27,19 @@ def finish(
         product: `[M, N]`, FP32 wherever anything follows.
         row_factor: FP32 `[1]` or `[M]` of operand a, or None.
         col_factor: FP32 `[1]` or `[N]` of operand b, or None.
-        args: bias, what is accumulated into, and the result's dtype.
+        args: bias, what is accumulated into, the result's dtype and, maybe, its place.
     """
-    if product.is_cuda and product.dtype == torch.float32:
-        return _finish_on_gpu(product, row_factor, col_factor, args)
-    # One after the other: their product could overflow.
-    for factor, shape in ((row_factor, (-1, 1)), (col_factor, (1, -1))):
-        if factor is not None:
-            product = product * factor.to(product.dtype).view(shape)
-    if args.bias is not None:
-        product = product + args.bias.to(product.dtype)
-    if args.accumulate_into is not None:
-        product = product + args.accumulate_into.to(product.dtype)
-    return product.to(args.out_dtype)
-
-
-def _finish_on_gpu(
-    product: torch.Tensor,
-    row_factor: torch.Tensor | None,
-    col_factor: torch.Tensor | None,
-    args: GemmArgs,
-) -> torch.Tensor:
-    """Return what `finish` does of an FP32 product, in a pass over it for each step and no more.
-
-    A GPU's kernels convert what they read and write on the way: a bias or a sum of another dtype
-    is no copy, and the last step rounds to the result's dtype.
-    """
-    steps: list[tuple[Callable[..., torch.Tensor], torch.Tensor]] = [
-        (torch.mul, factor.view(shape))
-        for factor, shape in ((row_factor, (-1, 1)), (col_factor, (1, -1)))
-        if factor is not None
-    ]
-    added = (args.bias, args.accumulate_into)
-    steps += [(torch.add, one) for one in added if one is not None]
-    if not steps:
-        return product.to(args.out_dtype)
-    *first, (last, value) = steps
-    for step, other in first:
-        product = step(product, other)
-    out = torch.empty(product.shape, dtype=args.out_dtype, device=product.device)
-    return last(product, value, out=out)
+    if product.is_cuda and product.dtype is torch.float32:
+        is_done = row_factor is col_factor is None and only_product(args)
+        if is_done and args.out_dtype is torch.float32:
+            return product
+        # In one pass over the product, where torch's operators take one for each step.
+        return operation("finish", "cuda", args.out_dtype)(product, row_factor, col_factor, args)
+    return finish_product(
+        product,
+        row_factor,
+        col_factor,
+        bias=args.bias,
+        out=args.accumulate_into,
+        out_dtype=args.out_dtype,
+    )
