@@ -26,6 +26,7 @@ __all__ = [
     "check_graph_capture",
     "check_pipeline_stage",
     "copy_each",
+    "cuda_stream",
     "dispatch_keys",
     "forward_ad",
     "fp32_matmul_precision",
@@ -140,6 +141,11 @@ def check_pipeline_stage() -> None:
         _taken(f"{where}.{name}", "decode what stages receive")
     for name in ("set_local_fwd_input", "set_local_bwd_input"):
         _taken(f"{where}.{name}", "quantize what stages of one rank hand over")
+
+
+#: The handle of the current stream of a GPU, by the GPU's number, without the object that
+#: `torch.cuda.current_stream` makes. None where torch was built without CUDA or has moved it.
+cuda_stream: Final[Any] = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 # ---- operators

@@ -28,6 +28,7 @@ from hybridq.kernels.inputs import device
 from hybridq.kernels.scaled_mm import backend as native
 from hybridq.kernels.scaled_mm import operand_layout
 from hybridq.nn.autograd import linear_function
+from hybridq.nn.modules import eager_fast_path
 
 _SOURCES = str(Path(hybridq.__file__).parent)
 _PRODUCTS = ("mm", "addmm", "bmm")
@@ -84,10 +85,12 @@ class _Kernels(cuda.GpuKernels):
         self._costs = costs
 
     def pointer(self, tensor: torch.Tensor | None, written: bool = False) -> int:
+        self._costs[-1].frames += 1  # as many as what this stands in for
         return 0
 
     @contextlib.contextmanager
     def launch(self, device: torch.device) -> Iterator[int]:
+        self._costs[-1].frames += 3
         yield 0
 
 
@@ -153,7 +156,19 @@ def fake_gpu(monkeypatch: Any, capability: tuple[int, int] = (9, 0)) -> Iterator
     monkeypatch.setattr(operand_layout, "_ALIGNMENT", 1)
     monkeypatch.setattr(linear_function._Linear, "apply", _Held.apply)
     # A chip has no modes of fake tensors.
-    monkeypatch.setattr(linear_function, "can_bypass_dispatcher", lambda *_: True)
+
+    def can_bypass(*given: object) -> bool:
+        costs[-1].frames += 1 + sum(one is not None for one in given)
+        return True
+
+    def is_plain(_: object) -> bool:
+        costs[-1].frames += 1
+        return True
+
+    for module in (linear_function, eager_fast_path):
+        monkeypatch.setattr(module, "can_bypass_dispatcher", can_bypass)
+    monkeypatch.setattr(eager_fast_path, "is_plain", is_plain)
+    monkeypatch.setattr(linear_function, "_apply", _Held.apply)
     kernels = _Kernels(_Module(costs), costs)
     backend = Backend(
         "cuda",
@@ -162,6 +177,8 @@ def fake_gpu(monkeypatch: Any, capability: tuple[int, int] = (9, 0)) -> Iterator
         devices=DeviceSupport(("cuda",)),
         priority=60,
         finds_amax=True,
+        encoder=kernels.encoder,
+        folder=kernels.folder,
     )
     register_backend(backend)
     try:

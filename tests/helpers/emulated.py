@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from hybridq.kernels import Backend, DeviceSupport
+from hybridq.kernels.choice import EncodeRequest, Place
 from hybridq.kernels.cuda.backend import GpuKernels, spec_reason
+from hybridq.kernels.cuda.encoder import GpuEncoder
 from places import ROOT
 
 _FOLDER = Path(os.environ.get("HYBRIDQ_EMULATION", ROOT / "build/emulation"))
@@ -47,6 +49,9 @@ class EmulatedKernels(GpuKernels):
             self.module.add(tensor.data_ptr() + first, last - first, written)
         return tensor.data_ptr()
 
+    def encoder(self, row: Any, col: Any, dtype: torch.dtype) -> GpuEncoder:
+        return _Encoder(self, row, col, dtype)
+
     @contextlib.contextmanager
     def launch(self, device: torch.device) -> Iterator[int]:
         self.module.begin()
@@ -56,11 +61,22 @@ class EmulatedKernels(GpuKernels):
             self.module.end()
 
 
+class _Encoder(GpuEncoder):
+    """Opens what the kernels may touch, where on a GPU nothing is to be opened."""
+
+    def encode(self, x: torch.Tensor, request: EncodeRequest, place: Place) -> list[torch.Tensor]:
+        with self._kernels.launch(x.device):
+            return super().encode(x, request, place)
+
+
 def make_backend(module: Any) -> Backend:
+    kernels = EmulatedKernels(module)
     return Backend(
         "emulated",
         spec_reason,
-        EmulatedKernels(module).operations(),
+        kernels.operations(),
         devices=DeviceSupport(("cpu",)),
         finds_amax=True,
+        encoder=kernels.encoder,
+        folder=kernels.folder,
     )

@@ -12,8 +12,10 @@ Source: ours; docs/reference/gemm.md, "Fold".
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -32,15 +34,20 @@ from .choice import (
     select,
 )
 from .decoded import fp32_reason
-from .inputs import chip_of
+from .inputs import chip_of, is_current, stream_of
 from .scaled_mm import (
+    FP8,
     GATES,
     KINDS,
+    REFUSALS,
+    Scaled,
+    Trial,
     block_scales,
     exact_reason,
     is_foldable,
     multiply,
     or_next_way,
+    planned_product,
     refusal,
     view_reason,
 )
@@ -182,6 +189,85 @@ def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
     )
 
 
+#: Rows of operands a and b, and columns of both, that need no padding.
+_STEPS = (4, 16, 16)
+
+
+def _are_side_by_side(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    """Return whether the codes and scales of two planes have no gaps."""
+    (a_data, a_scale), (b_data, b_scale) = a, b
+    return (
+        a_data.is_contiguous()
+        and a_scale.is_contiguous()
+        and b_data.is_contiguous()
+        and b_scale.is_contiguous()
+    )
+
+
+class _Planned:
+    """A GEMM of two folded planes in one size: their folds share an allocation, made once prepared.
+
+    Args:
+        query: of two foldable planes, whose product cuBLASLt makes, and which need no padding.
+        folders: of the operands (`Backend.folder`).
+    """
+
+    __slots__ = ("_dtype", "_elements", "_folders", "_is_known", "_nbytes", "_trial")
+
+    def __init__(self, query: OpQuery, folders: Sequence[Any]) -> None:
+        specs = [folded_spec(spec) for spec in (query.row, query.col) if spec is not None]
+        self._elements = [FP8[spec.format.element] for spec in specs if spec.format.element]
+        self._folders, self._dtype = folders, query.dtype
+        self._nbytes = sum(folder.nbytes for folder in folders)
+        self._trial = Trial(query.chip, "block", specs[0], specs[1], query.dtype)
+        self._is_known = False
+
+    def __call__(self, a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
+        """Return what `_gemm` does, with its bits."""
+        bias, device = args.bias, a.buffers[0].device
+        if a.cache is not None or b.cache is not None or args.accumulate_into is not None:
+            return _gemm(a, b, args)  # an operand may be there
+        if bias is not None and not (bias.dtype is self._dtype and bias.is_contiguous()):
+            return _gemm(a, b, args)
+        if not (is_current(device) and _are_side_by_side(a.buffers, b.buffers)):
+            return _gemm(a, b, args)
+        memory = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
+        stream, views, at = stream_of(device), [], 0
+        for operand, fold_into, dtype in zip((a, b), self._folders, self._elements, strict=True):
+            codes, scale = fold_into(operand.buffers, memory, at, stream)
+            views.append(Scaled(codes.view(dtype), (scale,), ("BlockWise1x128",)))
+            at += fold_into.nbytes
+        try:
+            made = planned_product(views[0], views[1], bias, self._dtype)
+        except REFUSALS as error:
+            return self._trial.next_way(error, a, b, args)
+        if made is None:
+            return _gemm(a, b, args)
+        if not self._is_known:
+            self._trial.worked()
+            self._is_known = True
+        return made
+
+
+def _planner(query: OpQuery) -> _Planned | None:
+    """Return what multiplies two folded planes that need no padding, or None."""
+    specs, sizes, chip = (query.row, query.col), query.sizes, query.chip
+    if sizes is None or chip is None or _BLOCK.reason("block", chip) is not None:
+        return None
+    if query.dtype is torch.float32 or 0 in sizes:
+        return None
+    m, n, k = sizes
+    folders = []
+    for spec, rows, step in zip(specs, (m, n), _STEPS, strict=False):
+        if spec is None or not is_foldable(spec) or rows % step or spec.padded(k) % _STEPS[2]:
+            return None
+        found = select(OpQuery("fold", query.device, torch.float32, spec)).folder
+        if found is None:
+            return None
+        folders.append(found(spec, rows, k))
+    return _Planned(query, folders)
+
+
 #: The backend that folds MX planes to FP8 with FP32 scales, on NVIDIA GPUs.
 FOLD = register_backend(
     Backend(
@@ -191,5 +277,6 @@ FOLD = register_backend(
         devices=DeviceSupport(("cuda",), (8, 9)),
         priority=20,
         notes=_notes,
+        planner=_planner,
     )
 )

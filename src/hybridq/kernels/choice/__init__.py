@@ -12,6 +12,7 @@ from .arguments import (
 )
 from .backend import OPERATIONS, Backend, BackendAnswer, DeviceSupport
 from .encode_request import DECODED, ORIGINAL, EncodeRequest, encode_decoded, given_scale
+from .placed import ALIGNMENT, Place, PlacedEncoder
 from .precision import FOLD_LIMIT, PRECISIONS, added_error, check_precision
 from .query import OpQuery
 from .registry import (
@@ -30,6 +31,7 @@ from .registry import (
 )
 
 __all__ = [
+    "ALIGNMENT",
     "DECODED",
     "FOLD_LIMIT",
     "OPERATIONS",
@@ -46,6 +48,8 @@ __all__ = [
     "Groups",
     "OpQuery",
     "Operand",
+    "Place",
+    "PlacedEncoder",
     "Prologue",
     "added_error",
     "backends",

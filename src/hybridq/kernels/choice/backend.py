@@ -117,6 +117,11 @@ class Backend:
         multiplier: returns, for `(a, b, dtype, is_alone, device)`, what multiplies operands of two
             specs, neither with an open dtype, as its `gemm` does where torch.autocast is off. None
             where its `gemm` has nothing to prepare.
+        planner: returns, for a query about a GEMM on a GPU, what multiplies such operands as its
+            `gemm` does where torch.autocast is off, or None where it has nothing to prepare; None
+            where it never has. What it returned is kept for the query.
+        folder: returns, for `(spec, rows, cols)`, what folds such planes into memory that is given
+            (`Folder`), with the bits of its `fold`; None where it has none.
         scratch_nbytes: temporary memory of its encode and decode, bytes per value at most.
         package: name and version of the package that it came from by an entry point; "" of
             hybridq's own and of those that `register_backend` was given.
@@ -140,6 +145,8 @@ class Backend:
     encoder: Callable[..., Callable[..., Any]] | None = field(default=None, hash=False)
     decoder: Callable[..., Callable[..., Any]] | None = field(default=None, hash=False)
     multiplier: Callable[..., Callable[..., Any]] | None = field(default=None, hash=False)
+    planner: Callable[[OpQuery], Callable[..., Any] | None] | None = field(default=None, hash=False)
+    folder: Callable[..., Any] | None = field(default=None, hash=False)
     scratch_nbytes: int = 0
     package: str = ""
     load_error: str = ""

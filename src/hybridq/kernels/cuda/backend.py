@@ -21,7 +21,9 @@ from ..choice import Backend, DeviceSupport, EncodeRequest, OpQuery, register_ba
 from ..cpu import core, core_error, core_spec
 from ..inputs import Chip, described, stream_of
 from ..inputs import addresses as memory
+from .encoder import GpuEncoder, have_one_amax
 from .finish import finish
+from .folder import Folder
 from .launch_addresses import Addresses
 from .norm_activation import encode_mapped, store_mapped
 from .ragged_tokens import encode_ragged
@@ -74,12 +76,6 @@ def _layout(spec: PlaneSpec, rows: int, cols: int) -> _Layout:
     return _Layout(own, core_spec(spec)[0], spec.needs_amax)
 
 
-@lru_cache(maxsize=1024)
-def _have_one_amax(row: PlaneSpec | None, col: PlaneSpec | None) -> bool:
-    specs = (row, col)
-    return all(spec is not None and spec.needs_tensor_amax and spec.signs is None for spec in specs)
-
-
 class GpuKernels(Addresses):
     """The operations of a backend over a module of GPU kernels.
 
@@ -105,6 +101,16 @@ class GpuKernels(Addresses):
             self.module.encode(*source, rows, cols, *x.stride(), *new.planes, *new.finds, stream)
             new.finish()
         return new.buffers
+
+    def encoder(
+        self, row: PlaneSpec | None, col: PlaneSpec | None, dtype: torch.dtype
+    ) -> GpuEncoder:
+        """Return what encodes planes of two specs: see `Backend`."""
+        return GpuEncoder(self, row, col, dtype)
+
+    def folder(self, spec: PlaneSpec, rows: int, cols: int) -> Folder:
+        """Return what folds planes of one spec and size: see `Backend`."""
+        return Folder(self, spec, rows, cols)
 
     def new_planes(
         self,
@@ -414,7 +420,7 @@ class GpuKernels(Addresses):
 
 def _share_amax(row: PlaneSpec | None, col: PlaneSpec | None, request: EncodeRequest) -> bool:
     """Whether both planes need the tensor's own amax, so that the first one's serves both."""
-    return request.row_stat is request.col_stat is None and _have_one_amax(row, col)
+    return request.row_stat is request.col_stat is None and have_one_amax(row, col)
 
 
 def _on_device(device: torch.device) -> contextlib.AbstractContextManager[int]:
@@ -478,14 +484,17 @@ def _runs_on(architecture: str, major: int, minor: int) -> bool:
     return int(number) // 10 == major and int(number) % 10 <= minor
 
 
+_KERNELS = GpuKernels(_module)
 #: The backend of the compiled core's kernels on GPUs.
 CUDA = register_backend(
     Backend(
         "cuda",
         _supports,
-        GpuKernels(_module).operations(),
+        _KERNELS.operations(),
         devices=DeviceSupport(("cuda",)),
         priority=60,
         finds_amax=True,
+        encoder=_KERNELS.encoder,
+        folder=_KERNELS.folder,
     )
 )

@@ -17,7 +17,16 @@ from .addresses import (
     plane_description,
     values,
 )
-from .device import Chip, chip_of, described, has_autocast, is_host, stream_of, without_autocast
+from .device import (
+    Chip,
+    chip_of,
+    described,
+    has_autocast,
+    is_current,
+    is_host,
+    stream_of,
+    without_autocast,
+)
 from .dispatch_bypass import can_bypass_dispatcher, can_cache, is_plain, is_transformed
 from .operand_cache import NoOperandCache, OperandCache, forget_all, operand_cache_nbytes
 from .tangents import Library, refuse_tangents
@@ -58,6 +67,7 @@ __all__ = [
     "given_or_none",
     "has_autocast",
     "is_aligned",
+    "is_current",
     "is_host",
     "is_plain",
     "is_transformed",

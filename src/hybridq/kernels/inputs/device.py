@@ -10,11 +10,14 @@ from typing import Any, Final
 
 import torch
 
+from ..._torch_private import cuda_stream
+
 __all__ = [
     "Chip",
     "chip_of",
     "described",
     "has_autocast",
+    "is_current",
     "is_host",
     "stream_of",
     "without_autocast",
@@ -122,7 +125,18 @@ def stream_of(device: torch.device) -> int:
     """Return the handle of the stream that work on `device` goes to now; 0 where it has none."""
     if device.type != "cuda":
         return 0
+    if cuda_stream is not None and device.index is not None:
+        return cuda_stream(device.index)
     return torch.cuda.current_stream(device).cuda_stream
+
+
+def is_current(device: torch.device) -> bool:
+    """Return whether a GPU is the current one, so that kernels on it need no guard.
+
+    Args:
+        device: of a tensor on a GPU.
+    """
+    return device.index == torch.cuda.current_device()
 
 
 def described(device: str | torch.device | Chip) -> Chip:

@@ -10,10 +10,12 @@ from .encode_plan import (
     decode_recorder,
     encode_plan,
     given_statistic,
+    placed_encoders,
     run_encode,
     transpose_recorder,
     update_amax,
 )
+from .gpu_gemm_plan import gpu_gemm_plan
 from .norm_activation_backward import activation_backward, norm_backward
 from .norm_activation_encode import activation_encode, norm_encode
 from .skinny_gemm import skinny_gemm
@@ -31,10 +33,12 @@ __all__ = [
     "encode_recording",
     "gemm_plan",
     "given_statistic",
+    "gpu_gemm_plan",
     "group_statistics",
     "grouped_gemm",
     "norm_backward",
     "norm_encode",
+    "placed_encoders",
     "record_amax",
     "run_checked_gemm",
     "run_encode",

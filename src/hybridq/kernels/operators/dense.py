@@ -30,9 +30,9 @@ from ..inputs import (
     check_place,
     check_seed,
     check_tensor,
-    chip_of,
 )
 from .derivatives import gemm_backward, gemm_setup
+from .gpu_gemm_plan import gpu_run
 from .library import operator
 
 __all__ = [
@@ -210,16 +210,12 @@ def run_checked_gemm(
         left, right, args, sizes: as `run_gemm` takes them.
     """
     a = left.buffers
-    kind, chip = "cpu", None
-    if a[0].is_cpu:
-        sizes = None  # there is one way on a CPU, whatever the sizes; a GPU has several
-    else:
-        device = a[0].device
-        kind, chip = device.type, chip_of(device)
-        sizes = sizes or (left.rows, right.rows, left.cols)
-        args = args._replace(chip=chip)
     specs = (left.spec, right.spec)
-    run = operation("gemm", kind, args.out_dtype, *specs, args.precision, sizes, chip)
+    if not a[0].is_cpu:  # there is one way on a CPU, whatever the sizes; a GPU has several
+        sizes = sizes or (left.rows, right.rows, left.cols)
+        plan = gpu_run(*specs, args.out_dtype, args.precision, sizes, a[0].device)
+        return plan.run(left, right, args._replace(chip=plan.chip))
+    run = operation("gemm", "cpu", args.out_dtype, *specs, args.precision, None, None)
     return run(left, right, args)
 
 

@@ -17,6 +17,7 @@ from ..choice import (
     Backend,
     EncodeRequest,
     OpQuery,
+    PlacedEncoder,
     cached_choice,
     encode_decoded,
     operation,
@@ -30,6 +31,7 @@ __all__ = [
     "decoded_rows",
     "encode_plan",
     "given_statistic",
+    "placed_encoders",
     "run_encode",
     "statistic",
     "transpose_recorder",
@@ -115,6 +117,11 @@ class EncodePlan:
     def recorder(self) -> Callable[..., None] | None:
         """What has `Steps` encode one plane (`record` of the CPU's encoder), or None."""
         return getattr(self._both, "record", None)
+
+    @property
+    def placed(self) -> PlacedEncoder | None:
+        """What makes all planes at once, the rowwise one in memory that is given; or None."""
+        return getattr(self.at_once, "placed", None)
 
     def _choose(self, position: int, spec: PlaneSpec) -> Backend:
         return select(OpQuery("encode", self._device, self._dtype, *_at(position, spec)))
@@ -247,6 +254,32 @@ def encode_plan(row: str, col: str, dtype: torch.dtype, device: str) -> EncodePl
 def _plan(row: str, col: str, dtype: torch.dtype, device: str, forced: str | None) -> EncodePlan:
     specs = [PlaneSpec.parse(text).resolve(dtype) if text else None for text in (row, col)]
     return EncodePlan(specs[0], specs[1], dtype, device)
+
+
+def placed_encoders(
+    a_row: str, a_col: str, b_row: str, b_col: str, dtype: torch.dtype, device: str
+) -> tuple[PlacedEncoder, PlacedEncoder] | None:
+    """Return what encodes two matrices with rowwise planes in memory that is given, or None.
+
+    Args:
+        a_row, a_col, b_row, b_col: the planes of each, as `encode_plan` takes them.
+        dtype: of the matrices.
+        device: type of their device.
+
+    Raises:
+        BackendError: no backend can encode one of them.
+    """
+    return _placed(a_row, a_col, b_row, b_col, dtype, device, settings.current().backend)
+
+
+@cached_choice
+def _placed(
+    a_row: str, a_col: str, b_row: str, b_col: str, dtype: torch.dtype, device: str, forced: str
+) -> tuple[PlacedEncoder, PlacedEncoder] | None:
+    del forced
+    first = encode_plan(a_row, a_col, dtype, device).placed
+    second = encode_plan(b_row, b_col, dtype, device).placed
+    return None if first is None or second is None else (first, second)
 
 
 def run_encode(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from .backend import NATIVE, multiply
+from .backend import NATIVE, multiply, planned_product
 from .chip_gates import GATES, exact_reason
 from .epilogue import finish, only_product
 from .operand_layout import ceil_to, swizzle
-from .operand_views import KINDS, block_scales, is_foldable, view_reason
-from .refusals import or_next_way, refusal
+from .operand_views import FP8, KINDS, Scaled, block_scales, is_foldable, view_reason
+from .refusals import REFUSALS, Trial, or_next_way, refusal
 
 __all__ = [
+    "FP8",
     "GATES",
     "KINDS",
     "NATIVE",
+    "REFUSALS",
+    "Scaled",
+    "Trial",
     "block_scales",
     "ceil_to",
     "exact_reason",
@@ -21,6 +25,7 @@ __all__ = [
     "multiply",
     "only_product",
     "or_next_way",
+    "planned_product",
     "refusal",
     "swizzle",
     "view_reason",

@@ -40,9 +40,9 @@ from .operand_views import (
     unit_blocks,
     view_reason,
 )
-from .refusals import or_next_way, refusal
+from .refusals import REFUSALS, Trial, or_next_way, refusal
 
-__all__ = ["NATIVE", "multiply", "native_kind"]
+__all__ = ["NATIVE", "multiply", "native_kind", "planned_product"]
 
 scaled_mm: Any = getattr(torch.nn.functional, "scaled_mm", None)
 
@@ -164,6 +164,24 @@ def multiply(a: Operand, b: Operand, args: GemmArgs, kind: str) -> torch.Tensor:
     return finish(product, left.factor, right.factor, args).contiguous()
 
 
+def planned_product(
+    left: Scaled, right: Scaled, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Return the product of two views with block scales that need no padding, or None.
+
+    Args:
+        left, right: the views.
+        bias: contiguous `[N]` of the result's dtype, or None.
+        dtype: of the result, BF16 or FP16.
+
+    Returns:
+        `[M, N]`; None where cuBLASLt takes no bias there.
+    """
+    if bias is not None and not _block_takes_bias(left, right, dtype):
+        return None
+    return _scaled_mm(left, right, bias, dtype)
+
+
 def _block_takes_bias(left: Scaled, right: Scaled, dtype: torch.dtype) -> bool:
     recipes = (left.recipes[0], right.recipes[0])
 
@@ -212,6 +230,41 @@ def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
     return or_next_way(lambda: multiply(a, b, args, kind), kind, (a.spec, b.spec), a, b, args)
 
 
+class _Planned:
+    """`_gemm` of one query, whose kind of scaling is found once.
+
+    Args:
+        query: of two planes and sizes, on a chip.
+        kind: what `native_kind` says of it.
+    """
+
+    __slots__ = ("_is_known", "_kind", "_trial")
+
+    def __init__(self, query: OpQuery, kind: str) -> None:
+        self._kind, self._is_known = kind, False
+        specs = [spec for spec in (query.row, query.col) if spec is not None]
+        self._trial = Trial(query.chip, kind, specs[0], specs[1], query.dtype)
+
+    def __call__(self, a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
+        """Return what `_gemm` does."""
+        try:
+            made = multiply(a, b, args, self._kind)
+        except REFUSALS as error:
+            return self._trial.next_way(error, a, b, args)
+        if not self._is_known:
+            self._trial.worked()
+            self._is_known = True
+        return made
+
+
+def _planner(query: OpQuery) -> _Planned | None:
+    """Return what multiplies planes of a query's specs in its sizes, or None."""
+    if query.row is None or query.col is None or query.chip is None:
+        return None
+    kind, _ = native_kind(query.row, query.col, query.chip, _depth(query))
+    return None if kind is None else _Planned(query, kind)
+
+
 #: The backend of the chip's own scaled products, on NVIDIA GPUs.
 NATIVE = register_backend(
     Backend(
@@ -221,5 +274,6 @@ NATIVE = register_backend(
         devices=DeviceSupport(("cuda",), (8, 9)),
         priority=40,
         notes=_notes,
+        planner=_planner,
     )
 )

@@ -45,7 +45,8 @@ __all__ = [
     "view_reason",
 ]
 
-_FP8: Final = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+#: torch's dtype of each element that scaled products take.
+FP8: Final = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 _BLOCK: Final = 128
 _MX: Final = 32
 _NV: Final = 16
@@ -136,15 +137,15 @@ def fp8_codes(operand: Operand, rows: int, step: int) -> torch.Tensor:
     spec = operand.spec
     element, width = spec.format.element, spec.padded(operand.cols)
     data = operand.buffers[0]
-    if element is not None and element not in _FP8:
+    if element is not None and element not in FP8:
         data = _wider(element, data.device)[unpack(data, element, width).to(torch.int64)]
     target = fp8_target(spec) or E4M3
-    return pad_codes(data, rows, ceil_to(width, step)).view(_FP8[target])
+    return pad_codes(data, rows, ceil_to(width, step)).view(FP8[target])
 
 
 def _is_fp8(spec: PlaneSpec) -> str | None:
     fmt = spec.format
-    if fmt.element not in _FP8:
+    if fmt.element not in FP8:
         return f"has no FP8 element ({fmt})"
     if fmt.scale != FP32:
         return f"has no FP32 scales ({fmt})"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Final
 
 import torch
 
@@ -21,7 +22,7 @@ from ..choice import GemmArgs, Operand, OpQuery, forget_choices, select
 from ..inputs import Chip
 from .chip_gates import KIND_NAMES
 
-__all__ = ["or_next_way", "refusal"]
+__all__ = ["REFUSALS", "Trial", "or_next_way", "refusal"]
 
 _Sizes = tuple[int, int, int]
 #: Chip, kind of scaling, elements, dtype of the result.
@@ -32,6 +33,8 @@ _worked: set[_Product] = set()
 _refused: dict[_Product, set[_Sizes]] = {}
 _lost: set[_Product] = set()
 
+#: What a refusal may be raised as.
+REFUSALS: Final = (RuntimeError, ValueError, NotImplementedError)
 _SAYS_NO = re.compile(
     r"CUBLAS_STATUS_(NOT_SUPPORTED|INVALID_VALUE)|not supported|unsupported", re.I
 )
@@ -82,19 +85,50 @@ def or_next_way(
     Raises:
         BackendError: there is no other way, or another one is forced.
     """
-    key = _product(args.chip, kind, *specs, args.out_dtype)
+    trial = Trial(args.chip, kind, *specs, args.out_dtype)
     try:
         made = run()
-    except (RuntimeError, ValueError, NotImplementedError) as error:
+    except REFUSALS as error:
+        return trial.next_way(error, a, b, args)
+    trial.worked()
+    return made
+
+
+class Trial:
+    """One product that cuBLASLt may refuse, for callers that make it many times.
+
+    Args:
+        chip: where it is made.
+        kind: of scaling.
+        a, b: specs of the operands as cuBLASLt gets them.
+        dtype: of the result.
+    """
+
+    __slots__ = ("_key",)
+
+    def __init__(
+        self, chip: Chip | None, kind: str, a: PlaneSpec, b: PlaneSpec, dtype: torch.dtype
+    ) -> None:
+        self._key = _product(chip, kind, a, b, dtype)
+
+    def worked(self) -> None:
+        """Note that it ran."""
+        _worked.add(self._key)
+
+    def next_way(self, error: Exception, a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
+        """Return what the next backend makes, or raise the error if it is no refusal.
+
+        Args:
+            error: one of `REFUSALS`, about to be handled.
+            a, b, args: as `or_next_way` takes them.
+        """
         if isinstance(error, torch.OutOfMemoryError) or not _SAYS_NO.search(str(error)):
-            raise
+            raise error
         sizes = (a.rows, b.rows, a.cols)
-        _note(key, sizes, str(error))
+        _note(self._key, sizes, str(error))
         fields = ("gemm", a.buffers[0].device.type, args.out_dtype, a.spec, b.spec)
         other = select(OpQuery(*fields, args.precision, sizes, args.chip))
         return other.ops["gemm"](a, b, args)
-    _worked.add(key)
-    return made
 
 
 def _note(key: _Product, sizes: _Sizes, error: str) -> None:

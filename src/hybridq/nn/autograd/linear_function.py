@@ -199,7 +199,10 @@ def _prepared_forward(
     weight, needs, w_planes = call.weight, call.needs, None
     if weight is not None:
         w_planes = _weight_planes(w, seed, call, None, True)
-    elif needs.x:
+    if prepared.device != "cpu":
+        cache = None if weight is None else weight.row_kept
+        return prepared.on_gpu(x, w, bias, seed, (needs.w, needs.x), w_planes, cache)
+    if w_planes is None and needs.x:
         w_planes = prepared.weight.operand(w, True, seed)
     given: torch.Tensor | Operand = w
     if w_planes is not None:
@@ -473,7 +476,8 @@ def eager_linear(
 ) -> torch.Tensor:
     """Return what `linear` does, with the same bits, of tensors of which the caller has asked all.
 
-    They are plain and on a CPU, the dispatcher may be bypassed, and torch.autocast is off.
+    They are plain and on a CPU or the current GPU, the dispatcher may be bypassed, and
+    torch.autocast is off.
 
     Args:
         x, w, bias, weight: as `linear` takes them.

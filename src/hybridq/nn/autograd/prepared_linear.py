@@ -1,18 +1,20 @@
-"""What a linear module's forward under one plan does not find out again, for tensors on a CPU."""
+"""What a linear module's forward under one plan does not find out again."""
 
 from __future__ import annotations
 
 import torch
 
 from ...formats import PlaneSpec
-from ...kernels.choice import EncodeRequest, GemmArgs, Operand
+from ...kernels.choice import EncodeRequest, GemmArgs, Operand, Place, PlacedEncoder
 from ...kernels.cpu import SKINNY_ROWS
-from ...kernels.inputs import can_cache
+from ...kernels.inputs import OperandCache, can_cache, stream_of
 from ...kernels.operators import (
     GemmPlan,
     encode_plan,
     gemm_plan,
     given_statistic,
+    gpu_gemm_plan,
+    placed_encoders,
     run_encode,
     skinny_gemm,
 )
@@ -30,11 +32,22 @@ class PreparedSlot:
     Args:
         plan: of the slot; the rowwise plane is quantized, and no statistic comes from outside.
         slot: `"input"` or `"weight"`.
+        device: type of the tensors' device.
     """
 
-    __slots__ = ("_given", "_is_decoded", "_is_plain_col", "_requests", "_saves_row", "_split")
+    __slots__ = (
+        "_device",
+        "_dying",
+        "_given",
+        "_is_decoded",
+        "_is_plain_col",
+        "_requests",
+        "_saves_row",
+        "_split",
+    )
 
-    def __init__(self, plan: SlotPlan, slot: str) -> None:
+    def __init__(self, plan: SlotPlan, slot: str, device: str) -> None:
+        self._device = device
         encoder = SlotEncoder(plan, slot)
         pairs = [encoder.pair(True, with_col) for with_col in (False, True)]
         #: Without and with a columnwise plane.
@@ -45,6 +58,13 @@ class PreparedSlot:
         #: A tensor that statistics were given in, its version, and the request with them.
         self._given: tuple[torch.Tensor | None, int, EncodeRequest] = (None, 0, self._requests[0])
         self._is_plain_col, self._saves_row = plan.col.is_plain, plan.saves_row
+        #: Planes that `placed_encoders` is asked for; by whether the columnwise one is wanted.
+        self._dying: list[tuple[str, str] | None] = [(self._requests[0].row, "")]
+        if self._is_plain_col:
+            self._dying.append(None if self._saves_row else self._dying[0])
+        else:
+            both = (self._requests[1].row, self._requests[1].col)
+            self._dying.append(None if self._is_decoded else both)
 
     def with_statistic(self, x: torch.Tensor, amax: torch.Tensor) -> EncodeRequest:
         """Return the request for the rowwise plane of x, scaled by a statistic that was given.
@@ -79,23 +99,60 @@ class PreparedSlot:
         if with_col and self._is_decoded:
             made = run_encode(x, request)
         else:
-            plan = encode_plan(request.row, request.col, x.dtype, "cpu")
+            plan = encode_plan(request.row, request.col, x.dtype, self._device)
             made = (plan.at_once or plan)(x, request)
         row = made[: self._split]
         if with_col or not is_saved:
             return row, made[self._split :]
         return row, row if self._saves_row else [x]
 
+    def dying(self, is_saved: bool) -> tuple[str, str] | None:
+        """Return the planes that are made at once if the rowwise one dies with the forward.
+
+        Args:
+            is_saved: whether the columnwise plane will be wanted.
+
+        Returns:
+            Spec strings, `""` for no plane; None where the planes are made in two steps, or the
+            rowwise one is saved.
+        """
+        return self._dying[is_saved]
+
+    def operand_in(
+        self,
+        x: torch.Tensor,
+        is_saved: bool,
+        seed: torch.Tensor | None,
+        encoder: PlacedEncoder,
+        place: Place,
+    ) -> tuple[Buffers, Buffers]:
+        """Return `operand` with the rowwise plane in memory that is given.
+
+        Args:
+            x, is_saved, seed: as `operand` takes them.
+            encoder: of `dying(is_saved)`.
+            place: where the plane goes.
+        """
+        with_col = is_saved and not self._is_plain_col
+        request = self._requests[with_col]
+        if seed is not None:
+            request = request._replace(seed=seed)
+        made = encoder.encode(x, request, place)
+        if with_col or not is_saved:
+            return made[: self._split], made[self._split :]
+        return made, [x]
+
 
 class PreparedLinear:
-    """The forward under one plan, for plain tensors of one dtype on a CPU.
+    """The forward under one plan, for plain tensors of one dtype on one kind of device.
 
     Args:
         plan: of the module.
         dtype: of input, weight and bias.
+        device: type of their device, a CPU or a GPU.
 
     Attributes:
-        plan, dtype: the same.
+        plan, dtype, device: the same.
         is_possible: both are quantized, and no plane's statistics come from outside of the tensor.
         takes_planes: weights may be planes that are there, and the input as it is.
         is_static: the input's statistic is given, not found.
@@ -105,6 +162,7 @@ class PreparedLinear:
 
     __slots__ = (
         "_column",
+        "device",
         "dtype",
         "input",
         "is_possible",
@@ -115,8 +173,8 @@ class PreparedLinear:
         "weight_spec",
     )
 
-    def __init__(self, plan: Plan, dtype: torch.dtype) -> None:
-        self.plan, self.dtype = plan, dtype
+    def __init__(self, plan: Plan, dtype: torch.dtype, device: str = "cpu") -> None:
+        self.plan, self.dtype, self.device = plan, dtype, device
         slot, weight = plan.input, plan.weight
         self.is_static = plan.is_forward_only and slot.row_delay == STATIC
         is_outside = bool((plan.is_delayed and not self.is_static) or slot.amax_group)
@@ -124,8 +182,8 @@ class PreparedLinear:
         is_outside = is_outside or bool(weight.amax_group)
         is_outside = is_outside or self.is_static
         self.is_possible = not (is_outside or slot.row.is_plain or weight.row.is_plain)
-        self.input = PreparedSlot(slot, "input")
-        self.weight = PreparedSlot(weight, "weight")
+        self.input = PreparedSlot(slot, "input", device)
+        self.weight = PreparedSlot(weight, "weight", device)
         self.weight_spec = PlaneSpec.parse(weight.row.spec).resolve(dtype)
         #: What is made of the input for the backward; None where that is another step.
         self._column = None
@@ -213,3 +271,63 @@ class PreparedLinear:
         texts = (plan.input.row.spec, plan.weight.row.spec)
         found = gemm_plan(*texts, self.dtype, precision, bias is None)
         return found, GemmArgs(bias, None, self.dtype, precision)
+
+    def on_gpu(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        seed: torch.Tensor | None,
+        saves: tuple[bool, bool],
+        w_planes: tuple[Buffers, Buffers] | None,
+        cache: OperandCache | None,
+    ) -> tuple[torch.Tensor, Buffers, Buffers]:
+        """Return y, and what is saved of x and of w, on the current GPU.
+
+        What dies with the forward, the rowwise planes, lies in one allocation; what is saved for
+        the backward in one for each plane, so that none keeps another alive.
+
+        Args:
+            x: `[rows, k]`.
+            w: `[n, k]`.
+            bias, seed: as for `linear_function.linear`.
+            saves: whether the backward will want the columnwise planes of x and of w.
+            w_planes: of w, and what is saved of it, where they are there; or None.
+            cache: where what is made of the weight's plane is kept, or None.
+        """
+        (rows, k), n, device = x.shape, w.shape[0], x.device
+        if w_planes is None:
+            (x_row, x_saved), w_planes = self._both(x, w, seed, saves)
+        else:
+            x_row, x_saved = self.input.operand(x, saves[0], seed)
+        w_row, w_saved = w_planes
+        plan = self.plan
+        precision = plan.precision.fprop
+        texts = (plan.input.row.spec, plan.weight.row.spec)
+        a, b, multiply, chip = gpu_gemm_plan(*texts, x.dtype, precision, (rows, n, k), device)
+        args = GemmArgs(bias, None, x.dtype, precision, chip)
+        y = multiply(Operand(x_row, a, rows, k), Operand(w_row, b, n, k, cache), args)
+        return y, x_saved, w_saved
+
+    def _both(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        seed: torch.Tensor | None,
+        saves: tuple[bool, bool],
+    ) -> tuple[tuple[Buffers, Buffers], tuple[Buffers, Buffers]]:
+        """Return the rowwise planes of x and w, and what is saved of each."""
+        specs = self.input.dying(saves[0]), self.weight.dying(saves[1])
+        found = None
+        if specs[0] is not None and specs[1] is not None:
+            found = placed_encoders(*specs[0], *specs[1], x.dtype, self.device)
+        if found is None:
+            made = self.input.operand(x, saves[0], seed)
+            return made, self.weight.operand(w, saves[1], seed)
+        first, second = found
+        room = first.room(*x.shape)
+        memory = torch.empty(room + second.room(*w.shape), dtype=torch.uint8, device=x.device)
+        stream = stream_of(x.device)
+        made = self.input.operand_in(x, saves[0], seed, first, Place(memory, 0, stream))
+        place = Place(memory, room, stream)
+        return made, self.weight.operand_in(w, saves[1], seed, second, place)

@@ -1,9 +1,10 @@
-"""The eager forward of a Linear on a CPU: with the fewest steps, and the bits of the general one.
+"""The eager forward of a Linear: with the fewest steps, and the bits of the general one.
 
 In small layers the steps of a forward cost more than its kernels. What is decided once per recipe
 is kept with the module (`PreparedLinear`); what must be asked every time is asked here, as cheaply
 as it can be. Where anything is not plain the answer is None, and the caller goes the general path,
-which also is where errors come from.
+which also is where errors come from. On a GPU plain weights take it where their device is the
+current one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ import torch
 from ... import settings
 from ..._torch_private import graph_task_id
 from ...kernels.decoded import advise
-from ...kernels.inputs import HIGH_PRECISION, can_bypass_dispatcher, has_autocast, is_plain
+from ...kernels.inputs import (
+    HIGH_PRECISION,
+    can_bypass_dispatcher,
+    has_autocast,
+    is_current,
+    is_plain,
+)
 from ...storage import Plane
 from ...tensor import is_quantized
 from ..autograd import PreparedLinear, eager_linear
@@ -50,7 +57,10 @@ def eager_forward(
         return None
     parameters = module._parameters
     weight, bias = parameters.get("weight"), parameters.get("bias")
-    if weight is None or not _fits(x, weight, bias) or has_autocast("cpu"):
+    if weight is None or not _fits(x, weight, bias):
+        return None
+    device = "cpu" if x.is_cpu else "cuda"
+    if has_autocast(device):
         return None
     first: object = is_first_microbatch
     if first is None:
@@ -64,12 +74,16 @@ def eager_forward(
     if plan is None:
         plan = module.plan_of(recipe)
     prepared: PreparedLinear | None = module.__dict__.get("_prepared_linear")
-    if prepared is None or prepared.plan is not plan or prepared.dtype is not x.dtype:
-        prepared = module.__dict__["_prepared_linear"] = PreparedLinear(plan, x.dtype)
+    if prepared is None or not (
+        prepared.plan is plan and prepared.dtype is x.dtype and prepared.device == device
+    ):
+        prepared = module.__dict__["_prepared_linear"] = PreparedLinear(plan, x.dtype, device)
     plane = amax = None
     if is_plain(weight):
         if not prepared.is_possible or plan.is_forward_only:
             return None
+    elif not x.is_cpu:
+        return None
     else:
         plane = _plane_of(weight, x, bias, prepared)
         if plane is None:
@@ -82,7 +96,7 @@ def eager_forward(
         return None
     if module.save_original_input:
         return None
-    if x.dtype is not torch.float32:
+    if x.dtype is not torch.float32 and x.is_cpu:
         advise(x.dtype)
     if module.bound_recipe is None and (module.training or torch.is_grad_enabled()):
         module.__dict__["last_recipe"] = (recipe,)
@@ -117,25 +131,36 @@ def _plane_of(
 
 
 def _fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Return whether these are tensors on a CPU that go together, and not empty.
+    """Return whether these are tensors on a CPU or the current GPU that go together, not empty.
 
     Input and bias are plain; the weight may be a QuantizedTensor.
     """
-    if not (is_plain(x) and x.is_cpu and weight.dim() == 2):
+    if not (is_plain(x) and weight.dim() == 2):
+        return False
+    if not (x.is_cpu or _is_on_gpu(x, weight, bias)):
         return False
     dtype, k = x.dtype, weight.shape[1]
     if dtype not in HIGH_PRECISION or x.shape[-1:] != (k,) or x.numel() == 0:
         return False
     if weight.dtype is not dtype:
         return False
+    is_cpu = x.is_cpu
     if bias is None:
-        return weight.is_cpu and weight.shape[0] != 0
+        return weight.is_cpu is is_cpu and weight.shape[0] != 0
     return (
-        weight.is_cpu
+        weight.is_cpu is is_cpu
         and bias.dtype is dtype
         and bias.dim() == 1
         and bias.numel() == weight.shape[0] != 0
         and bias.is_contiguous()
-        and bias.is_cpu
+        and bias.is_cpu is is_cpu
         and is_plain(bias)
     )
+
+
+def _is_on_gpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Return whether all tensors are on the current GPU."""
+    device = x.device
+    if not (x.is_cuda and weight.device == device and is_current(device)):
+        return False
+    return bias is None or bias.device == device

@@ -1,0 +1,100 @@
+"""Planes that share an allocation, in the emulator: in their places, with the bits of `encode`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import emulated
+import hybridq
+import kernel_cases as cases
+from hybridq.kernels.choice import ALIGNMENT, EncodeRequest, Place
+from hybridq.kernels.choice.registry import register_backend, unregister_backend
+from hybridq.nn.autograd.linear_function import _Call, _forward, _Needs
+from hybridq.nn.autograd.prepared_linear import PreparedLinear
+from hybridq.recipes import bind
+
+MODULE = emulated.load()
+if MODULE is None:
+    pytest.skip("the emulated kernels are not built (make emulation)", allow_module_level=True)
+
+BACKEND = emulated.make_backend(MODULE)
+PLAIN = cases.plain_specs()
+PAIRS = {
+    **cases.pairs(),
+    **{f"{name} | {name}": (spec, spec) for name, spec in PLAIN.items()},
+    **{f"{name} |": (spec, None) for name, spec in PLAIN.items()},
+}
+
+
+@pytest.fixture(autouse=True)
+def _random_order(seed: int):
+    MODULE.set_seed(seed)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_planes_in_a_place_have_the_bits_of_encode(name: str) -> None:
+    row, col = PAIRS[name]
+    for i, (rows, cols) in enumerate(((64, 96), (7, 33))):
+        x = cases.matrix(rows, cols, cases.DTYPES[i], i, cases.SPECIALS[i])
+        request = EncodeRequest("", "", seed=torch.tensor([5]), row_stream=2, col_stream=3)
+        encoder = BACKEND.encoder(row, col, x.dtype)
+        want = BACKEND.ops["encode"](x, row, col, request)
+        room = encoder.room(rows, cols)
+        assert room % ALIGNMENT == 0
+        memory = torch.full((room + 2 * ALIGNMENT,), 0xA5, dtype=torch.uint8)
+        got = encoder.placed.encode(x, request, Place(memory, ALIGNMENT, 0))
+        assert len(got) == len(want)
+        count = len(row.buffers(rows, cols))
+        for j, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+            cases.assert_same(mine, theirs, f"{name} of {rows}x{cols}: buffer {j}")
+            # What dies with the forward keeps nothing alive that does not.
+            assert (_storage(mine) == _storage(memory)) == (j < count)
+            assert mine.data_ptr() % 16 == memory.data_ptr() % 16 or j >= count
+        outside = torch.cat([memory[:ALIGNMENT], memory[-ALIGNMENT:]])
+        assert (outside == 0xA5).all()
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_e5m2", "mxfp4", "mxfp6_e2m3"])
+def test_planes_folded_into_a_place_are_those_of_fold(name: str) -> None:
+    spec, rows, cols = PLAIN[name], 36, 256
+    x = cases.matrix(rows, cols, torch.bfloat16, 3, "normal")
+    plane = BACKEND.ops["encode"](x, spec, None, EncodeRequest())
+    want = BACKEND.ops["fold"](plane, spec, rows, cols, 1)
+    fold_into = BACKEND.folder(spec, rows, cols)
+    memory = torch.zeros(fold_into.nbytes + ALIGNMENT, dtype=torch.uint8)
+    with emulated.EmulatedKernels(MODULE).launch(x.device):
+        codes, scale = fold_into(plane, memory, ALIGNMENT, 0)
+    cases.assert_same(codes, want.codes, "codes")
+    cases.assert_same(scale.contiguous(), want.scale.contiguous(), "scales")
+    assert scale.stride() == want.scale.stride()
+
+
+@pytest.mark.parametrize(
+    "recipe", ["mxfp8", "fp8_current", "nvfp4", "mxfp8_fwd_nvfp4_bwd", "fp8_block"]
+)
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, False)])
+def test_a_prepared_forward_of_a_gpu_has_the_general_ones_bits(recipe: str, needs) -> None:
+    plan = bind(hybridq.recipe(recipe), "layer", "linear")
+    x, w = cases.matrix(64, 96, torch.bfloat16, 1, "normal"), torch.randn(48, 96).bfloat16()
+    bias, seed = torch.randn(48).bfloat16(), torch.tensor([11])
+    register_backend(BACKEND)
+    try:
+        with hybridq.backend("emulated"), torch.no_grad():
+            call = _Call(plan, _Needs(needs[1], needs[0]), None, None)
+            want = _forward(x, w, bias, None, None, seed, None, call)
+            prepared = PreparedLinear(plan, x.dtype, "cpu")
+            made = prepared.on_gpu(x, w, bias, seed, needs, None, None)
+    finally:
+        unregister_backend("emulated")
+    cases.same_values(made[0], want[0], "y")
+    for what, mine, theirs in zip(("x", "w"), made[1:], want[1:3], strict=True):
+        assert len(mine) == len(theirs)
+        for j, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+            cases.assert_same(one, other.contiguous(), f"saved of {what}: {j}")
+    owners = {_storage(one) for one in made[1] if one is not x}
+    assert owners.isdisjoint(_storage(one) for one in made[2] if one is not w)
