@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hybridq
 from hybridq.kernels.cpu import backend as backend_cpu
+from hybridq.nn.weights import weight_cache
 from hybridq.recipes import CustomRecipe, MXFP8BlockScaling
 
 ROWS, INNER, OUTER = 8, 64, 48
@@ -88,6 +89,18 @@ def test_accumulation_is_the_same_bit_for_bit(recipe: str, encodes: list[int]) -
     assert all(map(torch.equal, want, got))
     assert every == 3 * kept > 0
     assert not torch.equal(forward(ours, data()[0]), nn.Linear.forward(ours, data()[0]))
+
+
+def test_another_stream_quantizes_for_itself(encodes: list[int], monkeypatch) -> None:
+    """What one stream has queued, another may read before it is written."""
+    module, (x,) = layer(), data()
+    forward(module, x, True)
+    assert weights(encodes) == 1
+    monkeypatch.setattr(weight_cache, "stream_of", lambda device: 7)
+    forward(module, x, False)
+    assert weights(encodes) == 1
+    forward(module, x, False)
+    assert weights(encodes) == 0
 
 
 def test_none_always_quantizes(encodes: list[int]) -> None:

@@ -21,7 +21,7 @@ from ..._torch_private import graph_task_id
 from ...direction import COLUMNWISE, ROWWISE, Direction
 from ...formats import PlaneSpec, PlaneText
 from ...kernels import OperandCache
-from ...kernels.inputs import begins_at, can_bypass_dispatcher, can_cache, is_plain
+from ...kernels.inputs import begins_at, can_bypass_dispatcher, can_cache, is_plain, stream_of
 from ...recipes import SlotPlan
 from ...storage import Plane, TensorStorage
 
@@ -59,7 +59,7 @@ class CachedWeight:
     """The planes of a weight, and what GEMMs make of them. Copies and pickles are empty.
 
     Args:
-        key: what they are made of; equal for the same memory, version, shape and plan.
+        key: what they are made of; equal for the same memory, version, shape, plan and stream.
         storage: the weight's memory, without holding it: its address is not given away again.
 
     Attributes:
@@ -137,7 +137,9 @@ def cached_weight(
         return None
     storage = weight.untyped_storage()
     where = (storage._cdata, begins_at(weight), weight.shape, weight.stride())
-    key = (where, weight._version, _steps.count, dtype, slot, scale_age)
+    # Another stream could read planes before they are written.
+    stream = stream_of(weight.device)
+    key = (where, weight._version, _steps.count, dtype, slot, scale_age, stream)
     is_new = is_first_microbatch and graph_task_id() == -1
     if known is not None and not is_new and known.key == key:
         return known
