@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -27,7 +27,7 @@ from hybridq.kernels.cuda import backend as cuda
 from hybridq.kernels.inputs import device
 from hybridq.kernels.scaled_mm import backend as native
 from hybridq.kernels.scaled_mm import operand_layout
-from hybridq.nn.autograd import linear_function
+from hybridq.nn.autograd import grouped_function, linear_function
 from hybridq.nn.modules import eager_fast_path
 
 _SOURCES = str(Path(hybridq.__file__).parent)
@@ -102,7 +102,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
         costs, name = self._costs[-1], function.overloadpacket.__name__
-        if function.namespace != "aten":
+        if function.namespace not in ("aten", "hybridq"):
             return made
         outs = [one for one in torch.utils._pytree.tree_leaves(made) if isinstance(one, FakeTensor)]
         given = [
@@ -113,6 +113,9 @@ class _Watch(TorchDispatchMode):
         known = {one.untyped_storage()._cdata for one in given}
         new = [one for one in outs if one.untyped_storage()._cdata not in known]
         costs.allocations += len(new)
+        if function.namespace == "hybridq":  # where no call may go past the dispatcher
+            costs.kernels[name] += 1
+            return made
         if name in _NO_WORK or (function.is_view and not new):
             return made
         if name in _PRODUCTS:
@@ -155,6 +158,7 @@ def fake_gpu(monkeypatch: Any, capability: tuple[int, int] = (9, 0)) -> Iterator
     monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: 0, raising=False)
     monkeypatch.setattr(operand_layout, "_ALIGNMENT", 1)
     monkeypatch.setattr(linear_function._Linear, "apply", _Held.apply)
+    monkeypatch.setattr(grouped_function._GroupedLinear, "apply", _HeldGroups.apply)
     # A chip has no modes of fake tensors.
 
     def can_bypass(*given: object) -> bool:
@@ -165,8 +169,9 @@ def fake_gpu(monkeypatch: Any, capability: tuple[int, int] = (9, 0)) -> Iterator
         costs[-1].frames += 1
         return True
 
-    for module in (linear_function, eager_fast_path):
-        monkeypatch.setattr(module, "can_bypass_dispatcher", can_bypass)
+    for name, module in tuple(sys.modules.items()):
+        if name.startswith("hybridq.") and "can_bypass_dispatcher" in vars(module):
+            monkeypatch.setattr(module, "can_bypass_dispatcher", can_bypass)
     monkeypatch.setattr(eager_fast_path, "is_plain", is_plain)
     monkeypatch.setattr(linear_function, "_apply", _Held.apply)
     kernels = _Kernels(_Module(costs), costs)
@@ -190,24 +195,46 @@ def fake_gpu(monkeypatch: Any, capability: tuple[int, int] = (9, 0)) -> Iterator
 
 
 class _Held:
-    """Autograd of one layer, by hand: the engine would ask for a GPU."""
+    """Autograd of linear parts, by hand: the engine would ask for a GPU."""
 
-    last: _Held
+    function: type = linear_function._Linear
+    #: All that ran, the last one last.
+    made: ClassVar[list[_Held]] = []
 
     def save_for_backward(self, *saved: torch.Tensor) -> None:
         self.saved = list(saved)
 
     @classmethod
     def apply(cls, *given: Any) -> Any:
-        cls.last = made = cls()
+        _Held.made.append(cls())
         with torch.no_grad():
-            return linear_function._Linear.forward(made, *given)
+            y, anchor = cls.function.forward(_Held.made[-1], *given)
+        return y.requires_grad_(), anchor  # what comes next asks for its gradient
+
+    def backward(self, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return linear_function._backward(self, self.saved[:-1], dy)
 
 
-def backward(dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of the last layer that ran."""
+class _HeldGroups(_Held):
+    function = grouped_function._GroupedLinear
+
+    def backward(self, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        offsets, through, *saved = self.saved
+        return grouped_function._backward(self, offsets, saved[:-1], dy, through)
+
+
+def backward(dy: torch.Tensor, parts: int = 1) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of the first of the last linear parts that ran, and of its own.
+
+    Args:
+        dy: of the last one's output.
+        parts: how many, each of which took what the one before made.
+    """
+    grads: tuple[torch.Tensor | None, ...] = (dy,)
     with torch.no_grad():
-        return linear_function._backward(_Held.last, _Held.last.saved[:-1], dy)
+        for held in reversed(_Held.made[-parts:]):
+            grads = held.backward(grads[0])
+    return grads
 
 
 class _Stream:
