@@ -1,4 +1,6 @@
 // Which kernel encodes: the tile kernel of the pair, that of each plane, or the general one.
+#include <utility>
+
 #include "cuda/common.h"
 #include "cuda/encode_general.h"
 #include "cuda/encode_request.h"
@@ -29,22 +31,40 @@ ExponentRule ExponentRuleOf(Rule rule) {
 
 // The entry for the planes, or null: then another kernel has to do it.
 const TileEntry* FindTile(const Matrix& x, const Request& row, const Request& col) {
-  if (!MatrixFits(x)) return nullptr;
+  if (!TakesMatrix(x)) return nullptr;
   for (const TileTable& table : {Fp8Tiles(), MxTiles(), NvfpTiles(), MixedTiles(), AmaxTiles()}) {
     for (int i = 0; i < table.count; ++i) {
       const TileEntry& entry = table.entries[i];
       if (!entry.matches(row.Want(), col.Want())) continue;
-      const bool fits = PlanesFit(entry, row, col, x.rows);
-      return fits ? &entry : nullptr;
+      return AllDrawsFit(entry, row, col) ? &entry : nullptr;
     }
   }
   return nullptr;
 }
 
-void RunTileEntry(const TileEntry& entry, const Matrix& x, const Request& row, const Request& col,
-                  Stream stream) {
-  entry.run(MakeTileArgs(x, row, col), x.dtype == DType::kBFloat16, stream);
-}
+// A tile kernel and what it is asked for. Where the rows of x lie side by side it takes x
+// transposed: the columns' plane of x is the rows' plane of that, and the other way round.
+struct TileCall {
+  const TileEntry* entry;
+  Matrix x;
+  Request row, col;
+
+  TileCall(const Matrix& of, const Request& its_row, const Request& its_col)
+      : entry(nullptr), x(of), row(its_row), col(its_col) {
+    if (PrefersTransposed(of)) {
+      x = of.Transposed();
+      std::swap(row, col);
+    }
+    entry = FindTile(x, row, col);
+  }
+
+  // False: no kernel does it.
+  bool Run(Stream stream) const {
+    if (entry == nullptr) return false;
+    entry->run(MakeTileArgs(x, row, col), x.dtype == DType::kBFloat16, stream);
+    return true;
+  }
+};
 
 void RunTileEntry(const TileEntry& entry, const Matrix& x, const Request& row, const Request& col,
                   Stream stream, const Ragged& ragged) {
@@ -60,9 +80,8 @@ void RunGeneral(const Matrix& x, const GpuPlane& plane, bool is_columnwise, Stre
 }
 
 void EncodeOne(const Matrix& x, const GpuPlane* row, const GpuPlane* col, Stream stream) {
-  if (const TileEntry* entry = FindTile(x, {row}, {col})) {
-    RunTileEntry(*entry, x, {row}, {col}, stream);
-  } else if (row != nullptr) {
+  if (TileCall(x, {row}, {col}).Run(stream)) return;
+  if (row != nullptr) {
     RunGeneral(x, *row, false, stream);
   } else {
     RunGeneral(x.Transposed(), *col, true, stream);
@@ -80,8 +99,7 @@ bool RunTogether(const Matrix& x, Request row, Request col, float* row_out, floa
                  Stream stream) {
   const auto is_rows = [](const Request& r) { return r.is_amax && r.plane->spec.row_scaled; };
   if (is_rows(row) || is_rows(col)) return false;
-  const TileEntry* entry = FindTile(x, row, col);
-  if (entry == nullptr) return false;
+  if (TileCall(x, row, col).entry == nullptr) return false;
   GpuPlane row_amax{}, col_amax{};
   const auto redirect = [stream](Request* request, GpuPlane* copy, float* out) {
     if (!request->is_amax) return;
@@ -92,8 +110,7 @@ bool RunTogether(const Matrix& x, Request row, Request col, float* row_out, floa
   };
   redirect(&row, &row_amax, row_out);
   redirect(&col, &col_amax, col_out);
-  RunTileEntry(*entry, x, row, col, stream);
-  return true;
+  return TileCall(x, row, col).Run(stream);
 }
 
 }  // namespace
@@ -133,11 +150,7 @@ PlaneArgs MakePlaneArgs(const GpuPlane& plane, int64_t rows, int64_t k, DType dt
 }
 
 void EncodePlanes(const Matrix& x, const GpuPlane* row, const GpuPlane* col, Stream stream) {
-  if (row != nullptr && col != nullptr) {
-    if (const TileEntry* entry = FindTile(x, {row}, {col})) {
-      return RunTileEntry(*entry, x, {row}, {col}, stream);
-    }
-  }
+  if (row != nullptr && col != nullptr && TileCall(x, {row}, {col}).Run(stream)) return;
   if (row != nullptr) EncodeOne(x, row, nullptr, stream);
   if (col != nullptr) EncodeOne(x, nullptr, col, stream);
 }
@@ -171,10 +184,7 @@ bool EncodeRagged(const Matrix& x, const Ragged& ragged, const GpuPlane* row, co
     return EncodeIndexedRagged(x, ragged, row, col, row_stat, col_stat, stream);
   }
   const auto find = [&x](const Request& r, const Request& c) -> const TileEntry* {
-    // Padded rows are whole tiles, whatever x's are.
-    Matrix padded = x;
-    padded.rows = kTileRows;
-    return FindTile(padded, r, c);
+    return FindTile(x, r, c);
   };
   const TileEntry* alone = find({}, {col});
   if (alone == nullptr || (col_stat != nullptr && find({}, {col, true}) == nullptr)) return false;
@@ -209,10 +219,10 @@ bool EncodeRagged(const Matrix& x, const Ragged& ragged, const GpuPlane* row, co
 
 std::string EncodePath(const Matrix& x, const GpuPlane* row, const GpuPlane* col) {
   const auto one = [&x](const GpuPlane* r, const GpuPlane* c) -> std::string {
-    return FindTile(x, {r}, {c}) == nullptr ? "general" : "tile";
+    return TileCall(x, {r}, {c}).entry == nullptr ? "general" : "tile";
   };
   if (row != nullptr && col != nullptr) {
-    if (FindTile(x, {row}, {col}) != nullptr) return "pair";
+    if (TileCall(x, {row}, {col}).entry != nullptr) return "pair";
     return one(row, nullptr) + ", " + one(nullptr, col);
   }
   return one(row, col);

@@ -44,6 +44,30 @@ struct Elements<kRows, kCols, true> {
     }
   }
 
+  // By words of two elements, or by elements. The cache keeps the line for those beside.
+  template <int kBytes>
+  HQ_DEVICE void LoadRowNarrow(int i, const void* x, int64_t at) {
+    const auto* p = static_cast<const uint16_t*>(x) + at;
+    HQ_UNROLL
+    for (int w = 0; w < kCols / 2; ++w) {
+      if constexpr (kBytes == 4) {
+        pair[i][w] = Load(reinterpret_cast<const uint32_t*>(p) + w);
+      } else {
+        pair[i][w] = Permute(Load(p + 2 * w), Load(p + 2 * w + 1), 0x5410);
+      }
+    }
+  }
+  // The first `count` columns, zeros behind them.
+  HQ_DEVICE void LoadRowPart(int i, const void* x, int64_t at, int count, bool) {
+    const auto* p = static_cast<const uint16_t*>(x) + at;
+    ClearRow(i);
+    HQ_UNROLL
+    for (int j = 0; j < kCols; ++j) {
+      if (j < count) pair[i][j / 2] |= static_cast<uint32_t>(Load(p + j)) << (16 * (j % 2));
+    }
+  }
+  HQ_DEVICE void ConvertParts(bool) {}
+
   HQ_DEVICE void ClearRow(int i) {
     HQ_UNROLL
     for (int w = 0; w < kCols / 2; ++w) pair[i][w] = 0u;
@@ -125,6 +149,27 @@ struct Elements<kRows, kCols, false> {
         const Vec4 v = LoadElements<kIsReadAgain>(reinterpret_cast<const Vec4*>(p + j));
         value[i][j] = FromBits(v.x), value[i][j + 1] = FromBits(v.y);
         value[i][j + 2] = FromBits(v.z), value[i][j + 3] = FromBits(v.w);
+      }
+    }
+  }
+
+  // The first `count` columns, zeros behind them, for ConvertParts.
+  HQ_DEVICE void LoadRowPart(int i, const void* x, int64_t at, int count, bool is_fp16) {
+    HQ_UNROLL
+    for (int j = 0; j < kCols; ++j) {
+      value[i][j] = 0.0f;
+      if (j >= count) continue;
+      value[i][j] = is_fp16 ? FromBits(Load(static_cast<const uint16_t*>(x) + at + j))
+                            : Load(static_cast<const float*>(x) + at + j);
+    }
+  }
+  HQ_DEVICE void ConvertParts(bool is_fp16) {
+    if (!is_fp16) return;
+    HQ_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      HQ_UNROLL
+      for (int j = 0; j < kCols; ++j) {
+        value[i][j] = FromFp16(static_cast<uint16_t>(Bits(value[i][j])));
       }
     }
   }

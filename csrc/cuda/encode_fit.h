@@ -1,4 +1,5 @@
-// What the tile kernels assume of memory and offsets, beside the kinds: asked before a launch.
+// What tile kernels assume of memory and offsets, beside the kinds: asked before a launch. Those
+// that look where things lie (encode_edges.h) assume what TakesMatrix and DrawsFit say, no more.
 #ifndef HYBRIDQ_CUDA_ENCODE_FIT_H_
 #define HYBRIDQ_CUDA_ENCODE_FIT_H_
 
@@ -11,20 +12,27 @@ HQ_NAMESPACE_BEGIN
 
 namespace cuda {
 
-// `draws`: the plane is rounded stochastically.
+// `draws`: the plane is rounded stochastically. A thread's random bytes are one counter's.
+inline bool DrawsFit(bool draws, const GpuPlane& plane) {
+  return !draws || plane.k_offset % kBytesPerCounter == 0;
+}
+
+// Columns that lie side by side, whatever the rows do. An empty matrix has no tile, and yet a plane
+// of it may have a scale.
+inline bool TakesMatrix(const Matrix& x) {
+  return x.rows > 0 && x.cols > 0 && (x.stride_col == 1 || x.cols == 1);
+}
+
 inline bool RowFits(bool draws, const GpuPlane& plane) {
-  const bool offsets = !draws || plane.k_offset % kBytesPerCounter == 0;
-  return offsets && IsAligned(plane.data, 8);
+  return DrawsFit(draws, plane) && IsAligned(plane.data, 8);
 }
 
 // `rows`: of x, along which a column plane's codes run.
 inline bool ColFits(bool draws, int code_bits, const GpuPlane& plane, int64_t rows) {
-  const bool offsets = !draws || plane.k_offset % kBytesPerCounter == 0;
-  return offsets && rows % (128 / code_bits) == 0 && IsAligned(plane.data, 16) &&
+  return DrawsFit(draws, plane) && rows % (128 / code_bits) == 0 && IsAligned(plane.data, 16) &&
          IsAligned(plane.scale, 4);
 }
 
-// An empty matrix has no tile, and yet a plane of it may have a scale.
 inline bool MatrixFits(const Matrix& x) {
   const int per_load = x.dtype == DType::kFloat32 ? 4 : 8;  // elements in 16 bytes
   return x.rows > 0 && x.cols > 0 && x.stride_col == 1 && x.stride_row > 0 &&

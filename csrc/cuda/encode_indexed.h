@@ -49,7 +49,7 @@ struct ByIndex {
 };
 
 template <class Row, class Col, bool kBf16>
-HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, (TileWarps<Row, Col, kBf16>()))
+HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, (TileWarps<Row, Col, kBf16, false>()))
     EncodeIndexed(IndexedArgs a) {
   EncodeTileOf<Row, Col, kBf16, TileForm<true>>(a.tile, BlockIndex(), AsRead{}, ByIndex{a.index});
 }

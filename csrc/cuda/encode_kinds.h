@@ -122,26 +122,41 @@ inline constexpr bool kIsLong =
     kIsPair<Row, Col> &&
     (kPairsAreLong || Row::kSquare || Row::Element::kBits < 8 || Col::Element::kBits < 8);
 
-template <class Row, class Col, bool kBf16>
+template <class Row, class Col, bool kBf16, bool kAny>
 constexpr int TileWarps() {
   if (!kBf16) return kWideWarps;
   const bool has_fp6 = Row::Element::kBits == 6 || Col::Element::kBits == 6;
   if (Row::kExists && Col::kExists && has_fp6) return kTileWarps < 16 ? kTileWarps : 16;
   const bool is_rotated_fp4 = Row::Element::kBits == 4 && Col::kTransform;
-  return is_rotated_fp4 && kTileWarps > 20 ? 20 : kTileWarps;
+  return (is_rotated_fp4 || kAny) && kTileWarps > 20 ? 20 : kTileWarps;
 }
 
 #define HQ_TILE_BOUNDS(Row, Col, warps) \
   HQ_LAUNCH_BOUNDS((Geometry<Row, Col>::kThreads), (ResidentBlocks<Geometry<Row, Col>>(warps)))
 
-// Of a kernel: whether its tensors may be ragged (if not, its tiles know where they lie), and
-// whether the column plane begins anew with the elements as they were read.
-template <bool kMayHaveGroups, bool kForgetsRows = false>
+// What a kernel does not take for granted of memory: nothing, that column planes lie so that 16-byte
+// stores fit, that x and the row plane lie so, too. Then it looks (encode_edges.h).
+enum class Edges { kAligned, kColumns, kAny };
+
+// Of a kernel: whether its tensors may be ragged (if not, its tiles know where they lie), whether
+// the column plane begins anew with the elements as they were read, and what may be unaligned.
+template <bool kMayHaveGroups, bool kForgetsRows = false, Edges kWhichEdges = Edges::kAligned>
 struct TileForm {
   static constexpr bool kHasGroups = kMayHaveGroups, kForgets = kForgetsRows;
+  static constexpr bool kGuardsRows = kWhichEdges == Edges::kAny;
+  static constexpr bool kGuardsColumns = kWhichEdges != Edges::kAligned;
 };
 template <bool kHasGroups>
 using Groups = std::bool_constant<kHasGroups>;
+
+// How a thread reads its neighbouring elements: at once, by words of two (BF16), one by one.
+enum class Loads : uint8_t { kVectors, kWords, kElements };
+
+// What aligned accesses fit to, wherever a thread's elements, codes or scales begin.
+struct Alignment {
+  Loads loads;
+  bool row_codes, column_codes, column_scales;
+};
 
 // Ragged tensors: x [rows, cols] has its rows sorted by group, and the column plane (and the grid)
 // runs along padded rows, where each group begins at a multiple of kTileRows. So a tile lies in one
@@ -156,6 +171,7 @@ struct TileArgs {
   int64_t stride_row;  // elements
   uint32_t tiles_across, tiles_down;
   bool is_fp16;  // of inputs that are not BF16: FP16, else FP32
+  Alignment aligned;
   PlaneArgs row, col;
 };
 

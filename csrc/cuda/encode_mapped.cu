@@ -30,7 +30,8 @@ struct Passes {
     for (int i = 0; i < table.count; ++i) {
       const MappedEntry& entry = table.entries[i];
       if (!entry.matches(row.Want(), col.Want())) continue;
-      return PlanesFit(entry, row, col, map.x.rows) ? &entry : nullptr;
+      const bool fits = !row.StoresPlane() || RowFits(entry.row_draws, *row.plane);
+      return fits && AllDrawsFit(entry, row, col) ? &entry : nullptr;
     }
     return nullptr;
   }

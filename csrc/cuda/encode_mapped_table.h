@@ -27,6 +27,7 @@ MappedTable OtherMappedTiles();  // of FP16 and FP32
 template <class Row, class Col, bool kBf16>
 void RunMappedTile(MappedArgs args, Stream stream) {
   const LaunchShape shape = TileShape<Geometry<Row, Col>>(&args.tile, "EncodeMapped");
+  args.tile.aligned = AlignmentOf<Row, Col>(args.tile, kBf16);
   Launch(EncodeMapped<Row, Col, kBf16>, shape, stream, args);
 }
 

@@ -63,6 +63,13 @@ inline GpuPlane AmaxPlane(const GpuPlane& plane, float* out) {
   return to;
 }
 
+// Whether the kernel of `entry` draws these planes' bytes.
+template <class E>
+bool AllDrawsFit(const E& entry, const Request& row, const Request& col) {
+  return (!row.StoresPlane() || DrawsFit(entry.row_draws, *row.plane)) &&
+         (!col.StoresPlane() || DrawsFit(entry.col_draws, *col.plane));
+}
+
 // Whether the planes lie so that the kernel of `entry` can write them. `rows`: of x.
 template <class E>
 bool PlanesFit(const E& entry, const Request& row, const Request& col, int64_t rows) {

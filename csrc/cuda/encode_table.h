@@ -3,6 +3,7 @@
 #ifndef HYBRIDQ_CUDA_ENCODE_TABLE_H_
 #define HYBRIDQ_CUDA_ENCODE_TABLE_H_
 
+#include "cuda/common.h"
 #include "cuda/encode_tile.h"
 #include "cuda/launch.h"
 
@@ -80,19 +81,49 @@ LaunchShape TileShape(TileArgs* args, const char* name) {
   return {static_cast<int64_t>(across * down), G::kThreads, G::kSharedBytes, name};
 }
 
-// Ragged tensors have BF16 kernels of their own; of other types one kernel does for both. Groups
-// matter to column planes alone: rows without them are those of any tensor.
+// One row does not step.
+template <class G>
+Loads LoadsOf(const TileArgs& args, bool is_bf16) {
+  const int64_t item = is_bf16 || args.is_fp16 ? 2 : 4;
+  const int64_t step = args.rows == 1 ? 0 : args.stride_row * item;
+  const auto fits = [&](int64_t nbytes) { return step % nbytes == 0 && IsAligned(args.x, nbytes); };
+  // A thread's columns of BF16 are one vector, of other types several of four elements.
+  if (fits(is_bf16 ? G::kCols * item : 4 * item)) return Loads::kVectors;
+  return is_bf16 && fits(4) ? Loads::kWords : Loads::kElements;
+}
+
+template <class Row, class Col>
+Alignment AlignmentOf(const TileArgs& args, bool is_bf16) {
+  using G = Geometry<Row, Col>;
+  Alignment aligned{LoadsOf<G>(args, is_bf16), true, true, true};
+  if constexpr (Row::kExists && !Row::kIsAmax) {
+    constexpr int64_t kBytes = G::kCols * Row::kCodeBits / 8;
+    aligned.row_codes = args.row.data_stride % kBytes == 0 && IsAligned(args.row.data, kBytes);
+  }
+  if constexpr (G::kStoresColumns) {
+    aligned.column_codes =
+        args.col.k % (128 / Col::kCodeBits) == 0 && IsAligned(args.col.data, 16);
+    aligned.column_scales = IsAligned(args.col.scale, 4);
+  }
+  return aligned;
+}
+
+// Aligned matrices of BF16 have kernels of their own; of other types one kernel does for all, and
+// of BF16 one for ragged tensors and those that lie anyhow. Groups matter to column planes alone:
+// rows without them are those of any tensor.
 template <class Row, class Col>
 void RunTile(TileArgs args, bool is_bf16, Stream stream) {
   const LaunchShape shape = TileShape<Geometry<Row, Col>>(&args, "EncodeTile");
+  const Alignment aligned = args.aligned = AlignmentOf<Row, Col>(args, is_bf16);
+  const bool is_aligned = aligned.loads == Loads::kVectors && aligned.row_codes &&
+                          aligned.column_codes && aligned.column_scales &&
+                          args.cols % Geometry<Row, Col>::kCols == 0;
   if (!is_bf16) {
-    Launch(EncodeTile<Row, Col, false, Col::kExists>, shape, stream, args);
-  } else if (args.ends == nullptr) {
+    Launch(EncodeTile<Row, Col, false, true>, shape, stream, args);
+  } else if (is_aligned && args.ends == nullptr) {
     Launch(EncodeTile<Row, Col, true, false>, shape, stream, args);
-  } else if constexpr (Col::kExists) {
-    Launch(EncodeTile<Row, Col, true, true>, shape, stream, args);
   } else {
-    Never();
+    Launch(EncodeTile<Row, Col, true, true>, shape, stream, args);
   }
 }
 

@@ -14,11 +14,13 @@
 // column, so that neither the writes nor the reads meet in a bank, and leave as 16-byte stores.
 //
 // What a plane is, is known at compile time (Kind); the host chooses the instantiation
-// (encode.cu) and has checked the alignments.
+// (encode_table.h): one for tensors whose every vector is aligned, and one that looks
+// (encode_edges.h).
 #ifndef HYBRIDQ_CUDA_ENCODE_TILE_H_
 #define HYBRIDQ_CUDA_ENCODE_TILE_H_
 
 #include "cuda/encode_codes.h"
+#include "cuda/encode_edges.h"
 #include "cuda/encode_elements.h"
 #include "cuda/encode_kinds.h"
 #include "cuda/encode_scales.h"
@@ -62,7 +64,7 @@ HQ_DEVICE void DrawRows(const PlaneArgs& p, const Place<G>& at, uint32_t (&word)
 
 // ---- the row plane
 
-template <class K, class G, class V>
+template <class K, class G, class Form, class V>
 HQ_DEVICE void EncodeRows(const TileArgs& a, const V& v, const Place<G>& at) {
   using E = typename K::Element;
   constexpr int kR = G::kRows, kC = G::kCols;
@@ -136,14 +138,12 @@ HQ_DEVICE void EncodeRows(const TileArgs& a, const V& v, const Place<G>& at) {
     const uint32_t bytes[kC / 4] = {random[i]};
     uint32_t words[kCodeWords<E, kC>];
     CodeWords<E, K::kStochastic, kC>(x, multiplier[i], bytes, words);
-    if (in_cols && i < rows_left) {
-      if constexpr (kC * K::kCodeBits == 64) {
-        Store(reinterpret_cast<Vec2*>(out), Vec2{words[0], words[1]});
-      } else if constexpr (kC * K::kCodeBits == 32) {
-        Store(reinterpret_cast<uint32_t*>(out), words[0]);
-      } else {
-        Store(reinterpret_cast<uint16_t*>(out), static_cast<uint16_t>(words[0]));
-      }
+    if constexpr (Form::kGuardsRows) {
+      const uint64_t warp_end = at.c0 + at.warp_col * kWarpCols + kWarpCols;
+      StoreRowCodes<K, G>(out, words, a.aligned.row_codes, warp_end <= a.cols,
+                          i < rows_left ? CountLeft(col, a.cols, kC) : 0, at.lane);
+    } else if (in_cols && i < rows_left) {
+      StoreVector<kC * K::kCodeBits>(out, words);
     }
     out += p.data_stride;
   }
@@ -188,7 +188,7 @@ HQ_DEVICE Elements<16, 4, true> Rotated(const V& v, uint32_t signs) {
   return out;
 }
 
-template <class K, class G, class V>
+template <class K, class G, class Form, class V>
 HQ_DEVICE void EncodeColumns(const TileArgs& a, const V& v, const Place<G>& at) {
   using E = typename K::Element;
   constexpr int kR = G::kRows, kC = G::kCols;
@@ -245,7 +245,8 @@ HQ_DEVICE void EncodeColumns(const TileArgs& a, const V& v, const Place<G>& at) 
           // Put together in shared memory: a column's scales leave as one word.
           SharedStore(G::kScalesAt + (at.col + first + j) * G::kColumnScales + at.row / K::kBlock,
                       static_cast<uint8_t>(scales[j].stored));
-        } else if (at.warp_row == 0 && in_cols && at.r0 < static_cast<uint64_t>(p.k)) {
+        } else if (at.warp_row == 0 && at.r0 < static_cast<uint64_t>(p.k) &&
+                   (Form::kGuardsRows ? col + first + j < a.cols : in_cols)) {
           StoreScale<K>(p, (col + first + j) * p.scale_stride + at.r0 / K::kBlock, scales[j]);
         }
       }
@@ -280,9 +281,9 @@ HQ_DEVICE void EncodeColumns(const TileArgs& a, const V& v, const Place<G>& at) 
   }
 }
 
-// Column codes and scales from shared memory to the plane.
+// Column codes from shared memory to the plane, where 16-byte stores fit.
 template <class K, class G>
-HQ_DEVICE void StoreColumns(const TileArgs& a, const Place<G>& at) {
+HQ_DEVICE void StoreAlignedColumns(const TileArgs& a, const Place<G>& at) {
   const PlaneArgs& p = a.col;
   constexpr uint32_t kChunksPerColumn = G::kColumnBytes / 16;
   constexpr uint32_t kCodesPerChunk = 128 / K::kCodeBits;
@@ -300,7 +301,19 @@ HQ_DEVICE void StoreColumns(const TileArgs& a, const Place<G>& at) {
           v);
     }
   }
+}
+
+// Column codes and scales from shared memory to the plane.
+template <class K, class G, class Form>
+HQ_DEVICE void StoreColumns(const TileArgs& a, const Place<G>& at) {
+  const PlaneArgs& p = a.col;
+  if (!Form::kGuardsColumns || a.aligned.column_codes) {
+    StoreAlignedColumns<K, G>(a, at);
+  } else {
+    StoreColumnCodes<K>(p, a.cols, at, &ColumnAt<K, G>);
+  }
   if constexpr (G::kColumnScales != 0) {
+    const bool is_aligned = !Form::kGuardsColumns || a.aligned.column_scales;
     const uint32_t col = ThreadIndex();
     if (col < G::kTileCols && at.c0 + col < a.cols) {
       const uint64_t first = at.r0 / K::kBlock;
@@ -310,7 +323,7 @@ HQ_DEVICE void StoreColumns(const TileArgs& a, const Place<G>& at) {
       HQ_UNROLL
       for (int w = 0; w < G::kColumnScales / 4; ++w) {
         const uint32_t word = SharedLoad<uint32_t>(from + 4 * static_cast<uint32_t>(w));
-        if (p.scale_stride % 4 == 0) {
+        if (is_aligned && p.scale_stride % 4 == 0) {
           if (4 * w < left) Store(reinterpret_cast<uint32_t*>(out) + w, word);
         } else {
           HQ_UNROLL
@@ -323,14 +336,14 @@ HQ_DEVICE void StoreColumns(const TileArgs& a, const Place<G>& at) {
   }
 }
 
-template <class K, class G, class V>
+template <class K, class G, class Form, class V>
 HQ_DEVICE void ColumnPart(const TileArgs& a, const V& v, const Place<G>& at) {
   if constexpr (K::kIsAmax) {
     PutTileMax<G>(v.MaxOfAll(), a.col.scale, G::kColMaxAt);
   } else {
-    EncodeColumns<K, G>(a, v, at);
+    EncodeColumns<K, G, Form>(a, v, at);
     SyncBlock();
-    StoreColumns<K, G>(a, at);
+    StoreColumns<K, G, Form>(a, at);
   }
 }
 
@@ -376,7 +389,7 @@ HQ_DEVICE void EncodeTileOf(const TileArgs& a, uint32_t block, const Change& cha
   if constexpr (Row::kIsAmax) {
     PutTileMax<G>(v.MaxOfAll(), a.row.scale, G::kRowMaxAt);
   } else if constexpr (Row::kExists) {
-    EncodeRows<Row, G>(a, v, at);
+    EncodeRows<Row, G, Form>(a, v, at);
   }
   if constexpr (Col::kExists) {
     if (at.is_rest) {
@@ -386,16 +399,20 @@ HQ_DEVICE void EncodeTileOf(const TileArgs& a, uint32_t block, const Change& cha
   }
   if constexpr (Form::kForgets) v.Forget();
   if constexpr (Col::kTransform) {
-    ColumnPart<Col, G>(a, Rotated<G>(v, static_cast<uint32_t>(a.col.signs)), at);
+    ColumnPart<Col, G, Form>(a, Rotated<G>(v, static_cast<uint32_t>(a.col.signs)), at);
   } else if constexpr (Col::kExists) {
-    ColumnPart<Col, G>(a, v, at);
+    ColumnPart<Col, G, Form>(a, v, at);
   }
 }
 
-template <class Row, class Col, bool kBf16, bool kHasGroups>
-HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, (TileWarps<Row, Col, kBf16>())) EncodeTile(TileArgs a) {
-  using Form = TileForm<kHasGroups, !kHasGroups && kIsLong<Row, Col>>;
-  EncodeTileOf<Row, Col, kBf16, Form>(a, BlockIndex());
+// `kAny`: tensors that may be ragged and lie anywhere; else everything is aligned.
+template <class Row, class Col, bool kBf16, bool kAny>
+HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, (TileWarps<Row, Col, kBf16, kAny>()))
+    EncodeTile(TileArgs a) {
+  using Form = TileForm<kAny && Col::kExists, kIsLong<Row, Col>,
+                        kAny ? Edges::kAny : Edges::kAligned>;
+  using Source = std::conditional_t<kAny, WithinEdges, InOrder>;
+  EncodeTileOf<Row, Col, kBf16, Form, AsRead, Source>(a, BlockIndex());
 }
 
 }  // namespace cuda

@@ -136,6 +136,16 @@ def test_rows_that_do_not_exist_have_no_beta(dtype: torch.dtype) -> None:
             assert MODULE.kernels()[-1] == maker
 
 
+@pytest.mark.parametrize("pair", [("mxfp8", "mxfp8"), ("fp8_e4m3",) * 2, ("nvfp4", TURNED)])
+def test_any_number_of_rows_takes_the_tile_kernel(pair: tuple[str, str]) -> None:
+    """Where their columns' planes have rows of any length; norms with a beta, and gates."""
+    for i, rows in enumerate((1, 33, 127, 161)):
+        kind, has_beta = (*NORMS, ("swiglu", False))[i % (len(NORMS) + 1)]
+        dtype = cases.DTYPES[i % 3]
+        x = source(kind, rows, 72, dtype, i, "normal")
+        assert set(run(x, kind, has_beta, 72, specs_of(pair))) == {"EncodeMapped"}
+
+
 def test_given_amaxes_need_no_pass_of_their_own() -> None:
     stats = {"row_stat": torch.tensor([3.0]), "col_stat": torch.tensor([5.0])}
     for cols, maker in ((64, ["EncodeMapped"]), (63, ["EncodeGeneralMapped"] * 2)):
