@@ -3,14 +3,15 @@
 // Elements for which the chip has a conversion go through it. Before Blackwell there is none for
 // E2M1, nor on any chip one that takes our random bytes; those go through a short path:
 //
-// With a = min(|v|, 6) and 2^e the binade of max(a, 1), codes near a lie 2^(e-1) apart. FP32
-// numbers near 2^(e+22) lie 2^(e-1) apart too, so that fma(2^e, 2^22, a) rounds a to a multiple of
-// the gap (to nearest, ties to even) and leaves the multiple in its low mantissa bits. Adding the
-// sum, shifted right by 22, adds twice its exponent, which is 2e plus a constant. The low byte of
-// the result is therefore code + 0x2a. For stochastic rounding the factor is 2^14: eight more bits
-// of the fraction stay, the random byte is added to them, and the second byte is code + 0x1a.
-// Neither sum carries into the next byte, so four bytes are gathered first and the constant is
-// subtracted from all of them at once. Tested against formats/element.h on every BF16 value.
+// The code of a = |v| is that of 0 to 2 in steps of a half, of 2 to 4 in steps of one, of 4 to 6 in
+// steps of two: 4 p + 2 q + r, with p = a / 2, q = a / 2 - 1 and r = a / 2 - 2, each bounded to
+// [0, 1], as FP32 instructions do for nothing. The differences are exact wherever they are not
+// bounded, and only one of the three terms is no integer; so each is added to 2^23 by a fused
+// multiply-add, whose rounding, to nearest with ties to even, is that of the code: the low bits of
+// the sum. For stochastic rounding the terms are 256 times as large: eight bits of the fraction
+// stay, the random byte is added to them, and the second byte is the code. v is bounded to 6 on the
+// way, and no instruction of these is one of the integer unit, which has half as many lanes.
+// Tested against formats/element.h on every BF16 value.
 //
 // Source: ours; compare the magic-number rounding of formats/element.h.
 #ifndef HYBRIDQ_CUDA_ENCODE_CODES_H_
@@ -28,10 +29,12 @@ namespace cuda {
 template <class E, int kCount>
 inline constexpr int kCodeWords = (kCount * (E::kBits == 4 ? 4 : 8) + 31) / 32;
 
-HQ_DEVICE uint32_t E2M1Sum(float v, float factor) {
-  const float a = fminf(fabsf(v), 6.0f);
-  const uint32_t binade = Bits(fmaxf(a, 1.0f)) & static_cast<uint32_t>(kInfBits);
-  return Bits(FmaRn(FromBits(binade), factor, a));
+// 2^23 + kUnit * code, rounded to an integer; of a NaN 2^23.
+template <int kUnit>
+HQ_DEVICE uint32_t E2M1Sum(float a) {
+  const float low = FmaRn(MulSaturated(a, 0.5f), 4.0f * kUnit, 0x1p23f);
+  const float middle = FmaRn(FmaSaturated(a, 0.5f, -1.0f), 2.0f * kUnit, low);
+  return Bits(FmaRn(FmaSaturated(a, 0.5f, -2.0f), 1.0f * kUnit, middle));
 }
 
 // Byte `which` of four words, in order.
@@ -41,29 +44,44 @@ HQ_DEVICE uint32_t GatherBytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   return Permute(Permute(a, b, kPair), Permute(c, d, kPair), 0x5410);
 }
 
-// Eight codes in a word, the first in the lowest nibble. `random`: two words of bytes, or unused.
-// A NaN must have no sign: its code is that of 6, the largest.
+// The sign bits of four words, each in all bits of a byte.
+HQ_DEVICE uint32_t GatherSigns(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return Permute(Permute(a, b, 0x73), Permute(c, d, 0x73), 0xdc98);
+}
+
+// Codes of eight values that share a multiplier, the first in the lowest nibble. `random`: two
+// words of bytes, or unused. A value is NaN only where the multiplier is, as its block's scale is
+// NaN then: all codes are those of NaN, without a sign.
 template <bool kStochastic>
-HQ_DEVICE uint32_t E2M1Eight(const float (&v)[8], const uint32_t (&random)[2]) {
+HQ_DEVICE uint32_t E2M1Eight(const float (&x)[8], float multiplier, const uint32_t (&random)[2]) {
   static_assert(E2M1::kNanCode == 7);
-  if constexpr (kCastsE2M1 && !kStochastic) return CastEightE2M1(v);
-  constexpr float kFactor = kStochastic ? 0x1p14f : 0x1p22f;
-  constexpr int kShift = kStochastic ? 14 : 22;
-  constexpr int kByte = kStochastic ? 1 : 0;
-  constexpr uint32_t kConstant = kStochastic ? 0x1a1a1a1au : 0x2a2a2a2au;
-  uint32_t k[8];
+  if constexpr (kCastsE2M1 && !kStochastic) {
+    float v[8];
+    HQ_UNROLL
+    for (int i = 0; i < 8; ++i) v[i] = MulOneNan(x[i], multiplier);
+    return CastEightE2M1(v);
+  }
+  uint32_t sum[8];
   HQ_UNROLL
   for (int i = 0; i < 8; ++i) {
-    const uint32_t t = E2M1Sum(v[i], kFactor);
-    k[i] = t + (t >> kShift);
-    if constexpr (kStochastic) k[i] += Permute(random[i / 4], 0u, 0x4440u + i % 4);
+    sum[i] = E2M1Sum<kStochastic ? 256 : 1>(MulRn(fabsf(x[i]), multiplier));
+    if constexpr (kStochastic) sum[i] = AddByte(sum[i], random[i / 4], i % 4);
   }
-  const uint32_t even = GatherBytes<kByte>(k[0], k[2], k[4], k[6]);
-  const uint32_t odd = GatherBytes<kByte>(k[1], k[3], k[5], k[7]);
-  const uint32_t magnitudes = (even - kConstant) | ((odd - kConstant) << 4);
-  const uint32_t even_signs = GatherBytes<3>(Bits(v[0]), Bits(v[2]), Bits(v[4]), Bits(v[6]));
-  const uint32_t odd_signs = GatherBytes<3>(Bits(v[1]), Bits(v[3]), Bits(v[5]), Bits(v[7]));
-  return magnitudes | ((even_signs >> 4) & 0x08080808u) | (odd_signs & 0x80808080u);
+  const uint32_t even_signs = GatherSigns(Bits(x[0]), Bits(x[2]), Bits(x[4]), Bits(x[6]));
+  const uint32_t odd_signs = GatherSigns(Bits(x[1]), Bits(x[3]), Bits(x[5]), Bits(x[7]));
+  const uint32_t signs = (even_signs & 0x08080808u) | (odd_signs & 0x80808080u);
+  uint32_t codes = 0;
+  if constexpr (kStochastic) {
+    codes = GatherBytes<1>(sum[0], sum[2], sum[4], sum[6]) +
+            16 * GatherBytes<1>(sum[1], sum[3], sum[5], sum[7]) + signs;
+  } else {
+    // 2^23 in each of them, as bits, is one constant in the whole.
+    constexpr uint32_t kConstant = 0x4b000000u * 0x11111111u;
+    HQ_UNROLL
+    for (int i = 7; i >= 0; --i) codes = codes * 16 + sum[i];
+    codes = codes - kConstant + signs;
+  }
+  return multiplier == multiplier ? codes : 0x77777777u;
 }
 
 // Codes of kCount values that share a multiplier, the first in the lowest bits. `random`: one byte
@@ -75,13 +93,11 @@ HQ_DEVICE void CodeWords(const float (&x)[kCount], float multiplier,
   if constexpr (E::kBits == 4) {
     HQ_UNROLL
     for (int w = 0; w < kCodeWords<E, kCount>; ++w) {
-      float v[8];
+      float some[8];
       HQ_UNROLL
-      for (int i = 0; i < 8; ++i) {
-        v[i] = 8 * w + i < kCount ? MulOneNan(x[(8 * w + i) % kCount], multiplier) : 0.0f;
-      }
+      for (int i = 0; i < 8; ++i) some[i] = 8 * w + i < kCount ? x[(8 * w + i) % kCount] : 0.0f;
       const uint32_t bytes[2] = {random[2 * w % (kCount / 4)], random[(2 * w + 1) % (kCount / 4)]};
-      out[w] = E2M1Eight<kStochastic>(v, bytes);
+      out[w] = E2M1Eight<kStochastic>(some, multiplier, bytes);
     }
   } else {
     HQ_UNROLL
@@ -100,6 +116,31 @@ HQ_DEVICE void CodeWords(const float (&x)[kCount], float multiplier,
         out[w] = Permute(CastPair<E>(v[0], v[1]), CastPair<E>(v[2], v[3]), 0x5410);
       }
     }
+  }
+}
+
+// Eight words of eight codes of four bits, transposed: pairs of words exchange halves, then bytes,
+// then codes.
+HQ_DEVICE void TransposeCodes(const uint32_t (&in)[8], uint32_t (&out)[8]) {
+  uint32_t half[8], byte[8];
+  HQ_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    half[i] = Permute(in[i], in[i + 4], 0x5410);
+    half[i + 4] = Permute(in[i], in[i + 4], 0x7632);
+  }
+  HQ_UNROLL
+  for (int i = 0; i < 8; i += 4) {
+    HQ_UNROLL
+    for (int j = i; j < i + 2; ++j) {
+      byte[j] = Permute(half[j], half[j + 2], 0x6240);
+      byte[j + 2] = Permute(half[j], half[j + 2], 0x7351);
+    }
+  }
+  HQ_UNROLL
+  for (int i = 0; i < 8; i += 2) {
+    constexpr uint32_t kLow = 0x0f0f0f0fu;
+    out[i] = (byte[i] & kLow) | (byte[i + 1] << 4 & ~kLow);
+    out[i + 1] = (byte[i] >> 4 & kLow) | (byte[i + 1] & ~kLow);
   }
 }
 

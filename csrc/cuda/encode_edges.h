@@ -110,8 +110,7 @@ HQ_DEVICE void StoreLine(uint8_t* out, const uint32_t (&words)[kWords], uint32_t
   const uint32_t self = lane % kLanes, first = lane - self;
   // Bytes in front of the first aligned word; the lanes of a line agree.
   const uint32_t skipped = (0u - static_cast<uint32_t>(reinterpret_cast<uintptr_t>(out))) & 3u;
-  const uint32_t next =
-      ShuffleIndex(words[0], static_cast<int>(first + (self + 1) % kLanes));
+  const uint32_t next = ShuffleIndex(words[0], static_cast<int>(first + (self + 1) % kLanes));
   uint32_t moved[kWords];
   HQ_UNROLL
   for (int w = 0; w < kWords; ++w) {
@@ -133,11 +132,11 @@ HQ_DEVICE void StoreLine(uint8_t* out, const uint32_t (&words)[kWords], uint32_t
   }
 }
 
-// A thread's codes of one row, of which `count` exist, none in rows that do not; `is_whole`: in rows
-// that do, all codes of the warp exist.
-template <class K, class G>
-HQ_DEVICE void StoreRowCodes(uint8_t* out, const uint32_t (&words)[kCodeWords<typename K::Element, G::kCols>],
-                             bool is_aligned, bool is_whole, int count, uint32_t lane) {
+// A thread's codes of one row, of which `count` exist, none in rows that do not; `is_whole`: in
+// those that do, all codes of the warp exist.
+template <class K, class G, int kWords>
+HQ_DEVICE void StoreRowCodes(uint8_t* out, const uint32_t (&words)[kWords], bool is_aligned,
+                             bool is_whole, int count, uint32_t lane) {
   constexpr int kBits = G::kCols * K::kCodeBits;
   if (is_whole && is_aligned) {
     if (count > 0) StoreVector<kBits>(out, words);

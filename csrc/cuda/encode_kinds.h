@@ -122,6 +122,19 @@ inline constexpr bool kIsLong =
     kIsPair<Row, Col> &&
     (kPairsAreLong || Row::kSquare || Row::Element::kBits < 8 || Col::Element::kBits < 8);
 
+// Both planes have the same codes, as long as they have the same multiplier: a thread's elements
+// lie in one square, and the codes of its columns are those of its rows, transposed.
+template <class Row, class Col>
+inline constexpr bool kSharesCodes =
+    kIsPair<Row, Col> && std::is_same_v<Row, Col> && Row::kSquare && Row::kCodeBits == 4 &&
+    !Row::kStochastic;
+
+// A thread's codes of its rows, and what they were multiplied with.
+struct SquareCodes {
+  float multiplier;
+  uint32_t rows[8];
+};
+
 template <class Row, class Col, bool kBf16, bool kAny>
 constexpr int TileWarps() {
   if (!kBf16) return kWideWarps;
@@ -134,8 +147,8 @@ constexpr int TileWarps() {
 #define HQ_TILE_BOUNDS(Row, Col, warps) \
   HQ_LAUNCH_BOUNDS((Geometry<Row, Col>::kThreads), (ResidentBlocks<Geometry<Row, Col>>(warps)))
 
-// What a kernel does not take for granted of memory: nothing, that column planes lie so that 16-byte
-// stores fit, that x and the row plane lie so, too. Then it looks (encode_edges.h).
+// What a kernel does not take for granted of memory: nothing; that 16-byte stores fit to column
+// planes; that vectors fit to x and the row plane, too. Then it looks (encode_edges.h).
 enum class Edges { kAligned, kColumns, kAny };
 
 // Of a kernel: whether its tensors may be ragged (if not, its tiles know where they lie), whether

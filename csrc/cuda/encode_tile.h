@@ -64,8 +64,9 @@ HQ_DEVICE void DrawRows(const PlaneArgs& p, const Place<G>& at, uint32_t (&word)
 
 // ---- the row plane
 
+// `kept`: null, or where codes are left for the column plane (kSharesCodes).
 template <class K, class G, class Form, class V>
-HQ_DEVICE void EncodeRows(const TileArgs& a, const V& v, const Place<G>& at) {
+HQ_DEVICE void EncodeRows(const TileArgs& a, const V& v, const Place<G>& at, SquareCodes* kept) {
   using E = typename K::Element;
   constexpr int kR = G::kRows, kC = G::kCols;
   const PlaneArgs& p = a.row;
@@ -138,6 +139,7 @@ HQ_DEVICE void EncodeRows(const TileArgs& a, const V& v, const Place<G>& at) {
     const uint32_t bytes[kC / 4] = {random[i]};
     uint32_t words[kCodeWords<E, kC>];
     CodeWords<E, K::kStochastic, kC>(x, multiplier[i], bytes, words);
+    if (kept != nullptr) kept->rows[i % 8] = words[0], kept->multiplier = multiplier[i];
     if constexpr (Form::kGuardsRows) {
       const uint64_t warp_end = at.c0 + at.warp_col * kWarpCols + kWarpCols;
       StoreRowCodes<K, G>(out, words, a.aligned.row_codes, warp_end <= a.cols,
@@ -188,8 +190,10 @@ HQ_DEVICE Elements<16, 4, true> Rotated(const V& v, uint32_t signs) {
   return out;
 }
 
+// `kept`: null, or the codes of the same elements in rows.
 template <class K, class G, class Form, class V>
-HQ_DEVICE void EncodeColumns(const TileArgs& a, const V& v, const Place<G>& at) {
+HQ_DEVICE void EncodeColumns(const TileArgs& a, const V& v, const Place<G>& at,
+                             const SquareCodes* kept) {
   using E = typename K::Element;
   constexpr int kR = G::kRows, kC = G::kCols;
   const PlaneArgs& p = a.col;
@@ -253,8 +257,16 @@ HQ_DEVICE void EncodeColumns(const TileArgs& a, const V& v, const Place<G>& at) 
     }
     sharing.HandOut(at.lane, scales, multiplier);
   }
+  uint32_t columns[8];
+  const bool has_codes = kept != nullptr && Bits(kept->multiplier) == Bits(multiplier[0]);
+  if (has_codes) TransposeCodes(kept->rows, columns);
   HQ_UNROLL
   for (int j = 0; j < kC; ++j) {
+    const uint32_t where = ColumnAt<K, G>(at.col + j, at.row * K::kCodeBits / 8);
+    if (has_codes) {
+      SharedStore(where, columns[j]);
+      continue;
+    }
     float x[kR];
     HQ_UNROLL
     for (int i = 0; i < kR; ++i) x[i] = v.Get(i, j);
@@ -270,7 +282,6 @@ HQ_DEVICE void EncodeColumns(const TileArgs& a, const V& v, const Place<G>& at) 
     }
     uint32_t words[kCodeWords<E, kR>];
     CodeWords<E, K::kStochastic, kR>(x, multiplier[j], random, words);
-    const uint32_t where = ColumnAt<K, G>(at.col + j, at.row * K::kCodeBits / 8);
     if constexpr (kCodeWords<E, kR> == 4) {
       SharedStore(where, Vec4{words[0], words[1], words[2], words[3]});
     } else if constexpr (kCodeWords<E, kR> == 2) {
@@ -337,11 +348,12 @@ HQ_DEVICE void StoreColumns(const TileArgs& a, const Place<G>& at) {
 }
 
 template <class K, class G, class Form, class V>
-HQ_DEVICE void ColumnPart(const TileArgs& a, const V& v, const Place<G>& at) {
+HQ_DEVICE void ColumnPart(const TileArgs& a, const V& v, const Place<G>& at,
+                          const SquareCodes* kept) {
   if constexpr (K::kIsAmax) {
     PutTileMax<G>(v.MaxOfAll(), a.col.scale, G::kColMaxAt);
   } else {
-    EncodeColumns<K, G, Form>(a, v, at);
+    EncodeColumns<K, G, Form>(a, v, at, kept);
     SyncBlock();
     StoreColumns<K, G, Form>(a, at);
   }
@@ -386,10 +398,12 @@ HQ_DEVICE void EncodeTileOf(const TileArgs& a, uint32_t block, const Change& cha
   const int64_t first = static_cast<int64_t>(row) * a.stride_row + static_cast<int64_t>(col);
   load(v, a, at, rows_left, first);
   change(v, at, rows_left, first);
+  SquareCodes codes;
+  SquareCodes* const kept = kSharesCodes<Row, Col> ? &codes : nullptr;
   if constexpr (Row::kIsAmax) {
     PutTileMax<G>(v.MaxOfAll(), a.row.scale, G::kRowMaxAt);
   } else if constexpr (Row::kExists) {
-    EncodeRows<Row, G, Form>(a, v, at);
+    EncodeRows<Row, G, Form>(a, v, at, kept);
   }
   if constexpr (Col::kExists) {
     if (at.is_rest) {
@@ -399,9 +413,9 @@ HQ_DEVICE void EncodeTileOf(const TileArgs& a, uint32_t block, const Change& cha
   }
   if constexpr (Form::kForgets) v.Forget();
   if constexpr (Col::kTransform) {
-    ColumnPart<Col, G, Form>(a, Rotated<G>(v, static_cast<uint32_t>(a.col.signs)), at);
+    ColumnPart<Col, G, Form>(a, Rotated<G>(v, static_cast<uint32_t>(a.col.signs)), at, kept);
   } else if constexpr (Col::kExists) {
-    ColumnPart<Col, G, Form>(a, v, at);
+    ColumnPart<Col, G, Form>(a, v, at, kept);
   }
 }
 

@@ -167,6 +167,17 @@ HQ_DEVICE void SharedAtomicMax(uint32_t offset, uint32_t v) {
 // ---- arithmetic
 
 HQ_DEVICE float FmaRn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+// Rounded, then bounded to [0, 1]; NaN gives 0 (PTX ISA, "fma": .sat).
+HQ_DEVICE float MulSaturated(float a, float b) {
+  float d;
+  asm("mul.rn.sat.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+  return d;
+}
+HQ_DEVICE float FmaSaturated(float a, float b, float c) {
+  float d;
+  asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));
+  return d;
+}
 HQ_DEVICE float FmaRz(float a, float b, float c) { return __fmaf_rz(a, b, c); }
 
 // Byte i of the result is byte (selector >> 4i) & 7 of the eight bytes {b, a}, a the lower four; if
@@ -175,6 +186,10 @@ HQ_DEVICE uint32_t Permute(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t d;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
   return d;
+}
+// `sum` plus byte `which` of `bytes` (PTX dp4a with one weight).
+HQ_DEVICE uint32_t AddByte(uint32_t sum, uint32_t bytes, int which) {
+  return __dp4a(bytes, 1u << (8 * which), sum);
 }
 // The low 32 bits of {hi, lo} >> (shift & 31).
 HQ_DEVICE uint32_t FunnelRight(uint32_t lo, uint32_t hi, uint32_t shift) {
