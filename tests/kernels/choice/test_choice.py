@@ -227,6 +227,15 @@ def test_the_order_does_not_depend_on_who_came_first(registries: None) -> None:
             unregister_backend(name)
 
 
+def test_an_operation_may_have_a_place_of_its_own(registries: None) -> None:
+    first, second = (replace(ROWS, name=name, priority=70 + i) for i, name in enumerate("ab"))
+    register_backend(replace(first, op_priorities={"encode": 75}))
+    register_backend(second)
+    assert [one.name for one in backends()][:2] == ["b", "a"]
+    assert [one.name for one in backends("encode")][:2] == ["a", "b"]
+    assert select(OpQuery("encode", "cpu", torch.float32, MXFP8)).name == "a"
+
+
 def test_an_operation_must_be_known() -> None:
     with pytest.raises(ValueError, match=r"ops must be among encode, .*, got enocde"):
         Backend("typo", only_rows, {"enocde": print})

@@ -105,6 +105,7 @@ class Backend:
         leaves: returns None or why it leaves a query that it can run to the backends after it; not
             asked where it is forced.
         priority: backends with a higher one are asked first. Those of hybridq have 10 to 60.
+        op_priorities: the same for operations in which it has another place.
         is_native: False for the plain PyTorch reference, which is always the last resort.
         notes: returns how a query that it can run is run, one line each, for `explain`.
         finds_amax: its encode finds statistics that it is not given, in as few passes as it can.
@@ -138,6 +139,7 @@ class Backend:
     op_devices: Mapping[str, DeviceSupport] = field(default_factory=dict, hash=False)
     leaves: Callable[[OpQuery], str | None] | None = field(default=None, hash=False)
     priority: int = 0
+    op_priorities: Mapping[str, int] = field(default_factory=dict, hash=False)
     is_native: bool = True
     notes: Callable[[OpQuery], tuple[str, ...]] | None = field(default=None, hash=False)
     finds_amax: bool = False
@@ -158,6 +160,10 @@ class Backend:
                 f"Backend: ops must be among {', '.join(OPERATIONS)}, got {', '.join(unknown)}"
                 f"{suggestion(unknown[0], OPERATIONS)}"
             )
+
+    def place(self, op: str = "") -> tuple[bool, int, str]:
+        """Return by what backends are sorted when they are asked for an operation."""
+        return (not self.is_native, -self.op_priorities.get(op, self.priority), self.name)
 
     def answer(self, query: OpQuery, is_forced: bool = False) -> BackendAnswer:
         """Return whether this backend runs `query`, or why not.

@@ -110,14 +110,17 @@ def _unknown(name: str) -> str:
     return must_be_one_of(_backends, name)
 
 
-def backends() -> tuple[Backend, ...]:
+def backends(op: str = "") -> tuple[Backend, ...]:
     """Return all backends in the order in which they are asked.
 
     Those of a higher priority come first, those of one priority in the order of their names, and
     the reference last.
+
+    Args:
+        op: for which operation; "": for those in which no backend has a place of its own.
     """
     _load_once()
-    return tuple(sorted(_backends.values(), key=lambda b: (not b.is_native, -b.priority, b.name)))
+    return tuple(sorted(_backends.values(), key=lambda backend: backend.place(op)))
 
 
 _is_loaded = not settings.loads_backends()
@@ -178,7 +181,7 @@ def choose(query: OpQuery) -> Decision:
 def _choose(query: OpQuery, forced: str | None) -> Decision:
     answers = tuple(
         entry_points.guarded_answer(backend, query, backend.name == forced)
-        for backend in backends()
+        for backend in backends(query.op)
     )
     if forced is not None and forced not in _backends:
         return Decision(query, answers, None, forced, f"backend: {_unknown(forced)}")
