@@ -6,7 +6,8 @@ machine code (`sass_budgets.json`), and a rate of products that the chip's libra
 reach. Neither is a measurement; each carries its formula.
 
 Source: NVIDIA H200 datasheet (memory, dense peaks, clock). The rates of `_REACHED` are assumptions:
-90% of the memory's, 85% of the issue slots, 79% of the BF16 peak, 58% and 66% of the FP8 peak.
+90% of the memory's, 85% of the issue slots, 79% of the BF16 peak, 58% and 66% of the FP8 peak; the
+55% for groups are calculated from counts (docs/reference/gpu-status.md, "Groups of tokens").
 """
 
 from __future__ import annotations
@@ -45,8 +46,16 @@ class Chip:
 
 CHIPS = {"NVIDIA H200": Chip(4.8e12, 989.5e12, 1979e12, 132 * 4 * 32 * 1.98e9, "sm_90a")}
 
-#: What of a rate is reached: memory, issue slots, products in BF16, with 1x128 scales, else FP8.
-_REACHED = {"memory": 0.9, "issue": 0.85, "bf16": 0.79, "block": 0.58, "fp8": 0.66}
+#: What of a rate is reached: memory, issue slots, products in BF16, with 1x128 scales, else FP8,
+#: and of groups with 1x128 scales.
+_REACHED = {
+    "memory": 0.9,
+    "issue": 0.85,
+    "bf16": 0.79,
+    "block": 0.58,
+    "fp8": 0.66,
+    "groups": 0.55,
+}
 
 #: Case of a cast to the kernel whose instructions are counted; both planes of one tile.
 _COUNTED = {
@@ -136,6 +145,27 @@ def _product(case: Case, chip: Chip) -> Prediction:
     return Prediction(1e6 * floor, 1e6 * (floor / _REACHED["bf16"] + decodes + factors), text)
 
 
+def _groups(case: Case, chip: Chip) -> Prediction:
+    groups, tokens, n, k = case.shape
+    names = set(case.name.removesuffix(" rows").removesuffix(" wgrad").split(" x "))
+    if not names <= {"mxfp8", "fp8_1x128", "fp8_128x128"}:
+        floor = case.flops / chip.bf16
+        if names != {"bf16"}:
+            return Prediction(1e6 * floor)
+        return Prediction(
+            1e6 * floor, 1e6 * floor / _REACHED["bf16"], "2TNK / (0.79 x peak of BF16)"
+        )
+    floor, is_wgrad = case.flops / chip.fp8, case.name.endswith(" wgrad")
+    # Every expert has equally many tokens here: they are counted in whole tiles.
+    step = 128 if is_wgrad else 256
+    own = groups * -(-tokens // (groups * step)) * step
+    codes = own * (n + k) if is_wgrad else tokens * k + groups * n * k
+    folds = 2 * codes / (_REACHED["memory"] * chip.memory) if "mxfp8" in names else 0.0
+    time = floor * own / tokens / _REACHED["groups"] + folds
+    text = "2TNK / (0.55 x peak of FP8), T in whole tiles, + 2 bytes per folded code / memory"
+    return Prediction(1e6 * floor, 1e6 * time, text)
+
+
 def predict(case: Case, name: str | None = None) -> Prediction:
     """Return the floor and the prediction of a case.
 
@@ -155,6 +185,8 @@ def predict(case: Case, name: str | None = None) -> Prediction:
         return _cast(case, chip)
     if case.section in ("gemm", "small_m") and len(case.shape) == 3:
         return _product(case, chip)
+    if case.section == "grouped" and len(case.shape) == 4:
+        return _groups(case, chip)
     times = [case.nbytes / chip.memory] if case.nbytes else []
     times += [case.flops / chip.bf16] if case.flops else []
     return Prediction(1e6 * max(times)) if times else Prediction()

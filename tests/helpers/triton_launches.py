@@ -10,10 +10,11 @@ import torch
 from hybridq.formats import PlaneSpec
 from hybridq.kernels.choice.arguments import GemmArgs, GroupedArgs, GroupedOperand, Operand
 from hybridq.kernels.ragged import padded_layout as ragged
-from hybridq.kernels.triton import plan
+from hybridq.kernels.triton import BlockSide, plan, plan_grouped_block
 from triton_tools import Compiled, compile_for
 
-plan._processors = lambda device: 132  # type: ignore[assignment]
+for module in (plan, plan_grouped_block):
+    module.processors = lambda device: 132  # type: ignore[attr-defined]
 
 SIZE, TOKENS, GROUPS = 4096, 16384, 8
 
@@ -80,6 +81,23 @@ def block(folder: Path, capability: int, is_square: bool) -> Compiled:
     b_scale = torch.empty(SIZE // 128 if is_square else SIZE, SIZE // 128)
     args = GemmArgs(None, None, torch.bfloat16)
     _, launches = plan.plan_block(codes, a_scale, codes, b_scale, ("e4m3", "e4m3"), is_square, args)
+    return _compile(launches[0], folder, capability)
+
+
+def grouped_block(folder: Path, capability: int, kind: str, tokens: int = TOKENS) -> Compiled:
+    """An FP8 GEMM of 8 groups of tokens with 1x128 scales; kind `"k"`: contracted over tokens."""
+    plan_grouped_block._major = lambda device: capability // 10  # type: ignore[assignment]
+    depth = ragged.capacity(tokens, GROUPS) if kind == "k" else SIZE
+
+    def side(rows: int, matrices: int = 1) -> BlockSide:
+        codes = torch.empty(matrices * rows, depth, dtype=torch.uint8)
+        return BlockSide(codes, torch.empty(depth // 128, matrices * rows), "e4m3", rows)
+
+    ends = torch.zeros(GROUPS, dtype=torch.int32)
+    padded = torch.zeros(GROUPS + 1, dtype=torch.int32)
+    args = GroupedArgs(ends, tokens, padded, None, None, torch.bfloat16)
+    sides = (side(SIZE), side(SIZE)) if kind == "k" else (side(tokens), side(SIZE, GROUPS))
+    launches = plan_grouped_block.plan_grouped_block(*sides, args, kind != "k")[1]
     return _compile(launches[0], folder, capability)
 
 

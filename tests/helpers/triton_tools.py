@@ -115,19 +115,24 @@ class Compiled:
         """How often each opcode stands in the code, by its first name."""
         return Counter(line.split()[0].split(".")[0] for line in self.sass)
 
-    @property
-    def loop_size(self) -> int:
+    @cached_property
+    def loop(self) -> list[str]:
         """Instructions of the shortest loop that holds a tensor core instruction."""
-        labels, sizes = {}, []
+        labels, found = {}, []
         for i, line in enumerate(self.sass):
             if line.endswith(":"):
                 labels[line[:-1]] = i
             back = re.match(r"BRA.*`\((\.L\w+)\)", line)
             if back and back[1] in labels:
-                body = self.sass[labels[back[1]] : i + 1]
+                body = [one for one in self.sass[labels[back[1]] : i + 1] if not one.endswith(":")]
                 if any("MMA" in inner for inner in body):
-                    sizes.append(sum(not inner.endswith(":") for inner in body))
-        return min(sizes)
+                    found.append(body)
+        return min(found, key=len)
+
+    @property
+    def loop_size(self) -> int:
+        """How many they are."""
+        return len(self.loop)
 
 
 def _binutil(name: str, *args: str) -> str:
@@ -146,7 +151,7 @@ def compile_for(launch: Any, capability: int, folder: Path) -> Compiled:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from hybridq.kernels.triton.launch import KERNELS, options
+    from hybridq.kernels.triton.launch import KERNELS, arguments, options
 
     class _Driver:
         def get_current_target(self) -> Any:
@@ -160,5 +165,5 @@ def compile_for(launch: Any, capability: int, folder: Path) -> Compiled:
 
     driver.set_active(_Driver())  # type: ignore[arg-type]
     kernel = KERNELS[launch.kernel]
-    made = kernel.run(grid=launch.grid, warmup=True, **launch.arguments, **options(launch))
+    made = kernel.run(grid=launch.grid, warmup=True, **arguments(launch), **options(launch))
     return Compiled(made.asm["ptx"], made.asm["cubin"], folder)

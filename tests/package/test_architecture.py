@@ -67,6 +67,7 @@ ROOMS = {
         "triton",
         "scaled_mm",
         "decoded",
+        "folded_groups",
         "folded_backend",
         "codec_backend",
         "reference_backend",

@@ -1,8 +1,8 @@
 """Operations, their backends and the choice between them.
 
 Rooms, each of which imports only those before it: `inputs`, `choice`, `ragged`, the backends `cpu`,
-`cuda`, `triton`, `scaled_mm`, `decoded`, `folded_backend`, `codec_backend`, `reference_backend`,
-`operators`.
+`cuda`, `triton`, `scaled_mm`, `decoded`, `folded_groups`, `folded_backend`, `codec_backend`,
+`reference_backend`, `operators`.
 """
 
 from __future__ import annotations

@@ -27,13 +27,15 @@ from .choice import (
     Backend,
     DeviceSupport,
     GemmArgs,
+    GroupedArgs,
+    GroupedOperand,
     Operand,
     OpQuery,
     added_error,
     register_backend,
     select,
 )
-from .decoded import fp32_reason
+from .folded_groups import few_tokens_reason, groups_reason, is_bf16_product, multiply_groups
 from .inputs import chip_of, is_current, stream_of
 from .scaled_mm import (
     FP8,
@@ -104,22 +106,21 @@ def _supports(query: OpQuery) -> str | None:
     folds = [spec for spec in (query.row, query.col) if is_foldable(spec)]
     if query.precision != "fast" and any((spec.format.block or (1,))[0] > 1 for spec in folds):
         return "a fold of squares is bounded by a square's amax and not a row's: precision 'fast'"
+    if query.op == "grouped_gemm":
+        return groups_reason(query)
     lack = _BLOCK.reason("block", query.chip)
     if lack is None:
         if not folds:
             return "neither operand has E8M0 scales to fold"
         return refusal(replace(query, row=specs[0], col=specs[1]), "block")
-    reason = block_gemm_reason(_elements(*specs), sizes, query.chip)
-    if reason is None and query.precision != "fast" and _is_bf16(query):
+    reason = block_gemm_reason(_elements(*specs), query.chip)
+    if reason is None and query.precision != "fast" and is_bf16_product(query):
         reason = "Triton's FP8 product is taken for precision 'fast' only until it was measured"
     return None if reason is None else f"{lack}; {reason}"
 
 
-def _is_bf16(query: OpQuery) -> bool:
-    """Whether the exact way is a BF16 product and not an FP32 one, many times as slow."""
-    if query.row is None or query.col is None:
-        return False
-    return fp32_reason(query.row, query.col, query.device, query.dtype, is_alone=True) is None
+def _leaves(query: OpQuery) -> str | None:
+    return few_tokens_reason(query) if query.op == "grouped_gemm" else None
 
 
 def _elements(a: PlaneSpec, b: PlaneSpec) -> tuple[str, str]:
@@ -133,8 +134,12 @@ def _notes(query: OpQuery) -> tuple[str, ...]:
     if query.chip is None:
         return ()
     capability = query.chip.capability
-    is_cublas = _BLOCK.reason("block", query.chip) is None
-    how = "FP8 with one scale per 1x128 or 128x128, by " + ("cuBLASLt" if is_cublas else "Triton")
+    is_grouped = query.op == "grouped_gemm"
+    is_cublas = _BLOCK.reason("block", query.chip) is None and not is_grouped
+    kind = "1x128" if is_grouped else "1x128 or 128x128"
+    how = f"FP8 with one scale per {kind}, by " + ("cuBLASLt" if is_cublas else "Triton")
+    if is_grouped:
+        how += "; group ends stay on the device, groups without tokens give zeros"
     if not folded:
         return (how, added_error(capability, is_folded=False))
     return (
@@ -268,14 +273,20 @@ def _planner(query: OpQuery) -> _Planned | None:
     return _Planned(query, folders)
 
 
+def _grouped_gemm(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> torch.Tensor:
+    return multiply_groups(a, b, args, fold)
+
+
 #: The backend that folds MX planes to FP8 with FP32 scales, on NVIDIA GPUs.
 FOLD = register_backend(
     Backend(
         "fold",
         _supports,
-        {"gemm": _gemm},
+        {"gemm": _gemm, "grouped_gemm": _grouped_gemm},
         devices=DeviceSupport(("cuda",), (8, 9)),
+        leaves=_leaves,
         priority=20,
+        op_priorities={"grouped_gemm": 35},  # before groups whose operands are decoded
         notes=_notes,
         planner=_planner,
     )

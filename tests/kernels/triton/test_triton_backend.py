@@ -153,10 +153,13 @@ def test_a_machine_without_triton_says_so(monkeypatch, chooses_anew) -> None:
 
 def test_block_gemm_reasons(monkeypatch, chooses_anew) -> None:
     monkeypatch.setattr(backend, "_missing", lambda: None)
-    sizes = (8, 8, 8)
-    assert block_gemm_reason(("e4m3", "e5m2"), sizes, H200) is None
-    assert "8.9" in str(block_gemm_reason(("e4m3", "e4m3"), sizes, Chip.of("cuda", (8, 0))))
-    assert "operand b" in str(block_gemm_reason(("e4m3", "e2m1"), sizes, H200))
+    assert block_gemm_reason(("e4m3", "e5m2"), H200) is None
+    assert "8.9" in str(block_gemm_reason(("e4m3", "e4m3"), Chip.of("cuda", (8, 0))))
+    assert "operand b" in str(block_gemm_reason(("e4m3", "e2m1"), H200))
+    assert block_gemm_reason(("e4m3", "e4m3"), H200, is_grouped=True) is None
+    ada = Chip.of("cuda", (8, 9))
+    assert block_gemm_reason(("e4m3", "e4m3"), ada) is None
+    assert "9.0" in str(block_gemm_reason(("e4m3", "e4m3"), ada, is_grouped=True))
 
 
 def test_importing_the_backend_imports_no_triton() -> None:

@@ -8,6 +8,7 @@ code held to a recorded budget.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,6 +133,39 @@ def test_block_scaled_on_hopper(compiled, is_square: bool) -> None:
     assert code.spilled == 0
     assert code.counts["QGMMA"] == 4  # 128 codes by 32
     assert code.counts["LDGSTS"] > 0
+
+
+#: (capability, kind, tokens) -> instructions of the loop over K, a step of 128 of a tile.
+FP8_GROUPS = {
+    (90, "rows", 16384): 490,
+    (90, "rows", 2048): 494,
+    (90, "k", 16384): 488,
+    (100, "rows", 16384): 220,
+    (100, "k", 16384): 216,
+    (120, "rows", 16384): 210,
+    (120, "k", 16384): 206,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FP8_GROUPS, ids=str)
+def test_fp8_groups(compiled, case: tuple[int, str, int]) -> None:
+    """Codes go to FP8 tensor cores as they are, by TMA, while earlier steps are multiplied."""
+    code = compiled("grouped_block", *case[1:], capability=case[0])
+    inner = Counter(line.split()[0].split(".")[0] for line in code.loop)
+    print(case, code.loop_size, code.registers, code.spilled)
+    assert not re.search(r"\.ftz", code.ptx)
+    assert inner["F2F"] == inner["LDG"] == 0
+    assert inner["UTMALDG"] == (6 if case[0] == 90 else 4)  # two waves share b and its scales
+    name, count = {90: ("QGMMA", 8), 100: ("UTCQMMA", 4), 120: ("QMMA", 32)}[case[0]]
+    assert inner[name] == count
+    if triton_backend._triton_version() >= (3, 9):
+        assert code.spilled <= 16
+        assert inner["LDL"] == inner["STL"] == 0
+        assert code.loop_size <= FP8_GROUPS[case]
+    else:  # 3.6: addresses of shared memory are computed in vector registers
+        assert code.spilled <= 160
+        assert code.loop_size <= 1.75 * FP8_GROUPS[case]
 
 
 @pytest.mark.slow

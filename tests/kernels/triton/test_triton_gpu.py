@@ -6,6 +6,7 @@ Every pair is compiled by itself, so here fewer are taken than in the interprete
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ import triton_tools
 if triton_tools.MISSING:
     pytest.skip(triton_tools.MISSING, allow_module_level=True)
 
+import fp8_group_cases
 import triton_cases
 from gemm_cases import check, decoded, make
 from hybridq.formats import PlaneSpec, names
+from hybridq.kernels import FOLD
 from hybridq.kernels.choice.arguments import GemmArgs, GroupedArgs, GroupedOperand
 from hybridq.kernels.triton import TRITON
 from hybridq.kernels.triton.form import form_reason
@@ -120,6 +123,67 @@ def test_a_graph_captures_products_and_follows_new_offsets() -> None:
     check(grouped[:33].cpu(), decoded(a)[:33], decoded(weights[0]))
     check(grouped[33:50].cpu(), decoded(a)[33:50], decoded(weights[1]))
     assert not grouped[50:].any()
+
+
+#: The error of FP8 tensor cores within a sum of 128, as a share of the sum of magnitudes.
+FP8_SUMS = 2.0**-10
+FP8_CASES = [
+    *(
+        (kind, a, b, {})
+        for kind in ("rows", "contraction")
+        for a, b in (
+            ("mxfp8", "mxfp8"),
+            ("mxfp8_e5m2", "mxfp4"),
+            ("fp8_1x128", "fp8_128x128"),
+        )
+    ),
+    ("rows", "mxfp8", "mxfp8", {"bias": True, "add": True, "dtype": torch.bfloat16}),
+    ("contraction", "mxfp8", "mxfp8", {"add": True}),
+    ("rows", "mxfp8", "fp8_e4m3", {"n": 520, "k": 1000, "rest": 3}),
+    ("contraction", "transformed", "transformed e5m2", {"m": 300, "n": 260}),
+]
+
+
+@pytest.mark.parametrize("case", FP8_CASES, ids=str)
+@pytest.mark.parametrize("sizes", [(0, 60, 0, 133, 1), (1500, 0, 1200)], ids=str)
+def test_fp8_groups(case: tuple[object, ...], sizes: tuple[int, ...], seed: int) -> None:
+    _needs_tma()
+    kind, a, b, options = case
+    given = {"slack": FP8_SUMS, **options}  # type: ignore[dict-item]
+    getattr(fp8_group_cases, str(kind))(a, b, sizes, seed, given)
+
+
+def test_corner_cases_of_fp8_groups() -> None:
+    _needs_tma()
+    fp8_group_cases.nothing()
+    fp8_group_cases.specials(FP8_SUMS)
+    fp8_group_cases.wrong_offsets_stay_inside()
+
+
+def test_a_graph_of_fp8_groups_follows_new_offsets() -> None:
+    _needs_tma()
+    a = make(torch.randn(700, 256, dtype=torch.bfloat16), "mxfp8")
+    weights = [make(torch.randn(140, 256, dtype=torch.bfloat16), "mxfp8") for _ in range(2)]
+    left = GroupedOperand(triton_cases.operand(a).buffers, a.spec, 700, 256)
+    stack = triton_cases.stack(weights)
+    right = replace(stack, buffers=[buffer.cuda() for buffer in stack.buffers])
+    offsets = torch.tensor([10, 700], dtype=torch.int32, device="cuda")
+    args = GroupedArgs(offsets, 700, None, None, None, torch.float32)
+    FOLD.ops["grouped_gemm"](left, right, args)  # compile
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = FOLD.ops["grouped_gemm"](left, right, args)
+    offsets.copy_(torch.tensor([333, 500], dtype=torch.int32))
+    graph.replay()
+    for own, weight in ((slice(0, 333), weights[0]), (slice(333, 500), weights[1])):
+        fp8_group_cases.hold(y[own].cpu(), decoded(a)[own], decoded(weight), slack=FP8_SUMS)
+    assert not y[500:].any()
+
+
+def _needs_tma() -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("FP8 products of groups need TMA: compute capability 9.0")
 
 
 @pytest.mark.parametrize("is_square", [False, True])

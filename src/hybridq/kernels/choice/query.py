@@ -40,6 +40,8 @@ class OpQuery:
         chip: the device in more detail, or None where the kind is all that is known.
         is_alone: of a GEMM: neither a bias nor an accumulation follows the product.
         groups: of a grouped GEMM: how many there are, or None where it is not known.
+        tokens_per_group: of a grouped GEMM of rows of tokens: how many a group has on average;
+            None where the contraction runs over tokens, or where it is not known.
     """
 
     op: str
@@ -52,10 +54,11 @@ class OpQuery:
     chip: Chip | None = None
     is_alone: bool = True
     groups: int | None = None
+    tokens_per_group: int | None = None
 
     def __post_init__(self) -> None:
         if self.device == "cpu":
-            for name in ("sizes", "chip", "groups"):
+            for name in ("sizes", "chip", "groups", "tokens_per_group"):
                 object.__setattr__(self, name, None)
 
     def parts(self) -> tuple[OpQuery, ...]:

@@ -160,6 +160,7 @@ def _run(
     padded = padded_offsets(offsets, tokens) if left.is_padded or right.is_padded else None
     args = GroupedArgs(offsets, tokens, padded, bias, into, out_dtype)
     chip, sizes = chip_of(offsets.device), (left.rows, right.rows, left.cols)
+    groups = offsets.shape[0]
     query = OpQuery(
         "grouped_gemm",
         chip.kind,
@@ -170,7 +171,8 @@ def _run(
         sizes,
         chip,
         is_alone=bias is None and into is None,
-        groups=offsets.shape[0],
+        groups=groups,
+        tokens_per_group=-(-tokens // groups) if right.is_stack and groups else None,
     )
     is_plain = not (left.by_group or right.by_group or right.is_list)
     if is_plain and not (left.is_padded and right.is_stack):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from .backend import NATIVE, multiply, planned_product
 from .chip_gates import GATES, exact_reason
 from .epilogue import finish, only_product
-from .operand_layout import ceil_to, swizzle
-from .operand_views import FP8, KINDS, Scaled, block_scales, is_foldable, view_reason
+from .operand_layout import ceil_to, pad_codes, swizzle
+from .operand_views import FP8, KINDS, Scaled, block_scales, fp8_codes, is_foldable, view_reason
 from .refusals import REFUSALS, Trial, or_next_way, refusal
 
 __all__ = [
@@ -21,10 +21,12 @@ __all__ = [
     "ceil_to",
     "exact_reason",
     "finish",
+    "fp8_codes",
     "is_foldable",
     "multiply",
     "only_product",
     "or_next_way",
+    "pad_codes",
     "planned_product",
     "refusal",
     "swizzle",

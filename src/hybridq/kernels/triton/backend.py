@@ -33,8 +33,10 @@ from .plan import SMALL, plan_block, plan_gemm, plan_grouped
 
 __all__ = ["TRITON", "block_gemm", "block_gemm_reason", "wants"]
 
-#: Of kernels that multiply in BF16 or FP32, and of those that do in FP8.
-_DEVICES, _FP8_DEVICES = DeviceSupport(("cuda",), (8, 0)), DeviceSupport(("cuda",), (8, 9))
+#: Of kernels that multiply in BF16 or FP32, of those that do in FP8, and of those fed by TMA.
+_DEVICES, _FP8_DEVICES, _TMA_DEVICES = (
+    DeviceSupport(("cuda",), least) for least in ((8, 0), (8, 9), (9, 0))
+)
 _OUT = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -145,19 +147,20 @@ def _grouped_gemm(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> to
 
 
 def block_gemm_reason(
-    elements: tuple[str, str], sizes: tuple[int, int, int], chip: Chip | None
+    elements: tuple[str, str], chip: Chip | None, is_grouped: bool = False
 ) -> str | None:
-    """Return None if `block_gemm` runs on this chip, else why not.
+    """Return None if `block_gemm`, or `grouped_block_gemm`, runs on this chip, else why not.
 
     Args:
         elements: names of the elements of a and b.
-        sizes: (M, N, K).
         chip: the device of the operands.
+        is_grouped: it is a product of groups.
     """
     for name, element in zip("ab", elements, strict=True):
         if element not in ("e4m3", "e5m2"):
             return f"operand {name} must be e4m3 or e5m2, got {element}"
-    return _FP8_DEVICES.reason("cuda" if chip is None else chip.kind, chip) or _missing()
+    devices = _TMA_DEVICES if is_grouped else _FP8_DEVICES
+    return devices.reason("cuda" if chip is None else chip.kind, chip) or _missing()
 
 
 def block_gemm(

@@ -10,34 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .groups import group_end, ragged_tiles
 from .tile import finish, load_operand, product
 
 __all__ = ["grouped_kernel"]
-
-
-@triton.jit
-def _group_end(offsets, group, groups, tokens):
-    """Return where a group ends; none before the first ends at 0, none after the last at `tokens`.
-
-    Wrong offsets cannot lead out of the tokens.
-    """
-    end = tl.load(offsets + group, mask=(group >= 0) & (group < groups), other=0)
-    end = tl.where(group < groups, end, tokens)
-    return tl.minimum(tl.maximum(end, 0), tokens)
-
-
-@triton.jit
-def _ragged_tiles(offsets, groups, tokens, BLOCK, GROUPS: tl.constexpr):
-    """Return the number of row tiles of each group `[GROUPS]`.
-
-    Entry `groups` is the rows past the last end, to which no product is added.
-    """
-    index = tl.arange(0, GROUPS)
-    end = tl.load(offsets + index, mask=index < groups, other=tokens)
-    begin = tl.load(offsets + index - 1, mask=(index > 0) & (index <= groups), other=0)
-    end = tl.minimum(tl.maximum(end, 0), tokens)
-    begin = tl.minimum(tl.maximum(begin, 0), tokens)
-    return tl.where(index <= groups, tl.cdiv(tl.maximum(end - begin, 0), BLOCK), 0)
 
 
 @triton.jit
@@ -120,7 +96,7 @@ def grouped_kernel(
         counts = index
         ends = index
     else:
-        counts = _ragged_tiles(
+        counts = ragged_tiles(
             offsets, groups, tokens, BLOCK_L if RAGGED == "left" else BLOCK_R, GROUPS
         )
         ends = tl.cumsum(counts, 0)
@@ -139,8 +115,8 @@ def grouped_kernel(
             # Groups whose tiles all come before this one.
             group = tl.sum((ends <= first).to(tl.int32), 0)
             first -= tl.sum(tl.where(ends <= first, counts, 0), 0)
-        begin = _group_end(offsets, group - 1, groups, tokens)
-        end = tl.maximum(_group_end(offsets, group, groups, tokens), begin)
+        begin = group_end(offsets, group - 1, groups, tokens)
+        end = tl.maximum(group_end(offsets, group, groups, tokens), begin)
         matrix = tl.minimum(group, groups - 1).to(tl.int64)
         left_k = begin
         right_k = begin

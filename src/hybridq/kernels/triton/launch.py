@@ -6,21 +6,38 @@ import contextlib
 from typing import Any, Final
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .block import block_kernel
 from .dense import decode_kernel, dense_kernel, reduce_kernel
 from .grouped import grouped_kernel
-from .plan import Launch
+from .grouped_block import grouped_block_kernel
+from .plan_parts import Launch, Tiled
 
-__all__ = ["KERNELS", "options", "run"]
+__all__ = ["KERNELS", "arguments", "options", "run"]
 
 KERNELS: Final[dict[str, Any]] = {
     "block": block_kernel,
     "decode": decode_kernel,
     "dense": dense_kernel,
     "grouped": grouped_kernel,
+    "grouped_block": grouped_block_kernel,
     "reduce": reduce_kernel,
 }
+
+
+def arguments(launch: Launch) -> dict[str, Any]:
+    """Return a kernel's arguments as Triton takes them."""
+    return {name: _described(given) for name, given in launch.arguments.items()}
+
+
+def _described(given: Any) -> Any:
+    if not isinstance(given, Tiled):
+        return given
+    tensor = given.tensor
+    # Rows that are only one have any stride.
+    strides = [tensor.shape[1], 1]
+    return TensorDescriptor(tensor, list(tensor.shape), strides, list(given.block))
 
 
 def options(launch: Launch) -> dict[str, Any]:
@@ -41,4 +58,4 @@ def run(launches: tuple[Launch, ...], device: torch.device) -> None:
     guard: Any = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with guard:
         for launch in launches:
-            KERNELS[launch.kernel][launch.grid](**launch.arguments, **options(launch))
+            KERNELS[launch.kernel][launch.grid](**arguments(launch), **options(launch))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -11,33 +10,15 @@ import torch
 from ..choice import GemmArgs, GroupedArgs, GroupedOperand, Operand
 from ..inputs import begins_at
 from .form import VALUES, Form, form_of
+from .plan_parts import FP8, Launch, added_arguments, bits_of, processors
 
-__all__ = ["SMALL", "Launch", "plan_block", "plan_gemm", "plan_grouped"]
+__all__ = ["SMALL", "plan_block", "plan_gemm", "plan_grouped"]
 
 #: A GEMM with at most so many rows on one side is bound by reading the other: packed codes win.
 SMALL: Final = 64
 #: A share of K has at least so many codes, or adding the shares costs more than it hides.
 _MIN_SHARE: Final = 512
 _MAX_SHARES: Final = 16
-_FP8: Final = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel launch.
-
-    Args:
-        kernel: name of the kernel: `"dense"`, `"reduce"`, `"grouped"` or `"block"`.
-        grid: number of programs per axis.
-        arguments: by name.
-        num_warps, num_stages: as Triton takes them.
-    """
-
-    kernel: str
-    grid: tuple[int, ...]
-    arguments: dict[str, Any] = field(repr=False)
-    num_warps: int = 4
-    num_stages: int = 3
 
 
 @dataclass(frozen=True)
@@ -75,17 +56,12 @@ class _Side:
         return given
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return BF16 as its bits: the interpreter has no BF16."""
-    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
-
-
 def _side(operand: Operand | GroupedOperand) -> _Side:
     form = form_of(operand.spec)
     is_stack = isinstance(operand, GroupedOperand) and operand.is_stack
     data = operand.buffers[0]
     if form.code.bits >= 16:
-        data = _bits(data)
+        data = bits_of(data)
         return _Side(form, operand.rows, data, data, data, is_stack)
     if data.stride(-1) != 1:
         data = data.contiguous()
@@ -104,13 +80,6 @@ def _has_words(data: torch.Tensor) -> bool:
     return all(number % 2 == 0 for number in even)
 
 
-@lru_cache(maxsize=16)
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4  # Triton's interpreter
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def _ceil(size: int, step: int) -> int:
     return -(-size // step)
 
@@ -118,20 +87,6 @@ def _ceil(size: int, step: int) -> int:
 def _tile(rows: int) -> int:
     """Return the rows of a tile for a small side: a power of two that tl.dot takes."""
     return next((size for size in (16, 32, 64) if rows <= size), 128)
-
-
-def _added(
-    bias: torch.Tensor | None, into: torch.Tensor | None, out: torch.Tensor
-) -> dict[str, Any]:
-    """Return the arguments that say what is added to a product, and where it goes."""
-    return {
-        "bias": out if bias is None else _bits(bias),
-        "bias_stride": 0 if bias is None else bias.stride(-1),
-        "into": out if into is None else _bits(into),
-        "out": out,
-        "BIAS": bias is not None,
-        "IS_ADDED": into is not None,
-    }
 
 
 def _places(tensor: torch.Tensor, name: str, is_swapped: bool) -> dict[str, Any]:
@@ -155,9 +110,9 @@ def plan_gemm(a: Operand, b: Operand, args: GemmArgs) -> tuple[torch.Tensor, tup
     block_l, block_r, block_k = (64, _tile(right.rows), 128) if is_small else (128, 128, 64)
     k = a.spec.padded(a.cols)
     tiles = _ceil(left.rows, block_l) * _ceil(right.rows, block_r)
-    share = _share(k, tiles, _processors(result.device), block_k)
+    share = _share(k, tiles, processors(result.device), block_k)
     shares = max(1, _ceil(k, share))
-    out = _bits(result)
+    out = bits_of(result)
     into = args.accumulate_into
     whole = {
         "left_rows": left.rows,
@@ -165,7 +120,7 @@ def plan_gemm(a: Operand, b: Operand, args: GemmArgs) -> tuple[torch.Tensor, tup
         "IS_SWAPPED": is_swapped,
         "BLOCK_L": block_l,
         "BLOCK_R": block_r,
-        **_added(args.bias, into, out),
+        **added_arguments(args.bias, into, out),
         **_places(out if into is None else into, "into", is_swapped),
         **_places(out, "out", is_swapped),
     }
@@ -246,13 +201,13 @@ def plan_grouped(
     is_wide = left.form.is_wide or right.form.is_wide
     if is_wide:  # tiles of FP32 take twice the shared memory
         block_l, block_r, block_k = 64, min(block_r, 64), 32
-    out = _bits(result)
+    out = bits_of(result)
     into = args.accumulate_into
     added = out if into is None else into
     arguments = {
         **left.arguments("left", True),
         **right.arguments("right", True),
-        **_added(args.bias, into, out),
+        **added_arguments(args.bias, into, out),
         **_places(added, "into", is_swapped),
         **_places(out, "out", is_swapped),
         "bias_group_stride": 0 if args.bias is None else args.bias.stride(0),
@@ -282,7 +237,7 @@ def plan_grouped(
         most = (_ceil(args.tokens, ragged_block) + groups + 1) * _ceil(b.rows, block)
     else:
         most = groups * _ceil(left.rows, block_l) * _ceil(right.rows, block_r)
-    programs = min(most, _processors(result.device) * (2 if is_small or is_wide else 1))
+    programs = min(most, processors(result.device) * (2 if is_small or is_wide else 1))
     warps, stages = (4, 4) if is_small or is_wide else (8, 3)
     return result, (Launch("grouped", (programs,), arguments, warps, stages),)
 
@@ -308,17 +263,17 @@ def plan_block(
     result = a_data.new_empty((m, n), dtype=args.out_dtype)
     if result.numel() == 0:
         return result, ()
-    out, into = _bits(result), args.accumulate_into
+    out, into = bits_of(result), args.accumulate_into
     added = out if into is None else into
     block_a = 64 if m <= 64 else 128
     # A scale per column needs a product of its own beside the sums: half as many columns.
     block_b = 128 if b_is_square else 64
     arguments = {
-        "a_data": a_data.view(_FP8[elements[0]]),
+        "a_data": a_data.view(FP8[elements[0]]),
         "a_scale": a_scale,
-        "b_data": b_data.view(_FP8[elements[1]]),
+        "b_data": b_data.view(FP8[elements[1]]),
         "b_scale": b_scale,
-        **_added(args.bias, into, out),
+        **added_arguments(args.bias, into, out),
         "a_rows": m,
         "b_rows": n,
         "k_size": k,

@@ -1,0 +1,142 @@
+"""Products of groups of tokens on FP8 tensor cores: MX planes folded, others with their scales.
+
+The grouped form of `folded_backend`. What multiplies is a kernel of ours in Triton, which takes
+FP8 codes with FP32 scales of 1x128 and reads the group ends on the device. Three products: rows of
+tokens by a stack of matrices (forward, gradient of the input), and a contraction over the tokens of
+each group (gradient of the weight), whose planes are padded per group to 128 tokens: so no 1x128
+block lies in two groups, and a plane is folded as if it had none.
+
+Source: ours; docs/reference/gemm.md, "Groups of tokens".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from ..formats import PlaneSpec
+from ..reference import FOLD_WIDTH, Folded, fold_element
+from .choice import GroupedArgs, GroupedOperand, Operand, OpQuery
+from .decoded import fp32_reason
+from .inputs import begins_at
+from .ragged import one_of
+from .scaled_mm import block_scales, ceil_to, fp8_codes, is_foldable, pad_codes
+from .triton import BlockSide, block_gemm_reason, grouped_block_gemm
+
+__all__ = ["few_tokens_reason", "groups_reason", "is_bf16_product", "multiply_groups"]
+
+_pad = torch.nn.functional.pad
+#: Folds a plane to FP8 with scales of 1x128.
+Fold = Callable[[Operand], Folded]
+
+#: From so many tokens per group on, it pays to fold a stack in each call. Folding moves two bytes
+#: of a code through memory, 2 / 4.3e12 s; a product with T tokens takes 2 T / 1.0e15 s of a code on
+#: FP8 tensor cores and 2 T / 3.5e14 s with decoded operands. They meet at T = 125.
+_ENOUGH: Final = 128
+#: Codes and scales begin, row by row, at multiples of so many bytes.
+_ALIGNMENT: Final = 16
+_STEP: Final = 4  # FP32 scales in them
+
+
+def _element(spec: PlaneSpec) -> str:
+    """Return the name of the FP8 element that the codes of `spec` have or fit into."""
+    return "no codes" if spec.format.element is None else str(fold_element(spec.format.element))
+
+
+def groups_reason(query: OpQuery) -> str | None:
+    """Return None if the groups of a query are multiplied here, else why not.
+
+    Args:
+        query: a grouped GEMM of two planes that are, or fold to, FP8 with scales of 1x128.
+    """
+    if query.row is None or query.col is None or query.chip is None:
+        return "needs two operands"
+    elements = _element(query.row), _element(query.col)
+    reason = block_gemm_reason(elements, query.chip, is_grouped=True)
+    if reason is not None or query.chip.capability is None:
+        return reason
+    if query.precision == "fast" or query.chip.capability[0] == 9 or not is_bf16_product(query):
+        return None
+    return "FP8 products of groups are for precision 'fast' but on sm_90 until they were measured"
+
+
+def is_bf16_product(query: OpQuery) -> bool:
+    """Whether the exact way is a BF16 product and not an FP32 one, many times as slow."""
+    if query.row is None or query.col is None:
+        return False
+    return fp32_reason(query.row, query.col, query.device, query.dtype, is_alone=True) is None
+
+
+def few_tokens_reason(query: OpQuery) -> str | None:
+    """Return why a grouped query is left to a product that decodes operands, or None."""
+    got = query.tokens_per_group
+    if got is None or got >= _ENOUGH or not is_bf16_product(query):
+        return None
+    return f"a stack is folded for {_ENOUGH} tokens per group and more, got {got} on average"
+
+
+def multiply_groups(
+    a: GroupedOperand, b: GroupedOperand, args: GroupedArgs, fold: Fold
+) -> torch.Tensor:
+    """Return the product of every group: `[T, N]` if b is a stack, else `[G, M, N]`.
+
+    Args:
+        a, b, args: as every backend takes them.
+        fold: folds a plane to FP8 with scales of 1x128.
+    """
+    groups, into = args.offsets.shape[0], args.accumulate_into
+    shape = (a.rows, b.rows) if b.is_stack else (groups, a.rows, b.rows)
+    if 0 in (groups, *shape):  # nothing, or tokens of no group
+        made = a.buffers[0].new_zeros(shape, dtype=args.out_dtype)
+        return made if into is None else made.copy_(into)
+    return grouped_block_gemm(_side(a, fold), _side(b, fold), args, b.is_stack)
+
+
+def _side(operand: GroupedOperand, fold: Fold) -> BlockSide:
+    rows = operand.rows * (operand.buffers[0].shape[0] if operand.is_stack else 1)
+    if operand.cols == 0:  # a sum of nothing is one of zeros
+        codes = operand.buffers[0].new_zeros((rows, _ALIGNMENT), dtype=torch.uint8)
+        scale = codes.new_zeros((rows, 1), dtype=torch.float32)
+    elif is_foldable(operand.spec):
+        codes, scale = _folded(operand, rows, fold)
+    else:
+        data = operand.buffers[0].reshape(rows, -1)
+        flat = Operand([data], operand.spec, rows, operand.cols)
+        codes = fp8_codes(flat, rows, _ALIGNMENT).view(torch.uint8)
+        scale = _own_scales(operand)
+    laid, extra = scale.t(), -operand.rows % _STEP
+    if extra:  # rows of each matrix are made a multiple of 4
+        laid = _pad(laid.unflatten(1, (-1, operand.rows)), (0, extra)).flatten(1)
+        if operand.is_stack:
+            codes = _pad(codes.unflatten(0, (-1, operand.rows)), (0, 0, 0, extra)).flatten(0, 1)
+    codes = pad_codes(codes, codes.shape[0], ceil_to(codes.shape[1], _ALIGNMENT))
+    laid = laid.contiguous()  # no copy where it lies so already
+    laid = laid if begins_at(laid) % _ALIGNMENT == 0 else laid.clone()
+    return BlockSide(codes, laid, _element(operand.spec), operand.rows)
+
+
+def _folded(operand: GroupedOperand, rows: int, fold: Fold) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes `[rows, K]` and scales of a plane, or of all matrices of a stack."""
+    spec, buffers = operand.spec, operand.buffers
+    if operand.is_stack and operand.rows % (spec.format.block or (1, 1))[0]:
+        # A square would lie in two matrices.
+        made = [fold(one_of(operand, group)) for group in range(buffers[0].shape[0])]
+        return torch.cat([one.codes for one in made]), torch.cat([one.scale for one in made])
+    if operand.is_stack:
+        buffers = [buffer.flatten(0, 1) for buffer in buffers]
+    whole = fold(Operand(buffers, spec, rows, operand.cols))
+    return whole.codes, whole.scale
+
+
+def _own_scales(operand: GroupedOperand) -> torch.Tensor:
+    """Return the FP32 scales `[rows, ceil(K / 128)]` of an FP8 plane, or of all of a stack."""
+    spec = operand.spec
+    if operand.is_stack and spec.format.block is None:
+        width = ceil_to(spec.padded(operand.cols), FOLD_WIDTH) // FOLD_WIDTH
+        scale = operand.buffers[1].reshape(-1, 1, 1).expand(-1, operand.rows, width)
+    else:
+        one = Operand(operand.buffers, spec, operand.rows, operand.cols)
+        scale, _ = block_scales(one, False)
+    return scale.flatten(0, 1) if operand.is_stack else scale
