@@ -36,8 +36,8 @@
 #                      (PLAN=first PART=1, 2, 3: the first hour on a chip, in three calls)
 # make gpu-facts       there: what the chip itself does (rates, products, errors)
 # make gpu-library     anywhere with nvcc: the kernels for ARCH=90a, for make gpu PREBUILT=<file>
-# make kernels-check   compile the CUDA code for every architecture, and hold its instructions per
-#                      element, registers and spills to the budgets (needs nvcc, no GPU)
+# make kernels-check   compile the CUDA code for every architecture and the Triton kernels for NVIDIA's
+#                      and AMD's, and hold instructions, registers and spills to budgets (nvcc, no GPU)
 # make clean           remove what was built (distclean: the environment too)
 #
 # Everything runs in .venv, made by the first target that needs it. Stamp files in it remember what
@@ -263,11 +263,13 @@ wheel-check: | $(BIN)/python
 sdist-check: | $(BIN)/python
 	$(call smoke,sdist-check,$(SDIST))
 
-kernels-check: $(TOOLS_STAMP)
+kernels-check: $(DEV_STAMP)
 	$(BIN)/cmake -S . -B build/kernels-check -G Ninja \
 	  -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN)/ninja)" -DHYBRIDQ_CUDA=ON -DHYBRIDQ_BUILD_PYTHON=OFF
 	$(BIN)/cmake --build build/kernels-check
 	$(BIN)/python benchmarks/sass.py $(SASS_ARGS) build/kernels-check/libhybridq_cuda.a
+	$(BIN)/python -m pytest -m "slow or not slow" tests/kernels/triton/test_triton_code.py \
+	  tests/kernels/triton/test_triton_amd.py
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "hybridq: needs Python 3.10 or newer, got " + sys.version.split()[0] + "; make PYTHON=python3.11")'

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ...formats import Element, PlaneSpec
 from .ptx import decode_asm
 
-__all__ = ["VALUES", "WIDE_VALUES", "Code", "Form", "form_of", "form_reason"]
+__all__ = ["VALUES", "WIDE_VALUES", "Code", "Form", "form_of", "form_reason", "portable_form"]
 
 _SIGN = 1 << 31
 
@@ -30,7 +30,7 @@ class Code(NamedTuple):
             mantissa, the code is an exponent (E8M0).
         factor: what the exponents' biases differ by; the product is exact.
         limit: from this magnitude on a value is special; 0: none is.
-        asm: PTX that decodes two codes at once (see `ptx`).
+        asm: PTX that decodes two codes at once (see `ptx`); "": plain operations do.
     """
 
     bits: int
@@ -98,6 +98,11 @@ def _code(element: Element) -> Code:
         limit=limit,
         asm=decode_asm(element),
     )
+
+
+def portable_form(form: Form) -> Form:
+    """Return the form as it is decoded on GPUs that have no PTX, with the same bits."""
+    return form._replace(code=form.code._replace(asm=""))
 
 
 def _is_power_of_two(number: int) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from ..choice import GemmArgs, GroupedArgs, GroupedOperand, Operand
 from ..inputs import begins_at
-from .form import VALUES, Form, form_of
+from .form import VALUES, Form, form_of, portable_form
 from .plan_parts import FP8, Launch, added_arguments, bits_of, processors
 
 __all__ = ["SMALL", "plan_block", "plan_gemm", "plan_grouped"]
@@ -58,6 +58,8 @@ class _Side:
 
 def _side(operand: Operand | GroupedOperand) -> _Side:
     form = form_of(operand.spec)
+    if torch.version.hip is not None:
+        form = portable_form(form)
     is_stack = isinstance(operand, GroupedOperand) and operand.is_stack
     data = operand.buffers[0]
     if form.code.bits >= 16:

@@ -5,9 +5,11 @@ is exact; the second is the one that docs/reference/numerics.md rounds to BF16 (
 GEMM"), and it is exact too but for values below 2^-126 or above BF16's maximum. Triton's own casts
 from FP8 are not used: on sm_90 they go through FP16 at a quarter of the rate.
 
-On a GPU this is packed 16-bit arithmetic in PTX (`ptx`). Triton's interpreter has neither PTX nor
-BF16 arithmetic (it multiplies the bits). There the same is done in FP32, rounded to BF16 by bits;
-`INTERPRETED` selects that. The tests hold both to the same values, the PTX by an emulation.
+On an NVIDIA GPU this is packed 16-bit arithmetic in PTX (`ptx`). A form without PTX (`Code.asm`) is
+decoded by plain operations of Triton: the same in FP32, rounded to BF16 by bits. That is what
+Triton's interpreter does for every form, since it has neither PTX nor BF16 arithmetic (it
+multiplies the bits); there results stay in FP32 (`INTERPRETED`). The tests hold both to the same
+values, the PTX by an emulation.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -61,24 +63,28 @@ def _nearest_bf16_bits(values):
 
 @triton.jit
 def _as_bf16(values):
-    """Return FP32 values as the BF16 operand of a dot."""
+    """Return FP32 values rounded to the BF16 operand of a dot, by integers on any device."""
+    bits = _nearest_bf16_bits(values)
     if INTERPRETED:
-        return (_nearest_bf16_bits(values) << 16).to(tl.float32, bitcast=True)
+        return (bits << 16).to(tl.float32, bitcast=True)
     else:
-        return values.to(tl.bfloat16)
+        return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def _bf16_values(codes, F: tl.constexpr):
     """Return codes (int32) decoded to BF16 by way of FP32."""
     values = code_values(codes, F.code.up, F.code.down, F.code.mask, F.code.factor, F.code.limit)
-    return _as_bf16(values)
+    if INTERPRETED:
+        return values
+    else:
+        return values.to(tl.bfloat16)  # exactly
 
 
 @triton.jit
 def _decode_pairs(raw, F: tl.constexpr):
     """Return the BF16 values of the lower and of the upper codes of bytes or 16-bit words."""
-    if INTERPRETED:
+    if INTERPRETED or F.code.asm == "":
         WIDTH: tl.constexpr = 8 if raw.dtype == tl.int16 else 4
         codes = raw.to(tl.int32)
         low = _bf16_values(codes & ((1 << WIDTH) - 1), F)
@@ -90,12 +96,12 @@ def _decode_pairs(raw, F: tl.constexpr):
 
 
 @triton.jit
-def _scaled(values, scales, WIDE: tl.constexpr):
+def _scaled(values, scales, F: tl.constexpr, WIDE: tl.constexpr):
     """Return BF16 values times FP32 scales that BF16 holds, rounded to BF16; or FP32 of FP32."""
     if WIDE:
         return values * scales
-    elif INTERPRETED:
-        return _as_bf16(values * scales)
+    elif INTERPRETED or F.code.asm == "":
+        return _as_bf16(values.to(tl.float32) * scales)
     else:
         return tl.inline_asm_elementwise(
             _SCALE, "=r,r,r", [values, scales.to(tl.bfloat16)], tl.bfloat16, True, 2
@@ -215,10 +221,10 @@ def load_operand(
             if F.block_cols < BLOCK_K:
                 COUNT: tl.constexpr = BLOCK_K // F.block_cols
                 blocks = tl.reshape(values, (rows.shape[0], COUNT, F.block_cols))
-                blocks = _scaled(blocks, scales[:, :, None], WIDE)
+                blocks = _scaled(blocks, scales[:, :, None], F, WIDE)
                 values = tl.reshape(blocks, (rows.shape[0], BLOCK_K))
             else:
-                values = _scaled(values, scales, WIDE)
+                values = _scaled(values, scales, F, WIDE)
         return values
 
 
