@@ -8,11 +8,15 @@ import torch
 import emulated
 import hybridq
 import kernel_cases as cases
-from hybridq.kernels.choice import ALIGNMENT, EncodeRequest, Place
+from hybridq.kernels import folded_backend
+from hybridq.kernels.choice import ALIGNMENT, EncodeRequest, GemmArgs, Operand, OpQuery, Place
 from hybridq.kernels.choice.registry import register_backend, unregister_backend
+from hybridq.kernels.inputs import Chip
+from hybridq.kernels.scaled_mm import backend as native
 from hybridq.nn.autograd.linear_function import _Call, _forward, _Needs
 from hybridq.nn.autograd.prepared_linear import PreparedLinear
 from hybridq.recipes import bind
+from scaled_mm_oracle import scaled_mm
 
 MODULE = emulated.load()
 if MODULE is None:
@@ -98,3 +102,55 @@ def test_a_prepared_forward_of_a_gpu_has_the_general_ones_bits(recipe: str, need
             cases.assert_same(one, other.contiguous(), f"saved of {what}: {j}")
     owners = {_storage(one) for one in made[1] if one is not x}
     assert owners.isdisjoint(_storage(one) for one in made[2] if one is not w)
+
+
+def _operands(name: str, sizes: tuple[int, int, int]) -> tuple[Operand, Operand]:
+    m, n, k = sizes
+    spec, made = PLAIN[name], []
+    for rows in (m, n):
+        x = cases.matrix(rows, k, torch.bfloat16, rows, "normal")
+        made.append(Operand(BACKEND.ops["encode"](x, spec, None, EncodeRequest()), spec, rows, k))
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_e4m3"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_planned_products_have_the_bits_of_those_that_plan_nothing(
+    name: str, has_bias: bool, monkeypatch
+) -> None:
+    sizes, dtype = (36, 48, 256), torch.bfloat16
+    a, b = _operands(name, sizes)
+    chip = Chip("cuda", (9, 0), (13, 0), (2, 11))
+    query = OpQuery("gemm", "cuda", dtype, a.spec, b.spec, "auto", sizes, chip)
+    args = GemmArgs(torch.randn(48).to(dtype) if has_bias else None, None, dtype, chip=chip)
+    calls = []
+
+    def product(*given, **more):
+        calls.append(given[0].dtype)
+        return scaled_mm(*given, **more)
+
+    monkeypatch.setattr(native, "scaled_mm", product)
+    monkeypatch.setattr(native, "block_takes_bias", lambda *_: True)
+    monkeypatch.setattr(folded_backend, "is_current", lambda _: True)
+    monkeypatch.setattr(folded_backend, "_gemm", None)  # nothing is left to it
+    kernels = emulated.EmulatedKernels(MODULE)
+    if name == "mxfp8":
+        folders = [BACKEND.folder(one.spec, one.rows, sizes[2]) for one in (a, b)]
+        with kernels.launch(torch.device("cpu")):
+            got = folded_backend._Planned(query, folders)(a, b, args)
+        planes = [
+            BACKEND.ops["fold"](one.buffers, one.spec, one.rows, one.cols, 1) for one in (a, b)
+        ]
+        left, right = (
+            Operand([made.codes, made.scale], folded_backend.folded_spec(one.spec), *one[2:4])
+            for made, one in zip(planes, (a, b), strict=True)
+        )
+        want = native.multiply(left, right, args, "block")
+    else:
+        monkeypatch.setattr(native, "multiply", None)
+        got = native._planner(query)(a, b, args)
+        monkeypatch.undo()
+        monkeypatch.setattr(native, "scaled_mm", product)
+        want = native.multiply(a, b, args, "tensor")
+    assert calls == [torch.float8_e4m3fn] * 2
+    cases.assert_same(got, want, name)

@@ -27,7 +27,7 @@ TABLE = {
 #: Frames of Python in hybridq: of the forward and of the backward, with room for other versions.
 FRAMES = {
     "mxfp8": (60, 130),
-    "fp8_current": (72, 160),
+    "fp8_current": (50, 115),
     "fp8_block": (85, 180),
     "nvfp4": (125, 280),
 }

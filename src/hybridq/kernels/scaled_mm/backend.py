@@ -25,13 +25,14 @@ from ..choice import (
     added_error,
     register_backend,
 )
-from ..inputs import Chip, chip_of
+from ..inputs import Chip, begins_at, chip_of
 from .chip_gates import GATES, KIND_NAMES, exact_reason
 from .cublas_probe import block_takes_bias
 from .epilogue import finish, only_product
 from .grouped import grouped_gemm, grouped_kind
 from .operand_layout import ceil_to
 from .operand_views import (
+    FP8,
     KINDS,
     Scaled,
     pair_reason,
@@ -43,6 +44,9 @@ from .operand_views import (
 from .refusals import REFUSALS, Trial, or_next_way, refusal
 
 __all__ = ["NATIVE", "multiply", "native_kind", "planned_product"]
+
+#: Bytes at a multiple of which the codes of an operand begin.
+_ALIGNMENT = 16
 
 scaled_mm: Any = getattr(torch.nn.functional, "scaled_mm", None)
 
@@ -238,23 +242,53 @@ class _Planned:
         kind: what `native_kind` says of it.
     """
 
-    __slots__ = ("_is_known", "_kind", "_trial")
+    __slots__ = ("_dtypes", "_is_known", "_kind", "_trial")
 
     def __init__(self, query: OpQuery, kind: str) -> None:
         self._kind, self._is_known = kind, False
+        #: torch's dtypes of both operands' codes where these are taken as they lie; else None.
+        self._dtypes = _dtypes_as_they_lie(query, kind)
         specs = [spec for spec in (query.row, query.col) if spec is not None]
         self._trial = Trial(query.chip, kind, specs[0], specs[1], query.dtype)
 
     def __call__(self, a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
         """Return what `_gemm` does."""
         try:
-            made = multiply(a, b, args, self._kind)
+            made = self._as_they_lie(a, b, args)
+            if made is None:
+                made = multiply(a, b, args, self._kind)
         except REFUSALS as error:
             return self._trial.next_way(error, a, b, args)
         if not self._is_known:
             self._trial.worked()
             self._is_known = True
         return made
+
+    def _as_they_lie(self, a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor | None:
+        """Return the product of codes that need no padding, by one scale each; None: not done."""
+        if self._dtypes is None or args.accumulate_into is not None:
+            return None
+        bias, views = args.bias, []
+        if bias is not None and not (bias.dtype is args.out_dtype and bias.is_contiguous()):
+            return None
+        for operand, dtype in zip((a, b), self._dtypes, strict=True):
+            data, scale = operand.buffers
+            if not (data.is_contiguous() and begins_at(data) % _ALIGNMENT == 0):
+                return None
+            views.append(Scaled(data.view(dtype), (scale,), ("TensorWise",)))
+        return _scaled_mm(views[0], views[1], bias, args.out_dtype)
+
+
+def _dtypes_as_they_lie(query: OpQuery, kind: str) -> list[torch.dtype] | None:
+    """Return torch's dtypes of the codes of FP8 planes with one scale each, not to be padded."""
+    if kind != "tensor" or query.sizes is None or query.dtype is torch.float32:
+        return None
+    (m, n, k), specs = query.sizes, (query.row, query.col)
+    if 0 in (m, n, k) or n % 16 or k % 16:
+        return None
+    found = [spec.format.element for spec in specs if spec is not None and spec.padded(k) == k]
+    dtypes = [FP8[one] for one in found if one in FP8]
+    return dtypes if len(dtypes) == 2 else None
 
 
 def _planner(query: OpQuery) -> _Planned | None:
