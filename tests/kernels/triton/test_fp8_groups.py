@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Iterator
 
 import pytest
@@ -9,9 +11,13 @@ import torch
 
 import hybridq
 import triton_tools
+from cuda_costs import counted, fake_gpu
 from hybridq.formats import PlaneSpec
-from hybridq.kernels import OpQuery, choose, described
-from hybridq.kernels.triton import backend
+from hybridq.kernels import FOLD, OpQuery, choose, described
+from hybridq.kernels.choice.arguments import GroupedArgs, GroupedOperand
+from hybridq.kernels.ragged import capacity
+from hybridq.kernels.triton import backend, plan_grouped_block
+from hybridq.kernels.triton.plan_parts import Launch
 from triton_tools import Worker
 
 REASON = triton_tools.MISSING or triton_tools.interpreter_reason()
@@ -147,3 +153,38 @@ def test_what_is_said_of_them(with_triton) -> None:
     text = str(hybridq.explain("grouped_gemm", "mxfp8", "fp8_1x128", device="sm_90"))
     assert "operand a folded to FP32 scales of 1x128; FP8 with one scale per 1x128" in text
     assert "group ends stay on the device" in text and "added error about 1.3e-04" in text
+
+
+@pytest.mark.parametrize("is_stack", [True, False])
+def test_what_a_product_asks_of_a_chip(monkeypatch, is_stack: bool) -> None:
+    """A fold of each operand, one launch, and nothing else; no tensor but theirs."""
+    launched: list[Launch] = []
+    stand_in = types.SimpleNamespace(run=lambda launches, device: launched.extend(launches))
+    monkeypatch.setitem(sys.modules, "hybridq.kernels.triton.launch", stand_in)
+    monkeypatch.setattr(plan_grouped_block, "_major", lambda device: 9)
+    monkeypatch.setattr(plan_grouped_block, "processors", lambda device: 132)
+    tokens, groups, n, k = 16384, 8, 4096, 2048
+    spec, depth = PlaneSpec.parse("mxfp8"), capacity(tokens, groups)
+
+    def operand(rows: int, cols: int, stack: int | None = None) -> GroupedOperand:
+        lead = () if stack is None else (stack,)
+        made = [
+            torch.empty((*lead, *one.shape), dtype=one.dtype, device="cuda")
+            for one in spec.buffers(rows, cols)
+        ]
+        return GroupedOperand(made, spec, rows, cols, stack is not None, not is_stack)
+
+    with fake_gpu(monkeypatch) as costs:
+        if is_stack:
+            sides = operand(tokens, k), operand(n, k, groups)
+        else:
+            sides = operand(n, depth), operand(k, depth)
+        ends = torch.empty(groups, dtype=torch.int32, device="cuda")
+        starts = torch.empty(groups + 1, dtype=torch.int32, device="cuda")
+        args = GroupedArgs(ends, tokens, starts, None, None, torch.bfloat16)
+        y, cost = counted(costs, lambda: FOLD.ops["grouped_gemm"](*sides, args))
+    assert y.shape == ((tokens, n) if is_stack else (groups, n, k))
+    assert cost.kernels == {"fold": 2} and not cost.products and not cost.others
+    assert cost.allocations == 2 * 3 + 1  # codes, scales and a counter of each; the result
+    assert [one.kernel for one in launched] == ["grouped_block"]
+    assert launched[0].grid == (132,)
