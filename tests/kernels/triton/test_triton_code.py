@@ -165,7 +165,7 @@ def test_fp8_groups(compiled, case: tuple[int, str, int]) -> None:
         assert code.loop_size <= FP8_GROUPS[case]
     else:  # 3.6: addresses of shared memory are computed in vector registers
         assert code.spilled <= 160
-        assert code.loop_size <= 1.75 * FP8_GROUPS[case]
+        assert code.loop_size <= 1.8 * FP8_GROUPS[case]
 
 
 @pytest.mark.slow

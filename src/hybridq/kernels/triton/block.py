@@ -10,7 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .groups import in_bands
 from .tile import finish
 
 __all__ = ["block_kernel"]
@@ -69,7 +68,11 @@ def block_kernel(
     """
     tile = tl.program_id(0)
     b_tiles = tl.cdiv(b_rows, BLOCK_B)
-    a_tile, b_tile = in_bands(tile, tl.cdiv(a_rows, BLOCK_A), b_tiles, TILES_DOWN)
+    band = tile // (TILES_DOWN * b_tiles)
+    down = tl.minimum(tl.cdiv(a_rows, BLOCK_A) - band * TILES_DOWN, TILES_DOWN)
+    inside = tile % (TILES_DOWN * b_tiles)
+    a_tile = band * TILES_DOWN + inside % down
+    b_tile = inside // down
     a_row = a_tile.to(tl.int64) * BLOCK_A + tl.arange(0, BLOCK_A)
     b_row = b_tile.to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     a_ok = a_row < a_rows
