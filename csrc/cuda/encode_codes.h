@@ -3,15 +3,14 @@
 // Elements for which the chip has a conversion go through it. Before Blackwell there is none for
 // E2M1, nor on any chip one that takes our random bytes; those go through a short path:
 //
-// The code of a = |v| is that of 0 to 2 in steps of a half, of 2 to 4 in steps of one, of 4 to 6 in
-// steps of two: 4 p + 2 q + r, with p = a / 2, q = a / 2 - 1 and r = a / 2 - 2, each bounded to
-// [0, 1], as FP32 instructions do for nothing. The differences are exact wherever they are not
-// bounded, and only one of the three terms is no integer; so each is added to 2^23 by a fused
-// multiply-add, whose rounding, to nearest with ties to even, is that of the code: the low bits of
-// the sum. For stochastic rounding the terms are 256 times as large: eight bits of the fraction
-// stay, the random byte is added to them, and the second byte is the code. v is bounded to 6 on the
-// way, and no instruction of these is one of the integer unit, which has half as many lanes.
-// Tested against formats/element.h on every BF16 value.
+// The code of a = |v| rises by 2 a up to 2, by a up to 4, by a / 2 up to 6: before it is rounded it
+// is the least of 2 a, a + 2 and 6 + r, with r = a / 2 - 2 bounded to [0, 1], as FP32 instructions
+// do for nothing. r is exact wherever it is not bounded. So each is made by one addition to 2^23,
+// whose rounding, to nearest with ties to even, is that of the code, the low bits of the sum; and
+// the least of the sums is that of the values. For stochastic rounding all are 256 times as large:
+// eight bits of the fraction stay, the random byte is added to them, and the second byte is the
+// code. v is bounded to 6 on the way, and one instruction of six is one of the integer unit, which
+// has half as many lanes. Tested against formats/element.h on every BF16 value.
 //
 // Source: ours; compare the magic-number rounding of formats/element.h.
 #ifndef HYBRIDQ_CUDA_ENCODE_CODES_H_
@@ -29,12 +28,15 @@ namespace cuda {
 template <class E, int kCount>
 inline constexpr int kCodeWords = (kCount * (E::kBits == 4 ? 4 : 8) + 31) / 32;
 
-// 2^23 + kUnit * code, rounded to an integer; of a NaN 2^23.
+// 2^23 + kUnit * code, rounded to an integer, as bits; of a NaN anything.
 template <int kUnit>
 HQ_DEVICE uint32_t E2M1Sum(float a) {
-  const float low = FmaRn(MulSaturated(a, 0.5f), 4.0f * kUnit, 0x1p23f);
-  const float middle = FmaRn(FmaSaturated(a, 0.5f, -1.0f), 2.0f * kUnit, low);
-  return Bits(FmaRn(FmaSaturated(a, 0.5f, -2.0f), 1.0f * kUnit, middle));
+  constexpr float kZero = 0x1p23f;
+  const float low = FmaRn(a, 2.0f * kUnit, kZero);
+  const float middle = FmaRn(a, 1.0f * kUnit, kZero + 2.0f * kUnit);
+  const float high = FmaRn(FmaSaturated(a, 0.5f, -2.0f), 1.0f * kUnit, kZero + 6.0f * kUnit);
+  // Of numbers above zero the order is that of their bits.
+  return static_cast<uint32_t>(MinOfThree(SignedBits(low), SignedBits(middle), SignedBits(high)));
 }
 
 // Byte `which` of four words, in order.
@@ -60,28 +62,29 @@ HQ_DEVICE uint32_t E2M1Eight(const float (&x)[8], float multiplier, const uint32
     HQ_UNROLL
     for (int i = 0; i < 8; ++i) v[i] = MulOneNan(x[i], multiplier);
     return CastEightE2M1(v);
-  }
-  uint32_t sum[8];
-  HQ_UNROLL
-  for (int i = 0; i < 8; ++i) {
-    sum[i] = E2M1Sum<kStochastic ? 256 : 1>(MulRn(fabsf(x[i]), multiplier));
-    if constexpr (kStochastic) sum[i] = AddByte(sum[i], random[i / 4], i % 4);
-  }
-  const uint32_t even_signs = GatherSigns(Bits(x[0]), Bits(x[2]), Bits(x[4]), Bits(x[6]));
-  const uint32_t odd_signs = GatherSigns(Bits(x[1]), Bits(x[3]), Bits(x[5]), Bits(x[7]));
-  const uint32_t signs = (even_signs & 0x08080808u) | (odd_signs & 0x80808080u);
-  uint32_t codes = 0;
-  if constexpr (kStochastic) {
-    codes = GatherBytes<1>(sum[0], sum[2], sum[4], sum[6]) +
-            16 * GatherBytes<1>(sum[1], sum[3], sum[5], sum[7]) + signs;
   } else {
-    // 2^23 in each of them, as bits, is one constant in the whole.
-    constexpr uint32_t kConstant = 0x4b000000u * 0x11111111u;
+    uint32_t sum[8];
     HQ_UNROLL
-    for (int i = 7; i >= 0; --i) codes = codes * 16 + sum[i];
-    codes = codes - kConstant + signs;
+    for (int i = 0; i < 8; ++i) {
+      sum[i] = E2M1Sum<kStochastic ? 256 : 1>(MulRn(fabsf(x[i]), multiplier));
+      if constexpr (kStochastic) sum[i] = AddByte(sum[i], random[i / 4], i % 4);
+    }
+    const uint32_t even_signs = GatherSigns(Bits(x[0]), Bits(x[2]), Bits(x[4]), Bits(x[6]));
+    const uint32_t odd_signs = GatherSigns(Bits(x[1]), Bits(x[3]), Bits(x[5]), Bits(x[7]));
+    const uint32_t signs = (even_signs & 0x08080808u) | (odd_signs & 0x80808080u);
+    uint32_t codes = 0;
+    if constexpr (kStochastic) {
+      codes = GatherBytes<1>(sum[0], sum[2], sum[4], sum[6]) +
+              16 * GatherBytes<1>(sum[1], sum[3], sum[5], sum[7]) + signs;
+    } else {
+      // 2^23 in each of them, as bits, is one constant in the whole.
+      constexpr uint32_t kConstant = 0x4b000000u * 0x11111111u;
+      HQ_UNROLL
+      for (int i = 7; i >= 0; --i) codes = codes * 16 + sum[i];
+      codes = codes - kConstant + signs;
+    }
+    return multiplier == multiplier ? codes : 0x77777777u;
   }
-  return multiplier == multiplier ? codes : 0x77777777u;
 }
 
 // Codes of kCount values that share a multiplier, the first in the lowest bits. `random`: one byte

@@ -82,7 +82,7 @@ HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, kBf16 ? kManyWarps : kWideWarps) EncodeM
   a.tiles_across = (t.cols + G::kTileCols - 1) / G::kTileCols;
   SetPlane<Row>(t.row_data, t.row_scale, m.row_stats + t.number, t.cols, &a.row);
   SetPlane<Col>(t.col_data, t.col_scale, m.col_stats + t.number, t.rows, &a.col);
-  EncodeTileOf<Row, Col, kBf16, TileForm<false>>(a, block);
+  EncodeTileOf<Row, Col, kBf16, TileForm<false, kIsLong<Row, Col>>>(a, block);
   if (block == 0 && ThreadIndex() == 0) {
     KeepAmax<Row>(a.row, t.row_amax);
     KeepAmax<Col>(a.col, t.col_amax);

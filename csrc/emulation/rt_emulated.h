@@ -139,7 +139,6 @@ inline void SharedAtomicMax(uint32_t offset, uint32_t v, Site where = Site::curr
 inline float FmaRn(float a, float b, float c) { return std::fma(a, b, c); }
 
 inline float Saturated(float v) { return v > 0.0f ? (v < 1.0f ? v : 1.0f) : 0.0f; }
-inline float MulSaturated(float a, float b) { return Saturated(MulRn(a, b)); }
 inline float FmaSaturated(float a, float b, float c) { return Saturated(FmaRn(a, b, c)); }
 
 // The exact value is s + t: a product of floats is exact in double, and 2Sum finds the error of the
@@ -171,6 +170,10 @@ inline uint32_t Permute(uint32_t a, uint32_t b, uint32_t selector) {
 }
 inline uint32_t AddByte(uint32_t sum, uint32_t bytes, int which) {
   return sum + (bytes >> (8 * which) & 0xffu);
+}
+inline int32_t MinOfThree(int32_t a, int32_t b, int32_t c) {
+  const int32_t least = a < b ? a : b;
+  return least < c ? least : c;
 }
 inline uint32_t FunnelRight(uint32_t lo, uint32_t hi, uint32_t shift) {
   return static_cast<uint32_t>((static_cast<uint64_t>(hi) << 32 | lo) >> (shift & 31));
