@@ -22,12 +22,32 @@ namespace {
 
 using namespace bindings;
 
-// spec, data, scale, stat, seed, row0, col0, stream of random numbers
-using PlaneTuple =
-    std::tuple<const Spec*, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, uint32_t>;
+// spec, data, scale, stat, seed, row0, col0, stream of random numbers, strides of FP32 scales of
+// blocks, form: a PlaneForm's number
+using PlaneTuple = std::tuple<const Spec*, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int64_t,
+                              int64_t, uint32_t, int64_t, int64_t, int>;
+
+cuda::PlaneForm ParseForm(int form, const Spec& spec, bool has_strides) {
+  const bool is_folded = form == static_cast<int>(cuda::PlaneForm::kFolded);
+  const bool is_tiled = form == static_cast<int>(cuda::PlaneForm::kTiled);
+  if (!is_folded && !is_tiled && form != 0) {
+    Fail("encode: form must be 0, 1 or 2, got " + std::to_string(form));
+  }
+  if (has_strides && (spec.block_cols == 0 || (spec.scale != ScaleElement::kFp32 && !is_folded))) {
+    Fail("encode: only FP32 scales of blocks have strides");
+  }
+  if (is_folded && (spec.rule != Rule::kRceil || !has_strides)) {
+    Fail("encode: a folded plane is one of rule 'rceil' and has strides of its scales");
+  }
+  if (is_tiled && (spec.scale == ScaleElement::kFp32 || spec.block_rows != 1)) {
+    Fail("encode: tiles hold scales of one byte and 1xN blocks");
+  }
+  return static_cast<cuda::PlaneForm>(form);
+}
 
 cuda::GpuPlane MakePlane(const PlaneTuple& plane, bool columnwise, int64_t rows, int64_t cols) {
-  const auto& [spec_ptr, data, scale, stat, seed, row0, col0, stream] = plane;
+  const auto& [spec_ptr, data, scale, stat, seed, row0, col0, stream, stride_row, stride_block,
+               form] = plane;
   if (spec_ptr == nullptr) Fail("encode: a plane needs a spec, got None");
   const Spec& spec = *spec_ptr;
   CheckSpec("encode", spec);
@@ -38,6 +58,7 @@ cuda::GpuPlane MakePlane(const PlaneTuple& plane, bool columnwise, int64_t rows,
   CheckPointer("encode", "stat", stat, NeedsStat(spec) && (has_rows || !spec.row_scaled));
   CheckPointer("encode", "seed", seed, spec.stochastic && any);
   CheckOffsets("encode", row0, col0);
+  const bool has_strides = stride_row != 0 || stride_block != 0;
   return {spec,
           Pointer<uint8_t>(data),
           Pointer<void>(scale),
@@ -45,7 +66,10 @@ cuda::GpuPlane MakePlane(const PlaneTuple& plane, bool columnwise, int64_t rows,
           Pointer<const int64_t>(seed),
           columnwise ? col0 : row0,
           columnwise ? row0 : col0,
-          stream};
+          stream,
+          stride_row,
+          stride_block,
+          ParseForm(form, spec, has_strides)};
 }
 
 struct EncodeCall {
@@ -76,15 +100,15 @@ float* WrittenStat(bool finds, bool has_plane, const cuda::GpuPlane& plane) {
   return const_cast<float*>(plane.stat);
 }
 
-void EncodeOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols, int64_t stride0,
+bool EncodeOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols, int64_t stride0,
               int64_t stride1, const py::object& row, const py::object& col, bool finds_row_stat,
               bool finds_col_stat, uintptr_t stream) {
   const EncodeCall call = MakeCall(x, dtype, rows, cols, stride0, stride1, row, col);
   float* row_stat = WrittenStat(finds_row_stat, call.has_row, call.row);
   float* col_stat = WrittenStat(finds_col_stat, call.has_col, call.col);
   const py::gil_scoped_release release;
-  cuda::EncodeFromScratch(call.x, call.Row(), call.Col(), row_stat, col_stat,
-                          Pointer<void>(stream));
+  return cuda::EncodeFromScratch(call.x, call.Row(), call.Col(), row_stat, col_stat,
+                                 Pointer<void>(stream));
 }
 
 bool EncodeRaggedOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols,
@@ -94,6 +118,9 @@ bool EncodeRaggedOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t
                     int64_t source_rows) {
   EncodeCall call = MakeCall(x, dtype, rows, cols, stride0, stride1, row, col);
   call.x.row_index = Pointer<const int64_t>(row_index);
+  if (cuda::NeedsTile(call.Row()) || cuda::NeedsTile(call.Col())) {
+    Fail("encode_ragged: planes are written as their specs say");
+  }
   if (!call.has_col && row_index == 0) Fail("encode_ragged: col must be given, got None");
   if (padded_rows < 0 || padded_rows % 128 != 0) {
     Fail("encode_ragged: padded_rows must be a multiple of 128, got " +
@@ -203,7 +230,7 @@ void MapStoreOf(const std::string& name, bool is_gated, const std::optional<Norm
   cuda::MapStore(map, Pointer<void>(out), Pointer<void>(stream));
 }
 
-void MapEncodeOf(const std::string& name, bool is_gated, const std::optional<NormTuple>& weights,
+bool MapEncodeOf(const std::string& name, bool is_gated, const std::optional<NormTuple>& weights,
                  uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols, int64_t stride0,
                  const py::object& row, const py::object& col, bool finds_row_stat,
                  bool finds_col_stat, uintptr_t stream) {
@@ -213,7 +240,7 @@ void MapEncodeOf(const std::string& name, bool is_gated, const std::optional<Nor
   float* row_stat = WrittenStat(finds_row_stat, call.has_row, call.row);
   float* col_stat = WrittenStat(finds_col_stat, call.has_col, call.col);
   const py::gil_scoped_release release;
-  cuda::MapEncode(map, call.Row(), call.Col(), row_stat, col_stat, Pointer<void>(stream));
+  return cuda::MapEncode(map, call.Row(), call.Col(), row_stat, col_stat, Pointer<void>(stream));
 }
 
 void TransposeOf(uintptr_t src, int64_t rows, int64_t cols, int bits, uintptr_t dst,
@@ -352,7 +379,8 @@ void BindKernels(py::module_& m) {
         py::arg("stride0"), py::arg("stride1"), py::arg("row"), py::arg("col"),
         py::arg("finds_row_stat"), py::arg("finds_col_stat"), py::arg("stream"),
         "Encode [rows, cols] into one or both planes; a plane is (spec, data, scale, stat, seed, "
-        "row0, col0, random stream). A stat that is found here is written first.");
+        "row0, col0, random stream, strides of FP32 scales, form). A stat that is found here "
+        "is written first. False, and nothing done: no kernel has these forms of such an x.");
   m.def("encode_ragged", &EncodeRaggedOf, py::arg("x"), py::arg("dtype"), py::arg("rows"),
         py::arg("cols"), py::arg("stride0"), py::arg("stride1"), py::arg("row"), py::arg("col"),
         py::arg("finds_row_stat"), py::arg("finds_col_stat"), py::arg("ends"), py::arg("padded"),
@@ -383,7 +411,7 @@ void BindKernels(py::module_& m) {
         py::arg("x"), py::arg("dtype"), py::arg("rows"), py::arg("cols"), py::arg("stride0"),
         py::arg("row"), py::arg("col"), py::arg("finds_row_stat"), py::arg("finds_col_stat"),
         py::arg("stream"),
-        "encode of what map_store would write, which no kernel writes to memory.");
+        "encode of what map_store would write, which no kernel writes to memory; False as encode.");
   m.def("transpose", &TransposeOf, py::arg("src"), py::arg("rows"), py::arg("cols"),
         py::arg("bits"), py::arg("dst"), py::arg("stream"), "Transpose plane data.");
   m.def("round_stochastic", &RoundStochasticOf, py::arg("x"), py::arg("rows"), py::arg("cols"),

@@ -36,7 +36,8 @@ const TileEntry* FindTile(const Matrix& x, const Request& row, const Request& co
     for (int i = 0; i < table.count; ++i) {
       const TileEntry& entry = table.entries[i];
       if (!entry.matches(row.Want(), col.Want())) continue;
-      return AllDrawsFit(entry, row, col) ? &entry : nullptr;
+      const bool fits = AllDrawsFit(entry, row, col) && FormsFit(entry, row, col, x);
+      return fits ? &entry : nullptr;
     }
   }
   return nullptr;
@@ -65,6 +66,17 @@ struct TileCall {
     return true;
   }
 };
+
+// Forms of planes that only tile kernels write.
+bool CanWrite(const Matrix& x, const GpuPlane* row, const GpuPlane* col) {
+  const bool needs_row = NeedsTile(row), needs_col = NeedsTile(col);
+  if (!(needs_row || needs_col) || x.rows == 0 || x.cols == 0) return true;
+  const auto has_tile = [&x](const Request& r, const Request& c) {
+    return TileCall(x, r, c).entry != nullptr;
+  };
+  if (row != nullptr && col != nullptr && has_tile({row}, {col})) return true;
+  return (!needs_row || has_tile({row}, {})) && (!needs_col || has_tile({}, {col}));
+}
 
 void RunTileEntry(const TileEntry& entry, const Matrix& x, const Request& row, const Request& col,
                   Stream stream, const Ragged& ragged) {
@@ -130,6 +142,13 @@ PlaneArgs MakePlaneArgs(const GpuPlane& plane, int64_t rows, int64_t k, DType dt
   p.packed = spec.element == Element::kE2M1;
   p.data_stride = p.packed ? CeilDiv(p.k, 2) : p.k;
   p.scale_stride = p.block == 0 ? 1 : CeilDiv(p.k, p.block);
+  p.scale_step = 1;
+  if (plane.HasStrides()) {
+    p.scale_stride = plane.scale_stride_row;
+    p.scale_step = plane.scale_stride_block;
+  }
+  p.is_tiled = plane.form == PlaneForm::kTiled;
+  if (p.is_tiled) p.scale_stride = CeilDiv(p.scale_stride, 4) * 512;
   p.row_offset = plane.row_offset;
   p.k_offset = plane.k_offset;
   p.stream = plane.stream;
@@ -155,26 +174,31 @@ void EncodePlanes(const Matrix& x, const GpuPlane* row, const GpuPlane* col, Str
   if (col != nullptr) EncodeOne(x, nullptr, col, stream);
 }
 
-void EncodeFromScratch(const Matrix& x, const GpuPlane* row, const GpuPlane* col, float* row_stat,
+bool EncodeFromScratch(const Matrix& x, const GpuPlane* row, const GpuPlane* col, float* row_stat,
                        float* col_stat, Stream stream) {
+  if (!CanWrite(x, row, col)) return false;
   const bool any = x.rows != 0 && x.cols != 0;
   const bool both = any && row != nullptr && col != nullptr;
   if (both && row_stat != nullptr && col_stat != nullptr) {
     if (RunTogether(x, {row, true}, {col, true}, row_stat, col_stat, stream)) {
-      return EncodePlanes(x, row, col, stream);
+      EncodePlanes(x, row, col, stream);
+      return true;
     }
   } else if (both && col_stat != nullptr) {
     if (RunTogether(x, {row}, {col, true}, nullptr, col_stat, stream)) {
-      return EncodePlanes(x, nullptr, col, stream);
+      EncodePlanes(x, nullptr, col, stream);
+      return true;
     }
   } else if (both && row_stat != nullptr) {
     if (RunTogether(x, {row, true}, {col}, row_stat, nullptr, stream)) {
-      return EncodePlanes(x, row, nullptr, stream);
+      EncodePlanes(x, row, nullptr, stream);
+      return true;
     }
   }
   if (row_stat != nullptr) AmaxOf(x, row->spec, row_stat, stream);
   if (col_stat != nullptr) AmaxOf(x.Transposed(), col->spec, col_stat, stream);
   EncodePlanes(x, row, col, stream);
+  return true;
 }
 
 bool EncodeRagged(const Matrix& x, const Ragged& ragged, const GpuPlane* row, const GpuPlane* col,

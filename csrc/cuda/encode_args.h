@@ -26,12 +26,14 @@ struct PlaneArgs {
   const int64_t* seed;
   int64_t rows, k;       // of the stored plane: k is Kp if there is a transform
   int64_t data_stride;   // bytes per row
-  int64_t scale_stride;  // scales per row
+  int64_t scale_stride;  // from a row's scales to those of the next
+  int64_t scale_step;    // from a block's scale to the next one's: of FP32 scales alone not 1
   int64_t row_offset, k_offset;
   uint32_t stream;
   int block;  // along K; 0: the whole tensor
   int signs;  // -1: no transform
   bool square, packed, stochastic, row_scaled;
+  bool is_tiled;  // scales of one byte lie in tiles of 128 x 4
   Rule rule;
   FourOverSix four_over_six;
   AmaxRule amax_rule;

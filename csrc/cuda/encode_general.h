@@ -159,7 +159,7 @@ HQ_DEVICE void ScaleBlock(const GeneralArgs& a, const GeneralLayout& at, int e, 
   const int64_t row = r0 + e % down * side, k = k0 + int64_t{e / down} * p.block;
   if (row >= p.rows || k >= p.k) return;
   const int32_t magnitude = static_cast<int32_t>(SharedLoad<uint32_t>(at.Array(kAmaxOf, e)));
-  const int64_t where = row / side * p.scale_stride + k / p.block;
+  const int64_t where = row / side * p.scale_stride + k / p.block * p.scale_step;
   float multiplier;
   if (p.rule == Rule::kAmax) {
     const AmaxScale s = ComputeAmaxScale(magnitude, p.amax_rule);

@@ -19,15 +19,22 @@ struct Kind {
   static constexpr bool kSquare = kIsSquare;
   static constexpr Rule kRule = kScaleRule;
   static constexpr bool kTransform = kIsTransformed;
-  static constexpr bool kStochastic = kIsStochastic;
+  static constexpr bool kStochastic = kIsStochastic, kFolded = false;
   static constexpr int kCodeBits = E::kBits == 4 ? 4 : 8;
   static constexpr int kScaleBytes = kScaleRule == Rule::kAmax ? 4 : 1;
+};
+
+// 1x32, written as fold makes it of that: 1x128 with FP32 scales (encode_folded.h).
+template <class E>
+struct FoldedKind : Kind<E, 32, false, Rule::kRceil> {
+  static constexpr bool kFolded = true;
+  static constexpr int kScaleBytes = 4;
 };
 
 struct NoPlane {
   using Element = E4M3;
   static constexpr bool kExists = false, kSquare = false, kTransform = false, kStochastic = false;
-  static constexpr bool kIsAmax = false;
+  static constexpr bool kIsAmax = false, kFolded = false;
   static constexpr int kBlock = 0, kCodeBits = 8, kScaleBytes = 4;
   static constexpr Rule kRule = Rule::kIdentity;
 };
@@ -37,10 +44,14 @@ template <bool kIsTransformed>
 struct AmaxOnly {
   using Element = E4M3;
   static constexpr bool kExists = true, kIsAmax = true, kSquare = false, kStochastic = false;
-  static constexpr bool kTransform = kIsTransformed;
+  static constexpr bool kTransform = kIsTransformed, kFolded = false;
   static constexpr int kBlock = 0, kCodeBits = 8, kScaleBytes = 4;
   static constexpr Rule kRule = Rule::kIdentity;
 };
+
+// Whether amaxes or scales of 128 elements of a line are put together over several warps.
+template <class K>
+inline constexpr bool kSpans128 = K::kBlock == 128 || K::kFolded;
 
 inline constexpr int kTileRows = 128;
 inline constexpr int kWarpRows = 32;
@@ -59,12 +70,14 @@ inline constexpr int kMappedWarps = 20;           // of BF16 behind a norm or an
 inline constexpr int kManyWarps = 16;             // of BF16 from a table of tensors: 128
 inline constexpr int kWideWarps = 12;             // elements of 32 bits: 168
 inline constexpr bool kPairsAreLong = false;      // all of them; see kIsLong
+inline constexpr bool kTakesFolded = true;       // by its products
 #elif __CUDA_ARCH__ / 100 == 10
 inline constexpr int kTileWarps = 24;
 inline constexpr int kMappedWarps = kFree;
 inline constexpr int kManyWarps = 16;
 inline constexpr int kWideWarps = 12;
 inline constexpr bool kPairsAreLong = true;
+inline constexpr bool kTakesFolded = false;
 #else
 // At these bounds some tiles spill on sm_80 and sm_120a, and none has been counted elsewhere.
 inline constexpr int kTileWarps = kFree;
@@ -72,7 +85,19 @@ inline constexpr int kMappedWarps = kFree;
 inline constexpr int kManyWarps = kFree;
 inline constexpr int kWideWarps = kFree;
 inline constexpr bool kPairsAreLong = false;
+inline constexpr bool kTakesFolded = false;
 #endif
+
+// Only Blackwell's products read scales in tiles; elsewhere the question would cost registers.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 1000
+inline constexpr bool kWritesTiles = true;
+#else
+inline constexpr bool kWritesTiles = false;
+#endif
+
+// Whether the kernel of a pair is there: of folded planes on chips that multiply these alone.
+template <class Row, class Col>
+inline constexpr bool kIsWritten = kTakesFolded || !(Row::kFolded || Col::kFolded);
 
 template <class Row, class Col>
 struct Geometry {
@@ -83,22 +108,22 @@ struct Geometry {
   static constexpr bool kStoresColumns = Col::kExists && !Col::kIsAmax;
   static constexpr bool kWalksDown = kStoresColumns;
   static constexpr bool kIsReadAgain = Row::kIsAmax || Col::kIsAmax;
-  static constexpr bool kWide = Row::kBlock == 128 || (Col::kBlock == 128 && Col::kSquare);
+  static constexpr bool kWide = kSpans128<Row> || (Col::kBlock == 128 && Col::kSquare);
   static constexpr int kTileCols = kWide ? 128 : 64;
   static constexpr int kThreads = kTileCols / kWarpCols * kRowWarps * 32;
   // Shared memory: codes and scales of the column plane, then the exchange of amaxes.
   static constexpr int kColumnBytes = kStoresColumns ? kTileRows * Col::kCodeBits / 8 : 0;
   static constexpr int kColumnScales =
-      Col::kExists && !Col::kSquare && (Col::kBlock == 16 || Col::kBlock == 32)
+      Col::kExists && !Col::kSquare && !Col::kFolded && (Col::kBlock == 16 || Col::kBlock == 32)
           ? kTileRows / Col::kBlock
           : 0;
   static constexpr uint32_t kScalesAt = kTileCols * kColumnBytes;
   static constexpr uint32_t kRowExchangeAt = kScalesAt + kTileCols * kColumnScales;
   static constexpr int kRowExchange =
-      Row::kBlock != 128 ? 0 : (Row::kSquare ? kRowWarps : kTileRows) * (kTileCols / kWarpCols);
+      !kSpans128<Row> ? 0 : (Row::kSquare ? kRowWarps : kTileRows) * (kTileCols / kWarpCols);
   static constexpr uint32_t kColExchangeAt = kRowExchangeAt + 4 * kRowExchange;
   static constexpr int kColExchange =
-      Col::kBlock != 128 ? 0 : (Col::kSquare ? kTileCols / kWarpCols : kTileCols) * kRowWarps;
+      !kSpans128<Col> ? 0 : (Col::kSquare ? kTileCols / kWarpCols : kTileCols) * kRowWarps;
   static constexpr uint32_t kRowMaxAt = kColExchangeAt + 4 * kColExchange;
   static constexpr int kWarps = kThreads / 32;
   static constexpr uint32_t kColMaxAt = kRowMaxAt + (Row::kIsAmax ? 4 * kWarps : 0);
@@ -120,7 +145,8 @@ inline constexpr bool kIsPair = Row::kExists && Col::kExists && !Row::kIsAmax &&
 template <class Row, class Col>
 inline constexpr bool kIsLong =
     kIsPair<Row, Col> &&
-    (kPairsAreLong || Row::kSquare || Row::Element::kBits < 8 || Col::Element::kBits < 8);
+    (kPairsAreLong || Row::kSquare || Row::kFolded || Row::Element::kBits < 8 ||
+     Col::Element::kBits < 8);
 
 // Both planes have the same codes, as long as they have the same multiplier: a thread's elements
 // lie in one square, and the codes of its columns are those of its rows, transposed.
@@ -140,6 +166,7 @@ constexpr int TileWarps() {
   if (!kBf16) return kWideWarps;
   const bool has_fp6 = Row::Element::kBits == 6 || Col::Element::kBits == 6;
   if (Row::kExists && Col::kExists && has_fp6) return kTileWarps < 16 ? kTileWarps : 16;
+  if (kAny && Geometry<Row, Col>::kTall) return kTileWarps < 16 ? kTileWarps : 16;
   const bool is_rotated_fp4 = Row::Element::kBits == 4 && Col::kTransform;
   return (is_rotated_fp4 || kAny) && kTileWarps > 20 ? 20 : kTileWarps;
 }

@@ -57,6 +57,7 @@ HQ_DEVICE void SetPlane(uint8_t* data, uint8_t* scale, float* stat, uint32_t k, 
     p->k = k;
     p->data_stride = k * static_cast<uint32_t>(K::kCodeBits) / 8;
     p->scale_stride = K::kBlock == 0 ? 1 : (k + kBlock - 1) / kBlock;
+    p->scale_step = 1;
   }
 }
 
@@ -82,7 +83,9 @@ HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, kBf16 ? kManyWarps : kWideWarps) EncodeM
   a.tiles_across = (t.cols + G::kTileCols - 1) / G::kTileCols;
   SetPlane<Row>(t.row_data, t.row_scale, m.row_stats + t.number, t.cols, &a.row);
   SetPlane<Col>(t.col_data, t.col_scale, m.col_stats + t.number, t.rows, &a.col);
-  EncodeTileOf<Row, Col, kBf16, TileForm<false, kIsLong<Row, Col>>>(a, block);
+  // Unpacked once for both, a pair of different widths would spill at this bound.
+  constexpr bool kForgets = kIsPair<Row, Col> && Row::kCodeBits != Col::kCodeBits;
+  EncodeTileOf<Row, Col, kBf16, TileForm<false, kForgets>>(a, block);
   if (block == 0 && ThreadIndex() == 0) {
     KeepAmax<Row>(a.row, t.row_amax);
     KeepAmax<Col>(a.col, t.col_amax);

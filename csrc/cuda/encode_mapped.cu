@@ -31,7 +31,8 @@ struct Passes {
       const MappedEntry& entry = table.entries[i];
       if (!entry.matches(row.Want(), col.Want())) continue;
       const bool fits = !row.StoresPlane() || RowFits(entry.row_draws, *row.plane);
-      return fits && AllDrawsFit(entry, row, col) ? &entry : nullptr;
+      const bool has_forms = FormsFit(entry, row, col, map.x);
+      return fits && has_forms && AllDrawsFit(entry, row, col) ? &entry : nullptr;
     }
     return nullptr;
   }
@@ -74,9 +75,10 @@ struct Passes {
 
 }  // namespace
 
-void MapEncode(const Prologue& map, const GpuPlane* row, const GpuPlane* col, float* row_stat,
+bool MapEncode(const Prologue& map, const GpuPlane* row, const GpuPlane* col, float* row_stat,
                float* col_stat, Stream stream) {
   const Passes passes(map, stream);
+  if ((NeedsTile(row) || NeedsTile(col)) && passes.Find({row}, {col}) == nullptr) return false;
   if (IsNorm(map.map)) MapStore(map, nullptr, stream);  // the statistics alone
   const bool finds_both = row_stat != nullptr && col_stat != nullptr;
   if (!finds_both || !passes.FindBoth(*row, *col, row_stat, col_stat)) {
@@ -84,9 +86,10 @@ void MapEncode(const Prologue& map, const GpuPlane* row, const GpuPlane* col, fl
     if (col_stat != nullptr) passes.FindOne(*col, true, col_stat);
   }
   const bool has_both = row != nullptr && col != nullptr;
-  if (has_both && passes.RunTile({row}, {col})) return;
+  if (has_both && passes.RunTile({row}, {col})) return true;
   if (row != nullptr) passes.EncodeOne(*row, false);
   if (col != nullptr) passes.EncodeOne(*col, true);
+  return true;
 }
 
 }  // namespace cuda

@@ -184,10 +184,12 @@ struct Mapped {
 template <class Row, class Col, bool kBf16>
 HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, kBf16 ? kMappedWarps : kWideWarps)
     EncodeMapped(MappedArgs a) {
-  const TileArgs& t = a.tile;
-  const Mapped change{a.map, t.x, t.stride_row, t.is_fp16};
-  using Form = TileForm<false, kIsPair<Row, Col>, Edges::kColumns>;
-  EncodeTileOf<Row, Col, kBf16, Form>(t, BlockIndex(), change);
+  if constexpr (kIsWritten<Row, Col>) {
+    const TileArgs& t = a.tile;
+    const Mapped change{a.map, t.x, t.stride_row, t.is_fp16};
+    using Form = TileForm<false, kIsPair<Row, Col>, Edges::kColumns>;
+    EncodeTileOf<Row, Col, kBf16, Form>(t, BlockIndex(), change);
+  }
 }
 
 }  // namespace cuda

@@ -1,4 +1,4 @@
-// Tile kernels of the MX formats: 1x32, and 32x32 for weights.
+// Tile kernels of the MX formats: 1x32, the same folded, and 32x32 for weights.
 #include "cuda/encode_table.h"
 
 HQ_NAMESPACE_BEGIN
@@ -22,6 +22,12 @@ TileTable MxTiles() {
       Entry<Mx<E2M3>, NoPlane>(),
       Entry<NoPlane, Mx<E2M3>>(),
       Entry<Mx<E2M3>, Mx<E2M3>>(),
+      Entry<MxFolded<E4M3>, NoPlane>(),
+      Entry<NoPlane, MxFolded<E4M3>>(),
+      Entry<MxFolded<E4M3>, MxFolded<E4M3>>(),
+      Entry<MxFolded<E5M2>, NoPlane>(),
+      Entry<NoPlane, MxFolded<E5M2>>(),
+      Entry<MxFolded<E5M2>, MxFolded<E5M2>>(),
       Entry<MxSquare<E4M3>, NoPlane>(),
       Entry<NoPlane, MxSquare<E4M3>>(),
       Entry<MxSquare<E4M3>, MxSquare<E4M3>>(),

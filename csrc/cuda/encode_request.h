@@ -14,7 +14,10 @@ struct Request {
   const GpuPlane* plane = nullptr;
   bool is_amax = false;
 
-  Wanted Want() const { return {plane == nullptr ? nullptr : &plane->spec, is_amax}; }
+  Wanted Want() const {
+    if (plane == nullptr) return {nullptr, is_amax};
+    return {&plane->spec, is_amax, plane->form == PlaneForm::kFolded};
+  }
   bool StoresPlane() const { return plane != nullptr && !is_amax; }
 };
 
@@ -70,11 +73,41 @@ bool AllDrawsFit(const E& entry, const Request& row, const Request& col) {
          (!col.StoresPlane() || DrawsFit(entry.col_draws, *col.plane));
 }
 
-// Whether the planes lie so that the kernel of `entry` can write them. `rows`: of x.
+// Whether the planes lie so that aligned stores write them. `rows`: of x.
 template <class E>
 bool PlanesFit(const E& entry, const Request& row, const Request& col, int64_t rows) {
   return (!row.StoresPlane() || RowFits(entry.row_draws, *row.plane)) &&
          (!col.StoresPlane() || ColFits(entry.col_draws, entry.col_code_bits, *col.plane, rows));
+}
+
+// Whether the current device's kernels write a form (kIsWritten, kWritesTiles).
+inline bool DeviceWrites(PlaneForm form) {
+  if (form == PlaneForm::kOwn) return true;
+#if defined(HQ_EMULATE)
+  return true;
+#else
+  constexpr LaunchShape kShape{0, 0, 0, "EncodeTile"};
+  int device = 0, major = 0;
+  CheckLaunch(cudaGetDevice(&device), kShape);
+  CheckLaunch(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), kShape);
+  return form == PlaneForm::kFolded ? major == 9 : major >= 10;
+#endif
+}
+
+// Whether the kernel of `entry` writes the planes in their forms. Only kernels of aligned matrices
+// write others than a plane's own, and tiles of scales are written whole: a row of them is 128 rows
+// of the plane, and 64 or 128 columns.
+template <class E>
+bool FormsFit(const E& entry, const Request& row, const Request& col, const Matrix& x) {
+  const bool is_whole = x.rows % kTileRows == 0 && x.cols % kTileRows == 0;
+  bool is_own = true, fits = true;
+  for (const Request* r : {&row, &col}) {
+    if (!r->StoresPlane() || r->plane->form == PlaneForm::kOwn) continue;
+    is_own = false;
+    const PlaneForm form = r->plane->form;
+    fits = fits && (form != PlaneForm::kTiled || is_whole) && DeviceWrites(form);
+  }
+  return is_own || (fits && MatrixFits(x) && PlanesFit(entry, row, col, x.rows));
 }
 
 }  // namespace cuda

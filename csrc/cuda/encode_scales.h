@@ -70,6 +70,24 @@ HQ_DEVICE void ScalesOf(const int32_t (&magnitude)[kCount], const PlaneArgs& p,
   }
 }
 
+// From a block's scale to the next one's of its row: FP32 scales may lie as a product wants.
+template <class K>
+HQ_DEVICE uint64_t ScaleStep(const PlaneArgs& p) {
+  return K::kScaleBytes == 4 ? static_cast<uint64_t>(p.scale_step) : 1;
+}
+
+// Whether the scales go to tiles of 128 x 4 (swizzle.h). Only whole tiles are written so.
+template <class K>
+HQ_DEVICE bool IsTiled(const PlaneArgs& p) {
+  return kWritesTiles && K::kScaleBytes == 1 && !K::kSquare && p.is_tiled;
+}
+
+// `scale_stride`: of a row of tiles.
+HQ_DEVICE uint64_t TiledAt(const PlaneArgs& p, uint64_t row, uint64_t block) {
+  return row / 128 * p.scale_stride + block / 4 * 512 + row % 32 * 16 + row % 128 / 32 * 4 +
+         block % 4;
+}
+
 template <class K>
 HQ_DEVICE void StoreScale(const PlaneArgs& p, uint64_t at, const Scaled& s) {
   if constexpr (K::kScaleBytes == 4) {

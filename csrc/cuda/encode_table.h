@@ -15,6 +15,7 @@ namespace cuda {
 struct Wanted {
   const Spec* spec;
   bool is_amax;  // not the plane: only its tensor's amax
+  bool is_folded = false;
 };
 
 struct TileEntry {
@@ -55,6 +56,7 @@ bool IsKind(const Wanted& wanted) {
     return spec == nullptr;
   } else {
     if (spec == nullptr || wanted.is_amax != K::kIsAmax) return false;
+    if (wanted.is_folded != K::kFolded) return false;
     if ((spec->signs >= 0) != K::kTransform) return false;
     if constexpr (K::kIsAmax) return true;
     return spec->element == kElementOf<typename K::Element> && spec->block_cols == K::kBlock &&
@@ -122,6 +124,8 @@ void RunTile(TileArgs args, bool is_bf16, Stream stream) {
     Launch(EncodeTile<Row, Col, false, true>, shape, stream, args);
   } else if (is_aligned && args.ends == nullptr) {
     Launch(EncodeTile<Row, Col, true, false>, shape, stream, args);
+  } else if constexpr (Row::kFolded || Col::kFolded) {
+    Never();  // FormsFit
   } else {
     Launch(EncodeTile<Row, Col, true, true>, shape, stream, args);
   }
@@ -141,6 +145,8 @@ template <class E>
 using Fp8Square = Kind<E, 128, true, Rule::kAmax>;
 template <class E>
 using Mx = Kind<E, 32, false, Rule::kRceil>;
+template <class E>
+using MxFolded = FoldedKind<E>;
 template <class E>
 using MxSquare = Kind<E, 32, true, Rule::kRceil>;
 using Nvfp = Kind<E2M1, 16, false, Rule::kTwoLevel>;

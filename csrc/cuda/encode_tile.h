@@ -22,6 +22,7 @@
 #include "cuda/encode_codes.h"
 #include "cuda/encode_edges.h"
 #include "cuda/encode_elements.h"
+#include "cuda/encode_folded.h"
 #include "cuda/encode_kinds.h"
 #include "cuda/encode_scales.h"
 
@@ -83,10 +84,11 @@ HQ_DEVICE void EncodeRows(const TileArgs& a, const V& v, const Place<G>& at, Squ
     HQ_UNROLL
     for (int i = 0; i < kR; ++i) multiplier[i] = s.multiplier;
     if (at.row % K::kBlock == 0 && at.col % K::kBlock == 0 && in_cols && rows_left > 0) {
-      StoreScale<K>(p, row / K::kBlock * p.scale_stride + col / K::kBlock, s);
+      StoreScale<K>(p, row / K::kBlock * p.scale_stride + col / K::kBlock * ScaleStep<K>(p), s);
     }
   } else {
     constexpr int kLanes = (K::kBlock < kWarpCols ? K::kBlock : kWarpCols) / kC;
+    constexpr int kWidth = K::kFolded ? 128 : K::kBlock;
     using S = Sharing<kR, kLanes, 1, V::kPerMax>;
     const S sharing(at.lane);
     typename V::Max amaxes[kR / V::kPerMax];
@@ -114,15 +116,17 @@ HQ_DEVICE void EncodeRows(const TileArgs& a, const V& v, const Place<G>& at, Squ
     }
     Scaled scales[S::kOwn];
     ScalesOf<K, S::kOwn>(magnitude, p, rule, scales);
+    if constexpr (K::kFolded) FoldRowScales<E, G>(at, first, scales);
     // The block's first column exists if any of its columns does; so its number comes from there.
-    const uint64_t block = (at.c0 + at.col) / K::kBlock;
-    const bool stores = sharing.IsFirstOwner() && block * K::kBlock < a.cols &&
-                        (K::kBlock < 128 || at.warp_col == 0);
-    const uint64_t where = (row + first) * p.scale_stride + block;
+    const uint64_t block = (at.c0 + at.col) / kWidth;
+    const bool stores = sharing.IsFirstOwner() && block * kWidth < a.cols &&
+                        (kWidth < 128 || at.warp_col == 0) && (!K::kFolded || at.col < K::kBlock);
+    const uint64_t where = (row + first) * p.scale_stride + block * ScaleStep<K>(p);
     HQ_UNROLL
     for (int i = 0; i < S::kOwn; ++i) {
       if (stores && static_cast<int>(first) + i < rows_left) {
-        StoreScale<K>(p, where + i * p.scale_stride, scales[i]);
+        const uint64_t plain = where + i * p.scale_stride;
+        StoreScale<K>(p, IsTiled<K>(p) ? TiledAt(p, row + first + i, block) : plain, scales[i]);
       }
     }
     sharing.HandOut(at.lane, scales, multiplier);
@@ -138,7 +142,8 @@ HQ_DEVICE void EncodeRows(const TileArgs& a, const V& v, const Place<G>& at, Squ
     // Two words of bytes for eight columns; rows of eight columns draw none.
     const uint32_t bytes[kC / 4] = {random[i]};
     uint32_t words[kCodeWords<E, kC>];
-    CodeWords<E, K::kStochastic, kC>(x, multiplier[i], bytes, words);
+    CodeWords<E, K::kStochastic, kC>(x, FirstMultiplier<K>(multiplier[i]), bytes, words);
+    if constexpr (K::kFolded) FoldWords<E>(multiplier[i], words);
     if (kept != nullptr) kept->rows[i % 8] = words[0], kept->multiplier = multiplier[i];
     if constexpr (Form::kGuardsRows) {
       const uint64_t warp_end = at.c0 + at.warp_col * kWarpCols + kWarpCols;
@@ -209,7 +214,7 @@ HQ_DEVICE void EncodeColumns(const TileArgs& a, const V& v, const Place<G>& at,
     HQ_UNROLL
     for (int j = 0; j < kC; ++j) multiplier[j] = s.multiplier;
     if (at.row % K::kBlock == 0 && at.col % K::kBlock == 0 && in_cols && in_rows) {
-      StoreScale<K>(p, col / K::kBlock * p.scale_stride + row / K::kBlock, s);
+      StoreScale<K>(p, col / K::kBlock * p.scale_stride + row / K::kBlock * ScaleStep<K>(p), s);
     }
   } else {
     constexpr int kLanes = (K::kBlock < kWarpRows ? K::kBlock : kWarpRows) / kR;
@@ -242,6 +247,7 @@ HQ_DEVICE void EncodeColumns(const TileArgs& a, const V& v, const Place<G>& at,
     }
     Scaled scales[S::kOwn];
     ScalesOf<K, S::kOwn>(magnitude, p, rule, scales);
+    if constexpr (K::kFolded) FoldColumnScales<E, G>(at, first, scales);
     if (sharing.IsFirstOwner()) {
       HQ_UNROLL
       for (int j = 0; j < S::kOwn; ++j) {
@@ -251,7 +257,8 @@ HQ_DEVICE void EncodeColumns(const TileArgs& a, const V& v, const Place<G>& at,
                       static_cast<uint8_t>(scales[j].stored));
         } else if (at.warp_row == 0 && at.r0 < static_cast<uint64_t>(p.k) &&
                    (Form::kGuardsRows ? col + first + j < a.cols : in_cols)) {
-          StoreScale<K>(p, (col + first + j) * p.scale_stride + at.r0 / K::kBlock, scales[j]);
+          const uint64_t where = (col + first + j) * p.scale_stride;
+          StoreScale<K>(p, where + at.r0 / 128 * ScaleStep<K>(p), scales[j]);
         }
       }
     }
@@ -281,7 +288,8 @@ HQ_DEVICE void EncodeColumns(const TileArgs& a, const V& v, const Place<G>& at,
       random[0] = w.w0, random[1] = w.w1, random[2] = w.w2, random[3] = w.w3;
     }
     uint32_t words[kCodeWords<E, kR>];
-    CodeWords<E, K::kStochastic, kR>(x, multiplier[j], random, words);
+    CodeWords<E, K::kStochastic, kR>(x, FirstMultiplier<K>(multiplier[j]), random, words);
+    if constexpr (K::kFolded) FoldWords<E>(multiplier[j], words);
     if constexpr (kCodeWords<E, kR> == 4) {
       SharedStore(where, Vec4{words[0], words[1], words[2], words[3]});
     } else if constexpr (kCodeWords<E, kR> == 2) {
@@ -334,7 +342,11 @@ HQ_DEVICE void StoreColumns(const TileArgs& a, const Place<G>& at) {
       HQ_UNROLL
       for (int w = 0; w < G::kColumnScales / 4; ++w) {
         const uint32_t word = SharedLoad<uint32_t>(from + 4 * static_cast<uint32_t>(w));
-        if (is_aligned && p.scale_stride % 4 == 0) {
+        if (IsTiled<K>(p)) {
+          // The four blocks that a row has in one tile.
+          uint8_t* tile = p.scale + TiledAt(p, at.c0 + col, first + 4 * w);
+          Store(reinterpret_cast<uint32_t*>(tile), word);
+        } else if (is_aligned && p.scale_stride % 4 == 0) {
           if (4 * w < left) Store(reinterpret_cast<uint32_t*>(out) + w, word);
         } else {
           HQ_UNROLL
@@ -426,7 +438,9 @@ HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, (TileWarps<Row, Col, kBf16, kAny>()))
   using Form = TileForm<kAny && Col::kExists, kIsLong<Row, Col>,
                         kAny ? Edges::kAny : Edges::kAligned>;
   using Source = std::conditional_t<kAny, WithinEdges, InOrder>;
-  EncodeTileOf<Row, Col, kBf16, Form, AsRead, Source>(a, BlockIndex());
+  if constexpr (kIsWritten<Row, Col>) {
+    EncodeTileOf<Row, Col, kBf16, Form, AsRead, Source>(a, BlockIndex());
+  }
 }
 
 }  // namespace cuda

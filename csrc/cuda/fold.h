@@ -13,6 +13,7 @@
 #define HYBRIDQ_CUDA_FOLD_H_
 
 #include "cuda/common.h"
+#include "cuda/fold_scale.h"
 #include "formats/e8m0.h"
 
 HQ_NAMESPACE_BEGIN
@@ -59,12 +60,6 @@ struct FoldLift {
   static constexpr int kLift = (kTop & 0x7fffff) < (kOwn & 0x7fffff) ? kExponents - 1 : kExponents;
 };
 
-// 2^(byte - 127 - lift), down to an FP32 subnormal.
-HQ_DEVICE float FoldedScale(int32_t byte, int lift) {
-  const int32_t exponent = byte - lift;
-  return FromSignedBits(exponent > 0 ? exponent << 23 : 0x00400000 >> -exponent);
-}
-
 // What a block's codes are multiplied with: exact, and where it is cut off every code rounds to 0.
 HQ_DEVICE float FoldMultiplier(int32_t byte, int32_t largest, int lift) {
   const int32_t exponent = MaxInt(byte - largest + lift, -100);
@@ -86,8 +81,6 @@ HQ_DEVICE FoldedCode<E> FoldOne(uint32_t code, int32_t byte, int32_t largest) {
   const uint32_t folded = Cast<T>(shifted);
   return {folded, Decode<T>(folded) == shifted ? 0u : 1u};
 }
-
-HQ_DEVICE int32_t WithoutNan(int32_t byte) { return byte == kE8m0Nan ? 0 : byte; }
 
 HQ_DEVICE void PutChanged(uint32_t changed, unsigned long long* counter) {
   if (!Any(changed != 0)) return;

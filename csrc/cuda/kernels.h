@@ -22,6 +22,10 @@ namespace cuda {
 
 using Stream = void*;  // cudaStream_t
 
+// How a plane is written: as its spec says; an MXFP8 plane as Fold would of it (fold.h); with scales
+// of one byte in tiles of 128 x 4 (swizzle.h), where rows and columns are multiples of 128.
+enum class PlaneForm : int { kOwn, kFolded, kTiled };
+
 // One plane to be written. Offsets are those of this plane in the whole tensor's plane.
 struct GpuPlane {
   Spec spec;
@@ -31,7 +35,18 @@ struct GpuPlane {
   const int64_t* seed;  // on the device; null unless the spec is stochastic
   int64_t row_offset, k_offset;
   uint32_t stream;
+  // FP32 scales of blocks: elements from one row's to the next one's, from one block's to the next
+  // one's; 0 and 0: rows of them lie behind each other.
+  int64_t scale_stride_row = 0, scale_stride_block = 0;
+  PlaneForm form = PlaneForm::kOwn;
+
+  bool HasStrides() const { return scale_stride_row != 0 || scale_stride_block != 0; }
 };
+
+// Whether tile kernels alone write the plane.
+inline bool NeedsTile(const GpuPlane* plane) {
+  return plane != nullptr && plane->form != PlaneForm::kOwn;
+}
 
 // Writes one or both planes of x: one kernel for a uniform pair and for the pairs of the zoo, else
 // one for each plane.
@@ -39,8 +54,9 @@ void EncodePlanes(const Matrix& x, const GpuPlane* row, const GpuPlane* col, Str
 
 // The same with amaxes found here: where `row_stat` (`col_stat`) is not null it is written first,
 // and is that plane's `stat`. Two amaxes are one pass over x where a kernel finds both, and a
-// plane that needs none is written in the pass that finds the other's.
-void EncodeFromScratch(const Matrix& x, const GpuPlane* row, const GpuPlane* col, float* row_stat,
+// plane that needs none is written in the pass that finds the other's. Returns false, and does
+// nothing, if no kernel writes planes in these forms of such an x.
+bool EncodeFromScratch(const Matrix& x, const GpuPlane* row, const GpuPlane* col, float* row_stat,
                        float* col_stat, Stream stream);
 
 // The rows of x sorted by group. The column plane runs along padded rows: each group begins at a
@@ -91,8 +107,8 @@ void EncodeMany(const ManyPlane& row, const ManyPlane& col, const ManyTensor* te
 void MapStore(const Prologue& map, void* out, Stream stream);
 
 // EncodeFromScratch of y, which is made on the chip only, once in every pass over x: nothing holds
-// it in memory. A norm's mean and rstd are written.
-void MapEncode(const Prologue& map, const GpuPlane* row, const GpuPlane* col, float* row_stat,
+// it in memory. A norm's mean and rstd are written. False as EncodeFromScratch returns it.
+bool MapEncode(const Prologue& map, const GpuPlane* row, const GpuPlane* col, float* row_stat,
                float* col_stat, Stream stream);
 
 // Which kernels EncodePlanes would launch, as text: for tests and for `explain`.

@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "formats/elements.h"
+#include "formats/float16.h"
 
 HQ_NAMESPACE_BEGIN
 
@@ -254,6 +255,52 @@ template <>
 HQ_DEVICE uint32_t CastPair<E5M2>(float low, float high) {
   uint16_t d;
   asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(d) : "f"(high), "f"(low));
+  return d;
+}
+#endif
+
+// Of each half, rounded once to nearest even, subnormals kept.
+HQ_DEVICE uint32_t MulFp16x2(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// Two FP8 codes, the first in bits 0 to 7, as FP16: FP16 has every value of E4M3 and of E5M2. And
+// back, as CastPair rounds.
+template <class E>
+HQ_DEVICE uint32_t HalvesOf(uint32_t codes) {
+  return ToFp16(Decode<E>(codes & 0xffu)) |
+         static_cast<uint32_t>(ToFp16(Decode<E>(codes >> 8 & 0xffu))) << 16;
+}
+template <class E>
+HQ_DEVICE uint32_t CastHalves(uint32_t halves) {
+  return CastPair<E>(FromFp16(static_cast<uint16_t>(halves & 0xffffu)),
+                     FromFp16(static_cast<uint16_t>(halves >> 16)));
+}
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+template <>
+HQ_DEVICE uint32_t HalvesOf<E4M3>(uint32_t codes) {
+  uint32_t d;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(static_cast<uint16_t>(codes)));
+  return d;
+}
+template <>
+HQ_DEVICE uint32_t HalvesOf<E5M2>(uint32_t codes) {
+  uint32_t d;
+  asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(d) : "h"(static_cast<uint16_t>(codes)));
+  return d;
+}
+template <>
+HQ_DEVICE uint32_t CastHalves<E4M3>(uint32_t halves) {
+  uint16_t d;
+  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(d) : "r"(halves));
+  return d;
+}
+template <>
+HQ_DEVICE uint32_t CastHalves<E5M2>(uint32_t halves) {
+  uint16_t d;
+  asm("cvt.rn.satfinite.e5m2x2.f16x2 %0, %1;" : "=h"(d) : "r"(halves));
   return d;
 }
 #endif

@@ -240,6 +240,26 @@ inline uint32_t CastPair(float low, float high) {
   return Cast<E>(low) | Cast<E>(high) << 8;
 }
 
+// The product of two FP16 values is exact in FP32.
+inline uint32_t MulFp16x2(uint32_t a, uint32_t b) {
+  const auto half = [](uint32_t x, uint32_t y) {
+    const float first = FromFp16(static_cast<uint16_t>(x));
+    const float second = FromFp16(static_cast<uint16_t>(y));
+    return static_cast<uint32_t>(ToFp16(MulRn(first, second)));
+  };
+  return half(a >> 16, b >> 16) << 16 | half(a & 0xffff, b & 0xffff);
+}
+template <class E>
+inline uint32_t HalvesOf(uint32_t codes) {
+  return ToFp16(Decode<E>(codes & 0xff)) |
+         static_cast<uint32_t>(ToFp16(Decode<E>(codes >> 8 & 0xff))) << 16;
+}
+template <class E>
+inline uint32_t CastHalves(uint32_t halves) {
+  return CastPair<E>(FromFp16(static_cast<uint16_t>(halves & 0xffff)),
+                     FromFp16(static_cast<uint16_t>(halves >> 16)));
+}
+
 HQ_NAMESPACE_END
 
 #endif  // HYBRIDQ_EMULATION_RT_EMULATED_H_

@@ -292,7 +292,7 @@ def test_ragged_rows_are_padded_while_they_are_encoded(name, sizes):
             stat = own[2] if len(own) == 3 else None
             pointers = [kernels.pointer(t, True) for t in (own[0], own[1], stat)]
             drawn = kernels.pointer(seed if spec.stochastic else None)
-            planes.append((core_spec(spec)[0], *pointers, drawn, 0, 0, stream))
+            planes.append((core_spec(spec)[0], *pointers, drawn, 0, 0, stream, 0, 0, 0))
             finds.append(spec.needs_amax)
             got += own
         groups = [kernels.pointer(t) for t in (ends, begins)]

@@ -55,7 +55,7 @@ def launches(x: torch.Tensor, row: PlaneSpec | None, col: PlaneSpec | None) -> l
 
 def path(x: torch.Tensor, row: PlaneSpec | None, col: PlaneSpec | None) -> str:
     """Return which kernels would encode x, to planes that any allocator gives."""
-    made = [spec and (core_spec(spec)[0], 256, 256, 256, 256, 0, 0, 0) for spec in (row, col)]
+    made = [spec and (core_spec(spec)[0], 256, 256, 256, 256, *6 * [0]) for spec in (row, col)]
     return MODULE.encode_path(x.data_ptr(), DTYPES[x.dtype], *x.shape, *x.stride(), *made)
 
 
@@ -108,7 +108,7 @@ def test_pairs_begin_at_any_address(name: str, offset: int) -> None:
                 own.append(room[at : at + size].view(buffer.dtype).view(buffer.shape))
             got += own
             pointers = [kernels.pointer(buffer, True) for buffer in own]
-            planes.append((core_spec(spec)[0], *pointers, kernels.pointer(stat), 0, 0, 0, 0))
+            planes.append((core_spec(spec)[0], *pointers, kernels.pointer(stat), *7 * [0]))
         source = kernels.pointer(x)
         MODULE.encode(source, DTYPES[x.dtype], rows, cols, *x.stride(), *planes, False, False, 0)
     assert MODULE.kernels() == ["EncodeTile"]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import hybridq
+from hybridq.errors import SpecError
 from hybridq.formats import (
     DEFAULT_SIGNS,
     ELEMENTS,
@@ -305,3 +306,15 @@ def test_an_eps_that_fp32_cannot_hold_is_refused() -> None:
 def test_fields_of_an_element_of_a_wrong_kind_are_refused(fields) -> None:
     with pytest.raises(hybridq.SpecError, match="Element: "):
         Element(*fields)
+
+
+def test_a_layout_of_scales_is_an_option_of_rows_of_blocks() -> None:
+    spec = PlaneSpec.parse("fp8_1x128;scales=down")
+    assert spec.scale_layout == "down" and PlaneSpec.parse(spec.text) == spec
+    assert spec.buffers(130, 300) == PlaneSpec.parse("fp8_1x128").buffers(130, 300)
+    tiles = PlaneSpec.parse("nvfp4;rht;scales=tiles")
+    assert [b.shape for b in tiles.buffers(130, 70)] == [(130, 40), (2 * 2 * 512,), (1,)]
+    wrong = ("fp8_1x128;scales=up", "fp8_128x128;scales=down", "mxfp8;scales=down")
+    for text in (*wrong, "fp8_1x128;scales=tiles", "nvfp4_16x16;scales=tiles"):
+        with pytest.raises(SpecError, match="scale_layout"):
+            PlaneSpec.parse(text)

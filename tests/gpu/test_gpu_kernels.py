@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+import form_cases as forms
 import kernel_cases as cases
 
 SPECS = {**cases.plain_specs(), **cases.option_specs()}
@@ -121,3 +124,32 @@ def test_all_float32_binades_beside_each_other(kernels) -> None:
     for spec in SPECS.values():
         cases.check_encode(kernels, finite, spec, spec)
         cases.check_encode(kernels, x, spec, None)
+
+
+@pytest.mark.parametrize("name", forms.FOLDED)
+@pytest.mark.parametrize("special", cases.SPECIALS)
+def test_folded_planes_are_those_of_encode_and_fold(kernels, name, special) -> None:
+    spec = forms.FOLDED[name]
+    for i, shape in enumerate((*forms.TILES, *forms.OTHERS, (512, 640))):
+        for dtype in cases.DTYPES:
+            x = forms.matrix(*shape, dtype, i, special)
+            forms.check(kernels, x, spec, None)
+            forms.check(kernels, x, None, spec)
+            forms.check(kernels, x, spec, spec)
+
+
+@pytest.mark.parametrize("name", ["fp8_1x128", "fp8_1x128_e5m2"])
+def test_scales_that_lie_down(kernels, name) -> None:
+    spec = replace(SPECS[name], scale_layout="down")
+    for i, shape in enumerate((*forms.TILES, *forms.OTHERS)):
+        x = cases.matrix(*shape, cases.DTYPES[i % 3], i, cases.SPECIALS[i % 5])
+        cases.check_encode(kernels, x, spec, spec)
+
+
+@pytest.mark.parametrize("name", forms.TILED)
+def test_scales_in_tiles(kernels, name) -> None:
+    spec = forms.TILED[name]
+    for i, shape in enumerate((*forms.WHOLE, (160, 136), (7, 33), (512, 640))):
+        x = cases.matrix(*shape, cases.DTYPES[i % 3], i, cases.SPECIALS[i % 5])
+        for pair in ((spec, None), (None, spec), (spec, spec)):
+            forms.check_tiled(kernels, x, *pair)

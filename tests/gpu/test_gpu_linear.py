@@ -105,6 +105,21 @@ def test_a_step_never_waits_for_the_gpu(recipe) -> None:
         run(layer, x, dy, recipe=recipe)
 
 
+def test_a_step_of_mxfp8_is_the_products_of_its_planes() -> None:
+    """Whatever the chip makes of them on the way: for Hopper they are encoded folded."""
+    layer = Linear(512, 384, bias=False, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+    dy = torch.randn(256, 384, device="cuda", dtype=torch.bfloat16)
+    y, dx, dw = run(layer, x, dy, recipe="mxfp8")[:3]
+    with torch.no_grad():
+        left, weight, grad = (
+            hybridq.quantize(one, "mxfp8", "mxfp8") for one in (x, layer.weight, dy)
+        )
+    assert torch.equal(y, hybridq.gemm(left, weight))
+    assert torch.equal(dx, hybridq.gemm(grad, weight.mT))
+    assert torch.equal(dw, hybridq.gemm(grad.mT, left.mT))
+
+
 def test_training_lowers_the_loss_as_bf16_does() -> None:
     torch.manual_seed(0)
     target = torch.randn(64, 256, device="cuda") / 16

@@ -184,7 +184,8 @@ def test_the_architecture_page_names_every_operator() -> None:
 def test_every_documented_variable_is_read_in_one_place() -> None:
     read = set()
     for file in (ROOT / "src").rglob("*.py"):
-        names = set(re.findall(r"environ(?:\.get\(|\[)\s*[\"'](\w+)", file.read_text()))
+        named = r"(?:environ(?:\.get\(|\[)|\b_is_on\()\s*[\"'](\w+)"
+        names = set(re.findall(named, file.read_text()))
         if names:
             assert file.name == "settings.py", f"{file} reads {names}"
         read |= names

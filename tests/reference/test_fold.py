@@ -14,6 +14,7 @@ import torch
 
 from gemm_cases import decoded, make
 from hybridq import reference
+from hybridq.errors import SpecError
 from hybridq.formats import DEFAULT_SIGNS, PlaneSpec, element, format
 from hybridq.formats.base import Format
 from hybridq.kernels import folded_backend as backend_fold
@@ -214,3 +215,28 @@ def test_a_transforms_padding_is_folded_too() -> None:
     assert (
         made.changed.item() == changed and made.scale.double().numpy().tolist() == scales.tolist()
     )
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_e5m2"])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 300), (64, 256), (0, 5), (5, 0)])
+def test_rule_folded_encodes_what_fold_makes_of_the_plane(
+    name: str, shape: tuple[int, int]
+) -> None:
+    spec = PlaneSpec(format(name))
+    folded = PlaneSpec(spec.format.folded)
+    assert folded.format.unfolded == spec.format and PlaneSpec.parse(folded.text) == folded
+    x = torch.randn(shape) * torch.exp2(torch.randint(-20, 20, (1, shape[1])).float())
+    if x.numel() > 100:
+        x[0, 70], x[1, 3], x[2, 40:80] = torch.nan, torch.inf, 0.0
+    made = reference.fold_plane(reference.encode_plane(x, spec), spec, *shape)
+    codes, scale = reference.encode_plane(x, folded)
+    assert torch.equal(codes, made.codes) and torch.equal(scale, made.scale)
+    read = reference.decode_plane([codes, scale], folded, *shape, torch.float32)
+    assert read.shape == shape
+
+
+def test_rule_folded_goes_with_fp8_and_groups_of_128() -> None:
+    for name, block in (("e4m3", (1, 64)), ("e4m3", (128, 128)), ("e2m1", (1, 128))):
+        with pytest.raises(SpecError, match="rule 'folded' goes with"):
+            Format(element(name), block, element("fp32"), "folded", "float8_block")
+    assert format("mxfp4").folded is format("mxfp8_32x32").folded is format("mxfp8").unfolded

@@ -37,7 +37,7 @@ def describe(spec: PlaneSpec) -> dict[str, Any]:
     for record in (spec.format, spec):
         for part in fields(record):
             value = getattr(record, part.name)
-            if isinstance(value, Format):
+            if isinstance(value, Format) or part.name == "scale_layout":  # no matter of values
                 continue
             if isinstance(value, Element):
                 value = value.name

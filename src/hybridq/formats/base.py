@@ -11,7 +11,7 @@ import torch
 
 from ..errors import SpecError, must_be_one_of
 from .codec import PYTHON, checked_sizes, codec_of
-from .elements import ELEMENTS, FP32, Element
+from .elements import E4M3, E5M2, E8M0, ELEMENTS, FP32, Element
 
 __all__ = ["BUFFER_NAMES", "RULES", "BufferSpec", "Format", "ScaleRule"]
 
@@ -63,6 +63,10 @@ class ScaleRule:
 #: Values of a block, at most: edge blocks are padded to their size on the way.
 _MAX_BLOCK: Final = 1 << 20
 
+#: Values of a folded group, and of each of the blocks that it is made of.
+_FOLDED: Final = 128
+_UNFOLDED: Final = 32
+
 _MX = "OCP MX v1.0 section 6.3"
 _MX_MODES = "OCP MX v1.0 section 6.3 with another rounding; torchao, mx_formats"
 
@@ -77,6 +81,7 @@ RULES: dict[str, ScaleRule] = {
         ScaleRule("ceil", "e8m0", True, False, "2^(ceil(log2(amax)) - emax)", _MX_MODES),
         ScaleRule("even", "e8m0", True, False, "floor, of amax rounded like a code", _MX_MODES),
         ScaleRule("two_level", "e4m3", False, True, "E4M3 block scale times FP32 scale", "NVFP4"),
+        ScaleRule("folded", "fp32", True, False, "the largest of four rceil scales", "ours"),
     )
 }
 
@@ -152,6 +157,13 @@ class Format:
             raise SpecError(f"Format: block must be (1, n) or (n, n), got {self.block}")
         if self.block is not None and self.block[0] * self.block[1] > _MAX_BLOCK:
             raise SpecError(f"Format: a block holds at most 2^20 values, got {self.block}")
+        if self.rule == "folded" and not (
+            self.block == (1, _FOLDED) and self.element in (E4M3, E5M2)
+        ):
+            raise SpecError(
+                "Format: rule 'folded' goes with elements e4m3 and e5m2 and blocks of 1x128, got "
+                f"{self.element} and block {self.block}"
+            )
         if self.rule != "amax" and (self.power_of_two or self.eps):
             raise SpecError(f"Format: power_of_two and eps belong to rule amax, got {self.rule!r}")
         if not 0.0 <= self.eps <= FP32.max:
@@ -215,6 +227,24 @@ class Format:
         """Whether every block scale is a power of two."""
         own = RULES.get(self.rule)
         return self.power_of_two or (own is not None and own.is_power_of_two)
+
+    @property
+    def folded(self) -> Format | None:
+        """What `reference.fold_plane` makes of a plane of this format, as a format to encode in.
+
+        None where there is none: it is there for FP8 with 1x32 scales by rule `rceil`.
+        """
+        is_mx = self.block == (1, _UNFOLDED) and self.rule == "rceil"
+        if not is_mx or self.element not in (E4M3, E5M2):
+            return None
+        return Format(self.element, (1, _FOLDED), FP32, "folded", "float8_block")
+
+    @property
+    def unfolded(self) -> Format | None:
+        """The format whose planes are folded to planes of this one; None where nothing is."""
+        if self.rule != "folded":
+            return None
+        return Format(self.element, (1, _UNFOLDED), E8M0, "rceil", "mxfp8")
 
     @property
     def is_bf16_exact(self) -> bool:

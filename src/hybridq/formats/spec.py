@@ -11,6 +11,7 @@ import torch
 
 from ..errors import SpecError
 from .base import BufferSpec, Format
+from .elements import FP32
 from .identity import IDENTITY_BF16, IDENTITY_FP16, IDENTITY_FP32
 from .registry import format as named_format
 from .registry import name_of
@@ -25,6 +26,8 @@ DEFAULT_SIGNS: Final = 0xD7E8
 _WHOLE: Final = 1 << 40
 #: What four-over-six may minimize: the mean absolute or the mean squared error.
 ERRORS: Final = ("mae", "mse")
+#: How scales may lie where not as a plane of its own has them.
+LAYOUTS: Final = ("down", "tiles")
 
 
 class PlaneText(NamedTuple):
@@ -73,6 +76,11 @@ class PlaneSpec:
             to 4, each block takes the one with the smaller sum of absolute or squared errors.
         row_scaled: rule `two_level` with 1xN blocks: one FP32 amax per row of the plane instead
             of one per tensor.
+        scale_layout: how the scales lie, which changes no value: `""`, those of a row beside each
+            other; `"down"`, those of a group of columns beside each other, as cuBLASLt reads FP32
+            scales of 1x128; `"tiles"`, one-byte scales in tiles of 128 rows by 4 blocks, padded
+            with zeros, in one dimension, as Blackwell reads them. For planes that one product
+            alone reads.
 
     Raises:
         SpecError: an option does not go with the format or with another option.
@@ -86,6 +94,7 @@ class PlaneSpec:
     tensor_bound: float = 448.0
     four_over_six: str | None = None
     row_scaled: bool = False
+    scale_layout: str = ""
     # Of each spec; ClassVar keeps it from being a field. Made with the spec, not at its first use,
     # since torch.compile cannot trace the lock that cached_property takes before Python 3.12.
     _text: ClassVar[str]
@@ -119,6 +128,8 @@ class PlaneSpec:
                 "PlaneSpec: row_scaled goes with rule two_level and 1xN blocks, got "
                 f"{self.format.rule!r} and block {self.format.block}"
             )
+        if self.scale_layout:
+            self._check_scale_layout()
         object.__setattr__(self, "_text", self._canonical_text())
 
     def _check_types(self) -> None:
@@ -131,6 +142,19 @@ class PlaneSpec:
                 raise SpecError(f"PlaneSpec: {name} must be a bool, got {getattr(self, name)!r}")
         if self.signs is not None and type(self.signs) is not int:
             raise SpecError(f"PlaneSpec: signs must be 16 bits, got {self.signs!r}")
+
+    def _check_scale_layout(self) -> None:
+        if self.scale_layout not in LAYOUTS:
+            raise SpecError(
+                f"PlaneSpec: scale_layout must be one of {LAYOUTS}, got {self.scale_layout!r}"
+            )
+        block, scale = self.format.block, self.format.scale
+        is_right = (scale == FP32) == (self.scale_layout == "down") and scale is not None
+        if block is None or block[0] != 1 or not is_right:
+            raise SpecError(
+                "PlaneSpec: scale_layout goes with 1xN blocks, 'down' with FP32 scales and 'tiles' "
+                f"with one-byte ones, got {self.scale_layout!r} and {self.format}"
+            )
 
     def _check_four_over_six(self, error: str) -> None:
         fmt = self.format
@@ -166,6 +190,8 @@ class PlaneSpec:
             parts.append(f"4o6={self.four_over_six}")
         if self.row_scaled:
             parts.append("rows")
+        if self.scale_layout:
+            parts.append(f"scales={self.scale_layout}")
         return ";".join(parts)
 
     @property
@@ -297,6 +323,10 @@ class PlaneSpec:
 
     def _make_buffers(self, rows: int, cols: int) -> tuple[BufferSpec, ...]:
         made = self.format.buffers(rows, self.padded(cols))
+        if self.scale_layout == "tiles":
+            down, right = made[1].shape
+            size = -(-down // 128) * -(-right // 4) * 512
+            made = (made[0], replace(made[1], shape=(size,)), *made[2:])
         if not self.row_scaled:
             return made
         return (*made[:-1], replace(made[-1], shape=self.stat_shape(rows)))
@@ -347,6 +377,7 @@ def _buffers(spec: PlaneSpec, rows: int, cols: int) -> tuple[BufferSpec, ...]:
 def _parse(text: str) -> PlaneSpec:
     head, *options = text.split(";")
     stochastic, signs, bound, four_over_six, row_scaled = False, None, 448.0, None, False
+    layout = ""
     for option in options:
         key, _, value = option.partition("=")
         try:
@@ -362,9 +393,11 @@ def _parse(text: str) -> PlaneSpec:
                 four_over_six = value
             elif option == "rows":
                 row_scaled = True
+            elif key == "scales":
+                layout = value
             else:
                 raise ValueError(option)
         except ValueError as error:
             raise SpecError(f"PlaneSpec.parse: unknown option {option!r} in {text!r}") from error
     fmt = Format.parse(head) if "/" in head else named_format(head)
-    return PlaneSpec(fmt, stochastic, signs, bound, four_over_six, row_scaled)
+    return PlaneSpec(fmt, stochastic, signs, bound, four_over_six, row_scaled, layout)

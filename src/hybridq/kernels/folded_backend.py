@@ -47,6 +47,7 @@ from .scaled_mm import (
     block_scales,
     exact_reason,
     is_foldable,
+    laid_down,
     multiply,
     or_next_way,
     planned_product,
@@ -103,7 +104,7 @@ def _supports(query: OpQuery) -> str | None:
     reason = view_reason(KINDS["block"], *specs, sizes[2] if query.sizes else None)
     if reason is not None:
         return reason
-    folds = [spec for spec in (query.row, query.col) if is_foldable(spec)]
+    folds = [spec for spec in (query.row, query.col) if is_foldable(spec) or _is_folded(spec)]
     if query.precision != "fast" and any((spec.format.block or (1,))[0] > 1 for spec in folds):
         return "a fold of squares is bounded by a square's amax and not a row's: precision 'fast'"
     if query.op == "grouped_gemm":
@@ -121,6 +122,30 @@ def _supports(query: OpQuery) -> str | None:
 
 def _leaves(query: OpQuery) -> str | None:
     return few_tokens_reason(query) if query.op == "grouped_gemm" else None
+
+
+def _is_folded(spec: PlaneSpec) -> bool:
+    return spec.format.unfolded is not None
+
+
+def _operands(query: OpQuery) -> tuple[PlaneSpec, PlaneSpec]:
+    """Return the specs of both operands as cuBLASLt gets them, where encode can write them so."""
+    row, col = query.row, query.col
+    if row is None or col is None or query.chip is None:
+        raise ValueError(f"fold: operands of a product on a known chip, got {query}")
+    # Triton's product wants other strides of scales, and takes its place only where asked to.
+    if _BLOCK.reason("block", query.chip) is not None:
+        return row, col
+    return _encoded(row), _encoded(col)
+
+
+@lru_cache(maxsize=1024)
+def _encoded(spec: PlaneSpec) -> PlaneSpec:
+    made = spec.format.folded
+    # What is transformed or rounded stochastically has no kernel that folds on the way.
+    if made is None or spec.stochastic or spec.signs is not None:
+        return laid_down(spec)
+    return replace(spec, format=made)
 
 
 def _elements(a: PlaneSpec, b: PlaneSpec) -> tuple[str, str]:
@@ -198,32 +223,29 @@ def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
 _STEPS = (4, 16, 16)
 
 
-def _are_side_by_side(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    """Return whether the codes and scales of two planes have no gaps."""
-    (a_data, a_scale), (b_data, b_scale) = a, b
-    return (
-        a_data.is_contiguous()
-        and a_scale.is_contiguous()
-        and b_data.is_contiguous()
-        and b_scale.is_contiguous()
-    )
+def _has_no_gaps(operand: Operand, is_folded: bool) -> bool:
+    """Return whether codes and scales lie as they are read: a folded plane's by columns."""
+    data, scale = operand.buffers
+    return data.is_contiguous() and (scale.t() if is_folded else scale).is_contiguous()
 
 
 class _Planned:
-    """A GEMM of two folded planes in one size: their folds share an allocation, made once prepared.
+    """A GEMM of two planes in one size, folded already or on the way, with all prepared.
+
+    What it folds itself shares an allocation.
 
     Args:
-        query: of two foldable planes, whose product cuBLASLt makes, and which need no padding.
-        folders: of the operands (`Backend.folder`).
+        query: of two planes, whose product cuBLASLt makes, and which need no padding.
+        folders: of the operands (`Backend.folder`); None of one that is folded.
     """
 
     __slots__ = ("_dtype", "_elements", "_folders", "_is_known", "_nbytes", "_trial")
 
     def __init__(self, query: OpQuery, folders: Sequence[Any]) -> None:
-        specs = [folded_spec(spec) for spec in (query.row, query.col) if spec is not None]
+        specs = [_after(spec) for spec in (query.row, query.col) if spec is not None]
         self._elements = [FP8[spec.format.element] for spec in specs if spec.format.element]
         self._folders, self._dtype = folders, query.dtype
-        self._nbytes = sum(folder.nbytes for folder in folders)
+        self._nbytes = sum(0 if folder is None else folder.nbytes for folder in folders)
         self._trial = Trial(query.chip, "block", specs[0], specs[1], query.dtype)
         self._is_known = False
 
@@ -234,14 +256,24 @@ class _Planned:
             return _gemm(a, b, args)  # an operand may be there
         if bias is not None and not (bias.dtype is self._dtype and bias.is_contiguous()):
             return _gemm(a, b, args)
-        if not (is_current(device) and _are_side_by_side(a.buffers, b.buffers)):
+        first, second = self._folders
+        if not (
+            is_current(device)
+            and _has_no_gaps(a, first is None)
+            and _has_no_gaps(b, second is None)
+        ):
             return _gemm(a, b, args)
-        memory = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
-        stream, views, at = stream_of(device), [], 0
+        memory, stream = None, 0
+        if self._nbytes:
+            memory = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
+            stream = stream_of(device)
+        views, at = [], 0
         for operand, fold_into, dtype in zip((a, b), self._folders, self._elements, strict=True):
-            codes, scale = fold_into(operand.buffers, memory, at, stream)
+            codes, scale = operand.buffers
+            if fold_into is not None:
+                codes, scale = fold_into(operand.buffers, memory, at, stream)
+                at += fold_into.nbytes
             views.append(Scaled(codes.view(dtype), (scale,), ("BlockWise1x128",)))
-            at += fold_into.nbytes
         try:
             made = planned_product(views[0], views[1], bias, self._dtype)
         except REFUSALS as error:
@@ -255,16 +287,21 @@ class _Planned:
 
 
 def _planner(query: OpQuery) -> _Planned | None:
-    """Return what multiplies two folded planes that need no padding, or None."""
+    """Return what multiplies two planes, folded or foldable, that need no padding, or None."""
     specs, sizes, chip = (query.row, query.col), query.sizes, query.chip
     if sizes is None or chip is None or _BLOCK.reason("block", chip) is not None:
         return None
     if query.dtype is torch.float32 or 0 in sizes:
         return None
     m, n, k = sizes
-    folders = []
+    folders: list[Any] = []
     for spec, rows, step in zip(specs, (m, n), _STEPS, strict=False):
-        if spec is None or not is_foldable(spec) or rows % step or spec.padded(k) % _STEPS[2]:
+        if spec is None or rows % step or spec.padded(k) % _STEPS[2]:
+            return None
+        if _is_folded(spec):
+            folders.append(None)
+            continue
+        if not is_foldable(spec):
             return None
         found = select(OpQuery("fold", query.device, torch.float32, spec)).folder
         if found is None:
@@ -289,5 +326,6 @@ FOLD = register_backend(
         op_priorities={"grouped_gemm": 35},  # before groups whose operands are decoded
         notes=_notes,
         planner=_planner,
+        operands=_operands,
     )
 )

@@ -17,6 +17,7 @@ from .norm import NORMS, norm, row_sums
 from .philox import philox, random_bits, random_bytes
 from .rounding import one_nan, round_stochastic
 from .scales import BlockScales, block_scales
+from .tiles import tiled_scales, untiled_scales
 from .token_rows import spread_rows, sum_rows
 
 __all__ = [
@@ -57,5 +58,7 @@ __all__ = [
     "sum_rows",
     "tensor_amax",
     "tensor_factor",
+    "tiled_scales",
     "unpack",
+    "untiled_scales",
 ]

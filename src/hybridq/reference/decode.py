@@ -12,6 +12,7 @@ from .codec import decoded
 from .elements import decode_codes, unpack
 from .hadamard import inverse_hadamard
 from .rounding import one_nan, round_values
+from .tiles import untiled_scales
 
 __all__ = ["decode_plane", "factor_bound", "factor_of", "plane_operand", "tensor_factor"]
 
@@ -74,6 +75,8 @@ def _scaled_codes(
     if fmt.block is None:
         return values
     scale = buffers[1]
+    if spec.scale_layout == "tiles":
+        scale = untiled_scales(scale, rows, -(-width // fmt.block[1]))
     if scale.dtype == torch.uint8:
         scale = decode_codes(scale, fmt.scale)
     scale = scale.repeat_interleave(fmt.block[0], 0)[:rows]

@@ -5,16 +5,20 @@ Source: docs/reference/numerics.md.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ..formats import PlaneSpec
 from .codec import coded
 from .elements import cast, pack
+from .fold import fold_plane
 from .four_over_six import four_over_six_scales
 from .hadamard import hadamard
 from .philox import random_bytes
 from .rounding import one_nan
 from .scales import FP32_MAX, BlockScales, block_scales
+from .tiles import tiled_scales
 
 __all__ = ["encode_plane", "matrix_scales", "tensor_amax"]
 
@@ -75,9 +79,32 @@ def encode_plane(
     Raises:
         ValueError: the spec is stochastic and there is no seed.
     """
+    if spec.scale_layout == "tiles":
+        place = (seed, stream, row0, col0, is_columnwise)
+        made = _encode(x, replace(spec, scale_layout=""), stat, *place)
+        return [made[0], tiled_scales(made[1]), *made[2:]]
+    return _encode(x, spec, stat, seed, stream, row0, col0, is_columnwise)
+
+
+def _encode(
+    x: torch.Tensor,
+    spec: PlaneSpec,
+    stat: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    stream: int,
+    row0: int,
+    col0: int,
+    is_columnwise: bool,
+) -> list[torch.Tensor]:
+    """Return `encode_plane` of a spec whose scales lie row by row."""
     fmt = spec.format
     if fmt.is_python:
         return coded(x, spec)
+    if fmt.unfolded is not None:
+        own = replace(spec, format=fmt.unfolded)
+        plane = encode_plane(x, own, seed=seed, stream=stream, row0=row0, col0=col0)
+        made = fold_plane(plane, own, x.shape[0], x.shape[1])
+        return [made.codes, made.scale.contiguous()]
     if fmt.is_identity or fmt.element is None:
         return [x.to(fmt.storage_dtype or x.dtype).clone(memory_format=torch.contiguous_format)]
     input_max = torch.finfo(x.dtype).max

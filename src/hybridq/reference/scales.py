@@ -91,6 +91,14 @@ def _rceil_rule(
     return _e8m0_scales(torch.where(ratio.isnan(), 0xFF, byte.clamp(max=0xFE)))
 
 
+def _folded_rule(
+    amax: torch.Tensor, spec: PlaneSpec, tensor_amax: torch.Tensor | None, input_max: float
+) -> BlockScales:
+    # The largest of four bytes is the byte of the largest amax.
+    made = _rceil_rule(amax, spec, tensor_amax, input_max)
+    return BlockScales(decode_codes(made.stored, ELEMENTS["e8m0"]), made.multiplier)
+
+
 def _floor_rule(
     amax: torch.Tensor, spec: PlaneSpec, tensor_amax: torch.Tensor | None, input_max: float
 ) -> BlockScales:
@@ -165,4 +173,5 @@ _RULES: dict[str, Callable[[torch.Tensor, PlaneSpec, torch.Tensor | None, float]
     "ceil": _ceil_rule,
     "even": _even_rule,
     "two_level": _two_level_rule,
+    "folded": _folded_rule,
 }

@@ -34,16 +34,16 @@ class Bound(NamedTuple):
 #: tensors, what happens in an operator is not seen.
 TABLE = {
     "LayerNormLinear": {
-        "mxfp8": (Bound(7, 15, 0.0, 195), Bound(14, 17, 7.6, 150)),
-        "fp8_current": (Bound(5, 18, 0.0, 195), Bound(10, 17, 7.6, 137)),
-        "fp8_block": (Bound(6, 15, 0.1, 220), Bound(13, 18, 7.7, 200)),
-        "nvfp4": (Bound(14, 26, 0.0, 270), Bound(24, 31, 7.6, 305)),
+        "mxfp8": (Bound(5, 14, 0.0, 205), Bound(10, 15, 7.6, 145)),
+        "fp8_current": (Bound(5, 18, 0.0, 210), Bound(10, 17, 7.6, 142)),
+        "fp8_block": (Bound(5, 14, 0.0, 235), Bound(10, 15, 7.6, 175)),
+        "nvfp4": (Bound(14, 26, 0.0, 288), Bound(24, 31, 7.6, 315)),
     },
     "LayerNormMLP": {
-        "mxfp8": (Bound(12, 26, 0.0, 365), Bound(25, 29, 39.6, 285)),
-        "fp8_current": (Bound(8, 32, 0.0, 365), Bound(17, 29, 39.6, 260)),
-        "fp8_block": (Bound(10, 26, 0.1, 415), Bound(23, 31, 39.8, 390)),
-        "nvfp4": (Bound(26, 48, 0.0, 515), Bound(45, 57, 39.6, 595)),
+        "mxfp8": (Bound(8, 24, 0.0, 380), Bound(17, 25, 39.6, 275)),
+        "fp8_current": (Bound(8, 32, 0.0, 390), Bound(17, 29, 39.6, 270)),
+        "fp8_block": (Bound(8, 24, 0.0, 440), Bound(17, 25, 39.6, 335)),
+        "nvfp4": (Bound(26, 48, 0.0, 545), Bound(45, 57, 39.6, 610)),
     },
     "GroupedLinear": {
         "mxfp8": (Bound(5, 40, 0.0, 335), Bound(3, 6, 0.0, 100)),

@@ -12,6 +12,7 @@ from .arguments import (
 )
 from .backend import OPERATIONS, Backend, BackendAnswer, DeviceSupport
 from .encode_request import DECODED, ORIGINAL, EncodeRequest, encode_decoded, given_scale
+from .operand_specs import operand_specs
 from .placed import ALIGNMENT, Place, PlacedEncoder
 from .precision import FOLD_LIMIT, PRECISIONS, added_error, check_precision
 from .query import OpQuery
@@ -61,6 +62,7 @@ __all__ = [
     "forget_choices",
     "given_scale",
     "load_backends",
+    "operand_specs",
     "operation",
     "register_backend",
     "select",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from ...errors import suggestion
+from ...formats import PlaneSpec
 from ..inputs import Chip
 from .query import OpQuery
 
@@ -123,6 +124,9 @@ class Backend:
             where it never has. What it returned is kept for the query.
         folder: returns, for `(spec, rows, cols)`, what folds such planes into memory that is given
             (`Folder`), with the bits of its `fold`; None where it has none.
+        operands: returns, for the query of a GEMM that it runs, the specs of what it makes of the
+            two operands before it multiplies, where an encode may make that at once
+            (`operand_specs`); None where it takes planes as they are.
         scratch_nbytes: temporary memory of its encode and decode, bytes per value at most.
         package: name and version of the package that it came from by an entry point; "" of
             hybridq's own and of those that `register_backend` was given.
@@ -149,6 +153,9 @@ class Backend:
     multiplier: Callable[..., Callable[..., Any]] | None = field(default=None, hash=False)
     planner: Callable[[OpQuery], Callable[..., Any] | None] | None = field(default=None, hash=False)
     folder: Callable[..., Any] | None = field(default=None, hash=False)
+    operands: Callable[[OpQuery], tuple[PlaneSpec, PlaneSpec]] | None = field(
+        default=None, hash=False
+    )
     scratch_nbytes: int = 0
     package: str = ""
     load_error: str = ""

@@ -54,6 +54,8 @@ def core_spec(spec: PlaneSpec) -> tuple[Any, str | None]:
         return None, f"the compiled core is missing ({core_error})"
     if fmt.is_identity or fmt.element is None or fmt.scale is None:
         return None, "an identity plane needs no kernel"
+    if spec.scale_layout == "tiles":
+        return None, "the core has no scales in tiles"
     block = fmt.block or (0, 0)
     try:
         native = core.Spec(

@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,6 +25,8 @@ from .finish import finish
 from .folder import Folder
 from .launch_addresses import Addresses
 from .norm_activation import encode_mapped, store_mapped
+from .plane_forms import as_known, as_read, buffers_as_read, formed_planes
+from .plane_layout import plane_layout
 from .ragged_tokens import encode_ragged
 from .token_rows import spread_rows, sum_rows
 
@@ -56,26 +57,6 @@ class NewPlanes:
             self.copied.copy_(self.stats[0])
 
 
-class _Layout(NamedTuple):
-    """What new planes of a spec and a size have in common.
-
-    Args:
-        buffers: shape and dtype of each.
-        text: the spec as the module takes it.
-        needs_amax: an amax is needed before the plane can be written.
-    """
-
-    buffers: tuple[tuple[tuple[int, ...], torch.dtype | None], ...]
-    text: Any
-    needs_amax: bool
-
-
-@lru_cache(maxsize=4096)
-def _layout(spec: PlaneSpec, rows: int, cols: int) -> _Layout:
-    own = tuple((tuple(b.shape), b.dtype) for b in spec.buffers(rows, cols))
-    return _Layout(own, core_spec(spec)[0], spec.needs_amax)
-
-
 class GpuKernels(Addresses):
     """The operations of a backend over a module of GPU kernels.
 
@@ -98,9 +79,16 @@ class GpuKernels(Addresses):
         with self.launch(x.device) as stream:
             new = self.new_planes(x.device, rows, cols, row, col, request)
             source = self.matrix("encode: x", x, x.device)
-            self.module.encode(*source, rows, cols, *x.stride(), *new.planes, *new.finds, stream)
+            place = (*source, rows, cols, *x.stride())
+            is_done = self.module.encode(*place, *new.planes, *new.finds, stream)
             new.finish()
-        return new.buffers
+        if is_done:
+            return new.buffers
+
+        def encode(row: PlaneSpec | None, col: PlaneSpec | None) -> list[torch.Tensor]:
+            return self.encode(x, row, col, request)
+
+        return formed_planes(self, encode, (row, col), rows, cols)
 
     def encoder(
         self, row: PlaneSpec | None, col: PlaneSpec | None, dtype: torch.dtype
@@ -136,10 +124,8 @@ class GpuKernels(Addresses):
                 planes.append(None)
                 finds.append(False)
                 continue
-            layout = _layout(spec, *shape)
-            own = []
-            for size, dtype in layout.buffers:
-                own.append(torch.empty(size, dtype=dtype, device=device))
+            layout = plane_layout(spec, *shape)
+            own = layout.make(device)
             stat = known if layout.needs_amax else None
             finds.append(layout.needs_amax and known is None)
             if finds[-1]:
@@ -161,6 +147,8 @@ class GpuKernels(Addresses):
                     request.row0,
                     request.col0,
                     random_stream,
+                    *layout.scale_strides,
+                    layout.form,
                 )
             )
             buffers += own
@@ -257,7 +245,7 @@ class GpuKernels(Addresses):
         dtype: torch.dtype,
         is_operand: bool,
     ) -> torch.Tensor:
-        own = [buffer.contiguous() for buffer in buffers]
+        own, spec = buffers_as_read(buffers, spec, rows, cols), as_read(spec)
         width, device = spec.padded(cols) if is_operand else cols, own[0].device
         with self.launch(device) as stream:
             out = torch.empty(rows, width, dtype=dtype, device=device)
@@ -453,7 +441,8 @@ def spec_reason(query: OpQuery) -> str | None:
         return f"takes float32, bfloat16 and float16, got {query.dtype}"
     for spec in (query.row, query.col):
         if spec is not None and (query.op != "amax" or spec.row_scaled):
-            reason = core_spec(spec)[1]
+            known = as_known(query.op, spec)
+            reason = core_spec(known)[1] if known else f"has no {query.op} of {spec}"
             if reason is not None:
                 return reason
     return None

@@ -9,8 +9,8 @@ import torch
 
 from ...formats import PlaneSpec
 from ..choice import ALIGNMENT, EncodeRequest, Place
-from ..cpu import core_spec
 from ..inputs import DTYPES
+from .plane_layout import plane_layout
 
 __all__ = ["GpuEncoder", "PlaneMemory", "have_one_amax", "plane_memory"]
 
@@ -33,11 +33,15 @@ class PlaneMemory(NamedTuple):
         buffers: shape, strides, dtype and first byte of each.
         nbytes: of all, a multiple of `ALIGNMENT`.
         stat: first byte of the amax that is found, -1 where the plane needs none.
+        text: the spec as the module takes it.
+        form: strides of scales and the form in which the kernel writes the plane (`PlaneLayout`).
     """
 
     buffers: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int], ...]
     nbytes: int
     stat: int
+    text: Any
+    form: tuple[int, int, int]
 
     def views(self, memory: torch.Tensor, at: int) -> list[torch.Tensor]:
         """Return the buffers.
@@ -61,17 +65,20 @@ def plane_memory(spec: PlaneSpec, rows: int, cols: int, finds: bool) -> PlaneMem
         rows, cols: of its own matrix.
         finds: its amax is found, and has no place among the buffers where these have none for it.
     """
-    at, buffers = 0, []
-    for buffer in spec.buffers(rows, cols):
+    at, buffers, layout = 0, [], plane_layout(spec, rows, cols)
+    for i, buffer in enumerate(spec.buffers(rows, cols)):
         shape, dtype = tuple(buffer.shape), buffer.dtype or torch.uint8
-        strides = torch.empty(shape, device="meta").stride()
+        strides = (1,) if len(shape) == 1 else (max(shape[1], 1), 1)
+        if i == 1 and any(layout.scale_strides):
+            strides = layout.scale_strides
         buffers.append((shape, strides, dtype, at))
         at += -(-buffer.numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
     stat = -1
     if finds:
         stat = buffers[2][3] if len(buffers) == 3 else at
         at += ALIGNMENT if len(buffers) != 3 else 0
-    return PlaneMemory(tuple(buffers), at, stat)
+    form = (*layout.scale_strides, layout.form)
+    return PlaneMemory(tuple(buffers), at, stat, layout.text, form)
 
 
 class GpuEncoder:
@@ -90,7 +97,6 @@ class GpuEncoder:
         "_seeded",
         "_shares",
         "_specs",
-        "_texts",
         "placed",
         "room",
     )
@@ -105,7 +111,6 @@ class GpuEncoder:
         self._kernels, self._specs, self._name = kernels, (row, col), DTYPES[dtype]
         #: Whether the amax that the rowwise plane finds is the columnwise one's.
         self._shares = shares = have_one_amax(row, col)
-        self._texts = [None if spec is None else core_spec(spec)[0] for spec in (row, col)]
         self._seeded = [spec is not None and spec.stochastic for spec in (row, col)]
         #: This, as a `PlacedEncoder`; None without a rowwise plane.
         self.placed = None if row is None else self
@@ -153,7 +158,7 @@ class GpuEncoder:
                 found = base + layout.stat
             own = layout.buffers
             planes[i] = (
-                self._texts[i],
+                layout.text,
                 base + own[0][3],
                 base + own[1][3],
                 found if layout.stat >= 0 or (i and self._shares) else 0,
@@ -161,13 +166,16 @@ class GpuEncoder:
                 request.row0,
                 request.col0,
                 streams[i],
+                *layout.form,
             )
             buffers += layout.views(memory, at)
         finds = (
             first is not None and first.stat >= 0,
             second is not None and second.stat >= 0,
         )
-        kernels.module.encode(*source, rows, cols, *x.stride(), *planes, *finds, stream)
+        call = (*source, rows, cols, *x.stride(), *planes, *finds, stream)
+        if not kernels.module.encode(*call):  # no kernel writes these forms of such a matrix
+            return self(x, request)
         if self._shares and second is not None and len(second.buffers) == 3:
             buffers[-1].copy_(buffers[2])
         return buffers

@@ -14,6 +14,7 @@ import torch
 
 from ...formats import PlaneSpec
 from ..choice import EncodeRequest, Prologue
+from .plane_forms import formed_planes
 
 __all__ = ["encode_mapped", "store_mapped"]
 
@@ -84,6 +85,12 @@ def encode_mapped(
     with kernels.launch(x.device) as stream:
         cols, stats, call = _call(kernels, x, prologue)
         made = kernels.new_planes(x.device, x.shape[0], cols, row, col, request)
-        kernels.module.map_encode(*call, *made.planes, *made.finds, stream)
+        is_done = kernels.module.map_encode(*call, *made.planes, *made.finds, stream)
         made.finish()
-    return (made.buffers, *stats)
+    if is_done:
+        return (made.buffers, *stats)
+
+    def encode(*own: PlaneSpec | None) -> list[torch.Tensor]:
+        return encode_mapped(kernels, x, prologue, request, *own)[0]
+
+    return (formed_planes(kernels, encode, (row, col), x.shape[0], cols), *stats)

@@ -67,6 +67,7 @@ def encode_ragged(
                     0,
                     0,
                     random_stream,
+                    *(0, 0, 0),  # scales as the plane has them, in its own form
                 )
             )
             buffers += own

@@ -6,7 +6,16 @@ from .backend import NATIVE, multiply, planned_product
 from .chip_gates import GATES, exact_reason
 from .epilogue import finish, only_product
 from .operand_layout import ceil_to, pad_codes, swizzle
-from .operand_views import FP8, KINDS, Scaled, block_scales, fp8_codes, is_foldable, view_reason
+from .operand_views import (
+    FP8,
+    KINDS,
+    Scaled,
+    block_scales,
+    fp8_codes,
+    is_foldable,
+    laid_down,
+    view_reason,
+)
 from .refusals import REFUSALS, Trial, or_next_way, refusal
 
 __all__ = [
@@ -23,6 +32,7 @@ __all__ = [
     "finish",
     "fp8_codes",
     "is_foldable",
+    "laid_down",
     "multiply",
     "only_product",
     "or_next_way",

@@ -23,6 +23,7 @@ from ..choice import (
     Operand,
     OpQuery,
     added_error,
+    cached_choice,
     register_backend,
 )
 from ..inputs import Chip, begins_at, chip_of
@@ -35,8 +36,11 @@ from .operand_views import (
     FP8,
     KINDS,
     Scaled,
+    laid_down,
+    lies_down,
     pair_reason,
     rows_later,
+    tiled,
     two_levels,
     unit_blocks,
     view_reason,
@@ -48,9 +52,13 @@ __all__ = ["NATIVE", "multiply", "native_kind", "planned_product"]
 #: Bytes at a multiple of which the codes of an operand begin.
 _ALIGNMENT = 16
 
+#: Of all sizes of a product whose operands are encoded with scales in tiles.
+_TILE = 128
+
 scaled_mm: Any = getattr(torch.nn.functional, "scaled_mm", None)
 
 
+@cached_choice
 def native_kind(a: PlaneSpec, b: PlaneSpec, chip: Chip, k: int | None) -> tuple[str | None, str]:
     """Return the kind of scaling in which `chip` multiplies two planes, or None and the reason.
 
@@ -225,6 +233,20 @@ def _scaled_mm(
     )
 
 
+def _operands(query: OpQuery) -> tuple[PlaneSpec, PlaneSpec]:
+    """Return the specs of both operands with scales that lie as the product reads them."""
+    row, col = query.row, query.col
+    if row is None or col is None or query.chip is None:
+        raise ValueError(f"native: operands of a product on a known chip, got {query}")
+    kind, _ = native_kind(row, col, query.chip, _depth(query))
+    if kind == "block":
+        return laid_down(row), laid_down(col)
+    # Tiles of 128 rows by 64 or 128 values: of edges, which take padding, the swizzle makes them.
+    if kind in ("mx", "nvfp4") and query.sizes and not any(size % _TILE for size in query.sizes):
+        return tiled(row), tiled(col)
+    return row, col
+
+
 def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
     chip = args.chip or chip_of(a.buffers[0].device)
     kind, reason = native_kind(a.spec, b.spec, chip, a.cols)
@@ -265,26 +287,40 @@ class _Planned:
         return made
 
     def _as_they_lie(self, a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor | None:
-        """Return the product of codes that need no padding, by one scale each; None: not done."""
+        """Return the product of codes and scales that need no padding; None: not done."""
         if self._dtypes is None or args.accumulate_into is not None:
             return None
         bias, views = args.bias, []
         if bias is not None and not (bias.dtype is args.out_dtype and bias.is_contiguous()):
             return None
+        is_block = self._kind == "block"
+        recipes = ("BlockWise1x128",) if is_block else ("TensorWise",)
         for operand, dtype in zip((a, b), self._dtypes, strict=True):
             data, scale = operand.buffers
             if not (data.is_contiguous() and begins_at(data) % _ALIGNMENT == 0):
                 return None
-            views.append(Scaled(data.view(dtype), (scale,), ("TensorWise",)))
+            if is_block and not (scale.t().is_contiguous() and begins_at(scale) % _ALIGNMENT == 0):
+                return None  # on its way it was given other strides
+            views.append(Scaled(data.view(dtype), (scale,), recipes))
+        if is_block:
+            return planned_product(views[0], views[1], bias, args.out_dtype)
         return _scaled_mm(views[0], views[1], bias, args.out_dtype)
 
 
 def _dtypes_as_they_lie(query: OpQuery, kind: str) -> list[torch.dtype] | None:
-    """Return torch's dtypes of the codes of FP8 planes with one scale each, not to be padded."""
-    if kind != "tensor" or query.sizes is None or query.dtype is torch.float32:
+    """Return torch's dtypes of the codes of FP8 planes that are not to be padded, else None.
+
+    They have one scale each, or those of 1x128, which lie down.
+    """
+    if query.sizes is None or query.dtype is torch.float32:
         return None
     (m, n, k), specs = query.sizes, (query.row, query.col)
     if 0 in (m, n, k) or n % 16 or k % 16:
+        return None
+    if kind == "block":
+        if m % 4 or not all(spec is not None and lies_down(spec) for spec in specs):
+            return None
+    elif kind != "tensor":
         return None
     found = [spec.format.element for spec in specs if spec is not None and spec.padded(k) == k]
     dtypes = [FP8[one] for one in found if one in FP8]
@@ -309,5 +345,6 @@ NATIVE = register_backend(
         priority=40,
         notes=_notes,
         planner=_planner,
+        operands=_operands,
     )
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from ...reference import tiled_scales
 from ..inputs import begins_at
 
 __all__ = [
@@ -83,13 +84,5 @@ def scales_128x128(scale: torch.Tensor) -> torch.Tensor:
 
 
 def swizzle(scale: torch.Tensor) -> torch.Tensor:
-    """Return one-byte scales `[rows, blocks]` in 128 x 4 tiles, padded with zeros, one dimension.
-
-    The scale of row r and block c stands at
-    `((r // 128) * ceil(blocks / 4) + c // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4`.
-    """
-    down, right = ceil_to(scale.shape[0], 128) // 128, ceil_to(scale.shape[1], 4) // 4
-    padded = pad_codes(scale, down * 128, right * 4)
-    # [tile row, 32-row part, row in it, tile column, block in it]
-    parts = padded.reshape(down, 4, 32, right, 4)
-    return parts.permute(0, 3, 2, 1, 4).reshape(-1)
+    """Return one-byte scales `[rows, blocks]` in 128 x 4 tiles: `reference.tiled_scales`."""
+    return tiled_scales(scale)

@@ -35,11 +35,14 @@ __all__ = [
     "fp8_codes",
     "fp8_target",
     "is_foldable",
+    "laid_down",
+    "lies_down",
     "mx_scales",
     "nvfp4_scales",
     "pair_reason",
     "rows_later",
     "swizzled",
+    "tiled",
     "two_levels",
     "unit_blocks",
     "view_reason",
@@ -120,6 +123,7 @@ def _kind_reason(kind: ScalingKind, a: PlaneSpec, b: PlaneSpec, k: int | None) -
     return None
 
 
+@lru_cache(maxsize=1024)
 def fp8_target(spec: PlaneSpec) -> Element | None:
     """Return the FP8 element that the codes of `spec` have or fit into."""
     return None if spec.format.element is None else fold_element(spec.format.element)
@@ -204,6 +208,33 @@ def _view_block(operand: Operand, rows: int, is_square: bool) -> Scaled:
     if is_square:
         return Scaled(data, (scales_128x128(scale),), ("BlockWise128x128",))
     return Scaled(data, (scales_1x128(scale, rows),), ("BlockWise1x128",))
+
+
+def lies_down(spec: PlaneSpec) -> bool:
+    """Return whether a new plane has scales of 1x128 that lie as the product reads them."""
+    return spec.scale_layout == "down" or spec.format.unfolded is not None
+
+
+@lru_cache(maxsize=1024)
+def laid_down(spec: PlaneSpec) -> PlaneSpec:
+    """Return the spec of a plane that `_view_block` takes without a copy, for planes of 1x128."""
+    if spec.format.block != (1, _BLOCK) or spec.format.scale != FP32:
+        return spec
+    return replace(spec, scale_layout="down")
+
+
+@lru_cache(maxsize=1024)
+def tiled(spec: PlaneSpec) -> PlaneSpec:
+    """Return the spec of a plane whose scales are in the tiles that `mx` and `nvfp4` take.
+
+    Only of planes whose codes and scales these take as they are.
+    """
+    fmt = spec.format
+    is_mx = fmt.scale == E8M0 and fmt.element in FP8 and fmt.block == (1, _MX)
+    is_nv = fmt.rule == "two_level" and fmt.element == E2M1 and fmt.block == (1, _NV)
+    # Options that no tile kernel has are encoded, and then put into tiles.
+    is_odd = spec.row_scaled or spec.four_over_six is not None
+    return replace(spec, scale_layout="tiles") if (is_mx or is_nv) and not is_odd else spec
 
 
 def unit_blocks(data: torch.Tensor, recipe: str) -> Scaled:
@@ -298,7 +329,9 @@ def mx_scales(operand: Operand) -> torch.Tensor:
 
 def _view_mx(operand: Operand, rows: int, is_square: bool) -> Scaled:
     data = fp8_codes(operand, rows, _MX)
-    scales = (swizzled(mx_scales(operand)).view(torch.float8_e8m0fnu),)
+    is_tiled = operand.spec.scale_layout == "tiles"
+    tiles = operand.buffers[1] if is_tiled else swizzled(mx_scales(operand))
+    scales = (tiles.view(torch.float8_e8m0fnu),)
     return Scaled(data, scales, ("BlockWise1x32",), ("SWIZZLE_32_4_4",))
 
 
@@ -336,7 +369,9 @@ def nvfp4_scales(operand: Operand, blocks: int) -> torch.Tensor:
 def _view_nvfp4(operand: Operand, rows: int, is_square: bool) -> Scaled:
     wide = ceil_to(operand.spec.padded(operand.cols), 32)
     data = pad_codes(operand.buffers[0], rows, wide // 2).view(torch.float4_e2m1fn_x2)
-    scale = swizzled(nvfp4_scales(operand, wide // _NV)).view(torch.float8_e4m3fn)
+    is_tiled = operand.spec.scale_layout == "tiles"
+    tiles = operand.buffers[1] if is_tiled else swizzled(nvfp4_scales(operand, wide // _NV))
+    scale = tiles.view(torch.float8_e4m3fn)
     factor = tensor_factor(operand.buffers, operand.spec)
     # Scaling by rows has no place in the product: its factors are applied to the result.
     return Scaled(data, (scale,), ("BlockWise1x16",), ("SWIZZLE_32_4_4",), factor)
@@ -361,6 +396,7 @@ def is_foldable(spec: PlaneSpec) -> bool:
     fmt = spec.format
     return (
         fmt.scale == E8M0
+        and spec.scale_layout == ""
         and fmt.block is not None
         and _BLOCK % fmt.block[1] == 0
         and fmt.element is not None

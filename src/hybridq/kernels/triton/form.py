@@ -118,6 +118,8 @@ def form_reason(spec: PlaneSpec, takes_wide: bool = False) -> str | None:
         takes_wide: whether values that BF16 does not hold may be multiplied in FP32.
     """
     fmt = spec.format
+    if spec.scale_layout == "tiles":
+        return f"scales are read row by row, got tiles of them ({spec})"
     if fmt.is_identity:
         if fmt.element is None:
             return "plain operands must have a dtype, got an open one"

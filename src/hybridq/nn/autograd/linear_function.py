@@ -42,6 +42,7 @@ from .forward_only import without_backward
 from .offload import ENTERED, tell_offload
 from .operands import PlaneOperand, gemm
 from .prepared_linear import PreparedLinear
+from .product_operands import plan_of_products
 from .prologue import Prologue, PrologueCall
 from .slot_encoder import SlotEncoder, late_columns, record_given, saved_columns
 from .token_planes import gather_pair, send_rows, send_saved
@@ -152,11 +153,17 @@ def _forward(
     seed: torch.Tensor | None,
     scales: Scales | None,
     call: _Call,
-) -> tuple[torch.Tensor, Buffers, Buffers, list[torch.Tensor]]:
-    """Return y, what is saved of the input and of w, and what the prologue wants to know."""
-    plan = call.plan
+) -> tuple[torch.Tensor, Buffers, Buffers, list[torch.Tensor], Plan]:
+    """Return y, what is saved of the input and of w, what the prologue wants to know, and the plan.
+
+    That is the call's, with the specs in which what is saved was encoded.
+    """
     given = isinstance(call.weight, PrequantizedWeight)  # then only its planes are read
     direct = can_bypass_dispatcher(x, None if given else w, bias, seed, gamma, beta)
+    if direct and not x.is_cpu and call.cuts is NO_CUTS:
+        plan = plan_of_products(call.plan, x.shape[0], w, call.weight is not None)
+        call = call._replace(plan=plan)
+    plan = call.plan
     own = () if scales is None else (scales,)
     encoder = SlotEncoder(plan.input, "input", seed, direct, own, call.cuts.input)
     known: list[torch.Tensor] = []
@@ -184,7 +191,7 @@ def _forward(
     )
     if call.cuts.scattered is not None:
         y = call.cuts.scattered.scatter(y).wait()
-    return y, x_saved, w_saved, known
+    return y, x_saved, w_saved, known, plan
 
 
 def _prepared_forward(
@@ -194,14 +201,19 @@ def _prepared_forward(
     seed: torch.Tensor | None,
     call: _Call,
     prepared: PreparedLinear,
-) -> tuple[torch.Tensor, Buffers, Buffers]:
-    """Return y, and what is saved of the input and of w, past the dispatcher."""
+) -> tuple[torch.Tensor, Buffers, Buffers, Plan]:
+    """Return y, what is saved of the input and of w, and the plan that this is encoded by.
+
+    All of it past the dispatcher.
+    """
     weight, needs, w_planes = call.weight, call.needs, None
     if weight is not None:
         w_planes = _weight_planes(w, seed, call, None, True)
     if prepared.device != "cpu":
         cache = None if weight is None else weight.row_kept
-        return prepared.on_gpu(x, w, bias, seed, (needs.w, needs.x), w_planes, cache)
+        prepared = prepared.of_products(x.shape[0], w, weight is not None)
+        saves = (needs.w, needs.x)
+        return *prepared.on_gpu(x, w, bias, seed, saves, w_planes, cache), prepared.plan
     if w_planes is None and needs.x:
         w_planes = prepared.weight.operand(w, True, seed)
     given: torch.Tensor | Operand = w
@@ -209,14 +221,14 @@ def _prepared_forward(
         given = Operand(w_planes[0], prepared.weight_spec, *w.shape)
     made = prepared.skinny(x, given, bias, seed, needs.w)
     if made is not None:
-        return *made, [] if w_planes is None else w_planes[1]
+        return *made, [] if w_planes is None else w_planes[1], prepared.plan
     x_row, x_saved = prepared.input.operand(x, needs.w, seed)
     w_row, w_saved = w_planes or prepared.weight.operand(w, False, seed)
     cache = None if weight is None else weight.row_kept
     (a, b, multiply), args = prepared.product(bias)
     rows, (n, k) = x.shape[0], w.shape
     y = multiply(Operand(x_row, a, rows, k), Operand(w_row, b, n, k, cache), args)
-    return y, x_saved, w_saved
+    return y, x_saved, w_saved, prepared.plan
 
 
 class _Linear(StatedFunction):
@@ -242,9 +254,11 @@ class _Linear(StatedFunction):
         # Whoever called has left torch.autocast already.
         known: list[torch.Tensor] = []
         if call.prepared is not None:
-            y, x_saved, w_saved = _prepared_forward(x, w, bias, seed, call, call.prepared)
+            made_prepared = _prepared_forward(x, w, bias, seed, call, call.prepared)
+            y, x_saved, w_saved, plan = made_prepared
         else:
-            y, x_saved, w_saved, known = _forward(x, w, bias, gamma, beta, seed, scales, call)
+            made = _forward(x, w, bias, gamma, beta, seed, scales, call)
+            y, x_saved, w_saved, known, plan = made
         needs, weight = call.needs, call.weight
         saved = [*x_saved, *w_saved]
         if ENTERED:
@@ -256,7 +270,7 @@ class _Linear(StatedFunction):
             saved.append(seed)
         anchor = anchor_on(x.device)
         ctx.save_for_backward(*saved, *(() if anchor is None else (anchor,)))
-        ctx.plan, ctx.needs, ctx.prologue = call.plan, needs, call.prologue
+        ctx.plan, ctx.needs, ctx.prologue = plan, needs, call.prologue
         ctx.counts = (len(x_saved), len(w_saved), len(known))
         ctx.features = (w.shape[1], w.shape[0])
         ctx.late = ctx.kept = None

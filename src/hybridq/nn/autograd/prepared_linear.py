@@ -21,6 +21,7 @@ from ...kernels.operators import (
 from ...recipes import STATIC, Plan, SlotPlan
 from ...storage import Plane
 from ..weights import Buffers
+from .product_operands import plan_of_products
 from .slot_encoder import STREAMS, SlotEncoder
 
 __all__ = ["PreparedLinear"]
@@ -162,6 +163,7 @@ class PreparedLinear:
 
     __slots__ = (
         "_column",
+        "_of_products",
         "device",
         "dtype",
         "input",
@@ -185,6 +187,8 @@ class PreparedLinear:
         self.input = PreparedSlot(slot, "input", device)
         self.weight = PreparedSlot(weight, "weight", device)
         self.weight_spec = PlaneSpec.parse(weight.row.spec).resolve(dtype)
+        #: The last that `of_products` returned.
+        self._of_products = self
         #: What is made of the input for the backward; None where that is another step.
         self._column = None
         if not slot.col.is_plain and slot.col_source == "original":
@@ -271,6 +275,17 @@ class PreparedLinear:
         texts = (plan.input.row.spec, plan.weight.row.spec)
         found = gemm_plan(*texts, self.dtype, precision, bias is None)
         return found, GemmArgs(bias, None, self.dtype, precision)
+
+    def of_products(self, rows: int, w: torch.Tensor, has_weight: bool) -> PreparedLinear:
+        """Return the forward whose planes are encoded as their products take them.
+
+        Args:
+            rows, w, has_weight: as for `plan_of_products`.
+        """
+        plan = plan_of_products(self.plan, rows, w, has_weight)
+        if self._of_products.plan is not plan:
+            self._of_products = PreparedLinear(plan, self.dtype, self.device)
+        return self._of_products
 
     def on_gpu(
         self,
