@@ -87,14 +87,14 @@ PRODUCTS = (
         "test_every_pair_of_formats[torch-fp8_e4m3-nvfp4]",
         needs="bf16",
     ),
-    _gemm(
+    Mutant(
+        "gemm",
         "bias-after-rounding",
         rules.ONE_ROUNDING,
-        "scaled_mm/epilogue",
-        "return args.bias is None and args.accumulate_into is None",
-        "return args is not None",
-        "test_bias_and_accumulation_come_before_the_rounding",
-        needs="bf16",
+        "src/hybridq/reference/gemm.py",
+        "product = product + added.to(product.dtype)",
+        "product = product.to(out_dtype) + added.to(out_dtype)",
+        ("tests/gemm/test_gemm.py::test_bias_and_accumulation_come_before_the_rounding",),
     ),
     _gemm(
         "other-signs-are-the-same",
