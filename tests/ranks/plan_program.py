@@ -360,7 +360,9 @@ def gathered() -> None:
             largest = max(sum(sorted(units.values())[-2:]) for units in found.values())
             held = {one.what: one.nbytes for one in planned.memory}
             got, want = root + largest, held["gathered parameters"]
-            assert got == want, f"{recipe} {hidden}: {got}, planned {want}"
+            # Planes of a unit lie in one memory, where each begins at a multiple of 64 bytes.
+            padding = 64 * 2 * sum(1 for _ in model.parameters())
+            assert want <= got < want + padding, f"{recipe} {hidden}: {got}, planned {want}"
 
 
 def discarded() -> None:

@@ -231,13 +231,15 @@ class GatheredStorage(TensorStorage):
         """Return a plane; one that was not gathered is derived, or gathered now, by all ranks."""
         own = self.rowwise if direction == ROWWISE else self.columnwise
         if own is None:
+            # Memory of planes that were gathered is listed, here or by another weight of the unit.
+            gathered = [one for one, _ in memories(self.rowwise, self.columnwise)]
             own = self._missing(direction)
             own.operand_cache = no_cache
             if direction == ROWWISE:
                 self.rowwise = own
             else:
                 self.columnwise = own
-            known = {one.untyped_storage()._cdata for one in self._about.inner}
+            known = {one.untyped_storage()._cdata for one in (*gathered, *self._about.inner)}
             found = (one for one, _ in memories(own))
             self._about.inner.extend(f for f in found if f.untyped_storage()._cdata not in known)
         return own
