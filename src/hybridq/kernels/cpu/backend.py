@@ -181,6 +181,7 @@ class _Encoder:
         """
         spec, is_col = (self._col, True) if self._row is None else (self._row, False)
         steps.core.encode(spec, is_col, self._name, *shape, *strides, *places, stat)
+        steps.encoded.append(shape)
         steps.is_empty = False
 
     def planes(

@@ -25,6 +25,8 @@ class Steps:
         #: By number, the address of each base in the run that comes next; 0: not known yet.
         self.bases: list[int] = []
         self.is_empty = True
+        #: Rows and columns of each matrix that a run encodes, one plane of each.
+        self.encoded: list[tuple[int, ...]] = []
 
     def base(self) -> int:
         """Return the number of one more base."""
