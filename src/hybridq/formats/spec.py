@@ -9,7 +9,7 @@ from typing import ClassVar, Final, NamedTuple
 
 import torch
 
-from ..errors import SpecError
+from ..errors import SpecError, must_be_one_of
 from .base import BufferSpec, Format
 from .elements import FP32
 from .identity import IDENTITY_BF16, IDENTITY_FP16, IDENTITY_FP32
@@ -145,9 +145,8 @@ class PlaneSpec:
 
     def _check_scale_layout(self) -> None:
         if self.scale_layout not in LAYOUTS:
-            raise SpecError(
-                f"PlaneSpec: scale_layout must be one of {LAYOUTS}, got {self.scale_layout!r}"
-            )
+            text = must_be_one_of(LAYOUTS, self.scale_layout)
+            raise SpecError(f"PlaneSpec: scale_layout {text}")
         block, scale = self.format.block, self.format.scale
         is_right = (scale == FP32) == (self.scale_layout == "down") and scale is not None
         if block is None or block[0] != 1 or not is_right:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from .checkpoint import checkpoint
+from .cuts import NO_CUTS, Cuts
 from .gates import GATES, Gate, gate_of
 from .group_sums import gather_tokens, scatter_tokens, share, sum_over
 from .grouped_function import GroupedCall, Layout, draw_seeds, grouped_linear
-from .linear_function import NO_CUTS, Cuts, eager_linear, linear
+from .linear_function import eager_linear, linear
 from .offload import get_cpu_offload_context, offload
 from .partial_sums import add_once
 from .plain_gemm import plain_attention, plain_linear

@@ -34,9 +34,9 @@ from ...kernels.inputs import can_bypass_dispatcher, has_autocast, refuse_tangen
 from ...kernels.operators import StatedFunction, run_checked_gemm, run_gemm, sum_of_rows
 from ...quantizers import draw_seed
 from ...recipes import Plan
-from ...shards import Cut, TokenGather
 from ..delayed_scaling import Scales
 from ..weights import Buffers, CachedWeight, Into, PrequantizedWeight, accumulate
+from .cuts import NO_CUTS, Cuts
 from .double_backward import anchor_on, without_derivative
 from .forward_only import without_backward
 from .offload import ENTERED, tell_offload
@@ -47,27 +47,7 @@ from .prologue import Prologue, PrologueCall
 from .slot_encoder import SlotEncoder, late_columns, record_given, saved_columns
 from .token_planes import gather_pair, send_rows, send_saved
 
-__all__ = ["NO_CUTS", "Cuts", "eager_linear", "linear"]
-
-
-class Cuts(NamedTuple):
-    """How the matrices of the three slots lie over ranks; None: what a rank has is all it takes.
-
-    Args:
-        input, weight, grad_output: what the slots' encoders take of other ranks.
-        gathered: how the tokens of the input are dealt out, whose planes are gathered; then the
-            gradient of the input is that of a rank's own tokens, too.
-        scattered: the same of the output, which is a sum over ranks, and of its gradient.
-    """
-
-    input: Cut | None = None
-    weight: Cut | None = None
-    grad_output: Cut | None = None
-    gathered: TokenGather | None = None
-    scattered: TokenGather | None = None
-
-
-NO_CUTS: Final = Cuts()
+__all__ = ["eager_linear", "linear"]
 
 
 class _Needs(NamedTuple):
@@ -254,11 +234,10 @@ class _Linear(StatedFunction):
         # Whoever called has left torch.autocast already.
         known: list[torch.Tensor] = []
         if call.prepared is not None:
-            made_prepared = _prepared_forward(x, w, bias, seed, call, call.prepared)
-            y, x_saved, w_saved, plan = made_prepared
+            given = _prepared_forward(x, w, bias, seed, call, call.prepared)
+            y, x_saved, w_saved, plan = given
         else:
-            made = _forward(x, w, bias, gamma, beta, seed, scales, call)
-            y, x_saved, w_saved, known, plan = made
+            y, x_saved, w_saved, known, plan = _forward(x, w, bias, gamma, beta, seed, scales, call)
         needs, weight = call.needs, call.weight
         saved = [*x_saved, *w_saved]
         if ENTERED:
