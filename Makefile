@@ -1,7 +1,7 @@
 # make demo            train a small language model once per recipe, and compare (about 5 minutes)
 # make demo-fsdp       train it on RANKS=2 processes under FSDP2, and again in one (minutes)
 # make demo-experts    train a mixture of experts with its experts on RANKS=2 processes (minutes)
-# make test            the default test suite (from a fresh clone about 10 minutes on two cores)
+# make test            the default test suite (from a fresh clone about nine minutes on two cores)
 # make test-more       what the default suite leaves out: other sizes, pairs and numbers of ranks
 # make test-all        both at once
 # make test-slow       the tests that take longer still, or many gigabytes
