@@ -123,7 +123,7 @@ class HybridQuantizer(Quantizer):
     def supports_only_rowwise_all_gather(self) -> bool:
         row = self.rowwise_quantizer
         of_row = isinstance(row, Quantizer) and row.supports_only_rowwise_all_gather()
-        return of_row or isinstance(self.columnwise_quantizer, NVFP4Quantizer)
+        return of_row or getattr(self.columnwise_quantizer, "has_transform", False)
 
 
 class ForeignQuantizer(Quantizer):
@@ -188,7 +188,7 @@ def _uniform(row: PlaneSpec | None, col: PlaneSpec | None, group: str | None) ->
     if one is None or other is None:
         return None
     made = _of_spec(one, group)
-    if isinstance(made, NVFP4Quantizer) and other.signs is not None:
+    if made is not None and made.has_transform and other.signs is not None:
         made.with_rht = made.with_post_rht_amax = True
         made.with_random_sign_mask = other.signs != 0
     if made is None:

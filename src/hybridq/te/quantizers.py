@@ -53,6 +53,8 @@ class Quantizer:
     _made: Any = None
     #: Whether it equals another one of the same class and attributes.
     _is_value: bool = False
+    #: Whether its columnwise planes may be transformed, and are made of rows that were gathered.
+    has_transform: bool = False
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
         self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
@@ -395,7 +397,7 @@ class NVFP4Quantizer(Quantizer):
         nvfp4_e4m3_max, nvfp4_4over6_err_mode: the same; without four-over-six of no effect.
     """
 
-    _is_value = True
+    _is_value = has_transform = True
     _recipe = recipe.NVFP4BlockScaling
 
     def __init__(
