@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import tempfile
 import zlib
 from pathlib import Path
 
@@ -63,6 +64,20 @@ if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
     from torch._inductor import config as inductor
 
     inductor.cpp.simdlen = 256
+
+
+@pytest.fixture(autouse=True, scope="session")
+def temporary_folders(tmp_path_factory):
+    """Folders that examples leave behind lie in pytest's, which removes them."""
+    # Compiled code stays where it is: the next run and other workers find it there.
+    compiled = Path(tempfile.gettempdir(), "torchinductor")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("system")
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", None)
+        yield
+    tempfile.tempdir = None
 
 
 @pytest.fixture(params=BACKENDS)
