@@ -17,6 +17,7 @@ struct CodesJob {
   ProductJob product;
   const float* wide;  // FP32 [m, k], rows `a_stride` elements apart; or null
   PlaneSource plane;  // b: an operand, whose factor is the product's col_factor
+  const PlaneSource* a_plane = nullptr;  // what a was decoded from, where it is known
 };
 
 // The result of ProductJob with b the values `code * scale` of the plane, each rounded to FP32.
@@ -25,9 +26,14 @@ struct CodesJob {
 // decoded plane. kNotHere: a value may leave BF16's normal range, which decoding finds out, or this
 // plane has no such way (HasCodesProduct).
 //
-// Else FP32: the value at k is multiplied with a's, rounded, and added to sum k % 32, in the order
-// of k; the sums are folded in halves (i and i + 16, then i and i + 8, ...). Every table of kernels
-// gives the same bits.
+// Else FP32, in one of two orders. Every table of kernels gives the same bits.
+// - MXFP8 (E4M3), MXFP4, NVFP4, and a row of a whose numbers are zeros or from 2^-57 to
+//   2^60: each four neighbours from a multiple of four on are multiplied with
+//   a's and added in their order, t = a[k] * code, then t = fma(a[k + i], code, t); t times the
+//   block's scale is added to sum k / 4 % 16, fma(t, scale, sum), in the order of k; the sums are
+//   folded in halves (i and i + 8, then i and i + 4, ...).
+// - Others: the value at k is multiplied with a's, rounded, and added to sum k % 32, in the order
+//   of k; the sums are folded in halves.
 //
 // Bits do not depend on the number of threads.
 ProductEnd MultiplyCodes(const CodesJob& job, int threads);

@@ -26,8 +26,6 @@ struct WideTask {
   WideWay way;
   const float* a;     // [m, width], in the way's order, zeros behind k
   int64_t width;      // k, rounded up to kSums
-  const float* bytes;  // what scales that are bytes stand for, times `up`
-  int most_byte;       // the largest for which that is finite
   bool is_exact;      // products are: added in one rounding they have the same bits
   int32_t failed;
 };
@@ -91,7 +89,7 @@ static void Repeat(const float* __restrict values, int64_t count, float* __restr
 // times `up` is too large.
 static bool FloatScales(const WideTask& task, int64_t row, float* __restrict scales, float* by) {
   const Spec& spec = task.decode.plane.spec;
-  const int codes = task.way.by == WideBy::kEach16 ? 16 : 32;
+  const int codes = task.way.codes;
   const int64_t count = task.decode.scale_stride, each = spec.block_cols / codes;
   const float up = task.way.up;
   if (spec.block_cols == 0) {
@@ -108,7 +106,7 @@ static bool FloatScales(const WideTask& task, int64_t row, float* __restrict sca
   };
   switch (spec.scale) {
     case ScaleElement::kE4M3:
-      for (int64_t b = 0; b < count; ++b) scales[b] = task.bytes[bytes[b]];
+      for (int64_t b = 0; b < count; ++b) keep(b, Decode<E4M3>(bytes[b]));
       break;
     case ScaleElement::kE8M0:
       for (int64_t b = 0; b < count; ++b) keep(b, E8m0Value(bytes[b]));
@@ -137,50 +135,22 @@ static bool FloatScales(const WideTask& task, int64_t row, float* __restrict sca
   return true;
 }
 
-// The scales of a row that are bytes.
-static const uint8_t* ByteScales(const WideTask& task, int64_t row) {
-  const DecodeTask& decode = task.decode;
-  return static_cast<const uint8_t*>(decode.plane.scale) +
-         row / decode.plane.spec.block_rows * decode.scale_stride;
-}
-
-// Makes what multiplies a row's codes ready, in `room`. False: a scale times `up` is too large.
-static bool MakeScales(const WideTask& task, int64_t row, float* room) {
-  if (task.way.by != WideBy::kBytes) {
-    return FloatScales(task, row, room + task.width / 16 + kSpareHalves, room);
-  }
-  if (task.most_byte == 0xff) return true;
-  const uint8_t* bytes = ByteScales(task, row);
-  int most = 0;
-  for (int64_t b = 0; b < task.decode.scale_stride; ++b) most = MaxInt(most, bytes[b]);
-  return most <= task.most_byte;
-}
-
-// The sums of a row of the plane with all rows of a; `by` has what multiplies the codes if that are
-// floats. False: a code is a NaN.
+// The sums of a row of the plane with all rows of a; `by` has what multiplies the codes. False: a
+// code is a NaN.
 static bool SumsOfWay(const WideTask& task, int64_t row, const float* by, Scratch& s, float* sums) {
   const DecodeTask& decode = task.decode;
-  const Spec& spec = decode.plane.spec;
   const int64_t m = task.job->product.m, stride = task.width;
   const int64_t groups = decode.k_stored / kSums, left = decode.k_stored % kSums;
   const uint8_t* codes = decode.plane.data + row * decode.data_stride;
   const uint8_t* last =
       left == 0 ? nullptr : PaddedCodes(decode, row, groups * kSums, static_cast<int>(left), s);
-  const void *scales = by, *last_scales = by + groups * (task.way.by == WideBy::kEach16 ? 2 : 1);
-  uint8_t own[2] = {0, 0};  // those of the last codes: behind them are another row's
-  if (task.way.by == WideBy::kBytes) {
-    const int64_t count = decode.scale_stride, first = groups * (spec.block_cols == 16 ? 2 : 1);
-    const uint8_t* bytes = ByteScales(task, row);
-    for (int64_t b = first; b < count; ++b) own[b - first] = bytes[b];
-    scales = bytes;
-    last_scales = own;
-  }
+  const float* last_by = by + groups * (kSums / task.way.codes);
   for (int64_t i = 0; i < m; i += 2) {
     const WideFn run = task.way.run[i + 1 < m][task.is_exact];
     const float* a = task.a + i * stride;
-    if (!run({codes, scales, task.bytes, groups, a, stride, sums + i * kSums})) return false;
+    if (!run({codes, by, groups, a, stride, sums + i * kSums})) return false;
     if (last != nullptr &&
-        !run({last, last_scales, task.bytes, 1, a + groups * kSums, stride, sums + i * kSums})) {
+        !run({last, last_by, 1, a + groups * kSums, stride, sums + i * kSums})) {
       return false;
     }
   }
@@ -219,7 +189,7 @@ static void MultiplyRowWide(const WideTask& task, int64_t row, float* room, Scra
   const int64_t m = task.job->product.m;
   std::fill_n(sums, m * kSums, 0.0f);
   bool is_nan = false;
-  if (task.way.run[0][0] != nullptr && MakeScales(task, row, room)) {
+  if (task.way.run[0][0] != nullptr && FloatScales(task, row, room + task.width / 16 + kSpareHalves, room)) {
     is_nan = !SumsOfWay(task, row, room, s, sums);
   } else {
     SumsOfRuns(task, row, s, sums);
@@ -283,16 +253,6 @@ static bool MultiplyCodesWide(const CodesJob& job, int threads) {
   task.decode = MakeDecodeTask(job.plane, DType::kFloat32);
   const Spec& spec = job.plane.spec;
   task.way = WithElement(spec.element, [&spec]<class E>() { return WideWayOf<E>(spec); });
-  float bytes[256];
-  const bool is_e8m0 = spec.scale == ScaleElement::kE8M0;
-  for (int byte = 0; byte < 256; ++byte) {
-    const float scale = is_e8m0 ? E8m0Value(byte) : Decode<E4M3>(static_cast<uint32_t>(byte));
-    bytes[byte] = MulRn(scale, task.way.up);
-    if (Magnitude(bytes[byte]) < kInfBits) task.most_byte = byte;
-  }
-  // E2M1's tables have what is infinite or no number, too.
-  if (!is_e8m0 || spec.element == Element::kE2M1) task.most_byte = 0xff;
-  task.bytes = bytes;
   task.width = CeilDiv(product.k, kSums) * kSums;
   const std::unique_ptr<float[]> a(
       new (std::nothrow) float[static_cast<size_t>(product.m * task.width + 1)]);

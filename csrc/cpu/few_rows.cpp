@@ -57,9 +57,13 @@ class Room {
     return {spec, data_, scale_, NeedsStat(spec) ? stat : nullptr, 0, 0, 0, 0};
   }
 
-  // Decodes the plane that was encoded. False if memory ran out.
-  bool Decode(const Spec& spec, const float* stat, int64_t rows, int64_t k, bool* left_range) {
-    const PlaneSource plane{spec, data_, scale_, stat, rows, k, true};
+  // The plane that was encoded.
+  PlaneSource Plane(const Spec& spec, const float* stat, int64_t rows, int64_t k) const {
+    return {spec, data_, scale_, stat, rows, k, true};
+  }
+
+  // Decodes it. False if memory ran out.
+  bool Decode(const PlaneSource& plane, bool* left_range) {
     return ActiveKernels().decode(plane, decoded_, DType::kBFloat16, 1, left_range);
   }
 
@@ -109,7 +113,7 @@ bool MultiplyTile(Tiles& tiles, int64_t first, int64_t rows, Room& room, float* 
   const PlaneTarget target = room.Target(spec, &tiles.stat);
   bool left = false;
   if (!ActiveKernels().encode(own, &target, nullptr, 1)) return false;
-  if (!room.Decode(spec, &tiles.stat, rows, own.cols, &left)) return false;
+  if (!room.Decode(room.Plane(spec, &tiles.stat, rows, own.cols), &left)) return false;
   if (left) tiles.stays.store(false, std::memory_order_relaxed);
   ProductJob product = tiles.product;
   float factor = 0.0f;
@@ -196,7 +200,8 @@ ProductEnd MultiplyFewRows(const FewRowsJob& job, int threads) {
     return ProductEnd::kNoMemory;
   }
   bool left = false;
-  if (!room.Decode(spec, &stat, a.rows, a.cols, &left)) return ProductEnd::kNoMemory;
+  const PlaneSource own = room.Plane(spec, &stat, a.rows, a.cols);
+  if (!room.Decode(own, &left)) return ProductEnd::kNoMemory;
   if (left) return ProductEnd::kNotHere;
   for (int64_t j = 0; bias != nullptr && j < n; ++j) bias[j] = Wide(job.bias, a.dtype, j);
 
@@ -214,7 +219,7 @@ ProductEnd MultiplyFewRows(const FewRowsJob& job, int threads) {
   const PlaneSource plane{job.b.spec, job.b.codes, job.b.scales, job.b.amax, n, a.cols, true};
   const std::vector<float> factors = PlaneFactors(plane);
   product.col_factor = factors.empty() ? nullptr : factors.data();
-  return MultiplyCodes({product, nullptr, plane}, threads);
+  return MultiplyCodes({product, nullptr, plane, &own}, threads);
 }
 
 }  // namespace hybridq

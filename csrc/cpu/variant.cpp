@@ -1,6 +1,6 @@
 // One table of kernels. CMake compiles this file once per instruction set with its own HQ_VARIANT
 // (a namespace), HQ_VARIANT_NAME and -march.
-#include "cpu/codes_product_wide.h"
+#include "cpu/codes_product_order.h"
 #include "cpu/decode.h"
 #include "cpu/encode.h"
 #include "cpu/kernels.h"
@@ -55,7 +55,7 @@ const Kernels& Table() {
       &CastCodes,
       &CastCodesStochastic,
       &DecodeCodes,
-      &MultiplyCodesWide,
+      &MultiplyCodesInOrder,
       kReadsCodes,
       kMultiplyPlanes,
   };

@@ -1,8 +1,8 @@
 // Codes to FP32 values in vectors of eight, 32 codes at a time, where AVX2 and F16C are. A code of
 // E4M3 is an FP32 number once it is shifted, short of a power of two that its scale brings. Others
 // of eight or six bits are FP16 numbers once they are shifted, which one instruction makes long.
-// One of four bits is two bytes of BF16 from two tables of 16 bytes: those of its scale if that is
-// a byte, as the product of both is a BF16 number, else those of E2M1.
+// One of four bits is two bytes of BF16 from two tables of 16 bytes. MXFP8, MXFP4 and NVFP4 have
+// kernels of their own (fours.h).
 //
 // Source: ours; Intel 64 and IA-32 Architectures Software Developer's Manual (VPSHUFB, VCVTPH2PS).
 #ifndef HYBRIDQ_CPU_WIDE_CODES_H_
@@ -38,8 +38,7 @@ inline constexpr bool kReadsCodes = false;
 // value of codes[32 * g + order[i]] is added to sum i of 32, with the order of the way.
 struct WideRun {
   const uint8_t* codes;
-  const void* by;      // what multiplies them (WideBy)
-  const float* bytes;  // what bytes of scales stand for, times WideWay::up
+  const float* by;  // for each 16 or 32 codes: the scale times WideWay::up
   int64_t groups;
   const float* a;
   int64_t a_stride;
@@ -49,19 +48,12 @@ struct WideRun {
 // False: a code is a NaN.
 using WideFn = bool (*)(const WideRun& run);
 
-// What multiplies codes.
-enum class WideBy {
-  kEach16,  // FP32, for each 16 codes: the scale times WideWay::up
-  kEach32,  // the same for each 32
-  kBytes,   // the plane's own bytes
-};
-
 struct WideWay {
   WideFn run[2][2];                  // [rows of a - 1][is_exact]; null: there is none
   const uint8_t* order;              // null: as they come
   float (*fold)(const float* sums);  // 32 sums in this order, folded in halves; null: by loops
   float up;                          // a power of two that values are short of
-  WideBy by;
+  int codes;  // that one scale is for: 16 or 32
 };
 
 #if defined(__AVX2__) && defined(__F16C__)
@@ -123,7 +115,7 @@ static bool WideBytes(const WideRun& run) {
   sums.Load(run.sums);
   __m256i most = _mm256_setzero_si256();
   const auto* codes = reinterpret_cast<const __m256i*>(run.codes);
-  const auto* by = static_cast<const float*>(run.by);
+  const float* by = run.by;
   for (int64_t g = 0; g < run.groups; ++g) {
     _mm_prefetch(reinterpret_cast<const char*>(codes + g) + kAhead, _MM_HINT_T0);
     const __m256i bytes = _mm256_loadu_si256(codes + g);
@@ -149,21 +141,19 @@ static bool WideBytes(const WideRun& run) {
 }
 
 // E4M3 in the upper byte of a word, shifted so that its exponent ends where FP32's does, is the
-// number times 2^(7 - 127), and a subnormal code a subnormal number. kBytes: scales are bytes.
-template <bool kBytes, bool kIsExact, int kRows>
+// number times 2^(7 - 127), and a subnormal code a subnormal number.
+template <bool kIsExact, int kRows>
 static bool WideE4M3(const WideRun& run) {
   WideSums<kIsExact, kRows> sums;
   sums.Load(run.sums);
   const __m256i mask = _mm256_set1_epi32(static_cast<int32_t>(0x87f00000u));
   __m256i most = _mm256_setzero_si256();
   const auto* codes = reinterpret_cast<const __m256i*>(run.codes);
-  const auto* floats = static_cast<const float*>(run.by);
-  const auto* bytes_of = static_cast<const uint8_t*>(run.by);
   for (int64_t g = 0; g < run.groups; ++g) {
     _mm_prefetch(reinterpret_cast<const char*>(codes + g) + kAhead, _MM_HINT_T0);
     const __m256i bytes = _mm256_loadu_si256(codes + g);
     most = _mm256_max_epu8(most, _mm256_or_si256(bytes, _mm256_set1_epi8(INT8_MIN)));
-    const __m256 scale = _mm256_broadcast_ss(kBytes ? run.bytes + bytes_of[g] : floats + g);
+    const __m256 scale = _mm256_broadcast_ss(run.by + g);
     const auto value = [&](__m256i word) {
       const __m256i bits = _mm256_and_si256(_mm256_srai_epi32(word, 4), mask);
       return _mm256_mul_ps(_mm256_castsi256_ps(bits), scale);
@@ -177,48 +167,27 @@ static bool WideE4M3(const WideRun& run) {
   return !HasOnes(most);
 }
 
-// Values of E2M1 under each scale that is a byte, in BF16: upper bytes and lower bytes. The product
-// has no more than six significant bits; one that FP32 does not hold is infinite there and here.
-struct NibbleBytes {
-  alignas(64) uint8_t upper[256][16], lower[256][16];
+// E2M1's values in BF16: upper bytes and lower bytes.
+alignas(16) inline constexpr uint8_t kE2M1Upper[16] = {0x00, 0x3f, 0x3f, 0x3f, 0x40, 0x40,
+                                                       0x40, 0x40, 0x80, 0xbf, 0xbf, 0xbf,
+                                                       0xc0, 0xc0, 0xc0, 0xc0};
+alignas(16) inline constexpr uint8_t kE2M1Lower[16] = {0x00, 0x00, 0x80, 0xc0, 0x00, 0x40,
+                                                       0x80, 0xc0, 0x00, 0x00, 0x80, 0xc0,
+                                                       0x00, 0x40, 0x80, 0xc0};
 
-  explicit NibbleBytes(ScaleElement scale) {
-    for (uint32_t s = 0; s < 256; ++s) {
-      const float by =
-          scale == ScaleElement::kE8M0 ? E8m0Value(static_cast<int>(s)) : Decode<E4M3>(s);
-      for (uint32_t code = 0; code < 16; ++code) {
-        const uint32_t bits = Bits(MulRn(Decode<E2M1>(code), by));
-        upper[s][code] = static_cast<uint8_t>(bits >> 24);
-        lower[s][code] = static_cast<uint8_t>(bits >> 16);
-      }
-    }
-  }
-};
-
-static const NibbleBytes& NibbleBytesOf(ScaleElement scale) {
-  static const NibbleBytes of_e8m0(ScaleElement::kE8M0), of_e4m3(ScaleElement::kE4M3);
-  return scale == ScaleElement::kE8M0 ? of_e8m0 : of_e4m3;
+// 16 bytes of a table in each half of a vector.
+static HQ_HD __m256i Twice(const uint8_t (&table)[16]) {
+  return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
 }
 
-// 16 bytes of a table for each half of a vector.
-static HQ_HD __m256i TwoRows(const uint8_t (*table)[16], int first, int second) {
-  const auto* rows = reinterpret_cast<const __m128i*>(table);
-  const __m256i low = _mm256_castsi128_si256(_mm_load_si128(rows + first));
-  return _mm256_inserti128_si256(low, _mm_load_si128(rows + second), 1);
-}
-
-// kScale: the element of scales, of 16 codes each, or of 32 if it is E8M0. kFp32: they are floats,
-// of 16 codes each, and the table's scale is 1.
-template <ScaleElement kScale, bool kIsExact, int kRows>
+template <bool kIsExact, int kRows>
 static bool WideNibbles(const WideRun& run) {
-  constexpr bool kIsWide = kScale == ScaleElement::kFp32, kIsOne = kScale == ScaleElement::kE8M0;
-  const NibbleBytes& table = NibbleBytesOf(kIsWide ? ScaleElement::kE8M0 : kScale);
+  const __m256i upper = Twice(kE2M1Upper), lower = Twice(kE2M1Lower);
   const __m256i shifts = _mm256_setr_epi64x(0, 4, 0, 4);
   const __m256i odd = _mm256_set1_epi32(INT32_MIN >> 15);  // the upper halves of words
   WideSums<kIsExact, kRows> sums;
   sums.Load(run.sums);
   const auto* codes = reinterpret_cast<const __m128i*>(run.codes);
-  const auto* by = static_cast<const uint8_t*>(run.by);
   for (int64_t g = 0; g < run.groups; ++g) {
     _mm_prefetch(reinterpret_cast<const char*>(codes + g) + kAhead, _MM_HINT_T0);
     // The first 16 codes in the lower half, the others in the upper: of each the even ones, then
@@ -227,22 +196,12 @@ static bool WideNibbles(const WideRun& run) {
     const __m256i twice = _mm256_permute4x64_epi64(once, 0x50);
     const __m256i nibbles =
         _mm256_and_si256(_mm256_srlv_epi64(twice, shifts), _mm256_set1_epi8(0xf));
-    int first = 127, second = 127;  // 1 in E8M0
-    __m256 scale{};
-    if constexpr (kIsWide) {
-      const auto* pair = reinterpret_cast<const float*>(by) + 2 * g;
-      scale = _mm256_set_m128(_mm_broadcast_ss(pair + 1), _mm_broadcast_ss(pair));
-    } else {
-      first = by[kIsOne ? g : 2 * g];
-      second = by[kIsOne ? g : 2 * g + 1];
-    }
-    const __m256i u = _mm256_shuffle_epi8(TwoRows(table.upper, first, second), nibbles);
-    const __m256i l = _mm256_shuffle_epi8(TwoRows(table.lower, first, second), nibbles);
+    const float* pair = run.by + 2 * g;
+    const __m256 scale = _mm256_set_m128(_mm_broadcast_ss(pair + 1), _mm_broadcast_ss(pair));
+    const __m256i u = _mm256_shuffle_epi8(upper, nibbles);
+    const __m256i l = _mm256_shuffle_epi8(lower, nibbles);
     const __m256i low = _mm256_unpacklo_epi8(l, u), high = _mm256_unpackhi_epi8(l, u);
-    const auto value = [&](__m256i bits) {
-      const __m256 v = _mm256_castsi256_ps(bits);
-      return kIsWide ? _mm256_mul_ps(v, scale) : v;
-    };
+    const auto value = [&](__m256i bits) { return _mm256_mul_ps(_mm256_castsi256_ps(bits), scale); };
     sums.template Add<0>(run, g, value(_mm256_slli_epi32(low, 16)));
     sums.template Add<1>(run, g, value(_mm256_and_si256(low, odd)));
     sums.template Add<2>(run, g, value(_mm256_slli_epi32(high, 16)));
@@ -276,45 +235,32 @@ inline constexpr uint8_t kNibbleOrder[kWideStep] = {0,  4,  8,  12, 16, 20, 24, 
                                                     14, 18, 22, 26, 30, 1,  5,  9,  13, 17, 21,
                                                     25, 29, 3,  7,  11, 15, 19, 23, 27, 31};
 
-template <ScaleElement kScale>
-static WideWay WayOfNibbles() {
-  return {{{&WideNibbles<kScale, false, 1>, &WideNibbles<kScale, true, 1>},
-           {&WideNibbles<kScale, false, 2>, &WideNibbles<kScale, true, 2>}},
-          kNibbleOrder,
-          &FoldFours<1>,
-          1.0f,
-          kScale == ScaleElement::kFp32 ? WideBy::kEach16 : WideBy::kBytes};
-}
-
-template <bool kBytes>
-static WideWay WayOfE4M3() {
-  return {{{&WideE4M3<kBytes, false, 1>, &WideE4M3<kBytes, true, 1>},
-           {&WideE4M3<kBytes, false, 2>, &WideE4M3<kBytes, true, 2>}},
-          kE4M3Order,
-          &FoldFours<2>,
-          FromBits(uint32_t{127 + 127 - E4M3::kBias} << 23),
-          kBytes ? WideBy::kBytes : WideBy::kEach32};
-}
-
 template <class E>
 static WideWay WideWayOf(const Spec& spec) {
-  const bool is_mx = spec.scale == ScaleElement::kE8M0 && spec.block_cols == 32;
   if constexpr (E::kBits == 4) {
-    if (spec.scale == ScaleElement::kE4M3 && spec.block_cols == 16)
-      return WayOfNibbles<ScaleElement::kE4M3>();
-    if (is_mx) return WayOfNibbles<ScaleElement::kE8M0>();
-    return WayOfNibbles<ScaleElement::kFp32>();
+    return {{{&WideNibbles<false, 1>, &WideNibbles<true, 1>},
+             {&WideNibbles<false, 2>, &WideNibbles<true, 2>}},
+            kNibbleOrder,
+            &FoldFours<1>,
+            1.0f,
+            16};
   } else {
     if constexpr (std::is_same_v<E, E4M3>) {
-      if (is_mx) return WayOfE4M3<true>();
-      if (spec.block_cols != 16) return WayOfE4M3<false>();
+      if (spec.block_cols != 16) {
+        return {{{&WideE4M3<false, 1>, &WideE4M3<true, 1>},
+                 {&WideE4M3<false, 2>, &WideE4M3<true, 2>}},
+                kE4M3Order,
+                &FoldFours<2>,
+                FromBits(uint32_t{127 + 127 - E4M3::kBias} << 23),
+                32};
+      }
     }
     return {{{&WideBytes<E, false, 1>, &WideBytes<E, true, 1>},
              {&WideBytes<E, false, 2>, &WideBytes<E, true, 2>}},
             nullptr,
             nullptr,
             static_cast<float>(1 << (15 - E::kBias)),
-            WideBy::kEach16};
+            16};
   }
 }
 

@@ -1,20 +1,38 @@
 // Products with codes, under every variant, in buffers of just their size: the FP32 way against its
-// order written down plainly, and the BF16 way against the product of the decoded plane.
+// two orders written down plainly, and the BF16 way against the product of the decoded plane.
 #include "cpu/codes_product.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "formats/elements.h"
 #include "formats/float16.h"
 #include "tests/expect.h"
 
 namespace hybridq {
 namespace {
 
-constexpr int kSums = 32;
+constexpr int kSums = 32, kFourSums = 16;
+
+// Whether sums are of four products each.
+bool SumsFours(const Spec& spec) {
+  return spec.scale == ScaleElement::kE4M3 ||
+         (spec.scale == ScaleElement::kE8M0 &&
+          (spec.element == Element::kE4M3 || spec.element == Element::kE2M1));
+}
+
+float Folded(float* sums, int count) {
+  for (int half = count / 2; half > 0; half /= 2) {
+    for (int l = 0; l < half; ++l) sums[l] += sums[l + half];
+  }
+  return sums[0];
+}
 
 Spec Make(Element element, ScaleElement scale, Rule rule, int block_rows, int block_cols) {
   Spec spec;
@@ -113,10 +131,41 @@ struct Problem {
               a[static_cast<size_t>(i * k + l)] * values[static_cast<size_t>(j * k + l)];
           sums[l % kSums] += product;
         }
-        for (int half = kSums / 2; half > 0; half /= 2) {
-          for (int l = 0; l < half; ++l) sums[l] += sums[l + half];
+        out.push_back(Folded(sums, kSums));
+      }
+    }
+    return out;
+  }
+
+  // The number of a code, and the scale of its block.
+  float Code(int64_t j, int64_t l) const {
+    if (spec.element == Element::kE4M3) return Decode<E4M3>(data[static_cast<size_t>(j * k + l)]);
+    const uint32_t pair = data[static_cast<size_t>(j * CeilDiv(k, 2) + l / 2)];
+    return Decode<E2M1>(l % 2 == 0 ? pair & 0xfu : pair >> 4);
+  }
+  float ScaleOf(int64_t j, int64_t l) const {
+    const int64_t at = j / spec.block_rows * CeilDiv(k, spec.block_cols) + l / spec.block_cols;
+    const uint8_t byte = bytes[static_cast<size_t>(at)];
+    return spec.scale == ScaleElement::kE8M0 ? std::ldexp(1.0f, byte - 127)
+                                             : Decode<E4M3>(static_cast<uint32_t>(byte));
+  }
+
+  // The same, of planes whose sums are of four products each.
+  std::vector<float> Fours(bool is_wide) {
+    std::vector<float> out;
+    for (int64_t i = 0; i < m; ++i) {
+      for (int64_t j = 0; j < n; ++j) {
+        float sums[kFourSums] = {};
+        for (int64_t l = 0; l < k; l += 4) {
+          float four = 0.0f;
+          for (int64_t p = l; p < std::min(l + 4, k); ++p) {
+            const auto at = static_cast<size_t>(i * k + p);
+            four = std::fma(is_wide ? a[at] : FromBf16(short_a[at]), Code(j, p), four);
+          }
+          float& sum = sums[l / 4 % kFourSums];
+          sum = std::fma(four, ScaleOf(j, l), sum);
         }
-        out.push_back(sums[0]);
+        out.push_back(Folded(sums, kFourSums));
       }
     }
     return out;
@@ -147,7 +196,7 @@ struct Problem {
 void TestShape(const Spec& spec, int64_t m, int64_t n, int64_t k) {
   Problem problem(spec, m, n, k);
   ProductEnd end;
-  const std::vector<float> expected = problem.Plain();
+  const std::vector<float> expected = SumsFours(spec) ? problem.Fours(true) : problem.Plain();
   for (int threads : {1, 2}) {
     const std::vector<float> out = problem.Run(true, threads, &end);
     EXPECT(end == ProductEnd::kDone);
@@ -158,7 +207,29 @@ void TestShape(const Spec& spec, int64_t m, int64_t n, int64_t k) {
   const std::vector<float> out = problem.Run(false, 2, &end);
   EXPECT(end == ProductEnd::kDone);
   const bool is_bf16 = spec.scale != ScaleElement::kFp32 || spec.block_cols == 0;
-  if (ActiveProduct() != nullptr && is_bf16) EXPECT(out == problem.Decoded());
+  if (ActiveProduct() != nullptr && is_bf16) {
+    EXPECT(out == problem.Decoded());
+  } else if (SumsFours(spec)) {
+    EXPECT(out == problem.Fours(false));
+  }
+}
+
+// Rows that are planes of E2M1: with and without their codes there are the same bits.
+void TestPair(const Spec& a_spec, const Spec& b_spec, int64_t m, int64_t n, int64_t k) {
+  Problem rows(a_spec, 1, m, k), weight(b_spec, m, n, k);
+  const PlaneSource plane{a_spec, rows.data.data(), rows.Scale(), &rows.amax, m, k, true};
+  bool left = false;
+  std::vector<uint16_t> values(static_cast<size_t>(m * k));
+  EXPECT(ActiveKernels().decode(plane, values.data(), DType::kBFloat16, 1, &left));
+  weight.short_a = values;
+  std::vector<float> without(static_cast<size_t>(m * n)), with = without;
+  CodesJob job = weight.Job(&without, false);
+  EXPECT(MultiplyCodes(job, 1) == ProductEnd::kDone);
+  job.product.out = with.data();
+  job.a_plane = &plane;
+  EXPECT(MultiplyCodes(job, 2) == ProductEnd::kDone);
+  EXPECT(with == without);
+  if (ActiveProduct() == nullptr) EXPECT(with == weight.Fours(false));
 }
 
 }  // namespace
@@ -173,6 +244,14 @@ int RunCodesTests() {
         }
       }
       TestShape(spec, 5, 300, 1200);
+    }
+    const Spec mx = Make(Element::kE2M1, ScaleElement::kE8M0, Rule::kRceil, 1, 32);
+    const Spec nv = Make(Element::kE2M1, ScaleElement::kE4M3, Rule::kTwoLevel, 1, 16);
+    const Spec square = Make(Element::kE2M1, ScaleElement::kE4M3, Rule::kTwoLevel, 16, 16);
+    for (const auto& [a, b] : {std::pair{mx, mx}, {nv, nv}, {mx, nv}, {nv, mx}, {nv, square}}) {
+      for (int64_t m : {1, 2, 5}) {
+        for (int64_t k : {1, 15, 16, 48, 64, 100, 640}) TestPair(a, b, m, 37, k);
+      }
     }
   }
   std::printf("codes: %d checks, %d failures\n", checks, failures);

@@ -2,8 +2,8 @@
 
 The bound is that of every product (`gemm_cases.check`), around an FP64 product of operands that the
 oracle decodes. Two more things hold bit for bit. Where the CPU has a BF16 product, its product of
-the decoded plane; and the FP32 way, written down here in NumPy as docs/reference/numerics.md says
-it, under every variant of the kernels.
+the decoded plane; and the FP32 way in its two orders (`code_sums`), under every variant of the
+kernels.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import hybridq
+from code_sums import fp32_way, operand
 from core_tools import using_variant
 from gemm_cases import check, decoded, in_own_domain, make
 from hybridq.formats import PlaneSpec, names
@@ -36,34 +37,9 @@ needs_bf16 = pytest.mark.skipif(product_reason() is not None, reason=str(product
 VARIANTS = () if core is None else tuple(core.build_info()["variants"])
 
 
-def operand(plane: Plane) -> Operand:
-    return Operand(plane.tensors, plane.spec, *plane.matrix)
-
-
 def of_codes(x: torch.Tensor, w: Plane, args: GemmArgs) -> torch.Tensor | None:
     """The product by itself: x in the basis of w's codes, without a factor."""
     return CodesProduct(w.spec)(x, None, operand(w), args)
-
-
-def fp32_way(x: torch.Tensor, w: Plane) -> np.ndarray:
-    """The FP32 product in its order: sums over k % 32, then folded in halves."""
-    side = decode_side(operand(w), True, torch.float32)
-    values, a = side.matrix.numpy(), x.float().numpy()
-    k = values.shape[1]
-    padded = -(-k // 32) * 32
-    values = np.pad(values, ((0, 0), (0, padded - k)))
-    a = np.pad(a, ((0, 0), (0, padded - k)))
-    sums = np.zeros((a.shape[0], values.shape[0], 32), np.float32)
-    with np.errstate(all="ignore"):
-        for begin in range(0, padded, 32):
-            group = slice(begin, begin + 32)
-            sums = (a[:, None, group] * values[None, :, group]).astype(np.float32) + sums
-        for half in (16, 8, 4, 2, 1):
-            sums = sums[..., :half] + sums[..., half : 2 * half]
-        made = sums[..., 0]
-        if side.factor is not None:
-            made = made * side.factor.numpy()
-    return made
 
 
 @pytest.mark.parametrize("name", [*FORMATS, *OPTIONS])
@@ -106,11 +82,11 @@ def test_the_bits_of_the_decoded_planes_product(name: str, monkeypatch) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", [*FORMATS, *OPTIONS])
 def test_the_fp32_way_has_one_order(name: str, variant: str) -> None:
-    """BF16 values, whose products are exact, and FP32 values, whose are not."""
+    """BF16 values, whose products are exact, FP32 values, whose are not, tiny and huge ones."""
     for m, n, k in SHAPES:
         w = make(torch.randn(n, k), name)
-        width = w.spec.padded(k)
-        for x in (torch.randn(m, width), torch.randn(m, width).bfloat16().float()):
+        rows = torch.randn(m, w.spec.padded(k))
+        for x in (rows, rows.bfloat16().float(), rows * 2.0**-90, rows * 2.0**90):
             want = fp32_way(x, w)
             with using_variant(variant):
                 got = of_codes(x, w, GemmArgs(None, None, torch.float32))
@@ -318,3 +294,22 @@ def test_one_call_with_a_plane_is_its_steps(names_: tuple[str, str], static: boo
         args = GemmArgs(bias, None, x.dtype)
         expected = exact.exact_gemm(plane, operand(w), args)
         assert torch.equal(made, expected), (m, n, k)
+
+
+@pytest.mark.parametrize("variant", VARIANTS[1:])
+@pytest.mark.parametrize(
+    "names_", [("nvfp4", "nvfp4"), ("nvfp4", "mxfp4"), ("mxfp4", "nvfp4_16x16"), ("mxfp4",) * 2]
+)
+def test_rows_that_meet_codes_as_integers(names_: tuple[str, str], variant: str) -> None:
+    """Rows that the call encodes have the bits of the same rows given as BF16 numbers."""
+    row, weight = (PlaneSpec.parse(name) for name in names_)
+    args = GemmArgs(None, None, torch.bfloat16)
+    for m, n, k in SHAPES:
+        x, w = torch.randn(m, k).bfloat16(), operand(make(torch.randn(n, k), names_[1]))
+        codes = encode_plan(row.text, "", x.dtype, "cpu")(x, EncodeRequest())
+        side = decode_side(Operand(codes, row, m, k), True, torch.bfloat16)
+        run = skinny_gemm(row.text, "", weight.text, x.dtype, False, "auto")
+        with using_variant(variant):
+            made, _ = run(x, w, None, None, 1)
+            want = CodesProduct(weight)(side.matrix, side.factor, w, args)
+        assert torch.equal(made, want), (m, n, k)

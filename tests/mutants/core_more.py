@@ -19,9 +19,29 @@ _AMAX = (
     "tests/csrc/test_core_decode.py::test_amax_per_row",
 )
 _TRANSPOSE = ("tests/kernels/operators/test_dense.py", "tests/csrc/test_core_decode.py")
+_CODES = (
+    "tests/gemm/test_gemm_of_codes.py::test_the_fp32_way_has_one_order",
+    "tests/gemm/test_gemm_of_codes.py::test_rows_that_meet_codes_as_integers",
+)
 _DELAYED = ("tests/nn/delayed_scaling/test_delayed_linear.py", "tests/quantizers/test_delayed.py")
 
 CORE_MORE = (
+    of_core(
+        "eight-sums-of-fours",
+        rules.BY_FOURS,
+        "cpu/codes_product_fours.h",
+        "float& sum = sums[i][(k + at) / 4 % kFourSums];",
+        "float& sum = sums[i][(k + at) / 4 % (kFourSums / 2)];",
+        _CODES,
+    ),
+    of_core(
+        "huge-rows-are-added-by-fours",
+        rules.FOUR_RANGE,
+        "cpu/codes_product_fours.h",
+        "kMost = (127 + 60) << 23;",
+        "kMost = kInfBits;",
+        _CODES,
+    ),
     of_core(
         "padding-repeats-the-last-column",
         rules.PADDING,

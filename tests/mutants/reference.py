@@ -20,6 +20,7 @@ _OVERFLOW = (
     "tests/kernels/operators/test_encode.py::test_overflowing_quotient_is_the_input_types_maximum_per_block",
     "tests/kernels/operators/test_encode.py::test_overflowing_quotient_after_a_transform_is_bf16s_maximum",
 )
+_FOLD = ("tests/reference/test_fold.py",)
 _ROUND = ("tests/kernels/operators/test_round_stochastic.py",)
 _NORM = ("tests/kernels/operators/test_norm_encode.py::test_norm_is_the_oracles",)
 _ACTIVATION = (
@@ -415,5 +416,29 @@ REFERENCE = (
         "record.function(first) * second,",
         "record.function(first).to(x.dtype).float() * second,",
         _ACTIVATION,
+    ),
+    _of(
+        "fold-counts-a-nan-scale",
+        rules.FOLD_TOP,
+        "fold",
+        "exponent = torch.where(is_nan, 0, exponent)",
+        "exponent = exponent.clone()",
+        _FOLD,
+    ),
+    _of(
+        "fold-lifts-nothing",
+        rules.FOLD_LIFT,
+        "fold",
+        "return math.floor(math.log2(fold_element(element).max / element.max))",
+        "return 0",
+        _FOLD,
+    ),
+    _of(
+        "fold-counts-moved-codes",
+        rules.FOLD_COUNT,
+        "fold",
+        "changed = (again != shifted) & shifted.isfinite()",
+        "changed = (made != codes) & shifted.isfinite()",
+        _FOLD,
     ),
 )

@@ -83,8 +83,14 @@ FACTORS = Rule(_OPERANDS, "the factors of whole tensors are applied to the produ
 FACTORS_IN_TURN = Rule(_OPERANDS, "one after the other, in FP32")
 FACTOR_POWER = Rule(_OPERANDS, "factors that are powers of two")
 ONE_ROUNDING = Rule(_OPERANDS, "BF16 out, no bias, no accumulation")
+BY_FOURS = Rule(_OPERANDS, "`fma(t, scale, sum)` with the block's scale goes to sum `j % 16`")
+FOUR_RANGE = Rule(_OPERANDS, "rows of a whose numbers are zeros or from 2^-57 to 2^60")
 UNEQUAL_SIGNS = Rule(_HADAMARD, "otherwise each is first transformed back")
 DEQUANTIZED = Rule(_OPERANDS, "rounds once to the tensor's dtype, and encodes that")
+
+FOLD_TOP = Rule("Fold", "max of the group's bytes, 0xFF left out")
+FOLD_LIFT = Rule("Fold", "lift = floor(log2(max of the target / max of the source))")
+FOLD_COUNT = Rule("Fold", "the count of finite codes that so change their value")
 
 _CORNERS = "Corner cases, decided once"
 NAN_SCALE = Rule(_CORNERS, "its scale is NaN and all its codes are the element's NaN code")
