@@ -130,8 +130,8 @@ def test_storages_are_made_of_their_buffers_alone():
         assert torch.equal(again.dequantize(dtype=torch.float32), made.dequantize())
     own = te.IdentityTensorStorage(hp_data=x, fake_dtype=torch.bfloat16)
     assert torch.equal(own.dequantize(), x.bfloat16())
-    with pytest.raises(ValueError, match="without rowwise data it must be given its shape"):
-        te.MXFP8TensorStorage(columnwise_data=x)
+    with pytest.raises(ValueError, match="without data it must be given its shape"):
+        te.MXFP8TensorStorage(columnwise_scale_inv=x)
 
 
 def test_values_of_a_columnwise_plane_are_read_as_they_lie():

@@ -55,6 +55,8 @@ class Float8Quantizer:
 
     #: Whether the caller gives the scale, and the amax is recorded: see `Quantizer`.
     has_given_scale: ClassVar[bool] = True
+    #: Whether two quantizers were put together: see `Quantizer`.
+    is_pair: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -58,6 +58,8 @@ class Quantizer(MakesStacks):
             rows there is nothing to reduce.
         rowwise_delay, columnwise_delay: how the scale of that plane follows from earlier steps,
             or None. A module's slot keeps their history; by itself it quantizes nothing.
+        is_pair: whether two quantizers of one format were put together. It says nothing of the
+            planes: `hybridq.te` tells its HybridQuantizer by it.
 
     Raises:
         SpecError: no plane is described, the source needs a rowwise spec that is missing, an
@@ -78,6 +80,7 @@ class Quantizer(MakesStacks):
     amax_group: str | None = None
     rowwise_delay: DelayedScalingRequest | None = None
     columnwise_delay: DelayedScalingRequest | None = None
+    is_pair: bool = False
     #: Whether the caller gives the scale, and the amax is recorded.
     has_given_scale: ClassVar[bool] = False
     # As in PlaneSpec: of each quantizer, and made with it, so that torch.compile can read it.
@@ -108,7 +111,7 @@ class Quantizer(MakesStacks):
         if self.amax_group is not None and any(spec.row_scaled for spec in specs):
             self._check_row_scaled_group(specs)
         row, col = described(self)
-        flags = f"{int(self.rowwise_usage)}{int(self.columnwise_usage)}"
+        flags = f"{int(self.rowwise_usage)}{int(self.columnwise_usage)}{'p' * self.is_pair}"
         parts = (row, col, self.columnwise_source, flags)
         text = "|".join((*map(str, parts), self.amax_group or ""))
         object.__setattr__(self, "_text", text)
@@ -465,7 +468,7 @@ def _parse(text: str) -> Quantizer:
     if not isinstance(text, str):
         raise SpecError(f"Quantizer.parse: takes a text, got {type(text).__name__}")
     parts = text.split("|", 4)
-    if len(parts) != 5 or len(parts[3]) != 2:
+    if len(parts) != 5 or len(parts[3].removesuffix("p")) != 2:
         raise SpecError(f"Quantizer.parse: not a quantizer's canonical string, got {text!r}")
     row, col, source, usages, group = parts
     (row_spec, row_delay), (col_spec, col_delay) = parsed(row), parsed(col)
@@ -478,6 +481,7 @@ def _parse(text: str) -> Quantizer:
         group or None,
         row_delay,
         col_delay,
+        usages.endswith("p"),
     )
 
 

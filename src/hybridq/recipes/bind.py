@@ -37,6 +37,7 @@ class SlotPlan(NamedTuple):
             DelayedScalingRequest's string; `STATIC`: it was given; empty where it follows from the
             tensor.
         shares_state: both do, from one history: they are of one element and made of one tensor.
+        is_pair: two quantizers were put together, each with a plane of its own.
     """
 
     row: PlaneText
@@ -46,6 +47,7 @@ class SlotPlan(NamedTuple):
     row_delay: str = ""
     col_delay: str = ""
     shares_state: bool = False
+    is_pair: bool = False
 
     @property
     def is_delayed(self) -> bool:
@@ -136,6 +138,7 @@ def _slot_plan(quantizer: Quantizer, read: Collection[Direction]) -> SlotPlan:
         row_delay,
         col_delay,
         shares_state=is_one and row_delay == col_delay != "",
+        is_pair=quantizer.is_pair,
     )
 
 

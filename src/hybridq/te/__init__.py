@@ -33,6 +33,7 @@ from . import (
     permutation,
     quantization,
     quantizers,
+    readouts,
     refused,
     rope,
     tensor,

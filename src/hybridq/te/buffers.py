@@ -39,12 +39,12 @@ def data_of(plane: Plane, shape: Sequence[int]) -> torch.Tensor:
     if not shape:
         return data.view(())
     if plane.direction == ROWWISE:
-        return data.view(*lead, -1)
+        return data if len(lead) == 1 else data.view(*lead, -1)  # where it fits, the very buffer
     if plane.spec.format.family == "mxfp8":
         return data.t().reshape(tuple(shape))
     if data.shape[1] != plane.rows and lead:  # packed along the last of them
         lead[-1] = -1
-    return data.view(data.shape[0], *lead)
+    return data if len(lead) == 1 else data.view(data.shape[0], *lead)
 
 
 def scale_of(plane: Plane) -> torch.Tensor | None:
@@ -122,30 +122,36 @@ def _compact(
 
 
 def shape_of(name: str, given: Mapping[str, Any]) -> Sequence[int]:
-    """Return the shape that the buffers of a storage say.
+    """Return the shape that the buffers of a storage say, or the tensors of a hybrid one.
 
     Args:
         name: of its class.
         given: the buffers, by the constructor's names.
 
     Raises:
-        ValueError: none of them is rowwise.
+        ValueError: there are none.
     """
-    for key in ("data", "rowwise_data", "hp_data"):
+    packed = 2 if name.startswith("NVFP4") else 1
+    for key in ("data", "rowwise_data", "hp_data", "rowwise_storage", "columnwise_storage"):
         data = given.get(key)
         if data is not None:
             *lead, last = data.shape
-            return (*lead, 2 * last) if name.startswith("NVFP4") else tuple(data.shape)
-    raise ValueError(
-        f"{name}: without rowwise data it must be given its shape, got {sorted(given)}"
-    )
+            return (*lead, packed * last)
+    for key in ("data_transpose", "columnwise_data"):
+        data = given.get(key)
+        if data is not None and name.startswith("MXFP8"):
+            return tuple(data.shape)
+        if data is not None:
+            cols, *lead = data.shape
+            return (*lead[:-1], packed * lead[-1], cols)
+    raise ValueError(f"{name}: without data it must be given its shape, got {sorted(given)}")
 
 
 def dtype_of(given: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype of a storage's values, FP32 where its buffers do not say it.
+    """Return the dtype of a storage's values, FP32 where nothing given says it.
 
     Args:
         given: the buffers, by the constructor's names.
     """
-    values = given.get("hp_data")
-    return torch.float32 if values is None else values.dtype
+    values = given.get("hp_data"), given.get("rowwise_storage"), given.get("columnwise_storage")
+    return next((one.dtype for one in values if one is not None), torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 from .. import quantizers as ours
@@ -72,12 +73,14 @@ class HybridQuantizer(Quantizer):
         return made.with_usage(bool(self.rowwise_usage), bool(self.columnwise_usage))
 
     def _freeze(self) -> ours.Quantizer:
-        made = ours.HybridQuantizer(
+        made: Any = ours.HybridQuantizer(
             rowwise_quantizer=self.rowwise_quantizer.frozen,
             columnwise_quantizer=self.columnwise_quantizer.frozen,
             columnwise_source=self.columnwise_source,
         )
-        return made
+        is_one = made.rowwise.format == made.columnwise.format
+        # What tells it from the quantizer of that format, where nothing else does.
+        return replace(made, is_pair=is_one and self.columnwise_source == "original")
 
     def copy(self) -> HybridQuantizer:
         """Return another quantizer with copies of the two."""
@@ -158,7 +161,7 @@ def quantizer_of(frozen: Any) -> Any:
         frozen = frozen.undelayed()
         row, col = frozen.rowwise, frozen.columnwise
         made = _uniform(row, col, frozen.amax_group)
-        if frozen.columnwise_source != "original" or made is None:
+        if frozen.is_pair or frozen.columnwise_source != "original" or made is None:
             made = _hybrid(frozen) if row is not None and col is not None else None
         if made is None:
             made = ForeignQuantizer(frozen)

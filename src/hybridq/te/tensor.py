@@ -19,9 +19,9 @@ from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..formats import PlaneSpec
 from ..storage import Plane, TensorStorage
 from ..tensor import QuantizedTensor
-from .buffers import data_of, dtype_of, plane_of, scale_of, shape_of
+from .buffers import dtype_of, plane_of, shape_of
 from .constants import DType, element_of
-from .hybrid import HybridQuantizer, quantizer_of
+from .hybrid import HybridQuantizer
 from .quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -64,6 +64,15 @@ _SIDES: Final[tuple[tuple[Direction, str], ...]] = (
 )
 
 
+def _is_of_two(tensor: QuantizedTensor) -> bool:
+    """Whether a HybridQuantizer made it, also where its formats are one, or one plane is left."""
+    own = tensor.own_quantizer
+    if own is None:
+        return isinstance(tensor, tensors.HybridQuantizedTensor)
+    formats = {spec.format for spec in (own.rowwise, own.columnwise) if spec is not None}
+    return len(formats) == 2 or own.is_pair or own.columnwise_source != "original"
+
+
 class _Kind(type):
     """A class whose instances are those of a class of hybridq, and whose call makes one."""
 
@@ -86,8 +95,14 @@ class _Kind(type):
     def __instancecheck__(cls, value: object) -> bool:
         if cls.is_users or type.__instancecheck__(cls, value):
             return type.__instancecheck__(cls, value)
-        is_hidden = not cls.is_storage and getattr(value, "is_internal", False)
-        return isinstance(value, cls.kind) and not is_hidden
+        if not isinstance(value, QuantizedTensor) or (
+            not cls.is_storage and getattr(value, "is_internal", False)
+        ):
+            return False
+        if cls.kind is QuantizedTensor:
+            return True
+        is_hybrid = cls.kind is tensors.HybridQuantizedTensor
+        return is_hybrid if _is_of_two(value) else isinstance(value, cls.kind)
 
     def __subclasscheck__(cls, other: type) -> bool:
         if cls.is_users:
@@ -98,6 +113,14 @@ class _Kind(type):
         if cls.is_users:
             return super().__call__(*args, **given)
         return cls._tensor(*args, **given)
+
+    def make_like(cls, tensor: QuantizedTensor) -> QuantizedTensor:
+        """Return another tensor of the same planes, apart from autograd.
+
+        Args:
+            tensor: any quantized one.
+        """
+        return tensor.detach()  # type: ignore[return-value]
 
     def _tensor(
         cls, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, **given: Any
@@ -347,143 +370,3 @@ class IdentityTensorStorage(IdentityTensor, is_storage=True):
 
 class HybridQuantizedTensorStorage(HybridQuantizedTensor, is_storage=True):
     """The same of tensors that are internal, too."""
-
-
-# ---- what is read off a tensor
-
-
-def _side(tensor: Any, side: str) -> Any:
-    """Return the tensor of one plane alone, a view of its buffers, or None."""
-    plane = getattr(tensor, side)
-    if plane is None:
-        return None
-    planes = (plane, None) if side == "rowwise" else (None, plane)
-    quantizer = quantizer_of(tensor.quantizer)
-    child = getattr(quantizer, f"{side}_quantizer", quantizer)
-    own = None if child is None else child.frozen
-    return QuantizedTensor.make(TensorStorage(*planes), tensor.shape, tensor.dtype, quantizer=own)
-
-
-def _data(tensor: Any, side: str, families: tuple[str, ...] = ()) -> torch.Tensor | None:
-    plane = getattr(tensor, side)
-    if plane is None or (families and plane.spec.format.family not in families):
-        return None
-    return data_of(plane, tensor.shape)
-
-
-def _values(tensor: Any) -> torch.Tensor | None:
-    """Return the values of planes that quantize nothing, a view of the one that there is."""
-    plane = tensor.columnwise
-    if tensor.rowwise is not None or plane is None or plane.spec.format.family != "identity":
-        return _data(tensor, "rowwise", ("identity",))
-    made: torch.Tensor = plane.data.mT.view(tensor.shape)
-    return made
-
-
-def _scale(tensor: Any, side: str) -> torch.Tensor | None:
-    plane = getattr(tensor, side)
-    return None if plane is None else scale_of(plane)
-
-
-def _amax(tensor: Any, side: str) -> torch.Tensor | None:
-    plane = getattr(tensor, side)
-    return None if plane is None else plane.amax
-
-
-def _dtype(tensor: Any) -> DType:
-    return DType.cast(tensor.tensor_storage.first.spec.format.element)
-
-
-def _is_square(tensor: Any) -> bool:
-    return bool(tensor.tensor_storage.first.spec.format.is_square)
-
-
-def get_metadata(self: Any) -> dict[str, Any]:
-    """Return the buffers in Transformer Engine's layout, by its constructors' names."""
-    first, quantizer = self.tensor_storage.first.spec, quantizer_of(self.quantizer)
-    family = first.format.family
-    if isinstance(self, tensors.HybridQuantizedTensor):
-        sides = {f"{side}_storage": _side(self, side) for _, side in _SIDES}
-        return {**sides, "quantizer": quantizer}
-    if family == "identity":
-        return {"hp_data": self.dequantize(), "quantizer": quantizer}
-    if family == "float8":
-        made = {"data": _data(self, "rowwise"), "data_transpose": _data(self, "columnwise")}
-        scale = self.tensor_storage.first.scale
-        return {**made, "fp8_scale_inv": scale, "fp8_dtype": _dtype(self), "quantizer": quantizer}
-    made = {}
-    for _, side in _SIDES:
-        made[f"{side}_data"], made[f"{side}_scale_inv"] = _data(self, side), _scale(self, side)
-    if family == "nvfp4":
-        made |= {f"amax_{side}": _amax(self, side) for _, side in _SIDES}
-    name = "fp4_dtype" if family == "nvfp4" else "fp8_dtype"
-    if family == "float8_block":
-        made["is_2D_scaled"] = _is_square(self)  # type: ignore[assignment]
-    return {**made, name: _dtype(self), "quantizer": quantizer}
-
-
-def get_data_tensors(self: Any, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
-    """Return the codes of both planes, or of the one asked for; None where there is none.
-
-    Args:
-        rowwise_data, columnwise_data: which.
-    """
-    found = tuple(_data(self, side) for _, side in _SIDES)
-    if rowwise_data and columnwise_data:
-        return found
-    return found[0] if rowwise_data else found[1]
-
-
-def update_quantizer(self: Any, quantizer: Any) -> None:
-    """Take another quantizer for later writes.
-
-    Args:
-        quantizer: of `hybridq.te` or of hybridq.
-
-    Raises:
-        RuntimeError: the tensor has none.
-    """
-    if self.quantizer is None:
-        raise RuntimeError("update_quantizer: the tensor must have a quantizer, got none")
-    self.quantizer = getattr(quantizer, "frozen", quantizer)
-
-
-def _get_quantizer(self: Any) -> Any:
-    return quantizer_of(self.quantizer)
-
-
-def _read(function: Callable[..., Any], *given: Any, doc: str = "") -> property:
-    return property(lambda self: function(self, *given), doc=doc or None)
-
-
-def _scale_inv(tensor: Any) -> torch.Tensor | None:
-    scale: torch.Tensor | None = tensor.tensor_storage.first.scale
-    return scale
-
-
-_FP8: Final = ("float8",)
-tensors.add_readouts(
-    {
-        "_data": _read(_data, "rowwise", _FP8),
-        "_transpose": _read(_data, "columnwise", _FP8),
-        "_scale_inv": property(_scale_inv),
-        "_hp_data": property(_values),
-        # Only where one is kept: `hasattr` says whether.
-        "_high_precision_init_val": property(lambda self: self.get_high_precision_init_val()),
-        **{f"_{side}_scale_inv": _read(_scale, side) for _, side in _SIDES},
-        **{f"_amax_{side}": _read(_amax, side) for _, side in _SIDES},
-        **{f"_{side}_storage": _read(_side, side) for _, side in _SIDES},
-        **{
-            f"{side}_sub_storage": _read(_side, side, doc=f"The {side} plane as a tensor, or None.")
-            for _, side in _SIDES
-        },
-        "_fp8_dtype": property(_dtype),
-        "_fp4_dtype": property(_dtype),
-        "_is_2D_scaled": property(_is_square),
-        "_quantizer": property(_get_quantizer),
-        "_get_quantizer": _get_quantizer,
-        "get_metadata": get_metadata,
-        "get_data_tensors": get_data_tensors,
-        "update_quantizer": update_quantizer,
-    }
-)

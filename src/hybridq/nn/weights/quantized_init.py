@@ -147,12 +147,14 @@ def _slot_quantizer(slot: SlotPlan, is_frozen: bool, is_transposed: bool) -> Qua
         return None
     row, col = PlaneSpec.parse(slot.row.spec), PlaneSpec.parse(slot.col.spec)
     derives = row == col and row.is_derivable and slot.col_source == "original"
+    derives = derives and not slot.is_pair
     # The transpose of a pair has no source of its own: the backward makes the second plane.
     makes_late = is_transposed and slot.col_source != "original" and slot.can_encode_late
     is_one = derives or slot.saves_row or is_frozen or makes_late
     # A plane that there is not is made of nothing, so that the transposed quantizer exists.
     source = "original" if is_one and is_transposed else slot.col_source
-    made = Quantizer(row, col, source, amax_group=slot.amax_group or None)
+    group = slot.amax_group or None
+    made = Quantizer(row, col, source, amax_group=group, is_pair=slot.is_pair)
     return made.with_usage(columnwise=False) if is_one else made
 
 

@@ -1,0 +1,175 @@
+"""What scripts read off a tensor under Transformer Engine's names: views of its planes, or copies.
+
+`hybridq.tensor.add_readouts` gives every quantized tensor these attributes when this is imported.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from .. import tensor as tensors
+from ..storage import TensorStorage
+from ..tensor import QuantizedTensor
+from .buffers import data_of, scale_of
+from .constants import DType
+from .hybrid import quantizer_of
+from .tensor import HybridQuantizedTensorStorage
+
+__all__: list[str] = []
+
+_SIDES: Final = ("rowwise", "columnwise")
+
+
+def _side(tensor: Any, side: str) -> Any:
+    """Return the tensor of one plane alone, a view of its buffers, or None."""
+    plane = getattr(tensor, side)
+    if plane is None:
+        return None
+    known = vars(tensor).setdefault("_known_sides", {}).get(side, lambda: None)()
+    if known is not None and getattr(known, side) is plane and known.dtype is tensor.dtype:
+        return known  # one object as long as somebody has it
+    planes = (plane, None) if side == "rowwise" else (None, plane)
+    quantizer = quantizer_of(tensor.own_quantizer)
+    child = getattr(quantizer, f"{side}_quantizer", quantizer)
+    own = None if child is None else child.frozen
+    made = QuantizedTensor.make(TensorStorage(*planes), tensor.shape, tensor.dtype, quantizer=own)
+    vars(tensor)["_known_sides"][side] = weakref.ref(made)
+    return made
+
+
+def _data(tensor: Any, side: str, families: tuple[str, ...] = ()) -> torch.Tensor | None:
+    plane = getattr(tensor, side)
+    if plane is None or (families and plane.spec.format.family not in families):
+        return None
+    return data_of(plane, tensor.shape)
+
+
+def _values(tensor: Any) -> torch.Tensor | None:
+    """Return the values of planes that quantize nothing, a view of the one that there is."""
+    plane = tensor.columnwise
+    if tensor.rowwise is not None or plane is None or plane.spec.format.family != "identity":
+        return _data(tensor, "rowwise", ("identity",))
+    made: torch.Tensor = plane.data.mT.view(tensor.shape)
+    return made
+
+
+def _scale(tensor: Any, side: str) -> torch.Tensor | None:
+    plane = getattr(tensor, side)
+    return None if plane is None else scale_of(plane)
+
+
+def _amax(tensor: Any, side: str) -> torch.Tensor | None:
+    plane = getattr(tensor, side)
+    return None if plane is None else plane.amax
+
+
+def _dtype(tensor: Any) -> DType:
+    return DType.cast(tensor.tensor_storage.first.spec.format.element)
+
+
+def _is_square(tensor: Any) -> bool:
+    fmt = tensor.tensor_storage.first.spec.format
+    if fmt.family != "float8_block":
+        raise AttributeError(f"_is_2D_scaled: must be FP8 by blocks, got {fmt.family}")
+    return bool(fmt.is_square)
+
+
+def get_metadata(self: Any) -> dict[str, Any]:
+    """Return the buffers in Transformer Engine's layout, by its constructors' names."""
+    first, quantizer = self.tensor_storage.first.spec, quantizer_of(self.own_quantizer)
+    family = first.format.family
+    if isinstance(self, HybridQuantizedTensorStorage):
+        sides = {f"{side}_storage": _side(self, side) for side in _SIDES}
+        return {**sides, "quantizer": quantizer}
+    if family == "identity":
+        return {"hp_data": self.dequantize(), "quantizer": quantizer}
+    if family == "float8":
+        made = {"data": _data(self, "rowwise"), "data_transpose": _data(self, "columnwise")}
+        scale = self.tensor_storage.first.scale
+        return {**made, "fp8_scale_inv": scale, "fp8_dtype": _dtype(self), "quantizer": quantizer}
+    made = {}
+    for side in _SIDES:
+        made[f"{side}_data"], made[f"{side}_scale_inv"] = _data(self, side), _scale(self, side)
+    if family == "nvfp4":
+        made |= {f"amax_{side}": _amax(self, side) for side in _SIDES}
+    name = "fp4_dtype" if family == "nvfp4" else "fp8_dtype"
+    if family == "float8_block":
+        made["is_2D_scaled"] = _is_square(self)  # type: ignore[assignment]
+    return {**made, name: _dtype(self), "quantizer": quantizer}
+
+
+def get_data_tensors(self: Any, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
+    """Return the codes of both planes, or of the one asked for; None where there is none.
+
+    Of a hybrid those of both of its tensors, one behind the other.
+
+    Args:
+        rowwise_data, columnwise_data: which.
+    """
+    if isinstance(self, HybridQuantizedTensorStorage):
+        sides = [one for one in (_side(self, side) for side in _SIDES) if one is not None]
+        return tuple(data for one in sides for data in one.get_data_tensors())
+    found = tuple(_data(self, side) for side in _SIDES)
+    if rowwise_data and columnwise_data:
+        return found
+    return found[0] if rowwise_data else found[1]
+
+
+def update_quantizer(self: Any, quantizer: Any) -> None:
+    """Take another quantizer for later writes.
+
+    Args:
+        quantizer: of `hybridq.te` or of hybridq.
+
+    Raises:
+        RuntimeError: the tensor has none.
+    """
+    if self.quantizer is None:
+        raise RuntimeError("update_quantizer: the tensor must have a quantizer, got none")
+    self.quantizer = getattr(quantizer, "frozen", quantizer)
+
+
+def _get_quantizer(self: Any) -> Any:
+    return quantizer_of(self.own_quantizer)
+
+
+def _read(function: Callable[..., Any], *given: Any, doc: str = "") -> property:
+    return property(lambda self: function(self, *given), doc=doc or None)
+
+
+def _scale_inv(tensor: Any) -> torch.Tensor | None:
+    scale: torch.Tensor | None = tensor.tensor_storage.first.scale
+    return scale
+
+
+_FP8: Final = ("float8",)
+tensors.add_readouts(
+    {
+        "_data": _read(_data, "rowwise", _FP8),
+        "_transpose": _read(_data, "columnwise", _FP8),
+        "_transpose_invalid": property(lambda self: self._transpose is None),
+        "_scale_inv": property(_scale_inv),
+        "_hp_data": property(_values),
+        # Only where one is kept: `hasattr` says whether.
+        "_high_precision_init_val": property(lambda self: self.get_high_precision_init_val()),
+        **{f"_{side}_scale_inv": _read(_scale, side) for side in _SIDES},
+        **{f"_amax_{side}": _read(_amax, side) for side in _SIDES},
+        **{f"_{side}_storage": _read(_side, side) for side in _SIDES},
+        **{
+            f"{side}_sub_storage": _read(_side, side, doc=f"The {side} plane as a tensor, or None.")
+            for side in _SIDES
+        },
+        "_fp8_dtype": property(_dtype),
+        "_fp4_dtype": property(_dtype),
+        "_is_2D_scaled": property(_is_square),
+        "_quantizer": property(_get_quantizer),
+        "_get_quantizer": _get_quantizer,
+        "get_metadata": get_metadata,
+        "get_data_tensors": get_data_tensors,
+        "update_quantizer": update_quantizer,
+    }
+)
