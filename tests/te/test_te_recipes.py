@@ -11,6 +11,7 @@ import torch
 
 import hybridq
 import hybridq.te as te
+from hybridq.te import quantization
 from hybridq.te.common import recipe as door
 
 #: Names and defaults as Transformer Engine has them, in its order.
@@ -206,6 +207,16 @@ def test_equal_callables_are_registered_once() -> None:
 
 
 def test_a_factory_is_asked_as_the_peer_asks_it() -> None:
+    given = [te.QuantizerRole(), te.QuantizerRole("dpa", "qkv"), None]
+    by_place = quantization.NVFP4BlockScalingRecipeState(
+        door.NVFP4BlockScaling(), "forward", 3, given
+    ).make_quantizers()
+    assert [one.with_2d_quantization for one in by_place] == [False, True, False]
+    current = door.Float8CurrentScaling()
+    current.fp8_quant_fwd_inp = door.QParams(amax_epsilon=0.5, power_2_scale=True)
+    state = te.RecipeState.create(current, mode="forward", num_quantizers=3)
+    made = [(one.amax_epsilon, one.force_pow_2_scales) for one in state.make_quantizers()]
+    assert made == [(0.5, True), (0.0, False), (0.0, False)]
     asked = []
 
     def factory(role):

@@ -340,6 +340,11 @@ def test_groups_are_padded_and_trimmed() -> None:
     assert torch.equal(back, x)
     back.sum().backward()
     assert torch.equal(x.grad, torch.ones_like(x))
+    pad, trim = te.Fp8Padding(3), te.Fp8Unpadding(3)
+    with te.autocast(recipe=te.common.recipe.MXFP8BlockScaling()):
+        padded, sizes = pad(x, splits)
+        assert sizes == [32, 0, 32] and torch.equal(trim(padded, splits), x)
+    assert pad.align_size == trim.align_size == 32
 
 
 def test_losses_of_tokens() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from .. import nn
 from .._log import log_once
+from .quantization import AlignedByRecipe
 from .reading import Readings, WithoutExtraState
 from .signatures import constructor, forward, with_arguments
 
@@ -32,7 +33,6 @@ __all__ = [
 ]
 
 LayerNorm, RMSNorm = nn.LayerNorm, nn.RMSNorm
-Fp8Padding, Fp8Unpadding = nn.Fp8Padding, nn.Fp8Unpadding
 InferenceParams = nn.InferenceParams
 RotaryPositionEmbedding = nn.RotaryPositionEmbedding
 TransformerEngineBaseModule = nn.QuantizedModule  # for isinstance
@@ -334,6 +334,14 @@ class DotProductAttention(WithoutExtraState, nn.DotProductAttention):
         {"query_layer": "query", "key_layer": "key", "value_layer": "value"},
         _without_needless_mask,
     )
+
+
+class Fp8Padding(AlignedByRecipe, nn.Fp8Padding):
+    """`hybridq.nn.Fp8Padding`; without a size it is what the recipe says that is met first."""
+
+
+class Fp8Unpadding(AlignedByRecipe, nn.Fp8Unpadding):
+    """`hybridq.nn.Fp8Unpadding`; without a size it is what the recipe says that is met first."""
 
 
 class ProjectionApart(Readings, nn.BiasApart):

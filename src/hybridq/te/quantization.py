@@ -269,6 +269,19 @@ class FP8GlobalStateManager:
         return _opened.recipes[-1][1] if _opened.recipes else None
 
 
+class AlignedByRecipe:
+    """Takes a missing `align_size` from the first recipe that it is called under."""
+
+    align_size: int | None
+
+    def _padded(self, sizes: list[int]) -> list[int]:
+        if self.align_size is None and FP8GlobalStateManager.is_fp8_enabled():
+            recipe = FP8GlobalStateManager.get_fp8_recipe()
+            self.align_size = get_align_size_for_quantization(recipe)
+        padded: list[int] = super()._padded(sizes)  # type: ignore[misc]
+        return padded
+
+
 #: Slots of a linear module, those at its boundary last.
 _SLOTS: Final = {
     "forward": ("input", "weight", "output"),
@@ -283,8 +296,9 @@ class RecipeState:
         recipe: of `hybridq.te`, or of hybridq.
         mode: `"forward"` or `"backward"`.
         num_quantizers: number of slots.
-        roles: of each, None where nobody said who takes the tensor in; None: `input`, `weight`,
-            `output` of a linear module over and over, or `grad_output`, `grad_input`.
+        roles: of each; a tensor type that is none of a linear module's (`input`, `weight`,
+            `output`, or `grad_output`, `grad_input`), or none at all, is taken by the place: these
+            over and over. A CustomRecipe is asked for a given role as it is.
         device: of the scales and histories of delayed scaling; None: torch's default.
 
     Attributes:
@@ -313,11 +327,27 @@ class RecipeState:
             raise ValueError(f"RecipeState: roles must be {num_quantizers}, got {len(roles)}")
         self.recipe, self.mode, self.num_quantizers = recipe, mode, num_quantizers
         self.device = device
-        unsaid = QuantizerRole("linear", slots[-1])
-        self.roles = [
-            QuantizerRole("linear", slots[i % len(slots)]) if roles is None else roles[i] or unsaid
-            for i in range(num_quantizers)
-        ]
+        self._given, self._slots = roles, slots
+        self.roles = [self._asked(i) for i in range(num_quantizers)]
+
+    def _slot_role(self, i: int) -> QuantizerRole:
+        """Return the role that was given for a slot, an empty one where none was."""
+        return (self._given[i] if self._given else None) or QuantizerRole()
+
+    def _slot_tensor_type(self, i: int) -> str:
+        """Return a slot's tensor type, by its place where the role's is none of a linear module."""
+        own: str = self._slot_role(i).tensor_type
+        return own if own in self._slots else self._slots[i % len(self._slots)]
+
+    def _asked(self, i: int) -> QuantizerRole:
+        if self._given and isinstance(self.recipe, CustomRecipe):
+            return self._given[i] or QuantizerRole("linear", self._slots[-1])  # asked with None
+        role, own = self._slot_role(i), self._slot_tensor_type(i)
+        return role if role.tensor_type == own else QuantizerRole("linear", own, role.name)
+
+    @property
+    def _has_delayed_scaling(self) -> bool:
+        return self.scale is not None
 
     @staticmethod
     def create(
@@ -361,6 +391,12 @@ class RecipeState:
             made.append(Float8Quantizer(*parts, spec.format.element.name))
             at += 1
         return made
+
+
+#: Each recipe's own name of the class.
+Float8BlockScalingRecipeState = Float8CurrentScalingRecipeState = RecipeState
+MXFP8BlockScalingRecipeState = NVFP4BlockScalingRecipeState = RecipeState
+DelayedScalingRecipeState = RecipeState
 
 
 class CustomRecipeState(RecipeState):

@@ -131,7 +131,8 @@ class Float8CurrentScaling(Recipe):
                 amax_epsilon=params.amax_epsilon,
             )
 
-        return _known_or(plain, _per_slot(self, "fp8_quant", make))
+        edge = QParams(power_2_scale=self.use_power_2_scales)
+        return _known_or(plain, _per_slot(self, "fp8_quant", make, edge))
 
 
 @dataclass
@@ -308,28 +309,45 @@ class NVFP4BlockScaling(Recipe):
 
 @dataclass(frozen=True)
 class _BySlot:
-    """A factory of three quantizers, equal to another one of the same."""
+    """A factory of three quantizers, equal to another one of the same; or of two more.
+
+    `boundary` is of a module's output and of its input's gradient, where these are no neighbours'.
+    """
 
     reads_names: ClassVar[bool] = False
     forward: Quantizer
     weight: Quantizer
     gradient: Quantizer
+    boundary: tuple[Quantizer, Quantizer] | None = None
 
     def __call__(self, role: ours.QuantizerRole) -> Quantizer:
+        if self.boundary and role.tensor_type in ("output", "grad_input"):
+            return self.boundary[role.is_gradient]
         if role.is_gradient:
             return self.gradient
         return self.weight if role.tensor_type == "weight" else self.forward
 
 
-def _per_slot(recipe: Any, prefix: str, make: Callable[[QParams, bool, bool], Any]) -> Any:
-    """Return the CustomRecipe of what `make(params, is_weight, is_gradient)` gives."""
+def _per_slot(
+    recipe: Any,
+    prefix: str,
+    make: Callable[[QParams, bool, bool], Any],
+    edge: QParams | None = None,
+) -> Any:
+    """Return the CustomRecipe of what `make(params, is_weight, is_gradient)` gives.
+
+    `edge` is of outputs and of inputs' gradients; None: as inputs and gradients.
+    """
     names = ("fwd_inp", "fwd_weight", "bwd_grad")
     params = [getattr(recipe, f"{prefix}_{name}") for name in names]
     for name, one in zip(names, params, strict=True):
         if not isinstance(one, QParams):
             raise TypeError(f"{type(recipe).__name__}: {prefix}_{name} must be QParams, got {one}")
     slots = _BySlot(
-        make(params[0], False, False), make(params[1], True, False), make(params[2], False, True)
+        make(params[0], False, False),
+        make(params[1], True, False),
+        make(params[2], False, True),
+        None if edge is None else (make(edge, False, False), make(edge, False, True)),
     )
     return ours.CustomRecipe(slots, backward_override=recipe.backward_override)
 
