@@ -255,3 +255,63 @@ def test_what_it_cannot_do_says_so() -> None:
 
     with pytest.raises(TypeError, match="what it makes must have dequantize"):
         trained(linear(), custom(lambda: Mute(rowwise=True, columnwise=True)))
+
+
+def test_a_class_that_asks_its_base_counts_what_it_makes() -> None:
+    class Counting(te.IdentityQuantizer):
+        def quantize_impl(self, tensor: torch.Tensor) -> Any:
+            calls.append(tensor.dtype)
+            return super().quantize_impl(tensor)
+
+    calls: list[torch.dtype] = []
+    layer = te.Linear(32, 16, params_dtype=torch.bfloat16)
+    x = torch.randn(8, 32, dtype=torch.bfloat16)
+    plain = layer(x)
+    with te.autocast(recipe=recipe.CustomRecipe(qfactory=lambda role: Counting())):
+        assert torch.equal(layer(x), plain)
+    assert torch.bfloat16 in calls
+
+
+def test_a_factory_may_return_a_quantizer_with_the_callers_scale() -> None:
+    """The products are those of values rounded with the scale; each tensor's amax is recorded."""
+    elements = {"grad_output": te.DType.kFloat8E5M2}
+    scales = {"input": 16.0, "weight": 64.0, "grad_output": 4.0}
+    made = {
+        slot: te.Float8Quantizer(
+            torch.full((1,), scale), torch.zeros(1), elements.get(slot, te.DType.kFloat8E4M3)
+        )
+        for slot, scale in scales.items()
+    }
+
+    def factory(role: Any) -> Any:
+        return te.IdentityQuantizer() if role is None else made[role.tensor_type]
+
+    def kept(tensor: torch.Tensor, slot: str) -> torch.Tensor:
+        dtype = torch.float8_e5m2 if slot in elements else torch.float8_e4m3fn
+        top = torch.finfo(dtype).max
+        return (tensor * scales[slot]).clamp(-top, top).to(dtype).float() / scales[slot]
+
+    layer = te.Linear(32, 48, bias=False)
+    x, dy = torch.randn(16, 32, requires_grad=True), torch.randn(16, 48)
+    with te.autocast(recipe=recipe.CustomRecipe(qfactory=factory)):
+        y = layer(x)
+    y.backward(dy)
+    kept_x, kept_w = kept(x.detach(), "input"), kept(layer.weight.detach(), "weight")
+    kept_dy = kept(dy, "grad_output")
+    for got, want in (
+        (y, kept_x @ kept_w.T),
+        (x.grad, kept_dy @ kept_w),
+        (layer.weight.grad, kept_dy.T @ kept_x),
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-5)
+    seen = {"input": x, "weight": layer.weight, "grad_output": dy}
+    for slot, tensor in seen.items():
+        assert made[slot].amax.item() == tensor.abs().max().item()
+    assert isinstance(layer.quantizers["scaling_fwd"][0], te.Float8Quantizer)
+    both = te.HybridQuantizer(
+        rowwise_quantizer=made["input"].copy(),
+        columnwise_quantizer=te.MXFP8Quantizer(te.DType.kFloat8E4M3),
+    )
+    tensor = both(x.detach())
+    assert torch.equal(tensor.dequantize(), kept_x)
+    assert isinstance(tensor._quantizer.rowwise_quantizer, te.Float8Quantizer)

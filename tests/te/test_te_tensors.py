@@ -337,3 +337,24 @@ def test_identity_has_the_dtype_of_its_quantizer() -> None:
     assert torch.equal(made.dequantize(), x.to(torch.bfloat16))
     assert own.make_empty((2, 4), dtype=torch.float32).dtype == torch.bfloat16
     assert te.IdentityQuantizer().make_empty((2, 4), dtype=torch.float16).dtype == torch.float16
+
+
+def test_masters_of_one_rank_are_whole_and_weights_lie_anywhere() -> None:
+    from hybridq.te.pytorch.tensor.utils import post_all_gather_processing, quantize_master_weights
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        group = torch.distributed.group.WORLD
+        for quantizer in (te.MXFP8Quantizer(E4M3), te.NVFP4Quantizer(), te.IdentityQuantizer()):
+            weight = quantizer(torch.zeros(32, 64, dtype=torch.bfloat16))
+            master = torch.randn(32, 64)
+            quantize_master_weights([weight], [master.view(-1)], [0], group)
+            post_all_gather_processing([weight])
+            assert torch.equal(weight.dequantize(), quantizer(master.bfloat16()).dequantize())
+        with pytest.raises(ValueError, match="must lie in a FlatCodes"):
+            quantize_master_weights([weight], [master.view(-1)[:9]], [0], group)
+        with pytest.raises(NotImplementedError, match="fsdp_shard_model_weights must be None"):
+            quantize_master_weights([weight], [master], [0], group, [None])
+    finally:
+        torch.distributed.destroy_process_group()

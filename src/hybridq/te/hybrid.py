@@ -22,6 +22,11 @@ from .quantizers import (
 __all__ = ["ForeignQuantizer", "HybridQuantizer", "quantizer_of"]
 
 
+def _value(child: Any) -> Any:
+    """Return what a direction is made of: a quantizer of hybridq, or its request."""
+    return child.slot_value if isinstance(child, Quantizer) else child.frozen
+
+
 class HybridQuantizer(Quantizer):
     """Its rowwise plane is of one quantizer, its columnwise plane of another one.
 
@@ -74,8 +79,8 @@ class HybridQuantizer(Quantizer):
 
     def _freeze(self) -> ours.Quantizer:
         made: Any = ours.HybridQuantizer(
-            rowwise_quantizer=self.rowwise_quantizer.frozen,
-            columnwise_quantizer=self.columnwise_quantizer.frozen,
+            rowwise_quantizer=_value(self.rowwise_quantizer),
+            columnwise_quantizer=_value(self.columnwise_quantizer),
             columnwise_source=self.columnwise_source,
         )
         is_one = made.rowwise.format == made.columnwise.format
@@ -196,7 +201,7 @@ def _uniform(row: PlaneSpec | None, col: PlaneSpec | None, group: str | None) ->
         made.with_random_sign_mask = other.signs != 0
     if made is None:
         return None
-    known = made.frozen
+    known = made.slot_value
     fits = row in (None, known.rowwise) and col in (None, known.columnwise)
     return made if fits and known.amax_group == group else None
 

@@ -58,6 +58,13 @@ def _prepare(given: dict[str, Any]) -> None:
 
 def _prepare_groups(given: dict[str, Any]) -> None:
     _prepare(given)
+    if given["save_original_input"]:
+        log_once(
+            "te.GroupedLinear.save_original_input",
+            "te.GroupedLinear: save_original_input saves nothing here: the planes of tokens are "
+            "kept for the backward, whose numbers are the same",
+        )
+        given["save_original_input"] = False
     tracker, place, fill = (
         given[name] for name in ("get_rng_state_tracker", "rng_tracker_name", "init_method")
     )

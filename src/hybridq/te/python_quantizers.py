@@ -26,7 +26,7 @@ from ..quantizers import Quantizer as OurQuantizer
 from ..storage import Plane, TensorStorage
 from ..tensor import QuantizedTensor
 
-__all__ = ["GEMMType", "MMParams", "coded_quantizer", "quantizer_of_codec"]
+__all__ = ["GEMMType", "GivenScaleCodec", "MMParams", "coded_quantizer", "quantizer_of_codec"]
 
 
 class GEMMType(Enum):
@@ -61,6 +61,13 @@ def _tensors_of(held: Any) -> dict[str, torch.Tensor]:
     return {name: one for name, one in vars(held).items() if isinstance(one, torch.Tensor)}
 
 
+def _tensor_of(spec: PlaneSpec, buffers: Sequence[torch.Tensor], rows: int, cols: int) -> Any:
+    """Return the quantized tensor of one rowwise plane."""
+    names = [one.name for one in spec.buffers(rows, cols)]
+    plane = Plane(spec, ROWWISE, rows, cols, dict(zip(names, buffers, strict=True)))
+    return QuantizedTensor.make(TensorStorage(plane, None), (rows, cols), torch.float32)
+
+
 class _UserCodec(Codec):
     """What a user's quantizer makes of matrices, as buffers.
 
@@ -78,6 +85,8 @@ class _UserCodec(Codec):
     def encode(self, matrix: torch.Tensor) -> Sequence[torch.Tensor]:
         held = self.quantizer.quantize(matrix)
         size = (matrix.shape[0], matrix.shape[1])
+        if isinstance(held, QuantizedTensor) and held.quantizer and held.quantizer.is_identity:
+            held = held.dequantize()  # whose planes are of the dtype of what they are made of
         if isinstance(held, QuantizedTensor):
             plane: Any = held.rowwise
             self._forms[size] = plane.spec
@@ -106,9 +115,7 @@ class _UserCodec(Codec):
         if form is None:
             return buffers[0]
         if isinstance(form, PlaneSpec):
-            names = [one.name for one in form.buffers(rows, cols)]
-            plane = Plane(form, ROWWISE, rows, cols, dict(zip(names, buffers, strict=True)))
-            return QuantizedTensor.make(TensorStorage(plane, None), (rows, cols), torch.float32)
+            return _tensor_of(form, buffers, rows, cols)
         made = copy.copy(form[0])
         for name, one in zip(form[1], buffers, strict=True):
             setattr(made, name, one)
@@ -150,7 +157,25 @@ class _UserCodec(Codec):
         return made
 
 
-def coded_quantizer(quantizer: Any) -> OurQuantizer:
+class GivenScaleCodec(_UserCodec):
+    """FP8 codes with the scale of a `Float8Quantizer`, which records the amax of what it sees.
+
+    Args:
+        quantizer: of `hybridq.te`, with the caller's tensors.
+    """
+
+    def buffers(self, rows: int, cols: int) -> Sequence[tuple[Sequence[int], torch.dtype]]:
+        return [((rows, cols), torch.uint8), ((1,), torch.float32)]
+
+    def encode(self, matrix: torch.Tensor) -> Sequence[torch.Tensor]:
+        plane = self.quantizer.frozen.quantize(matrix).rowwise
+        return [plane.data, plane.scale]
+
+    def held(self, buffers: Sequence[torch.Tensor], rows: int, cols: int) -> Any:
+        return _tensor_of(self.quantizer.frozen.rowwise, buffers, rows, cols)
+
+
+def coded_quantizer(quantizer: Any, codec: type[Codec] = _UserCodec) -> OurQuantizer:
     """Return the quantizer of hybridq whose planes a user's quantizer makes.
 
     Quantizers of one class with equal attributes are one.
@@ -158,6 +183,7 @@ def coded_quantizer(quantizer: Any) -> OurQuantizer:
     Args:
         quantizer: of a class that overrides `quantize_impl` or `quantize`. What it keeps between
             calls it keeps in a copy, which is made now.
+        codec: made of that copy.
     """
     own = {name: one for name, one in vars(quantizer).items() if name not in _OUTSIDE}
     kind = type(quantizer)
@@ -171,7 +197,7 @@ def coded_quantizer(quantizer: Any) -> OurQuantizer:
         known = f"te.{word}.{len(_known)}"
         made = copy.copy(quantizer)
         made.set_usage(rowwise=True, columnwise=False)
-        register_codec(known, _UserCodec(made), is_listed=False)
+        register_codec(known, codec(made), is_listed=False)  # type: ignore[call-arg]
         _known[key] = known
     spec = PlaneSpec.parse(f"codec/python/{known}")
     return OurQuantizer(spec, spec)

@@ -19,7 +19,7 @@ from .. import quantizers as ours
 from ..tensor import QuantizedTensor
 from .common import recipe
 from .constants import DType, element_of
-from .python_quantizers import coded_quantizer
+from .python_quantizers import GivenScaleCodec, coded_quantizer
 
 __all__ = [
     "Float8BlockQuantizer",
@@ -73,6 +73,11 @@ class Quantizer:
             object.__setattr__(self, "_made", made)
         return self._made
 
+    @property
+    def slot_value(self) -> Any:
+        """What a module's slot takes, or a direction of a hybrid: the frozen value."""
+        return self.frozen
+
     @classmethod
     def _is_users(cls) -> bool:
         """Whether a user's class says itself what becomes of a tensor."""
@@ -81,8 +86,15 @@ class Quantizer:
             for name in ("quantize", "quantize_impl")
         )
 
+    #: What makes the frozen quantizer, of the element and these attributes.
+    _maker: Any = None
+    _passed: tuple[str, ...] = ()
+
     def _freeze(self) -> Any:
-        raise NotImplementedError(f"{type(self).__name__}: quantizes nothing by itself")
+        if self._maker is None:
+            raise NotImplementedError(f"{type(self).__name__}: quantizes nothing by itself")
+        given = {name: getattr(self, name) for name in self._passed}
+        return self._maker(element_of(self.dtype), **given)  # type: ignore[attr-defined]
 
     # ---- quantization
 
@@ -264,6 +276,11 @@ class Float8Quantizer(Quantizer):
     def _freeze(self) -> ours.Float8Quantizer:
         return ours.Float8Quantizer(self.scale, self.amax, element_of(self.dtype))
 
+    @property
+    def slot_value(self) -> Any:
+        own = coded_quantizer(self, GivenScaleCodec)  # whose planes know the caller's tensors
+        return own.with_usage(bool(self.rowwise_usage), bool(self.columnwise_usage))
+
     def calibrate(self, tensor: torch.Tensor) -> None:
         self.frozen.calibrate(tensor)
 
@@ -281,6 +298,11 @@ class Float8CurrentScalingQuantizer(Quantizer):
 
     _is_value = True
     _recipe = recipe.Float8CurrentScaling
+    _maker = staticmethod(ours.Float8CurrentScalingQuantizer)
+    _passed = (
+        *("with_amax_reduction", "amax_reduction_group"),
+        *("force_pow_2_scales", "amax_epsilon"),
+    )
 
     def __init__(
         self,
@@ -306,15 +328,6 @@ class Float8CurrentScalingQuantizer(Quantizer):
         self.amax_reduction_group = amax_reduction_group
         self.force_pow_2_scales, self.amax_epsilon = force_pow_2_scales, amax_epsilon
 
-    def _freeze(self) -> ours.Quantizer:
-        return ours.Float8CurrentScalingQuantizer(
-            element_of(self.dtype),
-            with_amax_reduction=self.with_amax_reduction,
-            amax_reduction_group=self.amax_reduction_group,
-            force_pow_2_scales=self.force_pow_2_scales,
-            amax_epsilon=self.amax_epsilon,
-        )
-
     def supports_only_rowwise_all_gather(self) -> bool:
         return True
 
@@ -330,6 +343,8 @@ class Float8BlockQuantizer(Quantizer):
 
     _is_value = True
     _recipe = recipe.Float8BlockScaling
+    _maker = staticmethod(ours.Float8BlockQuantizer)
+    _passed = ("amax_epsilon", "force_pow_2_scales", "block_scaling_dim")
     block_len = 128
 
     def __init__(
@@ -347,14 +362,6 @@ class Float8BlockQuantizer(Quantizer):
         self.amax_epsilon, self.force_pow_2_scales = amax_epsilon, force_pow_2_scales
         self.block_scaling_dim = block_scaling_dim
 
-    def _freeze(self) -> ours.Quantizer:
-        return ours.Float8BlockQuantizer(
-            element_of(self.dtype),
-            amax_epsilon=self.amax_epsilon,
-            force_pow_2_scales=self.force_pow_2_scales,
-            block_scaling_dim=self.block_scaling_dim,
-        )
-
 
 class MXFP8Quantizer(Quantizer):
     """MXFP8: one E8M0 scale per 32 values.
@@ -367,6 +374,8 @@ class MXFP8Quantizer(Quantizer):
 
     _is_value = True
     _recipe = recipe.MXFP8BlockScaling
+    _maker = staticmethod(ours.MXFP8Quantizer)
+    _passed = ("with_2d_quantization",)
 
     def __init__(
         self,
@@ -378,10 +387,6 @@ class MXFP8Quantizer(Quantizer):
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.dtype, self.with_2d_quantization = DType.cast(fp8_dtype), with_2d_quantization
-
-    def _freeze(self) -> ours.Quantizer:
-        element = element_of(self.dtype)
-        return ours.MXFP8Quantizer(element, with_2d_quantization=self.with_2d_quantization)
 
 
 class NVFP4Quantizer(Quantizer):
@@ -399,6 +404,7 @@ class NVFP4Quantizer(Quantizer):
 
     _is_value = has_transform = True
     _recipe = recipe.NVFP4BlockScaling
+    _maker = staticmethod(ours.NVFP4Quantizer)
 
     def __init__(
         self,
@@ -429,22 +435,13 @@ class NVFP4Quantizer(Quantizer):
         self.nvfp4_4over6_err_mode = str(nvfp4_4over6_err_mode).upper()
         self.with_random_sign_mask = with_random_sign_mask
 
-    def _freeze(self) -> ours.Quantizer:
-        over: dict[str, Any] = {
-            "nvfp4_use_4over6": True,
-            "nvfp4_e4m3_max": self.nvfp4_e4m3_max,
-            "nvfp4_4over6_err_mode": self.nvfp4_4over6_err_mode,
-        }
-        return ours.NVFP4Quantizer(
-            element_of(self.dtype),
-            with_amax_reduction=self.with_amax_reduction,
-            amax_reduction_group=self.amax_reduction_group,
-            with_rht=self.with_rht,
-            with_2d_quantization=self.with_2d_quantization,
-            stochastic_rounding=self.stochastic_rounding,
-            row_scaled_nvfp4=self.row_scaled_nvfp4,
-            with_random_sign_mask=self.with_random_sign_mask,
-            **(over if self.nvfp4_use_4over6 else {}),
+    @property
+    def _passed(self) -> tuple[str, ...]:  # type: ignore[override]
+        over = ("nvfp4_use_4over6", "nvfp4_e4m3_max", "nvfp4_4over6_err_mode")
+        return (
+            *("with_amax_reduction", "amax_reduction_group", "with_rht", "with_2d_quantization"),
+            *("stochastic_rounding", "row_scaled_nvfp4", "with_random_sign_mask"),
+            *(over if self.nvfp4_use_4over6 else ()),
         )
 
 

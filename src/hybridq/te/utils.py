@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from .. import distributed
 from .. import tensor as tensors
-from ..distributed import post_all_gather_processing, quantize_master_weights  # noqa: F401
 
 __all__ = [
     "get_device_compute_capability",
@@ -102,3 +102,62 @@ def attention_mask_func(attention_scores: torch.Tensor, attention_mask: torch.Te
         attention_mask: bool, broadcastable to it.
     """
     return attention_scores.masked_fill(attention_mask, -10000.0)
+
+
+def quantize_master_weights(
+    model_weights: Sequence[Any],
+    master_weights: Sequence[torch.Tensor | None],
+    start_offsets: Sequence[int | None],
+    group: Any,
+    fsdp_shard_model_weights: Any = None,
+    manual_post_all_gather_processing: bool = False,
+) -> None:
+    """Quantize masters into weights, rounded to the weights' dtype first, as there.
+
+    They are dealt out over ranks, as for `hybridq.distributed.quantize_master_weights`, whose
+    weights lie in a FlatCodes. Of one rank weights may lie anywhere, and their masters are whole.
+
+    Args:
+        model_weights, master_weights, start_offsets, group: as there.
+        fsdp_shard_model_weights: None.
+        manual_post_all_gather_processing: has no effect: `post_all_gather_processing` is called
+            in any case.
+
+    Raises:
+        NotImplementedError: `fsdp_shard_model_weights` is given.
+        TypeError, ValueError, RuntimeError: as there.
+    """
+    if fsdp_shard_model_weights is not None:
+        raise NotImplementedError(
+            "quantize_master_weights: fsdp_shard_model_weights must be None; under FSDP2 "
+            "hybridq.distributed.prepare_fsdp2 has weights quantized as they are gathered"
+        )
+    pairs = list(zip(model_weights, master_weights, strict=True))
+    rounded = [None if own is None else own.to(weight.dtype).float() for weight, own in pairs]
+    is_alone = torch.distributed.is_initialized() and torch.distributed.get_world_size(group) == 1
+    if is_alone and all(
+        own is not None and own.numel() == weight.numel() and not _is_flat(weight)
+        for weight, own in pairs
+    ):
+        with torch.no_grad():
+            for weight, own in zip(model_weights, rounded, strict=True):
+                weight.quantize_(own.view(weight.shape))  # type: ignore[union-attr]
+        return
+    distributed.quantize_master_weights(model_weights, rounded, start_offsets, group)
+
+
+def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
+    """Give weights the planes whose codes were gathered, those that lie in a FlatCodes.
+
+    Args:
+        model_weights: of the last `quantize_master_weights`.
+
+    Raises:
+        ValueError: one was not quantized since.
+    """
+    distributed.post_all_gather_processing([one for one in model_weights if _is_flat(one)])
+
+
+def _is_flat(weight: Any) -> bool:
+    """Whether a weight lies in a FlatCodes."""
+    return getattr(weight, "flat_place", None) is not None

@@ -401,7 +401,7 @@ class _Asked:
             # hybridq tells groups of a module apart, by `<name>.<g>`.
             asked = replace(role, name=role.name.rpartition(".")[0])
         made = self.qfactory(asked)
-        return getattr(made, "frozen", made)
+        return getattr(made, "slot_value", getattr(made, "frozen", made))
 
     def __eq__(self, other: object) -> bool:
         own = (self.qfactory, self.fp8_dpa)
