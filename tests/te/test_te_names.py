@@ -39,10 +39,12 @@ restore_from_func_ctx restore_from_saved
 )
 
 
+PAGE = ROOT / "docs" / "guides" / "from-transformer-engine.md"
+
+
 def rows() -> dict[str, tuple[str, str]]:
     """The table of the guide: by name, how it is here, and the note."""
-    page = (ROOT / "docs" / "guides" / "from-transformer-engine.md").read_text()
-    table = page.split("## Every public name")[1]
+    table = PAGE.read_text().split("## Every public name")[1]
     found = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) ?\|$", table, re.M)
     return {name: (kind, note) for name, kind, note in found}
 
@@ -50,6 +52,13 @@ def rows() -> dict[str, tuple[str, str]]:
 def test_the_table_has_every_name() -> None:
     assert sorted(rows(), key=str.lower) == sorted(NAMES, key=str.lower) == list(rows())
     assert {kind for kind, _ in rows().values()} == {"same", "adapter", "refused"}
+    kinds = [kind for kind, _ in rows().values()]
+    same, adapted, refused = (kinds.count(kind) for kind in ("same", "adapter", "refused"))
+    told = (
+        f"of {len(kinds)} names {same} are the same; {adapted} are adapters, with what differs; "
+        f"{refused} are refused,"
+    )
+    assert told in " ".join(PAGE.read_text().split())
     known = importlib.util.find_spec("transformer_engine")
     if known is not None:  # where it is installed, it says itself what there is
         pytorch = pytest.importorskip("transformer_engine.pytorch")

@@ -168,7 +168,15 @@ class Bias(torch.nn.Module):
         tensor_parallel_group: Any = None,
     ) -> None:
         super().__init__()
-        _only("Bias", tensor_parallel=tensor_parallel, tensor_parallel_group=tensor_parallel_group)
+        for name, value in (
+            ("parallel", tensor_parallel),
+            ("parallel_group", tensor_parallel_group),
+        ):
+            if value not in (None, False):
+                raise NotImplementedError(
+                    f"te.ops.Bias: tensor_{name} must be None or False, since hybridq has nothing "
+                    f"like it, got {value!r}"
+                )
         self.bias = torch.nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
@@ -180,61 +188,25 @@ class Bias(torch.nn.Module):
         return inp + self.bias.to(inp.dtype)
 
 
-def _only(owner: str, **given: Any) -> None:
-    for name, value in given.items():
-        if value not in (None, False):
-            raise NotImplementedError(
-                f"te.ops.{owner}: {name} must be None or False, since hybridq has nothing like "
-                f"it, got {value!r}"
-            )
+_NORM: Final = (
+    "normalized_shape, *, eps=1e-5, device=None, dtype=None, zero_centered_gamma=False, sm_margin=0"
+)
 
 
+@with_arguments
 class LayerNorm(nn.LayerNormStep):
-    """`hybridq.nn.LayerNormStep`.
-
-    Args:
-        normalized_shape, eps, device, dtype, zero_centered_gamma: as there.
-        sm_margin: without effect.
-    """
+    """`hybridq.nn.LayerNormStep`."""
 
     as_step = nn.LayerNormStep.as_step
-
-    def __init__(
-        self,
-        normalized_shape: int | Iterable[int],
-        *,
-        eps: float = 1e-5,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        sm_margin: Any = 0,
-    ) -> None:
-        own = {"zero_centered_gamma": zero_centered_gamma, "device": device, "dtype": dtype}
-        super().__init__(normalized_shape, eps, **own)
+    __init__ = constructor(nn.LayerNormStep, _NORM)
 
 
+@with_arguments
 class RMSNorm(nn.RMSNormStep):
-    """`hybridq.nn.RMSNormStep`.
-
-    Args:
-        normalized_shape, eps, device, dtype, zero_centered_gamma: as there.
-        sm_margin: without effect.
-    """
+    """`hybridq.nn.RMSNormStep`."""
 
     as_step = nn.RMSNormStep.as_step
-
-    def __init__(
-        self,
-        normalized_shape: int | Iterable[int],
-        *,
-        eps: float = 1e-5,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        sm_margin: Any = 0,
-    ) -> None:
-        own = {"zero_centered_gamma": zero_centered_gamma, "device": device, "dtype": dtype}
-        super().__init__(normalized_shape, eps, **own)
+    __init__ = constructor(nn.RMSNormStep, _NORM)
 
 
 class L2Normalization(torch.nn.Module):
@@ -258,24 +230,22 @@ class L2Normalization(torch.nn.Module):
         return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.eps)).to(inp.dtype)
 
 
+_ACTIVATION: Final = "cache_quantized_input=False, glu_interleave_size=None"
+
+
 def _activation(name: str, kind: str) -> type:
     """Return the class of an activation, whose step a linear operation takes."""
 
-    def __init__(
-        self: Any, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
-    ) -> None:
-        own = {"glu_interleave_size": glu_interleave_size}
-        _only(name, cache_quantized_input=cache_quantized_input, **own)
-        nn.ActivationFunction.__init__(self, kind)
+    def prepare(given: dict[str, Any]) -> None:
+        given["activation"] = kind
 
     body = {
-        "__doc__": f"`hybridq.nn.ActivationFunction({kind!r})`.\n\nArgs:\n"
-        "    cache_quantized_input, glu_interleave_size: False and None.",
-        "__init__": __init__,
+        "__doc__": f"`hybridq.nn.ActivationFunction({kind!r})`.",
+        "__init__": constructor(nn.ActivationFunction, f"*, {_ACTIVATION}", prepare),
         "__module__": __name__,
         "as_step": nn.ActivationFunction.as_step,
     }
-    return type(name, (nn.ActivationFunction,), body)
+    return with_arguments(type(name, (nn.ActivationFunction,), body))
 
 
 GELU, GEGLU = _activation("GELU", "gelu"), _activation("GEGLU", "geglu")
@@ -286,27 +256,20 @@ SReLU, SReGLU = _activation("SReLU", "srelu"), _activation("SReGLU", "sreglu")
 SiLU, SwiGLU = _activation("SiLU", "silu"), _activation("SwiGLU", "swiglu")
 
 
+def _clamped(given: dict[str, Any]) -> None:
+    own = {name: given.pop(name) for name in ("limit", "alpha", "glu_linear_offset")}
+    given |= {"activation": "clamped_swiglu", "activation_params": own}
+
+
+@with_arguments
 class ClampedSwiGLU(nn.ActivationFunction):
-    """`hybridq.nn.ActivationFunction("clamped_swiglu")`.
+    """`hybridq.nn.ActivationFunction("clamped_swiglu")` with these parameters."""
 
-    Args:
-        limit, alpha, glu_linear_offset: as there.
-        cache_quantized_input, glu_interleave_size: False and None.
-    """
-
-    def __init__(
-        self,
-        *,
-        limit: float = 7.0,
-        alpha: float = 1.702,
-        glu_linear_offset: float = 1.0,
-        cache_quantized_input: bool = False,
-        glu_interleave_size: int | None = None,
-    ) -> None:
-        given = {"glu_interleave_size": glu_interleave_size}
-        _only("ClampedSwiGLU", cache_quantized_input=cache_quantized_input, **given)
-        own = {"limit": limit, "alpha": alpha, "glu_linear_offset": glu_linear_offset}
-        super().__init__("clamped_swiglu", own)
+    __init__ = constructor(
+        nn.ActivationFunction,
+        f"*, limit=7.0, alpha=1.702, glu_linear_offset=1.0, {_ACTIVATION}",
+        _clamped,
+    )
 
 
 class Quantize(nn.Quantize):

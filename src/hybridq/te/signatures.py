@@ -21,30 +21,42 @@ _IDLE: Final = frozenset(
     {
         *("fuse_qkv_params", "layer_number", "seq_length", "micro_batch_size", "ub_name"),
         *("get_rng_state_tracker", "rng_tracker_name", "fast_zero_fill", "pad_between_seqs"),
-        *("max_seqlen_q", "max_seqlen_kv"),
+        *("max_seqlen_q", "max_seqlen_kv", "sm_margin"),
     }
 )
 
 
 def options(text: str) -> dict[str, Any]:
-    """Return names and defaults of a signature, `"a, b, c=None"`, in its order.
+    """Return names and defaults of a signature, `"a, b, *, c=None"`, in its order.
 
     Args:
         text: defaults are literals; of what is required there is `inspect.Parameter.empty`.
     """
     found = {}
-    for part in text.split(","):
+    for part in text.replace("*,", "").split(","):
         name, has_default, default = part.strip().partition("=")
         found[name] = ast.literal_eval(default) if has_default else _REQUIRED
     return found
 
 
-def _signature(known: Mapping[str, Any]) -> inspect.Signature:
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    own = [inspect.Parameter("self", kind)]
-    return inspect.Signature(
-        own + [inspect.Parameter(name, kind, default=value) for name, value in known.items()]
-    )
+def _name(module: Any) -> str:
+    """Return how a script calls a module's class: `te.Linear`, `te.ops.Linear`."""
+    room = type(module).__module__.rpartition(".")[2]
+    return f"te.{'ops.' if room == 'ops' else ''}{type(module).__name__}"
+
+
+def _by_place(text: str) -> int:
+    """Return how many arguments of a signature may be given by their places."""
+    before, star, _ = text.partition("*,")
+    return len(options(before.rstrip(", ") if star else text)) if before else 0
+
+
+def _signature(known: Mapping[str, Any], count: int) -> inspect.Signature:
+    own = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    for i, (name, value) in enumerate(known.items()):
+        kind = own[0].kind if i < count else inspect.Parameter.KEYWORD_ONLY
+        own.append(inspect.Parameter(name, kind, default=value))
+    return inspect.Signature(own)
 
 
 def _is(value: Any, default: Any) -> bool:
@@ -52,15 +64,15 @@ def _is(value: Any, default: Any) -> bool:
 
 
 def _given(
-    where: str, table: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    where: str, table: Mapping[str, Any], count: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a call by name.
+    """Return the arguments of a call by name; `count` may be given by their places.
 
     Raises:
         TypeError: there are too many, or one that there is not, or one twice.
     """
-    if len(args) > len(table):
-        raise TypeError(f"{where}: takes at most {len(table)} arguments, got {len(args)}")
+    if len(args) > count:
+        raise TypeError(f"{where}: takes at most {count} arguments by place, got {len(args)}")
     given = dict(zip(table, args, strict=False))
     for name, value in kwargs.items():
         if name not in table:
@@ -102,12 +114,12 @@ def constructor(
         prepare: changes the arguments, all of them by name, before they are passed on.
         finish: is given the module that was made.
     """
-    table = options(text)
+    table, count = options(text), _by_place(text)
     known = frozenset(inspect.signature(base).parameters)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        where = f"te.{type(self).__name__}"
-        given = {**table, **_given(where, table, args, kwargs)}
+        where = _name(self)
+        given = {**table, **_given(where, table, count, args, kwargs)}
         missing = [name for name, value in given.items() if value is _REQUIRED]
         if missing:
             raise TypeError(f"{where}: {missing[0]} must be given")
@@ -117,7 +129,7 @@ def constructor(
         if finish is not None:
             finish(self)
 
-    __init__.__signature__ = _signature(table)  # type: ignore[attr-defined]
+    __init__.__signature__ = _signature(table, count)  # type: ignore[attr-defined]
     __init__.__doc__ = _sorted_arguments(table, known)
     return __init__
 
@@ -164,8 +176,8 @@ def forward(
     known |= set(names)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        where = f"te.{type(self).__name__}.forward"
-        given = _given(where, table, args, kwargs)
+        where = f"{_name(self)}.forward"
+        given = _given(where, table, len(table), args, kwargs)
         if prepare is not None:
             prepare(self, given)
         taken = _taken(where, table, known, given)
@@ -175,5 +187,5 @@ def forward(
     forward.__doc__ = (
         f"Return what `forward` of hybridq's class does.\n\n{_sorted_arguments(table, known)}"
     )
-    forward.__signature__ = _signature(table)  # type: ignore[attr-defined]
+    forward.__signature__ = _signature(table, len(table))  # type: ignore[attr-defined]
     return forward
