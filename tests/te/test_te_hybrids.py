@@ -106,3 +106,6 @@ def test_storages_of_columnwise_buffers_know_their_shape() -> None:
     again = te.HybridQuantizedTensorStorage(**made.get_metadata())
     assert (again.shape, again.dtype) == (x.shape, x.dtype)
     assert torch.equal(again.dequantize(), made.dequantize())
+    for kind in (te.HybridQuantizedTensor, te.HybridQuantizedTensorStorage):
+        with pytest.raises(TypeError, match="requires a parent HybridQuantizer, got none"):
+            kind(rowwise_storage=None, columnwise_storage=None, quantizer=None)

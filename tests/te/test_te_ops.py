@@ -156,7 +156,9 @@ def test_what_is_not_there_is_said_by_name() -> None:
         ops.GeLU  # noqa: B018
     with pytest.raises(NotImplementedError, match=r"te.ops.GELU: cache_quantized_input must be"):
         ops.GELU(cache_quantized_input=True)
-    with pytest.raises(NotImplementedError, match=r"te.ops.Linear: userbuffers_options must be None"):
+    with pytest.raises(
+        NotImplementedError, match=r"te.ops.Linear: userbuffers_options must be None"
+    ):
         ops.Linear(8, 8, userbuffers_options={})
     with pytest.raises(ValueError, match="activation must be one of"):
         hybridq.nn.ActivationFunction("swish")

@@ -125,6 +125,9 @@ class _Kind(type):
     def _tensor(
         cls, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, **given: Any
     ) -> Any:
+        parent = getattr(given.get("quantizer"), "rowwise_quantizer", None)
+        if cls.kind is tensors.HybridQuantizedTensor and parent is None:
+            raise TypeError(f"{cls.__name__}: requires a parent HybridQuantizer, got none")
         if shape is None and cls.is_storage:  # their constructors take buffers alone
             shape = shape_of(cls.__name__, given)
             dtype = dtype or given.get("fake_dtype") or dtype_of(given)
@@ -319,12 +322,7 @@ class HybridQuantizedTensor(metaclass=_Kind):
             shape: of the tensor.
             quantizer: a HybridQuantizer.
             rowwise_storage, columnwise_storage: a tensor with that plane, or None.
-
-        Raises:
-            TypeError: there is no quantizer.
         """
-        if not hasattr(quantizer, "rowwise_quantizer"):
-            raise TypeError("HybridQuantizedTensor: requires a parent HybridQuantizer, got none")
         row = None if rowwise_storage is None else rowwise_storage.rowwise
         col = None if columnwise_storage is None else columnwise_storage.columnwise
         return TensorStorage(row, col), quantizer.frozen
