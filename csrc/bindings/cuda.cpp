@@ -275,34 +275,46 @@ void RoundStochasticOf(uintptr_t x, int64_t rows, int64_t cols, int64_t stride0,
   cuda::RoundStochastic(job, Pointer<void>(stream));
 }
 
-// data, step, dtype
+// data, step, dtype; of factors a bound that amaxes are divided by, or 0
 using VectorTuple = std::tuple<uintptr_t, int64_t, std::string>;
+using FactorTuple = std::tuple<uintptr_t, int64_t, std::string, float>;
 // data, stride0, stride1, dtype
 using AddedTuple = std::tuple<uintptr_t, int64_t, int64_t, std::string>;
 
 cuda::FinishVector MakeVector(const char* what, const std::optional<VectorTuple>& given, bool any,
-                              bool is_float32) {
+                              float bound = 0.0f) {
   if (!given) return {nullptr, 0, DType::kFloat32};
   const auto& [data, step, name] = *given;
   const DType dtype = ParseDType(name, "finish");
   CheckPointer("finish", what, data, any);
-  if (is_float32 && dtype != DType::kFloat32) {
+  return {Pointer<const void>(data), step, dtype, bound};
+}
+
+cuda::FinishVector MakeFactor(const char* what, const std::optional<FactorTuple>& given, bool any) {
+  if (!given) return {nullptr, 0, DType::kFloat32};
+  const auto& [data, step, name, bound] = *given;
+  if (ParseDType(name, "finish") != DType::kFloat32) {
     Fail(std::string("finish: ") + what + " must be 'float32', got '" + name + "'");
   }
-  return {Pointer<const void>(data), step, dtype};
+  if (!(bound >= 0.0f) || (bound > 0.0f && step != 0)) {
+    Fail(std::string("finish: ") + what +
+         " can be divided by a positive number where it is one value, got step " +
+         std::to_string(step) + " and " + std::to_string(bound));
+  }
+  return MakeVector(what, VectorTuple{data, step, name}, any, bound);
 }
 
 void FinishOf(uintptr_t product, int64_t rows, int64_t cols, int64_t stride0, int64_t stride1,
-              const std::optional<VectorTuple>& row_factor,
-              const std::optional<VectorTuple>& col_factor, const std::optional<VectorTuple>& bias,
+              const std::optional<FactorTuple>& row_factor,
+              const std::optional<FactorTuple>& col_factor, const std::optional<VectorTuple>& bias,
               const std::optional<AddedTuple>& into, uintptr_t out, const std::string& dtype,
               uintptr_t stream) {
   const bool any = rows != 0 && cols != 0;
   cuda::FinishJob job{};
   job.product = MakeMatrix("finish", product, "float32", rows, cols, stride0, stride1, 1);
-  job.row_factor = MakeVector("row_factor", row_factor, any, true);
-  job.col_factor = MakeVector("col_factor", col_factor, any, true);
-  job.bias = MakeVector("bias", bias, any, false);
+  job.row_factor = MakeFactor("row_factor", row_factor, any);
+  job.col_factor = MakeFactor("col_factor", col_factor, any);
+  job.bias = MakeVector("bias", bias, any);
   if (into) {
     const auto& [data, row, col, name] = *into;
     job.into = MakeMatrix("finish", data, name, rows, cols, row, col, 1);
@@ -422,8 +434,8 @@ void BindKernels(py::module_& m) {
         py::arg("stride0"), py::arg("stride1"), py::arg("row_factor"), py::arg("col_factor"),
         py::arg("bias"), py::arg("into"), py::arg("out"), py::arg("dtype"), py::arg("stream"),
         "Write an FP32 product times its factors, plus a bias and what is added, rounded once. A "
-        "vector is (data, step, dtype), step 0 for one value; `into`: (data, stride0, stride1, "
-        "dtype); None: there is none.");
+        "vector is (data, step, dtype), step 0 for one value, and of a factor what its values are "
+        "divided by, or 0; `into`: (data, stride0, stride1, dtype); None: there is none.");
   m.def("sum_rows", &SumRowsOf, py::arg("rows"), py::arg("dtype"), py::arg("count"),
         py::arg("cols"), py::arg("weights"), py::arg("inverse"), py::arg("tokens"), py::arg("top"),
         py::arg("out"), py::arg("out_dtype"), py::arg("stream"),

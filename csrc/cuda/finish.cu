@@ -9,7 +9,7 @@ HQ_NAMESPACE_BEGIN
 namespace cuda {
 namespace {
 
-AxisValues Along(const FinishVector& v) { return {v.data, v.step, v.dtype}; }
+AxisValues Along(const FinishVector& v) { return {v.data, v.step, v.dtype, v.bound}; }
 
 // Whether values are groups in memory from `data` on.
 bool IsGrouped(const void* data, int64_t step, DType dtype) {

@@ -2,6 +2,9 @@
 //
 //   out = round(((product * row_factor) * col_factor + bias) + into)
 //
+// A factor that is one for all may be given as an amax, which each thread divides by a bound once:
+// `TwoLevelFactor` of formats/scale_two_level.h, which every decode multiplies by.
+//
 // Every step rounds to FP32 and the last to the result's type, none is fused with another:
 // docs/reference/numerics.md, "Operands of a GEMM"; the CPU's is cpu/product_finish.h. The product
 // is read once and the result written once: 4 bytes, and 2 or 4, for each element.
@@ -24,6 +27,7 @@ struct AxisValues {
   const void* data;  // null: none
   int64_t step;
   DType dtype;
+  float bound;  // of a factor that is one for all: what it is divided by; 0: it is the factor
 };
 
 struct FinishArgs {
@@ -43,6 +47,16 @@ HQ_DEVICE float ReadOne(const void* p, int64_t at, DType dtype) {
   if (dtype == DType::kFloat32) return Load(static_cast<const float*>(p) + at);
   const uint16_t half = Load(static_cast<const uint16_t*>(p) + at);
   return dtype == DType::kBFloat16 ? FromBf16(half) : FromFp16(half);
+}
+
+// The factor that is one for all. One multiplies by 1 where there is none, which rounds nothing.
+HQ_DEVICE float OneFactor(const AxisValues& f) {
+  if (f.data == nullptr || f.step != 0) return 1.0f;
+  const float v = Load(static_cast<const float*>(f.data));
+  return f.bound > 0.0f ? DivRn(v, f.bound) : v;
+}
+HQ_DEVICE float FactorAt(const AxisValues& f, float one, int64_t at) {
+  return f.step == 0 ? one : Load(static_cast<const float*>(f.data) + at * f.step);
 }
 
 // A group of aligned values; kOnce: they will not be read again.
@@ -87,20 +101,17 @@ HQ_DEVICE void WriteGroup(void* p, int64_t group, const float (&v)[kFinishGroup]
   }
 }
 
-// v, a group of a row, with all that follows the product.
-HQ_DEVICE void FinishGroup(const FinishArgs& a, int64_t row, int64_t group,
-                           float (&v)[kFinishGroup]) {
+// v, a group of a row, with all that follows the product; factors that are one for all are given.
+HQ_DEVICE void FinishGroup(const FinishArgs& a, int64_t row, int64_t group, float of_rows,
+                           float of_cols, float (&v)[kFinishGroup]) {
   float other[kFinishGroup];
-  if (a.row_factor.data != nullptr) {
-    const float f = ReadOne(a.row_factor.data, row * a.row_factor.step, DType::kFloat32);
+  const float f = FactorAt(a.row_factor, of_rows, row);
+  HQ_UNROLL
+  for (int i = 0; i < kFinishGroup; ++i) v[i] = MulRn(v[i], f);
+  if (a.col_factor.step == 0) {
     HQ_UNROLL
-    for (int i = 0; i < kFinishGroup; ++i) v[i] = MulRn(v[i], f);
-  }
-  if (a.col_factor.data != nullptr && a.col_factor.step == 0) {
-    const float f = ReadOne(a.col_factor.data, 0, DType::kFloat32);
-    HQ_UNROLL
-    for (int i = 0; i < kFinishGroup; ++i) v[i] = MulRn(v[i], f);
-  } else if (a.col_factor.data != nullptr) {
+    for (int i = 0; i < kFinishGroup; ++i) v[i] = MulRn(v[i], of_cols);
+  } else {
     ReadGroup<false>(a.col_factor.data, group, DType::kFloat32, other);
     HQ_UNROLL
     for (int i = 0; i < kFinishGroup; ++i) v[i] = MulRn(v[i], other[i]);
@@ -136,11 +147,13 @@ HQ_GLOBAL void HQ_LAUNCH_BOUNDS(kFinishThreads, 6) FinishGroups(FinishArgs a) {
     if (begin + offset >= a.work) continue;
     ReadGroup<true>(a.product + at[i].row * a.product_row, at[i].rest, DType::kFloat32, v[i]);
   }
+  // Divided while the product is on its way.
+  const float of_rows = OneFactor(a.row_factor), of_cols = OneFactor(a.col_factor);
   HQ_UNROLL
   for (int i = 0; i < kFinishGroups; ++i) {
     const uint32_t offset = static_cast<uint32_t>(i * kFinishThreads) + ThreadIndex();
     if (begin + offset >= a.work) return;
-    FinishGroup(a, at[i].row, at[i].rest, v[i]);
+    FinishGroup(a, at[i].row, at[i].rest, of_rows, of_cols, v[i]);
     WriteGroup<kTarget>(a.out, begin + offset, v[i]);
   }
 }
@@ -150,6 +163,7 @@ template <DType kTarget>
 HQ_GLOBAL void HQ_LAUNCH_BOUNDS(kFinishThreads, 6) FinishElements(FinishArgs a) {
   const int64_t begin = static_cast<int64_t>(BlockIndex()) * kFinishThreads * kFinishSteps;
   const RowSplit first = SplitFirst(begin, a.per_row);
+  const float of_rows = OneFactor(a.row_factor), of_cols = OneFactor(a.col_factor);
   HQ_UNROLL
   for (int i = 0; i < kFinishSteps; ++i) {
     const uint32_t offset = static_cast<uint32_t>(i * kFinishThreads) + ThreadIndex();
@@ -157,9 +171,9 @@ HQ_GLOBAL void HQ_LAUNCH_BOUNDS(kFinishThreads, 6) FinishElements(FinishArgs a) 
     const RowSplit at = SplitNext(first, offset, a.per_row);
     const int64_t row = at.row, col = at.rest;
     float v = LoadStreaming(a.product + row * a.product_row + col * a.product_col);
-    const AxisValues &f = a.row_factor, &g = a.col_factor, &b = a.bias;
-    if (f.data != nullptr) v = MulRn(v, ReadOne(f.data, row * f.step, DType::kFloat32));
-    if (g.data != nullptr) v = MulRn(v, ReadOne(g.data, col * g.step, DType::kFloat32));
+    const AxisValues& b = a.bias;
+    v = MulRn(v, FactorAt(a.row_factor, of_rows, row));
+    v = MulRn(v, FactorAt(a.col_factor, of_cols, col));
     if (b.data != nullptr) v = AddRn(v, ReadOne(b.data, col * b.step, b.dtype));
     if (a.into != nullptr) {
       v = AddRn(v, ReadOne(a.into, row * a.into_row + col * a.into_col, a.into_dtype));

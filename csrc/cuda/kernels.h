@@ -142,6 +142,7 @@ struct FinishVector {
   const void* data;  // null: none
   int64_t step;
   DType dtype;
+  float bound = 0.0f;  // of a factor that is one for all: what it is divided by; 0: by nothing
 };
 
 // What follows an FP32 product before its one rounding (cuda/finish.h).

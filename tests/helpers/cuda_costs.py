@@ -184,6 +184,8 @@ def fake_gpu(monkeypatch: Any, capability: tuple[int, int] = (9, 0)) -> Iterator
         finds_amax=True,
         encoder=kernels.encoder,
         folder=kernels.folder,
+        operand_decoder=kernels.operand_decoder,
+        finisher=kernels.finisher,
     )
     register_backend(backend)
     try:

@@ -79,4 +79,6 @@ def make_backend(module: Any) -> Backend:
         finds_amax=True,
         encoder=kernels.encoder,
         folder=kernels.folder,
+        operand_decoder=kernels.operand_decoder,
+        finisher=kernels.finisher,
     )

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 import kernel_cases as cases
+from hybridq import reference
 from hybridq.kernels.choice import GemmArgs
 
 
@@ -19,7 +20,20 @@ class Case(NamedTuple):
     row_factor: torch.Tensor | None
     col_factor: torch.Tensor | None
     args: GemmArgs
+    bounds: tuple[float, float]
     label: str
+
+    @property
+    def wanted(self) -> torch.Tensor:
+        """What the definition says."""
+        args = self.args
+        return reference.finish_product(
+            *self[:3],
+            bounds=self.bounds,
+            bias=args.bias,
+            out=args.accumulate_into,
+            out_dtype=args.out_dtype,
+        )
 
     def on(self, kernels: cases.Kernels) -> Case:
         """Return the case with its tensors where the kernels want them."""
@@ -66,4 +80,6 @@ def every_case() -> Iterator[Case]:
             into = _values((rows + 1, cols + 1), into.dtype, i)[1:, 1:]
         args = GemmArgs(bias, into, dtype)
         label = f"{rows}x{cols} by {of_rows}, {of_cols} to {dtype}, case {i}"
-        yield Case(matrix, *factors, args, label)
+        ones = [i % 4 < 2 and of == 1 for of in (of_rows, of_cols)]  # an amax of NVFP4
+        bounds = (2688.0 if ones[0] else 0.0, 1536.0 if ones[1] else 0.0)
+        yield Case(matrix, *factors, args, bounds, label)

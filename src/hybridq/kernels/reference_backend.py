@@ -111,11 +111,13 @@ def _finish(
     row_factor: torch.Tensor | None,
     col_factor: torch.Tensor | None,
     args: GemmArgs,
+    bounds: tuple[float, float] = (0.0, 0.0),
 ) -> torch.Tensor:
     return reference.finish_product(
         product,
         row_factor,
         col_factor,
+        bounds=bounds,
         bias=args.bias,
         out=args.accumulate_into,
         out_dtype=args.out_dtype,

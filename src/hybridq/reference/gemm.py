@@ -42,6 +42,7 @@ def finish_product(
     row_factor: torch.Tensor | None,
     col_factor: torch.Tensor | None,
     *,
+    bounds: tuple[float, float] = (0.0, 0.0),
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype,
@@ -52,14 +53,19 @@ def finish_product(
         product: `[M, N]`, FP32 wherever anything follows.
         row_factor: FP32 `[1]` or `[M]`, or None.
         col_factor: FP32 `[1]` or `[N]`, or None.
+        bounds: of each factor `[1]` what it is divided by first, as an amax is; 0: by nothing.
         bias: `[N]` or None.
         out: `[M, N]`, added to the product, or None.
         out_dtype: dtype of the result, to which the last step is rounded.
     """
     # One after the other: their product could overflow.
-    for factor, shape in ((row_factor, (-1, 1)), (col_factor, (1, -1))):
+    for factor, bound, shape in zip(
+        (row_factor, col_factor), bounds, ((-1, 1), (1, -1)), strict=True
+    ):
         if factor is not None:
-            product = product * factor.to(product.dtype).view(shape)
+            # By a tensor: CUDA would multiply by the reciprocal of a number.
+            own = factor / torch.full_like(factor, bound) if bound else factor
+            product = product * own.to(product.dtype).view(shape)
     for added in (bias, out):
         if added is not None:
             product = product + added.to(product.dtype)

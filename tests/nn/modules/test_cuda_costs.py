@@ -22,14 +22,14 @@ TABLE = {
     "mxfp8": ((2, 5, 0.0), (1, 6, 0.0)),
     "fp8_current": ((2, 5, 0.0), (1, 8, 0.0)),
     "fp8_block": ((2, 5, 0.0), (1, 6, 0.0)),
-    "nvfp4": ((11, 13, 0.0), (15, 22, 0.0)),
+    "nvfp4": ((6, 6, 0.0), (7, 10, 0.0)),
 }
 #: Frames of Python in hybridq: of the forward and of the backward, with room for other versions.
 FRAMES = {
     "mxfp8": (60, 120),
     "fp8_current": (50, 115),
-    "fp8_block": (90, 150),
-    "nvfp4": (132, 288),
+    "fp8_block": (60, 120),
+    "nvfp4": (60, 155),
 }
 
 
@@ -102,7 +102,8 @@ def test_products_with_block_scales_add_the_bias_themselves(costs) -> None:
 def test_a_product_in_fp32_is_finished_by_one_kernel(costs) -> None:
     forward, back = step(costs, "nvfp4", has_bias=True)
     assert forward.kernels["finish"] == 1 and back.kernels["finish"] == 2
-    assert not {"mul", "add", "_to_copy"} & {*forward.others, *back.others}
+    assert dict(forward.others) == {"randint": 1}  # a seed; of amaxes the kernel makes factors
+    assert set(back.others) <= {"sum"}
 
 
 def test_what_is_added_in_place_is_not_copied(costs) -> None:

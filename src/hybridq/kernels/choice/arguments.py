@@ -9,6 +9,7 @@ import torch
 
 from ...formats import PlaneSpec
 from ..inputs import Chip, OperandCache
+from .placed import Place
 
 __all__ = [
     "GemmArgs",
@@ -83,6 +84,8 @@ class GemmArgs(NamedTuple):
         chip: where the operands are, or None where the kind of device is all that matters.
         place: `[M, N]` of the result's dtype, which a product may be written into, and is returned
             then; None: a new tensor.
+        work: memory of as many bytes as the plan's `room` (`GpuGemmPlan`), for what dies with the
+            product; None: it makes its own.
     """
 
     bias: torch.Tensor | None
@@ -91,6 +94,7 @@ class GemmArgs(NamedTuple):
     precision: str = "auto"
     chip: Chip | None = None
     place: torch.Tensor | None = None
+    work: Place | None = None
 
 
 @dataclass(frozen=True)

@@ -121,9 +121,15 @@ class Backend:
             where its `gemm` has nothing to prepare.
         planner: returns, for a query about a GEMM on a GPU, what multiplies such operands as its
             `gemm` does where torch.autocast is off, or None where it has nothing to prepare; None
-            where it never has. What it returned is kept for the query.
+            where it never has. What it returned is kept for the query. An attribute `room` of it
+            says how many bytes it takes in `GemmArgs.work`.
         folder: returns, for `(spec, rows, cols)`, what folds such planes into memory that is given
             (`Folder`), with the bits of its `fold`; None where it has none.
+        operand_decoder: returns, for `(spec, rows, cols, dtype)`, what decodes such planes into
+            memory that is given (`OperandDecoder`), with the bits of its `operand`, or None for
+            specs that it does not; None where it has none.
+        finisher: returns, for `(rows, cols, dtype, bounds)`, what finishes products of one size
+            (`Finisher`), with the bits of its `finish`; None where it has none.
         operands: returns, for the query of a GEMM that it runs, the specs of what it makes of the
             two operands before it multiplies, where an encode may make that at once
             (`operand_specs`); None where it takes planes as they are.
@@ -153,6 +159,8 @@ class Backend:
     multiplier: Callable[..., Callable[..., Any]] | None = field(default=None, hash=False)
     planner: Callable[[OpQuery], Callable[..., Any] | None] | None = field(default=None, hash=False)
     folder: Callable[..., Any] | None = field(default=None, hash=False)
+    operand_decoder: Callable[..., Any] | None = field(default=None, hash=False)
+    finisher: Callable[..., Any] | None = field(default=None, hash=False)
     operands: Callable[[OpQuery], tuple[PlaneSpec, PlaneSpec]] | None = field(
         default=None, hash=False
     )

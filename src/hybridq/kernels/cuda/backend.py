@@ -18,14 +18,16 @@ from ...formats import PlaneSpec
 from ...reference import FOLD_WIDTH, Folded
 from ..choice import Backend, DeviceSupport, EncodeRequest, OpQuery, register_backend
 from ..cpu import core, core_error, core_spec
-from ..inputs import Chip, described, stream_of
 from ..inputs import addresses as memory
+from ..inputs import stream_of
+from .architectures import chip_reason
 from .encoder import GpuEncoder, have_one_amax
-from .finish import finish
+from .finish import Finisher, finish
 from .folder import Folder
 from .launch_addresses import Addresses
 from .norm_activation import encode_mapped, store_mapped
-from .plane_forms import as_known, as_read, buffers_as_read, formed_planes
+from .operand_decoder import OperandDecoder
+from .plane_forms import as_known, as_read, buffers_as_read, form_of, formed_planes
 from .plane_layout import plane_layout
 from .ragged_tokens import encode_ragged
 from .token_rows import spread_rows, sum_rows
@@ -99,6 +101,20 @@ class GpuKernels(Addresses):
     def folder(self, spec: PlaneSpec, rows: int, cols: int) -> Folder:
         """Return what folds planes of one spec and size: see `Backend`."""
         return Folder(self, spec, rows, cols)
+
+    def operand_decoder(
+        self, spec: PlaneSpec, rows: int, cols: int, dtype: torch.dtype
+    ) -> OperandDecoder | None:
+        """Return what decodes planes of one spec and size as operands: see `Backend`."""
+        if form_of(spec) or spec.scale_layout:
+            return None  # of contiguous buffers, as the kernel reads them
+        return OperandDecoder(self, spec, rows, cols, dtype)
+
+    def finisher(
+        self, rows: int, cols: int, dtype: torch.dtype, bounds: tuple[float, float]
+    ) -> Finisher:
+        """Return what finishes products of one size: see `Backend`."""
+        return Finisher(self, rows, cols, dtype, bounds)
 
     def new_planes(
         self,
@@ -432,7 +448,7 @@ def _supports(query: OpQuery) -> str | None:
         return f"the compiled core is missing ({core_error})"
     if _module is None:
         return "this build of hybridq has no CUDA kernels (HYBRIDQ_CUDA=ON builds them)"
-    return _chip_reason(query.chip) or spec_reason(query)
+    return chip_reason(query.chip, _module.architectures()) or spec_reason(query)
 
 
 def spec_reason(query: OpQuery) -> str | None:
@@ -448,31 +464,6 @@ def spec_reason(query: OpQuery) -> str | None:
     return None
 
 
-def _chip_reason(chip: Chip | None) -> str | None:
-    """Return None if the kernels were compiled for the GPU, else what they are for."""
-    if chip is None:  # an operation of one tensor on the current GPU
-        chip = described("cuda")
-    if chip.is_rocm:
-        return "the kernels are for NVIDIA GPUs, and this torch is built for ROCm"
-    built = _module.architectures()
-    if chip.capability is None or any(_runs_on(text, *chip.capability) for text in built):
-        return None
-    major, minor = chip.capability
-    return f"built for {', '.join(built)}, and this GPU is sm_{major}{minor}"
-
-
-def _runs_on(architecture: str, major: int, minor: int) -> bool:
-    """Whether code for `architecture`, such as "sm_90a", runs on a chip: see CUDA's guide, 5.1.
-
-    Code for one chip runs on later minor revisions of the same generation; with the suffix "a" on
-    that chip alone.
-    """
-    number = architecture.removeprefix("sm_")
-    if number.endswith("a"):
-        return int(number[:-1]) == 10 * major + minor
-    return int(number) // 10 == major and int(number) % 10 <= minor
-
-
 _KERNELS = GpuKernels(_module)
 #: The backend of the compiled core's kernels on GPUs.
 CUDA = register_backend(
@@ -485,5 +476,7 @@ CUDA = register_backend(
         finds_amax=True,
         encoder=_KERNELS.encoder,
         folder=_KERNELS.folder,
+        operand_decoder=_KERNELS.operand_decoder,
+        finisher=_KERNELS.finisher,
     )
 )

@@ -148,13 +148,20 @@ class GpuEncoder:
         streams, found = (request.row_stream, request.col_stream), 0
         buffers: list[torch.Tensor] = []
         planes: list[tuple[Any, ...] | None] = [None, None]
+        base, is_kept = kernels.pointer(memory, True) + at, False
+        saved, saved_base = memory, 0
+        if second is not None:
+            saved = torch.empty(second.nbytes, dtype=torch.uint8, device=device)
+            saved_base = kernels.pointer(saved, True)
+            is_kept = self._shares and len(second.buffers) == 3
+            if is_kept:  # one amax of both planes, with the one that lives longer
+                found = saved_base + second.buffers[2][3]
         for i, layout in enumerate((first, second)):
             if layout is None:
                 continue
             if i:
-                memory, at = torch.empty(layout.nbytes, dtype=torch.uint8, device=device), 0
-            base = kernels.pointer(memory, True) + at
-            if layout.stat >= 0:
+                memory, at, base = saved, 0, saved_base
+            if layout.stat >= 0 and not is_kept:
                 found = base + layout.stat
             own = layout.buffers
             planes[i] = (
@@ -176,6 +183,6 @@ class GpuEncoder:
         call = (*source, rows, cols, *x.stride(), *planes, *finds, stream)
         if not kernels.module.encode(*call):  # no kernel writes these forms of such a matrix
             return self(x, request)
-        if self._shares and second is not None and len(second.buffers) == 3:
-            buffers[-1].copy_(buffers[2])
+        if is_kept:
+            buffers[2] = buffers[-1]
         return buffers

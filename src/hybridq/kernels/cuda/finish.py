@@ -9,7 +9,7 @@ import torch
 from ..choice import GemmArgs
 from ..inputs import addresses as memory
 
-__all__ = ["finish"]
+__all__ = ["Finisher", "finish"]
 
 
 def finish(
@@ -18,6 +18,7 @@ def finish(
     row_factor: torch.Tensor | None,
     col_factor: torch.Tensor | None,
     args: GemmArgs,
+    bounds: tuple[float, float] = (0.0, 0.0),
 ) -> torch.Tensor:
     """Return `reference.finish_product` of a product in FP32.
 
@@ -28,6 +29,7 @@ def finish(
         col_factor: FP32 `[1]` or `[N]`, or None.
         args: bias, what is added, the result's dtype and, where it is contiguous, its place, which
             may be what is added.
+        bounds: of each factor `[1]` what it is divided by first, as an amax is; 0: by nothing.
     """
     (rows, cols), device = product.shape, product.device
     with kernels.launch(device) as stream:
@@ -40,8 +42,8 @@ def finish(
             rows,
             cols,
             *product.stride(),
-            kernels.along("finish: row_factor", row_factor, rows, device),
-            kernels.along("finish: col_factor", col_factor, cols, device),
+            _factor(kernels.along("finish: row_factor", row_factor, rows, device), bounds[0]),
+            _factor(kernels.along("finish: col_factor", col_factor, cols, device), bounds[1]),
             kernels.along("finish: bias", bias, cols, device),
             None if into is None else _added(kernels, into, product),
             kernels.place("finish: out", out, args.out_dtype, rows * cols, device),
@@ -49,6 +51,58 @@ def finish(
             stream,
         )
     return out
+
+
+def _factor(along: tuple[int, int, str] | None, bound: float) -> tuple[Any, ...] | None:
+    return None if along is None else (*along, bound)
+
+
+class Finisher:
+    """Finishes products of one size, whose factors are one number each, with all prepared.
+
+    Args:
+        kernels: `backend.GpuKernels`.
+        rows, cols: of the product, not empty.
+        dtype: of the result, and of a bias.
+        bounds: as `finish` takes them.
+    """
+
+    __slots__ = ("_bounds", "_kernels", "_name", "_sizes")
+
+    def __init__(
+        self,
+        kernels: Any,
+        rows: int,
+        cols: int,
+        dtype: torch.dtype,
+        bounds: tuple[float, float],
+    ) -> None:
+        self._kernels, self._bounds = kernels, bounds
+        self._sizes, self._name = (rows, cols, cols, 1), memory.DTYPES[dtype]
+
+    def __call__(
+        self,
+        product: torch.Tensor,
+        factors: tuple[torch.Tensor | None, torch.Tensor | None],
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        stream: int,
+    ) -> None:
+        """Write `finish` of a product into `out`.
+
+        Args:
+            product: FP32 `[rows, cols]`, contiguous, on the current device.
+            factors: FP32 `[1]` or None, as the planes were made or checked.
+            bias: `[cols]` of the result's dtype, contiguous, or None.
+            out: `[rows, cols]`, contiguous.
+            stream: the device's current one.
+        """
+        pointer, name, along = self._kernels.pointer, self._name, []
+        for factor, bound in zip(factors, self._bounds, strict=True):
+            along.append(None if factor is None else (pointer(factor), 0, "float32", bound))
+        added = None if bias is None else (pointer(bias), 1, name)
+        place = (pointer(out, True), name, stream)
+        self._kernels.module.finish(pointer(product), *self._sizes, *along, added, None, *place)
 
 
 def _readable(added: torch.Tensor | None) -> torch.Tensor | None:

@@ -6,6 +6,7 @@ from ..choice import Backend, DeviceSupport, OpQuery, register_backend
 from ..inputs import is_host
 from .decoded_gemm import dtype_reason, exact_gemm, multiplier, product_notes
 from .decoded_grouped_gemm import grouped_gemm, grouped_reason
+from .planned_gemm import planner
 
 __all__ = ["TORCH"]
 
@@ -38,5 +39,6 @@ TORCH = register_backend(
         priority=10,
         notes=_notes,
         multiplier=multiplier,
+        planner=planner,
     )
 )

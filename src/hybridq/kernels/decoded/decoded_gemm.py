@@ -69,11 +69,16 @@ def dtype_reason(query: OpQuery) -> str | None:
 
 
 class Side(NamedTuple):
-    """A decoded operand: `matrix * factor`; `is_bf16` if the matrix is exact in BF16."""
+    """A decoded operand: `matrix * factor`; `is_bf16` if the matrix is exact in BF16.
+
+    On a GPU the factor of two levels is an amax still, which what follows the product divides by
+    `bound` on the way; 0: it is the factor.
+    """
 
     matrix: torch.Tensor
     factor: torch.Tensor | None
     is_bf16: bool
+    bound: float = 0.0
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -95,7 +100,7 @@ class SideDecoder:
         device: type of the planes' device.
     """
 
-    __slots__ = ("_bound", "_decode", "_form", "_in_fp32", "_is_exact", "_run")
+    __slots__ = ("_bound", "_decode", "_divides", "_form", "_in_fp32", "_is_exact", "_run")
 
     def __init__(
         self, spec: PlaneSpec, keep_transformed: bool, dtype: torch.dtype, device: str
@@ -103,6 +108,8 @@ class SideDecoder:
         fmt = spec.format
         self._form = f"decoded {dtype}{'' if keep_transformed else ' transformed back'}"
         self._bound = factor_bound(spec)
+        #: The factor is made here; else what follows the product makes it, where it is one number.
+        self._divides = is_host(device) or spec.row_scaled or not self._bound
         self._is_exact = fmt.is_bf16_exact
         #: What turns a plane back into values; what decodes it, to the dtype and to FP32.
         self._decode: _Decode | None = None
@@ -140,8 +147,12 @@ class SideDecoder:
         matrix, is_outside = self._run(buffers, rows, cols)
         if is_outside and self._in_fp32 is not None:
             matrix, _ = self._in_fp32(buffers, rows, cols)
-        factor = None if self._bound is None else factor_of(buffers, self._bound)
-        return Side(matrix, factor, self._is_exact and not is_outside)
+        is_bf16 = self._is_exact and not is_outside
+        if self._bound is None:
+            return Side(matrix, None, is_bf16)
+        if self._divides:
+            return Side(matrix, factor_of(buffers, self._bound), is_bf16)
+        return Side(matrix, buffers[2], is_bf16, self._bound)
 
 
 def _decoder(spec: PlaneSpec, dtype: torch.dtype, device: str, is_operand: bool) -> _Decode:
@@ -456,7 +467,8 @@ def multiply_sides(left: Side, right: Side, args: GemmArgs) -> torch.Tensor:
         if has_product:
             return multiply(a, b, *factors, args)
     is_last = is_alone and left.factor is None and right.factor is None
-    return finish(_product(left, right, is_last, args), *factors, args)
+    bounds = (left.bound, right.bound)
+    return finish(_product(left, right, is_last, args), *factors, args, bounds)
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor, place: torch.Tensor | None) -> torch.Tensor:

@@ -22,12 +22,14 @@ class GpuGemmPlan(NamedTuple):
         a, b: the operands' specs, of no open dtype.
         run: takes `(Operand, Operand, GemmArgs)`.
         chip: of the device, for the arguments.
+        room: bytes that it takes in `GemmArgs.work`, a multiple of `ALIGNMENT`; 0: none.
     """
 
     a: PlaneSpec
     b: PlaneSpec
     run: Callable[[Operand, Operand, GemmArgs], torch.Tensor]
     chip: Chip
+    room: int = 0
 
 
 def gpu_gemm_plan(
@@ -94,4 +96,5 @@ def _by_specs(
     query = OpQuery("gemm", device.type, dtype, a, b, precision, sizes, chip)
     backend = select(query)
     run = None if backend.planner is None else backend.planner(query)
-    return GpuGemmPlan(a, b, run or backend.ops["gemm"], chip)
+    room: int = getattr(run, "room", 0)
+    return GpuGemmPlan(a, b, run or backend.ops["gemm"], chip, room)

@@ -38,6 +38,7 @@ from .operand_views import (
     Scaled,
     laid_down,
     lies_down,
+    lies_in_squares,
     pair_reason,
     rows_later,
     tiled,
@@ -51,6 +52,8 @@ __all__ = ["NATIVE", "multiply", "native_kind", "planned_product"]
 
 #: Bytes at a multiple of which the codes of an operand begin.
 _ALIGNMENT = 16
+
+_SQUARES = "BlockWise128x128"
 
 #: Of all sizes of a product whose operands are encoded with scales in tiles.
 _TILE = 128
@@ -264,12 +267,12 @@ class _Planned:
         kind: what `native_kind` says of it.
     """
 
-    __slots__ = ("_dtypes", "_is_known", "_kind", "_trial")
+    __slots__ = ("_is_known", "_kind", "_trial", "_ways")
 
     def __init__(self, query: OpQuery, kind: str) -> None:
         self._kind, self._is_known = kind, False
-        #: torch's dtypes of both operands' codes where these are taken as they lie; else None.
-        self._dtypes = _dtypes_as_they_lie(query, kind)
+        #: How both operands are taken as they lie, or None.
+        self._ways = _ways_as_they_lie(query, kind)
         specs = [spec for spec in (query.row, query.col) if spec is not None]
         self._trial = Trial(query.chip, kind, specs[0], specs[1], query.dtype)
 
@@ -288,43 +291,56 @@ class _Planned:
 
     def _as_they_lie(self, a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor | None:
         """Return the product of codes and scales that need no padding; None: not done."""
-        if self._dtypes is None or args.accumulate_into is not None:
+        if self._ways is None or args.accumulate_into is not None:
             return None
         bias, views = args.bias, []
         if bias is not None and not (bias.dtype is args.out_dtype and bias.is_contiguous()):
             return None
-        is_block = self._kind == "block"
-        recipes = ("BlockWise1x128",) if is_block else ("TensorWise",)
-        for operand, dtype in zip((a, b), self._dtypes, strict=True):
+        for operand, (dtype, recipe) in zip((a, b), self._ways, strict=True):
             data, scale = operand.buffers
             if not (data.is_contiguous() and begins_at(data) % _ALIGNMENT == 0):
                 return None
-            if is_block and not (scale.t().is_contiguous() and begins_at(scale) % _ALIGNMENT == 0):
-                return None  # on its way it was given other strides
-            views.append(Scaled(data.view(dtype), (scale,), recipes))
-        if is_block:
+            if recipe != "TensorWise":
+                own = scale if recipe == _SQUARES else scale.t()
+                if not (own.is_contiguous() and begins_at(scale) % _ALIGNMENT == 0):
+                    return None  # on its way it was given other strides
+                scale = own.t()
+            views.append(Scaled(data.view(dtype), (scale,), (recipe,)))
+        if self._kind == "block":
             return planned_product(views[0], views[1], bias, args.out_dtype)
         return _scaled_mm(views[0], views[1], bias, args.out_dtype)
 
 
-def _dtypes_as_they_lie(query: OpQuery, kind: str) -> list[torch.dtype] | None:
-    """Return torch's dtypes of the codes of FP8 planes that are not to be padded, else None.
+def _ways_as_they_lie(query: OpQuery, kind: str) -> list[tuple[torch.dtype, str]] | None:
+    """Return how the product takes FP8 planes that need no copy, or None.
 
-    They have one scale each, or those of 1x128, which lie down.
+    They have one scale each, or those of 1x128, which lie down; the second may have those of
+    128x128, whose rows have no gap.
+
+    Returns:
+        Of each operand torch's dtype of its codes and the name of its scaling.
     """
-    if query.sizes is None or query.dtype is torch.float32:
+    a, b, sizes = query.row, query.col, query.sizes
+    if a is None or b is None or sizes is None or query.dtype is torch.float32:
         return None
-    (m, n, k), specs = query.sizes, (query.row, query.col)
-    if 0 in (m, n, k) or n % 16 or k % 16:
+    m, n, k = sizes
+    if 0 in sizes or n % 16 or k % 16 or m % KINDS[kind].rows:
         return None
-    if kind == "block":
-        if m % 4 or not all(spec is not None and lies_down(spec) for spec in specs):
+    ways: list[tuple[torch.dtype, str]] = []
+    for is_second, spec in enumerate((a, b)):
+        element = spec.format.element
+        if element not in FP8 or spec.padded(k) != k:
             return None
-    elif kind != "tensor":
-        return None
-    found = [spec.format.element for spec in specs if spec is not None and spec.padded(k) == k]
-    dtypes = [FP8[one] for one in found if one in FP8]
-    return dtypes if len(dtypes) == 2 else None
+        if kind == "tensor":
+            recipe = "TensorWise"
+        elif kind == "block" and lies_down(spec):
+            recipe = "BlockWise1x128"
+        elif kind == "block" and is_second and lies_in_squares(spec, k):
+            recipe = _SQUARES
+        else:
+            return None
+        ways.append((FP8[element], recipe))
+    return ways
 
 
 def _planner(query: OpQuery) -> _Planned | None:

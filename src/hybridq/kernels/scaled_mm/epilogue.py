@@ -20,6 +20,7 @@ def finish(
     row_factor: torch.Tensor | None,
     col_factor: torch.Tensor | None,
     args: GemmArgs,
+    bounds: tuple[float, float] = (0.0, 0.0),
 ) -> torch.Tensor:
     """Return the result of a product: all in its dtype, rounded at the end, nothing read.
 
@@ -28,17 +29,20 @@ def finish(
         row_factor: FP32 `[1]` or `[M]` of operand a, or None.
         col_factor: FP32 `[1]` or `[N]` of operand b, or None.
         args: bias, what is accumulated into, the result's dtype and, maybe, its place.
+        bounds: of each factor `[1]` what it is divided by first, as an amax is; 0: by nothing.
     """
     if product.is_cuda and product.dtype is torch.float32:
         is_done = row_factor is col_factor is None and only_product(args)
         if is_done and args.out_dtype is torch.float32:
             return product
         # In one pass over the product, where torch's operators take one for each step.
-        return operation("finish", "cuda", args.out_dtype)(product, row_factor, col_factor, args)
+        run = operation("finish", "cuda", args.out_dtype)
+        return run(product, row_factor, col_factor, args, bounds)
     return finish_product(
         product,
         row_factor,
         col_factor,
+        bounds=bounds,
         bias=args.bias,
         out=args.accumulate_into,
         out_dtype=args.out_dtype,

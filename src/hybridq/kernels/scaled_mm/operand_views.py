@@ -37,6 +37,7 @@ __all__ = [
     "is_foldable",
     "laid_down",
     "lies_down",
+    "lies_in_squares",
     "mx_scales",
     "nvfp4_scales",
     "pair_reason",
@@ -213,6 +214,17 @@ def _view_block(operand: Operand, rows: int, is_square: bool) -> Scaled:
 def lies_down(spec: PlaneSpec) -> bool:
     """Return whether a new plane has scales of 1x128 that lie as the product reads them."""
     return spec.scale_layout == "down" or spec.format.unfolded is not None
+
+
+def lies_in_squares(spec: PlaneSpec, k: int) -> bool:
+    """Return whether a plane has scales of 128x128 that lie as the product reads them.
+
+    Args:
+        spec: of the plane.
+        k: its own columns, with a transform's padding.
+    """
+    # Blocks of a row, side by side, are a multiple of 16 bytes.
+    return spec.format.block == (_BLOCK, _BLOCK) and ceil_to(k, _BLOCK) // _BLOCK % 4 == 0
 
 
 @lru_cache(maxsize=1024)

@@ -34,17 +34,22 @@ class PreparedSlot:
         plan: of the slot; the rowwise plane is quantized, and no statistic comes from outside.
         slot: `"input"` or `"weight"`.
         device: type of the tensors' device.
+
+    Attributes:
+        dying: by whether the columnwise plane will be wanted, the spec strings of the planes that
+            are made at once if the rowwise one dies with the forward, `""` for no plane; None where
+            they are made in two steps, or the rowwise one is saved.
     """
 
     __slots__ = (
         "_device",
-        "_dying",
         "_given",
         "_is_decoded",
         "_is_plain_col",
         "_requests",
         "_saves_row",
         "_split",
+        "dying",
     )
 
     def __init__(self, plan: SlotPlan, slot: str, device: str) -> None:
@@ -59,13 +64,12 @@ class PreparedSlot:
         #: A tensor that statistics were given in, its version, and the request with them.
         self._given: tuple[torch.Tensor | None, int, EncodeRequest] = (None, 0, self._requests[0])
         self._is_plain_col, self._saves_row = plan.col.is_plain, plan.saves_row
-        #: Planes that `placed_encoders` is asked for; by whether the columnwise one is wanted.
-        self._dying: list[tuple[str, str] | None] = [(self._requests[0].row, "")]
+        self.dying: list[tuple[str, str] | None] = [(self._requests[0].row, "")]
         if self._is_plain_col:
-            self._dying.append(None if self._saves_row else self._dying[0])
+            self.dying.append(None if self._saves_row else self.dying[0])
         else:
             both = (self._requests[1].row, self._requests[1].col)
-            self._dying.append(None if self._is_decoded else both)
+            self.dying.append(None if self._is_decoded else both)
 
     def with_statistic(self, x: torch.Tensor, amax: torch.Tensor) -> EncodeRequest:
         """Return the request for the rowwise plane of x, scaled by a statistic that was given.
@@ -107,18 +111,6 @@ class PreparedSlot:
             return row, made[self._split :]
         return row, row if self._saves_row else [x]
 
-    def dying(self, is_saved: bool) -> tuple[str, str] | None:
-        """Return the planes that are made at once if the rowwise one dies with the forward.
-
-        Args:
-            is_saved: whether the columnwise plane will be wanted.
-
-        Returns:
-            Spec strings, `""` for no plane; None where the planes are made in two steps, or the
-            rowwise one is saved.
-        """
-        return self._dying[is_saved]
-
     def operand_in(
         self,
         x: torch.Tensor,
@@ -131,7 +123,7 @@ class PreparedSlot:
 
         Args:
             x, is_saved, seed: as `operand` takes them.
-            encoder: of `dying(is_saved)`.
+            encoder: of `dying[is_saved]`.
             place: where the plane goes.
         """
         with_col = is_saved and not self._is_plain_col
@@ -310,18 +302,19 @@ class PreparedLinear:
             w_planes: of w, and what is saved of it, where they are there; or None.
             cache: where what is made of the weight's plane is kept, or None.
         """
-        (rows, k), n, device = x.shape, w.shape[0], x.device
+        (rows, k), n, device, plan = x.shape, w.shape[0], x.device, self.plan
+        precision = plan.precision.fprop
+        texts = (plan.input.row.spec, plan.weight.row.spec)
+        found = gpu_gemm_plan(*texts, x.dtype, precision, (rows, n, k), device)
+        work = None
         if w_planes is None:
-            (x_row, x_saved), w_planes = self._both(x, w, seed, saves)
+            (x_row, x_saved), w_planes, work = self._both(x, w, seed, saves, found.room)
         else:
             x_row, x_saved = self.input.operand(x, saves[0], seed)
         w_row, w_saved = w_planes
-        plan = self.plan
-        precision = plan.precision.fprop
-        texts = (plan.input.row.spec, plan.weight.row.spec)
-        a, b, multiply, chip = gpu_gemm_plan(*texts, x.dtype, precision, (rows, n, k), device)
-        args = GemmArgs(bias, None, x.dtype, precision, chip)
-        y = multiply(Operand(x_row, a, rows, k), Operand(w_row, b, n, k, cache), args)
+        args = GemmArgs(bias, None, x.dtype, precision, found.chip, None, work)
+        left, right = Operand(x_row, found.a, rows, k), Operand(w_row, found.b, n, k, cache)
+        y = found.run(left, right, args)
         return y, x_saved, w_saved
 
     def _both(
@@ -330,19 +323,21 @@ class PreparedLinear:
         w: torch.Tensor,
         seed: torch.Tensor | None,
         saves: tuple[bool, bool],
-    ) -> tuple[tuple[Buffers, Buffers], tuple[Buffers, Buffers]]:
-        """Return the rowwise planes of x and w, and what is saved of each."""
-        specs = self.input.dying(saves[0]), self.weight.dying(saves[1])
+        work: int,
+    ) -> tuple[tuple[Buffers, Buffers], tuple[Buffers, Buffers], Place | None]:
+        """Return the rowwise planes of x and w with what is saved, and memory for the product."""
+        specs = self.input.dying[saves[0]], self.weight.dying[saves[1]]
         found = None
         if specs[0] is not None and specs[1] is not None:
             found = placed_encoders(*specs[0], *specs[1], x.dtype, self.device)
         if found is None:
             made = self.input.operand(x, saves[0], seed)
-            return made, self.weight.operand(w, saves[1], seed)
+            return made, self.weight.operand(w, saves[1], seed), None
         first, second = found
         room = first.room(*x.shape)
-        memory = torch.empty(room + second.room(*w.shape), dtype=torch.uint8, device=x.device)
+        end = room + second.room(*w.shape)
+        memory = torch.empty(end + work, dtype=torch.uint8, device=x.device)
         stream = stream_of(x.device)
         made = self.input.operand_in(x, saves[0], seed, first, Place(memory, 0, stream))
-        place = Place(memory, room, stream)
-        return made, self.weight.operand_in(w, saves[1], seed, second, place)
+        own = self.weight.operand_in(w, saves[1], seed, second, Place(memory, room, stream))
+        return made, own, Place(memory, end, stream)

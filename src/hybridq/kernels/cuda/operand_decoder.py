@@ -1,0 +1,58 @@
+"""Decoding operands on a GPU into memory that is given, with all prepared that no plane changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...formats import PlaneSpec
+from ..choice import ALIGNMENT
+from ..cpu import core_spec
+from ..inputs import DTYPES
+
+__all__ = ["OperandDecoder"]
+
+
+class OperandDecoder:
+    """Decodes planes of one spec and size as operands of a GEMM: without a tensor's factor.
+
+    Args:
+        kernels: `backend.GpuKernels`.
+        spec: of the planes, whose buffers are contiguous.
+        rows, cols: of their own matrix.
+        dtype: of the operand.
+
+    Attributes:
+        nbytes: that an operand takes, a multiple of `ALIGNMENT`.
+    """
+
+    __slots__ = ("_dtype", "_kernels", "_name", "_shape", "_sizes", "_text", "nbytes")
+
+    def __init__(
+        self, kernels: Any, spec: PlaneSpec, rows: int, cols: int, dtype: torch.dtype
+    ) -> None:
+        self._kernels, self._text = kernels, core_spec(spec)[0]
+        self._dtype, self._name = dtype, DTYPES[dtype]
+        self._sizes, self._shape = (rows, cols), (rows, spec.padded(cols))
+        nbytes = self._shape[0] * self._shape[1] * dtype.itemsize
+        self.nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+    def __call__(
+        self, buffers: list[torch.Tensor], memory: torch.Tensor, at: int, stream: int
+    ) -> torch.Tensor:
+        """Return the operand `[rows, K]`, K with the transform's padding.
+
+        Args:
+            buffers: of a plane that was just made, or was checked.
+            memory: uint8 on the current device.
+            at: the byte where the operand begins, a multiple of `ALIGNMENT`.
+            stream: the device's current one.
+        """
+        kernels, width = self._kernels, self._shape[1]
+        out = memory.view(self._dtype)
+        out = out.as_strided(self._shape, (width, 1), at // self._dtype.itemsize)
+        plane = (kernels.pointer(buffers[0]), kernels.pointer(buffers[1]), 0)
+        own = (kernels.pointer(out, True), self._name, True, 0)
+        kernels.module.decode(self._text, *plane, *self._sizes, *own, stream)
+        return out
