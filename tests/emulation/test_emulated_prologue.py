@@ -15,7 +15,7 @@ import torch
 import emulated
 import kernel_cases as cases
 from hybridq.formats import PlaneSpec
-from hybridq.kernels.choice.arguments import Prologue
+from hybridq.kernels.choice import Prologue
 from prologue_cases import (
     ACTIVATIONS,
     FUSED,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hybridq.kernels import Backend, DeviceSupport
-from hybridq.kernels.choice import EncodeRequest, Place
+from hybridq.kernels.choice import EncodeRequest, Place, Prologue
 from hybridq.kernels.cuda.backend import GpuKernels, spec_reason
 from hybridq.kernels.cuda.encoder import GpuEncoder
 from places import ROOT
@@ -64,9 +64,15 @@ class EmulatedKernels(GpuKernels):
 class _Encoder(GpuEncoder):
     """Opens what the kernels may touch, where on a GPU nothing is to be opened."""
 
-    def encode(self, x: torch.Tensor, request: EncodeRequest, place: Place) -> list[torch.Tensor]:
+    def encode(
+        self,
+        x: torch.Tensor,
+        request: EncodeRequest,
+        place: Place,
+        prologue: Prologue | None = None,
+    ) -> list[torch.Tensor]:
         with self._kernels.launch(x.device):
-            return super().encode(x, request, place)
+            return super().encode(x, request, place, prologue)
 
 
 def make_backend(module: Any) -> Backend:

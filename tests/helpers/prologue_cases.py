@@ -13,7 +13,7 @@ import kernel_cases as cases
 from hybridq import _core, reference
 from hybridq.formats import DEFAULT_SIGNS, PlaneSpec
 from hybridq.kernels.choice import EncodeRequest, Prologue
-from hybridq.kernels.operators import norm_activation_steps as fused
+from hybridq.kernels.operators.encode_plan import mapped_run
 from oracle.bridge import NAMES, values_of
 from oracle.prologue import activation as oracle_activation
 from oracle.prologue import norm as oracle_norm
@@ -70,8 +70,7 @@ def using(way: str) -> Iterator[None]:
 
 def is_fused(row: PlaneSpec | None, col: PlaneSpec | None, dtype: torch.dtype) -> bool:
     """Whether the matrix between norm and encode is not made, under the backend in force."""
-    forced = hybridq.settings.current().backend
-    return fused._fused(text(row), text(col), dtype, "cpu", forced) is not None
+    return mapped_run(text(row), text(col), dtype, "cpu") is not None
 
 
 def weights(cols: int, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,17 +19,17 @@ ROWS, WIDTH, OUT = 16384, 4096, 16384
 #: of the core as one; tensors with new memory; bytes that operations of torch move after a product,
 #: for each element of the output. A bias adds nothing to a forward.
 TABLE = {
-    "mxfp8": ((2, 5, 0.0), (1, 6, 0.0)),
-    "fp8_current": ((2, 5, 0.0), (1, 8, 0.0)),
-    "fp8_block": ((2, 5, 0.0), (1, 6, 0.0)),
-    "nvfp4": ((6, 6, 0.0), (7, 10, 0.0)),
+    "mxfp8": ((2, 5, 0.0), (1, 4, 0.0)),
+    "fp8_current": ((2, 5, 0.0), (1, 4, 0.0)),
+    "fp8_block": ((2, 5, 0.0), (1, 4, 0.0)),
+    "nvfp4": ((6, 6, 0.0), (7, 4, 0.0)),
 }
 #: Frames of Python in hybridq: of the forward and of the backward, with room for other versions.
 FRAMES = {
-    "mxfp8": (60, 120),
-    "fp8_current": (50, 115),
-    "fp8_block": (60, 120),
-    "nvfp4": (60, 155),
+    "mxfp8": (55, 65),
+    "fp8_current": (52, 60),
+    "fp8_block": (55, 65),
+    "nvfp4": (60, 85),
 }
 
 

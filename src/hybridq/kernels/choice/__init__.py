@@ -8,13 +8,13 @@ from .arguments import (
     GroupedOperand,
     Groups,
     Operand,
-    Prologue,
 )
 from .backend import OPERATIONS, Backend, BackendAnswer, DeviceSupport
 from .encode_request import DECODED, ORIGINAL, EncodeRequest, encode_decoded, given_scale
 from .operand_specs import operand_specs
 from .placed import ALIGNMENT, Place, PlacedEncoder
 from .precision import FOLD_LIMIT, PRECISIONS, added_error, check_precision
+from .prologue import Prologue
 from .query import OpQuery
 from .registry import (
     Decision,

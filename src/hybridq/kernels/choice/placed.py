@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from .encode_request import EncodeRequest
+from .prologue import Prologue
 
 __all__ = ["ALIGNMENT", "Place", "PlacedEncoder"]
 
@@ -38,14 +39,22 @@ class PlacedEncoder(Protocol):
             rows, cols: of the matrix.
         """
 
-    def encode(self, x: torch.Tensor, request: EncodeRequest, place: Place) -> list[torch.Tensor]:
+    def encode(
+        self,
+        x: torch.Tensor,
+        request: EncodeRequest,
+        place: Place,
+        prologue: Prologue | None = None,
+    ) -> list[torch.Tensor]:
         """Return the buffers of the planes of x, as a backend's `encode` does.
 
         The rowwise plane's are views of the place's memory; the columnwise plane has an allocation
-        of its own.
+        of its own. An amax of both planes is one buffer, of the columnwise one.
 
         Args:
             x: `[rows, cols]` on the current device.
             request: without statistics.
             place: of the rowwise plane.
+            prologue: what x goes through first, for a backend that encodes both planes so in one
+                call (`map_encode`); then a norm's mean and rstd follow the buffers.
         """

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...formats import PlaneSpec
-from ..choice import ALIGNMENT, EncodeRequest, Place
+from ..choice import ALIGNMENT, EncodeRequest, Place, Prologue
 from ..inputs import DTYPES
+from .norm_activation import encode_mapped, mapped_call
 from .plane_layout import plane_layout
 
 __all__ = ["GpuEncoder", "PlaneMemory", "have_one_amax", "plane_memory"]
@@ -133,15 +134,27 @@ class GpuEncoder:
         """Return the buffers of the planes of x, each of its own memory."""
         return self._kernels.encode(x, *self._specs, request)
 
-    def encode(self, x: torch.Tensor, request: EncodeRequest, place: Place) -> list[torch.Tensor]:
-        """Return the buffers of the planes of x, the rowwise one's in `place`.
+    def encode(
+        self,
+        x: torch.Tensor,
+        request: EncodeRequest,
+        place: Place,
+        prologue: Prologue | None = None,
+    ) -> list[torch.Tensor]:
+        """Return the buffers of the planes of x, the rowwise one's in `place`: `PlacedEncoder`.
 
         Whoever has a place has compared x with what the plan is of.
         """
-        kernels, device = self._kernels, x.device
+        kernels, device, stats = self._kernels, x.device, list[torch.Tensor]()
         (rows, cols), (memory, at, stream) = x.shape, place
+        if prologue is None:
+            run = kernels.module.encode
+            source = (kernels.pointer(x), self._name, rows, cols, *x.stride())
+        else:
+            x = x if x.stride(1) == 1 else x.contiguous()
+            cols, stats, source = mapped_call(kernels, x, prologue, True)
+            run = kernels.module.map_encode
         first, second = self._layouts(rows, cols)
-        source = (kernels.pointer(x), self._name)
         seed = 0
         if True in self._seeded:
             seed = kernels.given("encode: seed", request.seed, torch.int64, 1, device)
@@ -180,9 +193,11 @@ class GpuEncoder:
             first is not None and first.stat >= 0,
             second is not None and second.stat >= 0,
         )
-        call = (*source, rows, cols, *x.stride(), *planes, *finds, stream)
-        if not kernels.module.encode(*call):  # no kernel writes these forms of such a matrix
-            return self(x, request)
+        if not run(*source, *planes, *finds, stream):
+            # No kernel writes these forms of such a matrix.
+            if prologue is None:
+                return self(x, request)
+            return [*encode_mapped(kernels, x, prologue, request, *self._specs)[0], *stats]
         if is_kept:
             buffers[2] = buffers[-1]
-        return buffers
+        return buffers + stats

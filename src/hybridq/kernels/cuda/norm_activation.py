@@ -16,17 +16,19 @@ from ...formats import PlaneSpec
 from ..choice import EncodeRequest, Prologue
 from .plane_forms import formed_planes
 
-__all__ = ["encode_mapped", "store_mapped"]
+__all__ = ["encode_mapped", "mapped_call", "store_mapped"]
 
 
-def _call(
-    kernels: Any, x: torch.Tensor, prologue: Prologue
+def mapped_call(
+    kernels: Any, x: torch.Tensor, prologue: Prologue, is_one: bool = False
 ) -> tuple[int, list[torch.Tensor], tuple[Any, ...]]:
     """Return the result's columns, a norm's statistics, and what the module takes first.
 
     Args:
         kernels: `backend.GpuKernels`, in its `launch`.
         x: with contiguous rows.
+        prologue: what it goes through.
+        is_one: a norm's statistics, which live equally long, are views of one allocation.
     """
     rows, cols = x.shape
     stats: list[torch.Tensor] = []
@@ -35,7 +37,11 @@ def _call(
         cols = cols // 2 if prologue.is_gated else cols
     else:
         sizes = (rows if prologue.kind == "LayerNorm" else 0, rows)
-        stats = [torch.empty(size, dtype=torch.float32, device=x.device) for size in sizes]
+        if is_one:
+            both = torch.empty(sum(sizes), dtype=torch.float32, device=x.device)
+            stats = list(both.split(sizes))
+        else:
+            stats = [torch.empty(size, dtype=torch.float32, device=x.device) for size in sizes]
         weights = (
             kernels.given("norm: gamma", prologue.gamma, torch.float32, cols, x.device),
             kernels.given("norm: beta", prologue.beta, torch.float32, cols, x.device),
@@ -56,7 +62,7 @@ def store_mapped(kernels: Any, x: torch.Tensor, prologue: Prologue) -> tuple[tor
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     with kernels.launch(x.device) as stream:
-        cols, stats, call = _call(kernels, x, prologue)
+        cols, stats, call = mapped_call(kernels, x, prologue)
         y = torch.empty(x.shape[0], cols, dtype=x.dtype, device=x.device)
         kernels.module.map_store(*call, kernels.pointer(y, True), stream)
     return (y, *stats)
@@ -83,7 +89,7 @@ def encode_mapped(
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     with kernels.launch(x.device) as stream:
-        cols, stats, call = _call(kernels, x, prologue)
+        cols, stats, call = mapped_call(kernels, x, prologue)
         made = kernels.new_planes(x.device, x.shape[0], cols, row, col, request)
         is_done = kernels.module.map_encode(*call, *made.planes, *made.finds, stream)
         made.finish()

@@ -75,7 +75,7 @@ class PlannedProduct:
         for buffer in (*left, *right):
             if not buffer.is_contiguous():
                 return exact_gemm(a, b, args)
-        if args.work is None:
+        if args.work is None or args.work.memory.numel() - args.work.at < self.room:
             memory, at = torch.empty(self.room, dtype=torch.uint8, device=device), 0
             stream = stream_of(device)
         else:

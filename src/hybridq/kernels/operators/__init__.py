@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import encode_many, encode_ragged, group_statistics, grouped_gemm, token_rows
-from .dense import GemmPlan, gemm_plan, run_checked_gemm, run_gemm, sum_of_rows
+from .dense import GemmPlan, check_buffers, gemm_plan, run_checked_gemm, run_gemm, sum_of_rows
 from .derivatives import StatedFunction
 from .encode_matrix import encode, encode_recording, record_amax
 from .encode_plan import (
@@ -15,16 +15,20 @@ from .encode_plan import (
     transpose_recorder,
     update_amax,
 )
-from .gpu_gemm_plan import gpu_gemm_plan
+from .gpu_gemm_plan import GpuGemmPlan, gpu_gemm_plan
 from .norm_activation_backward import activation_backward, norm_backward
 from .norm_activation_encode import activation_encode, norm_encode
+from .norm_activation_steps import activation_prologue, norm_prologue
 from .skinny_gemm import skinny_gemm
 
 __all__ = [
     "GemmPlan",
+    "GpuGemmPlan",
     "StatedFunction",
     "activation_backward",
     "activation_encode",
+    "activation_prologue",
+    "check_buffers",
     "decode_recorder",
     "encode",
     "encode_many",
@@ -38,6 +42,7 @@ __all__ = [
     "grouped_gemm",
     "norm_backward",
     "norm_encode",
+    "norm_prologue",
     "placed_encoders",
     "record_amax",
     "run_checked_gemm",

@@ -37,6 +37,7 @@ from .library import operator
 
 __all__ = [
     "GemmPlan",
+    "check_buffers",
     "gemm_plan",
     "run_checked_gemm",
     "run_gemm",
@@ -79,7 +80,7 @@ def _decode(
     parsed = PlaneSpec.parse(spec)
     if dtype not in HIGH_PRECISION:
         raise TypeError(f"decode: dtype must be float32, bfloat16 or float16, got {dtype}")
-    _check_buffers(buffers, parsed, rows, cols, "decode")
+    check_buffers(buffers, parsed, rows, cols, "decode")
     if parsed.format.is_identity:
         return buffers[0].to(dtype=dtype, copy=True, memory_format=torch.contiguous_format)
     return operation("decode", buffers[0].device.type, dtype, parsed)(
@@ -87,10 +88,21 @@ def _decode(
     )
 
 
-def _check_buffers(
+def check_buffers(
     buffers: list[torch.Tensor], spec: PlaneSpec, rows: int, cols: int, where: str
 ) -> None:
-    """Raise unless `buffers` are those of a plane; a kernel reads them by pointer."""
+    """Raise unless `buffers` are those of a plane; a kernel reads them by pointer.
+
+    Args:
+        buffers: what should be a plane.
+        spec: of the plane.
+        rows, cols: of its own matrix.
+        where: the function that takes them, for the error.
+
+    Raises:
+        ValueError, TypeError: a buffer is missing, is no plain tensor, has another shape or dtype,
+            or is elsewhere than the first.
+    """
     expected = spec.buffers(rows, cols)
     if len(buffers) != len(expected):
         raise ValueError(f"{where}: {spec} has {len(expected)} buffers, got {len(buffers)}")
@@ -188,7 +200,7 @@ def run_gemm(
     """
     a, b = left.buffers, right.buffers
     for operand in (left, right):
-        _check_buffers(operand.buffers, operand.spec, operand.rows, operand.cols, "gemm")
+        check_buffers(operand.buffers, operand.spec, operand.rows, operand.cols, "gemm")
     for tensor in (b[0], args.bias, args.accumulate_into):
         if tensor is not None and tensor.device != a[0].device:
             raise ValueError(

@@ -6,6 +6,7 @@ The operator `hybridq::encode` and the callers that may go past it (see `watch`)
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ __all__ = [
     "decoded_rows",
     "encode_plan",
     "given_statistic",
+    "mapped_run",
     "placed_encoders",
     "run_encode",
     "statistic",
@@ -257,29 +259,69 @@ def _plan(row: str, col: str, dtype: torch.dtype, device: str, forced: str | Non
 
 
 def placed_encoders(
-    a_row: str, a_col: str, b_row: str, b_col: str, dtype: torch.dtype, device: str
+    a: tuple[str, str],
+    b: tuple[str, str] | None,
+    dtype: torch.dtype,
+    device: str,
+    is_mapped: bool = False,
 ) -> tuple[PlacedEncoder, PlacedEncoder] | None:
     """Return what encodes two matrices with rowwise planes in memory that is given, or None.
 
     Args:
-        a_row, a_col, b_row, b_col: the planes of each, as `encode_plan` takes them.
+        a, b: the planes of each, as `encode_plan` takes them; b None: there is one matrix, and
+            its encoder is returned twice.
         dtype: of the matrices.
         device: type of their device.
+        is_mapped: the first matrix is one that a prologue makes.
 
     Raises:
         BackendError: no backend can encode one of them.
     """
-    return _placed(a_row, a_col, b_row, b_col, dtype, device, settings.current().backend)
+    return _placed(a, b, dtype, device, is_mapped, settings.current().backend)
 
 
 @cached_choice
 def _placed(
-    a_row: str, a_col: str, b_row: str, b_col: str, dtype: torch.dtype, device: str, forced: str
+    a: tuple[str, str],
+    b: tuple[str, str] | None,
+    dtype: torch.dtype,
+    device: str,
+    is_mapped: bool,
+    forced: str,
 ) -> tuple[PlacedEncoder, PlacedEncoder] | None:
+    first = encode_plan(*a, dtype, device).placed
+    second = first if b is None else encode_plan(*b, dtype, device).placed
+    if first is None or second is None or (is_mapped and mapped_run(*a, dtype, device) is None):
+        return None
+    return first, second
+
+
+def mapped_run(row: str, col: str, dtype: torch.dtype, device: str) -> partial[Any] | None:
+    """Return what encodes planes of a matrix that a prologue makes, and that is not made; or None.
+
+    Args:
+        row, col, dtype, device: as `encode_plan` takes them.
+
+    Returns:
+        It takes `(x, prologue, request)` and returns the buffers and a norm's statistics.
+    """
+    return _mapped(row, col, dtype, device, settings.current().backend)
+
+
+@cached_choice
+def _mapped(
+    row: str, col: str, dtype: torch.dtype, device: str, forced: str | None
+) -> partial[Any] | None:
     del forced
-    first = encode_plan(a_row, a_col, dtype, device).placed
-    second = encode_plan(b_row, b_col, dtype, device).placed
-    return None if first is None or second is None else (first, second)
+    specs = [PlaneSpec.parse(text).resolve(dtype) if text else None for text in (row, col)]
+    some = [spec for spec in specs if spec is not None]
+    if not some or any(spec.format.is_identity for spec in some):
+        return None
+    whole = OpQuery("map_encode", device, dtype, specs[0], specs[1])
+    backend = together(whole, whole.parts()).chosen
+    if backend is None:
+        return None
+    return partial(backend.ops["map_encode"], row=specs[0], col=specs[1])
 
 
 def run_encode(

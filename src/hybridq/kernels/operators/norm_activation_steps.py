@@ -5,24 +5,17 @@ What the operators of `norm_activation_encode` run.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 
-from ... import settings
 from ...formats import PlaneSpec
 from ...reference import ACTIVATIONS
 from ..choice import (
     EncodeRequest,
-    OpQuery,
     Prologue,
-    cached_choice,
     encode_decoded,
     operation,
-    together,
 )
-from .encode_plan import decoded_rows, given_statistic, run_encode
+from .encode_plan import decoded_rows, given_statistic, mapped_run, run_encode
 
 __all__ = ["activation_prologue", "map_matrix", "norm_prologue", "run_fused"]
 
@@ -66,22 +59,6 @@ def map_matrix(x: torch.Tensor, prologue: Prologue) -> tuple[torch.Tensor, ...]:
     return made
 
 
-@cached_choice
-def _fused(
-    row: str, col: str, dtype: torch.dtype, device: str, forced: str | None
-) -> partial[Any] | None:
-    """Return what encodes these planes of a matrix that is not made, or None where it must be."""
-    specs = [PlaneSpec.parse(text).resolve(dtype) if text else None for text in (row, col)]
-    some = [spec for spec in specs if spec is not None]
-    if not some or any(spec.format.is_identity for spec in some):
-        return None
-    whole = OpQuery("map_encode", device, dtype, specs[0], specs[1])
-    backend = together(whole, whole.parts()).chosen
-    if backend is None:
-        return None
-    return partial(backend.ops["map_encode"], row=specs[0], col=specs[1])
-
-
 def _of_made(y: torch.Tensor, request: EncodeRequest) -> list[torch.Tensor]:
     """Return the planes of y, which nobody else has: a rowwise plane of plain values is y."""
     row = request.row if request.keep_row else ""
@@ -112,7 +89,7 @@ def run_fused(
 
     def of_result(x: torch.Tensor, own: EncodeRequest) -> list[torch.Tensor]:
         row = own.row if own.keep_row else ""
-        run = _fused(row, own.col, x.dtype, _device(x), settings.current().backend)
+        run = mapped_run(row, own.col, x.dtype, _device(x))
         if run is None:
             y, *found = map_matrix(x, prologue)
             buffers = _of_made(y, own)

@@ -22,7 +22,7 @@ stream, so that equal coordinates of two tensors never share random bytes: gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -30,22 +30,29 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ...kernels.choice import Operand
-from ...kernels.inputs import can_bypass_dispatcher, has_autocast, refuse_tangents, without_autocast
+from ...kernels.inputs import (
+    can_bypass_dispatcher,
+    has_autocast,
+    is_current,
+    refuse_tangents,
+    without_autocast,
+)
 from ...kernels.operators import StatedFunction, run_checked_gemm, run_gemm, sum_of_rows
 from ...quantizers import draw_seed
 from ...recipes import Plan
 from ..delayed_scaling import Scales
-from ..weights import Buffers, CachedWeight, Into, PrequantizedWeight, accumulate
+from ..weights import Buffers, CachedWeight, Into, PrequantizedWeight
 from .cuts import NO_CUTS, Cuts
 from .double_backward import anchor_on, without_derivative
 from .forward_only import without_backward
 from .offload import ENTERED, tell_offload
 from .operands import PlaneOperand, gemm
-from .prepared_linear import PreparedLinear
-from .product_operands import plan_of_products
+from .prepared_backward import prepared_backward
+from .prepared_linear import PreparedLinear, prepared_for
 from .prologue import Prologue, PrologueCall
 from .slot_encoder import SlotEncoder, late_columns, record_given, saved_columns
 from .token_planes import gather_pair, send_rows, send_saved
+from .weight_gradient import late_gradient, weight_gradient
 
 __all__ = ["eager_linear", "linear"]
 
@@ -141,8 +148,16 @@ def _forward(
     given = isinstance(call.weight, PrequantizedWeight)  # then only its planes are read
     direct = can_bypass_dispatcher(x, None if given else w, bias, seed, gamma, beta)
     if direct and not x.is_cpu and call.cuts is NO_CUTS:
-        plan = plan_of_products(call.plan, x.shape[0], w, call.weight is not None)
-        call = call._replace(plan=plan)
+        prepared = prepared_for(call.plan, x.shape[0], w, call.weight is not None)
+        call = call._replace(plan=prepared.plan)
+        if _is_prepared(x, w, call, prepared):
+            w_planes, kept, saves = None, None, (call.needs.w, call.needs.dgrad)
+            if call.weight is not None:
+                w_planes = _weight_planes(w, seed, call, None, True)
+                kept = call.weight.row_kept
+            before = None if call.prologue is None else PrologueCall(call.prologue, gamma, beta)
+            made = prepared.on_gpu(x, w, bias, seed, saves, w_planes, kept, before)
+            return *made, prepared.plan
     plan = call.plan
     own = () if scales is None else (scales,)
     encoder = SlotEncoder(plan.input, "input", seed, direct, own, call.cuts.input)
@@ -174,6 +189,16 @@ def _forward(
     return y, x_saved, w_saved, known, plan
 
 
+def _is_prepared(x: torch.Tensor, w: torch.Tensor, call: _Call, prepared: PreparedLinear) -> bool:
+    """Return whether a forward on a GPU, past the dispatcher, is the prepared one."""
+    return (
+        prepared.is_possible
+        and not call.saves_input
+        and is_current(x.device)
+        and x.numel() != 0 != w.numel()
+    )
+
+
 def _prepared_forward(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -191,9 +216,10 @@ def _prepared_forward(
         w_planes = _weight_planes(w, seed, call, None, True)
     if prepared.device != "cpu":
         cache = None if weight is None else weight.row_kept
-        prepared = prepared.of_products(x.shape[0], w, weight is not None)
+        prepared = prepared_for(prepared.plan, x.shape[0], w, weight is not None)
         saves = (needs.w, needs.x)
-        return *prepared.on_gpu(x, w, bias, seed, saves, w_planes, cache), prepared.plan
+        y, *saved, _ = prepared.on_gpu(x, w, bias, seed, saves, w_planes, cache)
+        return y, saved[0], saved[1], prepared.plan
     if w_planes is None and needs.x:
         w_planes = prepared.weight.operand(w, True, seed)
     given: torch.Tensor | Operand = w
@@ -301,8 +327,15 @@ def _backward(
         x_arrives = dx_arrives = None
         if gathered is not None and needs.w:  # under the first product
             x_arrives = send_saved(gathered, x_saved, plan.input)
-        encoder = SlotEncoder(grad, "grad_output", seed, direct, own, ctx.cuts.grad_output)
-        dy_row, dy_col = encoder.encode(dy, needs.dgrad, needs.w)
+        ready = work = None
+        if direct and not (dy.is_cpu or own) and ctx.cuts is NO_CUTS:
+            sizes = (dy.shape[0], in_features, out_features)
+            ready = prepared_backward(plan, sizes, (needs.dgrad, needs.w), dy)
+        if ready is not None:
+            dy_row, dy_col, work = ready.encode(dy, seed)
+        else:
+            encoder = SlotEncoder(grad, "grad_output", seed, direct, own, ctx.cuts.grad_output)
+            dy_row, dy_col = encoder.encode(dy, needs.dgrad, needs.w)
         if scattered is not None:
             dy_row, dy_col = gather_pair(scattered, dy, dy_row, dy_col, grad)
         if ctx.scales is not None and ctx.scales.notes is not None:
@@ -315,16 +348,19 @@ def _backward(
                 size = (out_features, in_features)
                 w_saved, kept = late_columns(ctx.late, of_weight, *size, dy.dtype)
             w_col = saved_columns(w_saved, plan.weight, out_features, in_features, dy.dtype)
-            dx = gemm(
-                PlaneOperand(dy_row, grad.row.spec, rows),
-                PlaneOperand(w_col, plan.weight.col.spec, in_features),
-                out_features,
-                None,
-                dy.dtype,
-                plan.precision.dgrad,
-                run,
-                kept,
-            )
+            if ready is not None:
+                dx = ready.dgrad(dy_row, w_col, kept, work)
+            else:
+                dx = gemm(
+                    PlaneOperand(dy_row, grad.row.spec, rows),
+                    PlaneOperand(w_col, plan.weight.col.spec, in_features),
+                    out_features,
+                    None,
+                    dy.dtype,
+                    plan.precision.dgrad,
+                    run,
+                    kept,
+                )
             if gathered is not None:  # under the second product
                 dx_arrives = gathered.scatter(dx)
         if needs.w:
@@ -334,10 +370,12 @@ def _backward(
                 again = SlotEncoder(plan.input, "input", seed, direct)
                 x_saved = again.encode(x_saved[0], False, True)[1]
             given = (plan, ctx.into, x_saved, (rows, in_features, out_features), dy.dtype)
-            if ctx.into is None or ctx.into.late is None:
-                dw = _weight_gradient(dy_col, run, *given)
+            if ready is not None and ctx.into is None:
+                dw = ready.wgrad(dy_col, x_saved, work)
+            elif ctx.into is None or ctx.into.late is None:
+                dw = weight_gradient(dy_col, run, *given)
             else:
-                ctx.into.late.put((ctx.into,), partial(_late_gradient, dy_col, *given))
+                ctx.into.late.put((ctx.into,), partial(late_gradient, dy_col, *given))
         if needs.bias:
             dbias = sum_of_rows(dy) if direct else torch.ops.hybridq.bias_grad(dy)
         if dx_arrives is not None:
@@ -348,39 +386,6 @@ def _backward(
                 dx, x, gamma[0] if gamma else None, known, (needs.x, needs.gamma, needs.beta)
             )
     return dx, dw, dbias, dgamma, dbeta
-
-
-def _weight_gradient(
-    dy_col: Buffers,
-    run: Callable[..., torch.Tensor] | None,
-    plan: Plan,
-    into: Into | None,
-    x_saved: Buffers,
-    sizes: tuple[int, int, int],
-    dtype: torch.dtype,
-) -> torch.Tensor | None:
-    """Return the gradient of w, or what autograd is given where it is added to a `main_grad`."""
-    rows, in_features, out_features = sizes
-    x_col = saved_columns(x_saved, plan.input, rows, in_features, dtype)
-    specs = (plan.grad_output.col.spec, plan.input.col.spec)
-    precision = plan.precision.wgrad
-    if into is not None and into.main_grad is not None:
-        return accumulate(into, dy_col, specs[0], x_col, specs[1], rows, precision)
-    return gemm(
-        PlaneOperand(dy_col, specs[0], out_features),
-        PlaneOperand(x_col, specs[1], in_features),
-        rows,
-        None,
-        dtype,
-        precision,
-        run,
-    )
-
-
-def _late_gradient(dy_col: Buffers, *given: Any) -> list[torch.Tensor | None]:
-    """Return what `_weight_gradient` does, outside of a backward."""
-    with without_autocast(dy_col[0].device.type):
-        return [_weight_gradient(dy_col, None, *given)]
 
 
 def linear(

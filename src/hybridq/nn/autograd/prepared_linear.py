@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from ... import settings
 from ...formats import PlaneSpec
-from ...kernels.choice import EncodeRequest, GemmArgs, Operand, Place, PlacedEncoder
+from ...kernels.choice import (
+    EncodeRequest,
+    GemmArgs,
+    Operand,
+    Place,
+    PlacedEncoder,
+    Prologue,
+    cached_choice,
+)
 from ...kernels.cpu import SKINNY_ROWS
-from ...kernels.inputs import OperandCache, can_cache, stream_of
+from ...kernels.inputs import Chip, OperandCache, can_cache, chip_of, stream_of
 from ...kernels.operators import (
     GemmPlan,
     encode_plan,
@@ -21,10 +30,11 @@ from ...kernels.operators import (
 from ...recipes import STATIC, Plan, SlotPlan
 from ...storage import Plane
 from ..weights import Buffers
-from .product_operands import plan_of_products
+from .product_operands import planned
+from .prologue import PrologueCall
 from .slot_encoder import STREAMS, SlotEncoder
 
-__all__ = ["PreparedLinear"]
+__all__ = ["PreparedLinear", "prepared_for"]
 
 
 class PreparedSlot:
@@ -39,17 +49,18 @@ class PreparedSlot:
         dying: by whether the columnwise plane will be wanted, the spec strings of the planes that
             are made at once if the rowwise one dies with the forward, `""` for no plane; None where
             they are made in two steps, or the rowwise one is saved.
+        is_plain_col: the columnwise plane is not quantized.
     """
 
     __slots__ = (
         "_device",
         "_given",
         "_is_decoded",
-        "_is_plain_col",
         "_requests",
         "_saves_row",
         "_split",
         "dying",
+        "is_plain_col",
     )
 
     def __init__(self, plan: SlotPlan, slot: str, device: str) -> None:
@@ -63,9 +74,9 @@ class PreparedSlot:
         self._is_decoded = self._requests[1].is_decoded()
         #: A tensor that statistics were given in, its version, and the request with them.
         self._given: tuple[torch.Tensor | None, int, EncodeRequest] = (None, 0, self._requests[0])
-        self._is_plain_col, self._saves_row = plan.col.is_plain, plan.saves_row
+        self.is_plain_col, self._saves_row = plan.col.is_plain, plan.saves_row
         self.dying: list[tuple[str, str] | None] = [(self._requests[0].row, "")]
-        if self._is_plain_col:
+        if self.is_plain_col:
             self.dying.append(None if self._saves_row else self.dying[0])
         else:
             both = (self._requests[1].row, self._requests[1].col)
@@ -97,7 +108,7 @@ class PreparedSlot:
             is_saved: whether the columnwise plane will be wanted.
             seed: int64 `[1]` where a plane is rounded stochastically.
         """
-        with_col = is_saved and not self._is_plain_col
+        with_col = is_saved and not self.is_plain_col
         request = self._requests[with_col]
         if seed is not None:
             request = request._replace(seed=seed)
@@ -118,6 +129,7 @@ class PreparedSlot:
         seed: torch.Tensor | None,
         encoder: PlacedEncoder,
         place: Place,
+        prologue: Prologue | None = None,
     ) -> tuple[Buffers, Buffers]:
         """Return `operand` with the rowwise plane in memory that is given.
 
@@ -125,13 +137,15 @@ class PreparedSlot:
             x, is_saved, seed: as `operand` takes them.
             encoder: of `dying[is_saved]`.
             place: where the plane goes.
+            prologue: what makes the matrix out of x; then what it knows of the rows follows what
+                is saved.
         """
-        with_col = is_saved and not self._is_plain_col
+        with_col = is_saved and not self.is_plain_col
         request = self._requests[with_col]
         if seed is not None:
             request = request._replace(seed=seed)
-        made = encoder.encode(x, request, place)
-        if with_col or not is_saved:
+        made = encoder.encode(x, request, place, prologue)
+        if with_col or not is_saved or prologue is not None:
             return made[: self._split], made[self._split :]
         return made, [x]
 
@@ -155,7 +169,6 @@ class PreparedLinear:
 
     __slots__ = (
         "_column",
-        "_of_products",
         "device",
         "dtype",
         "input",
@@ -179,8 +192,6 @@ class PreparedLinear:
         self.input = PreparedSlot(slot, "input", device)
         self.weight = PreparedSlot(weight, "weight", device)
         self.weight_spec = PlaneSpec.parse(weight.row.spec).resolve(dtype)
-        #: The last that `of_products` returned.
-        self._of_products = self
         #: What is made of the input for the backward; None where that is another step.
         self._column = None
         if not slot.col.is_plain and slot.col_source == "original":
@@ -268,17 +279,6 @@ class PreparedLinear:
         found = gemm_plan(*texts, self.dtype, precision, bias is None)
         return found, GemmArgs(bias, None, self.dtype, precision)
 
-    def of_products(self, rows: int, w: torch.Tensor, has_weight: bool) -> PreparedLinear:
-        """Return the forward whose planes are encoded as their products take them.
-
-        Args:
-            rows, w, has_weight: as for `plan_of_products`.
-        """
-        plan = plan_of_products(self.plan, rows, w, has_weight)
-        if self._of_products.plan is not plan:
-            self._of_products = PreparedLinear(plan, self.dtype, self.device)
-        return self._of_products
-
     def on_gpu(
         self,
         x: torch.Tensor,
@@ -286,58 +286,102 @@ class PreparedLinear:
         bias: torch.Tensor | None,
         seed: torch.Tensor | None,
         saves: tuple[bool, bool],
-        w_planes: tuple[Buffers, Buffers] | None,
-        cache: OperandCache | None,
-    ) -> tuple[torch.Tensor, Buffers, Buffers]:
+        w_planes: tuple[Buffers, Buffers] | None = None,
+        cache: OperandCache | None = None,
+        before: PrologueCall | None = None,
+    ) -> tuple[torch.Tensor, Buffers, Buffers, Buffers]:
         """Return y, and what is saved of x and of w, on the current GPU.
 
         What dies with the forward, the rowwise planes, lies in one allocation; what is saved for
         the backward in one for each plane, so that none keeps another alive.
 
         Args:
-            x: `[rows, k]`.
+            x: `[rows, k]`; what the prologue takes.
             w: `[n, k]`.
             bias, seed: as for `linear_function.linear`.
             saves: whether the backward will want the columnwise planes of x and of w.
             w_planes: of w, and what is saved of it, where they are there; or None.
             cache: where what is made of the weight's plane is kept, or None.
+            before: what makes the matrix that is multiplied out of x, or None.
+
+        Returns:
+            At last what the prologue's backward wants to know.
         """
-        (rows, k), n, device, plan = x.shape, w.shape[0], x.device, self.plan
+        (n, k), rows, device, plan = w.shape, x.shape[0], x.device, self.plan
         precision = plan.precision.fprop
         texts = (plan.input.row.spec, plan.weight.row.spec)
         found = gpu_gemm_plan(*texts, x.dtype, precision, (rows, n, k), device)
-        work = None
-        if w_planes is None:
-            (x_row, x_saved), w_planes, work = self._both(x, w, seed, saves, found.room)
-        else:
-            x_row, x_saved = self.input.operand(x, saves[0], seed)
-        w_row, w_saved = w_planes
+        made = self._placed(x, w, seed, saves, w_planes, found.room, before)
+        (x_row, x_saved, known), (w_row, w_saved), work = made
         args = GemmArgs(bias, None, x.dtype, precision, found.chip, None, work)
         left, right = Operand(x_row, found.a, rows, k), Operand(w_row, found.b, n, k, cache)
-        y = found.run(left, right, args)
-        return y, x_saved, w_saved
+        return found.run(left, right, args), x_saved, w_saved, known
 
-    def _both(
+    def _placed(
         self,
         x: torch.Tensor,
         w: torch.Tensor,
         seed: torch.Tensor | None,
         saves: tuple[bool, bool],
+        w_planes: tuple[Buffers, Buffers] | None,
         work: int,
-    ) -> tuple[tuple[Buffers, Buffers], tuple[Buffers, Buffers], Place | None]:
+        before: PrologueCall | None,
+    ) -> tuple[tuple[Buffers, Buffers, Buffers], tuple[Buffers, Buffers], Place | None]:
         """Return the rowwise planes of x and w with what is saved, and memory for the product."""
-        specs = self.input.dying[saves[0]], self.weight.dying[saves[1]]
-        found = None
-        if specs[0] is not None and specs[1] is not None:
-            found = placed_encoders(*specs[0], *specs[1], x.dtype, self.device)
+        specs = self.input.dying[saves[0]]
+        own = self.weight.dying[saves[1]] if w_planes is None else None
+        prologue = found = None
+        if before is not None:
+            prologue = before.prologue.of_backends(x, before.gamma, before.beta)
+            if prologue is None or (saves[0] and self.input.is_plain_col):
+                specs = None
+        if specs is not None and (own is not None or w_planes is not None):
+            found = placed_encoders(specs, own, x.dtype, self.device, prologue is not None)
         if found is None:
-            made = self.input.operand(x, saves[0], seed)
-            return made, self.weight.operand(w, saves[1], seed), None
+            known: Buffers = []
+            if before is None:
+                x_row, x_saved = self.input.operand(x, saves[0], seed)
+            else:
+                encoder = SlotEncoder(self.plan.input, "input", seed, True)
+                x_row, x_saved, known = encoder.prologue_operand(x, saves[0], *before)
+            own_planes = w_planes or self.weight.operand(w, saves[1], seed)
+            return (x_row, x_saved, known), own_planes, None
         first, second = found
-        room = first.room(*x.shape)
-        end = room + second.room(*w.shape)
+        room = first.room(x.shape[0], w.shape[1])
+        end = room if w_planes is not None else room + second.room(*w.shape)
         memory = torch.empty(end + work, dtype=torch.uint8, device=x.device)
         stream = stream_of(x.device)
-        made = self.input.operand_in(x, saves[0], seed, first, Place(memory, 0, stream))
-        own = self.weight.operand_in(w, saves[1], seed, second, Place(memory, room, stream))
-        return made, own, Place(memory, end, stream)
+        place = Place(memory, 0, stream)
+        x_row, x_saved = self.input.operand_in(x, saves[0], seed, first, place, prologue)
+        if w_planes is None:
+            place = Place(memory, room, stream)
+            w_planes = self.weight.operand_in(w, saves[1], seed, second, place)
+        known = []
+        if prologue is not None and prologue.gamma is not None:
+            x_saved, known = x_saved[:-2], x_saved[-2:]
+        return (x_row, x_saved, known), w_planes, Place(memory, end, stream)
+
+
+def prepared_for(plan: Plan, rows: int, w: torch.Tensor, has_weight: bool) -> PreparedLinear:
+    """Return the forward on a GPU whose planes are encoded as their products take them.
+
+    Args:
+        plan, rows, w, has_weight: as for `plan_of_products`.
+    """
+    outer, inner = w.shape
+    own = (w.dtype, w.device.type, chip_of(w.device), has_weight, settings.current().backend)
+    return _prepared(plan, (rows, inner, outer), *own)
+
+
+@cached_choice
+def _prepared(
+    plan: Plan,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: str,
+    chip: Chip,
+    has_weight: bool,
+    forced: str | None,
+) -> PreparedLinear:
+    own = planned(plan, sizes, dtype, device, chip, has_weight, forced)
+    return PreparedLinear(own, dtype, device)

@@ -19,7 +19,7 @@ from ...kernels.choice import OpQuery, cached_choice, operand_specs
 from ...kernels.inputs import Chip, chip_of
 from ...recipes import Plan, SlotPlan
 
-__all__ = ["plan_of_products"]
+__all__ = ["plan_of_products", "planned"]
 
 #: Of each product: the slot and the plane of both operands, and the field of its precision.
 _PRODUCTS: Final = (
@@ -40,13 +40,13 @@ def plan_of_products(plan: Plan, rows: int, w: torch.Tensor, has_weight: bool) -
     """
     outer, inner = w.shape
     place = (w.device.type, chip_of(w.device))
-    return _planned(
+    return planned(
         plan, (rows, inner, outer), w.dtype, *place, has_weight, settings.current().backend
     )
 
 
 @cached_choice
-def _planned(
+def planned(
     plan: Plan,
     sizes: tuple[int, int, int],
     dtype: torch.dtype,
@@ -55,6 +55,17 @@ def _planned(
     has_weight: bool,
     forced: str | None,
 ) -> Plan:
+    """Return `plan_of_products` by what it depends on.
+
+    Args:
+        plan: of the module.
+        sizes: rows of the input, in_features and out_features.
+        dtype: of the tensors.
+        device: type of their device.
+        chip: the device.
+        has_weight: the planes of the weight are somebody else's, too.
+        forced: the backend that is forced, or None.
+    """
     del forced  # what `choose` asks for
     rows, inner, outer = sizes
     found: dict[tuple[str, str], PlaneSpec] = {}

@@ -14,13 +14,16 @@ import torch
 import torch.nn.functional as F
 
 from ...kernels.choice import EncodeRequest
-from ...kernels.inputs import refuse_tangents
+from ...kernels.choice import Prologue as BackendPrologue
+from ...kernels.inputs import HIGH_PRECISION, refuse_tangents
 from ...kernels.operators import (
     StatedFunction,
     activation_backward,
     activation_encode,
+    activation_prologue,
     norm_backward,
     norm_encode,
+    norm_prologue,
 )
 from ...reference import ACTIVATIONS
 from ..weights import Buffers
@@ -68,6 +71,21 @@ class Norm(NamedTuple):
         own = (gamma, beta, self.eps, self.kind, self.zero_centered)
         buffers, mean, rstd = norm_encode(x, *own, request)  # type: ignore[arg-type]
         return buffers, [mean, rstd]
+
+    def of_backends(
+        self, x: torch.Tensor, gamma: torch.Tensor | None, beta: torch.Tensor | None
+    ) -> BackendPrologue | None:
+        """Return the norm of x as backends take it, or None where its weights do not fit x."""
+        for weight in (gamma, beta):
+            if weight is not None and not (
+                weight.dtype in HIGH_PRECISION
+                and weight.shape == x.shape[1:]
+                and weight.device == x.device
+            ):
+                return None
+        if gamma is None or (beta is not None and self.kind == "RMSNorm"):
+            return None
+        return norm_prologue(gamma, beta, self.eps, self.kind, self.zero_centered)
 
     def backward(
         self,
@@ -120,6 +138,13 @@ class Activation(NamedTuple):
     ) -> tuple[Buffers, list[torch.Tensor]]:
         """Return the planes of y, and what the backward wants to know beside x: nothing."""
         return activation_encode(x, self.kind, request), []
+
+    def of_backends(
+        self, x: torch.Tensor, gamma: torch.Tensor | None, beta: torch.Tensor | None
+    ) -> BackendPrologue | None:
+        """Return the activation of x as backends take it, or None where x has odd columns."""
+        made = activation_prologue(self.kind)
+        return None if made.is_gated and x.shape[1] % 2 else made
 
     def backward(
         self,
