@@ -327,5 +327,6 @@ FOLD = register_backend(
         notes=_notes,
         planner=_planner,
         operands=_operands,
+        stacks_lists=True,
     )
 )

@@ -12,6 +12,7 @@ Source: ours; docs/reference/gemm.md, "Groups of tokens".
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -21,7 +22,7 @@ from ..reference import FOLD_WIDTH, Folded, fold_element
 from .choice import GroupedArgs, GroupedOperand, Operand, OpQuery
 from .decoded import fp32_reason
 from .inputs import begins_at
-from .ragged import one_of
+from .ragged import one_of, stacked
 from .scaled_mm import block_scales, ceil_to, fp8_codes, is_foldable, pad_codes
 from .triton import BlockSide, block_gemm_reason, grouped_block_gemm
 
@@ -94,7 +95,30 @@ def multiply_groups(
     return grouped_block_gemm(_side(a, fold), _side(b, fold), args, b.is_stack)
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """A side that is kept."""
+
+    side: BlockSide
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.side.codes, self.side.scale]
+
+
 def _side(operand: GroupedOperand, fold: Fold) -> BlockSide:
+    """Return an operand as the product takes it, kept where it is a list of planes that are."""
+    if operand.cache is None:
+        return _made_side(stacked(operand), fold)
+
+    def make() -> _Kept:
+        return _Kept(_made_side(stacked(operand), fold))
+
+    form = f"folded stack {operand.rows} {operand.cols}"
+    return operand.cache.get(form, operand.buffers, make).side
+
+
+def _made_side(operand: GroupedOperand, fold: Fold) -> BlockSide:
     rows = operand.rows * (operand.buffers[0].shape[0] if operand.is_stack else 1)
     if operand.cols == 0:  # a sum of nothing is one of zeros
         codes = operand.buffers[0].new_zeros((rows, _ALIGNMENT), dtype=torch.uint8)

@@ -17,7 +17,7 @@ import ragged_cases as cases
 from fake_indexing import Indexing
 from hybridq import BackendError
 from hybridq.formats import DEFAULT_SIGNS, PlaneSpec, format
-from hybridq.kernels.choice import EncodeRequest
+from hybridq.kernels.choice import Backend, EncodeRequest
 from hybridq.kernels.choice.arguments import GemmArgs, GroupedArgs, GroupedOperand, Operand
 from hybridq.kernels.decoded import decoded_gemm as exact
 from hybridq.kernels.decoded import decoded_grouped_gemm as grouped
@@ -168,10 +168,14 @@ def test_sums(sizes, extra: int) -> None:
     assert torch.equal(got, group_loop.sum_loop(dy, cases.ends(sizes)))
 
 
+def backend_of(product):
+    return Backend("grouped", lambda _: None, {"grouped_gemm": product})
+
+
 def choose(asked):
     def chosen(dtype, is_alone):
         asked.append((dtype, is_alone))
-        return lambda a, b, args: plain_product(a, b, args)
+        return backend_of(plain_product)
 
     return chosen
 
@@ -285,7 +289,10 @@ def test_nothing_is_read_on_the_host(name: str) -> None:
         args = GroupedArgs(offsets, 300, padded, bias, None, torch.bfloat16)
 
         def choose(dtype, is_alone):
-            return lambda a, b, args: b.buffers[0].new_empty((args.tokens, b.rows), dtype=dtype)
+            def product(a, b, args):
+                return b.buffers[0].new_empty((args.tokens, b.rows), dtype=dtype)
+
+            return backend_of(product)
 
         y = group_product.product_by_group(choose, a, b, args)
         assert y.shape == (300, 24) and y.dtype == torch.bfloat16 and y.device.type == "cuda"

@@ -323,6 +323,7 @@ def test_device_splits_are_never_read(recipe, is_routed: bool) -> None:
             needs=(True, True, True),
             counts=(len(x_col), len(w.cols)),
             late=w.late,
+            caches=(),
             scales=scales,
             activation=None,
             dtype=x.dtype,

@@ -90,6 +90,8 @@ class GroupedOperand:
         is_list: of a stack: the buffers are not stacked, but those of one group's plane after
             those of another's.
         by_group: it has a statistic of each group (see `group_loop`).
+        cache: of a list, what earlier products have made of all its planes, or None where nothing
+            may be kept.
     """
 
     buffers: list[torch.Tensor]
@@ -100,6 +102,7 @@ class GroupedOperand:
     is_padded: bool = False
     is_list: bool = False
     by_group: bool = False
+    cache: OperandCache | None = None
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,8 @@ class Backend:
         operands: returns, for the query of a GEMM that it runs, the specs of what it makes of the
             two operands before it multiplies, where an encode may make that at once
             (`operand_specs`); None where it takes planes as they are.
+        stacks_lists: its `grouped_gemm` takes planes one by one (`GroupedOperand.is_list`) where
+            there is a place for what it makes of them; else they are stacked before.
         scratch_nbytes: temporary memory of its encode and decode, bytes per value at most.
         package: name and version of the package that it came from by an entry point; "" of
             hybridq's own and of those that `register_backend` was given.
@@ -164,6 +166,7 @@ class Backend:
     operands: Callable[[OpQuery], tuple[PlaneSpec, PlaneSpec]] | None = field(
         default=None, hash=False
     )
+    stacks_lists: bool = False
     scratch_nbytes: int = 0
     package: str = ""
     load_error: str = ""

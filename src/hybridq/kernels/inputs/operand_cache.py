@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -126,10 +126,14 @@ class OperandCache:
         at_once: keep from the first use on, for a plane that is known to be used again.
     """
 
-    __slots__ = ("__weakref__", "at_once", "entries", "seen", "serial")
+    __slots__ = ("__weakref__", "_stack", "at_once", "entries", "seen", "serial")
+    #: Whether anything is kept at all.
+    keeps: ClassVar[bool] = True
 
     def __init__(self, at_once: bool = False) -> None:
         self.at_once = at_once
+        #: The serials of planes that are multiplied together, and what is made of all of them.
+        self._stack: tuple[tuple[int, ...], OperandCache] | None = None
         self.serial = next(_serials)
         self.entries: dict[str, tuple[_State, Any]] = {}
         self.seen: dict[str, _State] = {}
@@ -176,8 +180,25 @@ class OperandCache:
             _ledger.add(self, form, nbytes, limit)
         return made
 
+    def of_stack(self, caches: Sequence[OperandCache]) -> OperandCache:
+        """Return the place of what is made of several planes at once, the first of them this one's.
+
+        It is another one as soon as one of the planes is: new planes may have the addresses and
+        versions of those that have gone. It dies with this one.
+
+        Args:
+            caches: of all the planes, in their order.
+        """
+        if not all(one.keeps for one in caches):
+            return NoOperandCache()
+        serials = tuple([one.serial for one in caches])
+        if self._stack is None or self._stack[0] != serials:
+            self._stack = (serials, OperandCache(self.at_once))
+        return self._stack[1]
+
     def forget(self) -> None:
         """Drop everything."""
+        self._stack = None
         forms = tuple(self.entries)
         self.entries.clear()
         self.seen.clear()
@@ -187,13 +208,15 @@ class OperandCache:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All that is kept, the plane's own buffers among them where an operand has them."""
-        return [tensor for _, made in tuple(self.entries.values()) for tensor in made.tensors]
+        own = [tensor for _, made in tuple(self.entries.values()) for tensor in made.tensors]
+        return own if self._stack is None else own + self._stack[1].tensors
 
     @property
     def nbytes(self) -> int:
         """Bytes kept for this plane."""
+        serials = (self.serial,) if self._stack is None else (self.serial, self._stack[1].serial)
         with _ledger.lock:
-            return sum(size for key, (_, size) in _ledger.entries.items() if key[0] == self.serial)
+            return sum(size for key, (_, size) in _ledger.entries.items() if key[0] in serials)
 
     def __del__(self) -> None:
         if self.entries:
@@ -207,6 +230,7 @@ class NoOperandCache(OperandCache):
     """Keeps nothing: of planes whose memory is freed, and filled again without a new version."""
 
     __slots__ = ()
+    keeps: ClassVar[bool] = False
 
     def get(
         self,

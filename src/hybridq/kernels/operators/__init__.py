@@ -16,6 +16,7 @@ from .encode_plan import (
     update_amax,
 )
 from .gpu_gemm_plan import GpuGemmPlan, gpu_gemm_plan
+from .grouped_gemm import run_grouped_gemm
 from .norm_activation_backward import activation_backward, norm_backward
 from .norm_activation_encode import activation_encode, norm_encode
 from .norm_activation_steps import activation_prologue, norm_prologue
@@ -48,6 +49,7 @@ __all__ = [
     "run_checked_gemm",
     "run_encode",
     "run_gemm",
+    "run_grouped_gemm",
     "skinny_gemm",
     "sum_of_rows",
     "token_rows",

@@ -21,12 +21,20 @@ from typing import Any
 import torch
 
 from ...formats import PlaneSpec
-from ..choice import GroupedArgs, GroupedOperand, OpQuery, check_precision, select, together
-from ..inputs import HIGH_PRECISION, chip_of
+from ..choice import (
+    Backend,
+    GroupedArgs,
+    GroupedOperand,
+    OpQuery,
+    check_precision,
+    select,
+    together,
+)
+from ..inputs import HIGH_PRECISION, OperandCache, chip_of
 from ..ragged import capacity, padded_offsets, product_by_group
 from .library import operator
 
-__all__: list[str] = []
+__all__ = ["run_grouped_gemm"]
 
 _OPERANDS = (
     "Tensor[] a, str a_spec, SymInt[2] a_shape, Tensor[] b, str b_spec, SymInt[2] b_shape, "
@@ -129,6 +137,7 @@ def _prepared(
     is_stack: bool,
     a_padded: bool = False,
     b_padded: bool = False,
+    cache: OperandCache | None = None,
 ) -> tuple[GroupedOperand, GroupedOperand, torch.Tensor, int, torch.Tensor | None]:
     left_spec, right_spec = PlaneSpec.parse(a_spec), PlaneSpec.parse(b_spec)
     # A stack of matrices has three axes; matrices one by one have two.
@@ -138,7 +147,15 @@ def _prepared(
     )
     by_group = not is_stack and _is_by_group(b, right_spec)
     right = GroupedOperand(
-        b, right_spec, b_shape[0], b_shape[1], is_stack, b_padded, is_list, by_group
+        b,
+        right_spec,
+        b_shape[0],
+        b_shape[1],
+        is_stack,
+        b_padded,
+        is_list,
+        by_group,
+        cache if is_list else None,
     )
     _check(left, right, offsets, tokens, bias)
     return left, right, offsets, tokens, bias
@@ -181,15 +198,29 @@ def _run(
     if together(loop, loop.parts()).chosen is not None:
         return select(query).ops["grouped_loop"](left, right, args)
 
-    def product(dtype: torch.dtype, is_alone: bool) -> Any:
-        return select(replace(query, dtype=dtype, is_alone=is_alone)).ops["grouped_gemm"]
+    def choose(dtype: torch.dtype, is_alone: bool) -> Backend:
+        return select(replace(query, dtype=dtype, is_alone=is_alone))
 
-    return product_by_group(product, left, right, args)
+    return product_by_group(choose, left, right, args)
 
 
-def _grouped(
+def run_grouped_gemm(
     *operands: Any, out_dtype: torch.dtype, precision: str = "auto", **options: Any
 ) -> torch.Tensor:
+    """Return the grouped product: what the operator runs.
+
+    Callers that have the places of what is made of a list's planes come here, past torch's
+    dispatcher.
+
+    Args:
+        operands, precision, options: as the operator takes them; `cache`: of a list of planes,
+            where what is made of all of them is kept.
+        out_dtype: of the result.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        BackendError: no backend can run it.
+    """
     return _run(out_dtype, precision, None, *operands, **options)
 
 
@@ -236,5 +267,5 @@ def _grouped_into_fake(
     _check_out(out, options, *operands)
 
 
-operator(_GROUPED, _grouped, _grouped_fake)
+operator(_GROUPED, run_grouped_gemm, _grouped_fake)
 operator(_GROUPED_INTO, _grouped_into, _grouped_into_fake)

@@ -17,7 +17,7 @@ from .group_loop import (
 )
 from .padded_layout import TOKEN_PAD, capacity, group_ends, pad_tokens, padded_offsets
 from .sync_free_groups import amax_by_group, encode_by_group, largest_by_group, sum_by_group
-from .sync_free_products import product_by_group
+from .sync_free_products import product_by_group, stacked
 
 __all__ = [
     "TOKEN_PAD",
@@ -39,6 +39,7 @@ __all__ = [
     "product_loop",
     "ragged_shapes",
     "row_part",
+    "stacked",
     "sum_by_group",
     "sum_loop",
 ]

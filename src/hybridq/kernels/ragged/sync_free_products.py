@@ -15,10 +15,10 @@ from dataclasses import replace
 import torch
 
 from ...reference import tensor_factor
-from ..choice import GroupedArgs, GroupedOperand
+from ..choice import Backend, GroupedArgs, GroupedOperand
 from .sync_free_groups import group_of_tokens, of_group, places_of_tokens
 
-__all__ = ["product_by_group"]
+__all__ = ["product_by_group", "stacked"]
 
 
 def _factor(operand: GroupedOperand) -> torch.Tensor | None:
@@ -45,16 +45,21 @@ def _without_factor(operand: GroupedOperand) -> GroupedOperand:
     return replace(operand, buffers=[*operand.buffers[:-1], one], by_group=False)
 
 
-def _stacked(operand: GroupedOperand) -> GroupedOperand:
+def stacked(operand: GroupedOperand) -> GroupedOperand:
+    """Return an operand whose planes are not one by one.
+
+    Args:
+        operand: a stack, or a list, of matrices.
+    """
     if not operand.is_list:
         return operand
     count = len(operand.spec.buffers(1, 1))
     buffers = [torch.stack(operand.buffers[i::count]) for i in range(count)]
-    return replace(operand, buffers=buffers, is_list=False)
+    return replace(operand, buffers=buffers, is_list=False, cache=None)
 
 
 def product_by_group(
-    choose: Callable[[torch.dtype, bool], Callable[..., torch.Tensor]],
+    choose: Callable[[torch.dtype, bool], Backend],
     a: GroupedOperand,
     b: GroupedOperand,
     args: GroupedArgs,
@@ -66,17 +71,24 @@ def product_by_group(
             follows the product.
         a, b, args: as a backend's `grouped_gemm` takes them.
     """
-    b = _stacked(b)
+
+    def product(dtype: torch.dtype, is_alone: bool, given: GroupedArgs) -> torch.Tensor:
+        backend = choose(dtype, is_alone)
+        keeps = backend.stacks_lists and b.cache is not None
+        made: torch.Tensor = backend.ops["grouped_gemm"](a, b if keeps else stacked(b), given)
+        return made
+
     groups = args.offsets.shape[0]
     is_padded = b.is_stack and a.is_padded
     factors: list[torch.Tensor | None] = [None, None]
     if a.by_group or b.by_group:
+        b = stacked(b)
         factors = [_factor(a), _factor(b)]
         a, b = _without_factor(a), _without_factor(b)
     is_alone = args.bias is None and args.accumulate_into is None
     has_factor = any(factor is not None for factor in factors)
     if not (is_padded or has_factor):
-        return choose(args.out_dtype, is_alone)(a, b, args)
+        return product(args.out_dtype, is_alone, args)
     ends = args.offsets
     own = replace(args, bias=None, accumulate_into=None)
     if is_padded and args.padded is not None:
@@ -84,7 +96,7 @@ def product_by_group(
         a = replace(a, is_padded=False)
     is_last = is_alone and not has_factor
     dtype = args.out_dtype if is_last else torch.float32
-    made = choose(dtype, True)(a, b, replace(own, out_dtype=dtype))
+    made = product(dtype, True, replace(own, out_dtype=dtype))
     if b.is_stack:
         group = group_of_tokens(ends, args.tokens)
         if is_padded:

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...kernels.inputs import refuse_tangents, without_autocast
-from ...kernels.operators import StatedFunction
+from ...kernels import OperandCache
+from ...kernels.inputs import can_bypass_dispatcher, refuse_tangents, without_autocast
+from ...kernels.operators import StatedFunction, run_grouped_gemm
 from ...kernels.ragged import capacity
 from ...recipes import Plan, SlotPlan
 from ...tensor.stack import split_stack, split_transposed
@@ -95,21 +96,45 @@ def _rows_product(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
     precision: str,
+    caches: Sequence[OperandCache] = (),
 ) -> torch.Tensor:
-    """Return `[T, N]`: the rows of each group with its own matrix `[N, K]`; shape is (T, N, K)."""
+    """Return `[T, N]`: the rows of each group with its own matrix `[N, K]`; shape is (T, N, K).
+
+    `caches`: of b's planes, one for each group; none: nothing is kept of them.
+    """
     tokens, n, k = shape
     rows = a.buffers[0].shape[0]
-    return torch.ops.hybridq.grouped_gemm(
-        *(*a, (rows, k)),
-        *(*b, (n, k)),
-        offsets,
-        tokens,
-        bias,
-        is_stack=True,
-        a_padded=rows != tokens,  # rows with square blocks
-        out_dtype=dtype,
-        precision=precision,
-    )
+    operands = (*a, (rows, k), *b, (n, k), offsets, tokens, bias)
+    options: dict[str, Any] = {
+        "is_stack": True,
+        "a_padded": rows != tokens,  # rows with square blocks
+        "out_dtype": dtype,
+        "precision": precision,
+    }
+    if caches and can_bypass_dispatcher(*a.buffers, *b.buffers, offsets, bias):
+        return run_grouped_gemm(*operands, **options, cache=caches[0].of_stack(caches))
+    made: torch.Tensor = torch.ops.hybridq.grouped_gemm(*operands, **options)
+    return made
+
+
+def _caches(
+    kept: Sequence[CachedWeight | PrequantizedWeight | None], is_columns: bool
+) -> tuple[OperandCache, ...]:
+    """Return where what is made of the weights' planes is kept; empty where one keeps nothing.
+
+    Of a weight that is quantized only the rowwise plane is sure to be there.
+    """
+    found: list[OperandCache] = []
+    for one in kept:
+        cache = None
+        if isinstance(one, CachedWeight):
+            cache = one.col_kept if is_columns else one.row_kept
+        elif one is not None and not is_columns:
+            cache = one.row_kept
+        if cache is None:
+            return ()
+        found.append(cache)
+    return tuple(found)
 
 
 class GroupedCall(NamedTuple):
@@ -178,6 +203,7 @@ def _forward(
         bias,
         x.dtype,
         plan.precision.fprop,
+        _caches(call.kept, False),
     )
     return y, x_col, w
 
@@ -249,6 +275,7 @@ class _GroupedLinear(StatedFunction):
         ctx.save_for_backward(*saved, *(() if anchor is None else (anchor,)))
         ctx.plan, ctx.layout, ctx.needs, ctx.into = plan, layout, needs, into
         ctx.counts, ctx.late = (len(x_col), len(w.cols)), w.late
+        ctx.caches = () if w.late or plan.weight.saves_row else _caches(kept, True)
         ctx.activation, ctx.dtype, ctx.arriving = activation, x.dtype, arriving
         if arriving is not None and _takes_made(plan.grad_output):
             arriving.spec = plan.grad_output.row.spec
@@ -311,6 +338,7 @@ def _backward(
                 None,
                 dy.dtype,
                 plan.precision.dgrad,
+                ctx.caches,
             )
             if through is not None:
                 dx = _through(ctx, dx, through)
