@@ -39,8 +39,9 @@ cuda::PlaneForm ParseForm(int form, const Spec& spec, bool has_strides) {
   if (is_folded && (spec.rule != Rule::kRceil || !has_strides)) {
     Fail("encode: a folded plane is one of rule 'rceil' and has strides of its scales");
   }
-  if (is_tiled && (spec.scale == ScaleElement::kFp32 || spec.block_rows != 1)) {
-    Fail("encode: tiles hold scales of one byte and 1xN blocks");
+  const bool is_square = spec.block_rows == spec.block_cols;
+  if (is_tiled && (spec.scale == ScaleElement::kFp32 || (spec.block_rows != 1 && !is_square))) {
+    Fail("encode: tiles hold scales of one byte, of 1xN blocks or squares");
   }
   return static_cast<cuda::PlaneForm>(form);
 }

@@ -79,7 +79,7 @@ HQ_DEVICE uint64_t ScaleStep(const PlaneArgs& p) {
 // Whether the scales go to tiles of 128 x 4 (swizzle.h). Only whole tiles are written so.
 template <class K>
 HQ_DEVICE bool IsTiled(const PlaneArgs& p) {
-  return kWritesTiles && K::kScaleBytes == 1 && !K::kSquare && p.is_tiled;
+  return kWritesTiles && K::kScaleBytes == 1 && p.is_tiled;
 }
 
 // `scale_stride`: of a row of tiles.
@@ -94,6 +94,39 @@ HQ_DEVICE void StoreScale(const PlaneArgs& p, uint64_t at, const Scaled& s) {
     Store(reinterpret_cast<float*>(p.scale) + at, FromBits(s.stored));
   } else {
     Store(p.scale + at, static_cast<uint8_t>(s.stored));
+  }
+}
+
+// The scales of a warp's squares to tiles: there each line of the plane has its own, a square's is
+// that of all its lines. A lane stores those of a line side by side, as lanes hold them. kIsColumns:
+// lines are columns of x.
+template <class K, class G, bool kIsColumns>
+HQ_DEVICE void StoreTiledSquares(const PlaneArgs& p, const Place<G>& at, uint32_t stored) {
+  constexpr uint32_t kBlock = K::kBlock;
+  constexpr int kLines = kIsColumns ? kWarpCols : kWarpRows;
+  constexpr uint32_t kBlocks = (kIsColumns ? kWarpRows : kWarpCols) / kBlock;
+  static_assert(kBlocks == 1 || kBlocks == 2 || kBlocks == 4);
+  const uint64_t row = at.r0 + at.warp_row * kWarpRows, col = at.c0 + at.warp_col * kWarpCols;
+  const uint64_t line = kIsColumns ? col : row, block = (kIsColumns ? row : col) / kBlock;
+  HQ_UNROLL
+  for (int n = 0; n < kLines; n += 32) {
+    const uint32_t own = static_cast<uint32_t>(n) + at.lane;
+    const uint32_t begin = own / kBlock * kBlock;  // of the line's squares
+    uint32_t word = 0;
+    HQ_UNROLL
+    for (uint32_t b = 0; b < kBlocks; ++b) {
+      const uint32_t down = kIsColumns ? b * kBlock : begin, across = kIsColumns ? begin : b * kBlock;
+      const uint32_t from = down / G::kRows * G::kLanesAcross + across / G::kCols;
+      word |= ShuffleIndex(stored, static_cast<int>(from)) << (8 * b);
+    }
+    uint8_t* to = p.scale + TiledAt(p, line + own, block);
+    if constexpr (kBlocks == 4) {
+      Store(reinterpret_cast<uint32_t*>(to), word);
+    } else if constexpr (kBlocks == 2) {
+      Store(reinterpret_cast<uint16_t*>(to), static_cast<uint16_t>(word));
+    } else {
+      Store(to, static_cast<uint8_t>(word));
+    }
   }
 }
 

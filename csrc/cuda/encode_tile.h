@@ -83,7 +83,9 @@ HQ_DEVICE void EncodeRows(const TileArgs& a, const V& v, const Place<G>& at, Squ
     const Scaled s = SquareScale<K>(v, at, p, rule, G::kRowExchangeAt);
     HQ_UNROLL
     for (int i = 0; i < kR; ++i) multiplier[i] = s.multiplier;
-    if (at.row % K::kBlock == 0 && at.col % K::kBlock == 0 && in_cols && rows_left > 0) {
+    if (IsTiled<K>(p)) {
+      if constexpr (K::kBlock <= kWarpRows) StoreTiledSquares<K, G, false>(p, at, s.stored);
+    } else if (at.row % K::kBlock == 0 && at.col % K::kBlock == 0 && in_cols && rows_left > 0) {
       StoreScale<K>(p, row / K::kBlock * p.scale_stride + col / K::kBlock * ScaleStep<K>(p), s);
     }
   } else {
@@ -213,7 +215,9 @@ HQ_DEVICE void EncodeColumns(const TileArgs& a, const V& v, const Place<G>& at,
     const Scaled s = SquareScale<K>(v, at, p, rule, G::kColExchangeAt);
     HQ_UNROLL
     for (int j = 0; j < kC; ++j) multiplier[j] = s.multiplier;
-    if (at.row % K::kBlock == 0 && at.col % K::kBlock == 0 && in_cols && in_rows) {
+    if (IsTiled<K>(p)) {
+      if constexpr (K::kBlock <= kWarpRows) StoreTiledSquares<K, G, true>(p, at, s.stored);
+    } else if (at.row % K::kBlock == 0 && at.col % K::kBlock == 0 && in_cols && in_rows) {
       StoreScale<K>(p, col / K::kBlock * p.scale_stride + row / K::kBlock * ScaleStep<K>(p), s);
     }
   } else {

@@ -314,7 +314,10 @@ def test_a_layout_of_scales_is_an_option_of_rows_of_blocks() -> None:
     assert spec.buffers(130, 300) == PlaneSpec.parse("fp8_1x128").buffers(130, 300)
     tiles = PlaneSpec.parse("nvfp4;rht;scales=tiles")
     assert [b.shape for b in tiles.buffers(130, 70)] == [(130, 40), (2 * 2 * 512,), (1,)]
+    square = PlaneSpec.parse("nvfp4_16x16;scales=tiles")  # the scales of each row
+    assert [b.shape for b in square.buffers(130, 70)] == [(130, 35), (2 * 2 * 512,), (1,)]
+    assert not square.is_derivable and PlaneSpec.parse("nvfp4_16x16").is_derivable
     wrong = ("fp8_1x128;scales=up", "fp8_128x128;scales=down", "mxfp8;scales=down")
-    for text in (*wrong, "fp8_1x128;scales=tiles", "nvfp4_16x16;scales=tiles"):
+    for text in (*wrong, "fp8_1x128;scales=tiles", "fp8_128x128;scales=tiles"):
         with pytest.raises(SpecError, match="scale_layout"):
             PlaneSpec.parse(text)

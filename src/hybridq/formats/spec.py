@@ -79,8 +79,8 @@ class PlaneSpec:
         scale_layout: how the scales lie, which changes no value: `""`, those of a row beside each
             other; `"down"`, those of a group of columns beside each other, as cuBLASLt reads FP32
             scales of 1x128; `"tiles"`, one-byte scales in tiles of 128 rows by 4 blocks, padded
-            with zeros, in one dimension, as Blackwell reads them. For planes that one product
-            alone reads.
+            with zeros, in one dimension, as Blackwell reads them: of squares, that of each row.
+            For planes that one product alone reads.
 
     Raises:
         SpecError: an option does not go with the format or with another option.
@@ -148,11 +148,14 @@ class PlaneSpec:
             text = must_be_one_of(LAYOUTS, self.scale_layout)
             raise SpecError(f"PlaneSpec: scale_layout {text}")
         block, scale = self.format.block, self.format.scale
-        is_right = (scale == FP32) == (self.scale_layout == "down") and scale is not None
-        if block is None or block[0] != 1 or not is_right:
+        is_down = self.scale_layout == "down"
+        is_right = (scale == FP32) == is_down and scale is not None
+        is_square = block is not None and block[0] == block[1] and not is_down
+        if block is None or not (block[0] == 1 or is_square) or not is_right:
             raise SpecError(
                 "PlaneSpec: scale_layout goes with 1xN blocks, 'down' with FP32 scales and 'tiles' "
-                f"with one-byte ones, got {self.scale_layout!r} and {self.format}"
+                "with one-byte ones, of squares too, got "
+                f"{self.scale_layout!r} and {self.format}"
             )
 
     def _check_four_over_six(self, error: str) -> None:
@@ -279,7 +282,8 @@ class PlaneSpec:
     @property
     def is_derivable(self) -> bool:
         """Whether a columnwise plane of this spec is exactly the rowwise one transposed."""
-        return self.format.is_square and self.signs is None and not self.stochastic
+        is_plain = self.signs is None and not self.stochastic
+        return self.format.is_square and is_plain and self.scale_layout != "tiles"
 
     def unit(self, axis: int) -> int:
         """Return how many rows (axis 0) or columns (axis 1) share a block, a byte or a transform.
@@ -323,8 +327,8 @@ class PlaneSpec:
     def _make_buffers(self, rows: int, cols: int) -> tuple[BufferSpec, ...]:
         made = self.format.buffers(rows, self.padded(cols))
         if self.scale_layout == "tiles":
-            down, right = made[1].shape
-            size = -(-down // 128) * -(-right // 4) * 512
+            # A square's scale is that of each of its rows.
+            size = -(-rows // 128) * -(-made[1].shape[1] // 4) * 512
             made = (made[0], replace(made[1], shape=(size,)), *made[2:])
         if not self.row_scaled:
             return made

@@ -17,7 +17,7 @@ from .norm import NORMS, norm, row_sums
 from .philox import philox, random_bits, random_bytes
 from .rounding import one_nan, round_stochastic
 from .scales import BlockScales, block_scales
-from .tiles import tiled_scales, untiled_scales
+from .tiles import row_scales, tiled_scales, untiled_scales
 from .token_rows import spread_rows, sum_rows
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "random_bits",
     "random_bytes",
     "round_stochastic",
+    "row_scales",
     "row_sums",
     "sigmoid",
     "spread_rows",

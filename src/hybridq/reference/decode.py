@@ -76,7 +76,7 @@ def _scaled_codes(
         return values
     scale = buffers[1]
     if spec.scale_layout == "tiles":
-        scale = untiled_scales(scale, rows, -(-width // fmt.block[1]))
+        scale = untiled_scales(scale, rows, -(-width // fmt.block[1]))[:: fmt.block[0]]
     if scale.dtype == torch.uint8:
         scale = decode_codes(scale, fmt.scale)
     scale = scale.repeat_interleave(fmt.block[0], 0)[:rows]

@@ -18,7 +18,7 @@ from .hadamard import hadamard
 from .philox import random_bytes
 from .rounding import one_nan
 from .scales import FP32_MAX, BlockScales, block_scales
-from .tiles import tiled_scales
+from .tiles import row_scales, tiled_scales
 
 __all__ = ["encode_plane", "matrix_scales", "tensor_amax"]
 
@@ -82,7 +82,7 @@ def encode_plane(
     if spec.scale_layout == "tiles":
         place = (seed, stream, row0, col0, is_columnwise)
         made = _encode(x, replace(spec, scale_layout=""), stat, *place)
-        return [made[0], tiled_scales(made[1]), *made[2:]]
+        return [made[0], tiled_scales(row_scales(made[1], spec, x.shape[0])), *made[2:]]
     return _encode(x, spec, stat, seed, stream, row0, col0, is_columnwise)
 
 

@@ -7,7 +7,21 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["tiled_scales", "untiled_scales"]
+from ..formats import PlaneSpec
+
+__all__ = ["row_scales", "tiled_scales", "untiled_scales"]
+
+
+def row_scales(scale: torch.Tensor, spec: PlaneSpec, rows: int) -> torch.Tensor:
+    """Return the scales `[rows, blocks]` of each row, as tiles hold them: squares' repeat.
+
+    Args:
+        scale: of a plane of `spec`, row of blocks by row of blocks.
+        spec: of the plane.
+        rows: of the plane.
+    """
+    down = (spec.format.block or (1, 1))[0]
+    return scale if down == 1 else scale.repeat_interleave(down, 0)[:rows]
 
 
 def tiled_scales(scale: torch.Tensor) -> torch.Tensor:

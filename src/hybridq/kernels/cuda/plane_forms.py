@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...formats import PlaneSpec
-from ...reference import untiled_scales
+from ...reference import row_scales, untiled_scales
 
 __all__ = ["as_encoded", "as_known", "as_read", "buffers_as_read", "form_of", "formed_planes"]
 
@@ -56,7 +56,9 @@ def buffers_as_read(
     """
     if spec.scale_layout == "tiles":
         blocks = as_read(spec).buffers(rows, cols)[1].shape[1]
-        buffers = [buffers[0], untiled_scales(buffers[1], rows, blocks), *buffers[2:]]
+        down = (spec.format.block or (1, 1))[0]
+        scale = untiled_scales(buffers[1], rows, blocks)[::down]
+        buffers = [buffers[0], scale, *buffers[2:]]
     return [buffer.contiguous() for buffer in buffers]
 
 
@@ -100,6 +102,6 @@ def formed_planes(
             folded = kernels.fold(plane, own, *shape)
             plane = [folded.codes, folded.scale]
         elif form_of(spec) == 2:
-            plane[1] = kernels.swizzle(plane[1])
+            plane[1] = kernels.swizzle(row_scales(plane[1], own, shape[0]))
         buffers += plane
     return buffers

@@ -242,8 +242,9 @@ def tiled(spec: PlaneSpec) -> PlaneSpec:
     Only of planes whose codes and scales these take as they are.
     """
     fmt = spec.format
-    is_mx = fmt.scale == E8M0 and fmt.element in FP8 and fmt.block == (1, _MX)
-    is_nv = fmt.rule == "two_level" and fmt.element == E2M1 and fmt.block == (1, _NV)
+    is_mx = fmt.scale == E8M0 and fmt.element in FP8 and fmt.block in ((1, _MX), (_MX, _MX))
+    is_nv = fmt.rule == "two_level" and fmt.element == E2M1
+    is_nv = is_nv and fmt.block in ((1, _NV), (_NV, _NV))
     # Options that no tile kernel has are encoded, and then put into tiles.
     is_odd = spec.row_scaled or spec.four_over_six is not None
     return replace(spec, scale_layout="tiles") if (is_mx or is_nv) and not is_odd else spec
