@@ -18,6 +18,7 @@ from hybridq.kernels.inputs import Chip
 from hybridq.kernels.operators import run_gemm
 from hybridq.kernels.scaled_mm import backend as native
 from hybridq.kernels.scaled_mm import laid_down
+from hybridq.kernels.scaled_mm.operand_views import tiled
 from hybridq.nn.autograd import Activation, Norm, PrologueCall
 from hybridq.nn.autograd.linear_function import _Call, _forward, _Needs
 from hybridq.nn.autograd.operands import PlaneOperand, gemm
@@ -183,7 +184,7 @@ def _operand(name: str, rows: int, k: int, spec: PlaneSpec | None = None) -> Ope
     return Operand(BACKEND.ops["encode"](x, spec, None, EncodeRequest()), spec, rows, k)
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "fp8_e4m3", "fp8_block"])
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_e4m3", "fp8_block", "mx", "nvfp4"])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_planned_products_have_the_bits_of_those_that_plan_nothing(
     name: str, has_bias: bool, monkeypatch
@@ -192,11 +193,19 @@ def test_planned_products_have_the_bits_of_those_that_plan_nothing(
     if name == "fp8_block":  # the weight's scales in squares, whose rows have no gap
         down = laid_down(PLAIN["fp8_1x128"])
         a, b = _operand("", 36, 512, down), _operand("fp8_128x128", 48, 512)
+    elif name in ("mx", "nvfp4"):  # scales in tiles, those of the second in squares
+        sizes, formats = (128, 256, 512), ("mxfp8", "mxfp8_32x32")
+        formats = formats if name == "mx" else ("nvfp4", "nvfp4_16x16")
+        a, b = (
+            _operand("", rows, 512, tiled(PLAIN[one]))
+            for rows, one in zip(sizes, formats, strict=False)
+        )
     else:
         a, b = (_operand(name, rows, sizes[2]) for rows in sizes[:2])
-    chip = Chip("cuda", (9, 0), (13, 0), (2, 11))
+    major = 10 if name in ("mx", "nvfp4") else 9
+    chip = Chip("cuda", (major, 0), (13, 0), (2, 11))
     query = OpQuery("gemm", "cuda", dtype, a.spec, b.spec, "auto", sizes, chip)
-    args = GemmArgs(torch.randn(48).to(dtype) if has_bias else None, None, dtype, chip=chip)
+    args = GemmArgs(torch.randn(sizes[1]).to(dtype) if has_bias else None, None, dtype, chip=chip)
     calls = []
 
     def product(*given, **more):
@@ -226,8 +235,10 @@ def test_planned_products_have_the_bits_of_those_that_plan_nothing(
         monkeypatch.undo()
         monkeypatch.setattr(native, "scaled_mm", product)
         monkeypatch.setattr(native, "block_takes_bias", lambda *_: True)
-        want = native.multiply(a, b, args, "block" if name == "fp8_block" else "tensor")
-    assert calls == [torch.float8_e4m3fn] * 2
+        kind = {"fp8_e4m3": "tensor", "fp8_block": "block"}.get(name, name)
+        want = native.multiply(a, b, args, kind)
+    codes = torch.float4_e2m1fn_x2 if name == "nvfp4" else torch.float8_e4m3fn
+    assert calls == [codes] * 2
     cases.assert_same(got, want, name)
 
 

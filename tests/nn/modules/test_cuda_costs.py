@@ -85,8 +85,11 @@ def test_an_operand_is_one_launch(costs, recipe: str) -> None:
 
 def test_blackwell_has_nothing_between_encode_and_product(monkeypatch) -> None:
     with fake_gpu(monkeypatch, (10, 0)) as costs:
-        for recipe in ("mxfp8", "nvfp4"):  # whose weight has squares of 16x16
+        # NVFP4's weight has squares of 16x16, and its amaxes are divided by two operators each.
+        for recipe, tensors in (("mxfp8", (5, 4)), ("nvfp4", (10, 12))):
             forward, back = step(costs, recipe, has_bias=False)
+            assert forward.allocations <= tensors[0] and back.allocations <= tensors[1]
+            assert forward.frames <= 60 and back.frames <= 90, (forward.frames, back.frames)
             assert dict(forward.kernels) == {"encode": 2}
             assert dict(back.kernels) == {"encode": 1}
 

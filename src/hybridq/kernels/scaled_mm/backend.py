@@ -16,6 +16,8 @@ import torch
 
 from ...errors import BackendError
 from ...formats import PlaneSpec
+from ...formats.elements import E4M3
+from ...reference import factor_bound
 from ..choice import (
     Backend,
     DeviceSupport,
@@ -35,6 +37,7 @@ from .operand_layout import ceil_to
 from .operand_views import (
     FP8,
     KINDS,
+    TILED_SCALES,
     Scaled,
     laid_down,
     lies_down,
@@ -42,6 +45,7 @@ from .operand_views import (
     pair_reason,
     rows_later,
     tiled,
+    tiled_view,
     two_levels,
     unit_blocks,
     view_reason,
@@ -296,10 +300,15 @@ class _Planned:
         bias, views = args.bias, []
         if bias is not None and not (bias.dtype is args.out_dtype and bias.is_contiguous()):
             return None
-        for operand, (dtype, recipe) in zip((a, b), self._ways, strict=True):
-            data, scale = operand.buffers
+        for operand, (dtype, recipe, bound) in zip((a, b), self._ways, strict=True):
+            data, scale = operand.buffers[:2]
             if not (data.is_contiguous() and begins_at(data) % _ALIGNMENT == 0):
                 return None
+            if recipe in TILED_SCALES:
+                if not (scale.is_contiguous() and begins_at(scale) % _ALIGNMENT == 0):
+                    return None
+                views.append(tiled_view(operand, data.view(dtype), recipe, bound))
+                continue
             if recipe != "TensorWise":
                 own = scale if recipe == _SQUARES else scale.t()
                 if not (own.is_contiguous() and begins_at(scale) % _ALIGNMENT == 0):
@@ -311,14 +320,15 @@ class _Planned:
         return _scaled_mm(views[0], views[1], bias, args.out_dtype)
 
 
-def _ways_as_they_lie(query: OpQuery, kind: str) -> list[tuple[torch.dtype, str]] | None:
+def _ways_as_they_lie(query: OpQuery, kind: str) -> list[tuple[torch.dtype, str, float]] | None:
     """Return how the product takes FP8 planes that need no copy, or None.
 
     They have one scale each, or those of 1x128, which lie down; the second may have those of
-    128x128, whose rows have no gap.
+    128x128, whose rows have no gap. Or their scales are in tiles, of FP4 planes too.
 
     Returns:
-        Of each operand torch's dtype of its codes and the name of its scaling.
+        Of each operand torch's dtype of its codes, the name of its scaling, and what the amax of a
+        second level is divided by, 0 where there is none.
     """
     a, b, sizes = query.row, query.col, query.sizes
     if a is None or b is None or sizes is None or query.dtype is torch.float32:
@@ -326,10 +336,22 @@ def _ways_as_they_lie(query: OpQuery, kind: str) -> list[tuple[torch.dtype, str]
     m, n, k = sizes
     if 0 in sizes or n % 16 or k % 16 or m % KINDS[kind].rows:
         return None
-    ways: list[tuple[torch.dtype, str]] = []
+    ways: list[tuple[torch.dtype, str, float]] = []
     for is_second, spec in enumerate((a, b)):
         element = spec.format.element
-        if element not in FP8 or spec.padded(k) != k:
+        if spec.padded(k) != k:
+            return None
+        if kind in ("mx", "nvfp4"):
+            if spec.scale_layout != "tiles" or spec.row_scaled or m % _TILE or k % _TILE:
+                return None
+            is_fp4 = kind == "nvfp4"
+            codes = torch.float4_e2m1fn_x2 if is_fp4 else FP8.get(element or E4M3)
+            if codes is None:
+                return None
+            recipe = "BlockWise1x16" if is_fp4 else "BlockWise1x32"
+            ways.append((codes, recipe, factor_bound(spec) or 0.0))
+            continue
+        if element not in FP8:
             return None
         if kind == "tensor":
             recipe = "TensorWise"
@@ -339,7 +361,7 @@ def _ways_as_they_lie(query: OpQuery, kind: str) -> list[tuple[torch.dtype, str]
             recipe = _SQUARES
         else:
             return None
-        ways.append((FP8[element], recipe))
+        ways.append((FP8[element], recipe, 0.0))
     return ways
 
 

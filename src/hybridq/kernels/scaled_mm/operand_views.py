@@ -23,12 +23,13 @@ import torch
 
 from ...formats import Element, PlaneSpec
 from ...formats.elements import E2M1, E4M3, E5M2, E8M0, FP32
-from ...reference import cast, decode_codes, fold_element, tensor_factor, unpack
+from ...reference import cast, decode_codes, factor_of, fold_element, tensor_factor, unpack
 from ..choice import Operand, OpQuery, select
 from .operand_layout import ceil_to, fill_scale, pad_codes, pad_rows, scales_1x128, scales_128x128
 
 __all__ = [
     "KINDS",
+    "TILED_SCALES",
     "Scaled",
     "ScalingKind",
     "block_scales",
@@ -44,6 +45,7 @@ __all__ = [
     "rows_later",
     "swizzled",
     "tiled",
+    "tiled_view",
     "two_levels",
     "unit_blocks",
     "view_reason",
@@ -401,6 +403,29 @@ def two_levels(view: Scaled) -> Scaled:
         swizzles=(*view.swizzles, "NO_SWIZZLE"),
         factor=None,
     )
+
+
+#: torch's dtype of scales in tiles, by the name of their scaling.
+TILED_SCALES: Final = {
+    "BlockWise1x32": torch.float8_e8m0fnu,
+    "BlockWise1x16": torch.float8_e4m3fn,
+}
+
+
+def tiled_view(operand: Operand, data: torch.Tensor, recipe: str, bound: float) -> Scaled:
+    """Return an operand whose scales are in tiles, with an NVFP4 factor as the second level.
+
+    Args:
+        operand: one that needs no padding and is not scaled by rows.
+        data: its codes, in torch's dtype.
+        recipe: a key of `TILED_SCALES`.
+        bound: of the factor (`reference.factor_of`); 0: there is none.
+    """
+    scale = operand.buffers[1].view(TILED_SCALES[recipe])
+    if not bound:
+        return Scaled(data, (scale,), (recipe,), ("SWIZZLE_32_4_4",))
+    both, recipes = (scale, factor_of(operand.buffers, bound)), (recipe, "TensorWise")
+    return Scaled(data, both, recipes, ("SWIZZLE_32_4_4", "NO_SWIZZLE"))
 
 
 @lru_cache(maxsize=1024)
