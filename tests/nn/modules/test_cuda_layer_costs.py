@@ -51,10 +51,10 @@ TABLE = {
         "nvfp4": (Bound(7, 6, 0.0, 95), Bound(9, 4, 0.0, 84)),
     },
     "GroupedLinear": {
-        "mxfp8": (Bound(5, 40, 0.0, 335), Bound(3, 6, 0.0, 100)),
-        "fp8_current": (Bound(5, 40, 0.0, 335), Bound(3, 6, 0.0, 104)),
-        "fp8_block": (Bound(5, 40, 0.0, 335), Bound(3, 6, 0.0, 100)),
-        "nvfp4": (Bound(6, 59, 0.0, 335), Bound(3, 8, 0.0, 100)),
+        "mxfp8": (Bound(5, 40, 0.0, 285), Bound(3, 6, 0.0, 100)),
+        "fp8_current": (Bound(5, 40, 0.0, 285), Bound(3, 6, 0.0, 104)),
+        "fp8_block": (Bound(5, 40, 0.0, 285), Bound(3, 6, 0.0, 100)),
+        "nvfp4": (Bound(6, 59, 0.0, 285), Bound(3, 8, 0.0, 100)),
     },
 }
 CASES = [(layer, recipe) for layer, recipes in TABLE.items() for recipe in recipes]

@@ -6,6 +6,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from ... import settings
 from ...recipes import CustomRecipe, Plan, Recipe, bind
 from ...recipes.factories import high_precision_factory
 from ...storage import TensorStorage
@@ -297,8 +298,11 @@ class GroupedModule(QuantizedModule):
             return ()
         slot = plans[0].weight
         keeps = not (slot.col.is_plain or slot.is_delayed) and all(p == plans[0] for p in plans)
-        if not (keeps or is_stack(own[0]) or any(map(is_quantized, own))):
-            return ()
+        if not (is_stack(own[0]) or any(map(is_quantized, own))):
+            if is_first_microbatch is None:
+                is_first_microbatch = settings.current().is_first_microbatch
+            if not keeps or is_first_microbatch is None:
+                return ()
         weights, first = own, self.first_matrix
         if layout.is_single:
             with torch.no_grad():
@@ -313,6 +317,8 @@ class GroupedModule(QuantizedModule):
 
     def _into_all(self, own: list[torch.Tensor]) -> tuple[Into | None, ...]:
         """Return where the gradient of each weight parameter is added; empty: nowhere."""
+        if not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
+            return ()
         into = tuple([self._into(weight) for weight in own])
         return into if any(one is not None for one in into) else ()
 
