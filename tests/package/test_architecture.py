@@ -87,6 +87,7 @@ ROOMS = {
         "sequence",
         "flat",
         "pipelines",
+        "separate_state",
         "sequence_gradients",
         "token_sums",
         "part_planes",

@@ -6,7 +6,7 @@ FP32 sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 import hybridq
 from hybridq import distributed
 from hybridq.distributed import FusedParallel
+from hybridq.nn.weights import separate_names
 
 HIDDEN, INNER, BATCH = 128, 320, 2
 #: Tokens whose planes travel on up to four ranks, and tokens whose values do.
@@ -82,23 +83,29 @@ def mesh_of() -> Any:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def rows_of(case: str, name: str) -> list[int]:
-    """Return the rows of the matrices that lie one behind the other in a parameter, or nothing."""
-    if case in ("mlp", "layer") and "fc1" in name:
-        return [INNER, INNER]
-    if case in ("attention", "layer") and "qkv." in name and "layer_norm" not in name:
-        return [HIDDEN, HIDDEN // 2, HIDDEN // 2]
-    return []
+def matrices(whole: nn.Module) -> dict[str, tuple[str, slice]]:
+    """Return by the name of each parameter of a part that of the whole's, and its rows there."""
+    found = {}
+    for name, parameter in whole.named_parameters():
+        path, _, leaf = name.rpartition(".")
+        apart = separate_names(whole.get_submodule(path)).get(leaf, {})
+        start = 0
+        for one, rows in apart.items() if len(apart) > 1 else [(leaf, parameter.shape[0])]:
+            found[f"{path}.{one}".lstrip(".")] = (name, slice(start, start + rows))
+            start += rows
+    return found
 
 
-def part_of(whole: torch.Tensor, own: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Return what a rank has of a whole parameter, or of its gradient."""
-    if whole.shape == own.shape:
-        return whole
-    (dim,) = [at for at in range(whole.dim()) if whole.shape[at] != own.shape[at]]
-    world, rank = dist.get_world_size(), dist.get_rank()
-    matrices = whole.split(rows, dim) if rows else [whole]
-    return torch.cat([one.chunk(world, dim)[rank] for one in matrices], dim)
+def pairs(whole: nn.Module, part: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each parameter of a part, and what the whole has of it, with its gradient."""
+    parameters, places = dict(whole.named_parameters()), matrices(whole)
+    assert list(places) == [name for name, _ in part.named_parameters()]
+    for name, own in part.named_parameters():
+        which, rows = places[name]
+        grad = parameters[which].grad
+        made = parameters[which].detach()[rows]
+        made.grad = None if grad is None else grad[rows]
+        yield name, made, own
 
 
 def run(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, recipe: Any) -> Any:
@@ -149,14 +156,11 @@ def modules(names: str) -> None:
                 bound = 1e-4 if name in ("layer", "interleaved") and recipe else 3e-6
                 near(y, made(wanted), what, bound)
                 near(dx, cut(wanted_dx), what, 1e-2 if recipe else 1e-5)
-                pairs = zip(whole.named_parameters(), part.named_parameters(), strict=True)
-                for (which, a), (same, b) in pairs:
-                    assert which == same
-                    rows = rows_of(name, which)
-                    assert torch.equal(part_of(a.detach(), b, rows), b.detach()), (*what, which)
+                for which, a, b in pairs(whole, part):
+                    assert torch.equal(b.full_tensor(), a), (*what, which)
                     # One code of four bits that rounds the other way is 1% of a small gradient.
                     loose = 3e-2 if name in ("layer", "interleaved") and recipe else 5e-3
-                    near(b.grad, part_of(a.grad, b, rows), (*what, which), loose)
+                    near(b.grad.full_tensor(), a.grad, (*what, which), loose)
 
 
 def split(make: Callable[[], nn.Module], **options: Any) -> tuple[nn.Module, nn.Module]:
@@ -192,11 +196,8 @@ def decoder() -> None:
         near(found, own_part(wanted, 0), interleaved, 1e-4)
         wanted.square().sum().backward()
         found.square().sum().backward()
-        for (name, a), (_, b) in zip(
-            whole.named_parameters(), part.named_parameters(), strict=True
-        ):
-            if a.shape == b.shape:
-                near(b.grad, a.grad, name, 5e-3)
+        for name, a, b in pairs(whole, part):
+            near(b.grad.full_tensor(), a.grad, name, 5e-3)
 
 
 def apart() -> None:
@@ -213,28 +214,22 @@ def apart() -> None:
     wanted, found = whole(x), part(own_part(x, 0))
     (wanted[0] * wanted[1]).sum().backward()
     (found[0] * found[1]).sum().backward()
-    near(part.fc2_bias.grad, whole.fc2_bias.grad, "bias", 1e-5)
-    near(part.layer_norm_bias.grad, whole.layer_norm_bias.grad, "norm", 1e-5)
+    for name in ("fc2_bias", "layer_norm_bias"):
+        near(getattr(part, name).grad.full_tensor(), getattr(whole, name).grad, name, 1e-5)
     assert not any(hasattr(one, "sequence_parallel") for one in part.parameters())
     assert part.fc1_weight.tensor_model_parallel and part.fc2_weight.partition_dim == 1
 
     shapes = hybridq.TransformerLayer(64, 128, 4, device="meta")
     parallelize_module(shapes, mesh, FusedParallel())
-    assert shapes.layernorm_mlp.fc2_weight.shape == (64, 128 // world)
+    assert shapes.layernorm_mlp.fc2_weight.to_local().shape == (64, 128 // world)
 
     torch.manual_seed(rank)
     own = hybridq.LayerNormLinear(64, 64)
     values = own.weight.detach().clone()
     parallelize_module(own, mesh, FusedParallel(), src_data_rank=None)
-    assert torch.equal(own.weight, values.chunk(world)[rank]) and own.out_features == 64 // world
-
-    attention = hybridq.MultiheadAttention(64, 8, num_gqa_groups=4, bias=False)
-    parallelize_module(attention, mesh, FusedParallel())
-    state = {"proj.weight": torch.zeros(64, 64 // world)}
-    for name, heads in (("query", 8), ("key", 4), ("value", 4)):
-        state[f"qkv.{name}_weight"] = torch.full((8 * heads // world, 64), float(heads))
-    attention.load_state_dict(state)
-    assert attention.qkv.weight[:, 0].unique_consecutive().tolist() == [8.0, 4.0]
+    assert torch.equal(own.weight.to_local(), values.chunk(world)[rank])
+    assert own.out_features == 64 // world
+    loads()
 
     whole, part = split(lambda: hybridq.LayerNormMLP(HIDDEN, INNER))
     prepared = PrepareModuleInput(
@@ -244,14 +239,40 @@ def apart() -> None:
     near(model(own_part(x, 0)), whole(x), "DTensor", 1e-6)
 
 
+def loads() -> None:
+    """Plain values of the whole, of its matrices, and of this rank's parts."""
+    rank, world, mesh = dist.get_rank(), dist.get_world_size(), mesh_of()
+    attention = hybridq.MultiheadAttention(64, 8, num_gqa_groups=4, bias=False)
+    parallelize_module(attention, mesh, FusedParallel())
+    rows = {"query_weight": 64, "key_weight": 32, "value_weight": 32}
+    wanted = torch.arange(128 * 64.0).view(128, 64)
+    apart = dict(zip(rows, wanted.split(list(rows.values())), strict=True))
+    parts = {name: one.chunk(world)[rank] for name, one in apart.items()}
+    for given in (apart, {"weight": wanted}, parts, {"weight": torch.cat([*parts.values()])}):
+        with torch.no_grad():
+            for parameter in attention.parameters():
+                parameter.zero_()
+        state = {f"qkv.{name}": one.clone() for name, one in given.items()}
+        attention.load_state_dict({**state, "proj.weight": torch.ones(64, 64)})
+        for name, one in apart.items():
+            assert torch.equal(getattr(attention.qkv, name).full_tensor(), one), (name, list(given))
+        own = attention.qkv.own("weight")
+        assert torch.equal(own, torch.cat([*parts.values()]))
+        # One behind the other in memory: no copy was made.
+        assert own.data_ptr() == attention.qkv.query_weight.to_local().data_ptr()
+    with raises(RuntimeError, "qkv.weight: must have 128 rows, of which this rank's part has"):
+        attention.load_state_dict({"qkv.weight": torch.ones(7, 64)}, strict=False)
+
+
 def compiled() -> None:
     """A layer as one graph."""
     _, part = split(lambda: hybridq.LayerNormMLP(HIDDEN, INNER), sequence_parallel=True)
     x, dy = torch.randn(64, BATCH, HIDDEN), torch.randn(64, BATCH, HIDDEN)
     wanted = run(part, x, dy, "mxfp8")
-    grads = [p.grad.clone() for p in part.parameters()]
+    grads = [p.grad.to_local().clone() for p in part.parameters()]
     found = run(torch.compile(part, fullgraph=True), x, dy, "mxfp8")
-    for a, b in zip((*found, *(p.grad for p in part.parameters())), (*wanted, *grads), strict=True):
+    again = [p.grad.to_local() for p in part.parameters()]
+    for a, b in zip((*found, *again), (*wanted, *grads), strict=True):
         near(a, b, "compiled", 1e-3)
 
 
@@ -281,6 +302,11 @@ def refused() -> None:
     with hybridq.quantized_model_init("mxfp8"):
         quantized = hybridq.LayerNormMLP(64, 128)
     check(quantized, FusedParallel(), ValueError, "parameters must be in high precision")
+    for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
+        late = hybridq.LayerNormMLP(64, 128, **{option: True})
+        check(
+            late, FusedParallel(), ValueError, "leave them off, or make the module with tp_group="
+        )
     assert all(torch.equal(one, state[name]) for name, one in layer.state_dict().items())
     parallelize_module(layer, mesh, FusedParallel())
     check(layer, FusedParallel(), ValueError, "the module must be whole")

@@ -2,7 +2,8 @@
 
 Rooms, each of which imports only those before it: `agreement`, `encoding`, `parameters`, `units`,
 `tensors`; then `attachment`, `fsdp2`, `scaling_history`, `collectives`, `sequence`, `flat`,
-`pipelines`, `sequence_gradients`, `token_sums`, `part_planes`, `token_styles` and `fused_style`.
+`pipelines`, `separate_state`, `sequence_gradients`, `token_sums`, `part_planes`, `token_styles` and
+`fused_style`.
 What estimates runs without running them (`plan`, ...) is in `hybridq.estimate`; its names are found
 here too.
 """
@@ -30,6 +31,7 @@ from .flat import FlatCodes, post_all_gather_processing, quantize_master_weights
 from .fsdp2 import prepare_fsdp2, wire_nbytes
 from .pipelines import pipeline_stage
 from .scaling_history import ScalingHistory
+from .separate_state import joined_state, separate_state
 from .sequence import context_parallel, sequence_loss, sequence_parallel, shard_sequence
 from .sequence_gradients import reduce_sequence_parallel_gradients
 from .tensors import GatheredWeight, QuantizedWeight
@@ -52,6 +54,7 @@ __all__ = [
     "check_ranks",
     "context_parallel",
     "ddp_hook",
+    "joined_state",
     "parallel_cross_entropy",
     "pipeline_stage",
     "post_all_gather_processing",
@@ -61,6 +64,7 @@ __all__ = [
     "quantized_reduce_scatter",
     "reduce_scatter",
     "reduce_sequence_parallel_gradients",
+    "separate_state",
     "sequence_loss",
     "sequence_parallel",
     "shard_sequence",

@@ -26,9 +26,12 @@ class FusedParallel(ParallelStyle):
     Of a `LayerNormLinear` each rank has rows of the weight; of a `LayerNormMLP` rows of fc1 and
     columns of fc2; of a `MultiheadAttention` as many heads; of a `TransformerLayer` all of these.
     Where rows are several matrices one behind the other (queries, keys, values; both halves of a
-    gated activation) a rank has its part of each. The module then is what its arguments `tp_group`
-    and `set_parallel_mode` would have made it, with the values that it had: parameters are plain
-    tensors, a rank's part each, marked with `tensor_model_parallel`.
+    gated activation) a rank has its part of each. The module then computes what its arguments
+    `tp_group` and `set_parallel_mode` would have made it compute, with the values that it had.
+
+    Parameters become DTensors on the mesh. One with several matrices becomes one for each:
+    `query_weight`, `key_weight` and `value_weight` of a projection, `fc1_gate_weight` and
+    `fc1_up_weight` of a gated activation, and their biases.
 
     Input and output are plain tensors, or the input a DTensor over the mesh: of all tokens; of a
     `LayerNormLinear`'s output a rank has its columns. With `sequence_parallel` the input, and the
@@ -43,8 +46,9 @@ class FusedParallel(ParallelStyle):
         TypeError: `sequence_parallel` is no bool.
         NotImplementedError: the module is another one (from `parallelize_module`).
         ValueError: the ranks do not divide heads or features, a parameter is quantized or dealt
-            out already, the mesh has several dimensions, or `sequence_parallel` meets
-            `qkv_format="bshd"`.
+            out already, the mesh has several dimensions, `sequence_parallel` meets
+            `qkv_format="bshd"`, or the module has `fuse_wgrad_accumulation` or
+            `delay_wgrad_compute`.
 
     Source: ours; the ways to split: arXiv:1909.08053, arXiv:2205.05198.
 
@@ -94,7 +98,7 @@ class FusedParallel(ParallelStyle):
                 dist.broadcast(values, group=group, group_src=source)
 
         options = ParallelOptions(group, sequence_parallel=self.sequence_parallel)
-        split_module("FusedParallel", module, options, share)
+        split_module("FusedParallel", module, options, device_mesh, share)
         placement = Shard(0) if self.sequence_parallel else Replicate()
 
         def take_local(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -17,6 +17,7 @@ from ...recipes.boundary import boundary_quantizer
 from ..autograd import AttentionQuantizers, checkpoint, plain_attention, quantized_attention
 from .attention_bias import SOFTMAXES, added_bias, with_offset
 from .attention_masks import WITHOUT_PADDING, Lengths, check_mask_type, diagonal, visible
+from .dealt_parameters import local_part
 from .kv_cache import InferenceParams
 from .packed_sequences import Packed, Packing, alike
 from .parallel_options import ParallelOptions
@@ -389,7 +390,7 @@ class DotProductAttention(nn.Module):
         scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
         mask, is_causal = self._mask(query, key, call, scale)
         if mask is not None and self.softmax_type != SOFTMAXES[0]:
-            key, value, mask = with_offset(key, value, mask, self.softmax_offset)
+            key, value, mask = with_offset(key, value, mask, local_part(self.softmax_offset))
         dropout = self.attention_dropout if self.training else 0.0
         quantizers = self.quantizers()
         grouped = query.shape[1] != key.shape[1]

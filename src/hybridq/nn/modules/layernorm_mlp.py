@@ -12,7 +12,7 @@ from torch import nn
 from ...recipes.roles import GRAD_INPUT
 from ...tensor import is_quantized
 from ..autograd import Gate, PrologueCall, with_quantized_gradient
-from ..weights import plain_weights
+from ..weights import plain_weights, takes_separate_names
 from .linear_part import FusedModule, InitMethod, activation_of, one_dtype, run_part
 from .parallel_options import ParallelOptions
 from .tensor_parallel import COLUMN, ROW
@@ -130,6 +130,8 @@ class LayerNormMLP(FusedModule):
         width = self._activation.columns(ffn_hidden_size)
         self._make_linear("fc1_", width, hidden_size, bias, options)
         self._make_linear("fc2_", hidden_size, ffn_hidden_size, bias, options)
+        halves = {} if width == ffn_hidden_size else dict.fromkeys(("gate", "up"), ffn_hidden_size)
+        takes_separate_names(self, halves, "fc1_")
         self._mark_parallel()
         self.reset_parameters()
         self._take_accumulation(fuse_wgrad_accumulation, delay_wgrad_compute)
@@ -170,23 +172,23 @@ class LayerNormMLP(FusedModule):
         recipe = self._recipe()
         if recipe is not None and fp8_grad:
             x = with_quantized_gradient(x, self._boundary_quantizer(recipe, GRAD_INPUT))
-        first, weight, bias = is_first_microbatch, self.fc1_weight, self.fc1_bias
+        first, weight, bias = is_first_microbatch, self.own("fc1_weight"), self.own("fc1_bias")
         seen = None
         if self.return_layernorm_output:
             seen = self._normalized(x, None if recipe is None else self.plan_of(recipe, "fc1"))
             hidden = run_part(self, "fc1", recipe, seen, weight, bias, first)
         else:
             hidden = run_part(self, "fc1", recipe, x, weight, bias, first, self._norm_call())
-        bias = None if self.return_bias else self.fc2_bias
+        bias = None if self.return_bias else self.own("fc2_bias")
         act = None
         if isinstance(self._activation, Gate):
             hidden = self._activation.plain(hidden)
         else:
             act = PrologueCall(self._activation)
-        y = run_part(self, "fc2", recipe, hidden, self.fc2_weight, bias, first, act)
+        y = run_part(self, "fc2", recipe, hidden, self.own("fc2_weight"), bias, first, act)
         if recipe is not None and fp8_output:
             y = self._quantized_output(y, recipe)
-        own = [self.of_all_tokens(self.fc2_bias)] if self.return_bias else []
+        own = [self.of_all_tokens(self.own("fc2_bias"))] if self.return_bias else []
         others = own + ([] if seen is None else [seen])
         return (y, *others) if others else y
 
@@ -204,10 +206,10 @@ class LayerNormMLP(FusedModule):
             and the number of its matrix: `None`.
         """
         del rest, options
-        weight: torch.Tensor = self.fc1_weight
+        weight: torch.Tensor = self.own("fc1_weight")
         plain = weight.dequantize() if is_quantized(weight) else weight
         seen = self._normalized(self._take_input(inp, self.hidden_size), None)
-        hidden = torch.nn.functional.linear(seen, plain, self.fc1_bias)
+        hidden = torch.nn.functional.linear(seen, plain, self.own("fc1_bias"))
         acted = self._activation.plain(hidden, None, None)
         return {("fc1_weight", None): seen, ("fc2_weight", None): acted}
 
@@ -215,6 +217,6 @@ class LayerNormMLP(FusedModule):
         """Return the sizes and what differs from the defaults, for `repr`."""
         return (
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
-            f"eps={self.eps}, bias={self.fc1_bias is not None}, "
+            f"eps={self.eps}, bias={self.fc2_bias is not None}, "
             f"normalization={self.normalization}, activation={self.activation}"
         )

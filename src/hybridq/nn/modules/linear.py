@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from ...recipes.roles import GRAD_INPUT
 from ..autograd import with_quantized_gradient
 from ..weights import plain_weights
+from .dealt_parameters import reset_dealt
 from .eager_fast_path import eager_forward
 from .linear_part import InitMethod, one_dtype, run_part
 from .parallel_options import ParallelOptions
@@ -124,6 +127,9 @@ class Linear(QuantizedModule, nn.Linear):
 
     def reset_parameters(self) -> None:
         """Set all parameters to the initial values: of `nn.Linear`, or of the `init_method`."""
+        if self.is_dealt:
+            fill = self._init_method or partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
+            return reset_dealt(self, "weight", fill, "bias")
         with plain_weights(self), self.drawing.drawing(), torch.no_grad():
             if self._init_method is None:
                 super().reset_parameters()
@@ -171,12 +177,12 @@ class Linear(QuantizedModule, nn.Linear):
         """
         if self.return_bias:
             given = (input, None, is_first_microbatch, fp8_output, fp8_grad)
-            return self._forward(*given), self.bias
+            return self._forward(*given), self.own("bias")
         if not (fp8_output or fp8_grad or self.is_parallel):
             y = eager_forward(self, input, is_first_microbatch)
             if y is not None:
                 return y
-        return self._forward(input, self.bias, is_first_microbatch, fp8_output, fp8_grad)
+        return self._forward(input, self.own("bias"), is_first_microbatch, fp8_output, fp8_grad)
 
     def _forward(
         self,
@@ -193,5 +199,5 @@ class Linear(QuantizedModule, nn.Linear):
             raise self._error(TypeError, f"input must be a Tensor, got {type(given).__name__}")
         if recipe is not None and fp8_grad:
             input = with_quantized_gradient(input, self._boundary_quantizer(recipe, GRAD_INPUT))
-        y = run_part(self, "", recipe, input, self.weight, bias, is_first_microbatch)
+        y = run_part(self, "", recipe, input, self.own("weight"), bias, is_first_microbatch)
         return self._quantized_output(y, recipe) if recipe is not None and fp8_output else y

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from ..autograd import (
     watcher,
 )
 from ..weights import Into
+from .dealt_parameters import reset_dealt
 from .parallel_weights import SplitTogether
 from .quantized_module import PLAIN, QuantizedModule
 from .quantized_parts import decoded_or_kept
@@ -85,9 +87,9 @@ def run_part(
     Returns:
         `[..., out_features]`, in x's dtype or torch.autocast's.
     """
-    parallel = module.parallel.get(part) if module.is_parallel else None
+    parallel, first = module.parallel.get(part) if module.is_parallel else None, is_first_microbatch
     if parallel is None:
-        own = _Part(module, part, weight, bias, is_first_microbatch)
+        own = _Part(module, part, weight, bias, first)
         return _run(own, recipe, x, before)
     if parallel.rank < 0:
         raise module._error(
@@ -103,10 +105,10 @@ def run_part(
         if before is not None:  # its weights' gradients are those of the whole
             x, before = _prologue(module, plan, x, before), None
         tokens = parallel.tokens(plan, x.shape)
-        own = _Part(module, part, weight, bias, is_first_microbatch, parallel, tokens=tokens)
+        own = _Part(module, part, weight, bias, first, parallel, module.stepped(part), tokens)
         return _run(own, recipe, parallel.enter(x) if tokens is None else x, None)
     tokens = parallel.tokens(plan, x.shape)
-    own = _Part(module, part, weight, None, is_first_microbatch, parallel, tokens=tokens)
+    own = _Part(module, part, weight, None, first, parallel, module.stepped(part), tokens)
     y = _run(own, recipe, x, before)
     if tokens is None:
         y = parallel.leave(y)
@@ -150,7 +152,8 @@ def _run(
     """Return the product of tensors that this rank has, or of DTensors."""
     module, weight, bias = own.module, own.weight, own.bias
     plan = None if recipe is None else module.plan_of(recipe, own.name)
-    if (module.fuse_wgrad_accumulation or module.delay_wgrad_compute) and is_dtensor(weight):
+    is_dealt = module.is_dealt or is_dtensor(weight)
+    if (module.fuse_wgrad_accumulation or module.delay_wgrad_compute) and is_dealt:
         raise module._error(
             NotImplementedError,
             "fuse_wgrad_accumulation and delay_wgrad_compute take weights that a rank has whole, "
@@ -359,6 +362,9 @@ class FusedModule(SplitTogether, QuantizedModule):
 
     def _reset_linear(self, prefix: str, init_method: InitMethod | None) -> None:
         """Draw one linear part's parameters as `nn.Linear` does, or as the caller says."""
+        if self.is_dealt:
+            fill = init_method or partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
+            return reset_dealt(self, f"{prefix}weight", fill, f"{prefix}bias")
         weight = getattr(self, f"{prefix}weight")
         bias = getattr(self, f"{prefix}bias")
         parallel = self.parallel.get(self.weight_parts[f"{prefix}weight"])
@@ -392,7 +398,7 @@ class FusedModule(SplitTogether, QuantizedModule):
 
     def _norm_call(self) -> PrologueCall:
         """Return the norm, in front of a product."""
-        gamma, beta = self.layer_norm_weight, self.layer_norm_bias
+        gamma, beta = self.own("layer_norm_weight"), self.own("layer_norm_bias")
         if self.sums_gradients:
             return PrologueCall(self._norm, self.of_all_tokens(gamma), self.of_all_tokens(beta))
         return PrologueCall(self._norm, gamma, beta)

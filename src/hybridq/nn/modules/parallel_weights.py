@@ -12,6 +12,7 @@ from ...quantizers import Quantizer
 from ...recipes import Plan
 from ...tensor import is_quantized
 from ..autograd import Boundary, share
+from .dealt_parameters import matrices_of, own_value
 from .parallel_options import ParallelOptions, in_group, mark
 from .quantized_parts import of_part, reason_against_part
 from .tensor_parallel import COLUMN, Parallel
@@ -59,6 +60,10 @@ class ParallelWeights(Boundary):
     #: Whether the gradients of parameters that every rank has whole, and of which it sees its own
     #: tokens, are summed over ranks in the backward; else they are marked for who does that.
     sums_gradients: bool = False
+    #: Whether parameters are DTensors that the module itself makes local (`FusedParallel`).
+    is_dealt: bool = False
+    #: Of a parameter that a whole module has, the names of those that have its matrices.
+    matrices: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     #: How initial values of parts are drawn.
     drawing: ParallelOptions = ParallelOptions()
 
@@ -86,6 +91,36 @@ class ParallelWeights(Boundary):
         if found:
             self.parallel, self.is_parallel, self.sums_gradients = found, True, True
             self._mark_parallel()
+
+    def become_dealt(self) -> None:
+        """Take that the parameters are DTensors, after each rank's have become its parts."""
+        self.is_dealt = True
+        module: Any = self
+        parts: Mapping[str, str] = module.weight_parts
+        module.weight_parts = {
+            one: part for name, part in parts.items() for one in matrices_of(self, name)
+        }
+
+    def own(self, name: str) -> Any:
+        """Return a parameter as products take it: of one that is dealt out, this rank's part.
+
+        Args:
+            name: of the parameter, as a whole module has it.
+        """
+        return own_value(self, name) if self.is_dealt else getattr(self, name)  # type: ignore[arg-type]
+
+    def stepped(self, part: str) -> torch.Tensor | None:
+        """Return the first parameter that a part has a weight in, where they are dealt out.
+
+        Args:
+            part: of the module.
+        """
+        if not self.is_dealt:
+            return None
+        module: Any = self
+        found = (name for name, one in module.weight_parts.items() if one == part)
+        made: torch.Tensor = getattr(self, next(found))
+        return made
 
     def of_all_tokens(self, parameter: torch.Tensor | None) -> torch.Tensor | None:
         """Return a parameter that every rank has whole, for a product of this rank's tokens.

@@ -11,6 +11,8 @@ from torch import nn
 from ...errors import must_be_one_of
 from ...reference import NORMS
 from ..autograd import Norm, share
+from .dealt_parameters import local_part
+from .tensor_parallel import is_dtensor
 
 __all__ = ["PlainNorm"]
 
@@ -72,6 +74,8 @@ class PlainNorm(nn.Module):
         if self.weight is not None:
             gamma: torch.Tensor = self.weight
             beta: torch.Tensor | None = self.bias
+            if not is_dtensor(x):
+                gamma, beta = local_part(gamma), local_part(beta)
             if self.group:
                 gamma = share(gamma, self.group)
                 beta = None if beta is None else share(beta, self.group)

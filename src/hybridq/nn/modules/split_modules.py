@@ -1,7 +1,7 @@
 """Whole fused modules made into parts, one on each rank, as their arguments would have made them.
 
 A part of a weight whose rows are several matrices one behind the other (queries, keys and values;
-both halves of a gated activation) has its part of each of them.
+both halves of a gated activation) has its part of each of them, which are parameters of their own.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from ...tensor import is_quantized
-from ..weights import split_separate_names
+from ..weights import separate_names
 from .attention import MultiheadAttention
+from .dealt_parameters import deal_out
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
-from .parallel_options import ParallelOptions
+from .parallel_options import ParallelOptions, mark
 from .plain_norm import PlainNorm
 from .quantized_module import QuantizedModule
 from .tensor_parallel import COLUMN, ROW, is_dtensor
@@ -38,14 +39,14 @@ class Split:
         module: with parameters of its own.
         sizes: sizes that ranks must divide, by what they are called.
         parameters: by name, the dimension that is dealt out, and the sizes along it of the
-            matrices that lie one behind the other.
+            matrices that lie one behind the other, by the names that these get.
         parts: by linear part, its mode, and the rows or columns that are dealt out.
         attributes: sizes that the module keeps, of which it then has a rank's part.
     """
 
     module: nn.Module
     sizes: Mapping[str, int]
-    parameters: Mapping[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    parameters: Mapping[str, tuple[int, Mapping[str, int]]] = field(default_factory=dict)
     parts: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     attributes: tuple[str, ...] = ()
 
@@ -65,27 +66,32 @@ def splits_of(module: nn.Module) -> Iterator[Split]:
     elif isinstance(module, LayerNormMLP):
         ffn = module.ffn_hidden_size
         width = module.fc1_weight.shape[0]
-        halves = (ffn,) * (width // ffn)
         yield Split(
             module,
             {"ffn_hidden_size": ffn},
-            {"fc1_weight": (0, halves), "fc1_bias": (0, halves), "fc2_weight": (1, (ffn,))},
+            {
+                **_rows(module, ("fc1_weight", "fc1_bias"), width),
+                "fc2_weight": (1, {"fc2_weight": ffn}),
+            },
             {"fc1": (COLUMN, width), "fc2": (ROW, ffn)},
             ("ffn_hidden_size",),
         )
     elif isinstance(module, LayerNormLinear):
-        yield _columns(module, (module.out_features,), {"out_features": module.out_features})
+        yield _columns(module, {"out_features": module.out_features})
 
 
-def _columns(module: Any, rows: tuple[int, ...], sizes: Mapping[str, int]) -> Split:
+def _rows(module: Any, names: tuple[str, ...], rows: int) -> dict[str, tuple[int, dict[str, int]]]:
+    """Return how parameters are cut that have matrices of several names, or one."""
+    apart = separate_names(module)
+    several = {name for name in names if len(apart.get(name, ())) > 1}
+    return {name: (0, apart[name] if name in several else {name: rows}) for name in names}
+
+
+def _columns(module: Any, sizes: Mapping[str, int]) -> Split:
     """Return what becomes of a linear module of which each rank takes rows of each matrix."""
-    return Split(
-        module,
-        sizes,
-        {"weight": (0, rows), "bias": (0, rows)},
-        {"": (COLUMN, sum(rows))},
-        ("out_features",),
-    )
+    rows = module.out_features
+    cuts = _rows(module, ("weight", "bias"), rows)
+    return Split(module, sizes, cuts, {"": (COLUMN, rows)}, ("out_features",))
 
 
 def _of_attention(module: MultiheadAttention) -> Iterator[Split]:
@@ -97,21 +103,16 @@ def _of_attention(module: MultiheadAttention) -> Iterator[Split]:
     sizes = {"num_attention_heads": heads, "num_gqa_groups": groups}
     yield Split(module, sizes, attributes=tuple(sizes))
     core = module.core_attention
-    offset = {"softmax_offset": (0, (heads,))}
+    offset = {"softmax_offset": (0, {"softmax_offset": heads})}
     yield Split(core, sizes, offset, attributes=tuple(sizes))
-    queries, keys = heads * features, groups * features
-    is_one = module.qkv_weight_interleaved
-    for first in (module.qkv, module.layernorm_qkv):
+    for first in (module.qkv, module.layernorm_qkv, module.query_layer, module.layernorm_query):
         if first is not None:
-            yield _columns(first, (queries + 2 * keys,) if is_one else (queries, keys, keys), sizes)
-    for first in (module.query_layer, module.layernorm_query):
-        if first is not None:
-            yield _columns(first, (queries,), sizes)
+            yield _columns(first, sizes)
     if module.key_value is not None:
-        yield _columns(module.key_value, (2 * keys,) if is_one else (keys, keys), sizes)
-    yield Split(
-        module.proj, sizes, {"weight": (1, (queries,))}, {"": (ROW, queries)}, ("in_features",)
-    )
+        yield _columns(module.key_value, sizes)
+    queries = heads * features
+    columns = {"weight": (1, {"weight": queries})}
+    yield Split(module.proj, sizes, columns, {"": (ROW, queries)}, ("in_features",))
 
 
 def _problem(module: nn.Module, splits: list[Split], options: ParallelOptions, world: int) -> str:
@@ -119,6 +120,14 @@ def _problem(module: nn.Module, splits: list[Split], options: ParallelOptions, w
     for one in module.modules():
         if isinstance(one, QuantizedModule) and one.is_parallel:
             return f"the module must be whole, got {one.name or type(one).__name__} that is a part"
+        if isinstance(one, QuantizedModule) and (
+            one.fuse_wgrad_accumulation or one.delay_wgrad_compute
+        ):
+            return (
+                "fuse_wgrad_accumulation and delay_wgrad_compute take plain parameters, and these "
+                f"become DTensors, got them of {one.name or type(one).__name__}; leave them off, "
+                "or make the module with tp_group="
+            )
         if (
             isinstance(one, MultiheadAttention)
             and options.sequence_parallel
@@ -148,26 +157,26 @@ def split_module(
     where: str,
     module: nn.Module,
     options: ParallelOptions,
+    mesh: Any,
     share: Callable[[torch.Tensor], None],
 ) -> None:
     """Make a whole module this rank's part, in place; nothing is changed if that cannot be.
 
-    Parameters are replaced by plain ones with this rank's part, marked as a constructor with
-    `tp_group` marks them; those that every rank has whole stay. With `sequence_parallel` their
-    gradients are summed over ranks in the backward.
+    Parameters are replaced by DTensors, those that are dealt out marked as a constructor with
+    `tp_group` marks them. With `sequence_parallel` the gradients of those that every rank has whole
+    are summed over ranks in the backward.
 
     Args:
         where: who asks, for errors.
         module: one of `SPLIT_TOGETHER`.
         options: with the group.
+        mesh: of the ranks of the group.
         share: called with each parameter, while it is whole, to give all ranks the same values.
 
     Raises:
         ValueError: ranks do not divide a size, the module is a part already, or it has a layout
             that `sequence_parallel` does not take.
     """
-    import torch.distributed as dist  # not every build of torch has it
-
     splits = list(splits_of(module))
     world = options.size(where)
     problem = _problem(module, splits, options, world)
@@ -175,14 +184,15 @@ def split_module(
         raise ValueError(f"{where}: {problem}")
     for parameter in module.parameters():
         share(parameter.detach())
-    rank = dist.get_rank(options.tp_group)
-    for split in splits:
-        _take_part(split, options, world, rank)
+    by_module = {split.module: split for split in splits}
+    for one in module.modules():
+        if one in by_module:
+            _take_part(by_module[one], options, mesh)
+        elif one._parameters:
+            deal_out(one, {}, mesh)
     for one in module.modules():
         if isinstance(one, MultiheadAttention):
             one._size = world
-            for child in one.children():
-                split_separate_names(child, world)
             one._share_norms()
         elif isinstance(one, TransformerLayer) and options.sequence_parallel:
             norm: PlainNorm | None = one.layernorm
@@ -190,22 +200,24 @@ def split_module(
                 norm.group = next(iter(one.layernorm_mlp.parallel.values())).group
 
 
-def _take_part(split: Split, options: ParallelOptions, world: int, rank: int) -> None:
+def _take_part(split: Split, options: ParallelOptions, mesh: Any) -> None:
     module: Any = split.module
-    for name, (dim, sizes) in split.parameters.items():
-        whole = getattr(module, name)
-        if whole is None:
-            continue
-        matrices = whole.detach().split(list(sizes), dim)
-        own = torch.cat([one.chunk(world, dim)[rank] for one in matrices], dim)
-        module.register_parameter(name, nn.Parameter(own.contiguous(), whole.requires_grad))
+    world, apart = mesh.size(), separate_names(module)
+    cuts = {name: cut for name, cut in split.parameters.items() if name in module._parameters}
+    deal_out(module, cuts, mesh)
+    if any(len(cuts.get(name, (0, ()))[1]) > 1 for name in apart):
+        module.__dict__["separate_rows"] = {}  # they are parameters now
     for name in split.attributes:
         setattr(module, name, getattr(module, name) // world)
-    if split.parts:
-        owner = type(module).__name__
-        module.become_part(
-            {
-                part: options.parallel(owner, mode, whole // world)
-                for part, (mode, whole) in split.parts.items()
-            }
-        )
+    if not split.parts:
+        return
+    owner = type(module).__name__
+    parts = {
+        part: options.parallel(owner, mode, whole // world)
+        for part, (mode, whole) in split.parts.items()
+    }
+    module.become_part(parts)
+    module.become_dealt()
+    for dim, matrices in cuts.values():
+        for name in matrices:
+            mark(module._parameters.get(name), next(iter(parts.values())), dim)

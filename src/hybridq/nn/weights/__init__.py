@@ -20,7 +20,7 @@ from .quantized_init import (
     quantized_model_init,
     tell_values,
 )
-from .separate_names import split_separate_names, takes_separate_names
+from .separate_names import separate_names, takes_separate_names
 from .weight_cache import (
     Buffers,
     CachedWeight,
@@ -47,7 +47,7 @@ __all__ = [
     "quantize_weights",
     "quantized_model_init",
     "saves_decoded",
-    "split_separate_names",
+    "separate_names",
     "takes_separate_names",
     "tell_values",
     "watch_optimizers",

@@ -2,7 +2,9 @@
 
 Transformer Engine keeps `query_weight`, `key_weight`, `value_weight` by default and one `weight`
 with `fuse_qkv_params=True`. Here there is one `weight`, whose rows are the queries', the keys' and
-then the values'; a state_dict of the other kind is put together as it is loaded.
+then the values'; a state_dict of the other kind is put together as it is loaded. The same holds for
+both halves of a gated activation, `fc1_gate_weight` and `fc1_up_weight`, which modules that
+`FusedParallel` has dealt out have apart.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["split_separate_names", "takes_separate_names"]
+__all__ = ["separate_names", "takes_separate_names"]
 
 
 class _Joins:
@@ -30,10 +32,9 @@ class _Joins:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        of_parts: Mapping[str, int] = module.separate_rows  # type: ignore[assignment]
-        for kind in ("weight", "bias"):
-            own = [f"{prefix}{part}_{kind}" for part in of_parts]
-            if f"{prefix}{kind}" in state_dict or not all(key in state_dict for key in own):
+        for name, of_parts in separate_names(module).items():
+            own = [f"{prefix}{part}" for part in of_parts]
+            if f"{prefix}{name}" in state_dict or not all(key in state_dict for key in own):
                 continue  # torch says what is missing
             parts = [state_dict[key] for key in own]
             wrong = [
@@ -46,28 +47,31 @@ class _Joins:
                 continue
             for key in own:
                 del state_dict[key]
-            state_dict[f"{prefix}{kind}"] = torch.cat(parts)
+            state_dict[f"{prefix}{name}"] = torch.cat(parts)
 
 
-def takes_separate_names(module: nn.Module, rows: Mapping[str, int]) -> None:
+def takes_separate_names(module: nn.Module, rows: Mapping[str, int], head: str = "") -> None:
     """Let `module` load `<part>_weight` and `<part>_bias` of several parts as its own.
 
     Args:
-        module: with a `weight` and perhaps a `bias`.
+        module: with a `<head>weight` and perhaps a `<head>bias`.
         rows: of each part, in the order in which they lie in it; none: nothing is done.
+        head: what the names of parts begin with, too.
     """
     if rows:
-        module.__dict__["separate_rows"] = dict(rows)
+        module.__dict__["separate_rows"] = {head: dict(rows)}
         module.register_load_state_dict_pre_hook(_Joins())
 
 
-def split_separate_names(module: nn.Module, world: int) -> None:
-    """Let a module that has become a rank's part load as many rows of each part.
+def separate_names(module: nn.Module) -> dict[str, dict[str, int]]:
+    """Return by the name of a parameter the names that its parts have apart, with their rows.
 
     Args:
-        module: for which `takes_separate_names` was called; others stay as they are.
-        world: number of ranks, which divides the rows.
+        module: any; one for which `takes_separate_names` was not called has none.
     """
-    rows = module.__dict__.get("separate_rows")
-    if rows is not None:
-        module.__dict__["separate_rows"] = {part: size // world for part, size in rows.items()}
+    found: Mapping[str, Mapping[str, int]] = module.__dict__.get("separate_rows", {})
+    return {
+        f"{head}{kind}": {f"{head}{part}_{kind}": size for part, size in rows.items()}
+        for head, rows in found.items()
+        for kind in ("weight", "bias")
+    }

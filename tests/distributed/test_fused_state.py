@@ -1,0 +1,28 @@
+"""Parameters of fused modules over ranks: see `fused_state_program.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from rank_runs import needs_gloo, run
+
+pytestmark = needs_gloo
+PROGRAM = "fused_state_program.py"
+ALL = "norm,mlp,attention,layer,interleaved"
+
+
+def test_planes_of_parts(tmp_path) -> None:
+    run(2, tmp_path / "store", "planes=mlp,attention", program=PROGRAM)
+
+
+@pytest.mark.more
+def test_planes_and_values_of_all_modules(tmp_path) -> None:
+    run(2, tmp_path / "store", f"planes={ALL}", f"whole_values={ALL}", program=PROGRAM)
+    run(4, tmp_path / "four", f"whole_values={ALL}", program=PROGRAM)
+
+
+@pytest.mark.more
+def test_checkpoints_between_numbers_of_ranks(tmp_path) -> None:
+    """From two ranks to four, to one process, under FSDP2, and back."""
+    names = f"checkpoints={tmp_path / 'saved'},layer,2,4,0,2f,1,2"
+    run(4, tmp_path / "store", names, program=PROGRAM)

@@ -1,0 +1,238 @@
+"""States and planes of modules that `FusedParallel` dealt out.
+
+`python fused_state_program.py RANK WORLD STORE NAME...`. Every rank computes the whole module too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fused_style_program import CASES, matrices, recipe_of
+from mesh_program import mesh_of, whole
+from rank_program import main
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import hybridq
+from hybridq.direction import COLUMNWISE, ROWWISE
+from hybridq.distributed import (
+    FusedParallel,
+    ScalingHistory,
+    joined_state,
+    separate_state,
+)
+from hybridq.formats import PlaneSpec
+from hybridq.nn.autograd.slot_encoder import SlotEncoder
+from hybridq.nn.modules import linear_part
+from hybridq.storage import Plane
+
+HIDDEN, BATCH = 128, 2
+
+
+@contextmanager
+def watched(see: Any) -> Iterator[None]:
+    """Have `see` told of each product that modules make in the block, before it is made."""
+    plain = linear_part._product
+
+    def product(own: Any, *rest: Any) -> Any:
+        see(own)
+        return plain(own, *rest)
+
+    linear_part._product = product
+    try:
+        yield
+    finally:
+        linear_part._product = plain
+
+
+def made(case: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(CASES[case]())
+
+
+def dealt_out(case: str, tp: int, *, sharded: bool = False) -> nn.Module:
+    """Return a model over a mesh, or whole for no ranks."""
+    model = made(case)
+    if not tp:
+        return model
+    mesh = mesh_of(tp)
+    parallelize_module(model, mesh["tp"], {"0": FusedParallel()})
+    return fully_shard(model, mesh=mesh["dp"]) if sharded else model
+
+
+def one_loss(model: Any, optimizer: Any, recipe: Any, step: int) -> float:
+    torch.manual_seed(step)
+    x = torch.randn(16, BATCH, HIDDEN)
+    with hybridq.autocast(recipe=recipe):
+        loss = (model(x) - 0.3).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    weights, moments = get_state_dict(model, optimizer)
+    return {
+        "model": separate_state(model, weights),
+        "optimizer": separate_state(model, moments),
+        "scaling": ScalingHistory(model),
+    }
+
+
+def checkpoints(text: str) -> None:
+    """Saved by any number of ranks, loaded by any other, whole too: the same losses."""
+    folder, case, *ways = text.split(",")
+    for name in ("mxfp8_fwd_nvfp4_bwd", "fp8_delayed"):
+        recipe = recipe_of(case, name)
+        losses: list[list[float]] = []
+        for number, way in enumerate(ways):
+            model = dealt_out(case, int(way.strip("f")), sharded="f" in way)
+            optimizer = hybridq.optim.AdamW(model.parameters(), lr=1e-3)
+            if number == 0:
+                for step in range(2):
+                    one_loss(model, optimizer, recipe, step)
+            else:
+                load(model, optimizer, f"{folder}/{name}-{number - 1}")
+            # Each saves what it has loaded, for the next one.
+            state = state_of(model, optimizer)
+            dcp.save(state, checkpoint_id=f"{folder}/{name}-{number}")
+            losses.append([one_loss(model, optimizer, recipe, step) for step in (2, 3)])
+        first = torch.tensor(losses[0])
+        for way, found in zip(ways, losses, strict=True):
+            assert torch.allclose(torch.tensor(found), first, rtol=1e-5), (name, way, losses)
+
+
+def load(model: nn.Module, optimizer: Any, path: str) -> None:
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=joined_state(model, state["model"]),
+        optim_state_dict=joined_state(model, state["optimizer"]),
+    )
+
+
+def whole_values(text: str) -> None:
+    """What `full_tensor` gives is the whole module's own parameter, under FSDP2 too."""
+    for case in text.split(","):
+        wanted = separate_state(made(case), made(case).state_dict())
+        for sharded in (False, True):
+            found = dealt_out(case, 2, sharded=sharded).state_dict()
+            assert list(found) == list(wanted), (case, list(found))
+            for name, one in found.items():
+                assert torch.equal(whole(one), wanted[name]), (case, sharded, name)
+
+
+def planes(text: str) -> None:
+    """Planes that products take of every part are the parts of the whole's, byte for byte."""
+    for case in text.split(","):
+        for name in ("mxfp8", "nvfp4", "fp8_current", "fp8_block"):
+            recipe = recipe_of(case, name) if name != "nvfp4" else NVFP4
+            single, part = of_whole_blocks(case), of_whole_blocks(case)
+            places, values = matrices(single), dict(single.named_parameters())
+            parallelize_module(part, mesh_of(dist.get_world_size())["tp"], FusedParallel())
+            seen = encoded(part, recipe)
+            assert len(seen) == NUM_PARTS[case], (case, list(seen))
+            for (module, of_part), buffers in seen.items():
+                path = next(path for path, one in part.named_modules() if one is module)
+                names = [one for one, owner in module.weight_parts.items() if owner == of_part]
+                found = [places[f"{path}.{one}".lstrip(".")] for one in names]
+                dim = getattr(module, names[0]).placements[0].dim
+                weight = values[found[0][0]].detach()
+                wholes = [at for _, at in found] if dim == 0 else [slice(0, weight.shape[1])]
+                slot = module.plan_of(hybridq.recipes.get(recipe), of_part).weight
+                check_same(buffers, weight, slot, dim, [own_piece(one) for one in wholes])
+
+
+#: Both kinds of planes; weights are rounded to nearest by the recipe as it is.
+NVFP4 = hybridq.recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)
+#: Linear parts with a weight.
+NUM_PARTS = {"norm": 1, "mlp": 2, "attention": 2, "layer": 4, "interleaved": 4}
+
+
+def of_whole_blocks(case: str) -> nn.Module:
+    """Return a module whose matrices give each of two ranks whole blocks of 128."""
+    torch.manual_seed(0)
+    heads, options = 8, {"num_gqa_groups": 4, "attention_dropout": 0.0}
+    if case == "norm":
+        return hybridq.LayerNormLinear(256, 512)
+    if case == "mlp":
+        return hybridq.LayerNormMLP(256, 512, activation="swiglu")
+    if case == "attention":
+        return hybridq.MultiheadAttention(512, heads, **options)
+    is_one = case == "interleaved"
+    options = {"activation": "geglu", "hidden_dropout": 0.0, **options}
+    return hybridq.TransformerLayer(512, 512, heads, qkv_weight_interleaved=is_one, **options)
+
+
+def own_piece(rows: slice) -> tuple[int, int]:
+    """Return where this rank's part of a matrix begins and ends in the whole parameter."""
+    size = (rows.stop - rows.start) // dist.get_world_size()
+    start = rows.start + dist.get_rank() * size
+    return start, start + size
+
+
+def encoded(model: nn.Module, recipe: Any) -> dict[tuple[Any, str], Any]:
+    """Return the buffers of both planes of all weights that a forward makes."""
+    found: dict[tuple[Any, str], Any] = {}
+    now: list[Any] = []
+    plain = SlotEncoder.encode
+
+    def encode(self: Any, x: torch.Tensor, with_row: bool, with_col: bool) -> Any:
+        made = plain(self, x, with_row, with_col)
+        if self.slot == "weight":
+            assert with_row and with_col
+            found[now[-1]] = made
+        return made
+
+    x = torch.randn(128, 1, next(model.parameters()).shape[-1], requires_grad=True)
+    SlotEncoder.encode = encode
+    try:
+        see = watched(lambda part: now.append((part.module, part.name)))
+        with see, hybridq.autocast(recipe=recipe):
+            model(x)
+    finally:
+        SlotEncoder.encode = plain
+    return found
+
+
+def check_same(
+    buffers: Any, weight: torch.Tensor, slot: Any, dim: int, pieces: list[tuple[int, int]]
+) -> None:
+    """Compare planes of a part with the pieces of the planes of the whole, and their values."""
+    wanted = torch.ops.hybridq.encode(
+        weight, slot.row.spec, slot.col.spec, col_source=slot.col_source
+    )
+    rows, cols = weight.shape
+    size = sum(stop - start for start, stop in pieces)
+    own_shape = (size, cols) if dim == 0 else (rows, size)
+    for direction, text, own in zip(
+        (ROWWISE, COLUMNWISE), (slot.row, slot.col), buffers, strict=True
+    ):
+        spec = PlaneSpec.parse(text.spec)
+        names = [one.name for one in spec.buffers(*weight.shape)]
+        whole_buffers = [wanted.pop(0) for _ in names]
+        full = Plane(spec, direction, rows, cols, zip(names, whole_buffers, strict=True))
+        mine = Plane(spec, direction, *own_shape, zip(names, own, strict=True))
+        assert not spec.format.is_identity
+        at = 0
+        for start, stop in pieces:
+            theirs, ours = full.part(dim, start, stop), mine.part(dim, at, at + stop - start)
+            for a, b in zip(ours.tensors, theirs.tensors, strict=True):
+                assert torch.equal(*(one.clone().view(torch.uint8) for one in (a, b))), spec
+            values = full.dequantize().narrow(dim, start, stop - start)
+            assert torch.equal(mine.dequantize().narrow(dim, at, stop - start), values), spec
+            at += stop - start
+
+
+if __name__ == "__main__":
+    main(globals())
