@@ -26,3 +26,8 @@ def test_checkpoints_between_numbers_of_ranks(tmp_path) -> None:
     """From two ranks to four, to one process, under FSDP2, and back."""
     names = f"checkpoints={tmp_path / 'saved'},layer,2,4,0,2f,1,2"
     run(4, tmp_path / "store", names, program=PROGRAM)
+
+
+@pytest.mark.more
+def test_fsdp2_on_two_by_two_ranks(tmp_path) -> None:
+    run(4, tmp_path / "store", "fsdp2=mlp,layer,interleaved", f"gathered={ALL}", program=PROGRAM)

@@ -1,4 +1,4 @@
-"""States and planes of modules that `FusedParallel` dealt out.
+"""States, FSDP2 and planes of modules that `FusedParallel` dealt out.
 
 `python fused_state_program.py RANK WORLD STORE NAME...`. Every rank computes the whole module too.
 """
@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fused_style_program import CASES, matrices, recipe_of
 from mesh_program import mesh_of, whole
-from rank_program import main
+from rank_program import logged, main
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -26,14 +26,17 @@ from hybridq.distributed import (
     FusedParallel,
     ScalingHistory,
     joined_state,
+    prepare_fsdp2,
     separate_state,
 )
 from hybridq.formats import PlaneSpec
 from hybridq.nn.autograd.slot_encoder import SlotEncoder
 from hybridq.nn.modules import linear_part
 from hybridq.storage import Plane
+from hybridq.tensor import is_quantized
 
 HIDDEN, BATCH = 128, 2
+RECIPES = ("mxfp8", "nvfp4", "mxfp8_fwd_nvfp4_bwd", "fp8_current", "fp8_block", "fp8_delayed")
 
 
 @contextmanager
@@ -57,13 +60,15 @@ def made(case: str) -> nn.Module:
     return nn.Sequential(CASES[case]())
 
 
-def dealt_out(case: str, tp: int, *, sharded: bool = False) -> nn.Module:
+def dealt_out(case: str, tp: int, *, sharded: bool = False, prepare: bool = False) -> nn.Module:
     """Return a model over a mesh, or whole for no ranks."""
     model = made(case)
     if not tp:
         return model
     mesh = mesh_of(tp)
     parallelize_module(model, mesh["tp"], {"0": FusedParallel()})
+    if prepare:
+        prepare_fsdp2(model)
     return fully_shard(model, mesh=mesh["dp"]) if sharded else model
 
 
@@ -132,27 +137,91 @@ def whole_values(text: str) -> None:
                 assert torch.equal(whole(one), wanted[name]), (case, sharded, name)
 
 
+def fsdp2(text: str) -> None:
+    """Tensor parallelism x FSDP2, planes of single matrices travelling: losses of one process."""
+    for case in text.split(","):
+        for name in RECIPES:
+            recipe = recipe_of(case, name)
+            with logged() as messages:
+                models = [dealt_out(case, 2, sharded=True, prepare=True), dealt_out(case, 0)]
+            if dist.get_rank() == 0 and name == RECIPES[0] and case != "interleaved":
+                assert any("quantized together" in one for one in messages), messages
+            losses = []
+            for model in models:
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+                losses.append([one_loss(model, optimizer, recipe, step) for step in range(3)])
+            assert torch.allclose(*map(torch.tensor, losses), rtol=2e-4), (case, name, losses)
+            found = hybridq.distributed.wire_nbytes(models[0])
+            assert found > 0, (case, name)
+            for parameter, (_, full) in zip(
+                models[0].parameters(), separate(models[1]).items(), strict=True
+            ):
+                error = float((whole(parameter) - full).norm() / full.norm().clamp_min(1e-6))
+                assert error < 1e-3, (case, name, error)
+
+
+def separate(model: nn.Module) -> dict[str, torch.Tensor]:
+    return separate_state(model, dict(model.named_parameters()))
+
+
 def planes(text: str) -> None:
     """Planes that products take of every part are the parts of the whole's, byte for byte."""
     for case in text.split(","):
-        for name in ("mxfp8", "nvfp4", "fp8_current", "fp8_block"):
-            recipe = recipe_of(case, name) if name != "nvfp4" else NVFP4
-            single, part = of_whole_blocks(case), of_whole_blocks(case)
-            places, values = matrices(single), dict(single.named_parameters())
+        for name in PLANES:
+            recipe = NVFP4 if name == "nvfp4" else name
+            part = of_whole_blocks(case)
             parallelize_module(part, mesh_of(dist.get_world_size())["tp"], FusedParallel())
             seen = encoded(part, recipe)
             assert len(seen) == NUM_PARTS[case], (case, list(seen))
-            for (module, of_part), buffers in seen.items():
-                path = next(path for path, one in part.named_modules() if one is module)
-                names = [one for one, owner in module.weight_parts.items() if owner == of_part]
-                found = [places[f"{path}.{one}".lstrip(".")] for one in names]
-                dim = getattr(module, names[0]).placements[0].dim
-                weight = values[found[0][0]].detach()
-                wholes = [at for _, at in found] if dim == 0 else [slice(0, weight.shape[1])]
-                slot = module.plan_of(hybridq.recipes.get(recipe), of_part).weight
-                check_same(buffers, weight, slot, dim, [own_piece(one) for one in wholes])
+            check_parts(case, part, seen, recipe)
 
 
+def gathered(text: str) -> None:
+    """So are those that travel among the ranks of FSDP2; the others are encoded of values."""
+    for case in text.split(","):
+        for name in PLANES:
+            recipe, mesh = NVFP4 if name == "nvfp4" else name, mesh_of(2)
+            part = of_whole_blocks(case)
+            parallelize_module(part, mesh["tp"], FusedParallel())
+            single = {id(one) for one in prepare_fsdp2(part).modules() if is_single(one)}
+            fully_shard(part, mesh=mesh["dp"])
+            found: dict[tuple[Any, str], Any] = {}
+
+            def see(own: Any, found: Any = found) -> None:
+                if is_quantized(own.weight):
+                    storage = own.weight.tensor_storage
+                    both = [storage.plane(one).tensors for one in (ROWWISE, COLUMNWISE)]
+                    found[own.module, own.name] = [[b.clone() for b in one] for one in both]
+
+            with watched(see), hybridq.autocast(recipe=recipe), torch.no_grad():
+                part(inputs(part))
+            assert {id(module) for module, _ in found} == single, (case, name, list(found))
+            check_parts(case, part, found, recipe)
+
+
+def is_single(module: Any) -> bool:
+    """Return whether a module has a weight that is one matrix."""
+    parts = list(getattr(module, "weight_parts", {}).values())
+    return any(parts.count(part) == 1 for part in parts)
+
+
+def check_parts(case: str, part: nn.Module, seen: Any, recipe: Any) -> None:
+    """Compare planes, by module and linear part, with those of the whole module."""
+    single = of_whole_blocks(case)
+    places, values = matrices(single), dict(single.named_parameters())
+    for (module, of_part), buffers in seen.items():
+        path = next(path for path, one in part.named_modules() if one is module)
+        names = [one for one, owner in module.weight_parts.items() if owner == of_part]
+        found = [places[f"{path}.{one}".lstrip(".")] for one in names]
+        weight = values[found[0][0]].detach()
+        placements = getattr(module, names[0]).placements
+        dim, tp = placements[-1].dim, getattr(module, names[0]).device_mesh.size(-1)
+        wholes = [at for _, at in found] if dim == 0 else [slice(0, weight.shape[1])]
+        slot = module.plan_of(hybridq.recipes.get(recipe), of_part).weight
+        check_same(buffers, weight, slot, dim, [own_piece(one, tp) for one in wholes])
+
+
+PLANES = ("mxfp8", "nvfp4", "fp8_current", "fp8_block")
 #: Both kinds of planes; weights are rounded to nearest by the recipe as it is.
 NVFP4 = hybridq.recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)
 #: Linear parts with a weight.
@@ -174,11 +243,16 @@ def of_whole_blocks(case: str) -> nn.Module:
     return hybridq.TransformerLayer(512, 512, heads, qkv_weight_interleaved=is_one, **options)
 
 
-def own_piece(rows: slice) -> tuple[int, int]:
+def own_piece(rows: slice, world: int) -> tuple[int, int]:
     """Return where this rank's part of a matrix begins and ends in the whole parameter."""
-    size = (rows.stop - rows.start) // dist.get_world_size()
-    start = rows.start + dist.get_rank() * size
+    size = (rows.stop - rows.start) // world
+    start = rows.start + dist.get_rank() % world * size
     return start, start + size
+
+
+def inputs(model: nn.Module) -> torch.Tensor:
+    torch.manual_seed(3)
+    return torch.randn(128, 1, next(model.parameters()).shape[-1], requires_grad=True)
 
 
 def encoded(model: nn.Module, recipe: Any) -> dict[tuple[Any, str], Any]:
@@ -194,12 +268,11 @@ def encoded(model: nn.Module, recipe: Any) -> dict[tuple[Any, str], Any]:
             found[now[-1]] = made
         return made
 
-    x = torch.randn(128, 1, next(model.parameters()).shape[-1], requires_grad=True)
     SlotEncoder.encode = encode
     try:
         see = watched(lambda part: now.append((part.module, part.name)))
         with see, hybridq.autocast(recipe=recipe):
-            model(x)
+            model(inputs(model))
     finally:
         SlotEncoder.encode = plain
     return found

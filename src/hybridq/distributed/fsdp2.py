@@ -78,11 +78,12 @@ def prepare_fsdp2(model: nn.Module) -> nn.Module:
         RuntimeError: a weight is sharded by `fully_shard` already, or dealt out over several
             dimensions of a mesh.
         NotImplementedError: a quantized weight is rounded stochastically, or belongs to a module of
-            another library; or tensor parallelism split a weight of another module than a
-            `hybridq.Linear`, or one that is quantized.
+            another library; or tensor parallelism split a weight that is quantized, or one of
+            neither a `hybridq.Linear` nor a module that `FusedParallel` dealt out.
 
     A weight that another kind of module uses as well (tied to an embedding) is left as it is, and
-    so is one that is kept as `[in, out]` (GPT-2's `Conv1D`): FSDP2 gathers their values.
+    so is one that is kept as `[in, out]` (GPT-2's `Conv1D`), and matrices that `FusedParallel` has
+    parted and that are quantized together: FSDP2 gathers their values.
 
     Example:
         >>> import torch, hybridq
@@ -94,7 +95,7 @@ def prepare_fsdp2(model: nn.Module) -> nn.Module:
     if not isinstance(given, nn.Module):
         raise TypeError(f"prepare_fsdp2: model must be an nn.Module, got {type(given).__name__}")
     found = gathered_weights(model, takes_parts=True)
-    _tell_of_transposed(model)
+    _tell_of_values(model)
     _check_quantized(model, {id(weight.parameter) for weight in found})
     prepared = Prepared(model)
     for module, part, path, parameter, owners in found:
@@ -164,6 +165,8 @@ def gathered_weights(model: nn.Module, *, takes_parts: bool = False) -> list[Wei
                 continue
             if name not in _names_of(module, weight):
                 continue  # what no GEMM has is gathered as it is held: as values
+            if name in _joined_names(module):
+                continue  # one of several matrices that are quantized together
             if weight.dim() not in (2, 3) or (weight.dim() == 3 and not weight.numel()):
                 continue
             if module.holds_transposed and weight.dim() == 2:
@@ -203,31 +206,44 @@ def _check_part(module: QuantizedModule, name: str, weight: Any) -> None:
     is_plain = not is_quantized(local_of(weight))
     if weight.dim() == 3 and is_plain and all(p.is_shard(0) for p in weight.placements):
         return  # whole matrices, each on one rank
-    if not isinstance(module, Linear) or is_quantized(local_of(weight)):
+    if not (isinstance(module, Linear) or module.is_dealt) or is_quantized(local_of(weight)):
         kind = "quantized weight" if is_quantized(local_of(weight)) else "weight"
         raise NotImplementedError(
-            f"prepare_fsdp2: {name} must be a weight in high precision of a hybridq.Linear to be "
-            f"split by tensor parallelism and travel as planes, got a {kind} of a "
+            f"prepare_fsdp2: {name} must be a weight in high precision of a hybridq.Linear, or "
+            f"of a module that FusedParallel dealt out, to travel as planes, got a {kind} of a "
             f"{type(module).__name__}; leave prepare_fsdp2 out: fully_shard alone gathers values"
         )
     MeshPart.of(weight, name)
 
 
-def _tell_of_transposed(model: nn.Module) -> None:
-    """Log which weights are gathered as values, since they are kept as `[in, out]`."""
-    names = [
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        if isinstance(module, QuantizedModule) and module.holds_transposed
-        for name in module.weight_parts
-        if getattr(module._parameters.get(name), "ndim", 0) == 2
-    ]
-    if names:
-        log_once(
-            f"fsdp2.transposed:{names}",
-            f"fsdp2: values are gathered, and no planes, of {len(names)} weights that are kept as "
-            f"[in, out], whose shards are columns of what is quantized: {names[0]}, ...",
-        )
+def _joined_names(module: QuantizedModule) -> set[str]:
+    """Return the names of a module's matrices that are quantized as one."""
+    return {name for names in module.matrices.values() for name in names}
+
+
+def _tell_of_values(model: nn.Module) -> None:
+    """Log which weights are gathered as values."""
+    found: dict[str, list[str]] = {"transposed": [], "joined": []}
+    for path, module in model.named_modules():
+        if not isinstance(module, QuantizedModule):
+            continue
+        joined = _joined_names(module)
+        for name in module.weight_parts:
+            if name in joined:
+                found["joined"].append(f"{path}.{name}")
+            elif module.holds_transposed and getattr(module._parameters.get(name), "ndim", 0) == 2:
+                found["transposed"].append(f"{path}.{name}")
+    because = {
+        "transposed": "that are kept as [in, out], whose shards are columns of what is quantized",
+        "joined": "that FusedParallel has parted and that are quantized together",
+    }
+    for kind, names in found.items():
+        if names:
+            log_once(
+                f"fsdp2.{kind}:{names}",
+                f"fsdp2: values are gathered, and no planes, of {len(names)} weights "
+                f"{because[kind]}: {names[0]}, ...",
+            )
 
 
 def _check_quantized(model: nn.Module, taken: set[int]) -> None:
