@@ -1,4 +1,4 @@
-"""Fused modules over ranks by `parallelize_module`: see `fused_style_program.py`."""
+"""Fused modules over ranks: see `fused_style_program.py` and `fused_sums_program.py`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,17 @@ def test_fused_modules_on_two_ranks(tmp_path) -> None:
 @pytest.mark.more
 def test_more_fused_modules(tmp_path) -> None:
     run(2, tmp_path / "store", "modules=norm,mlp,attention,interleaved", program=PROGRAM)
+
+
+@pytest.mark.more
+def test_products_and_gradients_within_the_bounds_of_their_sums(tmp_path) -> None:
+    names = "products=norm,mlp,attention,layer,interleaved"
+    run(2, tmp_path / "store", names, program="fused_sums_program.py")
+
+
+@pytest.mark.slow
+def test_products_on_four_ranks(tmp_path) -> None:
+    run(4, tmp_path / "store", "products=mlp,layer", program="fused_sums_program.py")
 
 
 @pytest.mark.slow

@@ -158,7 +158,8 @@ def modules(names: str) -> None:
                 near(dx, cut(wanted_dx), what, 1e-2 if recipe else 1e-5)
                 for which, a, b in pairs(whole, part):
                     assert torch.equal(b.full_tensor(), a), (*what, which)
-                    # One code of four bits that rounds the other way is 1% of a small gradient.
+                    # One code of four bits that rounds the other way is 1% of a small gradient:
+                    # this holds the wiring, and `fused_sums_program.py` each product.
                     loose = 3e-2 if name in ("layer", "interleaved") and recipe else 5e-3
                     near(b.grad.full_tensor(), a.grad, (*what, which), loose)
 
