@@ -71,10 +71,17 @@ FAULTS = "parallel_faults_program.py"
 
 
 def test_ranks_that_differ_are_told_apart(tmp_path) -> None:
-    run(3, tmp_path / "store", "compared", "at_first_use", "many_lengths", program=FAULTS)
+    run(
+        3, tmp_path / "store", "compared", "at_first_use", "many_lengths", "changes", program=FAULTS
+    )
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("name", ["dies=forward", "dies=backward", "stalls=forward"])
 def test_a_rank_that_is_gone_ends_the_others(name, tmp_path) -> None:
     run(3, tmp_path / "store", name, program=FAULTS, leaves=1)
+
+
+@pytest.mark.more
+def test_a_rank_that_alone_goes_back_to_a_recipe_is_noticed(tmp_path) -> None:
+    run(3, tmp_path / "store", "goes_back", program=FAULTS)

@@ -113,6 +113,37 @@ def at_first_use() -> None:
         step(module, "mxfp8")  # nothing is in flight
 
 
+def goes_back() -> None:
+    """A rank that alone returns to an earlier recipe raises, and says whom it waited for."""
+    module, recipes = network(), ("nvfp4", "mxfp8")
+    for recipe in (*recipes, *recipes):  # all of them may, any number of times
+        step(module, recipe)
+    try:
+        step(module, recipes[dist.get_rank() != ODD])
+    except RuntimeError as error:
+        text = str(error)
+        if dist.get_rank() == ODD:
+            assert "LayerNormMLP fc1: every rank" in text and "new on rank 1" in text, text
+        os._exit(0)
+    raise AssertionError("nothing was raised")
+
+
+def changes() -> None:
+    """Ranks compare once for each change of recipe, and not between changes."""
+    module, count = network(), []
+    kept = rank_agreement.compare
+
+    def counted(*given: Any) -> None:
+        count.append(given)
+        kept(*given)
+
+    rank_agreement.compare = counted
+    for recipe in ("nvfp4", "nvfp4", "mxfp8", "mxfp8", "nvfp4", "nvfp4"):
+        step(module, recipe)
+    rank_agreement.compare = kept
+    assert len(count) == 2 * 3, len(count)  # two parts
+
+
 def many_lengths() -> None:
     """Lengths that are new in every step are compared a few times, and never again."""
     module, count = network(True), []
