@@ -20,6 +20,11 @@ def test_more_fused_modules(tmp_path) -> None:
 
 
 @pytest.mark.more
+def test_graphs_have_the_shape_that_torch_would_pipeline(tmp_path) -> None:
+    run(2, tmp_path / "store", "pipelined", program=PROGRAM)
+
+
+@pytest.mark.more
 def test_products_and_gradients_within_the_bounds_of_their_sums(tmp_path) -> None:
     names = "products=norm,mlp,attention,layer,interleaved"
     run(2, tmp_path / "store", names, program="fused_sums_program.py")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -275,6 +276,48 @@ def compiled() -> None:
     again = [p.grad.to_local() for p in part.parameters()]
     for a, b in zip((*found, *again), (*wanted, *grads), strict=True):
         near(a, b, "compiled", 1e-3)
+
+
+def pipelined() -> None:
+    """What torch's `_micro_pipeline_tp` looks for in graphs of a layer, and where it stops.
+
+    All gathers and scattered sums are of the shape that its finders match. It then wants a product
+    of torch's beside them, which there is without a recipe, and none with one: planes of several
+    buffers are multiplied by operators of hybridq's.
+    """
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.fx_passes import micro_pipeline_tp as torchs
+
+    found: list[tuple[int, int, set[Any]]] = []
+
+    def see(graph: Any, _: Any) -> Any:
+        nodes = list(graph.graph.nodes)
+        gathers = torchs.find_all_gather_patterns(graph.graph)
+        scatters = torchs.find_reduce_scatter_patterns(graph.graph)
+        for kind, matched in (("all_gather_into", gathers), ("reduce_scatter", scatters)):
+            assert len(matched) == sum(kind in str(node.target) for node in nodes), kind
+        products = {product_of(one.input_node) for one in scatters}
+        found.append((len(gathers), len(scatters), products))
+        return make_boxed_func(graph.forward)
+
+    def product_of(node: Any) -> Any:
+        while "view" in str(node.target):
+            node = node.args[0]
+        return node.target
+
+    torchs_own, own = {torch.ops.aten.mm.default}, {torch.ops.hybridq.gemm.default}
+    backend = aot_autograd(fw_compiler=see, bw_compiler=see)
+    for recipe in (None, "mxfp8"):
+        torch._dynamo.reset()
+        make = partial(hybridq.LayerNormMLP, HIDDEN, INNER, bias=False)
+        _, part = split(make, sequence_parallel=True)
+        x = torch.randn(64, BATCH, HIDDEN, requires_grad=True)
+        with nullcontext() if recipe is None else hybridq.autocast(recipe=recipe):
+            y = torch.compile(part, fullgraph=True, backend=backend)(x)
+        y.sum().backward()
+    # Forward and backward; with a recipe the input's columnwise plane is gathered there, too.
+    assert found == [(1, 1, torchs_own), (1, 1, torchs_own), (1, 1, own), (2, 1, own)], found
 
 
 def refused() -> None:
