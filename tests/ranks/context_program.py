@@ -26,9 +26,11 @@ CLASSES, HIDDEN, HEADS = 48, 64, 4
 class Model(nn.Module):
     """Tokens and rotary angles in, logits out; two layers of transformers between."""
 
-    def __init__(self, heads: int = HEADS, recomputes: bool = False, **options: Any) -> None:
+    def __init__(
+        self, heads: int = HEADS, recomputes: bool = False, mask: Any = None, **options: Any
+    ) -> None:
         super().__init__()
-        self.recomputes = recomputes
+        self.recomputes, self.mask = recomputes, mask
         options = {"num_gqa_groups": 2, "self_attn_mask_type": "causal", **options}
         self.embed = nn.Embedding(CLASSES, HIDDEN)
         self.layers = nn.ModuleList(
@@ -52,7 +54,7 @@ class Model(nn.Module):
     def forward(self, ids: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
         for layer in self.layers:
-            call = partial(layer, rotary_pos_emb=angles)
+            call = partial(layer, rotary_pos_emb=angles, attention_mask=self.mask)
             x = checkpoint(call, x, use_reentrant=False) if self.recomputes else call(x)
         return self.head(x)
 
@@ -139,8 +141,29 @@ def modules() -> None:
     one("parts in order", is_balanced=False)
     one("a length that pairs of parts do not divide", length=15 * dist.get_world_size())
     one("all", self_attn_mask_type="no_mask", is_balanced=False)
+    masks()
     # A block's result is BF16 before it is merged: one rounding more than in one process.
     one("BF16", dtype=torch.bfloat16, bound=3e-2)
+
+
+def masks() -> None:
+    """Windows and masks of the whole sequences: the keys of all ranks are gathered."""
+    torch.manual_seed(4)
+    padding = torch.zeros(2, 1, 1, 64, dtype=torch.bool)
+    padding[0, ..., -9:] = True
+    some = torch.rand(2, 1, 64, 64) < 0.5
+    some &= ~torch.eye(64, dtype=torch.bool)
+    one("a window", window_size=(5, 0))
+    one(
+        "a window, recomputed, parts in order",
+        window_size=(5, 0),
+        recomputes=True,
+        is_balanced=False,
+    )
+    one("a window on both sides", self_attn_mask_type="no_mask", window_size=(7, 3))
+    one("padding", self_attn_mask_type="padding_causal", mask=padding, heads=1, num_gqa_groups=1)
+    one("any mask", self_attn_mask_type="arbitrary", mask=some)
+    one("padding, a window", self_attn_mask_type="padding", mask=padding, window_size=(9, 9))
 
 
 def recipes() -> None:
@@ -335,9 +358,7 @@ def of_module(mesh: Any) -> None:
     hidden = torch.zeros(2, 1, 1, 8, dtype=torch.bool)
     hidden[:, ..., -1] = True
     for call in (
-        {"window_size": (4, 0)},
-        {"attn_mask_type": "padding_causal", "attention_mask": hidden},
-        {"attn_mask_type": "arbitrary", "attention_mask": hidden},
+        {"window_size": (4, 0), "core_attention_bias_type": "alibi"},
         {"attn_mask_type": "padding_causal", "cu_seqlens_q": starts, "cu_seqlens_kv": starts},
         {"core_attention_bias_type": "alibi"},
         {"format": "thd", "cu_seqlens_q": starts, "cu_seqlens_kv": starts},
@@ -346,6 +367,8 @@ def of_module(mesh: Any) -> None:
         {"drops": 0.5},
     ):
         raises(ValueError, ulysses, lambda call=call: attend(**call))
+    part = {"attn_mask_type": "padding_causal", "attention_mask": hidden}
+    raises(ValueError, "must be that of the whole sequences", lambda: attend(**part))
     attend()  # and all goes on
 
 

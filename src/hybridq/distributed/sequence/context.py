@@ -16,8 +16,8 @@ from ... import settings
 from ..._torch_private import RingAttention, ring_attention
 from .comparison import Comparison
 from .cpu_ring import cpu_operators
-from .exchange import HeadExchange
 from .mesh import exchange_of
+from .ring_tokens import Tokens
 from .sequence_parallel import library_of
 
 __all__ = ["context_parallel"]
@@ -41,9 +41,11 @@ def context_parallel(
     It is `torch.distributed.tensor.experimental.context_parallel`: each buffer is cut in place to
     this rank's tokens until the block ends, and `scaled_dot_product_attention` sees the tokens of
     all ranks, whose keys and values come to each in turn. Added are an operator for CPUs, checks,
-    and models of transformers. Forward and backward both belong into the block. Numbers of heads
-    need not be divisible by that of ranks; attention is causal, or with `load_balance=False` sees
-    all; it has no other mask, and no dropout on a CPU. See docs/guides/long-sequences.md.
+    masks, and models of transformers. Forward and backward both belong into the block. Numbers of
+    heads need not be divisible by that of ranks. In the ring attention is causal, or with
+    `load_balance=False` sees all, without dropout on a CPU. Windows and masks, of the whole
+    sequences, are those of hybridq's modules: there the keys and values of all ranks are gathered.
+    See docs/guides/long-sequences.md.
 
     Args:
         mesh: a DeviceMesh of one dimension.
@@ -101,13 +103,14 @@ def context_parallel(
     ring = ring_attention()
     length = buffers[0].shape[buffer_seq_dims[0]]
     is_balanced = load_balance and length % (2 * exchange.world) == 0
+    tokens = Tokens(exchange.name, exchange.rank, exchange.world, length, is_balanced)
     with ExitStack() as stack:
         stack.enter_context(_balanced(ring, is_balanced))
         stack.enter_context(_fused(mesh.device_type))
         if mesh.device_type == "cpu":
             stack.enter_context(cpu_operators(ring))
         if model is not None:
-            place = _own_positions(length, exchange, is_balanced).to(buffers[0].device)
+            place = tokens.places(buffers[0].device)
             _enter_library(stack, model, place)
         stack.enter_context(
             of_torch(
@@ -117,7 +120,7 @@ def context_parallel(
                 no_restore_buffers=no_restore_buffers,
             )
         )
-        stack.enter_context(_checked(is_balanced, mesh.device_type))
+        stack.enter_context(_checked(tokens, mesh.device_type))
         yield
 
 
@@ -164,7 +167,7 @@ def _fused(device: str) -> Any:
 
 
 @contextmanager
-def _checked(is_balanced: bool, device: str) -> Iterator[None]:
+def _checked(tokens: Tokens, device: str) -> Iterator[None]:
     """Refuse, in words, what torch's function of the block does not compute."""
     ring = F.scaled_dot_product_attention
 
@@ -183,7 +186,7 @@ def _checked(is_balanced: bool, device: str) -> Iterator[None]:
                 "context_parallel: attention must have no mask but a causal one, got one of shape "
                 f"{tuple(attn_mask.shape)}; {_ULYSSES}"
             )
-        if is_balanced and not is_causal:
+        if tokens.is_balanced and not is_causal:
             raise ValueError(
                 "context_parallel: attention must be causal, got is_causal=False; give "
                 f"load_balance=False for attention without a mask, and for any other {_ULYSSES}"
@@ -196,6 +199,8 @@ def _checked(is_balanced: bool, device: str) -> Iterator[None]:
         made: torch.Tensor = ring(query, key, value, None, dropout_p, is_causal, **options)
         return made
 
+    known: Any = attention
+    known.ring_tokens = tokens  # where `MultiheadAttention` with a mask finds whose tokens are here
     replaced: Any = F
     state = settings.current()
     replaced.scaled_dot_product_attention, state.in_ring = attention, True
@@ -203,15 +208,6 @@ def _checked(is_balanced: bool, device: str) -> Iterator[None]:
         yield
     finally:
         replaced.scaled_dot_product_attention, state.in_ring = ring, False
-
-
-def _own_positions(length: int, exchange: HeadExchange, is_balanced: bool) -> torch.Tensor:
-    """Return the places in the whole sequence of this rank's tokens: int64."""
-    places = torch.arange(length, dtype=torch.int64)
-    if not is_balanced:
-        return places.chunk(exchange.world)[exchange.rank]
-    parts = places.chunk(2 * exchange.world)
-    return torch.cat([parts[exchange.rank], parts[-1 - exchange.rank]])
 
 
 def _enter_library(stack: ExitStack, model: nn.Module, places: torch.Tensor) -> None:

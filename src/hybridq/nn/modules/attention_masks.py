@@ -8,7 +8,16 @@ import torch
 
 from ...errors import must_be_one_of
 
-__all__ = ["MASKS", "WITHOUT_PADDING", "Lengths", "check_mask_type", "diagonal", "visible"]
+__all__ = [
+    "MASKS",
+    "WITHOUT_PADDING",
+    "Lengths",
+    "band",
+    "check_given",
+    "check_mask_type",
+    "diagonal",
+    "visible",
+]
 
 
 class _Kind(NamedTuple):
@@ -119,33 +128,59 @@ def visible(
 
     Source: names and alignment: Transformer Engine's mask types.
     """
-    is_causal, needs_mask, _ = MASKS[kind]
+    check_given(kind, given, lengths)
+    is_causal, left = MASKS[kind].is_causal, (window or (-1, -1))[0]
+    begin = diagonal(kind, queries, keys, lengths, at_end)
+    is_whole = given is None and lengths is None
+    if is_causal and left < 0 and is_whole and begin == 0:
+        return None, True
+    query = torch.arange(queries, dtype=torch.int64, device=device)[:, None] + begin
+    seen = band(kind, window, query, keys)
+    if lengths is not None:
+        there = torch.arange(keys, dtype=torch.int64, device=device)
+        there = there < lengths.keys.view(-1, 1, 1, 1)
+        seen = there if seen is None else seen & there
+    if given is None:
+        return seen, False
+    return ~given if seen is None else seen & ~given, False
+
+
+def check_given(kind: str, given: torch.Tensor | None, lengths: Lengths | None = None) -> None:
+    """Raise where a mask that is given, or is not, does not go with a mask type.
+
+    Args:
+        kind, given, lengths: as for `visible`.
+
+    Raises:
+        ValueError: a mask that the type does not take, none where it needs one, or no bool.
+    """
+    needs_mask = MASKS[kind].needs_mask
     is_known = lengths is not None and kind != "arbitrary"
     if needs_mask is (given is None) and not (needs_mask and is_known):
         raise ValueError(
             f"attention: mask type {kind!r} {'needs an' if needs_mask else 'takes no'} "
             f"attention_mask, got {'none' if given is None else tuple(given.shape)}"
         )
-    left, right = window or (-1, -1)
-    begin = diagonal(kind, queries, keys, lengths, at_end)
-    is_whole = given is None and lengths is None
-    if is_causal and left < 0 and is_whole and begin == 0:
-        return None, True
-    seen = None
-    key = torch.arange(keys, dtype=torch.int64, device=device)
-    if is_causal or left >= 0 or right >= 0:
-        query = torch.arange(queries, dtype=torch.int64, device=device)[:, None] + begin
-        ahead = key - query
-        seen = ahead >= -left if left >= 0 else torch.ones_like(ahead, dtype=torch.bool)
-        if is_causal or right >= 0:
-            seen = seen & (ahead <= (0 if is_causal else right))
-    if lengths is not None:
-        there = key < lengths.keys.view(-1, 1, 1, 1)
-        seen = there if seen is None else seen & there
-    if given is None:
-        return seen, False
-    if given.dtype != torch.bool:
+    if given is not None and given.dtype != torch.bool:
         raise ValueError(
             f"attention: attention_mask must be bool, True where hidden, got {given.dtype}"
         )
-    return ~given if seen is None else seen & ~given, False
+
+
+def band(
+    kind: str, window: tuple[int, int] | None, query: torch.Tensor, keys: int
+) -> torch.Tensor | None:
+    """Return what a mask type and a window let queries see; None: every key.
+
+    Args:
+        kind, window, keys: as for `visible`.
+        query: int64 `[queries, 1]`, or that of each sequence: where they stand among the keys.
+    """
+    is_causal, (left, right) = MASKS[kind].is_causal, window or (-1, -1)
+    if not is_causal and max(left, right) < 0:
+        return None
+    ahead = torch.arange(keys, dtype=torch.int64, device=query.device) - query
+    seen = ahead >= -left if left >= 0 else torch.ones_like(ahead, dtype=torch.bool)
+    if is_causal or right >= 0:
+        seen = seen & (ahead <= (0 if is_causal else right))
+    return seen

@@ -18,6 +18,7 @@ from ..autograd import AttentionQuantizers, checkpoint, plain_attention, quantiz
 from .attention_bias import SOFTMAXES, added_bias, with_offset
 from .attention_masks import WITHOUT_PADDING, Lengths, check_mask_type, diagonal, visible
 from .dealt_parameters import local_part
+from .gathered_keys import attend_gathered, in_ring, ring_tokens
 from .kv_cache import InferenceParams
 from .packed_sequences import Packed, Packing, alike
 from .parallel_options import ParallelOptions
@@ -34,15 +35,6 @@ Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 #: Queries, keys and values `[batch, heads, length, features]`, and a call, to the mixed values.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "AttentionCall"], torch.Tensor]
-
-
-def _in_ring(what: str) -> str:
-    """Return why attention is not computed where ranks pass keys and values around."""
-    return (
-        "attention: in the block of context_parallel it is causal or without a mask, in high "
-        f"precision, of whole sequences, got {what}; masks, windows, padding: take "
-        "hybridq.distributed.sequence_parallel"
-    )
 
 
 class AttentionCall(NamedTuple):
@@ -273,7 +265,7 @@ class DotProductAttention(nn.Module):
         """
         queries, keys = both
         if settings.current().in_ring:
-            raise ValueError(_in_ring("packed sequences (cu_seqlens)"))
+            raise ValueError(in_ring("packed sequences (cu_seqlens)"))
         groups = self._groups(query, call, both, attend)
         if groups:
             return self._attend_groups(query, key, value, call, both, attend, groups)
@@ -355,7 +347,7 @@ class DotProductAttention(nn.Module):
             return self._again if again else self.attend
 
         if settings.current().in_ring:
-            raise ValueError(_in_ring("inference_params"))
+            raise ValueError(in_ring("inference_params"))
 
         def attend(
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
@@ -386,6 +378,9 @@ class DotProductAttention(nn.Module):
             ValueError: masks or biases do not fit; operands are quantized while ranks pass keys and
                 values around (`context_parallel`).
         """
+        ring = ring_tokens(call)
+        if ring is not None:
+            return attend_gathered(self, query, key, value, call, ring)
         scale = self.softmax_scale
         scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
         mask, is_causal = self._mask(query, key, call, scale)
@@ -397,7 +392,7 @@ class DotProductAttention(nn.Module):
         forked = nullcontext() if self._tracker is None or not dropout else self._tracker().fork()
         with forked:
             if quantizers is not None and settings.current().in_ring:
-                raise ValueError(_in_ring("a recipe with fp8_dpa"))
+                raise ValueError(in_ring("a recipe with fp8_dpa"))
             if quantizers is None:
                 y = plain_attention(query, key, value, mask, dropout, is_causal, grouped, scale)
             else:
