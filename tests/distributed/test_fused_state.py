@@ -23,11 +23,12 @@ def test_planes_and_values_of_all_modules(tmp_path) -> None:
 
 @pytest.mark.more
 def test_checkpoints_between_numbers_of_ranks(tmp_path) -> None:
-    """From two ranks to four, to one process, under FSDP2, and back."""
-    names = f"checkpoints={tmp_path / 'saved'},layer,2,4,0,2f,1,2"
+    """From two ranks to four, to one process, under FSDP2 in two ways, and back."""
+    names = f"checkpoints={tmp_path / 'saved'},layer,2,4,0,2f,2p,1,2"
     run(4, tmp_path / "store", names, program=PROGRAM)
 
 
 @pytest.mark.more
-def test_fsdp2_on_two_by_two_ranks(tmp_path) -> None:
-    run(4, tmp_path / "store", "fsdp2=mlp,layer,interleaved", f"gathered={ALL}", program=PROGRAM)
+def test_fsdp2_and_replicas_on_two_by_two_ranks(tmp_path) -> None:
+    names = ("fsdp2=mlp,layer,interleaved", f"gathered={ALL}", "replicas=layer")
+    run(4, tmp_path / "store", *names, program=PROGRAM)

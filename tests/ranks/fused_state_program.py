@@ -93,13 +93,18 @@ def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def checkpoints(text: str) -> None:
-    """Saved by any number of ranks, loaded by any other, whole too: the same losses."""
+    """Saved by any number of ranks, loaded by any other, whole too: the same losses.
+
+    A way is a number of tensor-parallel ranks, 0 of a whole module; with f under FSDP2, with p
+    prepared for it.
+    """
     folder, case, *ways = text.split(",")
     for name in ("mxfp8_fwd_nvfp4_bwd", "fp8_delayed"):
         recipe = recipe_of(case, name)
         losses: list[list[float]] = []
         for number, way in enumerate(ways):
-            model = dealt_out(case, int(way.strip("f")), sharded="f" in way)
+            how = {"sharded": way[1:] != "", "prepare": "p" in way}
+            model = dealt_out(case, int(way[0]), **how)
             optimizer = hybridq.optim.AdamW(model.parameters(), lr=1e-3)
             if number == 0:
                 for step in range(2):
@@ -158,6 +163,20 @@ def fsdp2(text: str) -> None:
             ):
                 error = float((whole(parameter) - full).norm() / full.norm().clamp_min(1e-6))
                 assert error < 1e-3, (case, name, error)
+
+
+def replicas(text: str) -> None:
+    """Tensor parallelism under DistributedDataParallel: losses of one process."""
+    for case in text.split(","):
+        for name in RECIPES:
+            recipe, model = recipe_of(case, name), dealt_out(case, 2)
+            dp = mesh_of(2)["dp"]
+            wrapped = nn.parallel.DistributedDataParallel(model, device_mesh=dp)
+            losses = []
+            for one in (wrapped, made(case)):
+                optimizer = torch.optim.AdamW(one.parameters(), lr=1e-3, eps=1e-3)
+                losses.append([one_loss(one, optimizer, recipe, step) for step in range(3)])
+            assert torch.allclose(*map(torch.tensor, losses), rtol=2e-4), (case, name, losses)
 
 
 def separate(model: nn.Module) -> dict[str, torch.Tensor]:

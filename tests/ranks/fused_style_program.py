@@ -6,6 +6,7 @@ FP32 sums.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -232,6 +233,7 @@ def apart() -> None:
     assert torch.equal(own.weight.to_local(), values.chunk(world)[rank])
     assert own.out_features == 64 // world
     loads()
+    kept_and_copied()
 
     whole, part = split(lambda: hybridq.LayerNormMLP(HIDDEN, INNER))
     prepared = PrepareModuleInput(
@@ -239,6 +241,41 @@ def apart() -> None:
     )
     model = parallelize_module(nn.Sequential(part), mesh, prepared)
     near(model(own_part(x, 0)), whole(x), "DTensor", 1e-6)
+
+
+def kept_and_copied() -> None:
+    """Initial values behind the meta device, planes of a kept weight, copies, an optimizer."""
+    mesh = mesh_of()
+    layer = hybridq.TransformerLayer(64, 128, 4, activation="swiglu", device="meta", **_LAYER)
+    parallelize_module(layer, mesh, FusedParallel())
+    layer.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(torch.nan)
+    torch.manual_seed(0)
+    for one in layer.modules():
+        if hasattr(one, "reset_parameters"):
+            one.reset_parameters()
+    weight = layer.layernorm_mlp.fc1_up_weight.full_tensor()
+    assert 0.9 * 64**-0.5 < float(weight.abs().max()) <= 64**-0.5
+    down = layer.layernorm_mlp.fc2_weight.full_tensor()
+    assert 0.9 * 128**-0.5 < float(down.abs().max()) <= 128**-0.5  # the whole's range
+
+    _, part = split(CASES["mlp"])
+    x = torch.randn(32, HIDDEN)
+    dist.broadcast(x, 0)
+    with hybridq.autocast(recipe="mxfp8"):
+        y = part(x, is_first_microbatch=True)
+        kept = part._cached_weights["fc1"]
+        part(x, is_first_microbatch=False)
+        assert part._cached_weights["fc1"] is kept and kept.row
+        again = copy.deepcopy(part)(x)
+    assert torch.equal(again, y)
+    y.sum().backward()
+    norm = nn.utils.clip_grad_norm_(part.parameters(), 1e-3)
+    assert float(norm.full_tensor()) > 1e-3
+    torch.optim.AdamW(part.parameters()).step()
+    assert not torch.equal(part(x), y)
 
 
 def loads() -> None:

@@ -122,14 +122,20 @@ def deal_out(
 
 def _dealt(
     part: torch.Tensor, whole: torch.Tensor, mesh: Any, placement: Any, needs_grad: Any = None
-) -> nn.Parameter:
+) -> Any:
     from torch.distributed.tensor import DTensor
 
     strides = torch.empty(whole.shape, dtype=whole.dtype, device="meta").stride()
-    made = DTensor.from_local(
-        part.detach(), mesh, [placement], run_check=False, shape=whole.shape, stride=strides
+    own = part.detach()
+    # Of a part that does not begin where its memory begins, torch takes the DTensor for a tensor
+    # with memory of its own, and fails to copy it. So it is told of the part afterwards.
+    first = torch.empty_like(own) if own.storage_offset() else own
+    made: Any = DTensor.from_local(
+        first, mesh, [placement], run_check=False, shape=whole.shape, stride=strides
     )
-    return nn.Parameter(made, whole.requires_grad if needs_grad is None else needs_grad)
+    made = nn.Parameter(made, whole.requires_grad if needs_grad is None else needs_grad)
+    made._local_tensor = own
+    return made
 
 
 def reset_dealt(
