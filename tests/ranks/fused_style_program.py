@@ -244,7 +244,7 @@ def apart() -> None:
 
 
 def kept_and_copied() -> None:
-    """Initial values behind the meta device, planes of a kept weight, copies, an optimizer."""
+    """Initial values behind the meta device, planes of a cached weight, copies, an optimizer."""
     mesh = mesh_of()
     layer = hybridq.TransformerLayer(64, 128, 4, activation="swiglu", device="meta", **_LAYER)
     parallelize_module(layer, mesh, FusedParallel())
