@@ -295,7 +295,7 @@ def loads() -> None:
         attention.load_state_dict({**state, "proj.weight": torch.ones(64, 64)})
         for name, one in apart.items():
             assert torch.equal(getattr(attention.qkv, name).full_tensor(), one), (name, list(given))
-        own = attention.qkv.own("weight")
+        own = attention.qkv.local_parameter("weight")
         assert torch.equal(own, torch.cat([*parts.values()]))
         # One behind the other in memory: no copy was made.
         assert own.data_ptr() == attention.qkv.query_weight.to_local().data_ptr()

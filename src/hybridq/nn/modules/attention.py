@@ -398,8 +398,9 @@ class MultiheadAttention(SplitTogether, nn.Module):
             order = (2, 0, 1, 3) if self.qkv_format == "sbhd" else (0, 2, 1, 3)
             mixed = mixed.permute(order).flatten(2)
         y = self.proj(mixed, is_first_microbatch)
-        bias = [self.proj.of_all_tokens(self.proj.own("bias"))] if self.return_bias else []
-        more = bias + ([] if normed is None else [normed])
+        more = [] if normed is None else [normed]
+        if self.return_bias:
+            more.insert(0, self.proj.of_all_tokens(self.proj.local_parameter("bias")))
         return (y, *more) if more else y
 
     def _shared(

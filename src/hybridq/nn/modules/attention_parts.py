@@ -34,7 +34,7 @@ class BiasApart(Linear):
         recipe, first = self._recipe(), is_first_microbatch
         if recipe is not None and fp8_grad:
             input = with_quantized_gradient(input, self._boundary_quantizer(recipe, GRAD_INPUT))
-        y = run_part(self, "", recipe, input, self.own("weight"), None, first)
+        y = run_part(self, "", recipe, input, self.local_parameter("weight"), None, first)
         return y if recipe is None or not fp8_output else self._quantized_output(y, recipe)
 
 

@@ -153,8 +153,8 @@ class LayerNormLinear(FusedModule):
         recipe = self._recipe()
         if recipe is not None and fp8_grad:
             x = with_quantized_gradient(x, self._boundary_quantizer(recipe, GRAD_INPUT))
-        first, weight = is_first_microbatch, self.own("weight")
-        bias = None if self.return_bias else self.own("bias")
+        first, weight = is_first_microbatch, self.local_parameter("weight")
+        bias = None if self.return_bias else self.local_parameter("bias")
         if self.return_layernorm_output:
             seen = self._normalized(x, None if recipe is None else self.plan_of(recipe))
             y = run_part(self, "", recipe, seen, weight, bias, first)
@@ -163,7 +163,9 @@ class LayerNormLinear(FusedModule):
             y = run_part(self, "", recipe, x, weight, bias, first, self._norm_call())
         if recipe is not None and fp8_output:
             y = self._quantized_output(y, recipe)
-        others = ([self.own("bias")] if self.return_bias else []) + ([] if seen is None else [seen])
+        others = ([self.local_parameter("bias")] if self.return_bias else []) + (
+            [] if seen is None else [seen]
+        )
         return (y, *others) if others else y
 
     def product_inputs(

@@ -172,23 +172,29 @@ class LayerNormMLP(FusedModule):
         recipe = self._recipe()
         if recipe is not None and fp8_grad:
             x = with_quantized_gradient(x, self._boundary_quantizer(recipe, GRAD_INPUT))
-        first, weight, bias = is_first_microbatch, self.own("fc1_weight"), self.own("fc1_bias")
+        first, weight, bias = (
+            is_first_microbatch,
+            self.local_parameter("fc1_weight"),
+            self.local_parameter("fc1_bias"),
+        )
         seen = None
         if self.return_layernorm_output:
             seen = self._normalized(x, None if recipe is None else self.plan_of(recipe, "fc1"))
             hidden = run_part(self, "fc1", recipe, seen, weight, bias, first)
         else:
             hidden = run_part(self, "fc1", recipe, x, weight, bias, first, self._norm_call())
-        bias = None if self.return_bias else self.own("fc2_bias")
+        bias = None if self.return_bias else self.local_parameter("fc2_bias")
         act = None
         if isinstance(self._activation, Gate):
             hidden = self._activation.plain(hidden)
         else:
             act = PrologueCall(self._activation)
-        y = run_part(self, "fc2", recipe, hidden, self.own("fc2_weight"), bias, first, act)
+        y = run_part(
+            self, "fc2", recipe, hidden, self.local_parameter("fc2_weight"), bias, first, act
+        )
         if recipe is not None and fp8_output:
             y = self._quantized_output(y, recipe)
-        own = [self.of_all_tokens(self.own("fc2_bias"))] if self.return_bias else []
+        own = [self.of_all_tokens(self.local_parameter("fc2_bias"))] if self.return_bias else []
         others = own + ([] if seen is None else [seen])
         return (y, *others) if others else y
 
@@ -206,10 +212,10 @@ class LayerNormMLP(FusedModule):
             and the number of its matrix: `None`.
         """
         del rest, options
-        weight: torch.Tensor = self.own("fc1_weight")
+        weight: torch.Tensor = self.local_parameter("fc1_weight")
         plain = weight.dequantize() if is_quantized(weight) else weight
         seen = self._normalized(self._take_input(inp, self.hidden_size), None)
-        hidden = torch.nn.functional.linear(seen, plain, self.own("fc1_bias"))
+        hidden = torch.nn.functional.linear(seen, plain, self.local_parameter("fc1_bias"))
         acted = self._activation.plain(hidden, None, None)
         return {("fc1_weight", None): seen, ("fc2_weight", None): acted}
 

@@ -177,12 +177,14 @@ class Linear(QuantizedModule, nn.Linear):
         """
         if self.return_bias:
             given = (input, None, is_first_microbatch, fp8_output, fp8_grad)
-            return self._forward(*given), self.own("bias")
+            return self._forward(*given), self.local_parameter("bias")
         if not (fp8_output or fp8_grad or self.is_parallel):
             y = eager_forward(self, input, is_first_microbatch)
             if y is not None:
                 return y
-        return self._forward(input, self.own("bias"), is_first_microbatch, fp8_output, fp8_grad)
+        return self._forward(
+            input, self.local_parameter("bias"), is_first_microbatch, fp8_output, fp8_grad
+        )
 
     def _forward(
         self,
@@ -199,5 +201,7 @@ class Linear(QuantizedModule, nn.Linear):
             raise self._error(TypeError, f"input must be a Tensor, got {type(given).__name__}")
         if recipe is not None and fp8_grad:
             input = with_quantized_gradient(input, self._boundary_quantizer(recipe, GRAD_INPUT))
-        y = run_part(self, "", recipe, input, self.own("weight"), bias, is_first_microbatch)
+        y = run_part(
+            self, "", recipe, input, self.local_parameter("weight"), bias, is_first_microbatch
+        )
         return self._quantized_output(y, recipe) if recipe is not None and fp8_output else y

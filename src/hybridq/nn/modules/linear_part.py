@@ -398,7 +398,10 @@ class FusedModule(SplitTogether, QuantizedModule):
 
     def _norm_call(self) -> PrologueCall:
         """Return the norm, in front of a product."""
-        gamma, beta = self.own("layer_norm_weight"), self.own("layer_norm_bias")
+        gamma, beta = (
+            self.local_parameter("layer_norm_weight"),
+            self.local_parameter("layer_norm_bias"),
+        )
         if self.sums_gradients:
             return PrologueCall(self._norm, self.of_all_tokens(gamma), self.of_all_tokens(beta))
         return PrologueCall(self._norm, gamma, beta)

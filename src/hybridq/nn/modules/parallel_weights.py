@@ -101,7 +101,7 @@ class ParallelWeights(Boundary):
             one: part for name, part in parts.items() for one in matrices_of(self, name)
         }
 
-    def own(self, name: str) -> Any:
+    def local_parameter(self, name: str) -> Any:
         """Return a parameter as products take it: of one that is dealt out, this rank's part.
 
         Args:
