@@ -153,6 +153,7 @@ def fake_gpu(monkeypatch: Any, capability: tuple[int, int] = (9, 0)) -> Iterator
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(device.torch.cuda, "current_stream", lambda _: _Stream())
+    monkeypatch.setattr(device, "cuda_stream", None)  # which asks the driver, where one is built in
     monkeypatch.setattr(native, "scaled_mm", scaled_mm)
     monkeypatch.setattr(native, "block_takes_bias", lambda *_: True)
     monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: 0, raising=False)

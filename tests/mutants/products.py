@@ -20,16 +20,14 @@ def _gemm(
 
 
 _LOOP = """\
-    for factor, shape in ((row_factor, (-1, 1)), (col_factor, (1, -1))):
-        if factor is not None:
-            product = product * factor.to(product.dtype).view(shape)
+            product = product * own.to(product.dtype).view(shape)
+    for added in (bias, out):
 """
 _AT_ONCE = """\
-    both = torch.ones(1, 1, device=product.device)
-    for factor, shape in ((row_factor, (-1, 1)), (col_factor, (1, -1))):
-        if factor is not None:
-            both = both * factor.view(shape)
-    product = product * both.to(product.dtype)
+            both = own.view(shape) if shape == (-1, 1) or row_factor is None else both * own
+            if shape == (1, -1) or col_factor is None:
+                product = product * both.to(product.dtype)
+    for added in (bias, out):
 """
 
 PRODUCTS = (
@@ -65,8 +63,9 @@ PRODUCTS = (
         "a-factor-twice",
         rules.FACTORS,
         "src/hybridq/reference/gemm.py",
-        "((row_factor, (-1, 1)), (col_factor, (1, -1))):",
-        "((row_factor, (-1, 1)), (col_factor, (1, -1)), (col_factor, (1, -1))):",
+        "(row_factor, col_factor), bounds, ((-1, 1), (1, -1)), strict=True",
+        "(row_factor, col_factor, col_factor), (*bounds, 0.0),"
+        " ((-1, 1), (1, -1), (1, -1)), strict=True",
         ("tests/gemm/test_gemm.py::test_bias_out_and_accumulate",),
     ),
     Mutant(

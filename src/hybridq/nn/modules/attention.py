@@ -343,10 +343,8 @@ class MultiheadAttention(SplitTogether, nn.Module):
         check_mask_type(kind, window)
         of_scores = (core_attention_bias_type, core_attention_bias, alibi_slopes)
         call = AttentionCall(kind, window, attention_mask, None, None, *of_scores)
-        packed = Packed(
-            *(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
-            *(max_seqlen_q, max_seqlen_kv),
-        )
+        sizes = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+        packed = Packed(*sizes, max_seqlen_q, max_seqlen_kv)
         if self.exchange is not None:
             check_shared(call, packed, self.core_attention, inference_params)
         if inference_params is not None and self.key_value is not None:
@@ -400,7 +398,7 @@ class MultiheadAttention(SplitTogether, nn.Module):
         y = self.proj(mixed, is_first_microbatch)
         more = [] if normed is None else [normed]
         if self.return_bias:
-            more.insert(0, self.proj.of_all_tokens(self.proj.local_parameter("bias")))
+            more = [self.proj.of_all_tokens(self.proj.local_parameter("bias")), *more]
         return (y, *more) if more else y
 
     def _shared(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...kernels.operators import StatedFunction
 from .tensor_parallel import is_dtensor
 
 __all__ = ["deal_out", "local_part", "matrices_of", "own_value", "reset_dealt"]
@@ -70,8 +71,10 @@ def _is_one(parts: list[torch.Tensor]) -> bool:
     return True
 
 
-class _Joined(torch.autograd.Function):
+class _Joined(StatedFunction):
     """Matrices that lie one behind the other, as one: a view of their memory."""
+
+    second = "exact"
 
     @staticmethod
     def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
