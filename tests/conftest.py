@@ -44,6 +44,11 @@ for _devices in (torch.cuda, torch.xpu, torch.mtia):
     if not _devices.is_available():
         _devices.manual_seed_all = lambda seed: None
 
+# A build with CUDA on a machine without a GPU: what is chosen for a named chip is not to depend on
+# the version that torch happens to be built with.
+if not torch.cuda.is_available():
+    torch.version.cuda = None
+
 # Each compilation would measure how long its guards take, with the CPU's caches flushed: 0.02 s for
 # a line of torch's log.
 torch._C._dynamo.guards.profile_guard_manager = lambda *given: 0.0
