@@ -112,7 +112,8 @@ def test_experts_whose_planes_cannot_be_put_together_are_decoded(tmp_path, caplo
     for name, value in decoded.named_parameters():
         mine = model.get_parameter(name).detach()
         mine = mine.dequantize() if name in quantized(model) else mine
-        assert torch.equal(mine, value), name
+        # The file has the second-level scale's reciprocal, rounded once more.
+        torch.testing.assert_close(mine, value.detach(), rtol=2.0**-22, atol=0.0, msg=name)
     assert "model.layers.0.mlp.experts.down_proj" in quantized(model)
     assert "experts.gate_up_proj [4, 96, 64] is in high precision" in caplog.text
 
