@@ -134,6 +134,9 @@ def sequences() -> None:
             assert +found == want, (heads, groups, name, formats, found, want)
 
 
+#: Computations of torch's schedules by their names, of which torch's letters differ by version.
+LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+
 #: Schedules of torch, and the number of stages on each rank.
 KINDS = {
     "gpipe": (ScheduleGPipe, 1),
@@ -185,11 +188,11 @@ def order_of(schedule: Any, name: str, count: int) -> dict[int, list[tuple[str, 
     if name not in ("gpipe", "1f1b"):
         return {
             rank: [
-                (part.computation_type.value, part.stage_index, part.microbatch_index)
+                (LETTERS[part.computation_type.name], part.stage_index, part.microbatch_index)
                 for task in tasks
                 if task is not None
                 for part in task.sub_actions or (task,)
-                if part.computation_type.value in "FBIW"
+                if part.computation_type.name in LETTERS
             ]
             for rank, tasks in schedule.pipeline_order.items()
         }
