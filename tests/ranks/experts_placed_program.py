@@ -29,6 +29,13 @@ from hybridq.moe import (
 PLACED = {"replicated": Replicate(), "sequence": Shard(1)}
 
 
+class Router(nn.Linear):
+    """As products and sums: torch 2.10 has no `linear` of DTensors whose middle axis is dealt."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.unsqueeze(-2) * self.weight).sum(-1) + self.bias
+
+
 class Mixture(nn.Module):
     """A norm, a router and experts; tokens of three axes, or flat."""
 
@@ -36,16 +43,18 @@ class Mixture(nn.Module):
         super().__init__()
         own = LAYOUTS[layout]
         self.is_flat = is_flat
-        self.norm, self.router = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, EXPERTS)
+        self.norm, self.router = nn.LayerNorm(HIDDEN), Router(HIDDEN, EXPERTS)
         self.experts = convert_experts(Block(own, EXPERTS), own)
         self.experts.leaves_all_plain = lambda recipe: False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm(x)
         h = h.flatten(0, 1) if self.is_flat else h
-        best = self.router(h).softmax(-1).topk(TOP)
-        shares = best.values / best.values.sum(-1, keepdim=True)
-        return x + self.experts(h, best.indices, shares).view(x.shape)
+        odds = self.router(h).softmax(-1)
+        top = odds.topk(TOP).indices
+        chosen = odds.gather(-1, top)  # torch 2.10 has no gradients of a DTensor's topk
+        shares = chosen / chosen.sum(-1, keepdim=True)
+        return x + self.experts(h, top, shares).view(x.shape)
 
 
 def placed(model: Any, mesh: Any) -> Any:
