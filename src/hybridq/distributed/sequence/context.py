@@ -113,11 +113,13 @@ def context_parallel(
             place = tokens.places(buffers[0].device)
             _enter_library(stack, model, place)
         stack.enter_context(
-            of_torch(
-                mesh,
-                buffers=list(buffers),
-                buffer_seq_dims=list(buffer_seq_dims),
-                no_restore_buffers=no_restore_buffers,
+            _ended(
+                of_torch(
+                    mesh,
+                    buffers=list(buffers),
+                    buffer_seq_dims=list(buffer_seq_dims),
+                    no_restore_buffers=no_restore_buffers,
+                )
             )
         )
         stack.enter_context(_checked(tokens, mesh.device_type))
@@ -139,6 +141,19 @@ def _problem(buffers: Sequence[torch.Tensor], dims: Sequence[int], world: int) -
     if lengths[0] % world:
         return f"the ranks must divide the length, got {lengths[0]} tokens on {world} ranks"
     return ""
+
+
+@contextmanager
+def _ended(block: Any) -> Iterator[None]:
+    """Enter a block of torch, and end it as if without an error where one leaves it.
+
+    In torch 2.10 an error leaves attention replaced and buffers cut.
+    """
+    block.__enter__()
+    try:
+        yield
+    finally:
+        block.__exit__(None, None, None)
 
 
 @contextmanager
