@@ -40,6 +40,7 @@ __all__ = [
     "interpreter",
     "is_profiling",
     "is_wrapper_subclass",
+    "leave_frame_alone",
     "leave_out_of_ddp",
     "local_shape_and_offset",
     "neg_view",
@@ -51,6 +52,7 @@ __all__ = [
     "process_group",
     "ring_attention",
     "sharded_of",
+    "split_backward",
     "tracing_context",
     "tracing_state",
     "tree_flatten",
@@ -139,8 +141,17 @@ def check_pipeline_stage() -> None:
         _taken(f"{where}.{name}", "send planes between stages")
     for name in ("forward_one_chunk", "backward_one_chunk"):
         _taken(f"{where}.{name}", "decode what stages receive")
+    _taken(f"{where}.backward_weight_one_chunk", "leave out what a whole backward has done")
     for name in ("set_local_fwd_input", "set_local_bwd_input"):
         _taken(f"{where}.{name}", "quantize what stages of one rank hand over")
+
+
+def split_backward() -> tuple[Any, Any]:
+    """Return torch's backward of a stage's inputs, and its backward of the stage's weights."""
+    where, use = "torch.distributed.pipelining._backward", "see that split backwards are right"
+    return _taken(f"{where}.stage_backward_input", use), _taken(
+        f"{where}.stage_backward_weight", use
+    )
 
 
 #: The handle of the current stream of a GPU, by the GPU's number, without the object that
@@ -205,6 +216,22 @@ def has_compiled() -> bool:
     # Functions that only keep the compiler out have none.
     backends = getattr(found, "cached_backends", {0: "unknown"})
     return any(backend is not None for backend in backends.values())
+
+
+def leave_frame_alone(function: Any) -> Any:
+    """Return a function that dynamo starts no graph at, nor at what it calls.
+
+    A graph that is begun may have it inside, as before. It is for what dynamo's own code calls
+    around a graph: torch up to 2.10 would compile it there, and without end what the guards call.
+
+    Args:
+        function: of Python.
+    """
+    where, use = "torch._C._dynamo.eval_frame", "keep compilers from what is around a graph"
+    skip = _taken(f"{where}._FrameAction", use).SKIP
+    strategy = _taken(f"{where}._FrameExecStrategy", use)(skip, skip)
+    _taken(f"{where}.set_code_exec_strategy", use)(function.__code__, strategy)
+    return function
 
 
 # torch.distributed is not loaded before it is needed, and not every build of torch has it.

@@ -120,6 +120,19 @@ def test_bad_arguments_are_refused(options, error, text, tmp_path) -> None:
         dist.destroy_process_group()
 
 
+@needs_gloo
+def test_a_torch_that_splits_backwards_wrongly_is_told_of(monkeypatch) -> None:
+    from hybridq.distributed.pipelines import split_backward
+
+    said: list[str] = []
+    halves = split_backward.split_backward()
+    monkeypatch.setattr(split_backward, "log_once", lambda key, text: said.append(text))
+    # A second half that computes nothing.
+    monkeypatch.setattr(split_backward, "split_backward", lambda: (halves[0], lambda *args: None))
+    assert not split_backward.is_split_right.__wrapped__()
+    assert len(said) == 1 and "zero-bubble schedules wait longer" in said[0]
+
+
 @pytest.mark.more
 @needs_gloo
 def test_the_demos_model_on_two_by_two_ranks(tmp_path) -> None:

@@ -22,6 +22,7 @@ from ...nn import Linear
 from ...nn.delayed_scaling import reduce_over
 from ...recipes import Recipe, autocast
 from .plane_payload import PlanePayload
+from .split_backward import is_split_right
 from .stage_agreement import Agreed, compare_recipes, compare_stages
 from .wire_formats import Formats
 
@@ -58,6 +59,7 @@ class Stage(PipelineStage):
         self._formats, self._keeps = formats, keep_weights
         self._takes_planes = _begins_linear(self.submod) if takes_planes is None else takes_planes
         self._arriving: dict[tuple[bool, int], list[_Arriving]] = {}
+        self._run_whole: set[int] = set()
         self._is_compared = False
         self._known: set[str] = set()
         spans_all = dist.get_world_size(self.group) == dist.get_world_size()
@@ -69,6 +71,12 @@ class Stage(PipelineStage):
         self._agreed = Agreed(self.num_stages, (formats[0], formats[1]), keep_weights, size)
 
     # ---- the first step
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        # torch 2.10 opens all connections so. In V schedules one is from a rank to itself: nothing
+        # is sent over it, and gloo has none.
+        ops: list[Any] = super()._get_init_p2p_neighbors_ops()
+        return [op for op in ops if op.peer != dist.get_rank()]
 
     @property
     def _is_ranks_first(self) -> bool:
@@ -173,11 +181,10 @@ class Stage(PipelineStage):
 
     def _put(self, arrived: _Arriving, is_forward: bool) -> None:
         payload, about, info = arrived
-        is_whole = not hasattr(info.tensor_meta, "placements")  # no DTensor's part
-        if is_forward and self._takes_planes and is_whole:
-            info.buffer = about.quantized(payload)
-        else:
-            info.buffer = about.decoded(payload)
+        as_plane = is_forward and self._takes_planes and not _is_part(info)
+        made = about.quantized(payload) if as_plane else about.decoded(payload)
+        # Some versions of torch ask for gradients where they allocate, others where they read.
+        info.buffer = made.requires_grad_(info.buffer.requires_grad)
 
     # ---- what another stage of this rank hands over
 
@@ -227,21 +234,51 @@ class Stage(PipelineStage):
         with _microbatch(fwd_chunk_id == 0 if self._keeps else None):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run the backward of a microbatch.
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> Any:
+        """Run the backward of a microbatch, or that of its inputs.
 
         Args:
             bwd_chunk_id: the microbatch.
-            args, kwargs: torch's.
+            loss, full_backward, last_backward: torch's.
         """
         self._decode(False, bwd_chunk_id)
-        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        is_split = not full_backward and not self.is_first and self.dw_builder is None
+        if is_split and self.has_backward and not is_split_right():
+            self._run_whole.add(bwd_chunk_id)
+            full_backward = True
+        return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
+        """Run the backward of a microbatch's weights, unless that of its inputs was whole.
+
+        Args:
+            bwd_chunk_id: the microbatch.
+            last_backward: torch's.
+        """
+        if bwd_chunk_id in self._run_whole:
+            self._run_whole.remove(bwd_chunk_id)
+            return None
+        return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
 
 def _recipe_key() -> str:
     """Return the key of the recipe in force; empty: there is none."""
     recipe = settings.current().recipe
     return recipe.key if isinstance(recipe, Recipe) else ""
+
+
+def _is_part(info: Any) -> bool:
+    """Return whether what is received is this rank's part of a DTensor.
+
+    Stages of torch 2.10 keep no metadata of tensors, and send no DTensors.
+    """
+    return hasattr(getattr(info, "tensor_meta", None), "placements")
 
 
 def _begins_linear(module: nn.Module) -> bool:
