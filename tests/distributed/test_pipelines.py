@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
 import hybridq
 from hybridq.distributed import pipeline_stage
@@ -116,6 +119,10 @@ def test_bad_arguments_are_refused(options, error, text, tmp_path) -> None:
             pipeline_stage(nn.Linear(2, 2), 0, 1, "cpu", **options)
         with pytest.raises(TypeError, match=r"module must be an nn.Module, got int"):
             pipeline_stage(3, 0, 1, "cpu")
+        mesh = dist.init_device_mesh("cpu", (1,))
+        sent = SimpleNamespace(tensor=DTensor.from_local(torch.ones(2, 2), mesh, [Replicate()]))
+        with pytest.raises(TypeError, match=r"must be plain tensors with torch .* to_local\(\)"):
+            pipeline_stage(nn.Linear(2, 2), 0, 1, "cpu")._encoded([sent], True)
     finally:
         dist.destroy_process_group()
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 
 from ... import settings
 from ..._torch_private import check_pipeline_stage
@@ -133,6 +134,12 @@ class Stage(PipelineStage):
     def _encoded(self, ops: list[Any], is_forward: bool) -> list[Any]:
         spec = self._formats.spec(is_forward)
         for op in ops:
+            if isinstance(op.tensor, DTensor):  # which newer stages take apart before
+                raise TypeError(
+                    "pipeline_stage: what goes from stage to stage must be plain tensors with "
+                    f"torch {torch.__version__}, got a DTensor from stage {self.stage_index}; "
+                    "return its to_local() there, or take a newer torch"
+                )
             about = None if spec is None else PlanePayload.of(spec, op.tensor)
             if about is not None:
                 op.tensor = about.encoded(op.tensor)
