@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .._torch_private import no_torch_function
+from .._torch_private import leave_frame_alone, no_torch_function
 from ..direction import DIRECTIONS
 from ..errors import PlaneError
 from ..formats import BUFFER_NAMES
@@ -372,7 +372,8 @@ class QuantizedTensor(MadeByClass, Unprepared, Memory, torch.Tensor):
     __torch_function__ = no_torch_function
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    @leave_frame_alone
+    def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return aten.dispatch(func, types, args, kwargs or {})
@@ -403,8 +404,7 @@ class QuantizedTensor(MadeByClass, Unprepared, Memory, torch.Tensor):
         plain = tuple(plane.plain for plane in layout)
         args = (buffers, plain, tuple(self.shape), self.dtype, self.requires_grad)
         is_parameter = isinstance(self, torch.nn.Parameter)
-        own = self.own_quantizer
-        own = getattr(own, "quantizer", own)  # of one that holds tensors of its caller, the value
+        own = getattr(self.own_quantizer, "quantizer", self.own_quantizer)  # holds no tensors
         return _rebuild, (*args, own, self._width, is_parameter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:

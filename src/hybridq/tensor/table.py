@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .._torch_private import leave_frame_alone
+
 __all__ = [
     "HIGH",
     "TABLE",
@@ -98,6 +100,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 def buffer_property(direction: str, name: str) -> property:
     """Return the property of a QuantizedTensor that is one buffer of one plane, or None."""
 
+    @leave_frame_alone  # graphs and their guards read it
     def get(self: Any) -> torch.Tensor | None:
         plane = getattr(self.tensor_storage, direction)
         return None if plane is None else plane.buffers.get(name)
