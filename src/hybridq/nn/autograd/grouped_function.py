@@ -35,6 +35,7 @@ from ..weights import (
     PrequantizedWeight,
     accumulate_groups,
     given_to_autograd,
+    target_of,
 )
 from .double_backward import anchor_on, without_derivative
 from .forward_only import without_backward
@@ -394,7 +395,7 @@ def _weight_gradients(
     target = next((one for one in into if one is not None and one.main_grad is not None), None)
     if target is not None and layout.is_single:
         torch.ops.hybridq.grouped_gemm_(
-            target.target, *operands, accumulate=True, precision=precision, **options
+            target_of(target), *operands, accumulate=True, precision=precision, **options
         )
         return (given_to_autograd(target),)
     if target is not None:

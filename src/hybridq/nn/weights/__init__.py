@@ -9,6 +9,7 @@ from .main_grad import (
     accumulate_groups,
     given_to_autograd,
     part_of,
+    target_of,
     watch_optimizers,
 )
 from .pretrained import saves_decoded
@@ -49,6 +50,7 @@ __all__ = [
     "saves_decoded",
     "separate_names",
     "takes_separate_names",
+    "target_of",
     "tell_values",
     "watch_optimizers",
 ]

@@ -26,6 +26,7 @@ __all__ = [
     "accumulate_groups",
     "given_to_autograd",
     "part_of",
+    "target_of",
     "watch_optimizers",
 ]
 
@@ -49,16 +50,6 @@ class Into(NamedTuple):
     is_transposed: bool = False
     late: GradientQueue | None = None
 
-    @property
-    def target(self) -> torch.Tensor:
-        """The tensor that the gradient is added to: outside compiled code what is there now."""
-        whole: torch.Tensor = self.main_grad  # type: ignore[assignment]
-        if not torch.compiler.is_compiling():
-            whole = self.weight.main_grad  # type: ignore[attr-defined]
-        if self.group < 0:
-            return whole
-        return whole[self.group].t() if self.is_transposed else whole[self.group]
-
     @staticmethod
     def of(weight: torch.Tensor) -> Into | None:
         """Return where the gradient of `weight` goes; None if its `main_grad` does not fit."""
@@ -68,6 +59,19 @@ class Into(NamedTuple):
         if torch.compiler.is_compiling() and hasattr(weight, _MARK):
             setattr(weight, _MARK, True)
         return Into(weight, main_grad)
+
+
+def target_of(into: Into) -> torch.Tensor:
+    """Return the tensor that a gradient is added to: outside compiled code what is there now.
+
+    A function: in a backward, dynamo of torch 2.10 knows no property of a named tuple.
+    """
+    whole: torch.Tensor = into.main_grad  # type: ignore[assignment]
+    if not torch.compiler.is_compiling():
+        whole = into.weight.main_grad  # type: ignore[attr-defined]
+    if into.group < 0:
+        return whole
+    return whole[into.group].t() if into.is_transposed else whole[into.group]
 
 
 def part_of(into: Into, group: int, is_transposed: bool = False) -> Into:
@@ -110,7 +114,7 @@ def accumulate(
         k: tokens.
         precision: of the product.
     """
-    target = into.target
+    target = target_of(into)
     rows, cols = target.shape
     torch.ops.hybridq.gemm_(
         target, a, a_spec, rows, b, b_spec, cols, k, accumulate=True, precision=precision
@@ -131,7 +135,7 @@ def accumulate_groups(
     given: list[torch.Tensor | None] = []
     for g, one in enumerate(into):
         if one is not None:
-            one.target.add_(gradients[g])
+            target_of(one).add_(gradients[g])
         given.append(None if one is None else given_to_autograd(one))
     return tuple(given)
 
