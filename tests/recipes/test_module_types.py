@@ -10,7 +10,16 @@ import hybridq
 from hybridq.errors import RecipeError
 from hybridq.gemm import CONTRACT
 from hybridq.quantizers import MXFP8Quantizer
-from hybridq.recipes import CustomRecipe, ModuleType, bind, register_module_type
+from hybridq.recipes import (
+    INPUTS,
+    CustomRecipe,
+    ModuleType,
+    bind,
+    forward_plan,
+    names,
+    register_module_type,
+)
+from hybridq.recipes.bind import is_same_plan
 
 LOOKUP = register_module_type(ModuleType("test_lookup", (), (("weight", "rowwise"),)))
 #: A layer that is never differentiated.
@@ -115,3 +124,14 @@ def test_a_name_has_one_table() -> None:
         ValueError, match=r"a slot of .attention. must be one of input, weight, grad_output"
     ):
         ModuleType("attention", (), (("key", "rowwise"),))
+
+
+def test_plans_that_are_equal_are_the_same_in_compiled_code(monkeypatch) -> None:
+    """There their texts are compared: of every recipe's plan, trained and run forwards alone."""
+    plans = [bind(hybridq.recipes.get(name)) for name in names()]
+    plans += [forward_plan(plan, inputs) for plan in plans for inputs in INPUTS]
+    plans += [plan._replace(**{fact: True}) for plan in plans[:2] for fact in plan._fields[-2:]]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    again = [plan._replace() for plan in plans]  # other objects
+    for i, one in enumerate(plans):
+        assert [is_same_plan(one, other) for other in again] == [one == other for other in plans], i

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final, NamedTuple
 
+import torch
+
 from .. import settings
 from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..errors import RecipeError
@@ -17,7 +19,16 @@ from .recipe import Recipe, recipe_by_key
 from .region_watch import WATCH
 from .roles import LINEAR, SLOTS, QuantizerRole
 
-__all__ = ["INPUTS", "STATIC", "Plan", "SlotPlan", "bind", "forward_plan", "plan_by_key"]
+__all__ = [
+    "INPUTS",
+    "STATIC",
+    "Plan",
+    "SlotPlan",
+    "bind",
+    "forward_plan",
+    "is_same_plan",
+    "plan_by_key",
+]
 
 _PLAIN: Final = PlaneSpec.parse("identity")
 #: In the place of a DelayedScalingRequest's string: the statistic was given once, and stays.
@@ -107,6 +118,33 @@ class Plan(NamedTuple):
     precision: GemmPrecision = GemmPrecision()
     is_delayed: bool = False
     is_forward_only: bool = False
+
+
+def is_same_plan(one: Plan, other: Plan) -> bool:
+    """Return whether two plans are equal, also in compiled code.
+
+    Dynamo of torch 2.10 compares no tuples that hold tuples: there their texts are compared.
+
+    Args:
+        one, other: what `bind` or `forward_plan` made.
+    """
+    if one is other:
+        return True
+    if not torch.compiler.is_compiling():
+        return one == other
+    return _text_of(one) == _text_of(other)
+
+
+def _text_of(plan: Plan) -> str:
+    texts = [
+        f"{slot.row.spec} {slot.col.spec} {slot.col_source} {slot.amax_group} {slot.row_delay} "
+        f"{slot.col_delay} {slot.shares_state} {slot.is_pair}"
+        for slot in (plan.input, plan.weight, plan.grad_output)
+    ]
+    gemms = plan.precision
+    precision = f"{gemms.fprop} {gemms.dgrad} {gemms.wgrad}"
+    facts = f"{plan.is_stochastic} {plan.is_plain} {plan.is_delayed} {plan.is_forward_only}"
+    return "|".join([*texts, precision, facts])
 
 
 def _slot_plan(quantizer: Quantizer, read: Collection[Direction]) -> SlotPlan:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...recipes import Plan
+from ...recipes.bind import is_same_plan
 from ..autograd import GroupedCall, Layout, draw_seeds, grouped_linear
 from ..weights import Into
 
@@ -138,17 +139,17 @@ def mixed_linear(
     drawn = [g for g, plan in enumerate(plans) if plan.is_stochastic]
     seeds = draw_seeds(len(drawn), device) if drawn else None
     for plan in dict.fromkeys(plans):
-        mine = [g for g, one in enumerate(plans) if one == plan]
+        mine = [g for g, one in enumerate(plans) if is_same_plan(one, plan)]
         seed = None
         if seeds is not None and plan.is_stochastic:
             seed = _pick(seeds, [drawn.index(g) for g in mine])
         # The last is for tokens of no group.
-        is_token = torch.cat([*(yes if one == plan else no for one in plans), no])[group]
+        is_token = torch.cat([*(yes if g in mine else no for g in range(len(plans))), no])[group]
         order = torch.argsort(~is_token, stable=True)
         chosen = torch.cumsum(_pick(sizes, mine), 0, dtype=torch.int32)
         own = [groups[g] for g in mine]
         biases = [one.bias for one in own if one.bias is not None]
-        layout = Layout(len(mine), False, bool(biases), False, features)
+        layout = Layout(len(mine), False, len(biases) > 0, False, features)
         params = [*(one.weight for one in own), *biases]
         known = tuple([one.scales for one in own]) if plan.is_delayed else None
         into, kept = (_unless_none([getattr(one, what) for one in own]) for what in _PLACES)

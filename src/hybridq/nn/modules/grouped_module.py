@@ -8,6 +8,7 @@ import torch
 
 from ... import settings
 from ...recipes import CustomRecipe, Plan, Recipe, bind
+from ...recipes.bind import is_same_plan
 from ...recipes.factories import high_precision_factory
 from ...storage import TensorStorage
 from ...tensor import is_quantized
@@ -374,8 +375,7 @@ def _differ(plans: list[Plan] | None) -> bool:
     """Return whether groups have different plans."""
     if plans is None:
         return False
-    first = plans[0]  # most plans are one object, which dynamo of every torch compares
-    return bool([plan for plan in plans if plan is not first and plan != first])
+    return len([plan for plan in plans if not is_same_plan(plan, plans[0])]) > 0
 
 
 def _group_part(part: str, group: int) -> str:
