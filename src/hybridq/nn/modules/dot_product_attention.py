@@ -288,9 +288,10 @@ class DotProductAttention(nn.Module):
         That is done on a GPU, whose lengths would be awaited, under torch.compile, with keys of
         earlier steps, and where masks, biases or amaxes are those of the padded batch.
         """
+        if torch.compiler.is_compiling() or not query.is_cpu:
+            return []
         is_plain = call.mask is None and call.bias is None and attend in (self.attend, self._again)
-        on_host = query.is_cpu and not torch.compiler.is_compiling()
-        if not (on_host and is_plain) or call.mask_type == "arbitrary" or self.quantizers():
+        if not is_plain or call.mask_type == "arbitrary" or self.quantizers():
             return []
         if both[0].lengths.shape != both[1].lengths.shape:
             return []
