@@ -359,8 +359,8 @@ def explain(
         >>> import hybridq
         >>> hybridq.explain("gemm", "mxfp8", "nvfp4").chosen
         'torch'
-        >>> hybridq.explain("gemm", "mxfp8", "mxfp8", device="sm_90").chosen
-        'fold'
+        >>> hybridq.explain("gemm", "mxfp8", "mxfp8", device="sm_100").chosen
+        'native'
     """
     if op not in _OPS:
         raise ValueError(f"explain: op {must_be_one_of(_OPS, op)}")
