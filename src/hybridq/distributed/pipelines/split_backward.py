@@ -13,12 +13,15 @@ import torch
 
 from ..._log import log_once
 from ..._torch_private import split_backward
+from ...kernels.operators import StatedFunction
 
 __all__ = ["is_split_right"]
 
 
-class _Pair(torch.autograd.Function):
+class _Pair(StatedFunction):
     """`x * w` and its double."""
+
+    second = "exact"
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> Any:
@@ -26,7 +29,6 @@ class _Pair(torch.autograd.Function):
         return x * w, 2 * x * w
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, w = ctx.saved_tensors
         grad = grads[0] + 2 * grads[1]
@@ -40,7 +42,9 @@ def is_split_right() -> bool:
     A weight is tried that two nodes take, one of which is a function with two results.
     """
     of_inputs, of_weights = split_backward()
-    x, w = (torch.tensor([value], device="cpu", requires_grad=True) for value in (3.0, 5.0))
+    x, w = (torch.full((1,), value, dtype=torch.float32, device="cpu") for value in (3.0, 5.0))
+    for one in (x, w):
+        one.requires_grad_()
     with torch.enable_grad():
         one, double = _Pair.apply(x, w)
         outputs = [(one + 3 * double) * w]
