@@ -203,6 +203,8 @@ def test_a_plain_backward_after_a_gather_for_a_recipe_says_what_to_do(name: str)
         forward("mxfp8").sum().backward()
         with pytest.raises(RuntimeError, match=r"freed by FSDP2.*run that backward before"):
             plain.sum().backward()
+        if torch.__version__ < "2.11":  # whose FSDP2 gathers nothing after a backward that failed
+            return
         model.reshard()
         forward(None).sum().backward()
         forward("mxfp8").sum().backward()
