@@ -151,7 +151,7 @@ tensors.add_readouts(
     {
         "_data": _read(_data, "rowwise", _FP8),
         "_transpose": _read(_data, "columnwise", _FP8),
-        "_transpose_invalid": property(lambda self: self._transpose is None),
+        "_transpose_invalid": property(lambda self: _data(self, "columnwise", _FP8) is None),
         "_scale_inv": property(_scale_inv),
         "_hp_data": property(_values),
         # Only where one is kept: `hasattr` says whether.
