@@ -17,7 +17,7 @@ from ..tensor import QuantizedTensor
 from .buffers import data_of, scale_of
 from .constants import DType
 from .hybrid import quantizer_of
-from .tensor import HybridQuantizedTensorStorage
+from .tensor import is_of_two
 
 __all__: list[str] = []
 
@@ -82,7 +82,7 @@ def get_metadata(self: Any) -> dict[str, Any]:
     """Return the buffers in Transformer Engine's layout, by its constructors' names."""
     first, quantizer = self.tensor_storage.first.spec, quantizer_of(self.own_quantizer)
     family = first.format.family
-    if isinstance(self, HybridQuantizedTensorStorage):
+    if is_of_two(self):
         sides = {f"{side}_storage": _side(self, side) for side in _SIDES}
         return {**sides, "quantizer": quantizer}
     if family == "identity":
@@ -110,7 +110,7 @@ def get_data_tensors(self: Any, rowwise_data: bool = True, columnwise_data: bool
     Args:
         rowwise_data, columnwise_data: which.
     """
-    if isinstance(self, HybridQuantizedTensorStorage):
+    if is_of_two(self):
         sides = [one for one in (_side(self, side) for side in _SIDES) if one is not None]
         return tuple(data for one in sides for data in one.get_data_tensors())
     found = tuple(_data(self, side) for side in _SIDES)

@@ -64,11 +64,16 @@ _SIDES: Final[tuple[tuple[Direction, str], ...]] = (
 )
 
 
-def _is_of_two(tensor: QuantizedTensor) -> bool:
-    """Whether a HybridQuantizer made it, also where its formats are one, or one plane is left."""
+def is_of_two(tensor: QuantizedTensor) -> bool:
+    """Whether a HybridQuantizer made it, also where its formats are one, or one plane is left.
+
+    Args:
+        tensor: without a quantizer it is told by its planes.
+    """
     own = tensor.own_quantizer
     if own is None:
-        return isinstance(tensor, tensors.HybridQuantizedTensor)
+        specs = [plane.spec for plane in (tensor.rowwise, tensor.columnwise) if plane is not None]
+        return len({spec.format for spec in specs}) == 2
     formats = {spec.format for spec in (own.rowwise, own.columnwise) if spec is not None}
     return len(formats) == 2 or own.is_pair or own.columnwise_source != "original"
 
@@ -102,7 +107,7 @@ class _Kind(type):
         if cls.kind is QuantizedTensor:
             return True
         is_hybrid = cls.kind is tensors.HybridQuantizedTensor
-        return is_hybrid if _is_of_two(value) else isinstance(value, cls.kind)
+        return is_hybrid if is_of_two(value) else isinstance(value, cls.kind)
 
     def __subclasscheck__(cls, other: type) -> bool:
         if cls.is_users:

@@ -12,7 +12,7 @@ from cuda_costs import _Held, backward, fake_gpu
 from hybridq.formats import PlaneSpec
 from hybridq.kernels.choice import OpQuery, choose
 from hybridq.kernels.inputs.device import Chip
-from hybridq.nn.autograd.product_operands import plan_of_products
+from hybridq.nn.autograd.prepared_linear import prepared_for
 from hybridq.recipes import Plan, bind, get
 
 FOLDED = "e4m3/1x128/fp32/folded/float8_block"
@@ -32,7 +32,7 @@ def texts(plan: Plan) -> list[str]:
 
 def planned(recipe: hybridq.Recipe, rows: int = 4096, has_weight: bool = False) -> list[str]:
     w = torch.empty(2048, 1024, dtype=torch.bfloat16, device="cuda")
-    return texts(plan_of_products(bind(recipe), rows, w, has_weight))
+    return texts(prepared_for(bind(recipe), rows, w, has_weight).plan)
 
 
 def test_hopper_folds_all_planes_of_mxfp8(hopper) -> None:

@@ -30,7 +30,7 @@ from ...kernels.operators import (
 from ...recipes import STATIC, Plan, SlotPlan
 from ...storage import Plane
 from ..weights import Buffers
-from .product_operands import planned
+from .product_operands import plan_of_products
 from .prologue import PrologueCall
 from .slot_encoder import STREAMS, SlotEncoder
 
@@ -366,7 +366,10 @@ def prepared_for(plan: Plan, rows: int, w: torch.Tensor, has_weight: bool) -> Pr
     """Return the forward on a GPU whose planes are encoded as their products take them.
 
     Args:
-        plan, rows, w, has_weight: as for `plan_of_products`.
+        plan: of the module.
+        rows: of the input and of the gradient, whose planes all stay on this device.
+        w: `[out_features, in_features]`, on a GPU.
+        has_weight: the planes of the weight are somebody else's, too.
     """
     outer, inner = w.shape
     own = (w.dtype, w.device.type, chip_of(w.device), has_weight, settings.current().backend)
@@ -383,5 +386,6 @@ def _prepared(
     has_weight: bool,
     forced: str | None,
 ) -> PreparedLinear:
-    own = planned(plan, sizes, dtype, device, chip, has_weight, forced)
+    del forced  # what `plan_of_products` asks for
+    own = plan_of_products(plan, sizes, dtype, device, chip, has_weight)
     return PreparedLinear(own, dtype, device)

@@ -13,13 +13,12 @@ from typing import Final
 
 import torch
 
-from ... import settings
 from ...formats import PlaneSpec
-from ...kernels.choice import OpQuery, cached_choice, operand_specs
-from ...kernels.inputs import Chip, chip_of
+from ...kernels.choice import OpQuery, operand_specs
+from ...kernels.inputs import Chip
 from ...recipes import Plan, SlotPlan
 
-__all__ = ["plan_of_products", "planned"]
+__all__ = ["plan_of_products"]
 
 #: Of each product: the slot and the plane of both operands, and the field of its precision.
 _PRODUCTS: Final = (
@@ -29,44 +28,27 @@ _PRODUCTS: Final = (
 )
 
 
-def plan_of_products(plan: Plan, rows: int, w: torch.Tensor, has_weight: bool) -> Plan:
-    """Return `plan` with the specs in which the planes of this call are encoded.
-
-    Args:
-        plan: of the module.
-        rows: of the input and of the gradient, whose planes all stay on this device.
-        w: `[out_features, in_features]`, on a GPU.
-        has_weight: the planes of the weight are somebody else's, too.
-    """
-    outer, inner = w.shape
-    place = (w.device.type, chip_of(w.device))
-    return planned(
-        plan, (rows, inner, outer), w.dtype, *place, has_weight, settings.current().backend
-    )
-
-
-@cached_choice
-def planned(
+def plan_of_products(
     plan: Plan,
     sizes: tuple[int, int, int],
     dtype: torch.dtype,
     device: str,
     chip: Chip,
     has_weight: bool,
-    forced: str | None,
 ) -> Plan:
-    """Return `plan_of_products` by what it depends on.
+    """Return `plan` with the specs in which the planes of a call are encoded.
+
+    The backend that is forced now has a say in it.
 
     Args:
         plan: of the module.
-        sizes: rows of the input, in_features and out_features.
+        sizes: rows of the input and of the gradient, whose planes all stay on this device;
+            in_features and out_features.
         dtype: of the tensors.
         device: type of their device.
         chip: the device.
         has_weight: the planes of the weight are somebody else's, too.
-        forced: the backend that is forced, or None.
     """
-    del forced  # what `choose` asks for
     rows, inner, outer = sizes
     found: dict[tuple[str, str], PlaneSpec] = {}
     for (first, second, name), size in zip(
