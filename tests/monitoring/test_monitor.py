@@ -181,6 +181,7 @@ def test_sinks_take_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert run.seen[1] == 2 and "hybridq/amax/first/input" in writer.scalars
 
 
+@pytest.mark.judges
 def test_tensorboards_own_reader_reads_them(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -192,6 +193,21 @@ def test_tensorboards_own_reader_reads_them(tmp_path: Path) -> None:
     events.Reload()
     for name, value in record.scalars().items():
         assert events.Scalars(name)[0].value == pytest.approx(value, rel=1e-6)
+
+
+@pytest.mark.judges
+def test_wandbs_own_summary_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    model = net()
+    with wandb.init(project="hybridq", dir=str(tmp_path)) as run:
+        with hybridq.monitor(model, 2, "wandb") as watch:
+            *_, last = train(model, "mxfp8", 3, watch)
+        run.log({}, step=3)  # what is of a step is written when the next one begins
+        seen = {name: run.summary[name] for name in last.scalars()}
+    assert seen == pytest.approx(last.scalars())
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
 def test_what_cannot_be_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
