@@ -17,13 +17,14 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from study_cells import BASELINE, CELLS, SIZES, source
+from study_page import RECORD, machine
 from timing import cpu_name
 
 import hybridq
@@ -90,8 +91,7 @@ def train(key: Key, corpus: Corpus) -> dict[str, Any]:
         "source": corpus.source,
         "torch": torch.__version__,
         "hybridq": hybridq.__version__,
-        "machine": cpu_name(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        **_machine(),
         "threads": torch.get_num_threads(),
     }
 
@@ -119,6 +119,43 @@ def chosen(sizes: list[str], cells: list[str], seeds: int) -> list[Key]:
         if cell == BASELINE or any(fnmatchcase(cell, pattern) for pattern in cells)
     ]
     return [Key(size, cell, seed) for size in sizes for seed in range(seeds) for cell in names]
+
+
+def this_machine() -> str:
+    """Return what `study_page.machine` says of runs that are made here."""
+    return machine(_machine())
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "machine": cpu_name(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def unrecorded(keys: Iterable[Key], runs: Iterable[dict[str, Any]], here: str) -> list[Key]:
+    """Return what a record lacks, with the baseline of this machine where a cell is lacking.
+
+    Args:
+        keys: what is asked for, baselines among them.
+        runs: the record.
+        here: the machine, as `this_machine` says it.
+    """
+    of: dict[Key, set[str]] = {}
+    for run in runs:
+        of.setdefault(Key(run["size"], run["cell"], run["seed"]), set()).add(machine(run))
+    keys = list(keys)
+    none: set[str] = set()
+    lacking = {
+        key for key in keys if not of.get(key, none) & of.get(key._replace(cell=BASELINE), none)
+    }
+    at = {(key.size, key.seed) for key in lacking}
+    return [
+        key
+        for key in keys
+        if key in lacking
+        or (key.cell == BASELINE and (key.size, key.seed) in at and here not in of[key])
+    ]
 
 
 def run_all(
@@ -152,13 +189,26 @@ def run_all(
     return count
 
 
-def results(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield what has run, in the order of sizes, cells and seeds."""
-    for size in SIZES:
-        for cell in CELLS:
-            files = Key(size, cell, 0).path(folder).parent.glob("*.json")
-            for path in sorted(files, key=lambda one: int(one.stem)):
-                yield json.loads(path.read_text(encoding="utf-8"))
+def record() -> list[dict[str, Any]]:
+    """Return the runs that are recorded."""
+    runs: list[dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8"))
+    return runs
+
+
+def results(folder: Path, recorded: Iterable[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+    """Return what has run, in the order of sizes, cells, seeds and machines.
+
+    Args:
+        folder: of runs of this machine.
+        recorded: earlier ones, of any; a run in the folder takes the place of the same one.
+    """
+    files = folder.glob("*/*/*.json")
+    runs = [*recorded, *(json.loads(path.read_text(encoding="utf-8")) for path in files)]
+    found = {(run["size"], run["cell"], run["seed"], machine(run)): run for run in runs}
+    sizes, cells = list(SIZES), list(CELLS)
+    known = [key for key in found if key[0] in SIZES and key[1] in CELLS]
+    known.sort(key=lambda key: (sizes.index(key[0]), cells.index(key[1]), *key[2:]))
+    return [found[key] for key in known]
 
 
 def main() -> None:
@@ -170,27 +220,30 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=None, help="begin no run after them")
     parser.add_argument("--threads", type=int, default=1, help="of torch; they change the bits")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of the runs' results")
+    parser.add_argument("--again", action="store_true", help="what the record has, too")
     parser.add_argument("--list", action="store_true", help="say which runs there are")
     parser.add_argument("--write", action="store_true", help="write record, figures and page")
     given = parser.parse_args()
     if given.write:
         from study_page import write  # which draws
 
-        write(list(results(given.folder)))
+        write(results(given.folder, record()))
         return
     try:
         keys = chosen(given.sizes.split(","), given.cells or ["*"], given.seeds)
     except ValueError as error:
         sys.exit(str(error))
+    left = keys if given.again else unrecorded(keys, record(), this_machine())
     if given.list:
         for key in keys:
-            print(*key, "done" if key.path(given.folder).exists() else "-", sep="\t")
+            is_done = key not in left or key.path(given.folder).exists()
+            print(*key, "done" if is_done else "-", sep="\t")
         return
     torch.set_num_threads(given.threads)
     longest = max(SIZES[key.size].model.sequence for key in keys)
     corpus = load_corpus(None, longest)
     deadline = float("inf") if given.minutes is None else time.time() + 60 * given.minutes
-    run_all(keys, given.folder, corpus, deadline, lambda text: print(text, flush=True))
+    run_all(left, given.folder, corpus, deadline, lambda text: print(text, flush=True))
 
 
 if __name__ == "__main__":

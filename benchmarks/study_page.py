@@ -92,19 +92,36 @@ CLAIMS: Final = (
 )
 
 
-def losses(runs: Sequence[dict[str, Any]], size: str) -> dict[str, dict[int, float]]:
-    """Return the last losses of a size, by cell and seed; a run that diverged has NaN."""
-    found: dict[str, dict[int, float]] = {}
+#: Last losses of one cell, by seed and machine.
+Losses = Mapping[tuple[int, str], float]
+
+
+def machine(run: Mapping[str, Any]) -> str:
+    """Return what a run ran on: processor and the instructions that torch took there."""
+    return f"{run['machine']} ({run['cpu_capability']})"
+
+
+def losses(runs: Sequence[dict[str, Any]], size: str) -> dict[str, dict[tuple[int, str], float]]:
+    """Return the last losses of a size, by cell, seed and machine; one that diverged has NaN."""
+    found: dict[str, dict[tuple[int, str], float]] = {}
     for run in runs:
         if run["size"] == size:
             loss = run["validation_loss"]
-            found.setdefault(run["cell"], {})[run["seed"]] = math.nan if loss is None else loss
+            of = found.setdefault(run["cell"], {})
+            of[run["seed"], machine(run)] = math.nan if loss is None else loss
     return found
 
 
-def difference(a: dict[int, float], b: dict[int, float]) -> Difference | None:
-    """Return how the losses a differ from b, of the seeds that both have; None: there are none."""
-    ratios = [a[seed] / b[seed] - 1.0 for seed in sorted(a.keys() & b.keys())]
+def difference(a: Losses, b: Losses) -> Difference | None:
+    """Return how the losses a differ from b, of what both have; None: there is nothing.
+
+    A seed that ran on two machines counts once, as their mean: it is the same start and the same
+    batches.
+    """
+    by_seed: dict[int, list[float]] = {}
+    for key in sorted(a.keys() & b.keys()):
+        by_seed.setdefault(key[0], []).append(a[key] / b[key] - 1.0)
+    ratios = [statistics.fmean(found) for found in by_seed.values()]
     if not ratios:
         return None
     count = len(ratios)
@@ -134,15 +151,15 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def _of_size(size: str, found: dict[str, dict[int, float]]) -> str:
+def _of_size(size: str, found: Mapping[str, Losses]) -> str:
     base = found[BASELINE]
     mean = statistics.fmean(base.values())
     parts = [
         f"## {SIZES[size].about[0].upper()}{SIZES[size].about[1:]}\n\n"
         f"{SIZES[size].steps} steps of {SIZES[size].batch} samples of "
         f"{SIZES[size].model.sequence} bytes. BF16: {mean:.4f} nats per byte, the mean of "
-        f"{len(base)} seeds. All else is the difference from BF16 of the same seed, in percent of "
-        "its loss, with its 95% confidence interval.\n\n"
+        f"{len({seed for seed, _ in base})} seeds. All else is the difference from BF16 of the "
+        "same seed, in percent of its loss, with its 95% confidence interval.\n\n"
         f"![Differences from BF16](../images/study-{size}.png)\n\n"
         "`python benchmarks/study.py --write` draws it.\n"
     ]
@@ -219,17 +236,24 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
     )
     parts += [_of_size(size, whole[size]) for size in sizes]
     missing = [size for size in SIZES if size not in (*sizes, "tiny")]
-    machines = sorted({f"{run['machine']} ({run['cpu_capability']})" for run in runs})
     torches = sorted({run["torch"] for run in runs})
     about = [f"{size} ({SIZES[size].about})" for size in missing]
     names = ", ".join(about) or "none"
+    counts: dict[tuple[str, str], int] = {}
+    for run in runs:
+        counts[run["size"], machine(run)] = counts.get((run["size"], machine(run)), 0) + 1
+    ran = _table(
+        ("size", "machine", "runs"), [(size, on, str(n)) for (size, on), n in counts.items()]
+    )
     parts.append(
         f"## What has not run\n\nSizes without a run: {names}. `python benchmarks/study.py --list` "
-        "names every run that is missing.\n\n"
-        f"## How it ran\n\n{len(runs)} runs on {', '.join(machines)}, torch {', '.join(torches)}, "
-        "one thread. The size of 0.4 million parameters is no part of `make study`'s own sizes: "
+        "names every run that is missing; `make study` goes on from the record.\n\n"
+        f"## How it ran\n\n{len(runs)} runs, torch {', '.join(torches)}, one thread; a difference "
+        f"is of two runs of one machine.\n\n{ran}\n"
+        "The size of 0.4 million parameters is no part of `make study`'s own sizes: "
         '`make study ARGS="--sizes 0.4m --seeds 5"`. The losses of every run are in '
-        "`benchmarks/results/study.json`.\n"
+        "`benchmarks/results/study.json`; `--again` runs what is there once more, in another "
+        "`--folder`: the same machine, versions and number of threads give the same digits.\n"
     )
     return "\n".join(parts)
 

@@ -24,7 +24,9 @@ from hybridq.demo.data import load_corpus
 def test_the_page_is_the_record() -> None:
     runs = json.loads(study_page.RECORD.read_text())
     assert study_page.PAGE.read_text() == study_page.page(runs)
-    assert len({(one["size"], one["cell"], one["seed"]) for one in runs}) == len(runs)
+    keys = {(one["size"], one["cell"], one["seed"], study_page.machine(one)) for one in runs}
+    assert len(keys) == len(runs)
+    assert runs == study.results(ROOT / "none", reversed(runs))
     assert (ROOT / "docs" / "images" / "study-0.4m.png").exists()
 
 
@@ -73,13 +75,49 @@ def test_all_cells_are_recipes_with_files_of_their_own(tmp_path: Path) -> None:
 
 
 def test_differences_are_paired_by_seed() -> None:
-    a = {seed: 2.0 * (1.01 + 0.01 * seed) for seed in range(5)} | {9: 1.0}
-    found = study_page.difference(a, dict.fromkeys(range(5), 2.0))
+    a = {(seed, "m"): 2.0 * (1.01 + 0.01 * seed) for seed in range(5)} | {(9, "m"): 1.0}
+    b = dict.fromkeys([(seed, "m") for seed in range(5)], 2.0)
+    found = study_page.difference(a, b)
     assert found is not None and found.seeds == 5
     assert found.mean == pytest.approx(0.03)
     # The deviation of 1..5 percent is sqrt(2.5) percent; t of 4 degrees of freedom is 2.776.
     assert found.half == pytest.approx(2.776 * math.sqrt(2.5 / 5) / 100)
-    assert study_page.difference({0: 1.0}, {1: 1.0}) is None
+    assert study_page.difference({(0, "m"): 1.0}, {(1, "m"): 1.0}) is None
+    # Runs of two machines are no pair; a seed that both ran is one seed.
+    assert study_page.difference({(0, "m"): 1.0}, {(0, "n"): 1.0}) is None
+    twice = {**{(seed, "n"): value for (seed, _), value in a.items()}, **a}
+    more = {**{(seed, "n"): value for (seed, _), value in b.items()}, **b}
+    assert study_page.difference(twice, more) == found
+
+
+def test_a_record_is_gone_on_with_on_another_machine(tmp_path: Path) -> None:
+    here, there = "m (AVX512)", "n (AVX2)"
+
+    def run(cell: str, seed: int, on: str) -> dict[str, object]:
+        name, capability = on[0], on[3:-1]
+        return {"size": "3m", "cell": cell, "seed": seed, "machine": name,
+                "cpu_capability": capability}  # fmt: skip
+
+    keys = study.chosen(["3m"], ["mxfp8", "nvfp4"], 2)
+    record = [run("bf16", 0, there), run("mxfp8", 0, there), run("nvfp4", 0, there)]
+    assert study.unrecorded(keys, record, here) == keys[3:]
+    # nvfp4 of the second seed is lacking: it takes a baseline of the machine that it runs on.
+    record += [run("bf16", 1, there), run("mxfp8", 1, there)]
+    assert study.unrecorded(keys, record, here) == [keys[3], keys[5]]
+    assert study.unrecorded(keys, record, there) == [keys[5]]
+    # A run without a baseline of its machine is none.
+    assert keys[4] in study.unrecorded(keys, [run("bf16", 1, there), run("mxfp8", 1, here)], here)
+    for size, cell, seed in keys:
+        path = study.Key(size, cell, seed).path(tmp_path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**run(cell, seed, here), "validation_loss": 1.0}))
+    merged = study.results(tmp_path, [*record, {**run("bf16", 0, here), "validation_loss": 9.0}])
+    assert [(one["cell"], one["seed"], one["machine"]) for one in merged] == [
+        *(("bf16", seed, on) for seed in (0, 1) for on in "mn"),
+        *((cell, seed, on) for cell in ("mxfp8",) for seed in (0, 1) for on in "mn"),
+        *(("nvfp4", seed, on) for seed, on in ((0, "m"), (0, "n"), (1, "m"))),
+    ]
+    assert merged[0]["validation_loss"] == 1.0
 
 
 @pytest.mark.parametrize(
