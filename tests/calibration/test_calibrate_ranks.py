@@ -33,3 +33,8 @@ def test_ranks_that_differ_or_fail(tmp_path) -> None:
 
 def test_a_rank_that_dies(tmp_path) -> None:
     run(2, tmp_path / "store", f"dies={folder(tmp_path)}", program=PROGRAM, leaves=1)
+
+
+def test_parts_of_modules_on_two_ranks(tmp_path) -> None:
+    names = ("plan", "tokens", "groups", "served")
+    run(2, tmp_path / "store", *names, program="calibrate_parts_program.py")

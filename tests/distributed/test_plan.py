@@ -21,7 +21,7 @@ PROGRAM = "plan_program.py"
 
 @needs_gloo
 def test_a_run_moves_and_holds_what_is_planned(tmp_path) -> None:
-    names = ("traffic", "quantized", "delayed")
+    names = ("traffic", "quantized", "delayed", "dealt")
     run(2, tmp_path / "store", "baselines", *names, program=PROGRAM)
 
 

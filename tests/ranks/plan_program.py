@@ -14,10 +14,12 @@ from rank_program import main
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridq
 from hybridq.distributed import (
+    FusedParallel,
     QuantizedWeight,
     Sharding,
     count_traffic,
@@ -380,6 +382,19 @@ def discarded() -> None:
                 parameter.mul_(0.5)  # its maxima are not known any more
         if dist.get_rank() == 0:
             kept.append(model)
+
+
+def dealt() -> None:
+    """A model that is dealt out already is no model to plan."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    part = parallelize_module(hybridq.LayerNormMLP(64, 128), mesh, FusedParallel())
+    for model in (part, nn.ModuleDict({"head": fully_shard(nn.Linear(8, 8), mesh=mesh)})):
+        try:
+            plan(model, "mxfp8", Sharding(2))
+        except ValueError as error:
+            assert "plan the model before fully_shard and parallelize_module" in str(error), error
+        else:
+            raise AssertionError("a DTensor was planned")
 
 
 if __name__ == "__main__":

@@ -215,7 +215,7 @@ def fused_products(
                 own = f"{name}.{g}" if name else str(g)
                 found.append(Product(own, module, expert=g, reads=_group_matrix))
             continue
-        for parameter, part in module.weight_parts.items():
+        for parameter, part in module.whole_parts.items():
             found.append(Product(".".join(filter(None, (name, part))), module, parameter))
     return tuple(found)
 

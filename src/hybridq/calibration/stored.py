@@ -11,6 +11,7 @@ from torch import nn
 
 from ..converters import library_module
 from ..moe import ExpertsLayout
+from ..nn import QuantizedModule
 from ..tensor import is_quantized
 
 __all__ = ["Reads", "StoredKind", "held_values", "stored_kind"]
@@ -27,6 +28,8 @@ def held_values(module: Any, parameter: str, expert: int | None) -> torch.Tensor
         parameter: its name.
         expert: number of the matrix; None: it is no stack.
     """
+    if expert is None and isinstance(module, QuantizedModule):
+        return module.whole_parameter(parameter)
     own = getattr(module, parameter).detach()
     if hasattr(own, "full_tensor"):  # a shard of FSDP2, whose ranks all come here
         own = own.full_tensor()

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..nn import QuantizedModule
 from ..nn.modules import patches
 from ..tensor import is_quantized
 from .expert_rows import ExpertCall, given_tokens
@@ -116,11 +117,14 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
 
 def _rows(x: Any, kernel: tuple[int, ...] | None) -> torch.Tensor:
     """Return a matrix of rows: of what a linear layer or a convolution of patches is given."""
-    values: torch.Tensor = x.dequantize() if is_quantized(x) else x
+    values: Any = x.dequantize() if is_quantized(x) else x
     values = values.detach()
+    if hasattr(values, "full_tensor"):  # a DTensor, of which all ranks have parts
+        values = values.full_tensor()
     if kernel is not None:
         values = patches(values, kernel)
-    return values.reshape(-1, values.shape[-1])
+    made: torch.Tensor = values.reshape(-1, values.shape[-1])
+    return made
 
 
 def _kernel(module: Any) -> tuple[int, ...] | None:
@@ -135,6 +139,8 @@ def _before(module: nn.Module, see: MatrixObserver) -> Any:
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
         rows = _rows(_argument(args, kwargs, name), kernel)
+        if isinstance(module, QuantizedModule):
+            rows = module.whole_inputs("", rows)
         if rows.shape[0]:
             see(rows)
 
@@ -148,11 +154,27 @@ def _after(module: nn.Module, see: MatrixObserver) -> Any:
     def hook(module: nn.Module, args: Any, result: Any) -> None:
         y = result[0] if isinstance(result, tuple) else result  # with its bias beside it
         y = y if kernel is None else y.movedim(-1 - len(kernel), -1)
-        rows = _rows(y, None)
+        rows = _whole(module, _rows(y, None))
         if rows.shape[0]:
             see(rows)
 
     return module.register_forward_hook(hook)
+
+
+def _whole(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """Return all features of a layer's result, of which this rank may have made some."""
+    if isinstance(module, QuantizedModule):
+        rows = module.whole_outputs("", rows)
+    weight: Any = getattr(module, "weight", None)
+    mesh = getattr(weight, "device_mesh", None)
+    if mesh is None or mesh.ndim != 1 or rows.shape[-1] == weight.shape[0]:
+        return rows
+    from torch.distributed.tensor import DTensor, Shard  # not every build of torch has it
+
+    size, strides = (rows.shape[0], weight.shape[0]), (weight.shape[0], 1)
+    made: Any = DTensor.from_local(rows, mesh, [Shard(1)], shape=torch.Size(size), stride=strides)
+    whole: torch.Tensor = made.full_tensor()
+    return whole
 
 
 def _at_fused(group: Sequence[Product], make: Makes) -> Any:

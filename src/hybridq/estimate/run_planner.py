@@ -93,8 +93,8 @@ def plan(
     Raises:
         TypeError: `model` is no module.
         ValueError: an unknown recipe or optimizer, or negative tokens, `model` went through
-            `prepare_fsdp2` already, or short `moments` go with another optimizer.
-        RuntimeError: a weight is no plain tensor: it is sharded, or quantized.
+            `prepare_fsdp2` already or has DTensors, or short `moments` go with another optimizer.
+        RuntimeError: a weight is no plain tensor: it is quantized.
 
     Example:
         >>> from hybridq.distributed import DenseShape, Sharding, plan
@@ -108,6 +108,12 @@ def plan(
         raise TypeError(f"plan: model must be an nn.Module, got {type(given).__name__}")
     if any(isinstance(parameter.data, GatheredWeight) for parameter in model.parameters()):
         raise ValueError("plan: model must be planned before prepare_fsdp2, got a prepared one")
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh"):
+            raise ValueError(
+                f"plan: parameters must be whole, got {name} that is a DTensor; plan the model "
+                "before fully_shard and parallelize_module"
+            )
     if optimizer not in _OPTIMIZERS:
         raise ValueError(f"plan: optimizer {must_be_one_of(_OPTIMIZERS, optimizer)}")
     if type(tokens) is not int or tokens < 0:

@@ -15,6 +15,7 @@ from .._log import LOGGER
 from ..calibration import Calibration
 from ..converters import LEAST_WIDTH, convert
 from ..direction import COLUMNWISE, ROWWISE
+from ..distributed.attachment import local_of
 from ..errors import HybridQWarning, must_be_one_of
 from ..formats import PlaneSpec
 from ..nn import QuantizedModule, quantized_model_init
@@ -63,7 +64,8 @@ def quantize_model(
 
     Called again it gives the modules the new recipe; a weight whose planes are of another format is
     decoded and quantized again, which a warning says. Weights that stay in high precision (of
-    convolutions, what several modules share) are quantized in each forward; the log says which.
+    convolutions, what several modules share) are quantized in each forward; the log says which, and
+    a warning names those that are DTensors, of FSDP2 or tensor parallelism.
     `hybridq.summary(model)` shows all of it. Modules that the calibration does not know are named
     in a warning, and have dynamic scales.
 
@@ -126,6 +128,18 @@ def quantize_model(
     model.requires_grad_(False)
     model.eval()
     plain = [name for module in ours for name in _plain_weights(module, chosen)]
+    dealt = [name for name, one in model.named_parameters() if _is_dealt_out(one)]
+    dealt = [name for name in dealt if name in plain]
+    if dealt:
+        warnings.warn(
+            "quantize_model: weights that are DTensors stay in high precision, and are quantized "
+            "in each forward; call quantize_model before fully_shard, and before "
+            "parallelize_module with ColwiseParallel and RowwiseParallel of hybridq.distributed, "
+            f"which cut planes: {_some(dealt)}",
+            HybridQWarning,
+            stacklevel=2,
+        )
+        plain = [name for name in plain if name not in dealt]
     if plain:
         LOGGER.info(f"quantize_model: weights quantized in each forward: {_some(plain)}")
     if missed:
@@ -148,6 +162,7 @@ def _quantize_weights(model: nn.Module, ours: list[QuantizedModule], recipe: Rec
     """
     users = Counter(id(one) for m in model.modules() for one in m.parameters(recurse=False))
     kept = {one for one, count in users.items() if count > 1}
+    kept |= {id(one) for one in model.parameters() if _is_dealt_out(one)}
     again: list[str] = []
     for module in ours:
         for name, part in module.initial_weights():
@@ -159,6 +174,11 @@ def _quantize_weights(model: nn.Module, ours: list[QuantizedModule], recipe: Rec
                 module._parameters[name] = nn.Parameter(weight.detach().dequantize(), False)
         module.quantize_initial_weights(but=kept)
     return again
+
+
+def _is_dealt_out(parameter: Any) -> bool:
+    """Return whether ranks have parts of a parameter, in high precision, as a DTensor."""
+    return hasattr(parameter, "device_mesh") and not is_quantized(local_of(parameter))
 
 
 def _fits(module: QuantizedModule, weight: Any, recipe: Recipe, part: str) -> bool:

@@ -181,7 +181,8 @@ class LayerNormLinear(FusedModule):
             `[..., in_features]`, by the parameter's name and the number of its matrix: `None`.
         """
         del rest, options
-        return {("weight", None): self._normalized(self._take_input(inp, self.in_features), None)}
+        seen = self._normalized(self._take_input(inp, self.in_features), None)
+        return {("weight", None): self.whole_inputs("", seen)}
 
     def extra_repr(self) -> str:
         """Return the sizes and what differs from the defaults, for `repr`."""

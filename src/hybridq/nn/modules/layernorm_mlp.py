@@ -209,14 +209,16 @@ class LayerNormMLP(FusedModule):
 
         Returns:
             `[..., hidden_size]` of fc1 and `[..., ffn_hidden_size]` of fc2, by the parameter's name
-            and the number of its matrix: `None`.
+            and the number of its matrix: `None`. Over ranks those of a whole module, for which all
+            of them ask.
         """
         del rest, options
         weight: torch.Tensor = self.local_parameter("fc1_weight")
         plain = weight.dequantize() if is_quantized(weight) else weight
         seen = self._normalized(self._take_input(inp, self.hidden_size), None)
+        seen = self.whole_inputs("fc1", seen)
         hidden = torch.nn.functional.linear(seen, plain, self.local_parameter("fc1_bias"))
-        acted = self._activation.plain(hidden, None, None)
+        acted = self.whole_inputs("fc2", self._activation.plain(hidden, None, None))
         return {("fc1_weight", None): seen, ("fc2_weight", None): acted}
 
     def extra_repr(self) -> str:

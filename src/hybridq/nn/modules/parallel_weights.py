@@ -12,10 +12,11 @@ from ...quantizers import Quantizer
 from ...recipes import Plan
 from ...tensor import is_quantized
 from ..autograd import Boundary, share
+from ..weights import separate_names
 from .dealt_parameters import matrices_of, own_value
 from .parallel_options import ParallelOptions, in_group, mark
 from .quantized_parts import of_part, reason_against_part
-from .tensor_parallel import COLUMN, Parallel
+from .tensor_parallel import COLUMN, ROW, Parallel, is_dtensor
 
 __all__ = ["ParallelWeights", "SplitTogether"]
 
@@ -108,6 +109,70 @@ class ParallelWeights(Boundary):
             name: of the parameter, as a whole module has it.
         """
         return own_value(self, name) if self.is_dealt else getattr(self, name)  # type: ignore[arg-type]
+
+    @property
+    def whole_parts(self) -> dict[str, str]:
+        """The part of the module that each weight is of, by the names that a whole module has."""
+        module: Any = self
+        of = {one: name for name, several in self.matrices.items() for one in several}
+        return {of.get(name, name): part for name, part in module.weight_parts.items()}
+
+    def whole_parameter(self, name: str) -> torch.Tensor:
+        """Return the values of a parameter as a whole module has it, without a gradient.
+
+        Where ranks have parts of it, every rank must ask.
+
+        Args:
+            name: as a whole module has it; planes are decoded.
+        """
+        found: list[Any] = [getattr(self, one).detach() for one in matrices_of(self, name)]
+        module: Any = self
+        parallel = self.parallel.get(module.weight_parts.get(name, name))
+        if any(is_dtensor(one) for one in found):
+            found = [one.full_tensor() if is_dtensor(one) else one for one in found]
+        elif parallel is not None:
+            dim = 0 if parallel.mode == COLUMN else 1
+            rows = list(separate_names(module).get(name, {}).values()) if dim == 0 else []
+            own = found[0].dequantize() if is_quantized(found[0]) else found[0]
+            apart = own.split(rows) if rows else [own]
+            world = len(parallel.sizes)
+            found = [
+                parallel.whole(one, dim, (one.shape[0],) * world if rows else ()) for one in apart
+            ]
+        values = [one.dequantize() if is_quantized(one) else one for one in found]
+        return values[0] if len(values) == 1 else torch.cat(values)
+
+    def whole_inputs(self, part: str, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows that a whole part multiplies, of what this rank's part does.
+
+        Row parallel: every rank has some of the features; column parallel with
+        `sequence_parallel`: some of the tokens. Then every rank must ask.
+
+        Args:
+            part: of the module.
+            rows: `[..., features]`.
+        """
+        return self._whole_features(part, rows, ROW)
+
+    def whole_outputs(self, part: str, rows: torch.Tensor) -> torch.Tensor:
+        """Return what a whole part makes, of what this rank's part does; see `whole_inputs`.
+
+        Args:
+            part: of the module.
+            rows: `[..., features]`; column parallel: some of them; row parallel with
+                `sequence_parallel`: some of the tokens.
+        """
+        return self._whole_features(part, rows, COLUMN)
+
+    def _whole_features(self, part: str, rows: torch.Tensor, mode: str) -> torch.Tensor:
+        parallel = self.parallel.get(part)
+        if parallel is None:
+            return rows
+        if parallel.mode == mode:
+            return parallel.whole(rows, -1)
+        if not parallel.sequence_parallel:
+            return rows
+        return parallel.whole(rows, 0, (rows.shape[0],) * len(parallel.sizes))
 
     def stepped(self, part: str) -> torch.Tensor | None:
         """Return the first parameter that a part has a weight in, where they are dealt out.

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..._log import log_once
+from ..._torch_private import functional_all_gather, wait_tensor
 from ...recipes import Plan
 from ...shards import Cut, TokenGather, common_unit
 from ..autograd import Cuts, add_once, gather_tokens, scatter_tokens, share, sum_over
@@ -86,6 +87,23 @@ class Parallel(NamedTuple):
         if self.sequence_parallel:
             return scatter_tokens(y, self.group, len(self.sizes), self.sums[0])
         return sum_over(y, self.group)
+
+    def whole(self, part: torch.Tensor, dim: int, sizes: tuple[int, ...] = ()) -> torch.Tensor:
+        """Return what the ranks have parts of; every rank must ask, and no gradient passes.
+
+        Args:
+            part: this rank's.
+            dim: along which it is dealt out.
+            sizes: of each rank's part; empty: those of the layer.
+        """
+        sizes = sizes or self.sizes
+        own = part.detach().movedim(dim, 0)
+        sent = own.new_zeros(max(sizes), *own.shape[1:])
+        sent[: own.shape[0]] = own
+        rows = wait_tensor(functional_all_gather(sent, len(sizes), self.group))
+        parts = rows.view(len(sizes), *sent.shape)
+        kept = [one[:size] for one, size in zip(parts, sizes, strict=True)]
+        return torch.cat(kept).movedim(0, dim)
 
     def tokens(self, plan: Plan | None, shape: torch.Size) -> TokenGather | None:
         """Return how tokens are dealt out whose planes travel; None: values do, or nothing.
