@@ -218,3 +218,18 @@ def test_a_name_that_the_pages_lack_is_found() -> None:
         "hybridq.quantize"
     ]
     assert api_names.missing(paths - {"hybridq.recipes.get"}) == ["hybridq.recipes.get"]
+
+
+def test_what_a_page_leaves_out_another_one_has() -> None:
+    others = list(api_names.names())
+    pages = sorted((ROOT / "docs" / "reference" / "api").glob("*.md"))
+    single = {one for page in pages for one in re.findall(r"auto[a-z]+:: (\S+)", page.read_text())}
+    for page in pages:
+        for block in page.read_text().split(".. automodule:: ")[1:]:
+            left_out = re.search(r":exclude-members: (.+)", block)
+            module = block.split()[0]
+            for name in left_out.group(1).split(", ") if left_out else ():
+                value = getattr(importlib.import_module(module), name)
+                paths = {one.path for one in others if one.value is value and one.name == name}
+                paths = paths - {f"{module}.{name}"} | {f"{module}.{name}"} & single
+                assert paths, f"{page.name}: {name} is nowhere else"
