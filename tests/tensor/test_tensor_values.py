@@ -57,8 +57,8 @@ def _saved(t: QuantizedTensor) -> torch.Tensor:
 
 
 def _restored(t: QuantizedTensor) -> torch.Tensor:
-    buffers, saved = t.prepare_for_saving()
-    return saved.restore_from_saved(buffers)[0]
+    buffers, entries = hybridq.prepare_for_saving(t)
+    return hybridq.restore_from_saved(entries, buffers)[0]
 
 
 def _unflattened(t: QuantizedTensor) -> torch.Tensor:

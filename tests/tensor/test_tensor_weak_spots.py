@@ -67,9 +67,11 @@ def test_row_11_a_shard_may_have_any_number_of_rows(rows) -> None:
 def test_row_17_a_gather_of_row_shards_moves_planes_and_not_values() -> None:
     x = torch.randn(128, 64)
     quantizer = hybridq.quantizer("mxfp8", "nvfp4")
-    bare = [part.prepare_for_saving() for part in map(quantizer, x.chunk(4))]
+    bare = [hybridq.prepare_for_saving(part) for part in map(quantizer, x.chunk(4))]
     moved = [[buffer.clone() for buffer in buffers] for buffers, _ in bare]  # what a wire carries
-    shards = [s.restore_from_saved(b)[0] for (_, s), b in zip(bare, moved, strict=True)]
+    shards = [
+        hybridq.restore_from_saved(one, b)[0] for (_, one), b in zip(bare, moved, strict=True)
+    ]
     whole = torch.cat(shards)
     assert torch.equal(whole.rowwise.data, quantizer(x).rowwise.data)
     assert sum(b.numel() * b.element_size() for one in moved for b in one) < x.numel() * 2
@@ -82,10 +84,10 @@ def test_row_21_small_and_strided_buffers_are_copied_like_all_others() -> None:
     away = t.to("cpu", copy=True)
     same_planes(away, t)
     assert away.nbytes == t.nbytes
-    tensors, saved = t.prepare_for_saving()
-    back, rest = saved.restore_from_saved([tensor.clone() for tensor in tensors])
-    same_planes(back, t)
-    assert not rest
+    tensors, entries = hybridq.prepare_for_saving(t)
+    back = hybridq.restore_from_saved(entries, [tensor.clone() for tensor in tensors])
+    same_planes(back[0], t)
+    assert len(back) == 1
 
 
 def test_row_25_values_come_from_the_rowwise_plane_and_an_update_leaves_none_stale() -> None:

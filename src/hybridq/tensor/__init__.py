@@ -13,10 +13,10 @@ from .named import (
     MXFP8Tensor,
     NVFP4Tensor,
 )
-from .quantized_tensor import QuantizedTensor, SavedTensor
+from .quantized_tensor import QuantizedTensor
 from .readouts import add_readouts
-from .saving import prepare_for_saving, restore_from_saved
-from .table import check_no_grad, is_flat, is_quantized, matrix_shape
+from .saving import SavedTensor, prepare_for_saving, restore_from_saved
+from .table import check_no_grad, drop_plane, is_flat, is_quantized, matrix_shape
 
 __all__ = [
     "DecodedPart",
@@ -32,6 +32,7 @@ __all__ = [
     "add_readouts",
     "as_parts",
     "check_no_grad",
+    "drop_plane",
     "explain",
     "gemm",
     "grouped_gemm",

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..kernels.inputs import begins_at
+from ..storage import GivenAway, TensorStorage
 from .factories import zeros_of_kind
 
 __all__ = ["Memory"]
@@ -30,9 +31,19 @@ class _NoStorage(torch.UntypedStorage):
 class Memory:
     """Methods of torch.Tensor that look at its memory or at all of its values."""
 
+    tensor_storage: TensorStorage
+
     def data_ptr(self: Any) -> int:
         """Return the address of the first plane's data: it tells tensors apart, nothing else."""
         return begins_at(self.tensor_storage.first.data)
+
+    def clear(self: Any) -> None:
+        """Give all planes away: their memory is free once nobody else has it.
+
+        Shape, dtype, device and quantizer stay. Until another tensor's planes are assigned to
+        `data`, whatever reads or writes values raises PlaneError, and `get_usages` says False.
+        """
+        self.tensor_storage = GivenAway()
 
     def untyped_storage(self: Any) -> torch.UntypedStorage:
         """Return the storage, which has a size and raises when it is asked for its address."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ from .table import (
 from .unprepared import Unprepared
 from .usage import used
 
-__all__ = ["QuantizedTensor", "SavedTensor"]
+__all__ = ["QuantizedTensor", "assemble_planes"]
 
 
 #: Family of formats to the marker subclass that `isinstance` sees; filled by `named.py`.
@@ -172,8 +171,10 @@ class QuantizedTensor(MadeByClass, Unprepared, Memory, torch.Tensor):
 
         Raises:
             PlaneError: a plane is asked for that is neither there nor derivable, would have another
-                spec than the quantizer's, or none is left.
+                spec than the quantizer's, or none is left; both given as False are `clear`.
         """
+        if rowwise_usage is False and columnwise_usage is False:
+            return self.clear()
         have = self.get_usages()
         self.tensor_storage, self.quantizer = used(
             self.tensor_storage,
@@ -345,14 +346,14 @@ class QuantizedTensor(MadeByClass, Unprepared, Memory, torch.Tensor):
         layout = self.tensor_storage.flatten()[1]
         # One that holds tensors of its caller cannot be in a graph: writes are refused there.
         quantizer = None if hasattr(self.quantizer, "quantizer") else self.quantizer
-        return names, (layout, self.dtype, quantizer, self._width, refusal)
+        return names, (layout, self.dtype, quantizer, self.width, refusal)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> QuantizedTensor:
         layout, dtype, quantizer, width, refusal = context
-        storage = _assemble(list(inner.values()), layout, outer_size, width)
+        storage = assemble_planes(list(inner.values()), layout, outer_size, width)
         storage.refusal = refusal
         return QuantizedTensor.make(storage, outer_size, dtype, quantizer=quantizer)
 
@@ -361,11 +362,11 @@ class QuantizedTensor(MadeByClass, Unprepared, Memory, torch.Tensor):
         storage = self.tensor_storage
         quantizer = None if self.quantizer is None else self.quantizer.text
         facts: tuple[Any, ...] = (storage.flatten()[1], storage.check_graph(), quantizer)
-        facts += (self.shape, self.dtype, self.requires_grad, self._width)
+        facts += (self.shape, self.dtype, self.requires_grad, self.width)
         return hashlib.sha256(repr((*facts, str(self.device))).encode()).hexdigest()
 
     @property
-    def _width(self) -> int | None:
+    def width(self) -> int | None:
         """Columns of the matrix where the shape does not tell: of a flat view."""
         return self.tensor_storage.first.cols if is_flat(self) else None
 
@@ -405,7 +406,7 @@ class QuantizedTensor(MadeByClass, Unprepared, Memory, torch.Tensor):
         args = (buffers, plain, tuple(self.shape), self.dtype, self.requires_grad)
         is_parameter = isinstance(self, torch.nn.Parameter)
         own = getattr(self.own_quantizer, "quantizer", self.own_quantizer)  # holds no tensors
-        return _rebuild, (*args, own, self._width, is_parameter)
+        return _rebuild, (*args, own, self.width, is_parameter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) in memo:
@@ -430,46 +431,20 @@ class QuantizedTensor(MadeByClass, Unprepared, Memory, torch.Tensor):
             lines.append(f"  {direction}={plane!r}" if plane else f"  {direction}=None")
         return ",\n".join(lines) + ")"
 
-    # ---- saving for backward by hand
 
-    def prepare_for_saving(self) -> tuple[list[torch.Tensor], SavedTensor]:
-        """Return the unique buffers, as plain tensors for `ctx.save_for_backward`, and the rest."""
-        buffers, layout = self.tensor_storage.flatten()
-        rest = (tuple(self.shape), self.dtype, self.own_quantizer, len(buffers), self._width)
-        return buffers, SavedTensor(layout, *rest)
-
-
-@dataclass(frozen=True, eq=False)
-class SavedTensor:
-    """A QuantizedTensor without its buffers, made by `prepare_for_saving`.
-
-    Args:
-        layout, shape, dtype, quantizer: of the tensor.
-        count, width: number of its buffers; columns of its matrix if the shape lacks them.
-    """
-
-    layout: StorageLayout
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    quantizer: Any
-    count: int
-    width: int | None = None
-
-    def restore_from_saved(
-        self, tensors: Sequence[torch.Tensor]
-    ) -> tuple[QuantizedTensor, Sequence[torch.Tensor]]:
-        """Return the tensor made of the first buffers of `tensors`, and the rest of them."""
-        storage = _assemble(tensors[: self.count], self.layout, self.shape, self.width)
-        made = QuantizedTensor.make(storage, self.shape, self.dtype, quantizer=self.quantizer)
-        return made, tensors[self.count :]
-
-
-def _assemble(
+def assemble_planes(
     buffers: Sequence[torch.Tensor],
     layout: StorageLayout,
     shape: Sequence[int],
     width: int | None = None,
 ) -> TensorStorage:
+    """Return the storage that `flatten` took apart, of a tensor of `shape`.
+
+    Args:
+        buffers, layout: as `flatten` returns them.
+        shape: of the tensor.
+        width: columns of its matrix where the shape lacks them, of a flat view.
+    """
     rows, cols = matrix_shape(shape) if width is None else (shape[0] // max(width, 1), width)
     return TensorStorage.unflatten(buffers, layout, rows, cols)
 
@@ -485,7 +460,7 @@ def _rebuild(
     is_parameter: bool = False,
 ) -> torch.Tensor:
     from_layout = tuple(PlaneLayout(*plane) for plane in layout)
-    storage = _assemble(buffers, from_layout, shape, width)
+    storage = assemble_planes(buffers, from_layout, shape, width)
     made: Any = QuantizedTensor.make(
         storage, shape, dtype, quantizer=quantizer, requires_grad=requires_grad
     )

@@ -17,6 +17,7 @@ __all__ = [
     "check_no_grad",
     "check_tensor",
     "dequantize",
+    "drop_plane",
     "handles",
     "is_flat",
     "is_quantized",
@@ -97,12 +98,34 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1]
 
 
+def drop_plane(tensor: Any, direction: str) -> None:
+    """Let a QuantizedTensor go without a plane, if it has it; without the last one it is cleared.
+
+    Args:
+        tensor: whose class follows the planes that are left.
+        direction: of the plane.
+    """
+    have = tensor.get_usages()
+    if have.pop(direction):
+        tensor.update_usage(**{f"{direction}_usage": False}) if any(
+            have.values()
+        ) else tensor.clear()
+
+
 def buffer_property(direction: str, name: str) -> property:
     """Return the property of a QuantizedTensor that is one buffer of one plane, or None."""
+
+    def drop(self: Any, value: None) -> None:
+        if value is not None or name != "data":
+            raise AttributeError(
+                f"_{direction}_{name}: is written in place, or by quantize_; only data can be "
+                f"assigned, and only None, which drops the plane, got {type(value).__name__}"
+            )
+        drop_plane(self, direction)
 
     @leave_frame_alone  # graphs and their guards read it
     def get(self: Any) -> torch.Tensor | None:
         plane = getattr(self.tensor_storage, direction)
         return None if plane is None else plane.buffers.get(name)
 
-    return property(get, doc=f"The `{name}` buffer of the {direction} plane, or None.")
+    return property(get, drop, doc=f"The `{name}` buffer of the {direction} plane, or None.")
