@@ -339,7 +339,7 @@ def test_identity_has_the_dtype_of_its_quantizer() -> None:
     assert te.IdentityQuantizer().make_empty((2, 4), dtype=torch.float16).dtype == torch.float16
 
 
-def test_masters_of_one_rank_are_whole_and_weights_lie_anywhere() -> None:
+def test_masters_of_one_rank_may_be_parts_and_weights_lie_anywhere() -> None:
     from hybridq.te.pytorch.tensor.utils import post_all_gather_processing, quantize_master_weights
 
     store = torch.distributed.HashStore()
@@ -352,8 +352,14 @@ def test_masters_of_one_rank_are_whole_and_weights_lie_anywhere() -> None:
             quantize_master_weights([weight], [master.view(-1)], [0], group)
             post_all_gather_processing([weight])
             assert torch.equal(weight.dequantize(), quantizer(master.bfloat16()).dequantize())
-        with pytest.raises(ValueError, match="must lie in a FlatCodes"):
-            quantize_master_weights([weight], [master.view(-1)[:9]], [0], group)
+            before = weight.dequantize()
+            quantize_master_weights([weight, weight], [master.view(-1)[9:], None], [9, None], group)
+            wanted = torch.cat([before.view(-1)[:9], master.bfloat16().view(-1)[9:]])
+            wanted = quantizer(wanted.view(32, 64)).dequantize()
+            assert torch.equal(weight.dequantize(), wanted)
+        weight.clear()
+        with pytest.raises(ValueError, match=r"a weight \[32, 64\] must have a plane"):
+            quantize_master_weights([weight], [master.view(-1)], [0], group)
         with pytest.raises(NotImplementedError, match="fsdp_shard_model_weights must be None"):
             quantize_master_weights([weight], [master], [0], group, [None])
     finally:

@@ -22,6 +22,7 @@ from . import (
     aliases,
     common,
     constants,
+    cpu_offload,
     cross_entropy,
     custom_recipes,
     distributed,
@@ -42,6 +43,7 @@ from . import (
 from .aliases import stand_in
 from .common.recipe import quantizer_factory
 from .constants import *  # noqa: F403
+from .cpu_offload import get_cpu_offload_context
 from .cross_entropy import *  # noqa: F403
 from .distributed import *  # noqa: F403
 from .graph import *  # noqa: F403
@@ -57,6 +59,7 @@ from .utils import *  # noqa: F403
 __all__ = [
     "common",
     "custom_recipes",
+    "get_cpu_offload_context",
     "ops",
     "optimizers",
     "pytorch",

@@ -15,6 +15,7 @@ __all__ = ["PATHS", "install", "stand_in"]
 #: A module here to the paths below `pytorch`, and below `hybridq.te` itself, that lead to it.
 PATHS: Final = {
     "constants": (),
+    "cpu_offload": (),
     "cross_entropy": (),
     "custom_recipes": (),
     "custom_recipes.quantizer_factories": (),
@@ -22,7 +23,7 @@ PATHS: Final = {
     "custom_recipes.reference": (
         *("custom_recipes.reference_nvfp4", "custom_recipes.reference_current_scaling"),
     ),
-    "distributed": ("cpu_offload",),
+    "distributed": (),
     "graph": (),
     "module": (
         *("transformer", "attention", "attention.multi_head_attention"),

@@ -1,4 +1,4 @@
-"""Recomputation, offload and random states under Transformer Engine's names."""
+"""Recomputation and random states under Transformer Engine's names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from .. import nn
 
-__all__ = ["CudaRNGStatesTracker", "checkpoint", "get_cpu_offload_context"]
+__all__ = ["CudaRNGStatesTracker", "checkpoint"]
 
 
 def checkpoint(
@@ -46,42 +46,6 @@ def checkpoint(
     """
     given = {"distribute_saved_activations": distribute_saved_activations}
     return nn.checkpoint(function, *args, use_reentrant=use_reentrant, **given, **kwargs)
-
-
-def get_cpu_offload_context(
-    enabled: bool = False,
-    num_layers: int | None = 1,
-    model_layers: int = 1,
-    offload_activations: bool = True,
-    offload_weights: bool = False,
-    double_buffering: bool = False,
-    manual_synchronization: bool = False,
-    retain_pinned_cpu_buffers: bool = False,
-    offload_stream: Any = None,
-) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return `hybridq.get_cpu_offload_context`: a context for each layer, and `sync(x)`.
-
-    Args:
-        enabled, num_layers, model_layers, offload_activations: as there.
-        offload_weights, double_buffering: the same.
-        manual_synchronization, retain_pinned_cpu_buffers, offload_stream: at their defaults.
-
-    Raises:
-        NotImplementedError: one of the last three is given another value.
-    """
-    for name, value, default in (
-        ("manual_synchronization", manual_synchronization, False),
-        ("retain_pinned_cpu_buffers", retain_pinned_cpu_buffers, False),
-        ("offload_stream", offload_stream, None),
-    ):
-        if enabled and value is not default:
-            raise NotImplementedError(
-                f"get_cpu_offload_context: {name} must be {default}, since layers are told apart "
-                f"by sync() and transfers have a stream of their own, got {value!r}"
-            )
-    return nn.get_cpu_offload_context(
-        enabled, num_layers, model_layers, offload_activations, offload_weights, double_buffering
-    )
 
 
 class CudaRNGStatesTracker:

@@ -6,12 +6,14 @@ torch's current default device.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Final
 
 import torch
 
-from .. import nn
+from .. import nn, settings
 from .._log import log_once
+from ..recipes import QuantizerRole
 from .quantization import AlignedByRecipe
 from .reading import Readings, WithoutExtraState
 from .signatures import constructor, forward, with_arguments
@@ -78,6 +80,36 @@ def _prepare_groups(given: dict[str, Any]) -> None:
     given["init_method"] = drawn
 
 
+def _tell_original(module: Any, given: Any = None) -> None:
+    """Warn, once for each recipe, where a recipe does not let a backward have the original input.
+
+    Args:
+        module: a linear one.
+        given: the arguments of its forward; not looked at.
+    """
+    recipe: Any = settings.current().recipe if module.asks_original else None
+    if recipe is None or torch.compiler.is_compiling() or recipe.key in module.told_of_original:
+        return
+    name = module.part_name(module.parts_of(recipe)[0])
+    asked = recipe.for_name(name).ask(QuantizerRole(module.module_type, "input", name))
+    if asked.columnwise_source != "original":
+        module.told_of_original = {*module.told_of_original, recipe.key}
+        text = "the recipe makes the backward's plane of what the forward's decodes to"
+        warnings.warn(f"Ignoring save_original_input=True: {text}", UserWarning, stacklevel=3)
+
+
+def _ask_original(module: Any) -> None:
+    module.asks_original = module.save_original_input
+
+
+class _Linear(Readings):
+    """Base of the modules that may be asked to save their input as it came."""
+
+    #: Whether the caller asked; recipes that were told of.
+    asks_original = False
+    told_of_original: frozenset[str] | set[str] = frozenset()
+
+
 def _name_attention(given: dict[str, Any]) -> None:
     given["name"] = given["name"] or ""
 
@@ -125,7 +157,7 @@ def _own_children(module: torch.nn.Module) -> None:
 
 
 @with_arguments
-class Linear(Readings, nn.Linear):
+class Linear(_Linear, nn.Linear):
     """`hybridq.Linear`; what it has no like of raises, by the argument's name.
 
     Example:
@@ -146,6 +178,7 @@ class Linear(Readings, nn.Linear):
         "ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False, ub_name=None, "
         "delay_wgrad_compute=False, symmetric_ar_type=None, save_original_input=False, name=None",
         _prepare,
+        _ask_original,
     )
 
     def forward(
@@ -160,6 +193,7 @@ class Linear(Readings, nn.Linear):
         Args:
             inp, is_first_microbatch, fp8_output, fp8_grad: as there.
         """
+        _tell_original(self)
         return super().forward(inp, is_first_microbatch, fp8_output, fp8_grad)
 
 
@@ -201,7 +235,7 @@ class LayerNormMLP(Readings, nn.LayerNormMLP):
 
 
 @with_arguments
-class GroupedLinear(Readings, nn.GroupedLinear):
+class GroupedLinear(_Linear, nn.GroupedLinear):
     """`hybridq.GroupedLinear`, whose parameters are in the order `weight0, bias0, weight1, ...`.
 
     What it has no like of raises, by the argument's name.
@@ -221,6 +255,8 @@ class GroupedLinear(Readings, nn.GroupedLinear):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._construct(*args, **kwargs)
+        asked = self._construct.__signature__.bind(self, *args, **kwargs).arguments  # type: ignore[attr-defined]
+        self.asks_original = asked.get("save_original_input", False)
         for g in range(self.num_gemms):
             for name in (f"weight{g}", f"bias{g}"):
                 if name in self._parameters:
@@ -230,7 +266,9 @@ class GroupedLinear(Readings, nn.GroupedLinear):
     __init__.__doc__ = _construct.__doc__
 
     forward = forward(
-        nn.GroupedLinear, "inp, m_splits, is_first_microbatch=None, out=None, dgrad_out=None"
+        nn.GroupedLinear,
+        "inp, m_splits, is_first_microbatch=None, out=None, dgrad_out=None",
+        prepare=_tell_original,
     )
 
 

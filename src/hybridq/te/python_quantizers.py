@@ -52,8 +52,9 @@ class MMParams:
 
 #: Attributes of a quantizer that say nothing of the codes.
 _OUTSIDE: Final = ("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm", "_made")
-#: Names of codecs by the class and the attributes of the quantizer that each is of.
-_known: dict[Any, str] = {}
+#: Names of codecs by the class and the attributes of the quantizer that each is of; and that
+#: quantizer itself, where an attribute has no hash and its id stands for it.
+_known: dict[Any, tuple[str, Any]] = {}
 
 
 def _tensors_of(held: Any) -> dict[str, torch.Tensor]:
@@ -188,18 +189,19 @@ def coded_quantizer(quantizer: Any, codec: type[Codec] = _UserCodec) -> OurQuant
     own = {name: one for name, one in vars(quantizer).items() if name not in _OUTSIDE}
     kind = type(quantizer)
     key: Any = (kind, tuple(sorted(own.items(), key=lambda item: item[0])))
+    holds = None
     try:
         known = _known.get(key)
     except TypeError:  # an attribute that has no hash
-        key, known = (kind, id(quantizer), quantizer), None
+        key, holds = (kind, id(quantizer)), quantizer
+        known = _known.get(key)
     if known is None:
         word = re.sub(r"[^a-z0-9_]", "_", kind.__qualname__.lower())
-        known = f"te.{word}.{len(_known)}"
         made = copy.copy(quantizer)
         made.set_usage(rowwise=True, columnwise=False)
-        register_codec(known, codec(made), is_listed=False)  # type: ignore[call-arg]
-        _known[key] = known
-    spec = PlaneSpec.parse(f"codec/python/{known}")
+        known = _known[key] = (f"te.{word}.{len(_known)}", holds)
+        register_codec(known[0], codec(made), is_listed=False)  # type: ignore[call-arg]
+    spec = PlaneSpec.parse(f"codec/python/{known[0]}")
     return OurQuantizer(spec, spec)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -24,7 +24,7 @@ from ..recipes import (
 from .common.recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling, Recipe
 from .common.scaling import DelayedScalingRequest, QuantizerRequest
 from .quantizers import Float8Quantizer
-from .reading import remember_recipe, slot_quantizer
+from .reading import SLOTS, remember_recipe, slot_quantizer
 
 __all__ = [
     "CustomRecipeState",
@@ -193,9 +193,8 @@ def quantized_model_init(
         'Float8Tensor'
     """
     keeps = preserve_high_precision_init_val
-    with nn.quantized_model_init(
-        _ours(recipe), enabled=enabled, preserve_high_precision_init_val=keeps
-    ):
+    given: dict[str, Any] = {"enabled": enabled, "preserve_high_precision_init_val": keeps}
+    with nn.quantized_model_init(_ours(recipe), **given, wraps_plain=True):
         _opened.inits.append((enabled, keeps))
         try:
             yield
@@ -282,13 +281,6 @@ class AlignedByRecipe:
         return padded
 
 
-#: Slots of a linear module, those at its boundary last.
-_SLOTS: Final = {
-    "forward": ("input", "weight", "output"),
-    "backward": ("grad_output", "grad_input"),
-}
-
-
 class RecipeState:
     """The quantizers of a module's slots under a recipe, without a module.
 
@@ -320,7 +312,7 @@ class RecipeState:
         roles: Sequence[Any] | None = None,
         device: Any = None,
     ) -> None:
-        slots = _SLOTS.get(mode)
+        slots = SLOTS.get({"forward": "scaling_fwd", "backward": "scaling_bwd"}.get(mode, ""))
         if slots is None:
             raise ValueError(f"RecipeState: mode must be forward or backward, got {mode!r}")
         if roles is not None and len(roles) != num_quantizers:

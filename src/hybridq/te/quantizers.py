@@ -131,8 +131,18 @@ class Quantizer:
         Args:
             tensor: `(..., K)`.
         """
-        own = self._freeze().with_usage(bool(self.rowwise_usage), bool(self.columnwise_usage))
-        made: QuantizedTensor = own.quantize(tensor)
+        made: QuantizedTensor = self._of_usages(self._freeze()).quantize(tensor)
+        return self._cleared(made)
+
+    def _of_usages(self, own: Any) -> Any:
+        """Return a frozen quantizer with these usages; of none it makes the rowwise plane."""
+        is_none = not (self.rowwise_usage or self.columnwise_usage)
+        return own.with_usage(bool(self.rowwise_usage) or is_none, bool(self.columnwise_usage))
+
+    def _cleared(self, made: Any) -> Any:
+        """Return a tensor as it is, without its plane where no usage asked for one."""
+        if not (self.rowwise_usage or self.columnwise_usage):
+            made.clear()
         return made
 
     def multi_quantize(self, list_of_tensors: Sequence[torch.Tensor]) -> list[QuantizedTensor]:
@@ -177,10 +187,11 @@ class Quantizer:
             shape, dtype, device, requires_grad: as for `hybridq.Quantizer.make_empty`.
             pin_memory: whether its buffers are in pinned memory of the host.
         """
-        made: Any = self.frozen.make_empty(tuple(shape), dtype=dtype, device=device)
+        own = self._of_usages(self.frozen)
+        made: Any = own.make_empty(tuple(shape), dtype=dtype, device=device)
         if pin_memory:
             made = made.pin_memory()
-        return made.requires_grad_(requires_grad)
+        return self._cleared(made.requires_grad_(requires_grad))
 
     def calibrate(self, tensor: torch.Tensor) -> None:
         """Record what `tensor` tells of scales to come: nothing, but of Float8Quantizer.

@@ -15,10 +15,15 @@ from ..tensor import is_quantized
 from .hybrid import quantizer_of
 from .quantizers import Float8Quantizer
 
-__all__ = ["Readings", "WithoutExtraState", "remember_recipe", "slot_quantizer"]
+__all__ = ["SLOTS", "Readings", "WithoutExtraState", "remember_recipe", "slot_quantizer"]
 
 #: How the key of a module's own state ends, in checkpoints of Transformer Engine.
 _EXTRA: Final = "_extra_state"
+#: Slots of each part of a linear module, by their key, those at its boundary last.
+SLOTS: Final = {
+    "scaling_fwd": ("input", "weight", "output"),
+    "scaling_bwd": ("grad_output", "grad_input"),
+}
 #: The recipe of `hybridq.te` that a recipe of hybridq was made of, by the latter's key.
 _recipes: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
@@ -62,20 +67,25 @@ class Readings(WithoutExtraState):
         if recipe is None:
             return made
         history = nn.state_dict_with_history(self)
-        boundary = (self.output_quantizer_role, self.grad_input_quantizer_role)
-        for part in self.parts_of(recipe):
-            for key, slots in (
-                ("scaling_fwd", ("input", "weight", "output")),
-                ("scaling_bwd", ("grad_output", "grad_input")),
-            ):
-                for slot in slots:
-                    role = QuantizerRole(self.module_type, slot, self.part_name(part))
-                    if slot == slots[-1]:
-                        role = boundary[slots[-1] == "grad_input"] or role
-                    quantizer = recipe.for_name(role.name).ask(role)
-                    place = f"scaling.{part}." if part else "scaling."
-                    made[key].append(slot_quantizer(quantizer, history, place + slot))
+        for key, slots in SLOTS.items():
+            parts = [(part, slot) for part in self.parts_of(recipe) for slot in slots]
+            for (part, slot), given in zip(parts, _roles(self, recipe, slots), strict=True):
+                role = given or QuantizerRole(self.module_type, slot, self.part_name(part))
+                quantizer = recipe.for_name(role.name).ask(role)
+                place = f"scaling.{part}." if part else "scaling."
+                made[key].append(slot_quantizer(quantizer, history, place + slot))
         return made
+
+    def get_quantizer_roles(self: Any, *, fwd: bool, num_quantizers: int) -> list[Any]:
+        """Return the role of each slot, None at the module's boundary where nothing names one.
+
+        Args:
+            fwd: of the forward's slots, or the backward's.
+            num_quantizers: how many; more than there are begin anew.
+        """
+        recipe = self.last_recipe[0] if self.last_recipe else None
+        known = _roles(self, recipe, SLOTS["scaling_fwd" if fwd else "scaling_bwd"])
+        return [known[i % len(known)] for i in range(num_quantizers)]
 
     @property
     def fp8_meta(self: Any) -> dict[str, Any]:
@@ -110,6 +120,21 @@ class Readings(WithoutExtraState):
     def fp8(self: Any) -> bool:
         """Whether the last forward ran under a recipe."""
         return bool(self.last_recipe) and self.last_recipe[0] is not None
+
+
+def _roles(module: Any, recipe: Any, slots: tuple[str, ...]) -> list[QuantizerRole | None]:
+    """Return the roles of a module's slots: what a part hands to the next one is of that one."""
+    names = [module.part_name(part) for part in module.parts_of(recipe)]
+    is_forward = "input" in slots
+    ends = module.output_quantizer_role if is_forward else module.grad_input_quantizer_role
+    made: list[QuantizerRole | None] = []
+    for i, name in enumerate(names):
+        made += [QuantizerRole(module.module_type, slot, name) for slot in slots[:-1]]
+        other = i + 1 if is_forward else i - 1
+        is_chained = module.module_type == "linear" and 0 <= other < len(names)
+        own = QuantizerRole(module.module_type, slots[0], names[other]) if is_chained else ends
+        made.append(own)
+    return made
 
 
 def _one() -> torch.Tensor:

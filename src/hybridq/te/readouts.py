@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 
 from .. import tensor as tensors
 from ..storage import TensorStorage
-from ..tensor import QuantizedTensor
+from ..tensor import QuantizedTensor, SavedTensor, drop_plane
 from .buffers import data_of, scale_of
 from .constants import DType
 from .hybrid import quantizer_of
@@ -22,6 +22,7 @@ from .tensor import is_of_two
 __all__: list[str] = []
 
 _SIDES: Final = ("rowwise", "columnwise")
+_FP8: Final = ("float8",)
 
 
 def _side(tensor: Any, side: str) -> Any:
@@ -119,6 +120,34 @@ def get_data_tensors(self: Any, rowwise_data: bool = True, columnwise_data: bool
     return found[0] if rowwise_data else found[1]
 
 
+def prepare_for_saving(self: Any) -> tuple[list[torch.Tensor], Any]:
+    """Give the buffers away, for `ctx.save_for_backward`, and return them and the tensor itself.
+
+    Until `restore_from_saved` puts them back the tensor has no planes, and says so when it is read.
+    """
+    buffers, self._given_away = SavedTensor.of(self)
+    self.clear()
+    return buffers, self
+
+
+def restore_from_saved(self: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Take the first of `tensors` back as the tensor's buffers; return the rest.
+
+    Args:
+        tensors: what `prepare_for_saving` returned first, and maybe more behind it.
+
+    Raises:
+        RuntimeError: the buffers were not given away.
+    """
+    entry = vars(self).pop("_given_away", None)
+    if entry is None:
+        raise RuntimeError("restore_from_saved: prepare_for_saving must have been called before")
+    made, rest = entry.restore_from_saved(tensors)
+    self.tensor_storage = made.tensor_storage
+    self.take_class()
+    return list(rest)
+
+
 def update_quantizer(self: Any, quantizer: Any) -> None:
     """Take another quantizer for later writes.
 
@@ -141,16 +170,26 @@ def _read(function: Callable[..., Any], *given: Any, doc: str = "") -> property:
     return property(lambda self: function(self, *given), doc=doc or None)
 
 
+def _codes(side: str) -> property:
+    """Return the property of FP8's codes of one plane: None may be assigned, and drops it."""
+
+    def drop(self: Any, value: None) -> None:
+        if value is not None:
+            raise AttributeError("a plane is written by quantize_; None drops it")
+        drop_plane(self, side)
+
+    return property(lambda self: _data(self, side, _FP8), drop)
+
+
 def _scale_inv(tensor: Any) -> torch.Tensor | None:
     scale: torch.Tensor | None = tensor.tensor_storage.first.scale
     return scale
 
 
-_FP8: Final = ("float8",)
 tensors.add_readouts(
     {
-        "_data": _read(_data, "rowwise", _FP8),
-        "_transpose": _read(_data, "columnwise", _FP8),
+        "_data": _codes("rowwise"),
+        "_transpose": _codes("columnwise"),
         "_transpose_invalid": property(lambda self: _data(self, "columnwise", _FP8) is None),
         "_scale_inv": property(_scale_inv),
         "_hp_data": property(_values),
@@ -170,6 +209,8 @@ tensors.add_readouts(
         "_get_quantizer": _get_quantizer,
         "get_metadata": get_metadata,
         "get_data_tensors": get_data_tensors,
+        "prepare_for_saving": prepare_for_saving,
+        "restore_from_saved": restore_from_saved,
         "update_quantizer": update_quantizer,
     }
 )

@@ -40,13 +40,21 @@ def restore_from_saved(
     """Return the tensors that `prepare_for_saving` took apart.
 
     Args:
-        tensors: what it returned second: an entry for each tensor.
+        tensors: what it returned second: an entry for each tensor, or the tensor that its own
+            method of that name returned.
         saved_tensors: the plain tensors that it returned first, and maybe more behind them.
         return_saved_tensors: return what is left of them, too.
     """
-    count = sum(1 if entry is None else entry.count for entry in tensors)
-    made = _restore(tensors, saved_tensors[:count])
-    return (made, list(saved_tensors[count:])) if return_saved_tensors else made
+    rest, made = list(saved_tensors), list[Any]()
+    for entry in tensors:
+        if isinstance(entry, torch.Tensor):  # whose own method gave its buffers away
+            rest = entry.restore_from_saved(rest)  # type: ignore[attr-defined]
+            made.append(entry)
+            continue
+        count = 1 if entry is None else entry.count
+        made += _restore([entry], rest[:count])
+        rest = rest[count:]
+    return (made, rest) if return_saved_tensors else made
 
 
 _restore = tensors.restore_from_saved
@@ -63,7 +71,7 @@ def restore_from_func_ctx(ctx: Any) -> list[torch.Tensor | None]:
     """
     if getattr(ctx, "tensor_objects", None) is None:
         raise AttributeError("restore_from_func_ctx: ctx must have tensor_objects, got none")
-    made = _restore(ctx.tensor_objects, ctx.saved_tensors)
+    made = restore_from_saved(ctx.tensor_objects, ctx.saved_tensors)
     ctx.tensor_objects = None
     return made
 
@@ -115,7 +123,8 @@ def quantize_master_weights(
     """Quantize masters into weights, rounded to the weights' dtype first, as there.
 
     They are dealt out over ranks, as for `hybridq.distributed.quantize_master_weights`, whose
-    weights lie in a FlatCodes. Of one rank weights may lie anywhere, and their masters are whole.
+    weights lie in a FlatCodes. Of one rank weights may lie anywhere; what of them has no master
+    keeps its values, under the scales of the whole.
 
     Args:
         model_weights, master_weights, start_offsets, group: as there.
@@ -125,25 +134,32 @@ def quantize_master_weights(
 
     Raises:
         NotImplementedError: `fsdp_shard_model_weights` is given.
-        TypeError, ValueError, RuntimeError: as there.
+        ValueError: a weight has no plane, or as there.
+        TypeError, RuntimeError: as there.
     """
     if fsdp_shard_model_weights is not None:
         raise NotImplementedError(
             "quantize_master_weights: fsdp_shard_model_weights must be None; under FSDP2 "
             "hybridq.distributed.prepare_fsdp2 has weights quantized as they are gathered"
         )
-    pairs = list(zip(model_weights, master_weights, strict=True))
-    rounded = [None if own is None else own.to(weight.dtype).float() for weight, own in pairs]
+    for weight in model_weights:
+        if not any(weight.get_usages().values()):
+            raise ValueError(
+                f"quantize_master_weights: a weight {list(weight.shape)} must have a plane, got "
+                "one without both rowwise and columnwise ones"
+            )
+    pairs = list(zip(model_weights, master_weights, start_offsets, strict=True))
+    rounded = [None if own is None else own.to(weight.dtype).float() for weight, own, _ in pairs]
     is_alone = torch.distributed.is_initialized() and torch.distributed.get_world_size(group) == 1
-    if is_alone and all(
-        own is not None and own.numel() == weight.numel() and not _is_flat(weight)
-        for weight, own in pairs
-    ):
-        with torch.no_grad():
-            for weight, own in zip(model_weights, rounded, strict=True):
-                weight.quantize_(own.view(weight.shape))  # type: ignore[union-attr]
-        return
-    distributed.quantize_master_weights(model_weights, rounded, start_offsets, group)
+    if not is_alone or any(_is_flat(weight) for weight in model_weights):
+        return distributed.quantize_master_weights(model_weights, rounded, start_offsets, group)
+    with torch.no_grad():
+        for (weight, _, start), own in zip(pairs, rounded, strict=True):
+            if own is not None:
+                values = weight.dequantize(dtype=torch.float32).reshape(-1).clone()
+                values[start or 0 :][: own.numel()] = own.reshape(-1)
+                weight.quantize_(values.view(weight.shape))
+    return None
 
 
 def post_all_gather_processing(model_weights: Sequence[Any]) -> None:

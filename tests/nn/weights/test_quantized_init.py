@@ -129,6 +129,35 @@ def test_delayed_scaling_takes_the_own_amax() -> None:
     assert torch.equal(z, module.bias.expand(4, 40)) and y.isfinite().all()
 
 
+@pytest.mark.parametrize("kind", list(MODULES))
+def test_weights_that_the_recipe_leaves_alone_are_wrapped_where_that_is_asked(kind) -> None:
+    plain = make(kind, None)
+    torch.manual_seed(0)
+    with hybridq.quantized_model_init("high_precision"):
+        left = MODULES[kind](dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    with hybridq.quantized_model_init("high_precision", wraps_plain=True):
+        made = MODULES[kind](dtype=torch.bfloat16)
+    wrapped = [name for name, one in made.named_parameters() if isinstance(one, QuantizedTensor)]
+    assert wrapped and set(wrapped) == set(weights(make(kind, "mxfp8")))
+    assert not any(isinstance(one, QuantizedTensor) for one in left.parameters())
+    x = torch.randn(16, 2, 96, dtype=torch.bfloat16)
+    x = x[:, 0] if kind != "layer" else x
+    results = []
+    for module in (plain, made):
+        own = x.clone().requires_grad_()
+        with hybridq.autocast(recipe="high_precision"):
+            y = module(own)
+        y.backward(torch.ones_like(y))
+        results.append([y, own.grad, *(one.grad for one in module.parameters())])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+    for name in wrapped:
+        parameter = made.get_parameter(name)
+        assert isinstance(parameter, hybridq.tensor.IdentityTensor) and parameter.requires_grad
+        assert torch.equal(parameter.dequantize(), plain.get_parameter(name))
+
+
 def test_it_nests_is_restored_and_decorates() -> None:
     @hybridq.quantized_model_init("nvfp4")
     def build() -> hybridq.Linear:

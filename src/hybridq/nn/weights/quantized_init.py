@@ -37,6 +37,7 @@ class _ModelInit(NamedTuple):
     recipe: Recipe
     preserves: bool
     is_frozen: bool
+    wraps_plain: bool
 
 
 def quantized_model_init(
@@ -45,6 +46,7 @@ def quantized_model_init(
     enabled: bool = True,
     preserve_high_precision_init_val: bool = False,
     frozen: bool = False,
+    wraps_plain: bool = False,
 ) -> AbstractContextManager[None]:
     """Context: the weights of hybridq's modules that are made inside live in low precision.
 
@@ -71,6 +73,7 @@ def quantized_model_init(
             encodes it of what the rowwise one decodes to, and frees it: the bits of a recipe with
             `columnwise_source="rowwise_dequantized"`. A weight whose rowwise plane the recipe
             leaves in high precision stays plain.
+        wraps_plain: weights that the recipe leaves alone are IdentityTensors of their own values.
 
     Modules on the meta device get planes there; after `to_empty`, `reset_parameters` fills them.
 
@@ -93,13 +96,14 @@ def quantized_model_init(
         ("enabled", enabled),
         ("preserve_high_precision_init_val", preserves),
         ("frozen", frozen),
+        ("wraps_plain", wraps_plain),
     )
     for name, flag in flags:
         given: object = flag
         if not isinstance(given, bool):
             got = type(given).__name__
             raise TypeError(f"quantized_model_init: {name} must be a bool, got {got}")
-    return _inside(_ModelInit(chosen, preserves, frozen) if enabled else None)
+    return _inside(_ModelInit(chosen, preserves, frozen, wraps_plain) if enabled else None)
 
 
 @contextmanager
@@ -141,10 +145,8 @@ def fp8_model_init(
     )
 
 
-def _slot_quantizer(slot: SlotPlan, is_frozen: bool, is_transposed: bool) -> Quantizer | None:
-    """Return the quantizer of a weight's slot; None where it changes nothing."""
-    if slot.row.is_plain and (slot.col.is_plain or is_frozen):
-        return None
+def _slot_quantizer(slot: SlotPlan, is_frozen: bool, is_transposed: bool) -> Quantizer:
+    """Return the quantizer of a weight's slot."""
     row, col = PlaneSpec.parse(slot.row.spec), PlaneSpec.parse(slot.col.spec)
     derives = row == col and row.is_derivable and slot.col_source == "original"
     derives = derives and not slot.is_pair
@@ -177,9 +179,10 @@ def quantize_weights(module: Any, weights: Iterable[tuple[str, str]]) -> None:
         # What reads no columnwise plane, an embedding, has one plane, as frozen weights have.
         reads = {(slot, of) for _, slot, of in module_type(module.module_type).needs}
         is_frozen = init.is_frozen or ("weight", COLUMNWISE) not in reads
-        quantizer = _slot_quantizer(plan.weight, is_frozen, is_transposed)
-        if quantizer is None:
+        is_plain = plan.weight.row.is_plain and (plan.weight.col.is_plain or is_frozen)
+        if is_plain and not init.wraps_plain:
             continue
+        quantizer = _slot_quantizer(plan.weight, is_frozen, is_transposed)
         quantizer, split = module.part_quantizer(part, plan, quantizer)
         reason = split or _reason_against(weight, quantizer, is_transposed)
         if reason:
