@@ -22,6 +22,7 @@ from . import (
     aliases,
     common,
     constants,
+    cpp_extensions,
     cpu_offload,
     cross_entropy,
     custom_recipes,
@@ -58,6 +59,7 @@ from .utils import *  # noqa: F403
 
 __all__ = [
     "common",
+    "cpp_extensions",
     "custom_recipes",
     "get_cpu_offload_context",
     "ops",

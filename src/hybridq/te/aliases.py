@@ -15,6 +15,7 @@ __all__ = ["PATHS", "install", "stand_in"]
 #: A module here to the paths below `pytorch`, and below `hybridq.te` itself, that lead to it.
 PATHS: Final = {
     "constants": (),
+    "cpp_extensions": ("cpp_extensions.gemm",),
     "cpu_offload": (),
     "cross_entropy": (),
     "custom_recipes": (),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -131,17 +131,14 @@ class Quantizer:
         Args:
             tensor: `(..., K)`.
         """
-        made: QuantizedTensor = self._of_usages(self._freeze()).quantize(tensor)
-        return self._cleared(made)
+        made: QuantizedTensor = self._asked(self._freeze(), lambda own: own.quantize(tensor))
+        return made
 
-    def _of_usages(self, own: Any) -> Any:
-        """Return a frozen quantizer with these usages; of none it makes the rowwise plane."""
-        is_none = not (self.rowwise_usage or self.columnwise_usage)
-        return own.with_usage(bool(self.rowwise_usage) or is_none, bool(self.columnwise_usage))
-
-    def _cleared(self, made: Any) -> Any:
-        """Return a tensor as it is, without its plane where no usage asked for one."""
-        if not (self.rowwise_usage or self.columnwise_usage):
+    def _asked(self, own: Any, make: Callable[[Any], Any]) -> Any:
+        """Return what `make` makes by a frozen quantizer with these usages; of none, no plane."""
+        row, col = bool(self.rowwise_usage), bool(self.columnwise_usage)
+        made = make(own.with_usage(row or not col, col))
+        if not (row or col):
             made.clear()
         return made
 
@@ -187,11 +184,10 @@ class Quantizer:
             shape, dtype, device, requires_grad: as for `hybridq.Quantizer.make_empty`.
             pin_memory: whether its buffers are in pinned memory of the host.
         """
-        own = self._of_usages(self.frozen)
-        made: Any = own.make_empty(tuple(shape), dtype=dtype, device=device)
-        if pin_memory:
-            made = made.pin_memory()
-        return self._cleared(made.requires_grad_(requires_grad))
+        given: dict[str, Any] = {"dtype": dtype, "device": device}
+        made = self._asked(self.frozen, lambda own: own.make_empty(tuple(shape), **given))
+        made = made.pin_memory() if pin_memory and made.nbytes else made
+        return made.requires_grad_(requires_grad)
 
     def calibrate(self, tensor: torch.Tensor) -> None:
         """Record what `tensor` tells of scales to come: nothing, but of Float8Quantizer.

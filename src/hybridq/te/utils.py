@@ -162,6 +162,28 @@ def quantize_master_weights(
     return None
 
 
+def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
+    """Let the codes of a tensor lie in other memory; its values stay.
+
+    Args:
+        tensor: quantized; the codes are those of its rowwise plane, of the other one without it.
+        new_raw_data: of their dtype and as many, contiguous; it is written.
+
+    Raises:
+        ValueError: it is not.
+    """
+    old = tensor.tensor_storage.first.data
+    fits = new_raw_data.dtype == old.dtype and new_raw_data.numel() == old.numel()
+    if not (fits and new_raw_data.is_contiguous()):
+        raise ValueError(
+            f"replace_raw_data: new_raw_data must be contiguous {old.dtype} {list(old.shape)}, got "
+            f"{new_raw_data.dtype} {list(new_raw_data.shape)}"
+        )
+    own = new_raw_data if new_raw_data.shape == old.shape else new_raw_data.view(old.shape)
+    own.detach().copy_(old)
+    tensor.tensor_storage = tensor.tensor_storage.map(lambda one: own if one is old else one)
+
+
 def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
     """Give weights the planes whose codes were gathered, those that lie in a FlatCodes.
 

@@ -1,0 +1,96 @@
+"""`general_gemm`: Transformer Engine's product, by its layouts and arguments.
+
+Source: names, order and defaults of arguments: Transformer Engine's `pytorch/cpp_extensions`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from ..tensor import gemm
+from .signatures import options
+
+__all__ = ["general_gemm"]
+
+#: At their defaults only.
+_OTHERS: Final = options(
+    "gelu=False, gelu_in=None, alpha=1.0, beta=None, ub=None, ub_type=None, extra_output=None, "
+    "bulk_overlap=False"
+)
+
+
+def general_gemm(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    out_dtype: torch.dtype | None = None,
+    quantization_params: Any = None,
+    gelu: bool = False,
+    gelu_in: torch.Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float | None = None,
+    accumulate: bool = False,
+    layout: str = "TN",
+    out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    use_split_accumulator: bool = False,
+    grad: bool = False,
+    ub: Any = None,
+    ub_type: Any = None,
+    extra_output: torch.Tensor | None = None,
+    bulk_overlap: bool = False,
+) -> tuple[Any, torch.Tensor | None, None, None]:
+    """Return `B @ A.T` (TN), `B @ A` (NN) or `B.T @ A` (NT), and the bias' gradient.
+
+    Any format with any other, as `hybridq.gemm`: of each operand the plane whose blocks run along
+    the contraction.
+
+    Args:
+        A, B: quantized or plain; B of more than two dimensions is the matrix of its rows.
+        out_dtype: of the result; None: that of `out`, else the operands' nominal one.
+        quantization_params: a quantizer of the result, or None.
+        accumulate: add to `out`.
+        layout: one of the three.
+        out: to write into, or None.
+        bias: `[N]`, added; with `grad` its gradient is returned second, the sum of B's rows.
+        use_split_accumulator: has no effect: sums are FP32.
+        grad: whether this is a product of a backward.
+        gelu, gelu_in, alpha, beta, ub, ub_type, extra_output, bulk_overlap: at their defaults.
+
+    Returns:
+        The product, the gradient of the bias or None, None, None.
+
+    Raises:
+        NotImplementedError: one of the last has another value.
+        ValueError: another layout, or shapes do not fit.
+
+    Example:
+        >>> import torch, hybridq.te as te
+        >>> from hybridq.te.pytorch.cpp_extensions import general_gemm
+        >>> weight = te.MXFP8Quantizer(te.DType.kFloat8E4M3)(torch.ones(3, 32))
+        >>> general_gemm(weight, torch.ones(2, 32))[0].tolist()
+        [[32.0, 32.0, 32.0], [32.0, 32.0, 32.0]]
+    """
+    given = dict(zip(_OTHERS, (gelu, gelu_in, alpha, beta, ub, ub_type), strict=False))
+    given |= {"extra_output": extra_output, "bulk_overlap": bulk_overlap}
+    for name, value in given.items():
+        if value is not _OTHERS[name] and value != _OTHERS[name]:
+            raise NotImplementedError(
+                f"general_gemm: {name} must be {_OTHERS[name]!r}, got {value!r}"
+            )
+    if layout not in ("TN", "NN", "NT"):
+        raise ValueError(f"general_gemm: layout must be TN, NN or NT, got {layout!r}")
+    rows = B if B.dim() == 2 else B.reshape(-1, B.shape[-1])
+    left = rows.mT if layout[1] == "T" else rows
+    right = A if layout[0] == "T" else A.mT
+    place = None if out is None else out.view(left.shape[0], right.shape[0])
+    own: dict[str, Any] = {"accumulate": accumulate, "out_dtype": out_dtype}
+    with torch.no_grad():
+        made = gemm(left, right, bias=None if grad else bias, out=place, **own)
+        sums = rows.float().sum(0).to(bias.dtype) if grad and bias is not None else None
+    if out is not None:
+        made = out
+    elif layout[1] == "N" and B.dim() != 2:
+        made = made.view(*B.shape[:-1], made.shape[-1])
+    return made if quantization_params is None else quantization_params(made), sums, None, None
