@@ -119,8 +119,10 @@ bool EncodeRaggedOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t
                     int64_t source_rows) {
   EncodeCall call = MakeCall(x, dtype, rows, cols, stride0, stride1, row, col);
   call.x.row_index = Pointer<const int64_t>(row_index);
-  if (cuda::NeedsTile(call.Row()) || cuda::NeedsTile(call.Col())) {
-    Fail("encode_ragged: planes are written as their specs say");
+  for (const cuda::GpuPlane* plane : {call.Row(), call.Col()}) {
+    if (plane != nullptr && plane->form == cuda::PlaneForm::kTiled) {
+      Fail("encode_ragged: scales in tiles are those of a matrix without groups");
+    }
   }
   if (!call.has_col && row_index == 0) Fail("encode_ragged: col must be given, got None");
   if (padded_rows < 0 || padded_rows % 128 != 0) {
@@ -140,14 +142,16 @@ bool EncodeRaggedOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t
 
 // data, scale, amax
 using BuffersTuple = std::tuple<uintptr_t, uintptr_t, uintptr_t>;
-// spec, stream of random numbers, stats, whether they are found here, buffers of each tensor
-using ManyTuple = std::tuple<const Spec*, uint32_t, uintptr_t, bool, std::vector<BuffersTuple>>;
+// spec, stream of random numbers, stats, whether they are found here, buffers of each tensor,
+// strides of FP32 scales, form
+using ManyTuple = std::tuple<const Spec*, uint32_t, uintptr_t, bool, std::vector<BuffersTuple>,
+                             int64_t, int64_t, int>;
 // x, rows, cols, stride0, stride1
 using MatrixTuple = std::tuple<uintptr_t, int64_t, int64_t, int64_t, int64_t>;
 
 cuda::ManyPlane MakeMany(const ManyTuple& plane, bool columnwise, uintptr_t seeds,
                          std::vector<cuda::ManyTensor>* tensors) {
-  const auto& [spec, stream, stats, finds, buffers] = plane;
+  const auto& [spec, stream, stats, finds, buffers, stride_row, stride_block, form] = plane;
   if (spec == nullptr) Fail("encode_many: a plane needs a spec, got None");
   CheckSpec("encode_many", *spec);
   if (buffers.size() != tensors->size()) {
@@ -170,10 +174,16 @@ cuda::ManyPlane MakeMany(const ManyTuple& plane, bool columnwise, uintptr_t seed
     (columnwise ? t.col : t.row) = {Pointer<uint8_t>(data), Pointer<void>(scale),
                                     Pointer<float>(amax)};
   }
-  return {spec, Pointer<float>(stats), finds, stream};
+  const bool has_strides = stride_row != 0 || stride_block != 0;
+  cuda::ManyPlane made{spec, Pointer<float>(stats), finds, stream, stride_row, stride_block};
+  made.form = ParseForm(form, *spec, has_strides);
+  if (made.form == cuda::PlaneForm::kTiled) {
+    Fail("encode_many: planes are folded or as their specs say");
+  }
+  return made;
 }
 
-void EncodeManyOf(const std::string& dtype, const std::vector<MatrixTuple>& xs,
+bool EncodeManyOf(const std::string& dtype, const std::vector<MatrixTuple>& xs,
                   const py::object& row, const py::object& col, uintptr_t seeds, uintptr_t stream) {
   std::vector<cuda::ManyTensor> tensors(xs.size());
   for (size_t i = 0; i < xs.size(); ++i) {
@@ -190,8 +200,32 @@ void EncodeManyOf(const std::string& dtype, const std::vector<MatrixTuple>& xs,
     Fail("encode_many: the stats of col must follow those of row");
   }
   const py::gil_scoped_release release;
-  cuda::EncodeMany(first, second, tensors.data(), count, Pointer<const int64_t>(seeds),
-                   Pointer<void>(stream));
+  return cuda::EncodeMany(first, second, tensors.data(), count, Pointer<const int64_t>(seeds),
+                          Pointer<void>(stream));
+}
+
+void GroupPlacesOf(uintptr_t offsets, uint32_t groups, int64_t tokens, uintptr_t ends,
+                   uintptr_t padded, uintptr_t stream) {
+  if (tokens < 0 || tokens > INT32_MAX) {
+    Fail("group_places: tokens must be 0 to 2^31 - 1, got " + std::to_string(tokens));
+  }
+  CheckPointer("group_places", "offsets", offsets, groups != 0);
+  CheckPointer("group_places", "ends", ends, groups != 0);
+  CheckPointer("group_places", "padded", padded, true);
+  const py::gil_scoped_release release;
+  cuda::GroupPlaces(Pointer<const int32_t>(offsets), groups, static_cast<int32_t>(tokens),
+                    Pointer<int32_t>(ends), Pointer<int32_t>(padded), Pointer<void>(stream));
+}
+
+void TwoFactorsOf(uintptr_t first, float first_bound, uintptr_t second, float second_bound,
+                  uintptr_t out, int64_t step, uintptr_t stream) {
+  CheckPointer("two_factors", "first", first, true);
+  CheckPointer("two_factors", "second", second, true);
+  CheckPointer("two_factors", "out", out, true);
+  if (!(first_bound > 0.0f) || !(second_bound > 0.0f)) Fail("two_factors: bounds must be positive");
+  const py::gil_scoped_release release;
+  cuda::TwoFactors(Pointer<const float>(first), first_bound, Pointer<const float>(second),
+                   second_bound, Pointer<float>(out), step, Pointer<void>(stream));
 }
 
 std::string EncodePathOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols,
@@ -404,7 +438,15 @@ void BindKernels(py::module_& m) {
   m.def("encode_many", &EncodeManyOf, py::arg("dtype"), py::arg("xs"), py::arg("row"),
         py::arg("col"), py::arg("seeds"), py::arg("stream"),
         "Encode matrices (x, rows, cols, stride0, stride1) into planes (spec, random stream, "
-        "stats, whether they are found here, [(data, scale, amax)]), in few launches.");
+        "stats, whether they are found here, [(data, scale, amax)], strides of FP32 scales, "
+        "form), in few launches. False, and nothing done: no kernel has these forms of all.");
+  m.def("group_places", &GroupPlacesOf, py::arg("offsets"), py::arg("groups"), py::arg("tokens"),
+        py::arg("ends"), py::arg("padded"), py::arg("stream"),
+        "Write where groups of tokens end, [groups], and where they begin among padded rows, "
+        "[groups + 1].");
+  m.def("two_factors", &TwoFactorsOf, py::arg("first"), py::arg("first_bound"), py::arg("second"),
+        py::arg("second_bound"), py::arg("out"), py::arg("step"), py::arg("stream"),
+        "Write two amaxes, each divided by its bound, `step` elements apart.");
   m.def("encode_path", &EncodePathOf, py::arg("x"), py::arg("dtype"), py::arg("rows"),
         py::arg("cols"), py::arg("stride0"), py::arg("stride1"), py::arg("row"), py::arg("col"),
         "Return which kernels encode would launch: 'pair', 'tile', 'general' or one for each.");

@@ -29,14 +29,16 @@ ExponentRule ExponentRuleOf(Rule rule) {
   Never();
 }
 
-// The entry for the planes, or null: then another kernel has to do it.
-const TileEntry* FindTile(const Matrix& x, const Request& row, const Request& col) {
+// The entry for the planes, or null: then another kernel has to do it. `col_rows`: of the padded
+// rows that the column plane runs along.
+const TileEntry* FindTile(const Matrix& x, const Request& row, const Request& col,
+                          int64_t col_rows) {
   if (!TakesMatrix(x)) return nullptr;
   for (const TileTable& table : {Fp8Tiles(), MxTiles(), NvfpTiles(), MixedTiles(), AmaxTiles()}) {
     for (int i = 0; i < table.count; ++i) {
       const TileEntry& entry = table.entries[i];
       if (!entry.matches(row.Want(), col.Want())) continue;
-      const bool fits = AllDrawsFit(entry, row, col) && FormsFit(entry, row, col, x);
+      const bool fits = AllDrawsFit(entry, row, col) && FormsFit(entry, row, col, x, col_rows);
       return fits ? &entry : nullptr;
     }
   }
@@ -56,7 +58,7 @@ struct TileCall {
       x = of.Transposed();
       std::swap(row, col);
     }
-    entry = FindTile(x, row, col);
+    entry = FindTile(x, row, col, x.rows);
   }
 
   // False: no kernel does it.
@@ -207,11 +209,12 @@ bool EncodeRagged(const Matrix& x, const Ragged& ragged, const GpuPlane* row, co
   if (x.row_index != nullptr) {
     return EncodeIndexedRagged(x, ragged, row, col, row_stat, col_stat, stream);
   }
-  const auto find = [&x](const Request& r, const Request& c) -> const TileEntry* {
-    return FindTile(x, r, c);
+  const auto find = [&x, &ragged](const Request& r, const Request& c) -> const TileEntry* {
+    return FindTile(x, r, c, ragged.padded_rows);
   };
   const TileEntry* alone = find({}, {col});
   if (alone == nullptr || (col_stat != nullptr && find({}, {col, true}) == nullptr)) return false;
+  if (NeedsTile(row) && find({row}, {col}) == nullptr && !CanWrite(x, row, nullptr)) return false;
   const auto amax = [stream](const GpuPlane& plane, float* out) {
     Zero(out, sizeof(float), stream);
     return AmaxPlane(plane, out);

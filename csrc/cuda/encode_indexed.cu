@@ -37,6 +37,9 @@ constexpr IndexedEntry kEntries[] = {
     IndexedOf<Mx<E4M3>, NoPlane>(),
     IndexedOf<NoPlane, Mx<E4M3>>(),
     IndexedOf<Mx<E4M3>, Mx<E4M3>>(),
+    IndexedOf<MxFolded<E4M3>, NoPlane>(),
+    IndexedOf<NoPlane, MxFolded<E4M3>>(),
+    IndexedOf<MxFolded<E4M3>, MxFolded<E4M3>>(),
     IndexedOf<Mx<E2M1>, NoPlane>(),
     IndexedOf<NoPlane, Mx<E2M1>>(),
     IndexedOf<Mx<E2M1>, Mx<E2M1>>(),
@@ -64,7 +67,8 @@ const IndexedEntry* Find(const Matrix& x, const Request& row, const Request& col
   if (!MatrixFits(padded)) return nullptr;
   for (const IndexedEntry& entry : kEntries) {
     if (!entry.matches(row.Want(), col.Want())) continue;
-    return PlanesFit(entry, row, col, padded.rows) ? &entry : nullptr;
+    const bool fits = FormsFit(entry, row, col, padded, padded.rows);
+    return fits && PlanesFit(entry, row, col, padded.rows) ? &entry : nullptr;
   }
   return nullptr;
 }

@@ -51,7 +51,10 @@ struct ByIndex {
 template <class Row, class Col, bool kBf16>
 HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, (TileWarps<Row, Col, kBf16, false>()))
     EncodeIndexed(IndexedArgs a) {
-  EncodeTileOf<Row, Col, kBf16, TileForm<true>>(a.tile, BlockIndex(), AsRead{}, ByIndex{a.index});
+  if constexpr (kIsWritten<Row, Col>) {
+    using Form = TileForm<true, kIsFolded<Row, Col> && kIsLong<Row, Col>>;
+    EncodeTileOf<Row, Col, kBf16, Form>(a.tile, BlockIndex(), AsRead{}, ByIndex{a.index});
+  }
 }
 
 }  // namespace cuda

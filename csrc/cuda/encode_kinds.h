@@ -95,9 +95,12 @@ inline constexpr bool kWritesTiles = true;
 inline constexpr bool kWritesTiles = false;
 #endif
 
+template <class Row, class Col>
+inline constexpr bool kIsFolded = Row::kFolded || Col::kFolded;
+
 // Whether the kernel of a pair is there: of folded planes on chips that multiply these alone.
 template <class Row, class Col>
-inline constexpr bool kIsWritten = kTakesFolded || !(Row::kFolded || Col::kFolded);
+inline constexpr bool kIsWritten = kTakesFolded || !kIsFolded<Row, Col>;
 
 template <class Row, class Col>
 struct Geometry {

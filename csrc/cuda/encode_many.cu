@@ -5,8 +5,7 @@
 #include <vector>
 
 #include "cuda/common.h"
-#include "cuda/encode_fit.h"
-#include "cuda/encode_table.h"
+#include "cuda/encode_request.h"
 
 HQ_NAMESPACE_BEGIN
 
@@ -54,6 +53,9 @@ constexpr ManyEntry kEntries[] = {
     OfMany<Mx<E4M3>, NoPlane>(),
     OfMany<NoPlane, Mx<E4M3>>(),
     OfMany<Mx<E4M3>, Mx<E4M3>>(),
+    OfMany<MxFolded<E4M3>, NoPlane>(),
+    OfMany<NoPlane, MxFolded<E4M3>>(),
+    OfMany<MxFolded<E4M3>, MxFolded<E4M3>>(),
     OfMany<MxSquare<E4M3>, NoPlane>(),
     OfMany<MxSquare<E4M3>, MxSquare<E4M3>>(),
     OfMany<Nvfp, NoPlane>(),
@@ -78,21 +80,22 @@ class Passes {
     if (IsRowScaled(row) || IsRowScaled(col)) return;
     bool writes_row = row.spec != nullptr;
     const bool writes_col = col.spec != nullptr;
+    const Wanted first = Want(row), second = Want(col);
     if (row.finds_stats) AddAmax(row);
     if (col.finds_stats) {
       // The row plane is written in the pass that finds the other's amax, if it can be by then.
-      if (writes_row && !row.finds_stats && Find({row.spec, false}, {col.spec, true}) != nullptr) {
-        Add({row.spec, false}, {col.spec, true}, row.stats, col.stats);
+      if (writes_row && !row.finds_stats && Find(first, {col.spec, true}) != nullptr) {
+        Add(first, {col.spec, true}, row.stats, col.stats);
         writes_row = false;
       } else {
         AddAmax(col);
       }
     }
-    if (writes_row && writes_col && Find({row.spec, false}, {col.spec, false}) != nullptr) {
-      Add({row.spec, false}, {col.spec, false}, row.stats, col.stats);
+    if (writes_row && writes_col && Find(first, second) != nullptr) {
+      Add(first, second, row.stats, col.stats);
     } else {
-      if (writes_row) Add({row.spec, false}, {}, row.stats, nullptr);
-      if (writes_col) Add({}, {col.spec, false}, nullptr, col.stats);
+      if (writes_row) Add(first, {}, row.stats, nullptr);
+      if (writes_col) Add({}, second, nullptr, col.stats);
     }
     if (!is_complete_) passes_.clear();
   }
@@ -102,6 +105,9 @@ class Passes {
   auto end() const { return passes_.end(); }
 
  private:
+  static Wanted Want(const ManyPlane& plane) {
+    return {plane.spec, false, plane.form == PlaneForm::kFolded};
+  }
   static bool IsRowScaled(const ManyPlane& plane) {
     return plane.spec != nullptr && plane.spec->row_scaled;
   }
@@ -125,7 +131,11 @@ class Passes {
 
 GpuPlane PlaneOf(const ManyPlane& plane, const ManyBuffers& buffers, const float* stat,
                  const int64_t* seed) {
-  return {*plane.spec, buffers.data, buffers.scale, stat, seed, 0, 0, plane.stream};
+  GpuPlane made{*plane.spec, buffers.data, buffers.scale, stat, seed, 0, 0, plane.stream};
+  made.scale_stride_row = plane.scale_stride_row;
+  made.scale_stride_block = plane.scale_stride_block;
+  made.form = plane.form;
+  return made;
 }
 
 // A large tensor fills the device by itself, so that 32 bits do for those that share a launch.
@@ -183,7 +193,8 @@ void RunTogether(const Passes& passes, const ManyPlane& row, const ManyPlane& co
 }
 
 // One tensor in launches of its own. A plane with an amax for each row finds them in its buffer.
-void RunAlone(const ManyPlane& row, const ManyPlane& col, const ManyTensor& t, int64_t number,
+// False: as EncodeFromScratch returns it.
+bool RunAlone(const ManyPlane& row, const ManyPlane& col, const ManyTensor& t, int64_t number,
               const int64_t* seeds, Stream stream) {
   const auto stat_of = [number](const ManyPlane& p, const ManyBuffers& buffers) {
     if (p.spec == nullptr || !NeedsStat(*p.spec)) return static_cast<float*>(nullptr);
@@ -195,25 +206,37 @@ void RunAlone(const ManyPlane& row, const ManyPlane& col, const ManyTensor& t, i
   GpuPlane first{}, second{};
   if (row.spec != nullptr) first = PlaneOf(row, t.row, row_stat, seed);
   if (col.spec != nullptr) second = PlaneOf(col, t.col, col_stat, seed);
-  EncodeFromScratch(t.x, row.spec == nullptr ? nullptr : &first,
-                    col.spec == nullptr ? nullptr : &second, row.finds_stats ? row_stat : nullptr,
-                    col.finds_stats ? col_stat : nullptr, stream);
+  const bool is_done = EncodeFromScratch(
+      t.x, row.spec == nullptr ? nullptr : &first, col.spec == nullptr ? nullptr : &second,
+      row.finds_stats ? row_stat : nullptr, col.finds_stats ? col_stat : nullptr, stream);
   const auto keep = [stream](float* amax, const float* stat) {
     if (amax != nullptr && stat != amax) Copy(amax, stat, sizeof(float), stream);
   };
   keep(t.row.amax, row_stat);
   keep(t.col.amax, col_stat);
+  return is_done;
 }
 
 }  // namespace
 
-void EncodeMany(const ManyPlane& row, const ManyPlane& col, const ManyTensor* tensors,
+bool EncodeMany(const ManyPlane& row, const ManyPlane& col, const ManyTensor* tensors,
                 int64_t count, const int64_t* seeds, Stream stream) {
   const Passes passes(row, col);
+  // Tables have strides of folded planes alone.
+  const auto has_strides = [](const ManyPlane& p) {
+    return p.form == PlaneForm::kOwn && (p.scale_stride_row != 0 || p.scale_stride_block != 0);
+  };
+  const bool takes_table = !passes.empty() && !has_strides(row) && !has_strides(col);
   std::vector<int64_t> together, alone;
   for (int64_t i = 0; i < count; ++i) {
-    const bool shares = !passes.empty() && Fits(tensors[i], row, col);
+    const bool shares = takes_table && Fits(tensors[i], row, col);
     (shares ? together : alone).push_back(i);
+  }
+  if (row.form != PlaneForm::kOwn || col.form != PlaneForm::kOwn) {
+    // All or nothing; a tensor alone is asked again where it is encoded.
+    if (count != 1 && !(alone.empty() && DeviceWrites(row.form) && DeviceWrites(col.form))) {
+      return false;
+    }
   }
   if (together.size() == 1) {  // nothing to share: the kernel of one tensor has shorter arguments
     alone.push_back(together.front());
@@ -225,7 +248,10 @@ void EncodeMany(const ManyPlane& row, const ManyPlane& col, const ManyTensor* te
     if (found > 0) Zero(row.finds_stats ? row.stats : col.stats, found * nbytes, stream);
     RunTogether(passes, row, col, tensors, together, stream);
   }
-  for (const int64_t i : alone) RunAlone(row, col, tensors[i], i, seeds, stream);
+  for (const int64_t i : alone) {
+    if (!RunAlone(row, col, tensors[i], i, seeds, stream)) return false;
+  }
+  return true;
 }
 
 }  // namespace cuda

@@ -56,8 +56,10 @@ HQ_DEVICE void SetPlane(uint8_t* data, uint8_t* scale, float* stat, uint32_t k, 
     p->stat = stat;
     p->k = k;
     p->data_stride = k * static_cast<uint32_t>(K::kCodeBits) / 8;
-    p->scale_stride = K::kBlock == 0 ? 1 : (k + kBlock - 1) / kBlock;
-    p->scale_step = 1;
+    if constexpr (!K::kFolded) {  // those of a stack lie in one matrix, whose strides are known
+      p->scale_stride = K::kBlock == 0 ? 1 : (k + kBlock - 1) / kBlock;
+      p->scale_step = 1;
+    }
   }
 }
 
@@ -69,7 +71,7 @@ HQ_DEVICE void KeepAmax(const PlaneArgs& p, float* amax) {
 }
 
 template <class Row, class Col, bool kBf16>
-HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, kBf16 ? kManyWarps : kWideWarps) EncodeMany(ManyArgs m) {
+HQ_DEVICE void EncodeOneOfMany(const ManyArgs& m) {
   using G = Geometry<Row, Col>;
   const uint32_t i = TensorOf(m, BlockIndex());
   const TileTensor& t = m.tensors[i];
@@ -90,6 +92,11 @@ HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, kBf16 ? kManyWarps : kWideWarps) EncodeM
     KeepAmax<Row>(a.row, t.row_amax);
     KeepAmax<Col>(a.col, t.col_amax);
   }
+}
+
+template <class Row, class Col, bool kBf16>
+HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, kBf16 ? kManyWarps : kWideWarps) EncodeMany(ManyArgs m) {
+  if constexpr (kIsWritten<Row, Col>) EncodeOneOfMany<Row, Col, kBf16>(m);
 }
 
 }  // namespace cuda

@@ -31,7 +31,7 @@ struct Passes {
       const MappedEntry& entry = table.entries[i];
       if (!entry.matches(row.Want(), col.Want())) continue;
       const bool fits = !row.StoresPlane() || RowFits(entry.row_draws, *row.plane);
-      const bool has_forms = FormsFit(entry, row, col, map.x);
+      const bool has_forms = FormsFit(entry, row, col, map.x, map.x.rows);
       return fits && has_forms && AllDrawsFit(entry, row, col) ? &entry : nullptr;
     }
     return nullptr;

@@ -96,10 +96,12 @@ inline bool DeviceWrites(PlaneForm form) {
 
 // Whether the kernel of `entry` writes the planes in their forms. Only kernels of aligned matrices
 // write others than a plane's own, and tiles of scales are written whole: a row of them is 128 rows
-// of the plane, and 64 or 128 columns.
+// of the plane, and 64 or 128 columns. `col_rows`: along which the column plane runs.
 template <class E>
-bool FormsFit(const E& entry, const Request& row, const Request& col, const Matrix& x) {
-  const bool is_whole = x.rows % kTileRows == 0 && x.cols % kTileRows == 0;
+bool FormsFit(const E& entry, const Request& row, const Request& col, const Matrix& x,
+              int64_t col_rows) {
+  const bool is_whole =
+      x.rows % kTileRows == 0 && x.cols % kTileRows == 0 && col_rows == x.rows;
   bool is_own = true, fits = true;
   for (const Request* r : {&row, &col}) {
     if (!r->StoresPlane() || r->plane->form == PlaneForm::kOwn) continue;
@@ -107,7 +109,7 @@ bool FormsFit(const E& entry, const Request& row, const Request& col, const Matr
     const PlaneForm form = r->plane->form;
     fits = fits && (form != PlaneForm::kTiled || is_whole) && DeviceWrites(form);
   }
-  return is_own || (fits && MatrixFits(x) && PlanesFit(entry, row, col, x.rows));
+  return is_own || (fits && MatrixFits(x) && PlanesFit(entry, row, col, col_rows));
 }
 
 }  // namespace cuda

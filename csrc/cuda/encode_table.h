@@ -124,7 +124,7 @@ void RunTile(TileArgs args, bool is_bf16, Stream stream) {
     Launch(EncodeTile<Row, Col, false, true>, shape, stream, args);
   } else if (is_aligned && args.ends == nullptr) {
     Launch(EncodeTile<Row, Col, true, false>, shape, stream, args);
-  } else if constexpr (Row::kFolded || Col::kFolded) {
+  } else if constexpr (kIsFolded<Row, Col> && !Col::kExists) {
     Never();  // FormsFit
   } else {
     Launch(EncodeTile<Row, Col, true, true>, shape, stream, args);

@@ -435,13 +435,15 @@ HQ_DEVICE void EncodeTileOf(const TileArgs& a, uint32_t block, const Change& cha
   }
 }
 
-// `kAny`: tensors that may be ragged and lie anywhere; else everything is aligned.
+// `kAny`: tensors that may be ragged and lie anywhere, but for folded planes of BF16, which are
+// aligned in any case (FormsFit); else everything is aligned.
 template <class Row, class Col, bool kBf16, bool kAny>
 HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, (TileWarps<Row, Col, kBf16, kAny>()))
     EncodeTile(TileArgs a) {
+  constexpr bool kHasEdges = kAny && !(kBf16 && kIsFolded<Row, Col>);
   using Form = TileForm<kAny && Col::kExists, kIsLong<Row, Col>,
-                        kAny ? Edges::kAny : Edges::kAligned>;
-  using Source = std::conditional_t<kAny, WithinEdges, InOrder>;
+                        kHasEdges ? Edges::kAny : Edges::kAligned>;
+  using Source = std::conditional_t<kHasEdges, WithinEdges, InOrder>;
   if constexpr (kIsWritten<Row, Col>) {
     EncodeTileOf<Row, Col, kBf16, Form, AsRead, Source>(a, BlockIndex());
   }

@@ -84,6 +84,9 @@ struct ManyPlane {
   float* stats;      // [count]: amaxes by number; null if none are needed, or one for each row
   bool finds_stats;  // they are found here; one per row: in the buffers
   uint32_t stream;   // of random numbers
+  // As of GpuPlane, of every tensor's.
+  int64_t scale_stride_row = 0, scale_stride_block = 0;
+  PlaneForm form = PlaneForm::kOwn;
 };
 struct ManyBuffers {
   uint8_t* data;
@@ -98,8 +101,9 @@ struct ManyTensor {
 // EncodeFromScratch for each of `count` tensors of one dtype. Those that tile kernels of weights'
 // formats can read share their launches (encode_many.h), the others have launches of their own.
 // Two planes with the same `stats` share what the row plane finds. If both find their own, those of
-// the columns follow those of the rows. `seeds`: [count].
-void EncodeMany(const ManyPlane& row, const ManyPlane& col, const ManyTensor* tensors,
+// the columns follow those of the rows. `seeds`: [count]. Returns false, and does nothing, if no
+// kernel writes planes in these forms of all tensors.
+bool EncodeMany(const ManyPlane& row, const ManyPlane& col, const ManyTensor* tensors,
                 int64_t count, const int64_t* seeds, Stream stream);
 
 // y, [rows, cols] contiguous, of a prologue over device pointers; a norm's mean and rstd are
@@ -155,6 +159,16 @@ struct FinishJob {
   void* out;  // [rows, cols] contiguous
 };
 void FinishProduct(const FinishJob& job, Stream stream);
+
+// Where groups of tokens lie: `ends` [groups], which are `offsets` made to rise and not to go beyond
+// the tokens, and `padded` [groups + 1], where each begins among padded rows, and where the last
+// ends (Ragged). As torch's operators make them in kernels/ragged/padded_layout.py.
+void GroupPlaces(const int32_t* offsets, uint32_t groups, int32_t tokens, int32_t* ends,
+                 int32_t* padded, Stream stream);
+
+// Factors of two planes of two levels, `step` elements apart: each amax divided by its bound.
+void TwoFactors(const float* first, float first_bound, const float* second, float second_bound,
+                float* out, int64_t step, Stream stream);
 
 // Sums over rows of tokens, and their gradient (core/token_rows.h). Where the two types of a job
 // differ, one is FP32.

@@ -215,6 +215,7 @@ def test_the_binding_checks_what_it_gets() -> None:
         (((stat, 0, 8, True, [buffers]), (stat, 0, 8, True, [buffers])), "must follow those of"),
     ):
         with pytest.raises(ValueError, match=f"encode_many: .*{message}"):
-            MODULE.encode_many("bfloat16", [x], *planes, 0, 0)
+            given = [None if plane is None else (*plane, 0, 0, 0) for plane in planes]
+            MODULE.encode_many("bfloat16", [x], *given, 0, 0)
     with pytest.raises(ValueError, match="encode_many: rows and cols must be >= 0"):
         MODULE.encode_many("bfloat16", [(8, -1, 16, 16, 1)], None, None, 0, 0)

@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,7 @@ from hybridq.kernels import Backend, DeviceSupport
 from hybridq.kernels.choice import EncodeRequest, Place, Prologue
 from hybridq.kernels.cuda.backend import GpuKernels, spec_reason
 from hybridq.kernels.cuda.encoder import GpuEncoder
+from hybridq.kernels.cuda.group_encoder import GpuGroupEncoder
 from places import ROOT
 
 _FOLDER = Path(os.environ.get("HYBRIDQ_EMULATION", ROOT / "build/emulation"))
@@ -52,6 +53,9 @@ class EmulatedKernels(GpuKernels):
     def encoder(self, row: Any, col: Any, dtype: torch.dtype) -> GpuEncoder:
         return _Encoder(self, row, col, dtype)
 
+    def group_encoder(self, row: Any, col: Any, dtype: torch.dtype) -> GpuGroupEncoder:
+        return _GroupEncoder(self, row, col, dtype)
+
     @contextlib.contextmanager
     def launch(self, device: torch.device) -> Iterator[int]:
         self.module.begin()
@@ -75,6 +79,18 @@ class _Encoder(GpuEncoder):
             return super().encode(x, request, place, prologue)
 
 
+class _GroupEncoder(GpuGroupEncoder):
+    """The same for groups."""
+
+    def tokens(self, x: torch.Tensor, *rest: Any) -> list[torch.Tensor] | None:
+        with self._kernels.launch(x.device):
+            return super().tokens(x, *rest)
+
+    def stack(self, xs: Sequence[torch.Tensor], *rest: Any) -> list[torch.Tensor] | None:
+        with self._kernels.launch(xs[0].device):
+            return super().stack(xs, *rest)
+
+
 def make_backend(module: Any) -> Backend:
     kernels = EmulatedKernels(module)
     return Backend(
@@ -84,6 +100,7 @@ def make_backend(module: Any) -> Backend:
         devices=DeviceSupport(("cpu",)),
         finds_amax=True,
         encoder=kernels.encoder,
+        group_encoder=kernels.group_encoder,
         folder=kernels.folder,
         operand_decoder=kernels.operand_decoder,
         finisher=kernels.finisher,

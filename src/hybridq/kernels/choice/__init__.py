@@ -11,6 +11,7 @@ from .arguments import (
 )
 from .backend import OPERATIONS, Backend, BackendAnswer, DeviceSupport
 from .encode_request import DECODED, ORIGINAL, EncodeRequest, encode_decoded, given_scale
+from .group_encoder import GroupEncoder
 from .operand_specs import operand_specs
 from .placed import ALIGNMENT, Place, PlacedEncoder
 from .precision import FOLD_LIMIT, PRECISIONS, added_error, check_precision
@@ -44,6 +45,7 @@ __all__ = [
     "DeviceSupport",
     "EncodeRequest",
     "GemmArgs",
+    "GroupEncoder",
     "GroupedArgs",
     "GroupedOperand",
     "Groups",

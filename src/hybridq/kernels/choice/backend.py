@@ -28,6 +28,7 @@ OPERATIONS: Final[Mapping[str, str]] = {
     "fold": "an MX plane as FP8 with FP32 scales",
     "swizzle": "block scales in cuBLASLt's tiles",
     "finish": "what follows a product in FP32 before its one rounding",
+    "two_factors": "the factors of two planes of two levels",
     "gemm": "the product of two planes",
     "grouped_gemm": "a product for each group of tokens",
     "map_encode": "the planes of a norm or activation of a matrix",
@@ -113,6 +114,9 @@ class Backend:
         updates_amax: what its encoder returns also takes a `found` (see `EncodePlan`).
         encoder: returns, for `(row, col, dtype)`, what encodes such planes of such tensors and
             takes `(x, request)`; None where its `encode` has nothing to prepare.
+        group_encoder: returns, for `(row, col, dtype)`, what encodes such planes for products of
+            groups (`GroupEncoder`), with the bits of its `encode_ragged` and `encode_many`; None
+            where it has none.
         decoder: returns, for `(spec, dtype, is_operand)`, what decodes such planes to that dtype:
             it takes `(buffers, rows, cols)` and returns what its `operand` does, or its `decode`.
             None where these have nothing to prepare.
@@ -157,6 +161,7 @@ class Backend:
     finds_amax: bool = False
     updates_amax: bool = False
     encoder: Callable[..., Callable[..., Any]] | None = field(default=None, hash=False)
+    group_encoder: Callable[..., Any] | None = field(default=None, hash=False)
     decoder: Callable[..., Callable[..., Any]] | None = field(default=None, hash=False)
     multiplier: Callable[..., Callable[..., Any]] | None = field(default=None, hash=False)
     planner: Callable[[OpQuery], Callable[..., Any] | None] | None = field(default=None, hash=False)

@@ -22,8 +22,9 @@ from ..inputs import addresses as memory
 from ..inputs import stream_of
 from .architectures import chip_reason
 from .encoder import GpuEncoder, have_one_amax
-from .finish import Finisher, finish
+from .finish import Finisher, finish, two_factors
 from .folder import Folder
+from .group_encoder import GpuGroupEncoder
 from .launch_addresses import Addresses
 from .norm_activation import encode_mapped, store_mapped
 from .operand_decoder import OperandDecoder
@@ -97,6 +98,12 @@ class GpuKernels(Addresses):
     ) -> GpuEncoder:
         """Return what encodes planes of two specs: see `Backend`."""
         return GpuEncoder(self, row, col, dtype)
+
+    def group_encoder(
+        self, row: PlaneSpec | None, col: PlaneSpec | None, dtype: torch.dtype
+    ) -> GpuGroupEncoder:
+        """Return what encodes planes of two specs for products of groups: see `Backend`."""
+        return GpuGroupEncoder(self, row, col, dtype)
 
     def folder(self, spec: PlaneSpec, rows: int, cols: int) -> Folder:
         """Return what folds planes of one spec and size: see `Backend`."""
@@ -237,6 +244,7 @@ class GpuKernels(Addresses):
                         0 if spec.row_scaled or not spec.needs_amax else address,
                         finds[is_col],
                         pointers,
+                        *(0, 0, 0),  # scales as the planes have them, in their own form
                     )
                 )
             dtype = memory.DTYPES[xs[0].dtype]
@@ -400,6 +408,10 @@ class GpuKernels(Addresses):
         """Return what follows a product, done: `finish`."""
         return finish(self, *call)
 
+    def two_factors(self, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the factors of two planes of two levels: `finish`."""
+        return two_factors(self, *call)
+
     def operations(self) -> dict[str, Any]:
         """Return the operations as a backend names them."""
         names = [
@@ -418,6 +430,7 @@ class GpuKernels(Addresses):
             "fold",
             "swizzle",
             "finish",
+            "two_factors",
         ]
         return {name: getattr(self, name) for name in names}
 
@@ -475,6 +488,7 @@ CUDA = register_backend(
         priority=60,
         finds_amax=True,
         encoder=_KERNELS.encoder,
+        group_encoder=_KERNELS.group_encoder,
         folder=_KERNELS.folder,
         operand_decoder=_KERNELS.operand_decoder,
         finisher=_KERNELS.finisher,

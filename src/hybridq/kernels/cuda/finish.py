@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..choice import GemmArgs
+from ..choice import GemmArgs, Place
 from ..inputs import addresses as memory
 
-__all__ = ["Finisher", "finish"]
+__all__ = ["Finisher", "finish", "two_factors"]
+
+#: Elements from one factor to the next: what products read begins at 16 bytes.
+_STEP = 4
 
 
 def finish(
@@ -51,6 +55,26 @@ def finish(
             stream,
         )
     return out
+
+
+def two_factors(
+    kernels: Any, amaxes: Sequence[torch.Tensor], bounds: Sequence[float], place: Place
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two amaxes, each divided by its bound, FP32 `[1]` views of memory that is given.
+
+    The bits are those of `reference.factor_of`.
+
+    Args:
+        kernels: `backend.GpuKernels`.
+        amaxes: FP32 `[1]` of each plane, as it was made or checked, on the current device.
+        bounds: what each is divided by, above 0.
+        place: of `ALIGNMENT` bytes.
+    """
+    pointer, floats, at = kernels.pointer, place.memory.view(torch.float32), place.at // 4
+    first, second = amaxes
+    given = (pointer(first), bounds[0], pointer(second), bounds[1])
+    kernels.module.two_factors(*given, pointer(floats, True) + 4 * at, _STEP, place.stream)
+    return floats[at : at + 1], floats[at + _STEP : at + _STEP + 1]
 
 
 def _factor(along: tuple[int, int, str] | None, bound: float) -> tuple[Any, ...] | None:
