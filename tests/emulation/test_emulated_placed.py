@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -240,6 +242,45 @@ def test_planned_products_have_the_bits_of_those_that_plan_nothing(
     codes = torch.float4_e2m1fn_x2 if name == "nvfp4" else torch.float8_e4m3fn
     assert calls == [codes] * 2
     cases.assert_same(got, want, name)
+
+
+def test_one_kernel_divides_both_amaxes(monkeypatch) -> None:
+    """The bits of two divisions by torch, in the memory that a plan asks for, on Blackwell."""
+    specials = torch.tensor([0.0, 3e-39, 1.0, 448.0, 3.4e38, float("nan"), 2688.0 / 3])
+    kernels, bounds = emulated.EmulatedKernels(MODULE), (2688.0, 1536.0)
+    for first in specials.split(1):
+        for second in specials.flip(0).split(1):
+            memory = torch.full((3 * ALIGNMENT,), 0xA5, dtype=torch.uint8)
+            with kernels.launch(memory.device):
+                place = Place(memory, ALIGNMENT, 0)
+                got = kernels.two_factors((first, second), bounds, place)
+            for mine, amax, bound in zip(got, (first, second), bounds, strict=True):
+                want = reference.factor_of([amax, amax, amax], bound)
+                cases.assert_same(mine, want, f"{amax} / {bound}")
+                assert mine.data_ptr() % 16 == memory.data_ptr() % 16
+            assert (torch.cat([memory[:ALIGNMENT], memory[-ALIGNMENT:]]) == 0xA5).all()
+    sizes, dtype, chip = (128, 256, 512), torch.bfloat16, Chip("cuda", (10, 0), (13, 0), (2, 11))
+    a, b = (
+        _operand(name, rows, 512, tiled(PLAIN[name]))
+        for name, rows in zip(("nvfp4", "nvfp4_16x16"), sizes, strict=False)
+    )
+    monkeypatch.setattr(native, "scaled_mm", scaled_mm)
+    monkeypatch.setattr(native, "choose", lambda _: Decided(BACKEND))
+    monkeypatch.setattr(native, "is_current", lambda _: True)
+    run = native._planner(OpQuery("gemm", "cuda", dtype, a.spec, b.spec, "auto", sizes, chip))
+    assert run.room == ALIGNMENT
+    memory = torch.zeros(run.room + ALIGNMENT, dtype=torch.uint8)
+    with kernels.launch(memory.device):
+        got = run(a, b, GemmArgs(None, None, dtype, chip=chip, work=Place(memory, ALIGNMENT, 0)))
+    assert memory[ALIGNMENT:].any()
+    want = native.multiply(a, b, GemmArgs(None, None, dtype, chip=chip), "nvfp4")
+    cases.assert_same(got, want, "the product")
+
+
+class Decided(NamedTuple):
+    """What a choice has come to."""
+
+    chosen: object
 
 
 @pytest.mark.parametrize("names", [("nvfp4", "nvfp4"), ("nvfp4", "mxfp8"), ("fp8_e4m3", "nvfp4")])

@@ -17,18 +17,21 @@ import torch
 from ...errors import BackendError
 from ...formats import PlaneSpec
 from ...formats.elements import E4M3
-from ...reference import factor_bound
+from ...reference import factor_bound, factor_of
 from ..choice import (
+    ALIGNMENT,
     Backend,
     DeviceSupport,
     GemmArgs,
     Operand,
     OpQuery,
+    Place,
     added_error,
     cached_choice,
+    choose,
     register_backend,
 )
-from ..inputs import Chip, begins_at, chip_of
+from ..inputs import Chip, begins_at, chip_of, is_current, stream_of
 from .chip_gates import GATES, KIND_NAMES, exact_reason
 from .cublas_probe import block_takes_bias
 from .epilogue import finish, only_product
@@ -269,14 +272,23 @@ class _Planned:
     Args:
         query: of two planes and sizes, on a chip.
         kind: what `native_kind` says of it.
+
+    Attributes:
+        room: bytes that factors of two levels take, a multiple of `ALIGNMENT`.
     """
 
-    __slots__ = ("_is_known", "_kind", "_trial", "_ways")
+    __slots__ = ("_factors", "_is_known", "_kind", "_trial", "_ways", "room")
 
     def __init__(self, query: OpQuery, kind: str) -> None:
         self._kind, self._is_known = kind, False
         #: How both operands are taken as they lie, or None.
         self._ways = _ways_as_they_lie(query, kind)
+        #: What makes factors of their amaxes at once; None: there are none, or nothing does.
+        self._factors = None
+        if self._ways is not None and all(way[2] for way in self._ways):
+            found = choose(OpQuery("two_factors", query.device, torch.float32)).chosen
+            self._factors = None if found is None else found.ops["two_factors"]
+        self.room = 0 if self._factors is None else ALIGNMENT
         specs = [spec for spec in (query.row, query.col) if spec is not None]
         self._trial = Trial(query.chip, kind, specs[0], specs[1], query.dtype)
 
@@ -300,14 +312,18 @@ class _Planned:
         bias, views = args.bias, []
         if bias is not None and not (bias.dtype is args.out_dtype and bias.is_contiguous()):
             return None
-        for operand, (dtype, recipe, bound) in zip((a, b), self._ways, strict=True):
+        factors = None if self._factors is None else self._both_factors(a, b, args.work)
+        for i, (operand, (dtype, recipe, bound)) in enumerate(zip((a, b), self._ways, strict=True)):
             data, scale = operand.buffers[:2]
             if not (data.is_contiguous() and begins_at(data) % _ALIGNMENT == 0):
                 return None
             if recipe in TILED_SCALES:
                 if not (scale.is_contiguous() and begins_at(scale) % _ALIGNMENT == 0):
                     return None
-                views.append(tiled_view(operand, data.view(dtype), recipe, bound))
+                factor = None if factors is None else factors[i]
+                if factor is None and bound:
+                    factor = factor_of(operand.buffers, bound)
+                views.append(tiled_view(scale, data.view(dtype), recipe, factor))
                 continue
             if recipe != "TensorWise":
                 own = scale if recipe == _SQUARES else scale.t()
@@ -318,6 +334,20 @@ class _Planned:
         if self._kind == "block":
             return planned_product(views[0], views[1], bias, args.out_dtype)
         return _scaled_mm(views[0], views[1], bias, args.out_dtype)
+
+    def _both_factors(
+        self, a: Operand, b: Operand, work: Place | None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return both planes' factors in memory that dies with the product; None: one by one."""
+        if self._factors is None or not is_current(a.buffers[0].device):
+            return None
+        amaxes = (a.buffers[2], b.buffers[2])
+        if work is None or work.memory.numel() - work.at < self.room:
+            memory = torch.empty(self.room, dtype=torch.uint8, device=amaxes[0].device)
+            work = Place(memory, 0, stream_of(memory.device))
+        bounds = [way[2] for way in self._ways or ()]
+        made: tuple[torch.Tensor, torch.Tensor] = self._factors(amaxes, bounds, work)
+        return made
 
 
 def _ways_as_they_lie(query: OpQuery, kind: str) -> list[tuple[torch.dtype, str, float]] | None:

@@ -23,7 +23,7 @@ import torch
 
 from ...formats import Element, PlaneSpec
 from ...formats.elements import E2M1, E4M3, E5M2, E8M0, FP32
-from ...reference import cast, decode_codes, factor_of, fold_element, tensor_factor, unpack
+from ...reference import cast, decode_codes, fold_element, tensor_factor, unpack
 from ..choice import Operand, OpQuery, select
 from .operand_layout import ceil_to, fill_scale, pad_codes, pad_rows, scales_1x128, scales_128x128
 
@@ -412,19 +412,21 @@ TILED_SCALES: Final = {
 }
 
 
-def tiled_view(operand: Operand, data: torch.Tensor, recipe: str, bound: float) -> Scaled:
+def tiled_view(
+    scale: torch.Tensor, data: torch.Tensor, recipe: str, factor: torch.Tensor | None
+) -> Scaled:
     """Return an operand whose scales are in tiles, with an NVFP4 factor as the second level.
 
     Args:
-        operand: one that needs no padding and is not scaled by rows.
+        scale: the tiles, of a plane that needs no padding and is not scaled by rows.
         data: its codes, in torch's dtype.
         recipe: a key of `TILED_SCALES`.
-        bound: of the factor (`reference.factor_of`); 0: there is none.
+        factor: FP32 `[1]`; None: there is none.
     """
-    scale = operand.buffers[1].view(TILED_SCALES[recipe])
-    if not bound:
+    scale = scale.view(TILED_SCALES[recipe])
+    if factor is None:
         return Scaled(data, (scale,), (recipe,), ("SWIZZLE_32_4_4",))
-    both, recipes = (scale, factor_of(operand.buffers, bound)), (recipe, "TensorWise")
+    both, recipes = (scale, factor), (recipe, "TensorWise")
     return Scaled(data, both, recipes, ("SWIZZLE_32_4_4", "NO_SWIZZLE"))
 
 
