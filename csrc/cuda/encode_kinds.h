@@ -171,7 +171,9 @@ constexpr int TileWarps() {
   if (Row::kExists && Col::kExists && has_fp6) return kTileWarps < 16 ? kTileWarps : 16;
   if (kAny && Geometry<Row, Col>::kTall) return kTileWarps < 16 ? kTileWarps : 16;
   const bool is_rotated_fp4 = Row::Element::kBits == 4 && Col::kTransform;
-  return (is_rotated_fp4 || kAny) && kTileWarps > 20 ? 20 : kTileWarps;
+  // Of folded planes of BF16 nothing lies at an edge.
+  const bool has_edges = kAny && !kIsFolded<Row, Col>;
+  return (is_rotated_fp4 || has_edges) && kTileWarps > 20 ? 20 : kTileWarps;
 }
 
 #define HQ_TILE_BOUNDS(Row, Col, warps) \

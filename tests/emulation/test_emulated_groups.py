@@ -51,7 +51,7 @@ def test_one_kernel_says_where_groups_lie(count: int) -> None:
         if least == 0:
             offsets = offsets.cumsum(0, dtype=torch.int32)
         tokens = max(int(offsets.max()) - 5, 0)
-        found = BACKEND.group_encoder(None, None, torch.bfloat16).places(offsets, tokens)
+        found = BACKEND.group_encoder(None, None, torch.bfloat16).places(offsets, tokens, 0)
         cases.assert_same(found.ends, group_ends(offsets, tokens), f"ends of {count}")
         cases.assert_same(found.padded, padded_offsets(offsets, tokens), f"padded of {count}")
         assert found.columns == capacity(tokens, count)

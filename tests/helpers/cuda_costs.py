@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -27,8 +28,11 @@ from hybridq.kernels.cuda import backend as cuda
 from hybridq.kernels.inputs import device
 from hybridq.kernels.scaled_mm import backend as native
 from hybridq.kernels.scaled_mm import operand_layout
+from hybridq.kernels.triton import backend as triton
+from hybridq.kernels.triton import plan_grouped_block
+from hybridq.kernels.triton.plan_parts import Tiled
 from hybridq.nn.autograd import grouped_function, linear_function
-from hybridq.nn.modules import eager_fast_path
+from hybridq.nn.modules import eager_fast_path, grouped_module
 
 _SOURCES = str(Path(hybridq.__file__).parent)
 _PRODUCTS = ("mm", "addmm", "bmm")
@@ -87,6 +91,10 @@ class _Kernels(cuda.GpuKernels):
     def pointer(self, tensor: torch.Tensor | None, written: bool = False) -> int:
         self._costs[-1].frames += 1  # as many as what this stands in for
         return 0
+
+    def pointers(self, tensors: Any) -> list[int]:
+        self._costs[-1].frames += 1
+        return [0] * len(tensors)
 
     @contextlib.contextmanager
     def launch(self, device: torch.device) -> Iterator[int]:
@@ -147,6 +155,12 @@ def fake_gpu(monkeypatch: Any, capability: tuple[int, int] = (9, 0)) -> Iterator
         costs[-1].products[f"scaled_mm {str(output_dtype).removeprefix('torch.')}"] += 1
         return a.new_empty((a.shape[0], b.shape[1]), dtype=output_dtype)
 
+    def run(launches, _):
+        for launch in launches:
+            costs[-1].products[launch.kernel] += 1
+            tiles = sum(isinstance(one, Tiled) for one in launch.arguments.values())
+            costs[-1].frames += 4 + tiles  # as many as what this stands in for
+
     # As under CUDA 13, whatever this torch is built with.
     chip = replace(device.Chip.of("cuda", capability), cuda=(13, 0))
     monkeypatch.setattr(device, "_chip", lambda kind, index: chip)
@@ -155,6 +169,11 @@ def fake_gpu(monkeypatch: Any, capability: tuple[int, int] = (9, 0)) -> Iterator
     monkeypatch.setattr(device.torch.cuda, "current_stream", lambda _: _Stream())
     monkeypatch.setattr(device, "cuda_stream", None)  # which asks the driver, where one is built in
     monkeypatch.setattr(native, "scaled_mm", scaled_mm)
+    monkeypatch.setattr(triton, "_missing", lambda: None)
+    monkeypatch.setattr(plan_grouped_block, "_major", lambda _: capability[0])
+    monkeypatch.setattr(plan_grouped_block, "processors", lambda _: 132)
+    stub = SimpleNamespace(run=run)  # Triton may not be here
+    monkeypatch.setitem(sys.modules, "hybridq.kernels.triton.launch", stub)
     monkeypatch.setattr(native, "block_takes_bias", lambda *_: True)
     monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: 0, raising=False)
     monkeypatch.setattr(operand_layout, "_ALIGNMENT", 1)
@@ -162,8 +181,8 @@ def fake_gpu(monkeypatch: Any, capability: tuple[int, int] = (9, 0)) -> Iterator
     monkeypatch.setattr(grouped_function._GroupedLinear, "apply", _HeldGroups.apply)
     # A chip has no modes of fake tensors.
 
-    def can_bypass(*given: object) -> bool:
-        costs[-1].frames += 1 + sum(one is not None for one in given)
+    def can_bypass(*_: object) -> bool:
+        costs[-1].frames += 1
         return True
 
     def is_plain(_: object) -> bool:
@@ -174,6 +193,8 @@ def fake_gpu(monkeypatch: Any, capability: tuple[int, int] = (9, 0)) -> Iterator
         if name.startswith("hybridq.") and "can_bypass_dispatcher" in vars(module):
             monkeypatch.setattr(module, "can_bypass_dispatcher", can_bypass)
     monkeypatch.setattr(eager_fast_path, "is_plain", is_plain)
+    plain = grouped_module._PLAIN_TYPES | {FakeTensor}  # as which fake parameters are known
+    monkeypatch.setattr(grouped_module, "_PLAIN_TYPES", plain)
     monkeypatch.setattr(linear_function, "_apply", _Held.apply)
     kernels = _Kernels(_Module(costs), costs)
     backend = Backend(
@@ -184,6 +205,7 @@ def fake_gpu(monkeypatch: Any, capability: tuple[int, int] = (9, 0)) -> Iterator
         priority=60,
         finds_amax=True,
         encoder=kernels.encoder,
+        group_encoder=kernels.group_encoder,
         folder=kernels.folder,
         operand_decoder=kernels.operand_decoder,
         finisher=kernels.finisher,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hybridq.kernels import Backend, DeviceSupport
-from hybridq.kernels.choice import EncodeRequest, Place, Prologue
+from hybridq.kernels.choice import EncodeRequest, Groups, Place, Prologue
 from hybridq.kernels.cuda.backend import GpuKernels, spec_reason
 from hybridq.kernels.cuda.encoder import GpuEncoder
 from hybridq.kernels.cuda.group_encoder import GpuGroupEncoder
@@ -50,6 +50,9 @@ class EmulatedKernels(GpuKernels):
             self.module.add(tensor.data_ptr() + first, last - first, written)
         return tensor.data_ptr()
 
+    def pointers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        return [self.pointer(tensor) for tensor in tensors]
+
     def encoder(self, row: Any, col: Any, dtype: torch.dtype) -> GpuEncoder:
         return _Encoder(self, row, col, dtype)
 
@@ -81,6 +84,10 @@ class _Encoder(GpuEncoder):
 
 class _GroupEncoder(GpuGroupEncoder):
     """The same for groups."""
+
+    def places(self, offsets: torch.Tensor, *rest: Any) -> Groups:
+        with self._kernels.launch(offsets.device):
+            return super().places(offsets, *rest)
 
     def tokens(self, x: torch.Tensor, *rest: Any) -> list[torch.Tensor] | None:
         with self._kernels.launch(x.device):

@@ -15,9 +15,11 @@ import torch
 import triton_cases
 from gemm_cases import TINY, ULP, decoded, make
 from hybridq.formats import DEFAULT_SIGNS, PlaneSpec, format
-from hybridq.kernels import FOLD
+from hybridq.kernels import FOLD, OpQuery, folded_groups
 from hybridq.kernels.choice.arguments import GroupedArgs, GroupedOperand
+from hybridq.kernels.inputs import Chip
 from hybridq.kernels.ragged import padded_layout as ragged
+from hybridq.kernels.scaled_mm import laid_down
 from hybridq.kernels.triton import launch, plan_grouped_block
 from hybridq.storage import Plane
 from oracle import bridge, planes
@@ -147,6 +149,51 @@ def contraction(
         else:
             assert torch.equal(y[group], torch.zeros(m, n) if into is None else into[group])
     return worst
+
+
+def _lying(operand: GroupedOperand) -> GroupedOperand:
+    """The operand as encode lays it for this product: NaN where scales are filled up."""
+    codes, scale = operand.buffers
+    if operand.spec.format.block == (WIDTH, WIDTH):
+        return operand
+    rows = operand.rows * (codes.shape[0] if operand.is_stack else 1)
+    pitch = -(-rows // 4) * 4
+    laid = torch.full((scale.shape[-1], pitch), float("nan"))
+    laid[:, :rows] = scale.reshape(rows, -1).t()
+    strides = ((operand.rows,) if operand.is_stack else ()) + (1, pitch)
+    made = laid.as_strided(scale.shape, strides)
+    return replace(operand, buffers=[codes, made], spec=laid_down(operand.spec))
+
+
+def lying(b_name: str, is_stack: bool, seed: int) -> None:
+    """Planes that are encoded as the product takes them: the bits of those that are moved first."""
+    generator, sizes, tokens = torch.Generator().manual_seed(seed), (0, 30, 131), 170
+    ends, m, n, k = _ends(sizes), 18, 128 if b_name == "fp8_128x128" else 20, 256
+
+    def general(*_: object) -> torch.Tensor:
+        raise AssertionError("an operand was moved")
+
+    if is_stack:
+        a = make(_normal(tokens, k, generator), "fp8_1x128")
+        weights = [make(_normal(n, k, generator), b_name) for _ in sizes]
+        sides = (GroupedOperand(list(a.tensors), a.spec, tokens, k), stack(weights))
+        args = GroupedArgs(ends, tokens, None, None, None, torch.bfloat16)
+    else:
+        made = []
+        for name, count in (("fp8_1x128", m), (b_name, n)):
+            x = ragged.pad_tokens(_normal(count, tokens, generator).t(), ends).t()
+            plane = make(x, name)
+            own = (list(plane.tensors), plane.spec, *plane.matrix)
+            made.append(GroupedOperand(*own, is_padded=True))
+        sides = (made[0], made[1])
+        padded = ragged.padded_offsets(ends, tokens)
+        args = GroupedArgs(ends, tokens, padded, None, None, torch.bfloat16)
+    left, right = (_lying(side) for side in sides)
+    chip, size = Chip("cuda", (9, 0)), (left.rows, right.rows, left.cols)
+    query = OpQuery("grouped_gemm", "cuda", torch.bfloat16, left.spec, right.spec, "auto", size)
+    query = replace(query, chip=chip, groups=3, tokens_per_group=57 if is_stack else None)
+    planned = folded_groups.planned_groups(query, general)
+    assert torch.equal(planned(left, right, args), run(*sides, args))
 
 
 def tiles(kind: str, seed: int) -> None:

@@ -35,7 +35,13 @@ from .choice import (
     register_backend,
     select,
 )
-from .folded_groups import few_tokens_reason, groups_reason, is_bf16_product, multiply_groups
+from .folded_groups import (
+    few_tokens_reason,
+    groups_reason,
+    is_bf16_product,
+    multiply_groups,
+    planned_groups,
+)
 from .inputs import chip_of, is_current, stream_of
 from .scaled_mm import (
     FP8,
@@ -133,10 +139,13 @@ def _operands(query: OpQuery) -> tuple[PlaneSpec, PlaneSpec]:
     row, col = query.row, query.col
     if row is None or col is None or query.chip is None:
         raise ValueError(f"fold: operands of a product on a known chip, got {query}")
-    # Triton's product wants other strides of scales, and takes its place only where asked to.
-    if _BLOCK.reason("block", query.chip) is not None:
-        return row, col
-    return _encoded(row), _encoded(col)
+    if query.op == "grouped_gemm":  # by Triton, from scales that lie as cuBLASLt reads them
+        capability = query.chip.capability
+        takes = capability is not None and capability[0] == 9
+    else:
+        # Triton's product wants other strides, and takes its place only where asked to.
+        takes = _BLOCK.reason("block", query.chip) is None
+    return (_encoded(row), _encoded(col)) if takes else (row, col)
 
 
 @lru_cache(maxsize=1024)
@@ -314,6 +323,10 @@ def _grouped_gemm(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> to
     return multiply_groups(a, b, args, fold)
 
 
+def _group_planner(query: OpQuery) -> Any:
+    return planned_groups(query, _grouped_gemm)
+
+
 #: The backend that folds MX planes to FP8 with FP32 scales, on NVIDIA GPUs.
 FOLD = register_backend(
     Backend(
@@ -326,6 +339,7 @@ FOLD = register_backend(
         op_priorities={"grouped_gemm": 35},  # before groups whose operands are decoded
         notes=_notes,
         planner=_planner,
+        group_planner=_group_planner,
         operands=_operands,
         stacks_lists=True,
     )

@@ -23,10 +23,16 @@ from .choice import GroupedArgs, GroupedOperand, Operand, OpQuery
 from .decoded import fp32_reason
 from .inputs import begins_at
 from .ragged import one_of, stacked
-from .scaled_mm import block_scales, ceil_to, fp8_codes, is_foldable, pad_codes
+from .scaled_mm import block_scales, ceil_to, fp8_codes, is_foldable, lies_down, pad_codes
 from .triton import BlockSide, block_gemm_reason, grouped_block_gemm
 
-__all__ = ["few_tokens_reason", "groups_reason", "is_bf16_product", "multiply_groups"]
+__all__ = [
+    "few_tokens_reason",
+    "groups_reason",
+    "is_bf16_product",
+    "multiply_groups",
+    "planned_groups",
+]
 
 _pad = torch.nn.functional.pad
 #: Folds a plane to FP8 with scales of 1x128.
@@ -164,3 +170,82 @@ def _own_scales(operand: GroupedOperand) -> torch.Tensor:
         one = Operand(operand.buffers, spec, operand.rows, operand.cols)
         scale, _ = block_scales(one, False)
     return scale.flatten(0, 1) if operand.is_stack else scale
+
+
+class _Planned:
+    """A grouped product of planes that lie as it reads them, in any number of tokens.
+
+    Args:
+        elements: names of the operands' FP8 elements.
+        squares: whether the matrices of the second have a scale for each 128x128.
+        general: what multiplies operands that lie another way.
+    """
+
+    __slots__ = ("_elements", "_general", "_squares")
+
+    def __init__(
+        self,
+        elements: tuple[str, str],
+        squares: bool,
+        general: Callable[[GroupedOperand, GroupedOperand, GroupedArgs], torch.Tensor],
+    ) -> None:
+        self._elements, self._squares, self._general = elements, squares, general
+
+    def __call__(self, a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> torch.Tensor:
+        """Return what `multiply_groups` does, with its bits."""
+        left = _lying_side(a, self._elements[0])
+        make = _side_of_squares if self._squares else _lying_side
+        right = make(b, self._elements[1])
+        if left is None or right is None:
+            return self._general(a, b, args)
+        return grouped_block_gemm(left, right, args, b.is_stack)
+
+
+def _lying_side(operand: GroupedOperand, element: str) -> BlockSide | None:
+    """Return the side that an operand is, its scales column by column; None: it lies otherwise."""
+    codes, scale = operand.buffers
+    rows = operand.rows * (codes.shape[0] if operand.is_stack else 1)
+    pitch, blocks = scale.stride(-1), scale.shape[-1]
+    fits = scale.stride(-2) == 1 and pitch % _STEP == 0 and pitch >= rows
+    fits = fits and (not operand.is_stack or scale.stride(0) == operand.rows)
+    if not (fits and codes.is_contiguous()) or (begins_at(codes) | begins_at(scale)) % _ALIGNMENT:
+        return None
+    laid = scale.as_strided((blocks, pitch), (pitch, 1))
+    return BlockSide(codes.view(rows, codes.shape[-1]), laid, element, operand.rows)
+
+
+def _side_of_squares(operand: GroupedOperand, element: str) -> BlockSide | None:
+    """Return the side that a stack is whose scales are those of squares of 128x128, for each row.
+
+    None: a square would lie in two matrices.
+    """
+    codes, scale = operand.buffers
+    groups, rows, width = codes.shape
+    if not codes.is_contiguous() or rows % FOLD_WIDTH or begins_at(codes) % _ALIGNMENT:
+        return None
+    wide = scale.permute(2, 0, 1).unsqueeze(-1).expand(-1, -1, -1, FOLD_WIDTH)
+    laid = wide.reshape(scale.shape[-1], groups * rows)
+    return BlockSide(codes.view(groups * rows, width), laid, element, operand.rows)
+
+
+def planned_groups(
+    query: OpQuery,
+    general: Callable[[GroupedOperand, GroupedOperand, GroupedArgs], torch.Tensor],
+) -> _Planned | None:
+    """Return what multiplies planes that are encoded as the product takes them, or None.
+
+    Args:
+        query: of two planes, whose product is multiplied here.
+        general: multiplies planes that lie another way.
+    """
+    a, b, sizes = query.row, query.col, query.sizes
+    if a is None or b is None or sizes is None or 0 in sizes or not lies_down(a):
+        return None
+    is_stack = query.tokens_per_group is not None
+    squares = is_stack and b.format.block == (FOLD_WIDTH, FOLD_WIDTH)
+    contracted, rows = sizes[2], sizes[1]
+    if not (squares or lies_down(b)) or rows % _STEP or contracted % _ALIGNMENT:
+        return None
+    if is_foldable(a) or is_foldable(b):
+        return None
+    return _Planned((_element(a), _element(b)), squares, general)

@@ -16,7 +16,7 @@ from hybridq.formats import PlaneSpec
 from hybridq.kernels import FOLD, OpQuery, choose, described
 from hybridq.kernels.choice.arguments import GroupedArgs, GroupedOperand
 from hybridq.kernels.ragged import capacity
-from hybridq.kernels.triton import backend, plan_grouped_block
+from hybridq.kernels.triton import backend
 from hybridq.kernels.triton.plan_parts import Launch
 from triton_tools import Worker
 
@@ -63,6 +63,14 @@ def test_values(run, pair: tuple[str, str], sizes: tuple[int, ...], kind: str, s
 def test_bias_and_addition(run, kind: str, dtype: torch.dtype, seed: int) -> None:
     options = {"add": True, "bias": kind == "rows", "dtype": dtype}
     run(kind, "mxfp8", "mxfp4", (0, 30, 5), seed, options)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("b_name", "is_stack"), [("fp8_1x128", True), ("fp8_128x128", True), ("fp8_1x128", False)]
+)
+def test_planes_are_taken_as_they_lie(run, b_name: str, is_stack: bool, seed: int) -> None:
+    run("lying", b_name, is_stack, seed)
 
 
 @needs_interpreter
@@ -160,9 +168,6 @@ def test_what_a_product_asks_of_a_chip(monkeypatch, is_stack: bool) -> None:
     """A fold of each operand, one launch, and nothing else; no tensor but theirs."""
     launched: list[Launch] = []
     stand_in = types.SimpleNamespace(run=lambda launches, device: launched.extend(launches))
-    monkeypatch.setitem(sys.modules, "hybridq.kernels.triton.launch", stand_in)
-    monkeypatch.setattr(plan_grouped_block, "_major", lambda device: 9)
-    monkeypatch.setattr(plan_grouped_block, "processors", lambda device: 132)
     tokens, groups, n, k = 16384, 8, 4096, 2048
     spec, depth = PlaneSpec.parse("mxfp8"), capacity(tokens, groups)
 
@@ -175,6 +180,7 @@ def test_what_a_product_asks_of_a_chip(monkeypatch, is_stack: bool) -> None:
         return GroupedOperand(made, spec, rows, cols, stack is not None, not is_stack)
 
     with fake_gpu(monkeypatch) as costs:
+        monkeypatch.setitem(sys.modules, "hybridq.kernels.triton.launch", stand_in)
         if is_stack:
             sides = operand(tokens, k), operand(n, k, groups)
         else:

@@ -127,6 +127,8 @@ class Backend:
             `gemm` does where torch.autocast is off, or None where it has nothing to prepare; None
             where it never has. What it returned is kept for the query. An attribute `room` of it
             says how many bytes it takes in `GemmArgs.work`.
+        group_planner: the same as `planner` for a grouped GEMM of planes without statistics, in any
+            number of tokens. What it returns takes `(a, b, args)` as its `grouped_gemm` does.
         folder: returns, for `(spec, rows, cols)`, what folds such planes into memory that is given
             (`Folder`), with the bits of its `fold`; None where it has none.
         operand_decoder: returns, for `(spec, rows, cols, dtype)`, what decodes such planes into
@@ -165,6 +167,9 @@ class Backend:
     decoder: Callable[..., Callable[..., Any]] | None = field(default=None, hash=False)
     multiplier: Callable[..., Callable[..., Any]] | None = field(default=None, hash=False)
     planner: Callable[[OpQuery], Callable[..., Any] | None] | None = field(default=None, hash=False)
+    group_planner: Callable[[OpQuery], Callable[..., Any] | None] | None = field(
+        default=None, hash=False
+    )
     folder: Callable[..., Any] | None = field(default=None, hash=False)
     operand_decoder: Callable[..., Any] | None = field(default=None, hash=False)
     finisher: Callable[..., Any] | None = field(default=None, hash=False)

@@ -21,12 +21,13 @@ class GroupEncoder(Protocol):
     stack, and each column of them begins at a multiple of 16 bytes.
     """
 
-    def places(self, offsets: torch.Tensor, tokens: int) -> Groups:
+    def places(self, offsets: torch.Tensor, tokens: int, stream: int) -> Groups:
         """Return where groups lie, by one launch into one allocation.
 
         Args:
             offsets: int32 `[G]` on the current device, what should be the ends of the groups.
             tokens: how many there are.
+            stream: the device's current one.
         """
 
     def token_room(self, tokens: int, cols: int) -> int:

@@ -199,6 +199,9 @@ class GpuKernels(Addresses):
         Returns:
             The buffers of the first matrix, as `encode` returns them, then those of the second, ...
         """
+        if any(spec is not None and form_of(spec) for spec in (row, col)):
+            each = (self.encode(x, row, col, request.of_group(i)) for i, x in enumerate(xs))
+            return [buffer for own in each for buffer in own]
         count, device = len(xs), xs[0].device
         shared = _share_amax(row, col, request)
         finds = [

@@ -100,15 +100,14 @@ class GpuGroupEncoder:
         #: By how many matrices, rows, columns, and the rows that columnwise planes run along.
         self._memories = lru_cache(maxsize=256)(memories)
 
-    def places(self, offsets: torch.Tensor, tokens: int) -> Groups:
+    def places(self, offsets: torch.Tensor, tokens: int, stream: int) -> Groups:
         """Return where groups lie: `GroupEncoder`."""
         kernels, count, device = self._kernels, offsets.shape[0], offsets.device
         made = torch.empty(2 * count + 1, dtype=torch.int32, device=device)
         ends, padded = made[:count], made[count:]
-        with kernels.launch(device) as stream:
-            given = kernels.given("group_places: offsets", offsets, torch.int32, count, device)
-            own = (kernels.pointer(ends, True), kernels.pointer(padded, True))
-            kernels.module.group_places(given, count, tokens, *own, stream)
+        given = kernels.given("group_places: offsets", offsets, torch.int32, count, device)
+        own = (kernels.pointer(ends, True), kernels.pointer(padded, True))
+        kernels.module.group_places(given, count, tokens, *own, stream)
         return Groups(ends, padded, 128 * (tokens // 128 + count))
 
     def token_room(self, tokens: int, cols: int) -> int:
@@ -146,7 +145,9 @@ class GpuGroupEncoder:
         if layouts[1] is None and index is None:
             return buffers if module.encode(*given, place.stream) else None
         lie = (pointer(groups.ends), pointer(groups.padded), groups.ends.shape[0], groups.columns)
-        done = module.encode_ragged(*given, *lie, place.stream, pointer(index), rows)
+        done = module.encode_ragged(
+            *given, *lie, place.stream, 0 if index is None else pointer(index), rows
+        )
         return buffers if done else None
 
     def stack(
@@ -181,8 +182,9 @@ class GpuGroupEncoder:
             buffers += layout.views(memory, at)
         if self._shares and len(buffers) == 6:
             buffers[2] = buffers[5]
-        matrices = [(pointer(x), rows, cols, *x.stride()) for x in xs]
-        seeds = pointer(request.seed)
+        found_at = zip(kernels.pointers(xs), xs, strict=True)
+        matrices = [(address, rows, cols, *x.stride()) for address, x in found_at]
+        seeds = 0 if request.seed is None else pointer(request.seed)
         call = (self._name, matrices, *planes, seeds, place.stream)
         return buffers if kernels.module.encode_many(*call) else None
 

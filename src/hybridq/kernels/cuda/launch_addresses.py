@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ...formats import PlaneSpec
@@ -21,6 +23,14 @@ class Addresses:
             written: the kernel writes it.
         """
         return 0 if tensor is None else memory.made(tensor)
+
+    def pointers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Return the addresses of tensors that are read, which were made or checked.
+
+        Args:
+            tensors: on one device.
+        """
+        return [*map(memory.made, tensors)]
 
     def given(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -18,6 +18,10 @@ from ...formats import PlaneSpec
 from ...reference import row_scales, untiled_scales
 
 __all__ = ["as_encoded", "as_known", "as_read", "buffers_as_read", "form_of", "formed_planes"]
+
+
+#: Operations whose kernels write folded planes, and no scales in tiles.
+_OF_GROUPS: Final = ("encode_ragged", "encode_many")
 
 
 @lru_cache(maxsize=1024)
@@ -71,7 +75,7 @@ def as_known(op: str, spec: PlaneSpec) -> PlaneSpec | None:
     """
     if form_of(spec) == 0:
         return spec
-    if op in ("encode", "map_encode"):
+    if op in ("encode", "map_encode") or (op in _OF_GROUPS and form_of(spec) == 1):
         return as_encoded(spec)
     return as_read(spec) if op in ("decode", "operand") else None
 

@@ -8,7 +8,7 @@ import torch
 
 from ...formats import PlaneSpec
 from ..choice import EncodeRequest, Groups
-from ..cpu import core_spec
+from .plane_layout import plane_layout
 
 __all__ = ["encode_ragged"]
 
@@ -46,9 +46,8 @@ def encode_ragged(
                 planes.append(None)
                 finds.append(False)
                 continue
-            own = [
-                torch.empty(b.shape, dtype=b.dtype, device=x.device) for b in spec.buffers(*shape)
-            ]
+            layout = plane_layout(spec, *shape)
+            own = layout.make(x.device)
             stat = known if spec.needs_amax else None
             finds.append(spec.needs_amax and known is None)
             if finds[-1]:
@@ -59,7 +58,7 @@ def encode_ragged(
                 own[2].copy_(known)
             planes.append(
                 (
-                    core_spec(spec)[0],
+                    layout.text,
                     kernels.pointer(own[0], True),
                     kernels.pointer(own[1], True),
                     kernels.statistic(spec, shape[0], stat, finds[-1], x.device),
@@ -67,7 +66,8 @@ def encode_ragged(
                     0,
                     0,
                     random_stream,
-                    *(0, 0, 0),  # scales as the plane has them, in its own form
+                    *layout.scale_strides,
+                    layout.form,
                 )
             )
             buffers += own

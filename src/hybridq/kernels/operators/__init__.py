@@ -10,12 +10,14 @@ from .encode_plan import (
     decode_recorder,
     encode_plan,
     given_statistic,
+    group_encoder,
     placed_encoders,
     run_encode,
     transpose_recorder,
     update_amax,
 )
 from .gpu_gemm_plan import GpuGemmPlan, gpu_gemm_plan
+from .gpu_grouped_plan import GpuGroupedPlan, gpu_grouped_plan, tokens_as_planned
 from .grouped_gemm import run_grouped_gemm
 from .norm_activation_backward import activation_backward, norm_backward
 from .norm_activation_encode import activation_encode, norm_encode
@@ -25,6 +27,7 @@ from .skinny_gemm import skinny_gemm
 __all__ = [
     "GemmPlan",
     "GpuGemmPlan",
+    "GpuGroupedPlan",
     "StatedFunction",
     "activation_backward",
     "activation_encode",
@@ -39,6 +42,8 @@ __all__ = [
     "gemm_plan",
     "given_statistic",
     "gpu_gemm_plan",
+    "gpu_grouped_plan",
+    "group_encoder",
     "group_statistics",
     "grouped_gemm",
     "norm_backward",
@@ -53,6 +58,7 @@ __all__ = [
     "skinny_gemm",
     "sum_of_rows",
     "token_rows",
+    "tokens_as_planned",
     "transpose_recorder",
     "update_amax",
 ]

@@ -17,6 +17,7 @@ from ...reference import one_nan
 from ..choice import (
     Backend,
     EncodeRequest,
+    GroupEncoder,
     OpQuery,
     PlacedEncoder,
     cached_choice,
@@ -32,6 +33,7 @@ __all__ = [
     "decoded_rows",
     "encode_plan",
     "given_statistic",
+    "group_encoder",
     "mapped_run",
     "placed_encoders",
     "run_encode",
@@ -294,6 +296,32 @@ def _placed(
     if first is None or second is None or (is_mapped and mapped_run(*a, dtype, device) is None):
         return None
     return first, second
+
+
+def group_encoder(
+    row: str, col: str, dtype: torch.dtype, device: str, op: str
+) -> GroupEncoder | None:
+    """Return what encodes for products of groups, where one backend makes both planes, or None.
+
+    Args:
+        row, col, dtype, device: as `encode_plan` takes them; neither plane is an identity.
+        op: `"encode_ragged"` of tokens, `"encode_many"` of matrices.
+    """
+    return _group_encoder(row, col, dtype, device, op, settings.current().backend)
+
+
+@cached_choice
+def _group_encoder(
+    row: str, col: str, dtype: torch.dtype, device: str, op: str, forced: str | None
+) -> GroupEncoder | None:
+    del forced
+    specs = [PlaneSpec.parse(text).resolve(dtype) if text else None for text in (row, col)]
+    whole = OpQuery(op, device, dtype, specs[0], specs[1])
+    backend = together(whole, whole.parts()).chosen
+    if backend is None or backend.group_encoder is None:
+        return None
+    made: GroupEncoder = backend.group_encoder(specs[0], specs[1], dtype)
+    return made
 
 
 def mapped_run(row: str, col: str, dtype: torch.dtype, device: str) -> partial[Any] | None:

@@ -34,7 +34,7 @@ from ..inputs import HIGH_PRECISION, OperandCache, chip_of
 from ..ragged import capacity, padded_offsets, product_by_group
 from .library import operator
 
-__all__ = ["run_grouped_gemm"]
+__all__ = ["multiply", "run_grouped_gemm"]
 
 _OPERANDS = (
     "Tensor[] a, str a_spec, SymInt[2] a_shape, Tensor[] b, str b_spec, SymInt[2] b_shape, "
@@ -175,19 +175,34 @@ def _run(
         )
     left, right, offsets, tokens, bias = _prepared(*operands, **options)
     padded = padded_offsets(offsets, tokens) if left.is_padded or right.is_padded else None
-    args = GroupedArgs(offsets, tokens, padded, bias, into, out_dtype)
+    return multiply(
+        left, right, GroupedArgs(offsets, tokens, padded, bias, into, out_dtype), precision
+    )
+
+
+def multiply(
+    left: GroupedOperand, right: GroupedOperand, args: GroupedArgs, precision: str
+) -> torch.Tensor:
+    """Return the grouped product of operands that were made or checked.
+
+    Args:
+        left, right: the operands.
+        args: groups, bias, what is added, dtype of the result.
+        precision: of the product.
+    """
+    offsets, tokens = args.offsets, args.tokens
     chip, sizes = chip_of(offsets.device), (left.rows, right.rows, left.cols)
     groups = offsets.shape[0]
     query = OpQuery(
         "grouped_gemm",
         chip.kind,
-        out_dtype,
+        args.out_dtype,
         left.spec,
         right.spec,
         precision,
         sizes,
         chip,
-        is_alone=bias is None and into is None,
+        is_alone=args.bias is None and args.accumulate_into is None,
         groups=groups,
         tokens_per_group=-(-tokens // groups) if right.is_stack and groups else None,
     )

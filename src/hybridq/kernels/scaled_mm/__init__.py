@@ -14,6 +14,7 @@ from .operand_views import (
     fp8_codes,
     is_foldable,
     laid_down,
+    lies_down,
     view_reason,
 )
 from .refusals import REFUSALS, Trial, or_next_way, refusal
@@ -33,6 +34,7 @@ __all__ = [
     "fp8_codes",
     "is_foldable",
     "laid_down",
+    "lies_down",
     "multiply",
     "only_product",
     "or_next_way",

@@ -28,12 +28,13 @@ KERNELS: Final[dict[str, Any]] = {
 
 def arguments(launch: Launch) -> dict[str, Any]:
     """Return a kernel's arguments as Triton takes them."""
-    return {name: _described(given) for name, given in launch.arguments.items()}
+    return {
+        name: _described(given) if isinstance(given, Tiled) else given
+        for name, given in launch.arguments.items()
+    }
 
 
-def _described(given: Any) -> Any:
-    if not isinstance(given, Tiled):
-        return given
+def _described(given: Tiled) -> TensorDescriptor:
     tensor = given.tensor
     # Rows that are only one have any stride.
     strides = [tensor.shape[1], 1]

@@ -23,25 +23,34 @@ import torch
 
 from ...kernels import OperandCache
 from ...kernels.inputs import can_bypass_dispatcher, refuse_tangents, without_autocast
-from ...kernels.operators import StatedFunction, run_grouped_gemm
-from ...kernels.ragged import capacity
+from ...kernels.operators import StatedFunction
 from ...recipes import Plan, SlotPlan
-from ...tensor.stack import split_stack, split_transposed
 from ..delayed_scaling import Scales
 from ..weights import (
     Buffers,
     CachedWeight,
     Into,
     PrequantizedWeight,
-    accumulate_groups,
-    given_to_autograd,
-    target_of,
 )
 from .double_backward import anchor_on, without_derivative
 from .forward_only import without_backward
+from .grouped_products import (
+    Layout,
+    Side,
+    each,
+    late_gradients,
+    rows_product,
+    weight_gradients,
+)
 from .grouped_tokens import encode_tokens
 from .grouped_weights import WeightPlanes, weight_columns, weight_planes
 from .offload import ENTERED, tell_offload
+from .prepared_groups import (
+    PreparedGroups,
+    PreparedGroupsBackward,
+    prepared_groups,
+    prepared_groups_backward,
+)
 from .prologue import Activation
 from .slot_encoder import SlotEncoder
 from .token_routes import GradientPlane, MadePlane, TokenRows, sum_of_rows
@@ -49,73 +58,9 @@ from .token_routes import GradientPlane, MadePlane, TokenRows, sum_of_rows
 __all__ = ["GroupedCall", "Layout", "draw_seeds", "grouped_linear"]
 
 
-class Layout(NamedTuple):
-    """How the parameters of a grouped linear module are given.
-
-    Attributes:
-        groups: how many there are.
-        is_single: the weights are one tensor `[G, out, in]`, else one `[out, in]` each.
-        has_bias: there are biases.
-        is_single_bias: they are one tensor `[G, out]`, else one `[out]` each.
-        features: (in_features, out_features).
-        is_transposed: the one tensor of weights is `[G, in, out]`.
-    """
-
-    groups: int
-    is_single: bool
-    has_bias: bool
-    is_single_bias: bool
-    features: tuple[int, int]
-    is_transposed: bool = False
-
-    def matrices(self, weight: torch.Tensor) -> list[torch.Tensor]:
-        """Return the matrices `[out, in]` of the one tensor that the weights are.
-
-        Args:
-            weight: as the module holds it.
-        """
-        return split_transposed(weight) if self.is_transposed else split_stack(weight)
-
-
 def draw_seeds(groups: int, device: torch.device) -> torch.Tensor:
     """Return a seed for each group, int64 `[G]`: on a CPU those that G single draws give."""
     return torch.randint(-(2**63), 2**63 - 1, (groups,), dtype=torch.int64, device=device)
-
-
-class _Side(NamedTuple):
-    """One side of a product: the buffers of its planes, and their spec."""
-
-    buffers: Buffers
-    spec: str
-
-
-def _rows_product(
-    a: _Side,
-    b: _Side,
-    shape: tuple[int, int, int],
-    offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    precision: str,
-    caches: Sequence[OperandCache] = (),
-) -> torch.Tensor:
-    """Return `[T, N]`: the rows of each group with its own matrix `[N, K]`; shape is (T, N, K).
-
-    `caches`: of b's planes, one for each group; none: nothing is kept of them.
-    """
-    tokens, n, k = shape
-    rows = a.buffers[0].shape[0]
-    operands = (*a, (rows, k), *b, (n, k), offsets, tokens, bias)
-    options: dict[str, Any] = {
-        "is_stack": True,
-        "a_padded": rows != tokens,  # rows with square blocks
-        "out_dtype": dtype,
-        "precision": precision,
-    }
-    if caches and can_bypass_dispatcher(*a.buffers, *b.buffers, offsets, bias):
-        return run_grouped_gemm(*operands, **options, cache=caches[0].of_stack(caches))
-    made: torch.Tensor = torch.ops.hybridq.grouped_gemm(*operands, **options)
-    return made
 
 
 def _caches(
@@ -175,13 +120,32 @@ def _forward(
     params: Sequence[torch.Tensor],
     call: GroupedCall,
     saves: tuple[bool, bool],
-) -> tuple[torch.Tensor, Buffers, WeightPlanes]:
-    """Return y, and the columnwise planes of x and those of the weights that were asked for."""
+) -> tuple[torch.Tensor, Buffers, WeightPlanes, Plan]:
+    """Return y, the columnwise planes of x and the weights that were asked for, and the plan.
+
+    That is the call's, with the specs in which what is saved was encoded.
+    """
     save_x, save_w = saves
     plan, layout, rows = call.plan, call.layout, call.rows
     weights, biases = _split(params, layout)
-    rest = (call.seeds, False, call.scales or ())
+    bias = None
+    if biases:
+        bias = biases[0] if layout.is_single_bias else torch.stack(biases)
     given, x = x.dtype, x.to(params[0].dtype)
+    w = None
+    prepared = _prepared(x, offsets, params, call, saves)
+    if prepared is not None and prepared.takes_tokens:
+        if call.activation is not None:
+            x, call = call.activation.run(x, None, None)[0], call._replace(activation=None)
+        row_index = None if rows is None else rows.tokens
+        done = prepared.forward(x, offsets, weights, bias, row_index)
+        if done is not None:
+            y, x_col, w_cols = done
+            return y, x_col, WeightPlanes([], w_cols), prepared.plan
+    elif prepared is not None:
+        stack = prepared.weights(weights)
+        w = None if stack is None else WeightPlanes(*stack)
+    rest = (call.seeds, False, call.scales or ())
     encoder = SlotEncoder(plan.input, "input", *rest)
     row_index = None if rows is None else rows.tokens
     ready = None if rows is None or x.dtype != given else _ready(rows, plan.input)
@@ -192,13 +156,11 @@ def _forward(
     else:
         x_row, x_col = encode_tokens(x, offsets, encoder, True, save_x, row_index, call.activation)
     tokens = x.shape[0] if row_index is None else row_index.shape[0]
-    w = weight_planes(weights, SlotEncoder(plan.weight, "weight", *rest), save_w, call.kept)
-    bias = None
-    if biases:
-        bias = biases[0] if layout.is_single_bias else torch.stack(biases)
-    y = _rows_product(
-        _Side(x_row, plan.input.row.spec),
-        _Side(w.rows, plan.weight.row.spec),
+    if w is None:
+        w = weight_planes(weights, SlotEncoder(plan.weight, "weight", *rest), save_w, call.kept)
+    y = rows_product(
+        Side(x_row, plan.input.row.spec),
+        Side(w.rows, plan.weight.row.spec),
         (tokens, layout.features[1], layout.features[0]),
         offsets,
         bias,
@@ -206,7 +168,27 @@ def _forward(
         plan.precision.fprop,
         _caches(call.kept, False),
     )
-    return y, x_col, w
+    return y, x_col, w, plan
+
+
+def _prepared(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    call: GroupedCall,
+    saves: tuple[bool, bool],
+) -> PreparedGroups | None:
+    """Return what is prepared of a forward on a GPU; None: nothing, or it is a general one."""
+    rows, layout = call.rows, call.layout
+    if x.is_cpu or call.kept or call.scales or call.arriving is not None or layout.is_transposed:
+        return None
+    if rows is not None and rows.made is not None:
+        return None
+    row_index = None if rows is None else rows.tokens
+    if not can_bypass_dispatcher(x, offsets, *params, row_index):
+        return None
+    tokens = x.shape[0] if row_index is None else row_index.shape[0]
+    return prepared_groups(call.plan, layout.features, tokens, layout.groups, saves, x)
 
 
 def _ready(rows: TokenRows, slot: SlotPlan) -> Buffers | None:
@@ -264,7 +246,7 @@ class _GroupedLinear(StatedFunction):
         if row_index is not None and inverse is not None:
             rows = TokenRows(row_index, inverse, made)
         call = GroupedCall(layout, plan, kept, seeds, scales, rows=rows, activation=activation)
-        y, x_col, w = _forward(x, offsets, params, call, (needs[1], needs[0]))
+        y, x_col, w, own = _forward(x, offsets, params, call, (needs[1], needs[0]))
         # What a gradient goes back through before the product: no more than one of the two.
         through = inverse if activation is None else x
         saved = [offsets, through if needs[0] else None, *x_col, *w.cols]
@@ -274,9 +256,13 @@ class _GroupedLinear(StatedFunction):
             saved.append(seeds)
         anchor = anchor_on(x.device)
         ctx.save_for_backward(*saved, *(() if anchor is None else (anchor,)))
-        ctx.plan, ctx.layout, ctx.needs, ctx.into = plan, layout, needs, into
+        ctx.plan, ctx.layout, ctx.needs, ctx.into = own, layout, needs, into
         ctx.counts, ctx.late = (len(x_col), len(w.cols)), w.late
-        ctx.caches = () if w.late or plan.weight.saves_row else _caches(kept, True)
+        # No rows are left of weights that were prepared with tokens: they died with the product.
+        ctx.is_prepared = not w.rows
+        ctx.caches = ()
+        if kept and not (w.late or plan.weight.saves_row):
+            ctx.caches = _caches(kept, True)
         ctx.activation, ctx.dtype, ctx.arriving = activation, x.dtype, arriving
         if arriving is not None and _takes_made(plan.grad_output):
             arriving.spec = plan.grad_output.row.spec
@@ -316,44 +302,76 @@ def _backward(
     in_features, out_features = layout.features
     grad, tokens = plan.grad_output, dy.shape[0]
     dx = dbias = None
-    weights: tuple[torch.Tensor | None, ...] = _each(None, layout.groups, layout.is_single)
+    weights: tuple[torch.Tensor | None, ...] = each(None, layout.groups, layout.is_single)
     with without_autocast(dy.device.type):
         scales = ctx.scales
-        encoder = SlotEncoder(grad, "grad_output", seeds, False, scales or ())
-        ready = None if ctx.arriving is None else ctx.arriving.take(dy)
-        if ready is not None:
-            encoder = SlotEncoder(grad.of_original, "grad_output", seeds)
-        made = encode_tokens(dy, offsets, encoder, x_needed and ready is None, w_needed)
-        dy_row, dy_col = made if ready is None else (ready, made[1])
+        prepared = _prepared_backward(ctx, dy, (offsets, *saved))
+        found = None if prepared is None else prepared.encode(dy, offsets)
+        if prepared is not None and found is not None:
+            (dy_row, dy_col), groups = found
+        else:
+            prepared = groups = None
+            dy_row, dy_col = _gradient_planes(ctx, dy, offsets, seeds)
         for own in scales or ():
             if own.notes is not None:
                 own.notes.tell(w_needed)
         if x_needed:
             of_weights = SlotEncoder(plan.weight, "weight", seeds)
             w_col = weight_columns(w_col, ctx.late, of_weights, layout.features, dy.dtype)
-            dx = _rows_product(
-                _Side(dy_row, grad.row.spec),
-                _Side(w_col, plan.weight.col.spec),
-                (tokens, in_features, out_features),
-                offsets,
-                None,
-                dy.dtype,
-                plan.precision.dgrad,
-                ctx.caches,
-            )
+            if prepared is not None and groups is not None:
+                dx = prepared.dgrad(dy_row, w_col, groups, tokens)
+            else:
+                dx = rows_product(
+                    Side(dy_row, grad.row.spec),
+                    Side(w_col, plan.weight.col.spec),
+                    (tokens, in_features, out_features),
+                    offsets,
+                    None,
+                    dy.dtype,
+                    plan.precision.dgrad,
+                    ctx.caches,
+                )
             if through is not None:
                 dx = _through(ctx, dx, through)
         if w_needed:
             given = (plan, layout, ctx.into, dy_col, x_col, offsets, tokens, dy.dtype)
             late = next((one.late for one in ctx.into if one is not None), None)
-            if late is None:
-                weights = _weight_gradients(*given)
+            if prepared is not None and groups is not None and not any(ctx.into):
+                dw = prepared.wgrad(dy_col, x_col, groups, tokens)
+                weights = each(dw, layout.groups, layout.is_single)
+            elif late is None:
+                weights = weight_gradients(*given)
             else:
-                late.put(ctx.into, partial(_late_gradients, *given))
+                late.put(ctx.into, partial(late_gradients, *given))
         if bias_needed:
             dbias = torch.ops.hybridq.bias_grad_ragged(dy, offsets)
-    biases = _each(dbias, layout.groups, layout.is_single_bias) if layout.has_bias else ()
+    biases = each(dbias, layout.groups, layout.is_single_bias) if layout.has_bias else ()
     return (dx, *weights, *biases)
+
+
+def _gradient_planes(
+    ctx: Any, dy: torch.Tensor, offsets: torch.Tensor, seeds: torch.Tensor | None
+) -> tuple[Buffers, Buffers]:
+    """Return the planes of the output's gradient that are needed, by groups."""
+    grad, (x_needed, w_needed, _) = ctx.plan.grad_output, ctx.needs
+    encoder = SlotEncoder(grad, "grad_output", seeds, False, ctx.scales or ())
+    ready = None if ctx.arriving is None else ctx.arriving.take(dy)
+    if ready is not None:
+        encoder = SlotEncoder(grad.of_original, "grad_output", seeds)
+    made = encode_tokens(dy, offsets, encoder, x_needed and ready is None, w_needed)
+    return made if ready is None else (ready, made[1])
+
+
+def _prepared_backward(
+    ctx: Any, dy: torch.Tensor, saved: Sequence[torch.Tensor]
+) -> PreparedGroupsBackward | None:
+    """Return what is prepared of a backward on a GPU, if the forward was; None: nothing."""
+    if not ctx.is_prepared or dy.is_cpu or not ctx.needs[0]:
+        return None
+    if not can_bypass_dispatcher(dy, *saved):
+        return None
+    layout = ctx.layout
+    return prepared_groups_backward(ctx.plan, layout.features, layout.groups, ctx.needs[1], dy)
 
 
 def _through(ctx: Any, dx: torch.Tensor, through: torch.Tensor) -> torch.Tensor | None:
@@ -363,55 +381,6 @@ def _through(ctx: Any, dx: torch.Tensor, through: torch.Tensor) -> torch.Tensor 
     needs = (True, False, False)
     grad: torch.Tensor | None = ctx.activation.backward(dx, through, None, [], needs)[0]
     return grad
-
-
-def _late_gradients(*given: Any) -> tuple[torch.Tensor | None, ...]:
-    """Return what `_weight_gradients` does, outside of a backward."""
-    with without_autocast(given[5].device.type):
-        return _weight_gradients(*given)
-
-
-def _weight_gradients(
-    plan: Plan,
-    layout: Layout,
-    into: tuple[Into | None, ...],
-    dy_col: Buffers,
-    x_col: Buffers,
-    offsets: torch.Tensor,
-    tokens: int,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradient of each weight parameter, or what autograd is given instead."""
-    in_features, out_features = layout.features
-    grad, padded = plan.grad_output, capacity(tokens, layout.groups)
-    sides = [plane.num_buffers > 1 for plane in (grad.col, plan.input.col)]
-    left = (dy_col, grad.col.spec, (out_features, padded if sides[0] else tokens))
-    right = (x_col, plan.input.col.spec, (in_features, padded if sides[1] else tokens))
-    if layout.is_transposed:  # x.T @ dy: a gradient that lies in memory as the weights do
-        left, right, sides = right, left, sides[::-1]
-    operands = (*left, *right, offsets, tokens)
-    options = {"is_stack": False, "a_padded": sides[0], "b_padded": sides[1]}
-    precision = plan.precision.wgrad
-    target = next((one for one in into if one is not None and one.main_grad is not None), None)
-    if target is not None and layout.is_single:
-        torch.ops.hybridq.grouped_gemm_(
-            target_of(target), *operands, accumulate=True, precision=precision, **options
-        )
-        return (given_to_autograd(target),)
-    if target is not None:
-        dtype = torch.float32
-    dw = torch.ops.hybridq.grouped_gemm(*operands, out_dtype=dtype, precision=precision, **options)
-    return (
-        accumulate_groups(into, dw)
-        if target is not None
-        else _each(dw, layout.groups, layout.is_single)
-    )
-
-
-def _each(grad: torch.Tensor | None, count: int, is_single: bool) -> tuple[Any, ...]:
-    if is_single:
-        return (grad,)
-    return (None,) * count if grad is None else tuple(grad[g] for g in range(count))
 
 
 def grouped_linear(
@@ -441,8 +410,8 @@ def grouped_linear(
     if torch.is_grad_enabled() and not plan.is_forward_only:
         needs = (
             x.requires_grad,
-            any(one.requires_grad for one in params[:num_weights]),
-            any(one.requires_grad for one in params[num_weights:]),
+            True in [one.requires_grad for one in params[:num_weights]],
+            True in [one.requires_grad for one in params[num_weights:]],
         )
     with without_autocast(x.device.type):
         if any(needs):
@@ -452,7 +421,7 @@ def grouped_linear(
             made: Any = _GroupedLinear.apply(*given, *taken, *last, *params)
             return made if torch.compiler.is_compiling() else made[0]
         with torch.no_grad() if plan.is_forward_only else nullcontext():
-            y, _, _ = _forward(x, offsets, params, call, (False, False))
+            y = _forward(x, offsets, params, call, (False, False))[0]
     if not plan.is_forward_only:
         return y
     return without_backward("GroupedLinear", y, x, *params)

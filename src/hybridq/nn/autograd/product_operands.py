@@ -35,6 +35,7 @@ def plan_of_products(
     device: str,
     chip: Chip,
     has_weight: bool,
+    groups: int | None = None,
 ) -> Plan:
     """Return `plan` with the specs in which the planes of a call are encoded.
 
@@ -48,8 +49,10 @@ def plan_of_products(
         device: type of their device.
         chip: the device.
         has_weight: the planes of the weight are somebody else's, too.
+        groups: how many share the rows, each with a weight of its own; None: there are none.
     """
     rows, inner, outer = sizes
+    op = "gemm" if groups is None else "grouped_gemm"
     found: dict[tuple[str, str], PlaneSpec] = {}
     for (first, second, name), size in zip(
         _PRODUCTS, ((rows, outer, inner), (rows, inner, outer), (outer, inner, rows)), strict=True
@@ -59,7 +62,9 @@ def plan_of_products(
             for slot, side in (first, second)
         )
         precision = getattr(plan.precision, name)
-        query = OpQuery("gemm", device, dtype, a, b, precision, size, chip)
+        average = None if groups is None or name == "wgrad" else -(-rows // groups)
+        own = (op, device, dtype, a, b, precision, size, chip, True, groups, average)
+        query = OpQuery(*own)
         found[first], found[second] = operand_specs(query)
 
     def slot(name: str, own: SlotPlan) -> SlotPlan:

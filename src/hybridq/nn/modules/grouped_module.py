@@ -38,6 +38,9 @@ _GROUPED: Final = "grouped_linear"
 #: Nothing is quantized: what runs outside `hybridq.autocast` where the splits stay on the device.
 _PLAIN: Final = bind(CustomRecipe(high_precision_factory), "", _GROUPED)
 
+#: Of tensors that are nothing but their values.
+_PLAIN_TYPES: Final = frozenset((torch.Tensor, torch.nn.Parameter))
+
 
 class GroupedParameters(NamedTuple):
     """What a grouped product of a module multiplies tokens with, and under which plans.
@@ -274,7 +277,7 @@ class GroupedModule(QuantizedModule):
         part: str,
     ) -> tuple[Any, ...]:
         """Return each group's Scales of delayed scaling; None where its plan has no delay."""
-        if not any(plan.is_delayed for plan in plans):
+        if not any(plan.is_delayed for plan in _distinct(plans)):
             return (None,) * layout.groups
         weights = own * layout.groups if layout.is_single else own
         first = self.first_matrix
@@ -298,8 +301,8 @@ class GroupedModule(QuantizedModule):
         if torch.compiler.is_compiling() or self.copied_matrices:
             return ()
         slot = plans[0].weight
-        keeps = not (slot.col.is_plain or slot.is_delayed) and all(p == plans[0] for p in plans)
-        if not (is_stack(own[0]) or any(map(is_quantized, own))):
+        keeps = not (slot.col.is_plain or slot.is_delayed) and len(_distinct(plans)) == 1
+        if not (is_stack(own[0]) or _is_some_quantized(own)):
             if is_first_microbatch is None:
                 is_first_microbatch = settings.current().is_first_microbatch
             if not keeps or is_first_microbatch is None:
@@ -373,9 +376,21 @@ def _shown(module: GroupedModule, part: str, call: _Call, y: torch.Tensor) -> to
 
 def _differ(plans: list[Plan] | None) -> bool:
     """Return whether groups have different plans."""
-    if plans is None:
+    if plans is None or len(_distinct(plans)) == 1:
         return False
     return len([plan for plan in plans if not is_same_plan(plan, plans[0])]) > 0
+
+
+def _distinct(plans: list[Plan]) -> list[Plan]:
+    """Return one plan where all are equal, as far as that is asked in one call; else all."""
+    if torch.compiler.is_compiling() or plans.count(plans[0]) < len(plans):
+        return plans
+    return plans[:1]
+
+
+def _is_some_quantized(weights: list[torch.Tensor]) -> bool:
+    """Return whether some weight is held as planes, without a call for each that is plain."""
+    return not _PLAIN_TYPES.issuperset(map(type, weights)) and any(map(is_quantized, weights))
 
 
 def _group_part(part: str, group: int) -> str:
