@@ -35,6 +35,7 @@ __all__ = [
     "functional_all_to_all",
     "functional_scatter",
     "graph_task_id",
+    "group_timeout",
     "has_compiled",
     "has_kernel",
     "interpreter",
@@ -50,9 +51,13 @@ __all__ = [
     "param_groups",
     "preserve_versions",
     "process_group",
+    "register_event",
     "ring_attention",
     "sharded_of",
     "split_backward",
+    "symmetric_backend",
+    "symmetric_buffer",
+    "symmetric_handle",
     "tracing_context",
     "tracing_state",
     "tree_flatten",
@@ -344,6 +349,68 @@ def process_group(name: str) -> Any:
     """
     path = "torch.distributed.distributed_c10d._resolve_process_group"
     return _taken(path, "find a process group by its name")(name)
+
+
+def group_timeout(group: Any, device: torch.device) -> float:
+    """Return how long the messages of a process group are waited for, in seconds.
+
+    Args:
+        group: the process group.
+        device: of the messages.
+    """
+    get = _taken("torch.distributed.ProcessGroup._get_backend", "wait no longer than a group does")
+    backend = get(group, device)
+    timeout: float = backend.options._timeout.total_seconds()
+    return timeout
+
+
+_SYMMETRIC: Final = "torch.distributed._symmetric_memory"
+
+
+def symmetric_backend(device: torch.device) -> str | None:
+    """Return the name of torch's symmetric memory on a device; None: it has none there.
+
+    Args:
+        device: of any type.
+    """
+    name: str | None = _taken(f"{_SYMMETRIC}.get_backend", "ask for symmetric memory")(device)
+    return name
+
+
+def symmetric_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return new memory that other ranks may map, uint8 `[nbytes]`.
+
+    Args:
+        nbytes: of it.
+        device: where it lies.
+    """
+    kind = _taken("torch._C._distributed_c10d._SymmetricMemory", "have symmetric memory")
+    made: torch.Tensor = kind.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+    return made
+
+
+def symmetric_handle(buffer: torch.Tensor, name: str) -> Any:
+    """Return the handle of the memory of all ranks; each of them must call it.
+
+    It has `get_buffer(rank, sizes, dtype, storage_offset)` and `barrier(channel, timeout_ms)`,
+    which waits on the device.
+
+    Args:
+        buffer: of `symmetric_buffer`, as large on all ranks.
+        name: of the group.
+    """
+    return _taken(f"{_SYMMETRIC}.rendezvous", "map the memory of other ranks")(buffer, name)
+
+
+def register_event(x: torch.Tensor) -> None:
+    """Let `wait_tensor` wait for what the current stream of x's device has to do by now.
+
+    Args:
+        x: on a GPU.
+    """
+    use = "wait for copies between ranks"
+    work = _taken(f"{_SYMMETRIC}.Work", use)()
+    _taken("torch._C._distributed_c10d._register_work", use)(x, work)
 
 
 def local_shape_and_offset(parameter: Any) -> tuple[Any, Any]:

@@ -13,8 +13,8 @@ from .._torch_private import TorchDispatchMode
 
 __all__ = ["Traffic", "count_traffic"]
 
-#: Namespaces of torch's collectives, eager and functional.
-_NAMESPACES: Final = ("c10d", "_c10d_functional")
+#: Namespaces of torch's collectives, eager and functional; and of ours by symmetric memory.
+_NAMESPACES: Final = ("c10d", "_c10d_functional", "hybridq")
 #: Beginnings of their names, without underscores, and the kind that they are.
 _KINDS: Final = {
     "allgather": "all_gather",

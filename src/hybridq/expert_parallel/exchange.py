@@ -74,6 +74,7 @@ class TokenExchange:
         has_same_tokens: these ranks have all tokens each, where those are plain tensors.
         batch_is_apart: some of these ranks have other ranks of experts.
         copies: which ranks have copies of which experts; None: there are none.
+        is_symmetric: tokens travel by symmetric memory, where ranks have it.
     """
 
     name: str
@@ -89,6 +90,7 @@ class TokenExchange:
     has_same_tokens: bool = True
     batch_is_apart: bool = False
     copies: CopyPlaces | None = None
+    is_symmetric: bool = False
 
     @property
     def lanes(self) -> Lanes | None:
@@ -283,7 +285,7 @@ class TokenExchange:
         module, recipe, formats, compute = forward
         given = (recipe, x.dtype, x.shape[1], x.requires_grad, torch.is_grad_enabled(), formats)
         note = self._note(module, given)
-        counts = (offsets, x.shape[0], note, self.capacity)
+        counts = (offsets, x.shape[0], note, self.capacity, self.is_symmetric)
         where = f"experts {module.name}".rstrip()
         plan, told = self._planned(where, *counts)
         self._check_notes(module, given, note, told.notes, where)

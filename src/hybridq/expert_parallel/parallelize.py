@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from .._torch_private import leave_out_of_ddp, process_group
 from ..converters import converters
 from ..distributed.agreement import Fingerprint, compare
 from ..distributed.collectives import formats_of_directions
+from ..distributed.collectives.symmetric import is_symmetric
 from ..formats import PlaneSpec
 from ..formats.row_format import row_format
 from ..moe import Experts, ExpertsLayout, convert_experts
@@ -44,6 +45,7 @@ def parallelize_experts(
     plan: Any = None,
     average_gradients: bool = True,
     capacity: int | None = None,
+    transport: Literal["group", "symmetric"] = "group",
 ) -> _Model:
     """Deal the experts of a model out over the ranks of a mesh; return the model.
 
@@ -81,12 +83,17 @@ def parallelize_experts(
             graphs take the block whole. `tokens * min(k, experts of a rank)` takes whatever the
             router says; a rank that has more rows than the capacity is an error, and no row is
             ever dropped. None: as many rows as there are.
+        transport: how tokens and gradients travel. `"group"`: by the process group's all-to-all.
+            `"symmetric"`: each rank writes its rows straight into memory of the others that it has
+            mapped (torch's symmetric memory: GPUs of one host, joined by NVLink); values are the
+            same to the bit. Where ranks cannot have it, rows travel by the group, and the log says
+            why, once.
 
     Raises:
         TypeError: an argument is of another type, or the dtypes of a module's experts differ.
         ValueError: on every rank: no such module, a name that matches none, fewer experts than
             ranks, parts of different sizes or some of them frozen, experts dealt out before, or a
-            capacity that is none.
+            capacity or transport that is none.
         NotImplementedError: parameters that are quantized or DTensors.
         SpecError: a format whose scales are of several rows.
         RuntimeError: torch.distributed is not initialized, or ranks differ.
@@ -120,10 +127,10 @@ def parallelize_experts(
     group, rank, world = mesh.get_group(), mesh.get_local_rank(), mesh.size()
     problem: Exception | None = None
     found: list[_Found] = []
-    formats = (("", ""), ("", ""))
+    formats, by_copies = (("", ""), ("", "")), False
     try:
         formats = _formats("dispatch", dispatch), _formats("combine", combine)
-        capacity = capacity_of(_WHERE, capacity)
+        capacity, by_copies = capacity_of(_WHERE, capacity), is_symmetric(_WHERE, transport)
         if recipe is not None:
             source(recipe)
         found = _find(model, plan)
@@ -132,7 +139,7 @@ def parallelize_experts(
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         problem = error
     try:
-        _compare(model, found, ranks, (recipe, formats, capacity), problem)
+        _compare(model, found, ranks, (recipe, formats, capacity, transport), problem)
     except RuntimeError as error:
         problem = error if f"{error}".startswith(_WHERE) else _missing(ranks, error)
     if ranks.replicas:
@@ -149,7 +156,7 @@ def parallelize_experts(
         factor = 1.0 / ranks.losses if average_gradients else 1.0
         given = (sizes, *formats, recipe, factor, capacity, ranks.replicas)
         batch = (ranks.batch, ranks.has_same_tokens, ranks.batch_is_apart)
-        exchange = TokenExchange(group.group_name, rank, *given, *batch)
+        exchange = TokenExchange(group.group_name, rank, *given, *batch, is_symmetric=by_copies)
         _deal_out(module, exchange, mesh)
         dealt += [f"{name}.{own}".lstrip(".") for own in _stacks(module, module.experts_layout)]
     if ranks.replicas == "":  # no other rank has the same, which would have to be averaged with
@@ -279,7 +286,7 @@ def _compare(
     model: nn.Module,
     found: list[_Found],
     ranks: Ranks,
-    choice: tuple[Any, tuple[tuple[str, str], ...], int | None],
+    choice: tuple[Any, tuple[tuple[str, str], ...], int | None, object],
     problem: Exception | None,
 ) -> None:
     """Raise on every rank where one of them deals out something else, or refuses to.
@@ -287,7 +294,7 @@ def _compare(
     The rank that refuses raises its own error; the others are told it.
     """
     mesh, group = ranks.mesh, ranks.mesh.get_group()
-    recipe, formats, capacity = choice
+    recipe, formats, capacity, transport = choice
     chosen: Any = settings.current().recipe
     if problem is None and recipe is not None:
         chosen = source(recipe).current
@@ -296,6 +303,7 @@ def _compare(
         ("the formats of dispatch", _told(formats[0])),
         ("the formats of combine", _told(formats[1])),
         ("the capacity", str(capacity)),
+        ("the transport", str(transport)),
         ("the ranks of a batch, and what tokens they have", ranks.told),
     ]
     for name, module, layout in found:

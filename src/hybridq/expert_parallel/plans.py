@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from .._torch_private import assert_async, functional_all_to_all, wait_tensor
 from ..distributed.collectives.groups import name_of, place
+from ..distributed.collectives.symmetric import is_symmetric
 from ..moe import Routes
+from ..shards import agree
 from .padding import Padding, padded
 
 __all__ = [
@@ -59,6 +61,8 @@ class RoutePlan(NamedTuple):
         padding: where ranks send as many rows to each as the capacity says: which of them are
             rows of this rank. The others are zero, of no expert, and arrive behind. None: nothing
             else is sent.
+        table: rows from each rank to each, by sender and by receiver, where they travel by
+            symmetric memory; empty: by the process group's all-to-all.
     """
 
     group: str
@@ -67,6 +71,7 @@ class RoutePlan(NamedTuple):
     received: tuple[int, ...]
     arrived: Routes
     padding: Padding | None = None
+    table: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_sent(self) -> int:
@@ -100,6 +105,7 @@ def planned(
     rows: int,
     note: int = 0,
     capacity: int | None = None,
+    is_symmetric: bool = False,
 ) -> tuple[RoutePlan, Told]:
     """Return the plan, and what all ranks told each other.
 
@@ -113,6 +119,7 @@ def planned(
         rows: how many this rank has.
         note: a number that all ranks are told.
         capacity: rows that each rank sends to each; None: as many as it has.
+        is_symmetric: rows travel by symmetric memory, so each rank is told what all others send.
     """
     world, own = len(sizes), sizes[rank]
     ends = offsets.long()
@@ -121,6 +128,8 @@ def planned(
     told = counts.new_full((1,), note)
     if capacity is not None:
         told = torch.cat([told, mine.max().view(1)])
+    elif is_symmetric:
+        told = torch.cat([told, mine])
     more = told.shape[0]
     pieces = [piece for part in counts.split(list(sizes)) for piece in (part, told)]
     arrive, leave = [own + more] * world, [size + more for size in sizes]
@@ -130,15 +139,18 @@ def planned(
     if capacity is not None:
         arrived, padding = padded(mine, theirs, rows, capacity)
         each = (capacity,) * world
-        plan = RoutePlan(name, rows, each, each, arrived, padding)
+        every = (each,) * world if is_symmetric else ()
+        plan = RoutePlan(name, rows, each, each, arrived, padding, every)
         return plan, Told(table[:, own], table[:, own + 1])
-    values = torch.cat([mine, theirs.sum(1), table[:, own]]).tolist()  # the host waits here, once
-    sent, received, notes = (values[k * world : (k + 1) * world] for k in range(3))
+    # The host waits here, once.
+    values = torch.cat([mine, theirs.sum(1), table[:, own:].t().flatten()]).tolist()
+    sent, received, notes, *to = (values[k : k + world] for k in range(0, len(values), world))
     # The expert of each row that arrives: by sender, then by expert.
     numbers = torch.arange(own, dtype=torch.int64, device=offsets.device).repeat(world)
     experts = torch.repeat_interleave(numbers, theirs.flatten(), output_size=sum(received))
     arrived = Routes.of(experts[:, None], own)
-    plan = RoutePlan(name, rows, tuple(sent), tuple(received), arrived)
+    every = tuple(zip(*to, strict=True))
+    plan = RoutePlan(name, rows, tuple(sent), tuple(received), arrived, None, every)
     return plan, Told(torch.tensor(notes, dtype=torch.int64, device="cpu"), None)
 
 
@@ -183,7 +195,12 @@ def check_capacity(where: str, most: torch.Tensor | None, capacity: int | None) 
 
 
 def route_plan(
-    indices: torch.Tensor, num_experts: int, group: Any = None, *, capacity: int | None = None
+    indices: torch.Tensor,
+    num_experts: int,
+    group: Any = None,
+    *,
+    capacity: int | None = None,
+    transport: Literal["group", "symmetric"] = "group",
 ) -> tuple[Routes, RoutePlan]:
     """Return where each token's rows go: on this rank, and to which ranks.
 
@@ -199,14 +216,17 @@ def route_plan(
             filled with zeros. Then all sizes are known beforehand, and the host waits for nothing.
             `T * min(k, experts of a rank)` takes whatever the router says. None: as many rows as
             there are.
+        transport: how rows travel, as `parallelize_experts` takes it.
 
     Returns:
         The routes of this rank's tokens (`permute`, `unpermute`), and the plan (`dispatch`,
         `combine`).
 
     Raises:
-        ValueError: a rank would have no expert, `indices` is no matrix, or the capacity is none.
-        RuntimeError: torch.distributed is not initialized; a rank has more rows for one rank than
+        ValueError: a rank would have no expert, `indices` is no matrix, or the capacity or the
+            transport is none.
+        RuntimeError: torch.distributed is not initialized; ranks differ in the number of experts,
+            the capacity or the transport, on every rank; a rank has more rows for one rank than
             the capacity, on every rank (on a device: later, from the device).
 
     Source: ours.
@@ -230,10 +250,13 @@ def route_plan(
         raise ValueError(f"{where}: indices must be integers [tokens, k], got {given!r:.60}")
     name = name_of(where, group)
     capacity = capacity_of(where, capacity)
+    by_copies = is_symmetric(where, transport)
     rank, world = place(where, name)
     sizes = experts_by_rank(num_experts, world)
+    told_first = (f"capacity {capacity}", f"transport {transport}")
+    agree(name, (where, (), "", (), 0, (num_experts,), told_first))
     routes = Routes.of(indices, num_experts)
     given = (routes.offsets, indices.numel())
-    plan, told = planned(name, rank, sizes, *given, capacity=capacity)
+    plan, told = planned(name, rank, sizes, *given, capacity=capacity, is_symmetric=by_copies)
     check_capacity(where, told.most, capacity)
     return routes, plan

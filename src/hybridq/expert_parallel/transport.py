@@ -67,8 +67,10 @@ def send_rows(
         is_back: from the experts to where rows came from.
         is_apart: something is computed before they are waited for.
     """
-    splits = (plan.received, plan.sent) if is_back else (plan.sent, plan.received)
-    return send_planes(x, formats, plan.group, splits, is_apart)
+    splits, table = (plan.sent, plan.received), plan.table
+    if is_back:
+        splits, table = (plan.received, plan.sent), tuple(zip(*table, strict=True))
+    return send_planes(x, formats, plan.group, splits, is_apart, table)
 
 
 def arrived_rows(sent: SentPlanes) -> tuple[torch.Tensor, MadePlane | None]:

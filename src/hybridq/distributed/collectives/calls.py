@@ -40,6 +40,8 @@ class Call(NamedTuple):
         theirs: of those that it receives.
         is_mean: whether the result is divided by the number of ranks.
         shares_amax: whether the parts of a gather are scaled by their common amax.
+        table: of an exchange by symmetric memory the sizes of all parts, by sender and by receiver;
+            empty: it is the process group's.
     """
 
     kind: str
@@ -53,6 +55,7 @@ class Call(NamedTuple):
     theirs: tuple[int, ...]
     is_mean: bool
     shares_amax: bool
+    table: tuple[tuple[int, ...], ...] = ()
 
 
 class Flight(NamedTuple):
@@ -93,6 +96,7 @@ def dual(call: Call) -> Call:
         theirs,
         call.is_mean,
         call.shares_amax,
+        tuple(zip(*call.table, strict=True)),
     )
 
 
@@ -213,6 +217,11 @@ def start(
         arrives = part_shapes(*rest, axis, [size] * call.world)
     else:
         arrives = part_shapes(*rest, axis, _units(call.theirs, x.shape, call.dim))
+    if call.table:
+        rows = [part_shapes(*rest, axis, _units(row, x.shape, call.dim)) for row in call.table]
+        every = [size for row in rows for size in _nbytes(call, row)]
+        sent = torch.ops.hybridq.all_to_all_bytes(payload, every, call.rank, call.name)
+        return Flight(sent, None, None)
     given, taken = _nbytes(call, shapes), _nbytes(call, arrives)
     return Flight(functional_all_to_all(payload, taken, given, call.name), None, None)
 

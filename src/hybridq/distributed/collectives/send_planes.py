@@ -44,6 +44,7 @@ def send_planes(
     group: Any,
     splits: tuple[Sequence[int], Sequence[int]],
     is_apart: bool = False,
+    table: tuple[tuple[int, ...], ...] = (),
 ) -> SentPlanes:
     """Start the `all_to_all` of a matrix.
 
@@ -55,12 +56,13 @@ def send_planes(
         splits: rows for each rank, and from each.
         is_apart: something is computed before it is waited for, and its backward between the two
             halves of the dual.
+        table: rows from each rank to each, where they travel by symmetric memory; else empty.
     """
     where = "all_to_all"
     texts = [resolved_text(where, one, x.dtype) for one in formats]
     call = exchange_call(
         where, x, lambda: (texts[0], texts[1]), group, splits, Extras(None, None, False)
-    )
+    )._replace(table=table)
     flight = start(call, x.detach())
     values = departed(call, flight, x) if is_apart else lambda: landed(call, flight, x)
     return SentPlanes(values, call, flight, x.shape[1])

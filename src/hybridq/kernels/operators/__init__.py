@@ -16,6 +16,7 @@ from .encode_plan import (
     transpose_recorder,
     update_amax,
 )
+from .exchange import exchanges_bytes
 from .gpu_gemm_plan import GpuGemmPlan, gpu_gemm_plan
 from .gpu_grouped_plan import GpuGroupedPlan, gpu_grouped_plan, tokens_as_planned
 from .grouped_gemm import run_grouped_gemm
@@ -39,6 +40,7 @@ __all__ = [
     "encode_plan",
     "encode_ragged",
     "encode_recording",
+    "exchanges_bytes",
     "gemm_plan",
     "given_statistic",
     "gpu_gemm_plan",
