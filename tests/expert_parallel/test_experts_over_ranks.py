@@ -35,6 +35,10 @@ def test_a_capacity_over_ranks_of_tensor_parallelism(tmp_path) -> None:
     run(2, tmp_path / "store", "unread", "overflow=one,dp", program=CAPACITY)
 
 
+def test_what_stops_one_rank_stops_those_that_would_wait(tmp_path) -> None:
+    run(4, tmp_path / "store", "replicas", "lanes", program=CAPACITY)
+
+
 @pytest.mark.slow
 def test_a_capacity_with_formats_in_graphs(tmp_path) -> None:
     run(2, tmp_path / "store", "folded=one", program=CAPACITY)
@@ -42,7 +46,7 @@ def test_a_capacity_with_formats_in_graphs(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_a_capacity_on_four_ranks(tmp_path) -> None:
-    names = ("folded=dp", "overflow=one,dp,all")
+    names = ("folded=dp", "overflow=one,dp,all,tp")
     run(4, tmp_path / "store", *names, program=CAPACITY)
 
 

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from .. import settings
+from .._log import log_once
 from .._torch_private import assert_async, functional_all_gather, process_group, wait_tensor
-from ..distributed.agreement import Fingerprint, compare
+from ..distributed.agreement import Fingerprint, compare, gathered_values
 from ..distributed.agreement.fingerprint import plan_digest
+from ..distributed.collectives.groups import place
 from ..moe.exchange import Compute
 from ..nn.autograd import GradientPlane, TokenRows, take_rows
 from ..nn.delayed_scaling import reduces_by_default
@@ -180,8 +182,8 @@ class TokenExchange:
             lanes: ranks that have the same tokens; None: there are no others.
 
         Raises:
-            RuntimeError: on every rank, in the first forward: ranks that are said to have the same
-                tokens have not.
+            RuntimeError: on every rank and replica, in the first forward: ranks that are said
+                to have the same tokens have not.
         """
         if lanes is None:
             return given
@@ -213,7 +215,13 @@ class TokenExchange:
         known = module.__dict__.get("_compared_lanes")
         if known == lanes or torch.compiler.is_compiling():
             return
-        lanes.check(f"experts {module.name}".rstrip(), x)
+        problem = lanes.problem(f"experts {module.name}".rstrip(), x)
+        # The other ranks of these experts would wait for those that stop, and so would replicas.
+        for group in filter(None, (self.name, self.replicas)):
+            told = gathered_values(problem, process_group(group))
+            problem = problem or next(filter(None, told), "")
+        if problem:
+            raise RuntimeError(problem)
         module.__dict__["_compared_lanes"] = lanes
 
     def all_tokens(self, y: torch.Tensor, count: int, lanes: Lanes | None) -> torch.Tensor:
@@ -257,7 +265,7 @@ class TokenExchange:
 
         Raises:
             RuntimeError: on every rank: ranks differ in the module, the recipe or the tokens, or
-                one of them has more rows for a rank than the capacity.
+                one of them has more rows for a rank than the capacity (on replicas, too).
         """
         forward = _Forward(module, recipe, self._formats(module, recipe), compute)
         run = self._run if self.capacity is not None else self._run_at_once
@@ -289,7 +297,7 @@ class TokenExchange:
         where = f"experts {module.name}".rstrip()
         plan, told = self._planned(where, *counts)
         self._check_notes(module, given, note, told.notes, where)
-        check_capacity(where, self._most(told.most), self.capacity)
+        check_capacity(where, self._most(where, told.most), self.capacity)
         self._check_replicas(module, recipe)
         self._check_copies(module, recipe)
         meanwhile = module.meanwhile
@@ -321,15 +329,26 @@ class TokenExchange:
                 f"answer from one of them, which may be gone: {error}"
             ) from error
 
-    def _most(self, most: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the rows that ranks have for one rank at most, of all that compute a batch.
+    def _most(self, where: str, most: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the rows that ranks have for one rank at most, of all that compute together.
 
-        Ranks of a batch that have other ranks of experts would wait for those that stop.
+        Ranks of a batch that have other ranks of experts, and replicas, which reduce gradients
+        with these ranks, would wait for those that stop.
         """
-        if most is None or not self.batch_is_apart or self.batch is None:
-            return most
-        own = most.max().view(1)
-        return wait_tensor(functional_all_gather(own, self.batch.world, self.batch.group))
+        if most is None:
+            return None
+        if self.batch_is_apart and self.batch is not None:
+            most = _gathered(most, self.batch.group, self.batch.world)
+        if self.replicas:
+            return _gathered(most, self.replicas, place(where, self.replicas)[1])
+        if self.replicas is None:
+            log_once(
+                f"capacity without replicas {where}",
+                f"{where}: more rows than the capacity are an error on the ranks of these experts "
+                "alone, and others that reduce gradients with them would wait; give "
+                "ExpertRanks(mesh['ep'], replicas=mesh['dp'])",
+            )
+        return most
 
     def _check_notes(
         self, module: Any, given: tuple[Any, ...], note: int, notes: torch.Tensor, where: str
@@ -387,6 +406,11 @@ class TokenExchange:
             known = key, _digest(repr(_lines(module, given)))
             module.__dict__["_exchange_note"] = known
         return known[1]
+
+
+def _gathered(most: torch.Tensor, group: str, world: int) -> torch.Tensor:
+    """Return the largest values of all ranks of a group."""
+    return wait_tensor(functional_all_gather(most.max().view(1), world, group))
 
 
 def _digest(text: str) -> int:

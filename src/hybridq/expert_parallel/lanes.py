@@ -67,15 +67,12 @@ class Lanes(NamedTuple):
         whole: torch.Tensor = _All.apply(part, self, rows)
         return whole
 
-    def check(self, where: str, x: torch.Tensor) -> None:
-        """Raise on every rank if tokens are not the same on all of them; one exchange.
+    def problem(self, where: str, x: torch.Tensor) -> str:
+        """Return what is wrong, on every rank, if tokens are not the same on all; one exchange.
 
         Args:
-            where: for errors.
+            where: for the text.
             x: `[rows, K]`.
-
-        Raises:
-            RuntimeError: they are not.
         """
         values = x.detach().double()
         count = values.new_tensor(x.shape[0])
@@ -84,13 +81,14 @@ class Lanes(NamedTuple):
         (sums, sizes, counts), world = told.t(), self.world
         # What is not finite is no sign of other tokens.
         is_other = (sums.max() - sums.min() > _NEAR * sizes.max()) | (counts.max() != counts.min())
-        if bool(is_other):
-            has = [f"{int(counts[k])} of sum {float(sums[k]):.6g}" for k in range(world)]
-            raise RuntimeError(
-                f"{where}: tokens must be the same on all ranks of tensor_parallel, got "
-                f"{', '.join(has)}; where each rank has tokens of its own, give "
-                "ExpertRanks(..., tokens='sequence')"
-            )
+        if not bool(is_other):
+            return ""
+        has = [f"{int(counts[k])} of sum {float(sums[k]):.6g}" for k in range(world)]
+        return (
+            f"{where}: tokens must be the same on all ranks of tensor_parallel, got "
+            f"{', '.join(has)}; where each rank has tokens of its own, give "
+            "ExpertRanks(..., tokens='sequence')"
+        )
 
 
 class _Own(StatedFunction):
