@@ -8,6 +8,9 @@ appendix E.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import gc
+import sys
 from statistics import NormalDist
 from typing import Any, ClassVar
 
@@ -18,6 +21,7 @@ from hybridq.te.pytorch.custom_recipes.quantization import GEMMType
 
 import hybridq
 import hybridq.te as te
+from hybridq.formats.codec import known_codecs
 from hybridq.te.common import recipe
 
 #: Appendix E of the paper.
@@ -315,3 +319,52 @@ def test_a_factory_may_return_a_quantizer_with_the_callers_scale() -> None:
     tensor = both(x.detach())
     assert torch.equal(tensor.dequantize(), kept_x)
     assert isinstance(tensor._quantizer.rowwise_quantizer, te.Float8Quantizer)
+
+
+def forget_texts() -> None:
+    """Empty what is looked up by a text or a spec: each has up to 4,096 entries."""
+    for name, module in list(sys.modules.items()):  # not by gc: inductor freezes what it knows
+        if name.startswith("hybridq."):
+            for one in vars(module).values():
+                if type(one) is functools._lru_cache_wrapper:
+                    one.cache_clear()
+    gc.collect()
+
+
+def test_codecs_of_the_callers_scales_go_with_factory_planes_and_quantizer() -> None:
+    def run(layer: Any, x: torch.Tensor) -> Any:
+        def factory(role: Any) -> Any:
+            scale = torch.full((1,), 4.0)
+            return te.Float8Quantizer(scale, torch.zeros(1), te.DType.kFloat8E4M3)
+
+        with te.autocast(recipe=recipe.CustomRecipe(qfactory=factory)):
+            layer(x).sum().backward()
+        return factory
+
+    forget_texts()
+    before = set(known_codecs())
+    layer, x = te.Linear(32, 32, bias=False), torch.randn(8, 32)
+    factory = run(layer, x)
+    forget_texts()
+    made = set(known_codecs()) - before
+    assert len(made) == 3
+    with te.autocast(recipe=recipe.CustomRecipe(qfactory=factory)):  # its plan knows them by name
+        layer(x).sum().backward()
+    assert set(known_codecs()) - before == made
+    del factory, layer
+    forget_texts()
+    assert set(known_codecs()) == before
+
+    quantizer = te.HybridQuantizer(
+        rowwise_quantizer=te.Float8Quantizer(torch.ones(1), torch.zeros(1), te.DType.kFloat8E4M3),
+        columnwise_quantizer=te.IdentityQuantizer(),
+    )
+    tensor = quantizer(x)
+    values = tensor.dequantize()
+    del quantizer
+    forget_texts()
+    assert len(known_codecs()) == len(before) + 1
+    assert torch.equal(tensor.dequantize(), values)
+    del tensor
+    forget_texts()
+    assert set(known_codecs()) == before

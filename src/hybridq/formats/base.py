@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from ..errors import SpecError, must_be_one_of
-from .codec import PYTHON, checked_sizes, codec_of
+from .codec import PYTHON, Held, checked_sizes, codec_of
 from .elements import E4M3, E5M2, E8M0, ELEMENTS, FP32, Element
 
 __all__ = ["BUFFER_NAMES", "RULES", "BufferSpec", "Format", "ScaleRule"]
@@ -120,7 +120,7 @@ class Format:
             given = (self.element, self.block, self.scale, self.power_of_two, self.eps)
             if given != (None, None, None, False, 0.0):
                 raise SpecError(f"Format: a codec's format has nothing but its name, got {given}")
-            codec_of(self.family)
+            object.__setattr__(self, "_held", Held(codec_of(self.family)))
             return
         if self.rule not in RULES:
             raise SpecError(f"Format: rule {must_be_one_of(RULES, self.rule)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from .._torch_private import without_modes
 from ..errors import SpecError
 
-__all__ = ["PYTHON", "Codec", "CodedMatrix", "codec_of", "known_codecs", "name_codec"]
+__all__ = ["PYTHON", "Codec", "CodedMatrix", "Held", "codec_of", "known_codecs", "name_codec"]
 
 #: The rule of a Format that is a codec's.
 PYTHON: Final = "python"
@@ -100,15 +101,37 @@ class Codec:
     product: Any = None
 
 
+class Held:
+    """Keeps a codec alive for the Format that has it; a copy is the same, a file has none.
+
+    Args:
+        codec: any, or None.
+    """
+
+    __slots__ = ("codec",)
+
+    def __init__(self, codec: Codec | None) -> None:
+        self.codec = codec
+
+    def __deepcopy__(self, memo: Any) -> Held:
+        return self
+
+    def __reduce__(self) -> Any:
+        return Held, (None,)
+
+
 _codecs: dict[str, Codec] = {}
+#: Those that live as long as somebody holds them, or a Format of theirs.
+_passing: weakref.WeakValueDictionary[str, Codec] = weakref.WeakValueDictionary()
 
 
-def name_codec(name: str, codec: Codec) -> None:
+def name_codec(name: str, codec: Codec, is_kept: bool = True) -> None:
     """Let `name` mean a codec in this process.
 
     Args:
         name: lower-case letters, digits, `_`, `-` and `.`.
         codec: an instance of a class that derives from Codec.
+        is_kept: whether for the life of the process, or of the codec.
 
     Raises:
         SpecError: the name is another codec's, or is none that strings can hold.
@@ -119,8 +142,10 @@ def name_codec(name: str, codec: Codec) -> None:
         )
     if not isinstance(codec, Codec):
         raise SpecError(f"register_codec: takes a Codec, got {type(codec).__name__}")
-    if _codecs.setdefault(name, codec) is not codec:
+    other = _codecs.get(name, _passing.get(name))
+    if other is not None and other is not codec:
         raise SpecError(f"register_codec: the name {name!r} is taken")
+    (_codecs if is_kept else _passing)[name] = codec
 
 
 def codec_of(name: str) -> Codec:
@@ -132,16 +157,19 @@ def codec_of(name: str) -> Codec:
     Raises:
         SpecError: there is none in this process.
     """
-    if name not in _codecs:
+    found = _codecs.get(name)
+    if found is None:
+        found = _passing.get(name)
+    if found is None:
         raise SpecError(
             f"Format: a codec is known by name; call register_codec first, got {name!r}"
         )
-    return _codecs[name]
+    return found
 
 
 def known_codecs() -> tuple[str, ...]:
     """Return the names of all codecs of this process."""
-    return tuple(_codecs)
+    return (*_codecs, *_passing)
 
 
 def checked_sizes(codec: Codec, rows: int, cols: int) -> list[tuple[tuple[int, ...], torch.dtype]]:

@@ -74,7 +74,13 @@ def register_format(
 
 
 def register_codec(
-    name: str, codec: Codec, *, summary: str = "", source: str = "", is_listed: bool = True
+    name: str,
+    codec: Codec,
+    *,
+    summary: str = "",
+    source: str = "",
+    is_listed: bool = True,
+    is_kept: bool = True,
 ) -> Format:
     """Return the Format whose codes `codec` makes and reads; it is known as `name` everywhere.
 
@@ -89,6 +95,8 @@ def register_codec(
         summary, source: as of `register_format`.
         is_listed: False: `names` and tables of formats leave it out, and quantizers take the
             Format in the place of a name.
+        is_kept: False, of one that is not listed: the name means it as long as somebody holds it,
+            or a Format, a quantizer or a plane of it.
 
     Raises:
         SpecError: the name is taken by another one, or is none that strings can hold.
@@ -107,7 +115,7 @@ def register_codec(
         >>> hybridq.quantize(torch.tensor([[1.0, -3.0]]), signs).dequantize()
         tensor([[ 2., -2.]])
     """
-    name_codec(name, codec)
+    name_codec(name, codec, is_kept or is_listed)
     made = Format(None, None, None, PYTHON, name)
     if not is_listed:
         return made

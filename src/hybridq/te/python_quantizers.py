@@ -12,7 +12,9 @@ Source: names and order of arguments of `qgemm`: Transformer Engine's custom rec
 from __future__ import annotations
 
 import copy
+import itertools
 import re
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -26,7 +28,14 @@ from ..quantizers import Quantizer as OurQuantizer
 from ..storage import Plane, TensorStorage
 from ..tensor import QuantizedTensor
 
-__all__ = ["GEMMType", "GivenScaleCodec", "MMParams", "coded_quantizer", "quantizer_of_codec"]
+__all__ = [
+    "GEMMType",
+    "GivenScaleCodec",
+    "MMParams",
+    "coded_quantizer",
+    "keep_for",
+    "quantizer_of_codec",
+]
 
 
 class GEMMType(Enum):
@@ -52,9 +61,9 @@ class MMParams:
 
 #: Attributes of a quantizer that say nothing of the codes.
 _OUTSIDE: Final = ("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm", "_made")
-#: Names of codecs by the class and the attributes of the quantizer that each is of; and that
-#: quantizer itself, where an attribute has no hash and its id stands for it.
-_known: dict[Any, tuple[str, Any]] = {}
+#: Names of codecs by the class and the attributes of the quantizer that each is of.
+_known: dict[Any, str] = {}
+_numbers: Final = itertools.count()
 
 
 def _tensors_of(held: Any) -> dict[str, torch.Tensor]:
@@ -189,20 +198,50 @@ def coded_quantizer(quantizer: Any, codec: type[Codec] = _UserCodec) -> OurQuant
     own = {name: one for name, one in vars(quantizer).items() if name not in _OUTSIDE}
     kind = type(quantizer)
     key: Any = (kind, tuple(sorted(own.items(), key=lambda item: item[0])))
-    holds = None
+    origin = None
     try:
         known = _known.get(key)
     except TypeError:  # an attribute that has no hash
-        key, holds = (kind, id(quantizer)), quantizer
+        key, origin = (kind, id(quantizer)), quantizer
         known = _known.get(key)
     if known is None:
         word = re.sub(r"[^a-z0-9_]", "_", kind.__qualname__.lower())
         made = copy.copy(quantizer)
         made.set_usage(rowwise=True, columnwise=False)
-        known = _known[key] = (f"te.{word}.{len(_known)}", holds)
-        register_codec(known[0], codec(made), is_listed=False)  # type: ignore[call-arg]
-    spec = PlaneSpec.parse(f"codec/python/{known[0]}")
+        known = _known[key] = f"te.{word}.{next(_numbers)}"
+        own_codec: Any = codec(made)  # type: ignore[call-arg]
+        own_codec.origin = origin  # whose id stands for it
+        # A class of a user means the same wherever it is made; one of tensors goes with them.
+        is_kept = origin is None and codec is _UserCodec
+        spec = PlaneSpec(register_codec(known, own_codec, is_listed=False, is_kept=is_kept))
+        weakref.finalize(own_codec, _known.pop, key, None).atexit = False
+    else:
+        spec = PlaneSpec.parse(f"codec/python/{known}")
     return OurQuantizer(spec, spec)
+
+
+def keep_for(owner: Any, quantizer: Any) -> None:
+    """Let the codecs of a quantizer of hybridq live as long as the factory that it came from.
+
+    Plans know a codec by its name alone, and modules keep plans of a factory as long as that.
+
+    Args:
+        owner: the factory, or the object whose method it is.
+        quantizer: what it returned.
+    """
+    specs = getattr(quantizer, "rowwise", None), getattr(quantizer, "columnwise", None)
+    for codec in {codec_of(one.format.family) for one in specs if one and one.format.is_python}:
+        try:
+            owners = codec.__dict__.setdefault("owners", weakref.WeakSet())
+            if owner not in owners:
+                owners.add(owner)
+                weakref.finalize(owner, id, codec).atexit = False
+        except TypeError:  # an owner that knows no weak reference, or has no hash
+            _unowned.append(codec)
+
+
+#: Codecs of factories that cannot be watched: for the life of the process.
+_unowned: list[Codec] = []
 
 
 def quantizer_of_codec(spec: PlaneSpec) -> Any:

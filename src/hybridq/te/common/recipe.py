@@ -21,6 +21,7 @@ from ...quantizers import (
     NVFP4Quantizer,
     Quantizer,
 )
+from ..python_quantizers import keep_for
 from .base import FAST_SUMS, FP32_SUMS, SUMS, Format, MMParams, QParams, Recipe
 from .scaling import scaling_algorithm
 
@@ -401,7 +402,9 @@ class _Asked:
             # hybridq tells groups of a module apart, by `<name>.<g>`.
             asked = replace(role, name=role.name.rpartition(".")[0])
         made = self.qfactory(asked)
-        return getattr(made, "slot_value", getattr(made, "frozen", made))
+        own = getattr(made, "slot_value", getattr(made, "frozen", made))
+        keep_for(getattr(self.qfactory, "__self__", self.qfactory), own)
+        return own
 
     def __eq__(self, other: object) -> bool:
         own = (self.qfactory, self.fp8_dpa)
