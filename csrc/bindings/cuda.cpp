@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings/checks.h"
+#include "bindings/cuda_small.h"
 #include "bindings/prologue.h"
 #include "bindings/token_rows.h"
 #include "cuda/kernels.h"
@@ -204,30 +205,6 @@ bool EncodeManyOf(const std::string& dtype, const std::vector<MatrixTuple>& xs,
                           Pointer<void>(stream));
 }
 
-void GroupPlacesOf(uintptr_t offsets, uint32_t groups, int64_t tokens, uintptr_t ends,
-                   uintptr_t padded, uintptr_t stream) {
-  if (tokens < 0 || tokens > INT32_MAX) {
-    Fail("group_places: tokens must be 0 to 2^31 - 1, got " + std::to_string(tokens));
-  }
-  CheckPointer("group_places", "offsets", offsets, groups != 0);
-  CheckPointer("group_places", "ends", ends, groups != 0);
-  CheckPointer("group_places", "padded", padded, true);
-  const py::gil_scoped_release release;
-  cuda::GroupPlaces(Pointer<const int32_t>(offsets), groups, static_cast<int32_t>(tokens),
-                    Pointer<int32_t>(ends), Pointer<int32_t>(padded), Pointer<void>(stream));
-}
-
-void TwoFactorsOf(uintptr_t first, float first_bound, uintptr_t second, float second_bound,
-                  uintptr_t out, int64_t step, uintptr_t stream) {
-  CheckPointer("two_factors", "first", first, true);
-  CheckPointer("two_factors", "second", second, true);
-  CheckPointer("two_factors", "out", out, true);
-  if (!(first_bound > 0.0f) || !(second_bound > 0.0f)) Fail("two_factors: bounds must be positive");
-  const py::gil_scoped_release release;
-  cuda::TwoFactors(Pointer<const float>(first), first_bound, Pointer<const float>(second),
-                   second_bound, Pointer<float>(out), step, Pointer<void>(stream));
-}
-
 std::string EncodePathOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols,
                          int64_t stride0, int64_t stride1, const py::object& row,
                          const py::object& col) {
@@ -268,9 +245,10 @@ void MapStoreOf(const std::string& name, bool is_gated, const std::optional<Norm
 bool MapEncodeOf(const std::string& name, bool is_gated, const std::optional<NormTuple>& weights,
                  uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols, int64_t stride0,
                  const py::object& row, const py::object& col, bool finds_row_stat,
-                 bool finds_col_stat, uintptr_t stream) {
-  const Prologue map =
+                 bool finds_col_stat, uintptr_t stream, const std::optional<RawTuple>& raw) {
+  Prologue map =
       MakePrologue("map_encode", name, is_gated, weights, x, dtype, rows, cols, stride0, 1);
+  if (raw) TakeRawWeights("map_encode", *raw, cols, &map);
   const EncodeCall call = MakeCall(x, dtype, rows, cols, stride0, 1, row, col);
   float* row_stat = WrittenStat(finds_row_stat, call.has_row, call.row);
   float* col_stat = WrittenStat(finds_col_stat, call.has_col, call.col);
@@ -440,13 +418,7 @@ void BindKernels(py::module_& m) {
         "Encode matrices (x, rows, cols, stride0, stride1) into planes (spec, random stream, "
         "stats, whether they are found here, [(data, scale, amax)], strides of FP32 scales, "
         "form), in few launches. False, and nothing done: no kernel has these forms of all.");
-  m.def("group_places", &GroupPlacesOf, py::arg("offsets"), py::arg("groups"), py::arg("tokens"),
-        py::arg("ends"), py::arg("padded"), py::arg("stream"),
-        "Write where groups of tokens end, [groups], and where they begin among padded rows, "
-        "[groups + 1].");
-  m.def("two_factors", &TwoFactorsOf, py::arg("first"), py::arg("first_bound"), py::arg("second"),
-        py::arg("second_bound"), py::arg("out"), py::arg("step"), py::arg("stream"),
-        "Write two amaxes, each divided by its bound, `step` elements apart.");
+  BindSmallKernels(m);
   m.def("encode_path", &EncodePathOf, py::arg("x"), py::arg("dtype"), py::arg("rows"),
         py::arg("cols"), py::arg("stride0"), py::arg("stride1"), py::arg("row"), py::arg("col"),
         "Return which kernels encode would launch: 'pair', 'tile', 'general' or one for each.");
@@ -465,8 +437,9 @@ void BindKernels(py::module_& m) {
   m.def("map_encode", &MapEncodeOf, py::arg("map"), py::arg("is_gated"), py::arg("weights"),
         py::arg("x"), py::arg("dtype"), py::arg("rows"), py::arg("cols"), py::arg("stride0"),
         py::arg("row"), py::arg("col"), py::arg("finds_row_stat"), py::arg("finds_col_stat"),
-        py::arg("stream"),
-        "encode of what map_store would write, which no kernel writes to memory; False as encode.");
+        py::arg("stream"), py::arg("raw") = py::none(),
+        "encode of what map_store would write, which no kernel writes to memory; False as encode. "
+        "`raw`: (gamma, beta, dtype, is_centered), of which gamma and beta are made first.");
   m.def("transpose", &TransposeOf, py::arg("src"), py::arg("rows"), py::arg("cols"),
         py::arg("bits"), py::arg("dst"), py::arg("stream"), "Transpose plane data.");
   m.def("round_stochastic", &RoundStochasticOf, py::arg("x"), py::arg("rows"), py::arg("cols"),

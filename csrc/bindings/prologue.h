@@ -42,6 +42,22 @@ inline Prologue MakePrologue(const char* function, const std::string& name, bool
   return map;
 }
 
+// gamma and beta (addresses) of a norm in their own dtype, its name, whether 1 is added to gamma.
+using RawTuple = std::tuple<uintptr_t, uintptr_t, std::string, bool>;
+
+// Has a GPU make FP32 gamma and beta, where `map` says that they are, of these.
+inline void TakeRawWeights(const char* function, const RawTuple& raw, int64_t cols, Prologue* map) {
+  const auto& [gamma, beta, dtype, is_centered] = raw;
+  CheckPointer(function, "raw gamma", gamma, cols != 0);
+  if (map->gamma == nullptr || (beta != 0) != (map->beta != nullptr)) {
+    Fail(std::string(function) + ": raw weights go with those that are made of them");
+  }
+  map->raw_gamma = Pointer<const void>(gamma);
+  map->raw_beta = Pointer<const void>(beta);
+  map->raw_dtype = ParseDType(dtype, function);
+  map->is_centered = is_centered;
+}
+
 }  // namespace hybridq::bindings
 
 #endif  // HYBRIDQ_BINDINGS_PROLOGUE_H_

@@ -27,6 +27,11 @@ struct Prologue {
   const float* gamma;  // [cols]
   const float* beta;   // [cols] or null
   float eps;
+  // On a GPU: what gamma and beta, which are written then, are first made of; or null.
+  const void* raw_gamma = nullptr;
+  const void* raw_beta = nullptr;
+  DType raw_dtype = DType::kFloat32;
+  bool is_centered = false;  // gamma is 1 more
 
   // y as a matrix without memory: for what asks only for shape, type and order.
   inline __attribute__((always_inline)) Matrix Result() const {

@@ -121,6 +121,18 @@ HQ_DEVICE float HighValue(uint32_t word) {
   return FromFp16(static_cast<uint16_t>(word >> 16));
 }
 
+HQ_DEVICE float LoadAs(const void* x, int64_t i, DType dtype) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return FromBf16(Load(static_cast<const uint16_t*>(x) + i));
+    case DType::kFloat16:
+      return FromFp16(Load(static_cast<const uint16_t*>(x) + i));
+    case DType::kFloat32:
+      return Load(static_cast<const float*>(x) + i);
+  }
+  Never();
+}
+
 }  // namespace cuda
 
 HQ_NAMESPACE_END

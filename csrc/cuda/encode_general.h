@@ -88,18 +88,6 @@ inline LaunchShape GeneralShape(GeneralArgs* args, const char* name) {
   return {tiles, kGeneralThreads, static_cast<uint32_t>(nbytes), name};
 }
 
-HQ_DEVICE float LoadAs(const void* x, int64_t i, DType dtype) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return FromBf16(Load(static_cast<const uint16_t*>(x) + i));
-    case DType::kFloat16:
-      return FromFp16(Load(static_cast<const uint16_t*>(x) + i));
-    case DType::kFloat32:
-      return Load(static_cast<const float*>(x) + i);
-  }
-  Never();
-}
-
 // Neighbouring threads read neighbouring addresses, whichever way the memory runs. Beyond the edges
 // a tile holds 0.
 struct TileAsRead {

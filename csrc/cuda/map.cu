@@ -35,6 +35,14 @@ void MapStore(const Prologue& map, void* out, Stream stream) {
   a.stride_row = x.stride_row;
   a.eps = map.eps;
   a.map = MakeMapArgs(map);
+  if (out == nullptr) {  // y itself would read weights that other blocks write
+    a.raw_gamma = map.raw_gamma;
+    a.raw_beta = map.raw_beta;
+    a.raw_dtype = map.raw_dtype;
+    a.is_centered = map.is_centered;
+    a.gamma = const_cast<float*>(map.gamma);
+    a.beta = const_cast<float*>(map.beta);
+  }
   const int64_t per_load = 16 / ItemBytes(x.dtype);
   const bool is_vector = x.cols % kMapGroup == 0 && x.stride_row % per_load == 0 &&
                          IsAligned(x.data, 16) && IsAligned(out, 16) && IsAligned(map.gamma, 16) &&

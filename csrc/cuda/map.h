@@ -28,7 +28,23 @@ struct MapRowsArgs {
   FastDivisor per_row;
   float eps;
   MapArgs map;
+  // Of a norm whose weights are made FP32 on the way: what they are made of, and where they go.
+  const void *raw_gamma, *raw_beta;  // null: they are FP32
+  DType raw_dtype;
+  bool is_centered;
+  float *gamma, *beta;
 };
+
+// The weights in FP32, a few by each thread of the grid; the kernels that follow read them.
+HQ_DEVICE void WidenWeights(const MapRowsArgs& a) {
+  const int64_t step = static_cast<int64_t>(GridSize()) * kMapThreads;
+  int64_t i = static_cast<int64_t>(BlockIndex()) * kMapThreads + ThreadIndex();
+  for (; i < a.cols; i += step) {
+    const float gamma = LoadAs(a.raw_gamma, i, a.raw_dtype);
+    Store(a.gamma + i, a.is_centered ? AddRn(gamma, 1.0f) : gamma);
+    if (a.raw_beta != nullptr) Store(a.beta + i, LoadAs(a.raw_beta, i, a.raw_dtype));
+  }
+}
 
 // Eight neighbours, of which `left` exist; the others are 0. kVector: all rows begin at 16 bytes.
 template <DType kType, bool kVector>
@@ -117,6 +133,7 @@ HQ_DEVICE float WarpRowSum(const typename Item<kType>::Type* row, int64_t cols, 
 template <DType kType, bool kVector>
 HQ_GLOBAL void HQ_LAUNCH_BOUNDS(kMapThreads, 4) NormRows(MapRowsArgs a) {
   using T = typename Item<kType>::Type;
+  if (a.raw_gamma != nullptr) WidenWeights(a);
   const int64_t r = static_cast<int64_t>(BlockIndex()) * kMapWarps + WarpIndex();
   if (r >= a.rows) return;
   const T* row = static_cast<const T*>(a.x) + r * a.stride_row;

@@ -143,6 +143,31 @@ def test_a_prepared_forward_behind_a_norm_or_an_activation(recipe: str, before: 
     _assert_prepared(recipe, (True, True), before)
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("weights", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("is_centered", [False, True])
+def test_a_norm_makes_its_weights_fp32_on_the_way(dtype, weights, is_centered: bool) -> None:
+    """In the launch that finds the rows' statistics: the bits of weights that torch casts."""
+    for rows, cols, has_beta in ((64, 96, True), (5, 33, False), (9, 264, True)):
+        x = cases.matrix(rows, cols, dtype, rows, "normal")
+        gamma, beta = (torch.randn(cols).to(weights) for _ in range(2))
+        gamma[0], beta[-1] = -0.0, -0.0
+        kind = "LayerNorm" if has_beta else "RMSNorm"
+        norm = Norm(kind, 1e-5, is_centered)
+        raw = norm.of_backends(x, gamma, beta if has_beta else None)
+        assert raw.gamma is gamma and raw.is_centered == is_centered
+        spec = PLAIN["mxfp8"]
+        request = EncodeRequest()
+        want = BACKEND.ops["map_encode"](x, raw.wide(), request, spec, spec)
+        encoder = BACKEND.encoder(spec, spec, dtype)
+        memory = torch.full((encoder.room(rows, cols),), 0xA5, dtype=torch.uint8)
+        got = encoder.placed.encode(x, request, Place(memory, 0, 0), raw)
+        wanted = [*want[0], *want[1:]]
+        assert len(got) == len(wanted)
+        for j, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
+            cases.assert_same(mine.contiguous(), theirs.contiguous(), f"{rows}x{cols}: {j}")
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("has_wgrad", [True, False])
 def test_a_prepared_backward_of_a_gpu_has_the_general_ones_bits(recipe, has_wgrad) -> None:

@@ -35,16 +35,16 @@ class Bound(NamedTuple):
 #: an operator is not seen: there fake tensors have shapes only.
 TABLE = {
     "LayerNormLinear": {
-        "mxfp8": (Bound(5, 8, 0.0, 105), Bound(10, 13, 7.6, 85)),
-        "fp8_current": (Bound(5, 8, 0.0, 102), Bound(10, 13, 7.6, 80)),
-        "fp8_block": (Bound(5, 8, 0.0, 105), Bound(10, 13, 7.6, 85)),
-        "nvfp4": (Bound(9, 9, 0.0, 115), Bound(16, 13, 7.6, 107)),
+        "mxfp8": (Bound(3, 6, 0.0, 105), Bound(10, 13, 7.6, 85)),
+        "fp8_current": (Bound(3, 6, 0.0, 102), Bound(10, 13, 7.6, 80)),
+        "fp8_block": (Bound(3, 6, 0.0, 105), Bound(10, 13, 7.6, 85)),
+        "nvfp4": (Bound(7, 7, 0.0, 115), Bound(16, 13, 7.6, 107)),
     },
     "LayerNormMLP": {
-        "mxfp8": (Bound(8, 13, 0.0, 190), Bound(17, 21, 39.6, 155)),
-        "fp8_current": (Bound(8, 13, 0.0, 184), Bound(17, 21, 39.6, 143)),
-        "fp8_block": (Bound(8, 13, 0.0, 190), Bound(17, 21, 39.6, 155)),
-        "nvfp4": (Bound(16, 15, 0.0, 208), Bound(29, 21, 39.6, 200)),
+        "mxfp8": (Bound(6, 11, 0.0, 190), Bound(17, 21, 39.6, 155)),
+        "fp8_current": (Bound(6, 11, 0.0, 184), Bound(17, 21, 39.6, 143)),
+        "fp8_block": (Bound(6, 11, 0.0, 190), Bound(17, 21, 39.6, 155)),
+        "nvfp4": (Bound(14, 13, 0.0, 208), Bound(29, 21, 39.6, 200)),
     },
     "BiasApart": {
         "mxfp8": (Bound(3, 5, 0.0, 85), Bound(3, 4, 0.0, 62)),

@@ -146,14 +146,15 @@ class GpuEncoder:
         Whoever has a place has compared x with what the plan is of.
         """
         kernels, device, stats = self._kernels, x.device, list[torch.Tensor]()
+        last: tuple[Any, ...] = ()
         (rows, cols), (memory, at, stream) = x.shape, place
         if prologue is None:
             run = kernels.module.encode
             source = (kernels.pointer(x), self._name, rows, cols, *x.stride())
         else:
             x = x if x.stride(1) == 1 else x.contiguous()
-            cols, stats, source = mapped_call(kernels, x, prologue, True)
-            run = kernels.module.map_encode
+            cols, stats, source, raw = mapped_call(kernels, x, prologue, True)
+            run, last = kernels.module.map_encode, (raw,)
         first, second = self._layouts(rows, cols)
         seed = 0
         if True in self._seeded:
@@ -193,7 +194,7 @@ class GpuEncoder:
             first is not None and first.stat >= 0,
             second is not None and second.stat >= 0,
         )
-        if not run(*source, *planes, *finds, stream):
+        if not run(*source, *planes, *finds, stream, *last):
             # No kernel writes these forms of such a matrix.
             if prologue is None:
                 return self(x, request)

@@ -14,6 +14,7 @@ import torch
 
 from ...formats import PlaneSpec
 from ..choice import EncodeRequest, Prologue
+from ..inputs import DTYPES
 from .plane_forms import formed_planes
 
 __all__ = ["encode_mapped", "mapped_call", "store_mapped"]
@@ -21,35 +22,41 @@ __all__ = ["encode_mapped", "mapped_call", "store_mapped"]
 
 def mapped_call(
     kernels: Any, x: torch.Tensor, prologue: Prologue, is_one: bool = False
-) -> tuple[int, list[torch.Tensor], tuple[Any, ...]]:
-    """Return the result's columns, a norm's statistics, and what the module takes first.
+) -> tuple[int, list[torch.Tensor], tuple[Any, ...], tuple[Any, ...] | None]:
+    """Return the result's columns, a norm's statistics, and what the module takes first and last.
 
     Args:
         kernels: `backend.GpuKernels`, in its `launch`.
         x: with contiguous rows.
-        prologue: what it goes through.
-        is_one: a norm's statistics, which live equally long, are views of one allocation.
+        prologue: what it goes through; with weights in FP32, if not `is_one`.
+        is_one: a norm's statistics, which live equally long, are views of one allocation, as are
+            weights that are made FP32 on the way.
     """
     rows, cols = x.shape
     stats: list[torch.Tensor] = []
-    weights = None
+    weights = raw = None
     if prologue.gamma is None:
         cols = cols // 2 if prologue.is_gated else cols
     else:
         sizes = (rows if prologue.kind == "LayerNorm" else 0, rows)
+        own = [prologue.gamma, prologue.beta]
+        dtype = prologue.gamma.dtype
+        pointers = [kernels.given("norm: weights", one, dtype, cols, x.device) for one in own]
         if is_one:
-            both = torch.empty(sum(sizes), dtype=torch.float32, device=x.device)
-            stats = list(both.split(sizes))
+            is_raw = dtype is not torch.float32 or prologue.is_centered
+            wide = -(-cols // 4) * 4 if is_raw else 0
+            floats = torch.empty(2 * wide + sum(sizes), dtype=torch.float32, device=x.device)
+            *_, mean, rstd = floats.split((2 * wide, *sizes))
+            stats = [mean, rstd]
+            if is_raw:
+                raw = (*pointers, DTYPES[dtype], prologue.is_centered)
+                first = kernels.pointer(floats, True)
+                pointers = [first, first + 4 * wide if prologue.beta is not None else 0]
         else:
             stats = [torch.empty(size, dtype=torch.float32, device=x.device) for size in sizes]
-        weights = (
-            kernels.given("norm: gamma", prologue.gamma, torch.float32, cols, x.device),
-            kernels.given("norm: beta", prologue.beta, torch.float32, cols, x.device),
-            *(kernels.pointer(stat, True) for stat in stats),
-            prologue.eps,
-        )
+        weights = (*pointers, *(kernels.pointer(stat, True) for stat in stats), prologue.eps)
     source = (*kernels.matrix("map: x", x, x.device), rows, cols, x.stride(0))
-    return cols, stats, (prologue.core, prologue.is_gated, weights, *source)
+    return cols, stats, (prologue.core, prologue.is_gated, weights, *source), raw
 
 
 def store_mapped(kernels: Any, x: torch.Tensor, prologue: Prologue) -> tuple[torch.Tensor, ...]:
@@ -62,7 +69,7 @@ def store_mapped(kernels: Any, x: torch.Tensor, prologue: Prologue) -> tuple[tor
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     with kernels.launch(x.device) as stream:
-        cols, stats, call = mapped_call(kernels, x, prologue)
+        cols, stats, call, _ = mapped_call(kernels, x, prologue)
         y = torch.empty(x.shape[0], cols, dtype=x.dtype, device=x.device)
         kernels.module.map_store(*call, kernels.pointer(y, True), stream)
     return (y, *stats)
@@ -87,9 +94,9 @@ def encode_mapped(
     Returns:
         The buffers; and of a norm the rows' mean and rstd.
     """
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x, prologue = x if x.stride(1) == 1 else x.contiguous(), prologue.wide()
     with kernels.launch(x.device) as stream:
-        cols, stats, call = mapped_call(kernels, x, prologue)
+        cols, stats, call, _ = mapped_call(kernels, x, prologue)
         made = kernels.new_planes(x.device, x.shape[0], cols, row, col, request)
         is_done = kernels.module.map_encode(*call, *made.planes, *made.finds, stream)
         made.finish()

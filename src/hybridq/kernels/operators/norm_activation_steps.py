@@ -28,11 +28,7 @@ def norm_prologue(
     Args:
         gamma, beta, eps, kind, zero_centered: as `norm_encode` takes them.
     """
-    scale = gamma.to(torch.float32)
-    if zero_centered:
-        scale = scale + 1.0
-    shift = None if beta is None else beta.to(torch.float32).contiguous()
-    return Prologue(kind, kind, False, scale.contiguous(), shift, float(eps))
+    return Prologue(kind, kind, False, gamma, beta, float(eps), zero_centered).wide()
 
 
 def activation_prologue(kind: str) -> Prologue:

@@ -23,7 +23,6 @@ from ...kernels.operators import (
     activation_prologue,
     norm_backward,
     norm_encode,
-    norm_prologue,
 )
 from ...reference import ACTIVATIONS
 from ..weights import Buffers
@@ -75,7 +74,7 @@ class Norm(NamedTuple):
     def of_backends(
         self, x: torch.Tensor, gamma: torch.Tensor | None, beta: torch.Tensor | None
     ) -> BackendPrologue | None:
-        """Return the norm of x as backends take it, or None where its weights do not fit x."""
+        """Return the norm of x for a placed encoder, or None where its weights do not fit x."""
         for weight in (gamma, beta):
             if weight is not None and not (
                 weight.dtype in HIGH_PRECISION
@@ -85,7 +84,12 @@ class Norm(NamedTuple):
                 return None
         if gamma is None or (beta is not None and self.kind == "RMSNorm"):
             return None
-        return norm_prologue(gamma, beta, self.eps, self.kind, self.zero_centered)
+        own = (self.kind, self.kind, False, gamma, beta, self.eps, self.zero_centered)
+        made = BackendPrologue(*own)
+        is_plain = gamma.is_contiguous() and (beta is None or beta.is_contiguous())
+        if not is_plain or (beta is not None and beta.dtype != gamma.dtype):
+            return made.wide()
+        return made
 
     def backward(
         self,
