@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from ..tensor import gemm
-from .signatures import options
+from .signatures import only_defaults, options
 
 __all__ = ["general_gemm"]
 
@@ -72,13 +72,8 @@ def general_gemm(
         >>> general_gemm(weight, torch.ones(2, 32))[0].tolist()
         [[32.0, 32.0, 32.0], [32.0, 32.0, 32.0]]
     """
-    given = dict(zip(_OTHERS, (gelu, gelu_in, alpha, beta, ub, ub_type), strict=False))
-    given |= {"extra_output": extra_output, "bulk_overlap": bulk_overlap}
-    for name, value in given.items():
-        if value is not _OTHERS[name] and value != _OTHERS[name]:
-            raise NotImplementedError(
-                f"general_gemm: {name} must be {_OTHERS[name]!r}, got {value!r}"
-            )
+    others = (gelu, gelu_in, float(alpha), beta, ub, ub_type, extra_output, bulk_overlap)
+    only_defaults("general_gemm", dict(zip(_OTHERS, others, strict=True)), _OTHERS)
     if layout not in ("TN", "NN", "NT"):
         raise ValueError(f"general_gemm: layout must be TN, NN or NT, got {layout!r}")
     rows = B if B.dim() == 2 else B.reshape(-1, B.shape[-1])

@@ -13,8 +13,14 @@ import torch
 
 from .. import nn
 from ..tensor import SavedTensor, is_quantized
+from .signatures import only_defaults, options
 
 __all__ = ["OffloadableLayerState", "get_cpu_offload_context"]
+
+#: At their defaults only.
+_OTHERS: Final = options(
+    "manual_synchronization=False, retain_pinned_cpu_buffers=False, offload_stream=None"
+)
 
 
 def get_cpu_offload_context(
@@ -38,16 +44,14 @@ def get_cpu_offload_context(
     Raises:
         NotImplementedError: one of the last three is given another value.
     """
-    for name, value, default in (
-        ("manual_synchronization", manual_synchronization, False),
-        ("retain_pinned_cpu_buffers", retain_pinned_cpu_buffers, False),
-        ("offload_stream", offload_stream, None),
-    ):
-        if enabled and value is not default:
-            raise NotImplementedError(
-                f"get_cpu_offload_context: {name} must be {default}, since layers are told apart "
-                f"by sync() and transfers have a stream of their own, got {value!r}"
-            )
+    if enabled:
+        others = (manual_synchronization, retain_pinned_cpu_buffers, offload_stream)
+        only_defaults(
+            "get_cpu_offload_context",
+            dict(zip(_OTHERS, others, strict=True)),
+            _OTHERS,
+            ", since layers are told apart by sync() and transfers have a stream of their own",
+        )
     return nn.get_cpu_offload_context(
         enabled, num_layers, model_layers, offload_activations, offload_weights, double_buffering
     )
@@ -97,11 +101,12 @@ class OffloadableLayerState:
     }
 
     def __init__(self, offload_stream: Any = None, retain_pinned_cpu_buffers: bool = False) -> None:
-        if retain_pinned_cpu_buffers:
-            raise NotImplementedError(
-                "OffloadableLayerState: retain_pinned_cpu_buffers must be False, got True; torch's "
-                "allocator keeps pinned memory that is freed"
-            )
+        only_defaults(
+            "OffloadableLayerState",
+            {"retain_pinned_cpu_buffers": retain_pinned_cpu_buffers},
+            _OTHERS,
+            ", since torch's allocator keeps pinned memory that is freed",
+        )
         self.offload_stream = offload_stream
         self.release_all_memory()
 

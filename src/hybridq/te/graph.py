@@ -14,7 +14,7 @@ import torch
 from .. import nn
 from .._log import log_once
 from .quantization import autocast
-from .signatures import options
+from .signatures import by_name, only_defaults, options
 
 __all__ = ["make_graphed_callables"]
 
@@ -73,13 +73,9 @@ def make_graphed_callables(
         >>> layer(x).shape
         torch.Size([4, 64])
     """
-    for name, value in others.items():
-        if name not in _OTHERS:
-            raise TypeError(f"make_graphed_callables: unknown argument, got {name}={value!r}")
-        if value is not _OTHERS[name] and value not in ((), {}):
-            raise NotImplementedError(
-                f"make_graphed_callables: {name} must be {_OTHERS[name]!r}, got {value!r}"
-            )
+    asked = by_name("make_graphed_callables", _OTHERS, 0, (), others)
+    asked = {name: value for name, value in asked.items() if value not in ((), {})}
+    only_defaults("make_graphed_callables", asked, _OTHERS)
     on = enabled if enabled is not None else bool(fp8_enabled)
     own = (on, False, recipe or fp8_recipe, amax_reduction_group or fp8_group)
     given = modules if isinstance(modules, tuple) else (modules,)

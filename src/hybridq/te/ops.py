@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from .. import nn
 from .reading import Readings
-from .signatures import constructor, forward, with_arguments
+from .signatures import constructor, forward, only_defaults, with_arguments
 
 __all__ = [
     "GEGLU",
@@ -168,15 +168,9 @@ class Bias(torch.nn.Module):
         tensor_parallel_group: Any = None,
     ) -> None:
         super().__init__()
-        for name, value in (
-            ("parallel", tensor_parallel),
-            ("parallel_group", tensor_parallel_group),
-        ):
-            if value not in (None, False):
-                raise NotImplementedError(
-                    f"te.ops.Bias: tensor_{name} must be None or False, since hybridq has nothing "
-                    f"like it, got {value!r}"
-                )
+        given = {"tensor_parallel": tensor_parallel, "tensor_parallel_group": tensor_parallel_group}
+        table = {"tensor_parallel": False, "tensor_parallel_group": None}
+        only_defaults("te.ops.Bias", given, table, ", since hybridq has nothing like it")
         self.bias = torch.nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:

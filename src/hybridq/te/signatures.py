@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
-__all__ = ["constructor", "forward", "options", "with_arguments"]
+__all__ = ["by_name", "constructor", "forward", "only_defaults", "options", "with_arguments"]
 
 _C = TypeVar("_C", bound=type)
 
@@ -59,11 +59,27 @@ def _signature(known: Mapping[str, Any], count: int) -> inspect.Signature:
     return inspect.Signature(own)
 
 
-def _is(value: Any, default: Any) -> bool:
-    return value is default or (type(value) is type(default) and value == default)
+def only_defaults(
+    where: str, given: Mapping[str, Any], table: Mapping[str, Any], reason: str = ""
+) -> None:
+    """Raise for an argument whose value asks for what is not there.
+
+    Args:
+        where: what is called.
+        given: arguments, by name.
+        table: default values, by name, as `options` returns them.
+        reason: stands behind the default in the message.
+
+    Raises:
+        NotImplementedError: a value is not the default.
+    """
+    for name, value in given.items():
+        default = table[name]
+        if not (value is default or (type(value) is type(default) and value == default)):
+            raise NotImplementedError(f"{where}: {name} must be {default!r}{reason}, got {value!r}")
 
 
-def _given(
+def by_name(
     where: str, table: Mapping[str, Any], count: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of a call by name; `count` may be given by their places.
@@ -91,12 +107,8 @@ def _taken(
     Raises:
         NotImplementedError: another one has a value that asks for something.
     """
-    for name, value in given.items():
-        if name not in known and name not in _IDLE and not _is(value, table[name]):
-            raise NotImplementedError(
-                f"{where}: {name} must be {table[name]!r}, since hybridq has nothing like it, got "
-                f"{value!r}"
-            )
+    others = {name: given[name] for name in given if name not in known | _IDLE}
+    only_defaults(where, others, table, ", since hybridq has nothing like it")
     return {name: value for name, value in given.items() if name in known}
 
 
@@ -119,7 +131,7 @@ def constructor(
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         where = _name(self)
-        given = {**table, **_given(where, table, count, args, kwargs)}
+        given = {**table, **by_name(where, table, count, args, kwargs)}
         missing = [name for name, value in given.items() if value is _REQUIRED]
         if missing:
             raise TypeError(f"{where}: {missing[0]} must be given")
@@ -177,7 +189,7 @@ def forward(
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         where = f"{_name(self)}.forward"
-        given = _given(where, table, len(table), args, kwargs)
+        given = by_name(where, table, len(table), args, kwargs)
         if prepare is not None:
             prepare(self, given)
         taken = _taken(where, table, known, given)
