@@ -343,7 +343,7 @@ class TokenExchange:
             return _gathered(most, self.replicas, place(where, self.replicas)[1])
         if self.replicas is None:
             log_once(
-                f"capacity without replicas {where}",
+                "capacity without replicas",  # one module stands for all
                 f"{where}: more rows than the capacity are an error on the ranks of these experts "
                 "alone, and others that reduce gradients with them would wait; give "
                 "ExpertRanks(mesh['ep'], replicas=mesh['dp'])",
