@@ -313,12 +313,13 @@ def test_device_splits_are_never_read(recipe, is_routed: bool) -> None:
         if plan.is_delayed:
             scales = [ScalingState(x.device, "grouped_linear").scales(plan, True) for _ in range(3)]
         call = grouped_function.GroupedCall(layout, plan, (), seeds, scales, rows=rows)
-        y, x_col, w = grouped_function._forward(x, offsets, params, call, (True, True))
+        y, x_col, w, own = grouped_function._forward(x, offsets, params, call, (True, True))
         assert y.shape == dy.shape and y.device.type == "cuda"
         saved = [*x_col, *w.cols] + ([] if seeds is None else [seeds])
         ctx = SimpleNamespace(
             into=(),
-            plan=plan,
+            plan=own,
+            is_prepared=not w.rows,
             layout=layout,
             needs=(True, True, True),
             counts=(len(x_col), len(w.cols)),
