@@ -66,6 +66,7 @@ inline constexpr int kRowWarps = kTileRows / kWarpRows;
 inline constexpr int kFree = 1;  // as many registers as the compiler likes
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
 inline constexpr int kTileWarps = HQ_TILE_WARPS;  // most tiles of BF16: 80 registers
+inline constexpr int kSquareWarps = kTileWarps;
 inline constexpr int kMappedWarps = 20;           // of BF16 behind a norm or an activation: 96
 inline constexpr int kManyWarps = 16;             // of BF16 from a table of tensors: 128
 inline constexpr int kWideWarps = 12;             // elements of 32 bits: 168
@@ -73,6 +74,7 @@ inline constexpr bool kPairsAreLong = false;      // all of them; see kIsLong
 inline constexpr bool kTakesFolded = true;       // by its products
 #elif __CUDA_ARCH__ / 100 == 10
 inline constexpr int kTileWarps = 24;
+inline constexpr int kSquareWarps = kTileWarps;
 inline constexpr int kMappedWarps = kFree;
 inline constexpr int kManyWarps = 16;
 inline constexpr int kWideWarps = 12;
@@ -81,6 +83,7 @@ inline constexpr bool kTakesFolded = false;
 #else
 // At these bounds some tiles spill on sm_80 and sm_120a, and none has been counted elsewhere.
 inline constexpr int kTileWarps = kFree;
+inline constexpr int kSquareWarps = 16;  // of 32x32 in both planes, which has no spill there
 inline constexpr int kMappedWarps = kFree;
 inline constexpr int kManyWarps = kFree;
 inline constexpr int kWideWarps = kFree;
@@ -164,11 +167,21 @@ struct SquareCodes {
   uint32_t rows[8];
 };
 
+template <class Row, class Col>
+inline constexpr bool kAreLargeSquares = kIsPair<Row, Col> && Row::kSquare && Row::kBlock == 32;
+
+template <class Row, class Col, bool kBf16>
+constexpr int ManyWarps() {
+  if (!kBf16) return kWideWarps;
+  return kAreLargeSquares<Row, Col> && kManyWarps == kFree ? kSquareWarps : kManyWarps;
+}
+
 template <class Row, class Col, bool kBf16, bool kAny>
 constexpr int TileWarps() {
   if (!kBf16) return kWideWarps;
   const bool has_fp6 = Row::Element::kBits == 6 || Col::Element::kBits == 6;
   if (Row::kExists && Col::kExists && has_fp6) return kTileWarps < 16 ? kTileWarps : 16;
+  if (kAreLargeSquares<Row, Col> && !kAny) return kSquareWarps;
   if (kAny && Geometry<Row, Col>::kTall) return kTileWarps < 16 ? kTileWarps : 16;
   const bool is_rotated_fp4 = Row::Element::kBits == 4 && Col::kTransform;
   // Of folded planes of BF16 nothing lies at an edge.

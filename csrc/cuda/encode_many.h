@@ -95,7 +95,7 @@ HQ_DEVICE void EncodeOneOfMany(const ManyArgs& m) {
 }
 
 template <class Row, class Col, bool kBf16>
-HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, kBf16 ? kManyWarps : kWideWarps) EncodeMany(ManyArgs m) {
+HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, (ManyWarps<Row, Col, kBf16>())) EncodeMany(ManyArgs m) {
   if constexpr (kIsWritten<Row, Col>) EncodeOneOfMany<Row, Col, kBf16>(m);
 }
 
