@@ -184,6 +184,25 @@ def test_a_prepared_forward_and_backward_of_groups(
     )
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_block"])
+def test_a_gradient_that_no_tile_kernel_reads_has_the_same_planes(
+    recipe: str, products: list[Product], monkeypatch
+) -> None:
+    """One that is expanded, as of a sum: operators make the planes, in the plan's specs."""
+    del products
+    _, own = _plans(recipe, monkeypatch)
+    ends = torch.tensor([0, 37, 150, TOKENS], dtype=torch.int32)  # every token is of a group
+    wide = cases.matrix(1, OUTER, torch.bfloat16, 9, "normal").expand(TOKENS, OUTER)
+    for dy in (wide, cases.matrix(OUTER, TOKENS, torch.bfloat16, 9, "normal").t()):
+        back = PreparedGroupsBackward(own, (INNER, OUTER), (GROUPS, 32), True, dy.dtype, dy.device)
+        made = back.encode(dy, ends)
+        slot = SlotEncoder(own.grad_output, "grad_output")
+        planes = made[0] if made else encode_tokens(dy, ends, slot, True, True)
+        want = back.encode(dy.contiguous(), ends)[0]
+        for mine, theirs in zip((*planes[0], *planes[1]), (*want.row, *want.col), strict=True):
+            cases.assert_same(mine.contiguous(), theirs.contiguous(), recipe)
+
+
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_current", "mxfp8", "fp8_block"])
 def test_weights_of_any_recipe_are_one_stack(recipe: str, products: list[Product]) -> None:
     """Where tokens need a statistic of their group, the weights alone are prepared."""
