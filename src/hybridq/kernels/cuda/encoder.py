@@ -198,7 +198,8 @@ class GpuEncoder:
             # No kernel writes these forms of such a matrix.
             if prologue is None:
                 return self(x, request)
-            return [*encode_mapped(kernels, x, prologue, request, *self._specs)[0], *stats]
+            made = encode_mapped(kernels, x, prologue.wide(), request, *self._specs)[0]
+            return [*made, *stats]
         if is_kept:
             buffers[2] = buffers[-1]
         return buffers + stats

@@ -40,7 +40,9 @@ def mapped_call(
     else:
         sizes = (rows if prologue.kind == "LayerNorm" else 0, rows)
         own = [prologue.gamma, prologue.beta]
-        dtype = prologue.gamma.dtype
+        dtype = torch.float32
+        if is_one and prologue.gamma.dtype in DTYPES:
+            dtype = prologue.gamma.dtype
         pointers = [kernels.given("norm: weights", one, dtype, cols, x.device) for one in own]
         if is_one:
             is_raw = dtype is not torch.float32 or prologue.is_centered
@@ -94,7 +96,7 @@ def encode_mapped(
     Returns:
         The buffers; and of a norm the rows' mean and rstd.
     """
-    x, prologue = x if x.stride(1) == 1 else x.contiguous(), prologue.wide()
+    x = x if x.stride(1) == 1 else x.contiguous()
     with kernels.launch(x.device) as stream:
         cols, stats, call, _ = mapped_call(kernels, x, prologue)
         made = kernels.new_planes(x.device, x.shape[0], cols, row, col, request)
