@@ -19,6 +19,7 @@ from hybridq import reference
 from hybridq.kernels.choice import EncodeRequest, Groups
 from hybridq.kernels.cpu.backend import core, core_spec
 from hybridq.kernels.ragged import capacity, padded_offsets
+from hybridq.kernels.ragged.padded_layout import group_ends
 from places import BENCHMARKS
 from prologue_cases import check_map, check_map_encode, prologue, source
 
@@ -178,6 +179,34 @@ def _swizzle(kernels: cases.Kernels) -> None:
         cases.assert_same(got, want, f"{rows}x{blocks}")
 
 
+def _places(kernels: cases.Kernels) -> None:
+    """Where groups lie, of ends that rise and of ends that do not."""
+    module, tokens = _module(), 700
+    for count in (1, 7, 257):
+        offsets = torch.randint(-50, 900, (count,), dtype=torch.int32)
+        there = kernels.to(offsets)
+        ends = torch.empty(count, dtype=torch.int32, device=kernels.device)
+        padded = torch.empty(count + 1, dtype=torch.int32, device=kernels.device)
+        addresses = ends.data_ptr(), padded.data_ptr()
+        stream = torch.cuda.current_stream().cuda_stream
+        module.group_places(there.data_ptr(), count, tokens, *addresses, stream)
+        cases.assert_same(ends, group_ends(offsets, tokens), f"ends of {count}")
+        cases.assert_same(padded, padded_offsets(offsets, tokens), f"padded of {count}")
+
+
+def _factors(kernels: cases.Kernels) -> None:
+    """Two amaxes, each divided by its bound and rounded once."""
+    module = _module()
+    for pair in torch.tensor([[0.0, 3e-39], [1.0, 448.0], [3.4e38, 896.0]]):
+        first, second = (kernels.to(one) for one in pair.split(1))
+        out = torch.empty(5, device=kernels.device)
+        stream = torch.cuda.current_stream().cuda_stream
+        given = first.data_ptr(), 2688.0, second.data_ptr(), 1536.0
+        module.two_factors(*given, out.data_ptr(), 4, stream)
+        want = pair.double() / torch.tensor([2688.0, 1536.0], dtype=torch.float64)
+        cases.assert_same(out[::4], want.float(), str(pair.tolist()))
+
+
 def _map(kind: str, name: str = "") -> Run:
     def run(kernels: cases.Kernels) -> None:
         x = source(kind, 256, 512, torch.bfloat16, 1, "normal")
@@ -219,6 +248,8 @@ CALLS: dict[str, Run] = {
     "FoldAligned": _fold(512),
     "FoldGroups": _fold(200),
     "Swizzle": _swizzle,
+    "WriteGroupPlaces": _places,
+    "WriteTwoFactors": _factors,
 }
 
 

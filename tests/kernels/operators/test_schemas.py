@@ -12,6 +12,7 @@ activation(Tensor x, str kind) -> Tensor
 activation_backward(Tensor dy, Tensor x, str kind) -> Tensor
 activation_encode(Tensor x, str kind, str row, str col, Tensor? row_stat=None, Tensor? col_stat=None, Tensor? seed=None, *, str col_source="original", bool keep_row=True, int row_stream=0, int col_stream=1) -> Tensor[]
 activation_encode_ragged(Tensor x, Tensor offsets, str kind, str row, str col, Tensor? row_stat=None, Tensor? col_stat=None, Tensor? seed=None, *, str col_source="original", bool keep_row=True, int row_stream=0, int col_stream=1, bool by_group=False) -> Tensor[]
+all_to_all_bytes(Tensor payload, SymInt[] nbytes, int rank, str group) -> Tensor
 amax(Tensor x, str spec, str direction) -> Tensor
 amax_ragged(Tensor x, Tensor offsets, str spec, str direction, Tensor? row_index=None) -> Tensor
 bias_grad(Tensor dy) -> Tensor
