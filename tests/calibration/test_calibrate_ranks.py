@@ -36,5 +36,5 @@ def test_a_rank_that_dies(tmp_path) -> None:
 
 
 def test_parts_of_modules_on_two_ranks(tmp_path) -> None:
-    names = ("plan", "tokens", "groups", "served")
+    names = ("plan", "tokens", "groups", "served", "changed")
     run(2, tmp_path / "store", *names, program="calibrate_parts_program.py")

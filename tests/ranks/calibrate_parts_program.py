@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import hybridq
+from hybridq import calibration
 from hybridq.calibration import Max, Percentile
 from hybridq.distributed import ColwiseParallel, FusedParallel, RowwiseParallel
 
@@ -144,9 +145,39 @@ def served() -> None:
     assert type(early[0].weight.to_local()).__name__ == "MXFP8Tensor"
 
 
+def changed() -> None:
+    """What changes weights refuses parts of them, before it has changed one; clips leave them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    split = nn.ModuleDict({"up": Model().up, "down": Model().down})
+    parallelize_module(split, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = nn.Sequential(split["up"], nn.ReLU(), split["down"])
+    made = nn.Sequential(hybridq.Linear(64, 128, tp_group=dist.group.WORLD, parallel_mode="column"))
+    data = [torch.ones(4, HIDDEN)]
+    calls: Any = {
+        "gptq": lambda one: calibration.gptq(one, data, "mxfp8", least_width=0),
+        "smooth": lambda one: calibration.smooth(one, data, least_width=0, in_front=True),
+        "awq": lambda one: calibration.awq(one, data, "mxfp8", least_width=0, in_front=True),
+    }
+    for one in (model, made):
+        before = [p.clone() for p in one.parameters()]
+        for name, call in calls.items():
+            try:
+                call(one)
+            except ValueError as error:
+                assert f"{name}: weights must be whole, got 0 that ranks" in str(error), error
+            else:
+                raise AssertionError(name)
+        for own, old in zip(one.parameters(), before, strict=True):
+            assert torch.equal(
+                getattr(own, "_local_tensor", own), getattr(old, "_local_tensor", old)
+            )
+    report = calibration.clip_weights(model, data, "mxfp8", least_width=0)
+    assert not report.weights and len(report.left) == 2, report
+
+
 def near(a: Any, b: torch.Tensor) -> None:
     assert torch.allclose(a, b, rtol=1e-5, atol=1e-6), (a - b).abs().max()
 
 
 if __name__ == "__main__":
-    main({"plan": plan, "tokens": tokens, "groups": groups, "served": served})
+    main({"plan": plan, "tokens": tokens, "groups": groups, "served": served, "changed": changed})
