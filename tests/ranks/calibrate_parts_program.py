@@ -146,33 +146,30 @@ def served() -> None:
 
 
 def changed() -> None:
-    """What changes weights refuses parts of them, before it has changed one; clips leave them."""
+    """What changes weights leaves those of which ranks have parts, and says why."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     split = nn.ModuleDict({"up": Model().up, "down": Model().down})
     parallelize_module(split, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    model = nn.Sequential(split["up"], nn.ReLU(), split["down"])
-    made = nn.Sequential(hybridq.Linear(64, 128, tp_group=dist.group.WORLD, parallel_mode="column"))
-    data = [torch.ones(4, HIDDEN)]
-    calls: Any = {
-        "gptq": lambda one: calibration.gptq(one, data, "mxfp8", least_width=0),
-        "smooth": lambda one: calibration.smooth(one, data, least_width=0, in_front=True),
-        "awq": lambda one: calibration.awq(one, data, "mxfp8", least_width=0, in_front=True),
-    }
-    for one in (model, made):
-        before = [p.clone() for p in one.parameters()]
-        for name, call in calls.items():
-            try:
-                call(one)
-            except ValueError as error:
-                assert f"{name}: weights must be whole, got 0 that ranks" in str(error), error
-            else:
-                raise AssertionError(name)
-        for own, old in zip(one.parameters(), before, strict=True):
-            assert torch.equal(
-                getattr(own, "_local_tensor", own), getattr(old, "_local_tensor", old)
-            )
-    report = calibration.clip_weights(model, data, "mxfp8", least_width=0)
-    assert not report.weights and len(report.left) == 2, report
+    whole = hybridq.Linear(HIDDEN, HIDDEN)
+    model = nn.Sequential(split["up"], nn.ReLU(), split["down"], whole)
+    made = hybridq.Linear(HIDDEN, FFN, tp_group=dist.group.WORLD, parallel_mode="column")
+    data = [torch.randn(64, HIDDEN)]
+    for one, parts in ((model, {"0", "2"}), (nn.Sequential(made), {"0"})):
+        kept = [getattr(one[int(k)].weight, "_local_tensor", one[int(k)].weight) for k in parts]
+        old = [weight.detach().clone() for weight in kept]
+        reports: list[Any] = [
+            calibration.smooth(one, data, least_width=0, in_front=True),
+            calibration.awq(one, data, "mxfp8", least_width=0, in_front=True),
+            calibration.clip_weights(one, data, "mxfp8", least_width=0),
+            calibration.gptq(one, data, "mxfp8", least_width=0),
+        ]
+        for report in reports:
+            assert set(report.left) == parts, report
+            assert all("on several ranks" in why for why in report.left.values()), report
+        for weight, before in zip(kept, old, strict=True):
+            assert torch.equal(weight, before)
+    assert type(whole.weight).__name__ == "MXFP8Tensor"
+    assert torch.isfinite(model(data[0])).all()
 
 
 def near(a: Any, b: torch.Tensor) -> None:

@@ -146,8 +146,6 @@ def _against(holder: Holder, leave: Sequence[str], users: Mapping[int, int]) -> 
         return "its name is one of those that are left"
     if users[id(weight)] > 1:
         return "its weight is another module's, too"
-    if getattr(product.module, "exchange", None) is not None or hasattr(weight, "full_tensor"):
-        return "it is on several ranks; clip before it is dealt out"
     if product.reads is not held_values:
         return "its module keeps its weight in few bits"
     return None

@@ -79,7 +79,7 @@ def reason_against_experts(own: tuple[Product, ...], users: Mapping[int, int]) -
     if not own or own[0].layout is None:
         return "its experts are held in a way that is not known"
     module, layout = own[0].module, own[0].layout
-    if getattr(module, "exchange", None) is not None:
+    if own[0].is_part:
         return "its experts are on several ranks; scale before they are dealt out"
     if layout.passes_others:
         return "experts among its own give what they are given"

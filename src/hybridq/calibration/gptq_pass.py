@@ -18,7 +18,7 @@ from ..recipes import Recipe, get
 from ..reference import tensor_amax
 from ..storage import Plane, build_storage
 from .gptq_matrix import DAMPING, Hessian, check_spec, error_in_output, gptq_plane
-from .products import Product, check_whole, products
+from .products import Product, products
 from .stages import Plan, Stage, plan
 from .weight_planes import Holder, holders, set_planes
 
@@ -111,7 +111,7 @@ def gptq(
 
     Raises:
         ValueError: no batch, no such step, a spec that GPTQ cannot make (stochastic, transformed),
-            a weight or an input that is not finite, a weight of which ranks have parts.
+            a weight or an input that is not finite.
         TypeError: as `hybridq.convert`; data that is a function.
 
     Source: arXiv:2210.17323, section 4 for the order of the parts.
@@ -131,7 +131,6 @@ def gptq(
     taken, left = holders(chosen, of)
     for holder in taken:
         check_spec("gptq", holder.spec)
-        check_whole("gptq", holder.products)
     order = plan(model, data, [one for holder in taken for one in holder.products], step)
     made: list[RoundedWeight] = []
     with torch.no_grad():

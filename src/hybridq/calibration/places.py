@@ -218,6 +218,8 @@ def _against(fold: Fold, inner: dict[str, Any], users: Counter[int]) -> str | No
         is_norm = path == fold.source and fold.kind != "linear"
         if not isinstance(weight, torch.Tensor):
             return f"{path} has no weight"
+        if Product(path, module).is_part:
+            return f"the weight of {path} is on several ranks; scale before it is dealt out"
         if is_quantized(weight):
             return f"the weight of {path} is quantized already"
         if any(users[id(one)] > 1 for one in module.parameters(recurse=False)):
@@ -265,7 +267,10 @@ def input_places(
     """
     made, rest = [], dict(left)
     for group in groups:
-        if all(_is_linear(one) for one in group):
+        if any(one.is_part for one in group):
+            why = "its weight is on several ranks; scale before it is dealt out"
+            rest.update({one.name: why for one in group})
+        elif all(_is_linear(one) for one in group):
             made.append(Place(group))
             for one in group:
                 rest.pop(one.name, None)

@@ -17,7 +17,6 @@ from .stored import Reads, held_values, stored_kind
 
 __all__ = [
     "Product",
-    "check_whole",
     "expert_products",
     "fused_products",
     "plain_name",
@@ -73,6 +72,14 @@ class Product:
     def is_fused(self) -> bool:
         """Whether the module makes what is multiplied itself, of what it is given."""
         return hasattr(self.module, "product_inputs")
+
+    @property
+    def is_part(self) -> bool:
+        """Whether ranks have parts of its weight: such a weight can be read, and not replaced."""
+        module: Any = self.module
+        if getattr(module, "is_parallel", False) or getattr(module, "exchange", None) is not None:
+            return True
+        return hasattr(getattr(module, self.parameter, None), "full_tensor")
 
     def weight(self) -> torch.Tensor:
         """Return the values of the matrix, `[out, in]`: decoded, if it is quantized.
@@ -173,26 +180,6 @@ def _of_experts(
             for e in range(experts)
         ]
     return made
-
-
-def check_whole(where: str, of: Iterable[Product]) -> None:
-    """Raise, before anything is changed, where ranks have parts of a weight.
-
-    Args:
-        where: the function, for the error.
-        of: whose weights it changes.
-
-    Raises:
-        ValueError: a weight is a DTensor, or a part that was made with `tp_group`.
-    """
-    for product in of:
-        module: Any = product.module
-        is_part = getattr(module, "is_parallel", False)
-        if is_part or hasattr(getattr(module, product.parameter, None), "full_tensor"):
-            raise ValueError(
-                f"{where}: weights must be whole, got {product.name} that ranks have parts of; "
-                "call it before fully_shard and parallelize_module"
-            )
 
 
 def expert_products(name: str, module: nn.Module) -> tuple[Product, ...]:

@@ -16,7 +16,7 @@ from ..storage import build_storage
 from .channel_scales import GRID, ChosenScales, awq_scales, nearest_powers, smooth_scales
 from .gptq_matrix import check_spec
 from .places import Place
-from .products import Product, check_whole, products
+from .products import Product, products
 from .scaling_search import Channels, Search
 from .weight_planes import weight_spec
 
@@ -109,7 +109,6 @@ def smooth(
         False
     """
     of = products(model, filter_fn, also=also, least_width=least_width)
-    check_whole("smooth", of)
     search = Search.of(model, data, of, "model", in_front)
     made = []
     for place, seen in search.stages(with_hessian=False):
@@ -168,7 +167,6 @@ def awq(
     chosen = get(recipe)
     every = products(model, filter_fn, also=also, least_width=least_width)
     of = tuple(one for one in every if weight_spec(chosen, one) is not None)
-    check_whole("awq", of)
     for product in of:
         spec = weight_spec(chosen, product)
         if spec is not None:

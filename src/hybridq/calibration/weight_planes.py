@@ -65,6 +65,8 @@ def holders(recipe: Recipe, of: Sequence[Product]) -> tuple[list[Holder], dict[s
         weight = getattr(own[0].module, own[0].parameter)
         if spec is None:
             why = "the recipe leaves its weight in high precision"
+        elif own[0].is_part:
+            why = "its weight is on several ranks; choose planes before it is dealt out"
         elif is_quantized(weight):
             why = "its weight is quantized already"
         elif weight.dim() != (2 if own[0].expert is None else 3):
