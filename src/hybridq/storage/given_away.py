@@ -38,6 +38,14 @@ class GivenAway(TensorStorage):
         """No plane."""
         return ()
 
+    def check_values(self) -> NoReturn:
+        """Raise: there are no values.
+
+        Raises:
+            PlaneError: always.
+        """
+        raise PlaneError(self.refusal)
+
     def check_write(self, where: str) -> NoReturn:
         """Raise: there is nothing to write into.
 
