@@ -36,6 +36,7 @@
 #                      (PLAN=first PART=1, 2, 3: the first hour on a chip, in three calls)
 # make gpu-facts       there: what the chip itself does (rates, products, errors)
 # make gpu-library     anywhere with nvcc: the kernels for ARCH=90a, for make gpu PREBUILT=<file>
+# make gpu-wheel       there: the package around them, for GPU_PYTHON and make gpu GPU_WHEEL=<file>
 # make kernels-check   compile the CUDA code for every architecture and the Triton kernels for NVIDIA's
 #                      and AMD's, and hold instructions, registers and spills to budgets (nvcc, no GPU)
 # make clean           remove what was built (distclean: the environment too)
@@ -70,6 +71,7 @@ RESULTS ?=
 PLAN ?= all
 PART ?= 1
 PREBUILT ?=
+GPU_WHEEL ?=
 ARCH ?= 90a
 # One process per core, each with one thread: the tests are many and small.
 PYTEST_JOBS ?= -n auto --maxprocesses=8
@@ -101,7 +103,7 @@ EMULATION_STAMP := build/emulation/.built
 .PHONY: demo demo-fsdp demo-experts ready both test test-more test-all test-slow test-avx2 judges lint sanitize exhaustive mutants \
   arm64-check fuzz bench models experts-all quality study docs tutorials wheel wheel-check sdist-check kernels-check emulation gpu \
   gpu-facts \
-  gpu-library clean distclean
+  gpu-library gpu-wheel clean distclean
 
 demo: $(DEMO_STAMP)
 	$(BIN)/python -m hybridq train $(ARGS)
@@ -326,7 +328,7 @@ $(EMULATION_STAMP): $(TOOLS_STAMP) $(shell find csrc cmake -type f) CMakeLists.t
 # Into a folder of its own, with what GPU_PYTHON has already: no network and no .venv.
 gpu:
 	@$(GPU_PYTHON) benchmarks/gpu_run.py --plan="$(PLAN)" --part="$(PART)" \
-	  $(if $(RESULTS),--results="$(RESULTS)") $(if $(PREBUILT),--prebuilt="$(PREBUILT)") \
+	  $(if $(RESULTS),--results="$(RESULTS)") $(if $(PREBUILT),--prebuilt="$(PREBUILT)") $(if $(GPU_WHEEL),--wheel="$(GPU_WHEEL)") \
 	  --pytest-args="$(PYTEST_ARGS)" --bench-args="$(ARGS)"
 
 gpu-facts:
@@ -334,6 +336,10 @@ gpu-facts:
 
 gpu-library: $(TOOLS_STAMP)
 	$(BIN)/python benchmarks/gpu_bench/prebuilt.py --arch="$(ARCH)" --cmake="$(BIN)/cmake"
+
+gpu-wheel: $(TOOLS_STAMP)
+	$(BIN)/python benchmarks/gpu_bench/prebuilt.py --arch="$(ARCH)" --cmake="$(BIN)/cmake" \
+	  --wheel-python="$(GPU_PYTHON)"
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -116,6 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--plan", choices=sorted({name for name, _ in plans.PLANS}), default="all")
     parser.add_argument("--part", type=int, default=1, help="of a plan of several calls")
     parser.add_argument("--prebuilt", type=Path, help="the kernels: what make gpu-library made")
+    parser.add_argument("--wheel", type=Path, help="the package: what make gpu-wheel made")
     parser.add_argument("--seconds", type=float, default=TOTAL)
     parser.add_argument("--pytest-args", default="")
     parser.add_argument("--bench-args", default="")
@@ -128,6 +129,8 @@ def main(arguments: list[str] | None = None) -> int:
     arch = "" if reason else architecture()
     if reason is None and options.prebuilt is not None:
         reason = prebuilt.reason(options.prebuilt.resolve(), arch)
+    if reason is None and options.wheel is not None:
+        reason = prebuilt.wheel_reason(options.wheel, arch)
     if reason is not None:
         print(f"gpu: needs an NVIDIA GPU and its tools: {reason}")
         return 2
@@ -143,6 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
         build=options.site.resolve().parent / "gpu-build",
         arch=arch,
         prebuilt=options.prebuilt.resolve() if options.prebuilt else None,
+        wheel=options.wheel.resolve() if options.wheel else None,
         pytest_args=tuple(shlex.split(options.pytest_args)),
         bench_args=tuple(shlex.split(options.bench_args)),
     )

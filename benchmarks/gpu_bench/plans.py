@@ -61,6 +61,7 @@ class Place:
         build: the build's folder.
         arch: of the GPU, `"90a"`.
         prebuilt: the kernels as a library, or None to compile them.
+        wheel: the package as a wheel that was built before, or None to build it.
         pytest_args, bench_args: the user's own.
     """
 
@@ -71,6 +72,7 @@ class Place:
     build: Path
     arch: str
     prebuilt: Path | None = None
+    wheel: Path | None = None
     pytest_args: tuple[str, ...] = ()
     bench_args: tuple[str, ...] = ()
 
@@ -84,10 +86,15 @@ def build(place: Place, warps: int = 0) -> Step:
         "HYBRIDQ_CUDA_LIBRARY": str(place.prebuilt) if place.prebuilt and not warps else "",
         "HYBRIDQ_TILE_WARPS": str(warps or ""),
     }
-    command = (
+    command: tuple[str, ...] = (
         *(sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"),
         *("--no-build-isolation", "--no-deps", "--no-index", "--upgrade", "--no-compile"),
         *("--root-user-action=ignore", "--target", str(_site(place, warps))),
+    )
+    if place.wheel is not None and not warps:
+        return Step("install", (*command, str(place.wheel)), 60, least=10, is_needed=True)
+    command = (
+        *command,
         *(f"--config-settings=cmake.define.{name}={value}" for name, value in defines.items()),
         f"--config-settings=build-dir={place.build}",
         ".",
@@ -104,26 +111,28 @@ def _workers() -> tuple[str, ...]:
     """Return pytest's option for several processes: half of a test's time is the CPU's side."""
     if find_spec("xdist") is None:
         return ()
-    return ("-n", str(max(1, min(6, (os.cpu_count() or 2) // 2))))
+    return ("-n", str(max(1, min(12, (os.cpu_count() or 2) - 2))))
 
 
 def tests(place: Place, names: Sequence[str] = TEST_FILES, seconds: float = 120) -> list[Step]:
     """Return a step for each file of tests; one that hangs costs the others nothing."""
-    return [
-        Step(
-            f"tests {name}",
-            (
-                *(sys.executable, "-m", "pytest", "-q", "-m", "gpu"),
-                *(f"tests/gpu/test_gpu_{name}.py", f"--gpu-outcomes={place.outcomes}"),
-                *_workers(),
-                # What has not begun by then is skipped; what hangs is ended.
-                f"--gpu-seconds={0.8 * seconds:.0f}",
-                *place.pytest_args,
-            ),
-            seconds,
-        )
-        for name in names
-    ]
+    return [together(place, name, (name,), seconds) for name in names]
+
+
+def together(place: Place, what: str, names: Sequence[str], seconds: float) -> Step:
+    """Return one step for files of tests: processes that start once, where time is short."""
+    return Step(
+        f"tests {what}",
+        (
+            *(sys.executable, "-m", "pytest", "-q", "-m", "gpu"),
+            *(f"tests/gpu/test_gpu_{name}.py" for name in names),
+            *(f"--gpu-outcomes={place.outcomes}", *_workers()),
+            # What has not begun by then is skipped; what hangs is ended.
+            f"--gpu-seconds={0.8 * seconds:.0f}",
+            *place.pytest_args,
+        ),
+        seconds,
+    )
 
 
 def sanitizer(tool: str, seconds: float = 75) -> Step:
@@ -261,6 +270,34 @@ def first_rest(place: Place) -> list[Step]:
     ]
 
 
+def short_bits(place: Place) -> list[Step]:
+    """Five minutes: is every kernel right, is what stands on it, and how fast is what most use?"""
+    return [
+        build(place),
+        together(place, "kernels", TEST_FILES[:3], 90),
+        together(place, "products and layers", TEST_FILES[3:], 110),
+        *facts(place, ("copy",)),
+        section(place, "cast", 40, "--quick"),
+        section(place, "gemm", 40, "--quick"),
+        section(place, "linear", 40),
+        section(place, "host", 15),
+    ]
+
+
+def short_speed(place: Place) -> list[Step]:
+    """Five minutes: how fast are casts, products, groups, layers and peers?"""
+    return [
+        build(place),
+        section(place, "cast", 60),
+        section(place, "gemm", 70),
+        section(place, "grouped", 40),
+        section(place, "linear", 40),
+        section(place, "host", 15),
+        section(place, "small_m", 30),
+        section(place, "peer", 25),
+    ]
+
+
 #: Name and part to the steps.
 PLANS: dict[tuple[str, int], Callable[[Place], list[Step]]] = {
     ("all", 1): everything,
@@ -268,4 +305,6 @@ PLANS: dict[tuple[str, int], Callable[[Place], list[Step]]] = {
     ("first", 1): first_bits,
     ("first", 2): first_speed,
     ("first", 3): first_rest,
+    ("short", 1): short_bits,
+    ("short", 2): short_speed,
 }
