@@ -51,12 +51,12 @@ def layer_cases(bench: Bench) -> list[Case]:
     """Return one training step per recipe; the first case is nn.Linear in BF16."""
     tokens, inner, outer = bench.linear
     flops = 6 * tokens * inner * outer
-    layers: dict[tuple[str, bool], tuple[nn.Module, torch.Tensor, torch.Tensor]] = {}
+    layers: dict[tuple[type, bool], tuple[nn.Module, torch.Tensor, torch.Tensor]] = {}
 
     def parts(
         kind: type[nn.Module], has_bias: bool
     ) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-        key = (kind.__name__, has_bias)
+        key = (kind, has_bias)  # by the class: both are named Linear
         if key not in layers:
             layer = kind(inner, outer, has_bias, device=bench.device, dtype=torch.bfloat16)
             x = bench.randn(tokens, inner, torch.bfloat16, 0).clone().requires_grad_()
