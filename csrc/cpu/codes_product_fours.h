@@ -82,9 +82,6 @@ static float FoldFourSums(float (&sums)[kFourSums]) {
   return sums[0];
 }
 
-// One NaN, whatever it came from.
-static HQ_HD float OneNan(float v) { return v == v ? v : FromBits(kQuietNanBits); }
-
 // One row of the plane with all rows of a, as the order is written down.
 static void SlowRowOfFours(const FoursTask& task, int64_t row, Scratch& s, float* results,
                            int64_t stride) {

@@ -199,6 +199,8 @@ HQ_DEVICE bool PutVector(const DecodeArgs& a, const Vec2& codes, float scale, fl
   }
   if constexpr (kOut == DType::kFloat32) {
     auto* out = reinterpret_cast<Vec4*>(static_cast<float*>(a.out) + at);
+    HQ_UNROLL
+    for (int i = 0; i < 8; ++i) v[i] = OneNan(v[i]);
     Store(out, Vec4{Bits(v[0]), Bits(v[1]), Bits(v[2]), Bits(v[3])});
     Store(out + 1, Vec4{Bits(v[4]), Bits(v[5]), Bits(v[6]), Bits(v[7])});
   } else {
@@ -348,7 +350,7 @@ HQ_DEVICE void PutAs(void* out, int64_t i, DType dtype, float v) {
     case DType::kFloat16:
       return Store(static_cast<uint16_t*>(out) + i, ToFp16(v));
     case DType::kFloat32:
-      return Store(static_cast<float*>(out) + i, v);
+      return Store(static_cast<float*>(out) + i, OneNan(v));
   }
   Never();
 }

@@ -19,7 +19,7 @@ HQ_GLOBAL void HQ_LAUNCH_BOUNDS(32, 1) WriteTwoFactors(FactorsArgs a) {
   const uint32_t thread = ThreadIndex();
   if (thread > 1) return;
   const float amax = Load(thread == 0 ? a.first : a.second);
-  const float factor = DivRn(amax, thread == 0 ? a.first_bound : a.second_bound);
+  const float factor = OneNan(DivRn(amax, thread == 0 ? a.first_bound : a.second_bound));
   Store(a.out + (thread == 0 ? 0 : a.step), factor);
 }
 

@@ -76,11 +76,21 @@ HQ_HD float FromBits(uint32_t b) {
 
 HQ_HD float FromSignedBits(int32_t b) { return FromBits(static_cast<uint32_t>(b)); }
 
+// What an operation makes: in the emulator a NaN is the one that chips make, whatever NaN went in
+// (PTX ISA, "Floating Point Instructions": 0x7fffffff), so that bits that would differ there do here.
+HQ_HD float AsOnChip(float v) {
+#if defined(HQ_EMULATE)
+  return (SignedBits(v) & kMagnitudeMask) > kInfBits ? FromSignedBits(0x7fffffff) : v;
+#else
+  return v;
+#endif
+}
+
 HQ_HD float MulRn(float a, float b) {
 #if defined(__CUDA_ARCH__)
   return __fmul_rn(a, b);
 #else
-  return a * b;
+  return AsOnChip(a * b);
 #endif
 }
 
@@ -88,7 +98,7 @@ HQ_HD float AddRn(float a, float b) {
 #if defined(__CUDA_ARCH__)
   return __fadd_rn(a, b);
 #else
-  return a + b;
+  return AsOnChip(a + b);
 #endif
 }
 
@@ -96,7 +106,7 @@ HQ_HD float SubRn(float a, float b) {
 #if defined(__CUDA_ARCH__)
   return __fsub_rn(a, b);
 #else
-  return a - b;
+  return AsOnChip(a - b);
 #endif
 }
 
@@ -104,7 +114,7 @@ HQ_HD float DivRn(float a, float b) {
 #if defined(__CUDA_ARCH__)
   return __fdiv_rn(a, b);
 #else
-  return a / b;
+  return AsOnChip(a / b);
 #endif
 }
 
@@ -113,7 +123,7 @@ HQ_HD float RcpRn(float v) {
 #if defined(__CUDA_ARCH__)
   return __frcp_rn(v);
 #else
-  return 1.0f / v;
+  return AsOnChip(1.0f / v);
 #endif
 }
 
@@ -121,7 +131,7 @@ HQ_HD float SqrtRn(float v) {
 #if defined(__CUDA_ARCH__)
   return __fsqrt_rn(v);
 #else
-  return __builtin_sqrtf(v);
+  return AsOnChip(__builtin_sqrtf(v));
 #endif
 }
 
@@ -133,6 +143,9 @@ HQ_HD int32_t MaxInt(int32_t a, int32_t b) { return a > b ? a : b; }
 HQ_HD int32_t MinInt(int32_t a, int32_t b) { return a < b ? a : b; }
 
 HQ_HD bool IsNan(float v) { return Magnitude(v) > kInfBits; }
+
+// v, and of any NaN the one that is written to memory: a host and a chip make different ones.
+HQ_HD float OneNan(float v) { return IsNan(v) ? FromSignedBits(kQuietNanBits) : v; }
 
 // min(v, limit) that keeps a NaN in v: a comparison with NaN is false.
 HQ_HD float MinKeepNan(float v, float limit) { return v > limit ? limit : v; }

@@ -22,7 +22,7 @@ struct AmaxRule {
 
 struct AmaxScale {
   float multiplier;  // scale_enc
-  float decode;      // 1 / scale_enc
+  float decode;      // 1 / scale_enc, with the NaN that memory has
 };
 
 HQ_HD AmaxRule MakeAmaxRule(float fmax, float eps, float overflow, bool power_of_two) {
@@ -39,7 +39,7 @@ HQ_HD AmaxScale ComputeAmaxScale(int32_t magnitude, const AmaxRule& rule) {
   const int32_t bits = SignedBits(capped);
   const float rounded = FromSignedBits(IsNan(capped) ? bits : bits & rule.scale_mask);
   const float enc = bounded == 0.0f ? 1.0f : rounded;
-  return {enc, RcpRn(enc)};
+  return {enc, OneNan(RcpRn(enc))};
 }
 
 // What a statistic makes of a plane with one scale for the whole tensor. An amax is never negative:
