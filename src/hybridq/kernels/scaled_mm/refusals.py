@@ -36,7 +36,9 @@ _lost: set[_Product] = set()
 #: What a refusal may be raised as.
 REFUSALS: Final = (RuntimeError, ValueError, NotImplementedError)
 _SAYS_NO = re.compile(
-    r"CUBLAS_STATUS_(NOT_SUPPORTED|INVALID_VALUE)|not supported|unsupported", re.I
+    r"CUBLAS_STATUS_(NOT_SUPPORTED|INVALID_VALUE)|not supported|unsupported|"
+    r"Invalid scaling configuration",  # of torch's own, before it asks cuBLASLt
+    re.I,
 )
 
 
