@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import ScalingType, SwizzleType
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+BLOCKS = {ScalingType.BlockWise1x128, ScalingType.BlockWise128x128}
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 
 
@@ -140,13 +141,74 @@ def scaled_mm(
         not (scale_recipe_a[0] == scale_recipe_b[0] == ScalingType.BlockWise128x128),
         "no 128x128 by 128x128",
     )
+    if BLOCKS & {*scale_recipe_a, *scale_recipe_b}:
+        both = {mat_a.dtype, mat_b.dtype}
+        need(both == {torch.float8_e4m3fn}, "Invalid scaling configuration: block scales of E4M3")
+    return _product(
+        mat_a,
+        mat_b,
+        (scale_a, scale_recipe_a, swizzle_a or []),
+        (scale_b, scale_recipe_b, swizzle_b or []),
+        bias,
+        output_dtype,
+    )
+
+
+def older_scaled_mm(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale_result: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """`torch._scaled_mm` of block scales, whose recipes follow from the sizes of the scales."""
+    need(
+        not use_fast_accum and scale_result is None, "no fast accumulation, no scale of the result"
+    )
+    need(mat_a.is_contiguous() and mat_b.t().is_contiguous(), "row-major times column-major")
+    need(not (mat_a.dtype == mat_b.dtype == torch.float8_e5m2), "no E5M2 by E5M2")
+    sides = [
+        _blocks(scale, rows, mat_b.shape[0])
+        for scale, rows in ((scale_a, mat_a.shape[0]), (scale_b.t(), mat_b.shape[1]))
+    ]
+    need([one[1] for one in sides].count([ScalingType.BlockWise128x128]) < 2, "no two of squares")
+    return _product(mat_a, mat_b, sides[0], sides[1], bias, out_dtype)
+
+
+_Side = tuple[list[torch.Tensor], list[ScalingType], list[SwizzleType]]
+
+
+def _blocks(scale: torch.Tensor, rows: int, k: int) -> _Side:
+    """A side of the newer product, by the sizes of its scales."""
+    blocks = -(-k // 128)
+    if tuple(scale.shape) == (rows, blocks):
+        return [scale], [ScalingType.BlockWise1x128], []
+    down, long = -(-rows // 128), up(blocks, 4)
+    need(tuple(scale.shape) == (down, blocks), f"block scales: {tuple(scale.shape)}")
+    need(scale.stride(1) == 1 and (down == 1 or scale.stride(0) == long), "rows of 16 bytes")
+    # As the newer product takes them, which reads no more than these.
+    made = torch.as_strided(scale, (long, down), (1, long))
+    return [made], [ScalingType.BlockWise128x128], []
+
+
+def _product(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    first: _Side,
+    second: _Side,
+    bias: torch.Tensor | None,
+    output_dtype: torch.dtype,
+) -> torch.Tensor:
     left, right = values(mat_a), values(mat_b.t())
     (m, k), n = left.shape, right.shape[0]
     need(k % 16 == 0 and n % 16 == 0, f"K and N are multiples of 16, got {k} and {n}")
-    if ScalingType.RowWise in scale_recipe_a:
+    if ScalingType.RowWise in first[1]:
         need(output_dtype == torch.bfloat16 and bias is None, "products by rows are BF16")
-    one, fa = expanded(scale_a, scale_recipe_a, swizzle_a or [], (m, k), mat_a, True)
-    two, fb = expanded(scale_b, scale_recipe_b, swizzle_b or [], (n, k), mat_b, False)
+    one, fa = expanded(*first, (m, k), mat_a, True)
+    two, fb = expanded(*second, (n, k), mat_b, False)
     product = (left * one) @ (right * two).t() * (fa * fb)
     if bias is not None:
         need(tuple(bias.shape) == (n,) and bias.dtype == output_dtype, "bias of the result's dtype")

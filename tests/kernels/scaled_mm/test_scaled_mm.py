@@ -23,7 +23,7 @@ from hybridq.kernels.choice.arguments import GemmArgs, Operand
 from hybridq.kernels.scaled_mm import backend as backend_native
 from hybridq.kernels.scaled_mm import cublas_probe as native_probe
 from hybridq.kernels.scaled_mm.operand_layout import swizzle
-from scaled_mm_oracle import scaled_mm
+from scaled_mm_oracle import older_scaled_mm, scaled_mm
 
 HOPPER, BLACKWELL, ADA, AMPERE = (described(name) for name in ("sm_90", "sm_100", "sm_89", "sm_80"))
 ROW = Format(E4M3, (1, 4096), FP32, "amax", "float8")
@@ -36,6 +36,7 @@ WIDE = Format(E4M3, (1, 64), E8M0, "rceil", "mxfp8")
 @pytest.fixture(autouse=True)
 def _oracle(monkeypatch) -> None:
     monkeypatch.setattr(backend_native, "scaled_mm", scaled_mm)
+    monkeypatch.setattr(backend_native, "older_scaled_mm", older_scaled_mm)
 
 
 def spec_of(text: str | Format | PlaneSpec) -> PlaneSpec:

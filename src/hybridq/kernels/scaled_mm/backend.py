@@ -61,11 +61,14 @@ __all__ = ["NATIVE", "multiply", "native_kind", "planned_product"]
 _ALIGNMENT = 16
 
 _SQUARES = "BlockWise128x128"
+_BLOCK_RECIPES = (_SQUARES, "BlockWise1x128")
 
 #: Of all sizes of a product whose operands are encoded with scales in tiles.
 _TILE = 128
 
 scaled_mm: Any = getattr(torch.nn.functional, "scaled_mm", None)
+#: The product before it, which multiplies E5M2 with block scales; the newer one refuses that.
+older_scaled_mm: Any = getattr(torch, "_scaled_mm", None)
 
 
 @cached_choice
@@ -223,6 +226,11 @@ def _named(enum: str, names: tuple[str, ...]) -> tuple[Any, ...]:
 def _scaled_mm(
     left: Scaled, right: Scaled, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
+    if left.recipes[0] in _BLOCK_RECIPES and torch.float8_e5m2 in (
+        left.data.dtype,
+        right.data.dtype,
+    ):
+        return _e5m2_blocks(left, right, bias, dtype)
     right_scales = [
         scale.t() if recipe == "RowWise" else scale
         for scale, recipe in zip(right.scales, right.recipes, strict=True)
@@ -239,6 +247,27 @@ def _scaled_mm(
         bias=bias,
         output_dtype=dtype,
         # Partial sums are added in FP32 on the way; without that the error is ten times as large.
+        use_fast_accum=False,
+    )
+
+
+def _e5m2_blocks(
+    left: Scaled, right: Scaled, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the product with block scales where a side has E5M2 codes."""
+    blocks = -(-left.data.shape[1] // _TILE)
+    # Of squares [rows, blocks] without what fills their rows up.
+    first, second = (
+        side.scales[0][:blocks].t() if side.recipes[0] == _SQUARES else side.scales[0]
+        for side in (left, right)
+    )
+    return older_scaled_mm(
+        left.data,
+        right.data.t(),
+        first,
+        second.t(),
+        bias=bias,
+        out_dtype=dtype,
         use_fast_accum=False,
     )
 
