@@ -212,14 +212,24 @@ std::string EncodePathOf(uintptr_t x, const std::string& dtype, int64_t rows, in
   return cuda::EncodePath(call.x, call.Row(), call.Col());
 }
 
+// A number and what it is divided by, of each plane of a product; 0: there is none.
+using FactorsTuple = std::tuple<uintptr_t, float, uintptr_t, float>;
+
 void DecodeOf(const Spec& spec, uintptr_t data, uintptr_t scale, uintptr_t amax, int64_t rows,
               int64_t cols, uintptr_t out, const std::string& out_dtype, bool operand,
-              uintptr_t left_range, uintptr_t stream) {
+              uintptr_t left_range, uintptr_t stream, const std::optional<FactorsTuple>& given) {
   const DType dtype = ParseDType(out_dtype, "decode");
   const PlaneSource plane = MakePlaneSource(spec, data, scale, amax, rows, cols, out, operand, 1);
+  cuda::OperandFactors factors;
+  if (given) {
+    if (!operand) Fail("decode: factors are those of an operand");
+    const auto& [first, first_bound, second, second_bound] = *given;
+    factors = {Pointer<const float>(first), first_bound, Pointer<const float>(second),
+               second_bound};
+  }
   const py::gil_scoped_release release;
   cuda::DecodePlane(plane, Pointer<void>(out), dtype, Pointer<uint32_t>(left_range),
-                    Pointer<void>(stream));
+                    Pointer<void>(stream), factors);
 }
 
 void AmaxOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t cols, int64_t stride0,
@@ -424,8 +434,10 @@ void BindKernels(py::module_& m) {
         "Return which kernels encode would launch: 'pair', 'tile', 'general' or one for each.");
   m.def("decode", &DecodeOf, py::arg("spec"), py::arg("data"), py::arg("scale"), py::arg("amax"),
         py::arg("rows"), py::arg("cols"), py::arg("out"), py::arg("out_dtype"), py::arg("operand"),
-        py::arg("left_range"), py::arg("stream"),
-        "Decode a plane [rows, cols]; *left_range becomes 1 if an operand left BF16's range.");
+        py::arg("left_range"), py::arg("stream"), py::arg("factors") = py::none(),
+        "Decode a plane [rows, cols]; *left_range becomes 1 if an operand left BF16's range. "
+        "`factors`: (first, bound, second, bound), numbers that an operand is multiplied by before "
+        "its rounding, each divided by its bound where that is not 0; an address of 0: none.");
   m.def("amax", &AmaxOf, py::arg("x"), py::arg("dtype"), py::arg("rows"), py::arg("cols"),
         py::arg("stride0"), py::arg("stride1"), py::arg("signs"), py::arg("out"),
         py::arg("per_row"), py::arg("stream"), "Write max|x|, of the matrix or of each row.");

@@ -9,7 +9,8 @@ HQ_NAMESPACE_BEGIN
 namespace cuda {
 namespace {
 
-DecodeArgs MakeArgs(const PlaneSource& plane, void* out, DType dtype, uint32_t* left_range) {
+DecodeArgs MakeArgs(const PlaneSource& plane, void* out, DType dtype, uint32_t* left_range,
+                    const OperandFactors& factors) {
   const Spec& spec = plane.spec;
   DecodeArgs a{};
   a.data = plane.data;
@@ -28,8 +29,10 @@ DecodeArgs MakeArgs(const PlaneSource& plane, void* out, DType dtype, uint32_t* 
   a.signs = plane.operand ? -1 : spec.signs;
   a.tensor_bound = spec.tensor_bound;
   a.has_unit_scale = a.is_whole && plane.operand;
-  a.has_factor = spec.rule == Rule::kTwoLevel && !plane.operand;
-  a.is_row_scaled = spec.row_scaled;
+  a.given = factors;
+  const bool is_given = factors.first != nullptr || factors.second != nullptr;
+  a.has_factor = is_given || (spec.rule == Rule::kTwoLevel && !plane.operand);
+  a.is_row_scaled = spec.row_scaled && !is_given;
   a.asks_range = plane.operand && left_range != nullptr;
   return a;
 }
@@ -73,7 +76,7 @@ void LaunchBitsOf(const PlaneSource& plane, const DecodeArgs& a, cuda::Stream st
 
 // Whether there was a kernel for these codes and scales.
 bool DecodedByBits(const PlaneSource& plane, const DecodeArgs& a, cuda::Stream stream) {
-  if (!plane.operand || a.dtype != DType::kBFloat16) return false;
+  if (!plane.operand || a.has_factor || a.dtype != DType::kBFloat16) return false;
   const Element element = plane.spec.element;
   if (element == Element::kE4M3 && a.has_unit_scale) {
     LaunchBits<E4M3, ScaleKind::kUnit>(plane, a, stream);
@@ -96,9 +99,9 @@ bool DecodedByBits(const PlaneSource& plane, const DecodeArgs& a, cuda::Stream s
 }  // namespace
 
 void DecodePlane(const PlaneSource& plane, void* out, DType dtype, uint32_t* left_range,
-                 Stream stream) {
+                 Stream stream, const OperandFactors& factors) {
   if (plane.rows == 0 || plane.k == 0) return;
-  DecodeArgs a = MakeArgs(plane, out, dtype, left_range);
+  DecodeArgs a = MakeArgs(plane, out, dtype, left_range, factors);
   if (HasVectors(a, plane.spec.element == Element::kE2M1, dtype)) {
     CountBy(kDecodeCodes, plane, &a);
     if (DecodedByBits(plane, a, stream)) return;

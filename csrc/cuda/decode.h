@@ -18,6 +18,7 @@
 #define HYBRIDQ_CUDA_DECODE_H_
 
 #include "cuda/common.h"
+#include "cuda/kernels.h"
 #include "formats/e8m0.h"
 #include "formats/hadamard.h"
 #include "formats/scale_two_level.h"
@@ -47,6 +48,7 @@ struct DecodeArgs {
   float tensor_bound;
   bool is_whole;  // one scale for the tensor
   bool has_unit_scale, has_factor, is_row_scaled, asks_range;
+  OperandFactors given;  // in the place of the plane's own factor
 };
 
 // ---- what all of them share
@@ -72,8 +74,19 @@ HQ_DEVICE float LoadScale(const DecodeArgs& a, const RowSplit& at) {
   Never();
 }
 
+// A number, divided where there is a bound; 1 where there is none.
+HQ_DEVICE float LoadNumber(const float* number, float bound) {
+  if (number == nullptr) return 1.0f;
+  const float value = LoadReadOnly(number);
+  return bound == 0.0f ? value : DivRn(value, bound);
+}
+
 HQ_DEVICE float LoadFactor(const DecodeArgs& a, int64_t row) {
   if (!a.has_factor) return 1.0f;
+  if (a.given.first != nullptr || a.given.second != nullptr) {
+    return MulRn(LoadNumber(a.given.first, a.given.first_bound),
+                 LoadNumber(a.given.second, a.given.second_bound));
+  }
   return TwoLevelFactor(LoadReadOnly(a.amax + (a.is_row_scaled ? row : 0)), a.tensor_bound);
 }
 

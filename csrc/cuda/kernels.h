@@ -122,10 +122,20 @@ std::string EncodePath(const Matrix& x, const GpuPlane* row, const GpuPlane* col
 void Amax(const Matrix& x, int signs, float* out, Stream stream);
 void RowAmax(const Matrix& x, int signs, float* out, Stream stream);
 
+// Numbers that the values of an operand are multiplied by before their one rounding, each divided by
+// its bound first where that is not 0, as an amax is: the factors of both planes of a product. Null:
+// there is none. On the device.
+struct OperandFactors {
+  const float* first = nullptr;
+  float first_bound = 0.0f;
+  const float* second = nullptr;
+  float second_bound = 0.0f;
+};
+
 // Writes [rows, k or Kp] contiguous. *left_range (null: not asked) is set to 1 if a non-zero value
 // left BF16's normal range, and is never cleared.
 void DecodePlane(const PlaneSource& plane, void* out, DType dtype, uint32_t* left_range,
-                 Stream stream);
+                 Stream stream, const OperandFactors& factors = {});
 
 // [rows, cols] of 4, 8, 16 or 32 bits to [cols, rows].
 void Transpose(const void* src, int64_t rows, int64_t cols, int bits, void* dst, Stream stream);

@@ -14,7 +14,7 @@ from hybridq.kernels.cpu import SKINNY_ROWS
 from hybridq.kernels.cpu import backend as backend_cpu
 from hybridq.kernels.cpu import bf16_gemm as product
 from hybridq.kernels.cpu.bf16_gemm import multiply
-from hybridq.kernels.decoded.decoded_gemm import decode_side
+from hybridq.kernels.decoded.decoded_sides import decode_side
 from hybridq.kernels.operators.encode_plan import encode_plan
 from hybridq.kernels.operators.skinny_gemm import skinny_gemm
 

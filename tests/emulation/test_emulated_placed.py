@@ -15,7 +15,7 @@ from hybridq.formats import PlaneSpec
 from hybridq.kernels import folded_backend
 from hybridq.kernels.choice import ALIGNMENT, EncodeRequest, GemmArgs, Operand, OpQuery, Place
 from hybridq.kernels.choice.registry import register_backend, unregister_backend
-from hybridq.kernels.decoded import planned_gemm
+from hybridq.kernels.decoded import factored_gemm, planned_gemm
 from hybridq.kernels.inputs import Chip
 from hybridq.kernels.operators import run_gemm
 from hybridq.kernels.scaled_mm import backend as native
@@ -206,8 +206,10 @@ def test_a_prepared_backward_of_a_gpu_has_the_general_ones_bits(recipe, has_wgra
 
 
 def _operand(name: str, rows: int, k: int, spec: PlaneSpec | None = None) -> Operand:
-    spec = spec or PLAIN[name]
     x = cases.matrix(rows, k, torch.bfloat16, rows, "normal")
+    if name == "bf16":
+        return Operand([x], PlaneSpec.parse("bf16"), rows, k)
+    spec = spec or {**PLAIN, **cases.option_specs()}[name]
     return Operand(BACKEND.ops["encode"](x, spec, None, EncodeRequest()), spec, rows, k)
 
 
@@ -332,10 +334,56 @@ def test_a_planned_exact_product_has_the_bits_of_two_decodes(names, monkeypatch)
     monkeypatch.setattr(planned_gemm, "exact_gemm", None)  # nothing is left to it
     monkeypatch.setattr(planned_gemm, "select", lambda _: BACKEND)
     chip = Chip("cuda", (9, 0), (13, 0), (2, 11))
-    run = planned_gemm.planner(OpQuery("gemm", "cuda", dtype, a.spec, b.spec, "auto", sizes, chip))
+    query = OpQuery("gemm", "cuda", dtype, a.spec, b.spec, "exact", sizes, chip)
+    run = planned_gemm.planner(query)
     memory = torch.full((run.room + 2 * ALIGNMENT,), 0xA5, dtype=torch.uint8)
-    args = GemmArgs(bias, None, dtype, work=Place(memory, ALIGNMENT, 0))
+    args = GemmArgs(bias, None, dtype, "exact", work=Place(memory, ALIGNMENT, 0))
     with emulated.EmulatedKernels(MODULE).launch(torch.device("cpu")):
         got = run(a, b, args)
     cases.assert_same(got, wanted, str(names))
+    assert (torch.cat([memory[:ALIGNMENT], memory[-ALIGNMENT:]]) == 0xA5).all()
+
+
+#: Of two planes, and the values of the left operand that the product gets.
+FACTORED = [
+    *(("nvfp4", "nvfp4"), ("nvfp4", "mxfp8"), ("mxfp8", "nvfp4"), ("fp8_e4m3", "nvfp4")),
+    *(("nvfp4", "fp8_e5m2"), ("nvfp4 rht", "nvfp4 rht"), ("bf16", "nvfp4"), ("nvfp4", "bf16")),
+]
+
+
+@pytest.mark.parametrize("sizes", [(36, 48, 96), (5, 7, 33)], ids=str)
+@pytest.mark.parametrize("names", FACTORED, ids=str)
+def test_factors_go_into_one_operand(names, sizes, monkeypatch) -> None:
+    """That operand is its values times both factors, rounded once; the other one is exact."""
+    dtype = torch.bfloat16
+    a, b = (_operand(name, rows, sizes[2]) for name, rows in zip(names, sizes, strict=False))
+    values, factor = [], torch.ones(1)
+    for one in (a, b):
+        if one.spec.format.is_identity:
+            values.append(one.buffers[0].float())
+            continue
+        exact, _ = reference.plane_operand(one.buffers, one.spec, one.rows, one.cols, dtype, False)
+        values.append(exact.float())
+        own = reference.tensor_factor(one.buffers, one.spec)
+        factor = factor if own is None else factor * own
+    which = 1 if a.spec.format.is_identity else 0
+    values[which] = (values[which] * factor).to(dtype).float()
+    monkeypatch.setattr(factored_gemm, "select", lambda _: BACKEND)
+    chip = Chip("cuda", (9, 0), (13, 0), (2, 11))
+    query = OpQuery("gemm", "cuda", dtype, a.spec, b.spec, "auto", sizes, chip)
+    run = factored_gemm.factored_planner(query)
+    memory = torch.full((run.room + 2 * ALIGNMENT,), 0xA5, dtype=torch.uint8)
+    found = []
+
+    def mm(bias: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        found.extend((bias, x, y.t()))
+        return torch.empty(sizes[0], sizes[1])
+
+    monkeypatch.setattr(torch, "addmm", mm)
+    args = GemmArgs(torch.zeros(sizes[1]), None, dtype, work=Place(memory, ALIGNMENT, 0))
+    with emulated.EmulatedKernels(MODULE).launch(torch.device("cpu")):
+        assert run(a, b, args).shape == sizes[:2]
+        assert run(a._replace(buffers=[x.t().contiguous().t() for x in a.buffers]), b, args) is None
+    for got, want in zip(found[1:3], values, strict=True):
+        assert got.dtype == dtype and torch.equal(got[:, : want.shape[1]].float(), want)
     assert (torch.cat([memory[:ALIGNMENT], memory[-ALIGNMENT:]]) == 0xA5).all()

@@ -20,6 +20,7 @@ from gemm_cases import check, decoded, in_own_domain, make
 from hybridq.formats import DEFAULT_SIGNS, PlaneSpec, format, names
 from hybridq.kernels import OpQuery, choose
 from hybridq.kernels.decoded import decoded_gemm as exact
+from hybridq.kernels.decoded import decoded_sides as sides
 from hybridq.storage import Plane, TensorStorage
 from oracle.samples import KINDS, sample
 
@@ -30,11 +31,16 @@ _QUERY = OpQuery("gemm", "cpu", torch.float32, *[PlaneSpec.parse("mxfp8")] * 2)
 BACKENDS = [answer.backend.name for answer in choose(_QUERY).answers if answer.reason is None]
 
 
+def no_product_of_the_core(monkeypatch) -> None:
+    for module in (exact, sides):
+        monkeypatch.setattr(module, "product_reason", lambda: "not for this test")
+
+
 @pytest.fixture(params=["core", "torch"])
 def products(request, monkeypatch) -> str:
     """With the core's BF16 product, where this CPU has it, and as on a CPU without one."""
     if request.param == "torch":
-        monkeypatch.setattr(exact, "product_reason", lambda: "not for this test")
+        no_product_of_the_core(monkeypatch)
     elif exact.product_reason() is not None:
         pytest.skip(str(exact.product_reason()))
     return request.param
@@ -53,7 +59,7 @@ def test_every_pair_of_formats(a_name: str, b_name: str, products: str) -> None:
 def test_a_cpu_without_bf16_instructions_takes_the_fp32_product(
     name: str, monkeypatch, slow_products: None
 ) -> None:
-    monkeypatch.setattr(exact, "product_reason", lambda: "not for this test")
+    no_product_of_the_core(monkeypatch)
     a = make(torch.randn(19, 150, dtype=torch.bfloat16), name)
     b = make(torch.randn(33, 150, dtype=torch.bfloat16), "mxfp8")
     check(hybridq.gemm(a, b, out_dtype=torch.bfloat16), decoded(a), decoded(b))

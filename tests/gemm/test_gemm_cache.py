@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hybridq
 from hybridq.kernels import operand_cache_nbytes
-from hybridq.kernels.decoded import decoded_gemm as exact
+from hybridq.kernels.decoded import decoded_sides as exact
 from hybridq.kernels.inputs import operand_cache as kept
 
 #: More rows than read codes.

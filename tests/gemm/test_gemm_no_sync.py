@@ -22,6 +22,7 @@ from hybridq.kernels.choice.arguments import GemmArgs, GroupedArgs, GroupedOpera
 from hybridq.kernels.choice.registry import forget_choices
 from hybridq.kernels.decoded import decoded_gemm as exact
 from hybridq.kernels.decoded import decoded_grouped_gemm as grouped
+from hybridq.kernels.decoded import decoded_sides, factored_gemm
 from hybridq.kernels.operators import encode_ragged as ops_ragged
 from hybridq.kernels.ragged import padded_layout as ragged
 from hybridq.kernels.scaled_mm import backend as backend_native
@@ -44,10 +45,15 @@ def _no_gpu(monkeypatch):
     def scaled_mm(a, b, *_, output_dtype, **__):
         return a.new_empty((a.shape[0], b.shape[1]), dtype=output_dtype)
 
+    def older(a, b, *_, out_dtype, **__):
+        return scaled_mm(a, b, output_dtype=out_dtype)
+
     monkeypatch.setattr(backend_native, "scaled_mm", scaled_mm)
+    monkeypatch.setattr(backend_native, "older_scaled_mm", older)
     monkeypatch.setattr(native_views, "_wider", native_views._wider.__wrapped__)  # not for fakes
-    for module in (backend_fold, native_views, exact):
+    for module in (backend_fold, native_views, decoded_sides, factored_gemm):
         monkeypatch.setattr(module, "select", lambda call: backend_reference.REFERENCE)
+    monkeypatch.setattr(factored_gemm, "is_current", lambda _: True)
     forget_choices()
     with FakeTensorMode(), Indexing():
         yield

@@ -159,7 +159,7 @@ CORE = (
         "scale-by-division",
         rules.STORED_SCALE,
         "formats/scale_amax.h",
-        "return {enc, RcpRn(enc)};",
+        "return {enc, OneNan(RcpRn(enc))};",
         "const bool exact = bounded > 0.0f && quotient <= FloatMax() && rule.scale_mask == -1;\n"
         "  return {enc, exact ? DivRn(bounded, rule.fmax) : RcpRn(enc)};",
     ),

@@ -106,7 +106,7 @@ PRODUCTS = (
     _gemm(
         "range-flag-ignored",
         rules.RANGE_LOW,
-        "decoded/decoded_gemm",
+        "decoded/decoded_sides",
         "        if is_outside and",
         "        is_outside = False\n        if is_outside and",
         "test_operands_below_bf16s_normal_range",

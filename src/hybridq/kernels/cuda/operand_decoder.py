@@ -13,9 +13,15 @@ from ..inputs import DTYPES
 
 __all__ = ["OperandDecoder"]
 
+#: Two numbers on the device, and what each is divided by.
+Factors = tuple[tuple[torch.Tensor | None, float], tuple[torch.Tensor | None, float]]
+
 
 class OperandDecoder:
-    """Decodes planes of one spec and size as operands of a GEMM: without a tensor's factor.
+    """Decodes planes of one spec and size as operands of a GEMM.
+
+    Without a tensor's factor, unless factors are given: then values are multiplied by them before
+    they are rounded to `dtype`.
 
     Args:
         kernels: `backend.GpuKernels`.
@@ -39,7 +45,12 @@ class OperandDecoder:
         self.nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
 
     def __call__(
-        self, buffers: list[torch.Tensor], memory: torch.Tensor, at: int, stream: int
+        self,
+        buffers: list[torch.Tensor],
+        memory: torch.Tensor,
+        at: int,
+        stream: int,
+        factors: Factors | None = None,
     ) -> torch.Tensor:
         """Return the operand `[rows, K]`, K with the transform's padding.
 
@@ -48,11 +59,17 @@ class OperandDecoder:
             memory: uint8 on the current device.
             at: the byte where the operand begins, a multiple of `ALIGNMENT`.
             stream: the device's current one.
+            factors: two numbers, FP32 `[1]` or None for none, and what each is divided by first
+                (0: by nothing).
         """
         kernels, width = self._kernels, self._shape[1]
         out = memory.view(self._dtype)
         out = out.as_strided(self._shape, (width, 1), at // self._dtype.itemsize)
         plane = (kernels.pointer(buffers[0]), kernels.pointer(buffers[1]), 0)
         own = (kernels.pointer(out, True), self._name, True, 0)
-        kernels.module.decode(self._text, *plane, *self._sizes, *own, stream)
+        given = None
+        if factors is not None:
+            (first, first_bound), (second, second_bound) = factors
+            given = (kernels.pointer(first), first_bound, kernels.pointer(second), second_bound)
+        kernels.module.decode(self._text, *plane, *self._sizes, *own, stream, given)
         return out

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .backend import TORCH
 from .code_reasons import no_codes_reason
-from .decoded_gemm import Side, decode_side, exact_gemm, fp32_reason
+from .decoded_gemm import exact_gemm
+from .decoded_sides import Side, decode_side, fp32_reason
 from .plain_gemm import (
     ProductWay,
     advise,

@@ -15,7 +15,8 @@ from ..inputs import is_host, without_autocast
 from ..ragged import group_ends as ends_of
 from ..ragged import one_of, pad_tokens, product_loop
 from ..scaled_mm import ceil_to
-from .decoded_gemm import decode_side, exact_gemm, fp32_reason
+from .decoded_gemm import exact_gemm
+from .decoded_sides import decode_side, fp32_reason
 
 __all__ = ["group_ends", "grouped_gemm", "grouped_reason", "keeps_transformed"]
 

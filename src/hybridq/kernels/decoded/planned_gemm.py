@@ -15,7 +15,9 @@ from ...formats import PlaneSpec
 from ...reference import factor_bound
 from ..choice import ALIGNMENT, GemmArgs, Operand, OpQuery, select
 from ..inputs import has_autocast, is_current, stream_of
-from .decoded_gemm import exact_gemm, fp32_reason
+from .decoded_gemm import exact_gemm
+from .decoded_sides import fp32_reason
+from .factored_gemm import FactoredProduct, factored_planner
 
 __all__ = ["PlannedProduct", "planner"]
 
@@ -92,7 +94,31 @@ class PlannedProduct:
         return out
 
 
-def planner(query: OpQuery) -> PlannedProduct | None:
+class _WithFactors:
+    """A GEMM whose factors go into an operand, and the exact one where that is not done.
+
+    Attributes:
+        room: bytes of what dies with the product, a multiple of `ALIGNMENT`.
+    """
+
+    __slots__ = ("_run", "room")
+
+    def __init__(self, run: FactoredProduct) -> None:
+        self._run, self.room = run, run.room
+
+    def __call__(self, a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
+        device = a.buffers[0].device
+        is_alone = args.accumulate_into is None and args.place is None
+        if is_alone and is_current(device) and not has_autocast(device.type):
+            bias = args.bias
+            if bias is None or bias.dtype is args.out_dtype:
+                made = self._run(a, b, args)
+                if made is not None:
+                    return made
+        return exact_gemm(a, b, args)
+
+
+def planner(query: OpQuery) -> PlannedProduct | _WithFactors | None:
     """Return what multiplies planes of a query's specs in its sizes, or None.
 
     Args:
@@ -101,6 +127,9 @@ def planner(query: OpQuery) -> PlannedProduct | None:
     a, b, sizes = query.row, query.col, query.sizes
     if a is None or b is None or sizes is None or 0 in sizes or query.dtype is torch.float32:
         return None
+    made = factored_planner(query)
+    if made is not None:
+        return _WithFactors(made)
     bounds = [factor_bound(spec) for spec in (a, b)]
     if bounds == [None, None]:  # of BF16 operands whose product may round at once
         return None
