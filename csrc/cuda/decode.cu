@@ -30,7 +30,7 @@ DecodeArgs MakeArgs(const PlaneSource& plane, void* out, DType dtype, uint32_t* 
   a.tensor_bound = spec.tensor_bound;
   a.has_unit_scale = a.is_whole && plane.operand;
   a.given = factors;
-  const bool is_given = factors.first != nullptr || factors.second != nullptr;
+  const bool is_given = IsGiven(factors);
   a.has_factor = is_given || (spec.rule == Rule::kTwoLevel && !plane.operand);
   a.is_row_scaled = spec.row_scaled && !is_given;
   a.asks_range = plane.operand && left_range != nullptr;
@@ -53,15 +53,24 @@ bool HasVectors(const DecodeArgs& a, bool is_packed, DType dtype) {
          a.k_stored / kDecodeCodes <= kMaxDivisor && ItemBytes(dtype) * kDecodeCodes % 16 == 0;
 }
 
-template <class E, ScaleKind kScale>
-void LaunchBits(const PlaneSource& plane, const DecodeArgs& a, cuda::Stream stream) {
+template <class E, ScaleKind kScale, bool kFactored>
+void LaunchBitsFor(const PlaneSource& plane, const DecodeArgs& a, cuda::Stream stream) {
   const int64_t block = plane.spec.block_cols;
   const bool is_flat = a.is_whole || (plane.spec.block_rows == 1 && a.k_stored % block == 0);
   const LaunchShape shape{CeilDiv(a.work, kDecodeVectors), kDecodeThreads, 0, "DecodeBits"};
   if (is_flat) {
-    Launch(DecodeBits<E, kScale, true>, shape, stream, a);
+    Launch(DecodeBits<E, kScale, true, kFactored>, shape, stream, a);
   } else {
-    Launch(DecodeBits<E, kScale, false>, shape, stream, a);
+    Launch(DecodeBits<E, kScale, false, kFactored>, shape, stream, a);
+  }
+}
+
+template <class E, ScaleKind kScale>
+void LaunchBits(const PlaneSource& plane, const DecodeArgs& a, cuda::Stream stream) {
+  if (a.has_factor) {
+    LaunchBitsFor<E, kScale, true>(plane, a, stream);
+  } else {
+    LaunchBitsFor<E, kScale, false>(plane, a, stream);
   }
 }
 
@@ -76,7 +85,7 @@ void LaunchBitsOf(const PlaneSource& plane, const DecodeArgs& a, cuda::Stream st
 
 // Whether there was a kernel for these codes and scales.
 bool DecodedByBits(const PlaneSource& plane, const DecodeArgs& a, cuda::Stream stream) {
-  if (!plane.operand || a.has_factor || a.dtype != DType::kBFloat16) return false;
+  if (!plane.operand || a.dtype != DType::kBFloat16) return false;
   const Element element = plane.spec.element;
   if (element == Element::kE4M3 && a.has_unit_scale) {
     LaunchBits<E4M3, ScaleKind::kUnit>(plane, a, stream);

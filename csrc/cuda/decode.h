@@ -81,9 +81,13 @@ HQ_DEVICE float LoadNumber(const float* number, float bound) {
   return bound == 0.0f ? value : DivRn(value, bound);
 }
 
+HQ_HD bool IsGiven(const OperandFactors& factors) {
+  return factors.first != nullptr || factors.second != nullptr;
+}
+
 HQ_DEVICE float LoadFactor(const DecodeArgs& a, int64_t row) {
   if (!a.has_factor) return 1.0f;
-  if (a.given.first != nullptr || a.given.second != nullptr) {
+  if (IsGiven(a.given)) {
     return MulRn(LoadNumber(a.given.first, a.given.first_bound),
                  LoadNumber(a.given.second, a.given.second_bound));
   }
@@ -313,7 +317,8 @@ HQ_DEVICE Vec4 DecodeEight(const Vec2& codes, uint32_t raw) {
 }
 
 // `work`: vectors. kFlat: blocks fill the rows, so that counting on from row to row counts blocks.
-template <class E, ScaleKind kScale, bool kFlat>
+// kFactored: scales are multiplied by the factors that are given.
+template <class E, ScaleKind kScale, bool kFlat, bool kFactored>
 HQ_GLOBAL void HQ_LAUNCH_BOUNDS(kDecodeThreads, 4) DecodeBits(DecodeArgs a) {
   constexpr int kBytes = kIsPacked<E> ? kDecodeCodes / 2 : kDecodeCodes;
   const int64_t begin = static_cast<int64_t>(BlockIndex()) * kDecodeVectors;
@@ -323,6 +328,8 @@ HQ_GLOBAL void HQ_LAUNCH_BOUNDS(kDecodeThreads, 4) DecodeBits(DecodeArgs a) {
   uint16_t* const out = static_cast<uint16_t*>(a.out) + begin * kDecodeCodes;
   const uint32_t count =
       a.work - begin < kDecodeVectors ? static_cast<uint32_t>(a.work - begin) : kDecodeVectors;
+  constexpr ScaleKind kOwn = kFactored ? ScaleKind::kFp32 : kScale;
+  const float factor = kFactored ? LoadFactor(a, 0) : 1.0f;
   Vec2 codes[kDecodeUnroll];
   uint32_t scale[kDecodeUnroll];
   HQ_UNROLL
@@ -343,11 +350,12 @@ HQ_GLOBAL void HQ_LAUNCH_BOUNDS(kDecodeThreads, 4) DecodeBits(DecodeArgs a) {
   for (int u = 0; u < kDecodeUnroll; ++u) {
     const uint32_t offset = static_cast<uint32_t>(u) * kDecodeThreads + ThreadIndex();
     if (offset >= count) continue;
-    if (AreFinite<E>(codes[u]) && IsSafeScale<E, kScale>(scale[u])) {
+    if constexpr (kFactored) scale[u] = Bits(MulRn(ScaleValue<kScale>(scale[u]), factor));
+    if (AreFinite<E>(codes[u]) && IsSafeScale<E, kOwn>(scale[u])) {
       Store(reinterpret_cast<Vec4*>(out + offset * kDecodeCodes),
-            DecodeEight<E, kScale>(codes[u], scale[u]));
+            DecodeEight<E, kOwn>(codes[u], scale[u]));
     } else {
-      leaves |= PutVector<E, DType::kBFloat16>(a, codes[u], ScaleValue<kScale>(scale[u]), 1.0f,
+      leaves |= PutVector<E, DType::kBFloat16>(a, codes[u], ScaleValue<kOwn>(scale[u]), 1.0f,
                                                (begin + offset) * kDecodeCodes);
     }
   }

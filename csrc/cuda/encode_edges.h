@@ -75,15 +75,16 @@ struct WithinEdges {
 
 // ---- stores
 
-// The lowest kBits of `words` at `out`, which must be aligned to them.
+// The lowest kBits of `words` at `out`, which must be aligned to them. Codes are to leave the cache
+// first: the scales of a row, of which a tile writes a part of a sector, stay until it is whole.
 template <int kBits, int kWords>
 HQ_DEVICE void StoreVector(uint8_t* out, const uint32_t (&words)[kWords]) {
   if constexpr (kBits == 64) {
-    Store(reinterpret_cast<Vec2*>(out), Vec2{words[0], words[kWords - 1]});
+    StoreStreaming(reinterpret_cast<Vec2*>(out), Vec2{words[0], words[kWords - 1]});
   } else if constexpr (kBits == 32) {
-    Store(reinterpret_cast<uint32_t*>(out), words[0]);
+    StoreStreaming(reinterpret_cast<uint32_t*>(out), words[0]);
   } else {
-    Store(reinterpret_cast<uint16_t*>(out), static_cast<uint16_t>(words[0]));
+    StoreStreaming(reinterpret_cast<uint16_t*>(out), static_cast<uint16_t>(words[0]));
   }
 }
 

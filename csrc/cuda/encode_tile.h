@@ -319,7 +319,7 @@ HQ_DEVICE void StoreAlignedColumns(const TileArgs& a, const Place<G>& at) {
     const uint64_t k = at.r0 + chunk * kCodesPerChunk;
     const Vec4 v = SharedLoad<Vec4>(ColumnAt<K, G>(col, chunk * 16));
     if (at.c0 + col < a.cols && k < static_cast<uint64_t>(p.k)) {
-      Store(
+      StoreStreaming(
           reinterpret_cast<Vec4*>(p.data + ((at.c0 + col) * p.data_stride + k * K::kCodeBits / 8)),
           v);
     }

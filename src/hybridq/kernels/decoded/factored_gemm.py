@@ -37,9 +37,11 @@ def takes_factors(query: OpQuery) -> bool:
         return False
     if a.row_scaled or b.row_scaled or factor_bound(a) is factor_bound(b) is None:
         return False
-    for spec in (a, b):
-        if spec.format.is_identity and spec.format.storage_dtype not in (None, torch.bfloat16):
-            return False
+    # A plain first operand has no decode that could take them, and a second one may be kept.
+    if a.format.is_identity:
+        return False
+    if b.format.is_identity and b.format.storage_dtype not in (None, torch.bfloat16):
+        return False
     return fp32_reason(a, b, query.device, query.dtype, is_alone=False) is None
 
 
@@ -48,20 +50,19 @@ class FactoredProduct:
 
     Args:
         specs: of the planes, for which `takes_factors` holds.
-        decoders: of the operands (`Backend.operand_decoder`); None of one that is BF16 already.
+        decoders: of the operands (`Backend.operand_decoder`); None of a second one that is BF16.
 
     Attributes:
         room: bytes of what dies with the product, a multiple of `ALIGNMENT`.
     """
 
-    __slots__ = ("_at", "_bounds", "_decoders", "_which", "room")
+    __slots__ = ("_at", "_bounds", "_decoders", "room")
 
     def __init__(self, specs: Sequence[PlaneSpec], decoders: Sequence[Any]) -> None:
         self._decoders = decoders
-        #: The operand that takes the factors.
-        self._which = 0 if decoders[0] is not None else 1
         self._bounds = [factor_bound(spec) for spec in specs]
-        self._at = 0 if decoders[0] is None else decoders[0].nbytes
+        #: Where the second operand begins.
+        self._at = decoders[0].nbytes
         self.room = self._at + (0 if decoders[1] is None else decoders[1].nbytes)
 
     def __call__(self, a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor | None:
@@ -72,8 +73,6 @@ class FactoredProduct:
             args: of which nothing is added into, and nothing has a place.
         """
         operands = (a, b)
-        if operands[self._which].cache is not None:
-            return None  # what is kept of it would change with the other one's factor
         for operand in operands:
             for buffer in operand.buffers:
                 if not buffer.is_contiguous():
@@ -88,18 +87,15 @@ class FactoredProduct:
             (None, 0.0) if bound is None else (operand.buffers[2 if bound else 1], bound)
             for operand, bound in zip(operands, self._bounds, strict=True)
         )
-        sides = []
-        for i, operand in enumerate(operands):
-            run, buffers = self._decoders[i], operand.buffers
-            if run is None:
-                sides.append(buffers[0])
-            elif i == self._which:
-                sides.append(run(buffers, memory, at + i * self._at, stream, factors))
-            elif operand.cache is not None:  # exact, and so kept as any product keeps it
-                sides.append(decode_side(operand, True, torch.bfloat16).matrix)
-            else:
-                sides.append(run(buffers, memory, at + i * self._at, stream))
-        left, right = sides
+        # Never kept: it changes with the other operand's factor.
+        left = self._decoders[0](a.buffers, memory, at, stream, factors)
+        run = self._decoders[1]
+        if run is None:
+            right = b.buffers[0]
+        elif b.cache is not None:  # exact, and so kept as any product keeps it
+            right = decode_side(b, True, torch.bfloat16).matrix
+        else:
+            right = run(b.buffers, memory, at + self._at, stream)
         if args.bias is None:
             return torch.mm(left, right.t())
         return torch.addmm(args.bias, left, right.t())
@@ -117,7 +113,7 @@ def factored_planner(query: OpQuery) -> FactoredProduct | None:
     m, n, k = sizes
     decoders: list[Any] = []
     for spec, rows in ((a, m), (b, n)):
-        if spec.format.is_identity:
+        if spec.format.is_identity:  # the second
             decoders.append(None)
             continue
         found = select(OpQuery("operand", query.device, torch.bfloat16, spec)).operand_decoder
