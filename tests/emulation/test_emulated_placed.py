@@ -213,13 +213,23 @@ def _operand(name: str, rows: int, k: int, spec: PlaneSpec | None = None) -> Ope
     return Operand(BACKEND.ops["encode"](x, spec, None, EncodeRequest()), spec, rows, k)
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "fp8_e4m3", "fp8_block", "mx", "nvfp4"])
+def _folded_operand(one: Operand, height: int) -> Operand:
+    made = BACKEND.ops["fold"](one.buffers, one.spec, one.rows, one.cols, height)
+    spec = folded_backend.folded_spec(one.spec, height)
+    return Operand([made.codes, made.scale], spec, one.rows, one.cols)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_fast", "fp8_e4m3", "fp8_block", "mx", "nvfp4"])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_planned_products_have_the_bits_of_those_that_plan_nothing(
     name: str, has_bias: bool, monkeypatch
 ) -> None:
     sizes, dtype = (36, 48, 512), torch.bfloat16
-    if name == "fp8_block":  # the weight's scales in squares, whose rows have no gap
+    precision = "fast" if name == "mxfp8_fast" else "auto"
+    if name == "mxfp8_fast":
+        sizes = (36, 272, 512)
+        a, b = (_operand("mxfp8", rows, 512) for rows in sizes[:2])
+    elif name == "fp8_block":  # the weight's scales in squares, whose rows have no gap
         down = laid_down(PLAIN["fp8_1x128"])
         a, b = _operand("", 36, 512, down), _operand("fp8_128x128", 48, 512)
     elif name in ("mx", "nvfp4"):  # scales in tiles, those of the second in squares
@@ -233,8 +243,9 @@ def test_planned_products_have_the_bits_of_those_that_plan_nothing(
         a, b = (_operand(name, rows, sizes[2]) for rows in sizes[:2])
     major = 10 if name in ("mx", "nvfp4") else 9
     chip = Chip("cuda", (major, 0), (13, 0), (2, 11))
-    query = OpQuery("gemm", "cuda", dtype, a.spec, b.spec, "auto", sizes, chip)
-    args = GemmArgs(torch.randn(sizes[1]).to(dtype) if has_bias else None, None, dtype, chip=chip)
+    query = OpQuery("gemm", "cuda", dtype, a.spec, b.spec, precision, sizes, chip)
+    bias = torch.randn(sizes[1]).to(dtype) if has_bias else None
+    args = GemmArgs(bias, None, dtype, precision, chip=chip)
     calls = []
 
     def product(*given, **more):
@@ -246,16 +257,16 @@ def test_planned_products_have_the_bits_of_those_that_plan_nothing(
     monkeypatch.setattr(folded_backend, "is_current", lambda _: True)
     monkeypatch.setattr(folded_backend, "_gemm", None)  # nothing is left to it
     kernels = emulated.EmulatedKernels(MODULE)
-    if name == "mxfp8":
-        folders = [BACKEND.folder(one.spec, one.rows, sizes[2]) for one in (a, b)]
+    if name.startswith("mxfp8"):
+        heights = (1, 128 if precision == "fast" else 1)
+        folders = [
+            BACKEND.folder(one.spec, one.rows, sizes[2], height)
+            for one, height in zip((a, b), heights, strict=True)
+        ]
         with kernels.launch(torch.device("cpu")):
             got = folded_backend._Planned(query, folders)(a, b, args)
-        planes = [
-            BACKEND.ops["fold"](one.buffers, one.spec, one.rows, one.cols, 1) for one in (a, b)
-        ]
         left, right = (
-            Operand([made.codes, made.scale], folded_backend.folded_spec(one.spec), *one[2:4])
-            for made, one in zip(planes, (a, b), strict=True)
+            _folded_operand(one, height) for one, height in zip((a, b), heights, strict=True)
         )
         want = native.multiply(left, right, args, "block")
     else:

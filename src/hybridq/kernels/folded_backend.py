@@ -4,8 +4,9 @@ A folded plane is an FP8 plane with FP32 scales of 1x128 blocks (`reference.fold
 and how far off it is), so what multiplies it is the blockwise FP8 product. The other operand may be
 any FP8 plane. Where cuBLASLt has no blockwise product, Triton's takes its place.
 
-Both operands are folded to rows of 128: squares of 128x128 are the faster kind, but one large row
-of a square would cost the others their small values.
+Both operands are folded to rows of 128. Squares of 128x128 of the second operand are the faster
+kind (a quarter on an H100), but one large row of a square costs the others their small values: only
+precision "fast" takes them.
 
 Source: ours; docs/reference/gemm.md, "Fold".
 """
@@ -95,8 +96,13 @@ def fold(operand: Operand, height: int = 1) -> Folded:
     return backend.ops["fold"](operand.buffers, operand.spec, operand.rows, operand.cols, height)
 
 
-def _after(spec: PlaneSpec) -> PlaneSpec:
-    return folded_spec(spec) if is_foldable(spec) else spec
+def _after(spec: PlaneSpec, height: int = 1) -> PlaneSpec:
+    return folded_spec(spec, height) if is_foldable(spec) else spec
+
+
+def _height(spec: PlaneSpec, precision: str) -> int:
+    """Return how many rows of the second operand share a scale once it is folded for cuBLASLt."""
+    return FOLD_WIDTH if precision == "fast" and is_foldable(spec) else 1
 
 
 def _supports(query: OpQuery) -> str | None:
@@ -145,6 +151,8 @@ def _operands(query: OpQuery) -> tuple[PlaneSpec, PlaneSpec]:
     else:
         # Triton's product wants other strides, and takes its place only where asked to.
         takes = _BLOCK.reason("block", query.chip) is None
+        if takes and _height(col, query.precision) > 1:  # no kernel folds to squares on the way
+            return _encoded(row), col
     return (_encoded(row), _encoded(col)) if takes else (row, col)
 
 
@@ -176,8 +184,11 @@ def _notes(query: OpQuery) -> tuple[str, ...]:
         how += "; group ends stay on the device, groups without tokens give zeros"
     if not folded:
         return (how, added_error(capability, is_folded=False))
+    shape = "1x128"
+    if is_cublas and query.col is not None and _height(query.col, query.precision) > 1:
+        shape = "1x128, those of b of 128x128 (precision 'fast')"
     return (
-        f"operand {' and '.join(folded)} folded to FP32 scales of 1x128; {how}",
+        f"operand {' and '.join(folded)} folded to FP32 scales of {shape}; {how}",
         added_error(capability, is_folded=True),
         f"a folded E4M3 code is off by at most {FOLD_LIMIT:.1e} of its group's amax",
     )
@@ -194,25 +205,27 @@ class _Plane:
         return self.operand.buffers
 
 
-def _folded(operand: Operand) -> Operand:
+def _folded(operand: Operand, height: int = 1) -> Operand:
     if not is_foldable(operand.spec):
         return operand
 
     def make() -> _Plane:
-        made = fold(operand)
-        spec, width = folded_spec(operand.spec), operand.spec.padded(operand.cols)
+        made = fold(operand, height)
+        spec, width = folded_spec(operand.spec, height), operand.spec.padded(operand.cols)
         # Its rows are as long as the transform's padding: the spec pads no further.
         return _Plane(Operand([made.codes, made.scale], spec, operand.rows, width))
 
     if operand.cache is None:
         return make().operand
-    return operand.cache.get("folded", operand.buffers, make).operand
+    form = "folded" if height == 1 else f"folded {height}"
+    return operand.cache.get(form, operand.buffers, make).operand
 
 
 def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
-    left, right = _folded(a), _folded(b)
     chip = args.chip or chip_of(a.buffers[0].device)
-    if chip.kind != "cuda" or _BLOCK.reason("block", chip) is None:
+    is_cublas = chip.kind != "cuda" or _BLOCK.reason("block", chip) is None
+    left, right = _folded(a), _folded(b, _height(b.spec, args.precision) if is_cublas else 1)
+    if is_cublas:
         specs = (left.spec, right.spec)
         args = args._replace(chip=chip)
         return or_next_way(lambda: multiply(left, right, args, "block"), "block", specs, a, b, args)
@@ -230,12 +243,24 @@ def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
 
 #: Rows of operands a and b, and columns of both, that need no padding.
 _STEPS = (4, 16, 16)
+#: Columns of a plane whose squares' scales need no padding: rows of them are of 16 bytes.
+_WIDE = 4 * FOLD_WIDTH
 
 
 def _has_no_gaps(operand: Operand, is_folded: bool) -> bool:
     """Return whether codes and scales lie as they are read: a folded plane's by columns."""
     data, scale = operand.buffers
     return data.is_contiguous() and (scale.t() if is_folded else scale).is_contiguous()
+
+
+_RECIPES = {1: "BlockWise1x128", FOLD_WIDTH: "BlockWise128x128"}
+
+
+def _after_both(query: OpQuery) -> list[PlaneSpec]:
+    """Return the specs of both operands as cuBLASLt gets them."""
+    if query.row is None or query.col is None:
+        return []
+    return [_after(query.row), _after(query.col, _height(query.col, query.precision))]
 
 
 class _Planned:
@@ -248,10 +273,12 @@ class _Planned:
         folders: of the operands (`Backend.folder`); None of one that is folded.
     """
 
-    __slots__ = ("_dtype", "_elements", "_folders", "_is_known", "_nbytes", "_trial")
+    __slots__ = ("_dtype", "_elements", "_folders", "_is_known", "_nbytes", "_recipes", "_trial")
 
     def __init__(self, query: OpQuery, folders: Sequence[Any]) -> None:
-        specs = [_after(spec) for spec in (query.row, query.col) if spec is not None]
+        specs = _after_both(query)
+        #: How torch names the scales of each.
+        self._recipes = [_RECIPES[(spec.format.block or (1,))[0]] for spec in specs]
         self._elements = [FP8[spec.format.element] for spec in specs if spec.format.element]
         self._folders, self._dtype = folders, query.dtype
         self._nbytes = sum(0 if folder is None else folder.nbytes for folder in folders)
@@ -277,12 +304,14 @@ class _Planned:
             memory = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
             stream = stream_of(device)
         views, at = [], 0
-        for operand, fold_into, dtype in zip((a, b), self._folders, self._elements, strict=True):
-            codes, scale = operand.buffers
+        for i, operand in enumerate((a, b)):
+            (codes, scale), fold_into = operand.buffers, self._folders[i]
             if fold_into is not None:
                 codes, scale = fold_into(operand.buffers, memory, at, stream)
                 at += fold_into.nbytes
-            views.append(Scaled(codes.view(dtype), (scale,), ("BlockWise1x128",)))
+            recipe = self._recipes[i]
+            scale = scale.t() if recipe == _RECIPES[FOLD_WIDTH] else scale
+            views.append(Scaled(codes.view(self._elements[i]), (scale,), (recipe,)))
         try:
             made = planned_product(views[0], views[1], bias, self._dtype)
         except REFUSALS as error:
@@ -307,6 +336,9 @@ def _planner(query: OpQuery) -> _Planned | None:
     for spec, rows, step in zip(specs, (m, n), _STEPS, strict=False):
         if spec is None or rows % step or spec.padded(k) % _STEPS[2]:
             return None
+        height = _height(spec, query.precision) if len(folders) else 1
+        if height > 1 and spec.padded(k) % _WIDE:
+            return None
         if _is_folded(spec):
             folders.append(None)
             continue
@@ -315,7 +347,7 @@ def _planner(query: OpQuery) -> _Planned | None:
         found = select(OpQuery("fold", query.device, torch.float32, spec)).folder
         if found is None:
             return None
-        folders.append(found(spec, rows, k))
+        folders.append(found(spec, rows, k, height))
     return _Planned(query, folders)
 
 

@@ -105,9 +105,9 @@ class GpuKernels(Addresses):
         """Return what encodes planes of two specs for products of groups: see `Backend`."""
         return GpuGroupEncoder(self, row, col, dtype)
 
-    def folder(self, spec: PlaneSpec, rows: int, cols: int) -> Folder:
+    def folder(self, spec: PlaneSpec, rows: int, cols: int, height: int = 1) -> Folder:
         """Return what folds planes of one spec and size: see `Backend`."""
-        return Folder(self, spec, rows, cols)
+        return Folder(self, spec, rows, cols, height)
 
     def operand_decoder(
         self, spec: PlaneSpec, rows: int, cols: int, dtype: torch.dtype

@@ -15,33 +15,44 @@ __all__ = ["Folder"]
 
 
 class Folder:
-    """Folds planes of one spec and size to FP8 with FP32 scales of `1 x 128`.
+    """Folds planes of one spec and size to FP8 with FP32 scales of `height x 128`.
 
     Args:
         kernels: `backend.GpuKernels`.
         spec: of the planes, with E8M0 scales.
         rows, cols: of their own matrix.
+        height: 1 or 128.
 
     Attributes:
         nbytes: that a folded plane takes, a multiple of `ALIGNMENT`.
     """
 
-    __slots__ = ("_changed", "_kernels", "_scale", "_sizes", "_text", "nbytes")
+    __slots__ = ("_changed", "_height", "_kernels", "_scale", "_sizes", "_steps", "_text", "nbytes")
 
-    def __init__(self, kernels: Any, spec: PlaneSpec, rows: int, cols: int) -> None:
+    def __init__(
+        self, kernels: Any, spec: PlaneSpec, rows: int, cols: int, height: int = 1
+    ) -> None:
         width = spec.padded(cols)
-        self._kernels, self._text = kernels, core_spec(spec)[0]
-        self._sizes = (rows, width, -(-width // FOLD_WIDTH))
+        right, down = -(-width // FOLD_WIDTH), -(-rows // height)
+        self._kernels, self._text, self._height = kernels, core_spec(spec)[0], height
+        self._sizes = (rows, width)
+        #: Shape and strides of the scales; those of a row of squares are whole groups of 16 bytes.
+        self._steps = ((down, right), (1, down))
+        if height > 1:
+            self._steps = ((down, right), (-(-right // 4) * 4, 1))
         #: Where the scales and the count of changes begin, behind the codes.
         self._scale = -(-rows * width // ALIGNMENT) * ALIGNMENT
-        scales = 4 * rows * self._sizes[2]
+        scales = 4 * max(self._steps[0][0] * self._steps[1][0], down * right)
         self._changed = self._scale + -(-scales // ALIGNMENT) * ALIGNMENT
         self.nbytes = self._changed + ALIGNMENT
 
     def __call__(
         self, buffers: list[torch.Tensor], memory: torch.Tensor, at: int, stream: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the codes `[rows, K]` and scales `[rows, ceil(K / 128)]` with strides `(1, rows)`.
+        """Return the codes `[rows, K]` and the scales `[ceil(rows / height), ceil(K / 128)]`.
+
+        Scales of rows have strides `(1, rows)`, those of squares lie along K, as products read
+        them.
 
         Args:
             buffers: data and scales of a plane that was just made, or was checked.
@@ -49,11 +60,11 @@ class Folder:
             at: the byte where the folded plane begins, a multiple of `ALIGNMENT`.
             stream: the device's current one.
         """
-        kernels, (rows, width, right) = self._kernels, self._sizes
+        kernels, (rows, width), (shape, steps) = self._kernels, self._sizes, self._steps
         data, scale = kernels.pointer(buffers[0]), kernels.pointer(buffers[1])
         base = kernels.pointer(memory, True) + at
-        own = (base, base + self._scale, 1, rows, base + self._changed)
-        kernels.module.fold(self._text, data, scale, rows, width, 1, *own, stream)
+        own = (base, base + self._scale, *steps, base + self._changed)
+        kernels.module.fold(self._text, data, scale, rows, width, self._height, *own, stream)
         codes = memory.as_strided((rows, width), (width, 1), at)
         scales = memory.view(torch.float32)
-        return codes, scales.as_strided((rows, right), (1, rows), (at + self._scale) // 4)
+        return codes, scales.as_strided(shape, steps, (at + self._scale) // 4)
