@@ -199,7 +199,7 @@ def lying(b_name: str, is_stack: bool, seed: int) -> None:
 def tiles(kind: str, seed: int) -> None:
     """Each tile that some chip has, with several tiles down and across, and one program for all."""
     shape, processors = plan_grouped_block._shape, plan_grouped_block.processors
-    own = [plan_grouped_block._TALL, plan_grouped_block._SHORT]
+    own = [plan_grouped_block._OF_TOKENS, plan_grouped_block._OVER_TOKENS]
     own += plan_grouped_block._OTHERS.values()
     plan_grouped_block.processors = lambda device: 1  # type: ignore[assignment]
     try:

@@ -193,4 +193,4 @@ def test_what_a_product_asks_of_a_chip(monkeypatch, is_stack: bool) -> None:
     assert cost.kernels == {"fold": 2} and not cost.products and not cost.others
     assert cost.allocations == 2 * 3 + 1  # codes, scales and a counter of each; the result
     assert [one.kernel for one in launched] == ["grouped_block"]
-    assert launched[0].grid == (132,)
+    assert launched[0].grid == (132 * (4 if is_stack else 2),)  # programs of a multiprocessor

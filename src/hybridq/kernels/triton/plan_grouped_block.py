@@ -2,12 +2,13 @@
 
 | tile | warps | programs per multiprocessor | for |
 | --- | --- | --- | --- |
-| 2 waves of 128 x 128 | 8 | 1 | sm_90, many tokens per group; contractions over tokens |
-| 2 waves of 64 x 128 | 4 | 2: one adds while the other multiplies | sm_90, fewer tokens |
+| 64 x 128 | 4 | 4: some add while others multiply | sm_90, rows of tokens |
+| 2 waves of 64 x 128 | 4 | 2 | sm_90, contractions over tokens |
 | 128 x 128 | 8 | 1 | sm_100, where sums come from tensor memory |
 | 128 x 64 | 8 | 1 | sm_120, with less shared memory and sums in registers |
 
-They follow from counts of compiled code: docs/reference/gpu-status.md, "Groups of tokens".
+Those of sm_90 are the fastest of 24 that were measured on an H100, the others follow from counts of
+compiled code: docs/reference/gpu-status.md, "Groups of tokens".
 No Triton is imported to decide them.
 """
 
@@ -26,8 +27,6 @@ from .plan_parts import FP8, Launch, Tiled, added_arguments, bits_of, processors
 __all__ = ["BlockSide", "grouped_block_gemm", "plan_grouped_block"]
 
 _BLOCK: Final = 128
-#: From so many tokens per group on, tiles of 256 rows lose less at their ends than they save.
-_MANY: Final = 512
 
 
 class BlockSide(NamedTuple):
@@ -59,8 +58,8 @@ class _Shape(NamedTuple):
     band: int
 
 
-_TALL: Final = _Shape(128, 128, 2, 8, 3, 1, 4)
-_SHORT: Final = _Shape(64, 128, 2, 4, 3, 2, 8)
+_OF_TOKENS: Final = _Shape(64, 128, 1, 4, 3, 4, 16)
+_OVER_TOKENS: Final = _Shape(64, 128, 2, 4, 3, 2, 8)
 _OTHERS: Final = {10: _Shape(128, 128, 1, 8, 4, 1, 8), 12: _Shape(128, 64, 1, 8, 3, 1, 8)}
 
 
@@ -71,11 +70,11 @@ def _major(device: torch.device) -> int:
     return int(torch.cuda.get_device_capability(device)[0])
 
 
-def _shape(device: torch.device, average: int, is_ragged_k: bool) -> _Shape:
+def _shape(device: torch.device, is_ragged_k: bool) -> _Shape:
     major = _major(device)
     if major != 9:
         return _OTHERS.get(major, _OTHERS[12])
-    return _TALL if is_ragged_k or average >= _MANY else _SHORT
+    return _OVER_TOKENS if is_ragged_k else _OF_TOKENS
 
 
 def plan_grouped_block(
@@ -88,7 +87,7 @@ def plan_grouped_block(
     groups, k = args.offsets.shape[0], a.codes.shape[1]
     shape = (a.rows, b.rows) if is_stack else (groups, a.rows, b.rows)
     result, into = a.codes.new_empty(shape, dtype=args.out_dtype), args.accumulate_into
-    own = _shape(result.device, -(-args.tokens // groups), not is_stack)
+    own = _shape(result.device, not is_stack)
     out, added = bits_of(result), bits_of(result if into is None else into)
     arguments = {
         "a": Tiled(a.codes.view(FP8[a.element]), (own.block_a, _BLOCK)),
