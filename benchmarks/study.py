@@ -3,6 +3,7 @@
     python benchmarks/study.py --sizes 0.4m --seeds 5          runs what has not run yet
     python benchmarks/study.py --list                          says what has, and what has not
     python benchmarks/study.py --write                         the record and the page of all runs
+    python benchmarks/study.py --device cuda --jobs 8          on a GPU, which one run does not fill
 
 A run is one cell (a recipe), one size and one seed. It writes a file of its own when it is done, in
 build/study, and is skipped where that file is; a study that was ended goes on. Files that another
@@ -12,12 +13,15 @@ state of the code made are not told apart: begin with another --folder.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,11 +55,13 @@ class Key(NamedTuple):
 class StudyRun(Run):
     """The demo's run, under a schedule too, and without its measures of memory."""
 
-    def __init__(self, key: Key, corpus: Corpus, steps: int | None = None) -> None:
+    def __init__(
+        self, key: Key, corpus: Corpus, steps: int | None = None, device: str = "cpu"
+    ) -> None:
         size = SIZES[key.size]
         if steps is not None:
             size = size._replace(steps=steps)
-        super().__init__(size.config(key.seed), BASELINE, corpus)
+        super().__init__(replace(size.config(key.seed), device=device), BASELINE, corpus)
         self._recipe: Any = source(key.cell, size.steps)
 
     def _measure(self) -> None:
@@ -68,14 +74,15 @@ class StudyRun(Run):
         return loss
 
 
-def train(key: Key, corpus: Corpus) -> dict[str, Any]:
+def train(key: Key, corpus: Corpus, device: str = "cpu") -> dict[str, Any]:
     """Return the result of a run; losses in nats per byte.
 
     Args:
         key: which.
         corpus: the bytes.
+        device: as torch names it.
     """
-    run = StudyRun(key, corpus)
+    run = StudyRun(key, corpus, device=device)
     for _ in run.steps():
         pass
     result = run.result
@@ -91,7 +98,7 @@ def train(key: Key, corpus: Corpus) -> dict[str, Any]:
         "source": corpus.source,
         "torch": torch.__version__,
         "hybridq": hybridq.__version__,
-        **_machine(),
+        **_machine(device),
         "threads": torch.get_num_threads(),
     }
 
@@ -121,12 +128,16 @@ def chosen(sizes: list[str], cells: list[str], seeds: int) -> list[Key]:
     return [Key(size, cell, seed) for size in sizes for seed in range(seeds) for cell in names]
 
 
-def this_machine() -> str:
+def this_machine(device: str = "cpu") -> str:
     """Return what `study_page.machine` says of runs that are made here."""
-    return machine(_machine())
+    return machine(_machine(device))
 
 
-def _machine() -> dict[str, Any]:
+def _machine(device: str) -> dict[str, Any]:
+    if torch.device(device).type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        name = torch.cuda.get_device_name(device)
+        return {"machine": name, "cpu_capability": f"sm_{major}{minor}"}
     return {
         "machine": cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -159,7 +170,12 @@ def unrecorded(keys: Iterable[Key], runs: Iterable[dict[str, Any]], here: str) -
 
 
 def run_all(
-    keys: list[Key], folder: Path, corpus: Corpus, deadline: float, say: Callable[[str], Any]
+    keys: list[Key],
+    folder: Path,
+    corpus: Corpus,
+    deadline: float,
+    say: Callable[[str], Any],
+    device: str = "cpu",
 ) -> int:
     """Run what has no result yet; return how many runs that were.
 
@@ -169,6 +185,7 @@ def run_all(
         corpus: the bytes.
         deadline: time in seconds, as `time.time`, after which no run begins.
         say: is told of each run.
+        device: as torch names it.
     """
     count = 0
     for key in keys:
@@ -178,7 +195,7 @@ def run_all(
         if time.time() >= deadline:
             say("study: the time is over; the same command goes on where it ended")
             break
-        result = train(key, corpus)
+        result = train(key, corpus, device)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
         part.write_text(json.dumps(result) + "\n", encoding="utf-8")
@@ -219,6 +236,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="how many")
     parser.add_argument("--minutes", type=float, default=None, help="begin no run after them")
     parser.add_argument("--threads", type=int, default=1, help="of torch; they change the bits")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each with some of the runs")
+    parser.add_argument("--part", default="0/1", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of the runs' results")
     parser.add_argument("--again", action="store_true", help="what the record has, too")
     parser.add_argument("--list", action="store_true", help="say which runs there are")
@@ -233,17 +253,24 @@ def main() -> None:
         keys = chosen(given.sizes.split(","), given.cells or ["*"], given.seeds)
     except ValueError as error:
         sys.exit(str(error))
-    left = keys if given.again else unrecorded(keys, record(), this_machine())
+    left = keys if given.again else unrecorded(keys, record(), this_machine(given.device))
     if given.list:
         for key in keys:
             is_done = key not in left or key.path(given.folder).exists()
             print(*key, "done" if is_done else "-", sep="\t")
         return
+    if given.jobs > 1:
+        command = [sys.executable, *sys.argv, "--jobs", "1"]
+        parts = [f"{part}/{given.jobs}" for part in range(given.jobs)]
+        processes = [subprocess.Popen([*command, "--part", part]) for part in parts]
+        sys.exit(max(process.wait() for process in processes))
+    part, count = map(int, given.part.split("/"))
     torch.set_num_threads(given.threads)
     longest = max(SIZES[key.size].model.sequence for key in keys)
     corpus = load_corpus(None, longest)
     deadline = float("inf") if given.minutes is None else time.time() + 60 * given.minutes
-    run_all(left, given.folder, corpus, deadline, lambda text: print(text, flush=True))
+    say = functools.partial(print, flush=True)
+    run_all(left[part::count], given.folder, corpus, deadline, say, given.device)
 
 
 if __name__ == "__main__":

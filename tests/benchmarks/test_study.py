@@ -137,3 +137,13 @@ def test_verdicts(is_equal: bool, mean: float, half: float, seeds: int, said: st
     claim = Claim("", "", "a", "b", is_equal)
     assert study_page.verdict(claim, Difference(mean, half, seeds)) == said
     assert study_page.verdict(claim, None) == "not run"
+
+
+def test_processes_share_the_runs(tmp_path: Path, monkeypatch, capfd) -> None:
+    options = ["--sizes", "tiny", "--cells", "mxfp8", "--seeds", "1", "--jobs", "2"]
+    monkeypatch.setattr(sys, "argv", [study.__file__, *options, "--folder", str(tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        study.main()
+    assert end.value.code == 0
+    assert sorted(path.parent.name for path in tmp_path.rglob("*.json")) == ["bf16", "mxfp8"]
+    assert capfd.readouterr().out.count("finished") == 2
