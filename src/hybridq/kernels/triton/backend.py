@@ -30,6 +30,7 @@ from ..choice import (
 from ..inputs import Chip
 from .form import form_of, form_reason
 from .plan import SMALL, plan_block, plan_gemm, plan_grouped
+from .prepared import planner
 
 __all__ = ["TRITON", "block_gemm", "block_gemm_reason", "wants"]
 
@@ -204,5 +205,6 @@ TRITON = register_backend(
         leaves=_leaves,
         priority=30,
         notes=_notes,
+        planner=planner,
     )
 )

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
+import triton
+from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..inputs import is_current, made, stream_of
 from .block import block_kernel
 from .dense import decode_kernel, dense_kernel, reduce_kernel
+from .direct import Direct, is_launchable, kind_of
 from .grouped import grouped_kernel
 from .grouped_block import grouped_block_kernel
 from .plan_parts import Launch, Tiled
 
-__all__ = ["KERNELS", "arguments", "options", "run"]
+__all__ = ["KERNELS", "arguments", "direct", "is_watched", "names", "options", "run"]
 
 KERNELS: Final[dict[str, Any]] = {
     "block": block_kernel,
@@ -24,6 +29,12 @@ KERNELS: Final[dict[str, Any]] = {
     "grouped_block": grouped_block_kernel,
     "reduce": reduce_kernel,
 }
+#: Versions of Triton whose launchers are known: from the first to before the second.
+_KNOWN: Final = ((3, 6), (3, 10))
+#: By what `_key` says of a launch, the kernel that Triton compiled for it.
+_compiled: Final[dict[Any, Any]] = {}
+#: More than models have; sizes that are constants of a kernel could make any number.
+_MOST: Final = 4096
 
 
 def arguments(launch: Launch) -> dict[str, Any]:
@@ -54,9 +65,101 @@ def options(launch: Launch) -> dict[str, Any]:
     }
 
 
-def run(launches: tuple[Launch, ...], device: torch.device) -> None:
-    """Launch kernels one after the other on torch's current stream of `device`."""
-    guard: Any = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+@lru_cache(maxsize=1)
+def _knows_launchers() -> bool:
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return _KNOWN[0] <= version < _KNOWN[1] and torch.version.hip is None
+
+
+def is_watched() -> bool:
+    """Return whether somebody has asked Triton to be told of launches, as a profiler does."""
+    runtime = knobs.runtime
+    for hooks in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hooks is not None and getattr(hooks, "calls", True):
+            return True
+    return False
+
+
+def _is_direct(device: torch.device) -> bool:
+    """Return whether launches on a device may go past Triton's Python."""
+    return device.type == "cuda" and _knows_launchers() and is_current(device) and not is_watched()
+
+
+@lru_cache(maxsize=len(KERNELS))
+def names(kernel: str) -> tuple[tuple[str, ...], int]:
+    """Return the names of a kernel's arguments in their order, and how many are no constants.
+
+    Args:
+        kernel: its name.
+    """
+    own = KERNELS[kernel]
+    constants = {own.arg_names[at] for at in own.constexprs}
+    order = tuple(own.arg_names)
+    count = len(order) - len(constants)
+    if constants.intersection(order[:count]):
+        raise ValueError(f"{kernel}: constants must come behind all other arguments")
+    return order, count
+
+
+def _key(launch: Launch, given: list[Any], count: int, device: torch.device) -> Any:
+    """Return what decides which compiled kernel a launch is of, or None: Triton has to say."""
+    kinds: list[Any] = []
+    for one in given[:count]:
+        if not (isinstance(one, torch.Tensor) or type(one) is int):
+            return None  # a descriptor of tiles, which is made anew
+        kinds.append(kind_of(one))
+    own = (launch.kernel, device.index, launch.num_warps, launch.num_stages)
+    return (*own, *kinds, *given[count:])
+
+
+def _launch(launch: Launch, device: torch.device, is_direct: bool) -> Any:
+    """Launch a kernel on the current device, and return what Triton has compiled."""
+    function = KERNELS[launch.kernel]
+    if not is_direct or function.pre_run_hooks:
+        return function[launch.grid](**arguments(launch), **options(launch))
+    order, count = names(launch.kernel)
+    given = [launch.arguments[name] for name in order]
+    key = _key(launch, given, count, device)
+    kernel = None if key is None else _compiled.get(key)
+    if kernel is None:
+        kernel = function[launch.grid](**arguments(launch), **options(launch))
+        if key is not None and is_launchable(kernel) and len(_compiled) < _MOST:
+            _compiled[key] = kernel
+        return kernel
+    values = [made(one) if isinstance(one, torch.Tensor) else one for one in given]
+    Direct(kernel, launch.grid)(values, stream_of(device))
+    return kernel
+
+
+def run(launches: tuple[Launch, ...], device: torch.device) -> tuple[Any, ...]:
+    """Launch kernels one after the other on torch's current stream of `device`.
+
+    Returns:
+        The kernels that Triton compiled, of each launch.
+    """
+    is_direct = _is_direct(device)
+    guard: Any = contextlib.nullcontext()
+    if device.type == "cuda" and not is_current(device):
+        guard = torch.cuda.device(device)
     with guard:
-        for launch in launches:
-            KERNELS[launch.kernel][launch.grid](**arguments(launch), **options(launch))
+        return tuple([_launch(launch, device, is_direct) for launch in launches])
+
+
+def direct(
+    launches: tuple[Launch, ...], kernels: tuple[Any, ...], device: torch.device
+) -> tuple[Direct, ...]:
+    """Return what launches these kernels again, or nothing: only Triton can.
+
+    Args:
+        launches: that have just run.
+        kernels: what `run` returned.
+        device: of the tensors.
+    """
+    functions = [KERNELS[launch.kernel] for launch in launches]
+    if not _is_direct(device) or any(one.pre_run_hooks for one in functions):
+        return ()
+    if not all(is_launchable(kernel) for kernel in kernels):
+        return ()
+    return tuple(
+        [Direct(kernel, launch.grid) for kernel, launch in zip(kernels, launches, strict=True)]
+    )
