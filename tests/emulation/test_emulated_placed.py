@@ -40,6 +40,9 @@ PAIRS = {
     **cases.pairs(),
     **{f"{name} | {name}": (spec, spec) for name, spec in PLAIN.items()},
     **{f"{name} |": (spec, None) for name, spec in PLAIN.items()},
+    # One amax of both, for which only one of them has a buffer.
+    "fp8_e4m3 | nvfp4": (PLAIN["fp8_e4m3"], PLAIN["nvfp4"]),
+    "nvfp4 | fp8_e4m3": (PLAIN["nvfp4"], PLAIN["fp8_e4m3"]),
 }
 
 

@@ -200,6 +200,6 @@ class GpuEncoder:
                 return self(x, request)
             made = encode_mapped(kernels, x, prologue.wide(), request, *self._specs)[0]
             return [*made, *stats]
-        if is_kept:
+        if is_kept and first is not None and len(first.buffers) == 3:
             buffers[2] = buffers[-1]
         return buffers + stats
