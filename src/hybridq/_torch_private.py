@@ -49,6 +49,7 @@ __all__ = [
     "num_dispatch_modes",
     "num_function_modes",
     "param_groups",
+    "part_of",
     "preserve_versions",
     "process_group",
     "register_event",
@@ -154,14 +155,15 @@ def check_pipeline_stage() -> None:
 def split_backward() -> tuple[Any, Any]:
     """Return torch's backward of a stage's inputs, and its backward of the stage's weights."""
     where, use = "torch.distributed.pipelining._backward", "see that split backwards are right"
-    return _taken(f"{where}.stage_backward_input", use), _taken(
-        f"{where}.stage_backward_weight", use
-    )
+    inputs = _taken(f"{where}.stage_backward_input", use)
+    return inputs, _taken(f"{where}.stage_backward_weight", use)
 
 
 #: The handle of the current stream of a GPU, by the GPU's number, without the object that
 #: `torch.cuda.current_stream` makes. None where torch was built without CUDA or has moved it.
 cuda_stream: Final[Any] = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+#: `torch.as_strided` of new memory that nobody else knows: no view, half as long to make.
+part_of: Final[Any] = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", torch.as_strided)
 
 
 # ---- operators
@@ -310,9 +312,8 @@ def functional_scatter(x: torch.Tensor, world: int, name: str) -> torch.Tensor:
         world: number of ranks, which divide its dimension 0.
         name: of their group.
     """
-    made: torch.Tensor = _functional("reduce_scatter_tensor", "sum parts in compiled code")(
-        x, "sum", world, name
-    )
+    call = _functional("reduce_scatter_tensor", "sum parts in compiled code")
+    made: torch.Tensor = call(x, "sum", world, name)
     return made
 
 
@@ -333,10 +334,8 @@ def leave_out_of_ddp(model: Any, names: list[str]) -> None:
         model: that will be wrapped.
         names: of the parameters in it.
     """
-    where = "torch.nn.parallel.DistributedDataParallel"
-    leave = _taken(
-        f"{where}._set_params_and_buffers_to_ignore_for_model", "leave experts out of DDP"
-    )
+    where = "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
+    leave = _taken(where, "leave experts out of DDP")
     known = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     leave(model, [*known, *names])
 
@@ -359,8 +358,7 @@ def group_timeout(group: Any, device: torch.device) -> float:
         device: of the messages.
     """
     get = _taken("torch.distributed.ProcessGroup._get_backend", "wait no longer than a group does")
-    backend = get(group, device)
-    timeout: float = backend.options._timeout.total_seconds()
+    timeout: float = get(group, device).options._timeout.total_seconds()
     return timeout
 
 

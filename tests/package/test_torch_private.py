@@ -35,6 +35,9 @@ def test_they_do_what_they_are_for() -> None:
     with _torch_private.preserve_versions((x,)):
         _torch_private.copy_each([x], [y])
     assert x._version == 0 and torch.equal(x, y)
+    part = _torch_private.part_of(y, (2, 1), (1, 1), 1)
+    assert part.shape == (2, 1) and part.data_ptr() == y.data_ptr() + 4
+    assert part.untyped_storage()._cdata == y.untyped_storage()._cdata
     with torch.utils._python_dispatch.TorchDispatchMode(), _torch_private.without_modes():
         assert _torch_private.num_dispatch_modes() == 0
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
+from ..._torch_private import part_of
 from ...formats import PlaneSpec
 from ..choice import ALIGNMENT, EncodeRequest, Place, Prologue
 from ..inputs import DTYPES
 from .norm_activation import encode_mapped, mapped_call
 from .plane_layout import plane_layout
 
-__all__ = ["GpuEncoder", "PlaneMemory", "have_one_amax", "plane_memory"]
+__all__ = ["Buffers", "GpuEncoder", "PlaneMemory", "have_one_amax", "plane_memory", "plane_views"]
+
+_NO_SEEDS: Final = (0, 0)
+#: Shape, strides, dtype and first byte of each buffer of a plane.
+Buffers = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int], ...]
 
 
 @lru_cache(maxsize=1024)
@@ -27,6 +32,25 @@ def have_one_amax(row: PlaneSpec | None, col: PlaneSpec | None) -> bool:
     return all(spec is not None and spec.needs_tensor_amax and spec.signs is None for spec in specs)
 
 
+def plane_views(buffers: Buffers, memory: torch.Tensor, at: int) -> list[torch.Tensor]:
+    """Return the buffers of a plane.
+
+    Args:
+        buffers: of the plane.
+        memory: uint8, new, of which nobody else has those bytes.
+        at: the byte of it where the plane begins.
+    """
+    made, other, wide = list[torch.Tensor](), None, memory
+    for shape, strides, dtype, begin in buffers:
+        if dtype is torch.uint8:
+            made.append(part_of(memory, shape, strides, at + begin))
+            continue
+        if other is not dtype:
+            other, wide = dtype, memory.view(dtype)
+        made.append(part_of(wide, shape, strides, (at + begin) // dtype.itemsize))
+    return made
+
+
 class PlaneMemory(NamedTuple):
     """How the buffers of a plane lie in one piece of memory.
 
@@ -38,24 +62,26 @@ class PlaneMemory(NamedTuple):
         form: strides of scales and the form in which the kernel writes the plane (`PlaneLayout`).
     """
 
-    buffers: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int], ...]
+    buffers: Buffers
     nbytes: int
     stat: int
     text: Any
     form: tuple[int, int, int]
 
-    def views(self, memory: torch.Tensor, at: int) -> list[torch.Tensor]:
-        """Return the buffers.
 
-        Args:
-            memory: uint8.
-            at: the byte where the plane begins.
-        """
-        made = []
-        for shape, strides, dtype, begin in self.buffers:
-            own = memory if dtype is torch.uint8 else memory.view(dtype)
-            made.append(own.as_strided(shape, strides, (at + begin) // dtype.itemsize))
-        return made
+class _Memories(NamedTuple):
+    """How the planes of a matrix lie.
+
+    Args:
+        first, second: the rowwise plane and the columnwise one, or None.
+        keeps_amax: the one amax of both planes lies with the second, which lives longer.
+        finds: of each plane, whether its amax is found.
+    """
+
+    first: PlaneMemory | None
+    second: PlaneMemory | None
+    keeps_amax: bool
+    finds: tuple[bool, bool]
 
 
 def plane_memory(spec: PlaneSpec, rows: int, cols: int, finds: bool) -> PlaneMemory:
@@ -112,18 +138,21 @@ class GpuEncoder:
         self._kernels, self._specs, self._name = kernels, (row, col), DTYPES[dtype]
         #: Whether the amax that the rowwise plane finds is the columnwise one's.
         self._shares = shares = have_one_amax(row, col)
-        self._seeded = [spec is not None and spec.stochastic for spec in (row, col)]
+        self._seeded = tuple([spec is not None and spec.stochastic for spec in (row, col)])
         #: This, as a `PlacedEncoder`; None without a rowwise plane.
         self.placed = None if row is None else self
 
-        def layouts(rows: int, cols: int) -> tuple[PlaneMemory | None, PlaneMemory | None]:
+        def layouts(rows: int, cols: int) -> _Memories:
             first = None if row is None else plane_memory(row, rows, cols, row.needs_amax)
-            if col is None:
-                return first, None
-            return first, plane_memory(col, cols, rows, col.needs_amax and not shares)
+            second = None
+            if col is not None:
+                second = plane_memory(col, cols, rows, col.needs_amax and not shares)
+            keeps_amax = second is not None and shares and len(second.buffers) == 3
+            finds = tuple([one is not None and one.stat >= 0 for one in (first, second)])
+            return _Memories(first, second, keeps_amax, finds)  # type: ignore[arg-type]
 
         def room(rows: int, cols: int) -> int:
-            first = layouts(rows, cols)[0]
+            first = layouts(rows, cols).first
             return 0 if first is None else first.nbytes
 
         self._layouts = lru_cache(maxsize=256)(layouts)
@@ -145,61 +174,54 @@ class GpuEncoder:
 
         Whoever has a place has compared x with what the plan is of.
         """
-        kernels, device, stats = self._kernels, x.device, list[torch.Tensor]()
+        kernels, stats = self._kernels, list[torch.Tensor]()
         last: tuple[Any, ...] = ()
-        (rows, cols), (memory, at, stream) = x.shape, place
+        pointer, (rows, cols), (memory, at, stream) = kernels.pointer, x.shape, place
         if prologue is None:
             run = kernels.module.encode
-            source = (kernels.pointer(x), self._name, rows, cols, *x.stride())
+            source = (pointer(x), self._name, rows, cols, *x.stride())
         else:
             x = x if x.stride(1) == 1 else x.contiguous()
             cols, stats, source, raw = mapped_call(kernels, x, prologue, True)
             run, last = kernels.module.map_encode, (raw,)
-        first, second = self._layouts(rows, cols)
-        seed = 0
+        first, second, keeps_amax, finds = self._layouts(rows, cols)
+        seeds = _NO_SEEDS
         if True in self._seeded:
-            seed = kernels.given("encode: seed", request.seed, torch.int64, 1, device)
-        streams, found = (request.row_stream, request.col_stream), 0
+            seed = kernels.given("encode: seed", request.seed, torch.int64, 1, x.device)
+            seeds = (seed if self._seeded[0] else 0, seed if self._seeded[1] else 0)
+        row = col = None
+        shares_buffer = False
         buffers: list[torch.Tensor] = []
-        planes: list[tuple[Any, ...] | None] = [None, None]
-        base, is_kept = kernels.pointer(memory, True) + at, False
-        saved, saved_base = memory, 0
+        found = base = 0
         if second is not None:
-            saved = torch.empty(second.nbytes, dtype=torch.uint8, device=device)
-            saved_base = kernels.pointer(saved, True)
-            is_kept = self._shares and len(second.buffers) == 3
-            if is_kept:  # one amax of both planes, with the one that lives longer
-                found = saved_base + second.buffers[2][3]
-        for i, layout in enumerate((first, second)):
-            if layout is None:
-                continue
-            if i:
-                memory, at, base = saved, 0, saved_base
-            if layout.stat >= 0 and not is_kept:
-                found = base + layout.stat
-            own = layout.buffers
-            planes[i] = (
-                layout.text,
-                base + own[0][3],
-                base + own[1][3],
-                found if layout.stat >= 0 or (i and self._shares) else 0,
-                seed if self._seeded[i] else 0,
-                request.row0,
-                request.col0,
-                streams[i],
-                *layout.form,
-            )
-            buffers += layout.views(memory, at)
-        finds = (
-            first is not None and first.stat >= 0,
-            second is not None and second.stat >= 0,
-        )
-        if not run(*source, *planes, *finds, stream, *last):
+            saved = torch.empty(second.nbytes, dtype=torch.uint8, device=x.device)
+            base = pointer(saved, True)
+            if keeps_amax:
+                found = base + second.buffers[2][3]
+        where = (request.row0, request.col0)
+        if first is not None:
+            begin, own = pointer(memory, True) + at, first.buffers
+            if finds[0] and not keeps_amax:
+                found = begin + first.stat
+            amax = found if finds[0] else 0
+            places = (begin + own[0][3], begin + own[1][3], amax)
+            row = (first.text, *places, seeds[0], *where, request.row_stream, *first.form)
+            shares_buffer = keeps_amax and len(own) == 3
+            buffers = plane_views(own[:2] if shares_buffer else own, memory, at)
+        if second is not None:
+            own = second.buffers
+            if finds[1]:
+                found = base + second.stat
+            amax = found if finds[1] or self._shares else 0
+            places = (base + own[0][3], base + own[1][3], amax)
+            col = (second.text, *places, seeds[1], *where, request.col_stream, *second.form)
+            buffers += plane_views(own, saved, 0)
+        if not run(*source, row, col, *finds, stream, *last):
             # No kernel writes these forms of such a matrix.
             if prologue is None:
                 return self(x, request)
             made = encode_mapped(kernels, x, prologue.wide(), request, *self._specs)[0]
             return [*made, *stats]
-        if is_kept and first is not None and len(first.buffers) == 3:
-            buffers[2] = buffers[-1]
+        if shares_buffer:
+            buffers.insert(2, buffers[-1])
         return buffers + stats

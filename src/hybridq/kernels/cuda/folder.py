@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..._torch_private import part_of
 from ...formats import PlaneSpec
 from ...reference import FOLD_WIDTH
 from ..choice import ALIGNMENT
@@ -65,6 +66,6 @@ class Folder:
         base = kernels.pointer(memory, True) + at
         own = (base, base + self._scale, *steps, base + self._changed)
         kernels.module.fold(self._text, data, scale, rows, width, self._height, *own, stream)
-        codes = memory.as_strided((rows, width), (width, 1), at)
+        codes = part_of(memory, (rows, width), (width, 1), at)
         scales = memory.view(torch.float32)
-        return codes, scales.as_strided(shape, steps, (at + self._scale) // 4)
+        return codes, part_of(scales, shape, steps, (at + self._scale) // 4)

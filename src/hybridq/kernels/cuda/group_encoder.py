@@ -11,7 +11,7 @@ import torch
 from ...formats import PlaneSpec
 from ..choice import ALIGNMENT, EncodeRequest, Groups, Place
 from ..inputs import DTYPES
-from .encoder import have_one_amax
+from .encoder import Buffers, have_one_amax, plane_views
 from .plane_layout import plane_layout
 
 __all__ = ["GpuGroupEncoder"]
@@ -35,19 +35,11 @@ class _Memory(NamedTuple):
         form: strides of scales and the form in which the kernel writes the plane.
     """
 
-    buffers: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int], ...]
+    buffers: Buffers
     steps: tuple[int, ...]
     nbytes: int
     text: Any
     form: tuple[int, int, int]
-
-    def views(self, memory: torch.Tensor, at: int) -> list[torch.Tensor]:
-        """Return the buffers in a plane that begins at byte `at` of `memory`."""
-        made = []
-        for shape, strides, dtype, begin in self.buffers:
-            own = memory if dtype is torch.uint8 else memory.view(dtype)
-            made.append(own.as_strided(shape, strides, (at + begin) // dtype.itemsize))
-        return made
 
 
 def _memory(spec: PlaneSpec, count: int, rows: int, cols: int) -> _Memory:
@@ -140,7 +132,7 @@ class GpuGroupEncoder:
             base, own = pointer(memory, True) + at, layout.buffers
             sides = (base + own[0][3], base + own[1][3], 0, 0, 0, 0, stream, *layout.form)
             planes.append((layout.text, *sides))
-            buffers += layout.views(memory, at)
+            buffers += plane_views(layout.buffers, memory, at)
         given = (pointer(x), self._name, tokens, cols, *x.stride(), *planes, False, False)
         if layouts[1] is None and index is None:
             return buffers if module.encode(*given, place.stream) else None
@@ -179,7 +171,7 @@ class GpuGroupEncoder:
             each = [(first + g * data, second + g * scale, 0) for g in range(count)]
             own = found if self._needs[i] else 0
             planes.append((layout.text, streams[i], own, finds[i], each, *layout.form))
-            buffers += layout.views(memory, at)
+            buffers += plane_views(layout.buffers, memory, at)
         if self._shares and len(buffers) == 6:
             buffers[2] = buffers[5]
         found_at = zip(kernels.pointers(xs), xs, strict=True)

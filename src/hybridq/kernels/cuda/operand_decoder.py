@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..._torch_private import part_of
 from ...formats import PlaneSpec
 from ..choice import ALIGNMENT
 from ..cpu import core_spec
@@ -63,8 +64,8 @@ class OperandDecoder:
                 (0: by nothing).
         """
         kernels, width = self._kernels, self._shape[1]
-        out = memory.view(self._dtype)
-        out = out.as_strided(self._shape, (width, 1), at // self._dtype.itemsize)
+        wide = memory.view(self._dtype)
+        out: torch.Tensor = part_of(wide, self._shape, (width, 1), at // self._dtype.itemsize)
         plane = (kernels.pointer(buffers[0]), kernels.pointer(buffers[1]), 0)
         own = (kernels.pointer(out, True), self._name, True, 0)
         given = None
