@@ -27,6 +27,8 @@ __all__ = [
 _AUTOCAST_DEVICES: Final = frozenset(
     kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu") if torch.amp.is_autocast_available(kind)
 )
+#: For any number of uses, nested ones too.
+_AS_IT_IS: Final = contextlib.nullcontext()
 #: What a described GPU is assumed to be driven by where this torch is built without CUDA.
 _CUDA: Final = (13, 0)
 
@@ -40,7 +42,7 @@ def without_autocast(kind: str) -> Any:
     """Return a context in which torch.autocast touches nothing, for code that settles dtypes."""
     if has_autocast(kind):
         return torch.autocast(kind, enabled=False)
-    return contextlib.nullcontext()
+    return _AS_IT_IS
 
 
 def _pair(version: str | None) -> tuple[int, int] | None:

@@ -112,8 +112,9 @@ def check_buffers(
             break
         if buffer.shape != want.shape or buffer.dtype is not (want.dtype or buffer.dtype):
             break
-        home = home or buffer.device
-        if buffer.device != home:
+        if home is None:
+            home = buffer.device
+        elif buffer.device != home:
             break
     else:
         return

@@ -277,9 +277,11 @@ class _GroupedLinear(StatedFunction):
             grads = _backward(ctx, offsets, saved, dy, through)
         else:
             anchor = saved.pop()
-            with torch.no_grad():
+            if not torch.is_grad_enabled():
                 grads = _backward(ctx, offsets, saved, dy, through)
-            if torch.is_grad_enabled():  # create_graph=True
+            else:
+                with torch.no_grad():  # create_graph=True
+                    grads = _backward(ctx, offsets, saved, dy, through)
                 grads = without_derivative("GroupedLinear", (dy, anchor), grads)
         return (grads[0], *[None] * 13, *grads[1:])
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import product
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -73,6 +74,9 @@ class _Needs(NamedTuple):
 
 
 _NOTHING: Final = _Needs()
+#: By x, w and bias, without a prologue.
+_EAGER: Final = {(*own,): _Needs(*own) for own in product((False, True), repeat=3)}
+_EAGER[False, False, False] = _NOTHING
 _NO_PROLOGUE: Final = (None, None, None)
 
 
@@ -216,7 +220,7 @@ def _prepared_forward(
         w_planes = _weight_planes(w, seed, call, None, True)
     if prepared.device != "cpu":
         cache = None if weight is None else weight.row_kept
-        prepared = prepared_for(prepared.plan, x.shape[0], w, weight is not None)
+        prepared = prepared.on_chip(x.shape[0], w, weight is not None)
         saves = (needs.w, needs.x)
         y, *saved, _ = prepared.on_gpu(x, w, bias, seed, saves, w_planes, cache)
         return y, saved[0], saved[1], prepared.plan
@@ -294,11 +298,11 @@ class _Linear(StatedFunction):
         if torch.compiler.is_compiling():
             return (*_backward(ctx, saved, dy), None, None, None)
         anchor = saved.pop()
-        with torch.no_grad():
+        if not torch.is_grad_enabled():
+            return (*_backward(ctx, saved, dy), None, None, None)
+        with torch.no_grad():  # create_graph=True
             grads = _backward(ctx, saved, dy)
-        if torch.is_grad_enabled():  # create_graph=True
-            grads = without_derivative("Linear", (dy, anchor), grads)
-        return (*grads, None, None, None)
+        return (*without_derivative("Linear", (dy, anchor), grads), None, None, None)
 
 
 #: `_Linear.apply` without torch's Python around it, which asks for functorch's transforms.
@@ -485,8 +489,8 @@ def eager_linear(
     seed = draw_seed(x.device) if plan.is_stochastic else None
     if torch.is_grad_enabled():
         has_grad = bias is not None and bias.requires_grad
-        needs = _Needs(x.requires_grad, w.requires_grad, has_grad)
-        if True in needs:
+        needs = _EAGER[x.requires_grad, w.requires_grad, has_grad]
+        if needs is not _NOTHING:
             call = _Call(plan, needs, weight, None, None, prepared)
             return _apply(x, w, bias, None, None, seed, None, call)[0]
     call = _Call(plan, _NOTHING, weight, None, None, prepared)

@@ -85,9 +85,10 @@ class PreparedBackward:
         room = encoder.room(rows, outer)
         work = max([plan.room for plan in self._plans])
         memory = torch.empty(room + work, dtype=torch.uint8, device=dy.device)
-        place = Place(memory, 0, stream_of(dy.device))
+        stream = stream_of(dy.device)
+        place = Place(memory, 0, stream)
         row, col = self._slot.operand_in(dy, self._is_saved, seed, encoder, place)
-        return row, col, place._replace(at=room)
+        return row, col, Place(memory, room, stream)
 
     def dgrad(
         self, dy: Buffers, w: Buffers, kept: OperandCache | None, work: Place | None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ... import settings
@@ -19,6 +21,7 @@ from ...kernels.cpu import SKINNY_ROWS
 from ...kernels.inputs import Chip, OperandCache, can_cache, chip_of, stream_of
 from ...kernels.operators import (
     GemmPlan,
+    GpuGemmPlan,
     encode_plan,
     gemm_plan,
     given_statistic,
@@ -56,6 +59,7 @@ class PreparedSlot:
         "_device",
         "_given",
         "_is_decoded",
+        "_is_seeded",
         "_requests",
         "_saves_row",
         "_split",
@@ -69,6 +73,11 @@ class PreparedSlot:
         pairs = [encoder.pair(True, with_col) for with_col in (False, True)]
         #: Without and with a columnwise plane.
         self._requests = [pair.request(encoder.rest()) for pair in pairs]
+        #: Whether a plane is rounded stochastically, and so a request has a seed.
+        self._is_seeded = any(
+            text and PlaneSpec.parse(text).stochastic
+            for text in (self._requests[1].row, self._requests[1].col)
+        )
         self._split = pairs[0].split
         #: Whether the columnwise plane is made of what the rowwise one decodes to.
         self._is_decoded = self._requests[1].is_decoded()
@@ -142,7 +151,7 @@ class PreparedSlot:
         """
         with_col = is_saved and not self.is_plain_col
         request = self._requests[with_col]
-        if seed is not None:
+        if seed is not None and self._is_seeded:
             request = request._replace(seed=seed)
         made = encoder.encode(x, request, place, prologue)
         if with_col or not is_saved or prologue is not None:
@@ -307,59 +316,93 @@ class PreparedLinear:
         Returns:
             At last what the prologue's backward wants to know.
         """
-        (n, k), rows, device, plan = w.shape, x.shape[0], x.device, self.plan
-        precision = plan.precision.fprop
-        texts = (plan.input.row.spec, plan.weight.row.spec)
-        found = gpu_gemm_plan(*texts, x.dtype, precision, (rows, n, k), device)
-        made = self._placed(x, w, seed, saves, w_planes, found.room, before)
-        (x_row, x_saved, known), (w_row, w_saved), work = made
-        args = GemmArgs(bias, None, x.dtype, precision, found.chip, None, work)
-        left, right = Operand(x_row, found.a, rows, k), Operand(w_row, found.b, n, k, cache)
-        return found.run(left, right, args), x_saved, w_saved, known
-
-    def _placed(
-        self,
-        x: torch.Tensor,
-        w: torch.Tensor,
-        seed: torch.Tensor | None,
-        saves: tuple[bool, bool],
-        w_planes: tuple[Buffers, Buffers] | None,
-        work: int,
-        before: PrologueCall | None,
-    ) -> tuple[tuple[Buffers, Buffers, Buffers], tuple[Buffers, Buffers], Place | None]:
-        """Return the rowwise planes of x and w with what is saved, and memory for the product."""
-        specs = self.input.dying[saves[0]]
-        own = self.weight.dying[saves[1]] if w_planes is None else None
-        prologue = found = None
-        if before is not None:
+        (n, k), rows, device = w.shape, x.shape[0], x.device
+        has_planes, forced = w_planes is not None, settings.current().backend
+        own = (saves, has_planes, before is not None, device, forced)
+        product, encoders, room, end, nbytes = _in_size(self, (rows, n, k), *own)
+        prologue, work, known = None, None, list[torch.Tensor]()
+        if before is not None and encoders is not None:
             prologue = before.prologue.of_backends(x, before.gamma, before.beta)
-            if prologue is None or (saves[0] and self.input.is_plain_col):
-                specs = None
-        if specs is not None and (own is not None or w_planes is not None):
-            found = placed_encoders(specs, own, x.dtype, self.device, prologue is not None)
-        if found is None:
-            known: Buffers = []
+            encoders = None if prologue is None else encoders
+        if encoders is None:
             if before is None:
                 x_row, x_saved = self.input.operand(x, saves[0], seed)
             else:
                 encoder = SlotEncoder(self.plan.input, "input", seed, True)
                 x_row, x_saved, known = encoder.prologue_operand(x, saves[0], *before)
-            own_planes = w_planes or self.weight.operand(w, saves[1], seed)
-            return (x_row, x_saved, known), own_planes, None
-        first, second = found
-        room = first.room(x.shape[0], w.shape[1])
-        end = room if w_planes is not None else room + second.room(*w.shape)
-        memory = torch.empty(end + work, dtype=torch.uint8, device=x.device)
-        stream = stream_of(x.device)
-        place = Place(memory, 0, stream)
-        x_row, x_saved = self.input.operand_in(x, saves[0], seed, first, place, prologue)
-        if w_planes is None:
-            place = Place(memory, room, stream)
-            w_planes = self.weight.operand_in(w, saves[1], seed, second, place)
-        known = []
-        if prologue is not None and prologue.gamma is not None:
-            x_saved, known = x_saved[:-2], x_saved[-2:]
-        return (x_row, x_saved, known), w_planes, Place(memory, end, stream)
+            w_row, w_saved = w_planes or self.weight.operand(w, saves[1], seed)
+        else:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            stream = stream_of(device)
+            place = Place(memory, 0, stream)
+            given = (saves[0], seed, encoders[0], place, prologue)
+            x_row, x_saved = self.input.operand_in(x, *given)
+            if w_planes is None:
+                place = Place(memory, room, stream)
+                w_planes = self.weight.operand_in(w, saves[1], seed, encoders[1], place)
+            if prologue is not None and prologue.gamma is not None:
+                x_saved, known = x_saved[:-2], x_saved[-2:]
+            w_row, w_saved = w_planes
+            work = Place(memory, end, stream)
+        args = GemmArgs(bias, None, x.dtype, self.plan.precision.fprop, product.chip, None, work)
+        left, right = Operand(x_row, product.a, rows, k), Operand(w_row, product.b, n, k, cache)
+        return product.run(left, right, args), x_saved, w_saved, known
+
+    def on_chip(self, rows: int, w: torch.Tensor, has_weight: bool) -> PreparedLinear:
+        """Return `prepared_for` of the plan, for tensors of this dtype.
+
+        Args:
+            rows, w, has_weight: as `prepared_for` takes them.
+        """
+        forced = settings.current().backend
+        return _on_chip(self, rows, w.shape, w.device, has_weight, forced)
+
+
+class _Sized(NamedTuple):
+    """What the forward on a GPU of one size does not find out again.
+
+    Args:
+        product: of the rowwise planes.
+        encoders: of input and weight, whose rowwise planes lie in one allocation; None: they are
+            made in several steps.
+        room, end, nbytes: bytes of that allocation: where the weight's plane begins, where what
+            dies with the product does, and all.
+    """
+
+    product: GpuGemmPlan
+    encoders: tuple[PlacedEncoder, PlacedEncoder] | None
+    room: int = 0
+    end: int = 0
+    nbytes: int = 0
+
+
+@cached_choice
+def _in_size(
+    prepared: PreparedLinear,
+    sizes: tuple[int, int, int],
+    saves: tuple[bool, bool],
+    has_planes: bool,
+    is_mapped: bool,
+    device: torch.device,
+    forced: str | None,
+) -> _Sized:
+    """Return it for sizes (rows, n, k), and what `PreparedLinear.on_gpu` takes."""
+    del forced  # what `gpu_gemm_plan` and `placed_encoders` ask for
+    (rows, n, k), plan, dtype = sizes, prepared.plan, prepared.dtype
+    texts = (plan.input.row.spec, plan.weight.row.spec)
+    product = gpu_gemm_plan(*texts, dtype, plan.precision.fprop, sizes, device)
+    specs = prepared.input.dying[saves[0]]
+    own = None if has_planes else prepared.weight.dying[saves[1]]
+    if is_mapped and saves[0] and prepared.input.is_plain_col:
+        specs = None
+    if specs is None or (own is None and not has_planes):
+        return _Sized(product, None)
+    found = placed_encoders(specs, own, dtype, prepared.device, is_mapped)
+    if found is None:
+        return _Sized(product, None)
+    room = found[0].room(rows, k)
+    end = room if has_planes else room + found[1].room(n, k)
+    return _Sized(product, found, room, end, end + product.room)
 
 
 def prepared_for(plan: Plan, rows: int, w: torch.Tensor, has_weight: bool) -> PreparedLinear:
@@ -389,3 +432,18 @@ def _prepared(
     del forced  # what `plan_of_products` asks for
     own = plan_of_products(plan, sizes, dtype, device, chip, has_weight)
     return PreparedLinear(own, dtype, device)
+
+
+@cached_choice
+def _on_chip(
+    prepared: PreparedLinear,
+    rows: int,
+    shape: torch.Size,
+    device: torch.device,
+    has_weight: bool,
+    forced: str | None,
+) -> PreparedLinear:
+    """Return `prepared_for`, of a key that is looked up faster: no plan and no chip."""
+    outer, inner = shape
+    own = (prepared.dtype, device.type, chip_of(device), has_weight, forced)
+    return _prepared(prepared.plan, (rows, inner, outer), *own)
