@@ -14,10 +14,11 @@ import torch
 
 import triton_tools
 from hybridq.formats import PlaneSpec
-from hybridq.kernels.choice import GemmArgs, Operand, OpQuery, Place
+from hybridq.kernels.choice import GemmArgs, GroupedArgs, Operand, OpQuery, Place
 from hybridq.kernels.inputs import Chip
-from hybridq.kernels.triton import plan, prepared
+from hybridq.kernels.triton import plan, plan_grouped_block, prepared
 from hybridq.kernels.triton.direct import kind_of
+from hybridq.kernels.triton.plan_parts import Tiled
 
 pytestmark = pytest.mark.skipif(triton_tools.MISSING is not None, reason=str(triton_tools.MISSING))
 
@@ -218,6 +219,35 @@ def test_any_launch_again_finds_its_kernel(gpu) -> None:
     assert gpu.ordinary < 7 + 7  # some were known
 
 
+def _grouped(tokens: int) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """A product of groups whose matrices are read by tiles."""
+    sides = []
+    for rows, matrices in ((tokens, 1), (256, 2)):
+        codes = torch.zeros(matrices * rows, 256, dtype=torch.uint8)
+        scale = torch.zeros(2, -(-matrices * rows // 4) * 4)
+        sides.append(plan_grouped_block.BlockSide(codes, scale, "e4m3", rows))
+    ends, padded = torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    args = GroupedArgs(ends, tokens, padded, None, None, BF16)
+    return plan_grouped_block.plan_grouped_block(*sides, args, True)
+
+
+def test_matrices_that_are_read_by_tiles_are_described_again(gpu) -> None:
+    device = torch.device("cpu")
+    for turn, tokens in enumerate((48, 48, 64)):
+        _, launches = _grouped(tokens)
+        gpu.launch.run(launches, device)
+        kernel, given = gpu.calls[-1]
+        assert gpu.ordinary == 1 and kernel is gpu.calls[0][0]
+        order, _ = gpu.launch.names(launches[0].kernel)
+        for name, one in zip(order, given[9:], strict=True):
+            told_of = launches[0].arguments[name]
+            if isinstance(told_of, Tiled):
+                assert one.base is told_of.tensor and one.block_shape == list(told_of.block)
+                assert one.shape == list(told_of.tensor.shape)
+            elif isinstance(told_of, torch.Tensor) and turn:
+                assert one == told_of.data_ptr()
+
+
 def test_names_are_in_the_order_of_the_kernels(gpu) -> None:
     for name, kernel in gpu.launch.KERNELS.items():
         order, count = gpu.launch.names(name)
@@ -238,9 +268,13 @@ def test_kinds_are_what_triton_compiles_for(gpu) -> None:
         words.view(torch.uint8),
         torch.nn.Parameter(words.float()),
     ]
+    bytes_ = torch.zeros(64, 64, dtype=torch.uint8)
+    matrices = [bytes_, bytes_[:32], bytes_.view(torch.float8_e4m3fn), bytes_.view(torch.float32)]
+    tiled = [Tiled(one, block) for one in matrices for block in ((16, 16), (32, 16))]
     numbers = [0, 1, 2, 15, 16, 17, 1 << 31, (1 << 31) - 1, (1 << 31) + 16, 1 << 40, (1 << 40) + 1]
-    given = [*tensors, *numbers]
-    theirs = [native_specialize_impl(CUDABackend, one, False, True, True) for one in given]
+    given = [*tensors, *tiled, *numbers, True, False, 1.0, 2.5, None]
+    described = [gpu.launch._described(one) if isinstance(one, Tiled) else one for one in given]
+    theirs = [native_specialize_impl(CUDABackend, one, False, True, True) for one in described]
     for i, first in enumerate(given):
         for j, second in enumerate(given):
             if theirs[i] != theirs[j]:

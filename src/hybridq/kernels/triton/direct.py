@@ -5,8 +5,8 @@ is. Who launches the same kernel again knows: what is asked of an argument is ke
 (`kind_of`), and where nothing differs the kernel's own launcher is called with addresses.
 
 Source: `JITFunction.run` and `CompiledKernel.run` of Triton 3.6 to 3.9: what a kernel is compiled
-for (a pointer's element and whether it is a multiple of 16; whether a number is 1, is a multiple of
-16, fits into 32 bits), and the launcher's arguments.
+for (a pointer's element and whether it is a multiple of 16; a descriptor's element and tile; a
+number that is 1, is a multiple of 16, fits into 32 bits), and the launcher's arguments.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from typing import Any, Final
 import torch
 
 from ..inputs import made
+from .plan_parts import Tiled
 
 __all__ = ["ALIGNED", "Direct", "is_launchable", "kind_of"]
 
 #: What Triton asks of an address.
 ALIGNED: Final = 16
+_HALF: Final = 1 << 31
 #: What the launcher of a compiled kernel is given beside the arguments of the kernel.
 _PARTS: Final = ("run", "function", "packed_metadata")
 
@@ -30,14 +32,16 @@ def kind_of(given: Any) -> Any:
     """Return what a compiled kernel depends on of one argument that is no constant of it.
 
     Args:
-        given: a tensor, or a whole number.
+        given: a tensor, a matrix that a kernel takes tiles of, or a number.
     """
+    if type(given) is int:
+        # Never equal to 1, which is a kind of its own.
+        return 1 if given == 1 else (4 if given % ALIGNED else 2) + (not -_HALF <= given < _HALF)
+    if isinstance(given, Tiled):
+        return given.tensor.dtype, given.block
     if isinstance(given, torch.Tensor):
         return given.dtype, made(given) % ALIGNED == 0
-    if given == 1:
-        return 1
-    # Never equal to the 1 above.
-    return (2 if given % ALIGNED == 0 else 4) + (not -(1 << 31) <= given < 1 << 31)
+    return type(given), given
 
 
 def is_launchable(kernel: Any) -> bool:
@@ -66,7 +70,8 @@ class Direct:
         """Launch it, while nobody has asked Triton to be told of launches.
 
         Args:
-            arguments: of the kernel in its order, tensors as addresses on the current device.
+            arguments: of the kernel in its order, tensors as addresses on the current device,
+                descriptors of tiles as Triton has them.
             stream: handle of a stream of that device.
         """
         kernel = self._kernel

@@ -101,15 +101,11 @@ def names(kernel: str) -> tuple[tuple[str, ...], int]:
     return order, count
 
 
-def _key(launch: Launch, given: list[Any], count: int, device: torch.device) -> Any:
-    """Return what decides which compiled kernel a launch is of, or None: Triton has to say."""
-    kinds: list[Any] = []
-    for one in given[:count]:
-        if not (isinstance(one, torch.Tensor) or type(one) is int):
-            return None  # a descriptor of tiles, which is made anew
-        kinds.append(kind_of(one))
-    own = (launch.kernel, device.index, launch.num_warps, launch.num_stages)
-    return (*own, *kinds, *given[count:])
+def _address(given: Any) -> Any:
+    """Return an argument as the launcher of a compiled kernel takes it."""
+    if isinstance(given, torch.Tensor):
+        return made(given)
+    return _described(given) if isinstance(given, Tiled) else given
 
 
 def _launch(launch: Launch, device: torch.device, is_direct: bool) -> Any:
@@ -118,16 +114,18 @@ def _launch(launch: Launch, device: torch.device, is_direct: bool) -> Any:
     if not is_direct or function.pre_run_hooks:
         return function[launch.grid](**arguments(launch), **options(launch))
     order, count = names(launch.kernel)
-    given = [launch.arguments[name] for name in order]
-    key = _key(launch, given, count, device)
-    kernel = None if key is None else _compiled.get(key)
+    # By name, since the order is that of a plan.
+    given = [*map(launch.arguments.__getitem__, order)]
+    kinds = [kind_of(one) for one in given[:count]]
+    key = (launch.kernel, device.index, launch.num_warps, launch.num_stages, *kinds, *given[count:])
+    kernel = _compiled.get(key)
     if kernel is None:
         kernel = function[launch.grid](**arguments(launch), **options(launch))
-        if key is not None and is_launchable(kernel) and len(_compiled) < _MOST:
+        if is_launchable(kernel) and len(_compiled) < _MOST:
             _compiled[key] = kernel
         return kernel
-    values = [made(one) if isinstance(one, torch.Tensor) else one for one in given]
-    Direct(kernel, launch.grid)(values, stream_of(device))
+    values = [one if type(one) is int else _address(one) for one in given[:count]]
+    Direct(kernel, launch.grid)(values + given[count:], stream_of(device))
     return kernel
 
 
