@@ -25,7 +25,7 @@ from fake_indexing import Indexing
 from hybridq.kernels import Backend, DeviceSupport
 from hybridq.kernels.choice.registry import forget_choices, register_backend
 from hybridq.kernels.cuda import backend as cuda
-from hybridq.kernels.cuda import encoder, folder, operand_decoder
+from hybridq.kernels.cuda import encoder, folder, norm_activation, operand_decoder
 from hybridq.kernels.inputs import device
 from hybridq.kernels.scaled_mm import backend as native
 from hybridq.kernels.scaled_mm import operand_layout
@@ -178,7 +178,12 @@ def fake_gpu(monkeypatch: Any, capability: tuple[int, int] = (9, 0)) -> Iterator
     monkeypatch.setattr(native, "block_takes_bias", lambda *_: True)
     monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: 0, raising=False)
     monkeypatch.setattr(operand_layout, "_ALIGNMENT", 1)
-    for module in (encoder, folder, operand_decoder):  # of fake tensors there are views alone
+    for module in (
+        encoder,
+        folder,
+        norm_activation,
+        operand_decoder,
+    ):  # of fake tensors there are views alone
         monkeypatch.setattr(module, "part_of", torch.as_strided)
     monkeypatch.setattr(linear_function._Linear, "apply", _Held.apply)
     monkeypatch.setattr(grouped_function._GroupedLinear, "apply", _HeldGroups.apply)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..._torch_private import part_of
 from ...formats import PlaneSpec
 from ..choice import EncodeRequest, Prologue
 from ..inputs import DTYPES
@@ -48,8 +49,11 @@ def mapped_call(
             is_raw = dtype is not torch.float32 or prologue.is_centered
             wide = -(-cols // 4) * 4 if is_raw else 0
             floats = torch.empty(2 * wide + sum(sizes), dtype=torch.float32, device=x.device)
-            *_, mean, rstd = floats.split((2 * wide, *sizes))
-            stats = [mean, rstd]
+            begins = (2 * wide, 2 * wide + sizes[0])
+            stats = [
+                part_of(floats, (size,), (1,), begin)
+                for size, begin in zip(sizes, begins, strict=True)
+            ]
             if is_raw:
                 raw = (*pointers, DTYPES[dtype], prologue.is_centered)
                 first = kernels.pointer(floats, True)
