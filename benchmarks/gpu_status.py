@@ -62,8 +62,21 @@ def _failures(result: dict[str, Any], file: str) -> int | None:
     return sum(file in name for name in tests["failures"])
 
 
+#: Of kernels that multiply: the section and the backend of the cases that launch them.
+_MULTIPLY = {
+    "dense_kernel": ("small_m", "triton"),
+    "grouped_kernel": ("grouped", "triton"),
+    "grouped_block_kernel": ("grouped", "fold"),
+}
+
+
 def kernel_row(name: str, source: str, result: dict[str, Any]) -> Row | None:
     """Return the row of a kernel, or None if the result says nothing of it."""
+    if name in _MULTIPLY:
+        section, backend = _MULTIPLY[name]
+        if not _ratios(result, section, backend):
+            return None
+        return (f"`{name}`", f"`{source}`", _where(result), "a product: the next table", "")
     outcome = ((result["tests"] or {}).get("kernels") or {}).get(name, "skipped")
     cases = [case for case in result["cases"] if case["kernels"].get(name, 0.0) > 0.0]
     if outcome == "skipped" and not cases:
@@ -82,18 +95,28 @@ def kernel_row(name: str, source: str, result: dict[str, Any]) -> Row | None:
     return (f"`{name}`", f"`{source}`", _where(result), bits, _span(ratios))
 
 
-def product_row(name: str, what: str, result: dict[str, Any]) -> Row | None:
-    """Return the row of a backend that multiplies, or None if the result says nothing of it."""
-    ratios = [
+def _ratios(result: dict[str, Any], section: str, backend: str) -> list[float]:
+    """Return the ratios of a backend's cases to those of BF16."""
+    return [
         case["ratio"]
         for case in result["cases"]
-        if case["section"] == "gemm" and case["backend"] == name and case["ratio"] is not None
+        if (case["section"], case["backend"]) == (section, backend) and case["ratio"] is not None
     ]
+
+
+#: Sections of products, and what the table calls those that are not the usual ones.
+_SECTIONS = {"gemm": "", "small_m": "small M: ", "grouped": "groups: "}
+
+
+def product_row(name: str, what: str, result: dict[str, Any]) -> Row | None:
+    """Return the row of a backend that multiplies, or None if the result says nothing of it."""
+    found = {text: _ratios(result, section, name) for section, text in _SECTIONS.items()}
+    ratios = "; ".join(f"{text}{_span(of)}" for text, of in found.items() if of)
     if not ratios:
         return None
     failed = _failures(result, "test_gpu_gemm")
     bound = "not tested" if failed is None else "yes" if failed == 0 else f"{failed} failures"
-    return (f"`{name}`", what, _where(result), bound, _span(ratios))
+    return (f"`{name}`", what, _where(result), bound, ratios)
 
 
 def _table(

@@ -110,6 +110,24 @@ Alignment AlignmentOf(const TileArgs& args, bool is_bf16) {
   return aligned;
 }
 
+// From so many elements on, a plane's scales of one byte or FP32 in rows are written as zeros first. A
+// tile writes a part of a sector of them. Of a sector that is not in the cache the rest is read from
+// memory before, and the tile's other stores wait; zeros are whole sectors, which stay in the cache,
+// as codes leave it first (encode_edges.h).
+#if defined(HQ_EMULATE)
+inline constexpr uint64_t kTouchedFrom = 0;  // so that tests see it
+#else
+inline constexpr uint64_t kTouchedFrom = uint64_t{1} << 24;
+#endif
+
+template <class K>
+void TouchScales(const PlaneArgs& p, Stream stream) {
+  if constexpr (K::kExists && !K::kIsAmax && !K::kSquare && !K::kFolded && K::kBlock != 0) {
+    const bool is_in_rows = p.scale_step == 1 && p.scale_stride == CeilDiv(p.k, K::kBlock);
+    if (is_in_rows && !p.is_tiled) Zero(p.scale, p.rows * p.scale_stride * K::kScaleBytes, stream);
+  }
+}
+
 // Aligned matrices of BF16 have kernels of their own; of other types one kernel does for all, and
 // of BF16 one for ragged tensors and those that lie anyhow. Groups matter to column planes alone:
 // rows without them are those of any tensor.
@@ -120,6 +138,10 @@ void RunTile(TileArgs args, bool is_bf16, Stream stream) {
   const bool is_aligned = aligned.loads == Loads::kVectors && aligned.row_codes &&
                           aligned.column_codes && aligned.column_scales &&
                           args.cols % Geometry<Row, Col>::kCols == 0;
+  if (args.ends == nullptr && args.rows * args.cols >= kTouchedFrom) {
+    TouchScales<Row>(args.row, stream);
+    TouchScales<Col>(args.col, stream);
+  }
   if (!is_bf16) {
     Launch(EncodeTile<Row, Col, false, true>, shape, stream, args);
   } else if (is_aligned && args.ends == nullptr) {
