@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -13,6 +14,10 @@ __all__ = ["checkpoint"]
 
 #: Arguments of Transformer Engine's function that only say something about tensor parallelism.
 _PARALLEL: Final = ("distribute_saved_activations", "get_rng_state_tracker", "tp_group")
+#: Arguments of torch's function itself.
+_TORCHS: Final = frozenset(
+    {"context_fn", "determinism_check", "preserve_rng_state", "debug", "early_stop"}
+)
 
 
 def checkpoint(
@@ -28,7 +33,7 @@ def checkpoint(
         function: any callable, such as a module.
         *args: its arguments.
         use_reentrant: False (torch's recommendation), or True: at least one of the arguments must
-            then require grad.
+            then require grad. Of tensors by keyword the graph is not cut, as in Transformer Engine.
         **kwargs: `context_fn`, `determinism_check`, `preserve_rng_state`, `debug`, `early_stop` as
             torch takes them; the others go to `function`. `distribute_saved_activations`,
             `get_rng_state_tracker` and `tp_group` may be given with their defaults.
@@ -60,4 +65,7 @@ def checkpoint(
                 f"ranks here, got {value!r}"
             )
     install()
+    if use_reentrant:  # torch passes no keywords on then
+        own = {name: kwargs.pop(name) for name in kwargs.keys() - _TORCHS}
+        function = partial(function, **own) if own else function
     return torch_checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
