@@ -45,3 +45,24 @@ def test_arguments_by_keyword_reach_the_function(checkpoint: Any, use_reentrant:
     again = gradients(layer, lambda x: checkpoint(run, x, scale=2.0, mask=mask, **options))
     assert_same(plain, again)
     assert seen == [2.0] * 3
+
+
+def test_a_module_that_runs_again_saves_less_and_gives_the_same_bits() -> None:
+    plain, again = te.LayerNormMLP(64, 128), te.LayerNormMLP(64, 128, checkpoint=True)
+    again.load_state_dict(plain.state_dict())
+    saved = {}
+    for name, one in (("plain", plain), ("again", again)):
+        kept: list[torch.Tensor] = []
+
+        def pack(tensor: torch.Tensor, kept: list[torch.Tensor] = kept) -> torch.Tensor:
+            kept.append(tensor)
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with hooks, te.autocast(recipe=NVFP4):
+            one(torch.randn(32, 64, requires_grad=True))
+        saved[name] = sum(tensor.nbytes for tensor in kept)
+    assert saved["again"] < saved["plain"]
+    assert_same(gradients(plain, plain), gradients(again, again))
+    with torch.no_grad():
+        assert torch.equal(plain(torch.ones(2, 64)), again(torch.ones(2, 64)))

@@ -14,6 +14,7 @@ import torch
 from .. import nn, settings
 from .._log import log_once
 from ..recipes import QuantizerRole
+from .given_buffers import gradient_into, result_into
 from .quantization import AlignedByRecipe
 from .reading import Readings, WithoutExtraState
 from .signatures import constructor, forward, with_arguments
@@ -66,7 +67,6 @@ def _prepare_groups(given: dict[str, Any]) -> None:
             "te.GroupedLinear: save_original_input saves nothing here: the planes of tokens are "
             "kept for the backward, whose numbers are the same",
         )
-        given["save_original_input"] = False
     tracker, place, fill = (
         given[name] for name in ("get_rng_state_tracker", "rng_tracker_name", "init_method")
     )
@@ -80,12 +80,19 @@ def _prepare_groups(given: dict[str, Any]) -> None:
     given["init_method"] = drawn
 
 
-def _tell_original(module: Any, given: Any = None) -> None:
+def _in_pairs(module: Any) -> None:
+    """Let a module's parameters be in the order `weight0, bias0, weight1, ...`."""
+    for g in range(module.num_gemms):
+        for name in (f"weight{g}", f"bias{g}"):
+            if name in module._parameters:
+                module._parameters[name] = module._parameters.pop(name)
+
+
+def _tell_original(module: Any) -> None:
     """Warn, once for each recipe, where a recipe does not let a backward have the original input.
 
     Args:
         module: a linear one.
-        given: the arguments of its forward; not looked at.
     """
     recipe: Any = settings.current().recipe if module.asks_original else None
     if recipe is None or torch.compiler.is_compiling() or recipe.key in module.told_of_original:
@@ -98,8 +105,8 @@ def _tell_original(module: Any, given: Any = None) -> None:
         warnings.warn(f"Ignoring save_original_input=True: {text}", UserWarning, stacklevel=3)
 
 
-def _ask_original(module: Any) -> None:
-    module.asks_original = module.save_original_input
+#: What `_tell_original` reads of a module.
+_ASKS: Final = {"save_original_input": "asks_original"}
 
 
 class _Linear(Readings):
@@ -178,7 +185,7 @@ class Linear(_Linear, nn.Linear):
         "ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False, ub_name=None, "
         "delay_wgrad_compute=False, symmetric_ar_type=None, save_original_input=False, name=None",
         _prepare,
-        _ask_original,
+        kept=_ASKS,
     )
 
     def forward(
@@ -217,7 +224,13 @@ class LayerNormLinear(Readings, nn.LayerNormLinear):
 
 @with_arguments
 class LayerNormMLP(Readings, nn.LayerNormMLP):
-    """`hybridq.LayerNormMLP`; what it has no like of raises, by the argument's name."""
+    """`hybridq.LayerNormMLP`; what it has no like of raises, by the argument's name.
+
+    `checkpoint=True` runs the forward again in the backward, by `hybridq.checkpoint`.
+    """
+
+    #: Whether the caller asked for it; children of other modules are not asked.
+    runs_again = False
 
     __init__ = constructor(
         nn.LayerNormMLP,
@@ -231,7 +244,25 @@ class LayerNormMLP(Readings, nn.LayerNormMLP):
         "ub_bulk_dgrad=False, ub_bulk_wgrad=False, delay_wgrad_compute=False, "
         "symmetric_ar_type=None, checkpoint=False",
         _prepare,
+        kept={"checkpoint": "runs_again"},
     )
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
+        """Return `fc2(activation(fc1(norm(inp))))`, as `hybridq.LayerNormMLP.forward`.
+
+        Args:
+            inp, is_first_microbatch, fp8_output, fp8_grad: as there.
+        """
+        given = (inp, is_first_microbatch, fp8_output, fp8_grad)
+        if self.runs_again and torch.is_grad_enabled():
+            return nn.checkpoint(super().forward, *given)
+        return super().forward(*given)
 
 
 @with_arguments
@@ -241,7 +272,7 @@ class GroupedLinear(_Linear, nn.GroupedLinear):
     What it has no like of raises, by the argument's name.
     """
 
-    _construct = constructor(
+    __init__ = constructor(
         nn.GroupedLinear,
         "num_gemms, in_features, out_features, sequence_parallel=False, "
         "fuse_wgrad_accumulation=False, tp_group=None, tp_size=1, get_rng_state_tracker=None, "
@@ -251,25 +282,36 @@ class GroupedLinear(_Linear, nn.GroupedLinear):
         "save_original_input=False, single_grouped_weight=False, single_grouped_bias=False, "
         "name=None, use_grouped_tensor=None",
         _prepare_groups,
+        _in_pairs,
+        _ASKS,
     )
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._construct(*args, **kwargs)
-        asked = self._construct.__signature__.bind(self, *args, **kwargs).arguments  # type: ignore[attr-defined]
-        self.asks_original = asked.get("save_original_input", False)
-        for g in range(self.num_gemms):
-            for name in (f"weight{g}", f"bias{g}"):
-                if name in self._parameters:
-                    self._parameters[name] = self._parameters.pop(name)
+    def forward(  # type: ignore[override]
+        self,
+        inp: torch.Tensor,
+        m_splits: Any,
+        is_first_microbatch: bool | None = None,
+        out: torch.Tensor | None = None,
+        dgrad_out: torch.Tensor | None = None,
+    ) -> Any:
+        """Return each group's tokens times its weight, as `hybridq.GroupedLinear.forward`.
 
-    __init__.__signature__ = _construct.__signature__  # type: ignore[attr-defined]
-    __init__.__doc__ = _construct.__doc__
+        Args:
+            inp, m_splits, is_first_microbatch: as there.
+            out, dgrad_out: memory for the result and for the input's gradient, of their shapes and
+                dtypes; each costs a copy. Rows behind the splits' sum keep what it holds.
 
-    forward = forward(
-        nn.GroupedLinear,
-        "inp, m_splits, is_first_microbatch=None, out=None, dgrad_out=None",
-        prepare=_tell_original,
-    )
+        Raises:
+            ValueError: `out` does not fit, or in the backward `dgrad_out`; or as there.
+        """
+        _tell_original(self)
+        inp = gradient_into("dgrad_out", dgrad_out, inp, m_splits)
+        made = super().forward(inp, m_splits, is_first_microbatch)
+        y, *bias = made if self.return_bias else (made,)
+        y = result_into("out", out, y, m_splits)
+        if bias and self.use_bias and self.single_grouped_bias:
+            bias = [self.bias]  # the parameter itself
+        return (y, *bias) if self.return_bias else y
 
 
 @with_arguments

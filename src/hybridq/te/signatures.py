@@ -21,7 +21,7 @@ _IDLE: Final = frozenset(
     {
         *("fuse_qkv_params", "layer_number", "seq_length", "micro_batch_size", "ub_name"),
         *("get_rng_state_tracker", "rng_tracker_name", "fast_zero_fill", "pad_between_seqs"),
-        *("max_seqlen_q", "max_seqlen_kv", "sm_margin"),
+        *("max_seqlen_q", "max_seqlen_kv", "sm_margin", "use_grouped_tensor"),
     }
 )
 
@@ -117,6 +117,7 @@ def constructor(
     text: str,
     prepare: Callable[[dict[str, Any]], None] | None = None,
     finish: Callable[[Any], None] | None = None,
+    kept: Mapping[str, str] | None = None,
 ) -> Callable[..., None]:
     """Return an `__init__` with Transformer Engine's arguments that calls that of `base`.
 
@@ -125,8 +126,9 @@ def constructor(
         text: the signature, as for `options`.
         prepare: changes the arguments, all of them by name, before they are passed on.
         finish: is given the module that was made.
+        kept: arguments that the module itself keeps, and its attributes for them.
     """
-    table, count = options(text), _by_place(text)
+    table, count, own = options(text), _by_place(text), dict(kept or {})
     known = frozenset(inspect.signature(base).parameters)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -135,14 +137,18 @@ def constructor(
         missing = [name for name, value in given.items() if value is _REQUIRED]
         if missing:
             raise TypeError(f"{where}: {missing[0]} must be given")
+        attributes = {attribute: given[name] for name, attribute in own.items()}
         if prepare is not None:
             prepare(given)
-        base.__init__(self, **_taken(where, table, known, given))  # type: ignore[misc]
+        passed = {name: given[name] for name in given if name in known or name not in own}
+        base.__init__(self, **_taken(where, table, known, passed))  # type: ignore[misc]
+        for attribute, value in attributes.items():
+            setattr(self, attribute, value)
         if finish is not None:
             finish(self)
 
     __init__.__signature__ = _signature(table, count)  # type: ignore[attr-defined]
-    __init__.__doc__ = _sorted_arguments(table, known)
+    __init__.__doc__ = _sorted_arguments(table, known | set(own))
     return __init__
 
 

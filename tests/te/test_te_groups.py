@@ -1,0 +1,79 @@
+"""Groups as scripts of Transformer Engine ask for them: memory of the caller."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import hybridq.te as te
+from hybridq.te.common import recipe
+
+SPLITS = [16, 0, 20, 28]
+
+
+def experts(**options: Any) -> te.GroupedLinear:
+    torch.manual_seed(0)
+    return te.GroupedLinear(4, 32, 48, params_dtype=torch.bfloat16, **options)
+
+
+@pytest.mark.parametrize("given", [None, recipe.MXFP8BlockScaling()], ids=["plain", "mxfp8"])
+@pytest.mark.parametrize("is_tensor", [False, True], ids=["list", "tensor"])
+@pytest.mark.parametrize("out", [False, True], ids=["", "out"])
+@pytest.mark.parametrize("dgrad", [False, True], ids=["", "dgrad"])
+def test_results_and_gradients_lie_in_the_callers_memory(
+    given: Any, is_tensor: bool, out: bool, dgrad: bool
+) -> None:
+    module = experts()
+    rows = 64 + 8 * is_tensor  # behind the splits on a device there may be rows of nobody
+    splits = torch.tensor(SPLITS) if is_tensor else SPLITS
+    x, dy = torch.randn(rows, 32).bfloat16(), torch.randn(rows, 48).bfloat16()
+    place = torch.full((rows, 48), 7.0, dtype=torch.bfloat16) if out else None
+    grad_place = torch.full((rows, 32), 7.0, dtype=torch.bfloat16) if dgrad else None
+    results = []
+    own = {"out": place, "dgrad_out": grad_place}
+    for options in ({}, own, own):  # memory serves again
+        module.zero_grad()
+        inp = x.clone().requires_grad_()
+        with te.autocast(enabled=given is not None, recipe=given):
+            y = module(inp, splits, **options)
+        y.backward(dy)
+        results.append([y[:64], inp.grad[:64], *(one.grad for one in module.parameters())])
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*results, strict=True))
+    if place is not None:
+        assert y.data_ptr() == place.data_ptr()
+        assert torch.equal(place[64:], torch.full_like(place[64:], 7.0))
+    if grad_place is not None:
+        assert torch.equal(grad_place[:64], results[0][1])
+        assert torch.equal(grad_place[64:], torch.full_like(grad_place[64:], 7.0))
+
+
+def test_compiled_groups_keep_their_gradients() -> None:
+    torch.compiler.reset()
+    module = experts()
+    compiled = torch.compile(module, backend="aot_eager")
+    x = torch.randn(64, 32).bfloat16()
+    for options in ({}, {"out": torch.empty(64, 48).bfloat16(), "dgrad_out": torch.empty_like(x)}):
+        results = []
+        for run in (module, compiled):
+            inp = x.clone().requires_grad_()
+            y = run(inp, SPLITS, **options)
+            y.sum().backward()
+            results.append((y.detach().clone(), inp.grad))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_memory_that_does_not_fit_is_refused() -> None:
+    module, x = experts(), torch.randn(64, 32).bfloat16().requires_grad_()
+    for name, shape, dtype in (("out", (65, 48), x.dtype), ("dgrad_out", (64, 32), torch.float32)):
+        with pytest.raises(ValueError, match=f"te.GroupedLinear.forward: {name} must be"):
+            module(x, SPLITS, **{name: torch.empty(shape, dtype=dtype)}).sum().backward()
+
+
+def test_a_single_bias_that_is_returned_is_the_parameter() -> None:
+    module = experts(return_bias=True, single_grouped_bias=True, use_grouped_tensor=True)
+    y, bias = module(torch.randn(64, 32).bfloat16(), torch.tensor(SPLITS))
+    assert bias is module.bias and y.shape == (64, 48)
+    y, bias = experts(return_bias=True)(torch.randn(64, 32).bfloat16(), SPLITS)
+    assert [one.shape for one in bias] == [(48,)] * 4
