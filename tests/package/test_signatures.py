@@ -21,6 +21,7 @@ ALLOWED = {
     "nn/autograd/linear_function.py:linear": "a value would cost a small forward its time",
     "quantizers/api.py:_made": "what is looked up by its arguments",
     "te/cpp_extensions.py:general_gemm": "Transformer Engine's arguments",
+    "te/cpp_extensions.py:general_grouped_gemm": "Transformer Engine's arguments",
     "te/optimizers.py:FusedAdam.__init__": "Transformer Engine's arguments",
     "te/optimizers.py:FusedSGD.__init__": "Transformer Engine's arguments",
     "te/rope.py:apply_rotary_pos_emb": "Transformer Engine's arguments",

@@ -1,4 +1,4 @@
-"""Groups as scripts of Transformer Engine ask for them: memory of the caller."""
+"""Groups as scripts of Transformer Engine ask for them: memory of the caller, products of lists."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from hybridq.te.pytorch.cpp_extensions import general_gemm, general_grouped_gemm
 
 import hybridq.te as te
 from hybridq.te.common import recipe
 
+E4M3 = te.DType.kFloat8E4M3
 SPLITS = [16, 0, 20, 28]
 
 
@@ -77,3 +79,56 @@ def test_a_single_bias_that_is_returned_is_the_parameter() -> None:
     assert bias is module.bias and y.shape == (64, 48)
     y, bias = experts(return_bias=True)(torch.randn(64, 32).bfloat16(), SPLITS)
     assert [one.shape for one in bias] == [(48,)] * 4
+
+
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("quantizer", [None, te.MXFP8Quantizer(E4M3)], ids=["plain", "mxfp8"])
+def test_products_of_lists_are_those_of_their_pairs(
+    layout: str, accumulate: bool, quantizer: Any
+) -> None:
+    def made(*shape: int) -> Any:
+        values = torch.randn(*shape)
+        return values if quantizer is None else quantizer(values)
+
+    is_single, grad = layout != "NT", layout != "TN"
+    left = [made(48, 32) if is_single else made(rows, 32) for rows in SPLITS]
+    right = [made(rows, 32 if layout == "TN" else 48) for rows in SPLITS]
+    if is_single:
+        places = [torch.randn(64, 48 if layout == "TN" else 32)]
+    else:
+        places = [torch.randn(48, 32) for _ in SPLITS]
+    each = [one.clone() for one in (places[0].split(SPLITS) if is_single else places)]
+    biases = [torch.randn(48 if layout != "NN" else 32) for _ in SPLITS]
+    options: dict[str, Any] = {"layout": layout, "grad": grad, "accumulate": accumulate}
+    sums = [
+        general_gemm(a, b, out=place, bias=bias, **options)[1]
+        for a, b, place, bias in zip(left, right, each, biases, strict=True)
+    ]
+    got, found, nothing = general_grouped_gemm(
+        left,
+        right,
+        places,
+        [None] * 4,
+        torch.bfloat16,
+        m_splits=SPLITS,
+        bias=biases,
+        use_bias=True,
+        single_output=is_single,
+        **options,
+    )
+    assert got is places and nothing is None
+    whole = [torch.cat(each)] if is_single else each
+    assert all(torch.equal(a, b) for a, b in zip(places, whole, strict=True))
+    assert found is biases if not grad else all(map(torch.equal, found, sums))
+
+
+def test_what_products_of_lists_do_not_know_raises() -> None:
+    pair = [torch.randn(4, 8)], [torch.randn(2, 8)]
+    places = [torch.empty(2, 4)]
+    with pytest.raises(NotImplementedError, match="gelu must be False"):
+        general_grouped_gemm(*pair, places, [None], None, gelu=True)
+    with pytest.raises(NotImplementedError, match="quantization_params must be None"):
+        general_grouped_gemm(*pair, places, [te.MXFP8Quantizer(E4M3)], None)
+    with pytest.raises(ValueError, match="a single output needs m_splits"):
+        general_grouped_gemm(*pair, places, None, None, single_output=True)

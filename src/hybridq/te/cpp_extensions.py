@@ -1,10 +1,11 @@
-"""`general_gemm`: Transformer Engine's product, by its layouts and arguments.
+"""Transformer Engine's products of one pair and of many, by its layouts and arguments.
 
 Source: names, order and defaults of arguments: Transformer Engine's `pytorch/cpp_extensions`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from ..tensor import gemm
 from .signatures import only_defaults, options
 
-__all__ = ["general_gemm"]
+__all__ = ["general_gemm", "general_grouped_gemm"]
 
 #: At their defaults only.
 _OTHERS: Final = options(
@@ -89,3 +90,60 @@ def general_gemm(
     elif layout[1] == "N" and B.dim() != 2:
         made = made.view(*B.shape[:-1], made.shape[-1])
     return made if quantization_params is None else quantization_params(made), sums, None, None
+
+
+def general_grouped_gemm(
+    A: Sequence[torch.Tensor],
+    B: Sequence[torch.Tensor],
+    out: Sequence[torch.Tensor],
+    quantization_params: Sequence[Any] | None,
+    out_dtype: torch.dtype | None,
+    layout: str = "TN",
+    m_splits: Sequence[int] | None = None,
+    gelu: bool = False,
+    grad: bool = False,
+    accumulate: bool = False,
+    bias: Sequence[torch.Tensor] | None = None,
+    use_bias: bool = False,
+    use_split_accumulator: bool = False,
+    D_dtype: Any = None,
+    single_output: bool = False,
+) -> tuple[Sequence[torch.Tensor], Any, None]:
+    """Write the products of `general_gemm` of each pair into `out`, bit for bit.
+
+    Args:
+        A, B: as many quantized or plain matrices; groups without rows give zeros.
+        out: a tensor for each pair; with `single_output` one, `[sum(m_splits), ...]`.
+        out_dtype, use_split_accumulator: have no effect: `out` has a dtype, and sums are FP32.
+        layout, grad, accumulate: as for `general_gemm`.
+        m_splits: the rows of each pair in a single output.
+        bias: of each pair; with `grad` and `use_bias` only their dtypes count.
+        use_bias: False: `bias` is not looked at.
+        quantization_params, gelu, D_dtype: None, or Nones; False; None.
+
+    Returns:
+        `out`, then `bias`, or its gradient for each pair with `grad` and `use_bias`; and None.
+
+    Raises:
+        NotImplementedError: one of the last has another value.
+        ValueError: a single output without `m_splits`, or as `general_gemm`.
+    """
+    asked = {"quantization_params": None, "gelu": bool(gelu), "D_dtype": D_dtype}
+    asked["quantization_params"] = next((q for q in quantization_params or () if q), None)
+    only_defaults(
+        "general_grouped_gemm", asked, options("quantization_params=None, gelu=False, D_dtype=None")
+    )
+    places = list(out)
+    if single_output:
+        if m_splits is None:
+            raise ValueError("general_grouped_gemm: a single output needs m_splits, got None")
+        places = list(out[0].split(list(m_splits)))
+    biases: list[Any] = [None] * len(places)
+    if use_bias:
+        biases = list(bias or ([place.new_empty(0) for place in places] if grad else biases))
+    own: dict[str, Any] = {"layout": layout, "grad": grad, "accumulate": accumulate}
+    sums = [
+        general_gemm(a, b, out=place, bias=one, **own)[1]
+        for a, b, place, one in zip(A, B, places, biases, strict=True)
+    ]
+    return out, sums if grad and use_bias else bias, None
