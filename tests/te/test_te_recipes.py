@@ -143,6 +143,24 @@ def test_params_of_slots_may_be_set() -> None:
     )
 
 
+def test_an_error_mode_that_says_nothing_changes_nothing() -> None:
+    quiet = door.NVFP4BlockScaling(nvfp4_4over6_err_mode="MSE")
+    assert quiet.current == door.NVFP4BlockScaling().current
+    quiet.nvfp4_4over6 = "weights"
+    assert quiet.current != door.NVFP4BlockScaling(nvfp4_4over6="weights").current
+    with pytest.raises(ValueError, match="nvfp4_4over6_err_mode must be one of"):
+        _ = door.NVFP4BlockScaling(nvfp4_4over6_err_mode="L1").current
+
+
+def test_keys_of_metas_are_those_of_modules() -> None:
+    layer = te.Linear(16, 16)
+    with te.autocast(recipe=door.DelayedScaling()):
+        layer(torch.randn(2, 16)).sum().backward()
+    keys = [te.FP8GlobalStateManager.get_meta_tensor_key(forward=one) for one in (True, False)]
+    assert keys == list(layer.quantizers)
+    assert [layer.fp8_meta[key].scale.numel() for key in keys] == [3, 2]
+
+
 def test_predicates() -> None:
     assert door.MXFP8BlockScaling().mxfp8() and not door.MXFP8BlockScaling.nvfp4()
     assert door.DelayedScaling.float8_per_tensor_scaling() and door.DelayedScaling().delayed()

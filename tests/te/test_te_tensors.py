@@ -364,3 +364,17 @@ def test_masters_of_one_rank_may_be_parts_and_weights_lie_anywhere() -> None:
             quantize_master_weights([weight], [master], [0], group, [None])
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_tensors_say_what_their_nvfp4_quantizer_was() -> None:
+    for options in (
+        {},
+        {"row_scaled_nvfp4": True, "columnwise": False},
+        {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": 256},
+    ):
+        quantizer = te.NVFP4Quantizer(**options)
+        made = quantizer(values(32, 64))
+        assert made._row_scaled_nvfp4 is quantizer.row_scaled_nvfp4
+        assert made._nvfp4_use_4over6 is quantizer.nvfp4_use_4over6
+        assert made._nvfp4_e4m3_max == quantizer.nvfp4_e4m3_max
+    assert not hasattr(te.MXFP8Quantizer(E4M3)(values(32, 32)), "_row_scaled_nvfp4")

@@ -263,6 +263,15 @@ class FP8GlobalStateManager:
         return _opened.recipes[-1][0] if _opened.recipes else get_default_recipe()
 
     @staticmethod
+    def get_meta_tensor_key(forward: bool = True) -> str:
+        """Return the key of a module's `fp8_meta` and `quantizers`.
+
+        Args:
+            forward: of the forward's slots, or the backward's.
+        """
+        return "scaling_fwd" if forward else "scaling_bwd"
+
+    @staticmethod
     def get_fp8_group() -> Any:
         """Return the process group of the innermost `te.autocast`, or None."""
         return _opened.recipes[-1][1] if _opened.recipes else None

@@ -79,6 +79,18 @@ def _is_square(tensor: Any) -> bool:
     return bool(fmt.is_square)
 
 
+def _of_nvfp4(name: str, read: Callable[[Any], Any]) -> property:
+    """Return the property of what the spec of NVFP4 planes says."""
+
+    def of(tensor: Any) -> Any:
+        spec = tensor.tensor_storage.first.spec
+        if spec.format.family != "nvfp4":
+            raise AttributeError(f"{name}: must be NVFP4, got {spec.format.family}")
+        return read(spec)
+
+    return property(of)
+
+
 def get_metadata(self: Any) -> dict[str, Any]:
     """Return the buffers in Transformer Engine's layout, by its constructors' names."""
     first, quantizer = self.tensor_storage.first.spec, quantizer_of(self.own_quantizer)
@@ -205,6 +217,11 @@ tensors.add_readouts(
         "_fp8_dtype": property(_dtype),
         "_fp4_dtype": property(_dtype),
         "_is_2D_scaled": property(_is_square),
+        "_row_scaled_nvfp4": _of_nvfp4("_row_scaled_nvfp4", lambda spec: spec.row_scaled),
+        "_nvfp4_use_4over6": _of_nvfp4(
+            "_nvfp4_use_4over6", lambda spec: spec.four_over_six is not None
+        ),
+        "_nvfp4_e4m3_max": _of_nvfp4("_nvfp4_e4m3_max", lambda spec: int(spec.tensor_bound)),
         "_quantizer": property(_get_quantizer),
         "_get_quantizer": _get_quantizer,
         "get_metadata": get_metadata,

@@ -237,7 +237,8 @@ class NVFP4BlockScaling(Recipe):
         disable_rht, disable_stochastic_rounding, disable_2d_quantization: as
             `hybridq.recipes.NVFP4BlockScaling`.
         row_scaled_activation, nvfp4_4over6: the same.
-        nvfp4_4over6_e4m3_use_256, nvfp4_4over6_err_mode: the same.
+        nvfp4_4over6_e4m3_use_256, nvfp4_4over6_err_mode: the same; without four-over-six the
+            latter says nothing.
         fp4_format, fp8_format: E2M1 and E4M3.
         fp8_dpa: attention is quantized, too (`hybridq.recipes.with_attention`).
         fp8_mha: with `fp8_dpa`; changes no number: the projections quantize the same tensors.
@@ -274,6 +275,9 @@ class NVFP4BlockScaling(Recipe):
         )
 
     def _freeze(self) -> ours.Recipe:
+        mode = self.nvfp4_4over6_err_mode
+        if self.nvfp4_4over6 == "none" and mode == "MSE":
+            mode = "MAE"  # no error is compared
         plain = ours.NVFP4BlockScaling(
             self.disable_rht,
             self.disable_stochastic_rounding,
@@ -281,7 +285,7 @@ class NVFP4BlockScaling(Recipe):
             self.row_scaled_activation,
             self.nvfp4_4over6,
             self.nvfp4_4over6_e4m3_use_256,
-            self.nvfp4_4over6_err_mode,
+            mode,
             backward_override=self.backward_override,
         )
 
