@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from hybridq.te.pytorch.cpp_extensions import general_gemm, general_grouped_gemm
+from hybridq.te.pytorch.tensor.grouped_tensor import GroupedTensor
 
 import hybridq.te as te
 from hybridq.te.common import recipe
@@ -79,6 +81,25 @@ def test_a_single_bias_that_is_returned_is_the_parameter() -> None:
     assert bias is module.bias and y.shape == (64, 48)
     y, bias = experts(return_bias=True)(torch.randn(64, 32).bfloat16(), SPLITS)
     assert [one.shape for one in bias] == [(48,)] * 4
+
+
+def test_a_single_weight_is_read_as_a_grouped_tensor() -> None:
+    single = experts(single_grouped_weight=True, single_grouped_bias=True)
+    each = experts()
+    names = [f"weight{g}" for g in range(4)]
+    assert isinstance(single.weight, GroupedTensor) and not isinstance(each.weight0, GroupedTensor)
+    weights = torch.stack([getattr(each, name).detach() for name in names])
+    single.weight.rowwise_data.view_as(weights).copy_(weights)
+    for again in (single, copy.deepcopy(single), single.float().bfloat16()):
+        assert again.weight.num_tensors == again.bias.num_tensors == 4
+        parts = again.weight.split_into_quantized_tensors()
+        assert all(torch.equal(a, getattr(each, b)) for a, b in zip(parts, names, strict=True))
+        assert again.weight.rowwise_data.data_ptr() == again.weight.data_ptr()
+    x = torch.randn(64, 32).bfloat16()
+    with te.autocast(recipe=recipe.MXFP8BlockScaling()):
+        assert torch.equal(single(x, SPLITS), each(x, SPLITS))
+    with te.quantized_model_init(recipe=recipe.MXFP8BlockScaling()):
+        assert not hasattr(experts(single_grouped_weight=True).weight, "rowwise_data")
 
 
 @pytest.mark.parametrize("layout", ["TN", "NN", "NT"])

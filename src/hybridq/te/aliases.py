@@ -26,6 +26,7 @@ PATHS: Final = {
     ),
     "distributed": (),
     "graph": (),
+    "grouped": ("tensor.grouped_tensor",),
     "module": (
         *("transformer", "attention", "attention.multi_head_attention"),
         "attention.inference",

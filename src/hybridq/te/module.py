@@ -15,6 +15,7 @@ from .. import nn, settings
 from .._log import log_once
 from ..recipes import QuantizerRole
 from .given_buffers import gradient_into, result_into
+from .grouped import as_grouped
 from .quantization import AlignedByRecipe
 from .reading import Readings, WithoutExtraState
 from .signatures import constructor, forward, with_arguments
@@ -80,8 +81,9 @@ def _prepare_groups(given: dict[str, Any]) -> None:
     given["init_method"] = drawn
 
 
-def _in_pairs(module: Any) -> None:
-    """Let a module's parameters be in the order `weight0, bias0, weight1, ...`."""
+def _finish_groups(module: Any) -> None:
+    """Let parameters be in the order `weight0, bias0, weight1, ...`, or grouped ones."""
+    as_grouped(module)
     for g in range(module.num_gemms):
         for name in (f"weight{g}", f"bias{g}"):
             if name in module._parameters:
@@ -282,7 +284,7 @@ class GroupedLinear(_Linear, nn.GroupedLinear):
         "save_original_input=False, single_grouped_weight=False, single_grouped_bias=False, "
         "name=None, use_grouped_tensor=None",
         _prepare_groups,
-        _in_pairs,
+        _finish_groups,
         _ASKS,
     )
 
