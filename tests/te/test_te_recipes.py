@@ -161,6 +161,11 @@ def test_keys_of_metas_are_those_of_modules() -> None:
     assert [layer.fp8_meta[key].scale.numel() for key in keys] == [3, 2]
 
 
+def test_a_key_without_a_hash_is_refused() -> None:
+    with pytest.raises(TypeError, match="quantizer_factory: key must be hashable, got"):
+        door.quantizer_factory(key=["mutable"])
+
+
 def test_predicates() -> None:
     assert door.MXFP8BlockScaling().mxfp8() and not door.MXFP8BlockScaling.nvfp4()
     assert door.DelayedScaling.float8_per_tensor_scaling() and door.DelayedScaling().delayed()

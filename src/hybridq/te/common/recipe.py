@@ -377,7 +377,14 @@ def quantizer_factory(*, key: Any) -> Callable[[Any], Any]:
 
     Args:
         key: a name and a version, as a rule.
+
+    Raises:
+        TypeError: it has no hash.
     """
+    try:
+        hash(key)
+    except TypeError:
+        raise TypeError(f"quantizer_factory: key must be hashable, got {key!r}") from None
 
     def keyed(factory: Any) -> Any:
         factory.qfactory_key = key
