@@ -6,6 +6,7 @@
 | `HYBRIDQ_BACKEND_AUTOLOAD` | 0: no backends of other packages join |
 | `HYBRIDQ_GEMM_CACHE_BYTES` | bytes of decoded, folded or padded operands that are kept; 0: none |
 | `HYBRIDQ_HUGE_PAGES` | 0: large results on a CPU are in ordinary pages |
+| `HYBRIDQ_KEEP_MEMORY` | 1: the C library keeps all memory that this process frees |
 | `HYBRIDQ_LOG` | level of the logger `hybridq`: `debug`, `info`, `warning`, `error` |
 | `HYBRIDQ_CPU_VARIANT` | force a variant of the CPU core: `baseline`, `x86-64-v3`, `x86-64-v4` |
 
@@ -30,6 +31,7 @@ __all__ = [
     "cpu_variant",
     "current",
     "gemm_cache",
+    "keeps_memory",
     "launched_rank",
     "loads_backends",
     "log_level",
@@ -42,7 +44,7 @@ _GEMM_CACHE_NBYTES = 1 << 30
 _PREFIX = "HYBRIDQ_"
 #: Those of the table above, and what the project's own tests read.
 _VARIABLES = (
-    *("BACKEND", "BACKEND_AUTOLOAD", "GEMM_CACHE_BYTES", "HUGE_PAGES", "LOG"),
+    *("BACKEND", "BACKEND_AUTOLOAD", "GEMM_CACHE_BYTES", "HUGE_PAGES", "KEEP_MEMORY", "LOG"),
     "CPU_VARIANT",
     "EMULATION",
 )
@@ -163,8 +165,17 @@ def uses_huge_pages() -> bool:
     return _is_on("HYBRIDQ_HUGE_PAGES")
 
 
-def _is_on(variable: str) -> bool:
-    text = os.environ.get(variable) or "1"
+def keeps_memory() -> bool:
+    """Return whether freed memory is kept for large results: where `HYBRIDQ_KEEP_MEMORY` is 1.
+
+    Raises:
+        ValueError: it is neither 0 nor 1.
+    """
+    return _is_on("HYBRIDQ_KEEP_MEMORY", "0")
+
+
+def _is_on(variable: str, otherwise: str = "1") -> bool:
+    text = os.environ.get(variable) or otherwise
     if text not in ("0", "1"):
         raise ValueError(f"{variable}: must be 0 or 1, got {text!r}")
     return text == "1"

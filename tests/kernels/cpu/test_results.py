@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -40,6 +45,36 @@ def test_large_results_ask_and_are_the_same(name, monkeypatch) -> None:
     results.result(64, 64, dtype=torch.uint8)
     monkeypatch.setattr(results, "_uses_huge_pages", False)
     assert not results.is_large(1 << 40)
+
+
+_FAULTS = """
+import resource, torch, hybridq
+x = torch.randn(4096, 8192, dtype=torch.bfloat16)
+for _ in range(6):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    made = hybridq.quantize(x, "mxfp8")
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    del made
+print(faults)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's mallopt")
+def test_memory_that_is_kept_has_no_faults() -> None:
+    """A result of 32 MiB is 8192 ordinary pages, or 16 huge ones and some beside them."""
+    faults = []
+    for text in ("0", "1"):
+        environment = {**os.environ, "HYBRIDQ_KEEP_MEMORY": text, "HYBRIDQ_HUGE_PAGES": "0"}
+        command = [sys.executable, "-c", _FAULTS]
+        made = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        faults.append(int(made.stdout))
+    assert faults[0] >= 8192 and faults[1] < 256
+
+
+def test_a_library_without_it_is_told_of(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(results.ctypes, "CDLL", lambda _: object())
+    assert not results._keep_freed_memory()
+    assert "no mallopt" in caplog.text
 
 
 def test_the_variable_that_leaves_them_out(monkeypatch) -> None:

@@ -7,16 +7,22 @@ and before it is written the core asks for such pages (`madvise`), for this bloc
 each block of 32 MiB and more by itself, so that the advice ends with the block.
 `HYBRIDQ_HUGE_PAGES=0` leaves it out (ADR 173).
 
-Source: Linux, Documentation/admin-guide/mm/transhuge.rst; mallopt(3), M_MMAP_THRESHOLD.
+With `HYBRIDQ_KEEP_MEMORY=1` glibc maps no block by itself and gives nothing back: what was freed is
+there for the next result, of this library or of any other in the process (ADR 206).
+
+Source: Linux, Documentation/admin-guide/mm/transhuge.rst; mallopt(3), M_MMAP_THRESHOLD, M_MMAP_MAX,
+M_TRIM_THRESHOLD.
 """
 
 from __future__ import annotations
 
+import ctypes
 from typing import Final
 
 import torch
 
 from ... import settings
+from ..._log import log_once
 from ..inputs import made
 from . import backend
 
@@ -26,6 +32,26 @@ __all__ = ["LARGE_NBYTES", "is_large", "prepare", "result"]
 LARGE_NBYTES: Final = 32 << 20
 _CPU: Final = torch.device("cpu")
 _uses_huge_pages: Final = settings.uses_huge_pages()
+#: mallopt's M_TRIM_THRESHOLD and M_MMAP_MAX: nothing is trimmed, nothing mapped by itself.
+_KEEP: Final = ((-1, -1), (-4, 0))
+
+
+def _keep_freed_memory() -> bool:
+    """Have the C library keep what this process frees; return whether it does."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        log_once(
+            "HYBRIDQ_KEEP_MEMORY",
+            "HYBRIDQ_KEEP_MEMORY: this system's C library has no mallopt, which glibc has; freed "
+            "memory goes back to the system as before",
+        )
+        return False
+    return all(mallopt(name, value) == 1 for name, value in _KEEP)
+
+
+if settings.keeps_memory():
+    _keep_freed_memory()
 
 
 def is_large(nbytes: int) -> bool:
