@@ -46,7 +46,7 @@ def _write(
     place = place.detach()  # of no graph, so that it serves again
     if isinstance(splits, torch.Tensor):
         lead = values.shape[:-1]
-        row = torch.arange(lead.numel(), device=values.device).view(*lead, 1)
+        row = torch.arange(lead.numel(), dtype=torch.int64, device=values.device).view(*lead, 1)
         values = torch.where(row < splits.sum(), values, place)
     return place.copy_(values)
 
