@@ -60,6 +60,10 @@ X = torch.ones(4, 64)
     "call, text",
     [
         (lambda: all_gather([1.0], "mxfp8"), "x must be a tensor, got list"),
+        (lambda: all_gather(X.to_sparse_csr(), "mxfp8"), "layout of x must be strided, got .*csr"),
+        (lambda: reduce_scatter(X.to_sparse(), "mxfp8"), "layout of x must be strided, got .*coo"),
+        (lambda: all_to_all(X.to_sparse_csr(), "mxfp8"), "layout of x must be strided, got .*csr"),
+        (lambda: all_reduce(torch.nested.nested_tensor([X]), "mxfp8"), "x must be no nested"),
         (lambda: all_gather(torch.ones(()), "mxfp8"), "at least one dimension"),
         (lambda: all_gather(X, "mxfp8", dim=2), "dim must name a dimension of 2, got 2"),
         (lambda: all_gather(X.double(), "mxfp8"), "dtype must be float32, bfloat16 or float16"),

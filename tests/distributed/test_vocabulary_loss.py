@@ -56,3 +56,5 @@ def test_labels_that_are_no_class_and_bad_arguments() -> None:
             parallel_cross_entropy(*args)
     with pytest.raises(TypeError, match="target must be integers"):
         parallel_cross_entropy(logits, torch.zeros(3))
+    with pytest.raises(TypeError, match=r"layout of logits must be strided, got .*csr"):
+        parallel_cross_entropy(logits.to_sparse_csr(), torch.zeros(3, dtype=torch.long))

@@ -37,6 +37,7 @@ from .tensor_checks import (
     check_matrix,
     check_place,
     check_seed,
+    check_strided,
     check_tensor,
     spec_of,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "check_matrix",
     "check_place",
     "check_seed",
+    "check_strided",
     "check_tensor",
     "chip_of",
     "codes",

@@ -14,6 +14,7 @@ __all__ = [
     "check_matrix",
     "check_place",
     "check_seed",
+    "check_strided",
     "check_tensor",
     "spec_of",
 ]
@@ -33,6 +34,24 @@ def check_tensor(tensor: object, where: str) -> None:
         raise TypeError(f"{where}: takes a tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
         raise TypeError(f"{where}: layout must be strided, got {tensor.layout}")
+
+
+def check_strided(where: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise unless a tensor's values lie in ordinary memory, all in one block.
+
+    Args:
+        where, name: the function that takes it, and what it is there, for the error.
+        tensor: what a user passed.
+
+    Raises:
+        TypeError: it is nested or sparse.
+    """
+    if tensor.is_nested:
+        raise TypeError(f"{where}: {name} must be no nested tensor, got one; use .values()")
+    if tensor.layout != torch.strided:
+        raise TypeError(
+            f"{where}: layout of {name} must be strided, got {tensor.layout}; use .to_dense()"
+        )
 
 
 def check_matrix(x: torch.Tensor, where: str) -> None:
