@@ -177,11 +177,32 @@ class QuantizeRules(Pool):
                 raise Wrong("dequantize: another dtype")
         attempt(lambda: t.dequantize(dtype=dtype), "dequantize")
 
+    def _without_planes(self, t: Any) -> None:
+        """Both planes given away: values are refused until planes come back, and no door breaks."""
+        kept = t.detach()
+        t.update_usage(False, False)
+        if any(t.get_usages().values()) or list(t.tensor_storage.planes):
+            raise Wrong("update_usage: planes were given away, and are there")
+        for name, read in {**ROUND_TRIPS, "repr": repr, "add": lambda x: x + 1}.items():
+            attempt(lambda read=read: read(t), f"{name} without planes")
+        try:
+            t.dequantize()
+        except hybridq.PlaneError:
+            pass
+        else:
+            raise Wrong("update_usage: planes were given away, and have values")
+        t.data = kept
+        if not same_planes(t, kept):
+            raise Wrong("data: planes came back as others")
+
     @fuzz(index=indices(), row=st.sampled_from((None, True, False)), col=st.booleans())
     def usage(self, index: int, row: bool | None, col: bool) -> None:
         """Planes are dropped, kept or derived; a refusal changes nothing."""
         t = self.take(index)
         if t is None:
+            return
+        if row is False and not col:
+            self._without_planes(t)
             return
         before = t.tensor_storage
         _, error = attempt(lambda: t.update_usage(row, col), "update_usage")
