@@ -39,6 +39,8 @@ def check_tensor(tensor: object, where: str) -> None:
 def check_strided(where: str, name: str, tensor: torch.Tensor) -> None:
     """Raise unless a tensor's values lie in ordinary memory, all in one block.
 
+    In compiled code nothing is asked: inside of an autograd.Function a trace breaks at `layout`.
+
     Args:
         where, name: the function that takes it, and what it is there, for the error.
         tensor: what a user passed.
@@ -46,6 +48,8 @@ def check_strided(where: str, name: str, tensor: torch.Tensor) -> None:
     Raises:
         TypeError: it is nested or sparse.
     """
+    if torch.compiler.is_compiling():
+        return
     if tensor.is_nested:
         raise TypeError(f"{where}: {name} must be no nested tensor, got one; use .values()")
     if tensor.layout != torch.strided:
