@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from hypothesis import strategies as st
 
-from hybridq import QuantizedTensor
+from hybridq import PlaneError, QuantizedTensor
 
 from .invariants import check_backends, check_sound, same_planes, snapshot
 from .policy import Wrong, attempt
@@ -116,6 +116,11 @@ class WriteRules(Pool):
             if not all(torch.equal(a, b) for a, b in zip(old, new, strict=True)):
                 raise Wrong(f"{where}: failed, but has changed a tensor")
 
+    def _has_kin(self, t: Any) -> bool:
+        """Whether another tensor has memory of this one, and memory that this one lacks."""
+        mine = _memory(t)
+        return any(_memory(one) & mine and _memory(one) - mine for one in self.pool)
+
     def _others_unchanged(self, t: Any, before: list[list[torch.Tensor]], where: str) -> None:
         mine = _memory(t)
         for one, old, new in zip(self.pool, before, self._all_bytes(), strict=True):
@@ -154,6 +159,10 @@ class WriteRules(Pool):
             if tuple(t.shape) != shape:
                 raise Wrong(f"{where}: failed, but has changed the shape to {tuple(t.shape)}")
             self._unchanged(before, where)
+            if isinstance(error, PlaneError) and "shares this memory" in str(error):
+                if not self._has_kin(t):
+                    raise Wrong(f"{where}: nobody shares its memory: {error!r}") from error
+                return
             takes = refusal is None and t.own_quantizer is not None
             if takes and name not in (*_RESHAPING, *_INDIRECT):
                 raise Wrong(f"{where}: a plain tensor takes it: {error!r}") from error
