@@ -53,6 +53,9 @@ def check(whole, part, spec, axis, one, matrix):
     first, last = one.range()
     if first == last:
         return
+    if spec.signs is not None and axis == 1 and last == sum(one.sizes):
+        # The last 16 values are transformed together with the zeros that fill them.
+        last = -(-last // 16) * 16
     low = first - one.lacks()[0]
     empty, full = spec.buffers(*matrix(0)), spec.buffers(*matrix(13440))
     for index, (a, b) in enumerate(zip(empty, full, strict=True)):
