@@ -37,17 +37,16 @@ _KEEP: Final = ((-1, -1), (-4, 0))
 
 
 def _keep_freed_memory() -> bool:
-    """Have the C library keep what this process frees; return whether it does."""
+    """Have the C library keep what this process frees; return whether it does, or say why not."""
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        mallopt, why = ctypes.CDLL(None).mallopt, "mallopt refused"
     except (AttributeError, OSError):
-        log_once(
-            "HYBRIDQ_KEEP_MEMORY",
-            "HYBRIDQ_KEEP_MEMORY: this system's C library has no mallopt, which glibc has; freed "
-            "memory goes back to the system as before",
-        )
-        return False
-    return all(mallopt(name, value) == 1 for name, value in _KEEP)
+        mallopt, why = None, "this system's C library has no mallopt, which glibc has"
+    if mallopt is not None and all(mallopt(name, value) == 1 for name, value in _KEEP):
+        return True
+    text = f"HYBRIDQ_KEEP_MEMORY: {why}; freed memory goes back to the system as before"
+    log_once(text, text)
+    return False
 
 
 if settings.keeps_memory():
