@@ -393,10 +393,13 @@ def test_factors_go_into_one_operand(names, sizes, monkeypatch) -> None:
         return torch.empty(sizes[0], sizes[1])
 
     monkeypatch.setattr(torch, "addmm", mm)
-    args = GemmArgs(torch.zeros(sizes[1]), None, dtype, work=Place(memory, ALIGNMENT, 0))
+    bias = torch.zeros(sizes[1], dtype=dtype)
+    args = GemmArgs(bias, None, dtype, work=Place(memory, ALIGNMENT, 0))
     with emulated.EmulatedKernels(MODULE).launch(torch.device("cpu")):
         assert run(a, b, args).shape == sizes[:2]
         assert run(a._replace(buffers=[x.t().contiguous().t() for x in a.buffers]), b, args) is None
+        for other in ({"bias": bias.float()}, {"accumulate_into": bias}, {"place": bias}):
+            assert run(a, b, args._replace(**other)) is None  # the exact way's
     first, second = (one[:, : sizes[2]] for one in found[1:3])
     assert first.dtype == second.dtype == dtype
     assert torch.equal(second.float(), values[1][:, : sizes[2]])

@@ -70,8 +70,13 @@ class FactoredProduct:
 
         Args:
             a, b: planes of the specs, on the current device, where torch.autocast is off.
-            args: of which nothing is added into, and nothing has a place.
+            args: the rest.
         """
+        bias = args.bias
+        if args.accumulate_into is not None or args.place is not None:
+            return None
+        if bias is not None and bias.dtype is not args.out_dtype:
+            return None
         operands = (a, b)
         for operand in operands:
             for buffer in operand.buffers:
@@ -96,9 +101,9 @@ class FactoredProduct:
             right = decode_side(b, True, torch.bfloat16).matrix
         else:
             right = run(b.buffers, memory, at + self._at, stream)
-        if args.bias is None:
+        if bias is None:
             return torch.mm(left, right.t())
-        return torch.addmm(args.bias, left, right.t())
+        return torch.addmm(bias, left, right.t())
 
 
 def factored_planner(query: OpQuery) -> FactoredProduct | None:
@@ -142,9 +147,7 @@ def factored_gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor | None
         args: bias, precision, dtype of the result.
     """
     device = a.buffers[0].device
-    if device.type != "cuda" or args.accumulate_into is not None or args.place is not None:
-        return None
-    if args.bias is not None and args.bias.dtype is not args.out_dtype:
+    if device.type != "cuda":
         return None
     sizes = (a.rows, b.rows, a.cols)
     run = _planned(a.spec, b.spec, args.out_dtype, args.precision, sizes)

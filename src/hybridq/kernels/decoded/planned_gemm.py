@@ -108,14 +108,10 @@ class _WithFactors:
 
     def __call__(self, a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
         device = a.buffers[0].device
-        is_alone = args.accumulate_into is None and args.place is None
-        if is_alone and is_current(device) and not has_autocast(device.type):
-            bias = args.bias
-            if bias is None or bias.dtype is args.out_dtype:
-                made = self._run(a, b, args)
-                if made is not None:
-                    return made
-        return exact_gemm(a, b, args)
+        made = None
+        if is_current(device) and not has_autocast(device.type):
+            made = self._run(a, b, args)
+        return exact_gemm(a, b, args) if made is None else made
 
 
 def planner(query: OpQuery) -> PlannedProduct | _WithFactors | None:
