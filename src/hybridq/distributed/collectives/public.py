@@ -56,7 +56,8 @@ def _check(where: str, x: torch.Tensor, dim: int, extras: Extras) -> int:
     """Return `dim`, counted from the front."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{where}: x must be a tensor, got {type(x).__name__}")
-    check_strided(where, "x", x)
+    if not torch.compiler.is_compiling():  # in an autograd.Function a trace breaks at `layout`
+        check_strided(x, where, "x")
     if x.dim() == 0:
         raise ValueError(f"{where}: x must have at least one dimension, got a single value")
     if not -x.dim() <= dim < x.dim():

@@ -173,8 +173,9 @@ def parallel_cross_entropy(
 
 def _check(logits: torch.Tensor, target: torch.Tensor, smoothing: float) -> None:
     """Raise unless the arguments fit."""
-    check_strided(_WHERE, "logits", logits)
-    check_strided(_WHERE, "target", target)
+    if not torch.compiler.is_compiling():  # a trace has no sparse tensor
+        check_strided(logits, _WHERE, "logits")
+        check_strided(target, _WHERE, "target")
     if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(
             f"{_WHERE}: logits must be float32, bfloat16 or float16, got {logits.dtype}"

@@ -32,30 +32,25 @@ def check_tensor(tensor: object, where: str) -> None:
     """Raise unless `tensor` is one in ordinary memory; torch passes None for any tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{where}: takes a tensor, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{where}: layout must be strided, got {tensor.layout}")
+    check_strided(tensor, where)
 
 
-def check_strided(where: str, name: str, tensor: torch.Tensor) -> None:
+def check_strided(tensor: torch.Tensor, where: str, name: str = "") -> None:
     """Raise unless a tensor's values lie in ordinary memory, all in one block.
 
-    In compiled code nothing is asked: inside of an autograd.Function a trace breaks at `layout`.
-
     Args:
-        where, name: the function that takes it, and what it is there, for the error.
         tensor: what a user passed.
+        where: the function that takes it, for the error.
+        name: what it is there, where that takes more than one.
 
     Raises:
         TypeError: it is nested or sparse.
     """
-    if torch.compiler.is_compiling():
-        return
     if tensor.is_nested:
-        raise TypeError(f"{where}: {name} must be no nested tensor, got one; use .values()")
+        raise TypeError(f"{where}: {name or 'input'} must be no nested tensor, got one")
     if tensor.layout != torch.strided:
-        raise TypeError(
-            f"{where}: layout of {name} must be strided, got {tensor.layout}; use .to_dense()"
-        )
+        what = f"layout of {name}" if name else "layout"
+        raise TypeError(f"{where}: {what} must be strided, got {tensor.layout}; use .to_dense()")
 
 
 def check_matrix(x: torch.Tensor, where: str) -> None:
