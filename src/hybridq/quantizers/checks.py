@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.inputs import check_strided, refuse_tangents
+from ..kernels.inputs import check_tensor, refuse_tangents
 from ..tensor import is_quantized
 
 __all__ = ["check_dtype", "check_source"]
@@ -28,7 +28,7 @@ def check_source(tensor: torch.Tensor, where: str) -> None:
         return
     if tensor.is_nested:
         raise TypeError(f"{where}: input must be no nested tensor, got one; use quantize_grouped")
-    check_strided(tensor, where)
+    check_tensor(tensor, where)
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"{where}: dtype must be float32, bfloat16 or float16, got {tensor.dtype}")
 

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ...errors import must_be_one_of
-from ...kernels.inputs import check_seed, check_strided
+from ...kernels.inputs import check_seed, check_tensor
 from ...quantizers import Quantizer
 from ...shards import Shards, agree, refuse
 from ...tensor import is_quantized
@@ -54,10 +54,8 @@ def _formats(where: str, x: torch.Tensor, quantizer: Any, grad_quantizer: Any) -
 
 def _check(where: str, x: torch.Tensor, dim: int, extras: Extras) -> int:
     """Return `dim`, counted from the front."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{where}: x must be a tensor, got {type(x).__name__}")
     if not torch.compiler.is_compiling():  # in an autograd.Function a trace breaks at `layout`
-        check_strided(x, where, "x")
+        check_tensor(x, where, "x")
     if x.dim() == 0:
         raise ValueError(f"{where}: x must have at least one dimension, got a single value")
     if not -x.dim() <= dim < x.dim():

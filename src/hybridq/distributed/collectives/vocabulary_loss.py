@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._torch_private import functional_all_reduce
-from ...kernels.inputs import check_strided
+from ...kernels.inputs import check_tensor
 from ...kernels.operators import StatedFunction
 from ...nn.autograd.double_backward import without_derivative
 from ...shards import agree, refuse
@@ -174,8 +174,8 @@ def parallel_cross_entropy(
 def _check(logits: torch.Tensor, target: torch.Tensor, smoothing: float) -> None:
     """Raise unless the arguments fit."""
     if not torch.compiler.is_compiling():  # a trace has no sparse tensor
-        check_strided(logits, _WHERE, "logits")
-        check_strided(target, _WHERE, "target")
+        check_tensor(logits, _WHERE, "logits")
+        check_tensor(target, _WHERE, "target")
     if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(
             f"{_WHERE}: logits must be float32, bfloat16 or float16, got {logits.dtype}"

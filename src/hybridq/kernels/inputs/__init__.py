@@ -37,7 +37,6 @@ from .tensor_checks import (
     check_matrix,
     check_place,
     check_seed,
-    check_strided,
     check_tensor,
     spec_of,
 )
@@ -58,7 +57,6 @@ __all__ = [
     "check_matrix",
     "check_place",
     "check_seed",
-    "check_strided",
     "check_tensor",
     "chip_of",
     "codes",

@@ -14,7 +14,6 @@ __all__ = [
     "check_matrix",
     "check_place",
     "check_seed",
-    "check_strided",
     "check_tensor",
     "spec_of",
 ]
@@ -28,15 +27,8 @@ def spec_of(text: str, dtype: torch.dtype) -> PlaneSpec | None:
     return PlaneSpec.parse(text).resolve(dtype) if text else None
 
 
-def check_tensor(tensor: object, where: str) -> None:
-    """Raise unless `tensor` is one in ordinary memory; torch passes None for any tensor."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{where}: takes a tensor, got {type(tensor).__name__}")
-    check_strided(tensor, where)
-
-
-def check_strided(tensor: torch.Tensor, where: str, name: str = "") -> None:
-    """Raise unless a tensor's values lie in ordinary memory, all in one block.
+def check_tensor(tensor: object, where: str, name: str = "") -> None:
+    """Raise unless `tensor` is one in ordinary memory, in one block; torch passes None for any.
 
     Args:
         tensor: what a user passed.
@@ -44,8 +36,11 @@ def check_strided(tensor: torch.Tensor, where: str, name: str = "") -> None:
         name: what it is there, where that takes more than one.
 
     Raises:
-        TypeError: it is nested or sparse.
+        TypeError: it is no tensor, or is nested or sparse.
     """
+    if not isinstance(tensor, torch.Tensor):
+        what = f"{name} must be" if name else "takes"
+        raise TypeError(f"{where}: {what} a tensor, got {type(tensor).__name__}")
     if tensor.is_nested:
         raise TypeError(f"{where}: {name or 'input'} must be no nested tensor, got one")
     if tensor.layout != torch.strided:
