@@ -49,6 +49,8 @@ def _run(request: dict[str, Any], rank: int) -> None:
     faulthandler.enable()
     warnings.simplefilter("ignore")
     os.environ["TEST_TIMEOUT"] = str(request["timeout"])
+    # A group is made on all ranks or on none: one that dies next would end another's connecting.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     sys.argv = [request["file"], *request["ranks"][rank]]
     module = types.ModuleType("__main__")
     module.__file__ = request["file"]
