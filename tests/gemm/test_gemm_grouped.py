@@ -11,7 +11,7 @@ import torch
 import hybridq
 from gemm_cases import check, decoded, in_own_domain, make
 from hybridq.formats import DEFAULT_SIGNS, PlaneSpec, format
-from hybridq.kernels import OpQuery, choose
+from hybridq.kernels import OpQuery, choose, described
 from hybridq.kernels.choice.arguments import GroupedArgs, GroupedOperand
 from hybridq.kernels.decoded import decoded_grouped_gemm as grouped
 from hybridq.kernels.ragged.padded_layout import capacity, pad_tokens, padded_offsets
@@ -190,7 +190,8 @@ def test_torchs_grouped_product(a_name: str, b_name: str, offsets: list[int], to
     "chip,a,b,dtype,backend",
     [
         ("sm_90", "mxfp8", "mxfp8", torch.bfloat16, None),
-        ("sm_90", "mxfp8", "nvfp4", torch.bfloat16, "operand b has a factor"),
+        ("sm_90", "mxfp8", "nvfp4", torch.bfloat16, None),
+        ("sm_90", "mxfp8", "nvfp4;rows", torch.bfloat16, "operand b has a factor"),
         ("sm_90", "mxfp8", "mxfp8", torch.float32, "rounds to BF16"),
         ("sm_89", "mxfp8", "mxfp8", torch.bfloat16, "reads the offsets on the host"),
         ("cuda", "mxfp8", "mxfp8", torch.bfloat16, "capability is not known"),
@@ -200,6 +201,49 @@ def test_where_torchs_grouped_product_runs(chip, a, b, dtype, backend) -> None:
     found = hybridq.explain("grouped_gemm", a, b, device=chip, dtype=dtype)
     reason = dict(found.reasons)["torch"]
     assert reason is None if backend is None else backend in reason
+
+
+@pytest.mark.parametrize(
+    "a,b,precision,tokens,backend",
+    [
+        ("nvfp4", "nvfp4", "auto", 255, "triton"),
+        ("nvfp4", "nvfp4", "auto", 256, "torch"),
+        ("nvfp4", "nvfp4", "exact", 256, "triton"),  # factors follow an FP32 product
+        ("nvfp4;rows", "nvfp4", "auto", 256, "triton"),
+        ("fp8_e4m3", "nvfp4", "auto", 256, "torch"),
+        ("bf16", "mxfp8", "auto", 256, "torch"),
+        ("mxfp8", "mxfp8", "exact", 256, "torch"),  # nothing follows, and BF16 holds both
+        ("mxfp8", "mxfp8", "auto", 256, "fold"),
+    ],
+)
+@pytest.mark.parametrize("is_rows", [True, False])
+def test_many_tokens_are_decoded_before_the_product(
+    a: str, b: str, precision: str, tokens: int, backend: str, is_rows: bool
+) -> None:
+    """On sm_90, where both ways were measured."""
+    specs = [PlaneSpec.parse(name).resolve(torch.bfloat16) for name in (a, b)]
+    groups = 8
+
+    def chosen(chip: str, **options) -> str | None:
+        query = OpQuery(
+            "grouped_gemm",
+            "cuda",
+            torch.bfloat16,
+            *specs,
+            precision,
+            (groups * tokens, 512, 512) if is_rows else (512, 512, groups * tokens),
+            described(chip),
+            groups=groups,
+            tokens_per_group=tokens if is_rows else None,
+            **options,
+        )
+        found = choose(query).chosen
+        return None if found is None else found.name
+
+    assert chosen("sm_90") == backend
+    assert chosen("sm_89") not in ("torch", "fold")
+    if backend == "torch":
+        assert chosen("sm_90", is_alone=False) == "triton"
 
 
 # ---- offsets, arguments, operators

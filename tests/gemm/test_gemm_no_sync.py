@@ -7,6 +7,7 @@ No GPU is needed: a FakeTensor knows shapes, dtypes and a device, and raises
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -136,7 +137,10 @@ def test_folds(a: str, b: str) -> None:
 
 @pytest.mark.parametrize(
     "a,b",
-    [("mxfp8", "mxfp8"), ("bf16", "mxfp4"), ("fp8_1x128", "fp8_128x128"), ("bf16", "bf16")],
+    [
+        *(("mxfp8", "mxfp8"), ("bf16", "mxfp4"), ("fp8_1x128", "fp8_128x128"), ("bf16", "bf16")),
+        *(("nvfp4", "nvfp4"), ("bf16", "nvfp4"), ("nvfp4", "fp8_e4m3")),
+    ],
 )
 def test_groups(a: str, b: str) -> None:
     """The grid of nothing depends on the offsets; padding does not either."""
@@ -144,6 +148,19 @@ def test_groups(a: str, b: str) -> None:
     assert grouped._rows_cuda(rows, stack, args).shape == (24, 40)
     *sides, args = _grouped_tokens(a, b)
     assert grouped._tokens_cuda(*sides, args).shape == (3, 16, 40)
+    rows, *sides = (_by_group(one) for one in (rows, *sides))
+    args = replace(args, padded=ragged.padded_offsets(args.offsets, 24))
+    assert grouped._rows_cuda(rows, stack, args).shape == (24, 40)
+    if any(one.is_padded for one in sides):
+        assert grouped._tokens_cuda(*sides, args).shape == (3, 16, 40)
+
+
+def _by_group(one: GroupedOperand) -> GroupedOperand:
+    """The operand with a statistic of each of three groups, if it has one."""
+    if not one.spec.needs_amax:
+        return one
+    buffers = [*one.buffers[:-1], torch.stack([one.buffers[-1]] * 3)]
+    return replace(one, buffers=buffers, by_group=True)
 
 
 def _grouped_rows(a: str, b: str) -> tuple[GroupedOperand, GroupedOperand, GroupedArgs]:

@@ -7,6 +7,7 @@ read nothing is checked on fake CUDA tensors, where reading raises.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -186,16 +187,13 @@ def plain_product(a, b, args):
     return grouped.grouped_gemm(a, b, args)
 
 
-@pytest.mark.parametrize("a", SPECS)
-@pytest.mark.parametrize("b", ["mxfp8", "fp8_e4m3", "nvfp4", "nvfp4;rows", TURNED, "bf16"])
-def test_products(a: str, b: str) -> None:
-    """Against the loop, in FP32: nothing but the order of FP32 sums may differ."""
+def operands(a: str, b: str):
+    """Tokens under `a` by group, and weights and gradients under `b`: rows, a contraction."""
     sizes, n = (0, 37, 130, 1), 24
     left, right = PlaneSpec.parse(a), PlaneSpec.parse(b)
     x = tokens_of(sizes, 5)
     y = torch.randn(x.shape[0], n).to(torch.bfloat16)
     offsets, tokens = cases.ends(sizes), x.shape[0]
-    padded = padded_offsets(offsets, tokens)
     rows = group_loop.encode_loop(x, offsets, left, None, EncodeRequest(left.text))
     weights = [torch.randn(n, COLS).bfloat16() for _ in sizes]
     planes = [torch.ops.hybridq.encode(w, b, "") for w in weights]
@@ -204,29 +202,83 @@ def test_products(a: str, b: str) -> None:
         rows, left, count, COLS, is_padded=pads_rows(left), by_group=rows[-1].shape == (4, 1)
     )
     two = GroupedOperand([p for own in planes for p in own], right, n, COLS, True, False, True)
-    bias, into = torch.randn(len(sizes), n), torch.randn(tokens, n)
-    for extra in ((None, None), (bias, None), (bias, into)):
-        args = GroupedArgs(offsets, tokens, padded, *extra, torch.float32)
-        got = group_product.product_by_group(choose([]), one, two, args)
-        want = grouped.grouped_gemm(one, two, args)
-        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-4)
-    cols = [
-        group_loop.encode_loop(source, offsets, None, spec, EncodeRequest("", spec.text))
-        for source, spec in ((x, left), (y, right))
-    ]
     sides = []
-    for buffers, spec, width in ((cols[0], left, COLS), (cols[1], right, n)):
+    for source, spec in ((x, left), (y, right)):
         size = tokens if spec.format.is_identity else capacity(tokens, len(sizes))
         sides.append(
             GroupedOperand(
-                buffers, spec, width, size,
+                group_loop.encode_loop(source, offsets, None, spec, EncodeRequest("", spec.text)),
+                spec,
+                source.shape[1],
+                size,
                 is_padded=not spec.format.is_identity,
                 by_group=spec.needs_amax,
             )
-        )  # fmt: skip
-    args = GroupedArgs(offsets, tokens, padded, None, None, torch.float32)
+        )
+    args = GroupedArgs(offsets, tokens, padded_offsets(offsets, tokens), None, None, torch.float32)
+    return (one, two), tuple(sides), args
+
+
+@pytest.mark.parametrize("a", SPECS)
+@pytest.mark.parametrize("b", ["mxfp8", "fp8_e4m3", "nvfp4", "nvfp4;rows", TURNED, "bf16"])
+def test_products(a: str, b: str) -> None:
+    """Against the loop, in FP32: nothing but the order of FP32 sums may differ."""
+    rows, sides, args = operands(a, b)
+    bias, into = torch.randn(4, 24), torch.randn(args.tokens, 24)
+    for extra in ((None, None), (bias, None), (bias, into)):
+        own = replace(args, bias=extra[0], accumulate_into=extra[1])
+        got = group_product.product_by_group(choose([]), *rows, own)
+        want = grouped.grouped_gemm(*rows, own)
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-4)
     got = group_product.product_by_group(choose([]), *sides, args)
     torch.testing.assert_close(got, grouped.grouped_gemm(*sides, args), rtol=1e-6, atol=1e-4)
+
+
+#: RMS of rounding to BF16, relative to the RMS of what is rounded.
+BF16_RMS = 1.7e-3
+WITH_FACTORS = ["fp8_e4m3", "nvfp4", "nvfp4_16x16", "mxfp8", "bf16"]
+
+
+@pytest.mark.parametrize("a", WITH_FACTORS)
+@pytest.mark.parametrize("b", WITH_FACTORS)
+def test_products_whose_factors_go_into_the_tokens(a: str, b: str) -> None:
+    """The way of CUDA, on a CPU: against the loop, at most one operand's rounding more."""
+    shapes = []
+
+    def product(one, two, given):
+        assert not two.is_list and not (two.is_stack and one.is_padded)
+        shapes.append((one.by_group, two.by_group))
+        run = grouped._rows_cuda if two.is_stack else grouped._tokens_cuda
+        return run(one, two, given)
+
+    taking = replace(backend_of(product), takes_group_factors=True)
+    rows, sides, args = operands(a, b)
+    kept = [buffer.clone() for one in (*rows, *sides) for buffer in one.buffers]
+    for pair in (rows, sides):
+        wanted = grouped.grouped_gemm(*pair, args).double()
+        own = replace(args, out_dtype=torch.bfloat16)
+        if pair is sides and a == b == "bf16":
+            own = replace(own, padded=None)
+        got = group_product.product_by_group(lambda *_: taking, *pair, own)
+        assert got.dtype == torch.bfloat16 and got.shape == wanted.shape
+        ends = [0, *args.offsets.tolist()]
+        spans = list(itertools.pairwise(ends))
+        cut = [slice(*span) for span in spans] if pair is rows else list(range(4))
+        errors = []
+        for part in cut:  # groups differ by 3^4 in size
+            want, made = wanted[part], got[part].double()
+            if not want.any():
+                assert not made.any()
+                continue
+            errors.append(float((made - want).square().mean() / want.square().mean()))
+        # One factor rounds all codes of a group alike: its error lies around the mean of many.
+        assert max(errors) <= 2 * (2 * BF16_RMS) ** 2
+        assert sum(errors) / len(errors) <= 2 * (1.3 * BF16_RMS) ** 2
+        if pair is rows:
+            assert not got[ends[-1] :].any()
+    now = [buffer for one in (*rows, *sides) for buffer in one.buffers]
+    assert all(torch.equal(bits(x), bits(y)) for x, y in zip(kept, now, strict=True))
+    assert shapes == [(rows[0].by_group, False), (sides[0].by_group, sides[1].by_group)]
 
 
 def test_the_factor_of_a_group_follows_an_fp32_product() -> None:
@@ -240,7 +292,8 @@ def test_the_factor_of_a_group_follows_an_fp32_product() -> None:
     args = GroupedArgs(cases.ends(sizes), 7, None, None, None, torch.bfloat16)
     asked: list = []
     got = group_product.product_by_group(choose(asked), a, b, args)
-    assert asked == [(torch.float32, True)]
+    # Whether the result's own product takes factors, and then the one that is taken.
+    assert asked == [(torch.bfloat16, True), (torch.float32, True)]
     for g, (begin, end) in enumerate(cases.bounds(sizes)):
         own = Operand([made[0][begin:end], made[1][g]], spec, end - begin, COLS)
         want = exact.exact_gemm(

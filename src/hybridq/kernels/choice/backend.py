@@ -141,6 +141,8 @@ class Backend:
             (`operand_specs`); None where it takes planes as they are.
         stacks_lists: its `grouped_gemm` takes planes one by one (`GroupedOperand.is_list`) where
             there is a place for what it makes of them; else they are stacked before.
+        takes_group_factors: its `grouped_gemm` takes operands whose statistics are of groups
+            (`GroupedOperand.by_group`); else they come without, and factors follow in FP32.
         scratch_nbytes: temporary memory of its encode and decode, bytes per value at most.
         package: name and version of the package that it came from by an entry point; "" of
             hybridq's own and of those that `register_backend` was given.
@@ -177,6 +179,7 @@ class Backend:
         default=None, hash=False
     )
     stacks_lists: bool = False
+    takes_group_factors: bool = False
     scratch_nbytes: int = 0
     package: str = ""
     load_error: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .backend import TORCH
 from .code_reasons import no_codes_reason
 from .decoded_gemm import exact_gemm
+from .decoded_grouped_gemm import wants_decoded_groups
 from .decoded_sides import Side, decode_side, fp32_reason
 from .plain_gemm import (
     ProductWay,
@@ -30,4 +31,5 @@ __all__ = [
     "plain_product",
     "product_ways",
     "slow_advice",
+    "wants_decoded_groups",
 ]

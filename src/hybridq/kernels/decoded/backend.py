@@ -40,5 +40,6 @@ TORCH = register_backend(
         notes=_notes,
         multiplier=multiplier,
         planner=planner,
+        takes_group_factors=True,
     )
 )

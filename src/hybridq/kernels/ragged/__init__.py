@@ -16,8 +16,15 @@ from .group_loop import (
     sum_loop,
 )
 from .padded_layout import TOKEN_PAD, capacity, group_ends, pad_tokens, padded_offsets
-from .sync_free_groups import amax_by_group, encode_by_group, largest_by_group, sum_by_group
-from .sync_free_products import product_by_group, stacked
+from .sync_free_groups import (
+    amax_by_group,
+    encode_by_group,
+    group_of_tokens,
+    largest_by_group,
+    of_group,
+    sum_by_group,
+)
+from .sync_free_products import factor_of_groups, product_by_group, stacked
 
 __all__ = [
     "TOKEN_PAD",
@@ -26,11 +33,14 @@ __all__ = [
     "capacity",
     "encode_by_group",
     "encode_loop",
+    "factor_of_groups",
     "fill_values",
     "group_ends",
+    "group_of_tokens",
     "is_by_group",
     "largest_by_group",
     "largest_loop",
+    "of_group",
     "one_of",
     "pad_tokens",
     "padded_offsets",

@@ -18,11 +18,15 @@ from ...reference import tensor_factor
 from ..choice import Backend, GroupedArgs, GroupedOperand
 from .sync_free_groups import group_of_tokens, of_group, places_of_tokens
 
-__all__ = ["product_by_group", "stacked"]
+__all__ = ["factor_of_groups", "product_by_group", "stacked"]
 
 
-def _factor(operand: GroupedOperand) -> torch.Tensor | None:
-    """Return the factor of each group `[G, 1]` or `[G, rows]`, or of all `[1, 1]`, or None."""
+def factor_of_groups(operand: GroupedOperand) -> torch.Tensor | None:
+    """Return the factor of each group `[G, 1]` or `[G, rows]`, or of all `[1, 1]`, or None.
+
+    Args:
+        operand: one plane for all groups, or a stack.
+    """
     found = tensor_factor(operand.buffers, operand.spec)
     if found is None or operand.by_group or operand.is_stack:
         return found
@@ -81,11 +85,12 @@ def product_by_group(
     groups = args.offsets.shape[0]
     is_padded = b.is_stack and a.is_padded
     factors: list[torch.Tensor | None] = [None, None]
+    is_alone = args.bias is None and args.accumulate_into is None
     if a.by_group or b.by_group:
         b = stacked(b)
-        factors = [_factor(a), _factor(b)]
+    if (a.by_group or b.by_group) and not choose(args.out_dtype, is_alone).takes_group_factors:
+        factors = [factor_of_groups(a), factor_of_groups(b)]
         a, b = _without_factor(a), _without_factor(b)
-    is_alone = args.bias is None and args.accumulate_into is None
     has_factor = any(factor is not None for factor in factors)
     if not (is_padded or has_factor):
         return product(args.out_dtype, is_alone, args)

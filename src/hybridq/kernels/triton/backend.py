@@ -27,6 +27,7 @@ from ..choice import (
     OpQuery,
     register_backend,
 )
+from ..decoded import wants_decoded_groups
 from ..inputs import Chip
 from .form import form_of, form_reason
 from .plan import SMALL, plan_block, plan_gemm, plan_grouped
@@ -111,6 +112,8 @@ def _supports(query: OpQuery) -> str | None:
 
 
 def _leaves(query: OpQuery) -> str | None:
+    if query.op == "grouped_gemm":
+        return wants_decoded_groups(query)
     if query.op != "gemm" or query.row is None or query.col is None:
         return None
     return wants(query.sizes, query.row, query.col)
