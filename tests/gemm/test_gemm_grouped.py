@@ -201,6 +201,11 @@ def test_where_torchs_grouped_product_runs(chip, a, b, dtype, backend) -> None:
     found = hybridq.explain("grouped_gemm", a, b, device=chip, dtype=dtype)
     reason = dict(found.reasons)["torch"]
     assert reason is None if backend is None else backend in reason
+    if reason is None:
+        with hybridq.backend("torch"):
+            found = hybridq.explain("grouped_gemm", a, b, device=chip, dtype=dtype)
+        has_factor = any("the tokens take the factors" in note for note in found.notes)
+        assert has_factor == (b == "nvfp4")
 
 
 @pytest.mark.parametrize(

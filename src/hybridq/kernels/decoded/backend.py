@@ -19,11 +19,17 @@ def _supports(query: OpQuery) -> str | None:
 
 
 def _notes(query: OpQuery) -> tuple[str, ...]:
-    notes = product_notes(query)
-    if query.op == "grouped_gemm":
-        by = "a loop over the groups" if is_host(query.device) else "torch's grouped product"
-        return (*notes, by)
-    return notes
+    if query.op != "grouped_gemm":
+        return product_notes(query)
+    if is_host(query.device):
+        return (*product_notes(query), "a loop over the groups")
+    made = "operands decoded to BF16, torch's grouped product with FP32 accumulation"
+    if not any(spec is not None and spec.needs_amax for spec in (query.row, query.col)):
+        return (made,)
+    return (
+        f"{made}; the tokens take the factors of both operands before they are rounded, which adds "
+        "as much as the rounding of the result (precision 'exact' does not)",
+    )
 
 
 #: The backend of torch's own products.
