@@ -16,7 +16,7 @@ from ..choice import GroupedArgs, GroupedOperand, Operand, OpQuery
 from ..inputs import is_host, without_autocast
 from ..ragged import factor_of_groups, group_of_tokens, of_group, one_of, pad_tokens, product_loop
 from ..ragged import group_ends as ends_of
-from ..scaled_mm import ceil_to
+from ..scaled_mm import ceil_to, group_count_reason
 from .decoded_gemm import exact_gemm
 from .decoded_sides import decode_side, fp32_reason
 
@@ -53,6 +53,9 @@ def grouped_reason(query: OpQuery) -> str | None:
         return f"torch's grouped product reads the offsets on the host on {query.chip}"
     if query.dtype != torch.bfloat16 or not query.is_alone:
         return "torch's grouped product rounds to BF16, so nothing may follow it"
+    reason = group_count_reason(query)
+    if reason is not None:
+        return reason
     for name, spec in (("a", query.row), ("b", query.col)):
         if spec is None or not spec.needs_amax:
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .backend import NATIVE, multiply, planned_product
 from .chip_gates import GATES, exact_reason
 from .epilogue import finish, only_product
+from .grouped import group_count_reason
 from .operand_layout import ceil_to, pad_codes, swizzle
 from .operand_views import (
     FP8,
@@ -32,6 +33,7 @@ __all__ = [
     "exact_reason",
     "finish",
     "fp8_codes",
+    "group_count_reason",
     "is_foldable",
     "laid_down",
     "lies_down",

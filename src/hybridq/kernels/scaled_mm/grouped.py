@@ -42,7 +42,7 @@ from .operand_views import (
     view_reason,
 )
 
-__all__ = ["grouped_gemm", "grouped_kind", "multiply_groups"]
+__all__ = ["group_count_reason", "grouped_gemm", "grouped_kind", "multiply_groups"]
 
 scaled_grouped_mm: Any = getattr(torch.nn.functional, "scaled_grouped_mm", None)
 
@@ -69,6 +69,17 @@ class _Side:
     scales: tuple[torch.Tensor, ...]
 
 
+def group_count_reason(query: OpQuery) -> str | None:
+    """Return why torch's grouped products, scaled or BF16, take no query's groups, or None.
+
+    Args:
+        query: a grouped GEMM on a GPU.
+    """
+    if query.groups is None or query.groups < _MOST_GROUPS:
+        return None
+    return f"torch's grouped product takes fewer than {_MOST_GROUPS} groups, got {query.groups}"
+
+
 def grouped_kind(query: OpQuery) -> tuple[str | None, str]:
     """Return the kind of scaling in which `call` is multiplied group by group, or the reason.
 
@@ -85,9 +96,7 @@ def grouped_kind(query: OpQuery) -> tuple[str | None, str]:
         return None, "needs two operands"
     if query.dtype != torch.bfloat16 or not query.is_alone:
         return None, "torch's scaled grouped product rounds to BF16, so nothing may follow it"
-    if query.groups is not None and query.groups >= _MOST_GROUPS:
-        return None, f"torch's grouped product takes fewer than 1024 groups, got {query.groups}"
-    reason = pair_reason(a, b)
+    reason = group_count_reason(query) or pair_reason(a, b)
     for name, spec in (("a", a), ("b", b)):
         if reason is None and spec.row_scaled:
             reason = f"operand {name} has a factor per row that follows the product ({spec})"
