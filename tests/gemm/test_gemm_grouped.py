@@ -248,6 +248,7 @@ def test_many_tokens_are_decoded_before_the_product(
     assert chosen("sm_89") not in ("torch", "fold")
     if backend == "torch":
         assert chosen("sm_90", is_alone=False) == "triton"
+        assert chosen("sm_90", is_alone=False, is_biased=True) == "torch"
         # Torch's kernels have one thread of a block for each group.
         assert chosen("sm_90", 1023) == "torch" and chosen("sm_90", 1024) == "triton"
 

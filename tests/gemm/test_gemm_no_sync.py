@@ -149,8 +149,10 @@ def test_groups(a: str, b: str) -> None:
     *sides, args = _grouped_tokens(a, b)
     assert grouped._tokens_cuda(*sides, args).shape == (3, 16, 40)
     rows, *sides = (_by_group(one) for one in (rows, *sides))
-    args = replace(args, padded=ragged.padded_offsets(args.offsets, 24))
+    bias = torch.empty(3, 40, dtype=torch.bfloat16, device="cuda")
+    args = replace(args, padded=ragged.padded_offsets(args.offsets, 24), bias=bias)
     assert grouped._rows_cuda(rows, stack, args).shape == (24, 40)
+    args = replace(args, bias=None)
     if any(one.is_padded for one in sides):
         assert grouped._tokens_cuda(*sides, args).shape == (3, 16, 40)
 

@@ -185,11 +185,12 @@ def test_groups_that_are_decoded_before_the_product(a, w) -> None:
         hold_to_rounding(y, sizes, left, right)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
-def test_a_layer_of_groups_is_as_exact_by_either_way(recipe) -> None:
+def test_a_layer_of_groups_is_as_exact_by_either_way(recipe, has_bias) -> None:
     """With an amax for each group: decoded before the product, and in registers."""
     sizes = (300, 0, 500, 256)
-    experts = hybridq.GroupedLinear(4, 512, 384, bias=False, device="cuda", dtype=torch.bfloat16)
+    experts = hybridq.GroupedLinear(4, 512, 384, has_bias, device="cuda", dtype=torch.bfloat16)
     x, dy = (torch.randn(sum(sizes), c, device="cuda").bfloat16() for c in (512, 384))
     splits, made = torch.tensor(sizes, device="cuda"), []
     for precision in ("auto", "exact"):

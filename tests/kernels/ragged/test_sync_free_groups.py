@@ -247,6 +247,7 @@ def test_products_whose_factors_go_into_the_tokens(a: str, b: str) -> None:
 
     def product(one, two, given):
         assert not two.is_list and not (two.is_stack and one.is_padded)
+        assert given.out_dtype == torch.bfloat16 or not one.by_group
         shapes.append((one.by_group, two.by_group))
         run = grouped._rows_cuda if two.is_stack else grouped._tokens_cuda
         return run(one, two, given)
@@ -254,9 +255,11 @@ def test_products_whose_factors_go_into_the_tokens(a: str, b: str) -> None:
     taking = replace(backend_of(product), takes_group_factors=True)
     rows, sides, args = operands(a, b)
     kept = [buffer.clone() for one in (*rows, *sides) for buffer in one.buffers]
-    for pair in (rows, sides):
-        wanted = grouped.grouped_gemm(*pair, args).double()
-        own = replace(args, out_dtype=torch.bfloat16)
+    bias = (torch.randn(4, 24) * 30).bfloat16()
+    for pair, more in ((rows, None), (rows, bias), (sides, None)):
+        given = replace(args, bias=more)
+        wanted = grouped.grouped_gemm(*pair, given).double()
+        own = replace(given, out_dtype=torch.bfloat16)
         if pair is sides and a == b == "bf16":
             own = replace(own, padded=None)
         got = group_product.product_by_group(lambda *_: taking, *pair, own)
@@ -278,7 +281,8 @@ def test_products_whose_factors_go_into_the_tokens(a: str, b: str) -> None:
             assert not got[ends[-1] :].any()
     now = [buffer for one in (*rows, *sides) for buffer in one.buffers]
     assert all(torch.equal(bits(x), bits(y)) for x, y in zip(kept, now, strict=True))
-    assert shapes == [(rows[0].by_group, False), (sides[0].by_group, sides[1].by_group)]
+    by_group = rows[0].by_group, False
+    assert shapes == [by_group, by_group, (sides[0].by_group, sides[1].by_group)]
 
 
 def test_the_factor_of_a_group_follows_an_fp32_product() -> None:

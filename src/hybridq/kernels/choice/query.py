@@ -42,6 +42,8 @@ class OpQuery:
         groups: of a grouped GEMM: how many there are, or None where it is not known.
         tokens_per_group: of a grouped GEMM of rows of tokens: how many a group has on average;
             None where the contraction runs over tokens, or where it is not known.
+        is_biased: of a grouped GEMM: a bias of the result's dtype follows the product, and nothing
+            else does.
     """
 
     op: str
@@ -55,6 +57,7 @@ class OpQuery:
     is_alone: bool = True
     groups: int | None = None
     tokens_per_group: int | None = None
+    is_biased: bool = False
 
     def __post_init__(self) -> None:
         if self.device == "cpu":

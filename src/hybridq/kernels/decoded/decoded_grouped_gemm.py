@@ -3,7 +3,8 @@
 On a CPU the groups are a loop. On CUDA it is `torch.nn.functional.grouped_mm`, whose offsets stay
 on the device; its result is BF16, so that it serves where nothing follows the product. Factors, of
 tensors and of groups, go into the decoded tokens before it, as they do in a dense product
-(`factored_gemm`); not where precision is "exact".
+(`factored_gemm`); not where precision is "exact". A bias is a term of the sum: a column of ones
+beside the tokens, and the bias as a column of each matrix.
 
 Source: torch, aten/src/ATen/native/cuda/GroupedBlas.cpp (chips, strides of 16 bytes, dtypes).
 """
@@ -51,7 +52,7 @@ def grouped_reason(query: OpQuery) -> str | None:
         return "this torch has no torch.nn.functional.grouped_mm"
     if query.chip.capability[0] not in (9, 10):
         return f"torch's grouped product reads the offsets on the host on {query.chip}"
-    if query.dtype != torch.bfloat16 or not query.is_alone:
+    if query.dtype != torch.bfloat16 or not (query.is_alone or query.is_biased):
         return "torch's grouped product rounds to BF16, so nothing may follow it"
     reason = group_count_reason(query)
     if reason is not None:
@@ -143,13 +144,39 @@ def _rows_cuda(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> torch
     if not (ends.shape[0] and a.rows and b.rows):
         return left.new_zeros((a.rows, b.rows))
     factor = _factor(a, b)
-    if factor is not None:
-        each = _of_tokens(factor, ends, a.rows)
-        left = _times(left, each[:, None], not a.spec.format.is_identity)
+    each = None if factor is None else _of_tokens(factor, ends, a.rows)[:, None]
+    if args.bias is not None:
+        left, right = _with_bias(left, right, each, args.bias)
+    elif each is not None:
+        left = _times(left, each, not a.spec.format.is_identity)
     product = torch.nn.functional.grouped_mm(left, right.transpose(-2, -1), offs=ends)
     # What lies behind the last group is not written.
     is_token = torch.arange(a.rows, device=ends.device, dtype=ends.dtype) < ends[-1]
     return torch.where(is_token[:, None], product[:, : b.rows], 0.0)
+
+
+def _with_bias(
+    left: torch.Tensor, right: torch.Tensor, factor: torch.Tensor | None, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `[T, K + 8]` and `[G, N, K + 8]`, whose product has the bias in its FP32 sum.
+
+    Args:
+        left, right: BF16 `[T, K]` and `[G, N, K]`.
+        factor: FP32 `[T, 1]` or `[1, 1]` of the tokens, which the bias does not take, or None.
+        bias: BF16 `[G, at most N]`.
+    """
+    k = left.shape[-1]
+    tokens = left.new_empty((left.shape[0], k + _STEP))
+    stack = right.new_empty((*right.shape[:2], k + _STEP))
+    if factor is None:
+        tokens[:, :k] = left
+    else:
+        torch.mul(left, factor, out=tokens[:, :k])
+    stack[..., :k] = right
+    tokens[:, k:] = 1.0
+    stack[..., k:] = 0.0
+    stack[:, : bias.shape[1], k] = bias
+    return tokens, stack
 
 
 def _decoded_stack(stack: GroupedOperand, keep_transformed: bool) -> torch.Tensor:

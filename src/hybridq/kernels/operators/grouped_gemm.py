@@ -203,6 +203,9 @@ def multiply(
         sizes,
         chip,
         is_alone=args.bias is None and args.accumulate_into is None,
+        is_biased=args.bias is not None
+        and args.bias.dtype == args.out_dtype
+        and args.accumulate_into is None,
         groups=groups,
         tokens_per_group=-(-tokens // groups) if right.is_stack and groups else None,
     )

@@ -86,22 +86,27 @@ def product_by_group(
     is_padded = b.is_stack and a.is_padded
     factors: list[torch.Tensor | None] = [None, None]
     is_alone = args.bias is None and args.accumulate_into is None
+    takes_factors = False
     if a.by_group or b.by_group:
         b = stacked(b)
-    if (a.by_group or b.by_group) and not choose(args.out_dtype, is_alone).takes_group_factors:
-        factors = [factor_of_groups(a), factor_of_groups(b)]
-        a, b = _without_factor(a), _without_factor(b)
+        if args.accumulate_into is None:
+            takes_factors = choose(args.out_dtype, is_alone).takes_group_factors
+        if not takes_factors:
+            factors = [factor_of_groups(a), factor_of_groups(b)]
+            a, b = _without_factor(a), _without_factor(b)
     has_factor = any(factor is not None for factor in factors)
     if not (is_padded or has_factor):
         return product(args.out_dtype, is_alone, args)
     ends = args.offsets
-    own = replace(args, bias=None, accumulate_into=None)
+    # With factors in the product, a bias is, too.
+    own = args if takes_factors else replace(args, bias=None, accumulate_into=None)
+    bias = None if takes_factors else args.bias
     if is_padded and args.padded is not None:
         own = replace(own, offsets=args.padded[1:], tokens=a.rows, padded=None)
         a = replace(a, is_padded=False)
-    is_last = is_alone and not has_factor
+    is_last = takes_factors or (is_alone and not has_factor)
     dtype = args.out_dtype if is_last else torch.float32
-    made = product(dtype, True, replace(own, out_dtype=dtype))
+    made = product(dtype, own.bias is None, replace(own, out_dtype=dtype))
     if b.is_stack:
         group = group_of_tokens(ends, args.tokens)
         if is_padded:
@@ -110,8 +115,8 @@ def product_by_group(
         for factor in factors:
             if factor is not None:
                 made = made * of_group(factor, group, 1.0)
-        if args.bias is not None:
-            made = made + of_group(args.bias.to(made.dtype), group, 0.0)
+        if bias is not None:
+            made = made + of_group(bias.to(made.dtype), group, 0.0)
     else:
         for factor, axis in zip(factors, (-1, -2), strict=True):
             if factor is not None:
