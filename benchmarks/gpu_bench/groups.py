@@ -96,7 +96,8 @@ def _product_cases(bench: Bench) -> Iterator[Case]:
                 left, right = x, [hybridq.quantize(one, b) for one in w]
                 specs = x.rowwise.spec, right[0].rowwise.spec
             device = torch.device(bench.device)
-            told["backend"] = hybridq.explain("grouped_gemm", *specs, device=device).chosen or ""
+            found = hybridq.explain("grouped_gemm", *specs, device=device, rows=tokens // groups)
+            told["backend"] = found.chosen or ""
             return lambda: hybridq.grouped_gemm(left, right, out_dtype=torch.bfloat16)
 
         return make

@@ -145,16 +145,34 @@ def _product(case: Case, chip: Chip) -> Prediction:
     return Prediction(1e6 * floor, 1e6 * (floor / _REACHED["bf16"] + decodes + factors), text)
 
 
+def _decoded_groups(case: Case, chip: Chip, names: set[str]) -> Prediction:
+    """Return what was expected of a BF16 product of groups, and of what is decoded for one."""
+    groups, tokens, n, k = case.shape
+    floor, is_wgrad = case.flops / chip.bf16, case.name.endswith(" wgrad")
+    time, text = floor / _REACHED["bf16"], "2TNK / (0.79 x peak of BF16)"
+    if names == {"bf16"}:
+        return Prediction(1e6 * floor, 1e6 * time, text)
+    first = case.name.split(" ")[0]
+    sides = [tokens * n, tokens * k] if is_wgrad else [tokens * k, groups * n * k]
+    nbytes = 3.0 * sum(sides[first == "bf16" :])
+    if "nvfp4" in names:  # factors of the smaller tokens
+        nbytes += 4 * (min(sides) if is_wgrad else sides[0])
+    if not is_wgrad:  # zeros behind the last group
+        nbytes += 4 * tokens * n
+    text += (
+        " + 3 bytes per decoded code, 4 per token's value where a factor is applied, 4 per result "
+        "of rows, / (0.9 x memory rate)"
+    )
+    return Prediction(1e6 * floor, 1e6 * (time + nbytes / _REACHED["memory"] / chip.memory), text)
+
+
 def _groups(case: Case, chip: Chip) -> Prediction:
     groups, tokens, n, k = case.shape
     names = set(case.name.removesuffix(" rows").removesuffix(" wgrad").split(" x "))
+    if names == {"fp8_e4m3"}:  # torch's product by rows
+        return Prediction(1e6 * case.flops / chip.bf16)
     if not names <= {"mxfp8", "fp8_1x128", "fp8_128x128"}:
-        floor = case.flops / chip.bf16
-        if names != {"bf16"}:
-            return Prediction(1e6 * floor)
-        return Prediction(
-            1e6 * floor, 1e6 * floor / _REACHED["bf16"], "2TNK / (0.79 x peak of BF16)"
-        )
+        return _decoded_groups(case, chip, names)
     floor, is_wgrad = case.flops / chip.fp8, case.name.endswith(" wgrad")
     # Every expert has equally many tokens here: they are counted in whole tiles.
     step = 128 if is_wgrad else 256

@@ -14,6 +14,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from gpu_bench import kernels, runner, timing
 from gpu_bench.case import Case
+from gpu_bench.predict import predict
 
 import gpu
 
@@ -203,3 +204,26 @@ def test_the_profilers_events_are_split_at_the_markers() -> None:
     found = kernels.split(reversed(events), ["amax", "encode"], known)
     assert found == {"amax": {"AmaxAlong": 0.8, "other": 0.2}, "encode": {"EncodeTile": 1.0}}
     assert kernels.split(events, ["one", "two", "three"], known) == {}
+
+
+# --- predictions
+
+
+def test_decoded_groups_are_predicted_by_what_they_move() -> None:
+    """8 groups of 2048 tokens, 4096 x 4096, on an H200: 720 us of product, the rest is bytes."""
+
+    def time(name: str) -> float:
+        shape = (8, 16384, 4096, 4096)
+        case = Case("grouped", name, shape, lambda i: None, flops=2 * 16384 * 4096 * 4096)
+        found = predict(case, "NVIDIA H200").time_us
+        assert found is not None
+        return found
+
+    product = 2 * 16384 * 4096**2 / 989.5e6 / 0.79
+    tokens, stack, rate = 16384 * 4096, 8 * 4096**2, 0.9 * 4.8e6
+    assert time("bf16 rows") == pytest.approx(product)
+    rows = 3 * (tokens + stack) + 4 * tokens + 4 * tokens
+    assert time("nvfp4 x nvfp4 rows") == pytest.approx(product + rows / rate)
+    assert time("bf16 x mxfp8 rows") == pytest.approx(product + (3 * stack + 4 * tokens) / rate)
+    wgrad = 3 * 2 * tokens + 4 * tokens
+    assert time("nvfp4 wgrad") == pytest.approx(product + wgrad / rate)

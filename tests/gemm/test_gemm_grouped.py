@@ -253,6 +253,17 @@ def test_many_tokens_are_decoded_before_the_product(
         assert chosen("sm_90", 1023) == "torch" and chosen("sm_90", 1024) == "triton"
 
 
+def test_explain_asks_how_many_tokens_a_group_has() -> None:
+    """Many, where nothing is said, as rows of a GEMM are."""
+
+    def chosen(rows: int | None) -> str | None:
+        return hybridq.explain("grouped_gemm", "nvfp4", "nvfp4", device="sm_90", rows=rows).chosen
+
+    assert (chosen(None), chosen(256), chosen(255)) == ("torch", "torch", "triton")
+    found = hybridq.explain("grouped_gemm", "nvfp4", "nvfp4", device="sm_90")
+    assert "256 tokens per group" in str(dict(found.reasons)["triton"])
+
+
 # ---- offsets, arguments, operators
 
 

@@ -350,7 +350,8 @@ def explain(
             given, else `"cpu"`.
         dtype: of the high-precision side.
         precision: of a gemm; None as in `gemm`.
-        rows: M of a gemm; None: that of a, if it is a tensor or Plane, else many.
+        rows: M of a gemm; None: that of a, if it is a tensor or Plane, else many. Of a grouped
+            gemm the tokens that a group has on average; None: many.
 
     Raises:
         ValueError: another operation, or a gemm without two operands.
@@ -376,7 +377,12 @@ def explain(
         return explain_query(OpQuery(op, chip.kind, dtype, row, col, chip=chip))
     wanted = check_precision(precision or settings.precision(), "explain")
     sizes = _sizes(a, b, rows)
-    return explain_query(OpQuery(op, chip.kind, dtype, row, col, wanted, sizes, chip))
+    average = None
+    if op == "grouped_gemm":
+        average = _MANY if rows is None else rows
+    return explain_query(
+        OpQuery(op, chip.kind, dtype, row, col, wanted, sizes, chip, tokens_per_group=average)
+    )
 
 
 _OPS = ("gemm", "grouped_gemm", "encode", "decode", "amax", "transpose")
