@@ -106,7 +106,10 @@ def _gemm_routes(op: str, chip: Chip, dtype: torch.dtype, precision: str) -> Ite
     for a in entries():
         for b in entries():
             row, col = (PlaneSpec(entry.format).resolve(dtype) for entry in (a, b))
-            query = OpQuery(op, chip.kind, dtype, row, col, precision, _SIZES, chip)
+            tokens = _SIZES[0] if op == "grouped_gemm" else None  # many, as `explain` has it
+            query = OpQuery(
+                op, chip.kind, dtype, row, col, precision, _SIZES, chip, tokens_per_group=tokens
+            )
             yield _route(op, a.name, b.name, query)
 
 
