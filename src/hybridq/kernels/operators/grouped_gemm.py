@@ -217,7 +217,8 @@ def multiply(
         return select(query).ops["grouped_loop"](left, right, args)
 
     def choose(dtype: torch.dtype, is_alone: bool) -> Backend:
-        return select(replace(query, dtype=dtype, is_alone=is_alone))
+        is_biased = query.is_biased and not is_alone
+        return select(replace(query, dtype=dtype, is_alone=is_alone, is_biased=is_biased))
 
     return product_by_group(choose, left, right, args)
 
