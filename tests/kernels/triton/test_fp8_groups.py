@@ -137,7 +137,10 @@ def test_who_takes_groups_of_mx_planes(with_triton, name: str) -> None:
     assert chosen(name, "mxfp8", tokens_per_group=128) == "fold"
     assert chosen(name, "mxfp8", tokens_per_group=127) == "triton"  # a stack would be folded
     assert chosen(name, "mxfp8", precision="exact") != "fold"
-    assert chosen(name, "nvfp4") == chosen("nvfp4", name) == "triton"
+    # What no fold takes is decoded where groups have many tokens (ADR 207).
+    assert chosen(name, "nvfp4") == chosen("nvfp4", name) == "torch"
+    assert chosen(name, "nvfp4", tokens_per_group=256) == "torch"
+    assert chosen(name, "nvfp4", tokens_per_group=255) == "triton"
     assert chosen(name, "bf16") != "fold"
     # Not measured anywhere: elsewhere than on sm_90 only where it is asked for.
     for other in ("sm_100", "sm_120"):
