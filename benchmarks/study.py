@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from study_cells import BASELINE, CELLS, SIZES, source
-from study_page import RECORD, machine
+from study_page import CLAIMS, RECORD, machine
 from timing import cpu_name
 
 import hybridq
@@ -145,7 +145,10 @@ def _machine(device: str) -> dict[str, Any]:
 
 
 def unrecorded(keys: Iterable[Key], runs: Iterable[dict[str, Any]], here: str) -> list[Key]:
-    """Return what a record lacks, with the baseline of this machine where a cell is lacking.
+    """Return what a record lacks: every cell beside each that it is compared with, on one machine.
+
+    Cells are compared with the baseline, and with one another where a claim does so. Of a pair that
+    no machine has whole, this one runs what it has not run.
 
     Args:
         keys: what is asked for, baselines among them.
@@ -156,17 +159,15 @@ def unrecorded(keys: Iterable[Key], runs: Iterable[dict[str, Any]], here: str) -
     for run in runs:
         of.setdefault(Key(run["size"], run["cell"], run["seed"]), set()).add(machine(run))
     keys = list(keys)
-    none: set[str] = set()
-    lacking = {
-        key for key in keys if not of.get(key, none) & of.get(key._replace(cell=BASELINE), none)
-    }
-    at = {(key.size, key.seed) for key in lacking}
-    return [
-        key
-        for key in keys
-        if key in lacking
-        or (key.cell == BASELINE and (key.size, key.seed) in at and here not in of[key])
-    ]
+    asked, none = set(keys), set[str]()
+    compared = [(cell, BASELINE) for cell in CELLS] + [(claim.a, claim.b) for claim in CLAIMS]
+    lacking: set[Key] = set()
+    for size, seed in {(key.size, key.seed) for key in keys}:
+        for pair in compared:
+            both = {Key(size, cell, seed) for cell in pair}
+            if both <= asked and not set.intersection(*(of.get(key, none) for key in both)):
+                lacking |= {key for key in both if here not in of.get(key, none)}
+    return [key for key in keys if key in lacking]
 
 
 def run_all(

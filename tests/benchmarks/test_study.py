@@ -105,8 +105,10 @@ def test_a_record_is_gone_on_with_on_another_machine(tmp_path: Path) -> None:
     record += [run("bf16", 1, there), run("mxfp8", 1, there)]
     assert study.unrecorded(keys, record, here) == [keys[3], keys[5]]
     assert study.unrecorded(keys, record, there) == [keys[5]]
-    # A run without a baseline of its machine is none.
-    assert keys[4] in study.unrecorded(keys, [run("bf16", 1, there), run("mxfp8", 1, here)], here)
+    # A run without a baseline of its machine is compared with nothing until that has run, too.
+    apart = [run("bf16", 1, there), run("mxfp8", 1, here)]
+    assert study.unrecorded(keys[3:5], apart, here) == [keys[3]]
+    assert study.unrecorded(keys[3:5], apart, there) == [keys[4]]
     for size, cell, seed in keys:
         path = study.Key(size, cell, seed).path(tmp_path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,6 +120,21 @@ def test_a_record_is_gone_on_with_on_another_machine(tmp_path: Path) -> None:
         *(("nvfp4", seed, on) for seed, on in ((0, "m"), (0, "n"), (1, "m"))),
     ]
     assert merged[0]["validation_loss"] == 1.0
+
+
+def test_cells_of_a_claim_run_on_one_machine() -> None:
+    """Both have a baseline where they ran, and cannot be compared with one another."""
+    here, there = "m (AVX512)", "n (AVX2)"
+    bf16, nvfp4, nearest = keys = study.chosen(["3m"], ["nvfp4", "nvfp4, nearest*"], 1)
+
+    def run(key: study.Key, on: str) -> dict[str, object]:
+        return {**key._asdict(), "machine": on[0], "cpu_capability": on[3:-1]}
+
+    record = [run(bf16, here), run(nearest, here), run(bf16, there), run(nvfp4, there)]
+    assert study.unrecorded(keys, record, here) == [nvfp4]
+    assert study.unrecorded(keys, record, there) == [nearest]
+    assert study.unrecorded(keys, [*record, run(nvfp4, here)], there) == []
+    assert study.unrecorded([bf16, nearest], record, there) == []  # nvfp4 was not asked for
 
 
 @pytest.mark.parametrize(
