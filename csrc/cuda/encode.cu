@@ -34,7 +34,8 @@ ExponentRule ExponentRuleOf(Rule rule) {
 const TileEntry* FindTile(const Matrix& x, const Request& row, const Request& col,
                           int64_t col_rows) {
   if (!TakesMatrix(x)) return nullptr;
-  for (const TileTable& table : {Fp8Tiles(), MxTiles(), NvfpTiles(), MixedTiles(), AmaxTiles()}) {
+  for (const TileTable& table : {Fp8Tiles(), MxTiles(), NvfpTiles(), NvfpByRowTiles(),
+                                 FourOverSixTiles(), MixedTiles(), AmaxTiles()}) {
     for (int i = 0; i < table.count; ++i) {
       const TileEntry& entry = table.entries[i];
       if (!entry.matches(row.Want(), col.Want())) continue;
@@ -43,6 +44,12 @@ const TileEntry* FindTile(const Matrix& x, const Request& row, const Request& co
     }
   }
   return nullptr;
+}
+
+// Four over six adds up a square by the rows of the caller's matrix.
+bool KnowsItsRows(const Request& r) {
+  return r.plane != nullptr && r.plane->spec.four_over_six != FourOverSix::kNone &&
+         r.plane->spec.block_rows > 1;
 }
 
 // A tile kernel and what it is asked for. Where the rows of x lie side by side it takes x
@@ -54,7 +61,7 @@ struct TileCall {
 
   TileCall(const Matrix& of, const Request& its_row, const Request& its_col)
       : entry(nullptr), x(of), row(its_row), col(its_col) {
-    if (PrefersTransposed(of)) {
+    if (PrefersTransposed(of) && !KnowsItsRows(row) && !KnowsItsRows(col)) {
       x = of.Transposed();
       std::swap(row, col);
     }
@@ -111,8 +118,6 @@ void AmaxOf(const Matrix& x, const Spec& spec, float* out, Stream stream) {
 // Both planes' requests in one kernel, if there is one; amaxes are zeroed before.
 bool RunTogether(const Matrix& x, Request row, Request col, float* row_out, float* col_out,
                  Stream stream) {
-  const auto is_rows = [](const Request& r) { return r.is_amax && r.plane->spec.row_scaled; };
-  if (is_rows(row) || is_rows(col)) return false;
   if (TileCall(x, row, col).entry == nullptr) return false;
   GpuPlane row_amax{}, col_amax{};
   const auto redirect = [stream](Request* request, GpuPlane* copy, float* out) {

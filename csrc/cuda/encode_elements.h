@@ -83,6 +83,9 @@ struct Elements<kRows, kCols, true> {
     }
   }
 
+  // The register that has columns kPerMax * w and on of a row.
+  HQ_DEVICE uint32_t Word(int i, int w) const { return pair[i][w]; }
+
   // Magnitudes, two to a register: of rows 2i and 2i + 1, of columns 2i and 2i + 1, of all.
   static constexpr bool kIsBf16 = true;
   using Max = uint32_t;
@@ -178,6 +181,8 @@ struct Elements<kRows, kCols, false> {
     HQ_UNROLL
     for (int j = 0; j < kCols; ++j) value[i][j] = 0.0f;
   }
+
+  HQ_DEVICE int32_t Word(int i, int w) const { return SignedBits(value[i][w]); }
 
   HQ_DEVICE void Forget() {}  // each has a register of its own anyway
 

@@ -20,6 +20,7 @@ struct Kind {
   static constexpr Rule kRule = kScaleRule;
   static constexpr bool kTransform = kIsTransformed;
   static constexpr bool kStochastic = kIsStochastic, kFolded = false;
+  static constexpr bool kByRow = false, kFourOverSix = false;
   static constexpr int kCodeBits = E::kBits == 4 ? 4 : 8;
   static constexpr int kScaleBytes = kScaleRule == Rule::kAmax ? 4 : 1;
 };
@@ -31,10 +32,23 @@ struct FoldedKind : Kind<E, 32, false, Rule::kRceil> {
   static constexpr int kScaleBytes = 4;
 };
 
+// With a factor of each line of the plane in place of the tensor's.
+template <class K>
+struct ByRow : K {
+  static constexpr bool kByRow = true;
+};
+
+// Of two scales of a block the one with less error (encode_four_over_six.h); the factor is the
+// tensor's or a line's, as the plane says.
+template <class K>
+struct FourOverSixOf : K {
+  static constexpr bool kFourOverSix = true;
+};
+
 struct NoPlane {
   using Element = E4M3;
   static constexpr bool kExists = false, kSquare = false, kTransform = false, kStochastic = false;
-  static constexpr bool kIsAmax = false, kFolded = false;
+  static constexpr bool kIsAmax = false, kFolded = false, kByRow = false, kFourOverSix = false;
   static constexpr int kBlock = 0, kCodeBits = 8, kScaleBytes = 4;
   static constexpr Rule kRule = Rule::kIdentity;
 };
@@ -45,6 +59,7 @@ struct AmaxOnly {
   using Element = E4M3;
   static constexpr bool kExists = true, kIsAmax = true, kSquare = false, kStochastic = false;
   static constexpr bool kTransform = kIsTransformed, kFolded = false;
+  static constexpr bool kByRow = false, kFourOverSix = false;
   static constexpr int kBlock = 0, kCodeBits = 8, kScaleBytes = 4;
   static constexpr Rule kRule = Rule::kIdentity;
 };
@@ -161,10 +176,12 @@ inline constexpr bool kSharesCodes =
     kIsPair<Row, Col> && std::is_same_v<Row, Col> && Row::kSquare && Row::kCodeBits == 4 &&
     !Row::kStochastic;
 
-// A thread's codes of its rows, and what they were multiplied with.
+// A thread's codes of its rows, what they were multiplied with, and of four over six what chose it.
 struct SquareCodes {
   float multiplier;
   uint32_t rows[8];
+  uint32_t stored;
+  float amax;
 };
 
 template <class Row, class Col>
@@ -183,6 +200,9 @@ constexpr int TileWarps() {
   if (Row::kExists && Col::kExists && has_fp6) return kTileWarps < 16 ? kTileWarps : 16;
   if (kAreLargeSquares<Row, Col> && !kAny) return kSquareWarps;
   if (kAny && Geometry<Row, Col>::kTall) return kTileWarps < 16 ? kTileWarps : 16;
+  if (Row::kFourOverSix || Col::kFourOverSix) return kTileWarps < 16 ? kTileWarps : 16;
+  // A transform alone has no rows to begin anew from, and factors of its lines.
+  if (Col::kByRow && Col::kTransform && !Row::kExists) return kTileWarps < 20 ? kTileWarps : 20;
   // FP4 beside a transform takes 128 registers: an H100 is 3% faster than with 20 warps and 96.
   if (Row::Element::kBits == 4 && Col::kTransform) return kTileWarps < 16 ? kTileWarps : 16;
   // Of folded planes of BF16 nothing lies at an edge.

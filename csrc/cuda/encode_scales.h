@@ -15,12 +15,25 @@ struct TensorRule {
   float multiplier = 1.0f;
 
   HQ_DEVICE TensorRule(const PlaneArgs& p, bool stores) {
-    if constexpr (K::kRule == Rule::kTwoLevel) {
+    if constexpr (K::kByRow) {
+      // Of each line: At.
+    } else if constexpr (K::kRule == Rule::kTwoLevel) {
       two_level = MakeTwoLevelRule(Load(p.stat), p.tensor_bound);
     } else if constexpr (K::kExists && !K::kIsAmax && K::kBlock == 0) {
       const AmaxScale s = TensorScale(p);
       multiplier = s.multiplier;
       if (stores) Store(reinterpret_cast<float*>(p.scale), s.decode);
+    }
+  }
+
+  // Of a line of the plane. Those behind the last are read like it: nothing is stored of them.
+  HQ_DEVICE TwoLevelRule At(const PlaneArgs& p, uint64_t line) const {
+    if constexpr (!K::kByRow && (!K::kFourOverSix || K::kSquare)) {
+      return two_level;
+    } else {
+      if (!K::kByRow && !p.row_scaled) return two_level;
+      const uint64_t last = static_cast<uint64_t>(p.rows) - 1;
+      return MakeTwoLevelRule(Load(p.stat + (line < last ? line : last)), p.tensor_bound);
     }
   }
 };
@@ -37,24 +50,27 @@ HQ_DEVICE float ScaleValue(uint32_t code) {
   return code >= E4M3::kFirstNanCode ? FromSignedBits(kQuietNanBits) : value;
 }
 
-// Scales of kCount blocks, an even number: two casts are one instruction.
+// What is multiplied with the elements of a block whose E4M3 scale is `code`.
+HQ_DEVICE float MultiplierOf(uint32_t code, const TwoLevelRule& rule) {
+  return MinKeepNan(RcpRn(MulRn(ScaleValue(code), rule.inverse_global)), FloatMax());
+}
+
+// Scales of kCount blocks, an even number: two casts are one instruction. They lie in lines of the
+// plane below each other, the first in `line`.
 template <class K, int kCount>
 HQ_DEVICE void ScalesOf(const int32_t (&magnitude)[kCount], const PlaneArgs& p,
-                        const TensorRule<K>& rule, Scaled (&out)[kCount]) {
-  static_assert(kCount % 2 == 0);
+                        const TensorRule<K>& rule, uint64_t line, Scaled (&out)[kCount]) {
+  static_assert(kCount % 2 == 0 && !K::kFourOverSix);
   HQ_UNROLL
   for (int i = 0; i < kCount; i += 2) {
     if constexpr (K::kRule == Rule::kTwoLevel) {
       // As ComputeTwoLevelScale. The cast saturates: an infinite product needs no bound before it.
-      const float factor = rule.two_level.block_factor;
-      const uint32_t codes = CastPair<E4M3>(MulRn(FromSignedBits(magnitude[i]), factor),
-                                            MulRn(FromSignedBits(magnitude[i + 1]), factor));
-      HQ_UNROLL
-      for (int j = 0; j < 2; ++j) {
-        const uint32_t code = j == 0 ? codes & 0xffu : codes >> 8;
-        const float product = MulRn(ScaleValue(code), rule.two_level.inverse_global);
-        out[i + j] = {MinKeepNan(RcpRn(product), FloatMax()), code};
-      }
+      const TwoLevelRule one = rule.At(p, line + i), next = rule.At(p, line + i + 1);
+      const uint32_t codes =
+          CastPair<E4M3>(MulRn(FromSignedBits(magnitude[i]), one.block_factor),
+                         MulRn(FromSignedBits(magnitude[i + 1]), next.block_factor));
+      out[i] = {MultiplierOf(codes & 0xffu, one), codes & 0xffu};
+      out[i + 1] = {MultiplierOf(codes >> 8, next), codes >> 8};
     } else {
       HQ_UNROLL
       for (int j = i; j < i + 2; ++j) {
@@ -130,10 +146,9 @@ HQ_DEVICE void StoreTiledSquares(const PlaneArgs& p, const Place<G>& at, uint32_
   }
 }
 
-// Scale of the square that a thread's elements lie in.
+// The largest magnitude of the square that a thread's elements lie in.
 template <class K, class G, class V>
-HQ_DEVICE Scaled SquareScale(const V& v, const Place<G>& at, const PlaneArgs& p,
-                             const TensorRule<K>& rule, uint32_t exchange_at) {
+HQ_DEVICE int32_t SquareMax(const V& v, const Place<G>& at, uint32_t exchange_at) {
   constexpr int kDown = (K::kBlock < kWarpRows ? K::kBlock : kWarpRows) / G::kRows;
   constexpr int kAcross = (K::kBlock < kWarpCols ? K::kBlock : kWarpCols) / G::kCols;
   int32_t m = v.MaxOfAll();
@@ -152,9 +167,17 @@ HQ_DEVICE Scaled SquareScale(const V& v, const Place<G>& at, const PlaneArgs& p,
       m = MaxInt(m, static_cast<int32_t>(SharedLoad<uint32_t>(exchange_at + 4 * w)));
     }
   }
+  return m;
+}
+
+// Scale of the square that a thread's elements lie in.
+template <class K, class G, class V>
+HQ_DEVICE Scaled SquareScale(const V& v, const Place<G>& at, const PlaneArgs& p,
+                             const TensorRule<K>& rule, uint32_t exchange_at) {
+  const int32_t m = SquareMax<K>(v, at, exchange_at);
   const int32_t both[2] = {m, m};
   Scaled s[2];
-  ScalesOf<K, 2>(both, p, rule, s);
+  ScalesOf<K, 2>(both, p, rule, 0, s);
   return s[0];
 }
 

@@ -33,6 +33,8 @@ struct TileTable {
 TileTable Fp8Tiles();
 TileTable MxTiles();
 TileTable NvfpTiles();
+TileTable NvfpByRowTiles();
+TileTable FourOverSixTiles();
 TileTable MixedTiles();
 TileTable AmaxTiles();
 
@@ -58,11 +60,12 @@ bool IsKind(const Wanted& wanted) {
     if (spec == nullptr || wanted.is_amax != K::kIsAmax) return false;
     if (wanted.is_folded != K::kFolded) return false;
     if ((spec->signs >= 0) != K::kTransform) return false;
-    if constexpr (K::kIsAmax) return true;
+    if constexpr (K::kIsAmax) return !spec->row_scaled;
+    if ((spec->four_over_six != FourOverSix::kNone) != K::kFourOverSix) return false;
+    if (!K::kFourOverSix && spec->row_scaled != K::kByRow) return false;
     return spec->element == kElementOf<typename K::Element> && spec->block_cols == K::kBlock &&
            (spec->block_rows > 1) == K::kSquare && spec->rule == K::kRule &&
-           spec->stochastic == K::kStochastic && spec->four_over_six == FourOverSix::kNone &&
-           !spec->row_scaled;
+           spec->stochastic == K::kStochastic;
   }
 }
 
@@ -176,6 +179,10 @@ using NvfpSquare = Kind<E2M1, 16, true, Rule::kTwoLevel>;
 using NvfpDrawn = Kind<E2M1, 16, false, Rule::kTwoLevel, false, true>;
 using NvfpTurned = Kind<E2M1, 16, false, Rule::kTwoLevel, true, false>;
 using NvfpTurnedDrawn = Kind<E2M1, 16, false, Rule::kTwoLevel, true, true>;
+using NvfpByRow = ByRow<Nvfp>;
+using NvfpTurnedByRow = ByRow<NvfpTurned>;
+using Nvfp4Over6 = FourOverSixOf<Nvfp>;
+using NvfpSquare4Over6 = FourOverSixOf<NvfpSquare>;
 
 }  // namespace cuda
 

@@ -23,6 +23,7 @@
 #include "cuda/encode_edges.h"
 #include "cuda/encode_elements.h"
 #include "cuda/encode_folded.h"
+#include "cuda/encode_four_over_six.h"
 #include "cuda/encode_kinds.h"
 #include "cuda/encode_scales.h"
 
@@ -63,6 +64,29 @@ HQ_DEVICE void DrawRows(const PlaneArgs& p, const Place<G>& at, uint32_t (&word)
   }
 }
 
+// ---- squares
+
+// Scale of the square that a thread's elements lie in.
+template <class K, class G, class V>
+HQ_DEVICE Scaled ScaleOfSquare(const TileArgs& a, const V& v, const Place<G>& at,
+                               const PlaneArgs& p, const TensorRule<K>& rule,
+                               uint32_t exchange_at) {
+  if constexpr (K::kFourOverSix) {
+    return ChooseSquareScale<K>(a, v, at, p, rule);
+  } else {
+    return SquareScale<K>(v, at, p, rule, exchange_at);
+  }
+}
+
+// Of four over six, whether the other plane has chosen already: from the same elements, by the same
+// rule.
+template <class K>
+HQ_DEVICE bool IsChosen(const TileArgs& a, const TensorRule<K>& rule, const SquareCodes* kept) {
+  if constexpr (!K::kFourOverSix) return false;
+  return kept != nullptr && Bits(kept->amax) == Bits(rule.two_level.amax) &&
+         a.row.tensor_bound == a.col.tensor_bound && a.row.four_over_six == a.col.four_over_six;
+}
+
 // ---- the row plane
 
 // `kept`: null, or where codes are left for the column plane (kSharesCodes).
@@ -80,7 +104,8 @@ HQ_DEVICE void EncodeRows(const TileArgs& a, const V& v, const Place<G>& at, Squ
     HQ_UNROLL
     for (int i = 0; i < kR; ++i) multiplier[i] = rule.multiplier;
   } else if constexpr (K::kSquare) {
-    const Scaled s = SquareScale<K>(v, at, p, rule, G::kRowExchangeAt);
+    const Scaled s = ScaleOfSquare<K>(a, v, at, p, rule, G::kRowExchangeAt);
+    if (K::kFourOverSix && kept != nullptr) kept->stored = s.stored, kept->amax = rule.two_level.amax;
     HQ_UNROLL
     for (int i = 0; i < kR; ++i) multiplier[i] = s.multiplier;
     if (IsTiled<K>(p)) {
@@ -117,7 +142,11 @@ HQ_DEVICE void EncodeRows(const TileArgs& a, const V& v, const Place<G>& at, Squ
       }
     }
     Scaled scales[S::kOwn];
-    ScalesOf<K, S::kOwn>(magnitude, p, rule, scales);
+    if constexpr (K::kFourOverSix) {
+      ChooseRowScales<K>(a, v, at, first, magnitude, rule, scales);
+    } else {
+      ScalesOf<K, S::kOwn>(magnitude, p, rule, row + first, scales);
+    }
     if constexpr (K::kFolded) FoldRowScales<E, G>(at, first, scales);
     // The block's first column exists if any of its columns does; so its number comes from there.
     const uint64_t block = (at.c0 + at.col) / kWidth;
@@ -212,7 +241,9 @@ HQ_DEVICE void EncodeColumns(const TileArgs& a, const V& v, const Place<G>& at,
     HQ_UNROLL
     for (int j = 0; j < kC; ++j) multiplier[j] = rule.multiplier;
   } else if constexpr (K::kSquare) {
-    const Scaled s = SquareScale<K>(v, at, p, rule, G::kColExchangeAt);
+    const Scaled s = IsChosen<K>(a, rule, kept)
+                         ? Scaled{kept->multiplier, kept->stored}
+                         : ScaleOfSquare<K>(a, v, at, p, rule, G::kColExchangeAt);
     HQ_UNROLL
     for (int j = 0; j < kC; ++j) multiplier[j] = s.multiplier;
     if (IsTiled<K>(p)) {
@@ -250,7 +281,11 @@ HQ_DEVICE void EncodeColumns(const TileArgs& a, const V& v, const Place<G>& at,
       }
     }
     Scaled scales[S::kOwn];
-    ScalesOf<K, S::kOwn>(magnitude, p, rule, scales);
+    if constexpr (K::kFourOverSix) {
+      ChooseColumnScales<K>(a, v, at, first, magnitude, rule, scales);
+    } else {
+      ScalesOf<K, S::kOwn>(magnitude, p, rule, col + first, scales);
+    }
     if constexpr (K::kFolded) FoldColumnScales<E, G>(at, first, scales);
     if (sharing.IsFirstOwner()) {
       HQ_UNROLL

@@ -29,6 +29,8 @@ BOTH = {
     for name in (
         *("fp8_e4m3", "fp8_e5m2", "fp8_1x128", "fp8_128x128", "mxfp8", "mxfp8_e5m2"),
         *("mxfp8_32x32", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "nvfp4", "nvfp4_16x16"),
+        *("nvfp4;rows", "nvfp4;bound=256;4o6=mae", "nvfp4;4o6=mse", "nvfp4;4o6=mae;rows"),
+        *("nvfp4_16x16;bound=256;4o6=mae", "nvfp4_16x16;4o6=mse"),
     )
 }
 BOTH["nvfp4 sr"] = replace(BOTH["nvfp4"], stochastic=True)
@@ -36,6 +38,7 @@ COLUMNS = {
     "nvfp4 rht": replace(BOTH["nvfp4"], signs=DEFAULT_SIGNS),
     "nvfp4 rht sr": replace(BOTH["nvfp4"], signs=DEFAULT_SIGNS, stochastic=True),
 }
+GENERAL = ["EncodeGeneral", "EncodeGeneral"]
 EXTENTS = (1, 15, 16, 17, 31, 33, 127, 129)
 
 
@@ -81,9 +84,27 @@ def test_any_extent_takes_the_tile_kernel(rows: int, cols: int, name: str) -> No
     for i in range(2):
         x = view(rows, cols, number + i, special)
         if spec is not None:
-            assert launches(x, spec, spec) == ["EncodeTile"]
+            # Four over six adds up a square by rows, which must lie as a tile's do.
+            by_rows = spec.four_over_six is not None and spec.format.is_square
+            is_tile = not by_rows or x.stride(1) == 1
+            assert launches(x, spec, spec) == (["EncodeTile"] if is_tile else GENERAL)
         elif x.stride(1) == 1:
             assert launches(x, None, COLUMNS[name]) == ["EncodeTile"]
+
+
+@pytest.mark.parametrize("exponent", [-149, -126, -101, -100, -99, 0, 99, 100, 101, 114, 127])
+@pytest.mark.parametrize("name", [name for name in BOTH if "4o6" in name])
+def test_four_over_six_under_any_factor(name: str, exponent: int) -> None:
+    """Where what codes decode to is normal for sure, and where it may under- or overflow."""
+    rows, cols = 37, 70
+    x = cases.matrix(rows, cols, torch.float32, exponent % 7, "normal")
+    x = x / x.abs().amax(1, keepdim=True)  # of each row the largest is one
+    x[5, 3] = 1.0 if exponent > -100 else 0.0
+    for dtype in (torch.float32, torch.bfloat16):
+        own = torch.ldexp(x.double(), torch.tensor(exponent)).to(torch.float32).to(dtype)
+        wide = torch.nn.functional.pad(own, (1, 2))[:, 1:-2]
+        for one in (own, wide):
+            assert launches(one, BOTH[name], BOTH[name]) == ["EncodeTile"]
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "fp8_1x128", "nvfp4"])
@@ -120,10 +141,12 @@ def test_pairs_begin_at_any_address(name: str, offset: int) -> None:
 @pytest.mark.parametrize("shape", [(4095, 2880), (1000, 1601), (7, 50257), (8193, 72)])
 def test_shapes_of_models_never_reach_the_general_kernel(shape: tuple[int, int]) -> None:
     x = torch.empty(shape, dtype=torch.bfloat16)
-    nvfp4, rotated = BOTH["nvfp4"], COLUMNS["nvfp4 rht"]
+    nvfp4, rotated, by_row = BOTH["nvfp4"], COLUMNS["nvfp4 rht"], BOTH["nvfp4;rows"]
     pairs = [(spec, spec) for spec in BOTH.values()]
     pairs += [
         (nvfp4, rotated),
+        (by_row, BOTH["mxfp8"]),
+        (by_row, replace(rotated, row_scaled=True)),
         (BOTH["mxfp8"], rotated),
         (BOTH["nvfp4 sr"], COLUMNS["nvfp4 rht sr"]),
     ]

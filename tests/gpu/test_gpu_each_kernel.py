@@ -229,7 +229,7 @@ CALLS: dict[str, Run] = {
     "AmaxGeneralMapped": _map("LayerNorm", "nvfp4 rows"),
     "NormRows": _map("LayerNorm"),
     "ActivateGroups": _map("gelu"),
-    "EncodeGeneral": _encode("nvfp4 mae"),
+    "EncodeGeneral": _encode("mxfp8 sr"),
     "AmaxAlong": _amax("nvfp4 sr", False),
     "AmaxStrided": _amax("nvfp4 sr", False, step=2),
     "RowAmaxDown": _amax("nvfp4 rows", True),

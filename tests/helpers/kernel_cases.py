@@ -65,6 +65,7 @@ def pairs() -> dict[str, tuple[PlaneSpec, PlaneSpec]]:
         "mxfp8 | mxfp8_e5m2": (plain["mxfp8"], plain["mxfp8_e5m2"]),
         "mxfp8 | fp8_1x128": (plain["mxfp8"], plain["fp8_1x128"]),
         "fp8_1x128 | mxfp8": (plain["fp8_1x128"], plain["mxfp8"]),
+        "nvfp4 rows | mxfp8": (options["nvfp4 rows"], plain["mxfp8"]),
         "fp8_128x128 | nvfp4 rows": (plain["fp8_128x128"], options["nvfp4 rows"]),
         "mxfp6_e3m2 | fp8_e5m2": (plain["mxfp6_e3m2"], plain["fp8_e5m2"]),
     }

@@ -28,7 +28,10 @@ PAIRS = {
     "bf16 | fp16": (PLAIN["bf16"], PLAIN["fp16"]),
 }
 #: Those that one emulated kernel makes for aligned tokens, reading x through the offsets.
-BY_KERNEL = ("mxfp8", "nvfp4", "nvfp4 rht", "mxfp4", "fp8_1x128", *list(cases.pairs())[:9])
+BY_KERNEL = (
+    *("mxfp8", "nvfp4", "nvfp4 rht", "nvfp4 mae", "mxfp4", "fp8_1x128"),
+    *list(cases.pairs())[:10],
+)
 
 
 def ends(sizes: tuple[int, ...]) -> torch.Tensor:

@@ -122,7 +122,7 @@ def test_a_kernel_that_reads_the_offsets_moves_no_tokens(monkeypatch) -> None:
     """And one that cannot says so before it launches anything."""
     if MODULE is None:
         pytest.skip("the emulated kernels are not built (make emulation)")
-    moved, other = [], ("nvfp4 rows", "16x16 mae")
+    moved, other = [], ("nvfp4 rows", "mxfp8 sr")
     pad = ops_ragged.pad_tokens
     monkeypatch.setattr(ops_ragged, "pad_tokens", lambda *a: moved.append(1) or pad(*a))
     registry.register_backend(emulated.make_backend(MODULE))

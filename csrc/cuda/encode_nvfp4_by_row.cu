@@ -1,0 +1,19 @@
+// Tile kernels of NVFP4 with a factor for each row of the plane.
+#include "cuda/encode_table.h"
+
+HQ_NAMESPACE_BEGIN
+
+namespace cuda {
+
+TileTable NvfpByRowTiles() {
+  static constexpr TileEntry kEntries[] = {
+      Entry<NvfpByRow, NoPlane>(),         Entry<NoPlane, NvfpByRow>(),
+      Entry<NvfpByRow, NvfpByRow>(),       Entry<NoPlane, NvfpTurnedByRow>(),
+      Entry<NvfpByRow, NvfpTurnedByRow>(), Entry<NvfpByRow, Mx<E4M3>>(),
+  };
+  return {kEntries, static_cast<int>(sizeof(kEntries) / sizeof(kEntries[0]))};
+}
+
+}  // namespace cuda
+
+HQ_NAMESPACE_END
