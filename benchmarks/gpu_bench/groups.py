@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import hybridq
-from hybridq.formats import PlaneSpec
+from hybridq.formats import DEFAULT_SIGNS, PlaneSpec
 
 from .case import Bench, Case, plane_nbytes
 
@@ -29,6 +29,13 @@ PAIRS = (
 _SHOWN = {"bf16 rows", "mxfp8 x mxfp8 rows", "mxfp8 wgrad"}
 #: What is quantized: rows and columns.
 QUANTIZED = (("mxfp8", "mxfp8"), ("mxfp8", "nvfp4"), ("fp8_1x128", "fp8_1x128"))
+#: The same with an amax of each group, as `GroupedLinear` has them: activations and gradients.
+_RHT = f"rht={DEFAULT_SIGNS:04x}"
+BY_GROUP = (
+    ("nvfp4", f"nvfp4;{_RHT}"),
+    ("nvfp4;sr", f"nvfp4;sr;{_RHT}"),
+    ("fp8_e4m3", "fp8_e4m3"),
+)
 
 
 def _offsets(bench: Bench) -> torch.Tensor:
@@ -40,18 +47,23 @@ def _offsets(bench: Bench) -> torch.Tensor:
 def _quantize_cases(bench: Bench) -> Iterator[Case]:
     groups, tokens, _, k = bench.grouped
     padded = (tokens // 128 + groups) * 128
-    for row, col in QUANTIZED:
+    for row, col in (*QUANTIZED, *BY_GROUP):
+        by_group = (row, col) in BY_GROUP
         specs = PlaneSpec.parse(row), PlaneSpec.parse(col)
         reads = 2 + 2 * any(spec.needs_amax for spec in specs)
 
-        def make(i: int, names: tuple[str, str] = (row, col)) -> Callable[[], Any]:
+        def make(
+            i: int, names: tuple[str, str] = (row, col), by_group: bool = by_group
+        ) -> Callable[[], Any]:
             x, offsets = bench.randn(tokens, k, torch.bfloat16, i), _offsets(bench)
-            return lambda: torch.ops.hybridq.encode_ragged(x, offsets, *names)
+            seed = torch.arange(groups, device=x.device)
+            given = (x, offsets, *names, None, None, seed if by_group else None)
+            return lambda: torch.ops.hybridq.encode_ragged(*given, by_group=by_group)
 
         written = plane_nbytes(specs[0], tokens, k) + plane_nbytes(specs[1], k, padded)
         yield Case(
             "grouped",
-            f"encode tokens {row} | {col}",
+            f"encode tokens {row} | {col}" + ", by group" * by_group,
             (groups, tokens, k),
             make,
             baseline="copy",

@@ -117,7 +117,7 @@ bool EncodeRaggedOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t
                     int64_t stride0, int64_t stride1, const py::object& row, const py::object& col,
                     bool finds_row_stat, bool finds_col_stat, uintptr_t ends, uintptr_t padded,
                     uint32_t groups, int64_t padded_rows, uintptr_t stream, uintptr_t row_index,
-                    int64_t source_rows) {
+                    int64_t source_rows, bool by_group) {
   EncodeCall call = MakeCall(x, dtype, rows, cols, stride0, stride1, row, col);
   call.x.row_index = Pointer<const int64_t>(row_index);
   for (const cuda::GpuPlane* plane : {call.Row(), call.Col()}) {
@@ -133,7 +133,7 @@ bool EncodeRaggedOf(uintptr_t x, const std::string& dtype, int64_t rows, int64_t
   CheckPointer("encode_ragged", "ends", ends, groups != 0);
   CheckPointer("encode_ragged", "padded", padded, true);
   const cuda::Ragged ragged{Pointer<const int32_t>(ends), Pointer<const int32_t>(padded), groups,
-                            padded_rows, source_rows};
+                            padded_rows, source_rows, by_group};
   float* row_stat = WrittenStat(finds_row_stat, call.has_row, call.row);
   float* col_stat = WrittenStat(finds_col_stat, call.has_col, call.col);
   const py::gil_scoped_release release;
@@ -420,8 +420,9 @@ void BindKernels(py::module_& m) {
         py::arg("cols"), py::arg("stride0"), py::arg("stride1"), py::arg("row"), py::arg("col"),
         py::arg("finds_row_stat"), py::arg("finds_col_stat"), py::arg("ends"), py::arg("padded"),
         py::arg("groups"), py::arg("padded_rows"), py::arg("stream"), py::arg("row_index") = 0,
-        py::arg("source_rows") = 0,
+        py::arg("source_rows") = 0, py::arg("by_group") = false,
         "Encode rows sorted by group, the column plane along padded rows; False if no kernel can. "
+        "`by_group`: statistics and scales of tensors are those of each group. "
         "`row_index`: address of the row of x that each row is, of `source_rows`; 0: itself.");
   m.def("encode_many", &EncodeManyOf, py::arg("dtype"), py::arg("xs"), py::arg("row"),
         py::arg("col"), py::arg("seeds"), py::arg("stream"),

@@ -219,26 +219,37 @@ bool EncodeRagged(const Matrix& x, const Ragged& ragged, const GpuPlane* row, co
   };
   const TileEntry* alone = find({}, {col});
   if (alone == nullptr || (col_stat != nullptr && find({}, {col, true}) == nullptr)) return false;
-  if (NeedsTile(row) && find({row}, {col}) == nullptr && !CanWrite(x, row, nullptr)) return false;
-  const auto amax = [stream](const GpuPlane& plane, float* out) {
-    Zero(out, sizeof(float), stream);
+  // Tiles begin where groups do, and squares of x where they like: those take a kernel of x.
+  const bool is_square = row != nullptr && row->spec.block_rows > 1;
+  const TileEntry* both = row == nullptr || is_square ? nullptr : find({row}, {col});
+  if (NeedsTile(row) && both == nullptr && !CanWrite(x, row, nullptr)) return false;
+  const bool row_by_group =
+      ragged.by_group && row != nullptr && NeedsStat(row->spec) && !row->spec.row_scaled;
+  if (row_by_group && both == nullptr) return false;
+  if (ragged.by_group && (is_square || col->spec.row_scaled)) return false;
+  const auto amax = [stream, &ragged](const GpuPlane& plane, float* out) {
+    Zero(out, sizeof(float) * (ragged.by_group ? ragged.groups : 1), stream);
     return AmaxPlane(plane, out);
   };
   if (row_stat != nullptr && col_stat != nullptr && !row->spec.row_scaled) {
-    if (const TileEntry* both = find({row, true}, {col, true})) {
+    if (const TileEntry* amaxes = find({row, true}, {col, true})) {
       const GpuPlane first = amax(*row, row_stat), second = amax(*col, col_stat);
-      RunTileEntry(*both, x, {&first, true}, {&second, true}, stream, ragged);
+      RunTileEntry(*amaxes, x, {&first, true}, {&second, true}, stream, ragged);
       row_stat = col_stat = nullptr;
     }
   }
-  if (row_stat != nullptr) AmaxOf(x, row->spec, row_stat, stream);
+  if (row_stat != nullptr && row_by_group) {
+    // Of elements as they are a column's amax is that of a row, and columns know their groups.
+    const GpuPlane first = amax(*row, row_stat);
+    RunTileEntry(*find({}, {&first, true}), x, {}, {&first, true}, stream, ragged);
+  } else if (row_stat != nullptr) {
+    AmaxOf(x, row->spec, row_stat, stream);
+  }
   if (col_stat != nullptr) {
     const GpuPlane second = amax(*col, col_stat);
     RunTileEntry(*find({}, {col, true}), x, {}, {&second, true}, stream, ragged);
   }
   if (row != nullptr) {
-    // Tiles begin where groups do, and squares of x where they like: those take a kernel of x.
-    const TileEntry* both = row->spec.block_rows > 1 ? nullptr : find({row}, {col});
     if (both != nullptr) {
       RunTileEntry(*both, x, {row}, {col}, stream, ragged);
       return true;

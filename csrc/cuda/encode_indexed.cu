@@ -108,12 +108,13 @@ bool EncodeIndexedRagged(const Matrix& x, const Ragged& ragged, const GpuPlane* 
     entry->run(MakeRaggedArgs(x, r, c, ragged), index, x.dtype == DType::kBFloat16, stream);
   };
   GpuPlane row_amax{}, col_amax{};
+  const size_t stats = ragged.by_group ? ragged.groups : 1;
   if (row_stat != nullptr) {
-    Zero(row_stat, sizeof(float), stream);
+    Zero(row_stat, sizeof(float) * stats, stream);
     row_amax = AmaxPlane(*row, row_stat);
   }
   if (col_stat != nullptr) {
-    Zero(col_stat, sizeof(float), stream);
+    Zero(col_stat, sizeof(float) * stats, stream);
     col_amax = AmaxPlane(*col, col_stat);
   }
   run(plan.both_amaxes, {&row_amax, true}, {&col_amax, true});

@@ -82,6 +82,7 @@ inline constexpr int kFree = 1;  // as many registers as the compiler likes
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
 inline constexpr int kTileWarps = HQ_TILE_WARPS;  // most tiles of BF16: 80 registers
 inline constexpr int kSquareWarps = kTileWarps;
+inline constexpr int kFourOverSixWarps = 16;      // two scales and sums of each line: 128
 inline constexpr int kMappedWarps = 20;           // of BF16 behind a norm or an activation: 96
 inline constexpr int kManyWarps = 16;             // of BF16 from a table of tensors: 128
 inline constexpr int kWideWarps = 12;             // elements of 32 bits: 168
@@ -90,6 +91,7 @@ inline constexpr bool kTakesFolded = true;       // by its products
 #elif __CUDA_ARCH__ / 100 == 10
 inline constexpr int kTileWarps = 24;
 inline constexpr int kSquareWarps = kTileWarps;
+inline constexpr int kFourOverSixWarps = 16;      // two scales and sums of each line: 128
 inline constexpr int kMappedWarps = kFree;
 inline constexpr int kManyWarps = 16;
 inline constexpr int kWideWarps = 12;
@@ -99,6 +101,7 @@ inline constexpr bool kTakesFolded = false;
 // At these bounds some tiles spill on sm_80 and sm_120a, and none has been counted elsewhere.
 inline constexpr int kTileWarps = kFree;
 inline constexpr int kSquareWarps = 16;  // of 32x32 in both planes, which has no spill there
+inline constexpr int kFourOverSixWarps = 12;
 inline constexpr int kMappedWarps = kFree;
 inline constexpr int kManyWarps = kFree;
 inline constexpr int kWideWarps = kFree;
@@ -200,7 +203,7 @@ constexpr int TileWarps() {
   if (Row::kExists && Col::kExists && has_fp6) return kTileWarps < 16 ? kTileWarps : 16;
   if (kAreLargeSquares<Row, Col> && !kAny) return kSquareWarps;
   if (kAny && Geometry<Row, Col>::kTall) return kTileWarps < 16 ? kTileWarps : 16;
-  if (Row::kFourOverSix || Col::kFourOverSix) return kTileWarps < 16 ? kTileWarps : 16;
+  if (Row::kFourOverSix || Col::kFourOverSix) return kFourOverSixWarps;
   // A transform alone has no rows to begin anew from, and factors of its lines.
   if (Col::kByRow && Col::kTransform && !Row::kExists) return kTileWarps < 20 ? kTileWarps : 20;
   // FP4 beside a transform takes 128 registers: an H100 is 3% faster than with 20 warps and 96.
@@ -246,6 +249,7 @@ struct TileArgs {
   const int32_t* ends;    // of the groups, in x; null: no groups
   const int32_t* padded;  // where each group begins in the column plane, and where the last ends
   uint32_t groups;
+  bool by_group;  // statistics, and scales of tensors, are those of each group
   uint64_t padded_rows;
   int64_t stride_row;  // elements
   uint32_t tiles_across, tiles_down;
@@ -263,8 +267,10 @@ struct Place {
   uint64_t r0, c0;    // of the tile
   uint64_t source;    // the row of x that r0 is; r0 itself unless x is ragged
   uint64_t end;       // of the rows of x that this tile may read
+  uint32_t group;     // whose statistics the tile has; 0 unless they are by group
   bool is_rest;       // rows that belong to no group: the column plane has zeros there
-  bool is_first;      // thread of the tensor: what there is one of, it stores
+  bool is_alone;      // those, where statistics are by group: they have none
+  bool is_first;      // a thread that stores what there is one of, for the tensor or the group
 
   // `block`: of this tensor's.
   template <bool kHasGroups>
@@ -286,11 +292,15 @@ struct Place {
     c0 = uint64_t{G::kWalksDown ? slow_tile : fast_tile} * G::kTileCols;
     source = r0;
     end = a.rows;
-    is_rest = false;
+    group = 0;
+    is_rest = is_alone = false;
     if constexpr (kHasGroups) {
       if (a.ends != nullptr) FindGroup(a);
     }
   }
+
+  // The amax that a plane's scales are made under.
+  HQ_DEVICE float Statistic(const float* of) const { return is_alone ? 0.0f : Load(of + group); }
 
   // All threads look for the tile's group, each at some of them.
   HQ_DEVICE void FindGroup(const TileArgs& a) {
@@ -300,6 +310,9 @@ struct Place {
     };
     const uint64_t total = static_cast<uint64_t>(Load(a.padded + a.groups));
     is_rest = r0 >= total;
+    is_alone = is_rest && a.by_group;
+    // Every group has a tile, one without rows too.
+    if (a.by_group) is_first = c0 == 0 && ThreadIndex() == 0 && !is_rest;
     if (is_rest) {
       source = r0 - total + bounded(a.groups == 0 ? 0 : Load(a.ends + a.groups - 1));
       return;
@@ -312,6 +325,7 @@ struct Place {
     }
     SyncBlock();
     const uint32_t g = SharedLoad<uint32_t>(G::kGroupAt);
+    if (a.by_group) group = g;
     source =
         bounded(g == 0 ? 0 : Load(a.ends + g - 1)) + r0 - static_cast<uint64_t>(Load(a.padded + g));
     end = bounded(Load(a.ends + g));

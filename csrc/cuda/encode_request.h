@@ -50,6 +50,7 @@ inline TileArgs MakeRaggedArgs(const Matrix& x, const Request& row, const Reques
   args.ends = ragged.ends;
   args.padded = ragged.padded;
   args.groups = ragged.groups;
+  args.by_group = ragged.by_group;
   args.padded_rows = static_cast<uint64_t>(ragged.padded_rows);
   args.col = ArgsOf(col, x.cols, ragged.padded_rows, x.dtype);
   return args;

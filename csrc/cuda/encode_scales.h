@@ -8,21 +8,22 @@ HQ_NAMESPACE_BEGIN
 
 namespace cuda {
 
-// What a plane's scales need of the whole tensor.
+// What a plane's scales need of the whole tensor, or of the tile's group.
 template <class K>
 struct TensorRule {
   TwoLevelRule two_level{};
   float multiplier = 1.0f;
 
-  HQ_DEVICE TensorRule(const PlaneArgs& p, bool stores) {
+  template <class G>
+  HQ_DEVICE TensorRule(const PlaneArgs& p, const Place<G>& at) {
     if constexpr (K::kByRow) {
       // Of each line: At.
     } else if constexpr (K::kRule == Rule::kTwoLevel) {
-      two_level = MakeTwoLevelRule(Load(p.stat), p.tensor_bound);
+      two_level = MakeTwoLevelRule(at.Statistic(p.stat), p.tensor_bound);
     } else if constexpr (K::kExists && !K::kIsAmax && K::kBlock == 0) {
-      const AmaxScale s = TensorScale(p);
+      const AmaxScale s = ComputeTensorScale(at.Statistic(p.stat), p.amax_rule);
       multiplier = s.multiplier;
-      if (stores) Store(reinterpret_cast<float*>(p.scale), s.decode);
+      if (at.is_first) Store(reinterpret_cast<float*>(p.scale) + at.group, s.decode);
     }
   }
 
@@ -252,9 +253,12 @@ struct Sharing {
   }
 };
 
-// Amax of the tile into the tensor's, which holds zero before: canonical, and so any order does.
+// Amax of the tile into the tensor's or its group's, which holds zero before: canonical, and so any
+// order does.
 template <class G>
-HQ_DEVICE void PutTileMax(int32_t magnitude, uint8_t* out, uint32_t exchange_at) {
+HQ_DEVICE void PutTileMax(int32_t magnitude, uint8_t* out, const Place<G>& at,
+                          uint32_t exchange_at) {
+  if (at.is_alone) return;
   const uint32_t of_warp = ReduceMax(static_cast<uint32_t>(magnitude));
   if (Lane() == 0) SharedStore(exchange_at + 4 * WarpIndex(), of_warp);
   SyncBlock();
@@ -266,7 +270,8 @@ HQ_DEVICE void PutTileMax(int32_t magnitude, uint8_t* out, uint32_t exchange_at)
     m = m > other ? m : other;
   }
   if (m != 0) {
-    AtomicMax(reinterpret_cast<uint32_t*>(out), Bits(CanonicalAmax(static_cast<int32_t>(m))));
+    AtomicMax(reinterpret_cast<uint32_t*>(out) + at.group,
+              Bits(CanonicalAmax(static_cast<int32_t>(m))));
   }
 }
 

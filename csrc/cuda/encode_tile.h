@@ -95,7 +95,7 @@ HQ_DEVICE void EncodeRows(const TileArgs& a, const V& v, const Place<G>& at, Squ
   using E = typename K::Element;
   constexpr int kR = G::kRows, kC = G::kCols;
   const PlaneArgs& p = a.row;
-  const TensorRule<K> rule(p, at.is_first);
+  const TensorRule<K> rule(p, at);
   const uint64_t row = at.source + at.row, col = at.c0 + at.col;
   const bool in_cols = col < a.cols;
   const int rows_left = at.RowsLeft();
@@ -233,7 +233,7 @@ HQ_DEVICE void EncodeColumns(const TileArgs& a, const V& v, const Place<G>& at,
   using E = typename K::Element;
   constexpr int kR = G::kRows, kC = G::kCols;
   const PlaneArgs& p = a.col;
-  const TensorRule<K> rule(p, at.is_first);
+  const TensorRule<K> rule(p, at);
   const uint64_t row = at.r0 + at.row, col = at.c0 + at.col;  // of x: K and plane row of the plane
   const bool in_cols = col < a.cols, in_rows = row < static_cast<uint64_t>(p.k);
   float multiplier[kC];
@@ -402,7 +402,7 @@ template <class K, class G, class Form, class V>
 HQ_DEVICE void ColumnPart(const TileArgs& a, const V& v, const Place<G>& at,
                           const SquareCodes* kept) {
   if constexpr (K::kIsAmax) {
-    PutTileMax<G>(v.MaxOfAll(), a.col.scale, G::kColMaxAt);
+    PutTileMax(v.MaxOfAll(), a.col.scale, at, G::kColMaxAt);
   } else {
     EncodeColumns<K, G, Form>(a, v, at, kept);
     SyncBlock();
@@ -452,7 +452,7 @@ HQ_DEVICE void EncodeTileOf(const TileArgs& a, uint32_t block, const Change& cha
   SquareCodes codes;
   SquareCodes* const kept = kSharesCodes<Row, Col> ? &codes : nullptr;
   if constexpr (Row::kIsAmax) {
-    PutTileMax<G>(v.MaxOfAll(), a.row.scale, G::kRowMaxAt);
+    PutTileMax(v.MaxOfAll(), a.row.scale, at, G::kRowMaxAt);
   } else if constexpr (Row::kExists) {
     EncodeRows<Row, G, Form>(a, v, at, kept);
   }

@@ -69,6 +69,9 @@ struct Ragged {
   // Of the matrix that x.row_index (on the device) takes the rows of x out of. A number beyond
   // them: a row of zeros.
   int64_t source_rows = 0;
+  // Statistics and scales of tensors are [groups], those of each group; rows of none have a
+  // statistic of zero.
+  bool by_group = false;
 };
 
 // EncodeFromScratch for a ragged x; the row plane is that of x as it is. There is a column plane, or

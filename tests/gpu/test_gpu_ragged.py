@@ -10,6 +10,8 @@ import kernel_cases as cases
 from gpu_tools import no_waiting, to_cpu
 from hybridq.formats import PlaneSpec
 from hybridq.kernels.operators import encode_ragged as ops_ragged
+from hybridq.kernels.ragged import row_part
+from hybridq.kernels.ragged.group_loop import column_part
 from ragged_cases import BY_KERNEL, PAIRS, SIZES, bounds, ends, places, text
 
 #: RMS of rounding to BF16, relative to what is rounded.
@@ -47,6 +49,47 @@ def test_rows_of_an_index_have_the_bits_of_the_cpu(name) -> None:
         for j, (g, w) in enumerate(zip(got, want, strict=True)):
             alike = cases.same_values if w.is_floating_point() else cases.assert_same
             alike(g, w, f"{name}, {sizes}, {x.dtype}: buffer {j}")
+
+
+@pytest.mark.parametrize("is_indexed", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("nvfp4", "nvfp4 | nvfp4 rht", "nvfp4 sr | nvfp4 rht sr", "mxfp8 | nvfp4 rht", "fp8_e4m3"),
+        *("nvfp4 mae", "nvfp4 | mxfp8", "nvfp4 rows | mxfp8", "none | nvfp4", "nvfp4 rows"),
+    ],
+)
+def test_planes_of_groups_with_statistics_of_their_own(name, is_indexed) -> None:
+    """Those of tokens that belong to a group; of stochastic planes the scales."""
+    row, col = PAIRS[name]
+    for i, (sizes, rest) in enumerate(SIZES):
+        rows, seed = sum(sizes) + rest, torch.arange(len(sizes))
+        for cols in (72, 21):
+            x = cases.matrix(max(rows, 1), cols, cases.DTYPES[i % 3], i, cases.SPECIALS[i % 5])
+            index = torch.randint(x.shape[0], (rows,), generator=torch.Generator().manual_seed(i))
+            index = index if is_indexed else torch.arange(rows)
+            args, options = (text(row), text(col), None, None), {"by_group": True}
+            want = torch.ops.hybridq.encode_ragged(x[index], ends(sizes), *args, seed, **options)
+            own = (index.cuda(),) if is_indexed else ()
+            here = x.cuda() if is_indexed else x[index].cuda()
+            got = torch.ops.hybridq.encode_ragged(
+                here, ends(sizes).cuda(), *args, seed.cuda(), *own, **options
+            )
+            count = 0 if row is None else len(row.buffers(1, 1))
+            got = [one.cpu() for one in got]
+            assert [one.shape for one in got] == [one.shape for one in want]
+            for g, ((begin, end), at) in enumerate(zip(bounds(sizes), places(sizes), strict=True)):
+                size = end - begin
+                pairs = []
+                if row is not None and size:
+                    cut = [row_part(b[:count], row, cols, begin, size, g) for b in (got, want)]
+                    pairs += list(zip(*cut, strict=True))[row.stochastic :]
+                if size:
+                    cut = [column_part(b[count:], col, cols, at, size, g) for b in (got, want)]
+                    pairs += list(zip(*cut, strict=True))[col.stochastic :]
+                for j, (mine, other) in enumerate(pairs):
+                    alike = cases.same_values if other.is_floating_point() else cases.assert_same
+                    alike(mine, other, f"{name}, {sizes}, {cols}, {x.dtype}, group {g}: {j}")
 
 
 def test_large_ragged_tokens() -> None:

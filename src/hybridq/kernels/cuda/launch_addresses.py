@@ -108,11 +108,21 @@ class Addresses:
         stat: torch.Tensor | None,
         is_new: bool,
         device: torch.device,
+        groups: int | None = None,
     ) -> int:
-        """Return the address of a plane's amax: new memory that is written, or what was given."""
+        """Return the address of a plane's amax: new memory that is written, or what was given.
+
+        Args:
+            spec: of the plane.
+            rows: of the plane's own matrix.
+            stat: the memory.
+            is_new: it is written.
+            device: where it must be.
+            groups: how many have one of their own, or None: it is of the tensor or its rows.
+        """
         if is_new:
             return self.pointer(stat, True)
-        count = spec.stat_shape(rows)[0]
+        count = spec.stat_shape(rows)[0] if groups is None else groups
         return self.given("encode: a statistic", stat, torch.float32, count, device)
 
     def seed(self, spec: PlaneSpec, seed: torch.Tensor | None, device: torch.device) -> int:

@@ -12,9 +12,9 @@ With a `row_index` the tokens are `x[row_index]`, which such a kernel reads with
 matrix: a token that several groups have is stored once. A row that x does not have is an error on a
 CPU, as of `index_select`; on a device a kernel takes it for a row of zeros.
 
-With `by_group` every group is a tensor of its own (`group_loop`, `sync_free_groups`): it has its
-own amax, from x, or from `row_stat` and `col_stat` `[G, *stat]` as `amax_ragged` gives them, and a
-random seed of `[G]`.
+With `by_group` every group is a tensor of its own (`group_loop`, `sync_free_groups`; on a device
+kernels that know each group's statistic): it has its own amax, from x, or from `row_stat` and
+`col_stat` `[G, *stat]` as `amax_ragged` gives them, and a random seed of `[G]`.
 
 `activation_encode_ragged` is `encode_ragged` of what `activation` returns. Where a backend has a
 kernel for it (`map_encode_ragged`), tiles of that matrix are made as they are encoded.
@@ -26,7 +26,7 @@ import torch
 
 from ...errors import must_be_one_of
 from ...formats import PlaneSpec
-from ...reference import ACTIVATIONS
+from ...reference import ACTIVATIONS, one_nan
 from ..choice import EncodeRequest, Groups, OpQuery, Prologue, encode_decoded, together
 from ..inputs import check_index, check_matrix, is_host
 from ..ragged import (
@@ -128,6 +128,9 @@ def _encode_ragged(
         if is_host(x.device.type):
             return _on_host(x, offsets, row_spec, col_spec, request)
         if _depends_on_group(row_spec, col_spec):
+            made = _on_device(x, offsets, row_spec, col_spec, request)
+            if made is not None:
+                return made
             x, request = _moved(x, request)
             return encode_by_group(x, offsets, row_spec, col_spec, request)
     if request.is_decoded():
@@ -162,6 +165,47 @@ def _on_host(
         return made
     x, request = _moved(x, request)
     return encode_loop(x, offsets, row, col, request)
+
+
+def _on_device(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    row: PlaneSpec | None,
+    col: PlaneSpec | None,
+    request: EncodeRequest,
+) -> list[torch.Tensor] | None:
+    """Return the buffers of the planes by group if a kernel makes the columnwise one, else None.
+
+    The rowwise plane is of the same kernel, or made of operations on all tokens.
+    """
+    if request.is_decoded() or (col is None and request.row_index is None):
+        return None
+    planes = (row if request.keep_row else None, col)
+    if any(spec is not None and spec.format.is_identity for spec in planes):
+        return None
+    if col is not None and col.row_scaled:  # a statistic of each column of each group
+        return None
+    stats = tuple(
+        None if stat is None or spec is None or not is_by_group(spec, is_col) else _one_each(stat)
+        for spec, stat, is_col in zip(
+            planes, (request.row_stat, request.col_stat), (False, True), strict=True
+        )
+    )
+    given = request._replace(row_stat=stats[0], col_stat=stats[1])
+    if planes[0] is not None and not is_by_group(planes[0], False):
+        given = given._replace(row_stat=request.row_stat)  # of each row
+    made = _by_kernel(x, offsets, *planes, given)
+    if made is not None or None in planes or request.row_index is not None:
+        return made
+    made = _by_kernel(x, offsets, None, col, given)
+    if made is None:
+        return None
+    return [*encode_by_group(x, offsets, row, None, request), *made]
+
+
+def _one_each(stat: torch.Tensor) -> torch.Tensor:
+    """Return a statistic of each group as kernels take one: finite, or the one NaN."""
+    return one_nan(stat.clamp(max=torch.finfo(torch.float32).max)).contiguous()
 
 
 def _planes(

@@ -1,7 +1,7 @@
 """Groups of tokens on a device, without reading where they end: made of operations on all tokens.
 
-The same planes and products as those of `group_loop`, whose kernels know one statistic for a tensor
-or one for each row, and none for each group:
+The same planes and products as those of `group_loop`, where no kernel knows the statistics of
+groups (the operator `encode_ragged` asks one first), but one for a tensor or one for each row:
 
 - **Rows of two levels**: a row-scaled plane whose rows have the amax of their group has the codes
   and the scales of the group's own plane.
@@ -12,7 +12,8 @@ or one for each row, and none for each group:
 
 Products are in `sync_free_products`.
 
-Random bytes are those of one encode, with the first group's seed: they differ from the loop's.
+Random bytes are those of one encode, with the first group's seed: they differ from the loop's, and
+in columns from those of a kernel, which draws for all padded tokens.
 
 Source: ours.
 """
