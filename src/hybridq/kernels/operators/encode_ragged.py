@@ -185,15 +185,10 @@ def _on_device(
         return None
     if col is not None and col.row_scaled:  # a statistic of each column of each group
         return None
-    stats = tuple(
-        None if stat is None or spec is None or not is_by_group(spec, is_col) else _one_each(stat)
-        for spec, stat, is_col in zip(
-            planes, (request.row_stat, request.col_stat), (False, True), strict=True
-        )
+    given = request._replace(
+        row_stat=_as_kernels_take(request.row_stat, planes[0]),
+        col_stat=_as_kernels_take(request.col_stat, col),
     )
-    given = request._replace(row_stat=stats[0], col_stat=stats[1])
-    if planes[0] is not None and not is_by_group(planes[0], False):
-        given = given._replace(row_stat=request.row_stat)  # of each row
     made = _by_kernel(x, offsets, *planes, given)
     if made is not None or None in planes or request.row_index is not None:
         return made
@@ -203,8 +198,10 @@ def _on_device(
     return [*encode_by_group(x, offsets, row, None, request), *made]
 
 
-def _one_each(stat: torch.Tensor) -> torch.Tensor:
-    """Return a statistic of each group as kernels take one: finite, or the one NaN."""
+def _as_kernels_take(stat: torch.Tensor | None, spec: PlaneSpec | None) -> torch.Tensor | None:
+    """Return the statistics of a plane's groups or rows, each finite or the one NaN."""
+    if stat is None or spec is None or not spec.needs_amax:
+        return None
     return one_nan(stat.clamp(max=torch.finfo(torch.float32).max)).contiguous()
 
 
