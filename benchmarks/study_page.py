@@ -299,7 +299,7 @@ def _intervals(axes: Any, cells: Sequence[str], known: Mapping[str, Difference])
     axes.axvline(0, color="0.4", linewidth=1)
     axes.axvspan(-100 * MARGIN, 100 * MARGIN, color="0.93")
     axes.set_yticks(list(places), cells, fontsize=8)
-    axes.set_xlabel("difference from BF16's loss, percent, 95% interval, paired by seed")
+    axes.set_xlabel("difference from BF16's loss, percent:\n95% intervals, paired by seed")
 
 
 def _heat(axes: Any, cells: Sequence[str], known: Mapping[str, Difference]) -> None:
