@@ -11,16 +11,9 @@ import kernel_cases as cases
 import ragged_cases
 from hybridq import reference
 from hybridq.formats import DEFAULT_SIGNS, PlaneSpec
-from hybridq.kernels.choice import EncodeRequest, Groups, registry
+from hybridq.kernels.choice import EncodeRequest, registry
 from hybridq.kernels.operators import encode_ragged as operator
-from hybridq.kernels.ragged import (
-    capacity,
-    encode_loop,
-    group_ends,
-    is_by_group,
-    padded_offsets,
-    row_part,
-)
+from hybridq.kernels.ragged import encode_loop, is_by_group
 from hybridq.kernels.ragged.group_loop import column_part
 
 MODULE = emulated.load()
@@ -65,31 +58,9 @@ def _tokens(sizes: tuple[int, ...], rest: int, cols: int, dtype: torch.dtype) ->
     return made.to(dtype)
 
 
-def _groups(offsets: torch.Tensor, tokens: int) -> Groups:
-    ends, padded = group_ends(offsets, tokens), padded_offsets(offsets, tokens)
-    return Groups(ends, padded, capacity(tokens, offsets.shape[0]))
-
-
-def _split(buffers, row, col):
-    """The buffers of each plane."""
-    count = 0 if row is None else len(row.buffers(1, 1))
-    return buffers[:count], buffers[count:] if col is not None else []
-
-
-def _rows_of(buffers, spec, cols, sizes):
-    for g, (begin, end) in enumerate(ragged_cases.bounds(sizes)):
-        yield row_part(buffers, spec, cols, begin, end - begin, g)
-
-
-def _columns_of(buffers, spec, cols, sizes):
-    for g, ((begin, end), at) in enumerate(
-        zip(ragged_cases.bounds(sizes), ragged_cases.places(sizes), strict=True)
-    ):
-        yield column_part(buffers, spec, cols, at, end - begin, g)
-
-
 def _drawn(x, spec, sizes, seed, stream, is_col):
-    """Planes of each group as stochastic ones are: the bytes are those of all tokens."""
+    """The planes of each group as stochastic ones are: the bytes are those of all tokens."""
+    made = []
     for (begin, end), at in zip(
         ragged_cases.bounds(sizes), ragged_cases.places(sizes), strict=True
     ):
@@ -97,9 +68,24 @@ def _drawn(x, spec, sizes, seed, stream, is_col):
         place = {"col0": at} if is_col else {"row0": begin}
         if is_col:  # blocks and draws of whole padded tiles
             own = torch.nn.functional.pad(own, (0, -own.shape[1] % 128))
-        made = reference.encode_plane(own, spec, seed=seed, stream=stream, **place)
-        parts = column_part(made, spec, own.shape[0], 0, end - begin, 0) if is_col else made
-        yield parts
+        planes = reference.encode_plane(own, spec, seed=seed, stream=stream, **place)
+        made.append(
+            column_part(planes, spec, own.shape[0], 0, end - begin, 0) if is_col else planes
+        )
+    return made
+
+
+def _check(got, want, row, col, cols, sizes, drawn=None) -> None:
+    """Compare planes group by group; stochastic ones with `drawn`, by plane, or not at all."""
+    assert [(one.shape, one.dtype) for one in got] == [(one.shape, one.dtype) for one in want]
+    cut = (ragged_cases.parts_of(buffers, row, col, cols, sizes) for buffers in (got, want))
+    for mine, other in zip(*cut, strict=True):
+        expected = other.buffer
+        if mine.spec.stochastic:
+            if drawn is None or sizes[mine.group] == 0:
+                continue
+            expected = drawn[mine.is_col][mine.group][mine.number].view(mine.buffer.shape)
+        cases.assert_same(mine.buffer.contiguous(), expected.contiguous(), str(mine[:4]))
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
@@ -123,7 +109,7 @@ def test_planes_of_groups_have_the_loops_bits(
             first, second, seed=seed, row_stream=3, col_stream=8, by_group=True, row_index=index
         )
         MODULE.reset()
-        groups = _groups(offsets, x.shape[0])
+        groups = ragged_cases.as_groups(offsets, x.shape[0])
         got = BACKEND.ops["encode_ragged"](given, groups, row, col, request)
         if is_indexed and not takes_index:
             assert got is None
@@ -131,49 +117,29 @@ def test_planes_of_groups_have_the_loops_bits(
         amaxes = {"AmaxAlong", "AmaxStrided"} if row is not None and row.row_scaled else set()
         assert set(MODULE.kernels()) <= {"EncodeTile", "EncodeIndexed", "Zero"} | amaxes
         want = encode_loop(x, offsets, row, col, request._replace(row_index=None, by_group=False))
-        assert [(one.shape, one.dtype) for one in got] == [(one.shape, one.dtype) for one in want]
-        for which, spec, mine, theirs in zip(
-            (False, True), (row, col), _split(got, row, col), _split(want, row, col), strict=True
-        ):
-            if spec is None:
-                continue
-            parts_of = _columns_of if which else _rows_of
-            expected = parts_of(theirs, spec, cols, sizes)
-            if spec.stochastic:
-                expected = _drawn(x, spec, sizes, seed[:1], (3, 8)[which], which)
-            for g, (one, other) in enumerate(
-                zip(parts_of(mine, spec, cols, sizes), expected, strict=True)
-            ):
-                if sizes[g] == 0 and spec.stochastic:
-                    continue
-                for i, (a, b) in enumerate(zip(one, other, strict=True)):
-                    text = f"{name}, {cols}, group {g}, buffer {i}"
-                    cases.assert_same(a.contiguous(), b.contiguous().view(a.shape), text)
+        drawn = [
+            _drawn(x, spec, sizes, seed[:1], stream, is_col) if spec and spec.stochastic else None
+            for spec, stream, is_col in ((row, 3, False), (col, 8, True))
+        ]
+        _check(got, want, row, col, cols, sizes, drawn)
 
 
 @pytest.mark.parametrize("name", ["nvfp4 | nvfp4 rht", "fp8_e4m3", "mxfp8 | nvfp4", "4o6"])
 def test_statistics_that_are_given(name: str) -> None:
     first, second, _ = PAIRS[name]
     row, col = PlaneSpec.parse(first), PlaneSpec.parse(second)
-    sizes = (3, 0, 130, 40)
+    sizes = (3, 20, 130, 40)
     offsets, x = ragged_cases.ends(sizes), _tokens(sizes, 2, 64, torch.bfloat16)
     stats = [
         torch.linspace(0.5, high, len(sizes)).view(-1, 1) if is_by_group(spec, is_col) else None
         for spec, is_col, high in ((row, False, 900.0), (col, True, 30.0))
     ]
     request = EncodeRequest(first, second, *stats, by_group=True)
-    got = BACKEND.ops["encode_ragged"](x, _groups(offsets, x.shape[0]), row, col, request)
+    got = BACKEND.ops["encode_ragged"](
+        x, ragged_cases.as_groups(offsets, x.shape[0]), row, col, request
+    )
     want = encode_loop(x, offsets, row, col, request._replace(by_group=False))
-    for spec, parts_of, mine, theirs in zip(
-        (row, col), (_rows_of, _columns_of), _split(got, row, col), _split(want, row, col),
-        strict=True,
-    ):  # fmt: skip
-        for g, (one, other) in enumerate(
-            zip(parts_of(mine, spec, 64, sizes), parts_of(theirs, spec, 64, sizes), strict=True)
-        ):
-            for i, (a, b) in enumerate(zip(one, other, strict=True)):
-                if sizes[g]:
-                    cases.assert_same(a.contiguous(), b.contiguous(), f"{name}, {g}, {i}")
+    _check(got, want, row, col, 64, sizes)
 
 
 def test_what_no_kernel_makes_is_refused_before_it_begins() -> None:
@@ -187,7 +153,10 @@ def test_what_no_kernel_makes_is_refused_before_it_begins() -> None:
         MODULE.reset()
         specs = PlaneSpec.parse(row), PlaneSpec.parse(col)
         request = EncodeRequest(row, col, by_group=True)
-        assert BACKEND.ops["encode_ragged"](x, _groups(offsets, 268), *specs, request) is None
+        assert (
+            BACKEND.ops["encode_ragged"](x, ragged_cases.as_groups(offsets, 268), *specs, request)
+            is None
+        )
         assert MODULE.kernels() == []
 
 
@@ -224,16 +193,4 @@ def test_the_operator_as_on_a_device(monkeypatch, first: str, second: str, kerne
             assert set(MODULE.kernels()) <= kernels
     finally:
         registry.unregister_backend("emulated")
-    assert [(one.shape, one.dtype) for one in got] == [(one.shape, one.dtype) for one in want]
-    for spec, parts_of, mine, theirs in zip(
-        (row, col), (_rows_of, _columns_of), _split(got, row, col), _split(want, row, col),
-        strict=True,
-    ):  # fmt: skip
-        if spec is None or spec.stochastic:
-            continue
-        for g, (one, other) in enumerate(
-            zip(parts_of(mine, spec, cols, sizes), parts_of(theirs, spec, cols, sizes), strict=True)
-        ):
-            for i, (a, b) in enumerate(zip(one, other, strict=True)):
-                if sizes[g]:
-                    cases.assert_same(a.contiguous(), b.contiguous(), f"group {g}, buffer {i}")
+    _check(got, want, row, col, cols, sizes)

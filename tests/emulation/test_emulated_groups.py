@@ -12,9 +12,10 @@ import torch
 import emulated
 import kernel_cases as cases
 from hybridq.formats import PlaneSpec
-from hybridq.kernels.choice import ALIGNMENT, EncodeRequest, Groups, Place
+from hybridq.kernels.choice import ALIGNMENT, EncodeRequest, Place
 from hybridq.kernels.folded_backend import _encoded
 from hybridq.kernels.ragged import capacity, group_ends, padded_offsets
+from ragged_cases import as_groups
 
 MODULE = emulated.load()
 if MODULE is None:
@@ -57,11 +58,6 @@ def test_one_kernel_says_where_groups_lie(count: int) -> None:
         assert found.columns == capacity(tokens, count)
 
 
-def _groups(offsets: torch.Tensor, tokens: int) -> Groups:
-    ends, padded = group_ends(offsets, tokens), padded_offsets(offsets, tokens)
-    return Groups(ends, padded, capacity(tokens, offsets.shape[0]))
-
-
 def _as_taken(buffers: list[torch.Tensor], own: PlaneSpec, rows: int, cols: int):
     """Return codes and scales of a plane as a product takes them: folded, if it folds."""
     if own.format.folded is None:
@@ -75,7 +71,7 @@ def _as_taken(buffers: list[torch.Tensor], own: PlaneSpec, rows: int, cols: int)
 @pytest.mark.parametrize("name", TOKENS)
 def test_tokens_as_products_take_them(name: str, ends: str, dtype: torch.dtype) -> None:
     (offsets, tokens), cols = _offsets(ends), 144
-    groups, own = _groups(offsets, tokens), PLAIN[name]
+    groups, own = as_groups(offsets, tokens), PLAIN[name]
     spec = _encoded(own)
     index = torch.randint(0, 90, (tokens,), generator=torch.Generator().manual_seed(3))
     for with_col, row_index in ((True, None), (True, index), (False, None), (False, index)):

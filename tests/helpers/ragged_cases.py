@@ -6,6 +6,8 @@ The oracle pads with a loop over the groups and encodes with the reference.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +15,9 @@ import hybridq
 import kernel_cases as cases
 from hybridq import reference
 from hybridq.formats import PlaneSpec
+from hybridq.kernels.choice import Groups
+from hybridq.kernels.ragged import capacity, group_ends, padded_offsets, pads_rows, row_part
+from hybridq.kernels.ragged.group_loop import column_part
 
 SPECS = {**cases.plain_specs(), **cases.option_specs()}
 #: Sizes of groups, and how many tokens behind them belong to none.
@@ -49,6 +54,52 @@ def places(sizes: tuple[int, ...]) -> list[int]:
     """Where each group begins in a padded plane."""
     takes = [max(-(-size // 128), 1) * 128 for size in sizes]
     return [sum(takes[:group]) for group in range(len(sizes))]
+
+
+class Part(NamedTuple):
+    """A buffer of one group's own plane, of the buffers of all groups.
+
+    Attributes:
+        group: which.
+        is_col: it is of the columnwise plane.
+        spec: of the plane.
+        number: of the buffer.
+        buffer: itself.
+    """
+
+    group: int
+    is_col: bool
+    spec: PlaneSpec
+    number: int
+    buffer: torch.Tensor
+
+
+def parts_of(
+    buffers: Sequence[torch.Tensor],
+    row: PlaneSpec | None,
+    col: PlaneSpec | None,
+    cols: int,
+    sizes: tuple[int, ...],
+) -> Iterator[Part]:
+    """Yield the buffers of each group's planes by group; rows that belong to no group have none."""
+    split = len(row.buffers(1, 1)) if row is not None else 0
+    for g, ((begin, end), padded_at) in enumerate(zip(bounds(sizes), places(sizes), strict=True)):
+        if row is not None:
+            at = padded_at if pads_rows(row) else begin
+            for i, one in enumerate(row_part(list(buffers[:split]), row, cols, at, end - begin, g)):
+                yield Part(g, False, row, i, one)
+        if col is not None:
+            at = begin if col.format.is_identity else padded_at
+            for i, one in enumerate(
+                column_part(list(buffers[split:]), col, cols, at, end - begin, g)
+            ):
+                yield Part(g, True, col, i, one)
+
+
+def as_groups(offsets: torch.Tensor, tokens: int) -> Groups:
+    """Where groups lie, as a backend's operation takes it."""
+    ends, begins = group_ends(offsets, tokens), padded_offsets(offsets, tokens)
+    return Groups(ends, begins, capacity(tokens, offsets.shape[0]))
 
 
 def padded(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:

@@ -25,7 +25,7 @@ from hybridq.kernels.decoded import decoded_grouped_gemm as grouped
 from hybridq.kernels.ragged import group_loop as group_loop
 from hybridq.kernels.ragged import sync_free_groups as group_device
 from hybridq.kernels.ragged import sync_free_products as group_product
-from hybridq.kernels.ragged.group_loop import column_part, pads_rows, row_part
+from hybridq.kernels.ragged.group_loop import pads_rows
 from hybridq.kernels.ragged.padded_layout import capacity, pad_tokens, padded_offsets
 
 TURNED = PlaneSpec(format("nvfp4"), False, DEFAULT_SIGNS).text
@@ -55,16 +55,7 @@ def tokens_of(sizes: tuple[int, ...], extra: int, dtype=torch.bfloat16) -> torch
 
 
 def parts_of(buffers, row, col, x, sizes):
-    """The buffers of each group's own planes, those that belong to no group left out."""
-    places = padded_offsets(cases.ends(sizes), x.shape[0]).tolist()
-    split = len(row.buffers(1, 1)) if row is not None else 0
-    for g, (begin, end) in enumerate(cases.bounds(sizes)):
-        if row is not None:
-            at = places[g] if pads_rows(row) else begin
-            yield from row_part(buffers[:split], row, COLS, at, end - begin, g)
-        if col is not None:
-            at = begin if col.format.is_identity else places[g]
-            yield from column_part(buffers[split:], col, COLS, at, end - begin, g)
+    return (part.buffer for part in cases.parts_of(buffers, row, col, COLS, sizes))
 
 
 def both(x, sizes, row, col, **options):
