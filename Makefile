@@ -72,6 +72,7 @@ PLAN ?= all
 PART ?= 1
 PREBUILT ?=
 GPU_WHEEL ?=
+STEPS ?=
 ARCH ?= 90a
 # One process per core, each with one thread: the tests are many and small.
 PYTEST_JOBS ?= -n auto --maxprocesses=8
@@ -329,7 +330,7 @@ $(EMULATION_STAMP): $(TOOLS_STAMP) $(shell find csrc cmake -type f) CMakeLists.t
 gpu:
 	@$(GPU_PYTHON) benchmarks/gpu_run.py --plan="$(PLAN)" --part="$(PART)" \
 	  $(if $(RESULTS),--results="$(RESULTS)") $(if $(PREBUILT),--prebuilt="$(PREBUILT)") $(if $(GPU_WHEEL),--wheel="$(GPU_WHEEL)") \
-	  --pytest-args="$(PYTEST_ARGS)" --bench-args="$(ARGS)"
+	  --steps="$(STEPS)" --pytest-args="$(PYTEST_ARGS)" --bench-args="$(ARGS)"
 
 gpu-facts:
 	@$(MAKE) --no-print-directory gpu PLAN=facts

@@ -2,6 +2,7 @@
 
     make gpu                    # build, tests, benchmarks, one table
     make gpu PLAN=first PART=1  # the first hour on a chip, in three calls: PART=1, 2, 3
+    make gpu STEPS="tests kernels|measure cast"  # of a plan the steps that match, and the build
     make gpu-facts              # what the chip itself does
 
 The package goes into a folder of its own (--site), with what the Python in use already has: no
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -118,6 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prebuilt", type=Path, help="the kernels: what make gpu-library made")
     parser.add_argument("--wheel", type=Path, help="the package: what make gpu-wheel made")
     parser.add_argument("--seconds", type=float, default=TOTAL)
+    parser.add_argument("--steps", default="", help="a pattern: steps whose names have it")
     parser.add_argument("--pytest-args", default="")
     parser.add_argument("--bench-args", default="")
     options = parser.parse_args(arguments)
@@ -166,7 +169,8 @@ def main(arguments: list[str] | None = None) -> int:
     }
     keeper = Keeper(place, command)
     run = Run(folder, ROOT, options.seconds, about, environment, keeper)
-    is_good = run.steps(plan(place))
+    steps = [s for s in plan(place) if s.is_needed or re.search(options.steps, s.name)]
+    is_good = run.steps(steps)
     measured = keeper.parts("gpu")
     if measured:
         print(result.render(result.merge(measured, command)))

@@ -66,7 +66,7 @@ def _failures(result: dict[str, Any], file: str) -> int | None:
 _MULTIPLY = {
     "dense_kernel": ("small_m", "triton"),
     "grouped_kernel": ("grouped", "triton"),
-    "grouped_block_kernel": ("grouped", "fold"),
+    "BlockProduct": ("grouped", "fold"),
 }
 
 

@@ -126,6 +126,57 @@ def _product_cases(bench: Bench) -> Iterator[Case]:
             yield case(name, ours(a, b, True, told), baseline="bf16 wgrad", told=told)
 
 
+#: Recipes of experts: of their layers.
+RECIPES = ("mxfp8", "fp8_current", "fp8_block", "nvfp4", "mxfp8_fwd_nvfp4_bwd")
+
+
+def _layer_cases(bench: Bench) -> Iterator[Case]:
+    """Training steps of `GroupedLinear`; the first one is torch's BF16 product and its gradient."""
+    groups, tokens, n, k = bench.grouped
+    made: list[Any] = []
+
+    def parts() -> Any:
+        if not made:  # one set of weights for all
+            options = {"device": bench.device, "dtype": torch.bfloat16}
+            layer = hybridq.GroupedLinear(groups, k, n, bias=False, **options)
+            x = bench.randn(tokens, k, torch.bfloat16, 0).clone().requires_grad_()
+            dy = bench.randn(tokens, n, torch.bfloat16, 0)
+            w = bench.randn(groups * n, k, torch.bfloat16, 0).view(groups, n, k)
+            made.append((layer, x, dy, w.clone().requires_grad_()))
+        return made[0]
+
+    def plain(i: int) -> Callable[[], Any]:
+        _, x, dy, w = parts()
+        offsets, product = _offsets(bench), torch.nn.functional.grouped_mm
+
+        def run() -> None:
+            torch.autograd.grad(product(x, w.mT, offs=offsets), (x, w), dy)
+
+        return run
+
+    def ours(recipe: str) -> Callable[[int], Callable[[], Any]]:
+        def make(i: int) -> Callable[[], Any]:
+            layer, x, dy, _ = parts()
+            splits = torch.full((groups,), tokens // groups, device=x.device)
+            leaves = (x, *layer.parameters())
+
+            def run() -> None:
+                with hybridq.autocast(recipe=recipe):
+                    y = layer(x, splits)
+                torch.autograd.grad(y, leaves, dy)
+
+            return run
+
+        return make
+
+    flops, shape = 6 * tokens * n * k, (groups, tokens, n, k)
+    told: Any = {"flops": flops, "is_headline": True}
+    yield Case("grouped", "bf16 step", shape, plain, note="torch's grouped product", **told)
+    for recipe in RECIPES:
+        name = f"GroupedLinear {recipe}"
+        yield Case("grouped", name, shape, ours(recipe), baseline="bf16 step", **told)
+
+
 def group_cases(bench: Bench) -> list[list[Case]]:
-    """Return the cases of quantizing tokens, and those of products."""
-    return [[*_quantize_cases(bench)], [*_product_cases(bench)]]
+    """Return the cases of quantizing tokens, those of products, and those of layers."""
+    return [[*_quantize_cases(bench)], [*_product_cases(bench)], [*_layer_cases(bench)]]

@@ -12,7 +12,7 @@ import torch
 __all__ = ["ROOT", "kernels_of", "native_kernels", "split", "triton_kernels"]
 
 ROOT = Path(__file__).resolve().parents[2]
-_NATIVE = re.compile(r"^HQ_GLOBAL\s[^;{]*?(\w+)\(\w+ \w+\) \{", re.M)
+_NATIVE = re.compile(r"^HQ_GLOBAL\s[^;{]*?(\w+)\((?:HQ_\w+\s+)?\w+ \w+\) \{", re.M)
 _TRITON = re.compile(r"^@triton\.jit(?:\([^)]*\))?\ndef (\w+_kernel)\(", re.M)
 
 

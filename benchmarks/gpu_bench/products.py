@@ -12,6 +12,10 @@ from typing import Any
 import torch
 
 import hybridq
+from hybridq.kernels.choice import GemmArgs, Operand
+from hybridq.kernels.folded_backend import block_side
+from hybridq.kernels.inputs import chip_of
+from hybridq.kernels.scaled_mm import core_product
 from hybridq.storage import Plane
 
 from .case import Bench, Case, fresh, quantized, takes
@@ -179,6 +183,27 @@ def _pair_case(
     )
 
 
+def _core_cases(bench: Bench, shape: tuple[int, int, int]) -> Iterator[Case]:
+    """Yield products with block scales by the core's own kernel, where the chip has it."""
+    run = core_product("multiply_pair", chip_of(torch.device(bench.device)))
+    if run is None:
+        return
+    for names in (("fp8_1x128", "fp8_1x128"), ("fp8_1x128", "fp8_128x128")):
+
+        def make(i: int, names: tuple[str, str] = names) -> Callable[[], Any]:
+            sides = []
+            for x, name in zip(_operands(bench, *shape, i), names, strict=True):
+                plane = quantized(x, name)
+                codes, scale = plane.buffers.values()
+                laid = scale.t().contiguous().t() if name == "fp8_1x128" else scale
+                sides.append(block_side(Operand([codes, laid], plane.spec, *plane.matrix)))
+            return lambda: run(*sides, GemmArgs(None, None, torch.bfloat16))
+
+        note = "the kernel alone, of operands that lie as it reads them"
+        name = " x ".join(names) + ", by the core"
+        yield _case("gemm", name, shape, make, baseline="bf16 randn", note=note)
+
+
 def _pair_cases(
     bench: Bench, section: str, pairs: tuple[tuple[str, str], ...], shape: tuple[int, int, int]
 ) -> Iterator[Case]:
@@ -199,6 +224,7 @@ def product_cases(bench: Bench) -> Iterator[list[Case]]:
                 _pair_case(bench, "gemm", names, precisions()[-1], False, (m, n, k), has_bias=True)
                 for names in BIASED
             ),
+            *_core_cases(bench, (m, n, k)),
         ]
 
 

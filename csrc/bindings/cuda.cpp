@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings/checks.h"
+#include "bindings/cuda_product.h"
 #include "bindings/cuda_small.h"
 #include "bindings/prologue.h"
 #include "bindings/token_rows.h"
@@ -430,6 +431,7 @@ void BindKernels(py::module_& m) {
         "stats, whether they are found here, [(data, scale, amax)], strides of FP32 scales, "
         "form), in few launches. False, and nothing done: no kernel has these forms of all.");
   BindSmallKernels(m);
+  BindProduct(m);
   m.def("encode_path", &EncodePathOf, py::arg("x"), py::arg("dtype"), py::arg("rows"),
         py::arg("cols"), py::arg("stride0"), py::arg("stride1"), py::arg("row"), py::arg("col"),
         "Return which kernels encode would launch: 'pair', 'tile', 'general' or one for each.");

@@ -22,8 +22,8 @@ namespace cuda {
 
 using Stream = void*;  // cudaStream_t
 
-// How a plane is written: as its spec says; an MXFP8 plane as Fold would of it (fold.h); with scales
-// of one byte in tiles of 128 x 4 (swizzle.h), where rows and columns are multiples of 128.
+// How a plane is written: as its spec says; an MXFP8 plane as Fold would of it (fold.h); with
+// scales of one byte in tiles of 128 x 4 (swizzle.h), where rows and columns are multiples of 128.
 enum class PlaneForm : int { kOwn, kFolded, kTiled };
 
 // One plane to be written. Offsets are those of this plane in the whole tensor's plane.
@@ -74,10 +74,9 @@ struct Ragged {
   bool by_group = false;
 };
 
-// EncodeFromScratch for a ragged x; the row plane is that of x as it is. There is a column plane, or
-// x has an index of its rows.
-// Returns false, and does nothing, if no kernel reads the groups: then the rows have to be moved
-// first.
+// EncodeFromScratch for a ragged x; the row plane is that of x as it is. There is a column plane,
+// or x has an index of its rows. Returns false, and does nothing, if no kernel reads the groups:
+// then the rows have to be moved first.
 bool EncodeRagged(const Matrix& x, const Ragged& ragged, const GpuPlane* row, const GpuPlane* col,
                   float* row_stat, float* col_stat, Stream stream);
 
@@ -125,9 +124,9 @@ std::string EncodePath(const Matrix& x, const GpuPlane* row, const GpuPlane* col
 void Amax(const Matrix& x, int signs, float* out, Stream stream);
 void RowAmax(const Matrix& x, int signs, float* out, Stream stream);
 
-// Numbers that the values of an operand are multiplied by before their one rounding, each divided by
-// its bound first where that is not 0, as an amax is: the factors of both planes of a product. Null:
-// there is none. On the device.
+// Numbers that the values of an operand are multiplied by before their one rounding, each divided
+// by its bound first where that is not 0, as an amax is: the factors of both planes of a product.
+// Null: there is none. On the device.
 struct OperandFactors {
   const float* first = nullptr;
   float first_bound = 0.0f;
@@ -173,9 +172,49 @@ struct FinishJob {
 };
 void FinishProduct(const FinishJob& job, Stream stream);
 
-// Where groups of tokens lie: `ends` [groups], which are `offsets` made to rise and not to go beyond
-// the tokens, and `padded` [groups + 1], where each begins among padded rows, and where the last
-// ends (Ragged). As torch's operators make them in kernels/ragged/padded_layout.py.
+// FP8 codes [rows, k] with FP32 scales [ceil(k / 128), scale_pitch], one of 1x128; rows of both
+// begin at 16 bytes.
+struct BlockSide {
+  const uint8_t* codes;
+  int64_t rows;
+  const float* scale;
+  int64_t scale_pitch;
+  bool is_e5m2;
+};
+// The product of each group of tokens: of the rows of a that are a group's by its matrix of b, or,
+// where there are `starts`, of a by b over a group's part of k. Rows of no group, and groups
+// without tokens, are zeros without a bias. Sizes are below 2^31.
+struct BlockProductJob {
+  BlockSide a, b;
+  // Instead of b.scale: of 128 rows of a matrix of b and 128 codes, or, with strides of zero, of
+  // more; matrices have a multiple of 128 rows then, or right_row is zero. Beside that, instead of
+  // a.scale: one for each group.
+  const float* right;
+  int64_t right_group, right_row, right_block;
+  const float* left;
+  int64_t left_group;
+  const int32_t* ends;    // [groups], in tokens, on the device; null: one group of all of them
+  const int32_t* starts;  // [groups], in k, multiples of 128, on the device; null: k is not ragged
+  int32_t groups;
+  int64_t tokens, a_rows, b_rows;
+  int64_t b_pitch;   // rows from a matrix of b to the next
+  int64_t k;         // a multiple of 16
+  const void* bias;  // [groups, b_rows], bias_group apart; null: none
+  DType bias_dtype;
+  int64_t bias_group;
+  const void* into;  // what is added, of the result's dtype; null: nothing
+  int64_t into_row, into_col, into_group;
+  void* out;  // rows without gaps
+  DType dtype;
+  int64_t out_row, out_group;
+  int64_t processors;  // multiprocessors, each with a block of threads
+};
+// On sm_90 alone, by code for it.
+void MultiplyBlocks(const BlockProductJob& job, Stream stream);
+
+// Where groups of tokens lie: `ends` [groups], which are `offsets` made to rise and not to go
+// beyond the tokens, and `padded` [groups + 1], where each begins among padded rows, and where the
+// last ends (Ragged). As torch's operators make them in kernels/ragged/padded_layout.py.
 void GroupPlaces(const int32_t* offsets, uint32_t groups, int32_t tokens, int32_t* ends,
                  int32_t* padded, Stream stream);
 

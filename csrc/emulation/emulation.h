@@ -12,6 +12,9 @@
 //   - a thread that never ends.
 // It never waits: a kernel that would deadlock is reported.
 //
+// Copies by a barrier's bytes (matrix_unit.h) are made when they are begun or as late as their
+// phase allows, by the seed; a wait for a phase that nothing ends is reported.
+//
 // Not emulated: several blocks at once, the memory model between blocks, timing.
 #ifndef HYBRIDQ_EMULATION_EMULATION_H_
 #define HYBRIDQ_EMULATION_EMULATION_H_
@@ -108,10 +111,28 @@ enum class Op : uint8_t {
   kAny,
   kReduceMax,
   kSyncWarp,
-  kSyncBlock
+  kSyncBlock,
+  kAwait  // the phase of parity `argument` of the barrier at `value`
 };
 // Waits for the other threads, and returns this lane's result.
 uint32_t Meet(Op op, uint32_t value, int32_t argument, Site where);
+
+// ---- for matrix_unit_emulated.h
+
+// A box of a matrix of bytes: its rows without gaps, in shared memory.
+struct Box {
+  const uint8_t* data;
+  int64_t rows, cols;  // of the matrix; beyond it lie zeros
+  int64_t row, col;
+  int32_t height, width;
+};
+void InitBarrier(uint32_t at, uint32_t arrivals, Site where);
+// Arrives, and has the phase wait for `nbytes` more.
+void Arrive(uint32_t at, uint32_t nbytes, Site where);
+// Copies at some moment before the phase of `barrier` ends.
+void CopyBox(const Box& box, uint32_t to, uint32_t barrier, Site where);
+// The arena's bytes from `offset` on, which barriers order, so that races are not looked for.
+uint8_t* CheckCopied(uint32_t offset, uint32_t nbytes, Site where);
 
 }  // namespace hybridq::emulation
 

@@ -3,6 +3,7 @@
 #define HYBRIDQ_EMULATION_MACHINE_H_
 
 #include <exception>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -24,6 +25,10 @@ class Machine {
   void CheckGlobal(const void* p, uint32_t nbytes, Access access, const Site& where);
   uint8_t* CheckShared(uint32_t offset, uint32_t nbytes, Access access, const Site& where);
   uint32_t Meet(Op op, uint32_t value, int32_t argument, const Site& where);
+  void InitBarrier(uint32_t at, uint32_t arrivals, const Site& where);
+  void Arrive(uint32_t at, uint32_t nbytes, const Site& where);
+  void CopyBox(const Box& box, uint32_t to, uint32_t barrier, const Site& where);
+  uint8_t* CheckCopied(uint32_t offset, uint32_t nbytes, const Site& where);
 
   void Push(Registry* registry) { registry_ = registry; }
   Registry* registry() { return registry_; }
@@ -42,7 +47,18 @@ class Machine {
     Site where;
     uint64_t calls = 0;
   };
-  enum class WarpState : uint8_t { kRuns, kAtBarrier, kEnded };
+  enum class WarpState : uint8_t { kRuns, kAtBarrier, kAwaits, kEnded };
+  // Of the phase that has not ended: arrivals and bytes that are still to come.
+  struct Barrier {
+    uint32_t arrivals, left;
+    int64_t nbytes;
+    uint32_t phase;
+  };
+  struct PendingCopy {
+    Box box;
+    uint32_t to, barrier;
+    Site where;
+  };
 
   static void FiberMain();
   void RunBlock(uint32_t block);
@@ -52,6 +68,11 @@ class Machine {
   WarpState SettleWarp(uint32_t warp);
   void Exchange(uint32_t warp);
   void ReleaseBarrier();
+  Barrier& BarrierAt(uint32_t at, const Site& where);
+  static void EndPhase(Barrier* barrier);
+  void Copy(const PendingCopy& copy);
+  // Lets warps run whose phase has ended; returns whether there are any.
+  bool ReleaseAwaiting();
   void Shuffle(std::vector<uint32_t>* order);
 
   [[noreturn]] void Fail(const Site& where, const std::string& text) const;
@@ -69,6 +90,8 @@ class Machine {
   std::vector<WarpState> warps_;
   std::vector<uint32_t> lane_order_, warp_order_;
   SharedMemory shared_;
+  std::map<uint32_t, Barrier> barriers_;
+  std::vector<PendingCopy> copies_;  // begun, not made
   std::vector<Traffic> traffic_;
   Registry* registry_ = nullptr;
   Registry::Buffer* last_buffer_ = nullptr;

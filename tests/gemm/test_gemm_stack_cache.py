@@ -11,10 +11,9 @@ import torch
 import hybridq
 from cuda_costs import Costs, backward, counted, fake_gpu
 from hybridq.kernels import folded_groups, reference_backend
-from hybridq.kernels.choice import GroupedArgs, GroupedOperand, Operand
+from hybridq.kernels.choice import BlockSide, GroupedArgs, GroupedOperand, Operand
 from hybridq.kernels.inputs import OperandCache, operand_cache
 from hybridq.kernels.ragged import product_by_group, stacked
-from hybridq.kernels.triton import BlockSide
 from hybridq.nn.weights import weight_cache
 from hybridq.reference import fold_plane
 
@@ -31,7 +30,7 @@ def _list() -> tuple[GroupedOperand, list[OperandCache]]:
 @pytest.fixture
 def folds(monkeypatch) -> list[Operand]:
     """Every operand that is folded; a product returns the sides that it was given."""
-    monkeypatch.setattr(folded_groups, "grouped_block_gemm", lambda *sides: sides[:2])
+    monkeypatch.setattr(folded_groups, "multiply_sides", lambda *sides: sides[:2])
     return []
 
 
@@ -65,7 +64,7 @@ def test_a_folded_stack_is_kept_with_its_planes(folds: list[Operand], monkeypatc
     monkeypatch.setattr(operand_cache, "stream_of", lambda _: 7)
     assert multiply().codes is not first.codes  # another stream
     monkeypatch.undo()
-    monkeypatch.setattr(folded_groups, "grouped_block_gemm", lambda *sides: sides[:2])
+    monkeypatch.setattr(folded_groups, "multiply_sides", lambda *sides: sides[:2])
     b.buffers[-2].add_(0)  # the same codes, written
     assert multiply().codes is not first.codes
     caches[1] = OperandCache(at_once=True)  # another plane, which may lie where the old one did
@@ -116,7 +115,7 @@ def test_a_layer_folds_cached_weights_once_in_a_step(costs, monkeypatch) -> None
     def product(a: BlockSide, b: BlockSide, args: GroupedArgs, is_stack: bool) -> torch.Tensor:
         return torch.empty(args.tokens, b.rows, dtype=args.out_dtype, device=a.codes.device)
 
-    monkeypatch.setattr(folded_groups, "grouped_block_gemm", product)
+    monkeypatch.setattr(folded_groups, "multiply_sides", product)
     monkeypatch.setattr(weight_cache, "is_plain", lambda _: True)
     layer = hybridq.GroupedLinear(GROUPS, 256, 512, bias=False, device="meta", dtype=torch.bfloat16)
     for name, parameter in list(layer.named_parameters()):

@@ -16,8 +16,9 @@ import finish_cases
 import kernel_cases as cases
 import token_row_cases as token_rows
 from hybridq import reference
-from hybridq.kernels.choice import EncodeRequest, Groups
+from hybridq.kernels.choice import BlockSide, EncodeRequest, GemmArgs, GroupedArgs, Groups
 from hybridq.kernels.cpu.backend import core, core_spec
+from hybridq.kernels.cuda.block_product import HOPPER
 from hybridq.kernels.ragged import capacity, padded_offsets
 from hybridq.kernels.ragged.padded_layout import group_ends
 from places import BENCHMARKS
@@ -207,6 +208,36 @@ def _factors(kernels: cases.Kernels) -> None:
         cases.assert_same(out[::4], want.float(), str(pair.tolist()))
 
 
+def _product(kernels: cases.Kernels) -> None:
+    """Of codes of small integers, whose sums are exact, with scales of powers of two."""
+    if torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip("the kernel is for sm_90")
+    generator = torch.Generator().manual_seed(5)
+    ends, n, k = (130, 130, 300), 132, 400
+    sides, values = [], []
+    for rows, matrices in ((311, 1), (n, 3)):
+        pitch = -(-rows // 4) * 4 * matrices
+        whole = torch.randint(-2, 3, (pitch, k), generator=generator).float()
+        scale = torch.exp2(torch.randint(-2, 3, (4, pitch), generator=generator).float())
+        codes = whole.to(torch.float8_e4m3fn).view(torch.uint8)
+        sides.append(BlockSide(kernels.to(codes), kernels.to(scale), "e4m3", rows))
+        values.append((whole * scale.t().repeat_interleave(128, 1)[:, :k]).double())
+    offsets = kernels.to(torch.tensor(ends, dtype=torch.int32))
+    args = GroupedArgs(offsets, 311, None, None, None, torch.float32)
+    got = kernels.ops["multiply_blocks"](*sides, args, True)
+    want, begin = torch.zeros(311, n), 0
+    for group, end in enumerate(ends):
+        want[begin:end] = (
+            values[0][begin:end] @ values[1][n * group : n * (group + 1)].t()
+        ).float()
+        begin = end
+    cases.assert_same(got, want, "groups")
+    pair = GemmArgs(None, None, torch.float32)
+    one = sides[1]._replace(codes=sides[1].codes[:n], scale=sides[1].scale[:, :n].contiguous())
+    got = kernels.ops["multiply_pair"](sides[0], one, pair)
+    cases.assert_same(got, (values[0][:311] @ values[1][:n].t()).float(), "a pair")
+
+
 def _map(kind: str, name: str = "") -> Run:
     def run(kernels: cases.Kernels) -> None:
         x = source(kind, 256, 512, torch.bfloat16, 1, "normal")
@@ -245,6 +276,7 @@ CALLS: dict[str, Run] = {
     "SpreadTokenRows": _spread_rows,
     "FinishGroups": _finish,
     "FinishElements": _finish,
+    "BlockProduct": _product,
     "FoldAligned": _fold(512),
     "FoldGroups": _fold(200),
     "Swizzle": _swizzle,

@@ -82,6 +82,21 @@ def test_bias_out_and_accumulation(name) -> None:
     check(out, a, b, before)
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_e5m2"])
+def test_bias_and_accumulation_of_fast_products(name) -> None:
+    """By the core's kernel on Hopper: in FP32 before one rounding, of any rows."""
+    for m, n in ((96, 72), (260, 384)):
+        a, b = plane(name, m, 1024, 1), plane("mxfp8", n, 1024, 2)
+        bias, out = torch.randn(n, device="cuda"), torch.randn(m, n, device="cuda")
+        exact = values(a) @ values(b).t()
+        made = hybridq.gemm(a, b, bias=bias, out_dtype=torch.float32).double() - bias
+        before = out.double()
+        hybridq.gemm(a, b, out=out, accumulate=True)
+        for got in (made, out.double() - before):
+            rms = (got - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+            assert float(rms) <= BF16_RMS
+
+
 def test_transformed_tensors() -> None:
     a, b = plane("nvfp4 rht", 96, 256, 1), plane("nvfp4", 72, 256, 2)
     check(hybridq.gemm(a, b, out_dtype=torch.float32, **exact_gemm()), a, b)

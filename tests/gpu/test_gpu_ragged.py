@@ -222,7 +222,7 @@ def test_groups_that_are_decoded_before_the_product(a, w) -> None:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_current", "fp8_block"])
 def test_a_layer_of_groups_is_as_exact_by_either_way(recipe, has_bias) -> None:
     """With an amax for each group: decoded before the product, and in registers."""
     sizes = (300, 0, 500, 256)

@@ -25,7 +25,7 @@ from fake_indexing import Indexing
 from hybridq.kernels import Backend, DeviceSupport
 from hybridq.kernels.choice.registry import forget_choices, register_backend
 from hybridq.kernels.cuda import backend as cuda
-from hybridq.kernels.cuda import encoder, folder, norm_activation, operand_decoder
+from hybridq.kernels.cuda import block_product, encoder, folder, norm_activation, operand_decoder
 from hybridq.kernels.inputs import device
 from hybridq.kernels.scaled_mm import backend as native
 from hybridq.kernels.scaled_mm import operand_layout
@@ -173,6 +173,7 @@ def fake_gpu(monkeypatch: Any, capability: tuple[int, int] = (9, 0)) -> Iterator
     monkeypatch.setattr(triton, "_missing", lambda: None)
     monkeypatch.setattr(plan_grouped_block, "_major", lambda _: capability[0])
     monkeypatch.setattr(plan_grouped_block, "processors", lambda _: 132)
+    monkeypatch.setattr(block_product, "_processors", lambda _: 132)
     stub = SimpleNamespace(run=run)  # Triton may not be here
     monkeypatch.setitem(sys.modules, "hybridq.kernels.triton.launch", stub)
     monkeypatch.setattr(native, "block_takes_bias", lambda *_: True)

@@ -8,9 +8,15 @@ from typing import Any
 import torch
 
 from hybridq.formats import PlaneSpec
-from hybridq.kernels.choice.arguments import GemmArgs, GroupedArgs, GroupedOperand, Operand
+from hybridq.kernels.choice.arguments import (
+    BlockSide,
+    GemmArgs,
+    GroupedArgs,
+    GroupedOperand,
+    Operand,
+)
 from hybridq.kernels.ragged import padded_layout as ragged
-from hybridq.kernels.triton import BlockSide, plan, plan_grouped_block
+from hybridq.kernels.triton import plan, plan_grouped_block
 from triton_tools import Compiled, compile_for
 
 for module in (plan, plan_grouped_block):

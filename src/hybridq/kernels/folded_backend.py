@@ -13,7 +13,7 @@ Source: ours; docs/reference/gemm.md, "Fold".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -26,6 +26,7 @@ from ..reference import FOLD_WIDTH, Folded, fold_element
 from .choice import (
     FOLD_LIMIT,
     Backend,
+    BlockSide,
     DeviceSupport,
     GemmArgs,
     GroupedArgs,
@@ -43,7 +44,7 @@ from .folded_groups import (
     multiply_groups,
     planned_groups,
 )
-from .inputs import chip_of, is_current, stream_of
+from .inputs import Chip, begins_at, chip_of, is_current, stream_of
 from .scaled_mm import (
     FP8,
     GATES,
@@ -52,6 +53,7 @@ from .scaled_mm import (
     Scaled,
     Trial,
     block_scales,
+    core_product,
     exact_reason,
     is_foldable,
     laid_down,
@@ -63,7 +65,7 @@ from .scaled_mm import (
 )
 from .triton.backend import block_gemm, block_gemm_reason
 
-__all__ = ["FOLD"]
+__all__ = ["FOLD", "block_side"]
 
 _BLOCK = GATES["block"]
 
@@ -221,10 +223,64 @@ def _folded(operand: Operand, height: int = 1) -> Operand:
     return operand.cache.get(form, operand.buffers, make).operand
 
 
+#: Products of so many multiplications and more are cuBLASLt's: as fast, or 4% faster, on an H100.
+_LARGE = 1 << 38
+#: Bytes at a multiple of which codes, and rows of codes and of scales, begin.
+_ALIGNMENT = 16
+
+
+def _by_core(
+    chip: Chip, sizes: tuple[int, int, int], adds: bool
+) -> Callable[..., torch.Tensor] | None:
+    """Return the core's own product, where it has one for a chip and cuBLASLt's is no faster.
+
+    Args:
+        chip: where the operands are.
+        sizes: M, N, K.
+        adds: something is added to the product, which cuBLASLt leaves to another pass.
+    """
+    m, n, k = sizes
+    return core_product("multiply_pair", chip) if adds or m * n * k < _LARGE else None
+
+
+def block_side(operand: Operand) -> BlockSide | None:
+    """Return an FP8 operand with scales of 1x128, or squares of them, as the core takes it.
+
+    None: its codes or scales lie otherwise.
+    """
+    codes, scale = operand.buffers
+    rows, block = operand.rows, operand.spec.format.block
+    fits = codes.is_contiguous() and (begins_at(codes) | codes.shape[1]) % _ALIGNMENT == 0
+    if not fits or codes.shape[0] != rows or rows % 4:
+        return None
+    element = str(operand.spec.format.element)
+    if block == (FOLD_WIDTH, FOLD_WIDTH):
+        return BlockSide(codes, scale, element, rows, "square") if rows % FOLD_WIDTH == 0 else None
+    laid = scale.t()
+    if block != (1, FOLD_WIDTH) or not laid.is_contiguous() or begins_at(laid) % _ALIGNMENT:
+        return None
+    return BlockSide(codes, laid, element, rows)
+
+
+def _core_gemm(left: Operand, right: Operand, args: GemmArgs, chip: Chip) -> torch.Tensor | None:
+    """Return the product of two folded operands by the core's kernel; None: it is not for it."""
+    sizes = (left.rows, right.rows, left.buffers[0].shape[1])
+    run = _by_core(chip, sizes, args.accumulate_into is not None)
+    if run is None or 0 in sizes:
+        return None
+    a, b = block_side(left), block_side(right)
+    if a is None or b is None or a.per == "square":
+        return None
+    return run(a, b, args)
+
+
 def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
     chip = args.chip or chip_of(a.buffers[0].device)
     is_cublas = chip.kind != "cuda" or _BLOCK.reason("block", chip) is None
     left, right = _folded(a), _folded(b, _height(b.spec, args.precision) if is_cublas else 1)
+    made = _core_gemm(left, right, args, chip)
+    if made is not None:
+        return made
     if is_cublas:
         specs = (left.spec, right.spec)
         args = args._replace(chip=chip)
@@ -273,13 +329,21 @@ class _Planned:
         folders: of the operands (`Backend.folder`); None of one that is folded.
     """
 
-    __slots__ = ("_dtype", "_elements", "_folders", "_is_known", "_nbytes", "_recipes", "_trial")
+    __slots__ = (
+        *("_by_core", "_dtype", "_elements", "_folders", "_is_known", "_names", "_nbytes"),
+        *("_recipes", "_trial"),
+    )
 
     def __init__(self, query: OpQuery, folders: Sequence[Any]) -> None:
         specs = _after_both(query)
         #: How torch names the scales of each.
         self._recipes = [_RECIPES[(spec.format.block or (1,))[0]] for spec in specs]
         self._elements = [FP8[spec.format.element] for spec in specs if spec.format.element]
+        self._names = [str(spec.format.element) for spec in specs]
+        #: The core's own product; None: cuBLASLt's.
+        self._by_core = None
+        if query.chip is not None and query.sizes is not None:
+            self._by_core = _by_core(query.chip, query.sizes, False)
         self._folders, self._dtype = folders, query.dtype
         self._nbytes = sum(0 if folder is None else folder.nbytes for folder in folders)
         self._trial = Trial(query.chip, "block", specs[0], specs[1], query.dtype)
@@ -303,15 +367,21 @@ class _Planned:
         if self._nbytes:
             memory = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
             stream = stream_of(device)
-        views, at = [], 0
+        views, sides, at = [], [], 0
         for i, operand in enumerate((a, b)):
             (codes, scale), fold_into = operand.buffers, self._folders[i]
             if fold_into is not None:
                 codes, scale = fold_into(operand.buffers, memory, at, stream)
                 at += fold_into.nbytes
             recipe = self._recipes[i]
+            if self._by_core is not None:
+                side = self._side(codes, scale, i)
+                if side is not None:
+                    sides.append(side)
             scale = scale.t() if recipe == _RECIPES[FOLD_WIDTH] else scale
             views.append(Scaled(codes.view(self._elements[i]), (scale,), (recipe,)))
+        if len(sides) == 2 and self._by_core is not None:
+            return self._by_core(*sides, args)
         try:
             made = planned_product(views[0], views[1], bias, self._dtype)
         except REFUSALS as error:
@@ -322,6 +392,17 @@ class _Planned:
             self._trial.worked()
             self._is_known = True
         return made
+
+    def _side(self, codes: torch.Tensor, scale: torch.Tensor, which: int) -> BlockSide | None:
+        """Return an operand as the core takes it; None: it lies otherwise."""
+        rows = codes.shape[0]
+        if (begins_at(codes) | begins_at(scale)) % _ALIGNMENT or rows % 4:
+            return None
+        if self._recipes[which] == _RECIPES[1]:
+            return BlockSide(codes, scale.t(), self._names[which], rows)
+        if rows % FOLD_WIDTH:
+            return None
+        return BlockSide(codes, scale, self._names[which], rows, "square")
 
 
 def _planner(query: OpQuery) -> _Planned | None:
@@ -374,5 +455,6 @@ FOLD = register_backend(
         group_planner=_group_planner,
         operands=_operands,
         stacks_lists=True,
+        takes_group_factors=True,
     )
 )

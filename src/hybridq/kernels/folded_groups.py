@@ -1,7 +1,8 @@
 """Products of groups of tokens on FP8 tensor cores: MX planes folded, others with their scales.
 
-The grouped form of `folded_backend`. What multiplies is a kernel of ours in Triton, which takes
-FP8 codes with FP32 scales of 1x128 and reads the group ends on the device. Three products: rows of
+The grouped form of `folded_backend`. What multiplies is a kernel of ours, the core's on Hopper and
+Triton's elsewhere, which takes FP8 codes with FP32 scales of 1x128 and reads the group ends on the
+device. Three products: rows of
 tokens by a stack of matrices (forward, gradient of the input), and a contraction over the tokens of
 each group (gradient of the weight), whose planes are padded per group to 128 tokens: so no 1x128
 block lies in two groups, and a plane is folded as if it had none.
@@ -12,19 +13,27 @@ Source: ours; docs/reference/gemm.md, "Groups of tokens".
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 
 from ..formats import PlaneSpec
 from ..reference import FOLD_WIDTH, Folded, fold_element
-from .choice import GroupedArgs, GroupedOperand, Operand, OpQuery
+from .choice import BlockSide, GroupedArgs, GroupedOperand, Operand, OpQuery
 from .decoded import fp32_reason
-from .inputs import begins_at
-from .ragged import one_of, stacked
-from .scaled_mm import block_scales, ceil_to, fp8_codes, is_foldable, lies_down, pad_codes
-from .triton import BlockSide, block_gemm_reason, grouped_block_gemm
+from .inputs import Chip, begins_at, chip_of
+from .ragged import group_of_tokens, of_group, one_of, stacked
+from .scaled_mm import (
+    block_scales,
+    ceil_to,
+    core_product,
+    fp8_codes,
+    is_foldable,
+    lies_down,
+    pad_codes,
+)
+from .triton import block_gemm_reason, grouped_block_gemm
 
 __all__ = [
     "few_tokens_reason",
@@ -61,12 +70,25 @@ def groups_reason(query: OpQuery) -> str | None:
     if query.row is None or query.col is None or query.chip is None:
         return "needs two operands"
     elements = _element(query.row), _element(query.col)
-    reason = block_gemm_reason(elements, query.chip, is_grouped=True)
+    reason = None
+    if _by_core(query.chip) is None:
+        reason = block_gemm_reason(elements, query.chip, is_grouped=True)
     if reason is not None or query.chip.capability is None:
         return reason
     if query.precision == "fast" or query.chip.capability[0] == 9 or not is_bf16_product(query):
         return None
     return "FP8 products of groups are for precision 'fast' but on sm_90 until they were measured"
+
+
+def _by_core(chip: Chip) -> Callable[..., torch.Tensor] | None:
+    """Return the core's kernel, where it has one for a chip."""
+    return core_product("multiply_blocks", chip)
+
+
+def multiply_sides(a: BlockSide, b: BlockSide, args: GroupedArgs, is_stack: bool) -> torch.Tensor:
+    run = _by_core(chip_of(a.codes.device)) or grouped_block_gemm
+    made: torch.Tensor = run(a, b, args, is_stack)
+    return made
 
 
 def is_bf16_product(query: OpQuery) -> bool:
@@ -98,7 +120,59 @@ def multiply_groups(
     if 0 in (groups, *shape):  # nothing, or tokens of no group
         made = a.buffers[0].new_zeros(shape, dtype=args.out_dtype)
         return made if into is None else made.copy_(into)
-    return grouped_block_gemm(_side(a, fold), _side(b, fold), args, b.is_stack)
+    by_core = _by_core(chip_of(a.buffers[0].device)) is not None
+    if by_core and _has_one_scale(b):
+        left = _side_of_groups(a) if _has_one_scale(a) else _side(a, fold)
+        return multiply_sides(left, _side_of_groups(b), args, b.is_stack)
+    left, right = (_side(_spread(one, args, b.is_stack), fold) for one in (a, b))
+    return multiply_sides(left, right, args, b.is_stack)
+
+
+def _has_one_scale(operand: GroupedOperand) -> bool:
+    """Whether an FP8 plane, or a matrix of a stack, or a group of one plane, has one scale."""
+    return operand.spec.format.is_tensor_scaled
+
+
+def _side_of_groups(operand: GroupedOperand) -> BlockSide:
+    """Return an operand of `_has_one_scale` with the scale of each group, or of all."""
+    if operand.cache is None or not operand.is_list:
+        return _with_one_scale(stacked(operand))
+
+    def make() -> _Kept:
+        return _Kept(_with_one_scale(stacked(operand)))
+
+    form = f"stack of one scale {operand.rows} {operand.cols}"
+    return operand.cache.get(form, operand.buffers, make).side
+
+
+def _with_one_scale(operand: GroupedOperand) -> BlockSide:
+    codes, scale = operand.buffers[:2]
+    rows = operand.rows * (codes.shape[0] if operand.is_stack else 1)
+    if operand.cols == 0:  # a sum of nothing is one of zeros
+        laid = codes.new_zeros((rows, _ALIGNMENT), dtype=torch.uint8)
+    else:
+        laid = _laid_codes(_own_codes(operand, rows), operand)
+    return BlockSide(laid, scale.reshape(-1), _element(operand.spec), operand.rows, "group")
+
+
+def _spread(operand: GroupedOperand, args: GroupedArgs, is_stack: bool) -> GroupedOperand:
+    """Return a plane with the scales of groups as those of rows or columns; any other as it is.
+
+    Args:
+        operand: one plane, or a stack.
+        args: with the group ends.
+        is_stack: rows are tokens, and else columns are.
+    """
+    if not operand.by_group or operand.is_stack or not _has_one_scale(operand):
+        return operand
+    codes, scale = operand.buffers[0], operand.buffers[1].view(-1)
+    if is_stack:
+        wide = of_group(scale, group_of_tokens(args.offsets, args.tokens), 1.0)[:, None]
+    else:
+        first = torch.arange(0, codes.shape[1], FOLD_WIDTH, device=codes.device, dtype=torch.int32)
+        ends = args.offsets if args.padded is None else args.padded[1:]
+        wide = of_group(scale, torch.searchsorted(ends, first, right=True), 1.0)[None]
+    return replace(operand, buffers=[codes, wide], by_group=False)
 
 
 @dataclass(frozen=True)
@@ -131,20 +205,40 @@ def _made_side(operand: GroupedOperand, fold: Fold) -> BlockSide:
         scale = codes.new_zeros((rows, 1), dtype=torch.float32)
     elif is_foldable(operand.spec):
         codes, scale = _folded(operand, rows, fold)
+    elif _has_squares(operand):
+        codes, scale = _laid_codes(_own_codes(operand, rows), operand), operand.buffers[1]
+        squares = scale.reshape(-1, scale.shape[-1])
+        return BlockSide(codes, squares, _element(operand.spec), operand.rows, "square")
     else:
-        data = operand.buffers[0].reshape(rows, -1)
-        flat = Operand([data], operand.spec, rows, operand.cols)
-        codes = fp8_codes(flat, rows, _ALIGNMENT).view(torch.uint8)
-        scale = _own_scales(operand)
+        codes, scale = _own_codes(operand, rows), _own_scales(operand)
     laid, extra = scale.t(), -operand.rows % _STEP
     if extra:  # rows of each matrix are made a multiple of 4
         laid = _pad(laid.unflatten(1, (-1, operand.rows)), (0, extra)).flatten(1)
-        if operand.is_stack:
-            codes = _pad(codes.unflatten(0, (-1, operand.rows)), (0, 0, 0, extra)).flatten(0, 1)
-    codes = pad_codes(codes, codes.shape[0], ceil_to(codes.shape[1], _ALIGNMENT))
+    codes = _laid_codes(codes, operand)
     laid = laid.contiguous()  # no copy where it lies so already
     laid = laid if begins_at(laid) % _ALIGNMENT == 0 else laid.clone()
     return BlockSide(codes, laid, _element(operand.spec), operand.rows)
+
+
+def _has_squares(operand: GroupedOperand) -> bool:
+    """Whether each 128x128 of a stack's matrices has a scale of its own."""
+    is_square = operand.spec.format.block == (FOLD_WIDTH, FOLD_WIDTH)
+    return is_square and operand.is_stack and operand.rows % FOLD_WIDTH == 0
+
+
+def _own_codes(operand: GroupedOperand, rows: int) -> torch.Tensor:
+    """Return the codes `[rows, K]` of an FP8 plane, or of all matrices of a stack."""
+    data = operand.buffers[0].reshape(rows, -1)
+    flat = Operand([data], operand.spec, rows, operand.cols)
+    return fp8_codes(flat, rows, _ALIGNMENT).view(torch.uint8)
+
+
+def _laid_codes(codes: torch.Tensor, operand: GroupedOperand) -> torch.Tensor:
+    """Return codes with rows of a stack's matrices and columns as `BlockSide` has them."""
+    extra = -operand.rows % _STEP
+    if extra and operand.is_stack:
+        codes = _pad(codes.unflatten(0, (-1, operand.rows)), (0, 0, 0, extra)).flatten(0, 1)
+    return pad_codes(codes, codes.shape[0], ceil_to(codes.shape[1], _ALIGNMENT))
 
 
 def _folded(operand: GroupedOperand, rows: int, fold: Fold) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,8 +257,10 @@ def _folded(operand: GroupedOperand, rows: int, fold: Fold) -> tuple[torch.Tenso
 def _own_scales(operand: GroupedOperand) -> torch.Tensor:
     """Return the FP32 scales `[rows, ceil(K / 128)]` of an FP8 plane, or of all of a stack."""
     spec = operand.spec
+    width = ceil_to(spec.padded(operand.cols), FOLD_WIDTH) // FOLD_WIDTH
+    if operand.buffers[1].dim() == 2 and _has_one_scale(operand) and not operand.is_stack:
+        return operand.buffers[1].expand(operand.rows, width)  # by `_spread`
     if operand.is_stack and spec.format.block is None:
-        width = ceil_to(spec.padded(operand.cols), FOLD_WIDTH) // FOLD_WIDTH
         scale = operand.buffers[1].reshape(-1, 1, 1).expand(-1, operand.rows, width)
     else:
         one = Operand(operand.buffers, spec, operand.rows, operand.cols)
@@ -198,7 +294,7 @@ class _Planned:
         right = make(b, self._elements[1])
         if left is None or right is None:
             return self._general(a, b, args)
-        return grouped_block_gemm(left, right, args, b.is_stack)
+        return multiply_sides(left, right, args, b.is_stack)
 
 
 def _lying_side(operand: GroupedOperand, element: str) -> BlockSide | None:
@@ -215,7 +311,7 @@ def _lying_side(operand: GroupedOperand, element: str) -> BlockSide | None:
 
 
 def _side_of_squares(operand: GroupedOperand, element: str) -> BlockSide | None:
-    """Return the side that a stack is whose scales are those of squares of 128x128, for each row.
+    """Return the side that a stack is whose scales are those of squares of 128x128.
 
     None: a square would lie in two matrices.
     """
@@ -223,9 +319,8 @@ def _side_of_squares(operand: GroupedOperand, element: str) -> BlockSide | None:
     groups, rows, width = codes.shape
     if not codes.is_contiguous() or rows % FOLD_WIDTH or begins_at(codes) % _ALIGNMENT:
         return None
-    wide = scale.permute(2, 0, 1).unsqueeze(-1).expand(-1, -1, -1, FOLD_WIDTH)
-    laid = wide.reshape(scale.shape[-1], groups * rows)
-    return BlockSide(codes.view(groups * rows, width), laid, element, operand.rows)
+    squares = scale.reshape(-1, scale.shape[-1])  # no copy where matrices lie behind each other
+    return BlockSide(codes.view(groups * rows, width), squares, element, operand.rows, "square")
 
 
 def planned_groups(

@@ -22,6 +22,7 @@ from hybridq.kernels.choice import Backend, EncodeRequest
 from hybridq.kernels.choice.arguments import GemmArgs, GroupedArgs, GroupedOperand, Operand
 from hybridq.kernels.decoded import decoded_gemm as exact
 from hybridq.kernels.decoded import decoded_grouped_gemm as grouped
+from hybridq.kernels.operators import encode_ragged
 from hybridq.kernels.ragged import group_loop as group_loop
 from hybridq.kernels.ragged import sync_free_groups as group_device
 from hybridq.kernels.ragged import sync_free_products as group_product
@@ -373,3 +374,20 @@ def test_the_largest_of_a_group_is_not_that_of_those_before_it() -> None:
     offsets = torch.tensor([2, 3, 6], dtype=torch.int32)
     for largest in (group_device.largest_by_group, group_loop.largest_loop):
         assert largest(x, offsets).flatten().tolist() == [6.0, 4.0, 3.0]
+
+
+@pytest.mark.parametrize("row", ["nvfp4;sr", "fp8_e4m3", "nvfp4;rows;sr", "mxfp8;sr", TURNED])
+@pytest.mark.parametrize("col", ["nvfp4", "mxfp8", FP8_TURNED])
+@pytest.mark.parametrize("sizes", [(), (3, 0, 130)], ids=str)
+def test_a_device_takes_a_seed_for_each_group(monkeypatch, row, col, sizes) -> None:
+    """Whether or not a plane depends on its group, and where there are no groups."""
+    x, offsets = tokens_of(sizes, 4), torch.tensor(sizes, dtype=torch.int32).cumsum(0).int()
+    call = (x, offsets, row, col, None, None, torch.arange(len(sizes)))
+    want = torch.ops.hybridq.encode_ragged(*call, by_group=True)
+    monkeypatch.setattr(encode_ragged, "is_host", lambda kind: False)
+    got = torch.ops.hybridq.encode_ragged(*call, by_group=True)
+    for mine, theirs in zip(got, want, strict=True):
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+    if not sizes or ";sr" not in row:
+        for mine, theirs in zip(got[2:], want[2:], strict=True):
+            kernel_cases.same_values(mine, theirs, f"{row}, {col}")

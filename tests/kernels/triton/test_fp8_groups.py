@@ -13,7 +13,7 @@ import hybridq
 import triton_tools
 from cuda_costs import counted, fake_gpu
 from hybridq.formats import PlaneSpec
-from hybridq.kernels import FOLD, OpQuery, choose, described
+from hybridq.kernels import FOLD, OpQuery, choose, described, folded_groups
 from hybridq.kernels.choice.arguments import GroupedArgs, GroupedOperand
 from hybridq.kernels.ragged import capacity
 from hybridq.kernels.triton import backend
@@ -166,8 +166,9 @@ def test_what_is_said_of_them(with_triton) -> None:
     assert "group ends stay on the device" in text and "added error about 1.3e-04" in text
 
 
+@pytest.mark.parametrize("by_core", [True, False])
 @pytest.mark.parametrize("is_stack", [True, False])
-def test_what_a_product_asks_of_a_chip(monkeypatch, is_stack: bool) -> None:
+def test_what_a_product_asks_of_a_chip(monkeypatch, is_stack: bool, by_core: bool) -> None:
     """A fold of each operand, one launch, and nothing else; no tensor but theirs."""
     launched: list[Launch] = []
     stand_in = types.SimpleNamespace(run=lambda launches, device: launched.extend(launches))
@@ -183,6 +184,8 @@ def test_what_a_product_asks_of_a_chip(monkeypatch, is_stack: bool) -> None:
         return GroupedOperand(made, spec, rows, cols, stack is not None, not is_stack)
 
     with fake_gpu(monkeypatch) as costs:
+        if not by_core:
+            monkeypatch.setattr(folded_groups, "_by_core", lambda chip: None)
         monkeypatch.setitem(sys.modules, "hybridq.kernels.triton.launch", stand_in)
         if is_stack:
             sides = operand(tokens, k), operand(n, k, groups)
@@ -193,7 +196,9 @@ def test_what_a_product_asks_of_a_chip(monkeypatch, is_stack: bool) -> None:
         args = GroupedArgs(ends, tokens, starts, None, None, torch.bfloat16)
         y, cost = counted(costs, lambda: FOLD.ops["grouped_gemm"](*sides, args))
     assert y.shape == ((tokens, n) if is_stack else (groups, n, k))
-    assert cost.kernels == {"fold": 2} and not cost.products and not cost.others
+    assert not cost.products and not cost.others
+    assert cost.kernels == ({"fold": 2, "multiply_blocks": 1} if by_core else {"fold": 2})
     assert cost.allocations == 2 * 3 + 1  # codes, scales and a counter of each; the result
-    assert [one.kernel for one in launched] == ["grouped_block"]
-    assert launched[0].grid == (132 * (4 if is_stack else 2),)  # programs of a multiprocessor
+    if not by_core:
+        assert [one.kernel for one in launched] == ["grouped_block"]
+        assert launched[0].grid == (132 * (4 if is_stack else 2),)  # programs of a multiprocessor

@@ -14,7 +14,7 @@ import torch
 
 import triton_tools
 from hybridq.formats import PlaneSpec
-from hybridq.kernels.choice import GemmArgs, GroupedArgs, Operand, OpQuery, Place
+from hybridq.kernels.choice import BlockSide, GemmArgs, GroupedArgs, Operand, OpQuery, Place
 from hybridq.kernels.inputs import Chip
 from hybridq.kernels.triton import plan, plan_grouped_block, prepared
 from hybridq.kernels.triton.direct import kind_of
@@ -225,7 +225,7 @@ def _grouped(tokens: int) -> tuple[torch.Tensor, tuple[Any, ...]]:
     for rows, matrices in ((tokens, 1), (256, 2)):
         codes = torch.zeros(matrices * rows, 256, dtype=torch.uint8)
         scale = torch.zeros(2, -(-matrices * rows // 4) * 4)
-        sides.append(plan_grouped_block.BlockSide(codes, scale, "e4m3", rows))
+        sides.append(BlockSide(codes, scale, "e4m3", rows))
     ends, padded = torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     args = GroupedArgs(ends, tokens, padded, None, None, BF16)
     return plan_grouped_block.plan_grouped_block(*sides, args, True)

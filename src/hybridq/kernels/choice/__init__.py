@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .arguments import (
+    BlockSide,
     GemmArgs,
     GroupedArgs,
     GroupedOperand,
@@ -41,6 +42,7 @@ __all__ = [
     "PRECISIONS",
     "Backend",
     "BackendAnswer",
+    "BlockSide",
     "Decision",
     "DeviceSupport",
     "EncodeRequest",

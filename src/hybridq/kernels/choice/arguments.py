@@ -12,6 +12,7 @@ from ..inputs import Chip, OperandCache
 from .placed import Place
 
 __all__ = [
+    "BlockSide",
     "GemmArgs",
     "GroupedArgs",
     "GroupedOperand",
@@ -33,6 +34,28 @@ class Groups:
     ends: torch.Tensor
     padded: torch.Tensor
     columns: int
+
+
+class BlockSide(NamedTuple):
+    """An operand of products with block scales: FP8 codes with FP32 scales of 1x128.
+
+    Args:
+        codes: uint8 `[R, K]`, contiguous, at 16 bytes; K a multiple of 16. R are the rows, at
+            least; of a stack those of every matrix, rounded up to a multiple of 4.
+        scale: FP32. Per row: `[ceil(K / 128), R]`, contiguous, at 16 bytes; R a multiple of 4. Per
+            square: `[R / 128, ceil(K / 128)]`, of any strides. Per group: `[G]` or `[1]`.
+        element: `"e4m3"` or `"e5m2"`.
+        rows: of one matrix.
+        per: what has a scale of its own: `"row"` of 128, `"square"` of 128x128 (of matrices with
+            multiples of 128 rows), or `"group"`. The first operand has those of groups only where
+            the second one has no scales of rows.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    element: str
+    rows: int
+    per: str = "row"
 
 
 class Operand(NamedTuple):

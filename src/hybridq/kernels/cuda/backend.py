@@ -21,6 +21,7 @@ from ..cpu import core, core_error, core_spec
 from ..inputs import addresses as memory
 from ..inputs import stream_of
 from .architectures import chip_reason
+from .block_product import HOPPER, multiply_blocks, multiply_pair
 from .encoder import GpuEncoder, have_one_amax
 from .finish import Finisher, finish, two_factors
 from .folder import Folder
@@ -415,6 +416,14 @@ class GpuKernels(Addresses):
         """Return the factors of two planes of two levels: `finish`."""
         return two_factors(self, *call)
 
+    def multiply_blocks(self, *call: Any) -> torch.Tensor:
+        """Return the product of FP8 codes with block scales: `block_product`."""
+        return multiply_blocks(self, *call)
+
+    def multiply_pair(self, *call: Any) -> torch.Tensor:
+        """Return the product of two matrices of them: `block_product`."""
+        return multiply_pair(self, *call)
+
     def operations(self) -> dict[str, Any]:
         """Return the operations as a backend names them."""
         names = [
@@ -434,6 +443,8 @@ class GpuKernels(Addresses):
             "swizzle",
             "finish",
             "two_factors",
+            "multiply_blocks",
+            "multiply_pair",
         ]
         return {name: getattr(self, name) for name in names}
 
@@ -469,6 +480,9 @@ def _supports(query: OpQuery) -> str | None:
 
 def spec_reason(query: OpQuery) -> str | None:
     """Return None if the core has kernels for the dtypes and specs of `query`, else why not."""
+    is_product = query.op in ("multiply_blocks", "multiply_pair")
+    if is_product and (query.chip is None or query.chip.capability != HOPPER):
+        return f"multiplies on sm_90 only, got {query.chip}"
     if query.dtype not in memory.DTYPES and query.op not in ("transpose", "swizzle"):
         return f"takes float32, bfloat16 and float16, got {query.dtype}"
     for spec in (query.row, query.col):

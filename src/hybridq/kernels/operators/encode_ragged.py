@@ -125,7 +125,8 @@ def _encode_ragged(
     row_spec, col_spec = _checked(x, offsets, request)
     if request.by_group:
         _check_blocks(row_spec, col_spec)
-        if is_host(x.device.type):
+        # Of no groups there is nothing to ask a device for.
+        if is_host(x.device.type) or not offsets.shape[0]:
             return _on_host(x, offsets, row_spec, col_spec, request)
         if _depends_on_group(row_spec, col_spec):
             made = _on_device(x, offsets, row_spec, col_spec, request)
@@ -133,6 +134,9 @@ def _encode_ragged(
                 return made
             x, request = _moved(x, request)
             return encode_by_group(x, offsets, row_spec, col_spec, request)
+        # Nothing is of a group: what is drawn is drawn for all of them at once.
+        seed = None if request.seed is None else request.seed[:1]
+        request = request._replace(by_group=False, seed=seed)
     if request.is_decoded():
         x, request = _moved(x, request)
 

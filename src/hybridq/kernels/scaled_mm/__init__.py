@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .backend import NATIVE, multiply, planned_product
-from .chip_gates import GATES, exact_reason
+from .chip_gates import GATES, core_product, exact_reason
 from .epilogue import finish, only_product
 from .grouped import group_count_reason
 from .operand_layout import ceil_to, pad_codes, swizzle
@@ -30,6 +30,7 @@ __all__ = [
     "Trial",
     "block_scales",
     "ceil_to",
+    "core_product",
     "exact_reason",
     "finish",
     "fp8_codes",

@@ -32,7 +32,7 @@ from ..choice import (
     register_backend,
 )
 from ..inputs import Chip, begins_at, chip_of, is_current, stream_of
-from .chip_gates import GATES, KIND_NAMES, exact_reason
+from .chip_gates import GATES, KIND_NAMES, core_product, exact_reason
 from .cublas_probe import block_takes_bias
 from .epilogue import finish, only_product
 from .grouped import grouped_gemm, grouped_kind
@@ -114,6 +114,14 @@ def _supports(query: OpQuery) -> str | None:
         return "needs two operands"
     kind, reason = native_kind(query.row, query.col, query.chip, _depth(query))
     return reason if kind is None else refusal(query, kind)
+
+
+def _leaves(query: OpQuery) -> str | None:
+    """Return why groups are left to the core's kernel, or None."""
+    is_grouped = query.op == "grouped_gemm" and query.chip is not None
+    if not is_grouped or core_product("multiply_blocks", query.chip) is None:
+        return None
+    return "the core's own product of groups is faster"
 
 
 def _depth(query: OpQuery) -> int | None:
@@ -439,6 +447,7 @@ NATIVE = register_backend(
         _supports,
         {"gemm": _gemm, "grouped_gemm": grouped_gemm},
         devices=DeviceSupport(("cuda",), (8, 9)),
+        leaves=_leaves,
         priority=40,
         notes=_notes,
         planner=_planner,

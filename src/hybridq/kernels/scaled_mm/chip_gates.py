@@ -17,10 +17,22 @@ from typing import Final
 
 import torch
 
-from ..choice import OpQuery
+from ..choice import OpQuery, cached_choice, choose
 from ..inputs import Chip
 
-__all__ = ["GATES", "GROUPED_GATES", "KIND_NAMES", "Gate", "exact_reason"]
+__all__ = ["GATES", "GROUPED_GATES", "KIND_NAMES", "Gate", "core_product", "exact_reason"]
+
+
+@cached_choice
+def core_product(op: str, chip: Chip) -> Callable[..., torch.Tensor] | None:
+    """Return the core's own product of FP8 codes with scales of 1x128, where a chip has one.
+
+    Args:
+        op: `"multiply_blocks"` or `"multiply_pair"`.
+        chip: where the operands are.
+    """
+    found = choose(OpQuery(op, chip.kind, torch.float32, chip=chip)).chosen
+    return None if found is None else found.ops[op]
 
 
 @dataclass(frozen=True)

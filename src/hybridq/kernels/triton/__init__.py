@@ -6,11 +6,10 @@ Triton is optional: it is imported with the first product, never with the packag
 from __future__ import annotations
 
 from .backend import TRITON, block_gemm, block_gemm_reason, wants
-from .plan_grouped_block import BlockSide, grouped_block_gemm
+from .plan_grouped_block import grouped_block_gemm
 
 __all__ = [
     "TRITON",
-    "BlockSide",
     "block_gemm",
     "block_gemm_reason",
     "grouped_block_gemm",

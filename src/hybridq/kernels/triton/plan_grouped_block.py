@@ -20,30 +20,13 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ..choice import GroupedArgs
+from ..choice import BlockSide, GroupedArgs
 from .form import VALUES
 from .plan_parts import FP8, Launch, Tiled, added_arguments, bits_of, processors
 
-__all__ = ["BlockSide", "grouped_block_gemm", "plan_grouped_block"]
+__all__ = ["grouped_block_gemm", "plan_grouped_block"]
 
 _BLOCK: Final = 128
-
-
-class BlockSide(NamedTuple):
-    """An operand: FP8 codes with FP32 scales of 1x128.
-
-    Args:
-        codes: uint8 `[R, K]`, contiguous, at 16 bytes; K a multiple of 16. R are the rows, at
-            least; of a stack those of every matrix, rounded up to a multiple of 4.
-        scale: FP32 `[ceil(K / 128), R]`, contiguous, at 16 bytes; R a multiple of 4.
-        element: `"e4m3"` or `"e5m2"`.
-        rows: of one matrix.
-    """
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-    element: str
-    rows: int
 
 
 class _Shape(NamedTuple):
@@ -84,6 +67,7 @@ def plan_grouped_block(
 
     There is a group, and nothing has a size of zero.
     """
+    b = _by_rows(b)
     groups, k = args.offsets.shape[0], a.codes.shape[1]
     shape = (a.rows, b.rows) if is_stack else (groups, a.rows, b.rows)
     result, into = a.codes.new_empty(shape, dtype=args.out_dtype), args.accumulate_into
@@ -120,6 +104,14 @@ def plan_grouped_block(
     down = -(-args.tokens // height) + groups + 1 if is_stack else groups * -(-a.rows // height)
     programs = min(down * -(-b.rows // own.block_b), processors(result.device) * own.programs)
     return result, (Launch("grouped_block", (programs,), arguments, own.warps, own.stages),)
+
+
+def _by_rows(side: BlockSide) -> BlockSide:
+    """Return a side, of rows or squares, with the scales of rows."""
+    if side.per == "row":
+        return side
+    wide = side.scale.t().unsqueeze(-1).expand(-1, -1, _BLOCK)
+    return side._replace(scale=wide.flatten(1), per="row")
 
 
 def _places(name: str, tensor: torch.Tensor, is_stack: bool) -> dict[str, Any]:
