@@ -19,6 +19,7 @@ foreach(_kernel IN LISTS _kernels)
 endforeach()
 
 add_library(hybridq_cuda_emulated STATIC
+  csrc/emulation/barriers.cpp
   csrc/emulation/fiber.cpp
   csrc/emulation/machine.cpp
   csrc/emulation/shared_memory.cpp
@@ -30,7 +31,7 @@ target_compile_options(hybridq_cuda_emulated PUBLIC -ffp-contract=off -fno-fast-
   PRIVATE ${HQ_WARNINGS})
 # The emulator is called for every access; the kernels are many instantiations of few lines.
 set_source_files_properties(csrc/emulation/machine.cpp csrc/emulation/shared_memory.cpp
-  csrc/emulation/fiber.cpp PROPERTIES COMPILE_OPTIONS -O2)
+  csrc/emulation/barriers.cpp csrc/emulation/fiber.cpp PROPERTIES COMPILE_OPTIONS -O2)
 set_source_files_properties(${_emulated_sources} PROPERTIES COMPILE_OPTIONS -O1)
 
 if(HYBRIDQ_BUILD_TESTS)

@@ -15,6 +15,8 @@
 
 namespace hybridq::emulation {
 
+inline constexpr uint32_t kLanes = 32;
+
 class Machine {
  public:
   static Machine& OfThisThread();

@@ -1,12 +1,17 @@
-"""Which GPUs the kernels of a build run on."""
+"""Which GPUs the kernels of a build run on, and what they take."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..choice import OpQuery
+from ..cpu import core_spec
 from ..inputs import Chip, described
+from ..inputs import addresses as memory
+from .block_product import HOPPER
+from .plane_forms import as_known
 
-__all__ = ["chip_reason"]
+__all__ = ["chip_reason", "spec_reason"]
 
 
 def chip_reason(chip: Chip | None, built: Sequence[str]) -> str | None:
@@ -24,6 +29,22 @@ def chip_reason(chip: Chip | None, built: Sequence[str]) -> str | None:
         return None
     major, minor = chip.capability
     return f"built for {', '.join(built)}, and this GPU is sm_{major}{minor}"
+
+
+def spec_reason(query: OpQuery) -> str | None:
+    """Return None if the core has kernels for the dtypes and specs of `query`, else why not."""
+    is_product = query.op in ("multiply_blocks", "multiply_pair")
+    if is_product and (query.chip is None or query.chip.capability != HOPPER):
+        return f"multiplies on sm_90 only, got {query.chip}"
+    if query.dtype not in memory.DTYPES and query.op not in ("transpose", "swizzle"):
+        return f"takes float32, bfloat16 and float16, got {query.dtype}"
+    for spec in (query.row, query.col):
+        if spec is not None and (query.op != "amax" or spec.row_scaled):
+            known = as_known(query.op, spec)
+            reason = core_spec(known)[1] if known else f"has no {query.op} of {spec}"
+            if reason is not None:
+                return reason
+    return None
 
 
 def _runs_on(architecture: str, major: int, minor: int) -> bool:

@@ -20,8 +20,8 @@ from ..choice import Backend, DeviceSupport, EncodeRequest, OpQuery, register_ba
 from ..cpu import core, core_error, core_spec
 from ..inputs import addresses as memory
 from ..inputs import stream_of
-from .architectures import chip_reason
-from .block_product import HOPPER, multiply_blocks, multiply_pair
+from .architectures import chip_reason, spec_reason
+from .block_product import multiply_blocks, multiply_pair
 from .encoder import GpuEncoder, have_one_amax
 from .finish import Finisher, finish, two_factors
 from .folder import Folder
@@ -29,7 +29,7 @@ from .group_encoder import GpuGroupEncoder
 from .launch_addresses import Addresses
 from .norm_activation import encode_mapped, store_mapped
 from .operand_decoder import OperandDecoder
-from .plane_forms import as_known, as_read, buffers_as_read, form_of, formed_planes
+from .plane_forms import as_read, buffers_as_read, form_of, formed_planes
 from .plane_layout import plane_layout
 from .ragged_tokens import encode_ragged
 from .token_rows import spread_rows, sum_rows
@@ -476,22 +476,6 @@ def _supports(query: OpQuery) -> str | None:
     if _module is None:
         return "this build of hybridq has no CUDA kernels (HYBRIDQ_CUDA=ON builds them)"
     return chip_reason(query.chip, _module.architectures()) or spec_reason(query)
-
-
-def spec_reason(query: OpQuery) -> str | None:
-    """Return None if the core has kernels for the dtypes and specs of `query`, else why not."""
-    is_product = query.op in ("multiply_blocks", "multiply_pair")
-    if is_product and (query.chip is None or query.chip.capability != HOPPER):
-        return f"multiplies on sm_90 only, got {query.chip}"
-    if query.dtype not in memory.DTYPES and query.op not in ("transpose", "swizzle"):
-        return f"takes float32, bfloat16 and float16, got {query.dtype}"
-    for spec in (query.row, query.col):
-        if spec is not None and (query.op != "amax" or spec.row_scaled):
-            known = as_known(query.op, spec)
-            reason = core_spec(known)[1] if known else f"has no {query.op} of {spec}"
-            if reason is not None:
-                return reason
-    return None
 
 
 _KERNELS = GpuKernels(_module)
