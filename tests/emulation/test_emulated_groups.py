@@ -78,7 +78,7 @@ def test_tokens_as_products_take_them(name: str, ends: str, dtype: torch.dtype) 
         x = cases.matrix(90 if row_index is not None else tokens, cols, dtype, 2, "normal")
         request = EncodeRequest(row_stream=2, col_stream=3, row_index=row_index)
         encoder = BACKEND.group_encoder(spec, spec if with_col else None, dtype)
-        room = encoder.token_room(tokens, cols)
+        room = encoder.token_room(tokens, cols, offsets.shape[0])
         memory = torch.full((room + 2 * ALIGNMENT,), 0xA5, dtype=torch.uint8)
         got = encoder.tokens(x, groups, request, Place(memory, ALIGNMENT, 0))
         if got is None:  # no kernel reads such rows by an index

@@ -72,6 +72,7 @@ def products(seed: int, monkeypatch) -> Iterator[list[Product]]:
         return GpuGroupedPlan(left, right, run)
 
     monkeypatch.setattr(folded_groups, "multiply_sides", product)
+    monkeypatch.setattr(folded_groups, "_by_core", lambda chip: product)
     monkeypatch.setattr(prepared_groups, "gpu_grouped_plan", planned)
     register_backend(BACKEND)
     with hybridq.backend("emulated"), torch.no_grad():
@@ -94,14 +95,14 @@ def _plans(recipe: str, monkeypatch) -> tuple[Plan, Plan]:
     monkeypatch.setattr(product_operands, "operand_specs", wanted)
     sizes = (TOKENS, INNER, OUTER)
     own = plan_of_products(plan, sizes, torch.bfloat16, "cuda", HOPPER, False, GROUPS)
-    assert own != plan
+    assert (own == plan) == (recipe == "fp8_current")  # whose scales lie in no way of their own
     return plan, own
 
 
 def _assert_side(mine: BlockSide, theirs: BlockSide, what: str) -> None:
-    rows = theirs.codes.shape[0] if theirs.per == "row" else theirs.scale.shape[1]
     cases.assert_same(mine.codes, theirs.codes, f"codes of {what}")
-    cases.assert_same(mine.scale[:, :rows], theirs.scale[:, :rows], f"scales of {what}")
+    rows = slice(theirs.codes.shape[0]) if theirs.per == "row" else slice(None)
+    cases.assert_same(mine.scale[..., rows], theirs.scale[..., rows], f"scales of {what}")
     if mine.per == "row":
         assert mine.scale.is_contiguous() and mine.scale.shape[1] % 4 == 0
     assert mine[2:] == theirs[2:]
@@ -125,7 +126,9 @@ def _stacked(buffers: list[torch.Tensor], count: int) -> list[torch.Tensor]:
     return [torch.stack(buffers[i::count]) for i in range(count)]
 
 
-@pytest.mark.parametrize(("recipe", "inner"), [("mxfp8", 144), ("fp8_block", 256)])
+@pytest.mark.parametrize(
+    ("recipe", "inner"), [("mxfp8", 144), ("fp8_block", 256), ("fp8_current", 144)]
+)
 @pytest.mark.parametrize("is_indexed", [False, True])
 def test_a_prepared_forward_and_backward_of_groups(
     recipe: str, inner: int, is_indexed: bool, products: list[Product], monkeypatch
@@ -140,7 +143,11 @@ def test_a_prepared_forward_and_backward_of_groups(
 
     ready = PreparedGroups(own, features, groups, (True, True), x.dtype, device)
     assert ready.takes_tokens
-    y, x_col, w_cols = ready.forward(x, OFFSETS, weights, bias, index)
+    made = ready.forward(x, OFFSETS, weights, bias, index)
+    if is_indexed and recipe == "fp8_current":
+        assert made is None  # no kernel takes its rows out of an index: they are moved first
+        made = ready.forward(x[index], OFFSETS, weights, bias, None)
+    y, x_col, w_cols = made
     assert y.shape == (TOKENS, OUTER)
     back = PreparedGroupsBackward(own, features, groups, True, x.dtype, device)
     (dy_row, dy_col), lie = back.encode(dy, OFFSETS)
@@ -162,16 +169,17 @@ def test_a_prepared_forward_and_backward_of_groups(
     room, ends = capacity(TOKENS, GROUPS), group_ends(OFFSETS, TOKENS)
 
     def padded(buffers: list[torch.Tensor], spec: PlaneSpec, size: int) -> GroupedOperand:
-        return GroupedOperand(buffers, spec, size, room, is_padded=True)
+        return GroupedOperand(buffers, spec, size, room, is_padded=True, by_group=spec.needs_amax)
 
     def stack(buffers: list[torch.Tensor], spec: PlaneSpec, *size: int) -> GroupedOperand:
         return GroupedOperand(_stacked(buffers, 2), spec, *size, is_stack=True)
 
     args = GroupedArgs(ends, TOKENS, None, bias, None, x.dtype)
-    _general(GroupedOperand(made[0], specs["x"][0], TOKENS, inner),
+    of_group = specs["x"][0].needs_amax
+    _general(GroupedOperand(made[0], specs["x"][0], TOKENS, inner, by_group=of_group),
              stack(rows, specs["w"][0], OUTER, inner), args)  # fmt: skip
     args = GroupedArgs(ends, TOKENS, None, None, None, x.dtype)
-    _general(GroupedOperand(grads[0], specs["dy"][0], TOKENS, OUTER),
+    _general(GroupedOperand(grads[0], specs["dy"][0], TOKENS, OUTER, by_group=of_group),
              stack(cols, specs["w"][1], inner, OUTER), args)  # fmt: skip
     args = GroupedArgs(ends, TOKENS, padded_offsets(OFFSETS, TOKENS), None, None, x.dtype)
     _general(padded(grads[1], specs["dy"][1], OUTER), padded(made[1], specs["x"][1], inner), args)
@@ -212,7 +220,7 @@ def test_weights_of_any_recipe_are_one_stack(recipe: str, products: list[Product
     own = ((INNER, OUTER), (GROUPS, 32), (True, True), torch.bfloat16, weights[0].device)
     ready = PreparedGroups(plan, *own)
     assert ready.takes_weights
-    assert ready.takes_tokens == (recipe in ("mxfp8", "fp8_block"))
+    assert ready.takes_tokens == (recipe != "nvfp4")
     row, col = ready.weights(weights)
     encoder = SlotEncoder(plan.weight, "weight")
     pairs = [encoder.encode(w, True, True) for w in weights]
@@ -222,7 +230,7 @@ def test_weights_of_any_recipe_are_one_stack(recipe: str, products: list[Product
             cases.assert_same(one.contiguous(), other, f"{recipe}: plane {i}, buffer {j}")
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_current"])
+@pytest.mark.parametrize("recipe", ["nvfp4"])
 def test_a_forward_with_a_stack_has_the_bits_of_one_with_a_list(
     recipe: str, products: list[Product], monkeypatch
 ) -> None:

@@ -268,33 +268,48 @@ def _own_scales(operand: GroupedOperand) -> torch.Tensor:
     return scale.flatten(0, 1) if operand.is_stack else scale
 
 
+#: Returns the side that an operand is, of an element by its name; None: it lies otherwise.
+_Lying = Callable[[GroupedOperand, str], BlockSide | None]
+
+
 class _Planned:
     """A grouped product of planes that lie as it reads them, in any number of tokens.
 
     Args:
         elements: names of the operands' FP8 elements.
-        squares: whether the matrices of the second have a scale for each 128x128.
+        sides: make a side of each operand.
+        chip: where they are.
         general: what multiplies operands that lie another way.
     """
 
-    __slots__ = ("_elements", "_general", "_squares")
+    __slots__ = ("_elements", "_general", "_run", "_sides")
 
     def __init__(
         self,
         elements: tuple[str, str],
-        squares: bool,
+        sides: tuple[_Lying, _Lying],
+        chip: Chip,
         general: Callable[[GroupedOperand, GroupedOperand, GroupedArgs], torch.Tensor],
     ) -> None:
-        self._elements, self._squares, self._general = elements, squares, general
+        self._elements, self._sides, self._general = elements, sides, general
+        self._run = _by_core(chip) or grouped_block_gemm
 
     def __call__(self, a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> torch.Tensor:
         """Return what `multiply_groups` does, with its bits."""
-        left = _lying_side(a, self._elements[0])
-        make = _side_of_squares if self._squares else _lying_side
-        right = make(b, self._elements[1])
+        left = self._sides[0](a, self._elements[0])
+        right = self._sides[1](b, self._elements[1])
         if left is None or right is None:
             return self._general(a, b, args)
-        return multiply_sides(left, right, args, b.is_stack)
+        return self._run(left, right, args, b.is_stack)
+
+
+def _lying_side_of_groups(operand: GroupedOperand, element: str) -> BlockSide | None:
+    """Return the side that an operand of `_has_one_scale` is; None: it lies otherwise."""
+    codes, scale = operand.buffers
+    rows, width = operand.rows * (codes.shape[0] if operand.is_stack else 1), codes.shape[-1]
+    if not codes.is_contiguous() or (begins_at(codes) | width) % _ALIGNMENT:
+        return None
+    return BlockSide(codes.view(rows, width), scale.reshape(-1), element, operand.rows, "group")
 
 
 def _lying_side(operand: GroupedOperand, element: str) -> BlockSide | None:
@@ -334,13 +349,29 @@ def planned_groups(
         general: multiplies planes that lie another way.
     """
     a, b, sizes = query.row, query.col, query.sizes
-    if a is None or b is None or sizes is None or 0 in sizes or not lies_down(a):
-        return None
-    is_stack = query.tokens_per_group is not None
-    squares = is_stack and b.format.block == (FOLD_WIDTH, FOLD_WIDTH)
-    contracted, rows = sizes[2], sizes[1]
-    if not (squares or lies_down(b)) or rows % _STEP or contracted % _ALIGNMENT:
+    if a is None or b is None or sizes is None or query.chip is None or 0 in sizes:
         return None
     if is_foldable(a) or is_foldable(b):
         return None
-    return _Planned((_element(a), _element(b)), squares, general)
+    sides = _sides_of(a, b, query.chip, query.tokens_per_group is not None)
+    if sides is None or sizes[1] % _STEP or sizes[2] % _ALIGNMENT:
+        return None
+    return _Planned((_element(a), _element(b)), sides, query.chip, general)
+
+
+def _sides_of(
+    a: PlaneSpec, b: PlaneSpec, chip: Chip, is_stack: bool
+) -> tuple[_Lying, _Lying] | None:
+    """Return what makes sides of planes of two specs, or None: they are laid out first."""
+    has_one = b.format.is_tensor_scaled
+    if is_stack and b.format.block == (FOLD_WIDTH, FOLD_WIDTH):
+        right: _Lying = _side_of_squares
+    elif has_one and _by_core(chip) is not None:
+        right = _lying_side_of_groups
+    elif lies_down(b):
+        right = _lying_side
+    else:
+        return None
+    if lies_down(a):
+        return _lying_side, right
+    return (_lying_side_of_groups, right) if has_one and a.format.is_tensor_scaled else None

@@ -52,8 +52,8 @@ TABLE = {
     },
     "GroupedLinear": {
         "mxfp8": (Bound(6, 8, 0.0, 125), Bound(4, 5, 0.0, 95)),
-        "fp8_current": (Bound(5, 11, 0.0, 160), Bound(3, 6, 0.0, 104)),
-        "fp8_block": (Bound(7, 9, 0.13, 125), Bound(5, 6, 0.13, 95)),
+        "fp8_current": (Bound(6, 10, 0.0, 125), Bound(4, 6, 0.0, 95)),
+        "fp8_block": (Bound(6, 8, 0.0, 125), Bound(4, 5, 0.0, 95)),
         "nvfp4": (Bound(6, 13, 0.0, 160), Bound(3, 8, 0.0, 100)),
     },
 }

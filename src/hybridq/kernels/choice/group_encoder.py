@@ -30,7 +30,7 @@ class GroupEncoder(Protocol):
             stream: the device's current one.
         """
 
-    def token_room(self, tokens: int, cols: int) -> int:
+    def token_room(self, tokens: int, cols: int, groups: int) -> int:
         """Return the bytes of the rowwise plane of tokens, a multiple of `ALIGNMENT`."""
 
     def stack_room(self, count: int, rows: int, cols: int) -> int:
@@ -44,7 +44,8 @@ class GroupEncoder(Protocol):
         Args:
             x: `[T, C]` on the current device, or what `request.row_index` takes its rows out of.
             groups: what `places` returned.
-            request: without statistics, none of which the specs need, and without a seed.
+            request: without statistics and without a seed. Specs with one scale for a tensor have
+                one for each group, which is found.
             place: of the rowwise plane; the columnwise plane has an allocation of its own.
 
         Returns:

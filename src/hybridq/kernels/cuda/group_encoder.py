@@ -42,13 +42,21 @@ class _Memory(NamedTuple):
     form: tuple[int, int, int]
 
 
-def _memory(spec: PlaneSpec, count: int, rows: int, cols: int) -> _Memory:
-    """Return how planes of `count` matrices `[rows, cols]` of their own lie; 0: one, no stack."""
+def _memory(spec: PlaneSpec, count: int, rows: int, cols: int, groups: int = 0) -> _Memory:
+    """Return how planes of `count` matrices `[rows, cols]` of their own lie; 0: one, no stack.
+
+    Args:
+        spec: of the planes.
+        count, rows, cols: their sizes.
+        groups: how many have a scale of their own in one plane, where there is one for a tensor.
+    """
     layout, at, buffers, steps = plane_layout(spec, rows, cols), 0, list[Any](), list[int]()
     pitch = -(-max(count, 1) * rows // _STEP) * _STEP
     lies_down = any(layout.scale_strides)
     for i, (size, open_dtype) in enumerate(layout.buffers):
         dtype = open_dtype or torch.uint8
+        if groups and len(size) == 1:
+            size = (groups, *size)
         strides: tuple[int, ...] = (1,) if len(size) == 1 else (size[1], 1)
         step = size[0] * strides[0]
         numel = step * max(count, 1)
@@ -84,12 +92,12 @@ class GpuGroupEncoder:
         self._is_row_scaled = any(spec is not None and spec.row_scaled for spec in (row, col))
 
         def memories(
-            count: int, rows: int, cols: int, along: int
+            count: int, rows: int, cols: int, along: int, groups: int = 0
         ) -> tuple[_Memory | None, _Memory | None]:
-            first = None if row is None else _memory(row, count, rows, cols)
-            return first, None if col is None else _memory(col, count, cols, along)
+            first = None if row is None else _memory(row, count, rows, cols, groups)
+            return first, None if col is None else _memory(col, count, cols, along, groups)
 
-        #: By how many matrices, rows, columns, and the rows that columnwise planes run along.
+        #: By matrices, rows, columns, rows that columnwise planes run along, and groups.
         self._memories = lru_cache(maxsize=256)(memories)
 
     def places(self, offsets: torch.Tensor, tokens: int, stream: int) -> Groups:
@@ -102,9 +110,9 @@ class GpuGroupEncoder:
         kernels.module.group_places(given, count, tokens, *own, stream)
         return Groups(ends, padded, 128 * (tokens // 128 + count))
 
-    def token_room(self, tokens: int, cols: int) -> int:
+    def token_room(self, tokens: int, cols: int, groups: int) -> int:
         """Return the bytes of the rowwise plane of tokens."""
-        first = self._memories(0, tokens, cols, tokens)[0]
+        first = self._memories(0, tokens, cols, tokens, groups)[0]
         return 0 if first is None else first.nbytes
 
     def stack_room(self, count: int, rows: int, cols: int) -> int:
@@ -119,27 +127,34 @@ class GpuGroupEncoder:
         kernels, index = self._kernels, request.row_index
         pointer, module = kernels.pointer, kernels.module
         (rows, cols), tokens = x.shape, x.shape[0] if index is None else index.shape[0]
-        layouts = self._memories(0, tokens, cols, groups.columns)
+        count = groups.ends.shape[0]
+        layouts = self._memories(0, tokens, cols, groups.columns, count)
+        finds, is_of_group = self._needs, True in self._needs
+        if is_of_group and layouts[1] is None and index is None:
+            return None
+        stats = None
+        if is_of_group:
+            stats = torch.empty(2 * count, dtype=torch.float32, device=x.device)
+        found = pointer(stats, True)
         streams = (request.row_stream, request.col_stream)
         planes, buffers = list[Any](), list[torch.Tensor]()
-        for layout, stream, where in zip(
-            layouts, streams, self._where(layouts, place), strict=True
-        ):
+        each = zip(layouts, streams, self._where(layouts, place), strict=True)
+        for i, (layout, stream, where) in enumerate(each):
             if layout is None:
                 planes.append(None)
                 continue
             memory, at = where
             base, own = pointer(memory, True) + at, layout.buffers
-            sides = (base + own[0][3], base + own[1][3], 0, 0, 0, 0, stream, *layout.form)
+            stat = found + 4 * count * i if finds[i] else 0
+            sides = (base + own[0][3], base + own[1][3], stat, 0, 0, 0, stream, *layout.form)
             planes.append((layout.text, *sides))
             buffers += plane_views(layout.buffers, memory, at)
-        given = (pointer(x), self._name, tokens, cols, *x.stride(), *planes, False, False)
+        given = (pointer(x), self._name, tokens, cols, *x.stride(), *planes, *finds)
         if layouts[1] is None and index is None:
             return buffers if module.encode(*given, place.stream) else None
-        lie = (pointer(groups.ends), pointer(groups.padded), groups.ends.shape[0], groups.columns)
-        done = module.encode_ragged(
-            *given, *lie, place.stream, 0 if index is None else pointer(index), rows
-        )
+        lie = (pointer(groups.ends), pointer(groups.padded), count, groups.columns)
+        rest = (0 if index is None else pointer(index), rows, is_of_group)
+        done = module.encode_ragged(*given, *lie, place.stream, *rest)
         return buffers if done else None
 
     def stack(

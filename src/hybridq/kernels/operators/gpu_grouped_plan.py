@@ -104,6 +104,8 @@ def _plan(
         tokens_per_group=average if is_stack else None,
     )
     run, planner = None, select(query).group_planner
-    if planner is not None and not (left.needs_amax or right.needs_amax):
+    if planner is not None and all(
+        spec.format.is_tensor_scaled or not spec.needs_amax for spec in (left, right)
+    ):
         run = planner(query)
     return GpuGroupedPlan(left, right, run or partial(multiply, precision=precision))

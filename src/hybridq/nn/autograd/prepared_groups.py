@@ -1,8 +1,9 @@
 """What the forward and the backward of groups on the current GPU do not find out again.
 
-Past torch's dispatcher, and for planes without statistics of groups: where they lie is found by one
-launch, tokens and matrices are encoded as their products take them, and what dies with a forward or
-a backward lies in one allocation. The weights of any recipe are encoded as one stack.
+Past torch's dispatcher, and for planes without statistics of groups, or with those of FP8: where
+groups lie is found by one launch, tokens and matrices are encoded as their products take them, and
+what dies with a forward or a backward lies in one allocation. The weights of any recipe are encoded
+as one stack.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class _Encoder(NamedTuple):
 def _encoder(
     slot: SlotPlan, name: str, with_col: bool, dtype: torch.dtype, device: str
 ) -> _Encoder | None:
-    """Return what encodes the tensors of a slot, or None: several steps do, or statistics."""
+    """Return what encodes the tensors of a slot, or None: several steps do."""
     own = SlotEncoder(slot, name)
     pair, is_weight = own.pair(True, with_col), name == "weight"
     is_plain = pair.is_plain_row or pair.is_plain_col or pair.made.is_decoded()
@@ -83,7 +84,9 @@ def _encoder(
         is_square = spec.format.block is not None and spec.format.block[0] > 1
         if spec.stochastic or spec.scale_layout == "tiles":
             return None
-        if not is_weight and (spec.needs_amax or (is_row and is_square)):
+        # Of what needs an amax of its group FP8 with one scale alone has a kernel for the product.
+        is_known = not spec.needs_amax or (spec.format.is_tensor_scaled and spec.signs is None)
+        if not is_weight and (not is_known or (is_row and is_square)):
             return None
     op = "encode_many" if is_weight else "encode_ragged"
     made = group_encoder(request.row, request.col, dtype, device, op)
@@ -107,7 +110,7 @@ class PreparedGroups:
         takes_weights: the weights are.
     """
 
-    __slots__ = ("_dtype", "_features", "_product", "_w", "_x", "plan", "takes_tokens")
+    __slots__ = ("_by_group", "_dtype", "_features", "_product", "_w", "_x", "plan", "takes_tokens")
 
     def __init__(
         self,
@@ -130,6 +133,8 @@ class PreparedGroups:
             a, b, (inner, outer) = plan.input.row.spec, plan.weight.row.spec, features
             own = (plan.precision.fprop, (outer, inner), groups, True, device)
             self._product = gpu_grouped_plan(a, b, dtype, *own)
+            #: Whether tokens have a scale of each group.
+            self._by_group = self._product.a.needs_amax
 
     @property
     def takes_weights(self) -> bool:
@@ -177,19 +182,19 @@ class PreparedGroups:
         device, count, (inner, outer) = x.device, len(weights), self._features
         (encoder, request, split), product = self._x, self._product  # type: ignore[misc]
         tokens = x.shape[0] if row_index is None else row_index.shape[0]
-        stream, room = stream_of(device), encoder.token_room(tokens, inner)
+        stream, room = stream_of(device), encoder.token_room(tokens, inner, count)
         end = room + self._w.encoder.stack_room(count, outer, inner)  # type: ignore[union-attr]
         memory = torch.empty(end, dtype=torch.uint8, device=device)
-        w = self._stack(weights, Place(memory, room, stream))
-        if w is None or product is None:
-            return None
         groups = encoder.places(offsets, tokens, stream)
         if row_index is not None:
             request = request._replace(row_index=row_index)
         made = encoder.tokens(x, groups, request, Place(memory, 0, stream))
-        if made is None:
+        if made is None or product is None:
             return None
-        left = GroupedOperand(made[:split], product.a, tokens, inner)
+        w = self._stack(weights, Place(memory, room, stream))
+        if w is None:
+            return None
+        left = GroupedOperand(made[:split], product.a, tokens, inner, by_group=self._by_group)
         right = GroupedOperand(w.row, product.b, outer, inner, True)
         args = GroupedArgs(groups.ends, tokens, None, bias, None, self._dtype)
         return product.run(left, right, args), made[split:], w.col
@@ -204,7 +209,7 @@ class PreparedGroupsBackward:
         has_wgrad: whether the gradient of the weights is wanted.
     """
 
-    __slots__ = ("_dtype", "_encoder", "_features", "_plans")
+    __slots__ = ("_by_group", "_dtype", "_encoder", "_features", "_plans")
 
     def __init__(
         self,
@@ -218,6 +223,8 @@ class PreparedGroupsBackward:
         self._dtype, self._features, grad = dtype, features, plan.grad_output
         self._encoder = _encoder(grad, "grad_output", has_wgrad, dtype, device.type)
         self._plans: list[GpuGroupedPlan] = []
+        #: Whether the operands of each product have a scale of each group.
+        self._by_group: list[tuple[bool, bool]] = []
         inner, outer = features
         precision = plan.precision
         for texts, how, sizes, is_stack in (
@@ -227,7 +234,9 @@ class PreparedGroupsBackward:
             if self._encoder is not None and (is_stack or has_wgrad):
                 specs = [one.spec for one in texts]
                 own = (dtype, how, sizes, groups, is_stack, device)
-                self._plans.append(gpu_grouped_plan(specs[0], specs[1], *own))
+                made = gpu_grouped_plan(specs[0], specs[1], *own)
+                self._plans.append(made)
+                self._by_group.append((made.a.needs_amax, made.b.needs_amax))
 
     @property
     def is_possible(self) -> bool:
@@ -243,7 +252,7 @@ class PreparedGroupsBackward:
         """
         encoder, request, split = self._encoder  # type: ignore[misc]
         device, stream = dy.device, stream_of(dy.device)
-        room = encoder.token_room(*dy.shape)
+        room = encoder.token_room(dy.shape[0], dy.shape[1], offsets.shape[0])
         memory = torch.empty(room, dtype=torch.uint8, device=device)
         groups = encoder.places(offsets, dy.shape[0], stream)
         made = encoder.tokens(dy, groups, request, Place(memory, 0, stream))
@@ -259,7 +268,7 @@ class PreparedGroupsBackward:
             tokens: of all groups.
         """
         (inner, outer), plan = self._features, self._plans[0]
-        left = GroupedOperand(dy, plan.a, tokens, outer)
+        left = GroupedOperand(dy, plan.a, tokens, outer, by_group=self._by_group[0][0])
         right = GroupedOperand(w, plan.b, inner, outer, True)
         args = GroupedArgs(groups.ends, tokens, None, None, None, self._dtype)
         return plan.run(left, right, args)
@@ -272,8 +281,10 @@ class PreparedGroupsBackward:
             groups, tokens: as `dgrad` takes them.
         """
         (inner, outer), plan = self._features, self._plans[1]
-        left = GroupedOperand(dy, plan.a, outer, groups.columns, False, True)
-        right = GroupedOperand(x, plan.b, inner, groups.columns, False, True)
+        of_group = self._by_group[1]
+        more = (False, True, False)
+        left = GroupedOperand(dy, plan.a, outer, groups.columns, *more, of_group[0])
+        right = GroupedOperand(x, plan.b, inner, groups.columns, *more, of_group[1])
         args = GroupedArgs(groups.ends, tokens, groups.padded, None, None, self._dtype)
         return plan.run(left, right, args)
 
