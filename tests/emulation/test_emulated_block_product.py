@@ -14,10 +14,18 @@ import torch
 
 import emulated
 from hybridq.formats import PlaneSpec
-from hybridq.kernels import folded_groups
-from hybridq.kernels.choice import BlockSide, GemmArgs, GroupedArgs, GroupedOperand
+from hybridq.kernels import folded_backend, folded_groups
+from hybridq.kernels.choice import (
+    BlockSide,
+    GemmArgs,
+    GroupedArgs,
+    GroupedOperand,
+    Operand,
+    OpQuery,
+)
 from hybridq.kernels.cuda.block_product import multiply_blocks, multiply_pair
 from hybridq.kernels.decoded import decoded_grouped_gemm
+from hybridq.kernels.inputs import Chip
 from hybridq.kernels.ragged import capacity, group_ends, padded_offsets
 
 MODULE = emulated.load()
@@ -284,3 +292,41 @@ def test_groups_with_a_scale_each(monkeypatch, by_core, is_stack, b_name) -> Non
     assert float((got - want).abs().max()) <= 2.0**-18 * scale
     has_groups = by_core and b_name != "fp8_1x128"
     assert [side.per for side in seen[0]] == (["group"] * 2 if has_groups else ["row"] * 2)
+
+
+@pytest.mark.parametrize("precision", ["auto", "fast"])
+@pytest.mark.parametrize("is_planned", [False, True])
+@pytest.mark.parametrize("adds", [False, True])
+def test_dense_products_of_folded_planes(monkeypatch, precision, is_planned, adds) -> None:
+    """Below a size, and of whatever is added to: by the core, with all that follows the product."""
+    kernels = emulated.EmulatedKernels(MODULE)
+    hopper = Chip("cuda", (9, 0), (13, 0), (2, 11))
+    monkeypatch.setattr(folded_backend, "core_product", lambda op, chip: kernels.multiply_pair)
+    if adds:
+        monkeypatch.setattr(folded_backend, "_LARGE", 0)
+    spec, (m, n, k) = PlaneSpec.parse("mxfp8"), (64, 128, 512)
+    operands, values = [], []
+    for rows, seed in ((m, 1), (n, 2)):
+        x = torch.randn(rows, k, generator=torch.Generator().manual_seed(seed))
+        buffers = torch.ops.hybridq.encode(x, spec.text, "", None, None, None)
+        operands.append(Operand(buffers, spec, rows, k))
+        values.append(torch.ops.hybridq.decode(buffers, spec.text, rows, k, torch.float32).double())
+    bias, into = torch.randn(n).bfloat16(), torch.randn(m, n).bfloat16() if adds else None
+    args = GemmArgs(bias, into, torch.bfloat16, precision, hopper)
+    if is_planned and not adds:
+        query = OpQuery("gemm", "cuda", torch.bfloat16, spec, spec, precision, (m, n, k), hopper)
+        heights = (1, 128 if precision == "fast" else 1)
+        folders = [
+            kernels.folder(spec, one.rows, k, height)
+            for one, height in zip(operands, heights, strict=True)
+        ]
+        monkeypatch.setattr(folded_backend, "is_current", lambda _: True)
+        monkeypatch.setattr(folded_backend, "_gemm", None)  # nothing is left to it
+        with kernels.launch(torch.device("cpu")):
+            got = folded_backend._Planned(query, folders)(*operands, args).double()
+    else:
+        got = folded_backend.FOLD.ops["gemm"](*operands, args).double()
+    want = values[0] @ values[1].t() + bias + (0 if into is None else into)
+    # One rounding to BF16, and what the fold rounds: 2^-17.8 of a block's amax for each code.
+    sums = values[0].abs() @ values[1].abs().t()
+    assert ((got - want).abs() <= 2.0**-8 * want.abs() + 2.0**-15 * sums + 2.0**-12).all()

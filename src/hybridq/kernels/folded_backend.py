@@ -181,7 +181,7 @@ def _notes(query: OpQuery) -> tuple[str, ...]:
     is_grouped = query.op == "grouped_gemm"
     is_cublas = _BLOCK.reason("block", query.chip) is None and not is_grouped
     kind = "1x128" if is_grouped else "1x128 or 128x128"
-    how = f"FP8 with one scale per {kind}, by " + ("cuBLASLt" if is_cublas else "Triton")
+    how = f"FP8 with one scale per {kind}, by {_maker(query, query.chip, is_cublas)}"
     if is_grouped:
         how += "; group ends stay on the device, groups without tokens give zeros"
     if not folded:
@@ -194,6 +194,15 @@ def _notes(query: OpQuery) -> tuple[str, ...]:
         added_error(capability, is_folded=True),
         f"a folded E4M3 code is off by at most {FOLD_LIMIT:.1e} of its group's amax",
     )
+
+
+def _maker(query: OpQuery, chip: Chip, is_cublas: bool) -> str:
+    """Return the name of what multiplies a query's operands."""
+    if query.op == "grouped_gemm":
+        by_core = core_product("multiply_blocks", chip) is not None
+    else:  # nothing is known to be added; large where no sizes are known
+        by_core = query.sizes is not None and _by_core(chip, query.sizes, False) is not None
+    return "the core's kernel" if by_core else "cuBLASLt" if is_cublas else "Triton"
 
 
 @dataclass(frozen=True)
@@ -367,21 +376,23 @@ class _Planned:
         if self._nbytes:
             memory = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
             stream = stream_of(device)
-        views, sides, at = [], [], 0
+        lying, at = [], 0
         for i, operand in enumerate((a, b)):
             (codes, scale), fold_into = operand.buffers, self._folders[i]
             if fold_into is not None:
                 codes, scale = fold_into(operand.buffers, memory, at, stream)
                 at += fold_into.nbytes
-            recipe = self._recipes[i]
-            if self._by_core is not None:
-                side = self._side(codes, scale, i)
-                if side is not None:
-                    sides.append(side)
+            lying.append((codes, scale))
+        if self._by_core is not None:
+            left, right = (self._side(*one, i) for i, one in enumerate(lying))
+            if left is not None and right is not None:
+                return self._by_core(left, right, args)
+        views = []
+        for (codes, scale), element, recipe in zip(
+            lying, self._elements, self._recipes, strict=True
+        ):
             scale = scale.t() if recipe == _RECIPES[FOLD_WIDTH] else scale
-            views.append(Scaled(codes.view(self._elements[i]), (scale,), (recipe,)))
-        if len(sides) == 2 and self._by_core is not None:
-            return self._by_core(*sides, args)
+            views.append(Scaled(codes.view(element), (scale,), (recipe,)))
         try:
             made = planned_product(views[0], views[1], bias, self._dtype)
         except REFUSALS as error:
