@@ -42,7 +42,23 @@ inline void TwoFactorsOf(uintptr_t first, float first_bound, uintptr_t second, f
                    second_bound, Pointer<float>(out), step, Pointer<void>(stream));
 }
 
+inline void ClearRestOf(uintptr_t data, int64_t rows, int64_t row_nbytes, uintptr_t end,
+                        uintptr_t stream) {
+  bindings::CheckExtent("clear_rest", rows, row_nbytes, 1);
+  CheckPointer("clear_rest", "data", data, rows != 0 && row_nbytes != 0);
+  CheckPointer("clear_rest", "end", end, true);
+  if (data % 16 != 0 || row_nbytes % 16 != 0) {
+    Fail("clear_rest: rows must begin at multiples of 16 bytes, got " + std::to_string(data) +
+         " and " + std::to_string(row_nbytes) + " bytes");
+  }
+  const py::gil_scoped_release release;
+  cuda::ClearRest(Pointer<void>(data), rows, row_nbytes, Pointer<const int32_t>(end),
+                  Pointer<void>(stream));
+}
+
 inline void BindSmallKernels(py::module_& m) {
+  m.def("clear_rest", &ClearRestOf, py::arg("data"), py::arg("rows"), py::arg("row_nbytes"),
+        py::arg("end"), py::arg("stream"), "Write zeros into rows from row *end on.");
   m.def("group_places", &GroupPlacesOf, py::arg("offsets"), py::arg("groups"), py::arg("tokens"),
         py::arg("ends"), py::arg("padded"), py::arg("stream"),
         "Write where groups of tokens end, [groups], and where they begin among padded rows, "

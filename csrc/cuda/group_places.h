@@ -1,5 +1,7 @@
-// Where groups of tokens lie, once for all kernels that read groups: the ends made to rise and not
-// to go beyond the tokens, and where each group begins among padded rows.
+// Where groups of tokens lie, and zeros for tokens of no group.
+//
+// WriteGroupPlaces: where groups lie, once for all kernels that read groups: the ends made to rise
+// and not to go beyond the tokens, and where each group begins among padded rows.
 //
 // One block; a thread has some groups in a row. It takes the largest end, and then the padded rows,
 // of all threads before it from shared memory: so what it writes does not depend on the order in
@@ -72,6 +74,24 @@ HQ_GLOBAL void HQ_LAUNCH_BOUNDS(kPlacesThreads, 1) WriteGroupPlaces(PlacesArgs a
     if (g + 1 == a.groups) Store(a.padded + a.groups, at);
   }
   if (a.groups == 0 && thread == 0) Store(a.padded, 0);
+}
+
+inline constexpr int64_t kClearVectors = 4096;  // of 16 bytes, of a block
+
+struct ClearArgs {
+  Vec4* data;                    // rows without gaps
+  int64_t row_vectors, vectors;  // of a row, of all rows
+  const int32_t* end;
+};
+
+// Writes zeros from row *end on. Blocks below it read one number.
+HQ_GLOBAL void HQ_LAUNCH_BOUNDS(kPlacesThreads, 1) ClearRows(ClearArgs a) {
+  const int64_t first = MaxInt(Load(a.end), 0) * a.row_vectors;
+  const int64_t begin = BlockIndex() * kClearVectors;
+  for (int64_t i = ThreadIndex(); i < kClearVectors; i += kPlacesThreads) {
+    const int64_t at = begin + i;
+    if (at >= first && at < a.vectors) Store(a.data + at, Vec4{0, 0, 0, 0});
+  }
 }
 
 }  // namespace cuda

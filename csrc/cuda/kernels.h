@@ -217,6 +217,9 @@ void MultiplyBlocks(const BlockProductJob& job, Stream stream);
 // last ends (Ragged). As torch's operators make them in kernels/ragged/padded_layout.py.
 void GroupPlaces(const int32_t* offsets, uint32_t groups, int32_t tokens, int32_t* ends,
                  int32_t* padded, Stream stream);
+// Writes zeros into rows of memory from row *end (on the device) on; a row has a multiple of 16
+// bytes, which begin at 16.
+void ClearRest(void* data, int64_t rows, int64_t row_nbytes, const int32_t* end, Stream stream);
 
 // Factors of two planes of two levels, `step` elements apart: each amax divided by its bound.
 void TwoFactors(const float* first, float first_bound, const float* second, float second_bound,

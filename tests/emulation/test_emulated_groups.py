@@ -139,3 +139,19 @@ def test_a_stack_that_no_kernel_folds_is_not_begun() -> None:
     assert encoder.stack([good, odd], EncodeRequest(), Place(memory, 0, 0)) is None
     assert encoder.stack([odd], EncodeRequest(), Place(memory, 0, 0)) is None
     assert (memory == 0xA5).all()
+
+
+@pytest.mark.parametrize("end", [0, 37, 200, -5, 900])
+@pytest.mark.parametrize("cols", [8, 520])
+def test_rows_behind_the_last_group_become_zeros(end: int, cols: int) -> None:
+    x = torch.randn(200, cols).bfloat16()
+    want = x.clone()
+    want[max(end, 0) :] = 0
+    BACKEND.ops["clear_rest"](x, torch.tensor([3, end], dtype=torch.int32))
+    cases.assert_same(x, want, f"from {end} on")
+
+
+def test_rows_that_do_not_begin_at_vectors_are_an_error() -> None:
+    x, end = torch.zeros(4, 12).bfloat16(), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="must begin at multiples of 16 bytes"):
+        BACKEND.ops["clear_rest"](x, end)

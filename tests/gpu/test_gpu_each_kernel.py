@@ -195,6 +195,16 @@ def _places(kernels: cases.Kernels) -> None:
         cases.assert_same(padded, padded_offsets(offsets, tokens), f"padded of {count}")
 
 
+def _clear(kernels: cases.Kernels) -> None:
+    """Rows from the last end on, and no others."""
+    for end in (0, 37, 300, -5, 900):
+        x = torch.randn(300, 520, generator=torch.Generator().manual_seed(end)).bfloat16()
+        got = kernels.to(x)
+        kernels.ops["clear_rest"](got, kernels.to(torch.tensor([3, end], dtype=torch.int32)))
+        x[max(end, 0) :] = 0
+        cases.assert_same(got, x, f"from {end} on")
+
+
 def _factors(kernels: cases.Kernels) -> None:
     """Two amaxes, each divided by its bound and rounded once."""
     module = _module()
@@ -281,6 +291,7 @@ CALLS: dict[str, Run] = {
     "FoldGroups": _fold(200),
     "Swizzle": _swizzle,
     "WriteGroupPlaces": _places,
+    "ClearRows": _clear,
     "WriteTwoFactors": _factors,
 }
 

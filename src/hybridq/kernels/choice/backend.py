@@ -29,6 +29,7 @@ OPERATIONS: Final[Mapping[str, str]] = {
     "swizzle": "block scales in cuBLASLt's tiles",
     "finish": "what follows a product in FP32 before its one rounding",
     "two_factors": "the factors of two planes of two levels",
+    "clear_rest": "zeros behind the last group",
     "multiply_blocks": "a product for each group of FP8 codes with FP32 scales of 1x128",
     "multiply_pair": "the product of two matrices of such codes",
     "gemm": "the product of two planes",

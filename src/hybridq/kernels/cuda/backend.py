@@ -416,6 +416,13 @@ class GpuKernels(Addresses):
         """Return the factors of two planes of two levels: `finish`."""
         return two_factors(self, *call)
 
+    def clear_rest(self, x: torch.Tensor, ends: torch.Tensor) -> None:
+        """Write zeros into rows of x from the last end on; rows are contiguous, of 16 bytes."""
+        with self.launch(x.device) as stream:
+            last = self.pointer(ends) + ends.element_size() * (ends.shape[0] - 1)
+            row_nbytes = x.shape[1] * x.element_size()
+            self.module.clear_rest(self.pointer(x, True), x.shape[0], row_nbytes, last, stream)
+
     def multiply_blocks(self, *call: Any) -> torch.Tensor:
         """Return the product of FP8 codes with block scales: `block_product`."""
         return multiply_blocks(self, *call)
@@ -426,26 +433,12 @@ class GpuKernels(Addresses):
 
     def operations(self) -> dict[str, Any]:
         """Return the operations as a backend names them."""
-        names = [
-            "encode",
-            "encode_many",
-            "encode_ragged",
-            "map",
-            "map_encode",
-            "decode",
-            "operand",
-            "amax",
-            "transpose",
-            "round_stochastic",
-            "sum_rows",
-            "spread_rows",
-            "fold",
-            "swizzle",
-            "finish",
-            "two_factors",
-            "multiply_blocks",
+        names = (
+            *("encode", "encode_many", "encode_ragged", "map", "map_encode", "decode", "operand"),
+            *("amax", "transpose", "round_stochastic", "sum_rows", "spread_rows", "fold"),
+            *("swizzle", "finish", "two_factors", "clear_rest", "multiply_blocks"),
             "multiply_pair",
-        ]
+        )
         return {name: getattr(self, name) for name in names}
 
 

@@ -11,9 +11,12 @@ Source: torch, aten/src/ATen/native/cuda/GroupedBlas.cpp (chips, strides of 16 b
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from ..choice import GroupedArgs, GroupedOperand, Operand, OpQuery
+from ...reference import factor_bound
+from ..choice import GroupedArgs, GroupedOperand, Operand, OpQuery, choose, operation
 from ..inputs import is_host, without_autocast
 from ..ragged import factor_of_groups, group_of_tokens, of_group, one_of, pad_tokens, product_loop
 from ..ragged import group_ends as ends_of
@@ -138,21 +141,55 @@ def _of_tokens(factor: torch.Tensor, ends: torch.Tensor, tokens: int) -> torch.T
 
 def _rows_cuda(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> torch.Tensor:
     keep, columns = keeps_transformed(a, b), ceil_to(b.rows, _STEP)
-    left = _aligned(decode_side(_operand(a), keep, torch.bfloat16).matrix, a.rows)
-    right = _aligned(_decoded_stack(b, keep), columns)
     ends = group_ends(args)
     if not (ends.shape[0] and a.rows and b.rows):
-        return left.new_zeros((a.rows, b.rows))
+        return ends.new_zeros((a.rows, b.rows), dtype=torch.bfloat16)
     factor = _factor(a, b)
-    each = None if factor is None else _of_tokens(factor, ends, a.rows)[:, None]
+    each = None if factor is None else _of_tokens(factor, ends, a.rows)
+    values = None if each is None or args.bias is not None else _decoded_with(a, each)
+    if values is None:
+        values = decode_side(_operand(a), keep, torch.bfloat16).matrix
+    else:
+        each = None  # it is in the values
+    left = _aligned(values, a.rows)
+    right = _aligned(_decoded_stack(b, keep), columns)
     if args.bias is not None:
-        left, right = _with_bias(left, right, each, args.bias)
+        left, right = _with_bias(left, right, None if each is None else each[:, None], args.bias)
     elif each is not None:
-        left = _times(left, each, not a.spec.format.is_identity)
+        left = _times(left, each[:, None], not a.spec.format.is_identity)
     product = torch.nn.functional.grouped_mm(left, right.transpose(-2, -1), offs=ends)
-    # What lies behind the last group is not written.
-    is_token = torch.arange(a.rows, device=ends.device, dtype=ends.dtype) < ends[-1]
-    return torch.where(is_token[:, None], product[:, : b.rows], 0.0)
+    return _cleared(product, ends, b.rows)
+
+
+def _decoded_with(a: GroupedOperand, factors: torch.Tensor) -> torch.Tensor | None:
+    """Return BF16 tokens decoded with a factor for each, in one pass; None: not of such a spec.
+
+    They are decoded as a plane whose rows have amaxes of their own. One that overflows here belongs
+    to a product that does.
+
+    Args:
+        a: tokens.
+        factors: FP32 `[T]` or `[1]`, of both operands.
+    """
+    spec, bound = a.spec, factor_bound(a.spec)
+    is_square = spec.format.block is not None and spec.format.block[0] > 1
+    if not bound or spec.row_scaled or spec.signs is not None or is_square:
+        return None
+    own = replace(spec, row_scaled=True)
+    amax = (factors * bound).expand(a.rows).contiguous()
+    run = operation("decode", amax.device.type, torch.bfloat16, own)
+    made: torch.Tensor = run([*a.buffers[:2], amax], own, a.rows, a.cols, torch.bfloat16)
+    return made
+
+
+def _cleared(product: torch.Tensor, ends: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return the columns of a product with zeros behind the last group, which are not written."""
+    found = choose(OpQuery("clear_rest", product.device.type, product.dtype)).chosen
+    if found is not None and product.is_contiguous():
+        found.ops["clear_rest"](product, ends)
+        return product[:, :columns].contiguous()
+    is_token = torch.arange(product.shape[0], device=ends.device, dtype=ends.dtype) < ends[-1]
+    return torch.where(is_token[:, None], product[:, :columns], 0.0)
 
 
 def _with_bias(
