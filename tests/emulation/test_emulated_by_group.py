@@ -31,7 +31,7 @@ PAIRS = {
     "mxfp8 | nvfp4": ("mxfp8", "nvfp4", True),
     "nvfp4 | mxfp8": ("nvfp4", "mxfp8", True),
     "mxfp8 | nvfp4 rht sr": ("mxfp8", f"nvfp4;sr;{RHT}", False),
-    "fp8_e4m3": ("fp8_e4m3", "fp8_e4m3", False),
+    "fp8_e4m3": ("fp8_e4m3", "fp8_e4m3", True),
     "fp8_e5m2": ("fp8_e5m2", "fp8_e5m2", False),
     "4o6": ("nvfp4;bound=256;4o6=mae", "nvfp4;bound=256;4o6=mae", False),
     "rows | mxfp8": ("nvfp4;rows", "mxfp8", False),
