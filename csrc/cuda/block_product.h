@@ -1,8 +1,7 @@
 // Products of FP8 codes with FP32 scales of 1x128, of groups of tokens or of two matrices, by
 // Hopper's matrix units.
 //
-//   out[r, c] = sum over blocks of 128: (sum of codes a[r, k] * b[c, k]) * sa[r, block] * sb[c,
-//   block]
+//   out[r, c] = sum over blocks q of 128: (sum of codes a[r, k] * b[c, k]) * sa[r, q] * sb[c, q]
 //
 // A matrix unit adds with about 13 fraction bits, so that each 128 products have sums of their own,
 // which FP32 arithmetic scales and adds. A block of threads per multiprocessor walks over a list of
@@ -43,8 +42,7 @@ inline constexpr uint32_t kProductShared = kTileAlignment + kEmptyBarriers + 8 *
 struct BlockProductArgs {
   TileMap a, b;              // codes [rows, k], tiles of 128 x 128
   TileMap a_scale, b_scale;  // FP32 [blocks of k, rows], 1 x 128
-  // Instead of b_scale: of 128 rows of b and 128 codes; beside that, instead of a_scale: of a
-  // group.
+  // Instead of b_scale, of 128 rows of b and 128 codes; beside that, instead of a_scale, of groups.
   const float* right;
   int64_t right_group, right_row, right_block;  // strides
   const float* left;
