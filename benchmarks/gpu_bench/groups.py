@@ -170,7 +170,8 @@ def _layer_cases(bench: Bench) -> Iterator[Case]:
         return make
 
     flops, shape = 6 * tokens * n * k, (groups, tokens, n, k)
-    told: Any = {"flops": flops, "is_headline": True}
+    touched = 2 * (tokens * (n + k) + groups * n * k)  # one set of buffers is more than a cache
+    told: Any = {"flops": flops, "footprint": touched, "is_headline": True}
     yield Case("grouped", "bf16 step", shape, plain, note="torch's grouped product", **told)
     for recipe in RECIPES:
         name = f"GroupedLinear {recipe}"
