@@ -25,6 +25,7 @@ from .decoded import fp32_reason
 from .inputs import Chip, begins_at, chip_of
 from .ragged import group_of_tokens, of_group, one_of, stacked
 from .scaled_mm import (
+    ENOUGH_TOKENS,
     block_scales,
     ceil_to,
     core_product,
@@ -47,10 +48,6 @@ _pad = torch.nn.functional.pad
 #: Folds a plane to FP8 with scales of 1x128.
 Fold = Callable[[Operand], Folded]
 
-#: From so many tokens per group on, it pays to fold a stack in each call. Folding moves two bytes
-#: of a code through memory, 2 / 4.3e12 s; a product with T tokens takes 2 T / 1.0e15 s of a code on
-#: FP8 tensor cores and 2 T / 3.5e14 s with decoded operands. They meet at T = 125.
-_ENOUGH: Final = 128
 #: Codes and scales begin, row by row, at multiples of so many bytes.
 _ALIGNMENT: Final = 16
 _STEP: Final = 4  # FP32 scales in them
@@ -86,6 +83,11 @@ def _by_core(chip: Chip) -> Callable[..., torch.Tensor] | None:
 
 
 def multiply_sides(a: BlockSide, b: BlockSide, args: GroupedArgs, is_stack: bool) -> torch.Tensor:
+    """Return the product of each group, by the core's kernel or Triton's.
+
+    Args:
+        a, b, args, is_stack: as `grouped_block_gemm` takes them.
+    """
     run = _by_core(chip_of(a.codes.device)) or grouped_block_gemm
     made: torch.Tensor = run(a, b, args, is_stack)
     return made
@@ -101,9 +103,9 @@ def is_bf16_product(query: OpQuery) -> bool:
 def few_tokens_reason(query: OpQuery) -> str | None:
     """Return why a grouped query is left to a product that decodes operands, or None."""
     got = query.tokens_per_group
-    if got is None or got >= _ENOUGH or not is_bf16_product(query):
+    if got is None or got >= ENOUGH_TOKENS or not is_bf16_product(query):
         return None
-    return f"a stack is folded for {_ENOUGH} tokens per group and more, got {got} on average"
+    return f"a stack is folded for {ENOUGH_TOKENS} tokens per group and more, got {got} on average"
 
 
 def multiply_groups(

@@ -15,6 +15,7 @@ from cuda_costs import counted, fake_gpu
 from hybridq.formats import PlaneSpec
 from hybridq.kernels import FOLD, OpQuery, choose, described, folded_groups
 from hybridq.kernels.choice.arguments import GroupedArgs, GroupedOperand
+from hybridq.kernels.choice.registry import forget_choices
 from hybridq.kernels.ragged import capacity
 from hybridq.kernels.triton import backend
 from hybridq.kernels.triton.plan_parts import Launch
@@ -158,6 +159,16 @@ def test_who_takes_groups_of_fp8_planes(with_triton) -> None:
     assert chosen("mxfp8", "mxfp8_32x32") != "fold"
     assert chosen("mxfp8", "mxfp8_32x32", precision="fast") == "fold"
     assert chosen("mxfp8", "mxfp8;rht=d7e8") != "fold"
+
+
+def test_who_takes_groups_where_the_core_multiplies(monkeypatch) -> None:
+    """It takes FP8 with one scale from torch, but for groups of few tokens, which fold leaves."""
+    with fake_gpu(monkeypatch):
+        forget_choices()
+        for tokens, wanted in ((None, "fold"), (128, "fold"), (64, "native")):
+            assert chosen("fp8_e4m3", "fp8_e4m3", tokens_per_group=tokens) == wanted
+        assert chosen("fp8_1x128", "fp8_128x128") == "fold"
+    forget_choices()
 
 
 def test_what_is_said_of_them(with_triton) -> None:

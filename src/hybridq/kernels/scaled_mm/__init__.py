@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .backend import NATIVE, multiply, planned_product
-from .chip_gates import GATES, core_product, exact_reason
+from .chip_gates import ENOUGH_TOKENS, GATES, core_product, exact_reason
 from .epilogue import finish, only_product
 from .grouped import group_count_reason
 from .operand_layout import ceil_to, pad_codes, swizzle
@@ -21,6 +21,7 @@ from .operand_views import (
 from .refusals import REFUSALS, Trial, or_next_way, refusal
 
 __all__ = [
+    "ENOUGH_TOKENS",
     "FP8",
     "GATES",
     "KINDS",

@@ -32,7 +32,7 @@ from ..choice import (
     register_backend,
 )
 from ..inputs import Chip, begins_at, chip_of, is_current, stream_of
-from .chip_gates import GATES, KIND_NAMES, core_product, exact_reason
+from .chip_gates import ENOUGH_TOKENS, GATES, KIND_NAMES, core_product, exact_reason
 from .cublas_probe import block_takes_bias
 from .epilogue import finish, only_product
 from .grouped import grouped_gemm, grouped_kind
@@ -121,6 +121,11 @@ def _leaves(query: OpQuery) -> str | None:
     is_grouped = query.op == "grouped_gemm" and query.chip is not None
     if not is_grouped or core_product("multiply_blocks", query.chip) is None:
         return None
+    few = query.tokens_per_group
+    if few is not None and few < ENOUGH_TOKENS:  # which `fold` leaves in turn
+        return None
+    if any(s is None or not s.format.is_tensor_scaled for s in (query.row, query.col)):
+        return None  # a scale for each row of any length is nobody else's
     return "the core's own product of groups is faster"
 
 

@@ -20,7 +20,20 @@ import torch
 from ..choice import OpQuery, cached_choice, choose
 from ..inputs import Chip
 
-__all__ = ["GATES", "GROUPED_GATES", "KIND_NAMES", "Gate", "core_product", "exact_reason"]
+__all__ = [
+    "ENOUGH_TOKENS",
+    "GATES",
+    "GROUPED_GATES",
+    "KIND_NAMES",
+    "Gate",
+    "core_product",
+    "exact_reason",
+]
+
+#: From so many tokens per group on, it pays to fold a stack in each call. Folding moves two bytes
+#: of a code through memory, 2 / 4.3e12 s; a product with T tokens takes 2 T / 1.0e15 s of a code on
+#: FP8 tensor cores and 2 T / 3.5e14 s with decoded operands. They meet at T = 125.
+ENOUGH_TOKENS: Final = 128
 
 
 @cached_choice
