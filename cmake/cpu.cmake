@@ -49,5 +49,12 @@ if(HYBRIDQ_X86_VARIANTS AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
       HQ_VARIANT=avx512_bf16
       -march=x86-64-v4 -mavx512bf16 -mprefer-vector-width=512)
     target_compile_definitions(hybridq_core PRIVATE HQ_HAVE_AVX512_BF16=1)
+    check_cxx_compiler_flag("-mamx-tile -mamx-bf16" HQ_COMPILES_AMX)
+    if(HQ_COMPILES_AMX AND CMAKE_SYSTEM_NAME STREQUAL "Linux")
+      add_object(amx csrc/cpu/product_amx.cpp
+        HQ_VARIANT=amx
+        -march=x86-64-v4 -mamx-tile -mamx-bf16 -mprefer-vector-width=512)
+      target_compile_definitions(hybridq_core PRIVATE HQ_HAVE_AMX=1)
+    endif()
   endif()
 endif()

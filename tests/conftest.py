@@ -118,6 +118,27 @@ def fast_products(monkeypatch):
 
 
 @pytest.fixture
+def without_tiles():
+    """As on a CPU that has no AMX."""
+    from hybridq import _core
+
+    used = _core.variant()
+    if used == "x86-64-v4-amx":
+        _core.set_variant("x86-64-v4")
+    yield
+    _core.set_variant(used)
+
+
+@pytest.fixture
+def tiles():
+    """Where the CPU has AMX and no variant is forced that does without."""
+    from hybridq import _core
+
+    if not _core.multiplies_planes_in_bf16():
+        pytest.skip("this CPU has no AMX, or the variant in use does without")
+
+
+@pytest.fixture
 def slow_products(monkeypatch):
     """As on a CPU for which torch has none: values are rounded once, sums have another order."""
     from hybridq.kernels.choice.registry import forget_choices

@@ -293,6 +293,7 @@ py::dict BuildInfo() {
   d["cuda"] = false;  // no CUDA kernels in this module
 #endif
   d["variants"] = AvailableVariants();
+  d["tables"] = AvailableTables();
   d["thread_runtime"] = ThreadRuntime();
   return d;
 }

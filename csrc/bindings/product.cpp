@@ -144,17 +144,18 @@ PlanesOperand MakeOperand(const char* what, const py::tuple& tuple, int64_t rows
   return operand;
 }
 
-void ProductOfPlanes(const py::tuple& a, const py::tuple& b, int64_t m, int64_t n, int64_t k,
+bool ProductOfPlanes(const py::tuple& a, const py::tuple& b, int64_t m, int64_t n, int64_t k,
                      uintptr_t bias, uintptr_t into, const std::string& into_dtype,
                      int64_t into_stride0, int64_t into_stride1, uintptr_t out,
-                     const std::string& out_dtype, int threads) {
+                     const std::string& out_dtype, bool in_bf16, int threads) {
   const char* name = "product_of_planes";
+  if (!in_bf16 && ActiveKernels().multiply_planes == nullptr) {
+    Fail("product_of_planes: the kernels in use have no fused multiply-add");
+  }
   CheckExtent(name, m, k, threads);
   CheckExtent(name, n, k, threads);
   CheckExtent(name, m, n, threads);
   CheckPointer(name, "out", out, m != 0 && n != 0);
-  const PlanesProductFn product = ActiveKernels().multiply_planes;
-  if (product == nullptr) Fail("product_of_planes: the kernels in use have no fused multiply-add");
   PlanesJob job{};
   job.a = MakeOperand("a", a, m, k, threads);
   job.b = MakeOperand("b", b, n, k, threads);
@@ -175,12 +176,13 @@ void ProductOfPlanes(const py::tuple& a, const py::tuple& b, int64_t m, int64_t 
       Pointer<const void>(into), ParseDType(into_dtype, name), m, n, into_stride0, into_stride1};
   own.out = Pointer<void>(out);
   own.dtype = ParseDType(out_dtype, name);
-  bool ok = false;
+  ProductEnd end;
   {
     const py::gil_scoped_release release;
-    ok = product(job, threads);
+    end = MultiplyPlanes(job, in_bf16, threads);
   }
-  if (!ok) throw std::bad_alloc();
+  if (end == ProductEnd::kNoMemory) throw std::bad_alloc();
+  return end == ProductEnd::kDone;
 }
 
 }  // namespace
@@ -211,11 +213,16 @@ void BindProduct(py::module_& m) {
   m.def(
       "multiplies_planes", [] { return MultipliesPlanes(); },
       "Whether product_of_planes is the best of this CPU, under the variant that is in use.");
+  m.def(
+      "multiplies_planes_in_bf16", [] { return MultipliesPlanesInBf16(); },
+      "Whether product_of_planes in BF16 runs on this CPU, under the variant that is in use.");
   m.def("product_of_planes", &ProductOfPlanes, py::arg("a"), py::arg("b"), py::arg("m"),
         py::arg("n"), py::arg("k"), py::arg("bias"), py::arg("into"), py::arg("into_dtype"),
         py::arg("into_stride0"), py::arg("into_stride1"), py::arg("out"), py::arg("out_dtype"),
-        py::arg("threads") = 1,
-        "round(a @ b.T * factors of a and b + bias + into) in FP32; of [m, k] and [n, k]. An "
+        py::arg("in_bf16"), py::arg("threads") = 1,
+        "round(a @ b.T * factors of a and b + bias + into) of [m, k] and [n, k], with products and "
+        "sums in FP32, or with products of BF16. False: not done, as it is not here, BF16 does not "
+        "hold a value, or one may leave its normal range. An "
         "operand is (spec, data, scale, amax, its own k), or of a matrix (None, address, dtype, "
         "elements between rows); k is what is stored.");
 }

@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "cpu/kernels.h"
+#include "cpu/product.h"
 
 namespace hybridq {
 
@@ -25,6 +26,18 @@ struct Candidate {
   bool runs;
 };
 
+#if defined(HQ_HAVE_X86_VARIANTS)
+// The kernels of AVX-512: only products know tiles.
+const Kernels& TilesTable() {
+  static const Kernels table = [] {
+    Kernels made = x86_64_v4::Table();
+    made.name = kTiles;
+    return made;
+  }();
+  return table;
+}
+#endif
+
 // The slowest first. The features are those of the x86-64 psABI levels that the code was compiled
 // for; __builtin_cpu_supports also asks whether the operating system saves the registers.
 std::vector<Candidate> Candidates() {
@@ -40,6 +53,7 @@ std::vector<Candidate> Candidates() {
                   __builtin_cpu_supports("avx512vl");
   all.push_back({&x86_64_v3::Table, v3});
   all.push_back({&x86_64_v4::Table, v4});
+  all.push_back({&TilesTable, v4 && HasBf16Tiles()});
 #endif
   return all;
 }
@@ -66,6 +80,12 @@ std::vector<std::string> AvailableVariants() {
   for (const Candidate& c : Candidates()) {
     if (c.runs) names.emplace_back(c.table().name);
   }
+  return names;
+}
+
+std::vector<std::string> AvailableTables() {
+  std::vector<std::string> names = AvailableVariants();
+  std::erase(names, kTiles);
   return names;
 }
 

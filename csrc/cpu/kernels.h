@@ -67,11 +67,18 @@ struct Kernels {
   bool (*multiply_planes)(const PlanesJob& job, int threads);
 };
 
+// Names of tables of AVX-512; of the second BF16 products are made of tiles (product.h).
+inline constexpr const char* kAvx512 = "x86-64-v4";
+inline constexpr const char* kTiles = "x86-64-v4-amx";
+
 // The table in use: the best that this CPU runs, or the one that SetVariant chose.
 const Kernels& ActiveKernels();
 
 // Names of the variants that were compiled and that this CPU can run, the slowest first.
 std::vector<std::string> AvailableVariants();
+
+// Those of them whose kernels are compiled for an instruction set of their own.
+std::vector<std::string> AvailableTables();
 
 // Throws std::invalid_argument if the variant is unknown or this CPU cannot run it.
 void SetVariant(const std::string& name);

@@ -27,6 +27,13 @@ using PlanesProductFn = bool (*)(const PlanesJob& job, int threads);
 // as there is an instruction that multiplies and adds, and none of BF16 (product.h).
 bool MultipliesPlanes();
 
+// The same of operands that BF16 holds, whose products are BF16's: codes become tiles.
+bool MultipliesPlanesInBf16();
+
+// The result of ProductJob, in FP32 or in BF16. kNotHere: there is no such product here; in BF16
+// also that a value leaves BF16's normal range, or that codes of this kind do not become BF16.
+ProductEnd MultiplyPlanes(const PlanesJob& job, bool in_bf16, int threads);
+
 }  // namespace hybridq
 
 #endif  // HYBRIDQ_CPU_PLANES_PRODUCT_H_

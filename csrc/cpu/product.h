@@ -45,6 +45,11 @@ using ProductFn = bool (*)(const ProductJob& job, int threads);
 // one that has none.
 ProductFn ActiveProduct();
 
+// Whether this CPU has instructions for BF16: to multiply vectors, and tiles too, which the system
+// must let this process do.
+bool HasBf16();
+bool HasBf16Tiles();
+
 }  // namespace hybridq
 
 #endif  // HYBRIDQ_CPU_PRODUCT_H_

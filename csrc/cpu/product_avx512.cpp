@@ -10,14 +10,6 @@
 //
 // Source: Intel 64 and IA-32 Architectures Software Developer's Manual, VDPBF16PS; Goto and van de
 // Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008 (panels and blocks).
-#if defined(__GNUC__) && !defined(__clang__)
-// GCC's own headers define an undefined register by itself (GCC bug 105593).
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -26,59 +18,17 @@
 #include "core/float_env.h"
 #include "core/parallel.h"
 #include "cpu/few_rows.h"
+#include "cpu/lanes_avx512.h"
 #include "cpu/product_finish.h"
 
 HQ_NAMESPACE_BEGIN
 namespace {
 
-constexpr int kLanes = 16;     // FP32 in a register
 constexpr int kRowsOfA = 8;    // of a tile of sums
 constexpr int kRowsOfB = 48;   // of a tile of sums: three registers
 constexpr int kDepth = 4096;   // of k at a time: a panel of b is 384 KiB, for the second cache
 constexpr int kBlockA = 2048;  // rows of a in a task, at most
 constexpr int64_t kWorthThreads = 1 << 20;  // products for one thread
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
-
-__m512bh AsBf16(__m512i v) { return (__m512bh)v; }
-
-// Rows r of 16 words each to columns: t[i] word j becomes t[j] word i.
-void Turn16x16(__m512i (&t)[kLanes]) {
-  __m512i u[kLanes];
-  HQ_UNROLL
-  for (int i = 0; i < kLanes; i += 2) {
-    u[i] = _mm512_unpacklo_epi32(t[i], t[i + 1]);
-    u[i + 1] = _mm512_unpackhi_epi32(t[i], t[i + 1]);
-  }
-  HQ_UNROLL
-  for (int i = 0; i < kLanes; i += 4) {
-    t[i] = _mm512_unpacklo_epi64(u[i], u[i + 2]);
-    t[i + 1] = _mm512_unpackhi_epi64(u[i], u[i + 2]);
-    t[i + 2] = _mm512_unpacklo_epi64(u[i + 1], u[i + 3]);
-    t[i + 3] = _mm512_unpackhi_epi64(u[i + 1], u[i + 3]);
-  }
-  // Now t[4g + c] holds column 4q + c of rows 4g to 4g + 3 in its quarter q.
-  HQ_UNROLL
-  for (int c = 0; c < 4; ++c) {
-    const __m512i low = _mm512_shuffle_i32x4(t[c], t[4 + c], 0x44);
-    const __m512i high = _mm512_shuffle_i32x4(t[c], t[4 + c], 0xee);
-    const __m512i low2 = _mm512_shuffle_i32x4(t[8 + c], t[12 + c], 0x44);
-    const __m512i high2 = _mm512_shuffle_i32x4(t[8 + c], t[12 + c], 0xee);
-    u[c] = _mm512_shuffle_i32x4(low, low2, 0x88);
-    u[4 + c] = _mm512_shuffle_i32x4(low, low2, 0xdd);
-    u[8 + c] = _mm512_shuffle_i32x4(high, high2, 0x88);
-    u[12 + c] = _mm512_shuffle_i32x4(high, high2, 0xdd);
-  }
-  HQ_UNROLL
-  for (int i = 0; i < kLanes; ++i) t[i] = u[i];
-}
-
-// The first n of 32 BF16.
-__m512i LoadFirst(const uint16_t* p, int64_t n) {
-  if (n >= 2 * kLanes) return _mm512_loadu_si512(p);
-  return n <= 0 ? _mm512_setzero_si512() : _mm512_maskz_loadu_epi16((1u << n) - 1u, p);
-}
 
 // Sixteen words of `rows` rows, as columns: word i of row r is lane r of t[i].
 template <class Load>
@@ -104,7 +54,7 @@ void Pack(const uint16_t* x, int64_t stride, int64_t rows, int64_t depth, uint32
             t);
       } else {
         LoadTurned(
-            from + 2 * p, stride, count, [left](const uint16_t* at) { return LoadFirst(at, left); },
+            from + 2 * p, stride, count, [left](const uint16_t* at) { return LoadSome(at, left); },
             t);
       }
       const int64_t words = std::min<int64_t>(kLanes, pairs - p);
@@ -231,7 +181,7 @@ void DotTile(const ProductJob& job, int64_t m0, int64_t n0, int64_t cols, float*
   for (; k + 2 * kLanes <= job.k; k += 2 * kLanes) {
     step(k, [](const uint16_t* p) { return _mm512_loadu_si512(p); });
   }
-  if (k < job.k) step(k, [&](const uint16_t* p) { return LoadFirst(p, job.k - k); });
+  if (k < job.k) step(k, [&](const uint16_t* p) { return LoadSome(p, job.k - k); });
   for (int i = 0; i < kRows; ++i) {
     for (int64_t j = 0; j < std::min<int64_t>(kCols, cols); ++j) {
       sums[i * stride + j] = _mm512_reduce_add_ps(s[i][j]);

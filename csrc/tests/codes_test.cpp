@@ -235,7 +235,7 @@ void TestPair(const Spec& a_spec, const Spec& b_spec, int64_t m, int64_t n, int6
 }  // namespace
 
 int RunCodesTests() {
-  for (const std::string& variant : AvailableVariants()) {
+  for (const std::string& variant : AvailableTables()) {
     SetVariant(variant);
     for (const Spec& spec : Specs()) {
       for (int64_t m : {1, 2, 3, 8}) {

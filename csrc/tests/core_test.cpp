@@ -219,7 +219,7 @@ void TestTables() {
   spec.block_cols = 32;
   spec.stochastic = true;
   std::vector<uint8_t> first;
-  for (const std::string& name : AvailableVariants()) {
+  for (const std::string& name : AvailableTables()) {
     SetVariant(name);
     const Matrix m{x.data(), DType::kFloat32, kRows, kCols, kCols, 1};
     std::vector<uint8_t> data(kRows * kCols), scale(kRows * 3), data2(data), scale2(scale);
@@ -388,7 +388,7 @@ int main() {
   TestFloat16();
   TestTransform();
   TestTables();
-  for (const std::string& name : AvailableVariants()) {
+  for (const std::string& name : AvailableTables()) {
     SetVariant(name);
     sweep_hash = 0xcbf29ce484222325u;
     TestSweep();

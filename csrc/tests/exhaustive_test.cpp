@@ -70,7 +70,7 @@ class Walk {
 int64_t Compare(const Model& model, const std::vector<float>& x, const std::vector<uint8_t>& want,
                 std::vector<uint8_t>& got) {
   int64_t failures = 0;
-  for (const std::string& name : hybridq::AvailableVariants()) {
+  for (const std::string& name : hybridq::AvailableTables()) {
     hybridq::SetVariant(name);
     std::memset(got.data(), 0xee, got.size());
     hybridq::ActiveKernels().cast(model.element, x.data(), static_cast<int64_t>(x.size()),
@@ -110,7 +110,7 @@ int64_t Run(const Model& model) {
     tried += 2 * kRun;
   }
   std::printf("%s: %llu values, %zu variants, %lld failures\n", model.name,
-              static_cast<unsigned long long>(tried), hybridq::AvailableVariants().size(),
+              static_cast<unsigned long long>(tried), hybridq::AvailableTables().size(),
               static_cast<long long>(failures));
   return failures;
 }

@@ -1,8 +1,8 @@
 // The products: sums of small integers, which are exact in any order, in buffers of just their
 // size. What this CPU has not is left out.
+#include "cpu/product.h"
 #include "cpu/kernels.h"
 #include "cpu/planes_product.h"
-#include "cpu/product.h"
 
 #include <cstdio>
 #include <random>
@@ -74,10 +74,36 @@ bool OfMatrices(const ProductJob& job, int threads) {
   return ActiveKernels().multiply_planes(planes, threads);
 }
 
+// The same in BF16: tiles.
+bool OfTiles(const ProductJob& job, int threads) {
+  PlanesJob planes{};
+  planes.product = job;
+  planes.a.matrix = {job.a, DType::kBFloat16, job.m, job.k, job.a_stride, 1};
+  planes.b.matrix = {job.b, DType::kBFloat16, job.n, job.k, job.b_stride, 1};
+  return MultiplyPlanes(planes, true, threads) == ProductEnd::kDone;
+}
+
+void TestTiles() {
+  if (!MultipliesPlanesInBf16()) {
+    std::printf("no product of tiles on this CPU\n");
+    return;
+  }
+  for (int64_t m : {0, 1, 15, 16, 17, 33, 65, 300}) {
+    for (int64_t n : {0, 1, 15, 17, 32, 33, 65, 300}) {
+      for (int64_t k : {0, 1, 31, 32, 33, 257, 1024, 1057}) {
+        TestShape(OfTiles, m, n, k, (m + n) % 3, 1);
+      }
+    }
+  }
+  TestShape(OfTiles, 2048 + 33, 40, 34, 0, 2);    // more than one block of rows
+  TestShape(OfTiles, 40, 2048 + 33, 1100, 1, 2);  // of columns and along k
+  TestShape(OfTiles, 300, 2048 + 33, 2100, 0, 2);
+}
+
 // In every table of kernels that has it.
 void TestPlanesProduct() {
   const std::string before = ActiveKernels().name;
-  for (const std::string& name : AvailableVariants()) {
+  for (const std::string& name : AvailableTables()) {
     SetVariant(name);
     if (ActiveKernels().multiply_planes == nullptr) continue;
     for (int64_t m : {0, 1, 5, 7, 12, 97}) {
@@ -93,15 +119,7 @@ void TestPlanesProduct() {
   SetVariant(before);
 }
 
-}  // namespace
-
-int RunProductTests() {
-  TestPlanesProduct();
-  const ProductFn product = ActiveProduct();
-  if (product == nullptr) {
-    std::printf("no BF16 product on this CPU\n");
-    return failures == 0 ? 0 : 1;
-  }
+void TestProduct(ProductFn product) {
   const int64_t sizes[] = {0, 1, 2, 3, 8, 9, 15, 17, 31, 33, 47, 48, 49, 97};
   for (int64_t m : sizes) {
     for (int64_t n : sizes) {
@@ -111,6 +129,24 @@ int RunProductTests() {
   TestShape(product, 20, 50, 4096 + 33, 5, 1);  // more than one panel along k
   TestShape(product, 2048 + 9, 49, 34, 0, 2);   // more than one block of rows
   TestShape(product, 5, 70, 5000, 1, 2);
+}
+
+}  // namespace
+
+int RunProductTests() {
+  TestPlanesProduct();
+  TestTiles();
+  const ProductFn product = ActiveProduct();
+  if (product == nullptr) {
+    std::printf("no BF16 product on this CPU\n");
+    return failures == 0 ? 0 : 1;
+  }
+  TestProduct(product);
+  if (MultipliesPlanesInBf16()) {  // that of vectors, where tiles are what is taken
+    SetVariant(kAvx512);
+    TestProduct(ActiveProduct());
+    SetVariant(kTiles);
+  }
   std::printf("product: %d checks, %d failures\n", checks, failures);
   return failures == 0 ? 0 : 1;
 }

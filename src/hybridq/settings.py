@@ -8,7 +8,7 @@
 | `HYBRIDQ_HUGE_PAGES` | 0: large results on a CPU are in ordinary pages |
 | `HYBRIDQ_KEEP_MEMORY` | 1: the C library keeps all memory that this process frees |
 | `HYBRIDQ_LOG` | level of the logger `hybridq`: `debug`, `info`, `warning`, `error` |
-| `HYBRIDQ_CPU_VARIANT` | force a variant of the CPU core: `baseline`, `x86-64-v3`, `x86-64-v4` |
+| `HYBRIDQ_CPU_VARIANT` | force a variant of the CPU core: a name of `hybridq doctor`'s list |
 
 Another variable whose name begins with `HYBRIDQ_` has no effect, and is warned about at the import.
 

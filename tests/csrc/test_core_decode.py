@@ -21,7 +21,7 @@ from core_tools import (
 from hybridq import _core
 
 F = np.float32
-VARIANTS = _core.build_info()["variants"]
+VARIANTS = _core.build_info()["tables"]
 
 
 @pytest.fixture(params=SPECS)

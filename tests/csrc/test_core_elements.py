@@ -19,7 +19,7 @@ ELEMENTS = {
     "e3m2": (ml_dtypes.float6_e3m2fn, gf.format_info_ocp_e3m2),
     "e2m3": (ml_dtypes.float6_e2m3fn, gf.format_info_ocp_e2m3),
 }
-VARIANTS = _core.build_info()["variants"]
+VARIANTS = _core.build_info()["tables"]
 
 
 @pytest.fixture(params=ELEMENTS)

@@ -26,7 +26,7 @@ from core_tools import (
 )
 from hybridq import _core
 
-VARIANTS = _core.build_info()["variants"]
+VARIANTS = _core.build_info()["tables"]
 FAST = [name for name, spec in SPECS.items() if not (spec.four_over_six or spec.row_scaled)]
 SHAPES = [(1, 1), (2, 15), (3, 33), (33, 16), (129, 47), (130, 517), (40, 1030), (9, 4130)]
 

@@ -26,7 +26,7 @@ SHAPES = [
     *((1, 1), (1, 40), (40, 1), (3, 33), (16, 16)),
     *((33, 65), (129, 47), (130, 257), (150, 2100)),
 ]
-VARIANTS = _core.build_info()["variants"]
+VARIANTS = _core.build_info()["tables"]
 
 
 @pytest.fixture(params=SPECS)

@@ -11,7 +11,7 @@ from hybridq import _core
 
 SEED = 0xFEDCBA9876543210
 TARGETS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-VARIANTS = _core.build_info()["variants"]
+VARIANTS = _core.build_info()["tables"]
 
 
 @pytest.fixture(params=TARGETS, ids=TARGETS.values())

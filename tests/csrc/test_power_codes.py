@@ -33,7 +33,7 @@ MANTISSAS = [0x01, 0x00, 0x5F, 0x60, 0x61, 0x7F]
 BLOCK, COLS = 32, 512
 
 
-@pytest.fixture(params=_core.build_info()["variants"])
+@pytest.fixture(params=_core.build_info()["tables"])
 def variant(request):
     with using_variant(request.param):
         yield request.param

@@ -214,7 +214,7 @@ class QuantizeRules(Pool):
         for plane in t.tensor_storage.planes:
             check_backends(plane, "update_usage")
 
-    @fuzz(name=st.sampled_from(_core.build_info()["variants"]), threads=st.sampled_from((1, 1, 2)))
+    @fuzz(name=st.sampled_from(_core.build_info()["tables"]), threads=st.sampled_from((1, 1, 2)))
     def variant(self, name: str, threads: int) -> None:
         """Another variant of the CPU kernels, and number of threads, for what follows."""
         _core.set_variant(name)

@@ -235,6 +235,7 @@ def test_zero_keeps_nothing_and_frees() -> None:
     assert w.rowwise.operand_cache.nbytes == 0
 
 
+@pytest.mark.usefixtures("without_tiles")
 def test_prepare_keeps_at_once(decodes: list[str]) -> None:
     w, x = weight(), hybridq.quantize(X.bfloat16(), "mxfp8")
     assert hybridq.prepare(w.rowwise, x.rowwise) > 0
@@ -247,6 +248,16 @@ def test_prepare_keeps_at_once(decodes: list[str]) -> None:
     with pytest.raises(ValueError, match="contraction length, got 64 and 32"):
         hybridq.prepare(w.rowwise, w.columnwise)
     assert hybridq.prepare(hybridq.Plane.of(X)) == 0  # nothing to prepare
+
+
+def test_nothing_is_kept_where_codes_become_tiles(tiles: None, decodes: list[str]) -> None:
+    """They are decoded about as fast as what is kept would be read."""
+    w, x = weight(), hybridq.quantize(X.bfloat16(), "mxfp8")
+    assert hybridq.prepare(w.rowwise, x.rowwise) == 0
+    for _ in range(3):
+        hybridq.gemm(x, w, out_dtype=torch.bfloat16)
+    assert not decodes
+    assert w.rowwise.operand_cache is None or w.rowwise.operand_cache.nbytes == 0
 
 
 def test_copies_and_pickles_do_not_bring_it_along() -> None:

@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 #: The reference backend, and every variant of the compiled core.
-WAYS = ("reference", *_core.build_info()["variants"])
+WAYS = ("reference", *_core.build_info()["tables"])
 #: Inside one tile, over the edges of tiles in both directions, odd, and nothing.
 SHAPES = ((130, 600), (33, 77), (1, 1), (3, 4100), (0, 5), (5, 0))
 

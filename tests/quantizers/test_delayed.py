@@ -353,7 +353,7 @@ def test_every_variant_and_number_of_threads(threads) -> None:
     seen = []
     try:
         torch.set_num_threads(threads)
-        for name in core.build_info()["variants"]:
+        for name in core.build_info()["tables"]:
             core.set_variant(name)
             seen.append(
                 torch.ops.hybridq.encode_with_amax(x, fp8, fp8, *[torch.tensor([-3.0])] * 2)

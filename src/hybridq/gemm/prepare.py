@@ -64,7 +64,8 @@ def prepare(
         out_dtype: of its result.
 
     Returns:
-        Bytes that are kept for `plane`; 0 where nothing may be kept (`kernels.inputs.can_cache`).
+        Bytes that are kept for `plane`; 0 where nothing may be kept (`kernels.inputs.can_cache`),
+        and on CPUs with AMX, whose products read codes about as fast as anything that is decoded.
 
     Raises:
         ValueError: `side` or `precision` is unknown, or the contraction lengths differ.
@@ -72,7 +73,7 @@ def prepare(
     Example:
         >>> import torch, hybridq
         >>> w = hybridq.quantize(torch.ones(64, 128), "mxfp8")
-        >>> hybridq.prepare(w.rowwise) in (16384, 32768)  # decoded to BF16, on some CPUs to FP32
+        >>> hybridq.prepare(w.rowwise) in (16384, 32768, 0)  # BF16, on some CPUs FP32, or codes
         True
     """
     check_precision(precision, "prepare")

@@ -84,6 +84,7 @@ def test_sums_do_not_depend_on_the_threads() -> None:
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_e4m3", "mxfp8", "bf16"])
+@pytest.mark.usefixtures("without_tiles")
 def test_a_gemm_that_needs_fp32_takes_it(name: str, monkeypatch) -> None:
     """A factor, a bias, an accumulation or an FP32 result: BF16 operands, and no FP32 product."""
     a, b = make(torch.randn(20, 96).bfloat16(), name), make(torch.randn(30, 96), "mxfp8")

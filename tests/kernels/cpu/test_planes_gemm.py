@@ -114,7 +114,7 @@ def test_codes_are_decoded_as_they_are_read(m: int, n: int, k: int, text: str) -
     x, y = torch.randn(m, k).bfloat16(), (torch.randn(n, k) * 3).bfloat16()
     left, a = operand(x, text)
     right, b = operand(y, text)
-    run = product.PlanesProduct(left.spec, right.spec)
+    run = product.PlanesProduct(left.spec, right.spec, in_bf16=False)
     got = run(left, right, GemmArgs(None, None, torch.float32)).double()
     error = (k + 8) * 2.0**-24 * (a.abs() @ b.abs().t())
     if left.spec.signs is not None:  # what it is compared with was transformed back, in FP32
@@ -128,7 +128,7 @@ def test_a_plane_meets_a_matrix_of_any_strides() -> None:
     for matrix in (integers(9, 64, 4), integers(9, 130, 4)[:, ::2][:, :64], integers(64, 9, 4).t()):
         spec = hybridq.PlaneSpec.parse("bf16")
         other = Operand([matrix], spec, *matrix.shape)
-        got = product.PlanesProduct(left.spec, spec)(
+        got = product.PlanesProduct(left.spec, spec, in_bf16=False)(
             left, other, GemmArgs(None, None, torch.float32)
         )
         assert torch.equal(got.double(), a @ matrix.double().t())
@@ -151,5 +151,5 @@ def test_what_does_not_fit_is_an_error() -> None:
     with pytest.raises(ValueError, match="elements apart"):
         core.product_of_planes(
             (None, 64, "float32", 3), (None, 64, "float32", 4), 1, 1, 4, 0, 0, "float32", 0, 0, 64,
-            "float32",
+            "float32", False,
         )  # fmt: skip

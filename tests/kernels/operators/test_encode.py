@@ -200,7 +200,7 @@ def test_given_amax_replaces_the_matrixs_own(backend, fmt, direction, seed):
 def cpu_variants() -> list[str]:
     """Instruction sets that the compiled core was built for and that this machine has."""
     core = pytest.importorskip("hybridq._core", reason="the compiled core is not built")
-    return core.build_info()["variants"]
+    return core.build_info()["tables"]
 
 
 def test_every_cpu_variant_equals_oracle(fmt, seed):

@@ -38,7 +38,7 @@ from oracle.planes import pack_nibbles
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 #: The reference, and the CPU core with every instruction set that this machine has.
-ENGINES = ("reference", *_core.build_info()["variants"])
+ENGINES = ("reference", *_core.build_info()["tables"])
 HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 FORMATS = [name for name in formats.names() if not formats.format(name).is_identity]
 MX = [name for name in FORMATS if formats.format(name).scale.name == "e8m0"]

@@ -42,7 +42,7 @@ def x_with(bits: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def backends():
-    names = [("reference", None), *(("cpu", name) for name in _core.build_info()["variants"])]
+    names = [("reference", None), *(("cpu", name) for name in _core.build_info()["tables"])]
     return names + ([("emulated", None)] if _EMULATED is not None else [])
 
 

@@ -42,7 +42,7 @@ def test_every_pair_has_the_bits_of_two_steps(name: str) -> None:
 
 @pytest.mark.parametrize("kind", list(ACTIVATIONS))
 def test_every_activation(kind: str) -> None:
-    for variant in cpu.core.build_info()["variants"]:
+    for variant in cpu.core.build_info()["tables"]:
         before = cpu.core.variant()
         try:
             cpu.core.set_variant(variant)

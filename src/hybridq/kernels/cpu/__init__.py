@@ -6,7 +6,7 @@ from . import backend
 from .backend import CPU, core, core_error, core_spec, encoder
 from .bf16_gemm import SKINNY_ROWS, multiply, product_reason
 from .codes_gemm import CodesProduct, codes_reason
-from .planes_gemm import PlanesProduct, multiply_matrices, planes_reason
+from .planes_gemm import PlanesProduct, multiply_matrices, planes_reason, tiles_reason
 from .steps import Place, Steps
 
 __all__ = [
@@ -26,4 +26,5 @@ __all__ = [
     "multiply_matrices",
     "planes_reason",
     "product_reason",
+    "tiles_reason",
 ]

@@ -1,4 +1,7 @@
-"""The core's FP32 product of planes, which decodes both operands on their way into its blocks."""
+"""The core's products of planes, which decode both operands on their way into their blocks.
+
+One is in FP32. The other, of CPUs with AMX, multiplies in BF16, with sums in FP32.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from ..inputs import DTYPES, described_plane, given, made, matrix, plane_descrip
 from .backend import core, core_error, core_spec
 from .bf16_gemm import along_k, as_added
 
-__all__ = ["PlanesProduct", "multiply_matrices", "planes_reason"]
+__all__ = ["PlanesProduct", "multiply_matrices", "planes_reason", "tiles_reason"]
 
 _CPU: Final = torch.device("cpu")
 _empty: Final[Any] = torch.empty
@@ -33,6 +36,24 @@ def planes_reason(spec: PlaneSpec | None = None) -> str | None:
         return "this CPU has a BF16 product, or the kernels in use have no fused multiply-add"
     if spec is None or spec.format.is_identity:
         return None
+    return core_spec(spec)[1]
+
+
+def tiles_reason(spec: PlaneSpec | None = None) -> str | None:
+    """Return None if the core multiplies planes in BF16 that it decodes on the way, else why not.
+
+    Args:
+        spec: of an operand; None: of any.
+    """
+    if core is None:
+        return f"the compiled core is missing ({core_error})"
+    if not core.multiplies_planes_in_bf16():
+        return "the core's BF16 product of planes needs AMX"
+    if spec is None:
+        return None
+    if spec.format.is_identity:
+        is_held = spec.format.storage_dtype is torch.bfloat16
+        return None if is_held else "BF16 does not hold the operand"
     return core_spec(spec)[1]
 
 
@@ -74,23 +95,28 @@ class PlanesProduct:
     """Multiplies planes of two specs, of which nothing decoded is made or kept.
 
     Args:
-        a, b: specs for which `planes_reason` has none, under one transform or none.
+        a, b: specs for which `planes_reason` has none, or `tiles_reason`, under one transform or
+            none.
+        in_bf16: as `tiles_reason` says.
     """
 
-    __slots__ = ("_a", "_b")
+    __slots__ = ("_a", "_b", "in_bf16")
 
-    def __init__(self, a: PlaneSpec, b: PlaneSpec) -> None:
+    def __init__(self, a: PlaneSpec, b: PlaneSpec, in_bf16: bool) -> None:
         self._a, self._b = _describer("product: a", a), _describer("product: b", b)
+        self.in_bf16 = in_bf16
 
-    def __call__(self, a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
+    def __call__(self, a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor | None:
         """Return `a @ b.T` times the planes' factors, with all that follows, rounded once.
+
+        None: a value leaves BF16's normal range.
 
         Args:
             a: a plane of the first spec, on a CPU.
             b: one of the second.
             args: bias, what is accumulated into, and the result's dtype.
         """
-        return _product(self._a(a), self._b(b), args)
+        return _product(self._a(a), self._b(b), args, self.in_bf16)
 
 
 def multiply_matrices(a: torch.Tensor, b: torch.Tensor, args: GemmArgs) -> torch.Tensor:
@@ -100,10 +126,13 @@ def multiply_matrices(a: torch.Tensor, b: torch.Tensor, args: GemmArgs) -> torch
         a, b: `[M, K]` and `[N, K]` of FP32, BF16 or FP16 on a CPU.
         args: as of PlanesProduct.
     """
-    return _product(_of_matrix("product: a", a), _of_matrix("product: b", b), args)
+    made = _product(_of_matrix("product: a", a), _of_matrix("product: b", b), args, False)
+    if made is None:
+        raise RuntimeError("product: the kernels in use have no FP32 product")
+    return made
 
 
-def _product(a: _Described, b: _Described, args: GemmArgs) -> torch.Tensor:
+def _product(a: _Described, b: _Described, args: GemmArgs, in_bf16: bool) -> torch.Tensor | None:
     left, m, k, kept_a = a
     right, n, width, kept_b = b
     if width != k:
@@ -114,7 +143,7 @@ def _product(a: _Described, b: _Described, args: GemmArgs) -> torch.Tensor:
     if into is not None and into.dtype not in DTYPES:
         into = into.to(torch.float32)
     out = _empty(m, n, dtype=args.out_dtype, device=_CPU)
-    core.product_of_planes(
+    is_done = core.product_of_planes(
         left,
         right,
         m,
@@ -124,7 +153,8 @@ def _product(a: _Described, b: _Described, args: GemmArgs) -> torch.Tensor:
         *as_added(into, m, n),
         made(out),
         DTYPES[args.out_dtype],
+        in_bf16,
         _threads(),
     )
     del kept_a, kept_b
-    return out
+    return out if is_done else None

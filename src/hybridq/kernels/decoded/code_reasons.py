@@ -6,7 +6,7 @@ import torch
 
 from ...formats import PlaneSpec
 from ..choice import OpQuery, choose
-from ..cpu import CPU, codes_reason, planes_reason
+from ..cpu import CPU, codes_reason, planes_reason, tiles_reason
 
 __all__ = ["no_codes_reason", "no_planes_reason"]
 
@@ -24,16 +24,17 @@ def no_codes_reason(a: PlaneSpec, b: PlaneSpec) -> str | None:
     return _other_decoder(b, "b") or codes_reason(b)
 
 
-def no_planes_reason(a: PlaneSpec, b: PlaneSpec) -> str | None:
-    """Return None if a product in FP32 on a CPU decodes its operands on the way, else why not.
+def no_planes_reason(a: PlaneSpec, b: PlaneSpec, in_bf16: bool) -> str | None:
+    """Return None if a product on a CPU decodes its operands on the way, else why not.
 
     Args:
         a, b: the operands' specs.
+        in_bf16: the product is made in BF16, which holds both; else in FP32.
     """
     if a.signs != b.signs:
         return "one operand is transformed and the other is not, so it is transformed back"
     for name, spec in (("a", a), ("b", b)):
-        reason = planes_reason(spec)
+        reason = tiles_reason(spec) if in_bf16 else planes_reason(spec)
         if reason is None and not spec.format.is_identity:
             reason = _other_decoder(spec, name)
         if reason is not None:

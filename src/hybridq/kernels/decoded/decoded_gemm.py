@@ -34,6 +34,7 @@ from ..cpu import (
     multiply,
     planes_reason,
     product_reason,
+    tiles_reason,
 )
 from ..inputs import has_autocast, without_autocast
 from ..scaled_mm import finish
@@ -144,8 +145,8 @@ class _ExactProduct:
         if device == "cpu":
             if no_codes_reason(a, b) is None:
                 self._codes = CodesProduct(b)
-            if not in_bf16 and no_planes_reason(a, b) is None:
-                self._planes = PlanesProduct(a, b)
+            if no_planes_reason(a, b, in_bf16) is None:
+                self._planes = PlanesProduct(a, b, in_bf16)
 
     def __call__(self, a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
         if self._both_plain:
@@ -153,8 +154,10 @@ class _ExactProduct:
             if plain is not None:
                 return plain
         has_few_rows = self._codes is not None and 0 < a.rows <= SKINNY_ROWS
-        if self._planes is not None and not has_few_rows and not _gains_by_keeping(a, b):
-            return self._planes(a, b, args)
+        if self._planes is not None and not has_few_rows and not self._gains_by_keeping(a, b):
+            product = self._planes(a, b, args)
+            if product is not None:
+                return product
         left = self._left.ready(a) or self._left.decode(a)
         if self._codes is not None and has_few_rows:
             matrix = left.matrix
@@ -165,6 +168,18 @@ class _ExactProduct:
                 return made
         right = self._right.ready(b) or self._right.decode(b)
         return multiply_sides(left, right, args)
+
+    def _gains_by_keeping(self, a: Operand, b: Operand) -> bool:
+        """Whether an operand can be kept decoded and meets so few rows that this is worth it.
+
+        Never where codes become BF16 on their way: they are decoded about as fast as what is
+        kept is read.
+        """
+        if self._planes is None or self._planes.in_bf16:
+            return False
+        return (b.cache is not None and a.rows < _KEPT_ROWS) or (
+            a.cache is not None and b.rows < _KEPT_ROWS
+        )
 
 
 def multiplier(
@@ -183,6 +198,7 @@ def multiplier(
         product_reason() is None,
         codes_reason() is None,
         planes_reason() is None,
+        tiles_reason() is None,
         is_slow(torch.bfloat16, device),
         settings.current().backend,
     )
@@ -200,13 +216,6 @@ def _exact_product(
 ) -> _ExactProduct:
     del asked
     return _ExactProduct(a, b, out_dtype, is_alone, device)
-
-
-def _gains_by_keeping(a: Operand, b: Operand) -> bool:
-    """Whether an operand can be kept decoded and meets so few rows that this is worth it."""
-    return (b.cache is not None and a.rows < _KEPT_ROWS) or (
-        a.cache is not None and b.rows < _KEPT_ROWS
-    )
 
 
 def _plain_notes(row: PlaneSpec, col: PlaneSpec, query: OpQuery) -> tuple[str, ...]:
@@ -247,9 +256,11 @@ def _many_rows_notes(a: PlaneSpec, b: PlaneSpec, query: OpQuery) -> tuple[str, .
     """Return how planes are multiplied that are decoded first."""
     reason = fp32_reason(a, b, query.device, query.dtype, is_alone=True)
     if reason is not None:
-        if query.device == "cpu" and no_planes_reason(a, b) is None:
+        if query.device == "cpu" and no_planes_reason(a, b, in_bf16=False) is None:
             return ("the core's FP32 product, operands decoded exactly as it reads them", reason)
         return ("operands decoded exactly, FP32 product", reason)
+    if query.device == "cpu" and no_planes_reason(a, b, in_bf16=True) is None:
+        return ("the core's BF16 product, FP32 accumulation; codes become BF16 as it reads them",)
     made = "operands decoded exactly to BF16, BF16 product with FP32 accumulation"
     if takes_factors(query):
         return (
