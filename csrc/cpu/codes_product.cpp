@@ -3,6 +3,7 @@
 
 #include "core/float_env.h"
 #include "cpu/kernels.h"
+#include "cpu/planes_product.h"
 #include "formats/hadamard.h"
 #include "formats/scale_two_level.h"
 
@@ -16,6 +17,13 @@ ProductEnd MultiplyCodes(const CodesJob& job, int threads) {
   const bool is_bf16 = spec.block_cols == 0 || spec.scale != ScaleElement::kFp32 ||
                        spec.power_of_two;  // its values are
   if (job.wide == nullptr && is_bf16 && ActiveProduct() != nullptr) {
+    if (product.m > kRowsBeforeTiles && MultipliesPlanesInBf16()) {
+      PlanesJob planes{};
+      planes.product = product;
+      planes.a.matrix = {product.a, DType::kBFloat16, product.m, product.k, product.a_stride, 1};
+      planes.b.plane = job.plane;
+      return MultiplyPlanes(planes, true, threads);
+    }
     return avx512_bf16::MultiplyCodesBf16(job, threads);
   }
 #endif

@@ -33,10 +33,9 @@ ProductFn Best() {
 bool IsActive(const char* name) { return std::string_view(ActiveKernels().name) == name; }
 
 #if defined(HQ_HAVE_AMX)
-// Few rows have the sums of the product without tiles, which reads b as it lies.
 bool ProductOfTiles(const ProductJob& job, int threads) {
-  return job.m <= kFewRows ? avx512_bf16::ProductBf16(job, threads)
-                           : amx::ProductBf16(job, threads);
+  return job.m <= kRowsBeforeTiles ? avx512_bf16::ProductBf16(job, threads)
+                                   : amx::ProductBf16(job, threads);
 }
 #endif
 

@@ -37,6 +37,8 @@ enum class ProductEnd {
 
 // Up to so many rows of a, b is read once and as it lies: sums do not depend on their number.
 inline constexpr int64_t kFewRows = 8;
+// Up to so many are multiplied by vectors where there are tiles: more take longer than these.
+inline constexpr int64_t kRowsBeforeTiles = 4;
 
 // Returns false if memory ran out. Sums do not depend on the number of threads.
 using ProductFn = bool (*)(const ProductJob& job, int threads);
