@@ -27,6 +27,8 @@ from hybridq.kernels.cuda.block_product import multiply_blocks, multiply_pair
 from hybridq.kernels.decoded import decoded_grouped_gemm
 from hybridq.kernels.inputs import Chip
 from hybridq.kernels.ragged import capacity, group_ends, padded_offsets
+from hybridq.kernels.scaled_mm import backend as scaled_backend
+from hybridq.kernels.scaled_mm import core_sides, laid_down
 
 MODULE = emulated.load()
 pytestmark = pytest.mark.skipif(MODULE is None, reason="make emulation builds the kernels")
@@ -330,3 +332,65 @@ def test_dense_products_of_folded_planes(monkeypatch, precision, is_planned, add
     # One rounding to BF16, and what the fold rounds: 2^-17.8 of a block's amax for each code.
     sums = values[0].abs() @ values[1].abs().t()
     assert ((got - want).abs() <= 2.0**-8 * want.abs() + 2.0**-15 * sums + 2.0**-12).all()
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+@pytest.mark.parametrize(
+    "a_name,b_name,adds",
+    [
+        ("fp8_e4m3", "fp8_e5m2", False),
+        ("fp8_1x128", "fp8_128x128", False),
+        ("fp8_1x128_e5m2", "fp8_1x128", False),
+        ("fp8_1x128", "fp8_1x128", True),
+    ],
+)
+def test_small_products_of_fp8_planes(monkeypatch, a_name, b_name, adds, is_planned) -> None:
+    """By the core, without cuBLASLt; and what rows of any size are added to."""
+    kernels, calls = emulated.EmulatedKernels(MODULE), []
+
+    def run(*given: object) -> torch.Tensor:
+        calls.append(given)
+        return kernels.multiply_pair(*given)
+
+    hopper = Chip("cuda", (9, 0), (13, 0), (2, 11))
+    monkeypatch.setattr(core_sides, "core_product", lambda op, chip: run)
+    monkeypatch.setattr(scaled_backend, "multiply", None)
+    monkeypatch.setattr(scaled_backend, "_scaled_mm", None)
+    if adds:
+        monkeypatch.setattr(core_sides, "_SMALL", 0)
+    (m, n, k), operands, values = (68, 128, 272), [], []
+    for name, rows, seed in ((a_name, m, 1), (b_name, n, 2)):
+        spec = laid_down(PlaneSpec.parse(name))
+        x = torch.randn(rows, k, generator=torch.Generator().manual_seed(seed))
+        buffers = torch.ops.hybridq.encode(x, spec.text, "", x.abs().max().view(1), None, None)
+        codes, scale = buffers[:2]
+        if spec.format.block == (1, 128):  # as a GPU writes them
+            scale = scale.t().contiguous().t()
+        operands.append(Operand([codes, scale], spec, rows, k))
+        values.append(torch.ops.hybridq.decode(buffers, spec.text, rows, k, torch.float32).double())
+    bias, into = torch.randn(n).bfloat16(), torch.randn(m, n).bfloat16() if adds else None
+    args = GemmArgs(bias, into, torch.bfloat16, "auto", hopper)
+    specs = [one.spec for one in operands]
+    query = OpQuery("gemm", "cuda", torch.bfloat16, *specs, "auto", (m, n, k), hopper)
+    if is_planned:
+        got = scaled_backend.NATIVE.planner(query)(*operands, args)
+    else:
+        got = scaled_backend.NATIVE.ops["gemm"](*operands, args)
+    want = values[0] @ values[1].t() + bias + (0 if into is None else into)
+    sums = values[0].abs() @ values[1].abs().t()
+    assert len(calls) == 1
+    assert ((got - want).abs() <= 2.0**-8 * want.abs() + 2.0**-15 * sums + 2.0**-12).all()
+    by = "cuBLASLt" if adds else "the core's kernel"
+    assert by in scaled_backend.NATIVE.notes(query)[0]
+
+
+def test_products_that_a_host_does_not_wait_for_are_cublaslts(monkeypatch) -> None:
+    hopper = Chip("cuda", (9, 0), (13, 0), (2, 11))
+    assert "no such product" in str(core_sides.core_reason(hopper, "tensor", (16, 256, 256)))
+    monkeypatch.setattr(core_sides, "core_product", lambda op, chip: print)
+    for sizes in ((16, 256, 256), (2048, 2048, 2048), (8192, 1024, 1024), (4, 2048, 2048)):
+        assert core_sides.core_reason(hopper, "tensor", sizes) is None
+        assert core_sides.core_reason(hopper, "block", sizes) is None
+        assert core_sides.core_reason(hopper, "row", sizes) is not None
+    for sizes in ((4096, 4096, 4096), (16, 4096, 4096), (0, 16, 16)):  # large, long, nothing
+        assert core_sides.core_reason(hopper, "tensor", sizes) is not None

@@ -53,8 +53,10 @@ from .scaled_mm import (
     Scaled,
     Trial,
     block_scales,
+    block_side,
     core_product,
     exact_reason,
+    fits_core,
     is_foldable,
     laid_down,
     multiply,
@@ -65,7 +67,7 @@ from .scaled_mm import (
 )
 from .triton.backend import block_gemm, block_gemm_reason
 
-__all__ = ["FOLD", "block_side"]
+__all__ = ["FOLD"]
 
 _BLOCK = GATES["block"]
 
@@ -252,25 +254,6 @@ def _by_core(
     return core_product("multiply_pair", chip) if adds or m * n * k < _LARGE else None
 
 
-def block_side(operand: Operand) -> BlockSide | None:
-    """Return an FP8 operand with scales of 1x128, or squares of them, as the core takes it.
-
-    None: its codes or scales lie otherwise.
-    """
-    codes, scale = operand.buffers
-    rows, block = operand.rows, operand.spec.format.block
-    fits = codes.is_contiguous() and (begins_at(codes) | codes.shape[1]) % _ALIGNMENT == 0
-    if not fits or codes.shape[0] != rows or rows % 4:
-        return None
-    element = str(operand.spec.format.element)
-    if block == (FOLD_WIDTH, FOLD_WIDTH):
-        return BlockSide(codes, scale, element, rows, "square") if rows % FOLD_WIDTH == 0 else None
-    laid = scale.t()
-    if block != (1, FOLD_WIDTH) or not laid.is_contiguous() or begins_at(laid) % _ALIGNMENT:
-        return None
-    return BlockSide(codes, laid, element, rows)
-
-
 def _core_gemm(left: Operand, right: Operand, args: GemmArgs, chip: Chip) -> torch.Tensor | None:
     """Return the product of two folded operands by the core's kernel; None: it is not for it."""
     sizes = (left.rows, right.rows, left.buffers[0].shape[1])
@@ -278,9 +261,7 @@ def _core_gemm(left: Operand, right: Operand, args: GemmArgs, chip: Chip) -> tor
     if run is None or 0 in sizes:
         return None
     a, b = block_side(left), block_side(right)
-    if a is None or b is None or a.per == "square":
-        return None
-    return run(a, b, args)
+    return run(a, b, args) if a is not None and b is not None and fits_core(a, b) else None
 
 
 def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:

@@ -231,7 +231,7 @@ def test_every_cpu_variant_equals_oracle(fmt, seed):
                     assert_bits_equal(decode_plane(row, spec, *x.shape), want, variant)
     finally:
         _core.set_variant(before)
-    assert before in tested and "baseline" in tested
+    assert before.removesuffix("-amx") in tested and "baseline" in tested
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .backend import NATIVE, multiply, planned_product
 from .chip_gates import ENOUGH_TOKENS, GATES, core_product, exact_reason
+from .core_sides import block_side, fits_core
 from .epilogue import finish, only_product
 from .grouped import group_count_reason
 from .operand_layout import ceil_to, pad_codes, swizzle
@@ -30,10 +31,12 @@ __all__ = [
     "Scaled",
     "Trial",
     "block_scales",
+    "block_side",
     "ceil_to",
     "core_product",
     "exact_reason",
     "finish",
+    "fits_core",
     "fp8_codes",
     "group_count_reason",
     "is_foldable",

@@ -33,6 +33,7 @@ from ..choice import (
 )
 from ..inputs import Chip, begins_at, chip_of, is_current, stream_of
 from .chip_gates import ENOUGH_TOKENS, GATES, KIND_NAMES, core_product, exact_reason
+from .core_sides import core_gemm, core_reason
 from .cublas_probe import block_takes_bias
 from .epilogue import finish, only_product
 from .grouped import grouped_gemm, grouped_kind
@@ -142,7 +143,9 @@ def _notes(query: OpQuery) -> tuple[str, ...]:
         ends = "group ends stay on the device; groups without tokens give zeros"
         return (f"{KIND_NAMES[kind or 'row']}, by torch's scaled grouped product", ends, error)
     kind, _ = native_kind(query.row, query.col, query.chip, _depth(query))
-    return (f"{KIND_NAMES[kind or 'tensor']}, by cuBLASLt", error)
+    is_cores = query.sizes and core_reason(query.chip, kind or "", query.sizes) is None
+    by = "the core's kernel" if is_cores else "cuBLASLt"
+    return (f"{KIND_NAMES[kind or 'tensor']}, by {by}", error)
 
 
 def _view(operand: Operand, kind: str, rows: int, is_square: bool) -> Scaled:
@@ -304,6 +307,9 @@ def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
     kind, reason = native_kind(a.spec, b.spec, chip, a.cols)
     if kind is None:
         raise BackendError(f"gemm: the native backend was chosen but cannot: {reason}")
+    made = core_gemm(a, b, args, chip, kind)
+    if made is not None:
+        return made
     args = args._replace(chip=chip)
     return or_next_way(lambda: multiply(a, b, args, kind), kind, (a.spec, b.spec), a, b, args)
 
@@ -319,10 +325,14 @@ class _Planned:
         room: bytes that factors of two levels take, a multiple of `ALIGNMENT`.
     """
 
-    __slots__ = ("_factors", "_is_known", "_kind", "_trial", "_ways", "room")
+    __slots__ = ("_chip", "_factors", "_is_known", "_kind", "_trial", "_ways", "room")
 
     def __init__(self, query: OpQuery, kind: str) -> None:
         self._kind, self._is_known = kind, False
+        #: Where the core may make the product; None: it does not.
+        self._chip = query.chip
+        if core_reason(query.chip, kind, query.sizes or (0, 0, 0)) is not None and kind != "block":
+            self._chip = None
         #: How both operands are taken as they lie, or None.
         self._ways = _ways_as_they_lie(query, kind)
         #: What makes factors of their amaxes at once; None: there are none, or nothing does.
@@ -336,6 +346,10 @@ class _Planned:
 
     def __call__(self, a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
         """Return what `_gemm` does."""
+        if self._chip is not None:
+            by_core = core_gemm(a, b, args, self._chip, self._kind)
+            if by_core is not None:
+                return by_core
         try:
             made = self._as_they_lie(a, b, args)
             if made is None:
