@@ -192,13 +192,10 @@ struct Work {
               job.product.k) {}
 };
 
-// Strip number `strip` of the block becomes strip number `number` of `to`, with zeros where there
-// is nothing.
+// Strip number `strip` of the block becomes strip number `number` of `to`. What lies behind its
+// last row is multiplied, too, and nobody looks at those sums.
 void DecodeStrip(Work& work, const Operand& x, int64_t strip, const Packed& to, int64_t number) {
   const int64_t count = std::min(kStrip, x.rows - strip * kStrip);
-  for (int64_t r = count; r < kStrip; ++r) {
-    for (int64_t g = 0; g < work.groups; ++g) std::memset(to.At(number, g) + r * 64, 0, 64);
-  }
   if (!x.store(x, x.first + strip * kStrip, count, work.k0, work.depth, to, number)) {
     work.stays.store(false, std::memory_order_relaxed);
   }
