@@ -181,6 +181,18 @@ def test_the_report_has_versions_the_core_and_the_machine():
     assert all(line == line.rstrip() for line in text.splitlines())
 
 
+def test_a_cpu_whose_tiles_are_not_used_is_told_so() -> None:
+    """A container may forbid the call that asks for them, and products are slow for no reason."""
+    found = diagnose()
+    tiled = replace(found.machine, flags=("avx512f", "amx_tile", "amx_bf16"))
+    for variants, is_said in ((["x86-64-v4"], True), (["x86-64-v4", "x86-64-v4-amx"], False)):
+        core = replace(found.core, is_built=True, build={"variants": variants})
+        assert ("arch_prctl is allowed" in str(replace(found, core=core, machine=tiled))) is is_said
+    plain = replace(found.machine, flags=("avx512f",))
+    core = replace(found.core, is_built=True, build={"variants": ["x86-64-v4"]})
+    assert "AMX" not in str(replace(found, core=core, machine=plain))
+
+
 def fake_tool(folder, monkeypatch, body: str) -> None:
     tool = folder / "nvidia-smi"
     tool.write_text("#!/bin/sh\n" + body)

@@ -47,6 +47,12 @@ _EXAMPLE_OPS = (
     "grouped_loop",
 )
 _EXAMPLE = "mxfp8"
+#: The variant whose BF16 products are made of tiles.
+_TILES = "x86-64-v4-amx"
+_NO_TILES = (
+    "not used: the core was built without it, or the system does not let this process use it "
+    "(Linux 5.16 and newer do, where arch_prctl is allowed); BF16 products take AVX-512"
+)
 #: Sizes of training, for backends that want to know them.
 _SIZES = (16384, 4096, 4096)
 
@@ -211,6 +217,8 @@ class Diagnosis:
         for key, value in core.build.items():
             shown = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
             rows.append((key.replace("_", " "), shown))
+        if "amx_bf16" in self.machine.flags and _TILES not in core.build.get("variants", ()):
+            rows.append(("AMX", _NO_TILES))
         return Table("Compiled core: built", (), tuple(rows))
 
     def _machine(self) -> Table:
