@@ -33,7 +33,7 @@ constexpr int64_t kDepth = kGroups * kStep;
 constexpr int64_t kChunk = 256;   // rows and columns of a task's sums, at most
 constexpr int64_t kBlock = 2048;  // rows of an operand that are decoded at a time, at most
 constexpr int64_t kSums = kStrip * kStrip;           // of a strip of both
-constexpr int64_t kWorthThreads = int64_t{1} << 22;  // products for one thread
+constexpr int64_t kWorthThreads = int64_t{1} << 23;  // products for one thread
 constexpr uint16_t kNan = 0x7fc0;
 constexpr size_t kPage = 4096;
 
@@ -408,7 +408,7 @@ ProductEnd MultiplyPlanesBf16(const PlanesJob& job, int threads) {
   return work.ok ? ProductEnd::kNotHere : ProductEnd::kNoMemory;
 }
 
-// The product of BF16 matrices; m is more than kFewRows.
+// The product of BF16 matrices, of more than kRowsBeforeTiles rows.
 bool ProductBf16(const ProductJob& job, int threads) {
   PlanesJob planes{};
   planes.product = job;

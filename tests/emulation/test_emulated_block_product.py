@@ -353,7 +353,8 @@ def test_small_products_of_fp8_planes(monkeypatch, a_name, b_name, adds, is_plan
         return kernels.multiply_pair(*given)
 
     hopper = Chip("cuda", (9, 0), (13, 0), (2, 11))
-    monkeypatch.setattr(core_sides, "core_product", lambda op, chip: run)
+    for module in (core_sides, scaled_backend):
+        monkeypatch.setattr(module, "core_product", lambda op, chip: run)
     monkeypatch.setattr(scaled_backend, "multiply", None)
     monkeypatch.setattr(scaled_backend, "_scaled_mm", None)
     if adds:

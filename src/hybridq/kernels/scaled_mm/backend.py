@@ -325,14 +325,18 @@ class _Planned:
         room: bytes that factors of two levels take, a multiple of `ALIGNMENT`.
     """
 
-    __slots__ = ("_chip", "_factors", "_is_known", "_kind", "_trial", "_ways", "room")
+    __slots__ = (
+        *("_chip", "_factors", "_is_known", "_is_small", "_kind", "_trial", "_ways"),
+        "room",
+    )
 
     def __init__(self, query: OpQuery, kind: str) -> None:
         self._kind, self._is_known = kind, False
-        #: Where the core may make the product; None: it does not.
-        self._chip = query.chip
-        if core_reason(query.chip, kind, query.sizes or (0, 0, 0)) is not None and kind != "block":
-            self._chip = None
+        #: Where the core makes small products, and such that something is added to; or None.
+        self._chip = None
+        if query.chip is not None and core_product("multiply_pair", query.chip) is not None:
+            self._chip = query.chip
+        self._is_small = core_reason(query.chip, kind, query.sizes or (0, 0, 0)) is None
         #: How both operands are taken as they lie, or None.
         self._ways = _ways_as_they_lie(query, kind)
         #: What makes factors of their amaxes at once; None: there are none, or nothing does.
@@ -346,7 +350,7 @@ class _Planned:
 
     def __call__(self, a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
         """Return what `_gemm` does."""
-        if self._chip is not None:
+        if self._chip is not None and (self._is_small or args.accumulate_into is not None):
             by_core = core_gemm(a, b, args, self._chip, self._kind)
             if by_core is not None:
                 return by_core
