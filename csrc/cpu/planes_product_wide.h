@@ -12,6 +12,7 @@
 #define HYBRIDQ_CPU_PLANES_PRODUCT_WIDE_H_
 
 #include "cpu/decode.h"
+#include "cpu/kept_room.h"
 #include "cpu/planes_product.h"
 #include "cpu/product_finish.h"
 
@@ -23,41 +24,24 @@ HQ_NAMESPACE_BEGIN
 
 #if defined(__FMA__)
 
-inline constexpr int kPanel = 2 * kVectorLanes;             // rows of b
+inline constexpr int kPanel = 2 * kVectorLanes;                   // rows of b
 inline constexpr int kTileRowsOfA = kVectorBytes == 64 ? 12 : 6;  // all but a few registers
-inline constexpr int kDepth = 256;                          // k at a time
-inline constexpr int kChunkRows = 96;    // of a, in the second-level cache during a task
-inline constexpr int kBlockRows = 1056;  // of a
-inline constexpr int kBlockCols = 2048;  // rows of b
+inline constexpr int kDepth = 256;                                // k at a time
+inline constexpr int kChunkRows = 96;               // of a, in the second-level cache during a task
+inline constexpr int kBlockRows = 1056;             // of a
+inline constexpr int kBlockCols = 2048;             // rows of b
 inline constexpr int64_t kWorthProducts = 1 << 18;  // for one thread
 static_assert(kChunkRows % kTileRowsOfA == 0 && kBlockRows % kChunkRows == 0);
-
-// Memory of one thread that multiplies, kept for its lifetime: fresh pages would cost more than
-// decoding does.
-struct ProductRoom {
-  float* memory = nullptr;
-  size_t size = 0;
-  ~ProductRoom() { std::free(memory); }
-
-  float* Of(size_t wanted) {
-    if (wanted > size) {
-      std::free(memory);
-      memory = static_cast<float*>(std::aligned_alloc(kLine, wanted * sizeof(float)));
-      size = memory == nullptr ? 0 : wanted;
-    }
-    return memory;
-  }
-};
 
 struct PlanesTask {
   const PlanesJob* job;
   DecodeTask decode[2];  // of a and b
   float *a, *b, *sums;
-  int64_t m0, n0, k0;        // the block
-  int64_t rows, cols;        // of it
-  int depth;                 // of it, at most kDepth
-  int64_t sums_stride;       // `cols`, rounded up to panels
-  int64_t groups_of_a;       // tasks that decode a
+  int64_t m0, n0, k0;   // the block
+  int64_t rows, cols;   // of it
+  int depth;            // of it, at most kDepth
+  int64_t sums_stride;  // `cols`, rounded up to panels
+  int64_t groups_of_a;  // tasks that decode a
   int64_t chunk_cols, chunks_across;
   bool is_first, is_last;  // of the blocks along k
   int32_t failed;
@@ -247,9 +231,10 @@ static bool MultiplyPlanes(const PlanesJob& job, int threads) {
   }
   const int64_t block_rows = EvenParts(product.m, kTileRowsOfA, kBlockRows);
   const int64_t block_cols = EvenParts(product.n, kPanel, kBlockCols);
-  static thread_local ProductRoom room;
+  static thread_local KeptRoom room;
   const int64_t of_operands = (block_rows + block_cols) * kDepth;
-  task.a = room.Of(static_cast<size_t>(of_operands + block_rows * block_cols));
+  const auto wanted = static_cast<size_t>(of_operands + block_rows * block_cols);
+  task.a = static_cast<float*>(room.Of(wanted * sizeof(float)));
   if (task.a == nullptr) return false;
   task.b = task.a + block_rows * kDepth;
   task.sums = task.a + of_operands;

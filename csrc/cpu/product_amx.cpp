@@ -15,12 +15,12 @@
 // LDTILECFG); Linux, Documentation/arch/x86/xstate.rst (permission for tile data); Goto and van de
 // Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008 (panels and blocks).
 #include <atomic>
-#include <cstdlib>
 #include <new>
 
 #include "core/parallel.h"
 #include "cpu/amx_tiles.h"
 #include "cpu/code_rows.h"
+#include "cpu/kept_room.h"
 #include "cpu/planes_product.h"
 #include "cpu/product_finish.h"
 
@@ -35,7 +35,6 @@ constexpr int64_t kBlock = 2048;  // rows of an operand that are decoded at a ti
 constexpr int64_t kSums = kStrip * kStrip;           // of a strip of both
 constexpr int64_t kWorthThreads = int64_t{1} << 23;  // products for one thread
 constexpr uint16_t kNan = 0x7fc0;
-constexpr size_t kPage = 4096;
 
 // ---- operands
 
@@ -155,23 +154,6 @@ void TurnTile(const void* tile, void* to, int64_t stride) {
 }
 
 // ---- the product
-
-// Memory that a thread keeps for its lifetime: fresh pages would cost more than decoding does.
-struct Room {
-  uint8_t* memory = nullptr;
-  size_t size = 0;
-  ~Room() { std::free(memory); }
-
-  uint8_t* Of(size_t wanted) {
-    if (wanted > size) {
-      std::free(memory);
-      memory =
-          static_cast<uint8_t*>(std::aligned_alloc(kPage, (wanted + kPage - 1) / kPage * kPage));
-      size = memory == nullptr ? 0 : wanted;
-    }
-    return memory;
-  }
-};
 
 struct Work {
   const ProductJob* product;
@@ -299,8 +281,9 @@ void RunChunks(void* context, int64_t begin, int64_t end) {
   Work& work = *static_cast<Work*>(context);
   const int64_t size = work.chunk_rows * work.chunk_cols;
   const int64_t bytes_of_sums = work.sums == nullptr ? size * int64_t{sizeof(float)} : 0;
-  static thread_local Room room;
-  uint8_t* memory = room.Of(static_cast<size_t>(kGroups * kGroupBytes + bytes_of_sums));
+  static thread_local KeptRoom room;
+  const auto wanted = static_cast<size_t>(kGroups * kGroupBytes + bytes_of_sums);
+  auto* memory = static_cast<uint8_t*>(room.Of(wanted));
   if (memory == nullptr) {
     work.ok.store(false, std::memory_order_relaxed);
     return;
@@ -393,8 +376,9 @@ ProductEnd MultiplyPlanesBf16(const PlanesJob& job, int threads) {
   const bool keeps_sums = product.k > kDepth;
   // Chunks are as long as strips, or longer by less than a chunk in each direction.
   const int64_t of_sums = keeps_sums ? (rows + kChunk) * (cols + kChunk) * 4 : 0;
-  static thread_local Room room;
-  work.right.packed.data = room.Of(static_cast<size_t>(of_left + of_right + of_sums));
+  static thread_local KeptRoom room;
+  const auto wanted = static_cast<size_t>(of_left + of_right + of_sums);
+  work.right.packed.data = static_cast<uint8_t*>(room.Of(wanted));
   if (work.right.packed.data == nullptr) return ProductEnd::kNoMemory;
   work.left.packed.data = work.right.packed.data + of_right;
   if (keeps_sums) work.sums = reinterpret_cast<float*>(work.left.packed.data + of_left);

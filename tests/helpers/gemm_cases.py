@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from hybridq import Quantizer
 from hybridq.formats import PlaneSpec
+from hybridq.kernels.choice import Operand
 from hybridq.storage import Plane, build_storage
 from oracle import bridge, planes
 
@@ -48,3 +50,17 @@ def in_own_domain(plane: Plane) -> np.ndarray:
     buffers = {name: buffer.numpy() for name, buffer in plane.buffers.items()}
     values, factor = planes.operand(buffers, bridge.oracle_spec(plane.spec), *plane.matrix)
     return values.astype(np.float64) * np.float64(factor)
+
+
+def integers(rows: int, k: int, seed: int) -> torch.Tensor:
+    """BF16 from -7 to 7: sums of their products are exact in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-7, 8, (rows, k), generator=generator).to(torch.bfloat16)
+
+
+def operand(x: torch.Tensor, text: str) -> tuple[Operand, torch.Tensor]:
+    """Return x as an operand of a spec, and its values in FP64."""
+    spec = PlaneSpec.parse(text)
+    plane = Quantizer(rowwise=spec, columnwise=None).quantize(x).rowwise
+    values = plane.dequantize(torch.float32).double()
+    return Operand(plane.tensors, spec, *plane.matrix), values

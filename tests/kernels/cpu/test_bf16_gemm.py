@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hybridq
-from gemm_cases import check, decoded, make
+from gemm_cases import check, decoded, integers, make
 from hybridq.kernels.choice.arguments import GemmArgs
 from hybridq.kernels.cpu import bf16_gemm as product
 from hybridq.kernels.decoded import decoded_gemm as exact
@@ -21,11 +21,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def integers(rows: int, k: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-7, 8, (rows, k), generator=generator).to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

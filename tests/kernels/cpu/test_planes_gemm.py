@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import hybridq
+from gemm_cases import integers, operand
 from hybridq.kernels.choice.arguments import GemmArgs, Operand
 from hybridq.kernels.cpu import planes_gemm as product
 from hybridq.kernels.cpu.backend import core
@@ -44,19 +45,6 @@ def variant(request) -> Iterator[str]:
     core.set_variant(request.param)
     yield request.param
     core.set_variant(before)
-
-
-def integers(rows: int, k: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-7, 8, (rows, k), generator=generator).to(torch.bfloat16)
-
-
-def operand(x: torch.Tensor, text: str) -> tuple[Operand, torch.Tensor]:
-    """Return x as an operand of a spec, and its values in FP64."""
-    spec = hybridq.PlaneSpec.parse(text)
-    plane = hybridq.Quantizer(rowwise=spec, columnwise=None).quantize(x).rowwise
-    values = plane.dequantize(torch.float32).double()
-    return Operand(plane.tensors, spec, *plane.matrix), values
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
