@@ -19,6 +19,7 @@ struct IndexedEntry {
 template <class Row, class Col>
 void RunIndexed(TileArgs args, const RowIndex& index, bool is_bf16, Stream stream) {
   const LaunchShape shape = TileShape<Geometry<Row, Col>>(&args, "EncodeIndexed");
+  TouchScales<Row, Col>(args, stream);
   const IndexedArgs all{args, index};
   if (is_bf16) {
     Launch(EncodeIndexed<Row, Col, true>, shape, stream, all);

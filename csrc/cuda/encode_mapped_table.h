@@ -28,6 +28,7 @@ template <class Row, class Col, bool kBf16>
 void RunMappedTile(MappedArgs args, Stream stream) {
   const LaunchShape shape = TileShape<Geometry<Row, Col>>(&args.tile, "EncodeMapped");
   args.tile.aligned = AlignmentOf<Row, Col>(args.tile, kBf16);
+  TouchScales<Row, Col>(args.tile, stream);
   Launch(EncodeMapped<Row, Col, kBf16>, shape, stream, args);
 }
 

@@ -124,11 +124,20 @@ inline constexpr uint64_t kTouchedFrom = uint64_t{1} << 24;
 #endif
 
 template <class K>
-void TouchScales(const PlaneArgs& p, Stream stream) {
+void TouchScalesOf(const PlaneArgs& p, Stream stream) {
   if constexpr (K::kExists && !K::kIsAmax && !K::kSquare && !K::kFolded && K::kBlock != 0) {
     const bool is_in_rows = p.scale_step == 1 && p.scale_stride == CeilDiv(p.k, K::kBlock);
     if (is_in_rows && !p.is_tiled) Zero(p.scale, p.rows * p.scale_stride * K::kScaleBytes, stream);
   }
+}
+
+// Before every tile kernel of one x: tensors, groups, tokens through an index, and what a norm or an
+// activation makes of x.
+template <class Row, class Col>
+void TouchScales(const TileArgs& args, Stream stream) {
+  if (args.rows * args.cols < kTouchedFrom) return;
+  TouchScalesOf<Row>(args.row, stream);
+  TouchScalesOf<Col>(args.col, stream);
 }
 
 // Aligned matrices of BF16 have kernels of their own; of other types one kernel does for all, and
@@ -141,10 +150,7 @@ void RunTile(TileArgs args, bool is_bf16, Stream stream) {
   const bool is_aligned = aligned.loads == Loads::kVectors && aligned.row_codes &&
                           aligned.column_codes && aligned.column_scales &&
                           args.cols % Geometry<Row, Col>::kCols == 0;
-  if (args.ends == nullptr && args.rows * args.cols >= kTouchedFrom) {
-    TouchScales<Row>(args.row, stream);
-    TouchScales<Col>(args.col, stream);
-  }
+  TouchScales<Row, Col>(args, stream);
   if (!is_bf16) {
     Launch(EncodeTile<Row, Col, false, true>, shape, stream, args);
   } else if (is_aligned && args.ends == nullptr) {
