@@ -259,7 +259,10 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(runs: Sequence[dict[str, Any]], size: str, path: Path) -> None:
-    """Draw the differences from BF16 of all cells of a size: recipes left, products right."""
+    """Draw the differences from BF16 of all cells of a size: recipes left, products right.
+
+    Colours say nothing of spread: of products those are drawn that have all `SEEDS`.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -270,7 +273,7 @@ def draw(runs: Sequence[dict[str, Any]], size: str, path: Path) -> None:
     made = {cell: difference(found[cell], base) for cell in CELLS if cell in found}
     known = {cell: one for cell, one in made.items() if one is not None and one.seeds > 1}
     recipes = [cell for cells in AXES.values() for cell in cells if cell in known]
-    products = [cell for cell in TABLE if cell in known]
+    products = [cell for cell in TABLE if cell in known and known[cell].seeds >= SEEDS]
     if products:
         height = max(5.0, 0.24 * len(recipes) + 1.2)
         figure = plt.figure(figsize=(11, height), layout="constrained")
