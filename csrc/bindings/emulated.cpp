@@ -34,5 +34,6 @@ PYBIND11_MODULE(hybridq_emulated, m) {
   });
   m.def("set_seed", [](uint64_t seed) { hybridq::emulation::ThreadSettings().seed = seed; });
   m.def("kernels", [] { return hybridq::emulation::ThreadStats().kernels; });
+  m.def("zeroed", [] { return hybridq::emulation::ThreadStats().zeroed; });
   m.def("reset", [] { hybridq::emulation::ResetStats(); });
 }

@@ -22,6 +22,7 @@
 #include <cstdint>
 #include <source_location>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace hybridq::emulation {
@@ -72,6 +73,7 @@ struct Stats {
   uint64_t global_requests = 0, global_sectors = 0, global_bytes = 0;
   uint64_t shared_requests = 0, shared_wavefronts = 0, bank_conflicts = 0;
   std::vector<std::string> kernels;  // names, in the order of the launches
+  std::vector<std::pair<uintptr_t, uint64_t>> zeroed;  // where Zero was called, and of how many bytes
 };
 const Stats& ThreadStats();
 void ResetStats();

@@ -211,6 +211,7 @@ void Machine::Zero(void* data, uint64_t nbytes) {
                              std::to_string(nbytes) + " bytes at " +
                              Hex(reinterpret_cast<uintptr_t>(data)));
   }
+  stats.zeroed.emplace_back(reinterpret_cast<uintptr_t>(data), nbytes);
   std::memset(data, 0, nbytes);
 }
 

@@ -164,3 +164,9 @@ def test_processes_share_the_runs(tmp_path: Path, monkeypatch, capfd) -> None:
     assert end.value.code == 0
     assert sorted(path.parent.name for path in tmp_path.rglob("*.json")) == ["bf16", "mxfp8"]
     assert capfd.readouterr().out.count("finished") == 2
+
+
+def test_a_figure_has_recipes_with_an_interval_and_products_of_all_seeds() -> None:
+    seeds = {"mxfp8": 2, "nvfp4": 1, "bf16-bf16-fp8": 4, "bf16-bf16-mxfp8": study_page.SEEDS}
+    known = {cell: Difference(0.01, 0.02, count) for cell, count in seeds.items()}
+    assert study_page.drawn(known) == (["mxfp8"], ["bf16-bf16-mxfp8"])
