@@ -161,7 +161,8 @@ def _of_size(size: str, found: Mapping[str, Losses]) -> str:
         f"{len({seed for seed, _ in base})} seeds. All else is the difference from BF16 of the "
         "same seed, in percent of its loss, with its 95% confidence interval.\n\n"
         f"![Differences from BF16](../images/study-{size}.png)\n\n"
-        "`python benchmarks/study.py --write` draws it.\n"
+        "`python benchmarks/study.py --write` draws it: recipes of two seeds and more, and "
+        f"products once they have all {SEEDS}, as colours say nothing of spread.\n"
     ]
     for title, cells in AXES.items():
         rows = [
@@ -258,11 +259,17 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-def draw(runs: Sequence[dict[str, Any]], size: str, path: Path) -> None:
-    """Draw the differences from BF16 of all cells of a size: recipes left, products right.
+def drawn(known: Mapping[str, Difference]) -> tuple[list[str], list[str]]:
+    """Return the recipes and the products of a figure: those with an interval, and all `SEEDS`."""
+    recipes = [cell for cells in AXES.values() for cell in cells if cell in known]
+    return (
+        [cell for cell in recipes if known[cell].seeds > 1],
+        [cell for cell in TABLE if cell in known and known[cell].seeds >= SEEDS],
+    )
 
-    Colours say nothing of spread: of products those are drawn that have all `SEEDS`.
-    """
+
+def draw(runs: Sequence[dict[str, Any]], size: str, path: Path) -> None:
+    """Draw the differences from BF16 of a size's cells: recipes left, products right."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -271,9 +278,8 @@ def draw(runs: Sequence[dict[str, Any]], size: str, path: Path) -> None:
     found = losses(runs, size)
     base = found.pop(BASELINE)
     made = {cell: difference(found[cell], base) for cell in CELLS if cell in found}
-    known = {cell: one for cell, one in made.items() if one is not None and one.seeds > 1}
-    recipes = [cell for cells in AXES.values() for cell in cells if cell in known]
-    products = [cell for cell in TABLE if cell in known and known[cell].seeds >= SEEDS]
+    known = {cell: one for cell, one in made.items() if one is not None}
+    recipes, products = drawn(known)
     if products:
         height = max(5.0, 0.24 * len(recipes) + 1.2)
         figure = plt.figure(figsize=(11, height), layout="constrained")
