@@ -106,17 +106,16 @@ Alignment AlignmentOf(const TileArgs& args, bool is_bf16) {
     aligned.row_codes = args.row.data_stride % kBytes == 0 && IsAligned(args.row.data, kBytes);
   }
   if constexpr (G::kStoresColumns) {
-    aligned.column_codes =
-        args.col.k % (128 / Col::kCodeBits) == 0 && IsAligned(args.col.data, 16);
+    aligned.column_codes = args.col.k % (128 / Col::kCodeBits) == 0 && IsAligned(args.col.data, 16);
     aligned.column_scales = IsAligned(args.col.scale, 4);
   }
   return aligned;
 }
 
-// From so many elements on, a plane's scales of one byte or FP32 in rows are written as zeros first. A
-// tile writes a part of a sector of them. Of a sector that is not in the cache the rest is read from
-// memory before, and the tile's other stores wait; zeros are whole sectors, which stay in the cache,
-// as codes leave it first (encode_edges.h).
+// From so many elements on, a plane's scales of one byte or FP32 in rows are written as zeros
+// first. A tile writes a part of a sector of them. Of a sector that is not in the cache the rest is
+// read from memory before, and the tile's other stores wait; zeros are whole sectors, which stay in
+// the cache, as codes leave it first (encode_edges.h).
 #if defined(HQ_EMULATE)
 inline constexpr uint64_t kTouchedFrom = 0;  // so that tests see it
 #else
@@ -131,8 +130,8 @@ void TouchScalesOf(const PlaneArgs& p, Stream stream) {
   }
 }
 
-// Before every tile kernel of one x: tensors, groups, tokens through an index, and what a norm or an
-// activation makes of x.
+// Before every tile kernel of one x: tensors, groups, tokens through an index, and what a norm or
+// an activation makes of x.
 template <class Row, class Col>
 void TouchScales(const TileArgs& args, Stream stream) {
   if (args.rows * args.cols < kTouchedFrom) return;

@@ -73,7 +73,8 @@ struct Stats {
   uint64_t global_requests = 0, global_sectors = 0, global_bytes = 0;
   uint64_t shared_requests = 0, shared_wavefronts = 0, bank_conflicts = 0;
   std::vector<std::string> kernels;  // names, in the order of the launches
-  std::vector<std::pair<uintptr_t, uint64_t>> zeroed;  // where Zero was called, and of how many bytes
+  // Where Zero was called, and of how many bytes.
+  std::vector<std::pair<uintptr_t, uint64_t>> zeroed;
 };
 const Stats& ThreadStats();
 void ResetStats();
