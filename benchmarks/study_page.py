@@ -112,8 +112,8 @@ def losses(runs: Sequence[dict[str, Any]], size: str) -> dict[str, dict[tuple[in
     return found
 
 
-def difference(a: Losses, b: Losses) -> Difference | None:
-    """Return how the losses a differ from b, of what both have; None: there is nothing.
+def ratios(a: Losses, b: Losses) -> dict[int, float]:
+    """Return by seed how the losses a differ from b, in shares of b, where both have run.
 
     A seed that ran on two machines counts once, as their mean: it is the same start and the same
     batches.
@@ -121,15 +121,65 @@ def difference(a: Losses, b: Losses) -> Difference | None:
     by_seed: dict[int, list[float]] = {}
     for key in sorted(a.keys() & b.keys()):
         by_seed.setdefault(key[0], []).append(a[key] / b[key] - 1.0)
-    ratios = [statistics.fmean(found) for found in by_seed.values()]
-    if not ratios:
-        return None
-    count = len(ratios)
-    if count == 1:
-        return Difference(ratios[0], math.inf, 1)
+    return {seed: statistics.fmean(found) for seed, found in by_seed.items()}
+
+
+def _interval(found: Sequence[float]) -> Difference | None:
+    count = len(found)
+    if count < 2:
+        return Difference(found[0], math.inf, 1) if found else None
     t = _T[count - 2] if count - 2 < len(_T) else 2.228
-    half = t * statistics.stdev(ratios) / math.sqrt(count)
-    return Difference(statistics.fmean(ratios), half, count)
+    half = t * statistics.stdev(found) / math.sqrt(count)
+    return Difference(statistics.fmean(found), half, count)
+
+
+def difference(a: Losses, b: Losses) -> Difference | None:
+    """Return how the losses a differ from b, of what both have; None: there is nothing."""
+    return _interval([*ratios(a, b).values()])
+
+
+def of_slot(found: Mapping[str, Losses], slot: int, name: str) -> Difference | None:
+    """Return what a format in one slot costs, over all choices of the other two.
+
+    Args:
+        found: losses by cell.
+        slot: 0 fprop, 1 dgrad, 2 wgrad.
+        name: one of FORMATS.
+
+    Returns:
+        The mean of the 16 products that have it there, less the mean of the 16 that have BF16
+        there, both relative to BF16's loss of the seed; of seeds that have run all of them.
+    """
+    base = found[BASELINE]
+
+    def mean(of: str) -> dict[int, float]:
+        cells = [
+            ratios(base if cell == "bf16-bf16-bf16" else found.get(cell, {}), base)
+            for cell in TABLE
+            if cell.split("-")[slot] == of
+        ]
+        seeds = set.intersection(*(set(cell) for cell in cells))
+        return {seed: statistics.fmean(cell[seed] for cell in cells) for seed in seeds}
+
+    one, other = mean(name), mean("bf16")
+    return _interval([one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())])
+
+
+def _by_slot(found: Mapping[str, Losses]) -> str:
+    """Return the table of one slot's format, over all choices of the other two; "" if none ran."""
+    names = [name for name in FORMATS if name != "bf16"]
+    rows = []
+    for slot, title in enumerate(("fprop", "dgrad", "wgrad")):
+        costs = [of_slot(found, slot, name) for name in names]
+        if all(one is not None and one.seeds >= SEEDS for one in costs):
+            rows.append((title, *(str(one) for one in costs)))
+    if not rows:
+        return ""
+    return (
+        "### By slot\n\nThe mean of the 16 products that have a format in one slot, less the mean "
+        "of the 16 that have BF16 there, paired by seed: what a slot's format costs, whatever the "
+        "other two are.\n\n" + _table(("slot", *names), rows)
+    )
 
 
 def verdict(claim: Claim, found: Difference | None) -> str:
@@ -183,6 +233,7 @@ def _of_size(size: str, found: Mapping[str, Losses]) -> str:
         parts.append(
             "### By product (nearest rounding, no transform)\n\n" + _table(heads, rows)
         )  # fmt: skip
+        parts.extend(filter(None, (_by_slot(found),)))
     known = [one for one in (difference(found[cell], base) for cell in found) if one is not None]
     inside = sum(abs(one.mean) + one.half < MARGIN for one in known) - 1  # without the baseline
     if inside == len(known) - 1:

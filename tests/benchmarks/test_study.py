@@ -90,6 +90,28 @@ def test_differences_are_paired_by_seed() -> None:
     assert study_page.difference(twice, more) == found
 
 
+def test_a_slot_is_averaged_over_the_other_two() -> None:
+    of = {"bf16": 0.0, "fp8": 0.25, "mxfp8": 0.5, "nvfp4": 1.0}
+    weights = (0.01, 0.04, 0.16)
+    found: dict[str, dict[tuple[int, str], float]] = {"bf16": {(n, "one"): 2.0 for n in range(5)}}
+    for cell in study_page.TABLE[1:]:
+        costs = [w * of[name] for w, name in zip(weights, cell.split("-"), strict=True)]
+        found[cell] = {(n, "one"): 2.0 * (1 + n * costs[0] + sum(costs[1:])) for n in range(5)}
+    for slot, weight in enumerate(weights):
+        for name, value in of.items():
+            got = study_page.of_slot(found, slot, name)
+            assert got is not None and got.seeds == 5
+            assert got.mean == pytest.approx(weight * value * (2 if slot == 0 else 1))
+            # Student's 2.776, of 0 to 4 whose deviation is the root of 2.5.
+            half = 2.776 * weight * value * math.sqrt(2.5 / 5) if slot == 0 else 0.0
+            assert got.half == pytest.approx(half, abs=1e-12)
+    assert study_page._by_slot(found).count("\n| ") == 5
+    del found["fp8-fp8-fp8"][3, "one"]
+    cost = study_page.of_slot(found, 2, "fp8")
+    assert cost is not None and cost.seeds == 4
+    assert study_page._by_slot(found) == ""
+
+
 def test_a_record_is_gone_on_with_on_another_machine(tmp_path: Path) -> None:
     here, there = "m (AVX512)", "n (AVX2)"
 
