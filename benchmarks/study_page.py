@@ -178,7 +178,8 @@ def _by_slot(found: Mapping[str, Losses]) -> str:
     return (
         "### By slot\n\nThe mean of the 16 products that have a format in one slot, less the mean "
         "of the 16 that have BF16 there, paired by seed: what a slot's format costs, whatever the "
-        "other two are.\n\n" + _table(("slot", *names), rows)
+        "other two are. Intervals are of each figure by itself.\n\n"
+        + _table(("slot", *names), rows)
     )
 
 
@@ -233,7 +234,8 @@ def _of_size(size: str, found: Mapping[str, Losses]) -> str:
         parts.append(
             "### By product (nearest rounding, no transform)\n\n" + _table(heads, rows)
         )  # fmt: skip
-        parts.extend(filter(None, (_by_slot(found),)))
+        if by_slot := _by_slot(found):
+            parts.append(by_slot)
     known = [one for one in (difference(found[cell], base) for cell in found) if one is not None]
     inside = sum(abs(one.mean) + one.half < MARGIN for one in known) - 1  # without the baseline
     if inside == len(known) - 1:
