@@ -25,6 +25,9 @@ def spec(name: str, **options: Any) -> PlaneSpec:
     return PlaneSpec(format(name), **options)
 
 
+OVER = spec("nvfp4", four_over_six="mse", tensor_bound=256.0)
+SQUARES_OVER = spec("nvfp4_16x16", four_over_six="mse", tensor_bound=256.0)
+
 #: (label, rowwise, columnwise, largest time over a copy): the table of floors of the project.
 ENCODE: tuple[tuple[str, PlaneSpec | None, PlaneSpec | None, float | None], ...] = (
     ("mxfp8 row", spec("mxfp8"), None, 1 / 0.6),
@@ -40,6 +43,11 @@ ENCODE: tuple[tuple[str, PlaneSpec | None, PlaneSpec | None, float | None], ...]
     ("fp8_e4m3 both", spec("fp8_e4m3"), spec("fp8_e4m3"), None),
     ("fp8_1x128 both", spec("fp8_1x128"), spec("fp8_1x128"), None),
     ("nvfp4 both", spec("nvfp4"), spec("nvfp4"), None),
+    ("nvfp4 by rows both", spec("nvfp4", row_scaled=True), spec("nvfp4", row_scaled=True), None),
+    ("nvfp4 4over6 row", OVER, None, None),
+    ("nvfp4 4over6 column", None, OVER, None),
+    ("nvfp4 4over6 both", OVER, OVER, None),
+    ("nvfp4_16x16 4over6 both", SQUARES_OVER, SQUARES_OVER, None),
     ("fp8_128x128 both", spec("fp8_128x128"), spec("fp8_128x128"), None),
     ("mxfp8 row + nvfp4 column", spec("mxfp8"), spec("nvfp4"), None),
     (
@@ -65,14 +73,16 @@ class Kernels:
         self.core, self.spec = backend.core, lambda s: backend.core_spec(s)[0]
         self.x, self.threads = x, threads
         self.amax = x.abs().max().float().reshape(1)
+        self.amax_of_lines = [x.abs().amax(1 - d).float() for d in (0, 1)]  # of rows, of columns
         self.view = (x.data_ptr(), backend.DTYPES[x.dtype], *x.shape, *x.stride())
 
     def plane(self, one: PlaneSpec | None, shape: tuple[int, int], stream: int) -> Any:
-        """Return (buffers, the core's plane over them)."""
+        """Return (buffers, the core's plane over them). `stream`: 0 rowwise, 1 columnwise."""
         if one is None:
             return None, None
         buffers = [torch.zeros(b.shape, dtype=b.dtype) for b in one.buffers(*shape)]
-        stat = self.amax.data_ptr() if one.needs_amax else 0
+        amax = self.amax_of_lines[stream] if one.row_scaled else self.amax
+        stat = amax.data_ptr() if one.needs_amax else 0
         addresses = [b.data_ptr() for b in buffers[:2]]
         return buffers, self.core.PlaneOut(self.spec(one), *addresses, stat, 7, 0, 0, stream)
 

@@ -20,14 +20,7 @@ HQ_NAMESPACE_BEGIN
 // (n: a row, or a row of squares).
 static void ScalesAlong(const PlaneJob& job, const float* t, int ld, int64_t n0, int nn, int kk,
                         int scale_rows, int blocks, Scratch& s) {
-  if (job.row_stat == nullptr) {
-    ComputeScales(job, s.amax, scale_rows * blocks, s);
-  } else {
-    MakeRowRules(job, n0, nn, nn, s);
-    for (int n = 0; n < nn; ++n) {
-      ComputeTwoLevelScales<false>(job, s.amax + n * blocks, blocks, s.rules + n, n * blocks, s);
-    }
-  }
+  ComputeScalesAlong(job, n0, nn, scale_rows, blocks, s);
   if (job.spec.four_over_six == FourOverSix::kMae)
     ChooseAlong<false>(job, t, ld, nn, kk, blocks, s);
   if (job.spec.four_over_six == FourOverSix::kMse) ChooseAlong<true>(job, t, ld, nn, kk, blocks, s);
@@ -79,14 +72,7 @@ static void ScalesDown(const PlaneJob& job, const float* t, int ld, int64_t n0, 
   }
   const FourOverSix error = job.spec.four_over_six;
   if (!job.square) {
-    if (job.row_stat == nullptr) {
-      ComputeScales(job, s.amax, blocks * width, s);
-    } else {
-      MakeRowRules(job, n0, nn, width, s);
-      for (int b = 0; b < blocks; ++b) {
-        ComputeTwoLevelScales<true>(job, s.amax + b * width, width, s.rules, b * width, s);
-      }
-    }
+    ComputeScalesDown(job, n0, nn, blocks, width, s);
     if (error == FourOverSix::kMae) ChooseDown<false>(job, t, ld, kk, width, s);
     if (error == FourOverSix::kMse) ChooseDown<true>(job, t, ld, kk, width, s);
     StoreScalesDown(job, n0, nn, k0, blocks, width, s);

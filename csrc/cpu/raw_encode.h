@@ -1,6 +1,6 @@
 // Encode from tiles of x in its own type: the fast path.
 //
-// It takes every spec but four over six and row-scaled planes, and every x whose rows are
+// It takes every spec, but four over six of blocks of 16 only, and every x whose rows are
 // contiguous (or, transposed, its columns). Nothing is widened in memory: amaxes are found on the
 // bits of x, codes are made from x in registers, and the columnwise plane transposes only finished
 // codes, a cache line of the result at a time. A transform makes a tile of BF16, which is then
@@ -19,7 +19,8 @@ HQ_NAMESPACE_BEGIN
 
 // Whether the fast path writes a plane of `spec` from x.
 static bool TakesRaw(const Matrix& x, const Spec& spec) {
-  return x.stride_col == 1 && spec.four_over_six == FourOverSix::kNone && !spec.row_scaled &&
+  const bool chooses = spec.four_over_six != FourOverSix::kNone;
+  return x.stride_col == 1 && (!chooses || spec.block_cols == kLineSize) &&
          (spec.signs < 0 || x.dtype == DType::kBFloat16);
 }
 

@@ -4,6 +4,7 @@
 #define HYBRIDQ_CPU_RAW_PLANES_H_
 
 #include "cpu/plane_job.h"
+#include "cpu/raw_four_over_six.h"
 #include "cpu/raw_tile.h"
 #include "cpu/scales.h"
 
@@ -20,7 +21,8 @@ static void RawScalesAlong(const PlaneJob& job, const RawTile& t, int64_t n0, in
   }
   if (job.square) MergeRowsOfSquares(job, nn, blocks, s);
   const int scale_rows = static_cast<int>(CeilDiv(nn, job.square ? job.block : 1));
-  ComputeScales(job, s.amax, scale_rows * blocks, s);
+  ComputeScalesAlong(job, n0, nn, scale_rows, blocks, s);
+  ChooseRawAlong(job, t, nn, blocks, s);
   StoreScalesAlong(job, n0, k0, scale_rows, blocks, s);
 }
 
@@ -38,9 +40,11 @@ static void RawScalesDown(const PlaneJob& job, const RawTile& t, int64_t n0, int
   if (job.square) {
     MergeColumnsOfSquares(job, nn, blocks, width, s);
     ComputeScales(job, s.square, blocks * static_cast<int>(CeilDiv(nn, job.block)), s);
+    ChooseRawDown(job, t, nn, kk, width, s);
     FinishSquaresDown(job, n0, nn, k0, blocks, width, s);
   } else {
-    ComputeScales(job, s.amax, blocks * width, s);
+    ComputeScalesDown(job, n0, nn, blocks, width, s);
+    ChooseRawDown(job, t, nn, kk, width, s);
     StoreScalesDown(job, n0, nn, k0, blocks, width, s);
   }
 }

@@ -22,7 +22,7 @@ struct RawTile {
   DType dtype;
 };
 
-HQ_HD int ItemSize(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+HQ_HD constexpr int ItemSize(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 // Of element (r, c) of x, whose columns are contiguous.
 HQ_HD const uint8_t* RawAddress(const Matrix& x, int64_t r, int64_t c) {
@@ -55,7 +55,7 @@ static RawTile LoadRaw(const Matrix& x, int64_t r0, int64_t c0, int nr, int nc, 
 struct NextTile {
   const uint8_t* data;
   int64_t stride, nbytes;
-  int rows;  // 0: none
+  int rows;                        // 0: none
   const int64_t* index = nullptr;  // of its rows, as Matrix's
 
   NextTile From(int r) const {

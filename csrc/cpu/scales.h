@@ -37,6 +37,27 @@ static void MergeRowsOfSquares(const PlaneJob& job, int nn, int blocks, Scratch&
   }
 }
 
+// From the amaxes s.amax[n * blocks + b] of a tile's blocks to their scales and multipliers (n: of
+// nn rows, or of rows of squares).
+static void ComputeScalesAlong(const PlaneJob& job, int64_t n0, int nn, int scale_rows, int blocks,
+                               Scratch& s) {
+  if (job.row_stat == nullptr) return ComputeScales(job, s.amax, scale_rows * blocks, s);
+  MakeRowRules(job, n0, nn, nn, s);
+  for (int n = 0; n < nn; ++n) {
+    ComputeTwoLevelScales<false>(job, s.amax + n * blocks, blocks, s.rules + n, n * blocks, s);
+  }
+}
+
+// The same from s.amax[b * width + n] down the columns; not of squares.
+static void ComputeScalesDown(const PlaneJob& job, int64_t n0, int nn, int blocks, int width,
+                              Scratch& s) {
+  if (job.row_stat == nullptr) return ComputeScales(job, s.amax, blocks * width, s);
+  MakeRowRules(job, n0, nn, width, s);
+  for (int b = 0; b < blocks; ++b) {
+    ComputeTwoLevelScales<true>(job, s.amax + b * width, width, s.rules, b * width, s);
+  }
+}
+
 static void StoreScalesAlong(const PlaneJob& job, int64_t n0, int64_t k0, int scale_rows,
                              int blocks, const Scratch& s) {
   const int64_t first = job.square ? n0 / job.block : n0;

@@ -28,23 +28,25 @@ HQ_HD int64_t Min64(int64_t a, int64_t b) { return a < b ? a : b; }
 struct Scratch {
   alignas(64) float tile[kTileElements];
   alignas(64) float transposed[kTileElements];  // or transformed
-  alignas(64) uint32_t raw[kRawElements];     // of the fast path: x, padded
-  alignas(64) uint32_t mapped[kRawElements];  // a tile of a mapped matrix, padded
+  alignas(64) uint32_t raw[kRawElements];       // of the fast path: x, padded
+  alignas(64) uint32_t mapped[kRawElements];    // a tile of a mapped matrix, padded
   alignas(64) uint16_t transformed[kRawElements];
   alignas(64) uint8_t codes[kRawElements];
   alignas(64) uint8_t flipped[kTileElements];
   alignas(64) int32_t amax[kMaxBlocks];
   alignas(64) int32_t square[kMaxBlocks];
-  alignas(64) float multiplier[kMaxBlocks + 1];
+  alignas(64) float multiplier[kMaxBlocks + kLane];
   alignas(64) float even[kMaxBlocks], odd[kMaxBlocks];  // multipliers of alternate columns
   alignas(64) uint32_t row_base[kMaxBlocks + 1];        // power_codes.h
   alignas(64) uint16_t col_base[kMaxBlocks + 2 * kLane];
   alignas(64) float scale_fp32[kMaxBlocks];
-  alignas(64) uint8_t scale_byte[kMaxBlocks];
+  alignas(64) uint8_t scale_byte[kMaxBlocks + kLane];
   alignas(64) uint64_t scale_words[kRawCols];
-  alignas(64) float multiplier_four[kMaxBlocks];  // four over six: the other candidate
-  alignas(64) uint8_t scale_byte_four[kMaxBlocks];
-  alignas(64) TwoLevelRule rules[kTileSide];  // row-scaled: of each plane row
+  // Four over six: the other candidate, and the errors of both.
+  alignas(64) float multiplier_four[kMaxBlocks + kLane];
+  alignas(64) uint8_t scale_byte_four[kMaxBlocks + kLane];
+  alignas(64) float error_six[kMaxBlocks + kLane], error_four[kMaxBlocks + kLane];
+  alignas(64) TwoLevelRule rules[kRawCols];  // row-scaled: of each plane row
   alignas(64) float run[kRunElements];
   alignas(64) uint32_t words[4][kRawCols + kLane];
   alignas(64) uint8_t random[kRunElements + 2 * kLane];

@@ -8,7 +8,7 @@
 // Under a scale an element decodes to 0 or to a power of two times what 1 or 1.5 decodes to: powers
 // of two go through products and divisions unchanged as long as nothing under- or overflows. So a
 // line takes two divisions for each scale, and an element one fused subtraction, whose product is
-// exact. Where the tensor's or line's factor does not promise that (kLeastPlain), lines are read
+// exact. Where the tensor's or line's factor does not promise that (PowersPass), lines are read
 // from memory again and divided element by element, as on the CPU.
 //
 // Source: ours.
@@ -25,15 +25,6 @@ HQ_NAMESPACE_BEGIN
 namespace cuda {
 
 inline constexpr int kOwnLines = 4;  // of a lane, of the eight that it has halves of
-
-// The factor times an E2M1 value, an E4M3 scale (2^-9 to 448), over 6 * bound (6 to 2688) is a
-// normal number for factors between these, and for none.
-inline constexpr float kLeastPlain = 0x1p-100f, kMostPlain = 0x1p100f;
-
-HQ_DEVICE bool IsPlain(const TwoLevelRule& rule, const PlaneArgs& p) {
-  const bool is_small = rule.amax < kLeastPlain && rule.amax != 0.0f;
-  return p.tensor_bound >= 1.0f && !is_small && !(rule.amax > kMostPlain);
-}
 
 // Both scales of a block, and the errors of a line of it under them: of six, and of four.
 struct TwoScales {
@@ -100,8 +91,7 @@ struct LineInMemory {
 template <bool kBf16>
 HQ_DEVICE TwoErrors DividedErrors(const TileArgs& a, const LineInMemory& line, TwoScales scales,
                                   const TwoLevelRule& rule, const PlaneArgs& p) {
-  const DType dtype =
-      kBf16 ? DType::kBFloat16 : (a.is_fp16 ? DType::kFloat16 : DType::kFloat32);
+  const DType dtype = kBf16 ? DType::kBFloat16 : (a.is_fp16 ? DType::kFloat16 : DType::kFloat32);
   const float denominator = TwoLevelDenominator(p.tensor_bound);
   TwoErrors errors{};
   HQ_NO_UNROLL
@@ -180,7 +170,7 @@ HQ_DEVICE void ErrorsOfLines(const TileArgs& a, const Lines& lines, const PlaneA
       const TwoLevelRule rule = rule_at(i + e);
       scales[i + e] = TwoScalesOf(magnitude[i + e], rule);
       out[i + e] = LineErrors(x[e], scales[i + e], rule, p);
-      is_plain = is_plain && IsPlain(rule, p);
+      is_plain = is_plain && PowersPass(rule.amax, p.tensor_bound);
     }
   }
   if (is_plain) return;
@@ -220,9 +210,9 @@ HQ_DEVICE void ChooseRowScales(const TileArgs& a, const V& v, const Place<G>& at
 }
 
 template <class K, class G, class V>
-HQ_DEVICE void ChooseColumnScales(const TileArgs& a, const V& v, const Place<G>& at,
-                                  uint32_t first, const int32_t (&magnitude)[kOwnLines],
-                                  const TensorRule<K>& rule, Scaled (&out)[kOwnLines]) {
+HQ_DEVICE void ChooseColumnScales(const TileArgs& a, const V& v, const Place<G>& at, uint32_t first,
+                                  const int32_t (&magnitude)[kOwnLines], const TensorRule<K>& rule,
+                                  Scaled (&out)[kOwnLines]) {
   const uint64_t line = at.c0 + at.col + first;
   const auto rule_at = [&](int i) { return rule.At(a.col, line + i); };
   const auto memory_at = [&](int i) -> LineInMemory {
@@ -256,8 +246,7 @@ HQ_DEVICE Scaled ChooseSquareScale(const TileArgs& a, const V& v, const Place<G>
   };
   TwoScales scales[kOwnLines];
   TwoErrors errors[kOwnLines], sum;
-  ErrorsOfLines<V>(a, RowLines<V>{v, first != 0}, p, rule_at, magnitude, memory_at, scales,
-                   errors);
+  ErrorsOfLines<V>(a, RowLines<V>{v, first != 0}, p, rule_at, magnitude, memory_at, scales, errors);
   HQ_UNROLL
   for (int n = 0; n < 2; ++n) {
     float e[kOwnLines];

@@ -39,6 +39,14 @@ HQ_HD float FourOverSixError(float x, float multiplier, float scale, float amax,
   return kSquared ? MulRn(error, error) : error;
 }
 
+// Whether what E2M1's 1 and 1.5 decode to, times a power of two, is what the product decodes to,
+// bit for bit: amax times an E2M1 value and an E4M3 scale (2^-9 to 448), over 6 * bound (6 to
+// 2688), is a normal number then, or zero.
+HQ_HD bool PowersPass(float amax, float bound) {
+  const bool is_small = amax < 0x1p-100f && amax != 0.0f;
+  return bound >= 1.0f && !is_small && !(amax > 0x1p100f);
+}
+
 HQ_HD bool TakesFour(float error_six, float error_four) { return error_four < error_six; }
 
 HQ_NAMESPACE_END

@@ -27,7 +27,8 @@ from core_tools import (
 from hybridq import _core
 
 VARIANTS = _core.build_info()["tables"]
-FAST = [name for name, spec in SPECS.items() if not (spec.four_over_six or spec.row_scaled)]
+#: All but four over six of blocks that no format has.
+FAST = [name for name, spec in SPECS.items() if not spec.four_over_six or spec.block[1] == 16]
 SHAPES = [(1, 1), (2, 15), (3, 33), (33, 16), (129, 47), (130, 517), (40, 1030), (9, 4130)]
 
 
@@ -148,9 +149,40 @@ def test_planes_that_are_stored_past_the_caches(name):
         assert same_bytes(row, threaded[0]) and same_bytes(col, threaded[1])
 
 
+@pytest.mark.parametrize("name", [name for name in FAST if SPECS[name].four_over_six])
+def test_four_over_six_under_any_factor(name, variant):
+    """From the smallest FP32 to the largest, and statistics that the elements do not have."""
+    spec = SPECS[name]
+    x = sample(35, 77, special=False)
+    for exponent in (-149, -140, -127, -110, -101, -100, -99, -60, 0, 60, 97, 100, 101, 120, 126):
+        factor = torch.tensor(2.0).double() ** exponent
+        agrees((x.double() * factor).float(), spec)
+        for bound in (0.5, 1.0, 448.0):
+            agrees((x.double() * factor).float(), replace(spec, tensor_bound=bound))
+        stat = (torch.tensor([0.75]).double() * factor).float()
+        for columnwise in (False, True):
+            count = (77 if columnwise else 35) if spec.row_scaled else 1
+            options = {"stat": stat.expand(count).contiguous(), "columnwise": columnwise}
+            assert same_bytes(encode(x, spec, **options), encode(gapped(x), spec, **options))
+
+
+@pytest.mark.parametrize("name", [name for name in FAST if SPECS[name].four_over_six])
+def test_four_over_six_at_ties_and_near_them(name, variant):
+    """Values that both scales decode to, and those one step beside: errors are equal or nearly."""
+    spec = SPECS[name]
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 2.5, 5.0, 0.75])
+    index = torch.randint(len(values), (96, 256), generator=torch.Generator().manual_seed(3))
+    x = values[index]
+    step = torch.randint(-1, 2, x.shape, generator=torch.Generator().manual_seed(4))
+    beside = (x.bfloat16().view(torch.int16) + step.short() * (x > 0)).view(torch.bfloat16)
+    for each in (x, x * 1.5, x.bfloat16(), beside, beside.float() * 1.1):
+        agrees(each, spec)
+
+
 def test_which_path_is_taken():
     x, nvfp4, mxfp8 = sample(40, 70), SPECS["nvfp4"], SPECS["mxfp8"]
     over, rows, transformed = (SPECS[n] for n in ("nvfp4_4o6_mae", "nvfp4_rows", "nvfp4_rht"))
+    long = SPECS["nvfp4_1x128_4o6"]
     half = x.bfloat16()
     for every in (x, half, x.half()):
         both = "two passes" if every is half else "raw"  # FP8 on 16-bit integers, FP4 not
@@ -158,16 +190,17 @@ def test_which_path_is_taken():
         assert path(every, mxfp8, mxfp8) == path(every.T, nvfp4, nvfp4) == "raw"
         assert path(every[::2], mxfp8, None) == path(every[:, 3:], None, mxfp8) == "raw"
         assert path(every[:, ::2], mxfp8, mxfp8) == "general"
-        assert path(every, over, None) == path(every, None, rows) == "general"
-        assert path(every, over, rows) == "general"
-        assert path(every, over, mxfp8) == path(every, mxfp8, rows) == "two passes"
+        for row, col in ((over, None), (None, rows), (over, rows), (rows, rows), (over, nvfp4)):
+            assert path(every, row, col) == path(every.T, row, col) == "raw"
+        assert path(every, long, None) == path(every, None, long) == "general"
+        assert path(every, long, mxfp8) == path(every, mxfp8, long) == "two passes"
     assert path(half, transformed, transformed) == path(half.T, None, transformed) == "raw"
     assert path(x, transformed, transformed) == path(x.half(), None, transformed) == "general"
 
 
 def test_two_passes_write_both_planes():
     x = sample(70, 90)
-    for other in ("nvfp4_4o6_mse", "nvfp4_rows", "nvfp4_rht"):
+    for other in ("nvfp4_1x128_4o6", "nvfp4_64x64_4o6", "nvfp4_rht"):
         for row, col in ((SPECS["mxfp8"], SPECS[other]), (SPECS[other], SPECS["fp8_1x128"])):
             assert path(x, row, col) == "two passes"
             pair = encode_pair(x, row, col)

@@ -1,0 +1,408 @@
+// Four over six in tiles of x in its own type: the choice between two scales, for as many lines at
+// once as a vector has lanes.
+//
+// A line is 16 elements whose errors are added in order: a block of 1x16, or a row of a square of
+// 16x16 in the matrix that the caller gave. Each has a lane, so that the order costs nothing.
+// Where lines are columns of the tile a row of it is a vector; else 16 vectors are transposed.
+//
+// Under a scale an element decodes to 0 or to a power of two times what 1 or 1.5 decodes to, where
+// powers of two go through unchanged (PowersPass): two divisions for each line and scale. Under
+// other factors each element is divided.
+//
+// Source: ours; formats/scale_four_over_six.h.
+#ifndef HYBRIDQ_CPU_RAW_FOUR_OVER_SIX_H_
+#define HYBRIDQ_CPU_RAW_FOUR_OVER_SIX_H_
+
+#include "cpu/four_over_six.h"
+#include "cpu/hadamard_vectors.h"
+#include "cpu/pairs.h"
+#include "cpu/plane_job.h"
+#include "cpu/raw_tile.h"
+#include "cpu/vectors.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+HQ_NAMESPACE_BEGIN
+
+inline constexpr int kLineSize = 16;  // elements of a line: of a block
+
+// |x| as FP32 from the bits of 16-bit elements without their signs.
+template <DType kType>
+static HQ_HD VectorFloat MagnitudesOf(VectorUint bits) {
+  if constexpr (kType == DType::kBFloat16) return reinterpret_cast<VectorFloat>(bits << 16);
+  // As FromFp16.
+  const VectorInt magnitude = reinterpret_cast<VectorInt>(bits);
+  const VectorFloat small = __builtin_convertvector(magnitude, VectorFloat) * 0x1p-24f;
+  const VectorInt normal = (magnitude << 13) + (112 << 23);
+  const VectorInt finite = magnitude < 0x400 ? reinterpret_cast<VectorInt>(small) : normal;
+  return reinterpret_cast<VectorFloat>(magnitude >= 0x7c00 ? (magnitude << 13) | kInfBits : finite);
+}
+
+// |x| of as many neighbours as a vector has lanes.
+template <DType kType>
+static HQ_HD VectorFloat MagnitudesAt(const uint8_t* x) {
+  if constexpr (kType == DType::kFloat32) {
+    VectorFloat v;
+    std::memcpy(&v, x, sizeof(v));
+    return reinterpret_cast<VectorFloat>(MagnitudeOf(v));
+  } else {
+    using Half = uint16_t __attribute__((vector_size(kVectorBytes / 2)));
+    Half v;
+    std::memcpy(&v, x, sizeof(v));
+    return MagnitudesOf<kType>(__builtin_convertvector(v, VectorUint) & 0x7fffu);
+  }
+}
+
+// Values of E4M3 scales, which have no sign. Subnormal ones are counts of 2^-9: FP32 numbers that
+// are subnormal themselves would cost a hundred cycles each.
+static HQ_HD VectorFloat ScaleValuesAt(const uint8_t* codes) {
+  using Bytes = uint8_t __attribute__((vector_size(kVectorLanes)));
+  Bytes v;
+  std::memcpy(&v, codes, sizeof(v));
+  const VectorInt code = __builtin_convertvector(v, VectorInt);
+  const VectorFloat small = __builtin_convertvector(code, VectorFloat) * 0x1p-9f;
+  const VectorFloat normal = reinterpret_cast<VectorFloat>((code << 20) + (120 << 23));
+  const VectorFloat nan = VectorFloat{} + FromSignedBits(kQuietNanBits);
+  const VectorFloat value = code < 8 ? small : normal;
+  return code >= static_cast<int32_t>(E4M3::kFirstNanCode) ? nan : value;
+}
+
+// a * b + c, where the product is exact: with or without one rounding of it.
+static HQ_HD VectorFloat AddExact(VectorFloat a, VectorFloat b, VectorFloat c) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<VectorFloat>(_mm512_fmadd_ps(
+      reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
+#elif defined(__AVX2__) && defined(__FMA__)
+  return reinterpret_cast<VectorFloat>(_mm256_fmadd_ps(
+      reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
+#else
+  return a * b + c;
+#endif
+}
+
+// `a` where the highest bit of the mantissa of q is there, else `b`.
+static HQ_HD VectorFloat WhereHalf(VectorInt q, VectorFloat a, VectorFloat b) {
+#if defined(__AVX512F__)
+  const __mmask16 is_there =
+      _mm512_test_epi32_mask(reinterpret_cast<__m512i>(q), _mm512_set1_epi32(1 << 22));
+  return reinterpret_cast<VectorFloat>(
+      _mm512_mask_blend_ps(is_there, reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(a)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<VectorFloat>(
+      _mm256_blendv_ps(reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(a),
+                       reinterpret_cast<__m256>(q << 9)));  // by the sign
+#else
+  return (q & (1 << 22)) != 0 ? a : b;
+#endif
+}
+
+// The E2M1 values nearest to `a`, which have no sign; of ties the even code. Values are a half of
+// the power of two below them apart, and a half of 1 at least. Of NaN any.
+static HQ_HD VectorFloat NearestE2M1(VectorFloat a) {
+  const VectorInt top = VectorInt{} + SignedBits(MaxFinite<E2M1>());
+  const VectorInt one = VectorInt{} + SignedBits(1.0f);
+  const VectorInt bits = reinterpret_cast<VectorInt>(a);
+  const VectorInt bounded = bits < top ? bits : top;
+  const VectorInt binade = bounded & kInfBits;
+  const VectorFloat power = reinterpret_cast<VectorFloat>(binade > one ? binade : one);
+  const VectorFloat up = VectorFloat{} + 0x1p22f;
+  const VectorFloat sum = AddExact(power, up, reinterpret_cast<VectorFloat>(bounded));
+  return AddExact(power, -up, sum);
+}
+
+// As many lines as a vector has lanes. Of pairs the first is six's, the second four's.
+struct Lines {
+  VectorFloat x[kLineSize];  // |x| of element i of each
+  VectorFloat multiplier[2], scale[2];
+  VectorFloat amax;  // of the tensor or row
+  float denominator;
+  VectorFloat error[2];
+};
+
+// What codes decode to under one candidate of each line.
+template <bool kPowersPass>
+struct Decoder {
+  VectorFloat one, one_and_half;  // of E2M1's 1 and 1.5
+
+  HQ_HD Decoder(const Lines& lines, int n)
+      : one(lines.scale[n] * lines.amax / lines.denominator),
+        one_and_half(lines.scale[n] * 1.5f * lines.amax / lines.denominator) {}
+
+  // Less x.
+  HQ_HD VectorFloat operator()(VectorFloat q, VectorFloat x) const {
+    const VectorInt bits = reinterpret_cast<VectorInt>(q);
+    const VectorFloat power = reinterpret_cast<VectorFloat>(bits & kInfBits);
+    return AddExact(power, WhereHalf(bits, one_and_half, one), -x);
+  }
+};
+
+template <>
+struct Decoder<false> {
+  VectorFloat scale, amax;
+  float denominator;
+
+  HQ_HD Decoder(const Lines& lines, int n)
+      : scale(lines.scale[n]), amax(lines.amax), denominator(lines.denominator) {}
+
+  HQ_HD VectorFloat operator()(VectorFloat q, VectorFloat x) const {
+    return q * scale * amax / denominator - x;
+  }
+};
+
+static HQ_HD Lines LinesOf(const PlaneJob& job) {
+  Lines lines;
+  lines.amax = VectorFloat{} + job.two_level.amax;
+  lines.denominator = job.denominator;
+  return lines;
+}
+
+template <bool kSquared, bool kPowersPass>
+static void FindErrorsBy(Lines& lines) {
+  const Decoder<kPowersPass> decoders[2] = {{lines, 0}, {lines, 1}};
+  VectorFloat sum[2] = {};
+  HQ_UNROLL
+  for (int i = 0; i < kLineSize; ++i) {
+    HQ_UNROLL
+    for (int n = 0; n < 2; ++n) {
+      const VectorFloat q = NearestE2M1(lines.x[i] * lines.multiplier[n]);
+      const VectorFloat e = decoders[n](q, lines.x[i]);
+      sum[n] += kSquared ? e * e : reinterpret_cast<VectorFloat>(MagnitudeOf(e));
+    }
+  }
+  lines.error[0] = sum[0];
+  lines.error[1] = sum[1];
+}
+
+using FindErrors = void (*)(Lines& lines);
+
+static FindErrors SelectErrors(const PlaneJob& job, bool powers_pass) {
+  if (job.spec.four_over_six == FourOverSix::kMse) {
+    return powers_pass ? &FindErrorsBy<true, true> : &FindErrorsBy<true, false>;
+  }
+  return powers_pass ? &FindErrorsBy<false, true> : &FindErrorsBy<false, false>;
+}
+
+static HQ_HD void InterleaveLanes(VectorFloat a, VectorFloat b, VectorFloat* low,
+                                  VectorFloat* high) {
+#if defined(__AVX512BW__)
+  *low = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  *high =
+      __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#elif defined(__AVX2__)
+  *low = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+  *high = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+  *low = __builtin_shufflevector(a, b, 0, 4, 1, 5);
+  *high = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+#endif
+}
+
+// The words of lines, kCount vectors that hold one line after the other, to one word of each line
+// after the other: each round interleaves halves.
+template <int kCount>
+static HQ_HD void TransposeWords(VectorFloat (&v)[kCount]) {
+  HQ_UNROLL
+  for (int lines = 1; lines < kVectorLanes; lines *= 2) {
+    VectorFloat w[kCount];
+    HQ_UNROLL
+    for (int i = 0; i < kCount / 2; ++i) {
+      InterleaveLanes(v[i], v[i + kCount / 2], &w[2 * i], &w[2 * i + 1]);
+    }
+    HQ_UNROLL
+    for (int i = 0; i < kCount; ++i) v[i] = w[i];
+  }
+}
+
+// Vector i of lines of kLineBytes that lie `step` bytes apart, one after the other.
+template <int kLineBytes>
+static HQ_HD VectorFloat WordsOfLines(const uint8_t* first, int64_t step, int i) {
+#if defined(__AVX512BW__)
+  if constexpr (kLineBytes < kVectorBytes) {
+    using Line = float __attribute__((vector_size(kVectorBytes / 2)));
+    Line a, b;
+    std::memcpy(&a, first + 2 * i * step, sizeof(a));
+    std::memcpy(&b, first + (2 * i + 1) * step, sizeof(b));
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  }
+#endif
+  constexpr int kPerLine = kLineBytes < kVectorBytes ? 1 : kLineBytes / kVectorBytes;
+  VectorFloat v;
+  std::memcpy(&v, first + i / kPerLine * step + i % kPerLine * kVectorBytes, sizeof(v));
+  return v;
+}
+
+// The elements of lines that lie `step` bytes apart, a lane each.
+template <DType kType>
+static void LoadLines(const uint8_t* first, int64_t step, VectorFloat (&x)[kLineSize]) {
+  if constexpr (kType == DType::kFloat32) {
+    HQ_UNROLL
+    for (int i = 0; i < kLineSize; ++i) x[i] = WordsOfLines<4 * kLineSize>(first, step, i);
+    TransposeWords(x);
+    HQ_UNROLL
+    for (int i = 0; i < kLineSize; ++i) x[i] = reinterpret_cast<VectorFloat>(MagnitudeOf(x[i]));
+  } else {
+    VectorFloat pair[kLineSize / 2];
+    HQ_UNROLL
+    for (int i = 0; i < kLineSize / 2; ++i) {
+      pair[i] = WordsOfLines<2 * kLineSize>(first, step, i);
+    }
+    TransposeWords(pair);
+    HQ_UNROLL
+    for (int i = 0; i < kLineSize / 2; ++i) {
+      const VectorUint word = reinterpret_cast<VectorUint>(pair[i]) & 0x7fff7fffu;
+      x[2 * i] = MagnitudesOf<kType>(word & 0xffffu);
+      x[2 * i + 1] = MagnitudesOf<kType>(word >> 16);
+    }
+  }
+}
+
+// The same of lines that are neighbouring columns from `first` on, in rows `stride` bytes apart.
+template <DType kType>
+static void LoadColumns(const uint8_t* first, int64_t stride, VectorFloat (&x)[kLineSize]) {
+  HQ_UNROLL
+  for (int i = 0; i < kLineSize; ++i) x[i] = MagnitudesAt<kType>(first + i * stride);
+}
+
+// Both candidates of the blocks e, e + 1, ... of the scratch.
+static HQ_HD void LoadCandidates(const Scratch& s, int e, Lines& lines) {
+  std::memcpy(&lines.multiplier[0], s.multiplier + e, sizeof(VectorFloat));
+  std::memcpy(&lines.multiplier[1], s.multiplier_four + e, sizeof(VectorFloat));
+  lines.scale[0] = ScaleValuesAt(s.scale_byte + e);
+  lines.scale[1] = ScaleValuesAt(s.scale_byte_four + e);
+}
+
+static HQ_HD void StoreErrors(const Lines& lines, int e, Scratch& s) {
+  std::memcpy(s.error_six + e, &lines.error[0], sizeof(VectorFloat));
+  std::memcpy(s.error_four + e, &lines.error[1], sizeof(VectorFloat));
+}
+
+static void ChooseAll(int n, Scratch& s) {
+  for (int e = 0; e < n; ++e) Choose(s.error_six[e], s.error_four[e], e, s);
+}
+
+// Whether they do of all rules of the tile, which are those of `rows` rows if a row has its own.
+static bool PowersPassAll(const PlaneJob& job, int rows, const Scratch& s) {
+  if (job.row_stat == nullptr) return PowersPass(job.two_level.amax, job.spec.tensor_bound);
+  bool all = true;
+  for (int n = 0; n < rows; ++n) all = all && PowersPass(s.rules[n].amax, job.spec.tensor_bound);
+  return all;
+}
+
+// Blocks of 1x16 along the tile's nn rows: s.scale_byte[n * blocks + b].
+template <DType kType>
+static void ChooseLinesAlong(const PlaneJob& job, const RawTile& t, int nn, int blocks,
+                             Scratch& s) {
+  constexpr int kLineBytes = kLineSize * ItemSize(kType);
+  const FindErrors find = SelectErrors(job, PowersPassAll(job, nn, s));
+  alignas(64) uint8_t rest[kVectorLanes * kLineBytes] = {};
+  Lines lines = LinesOf(job);
+  for (int n = 0; n < nn; ++n) {
+    if (job.row_stat != nullptr) lines.amax = VectorFloat{} + s.rules[n].amax;
+    for (int b = 0; b < blocks; b += kVectorLanes) {
+      const uint8_t* first = t.data + n * t.stride + b * kLineBytes;
+      if (b + kVectorLanes > blocks) {
+        std::memcpy(rest, first, static_cast<size_t>((blocks - b) * kLineBytes));
+        first = rest;
+      }
+      LoadLines<kType>(first, kLineBytes, lines.x);
+      LoadCandidates(s, n * blocks + b, lines);
+      find(lines);
+      StoreErrors(lines, n * blocks + b, s);  // of those beyond the row the next one's follow
+    }
+  }
+  ChooseAll(nn * blocks, s);
+}
+
+// Blocks of 1x16 down the tile's columns: s.scale_byte[b * width + n].
+template <DType kType>
+static void ChooseLinesDown(const PlaneJob& job, const RawTile& t, int kk, int width, Scratch& s) {
+  const FindErrors find = SelectErrors(job, PowersPassAll(job, width, s));
+  const int blocks = static_cast<int>(CeilDiv(kk, kLineSize));
+  Lines lines = LinesOf(job);
+  for (int n = 0; n < width; n += kVectorLanes) {
+    if (job.row_stat != nullptr) {
+      for (int l = 0; l < kVectorLanes; ++l) lines.amax[l] = s.rules[n + l].amax;
+    }
+    for (int b = 0; b < blocks; ++b) {
+      const uint8_t* first = t.data + b * kLineSize * t.stride + n * ItemSize(kType);
+      LoadColumns<kType>(first, t.stride, lines.x);
+      LoadCandidates(s, b * width + n, lines);
+      find(lines);
+      StoreErrors(lines, b * width + n, s);
+    }
+  }
+  ChooseAll(blocks * width, s);
+}
+
+// Squares of the tile's nr rows, `across` of them side by side: s.scale_byte[i * across + j].
+template <DType kType>
+static void ChooseRawSquares(const PlaneJob& job, const RawTile& t, int nr, int across,
+                             Scratch& s) {
+  constexpr int kLineBytes = kLineSize * ItemSize(kType);
+  const int squares = static_cast<int>(CeilDiv(nr, kLineSize)) * across;
+  const FindErrors find = SelectErrors(job, PowersPassAll(job, 0, s));
+  alignas(64) uint8_t rest[kLineSize * kLineBytes] = {};
+  Lines lines = LinesOf(job);
+  for (int e = 0; e < squares; ++e) {
+    const int row = e / across * kLineSize, rows = nr - row;
+    const uint8_t* square = t.data + row * t.stride + e % across * kLineBytes;
+    int64_t stride = t.stride;
+    if (rows < kLineSize) {  // zeros below have no error
+      for (int r = 0; r < rows; ++r) {
+        std::memcpy(rest + r * kLineBytes, square + r * stride, static_cast<size_t>(kLineBytes));
+      }
+      square = rest;
+      stride = kLineBytes;
+    }
+    const CandidatePair pair = CandidatesOf(s, e);
+    lines.multiplier[0] = VectorFloat{} + pair.six.multiplier;
+    lines.multiplier[1] = VectorFloat{} + pair.four.multiplier;
+    lines.scale[0] = VectorFloat{} + pair.six.scale;
+    lines.scale[1] = VectorFloat{} + pair.four.scale;
+    float errors[2][kLineSize];
+    for (int first = 0; first < kLineSize; first += kVectorLanes) {
+      if (job.sums_down) {
+        LoadColumns<kType>(square + first * ItemSize(kType), stride, lines.x);
+      } else {
+        LoadLines<kType>(square + first * stride, stride, lines.x);
+      }
+      find(lines);
+      std::memcpy(errors[0] + first, &lines.error[0], sizeof(VectorFloat));
+      std::memcpy(errors[1] + first, &lines.error[1], sizeof(VectorFloat));
+    }
+    s.error_six[e] = TreeSum(errors[0], kLineSize);
+    s.error_four[e] = TreeSum(errors[1], kLineSize);
+  }
+  ChooseAll(squares, s);
+}
+
+// Of the scales in the scratch, which are those of the tile t[nn][kk], the better ones.
+static void ChooseRawAlong(const PlaneJob& job, const RawTile& t, int nn, int blocks, Scratch& s) {
+  if (job.spec.four_over_six == FourOverSix::kNone) return;
+  WithDType(t.dtype, [&]<DType kType>() {
+    if (job.square) {
+      ChooseRawSquares<kType>(job, t, nn, blocks, s);
+    } else {
+      ChooseLinesAlong<kType>(job, t, nn, blocks, s);
+    }
+  });
+}
+
+// The same of the tile t[kk][nn], going down.
+static void ChooseRawDown(const PlaneJob& job, const RawTile& t, int nn, int kk, int width,
+                          Scratch& s) {
+  if (job.spec.four_over_six == FourOverSix::kNone) return;
+  WithDType(t.dtype, [&]<DType kType>() {
+    if (job.square) {
+      ChooseRawSquares<kType>(job, t, kk, static_cast<int>(CeilDiv(nn, kLineSize)), s);
+    } else {
+      ChooseLinesDown<kType>(job, t, kk, width, s);
+    }
+  });
+}
+
+HQ_NAMESPACE_END
+
+#endif  // HYBRIDQ_CPU_RAW_FOUR_OVER_SIX_H_
