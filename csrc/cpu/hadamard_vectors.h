@@ -1,33 +1,20 @@
-// The 16-point Hadamard transform of BF16 with vectors: down 16 rows, or along a row.
+// The 16-point Hadamard transform with vectors: down 16 rows, or along a row.
 //
-// The same operations in the same order as formats/hadamard.h has them, on the even and the odd
-// elements of a vector of BF16 apart.
+// The same operations in the same order as formats/hadamard.h has them, on even and odd elements
+// apart: beside each other in a word they are the result, which is BF16.
 #ifndef HYBRIDQ_CPU_HADAMARD_VECTORS_H_
 #define HYBRIDQ_CPU_HADAMARD_VECTORS_H_
 
 #include <utility>
 
-#include "cpu/vectors.h"
-#include "formats/float16.h"
+#include "cpu/value_vectors.h"
 #include "formats/hadamard.h"
 
 HQ_NAMESPACE_BEGIN
 
-static HQ_HD VectorFloat EvenOf(VectorUint word) {
-  return reinterpret_cast<VectorFloat>(word << 16);
-}
-static HQ_HD VectorFloat OddOf(VectorUint word) {
-  return reinterpret_cast<VectorFloat>(word & 0xffff0000u);
-}
-
-static HQ_HD VectorInt MagnitudeOf(VectorFloat v) {
-  return reinterpret_cast<VectorInt>(v) & kMagnitudeMask;
-}
-
-// Rounds to BF16, to nearest even. No case for NaN: those of a transform of BF16 come from BF16 or
-// from an invalid operation, so their lower halves are zeros, and rounding leaves their upper
-// halves as they are. Only kCanonical makes them the quiet NaN; for codes and amaxes any NaN will
-// do.
+// Rounds to BF16, to nearest even. kCanonical: a NaN becomes the quiet one. Else it must come from
+// BF16 or from an invalid operation: its lower half is zeros, and rounding leaves its upper half as
+// it is. For codes and amaxes any NaN will do.
 template <bool kCanonical>
 static HQ_HD VectorUint RoundedBits(VectorFloat v) {
   const VectorUint bits = reinterpret_cast<VectorUint>(v);
@@ -53,15 +40,18 @@ static HQ_HD void VectorStage(VectorFloat (&v)[kHadamardSize]) {
   }
 }
 
-// The even (odd) columns of a vector of 16 rows that lie `stride` bytes apart, transformed.
-template <bool kOdd>
+// Whether NaNs of a transform of kType must be made canonical to stay NaNs.
+template <DType kType, bool kCanonical>
+inline constexpr bool kNeedsCanonical = kCanonical || kType != DType::kBFloat16;
+
+// The even (odd) columns of two vectors of 16 rows that lie `stride` bytes apart, transformed.
+template <DType kType, bool kOdd>
 static HQ_HD void TransformVectorsDown(const uint8_t* x, int64_t stride, uint32_t signs,
                                        VectorFloat (&v)[kHadamardSize]) {
   HQ_UNROLL
   for (int i = 0; i < kHadamardSize; ++i) {
-    VectorUint word;
-    std::memcpy(&word, x + i * stride, sizeof(word));
-    v[i] = (kOdd ? OddOf(word) : EvenOf(word)) * HadamardSign(signs, i);
+    const VectorPair pair = PairsOf<kType>(x + i * stride);
+    v[i] = (kOdd ? pair.odd : pair.even) * HadamardSign(signs, i);
   }
   VectorStage<1>(v);
   VectorStage<2>(v);
@@ -71,19 +61,23 @@ static HQ_HD void TransformVectorsDown(const uint8_t* x, int64_t stride, uint32_
 
 // The transform down 16 rows, n columns (a multiple of 32), into rows `out_stride` bytes apart.
 // Even columns first, odd ones after: 16 vectors fit in the registers, 32 do not.
+template <DType kType>
 static void HadamardDown(const uint8_t* x, int64_t stride, int n, uint32_t signs, uint8_t* out,
                          int64_t out_stride) {
-  for (int64_t at = 0; at < 2 * static_cast<int64_t>(n); at += kVectorBytes) {
+  constexpr bool kCanonical = kNeedsCanonical<kType, false>;
+  for (int64_t c = 0; c < n; c += 2 * kVectorLanes) {
+    const uint8_t* from = x + c * ItemSize(kType);
+    uint8_t* to = out + 2 * c;
     VectorFloat even[kHadamardSize], odd[kHadamardSize];
     VectorUint low[kHadamardSize];
-    TransformVectorsDown<false>(x + at, stride, signs, even);
+    TransformVectorsDown<kType, false>(from, stride, signs, even);
     HQ_UNROLL
-    for (int i = 0; i < kHadamardSize; ++i) low[i] = RoundedBits<false>(even[i]) >> 16;
-    TransformVectorsDown<true>(x + at, stride, signs, odd);
+    for (int i = 0; i < kHadamardSize; ++i) low[i] = RoundedBits<kCanonical>(even[i]) >> 16;
+    TransformVectorsDown<kType, true>(from, stride, signs, odd);
     HQ_UNROLL
     for (int i = 0; i < kHadamardSize; ++i) {
-      const VectorUint word = low[i] | (RoundedBits<false>(odd[i]) & 0xffff0000u);
-      std::memcpy(out + i * out_stride + at, &word, sizeof(word));
+      const VectorUint word = low[i] | (RoundedBits<kCanonical>(odd[i]) & 0xffff0000u);
+      std::memcpy(to + i * out_stride, &word, sizeof(word));
     }
   }
 }
@@ -97,14 +91,16 @@ static HQ_HD void TakeAmaxes(const VectorFloat (&v)[kHadamardSize], VectorInt* m
 }
 
 // Updates the amaxes in *m with those of the same, before it is rounded.
+template <DType kType>
 static void HadamardAmaxesDown(const uint8_t* x, int64_t stride, int n, uint32_t signs,
                                VectorInt* m) {
   VectorInt amaxes = *m;
-  for (int64_t at = 0; at < 2 * static_cast<int64_t>(n); at += kVectorBytes) {
+  for (int64_t c = 0; c < n; c += 2 * kVectorLanes) {
+    const uint8_t* from = x + c * ItemSize(kType);
     VectorFloat v[kHadamardSize];
-    TransformVectorsDown<false>(x + at, stride, signs, v);
+    TransformVectorsDown<kType, false>(from, stride, signs, v);
     TakeAmaxes(v, &amaxes);
-    TransformVectorsDown<true>(x + at, stride, signs, v);
+    TransformVectorsDown<kType, true>(from, stride, signs, v);
     TakeAmaxes(v, &amaxes);
   }
   *m = amaxes;
@@ -142,13 +138,13 @@ static HQ_HD VectorFloat LaneStage(VectorFloat v, std::integer_sequence<int, kLa
   return other + reinterpret_cast<VectorFloat>(reinterpret_cast<VectorUint>(v) ^ kNegative);
 }
 
+template <DType kType>
 static HQ_HD void TransformVectorsAlong(const uint8_t* x, const SignVectors& signs,
                                         VectorFloat (&even)[kParts], VectorFloat (&odd)[kParts]) {
   constexpr std::make_integer_sequence<int, kVectorLanes> kLanes;
   for (int part = 0; part < kParts; ++part) {
-    VectorUint word;
-    std::memcpy(&word, x + part * kVectorBytes, sizeof(word));
-    const VectorFloat a = EvenOf(word) * signs.even[part], b = OddOf(word) * signs.odd[part];
+    const VectorPair pair = PairsOf<kType>(x + part * 2 * kVectorLanes * ItemSize(kType));
+    const VectorFloat a = pair.even * signs.even[part], b = pair.odd * signs.odd[part];
     even[part] = LaneStage<2>(LaneStage<1>(a + b, kLanes), kLanes);
     odd[part] = LaneStage<2>(LaneStage<1>(a - b, kLanes), kLanes);
   }
@@ -164,25 +160,26 @@ static HQ_HD void TransformVectorsAlong(const uint8_t* x, const SignVectors& sig
 }
 
 // The transform along n elements (a multiple of 32), in groups of 16.
-template <bool kCanonical>
+template <DType kType, bool kCanonical>
 static void HadamardAlong(const uint8_t* x, int n, uint32_t signs, uint8_t* out) {
   const SignVectors factors = MakeSignVectors(signs);
-  for (int64_t at = 0; at < 2 * static_cast<int64_t>(n); at += kParts * kVectorBytes) {
+  for (int64_t c = 0; c < n; c += kParts * 2 * kVectorLanes) {
     VectorFloat even[kParts], odd[kParts];
-    TransformVectorsAlong(x + at, factors, even, odd);
+    TransformVectorsAlong<kType>(x + c * ItemSize(kType), factors, even, odd);
     for (int part = 0; part < kParts; ++part) {
-      const VectorUint word = PackBf16<kCanonical>(even[part], odd[part]);
-      std::memcpy(out + at + part * kVectorBytes, &word, sizeof(word));
+      const VectorUint word = PackBf16<kNeedsCanonical<kType, kCanonical>>(even[part], odd[part]);
+      std::memcpy(out + 2 * c + part * kVectorBytes, &word, sizeof(word));
     }
   }
 }
 
+template <DType kType>
 static void HadamardAmaxesAlong(const uint8_t* x, int n, uint32_t signs, VectorInt* m) {
   const SignVectors factors = MakeSignVectors(signs);
   VectorInt amaxes = *m;
-  for (int64_t at = 0; at < 2 * static_cast<int64_t>(n); at += kParts * kVectorBytes) {
+  for (int64_t c = 0; c < n; c += kParts * 2 * kVectorLanes) {
     VectorFloat even[kParts], odd[kParts];
-    TransformVectorsAlong(x + at, factors, even, odd);
+    TransformVectorsAlong<kType>(x + c * ItemSize(kType), factors, even, odd);
     for (int part = 0; part < kParts; ++part) {
       for (const VectorFloat v : {even[part], odd[part]}) {
         const VectorInt magnitude = MagnitudeOf(v);

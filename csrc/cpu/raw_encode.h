@@ -20,8 +20,7 @@ HQ_NAMESPACE_BEGIN
 // Whether the fast path writes a plane of `spec` from x.
 static bool TakesRaw(const Matrix& x, const Spec& spec) {
   const bool chooses = spec.four_over_six != FourOverSix::kNone;
-  return x.stride_col == 1 && (!chooses || spec.block_cols == kLineSize) &&
-         (spec.signs < 0 || x.dtype == DType::kBFloat16);
+  return x.stride_col == 1 && (!chooses || spec.block_cols == kLineSize);
 }
 
 // Tile t[nn][kk] (columns padded with zeros to a multiple of 32) at plane row n0, K index k0.

@@ -14,11 +14,10 @@
 #define HYBRIDQ_CPU_RAW_FOUR_OVER_SIX_H_
 
 #include "cpu/four_over_six.h"
-#include "cpu/hadamard_vectors.h"
 #include "cpu/pairs.h"
 #include "cpu/plane_job.h"
 #include "cpu/raw_tile.h"
-#include "cpu/vectors.h"
+#include "cpu/value_vectors.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -27,33 +26,6 @@
 HQ_NAMESPACE_BEGIN
 
 inline constexpr int kLineSize = 16;  // elements of a line: of a block
-
-// |x| as FP32 from the bits of 16-bit elements without their signs.
-template <DType kType>
-static HQ_HD VectorFloat MagnitudesOf(VectorUint bits) {
-  if constexpr (kType == DType::kBFloat16) return reinterpret_cast<VectorFloat>(bits << 16);
-  // As FromFp16.
-  const VectorInt magnitude = reinterpret_cast<VectorInt>(bits);
-  const VectorFloat small = __builtin_convertvector(magnitude, VectorFloat) * 0x1p-24f;
-  const VectorInt normal = (magnitude << 13) + (112 << 23);
-  const VectorInt finite = magnitude < 0x400 ? reinterpret_cast<VectorInt>(small) : normal;
-  return reinterpret_cast<VectorFloat>(magnitude >= 0x7c00 ? (magnitude << 13) | kInfBits : finite);
-}
-
-// |x| of as many neighbours as a vector has lanes.
-template <DType kType>
-static HQ_HD VectorFloat MagnitudesAt(const uint8_t* x) {
-  if constexpr (kType == DType::kFloat32) {
-    VectorFloat v;
-    std::memcpy(&v, x, sizeof(v));
-    return reinterpret_cast<VectorFloat>(MagnitudeOf(v));
-  } else {
-    using Half = uint16_t __attribute__((vector_size(kVectorBytes / 2)));
-    Half v;
-    std::memcpy(&v, x, sizeof(v));
-    return MagnitudesOf<kType>(__builtin_convertvector(v, VectorUint) & 0x7fffu);
-  }
-}
 
 // Values of E4M3 scales, which have no sign. Subnormal ones are counts of 2^-9: FP32 numbers that
 // are subnormal themselves would cost a hundred cycles each.

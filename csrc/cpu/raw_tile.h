@@ -3,6 +3,7 @@
 #ifndef HYBRIDQ_CPU_RAW_TILE_H_
 #define HYBRIDQ_CPU_RAW_TILE_H_
 
+#include "core/with_element.h"
 #include "cpu/hadamard_vectors.h"
 #include "cpu/tile.h"
 #include "cpu/vectors.h"
@@ -21,8 +22,6 @@ struct RawTile {
   int64_t stride;  // bytes from row to row
   DType dtype;
 };
-
-HQ_HD constexpr int ItemSize(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 // Of element (r, c) of x, whose columns are contiguous.
 HQ_HD const uint8_t* RawAddress(const Matrix& x, int64_t r, int64_t c) {
@@ -73,26 +72,30 @@ struct NextTile {
   }
 };
 
-// The transform down a tile of BF16, kk rows (a multiple of 16), into s.transformed.
+// The transform down a tile, kk rows (a multiple of 16), into s.transformed: BF16.
 static RawTile TransformDown(int signs, const RawTile& t, int kk, int width, Scratch& s) {
   const int64_t stride = 2 * static_cast<int64_t>(width);
   auto* out = reinterpret_cast<uint8_t*>(s.transformed);
-  for (int k = 0; k < kk; k += kHadamardSize) {
-    HadamardDown(t.data + k * t.stride, t.stride, width, static_cast<uint32_t>(signs),
-                 out + k * stride, stride);
-  }
+  WithDType(t.dtype, [&]<DType kType>() {
+    for (int k = 0; k < kk; k += kHadamardSize) {
+      HadamardDown<kType>(t.data + k * t.stride, t.stride, width, static_cast<uint32_t>(signs),
+                          out + k * stride, stride);
+    }
+  });
   return {out, stride, DType::kBFloat16};
 }
 
-// The transform along a tile of BF16, nn rows of `width` elements (a multiple of 32).
+// The transform along a tile, nn rows of `width` elements (a multiple of 32): BF16.
 template <bool kCanonical>
 static RawTile TransformAlong(int signs, const RawTile& t, int nn, int width, Scratch& s) {
   const int64_t stride = 2 * static_cast<int64_t>(width);
   auto* out = reinterpret_cast<uint8_t*>(s.transformed);
-  for (int n = 0; n < nn; ++n) {
-    HadamardAlong<kCanonical>(t.data + n * t.stride, width, static_cast<uint32_t>(signs),
-                              out + n * stride);
-  }
+  WithDType(t.dtype, [&]<DType kType>() {
+    for (int n = 0; n < nn; ++n) {
+      HadamardAlong<kType, kCanonical>(t.data + n * t.stride, width, static_cast<uint32_t>(signs),
+                                       out + n * stride);
+    }
+  });
   return {out, stride, DType::kBFloat16};
 }
 

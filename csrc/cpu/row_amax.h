@@ -40,12 +40,43 @@ static void RowAmaxes(const Matrix& x, int64_t r0, int nr, int32_t* m) {
   PrefersTransposed(x) ? RowAmaxesDown<kType>(x, r0, nr, m) : RowAmaxesAlong<kType>(x, r0, nr, m);
 }
 
-static void TransformedRowAmaxes(const WholeTask& task, int64_t chunk, int32_t* m, Scratch& s) {
+// Rows of x that lie beside each other, or below, in its own type: transformed in tiles.
+static void RawTransformedRowAmaxes(const WholeTask& task, int64_t r0, int nr, int32_t* m,
+                                    Scratch& s) {
+  const bool down = PrefersTransposed(task.x);
+  const Matrix x = down ? task.x.Transposed() : task.x;
+  const int64_t step = down ? kTileSide : kRawElements / kRowChunk;
+  for (int64_t k0 = 0; k0 < task.x.cols; k0 += step) {
+    const int kk = static_cast<int>(Min64(step, task.x.cols - k0));
+    if (down) {
+      const int width = RoundUp(nr, kRawLane), rows = RoundUp(kk, kHadamardSize);
+      const RawTile t = LoadRaw(x, k0, r0, kk, nr, true, s);
+      const RawTile y = TransformDown(task.signs, t, rows, width, s);
+      int32_t found[kRowChunk];
+      RawColumnAmax<DType::kBFloat16>(y.data, y.stride, rows, width, found);
+      MaxInto(found, m, nr);
+    } else {
+      const RawTile t = LoadRaw(x, r0, k0, nr, kk, false, s);
+      const RawTile y = TransformAlong<false>(task.signs, t, nr, RoundUp(kk, kRawLane), s);
+      const int64_t stride = y.stride / ItemSize(y.dtype);
+      for (int r = 0; r < nr; ++r) {
+        const Matrix row{y.data + r * y.stride, y.dtype, 1, stride, stride, 1};
+        m[r] = MaxInt(m[r], AmaxRows<DType::kBFloat16>(row, 0, 1));
+      }
+    }
+  }
+}
+
+static void TransformedRowAmaxes(const WholeTask& task, int64_t chunk, int nr, int32_t* m,
+                                 Scratch& s) {
+  if (task.x.stride_col == 1 || PrefersTransposed(task.x)) {
+    return RawTransformedRowAmaxes(task, chunk * kRowChunk, nr, m, s);
+  }
   for (int64_t tile = 0; tile < task.tiles_across; ++tile) {
     int64_t r0, c0;
-    int nr, nc;
-    TransformTile(task, chunk * task.tiles_across + tile, s, &r0, &c0, &nr, &nc);
-    const int ld = RoundUp(nc, kLane), width = RoundUp(nr, kLane);
+    int rows, nc;
+    TransformTile(task, chunk * task.tiles_across + tile, s, &r0, &c0, &rows, &nc);
+    const int ld = RoundUp(nc, kLane), width = RoundUp(rows, kLane);
     for (int k = 0; k < ld; ++k) MagnitudeMaxInto(s.transposed + k * width, m, width);
   }
 }
@@ -64,7 +95,7 @@ static void RowAmaxRange(void* context, int64_t begin, int64_t end) {
         __atomic_store_n(&task.whole.failed, 1, __ATOMIC_RELAXED);
         return;
       }
-      TransformedRowAmaxes(task.whole, chunk, m, *s);
+      TransformedRowAmaxes(task.whole, chunk, nr, m, *s);
     } else if (x.dtype == DType::kFloat32) {
       RowAmaxes<DType::kFloat32>(x, r0, nr, m);
     } else if (x.dtype == DType::kBFloat16) {

@@ -103,7 +103,7 @@ static void TransformRange(void* context, int64_t begin, int64_t end) {
   AtomicMax(&task.amax, m);
 }
 
-// BF16 whose rows, or with `down` whose columns, are contiguous: in its own type, in tiles of what
+// Of x whose rows, or with `down` whose columns, are contiguous: in its own type, in tiles of what
 // lies in memory.
 struct RawTileShape {
   int rows, cols;
@@ -146,14 +146,16 @@ static void RawTransformRange(void* context, int64_t begin, int64_t end) {
       continue;
     }
     // Padding is zeros, which no maximum sees.
-    for (int r = 0; r < rows; r += down ? kHadamardSize : 1) {
-      const uint8_t* row = t.data + r * t.stride;
-      if (down) {
-        HadamardAmaxesDown(row, t.stride, width, signs, &amaxes);
-      } else {
-        HadamardAmaxesAlong(row, width, signs, &amaxes);
+    WithDType(t.dtype, [&]<DType kType>() {
+      for (int r = 0; r < rows; r += down ? kHadamardSize : 1) {
+        const uint8_t* row = t.data + r * t.stride;
+        if (down) {
+          HadamardAmaxesDown<kType>(row, t.stride, width, signs, &amaxes);
+        } else {
+          HadamardAmaxesAlong<kType>(row, width, signs, &amaxes);
+        }
       }
-    }
+    });
   }
   // Rounding keeps the order, so the maximum is rounded and not its candidates.
   const float largest = FromSignedBits(LargestLane(amaxes));
@@ -166,7 +168,7 @@ static bool RunTransform(WholeTask* task, int threads) {
   const int useful = UsefulThreads(x.rows * x.cols, threads);
   // The result of a transform down the columns would have to be transposed to be stored.
   const bool down = !kStore && PrefersTransposed(x);
-  if (x.dtype == DType::kBFloat16 && (x.stride_col == 1 || down)) {
+  if (x.stride_col == 1 || down) {
     const int64_t rows = down ? x.cols : x.rows, cols = down ? x.rows : x.cols;
     const RawTileShape shape = TransformTileShape(down);
     task->tiles_across = CeilDiv(cols, shape.cols);
