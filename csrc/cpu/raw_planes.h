@@ -62,7 +62,7 @@ static void StoreTurned(const PlaneJob& job, const uint8_t* codes, int ld, int64
       // All of a line at once: half of it, streamed, would go to memory by itself.
       VectorBytes transposed[kLine / kVectorBytes][kLane];
       for (int q = 0; q < kLine / kVectorBytes; ++q) {
-        TransposeByteColumn(codes + (r + q * kVectorBytes) * ld + n, ld, transposed[q]);
+        TransposeColumn<1>(codes + (r + q * kVectorBytes) * ld + n, ld, transposed[q]);
       }
       for (int i = 0; i < kLane; ++i) {
         for (int q = 0; q < kLine / kVectorBytes; ++q) {

@@ -52,23 +52,6 @@ static HQ_HD VectorBytes InterleaveHigh(VectorBytes a, VectorBytes b) {
 }
 #undef HQ_LOW16
 
-// Sixteen rows of 16 bytes to their transpose, in every 16 bytes of the vectors at once: after each
-// of four rounds row i holds the interleaved rows i / 2 and i / 2 + 8 of the round before, and four
-// such perfect shuffles are a transpose.
-static HQ_HD void TransposeQuarters(VectorBytes (&a)[16]) {
-  VectorBytes b[16];
-  for (int round = 0; round < 2; ++round) {
-    for (int i = 0; i < 8; ++i) {
-      b[2 * i] = InterleaveLow(a[i], a[i + 8]);
-      b[2 * i + 1] = InterleaveHigh(a[i], a[i + 8]);
-    }
-    for (int i = 0; i < 8; ++i) {
-      a[2 * i] = InterleaveLow(b[i], b[i + 8]);
-      a[2 * i + 1] = InterleaveHigh(b[i], b[i + 8]);
-    }
-  }
-}
-
 // 16 bytes each of as many rows as fit in a vector, one after the other. Pieces that went through
 // memory could not be loaded again as a whole without a stall.
 static HQ_HD VectorBytes LoadQuarters(const uint8_t* src, int64_t stride) {
@@ -90,11 +73,83 @@ static HQ_HD VectorBytes LoadQuarters(const uint8_t* src, int64_t stride) {
 #undef HQ_RUN16
 }
 
-// transposed[c], byte r = src[r * ld + c], for kVectorBytes rows of 16 columns.
-static HQ_HD void TransposeByteColumn(const uint8_t* src, int64_t ld,
-                                      VectorBytes (&transposed)[16]) {
-  for (int i = 0; i < 16; ++i) transposed[i] = LoadQuarters(src + i * ld, 16 * ld);
-  TransposeQuarters(transposed);
+// Interleaves the elements of kSize bytes of the lower, and of the upper halves of every 16 bytes.
+template <int kSize>
+struct Interleaved;
+
+template <>
+struct Interleaved<1> {
+  using Vector = VectorBytes;
+  static HQ_HD void Make(Vector a, Vector b, Vector* low, Vector* high) {
+    *low = InterleaveLow(a, b);
+    *high = InterleaveHigh(a, b);
+  }
+};
+
+template <>
+struct Interleaved<2> {
+  using Vector = uint16_t __attribute__((vector_size(kVectorBytes)));
+  static HQ_HD void Make(Vector a, Vector b, Vector* low, Vector* high) {
+#define HQ_EIGHT(o, s) o, s + o, o + 1, s + o + 1, o + 2, s + o + 2, o + 3, s + o + 3
+#if defined(__AVX512BW__)
+    *low = __builtin_shufflevector(a, b, HQ_EIGHT(0, 32), HQ_EIGHT(8, 32), HQ_EIGHT(16, 32),
+                                   HQ_EIGHT(24, 32));
+    *high = __builtin_shufflevector(a, b, HQ_EIGHT(4, 32), HQ_EIGHT(12, 32), HQ_EIGHT(20, 32),
+                                    HQ_EIGHT(28, 32));
+#elif defined(__AVX2__)
+    *low = __builtin_shufflevector(a, b, HQ_EIGHT(0, 16), HQ_EIGHT(8, 16));
+    *high = __builtin_shufflevector(a, b, HQ_EIGHT(4, 16), HQ_EIGHT(12, 16));
+#else
+    *low = __builtin_shufflevector(a, b, HQ_EIGHT(0, 8));
+    *high = __builtin_shufflevector(a, b, HQ_EIGHT(4, 8));
+#endif
+#undef HQ_EIGHT
+  }
+};
+
+template <>
+struct Interleaved<4> {
+  using Vector = VectorUint;
+  static HQ_HD void Make(Vector a, Vector b, Vector* low, Vector* high) {
+#define HQ_FOUR(o, s) o, s + o, o + 1, s + o + 1
+#if defined(__AVX512BW__)
+    *low = __builtin_shufflevector(a, b, HQ_FOUR(0, 16), HQ_FOUR(4, 16), HQ_FOUR(8, 16),
+                                   HQ_FOUR(12, 16));
+    *high = __builtin_shufflevector(a, b, HQ_FOUR(2, 16), HQ_FOUR(6, 16), HQ_FOUR(10, 16),
+                                    HQ_FOUR(14, 16));
+#elif defined(__AVX2__)
+    *low = __builtin_shufflevector(a, b, HQ_FOUR(0, 8), HQ_FOUR(4, 8));
+    *high = __builtin_shufflevector(a, b, HQ_FOUR(2, 8), HQ_FOUR(6, 8));
+#else
+    *low = __builtin_shufflevector(a, b, HQ_FOUR(0, 4));
+    *high = __builtin_shufflevector(a, b, HQ_FOUR(2, 4));
+#endif
+#undef HQ_FOUR
+  }
+};
+
+// transposed[c], element r = src[r * ld + c], of kSize bytes: of 16 bytes of columns, and as many
+// rows as a vector has elements. Each round interleaves rows i and i + half of them, a perfect
+// shuffle; those of as many rounds as a column's number has bits are a transpose. `ld` in bytes.
+template <int kSize>
+static HQ_HD void TransposeColumn(const uint8_t* src, int64_t ld,
+                                  VectorBytes (&transposed)[16 / kSize]) {
+  using I = Interleaved<kSize>;
+  constexpr int kCols = 16 / kSize;
+  typename I::Vector a[kCols], b[kCols];
+  HQ_UNROLL
+  for (int i = 0; i < kCols; ++i) {
+    a[i] = reinterpret_cast<typename I::Vector>(LoadQuarters(src + i * ld, kCols * ld));
+  }
+  HQ_UNROLL
+  for (int round = 1; round < kCols; round *= 2) {
+    HQ_UNROLL
+    for (int i = 0; i < kCols / 2; ++i) I::Make(a[i], a[i + kCols / 2], &b[2 * i], &b[2 * i + 1]);
+    HQ_UNROLL
+    for (int i = 0; i < kCols; ++i) a[i] = b[i];
+  }
+  HQ_UNROLL
+  for (int i = 0; i < kCols; ++i) transposed[i] = reinterpret_cast<VectorBytes>(a[i]);
 }
 
 HQ_NAMESPACE_END

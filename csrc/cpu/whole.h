@@ -66,15 +66,63 @@ struct TransposeTask {
   int32_t failed;
 };
 
+// A tile of whole lines of the result. It is copied first, row by row: rows of a power of two of
+// bytes would fall into few of the places of a first-level cache.
+template <class T>
+static void TransposeWholeTile(const T* src, int64_t ld_src, int rows, int cols, T* dst,
+                               int64_t ld_dst, bool streams, Scratch& s) {
+  constexpr int kSize = sizeof(T), kCols = 16 / kSize, kRows = kVectorBytes / kSize;
+  constexpr int64_t kStride = kTileSide * kSize + kLine;  // bytes
+  auto* tile = reinterpret_cast<uint8_t*>(s.raw);
+  for (int r = 0; r < rows; ++r) {
+    std::memcpy(tile + r * kStride, src + r * ld_src, static_cast<size_t>(cols) * sizeof(T));
+  }
+  constexpr int kPerLine = kLine / kVectorBytes;
+  for (int c = 0; c < cols; c += kCols) {
+    for (int r = 0; r < rows; r += kPerLine * kRows) {
+      VectorBytes transposed[kPerLine][kCols];
+      for (int q = 0; q < kPerLine; ++q) {
+        TransposeColumn<kSize>(tile + (r + q * kRows) * kStride + c * kSize, kStride,
+                               transposed[q]);
+      }
+      for (int i = 0; i < kCols; ++i) {
+        auto* to = reinterpret_cast<uint8_t*>(dst + (c + i) * ld_dst + r);
+        for (int q = 0; q < kPerLine; ++q) {
+          if (streams) {
+            StreamVector(to + q * kVectorBytes, transposed[q][i]);
+          } else {
+            std::memcpy(to + q * kVectorBytes, &transposed[q][i], kVectorBytes);
+          }
+        }
+      }
+    }
+  }
+}
+
 template <class T>
 static void TransposeRange(void* context, int64_t begin, int64_t end) {
-  const auto& task = *static_cast<const TransposeTask*>(context);
+  auto& task = *static_cast<TransposeTask*>(context);
+  Scratch* s = ThreadScratch();
+  if (s == nullptr) {
+    __atomic_store_n(&task.failed, 1, __ATOMIC_RELAXED);
+    return;
+  }
   const T* src = reinterpret_cast<const T*>(task.src);
   T* dst = reinterpret_cast<T*>(task.dst);
+  const int64_t row_bytes = task.rows * static_cast<int64_t>(sizeof(T));  // of the result
+  const bool streams = task.cols * row_bytes >= kStreamedBytes && row_bytes % kLine == 0 &&
+                       reinterpret_cast<intptr_t>(dst) % kLine == 0;
   for (int64_t index = begin; index < end; ++index) {
     const int64_t r0 = index / task.tiles_across * kTileSide;
     const int64_t c0 = index % task.tiles_across * kTileSide;
     const int64_t r1 = Min64(r0 + kTileSide, task.rows), c1 = Min64(c0 + kTileSide, task.cols);
+    constexpr int kStep = kLine / static_cast<int>(sizeof(T));
+    const int rows = static_cast<int>(r1 - r0), cols = static_cast<int>(c1 - c0);
+    if (rows % kStep == 0 && cols % kLane == 0) {
+      TransposeWholeTile(src + r0 * task.cols + c0, task.cols, rows, cols,
+                         dst + c0 * task.rows + r0, task.rows, streams, *s);
+      continue;
+    }
     for (int64_t c = c0; c < c1; c += kLane) {
       for (int64_t r = r0; r < r1; r += kLane) {
         if (r + kLane <= r1 && c + kLane <= c1) {
@@ -95,6 +143,7 @@ static void TransposeRange(void* context, int64_t begin, int64_t end) {
       }
     }
   }
+  if (streams) StreamFence();
 }
 
 // Nibbles: tiles are unpacked, transposed as bytes and packed again; an odd tail's nibble is 0.

@@ -175,7 +175,9 @@ def test_transform_is_orthogonal_and_spreads_infinity():
 def test_transpose(bits, variant):
     rng = np.random.default_rng(bits)
     dtype = {4: np.uint8, 8: np.uint8, 16: np.uint16, 32: np.uint32}[bits]
-    for rows, cols in ((1, 1), (1, 7), (7, 1), (3, 5), (16, 16), (33, 50), (129, 257), (0, 3)):
+    small = ((1, 1), (1, 7), (7, 1), (3, 5), (16, 16), (33, 50), (129, 257), (0, 3))
+    # Tiles of whole lines, beside and below others, and 4 MiB, which is stored past the caches.
+    for rows, cols in (*small, (128, 128), (192, 144), (300, 272), (4224, 1040)):
         x = rng.integers(0, 1 << bits, (rows, cols), dtype=np.uint64).astype(dtype)
         want = x.T
         source = x

@@ -11,6 +11,7 @@ import torch
 from ..errors import must_be_one_of
 from ..formats import PlaneSpec, PlaneText
 from ..gemm import gemm_planes
+from ..kernels.operators import contiguous_copy
 from ..quantizers import Quantizer
 from ..recipes import Plan, Recipe, bind, get
 from ..storage import Plane
@@ -109,8 +110,8 @@ def orthogonalized(
             continue
         made = made.contiguous()
         gram = _product(made, made, plan).bfloat16()
-        update = (b * gram + c * _product(gram, gram.T.contiguous(), plan)).bfloat16()
-        product = _product(update, made.T.contiguous(), plan)
+        update = (b * gram + c * _product(gram, contiguous_copy(gram.T), plan)).bfloat16()
+        product = _product(update, contiguous_copy(made.T), plan)
         made = (a * made + product).bfloat16()
     return made.T if is_tall else made
 

@@ -10,7 +10,7 @@ import torch
 from ..direction import COLUMNWISE, ROWWISE
 from ..formats import PlaneSpec, PlaneText
 from ..kernels.choice import DECODED, ORIGINAL, EncodeRequest
-from ..kernels.operators import encode, encode_plan, encode_recording
+from ..kernels.operators import contiguous_copy, encode, encode_plan, encode_recording
 from .plane import Plane
 from .storage import TensorStorage
 
@@ -216,8 +216,8 @@ class StoragePlan:
         Args:
             x: `[rows, cols]`.
         """
-        dtype = x.dtype if self.row is None else self.row.format.storage_dtype or x.dtype
-        first = Plane.of(x.to(dtype, copy=True, memory_format=torch.contiguous_format))
+        dtype = None if self.row is None else self.row.format.storage_dtype
+        first = Plane.of(contiguous_copy(x, dtype))
         return TensorStorage(first if self._keeps_row else None, first.derive())
 
     def assemble(self, x: torch.Tensor, made: list[torch.Tensor]) -> TensorStorage:
@@ -247,9 +247,9 @@ class StoragePlan:
         """Return the buffers of both planes, of which none is x's own."""
         row, col = planes
         if self.pair.is_plain_row:
-            row = [_copy(x)]
+            row = [contiguous_copy(x)]
         if self.pair.is_plain_col:
-            col = [_copy(x.t())]
+            col = [contiguous_copy(x.t())]
         return row + col
 
     def build_each(self, xs: Sequence[torch.Tensor], rest: EncodeRequest) -> list[TensorStorage]:
@@ -314,18 +314,13 @@ def build_storages(
     return plan.build_each(xs, EncodeRequest(seed=seeds))
 
 
-def _copy(x: torch.Tensor) -> torch.Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def _names(spec: PlaneSpec | None) -> tuple[str, ...]:
     return () if spec is None else tuple(buffer.name for buffer in spec.buffers(1, 1))
 
 
 def owned(x: torch.Tensor, spec: PlaneSpec) -> torch.Tensor:
     """Return the data of a plain plane of x: a contiguous copy in the plane's dtype."""
-    dtype = spec.format.storage_dtype or x.dtype
-    return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return contiguous_copy(x, spec.format.storage_dtype)
 
 
 def named_buffers(spec: PlaneSpec, buffers: list[torch.Tensor]) -> dict[str, torch.Tensor]:

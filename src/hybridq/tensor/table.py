@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .._torch_private import leave_frame_alone
+from ..kernels.operators import contiguous_copy
 
 __all__ = [
     "HIGH",
@@ -88,7 +89,9 @@ def dequantize(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
     tensor.tensor_storage.check_values()
     plane = tensor.tensor_storage.first
     plane.check_memory("dequantize")
-    return plane.dequantize(dtype).contiguous().reshape(tensor.shape)
+    values = plane.dequantize(dtype)
+    whole = values if values.is_contiguous() else contiguous_copy(values)
+    return whole.reshape(tensor.shape)
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import encode_many, encode_ragged, group_statistics, grouped_gemm, token_rows
+from .contiguous import contiguous_copy
 from .dense import GemmPlan, check_buffers, gemm_plan, run_checked_gemm, run_gemm, sum_of_rows
 from .derivatives import StatedFunction
 from .encode_matrix import encode, encode_recording, record_amax
@@ -34,6 +35,7 @@ __all__ = [
     "activation_encode",
     "activation_prologue",
     "check_buffers",
+    "contiguous_copy",
     "decode_recorder",
     "encode",
     "encode_many",

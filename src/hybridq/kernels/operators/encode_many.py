@@ -23,6 +23,7 @@ from ..choice import (
     together,
 )
 from ..inputs import check_matrix, check_place, spec_of
+from .contiguous import contiguous_copy
 from .encode_matrix import encoded_fake
 from .encode_plan import decoded_rows, run_encode
 from .library import encode_operator
@@ -122,9 +123,7 @@ def _run(
             continue
         dtype = spec.format.storage_dtype or xs[0].dtype
         for x, own in zip(xs, made, strict=True):
-            plain = (x.t() if is_col else x).to(
-                dtype=dtype, copy=True, memory_format=torch.contiguous_format
-            )
+            plain = contiguous_copy(x.t() if is_col else x, dtype)
             own.insert(len(own) if is_col else 0, plain)
     return made
 

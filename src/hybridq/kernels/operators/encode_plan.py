@@ -26,6 +26,7 @@ from ..choice import (
     select,
     together,
 )
+from .contiguous import contiguous_copy
 
 __all__ = [
     "EncodePlan",
@@ -168,8 +169,7 @@ class EncodePlan:
                 buffers += run(x, request)
                 continue
             own = x.t() if position else x
-            dtype = spec.format.storage_dtype or x.dtype
-            buffers.append(own.to(dtype=dtype, copy=True, memory_format=torch.contiguous_format))
+            buffers.append(contiguous_copy(own, spec.format.storage_dtype))
         return buffers
 
 

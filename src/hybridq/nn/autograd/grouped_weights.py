@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ...kernels.choice import EncodeRequest
+from ...kernels.operators import contiguous_copy
 from ...quantizers import with_statistics
 from ...recipes import SlotPlan
 from ..weights import Buffers, CachedWeight, PrequantizedWeight
@@ -49,7 +50,7 @@ def product_columns(columns: Sequence[torch.Tensor], plan: SlotPlan) -> Buffers:
     """
     if not plan.col.is_plain:
         return list(columns)
-    return [one.t().contiguous().t() for one in columns]
+    return [contiguous_copy(one.t()).t() for one in columns]
 
 
 def _with_statistics(
