@@ -50,7 +50,7 @@ def product_columns(columns: Sequence[torch.Tensor], plan: SlotPlan) -> Buffers:
     """
     if not plan.col.is_plain:
         return list(columns)
-    return [contiguous_copy(one.t()).t() for one in columns]
+    return [one if one.t().is_contiguous() else contiguous_copy(one.t()).t() for one in columns]
 
 
 def _with_statistics(
