@@ -42,7 +42,8 @@ from torch.nn import functional
 import hybridq
 from hybridq.kernels.choice import GemmArgs, Operand
 from hybridq.kernels.cpu import product_reason
-from hybridq.kernels.decoded.decoded_gemm import Side, decode_side, multiply_sides
+from hybridq.kernels.decoded.decoded_gemm import multiply_sides
+from hybridq.kernels.decoded.decoded_sides import Side, decode_side
 from hybridq.report import diagnose
 
 SHAPES = ("1024x1024", "2048x2048", "4096x4096", "4096x14336", "8192x8192")

@@ -23,8 +23,9 @@ struct PlanesJob {
 // Returns false if memory ran out.
 using PlanesProductFn = bool (*)(const PlanesJob& job, int threads);
 
-// Whether it is the best product of planes that this CPU has under the table in use: there is one,
-// as there is an instruction that multiplies and adds, and none of BF16 (product.h).
+// Whether it is the best product of many rows that this CPU has under the table in use: there is
+// one, as there is an instruction that multiplies and adds, and none of BF16 that is faster
+// (product.h).
 bool MultipliesPlanes();
 
 // The same of operands that BF16 holds, whose products are BF16's: codes become tiles.

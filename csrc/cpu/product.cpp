@@ -71,8 +71,18 @@ ProductFn ActiveProduct() {
   return best;
 }
 
+bool HasSlowBf16() {
+#if defined(HQ_HAVE_AVX512_BF16)
+  __builtin_cpu_init();
+  return HasBf16() && __builtin_cpu_is("intel");
+#else
+  return false;
+#endif
+}
+
 bool MultipliesPlanes() {
-  return ActiveProduct() == nullptr && ActiveKernels().multiply_planes != nullptr;
+  if (ActiveKernels().multiply_planes == nullptr) return false;
+  return ActiveProduct() == nullptr || (IsActive(kAvx512) && HasSlowBf16());
 }
 
 bool MultipliesPlanesInBf16() { return IsActive(kTiles); }

@@ -52,6 +52,11 @@ ProductFn ActiveProduct();
 bool HasBf16();
 bool HasBf16Tiles();
 
+// Whether that of vectors is slower than FP32's multiply-add. Intel's starts one in two cycles, and
+// two FP32 ones in one: half as many operations per cycle. Where there are tiles this counts
+// little.
+bool HasSlowBf16();
+
 }  // namespace hybridq
 
 #endif  // HYBRIDQ_CPU_PRODUCT_H_

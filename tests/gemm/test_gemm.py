@@ -56,6 +56,31 @@ def test_every_pair_of_formats(a_name: str, b_name: str, products: str) -> None:
         check(hybridq.gemm(a, b, out_dtype=dtype), decoded(a), decoded(b))
 
 
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("name", FORMATS)
+def test_many_rows_are_multiplied_in_fp32_where_bf16_instructions_are_slow(
+    name: str, without_tiles, monkeypatch
+) -> None:
+    """As on an Intel CPU without tiles, whatever this one is: few rows keep the BF16 product."""
+    if exact.product_reason() is not None:
+        pytest.skip(str(exact.product_reason()))
+    monkeypatch.setattr(exact, "planes_reason", lambda: None)
+    monkeypatch.setattr(exact, "no_planes_reason", lambda a, b, in_bf16: "AMX" if in_bf16 else None)
+    b = make(torch.randn(33, 150, dtype=torch.bfloat16), name)
+    products = []
+    whole = exact.PlanesProduct.__call__
+    monkeypatch.setattr(
+        exact.PlanesProduct, "__call__", lambda *args: products.append(1) or whole(*args)
+    )
+    for m in (63, 64, 130):
+        a = make(torch.randn(m, 150, dtype=torch.bfloat16), "mxfp8")
+        for dtype in (torch.bfloat16, torch.float32):
+            products.clear()
+            check(hybridq.gemm(a, b, out_dtype=dtype), decoded(a), decoded(b))
+            if b.spec.format.is_bf16_exact:
+                assert bool(products) == (m >= 64)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_cpu_without_bf16_instructions_takes_the_fp32_product(
     name: str, monkeypatch, slow_products: None, without_tiles: None

@@ -33,7 +33,7 @@ def planes_reason(spec: PlaneSpec | None = None) -> str | None:
     if core is None:
         return f"the compiled core is missing ({core_error})"
     if not core.multiplies_planes():
-        return "this CPU has a BF16 product, or the kernels in use have no fused multiply-add"
+        return "this CPU has a faster BF16 product, or the kernels in use no fused multiply-add"
     if spec is None or spec.format.is_identity:
         return None
     return core_spec(spec)[1]

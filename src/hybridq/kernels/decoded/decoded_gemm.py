@@ -57,6 +57,10 @@ __all__ = [
 #: that decoding it each time does not show, and FP32 values are four times the bytes of codes.
 _KEPT_ROWS: Final = 256
 
+#: From so many rows on FP32 is faster where a CPU's BF16 instruction is slow: fewer rows are bound
+#: by what is read of the other operand, of which BF16 is half.
+_MANY_ROWS: Final = 64
+
 
 def dtype_reason(query: OpQuery) -> str | None:
     """Return None if a result of this dtype can be made, else why not."""
@@ -125,7 +129,7 @@ class _ExactProduct:
         device: type of the operands' device.
     """
 
-    __slots__ = ("_both_plain", "_codes", "_left", "_planes", "_right")
+    __slots__ = ("_both_plain", "_codes", "_left", "_planes", "_planes_from", "_right")
 
     def __init__(
         self, a: PlaneSpec, b: PlaneSpec, out_dtype: torch.dtype, is_alone: bool, device: str
@@ -142,11 +146,16 @@ class _ExactProduct:
         self._codes = None
         #: Of any number of rows, decoded on their way into the product; None: before it.
         self._planes = None
+        #: As many rows of a as it needs.
+        self._planes_from = 0
         if device == "cpu":
             if no_codes_reason(a, b) is None:
                 self._codes = CodesProduct(b)
             if no_planes_reason(a, b, in_bf16) is None:
                 self._planes = PlanesProduct(a, b, in_bf16)
+            elif in_bf16 and no_planes_reason(a, b, in_bf16=False) is None:
+                self._planes = PlanesProduct(a, b, in_bf16=False)
+                self._planes_from = _MANY_ROWS
 
     def __call__(self, a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
         if self._both_plain:
@@ -154,8 +163,8 @@ class _ExactProduct:
             if plain is not None:
                 return plain
         has_few_rows = self._codes is not None and 0 < a.rows <= SKINNY_ROWS
-        if self._planes is not None and not has_few_rows and not self._gains_by_keeping(a, b):
-            product = self._planes(a, b, args)
+        if self._planes is not None and a.rows >= self._planes_from and not has_few_rows:
+            product = None if self._gains_by_keeping(a, b) else self._planes(a, b, args)
             if product is not None:
                 return product
         left = self._left.ready(a) or self._left.decode(a)
@@ -173,9 +182,9 @@ class _ExactProduct:
         """Whether an operand can be kept decoded and meets so few rows that this is worth it.
 
         Never where codes become BF16 on their way: they are decoded about as fast as what is
-        kept is read.
+        kept is read. Nor where fewer rows have another product.
         """
-        if self._planes is None or self._planes.in_bf16:
+        if self._planes is None or self._planes.in_bf16 or self._planes_from:
             return False
         return (b.cache is not None and a.rows < _KEPT_ROWS) or (
             a.cache is not None and b.rows < _KEPT_ROWS
@@ -270,10 +279,15 @@ def _many_rows_notes(a: PlaneSpec, b: PlaneSpec, query: OpQuery) -> tuple[str, .
     if query.device != "cpu":
         return (made,)
     if product_reason() is None:
+        few = "the core's product of few rows and where anything follows before the rounding, else "
+        if no_planes_reason(a, b, in_bf16=False) is not None:
+            return (made, f"{few}torch's")
         return (
             made,
-            "the core's product of few rows and where anything follows before the rounding, else "
-            "torch's",
+            f"{few}torch's",
+            f"from {_MANY_ROWS} rows of a the core's FP32 product, operands decoded exactly as it "
+            "reads them: this CPU's BF16 instruction is slower, and there are no tiles (`hybridq "
+            "doctor`)",
         )
     if any(spec.needs_amax for spec in (a, b)):
         return (made, "FP32 product where a tensor's or a row's factor is no power of two")
