@@ -218,6 +218,9 @@ static bool EncodeOrdered(const Matrix& x, const PlaneTarget* row, const PlaneTa
   task.has_col = col != nullptr;
   if (task.has_row) task.row = MakeJob(*row, x.rows, x.cols, x.dtype, swapped);
   if (task.has_col) task.col = MakeJob(*col, x.cols, x.rows, x.dtype, swapped);
+  if (raw && task.has_row && task.has_col && DecidesAlike(task.row, task.col)) {
+    task.col.decided = &task.row;
+  }
   task.finds_amax =
       (task.has_row && row->found != nullptr) || (task.has_col && col->found != nullptr);
   if (x.rows == 0 || x.cols == 0 || !(task.has_row || task.has_col)) {

@@ -36,6 +36,8 @@ struct PlaneJob {
   const float* row_stat;   // row-scaled: amax of each plane row
   float denominator;       // four over six
   bool sums_down;          // four over six, squares: the tile is the given matrix transposed
+  // The same: the rowwise plane of the same tiles, written before, if it chooses alike; or null.
+  const PlaneJob* decided;
   float inverse_fmax;
   float tensor_multiplier;  // block == 0
   uint64_t seed;

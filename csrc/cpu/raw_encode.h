@@ -165,6 +165,14 @@ static NextTile TileAfter(const EncodeTask& task, int64_t index) {
           Min64(task.tile_cols, x.cols - c0) * size, static_cast<int>(end - r0), rows.row_index};
 }
 
+// Whether both planes choose between two scales for the same squares, by the same rule.
+static bool DecidesAlike(const PlaneJob& row, const PlaneJob& col) {
+  return row.square && col.square && row.spec.four_over_six != FourOverSix::kNone &&
+         row.spec.four_over_six == col.spec.four_over_six &&
+         row.spec.tensor_bound == col.spec.tensor_bound &&
+         Bits(row.two_level.amax) == Bits(col.two_level.amax);
+}
+
 // Whether both planes have one scale for the whole tensor, and it is the same: then every code is.
 static bool SharesCodes(const PlaneJob& row, const PlaneJob& col) {
   return row.block == 0 && col.block == 0 && row.spec.element == col.spec.element && !row.packed &&

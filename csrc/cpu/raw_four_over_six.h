@@ -350,6 +350,21 @@ static void ChooseRawSquares(const PlaneJob& job, const RawTile& t, int nr, int 
   ChooseAll(squares, s);
 }
 
+// The same choice as of the rowwise plane, whose scales are there: nr rows from row r0 of x on,
+// `across` squares from column c0 on.
+static void TakeDecided(const PlaneJob& row, int64_t r0, int nr, int64_t c0, int across,
+                        Scratch& s) {
+  for (int i = 0; i * kLineSize < nr; ++i) {
+    const uint8_t* decided = row.scale + (r0 / kLineSize + i) * row.scale_stride + c0 / kLineSize;
+    for (int j = 0; j < across; ++j) {
+      const int e = i * across + j;
+      // Equal codes have equal multipliers.
+      if (decided[j] != s.scale_byte[e]) s.multiplier[e] = s.multiplier_four[e];
+      s.scale_byte[e] = decided[j];
+    }
+  }
+}
+
 // Of the scales in the scratch, which are those of the tile t[nn][kk], the better ones.
 static void ChooseRawAlong(const PlaneJob& job, const RawTile& t, int nn, int blocks, Scratch& s) {
   if (job.spec.four_over_six == FourOverSix::kNone) return;
@@ -362,10 +377,14 @@ static void ChooseRawAlong(const PlaneJob& job, const RawTile& t, int nn, int bl
   });
 }
 
-// The same of the tile t[kk][nn], going down.
-static void ChooseRawDown(const PlaneJob& job, const RawTile& t, int nn, int kk, int width,
-                          Scratch& s) {
+// The same of the tile t[kk][nn] at plane row n0, K index k0, going down.
+static void ChooseRawDown(const PlaneJob& job, const RawTile& t, int64_t n0, int nn, int64_t k0,
+                          int kk, int width, Scratch& s) {
   if (job.spec.four_over_six == FourOverSix::kNone) return;
+  if (job.decided != nullptr) {
+    const int across = static_cast<int>(CeilDiv(nn, kLineSize));
+    return TakeDecided(*job.decided, k0, kk, n0, across, s);
+  }
   WithDType(t.dtype, [&]<DType kType>() {
     if (job.square) {
       ChooseRawSquares<kType>(job, t, kk, static_cast<int>(CeilDiv(nn, kLineSize)), s);

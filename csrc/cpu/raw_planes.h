@@ -40,11 +40,11 @@ static void RawScalesDown(const PlaneJob& job, const RawTile& t, int64_t n0, int
   if (job.square) {
     MergeColumnsOfSquares(job, nn, blocks, width, s);
     ComputeScales(job, s.square, blocks * static_cast<int>(CeilDiv(nn, job.block)), s);
-    ChooseRawDown(job, t, nn, kk, width, s);
+    ChooseRawDown(job, t, n0, nn, k0, kk, width, s);
     FinishSquaresDown(job, n0, nn, k0, blocks, width, s);
   } else {
     ComputeScalesDown(job, n0, nn, blocks, width, s);
-    ChooseRawDown(job, t, nn, kk, width, s);
+    ChooseRawDown(job, t, n0, nn, k0, kk, width, s);
     StoreScalesDown(job, n0, nn, k0, blocks, width, s);
   }
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -96,6 +97,18 @@ def test_square_four_over_six_decides_once_for_both_planes(name, variant):
         if seen == 3:
             break
     assert seen == 3, "no square was close enough to a tie to test anything"
+
+
+def test_squares_that_choose_by_other_rules_choose_apart(variant):
+    """In one pass the second plane takes the first one's choice only where it is its own."""
+    mae, mse = SPECS["nvfp4_16x16_4o6_mae"], SPECS["nvfp4_16x16_4o6_mse"]
+    stats = [torch.tensor([v]) for v in (4.0, 5.0)]
+    for x in (sample(130, 257, torch.bfloat16, special=False), sample(47, 33, special=False)):
+        pairs = [(mae, mse, 0, 0), (mse, replace(mse, tensor_bound=256.0), 0, 0), (mae, mae, 0, 1)]
+        for row, col, i, j in (*pairs, (mae, mae, 0, 0), (mse, SPECS["nvfp4_16x16"], 0, 0)):
+            got = encode_pair(x, row, col, stats=(stats[i], stats[j]))
+            assert same_bytes(got[0], encode(x, row, stat=stats[i]))
+            assert same_bytes(got[1], encode(x, col, columnwise=True, stat=stats[j]))
 
 
 @pytest.mark.thinned(1)
