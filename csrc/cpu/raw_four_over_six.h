@@ -245,13 +245,24 @@ static HQ_HD void LoadCandidates(const Scratch& s, int e, Lines& lines) {
   lines.scale[1] = ScaleValuesAt(s.scale_byte_four + e);
 }
 
-static HQ_HD void StoreErrors(const Lines& lines, int e, Scratch& s) {
-  std::memcpy(s.error_six + e, &lines.error[0], sizeof(VectorFloat));
-  std::memcpy(s.error_four + e, &lines.error[1], sizeof(VectorFloat));
-}
-
-static void ChooseAll(int n, Scratch& s) {
-  for (int e = 0; e < n; ++e) Choose(s.error_six[e], s.error_four[e], e, s);
+// Leaves the better scales of the blocks e, e + 1, ... in six's place, `count` of them. By vectors:
+// what a compiler makes of a loop is a branch, which half of all blocks mispredict.
+static HQ_HD void StoreChosen(const Lines& lines, int e, int count, Scratch& s) {
+  const VectorInt four = lines.error[1] < lines.error[0];  // TakesFour
+  const VectorFloat multiplier = four ? lines.multiplier[1] : lines.multiplier[0];
+  using Bytes = int8_t __attribute__((vector_size(kVectorLanes)));
+  const Bytes is_four = __builtin_convertvector(four, Bytes);
+  Bytes codes[2];
+  std::memcpy(&codes[0], s.scale_byte + e, sizeof(Bytes));
+  std::memcpy(&codes[1], s.scale_byte_four + e, sizeof(Bytes));
+  codes[0] = (codes[0] & ~is_four) | (codes[1] & is_four);
+  if (count >= kVectorLanes) {
+    std::memcpy(s.multiplier + e, &multiplier, sizeof(multiplier));
+    std::memcpy(s.scale_byte + e, &codes[0], sizeof(Bytes));
+  } else {
+    std::memcpy(s.multiplier + e, &multiplier, static_cast<size_t>(count) * sizeof(float));
+    std::memcpy(s.scale_byte + e, &codes[0], static_cast<size_t>(count));
+  }
 }
 
 // Whether they do of all rules of the tile, which are those of `rows` rows if a row has its own.
@@ -281,10 +292,9 @@ static void ChooseLinesAlong(const PlaneJob& job, const RawTile& t, int nn, int 
       LoadLines<kType>(first, kLineBytes, lines.x);
       LoadCandidates(s, n * blocks + b, lines);
       find(lines);
-      StoreErrors(lines, n * blocks + b, s);  // of those beyond the row the next one's follow
+      StoreChosen(lines, n * blocks + b, blocks - b, s);
     }
   }
-  ChooseAll(nn * blocks, s);
 }
 
 // Blocks of 1x16 down the tile's columns: s.scale_byte[b * width + n].
@@ -302,10 +312,9 @@ static void ChooseLinesDown(const PlaneJob& job, const RawTile& t, int kk, int w
       LoadColumns<kType>(first, t.stride, lines.x);
       LoadCandidates(s, b * width + n, lines);
       find(lines);
-      StoreErrors(lines, b * width + n, s);
+      StoreChosen(lines, b * width + n, kVectorLanes, s);
     }
   }
-  ChooseAll(blocks * width, s);
 }
 
 // Squares of the tile's nr rows, `across` of them side by side: s.scale_byte[i * across + j].
@@ -344,10 +353,8 @@ static void ChooseRawSquares(const PlaneJob& job, const RawTile& t, int nr, int 
       std::memcpy(errors[0] + first, &lines.error[0], sizeof(VectorFloat));
       std::memcpy(errors[1] + first, &lines.error[1], sizeof(VectorFloat));
     }
-    s.error_six[e] = TreeSum(errors[0], kLineSize);
-    s.error_four[e] = TreeSum(errors[1], kLineSize);
+    Choose(TreeSum(errors[0], kLineSize), TreeSum(errors[1], kLineSize), e, s);
   }
-  ChooseAll(squares, s);
 }
 
 // The same choice as of the rowwise plane, whose scales are there: nr rows from row r0 of x on,

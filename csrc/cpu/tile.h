@@ -42,10 +42,9 @@ struct Scratch {
   alignas(64) float scale_fp32[kMaxBlocks];
   alignas(64) uint8_t scale_byte[kMaxBlocks + kLane];
   alignas(64) uint64_t scale_words[kRawCols];
-  // Four over six: the other candidate, and the errors of both.
+  // Four over six: the other candidate.
   alignas(64) float multiplier_four[kMaxBlocks + kLane];
   alignas(64) uint8_t scale_byte_four[kMaxBlocks + kLane];
-  alignas(64) float error_six[kMaxBlocks + kLane], error_four[kMaxBlocks + kLane];
   alignas(64) TwoLevelRule rules[kRawCols];  // row-scaled: of each plane row
   alignas(64) float run[kRunElements];
   alignas(64) uint32_t words[4][kRawCols + kLane];
