@@ -10,7 +10,7 @@ include(CheckCXXCompilerFlag)
 set(HQ_NUMERIC_FLAGS -O3 -ffp-contract=off -fno-fast-math -fno-math-errno -fno-trapping-math)
 
 # GCC 12 takes a function for pure, and drops calls of it, whose stores its loop optimizer has given
-# addresses that it no longer follows to their object (ADR 213). Without these two nothing is.
+# addresses that it no longer follows to their object (ADR 213). Without these passes no call is.
 foreach(flag -fno-ipa-modref -fno-ipa-pure-const)
   string(MAKE_C_IDENTIFIER "HQ_KNOWS${flag}" known)
   check_cxx_compiler_flag(${flag} ${known})

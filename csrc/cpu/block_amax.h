@@ -17,20 +17,9 @@ static HQ_HD VectorHalf MaxHalves(VectorHalf a, VectorHalf b) { return a > b ? a
 
 // In every 16 bytes: the amaxes of element i and i + 4 of a, each beside that of b.
 static HQ_HD VectorHalf MergeAmaxes(VectorHalf a, VectorHalf b) {
-#define HQ_PAIRS(o, s) o + 0, s + o + 0, o + 1, s + o + 1, o + 2, s + o + 2, o + 3, s + o + 3
-#if defined(__AVX512BW__)
-  return MaxHalves(__builtin_shufflevector(a, b, HQ_PAIRS(0, 32), HQ_PAIRS(8, 32), HQ_PAIRS(16, 32),
-                                           HQ_PAIRS(24, 32)),
-                   __builtin_shufflevector(a, b, HQ_PAIRS(4, 32), HQ_PAIRS(12, 32),
-                                           HQ_PAIRS(20, 32), HQ_PAIRS(28, 32)));
-#elif defined(__AVX2__)
-  return MaxHalves(__builtin_shufflevector(a, b, HQ_PAIRS(0, 16), HQ_PAIRS(8, 16)),
-                   __builtin_shufflevector(a, b, HQ_PAIRS(4, 16), HQ_PAIRS(12, 16)));
-#else
-  return MaxHalves(__builtin_shufflevector(a, b, HQ_PAIRS(0, 8)),
-                   __builtin_shufflevector(a, b, HQ_PAIRS(4, 8)));
-#endif
-#undef HQ_PAIRS
+  VectorHalf low, high;
+  Interleave<8>(a, b, &low, &high);
+  return MaxHalves(low, high);
 }
 
 // Magnitudes of eight vectors of blocks: of 8 blocks, or of 16 if two of them fit in a vector.

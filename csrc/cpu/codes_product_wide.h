@@ -30,18 +30,6 @@ struct WideTask {
   int32_t failed;
 };
 
-static HQ_HD VectorFloat FusedMulAdd(VectorFloat a, VectorFloat b, VectorFloat c) {
-#if defined(__FMA__) && defined(__AVX512F__)
-  return reinterpret_cast<VectorFloat>(_mm512_fmadd_ps(
-      reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
-#elif defined(__FMA__)
-  return reinterpret_cast<VectorFloat>(_mm256_fmadd_ps(
-      reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
-#else
-  return a * b + c;
-#endif
-}
-
 // sums[i] += a[k] * b[k] for all k with k % kSums == i, in the order of k; n is a multiple of
 // kSums.
 template <bool kIsExact>

@@ -19,10 +19,6 @@
 #include "cpu/raw_tile.h"
 #include "cpu/value_vectors.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 HQ_NAMESPACE_BEGIN
 
 inline constexpr int kLineSize = 16;  // elements of a line: of a block
@@ -39,19 +35,6 @@ static HQ_HD VectorFloat ScaleValuesAt(const uint8_t* codes) {
   const VectorFloat nan = VectorFloat{} + FromSignedBits(kQuietNanBits);
   const VectorFloat value = code < 8 ? small : normal;
   return code >= static_cast<int32_t>(E4M3::kFirstNanCode) ? nan : value;
-}
-
-// a * b + c, where the product is exact: with or without one rounding of it.
-static HQ_HD VectorFloat AddExact(VectorFloat a, VectorFloat b, VectorFloat c) {
-#if defined(__AVX512F__)
-  return reinterpret_cast<VectorFloat>(_mm512_fmadd_ps(
-      reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
-#elif defined(__AVX2__) && defined(__FMA__)
-  return reinterpret_cast<VectorFloat>(_mm256_fmadd_ps(
-      reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
-#else
-  return a * b + c;
-#endif
 }
 
 // `a` where the highest bit of the mantissa of q is there, else `b`.
@@ -80,8 +63,8 @@ static HQ_HD VectorFloat NearestE2M1(VectorFloat a) {
   const VectorInt binade = bounded & kInfBits;
   const VectorFloat power = reinterpret_cast<VectorFloat>(binade > one ? binade : one);
   const VectorFloat up = VectorFloat{} + 0x1p22f;
-  const VectorFloat sum = AddExact(power, up, reinterpret_cast<VectorFloat>(bounded));
-  return AddExact(power, -up, sum);
+  const VectorFloat sum = FusedMulAdd(power, up, reinterpret_cast<VectorFloat>(bounded));
+  return FusedMulAdd(power, -up, sum);
 }
 
 // As many lines as a vector has lanes. Of pairs the first is six's, the second four's.
@@ -106,7 +89,7 @@ struct Decoder {
   HQ_HD VectorFloat operator()(VectorFloat q, VectorFloat x) const {
     const VectorInt bits = reinterpret_cast<VectorInt>(q);
     const VectorFloat power = reinterpret_cast<VectorFloat>(bits & kInfBits);
-    return AddExact(power, WhereHalf(bits, one_and_half, one), -x);
+    return FusedMulAdd(power, WhereHalf(bits, one_and_half, one), -x);
   }
 };
 
@@ -156,21 +139,6 @@ static FindErrors SelectErrors(const PlaneJob& job, bool powers_pass) {
   return powers_pass ? &FindErrorsBy<false, true> : &FindErrorsBy<false, false>;
 }
 
-static HQ_HD void InterleaveLanes(VectorFloat a, VectorFloat b, VectorFloat* low,
-                                  VectorFloat* high) {
-#if defined(__AVX512BW__)
-  *low = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  *high =
-      __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-#elif defined(__AVX2__)
-  *low = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
-  *high = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
-#else
-  *low = __builtin_shufflevector(a, b, 0, 4, 1, 5);
-  *high = __builtin_shufflevector(a, b, 2, 6, 3, 7);
-#endif
-}
-
 // The words of lines, kCount vectors that hold one line after the other, to one word of each line
 // after the other: each round interleaves halves.
 template <int kCount>
@@ -180,7 +148,7 @@ static HQ_HD void TransposeWords(VectorFloat (&v)[kCount]) {
     VectorFloat w[kCount];
     HQ_UNROLL
     for (int i = 0; i < kCount / 2; ++i) {
-      InterleaveLanes(v[i], v[i + kCount / 2], &w[2 * i], &w[2 * i + 1]);
+      Interleave<kVectorLanes>(v[i], v[i + kCount / 2], &w[2 * i], &w[2 * i + 1]);
     }
     HQ_UNROLL
     for (int i = 0; i < kCount; ++i) v[i] = w[i];
@@ -246,7 +214,7 @@ static HQ_HD void LoadCandidates(const Scratch& s, int e, Lines& lines) {
 }
 
 // Leaves the better scales of the blocks e, e + 1, ... in six's place, `count` of them. By vectors:
-// what a compiler makes of a loop is a branch, which half of all blocks mispredict.
+// a compiler makes branches of a loop, which are mispredicted, as neither scale is the usual one.
 static HQ_HD void StoreChosen(const Lines& lines, int e, int count, Scratch& s) {
   const VectorInt four = lines.error[1] < lines.error[0];  // TakesFour
   const VectorFloat multiplier = four ? lines.multiplier[1] : lines.multiplier[0];

@@ -53,22 +53,20 @@ struct VectorPair {
   VectorFloat even, odd;
 };
 
+template <int kFirst, int... kLane>
+static HQ_HD VectorFloat EveryOther(VectorFloat a, VectorFloat b,
+                                    std::integer_sequence<int, kLane...>) {
+  return __builtin_shufflevector(a, b, (2 * kLane + kFirst)...);
+}
+
 template <DType kType>
 static HQ_HD VectorPair PairsOf(const uint8_t* x) {
   if constexpr (kType == DType::kFloat32) {
     VectorFloat a, b;
     std::memcpy(&a, x, sizeof(a));
     std::memcpy(&b, x + kVectorBytes, sizeof(b));
-#if defined(__AVX512BW__)
-    return {
-        __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
-        __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)};
-#elif defined(__AVX2__)
-    return {__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14),
-            __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15)};
-#else
-    return {__builtin_shufflevector(a, b, 0, 2, 4, 6), __builtin_shufflevector(a, b, 1, 3, 5, 7)};
-#endif
+    constexpr std::make_integer_sequence<int, kVectorLanes> kLanes;
+    return {EveryOther<0>(a, b, kLanes), EveryOther<1>(a, b, kLanes)};
   } else {
     VectorUint word;
     std::memcpy(&word, x, sizeof(word));

@@ -6,8 +6,13 @@
 #define HYBRIDQ_CPU_VECTORS_H_
 
 #include <cstring>
+#include <utility>
 
 #include "formats/common.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 HQ_NAMESPACE_BEGIN
 
@@ -26,31 +31,36 @@ using VectorFloat = float __attribute__((vector_size(kVectorBytes)));
 using VectorInt = int32_t __attribute__((vector_size(kVectorBytes)));
 using VectorUint = uint32_t __attribute__((vector_size(kVectorBytes)));
 
-// Interleaves the bytes of the lower (upper) half of every 16 bytes of a and b.
-#define HQ_LOW16(o, s)                                                                             \
-  o + 0, s + o + 0, o + 1, s + o + 1, o + 2, s + o + 2, o + 3, s + o + 3, o + 4, s + o + 4, o + 5, \
-      s + o + 5, o + 6, s + o + 6, o + 7, s + o + 7
-static HQ_HD VectorBytes InterleaveLow(VectorBytes a, VectorBytes b) {
-#if defined(__AVX512BW__)
-  return __builtin_shufflevector(a, b, HQ_LOW16(0, 64), HQ_LOW16(16, 64), HQ_LOW16(32, 64),
-                                 HQ_LOW16(48, 64));
-#elif defined(__AVX2__)
-  return __builtin_shufflevector(a, b, HQ_LOW16(0, 32), HQ_LOW16(16, 32));
+using VectorShort = uint16_t __attribute__((vector_size(kVectorBytes)));
+
+// In every run of kRun elements: those of the lower (kHigh: upper) half of a's, each beside that of
+// b's.
+template <int kRun, bool kHigh, class V, int... kLane>
+static HQ_HD V InterleavedHalf(V a, V b, std::integer_sequence<int, kLane...>) {
+  constexpr int kCount = sizeof...(kLane), kFirst = kHigh ? kRun / 2 : 0;
+  return __builtin_shufflevector(
+      a, b, (kLane / kRun * kRun + kFirst + kLane % kRun / 2 + kLane % 2 * kCount)...);
+}
+
+template <int kRun, class V>
+static HQ_HD void Interleave(V a, V b, V* low, V* high) {
+  constexpr std::make_integer_sequence<int, sizeof(V) / sizeof(a[0])> kLanes;
+  *low = InterleavedHalf<kRun, false>(a, b, kLanes);
+  *high = InterleavedHalf<kRun, true>(a, b, kLanes);
+}
+
+// a * b + c in one rounding where there is an instruction for it: of exact products the same.
+static HQ_HD VectorFloat FusedMulAdd(VectorFloat a, VectorFloat b, VectorFloat c) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<VectorFloat>(_mm512_fmadd_ps(
+      reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
+#elif defined(__AVX2__) && defined(__FMA__)
+  return reinterpret_cast<VectorFloat>(_mm256_fmadd_ps(
+      reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
 #else
-  return __builtin_shufflevector(a, b, HQ_LOW16(0, 16));
+  return a * b + c;
 #endif
 }
-static HQ_HD VectorBytes InterleaveHigh(VectorBytes a, VectorBytes b) {
-#if defined(__AVX512BW__)
-  return __builtin_shufflevector(a, b, HQ_LOW16(8, 64), HQ_LOW16(24, 64), HQ_LOW16(40, 64),
-                                 HQ_LOW16(56, 64));
-#elif defined(__AVX2__)
-  return __builtin_shufflevector(a, b, HQ_LOW16(8, 32), HQ_LOW16(24, 32));
-#else
-  return __builtin_shufflevector(a, b, HQ_LOW16(8, 16));
-#endif
-}
-#undef HQ_LOW16
 
 // 16 bytes each of as many rows as fit in a vector, one after the other. Pieces that went through
 // memory could not be loaded again as a whole without a stall.
@@ -73,59 +83,19 @@ static HQ_HD VectorBytes LoadQuarters(const uint8_t* src, int64_t stride) {
 #undef HQ_RUN16
 }
 
-// Interleaves the elements of kSize bytes of the lower, and of the upper halves of every 16 bytes.
 template <int kSize>
-struct Interleaved;
-
+struct VectorOf;  // elements of kSize bytes
 template <>
-struct Interleaved<1> {
-  using Vector = VectorBytes;
-  static HQ_HD void Make(Vector a, Vector b, Vector* low, Vector* high) {
-    *low = InterleaveLow(a, b);
-    *high = InterleaveHigh(a, b);
-  }
+struct VectorOf<1> {
+  using Type = VectorBytes;
 };
-
 template <>
-struct Interleaved<2> {
-  using Vector = uint16_t __attribute__((vector_size(kVectorBytes)));
-  static HQ_HD void Make(Vector a, Vector b, Vector* low, Vector* high) {
-#define HQ_EIGHT(o, s) o, s + o, o + 1, s + o + 1, o + 2, s + o + 2, o + 3, s + o + 3
-#if defined(__AVX512BW__)
-    *low = __builtin_shufflevector(a, b, HQ_EIGHT(0, 32), HQ_EIGHT(8, 32), HQ_EIGHT(16, 32),
-                                   HQ_EIGHT(24, 32));
-    *high = __builtin_shufflevector(a, b, HQ_EIGHT(4, 32), HQ_EIGHT(12, 32), HQ_EIGHT(20, 32),
-                                    HQ_EIGHT(28, 32));
-#elif defined(__AVX2__)
-    *low = __builtin_shufflevector(a, b, HQ_EIGHT(0, 16), HQ_EIGHT(8, 16));
-    *high = __builtin_shufflevector(a, b, HQ_EIGHT(4, 16), HQ_EIGHT(12, 16));
-#else
-    *low = __builtin_shufflevector(a, b, HQ_EIGHT(0, 8));
-    *high = __builtin_shufflevector(a, b, HQ_EIGHT(4, 8));
-#endif
-#undef HQ_EIGHT
-  }
+struct VectorOf<2> {
+  using Type = VectorShort;
 };
-
 template <>
-struct Interleaved<4> {
-  using Vector = VectorUint;
-  static HQ_HD void Make(Vector a, Vector b, Vector* low, Vector* high) {
-#define HQ_FOUR(o, s) o, s + o, o + 1, s + o + 1
-#if defined(__AVX512BW__)
-    *low = __builtin_shufflevector(a, b, HQ_FOUR(0, 16), HQ_FOUR(4, 16), HQ_FOUR(8, 16),
-                                   HQ_FOUR(12, 16));
-    *high = __builtin_shufflevector(a, b, HQ_FOUR(2, 16), HQ_FOUR(6, 16), HQ_FOUR(10, 16),
-                                    HQ_FOUR(14, 16));
-#elif defined(__AVX2__)
-    *low = __builtin_shufflevector(a, b, HQ_FOUR(0, 8), HQ_FOUR(4, 8));
-    *high = __builtin_shufflevector(a, b, HQ_FOUR(2, 8), HQ_FOUR(6, 8));
-#else
-    *low = __builtin_shufflevector(a, b, HQ_FOUR(0, 4));
-    *high = __builtin_shufflevector(a, b, HQ_FOUR(2, 4));
-#endif
-#undef HQ_FOUR
-  }
+struct VectorOf<4> {
+  using Type = VectorUint;
 };
 
 // transposed[c], element r = src[r * ld + c], of kSize bytes: of 16 bytes of columns, and as many
@@ -134,17 +104,19 @@ struct Interleaved<4> {
 template <int kSize>
 static HQ_HD void TransposeColumn(const uint8_t* src, int64_t ld,
                                   VectorBytes (&transposed)[16 / kSize]) {
-  using I = Interleaved<kSize>;
+  using V = typename VectorOf<kSize>::Type;
   constexpr int kCols = 16 / kSize;
-  typename I::Vector a[kCols], b[kCols];
+  V a[kCols], b[kCols];
   HQ_UNROLL
   for (int i = 0; i < kCols; ++i) {
-    a[i] = reinterpret_cast<typename I::Vector>(LoadQuarters(src + i * ld, kCols * ld));
+    a[i] = reinterpret_cast<V>(LoadQuarters(src + i * ld, kCols * ld));
   }
   HQ_UNROLL
   for (int round = 1; round < kCols; round *= 2) {
     HQ_UNROLL
-    for (int i = 0; i < kCols / 2; ++i) I::Make(a[i], a[i + kCols / 2], &b[2 * i], &b[2 * i + 1]);
+    for (int i = 0; i < kCols / 2; ++i) {
+      Interleave<kCols>(a[i], a[i + kCols / 2], &b[2 * i], &b[2 * i + 1]);
+    }
     HQ_UNROLL
     for (int i = 0; i < kCols; ++i) a[i] = b[i];
   }

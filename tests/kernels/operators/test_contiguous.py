@@ -8,7 +8,7 @@ import torch
 import hybridq
 from hybridq.kernels.operators import contiguous_copy
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8]
 
 
 def layouts(x: torch.Tensor) -> list[torch.Tensor]:

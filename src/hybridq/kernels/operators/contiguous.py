@@ -6,6 +6,8 @@ import torch
 
 __all__ = ["contiguous_copy"]
 
+_LARGEST = 4  # bytes of an element that the core transposes
+
 
 def contiguous_copy(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a contiguous copy of x.
@@ -19,7 +21,7 @@ def contiguous_copy(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.
     """
     if x.is_cpu and x.dim() == 2 and not x.is_contiguous() and not _is_differentiated(x):
         y = (x if dtype is None else x.to(dtype)).t()
-        if y.is_contiguous():
+        if y.is_contiguous() and y.itemsize <= _LARGEST:
             made: torch.Tensor = torch.ops.hybridq.transpose(y, *y.shape, 8 * y.itemsize)
             return made
     return x.to(dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
