@@ -5,9 +5,8 @@
 // 16x16 in the matrix that the caller gave. Each has a lane, so that the order costs nothing.
 // Where lines are columns of the tile a row of it is a vector; else 16 vectors are transposed.
 //
-// Under a scale an element decodes to 0 or to a power of two times what 1 or 1.5 decodes to, where
-// powers of two go through unchanged (PowersPass): two divisions for each line and scale. Under
-// other factors each element is divided.
+// Nearly every block is decided by estimates of its errors. Of a vector of lines with one that is
+// not, what each element decodes to is divided.
 //
 // Source: ours; formats/scale_four_over_six.h.
 #ifndef HYBRIDQ_CPU_RAW_FOUR_OVER_SIX_H_
@@ -37,106 +36,100 @@ static HQ_HD VectorFloat ScaleValuesAt(const uint8_t* codes) {
   return code >= static_cast<int32_t>(E4M3::kFirstNanCode) ? nan : value;
 }
 
-// `a` where the highest bit of the mantissa of q is there, else `b`.
-static HQ_HD VectorFloat WhereHalf(VectorInt q, VectorFloat a, VectorFloat b) {
-#if defined(__AVX512F__)
-  const __mmask16 is_there =
-      _mm512_test_epi32_mask(reinterpret_cast<__m512i>(q), _mm512_set1_epi32(1 << 22));
-  return reinterpret_cast<VectorFloat>(
-      _mm512_mask_blend_ps(is_there, reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(a)));
-#elif defined(__AVX2__)
-  return reinterpret_cast<VectorFloat>(
-      _mm256_blendv_ps(reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(a),
-                       reinterpret_cast<__m256>(q << 9)));  // by the sign
-#else
-  return (q & (1 << 22)) != 0 ? a : b;
-#endif
-}
-
-// The E2M1 values nearest to `a`, which have no sign; of ties the even code. Values are a half of
-// the power of two below them apart, and a half of 1 at least. Of NaN any.
+// The E2M1 values nearest to `a`, below 7 and without signs; of ties the even code. Values are a
+// half of the power of two below them apart, and a half of 1 at least.
 static HQ_HD VectorFloat NearestE2M1(VectorFloat a) {
-  const VectorInt top = VectorInt{} + SignedBits(MaxFinite<E2M1>());
   const VectorInt one = VectorInt{} + SignedBits(1.0f);
-  const VectorInt bits = reinterpret_cast<VectorInt>(a);
-  const VectorInt bounded = bits < top ? bits : top;
-  const VectorInt binade = bounded & kInfBits;
+  const VectorInt binade = reinterpret_cast<VectorInt>(a) & kInfBits;
   const VectorFloat power = reinterpret_cast<VectorFloat>(binade > one ? binade : one);
   const VectorFloat up = VectorFloat{} + 0x1p22f;
-  const VectorFloat sum = FusedMulAdd(power, up, reinterpret_cast<VectorFloat>(bounded));
-  return FusedMulAdd(power, -up, sum);
+  return FusedMulAdd(power, -up, FusedMulAdd(power, up, a));
 }
 
 // As many lines as a vector has lanes. Of pairs the first is six's, the second four's.
 struct Lines {
   VectorFloat x[kLineSize];  // |x| of element i of each
   VectorFloat multiplier[2], scale[2];
-  VectorFloat amax;  // of the tensor or row
+  VectorFloat block_amax;
+  VectorFloat amax, inverse_global;  // of the tensor's rule, or the row's
   float denominator;
   VectorFloat error[2];
+  VectorFloat both;  // units, or squares of units, together
 };
 
-// What codes decode to under one candidate of each line.
-template <bool kPowersPass>
-struct Decoder {
-  VectorFloat one, one_and_half;  // of E2M1's 1 and 1.5
+// Two sums of a line or square of estimated errors: whether they are apart, or of equal scales.
+static HQ_HD VectorInt AreSure(const Lines& lines, VectorFloat six, VectorFloat four,
+                               float tolerance) {
+  const auto apart = reinterpret_cast<VectorFloat>(MagnitudeOf(six - four));
+  return (apart > lines.both * tolerance) | (lines.scale[0] == lines.scale[1]);
+}
 
-  HQ_HD Decoder(const Lines& lines, int n)
-      : one(lines.scale[n] * lines.amax / lines.denominator),
-        one_and_half(lines.scale[n] * 1.5f * lines.amax / lines.denominator) {}
-
-  // Less x.
-  HQ_HD VectorFloat operator()(VectorFloat q, VectorFloat x) const {
-    const VectorInt bits = reinterpret_cast<VectorInt>(q);
-    const VectorFloat power = reinterpret_cast<VectorFloat>(bits & kInfBits);
-    return FusedMulAdd(power, WhereHalf(bits, one_and_half, one), -x);
+template <bool kSquared>
+static void EstimateErrors(Lines& lines) {
+  VectorFloat sum[2] = {}, unit[2];
+  for (int n = 0; n < 2; ++n) unit[n] = lines.scale[n] * lines.inverse_global;
+  HQ_UNROLL
+  for (int i = 0; i < kLineSize; ++i) {
+    HQ_UNROLL
+    for (int n = 0; n < 2; ++n) {
+      const VectorFloat q = NearestE2M1(lines.x[i] * lines.multiplier[n]);
+      const VectorFloat e = FusedMulAdd(q, unit[n], -lines.x[i]);
+      sum[n] = kSquared ? FusedMulAdd(e, e, sum[n])
+                        : sum[n] + reinterpret_cast<VectorFloat>(MagnitudeOf(e));
+    }
   }
-};
+  const VectorFloat least = VectorFloat{} + TwoLevelDenominator(kEstimatesBound);
+  VectorInt hold = least <= lines.denominator;
+  hold &= lines.amax >= kEstimatesFrom<kSquared>;
+  hold &= lines.amax <= kEstimatesTo;
+  VectorFloat both = {};
+  for (int n = 0; n < 2; ++n) {
+    lines.error[n] = sum[n];
+    hold &= lines.block_amax * lines.multiplier[n] < kEstimatesBelow;
+    both += kSquared ? unit[n] * unit[n] : unit[n];
+  }
+  lines.both = hold ? both : VectorFloat{} + FromSignedBits(kQuietNanBits);
+}
 
-template <>
-struct Decoder<false> {
-  VectorFloat scale, amax;
-  float denominator;
+template <bool kSquared>
+static void DivideErrors(Lines& lines) {
+  const VectorFloat top = VectorFloat{} + MaxFinite<E2M1>();
+  VectorFloat sum[2] = {};
+  for (int i = 0; i < kLineSize; ++i) {
+    for (int n = 0; n < 2; ++n) {
+      const VectorFloat product = lines.x[i] * lines.multiplier[n];
+      const VectorFloat q = NearestE2M1(product < top ? product : top);  // of NaN any
+      const VectorFloat e = q * lines.scale[n] * lines.amax / lines.denominator - lines.x[i];
+      sum[n] += kSquared ? e * e : reinterpret_cast<VectorFloat>(MagnitudeOf(e));
+    }
+  }
+  for (int n = 0; n < 2; ++n) lines.error[n] = sum[n];
+}
 
-  HQ_HD Decoder(const Lines& lines, int n)
-      : scale(lines.scale[n]), amax(lines.amax), denominator(lines.denominator) {}
+// How the errors of a tile are found.
+struct ErrorsOf {
+  void (*estimate)(Lines& lines);
+  void (*divide)(Lines& lines);
 
-  HQ_HD VectorFloat operator()(VectorFloat q, VectorFloat x) const {
-    return q * scale * amax / denominator - x;
+  explicit ErrorsOf(FourOverSix kind) {
+    const bool is_squared = kind == FourOverSix::kMse;
+    estimate = is_squared ? &EstimateErrors<true> : &EstimateErrors<false>;
+    divide = is_squared ? &DivideErrors<true> : &DivideErrors<false>;
+  }
+
+  // Of each line, as far as they decide.
+  void Find(Lines& lines) const {
+    estimate(lines);
+    if (!AllOf(AreSure(lines, lines.error[0], lines.error[1], kLineTolerance))) divide(lines);
   }
 };
 
 static HQ_HD Lines LinesOf(const PlaneJob& job) {
   Lines lines;
   lines.amax = VectorFloat{} + job.two_level.amax;
+  lines.inverse_global = VectorFloat{} + job.two_level.inverse_global;
   lines.denominator = job.denominator;
   return lines;
-}
-
-template <bool kSquared, bool kPowersPass>
-static void FindErrorsBy(Lines& lines) {
-  const Decoder<kPowersPass> decoders[2] = {{lines, 0}, {lines, 1}};
-  VectorFloat sum[2] = {};
-  HQ_UNROLL
-  for (int i = 0; i < kLineSize; ++i) {
-    HQ_UNROLL
-    for (int n = 0; n < 2; ++n) {
-      const VectorFloat q = NearestE2M1(lines.x[i] * lines.multiplier[n]);
-      const VectorFloat e = decoders[n](q, lines.x[i]);
-      sum[n] += kSquared ? e * e : reinterpret_cast<VectorFloat>(MagnitudeOf(e));
-    }
-  }
-  lines.error[0] = sum[0];
-  lines.error[1] = sum[1];
-}
-
-using FindErrors = void (*)(Lines& lines);
-
-static FindErrors SelectErrors(const PlaneJob& job, bool powers_pass) {
-  if (job.spec.four_over_six == FourOverSix::kMse) {
-    return powers_pass ? &FindErrorsBy<true, true> : &FindErrorsBy<true, false>;
-  }
-  return powers_pass ? &FindErrorsBy<false, true> : &FindErrorsBy<false, false>;
 }
 
 // The words of lines, kCount vectors that hold one line after the other, to one word of each line
@@ -211,6 +204,7 @@ static HQ_HD void LoadCandidates(const Scratch& s, int e, Lines& lines) {
   std::memcpy(&lines.multiplier[1], s.multiplier_four + e, sizeof(VectorFloat));
   lines.scale[0] = ScaleValuesAt(s.scale_byte + e);
   lines.scale[1] = ScaleValuesAt(s.scale_byte_four + e);
+  std::memcpy(&lines.block_amax, s.amax + e, sizeof(VectorFloat));
 }
 
 // Leaves the better scales of the blocks e, e + 1, ... in six's place, `count` of them. By vectors:
@@ -233,24 +227,19 @@ static HQ_HD void StoreChosen(const Lines& lines, int e, int count, Scratch& s) 
   }
 }
 
-// Whether they do of all rules of the tile, which are those of `rows` rows if a row has its own.
-static bool PowersPassAll(const PlaneJob& job, int rows, const Scratch& s) {
-  if (job.row_stat == nullptr) return PowersPass(job.two_level.amax, job.spec.tensor_bound);
-  bool all = true;
-  for (int n = 0; n < rows; ++n) all = all && PowersPass(s.rules[n].amax, job.spec.tensor_bound);
-  return all;
-}
-
 // Blocks of 1x16 along the tile's nn rows: s.scale_byte[n * blocks + b].
 template <DType kType>
 static void ChooseLinesAlong(const PlaneJob& job, const RawTile& t, int nn, int blocks,
                              Scratch& s) {
   constexpr int kLineBytes = kLineSize * ItemSize(kType);
-  const FindErrors find = SelectErrors(job, PowersPassAll(job, nn, s));
+  const ErrorsOf errors(job.spec.four_over_six);
   alignas(64) uint8_t rest[kVectorLanes * kLineBytes] = {};
   Lines lines = LinesOf(job);
   for (int n = 0; n < nn; ++n) {
-    if (job.row_stat != nullptr) lines.amax = VectorFloat{} + s.rules[n].amax;
+    if (job.row_stat != nullptr) {
+      lines.amax = VectorFloat{} + s.rules[n].amax;
+      lines.inverse_global = VectorFloat{} + s.rules[n].inverse_global;
+    }
     for (int b = 0; b < blocks; b += kVectorLanes) {
       const uint8_t* first = t.data + n * t.stride + b * kLineBytes;
       if (b + kVectorLanes > blocks) {
@@ -259,7 +248,7 @@ static void ChooseLinesAlong(const PlaneJob& job, const RawTile& t, int nn, int 
       }
       LoadLines<kType>(first, kLineBytes, lines.x);
       LoadCandidates(s, n * blocks + b, lines);
-      find(lines);
+      errors.Find(lines);
       StoreChosen(lines, n * blocks + b, blocks - b, s);
     }
   }
@@ -268,30 +257,34 @@ static void ChooseLinesAlong(const PlaneJob& job, const RawTile& t, int nn, int 
 // Blocks of 1x16 down the tile's columns: s.scale_byte[b * width + n].
 template <DType kType>
 static void ChooseLinesDown(const PlaneJob& job, const RawTile& t, int kk, int width, Scratch& s) {
-  const FindErrors find = SelectErrors(job, PowersPassAll(job, width, s));
+  const ErrorsOf errors(job.spec.four_over_six);
   const int blocks = static_cast<int>(CeilDiv(kk, kLineSize));
   Lines lines = LinesOf(job);
   for (int n = 0; n < width; n += kVectorLanes) {
     if (job.row_stat != nullptr) {
-      for (int l = 0; l < kVectorLanes; ++l) lines.amax[l] = s.rules[n + l].amax;
+      for (int l = 0; l < kVectorLanes; ++l) {
+        lines.amax[l] = s.rules[n + l].amax;
+        lines.inverse_global[l] = s.rules[n + l].inverse_global;
+      }
     }
     for (int b = 0; b < blocks; ++b) {
       const uint8_t* first = t.data + b * kLineSize * t.stride + n * ItemSize(kType);
       LoadColumns<kType>(first, t.stride, lines.x);
       LoadCandidates(s, b * width + n, lines);
-      find(lines);
+      errors.Find(lines);
       StoreChosen(lines, b * width + n, kVectorLanes, s);
     }
   }
 }
 
-// Squares of the tile's nr rows, `across` of them side by side: s.scale_byte[i * across + j].
+// Squares of the tile's nr rows, `across` of them side by side: s.scale_byte[i * across + j], of
+// blocks whose magnitudes are `magnitude`.
 template <DType kType>
 static void ChooseRawSquares(const PlaneJob& job, const RawTile& t, int nr, int across,
-                             Scratch& s) {
+                             const int32_t* magnitude, Scratch& s) {
   constexpr int kLineBytes = kLineSize * ItemSize(kType);
   const int squares = static_cast<int>(CeilDiv(nr, kLineSize)) * across;
-  const FindErrors find = SelectErrors(job, PowersPassAll(job, 0, s));
+  const ErrorsOf errors(job.spec.four_over_six);
   alignas(64) uint8_t rest[kLineSize * kLineBytes] = {};
   Lines lines = LinesOf(job);
   for (int e = 0; e < squares; ++e) {
@@ -310,18 +303,27 @@ static void ChooseRawSquares(const PlaneJob& job, const RawTile& t, int nr, int 
     lines.multiplier[1] = VectorFloat{} + pair.four.multiplier;
     lines.scale[0] = VectorFloat{} + pair.six.scale;
     lines.scale[1] = VectorFloat{} + pair.four.scale;
-    float errors[2][kLineSize];
-    for (int first = 0; first < kLineSize; first += kVectorLanes) {
-      if (job.sums_down) {
-        LoadColumns<kType>(square + first * ItemSize(kType), stride, lines.x);
-      } else {
-        LoadLines<kType>(square + first * stride, stride, lines.x);
+    lines.block_amax = VectorFloat{} + FromSignedBits(magnitude[e]);
+    float sum[2];
+    const auto find = [&](void (*errors_of)(Lines&)) {
+      float line[2][kLineSize];
+      for (int first = 0; first < kLineSize; first += kVectorLanes) {
+        if (job.sums_down) {
+          LoadColumns<kType>(square + first * ItemSize(kType), stride, lines.x);
+        } else {
+          LoadLines<kType>(square + first * stride, stride, lines.x);
+        }
+        errors_of(lines);
+        for (int n = 0; n < 2; ++n) {
+          std::memcpy(line[n] + first, &lines.error[n], sizeof(VectorFloat));
+        }
       }
-      find(lines);
-      std::memcpy(errors[0] + first, &lines.error[0], sizeof(VectorFloat));
-      std::memcpy(errors[1] + first, &lines.error[1], sizeof(VectorFloat));
-    }
-    Choose(TreeSum(errors[0], kLineSize), TreeSum(errors[1], kLineSize), e, s);
+      for (int n = 0; n < 2; ++n) sum[n] = TreeSum(line[n], kLineSize);
+    };
+    find(errors.estimate);
+    const VectorFloat six = VectorFloat{} + sum[0], four = VectorFloat{} + sum[1];
+    if (!AllOf(AreSure(lines, six, four, kSquareTolerance))) find(errors.divide);
+    Choose(sum[0], sum[1], e, s);
   }
 }
 
@@ -345,7 +347,7 @@ static void ChooseRawAlong(const PlaneJob& job, const RawTile& t, int nn, int bl
   if (job.spec.four_over_six == FourOverSix::kNone) return;
   WithDType(t.dtype, [&]<DType kType>() {
     if (job.square) {
-      ChooseRawSquares<kType>(job, t, nn, blocks, s);
+      ChooseRawSquares<kType>(job, t, nn, blocks, s.amax, s);
     } else {
       ChooseLinesAlong<kType>(job, t, nn, blocks, s);
     }
@@ -362,7 +364,7 @@ static void ChooseRawDown(const PlaneJob& job, const RawTile& t, int64_t n0, int
   }
   WithDType(t.dtype, [&]<DType kType>() {
     if (job.square) {
-      ChooseRawSquares<kType>(job, t, kk, static_cast<int>(CeilDiv(nn, kLineSize)), s);
+      ChooseRawSquares<kType>(job, t, kk, static_cast<int>(CeilDiv(nn, kLineSize)), s.square, s);
     } else {
       ChooseLinesDown<kType>(job, t, kk, width, s);
     }

@@ -62,6 +62,20 @@ static HQ_HD VectorFloat FusedMulAdd(VectorFloat a, VectorFloat b, VectorFloat c
 #endif
 }
 
+// Whether all lanes of a mask are set.
+static HQ_HD bool AllOf(VectorInt mask) {
+#if defined(__AVX512F__)
+  const auto m = reinterpret_cast<__m512i>(mask);
+  return _mm512_test_epi32_mask(m, m) == 0xffff;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps(reinterpret_cast<__m256>(mask)) == 0xff;
+#else
+  bool all = true;
+  for (int i = 0; i < kVectorLanes; ++i) all = all && mask[i] != 0;
+  return all;
+#endif
+}
+
 // 16 bytes each of as many rows as fit in a vector, one after the other. Pieces that went through
 // memory could not be loaded again as a whole without a stall.
 static HQ_HD VectorBytes LoadQuarters(const uint8_t* src, int64_t stride) {

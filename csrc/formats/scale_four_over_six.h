@@ -39,13 +39,30 @@ HQ_HD float FourOverSixError(float x, float multiplier, float scale, float amax,
   return kSquared ? MulRn(error, error) : error;
 }
 
-// Whether what E2M1's 1 and 1.5 decode to, times a power of two, is what the product decodes to,
-// bit for bit: amax times an E2M1 value and an E4M3 scale (2^-9 to 448), over 6 * bound (6 to
-// 2688), is a normal number then, or zero.
-HQ_HD bool PowersPass(float amax, float bound) {
-  const bool is_small = amax < 0x1p-100f && amax != 0.0f;
-  return bound >= 1.0f && !is_small && !(amax > 0x1p100f);
-}
+// Estimates decide without the exact errors where they are far enough from each other. Of an
+// element, with unit = scale * inverse_global and q nearest to the product p = |x| * multiplier:
+// e' = q * unit - |x|; of a line the sum of |e'| or e'^2 in any order.
+//
+// Let u = scale * amax / denominator without rounding, r = 2^-24, and (1 + n r) be what n roundings
+// do. unit = u (1 + 3 r), p = |x| / unit (1 + 2 r), and the exact error is that of q u (1 + 2 r).
+// With p < 7, q is at most 6 and less than 1 from p. So |e'| and |e| differ by at most 36 r u, for
+// q times six roundings, one of them of q * unit where nothing fuses it, and 2 r u, for one of each
+// difference; e'^2 and e^2 by twice that times u, and r u^2. A line's sums differ by 16 times that,
+// and by 2 * 15 r times 16 u or u^2 (16 r where squares are fused): by 1094 r u, or 1733 r u^2. A
+// square's by 16 times as much and by what four rounds of adding lines do, 2 * 4 r times 256 u or
+// u^2: by 19552 r u, or 29776 r u^2. So sums that are further apart than the tolerance times both
+// scales' units, or squares of units, together are in the order of the exact ones.
+inline constexpr float kLineTolerance = 0x1p-13f;   // 2048 r
+inline constexpr float kSquareTolerance = 0x1p-9f;  // 32768 r; of a square of 16 lines
+
+// What p is below, where estimates hold.
+inline constexpr float kEstimatesBelow = 7.0f;
+
+// Rules under which nothing of the above under- or overflows: amaxes, and the least bound.
+template <bool kSquared>
+inline constexpr float kEstimatesFrom = kSquared ? 0x1p-40f : 0x1p-100f;
+inline constexpr float kEstimatesTo = 0x1p100f;
+inline constexpr float kEstimatesBound = 1.0f;
 
 HQ_HD bool TakesFour(float error_six, float error_four) { return error_four < error_six; }
 

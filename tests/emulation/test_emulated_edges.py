@@ -13,7 +13,8 @@ import torch
 
 import emulated
 import kernel_cases as cases
-from hybridq.formats import DEFAULT_SIGNS, PlaneSpec
+from four_over_six_cases import far_below, near_ties
+from hybridq.formats import DEFAULT_SIGNS, PlaneSpec, format
 from hybridq.kernels.choice import EncodeRequest
 from hybridq.kernels.cpu.backend import core_spec
 from hybridq.kernels.inputs.addresses import DTYPES
@@ -114,6 +115,20 @@ def test_four_over_six_under_any_factor(name: str, exponent: int) -> None:
         wide = torch.nn.functional.pad(own, (1, 2))[:, 1:-2]
         for one in (own, wide[:-3, :-5]):
             assert launches(one, BOTH[name], BOTH[name]) == ["EncodeTile"]
+
+
+@pytest.mark.parametrize("error", ["mae", "mse"])
+@pytest.mark.parametrize("bound", [256.0, 448.0])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_16x16"])
+def test_four_over_six_that_estimates_do_not_decide(name: str, bound: float, error: str) -> None:
+    spec = PlaneSpec(format(name), tensor_bound=bound, four_over_six=error)
+    height = spec.format.block[0]
+    ties, count = near_ties(height, bound, error)
+    wide = ties.reshape(2 * count, height, 16).permute(1, 0, 2).reshape(height, -1)
+    eighths = torch.randint(-16, 17, (64, 160), generator=torch.Generator().manual_seed(8)) / 8
+    for x in (ties, wide, far_below(bound), eighths):
+        assert launches(x, spec, spec) == ["EncodeTile"]
+        assert launches(x.bfloat16(), spec, spec) == ["EncodeTile"]
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "fp8_1x128", "nvfp4"])

@@ -133,17 +133,17 @@ CORE_MORE = (
     of_core(
         "square-of-the-error-forgotten",
         rules.FOUR_SQUARE,
-        "formats/scale_four_over_six.h",
-        "return kSquared ? MulRn(error, error) : error;",
-        "return error;",
+        "cpu/raw_four_over_six.h",
+        "is_squared = kind == FourOverSix::kMse",
+        "is_squared = kind == FourOverSix::kNone",
         _FOUR,
     ),
     of_core(
         "columns-decide-by-the-first-rows-amax",
         rules.ROW_SCALED,
-        "cpu/four_over_six.h",
-        "amax[n] = job.row_stat == nullptr ? job.two_level.amax : s.rules[n].amax;",
-        "amax[n] = job.row_stat == nullptr ? job.two_level.amax : s.rules[0].amax;",
+        "cpu/raw_four_over_six.h",
+        "lines.inverse_global[l] = s.rules[n + l].inverse_global;",
+        "lines.inverse_global[l] = s.rules[0].inverse_global;",
         (*_FOUR, *_ODD),
     ),
     of_core(

@@ -1,62 +1,19 @@
 """Four over six decides by sums of FP32 errors: their order, at blocks where it decides.
 
-Each block is tuned by bisection until two neighbouring factors of all its elements but the largest
-fall on either side of the decision. Another order of summation has its threshold elsewhere, and is
-found out there.
+Near ties have another threshold where errors are added in another order.
 """
 
 from __future__ import annotations
-
-from functools import lru_cache
 
 import numpy as np
 import pytest
 import torch
 
 import hybridq
+from four_over_six_cases import far_below, near_ties
 from hybridq.formats import PlaneSpec, format
 from oracle import ELEMENTS, cast_nearest
 from oracle.bridge import assert_planes_equal, encode_plane, encode_planes, expected, stat_of
-from oracle.four_over_six import choose
-
-BLOCKS = 160
-
-
-def _decisions(x: np.ndarray, height: int, bound: float, error: str) -> np.ndarray:
-    """uint8 [blocks]: the scale bytes of `x` [blocks, height, 16]."""
-    amax = np.array([np.abs(x).max()], dtype=np.float32)
-    return choose(x.reshape(-1, 16), (height, 16), amax, bound, error)[0][:, 0]
-
-
-def _scaled(x: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """`x` with the elements of each block but the last times the block's factor."""
-    out = x * factors[:, None, None]
-    out[:, -1, -1] = x[:, -1, -1]
-    return out
-
-
-def _tuned(x: np.ndarray, *how) -> tuple[np.ndarray, ...]:
-    """(low, high, found): neighbouring factors between which blocks decide, where there are any."""
-    low, high = np.full(len(x), 0.5, np.float32), np.full(len(x), 1.0, np.float32)
-    first = _decisions(_scaled(x, low), *how)
-    found = first != _decisions(_scaled(x, high), *how)
-    for _ in range(30):
-        middle = ((low.astype(np.float64) + high) / 2).astype(np.float32)
-        same = _decisions(_scaled(x, middle), *how) == first
-        low, high = np.where(same, middle, low), np.where(same, high, middle)
-    return low, high, found
-
-
-@lru_cache(maxsize=8)
-def near_ties(height: int, bound: float, error: str) -> tuple[torch.Tensor, int]:
-    """Blocks on both sides of their decision, stacked to [rows, 16], and how many there are."""
-    rng = np.random.default_rng(46)
-    x = rng.uniform(-1, 1, (BLOCKS, height, 16)).astype(np.float32)
-    x[:, -1, -1] = rng.uniform(1.0, 2.0, BLOCKS)
-    low, high, found = _tuned(x, height, bound, error)
-    found[np.argmax(x[:, -1, -1])] = True  # it has the tensor's amax
-    both = np.concatenate([_scaled(x, factors)[found] for factors in (low, high)])
-    return torch.from_numpy(both.reshape(-1, 16)), int(found.sum())
 
 
 @pytest.mark.parametrize("error", ["mae", "mse"])
@@ -133,4 +90,18 @@ def test_each_row_of_a_row_scaled_plane_decides_by_its_own_amax(backend, error):
     spec = PlaneSpec(format("nvfp4"), row_scaled=True, four_over_six=error)
     row, col = encode_planes(x, spec, spec)
     assert_planes_equal(row, expected(x, spec, "rowwise"), "rowwise")
+    assert_planes_equal(col, expected(x, spec, "columnwise"), "columnwise")
+
+
+@pytest.mark.parametrize("error", ["mae", "mse"])
+@pytest.mark.parametrize("bound", [256.0, 448.0])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_16x16"])
+def test_blocks_far_below_the_tensors_amax(backend, name, bound, error):
+    """Scales are subnormal there, and so coarse that elements are up to 12 of them."""
+    x = far_below(bound)
+    spec = PlaneSpec(format(name), tensor_bound=bound, four_over_six=error)
+    want = expected(x, spec, "rowwise")
+    assert {0, 1, 2, 3, 4} <= set(want["scale"].reshape(-1).tolist())
+    row, col = encode_planes(x, spec, spec)
+    assert_planes_equal(row, want, "rowwise")
     assert_planes_equal(col, expected(x, spec, "columnwise"), "columnwise")
