@@ -20,17 +20,22 @@ foreach(flag -fno-ipa-modref -fno-ipa-pure-const)
 endforeach()
 set(HQ_WARNINGS -Wall -Wextra -Wshadow -Wno-unused-function -Werror=switch)
 
-add_library(hybridq_core STATIC
+# Specs and threads, without kernels: all that the emulator links of the core.
+add_library(hybridq_base STATIC
   csrc/core/spec.cpp
-  csrc/core/parallel.cpp
+  csrc/core/parallel.cpp)
+target_include_directories(hybridq_base PUBLIC csrc)
+target_link_libraries(hybridq_base PUBLIC Threads::Threads ${CMAKE_DL_LIBS})
+target_compile_options(hybridq_base PRIVATE ${HQ_WARNINGS})
+
+add_library(hybridq_core STATIC
   csrc/cpu/codes_product.cpp
   csrc/cpu/dispatch.cpp
   csrc/cpu/few_rows.cpp
   csrc/cpu/groups.cpp
   csrc/cpu/product.cpp
   csrc/cpu/statistics.cpp)
-target_include_directories(hybridq_core PUBLIC csrc)
-target_link_libraries(hybridq_core PUBLIC Threads::Threads ${CMAKE_DL_LIBS})
+target_link_libraries(hybridq_core PUBLIC hybridq_base)
 target_compile_options(hybridq_core PRIVATE ${HQ_WARNINGS})
 
 # add_object(<namespace> <files> <definitions> [flags...])

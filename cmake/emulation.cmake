@@ -25,7 +25,7 @@ add_library(hybridq_cuda_emulated STATIC
   csrc/emulation/shared_memory.cpp
   csrc/emulation/traffic.cpp
   ${_emulated_sources})
-target_link_libraries(hybridq_cuda_emulated PUBLIC hybridq_core)
+target_link_libraries(hybridq_cuda_emulated PUBLIC hybridq_base)
 target_compile_definitions(hybridq_cuda_emulated PUBLIC HQ_EMULATE=1 HQ_VARIANT=emulated)
 target_compile_options(hybridq_cuda_emulated PUBLIC -ffp-contract=off -fno-fast-math
   PRIVATE ${HQ_WARNINGS})
@@ -38,7 +38,7 @@ if(HYBRIDQ_BUILD_TESTS)
   foreach(_test arithmetic emulation cuda_kernels cuda_repack cuda_finish)
     if(EXISTS ${CMAKE_CURRENT_SOURCE_DIR}/csrc/tests/${_test}_test.cpp)
       add_executable(hybridq_${_test}_test csrc/tests/${_test}_test.cpp)
-      target_link_libraries(hybridq_${_test}_test PRIVATE hybridq_cuda_emulated)
+      target_link_libraries(hybridq_${_test}_test PRIVATE hybridq_cuda_emulated hybridq_core)
       target_compile_options(hybridq_${_test}_test PRIVATE ${HQ_WARNINGS} -O1)
       add_test(NAME ${_test} COMMAND hybridq_${_test}_test)
     endif()
@@ -50,5 +50,5 @@ if(HYBRIDQ_BUILD_PYTHON)
   pybind11_add_module(hybridq_emulated NO_EXTRAS EXCLUDE_FROM_ALL
     csrc/bindings/cuda.cpp csrc/bindings/emulated.cpp)
   target_link_libraries(hybridq_emulated PRIVATE hybridq_cuda_emulated)
-  target_compile_options(hybridq_emulated PRIVATE ${HQ_WARNINGS})
+  target_compile_options(hybridq_emulated PRIVATE ${HQ_WARNINGS} -O1)
 endif()

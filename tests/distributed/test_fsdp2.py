@@ -17,7 +17,7 @@ from rank_runs import needs_gloo, run
     [
         (2, "matrix=some"),
         pytest.param(2, "matrix", marks=pytest.mark.more),
-        pytest.param(4, "matrix", marks=pytest.mark.more),
+        pytest.param(4, "matrix", marks=pytest.mark.slow),
     ],
 )
 def test_every_recipe_and_alignment(world, what, tmp_path) -> None:
@@ -44,7 +44,7 @@ def test_policies_memory_and_checkpoints(tmp_path) -> None:
     [
         (2, "units=some"),
         pytest.param(2, "units", marks=pytest.mark.more),
-        pytest.param(4, "units", marks=pytest.mark.more),
+        pytest.param(4, "units", marks=pytest.mark.slow),
     ],
 )
 def test_weights_of_one_unit_are_gathered_together(world, what, tmp_path) -> None:
@@ -52,7 +52,7 @@ def test_weights_of_one_unit_are_gathered_together(world, what, tmp_path) -> Non
 
 
 @needs_gloo
-@pytest.mark.parametrize("which", ["some", pytest.param("every", marks=pytest.mark.more)])
+@pytest.mark.parametrize("which", ["some", pytest.param("every", marks=pytest.mark.slow)])
 def test_a_gather_costs_the_host_little_more_than_a_plain_one(which, tmp_path) -> None:
     names = (f"calls={which}", "calls_of_stacks")
     run(2, tmp_path / "store", *names, program="host_cost_program.py")

@@ -28,7 +28,7 @@ def test_checkpoints_between_numbers_of_ranks(tmp_path) -> None:
     run(4, tmp_path / "store", names, program=PROGRAM)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_fsdp2_and_replicas_on_two_by_two_ranks(tmp_path) -> None:
     names = ("fsdp2=mlp,layer,interleaved", f"gathered={ALL}", "replicas=layer")
     run(4, tmp_path / "store", *names, program=PROGRAM)

@@ -26,7 +26,7 @@ def test_a_run_moves_and_holds_what_is_planned(tmp_path) -> None:
 
 
 @needs_gloo
-@pytest.mark.more
+@pytest.mark.slow
 def test_other_ways_of_sharding_move_and_hold_what_is_planned(tmp_path) -> None:
     names = ("traffic=all", "reshard", "ddp", "gathered", "discarded")
     run(2, tmp_path / "store", *names, program=PROGRAM)

@@ -23,7 +23,7 @@ def test_two_ranks(tmp_path) -> None:
     )
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_aligned_parts_and_other_numbers_of_ranks(tmp_path) -> None:
     run(2, tmp_path / "store", "matrix=aligned", "tokens=all", program=PROGRAM)
     run(3, tmp_path / "three", "matrix=cut,aligned", "planes", program=PROGRAM)

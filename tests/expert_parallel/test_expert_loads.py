@@ -262,7 +262,7 @@ def test_copies_of_experts_change_no_result(tmp_path) -> None:
 
 
 @needs_gloo
-@pytest.mark.more
+@pytest.mark.slow
 def test_copies_of_experts_in_one_graph(tmp_path) -> None:
     run(2, tmp_path / "store", "folded", program=COPIES)
 

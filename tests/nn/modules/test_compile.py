@@ -60,6 +60,8 @@ def test_every_deterministic_recipe(backend):
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     x, dy = _data(70)
     todo = (*DETERMINISTIC, CustomRecipe(_factory))
+    if backend == "inductor":  # makes code of what has been traced, whatever the recipe
+        todo = (todo[0], todo[-1])
     with torch._dynamo.config.patch(recompile_limit=2 * len(todo)):
         for recipe in todo:
             expected = run(model, x, dy, recipe=recipe)

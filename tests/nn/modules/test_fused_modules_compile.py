@@ -49,7 +49,7 @@ def _data(rows):
     return torch.randn(rows, INNER), torch.randn(rows, 48)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_deterministic_recipe(backend):
     """The same bits as eager from the first call on, one graph per recipe, none after that."""

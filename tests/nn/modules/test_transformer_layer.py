@@ -323,7 +323,7 @@ def test_compiled_in_one_graph(which, amp, fresh_dynamo):
         compiled_steps(module, compiled, data(layer), ("mxfp8", "nvfp4_fwd_mxfp8_bwd"))
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_compiled_under_every_recipe(fresh_dynamo):
     layer = make("llama", dtype=torch.bfloat16)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
