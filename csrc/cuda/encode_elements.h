@@ -35,12 +35,15 @@ struct Elements<kRows, kCols, true> {
   template <bool kIsReadAgain>
   HQ_DEVICE void LoadRow(int i, const void* x, int64_t at, bool) {
     const auto* p = static_cast<const uint16_t*>(x) + at;
-    if constexpr (kCols == 8) {
-      const Vec4 v = LoadElements<kIsReadAgain>(reinterpret_cast<const Vec4*>(p));
-      pair[i][0] = v.x, pair[i][1] = v.y, pair[i][2] = v.z, pair[i][3] = v.w;
-    } else {
+    if constexpr (kCols == 4) {
       const Vec2 v = LoadElements<kIsReadAgain>(reinterpret_cast<const Vec2*>(p));
       pair[i][0] = v.x, pair[i][1] = v.y;
+    } else {
+      HQ_UNROLL
+      for (int w = 0; w < kCols / 2; w += 4) {
+        const Vec4 v = LoadElements<kIsReadAgain>(reinterpret_cast<const Vec4*>(p + 2 * w));
+        pair[i][w] = v.x, pair[i][w + 1] = v.y, pair[i][w + 2] = v.z, pair[i][w + 3] = v.w;
+      }
     }
   }
 

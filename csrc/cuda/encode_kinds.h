@@ -125,13 +125,20 @@ inline constexpr bool kIsWritten = kTakesFolded || !kIsFolded<Row, Col>;
 
 template <class Row, class Col>
 struct Geometry {
-  static constexpr bool kTall = Row::kStochastic || Col::kStochastic || Col::kTransform;
-  static constexpr int kRows = kTall ? 16 : 8;  // of a thread
+  static constexpr bool kLong = Row::kTransform || (Row::kStochastic && !Col::kExists);
+  static_assert(!kLong || (!Col::kExists && Row::kBlock == 16), "a thread holds blocks of rows");
+  static constexpr bool kTall =
+      !kLong && (Row::kStochastic || Col::kStochastic || Col::kTransform);
+  static constexpr int kRows = kLong ? 4 : kTall ? 16 : 8;  // of a thread
   static constexpr int kCols = 64 / kRows;
   static constexpr int kLanesAcross = kWarpCols / kCols;
   static constexpr bool kStoresColumns = Col::kExists && !Col::kIsAmax;
   static constexpr bool kWalksDown = kStoresColumns;
   static constexpr bool kIsReadAgain = Row::kIsAmax || Col::kIsAmax;
+  // Random bytes of rows and of columns are each drawn where a thread holds all that a call serves:
+  // the elements are read for rows, 4 x 16, and for columns again, then from the cache.
+  static constexpr bool kReadsTwice = Row::kStochastic && Col::kExists;
+  static constexpr int kRowCols = kReadsTwice ? 16 : kCols;  // of a thread, for the row plane
   static constexpr bool kWide = kSpans128<Row> || (Col::kBlock == 128 && Col::kSquare);
   static constexpr int kTileCols = kWide ? 128 : 64;
   static constexpr int kThreads = kTileCols / kWarpCols * kRowWarps * 32;
@@ -153,6 +160,14 @@ struct Geometry {
   static constexpr uint32_t kColMaxAt = kRowMaxAt + (Row::kIsAmax ? 4 * kWarps : 0);
   static constexpr uint32_t kGroupAt = kColMaxAt + (Col::kIsAmax ? 4 * kWarps : 0);
   static constexpr int kSharedBytes = kGroupAt + 4;
+};
+
+// How a thread holds rows of a pair that is read twice.
+template <class G>
+struct LongRows : G {
+  static constexpr int kRows = 4, kCols = 16;
+  static constexpr int kLanesAcross = kWarpCols / kCols;
+  static constexpr bool kIsReadAgain = true;
 };
 
 template <class G>
@@ -202,8 +217,10 @@ constexpr int TileWarps() {
   const bool has_fp6 = Row::Element::kBits == 6 || Col::Element::kBits == 6;
   if (Row::kExists && Col::kExists && has_fp6) return kTileWarps < 16 ? kTileWarps : 16;
   if (kAreLargeSquares<Row, Col> && !kAny) return kSquareWarps;
+  if (Geometry<Row, Col>::kReadsTwice) return kTileWarps == kFree ? 12 : 20;
   if (kAny && Geometry<Row, Col>::kTall) return kTileWarps < 16 ? kTileWarps : 16;
   if (Row::kFourOverSix || Col::kFourOverSix) return kFourOverSixWarps;
+  if (Row::kTransform && Row::kStochastic) return kTileWarps < 16 ? kTileWarps : 16;
   // A transform alone has no rows to begin anew from, and factors of its lines.
   if (Col::kByRow && Col::kTransform && !Row::kExists) return kTileWarps < 20 ? kTileWarps : 20;
   // FP4 beside a transform takes 128 registers: an H100 is 3% faster than with 20 warps and 96.
@@ -276,13 +293,7 @@ struct Place {
   template <bool kHasGroups>
   HQ_DEVICE Place(const TileArgs& a, uint32_t block, Groups<kHasGroups>) {
     is_first = block == 0 && ThreadIndex() == 0;
-    lane = Lane();
-    across = lane % G::kLanesAcross;
-    below = lane / G::kLanesAcross;
-    warp_row = WarpIndex() % kRowWarps;
-    warp_col = WarpIndex() / kRowWarps;
-    row = warp_row * kWarpRows + below * G::kRows;
-    col = warp_col * kWarpCols + across * G::kCols;
+    FindThread();
     // Neighbouring blocks lie below each other where there is a column plane: its 128-byte pieces
     // then meet in the cache.
     const uint32_t fast = G::kWalksDown ? a.tiles_down : a.tiles_across;
@@ -297,6 +308,30 @@ struct Place {
     if constexpr (kHasGroups) {
       if (a.ends != nullptr) FindGroup(a);
     }
+  }
+
+  // The same tile.
+  template <class Other>
+  HQ_DEVICE explicit Place(const Place<Other>& at)
+      : r0(at.r0),
+        c0(at.c0),
+        source(at.source),
+        end(at.end),
+        group(at.group),
+        is_rest(at.is_rest),
+        is_alone(at.is_alone),
+        is_first(at.is_first) {
+    FindThread();
+  }
+
+  HQ_DEVICE void FindThread() {
+    lane = Lane();
+    across = lane % G::kLanesAcross;
+    below = lane / G::kLanesAcross;
+    warp_row = WarpIndex() % kRowWarps;
+    warp_col = WarpIndex() / kRowWarps;
+    row = warp_row * kWarpRows + below * G::kRows;
+    col = warp_col * kWarpCols + across * G::kCols;
   }
 
   // The amax that a plane's scales are made under.

@@ -1,4 +1,4 @@
-// Tile kernels of NVFP4. Rows are transformed by the general kernel only: no recipe does it.
+// Tile kernels of NVFP4.
 #include "cuda/encode_table.h"
 
 HQ_NAMESPACE_BEGIN
@@ -16,8 +16,10 @@ TileTable NvfpTiles() {
       Entry<NvfpDrawn, NoPlane>(),
       Entry<NoPlane, NvfpDrawn>(),
       Entry<NvfpDrawn, NvfpDrawn>(),
+      Entry<NvfpTurned, NoPlane>(),
       Entry<NoPlane, NvfpTurned>(),
       Entry<Nvfp, NvfpTurned>(),
+      Entry<NvfpTurnedDrawn, NoPlane>(),
       Entry<NoPlane, NvfpTurnedDrawn>(),
       Entry<NvfpDrawn, NvfpTurnedDrawn>(),
   };

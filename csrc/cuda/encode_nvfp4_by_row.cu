@@ -7,9 +7,13 @@ namespace cuda {
 
 TileTable NvfpByRowTiles() {
   static constexpr TileEntry kEntries[] = {
-      Entry<NvfpByRow, NoPlane>(),         Entry<NoPlane, NvfpByRow>(),
-      Entry<NvfpByRow, NvfpByRow>(),       Entry<NoPlane, NvfpTurnedByRow>(),
-      Entry<NvfpByRow, NvfpTurnedByRow>(), Entry<NvfpByRow, Mx<E4M3>>(),
+      Entry<NvfpByRow, NoPlane>(),
+      Entry<NoPlane, NvfpByRow>(),
+      Entry<NvfpByRow, NvfpByRow>(),
+      Entry<NvfpTurnedByRow, NoPlane>(),
+      Entry<NoPlane, NvfpTurnedByRow>(),
+      Entry<NvfpByRow, NvfpTurnedByRow>(),
+      Entry<NvfpByRow, Mx<E4M3>>(),
       Entry<ByRow<NvfpDrawn>, NoPlane>(),  // rows alone of tokens whose groups have an amax each
   };
   return {kEntries, static_cast<int>(sizeof(kEntries) / sizeof(kEntries[0]))};

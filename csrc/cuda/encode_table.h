@@ -92,8 +92,9 @@ Loads LoadsOf(const TileArgs& args, bool is_bf16) {
   const int64_t item = is_bf16 || args.is_fp16 ? 2 : 4;
   const int64_t step = args.rows == 1 ? 0 : args.stride_row * item;
   const auto fits = [&](int64_t nbytes) { return step % nbytes == 0 && IsAligned(args.x, nbytes); };
-  // A thread's columns of BF16 are one vector, of other types several of four elements.
-  if (fits(is_bf16 ? G::kCols * item : 4 * item)) return Loads::kVectors;
+  // A thread's columns of BF16 are one vector or two, of other types several of four elements.
+  const int64_t across = G::kRowCols < 8 ? G::kRowCols : 8;
+  if (fits((is_bf16 ? across : 4) * item)) return Loads::kVectors;
   return is_bf16 && fits(4) ? Loads::kWords : Loads::kElements;
 }
 
@@ -102,7 +103,7 @@ Alignment AlignmentOf(const TileArgs& args, bool is_bf16) {
   using G = Geometry<Row, Col>;
   Alignment aligned{LoadsOf<G>(args, is_bf16), true, true, true};
   if constexpr (Row::kExists && !Row::kIsAmax) {
-    constexpr int64_t kBytes = G::kCols * Row::kCodeBits / 8;
+    constexpr int64_t kBytes = G::kRowCols * Row::kCodeBits / 8;
     aligned.row_codes = args.row.data_stride % kBytes == 0 && IsAligned(args.row.data, kBytes);
   }
   if constexpr (G::kStoresColumns) {
@@ -148,7 +149,7 @@ void RunTile(TileArgs args, bool is_bf16, Stream stream) {
   const Alignment aligned = args.aligned = AlignmentOf<Row, Col>(args, is_bf16);
   const bool is_aligned = aligned.loads == Loads::kVectors && aligned.row_codes &&
                           aligned.column_codes && aligned.column_scales &&
-                          args.cols % Geometry<Row, Col>::kCols == 0;
+                          args.cols % Geometry<Row, Col>::kRowCols == 0;
   TouchScales<Row, Col>(args, stream);
   if (!is_bf16) {
     Launch(EncodeTile<Row, Col, false, true>, shape, stream, args);

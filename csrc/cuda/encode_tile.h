@@ -5,8 +5,9 @@
 // registers from the load to the last store: the tile never lies in shared memory as it was read.
 //
 //   8 x 8    one 16-byte load per row (BF16), eight lanes to a 128-byte line
-//   16 x 4   where a plane draws random bytes or is transformed: a thread then holds all 16 points
-//            of a column's transform, and one Philox call serves its 16 rows of a column
+//   16 x 4   where a column plane draws random bytes or is transformed: a thread then holds all 16
+//            points of a column's transform, and one Philox call serves its 16 rows of a column
+//   4 x 16   the same of rows; a pair that draws reads its elements twice, once for each
 //
 // A row's amax is a maximum over the lanes beside, a column's over the lanes below; blocks of 128
 // go through shared memory. Row codes go straight to memory. Column codes are bytes that run down a
@@ -25,6 +26,7 @@
 #include "cuda/encode_folded.h"
 #include "cuda/encode_four_over_six.h"
 #include "cuda/encode_kinds.h"
+#include "cuda/encode_rotate.h"
 #include "cuda/encode_scales.h"
 
 HQ_NAMESPACE_BEGIN
@@ -33,34 +35,19 @@ namespace cuda {
 
 // ---- random bytes
 
-// One of four, by a lane's number: selects, as registers have no index.
-HQ_DEVICE uint32_t Select(bool condition, uint32_t a, uint32_t b) { return condition ? a : b; }
-
-// For 16 x 4 elements: word[i] are the bytes of row i. A group of 16 along a row lies in four
-// lanes, which share the work: lane l of them draws rows l, l + 4, ... and the words change hands,
-// as in the transpose of a 4 x 4 matrix.
+// words[i]: those of row i.
 template <class G>
-HQ_DEVICE void DrawRows(const PlaneArgs& p, const Place<G>& at, uint32_t (&word)[16]) {
-  static_assert(G::kRows == 16 && G::kCols == 4);
+HQ_DEVICE void DrawRows(const PlaneArgs& p, const Place<G>& at, uint32_t (&words)[4][4]) {
+  static_assert(G::kRows == 4 && G::kCols == kBytesPerCounter);
   const uint64_t seed = static_cast<uint64_t>(Load(p.seed));
-  const uint32_t quad = at.across % 4;
-  const bool odd = (quad & 1) != 0, high = (quad & 2) != 0;
   const uint64_t group = (p.k_offset + at.c0 + at.col) / kBytesPerCounter;
   HQ_UNROLL
-  for (int i = 0; i < 16; i += 4) {
-    const uint64_t row = p.row_offset + at.source + at.row + i + quad;
+  for (uint32_t i = 0; i < 4; ++i) {
+    const uint64_t row = p.row_offset + at.source + at.row + i;
     const PhiloxWords w =
         Philox({static_cast<uint32_t>(group), static_cast<uint32_t>(row), p.stream, 0u},
                static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
-    uint32_t w0 = w.w0, w1 = w.w1, w2 = w.w2, w3 = w.w3;
-    const uint32_t a = ShuffleXor(Select(odd, w0, w1), 1);
-    const uint32_t b = ShuffleXor(Select(odd, w2, w3), 1);
-    w0 = Select(odd, a, w0), w1 = Select(odd, w1, a);
-    w2 = Select(odd, b, w2), w3 = Select(odd, w3, b);
-    const uint32_t c = ShuffleXor(Select(high, w0, w2), 2);
-    const uint32_t d = ShuffleXor(Select(high, w1, w3), 2);
-    word[i] = Select(high, c, w0), word[i + 2] = Select(high, w2, c);
-    word[i + 1] = Select(high, d, w1), word[i + 3] = Select(high, w3, d);
+    words[i][0] = w.w0, words[i][1] = w.w1, words[i][2] = w.w2, words[i][3] = w.w3;
   }
 }
 
@@ -97,7 +84,9 @@ HQ_DEVICE void EncodeRows(const TileArgs& a, const V& v, const Place<G>& at, Squ
   const PlaneArgs& p = a.row;
   const TensorRule<K> rule(p, at);
   const uint64_t row = at.source + at.row, col = at.c0 + at.col;
-  const bool in_cols = col < a.cols;
+  // A transform fills its last group.
+  const uint64_t cols = K::kTransform ? static_cast<uint64_t>(p.k) : a.cols;
+  const bool in_cols = col < cols;
   const int rows_left = at.RowsLeft();
   float multiplier[kR];
   if constexpr (K::kBlock == 0) {
@@ -105,7 +94,8 @@ HQ_DEVICE void EncodeRows(const TileArgs& a, const V& v, const Place<G>& at, Squ
     for (int i = 0; i < kR; ++i) multiplier[i] = rule.multiplier;
   } else if constexpr (K::kSquare) {
     const Scaled s = ScaleOfSquare<K>(a, v, at, p, rule, G::kRowExchangeAt);
-    if (K::kFourOverSix && kept != nullptr) kept->stored = s.stored, kept->amax = rule.two_level.amax;
+    if (K::kFourOverSix && kept != nullptr)
+      kept->stored = s.stored, kept->amax = rule.two_level.amax;
     HQ_UNROLL
     for (int i = 0; i < kR; ++i) multiplier[i] = s.multiplier;
     if (IsTiled<K>(p)) {
@@ -162,24 +152,22 @@ HQ_DEVICE void EncodeRows(const TileArgs& a, const V& v, const Place<G>& at, Squ
     }
     sharing.HandOut(at.lane, scales, multiplier);
   }
-  uint32_t random[kR] = {};
-  if constexpr (K::kStochastic) DrawRows<G>(p, at, random);
+  uint32_t random[kR][kC / 4] = {};
+  if constexpr (K::kStochastic) DrawRows(p, at, random);
   uint8_t* out = p.data + (row * p.data_stride + col * K::kCodeBits / 8);
   HQ_UNROLL
   for (int i = 0; i < kR; ++i) {
     float x[kC];
     HQ_UNROLL
     for (int j = 0; j < kC; ++j) x[j] = v.Get(i, j);
-    // Two words of bytes for eight columns; rows of eight columns draw none.
-    const uint32_t bytes[kC / 4] = {random[i]};
     uint32_t words[kCodeWords<E, kC>];
-    CodeWords<E, K::kStochastic, kC>(x, FirstMultiplier<K>(multiplier[i]), bytes, words);
+    CodeWords<E, K::kStochastic, kC>(x, FirstMultiplier<K>(multiplier[i]), random[i], words);
     if constexpr (K::kFolded) FoldWords<E>(multiplier[i], words);
     if (kept != nullptr) kept->rows[i % 8] = words[0], kept->multiplier = multiplier[i];
     if constexpr (Form::kGuardsRows) {
       const uint64_t warp_end = at.c0 + at.warp_col * kWarpCols + kWarpCols;
-      StoreRowCodes<K, G>(out, words, a.aligned.row_codes, warp_end <= a.cols,
-                          i < rows_left ? CountLeft(col, a.cols, kC) : 0, at.lane);
+      StoreRowCodes<K, G>(out, words, a.aligned.row_codes, warp_end <= cols,
+                          i < rows_left ? CountLeft(col, cols, kC) : 0, at.lane);
     } else if (in_cols && i < rows_left) {
       StoreVector<kC * K::kCodeBits>(out, words);
     }
@@ -195,35 +183,6 @@ HQ_DEVICE uint32_t ColumnAt(uint32_t col, uint32_t byte) {
   constexpr uint32_t kChunksPerColumn = G::kColumnBytes / 16;
   const uint32_t chunk = (byte / 16) ^ (col / G::kCols % kChunksPerColumn);
   return col * G::kColumnBytes + chunk * 16 + byte % 16;
-}
-
-// Rotates a thread's 16 rows, column by column, and keeps them as BF16.
-template <class G, class V>
-HQ_DEVICE Elements<16, 4, true> Rotated(const V& v, uint32_t signs) {
-  static_assert(G::kRows == 16 && G::kCols == 4);
-  Elements<16, 4, true> out;
-  HQ_UNROLL
-  for (int j = 0; j < 4; j += 2) {
-    float t[kHadamardSize][2];
-    HQ_UNROLL
-    for (int i = 0; i < 16; i += 2) {
-      const float sign = HadamardSign(signs, i), next = HadamardSign(signs, i + 1);
-      HQ_UNROLL
-      for (int lane = 0; lane < 2; ++lane) {
-        const float a = MulRn(v.Get(i, j + lane), sign), b = v.Get(i + 1, j + lane);
-        // A quarter of a BF16 is exact, so that fused into the sums it changes no bit; of FP32 not.
-        const float quarter = V::kIsBf16 ? 0.0f : MulRn(b, next);
-        t[i][lane] = V::kIsBf16 ? FmaRn(b, next, a) : AddRn(a, quarter);
-        t[i + 1][lane] = V::kIsBf16 ? FmaRn(b, -next, a) : SubRn(a, quarter);
-      }
-    }
-    HadamardStage<2>(t);
-    HadamardStage<4>(t);
-    HadamardStage<8>(t);
-    HQ_UNROLL
-    for (int i = 0; i < 16; ++i) out.pair[i][j / 2] = PackBf16(t[i][0], t[i][1]);
-  }
-  return out;
 }
 
 // `kept`: null, or the codes of the same elements in rows.
@@ -434,6 +393,30 @@ struct InOrder {
   }
 };
 
+template <class G, class V, class Change, class Source>
+HQ_DEVICE void LoadTile(V& v, const TileArgs& a, const Place<G>& at, const Change& change,
+                        const Source& load) {
+  const uint64_t row = at.source + at.row, col = at.c0 + at.col;
+  const int rows = col < a.cols ? at.RowsLeft() : 0;
+  const int64_t first = static_cast<int64_t>(row) * a.stride_row + static_cast<int64_t>(col);
+  load(v, a, at, rows, first);
+  change(v, at, rows, first);
+}
+
+template <class K, class Form, class G, class V>
+HQ_DEVICE void TileColumns(const TileArgs& a, V& v, const Place<G>& at, const SquareCodes* kept) {
+  if (at.is_rest) {
+    HQ_UNROLL
+    for (int i = 0; i < G::kRows; ++i) v.ClearRow(i);
+  }
+  if constexpr (Form::kForgets) v.Forget();
+  if constexpr (K::kTransform) {
+    ColumnPart<K, G, Form>(a, RotatedColumns(v, static_cast<uint32_t>(a.col.signs)), at, kept);
+  } else {
+    ColumnPart<K, G, Form>(a, v, at, kept);
+  }
+}
+
 // `block`: of this tensor's; see encode_many.h. `change(v, at, rows, first)` may change the
 // elements of the thread's first `rows` rows, whose first lies at `first`; see encode_mapped.h.
 // `load` reads them; see encode_indexed.h. `Form`: a TileForm.
@@ -442,31 +425,30 @@ template <class Row, class Col, bool kBf16, class Form, class Change = AsRead,
 HQ_DEVICE void EncodeTileOf(const TileArgs& a, uint32_t block, const Change& change = {},
                             const Source& load = {}) {
   using G = Geometry<Row, Col>;
-  const Place<G> at(a, block, Groups<Form::kHasGroups>{});
-  Elements<G::kRows, G::kCols, kBf16> v;
-  const uint64_t row = at.source + at.row, col = at.c0 + at.col;
-  const int rows_left = col < a.cols ? at.RowsLeft() : 0;
-  const int64_t first = static_cast<int64_t>(row) * a.stride_row + static_cast<int64_t>(col);
-  load(v, a, at, rows_left, first);
-  change(v, at, rows_left, first);
   SquareCodes codes;
   SquareCodes* const kept = kSharesCodes<Row, Col> ? &codes : nullptr;
-  if constexpr (Row::kIsAmax) {
-    PutTileMax(v.MaxOfAll(), a.row.scale, at, G::kRowMaxAt);
-  } else if constexpr (Row::kExists) {
-    EncodeRows<Row, G, Form>(a, v, at, kept);
-  }
-  if constexpr (Col::kExists) {
-    if (at.is_rest) {
-      HQ_UNROLL
-      for (int i = 0; i < G::kRows; ++i) v.ClearRow(i);
+  if constexpr (G::kReadsTwice) {
+    static_assert(!Row::kTransform && std::is_same_v<Change, AsRead>);
+    const Place<LongRows<G>> rows(a, block, Groups<Form::kHasGroups>{});
+    Elements<4, 16, kBf16> v;
+    LoadTile(v, a, rows, change, load);
+    EncodeRows<Row, LongRows<G>, Form>(a, v, rows, kept);
+    const Place<G> at(rows);
+    Elements<G::kRows, G::kCols, kBf16> again;
+    LoadTile(again, a, at, change, load);
+    TileColumns<Col, Form>(a, again, at, kept);
+  } else {
+    const Place<G> at(a, block, Groups<Form::kHasGroups>{});
+    Elements<G::kRows, G::kCols, kBf16> v;
+    LoadTile(v, a, at, change, load);
+    if constexpr (Row::kIsAmax) {
+      PutTileMax(v.MaxOfAll(), a.row.scale, at, G::kRowMaxAt);
+    } else if constexpr (Row::kTransform) {
+      EncodeRows<Row, G, Form>(a, RotatedRows(v, static_cast<uint32_t>(a.row.signs)), at, kept);
+    } else if constexpr (Row::kExists) {
+      EncodeRows<Row, G, Form>(a, v, at, kept);
     }
-  }
-  if constexpr (Form::kForgets) v.Forget();
-  if constexpr (Col::kTransform) {
-    ColumnPart<Col, G, Form>(a, Rotated<G>(v, static_cast<uint32_t>(a.col.signs)), at, kept);
-  } else if constexpr (Col::kExists) {
-    ColumnPart<Col, G, Form>(a, v, at, kept);
+    if constexpr (Col::kExists) TileColumns<Col, Form>(a, v, at, kept);
   }
 }
 
@@ -476,8 +458,8 @@ template <class Row, class Col, bool kBf16, bool kAny>
 HQ_GLOBAL void HQ_TILE_BOUNDS(Row, Col, (TileWarps<Row, Col, kBf16, kAny>()))
     EncodeTile(TileArgs a) {
   constexpr bool kHasEdges = kAny && !(kBf16 && kIsFolded<Row, Col>);
-  using Form = TileForm<kAny && Col::kExists, kIsLong<Row, Col>,
-                        kHasEdges ? Edges::kAny : Edges::kAligned>;
+  using Form =
+      TileForm<kAny && Col::kExists, kIsLong<Row, Col>, kHasEdges ? Edges::kAny : Edges::kAligned>;
   using Source = std::conditional_t<kHasEdges, WithinEdges, InOrder>;
   if constexpr (kIsWritten<Row, Col>) {
     EncodeTileOf<Row, Col, kBf16, Form, AsRead, Source>(a, BlockIndex());

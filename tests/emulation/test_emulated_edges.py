@@ -24,7 +24,7 @@ if MODULE is None:
     pytest.skip("the emulated kernels are not built (make emulation)", allow_module_level=True)
 
 KERNELS = cases.Kernels(emulated.make_backend(MODULE).ops, "cpu")
-#: Planes of which every direction has a tile kernel, and those of which only the columns have.
+#: Planes of which both directions have a tile kernel, and those of which each has one alone.
 BOTH = {
     name: PlaneSpec.parse(name)
     for name in (
@@ -35,9 +35,10 @@ BOTH = {
     )
 }
 BOTH["nvfp4 sr"] = replace(BOTH["nvfp4"], stochastic=True)
-COLUMNS = {
+ROTATED = {
     "nvfp4 rht": replace(BOTH["nvfp4"], signs=DEFAULT_SIGNS),
     "nvfp4 rht sr": replace(BOTH["nvfp4"], signs=DEFAULT_SIGNS, stochastic=True),
+    "nvfp4 rht rows": replace(BOTH["nvfp4"], signs=DEFAULT_SIGNS, row_scaled=True),
 }
 GENERAL = ["EncodeGeneral", "EncodeGeneral"]
 EXTENTS = (1, 15, 16, 17, 31, 33, 127, 129)
@@ -76,7 +77,7 @@ def view(rows: int, cols: int, number: int, special: str) -> torch.Tensor:
 
 
 @pytest.mark.thinned(2)
-@pytest.mark.parametrize("name", [*BOTH, *COLUMNS])
+@pytest.mark.parametrize("name", [*BOTH, *ROTATED])
 @pytest.mark.parametrize("cols", EXTENTS)
 @pytest.mark.parametrize("rows", EXTENTS)
 def test_any_extent_takes_the_tile_kernel(rows: int, cols: int, name: str) -> None:
@@ -89,8 +90,10 @@ def test_any_extent_takes_the_tile_kernel(rows: int, cols: int, name: str) -> No
             by_rows = spec.four_over_six is not None and spec.format.is_square
             is_tile = not by_rows or x.stride(1) == 1 or cols == 1
             assert launches(x, spec, spec) == (["EncodeTile"] if is_tile else GENERAL)
-        elif x.stride(1) == 1:
-            assert launches(x, None, COLUMNS[name]) == ["EncodeTile"]
+        else:
+            alone = ROTATED[name]
+            for row, col in ((alone, None), (None, alone), (alone, alone)):
+                assert set(launches(x, row, col)) == {"EncodeTile"}
 
 
 @pytest.mark.parametrize(
@@ -165,19 +168,20 @@ def test_pairs_begin_at_any_address(name: str, offset: int) -> None:
 @pytest.mark.parametrize("shape", [(4095, 2880), (1000, 1601), (7, 50257), (8193, 72)])
 def test_shapes_of_models_never_reach_the_general_kernel(shape: tuple[int, int]) -> None:
     x = torch.empty(shape, dtype=torch.bfloat16)
-    nvfp4, rotated, by_row = BOTH["nvfp4"], COLUMNS["nvfp4 rht"], BOTH["nvfp4;rows"]
+    nvfp4, rotated, by_row = BOTH["nvfp4"], ROTATED["nvfp4 rht"], BOTH["nvfp4;rows"]
     pairs = [(spec, spec) for spec in BOTH.values()]
     pairs += [
         (nvfp4, rotated),
         (by_row, BOTH["mxfp8"]),
-        (by_row, replace(rotated, row_scaled=True)),
+        (by_row, ROTATED["nvfp4 rht rows"]),
         (BOTH["mxfp8"], rotated),
-        (BOTH["nvfp4 sr"], COLUMNS["nvfp4 rht sr"]),
+        (BOTH["nvfp4 sr"], ROTATED["nvfp4 rht sr"]),
     ]
     for row, col in pairs:
         for own in (x, x[1:, 1:]):
             assert path(own, row, col) == "pair", f"{row} | {col}"
             assert path(own, row, None) == path(own, None, col) == "tile", f"{row} | {col}"
+            assert path(own, col, None) == path(own, None, row) == "tile", f"{col} | {row}"
 
 
 def test_a_shard_that_begins_within_a_counter_has_the_general_kernel() -> None:
