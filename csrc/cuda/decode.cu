@@ -1,6 +1,7 @@
 // Host side of the decode kernels: which one takes a plane.
 #include "cuda/decode.h"
 
+#include "cuda/decode_groups.h"
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
 
@@ -48,7 +49,7 @@ void CountBy(int64_t codes, const PlaneSource& plane, DecodeArgs* a) {
 
 // Whether codes and outputs of every vector are aligned.
 bool HasVectors(const DecodeArgs& a, bool is_packed, DType dtype) {
-  return a.k_stored % kDecodeCodes == 0 && a.k_out == a.k_stored && a.signs < 0 &&
+  return a.k_stored % kDecodeCodes == 0 && a.k_out == a.k_stored &&
          IsAligned(a.data, is_packed ? kDecodeCodes / 2 : kDecodeCodes) && IsAligned(a.out, 16) &&
          a.k_stored / kDecodeCodes <= kMaxDivisor && ItemBytes(dtype) * kDecodeCodes % 16 == 0;
 }
@@ -114,17 +115,20 @@ void DecodePlane(const PlaneSource& plane, void* out, DType dtype, uint32_t* lef
   if (HasVectors(a, plane.spec.element == Element::kE2M1, dtype)) {
     CountBy(kDecodeCodes, plane, &a);
     if (DecodedByBits(plane, a, stream)) return;
+    LaunchShape shape{CeilDiv(a.work, kDecodeVectors), kDecodeThreads, 0, "DecodeVector"};
     WithElement(plane.spec.element, [&]<class E>() {
       WithDType(dtype, [&]<DType kOut>() {
-        Launch(DecodeVector<E, kOut>,
-               {CeilDiv(a.work, kDecodeVectors), kDecodeThreads, 0, "DecodeVector"}, stream, a);
+        if (a.signs < 0) return Launch(DecodeVector<E, kOut>, shape, stream, a);
+        shape.name = "DecodeRotated";
+        Launch(DecodeRotated<E, kOut>, shape, stream, a);
       });
     });
     return;
   }
   CountBy(kHadamardSize, plane, &a);
+  a.writes_pairs = a.k_out % 2 == 0 && IsAligned(a.out, 2 * ItemBytes(dtype));
   WithElement(plane.spec.element, [&]<class E>() {
-    Launch(DecodeGroups<E>, {CeilDiv(a.work, kDecodeThreads), kDecodeThreads, 0, "DecodeGroups"},
+    Launch(DecodeGroups<E>, {CeilDiv(a.work, kDecodeGroups), kDecodeThreads, 0, "DecodeGroups"},
            stream, a);
   });
 }

@@ -1,10 +1,11 @@
 // Decode of a plane: code * scale (* factor, un-rotated), rounded once to the output type.
 //
-// Three kernels, chosen before the launch:
+// Four kernels, chosen before the launch:
 //   DecodeBits     BF16 operands from aligned rows: codes become BF16 by moving bits;
 //   DecodeVector   any element and output from aligned rows, by formats/element.h;
-//   DecodeGroups   everything else: any width, and planes under the Hadamard transform.
-// They give the same bits. A thread of the first two takes eight codes, so that a warp reads 256
+//   DecodeRotated  the same of planes under the Hadamard transform, back from it;
+//   DecodeGroups   any width.
+// They give the same bits. A thread of the first three takes eight codes, so that a warp reads 256
 // and writes 512 contiguous bytes at once.
 //
 // By bits. A code's sign, exponent and mantissa, moved to the places that BF16 has for them, are
@@ -48,6 +49,7 @@ struct DecodeArgs {
   float tensor_bound;
   bool is_whole;  // one scale for the tensor
   bool has_unit_scale, has_factor, is_row_scaled, asks_range;
+  bool writes_pairs;     // outputs of even columns begin at multiples of two of them
   OperandFactors given;  // in the place of the plane's own factor
 };
 
@@ -197,11 +199,10 @@ HQ_DEVICE void EightValues(const Vec2& codes, float (&v)[kDecodeCodes]) {
   }
 }
 
-// Stores eight codes' outputs from element `at` on; returns whether one left BF16's normal range.
-template <class E, DType kOut>
-HQ_DEVICE bool PutVector(const DecodeArgs& a, const Vec2& codes, float scale, float factor,
-                         int64_t at) {
-  float v[kDecodeCodes];
+// Eight codes times what is theirs; returns whether one left BF16's normal range.
+template <class E>
+HQ_DEVICE bool ScaledValues(const DecodeArgs& a, const Vec2& codes, float scale, float factor,
+                            float (&v)[kDecodeCodes]) {
   EightValues<E>(codes, v);
   bool leaves = false;
   HQ_UNROLL
@@ -214,8 +215,14 @@ HQ_DEVICE bool PutVector(const DecodeArgs& a, const Vec2& codes, float scale, fl
     HQ_UNROLL
     for (int i = 0; i < kDecodeCodes; ++i) leaves |= LeavesBf16Range(v[i]);
   }
+  return leaves;
+}
+
+// Eight outputs from element `at` on.
+template <DType kOut>
+HQ_DEVICE void StoreEight(void* to, int64_t at, float (&v)[kDecodeCodes]) {
   if constexpr (kOut == DType::kFloat32) {
-    auto* out = reinterpret_cast<Vec4*>(static_cast<float*>(a.out) + at);
+    auto* out = reinterpret_cast<Vec4*>(static_cast<float*>(to) + at);
     HQ_UNROLL
     for (int i = 0; i < 8; ++i) v[i] = OneNan(v[i]);
     Store(out, Vec4{Bits(v[0]), Bits(v[1]), Bits(v[2]), Bits(v[3])});
@@ -230,10 +237,46 @@ HQ_DEVICE bool PutVector(const DecodeArgs& a, const Vec2& codes, float scale, fl
         word[i] = static_cast<uint32_t>(ToFp16(v[2 * i + 1])) << 16 | ToFp16(v[2 * i]);
       }
     }
-    auto* out = reinterpret_cast<Vec4*>(static_cast<uint16_t*>(a.out) + at);
+    auto* out = reinterpret_cast<Vec4*>(static_cast<uint16_t*>(to) + at);
     Store(out, Vec4{word[0], word[1], word[2], word[3]});
   }
+}
+
+template <class E, DType kOut>
+HQ_DEVICE bool PutVector(const DecodeArgs& a, const Vec2& codes, float scale, float factor,
+                         int64_t at) {
+  float v[kDecodeCodes];
+  const bool leaves = ScaledValues<E>(a, codes, scale, factor, v);
+  StoreEight<kOut>(a.out, at, v);
   return leaves;
+}
+
+// Back from the transform: kPoints of 16 that a lane holds, from `first` on; neighbouring lanes
+// hold the others.
+template <int kPoints>
+HQ_DEVICE void RotateBack(uint32_t signs, uint32_t first, float (&v)[kPoints]) {
+  HQ_UNROLL
+  for (int stride = 1; stride < kPoints; stride *= 2) {
+    HQ_UNROLL
+    for (int pair = 0; pair < kPoints / 2; ++pair) {
+      const int i = pair / stride * 2 * stride + pair % stride;
+      const float sum = AddRn(v[i], v[i + stride]), less = SubRn(v[i], v[i + stride]);
+      v[i] = sum, v[i + stride] = less;
+    }
+  }
+  HQ_UNROLL
+  for (int stride = kPoints; stride < kHadamardSize; stride *= 2) {
+    const bool is_upper = (first & static_cast<uint32_t>(stride)) != 0;
+    HQ_UNROLL
+    for (int i = 0; i < kPoints; ++i) {
+      const float other = ShuffleXor(v[i], stride / kPoints);
+      v[i] = AddRn(other, is_upper ? -v[i] : v[i]);
+    }
+  }
+  HQ_UNROLL
+  for (int i = 0; i < kPoints; ++i) {
+    v[i] = MulRn(v[i], HadamardSign(signs, static_cast<int>(first) + i));
+  }
 }
 
 HQ_DEVICE void ReportRange(const DecodeArgs& a, bool leaves) {
@@ -256,6 +299,31 @@ HQ_GLOBAL void HQ_LAUNCH_BOUNDS(kDecodeThreads, 3) DecodeVector(DecodeArgs a) {
     const Vec2 codes = LoadCodes<E>(a.data + vector * kBytes);
     if (a.is_row_scaled) factor = LoadFactor(a, at.row);
     leaves |= PutVector<E, kOut>(a, codes, LoadScale(a, at), factor, vector * kDecodeCodes);
+  }
+  ReportRange(a, leaves);
+}
+
+// The same of planes under the transform, whose rows are whole groups of 16: two lanes each.
+template <class E, DType kOut>
+HQ_GLOBAL void HQ_LAUNCH_BOUNDS(kDecodeThreads, 3) DecodeRotated(DecodeArgs a) {
+  constexpr int kBytes = kIsPacked<E> ? kDecodeCodes / 2 : kDecodeCodes;
+  const int64_t begin = static_cast<int64_t>(BlockIndex()) * kDecodeVectors;
+  const RowSplit first = SplitFirst(begin, a.per_row);
+  const uint32_t half = ThreadIndex() % 2 * kDecodeCodes;
+  float factor = a.is_row_scaled ? 1.0f : LoadFactor(a, 0);
+  bool leaves = false;
+  for (uint32_t u = 0; u < kDecodeUnroll; ++u) {
+    const uint32_t offset = u * kDecodeThreads + ThreadIndex();
+    const int64_t vector = begin + offset;
+    float v[kDecodeCodes] = {};
+    if (vector < a.work) {
+      const RowSplit at = SplitNext(first, offset, a.per_row);
+      const Vec2 codes = LoadCodes<E>(a.data + vector * kBytes);
+      if (a.is_row_scaled) factor = LoadFactor(a, at.row);
+      leaves |= ScaledValues<E>(a, codes, LoadScale(a, at), factor, v);
+    }
+    RotateBack(static_cast<uint32_t>(a.signs), half, v);  // of all lanes: values change hands
+    if (vector < a.work) StoreEight<kOut>(a.out, vector * kDecodeCodes, v);
   }
   ReportRange(a, leaves);
 }
@@ -360,59 +428,6 @@ HQ_GLOBAL void HQ_LAUNCH_BOUNDS(kDecodeThreads, 4) DecodeBits(DecodeArgs a) {
     }
   }
   ReportRange(a, leaves);
-}
-
-// ---- sixteen codes of any plane
-
-HQ_DEVICE void PutAs(void* out, int64_t i, DType dtype, float v) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return Store(static_cast<uint16_t*>(out) + i, ToBf16(v));
-    case DType::kFloat16:
-      return Store(static_cast<uint16_t*>(out) + i, ToFp16(v));
-    case DType::kFloat32:
-      return Store(static_cast<float*>(out) + i, OneNan(v));
-  }
-  Never();
-}
-
-// `work`: groups of 16 along K, one per thread. A block's width is a multiple of 16, so that a
-// group has one scale.
-template <class E>
-HQ_GLOBAL void HQ_LAUNCH_BOUNDS(kDecodeThreads, 2) DecodeGroups(DecodeArgs a) {
-  const int64_t begin = static_cast<int64_t>(BlockIndex()) * kDecodeThreads;
-  if (begin + ThreadIndex() >= a.work) return;
-  const RowSplit at = SplitNext(SplitFirst(begin, a.per_row), ThreadIndex(), a.per_row);
-  const int64_t k = static_cast<int64_t>(at.rest) * kHadamardSize;
-  const uint8_t* row = a.data + at.row * a.data_stride;
-  const float scale = LoadScale(a, at), factor = LoadFactor(a, at.row);
-  float v[kHadamardSize][1];
-  bool leaves = false;
-  HQ_UNROLL
-  for (int i = 0; i < kHadamardSize; ++i) {
-    uint32_t code = 0;
-    if (k + i < a.k_stored) {
-      if constexpr (kIsPacked<E>) {
-        code = LoadReadOnly(row + (k + i) / 2) >> (4 * (i % 2)) & 0xfu;
-      } else {
-        code = LoadReadOnly(row + k + i);
-      }
-    }
-    v[i][0] = DecodeOne<E>(a, code, scale, factor);
-    leaves |= k + i < a.k_stored && LeavesBf16Range(v[i][0]);
-  }
-  ReportRange(a, leaves);
-  if (a.signs >= 0) {
-    HadamardButterflies(v);
-    HQ_UNROLL
-    for (int i = 0; i < kHadamardSize; ++i) {
-      v[i][0] = MulRn(v[i][0], HadamardSign(static_cast<uint32_t>(a.signs), i));
-    }
-  }
-  HQ_UNROLL
-  for (int i = 0; i < kHadamardSize; ++i) {
-    if (k + i < a.k_out) PutAs(a.out, at.row * a.k_out + k + i, a.dtype, v[i][0]);
-  }
 }
 
 }  // namespace cuda

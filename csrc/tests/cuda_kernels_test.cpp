@@ -293,5 +293,5 @@ int main() {
   TestDecodeExhaustively();
   return Finish({"AmaxAlong", "AmaxStrided", "RowAmaxDown", "TransformAmaxAlong",
                  "TransformAmaxStrided", "TransformAmaxDown", "DecodeBits", "DecodeVector",
-                 "DecodeGroups"});
+                 "DecodeRotated", "DecodeGroups"});
 }

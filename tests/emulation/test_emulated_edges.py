@@ -191,3 +191,20 @@ def test_a_shard_that_begins_within_a_counter_has_the_general_kernel() -> None:
         MODULE.reset()
         cases.check_encode(KERNELS, x, BOTH["nvfp4 sr"], None, col0=col0)
         assert MODULE.kernels() == [kernel]
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("name", [*BOTH, *ROTATED, "mxfp8 rht"])
+@pytest.mark.parametrize("cols", [1, 7, 15, 17, 50, 129, 144, 258])
+@pytest.mark.parametrize("special", ["normal", "nan", "tiny"])
+def test_planes_of_any_width_are_decoded(name: str, cols: int, special: str) -> None:
+    """Rows that no vector fits to, and those that are transformed back, to every type."""
+    rotated = replace(BOTH["mxfp8"], signs=DEFAULT_SIGNS)
+    spec = {**BOTH, **ROTATED, "mxfp8 rht": rotated}[name]
+    MODULE.reset()
+    for rows in (3, 70):
+        cases.check_decode(KERNELS, cases.matrix(rows, cols, torch.bfloat16, cols, special), spec)
+    if spec.signs is not None:  # an operand stays under the transform
+        assert ("DecodeRotated" if cols % 16 == 0 else "DecodeGroups") in MODULE.kernels()
+    elif cols % 8 != 0:
+        assert "DecodeGroups" in MODULE.kernels()

@@ -75,7 +75,7 @@ def _amax(name: str, is_transposed: bool, step: int = 1) -> Run:
 
 def _decode(name: str, op: str, cols: int) -> Run:
     def run(kernels: cases.Kernels) -> None:
-        spec = _PLAIN[name]
+        spec = {**_PLAIN, **_OPTIONS}[name]
         x = _matrix(256, cols)
         buffers = cases.cpu_ops()["encode"](x, spec, None, EncodeRequest())
         rest = (spec, *x.shape, torch.bfloat16)
@@ -278,6 +278,7 @@ CALLS: dict[str, Run] = {
     "TransformAmaxDown": _amax("nvfp4 rht", True),
     "DecodeBits": _decode("mxfp8", "operand", 512),
     "DecodeVector": _decode("mxfp8", "decode", 512),
+    "DecodeRotated": _decode("mxfp8 rht", "decode", 512),
     "DecodeGroups": _decode("mxfp8", "decode", 77),
     "TransposeTiles": _transpose(512),
     "TransposeAny": _transpose(77),
