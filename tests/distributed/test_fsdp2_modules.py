@@ -31,7 +31,7 @@ def test_compiled_blocks_that_were_gathered_for_another_recipe(tmp_path) -> None
     run(2, tmp_path / "store", *names, program="fsdp2_modules_program.py")
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_every_format(tmp_path) -> None:
     run(2, tmp_path / "store", "uniform", program="fsdp2_pairs_program.py")
 

@@ -23,7 +23,7 @@ PROGRAM = "fsdp2_quantized_program.py"
     ("world", "what"),
     [
         (2, "matrix=some"),
-        pytest.param(2, "matrix", marks=pytest.mark.more),
+        pytest.param(2, "matrix", marks=pytest.mark.slow),
         pytest.param(4, "matrix", marks=pytest.mark.slow),
     ],
 )

@@ -14,7 +14,7 @@ def test_fused_modules_on_two_ranks(tmp_path) -> None:
     run(2, tmp_path / "store", "modules=layer", "decoder", "apart", "refused", program=PROGRAM)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_more_fused_modules(tmp_path) -> None:
     run(2, tmp_path / "store", "modules=norm,mlp,attention,interleaved", program=PROGRAM)
 

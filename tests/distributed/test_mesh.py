@@ -30,7 +30,7 @@ def test_the_demos_weights_on_two_by_two_ranks(tmp_path) -> None:
     run(4, tmp_path / "store", "demo", program=PROGRAM)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_replicas_recomputation_and_checkpoints_on_two_by_two_ranks(tmp_path) -> None:
     names = ("replicas", "recomputed", f"checkpoints={tmp_path / 'saved'},2,4,1")
     run(4, tmp_path / "store", *names, program=PROGRAM)

@@ -35,8 +35,13 @@ def test_the_command_is_one_of_the_tree(name: str) -> None:
     assert program == "python" and (ROOT / script).is_file()
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("name", [name for name in COMMANDS if "gallery.py" in COMMANDS[name]])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if number else pytest.mark.more)
+        for number, name in enumerate(name for name in COMMANDS if "gallery.py" in COMMANDS[name])
+    ],
+)
 def test_the_command_makes_the_picture(name: str, tmp_path) -> None:
     """Fonts differ between versions of matplotlib: most of the picture is the same."""
     command = COMMANDS[name].split()

@@ -30,7 +30,7 @@ def test_two_ranks_share_images_and_parameters(tmp_path) -> None:
     run(2, tmp_path / "store", "images_sharded", program=PROGRAM)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_two_ranks_more(tmp_path) -> None:
     run(2, tmp_path / "store", *MORE, program=PROGRAM)
 
