@@ -8,8 +8,8 @@ HQ_NAMESPACE_BEGIN
 
 namespace cuda {
 
-inline constexpr uint32_t kGroupLanes = 8;                // that have a group of 16
-inline constexpr int kDecodeGroups = kDecodeVectors / 8;  // per block
+inline constexpr uint32_t kGroupLanes = 8;                               // that have a group of 16
+inline constexpr int kDecodeGroups = kDecodeVectors / int{kGroupLanes};  // per block
 
 HQ_DEVICE void PutAs(void* out, int64_t i, DType dtype, float v) {
   switch (dtype) {
