@@ -16,7 +16,7 @@ def test_tied_fused_and_grouped_modules(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_four_ranks(tmp_path) -> None:
-    names = ("tied", "fused", "transformer", "grouped", "tensor_parallel")
+    names = ("tied", "fused", "transformer", "grouped", "split_groups")
     run(4, tmp_path / "store", *names, program="fsdp2_modules_program.py")
 
 

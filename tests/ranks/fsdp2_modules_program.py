@@ -17,7 +17,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import hybridq
@@ -320,14 +320,17 @@ def freed_after_graphs(recipe: str) -> None:
                 assert torch.equal(mine, whole), f"quantized {is_quantized}"
 
 
-def tensor_parallel() -> None:
+def split_groups() -> None:
+    """What ranks have parts of, and is no Linear's: an error that names it, and what to do."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    model = nn.Sequential(hybridq.Linear(32, 32))
-    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
+    model = Experts([8, 8], 32, 32)
+    weight = distribute_tensor(model.grouped.weight1.detach(), mesh["tensor"], [Shard(0)])
+    model.grouped.weight1 = nn.Parameter(weight)
     try:
         prepare_fsdp2(model)
-    except RuntimeError as error:
-        assert "tensor parallelism" in str(error), error
+    except NotImplementedError as error:
+        assert "grouped.weight1 must be a weight in high precision of a" in str(error), error
+        assert "a weight of a GroupedLinear; leave prepare_fsdp2 out" in str(error), error
     else:
         raise AssertionError("nothing was raised")
 
