@@ -19,7 +19,7 @@ PROGRAM = "flat_masters_program.py"
     [
         (2, "matrix=some"),
         pytest.param(3, "matrix", marks=pytest.mark.more),
-        pytest.param(4, "matrix", marks=pytest.mark.more),
+        pytest.param(4, "matrix", marks=pytest.mark.slow),
     ],
 )
 def test_planes_are_those_of_the_whole_master(world, what, tmp_path) -> None:

@@ -21,7 +21,7 @@ def test_planes_and_values_of_all_modules(tmp_path) -> None:
     run(4, tmp_path / "four", f"whole_values={ALL}", program=PROGRAM)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_checkpoints_between_numbers_of_ranks(tmp_path) -> None:
     """From two ranks to four, to one process, under FSDP2 in two ways, and back."""
     names = f"checkpoints={tmp_path / 'saved'},layer,2,4,0,2f,2p,1,2"

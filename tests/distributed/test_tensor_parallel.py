@@ -76,7 +76,7 @@ def test_ranks_that_differ_are_told_apart(tmp_path) -> None:
     )
 
 
-@pytest.mark.more
+@pytest.mark.thinned(1, "slow", few=1)
 @pytest.mark.parametrize("name", ["dies=forward", "dies=backward", "stalls=forward"])
 def test_a_rank_that_is_gone_ends_the_others(name, tmp_path) -> None:
     run(3, tmp_path / "store", name, program=FAULTS, leaves=1)

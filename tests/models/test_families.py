@@ -13,7 +13,7 @@ from models.columns import COLUMNS, NotThere
 from models.families import DEFAULT, FAMILIES, Family
 
 #: Many seconds for each family: of these alone outside the slow tests.
-_LONG = {"compile": ("Llama", "Qwen3-MoE"), "steps": DEFAULT}
+_LONG = {"compile": ("Llama",), "steps": DEFAULT}
 
 
 def _cases() -> list[Any]:

@@ -256,7 +256,7 @@ def test_generate_save_and_load(family: str, tmp_path) -> None:
             assert torch.equal(generate(model, tokens(1, 5)), generate(again, tokens(1, 5)))
 
 
-@pytest.mark.more
+@pytest.mark.thinned(1, "slow", few=1)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "llama4", "nemotron_h"])
 def test_a_module_compiles_into_one_graph(family: str) -> None:
     model = hybridq.convert(made(family, torch.bfloat16))

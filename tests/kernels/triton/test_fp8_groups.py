@@ -91,7 +91,7 @@ def test_codes_that_a_fold_rounds(run, kind: str, seed: int) -> None:
 
 
 @needs_interpreter
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rows", "contraction"])
 def test_every_tile(run, kind: str, seed: int) -> None:
     run("tiles", kind, seed)

@@ -87,7 +87,7 @@ def train(module, call, recipe, dtype=torch.float32, microbatches=1, together=Fa
     return made + [saved[key] for key in sorted(saved)], sorted(saved)
 
 
-@pytest.mark.thinned(1, few=2)
+@pytest.mark.thinned(1, "slow", few=2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_every_kind_of_state(recipe, backend) -> None:

@@ -54,14 +54,24 @@ def _data(rows):
 
 @pytest.mark.more
 @pytest.mark.parametrize("backend", BOTH_BACKENDS)
+def test_some_recipes(backend):
+    # Inductor makes code of what has been traced, whatever the recipe.
+    traced = (*DETERMINISTIC[::4], CustomRecipe(_factory))
+    one_after_another(traced if backend == "aot_eager" else DETERMINISTIC[:1], backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_every_deterministic_recipe(backend):
-    """One module, one recipe after another: right from the first call on, and when it changes."""
+    traced = (*DETERMINISTIC, CustomRecipe(_factory))
+    one_after_another(traced if backend == "aot_eager" else traced[::6], backend)
+
+
+def one_after_another(todo, backend) -> None:
+    """One module and many recipes: right from the first call on, and when they change."""
     model = _model()
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     x, dy = _data(70)
-    todo = (*DETERMINISTIC, CustomRecipe(_factory))
-    if backend == "inductor":  # makes code of what has been traced, whatever the recipe
-        todo = (todo[0], todo[-1])
     with torch._dynamo.config.patch(recompile_limit=2 * len(todo)):
         for recipe in todo:
             expected = run(model, x, dy, recipe=recipe)
@@ -197,7 +207,7 @@ def test_errors_keep_their_text():
     assert "IdentityQuantizer" in text and "enc.q" in text
 
 
-@pytest.mark.more
+@pytest.mark.thinned(1, "slow", few=1)
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_fwd_mxfp8_bwd"])
 def test_checkpoint_under_compile_and_compile_under_checkpoint(recipe):
     model = _model()

@@ -64,7 +64,7 @@ def test_every_deterministic_recipe(backend):
                 assert _graphs() == count, recipe
 
 
-@pytest.mark.thinned(1, few=1)
+@pytest.mark.thinned(1, "slow", few=1)
 @pytest.mark.parametrize("recipe", [*STOCHASTIC, *PLAIN])
 def test_other_recipes(recipe):
     """Stochastic ones draw from torch's generator; plain ones are torch's modules."""
@@ -121,7 +121,7 @@ def test_optional_results():
     assert _graphs() == 1
 
 
-@pytest.mark.more
+@pytest.mark.thinned(1, "slow", few=1)
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_fwd_mxfp8_bwd"])
 def test_checkpoint_under_compile_and_compile_under_checkpoint(recipe):
     model = _model()

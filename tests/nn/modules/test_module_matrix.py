@@ -52,7 +52,7 @@ def same(got, want) -> None:
         assert torch.equal(one, two), f"result {i}: {(one.double() - two.double()).abs().max()}"
 
 
-@pytest.mark.thinned(1, few=3)
+@pytest.mark.thinned(1, "slow", few=3)
 @pytest.mark.parametrize(("case", "recipe", "mode"), triples(11))
 def test_compiled(case, recipe, mode, fresh) -> None:
     """Training steps have eager's bits; no graph break; nothing is compiled after the first."""

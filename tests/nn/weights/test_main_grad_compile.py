@@ -73,7 +73,7 @@ def check(plain, fused, seen, expected, bits: bool = True) -> None:
             assert same(parameter.grad, theirs[name].grad), name
 
 
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(1, "slow")
 @pytest.mark.parametrize("needs_grad", [True, False])
 @pytest.mark.parametrize(
     "recipe", [*QUANTIZED[:1], NVFP4BlockScaling(disable_stochastic_rounding=True)]

@@ -270,7 +270,7 @@ def test_microbatches_recomputation_and_no_grad() -> None:
     assert_equal(*results)
 
 
-@pytest.mark.thinned(1, few=2)
+@pytest.mark.thinned(1, "slow", few=2)
 @pytest.mark.parametrize("kind", ["linear", "mlp", "grouped, splits on the device"])
 @pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4", "mxfp8_fwd_nvfp4_bwd"])
 def test_compiled_it_has_the_bits_of_eager(kind, recipe) -> None:
