@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -64,6 +66,22 @@ def test_mixed_precision_is_beside_it() -> None:
     assert made.unwrap_model(ready, keep_fp32_wrapper=False) is mine
     made.backward(y.sum())
     optimizer.step()
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_the_last_recipe_rules(precision) -> None:
+    """A second call, of another accelerator: not inside of the first one's recipe."""
+    mine = model()
+    for recipe in ("nvfp4", "fp8_current", "mxfp8"):
+        made = accelerator(mixed_precision=precision)
+        ready = prepare(made, mine, recipe=recipe)
+        y = ready(torch.ones(4, 32))
+        amp = torch.autocast("cpu", torch.bfloat16, precision == "bf16")
+        with amp, hybridq.autocast(recipe=recipe):
+            want = model()(torch.ones(4, 32))
+        assert torch.equal(y, want.float()), recipe
+    again = pickle.loads(pickle.dumps(mine)).train()
+    assert torch.equal(again(torch.ones(4, 32)), model()(torch.ones(4, 32)))
 
 
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "schedule"])

@@ -262,6 +262,30 @@ def test_a_copy_has_a_forward_of_its_own(tmp_path) -> None:
     assert not logits(one).any()
 
 
+def test_a_training_after_one_that_was_interrupted_has_its_own_recipe(tmp_path) -> None:
+    model, other = converted(), converted()
+
+    class Stops(transformers.TrainerCallback):
+        def on_step_begin(self, *given, **kwargs) -> None:
+            raise KeyboardInterrupt
+
+    first = HybridQCallback("nvfp4")
+    stopped = trainer(model, tmp_path, first)
+    stopped.add_callback(Stops())
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train()
+    again = trainer(model, tmp_path, HybridQCallback("mxfp8"), **IN_ORDER)
+    again.train()
+    assert losses(again) == pytest.approx(by_hand(other, lambda step: "mxfp8", 4), rel=1e-6)
+    assert "forward" not in vars(model)
+    first.detach()  # of a training that is long over
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train()
+    assert "forward" in vars(model)
+    first.detach()
+    assert "forward" not in vars(model)
+
+
 @pytest.mark.parametrize(
     ("given", "kind", "text"),
     [

@@ -38,7 +38,9 @@ class HybridQCallback(TrainerCallback, ExportableState):
     From the beginning to the end of `train()` the model's forward runs under the recipe; gradient
     checkpointing, accumulation and compilation are Trainer's own. A schedule follows
     `state.global_step`. Histories of delayed scaling are in the checkpoint's `trainer_state.json`,
-    and a run that is resumed goes on with them.
+    and a run that is resumed goes on with them. Where `train()` ends by an error or an interrupt,
+    Trainer tells nobody: the model stays under the recipe until the next `train()` with a callback
+    of this kind, or until `detach()`.
 
     Logs have `quantized_share`, of the elements of matrices those in converted modules, and
     `fallbacks`, how many reasons there were so far in this process to run an operation on the slow
@@ -119,7 +121,7 @@ class HybridQCallback(TrainerCallback, ExportableState):
         saved = state.stateful_callbacks.setdefault(type(self).__name__, {})
         if state.global_step:
             self._resume(model, saved)
-        self._restore()
+        self.detach()
         self._undo = run_under(model, self._recipe, self._evaluation)
 
     def _chosen(self, model: Any, max_steps: int) -> RecipeSource:
@@ -188,9 +190,10 @@ class HybridQCallback(TrainerCallback, ExportableState):
         Args:
             args, state, control, kwargs: Trainer's.
         """
-        self._restore()
+        self.detach()
 
-    def _restore(self) -> None:
+    def detach(self) -> None:
+        """Give the model its own forward back: for after a `train()` that was interrupted."""
         if self._undo is not None:
             self._undo()
             self._undo = None
