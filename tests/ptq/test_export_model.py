@@ -167,3 +167,26 @@ def test_what_has_no_values_is_refused(tmp_path):
     with pytest.raises(hybridq.CheckpointError, match="on the meta device"):
         run(model, tmp_path / "q", layout="modelopt", format="mxfp8")
     assert not (tmp_path / "q").exists()
+
+
+class Adapted(nn.Module):
+    """As PEFT makes them: a linear layer with adapters beside it."""
+
+    adapter_layer_names = ("lora_A", "lora_B")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(64, 32)
+
+
+def test_wrappers_are_taken_off_and_adapters_refused(tmp_path):
+    """Files have the names of the model itself, and are the same."""
+    model = mlp()
+    run(model, tmp_path / "plain", layout="modelopt", format="mxfp8")
+    run(torch.compile(model), tmp_path / "compiled", layout="modelopt", format="mxfp8")
+    for file in sorted((tmp_path / "plain").iterdir()):
+        if file.is_file():
+            assert file.read_bytes() == (tmp_path / "compiled" / file.name).read_bytes()
+    with pytest.raises(hybridq.CheckpointError, match=r"1 has adapters .* merge_and_unload\(\)"):
+        run(nn.Sequential(mlp(), Adapted()), tmp_path / "q", layout="modelopt", format="mxfp8")
+    assert not (tmp_path / "q").exists()

@@ -54,6 +54,35 @@ def test_what_the_model_lists_stays_whatever_its_name(tmp_path):
     assert set(notes.outcome.tensors) and all("wo" in name for name in notes.outcome.tensors)
 
 
+def test_the_layout_of_planes_keeps_what_the_others_keep(tmp_path):
+    """Tables that an encoder and a decoder share, tied heads, what stays in FP32: by every door."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    bart = transformers.BartConfig(vocab_size=64, d_model=32, **sizes, **heads)
+    t5 = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2
+    )
+    for model, other, kept in (
+        (transformers.BartForConditionalGeneration(bart), "fc1.weight", "model.shared.weight"),
+        (transformers.T5ForConditionalGeneration(t5), "wi.weight", "wo.weight"),
+    ):
+        source = tmp_path / kept / "in"
+        model.save_pretrained(source)
+        found = run(source, tmp_path / kept / "ct", **OPTIONS).outcome.tensors
+        assert any(name.endswith(other) for name in found)
+        assert not any(name.endswith((kept, "shared.weight")) for name in found)
+        for number, given in enumerate((source, model)):
+            notes = run(given, tmp_path / kept / str(number), layout="hybridq", format="mxfp8")
+            assert set(notes.outcome.tensors) == set(found)
+            assert not any("by names alone" in text for text in notes.warnings)
+        done = hybridq.convert_checkpoint(source, tmp_path / kept / "own", "mxfp8")
+        assert set(done.tensors) == set(found)
+        named = hybridq.ptq.Selection(hybridq.quantizer("mxfp8"), include=(f"*{kept}",))
+        done = hybridq.convert_checkpoint(source, tmp_path / kept / "named", named)
+        assert done.tensors and all(name.endswith(kept) for name in done.tensors)
+
+
 def test_a_model_that_cannot_be_asked_is_said(tmp_path):
     source = saved("llama", tmp_path / "in")
     path = source / "config.json"
@@ -67,6 +96,8 @@ def test_a_model_that_cannot_be_asked_is_said(tmp_path):
         assert (ask_model(source, config | change).reason or "").startswith(text)
         notes = run(source, tmp_path / text.replace(" ", ""), **OPTIONS)
         assert any(text in one and "by names alone" in one for one in notes.warnings)
+        with pytest.warns(hybridq.HybridQWarning, match="by names alone"):
+            hybridq.convert_checkpoint(source, tmp_path / f"own {text}", "mxfp8")
         assert ignored(tmp_path / text.replace(" ", "")) == ["lm_head"]
     path.unlink()
     notes = run(source, tmp_path / "none", **OPTIONS)

@@ -227,6 +227,23 @@ def test_names_and_tied_weights() -> None:
     assert list(pushed) == ["model.a.weight", "model.a.weight_scale"]
 
 
+def test_wrappers_adapters_and_inputs_that_are_scaled(caplog) -> None:
+    model = trainer(torch.bfloat16)
+    models = (model, torch.compile(model))
+    pushed = [dict(weights(one, "modelopt", recipe="mxfp8")) for one in models]
+    assert list(pushed[0]) == list(pushed[1]) and not caplog.text
+    assert all(map(torch.equal, pushed[0].values(), pushed[1].values()))
+    said = [quantization_config(one, "modelopt", recipe="mxfp8") for one in models]
+    assert said[0] == said[1]
+    model.down_proj.adapter_layer_names = ("lora_A",)
+    model.down_proj.add_module("base_layer", hybridq.Linear(32, 32))
+    dict(weights(model, "modelopt", recipe="mxfp8"))
+    assert "down_proj and 0 more have adapters" in caplog.text
+    model.up_proj.register_buffer("pre_quant_scale", torch.ones(128))
+    with pytest.raises(hybridq.CheckpointError, match=r"up_proj\.pre_quant_scale"):
+        weights(model, "modelopt", recipe="mxfp8")
+
+
 def test_the_configuration_is_that_of_what_is_pushed() -> None:
     model = trainer(torch.bfloat16)
     made = quantization_config(model, "compressed-tensors", recipe="mxfp8", inputs="dynamic")

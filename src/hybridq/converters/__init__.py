@@ -5,7 +5,7 @@ from __future__ import annotations
 from .conversion import Conversion, conversion, kind_of, report_of
 from .convert import convert, default_filter
 from .converter import Converter
-from .exclusions import LEAST_WIDTH, keeps_precision, reason_by_name
+from .exclusions import LEAST_WIDTH, adapted, keeps_precision, reason_by_name
 from .experts import register_experts
 from .not_converted import LEFT_ALONE, NO_PRODUCT, UNKNOWN, NotConverted, of_unknown_class
 from .table import (
@@ -24,6 +24,7 @@ __all__ = [
     "Conversion",
     "Converter",
     "NotConverted",
+    "adapted",
     "conversion",
     "convert",
     "converter_of",

@@ -19,6 +19,7 @@ from .table import converter_of, converters_with
 __all__ = [
     "LEAST_WIDTH",
     "REASONS",
+    "adapted",
     "keeps_precision",
     "kept_in_fp32",
     "reason_by_name",
@@ -191,9 +192,23 @@ def _own_word(
                     yield one, reason, attribute
 
 
+def _has_adapters(module: nn.Module) -> bool:
+    """Return whether a module is an adapter's layer, as PEFT makes them."""
+    return hasattr(module, "adapter_layer_names") and "base_layer" in module._modules
+
+
+def adapted(model: nn.Module) -> list[str]:
+    """Return the names of modules that have adapters beside them, as PEFT makes them.
+
+    Args:
+        model: any.
+    """
+    return [name for name, one in model.named_modules() if _has_adapters(one)]
+
+
 def _beside_base(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return what an adapter's layer, as PEFT makes them, has beside the module that it adapts."""
-    if not (hasattr(module, "adapter_layer_names") and "base_layer" in module._modules):
+    if not _has_adapters(module):
         return []
     return [(name, one) for name, one in module.named_children() if name != "base_layer"]
 

@@ -85,8 +85,7 @@ class Choice:
         made = self.selection.as_dict()
         if self.is_kept or self.scheme:
             made["quantizer"] = None
-        kept = sorted({*self.word.kept, *self.word.others})
-        return {**made, "scheme": self.scheme, "keeps": self.is_kept, "model": kept}
+        return {**made, "scheme": self.scheme, "keeps": self.is_kept, **self.word.as_dict()}
 
 
 def choice_of(

@@ -11,6 +11,7 @@ from ..formats import PlaneSpec
 from ..quantizers import Quantizer
 from .disk import kind_of
 from .found import find
+from .model_word import tell_of_unknown, word_of_source
 from .observer import Observer
 from .options import ConvertOptions
 from .outcome import Conversion
@@ -68,7 +69,10 @@ def convert_checkpoint(
     observer = observer or Observer()
     check_paths(Path(source), Path(target))
     opened = open_source(source)
-    scheme = TrainingScheme(chosen, find(opened), refuses_own=True)
+    found = find(opened)
+    word = word_of_source(found)
+    tell_of_unknown(word, found, observer.warn)
+    scheme = TrainingScheme(chosen, found, word, refuses_own=True)
     run = Run(opened, Path(target), scheme, options, observer)
     run.convert()
     return run.outcome(time.monotonic() - begun)

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from ..calibration import Calibration
+from ..calibration.batches import unwrapped
+from ..converters import adapted
 from ..errors import CheckpointError, SpecError, must_be_one_of
 from ..formats import PlaneSpec
 from ..layouts import HYBRIDQ, Layout, get, names
@@ -24,7 +26,7 @@ from .draft import CheckpointScheme
 from .exporting import ExportScheme
 from .found import Found, find
 from .in_memory import source_of
-from .model_word import ModelWord, ask_model, nothing_known, word_of
+from .model_word import ModelWord, tell_of_unknown, word_of, word_of_source
 from .observer import Observer
 from .options import ConvertOptions
 from .outcome import Conversion
@@ -88,8 +90,8 @@ def export(
 
     Raises:
         CheckpointError: the source is damaged or quantized in a way that no layout reads, nothing
-            in it is chosen, an amax is missing, the target holds something else, ...; on every
-            rank, if the first one fails.
+            in it is chosen, an amax is missing, the target holds something else, the model has
+            adapters that are not merged, ...; on every rank, if the first one fails.
         RuntimeError: ranks have different models or ask for different exports.
         SpecError: there is no such layout, or it does not hold this format.
         ImportError: safetensors is not installed.
@@ -123,7 +125,13 @@ def export(
         check_paths(Path(source), Path(target))
         found = find(open_source(source), known)
         return asked.write(found, None, Path(target))
-    model = source
+    model = unwrapped(source)
+    adapters = adapted(model)
+    if adapters:
+        raise CheckpointError(
+            f"export: {adapters[0]} has adapters beside its weight, which no reader of a whole "
+            "model adds; call merge_and_unload() first, or unload() to leave them out"
+        )
 
     def write(state: Mapping[str, torch.Tensor]) -> Conversion:
         names = [name for name, one in model.named_modules() if _has_static_scales(one)]
@@ -201,13 +209,15 @@ class _Asked:
         own = self.format
         quantizer = Quantizer(PlaneSpec.parse(own), None) if isinstance(own, str) else own
         chosen = Selection(quantizer, self.recipe, self.include, self.exclude)
-        return TrainingScheme(chosen, found)
+        word = word_of_source(found) if word is None else word
+        tell_of_unknown(word, found, self.observer.warn)
+        return TrainingScheme(chosen, found, word)
 
     def _for_readers(
         self, found: Found, known: ModelWord | None, layout: Layout, calibration: Calibration | None
     ) -> ExportScheme:
         _refuse_transposed(found, layout)
-        word = _word(found) if known is None else known
+        word = word_of_source(found) if known is None else known
         warn = self.observer.warn
         if word.reason is not None:
             warn(f"what keeps its precision is known by names alone, since {word.reason}")
@@ -241,9 +251,3 @@ def _refuse_transposed(found: Found, layout: Layout) -> None:
             f"readers of {layout.name} do not expect; export the model as it was before it was "
             "quantized (such weights then stay in high precision), or with layout='bf16'"
         )
-
-
-def _word(found: Found) -> ModelWord:
-    if not found.source.is_folder:
-        return nothing_known(f"a file has no {CONFIG} beside it")
-    return ask_model(found.source.path, found.config)

@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 from ..converters.exclusions import reasons
+from .found import Found
 from .source import CONFIG
 
-__all__ = ["ModelWord", "ask_model", "class_name", "nothing_known", "word_of"]
+__all__ = ["ModelWord", "class_name", "tell_of_unknown", "word_of", "word_of_source"]
 
 _SUFFIX: Final = ".weight"
 
@@ -66,6 +67,10 @@ class ModelWord:
         module = name.removesuffix(_SUFFIX)
         return module in self.kept or module in self.others
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return what it keeps as JSON has it, to tell whether two are the same."""
+        return {"model": sorted({*self.kept, *self.others})}
+
 
 def nothing_known(reason: str) -> ModelWord:
     """Return the word of a model that cannot be asked.
@@ -80,6 +85,29 @@ def _same(name: str) -> str:
     return name
 
 
+def word_of_source(found: Found) -> ModelWord:
+    """Return what the model of a checkpoint says, if there is a configuration that names one.
+
+    Args:
+        found: the checkpoint.
+    """
+    if not found.source.is_folder:
+        return nothing_known(f"a file has no {CONFIG} beside it")
+    return ask_model(found.source.path, found.config)
+
+
+def tell_of_unknown(word: ModelWord, found: Found, warn: Callable[[str], None]) -> None:
+    """Warn where a checkpoint is of a model, and that could not be asked.
+
+    Args:
+        word: of the model.
+        found: the checkpoint.
+        warn: is told.
+    """
+    if word.reason is not None and found.config.get("architectures"):
+        warn(f"what keeps its precision is known by names alone, since {word.reason}")
+
+
 def ask_model(folder: Path, config: Mapping[str, Any]) -> ModelWord:
     """Return what the model of a checkpoint's folder says.
 
@@ -92,7 +120,9 @@ def ask_model(folder: Path, config: Mapping[str, Any]) -> ModelWord:
     if importlib.util.find_spec("transformers") is None:
         return nothing_known("transformers is not installed")
     library: Any = import_module("transformers")
-    names = config.get("architectures") or [None]
+    names = config.get("architectures")
+    if not names:
+        return nothing_known(f"{CONFIG} names no class under architectures")
     kind = getattr(library, names[0], None) if isinstance(names[0], str) else None
     if kind is None:
         return nothing_known(f"transformers has no {names[0]}, which {CONFIG} names")

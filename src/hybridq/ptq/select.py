@@ -19,13 +19,16 @@ __all__ = ["DEFAULT_EXCLUDE", "DEFAULT_INCLUDE", "EMBEDDINGS", "Selection"]
 #: Names of tensors that are quantized unless others are asked for; of these, matrices only.
 DEFAULT_INCLUDE: Final = ("*.weight",)
 #: Names of embeddings.
-EMBEDDINGS: Final = ("*embed*", "*.wte.*", "wte.*", "*.wpe.*", "wpe.*")
+EMBEDDINGS: Final = (
+    *("*embed*", "*.wte.*", "wte.*", "*.wpe.*", "wpe.*"),
+    *("shared.weight", "*.shared.weight"),  # of an encoder and its decoder
+)
 #: Of those, embeddings and norms are not; nor are heads, routers, adapters and narrow matrices,
 #: which `hybridq.convert` leaves alone by the same list.
 DEFAULT_EXCLUDE: Final = (
     *EMBEDDINGS,
     *("*norm*", "*.ln_*", "ln_*"),
-    *("*lm_head*",),
+    *("*lm_head*", "head.weight", "lm_loss.weight", "pred_layer.*"),
 )
 _SUFFIX: Final = ".weight"
 
@@ -46,8 +49,8 @@ class Selection:
         include: globs of names; a name is chosen if one of them matches. If there are any, only
             `exclude` takes from them.
         exclude: globs of names that are not chosen. Without `include`, every matrix `*.weight` is
-            chosen but `DEFAULT_EXCLUDE`, what `hybridq.convert` leaves alone by its name or width,
-            and these.
+            chosen but `DEFAULT_EXCLUDE`, what `hybridq.convert` leaves alone by its name or width
+            or, where the model can be asked, in the model, and these.
 
     Raises:
         SpecError: not exactly one of quantizer and recipe; a quantizer that rounds stochastically,

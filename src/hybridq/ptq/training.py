@@ -15,8 +15,9 @@ from .decoding import decoded
 from .draft import CheckpointScheme, Draft, copied, encoded
 from .exact import can_be_exact
 from .found import HF_QUANT_CONFIG, Found, Weight
-from .header import TORCH_DTYPES
+from .header import TORCH_DTYPES, Entry
 from .model_config import with_quantization, without_quantization
+from .model_word import ModelWord
 from .record import METADATA_KEY, VERSION, Record, StoredBuffer, records_text, without_records
 from .select import Selection
 from .source import Shard
@@ -34,12 +35,16 @@ class TrainingScheme(CheckpointScheme):
     Args:
         selection: what is quantized.
         found: the source; what is quantized in it is decoded first.
+        word: what its model says.
         refuses_own: a source in hybridq's own layout is refused.
     """
 
-    def __init__(self, selection: Selection, found: Found, refuses_own: bool = False) -> None:
+    def __init__(
+        self, selection: Selection, found: Found, word: ModelWord, refuses_own: bool = False
+    ) -> None:
         self._selection = selection
         self._found = found
+        self._word = word
         self._refuses_own = refuses_own
         self._specs: dict[str, PlaneSpec | None] = {}
         #: MXFP4 planes that may be NVFP4's, by name.
@@ -60,8 +65,7 @@ class TrainingScheme(CheckpointScheme):
         made = []
         for item in self._found.items(shard):
             entry = item.entry if isinstance(item, Weight) else item
-            is_chosen = self._selection.chooses(entry, isinstance(item, Weight))
-            quantizer = self._selection.quantizer_for(entry) if is_chosen else None
+            quantizer = self._quantizer(entry, isinstance(item, Weight))
             if quantizer is None:
                 made.append(decoded(item) if isinstance(item, Weight) else copied(item))
                 continue
@@ -72,6 +76,14 @@ class TrainingScheme(CheckpointScheme):
                 view = PlainView.of(shard, entry)
                 made.append(encoded(entry, view, record, record.stored()))
         return made
+
+    def _quantizer(self, entry: Entry, is_quantized: bool) -> Quantizer | None:
+        """Return what quantizes a tensor; None: it is copied, or decoded."""
+        if not self._selection.chooses(entry, is_quantized):
+            return None
+        if not self._selection.include and not is_quantized and self._word.keeps(entry.name):
+            return None
+        return self._selection.quantizer_for(entry)
 
     def _of_weight(self, weight: Weight, record: Record) -> list[Draft]:
         """Return what becomes of a weight that is quantized in the source.
@@ -141,8 +153,8 @@ class TrainingScheme(CheckpointScheme):
         return made | {METADATA_KEY: records_text(records)} if records else made
 
     def identity(self) -> Mapping[str, Any]:
-        """Return the selection."""
-        return self._selection.as_dict()
+        """Return the selection, and what the model keeps as it is."""
+        return {**self._selection.as_dict(), **self._word.as_dict()}
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the model's configuration with what is said of quantization.

@@ -12,9 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import settings
+from .._log import log_once
+from ..calibration.batches import unwrapped
+from ..converters import adapted
 from ..errors import RecipeError, warn_once
 from ..kernels.inputs import has_autocast
-from ..layouts import Layout, Scheme, get, siblings
+from ..layouts import Layout, Scheme, check_inputs_are_plain, get, siblings
 from ..nn import QuantizedModule
 from ..recipes import Recipe
 from ..recipes.autocast import autocast
@@ -66,6 +69,7 @@ def weights(
         SpecError: the layout cannot hold what the recipe makes of a weight, or it is rounded
             stochastically.
         NotImplementedError: a weight is split by tensor parallelism.
+        CheckpointError: a module scales its input first, which no reader does.
 
     Siblings that readers multiply as one (q, k and v) have each their own second-level scale here,
     as the trainer computes them; a reader that takes one for all computes something else, which a
@@ -78,6 +82,7 @@ def weights(
         >>> {name: list(tensor.shape) for name, tensor in pushed.items()}
         {'0.weight': [32, 64], '0.weight_scale': [32, 2], '0.bias': [32]}
     """
+    model = _whole("rollout.weights", model)
     own, chosen = _asked("rollout.weights", model, layout, recipe)
     cast = _autocast_dtype(model) if dtype is None else dtype
     _tell_of_siblings(own, _schemes(model, own, chosen, cast, first_expert))
@@ -104,6 +109,7 @@ def quantization_config(
         TypeError, RecipeError, SpecError: as `weights`.
         CheckpointError: as `Layout.quantization_config`.
     """
+    model = _whole("rollout.quantization_config", model)
     own, chosen = _asked("rollout.quantization_config", model, layout, recipe)
     names = rename or (lambda name: name)
     found = _schemes(model, own, chosen, _autocast_dtype(model), first_expert)
@@ -118,6 +124,14 @@ def quantization_config(
     return own.quantization_config(schemes, kept, inputs=inputs)
 
 
+def _whole(where: str, model: nn.Module) -> nn.Module:
+    """Return the model itself of one that torch.compile or DistributedDataParallel was given."""
+    given: object = model
+    if not isinstance(given, nn.Module):
+        raise TypeError(f"{where}: model must be an nn.Module, got {type(given).__name__}")
+    return unwrapped(model)
+
+
 def _asked(
     where: str,
     model: nn.Module,
@@ -125,9 +139,14 @@ def _asked(
     recipe: RecipeSource | str | os.PathLike[str] | None,
 ) -> tuple[Layout, Recipe]:
     """Return the layout and the recipe of a call."""
-    given: object = model
-    if not isinstance(given, nn.Module):
-        raise TypeError(f"{where}: model must be an nn.Module, got {type(given).__name__}")
+    check_inputs_are_plain(name for name, _ in model.named_buffers())
+    if adapters := adapted(model):
+        log_once(
+            "rollout.adapters",
+            f"{where}: {adapters[0]} and {len(adapters) - 1} more have adapters beside them: names "
+            "are PEFT's, and weights without their adapters unless those are merged; give rename= "
+            "to a server that takes adapters by themselves, else merge_adapter() comes first",
+        )
     if recipe is not None:
         return get(layout), source(recipe).current
     now = settings.current().recipe

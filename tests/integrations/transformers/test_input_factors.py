@@ -8,9 +8,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hybridq
-from hf_models import load
+from hf_models import load, saved
 from hybridq.calibration import awq, gptq, smooth
 from hybridq.errors import CheckpointError
+from hybridq.integrations.transformers import HybridQConfig
 from layout_folders import written
 
 REFUSED = r"must multiply the input as it comes, got '.*pre_quant_scale'"
@@ -49,6 +50,18 @@ def test_folders_with_factors_are_not_read(tmp_path):
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=REFUSED):
         load(tmp_path / "m")
+
+
+@pytest.mark.parametrize("weights", ["quantized", "high_precision"])
+def test_plain_weights_are_not_taken_without_their_factors(tmp_path, weights):
+    """As save_pretrained writes a model that scales inputs: transformers reads no factors."""
+    file = saved("llama", tmp_path / "m") / "model.safetensors"
+    tensors = load_file(file)
+    name = next(one for one in tensors if one.endswith("up_proj.weight"))
+    tensors[name.replace("weight", "pre_quant_scale")] = torch.rand(64)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=REFUSED):
+        load(tmp_path / "m", quantization_config=HybridQConfig("mxfp8", weights=weights))
 
 
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])

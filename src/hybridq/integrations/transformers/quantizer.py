@@ -14,6 +14,7 @@ from transformers.core_model_loading import ConversionOps, WeightRenaming, apply
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
+from ...layouts import check_inputs_are_plain
 from ...nn.weights.pretrained import keep_planes
 from ...ptq.model_config import FILE_ENTRY, METHOD, REFUSAL
 from ...ptq.record import METADATA_KEY, Record, read_records, records_text
@@ -78,7 +79,9 @@ class HybridQQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
-        self._held = [held_of_record(one) for one in _read_all(checkpoint_files or ()).values()]
+        records, names = _read_all(checkpoint_files or ())
+        check_inputs_are_plain(names)
+        self._held = [held_of_record(one) for one in records.values()]
         if self._held:
             self.pre_quantized = True  # by `hybridq.convert_checkpoint`, whoever made config.json
         self._convert(model)
@@ -251,16 +254,18 @@ def _quantized_like(like: QuantizedTensor, value: torch.Tensor) -> QuantizedTens
     return made.quantize_(value)  # type: ignore[attr-defined]
 
 
-def _read_all(files: Iterable[str]) -> dict[str, Record]:
-    """Return the records of quantized weights in some files, by name."""
+def _read_all(files: Iterable[str]) -> tuple[dict[str, Record], list[str]]:
+    """Return the records of quantized weights in some files, by name, and the tensors' names."""
     from safetensors import safe_open
 
     found: dict[str, Record] = {}
+    names: list[str] = []
     for file in files:
         if file.endswith(".safetensors"):
             with safe_open(file, framework="pt") as opened:
                 found |= read_records(opened.metadata() or {}, Path(file))
-    return found
+                names += opened.keys()
+    return found, names
 
 
 def _to_disk(model: Any) -> list[Any]:
