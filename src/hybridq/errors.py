@@ -12,6 +12,7 @@ __all__ = [
     "PlaneError",
     "RecipeError",
     "SpecError",
+    "check_bools",
     "is_first",
     "must_be_one_of",
     "suggestion",
@@ -41,6 +42,21 @@ class CheckpointError(ValueError):
 
 class HybridQWarning(UserWarning):
     """Something works, but not in the way that the caller may expect."""
+
+
+def check_bools(where: str, **given: object) -> None:
+    """Raise where a switch is no bool: the text "false" would turn it on.
+
+    Args:
+        where: who asks, for the error.
+        given: switches by name.
+
+    Raises:
+        TypeError: one is no bool.
+    """
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{where}: {name} must be a bool, got {value!r}")
 
 
 _seen: set[str] = set()

@@ -392,6 +392,8 @@ def test_wrong_kinds_of_arguments_are_named() -> None:
         (lambda: q.quantize(x, out=x), "update_quantized: target must be a QuantizedTensor"),
         (lambda: q.quantize(x, dtype=torch.int32), "quantize: dtype must be float32"),
         (lambda: q.make_empty((2, 32), dtype=torch.float64), "make_empty: dtype must be float32"),
+        (lambda: hybridq.NVFP4Quantizer(with_rht="no"), "NVFP4Quantizer: with_rht must be a bool"),
+        (lambda: hybridq.MXFP8Quantizer(with_2d_quantization="no"), "_quantization must be a bool"),
     ):
         with pytest.raises(TypeError, match=text):
             call()

@@ -158,7 +158,10 @@ def test_a_schedule_is_loaded_once_by_its_user(tmp_path):
         ('recipe = "nvfp4"\noptions = 3', "line 2: options: must be a table"),
         ('recipe = "bf16"\n[options]\na = 3', "line 2: options: are those of a built-in class"),
         ('fprop = "mxfp8"\n[options]\na = 3', "line 2: options: .* got no recipe"),
-        ('recipe = "mxfp8"\nprecision = "exakt"', "line 2|did you mean 'exact'"),
+        ('recipe = "mxfp8"\nprecision = "exakt"', "line 2: precision: .* did you mean 'exact'"),
+        ('recipe = "mxfp8"\nbackward_override = "x"', "line 2: backward_override: .* must be"),
+        ('fprop = { grad_output = "mxfp8" }', "line 1: fprop: .* must be one of input, weight"),
+        ('recipe = "nvfp4"\n[options]\ndisable_rht = "false"', "disable_rht must be a bool"),
         ('precision = "exact"', "needs a recipe, or the formats of a GEMM"),
         ("", "needs a recipe, or the formats of a GEMM"),
         (
@@ -183,6 +186,16 @@ def test_what_is_wrong_says_where(tmp_path, text, message):
         load(file)
     with pytest.raises(ValueError, match=message):
         recipes.get(file)
+
+
+def test_marks_of_editors(tmp_path):
+    """UTF-8 with a mark in front is read; UTF-16 is refused by the file's name."""
+    file = tmp_path / "r.toml"
+    file.write_text('recipe = "mxfp8"', encoding="utf-8-sig")
+    assert load(file) == recipes.get("mxfp8")
+    file.write_text('recipe = "mxfp8"', encoding="utf-16")
+    with pytest.raises(ValueError, match=r"r\.toml: must be text in UTF-8"):
+        load(file)
 
 
 def test_a_file_that_is_not_there(tmp_path):

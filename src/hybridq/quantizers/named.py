@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import SpecError
+from ..errors import SpecError, check_bools
 from ..formats import DEFAULT_SIGNS, ERRORS, Element, Format, PlaneSpec, element, format
 from ..tensor.in_graph import constructor
 from .delayed import DelayedScalingRequest
@@ -68,6 +68,7 @@ def Float8CurrentScalingQuantizer(
         amax_epsilon: lower bound of amax.
     """
     where = "Float8CurrentScalingQuantizer"
+    check_bools(where, with_amax_reduction=with_amax_reduction)
     fmt = replace(
         _fp8(where, fp8_dtype, "fp8_e4m3"), power_of_two=force_pow_2_scales, eps=amax_epsilon
     )
@@ -126,6 +127,7 @@ def MXFP8Quantizer(
         rowwise, columnwise: planes to make.
         with_2d_quantization: one scale per 32x32 square, the same in both directions.
     """
+    check_bools("MXFP8Quantizer", with_2d_quantization=with_2d_quantization)
     base = "mxfp8_32x32" if with_2d_quantization else "mxfp8"
     spec = PlaneSpec(_fp8("MXFP8Quantizer", fp8_dtype, base))
     return Quantizer(spec, spec, "original", rowwise, columnwise)
@@ -169,9 +171,19 @@ def NVFP4Quantizer(
 
     Raises:
         SpecError: arguments that do not go together.
+        TypeError: a switch is no bool.
     """
     if element(fp4_dtype).name != "e2m1":
         raise SpecError(f"NVFP4Quantizer: fp4_dtype must be e2m1, got {fp4_dtype!r}")
+    check_bools(
+        "NVFP4Quantizer",
+        with_amax_reduction=with_amax_reduction,
+        with_rht=with_rht,
+        with_post_rht_amax=with_post_rht_amax,
+        with_2d_quantization=with_2d_quantization,
+        nvfp4_use_4over6=nvfp4_use_4over6,
+        with_random_sign_mask=with_random_sign_mask,
+    )
     if with_rht and not with_post_rht_amax:
         raise SpecError(
             "NVFP4Quantizer: with_rht takes amax after the transform; with_post_rht_amax must be "

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, ClassVar, Final
 
-from ..errors import must_be_one_of
+from ..errors import check_bools, must_be_one_of
 from ..quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -55,6 +55,11 @@ class _BuiltIn(ChoosingRecipe):
     """Prints the formats of its GEMMs, and is said by its name and its fields in a file."""
 
     has_options: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        switches = [field.name for field in fields(self) if isinstance(field.default, bool)]
+        check_bools(type(self).__name__, **{name: getattr(self, name) for name in switches})
+        super().__post_init__()
 
     def _formats_text(self) -> str:
         return gemms_text({slot: self.quantizer(QuantizerRole(LINEAR, slot)) for slot in SLOTS})

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ..direction import COLUMNWISE, DIRECTIONS, ROWWISE
-from ..errors import must_be_one_of
+from ..errors import check_bools, must_be_one_of
 from ..formats import Format, PlaneSpec
 from ..gemm import CONTRACT
 from ..quantizers import DelayedScalingRequest, Quantizer, delayed_quantizer
@@ -203,9 +203,8 @@ def _width(given: Any) -> int:
 
 def _take_options(options: Mapping[str, bool], planes: _Planes) -> None:
     """Fill in what formats leave open; raise where an option meets nothing."""
+    check_bools("recipe", **options)
     for name, value in options.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"recipe: {name} must be a bool, got {value!r}")
         if not value:
             continue
         places = [place for place in _OPTION_PLANES[name] if place in planes]

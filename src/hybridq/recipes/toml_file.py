@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -60,7 +61,11 @@ def load(path: str | os.PathLike[str]) -> RecipeSource:
         >>> hybridq.recipes.load(file)
         recipe(fprop=('nvfp4', 'nvfp4_16x16'), dgrad=('nvfp4;sr', 'nvfp4_16x16'), wgrad='bf16')
     """
-    return loads(Path(path).read_text(encoding="utf-8"), os.fspath(path))
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")  # some editors write a mark in front
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{os.fspath(path)}: must be text in UTF-8, got: {error}") from error
+    return loads(text, os.fspath(path))
 
 
 def loads(text: str, where: str = "a text") -> RecipeSource:
@@ -88,7 +93,8 @@ class _Reader(NamedTuple):
         line = line_of(self.text, place)
         at = "" if line is None else f", line {line}"
         path = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in place)
-        raise _Located(f"{self.where}{at}: {path.lstrip('.')}: {message}") from cause
+        named = f"{path.lstrip('.')}: " if path else ""
+        raise _Located(f"{self.where}{at}: {named}{message}") from cause
 
     def check_keys(self, table: Mapping[str, Any], known: Iterable[str], place: _Place) -> None:
         known = tuple(known)
@@ -130,7 +136,8 @@ class _Reader(NamedTuple):
         try:
             made = by_gemm(base, **said)
         except (TypeError, ValueError) as error:
-            key = next((key for key in said if str(error).startswith(f"recipe: {key}")), None)
+            asked = re.findall(r"\w+", str(error).partition(" must ")[0])
+            key = next((key for key in said if key in asked), None)
             self.fail((*place, key) if key else place, str(error), error)
         return made if "rules" not in table else self.by_name(table["rules"], made, place)
 
