@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import hf_models
 import hybridq
+from hybridq.cli.targets import load_target
 from hybridq_cli.app import app
 
 RUNNER = CliRunner()
@@ -21,6 +22,10 @@ def made():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     return model, torch.randn(32, 64), lambda y: y.square().mean()
+
+def nested():
+    model, batch, loss = made()
+    return model, {"input": batch}, loss
 
 def nothing():
     return 3
@@ -60,6 +65,15 @@ def test_advice_is_written_to_a_file(file: Path, tmp_path: Path) -> None:
     assert found == hybridq.recipe(fprop="mxfp8", dgrad="mxfp8", wgrad="mxfp8")
 
 
+def test_a_batch_that_is_a_mapping_goes_to_the_device(file: Path) -> None:
+    options = ("--recipe", "mxfp8", "--json", "--device", "cpu")
+    said = [RUNNER.invoke(app, ["report", f"{file}:{n}", *options]) for n in ("made", "nested")]
+    assert said[0].exit_code == 0 and said[0].stdout == said[1].stdout, said[1].output
+    moved = [load_target(f"{file}:{n}", None, None, "meta") for n in ("made", "nested")]
+    assert moved[0].data.is_meta and moved[1].data["input"].is_meta
+    assert all(one.is_meta for one in moved[1].model.parameters())
+
+
 @pytest.mark.slow
 def test_a_report_of_a_folder_of_transformers(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
@@ -90,5 +104,19 @@ def test_mistakes_are_named(file: Path, target: str, text: str) -> None:
     for command in ("report", "advise"):
         result = RUNNER.invoke(app, [command, target.format(file)])
         assert result.exit_code == 2 and text in result.output
+    options = {
+        "--text": ("--text is for a folder of transformers", str(file)),
+        "--tokens": ("--tokens is for a folder of transformers", "7"),
+        "--device": ("must be one that is here, got 'foo'", "foo"),
+    }
+    if not torch.cuda.is_available():
+        options[" --device"] = ("must be one that is here, got 'cuda'", "cuda")
+    for option, (said, value) in options.items():
+        result = RUNNER.invoke(app, ["report", f"{file}:made", option.strip(), value])
+        assert result.exit_code == 2 and said in " ".join(result.output.split()), result.output
+    for command, option in (("report", "--html"), ("advise", "--out")):
+        for path, said in ((file.parent / "no" / "x", "and is not"), (file.parent, "got the")):
+            result = RUNNER.invoke(app, [command, f"{file}:made", option, str(path)])
+            assert result.exit_code == 2 and said in " ".join(result.output.split()), result.output
     folder = RUNNER.invoke(app, ["report", str(file.parent)])
     assert folder.exit_code == 2 and "needs --text" in folder.output

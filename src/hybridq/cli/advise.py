@@ -11,7 +11,7 @@ import typer
 from ..report.advice import CANDIDATES
 from ..report.advice import advise as make_advice
 from .checkpoints import USAGE, stop
-from .tables import print_json, print_tables
+from .tables import in_a_folder, print_json, print_tables
 from .targets import TARGET_HELP, load_target
 
 __all__ = ["advise_command"]
@@ -19,7 +19,9 @@ __all__ = ["advise_command"]
 
 def advise_command(
     target: Annotated[str, typer.Argument(help=TARGET_HELP)],
-    out: Annotated[Path | None, typer.Option(help="Write the recipe here, as TOML.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(callback=in_a_folder, help="Write the recipe here, as TOML.")
+    ] = None,
     budget: Annotated[
         float, typer.Option(min=0.0, help="Share of BF16's loss by which the loss may rise.")
     ] = 0.01,
@@ -37,7 +39,9 @@ def advise_command(
         bool, typer.Option("--switch", help="Measure harm by the loss: a run for each slot.")
     ] = False,
     text: Annotated[Path | None, typer.Option(help="A text file, for a folder.")] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Of the text.")] = 256,
+    tokens: Annotated[
+        int | None, typer.Option(min=2, help="Of the text; 256, if it is not said.")
+    ] = None,
     device: Annotated[str, typer.Option(help="Device of the model.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:

@@ -56,6 +56,8 @@ def perplexity_command(
     if activations not in _ACTIVATIONS:
         raise typer.BadParameter(f"activations {must_be_one_of(_ACTIVATIONS, activations)}")
     try:
+        if Path(model).is_absolute() and not Path(model).is_dir():
+            raise ValueError(f"MODEL must be a folder that is there, got {model!r}")
         seen = None if calibration is None else Calibration.load(calibration)
         ids = _ids(model, text)
         found: dict[str, Perplexity] = {}

@@ -10,7 +10,7 @@ import typer
 from ..errors import SpecError
 from ..report import report as make_report
 from .checkpoints import USAGE, stop
-from .tables import print_json, print_tables
+from .tables import in_a_folder, print_json, print_tables
 from .targets import TARGET_HELP, load_target
 
 __all__ = ["report_command"]
@@ -26,7 +26,9 @@ def report_command(
         typer.Option("--format", help="Also measure this format; may be given again."),
     ] = None,
     text: Annotated[Path | None, typer.Option(help="A text file, for a folder.")] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Of the text.")] = 256,
+    tokens: Annotated[
+        int | None, typer.Option(min=2, help="Of the text; 256, if it is not said.")
+    ] = None,
     backward: Annotated[
         bool, typer.Option("--backward/--no-backward", help="Measure gradients.")
     ] = True,
@@ -37,7 +39,8 @@ def report_command(
     by: Annotated[str, typer.Option(help="Number that the worst are worst by.")] = "severity",
     device: Annotated[str, typer.Option(help="Device of the model.")] = "cpu",
     page: Annotated[
-        Path | None, typer.Option("--html", help="Write a page of HTML here, too.")
+        Path | None,
+        typer.Option("--html", callback=in_a_folder, help="Write a page of HTML here, too."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:

@@ -11,7 +11,7 @@ from .._text import html_page
 from ..calibration import Calibration, CalibrationSummary, is_calibration
 from ..errors import CheckpointError
 from ..report import CheckpointSummary, checkpoint_summary
-from .tables import print_json, print_tables
+from .tables import in_a_folder, print_json, print_tables
 
 
 def summary_command(
@@ -32,7 +32,8 @@ def summary_command(
         bool, typer.Option("--values/--no-values", help="Read weights, for amaxes and errors.")
     ] = True,
     page: Annotated[
-        Path | None, typer.Option("--html", help="Write a page of HTML here, too.")
+        Path | None,
+        typer.Option("--html", callback=in_a_folder, help="Write a page of HTML here, too."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:

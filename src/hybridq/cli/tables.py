@@ -1,9 +1,10 @@
-"""Tables and JSON on a console."""
+"""Tables and JSON on a console, and files that a command is to write at its end."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -11,7 +12,23 @@ from rich.console import Console
 
 from .._text import Table
 
-__all__ = ["print_json", "print_tables"]
+__all__ = ["in_a_folder", "print_json", "print_tables"]
+
+
+def in_a_folder(path: Path | None) -> Path | None:
+    """Return a file's path if it can be written, before a command runs for minutes.
+
+    Args:
+        path: of the file, or None.
+
+    Raises:
+        typer.BadParameter: its folder is not there, or it is a folder itself.
+    """
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"the folder {str(path.parent)!r} must be there, and is not")
+    if path is not None and path.is_dir():
+        raise typer.BadParameter(f"must be a file's path, got the folder {str(path)!r}")
+    return path
 
 
 def print_json(value: Any) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +20,10 @@ TARGET_HELP = (
     "FILE.py:FUNCTION or MODULE:FUNCTION, which returns a model and a batch (and a loss of what "
     "the model returns, if it returns none); or a folder of transformers, with --text."
 )
+
+
+#: Of a text, if nobody says how many.
+_TOKENS: Final = 256
 
 
 class Target(NamedTuple):
@@ -35,26 +40,31 @@ class Target(NamedTuple):
     loss: Any = None
 
 
-def load_target(target: str, text: Path | None, tokens: int, device: str) -> Target:
+def load_target(target: str, text: Path | None, tokens: int | None, device: str) -> Target:
     """Return what a command line names.
 
     Args:
         target: as `TARGET_HELP` says.
         text: of a model of transformers.
-        tokens: of that text which are a batch.
-        device: of the model.
+        tokens: of that text which are a batch; None: 256.
+        device: of the model, and of the tensors of a batch.
 
     Raises:
-        ValueError: there is no such file, function or text, or the function returns something else.
+        ValueError: there is no such file, function, text or device, a function is given a text, or
+            it returns something else.
         ImportError: transformers is not installed.
     """
+    _check_device(device)
     if Path(target).is_dir():
-        return _of_folder(target, text, tokens, device)
+        return _of_folder(target, text, _TOKENS if tokens is None else tokens, device)
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name:
         raise ValueError(
             f"TARGET must be a folder, FILE.py:FUNCTION or MODULE:FUNCTION, got {target!r}"
         )
+    if text is not None or tokens is not None:
+        said = "--text" if text is not None else "--tokens"
+        raise ValueError(f"{said} is for a folder of transformers: {target} has a batch of its own")
     function = getattr(_module(where), name, None)
     if not callable(function):
         raise ValueError(f"TARGET must name a function, got {name!r}, which {where} has not")
@@ -63,8 +73,28 @@ def load_target(target: str, text: Path | None, tokens: int, device: str) -> Tar
         raise ValueError(
             f"{name} must return (model, batch) or (model, batch, loss), got {type(made).__name__}"
         )
-    model, *rest = made
-    return Target(convert(model).to(device), *rest)
+    model, batch, *loss = made
+    return Target(convert(model).to(device), _moved(batch, device), *loss)
+
+
+def _check_device(device: str) -> None:
+    """Raise ValueError unless there is a device of this name here."""
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:  # of a torch without CUDA; of no GPU, no name
+        first = str(error).partition("\n")[0]
+        raise ValueError(f"--device must be one that is here, got {device!r} ({first})") from error
+
+
+def _moved(batch: Any, device: str) -> Any:
+    """Return a batch with its tensors on a device."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {name: _moved(one, device) for name, one in batch.items()}
+    if type(batch) in (tuple, list):
+        return type(batch)(_moved(one, device) for one in batch)
+    return batch
 
 
 def _module(where: str) -> Any:
