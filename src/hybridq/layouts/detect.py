@@ -62,6 +62,21 @@ def check_inputs_are_plain(tensors: Iterable[str]) -> None:
         )
 
 
+#: Rows and columns of a scale's block, where a configuration says them.
+_BLOCK_SIZE = "weight_block_size"
+
+
+def _check_blocks(layout: Layout, said: Mapping[str, Any]) -> None:
+    """Raise where blocks are of another size than a layout's: shapes of scales may be the same."""
+    known = [one.config[_BLOCK_SIZE] for one in layout.schemes if _BLOCK_SIZE in one.config]
+    block = said.get(_BLOCK_SIZE)
+    if known and block is not None and list(block) not in known:
+        raise CheckpointError(
+            f"layouts: {_BLOCK_SIZE} of {layout.name} must be one of "
+            f"{', '.join(map(str, known))}, got {block!r}"
+        )
+
+
 def detect(
     config: Mapping[str, Any] | None,
     tensors: Iterable[str],
@@ -82,6 +97,7 @@ def detect(
     if method is not None:
         for name in names():
             if method in get(name).methods:
+                _check_blocks(get(name), said)
                 return get(name)
         known = sorted({one for name in names() for one in get(name).methods})
         raise CheckpointError(
