@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -14,7 +13,7 @@ from torch import nn
 from ..converters import LEAST_WIDTH
 from ..recipes import Recipe, get
 from .gptq_matrix import check_spec
-from .products import Product, products
+from .products import Product, parameter_users, products
 from .stages import Plan, Stage, plan
 from .stored import held_values
 from .weight_clips import CLIPS, BlockHessian, clip_matrix
@@ -115,13 +114,12 @@ def clip_weights(
     """
     chosen, patterns = get(recipe), tuple(leave)
     of = products(model, filter_fn, also=also, least_width=least_width)
-    taken, reasons = holders(chosen, of)
+    taken, reasons = holders(chosen, of, parameter_users(model))
     left = dict(reasons)
-    users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     kept: list[Holder] = []
     for holder in taken:
         check_spec("clip_weights", holder.spec)
-        why = _against(holder, patterns, users)
+        why = _against(holder, patterns)
         if why is None:
             kept.append(holder)
         else:
@@ -138,14 +136,12 @@ def clip_weights(
     return ClippingReport(tuple(made), left)
 
 
-def _against(holder: Holder, leave: Sequence[str], users: Mapping[int, int]) -> str | None:
+def _against(holder: Holder, leave: Sequence[str]) -> str | None:
     """Return why a weight is left as it is; None: it is clipped."""
-    product, weight = holder.products[0], holder.parameter
+    product = holder.products[0]
     parts = product.key.rpartition(".")
     if any(fnmatchcase(parts[2], pattern) for pattern in leave):
         return "its name is one of those that are left"
-    if users[id(weight)] > 1:
-        return "its weight is another module's, too"
     if product.reads is not held_values:
         return "its module keeps its weight in few bits"
     return None

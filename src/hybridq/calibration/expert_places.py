@@ -89,7 +89,9 @@ def reason_against_experts(own: tuple[Product, ...], users: Mapping[int, int]) -
             return f"its {name} is quantized already"
         if weight.dim() != 3 or not weight.is_floating_point() or hasattr(weight, "full_tensor"):
             return f"its {name} is no stack of plain matrices on this rank"
-        if users[id(weight)] > 1:
+    biases = [one for one in layout.first_biases if one is not None]
+    for name in (*layout.weights, *biases):
+        if users[id(getattr(module, name))] > 1:
             return f"its {name} is another module's, too"
     return None
 

@@ -18,7 +18,7 @@ from ..recipes import Recipe, get
 from ..reference import tensor_amax
 from ..storage import Plane, build_storage
 from .gptq_matrix import DAMPING, Hessian, check_spec, error_in_output, gptq_plane
-from .products import Product, products
+from .products import Product, parameter_users, products
 from .stages import Plan, Stage, plan
 from .weight_planes import Holder, holders, set_planes
 
@@ -94,9 +94,11 @@ def gptq(
     order of execution, and the inputs of a part come from rounded parts before it.
 
     Weights that readers of files multiply as one (`hybridq.layouts.siblings`: q, k, v; gate, up)
-    share a scale of the whole tensor, or NVFP4's second level. Experts have a Hessian each, of the
-    tokens that the router sent them. One that got none is rounded plainly, and a HybridQWarning
-    says how many.
+    share a scale of the whole tensor, or NVFP4's second level. A weight that two modules hold stays
+    as it is, and is listed: its planes would be of the inputs of one, and of one alone.
+
+    Experts have a Hessian each, of the tokens that the router sent them. One that got none is
+    rounded plainly, and a HybridQWarning says how many.
 
     Args:
         model: any module; converted by `hybridq.convert` or not.
@@ -128,7 +130,7 @@ def gptq(
     """
     chosen = get(recipe)
     of = products(model, filter_fn, also=also, least_width=least_width)
-    taken, left = holders(chosen, of)
+    taken, left = holders(chosen, of, parameter_users(model))
     for holder in taken:
         check_spec("gptq", holder.spec)
     order = plan(model, data, [one for holder in taken for one in holder.products], step)

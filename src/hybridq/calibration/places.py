@@ -5,6 +5,7 @@ Source: arXiv:2211.10438, equation 3; arXiv:2306.00978, section 3.2.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import nn
 from ..tensor import is_quantized
 from .expert_places import hidden_sources, reason_against_experts
 from .folds import Fold, folds_of
-from .products import Product, expert_products
+from .products import SHARED, Product, expert_products, parameter_users
 from .scale_sources import LayerSource, Source, multiply
 
 __all__ = ["Place", "input_places", "places", "scale_input"]
@@ -89,7 +90,7 @@ class Place:
 
 def _columns_of(product: Product, by: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a product's matrix as it is held, and factors of its columns in a shape that fits."""
-    held = getattr(product.module, product.parameter).detach()
+    held = _held(product).detach()
     matrix = held if product.expert is None else held[product.expert]
     return matrix, by[:, None] if product.is_in_out else by
 
@@ -100,9 +101,19 @@ _UNKNOWN: Final = "no layer before it is known that makes its input for it alone
 _FACTORS: Final = "pre_quant_scale"
 
 
-def _scale_rows(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Multiply a module's input by its factors: a forward pre-hook."""
-    return (args[0] * module.pre_quant_scale.to(args[0].dtype), *args[1:])
+def _scale_rows(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Multiply a module's input by its factors: a forward pre-hook with keywords."""
+    if args:
+        return (args[0] * module.pre_quant_scale.to(args[0].dtype), *args[1:]), kwargs
+    name = "input"
+    if name not in kwargs:  # a class of the user's own, or a call that lacks it
+        name = next(iter(inspect.signature(module.forward).parameters))
+        if name not in kwargs:
+            return args, kwargs
+    rows = kwargs[name]
+    return args, {**kwargs, name: rows * module.pre_quant_scale.to(rows.dtype)}
 
 
 def scale_input(module: Any, factors: torch.Tensor) -> None:
@@ -120,7 +131,7 @@ def scale_input(module: Any, factors: torch.Tensor) -> None:
         module.pre_quant_scale = (module.pre_quant_scale.double() * factors).to(module.weight.dtype)
         return
     module.register_buffer(_FACTORS, factors.to(module.weight.dtype))
-    module.register_forward_pre_hook(_scale_rows)
+    module.register_forward_pre_hook(_scale_rows, with_kwargs=True)
 
 
 def places(model: nn.Module, of: tuple[Product, ...]) -> tuple[list[Place], dict[str, str]]:
@@ -160,7 +171,9 @@ class _Table:
     """
 
     def __init__(self, model: nn.Module, of: Iterable[Product]) -> None:
-        self.users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+        self.users = parameter_users(model)
+        children = (one for m in model.modules() for one in m._modules.values())
+        self.homes = Counter(id(one) for one in children if one is not None)
         self.made: list[Place] = []
         self.reasons: dict[int, str] = {}
         self._of: dict[int, list[Product]] = {}
@@ -174,7 +187,7 @@ class _Table:
         if not any(_is_first(one) for module in here for one in self._of.get(id(module), ())):
             return
         experts: tuple[Product, ...] = ()
-        why = _against(fold, inner, self.users)
+        why = self._in_two_places(block, fold) or _against(fold, inner, self.users)
         if why is None and fold.experts is not None:
             experts = self._experts(f"{name}.{fold.experts}", inner[fold.experts])
             why = reason_against_experts(experts, self.users)
@@ -185,6 +198,16 @@ class _Table:
         consumers = (*layers, *experts)
         routers = tuple(inner[path] for path in fold.routers)
         self.made.append(_place(block, fold, inner, consumers, routers))
+
+    def _in_two_places(self, block: nn.Module, fold: Fold) -> str | None:
+        """Return which of a fold's modules another block has, too, and scales for its own input."""
+        for path in (fold.source, *fold.readers):
+            parts = path.split(".")
+            for depth in range(1, len(parts) + 1):
+                inside = ".".join(parts[:depth])
+                if self.homes[id(_at(block, inside))] > 1:
+                    return f"{inside} is in two places of the model"
+        return None
 
     def _layer(self, name: str, module: nn.Module) -> Product:
         found = self._of.get(id(module))
@@ -257,13 +280,14 @@ def _place(
 
 
 def input_places(
-    groups: Iterable[tuple[Product, ...]], left: Mapping[str, str]
+    groups: Iterable[tuple[Product, ...]], left: Mapping[str, str], users: Mapping[int, int]
 ) -> tuple[list[Place], dict[str, str]]:
     """Return places whose consumers scale their input themselves; and the products still left.
 
     Args:
         groups: products of one input together.
         left: products without a place: name to why.
+        users: of each parameter, by its id, how many modules hold it: none of two is scaled.
     """
     made, rest = [], dict(left)
     for group in groups:
@@ -271,14 +295,22 @@ def input_places(
             why = "its weight is on several ranks; scale before it is dealt out"
             rest.update({one.name: why for one in group})
         elif all(_is_linear(one) for one in group):
-            made.append(Place(group))
-            for one in group:
+            shared = {one for one in group if users[id(_held(one))] > 1}
+            rest.update({one.name: SHARED for one in shared})
+            own = tuple(one for one in group if one not in shared)
+            made += [Place(own)] if own else []
+            for one in own:
                 rest.pop(one.name, None)
     return made, rest
 
 
+def _held(product: Product) -> Any:
+    """Return the parameter that holds a product's matrix, as its module has it."""
+    return getattr(product.module, product.parameter)
+
+
 def _is_linear(product: Product) -> bool:
     """Return whether a product is a linear layer with a plain weight `[out, in]`."""
-    weight = getattr(product.module, product.parameter)
+    weight = _held(product)
     is_matrix = product.expert is None and weight.dim() == 2 and not product.is_in_out
     return is_matrix and isinstance(product.module, nn.Linear) and not is_quantized(weight)

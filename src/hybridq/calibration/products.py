@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,9 +17,11 @@ from ..nn import GroupedLinear, QuantizedModule
 from .stored import Reads, held_values, stored_kind
 
 __all__ = [
+    "SHARED",
     "Product",
     "expert_products",
     "fused_products",
+    "parameter_users",
     "plain_name",
     "products",
     "projection_of",
@@ -29,6 +32,9 @@ __all__ = [
 _WRAPPERS: Final = ("_orig_mod", "_checkpoint_wrapped_module")
 #: The number of an expert that is a module of its own: `experts.3.w1`, `experts.expert_3.wi`.
 _NUMBERED: Final = re.compile(r"((?:^|\.)\w*experts?\.(?:expert_)?)(\d+)(?=\.|$)")
+
+#: Why a weight is left that two modules hold: what is changed for one changes the other.
+SHARED: Final = "its weight is another module's, too"
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +94,15 @@ class Product:
         """
         made = self.reads(self.module, self.parameter, self.expert)
         return made.t() if self.is_in_out else made.flatten(1)
+
+
+def parameter_users(model: nn.Module) -> Counter[int]:
+    """Return how many modules hold each parameter of a model, by the parameter's id.
+
+    Args:
+        model: any module.
+    """
+    return Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
 
 
 def plain_name(name: str) -> str:

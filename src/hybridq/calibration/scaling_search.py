@@ -11,7 +11,7 @@ from torch import nn
 
 from .gptq_matrix import Hessian
 from .places import Place, input_places, places
-from .products import Product
+from .products import Product, parameter_users
 from .stages import Plan, Stage, plan
 
 __all__ = ["Channels", "Search"]
@@ -68,7 +68,8 @@ class Search:
                 left.update(dict.fromkeys(place.names, why))
         if in_front:
             names = {one.name for place in made for one in place.consumers}
-            fronts, left = input_places([g for g in groups if g[0].name not in names], left)
+            unplaced = [group for group in groups if group[0].name not in names]
+            fronts, left = input_places(unplaced, left, parameter_users(model))
             made += fronts
         return Search(order, tuple(made), left)
 

@@ -13,7 +13,7 @@ from ..formats import PlaneSpec
 from ..recipes import QuantizerRole, Recipe
 from ..storage import Plane, PlaneStack, TensorStorage
 from ..tensor import QuantizedTensor, is_quantized
-from .products import Product
+from .products import SHARED, Product
 
 __all__ = ["Holder", "holders", "set_planes", "weight_spec"]
 
@@ -49,12 +49,15 @@ def weight_spec(recipe: Recipe, product: Product) -> PlaneSpec | None:
     return None if made is None or made.format.is_identity else made
 
 
-def holders(recipe: Recipe, of: Sequence[Product]) -> tuple[list[Holder], dict[str, str]]:
+def holders(
+    recipe: Recipe, of: Sequence[Product], users: Mapping[int, int]
+) -> tuple[list[Holder], dict[str, str]]:
     """Return the parameters of these products that take planes; and the others, by name, with why.
 
     Args:
         recipe: of the forward.
         of: products of a model, all experts of a stack among them.
+        users: of each parameter, by its id, how many modules hold it: those of two take none.
     """
     stacks: dict[tuple[int, str], list[Product]] = {}
     for product in of:
@@ -69,6 +72,8 @@ def holders(recipe: Recipe, of: Sequence[Product]) -> tuple[list[Holder], dict[s
             why = "its weight is on several ranks; choose planes before it is dealt out"
         elif is_quantized(weight):
             why = "its weight is quantized already"
+        elif users[id(weight)] > 1:
+            why = SHARED
         elif weight.dim() != (2 if own[0].expert is None else 3):
             why = f"its weight is no matrix, but {list(weight.shape)}"
         if why is not None or spec is None:
