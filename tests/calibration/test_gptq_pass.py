@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hybridq
@@ -202,6 +203,25 @@ def test_experts_have_hessians_of_the_tokens_that_they_are_given(kind, text):
     assert hybridq.tensor.is_quantized(experts.up) and experts.up.shape[0] == 4
     y = model(*batch)
     assert y.shape == (30, 32) and y.isfinite().all()
+
+
+class Saving(nn.Sequential):
+    """What a library's models have; `safetensors` reads the memory of each tensor."""
+
+    def save_pretrained(self, folder):
+        save_file(self.state_dict(), folder / "model.safetensors")
+
+
+def test_a_rounded_model_that_nobody_converted_saves_what_its_planes_decode_to(tmp_path):
+    model = Saving(nn.Linear(64, 32))
+    weight, x = model[0].weight.detach().clone(), torch.randn(96, 64)
+    gptq(model, [x], RECIPE)
+    model.save_pretrained(tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    want = gptq_plane(weight, hessian_of(x), SPEC).dequantize()
+    assert found.keys() == {"0.weight", "0.bias"}
+    assert torch.equal(found["0.weight"], want) and not torch.equal(want, weight)
+    assert hybridq.tensor.is_quantized(model[0].weight)
 
 
 def test_a_matrix_held_transposed_is_rounded_along_its_inputs():

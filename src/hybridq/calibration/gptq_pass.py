@@ -14,6 +14,7 @@ from ..converters import LEAST_WIDTH
 from ..errors import HybridQWarning
 from ..formats import PlaneSpec
 from ..layouts import sibling_groups
+from ..nn.weights import saves_decoded
 from ..recipes import Recipe, get
 from ..reference import tensor_amax
 from ..storage import Plane, build_storage
@@ -135,6 +136,8 @@ def gptq(
         check_spec("gptq", holder.spec)
     order = plan(model, data, [one for holder in taken for one in holder.products], step)
     made: list[RoundedWeight] = []
+    for kind in {type(one) for one in model.modules()}:
+        saves_decoded(kind)
     with torch.no_grad():
         for stage in order.stages:
             made += _round_stage(order, stage, taken, damping)
