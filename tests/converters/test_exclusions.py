@@ -75,6 +75,113 @@ def test_keys_that_are_tied_are_heads(keys) -> None:
     assert left(model) == {"out": "heads, _tied_weights_keys"}
 
 
+SHARED_BLOCKS = {
+    "a dict": {"out.weight": "embed.weight", "block.wo.weight": "block.up.weight"},
+    "modules": {"out": "embed", "block.wo": "block.up"},
+    "a pattern": {"out": "embed", r"block.(?!up)\w+": "block.up"},
+    "a list": ["out.weight", "block.wo.weight"],
+    "a source that is not there": {"out.weight": "embed.weight", "block.wo.weight": "gone.weight"},
+    "a block with a table": {"out.weight": "embed.weight", "block.wo": "block"},
+}
+
+
+@pytest.mark.parametrize("keys", SHARED_BLOCKS.values(), ids=SHARED_BLOCKS)
+def test_blocks_that_share_their_weights_are_no_heads(keys) -> None:
+    """As transformers lists them, from version 5 on by what they are tied to."""
+    model = Model()
+    model.block["up"], model.block["bias"] = nn.Linear(32, 16), nn.Embedding(4, 16)
+    model.block["wo"].weight = model.block["up"].weight
+    model._tied_weights_keys = keys
+    assert left(model) == {"out": "heads, _tied_weights_keys"}
+    assert model.block["wo"].weight is model.block["up"].weight
+    again = Model()
+    again.block["wo"] = nn.Linear(16, 16)
+    again._tied_weights_keys = {"block.wo.weight": "block.up.weight"}  # as configured, not tied
+    assert left(again) == {}
+
+
+def zamba2() -> nn.Module:
+    """Layers 1 and 2 have blocks of their own with the same parameters."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Zamba2Config(
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        layers_block_type=["mamba", "hybrid", "hybrid"],
+        num_attention_heads=2,
+        num_mem_blocks=1,
+        adapter_rank=16,
+        mamba_d_state=8,
+        mamba_headdim=16,
+        mamba_ngroups=1,
+        n_mamba_heads=4,
+    )
+    torch.manual_seed(1)
+    return transformers.Zamba2ForCausalLM(config)
+
+
+def blocks_of(model: nn.Module) -> list[dict[str, nn.Module]]:
+    """The linear layers of both blocks, each of two modules with one parameter."""
+    both = [dict(model.model.layers[n].shared_transformer.named_modules()) for n in (1, 2)]
+    made = [{k: m for k, m in one.items() if isinstance(m, nn.Linear)} for one in both]
+    assert made[0].keys() == made[1].keys() and len(made[0]) == 10
+    for name, first in made[0].items():
+        assert first is not made[1][name] and first.weight is made[1][name].weight
+    return made
+
+
+def test_shared_blocks_of_zamba2_are_converted_and_train_as_one() -> None:
+    """The gradient is that of the sum over both: of two copies, each once, it is the sum of two.
+
+    The recipe is deterministic, so the gradients of the copies are added up as autograd does.
+    """
+    model, ids = zamba2(), torch.arange(4, 20)[None]
+    assert left(model) == {"lm_head": "heads, get_output_embeddings()"}
+    first, second = blocks_of(model)
+
+    def grads(of: nn.Module) -> None:
+        with hybridq.autocast(recipe="mxfp8"):
+            of(ids, labels=ids).loss.backward()
+
+    grads(model)
+    name = "feed_forward.down_proj"
+    got, before = first[name].weight.grad.clone(), first[name].weight.detach().clone()
+    apart = zamba2()
+    hybridq.convert(apart)
+    for n in (1, 2):
+        own = apart.model.layers[n].shared_transformer.feed_forward.down_proj
+        own.weight = nn.Parameter(own.weight.detach().clone())
+    grads(apart)
+    parts = [
+        apart.model.layers[n].shared_transformer.feed_forward.down_proj.weight.grad for n in (1, 2)
+    ]
+    torch.testing.assert_close(got, parts[0] + parts[1], rtol=1e-5, atol=1e-8)
+    torch.optim.SGD(model.parameters(), 0.5).step()
+    assert torch.equal(second[name].weight, before - 0.5 * got)
+    blocks_of(model)
+
+
+def test_shared_blocks_of_zamba2_stay_one_parameter_when_served(caplog) -> None:
+    """In high precision, quantized in each forward; the log says so, and no byte is added."""
+    model = zamba2()
+    before = sum(one.nbytes for one in model.parameters())
+    with caplog.at_level(logging.INFO, "hybridq"):
+        hybridq.quantize_model(model, "mxfp8")
+    first, second = blocks_of(model)
+    assert all(type(one) is hybridq.Linear for one in (*first.values(), *second.values()))
+    assert not any(map(hybridq.tensor.is_quantized, (one.weight for one in first.values())))
+    assert hybridq.tensor.is_quantized(model.model.layers[1].linear.weight)
+    assert sum(one.nbytes for one in model.parameters()) < before
+    (told,) = [one.message for one in caplog.records if "in each forward" in one.message]
+    assert "layers.1.shared_transformer.self_attn.q_proj.weight" in told
+    assert "and 12 more" in told
+    x = torch.randn(5, 64)
+    one = first["self_attn.q_proj"]
+    want = hybridq.gemm(hybridq.quantize(x, "mxfp8"), hybridq.quantize(one.weight, "mxfp8"))
+    assert torch.equal(one(x), want) and torch.equal(second["self_attn.q_proj"](x), want)
+
+
 @pytest.mark.parametrize("attribute", ["_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"])
 @pytest.mark.parametrize("kept", [["wo"], {"wo"}, ["block.wo"], ("wo.weight",)])
 def test_what_a_model_keeps_in_fp32_stays(attribute, kept) -> None:
@@ -94,6 +201,7 @@ NAMES = {
         *("lm_head", "model.lm_head", "embed_out", "output", "score", "classifier", "pooler.dense"),
         *("bert.pooler.dense", "classifier.out_proj", "qa_outputs", "cls.predictions.decoder"),
         *("cls.predictions.transform.dense", "cls.seq_relationship", "vocab_projector"),
+        *("class_embed.1", "model.decoder.bbox_embed.0.layers.2", "ctc_head"),
     ],
     "routers": ["layers.0.mlp.gate", "layers.0.router.classifier", "moe.shared_expert_gate"],
     "adapters": ["layers.0.q_proj.lora_A.default", "layers.0.q_proj.lora_B.default"],

@@ -28,9 +28,10 @@ def default_filter(module: nn.Module, name: str) -> bool:
 
     Left alone are modules with a component of their qualified name that is `lm_head`, `embed_out`,
     `output_projection`, `vocab_projector`, `classifier`, `classification_head`, `score`,
-    `qa_outputs`, `pooler` or `seq_relationship`; `gate`, `shared_expert_gate`, or has the word
-    `router` in it; `lora_A` or `lora_B`; what is below `cls.predictions`, and the model's own
-    `output`. `gate_proj`, `gate_up_proj` and the like are converted.
+    `qa_outputs`, `pooler`, `seq_relationship`, `class_embed`, `bbox_embed` or `ctc_head`; `gate`,
+    `shared_expert_gate`, or has the word `router` in it; `lora_A` or `lora_B`; what is below
+    `cls.predictions`, and the model's own `output`. `gate_proj`, `gate_up_proj` and the like are
+    converted.
 
     Args:
         module: of a kind that `convert` knows.
@@ -68,12 +69,12 @@ def convert(
             cores is 8 wide at least, and quantizing the input takes longer than the product.
 
     Left alone are, by the model's own word, what `get_output_embeddings()` or `get_classifier()`
-    returns, whose weight is an embedding's, and what `_tied_weights_keys`,
-    `_keep_in_fp32_modules` or `_keep_in_fp32_modules_strict` names; by their names, heads, routers
-    and low-rank adapters (see `default_filter`); and narrow modules. `hybridq.summary(model)`
-    says which and why, and so does a line of the logger `hybridq` (level INFO). It is a
-    HybridQWarning, once for a class of models, where without a filter less than half of the
-    weights of matrix products was converted.
+    returns, whose weight is an embedding's, what `_tied_weights_keys` ties to an embedding, and
+    what `_keep_in_fp32_modules` or `_keep_in_fp32_modules_strict` names; by their names, heads,
+    routers and low-rank adapters (see `default_filter`); and narrow modules.
+    `hybridq.summary(model)` says which and why, and so does a line of the logger `hybridq` (level
+    INFO). It is a HybridQWarning, once for a class of models, where without a filter less than half
+    of the weights of matrix products was converted.
 
     A class is taken exactly: a subclass (another library's quantized linear,
     `NonDynamicallyQuantizableLinear`, a parametrized module) has its own forward or its own

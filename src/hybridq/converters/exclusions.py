@@ -7,7 +7,8 @@ library is imported), then the names of modules, then their sizes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from torch import nn
@@ -35,6 +36,8 @@ REASONS: Final = {
     "narrow": "too few features for anything to be gained",
     "embeddings": "a table of rows, which no product reads: only its memory becomes less",
 }
+#: The attribute of a model that lists weights that are another parameter's.
+_TIED: Final = "_tied_weights_keys"
 #: Fewer input or output features than this gain nothing: a tile of tensor cores is 8 wide at least,
 #: and quantizing the input takes longer than the product.
 LEAST_WIDTH: Final = 8
@@ -43,7 +46,7 @@ LEAST_WIDTH: Final = 8
 _COMPONENTS: Final = {
     "heads": re.compile(
         r"lm_head|embed_out|output_projection|vocab_projector|classifier|classification_head|score"
-        r"|qa_outputs|pooler|seq_relationship"
+        r"|qa_outputs|pooler|seq_relationship|class_embed|bbox_embed|ctc_head"
     ),
     "routers": re.compile(r"gate|shared_expert_gate|(.*_)?router(_.*)?"),
     "adapters": re.compile(r"lora_(A|B|embedding_A|embedding_B)|prompt_encoder"),
@@ -137,9 +140,9 @@ def kept_in_fp32(model: nn.Module) -> dict[int, str]:
     """
     found: dict[int, str] = {}
     for module in model.modules():
-        lists = [one for one in _lists(module) if one[1] == "kept_in_fp32"]
+        lists = _kept_lists(module)
         inside = dict(module.named_modules()) if lists else {}
-        for attribute, _, patterns in lists:
+        for attribute, patterns in lists:
             for own, one in inside.items():
                 if own and _matches(own, one._parameters, patterns):
                     found.setdefault(id(one), attribute)
@@ -172,6 +175,12 @@ def _own_word(
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding)
     }
+    others = Counter(
+        id(one)
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for one in module.parameters(recurse=False)
+    )
     for module in model.modules():
         kind = kinds.get(id(module))
         for weight in () if kind is None else kind.weights:
@@ -184,12 +193,53 @@ def _own_word(
                 yield from ((one, "heads", f"{method}()") for one in head.modules())
         for name, child in _beside_base(module):
             yield from ((one, "adapters", f"{name} beside a base_layer") for one in child.modules())
-        inside = dict(module.named_modules()) if _lists(module) else {}
-        for attribute, reason, patterns in _lists(module):
+        lists = _kept_lists(module)
+        inside = dict(module.named_modules()) if lists else {}
+        for attribute, patterns in lists:
             for own, one in inside.items():
                 kind = kinds.get(id(one))
                 if kind is not None and _matches(own, kind.weights, patterns):
-                    yield one, reason, attribute
+                    yield one, "kept_in_fp32", attribute
+        for one in _tied_heads(module, kinds, others):
+            yield one, "heads", _TIED
+
+
+def _tied_heads(
+    module: nn.Module, kinds: dict[int, Converter], others: Mapping[int, int]
+) -> Iterator[nn.Module]:
+    """Yield the modules that a model's list of tied weights ties to an embedding.
+
+    Blocks of a decoder that share their weights are in such lists too, and are no heads.
+
+    Args:
+        module: with the list; one without yields nothing.
+        kinds: of the modules that could be converted.
+        others: of each parameter, by its id, how many modules that are no embedding hold it.
+    """
+    listed = getattr(module, _TIED, None)
+    if isinstance(listed, str | bytes) or not isinstance(listed, Iterable):
+        return
+    # From transformers 5 on a dict of targets and what they are tied to; before, the targets.
+    sources = listed if isinstance(listed, Mapping) else dict.fromkeys(listed)
+    inside = dict(module.named_modules()) if sources else {}
+    for target, source in sources.items():
+        if not isinstance(target, str):
+            continue
+        held = [
+            isinstance(one, nn.Embedding)
+            for own, one in inside.items()
+            if isinstance(source, str)
+            and one._parameters
+            and _matches(own, one._parameters, [source])
+        ]
+        for own, one in inside.items():
+            kind = kinds.get(id(one))
+            if kind is None or not _matches(own, kind.weights, [target]):
+                continue
+            weights = [one._parameters.get(name) for name in kind.weights]
+            # Of a source that is not said, what the weight is tied to now.
+            if all(held) if held else not any(others[id(w)] > 1 for w in weights if w is not None):
+                yield one
 
 
 def _has_adapters(module: nn.Module) -> bool:
@@ -225,20 +275,16 @@ def _asked(module: nn.Module, method: str) -> nn.Module | None:
     return made if isinstance(made, nn.Module) else None
 
 
-def _lists(module: nn.Module) -> list[tuple[str, str, list[str]]]:
-    """Return the lists of names that a model has: the attribute, the reason, and the patterns."""
+def _kept_lists(module: nn.Module) -> list[tuple[str, list[str]]]:
+    """Return the lists of what a model keeps in FP32: the attribute, and the patterns."""
     found = []
-    for attribute, reason in (
-        ("_tied_weights_keys", "heads"),
-        ("_keep_in_fp32_modules", "kept_in_fp32"),
-        ("_keep_in_fp32_modules_strict", "kept_in_fp32"),
-    ):
+    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
         names = getattr(module, attribute, None)
         if isinstance(names, str | bytes) or not isinstance(names, Iterable):
             continue
-        patterns = [one for one in names if isinstance(one, str)]  # of a dict: those that are tied
+        patterns = [one for one in names if isinstance(one, str)]
         if patterns:
-            found.append((attribute, reason, patterns))
+            found.append((attribute, patterns))
     return found
 
 
