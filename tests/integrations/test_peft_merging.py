@@ -303,3 +303,66 @@ def test_stochastic_rounding_of_a_stack_is_that_of_each_matrix(recipe, transpose
     target = shown.clone()
     target.copy_(merging.tensor_of(made, target))
     assert torch.equal(target.dequantize(), merging.tensor_of(made, target).dequantize())
+
+
+ADAPTERS = {
+    "lora": lambda **given: peft.LoraConfig(init_lora_weights=False, **given),
+    "dora": lambda **given: peft.LoraConfig(use_dora=True, **given),
+    "loha": lambda **given: peft.LoHaConfig(init_weights=False, **given),
+}
+
+
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_a_base_that_scales_its_input_first_is_not_merged_into(kind, converted) -> None:
+    """`W diag(s) x + B A x` is no `(W + B A) diag(s) x`: before, the merge changed the result."""
+    torch.manual_seed(11)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.randn(32, 64)
+    hybridq.calibration.smooth(model, [x], lambda _, name: name == "0", in_front=True)
+    if converted:
+        hybridq.convert(model)
+    before = model[0].weight.detach().clone()
+    plain = model(x)
+    whole = peft.get_peft_model(model, ADAPTERS[kind](target_modules=["0", "2"]))
+    y, layer = whole(x), whole.base_model.model[0]
+    if kind == "lora":
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        own = nn.functional.linear(x * layer.base_layer.pre_quant_scale, before, layer.bias)
+        torch.testing.assert_close(layer(x), own + x @ a.T @ b.T * layer.scaling["default"])
+    for merge in (whole.merge_adapter, whole.merge_and_unload):
+        with pytest.raises(RuntimeError, match="got pre_quant_scale of 0; leave the adapters"):
+            merge()
+        assert torch.equal(whole(x), y) and torch.equal(layer.get_base_layer().weight, before)
+    if converted and kind != "loha":  # a layer of hybridq's says it by itself, too
+        with pytest.raises(RuntimeError, match="got pre_quant_scale of this layer"):
+            layer.merge()
+    assert torch.equal(whole.unload()(x), plain)
+    beside = peft.get_peft_model(model, ADAPTERS[kind](target_modules=["2"]))
+    y = beside(x)
+    torch.testing.assert_close(beside.merge_and_unload()(x), y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("forward", [["0"], []])
+def test_factors_of_ia3_are_merged_beside_those_of_the_input(forward) -> None:
+    """Factors of the input's channels commute, and those of the outputs come afterwards."""
+    torch.manual_seed(12)
+    model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(32, 64)
+    hybridq.calibration.smooth(model, [x], in_front=True)
+    given = peft.IA3Config(target_modules=["0"], feedforward_modules=forward)
+    plain, whole = model(x), peft.get_peft_model(model, given)
+    with torch.no_grad():
+        whole.base_model.model[0].ia3_l["default"].uniform_(0.5, 2.0)
+    y = whole(x)
+    assert not torch.allclose(y, plain, rtol=0.1)
+    whole.merge_adapter()
+    torch.testing.assert_close(whole(x), y, rtol=1e-5, atol=1e-5)
+
+
+def test_mixed_adapters_are_asked_for_factors_too() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(32, 64)
+    hybridq.calibration.smooth(model, [x], in_front=True)
+    mixed = peft.get_peft_model(model, ADAPTERS["loha"](target_modules=["0"]), mixed=True)
+    y = mixed(x)
+    with pytest.raises(RuntimeError, match="got pre_quant_scale of 0"):
+        mixed.merge_and_unload()
+    assert torch.equal(mixed(x), y)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import wraps
 from importlib.metadata import version
+from inspect import signature
 from typing import Any, Final
 
 import torch
@@ -23,13 +24,14 @@ from ..errors import must_be_one_of
 from ..nn import Embedding, ForeignLinear, Linear, QuantizedModule
 from ..tensor import is_quantized
 from . import require
-from .peft_merging import RoundsOnce
+from .peft_merging import RoundsOnce, check_factors
 
 require("peft")
 
 from peft import PeftModel  # noqa: E402
 from peft.tuners.lora import LoraConfig, dora, layer, model, variants  # noqa: E402
-from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: E402
+from peft.tuners.mixed import MixedModel  # noqa: E402
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer  # noqa: E402
 from peft.utils.other import ModulesToSaveWrapper  # noqa: E402
 
 __all__ = ["LoraEmbedding", "LoraLinear", "LoraParameter", "adopt", "merge_losses", "set_merging"]
@@ -325,6 +327,8 @@ def _register() -> None:
             (model.LoraModel, "_create_new_module"),
             (layer.Linear, "lora_variants"),
             (LoraConfig, "_register_custom_module"),
+            (BaseTuner, "_unload_and_optionally_merge"),
+            (BaseTuner, "merge_adapter"),
         )
         if not hasattr(owner, name)
     ]
@@ -363,6 +367,22 @@ def _register() -> None:
             _decode(self.modules_to_save[adapter_name].modules())
 
     ModulesToSaveWrapper.update = update_plain
+    for owner in (BaseTuner, MixedModel):
+        for name in ("merge_adapter", "_unload_and_optionally_merge"):
+            if name in vars(owner):
+                setattr(owner, name, _checked(vars(owner)[name]))
+
+
+def _checked(method: Any) -> Any:
+    """Return a method of PEFT's that merges adapters of any kind, but first asks whether it can."""
+
+    @wraps(method)
+    def merge(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if signature(method).bind(self, *args, **kwargs).arguments.get("merge", True):
+            check_factors(self.model)
+        return method(self, *args, **kwargs)
+
+    return merge
 
 
 def _decode(modules: Iterable[nn.Module]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
+from torch import nn
 
 from ..errors import warn_once
 from ..storage import TensorStorage
@@ -14,9 +15,42 @@ from .merging import lost, rounded_stochastically, stamps, tensor_of
 
 require("peft")
 
-from peft.tuners.tuners_utils import check_adapters_to_merge  # noqa: E402
+from peft.tuners.ia3 import IA3Layer  # noqa: E402
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge  # noqa: E402
 
-__all__ = ["RoundsOnce"]
+__all__ = ["RoundsOnce", "check_factors"]
+
+#: Of a module that scales its input: `hybridq.calibration.smooth(in_front=True)`, ModelOpt.
+_FACTORS: Final = "pre_quant_scale"
+
+
+def check_factors(model: nn.Module) -> None:
+    """Refuse to merge adapters into modules that multiply their input by factors first.
+
+    An adapter is given the input as it comes, and the weight that it would be merged into is not.
+    IA3's, which are factors of channels themselves, may be merged: the order does not count.
+
+    Args:
+        model: with layers that PEFT has adapted; or one such layer.
+
+    Raises:
+        RuntimeError: a base has `pre_quant_scale`.
+    """
+    found = [
+        name
+        for name, one in model.named_modules()
+        if isinstance(one, BaseTunerLayer)
+        and not isinstance(one, IA3Layer)
+        and hasattr(one.get_base_layer(), _FACTORS)
+    ]
+    if found:
+        some = ", ".join(name for name in found[:4] if name) or "this layer"
+        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+        raise RuntimeError(
+            "merge: the base must multiply its input as it comes, which its adapters are given, "
+            f"got {_FACTORS} of {some}{more}; leave the adapters unmerged, or smooth the model "
+            "without in_front, which folds the factors into the layer before"
+        )
 
 
 class _Kept(NamedTuple):
@@ -55,9 +89,10 @@ class RoundsOnce:
 
         Raises:
             ValueError: `safe_merge` found such a value.
-            RuntimeError: an adapter is merged already, and the bits before it were not kept; or an
-                adapter has a bias and the base none.
+            RuntimeError: an adapter is merged already, and the bits before it were not kept; an
+                adapter has a bias and the base none; or the base scales its input first.
         """
+        check_factors(self)
         base, weight = self.get_base_layer(), self.merged_weight()
         if not is_quantized(weight):
             super().merge(safe_merge=safe_merge, adapter_names=adapter_names)  # type: ignore[misc]
