@@ -383,3 +383,28 @@ def scaled_places(model: nn.Module) -> list[places.Place]:
         "its experts are on several ranks; scale before they are dealt out"
     }
     return made
+
+
+@pytest.mark.parametrize("shared", ["b1", "experts"])
+def test_experts_with_a_part_that_another_block_has_too_are_left(shared):
+    """A bias of up's would be divided by the scales of two; a module has two norms before it."""
+    model, x = nn.Sequential(Mixture("alternating"), Mixture("alternating")), torch.randn(40, 32)
+    with torch.no_grad():
+        for block, ends in zip(model, ((-1, 1), (1, -1)), strict=True):
+            block.norm.weight.copy_(torch.logspace(*ends, 32))
+    if shared == "b1":
+        model[1].experts.b1 = model[0].experts.b1
+    else:
+        model[1].experts = model[0].experts
+    want = copy.deepcopy(model).double()(x.double()).detach()
+    report = smooth(model, [x], lambda _, name: name.endswith("experts"))
+    got = copy.deepcopy(model).double()(x.double()).detach()
+    torch.testing.assert_close(got, want, rtol=0.0, atol=1e-6 * float(want.abs().max()))
+    if shared == "b1":
+        names = [f"{n}.experts.{name}" for n in (0, 1) for name in ("gate_up_proj", "down_proj")]
+        assert report.left == dict.fromkeys(names, "its b1 is another module's, too")
+    else:
+        assert report.left == {"0.experts.gate_up_proj": "experts is in two places of the model"}
+        assert {one.names[0] for one in report.inputs} == {
+            f"0.experts.down_proj.{e}" for e in range(3)
+        }
