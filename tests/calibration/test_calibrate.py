@@ -176,6 +176,15 @@ def test_what_is_left_alone_is_not_calibrated() -> None:
         hybridq.calibrate(nn.ReLU(), loop)
 
 
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_a_filter_is_asked_of_converted_modules_too(is_converted: bool) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
+    if is_converted:
+        hybridq.convert(model)
+    found = hybridq.calibration.products(model, lambda module, name: name in ("0", "2"))
+    assert [one.name for one in found] == ["0", "2"]
+
+
 def test_fused_steps_are_seen() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 16))

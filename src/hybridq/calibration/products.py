@@ -141,7 +141,8 @@ def products(
 
     Args:
         model: any module.
-        filter_fn, also, least_width: as `convert` takes them.
+        filter_fn, also, least_width: as `convert` takes them; the filter is asked of modules that
+            are converted already, too.
 
     Raises:
         TypeError, ValueError: as `convert`.
@@ -161,6 +162,9 @@ def products(
         module, name = modules[name], plain_name(name)
         kind = kind_of(module, among)
         if kind is None or kind.only_with is not None:
+            continue
+        # Of what is converted already nobody has asked it.
+        if filter_fn is not None and not filter_fn(module, name):
             continue
         layout = kind.layout_of(module)
         if layout is not None:
