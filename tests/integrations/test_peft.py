@@ -14,6 +14,8 @@ import hybridq
 
 peft = pytest.importorskip("peft")
 
+from transformers.pytorch_utils import Conv1D  # noqa: E402 (after the skip)
+
 from hybridq.integrations.peft import (  # noqa: E402
     set_merging,
 )
@@ -291,3 +293,31 @@ def test_arguments() -> None:
         set_merging(Net())
     with pytest.raises(ValueError, match="fan_in_fan_out must be False"):
         adapted("mxfp8", fan_in_fan_out=True)
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv1d"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_adapters_are_loaded_without_values_first(recipe, kind, tmp_path) -> None:
+    """`low_cpu_mem_usage` gives the bits of the file. Of FP32: PEFT casts to the base's dtype."""
+
+    def base() -> nn.Module:
+        torch.manual_seed(0)
+        own = nn.Linear(64, 96) if kind == "linear" else Conv1D(96, 64)
+        with hybridq.quantized_model_init(recipe, frozen=True):
+            return hybridq.convert(nn.Sequential(own))
+
+    options = {"use_dora": True, "fan_in_fan_out": kind == "conv1d", "init_lora_weights": False}
+    model = peft.get_peft_model(base(), config(target_modules=["0"], **options))
+    assert isinstance(model.base_model.model[0].base_layer.weight, hybridq.QuantizedTensor)
+    magnitude = model.base_model.model[0].lora_magnitude_vector["default"].weight
+    with torch.no_grad():
+        magnitude.mul_(torch.linspace(0.5, 2, 96))
+    model.save_pretrained(tmp_path)
+    x = inputs().float()
+    for is_low in (False, True):
+        again = peft.PeftModel.from_pretrained(base(), tmp_path, low_cpu_mem_usage=is_low)
+        own = dict(again.named_parameters())
+        for name, value in model.named_parameters():
+            if "lora_" in name:
+                assert own[name].device.type == "cpu" and torch.equal(own[name], value)
+        assert torch.equal(again(x), model(x))

@@ -82,14 +82,17 @@ class _DoraNorms(dora.DoraLinearLayer):
     def update_layer(
         self, *, base_layer: Any, lora_A: Any, lora_B: Any, scaling: float, **options: Any
     ) -> None:
-        """Set the magnitudes to the norms as they are now."""
+        """Set the magnitudes to the norms as they are now; without values if adapters have none."""
         weight = base_layer.weight
         if not is_quantized(weight):
             given = {"lora_A": lora_A, "lora_B": lora_B, "scaling": scaling}
             super().update_layer(base_layer=base_layer, **given, **options)
             return
-        norms = self.norms(weight, lora_A, lora_B, scaling)
-        self.weight = nn.Parameter(norms.to(lora_A.device), requires_grad=True)
+        if lora_A.is_meta:  # low_cpu_mem_usage: what a file has takes this one's place
+            norms = torch.empty(lora_B.shape[0], dtype=torch.float32, device="meta")
+        else:
+            norms = self.norms(weight, lora_A, lora_B, scaling).to(lora_A.device)
+        self.weight = nn.Parameter(norms, requires_grad=True)
 
     def forward(
         self,
