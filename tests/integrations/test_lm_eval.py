@@ -21,6 +21,7 @@ from lm_eval.api.instance import Instance  # noqa: E402 (after the skip)
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from hybridq.integrations.lm_eval import HybridQLM  # noqa: E402
+from hybridq.integrations.transformers import HybridQCache  # noqa: E402
 
 TASK = """
 task: small
@@ -89,6 +90,25 @@ def test_generation_has_the_cache_that_was_asked_for(folder) -> None:
     assert len(found.split()) == 4
     with pytest.raises(ValueError, match="blocks lie in one token"):
         HybridQLM(str(folder), "mxfp8", device="cpu", kv_cache="nvfp4_16x16")
+
+
+def test_a_decoder_behind_an_encoder_generates_with_a_cache_of_each_attention(tmp_path) -> None:
+    """A request's tokens are those of `generate` with the same cache: one for both read others."""
+    torch.manual_seed(0)
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "init_std": 0.2}
+    widths = {"d_model": 64, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "forced_eos_token_id": None}
+    config = hf_models.transformers.BartConfig(vocab_size=96, **heads, **widths, **layers)
+    hf_models.transformers.BartForConditionalGeneration(config).save_pretrained(tmp_path)
+    hf_models.save_tokenizer(tmp_path)
+    options = {"device": "cpu", "batch_size": 1, "kv_cache": "fp8", "dtype": "float32"}
+    model = HybridQLM(str(tmp_path), "mxfp8", activations="high_precision", **options)
+    asked = requests("generate_until", ("w3 w4 w5", {"until": ["w999"], "max_gen_toks": 8}))
+    (found,) = model.generate_until(asked, disable_tqdm=True)
+    ids = model.tokenizer("w3 w4 w5", return_tensors="pt").input_ids
+    cache = {hf_models.CACHE: HybridQCache(model.model, "fp8")}
+    (want,) = model.model.generate(ids, **cache, max_new_tokens=8, do_sample=False)
+    assert found.split() == model.tokenizer.decode(want, skip_special_tokens=True).split()
 
 
 def test_a_task_runs_by_the_models_name(folder, tasks) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -25,6 +24,7 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
     LinearAttentionLayer,
     StaticCache,
     StaticLayer,
@@ -32,9 +32,8 @@ from transformers.cache_utils import (
 )
 
 from ...calibration import Calibration
-from ...errors import HybridQWarning
 from ...formats import PlaneSpec
-from ...serving import static_amax
+from .cache_amaxes import Amaxes, by_layer, has_two_caches, name_missed, parted_by_layer
 
 __all__ = ["HybridQCache", "QuantizedStates"]
 
@@ -42,7 +41,6 @@ __all__ = ["HybridQCache", "QuantizedStates"]
 _KNOWN: Final = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 #: Layers that hold neither.
 _WITHOUT: Final = (LinearAttentionLayer, DummyLayer)
-_Amaxes = tuple[torch.Tensor, torch.Tensor]
 
 
 class QuantizedStates(CacheLayerMixin):
@@ -64,7 +62,7 @@ class QuantizedStates(CacheLayerMixin):
         self,
         plain: CacheLayerMixin,
         spec: PlaneSpec,
-        amaxes: tuple[torch.Tensor, torch.Tensor] | None = None,
+        amaxes: Amaxes | None = None,
     ) -> None:
         self._spec, self._amaxes = spec.text, amaxes
         shapes = [buffer.shape for buffer in spec.buffers(3, 64)]
@@ -258,13 +256,50 @@ class QuantizedStates(CacheLayerMixin):
         return None if is_empty else self._decode(held, which)
 
 
-class HybridQCache(Cache):
+class _Cache(Cache):
+    """Layers of QuantizedStates.
+
+    Args:
+        plain: layers of transformers without content.
+        spec: of the planes whose rows are tokens.
+        amaxes: by the number of the layer; of those without, rows have their own.
+    """
+
+    def __init__(
+        self, plain: Sequence[CacheLayerMixin], spec: PlaneSpec, amaxes: dict[int, Amaxes]
+    ) -> None:
+        self.format: list[str | None] = []
+        layers = [self._layer(i, one, spec, amaxes.get(i)) for i, one in enumerate(plain)]
+        super().__init__(layers=layers)
+
+    def _layer(self, number: int, plain: Any, spec: PlaneSpec, own: Amaxes | None) -> Any:
+        if type(plain) in _WITHOUT:
+            self.format.append(None)
+            return plain
+        if type(plain) not in _KNOWN:
+            raise ValueError(
+                "HybridQCache: layers of a model must hold keys and values alone, got a "
+                f"{type(plain).__name__} at {number}; use transformers' own cache"
+            )
+        if own is None and spec.needs_tensor_amax:
+            spec = _by_row(spec)
+        self.format.append(spec.short_text)
+        return QuantizedStates(plain, spec, own)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return sum(one.nbytes for one in self.layers if isinstance(one, QuantizedStates))
+
+
+class HybridQCache(_Cache):
     """A cache of transformers whose keys and values are held in few bits.
 
     Give it to a model's forward, or to `generate(cache=)`; before transformers 5.24 both call it
     `past_key_values`. It holds what a DynamicCache of the model would, or with `max_cache_len` a
     StaticCache, sliding windows included, and can be cropped, reordered, repeated and selected from
-    as that one.
+    as that one. Of a model of an encoder and a decoder it is an EncoderDecoderCache too, of two
+    caches in few bits: `self_attention_cache`, and `cross_attention_cache` of the encoder's states.
 
     Args:
         model: whose layers it is for.
@@ -276,14 +311,16 @@ class HybridQCache(Cache):
             path of its file. Layers that it does not know are named in a warning, and have a
             statistic for each row.
         max_cache_len: tokens that there may be: shapes stay, as `torch.compile` wants it. None: it
-            grows.
+            grows. Cross-attention has as many as the encoder made, either way.
 
     Attributes:
-        format: the spec string of each layer that holds keys; None of one that holds none.
+        format: the spec string of each layer that holds keys; None of one that holds none. Those of
+            cross-attention come last.
 
     Raises:
         ValueError: the format has blocks of several tokens or random bits, the calibration is of no
-            use, or the model has layers that hold something else than keys and values.
+            use or has two modules for a layer, or the model has layers that hold something else
+            than keys and values.
         SpecError: there is no such format.
         TypeError: `model` is no model of transformers.
 
@@ -300,6 +337,10 @@ class HybridQCache(Cache):
         (torch.Size([1, 8]), 7, 'nvfp4;rows')
     """
 
+    def __new__(cls, model: Any = None, *args: Any, **kwargs: Any) -> HybridQCache:
+        """Return one cache, or where attention is of two kinds one that holds two."""
+        return super().__new__(_OfBoth if cls is HybridQCache and has_two_caches(model) else cls)
+
     def __init__(
         self,
         model: Any,
@@ -308,54 +349,125 @@ class HybridQCache(Cache):
         *,
         max_cache_len: int | None = None,
     ) -> None:
-        config = getattr(model, "config", None)
-        if not (isinstance(model, nn.Module) and hasattr(config, "get_text_config")):
-            raise TypeError(
-                f"HybridQCache: model must be one of transformers, got {type(model).__name__}"
-            )
-        spec = PlaneSpec.parse(format)
-        if spec.unit(0) != 1 or spec.stochastic or spec.format.is_identity:
-            raise ValueError(
-                "HybridQCache: a format of rows is needed, whose blocks lie in one token, rounded "
-                f"to nearest, got {format!r}"
-            )
-        if isinstance(calibration, str | os.PathLike):
-            calibration = Calibration.load(calibration)
-        if calibration is not None and not spec.needs_tensor_amax:
-            raise ValueError(
-                f"HybridQCache: {format} takes no amax of a tensor: its blocks and rows have their "
-                "own; leave the calibration out, or take fp8 or nvfp4"
-            )
-        plain = DynamicCache(config=config)
-        if max_cache_len is not None:
-            plain = StaticCache(config=config, max_cache_len=max_cache_len)
-        amaxes = {} if calibration is None else _amaxes(model, calibration, len(plain.layers))
-        self.format: list[str | None] = []
-        super().__init__(layers=[self._layer(i, one, spec, amaxes) for i, one in _of(plain)])
+        spec, found = _checked(model, format, calibration)
+        plain = _plain(model, max_cache_len)
+        amaxes = {} if found is None else by_layer(model, found)
+        if found is not None:
+            name_missed(amaxes, len(plain))
+        super().__init__(plain, spec, amaxes)
 
-    def _layer(self, number: int, plain: Any, spec: PlaneSpec, amaxes: dict[int, _Amaxes]) -> Any:
-        if type(plain) in _WITHOUT:
-            self.format.append(None)
-            return plain
-        if type(plain) not in _KNOWN:
-            raise ValueError(
-                "HybridQCache: layers of a model must hold keys and values alone, got a "
-                f"{type(plain).__name__} at {number}; use transformers' own cache"
+
+class _Cross(_Cache):
+    """The states of an encoder, which come once and whole, and neither slide nor leave room.
+
+    Args:
+        count: of layers.
+        spec, amaxes: as `_Cache` takes them.
+        others: what T5Gemma's `generate` makes a cache of this class with.
+
+    Raises:
+        TypeError: it is made with others.
+    """
+
+    def __init__(
+        self,
+        count: int = 0,
+        spec: PlaneSpec | None = None,
+        amaxes: dict[int, Amaxes] | None = None,
+        **others: Any,
+    ) -> None:
+        if others or spec is None:
+            raise TypeError(
+                "HybridQCache: generate must take the cache of cross-attention as it is, and this "
+                "model's makes another; use EncoderDecoderCache(HybridQCache(model, format)"
+                ".self_attention_cache, DynamicCache())"
             )
-        own = amaxes.get(number)
-        if own is None and spec.needs_tensor_amax:
-            spec = _by_row(spec)
-        self.format.append(spec.short_text)
-        return QuantizedStates(plain, spec, own)
+        super().__init__([DynamicLayer() for _ in range(count)], spec, amaxes or {})
+
+
+class _OfBoth(EncoderDecoderCache, HybridQCache):
+    """The HybridQCache of a model of an encoder and a decoder: attention asks for the former class.
+
+    Args:
+        model, format, calibration, max_cache_len: as HybridQCache takes them.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        format: str = "fp8",
+        calibration: Calibration | str | os.PathLike[str] | None = None,
+        *,
+        max_cache_len: int | None = None,
+    ) -> None:
+        spec, found = _checked(model, format, calibration)
+        plain = _plain(model, max_cache_len)
+        own: dict[int, Amaxes] = {}
+        cross: dict[int, Amaxes] = {}
+        if found is not None:
+            own, cross = parted_by_layer(model, found)
+            name_missed(own, len(plain))
+            name_missed(cross, len(plain), "cross-attention in ")
+        parts = _Cache(plain, spec, own), _Cross(len(plain), spec, cross)
+        EncoderDecoderCache.__init__(self, *parts)
+        self.format = self.self_attention_cache.format + self.cross_attention_cache.format
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
-        return sum(one.nbytes for one in self.layers if isinstance(one, QuantizedStates))
+        both: int = self.self_attention_cache.nbytes + self.cross_attention_cache.nbytes
+        return both
+
+    def check_dynamic_cache(self, method: str) -> None:
+        """Let tokens be cropped, and rows repeated and selected: layers in few bits know how.
+
+        Args:
+            method: of no meaning here.
+        """
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise: it is not said which attention's states these are.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "HybridQCache: of a model of an encoder and a decoder it must be given to the model "
+            "itself, since it holds a cache of each attention, got it as a part of another cache; "
+            "its self_attention_cache and cross_attention_cache can be parts"
+        )
 
 
-def _of(plain: Cache) -> list[tuple[int, Any]]:
-    return list(enumerate(plain.layers))
+def _checked(
+    model: Any, format: str, calibration: Calibration | str | os.PathLike[str] | None
+) -> tuple[PlaneSpec, Calibration | None]:
+    """Return the spec and the calibration that a cache has, or raise what is wrong with them."""
+    config = getattr(model, "config", None)
+    if not (isinstance(model, nn.Module) and hasattr(config, "get_text_config")):
+        raise TypeError(
+            f"HybridQCache: model must be one of transformers, got {type(model).__name__}"
+        )
+    spec = PlaneSpec.parse(format)
+    if spec.unit(0) != 1 or spec.stochastic or spec.format.is_identity:
+        raise ValueError(
+            "HybridQCache: a format of rows is needed, whose blocks lie in one token, rounded "
+            f"to nearest, got {format!r}"
+        )
+    if isinstance(calibration, str | os.PathLike):
+        calibration = Calibration.load(calibration)
+    if calibration is not None and not spec.needs_tensor_amax:
+        raise ValueError(
+            f"HybridQCache: {format} takes no amax of a tensor: its blocks and rows have their "
+            "own; leave the calibration out, or take fp8 or nvfp4"
+        )
+    return spec, calibration
+
+
+def _plain(model: Any, max_cache_len: int | None) -> list[CacheLayerMixin]:
+    """Return the layers without content that transformers would make for self-attention."""
+    if max_cache_len is None:
+        return list(DynamicCache(config=model.config).layers)
+    return list(StaticCache(config=model.config, max_cache_len=max_cache_len).layers)
 
 
 def _by_row(spec: PlaneSpec) -> PlaneSpec:
@@ -365,23 +477,3 @@ def _by_row(spec: PlaneSpec) -> PlaneSpec:
         own = PlaneSpec.parse("fp8_1x128")
         return replace(own, format=replace(own.format, element=element), signs=spec.signs)
     return replace(spec, row_scaled=True)
-
-
-def _amaxes(model: nn.Module, calibration: Calibration, count: int) -> dict[int, _Amaxes]:
-    """Return the amaxes of keys and values by the number of the layer; say which are missing."""
-    found: dict[int, _Amaxes] = {}
-    numbers = {name: getattr(module, "layer_idx", None) for name, module in model.named_modules()}
-    for name, number in numbers.items():
-        k, v = static_amax(calibration, name, "k"), static_amax(calibration, name, "v")
-        if number is not None and k is not None and v is not None:
-            found[number] = (k, v)
-    missed = [number for number in range(count) if number not in found]
-    if missed:
-        shown = ", ".join(map(str, missed[:8]))
-        warnings.warn(
-            "HybridQCache: the calibration has no amaxes of keys and values of layers "
-            f"{shown}{' and more' if len(missed) > 8 else ''}: their rows have their own",
-            HybridQWarning,
-            stacklevel=3,
-        )
-    return found
