@@ -154,3 +154,7 @@ def test_setting_data_refuses() -> None:
     lone = QuantizedTensor.make(t.tensor_storage, t.shape, t.dtype)
     with pytest.raises(PlaneError, match="no quantizer"):
         lone.data = torch.zeros(8, 32)
+    with pytest.raises(ValueError, match=r"weight\.quantizer\.quantize\(value\)"):
+        t.data = torch.ones(9, 32)
+    t.data = t.quantizer.quantize(torch.ones(9, 32))  # as it says
+    assert torch.equal(t.dequantize(), torch.ones(9, 32))

@@ -319,7 +319,9 @@ class QuantizedTensor(MadeByClass, Unprepared, Memory, torch.Tensor):
         if value.shape != self.shape:
             raise ValueError(
                 f"data: a plain tensor must have the shape {tuple(self.shape)}, got "
-                f"{tuple(value.shape)}; quantize it first"
+                f"{tuple(value.shape)}; quantize it first, by weight.quantizer.quantize(value). "
+                "Before what resizes a weight by itself (resize_token_embeddings) let the module "
+                "have nn.Parameter(weight.dequantize()), and quantize that afterwards"
             )
         if value.dtype not in HIGH:
             raise TypeError(

@@ -8,10 +8,13 @@ import io
 import pytest
 import torch
 
+import hf_models
 import hybridq
 from hybridq.tensor import is_quantized
 
 transformers = pytest.importorskip("transformers")
+
+from hybridq.integrations.transformers import HybridQConfig  # noqa: E402 (after the skip)
 
 
 def _gemma3():
@@ -72,3 +75,32 @@ def test_other_classes_of_embeddings_stay_and_are_named() -> None:
     why = "BartLearnedPositionalEmbedding has a forward of its own"
     assert hybridq.conversion(model, also=["embeddings"]).left_alone == (("0", why),)
     assert hybridq.conversion(model).left_alone == ()
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_quantized_table_is_resized_by_its_values(is_tied: bool, tmp_path) -> None:
+    """As the refusal says: rows that were there keep their values, and files have all of them."""
+    kind = "tied" if is_tied else "llama"
+    config = HybridQConfig(format="mxfp8", also=["embeddings"])
+    hf_models.saved(kind, tmp_path / "plain")
+    model = hf_models.load(tmp_path / "plain", quantization_config=config)
+    table, want = model.get_input_embeddings(), model(IDS).logits
+    with pytest.raises(ValueError, match=r"\(100, 64\).*resize_token_embeddings.*dequantize"):
+        model.resize_token_embeddings(100)
+    assert model.config.vocab_size == 96 and torch.equal(model(IDS).logits, want)
+    old, quantizer = table.weight, table.weight.quantizer
+    table.weight = torch.nn.Parameter(old.dequantize())
+    model.tie_weights()
+    model.resize_token_embeddings(100)
+    table.weight = torch.nn.Parameter(quantizer.quantize(table.weight.detach()))
+    model.tie_weights()
+    assert is_quantized(table.weight) and model.get_input_embeddings() is table
+    assert torch.equal(table.weight.dequantize()[:96], old.dequantize())
+    head = model.get_output_embeddings().weight
+    assert head.shape == (100, 64) and (head is table.weight) == is_tied
+    made = model(IDS).logits
+    assert torch.equal(made[..., :96], want)
+    model.save_pretrained(tmp_path / "more")
+    again = hf_models.load(tmp_path / "more")
+    assert is_quantized(again.get_input_embeddings().weight)
+    assert torch.equal(again(IDS).logits, made)
