@@ -15,7 +15,10 @@ from hybridq.direction import ROWWISE
 from hybridq.storage import Plane
 
 #: What is no linear layer, or stays as it is.
-_PLAIN = ("embed_tokens", "lm_head", "norm", "mlp.gate.weight", "block_sparse_moe.gate", "router")
+_PLAIN = (
+    *("embed", "shared.weight", "lm_head", "norm", "router"),
+    *("mlp.gate.weight", "block_sparse_moe.gate"),
+)
 
 
 def is_quantized(name: str, value: torch.Tensor) -> bool:
@@ -45,7 +48,7 @@ def written(
     """Write `folder` in a layout, and `folder-decoded` beside it; return the planes by name.
 
     Args:
-        kind: of the model.
+        kind: of the model; of no meaning where `folder-plain` is there already.
         folder: does not exist.
         layout, scheme: of `hybridq.layouts`.
         shares: gate and up have one second-level scale.
@@ -53,7 +56,9 @@ def written(
     """
     from safetensors.torch import load_file
 
-    plain = saved(kind, folder.with_name(folder.name + "-plain"))
+    plain = folder.with_name(folder.name + "-plain")
+    if not plain.exists():
+        saved(kind, plain)
     own = layouts.get(layout)
     of = own.scheme(scheme)
     tensors = load_file(plain / "model.safetensors")

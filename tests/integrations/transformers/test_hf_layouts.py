@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import hybridq
 import hybridq.integrations.transformers as ours
@@ -188,6 +189,75 @@ def test_a_loaded_model_trains(tmp_path) -> None:
     ids = torch.arange(12)[None]
     model(ids, labels=ids).loss.backward()
     assert all(one.grad is not None for one in quantized(model).values())
+
+
+def _t5():
+    sizes = {"vocab_size": 96, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 1}
+    config = transformers.T5Config(num_heads=4, decoder_start_token_id=0, **sizes)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def _bart():  # of which AutoModelForCausalLM would make the decoder alone
+    layers = {"encoder_layers": 1, "decoder_layers": 1}
+    widths = {"d_model": 64, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "init_std": 0.2}
+    config = transformers.BartConfig(vocab_size=96, **layers, **widths, **heads)
+    return transformers.BartForConditionalGeneration(config)
+
+
+def _llava():
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    sizes["num_hidden_layers"] = 1
+    vision = transformers.CLIPVisionConfig(image_size=8, patch_size=4, projection_dim=64, **sizes)
+    text = transformers.LlamaConfig(vocab_size=96, **sizes)
+    configs = {"vision_config": vision, "text_config": text, "vision_feature_layer": -1}
+    config = transformers.LlavaConfig(image_token_index=95, **configs)
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("make", [_t5, _bart, _llava])
+def test_the_class_is_the_one_that_the_folder_names(make, tmp_path) -> None:
+    torch.manual_seed(0)
+    made = make()
+    made.save_pretrained(tmp_path / "m-plain")
+    planes = written("", tmp_path / "m", "modelopt", "nvfp4")
+    model = ours.load(tmp_path / "m").eval()
+    assert type(model) is type(made) and len(quantized(model)) == len(planes) > 5
+    decoded = type(made).from_pretrained(tmp_path / "m-decoded").eval()
+    ids = {"input_ids": torch.arange(2, 14)[None]}
+    if model.config.is_encoder_decoder:
+        ids["decoder_input_ids"] = torch.arange(5)[None]
+    want = decoded(**ids).logits
+    assert (model(**ids).logits - want).norm() <= 1e-5 * want.norm()
+    assert (made.eval()(**ids).logits - want).norm() > 1e-3 * want.norm()
+    path = tmp_path / "m" / "config.json"
+    says = json.loads(path.read_text())
+    path.write_text(json.dumps({**says, "architectures": ["NoSuchModel"]}))
+    if make is not _bart:  # there is a class for causal models
+        with pytest.raises(
+            ValueError, match=r"architectures, got \['NoSuchModel'\] .*model_class="
+        ):
+            ours.load(tmp_path / "m")
+    assert type(ours.load(tmp_path / "m", type(made))) is type(made)
+
+
+def test_causal_models_need_no_name(tmp_path) -> None:
+    written("llama", tmp_path / "m", "modelopt", "nvfp4")
+    path = tmp_path / "m" / "config.json"
+    says = json.loads(path.read_text())
+    del says["architectures"]
+    path.write_text(json.dumps(says))
+    assert type(ours.load(tmp_path / "m")) is transformers.LlamaForCausalLM
+
+
+@pytest.mark.parametrize("config", [None, HybridQConfig("nvfp4")])
+def test_a_file_that_is_cut_is_named(config, tmp_path) -> None:
+    written("llama", tmp_path / "m", "modelopt", "mxfp8")
+    folder = tmp_path / ("m" if config is None else "m-plain")
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=rf"{path.name} is no whole safetensors file"):
+        ours.load(folder) if config is None else load(folder, quantization_config=config)
 
 
 def test_what_is_no_such_folder_is_refused(tmp_path) -> None:

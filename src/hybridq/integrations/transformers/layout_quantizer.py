@@ -32,7 +32,7 @@ from .file_scales import calibration_of
 from .held import held_of_layout
 from .layout_config import METHODS, LayoutConfig
 from .planes import conversions, targets
-from .quantizer import HybridQQuantizer
+from .quantizer import HybridQQuantizer, opened_file
 
 __all__ = ["LayoutQuantizer", "load"]
 
@@ -140,12 +140,10 @@ def _read_headers(
     files: Iterable[str],
 ) -> tuple[dict[str, TensorInfo], dict[str, torch.Tensor]]:
     """Return dtype and shape of every tensor of some files, and the scales of activations."""
-    from safetensors import safe_open
-
     entries: dict[str, TensorInfo] = {}
     scales: dict[str, torch.Tensor] = {}
     for file in files:
-        with torch.device("cpu"), safe_open(file, framework="pt") as opened:
+        with torch.device("cpu"), opened_file(file) as opened:
             for name in opened.keys():  # noqa: SIM118 (it is no mapping)
                 about = opened.get_slice(name)
                 entries[name] = TORCH_DTYPES[about.get_dtype()], tuple(about.get_shape())
@@ -187,13 +185,14 @@ def load(folder: str | Path, model_class: Any = None, **options: Any) -> Any:
 
     Args:
         folder: or the name of a model.
-        model_class: with `from_pretrained`; None: `AutoModelForCausalLM`.
+        model_class: with `from_pretrained`; None: the class that the folder's `config.json` names
+            (`architectures`), and `AutoModelForCausalLM` where it names none.
         options: what `from_pretrained` takes; `quantization_config=LayoutConfig(...)` says which
             layout, where the folder does not.
 
     Raises:
-        ValueError: nothing in it is quantized.
-        CheckpointError: no layout reads it.
+        ValueError: nothing in it is quantized, or transformers has no class for it.
+        CheckpointError: no layout reads it, or a file is not whole.
 
     Example:
         >>> from hybridq.integrations.transformers import load
@@ -201,15 +200,38 @@ def load(folder: str | Path, model_class: Any = None, **options: Any) -> Any:
         Traceback (most recent call last):
         OSError: no such folder is not a local folder
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     asked = options.pop("quantization_config", None) or LayoutConfig()
     config = options.pop("config", None) or AutoConfig.from_pretrained(folder)
+    kind = _class_of(config) if model_class is None else model_class
     said = getattr(config, "quantization_config", None)
     if said is not None:
         about = {"layout": asked.layout, "frozen": asked.frozen}
         own = said if isinstance(said, dict) else said.to_dict()
         config.quantization_config = {"quant_method": METHODS[0], **about, "said": own}
         asked = None
-    kind = AutoModelForCausalLM if model_class is None else model_class
     return kind.from_pretrained(folder, config=config, quantization_config=asked, **options)
+
+
+def _class_of(config: Any) -> Any:
+    """Return the class of transformers that a configuration is for.
+
+    Raises:
+        ValueError: there is none.
+    """
+    import transformers
+
+    names = list(getattr(config, "architectures", None) or ())
+    has_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    is_causal = has_code or type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    for name in names:
+        found = None if has_code else getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    if not is_causal:
+        raise ValueError(
+            "load: config.json must name a model of transformers under architectures, got "
+            f"{names} for {type(config).__name__}; give model_class=, which has from_pretrained"
+        )
+    return transformers.AutoModelForCausalLM

@@ -14,6 +14,7 @@ from transformers.core_model_loading import ConversionOps, WeightRenaming, apply
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
+from ...errors import CheckpointError
 from ...layouts import check_inputs_are_plain
 from ...nn.weights.pretrained import keep_planes
 from ...ptq.model_config import FILE_ENTRY, METHOD, REFUSAL
@@ -256,16 +257,33 @@ def _quantized_like(like: QuantizedTensor, value: torch.Tensor) -> QuantizedTens
 
 def _read_all(files: Iterable[str]) -> tuple[dict[str, Record], list[str]]:
     """Return the records of quantized weights in some files, by name, and the tensors' names."""
-    from safetensors import safe_open
-
     found: dict[str, Record] = {}
     names: list[str] = []
     for file in files:
         if file.endswith(".safetensors"):
-            with safe_open(file, framework="pt") as opened:
+            with opened_file(file) as opened:
                 found |= read_records(opened.metadata() or {}, Path(file))
                 names += opened.keys()
     return found, names
+
+
+def opened_file(file: str) -> Any:
+    """Return an open safetensors file, a context that closes it.
+
+    Args:
+        file: its path.
+
+    Raises:
+        CheckpointError: it is no whole safetensors file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"from_pretrained: {file} is no whole safetensors file ({error}); fetch it again"
+        ) from error
 
 
 def _to_disk(model: Any) -> list[Any]:
