@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightRenaming, apply_renamings
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -49,6 +51,7 @@ class HybridQQuantizer(HfQuantizer):
         self._quantized: dict[str, QuantizedTensor] = {}
         self._held: list[Held] = []
         self._hook: RemovableHandle | None = None
+        self._is_part = False
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Raise where a device map asks for what is not there.
@@ -139,6 +142,12 @@ class HybridQQuantizer(HfQuantizer):
         after_convert(model)
         if self.quantization_config.weights == "quantized":
             keep_planes(model, True)
+            own = copy.copy(self)
+            own._is_part = True
+            for part in _parts(model):  # is saved as the whole is
+                keep_planes(part, True)
+                part.hf_quantizer, part.config.quantization_config = own, self.quantization_config
+                part._weight_conversions = model._weight_conversions
             self._hook = model.register_load_state_dict_pre_hook(LoadsPlanes())
         if not self.pre_quantized:
             self._quantize_missing(model)
@@ -201,6 +210,11 @@ class HybridQQuantizer(HfQuantizer):
         return True
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        if self._is_part:
+            raise ValueError(
+                "dequantize: it must be called of the whole model, whose configuration says how "
+                f"weights are held, got a {type(model).__name__} inside of it"
+            )
         if isinstance(dtype, str):  # what save_pretrained makes of config.dtype
             dtype = getattr(torch, dtype)
         made: dict[int, nn.Parameter] = {}
@@ -211,6 +225,9 @@ class HybridQQuantizer(HfQuantizer):
                     made[id(value)] = nn.Parameter(plain, value.requires_grad)
                 _set(model, name, made[id(value)])
         keep_planes(model, False)
+        for part in _parts(model):
+            keep_planes(part, False)
+            self.remove_quantization_config(part)
         if self._hook is not None:
             self._hook.remove()
         return model
@@ -265,6 +282,12 @@ def _read_all(files: Iterable[str]) -> tuple[dict[str, Record], list[str]]:
                 found |= read_records(opened.metadata() or {}, Path(file))
                 names += opened.keys()
     return found, names
+
+
+def _parts(model: nn.Module) -> list[Any]:
+    """Return the models inside of a model whose configuration says how weights are held."""
+    found: list[Any] = [one for one in model.modules() if isinstance(one, PreTrainedModel)]
+    return [one for one in found if one is not model and hasattr(one.config, "quantization_config")]
 
 
 def opened_file(file: str) -> Any:
