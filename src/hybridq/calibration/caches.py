@@ -29,6 +29,8 @@ CACHE_ARGUMENTS: Final = (
 )
 #: What they call the number of their layer.
 _NUMBERS: Final = ("layer_idx", "layer_id")
+#: What configurations call the number of layers; of an encoder's alone in BART's the first is.
+_COUNTS: Final = ("num_hidden_layers", "decoder_layers", "num_decoder_layers")
 #: A component of the name of layers that predict further tokens.
 _MTP: Final = ("mtp", "nextn")
 #: Caches that a cache of encoder and decoder is made of.
@@ -65,19 +67,20 @@ def attentions(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that write keys and values into a cache, by name.
 
     Not those of layers that predict further tokens (MTP, as DeepSeek has it): their number is not
-    below the configuration's `num_hidden_layers`, or their name says so. No server keeps their
+    below the configuration's number of layers, or their name says so. No server keeps their
     cache with the others.
 
     Args:
         model: any module.
     """
-    layers = getattr(getattr(model, "config", None), "num_hidden_layers", None)
+    config = getattr(model, "config", None)
+    said = [one for name in _COUNTS if isinstance(one := getattr(config, name, None), int)]
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         number = _number(module)
         if number is None or cache_argument(module) is None:
             continue
-        if isinstance(layers, int) and number >= layers:
+        if said and number >= max(said):
             continue
         if any(part.startswith(_MTP) for part in name.lower().split(".")):
             continue

@@ -285,3 +285,15 @@ def test_layers_that_predict_further_tokens_are_left_out() -> None:
     model.mtp_layers = nn.ModuleList([other.model.layers[1]])
     names = list(hybridq.calibration.attentions(model))
     assert names == [f"model.layers.{number}.self_attn" for number in range(2)]
+
+
+def test_a_decoder_of_more_layers_than_its_encoder_is_seen_whole() -> None:
+    sizes = {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "d_model": 16, "vocab_size": 32}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = hf_models.transformers.BartConfig(encoder_layers=1, decoder_layers=3, **sizes, **heads)
+    found = hybridq.calibration.attentions(hf_models.transformers.BartModel(config))
+    assert [name for name in found if name.startswith("decoder")] == [
+        f"decoder.layers.{layer}.{one}"
+        for layer in range(3)
+        for one in ("self_attn", "encoder_attn")
+    ]
