@@ -44,7 +44,7 @@ class WatchedProduct(NamedTuple):
         matrix: returns the input in high precision, `[rows, in_features]`; computed when called.
         weights: returns the matrix `[out_features, in_features]` of each group, in high precision,
             or as it decodes where the module holds planes alone.
-        result: `[..., out_features]`.
+        result: `[..., out_features]`, without its graph; its `requires_grad` is the module's own.
         scales: of delayed scaling, of each group, or None.
         offsets: int32 `[groups]`, the row at which each group ends; None: there is one group.
         held: returns the planes of each group's weight where the module holds planes, which are
@@ -162,12 +162,22 @@ def tell(see: Any, product: WatchedProduct) -> None:
         see: what `watcher` returned; not None.
         product: that has run.
     """
+    result = product.result
     with torch.no_grad():
-        wants = see(product)
-    if wants is not None and product.result.requires_grad:
+        wants = see(product._replace(result=_without_graph(result)))
+    if wants is not None and result.requires_grad:
 
         def hook(grad: torch.Tensor) -> None:
             with torch.no_grad():
                 wants(grad.reshape(-1, grad.shape[-1]))
 
-        product.result.register_hook(hook)
+        result.register_hook(hook)
+
+
+def _without_graph(y: torch.Tensor) -> torch.Tensor:
+    """Return the values of y, not copied.
+
+    The graph of y holds the hook, and so what sees the gradient. If that held y itself, both would
+    stay for good: Python's collector does not see through the graph.
+    """
+    return y.detach().requires_grad_() if y.requires_grad else y.detach()
