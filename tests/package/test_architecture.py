@@ -21,6 +21,7 @@ LAYERS = [
     "settings",
     "_version",
     "_torch_private",
+    "_eager",
     "_log",
     "_text",
     "direction",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+from .._eager import running_eagerly
 
 __all__ = ["Data", "evaluating", "run", "unwrapped"]
 
@@ -30,10 +31,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     has_fast_path = torch.backends.mha.get_fastpath_enabled()
     model.eval()
     torch.backends.mha.set_fastpath_enabled(False)
-    is_traced = "torch._dynamo" in sys.modules  # else nothing is compiled
-    eager = torch.compiler.set_stance("force_eager") if is_traced else nullcontext()
     try:
-        with torch.no_grad(), eager:
+        with torch.no_grad(), running_eagerly():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(has_fast_path)

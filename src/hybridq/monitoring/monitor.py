@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from contextlib import ExitStack
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .._eager import running_eagerly
 from .._log import LOGGER, log_once
 from ..direction import DIRECTIONS
 from ..errors import HybridQWarning
@@ -121,8 +121,7 @@ class Monitor:
         self._sampler = Sampler(self._names, self._rows, self._turn, takes)
         self._turn += 1
         self._stack.enter_context(watch_products(self._sampler))
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled
-            self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        self._stack.enter_context(running_eagerly())
 
     def _end(self, sampler: Sampler) -> MonitorRecord:
         self._stack.close()

@@ -18,6 +18,7 @@ from .product_watch import (
     WatchedProduct,
     WatchedTensor,
     tell,
+    unwatched,
     watch_products,
     watcher,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "sum_over",
     "take_rows",
     "tell",
+    "unwatched",
     "watch_products",
     "watcher",
     "with_quantized_gradient",

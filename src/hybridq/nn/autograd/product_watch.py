@@ -1,6 +1,6 @@
-"""What watches products: a function that is shown the matrices of every GEMM of hybridq's modules.
+"""What watches products: functions that are shown the matrices of every GEMM of hybridq's modules.
 
-It stands in the settings of the thread, as a recipe does, and sees what no hook of a module does:
+They stand in the settings of the thread, as a recipe does, and see what no hook of a module does:
 the matrix behind a norm or an activation, the tokens of each expert, the gradient of each product.
 """
 
@@ -26,6 +26,7 @@ __all__ = [
     "WatchedTensor",
     "tell",
     "tensor_watcher",
+    "unwatched",
     "watch_products",
     "watcher",
 ]
@@ -111,6 +112,43 @@ class ProductWatcher(Protocol):
         """
 
 
+class _All:
+    """All that watch, as one.
+
+    Args:
+        watchers: in the order in which they came.
+    """
+
+    def __init__(self, watchers: Sequence[ProductWatcher]) -> None:
+        self._watchers = watchers
+        self.sees_plain = any(one.sees_plain for one in watchers)
+
+    def __call__(self, product: WatchedProduct) -> GradientWatcher | None:
+        seen = [one(product) for one in self._watchers]
+        return _each([one for one in seen if one is not None])
+
+    @property
+    def see_tensor(self) -> Callable[[WatchedTensor], None] | None:
+        seen = [getattr(one, "see_tensor", None) for one in self._watchers]
+        return _each([one for one in seen if one is not None])
+
+
+def _each(functions: list[Callable[[Any], None]]) -> Callable[[Any], None] | None:
+    """Return what calls all of them, or None for none."""
+    if len(functions) < 2:
+        return functions[0] if functions else None
+
+    def call(given: Any) -> None:
+        for function in functions:
+            function(given)
+
+    return call
+
+
+class _Screen:
+    """Stands among the watchers: those before it are shown nothing."""
+
+
 def watcher() -> Any:
     """Return what watches products in this thread; None: nothing does, or code is compiled."""
     return None if torch.compiler.is_compiling() else settings.current().watcher
@@ -127,7 +165,8 @@ def watch_products(see: ProductWatcher) -> Iterator[None]:
     """Show `see` every product of hybridq's modules that runs eagerly in this thread, in the block.
 
     The modules compute what they do otherwise. A gradient is shown when its backward runs, be it
-    after the block. A module that computes in a recomputation is shown again.
+    after the block. A module that computes in a recomputation is shown again. Blocks may overlap
+    and end in any order: each watcher is shown all that runs in its own.
 
     Args:
         see: called after each product.
@@ -147,12 +186,46 @@ def watch_products(see: ProductWatcher) -> Iterator[None]:
         >>> y.sum().backward()
         gradient (3, 4)
     """
+    with _placed(see):
+        yield
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Show nothing that runs in the block to what watches by now.
+
+    A watcher that comes within the block is shown products.
+    """
+    with _placed(_Screen()):
+        yield
+
+
+@contextmanager
+def _placed(one: ProductWatcher | _Screen) -> Iterator[None]:
+    """Have a watcher among the others in the block, which may end before or after theirs."""
     state = settings.current()
-    previous, state.watcher = state.watcher, see
+    _place((*state.watchers, one))
     try:
         yield
     finally:
-        state.watcher = previous
+        others = list(state.watchers)
+        places = [place for place, other in enumerate(others) if other is one]
+        for place in places[-1:]:  # none: another thread ends the block
+            del others[place]
+        _place(tuple(others))
+
+
+def _place(watchers: tuple[Any, ...]) -> None:
+    """Set the watchers of this thread, and what stands for those that are shown products."""
+    shown: list[Any] = []
+    for one in watchers:
+        if isinstance(one, _Screen):
+            shown = []
+        elif not any(one is other for other in shown):
+            shown.append(one)
+    state = settings.current()
+    state.watchers = watchers
+    state.watcher = _All(shown) if shown else None
 
 
 def tell(see: Any, product: WatchedProduct) -> None:

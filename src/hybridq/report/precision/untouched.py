@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..._eager import running_eagerly
+from ...nn.autograd import unwatched
 from ...nn.delayed_scaling import states_of
 
 __all__ = ["untouched"]
@@ -21,6 +22,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
     Gradients are None at first and what they were at the end; buffers, `main_grad`, histories of
     delayed scaling and torch's generators have their values again. What is compiled runs eagerly.
+    Monitors and traces that watch a training are not shown these runs.
 
     Args:
         model: any module.
@@ -32,13 +34,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
     states = [one for module in model.modules() for one in states_of(module).values()]
     restore = [state.restorer() for state in states]
     devices = sorted({one.device.index or 0 for one in model.parameters() if one.is_cuda})
-    stance: AbstractContextManager[Any] = nullcontext()
-    if "torch._dynamo" in sys.modules:  # else nothing is compiled
-        stance = torch.compiler.set_stance("force_eager")
     for parameter, _, _ in gradients:
         parameter.grad = None
     try:
-        with torch.random.fork_rng(devices=devices), stance:
+        with torch.random.fork_rng(devices=devices), running_eagerly(), unwatched():
             yield
     finally:
         with torch.no_grad():
