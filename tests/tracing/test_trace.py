@@ -119,6 +119,65 @@ def test_a_model_in_the_place_of_the_path_is_told() -> None:
         hybridq.trace(nn.Linear(4, 4))  # type: ignore[arg-type]
 
 
+def lines_of(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()[1:-1]]
+
+
+def test_products_of_another_model_are_not_written(tmp_path: Path) -> None:
+    """A teacher with the same names runs in the loop, with a trace of its own or without."""
+    for name in ("alone", "beside"):
+        torch.manual_seed(0)
+        model, teacher = (hybridq.convert(nn.Sequential(nn.Linear(64, 64))) for _ in range(2))
+        x, theirs = torch.randn(32, 64), torch.randn(32, 64)
+        with (
+            hybridq.trace(tmp_path / name, model) as writer,
+            hybridq.trace(tmp_path / "teacher", teacher) as other,
+            hybridq.trace(tmp_path / "all") as every,
+        ):
+            with hybridq.autocast(recipe="mxfp8"):
+                if name == "beside":
+                    teacher(theirs)
+                model(x).sum().backward()
+            for one in (writer, other, every):
+                one.step()
+    assert (tmp_path / "alone").read_bytes() == (tmp_path / "beside").read_bytes()
+    own, taught, both = (lines_of(tmp_path / one) for one in ("beside", "teacher", "all"))
+    assert both == taught + own and {line["module"] for line in both} == {"0"}
+    want = hashlib.sha256(theirs.numpy().tobytes()).hexdigest()
+    assert taught[0]["sha256"] == want and own[0]["sha256"] != want
+    assert not any(line["tensor"] == "grad_output" for line in taught)
+
+
+def test_attention_of_another_model_is_not_written(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    recipe = hybridq.recipes.with_attention(hybridq.recipes.get("mxfp8"))
+    options = {"qkv_format": "bshd", "attn_mask_type": "no_mask", "name": "core"}
+    model, other = (hybridq.nn.DotProductAttention(2, 32, **options) for _ in range(2))
+    x = torch.randn(1, 16, 2, 32)
+    with hybridq.trace(tmp_path / "a", model) as writer, hybridq.autocast(recipe=recipe):
+        other(x, x, x)
+        writer.step()
+        model(x, x, x)
+        writer.step()
+    steps = [line["step"] for line in lines_of(tmp_path / "a") if "step" in line]
+    assert set(steps) == {1}
+
+
+def test_modules_that_come_into_the_model_later_are_written(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    with hybridq.trace(tmp_path / "a", model) as writer:
+        hybridq.convert(model)
+        model.append(hybridq.Linear(64, 64))
+        model(torch.ones(32, 64))
+        writer.step()
+    assert [line["module"] for line in lines_of(tmp_path / "a")] == ["0"] * 3 + ["1"] * 3
+
+
+def test_a_model_that_is_none_is_told(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="trace: model must be a Module or None, got list"):
+        hybridq.trace(tmp_path / "a", [])  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_a_trainer_by_its_rollout(tmp_path: Path, recipe: str) -> None:
     """A server has one plane of each weight and no gradients: forwards are compared alone."""

@@ -40,15 +40,16 @@ class Trace:
 
     Args:
         file: to write to.
-        names: of modules by identity; of others, those that `hybridq.convert` gave.
+        model: whose modules are written; None: all of them, as `hybridq.convert` named them.
         values: whether bytes are kept.
     """
 
     #: Experts that nothing quantizes run as they do.
     sees_plain = False
 
-    def __init__(self, file: Any, names: dict[int, str], values: bool) -> None:
-        self._file, self._names, self._values = file, names, values
+    def __init__(self, file: Any, model: nn.Module | None, values: bool) -> None:
+        self._file, self._model, self._values = file, model, values
+        self._names = _names_of(model)
         self._step = 0
         self._stack = ExitStack()
         self._write(HEADER)
@@ -72,8 +73,9 @@ class Trace:
 
     def __call__(self, product: WatchedProduct) -> Callable[[torch.Tensor], None] | None:
         """Write the forward of a product; return what writes its gradient."""
-        module: Any = product.module
-        own = self._names.get(id(module), module.name)
+        own = self._name(product.module)
+        if own is None:
+            return None
         name = f"{own}.{product.part}" if own and product.part else own or product.part
         x = product.matrix().reshape(-1, product.matrix().shape[-1])
         ends = [len(x)] if product.offsets is None else product.offsets.tolist()
@@ -88,8 +90,9 @@ class Trace:
         """Write an operand of quantized attention."""
         if not seen.is_gradient and graph_task_id() != -1:
             return  # a recomputation
-        module: Any = seen.module
-        name = self._names.get(id(module), module.name)
+        name = self._name(seen.module)
+        if name is None:
+            return
         x = seen.values.reshape(-1, seen.values.shape[-1])
         self._tensor(name, seen.tensor, "values", "data", x)
         spec = seen.quantizer.rowwise
@@ -97,6 +100,15 @@ class Trace:
             return
         for buffer, tensor in rowwise_plane(x.contiguous(), spec).buffers.items():
             self._tensor(name, seen.tensor, ROWWISE, buffer, tensor)
+
+    def _name(self, module: Any) -> str | None:
+        """Return the name of a module; None: it is none of the model's."""
+        if self._model is None:
+            name: str = module.name
+            return name
+        if id(module) not in self._names:  # of another model, or put into this one since
+            self._names = _names_of(self._model)
+        return self._names.get(id(module))
 
     def _groups(
         self, name: str, product: WatchedProduct, slot: str, x: torch.Tensor, ends: list[int]
@@ -144,6 +156,10 @@ class Trace:
             self._file.write(json.dumps(line) + "\n")
 
 
+def _names_of(model: nn.Module | None) -> dict[int, str]:
+    return {} if model is None else {id(one): name for name, one in model.named_modules()}
+
+
 def _of(name: str, group: int, product: WatchedProduct) -> str:
     return name if product.offsets is None else f"{name}.{group}".removeprefix(".")
 
@@ -160,7 +176,8 @@ def trace(
 
     Args:
         path: of the file, which is written anew; its format is said in `hybridq.tracing.trace`.
-        model: whose names modules have; None: those that `hybridq.convert` gave them.
+        model: whose modules are written, by their names in it; None: all modules of hybridq that
+            run, by the names that `hybridq.convert` gave them.
         values: whether the bytes are kept too, so that `compare` names the bit; the file is then
             larger than all tensors together.
 
@@ -169,7 +186,7 @@ def trace(
 
     Raises:
         ValueError: the file cannot be written.
-        TypeError: the path is none.
+        TypeError: the path is none, or the model is no module.
 
     Source: ours.
 
@@ -192,11 +209,13 @@ def trace(
             f"trace: path must be that of a file, got {type(given).__name__}; a trace is "
             "trace(path, model)"
         )
+    given = model
+    if given is not None and not isinstance(given, nn.Module):
+        raise TypeError(f"trace: model must be a Module or None, got {type(given).__name__}")
     try:
         file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
     except OSError as error:
         raise ValueError(
             f"trace: path must be a file that can be written, got {path} ({error.strerror})"
         ) from error
-    names = {} if model is None else {id(one): name for name, one in model.named_modules()}
-    return Trace(file, names, values)
+    return Trace(file, model, values)
