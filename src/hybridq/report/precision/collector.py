@@ -72,7 +72,7 @@ class Collector:
     """A product watcher that measures all it is shown.
 
     Args:
-        model: whose modules' names are told.
+        model: whose modules are measured, by their names.
         wanted: formats and what else.
     """
 
@@ -88,7 +88,12 @@ class Collector:
         self.order = 0
 
     def __call__(self, product: WatchedProduct) -> Callable[[torch.Tensor], None] | None:
-        """Measure the forward of a product; return what measures its gradient."""
+        """Measure the forward of a product; return what measures its gradient.
+
+        What is no module of the model is not measured: a loop may run others, as a teacher's.
+        """
+        if id(product.module) not in self.names:
+            return None
         wants_gradient = self.wanted.backward and product.result.requires_grad
         is_again = graph_task_id() != -1  # a recomputation: the forward has been seen
         if is_again and not wants_gradient:
@@ -109,10 +114,12 @@ class Collector:
 
     def see_tensor(self, seen: WatchedTensor) -> None:
         """Measure an operand of quantized attention."""
+        if id(seen.module) not in self.names:
+            return
         if not self.wanted.backward if seen.is_gradient else graph_task_id() != -1:
             return  # a gradient that is not asked for, or a recomputation
         own = seen.module.name
-        name = _Name(self.names.get(id(seen.module), str(own)), str(own))
+        name = _Name(self.names[id(seen.module)], str(own))
         x = seen.values.reshape(-1, seen.values.shape[-1])
         self.order += 1
         measured: set[str] = set()
@@ -145,7 +152,7 @@ class Collector:
 
     def _name(self, product: WatchedProduct) -> _Name:
         module: Any = product.module
-        own = self.names.get(id(module), module.name)
+        own = self.names[id(module)]
         layer = f"{own}.{product.part}" if own and product.part else own or product.part
         return _Name(layer, module.part_name(product.part) if module.name else "")
 
