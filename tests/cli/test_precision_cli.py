@@ -52,7 +52,7 @@ def test_a_report_of_a_function(file: Path, tmp_path: Path) -> None:
     assert said == json.loads(want.to_json())
     assert "<table id='slots'" in page.read_text()
     shown = RUNNER.invoke(app, ["report", f"{file}:made", *options, "--rows", "3", "--by", "amax"])
-    assert "3 worst of 12 planes, in the run" in shown.output
+    assert "3 worst of 10 planes, in the run" in shown.output
 
 
 def test_advice_is_written_to_a_file(file: Path, tmp_path: Path) -> None:

@@ -105,13 +105,18 @@ class Sampler:
         if own is None or plan is None or plan.is_plain or not x.numel():
             return
         held = product.held_by(group) if slot == "weight" else None
-        texts = zip(DIRECTIONS, (own.row, own.col), strict=True)
+        texts = dict(zip(DIRECTIONS, (own.row, own.col), strict=True))
         # What the module holds is multiplied as it is: nothing is lost.
-        made = [one for one, text in texts if held_plane(held, one, text.spec, x.dtype) is None]
+        made = [
+            one
+            for one in product.directions(slot)
+            if held_plane(held, one, texts[one].spec, x.dtype) is None
+        ]
+        if not made:
+            return
         found = measure_slot(self._band(x), own, slot, made, scales[group % len(scales)])
         for direction, statistics in found.items():
-            text = own.row if direction == DIRECTIONS[0] else own.col
-            if text.is_plain:
+            if texts[direction].is_plain:
                 continue
             key = (layer, slot, direction)
             known = self.planes.get(key)

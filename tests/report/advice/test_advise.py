@@ -118,7 +118,7 @@ def test_the_budget_holds_with_as_little_back_as_it_needs(times: list[float], sw
     def count(advice: Advice) -> int:
         return sum(one.formats != ("bf16", "bf16") for one in advice.products)
 
-    assert count(free) == 9 > count(tight)
+    assert count(free) == 8 > count(tight)  # all but the first layer's dgrad, which is not made
     assert tight.loss is not None and tight.plain_loss is not None
     assert tight.loss <= tight.plain_loss * (1 + 1e-6)
     back = [one.reason for one in tight.products if one.formats == ("bf16", "bf16")]
@@ -140,7 +140,7 @@ def test_the_file_is_the_recipe(times: list[float], tmp_path: Path) -> None:
     assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])
     assert not torch.equal(made[0], model(x))
     read = json.loads(advice.to_json())
-    assert len(read["products"]) == 6 and "fprop" in read["recipe"]
+    assert len(read["products"]) == 5 and "fprop" in read["recipe"]
     assert "<table>" in advice._repr_html_()
 
 

@@ -52,7 +52,8 @@ def test_errors_of_slots_and_products_are_those_of_numpy() -> None:
     torch.manual_seed(1)
     layer = hybridq.convert(nn.Sequential(nn.Linear(96, 64, bias=False)))
     x = torch.randn(48, 96)
-    found = hybridq.report(layer, x, ["mxfp8", "nvfp4"], loss=mean_square)
+    given = x.clone().requires_grad_()  # without, there is no dgrad
+    found = hybridq.report(layer, given, ["mxfp8", "nvfp4"], loss=mean_square)
     w = layer[0].weight.detach()
     y = x @ w.T
     dy = 2 * y / y.numel()
@@ -89,7 +90,7 @@ def test_the_planes_of_the_run_are_its_recipes() -> None:
     """Mixed formats in one run: each layer has its own, and a decoded columnwise source."""
     rules = [("0", hybridq.recipe(fprop="mxfp8", dgrad="nvfp4", wgrad="bf16")), ("1", "bf16")]
     recipe = hybridq.recipes.ByName(rules, default="nvfp4")
-    model, x = mlp(), torch.randn(32, 64)
+    model, x = mlp(), torch.randn(32, 64, requires_grad=True)
     found = hybridq.report(model, x, recipe=recipe, loss=mean_square, gemms=False)
     formats = {
         (row.layer, row.tensor, row.direction): row.format for row in found.rows(in_run=True)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 
 import hybridq
-from hybridq.recipes import get, with_attention
+from hybridq.gemm import CONTRACT
+from hybridq.recipes import ByName, Recipe, get, with_attention
+
+Loop = Callable[[nn.Module], torch.Tensor]
 
 
 def mean_square(y: torch.Tensor) -> torch.Tensor:
@@ -61,3 +66,136 @@ def test_attention_of_a_teacher_is_not_measured() -> None:
 
     found = hybridq.report(student, loop, recipe=with_attention(get("mxfp8")))
     assert {row.layer for row in found.slots} == {"0"}
+
+
+def frozen_layer() -> tuple[nn.Module, Loop]:
+    model, x = mlp(), torch.randn(64, 64)
+    model[1].requires_grad_(False)
+    return model, lambda model: mean_square(model(x))
+
+
+def frozen_all_but_a_bias() -> tuple[nn.Module, Loop]:
+    model, x = mlp(2).requires_grad_(False), torch.randn(64, 64)
+    model[0].bias.requires_grad_()
+    return model, lambda model: mean_square(model(x))
+
+
+def norm_before() -> tuple[nn.Module, Loop]:
+    """A norm's weight needs dgrad, the batch does not; the second weight is frozen."""
+    model = hybridq.convert(nn.Sequential(hybridq.LayerNormMLP(64, 96, bias=False)), least_width=0)
+    model[0].fc2_weight.requires_grad_(False)
+    x = torch.randn(64, 64)
+    return model, lambda model: mean_square(model(x))
+
+
+def frozen_norm() -> tuple[nn.Module, Loop]:
+    model, loop = norm_before()
+    model[0].layer_norm_weight.requires_grad_(False)
+    model[0].layer_norm_bias.requires_grad_(False)
+    return model, loop
+
+
+def frozen_experts() -> tuple[nn.Module, Loop]:
+    """All weights of the first are frozen, of the second one: that has a gradient by the others."""
+    parts = (hybridq.GroupedLinear(3, 64, 64), hybridq.GroupedLinear(3, 64, 64))
+    model = hybridq.convert(nn.Sequential(*parts), least_width=0)
+    model[0].requires_grad_(False)
+    model[1].weight0.requires_grad_(False)
+    x, sizes = torch.randn(96, 64), [32, 32, 32]
+    return model, lambda model: mean_square(model[1](model[0](x, sizes), sizes))
+
+
+def fused_gradients() -> tuple[nn.Module, Loop]:
+    parts = [hybridq.Linear(64, 64, fuse_wgrad_accumulation=True) for _ in range(2)]
+    model = hybridq.convert(nn.Sequential(*parts), least_width=0)
+    for part in parts:
+        part.weight.main_grad = torch.zeros(64, 64)
+    x = torch.randn(64, 64)
+    return model, lambda model: mean_square(model(x))
+
+
+def checkpointed(is_reentrant: bool) -> tuple[nn.Module, Loop]:
+    model, x = mlp(), torch.randn(64, 64)
+    model[1].requires_grad_(False)
+
+    def loop(model: nn.Module) -> torch.Tensor:
+        last = nn.Sequential(model[1], model[2])
+        return mean_square(hybridq.checkpoint(last, model[0](x), use_reentrant=is_reentrant))
+
+    return model, loop
+
+
+KINDS = {
+    "frozen layer": frozen_layer,
+    "bias alone": frozen_all_but_a_bias,
+    "norm before": norm_before,
+    "frozen norm": frozen_norm,
+    "frozen experts": frozen_experts,
+    "main_grad": fused_gradients,
+    "checkpoint": lambda: checkpointed(False),
+    "reentrant checkpoint": lambda: checkpointed(True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_of_a_report_are_those_that_change_gradients(kind: str) -> None:
+    """A product is in the run if and only if its formats change a bit of the loss or a gradient."""
+    torch.manual_seed(0)
+    model, loop = KINDS[kind]()
+    found = hybridq.report(model, loop, ["fp8"], recipe="mxfp8")
+    mxfp8 = dict.fromkeys(("fprop", "dgrad", "wgrad"), "mxfp8")
+
+    def result(rules: list[tuple[str, Recipe]]) -> list[torch.Tensor]:
+        model.zero_grad()
+        with hybridq.autocast(recipe=ByName(rules, hybridq.recipe(**mxfp8))):
+            value = loop(model)
+        value.backward()
+        seen = [value.detach()]
+        for one in model.parameters():
+            if one.grad is not None:
+                seen.append(one.grad.clone())
+            if hasattr(one, "main_grad"):
+                seen.append(one.main_grad.clone())
+                one.main_grad.zero_()
+        return seen
+
+    plain = result([])
+    want = set()
+    for shape in found.shapes:
+        for gemm in mxfp8:
+            other = hybridq.recipe(**{**mxfp8, gemm: "fp8_e5m2"})
+            changed = result([(shape.role, other), (f"{shape.role}.[0-9]*", other)])
+            if not all(map(torch.equal, plain, changed)):
+                want.add((shape.layer, gemm))
+    assert 1 < len(want) < 3 * len(found.shapes)
+    for in_run in (True, False):
+        assert {(one.layer, one.gemm) for one in found.products if one.in_run == in_run} == want
+        planes = {
+            (shape.layer, *side)
+            for shape in found.shapes
+            for gemm in CONTRACT
+            if (shape.layer, gemm.name) in want
+            for side in ((gemm.a, gemm.a_direction), (gemm.b, gemm.b_direction))
+        }
+        assert {(r.layer, r.tensor, r.direction) for r in found.rows(in_run=in_run)} == planes
+    with hybridq.monitor(model, layers=None) as watch:
+        with hybridq.autocast(recipe="mxfp8"):
+            loop(model).backward()
+        record = watch.step()
+    slots = {(*one.place.split("/")[:2], one.direction) for one in record.slots if one.direction}
+    assert slots == planes or kind == "reentrant checkpoint"
+    assert slots >= planes
+
+
+def test_advice_has_the_products_that_the_run_makes() -> None:
+    model, loop = frozen_layer()
+    options = {"candidates": ["mxfp8"], "prefer": "memory", "budget": 1, "device": "b200"}
+    advice = hybridq.advise(model, loop, **options)
+    assert [(one.layer, one.gemm) for one in advice.products] == [
+        *(("0", "fprop"), ("0", "wgrad")),
+        *(("1", "fprop"), ("1", "dgrad")),
+        *(("2", "fprop"), ("2", "dgrad"), ("2", "wgrad")),
+    ]
+    assert "7 of 7 products quantized" in str(advice)
+    # The layers agree in what they make, so one recipe is all.
+    assert advice.recipe == hybridq.recipe(fprop="mxfp8", dgrad="mxfp8", wgrad="mxfp8")

@@ -6,7 +6,7 @@ the matrix behind a norm or an activation, the tokens of each expert, the gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ... import settings
+from ...direction import DIRECTIONS, Direction
 from ...quantizers import Quantizer
 from ...recipes import Plan
 from ...storage import TensorStorage
@@ -24,6 +25,7 @@ __all__ = [
     "ProductWatcher",
     "WatchedProduct",
     "WatchedTensor",
+    "needs_of",
     "tell",
     "tensor_watcher",
     "unwatched",
@@ -50,6 +52,8 @@ class WatchedProduct(NamedTuple):
         offsets: int32 `[groups]`, the row at which each group ends; None: there is one group.
         held: returns the planes of each group's weight where the module holds planes, which are
             multiplied as they are where the plan wants the same; None where it does not.
+        needs: whether a backward makes dgrad, and whether it makes wgrad. In a forward without
+            gradients, as of a checkpoint, what cannot be known there is True.
     """
 
     module: nn.Module
@@ -61,6 +65,21 @@ class WatchedProduct(NamedTuple):
     scales: Sequence[Scales | None]
     offsets: torch.Tensor | None = None
     held: Callable[[], list[TensorStorage | None]] = list
+    needs: tuple[bool, bool] = (True, True)
+
+    def directions(self, slot: str) -> list[Direction]:
+        """Return the directions of the planes that the forward and a backward make of a slot.
+
+        Args:
+            slot: `"input"`, `"weight"` or `"grad_output"`.
+        """
+        dgrad, wgrad = self.needs
+        is_made = {
+            "input": (True, wgrad),
+            "weight": (True, dgrad),
+            "grad_output": (dgrad, wgrad),
+        }[slot]
+        return [one for one, is_one in zip(DIRECTIONS, is_made, strict=True) if is_one]
 
     def held_by(self, group: int) -> TensorStorage | None:
         """Return the planes that the module holds of a group's weight, or None.
@@ -158,6 +177,20 @@ def tensor_watcher() -> Callable[[WatchedTensor], None] | None:
     """Return what is shown operands of quantized attention in this thread, or None."""
     see: Callable[[WatchedTensor], None] | None = getattr(watcher(), "see_tensor", None)
     return see
+
+
+def needs_of(
+    inputs: Iterable[torch.Tensor | None], weights: Iterable[torch.Tensor]
+) -> tuple[bool, bool]:
+    """Return `WatchedProduct.needs` of a product that runs now.
+
+    Args:
+        inputs: what is multiplied is made of; None is no tensor.
+        weights: parameters.
+    """
+    is_known = torch.is_grad_enabled()
+    dgrad = any(one is not None and one.requires_grad for one in inputs) or not is_known
+    return dgrad, any(one.requires_grad for one in weights)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from ..autograd import (
     apply,
     draw_seeds,
     grouped_linear,
+    needs_of,
     take_rows,
     tell,
     watcher,
@@ -252,7 +253,7 @@ class GroupedModule(QuantizedModule):
             )
             groups = [Group(*one) for one in zip(plans, weights, *each, strict=True)]
             y = mixed_linear(x, offsets, groups, layout.features)
-            call = _Call(plans, x, offsets, params, layout, scales)
+            call = _Call(plans, x, offsets, params, own, layout, scales)
             return _shown(self, part, call, y)
         known = scales if plans[0].is_delayed else None
         seeds = None
@@ -265,7 +266,7 @@ class GroupedModule(QuantizedModule):
                 seeds = torch.cat([seeds, drawn[copied]])
         whole = GroupedCall(layout, plans[0], kept, seeds, known, into, rows, activation, arriving)
         y = grouped_linear(x, offsets, params, whole)
-        call = _Call(plans, x, offsets, params, layout, scales, rows, activation)
+        call = _Call(plans, x, offsets, params, own, layout, scales, rows, activation)
         return _shown(self, part, call, y)
 
     def _scales_all(
@@ -340,6 +341,7 @@ class _Call(NamedTuple):
     x: torch.Tensor
     offsets: torch.Tensor
     params: list[torch.Tensor]
+    own: list[torch.Tensor]
     layout: Layout
     scales: tuple[Any, ...]
     rows: TokenRows | None = None
@@ -370,7 +372,7 @@ def _shown(module: GroupedModule, part: str, call: _Call, y: torch.Tensor) -> to
     see = watcher()
     if see is not None:
         given = (call.plans, call.matrix, call.weights, y, call.scales, call.offsets, call.held)
-        tell(see, WatchedProduct(module, part, *given))
+        tell(see, WatchedProduct(module, part, *given, needs_of([call.x], call.own)))
     return y
 
 

@@ -29,6 +29,7 @@ from ..autograd import (
     apply,
     gate_of,
     linear,
+    needs_of,
     plain_linear,
     tell,
     watcher,
@@ -287,8 +288,10 @@ def _tell(
         given: Any = weight
         return [given.tensor_storage if is_quantized(given) else None]
 
+    made_of = (x,) if before is None else (x, before.gamma, before.beta)
+    needs = needs_of(made_of, [own.weight if own.parameter is None else own.parameter])
     given = (own.module, own.name, [plan], matrix, weights, y, [scales])
-    tell(watcher(), WatchedProduct(*given, held=held))
+    tell(watcher(), WatchedProduct(*given, held=held, needs=needs))
 
 
 def _may_encode_again(own: _Part, plan: Plan, fused: PrologueCall | None, cuts: Cuts) -> bool:

@@ -51,7 +51,8 @@ def advise(
 
     One run in BF16 is measured as `hybridq.report` does it, with the formats of each candidate. Of
     each product (fprop, dgrad, wgrad of each layer) the fastest candidate is taken both of whose
-    operands lose no more than `error`, if it is faster than BF16. Then the model runs under the
+    operands lose no more than `error`, if it is faster than BF16. A product that the run does not
+    make has no advice, as dgrad where an input needs no gradient. Then the model runs under the
     choice, and as many products go back to BF16, the most harmful for what they save first, as the
     loss needs, and the loss after a small step. The model stays as it is. BF16 stands for the
     model's own dtype, or that of torch.autocast: what is not quantized.
@@ -86,7 +87,7 @@ def advise(
         >>> batch, loss = torch.randn(8192, 512), lambda y: y.square().mean()
         >>> advice = hybridq.advise(model, batch, device="b200", candidates=["mxfp8"], loss=loss)
         >>> advice.is_planned, [one.gemm for one in advice.products]
-        (True, ['fprop', 'dgrad', 'wgrad'])
+        (True, ['fprop', 'wgrad'])
         >>> with hybridq.autocast(recipe=advice):
         ...     y = model(batch)
     """
@@ -162,15 +163,28 @@ class _Task(NamedTuple):
         ]
 
     def recipe(self, chosen: Chosen) -> Recipe:
-        """Return the recipe of choices."""
-        return recipe_of([(one.role, self.layer(one, chosen)) for one in self.found.shapes])
+        """Return the recipe of choices.
 
-    @staticmethod
-    def layer(shape: ProductShape, chosen: Chosen) -> Recipe:
-        """Return the recipe of one layer."""
-        return layer_recipe(
-            {gemm: one for (layer, gemm), one in chosen.items() if layer == shape.layer}
+        A layer that does not make all products has the recipe of one that makes more and has the
+        same formats in those that both make, if there is one: so there are fewer rules.
+        """
+        own = [_options(one, chosen) for one in self.found.shapes]
+        most = sorted(own, key=len, reverse=True)
+        as_any = [next(one for one in most if _agrees(mine, one)) for mine in own]
+        roles = [one.role for one in self.found.shapes]
+        return recipe_of(
+            [(role, layer_recipe(one)) for role, one in zip(roles, as_any, strict=True)]
         )
+
+
+def _options(shape: ProductShape, chosen: Chosen) -> dict[str, Option]:
+    """Return the choices of one layer, by GEMM."""
+    return {gemm: one for (layer, gemm), one in chosen.items() if layer == shape.layer}
+
+
+def _agrees(own: Mapping[str, Option], other: Mapping[str, Option]) -> bool:
+    """Return whether all products of a layer have the formats that another layer's have."""
+    return all(gemm in other and other[gemm].formats == one.formats for gemm, one in own.items())
 
 
 class _Made(NamedTuple):
@@ -228,7 +242,7 @@ def _advice(task: _Task, options: Sequence[Option], made: _Made, bench: Bench | 
     chosen, notes = dict(made.chosen), []
     slower: dict[str, str] = {}
     for shape in task.found.shapes if bench is not None and task.prefer == "speed" else ():
-        recipe = task.layer(shape, chosen)
+        recipe = layer_recipe(_options(shape, chosen))
         if recipe == get(PLAIN) or bench is None:
             continue
         own, plain = task.all_ranks.largest(bench.whole(shape, recipe))

@@ -111,7 +111,9 @@ def options_of(
     products: Sequence[ProductStatistics],
     limit: float,
 ) -> list[Option]:
-    """Return the ways to compute the three products of a layer, those that lose too much too.
+    """Return the ways to compute the products of a layer, those that lose too much too.
+
+    A product that the run did not make has none, as dgrad where the input needs no gradient.
 
     Args:
         shape: of the layer.
@@ -123,9 +125,12 @@ def options_of(
     added = {
         (one.gemm, one.format): one.relative_error for one in products if one.layer == shape.layer
     }
+    is_seen = {(row.tensor, row.direction) for row in own.values()}
     found = []
     for gemm in CONTRACT:
         sides = ((gemm.a, gemm.a_direction), (gemm.b, gemm.b_direction))
+        if not is_seen.issuperset(sides):
+            continue
         plain = [own.get((*side, PLAIN)) for side in sides]
         nbytes = sum(row.statistics.nbytes for row in plain if row is not None)
         found.append(Option(shape.layer, gemm.name, PLAIN, (PLAIN, PLAIN), nbytes=nbytes))

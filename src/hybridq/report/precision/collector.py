@@ -58,6 +58,7 @@ class _Group(NamedTuple):
     variants: Sequence[_Variant]
     scales: Any
     rows: slice
+    needs: tuple[bool, bool]
 
 
 class _Name(NamedTuple):
@@ -187,7 +188,8 @@ class Collector:
                 by_plan[plan] = self._variants(plan, name, product)
             weight = _weight(product, g, copies)
             held = partial(product.held_by, g)
-            made.append(_Group(x[rows], weight, held, by_plan[plan], scales[g], rows))
+            given = (x[rows], weight, held, by_plan[plan], scales[g], rows, product.needs)
+            made.append(_Group(*given))
         return made
 
     def _variants(self, plan: Plan | None, name: _Name, product: WatchedProduct) -> list[_Variant]:
@@ -211,17 +213,24 @@ class Collector:
         self._gemm(name, group, _FPROP, (group.x, x), (weight, w))
 
     def _backward(self, name: _Name, groups: Sequence[_Group], grad: torch.Tensor) -> None:
+        """Measure the products of a gradient that the run makes: those that are needed."""
         for group in groups:
             if group.rows.stop > grad.shape[0]:
                 continue  # over ranks of tensor parallelism, of whose tokens this is a part
             dy = grad if len(groups) == 1 and len(grad) == len(group.x) else grad[group.rows]
-            rowwise = self._planes(name, group, "grad_output", dy, ROWWISE)
-            columnwise = self._planes(name, group, "grad_output", dy, COLUMNWISE)
-            weight = group.weight()
-            w = self._planes(name, group, "weight", weight, COLUMNWISE)
-            self._gemm(name, group, _DGRAD, (dy, rowwise), (weight.t(), w))
-            x = self._planes(name, group, "input", group.x, COLUMNWISE)
-            self._gemm(name, group, _WGRAD, (dy.t(), columnwise), (group.x.t(), x))
+            dgrad, wgrad = group.needs
+            if dgrad:
+                weight = group.weight()
+                rowwise = self._planes(name, group, "grad_output", dy, ROWWISE)
+                w = self._planes(name, group, "weight", weight, COLUMNWISE)
+                self._gemm(name, group, _DGRAD, (dy, rowwise), (weight.t(), w))
+            if wgrad:
+                columnwise = self._planes(name, group, "grad_output", dy, COLUMNWISE)
+                x = self._planes(name, group, "input", group.x, COLUMNWISE)
+                self._gemm(name, group, _WGRAD, (dy.t(), columnwise), (group.x.t(), x))
+            if not (dgrad or wgrad):  # a bias alone is trained
+                self.order += 1
+                self._look_for_bad(name, "grad_output", dy, ROWWISE, (1, 1))
 
     def _planes(
         self, name: _Name, group: _Group, slot: str, x: torch.Tensor, direction: Direction
