@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from ...formats import PlaneSpec
 from ...quantizers import IdentityQuantizer, Quantizer
 from ...recipes import CustomRecipe, QuantizerRole, Recipe, get
+from ...recipes.choices import CHOICES, with_choices_of
 from ...recipes.gemm_words import word
+from ...recipes.recipe import _set
 from .rows import SlotRow
 from .running import Run
 from .untouched import untouched
@@ -29,8 +32,50 @@ _ATTENTION: Final = {
 _STEP: Final = 1e-2
 
 
+@dataclass(frozen=True, repr=False)
+class _Switched(Recipe):
+    """A recipe that is `base` but for one slot of one module; choices are those of `base`.
+
+    Args:
+        base: any; a module follows what `base.for_name` gives.
+        role: name of the module.
+        slot: as recipes are asked.
+        quantizer_of: makes the slot's quantizer.
+    """
+
+    base: Recipe
+    role: str
+    slot: str
+    quantizer_of: Callable[[QuantizerRole], Quantizer]
+
+    def __post_init__(self) -> None:
+        chosen = CustomRecipe(self.quantizer_of).key
+        self._seal(f"_Switched({self.base.key!r}, {self.role!r}, {self.slot!r}, {chosen!r})", True)
+        _set(self, precision=self.base.precision)  # of GEMMs outside modules
+        _set(self, quantizes_attention=self.base.quantizes_attention)
+
+    def for_name(self, name: str) -> Recipe:
+        """Return the base's recipe of a module, or one with its choices and the other slot."""
+        own = self.base.for_name(name)
+        head, _, last = name.rpartition(".")
+        if name != self.role and not (head == self.role and last.isdecimal()):
+            return own
+
+        def factory(asked: QuantizerRole) -> Quantizer:
+            if asked.tensor_type == self.slot:
+                return self.quantizer_of(asked)
+            return own.quantizer(asked)
+
+        factory.fp8_dpa = own.quantizes_attention  # type: ignore[attr-defined]
+        return CustomRecipe(factory, **{one: getattr(own, one) for one in CHOICES})
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        """Return the quantizer that the recipe of the role's module makes."""
+        return self.for_name(role.name).quantizer(role)
+
+
 def switched(base: Recipe, role: str, tensor: str, quantizer: Callable[..., Quantizer]) -> Recipe:
-    """Return a recipe that is `base` but for one slot of one module.
+    """Return a recipe that is `base` but for one slot of one module, its choices included.
 
     Args:
         base: any.
@@ -38,22 +83,7 @@ def switched(base: Recipe, role: str, tensor: str, quantizer: Callable[..., Quan
         tensor: the slot, as a report names it; queries, keys and values are one.
         quantizer: makes the slot's quantizer of its role.
     """
-
-    slot = _ATTENTION.get(tensor, tensor)
-
-    def factory(asked: QuantizerRole) -> Quantizer:
-        head, _, last = asked.name.rpartition(".")
-        is_it = asked.name == role or (head == role and last.isdecimal())
-        if is_it and asked.tensor_type == slot:
-            return quantizer(asked)
-        return base.quantizer(asked)
-
-    factory.fp8_dpa = base.quantizes_attention  # type: ignore[attr-defined]
-    choices: dict[str, Any] = {
-        name: getattr(base, name)
-        for name in ("precision", "backward_override", "columnwise_source")
-    }
-    return CustomRecipe(factory, **choices)
+    return _Switched(base, role, _ATTENTION.get(tensor, tensor), quantizer)
 
 
 def loss_changes(
@@ -113,15 +143,23 @@ def loss_changes(
 
 
 def _quantizer_of(one: PlaneSpec | Recipe) -> Callable[[QuantizerRole], Quantizer]:
-    if isinstance(one, Recipe):
-        return one.quantizer
-    return lambda _: Quantizer(one, one)
+    if not isinstance(one, Recipe):
+        return lambda _: Quantizer(one, one)
+
+    def chosen(asked: QuantizerRole) -> Quantizer:
+        own = one.for_name(asked.name)
+        choices = (own.backward_override, own.columnwise_source)
+        return with_choices_of({asked.tensor_type: own.quantizer(asked)}, *choices)[
+            asked.tensor_type
+        ]
+
+    return chosen
 
 
 def _is_of(label: str, one: PlaneSpec | Recipe, role: str, tensor: str) -> bool:
     if isinstance(one, PlaneSpec):
         return word(one) == label
-    made = one.quantizer(QuantizerRole("linear", tensor, role))
+    made = _quantizer_of(one)(QuantizerRole("linear", tensor, role))
     return label in [word(spec) for spec in (made.rowwise, made.columnwise) if spec is not None]
 
 
