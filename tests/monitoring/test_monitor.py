@@ -231,6 +231,19 @@ def test_what_cannot_be_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         hybridq.monitor([])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="amax_jump must be more than 1"):
         Alarms(amax_jump=0.5)
+    with pytest.raises(TypeError, match="underflow must be a number or None, got 'a'"):
+        Alarms(underflow="a")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="start must be an integer of at least 0, got -1"):
+        hybridq.monitor(model, start=-1)
+    for options, text in (
+        ({"alarms": {"underflow": 0.1}}, "alarms must be a hybridq.monitoring.Alarms or None"),
+        ({"alarms": Alarms}, "alarms must be a hybridq.monitoring.Alarms or None"),
+        ({"group": 5}, "group must be a process group, got int"),
+        ({"optimizer": 3}, "optimizer must be a torch.optim.Optimizer, got int"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            hybridq.monitor(model, to=tmp_path / "b.jsonl", **options)  # type: ignore[arg-type]
+    assert not (tmp_path / "b.jsonl").exists()
     watch = hybridq.monitor(model)
     watch.close()
     watch.close()
@@ -250,6 +263,36 @@ def test_an_optimizer_counts_steps_until_the_end() -> None:
     optimizer.step()
     assert watch.steps == 3 and [one.step for one in seen] == [0, 2]
     assert not optimizer._optimizer_step_post_hooks
+
+
+def test_a_writer_that_raises_costs_no_step() -> None:
+    model, seen = net(), []
+
+    def full(record: MonitorRecord) -> None:
+        seen.append(record.step)
+        if record.step == 1:
+            raise OSError("no space left")
+
+    watch = hybridq.monitor(model, every=1, to=full)
+    with pytest.raises(OSError, match="no space left"):
+        train(model, "mxfp8", 4, watch)
+    train(model, "mxfp8", 2, watch)
+    watch.close()
+    assert seen == [0, 1, 2, 3] and watch.steps == 4 and settings.current().watcher is None
+
+
+def test_a_run_that_goes_on_has_the_numbers_of_its_steps(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    for path, lengths in ((whole, [8]), (parts, [3, 5])):
+        done = 0
+        for steps in lengths:
+            model = net()
+            with hybridq.monitor(model, 2, path, start=done) as watch:
+                train(model, "mxfp8", steps, watch)
+            done += steps
+            assert watch.steps == done
+    steps = [[json.loads(line)["step"] for line in path.open()] for path in (whole, parts)]
+    assert steps == [[0, 2, 4, 6], [0, 2, 4, 6]]
 
 
 @pytest.mark.slow  # compiles

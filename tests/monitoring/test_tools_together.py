@@ -53,7 +53,8 @@ class Turn:
 
     def forward(self) -> torch.Tensor:
         with hybridq.autocast(recipe="mxfp8"):
-            return square(self.model(torch.randn(32, 64, generator=self.data)))
+            x = torch.randn(32, 64, generator=self.data).requires_grad_()
+            return square(self.model(x))
 
     def step(self) -> None:
         self.forward().backward()

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from ..errors import check_bools
+
 __all__ = ["Alarm", "Alarms", "Watch"]
 
 
@@ -25,6 +27,7 @@ class Alarms:
 
     Raises:
         ValueError: a threshold is out of its range.
+        TypeError: one is no number.
 
     Example:
         >>> import hybridq
@@ -39,6 +42,11 @@ class Alarms:
     not_finite: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("underflow", "saturation", "amax_jump", "dead_after"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float | None):
+                raise TypeError(f"Alarms: {name} must be a number or None, got {value!r}")
+        check_bools("Alarms", not_finite=self.not_finite)
         for name in ("underflow", "saturation"):
             value = getattr(self, name)
             if value is not None and not 0.0 <= value <= 1.0:

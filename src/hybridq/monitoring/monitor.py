@@ -37,6 +37,7 @@ class Monitor:
         limits: of alarms.
         size: rows of a matrix, and layers, that are quantized again; None: all layers.
         group: whose ranks are added up, or None.
+        start: number of the first step.
     """
 
     def __init__(
@@ -47,12 +48,13 @@ class Monitor:
         limits: Alarms,
         size: tuple[int, int | None],
         group: Any,
+        start: int = 0,
     ) -> None:
         self._names, self._every, self._sinks, self._group = names, every, sinks, group
         self._watch = Watch(limits)
         self._rows, self._layers = size
-        self._steps = 0
-        self._turn = 0
+        self._start = self._steps = start
+        self._turn = -(-start // every)  # samples before it
         self._known = 0
         self._sampler: Sampler | None = None
         self._stack = ExitStack()
@@ -64,7 +66,7 @@ class Monitor:
 
     @property
     def steps(self) -> int:
-        """How many steps were counted."""
+        """Number of the step that runs now: `start`, and one more for each that was counted."""
         return self._steps
 
     def step(self) -> MonitorRecord | None:
@@ -78,17 +80,19 @@ class Monitor:
         """
         if self._is_closed:
             raise RuntimeError("monitor: step() needs an open monitor, got a closed one")
-        record = None if self._sampler is None else self._end(self._sampler)
-        self._steps += 1
-        self._begin()
-        return record
+        try:
+            return None if self._sampler is None else self._end(self._sampler)
+        finally:  # what a writer raises costs no step
+            self._steps += 1
+            if not self._is_closed:  # a writer may close it
+                self._begin()
 
     def close(self) -> None:
         """End the monitor: files are closed, hooks are gone. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
-        if not self._steps:
+        if self._steps == self._start:
             warnings.warn(
                 "monitor: no step was counted, so nothing was recorded; give optimizer=, or call "
                 "step() on the monitor after each of the optimizer's steps",
@@ -163,6 +167,20 @@ def _slots(sample: Sample) -> tuple[SlotSample, ...]:
     return tuple(found)
 
 
+def _check_kinds(alarms: object, optimizer: object, group: object) -> None:
+    """Raise TypeError for what could only fail in a step of the training."""
+    if alarms is not None and not isinstance(alarms, Alarms):
+        raise TypeError(
+            f"monitor: alarms must be a hybridq.monitoring.Alarms or None, got {alarms!r}"
+        )
+    if optimizer is not None and not hasattr(optimizer, "register_step_post_hook"):
+        raise TypeError(
+            f"monitor: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise TypeError(f"monitor: group must be a process group, got {type(group).__name__}")
+
+
 def monitor(
     model: nn.Module,
     every: int = 50,
@@ -173,6 +191,7 @@ def monitor(
     rows: int = 128,
     layers: int | None = 4,
     group: Any = None,
+    start: int = 0,
 ) -> Monitor:
     """Return a monitor that samples every so many steps of a training.
 
@@ -187,7 +206,7 @@ def monitor(
 
     Args:
         model: with modules of hybridq, under a recipe.
-        every: of how many steps one is sampled; the first one is.
+        every: of how many steps one is sampled: those whose number it divides.
         to: where records go: a path (a file of JSON lines, which grows), `"tensorboard"` or
             `"tensorboard:FOLDER"`, `"wandb"` (the run of `wandb.init`), a SummaryWriter, a run of
             W&B, a function that is given each `MonitorRecord`, or a list of these; None: nowhere.
@@ -199,13 +218,14 @@ def monitor(
         layers: how many layers are quantized again in a sampled step; None: all of them.
         group: a process group whose ranks are added up, by one collective in each sampled step;
             None: each rank sees its own.
+        start: number of the first step: that at which a run goes on, so that files and curves do.
 
     Returns:
         The monitor, a context manager; `close()` ends it, and leaves the model as it was.
 
     Raises:
         ValueError: a number is out of its range, or a file cannot be written.
-        TypeError: the model is no module, or `to` is of another kind.
+        TypeError: the model is no module, or another argument of another kind.
         ImportError: TensorBoard or W&B is asked for and missing.
         RuntimeError: `"wandb"` without a run.
 
@@ -232,10 +252,13 @@ def monitor(
     for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"monitor: {name} must be an integer of at least 1, got {value!r}")
+    if not isinstance(start, int) or isinstance(start, bool) or start < 0:
+        raise ValueError(f"monitor: start must be an integer of at least 0, got {start!r}")
+    _check_kinds(alarms, optimizer, group)
     is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank(group) == 0
     sinks = sinks_of(to) if is_first else []
     size = (rows, layers)
-    made = Monitor(names_of(model), every, sinks, alarms or Alarms(), size, group)
+    made = Monitor(names_of(model), every, sinks, alarms or Alarms(), size, group, start)
     if optimizer is not None:
         made._hook = optimizer.register_step_post_hook(lambda *_: _count(made))
     return made

@@ -133,6 +133,25 @@ def test_the_model_stays_as_it_is() -> None:
         assert torch.equal(history[name], value)
 
 
+class Counter(nn.Linear):
+    """Puts another tensor in its buffer's place in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 64)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        return super().forward(x)
+
+
+def test_buffers_that_a_forward_replaces_are_what_they_were() -> None:
+    model = nn.Sequential(mlp(), Counter())
+    before = model[1].calls
+    hybridq.report(model, torch.randn(32, 64), recipe="mxfp8", loss=mean_square, switch=True)
+    assert model[1].calls is before and before.item() == 0.0
+
+
 def outliers(model: nn.Sequential, x: torch.Tensor) -> None:
     """Some channels of one projection's input are larger than the rest by six orders."""
     far = torch.zeros(64)

@@ -87,6 +87,18 @@ def test_saturation_is_what_lies_beyond_the_largest_code() -> None:
     assert found.underflow_share == 0.0
 
 
+def test_what_a_rounding_of_its_scale_misses_was_not_cut() -> None:
+    """Values that are all the amax; and codes behind an NVFP4 scale of zero, which are lost."""
+    for value in (1.0, 3.3, 0.1):
+        x = torch.where(torch.rand(64, 64) < 0.5, -value, value)
+        for fmt in ("nvfp4", "fp8", "fp8_1x128", "mxfp8"):
+            found = measure_plane(x, hybridq.quantize(x, fmt).rowwise)
+            assert found.saturation_share == 0.0, (fmt, value)
+    x[0, 0] = 1e8
+    found = measure_plane(x, hybridq.quantize(x, "nvfp4").rowwise)
+    assert found.underflow_share == (64 * 64 - 1) / 64**2 and found.saturation_share == 0.0
+
+
 def test_sums_of_parts_are_those_of_the_whole() -> None:
     x = spoiled(64, 64)
     plan = bind(get("mxfp8")).grad_output

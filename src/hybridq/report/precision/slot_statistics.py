@@ -281,6 +281,11 @@ def measure_plane(x: torch.Tensor, plane: Plane) -> SlotStatistics:
     )
 
 
+#: What a value is larger by than its largest code, if it was cut: by more than FP32 rounds the
+#: product of code and scale. A code behind a scale of zero is an underflow, whatever it is.
+_CUT: Final = 1.0 + 2.0**-20
+
+
 def _sums(
     want: torch.Tensor, got: torch.Tensor, limit: Any, top: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -294,7 +299,7 @@ def _sums(
     nonzero = both & (want != 0)
     saturated = torch.zeros_like(both)
     if top is not None:
-        saturated = both & top & (magnitude > got.abs())
+        saturated = both & top & (got != 0) & (magnitude > got.abs().to(torch.float64) * _CUT)
     sums = (
         *(noise.sum(), signal.sum()),
         *(noise[~beyond].sum(), signal[~beyond].sum()),

@@ -31,6 +31,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
         (one, one.grad, _copy(getattr(one, "main_grad", None))) for one in model.parameters()
     ]
     buffers = [(one, one.detach().clone()) for one in model.buffers()]
+    # A forward may write into a buffer, or put another tensor in its place.
+    held = [(one, dict(one._buffers)) for one in model.modules()]
     states = [one for module in model.modules() for one in states_of(module).values()]
     restore = [state.restorer() for state in states]
     devices = sorted({one.device.index or 0 for one in model.parameters() if one.is_cuda})
@@ -45,6 +47,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 parameter.grad = gradient
                 if main is not None:
                     parameter.main_grad.copy_(main)  # type: ignore[attr-defined]
+            for module, own in held:
+                module._buffers.clear()
+                module._buffers.update(own)
             for buffer, value in buffers:
                 buffer.copy_(value)
             for back in restore:
