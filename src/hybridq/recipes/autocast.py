@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from .. import settings
-from .._torch_private import graph_task_id
+from .._torch_private import graph_task_id, leave_frame_alone
 from .builtin import MXFP8BlockScaling
 from .choices import GemmPrecision, check_choice
 from .named import get, source
@@ -127,6 +127,9 @@ class autocast:
         recipe = self._source.current
         return recipe if self._precision is None else _forced(recipe.key, *self._precision)
 
+    # Where a graph breaks inside of the block, dynamo would make a graph of this frame, and torch
+    # does not replay what a graph writes into a thread's own settings: the block had no recipe.
+    @leave_frame_alone
     def __enter__(self) -> autocast:
         state = settings.current()
         previous = (state.recipe, state.recipe_task, state.is_first_microbatch)
@@ -143,6 +146,7 @@ class autocast:
         self._previous.append((*previous, is_watched))
         return self
 
+    @leave_frame_alone
     def __exit__(
         self,
         kind: type[BaseException] | None,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .. import nn, recipes, settings
+from .._torch_private import leave_frame_alone
 from ..recipes import (
     QuantizerRole,
     is_bf16_available,
@@ -141,6 +142,7 @@ class autocast(recipes.autocast):
             source = source.attending(source.with_group(amax_reduction_group))
         super().__init__(enabled, source, calibrating=calibrating)
 
+    @leave_frame_alone  # as hybridq.autocast
     def __enter__(self) -> autocast:
         super().__enter__()
         if not torch.compiler.is_compiling():
@@ -149,6 +151,7 @@ class autocast(recipes.autocast):
                 remember_recipe(settings.current().recipe.key, self.te_recipe)  # type: ignore[attr-defined]
         return self
 
+    @leave_frame_alone
     def __exit__(self, *error: Any) -> None:
         if not torch.compiler.is_compiling():
             _opened.recipes.pop()

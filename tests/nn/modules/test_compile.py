@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from compilers import BACKENDS, BOTH_BACKENDS
-from hybridq import recipes
+from hybridq import recipes, te
 from hybridq.nn import Linear, convert
 from hybridq.quantizers import MXFP8Quantizer, NVFP4Quantizer
 from hybridq.recipes import CustomRecipe, NVFP4BlockScaling, autocast, get
@@ -50,6 +52,42 @@ def _model():
 
 def _data(rows):
     return torch.randn(rows, 40), torch.randn(rows, 24)
+
+
+class Inside(nn.Module):
+    """A model that runs its own part under a recipe, and breaks the graph there."""
+
+    def __init__(self, model: nn.Sequential, region) -> None:
+        super().__init__()
+        self.model, self.region = model, region
+
+    def forward(self, x):
+        first, *others = self.model
+        with self.region():
+            h = first(x)
+            torch._dynamo.graph_break()
+            for one in others:
+                h = one(h)
+        return h
+
+
+@pytest.mark.parametrize("kind", ["hybridq", "te", "decorated"])
+def test_a_graph_that_breaks_inside_of_the_region_keeps_its_recipe(kind):
+    model = _model()
+    regions = {
+        "hybridq": lambda: autocast(recipe="mxfp8"),
+        "te": lambda: te.autocast(recipe=te.common.recipe.MXFP8BlockScaling()),
+    }
+    if kind == "decorated":
+        module = Inside(model, contextlib.nullcontext)
+        module.forward = autocast(recipe="mxfp8")(module.forward)
+    else:
+        module = Inside(model, regions[kind])
+    x, dy = _data(12)
+    expected = run(model, x, dy, recipe="mxfp8")
+    compiled = torch.compile(module, backend="aot_eager")
+    for _ in range(2):
+        assert equal(run(compiled, x, dy, enabled=False), expected)
 
 
 @pytest.mark.more
