@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -42,3 +43,32 @@ def test_rules_keep_their_choices_where_another_module_is_switched() -> None:
     (change,) = {row.loss_change for row in rows}
     want = after(base) - after(other)
     assert abs(change - want) < 0.05 * abs(want)
+
+
+def test_layers_that_a_recipe_cannot_tell_apart_are_refused() -> None:
+    """Parts that were converted apart have names in common; converted as a whole they have none."""
+    part = lambda: hybridq.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))  # noqa: E731
+    model, x = nn.ModuleDict({"enc": part(), "dec": part()}), torch.randn(32, 64)
+
+    def loop(run: nn.ModuleDict) -> torch.Tensor:
+        return run["dec"](run["enc"](x)).square().mean()
+
+    for call in (
+        lambda: hybridq.report(model, loop, recipe="mxfp8", switch=True),
+        lambda: hybridq.advise(model, loop, device="b200", candidates=["mxfp8"]),
+    ):
+        with pytest.raises(ValueError, match=r"'0' of both 'dec\.0' and 'enc\.0', .* of the whole"):
+            call()
+    assert hybridq.report(model, loop, recipe="mxfp8").slots  # which asks nobody by a name
+    hybridq.convert(model)
+    found = hybridq.report(model, loop, recipe="mxfp8", switch=True)
+    assert {row.layer for row in found.slots} == {"enc.0", "enc.1", "dec.0", "dec.1"}
+    advice = hybridq.advise(model, loop, device="b200", candidates=["mxfp8"], prefer="memory")
+    again = hybridq.report(model, loop, recipe=advice)
+    assert again.recipe == repr(advice.recipe)
+
+
+def test_a_run_without_rows_says_so() -> None:
+    model = hybridq.convert(nn.Sequential(nn.Linear(64, 64)))
+    with pytest.raises(ValueError, match="its input had no rows"):
+        hybridq.report(model, torch.empty(0, 64), recipe="mxfp8", loss=lambda y: y.sum())

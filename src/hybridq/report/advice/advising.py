@@ -20,7 +20,7 @@ from ..precision.collector import Wanted
 from ..precision.model_report import measured
 from ..precision.over_ranks import Found, Together, together
 from ..precision.running import Run
-from ..precision.switching import loss_changes, losses
+from ..precision.switching import check_roles, loss_changes, losses
 from .advice import Advice, Advised, layer_recipe, recipe_of
 from .options import PLAIN, Option, candidates_of, options_of
 from .search import Chosen, chosen_first, fitted
@@ -118,6 +118,7 @@ def advise(
             f"advise: modules must have names, by which a recipe is asked, got none of "
             f"{unnamed[0] or 'the model itself'!r}; hybridq.convert(model) names them"
         )
+    check_roles("advise", [(one.layer, one.role, "") for one in found.shapes])
     where = next(one.device for one in model.parameters())
     task = _Task(run, found, known, budget, prefer, all_ranks)
     bench = None if chip is not None else Bench(where, _dtype(model))

@@ -14,7 +14,9 @@ from ...calibration.batches import unwrapped
 from ...formats import PlaneSpec
 from ...nn import QuantizedModule
 from ...nn.autograd import watch_products
-from ...recipes import Recipe, get
+from ...recipes import Recipe
+from ...recipes.named import source
+from ...recipes.recipe import RecipeSource
 from .collector import Collector, Wanted
 from .over_ranks import Found, together
 from .precision_report import PrecisionReport
@@ -31,7 +33,7 @@ def report(
     batch_or_loop: Any,
     formats: Iterable[str | Recipe] = (),
     *,
-    recipe: Recipe | str | None = None,
+    recipe: RecipeSource | str | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     backward: bool = True,
     gemms: bool = True,
@@ -92,7 +94,7 @@ def report(
         raise TypeError(f"report: model must be an nn.Module, got {type(given).__name__}")
     model = unwrapped(model)
     chosen = in_force(model, recipe)
-    explicit = None if recipe is None else get(recipe)
+    explicit = None if recipe is None else source(recipe).current
     if switch and any(_is_served(one) for one in model.modules()):
         raise ValueError(
             "report: switch=True needs modules without a recipe of their own, got a model of "
@@ -137,7 +139,7 @@ def parsed(formats: Iterable[str | Recipe]) -> dict[str, PlaneSpec | Recipe]:
     return found
 
 
-def in_force(model: nn.Module, recipe: Recipe | str | None) -> Recipe | None:
+def in_force(model: nn.Module, recipe: RecipeSource | str | None) -> Recipe | None:
     """Return the recipe that a model would compute under; None: nothing is quantized.
 
     Args:
@@ -145,7 +147,7 @@ def in_force(model: nn.Module, recipe: Recipe | str | None) -> Recipe | None:
         recipe: that was asked for, or None.
     """
     if recipe is not None:
-        return get(recipe)
+        return source(recipe).current
     current = settings.current().recipe
     if isinstance(current, Recipe):
         return current
@@ -172,6 +174,11 @@ def measured(run: Run, recipe: Recipe | None, wanted: Wanted) -> Found:
     with untouched(run.model), watch_products(collector):
         loss = run(recipe)
     if not collector.slots:
+        if any(isinstance(one, QuantizedModule) for one in run.model.modules()):
+            raise ValueError(
+                f"{run.owner}: the run must multiply something by modules of hybridq, got none: "
+                "no such module ran, or its input had no rows"
+            )
         raise ValueError(
             f"{run.owner}: the model must have modules of hybridq that multiply, got none in this "
             "run; hybridq.convert(model) makes them"

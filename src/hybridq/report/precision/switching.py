@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -86,6 +86,27 @@ def switched(base: Recipe, role: str, tensor: str, quantizer: Callable[..., Quan
     return _Switched(base, role, _ATTENTION.get(tensor, tensor), quantizer)
 
 
+def check_roles(where: str, layers: Iterable[tuple[str, str, str]]) -> None:
+    """Raise where a recipe cannot tell two layers apart: it asks them by one name.
+
+    Args:
+        where: who asks, for the error.
+        layers: the layer, its name as roles have it, and a tensor of it.
+
+    Raises:
+        ValueError: two layers have one name.
+    """
+    known: dict[str, str] = {}
+    for layer, role, _ in sorted(layers):
+        other = known.setdefault(role, layer)
+        if role and other != layer:
+            raise ValueError(
+                f"{where} needs layers with names of their own, by which a recipe is asked, got "
+                f"{role!r} of both {other!r} and {layer!r}, which were converted apart; "
+                "hybridq.convert(model) of the whole names them"
+            )
+
+
 def loss_changes(
     run: Run,
     recipe: Recipe | None,
@@ -112,6 +133,7 @@ def loss_changes(
     """
     base = get("bf16") if recipe is None else recipe
     own = {(row.layer, row.role, row.tensor) for row in rows if row.in_run and not row.is_plain}
+    check_roles("report: switch=True", own)
     before, after = losses(run, base)
     found: dict[tuple[str, str, str, bool], float] = {}
 
