@@ -13,6 +13,7 @@ from torch import nn
 import hybridq
 from hybridq.gemm import CONTRACT
 from hybridq.recipes import ByName, Recipe, get, with_attention
+from hybridq.report import BadValue
 
 Loop = Callable[[nn.Module], torch.Tensor]
 
@@ -199,3 +200,39 @@ def test_advice_has_the_products_that_the_run_makes() -> None:
     assert "7 of 7 products quantized" in str(advice)
     # The layers agree in what they make, so one recipe is all.
     assert advice.recipe == hybridq.recipe(fprop="mxfp8", dgrad="mxfp8", wgrad="mxfp8")
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_a_bad_value_of_an_expert_is_found_where_it_is(recipe: str) -> None:
+    model = nn.Sequential(hybridq.GroupedLinear(8, 32, 32, name="experts"))
+    x, sizes = torch.randn(64, 32), [8] * 8
+
+    def bad(x: torch.Tensor) -> BadValue | None:
+        run = lambda m: m[0](x, sizes).square().mean()  # noqa: E731
+        return hybridq.report(model, run, recipe=recipe).first_bad
+
+    y = x.clone()
+    y[45, 2] = math.nan
+    found = bad(y)
+    assert (found.tensor, found.group, found.position) == ("input", 5, (45, 2))
+    assert "input of expert 5, rowwise" in str(found) and "(row 45, column 2)" in str(found)
+    with torch.no_grad():
+        model[0].weight5[3, 7] = math.nan
+    found = bad(x)
+    assert (found.tensor, found.group, found.position) == ("weight", 5, (3, 7))
+
+
+def test_a_bad_bias_is_none_of_the_products() -> None:
+    model = hybridq.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    with torch.no_grad():
+        model[1].bias[9] = math.nan
+    found = hybridq.report(
+        model, torch.randn(32, 64), recipe="mxfp8", loss=lambda y: y.square().mean()
+    ).first_bad
+    assert (found.layer, found.tensor, found.position, found.is_made) == (
+        "1",
+        "bias",
+        (0, 9),
+        False,
+    )
+    assert str(found).endswith("there already")

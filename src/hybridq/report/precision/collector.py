@@ -59,6 +59,7 @@ class _Group(NamedTuple):
     scales: Any
     rows: slice
     needs: tuple[bool, bool]
+    number: int | None
 
 
 class _Name(NamedTuple):
@@ -87,6 +88,8 @@ class Collector:
         self.shapes: dict[str, ProductShape] = {}
         self.first_bad: BadValue | None = None
         self.order = 0
+        #: Of what is measured now: the group, and its first row.
+        self._group: tuple[int | None, int] = (None, 0)
 
     def __call__(self, product: WatchedProduct) -> Callable[[torch.Tensor], None] | None:
         """Measure the forward of a product; return what measures its gradient.
@@ -108,7 +111,7 @@ class Collector:
             self._shape(product, name, x)
             for group in groups:
                 self._forward(name, group)
-            self._result(name, product.result.detach())
+            self._result(name, product)
         if not wants_gradient:
             return None
         return lambda grad: self._backward(name, groups, grad.detach())
@@ -123,6 +126,7 @@ class Collector:
         name = _Name(self.names[id(seen.module)], str(own))
         x = seen.values.reshape(-1, seen.values.shape[-1])
         self.order += 1
+        self._group = (None, 0)
         measured: set[str] = set()
         for quantizer, in_run in self._quantizers(seen):
             spec = _PLAIN_SPEC if quantizer is None else quantizer
@@ -189,7 +193,7 @@ class Collector:
             weight = _weight(product, g, copies)
             held = partial(product.held_by, g)
             given = (x[rows], weight, held, by_plan[plan], scales[g], rows, product.needs)
-            made.append(_Group(*given))
+            made.append(_Group(*given, None if product.offsets is None else g))
         return made
 
     def _variants(self, plan: Plan | None, name: _Name, product: WatchedProduct) -> list[_Variant]:
@@ -230,6 +234,7 @@ class Collector:
                 self._gemm(name, group, _WGRAD, (dy.t(), columnwise), (group.x.t(), x))
             if not (dgrad or wgrad):  # a bias alone is trained
                 self.order += 1
+                self._group = (group.number, group.rows.start)
                 self._look_for_bad(name, "grad_output", dy, ROWWISE, (1, 1))
 
     def _planes(
@@ -237,6 +242,7 @@ class Collector:
     ) -> list[Plane | None]:
         """Return the plane of each variant, measured; None: it is the tensor as it is."""
         self.order += 1
+        self._group = (group.number, group.rows.start)
         own: SlotPlan = getattr(group.variants[0].plan, slot)
         text = (own.row if direction == ROWWISE else own.col).spec
         self._look_for_bad(name, slot, x, direction, _block(PlaneSpec.parse(text), x))
@@ -325,13 +331,21 @@ class Collector:
             at = first_position(bad)
             self._note(name, tensor, plane.direction, at, values, block, True)
 
-    def _result(self, name: _Name, y: torch.Tensor) -> None:
+    def _result(self, name: _Name, product: WatchedProduct) -> None:
+        if self.first_bad is not None:
+            return
+        self._group = (None, 0)
+        y = product.result.detach()
+        flat = y.reshape(-1, y.shape[-1])
+        bad = ~flat.isfinite()
+        if not bool(bad.any()):
+            return
+        for own, one in product.module.named_parameters(recurse=False):
+            if "bias" in own and type(one.data) is torch.Tensor:  # added after the product
+                row = one.detach().reshape(1, -1)
+                self._look_for_bad(name, own, row, ROWWISE, (1, 1))
         if self.first_bad is None:
-            bad = ~y.reshape(-1, y.shape[-1]).isfinite()
-            if bool(bad.any()):
-                at = first_position(bad)
-                flat = y.reshape(-1, y.shape[-1])
-                self._note(name, "output", ROWWISE, at, flat, (1, 1), True)
+            self._note(name, "output", ROWWISE, first_position(bad), flat, (1, 1), True)
 
     def _note(
         self,
@@ -346,8 +360,11 @@ class Collector:
         own = at if direction == ROWWISE else at[::-1]
         place = (own[0] // block[0], own[1] // block[1])
         value = str(float(values[at]))
+        number, first = self._group
+        if tensor != "weight":  # of all groups' rows
+            at = (at[0] + first, at[1])
         given = (name.layer, tensor, direction, place, at, value, is_made, self.order)
-        self.first_bad = BadValue(*given)
+        self.first_bad = BadValue(*given, group=number)
 
 
 def _block(spec: PlaneSpec, x: torch.Tensor) -> tuple[int, int]:

@@ -185,14 +185,16 @@ class BadValue:
 
     Args:
         layer: as in `SlotRow`.
-        tensor: as in `SlotRow`, or `"output"` of the forward's GEMM.
+        tensor: as in `SlotRow`, `"output"` of the forward's GEMM, or the name of a bias.
         direction: of the plane that first has it; of a value that arrives so, rowwise.
-        block: (row, column) of the block in that plane's own matrix, of which it is the first.
-        position: (row, column) of the value in the logical matrix.
+        block: (row, column) of the block in that plane's own matrix, of which it is the first; of
+            groups of tokens, in that of its group.
+        position: (row, column) of the value in the logical matrix; of all groups' tokens.
         value: as text.
         is_made: the value was finite, and quantizing made it so, or multiplying.
         order: among all tensors of the run.
         rank: that has it; 0 without ranks.
+        group: number of the expert that has it; None: there are none.
     """
 
     layer: str
@@ -204,6 +206,7 @@ class BadValue:
     is_made: bool
     order: int
     rank: int = 0
+    group: int | None = None
 
     def __str__(self) -> str:
         made = "made by quantizing" if self.is_made else "there already"
@@ -211,7 +214,8 @@ class BadValue:
             made = "made by the forward's GEMM"
         where = f"row {self.position[0]}, column {self.position[1]}"
         return (
-            f"first {self.value}: {self.layer or '(model)'}, {self.tensor}, {self.direction}, "
+            f"first {self.value}: {self.layer or '(model)'}, {self.tensor}"
+            f"{'' if self.group is None else f' of expert {self.group}'}, {self.direction}, "
             f"block {self.block[0]}, {self.block[1]} ({where}); {made}"
         )
 
