@@ -256,6 +256,7 @@ class _GroupedLinear(StatedFunction):
             saved.append(seeds)
         anchor = anchor_on(x.device)
         ctx.save_for_backward(*saved, *(() if anchor is None else (anchor,)))
+        ctx.has_anchor = anchor is not None
         ctx.plan, ctx.layout, ctx.needs, ctx.into = own, layout, needs, into
         ctx.counts, ctx.late = (len(x_col), len(w.cols)), w.late
         # No rows are left of weights that were prepared with tokens: they died with the product.
@@ -273,16 +274,14 @@ class _GroupedLinear(StatedFunction):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]:
         offsets, through, *saved = ctx.saved_tensors
-        if torch.compiler.is_compiling():
+        # Compiled autograd compiles the backward of an eager forward, too, which left an anchor.
+        anchor = saved.pop() if ctx.has_anchor else None
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             grads = _backward(ctx, offsets, saved, dy, through)
         else:
-            anchor = saved.pop()
-            if not torch.is_grad_enabled():
+            with torch.no_grad():  # create_graph=True
                 grads = _backward(ctx, offsets, saved, dy, through)
-            else:
-                with torch.no_grad():  # create_graph=True
-                    grads = _backward(ctx, offsets, saved, dy, through)
-                grads = without_derivative("GroupedLinear", (dy, anchor), grads)
+            grads = without_derivative("GroupedLinear", (dy, anchor), grads)
         return (grads[0], *[None] * 13, *grads[1:])
 
 

@@ -279,6 +279,7 @@ class _Linear(StatedFunction):
             saved.append(seed)
         anchor = anchor_on(x.device)
         ctx.save_for_backward(*saved, *(() if anchor is None else (anchor,)))
+        ctx.has_anchor = anchor is not None
         ctx.plan, ctx.needs, ctx.prologue = plan, needs, call.prologue
         ctx.counts = (len(x_saved), len(w_saved), len(known))
         ctx.features = (w.shape[1], w.shape[0])
@@ -295,10 +296,9 @@ class _Linear(StatedFunction):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]:
         saved = list(ctx.saved_tensors)
-        if torch.compiler.is_compiling():
-            return (*_backward(ctx, saved, dy), None, None, None)
-        anchor = saved.pop()
-        if not torch.is_grad_enabled():
+        # Compiled autograd compiles the backward of an eager forward, too, which left an anchor.
+        anchor = saved.pop() if ctx.has_anchor else None
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return (*_backward(ctx, saved, dy), None, None, None)
         with torch.no_grad():  # create_graph=True
             grads = _backward(ctx, saved, dy)
