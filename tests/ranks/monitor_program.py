@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
@@ -45,13 +44,14 @@ def fsdp2() -> None:
     mine, none = steps(sharded, x.chunk(world)[rank], dist.group.WORLD)
     whole, _ = steps(plain, x, None)
     assert mine is not None and whole is not None and none is None and mine.ranks == world
-    assert [one.place for one in mine.slots] == [one.place for one in whole.slots]
-    for one, other in zip(mine.slots, whole.slots, strict=True):
+    # Weights are gathered as planes, which are multiplied as they are: no plane is made of them.
+    made = [one for one in whole.slots if one.tensor != "weight" or one.direction is None]
+    assert [one.place for one in mine.slots] == [one.place for one in made]
+    for one, other in zip(mine.slots, made, strict=True):
         if one.tensor == "grad_output":  # of a mean over half as many values
             continue
-        if one.tensor == "weight":  # gathered as planes, of which no more is lost
+        if one.tensor == "weight":  # as it decodes
             assert one.amax == pytest.approx(other.amax, rel=2**-4), one.place
-            assert one.snr_db in (None, math.inf), one.place
             continue
         assert one.amax == other.amax, one.place
         assert (one.underflow, one.saturation) == (other.underflow, other.saturation), one.place
