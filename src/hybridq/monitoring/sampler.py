@@ -106,12 +106,14 @@ class Sampler:
             return
         held = product.held_by(group) if slot == "weight" else None
         texts = dict(zip(DIRECTIONS, (own.row, own.col), strict=True))
-        # What the module holds is multiplied as it is: nothing is lost.
-        made = [
-            one
-            for one in product.directions(slot)
-            if held_plane(held, one, texts[one].spec, x.dtype) is None
-        ]
+        # What the module holds is multiplied as it is: nothing is lost. Where it holds one plane, the
+        # other comes from the same values (FSDP2 gathers it for the backward), if not from this one.
+        is_held = {
+            one: held_plane(held, one, text.spec, x.dtype) is not None
+            for one, text in texts.items()
+        }
+        are_all = any(is_held.values()) and own.col_source == "original"
+        made = [one for one in product.directions(slot) if not (are_all or is_held[one])]
         if not made:
             return
         found = measure_slot(self._band(x), own, slot, made, scales[group % len(scales)])
