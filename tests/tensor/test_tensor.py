@@ -331,6 +331,23 @@ def test_copy_takes_a_number_and_refuses_what_is_not_strided() -> None:
     assert torch.equal(t.dequantize(), before)
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_products_with_sparse_matrices_take_the_values(layout) -> None:
+    t, bias = hybridq.quantize(torch.randn(32, 64), "mxfp8"), torch.randn(64)
+    values, dense = t.dequantize(), torch.randn(8, 32).relu()
+    sparse = dense.to_sparse(layout=layout)
+    for product in (
+        lambda b: sparse @ b,
+        lambda b: torch.mm(sparse, b),
+        lambda b: torch.sparse.mm(sparse, b),
+        lambda b: torch.addmm(bias, sparse, b),
+    ):
+        torch.testing.assert_close(product(t), product(values), rtol=0, atol=0)
+    torch.testing.assert_close(sparse @ t, dense @ values)
+    torch.testing.assert_close(torch.mm(t.t(), sparse.t()), values.t() @ dense.t())
+
+
 def test_a_product_of_wrong_dimensions_is_torchs_own_error() -> None:
     t = hybridq.quantize(torch.randn(64), "mxfp8")
     with pytest.raises(RuntimeError):

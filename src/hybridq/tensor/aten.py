@@ -258,6 +258,8 @@ def _addmm(func: Any, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 
         return NotImplemented
     if a.dim() != 2 or b.dim() != 2 or a.dtype != b.dtype or a.shape[1] != b.shape[0]:
         return NotImplemented  # torch's own error
+    if not a.layout == b.layout == torch.strided:
+        return NotImplemented  # a sparse matrix is no plane
     left, right = _operand(a, False), _operand(b, True)
     if left is None or right is None:
         return NotImplemented
