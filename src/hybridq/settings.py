@@ -62,6 +62,7 @@ class Settings(threading.local):
         recipe_task: the autograd graph task in which `recipe` was set, -1 outside a backward.
         delayed_recipe: the last recipe in force of those that keep a history, or None; modules
             that only ever ran compiled update by it.
+        is_delayed_last: no outermost `hybridq.autocast` with a recipe without histories came since.
         delayed_keys: keys of the recipes that are known to keep one.
         model_init: what `hybridq.quantized_model_init` set, or None where parameters keep high
             precision.
@@ -79,6 +80,7 @@ class Settings(threading.local):
         self.recipe: object | None = None
         self.recipe_task: int = -1
         self.delayed_recipe: object | None = None
+        self.is_delayed_last = False
         self.delayed_keys: set[str] = set()
         self.scaling_epoch: int = -1
         self.model_init: object | None = None

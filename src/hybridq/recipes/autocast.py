@@ -141,8 +141,11 @@ class autocast:
                 is_watched = WATCH.begin()
             install()
             state.recipe_task = graph_task_id()
-            if isinstance(state.recipe, Recipe) and state.recipe.key in state.delayed_keys:
-                state.delayed_recipe = state.recipe
+            if isinstance(state.recipe, Recipe):
+                if state.recipe.key in state.delayed_keys:
+                    state.delayed_recipe, state.is_delayed_last = state.recipe, True
+                elif previous[0] is None:
+                    state.is_delayed_last = False  # until `bind` finds that it keeps a history
         self._previous.append((*previous, is_watched))
         return self
 

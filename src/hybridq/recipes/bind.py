@@ -213,7 +213,8 @@ def bind(recipe: Recipe, name: str = "", module_type: str = LINEAR) -> Plan:
     if is_delayed:
         state = settings.current()
         state.delayed_keys.add(whole.key)
-        state.delayed_recipe = whole
+        if isinstance(state.recipe, Recipe) and state.recipe.key == whole.key:
+            state.delayed_recipe, state.is_delayed_last = whole, True
     return Plan(
         input=slots[0],
         weight=slots[1],
@@ -268,7 +269,11 @@ def plan_by_key(key: str, name: str, module_type: str = LINEAR, inputs: str = ""
     guards: another recipe or another name is another graph.
     """
     WATCH.close(is_traced=True)
-    plan = bind(recipe_by_key(key), name, module_type)
+    recipe = recipe_by_key(key)
+    plan = bind(recipe, name, module_type)
+    if plan.is_delayed:  # an autocast that is traced sets nothing
+        state = settings.current()
+        state.delayed_recipe, state.is_delayed_last = recipe, True
     return forward_plan(plan, inputs) if inputs else plan
 
 

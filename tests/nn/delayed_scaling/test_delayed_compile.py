@@ -163,6 +163,38 @@ def test_factories_that_read_names() -> None:
     assert equal(train(two, compiled, CustomRecipe(factory))[0], want)
 
 
+@pytest.mark.thinned(1, few=1)
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_another_recipe_is_the_last_before_a_step(inside) -> None:
+    """What ran compiled says so, also where a graph was there before the module."""
+    other = hybridq.Linear(32, 32)
+
+    def steps(module, compiles):
+        def call(x):
+            with hybridq.autocast(recipe="fp8_delayed"):
+                return module(x)
+
+        if compiles and inside:
+            call = torch.compile(call, fullgraph=True, backend="aot_eager")
+        elif compiles:
+            module.compile(fullgraph=True, backend="aot_eager")
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.02)
+        for step in range(3):
+            call(torch.ones(4, 32) * (1 + step)).square().sum().backward()
+            with hybridq.autocast(recipe="mxfp8"):
+                other(torch.ones(4, 32))
+            optimizer.step()
+            optimizer.zero_grad()
+        return _states(module)
+
+    want = steps(model(), False)
+    assert want["0.scaling.input.e4m3.scale"].item() == pytest.approx(448 / 3)
+    for _ in range(2):
+        got = steps(model(), True)
+        assert sorted(got) == sorted(want)
+        assert all(torch.equal(got[key], want[key]) for key in want)
+
+
 def test_evaluation_and_the_end_of_training() -> None:
     one, two = model(), model()
     train(one, one, "fp8_delayed")

@@ -60,6 +60,13 @@ assert local != want, local
 assert not calls and local[2 - rank] == {}, local
 hybridq.update_scaling()  # nothing was recorded
 assert train(model(), DelayedScaling(amax_reduction_group=dist.group.WORLD), [rank]) == want
+# Models that never ran under a recipe with histories reduce nothing, however many steps they make.
+calls.clear()
+hybridq.recipes.bind(DelayedScaling())  # asked, and not in force
+for recipe in ("mxfp8", "bf16"):
+    train(model(), recipe, [rank], steps=2 + rank)
+assert not calls, calls
+assert train(model(), DelayedScaling(), [rank]) == want and len(calls) == 4, calls
 dist.destroy_process_group()
 """
 

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Final, NamedTuple
 
 import torch
 
-from ...errors import warn_once
-from ...formats import PlaneSpec
+from ...errors import SpecError, warn_once
+from ...formats import PlaneSpec, element
 from ...quantizers import DelayedScalingRequest
 from ...recipes import Plan
 
-__all__ = ["NUM_FORWARD", "PLACES", "Notes", "Place", "Scales", "places_of", "reduces_by_default"]
+__all__ = [
+    "NUM_FORWARD",
+    "PLACES",
+    "UNKNOWN",
+    "Notes",
+    "Place",
+    "Scales",
+    "places_of",
+    "reduces_by_default",
+    "tensor_problems",
+]
 
 #: The places, in order: the forward's four, then the backward's two.
 PLACES: Final = (
@@ -25,6 +36,8 @@ PLACES: Final = (
 )
 #: How many of them are the forward's.
 NUM_FORWARD: Final = 4
+#: Stands for the element of a scale of which it is not known.
+UNKNOWN: Final = "unknown"
 #: Backwards without an update, of which nobody accumulates as many.
 _SUSPICIOUS: Final = 1000
 
@@ -121,3 +134,30 @@ class Scales(NamedTuple):
     backward_stats: torch.Tensor
     backward_amaxes: torch.Tensor | None
     notes: Notes | None
+
+
+def tensor_problems(key: str, element_name: str, kind: str, tensor: object) -> list[str]:
+    """Return what is wrong with one tensor of a history, one line each.
+
+    Args:
+        key: its name.
+        element_name: the element in it.
+        kind: "history" or "scale".
+        tensor: anything.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta or not tensor.is_floating_point():
+        return [f"{key!r} must be a tensor of floating point values"]
+    if element_name != UNKNOWN:
+        try:
+            element(element_name)
+        except SpecError:
+            return [f"{key!r} must name an element, got {element_name!r}"]
+    if kind == "history":
+        if tensor.dim() != 1 or not tensor.numel():
+            return [f"{key!r} must be [length], got shape {list(tensor.shape)}"]
+        # An infinite amax or a NaN may stand in it: what was recorded did.
+        return [f"{key!r} must hold no negative numbers"] if bool((tensor < 0.0).any()) else []
+    if tensor.numel() != 1:
+        return [f"{key!r} must be [1], got shape {list(tensor.shape)}"]
+    scale = float(tensor.float())
+    return [] if 0.0 < scale < math.inf else [f"{key!r} must be positive and finite, got {scale}"]

@@ -14,7 +14,6 @@ leave them alone.
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -24,21 +23,18 @@ import torch
 
 from ... import settings
 from ..._torch_private import graph_task_id
-from ...errors import SpecError, warn_once
-from ...formats import element
+from ...errors import warn_once
 from ...kernels.choice import given_scale
 from ...kernels.inputs import begins_at, can_bypass_dispatcher, is_plain
 from ...recipes import Plan
 from .owner import Owner
-from .places import NUM_FORWARD, PLACES, Notes, Scales, places_of
+from .places import NUM_FORWARD, PLACES, UNKNOWN, Notes, Scales, places_of, tensor_problems
 
 __all__ = ["ScalingState", "live_states", "states_of", "take_scales"]
 
 #: Updates that may come between a forward and the backward that computes it again.
 _MOST_PAST: Final = 8
 
-#: Stands for the element of a scale of which it is not known.
-_UNKNOWN: Final = "unknown"
 #: Of all modules of the process. A plain dict: what one thread does to it, no other sees half done.
 _states: dict[int, weakref.ref[ScalingState]] = {}
 _serials = itertools.count()
@@ -90,6 +86,8 @@ class ScalingState:
         owner: whom it belongs to.
     """
 
+    _has_recorded = False  # of tensors that others have taken the place of
+
     def __init__(self, device: torch.device, module_type: str) -> None:
         self.module_type = module_type
         self.plan: Plan | None = None
@@ -140,6 +138,13 @@ class ScalingState:
         self._silent = Scales(f, None, b, None, self._notes)
 
     @property
+    def has_recorded(self) -> bool:
+        """Whether a call ever recorded something: an eager one a plan, a compiled one an amax."""
+        if self._has_recorded or (self.plan is not None and self.plan.is_delayed):
+            return True
+        return self.forward_amaxes._version + self.backward_amaxes._version > 0
+
+    @property
     def device(self) -> torch.device:
         """Where its tensors are."""
         return self.forward_stats.device
@@ -157,6 +162,7 @@ class ScalingState:
             self.elements = [""] * len(PLACES)
             self._fill(device)
             return
+        self._has_recorded = self.has_recorded
         for name in ("forward_stats", "backward_stats", "forward_amaxes", "backward_amaxes"):
             setattr(self, name, getattr(self, name).to(device))
         self._past = ()
@@ -174,7 +180,7 @@ class ScalingState:
 
         def restore() -> None:
             for number, value in zip(numbers, values, strict=True):
-                number.copy_(value)
+                number.data.copy_(value)
             for name, one in plain.items():
                 setattr(self, name, one)
             self.elements, self.histories = list(elements), _copies(histories)
@@ -388,7 +394,7 @@ class ScalingState:
                 continue
             own = amax.new_zeros(1) if history is None else history.clone()
             own[0] = amax[0] if known[index][0] else 0.0
-            key = f"{PLACES[index]}.{self.elements[index] or _UNKNOWN}"
+            key = f"{PLACES[index]}.{self.elements[index] or UNKNOWN}"
             made[f"{key}.history"], made[f"{key}.scale"] = own, -stat
         return made
 
@@ -431,7 +437,7 @@ class ScalingState:
                 if place in places:
                     wrong.append(f"{place!r} must have one element, got {name!r} too")
                 places.add(place)
-            wrong += _problems(key, name, kind, tensors[key])
+            wrong += tensor_problems(key, name, kind, tensors[key])
         return wrong
 
     def _take(
@@ -443,7 +449,7 @@ class ScalingState:
         amax.copy_(torch.where(own[:1] == 0.0, -1.0, own[:1]))
         own[0] = 0.0
         self.histories[index] = own
-        self.elements[index] = "" if element_name == _UNKNOWN else element_name
+        self.elements[index] = "" if element_name == UNKNOWN else element_name
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -451,6 +457,7 @@ class ScalingState:
         for name in (*given, "_notes", "_past", "serial", "owner"):
             state.pop(name)
         state["assumed"] = None  # keys number factories within one process
+        state["_has_recorded"] = self.has_recorded
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -458,26 +465,6 @@ class ScalingState:
         self._notes, self._past = Notes(), ()
         self._cache()
         self._register()
-
-
-def _problems(key: str, element_name: str, kind: str, tensor: object) -> list[str]:
-    """Return what is wrong with one tensor of a history."""
-    if not isinstance(tensor, torch.Tensor) or tensor.is_meta or not tensor.is_floating_point():
-        return [f"{key!r} must be a tensor of floating point values"]
-    if element_name != _UNKNOWN:
-        try:
-            element(element_name)
-        except SpecError:
-            return [f"{key!r} must name an element, got {element_name!r}"]
-    if kind == "history":
-        if tensor.dim() != 1 or not tensor.numel():
-            return [f"{key!r} must be [length], got shape {list(tensor.shape)}"]
-        # An infinite amax or a NaN may stand in it: what was recorded did.
-        return [f"{key!r} must hold no negative numbers"] if bool((tensor < 0.0).any()) else []
-    if tensor.numel() != 1:
-        return [f"{key!r} must be [1], got shape {list(tensor.shape)}"]
-    scale = float(tensor.float())
-    return [] if 0.0 < scale < math.inf else [f"{key!r} must be positive and finite, got {scale}"]
 
 
 def take_scales(state: ScalingState, training: bool) -> Scales:

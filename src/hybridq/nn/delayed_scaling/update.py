@@ -233,10 +233,22 @@ class _Batch(NamedTuple):
     groups: dict[str, torch.Tensor]
 
 
-def _plan_of(state: ScalingState) -> Plan | None:
-    """Return the plan to update a state by: its own, or where it ran compiled the recipe's."""
-    recipe = settings.current().delayed_recipe
-    if state.has_run or not isinstance(recipe, Recipe):
+def _assumed(states: Sequence[ScalingState]) -> Recipe | None:
+    """Return the recipe of those of `states` that say none: of compiled code, or of other ranks.
+
+    None where neither the recipe of this moment nor any of the states has to do with histories.
+    """
+    now = settings.current()
+    recipe = now.delayed_recipe
+    if not isinstance(recipe, Recipe):
+        return None
+    is_likely = now.is_delayed_last or any(state.has_recorded for state in states)
+    return recipe if is_likely else None
+
+
+def _plan_of(state: ScalingState, recipe: Recipe | None) -> Plan | None:
+    """Return the plan to update a state by: its own, or what `recipe` gives if it says none."""
+    if state.has_run or recipe is None:
         return state.plan
     if state.assumed is None or state.assumed[0] != recipe.key:
         state.assumed = (recipe.key, bind(recipe, state.name, state.module_type))
@@ -306,8 +318,9 @@ def _update(states: Sequence[ScalingState]) -> None:
     """Update the places of all these states that recorded something."""
     _report()
     by_device: dict[torch.device, list[tuple[ScalingState, Plan]]] = {}
+    recipe = _assumed(states)
     for state in states:
-        plan = _plan_of(state)
+        plan = _plan_of(state, recipe)
         if plan is not None and plan.is_delayed and state.device.type != "meta":
             by_device.setdefault(state.device, []).append((state, plan))
             if state.owner.has_holder:
