@@ -52,6 +52,7 @@ __all__ = [
     "part_of",
     "preserve_versions",
     "process_group",
+    "refuse_memory",
     "register_event",
     "ring_attention",
     "sharded_of",
@@ -159,6 +160,8 @@ def split_backward() -> tuple[Any, Any]:
     return inputs, _taken(f"{where}.stage_backward_weight", use)
 
 
+#: Let a tensor's memory, which a wrapper lacks, raise where C++ asks for its address.
+refuse_memory: Final[Any] = getattr(torch._C, "_set_throw_on_mutable_data_ptr", lambda tensor: None)
 #: The handle of the current stream of a GPU, by the GPU's number, without the object that
 #: `torch.cuda.current_stream` makes. None where torch was built without CUDA or has moved it.
 cuda_stream: Final[Any] = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -167,7 +170,6 @@ part_of: Final[Any] = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", to
 
 
 # ---- operators
-
 #: A context without fake tensors, and without all else that watches operators.
 without_modes: Final = _taken(
     "torch.utils._python_dispatch._disable_current_modes", "ask a user's Python for sizes"
@@ -181,7 +183,6 @@ after_autograd: Final = _taken("torch._C._after_autograd_keyset", "pass autograd
 neg_view: Final = _taken("torch._neg_view", "copy into a negated view")
 
 # ---- gathers, recomputation
-
 #: -1 outside of a backward; every gather asks for it, and every recomputation.
 graph_task_id: Final = _taken("torch._C._current_graph_task_id", "tell that a backward runs")
 #: `torch.get_float32_matmul_precision` without its checks; every gather asks for it.

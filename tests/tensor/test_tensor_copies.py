@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -114,6 +115,30 @@ def test_is_pinned_says_no_without_an_accelerator_and_pin_memory_pins(weight) ->
 def test_the_storage_of_the_wrapper_is_not_readable(weight) -> None:
     with pytest.raises(RuntimeError):
         weight.untyped_storage().data_ptr()
+
+
+def test_dlpack_gives_the_decoded_values(weight) -> None:
+    t, want = weight.detach(), weight.dequantize().detach()
+    made = torch.from_dlpack(t)
+    assert type(made) is torch.Tensor and torch.equal(made, want)
+    assert torch.equal(torch.utils.dlpack.from_dlpack(t), want)
+    assert (np.from_dlpack(t) == want.numpy()).all()
+    assert t.__dlpack_device__() == want.__dlpack_device__()
+    part, cut = t[:, 2:9], want[:, 2:9]
+    assert torch.equal(torch.from_dlpack(part), cut)
+    assert (np.from_dlpack(part) == cut.numpy()).all()
+    for one in (t, part):
+        with pytest.raises(BufferError, match="copy"):
+            torch.from_dlpack(one, copy=False)
+    with pytest.raises(BufferError, match="require gradient"):
+        torch.from_dlpack(weight)
+
+
+def test_what_reads_memory_itself_is_refused(weight) -> None:
+    for one in (weight.detach(), weight.detach()[:, 2:9]):
+        with pytest.raises(RuntimeError, match="data pointer"):
+            torch.utils.dlpack.to_dlpack(one)
+    assert not hasattr(weight, "__cuda_array_interface__")
 
 
 def test_meta_device(weight) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .._torch_private import no_torch_function, tree_flatten, tree_map
+from .._torch_private import no_torch_function, refuse_memory, tree_flatten, tree_map
 from ..kernels.inputs import begins_at
 from .table import is_quantized
 
@@ -47,6 +47,7 @@ class DecodedPart(torch.Tensor):
             dtype=values.dtype,
             device=values.device,
         )
+        refuse_memory(made)
         made.decoded = values
         return made
 
@@ -67,6 +68,23 @@ class DecodedPart(torch.Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         """Return the values as a NumPy array of its own memory."""
         return self.clone().numpy(force=force)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Return the values as a DLPack capsule of its own memory.
+
+        Args:
+            options: as of `torch.Tensor.__dlpack__`.
+
+        Raises:
+            BufferError: `copy` is False.
+        """
+        if options.get("copy") is False:
+            raise BufferError("__dlpack__: a part of a quantized tensor is given as a copy")
+        return self.clone().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        """Return DLPack's name of the device that the copy is on."""
+        return torch.empty(0, device=self.device).__dlpack_device__()
 
     def tolist(self) -> Any:
         """Return the values as nested lists."""

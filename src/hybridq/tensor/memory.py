@@ -107,6 +107,31 @@ class Memory:
         """Return the values as a NumPy array, as `dequantize().numpy()`."""
         return self.dequantize().numpy(force=force)
 
+    def __dlpack__(self: Any, **options: Any) -> Any:
+        """Return the values as a DLPack capsule, as `dequantize().__dlpack__()`.
+
+        Args:
+            options: as of `torch.Tensor.__dlpack__`.
+
+        Raises:
+            BufferError: `copy` is False, or the tensor requires grad.
+        """
+        if options.get("copy") is False:
+            raise BufferError("__dlpack__: a quantized tensor's values are decoded, into a copy")
+        return self.dequantize().__dlpack__(**options)
+
+    def __dlpack_device__(self: Any) -> Any:
+        """Return DLPack's name of the device that the decoded values are on."""
+        return torch.empty(0, device=self.device).__dlpack_device__()
+
+    @property
+    def __cuda_array_interface__(self) -> NoReturn:
+        """Raise AttributeError: the values are nowhere in memory. Readers then ask for DLPack."""
+        raise AttributeError(
+            "__cuda_array_interface__: a quantized tensor has planes and no memory of its values; "
+            "take tensor.dequantize()"
+        )
+
     def tolist(self: Any) -> Any:
         """Return the values as nested lists, as `dequantize().tolist()`."""
         return self.dequantize().tolist()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .._torch_private import leave_frame_alone, no_torch_function
+from .._torch_private import leave_frame_alone, no_torch_function, refuse_memory
 from ..direction import DIRECTIONS
 from ..errors import PlaneError
 from ..formats import BUFFER_NAMES
@@ -136,6 +136,7 @@ class QuantizedTensor(MadeByClass, Unprepared, Memory, torch.Tensor):
             device=storage.first.buffers["data"].device,
             requires_grad=requires_grad,
         )
+        refuse_memory(tensor)
         tensor.tensor_storage = storage
         tensor.quantizer = quantizer
         return tensor
