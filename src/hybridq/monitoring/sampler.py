@@ -106,8 +106,8 @@ class Sampler:
             return
         held = product.held_by(group) if slot == "weight" else None
         texts = dict(zip(DIRECTIONS, (own.row, own.col), strict=True))
-        # What the module holds is multiplied as it is: nothing is lost. Where it holds one plane, the
-        # other comes from the same values (FSDP2 gathers it for the backward), if not from this one.
+        # What the module holds is multiplied as it is: nothing is lost. Where it holds one plane,
+        # the other comes from the same values (FSDP2 gathers it for the backward).
         is_held = {
             one: held_plane(held, one, text.spec, x.dtype) is not None
             for one, text in texts.items()
