@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .recipes import Recipe
+from .recipes.recipe import RecipeSource
 from .report import KINDS as _KINDS
 from .report import Advice as _Advice
 from .report import Advised as _Advised
@@ -58,7 +59,7 @@ class report(_PrecisionReport):
         batch_or_loop: Any,
         formats: Iterable[str | Recipe] = (),
         *,
-        recipe: Recipe | str | None = None,
+        recipe: RecipeSource | str | None = None,
         loss: Callable[[Any], torch.Tensor] | None = None,
         backward: bool = True,
         gemms: bool = True,

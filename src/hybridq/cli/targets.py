@@ -80,7 +80,7 @@ def load_target(target: str, text: Path | None, tokens: int | None, device: str)
 def _check_device(device: str) -> None:
     """Raise ValueError unless there is a device of this name here."""
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, dtype=torch.uint8, device=device)
     except (AssertionError, RuntimeError) as error:  # of a torch without CUDA; of no GPU, no name
         first = str(error).partition("\n")[0]
         raise ValueError(f"--device must be one that is here, got {device!r} ({first})") from error
