@@ -39,6 +39,7 @@ __all__ = [
     "has_compiled",
     "has_kernel",
     "interpreter",
+    "is_old_batched",
     "is_profiling",
     "is_wrapper_subclass",
     "leave_frame_alone",
@@ -106,6 +107,7 @@ num_dispatch_modes: Final = _taken("torch._C._len_torch_dispatch_stack", "see di
 num_function_modes: Final = _taken("torch._C._len_torch_function_stack", "see function modes")
 #: The innermost of functorch's transforms, or None.
 interpreter: Final = _taken("torch._C._functorch.peek_interpreter_stack", "see vmap and grad")
+is_old_batched: Final = _taken("torch._C._functorch.is_legacy_batchedtensor", "see old vmap")
 #: What torch.jit.trace records into, or None.
 tracing_state: Final = _taken("torch._C._get_tracing_state", "see torch.jit.trace")
 is_profiling: Final = _taken("torch.autograd._profiler_enabled", "see a profiler")

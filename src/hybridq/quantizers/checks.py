@@ -19,7 +19,7 @@ def check_source(tensor: torch.Tensor, where: str) -> None:
 
     Raises:
         TypeError: no tensor, or one of another dtype or layout.
-        NotImplementedError: it has a tangent of forward-mode differentiation.
+        NotImplementedError: it has a tangent, or is in a transform of torch.func.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{where}: input must be a torch.Tensor, got {type(tensor).__name__}")

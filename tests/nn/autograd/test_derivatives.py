@@ -19,6 +19,7 @@ from module_matrix import CASES
 
 ROOT = Path(inspect.getfile(hybridq)).parent
 REFUSED = r"double backward is not supported|has no derivative"
+NO_TRANSFORM = "transforms of torch.func are not supported"
 NO_TANGENT = "forward-mode differentiation is not supported"
 LAYERS = {name: case for name, case in CASES.items() if "decoder" not in name}
 
@@ -216,6 +217,60 @@ def test_the_short_way_sees_forward_mode():
     with forward_ad.dual_level():
         assert not can_bypass_dispatcher()
     assert can_bypass_dispatcher()
+
+
+# ---- transforms of torch.func
+
+
+def _batched(call, x):
+    x = x.clone().requires_grad_()
+    y = call(x)
+    return torch.autograd.grad(y, x, torch.ones(2, *y.shape), is_grads_batched=True)
+
+
+TRANSFORMS = {
+    "grad": lambda call, x: torch.func.grad(lambda x: call(x).sum())(x),
+    "vjp": torch.func.vjp,
+    "jacrev": lambda call, x: torch.func.jacrev(call)(x),
+    "vmap": lambda call, x: torch.vmap(call)(x[None]),
+    "is_grads_batched": _batched,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_transforms_of_a_module_are_errors(name):
+    module, (x, _) = CASES[name].make(), CASES[name].data()
+    for transform in TRANSFORMS.values():
+        with pytest.raises(NotImplementedError, match=NO_TRANSFORM):
+            transform(under(module), x)
+
+
+@pytest.mark.parametrize("name", [name for name in TRANSFORMS if name != "is_grads_batched"])
+def test_transforms_of_quantizing_are_errors(name):
+    with pytest.raises(NotImplementedError, match=f"quantize: {NO_TRANSFORM}"):
+        TRANSFORMS[name](lambda x: hybridq.quantize(x, "mxfp8").dequantize(), torch.randn(4, 64))
+
+
+def test_a_weight_that_requires_grad_inside_of_a_transform():
+    layer, x = hybridq.Linear(64, 8), torch.randn(3, 64)
+    with pytest.raises(NotImplementedError, match=NO_TRANSFORM):
+        torch.func.grad(lambda scale: (under(layer)(x) * scale).sum())(torch.ones(()))
+    with torch.no_grad():
+        y = under(layer)(x)
+    layer.requires_grad_(False)
+    got = torch.func.grad(lambda scale: (under(layer)(x) * scale).sum())(torch.ones(()))
+    torch.testing.assert_close(got, y.sum())
+
+
+def test_the_ways_that_the_error_names():
+    """Row i of the Jacobian is the gradient of output i."""
+    layer, x = hybridq.Linear(64, 8), torch.randn(1, 64, requires_grad=True)
+    call = under(layer)
+    want = [torch.autograd.grad(call(x)[0, i], x)[0] for i in range(8)]
+    got = torch.autograd.functional.jacobian(call, x, vectorize=False)
+    assert torch.equal(got.reshape(8, 64), torch.cat(want))
+    with pytest.raises(NotImplementedError, match=NO_TRANSFORM):
+        torch.autograd.functional.jacobian(call, x, vectorize=True)
 
 
 # ---- one door for all

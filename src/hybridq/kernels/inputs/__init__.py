@@ -29,7 +29,7 @@ from .device import (
 )
 from .dispatch_bypass import can_bypass_dispatcher, can_cache, is_plain, is_transformed
 from .operand_cache import NoOperandCache, OperandCache, forget_all, operand_cache_nbytes
-from .tangents import Library, refuse_tangents
+from .tangents import Library, refuse_batched, refuse_tangents
 from .tensor_checks import (
     HIGH_PRECISION,
     check_encode,
@@ -76,6 +76,7 @@ __all__ = [
     "operand_cache_nbytes",
     "plane",
     "plane_description",
+    "refuse_batched",
     "refuse_tangents",
     "spec_of",
     "stream_of",

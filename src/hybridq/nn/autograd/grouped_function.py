@@ -22,7 +22,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ...kernels import OperandCache
-from ...kernels.inputs import can_bypass_dispatcher, refuse_tangents, without_autocast
+from ...kernels.inputs import (
+    can_bypass_dispatcher,
+    refuse_batched,
+    refuse_tangents,
+    without_autocast,
+)
 from ...kernels.operators import StatedFunction
 from ...recipes import Plan, SlotPlan
 from ..delayed_scaling import Scales
@@ -296,6 +301,7 @@ def _backward(
 
     `through`: what an activation in front was given, or the rows of each token, or None.
     """
+    refuse_batched("hybridq.GroupedLinear", dy)
     plan, layout, (x_needed, w_needed, bias_needed) = ctx.plan, ctx.layout, ctx.needs
     num_x, num_w = ctx.counts
     x_col, w_col = saved[:num_x], saved[num_x : num_x + num_w]
@@ -400,7 +406,7 @@ def grouped_linear(
         `[T, out_features]` in the parameters' dtype; tokens of no group give zeros.
 
     Raises:
-        NotImplementedError: a tensor has a tangent of forward-mode differentiation.
+        NotImplementedError: a tensor has a tangent, or is in a transform of torch.func.
     """
     plan, layout, rows = call.plan, call.layout, call.rows
     refuse_tangents("hybridq.GroupedLinear", x, *params)

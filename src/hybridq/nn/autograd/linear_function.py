@@ -35,6 +35,7 @@ from ...kernels.inputs import (
     can_bypass_dispatcher,
     has_autocast,
     is_current,
+    refuse_batched,
     refuse_tangents,
     without_autocast,
 )
@@ -325,6 +326,8 @@ def _backward(
     with without_autocast(dy.device.type):
         grad = plan.grad_output
         direct = can_bypass_dispatcher(dy, *saved)
+        if not direct:
+            refuse_batched("hybridq.Linear", dy)
         # Saved tensors may have been through a user's hooks, so they are checked.
         run = run_gemm if direct else None
         own = () if ctx.scales is None else (ctx.scales,)
@@ -425,7 +428,7 @@ def linear(
         `[rows, out_features]` in x's dtype.
 
     Raises:
-        NotImplementedError: a tensor has a tangent of forward-mode differentiation.
+        NotImplementedError: a tensor has a tangent, or is in a transform of torch.func.
     """
     prologue, gamma, beta = _NO_PROLOGUE if before is None else before
     refuse_tangents("hybridq.Linear", x, w, bias, gamma, beta)
