@@ -22,6 +22,7 @@ from . import rows as _rows  # noqa: F401  (its handlers)
 from .decoded_part import DecodedPart, as_parts, as_plain, check_writes, ordinary
 from .initial import carry_initial
 from .table import HIGH, TABLE, dequantize, handles, is_flat, is_quantized, matrix_shape
+from .written import check_collective, is_collective, written
 
 __all__ = ["dispatch"]
 
@@ -321,6 +322,11 @@ _OUT_OF_PLACE = {
 
 def _fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Dequantize, run, and requantize what the operator wrote."""
+    found = {id(one): one for one in written(func, args, kwargs) if is_quantized(one)}
+    targets = list(found.values())
+    if is_collective(func):
+        check_collective(func, targets)
+        check_writes(func, args, kwargs)  # types do not tell what is in lists of lists
     leaves, tree = tree_flatten((args, kwargs))
     plain_of: dict[int, torch.Tensor] = {}
     for leaf in leaves:
@@ -333,19 +339,18 @@ def _fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain_args, plain_kwargs = tree_unflatten(
         [plain_of.get(id(leaf), leaf) if is_quantized(leaf) else leaf for leaf in leaves], tree
     )
-    written = _written(func, args, kwargs)
-    if written and torch.Tag.inplace_view in func.tags:
+    if targets and torch.Tag.inplace_view in func.tags:
         name = func.overloadpacket.__name__
         raise RuntimeError(
             f"{name}: a quantized tensor keeps its shape and its memory, got "
-            f"{tuple(written[0].shape)}; use {_OUT_OF_PLACE.get(name, name.rstrip('_'))} and take "
+            f"{tuple(targets[0].shape)}; use {_OUT_OF_PLACE.get(name, name.rstrip('_'))} and take "
             "what it returns"
         )
-    for tensor in written:
+    for tensor in targets:
         tensor.quantizer_for_write(str(func))  # raises before anything is computed
     result = func(*plain_args, **plain_kwargs)
     back = {}
-    for tensor in written:
+    for tensor in targets:
         plain = plain_of[id(tensor)]
         tensor.write(plain, str(func))
         back[id(plain)] = tensor
@@ -353,16 +358,3 @@ def _fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return result
     results, result_tree = tree_flatten(result)
     return tree_unflatten([back.get(id(one), one) for one in results], result_tree)
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the quantized tensors that `func` writes into, by its schema."""
-    written: dict[int, Any] = {}
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        for leaf in tree_flatten(value)[0]:
-            if is_quantized(leaf):
-                written[id(leaf)] = leaf
-    return list(written.values())

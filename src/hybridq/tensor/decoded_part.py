@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from .._torch_private import no_torch_function, refuse_memory, tree_flatten, tree_map
+from .._torch_private import no_torch_function, refuse_memory, tree_map
 from ..kernels.inputs import begins_at
 from .table import is_quantized
+from .written import is_collective, written
 
 __all__ = ["DecodedPart", "as_parts", "as_plain", "check_writes", "ordinary"]
 
@@ -108,7 +109,7 @@ class DecodedPart(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
+        if func._schema.is_mutable or is_collective(func):
             check_writes(func, args, kwargs)
         if func is _aten.as_strided.default:
             return _as_strided(*args, **kwargs)
@@ -158,18 +159,14 @@ def ordinary(tensor: torch.Tensor) -> Any:
 
 def check_writes(func: Any, args: Any, kwargs: Any) -> None:
     """Raise if `func` writes into a part."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        for leaf in tree_flatten(value)[0]:
-            if isinstance(leaf, DecodedPart):
-                raise RuntimeError(
-                    f"{func.overloadpacket.__name__}: this part of a quantized tensor is a decoded "
-                    "copy, and a write to it would not reach the tensor, got shape "
-                    f"{tuple(leaf.shape)}; assign to the tensor by index, t[index] = values, write "
-                    "the tensor itself or whole blocks of it, or take a copy by .clone()"
-                )
+    for leaf in written(func, args, kwargs):
+        if isinstance(leaf, DecodedPart):
+            raise RuntimeError(
+                f"{func.overloadpacket.__name__}: this part of a quantized tensor is a decoded "
+                "copy, and a write to it would not reach the tensor, got shape "
+                f"{tuple(leaf.shape)}; assign to the tensor by index, t[index] = values, write "
+                "the tensor itself or whole blocks of it, or take a copy by .clone()"
+            )
 
 
 def _as_strided(part: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
