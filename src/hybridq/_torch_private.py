@@ -1,8 +1,8 @@
-"""torch's private names that hybridq stands on, each with what it is for.
+"""torch's private names that hybridq stands on, each with what it is for: the one place for them.
 
-The one place where they are taken: where torch has moved one, importing this file says which, and a
-test tries them all. Tensors' own protocol (`_make_wrapper_subclass`, a tensor's `_version` and
-`_base`, `_local_tensor` of a DTensor) is used where it is needed.
+Where torch has moved one, importing this file says which, and a test tries them all. Tensors' own
+protocol (`_make_wrapper_subclass`, `_version`, `_base`, a DTensor's `_local_tensor`) is used where
+it is needed.
 """
 
 from __future__ import annotations
@@ -98,7 +98,6 @@ def _taken(path: str, use: str) -> Any:
 
 
 # ---- what watches a call
-
 DispatchKey: Final = _taken("torch._C.DispatchKey", "know a plain tensor by its keys")
 DispatchKeySet: Final = _taken("torch._C.DispatchKeySet", "know a plain tensor by its keys")
 #: The set of dispatch keys of a tensor.
