@@ -85,7 +85,7 @@ class DecodedPart(torch.Tensor):
 
     def __dlpack_device__(self) -> Any:
         """Return DLPack's name of the device that the copy is on."""
-        return torch.empty(0, device=self.device).__dlpack_device__()
+        return torch.empty(0, dtype=torch.uint8, device=self.device).__dlpack_device__()
 
     def tolist(self) -> Any:
         """Return the values as nested lists."""

@@ -122,7 +122,7 @@ class Memory:
 
     def __dlpack_device__(self: Any) -> Any:
         """Return DLPack's name of the device that the decoded values are on."""
-        return torch.empty(0, device=self.device).__dlpack_device__()
+        return torch.empty(0, dtype=torch.uint8, device=self.device).__dlpack_device__()
 
     @property
     def __cuda_array_interface__(self) -> NoReturn:
