@@ -14,7 +14,6 @@ from ...quantizers import IdentityQuantizer, Quantizer
 from ...recipes import CustomRecipe, QuantizerRole, Recipe, get
 from ...recipes.choices import CHOICES, with_choices_of
 from ...recipes.gemm_words import word
-from ...recipes.recipe import _set
 from .rows import SlotRow
 from .running import Run
 from .untouched import untouched
@@ -51,8 +50,9 @@ class _Switched(Recipe):
     def __post_init__(self) -> None:
         chosen = CustomRecipe(self.quantizer_of).key
         self._seal(f"_Switched({self.base.key!r}, {self.role!r}, {self.slot!r}, {chosen!r})", True)
-        _set(self, precision=self.base.precision)  # of GEMMs outside modules
-        _set(self, quantizes_attention=self.base.quantizes_attention)
+        # Of GEMMs outside modules. The class is frozen.
+        for name in ("precision", "quantizes_attention"):
+            object.__setattr__(self, name, getattr(self.base, name))
 
     def for_name(self, name: str) -> Recipe:
         """Return the base's recipe of a module, or one with its choices and the other slot."""
