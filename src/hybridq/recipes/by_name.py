@@ -62,7 +62,7 @@ class ByName(Recipe):
         recipes = (*(recipe for _, recipe in rules), default)
         patterns = [pattern for pattern, _ in rules]
         # Keys end where their quotes do, so no two lists of them read the same.
-        self._seal(f"ByName({patterns!r}, {[recipe.key for recipe in recipes]!r})", True)
+        self.seal(f"ByName({patterns!r}, {[recipe.key for recipe in recipes]!r})", True)
         _set(self, quantizes_attention=any(recipe.quantizes_attention for recipe in recipes))
 
     @staticmethod

@@ -178,10 +178,15 @@ class Recipe(RecipeSource):
 
     def __post_init__(self) -> None:
         self._check_choices()  # before the key is made of them
-        self._seal(f"{type(self).__module__}.{self._key_text()}")
+        self.seal(f"{type(self).__module__}.{self._key_text()}")
 
-    def _seal(self, key: str, reads_names: bool = False) -> None:
-        """Set what is derived from the fields: the last thing that a constructor does."""
+    def seal(self, key: str, reads_names: bool = False) -> None:
+        """Set what is derived from the fields: the last thing that a constructor does.
+
+        Args:
+            key: of this recipe and of all that are equal to it.
+            reads_names: what it makes depends on modules' names.
+        """
         blueprint = _blueprints.get(key)
         if blueprint is None:
             blueprint = _blueprints[key] = _Blueprint(type(self), self._values())
@@ -375,7 +380,7 @@ class CustomRecipe(ChoosingRecipe):
         name = getattr(factory, "__qualname__", type(factory).__name__)  # as keys have it
         self._check_choices()
         chosen = "".join(f", {choice}={value!r}" for choice, value in self._chosen())
-        self._seal(
+        self.seal(
             f"CustomRecipe({name}#{_serial(factory)}{chosen})",
             reads_names=bool(getattr(factory, "reads_names", True)),
         )

@@ -49,7 +49,7 @@ class _Switched(Recipe):
 
     def __post_init__(self) -> None:
         chosen = CustomRecipe(self.quantizer_of).key
-        self._seal(f"_Switched({self.base.key!r}, {self.role!r}, {self.slot!r}, {chosen!r})", True)
+        self.seal(f"_Switched({self.base.key!r}, {self.role!r}, {self.slot!r}, {chosen!r})", True)
         # Of GEMMs outside modules. The class is frozen.
         for name in ("precision", "quantizes_attention"):
             object.__setattr__(self, name, getattr(self.base, name))
