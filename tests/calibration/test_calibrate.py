@@ -181,8 +181,12 @@ def test_a_filter_is_asked_of_converted_modules_too(is_converted: bool) -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
     if is_converted:
         hybridq.convert(model)
-    found = hybridq.calibration.products(model, lambda module, name: name in ("0", "2"))
+    asked = []
+    found = hybridq.calibration.products(
+        model, lambda module, name: asked.append(name) or name in ("0", "2")
+    )
     assert [one.name for one in found] == ["0", "2"]
+    assert sorted(asked) == ["0", "1", "2"]  # once each
 
 
 def test_fused_steps_are_seen() -> None:

@@ -148,9 +148,10 @@ def test_detection_by_names() -> None:
         layouts.detect({}, ["a.weight_scale_2", "b.weight_scale_inv"])
     with pytest.raises(CheckpointError, match="no layout reads this checkpoint"):
         layouts.detect({"quantization_config": {"quant_method": "gptq"}}, ())
-    said = {"quant_method": "fp8", "weight_block_size": [200, 200]}
-    with pytest.raises(CheckpointError, match=r"must be one of \[128, 128\], \[1, 32\], got \[200"):
-        layouts.detect({"quantization_config": said}, ())
+    for block in ([200, 200], 128):
+        said = {"quant_method": "fp8", "weight_block_size": block}
+        with pytest.raises(CheckpointError, match=r"must be one of \[128, 128\], \[1, 32\], got"):
+            layouts.detect({"quantization_config": said}, ())
 
 
 def test_siblings() -> None:

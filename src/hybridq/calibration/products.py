@@ -163,8 +163,9 @@ def products(
         kind = kind_of(module, among)
         if kind is None or kind.only_with is not None:
             continue
-        # Of what is converted already nobody has asked it.
-        if filter_fn is not None and not filter_fn(module, name):
+        # `conversion` asks it of the others.
+        is_ours = isinstance(module, QuantizedModule)
+        if filter_fn is not None and is_ours and not filter_fn(module, name):
             continue
         layout = kind.layout_of(module)
         if layout is not None:

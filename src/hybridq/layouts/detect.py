@@ -70,7 +70,8 @@ def _check_blocks(layout: Layout, said: Mapping[str, Any]) -> None:
     """Raise where blocks are of another size than a layout's: shapes of scales may be the same."""
     known = [one.config[_BLOCK_SIZE] for one in layout.schemes if _BLOCK_SIZE in one.config]
     block = said.get(_BLOCK_SIZE)
-    if known and block is not None and list(block) not in known:
+    size = list(block) if isinstance(block, list | tuple) else block
+    if known and size is not None and size not in known:
         raise CheckpointError(
             f"layouts: {_BLOCK_SIZE} of {layout.name} must be one of "
             f"{', '.join(map(str, known))}, got {block!r}"

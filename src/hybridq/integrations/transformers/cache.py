@@ -350,7 +350,12 @@ class HybridQCache(_Cache):
         max_cache_len: int | None = None,
     ) -> None:
         spec, found = _checked(model, format, calibration)
-        plain = _plain(model, max_cache_len)
+        self._hold(_plain(model, max_cache_len), spec, model, found)
+
+    def _hold(
+        self, plain: list[Any], spec: PlaneSpec, model: Any, found: Calibration | None
+    ) -> None:
+        """Become a cache of these layers."""
         amaxes = {} if found is None else by_layer(model, found)
         if found is not None:
             name_missed(amaxes, len(plain))
@@ -392,16 +397,11 @@ class _OfBoth(EncoderDecoderCache, HybridQCache):
         model, format, calibration, max_cache_len: as HybridQCache takes them.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        format: str = "fp8",
-        calibration: Calibration | str | os.PathLike[str] | None = None,
-        *,
-        max_cache_len: int | None = None,
+    __init__ = HybridQCache.__init__  # EncoderDecoderCache has another
+
+    def _hold(
+        self, plain: list[Any], spec: PlaneSpec, model: Any, found: Calibration | None
     ) -> None:
-        spec, found = _checked(model, format, calibration)
-        plain = _plain(model, max_cache_len)
         own: dict[int, Amaxes] = {}
         cross: dict[int, Amaxes] = {}
         if found is not None:

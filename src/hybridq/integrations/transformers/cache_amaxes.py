@@ -95,7 +95,7 @@ def name_missed(found: Mapping[int, Amaxes], count: int, what: str = "") -> None
             f"HybridQCache: the calibration has no amaxes of keys and values of {what}layers "
             f"{shown}{' and more' if len(missed) > 8 else ''}: their rows have their own",
             HybridQWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
