@@ -12,8 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import hybridq
+from hybridq.converters import register_experts
 from hybridq.distributed import prepare_fsdp2
-from hybridq.monitoring import MonitorRecord
+from hybridq.moe import ExpertsLayout, parallelize_experts
+from hybridq.monitoring import Alarms, MonitorRecord
+from own_experts import OwnExperts
 
 
 def steps(model: nn.Module, x: torch.Tensor, group: object) -> list[MonitorRecord | None]:
@@ -73,5 +76,38 @@ def other_steps() -> None:
     watch.close()
 
 
+def experts() -> None:
+    """Three experts over two ranks, one of them idle, are counted as one process counts them."""
+    torch.manual_seed(0)
+    layout = ExpertsLayout()
+    whole = nn.ModuleDict({"experts": OwnExperts(layout, sizes=(3, 64, 32))})
+    register_experts(OwnExperts, layout)
+    hybridq.convert(whole)
+    dealt = parallelize_experts(copy.deepcopy(whole))
+    x, weights = torch.randn(24, 64), torch.rand(24, 2)
+    top = torch.tensor([0, 1]).expand(24, 2)
+    alarms = Alarms(dead_after=1, amax_jump=None)
+
+    def seen(model: nn.Module, group: object, part: slice) -> MonitorRecord:
+        with hybridq.monitor(model, 1, group=group, alarms=alarms) as watch:
+            with hybridq.autocast(recipe="mxfp8"):
+                model["experts"](x[part], top[part], weights[part]).square().mean().backward()
+            record = watch.step()
+        assert record is not None
+        return record
+
+    rank = dist.get_rank()
+    alone = seen(whole, None, slice(None))
+    mine = seen(dealt, dist.group.WORLD, slice(12 * rank, 12 * rank + 12))
+    layers = ("experts.gate_up_proj", "experts.down_proj")
+    assert alone.experts == {one: {0: 24, 1: 24, 2: 0} for one in layers}, alone.experts
+    assert mine.experts == alone.experts
+    dead = [(one.kind, one.place) for one in mine.alarms]
+    assert dead == [("dead_after", f"{layer}/2") for layer in layers], dead
+    own = seen(dealt, None, slice(12 * rank, 12 * rank + 12))
+    parts = ({0: 24, 1: 24}, {2: 0})
+    assert own.experts == dict.fromkeys(layers, parts[rank]), own.experts
+
+
 if __name__ == "__main__":
-    main({"fsdp2": fsdp2, "other_steps": other_steps})
+    main({"fsdp2": fsdp2, "other_steps": other_steps, "experts": experts})

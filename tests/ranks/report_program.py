@@ -11,7 +11,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import hybridq
+from hybridq.converters import register_experts
+from hybridq.moe import ExpertsLayout, parallelize_experts
 from hybridq.report import PrecisionReport
+from own_experts import OwnExperts
 
 WIDTH = 64
 
@@ -110,6 +113,32 @@ def advice() -> None:
         dist.all_gather_object(texts, found.to_json())
         assert len(set(texts)) == 1
         assert prefer == "speed" or "mxfp8" in found.to_toml()
+
+
+def experts() -> None:
+    """An expert of the second rank that loses most, and one that has a NaN, have their numbers."""
+    torch.manual_seed(0)
+    layout = ExpertsLayout()
+    own = nn.ModuleDict({"experts": OwnExperts(layout, sizes=(3, 64, 32))})
+    with torch.no_grad():
+        own["experts"].down_proj[2].mul_(1e-6)[0, 0] = 0.02
+    register_experts(OwnExperts, layout)
+    model = parallelize_experts(hybridq.convert(own))
+    x, weights = torch.randn(24, WIDTH), torch.rand(24, 2)
+    top = torch.arange(48).reshape(24, 2) % 3
+
+    def loop(model: nn.Module) -> torch.Tensor:
+        return mean_square(model["experts"](x, top, weights))
+
+    found = hybridq.report(model, loop, recipe="nvfp4")
+    worst = next(row for row in found.worst(99) if row.tensor == "weight")
+    assert (worst.layer, worst.direction, worst.worst_expert) == ("experts.down_proj", "rowwise", 2)
+    assert sorted(worst.experts) == [0, 1, 2]
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model["experts"].gate_up_proj.to_local()[0, 3, 4] = math.nan
+    bad = hybridq.report(model, loop, recipe="nvfp4").first_bad
+    assert (bad.rank, bad.tensor, bad.group, bad.position) == (1, "weight", 2, (3, 4))
 
 
 if __name__ == "__main__":

@@ -101,14 +101,14 @@ class Watch:
         self._idle: defaultdict[str, int] = defaultdict(int)
 
     def look(
-        self, step: int, slots: Iterable[Any], experts: Mapping[str, Iterable[int]]
+        self, step: int, slots: Iterable[Any], experts: Mapping[str, Mapping[int, int]]
     ) -> tuple[Alarm, ...]:
         """Return the alarms of a sample.
 
         Args:
             step: its number.
             slots: `SlotSample`s.
-            experts: tokens of each expert, by layer.
+            experts: tokens of each expert by its number, by layer.
         """
         found = []
         for slot in slots:
@@ -136,10 +136,10 @@ class Watch:
         jump = max(amax / before, before / amax)
         return [Alarm(step, "amax_jump", place, jump, limit)] if jump > limit else []
 
-    def _experts(self, step: int, layer: str, tokens: Iterable[int]) -> list[Alarm]:
+    def _experts(self, step: int, layer: str, tokens: Mapping[int, int]) -> list[Alarm]:
         found = []
         limit = self._limits.dead_after
-        for expert, count in enumerate(tokens):
+        for expert, count in tokens.items():
             place = f"{layer}/{expert}"
             self._idle[place] = 0 if count else self._idle[place] + 1
             idle = self._idle[place]

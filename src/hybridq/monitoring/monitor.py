@@ -140,7 +140,7 @@ class Monitor:
             )
         sample = gathered(sampler.sample(self._steps), self._group)
         slots = _slots(sample)
-        experts = {layer: tuple(tokens) for layer, tokens in sample.experts.items()}
+        experts = {layer: dict(sorted(one.items())) for layer, one in sample.experts.items()}
         alarms = self._watch.look(self._steps, slots, experts)
         record = MonitorRecord(self._steps, slots, experts, alarms, sample.ranks)
         self.alarms += alarms

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,15 +22,26 @@ class Sample:
         step: its number.
         amaxes: of whole tensors, by layer and tensor.
         planes: statistics, by layer, tensor and direction.
-        experts: tokens of each expert, by layer.
+        experts: tokens of each expert by its number among those of all ranks, by layer.
         ranks: how many these are.
     """
 
     step: int
     amaxes: dict[tuple[str, str], float] = field(default_factory=dict)
     planes: dict[tuple[str, str, Direction], SlotStatistics] = field(default_factory=dict)
-    experts: dict[str, list[int]] = field(default_factory=dict)
+    experts: dict[str, dict[int, int]] = field(default_factory=dict)
     ranks: int = 1
+
+    def add_tokens(self, layer: str, tokens: Mapping[int, int]) -> None:
+        """Add tokens of experts.
+
+        Args:
+            layer: that has them.
+            tokens: by the experts' numbers.
+        """
+        known = self.experts.setdefault(layer, {})
+        for number, count in tokens.items():
+            known[number] = known.get(number, 0) + count
 
 
 def gathered(mine: Sample, group: Any) -> Sample:
@@ -62,7 +74,5 @@ def gathered(mine: Sample, group: Any) -> Sample:
             before = whole.planes.get(place)
             whole.planes[place] = own if before is None else before + own
         for layer, tokens in one.experts.items():
-            sums = whole.experts.get(layer, [0] * len(tokens))
-            # Ranks that have experts of their own are told apart: theirs do not add.
-            whole.experts[layer] = [a + b for a, b in zip(sums, tokens, strict=True)]
+            whole.add_tokens(layer, tokens)
     return whole

@@ -48,14 +48,15 @@ class MonitorRecord:
     Args:
         step: its number, from 0.
         slots: an amax for each tensor of each layer, and planes of the layers whose turn it was.
-        experts: tokens of each expert, by layer.
+        experts: tokens of each expert, by layer and by its number. Where experts lie over ranks,
+            those of the ranks whose sums these are.
         alarms: that were raised in this step.
         ranks: how many ranks' sums these are.
     """
 
     step: int
     slots: tuple[SlotSample, ...]
-    experts: dict[str, tuple[int, ...]]
+    experts: dict[str, dict[int, int]]
     alarms: tuple[Alarm, ...] = ()
     ranks: int = 1
 
@@ -79,7 +80,7 @@ class MonitorRecord:
                 if value is not None and math.isfinite(value):
                     found[f"hybridq/{name}/{slot.place}"] = value
         for layer, tokens in self.experts.items():
-            for expert, count in enumerate(tokens):
+            for expert, count in tokens.items():
                 found[f"hybridq/tokens/{layer}/{expert}"] = float(count)
         found["hybridq/alarms"] = float(len(self.alarms))
         return found
@@ -90,7 +91,7 @@ class MonitorRecord:
             "step": self.step,
             "ranks": self.ranks,
             "slots": [{key: _plain(one) for key, one in vars(slot).items()} for slot in self.slots],
-            "experts": {layer: list(tokens) for layer, tokens in self.experts.items()},
+            "experts": {layer: dict(tokens) for layer, tokens in self.experts.items()},
             "alarms": [
                 {**{key: _plain(one) for key, one in vars(alarm).items()}, "text": str(alarm)}
                 for alarm in self.alarms

@@ -42,7 +42,8 @@ class Sampler:
         self._seen: dict[str, int] = {}
         self.amaxes: dict[tuple[str, str], torch.Tensor] = {}
         self.planes: dict[tuple[str, str, Direction], SlotStatistics] = {}
-        self.experts: dict[str, torch.Tensor] = {}
+        #: Tokens of groups, by layer and the groups' numbers among those of all ranks.
+        self._tokens: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
     def __call__(self, product: WatchedProduct) -> Callable[[torch.Tensor], None] | None:
         """Measure the forward of a product; return what measures its gradient."""
@@ -59,8 +60,9 @@ class Sampler:
             if product.offsets is not None:
                 ends = product.offsets.to(torch.int64)
                 counts = ends.diff(prepend=ends.new_zeros(1))
-                known = self.experts.get(layer)
-                self.experts[layer] = counts if known is None else known + counts
+                place = (layer, tuple(product.numbers))
+                known = self._tokens.get(place)
+                self._tokens[place] = counts if known is None else known + counts
             self._slot(layer, product, "input", x, is_whole)
             self._weights(layer, product, weights, is_whole)
         return lambda grad: self._slot(layer, product, "grad_output", grad.detach(), is_whole)
@@ -148,8 +150,10 @@ class Sampler:
             step: its number.
         """
         amaxes = {key: float(one) for key, one in self.amaxes.items()}
-        experts = {layer: one.tolist() for layer, one in self.experts.items()}
-        return Sample(step, amaxes, self.planes, experts)
+        made = Sample(step, amaxes, self.planes)
+        for (layer, numbers), tokens in self._tokens.items():
+            made.add_tokens(layer, dict(zip(numbers, tokens.tolist(), strict=True)))
+        return made
 
 
 def names_of(model: nn.Module) -> dict[int, str]:

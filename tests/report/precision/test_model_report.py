@@ -247,6 +247,10 @@ def test_experts_and_fused_modules_are_measured() -> None:
     row = row_of(found, "experts", "input", "rowwise", "mxfp8")
     assert row.statistics.relative_error == pytest.approx(error, rel=1e-4)
     assert row.statistics.calls == 2  # an expert without tokens is no tensor
+    assert list(row.experts) == [0, 2]
+    for own, one, made in zip(row.experts.values(), seen.split(sizes)[::2], parts, strict=True):
+        error = norm_ratio(made.double().numpy(), one.double().numpy())
+        assert own.relative_error == pytest.approx(error, rel=1e-4)
     with hybridq.autocast(recipe="nvfp4"):
         under = hybridq.report(model, loop)
     assert {row.format for row in under.rows() if row.tensor == "weight"} == {"nvfp4_16x16"}

@@ -222,6 +222,35 @@ def test_a_bad_value_of_an_expert_is_found_where_it_is(recipe: str) -> None:
     assert (found.tensor, found.group, found.position) == ("weight", 5, (3, 7))
 
 
+def test_a_spoiled_expert_is_named_though_the_others_are_larger() -> None:
+    """One expert of eight has values far below an outlier of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(hybridq.GroupedLinear(8, 64, 64, name="experts"))
+    with torch.no_grad():
+        model[0].weight5.mul_(1e-6)[0, 0] = 0.02
+    x, sizes = torch.randn(64, 64), [8] * 8
+
+    def run(model: nn.Module) -> torch.Tensor:
+        return model[0](x, sizes).square().mean()
+
+    found = hybridq.report(model, run, ["mxfp8"], recipe="nvfp4")
+    worst = found.worst()[0]
+    assert (worst.tensor, worst.direction, worst.worst_expert) == ("weight", "rowwise", 5)
+    own = model[0].weight5.detach()
+    made = hybridq.quantize(own, "nvfp4_16x16").rowwise.dequantize()
+    known = (own.abs() <= 10 * own.abs().median()).double()
+    lost = ((made - own).double() * known).norm() / (own.double() * known).norm()
+    assert worst.severity == pytest.approx(float(lost), rel=1e-5) and worst.severity > 0.3
+    assert worst.statistics.severity < 0.15  # of all eight
+    assert f"5: {float(lost):.3g}" in str(found)
+    assert worst.as_dict()["worst_expert"] == 5
+
+    given = {"candidates": ["nvfp4", "mxfp8"], "prefer": "memory", "budget": 1.0}
+    advice = hybridq.advise(model, run, **given)
+    fprop = next(one for one in advice.products if one.gemm == "fprop")
+    assert fprop.formats == ("mxfp8", "mxfp8")
+
+
 def test_a_bad_bias_is_none_of_the_products() -> None:
     model = hybridq.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
     with torch.no_grad():

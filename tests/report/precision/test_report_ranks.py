@@ -13,5 +13,5 @@ pytestmark = needs_gloo
 
 @pytest.mark.slow
 def test_ranks_report_and_advise_together(tmp_path: Path) -> None:
-    names = ("sums", "bad", "fails", "advice")
+    names = ("sums", "bad", "fails", "advice", "experts")
     run(2, tmp_path / "store", *names, program="report_program.py")

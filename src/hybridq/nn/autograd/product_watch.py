@@ -54,6 +54,7 @@ class WatchedProduct(NamedTuple):
             multiplied as they are where the plan wants the same; None where it does not.
         needs: whether a backward makes dgrad, and whether it makes wgrad. In a forward without
             gradients, as of a checkpoint, what cannot be known there is True.
+        numbers: of the groups, among those of all ranks; empty: there is one group.
     """
 
     module: nn.Module
@@ -66,6 +67,7 @@ class WatchedProduct(NamedTuple):
     offsets: torch.Tensor | None = None
     held: Callable[[], list[TensorStorage | None]] = list
     needs: tuple[bool, bool] = (True, True)
+    numbers: Sequence[int] = ()
 
     def directions(self, slot: str) -> list[Direction]:
         """Return the directions of the planes that the forward and a backward make of a slot.

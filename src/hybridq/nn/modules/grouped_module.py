@@ -84,10 +84,14 @@ class GroupedModule(QuantizedModule):
     def matrix_parts(self, part: str, count: int, recipe: Recipe | None) -> tuple[str, ...]:
         if recipe is None or not recipe.reads_names:
             return (part,)
-        return tuple([_group_part(part, number) for number in self._numbers(count)])
+        return tuple([_group_part(part, number) for number in self.matrix_numbers(count)])
 
-    def _numbers(self, count: int) -> list[int]:
-        """Return the numbers of matrices among those of all ranks: of the own ones, or of all."""
+    def matrix_numbers(self, count: int) -> list[int]:
+        """Return the numbers of matrices among those of all ranks.
+
+        Args:
+            count: of this rank's own, or of them and the copies behind.
+        """
         first, copied = self.first_matrix, self.copied_matrices
         if not copied:
             return list(range(first, first + count))
@@ -372,7 +376,9 @@ def _shown(module: GroupedModule, part: str, call: _Call, y: torch.Tensor) -> to
     see = watcher()
     if see is not None:
         given = (call.plans, call.matrix, call.weights, y, call.scales, call.offsets, call.held)
-        tell(see, WatchedProduct(module, part, *given, needs_of([call.x], call.own)))
+        numbers = module.matrix_numbers(call.layout.groups)
+        needs = needs_of([call.x], call.own)
+        tell(see, WatchedProduct(module, part, *given, needs, numbers))
     return y
 
 

@@ -153,7 +153,7 @@ def options_of(
 
 
 def _severity(row: SlotRow | None) -> float:
-    return math.nan if row is None else row.statistics.severity
+    return math.nan if row is None else row.severity
 
 
 def _reason(pair: Sequence[SlotRow | None], limit: float) -> str:
@@ -169,9 +169,11 @@ def _reason(pair: Sequence[SlotRow | None], limit: float) -> str:
             return (
                 f"{what}: gradient {row.gradient_to_noise:.2f} of its noise, below {GNR_LINE:.2f}"
             )
-        if own.severity > limit:
+        if row.severity > limit:
+            if row.severity > own.severity and row.worst_expert is not None:
+                what, own = f"{what} of expert {row.worst_expert}", row.experts[row.worst_expert]
             lost = f", {100 * own.underflow_share:.0f}% become zero" if own.underflows else ""
-            return f"{what}: error {own.severity:.2g} over {limit:g}{lost}"
+            return f"{what}: error {row.severity:.2g} over {limit:g}{lost}"
     return ""
 
 

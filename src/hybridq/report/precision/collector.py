@@ -20,8 +20,8 @@ from ...recipes import Plan, QuantizerRole, Recipe, SlotPlan, bind
 from ...recipes.boundary import boundary_quantizer
 from ...recipes.gemm_words import word
 from ...storage import Plane, TensorStorage
-from .rows import BadValue, ProductShape, ProductStatistics, SlotRow, first_position
-from .slot_statistics import SlotStatistics, made_planes, measure_plane, rowwise_plane
+from .rows import BadValue, ProductShape, ProductStatistics, SlotRow, first_position, joined
+from .slot_statistics import made_planes, measure_plane, rowwise_plane
 
 __all__ = ["Collector", "Wanted"]
 
@@ -193,7 +193,7 @@ class Collector:
             weight = _weight(product, g, copies)
             held = partial(product.held_by, g)
             given = (x[rows], weight, held, by_plan[plan], scales[g], rows, product.needs)
-            made.append(_Group(*given, None if product.offsets is None else g))
+            made.append(_Group(*given, None if product.offsets is None else product.numbers[g]))
         return made
 
     def _variants(self, plan: Plan | None, name: _Name, product: WatchedProduct) -> list[_Variant]:
@@ -263,6 +263,8 @@ class Collector:
             label = "bf16" if plane.spec.format.is_identity else word(plane.spec)
             statistics = measure_plane(x, plane)
             row = SlotRow(*name, slot, direction, label, variant.in_run, statistics, self.order)
+            if group.number is not None:
+                row = replace(row, experts={group.number: statistics})
             self._add(row)
             if variant.in_run and statistics.bad_outputs:
                 self._made_bad(name, slot, x, plane)
@@ -271,11 +273,7 @@ class Collector:
     def _add(self, row: SlotRow) -> None:
         key = (row.layer, row.tensor, row.direction, row.format, row.in_run)
         known = self.slots.get(key)
-        whole: SlotStatistics = row.statistics
-        if known is not None:
-            whole = known.statistics + whole
-            row = replace(known, statistics=whole)
-        self.slots[key] = row
+        self.slots[key] = row if known is None else joined((known, row))
 
     def _gemm(
         self,

@@ -83,7 +83,8 @@ document.querySelectorAll("table.sortable").forEach(table => {
 _HEADS: Final = (
     *("layer", "tensor", "direction", "format", "run"),
     *("error", "bulk error", "SNR, dB", "underflow", "saturated", "outliers"),
-    *("gradient / noise", "loss change", "amax", "not finite", "block scales, log2"),
+    *("gradient / noise", "loss change", "amax", "not finite"),
+    *("worst expert", "its error", "block scales, log2"),
 )
 
 
@@ -167,10 +168,19 @@ def _slot(row: SlotRow) -> str:
         _number(row.loss_change, "{:+.3g}"),
         _number(own.amax),
         _number(own.bad, "{:d}"),
+        *_expert(row),
         f"<td data-v='{len(own.scales)}'>{_histogram(row)}</td>",
     )
     given = f"data-format='{escape(row.format, True)}' data-tensor='{row.tensor}'"
     return f"<tr class='{kind}' {given}>{''.join(cells)}</tr>"
+
+
+def _expert(row: SlotRow) -> tuple[str, str]:
+    """Return the number of the worst expert, and its severity."""
+    worst = row.worst_expert
+    if worst is None:
+        return _number(None), _number(None)
+    return _number(worst, "{:d}"), _number(row.experts[worst].severity)
 
 
 def _products(report: PrecisionReport) -> str:

@@ -71,7 +71,7 @@ class PrecisionReport:
         Args:
             count: how many at most.
             by: one of `KEYS`: `"severity"` is the larger of the relative error of all values and of
-                those that are no outliers.
+                those that are no outliers; of experts, the worst one's.
 
         Raises:
             ValueError: there is no such key.
@@ -120,10 +120,12 @@ class PrecisionReport:
             by: as for `worst`.
         """
         ranked = self._ranked()
-        rows = tuple(map(_cells, self.sorted(by, ranked)[:count]))
+        has_experts = any(row.experts for row in ranked)
+        rows = tuple(_cells(row, has_experts) for row in self.sorted(by, ranked)[:count])
         what = "in the run" if any(row.in_run for row in ranked) else "what if"
         title = f"{self.model}: {len(rows)} worst of {len(ranked)} planes, {what}"
-        slots = Table(title, _HEADS, rows, self._notes())
+        more = ("worst expert",) if has_experts else ()
+        slots = Table(title, (*_HEADS, *more), rows, self._notes())
         known = [one for one in self.products if one.relative_error is not None]
         worst = sorted(known, key=lambda one: (not one.in_run, -(one.relative_error or 0.0)))
         heads = ("layer", "GEMM", "formats", "in the run", "error added")
@@ -199,7 +201,7 @@ _HEADS = (
 )
 
 
-def _cells(row: SlotRow) -> tuple[str, ...]:
+def _cells(row: SlotRow, has_experts: bool) -> tuple[str, ...]:
     own = row.statistics
     error = "not finite" if own.bad else _number(own.relative_error)
     ratio = _number(row.gradient_to_noise) + (" !" if row.is_below_line else "")
@@ -209,7 +211,14 @@ def _cells(row: SlotRow) -> tuple[str, ...]:
         *(row.layer or "(model)", row.tensor, row.direction, row.format, error),
         *(_number(own.bulk_error), snr, _share(own.underflow_share)),
         *(_share(own.saturation_share), _share(own.outlier_share), ratio, change),
+        *((_expert(row),) if has_experts else ()),
     )
+
+
+def _expert(row: SlotRow) -> str:
+    """Return the number of the worst expert and its severity."""
+    worst = row.worst_expert
+    return "" if worst is None else f"{worst}: {_number(row.experts[worst].severity)}"
 
 
 def _number(value: float | None) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -30,6 +30,8 @@ class SlotRow:
         statistics: of all its tensors.
         order: of the first of them among all that the run made.
         loss_change: what the slot's own format changes of the loss; None: it was not asked.
+        experts: statistics of each expert's tensors by its number among those of all ranks; of
+            those that had tokens. Empty: the layer has none.
     """
 
     layer: str
@@ -41,6 +43,19 @@ class SlotRow:
     statistics: SlotStatistics
     order: int = 0
     loss_change: float | None = None
+    experts: Mapping[int, SlotStatistics] = field(default_factory=dict, repr=False)
+
+    @property
+    def worst_expert(self) -> int | None:
+        """Number of the expert with the largest severity; None: there are none."""
+        return max(self.experts, key=lambda one: self.experts[one].severity, default=None)
+
+    @property
+    def severity(self) -> float:
+        """By which rows are ranked: that of all tensors, or of the worst expert if it is larger."""
+        worst = self.worst_expert
+        own = self.statistics.severity
+        return own if worst is None else max(own, self.experts[worst].severity)
 
     @property
     def is_plain(self) -> bool:
@@ -69,8 +84,9 @@ class SlotRow:
             return None if ratio is None else -ratio
         if key == "snr_db":
             return None if self.statistics.snr_db is None else -self.statistics.snr_db
-        if key == "loss_change":
-            return self.loss_change
+        if key in ("loss_change", "severity"):
+            own: float | None = getattr(self, key)
+            return own
         found: float | None = getattr(self.statistics, key)
         return found
 
@@ -88,7 +104,7 @@ class SlotRow:
             "amax": own.amax,
             "gradient_to_noise": self.gradient_to_noise,
             "loss_change": self.loss_change,
-            "severity": own.severity,
+            "severity": self.severity,
         }
         return {
             "layer": self.layer,
@@ -99,6 +115,7 @@ class SlotRow:
             **{key: _finite(one) for key, one in numbers.items()},
             "values": own.values,
             "not_finite": own.bad,
+            "worst_expert": self.worst_expert,
             "scale_exponents": scales,
         }
 
@@ -194,7 +211,7 @@ class BadValue:
         is_made: the value was finite, and quantizing made it so, or multiplying.
         order: among all tensors of the run.
         rank: that has it; 0 without ranks.
-        group: number of the expert that has it; None: there are none.
+        group: number of the expert that has it, among those of all ranks; None: there are none.
     """
 
     layer: str
@@ -230,6 +247,9 @@ def joined(rows: Sequence[SlotRow]) -> SlotRow:
     """Return the rows of one slot over calls or ranks as one."""
     first = min(rows, key=lambda row: row.order)
     whole = SlotStatistics()
+    experts: dict[int, SlotStatistics] = {}
     for row in rows:
         whole += row.statistics
-    return replace(first, statistics=whole)
+        for number, own in row.experts.items():
+            experts[number] = experts[number] + own if number in experts else own
+    return replace(first, statistics=whole, experts=dict(sorted(experts.items())))
