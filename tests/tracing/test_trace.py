@@ -173,6 +173,30 @@ def test_modules_that_come_into_the_model_later_are_written(tmp_path: Path) -> N
     assert [line["module"] for line in lines_of(tmp_path / "a")] == ["0"] * 3 + ["1"] * 3
 
 
+@pytest.mark.parametrize("given", [5, "no base64!", None])
+def test_bytes_that_are_none_are_told(tmp_path: Path, given: object) -> None:
+    place = {"step": 0, "module": "0", "tensor": "input", "direction": "rowwise", "buffer": "data"}
+    for name, digest in (("a", "0" * 64), ("b", "1" * 64)):
+        line = {**place, "dtype": "uint8", "shape": [1], "sha256": digest, "bytes": given}
+        lines = ({"format": "hybridq-trace", "version": 1}, line, {"end_of_step": 0})
+        (tmp_path / name).write_text("".join(json.dumps(one) + "\n" for one in lines))
+    with pytest.raises(ValueError, match="compare: bytes of 0/0/input/rowwise/data must be Base64"):
+        compare(tmp_path / "a", tmp_path / "b")
+
+
+def test_experts_have_the_numbers_that_they_have_among_all_ranks(tmp_path: Path) -> None:
+    layer = hybridq.GroupedLinear(2, 32, 32)
+    layer.first_matrix, layer.all_matrices = 3, 5  # as on the last of two ranks
+    model = nn.ModuleDict({"experts": layer})
+    with hybridq.trace(tmp_path / "a", model) as writer:
+        with hybridq.autocast(recipe="mxfp8"):
+            layer(torch.randn(8, 32), [5, 3])
+        writer.step()
+    lines = [json.loads(text) for text in (tmp_path / "a").read_text().splitlines()]
+    named = {one["module"] for one in lines if one.get("tensor") in ("input", "weight")}
+    assert named == {"experts.3", "experts.4"}
+
+
 def test_a_model_that_is_none_is_told(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="trace: model must be a Module or None, got list"):
         hybridq.trace(tmp_path / "a", [])  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import os
 from collections.abc import Iterator
@@ -113,10 +112,12 @@ def _text(line: dict[str, Any]) -> str:
 
 def _difference(one: dict[str, Any], other: dict[str, Any]) -> Difference:
     found = Difference(*(one[key] for key in _PLACE))
-    try:
-        mine, its = (base64.b64decode(line["bytes"]) for line in (one, other))
-    except (KeyError, binascii.Error):
+    if "bytes" not in one or "bytes" not in other:
         return found
+    try:
+        mine, its = (base64.b64decode(line["bytes"], validate=True) for line in (one, other))
+    except (TypeError, ValueError) as error:  # binascii.Error is a ValueError
+        raise ValueError(f"compare: bytes of {_text(one)} must be Base64, got {error}") from None
     for place, (x, y) in enumerate(zip(mine, its, strict=False)):
         if x != y:
             bit = ((x ^ y) & -(x ^ y)).bit_length() - 1

@@ -161,7 +161,9 @@ def _names_of(model: nn.Module | None) -> dict[int, str]:
 
 
 def _of(name: str, group: int, product: WatchedProduct) -> str:
-    return name if product.offsets is None else f"{name}.{group}".removeprefix(".")
+    if product.offsets is None:
+        return name
+    return f"{name}.{product.numbers[group]}".removeprefix(".")
 
 
 def trace(
