@@ -40,8 +40,8 @@ def _plane(operand: _Operand, where: str, name: str) -> Plane:
         raise TypeError(
             f"{where}: {name} must be a tensor or a Plane, got {type(operand).__name__}"
         )
+    refuse_tangents(where, operand)
     if is_quantized(operand):
-        refuse_tangents(where, operand)
         if operand.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{where}: {name} is quantized and requires grad, which gemm does not pass on; use "

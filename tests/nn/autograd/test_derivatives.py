@@ -251,6 +251,16 @@ def test_transforms_of_quantizing_are_errors(name):
         TRANSFORMS[name](lambda x: hybridq.quantize(x, "mxfp8").dequantize(), torch.randn(4, 64))
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_plain_operands_of_a_product_that_are_mapped_are_errors(is_first):
+    weight, x = hybridq.quantize(torch.randn(8, 64), "mxfp8"), torch.randn(2, 4, 64)
+    with pytest.raises(NotImplementedError, match=f"gemm: {NO_TRANSFORM}"):
+        torch.vmap(lambda x: hybridq.gemm(*((x, weight) if is_first else (weight, x))))(x)
+    ends = torch.tensor([1, 4], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match=f"grouped_gemm: {NO_TRANSFORM}"):
+        torch.vmap(lambda x: hybridq.grouped_gemm(x, [weight, weight], ends))(x)
+
+
 def test_a_weight_that_requires_grad_inside_of_a_transform():
     layer, x = hybridq.Linear(64, 8), torch.randn(3, 64)
     with pytest.raises(NotImplementedError, match=NO_TRANSFORM):
