@@ -251,6 +251,28 @@ def test_a_spoiled_expert_is_named_though_the_others_are_larger() -> None:
     assert fprop.formats == ("mxfp8", "mxfp8")
 
 
+@pytest.mark.parametrize("function", [hybridq.report, hybridq.advise])
+def test_gradients_of_a_batch_stay(function: Callable[..., object]) -> None:
+    model, x = nn.Sequential(hybridq.Linear(64, 64, name="0")), torch.randn(8, 64)
+    batch, other = {"input": x.requires_grad_()}, torch.randn(8, 64, requires_grad=True)
+    other.grad = torch.full((8, 64), 3.0)
+    formats = {"recipe": "mxfp8"} if function is hybridq.report else {"candidates": ["mxfp8"]}
+
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        return y.square().mean()
+
+    function(model, batch, loss=loss, **formats)
+    function(model, [other], loss=loss, **formats)
+    assert x.grad is None and torch.equal(other.grad, torch.full((8, 64), 3.0))
+
+
+@pytest.mark.parametrize("function", [hybridq.report, hybridq.advise])
+def test_a_layer_that_no_format_takes_is_named(function: Callable[..., object]) -> None:
+    model = nn.Sequential(hybridq.Linear(64, 64, name="0").double())
+    with pytest.raises(TypeError, match=r"report: 0: .* got torch.float64; cast the model first"):
+        function(model, torch.randn(8, 64).double(), loss=lambda y: y.square().mean())
+
+
 def test_a_bad_bias_is_none_of_the_products() -> None:
     model = hybridq.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
     with torch.no_grad():

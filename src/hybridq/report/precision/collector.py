@@ -15,6 +15,7 @@ from ..._torch_private import graph_task_id
 from ...direction import COLUMNWISE, ROWWISE, Direction
 from ...formats import PlaneSpec
 from ...gemm import CONTRACT, Gemm
+from ...kernels.inputs import HIGH_PRECISION
 from ...nn.autograd import WatchedProduct, WatchedTensor
 from ...recipes import Plan, QuantizerRole, Recipe, SlotPlan, bind
 from ...recipes.boundary import boundary_quantizer
@@ -104,6 +105,7 @@ class Collector:
             return None
         name = self._name(product)
         x = product.matrix().detach()
+        _check_dtype(name, x)
         x = x.reshape(-1, x.shape[-1])
         x = x.clone() if wants_gradient else x
         groups = self._groups(product, name, x)
@@ -124,6 +126,7 @@ class Collector:
             return  # a gradient that is not asked for, or a recomputation
         own = seen.module.name
         name = _Name(self.names[id(seen.module)], str(own))
+        _check_dtype(name, seen.values)
         x = seen.values.reshape(-1, seen.values.shape[-1])
         self.order += 1
         self._group = (None, 0)
@@ -363,6 +366,15 @@ class Collector:
             at = (at[0] + first, at[1])
         given = (name.layer, tensor, direction, place, at, value, is_made, self.order)
         self.first_bad = BadValue(*given, group=number)
+
+
+def _check_dtype(name: _Name, x: torch.Tensor) -> None:
+    """Raise where no format takes the tensors of a layer."""
+    if x.dtype not in HIGH_PRECISION:
+        raise TypeError(
+            f"report: {name.layer or '(model)'}: a tensor that is quantized must be float32, "
+            f"bfloat16 or float16, got {x.dtype}; cast the model first, as by model.float()"
+        )
 
 
 def _block(spec: PlaneSpec, x: torch.Tensor) -> tuple[int, int]:

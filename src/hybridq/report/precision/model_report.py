@@ -171,7 +171,7 @@ def measured(run: Run, recipe: Recipe | None, wanted: Wanted) -> Found:
         ValueError: no module of hybridq multiplied anything.
     """
     collector = Collector(run.model, wanted)
-    with untouched(run.model), watch_products(collector):
+    with untouched(run.model, run.data), watch_products(collector):
         loss = run(recipe)
     if not collector.slots:
         if any(isinstance(one, QuantizedModule) for one in run.model.modules()):

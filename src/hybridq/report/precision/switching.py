@@ -196,7 +196,7 @@ def losses(run: Run, recipe: Recipe, last: Recipe | None = None) -> tuple[float,
     Raises:
         ValueError: the run has no loss.
     """
-    with untouched(run.model):
+    with untouched(run.model, run.data):
         loss = run(recipe)
         if loss is None:
             raise ValueError(f"{run.owner}: switch=True needs a loss, got none of the run")

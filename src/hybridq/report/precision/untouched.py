@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ __all__ = ["untouched"]
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module, batch: Any = None) -> Iterator[None]:
     """Run a model in the block, training steps of the optimizer apart, as if it had not been run.
 
     Gradients are None at first and what they were at the end; buffers, `main_grad`, histories of
@@ -26,10 +26,11 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
     Args:
         model: any module.
+        batch: that it is given, whose gradients are kept as those of the model are; a function
+            of the model has none that are known.
     """
-    gradients = [
-        (one, one.grad, _copy(getattr(one, "main_grad", None))) for one in model.parameters()
-    ]
+    leaves = [*model.parameters(), *_leaves(batch)]
+    gradients = [(one, one.grad, _copy(getattr(one, "main_grad", None))) for one in leaves]
     buffers = [(one, one.detach().clone()) for one in model.buffers()]
     # A forward may write into a buffer, or put another tensor in its place.
     held = [(one, dict(one._buffers)) for one in model.modules()]
@@ -54,6 +55,18 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
             for back in restore:
                 back()
+
+
+def _leaves(batch: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a batch that a backward would give a gradient."""
+    if isinstance(batch, torch.Tensor):
+        if batch.requires_grad and batch.is_leaf:
+            yield batch
+    elif isinstance(batch, Mapping):
+        yield from _leaves(tuple(batch.values()))
+    elif isinstance(batch, tuple | list):
+        for one in batch:
+            yield from _leaves(one)
 
 
 def _copy(value: Any) -> Any:
