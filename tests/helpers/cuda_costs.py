@@ -33,6 +33,7 @@ from hybridq.kernels.triton import backend as triton
 from hybridq.kernels.triton import plan_grouped_block
 from hybridq.kernels.triton.plan_parts import Tiled
 from hybridq.nn.autograd import grouped_function, linear_function
+from hybridq.nn.autograd.linear_backward import linear_backward
 from hybridq.nn.modules import eager_fast_path, grouped_module
 
 _SOURCES = str(Path(hybridq.__file__).parent)
@@ -246,7 +247,7 @@ class _Held:
         return y.requires_grad_(), anchor  # what comes next asks for its gradient
 
     def backward(self, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return linear_function._backward(self, self.saved[:-1], dy)
+        return linear_backward(self, self.saved[:-1], dy)
 
 
 class _HeldGroups(_Held):
