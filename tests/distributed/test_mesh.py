@@ -11,7 +11,7 @@ PROGRAM = "mesh_program.py"
 
 
 def test_planes_of_two_tensor_parallel_ranks(tmp_path) -> None:
-    run(2, tmp_path / "store", "planes=2,halves", "refused", program=PROGRAM)
+    run(2, tmp_path / "store", "planes=2,halves", "refused", "written", program=PROGRAM)
 
 
 @pytest.mark.slow

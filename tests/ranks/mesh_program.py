@@ -6,6 +6,7 @@ over the data-parallel ranks is the gradient of one process, but for the order o
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -240,6 +241,25 @@ def replicas() -> None:
             optimizer = torch.optim.AdamW(one.parameters(), lr=1e-3, eps=1e-3)
             losses.append([one_loss(one, optimizer, recipe, step) for step in range(3)])
         assert torch.allclose(*map(torch.tensor, losses), rtol=1e-4), (recipe, losses)
+
+
+def written() -> None:
+    """Weights on two meshes, tensor parallelism's and FSDP2's own, that no optimizer writes."""
+    torch.manual_seed(0)
+    single = hybridq.convert(nn.Sequential(Mlp(96, 365), nn.Linear(96, 7)), least_width=0)
+    model, mesh = copy.deepcopy(single), mesh_of(1)
+    parallelize_module(model[0], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(prepare_fsdp2(model), mesh=mesh["dp"])
+    for recipe in RECIPES:
+        losses: list[list[float]] = [[], []]
+        for both, found in zip((model, single), losses, strict=True):
+            optimizer = torch.optim.AdamW(both.parameters(), lr=1e-3, eps=1e-3)
+            for step in range(3):
+                found.append(one_loss(both, optimizer, recipe, step))
+                with torch.no_grad():
+                    for parameter in both.parameters():
+                        parameter.mul_(1.1)
+        assert losses[0] == losses[1], (recipe, losses)
 
 
 def recomputed() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -150,8 +150,9 @@ class Prepared:
         self._recipe: Recipe | None = None
         #: Whether ranks have compared.
         self.is_compared = False
-        #: How often ranks had to find all maxima again, since rows were written by no optimizer.
-        self.num_reductions = 0
+        #: How often the ranks of a mesh had to find all maxima again, of the weights that lie on
+        #: it, since rows were written by no optimizer.
+        self.num_reductions: Counter[Any] = Counter()
         self._in_graphs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @property

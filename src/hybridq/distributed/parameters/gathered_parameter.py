@@ -189,7 +189,11 @@ class GatheredParameter(OwnRows, Regather):
 
     def age(self) -> tuple[int, int]:
         """Return what grows when ranks find scales or maxima anew: alike on all of them."""
-        return num_updates(), 0 if self._prepared is None else self._prepared.num_reductions
+        mesh = self._last_mesh
+        if mesh is None:
+            mesh = self.mesh()
+        prepared = self._prepared
+        return num_updates(), 0 if prepared is None else prepared.num_reductions[mesh]
 
     def _new_call(
         self, group: Any, shape: torch.Size, dtype: torch.dtype, phase: str

@@ -134,12 +134,12 @@ class OwnRows:
         return RowsSender.of(self, plan, call, start)
 
     def _reduce_anew(self: Any) -> None:
-        """Find all maxima again; every rank must call it."""
+        """Find all maxima again, of the weights on this one's mesh; every rank must call it."""
         self.known.forget()
         works = self.works_beside(self._where(), anew=True)
         encode_shards(works, self.last_call().group, only_maxima=True)
         if self._prepared is not None:
-            self._prepared.num_reductions += 1
+            self._prepared.num_reductions[self.mesh()] += 1
 
     def _own_shard(self: Any) -> Any:
         shard = None if self.shard is None else self.shard()

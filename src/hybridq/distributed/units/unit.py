@@ -119,9 +119,8 @@ class Unit:
             plan = self._new_plan(state, dtype, device, is_backward)
             if plan.is_steady:
                 self._steady[is_backward] = plan
-        age = self.first.age()
         for about, call, begun in zip(self.members, plan.calls, plan.begun, strict=True):
-            about.call, about.begun, call.age = call, begun, age
+            about.call, about.begun, call.age = call, begun, about.age()
             about.inner[:] = ()  # FSDP2 would make room for what is in there before the next use
         self._plan = plan
         if plan.send is None:
