@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import hybridq
 from hybridq import errors
-from hybridq.optim import AdamW
+from hybridq.optim import SGD, AdamW, Muon
 
 X = torch.randn(2, 16, 24, generator=torch.Generator().manual_seed(0))
 
@@ -113,3 +115,58 @@ def test_weights_without_a_gradient_anywhere_are_left_alone() -> None:
     module.bias.grad = torch.ones(40)
     torch.optim.SGD(module.parameters(), lr=0.1).step()
     assert AdamW(module.parameters()).step() is None
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("kind", "options", "place"),
+    [
+        (AdamW, {}, "main_grad"),
+        (AdamW, {"use_decoupled_grad": True}, "decoupled_grad"),
+        (SGD, {"momentum": 0.9}, "main_grad"),
+        (Muon, {"recipe": "mxfp8"}, "main_grad"),
+    ],
+)
+def test_a_run_goes_on_from_a_distributed_checkpoint(kind, options, place, tmp_path) -> None:
+    """torch makes the states of a new optimizer by a step of its own, with zeros in `grad`."""
+
+    def run(seed):
+        torch.manual_seed(seed)
+        module = hybridq.Linear(24, 40, bias=False, dtype=torch.bfloat16)
+        setattr(module.weight, place, torch.zeros(40, 24))
+        return module, kind(module.parameters(), lr=0.1, **options)
+
+    def step(module, optimizer, number) -> None:
+        gradient = torch.randn(40, 24, generator=torch.Generator().manual_seed(number))
+        setattr(module.weight, place, gradient)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    module, optimizer = run(0)
+    for number in range(2):
+        step(module, optimizer, number)
+    dcp.save(
+        dict(zip("mo", get_state_dict(module, optimizer), strict=True)), checkpoint_id=tmp_path
+    )
+    step(module, optimizer, 2)
+    other, its = run(1)
+    loaded = dict(zip("mo", get_state_dict(other, its), strict=True))
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    set_state_dict(other, its, model_state_dict=loaded["m"], optim_state_dict=loaded["o"])
+    step(other, its, 2)
+    assert torch.equal(other.weight, module.weight)
+    mine, want = its.state[other.weight], optimizer.state[module.weight]
+    assert mine.keys() == want.keys() and all(torch.equal(mine[k], want[k]) for k in want)
+
+
+def test_a_rate_of_zero_hides_no_gradient() -> None:
+    """A first step of a warm-up takes `main_grad`, and two gradients stay an error."""
+    module = layer(True)
+    optimizer = AdamW(module.parameters(), lr=0.0, betas=(0.5, 0.5))
+    module.weight.main_grad.fill_(1.0)
+    module.weight.grad = torch.ones(40, 24)
+    with pytest.raises(RuntimeError, match="a gradient in main_grad and another in grad"):
+        optimizer.step()
+    module.weight.grad = None
+    optimizer.step()
+    assert (optimizer.state[module.weight]["exp_avg"] == 0.5).all()

@@ -15,7 +15,6 @@ from . import moments as held
 from .base import Base
 from .masters import (
     MASTER,
-    gradient,
     has_master,
     initial_master,
     is_low,
@@ -207,7 +206,7 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
         works: list[_Work] = []
         size = 0
         for parameter in group["params"]:
-            grad = gradient(parameter, "AdamW", self._is_decoupled)
+            grad = self.gradient_of(parameter, group, "AdamW", self._is_decoupled)
             if grad is None:
                 continue
             works.append(self._work(parameter, grad, group))

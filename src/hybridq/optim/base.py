@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .masters import zero_main_grads
+from .masters import gradient, local, zero_main_grads
 
 __all__ = ["Base"]
 
@@ -21,6 +21,7 @@ class Base:
 
     _saved: dict[str, Any] | None = None
     param_groups: list[dict[str, Any]]
+    state: dict[Any, Any]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -51,6 +52,34 @@ class Base:
             group: of `param_groups`.
         """
         raise NotImplementedError(f"{type(self).__name__}.step_group: must be overridden")
+
+    def gradient_of(
+        self, parameter: Any, group: dict[str, Any], where: str, is_decoupled: bool = False
+    ) -> torch.Tensor | None:
+        """Return the gradient of a parameter, this rank's part, or None.
+
+        Args:
+            parameter: of `group`.
+            group: of `param_groups`.
+            where, is_decoupled: as `gradient` takes them.
+        """
+        if self._only_makes_state(parameter, group):
+            made: torch.Tensor = local(parameter.grad)
+            return made
+        return gradient(parameter, where, is_decoupled)
+
+    def _only_makes_state(self, parameter: Any, group: dict[str, Any]) -> bool:
+        """Return whether a step is the one by which torch's checkpoints learn what to load.
+
+        `torch.distributed.checkpoint` has an optimizer without states step with a rate of zero and
+        zeros in `grad`, wherever gradients are else.
+        """
+        grad = parameter.grad
+        if grad is None or grad.is_sparse or parameter in self.state:
+            return False
+        if getattr(parameter, "grad_added_to_main_grad", False) or float(group["lr"]) != 0.0:
+            return False
+        return not bool(local(grad).any())
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         """Forget all gradients: set those in `main_grad` to zero, and the others as torch does.

@@ -18,7 +18,6 @@ from ..storage import Plane
 from .base import Base
 from .masters import (
     MASTER,
-    gradient,
     has_master,
     initial_master,
     is_low,
@@ -234,7 +233,7 @@ class Muon(Base, torch.optim.Optimizer):  # type: ignore[misc]
             group: of `param_groups`.
         """
         for parameter in group["params"]:
-            grad = gradient(parameter, "Muon")
+            grad = self.gradient_of(parameter, group, "Muon")
             if grad is not None:
                 self._update(parameter, grad, group)
 

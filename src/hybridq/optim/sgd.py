@@ -11,7 +11,6 @@ from torch.optim.sgd import sgd
 from .base import Base
 from .masters import (
     MASTER,
-    gradient,
     has_master,
     initial_master,
     is_low,
@@ -117,7 +116,7 @@ class SGD(Base, torch.optim.SGD):  # type: ignore[misc]
         """
         given, grads, buffers = [], [], []
         for parameter in group["params"]:
-            grad = gradient(parameter, "SGD")
+            grad = self.gradient_of(parameter, group, "SGD")
             if grad is None:
                 continue
             if grad.is_sparse:
