@@ -20,6 +20,7 @@ OPTIONS = {
     "rms": {"lr": 0.02, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3},
     "coefficients": {"lr": 0.02, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3},
 }
+KINDS = (Muon, torch.optim.Muon)
 SHAPES = ((48, 64), (64, 32), (32, 32), (1, 40))
 PLANS = {name: bind(get(name)) for name in ("mxfp8", "nvfp4", "fp8_current")}
 
@@ -42,6 +43,17 @@ def test_fp32_parameters_have_torchs_bits(options) -> None:
     values = [torch.randn(shape) for shape in SHAPES]
     mine, own = ([nn.Parameter(one.clone()) for one in values] for _ in range(2))
     steps((Muon(mine, **options), torch.optim.Muon(own, **options)))
+    assert all(map(torch.equal, mine, own))
+
+
+def test_a_rate_that_is_a_tensor_has_torchs_bits() -> None:
+    values = [torch.randn(shape) for shape in SHAPES]
+    mine, own = ([nn.Parameter(one.clone()) for one in values] for _ in range(2))
+    pair = [kind(of, lr=torch.tensor(0.1)) for kind, of in zip(KINDS, (mine, own), strict=True)]
+    for rate in torch.rand(9).tolist():
+        for one in pair:
+            one.param_groups[0]["lr"].fill_(rate)  # as a scheduler does
+        steps(pair, 1)
     assert all(map(torch.equal, mine, own))
 
 

@@ -265,7 +265,7 @@ class Muon(Base, torch.optim.Optimizer):  # type: ignore[misc]
             rate = 0.2 * math.sqrt(max(rows, cols))
         elif cols:
             rate = math.sqrt(max(1, rows / cols))
-        lr = float(group["lr"])
+        lr = group["lr"]  # a tensor is rounded as torch rounds it
         values.mul_(1 - lr * group["weight_decay"])
         values.add_(update, alpha=-lr * rate)
         write_parameters([(parameter, values, state)])
