@@ -185,6 +185,38 @@ def test_decay_after_the_momentum_is_no_part_of_it():
     torch.testing.assert_close(master.double(), wide, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (SGD, {"momentum": 0.9}),
+        (SGD, {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
+        (SGD, {"momentum": 0.9, "weight_decay": 0.1, "wd_after_momentum": True}),
+        (AdamW, {"bias_correction": False}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fused_step_that_a_scaler_leaves_out_leaves_nothing_behind(kind, options, dtype):
+    """What is not finite in the first step is no momentum, as where the scaler asks before."""
+
+    def run(fused: bool) -> tuple[torch.Tensor, dict]:
+        parameter = nn.Parameter(torch.ones(24, 40, dtype=dtype))
+        optimizer = kind([parameter], lr=0.1, fused=fused, **options)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for number in range(3):
+            scaled = scaler.scale(torch.ones(24, 40))
+            scaled[0, 0] = torch.inf if number == 0 else 1.0
+            parameter.grad = scaled.to(dtype)
+            scaler.step(optimizer)
+            scaler.update()
+        return parameter.detach(), optimizer.state[parameter]
+
+    (mine, state), (own, its) = run(True), run(False)
+    torch.testing.assert_close(mine, own)
+    assert state.keys() == its.keys()
+    for key, value in its.items():
+        torch.testing.assert_close(state[key], value)
+
+
 def test_sgd_takes_main_grad_and_keeps_what_is_loaded_in_fp32():
     parameter = nn.Parameter(torch.ones(3, 4).bfloat16())
     optimizer = SGD([parameter], 0.1, 0.9)

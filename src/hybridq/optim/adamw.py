@@ -266,9 +266,10 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
         first, second = ([self._moment(work, name) for work in works] for name in held.MOMENTS)
         beta1, beta2 = group["betas"]
         steps = of_all("step")
+        found_inf = getattr(self, "found_inf", None)
         if not self._corrects:
             for step in steps:
-                step += 1
+                step += 1 if found_inf is None else 1 - found_inf.reshape(())
             steps = [torch.full_like(step, _LATE) for step in steps]
         run = adamw if self._decays_apart else adam
         run(
@@ -282,7 +283,7 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
             capturable=group["capturable"],
             fused=group["fused"],
             grad_scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None),
+            found_inf=found_inf,
             has_complex=any(work.values.is_complex() for work in works),
             amsgrad=group["amsgrad"],
             beta1=beta1,

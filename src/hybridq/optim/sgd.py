@@ -135,11 +135,15 @@ class SGD(Base, torch.optim.SGD):  # type: ignore[misc]
             buffers.append(local(state[_BUFFER]) if state.get(_BUFFER) is not None else None)
         if not given:
             return
+        found_inf = getattr(self, "found_inf", None)  # of a scaler: the step is left out
         decay, values_of_all = group["weight_decay"], [values for _, values, _ in given]
         if group["wd_after_momentum"] and decay:
+            if found_inf is not None:
+                decay = decay * (1.0 - found_inf)
             for values in values_of_all:
                 values.mul_(1.0 - float(group["lr"]) * decay)
             decay = 0.0
+        is_first = any(buffer is None for buffer in buffers)
         sgd(
             values_of_all,
             grads,
@@ -148,7 +152,7 @@ class SGD(Base, torch.optim.SGD):  # type: ignore[misc]
             foreach=group["foreach"],
             fused=group["fused"],
             grad_scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None),
+            found_inf=found_inf,
             weight_decay=decay,
             momentum=group["momentum"],
             lr=group["lr"],
@@ -156,7 +160,9 @@ class SGD(Base, torch.optim.SGD):  # type: ignore[misc]
             nesterov=group["nesterov"],
             maximize=group["maximize"],
         )
-        if group["momentum"]:
+        # torch's kernel makes a first momentum, and does not write it in a step that is left out.
+        is_kept = not (is_first and found_inf is not None and bool(found_inf))
+        if group["momentum"] and is_kept:
             for (parameter, _, state), buffer in zip(given, buffers, strict=True):
                 if buffer is not None and _BUFFER not in state:
                     state[_BUFFER] = sharded_like(buffer, parameter)
