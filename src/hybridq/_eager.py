@@ -49,5 +49,6 @@ def running_eagerly() -> Iterator[None]:
     finally:
         with _users.lock:
             _users.count -= 1
-            if not _users.count:
+            # As Python ends, those that nobody closed come here, and torch can import nothing.
+            if not _users.count and not sys.is_finalizing():
                 _users.close()

@@ -69,7 +69,7 @@ class Settings(threading.local):
         moves_parameters: a module moves its parameters now: copies of them are parameters again.
         offload: what `hybridq.offload` set: it is told of planes before they are saved; or None.
         watcher: is shown products, for all that `hybridq.nn.autograd.watch_products` set; or None.
-        watchers: these, in the order in which they came.
+        watchers: their blocks, in the order in which they came.
         in_ring: attention sees the tokens of several ranks (`distributed.context_parallel`).
         scaling_epoch: how many updates of scales there were before the forward that is computed
             again now; -1: none is, or not known.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -205,3 +209,35 @@ def test_the_stance_is_restored_by_the_last_in_any_thread() -> None:
         assert eval_frame._stance.stance == "force_eager"
         inner.__exit__(None, None, None)
         assert eval_frame._stance.stance == "eager_on_recompile"
+
+
+def test_a_block_may_be_ended_by_another_thread() -> None:
+    """The thread whose block it was shows nothing more, and keeps no watcher."""
+    turn, closed = Turn(), list[MonitorRecord]()
+    watch = hybridq.monitor(turn.model, 1, closed.append, optimizer=turn.optimizer)
+    stays = turn.monitor(1)
+    seen, block = Counts(), ExitStack()
+    block.enter_context(watch_products(seen))
+    turn.step()
+    for end in (watch.close, block.close):
+        thread = threading.Thread(target=end)
+        thread.start()
+        thread.join()
+    held = weakref.ref(seen)
+    assert seen.products == seen.gradients == 2
+    del seen
+    turn.step()
+    assert held() is None
+    assert len(settings.current().watchers) == 1
+    stays.close()
+    assert turn.records == alone(0, 1, 2) and closed == turn.records[:1]
+
+
+def test_a_monitor_that_nobody_closes_says_nothing_as_python_ends() -> None:
+    code = (
+        "import torch, hybridq\n"
+        "import torch._dynamo\n"
+        "watch = hybridq.monitor(torch.nn.Linear(4, 4), every=1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

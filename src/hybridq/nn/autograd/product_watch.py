@@ -166,13 +166,25 @@ def _each(functions: list[Callable[[Any], None]]) -> Callable[[Any], None] | Non
     return call
 
 
-class _Screen:
-    """Stands among the watchers: those before it are shown nothing."""
+class _Place:
+    """A block of one watcher; any thread may end it.
+
+    Args:
+        see: the watcher; None: a screen, those before it are shown nothing.
+    """
+
+    def __init__(self, see: ProductWatcher | None) -> None:
+        self.see, self.has_ended = see, False
 
 
 def watcher() -> Any:
     """Return what watches products in this thread; None: nothing does, or code is compiled."""
-    return None if torch.compiler.is_compiling() else settings.current().watcher
+    if torch.compiler.is_compiling():
+        return None
+    state = settings.current()
+    if state.watcher is not None and any(one.has_ended for one in state.watchers):
+        _place(state.watchers)  # another thread ended a block of this one
+    return state.watcher
 
 
 def tensor_watcher() -> Callable[[WatchedTensor], None] | None:
@@ -231,35 +243,33 @@ def unwatched() -> Iterator[None]:
 
     A watcher that comes within the block is shown products.
     """
-    with _placed(_Screen()):
+    with _placed(None):
         yield
 
 
 @contextmanager
-def _placed(one: ProductWatcher | _Screen) -> Iterator[None]:
+def _placed(see: ProductWatcher | None) -> Iterator[None]:
     """Have a watcher among the others in the block, which may end before or after theirs."""
-    state = settings.current()
-    _place((*state.watchers, one))
+    own = _Place(see)
+    _place((*settings.current().watchers, own))
     try:
         yield
     finally:
-        others = list(state.watchers)
-        places = [place for place, other in enumerate(others) if other is one]
-        for place in places[-1:]:  # none: another thread ends the block
-            del others[place]
-        _place(tuple(others))
+        own.see, own.has_ended = None, True
+        _place(settings.current().watchers)
 
 
-def _place(watchers: tuple[Any, ...]) -> None:
+def _place(places: tuple[_Place, ...]) -> None:
     """Set the watchers of this thread, and what stands for those that are shown products."""
-    shown: list[Any] = []
-    for one in watchers:
-        if isinstance(one, _Screen):
+    shown: list[ProductWatcher] = []
+    kept = tuple(one for one in places if not one.has_ended)
+    for one in kept:
+        if one.see is None:
             shown = []
-        elif not any(one is other for other in shown):
-            shown.append(one)
+        elif not any(one.see is other for other in shown):
+            shown.append(one.see)
     state = settings.current()
-    state.watchers = watchers
+    state.watchers = kept
     state.watcher = _All(shown) if shown else None
 
 
