@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
 from pathlib import Path
@@ -225,6 +226,8 @@ def test_what_cannot_be_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         hybridq.monitor(model, every=0)
     with pytest.raises(TypeError, match=r"monitor: to must be .*, got int"):
         hybridq.monitor(model, to=3)
+    with pytest.raises(TypeError, match=r"monitor: to must be .*, got Logger"):
+        hybridq.monitor(model, to=logging.getLogger("hybridq"))
     with pytest.raises(ValueError, match="a file that can be written"):
         hybridq.monitor(model, to=tmp_path / "none" / "a.jsonl")
     with pytest.raises(TypeError, match="must be a Module, got list"):
@@ -279,6 +282,59 @@ def test_a_writer_that_raises_costs_no_step() -> None:
     train(model, "mxfp8", 2, watch)
     watch.close()
     assert seen == [0, 1, 2, 3] and watch.steps == 4 and settings.current().watcher is None
+
+
+class Closes:
+    """A run of TensorBoard's kind that cannot be ended."""
+
+    def __init__(self, *_: object) -> None:
+        self.steps: list[int] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        if name == "hybridq/alarms":
+            self.steps.append(step)
+
+    def close(self) -> None:
+        raise OSError("cannot be flushed")
+
+
+def test_a_writer_that_raises_costs_the_others_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Closes)
+    )
+    seen: list[int] = []
+
+    def full(record: MonitorRecord) -> None:
+        seen.append(record.step)
+        raise OSError("no space left")
+
+    to = [full, "tensorboard", tmp_path / "a.jsonl", lambda one: seen.append(one.step)]
+    watch = hybridq.monitor(net(), every=1, to=to)
+    writes = watch._sinks[2].write
+    with pytest.raises(OSError, match="no space left"):
+        train(net(), "mxfp8", 1, watch)
+    assert seen == [0, 0]
+    with pytest.raises(OSError, match="cannot be flushed"):
+        watch.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "a.jsonl").open()] == [0]
+    with pytest.raises(ValueError, match="closed file"):
+        writes(MonitorRecord(1, (), {}))
+
+
+def test_the_optimizer_within_a_wrapper_is_counted() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, seen = net(), list[MonitorRecord]()
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), 0.1))
+    with hybridq.monitor(model, 1, seen.append, optimizer=optimizer) as watch:
+        for scale in (1.0, 2.0, 3.0, 4.0):
+            with accelerator.accumulate(model), hybridq.autocast(recipe="mxfp8"):
+                model(torch.full((4, 64), scale)).sum().backward()
+                optimizer.step()
+    amaxes = [{one.place: one.amax for one in record.slots}["first/input"] for record in seen]
+    assert amaxes == [2.0, 4.0] and watch.steps == 2
 
 
 def test_a_run_that_goes_on_has_the_numbers_of_its_steps(tmp_path: Path) -> None:

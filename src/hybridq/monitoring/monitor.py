@@ -103,8 +103,9 @@ class Monitor:
         self._stack.close()
         if self._hook is not None:
             self._hook.remove()
-        for sink in self._sinks:
-            sink.close()
+        with ExitStack() as rest:  # what one raises leaves none of the others open
+            for sink in reversed(self._sinks):
+                rest.callback(sink.close)
 
     def __enter__(self) -> Monitor:
         return self
@@ -146,13 +147,20 @@ class Monitor:
         self.alarms += alarms
         for alarm in alarms:
             LOGGER.warning("monitor: %s", alarm)
-        for sink in self._sinks:
-            sink.write(record)
+        with ExitStack() as rest:  # what one raises costs the others no record
+            for sink in reversed(self._sinks):
+                rest.callback(sink.write, record)
         return record
 
 
 def _count(made: Monitor) -> None:
     made.step()
+
+
+def _own(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer within a wrapper, as accelerate's, which has no hooks of its own."""
+    inner = getattr(optimizer, "optimizer", None)
+    return _own(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def _slots(sample: Sample) -> tuple[SlotSample, ...]:
@@ -260,5 +268,5 @@ def monitor(
     size = (rows, layers)
     made = Monitor(names_of(model), every, sinks, alarms or Alarms(), size, group, start)
     if optimizer is not None:
-        made._hook = optimizer.register_step_post_hook(lambda *_: _count(made))
+        made._hook = _own(optimizer).register_step_post_hook(lambda *_: _count(made))
     return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from importlib import import_module
@@ -64,7 +65,7 @@ def sinks_of(to: Any) -> list[Sink]:
         return [_lines(Path(to))]
     if hasattr(to, "add_scalar"):
         return [Sink(_adds_scalars(to))]
-    if hasattr(to, "log") and not isinstance(to, type):
+    if hasattr(to, "log") and not isinstance(to, type | logging.Logger):
         return [Sink(lambda record: to.log(record.scalars(), step=record.step))]
     if callable(to):
         return [Sink(to)]
