@@ -56,6 +56,9 @@ class WithoutExtraState:
 class Readings(WithoutExtraState):
     """Attributes of modules, made of the last forward's recipe whenever they are read."""
 
+    #: As there: nobody needs to clear `main_grad` before the first microbatch of a step.
+    first_overwrites = True
+
     @property
     def quantizers(self: Any) -> dict[str, list[Any]]:
         """The quantizers of all slots, in the order of `FP8FwdTensorIdx` and `FP8BwdTensorIdx`.

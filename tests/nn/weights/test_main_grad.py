@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
 
 import hybridq
+import hybridq.te as te
 
 RECIPES = ("mxfp8", "nvfp4", "fp8_current", "mxfp8_fwd_nvfp4_bwd", "bf16", None)
 MODULES = {
@@ -114,3 +116,84 @@ def test_a_transformer_layer_accumulates_in_all_its_parts() -> None:
         assert fused == (parameter.grad is None), name
         assert torch.allclose(got, plain[name].grad, rtol=1e-5, atol=1e-5), name
     assert found == 7  # qkv, proj, query, key_value, proj, fc1, fc2
+
+
+OWN_STATE = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fuse_wgrad_accumulation": True}
+GROUPED = {
+    "groups": lambda single: te.GroupedLinear(
+        3, 40, 24, single_grouped_weight=single, fuse_wgrad_accumulation=True
+    ),
+    "linear": lambda _: te.Linear(40, 24, fuse_wgrad_accumulation=True),
+    "mlp": lambda _: te.LayerNormMLP(40, 56, fuse_wgrad_accumulation=True),
+}
+
+
+def _backward(module, x, recipe, **options) -> None:
+    """A backward of loss `y @ 1`; of a module of groups the second has no token."""
+    more = ([9, 0, 8],) if isinstance(module, hybridq.GroupedLinear) else ()
+    torch.manual_seed(1)
+    with hybridq.autocast(enabled=recipe is not None, recipe=recipe):
+        module(x, *more, **options).sum().backward()
+
+
+def _main_grads(module, value: float) -> dict[str, torch.Tensor]:
+    """Give all matrices a `main_grad` of equal values; return them."""
+    found = {n: p for n, p in module.named_parameters() if "weight" in n and p.dim() > 1}
+    for parameter in found.values():
+        parameter.main_grad = torch.full(parameter.shape, value)
+    return {name: parameter.main_grad for name, parameter in found.items()}
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", None])
+@pytest.mark.parametrize(
+    ("kind", "single"), [("linear", 0), ("mlp", 0), ("groups", 0), ("groups", 1)]
+)
+@pytest.mark.parametrize("said", ["weight", "microbatch"])
+def test_a_gradient_may_be_written_over_what_is_there(recipe, kind, single, said) -> None:
+    """What is there is NaN, as memory may be; what is wanted is what autograd would make of it."""
+    module = GROUPED[kind](bool(single))
+    first, then = torch.randn(2, 17, 40)
+    wanted = []
+    for x in (first, then):
+        given = _main_grads(module, 0.0)
+        _backward(module, x, recipe)
+        wanted.append(given)
+    given = _main_grads(module, math.nan)
+    for parameter in module.parameters():
+        parameter.overwrite_main_grad = said == "weight"
+    _backward(module, first, recipe, is_first_microbatch=True)
+    for name, one in given.items():
+        torch.testing.assert_close(one, wanted[0][name], rtol=1e-5, atol=1e-5)
+        assert one.any() or name == "weight1"  # of the group without tokens
+    _backward(module, then, recipe, is_first_microbatch=False)
+    for name, one in given.items():
+        total = wanted[1][name] + (wanted[0][name] if said == "microbatch" else 0.0)
+        torch.testing.assert_close(one, total, rtol=1e-5, atol=1e-5)
+
+
+def test_what_overwrites_is_asked_in_the_backward_and_when_it_is_late() -> None:
+    module = hybridq.Linear(40, 24, fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
+    given = _main_grads(module, 1.0)["weight"]
+    x = torch.randn(5, 40)
+    _backward(module, x, "mxfp8", is_first_microbatch=True)  # which says nothing of main_grad here
+    module.backward_dw()
+    added = given.clone()
+    _backward(module, x, "mxfp8")
+    module.weight.overwrite_main_grad = True
+    module.backward_dw()
+    torch.testing.assert_close(added, given + 1.0)
+    _backward(module, x[:0], "mxfp8")
+    module.backward_dw()
+    assert not given.any()
+
+
+def test_all_parts_of_a_layer_of_the_door_are_written() -> None:
+    layer = te.TransformerLayer(32, 48, 2, layer_number=1, **OWN_STATE)
+    x = torch.randn(5, 2, 32)
+    wanted = _main_grads(layer, 0.0)
+    _backward(layer, x, "mxfp8")
+    given = _main_grads(layer, math.nan)
+    _backward(layer, x, "mxfp8", is_first_microbatch=True)
+    assert len(given) == 4
+    for name, one in given.items():
+        torch.testing.assert_close(one, wanted[name], rtol=1e-5, atol=1e-5)

@@ -215,3 +215,17 @@ def test_groups_marks_errors_and_frozen_weights(single: bool) -> None:
     with torch.no_grad():
         del first.main_grad
         module(x, SPLITS[1])  # nothing is to be accumulated
+
+
+@pytest.mark.slow  # compiles
+def test_compiled_code_writes_over_what_is_there() -> None:
+    module = hybridq.Linear(40, 24, fuse_wgrad_accumulation=True)
+    x = torch.randn(17, 40)
+    module.weight.main_grad = torch.zeros(24, 40)
+    run(module, "mxfp8", [x])
+    wanted = module.weight.main_grad
+    module.weight.main_grad = torch.full((24, 40), torch.nan)
+    module.weight.overwrite_main_grad = True
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    run(module, "mxfp8", [x, x], compiled=compiled)
+    torch.testing.assert_close(module.weight.main_grad, wanted)

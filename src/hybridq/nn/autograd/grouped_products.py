@@ -13,7 +13,7 @@ from ...kernels.operators import run_grouped_gemm
 from ...kernels.ragged import capacity
 from ...recipes import Plan
 from ...tensor.stack import split_stack, split_transposed
-from ..weights import Buffers, Into, accumulate_groups, given_to_autograd, target_of
+from ..weights import Buffers, Into, accumulate_groups, adds_to, given_to_autograd, target_of
 
 __all__ = ["Layout", "Side", "each", "late_gradients", "rows_product", "weight_gradients"]
 
@@ -106,7 +106,11 @@ def weight_gradients(
     target = next((one for one in into if one is not None and one.main_grad is not None), None)
     if target is not None and layout.is_single:
         torch.ops.hybridq.grouped_gemm_(
-            target_of(target), *operands, accumulate=True, precision=precision, **options
+            target_of(target),
+            *operands,
+            accumulate=adds_to(target),
+            precision=precision,
+            **options,
         )
         return (given_to_autograd(target),)
     if target is not None:

@@ -213,7 +213,7 @@ class GroupedLinear(GroupedModule):
         splits = host_splits(m_splits, self.num_gemms, flat, self._error)
         plans = None if recipe is None else self._group_plans(recipe, self.num_gemms)
         is_plain = plans is None or all(plan.is_plain for plan in plans)
-        into = self._into_all(own)
+        into = self._into_all(own, is_first_microbatch)
         planes = into or (plans and torch.compiler.is_compiling()) or is_shown_plain()
         if is_plain and splits is not None and not planes:
             y = self._plain(flat, params, splits)

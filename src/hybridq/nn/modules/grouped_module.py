@@ -324,11 +324,13 @@ class GroupedModule(QuantizedModule):
         ]
         return tuple(kept) if any(one is not None for one in kept) else ()
 
-    def _into_all(self, own: list[torch.Tensor]) -> tuple[Into | None, ...]:
+    def _into_all(
+        self, own: list[torch.Tensor], is_first: bool | None = None
+    ) -> tuple[Into | None, ...]:
         """Return where the gradient of each weight parameter is added; empty: nowhere."""
         if not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
             return ()
-        into = tuple([self._into(weight) for weight in own])
+        into = tuple([self._into(weight, is_first) for weight in own])
         return into if any(one is not None for one in into) else ()
 
 

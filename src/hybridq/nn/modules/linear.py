@@ -37,8 +37,9 @@ class Linear(QuantizedModule, nn.Linear):
         fuse_wgrad_accumulation: the gradient of the weight is added to `weight.main_grad` (a
             tensor that the caller provides, FP32 as a rule) by the GEMM that makes it, and
             `weight.grad` stays as it is. Where the weight has a `grad_added_to_main_grad`, it is
-            set, and autograd is given zeros, for hooks. Compiled code adds to the `main_grad` of
-            the forward, and sets the mark in the forward.
+            set, and autograd is given zeros, for hooks; with a true `overwrite_main_grad` of the
+            weight the gradient is written there, and not added. Compiled code adds to the
+            `main_grad` of the forward, and sets the mark in the forward.
         delay_wgrad_compute: a backward makes no gradient of the weight; `backward_dw()` does, once
             for each backward (docs/guides/modules.md).
         save_original_input: the input itself is saved for the backward, which encodes its

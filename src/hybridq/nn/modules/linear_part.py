@@ -162,7 +162,7 @@ def _run(
         )
     if is_dtensor(x) and (group := sharing_group(weight)):
         compare_ranks(module, own.name, plan, group, x)
-    into = module._into(weight)
+    into = module._into(weight, own.is_first)
     if plan is None and into is not None:
         plan = PLAIN
         if before is not None:

@@ -19,6 +19,8 @@ class WeightGradients(nn.Module):
     # Class attributes, so that a module whose __class__ `convert` changed has them too.
     #: Whether gradients of weights are added to their `main_grad` and not made.
     fuse_wgrad_accumulation: bool = False
+    #: Whether those of a forward with `is_first_microbatch=True` are written over what is there.
+    first_overwrites: bool = False
     #: Whether they wait for `backward_dw`.
     delay_wgrad_compute: bool = False
     #: Whether the input is saved for them, and not its columnwise plane.
@@ -65,8 +67,13 @@ class WeightGradients(nn.Module):
         """
         self.__dict__["_late_hooks"] = (*self._late_hooks, hook)
 
-    def _into(self, weight: torch.Tensor) -> Into | None:
-        """Return where and when the weight's gradient is added; None: autograd is given it."""
+    def _into(self, weight: torch.Tensor, is_first: bool | None) -> Into | None:
+        """Return where and when the weight's gradient is added; None: autograd is given it.
+
+        Args:
+            weight: a parameter.
+            is_first: what the forward was told of its microbatch.
+        """
         fused, delayed = self.fuse_wgrad_accumulation, self.delay_wgrad_compute
         if not ((fused or delayed) and weight.requires_grad and torch.is_grad_enabled()):
             return None
@@ -95,7 +102,8 @@ class WeightGradients(nn.Module):
                 "fuse_wgrad_accumulation adds gradients to weight.main_grad, which must be a "
                 f"tensor {tuple(weight.shape)}, float32 as a rule, got {got}",
             )
-        return into._replace(late=late)
+        overwrites = into.overwrites or (self.first_overwrites and bool(is_first))
+        return into._replace(late=late, overwrites=overwrites)
 
     def _check_reducer(self, weight: torch.Tensor) -> None:
         """Raise where DistributedDataParallel would reduce a gradient that is not there."""

@@ -24,6 +24,7 @@ __all__ = [
     "Into",
     "accumulate",
     "accumulate_groups",
+    "adds_to",
     "given_to_autograd",
     "part_of",
     "target_of",
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 _MARK = "grad_added_to_main_grad"
+_OVERWRITE = "overwrite_main_grad"
 
 
 class Into(NamedTuple):
@@ -42,6 +44,8 @@ class Into(NamedTuple):
         group: of the groups that the parameter is the weight of; -1: all that it is.
         is_transposed: the parameter holds `[in, out]` of each group.
         late: what keeps the product that makes the gradient for later; None: it is made at once.
+        overwrites: the gradient is written over what is there, and not added, whatever an
+            `overwrite_main_grad` of the weight says in the backward.
     """
 
     weight: torch.Tensor
@@ -49,6 +53,7 @@ class Into(NamedTuple):
     group: int = -1
     is_transposed: bool = False
     late: GradientQueue | None = None
+    overwrites: bool = False
 
     @staticmethod
     def of(weight: torch.Tensor) -> Into | None:
@@ -56,9 +61,12 @@ class Into(NamedTuple):
         main_grad = getattr(weight, "main_grad", None)
         if not isinstance(main_grad, torch.Tensor) or main_grad.shape != weight.shape:
             return None
-        if torch.compiler.is_compiling() and hasattr(weight, _MARK):
-            setattr(weight, _MARK, True)
-        return Into(weight, main_grad)
+        overwrites = False
+        if torch.compiler.is_compiling():
+            overwrites = bool(getattr(weight, _OVERWRITE, False))
+            if hasattr(weight, _MARK):
+                setattr(weight, _MARK, True)
+        return Into(weight, main_grad, overwrites=overwrites)
 
 
 def target_of(into: Into) -> torch.Tensor:
@@ -72,6 +80,16 @@ def target_of(into: Into) -> torch.Tensor:
     if into.group < 0:
         return whole
     return whole[into.group].t() if into.is_transposed else whole[into.group]
+
+
+def adds_to(into: Into) -> bool:
+    """Return whether a gradient is added, and not written over what is there.
+
+    Outside of compiled code by what the weight says now.
+    """
+    if into.overwrites or torch.compiler.is_compiling():
+        return not into.overwrites
+    return not getattr(into.weight, _OVERWRITE, False)
 
 
 def part_of(into: Into, group: int, is_transposed: bool = False) -> Into:
@@ -107,6 +125,8 @@ def accumulate(
 ) -> torch.Tensor | None:
     """Add `a @ b.T` to a weight's `main_grad`; return what autograd is given as the gradient.
 
+    Where the weight has an `overwrite_main_grad` that is true, it is written there.
+
     Args:
         into: of the weight `[N, M]`.
         a, b: buffers of planes whose own matrices are `[N, k]` and `[M, k]`.
@@ -117,7 +137,7 @@ def accumulate(
     target = target_of(into)
     rows, cols = target.shape
     torch.ops.hybridq.gemm_(
-        target, a, a_spec, rows, b, b_spec, cols, k, accumulate=True, precision=precision
+        target, a, a_spec, rows, b, b_spec, cols, k, accumulate=adds_to(into), precision=precision
     )
     return given_to_autograd(into)
 
@@ -135,7 +155,8 @@ def accumulate_groups(
     given: list[torch.Tensor | None] = []
     for g, one in enumerate(into):
         if one is not None:
-            target_of(one).add_(gradients[g])
+            target = target_of(one)
+            target.add_(gradients[g]) if adds_to(one) else target.copy_(gradients[g])
         given.append(None if one is None else given_to_autograd(one))
     return tuple(given)
 
