@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -64,3 +66,80 @@ def test_a_calibration_and_a_table(folder, tmp_path) -> None:
 def test_wrong_options(folder, options, text) -> None:
     result = ask(folder, *options)
     assert result.exit_code == 2 and text in result.output
+
+
+def saved_as(name: str, folder, **options):
+    """A folder of a model of two layers of the class `name`, with a tokenizer and a text."""
+    transformers = hf_models.transformers
+    kind = getattr(transformers, name)
+    torch.manual_seed(0)
+    kind(kind.config_class(**hf_models.GROUPED, **options)).save_pretrained(folder)
+    hf_models.save_tokenizer(folder)
+    (folder / "text.txt").write_text(TEXT)
+    return folder
+
+
+BART = {"d_model": 64, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "text"),
+    [
+        ("BartForConditionalGeneration", BART, "which has an encoder"),
+        ("BertForMaskedLM", {}, "which fills in tokens of those on both sides"),
+        ("BertLMHeadModel", {}, "as its config.json says is_decoder=false"),
+        ("LlamaModel", {}, "must be a model that predicts tokens, got a LlamaModel"),
+        ("LlamaForSequenceClassification", {}, "must be a model that predicts tokens"),
+    ],
+)
+def test_models_that_predict_no_next_token_are_refused(name, options, text, tmp_path) -> None:
+    """AutoModelForCausalLM makes something of each: a decoder alone, or a head of its own."""
+    sides = ("encoder_", "decoder_")
+    more = {f"{side}{key}": 2 for side in sides for key in ("layers", "attention_heads")}
+    result = ask(saved_as(name, tmp_path, **({**options, **more} if options else {})))
+    assert result.exit_code == 2 and text in " ".join(result.output.split()), result.output
+
+
+def test_a_folder_without_all_weights_is_refused(tmp_path) -> None:
+    made = saved_as("LlamaModel", tmp_path)
+    path = made / "config.json"
+    path.write_text(path.read_text().replace('"LlamaModel"', '"LlamaForCausalLM"'))
+    result = ask(made)
+    assert result.exit_code == 2
+    assert "all weights of LlamaForCausalLM" in result.output and "lm_head.weight" in result.output
+
+
+def test_quantized_folders_have_their_own_weights(folder, tmp_path) -> None:
+    """In a process that has not loaded hybridq's quantizer, transformers drew weights anew."""
+    from hybridq.integrations.transformers import HybridQConfig
+
+    model = hf_models.load(folder, quantization_config=HybridQConfig("nvfp4")).eval()
+    model.save_pretrained(tmp_path)
+    hf_models.save_tokenizer(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT)
+    ids = torch.tensor([2 + i * 13 % 90 for i in range(70)])
+    want = perplexity(model, ids, window=16).value
+    options = ("--window", "16", "--json")
+    code = "from hybridq_cli import main; main()"
+    arguments = ["perplexity", str(tmp_path), str(tmp_path / "text.txt"), *options]
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert json.loads(done.stdout)["as it is"]["value"] == want
+
+
+def test_texts_and_devices_are_named(folder, tmp_path) -> None:
+    text = tmp_path / "own.txt"
+    for content, said in (
+        (b"caf\xe9 w1", "must be UTF-8, got"),
+        (b"w1", "two tokens or more, got 1"),
+        (b"", "two tokens or more, got 0"),
+    ):
+        text.write_bytes(content)
+        result = RUNNER.invoke(app, ["perplexity", str(folder), str(text)])
+        assert result.exit_code == 2 and said in " ".join(result.output.split())
+    for options, said in (
+        (("--device", "foo"), "--device must be one that is here, got 'foo'"),
+        (("--dtype", "int8"), "dtype must be one of auto, bfloat16, float16, float32, got 'int8'"),
+    ):
+        result = ask(folder, *options)
+        assert result.exit_code == 2 and said in " ".join(result.output.split())

@@ -90,6 +90,27 @@ def test_a_report_of_a_folder_of_transformers(tmp_path: Path) -> None:
     assert {row["tensor"] for row in said["slots"]} == {"input", "weight", "grad_output"}
 
 
+def test_a_folder_is_loaded_as_the_class_that_it_names(tmp_path: Path) -> None:
+    """Of an encoder and a decoder both are there, and a model without such labels is named."""
+    pytest.importorskip("tokenizers")
+    transformers = hf_models.transformers
+    sizes = {"vocab_size": 96, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1}
+    config = transformers.T5Config(**sizes, num_heads=4, decoder_start_token_id=0)
+    made = transformers.T5ForConditionalGeneration(config)
+    made.save_pretrained(tmp_path)
+    hf_models.save_tokenizer(tmp_path)
+    (tmp_path / "text.txt").write_text("w1 w2 w3 w4 w5")
+    own = load_target(str(tmp_path), tmp_path / "text.txt", 4, "cpu")
+    assert type(own.model).__name__ == "T5ForConditionalGeneration"
+    assert own.data["labels"].tolist() == [[3, 4, 5, 6]]
+    with torch.no_grad():
+        want = made.eval()(**own.data).loss
+        assert torch.equal(own.model.eval()(**own.data).loss, want)
+    transformers.T5EncoderModel(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="predicts tokens, got a T5EncoderModel"):
+        load_target(str(tmp_path), tmp_path / "text.txt", 4, "cpu")
+
+
 @pytest.mark.parametrize(
     ("target", "text"),
     [

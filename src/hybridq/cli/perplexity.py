@@ -15,6 +15,7 @@ from ..errors import CheckpointError, must_be_one_of
 from ..recipes import names
 from ..serving import Perplexity, perplexity, quantize_model
 from .checkpoints import USAGE, stop
+from .folders import DTYPES, check_device, check_predicts_the_next, model_of, tokens_of
 from .tables import print_json, print_tables
 
 _ACTIVATIONS = ("quantized", "high_precision")
@@ -42,9 +43,7 @@ def perplexity_command(
     stride: Annotated[
         int | None, typer.Option(help="Tokens between windows; half a window if left out.")
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="Dtype of the model: auto, bfloat16, float16 or float32.")
-    ] = "auto",
+    dtype: Annotated[str, typer.Option(help=f"Dtype of the model: {', '.join(DTYPES)}.")] = "auto",
     device: Annotated[str, typer.Option(help="Device of the model.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
@@ -59,10 +58,12 @@ def perplexity_command(
         if Path(model).is_absolute() and not Path(model).is_dir():
             raise ValueError(f"MODEL must be a folder that is there, got {model!r}")
         seen = None if calibration is None else Calibration.load(calibration)
-        ids = _ids(model, text)
+        check_device(device)
+        ids = torch.tensor(tokens_of(model, text), dtype=torch.int64)
         found: dict[str, Perplexity] = {}
         for one in (None, *(recipe or ())):
-            loaded = _loaded(model, dtype).to(device)
+            loaded = model_of(model, dtype).eval().to(device)
+            check_predicts_the_next(loaded)
             if one is not None:
                 quantize_model(loaded, one, seen, activations=activations)
             options: dict[str, Any] = {"window": window, "stride": stride}
@@ -74,20 +75,6 @@ def perplexity_command(
         print_json({name: asdict(one) for name, one in found.items()})
     else:
         print_tables([_table(model, text, found)])
-
-
-def _ids(model: str, text: Path) -> torch.Tensor:
-    """Return the tokens of a text."""
-    from transformers import AutoTokenizer
-
-    words = AutoTokenizer.from_pretrained(model)(text.read_text(encoding="utf-8"))["input_ids"]
-    return torch.tensor(words, dtype=torch.int64)
-
-
-def _loaded(model: str, dtype: str) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
 
 
 def _table(model: str, text: Path, found: dict[str, Perplexity]) -> Table:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
+from inspect import signature
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from ..converters import convert
+from .folders import check_device, model_of, tokens_of
 
 __all__ = ["TARGET_HELP", "Target", "load_target"]
 
@@ -54,7 +56,7 @@ def load_target(target: str, text: Path | None, tokens: int | None, device: str)
             it returns something else.
         ImportError: transformers is not installed.
     """
-    _check_device(device)
+    check_device(device)
     if Path(target).is_dir():
         return _of_folder(target, text, _TOKENS if tokens is None else tokens, device)
     where, colon, name = target.rpartition(":")
@@ -75,15 +77,6 @@ def load_target(target: str, text: Path | None, tokens: int | None, device: str)
         )
     model, batch, *loss = made
     return Target(convert(model).to(device), _moved(batch, device), *loss)
-
-
-def _check_device(device: str) -> None:
-    """Raise ValueError unless there is a device of this name here."""
-    try:
-        torch.empty(0, dtype=torch.uint8, device=device)
-    except (AssertionError, RuntimeError) as error:  # of a torch without CUDA; of no GPU, no name
-        first = str(error).partition("\n")[0]
-        raise ValueError(f"--device must be one that is here, got {device!r} ({first})") from error
 
 
 def _moved(batch: Any, device: str) -> Any:
@@ -117,9 +110,12 @@ def _of_folder(folder: str, text: Path | None, tokens: int, device: str) -> Targ
     """Return a model of transformers, and the first tokens of a text."""
     if text is None:
         raise ValueError("a folder of transformers needs --text, got none")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device)
-    words = AutoTokenizer.from_pretrained(folder)(text.read_text(encoding="utf-8"))["input_ids"]
+    words = tokens_of(folder, text)
+    model = model_of(folder)
+    if "labels" not in signature(type(model).forward).parameters:
+        raise ValueError(
+            f"a folder must be of a model whose forward takes labels, got a "
+            f"{type(model).__name__}; name a function that returns it, a batch and a loss"
+        )
     ids = torch.tensor([words[:tokens]], dtype=torch.int64, device=device)
-    return Target(convert(model), {"input_ids": ids, "labels": ids})
+    return Target(convert(model.to(device)), {"input_ids": ids, "labels": ids})

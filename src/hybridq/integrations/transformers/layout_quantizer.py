@@ -204,7 +204,7 @@ def load(folder: str | Path, model_class: Any = None, **options: Any) -> Any:
 
     asked = options.pop("quantization_config", None) or LayoutConfig()
     config = options.pop("config", None) or AutoConfig.from_pretrained(folder)
-    kind = _class_of(config) if model_class is None else model_class
+    kind = class_of(config) if model_class is None else model_class
     said = getattr(config, "quantization_config", None)
     if said is not None:
         about = {"layout": asked.layout, "frozen": asked.frozen}
@@ -214,7 +214,7 @@ def load(folder: str | Path, model_class: Any = None, **options: Any) -> Any:
     return kind.from_pretrained(folder, config=config, quantization_config=asked, **options)
 
 
-def _class_of(config: Any) -> Any:
+def class_of(config: Any) -> Any:
     """Return the class of transformers that a configuration is for.
 
     Raises:
