@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridq._torch_private import process_group
+from hybridq._torch_ranks import process_group
 from hybridq.distributed.collectives import symmetric
 
 __all__ = ["SharedMemory", "shared_buffers"]

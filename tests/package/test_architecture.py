@@ -21,6 +21,7 @@ LAYERS = [
     "settings",
     "_version",
     "_torch_private",
+    "_torch_ranks",
     "_eager",
     "_log",
     "_text",

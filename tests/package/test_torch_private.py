@@ -1,4 +1,4 @@
-"""torch's private names that hybridq stands on are where they were, and stand in one file."""
+"""torch's private names that hybridq stands on are where they were, and stand in two files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from hybridq import _torch_private
+from hybridq import _torch_private, _torch_ranks
 from places import ROOT
 from rank_runs import needs_gloo
 
@@ -22,7 +22,7 @@ def test_a_name_that_torch_has_moved_is_named() -> None:
     text = r"must have torch._C._nowhere, which is needed to see whether .* and has moved it"
     for path in ("torch._C._nowhere", "torch._nowhere._nowhere"):
         with pytest.raises(ImportError, match=text.replace("_C._nowhere", path[6:])):
-            _torch_private._taken(path, "see whether this is told")
+            _torch_private.taken(path, "see whether this is told")
 
 
 def test_they_do_what_they_are_for() -> None:
@@ -63,25 +63,25 @@ def test_units_have_groups_of_parameters() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         unit = fully_shard(nn.Linear(8, 8))
-        (group,) = _torch_private.param_groups(unit)
+        (group,) = _torch_ranks.param_groups(unit)
         names = [one.sharded_param.shape for one in group.fsdp_params]
         assert names == [(8, 8), (8,)] and group.mesh_info is not None
         assert hasattr(group, "post_forward_mesh_info")
         sharded = unit.weight
-        assert _torch_private.sharded_of(sharded) is None
+        assert _torch_ranks.sharded_of(sharded) is None
         for _ in range(2):
             unit.unshard()
-            found = _torch_private.sharded_of(unit.weight)
+            found = _torch_ranks.sharded_of(unit.weight)
             assert found is group.fsdp_params[0] and found.sharded_param is sharded
             unit.reshard()
-        assert _torch_private.sharded_of(torch.zeros(2)) is None
+        assert _torch_ranks.sharded_of(torch.zeros(2)) is None
     finally:
         dist.destroy_process_group()
 
 
-def test_they_are_taken_in_one_file() -> None:
+def test_they_are_taken_in_two_files() -> None:
     for file in PACKAGE.rglob("*.py"):
-        if file.name == "_torch_private.py":
+        if file.name in ("_torch_private.py", "_torch_ranks.py"):
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):

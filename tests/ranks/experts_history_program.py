@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import hybridq
-from hybridq._torch_private import process_group
+from hybridq._torch_ranks import process_group
 from hybridq.distributed import ScalingHistory
 from hybridq.moe import ExpertRanks, parallelize_experts, parameter_groups
 from hybridq.nn.delayed_scaling import states_of

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybridq
-from hybridq._torch_private import functional_all_to_all, wait_tensor
+from hybridq._torch_ranks import functional_all_to_all, wait_tensor
 from hybridq.distributed import count_traffic
 from hybridq.distributed.collectives import symmetric
 from hybridq.moe import (

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from .._log import log_once
-from .._torch_private import process_group
+from .._torch_ranks import process_group
 from ..nn import QuantizedModule
 from ..nn.modules.token_sums import BY_RECIPE, sum_format
 from .agreement import Fingerprint, compare

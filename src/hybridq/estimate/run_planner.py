@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .. import settings
-from .._torch_private import process_group
+from .._torch_ranks import process_group
 from ..distributed.fsdp2 import gathered_weights
 from ..distributed.tensors import GatheredWeight
 from ..errors import must_be_one_of

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._torch_private import functional_all_to_all, wait_tensor
+from .._torch_ranks import functional_all_to_all, wait_tensor
 from ..kernels.operators import StatedFunction
 
 __all__ = ["CopyPlaces", "Dealt"]

@@ -11,7 +11,8 @@ import torch
 
 from .. import settings
 from .._log import log_once
-from .._torch_private import assert_async, functional_all_gather, process_group, wait_tensor
+from .._torch_private import assert_async
+from .._torch_ranks import functional_all_gather, process_group, wait_tensor
 from ..distributed.agreement import Fingerprint, compare, gathered_values
 from ..distributed.agreement.fingerprint import plan_digest
 from ..distributed.collectives.groups import place

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .._torch_private import process_group
+from .._torch_ranks import process_group
 from ..distributed.agreement import Fingerprint, compare
 from ..moe import Experts
 from .copies import CopyPlaces

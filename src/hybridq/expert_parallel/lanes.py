@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._torch_private import functional_all_gather, wait_tensor
+from .._torch_ranks import functional_all_gather, wait_tensor
 from ..distributed.collectives import all_gather
 from ..kernels.operators import StatedFunction
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._torch_private import graph_task_id, process_group
+from .._torch_private import graph_task_id
+from .._torch_ranks import process_group
 from ..distributed.collectives.groups import name_of
 from ..moe import Experts
 from ..moe.experts import chosen

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import settings
-from .._torch_private import leave_out_of_ddp, process_group
+from .._torch_ranks import leave_out_of_ddp, process_group
 from ..converters import converters
 from ..distributed.agreement import Fingerprint, compare
 from ..distributed.collectives import formats_of_directions

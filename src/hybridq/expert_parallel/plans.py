@@ -6,7 +6,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from .._torch_private import assert_async, functional_all_to_all, wait_tensor
+from .._torch_private import assert_async
+from .._torch_ranks import functional_all_to_all, wait_tensor
 from ..distributed.collectives.groups import name_of, place
 from ..distributed.collectives.symmetric import is_symmetric
 from ..moe import Routes

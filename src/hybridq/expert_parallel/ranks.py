@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from torch import nn
 
-from .._torch_private import process_group
+from .._torch_ranks import process_group
 from ..distributed.collectives.groups import name_of, place
 from ..errors import must_be_one_of
 from .lanes import Lanes

@@ -131,7 +131,7 @@ def _is_group(group: Any, batch: Lanes) -> bool:
         return True
     import torch.distributed as dist
 
-    from .._torch_private import process_group
+    from .._torch_ranks import process_group
 
     other: Any = process_group(batch.group)
     return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(other)

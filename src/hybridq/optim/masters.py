@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from .._torch_private import local_shape_and_offset
+from .._torch_ranks import local_shape_and_offset
 from ..quantizers import draw_seed
 from ..tensor import matrix_shape
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .._torch_private import functional_all_reduce
+from .._torch_ranks import functional_all_reduce
 from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..formats import PlaneText
 from ..kernels.choice import DECODED, ORIGINAL, EncodeRequest

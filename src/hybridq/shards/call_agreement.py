@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .._torch_private import process_group
+from .._torch_ranks import process_group
 from ..tensor.in_graph import runs_at_once
 
 __all__ = ["Facts", "agree", "compare", "named_ranks", "refuse"]

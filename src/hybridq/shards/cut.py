@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._torch_private import functional_all_reduce
+from .._torch_ranks import functional_all_reduce
 from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..errors import PlaneError
 from ..formats import PlaneText

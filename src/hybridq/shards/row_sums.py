@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._torch_private import functional_all_to_all, functional_scatter, wait_tensor
+from .._torch_ranks import functional_all_to_all, functional_scatter, wait_tensor
 from ..formats import PlaneSpec
 from ..tensor.in_graph import runs_at_once
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._torch_private import functional_all_gather, wait_tensor
+from .._torch_ranks import functional_all_gather, wait_tensor
 from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..formats import PlaneText
 from .cut import Cut

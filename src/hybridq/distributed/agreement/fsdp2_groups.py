@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..._log import log_once
-from ..._torch_private import param_groups
+from ..._torch_ranks import param_groups
 
 __all__ = ["prepared_groups", "reshard_wholly"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..._torch_private import functional_all_gather, functional_all_to_all, wait_tensor
+from ..._torch_ranks import functional_all_gather, functional_all_to_all, wait_tensor
 from ...direction import ROWWISE
 from ...kernels.operators import StatedFunction
 from ...quantizers import Quantizer

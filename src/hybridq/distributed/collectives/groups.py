@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..._torch_private import process_group
+from ..._torch_ranks import process_group
 from ...tensor.in_graph import runs_at_once
 
 __all__ = ["name_of", "place"]

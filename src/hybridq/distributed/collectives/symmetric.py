@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from ..._log import log_once
-from ..._torch_private import (
+from ..._torch_ranks import (
     functional_all_to_all,
     group_timeout,
     process_group,

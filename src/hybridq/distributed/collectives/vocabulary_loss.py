@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._torch_private import functional_all_reduce
+from ..._torch_ranks import functional_all_reduce
 from ...kernels.inputs import check_tensor
 from ...kernels.operators import StatedFunction
 from ...nn.autograd.double_backward import without_derivative

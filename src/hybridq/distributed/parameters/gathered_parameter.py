@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..._torch_private import all_gather, graph_task_id
+from ..._torch_private import graph_task_id
+from ..._torch_ranks import all_gather
 from ...direction import ROWWISE, Direction
 from ...errors import PlaneError
 from ...nn import GroupedModule, WeightOwner

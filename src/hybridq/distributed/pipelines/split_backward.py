@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..._log import log_once
-from ..._torch_private import split_backward
+from ..._torch_ranks import split_backward
 from ...kernels.operators import StatedFunction
 
 __all__ = ["is_split_right"]

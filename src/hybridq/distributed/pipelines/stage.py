@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from ... import settings
-from ..._torch_private import check_pipeline_stage
+from ..._torch_ranks import check_pipeline_stage
 from ...nn import Linear
 from ...nn.delayed_scaling import reduce_over
 from ...recipes import Recipe, autocast

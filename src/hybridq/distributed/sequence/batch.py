@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 
-from ..._torch_private import process_group
+from ..._torch_ranks import process_group
 from ..agreement import Fingerprint, compare
 from .mesh import exchange_of
 

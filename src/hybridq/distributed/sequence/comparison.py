@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ... import settings
-from ..._torch_private import functional_all_gather, process_group, tree_leaves, wait_tensor
+from ..._torch_private import tree_leaves
+from ..._torch_ranks import functional_all_gather, process_group, wait_tensor
 from ...recipes import Recipe
 from ..agreement import Fingerprint, compare
 from .exchange import HeadExchange

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ... import settings
-from ..._torch_private import RingAttention, ring_attention
+from ..._torch_ranks import RingAttention, ring_attention
 from .comparison import Comparison
 from .cpu_ring import cpu_operators
 from .mesh import exchange_of

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from ..._torch_private import RingAttention
+from ..._torch_ranks import RingAttention
 
 __all__ = ["cpu_operators"]
 

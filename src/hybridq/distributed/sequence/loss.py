@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..._torch_private import functional_all_reduce
+from ..._torch_ranks import functional_all_reduce
 from ...kernels.operators import StatedFunction
 from .exchange import HeadExchange
 from .mesh import exchange_of

@@ -13,11 +13,7 @@ from typing import Any
 
 import torch
 
-from ..._torch_private import (
-    functional_all_gather,
-    functional_all_reduce,
-    wait_tensor,
-)
+from ..._torch_ranks import functional_all_gather, functional_all_reduce, wait_tensor
 from ...kernels.operators import StatedFunction
 from ...shards import send_sum
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ..._torch_private import functional_all_reduce
+from ..._torch_ranks import functional_all_reduce
 
 __all__ = ["agree", "default_group", "group_of", "has_own_group", "reduce_over"]
 

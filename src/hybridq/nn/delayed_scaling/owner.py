@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from ..._torch_private import sharded_of
+from ..._torch_ranks import sharded_of
 
 if TYPE_CHECKING:
     from .state import ScalingState

@@ -147,7 +147,7 @@ def in_group(owner: str, parallel: Parallel, group: Any) -> Parallel:
 
 def _resolved(group: Any) -> Any:
     """Return a process group, given itself or by its name."""
-    from ..._torch_private import process_group
+    from ..._torch_ranks import process_group
 
     return process_group(group) if isinstance(group, str) else group
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..._log import log_once
-from ..._torch_private import functional_all_gather, wait_tensor
+from ..._torch_ranks import functional_all_gather, wait_tensor
 from ...recipes import Plan
 from ...shards import Cut, TokenGather, common_unit
 from ..autograd import Cuts, add_once, gather_tokens, scatter_tokens, share, sum_over
