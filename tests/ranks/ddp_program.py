@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import itertools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rank_program import main
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridq
@@ -166,6 +169,31 @@ def main_grad() -> None:
     assert inner.weight.main_grad.abs().max() > 0
     with torch.no_grad():
         model(x)
+
+
+def flat_parameters() -> None:
+    """Gathers of torch's FullyShardedDataParallel write a flat parameter, and are no steps."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for recipe, has_own in itertools.product(("fp8_delayed", "mxfp8"), (True, False)):
+        torch.manual_seed(0)
+        plain = Model()
+        model = FullyShardedDataParallel(
+            copy.deepcopy(plain), device_id=torch.device("cpu"), use_orig_params=has_own
+        )
+        optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (model, plain)]
+        for step in range(STEPS):
+            for number in range(MICROBATCHES):
+                is_last = number + 1 == MICROBATCHES
+                with contextlib.nullcontext() if is_last else model.no_sync():
+                    microbatch(model, recipe, step, rank, number)
+            one_process(plain, recipe, step, world, MICROBATCHES)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        with FullyShardedDataParallel.summon_full_params(model):
+            for name, own in plain.named_parameters():
+                mine = functools.reduce(getattr, name.split("."), model.module)
+                assert torch.equal(mine, own), f"{recipe}, {has_own}: {name}"
 
 
 def differ() -> None:

@@ -29,6 +29,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..._torch_ranks import sharded_of
+from .sources import sources_of
 
 if TYPE_CHECKING:
     from .state import ScalingState
@@ -112,22 +113,22 @@ class Owner:
         if self.module is None:
             self._module, self.part = weakref.ref(module), part
 
-    def written(self, weight: torch.Tensor) -> torch.Tensor:
+    def written(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return what a step writes of a weight: its shard, where FSDP2 has gathered the weight.
 
-        A gather is no write, though it makes or fills what the module finds.
+        A gather is no write, though it makes or fills what the module finds; nor is a computation
+        of the weight (`sources_of`).
 
         Args:
             weight: as the module finds it in a forward.
         """
         if not getattr(self.module, "_is_fsdp_managed_module", False):
-            return weight
+            return sources_of(weight)
         found = None if self._sharded is None else self._sharded()
         if found is None or found._unsharded_param is not weight:
             found = sharded_of(weight)
             self._sharded = None if found is None else weakref.ref(found)
-        made: torch.Tensor = weight if found is None else found.sharded_param
-        return made
+        return sources_of(weight) if found is None else (found.sharded_param,)
 
     def be_held_by(self, optimizer: Optimizer | None) -> None:
         """Note which optimizer decides.
@@ -188,6 +189,8 @@ def _holders(
     for state, weight in states:
         module = state.owner.module
         own = [] if module is None else list(module.parameters(recurse=False))
+        computed = getattr(module, "parametrizations", None)
+        own += [] if computed is None else list(computed.parameters())
         found = (holders.get(id(tensor)) for tensor in (weight, *own))
         made.append(next((holder for holder in found if holder is not None), None))
     return made

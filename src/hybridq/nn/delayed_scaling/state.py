@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -25,10 +25,11 @@ from ... import settings
 from ..._torch_private import graph_task_id
 from ...errors import warn_once
 from ...kernels.choice import given_scale
-from ...kernels.inputs import begins_at, can_bypass_dispatcher, is_plain
+from ...kernels.inputs import can_bypass_dispatcher
 from ...recipes import Plan
 from .owner import Owner
 from .places import NUM_FORWARD, PLACES, UNKNOWN, Notes, Scales, places_of, tensor_problems
+from .sources import stamp_of
 
 __all__ = ["ScalingState", "live_states", "states_of", "take_scales"]
 
@@ -241,7 +242,7 @@ class ScalingState:
         for place in places_of(plan):
             self.elements[place.number] = place.element
 
-    def is_step_old(self, weight: torch.Tensor) -> bool:
+    def is_step_old(self, written: Sequence[torch.Tensor]) -> bool:
         """Return whether the weight was written since the first forward after the last update.
 
         If a backward has run meanwhile, an optimizer has stepped that no hook told of: the weight's
@@ -249,21 +250,20 @@ class ScalingState:
         to where microbatches are added up.
 
         Args:
-            weight: the module's parameter.
+            written: what a step writes of the weight.
         """
-        own: Any = getattr(weight, "_local_tensor", weight)  # of a DTensor, written by itself too
-        address = begins_at(own) if is_plain(own) else 0
-        return self.is_rewritten(((weight._version, own._version), address))
+        return self.is_rewritten((stamp_of(written), 0))
 
-    def has_lost_gradient(self, weight: torch.Tensor) -> bool:
+    def has_lost_gradient(self, written: Sequence[torch.Tensor]) -> bool:
         """Return whether a backward made a gradient of the weight that is not there any more.
 
         Args:
-            weight: the module's parameter.
+            written: what a step writes of the weight.
         """
         notes = self._notes
-        is_taken = bool(notes.num_backwards) and notes.has_weight_grad and weight.grad is None
-        return is_taken and not hasattr(weight, "main_grad")
+        if not (notes.num_backwards and notes.has_weight_grad and written):
+            return False
+        return all(one.grad is None and not hasattr(one, "main_grad") for one in written)
 
     def is_rewritten(self, now: tuple[object, int]) -> bool:
         """Return whether a backward has run since the last update, and `now` is not what it was.

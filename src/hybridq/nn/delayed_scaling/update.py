@@ -180,12 +180,12 @@ def scales_of(
     if storage is not None and storage.comes_and_goes:
         looks = False  # its gather did, which knows when the shard was written
     if looks:
-        weight = state.owner.written(weight)
-        if state.is_step_old(weight) and is_first is not False:
+        written = state.owner.written(weight)
+        if state.is_step_old(written) and is_first is not False:
             _update_untold()
             state.has_run = True
-            state.is_step_old(weight)  # from here on
-        elif state.has_lost_gradient(weight) and not is_held(state, live_states()):
+            state.is_step_old(written)  # from here on
+        elif state.has_lost_gradient(written) and not is_held(state, live_states()):
             warn_once(
                 "scaling.gradient_lost",
                 f"delayed scaling: the weight of {state.name or 'an unnamed module'} lost its "

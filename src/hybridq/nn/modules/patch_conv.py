@@ -144,7 +144,7 @@ class PatchConv(QuantizedModule):
 
     def scaled_weights(self) -> list[tuple[str, torch.Tensor]]:
         """Return the weight, of the only part."""
-        return [("", self.weight)]
+        return [("", self._parameter_behind("weight"))]
 
     def initial_weights(self) -> Iterable[tuple[str, str]]:
         return ()

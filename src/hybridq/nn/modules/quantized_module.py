@@ -350,8 +350,18 @@ class QuantizedModule(WeightGradients, ParallelWeights, Boundary, ForwardOnly, n
 
     def scaled_weights(self) -> list[tuple[str, torch.Tensor]]:
         """Return each part with its weight, those that are there."""
-        named = [(part, getattr(self, name, None)) for name, part in self.weight_parts.items()]
+        named = [(part, self._parameter_behind(name)) for name, part in self.weight_parts.items()]
         return [(part, weight) for part, weight in named if weight is not None]
+
+    def _parameter_behind(self, name: str) -> Any:
+        """Return a weight; of one that is computed (`torch.nn.utils.parametrize`) a parameter.
+
+        To compute it takes time, and may change the module (`spectral_norm`).
+        """
+        computed: Any = self._modules.get("parametrizations")
+        if computed is not None and name in computed:
+            return next(computed[name].parameters(), None)
+        return getattr(self, name, None)
 
     def _ensure_scaling(self) -> None:
         """Have a state of delayed scaling for each part, where its weight is."""

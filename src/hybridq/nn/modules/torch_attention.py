@@ -70,7 +70,7 @@ class TorchMultiheadAttention(QuantizedModule, nn.MultiheadAttention):
 
     def scaled_weights(self) -> list[tuple[str, torch.Tensor]]:
         """Return the weight of each part."""
-        return [(part, getattr(self, f"{part}_weight")) for part in self.parts_of(None)]
+        return [(part, self._parameter_behind(f"{part}_weight")) for part in self.parts_of(None)]
 
     def forward(
         self,
