@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -182,6 +184,19 @@ def test_a_saved_state_continues_with_the_same_bits() -> None:
         steps((optimizer, Muon([nn.Parameter(torch.zeros(32, 48))])), 1)
         assert parameter.grad is not None
     assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("recipe", [None, "nvfp4"])
+def test_copies_and_pickles_go_on_with_the_same_bits(recipe) -> None:
+    mine = nn.Parameter(torch.randn(32, 48).bfloat16())
+    ours = Muon([mine], lr=0.02, recipe=recipe)
+    beside = (Muon([nn.Parameter(torch.zeros(32, 48))]),)
+    steps((ours, *beside), 1)
+    others = [copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))]
+    for one in (ours, *others):
+        steps((one, *beside), 1)
+    for one in others:
+        assert torch.equal(one.param_groups[0]["params"][0], mine)
 
 
 def test_arguments() -> None:

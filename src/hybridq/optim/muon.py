@@ -289,6 +289,9 @@ class Muon(Base, torch.optim.Optimizer):  # type: ignore[misc]
 
     # ---- state
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_plan": self._plan}  # of copies and pickles
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
