@@ -92,3 +92,20 @@ def test_hooks_are_gone_and_errors_say_what_is_wrong() -> None:
         hybridq.memory_report(model, torch.ones(1))
     with pytest.raises(ValueError, match=r"nbytes: kind must be one of parameters"):
         hybridq.memory_report(model).nbytes("activations")
+
+
+@pytest.mark.parametrize("length", [4, 1024])
+def test_histories_of_delayed_scaling_are_counted(length: int) -> None:
+    """An amax per step that is looked back on, FP32, for each of input, weight and gradient."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.randn(TOKENS, IN, dtype=torch.bfloat16)
+    before = hybridq.memory_report(model).nbytes()
+    for _ in range(2):
+        with hybridq.autocast(recipe=hybridq.recipes.DelayedScaling(amax_history_len=length)):
+            model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = hybridq.memory_report(model)
+    assert report.nbytes("histories", "0") == report.nbytes("histories", "2") == 3 * length * 4
+    assert report.nbytes() == before + 2 * 3 * length * 4

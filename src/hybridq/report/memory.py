@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from .._text import Table, html, size_text
 from .._torch_private import is_wrapper_subclass
 from ..errors import must_be_one_of
+from ..nn.delayed_scaling import states_of
 from ..tensor import is_quantized
 
 __all__ = ["KINDS", "MemoryReport", "memory_report", "saved_nbytes"]
 
 #: What memory is for, in the order of a report's columns.
-KINDS: Final = ("parameters", "gradients", "buffers", "kept", "optimizer", "saved")
+KINDS: Final = ("parameters", "gradients", "buffers", "kept", "histories", "optimizer", "saved")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class MemoryReport:
 
     The kinds: `parameters` (of a quantized parameter the planes' buffers), `gradients`, `buffers`,
     `kept` (planes and operands that are made of weights and kept, see `hybridq.forget`),
+    `histories` (amaxes of the steps that delayed scaling looks back on),
     `optimizer` (its state), `saved` (for the backward).
     """
 
@@ -159,6 +161,9 @@ def _count_model(model: nn.Module, count: _Count) -> None:
         for kept in getattr(module, "_cached_weights", {}).values():
             for tensor in kept.tensors:
                 count.add(name, "kept", tensor)
+        for state in states_of(module).values():
+            for history in state.histories.values():
+                count.add(name, "histories", history)
 
 
 def _count_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, count: _Count) -> None:
