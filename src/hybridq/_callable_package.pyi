@@ -22,6 +22,7 @@ from .report import CheckpointSummary as _CheckpointSummary
 from .report import Codes as _Codes
 from .report import Diagnosis as _Diagnosis
 from .report import ErrorMap as _ErrorMap
+from .report import ExpertLoss as _ExpertLoss
 from .report import FlopCount as _FlopCount
 from .report import MemoryReport as _MemoryReport
 from .report import ModelView as _ModelView
@@ -74,6 +75,7 @@ class report(_PrecisionReport):
     Codes: TypeAlias = _Codes
     Diagnosis: TypeAlias = _Diagnosis
     ErrorMap: TypeAlias = _ErrorMap
+    ExpertLoss: TypeAlias = _ExpertLoss
     FlopCount: TypeAlias = _FlopCount
     MemoryReport: TypeAlias = _MemoryReport
     ModelView: TypeAlias = _ModelView

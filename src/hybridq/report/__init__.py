@@ -18,6 +18,7 @@ from .measure import Codes, ErrorMap, Scales
 from .memory import KINDS, MemoryReport, memory_report, saved_nbytes
 from .precision import (
     BadValue,
+    ExpertLoss,
     PrecisionReport,
     ProductShape,
     ProductStatistics,
@@ -41,6 +42,7 @@ __all__ = [
     "Codes",
     "Diagnosis",
     "ErrorMap",
+    "ExpertLoss",
     "FlopCount",
     "MemoryReport",
     "ModelView",

@@ -13,7 +13,14 @@ from ...quantizers import Quantizer
 from ...recipes import QuantizerRole, Recipe, get
 from ...recipes.gemm_words import gemm_formats
 from ...recipes.roles import SLOTS
-from ..precision import GNR_LINE, ProductShape, ProductStatistics, SlotRow
+from ..precision import (
+    GNR_LINE,
+    ExpertLoss,
+    ProductShape,
+    ProductStatistics,
+    SlotRow,
+    SlotStatistics,
+)
 
 __all__ = ["PLAIN", "Option", "candidates_of", "gemm_sizes", "options_of"]
 
@@ -170,9 +177,11 @@ def _reason(pair: Sequence[SlotRow | None], limit: float) -> str:
                 f"{what}: gradient {row.gradient_to_noise:.2f} of its noise, below {GNR_LINE:.2f}"
             )
         if row.severity > limit:
+            lossy: SlotStatistics | ExpertLoss = own
             if row.severity > own.severity and row.worst_expert is not None:
-                what, own = f"{what} of expert {row.worst_expert}", row.experts[row.worst_expert]
-            lost = f", {100 * own.underflow_share:.0f}% become zero" if own.underflows else ""
+                what, lossy = f"{what} of expert {row.worst_expert}", row.experts[row.worst_expert]
+            share = 100 * lossy.underflows / max(lossy.nonzero, 1)
+            lost = f", {share:.0f}% become zero" if lossy.underflows else ""
             return f"{what}: error {row.severity:.2g} over {limit:g}{lost}"
     return ""
 

@@ -22,7 +22,7 @@ from ...recipes.boundary import boundary_quantizer
 from ...recipes.gemm_words import word
 from ...storage import Plane, TensorStorage
 from .rows import BadValue, ProductShape, ProductStatistics, SlotRow, first_position, joined
-from .slot_statistics import made_planes, measure_plane, rowwise_plane
+from .slot_statistics import ExpertLoss, made_planes, measure_plane, rowwise_plane
 
 __all__ = ["Collector", "Wanted"]
 
@@ -267,7 +267,7 @@ class Collector:
             statistics = measure_plane(x, plane)
             row = SlotRow(*name, slot, direction, label, variant.in_run, statistics, self.order)
             if group.number is not None:
-                row = replace(row, experts={group.number: statistics})
+                row = replace(row, experts={group.number: ExpertLoss.of(statistics)})
             self._add(row)
             if variant.in_run and statistics.bad_outputs:
                 self._made_bad(name, slot, x, plane)

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from ...direction import Direction
-from .slot_statistics import GNR_LINE, SlotStatistics
+from .slot_statistics import GNR_LINE, ExpertLoss, SlotStatistics
 
 __all__ = ["KEYS", "BadValue", "ProductShape", "ProductStatistics", "SlotRow"]
 
@@ -30,8 +30,8 @@ class SlotRow:
         statistics: of all its tensors.
         order: of the first of them among all that the run made.
         loss_change: what the slot's own format changes of the loss; None: it was not asked.
-        experts: statistics of each expert's tensors by its number among those of all ranks; of
-            those that had tokens. Empty: the layer has none.
+        experts: what each expert's tensors lose, by its number among those of all ranks; of those
+            that had tokens. Empty: the layer has none.
     """
 
     layer: str
@@ -43,7 +43,7 @@ class SlotRow:
     statistics: SlotStatistics
     order: int = 0
     loss_change: float | None = None
-    experts: Mapping[int, SlotStatistics] = field(default_factory=dict, repr=False)
+    experts: Mapping[int, ExpertLoss] = field(default_factory=dict, repr=False)
 
     @property
     def worst_expert(self) -> int | None:
@@ -247,9 +247,9 @@ def joined(rows: Sequence[SlotRow]) -> SlotRow:
     """Return the rows of one slot over calls or ranks as one."""
     first = min(rows, key=lambda row: row.order)
     whole = SlotStatistics()
-    experts: dict[int, SlotStatistics] = {}
+    experts: dict[int, ExpertLoss] = {}
     for row in rows:
         whole += row.statistics
         for number, own in row.experts.items():
-            experts[number] = experts[number] + own if number in experts else own
+            experts[number] = experts[number].plus(own) if number in experts else own
     return replace(first, statistics=whole, experts=dict(sorted(experts.items())))

@@ -7,10 +7,11 @@ ranks are added with `+`.
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -26,6 +27,7 @@ from ..measure import effective_scales
 __all__ = [
     "GNR_LINE",
     "OUTLIER",
+    "ExpertLoss",
     "SlotStatistics",
     "held_plane",
     "made_planes",
@@ -146,9 +148,52 @@ class SlotStatistics:
 
         A plane without signal has none.
         """
+        return ExpertLoss.of(self).severity
+
+
+class ExpertLoss(NamedTuple):
+    """What one expert's tensors lose: the sums of `SlotStatistics` that its severity takes.
+
+    A model may have very many experts, so these are few numbers of each.
+
+    Attributes:
+        noise, signal, bulk_noise, bulk_signal, underflows, nonzero: as there.
+        bad: values that are NaN or infinite, before or after.
+    """
+
+    noise: float
+    signal: float
+    bulk_noise: float
+    bulk_signal: float
+    underflows: int
+    nonzero: int
+    bad: int
+
+    @staticmethod
+    def of(own: SlotStatistics) -> ExpertLoss:
+        """Return these sums of some statistics.
+
+        Args:
+            own: any.
+        """
+        sums = (own.noise, own.signal, own.bulk_noise, own.bulk_signal)
+        return ExpertLoss(*sums, own.underflows, own.nonzero, own.bad)
+
+    def plus(self, other: ExpertLoss) -> ExpertLoss:
+        """Return the sums of both.
+
+        Args:
+            other: of other tensors.
+        """
+        return ExpertLoss(*map(operator.add, self, other))
+
+    @property
+    def severity(self) -> float:
+        """As of `SlotStatistics`."""
         if self.bad:
             return math.inf
-        return max(self.relative_error or 0.0, self.bulk_error or 0.0)
+        errors = _ratio(self.noise, self.signal), _ratio(self.bulk_noise, self.bulk_signal)
+        return max(one or 0.0 for one in errors)
 
 
 def _sum(a: Any, b: Any) -> Any:
