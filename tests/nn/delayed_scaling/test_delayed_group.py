@@ -7,6 +7,8 @@ from rank_runs import needs_gloo, run_ranks
 pytestmark = needs_gloo
 
 PROGRAM = """
+import copy
+import pickle
 import sys
 import torch
 import torch.distributed as dist
@@ -64,7 +66,8 @@ assert train(model(), DelayedScaling(amax_reduction_group=dist.group.WORLD), [ra
 calls.clear()
 hybridq.recipes.bind(DelayedScaling())  # asked, and not in force
 for recipe in ("mxfp8", "bf16"):
-    train(model(), recipe, [rank], steps=2 + rank)
+    for fresh in (model(), copy.deepcopy(model()), pickle.loads(pickle.dumps(model()))):
+        train(fresh, recipe, [rank], steps=2 + rank)
 assert not calls, calls
 assert train(model(), DelayedScaling(), [rank]) == want and len(calls) == 4, calls
 dist.destroy_process_group()

@@ -137,13 +137,18 @@ class ScalingState:
         #: Selective recomputation wants the operators of the forward again, the record among them.
         self._watched = Scales(f, nowhere, b, c, self._notes)
         self._silent = Scales(f, None, b, None, self._notes)
+        self._num_writes = self._count_writes()  # a copy's begin at another number
+
+    def _count_writes(self) -> int:
+        own = (self.forward_amaxes, self.backward_amaxes)
+        return sum([0 if amaxes.is_inference() else amaxes._version for amaxes in own])
 
     @property
     def has_recorded(self) -> bool:
         """Whether a call ever recorded something: an eager one a plan, a compiled one an amax."""
         if self._has_recorded or (self.plan is not None and self.plan.is_delayed):
             return True
-        return self.forward_amaxes._version + self.backward_amaxes._version > 0
+        return self._count_writes() > self._num_writes
 
     @property
     def device(self) -> torch.device:
