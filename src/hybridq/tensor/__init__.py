@@ -17,6 +17,7 @@ from .quantized_tensor import QuantizedTensor
 from .readouts import add_readouts
 from .saving import SavedTensor, prepare_for_saving, restore_from_saved
 from .table import check_no_grad, drop_plane, is_flat, is_quantized, matrix_shape
+from .unprepared import Unflattened
 
 __all__ = [
     "DecodedPart",
@@ -29,6 +30,7 @@ __all__ = [
     "NVFP4Tensor",
     "QuantizedTensor",
     "SavedTensor",
+    "Unflattened",
     "add_readouts",
     "as_parts",
     "check_no_grad",

@@ -1,4 +1,4 @@
-"""What FSDP2 asks of a quantized parameter that nobody has prepared.
+"""What torch's sharding asks of a quantized parameter that nobody has prepared for it.
 
 FSDP2 itself gets an error, and not other bits. Who gathers by himself, without a mesh, gets the
 planes: they are put together as they are, or not at all.
@@ -6,6 +6,7 @@ planes: they are put together as they are, or not at all.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,13 +16,46 @@ from ..errors import PlaneError
 from ..storage import StorageLayout, TensorStorage
 from .table import HIGH, matrix_shape
 
-__all__ = ["Unprepared"]
+__all__ = ["Unflattened", "Unprepared"]
 
 #: Layout and sizes of the buffers of one part, and its shape.
 _About = tuple[StorageLayout, tuple[torch.Size, ...], torch.Size]
 
 
-class Unprepared:
+class Unflattened:
+    """What torch's FullyShardedDataParallel asks of a tensor that is no part of a flat parameter.
+
+    It would write decoded values into a flat tensor, and have the parameter itself be a view of it.
+    """
+
+    shape: torch.Size
+
+    @property
+    def _fsdp_flattened(self) -> bool:
+        """Whether it is part of one: never.
+
+        Raises:
+            RuntimeError: it is asked in order to become one.
+        """
+        asked = sys._getframe(1).f_back
+        if asked is not None and asked.f_code.co_name == "_get_orig_params":  # not of the ignored
+            raise self._not_flat()
+        return False
+
+    @_fsdp_flattened.setter
+    def _fsdp_flattened(self, value: bool) -> None:
+        raise self._not_flat()
+
+    def _not_flat(self) -> RuntimeError:
+        return RuntimeError(
+            "FullyShardedDataParallel: a flat parameter is made of plain ones, got one that is "
+            f"quantized, or that prepare_fsdp2 prepared, {list(self.shape)}; shard the model by "
+            "hybridq.distributed.prepare_fsdp2(model) and torch's fully_shard, or give modules "
+            "that are not trained as ignored_modules"
+        )
+
+
+class Unprepared(Unflattened):
     """The two hooks of FSDP2, for tensors that it would quantize shard by shard."""
 
     def fsdp_pre_all_gather(

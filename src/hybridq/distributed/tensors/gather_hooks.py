@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from ...tensor import Unflattened
 from ..parameters import GatheredParameter
 from ..units import unit_of
 
@@ -87,7 +88,7 @@ class _PreAllGather:
         return unit.inputs(tensor, mesh, mp_policy), None
 
 
-class GatherHooks:
+class GatherHooks(Unflattened):
     """The two hooks of FSDP2, for a tensor subclass that has an `_about`."""
 
     _about: GatheredParameter
