@@ -15,7 +15,7 @@ pytestmark = needs_gloo
 
 
 def test_two_ranks_are_one_process(tmp_path) -> None:
-    names = ("recipes", "policies", "quantized", "main_grad", "differ")
+    names = ("recipes", "policies", "quantized", "main_grad", "uneven", "differ")
     run(2, tmp_path / "store", *names, program="ddp_program.py")
 
 

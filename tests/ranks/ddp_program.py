@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from rank_program import main
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -194,6 +195,38 @@ def flat_parameters() -> None:
             for name, own in plain.named_parameters():
                 mine = functools.reduce(getattr, name.split("."), model.module)
                 assert torch.equal(mine, own), f"{recipe}, {has_own}: {name}"
+
+
+def uneven() -> None:
+    """The last rank has one batch more: the others stand in for its reductions of gradients."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    plain = Model()
+    model = DistributedDataParallel(copy.deepcopy(plain))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (model, plain)]
+    last = world - 1
+    with Join([model]):
+        for step in range(STEPS + (rank == last)):
+            model.zero_grad()
+            microbatch(model, "mxfp8", step, rank, 0)
+            optimizers[0].step()
+    for step in range(STEPS):
+        one_process(plain, "mxfp8", step, world, 1)
+        optimizers[1].step()
+    plain.zero_grad()
+    microbatch(plain, "mxfp8", STEPS, last, 0)
+    for parameter in plain.parameters():
+        parameter.grad /= world
+    optimizers[1].step()
+    for (name, mine), own in zip(model.module.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, own), name
+    try:
+        with Join([model]):
+            microbatch(model, "fp8_delayed", 0, rank, 0)
+    except RuntimeError as error:
+        assert "take a recipe with reduce_amax=False" in str(error), error
+    else:
+        raise AssertionError("nothing was raised")
 
 
 def differ() -> None:

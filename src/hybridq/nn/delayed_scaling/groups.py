@@ -10,8 +10,17 @@ import torch
 from torch import nn
 
 from ..._torch_ranks import functional_all_reduce
+from ...recipes import Plan
+from .places import places_of
 
-__all__ = ["agree", "default_group", "group_of", "has_own_group", "reduce_over"]
+__all__ = [
+    "agree",
+    "check_even",
+    "default_group",
+    "group_of",
+    "has_own_group",
+    "reduce_over",
+]
 
 #: Of a module: the name of its own group; empty: its rank is alone.
 _ATTRIBUTE: Final = "amax_ranks"
@@ -91,4 +100,27 @@ def agree(labels: Iterable[Sequence[str]], group: str, device: torch.device) -> 
             "and others on other ranks; stages of a pipeline are made by "
             "hybridq.distributed.pipeline_stage, and other ranks that hold other modules need "
             "reduce_amax=False or an amax_reduction_group= of those that hold the same"
+        )
+
+
+def check_even(plan: Plan) -> None:
+    """Raise where a forward runs under torch's Join, and its amaxes are reduced over ranks.
+
+    Ranks whose data has ended stand in for DistributedDataParallel's reductions, and know of no
+    others.
+
+    Args:
+        plan: of a module's part, with histories.
+
+    Raises:
+        RuntimeError: it is so.
+    """
+    ddp: Any = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    if ddp is None or not ddp._join_config.enable or default_group() is None:
+        return
+    if any(place.request.reduce_amax for place in places_of(plan)):
+        raise RuntimeError(
+            "delayed scaling: all ranks reduce amaxes in each step, which ranks whose data has "
+            "ended do not, got a forward under torch's Join; take a recipe with reduce_amax=False, "
+            "or one without histories"
         )

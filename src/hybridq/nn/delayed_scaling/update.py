@@ -32,7 +32,7 @@ from ...quantizers import group_amax, next_scale
 from ...quantizers.delayed import epoch, no_history
 from ...recipes import Plan, Recipe, bind
 from ...tensor.in_graph import runs_at_once
-from .groups import agree, default_group, group_of
+from .groups import agree, check_even, default_group, group_of
 from .owner import is_held, is_inner_step, note_optimizers, of_this_thread, updated_by
 from .places import PLACES, Place, Scales, places_of
 from .state import ScalingState, live_states, states_of, take_scales
@@ -168,6 +168,7 @@ def scales_of(
 
     Raises:
         PlaneError: there is no state.
+        RuntimeError: ranks may end before others, and reduce amaxes.
     """
     if state is None:
         raise PlaneError(no_history("linear"))
@@ -175,6 +176,8 @@ def scales_of(
         return take_scales(state, training)
     scales = state.scales(plan, training)
     records = scales.forward_amaxes is state.forward_amaxes
+    if records:
+        check_even(plan)
     looks = not state.owner.is_told and records and torch.is_grad_enabled()
     storage = getattr(weight, "tensor_storage", None)
     if storage is not None and storage.comes_and_goes:
