@@ -27,11 +27,24 @@ def test_messages_levels_and_parameters() -> None:
     assert "12.5% stay, 37.5% go within the node, 50.0% over the network" in near
 
 
+def test_ranks_with_more_experts_than_others() -> None:
+    """Of 10 experts 4 ranks have 3, 3, 3 and 1: three of them receive 3 rows for 2.5."""
+    options = ("--experts", "10x64", "--top", "2", "--ep", "4", "--ranks-per-node", "3", "--json")
+    made = json.loads(plan(*options).removeprefix("0 "))["experts"]
+    assert made["shares"] == [0.3, 0.6, 0.1]
+    rows = 1024 * 2 * 12 // 10
+    assert made["arrived_nbytes"] == rows * 256 * 2
+    assert [one["nbytes"] for one in made["moved"][:4]] == [4 * rows * 256 * 2] * 4
+    asked = json.loads(plan(*options, "--imbalance", "1.5").removeprefix("0 "))["experts"]
+    assert asked["arrived_nbytes"] == 1024 * 2 * 3 // 2 * 256 * 2
+
+
 def test_bad_input_is_told() -> None:
     for options, told in (
         (["--experts", "32"], "experts must be as 128x768"),
         (["--experts", "4x64", "--ep", "8", "--top", "2"], "every rank must have one at least"),
         (["--experts", "4x64", "--top", "8"], "top must be at most the experts"),
+        (["--experts", "32x64", "--ep", "3"], "ep must divide the ranks, got ep=3 with world=8"),
         (["--experts", "32x64", "--dispatch", "fp8_e4m3"], "scales are of one row each"),
     ):
         found = plan(*options)

@@ -180,6 +180,8 @@ def plan(
             made = plan_axes(shape, chosen, axes, sharding, dtype=_dtype(dtype), **options)
         routed = None
         if experts is not None:
+            if world % ep:
+                raise ValueError(f"ep must divide the ranks, got ep={ep} with world={world}")
             own = ExpertsShape.of(experts, top, shape.hidden, shape.layers)
             routed = plan_experts(
                 own,

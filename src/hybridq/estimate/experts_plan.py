@@ -1,10 +1,11 @@
 """What experts over ranks move and hold: dispatch and combine by format, and a rank's experts.
 
 Formulas, of one layer: a rank has `tokens * top` rows; each travels to its expert's rank and back,
-and so do gradients: four messages. Of the rows `own / experts` stay on the rank, `(near - 1) / ep`
-go to ranks of its node, the rest over the network, if experts are asked for alike. A rank whose
-experts are asked for more than others, by `imbalance`, receives so many times as many rows, and its
-message is the larger one. Counts, `experts + ep` numbers of 8 bytes, go ahead.
+and so do gradients: four messages. Of the rows `own / experts` stay on the rank, those of the
+experts of its neighbours stay within the node, the rest goes over the network, if experts are asked
+for alike. A rank whose experts are asked for more than others, by `imbalance`, or that has more of
+them, receives so many times as many rows, and its message is the larger one. Counts, `experts + ep`
+numbers of 8 bytes, go ahead.
 
 Source: ours.
 """
@@ -148,7 +149,8 @@ def plan_experts(
         ep: ranks that have other experts.
         tokens: of a rank in a step.
         dispatch, combine: formats, as `hybridq.moe.parallelize_experts` takes them; None: BF16.
-        imbalance: rows that the most asked rank receives over the mean.
+        imbalance: rows that the most asked rank receives over the mean; at least what the rank with
+            the most experts receives where all are asked for alike.
         ranks_per_node: neighbouring ranks with a fast network; None: all.
 
     Raises:
@@ -170,7 +172,7 @@ def plan_experts(
             f"{ep}, {tokens} and {imbalance}"
         )
     sizes = experts_by_rank(shape.experts, ep)
-    rows = int(tokens * shape.top * max(imbalance, 1.0))
+    rows = int(tokens * shape.top * max(imbalance, sizes[0] * ep / shape.experts))
     moved = []
     for what, given in (("dispatch", dispatch), ("combine", combine)):
         pair = given if isinstance(given, tuple) else (given, given)
@@ -181,13 +183,13 @@ def plan_experts(
     counts = shape.layers * 8 * max(shape.experts + ep, ep * (sizes[0] + 1))
     moved.append(AxisMoved("counts", "all_to_all", ep, counts, counts))
     near = min(ranks_per_node or ep, ep)
-    own = sizes[0] / shape.experts
-    node = min(near - 1, ep - 1) / ep
+    parts = (sizes[0], sum(sizes[1:near]), sum(sizes[near:]))
+    own, node, network = (part / shape.experts for part in parts)
     return ExpertsPlan(
         shape,
         ep,
         tuple(moved),
-        (own, node, max(0.0, 1 - own - node)),
+        (own, node, network),
         shape.layers * sizes[0] * shape.expert_params,
         rows * shape.hidden * torch.bfloat16.itemsize,
     )
