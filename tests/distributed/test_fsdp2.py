@@ -65,7 +65,7 @@ def test_a_unit_is_gathered_by_one_collective(tmp_path) -> None:
 
 @needs_gloo
 def test_shards_that_one_rank_writes_by_turns(tmp_path) -> None:
-    run(2, tmp_path / "store", "written_by_turns")
+    run(2, tmp_path / "store", "written_by_turns", "replicated")
 
 
 @needs_gloo

@@ -299,6 +299,28 @@ def written_by_turns() -> None:
                 assert torch.equal(sharded(x), plain(x)), number
 
 
+def replicated() -> None:
+    """torch's own replicas of whole weights gather nothing."""
+    try:
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+    except ImportError:
+        return  # this torch makes them otherwise
+    sharded, plain = (hybridq.convert(nn.Linear(40, 48), least_width=0) for _ in range(2))
+    replicate(prepare_fsdp2(sharded))
+    try:
+        sharded(torch.ones(3, 40))
+    except RuntimeError as error:
+        assert "weight must be sharded by fully_shard" in str(error), error
+    else:
+        raise AssertionError("nothing was raised")
+    single = copy.deepcopy(plain)
+    replicate(plain)
+    for model in (single, plain):
+        with hybridq.autocast(recipe="mxfp8"):
+            model(torch.ones(3, 40)).square().sum().backward()
+    assert torch.equal(plain.weight.grad.to_local(), single.weight.grad)
+
+
 def collectives() -> None:
     """One all-gather for a unit; one more where its uneven shards lack room for a large rest."""
     large = (513, 512)  # of 257 x 512 values, a 32nd is less than half of what padding would cost

@@ -169,6 +169,7 @@ class Prepared:
         """
         if self.is_compared:
             return
+        self._check_sharded()
         recipe = settings.current().recipe
         self._recipe = recipe if isinstance(recipe, Recipe) else None
         shape = (group.size(),) if mesh is None else tuple(mesh.shape)
@@ -182,6 +183,21 @@ class Prepared:
         model = self._model()
         if model is not None:
             reshard_wholly(model)
+
+    def _check_sharded(self) -> None:
+        """Raise where every rank holds a whole weight, so that nothing is gathered: `replicate`."""
+        model = self._model()
+        for path, module in () if model is None else model.named_modules():
+            for name in getattr(module, "prepared_weights", ()):
+                weight: Any = module._parameters[name]
+                mesh = getattr(weight, "device_mesh", None)
+                if mesh is None or mesh.size() == 1 or any(p.is_shard() for p in weight.placements):
+                    continue
+                raise RuntimeError(
+                    f"fsdp2: {path}.{name} must be sharded by fully_shard, got a weight that every "
+                    f"rank of {tuple(mesh.shape)} holds whole; torch's replicate gathers nothing: "
+                    "leave prepare_fsdp2 out, and take DistributedDataParallel for quantized ones"
+                )
 
     def _check_attached(self) -> None:
         """Warn where a prepared parameter was replaced by a plain one, on all ranks alike."""
