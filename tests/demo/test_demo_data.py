@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from hybridq.demo import data
-from hybridq.demo.data import DataError, load_corpus, training_batches, validation_batches
+from hybridq.demo.data import (
+    VALIDATION_FRACTION,
+    DataError,
+    load_corpus,
+    stable_fraction,
+    training_batches,
+    validation_batches,
+)
 
 SEQUENCE = 16
 
@@ -118,6 +125,16 @@ def test_memory_is_bounded_and_the_cut_is_told(tmp_path, limit):
     assert corpus.is_truncated
     # The separators between files are ours and not read.
     assert corpus.train.numel() + corpus.validation.numel() == limit + files - 2
+
+
+def test_a_cut_is_told_where_nothing_but_binary_files_follows(tmp_path):
+    """Names are read by their hashes: text first, and then a file that is none."""
+    names = sorted((f"{i}.txt" for i in range(9)), key=stable_fraction)
+    names = [name for name in names if stable_fraction(name) >= VALIDATION_FRACTION]
+    (tmp_path / names[0]).write_text("words " * 50)
+    (tmp_path / names[1]).write_bytes(b"\0" * 300)
+    corpus = load_corpus(tmp_path, 8, max_nbytes=120)
+    assert corpus.is_truncated and corpus.train.numel() + corpus.validation.numel() == 120
 
 
 def test_a_limit_that_fits_exactly_cuts_nothing(tmp_path):

@@ -212,6 +212,8 @@ def _parse_device(text: str) -> str:
             raise typer.BadParameter(
                 f"device must be there, got {text!r} with {count} CUDA devices; use --device cpu"
             )
+    elif device.type != "cpu":
+        raise typer.BadParameter(f"device must be cpu or one of cuda, got {text!r}")
     return text
 
 

@@ -173,7 +173,7 @@ def _split_files(
         if content and not left:
             is_truncated = True
             break
-        is_truncated = len(content) > left
+        is_truncated |= len(content) > left
         content = content[:left]
         if content:
             contents[name] = content

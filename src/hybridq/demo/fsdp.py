@@ -137,7 +137,7 @@ class _Trainer:
         return F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
 
     def _seed(self, step: int, rank: int) -> int:
-        return (self.config.seed << 32) + step * self.world + rank
+        return ((self.config.seed << 32) + step * self.world + rank) % 2**63  # torch's most
 
     def _gradients(
         self, step: int, micro: list[tuple[Tensor, Tensor]]

@@ -50,13 +50,14 @@ class TrainConfig:
         clip: largest norm of the gradient.
         eval_batches: validation batches, of ``batch`` samples each.
         eval_points: how often to evaluate in a run, the end included.
-        seed: of the weights, the batches and stochastic rounding.
+        seed: of the weights, the batches and stochastic rounding; of 64 bits.
         device: ``"cpu"``, ``"cuda"``, ...
         compile: train through ``torch.compile``.
         modules: a name in ``VARIANTS``: which modules the model is made of.
 
     Raises:
-        ValueError: a count is below 1, a rate is not positive, or ``modules`` is unknown.
+        ValueError: a count is below 1, a rate is not positive, a seed is too large, or ``modules``
+            is unknown.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -86,6 +87,8 @@ class TrainConfig:
                 f"TrainConfig: modules must be {PLAIN!r} with a model of transformers, got "
                 f"{self.modules!r}"
             )
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"TrainConfig: seed must be of 64 bits, got {self.seed}")
         for name in ("lr", "clip"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
