@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hybridq
-from hybridq.optim import SGD, AdamW
+from hybridq.optim import SGD, AdamW, Muon
 from tensor_tools import PAIRS
 
 MODES = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
@@ -215,6 +215,24 @@ def test_a_fused_step_that_a_scaler_leaves_out_leaves_nothing_behind(kind, optio
     assert state.keys() == its.keys()
     for key, value in its.items():
         torch.testing.assert_close(state[key], value)
+
+
+@pytest.mark.parametrize("kind", [AdamW, Muon, SGD])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_name_dtypes_and_groups_have_them(kind, dtype):
+    """torch's checkpoints gather numbers, texts and tensors; a state of before has dtypes."""
+    optimizer = kind([nn.Parameter(torch.ones(3, 4).bfloat16())], master_dtype=dtype)
+    state = optimizer.state_dict()
+    (saved,), (group,) = state["param_groups"], optimizer.param_groups
+    assert saved["master_dtype"] == str(dtype).removeprefix("torch.")
+    kinds = (int, float, str, list, tuple, type(None))
+    assert all(isinstance(value, kinds) for value in saved.values())
+    assert group["master_dtype"] is dtype
+    for name in (saved["master_dtype"], dtype):
+        other = kind([nn.Parameter(torch.ones(3, 4).bfloat16())])
+        state["param_groups"][0]["master_dtype"] = name
+        other.load_state_dict(state)
+        assert other.param_groups[0]["master_dtype"] is dtype
 
 
 def test_sgd_takes_main_grad_and_keeps_what_is_loaded_in_fp32():

@@ -6,6 +6,7 @@ number of ranks and must have the same bits.
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from pathlib import Path
@@ -128,19 +129,20 @@ def without_history(folder: str) -> None:
 
 def full() -> None:
     """Full state dicts of one rank: out of a sharded run, and into another one."""
-    model, optimizer = built()
-    step(model, optimizer, "nvfp4", 0)
-    weights = get_model_state_dict(model, options=FULL)
-    moments = get_optimizer_state_dict(model, optimizer, options=FULL)
-    expected = step(model, optimizer, "nvfp4", 1)
     is_first = dist.get_rank() == 0
-    assert bool(weights) == is_first
-    other, own = built(seed=1)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    # One by one: torch's set_state_dict takes an empty state dict for "no model", on some ranks.
-    set_model_state_dict(other, weights, options=options)
-    set_optimizer_state_dict(other, own, moments, options=options)
-    assert step(other, own, "nvfp4", 1) == expected
+    for recipe in ("", *MOMENTS):  # torch's optimizer, and hybridq's
+        model, optimizer = built(recipe=recipe)
+        step(model, optimizer, "nvfp4", 0)
+        weights = get_model_state_dict(model, options=FULL)
+        moments = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FULL))
+        expected = step(model, optimizer, "nvfp4", 1)
+        assert bool(weights) == is_first
+        other, own = built(seed=1, recipe=recipe)
+        # One by one: torch's set_state_dict takes an empty one for "no model", on some ranks.
+        set_model_state_dict(other, weights, options=options)
+        set_optimizer_state_dict(other, own, moments, options=options)
+        assert step(other, own, "nvfp4", 1) == expected, recipe
     # A checkpoint of plain torch modules.
     plain = nn.Sequential(nn.Linear(40, 100), nn.Linear(100, 36)).bfloat16().state_dict()
     model = hybridq.convert(nn.Sequential(nn.Linear(40, 100), nn.Linear(100, 36))).bfloat16()

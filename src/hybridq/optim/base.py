@@ -7,13 +7,16 @@ loaded in the dtypes that they have.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from .masters import gradient, local, zero_main_grads
 
 __all__ = ["Base"]
+
+#: Of masters, by the names that they have in a state.
+_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Base:
@@ -100,6 +103,17 @@ class Base:
         """
         raise NotImplementedError(f"{type(self).__name__}.take_saved: must be overridden")
 
+    def state_dict(self: Any) -> dict[str, Any]:
+        """Return the state, `master_dtype` by its name: torch's checkpoints gather no dtypes.
+
+        Returns:
+            As of torch's optimizers; the state's tensors are the optimizer's own.
+        """
+        made: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        for group in made["param_groups"]:
+            group["master_dtype"] = str(group["master_dtype"]).removeprefix("torch.")
+        return made
+
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         """Load a state: of this optimizer, or of torch's of the same name.
 
@@ -118,6 +132,9 @@ class Base:
 
     def take_all_saved(self) -> None:
         """Take what is being loaded, if anything is; at the end of `__setstate__`."""
+        for group in self.param_groups:
+            name = group["master_dtype"]
+            group["master_dtype"] = _DTYPES.get(name, name)
         saved = self._saved
         if saved is None:
             return
