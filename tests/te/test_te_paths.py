@@ -52,6 +52,55 @@ def test_what_is_refused_says_why_where_it_is_imported_from_its_own_module():
         from hybridq.te.pytorch.export import unknown  # noqa: F401
 
 
+@pytest.mark.parametrize("package", ["hybridq.te", "hybridq.te.pytorch"])
+def test_what_is_refused_says_why_where_it_is_imported_beside_others(package):
+    """Python keeps nothing of an AttributeError that `from package import name` meets."""
+    with pytest.raises(ImportError, match=r"te\.onnx_export is not here: ONNX has no operators"):
+        exec(f"from {package} import Linear, onnx_export", {})
+    with pytest.raises(ImportError, match="cannot import name 'unknown'"):
+        exec(f"from {package} import Linear, unknown", {})
+    assert not hasattr(te, "onnx_export")
+
+
+def test_a_recipe_says_the_dtypes_of_its_codes():
+    """Largest values: those of torch's dtypes."""
+    from hybridq.te.pytorch import fp8
+
+    from hybridq.te.common import recipe
+
+    hybrid, same = recipe.DelayedScaling(), recipe.MXFP8BlockScaling()
+    for own, is_forward, kind in (
+        (hybrid, True, torch.float8_e4m3fn),
+        (hybrid, False, torch.float8_e5m2),
+        (same, False, torch.float8_e4m3fn),
+    ):
+        assert fp8.get_fp8_torch_dtype(own, is_forward) == kind
+        assert fp8.get_fp8_max(own, is_forward) == torch.finfo(kind).max
+        name = {torch.float8_e4m3fn: "kFloat8E4M3", torch.float8_e5m2: "kFloat8E5M2"}[kind]
+        assert fp8.get_fp8_te_dtype(own, is_forward) == te.DType[name]
+    assert fp8.get_fp4_te_dtype(recipe.NVFP4BlockScaling()) == te.DType.kFloat4E2M1
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd"])
+def test_a_cache_is_made_with_the_sizes_of_heads(layout):
+    """Generation step by step sees what one forward of all tokens sees."""
+    torch.manual_seed(0)
+    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "attn_input_format": layout}
+    layer = te.TransformerLayer(32, 48, 4, num_gqa_groups=2, layer_number=1, **options).eval()
+    sizes = {"num_heads_kv": 2, "head_dim_k": 8, "dtype": torch.float32, "qkv_format": layout}
+    cache = te.InferenceParams(max_batch_size=2, max_sequence_length=8, **sizes)
+    axis = 1 if layout == "bshd" else 0
+    x = torch.randn(2, 7, 32).transpose(0, 1 - axis)
+    made = []
+    with torch.no_grad():
+        for part in x.split((4, 1, 2), axis):
+            cache.pre_step({0: part.shape[axis], 1: part.shape[axis]})
+            made.append(layer(part, inference_params=cache))
+        torch.testing.assert_close(torch.cat(made, axis), layer(x), rtol=1e-5, atol=1e-5)
+    with pytest.raises(NotImplementedError, match=r"te\.InferenceParams: is_paged must be False"):
+        te.InferenceParams(2, 8, is_paged=True)
+
+
 def test_weights_are_filled_with_the_deviation_asked_for():
     from hybridq.te.pytorch.utils import init_method_normal, scaled_init_method_normal
 

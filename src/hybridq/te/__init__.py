@@ -88,5 +88,8 @@ aliases.install()
 def __getattr__(name: str) -> NoReturn:
     if name in REFUSED:
         text = f"te.{name} is not here: {REFUSED[name]}"
+        # Of `from hybridq.te import name` Python would keep nothing that an AttributeError says.
+        if sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap":
+            raise ImportError(text, name=name)
         raise AttributeError(text, name=name, obj=pytorch)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=pytorch)

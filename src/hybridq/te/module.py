@@ -37,7 +37,6 @@ __all__ = [
 ]
 
 LayerNorm, RMSNorm = nn.LayerNorm, nn.RMSNorm
-InferenceParams = nn.InferenceParams
 RotaryPositionEmbedding = nn.RotaryPositionEmbedding
 TransformerEngineBaseModule = nn.QuantizedModule  # for isinstance
 
@@ -314,6 +313,28 @@ class GroupedLinear(_Linear, nn.GroupedLinear):
         if bias and self.use_bias and self.single_grouped_bias:
             bias = [self.bias]  # the parameter itself
         return (y, *bias) if self.return_bias else y
+
+
+@with_arguments
+class InferenceParams(nn.InferenceParams):
+    """`hybridq.nn.InferenceParams`; keys and values are kept in their own dtype and layout.
+
+    What it has no like of raises, by the argument's name.
+    """
+
+    __init__ = constructor(
+        nn.InferenceParams,
+        "max_batch_size, max_sequence_length, num_heads_kv=16, head_dim_k=16, dtype=None, "
+        "head_dim_v=None, is_paged=False, total_num_pages=None, page_size=None, "
+        "num_heads_q=None, head_dim_q=None, max_ctx_len=None, qkv_format='bshd', "
+        "custom_cache_manager=None",
+        idle=frozenset(
+            {
+                *("num_heads_kv", "head_dim_k", "dtype", "head_dim_v", "num_heads_q"),
+                *("head_dim_q", "max_ctx_len", "qkv_format"),
+            }
+        ),
+    )
 
 
 @with_arguments

@@ -26,6 +26,12 @@ from .common.recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling, Reci
 from .common.scaling import DelayedScalingRequest, QuantizerRequest
 from .quantizers import Float8Quantizer
 from .reading import SLOTS, remember_recipe, slot_quantizer
+from .recipe_dtypes import (  # noqa: F401 (scripts import them from here)
+    get_fp4_te_dtype,
+    get_fp8_max,
+    get_fp8_te_dtype,
+    get_fp8_torch_dtype,
+)
 
 __all__ = [
     "CustomRecipeState",

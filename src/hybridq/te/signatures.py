@@ -118,6 +118,7 @@ def constructor(
     prepare: Callable[[dict[str, Any]], None] | None = None,
     finish: Callable[[Any], None] | None = None,
     kept: Mapping[str, str] | None = None,
+    idle: frozenset[str] = frozenset(),
 ) -> Callable[..., None]:
     """Return an `__init__` with Transformer Engine's arguments that calls that of `base`.
 
@@ -127,6 +128,7 @@ def constructor(
         prepare: changes the arguments, all of them by name, before they are passed on.
         finish: is given the module that was made.
         kept: arguments that the module itself keeps, and its attributes for them.
+        idle: arguments that change no result here, besides those that change none anywhere.
     """
     table, count, own = options(text), _by_place(text), dict(kept or {})
     known = frozenset(inspect.signature(base).parameters)
@@ -140,7 +142,7 @@ def constructor(
         attributes = {attribute: given[name] for name, attribute in own.items()}
         if prepare is not None:
             prepare(given)
-        passed = {name: given[name] for name in given if name in known or name not in own}
+        passed = {n: given[n] for n in given if n in known or n not in own.keys() | idle}
         base.__init__(self, **_taken(where, table, known, passed))  # type: ignore[misc]
         for attribute, value in attributes.items():
             setattr(self, attribute, value)
@@ -148,16 +150,18 @@ def constructor(
             finish(self)
 
     __init__.__signature__ = _signature(table, count)  # type: ignore[attr-defined]
-    __init__.__doc__ = _sorted_arguments(table, known | set(own))
+    __init__.__doc__ = _sorted_arguments(table, known | set(own), idle)
     return __init__
 
 
-def _sorted_arguments(table: Mapping[str, Any], known: frozenset[str]) -> str:
+def _sorted_arguments(
+    table: Mapping[str, Any], known: frozenset[str], idle: frozenset[str] = frozenset()
+) -> str:
     """Return a docstring's Args: which are passed on, which change nothing, which are refused."""
     kinds: dict[str, list[str]] = {"as hybridq's class takes them": []}
     kinds["without effect"], kinds["at their defaults only"] = [], []
     for name in table:
-        place = 0 if name in known else 1 if name in _IDLE else 2
+        place = 0 if name in known else 1 if name in _IDLE | idle else 2
         list(kinds.values())[place].append(name)
     lines = [f"    {', '.join(names)}: {kind}." for kind, names in kinds.items() if names]
     return "Args:\n" + "\n".join(lines)
