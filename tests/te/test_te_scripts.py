@@ -442,3 +442,21 @@ def test_adam_keeps_masters_where_it_is_told(given: dict[str, Any]) -> None:
     alone.grad = torch.ones_like(alone)
     plain.step()
     assert "master_param" not in plain.state[alone] and not torch.equal(alone, start)
+
+
+def test_what_is_captured_on_a_gpu_runs_on_a_cpu() -> None:
+    """torch's AdamW refuses `capturable=True` in the first step there."""
+    steps = []
+    for make in (hybridq.te.optimizers.FusedAdam, torch.optim.AdamW):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(8, 8)
+        groups = [{"params": layer.weight, "lr": 0.1}, {"params": (p for p in [layer.bias])}]
+        own = {"capturable": True} if make is not torch.optim.AdamW else {}
+        optimizer = make(groups, lr=1e-2, weight_decay=0.1, **own)
+        for _ in range(3):
+            layer(torch.randn(4, 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        steps.append(layer)
+    assert torch.equal(steps[0].weight, steps[1].weight)
+    assert torch.equal(steps[0].bias, steps[1].bias)

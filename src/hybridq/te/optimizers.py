@@ -42,7 +42,8 @@ class FusedAdam(optim.AdamW):
         amsgrad: False.
         bias_correction: as `hybridq.optim.AdamW` takes it.
         adam_w_mode: False: weight decay is a part of the gradient, as of `torch.optim.Adam`.
-        capturable: as for `torch.optim.AdamW`.
+        capturable: as for `torch.optim.AdamW`; without effect where all parameters lie on a CPU,
+            on which nothing is captured.
         master_weights: short and quantized parameters have masters of `master_weight_dtype`.
         master_weight_dtype: float32, or bfloat16 (rounded stochastically).
         exp_avg_dtype, exp_avg_sq_dtype: float32, bfloat16, float16 (with a scale for each row), or
@@ -107,6 +108,9 @@ class FusedAdam(optim.AdamW):
             decoupled_weight_decay=adam_w_mode,
             capturable=capturable,
         )
+        if all(one.is_cpu for group in self.param_groups for one in group["params"]):
+            for group in (self.defaults, *self.param_groups):
+                group["capturable"] = False
 
 
 class FusedSGD(optim.SGD):
