@@ -36,6 +36,23 @@ def test_a_rowwise_plane_has_the_same_values_again(name, dtype) -> None:
         assert torch.equal(again, values), f"matrix {number}"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8", "fp8_block", "mxfp4"])
+def test_planes_of_a_master_change_by_a_step_of_the_dtype_at_most(name, dtype) -> None:
+    """An FP32 scale of the tensor is no value of a short parameter: then its amax is rounded."""
+    generator = torch.Generator().manual_seed(0)
+    masters = torch.randn(20, 70, 84, generator=generator) * 0.1
+    parameter = hybridq.quantizer(name, columnwise=False)(masters[0].to(dtype))
+    steps = []
+    for master in masters:
+        parameter.quantize_(master)
+        values = parameter.dequantize()
+        again = parameter.quantize_(values).dequantize()
+        steps.append((again.view(torch.int16).int() - values.view(torch.int16).int()).abs().max())
+    has_tensor_scale = name in ("nvfp4", "fp8")
+    assert max(steps) == (1 if has_tensor_scale else 0)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_pairs_have_the_same_values_again_but_for_two_of_the_same_tensor(recipe) -> None:
     with hybridq.quantized_model_init(recipe):
