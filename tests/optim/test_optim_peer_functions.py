@@ -57,6 +57,23 @@ def test_remainders_of_corner_cases():
     assert upper.isnan().all() and joined(upper, rest).isnan().all()
 
 
+def test_remainders_of_what_others_wrote_are_less_than_a_step():
+    """Zeros that a caller wrote are no NaN, which a negative remainder of before would make."""
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(40, 8).bfloat16())
+    optimizer = AdamW([parameter], lr=0.01, store_param_remainders=True)
+    parameter.grad = torch.randn(40, 8).bfloat16()
+    optimizer.step()
+    assert (optimizer.state[parameter]["master_param"] < 0).any()
+    written = torch.randn(40, 8).bfloat16()
+    written[:10], written[10:20] = 0.0, -0.0
+    parameter.detach().copy_(written)
+    master = optimizer.get_unscaled_state(parameter, "master_param")
+    torch.testing.assert_close(master, written.float(), rtol=2**-7, atol=1e-38)
+    optimizer.step()
+    assert parameter.isfinite().all()
+
+
 def test_remainders_are_saved_and_loaded():
     torch.manual_seed(0)
     first = nn.Parameter(torch.randn(4, 8).bfloat16())

@@ -194,10 +194,13 @@ def joined(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
     Args:
         parameter: bfloat16.
-        remainder: int16 of the same shape: the values' bits less the parameter's.
+        remainder: int16 of the same shape: the values' bits less the parameter's. Beside a zero it
+            is no negative one, unless others have written that zero since.
     """
     upper = parameter.detach().view(torch.int16).to(torch.int32) << 16
-    return (upper + remainder.to(torch.int32)).view(torch.float32)
+    rest = remainder.to(torch.int32)
+    rest = torch.where((upper << 1) == 0, rest.clamp(min=0), rest)
+    return (upper + rest).view(torch.float32)
 
 
 def separated(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
