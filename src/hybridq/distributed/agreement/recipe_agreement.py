@@ -169,7 +169,7 @@ class Prepared:
         """
         if self.is_compared:
             return
-        self._check_sharded()
+        self._check_sharded(mesh)
         recipe = settings.current().recipe
         self._recipe = recipe if isinstance(recipe, Recipe) else None
         shape = (group.size(),) if mesh is None else tuple(mesh.shape)
@@ -184,14 +184,18 @@ class Prepared:
         if model is not None:
             reshard_wholly(model)
 
-    def _check_sharded(self) -> None:
-        """Raise where every rank holds a whole weight, so that nothing is gathered: `replicate`."""
-        model = self._model()
+    def _check_sharded(self, mesh: Any) -> None:
+        """Raise where every rank holds a whole weight, so that nothing is gathered: `replicate`.
+
+        Args:
+            mesh: that a gather begins on, or None.
+        """
+        model = None if mesh is None or mesh.size() == 1 else self._model()
         for path, module in () if model is None else model.named_modules():
             for name in getattr(module, "prepared_weights", ()):
                 weight: Any = module._parameters[name]
-                mesh = getattr(weight, "device_mesh", None)
-                if mesh is None or mesh.size() == 1 or any(p.is_shard() for p in weight.placements):
+                is_here = getattr(weight, "device_mesh", None) == mesh
+                if not is_here or not all(one.is_replicate() for one in weight.placements):
                     continue
                 raise RuntimeError(
                     f"fsdp2: {path}.{name} must be sharded by fully_shard, got a weight that every "
