@@ -49,6 +49,5 @@ def running_eagerly() -> Iterator[None]:
     finally:
         with _users.lock:
             _users.count -= 1
-            # As Python ends, those that nobody closed come here, and torch can import nothing.
-            if not _users.count and not sys.is_finalizing():
+            if not _users.count:
                 _users.close()

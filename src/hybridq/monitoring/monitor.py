@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from contextlib import ExitStack
 from typing import Any
 
@@ -58,6 +59,8 @@ class Monitor:
         self._known = 0
         self._sampler: Sampler | None = None
         self._stack = ExitStack()
+        # One that nobody closes ends before Python takes modules apart.
+        self._end_at_exit = weakref.finalize(self, self._stack.close)
         self._hook: Any = None
         self._is_closed = False
         #: All alarms so far.
@@ -100,7 +103,7 @@ class Monitor:
                 stacklevel=2,
             )
         self._sampler = None
-        self._stack.close()
+        self._end_at_exit()
         if self._hook is not None:
             self._hook.remove()
         with ExitStack() as rest:  # what one raises leaves none of the others open
