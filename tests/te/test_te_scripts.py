@@ -382,6 +382,7 @@ def test_optimizers_refuse_what_they_would_not_do() -> None:
     for make, text in (
         (lambda: optimizers.FusedAdam(plain, amsgrad=True), "FusedAdam: amsgrad"),
         (lambda: optimizers.FusedAdam(plain, exp_avg_dtype=torch.float64), "exp_avg_dtype"),
+        (lambda: optimizers.FusedAdam(plain, store_param_remainders=True), "master_weights=True"),
         (lambda: optimizers.FusedSGD(plain, 0.1, set_grad_none=False), "FusedSGD: set_grad_none"),
     ):
         with pytest.raises(NotImplementedError, match=text):

@@ -94,6 +94,11 @@ class FusedAdam(optim.AdamW):
                 ("set_grad_none", set_grad_none, (None, True)),
             ),
         )
+        if store_param_remainders and not master_weights:
+            raise ValueError(
+                "FusedAdam: store_param_remainders holds what parameters lack of their masters, "
+                "and needs master_weights=True, got False"
+            )
         super().__init__(
             params,
             lr,
