@@ -95,7 +95,7 @@ class FusedAdam(optim.AdamW):
             ),
         )
         if store_param_remainders and not master_weights:
-            raise ValueError(
+            raise NotImplementedError(
                 "FusedAdam: store_param_remainders holds what parameters lack of their masters, "
                 "and needs master_weights=True, got False"
             )
