@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
 import hybridq
+from hybridq import errors
 from hybridq.optim import SGD, AdamW, Muon
 from tensor_tools import PAIRS
 
@@ -55,6 +57,62 @@ def test_remainders_of_corner_cases():
     assert torch.equal(joined(upper, rest).view(torch.int32), every.view(torch.int32))
     upper, rest = separated(torch.tensor([torch.nan, -torch.nan]))
     assert upper.isnan().all() and joined(upper, rest).isnan().all()
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD, Muon])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_others_write_goes_into_the_master(kind, dtype):
+    """Weights that are clamped after each step: torch's own optimizer on FP32, clamped there."""
+    torch.manual_seed(0)
+    values, own = torch.randn(40, 8).to(dtype), getattr(torch.optim, kind.__name__)
+    mine, wide = nn.Parameter(values.clone()), nn.Parameter(values.float())
+    both = [(mine, kind([mine], lr=0.3)), (wide, own([wide], lr=0.3))]
+    for _ in range(6):
+        grad = torch.randn(40, 8).to(dtype)
+        for parameter, optimizer in both:
+            parameter.grad = grad.to(parameter.dtype)
+            optimizer.step()
+        with torch.no_grad():
+            mine.clamp_(-0.5, 0.5)
+            wide.clamp_(-0.5, 0.5)
+        # A master beyond 0.5 that rounds to it stays.
+        torch.testing.assert_close(mine.float(), wide, rtol=0, atol=torch.finfo(dtype).eps)
+    master = both[0][1].state[mine]["master_param"]
+    torch.testing.assert_close(master.clamp(-0.5, 0.5), wide.detach(), rtol=0, atol=2.0**-8)
+    assert not torch.equal(master, mine.float())
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD])
+def test_writes_of_the_same_values_leave_the_master(kind):
+    parameter = nn.Parameter(torch.randn(40, 8).bfloat16())
+    optimizer = kind([parameter], lr=0.1)
+    parameter.grad = torch.randn(40, 8).bfloat16()
+    optimizer.step()
+    master = optimizer.state[parameter]["master_param"].clone()
+    with torch.no_grad():  # as an average of weights is put in, and taken out again
+        saved = parameter.clone()
+        parameter.zero_()
+        parameter.copy_(saved)
+    parameter.grad = torch.zeros(40, 8).bfloat16()
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert torch.equal(optimizer.state[parameter]["master_param"], master)
+
+
+def test_writes_to_a_quantized_parameter_are_warned_of():
+    own = hybridq.quantize(torch.randn(40, 64), "mxfp8")
+    parameter = nn.Parameter(own)
+    optimizer = AdamW([parameter], lr=0.1)
+    errors._seen.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            parameter.grad = torch.randn(40, 64)
+            optimizer.step()
+    with torch.no_grad():
+        parameter.clamp_(-0.5, 0.5)
+    with pytest.warns(hybridq.HybridQWarning, match=r"AdamW: a quantized parameter \[40, 64\] was"):
+        optimizer.step()
 
 
 def test_remainders_of_what_others_wrote_are_less_than_a_step():

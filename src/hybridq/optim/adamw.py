@@ -16,7 +16,6 @@ from .base import Base
 from .masters import (
     MASTER,
     has_master,
-    initial_master,
     is_low,
     is_updated_itself,
     joined,
@@ -24,7 +23,6 @@ from .masters import (
     separated,
     sharded_like,
     store,
-    write_parameters,
 )
 
 __all__ = ["AdamW"]
@@ -242,13 +240,10 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
         """Return the master's values; made first where there is none."""
         own = local(parameter)
         remains = self._remainders and own.dtype == torch.bfloat16 and not is_low(own)
-        if MASTER not in state:
-            if remains:
-                zeros = torch.zeros_like(own, dtype=torch.int16)
-                state[MASTER] = sharded_like(zeros, parameter)
-            else:
-                state[MASTER] = initial_master(parameter, group["master_dtype"])
-        master: torch.Tensor = local(state[MASTER])
+        if remains and MASTER not in state:
+            zeros = torch.zeros_like(own, dtype=torch.int16)
+            state[MASTER] = sharded_like(zeros, parameter)
+        master = self.master_of(parameter, group)
         return joined(own, master) if master.dtype == torch.int16 else master
 
     def _moment(self, work: _Work, name: str) -> torch.Tensor:
@@ -298,7 +293,7 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
             for name, kind, moment in zip(held.MOMENTS, kinds, both, strict=True):
                 own = held.held_as(work.parameter, kind)
                 held.write(work.state, name, moment, work.parameter, own)
-        write_parameters([(work.parameter, work.values, work.state) for work in works])
+        self.write([(work.parameter, work.values, work.state) for work in works])
 
     # ---- state
 

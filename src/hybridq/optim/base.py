@@ -6,12 +6,22 @@ loaded in the dtypes that they have.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
 
-from .masters import gradient, local, zero_main_grads
+from ..errors import warn_once
+from .masters import (
+    MASTER,
+    gradient,
+    initial_master,
+    is_low,
+    local,
+    take_written,
+    write_parameters,
+    zero_main_grads,
+)
 
 __all__ = ["Base"]
 
@@ -25,6 +35,8 @@ class Base:
     _saved: dict[str, Any] | None = None
     param_groups: list[dict[str, Any]]
     state: dict[Any, Any]
+    #: Versions of parameters after the last step, by identity; copies and pickles begin anew.
+    _versions: dict[int, int] | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -55,6 +67,56 @@ class Base:
             group: of `param_groups`.
         """
         raise NotImplementedError(f"{type(self).__name__}.step_group: must be overridden")
+
+    def master_of(self, parameter: Any, group: dict[str, Any]) -> torch.Tensor:
+        """Return the master of a parameter, this rank's part, made first where there is none.
+
+        What others wrote into a short parameter since the last step is in it.
+
+        Args:
+            parameter: of `group`, which has one.
+            group: of `param_groups`.
+        """
+        state = self.state[parameter]
+        if MASTER not in state:
+            state[MASTER] = initial_master(parameter, group["master_dtype"])
+            return local(state[MASTER])
+        own, master = local(parameter), local(state[MASTER])
+        if self._is_written(parameter, own):
+            if not is_low(own):
+                take_written(own, master)
+            elif own is parameter:
+                warn_once(
+                    "optim.written",
+                    f"{type(self).__name__}: a quantized parameter {list(parameter.shape)} was "
+                    "written since the last step, and this one writes it from its master, unless "
+                    f"that was written too: state[parameter][{MASTER!r}]",
+                )
+        return master
+
+    def _is_written(self, parameter: Any, own: torch.Tensor) -> bool:
+        """Return whether others wrote a parameter since the last step of this optimizer."""
+        if torch.compiler.is_compiling() or own.is_inference():
+            return False
+        before = (self._versions or {}).get(id(parameter), own._version)
+        return before != own._version
+
+    def write(self, given: Iterable[tuple[Any, torch.Tensor, dict[str, Any]]]) -> None:
+        """Write parameters once, after their values were updated.
+
+        Args:
+            given: as `write_parameters` takes it.
+        """
+        given = list(given)
+        write_parameters(given)
+        if torch.compiler.is_compiling():
+            return
+        if self._versions is None:
+            self._versions = {}
+        for parameter, _, _ in given:
+            own = local(parameter)
+            if not own.is_inference():
+                self._versions[id(parameter)] = own._version
 
     def gradient_of(
         self, parameter: Any, group: dict[str, Any], where: str, is_decoupled: bool = False

@@ -24,6 +24,7 @@ __all__ = [
     "separated",
     "sharded_like",
     "store",
+    "take_written",
     "write_parameters",
     "zero_main_grads",
 ]
@@ -127,6 +128,20 @@ def initial_master(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         values = own.detach()
     made = values.to(own.device, dtype, copy=True).reshape(own.shape)
     return sharded_like(made, parameter)
+
+
+def take_written(own: torch.Tensor, master: torch.Tensor) -> None:
+    """Take what others wrote into a short parameter into its master, which keeps the rest.
+
+    Args:
+        own: bfloat16 or float16, this rank's part of the parameter.
+        master: this rank's part; where it rounds to the parameter's values it stays.
+    """
+    if master.dtype == torch.int16:
+        return  # of the parameter's own bits
+    values = own.detach()
+    changed = master.to(values.dtype) != values
+    master.copy_(torch.where(changed, values.to(master.dtype), master))
 
 
 def sharded_like(values: torch.Tensor, parameter: Any, width: int = 0) -> torch.Tensor:

@@ -19,13 +19,11 @@ from .base import Base
 from .masters import (
     MASTER,
     has_master,
-    initial_master,
     is_low,
     is_updated_itself,
     local,
     place,
     sharded_like,
-    write_parameters,
 )
 
 __all__ = ["Muon", "margin_of", "orthogonalized"]
@@ -251,9 +249,7 @@ class Muon(Base, torch.optim.Optimizer):  # type: ignore[misc]
             state[BUFFER] = sharded_like(torch.zeros_like(grad), parameter)
         values = own.detach()
         if has_master(own, group["master_dtype"]):
-            if MASTER not in state:
-                state[MASTER] = initial_master(parameter, group["master_dtype"])
-            values = local(state[MASTER])
+            values = self.master_of(parameter, group)
         values = values.to(dtype)
         buffer, momentum = local(state[BUFFER]), group["momentum"]
         buffer.lerp_(grad, 1 - momentum)
@@ -268,7 +264,7 @@ class Muon(Base, torch.optim.Optimizer):  # type: ignore[misc]
         lr = group["lr"]  # a tensor is rounded as torch rounds it
         values.mul_(1 - lr * group["weight_decay"])
         values.add_(update, alpha=-lr * rate)
-        write_parameters([(parameter, values, state)])
+        self.write([(parameter, values, state)])
 
     def _orthogonal(
         self, update: torch.Tensor, parameter: Any, group: dict[str, Any]

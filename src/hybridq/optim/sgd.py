@@ -12,12 +12,10 @@ from .base import Base
 from .masters import (
     MASTER,
     has_master,
-    initial_master,
     is_low,
     is_updated_itself,
     local,
     sharded_like,
-    write_parameters,
 )
 
 __all__ = ["SGD"]
@@ -127,9 +125,7 @@ class SGD(Base, torch.optim.SGD):  # type: ignore[misc]
             dtype = own.dtype if is_updated_itself(own) else torch.float32
             values = own.detach()
             if has_master(own, group["master_dtype"]):
-                if MASTER not in state:
-                    state[MASTER] = initial_master(parameter, group["master_dtype"])
-                values = local(state[MASTER])
+                values = self.master_of(parameter, group)
             given.append((parameter, values.to(dtype), state))
             grads.append(grad.to(dtype))
             buffers.append(local(state[_BUFFER]) if state.get(_BUFFER) is not None else None)
@@ -166,7 +162,7 @@ class SGD(Base, torch.optim.SGD):  # type: ignore[misc]
             for (parameter, _, state), buffer in zip(given, buffers, strict=True):
                 if buffer is not None and _BUFFER not in state:
                     state[_BUFFER] = sharded_like(buffer, parameter)
-        write_parameters(given)
+        self.write(given)
 
     # ---- state
 
