@@ -212,7 +212,7 @@ def _of_size(size: str, found: Mapping[str, Losses]) -> str:
         f"{len({seed for seed, _ in base})} seeds. All else is the difference from BF16 of the "
         "same seed, in percent of its loss, with its 95% confidence interval.\n\n"
         f"![Differences from BF16](../images/study-{size}.png)\n\n"
-        "`python benchmarks/study.py --write` draws it: recipes of two seeds and more, and "
+        "`python benchmarks/study.py --write` draws it: recipes of three seeds and more, and "
         f"products once they have all {SEEDS}, as colours say nothing of spread.\n"
     ]
     for title, cells in AXES.items():
@@ -313,10 +313,13 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def drawn(known: Mapping[str, Difference]) -> tuple[list[str], list[str]]:
-    """Return the recipes and the products of a figure: those with an interval, and all `SEEDS`."""
+    """Return the recipes of a figure, which have three seeds, and the products, which have all.
+
+    Of two seeds an interval is 12.7 standard errors on each side, and dwarfs the others.
+    """
     recipes = [cell for cells in AXES.values() for cell in cells if cell in known]
     return (
-        [cell for cell in recipes if known[cell].seeds > 1],
+        [cell for cell in recipes if known[cell].seeds > 2],
         [cell for cell in TABLE if cell in known and known[cell].seeds >= SEEDS],
     )
 

@@ -188,7 +188,7 @@ def test_processes_share_the_runs(tmp_path: Path, monkeypatch, capfd) -> None:
     assert capfd.readouterr().out.count("finished") == 2
 
 
-def test_a_figure_has_recipes_with_an_interval_and_products_of_all_seeds() -> None:
-    seeds = {"mxfp8": 2, "nvfp4": 1, "bf16-bf16-fp8": 4, "bf16-bf16-mxfp8": study_page.SEEDS}
+def test_a_figure_has_recipes_of_three_seeds_and_products_of_all() -> None:
+    seeds = {"mxfp8": 3, "nvfp4": 2, "bf16-bf16-fp8": 4, "bf16-bf16-mxfp8": study_page.SEEDS}
     known = {cell: Difference(0.01, 0.02, count) for cell, count in seeds.items()}
     assert study_page.drawn(known) == (["mxfp8"], ["bf16-bf16-mxfp8"])
