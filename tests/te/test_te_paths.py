@@ -18,6 +18,9 @@ IMPORTS = {
     "attention.rope": "RotaryPositionEmbedding apply_rotary_pos_emb",
     "fp8": "get_default_fp8_recipe FP8GlobalStateManager",
     "module.base": "TransformerEngineBaseModule",
+    "optimizers": "FusedAdam multi_tensor_applier multi_tensor_l2norm multi_tensor_scale",
+    "optimizers.multi_tensor_apply": "MultiTensorApply multi_tensor_applier",
+    "permutation": "moe_permute_with_probs moe_permute_and_pad_with_probs moe_unpermute",
     "quantized_tensor": "QuantizedTensor prepare_for_saving restore_from_saved",
     "tensor.quantized_tensor": "QuantizedTensor prepare_for_saving restore_from_saved",
     "tensor.utils": "quantize_master_weights post_all_gather_processing",
@@ -50,6 +53,10 @@ def test_what_is_refused_says_why_where_it_is_imported_from_its_own_module():
         from hybridq.te.pytorch.export import onnx_export  # noqa: F401
     with pytest.raises(ImportError, match="cannot import name 'unknown'"):
         from hybridq.te.pytorch.export import unknown  # noqa: F401
+    with pytest.raises(ImportError, match="FusedScaleMaskSoftmax is not here: attention takes"):
+        from hybridq.te.pytorch.softmax import FusedScaleMaskSoftmax  # noqa: F401
+    with pytest.raises(ImportError, match="no_torch_dynamo is not here: modules are compiled"):
+        from hybridq.te.pytorch.jit import no_torch_dynamo  # noqa: F401
 
 
 @pytest.mark.parametrize("package", ["hybridq.te", "hybridq.te.pytorch"])

@@ -12,7 +12,14 @@ from typing import Any, Final
 
 from .experts import Experts, convert_experts, reason_against
 from .layout import ExpertsLayout
-from .peer_names import moe_permute, moe_sort_chunks_by_index, moe_unpermute
+from .peer_names import (
+    moe_permute,
+    moe_permute_and_pad_with_probs,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+)
 from .permutation import Routes, permute, unpermute
 
 __all__ = [
@@ -21,7 +28,10 @@ __all__ = [
     "Routes",
     "convert_experts",
     "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
     "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
     "permute",
     "reason_against",

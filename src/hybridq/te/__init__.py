@@ -38,6 +38,7 @@ from . import (
     readouts,
     refused,
     rope,
+    router,
     tensor,
     utils,
 )

@@ -35,6 +35,7 @@ PATHS: Final = {
         *("module.layernorm", "module.rmsnorm", "module.fp8_padding", "module.fp8_unpadding"),
     ),
     "ops": ("ops.basic", "ops.linear", "ops.sequential"),
+    "multi_tensor": ("optimizers.multi_tensor_apply",),
     "optimizers": ("optimizers.fused_adam", "optimizers.fused_sgd"),
     "permutation": (),
     "python_quantizers": ("custom_recipes.quantization", "custom_recipes.gemm"),
@@ -48,8 +49,9 @@ PATHS: Final = {
         *(f"tensor.storage.{kind}_tensor_storage" for kind in ("hybrid", "identity")),
         "tensor.storage.float8_blockwise_tensor_storage",
     ),
-    "refused": ("export", "newton_schulz"),
+    "refused": ("export", "newton_schulz", "jit", "softmax"),
     "rope": ("attention.rope",),
+    "router": (),
     "utils": ("tensor.utils",),
 }
 

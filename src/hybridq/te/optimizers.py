@@ -1,4 +1,4 @@
-"""FusedAdam and FusedSGD over `hybridq.optim`.
+"""FusedAdam and FusedSGD over `hybridq.optim`, and operations on lists of tensors.
 
 Source: names, order and defaults of arguments: Transformer Engine's `pytorch/optimizers`.
 """
@@ -11,8 +11,15 @@ from typing import Any, Final
 import torch
 
 from .. import optim
+from .multi_tensor import multi_tensor_applier, multi_tensor_l2norm, multi_tensor_scale
 
-__all__ = ["FusedAdam", "FusedSGD"]
+__all__ = [
+    "FusedAdam",
+    "FusedSGD",
+    "multi_tensor_applier",
+    "multi_tensor_l2norm",
+    "multi_tensor_scale",
+]
 
 #: How moments of a dtype are held; codes of FP8 are said by the dtype of their bytes.
 _MOMENTS: Final = {

@@ -8,18 +8,24 @@ __all__ = ["REFUSED"]
 
 _UB: Final = "collectives are not hidden under GEMMs by user buffers"
 _KERNEL: Final = "hybridq has no module of this attention"
-_PROBS: Final = "weights of tokens belong to the routes that hybridq.moe.permute takes"
+_SOFTMAX: Final = "attention takes torch's, with masks and scales: te.DotProductAttention"
+_JIT: Final = "modules are compiled by torch.compile, whole"
 _GLU: Final = "the two halves of a gated activation lie one behind the other"
 _MUON: Final = "hybridq.optim.Muon has its own iterations"
 
-#: By name, the reason.
+#: By name, the reason. Names of the package itself, and of its modules `jit` and `softmax`.
 REFUSED: Final = {
     "CPLoadBalancingStrategy": "ranks share sequences by hybridq.distributed.sequence_parallel",
     "CusolverMpCtx": _MUON,
     "FusedMLAQUpProjFunction": _KERNEL,
     "FusedMLAQUpProjRopeQuant": _KERNEL,
+    "FusedScaleMaskSoftmax": _SOFTMAX,
     "GatedDeltaNetAttention": _KERNEL,
     "ManualOffloadSynchronizer": "hybridq.offload moves planes as their layers begin and end",
+    "ScaledAlignedCausalMaskedSoftmax": _SOFTMAX,
+    "ScaledMaskedSoftmax": _SOFTMAX,
+    "ScaledSoftmax": _SOFTMAX,
+    "ScaledUpperTriangMaskedSoftmax": _SOFTMAX,
     "UserBufferQuantizationMode": _UB,
     "apply_recipe": "a recipe by names of modules is hybridq.recipes.ByName",
     "deinterleave_glu_tensor": _GLU,
@@ -27,13 +33,13 @@ REFUSED: Final = {
     "get_cudnn_version": "nothing here runs cuDNN by itself",
     "initialize_ub": _UB,
     "interleave_glu_tensor": _GLU,
+    "jit_fuser": _JIT,
     "mark_not_offload": "hybridq.offload takes the planes of activations, and no parameter",
-    "moe_permute_and_pad_with_probs": _PROBS,
-    "moe_permute_with_probs": _PROBS,
-    "moe_sort_chunks_by_index_with_probs": _PROBS,
     "newton_schulz": _MUON,
     "newton_schulz_tp": _MUON,
+    "no_torch_dynamo": _JIT,
     "onnx_export": "ONNX has no operators for pairs of planes; see hybridq.export",
+    "set_jit_fusion_options": _JIT,
 }
 
 
