@@ -326,9 +326,10 @@ class ScalingState:
         """Warn once if the weights that a forward now takes were loaded without histories."""
         if self._loaded == "weights":
             begins = "go on from what they were" if self.histories else "begin at 1"
+            where = f"module {self.name!r}" if self.name else "an unnamed module"
             warn_once(
                 "scaling.no_history_loaded",
-                f"delayed scaling: weights of {self.name or 'an unnamed module'} were loaded "
+                f"delayed scaling: weights of {where} were loaded "
                 f"without histories, and its scales {begins}; to go on with a run, save "
                 "hybridq.state_dict_with_history(model) instead of model.state_dict(), or "
                 "hybridq.distributed.ScalingHistory(model) beside it, and load that",
