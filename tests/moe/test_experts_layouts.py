@@ -214,3 +214,30 @@ def test_layouts_of_one_product_and_of_experts_that_pass_tokens_are_checked() ->
         ExpertsLayout(None, "weight")
     with pytest.raises(ValueError, match="passes_others is of experts that take routing"):
         ExpertsLayout(takes="sizes", passes_others=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8])
+@pytest.mark.parametrize("name", ["biases", "two names", "weights before"])
+def test_a_negative_index_is_of_no_expert(name: str, dtype: torch.dtype) -> None:
+    """As routers mark tokens that they drop: the own forward finds no expert of that number."""
+    module = made(LAYOUTS[name])
+    x, indices, weights = arguments(module.own, torch.float32)
+    dropped = torch.rand(indices.shape) < 0.4
+    marked = indices.masked_fill(dropped, -1).to(dtype)
+    with hybridq.autocast(recipe=MXFP8.recipe()):
+        got = gradients(module, [x, marked, weights], x.detach())
+    assert not got["router"][dropped].any()
+    wide = [x.detach().double(), indices.masked_fill(dropped, -1), weights.detach().double()]
+    want = gradients(module.in_double(MXFP8), wide, x.detach().double())
+    for what in want:
+        assert relative(got[what], want[what]) < 3e-3, what
+
+
+def test_a_negative_index_is_passed_on_by_no_expert() -> None:
+    layout = ExpertsLayout(passes_others=True)
+    torch.manual_seed(1)
+    module = convert_experts(OwnExperts(layout), layout)
+    x = torch.randn(3, HIDDEN)
+    with torch.no_grad(), hybridq.autocast(recipe="mxfp8"):
+        y = module(x, torch.tensor([[-1], [EXPERTS], [0]]), torch.ones(3, 1))
+    assert not y[0].any() and torch.equal(y[1], x[1]) and y[2].any()

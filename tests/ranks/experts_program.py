@@ -231,8 +231,9 @@ def uneven() -> None:
             top[::4, 1] = experts  # of no expert here
             shares = torch.rand(sum(counts), TOP)
             made = []
+            marked = top.masked_fill(top == experts, -1)  # the same, over ranks
             for module, which in ((single, slice(None)), (shared, rank)):
-                part = (x, top, shares)
+                part = (x, marked if module is shared else top, shares)
                 if which == rank and module is shared:
                     part = tuple(t.split(counts)[rank] for t in part)
                 own = part[0].clone().requires_grad_()

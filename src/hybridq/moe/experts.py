@@ -208,7 +208,8 @@ def _routed(
         y = _shared(module, recipe, x, routes.offsets)
     if x is not None and layout.passes_others:
         number = torch.arange(y.shape[0], dtype=torch.int64, device=y.device)
-        y = torch.where((number >= routes.offsets[-1])[:, None], x, y)
+        passes = (number >= routes.offsets[-1]) & (top.flatten()[routes.order] >= 0)
+        y = torch.where(passes[:, None], x, y)
     summed = unpermute(y, shares, routes, hidden.dtype)
     if module.exchange is not None:
         summed = module.exchange.all_tokens(summed, tokens.shape[0], lanes)

@@ -36,7 +36,7 @@ class Routes(NamedTuple):
         """Return the routes of tokens to experts.
 
         Args:
-            indices: integers `[T, k]`; E or more: of no expert here.
+            indices: integers `[T, k]`; negative, or E or more: of no expert here.
             experts: E, how many there are.
 
         Example:
@@ -47,6 +47,9 @@ class Routes(NamedTuple):
             ([1, 2, 3, 0], [2, 3, 4])
         """
         flat = indices.flatten()
+        if flat.dtype.is_signed:  # -1 is of no expert, as E is: behind all that are of one
+            flat = flat.int() if flat.dtype.itemsize < 4 else flat
+            flat = flat.masked_fill(flat < 0, experts)
         expert, order = torch.sort(flat, stable=True)
         places = torch.arange(flat.shape[0], dtype=torch.int64, device=flat.device)
         inverse = torch.empty_like(order).scatter_(0, order, places)
