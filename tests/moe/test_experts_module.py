@@ -211,3 +211,24 @@ def test_what_is_refused_says_why() -> None:
             ExpertsLayout(**options)
     with pytest.raises(TypeError, match="gate_up must be a name or two, got 3"):
         ExpertsLayout(3)
+
+
+def test_sizes_and_batches_that_do_not_fit_are_refused() -> None:
+    sized = made(ExpertsLayout(("w1", "w3"), "w2", takes="sizes"), torch.float32)
+    x = torch.randn(20, HIDDEN)
+    for sizes, text in (
+        ([4, 4, 4, 4, 3], "add up to the rows, 20, got .*, 19"),
+        ([4, 4, 4, 4, 5], "add up to the rows, 20, got .*, 21"),
+        ([-1, 9, 4, 4, 4], "add up to the rows, 20, got .-1"),
+        ([10, 10], r"each of 5 experts, got sizes of shape \(2,\)"),
+        (torch.tensor([10, 10]), r"each of 5 experts, got sizes of shape \(2,\)"),
+        (torch.tensor(20), r"each of 5 experts, got sizes of shape \(\)"),
+    ):
+        with hybridq.autocast(recipe="mxfp8"), pytest.raises(ValueError, match=text):
+            sized(x, sizes)
+    with hybridq.autocast(recipe="mxfp8"):
+        assert torch.equal(sized(x, [4, 0, 4, 4, 8]), sized(x, torch.tensor([4, 0, 4, 4, 8])))
+    batched = made(ExpertsLayout(takes="batches"), torch.float32)
+    text = "as many rows for each of 5 experts, got 18 rows"
+    with hybridq.autocast(recipe="mxfp8"), pytest.raises(ValueError, match=text):
+        batched(x[:18])

@@ -123,8 +123,14 @@ def _of_tokens(
     flat, count = x.reshape(-1, x.shape[-1]), _count(module)
     if takes == "sizes":
         each = torch.as_tensor(sizes[0], dtype=torch.int64, device=flat.device)
+        _check_sizes(module, sizes[0], each, flat.shape[0], count)
         offsets = torch.cumsum(each.clamp(0, flat.shape[0]), 0, dtype=torch.int32)
     else:
+        if flat.shape[0] % count:
+            raise ValueError(
+                f"{type(module).__name__}: forward takes as many rows for each of {count} experts, "
+                f"got {flat.shape[0]} rows"
+            )
         numbers = torch.arange(1, count + 1, dtype=torch.int32, device=flat.device)
         offsets = numbers * (flat.shape[0] // count)
     if module.exchange is None:
@@ -133,6 +139,22 @@ def _of_tokens(
         own = module.exchange.own_sorted(module, flat, offsets, lanes)
         y = module.exchange.all_tokens(_shared(module, recipe, *own), flat.shape[0], lanes)
     return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _check_sizes(
+    module: Experts, given: Any, each: torch.Tensor, rows: int, count: int
+) -> None:
+    """Raise where sizes do not fit: what a list says, and how many there are, is on the host."""
+    where = f"{type(module).__name__}: forward"
+    if each.shape != (count,):
+        raise ValueError(
+            f"{where} takes a number of rows for each of {count} experts, got sizes of shape "
+            f"{tuple(each.shape)}"
+        )
+    if not isinstance(given, torch.Tensor) and (sum(given) != rows or min(given) < 0):
+        raise ValueError(
+            f"{where} takes sizes that add up to the rows, {rows}, got {list(given)}, {sum(given)}"
+        )
 
 
 def _given(module: Experts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
