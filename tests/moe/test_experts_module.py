@@ -232,3 +232,31 @@ def test_sizes_and_batches_that_do_not_fit_are_refused() -> None:
     text = "as many rows for each of 5 experts, got 18 rows"
     with hybridq.autocast(recipe="mxfp8"), pytest.raises(ValueError, match=text):
         batched(x[:18])
+
+
+class Scaled(OwnExperts):
+    """Its forward takes more than tokens and their experts."""
+
+    def forward(self, x, indices, weights, gain=1.0, *, shift=None):
+        made = super().forward(x, indices, weights) * gain
+        return made if shift is None else made + shift
+
+
+def test_an_argument_that_the_recipes_forward_has_not_is_refused() -> None:
+    layout = ExpertsLayout()
+    module = convert_experts(Scaled(layout), layout)
+    args = [torch.randn(4, HIDDEN), *routing(4)]
+    assert torch.equal(module(*args, 2.0), 2 * module(*args))
+    with hybridq.autocast(recipe="mxfp8"):
+        y = module(*args)
+        assert torch.equal(module(*args, 1.0, shift=None), y)
+        for more, options, name in (
+            ((2.0,), {}, "gain"),
+            ((), {"gain": 2.0}, "gain"),
+            ((), {"shift": torch.ones(1)}, "shift"),
+        ):
+            text = f"forward takes x, indices, weights, got {name} too"
+            with pytest.raises(TypeError, match=text):
+                module(*args, *more, **options)
+        with pytest.raises(TypeError, match="got top too"):
+            module(*args[:2], top=args[1], weights=args[2])

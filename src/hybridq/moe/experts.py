@@ -141,9 +141,34 @@ def _of_tokens(
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _check_sizes(
-    module: Experts, given: Any, each: torch.Tensor, rows: int, count: int
+def _check_rest(
+    module: Experts, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: int
 ) -> None:
+    """Raise where the own forward would take more than this one: it would do something with it."""
+    names = module.own_arguments
+    rest = dict(zip(names[wanted:], args[wanted:], strict=False))
+    rest |= {name: value for name, value in kwargs.items() if name not in names[:wanted]}
+    if not rest:
+        return
+    known = inspect.signature(module.plain_class.forward).parameters
+    more = [name for name, value in rest.items() if not _is_default(known.get(name), value)]
+    if more:
+        takes = ", ".join(names[:wanted])
+        raise TypeError(
+            f"{type(module).__name__}: under a recipe, or over ranks, forward takes {takes}, got "
+            f"{', '.join(more)} too, which it could not regard; apply it outside of the experts, "
+            "or in the layout's activation"
+        )
+
+
+def _is_default(parameter: inspect.Parameter | None, value: Any) -> bool:
+    """Return whether a value says no more than an argument that is left out."""
+    default = None if parameter is None else parameter.default
+    default = None if default is inspect.Parameter.empty else default
+    return value is default or (isinstance(value, bool | int | float | str) and value == default)
+
+
+def _check_sizes(module: Experts, given: Any, each: torch.Tensor, rows: int, count: int) -> None:
     """Raise where sizes do not fit: what a list says, and how many there are, is on the host."""
     where = f"{type(module).__name__}: forward"
     if each.shape != (count,):
@@ -161,6 +186,7 @@ def _given(module: Experts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     """Return what the own forward takes first, by place or by name."""
     takes = module.experts_layout.takes
     wanted = {"routing": 3, "sizes": 2, "batches": 1}[takes]
+    _check_rest(module, args, kwargs, wanted)
     names = module.own_arguments[len(args) : wanted]
     given = [*args[:wanted], *(kwargs[name] for name in names if name in kwargs)]
     if len(given) < wanted:
