@@ -399,6 +399,17 @@ def faults() -> None:
     odd = hybridq.MultiheadAttention(48, 3)
     raises(ValueError, "the ranks must divide the heads", lambda: sequence_parallel(odd))
     raises(ValueError, "without any", lambda: sequence_parallel(nn.Linear(2, 2)))
+    alone: nn.Module
+    for alone, name in (
+        (nn.MultiheadAttention(64, 4), "1 .MultiheadAttention"),
+        (nn.TransformerEncoderLayer(64, 4, 96), "1.self_attn .MultiheadAttention"),
+        (hybridq.nn.DotProductAttention(4, 16), "1 .DotProductAttention"),
+    ):
+        for one_of in (alone, hybridq.convert(copy.deepcopy(alone), least_width=0)):
+            both = nn.Sequential(hybridq.MultiheadAttention(64, 4), one_of)
+            text = "must see whole sequences, got " + name.replace(" .", r" \((Torch)?")
+            raises(ValueError, text, lambda both=both: sequence_parallel(both))
+            assert both[0].exchange is None  # nothing was changed
     mesh = dist.init_device_mesh("cpu", (1, world))
     raises(ValueError, "one dimension, got 2", lambda: sequence_parallel(model, mesh))
     small = Model(8)  # angles of the part alone

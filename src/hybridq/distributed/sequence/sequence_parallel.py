@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Final, TypeVar
 
 from torch import nn
 
+from ...nn import DotProductAttention
 from ...nn.modules.exchange import SharedAttention
 from .comparison import Comparison
 from .exchange import HeadExchange, copies_of_heads
@@ -51,8 +53,10 @@ def sequence_parallel(model: _Module, mesh: Any = None, *, communication: Any = 
         TypeError: `model` is no module, `mesh` neither a mesh nor a group, or `communication` no
             name or pair of names.
         SpecError: `communication` names no format.
-        ValueError: no attention in it that is known, heads that the ranks do not divide, a mesh of
-            several dimensions, or attention that is known to fail.
+        ValueError: no attention in it that is known, or some of another kind beside it (torch's
+            MultiheadAttention, a DotProductAttention by itself, a second model of transformers);
+            heads that the ranks do not divide, a mesh of several dimensions, or attention that is
+            known to fail.
 
     Source: DeepSpeed-Ulysses (arXiv:2309.14509).
 
@@ -79,6 +83,7 @@ def sequence_parallel(model: _Module, mesh: Any = None, *, communication: Any = 
             "sequence_parallel: the model must have attention of hybridq or of transformers, got "
             f"{type(model).__name__} without any"
         )
+    _check_all_take_part(model, own, foreign)
     for attention in own:
         _share(attention, exchange)
     if foreign:
@@ -101,6 +106,31 @@ def library_of(module: nn.Module) -> str | None:
         if library in _LIBRARIES and kind.__name__ == "PreTrainedModel":
             return _LIBRARIES[library]
     return None
+
+
+def _check_all_take_part(
+    model: nn.Module, own: Sequence[Any], foreign: Sequence[tuple[nn.Module, str]]
+) -> None:
+    """Raise where attention of a model would see a rank's part alone."""
+    part = {id(one) for shared in own for one in shared.modules()}
+    if foreign:
+        outermost = foreign[0][0]
+        part |= {id(one) for one in outermost.modules()}
+    rest = {id(one) for one, _ in foreign}
+    left = [
+        f"{name or 'the model'} ({type(one).__name__})"
+        for name, one in model.named_modules()
+        if id(one) not in part
+        and (isinstance(one, nn.MultiheadAttention | DotProductAttention) or id(one) in rest)
+    ]
+    if left:
+        raise ValueError(
+            "sequence_parallel: all attention of the model must see whole sequences, got "
+            f"{', '.join(left)}, which would see a rank's part alone; take "
+            "hybridq.MultiheadAttention in its place (or give your module around "
+            "DotProductAttention the attribute exchange), and call sequence_parallel with each "
+            "model of transformers by itself"
+        )
 
 
 def _share(attention: SharedAttention, exchange: HeadExchange) -> None:
