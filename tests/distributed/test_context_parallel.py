@@ -11,7 +11,8 @@ PROGRAM = "context_program.py"
 
 
 def test_two_ranks_in_a_ring_are_one_process(tmp_path) -> None:
-    run(2, tmp_path / "store", "modules", "recipes", "hybrid", "faults", program=PROGRAM)
+    names = ("modules", "torch_modules", "recipes", "hybrid", "faults")
+    run(2, tmp_path / "store", *names, program=PROGRAM)
 
 
 def test_two_ranks_in_a_ring_run_transformers(tmp_path) -> None:

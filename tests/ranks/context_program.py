@@ -146,6 +146,51 @@ def modules() -> None:
     one("BF16", dtype=torch.bfloat16, bound=3e-2)
 
 
+def torch_modules() -> None:
+    """torch's own modules of attention, converted or not, in training and in evaluation."""
+    rank, length = dist.get_rank(), 8 * dist.get_world_size()
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    x = torch.randn(2, length, HIDDEN)
+    layer = nn.TransformerEncoderLayer(HIDDEN, HEADS, 96, 0.0, batch_first=True)
+    attention = nn.MultiheadAttention(HIDDEN, HEADS, batch_first=True)
+
+    def weighed(x: torch.Tensor, needs: bool = False, own: Any = None) -> torch.Tensor:
+        module = attention if own is None else own
+        made: torch.Tensor = module(x, x, x, need_weights=needs)[0]
+        return made
+
+    def in_ring(call: Any) -> torch.Tensor:
+        part = x.clone()
+        with context_parallel(mesh, buffers=[part], buffer_seq_dims=[1], load_balance=False):
+            made: torch.Tensor = call(part)
+        return made
+
+    more = {"batch_first": True, "add_zero_attn": True}
+    zero = nn.MultiheadAttention(HIDDEN, HEADS, **more)
+    biased = nn.MultiheadAttention(HIDDEN, HEADS, add_bias_kv=True, batch_first=True)
+    is_fast = torch.backends.mha.get_fastpath_enabled()
+    for recipe in (None, "mxfp8"):
+        if recipe is not None:
+            for module in (layer, attention, zero, biased):
+                hybridq.convert(module, least_width=0)
+        with hybridq.autocast(enabled=recipe is not None, recipe=recipe):
+            for is_trained in (True, False):  # without gradients torch has one operator for all
+                layer.train(is_trained), attention.train(is_trained)
+                with torch.set_grad_enabled(is_trained):
+                    for call in (layer, weighed):
+                        want = call(x).chunk(dist.get_world_size(), 1)[rank]
+                        close(in_ring(call), want, 2e-6, f"torch's module, {recipe}, {is_trained}")
+            for text, call in (
+                ("got need_weights=True", partial(weighed, needs=True)),
+                ("got add_zero_attn=True", partial(weighed, own=zero)),
+                ("got add_bias_kv=True", partial(weighed, own=biased)),
+            ):
+                raises(ValueError, text, lambda call=call: in_ring(call))
+    assert torch.backends.mha.get_fastpath_enabled() is is_fast
+    attention(x, x, x)  # and weights are given as before
+
+
 def masks() -> None:
     """Windows and masks of the whole sequences: the keys of all ranks are gathered."""
     torch.manual_seed(4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -14,6 +15,7 @@ from torch import nn
 
 from ... import settings
 from ..._torch_ranks import RingAttention, ring_attention
+from ...nn.modules.gathered_keys import check_module_in_ring
 from .comparison import Comparison
 from .cpu_ring import cpu_operators
 from .mesh import exchange_of
@@ -183,7 +185,7 @@ def _fused(device: str) -> Any:
 
 @contextmanager
 def _checked(tokens: Tokens, device: str) -> Iterator[None]:
-    """Refuse, in words, what torch's function of the block does not compute."""
+    """Refuse, in words, what torch's functions of the block do not compute."""
     ring = F.scaled_dot_product_attention
 
     @functools.wraps(ring)
@@ -218,11 +220,39 @@ def _checked(tokens: Tokens, device: str) -> Iterator[None]:
     known.ring_tokens = tokens  # where `MultiheadAttention` with a mask finds whose tokens are here
     replaced: Any = F
     state = settings.current()
+    of_torch = F.multi_head_attention_forward
+    fastpath = torch.backends.mha.get_fastpath_enabled()
     replaced.scaled_dot_product_attention, state.in_ring = attention, True
+    replaced.multi_head_attention_forward = _of_modules(of_torch)
+    torch.backends.mha.set_fastpath_enabled(False)  # one operator, past both functions
     try:
         yield
     finally:
         replaced.scaled_dot_product_attention, state.in_ring = ring, False
+        replaced.multi_head_attention_forward = of_torch
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+
+
+def _of_modules(of_torch: Any) -> Any:
+    """Return what `nn.MultiheadAttention` calls, refusing what it computes of a rank's part alone.
+
+    Args:
+        of_torch: `torch.nn.functional.multi_head_attention_forward`.
+    """
+    parameters = inspect.signature(of_torch)
+
+    @functools.wraps(of_torch)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = parameters.bind(*args, **kwargs)
+        given.apply_defaults()
+        check_module_in_ring(
+            given.arguments["need_weights"],
+            given.arguments["bias_k"] is not None,
+            given.arguments["add_zero_attn"],
+        )
+        return of_torch(*args, **kwargs)
+
+    return forward
 
 
 def _enter_library(stack: ExitStack, model: nn.Module, places: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from .attention_masks import band, check_given
 if TYPE_CHECKING:
     from .dot_product_attention import AttentionCall
 
-__all__ = ["RingTokens", "attend_gathered", "in_ring", "ring_tokens"]
+__all__ = ["RingTokens", "attend_gathered", "check_module_in_ring", "in_ring", "ring_tokens"]
 
 
 def in_ring(what: str) -> str:
@@ -32,6 +32,30 @@ def in_ring(what: str) -> str:
         "attention: in the block of context_parallel it has masks and windows, in high precision, "
         f"of whole sequences, got {what}; take hybridq.distributed.sequence_parallel"
     )
+
+
+def check_module_in_ring(need_weights: bool, has_bias: bool, add_zero_attn: bool) -> None:
+    """Raise for what `nn.MultiheadAttention` would compute of a rank's tokens alone.
+
+    Args:
+        need_weights: of its forward.
+        has_bias: whether it has `bias_k` and `bias_v`.
+        add_zero_attn: of the module.
+
+    Raises:
+        ValueError: one of them is true.
+    """
+    given = {
+        "need_weights=True": need_weights,
+        "add_bias_kv=True": has_bias,
+        "add_zero_attn=True": add_zero_attn,
+    }
+    found = [name for name, is_given in given.items() if is_given]
+    if found:
+        raise ValueError(
+            "context_parallel: nn.MultiheadAttention must have the keys of all ranks and no "
+            "others, and gives no weights there (need_weights=False), got " + " and ".join(found)
+        )
 
 
 class RingTokens(Protocol):

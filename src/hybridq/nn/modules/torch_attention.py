@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ... import settings
 from ...recipes import Recipe
+from .gathered_keys import check_module_in_ring
 from .linear import Linear
 from .linear_part import run_part
 from .quantized_module import QuantizedModule
@@ -102,6 +104,8 @@ class TorchMultiheadAttention(QuantizedModule, nn.MultiheadAttention):
         if recipe is None or self._is_plain(recipe):
             options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
             return super().forward(query, key, value, *options)
+        if settings.current().in_ring:
+            check_module_in_ring(need_weights, self.bias_k is not None, self.add_zero_attn)
         if any(one.is_nested for one in (query, key, value)):
             raise self._error(TypeError, "under a recipe inputs must be plain, got nested tensors")
         if is_causal and attn_mask is None:
