@@ -340,6 +340,9 @@ def helper() -> None:
     assert packed["position_ids"].tolist() == [positions[own]]
     labels = [1, 2, -100, *range(4, length), -100, -100]
     assert packed["shift_labels"].tolist() == [labels[own]]
+    both = {"input_ids": ids[:1], "labels": ids[:1], "attention_mask": mask[:1]}
+    text = "cu_seqlens must be given without an attention_mask"
+    raises(ValueError, text, lambda: shard_sequence(both, cu_seqlens=bounds, pad_token_id=0))
     for bad, text in (
         ({"input_ids": ids}, "the ranks must divide the length"),
         ({"labels": ids}, "must have input_ids or inputs_embeds"),

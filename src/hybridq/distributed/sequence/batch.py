@@ -59,7 +59,7 @@ def shard_sequence(
             are left whole.
         mesh: a DeviceMesh of one dimension, a process group, or None: all ranks.
         cu_seqlens: integers: where packed sequences begin, and the end of the last one, of a batch
-            of one row: positions start anew at each.
+            of one row without an `attention_mask`: positions start anew at each.
         pad_token_id: fills sequences up at their end to a multiple of the number of ranks, without
             labels; None: other lengths are refused. What follows a token is hidden by a causal
             mask alone: a model that looks ahead needs an `attention_mask` too.
@@ -96,6 +96,11 @@ def shard_sequence(
     rows, length = tokens.shape[:2]
     whole = {name: x for name, x in given.items() if name not in _WHOLE}
     if cu_seqlens is not None:
+        if "attention_mask" in given:
+            raise ValueError(
+                "shard_sequence: cu_seqlens must be given without an attention_mask, under which "
+                "models attend across packed sequences; leave the mask out, got both"
+            )
         whole["position_ids"] = _restarted(cu_seqlens, rows, length, "position_ids" in given)
     if "position_ids" not in whole:
         whole["position_ids"] = torch.arange(length, dtype=torch.int64, device=tokens.device)[None]
