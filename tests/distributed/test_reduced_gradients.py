@@ -10,7 +10,8 @@ pytestmark = needs_gloo
 
 
 def test_ddp_is_the_same_by_hand(tmp_path) -> None:
-    run(2, tmp_path / "store", "ddp", "ddp_plain", program="reduced_gradients_program.py")
+    names = ("ddp", "ddp_memory", "ddp_plain")
+    run(2, tmp_path / "store", *names, program="reduced_gradients_program.py")
 
 
 def test_fsdp2_is_the_same_by_hand(tmp_path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .error_feedback import ErrorFeedback, Residual
+from .error_feedback import Residual
 from .public import all_reduce
 
 __all__ = ["ddp_hook"]
@@ -17,11 +17,12 @@ class _BucketFeedback:
     """Residuals of buckets, kept when DDP deals parameters out to other buckets.
 
     It does so once, after the first step. What a rank has sent of a gradient stays that rank's;
-    the residual of the sums is that of other values then, and begins anew.
+    the residual of the sums is that of other values then, and begins anew. What the buckets of
+    before had is let go.
     """
 
     def __init__(self) -> None:
-        self._feedback = ErrorFeedback()
+        self._residuals: dict[tuple[int, ...], Residual] = {}
         #: By a parameter's identity: the part of a residual that is its own.
         self._parts: dict[int, torch.Tensor] = {}
 
@@ -31,8 +32,15 @@ class _BucketFeedback:
         Args:
             parameters: whose gradients the bucket has, in its order.
         """
-        found = self._feedback[tuple(map(id, parameters))]
-        if found.sent is None and any(id(one) in self._parts for one in parameters):
+        key = tuple(map(id, parameters))
+        found = self._residuals.get(key)
+        if found is not None:
+            return found
+        dealt = set(key)
+        for other in [other for other in self._residuals if dealt.intersection(other)]:
+            del self._residuals[other]
+        found = self._residuals[key] = Residual()
+        if any(id(one) in self._parts for one in parameters):
             kept = [self._parts.get(id(one), one.new_zeros(one.numel())) for one in parameters]
             found.sent = torch.cat([part.reshape(-1).float() for part in kept])
         return found
@@ -43,7 +51,7 @@ class _BucketFeedback:
         Args:
             parameters: as `residual` took them.
         """
-        found = self._feedback[tuple(map(id, parameters))]
+        found = self._residuals[tuple(map(id, parameters))]
         sizes = [one.numel() for one in parameters]
         if found.sent is not None and found.sent.numel() == sum(sizes):
             parts = zip(parameters, found.sent.split(sizes), strict=True)
