@@ -5,7 +5,9 @@ torch.distributed is not loaded before it is needed, and not every build of torc
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -33,6 +35,7 @@ __all__ = [
     "symmetric_buffer",
     "symmetric_handle",
     "wait_tensor",
+    "watch_reduced",
 ]
 
 
@@ -281,6 +284,35 @@ def param_groups(unit: Any) -> tuple[Any, ...]:
             )
         groups = (state._fsdp_param_group,)
     return tuple(group for group in groups if group is not None)
+
+
+def watch_reduced(unit: Any, told: Callable[[tuple[tuple[int, int], ...]], None]) -> None:
+    """Have a function told which parameters' gradients FSDP2 is about to reduce, each time.
+
+    They are those that have one: a branch that a forward did not take has none.
+
+    Args:
+        unit: an FSDPModule.
+        told: is called in the backward, before the reduction, with the number of each parameter
+            among the unit's, and how many values of its gradient each rank gets, padding included.
+    """
+    for group in param_groups(unit):
+        group.post_backward = functools.partial(_post_backward, group, group.post_backward, told)
+
+
+def _post_backward(group: Any, own: Callable[..., None], told: Any, *unused: Any) -> None:
+    takes_all = getattr(group, "reduce_scatter_unused_params", False)
+    found = []
+    for number, one in enumerate(group.fsdp_params):
+        gathered = getattr(one, "_unsharded_param", None)
+        if gathered is not None and (
+            gathered.grad is not None
+            or one.unsharded_accumulated_grad is not None
+            or (takes_all and gathered.requires_grad)
+        ):
+            found.append((number, one.padded_sharded_param_size.numel()))
+    told(tuple(found))
+    own(*unused)
 
 
 class RingAttention(NamedTuple):

@@ -15,7 +15,7 @@ def test_ddp_is_the_same_by_hand(tmp_path) -> None:
 
 
 def test_fsdp2_is_the_same_by_hand(tmp_path) -> None:
-    names = ("fsdp", "fsdp_plain", "refused")
+    names = ("fsdp", "branches", "fsdp_plain", "refused")
     run(2, tmp_path / "store", *names, program="reduced_gradients_program.py")
 
 

@@ -229,6 +229,74 @@ def scatter(parameters: list[nn.Parameter], rows: list[torch.Tensor]) -> None:
         start += count
 
 
+class Branches(nn.Module):
+    """A unit of which a forward takes one matrix, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(32, 64, bias=False), nn.Linear(32, 32, bias=False)
+        self.same = nn.Linear(32, 64, bias=False)
+
+    def forward(self, x: torch.Tensor, names: str) -> torch.Tensor:
+        made = [getattr(self, name)(x).square().mean() for name in names.split()]
+        return torch.stack(made).sum()
+
+
+#: Which branches steps take; those of the first and the second have as many values.
+TAKEN = ("left", "same", "left", "right left", "same", "right", "left right same", "left")
+
+
+def branches() -> None:
+    """A residual is its parameter's, whichever others are reduced with it: by hand, bit for bit."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    plain = Branches()
+    model = fully_shard(copy.deepcopy(plain))
+    quantized_reduce_scatter(model, "mxfp4", error_feedback=True)
+    kept: list[dict[str, torch.Tensor]] = [{} for _ in range(world)]
+    for step, names in enumerate(TAKEN):
+        scale = 100.0 if names == "left" else 1.0
+        model.zero_grad()
+        branch_loss(model, names, step, rank, scale).backward()
+        own = [name for name, _ in plain.named_children() if name in names.split()]
+        sent = []
+        for r in range(world):
+            plain.zero_grad()
+            branch_loss(plain, names, step, r, scale).backward()
+            grads = [plain.get_submodule(name).weight.grad for name in own]
+            rows = [grad.reshape(world, -1) for grad in grads]
+            rows = [one + kept[r].get(name, 0.0) for one, name in zip(rows, own, strict=True)]
+            wanted = torch.cat(rows, 1)
+            sent.append(torch.stack([rounded(row, "mxfp4") for row in wanted]))
+            lack = (wanted - sent[-1]).split([one.shape[1] for one in rows], 1)
+            kept[r] |= dict(zip(own, lack, strict=True))
+        made = torch.stack([mean([one[r] for one in sent]) for r in range(world)])
+        parts = made.split([plain.get_submodule(name).weight.numel() // world for name in own], 1)
+        for name, part in zip(own, parts, strict=True):
+            got = model.get_submodule(name).weight.grad.full_tensor()
+            assert torch.equal(got.reshape(world, -1), part), (step, name)
+    between = init_device_mesh("cpu", (world, 1), mesh_dim_names=("nodes", "node"))
+    model = fully_shard(copy.deepcopy(plain), mesh=between["node"])
+    options = {"replicas": (between, "nodes"), "error_feedback": True}
+    quantized_reduce_scatter(model, "mxfp4", **options)
+    for step, names in enumerate(TAKEN):  # a large gradient's residual stays out of small ones
+        scale = 100.0 if names == "left" else 1.0
+        model.zero_grad(), plain.zero_grad()
+        branch_loss(model, names, step, rank, scale).backward()
+        sum(branch_loss(plain, names, step, r, scale) for r in range(world)).backward()
+        for name in ("same", "right"):
+            if name in names.split() and "left" not in names:
+                want = plain.get_submodule(name).weight.grad / world
+                got = model.get_submodule(name).weight.grad.full_tensor()
+                assert (got - want).norm() < 0.4 * want.norm(), (step, name)
+
+
+def branch_loss(model: nn.Module, names: str, step: int, rank: int, scale: float) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    made: torch.Tensor = model(scale * torch.randn(8, 32, generator=generator), names)
+    return made
+
+
 def fsdp_plain() -> None:
     """Not quantized: FSDP2's own reduce-scatter, of two ranks bit for bit; feedback runs."""
     rank = dist.get_rank()

@@ -8,10 +8,92 @@ from typing import Any
 import torch
 from torch import nn
 
-from .error_feedback import ErrorFeedback
+from ..._torch_ranks import watch_reduced
+from .error_feedback import Residual
 from .public import all_reduce, reduce_scatter
 
 __all__ = ["quantized_reduce_scatter"]
+
+
+class _UnitFeedback:
+    """Residuals of a unit's gradients, by parameter: a backward may have gradients of some only.
+
+    Args:
+        ranks: how many parts a message has.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._residual = Residual()
+        #: Of the message that the residual belongs to: numbers of parameters, and values per part.
+        self._about: tuple[tuple[int, int], ...] = ()
+        #: Residuals of parameters that the last message did not have, `[ranks, values]`.
+        self._parts: dict[int, torch.Tensor] = {}
+
+    def of(self, about: tuple[tuple[int, int], ...], x: torch.Tensor) -> Residual:
+        """Return the residual of a message.
+
+        Args:
+            about: numbers of the parameters in it, in order, and how many values each has in the
+                part for a rank.
+            x: the message, 1-D.
+
+        Raises:
+            RuntimeError: it has another number of values.
+        """
+        if about == self._about:
+            return self._residual
+        if self._ranks * sum(count for _, count in about) != x.numel():
+            raise RuntimeError(
+                f"quantized_reduce_scatter: error_feedback needs to know what FSDP2 reduces, got "
+                f"{x.numel()} values for parameters of {about} with torch {torch.__version__}; "
+                "leave error_feedback out"
+            )
+        before = self._residual.sent
+        if before is not None:
+            rows = before.view(self._ranks, -1).split([count for _, count in self._about], 1)
+            kept = zip(self._about, rows, strict=True)
+            self._parts |= {number: part.clone() for (number, _), part in kept}
+        self._about, self._residual = about, Residual()
+        if any(number in self._parts for number, _ in about):
+            parts = [
+                self._parts.pop(number)
+                if number in self._parts
+                else x.new_zeros(self._ranks, count, dtype=torch.float32)
+                for number, count in about
+            ]
+            self._residual.sent = torch.cat(parts, 1).flatten()
+        return self._residual
+
+
+class _Unit:
+    """The residuals of a unit, and what it is about to reduce.
+
+    Args:
+        unit: an FSDPModule.
+    """
+
+    def __init__(self, unit: Any) -> None:
+        self._about: tuple[tuple[int, int], ...] = ()
+        self._feedback: dict[str, _UnitFeedback] = {}
+        watch_reduced(unit, self._tell)
+
+    def _tell(self, about: tuple[tuple[int, int], ...]) -> None:
+        self._about = about
+
+    def residual(self, which: str, x: torch.Tensor, ranks: int) -> Residual:
+        """Return the residual of a message of the gradients that are being reduced.
+
+        Args:
+            which: `"scattered"` or `"averaged"`.
+            x: the message, 1-D.
+            ranks: how many parts it has.
+
+        Raises:
+            RuntimeError: as of `_UnitFeedback.of`.
+        """
+        found = self._feedback.setdefault(which, _UnitFeedback(ranks))
+        return found.of(self._about, x)
 
 
 class _ReduceScatter:
@@ -22,7 +104,7 @@ class _ReduceScatter:
         feedback: of the unit, or None.
     """
 
-    def __init__(self, quantizer: Any, feedback: ErrorFeedback | None) -> None:
+    def __init__(self, quantizer: Any, feedback: _Unit | None) -> None:
         self._quantizer = quantizer
         self._feedback = feedback
 
@@ -53,7 +135,10 @@ class _ReduceScatter:
             op: a ReduceOp: SUM or AVG.
             async_op: not asked for by FSDP2.
         """
-        residual = None if self._feedback is None else self._feedback["gradient"]
+        residual = None
+        if self._feedback is not None:
+            ranks = input_tensor.numel() // max(output_tensor.numel(), 1)
+            residual = self._feedback.residual("scattered", input_tensor, ranks)
         made = reduce_scatter(
             input_tensor,
             self._quantizer,
@@ -95,8 +180,8 @@ def quantized_reduce_scatter(
         quantizer: a Quantizer, a format or its name; None: not quantized, added in FP32 in the
             order of ranks. Formats with a scale per block suit units, which hold gradients of
             several parameters.
-        error_feedback: add what rounding took from a gradient to the next one: FP32 memory of a
-            unit's whole gradients on each rank.
+        error_feedback: add what rounding took from a gradient to the next one of the same
+            parameter: FP32 memory of a unit's whole gradients on each rank.
         replicas: of a model that is sharded over a part of the ranks only (a node), a group of
             those ranks that hold the same shards: gradients are averaged over it too, by an
             `all_reduce` in the same format. None: by FSDP2 itself under HSDP, not quantized.
@@ -129,24 +214,23 @@ def quantized_reduce_scatter(
     if not units:
         raise ValueError(f"{where}: the model must be sharded first, got no module of fully_shard")
     for unit in units:
-        feedback = ErrorFeedback() if error_feedback else None
+        feedback = _Unit(unit) if error_feedback else None
         unit.set_custom_reduce_scatter(_ReduceScatter(quantizer, feedback))  # type: ignore[arg-type]
         if replicas is not None:
-            _average_over(unit, quantizer, replicas, error_feedback)
+            _average_over(unit, quantizer, replicas, feedback)
 
 
-def _average_over(unit: Any, quantizer: Any, replicas: Any, error_feedback: bool) -> None:
+def _average_over(unit: Any, quantizer: Any, replicas: Any, feedback: _Unit | None) -> None:
     """Have a unit's gradients averaged over ranks that hold the same shards."""
     if any(parameter.device_mesh.ndim > 1 for parameter in unit.parameters()):
         raise ValueError(
             "quantized_reduce_scatter: under HSDP FSDP2 itself reduces over replicas; shard over "
             "the mesh's shard dimension alone, and give the other one as replicas"
         )
-    feedback = ErrorFeedback() if error_feedback else None
 
     @torch.no_grad()
     def hook(gradient: torch.Tensor) -> None:
-        residual = None if feedback is None else feedback["gradient"]
+        residual = None if feedback is None else feedback.residual("averaged", gradient, 1)
         gradient.copy_(
             all_reduce(gradient, quantizer, replicas, op="mean", error_feedback=residual)
         )
