@@ -19,6 +19,7 @@ from hybridq.moe import (
     expert_placement,
     permute_experts_,
 )
+from own_experts import OwnExperts
 from rank_runs import needs_gloo, run
 
 LAYOUT = ExpertsLayout("up", "down", gate_up_bias="bias", scale="scale", has_gate=False)
@@ -153,6 +154,70 @@ def test_a_permuted_model_is_the_same_function() -> None:
     permute_experts_(moved, {"experts": back})
     for one, two in zip(model.state_dict().values(), moved.state_dict().values(), strict=True):
         assert torch.equal(one, two)
+
+
+class Biased(nn.Module):
+    """A block that adds a bias of its own for the choice, and may have a second gate."""
+
+    def __init__(self, hidden: int = 32, has_noise: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layout = ExpertsLayout()
+        own = OwnExperts(layout, sizes=(8, hidden, 16))
+        self.gate, self.experts = nn.Linear(hidden, 8), convert_experts(own, layout)
+        self.expert_bias = nn.Parameter(torch.randn(8))
+        self.noise = nn.Linear(hidden, 8) if has_noise else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(x).sigmoid()
+        if self.noise is not None:
+            scores = scores + self.noise(x)
+        best = (scores + self.expert_bias).topk(2).indices
+        made: torch.Tensor = self.experts(x, best, scores.gather(1, best))
+        return made
+
+
+def test_what_the_block_has_for_each_expert_moves_too() -> None:
+    order = {"experts": [3, 0, 7, 1, 2, 6, 5, 4]}
+    model, moved = Biased(), Biased()
+    permute_experts_(moved, order)
+    x = torch.randn(50, 32)
+    with hybridq.autocast(recipe="mxfp8"):
+        assert torch.equal(model(x), moved(x))
+    # A second gate, or a vector that may be of features, must be named.
+    with pytest.raises(ValueError, match=r"noise.weight of as many.*routers=.*'noise'\)"):
+        permute_experts_(Biased(has_noise=True), order)
+    with pytest.raises(ValueError, match=r"expert_bias of as many.*routers=.*'expert_bias'\)"):
+        permute_experts_(Biased(hidden=8), order)
+    for options, names in (
+        ({"has_noise": True}, ("gate", "noise")),
+        ({"hidden": 8}, ("gate", "expert_bias")),
+    ):
+        model, moved = Biased(**options), Biased(**options)
+        permute_experts_(moved, order, routers=names)
+        x = torch.randn(50, model.gate.in_features)
+        with hybridq.autocast(recipe="mxfp8"):
+            assert torch.equal(model(x), moved(x))
+
+
+def test_a_bias_beside_the_router_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    config = transformers.MiniMaxM2Config(
+        vocab_size=96, hidden_size=64, intermediate_size=32, num_hidden_layers=2, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = hybridq.convert(transformers.AutoModelForCausalLM.from_config(config))
+    blocks = [layer.mlp for layer in model.model.layers]
+    for block in blocks:
+        block.e_score_correction_bias.normal_()
+    ids = torch.randint(0, 96, (2, 16))
+    with torch.no_grad(), hybridq.autocast(recipe="mxfp8"):
+        before = model(ids).logits
+    orders = {f"model.layers.{n}.mlp.experts": [3, 0, 7, 1, 2, 6, 5, 4] for n in range(2)}
+    permute_experts_(model, orders)
+    with torch.no_grad(), hybridq.autocast(recipe="mxfp8"):
+        assert torch.equal(model(ids).logits, before)
 
 
 def test_errors_say_what_to_do() -> None:

@@ -15,10 +15,10 @@ from ..distributed.collectives.groups import name_of
 from ..moe import Experts
 from ..moe.experts import chosen
 
-__all__ = ["ExpertLoads", "balance_biases_", "blocks_of_experts"]
+__all__ = ["BIAS", "ExpertLoads", "balance_biases_", "blocks_of_experts"]
 
 #: How routers name what they add to scores for the choice of experts alone.
-_BIAS = "e_score_correction_bias"
+BIAS = "e_score_correction_bias"
 
 
 def blocks_of_experts(model: nn.Module) -> Iterator[tuple[str, Experts, nn.Module]]:
@@ -245,10 +245,10 @@ def _bias_of(
         made = [biases[name]]
     else:
         every = (*block.named_parameters(), *block.named_buffers())
-        made = [one for own, one in every if own.rpartition(".")[2] == _BIAS]
+        made = [one for own, one in every if own.rpartition(".")[2] == BIAS]
     if len(made) != 1:
         raise ValueError(
-            f"{where}: the block of {name} must have one {_BIAS}, got {len(made)}; give the bias "
+            f"{where}: the block of {name} must have one {BIAS}, got {len(made)}; give the bias "
             "of its router, biases={name: tensor}"
         )
     bias = made[0]

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..moe import Experts
 from ..tensor import is_quantized
-from .loads import blocks_of_experts
+from .loads import BIAS, blocks_of_experts
 from .plans import experts_by_rank
 
 __all__ = ["expert_placement", "loads_of", "permute_experts_"]
@@ -104,13 +104,15 @@ def permute_experts_(
         model: with converted experts, all on this rank.
         orders: int64 `[E]` by the name of a module of experts: place i takes expert `order[i]`.
         routers: names, in the block that has the experts, of the modules all of whose parameters
-            and buffers have one row or value for each expert.
+            and buffers have one row or value for each expert; and of tensors of the block that have
+            one, which need naming only where the experts are as many as a token's features.
 
     Raises:
         TypeError: `model` is no module, or `orders` no mapping.
         ValueError: no such module of experts, no permutation, experts over ranks or quantized, no
-            router, or one with a tensor that has no row for each expert, or experts that leave the
-            group that the router chooses first. Nothing was moved then.
+            router, or one with a tensor that has no row for each expert; another one beside it that
+            is not named; or experts that leave the group that the router chooses first. Nothing was
+            moved then.
 
     Source: ours.
 
@@ -194,9 +196,9 @@ def _routers(
 ) -> list[torch.Tensor]:
     """Return the tensors of the routers beside a module of experts."""
     count = getattr(module, module.experts_layout.down).shape[0]
-    found = [
-        getattr(block, one) for one in names if isinstance(getattr(block, one, None), nn.Module)
-    ]
+    given = {one: getattr(block, one, None) for one in names}
+    found = [one for one in given.values() if isinstance(one, nn.Module)]
+    beside = _beside(where, name, block, names, module)
     if not found:
         raise ValueError(
             f"{where}: the block of {name} must have a router, got none called "
@@ -211,4 +213,36 @@ def _routers(
                     f"{count} experts, got {list(tensor.shape)}"
                 )
             made.append(tensor)
-    return made
+    return made + beside
+
+
+def _beside(
+    where: str, name: str, block: nn.Module, names: tuple[str, ...], module: Experts
+) -> list[torch.Tensor]:
+    """Return the block's own tensors that have a value for each expert, as a bias of the choice.
+
+    Raises:
+        ValueError: it may be of something else; or there is another router than those named.
+    """
+    count, hidden = getattr(module, module.experts_layout.down).shape[0], _hidden(module)
+    own = (*block.named_parameters(recurse=False), *block.named_buffers(recurse=False))
+    each = {one: tensor for one, tensor in own if tensor.numel() == count}
+    unclear = [one for one in each if one not in (*names, BIAS)] if count == hidden else []
+    if names == _ROUTERS:
+        unclear += [
+            f"{one}.weight"
+            for one, child in block.named_children()
+            if one not in names and isinstance(child, nn.Linear) and child.out_features == count
+        ]
+    if unclear and count > 1:
+        raise ValueError(
+            f"{where}: it must be known what has a row or value for each of {count} experts beside "
+            f"{name}, got {', '.join(unclear)} of as many; name all that does, routers="
+            f"{(*names, *(one.partition('.')[0] for one in unclear))}, or give routers= without it"
+        )
+    return [tensor for one, tensor in each.items() if count != hidden or one in (*names, BIAS)]
+
+
+def _hidden(module: Experts) -> int | None:
+    features = module.experts_layout.features(module)
+    return None if features is None else features[0]
