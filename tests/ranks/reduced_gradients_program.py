@@ -129,6 +129,39 @@ def ddp() -> None:
     ddp_case("mxfp4", error_feedback=True)
 
 
+def overflows() -> None:
+    """A step whose gradient overflows on one rank is left out by a GradScaler, on all of them."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for quantizer in ("fp8", "nvfp4", "mxfp8", None):
+        for error_feedback in (False, True):
+            model = DistributedDataParallel(network())
+            hook = ddp_hook(quantizer, error_feedback=error_feedback and quantizer is not None)
+            model.register_comm_hook(None, hook)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            for step in range(3):
+                before = [p.detach().clone() for p in model.parameters()]
+                optimizer.zero_grad()
+                value = loss(model, step, rank)
+                if step == 1 and rank == world - 1:
+                    value = value + float("inf") * next(model.parameters())[0, 0]
+                scaler.scale(value).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                stays = [torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
+                assert all(stays) if step == 1 else not any(stays), (quantizer, step, stays)
+            assert scaler.get_scale() == 2.0
+            assert all(p.isfinite().all() for p in model.parameters())
+    unit = fully_shard(network())
+    quantized_reduce_scatter(unit, "nvfp4")
+    value = loss(unit, 0, rank)
+    if rank == 0:
+        value = value + float("inf") * value
+    value.backward()
+    grads = [p.grad.full_tensor() for p in unit.parameters()]
+    assert not any(grad.isfinite().all() for grad in grads)
+
+
 def ddp_memory() -> None:
     """Residuals are as many bytes as said, also after DDP has made other buckets."""
     world, found = dist.get_world_size(), []

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .error_feedback import Residual
+from .overflows import mark_overflows_
 from .public import all_reduce
 
 __all__ = ["ddp_hook"]
@@ -65,7 +66,8 @@ def ddp_hook(
 
     `model.register_comm_hook(group, hybridq.distributed.ddp_hook("mxfp8"))`: every bucket of
     gradients is an `all_reduce(op="mean")`, so all ranks have the same gradients, and each value
-    is quantized twice. On a GPU it runs beside the backward, on a stream of its own.
+    is quantized twice. An infinity becomes NaN, which no format loses: a GradScaler sees it. On a
+    GPU it runs beside the backward, on a stream of its own.
 
     Args:
         quantizer: a Quantizer, a format or its name; None: not quantized, added in FP32 in the
@@ -101,6 +103,7 @@ def ddp_hook(
 
     def reduced(state: Any, bucket: Any) -> torch.Tensor:
         own = bucket.buffer()
+        mark_overflows_(own, quantizer)
         if feedback is None:
             return all_reduce(own, quantizer, state, op="mean")
         parameters = bucket.parameters()

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..._torch_ranks import watch_reduced
 from .error_feedback import Residual
+from .overflows import mark_overflows_
 from .public import all_reduce, reduce_scatter
 
 __all__ = ["quantized_reduce_scatter"]
@@ -135,6 +136,7 @@ class _ReduceScatter:
             op: a ReduceOp: SUM or AVG.
             async_op: not asked for by FSDP2.
         """
+        mark_overflows_(input_tensor, self._quantizer)
         residual = None
         if self._feedback is not None:
             ranks = input_tensor.numel() // max(output_tensor.numel(), 1)
@@ -173,7 +175,8 @@ def quantized_reduce_scatter(
 
     Call it after `fully_shard`, on all ranks. Each unit's gradients are a `reduce_scatter` of one
     row of values for each rank, over the ranks that share a parameter; every value is quantized
-    once. FSDP2's `reduce_dtype` is what is quantized and what comes out.
+    once. FSDP2's `reduce_dtype` is what is quantized and what comes out. An infinity becomes NaN,
+    which no format loses.
 
     Args:
         model: with modules that `fully_shard` was called for; of torch >= 2.8.
@@ -230,6 +233,7 @@ def _average_over(unit: Any, quantizer: Any, replicas: Any, feedback: _Unit | No
 
     @torch.no_grad()
     def hook(gradient: torch.Tensor) -> None:
+        mark_overflows_(gradient, quantizer)
         residual = None if feedback is None else feedback.residual("averaged", gradient, 1)
         gradient.copy_(
             all_reduce(gradient, quantizer, replicas, op="mean", error_feedback=residual)
