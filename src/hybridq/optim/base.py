@@ -42,6 +42,8 @@ class Base:
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update all parameters that have a gradient.
 
+        In compiled code a step with quantized parameters ends the graph and runs eagerly.
+
         Args:
             closure: computes the loss again and returns it, or None.
 
@@ -52,6 +54,14 @@ class Base:
             RuntimeError: a gradient is sparse, or in two places (`hybridq.optim.AdamW`).
             PlaneError: a quantized parameter has no quantizer.
         """
+        if torch.compiler.is_compiling() and self._writes_planes():
+            return self._step_past_graphs(closure)
+        return self._step(closure)
+
+    def _writes_planes(self) -> bool:
+        return any(is_low(local(one)) for group in self.param_groups for one in group["params"])
+
+    def _step(self, closure: Callable[[], float] | None) -> float | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -59,6 +69,12 @@ class Base:
         for group in self.param_groups:
             self.step_group(group)
         return loss
+
+    # Quantizers end graphs, and of what is between the graphs dynamo loses masters.
+    # Quantizers end graphs, and of what lies between two graphs dynamo loses masters.
+    @torch.compiler.disable(reason="a step of hybridq.optim with quantized parameters runs eagerly")
+    def _step_past_graphs(self, closure: Callable[[], float] | None) -> float | None:
+        return self._step(closure)
 
     def step_group(self, group: dict[str, Any]) -> None:
         """Update the parameters of a group that have a gradient.

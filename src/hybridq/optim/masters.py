@@ -83,7 +83,8 @@ def gradient(parameter: Any, where: str, is_decoupled: bool = False) -> torch.Te
 
 def is_low(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is written through a quantizer: a QuantizedTensor, or a shard."""
-    return hasattr(tensor, "quantize_")
+    # Of the class: of a parameter inside a graph, dynamo knows no attribute of the object.
+    return getattr(type(tensor), "quantize_", None) is not None
 
 
 def is_updated_itself(parameter: torch.Tensor) -> bool:
@@ -250,7 +251,7 @@ def write_parameters(given: Iterable[tuple[Any, torch.Tensor, dict[str, Any]]]) 
             continue
         if master is not values:
             store(values, master, parameter)
-        if hasattr(own, "quantize_together"):
+        if getattr(type(own), "quantize_together", None) is not None:
             together.append((own, master))
         elif is_low(own):
             own.quantize_(master)
