@@ -18,6 +18,7 @@ def test_two_ranks(tmp_path) -> None:
         "planes",
         "styles",
         "tokens",
+        "optimizers",
         "refused",
         program=PROGRAM,
     )

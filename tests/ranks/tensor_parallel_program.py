@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rank_program import main
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -321,6 +321,52 @@ def graphs() -> None:
         *of_grad,
         *(gather, "encode", "gemm", scatter[0], wait, "gemm", scatter[1]),
     ], backward
+
+
+class Words(nn.Module):
+    """An embedding, a norm and an Mlp: parameters whose gradients torch leaves as it likes."""
+
+    def __init__(self, words: int, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(words, hidden), nn.LayerNorm(hidden)
+        self.mlp = Mlp(hidden, inner)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        x = self.table(ids)
+        return x + self.mlp(self.norm(x))
+
+
+def optimizers() -> None:
+    """Gradients that are terms of a sum, or whole, are dealt out before a step takes them."""
+    world, rank, length = dist.get_world_size(), dist.get_rank(), 64
+    plan = {
+        "table": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(use_local_output=True),
+        "mlp.up": distributed.ColwiseParallel(input_layouts=Shard(1)),
+        "mlp.down": distributed.RowwiseParallel(output_layouts=Shard(1)),
+    }
+    kinds = {"SGD": {"lr": 0.5, "momentum": 0.9}, "AdamW": {"lr": 0.01}}
+    for name, options in kinds.items():
+        made = []
+        for is_parallel in (False, True):
+            torch.manual_seed(0)
+            model: Any = hybridq.convert(Words(64, 64, 128))
+            if is_parallel:
+                parallelize_module(model, mesh_of(), plan)
+            optimizer = getattr(hybridq.optim, name)(model.parameters(), **options)
+            for step in range(3):
+                torch.manual_seed(step)
+                ids, wanted = torch.randint(0, 64, (2, length * world)), torch.randn(64)
+                with hybridq.autocast(recipe="mxfp8"):
+                    y = model(ids)
+                ((y - wanted).square().sum() / (length * world)).backward()
+                placements = {getattr(p.grad, "placements", None) for p in model.parameters()}
+                assert not is_parallel or (Partial(),) in placements
+                optimizer.step()
+                optimizer.zero_grad()
+            made.append([whole(p.detach()) for p in model.parameters()])
+        for a, b in zip(*made, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5, msg=f"{name} on rank {rank}")
 
 
 def refused() -> None:

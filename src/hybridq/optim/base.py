@@ -15,6 +15,7 @@ from ..errors import warn_once
 from .masters import (
     MASTER,
     gradient,
+    gradient_part,
     initial_master,
     is_low,
     local,
@@ -145,8 +146,7 @@ class Base:
             where, is_decoupled: as `gradient` takes them.
         """
         if self._only_makes_state(parameter, group):
-            made: torch.Tensor = local(parameter.grad)
-            return made
+            return gradient_part(parameter.grad, parameter)
         return gradient(parameter, where, is_decoupled)
 
     def _only_makes_state(self, parameter: Any, group: dict[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from ..tensor import matrix_shape
 __all__ = [
     "MASTER",
     "gradient",
+    "gradient_part",
     "has_master",
     "initial_master",
     "is_low",
@@ -39,6 +40,24 @@ def local(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def gradient_part(gradient: Any, parameter: Any) -> torch.Tensor:
+    """Return this rank's part of a gradient, dealt out as the parameter is.
+
+    Autograd gives it as it comes: terms of a sum on each rank (weights of norms and biases that
+    ranks have whole, where each has tokens of its own), or whole (tables of embeddings).
+
+    Args:
+        gradient: plain, or a DTensor of any placements; other ones than the parameter's are
+            communicated, in which all ranks of the mesh take part.
+        parameter: that it belongs to.
+    """
+    wanted = getattr(parameter, "placements", None)
+    if wanted is not None and getattr(gradient, "placements", wanted) != wanted:
+        gradient = gradient.redistribute(placements=wanted)
+    made: torch.Tensor = local(gradient)
+    return made
+
+
 def gradient(parameter: Any, where: str, is_decoupled: bool = False) -> torch.Tensor | None:
     """Return the gradient of a parameter, this rank's part: in `main_grad` or in `grad`, or None.
 
@@ -61,24 +80,23 @@ def gradient(parameter: Any, where: str, is_decoupled: bool = False) -> torch.Te
                 f"{where}: decoupled_grad must have the shape of its parameter, "
                 f"{tuple(parameter.shape)}, got {tuple(apart.shape)}"
             )
-        return None if apart is None else local(apart)
+        return None if apart is None else gradient_part(apart, parameter)
     main, grad = getattr(parameter, "main_grad", None), parameter.grad
     if main is None or not parameter.requires_grad:
-        return None if grad is None else local(grad)
+        return None if grad is None else gradient_part(grad, parameter)
     if tuple(main.shape) not in (tuple(parameter.shape), tuple(local(parameter).shape)):
         raise RuntimeError(
             f"{where}: main_grad must have the shape of its parameter, {tuple(parameter.shape)}, "
             f"got {tuple(main.shape)}"
         )
     if grad is None:
-        return local(main)
+        return gradient_part(main, parameter)
     if not getattr(parameter, "grad_added_to_main_grad", False):
         raise RuntimeError(
             f"{where}: a parameter has a gradient in main_grad and another in grad, shape "
             f"{tuple(parameter.shape)}; add one to the other, and set grad (or main_grad) to None"
         )
-    both: torch.Tensor = local(main) + local(grad)
-    return both
+    return gradient_part(main, parameter) + gradient_part(grad, parameter)
 
 
 def is_low(tensor: torch.Tensor) -> bool:
