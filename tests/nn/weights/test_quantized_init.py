@@ -394,3 +394,15 @@ def test_copies_pickles_and_conversions_stay_quantized() -> None:
     assert torch.equal(half.weight.rowwise.data, module.weight.rowwise.data)
     double = copy.deepcopy(module)
     assert hybridq.convert(nn.ModuleDict({"m": double}))["m"].weight is double.weight
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_current", "fp8_block"])
+def test_a_forward_on_the_meta_device_gives_shapes(recipe) -> None:
+    with hybridq.quantized_model_init(recipe):
+        layer = hybridq.Linear(64, 96, device="meta")
+    x = torch.empty(8, 64, device="meta", requires_grad=True)
+    with hybridq.autocast(recipe=recipe):
+        y = layer(x)
+    y.sum().backward()
+    assert y.is_meta and y.shape == (8, 96)
+    assert x.grad.shape == (8, 64) and layer.weight.grad.shape == (96, 64)

@@ -115,12 +115,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def can_cache(tensor: torch.Tensor) -> bool:
     """Return whether what is made of `tensor` may be used again, past the dispatcher.
 
-    Not of a tensor of inference mode, which counts no versions, nor during the capture of a CUDA
-    graph: its replays alone would fill what was kept.
+    Not of a tensor of inference mode, which counts no versions, nor of one without memory, nor
+    during the capture of a CUDA graph: its replays alone would fill what was kept.
 
     Args:
         tensor: one for which `can_bypass_dispatcher` holds.
     """
     if tensor.is_inference():
         return False
-    return tensor.is_cpu or not torch.cuda.is_current_stream_capturing()
+    return tensor.is_cpu or (tensor.is_cuda and not torch.cuda.is_current_stream_capturing())
