@@ -21,6 +21,7 @@ from . import factories
 from . import rows as _rows  # noqa: F401  (its handlers)
 from .decoded_part import DecodedPart, as_parts, as_plain, check_writes, ordinary
 from .initial import carry_initial
+from .lost_updates import watch_update
 from .table import HIGH, TABLE, dequantize, handles, is_flat, is_quantized, matrix_shape
 from .written import check_collective, is_collective, written
 
@@ -348,12 +349,15 @@ def _fallback(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     for tensor in targets:
         tensor.quantizer_for_write(str(func))  # raises before anything is computed
+    watched = watch_update(func, targets, plain_of)
     result = func(*plain_args, **plain_kwargs)
     back = {}
     for tensor in targets:
         plain = plain_of[id(tensor)]
         tensor.write(plain, str(func))
         back[id(plain)] = tensor
+    if watched is not None:
+        watched.end(dequantize(targets[0], targets[0].dtype))
     if not back:
         return result
     results, result_tree = tree_flatten(result)
