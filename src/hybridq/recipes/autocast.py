@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -11,7 +12,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from .. import settings
-from .._torch_private import graph_task_id, leave_frame_alone
+from .._torch_private import graph_task_id, has_compiled, leave_frame_alone
 from .builtin import MXFP8BlockScaling
 from .choices import GemmPrecision, check_choice
 from .named import get, source
@@ -78,8 +79,13 @@ class autocast:
     Settings belong to the calling thread, nest, and are restored however the block is left. A
     backward needs no `autocast`: it uses the recipe of its forward, recomputation included.
 
+    Where regions of one thread overlap, as those of tasks of asyncio that wait inside, leaving one
+    raises RuntimeError: what ran in it may have had the other one's recipe. Nothing is in force
+    then. It is not seen where anything was given to `torch.compile`.
+
     Raises:
-        TypeError: `recipe` is no recipe, or `enabled` is no bool.
+        TypeError: `recipe` is no recipe, or `enabled` is no bool; or what is decorated is no
+            function that computes in its call (async functions, generators, classes).
         ValueError: unknown name or precision; `calibrating` is True, or an `amax_reduction_group`
             is given.
 
@@ -119,7 +125,7 @@ class autocast:
             normal = check_choice("precision", precision, "autocast")
             self._precision = GemmPrecision.of(normal)
         self.is_first_microbatch = is_first_microbatch
-        self._previous: list[tuple[object | None, int, bool | None, bool]] = []
+        self._previous: list[tuple[object | None, int, bool | None, bool, object | None]] = []
 
     @property
     def recipe(self) -> Recipe:
@@ -146,7 +152,7 @@ class autocast:
                     state.delayed_recipe, state.is_delayed_last = state.recipe, True
                 elif previous[0] is None:
                     state.is_delayed_last = False  # until `bind` finds that it keeps a history
-        self._previous.append((*previous, is_watched))
+        self._previous.append((*previous, is_watched, state.recipe))
         return self
 
     @leave_frame_alone
@@ -157,13 +163,26 @@ class autocast:
         trace: TracebackType | None,
     ) -> None:
         state = settings.current()
-        state.recipe, state.recipe_task, state.is_first_microbatch, is_watched = (
-            self._previous.pop()
-        )
+        recipe, task, first, is_watched, own = self._previous.pop()
+        # What graphs that end inside of a region leave of it is no sign of another region.
+        overlaps = not torch.compiler.is_compiling() and state.recipe is not own
+        overlaps = overlaps and not has_compiled()
+        if overlaps:
+            recipe, task, first = None, -1, None
+        state.recipe, state.recipe_task, state.is_first_microbatch = recipe, task, first
         if is_watched:
-            WATCH.end(is_error=kind is not None)
+            WATCH.end(is_error=kind is not None or overlaps)
+        if overlaps and error is None:
+            raise RuntimeError(
+                "autocast: regions of a thread must be left in the reverse order, and another "
+                "recipe is in force than this region's: what ran in it was not, or not all, under "
+                "its recipe; enter no region around await or yield, but around the call of the "
+                "model"
+            )
 
     def __call__(self, function: _F) -> _F:
+        _check_decorated(function)
+
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             # A new object per call: calls may overlap in several threads.
@@ -176,6 +195,22 @@ class autocast:
                 return function(*args, **kwargs)
 
         return wrapper  # type: ignore[return-value]
+
+
+def _check_decorated(function: object) -> None:
+    """Raise for what runs after its call has returned: the region would have ended before."""
+    kinds = {
+        "an async function": inspect.iscoroutinefunction(function),
+        "a generator function": inspect.isgeneratorfunction(function),
+        "an async generator function": inspect.isasyncgenfunction(function),
+        "a class": isinstance(function, type),
+    }
+    found = next((kind for kind, is_it in kinds.items() if is_it), None)
+    if found is not None:
+        raise TypeError(
+            "autocast: decorates functions that have computed when they return, got "
+            f"{found}; enter the region inside of it, around the call of the model"
+        )
 
 
 def _refuse(calibrating: object, group: object) -> None:
