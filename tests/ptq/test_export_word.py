@@ -112,6 +112,9 @@ def test_names_that_the_model_does_not_read_are_said(tmp_path):
     for kind in ("mixtral", "qwen3_moe"):
         notes = run(saved(kind, tmp_path / kind), tmp_path / f"{kind}-q", **OPTIONS)
         assert not any("has no place for" in one for one in notes.warnings)
+    # Stacks of experts have the names of the model's own parameters, without `.weight`.
+    notes = run(source, tmp_path / "mxfp4", layout="gpt-oss-mxfp4", format="mxfp4")
+    assert not any("has no place for" in one for one in notes.warnings)
 
 
 def test_weights_kept_as_in_out_are_not_written_as_if_they_were_not(tmp_path):

@@ -130,11 +130,17 @@ class ExportScheme(CheckpointScheme):
         found = self._scales.caches(self._layout, self._kv_cache, attentions)
         self._kv_cache, self._caches = found
         self.notes += self._scales.notes
-        strange = [name for name in self._schemes if not word.has_place(f"{name}{_SUFFIX}")]
+        # Weights of linears have the suffix, stacks of experts have none.
+        strange = [
+            name
+            for name in self._schemes
+            if not (word.has_place(f"{name}{_SUFFIX}") or word.has_place(name))
+        ]
         if strange:
+            others = f" and {len(strange) - 1} others" if len(strange) > 1 else ""
             self.notes.append(
-                f"transformers' {word.model} has no place for {strange[0]} and {len(strange) - 1} "
-                "others, so it does not load the new folder; programs that read these names may"
+                f"transformers' {word.model} has no place for {strange[0]}{others}, "
+                "so it does not load the new folder; programs that read these names may"
             )
         self.notes += [f"{fault} (as of {name})" for fault, name in self._faults.items()]
         if self._left:
