@@ -15,6 +15,7 @@ __all__ = [
     "check_bools",
     "is_first",
     "must_be_one_of",
+    "names_in",
     "suggestion",
     "warn_once",
 ]
@@ -57,6 +58,25 @@ def check_bools(where: str, **given: object) -> None:
     for name, value in given.items():
         if not isinstance(value, bool):
             raise TypeError(f"{where}: {name} must be a bool, got {value!r}")
+
+
+def names_in(where: str, given: object) -> tuple[str, ...]:
+    """Return a collection of names or patterns as a tuple; one text is none, but its letters.
+
+    Args:
+        where: who asks, and for what: `"clip_weights: leave"`.
+        given: what the caller gave.
+
+    Raises:
+        TypeError: it is a text, no collection, or something else than texts is in it.
+    """
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"{where} must be a collection of texts, as a list, got {given!r}")
+    found = tuple(given)
+    for one in found:
+        if not isinstance(one, str):
+            raise TypeError(f"{where} must hold texts only, got {one!r}")
+    return found
 
 
 _seen: set[str] = set()

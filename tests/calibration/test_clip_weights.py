@@ -253,3 +253,9 @@ def test_matrices_held_transposed_are_clipped_and_convolutions_left():
     assert torch.equal(layer.weight.t(), want) and report.weights[0].clipped > 0
     report = clip_weights(nn.Sequential(conv), [torch.randn(4, 8, 8, 8)], RECIPE)
     assert "is no matrix" in report.left["0"]
+
+
+def test_leave_is_no_collection_of_letters():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    with pytest.raises(TypeError, match=r"clip_weights: leave must be a collection of texts"):
+        clip_weights(model, [torch.randn(8, 64)], RECIPE, leave="q_proj")

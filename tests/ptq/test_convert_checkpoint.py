@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import hybridq
 from checkpoint_tools import (
     INDEX,
+    Notes,
     assert_planes_of,
     convert,
     relative_error,
@@ -364,6 +365,45 @@ def test_include_and_exclude(tmp_path):
     }
     # Vectors cannot be quantized, whatever a pattern says.
     assert "model.layers.0.input_layernorm.weight" not in chosen(include=("*",))
+
+
+def test_patterns_that_match_nothing_are_said(tmp_path):
+    """Of `convert_checkpoint`, and of `export` of a folder and of a model, in every layout."""
+    source = write_sharded(tmp_path / "in", sharded_model())
+    globs = {"include": ("*.weight", "*.q_porj.*"), "exclude": ("*.up_porj.*", "*.0.*")}
+    notes = convert(source, tmp_path / "0", Selection(hybridq.quantizer("mxfp8", None), **globs))
+    said = [notes.warnings]
+    model = torch.nn.ModuleDict({"a": torch.nn.Sequential(torch.nn.Linear(64, 64))})
+    for number, (origin, layout) in enumerate(
+        (one, layout) for one in (source, model) for layout in ("hybridq", "compressed-tensors")
+    ):
+        notes = Notes()
+        options = {"layout": layout, "format": "mxfp8", **globs, "exclude": ("*.up_porj.*",)}
+        hybridq.export(origin, tmp_path / f"e{number}", observer=notes, **options)
+        said.append(notes.warnings)
+    for texts in said:
+        unused = [one for one in texts if "matches no tensor" in one]
+        assert len(unused) == 2, texts
+        assert "include pattern '*.q_porj.*'" in unused[0]
+        assert "exclude pattern '*.up_porj.*'" in unused[1]
+
+
+def test_a_pattern_is_no_collection_of_letters(tmp_path):
+    """`include="*.up.*"` would choose by `*`: everything, embeddings and heads too."""
+    quantizer = hybridq.quantizer("mxfp8", None)
+    source = write_sharded(tmp_path / "in", sharded_model())
+    for name in ("include", "exclude"):
+        for bad, what in (
+            ("*.up.*", "must be a collection of texts"),
+            ([3], "must hold texts only, got 3"),
+        ):
+            with pytest.raises(TypeError, match=f"Selection: {name} {what}"):
+                Selection(quantizer, **{name: bad})
+            with pytest.raises(TypeError, match=f"export: {name} {what}"):
+                hybridq.export(
+                    source, tmp_path / "q", layout="modelopt", format="nvfp4", **{name: bad}
+                )
+    assert Selection(quantizer, include=["*"]).include == ("*",)
 
 
 def test_a_recipe_is_asked_by_role(tmp_path):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..converters import LEAST_WIDTH
+from ..errors import names_in
 from ..recipes import Recipe, get
 from .gptq_matrix import check_spec
 from .products import Product, parameter_users, products
@@ -100,7 +101,7 @@ def clip_weights(
     Raises:
         ValueError: no batch, no such step, a clip out of range, a spec that rounds stochastically
             or transforms, an input that is not finite.
-        TypeError: as `hybridq.convert`; data that is a function.
+        TypeError: as `hybridq.convert`; data that is a function, `leave` that is one text.
 
     Source: arXiv:2306.00978, section 5.1; the grid and what is left out: the authors' program.
 
@@ -112,7 +113,7 @@ def clip_weights(
         >>> report.weights[0].error <= report.weights[0].plain_error
         True
     """
-    chosen, patterns = get(recipe), tuple(leave)
+    chosen, patterns = get(recipe), names_in("clip_weights: leave", leave)
     of = products(model, filter_fn, also=also, least_width=least_width)
     taken, reasons = holders(chosen, of, parameter_users(model))
     left = dict(reasons)

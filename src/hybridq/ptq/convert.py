@@ -16,7 +16,7 @@ from .observer import Observer
 from .options import ConvertOptions
 from .outcome import Conversion
 from .run import Run
-from .select import Selection
+from .select import Selection, tell_of_unused
 from .source import SUFFIX, open_source
 from .training import TrainingScheme
 
@@ -72,6 +72,7 @@ def convert_checkpoint(
     found = find(opened)
     word = word_of_source(found)
     tell_of_unknown(word, found, observer.warn)
+    tell_of_unused(chosen, found.names, observer.warn)
     scheme = TrainingScheme(chosen, found, word, refuses_own=True)
     run = Run(opened, Path(target), scheme, options, observer)
     run.convert()

@@ -14,7 +14,7 @@ from torch import nn
 from ..calibration import Calibration
 from ..calibration.batches import unwrapped
 from ..converters import adapted
-from ..errors import CheckpointError, SpecError, must_be_one_of
+from ..errors import CheckpointError, SpecError, must_be_one_of, names_in
 from ..formats import PlaneSpec
 from ..layouts import HYBRIDQ, Layout, get, names
 from ..nn import QuantizedModule
@@ -33,7 +33,7 @@ from .outcome import Conversion
 from .plain import PLAIN_LAYOUTS, PlainScheme
 from .run import Run
 from .scales import Scales
-from .select import Selection
+from .select import Selection, tell_of_unused
 from .sharded_model import ShardedModel, holds_parts
 from .source import CONFIG, open_source
 from .training import TrainingScheme
@@ -94,6 +94,7 @@ def export(
             adapters that are not merged, ...; on every rank, if the first one fails.
         RuntimeError: ranks have different models or ask for different exports.
         SpecError: there is no such layout, or it does not hold this format.
+        TypeError: include or exclude is one text, and no collection of globs.
         ImportError: safetensors is not installed.
 
     Example:
@@ -113,8 +114,8 @@ def export(
         layout,
         format,
         recipe,
-        tuple(include),
-        tuple(exclude),
+        names_in("export: include", include),
+        names_in("export: exclude", exclude),
         calibration,
         kv_cache,
         options or ConvertOptions(),
@@ -211,6 +212,7 @@ class _Asked:
         chosen = Selection(quantizer, self.recipe, self.include, self.exclude)
         word = word_of_source(found) if word is None else word
         tell_of_unknown(word, found, self.observer.warn)
+        tell_of_unused(chosen, found.names, self.observer.warn)
         return TrainingScheme(chosen, found, word)
 
     def _for_readers(
@@ -222,6 +224,7 @@ class _Asked:
         if word.reason is not None:
             warn(f"what keeps its precision is known by names alone, since {word.reason}")
         choice = choice_of(layout, word, self.format, self.recipe, self.include, self.exclude)
+        tell_of_unused(choice.selection, found.names, warn)
         scales = Scales(found, calibration, word.in_model)
         made = ExportScheme(found, choice, scales, self.kv_cache)
         if found.source.is_folder and "model_type" not in found.config:

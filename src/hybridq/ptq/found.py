@@ -97,6 +97,12 @@ class Found:
     scalars: Mapping[str, tuple[Shard, Entry]]
     has_conv1d: bool = False
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors and quantized weights, as rules of names see them."""
+        items = (item for shard in self.source.shards for item in self.items(shard))
+        return tuple(one.entry.name if isinstance(one, Weight) else one.name for one in items)
+
     def items(self, shard: Shard) -> Iterator[Entry | Weight]:
         """Yield the tensors and weights of a file in their order.
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ..converters import LEAST_WIDTH, keeps_precision
-from ..errors import SpecError
+from ..errors import SpecError, names_in
 from ..kernels.inputs import HIGH_PRECISION
 from ..quantizers import Quantizer
 from ..recipes import QuantizerRole, Recipe, get, names
 from .header import TORCH_DTYPES, Entry
 from .record import Record
 
-__all__ = ["DEFAULT_EXCLUDE", "DEFAULT_INCLUDE", "EMBEDDINGS", "Selection"]
+__all__ = ["DEFAULT_EXCLUDE", "DEFAULT_INCLUDE", "EMBEDDINGS", "Selection", "tell_of_unused"]
 
 #: Names of tensors that are quantized unless others are asked for; of these, matrices only.
 DEFAULT_INCLUDE: Final = ("*.weight",)
@@ -55,6 +56,7 @@ class Selection:
     Raises:
         SpecError: not exactly one of quantizer and recipe; a quantizer that rounds stochastically,
             reduces over a group of processes, or quantizes nothing.
+        TypeError: globs are one text, and no collection of them.
         TypeError, ValueError: `recipe` is neither a recipe nor the name of one.
 
     Example:
@@ -68,6 +70,9 @@ class Selection:
     exclude: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("include", "exclude"):
+            globs = names_in(f"Selection: {name}", getattr(self, name))
+            object.__setattr__(self, name, globs)
         if (self.quantizer is None) == (self.recipe is None):
             raise SpecError(
                 "Selection: needs a quantizer or a recipe and not both, got "
@@ -138,6 +143,17 @@ class Selection:
             and min(entry.shape) >= LEAST_WIDTH
         )
 
+    def without_tensors(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return the globs that match none of these names.
+
+        Args:
+            names: of tensors.
+        """
+        known = tuple(names)
+        globs = dict.fromkeys((*self.include, *self.exclude))
+        found = (one for one in globs if not any(fnmatch.fnmatchcase(name, one) for name in known))
+        return tuple(found)
+
     def record_of(self, entry: Entry) -> Record | None:
         """Return the record of a tensor that will be quantized, or None."""
         quantizer = self.quantizer_of(entry)
@@ -156,6 +172,19 @@ class Selection:
             "include": list(self.include),
             "exclude": list(self.exclude),
         }
+
+
+def tell_of_unused(selection: Selection, names: Iterable[str], warn: Callable[[str], None]) -> None:
+    """Warn of globs that match nothing: what they were to choose, or to leave out, is not.
+
+    Args:
+        selection: of what is quantized.
+        names: of all tensors of the source.
+        warn: is told.
+    """
+    for glob in selection.without_tensors(names):
+        what = "include" if glob in selection.include else "exclude"
+        warn(f"the {what} pattern {glob!r} matches no tensor of the source, and changes nothing")
 
 
 def can_quantize(entry: Entry) -> bool:

@@ -40,6 +40,11 @@ from hybridq.integrations.transformers import VERSION, HybridQConfig
             "a file says recipes by name",
         ),
         ({"recipe": "mxfp8", "also": ["head"]}, ValueError, "also takes .*, got head"),
+        (
+            {"recipe": "mxfp8", "modules_to_not_convert": "lm_head"},
+            TypeError,
+            "modules_to_not_convert must be a collection of texts",
+        ),
         ({"recipe": "mxfp8", "also": "heads"}, TypeError, "also must be a collection"),
         ({"recipe": "mxfp8", "least_width": -1}, ValueError, "least_width must not be negative"),
     ],

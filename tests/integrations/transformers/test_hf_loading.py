@@ -214,6 +214,13 @@ def test_modules_that_are_not_converted(tmp_path) -> None:
         kept = name.startswith("model.layers.1") or name.endswith(("down_proj", "lm_head"))
         if isinstance(module, nn.Linear):
             assert isinstance(module, hybridq.Linear) != kept, name
+    typo = HybridQConfig("mxfp8", modules_to_not_convert=["model.layers.1", "down_porj"])
+    with pytest.warns(hybridq.HybridQWarning, match="no module of LlamaForCausalLM by 'down_porj'"):
+        model = load(folder, quantization_config=typo)
+    model.save_pretrained(tmp_path / "again")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", hybridq.HybridQWarning)
+        load(tmp_path / "again")  # it was said once; names in files may be others
     heads = load(folder, quantization_config=HybridQConfig("mxfp8", also=["heads"]))
     assert isinstance(heads.lm_head.weight, QuantizedTensor)
     wide = load(folder, quantization_config=HybridQConfig("mxfp8", least_width=65))

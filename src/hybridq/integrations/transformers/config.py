@@ -14,7 +14,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...converters import LEAST_WIDTH, conversion, convert
-from ...errors import must_be_one_of, suggestion
+from ...errors import must_be_one_of, names_in, suggestion
 from ...formats import PlaneSpec
 from ...nn import quantized_model_init
 from ...ptq.model_config import CONFIG_VERSION, METHOD
@@ -57,7 +57,8 @@ class HybridQConfig(QuantizationConfigMixin):
     Raises:
         ValueError: neither or both of recipe and format, one of them is unknown, no file can say
             the recipe, `weights` is none of these, or the version is a later one.
-        TypeError: an argument that is not known; as `hybridq.convert`.
+        TypeError: an argument that is not known, or one text where names are wanted; as
+            `hybridq.convert`.
 
     Example:
         >>> from hybridq.integrations.transformers import HybridQConfig
@@ -118,7 +119,8 @@ class HybridQConfig(QuantizationConfigMixin):
         self.columnwise = columnwise
         self.weights = weights
         self.frozen = frozen
-        self.modules_to_not_convert = list(modules_to_not_convert or ())
+        kept = () if modules_to_not_convert is None else modules_to_not_convert
+        self.modules_to_not_convert = [*names_in("HybridQConfig: modules_to_not_convert", kept)]
         conversion(nn.Identity(), also=also, least_width=least_width)  # checks both
         self.also = list(also)
         self.least_width = least_width
@@ -131,6 +133,19 @@ class HybridQConfig(QuantizationConfigMixin):
         if self.format is not None:
             return _storage_recipe(self.format, self.columnwise)
         return recipe_of(self.recipe or "")
+
+    def names_no_module(self, model: nn.Module) -> tuple[str, ...]:
+        """Return those of `modules_to_not_convert` that name no module of a model.
+
+        Args:
+            model: any.
+        """
+        names = [name for name, _ in model.named_modules()]
+        return tuple(
+            one
+            for one in self.modules_to_not_convert
+            if all(should_convert_module(name, [one]) for name in names)
+        )
 
     def convert(self, model: nn.Module) -> None:
         """Convert a model's modules, and quantize their weights where that is asked for.
