@@ -8,6 +8,7 @@ from .converter import Converter
 from .exclusions import LEAST_WIDTH, adapted, keeps_precision, reason_by_name
 from .experts import register_experts
 from .not_converted import LEFT_ALONE, NO_PRODUCT, UNKNOWN, NotConverted, of_unknown_class
+from .rules import warn_of_unfollowed
 from .table import (
     converter_of,
     converters,
@@ -39,4 +40,5 @@ __all__ = [
     "register_converter",
     "register_experts",
     "report_of",
+    "warn_of_unfollowed",
 ]

@@ -17,6 +17,7 @@ require("accelerate")
 
 from accelerate import Accelerator  # noqa: E402 (after the check of the version)
 
+from ..converters import warn_of_unfollowed  # noqa: E402
 from ..distributed import ScalingHistory  # noqa: E402
 from ..recipes import RecipeSchedule  # noqa: E402
 from ..recipes.named import source  # noqa: E402
@@ -78,6 +79,7 @@ def prepare(
         for model in models:
             prepare_for_sharding(model, accelerator.state)
     made = accelerator.prepare(*objects, **options)
+    warn_of_unfollowed("prepare", chosen, *models)
     for model in models:
         run_under(model, chosen, evaluation)
         accelerator.register_for_checkpointing(ScalingHistory(model))

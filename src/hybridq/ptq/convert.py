@@ -72,7 +72,7 @@ def convert_checkpoint(
     found = find(opened)
     word = word_of_source(found)
     tell_of_unknown(word, found, observer.warn)
-    tell_of_unused(chosen, found.names, observer.warn)
+    tell_of_unused(chosen, found.names, found.has_stacks, observer.warn)
     scheme = TrainingScheme(chosen, found, word, refuses_own=True)
     run = Run(opened, Path(target), scheme, options, observer)
     run.convert()

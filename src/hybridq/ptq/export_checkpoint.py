@@ -212,7 +212,7 @@ class _Asked:
         chosen = Selection(quantizer, self.recipe, self.include, self.exclude)
         word = word_of_source(found) if word is None else word
         tell_of_unknown(word, found, self.observer.warn)
-        tell_of_unused(chosen, found.names, self.observer.warn)
+        tell_of_unused(chosen, found.names, found.has_stacks, self.observer.warn)
         return TrainingScheme(chosen, found, word)
 
     def _for_readers(
@@ -224,7 +224,7 @@ class _Asked:
         if word.reason is not None:
             warn(f"what keeps its precision is known by names alone, since {word.reason}")
         choice = choice_of(layout, word, self.format, self.recipe, self.include, self.exclude)
-        tell_of_unused(choice.selection, found.names, warn)
+        tell_of_unused(choice.selection, found.names, found.has_stacks, warn)
         scales = Scales(found, calibration, word.in_model)
         made = ExportScheme(found, choice, scales, self.kv_cache)
         if found.source.is_folder and "model_type" not in found.config:

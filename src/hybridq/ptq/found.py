@@ -103,6 +103,13 @@ class Found:
         items = (item for shard in self.source.shards for item in self.items(shard))
         return tuple(one.entry.name if isinstance(one, Weight) else one.name for one in items)
 
+    @property
+    def has_stacks(self) -> bool:
+        """Whether any tensor is a stack of matrices."""
+        items = (item for shard in self.source.shards for item in self.items(shard))
+        entries = (one.entry if isinstance(one, Weight) else one for one in items)
+        return any(len(one.shape) == 3 for one in entries)
+
     def items(self, shard: Shard) -> Iterator[Entry | Weight]:
         """Yield the tensors and weights of a file in their order.
 

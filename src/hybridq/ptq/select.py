@@ -174,17 +174,25 @@ class Selection:
         }
 
 
-def tell_of_unused(selection: Selection, names: Iterable[str], warn: Callable[[str], None]) -> None:
-    """Warn of globs that match nothing: what they were to choose, or to leave out, is not.
+def tell_of_unused(
+    selection: Selection, names: Iterable[str], has_stacks: bool, warn: Callable[[str], None]
+) -> None:
+    """Warn of globs and of a recipe's rules that match nothing: they change nothing.
 
     Args:
         selection: of what is quantized.
         names: of all tensors of the source.
+        has_stacks: a recipe is asked for each expert of a stack, by names that are not known here.
         warn: is told.
     """
-    for glob in selection.without_tensors(names):
+    known = tuple(names)
+    for glob in selection.without_tensors(known):
         what = "include" if glob in selection.include else "exclude"
         warn(f"the {what} pattern {glob!r} matches no tensor of the source, and changes nothing")
+    if selection.recipe is not None and not has_stacks:
+        unfollowed = get(selection.recipe).unfollowed(one.removesuffix(_SUFFIX) for one in known)
+        for rule in unfollowed:
+            warn(f"no weight of the source follows the recipe's rule {rule!r}")
 
 
 def can_quantize(entry: Entry) -> bool:

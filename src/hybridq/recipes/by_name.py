@@ -122,6 +122,30 @@ class ByName(Recipe):
                 return get(recipe).for_name(name)
         return get(self.default).for_name(name)
 
+    def unfollowed(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return the patterns that none of these modules follows: no name matches them first.
+
+        `"blocks.0"` and `"blocks.0.*"` count as one: a block is a module, or holds some.
+
+        Args:
+            names: qualified names of modules.
+        """
+        left = tuple(dict.fromkeys(names))
+        unused: list[str] = []
+        used: set[str] = set()
+        within: list[str] = []
+        for pattern, recipe in self.rules:
+            own = [name for name in left if fnmatchcase(name, pattern)]
+            left = tuple(name for name in left if not fnmatchcase(name, pattern))
+            if own:
+                used.add(pattern.removesuffix(".*"))
+                within += get(recipe).unfollowed(own)
+            else:
+                unused.append(pattern)
+        unused = [one for one in unused if one.removesuffix(".*") not in used]
+        within += get(self.default).unfollowed(left) if left else ()
+        return tuple(dict.fromkeys((*unused, *within)))
+
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         """Return the quantizer that the recipe of the role's module makes."""
         return self.for_name(role.name).quantizer(role)

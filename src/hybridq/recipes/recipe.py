@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -29,6 +29,24 @@ class RecipeSource:
     def current(self) -> Recipe:
         """The recipe of a block that is entered now."""
         raise NotImplementedError(f"{type(self).__name__}.current: must be overridden")
+
+    def unfollowed(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return the patterns of rules that none of these modules follows.
+
+        Rules of `ByName` are such. A module follows the first rule that its name matches, so a rule
+        behind a wider one is followed by nobody.
+
+        Args:
+            names: qualified names of modules, as `hybridq.convert` gives them.
+
+        Example:
+            >>> import hybridq
+            >>> rules = [("*.up", "bf16"), ("blocks.0.*", "mxfp8"), ("*.donw", "bf16")]
+            >>> recipe = hybridq.recipes.ByName(rules, default="nvfp4")
+            >>> recipe.unfollowed(["blocks.0.up", "blocks.1.up", "blocks.1.down"])
+            ('blocks.0.*', '*.donw')
+        """
+        return ()
 
     def to_toml(self) -> str:
         """Return this as the text of a TOML file, which `hybridq.recipes.load` reads.

@@ -125,6 +125,16 @@ class RecipeSchedule(RecipeSource):
         _check_count(state[_STATE], _STATE, 0, "load_state_dict")
         self._seek(state[_STATE])
 
+    def unfollowed(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return the patterns of rules that none of these modules follows, in any phase.
+
+        Args:
+            names: qualified names of modules.
+        """
+        known = tuple(names)
+        found = (pattern for recipe in self._recipes for pattern in recipe.unfollowed(known))
+        return tuple(dict.fromkeys(found))
+
     def _table(self) -> dict[str, Any]:
         return {"phases": [{"start": start, **recipe._table()} for start, recipe in self.phases]}
 

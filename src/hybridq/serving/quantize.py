@@ -13,7 +13,7 @@ from torch import nn
 
 from .._log import LOGGER
 from ..calibration import Calibration
-from ..converters import LEAST_WIDTH, convert
+from ..converters import LEAST_WIDTH, convert, warn_of_unfollowed
 from ..direction import COLUMNWISE, ROWWISE
 from ..distributed.attachment import local_of
 from ..errors import HybridQWarning, must_be_one_of
@@ -110,6 +110,7 @@ def quantize_model(
         convert(model, filter_fn, also=also, least_width=least_width)
         ours = [one for one in model.modules() if isinstance(one, QuantizedModule)]
         again = _quantize_weights(model, ours, chosen)
+    warn_of_unfollowed("quantize_model", chosen, model)
     if again:
         warnings.warn(
             f"quantize_model: weights of other formats than {chosen!r} has for them were decoded "

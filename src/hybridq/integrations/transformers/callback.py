@@ -12,7 +12,7 @@ from torch import nn
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from ..._log import log_once
-from ...converters import conversion
+from ...converters import conversion, warn_of_unfollowed
 from ...distributed import ScalingHistory
 from ...errors import HybridQWarning
 from ...kernels.choice import fallbacks
@@ -122,6 +122,7 @@ class HybridQCallback(TrainerCallback, ExportableState):
         if state.global_step:
             self._resume(model, saved)
         self.detach()
+        warn_of_unfollowed("HybridQCallback", self._recipe, model)
         self._undo = run_under(model, self._recipe, self._evaluation)
 
     def _chosen(self, model: Any, max_steps: int) -> RecipeSource:
