@@ -321,3 +321,43 @@ def test_a_layout_of_scales_is_an_option_of_rows_of_blocks() -> None:
     for text in (*wrong, "fp8_1x128;scales=tiles", "fp8_128x128;scales=tiles"):
         with pytest.raises(SpecError, match="scale_layout"):
             PlaneSpec.parse(text)
+
+
+def finite_values(own: Element) -> list[float]:
+    """The finite magnitudes of a layout, by its definition."""
+    top, ones = (1 << own.exponent_bits) - 1, (1 << own.mantissa_bits) - 1
+    found = []
+    for field in range(top + 1):
+        for mantissa in range(ones + 1):
+            is_nan = own.specials == "fn" and (field, mantissa) == (top, ones)
+            if is_nan or (own.specials == "ieee" and field == top):
+                continue
+            fraction = mantissa / (ones + 1)
+            if field:
+                found.append((1 + fraction) * 2.0 ** (field - own.bias))
+            else:
+                found.append(fraction * 2.0 ** (1 - own.bias))
+    return found
+
+
+@pytest.mark.parametrize("specials", ["ieee", "fn", "none"])
+@pytest.mark.parametrize("bits", range(3, 9))
+def test_the_largest_value_of_every_layout(bits: int, specials: str) -> None:
+    """Where the one exponent bit marks inf and NaN, subnormals alone are finite."""
+    for exponent_bits in range(1, bits - 1):
+        for bias in {0, (1 << exponent_bits - 1) - 1}:
+            widths = (bits, exponent_bits, bits - 1 - exponent_bits, bias)
+            name = "x".join(["x", *map(str, widths), specials])
+            own = register_element(Element(name, *widths, specials))
+            largest = max(finite_values(own))
+            assert own.max == largest
+            assert 2.0**own.emax <= largest < 2.0 ** (own.emax + 1)
+            x = torch.tensor([[1.0, -0.6, 0.3, -1.0, 0.0]])
+            for rule, scale in (("amax", "fp32"), ("rceil", "e8m0")):
+                t = hybridq.quantize(x, Format(own, (1, 5), element(scale), rule, "own"))
+                unit = (t.dequantize() / t.rowwise.scale).abs().flatten().tolist()
+                if rule == "amax":  # each value is near one of the layout
+                    gaps = [min(abs(one - value) for value in finite_values(own)) for one in unit]
+                    assert max(gaps) <= 2.0**-22 * largest
+                    assert unit[0] == pytest.approx(largest, rel=2.0**-22)
+                assert t.dequantize().isfinite().all()

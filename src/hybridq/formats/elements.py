@@ -113,6 +113,8 @@ class Element:
         mantissa = (1 << self.mantissa_bits) - 1
         if self.specials == "fn" and self.mantissa_bits:
             mantissa -= 1  # the all-ones code is NaN
+        if self.mantissa_bits and self.emax < self.emin:  # specials take all codes but subnormals
+            return float(2.0**self.emin * mantissa / (1 << self.mantissa_bits))
         return float(2.0**self.emax * (1.0 + mantissa / (1 << self.mantissa_bits)))
 
     @property
