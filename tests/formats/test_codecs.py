@@ -221,6 +221,65 @@ def test_what_does_not_fit_is_said_by_name(int8: Format) -> None:
         grouped(x, [2, 2])
 
 
+def replaced(**methods) -> Codec:
+    """A codec with a mistake in one method."""
+    return type("Mistaken", (Int8Rows,), methods)()
+
+
+@pytest.mark.parametrize(
+    ("methods", "kind", "text"),
+    [
+        ({"encode": lambda _, m: None}, TypeError, "encode: must return a list of tensors, got N"),
+        ({"encode": lambda _, m: m}, TypeError, "encode: must return a list of tensors, got Te"),
+        (
+            {"encode": lambda _, m: [1.0]},
+            TypeError,
+            r"encode: must return a list of tensors, got \['fl",
+        ),
+        (
+            {"buffers": lambda _, rows, cols: [((rows, cols), torch.int8)] * (1 + (rows > 2))},
+            hybridq.SpecError,
+            r"buffers: must be as many for every size, got 2 of \[4, 8\] and 1 before",
+        ),
+        ({"decode": lambda *_: None}, TypeError, r"decode: must return a tensor \[4, 8\], got N"),
+        ({"product": lambda *_: "y"}, TypeError, r"product: must return a tensor \[4, 2\], got s"),
+        (
+            {"encode": lambda self, m: Int8Rows.encode(self, m.mul_(2))},
+            RuntimeError,
+            "encode: must not write into its arguments",
+        ),
+        (
+            {"decode": lambda _, b, rows, cols: b[1].mul_(2).expand(rows, cols)},
+            RuntimeError,
+            "decode: must not write into its arguments",
+        ),
+        (
+            {"product": lambda _, a, b: a.buffers[1].mul_(2) @ b.buffers[1].t()},
+            RuntimeError,
+            "product: must not write into its arguments",
+        ),
+    ],
+)
+def test_mistakes_in_a_method_are_said_by_its_name(methods, kind, text, registries) -> None:
+    x = torch.randn(4, 8)
+    # What is known of a format is known by its name, for the life of the process.
+    own = register_codec(f"mistaken_{len(text)}_{next(iter(methods))}", replaced(**methods))
+    with pytest.raises(kind, match=f"Mistaken.{text}"):
+        t = hybridq.quantize(x, own)
+        if "product" in methods:
+            hybridq.gemm(t, hybridq.quantize(torch.randn(2, 8), own))
+        t.dequantize()
+
+
+def test_a_codec_without_a_method_is_refused(registries) -> None:
+    whole = {name: getattr(Int8Rows, name) for name in ("encode", "decode")}
+    for name in whole:
+        half = type("Half", (Codec,), {key: one for key, one in whole.items() if key != name})()
+        with pytest.raises(hybridq.SpecError, match=f"register_codec: Half must have {name}"):
+            register_codec("half", half)
+        assert "half" not in hybridq.formats.names()
+
+
 def test_a_format_that_is_not_listed_has_no_name() -> None:
     own = register_codec("hidden", Int8Rows(), is_listed=False)
     assert "hidden" not in hybridq.formats.names()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -68,7 +69,9 @@ class Codec:
         known: Any = self.__dict__.setdefault("_sizes", {})
         if size not in known:
             with without_modes(), torch.no_grad():
-                made = self.encode(torch.ones(size, dtype=torch.float32, device="cpu"))
+                made = made_tensors(
+                    self, "encode", self.encode(torch.ones(size, dtype=torch.float32, device="cpu"))
+                )
             known[size] = [(tuple(one.shape), one.dtype) for one in made]
         return known[size]
 
@@ -99,6 +102,66 @@ class Codec:
     #: accumulation, or None where it has no way of its own for these two. A class that has none
     #: has its planes decoded, and multiplied exactly.
     product: Any = None
+
+
+def made_tensors(codec: Codec, method: str, made: object) -> list[torch.Tensor]:
+    """Return what `encode` made as a list.
+
+    Args:
+        codec, method: whose result it is.
+        made: it.
+
+    Raises:
+        TypeError: it is no list or tuple of tensors.
+    """
+    if isinstance(made, list | tuple) and all(isinstance(one, torch.Tensor) for one in made):
+        return list(made)
+    got = [type(one).__name__ for one in made] if isinstance(made, list | tuple) else ""
+    raise TypeError(
+        f"{type(codec).__name__}.{method}: must return a list of tensors, got "
+        f"{got or type(made).__name__}"
+    )
+
+
+def checked_matrix(codec: Codec, method: str, made: object, rows: int, cols: int) -> torch.Tensor:
+    """Return what `decode` or `product` made, held to the rule.
+
+    Args:
+        codec, method: whose result it is.
+        made: it.
+        rows, cols: of the matrix that it must be.
+
+    Raises:
+        TypeError: it is no tensor.
+        ValueError: it has another shape.
+    """
+    where = f"{type(codec).__name__}.{method}: must return"
+    if not isinstance(made, torch.Tensor):
+        raise TypeError(f"{where} a tensor [{rows}, {cols}], got {type(made).__name__}")
+    if tuple(made.shape) != (rows, cols):
+        raise ValueError(f"{where} [{rows}, {cols}], got {list(made.shape)}")
+    return made
+
+
+@contextmanager
+def unwritten(codec: Codec, method: str, given: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Raise where a codec writes into what it is given: that is the caller's own memory.
+
+    Args:
+        codec, method: who is given it.
+        given: the tensors; of those of inference mode no write is seen.
+
+    Raises:
+        RuntimeError: one was written.
+    """
+    before = [None if one.is_inference() else one._version for one in given]
+    yield
+    after = [None if one.is_inference() else one._version for one in given]
+    if before != after:
+        raise RuntimeError(
+            f"{type(codec).__name__}.{method}: must not write into its arguments, which are the "
+            "caller's; take a copy first, x.clone()"
+        )
 
 
 class Held:
@@ -134,7 +197,8 @@ def name_codec(name: str, codec: Codec, is_kept: bool = True) -> None:
         is_kept: whether for the life of the process, or of the codec.
 
     Raises:
-        SpecError: the name is another codec's, or is none that strings can hold.
+        SpecError: the name is another codec's, or is none that strings can hold; the codec lacks
+            a method.
     """
     if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9_.-]+", name):
         raise SpecError(
@@ -142,6 +206,12 @@ def name_codec(name: str, codec: Codec, is_kept: bool = True) -> None:
         )
     if not isinstance(codec, Codec):
         raise SpecError(f"register_codec: takes a Codec, got {type(codec).__name__}")
+    for method in ("encode", "decode"):
+        if getattr(type(codec), method) is getattr(Codec, method):
+            raise SpecError(
+                f"register_codec: {type(codec).__name__} must have {method}, which makes or reads "
+                "its codes"
+            )
     other = _codecs.get(name, _passing.get(name))
     if other is not None and other is not codec:
         raise SpecError(f"register_codec: the name {name!r} is taken")
@@ -180,12 +250,19 @@ def checked_sizes(codec: Codec, rows: int, cols: int) -> list[tuple[tuple[int, .
         rows, cols: of the matrix.
 
     Raises:
-        SpecError: there is no buffer, or more than three, or one is no shape and dtype.
+        SpecError: there is no buffer, or more than three, or one is no shape and dtype; or other
+            sizes have another number of them.
     """
     found = [(tuple(shape), dtype) for shape, dtype in codec.buffers(rows, cols)]
     if not 1 <= len(found) <= _MOST or not all(isinstance(one[1], torch.dtype) for one in found):
         raise SpecError(
             f"{type(codec).__name__}.buffers: must be one to {_MOST} of shape and dtype, got "
             f"{found}"
+        )
+    number = codec.__dict__.setdefault("_number", len(found))
+    if number != len(found):
+        raise SpecError(
+            f"{type(codec).__name__}.buffers: must be as many for every size, got {len(found)} of "
+            f"[{rows}, {cols}] and {number} before"
         )
     return found

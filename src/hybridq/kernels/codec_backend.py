@@ -6,6 +6,7 @@ import torch
 
 from .. import reference
 from ..formats import CodedMatrix, PlaneSpec, codec_of
+from ..formats.codec import checked_matrix, unwritten
 from .choice import Backend, EncodeRequest, GemmArgs, Operand, OpQuery, operation, register_backend
 from .inputs import without_autocast
 
@@ -49,12 +50,10 @@ def _gemm(a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
         made = None
         for own in (left, right) if a.rows * b.rows * a.cols else ():
             if made is None and own.codec is not None and own.codec.product is not None:
-                made = own.codec.product(left, right)
-                if made is not None and tuple(made.shape) != (a.rows, b.rows):
-                    raise ValueError(
-                        f"{type(own.codec).__name__}.product: must return [{a.rows}, {b.rows}], "
-                        f"got {list(made.shape)}"
-                    )
+                with unwritten(own.codec, "product", [*left.buffers, *right.buffers]):
+                    made = own.codec.product(left, right)
+                if made is not None:
+                    made = checked_matrix(own.codec, "product", made, a.rows, b.rows)
         if made is None:  # none of them has a way for these two
             made = left.values() @ right.values().t()
         made = made.to(torch.float32)
