@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from ...errors import suggestion
+import torch
+
+from ...errors import names_in, suggestion
 from ...formats import PlaneSpec
 from ..inputs import Chip
 from .query import OpQuery
+from .results import with_checked_results
 
 __all__ = ["OPERATIONS", "Backend", "BackendAnswer", "DeviceSupport"]
 
@@ -104,7 +107,8 @@ class Backend:
         name: what `hybridq.backend(name)` takes.
         supports: returns None or the reason why it cannot run a query; asked only about operations
             that it has a function for, on devices that it runs on.
-        ops: operation (a name in `OPERATIONS`) to function.
+        ops: operation (a name in `OPERATIONS`) to function. Of a backend that is not hybridq's what
+            `encode`, `decode`, `amax` and `gemm` return is held to shape and dtype in each call.
         devices: what its functions run on.
         op_devices: the same of operations that run on other devices than the rest.
         leaves: returns None or why it leaves a query that it can run to the backends after it; not
@@ -152,7 +156,9 @@ class Backend:
         load_error: why it could not be had of its package; "" if it could.
 
     Raises:
-        ValueError: `ops` has a name that no operation has.
+        TypeError: an argument is of another kind.
+        ValueError: `ops`, `op_devices` or `op_priorities` has a name that no operation has, or
+            torch knows no such device.
     """
 
     name: str
@@ -188,12 +194,29 @@ class Backend:
     load_error: str = ""
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.ops) - set(OPERATIONS))
-        if unknown:
-            raise ValueError(
-                f"Backend: ops must be among {', '.join(OPERATIONS)}, got {', '.join(unknown)}"
-                f"{suggestion(unknown[0], OPERATIONS)}"
-            )
+        if not isinstance(self.name, str) or not self.name:
+            raise TypeError(f"Backend: name must be a text, got {self.name!r}")
+        _check_callable("supports", self.supports)
+        for field_name in ("ops", "op_devices", "op_priorities"):
+            given = getattr(self, field_name)
+            if not isinstance(given, Mapping):
+                raise TypeError(
+                    f"Backend: {field_name} must be by operation, got {type(given).__name__}"
+                )
+            unknown = sorted(map(str, set(given) - set(OPERATIONS)))
+            if unknown:
+                raise ValueError(
+                    f"Backend: {field_name} must be among {', '.join(OPERATIONS)}, got "
+                    f"{', '.join(unknown)}{suggestion(unknown[0], OPERATIONS)}"
+                )
+        for op, function in self.ops.items():
+            _check_callable(f"the function for {op}", function)
+        for priority in (self.priority, *self.op_priorities.values()):
+            if isinstance(priority, bool) or not isinstance(priority, int | float):
+                raise TypeError(f"Backend: a priority must be a number, got {priority!r}")
+        for devices in (self.devices, *self.op_devices.values()):
+            _check_devices(devices)
+        object.__setattr__(self, "ops", with_checked_results(self.name, self.supports, self.ops))
 
     def place(self, op: str = "") -> tuple[bool, int, str]:
         """Return by what backends are sorted when they are asked for an operation."""
@@ -214,10 +237,36 @@ class Backend:
         reason = own.reason(query.device, query.chip)
         if reason is not None:
             return BackendAnswer(self, reason, "" if own.takes(query.device) else "device")
-        reason = self.supports(query)
+        reason = self._said("supports", self.supports(query))
         if reason is None and self.leaves is not None and not is_forced:
-            reason = self.leaves(query)
+            reason = self._said("leaves", self.leaves(query))
         return BackendAnswer(self, reason)
+
+    def _said(self, what: str, reason: object) -> str | None:
+        """Return what a function said: a bool would be taken for a reason."""
+        if reason is None or (isinstance(reason, str) and reason):
+            return reason
+        raise TypeError(
+            f"backend {self.name!r}: {what} must return None or the reason why not, got {reason!r}"
+        )
+
+
+def _check_callable(what: str, given: object) -> None:
+    if not callable(given):
+        raise TypeError(f"Backend: {what} must be callable, got {given!r}")
+
+
+def _check_devices(given: object) -> None:
+    """Raise unless devices are a DeviceSupport of kinds that torch knows."""
+    if not isinstance(given, DeviceSupport):
+        raise TypeError(f"Backend: devices must be a DeviceSupport, got {given!r}")
+    for kind in names_in("DeviceSupport: kinds", given.kinds):
+        try:
+            torch.device(kind)
+        except RuntimeError as error:
+            raise ValueError(
+                f"DeviceSupport: kinds must be types of torch's devices, as 'cpu', got {kind!r}"
+            ) from error
 
 
 @dataclass(frozen=True)

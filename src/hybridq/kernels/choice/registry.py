@@ -87,7 +87,16 @@ def forget_choices() -> None:
 
 
 def register_backend(backend: Backend) -> Backend:
-    """Add `backend`, in the place of one that has its name."""
+    """Add `backend`, in the place of one that has its name.
+
+    Args:
+        backend: any.
+
+    Raises:
+        TypeError: it is no Backend.
+    """
+    if not isinstance(backend, Backend):
+        raise TypeError(f"register_backend: takes a Backend, got {type(backend).__name__}")
     _backends[backend.name] = backend
     forget_choices()
     return backend
