@@ -53,6 +53,18 @@ def test_it_exports_and_says_what_it_did(source, tmp_path):
         (("--layout", "modelopt", "--format", "fp8_tensor"), 1, "needs a calibration"),
         (("--layout", "bf16", "--format", "mxfp4"), 1, "takes no other choice"),
         (("--layout", "bf16"), 1, "holds nothing quantized"),
+        (("--layout", "modelopt", "--recipe", "nope"), 2, "recipe: must be one of"),
+        (("--layout", "modelopt", "--recipe", "/nope.toml"), 2, "must be a file that can be read"),
+        (
+            ("--layout", "modelopt", "--format", "nvfp4", "--from", "compressed-tensors"),
+            1,
+            "no weight in the layout compressed-tensors",
+        ),
+        (
+            ("--layout", "modelopt", "--format", "nvfp4", "--from", "hybridq"),
+            1,
+            "no weight in the layout hybridq",
+        ),
         (("--layout", "modelopt", "--format", "nvfp4", "--memory", "1"), 2, "memory must be"),
     ],
 )

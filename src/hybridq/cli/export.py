@@ -13,6 +13,7 @@ from ..layouts import get
 from ..layouts import names as layout_names
 from ..ptq import ConvertOptions, export
 from ..ptq.plain import PLAIN_LAYOUTS
+from ..recipes import get as recipe_of
 from ..recipes import names as recipe_names
 from .checkpoints import (
     USAGE,
@@ -97,6 +98,8 @@ def export_command(
     try:
         if layout not in _LAYOUTS:
             raise SpecError(f"layout: {must_be_one_of(_LAYOUTS, layout)}")
+        if recipe is not None:
+            recipe_of(recipe)
         options = ConvertOptions(parse_size(memory), errors, strict, overwrite)
         check_report(report, source)
     except (SpecError, ValueError) as error:

@@ -132,9 +132,10 @@ def find(source: Source, layout: Layout | None = None) -> Found:
         layout: that it has; None: what its configuration and its tensors' names say.
 
     Raises:
-        CheckpointError: it is quantized in a way that no layout reads, or damaged.
+        CheckpointError: it is quantized in a way that no layout reads, has nothing in the layout
+            that is given, or is damaged.
     """
-    config = source.config
+    config, is_told = source.config, layout is not None
     entries: dict[str, tuple[Shard, Entry]] = {}
     infos: dict[str, TensorInfo] = {}
     for shard in source.shards:
@@ -154,6 +155,8 @@ def find(source: Source, layout: Layout | None = None) -> Found:
     elif layout is None and (says_quantized(config) or _has_codes(source)):
         layout = detect(config, infos, hf_quant_config(source))
     if layout is None or (layout is HYBRIDQ and not records):
+        if is_told and layout is not None:
+            raise _nothing_in(source, layout)
         has_conv1d = _has_conv1d(config, entries, {})
         return Found(source, config, None, {}, frozenset(), {}, has_conv1d)
     scalars: dict[str, tuple[Shard, Entry]] = {}
@@ -165,6 +168,8 @@ def find(source: Source, layout: Layout | None = None) -> Found:
         made = [_of_record(one, entries, source, has_conv1d) for one in records.values()]
     else:
         found = layout.find(infos).values()
+        if is_told and not found:
+            raise _nothing_in(source, layout)
         parts = {one.name for stored in found for one in stored.tensors}
         plain = {name: place for name, place in entries.items() if name not in parts}
         has_conv1d = _has_conv1d(config, plain, {stored.name: stored.shape for stored in found})
@@ -174,6 +179,13 @@ def find(source: Source, layout: Layout | None = None) -> Found:
     weights = {one.view.buffers["data"].entry.name: one for one in made}
     every = frozenset(parts | set(scalars))
     return Found(source, config, layout, weights, every, scalars, has_conv1d)
+
+
+def _nothing_in(source: Source, layout: Layout) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint: {source.path} holds no weight in the layout {layout.name}, which it was said "
+        "to have; leave that out"
+    )
 
 
 def _has_conv1d(
