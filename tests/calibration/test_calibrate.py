@@ -283,3 +283,21 @@ def test_weights_that_are_not_in_memory_are_named() -> None:
     net.down.to("meta")
     with pytest.raises(ValueError, match="weights must be in memory, got down on the meta device"):
         hybridq.calibrate(net, lambda one: one.up(torch.ones(1, 16)))
+
+
+def test_a_place_where_no_file_can_be_is_said_before_anything_runs(tmp_path) -> None:
+    """`advise` too: it was found out when all had run, and the result was lost."""
+    ran = []
+    net = hybridq.convert(torch.nn.Sequential(torch.nn.Linear(16, 16)))
+    net.register_forward_hook(lambda *_: ran.append(1))
+    for bad, kind, text in (
+        (tmp_path, IsADirectoryError, "must be a file, got the folder"),
+        (tmp_path / "none" / "a", FileNotFoundError, "must be in a folder that is there, got"),
+    ):
+        with pytest.raises(kind, match=f"calibrate: path {text}"):
+            hybridq.calibrate(net, [torch.ones(2, 16)], path=bad)
+        with pytest.raises(kind, match=f"advise: path {text}"):
+            hybridq.advise(net, torch.ones(2, 16), loss=lambda y: y.sum(), path=bad)
+    assert not ran
+    with pytest.raises(ValueError, match=r"calibrate: slots must name one of input, .* got none"):
+        hybridq.calibrate(net, [torch.ones(2, 16)], slots=())

@@ -16,6 +16,7 @@ from ..recipes import Recipe, bind, get
 from .batches import Data, run, unwrapped
 from .caches import attentions, watch_caches
 from .calibration import Calibration
+from .file import check_target
 from .named import observer_of
 from .observers import Max, Observer
 from .products import Product, fused_products, products, unobserved
@@ -88,6 +89,7 @@ def calibrate(
             not finite.
         RuntimeError: another rank failed, or is gone; nothing was written.
         CheckpointError: the file of `resume` cannot be read.
+        OSError: `path` is no place for a file; said before anything runs.
 
     Example:
         >>> import torch, hybridq
@@ -106,6 +108,8 @@ def calibrate(
     ranks = ranks_of(group)
     with ranks.step():
         before = Calibration.load(resume) if isinstance(resume, str | os.PathLike) else resume
+        if path is not None and ranks.writes:
+            check_target("calibrate", path)  # before hours of work
         of = _products(model, filter_fn, also, least_width)
         _check_data(data, observers)
         planes = {} if recipe is None else _planes(of, get(recipe))
@@ -154,6 +158,8 @@ def _observers(given: Any, slots: Iterable[str] | None) -> dict[str, Observer]:
     if isinstance(slots, str):
         raise TypeError(f"calibrate: slots must be a collection of names, got {slots!r}")
     wanted = tuple(slots)
+    if not wanted:
+        raise ValueError(f"calibrate: slots must name one of {', '.join(_SLOTS)}, got none")
     by_slot = given if isinstance(given, Mapping) else {"input": given, "output": given}
     for slot in (*wanted, *by_slot):
         if slot not in _SLOTS:

@@ -21,7 +21,7 @@ import torch
 from ..errors import CheckpointError
 from .calibration import SLOTS, Calibration
 
-__all__ = ["is_calibration", "load", "names_digest", "save"]
+__all__ = ["check_target", "is_calibration", "load", "names_digest", "save"]
 
 #: The one key of the metadata: several are written in any order.
 _KEY: Final = "hybridq_calibration"
@@ -91,6 +91,25 @@ def save(calibration: Calibration, path: str | os.PathLike[str]) -> None:
         with suppress(OSError):
             os.unlink(name)
         raise
+
+
+def check_target(where: str, path: str | os.PathLike[str]) -> None:
+    """Raise where no file can be written.
+
+    Args:
+        where: who asks, for the error.
+        path: of the file.
+
+    Raises:
+        OSError: the path is a folder, or its folder is not there or takes no files.
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise IsADirectoryError(f"{where}: path must be a file, got the folder {target}")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{where}: path must be in a folder that is there, got {target}")
+    if not os.access(target.parent, os.W_OK):
+        raise PermissionError(f"{where}: path must be in a folder that takes files, got {target}")
 
 
 def is_calibration(path: str | os.PathLike[str]) -> bool:

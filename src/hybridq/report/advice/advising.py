@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...calibration.batches import unwrapped
+from ...calibration.file import check_target
 from ...errors import must_be_one_of
 from ...estimate.chips import chip_rates
 from ...recipes import Recipe, get
@@ -78,6 +79,7 @@ def advise(
     Raises:
         TypeError: `model` is no module, or data are of another kind.
         ValueError: an argument has no such value, modules have no names, or there is no loss.
+        OSError: `path` is no place for a file; said before anything runs.
 
     Source: ours; the limit of gradients: arXiv:2505.19115.
 
@@ -104,7 +106,13 @@ def advise(
     model = unwrapped(model)
     run = Run("advise", model, data, loss)
     all_ranks = together("advise", group)
-    found = all_ranks.added(all_ranks.run(lambda: measured(run, get(PLAIN), Wanted(dict(known)))))
+
+    def first() -> Found:
+        if path is not None and all_ranks.ranks.writes:
+            check_target("advise", path)  # before hours of work
+        return measured(run, get(PLAIN), Wanted(dict(known)))
+
+    found = all_ranks.added(all_ranks.run(first))
     if found.loss is None:
         raise ValueError("advise: the run must have a loss, to compare, got none")
     if not math.isfinite(found.loss) or found.first_bad is not None:
