@@ -71,7 +71,6 @@ class Base:
             self.step_group(group)
         return loss
 
-    # Quantizers end graphs, and of what is between the graphs dynamo loses masters.
     # Quantizers end graphs, and of what lies between two graphs dynamo loses masters.
     @torch.compiler.disable(reason="a step of hybridq.optim with quantized parameters runs eagerly")
     def _step_past_graphs(self, closure: Callable[[], float] | None) -> float | None:
