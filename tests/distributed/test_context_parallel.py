@@ -11,7 +11,7 @@ PROGRAM = "context_program.py"
 
 
 def test_two_ranks_in_a_ring_are_one_process(tmp_path) -> None:
-    names = ("modules", "torch_modules", "recipes", "hybrid", "faults")
+    names = ("modules", "torch_modules", "buffers", "recipes", "hybrid", "faults")
     run(2, tmp_path / "store", *names, program=PROGRAM)
 
 

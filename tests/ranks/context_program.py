@@ -191,6 +191,35 @@ def torch_modules() -> None:
     attention(x, x, x)  # and weights are given as before
 
 
+def buffers() -> None:
+    """Buffers that lie in one tensor, which stays as it was: views, expanded rows, columns."""
+    world = dist.get_world_size()
+    mesh, length = dist.init_device_mesh("cpu", (world,)), 4 * world
+    tokens = torch.arange(2 * (length + 1)).view(2, length + 1)
+    row, wide = torch.arange(length), torch.arange(2 * length * 3).view(2, length, 3)
+    bases = [tokens, row, wide]
+    given = [tokens[:, :-1], tokens[:, 1:], row[None].expand(2, length), wide[..., 1]]
+    given.append(given[0].detach())
+    stays = tokens[:, :-1].clone()[:, 1:]  # a view that stays cut
+    wanted, kept = [one.clone() for one in given], [one.clone() for one in bases]
+    own = places(length, True)
+    for _ in range(2):
+        with context_parallel(mesh, buffers=given, buffer_seq_dims=[1] * len(given)):
+            for one, want in zip(given, wanted, strict=True):
+                part = want.index_select(1, own)
+                assert torch.equal(one, part), (one, part)
+        for one, want in zip([*given, *bases], [*wanted, *kept], strict=True):
+            assert torch.equal(one, want), (one, want)
+    given[0][0, 1] = 77
+    assert tokens[0, 1] == 77  # views as before
+    even = stays[:, : 2 * world * ((length - 1) // (2 * world))]
+    options = {"buffers": [even], "buffer_seq_dims": [1], "no_restore_buffers": {even}}
+    size = even.shape[1] // world
+    with context_parallel(mesh, **options):
+        pass
+    assert even.shape == (2, size) and stays.shape == (2, length - 1)
+
+
 def masks() -> None:
     """Windows and masks of the whole sequences: the keys of all ranks are gathered."""
     torch.manual_seed(4)

@@ -55,7 +55,8 @@ def context_parallel(
             must be given, with `sdpa` attention: it is kept from making masks of a part, and must
             be called with `position_ids` of `buffers`, and without labels.
         buffers: tensors with the whole sequences, which the block has the parts of: tokens, shifted
-            labels, positions, rotary angles. All equally long, no parameters.
+            labels, positions, rotary angles. All equally long, no parameters; views of others
+            have memory of their own in the block.
         buffer_seq_dims: of each the dimension of its tokens.
         no_restore_buffers: those of them that stay cut.
         load_balance: this rank has the r-th part from the start and the r-th from the end, of twice
@@ -114,6 +115,7 @@ def context_parallel(
         if model is not None:
             place = tokens.places(buffers[0].device)
             _enter_library(stack, model, place)
+        stack.enter_context(_apart(buffers, no_restore_buffers or set()))
         stack.enter_context(
             _ended(
                 of_torch(
@@ -143,6 +145,35 @@ def _problem(buffers: Sequence[torch.Tensor], dims: Sequence[int], world: int) -
     if lengths[0] % world:
         return f"the ranks must divide the length, got {lengths[0]} tokens on {world} ranks"
     return ""
+
+
+@contextmanager
+def _apart(buffers: Sequence[torch.Tensor], stay: set[torch.Tensor]) -> Iterator[None]:
+    """Give buffers memory of their own in the block, where it is not: torch resizes them in place.
+
+    Tokens and labels are often two views of one batch, and positions one row for all sequences.
+
+    Args:
+        buffers: as `context_parallel` takes them.
+        stay: those that stay cut behind the block, and so do not get back what they had.
+    """
+    users: dict[int, set[int]] = {}
+    for one in buffers:
+        users.setdefault(one.untyped_storage()._cdata, set()).add(id(one))
+    before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for one in buffers:
+        storage = one.untyped_storage()
+        is_whole = one.is_contiguous() and one.numel() * one.element_size() == storage.nbytes()
+        if not is_whole or len(users[storage._cdata]) > 1:
+            before.setdefault(id(one), (one, one.detach()))
+    for one, whole in before.values():
+        one.data = whole.clone(memory_format=torch.contiguous_format)
+    try:
+        yield
+    finally:
+        for one, whole in before.values():
+            if not any(one is other for other in stay):
+                one.data = whole
 
 
 @contextmanager
