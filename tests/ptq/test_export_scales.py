@@ -182,3 +182,37 @@ def test_experts_by_the_names_of_their_stacks(tmp_path):
         stack = found.amax("model.layers.0.mlp.experts.gate_up_proj", "input")
         own = scales["model.layers.0.block_sparse_moe.experts.2.w3.input_scale"]
         assert torch.equal(own, stack.reshape(()) / 2688)
+
+
+def test_what_of_a_calibration_is_not_written_is_said(tmp_path):
+    """Attentions that it has not seen, and formats whose inputs have no static scale."""
+    torch.manual_seed(6)
+    layers = (LAYER, "model.layers.1")
+    tensors = {f"{one}.{n}.weight": torch.randn(64, 128) for one in layers for n in LINEARS}
+    source = write_sharded(tmp_path / "in", [tensors])
+    (source / "config.json").write_text('{"model_type": "none"}')
+    own = calibrated(**{f"{layers[1]}.{name}": 2.0 for name in LINEARS})
+    given = {"calibration": own, "format": "nvfp4", "layout": "modelopt"}
+    notes = run(source, tmp_path / "kv", kv_cache="fp8", **given)
+    (text,) = [one for one in notes.warnings if "keys and values" in one]
+    assert f"of 1 attentions ({layers[1]}.self_attn, ...)" in text
+    assert not any("has no effect" in one for one in notes.warnings)
+    scaled = [name for name in stored(tmp_path / "kv") if name.endswith(("k_scale", "v_scale"))]
+    assert len(scaled) == 2 and all(LAYER in name for name in scaled)
+
+    mixed = hybridq.recipes.ByName([("*.up_proj", "mxfp8")], default="nvfp4_1d_weight")
+    for number, options in enumerate(
+        (
+            {"layout": "modelopt", "format": "mxfp8"},
+            {"layout": "fine-grained-fp8", "format": "fp8_block"},
+            {"layout": "compressed-tensors", "recipe": mixed},  # NVFP4 alone would have them
+        )
+    ):
+        notes = run(source, tmp_path / str(number), calibration=own, **options)
+        (text,) = [one for one in notes.warnings if "has no effect" in one]
+        assert f"{options['layout']} says no static scales" in text
+    with pytest.raises(hybridq.SpecError, match="fine-grained-fp8 has no names for scales of KV"):
+        run(source, tmp_path / "f", kv_cache="fp8", calibration=own, **options | FINE)
+
+
+FINE = {"layout": "fine-grained-fp8", "recipe": None, "format": "mxfp8"}

@@ -93,6 +93,12 @@ class ExportScheme(CheckpointScheme):
         self._survey()
         schemes = self._schemes.values()
         self._inputs = scales.way(self._layout, schemes, self._has_scales)
+        if scales.is_calibrated and self._inputs != "static" and kv_cache is None:
+            names = " and ".join(dict.fromkeys(scheme.name for scheme in schemes))
+            self.notes.append(
+                f"the calibration has no effect: {self._layout.name} says no static scales of "
+                f"inputs with {names}"
+            )
 
     # ---- what becomes of the weights
 

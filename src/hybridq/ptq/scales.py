@@ -48,6 +48,11 @@ class Scales:
         self._in_model = in_model
         self.notes: list[str] = []
 
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether a calibration was given."""
+        return self._calibration is not None
+
     def digest(self) -> str:
         """Return what tells one calibration from another."""
         digest = hashlib.sha256()
@@ -160,16 +165,27 @@ class Scales:
         """
         if kind is None:
             return self._carried(layout)
+        if not layout.kv:
+            raise SpecError(
+                f"export: {layout.name} has no names for scales of KV caches, got kv_cache={kind!r}"
+            )
         if kind not in layout.kv:
-            known = tuple(layout.kv) or ("None",)
-            raise SpecError(f"export: kv_cache of {layout.name} {must_be_one_of(known, kind)}")
+            raise SpecError(f"export: kv_cache of {layout.name} {must_be_one_of(layout.kv, kind)}")
         made: dict[str, dict[str, torch.Tensor]] = {}
+        missed: dict[str, None] = {}
         for attention, file in attentions.items():
             for part in layout.kv[kind]:
                 amax = self._of_calibration(attention, part.slot)
                 if amax is not None:
                     name = part.name.format(attention=attention)
                     made.setdefault(file, {})[name] = part.write(amax)
+                else:
+                    missed[attention] = None
+        if made and missed:
+            self.notes.append(
+                f"the calibration has no amaxes of keys and values of {len(missed)} attentions "
+                f"({next(iter(missed))}, ...), so that readers take another scale there"
+            )
         if self._calibration is None:
             own, carried = self._carried(layout)
             made = carried if own == kind else {}
