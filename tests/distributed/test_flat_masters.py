@@ -62,7 +62,7 @@ def test_codes_in_flat_buffers(bits: int) -> None:
 
 
 def test_what_a_flat_buffer_refuses() -> None:
-    weight = hybridq.quantize(torch.ones(4, 8), "mxfp8")
+    weight, like = (hybridq.quantize(torch.ones(4, 8), "mxfp8") for _ in range(2))
     other = hybridq.quantize(torch.ones(4, 8), "nvfp4")
     random = hybridq.NVFP4Quantizer(with_2d_quantization=False, stochastic_rounding=True)
     for error, text, call in (
@@ -71,7 +71,8 @@ def test_what_a_flat_buffer_refuses() -> None:
         (ValueError, "got 1 parameters and 2 offsets", ([weight], [0, 1])),
         (ValueError, "not negative", ([weight], [-1])),
         (ValueError, "numel must be at least 34", ([weight], [2], 33)),
-        (ValueError, "must not overlap, got 0 and 1", ([weight, weight], [0, 31])),
+        (ValueError, "must not overlap, got 0 and 1", ([weight, like], [0, 31])),
+        (ValueError, "must be given once, got .* number 0 and 1", ([weight, weight], [0, 32])),
         (ValueError, "got 8 bits in parameter 0 and 4 in 1", ([weight, other], [0, 32])),
         (
             ValueError,

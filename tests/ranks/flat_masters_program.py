@@ -215,6 +215,7 @@ def faults() -> None:
         (ValueError, "begin at an offset from 0 to", (params, masters, changed(starts, -2))),
         (ValueError, "a master and an offset", (params, masters[: 2 - (rank == 0)], starts)),
         (ValueError, "lies in none", (changed(params, later), masters, starts)),
+        (ValueError, "must be given once", (changed(params, params[1 - own]), masters, starts)),
         (ValueError, "got none of values", (params, changed(masters, None), starts)),
         (
             ValueError,

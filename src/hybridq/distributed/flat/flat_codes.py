@@ -17,7 +17,7 @@ from ...tensor import is_flat, is_quantized
 from .code_bytes import read_codes, write_codes
 from .flat_plane import FlatPlane
 
-__all__ = ["FlatCodes", "FlatParameter", "Pending", "flat_parameter"]
+__all__ = ["FlatCodes", "FlatParameter", "Pending", "check_once", "flat_parameter"]
 
 _WHERE: Final = "FlatCodes"
 
@@ -144,6 +144,25 @@ class FlatParameter:
         return [plane]
 
 
+def check_once(parameters: Sequence[Any], where: str) -> None:
+    """Raise where a parameter is given twice, as a tied one is: it has one place and one master.
+
+    Args:
+        parameters: any objects.
+        where: the function, for the error.
+
+    Raises:
+        ValueError: one is there twice.
+    """
+    first: dict[int, int] = {}
+    for number, one in enumerate(parameters):
+        if first.setdefault(id(one), number) != number:
+            raise ValueError(
+                f"{where}: each parameter must be given once, got the same one as number "
+                f"{first[id(one)]} and {number}; leave a tied one out"
+            )
+
+
 class FlatCodes:
     """Flat buffers of the codes of quantized parameters that lie one behind another.
 
@@ -165,8 +184,8 @@ class FlatCodes:
 
     Raises:
         TypeError: a parameter is not quantized.
-        ValueError: offsets do not fit, parameters overlap, their codes differ in width, or one is
-            rounded stochastically.
+        ValueError: offsets do not fit, parameters overlap or are given twice, their codes differ
+            in width, or one is rounded stochastically.
         PlaneError: a parameter has no quantizer.
 
     Source: ours; Megatron-LM's flat parameter buffers.
@@ -190,6 +209,7 @@ class FlatCodes:
             )
         if any(type(one) is not int or one < 0 for one in offsets):
             raise ValueError(f"{_WHERE}: offsets must be integers, not negative, got {offsets}")
+        check_once(parameters, _WHERE)
         pairs = enumerate(zip(parameters, offsets, strict=True))
         self.held = [FlatParameter(one, offset, i) for i, (one, offset) in pairs]
         ends = sorted((one.offset, one.offset + one.numel, one.number) for one in self.held)

@@ -18,7 +18,7 @@ from ...quantizers import group_amax
 from ...shards import reduce_maxima
 from ...tensor import is_quantized
 from .flat_agreement import Layout, agree
-from .flat_codes import FlatCodes, FlatParameter, Pending, flat_parameter
+from .flat_codes import FlatCodes, FlatParameter, Pending, check_once, flat_parameter
 from .flat_plane import FlatPlane
 
 __all__ = ["post_all_gather_processing", "quantize_master_weights"]
@@ -81,9 +81,9 @@ def quantize_master_weights(
 
     Raises:
         TypeError: a parameter is not quantized, or a master is no FP32 tensor.
-        ValueError: lengths, offsets or devices do not fit; parameters lie in no FlatCodes or differ
-            between ranks; a value has no master, or two; a byte of 4-bit codes lies on two ranks.
-            On every rank, whichever has the fault.
+        ValueError: lengths, offsets or devices do not fit; parameters lie in no FlatCodes, are
+            given twice or differ between ranks; a value has no master, or two; a byte of 4-bit
+            codes lies on two ranks. On every rank, whichever has the fault.
         RuntimeError: torch.distributed is not initialized.
 
     Source: Transformer Engine's function of this name; there masters are rounded to the parameter's
@@ -149,7 +149,8 @@ def post_all_gather_processing(params: Sequence[Any]) -> None:
             the same.
 
     Raises:
-        ValueError: a quantized parameter lies in no FlatCodes, or was not quantized since.
+        ValueError: a quantized parameter lies in no FlatCodes, was not quantized since, or is given
+            twice.
 
     Source: Transformer Engine's function of this name.
 
@@ -164,7 +165,9 @@ def post_all_gather_processing(params: Sequence[Any]) -> None:
 quantize_master_weights before, got parameter 0 of shape [32, 32]
     """
     where = "post_all_gather_processing"
-    found = [flat_parameter(one, where) for one in params if is_quantized(one)]
+    params = [one for one in params if is_quantized(one)]
+    check_once(params, where)
+    found = [flat_parameter(one, where) for one in params]
     for _, flat in found:
         if flat.pending is None:
             raise ValueError(
@@ -186,6 +189,7 @@ def _shares(params: Any, masters: Any, start_offsets: Any) -> list[_Share]:
             f"{_WHERE}: each parameter has a master and an offset, or None, got {len(params)} "
             f"parameters, {len(masters)} masters and {len(offsets)} offsets"
         )
+    check_once(params, _WHERE)
     triples = enumerate(zip(params, masters, offsets, strict=True))
     return [_share(number, *one) for number, one in triples]
 
