@@ -21,21 +21,38 @@ from .tensor_parallel import COLUMN, ROW, Parallel, is_dtensor
 __all__ = ["ParallelWeights", "SplitTogether"]
 
 
+class _Refusal:
+    """What raises where it is asked whether it is true, and not where it is looked up.
+
+    Others look at all attributes of a module: `inspect.getmembers`, `torch.jit`, debuggers.
+
+    Args:
+        error: that is raised.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __bool__(self) -> bool:
+        raise self._error
+
+
 class SplitTogether:
     """Part of modules whose weights torch's styles cannot deal out one by one."""
 
     @property
-    def _distribute_module_applied(self) -> bool:
+    def _distribute_module_applied(self) -> Any:
         """Whether torch has dealt the module out: what its `distribute_module` asks first of all.
 
-        Raises:
-            NotImplementedError: always: of weights that torch's styles replicate or cut the
-                module's own operations could make nothing.
+        As a truth value it raises NotImplementedError: of weights that torch's styles replicate or
+        cut the module's own operations could make nothing.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__}: its weights are split together, and torch's styles take one "
-            "at a time; take hybridq.distributed.FusedParallel(sequence_parallel=...) in the plan, "
-            "or make the module with tp_group="
+        return _Refusal(
+            NotImplementedError(
+                f"{type(self).__name__}: its weights are split together, and torch's styles take "
+                "one at a time; take hybridq.distributed.FusedParallel(sequence_parallel=...) in "
+                "the plan, or make the module with tp_group="
+            )
         )
 
     @_distribute_module_applied.setter
@@ -201,22 +218,22 @@ class ParallelWeights(Boundary):
         return share(parameter, first.group) if first.sequence_parallel else parameter
 
     @property
-    def _distribute_module_applied(self) -> bool:
+    def _distribute_module_applied(self) -> Any:
         """Whether torch has dealt the module out: what its `distribute_module` asks first of all.
 
-        Raises:
-            NotImplementedError: a weight is quantized: torch would send the memory of a tensor that
-                has none of its own, and the process would crash.
+        As a truth value it raises NotImplementedError where a weight is quantized: torch would send
+        the memory of a tensor that has none of its own, and the process would crash.
         """
         module: Any = self
         for name, parameter in module._parameters.items():
             if is_quantized(parameter):
-                raise module._error(
+                error = module._error(
                     NotImplementedError,
                     f"{name} is quantized, and torch's styles send values, got a "
                     f"{type(parameter).__name__}; take hybridq.distributed.ColwiseParallel or "
                     "RowwiseParallel, which cut planes, or quantize after parallelize_module",
                 )
+                return _Refusal(error)
         return bool(self.__dict__.get("_distribute_module_applied", False))
 
     @_distribute_module_applied.setter
