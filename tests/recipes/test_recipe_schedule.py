@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import warnings
 
 import pytest
 import torch
@@ -443,3 +444,15 @@ def test_a_thread_has_a_recipe_of_its_own():
         expected = layer(x)
     assert torch.equal(results[0], plain) and not torch.equal(before, plain)
     assert torch.equal(results[1], expected) and not torch.equal(before, expected)
+
+
+@pytest.mark.parametrize("starts", [(0, 10), (0, 5, 900), (0, 1.0)])
+def test_a_phase_that_never_runs_is_warned_of(starts) -> None:
+    phases = [(start, "mxfp8") for start in starts]
+    text = f"the phase from step {max(starts[-1], 10):.0f} on never runs in 10 steps"
+    with pytest.warns(hybridq.HybridQWarning, match=text):
+        RecipeSchedule(phases, total_steps=10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        RecipeSchedule([(0, "mxfp8"), (9, "nvfp4")], total_steps=10)
+        RecipeSchedule([(0, "mxfp8"), (900, "nvfp4")])

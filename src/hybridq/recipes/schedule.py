@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import bisect
 import math
+import warnings
 from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any, Final
 
+from ..errors import HybridQWarning
 from .named import call_text, get
 from .recipe import Recipe, RecipeSource
 
@@ -24,7 +26,8 @@ class RecipeSchedule(RecipeSource):
             which the recipe holds, a float between 0 and 1 the fraction of `total_steps` after
             which it does (0.9 of 1000: from step 900 on). A recipe is a Recipe or its name. Of two
             phases that come to start at the same step the later one holds.
-        total_steps: steps of the whole training; needed where a start is a fraction.
+        total_steps: steps of the whole training; needed where a start is a fraction. A phase that
+            starts at them or behind is warned of: it never runs.
 
     `schedule.at(step)` depends on nothing but the step. `hybridq.autocast(recipe=schedule)` takes
     the recipe of the steps counted so far, when its block is entered; `schedule.step()` counts one,
@@ -71,6 +74,13 @@ class RecipeSchedule(RecipeSource):
                     f"step {math.ceil(before)}"
                 )
         self._starts = tuple(math.ceil(start) for start in starts)
+        if total_steps is not None and self._starts[-1] >= total_steps:
+            late = next(start for start in self._starts if start >= total_steps)
+            warnings.warn(
+                f"RecipeSchedule: the phase from step {late} on never runs in {total_steps} steps",
+                HybridQWarning,
+                stacklevel=2,
+            )
         self._recipes = tuple(get(recipe) for _, recipe in pairs)
         self._seek(0)
 
