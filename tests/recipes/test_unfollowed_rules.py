@@ -77,6 +77,7 @@ def test_checkpoints(tmp_path) -> None:
 
 
 def test_loops_of_other_libraries() -> None:
+    pytest.importorskip("transformers")
     integrations = pytest.importorskip("hybridq.integrations.transformers")
     callback = integrations.HybridQCallback(TYPO)
     state = type("State", (), {"max_steps": 3, "global_step": 0, "stateful_callbacks": {}})()

@@ -20,7 +20,7 @@ from ..recipes import Recipe, install
 from ..reference import ACTIVATIONS
 from .exchange import ExpertExchange
 from .layout import ExpertsLayout
-from .permutation import Routes, permute, unpermute
+from .permutation import Routes, permute, rows_of, unpermute
 
 __all__ = ["Experts", "chosen", "convert_experts", "reason_against"]
 
@@ -251,7 +251,7 @@ def _routed(
         x = x * shares.flatten()[routes.order][:, None].to(x.dtype)
         shares = None
     if x is None:
-        y = _computed(module, recipe, own, routes.offsets, routes.rows)
+        y = _computed(module, recipe, own, routes.offsets, rows_of(routes))
     else:
         y = _shared(module, recipe, x, routes.offsets)
     if x is not None and layout.passes_others:

@@ -14,7 +14,7 @@ import torch
 from ..kernels.operators import StatedFunction
 from ..nn.autograd import TokenRows, take_rows
 
-__all__ = ["Routes", "permute", "unpermute"]
+__all__ = ["Routes", "permute", "rows_of", "unpermute"]
 
 
 class Routes(NamedTuple):
@@ -60,12 +60,17 @@ class Routes(NamedTuple):
     @property
     def tokens(self) -> torch.Tensor:
         """The token of each row, int64 `[T * k]`."""
-        return self.order // max(self.inverse.shape[1], 1)
+        return rows_of(self).tokens
 
     @property
     def rows(self) -> TokenRows:
         """What grouped products take that read the tokens where they are."""
-        return TokenRows(self.tokens, self.inverse)
+        return rows_of(self)
+
+
+def rows_of(routes: Routes) -> TokenRows:
+    """Return `routes.rows`: of a tuple made in a graph, torch 2.10's dynamo knows no property."""
+    return TokenRows(routes.order // max(routes.inverse.shape[1], 1), routes.inverse)
 
 
 def permute(hidden: torch.Tensor, routes: Routes) -> torch.Tensor:
@@ -77,7 +82,7 @@ def permute(hidden: torch.Tensor, routes: Routes) -> torch.Tensor:
         hidden: `[T, H]`.
         routes: of these tokens.
     """
-    return take_rows(hidden, routes.rows)
+    return take_rows(hidden, rows_of(routes))
 
 
 def unpermute(

@@ -48,9 +48,9 @@ def gather_pair(
         row, col: its planes, or none.
         plan: of the slot.
     """
-    is_plain_col = bool(col) and plan.col.is_plain
+    is_plain_col = len(col) > 0 and plan.col.is_plain  # torch 2.10's dynamo knows no bool(list)
     # What a rank has of the rowwise plane is all that a plain columnwise one takes.
-    follows = is_plain_col and bool(row) and (plan.saves_row or plan.row.is_plain)
+    follows = is_plain_col and len(row) > 0 and (plan.saves_row or plan.row.is_plain)
     own = [OwnPlane(row, plan.row, ROWWISE)] if row else []
     if is_plain_col and not follows:
         own.append(OwnPlane([col[0].t()], plan.col, ROWWISE))

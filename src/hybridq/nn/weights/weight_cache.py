@@ -79,7 +79,7 @@ class CachedWeight:
 
     def has(self, with_col: bool) -> bool:
         """Return whether the rowwise plane is there and, if it is wanted, the columnwise one."""
-        return bool(self.row) and (bool(self.col) or not with_col)
+        return len(self.row) > 0 and (len(self.col) > 0 or not with_col)
 
     def fill(self, row: Buffers, col: Buffers) -> None:
         """Keep these planes; a columnwise plane that is not wanted now stays what it was."""
