@@ -37,6 +37,7 @@ __all__ = [
     "leave_frame_alone",
     "neg_view",
     "no_torch_function",
+    "norm_each",
     "num_dispatch_modes",
     "num_function_modes",
     "part_of",
@@ -166,6 +167,8 @@ no_torch_function: Final = taken(
 )
 #: Copies many tensors by one call.
 copy_each: Final = taken("torch._foreach_copy_", "fill planes and histories at once")
+#: The norm of each of many tensors, by one call.
+norm_each: Final = taken("torch._foreach_norm", "clip gradients by their norm")
 zero_each: Final = taken("torch._foreach_zero_", "pad shards at once")
 tree_flatten: Final = taken("torch.utils._pytree.tree_flatten", "find tensors in arguments")
 tree_leaves: Final = taken("torch.utils._pytree.tree_leaves", "find tensors in arguments")

@@ -299,5 +299,5 @@ def test_a_place_where_no_file_can_be_is_said_before_anything_runs(tmp_path) -> 
         with pytest.raises(kind, match=f"advise: path {text}"):
             hybridq.advise(net, torch.ones(2, 16), loss=lambda y: y.sum(), path=bad)
     assert not ran
-    with pytest.raises(ValueError, match=r"calibrate: slots must name one of input, .* got none"):
+    with pytest.raises(ValueError, match=r"calibrate: slots must be some of input, .* got none"):
         hybridq.calibrate(net, [torch.ones(2, 16)], slots=())

@@ -25,6 +25,7 @@ ALLOWED = {
     "te/optimizers.py:FusedAdam.__init__": "Transformer Engine's arguments",
     "te/optimizers.py:FusedSGD.__init__": "Transformer Engine's arguments",
     "te/rope.py:apply_rotary_pos_emb": "Transformer Engine's arguments",
+    "te/router.py:fused_topk_with_score_function": "Transformer Engine's arguments",
 }
 
 

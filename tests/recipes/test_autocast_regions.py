@@ -52,13 +52,22 @@ def test_regions_of_tasks_that_overlap_raise_and_leave_nothing_behind(monkeypatc
     layer, x = hybridq.Linear(64, 32), torch.randn(4, 64)
     plain = layer(x)
 
-    async def ask(recipe: str) -> None:
-        with hybridq.autocast(recipe=recipe):
-            await asyncio.sleep(0.01)
-            layer(x)
-
     async def serve(*recipes: str) -> list[Any]:
-        return await asyncio.gather(*map(ask, recipes), return_exceptions=True)
+        inside: list[str] = []
+        all_inside, may_run = asyncio.Event(), asyncio.Event()
+
+        async def ask(recipe: str) -> None:
+            with hybridq.autocast(recipe=recipe):
+                inside.append(recipe)
+                if len(inside) == len(recipes):
+                    all_inside.set()
+                await may_run.wait()  # they wake in the order in which they came
+                layer(x)
+
+        tasks = [asyncio.ensure_future(ask(recipe)) for recipe in recipes]
+        await all_inside.wait()
+        may_run.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
 
     for recipes in (("mxfp8", "nvfp4"), ("mxfp8", "mxfp8", "mxfp8"), ("nvfp4", "mxfp8", "nvfp4")):
         found = asyncio.run(serve(*recipes))

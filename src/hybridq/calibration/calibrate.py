@@ -159,7 +159,7 @@ def _observers(given: Any, slots: Iterable[str] | None) -> dict[str, Observer]:
         raise TypeError(f"calibrate: slots must be a collection of names, got {slots!r}")
     wanted = tuple(slots)
     if not wanted:
-        raise ValueError(f"calibrate: slots must name one of {', '.join(_SLOTS)}, got none")
+        raise ValueError(f"calibrate: slots must be some of {', '.join(_SLOTS)}, got none")
     by_slot = given if isinstance(given, Mapping) else {"input": given, "output": given}
     for slot in (*wanted, *by_slot):
         if slot not in _SLOTS:

@@ -186,12 +186,13 @@ def _given(module: Experts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     """Return what the own forward takes first, by place or by name."""
     takes = module.experts_layout.takes
     wanted = {"routing": 3, "sizes": 2, "batches": 1}[takes]
-    _check_rest(module, args, kwargs, wanted)
     names = module.own_arguments[len(args) : wanted]
     given = [*args[:wanted], *(kwargs[name] for name in names if name in kwargs)]
     if len(given) < wanted:
         kind = type(module).__name__
         raise TypeError(f"{kind}: forward takes {wanted} tensors ({takes}), got {len(given)}")
+    if takes != "routing" or not given[1].is_floating_point():  # which is refused by its dtype
+        _check_rest(module, args, kwargs, wanted)
     return given
 
 

@@ -184,7 +184,7 @@ def moe_permute_and_pad_with_probs(
     offsets = (target - sizes).cumsum(0) - (target - sizes)
     total = int(target.sum())
     experts = torch.repeat_interleave(offsets, sizes, output_size=ids.rows)
-    places = torch.arange(ids.rows, device=inp.device) + experts
+    places = torch.arange(ids.rows, dtype=torch.int64, device=inp.device) + experts
     padded = rows.new_zeros(total, rows.shape[1]).index_copy(0, places, rows)
     weights = weights.new_zeros(total).index_copy(0, places, weights)
     return padded, weights, ids._replace(rows=total, places=places), offsets, target

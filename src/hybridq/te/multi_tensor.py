@@ -11,6 +11,8 @@ from typing import Any, Final
 
 import torch
 
+from .._torch_private import norm_each
+
 __all__ = [
     "MultiTensorApply",
     "multi_tensor_applier",
@@ -40,6 +42,7 @@ class MultiTensorApply:
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
 
 
+#: What scripts call: `multi_tensor_applier(op, noop_flag_buffer, tensor_lists, *args)`.
 multi_tensor_applier: Final = MultiTensorApply(2048 * 32)
 
 
@@ -73,8 +76,8 @@ def multi_tensor_l2norm(
     del chunk_size, noop_flag
     (tensors,) = _lists("multi_tensor_l2norm", tensor_lists, 1)
     if not tensors:
-        return torch.zeros(1), torch.zeros(0)
-    norms = torch.stack(torch._foreach_norm(list(tensors), 2, torch.float32))
+        return torch.zeros(1, dtype=torch.float32), torch.zeros(0, dtype=torch.float32)
+    norms = torch.stack(norm_each(list(tensors), 2, torch.float32))
     return norms.norm().view(1), norms if per_tensor else norms[:0]
 
 
