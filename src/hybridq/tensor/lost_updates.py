@@ -54,7 +54,7 @@ class LostUpdate:
         if share < _LEAST:
             warn_once(
                 "tensor.lost_updates",
-                f"{self._name}: a {type(self._tensor).__name__} {list(self._tensor.shape)} rounds "
+                f"{self._name}: {type(self._tensor).__name__} {list(self._tensor.shape)} rounds "
                 f"what is written, and kept {max(share, 0.0):.0%} of this change: what is below "
                 "half a step of its format is lost in every such write, and an average or a weight "
                 "that moves by small steps stands still; average in a plain model (see Averages in "
