@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -66,6 +67,24 @@ def test_a_calibration_and_a_table(folder, tmp_path) -> None:
 def test_wrong_options(folder, options, text) -> None:
     result = ask(folder, *options)
     assert result.exit_code == 2 and text in result.output
+
+
+@pytest.mark.parametrize("name", ["./lamma", "out/models/lamma", "/nowhere/lamma", "~/lamma"])
+def test_a_folder_that_is_not_there_is_not_asked_of_the_hub(name, folder) -> None:
+    result = RUNNER.invoke(app, ["perplexity", name, str(folder / "text.txt")])
+    said = " ".join(result.output.split())
+    assert result.exit_code == 2 and f"must be a folder that is there, got '{name}'" in said
+
+
+def test_a_broken_tokenizer_is_named_and_a_recipe_is_read_before_it(folder, tmp_path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer.json").write_text("no JSON")
+    result = ask(tmp_path)
+    said = "".join(result.output.split())
+    assert result.exit_code == 2 and "must have a tokenizer, got none".replace(" ", "") in said
+    assert str(tmp_path) in said
+    result = ask(tmp_path, "--recipe", "nvfp5")
+    assert result.exit_code == 2 and "nvfp5" in result.output and "tokenizer" not in result.output
 
 
 def saved_as(name: str, folder, **options):

@@ -25,6 +25,14 @@ def check_device(device: str) -> None:
         raise ValueError(f"--device must be one that is here, got {device!r} ({first})") from error
 
 
+def _check_folder(folder: str) -> None:
+    """Raise ValueError where a path is no folder; what may be a name at the hub is left alone."""
+    parts = Path(folder).parts
+    may_be_name = not Path(folder).is_absolute() and len(parts) < 3 and folder[:1] not in (".", "~")
+    if not Path(folder).is_dir() and not may_be_name:
+        raise ValueError(f"MODEL must be a folder that is there, got {folder!r}")
+
+
 def tokens_of(folder: str, text: Path) -> list[int]:
     """Return the tokens of a text, by the tokenizer of a folder of transformers.
 
@@ -33,8 +41,10 @@ def tokens_of(folder: str, text: Path) -> list[int]:
         text: a file, UTF-8.
 
     Raises:
-        ValueError: it cannot be read, is not UTF-8, or has fewer than two tokens.
+        ValueError: it cannot be read, is not UTF-8, or has fewer than two tokens; the folder is not
+            there, or has no tokenizer that can be read.
     """
+    _check_folder(folder)
     try:
         words = text.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -44,7 +54,14 @@ def tokens_of(folder: str, text: Path) -> list[int]:
         raise ValueError(f"text must be a file, got {text} ({error.strerror})") from error
     from transformers import AutoTokenizer
 
-    found: list[int] = AutoTokenizer.from_pretrained(folder)(words)["input_ids"]
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # of any parser: of JSON, of tokenizers, of the folder's own code
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ValueError(
+            f"{folder} must have a tokenizer, got none that is read ({why})"
+        ) from error
+    found: list[int] = tokenizer(words)["input_ids"]
     if len(found) < 2:
         raise ValueError(f"text must have two tokens or more, got {len(found)} in {text}")
     return found
@@ -59,8 +76,10 @@ def model_of(folder: str, dtype: str = "auto") -> Any:
         dtype: one of `DTYPES`.
 
     Raises:
-        ValueError: another dtype; it predicts no tokens, or its files lack some of its weights.
+        ValueError: another dtype; the folder is not there; it predicts no tokens, or its files lack
+            some of its weights.
     """
+    _check_folder(folder)
     if dtype not in DTYPES:
         raise ValueError(f"dtype {must_be_one_of(DTYPES, dtype)}")
     from transformers import AutoConfig

@@ -12,7 +12,7 @@ import typer
 from .._text import Table
 from ..calibration import Calibration
 from ..errors import CheckpointError, must_be_one_of
-from ..recipes import names
+from ..recipes import get, names
 from ..serving import Perplexity, perplexity, quantize_model
 from .checkpoints import USAGE, stop
 from .folders import DTYPES, check_device, check_predicts_the_next, model_of, tokens_of
@@ -55,17 +55,16 @@ def perplexity_command(
     if activations not in _ACTIVATIONS:
         raise typer.BadParameter(f"activations {must_be_one_of(_ACTIVATIONS, activations)}")
     try:
-        if Path(model).is_absolute() and not Path(model).is_dir():
-            raise ValueError(f"MODEL must be a folder that is there, got {model!r}")
+        recipes = {one: get(one) for one in recipe or ()}
         seen = None if calibration is None else Calibration.load(calibration)
         check_device(device)
         ids = torch.tensor(tokens_of(model, text), dtype=torch.int64)
         found: dict[str, Perplexity] = {}
-        for one in (None, *(recipe or ())):
+        for one in (None, *recipes):
             loaded = model_of(model, dtype).eval().to(device)
             check_predicts_the_next(loaded)
             if one is not None:
-                quantize_model(loaded, one, seen, activations=activations)
+                quantize_model(loaded, recipes[one], seen, activations=activations)
             options: dict[str, Any] = {"window": window, "stride": stride}
             found[one or "as it is"] = perplexity(loaded, ids.to(device), **options)
             del loaded
