@@ -7,7 +7,7 @@ quantizer, decoded, added in FP32 in the order of ranks, divided, rounded once.
 from __future__ import annotations
 
 import copy
-import gc
+import inspect
 from typing import Any
 
 import torch
@@ -164,27 +164,19 @@ def overflows() -> None:
 
 def ddp_memory() -> None:
     """Residuals are as many bytes as said, also after DDP has made other buckets."""
-    world, found = dist.get_world_size(), []
-    for error_feedback in (True, False):
-        before = living()
-        inner = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-        model = DistributedDataParallel(inner, bucket_cap_mb=0.02)
-        hook = ddp_hook("mxfp8", error_feedback=error_feedback)
-        model.register_comm_hook(None, hook)
-        for _ in range(3):
-            model(torch.randn(4, 64)).sum().backward()
-        found.append(living() - before)
-        count = sum(p.numel() for p in inner.parameters())
-        del model, inner, hook
-    kept = (found[0] - found[1]) / (4 * count)
-    assert 0.9 < kept / (1 + 1 / world) < 1.1, kept
-
-
-def living() -> int:
-    """Bytes of the memory that Python's tensors lie in."""
-    gc.collect()
-    every = [one.untyped_storage() for one in gc.get_objects() if type(one) is torch.Tensor]
-    return sum({one.data_ptr(): one.nbytes() for one in every}.values())
+    inner = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    model = DistributedDataParallel(inner, bucket_cap_mb=0.02)
+    hook = ddp_hook("mxfp8", error_feedback=True)
+    model.register_comm_hook(None, hook)
+    reduced = inspect.getclosurevars(hook).nonlocals["reduced"]
+    feedback = inspect.getclosurevars(reduced).nonlocals["feedback"]
+    for _ in range(3):
+        model(torch.randn(4, 64)).sum().backward()
+        kept = [one for held in feedback._residuals.values() for one in (held.sent, held.reduced)]
+        kept += feedback._parts.values()
+        found = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in kept}
+        every = 4 * sum(p.numel() for p in inner.parameters()) * (1 + 1 / dist.get_world_size())
+        assert 0.9 < sum(found.values()) / every < 1.1, (found, every)
 
 
 def ddp_plain() -> None:
