@@ -153,6 +153,8 @@ def test_bad_input_is_told() -> None:
         moe_permute_and_pad_with_probs(x, probs, mask, mask.sum(0), 0)
     with pytest.raises(ValueError, match=r"tokens_per_expert must be \[4, 4, 4\]"):
         moe_permute_and_pad_with_probs(x, probs, mask, torch.tensor([4, 4, 3]), 8)
+    with pytest.raises(ValueError, match="pad_offsets must be None of a map without padding"):
+        moe_unpermute(rows, ids, map_type="index", pad_offsets=torch.zeros(1))
     with pytest.raises(ValueError, match="probs must be None beside merging_probs"):
         moe_unpermute(rows, ids, probs, map_type="index", probs=probs)
     with pytest.raises(ValueError, match=r"probs must be \[4\], a weight for each row"):

@@ -183,6 +183,7 @@ def test_bad_arguments_are_told() -> None:
         ("routing_map_format must be one of bytemap, bitmap_u8", {"routing_map_format": "bits"}),
         (r"topk_indices must be \(4, 2\)", {"topk_indices": torch.empty(4, 3)}),
         ("qb_histogram must be None", {"qb_histogram": torch.zeros(1)}),
+        ("qb_histogram_mode must be None", {"qb_histogram_mode": "two_kernel"}),
     ):
         with pytest.raises(ValueError, match=message):
             run(**changed)

@@ -210,12 +210,13 @@ def moe_unpermute(
         restore_shape: of the result, where it is not `[T, H]`.
         map_type: as `moe_permute` was given.
         probs: an older name of `merging_probs`.
-        pad_offsets: not used: `row_id_map` knows where rows of padding lie.
+        pad_offsets: of `moe_permute_and_pad_with_probs`; `row_id_map` itself knows where rows of
+            padding lie.
 
     Raises:
-        ValueError: another map type, other rows than were returned, or weights under both names.
+        ValueError: another map type, other rows than were returned, weights under both names, or
+            offsets of padding that the map has not.
     """
-    del pad_offsets
     if probs is not None and merging_probs is not None:
         raise ValueError("moe_unpermute: probs must be None beside merging_probs, got both")
     if map_type not in _MAP_TYPES:
@@ -225,6 +226,10 @@ def moe_unpermute(
         raise ValueError(
             f"moe_unpermute: inp must be [{count}, H], as many rows as moe_permute returned, got "
             f"{tuple(inp.shape)}"
+        )
+    if places is None and pad_offsets is not None:
+        raise ValueError(
+            "moe_unpermute: pad_offsets must be None of a map without padding, got some"
         )
     if places is not None:
         inp, count = inp.index_select(0, places), places.shape[0]

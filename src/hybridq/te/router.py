@@ -108,10 +108,14 @@ def fused_topk_with_score_function(
         ([[False, True, True]], 0.7311)
     """
     where = "fused_topk_with_score_function"
-    for name, value in (("histogram", qb_histogram), ("bin_bounds", qb_bin_bounds)):
+    quantiles = {
+        "qb_histogram": qb_histogram,
+        "qb_bin_bounds": qb_bin_bounds,
+        "qb_histogram_mode": qb_histogram_mode,
+    }
+    for name, value in quantiles.items():
         if value is not None:
-            raise ValueError(f"{where}: qb_{name} must be None, got one: quantiles balance nothing")
-    del qb_histogram_mode
+            raise ValueError(f"{where}: {name} must be None, got one: quantiles balance nothing")
     _check(where, logits, topk, score_function)
     count, softmax = logits.shape[-1], score_function == "softmax"
     if expert_bias is not None and (softmax or expert_bias.shape != (count,)):
