@@ -6,8 +6,9 @@
     python benchmarks/study.py --device cuda --jobs 8          on a GPU, which one run does not fill
 
 A run is one cell (a recipe), one size and one seed. It writes a file of its own when it is done, in
-build/study, and is skipped where that file is; a study that was ended goes on. Files that another
-state of the code made are not told apart: begin with another --folder.
+build/study, and is skipped where that file is; a study that was ended goes on. A run of more than
+five minutes is saved on its way, and goes on there, with the bits that it would have had. Files
+that another state of the code made are not told apart: begin with another --folder.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from hybridq.demo.train import Run
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "study"
+#: Seconds after which a run that is not done is saved.
+SAVE = 300.0
 
 
 class Key(NamedTuple):
@@ -64,6 +67,17 @@ class StudyRun(Run):
         super().__init__(replace(size.config(key.seed), device=device), BASELINE, corpus)
         self._recipe: Any = source(key.cell, size.steps)
 
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if isinstance(self._recipe, hybridq.RecipeSchedule):
+            state["schedule"] = self._recipe.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if isinstance(self._recipe, hybridq.RecipeSchedule):
+            self._recipe.load_state_dict(state["schedule"])
+
     def _measure(self) -> None:
         """Nothing of this is a part of the study."""
 
@@ -74,17 +88,29 @@ class StudyRun(Run):
         return loss
 
 
-def train(key: Key, corpus: Corpus, device: str = "cpu") -> dict[str, Any]:
+def train(
+    key: Key, corpus: Corpus, device: str = "cpu", saved: Path | None = None, every: float = SAVE
+) -> dict[str, Any]:
     """Return the result of a run; losses in nats per byte.
 
     Args:
         key: which.
         corpus: the bytes.
         device: as torch names it.
+        saved: a file that the run is written to on its way, and goes on from; None: neither.
+        every: seconds between two such writes.
     """
     run = StudyRun(key, corpus, device=device)
+    if saved is not None and saved.exists():
+        run.load_state_dict(torch.load(saved, weights_only=True))
+    last = time.monotonic()
     for _ in run.steps():
-        pass
+        if saved is not None and time.monotonic() - last >= every:
+            saved.parent.mkdir(parents=True, exist_ok=True)
+            part = saved.with_suffix(".part")
+            torch.save(run.state_dict(), part)
+            os.replace(part, saved)
+            last = time.monotonic()
     result = run.result
     return {
         **key._asdict(),
@@ -196,11 +222,13 @@ def run_all(
         if time.time() >= deadline:
             say("study: the time is over; the same command goes on where it ended")
             break
-        result = train(key, corpus, device)
+        saved = path.with_suffix(".state")
+        result = train(key, corpus, device, saved)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
         part.write_text(json.dumps(result) + "\n", encoding="utf-8")
         os.replace(part, path)  # whole or not at all
+        saved.unlink(missing_ok=True)
         say(f"{key.size} {key.cell} seed {key.seed}: {result['status']}, "
             f"{result['validation_loss']} nats per byte, {result['seconds']} s")  # fmt: skip
         count += 1

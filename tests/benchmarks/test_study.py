@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,38 @@ def test_a_run_is_reproduced_to_the_digit_and_done_once(tmp_path: Path) -> None:
     assert a == b and len(said) == 4
     assert a[0]["validation_loss"] != a[1]["validation_loss"]
     assert len(a[1]["train_curve"]) == a[1]["steps"] == 8
+
+
+@pytest.mark.parametrize(
+    "cell", ["bf16", "fp8_delayed", "nvfp4", "mxfp8_fwd_nvfp4_bwd", "nvfp4, then bf16 forward"]
+)
+def test_a_run_goes_on_where_it_was_saved(cell: str, tmp_path: Path, monkeypatch) -> None:
+    """Histories, the optimizer, the order of batches, random roundings and the schedule do so."""
+    small = study_cells.SIZES["tiny"]
+    mixture = small._replace(model=replace(small.model, experts=4))
+    monkeypatch.setattr(study, "SIZES", {"tiny": mixture})
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} squared is {n * n}\n" for n in range(3000)))
+    key, corpus = study.Key("tiny", cell, 3), load_corpus(text, 32)
+    whole, saved = study.train(key, corpus), tmp_path / "folder" / "3.state"
+    for interrupted_after in (3, 4):
+        run = study.StudyRun(key, corpus)
+        monkeypatch.setattr(study, "StudyRun", lambda *given, run=run, **named: run)
+        steps, taken = run.steps, iter(range(interrupted_after))
+
+        def some(steps=steps, taken=taken):
+            yield from (one for _, one in zip(taken, steps(), strict=False))
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(run, "steps", some)
+        with pytest.raises(KeyboardInterrupt):
+            study.train(key, corpus, saved=saved, every=0.0)
+        monkeypatch.undo()
+        monkeypatch.setattr(study, "SIZES", {"tiny": mixture})
+    before = saved.read_bytes()
+    rest = study.train(key, corpus, saved=saved)
+    assert len(rest["train_curve"]) == 8 and saved.read_bytes() == before
+    assert {**rest, "seconds": 0} == {**whole, "seconds": 0}
 
 
 def test_a_study_ends_at_its_time(tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from ..converters import convert
 from ..errors import must_be_one_of
-from ..nn import Linear
+from ..nn import Linear, state_dict_with_history
 from ..recipes import autocast, get
 from ..report import summary
 from .data import Corpus, training_batches, validation_batches
@@ -178,16 +179,43 @@ class Run:
         model = build_model(config.model, Linear if linear is None else linear, config.modules)
         # For the modules' qualified names, which recipes may ask for.
         self.model: nn.Module = convert(model).to(config.device)
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._state: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the run stands between two steps: what `torch.save` writes of it.
+
+        It has copies of nothing: save it before the next step.
+        """
+        if self._optimizer is None:
+            raise RuntimeError("Run.state_dict: needs a step that was taken")
+        device = torch.device(self.config.device)
+        return {
+            "done": len(self.result.train_curve),
+            "model": state_dict_with_history(self.model),
+            "optimizer": self._optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+            "random_device": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+            "result": asdict(self.result),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let `steps` go on where the run of the same configuration stood that `state` is of."""
+        self.model.load_state_dict(state["model"])
+        for name, value in state["result"].items():
+            setattr(self.result, name, value)
+        self._state = state
 
     def steps(self) -> Iterator[Progress]:
         """Train; one ``Progress`` per step.
 
         A loss that is not finite ends the run with status ``"diverged"``.
         """
-        config, result = self.config, self.result
-        started = time.perf_counter()
-        self._measure()
-        optimizer = make_optimizer(self.model, config)
+        config, result, state = self.config, self.result, self._state
+        started = time.perf_counter() - result.seconds
+        if state is None:
+            self._measure()
+        self._optimizer = optimizer = make_optimizer(self.model, config)
         held_out = [
             (x.to(config.device), y.to(config.device))
             for x, y in validation_batches(
@@ -197,14 +225,21 @@ class Run:
         model: Any = torch.compile(self.model) if config.compile else self.model
         # Measuring may have drawn random numbers; stochastic rounding starts from the seed.
         torch.manual_seed(config.seed)
+        done = 0
+        if state is not None:
+            done = state["done"]
+            optimizer.load_state_dict(state["optimizer"])
+            torch.set_rng_state(state["random"])
+            if state["random_device"] is not None:
+                torch.cuda.set_rng_state(state["random_device"], config.device)
         training_seconds, timed_tokens = 0.0, 0
         batches = training_batches(
             self.corpus, config.batch, config.model.sequence, config.steps, config.seed
         )
-        for step, (x, y) in enumerate(batches):
+        for step, (x, y) in itertools.islice(enumerate(batches), done, None):
             step_started = time.perf_counter()
             loss = self._step(model, optimizer, step, x.to(config.device), y.to(config.device))
-            if step >= min(_WARMUP_STEPS_OF_TIMER, config.steps - 1):
+            if step >= min(done + _WARMUP_STEPS_OF_TIMER, config.steps - 1):
                 training_seconds += time.perf_counter() - step_started
                 timed_tokens += y.numel()
                 result.tokens_per_second = timed_tokens / training_seconds
