@@ -281,7 +281,9 @@ class _Linear(StatedFunction):
         ctx.plan, ctx.needs, ctx.prologue = plan, needs, call.prologue
         ctx.counts = (len(x_saved), len(w_saved), len(known))
         ctx.features = (w.shape[1], w.shape[0])
-        ctx.late = ctx.kept = None
+        ctx.late = ctx.kept = ctx.planes = None
+        if isinstance(weight, PrequantizedWeight) and not torch.compiler.is_compiling():
+            ctx.planes = weight
         if isinstance(weight, PrequantizedWeight) and weight.is_late:
             ctx.late = weight
         elif weight is not None and needs.dgrad and not call.plan.weight.col.is_plain:
@@ -296,6 +298,9 @@ class _Linear(StatedFunction):
         saved = list(ctx.saved_tensors)
         # Compiled autograd compiles the backward of an eager forward, too, which left an anchor.
         anchor = saved.pop() if ctx.has_anchor else None
+        if ctx.planes is not None and not torch.compiler.is_compiling():
+            num_x, num_w, _ = ctx.counts
+            ctx.planes.check_saved(saved[num_x : num_x + num_w])
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return (*linear_backward(ctx, saved, dy), None, None, None)
         with torch.no_grad():  # create_graph=True

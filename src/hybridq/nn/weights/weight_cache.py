@@ -10,6 +10,7 @@ The last needs a hook of its own: torch's fused optimizers raise no version eith
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -192,6 +193,25 @@ class PrequantizedWeight:
                 "backward: a quantized weight was modified by an inplace operation after the "
                 "forward that needs it; step the optimizer after all backwards"
             )
+
+    def check_saved(self, saved: Sequence[torch.Tensor]) -> None:
+        """Raise where what was saved is memory of the weight that was written since the forward.
+
+        Autograd asks that itself, but where hooks took what was saved (`saved_tensors_hooks`,
+        `allow_mutation_on_saved_tensors`). Copies that hooks made are as they were.
+
+        Args:
+            saved: of the weight, as the backward gets it.
+
+        Raises:
+            RuntimeError: it is.
+        """
+        if self._storage.comes_and_goes or self._versions == _versions(self._storage):
+            return
+        planes = (one for one in (self._row, self._col) if one is not None)
+        own = {begins_at(buffer) for plane in planes for buffer in plane.tensors}
+        if any(one.numel() and begins_at(one) in own for one in saved):
+            self.check_unwritten()
 
     def has(self, with_col: bool) -> bool:
         """Return True: what is not there is derived or gathered."""
