@@ -266,6 +266,9 @@ class _GroupedLinear(StatedFunction):
         ctx.counts, ctx.late = (len(x_col), len(w.cols)), w.late
         # No rows are left of weights that were prepared with tokens: they died with the product.
         ctx.is_prepared = not w.rows
+        ctx.planes = ()
+        if kept and not torch.compiler.is_compiling():
+            ctx.planes = tuple(one for one in kept if isinstance(one, PrequantizedWeight))
         ctx.caches = ()
         if kept and not (w.late or plan.weight.saves_row):
             ctx.caches = _caches(kept, True)
@@ -281,6 +284,10 @@ class _GroupedLinear(StatedFunction):
         offsets, through, *saved = ctx.saved_tensors
         # Compiled autograd compiles the backward of an eager forward, too, which left an anchor.
         anchor = saved.pop() if ctx.has_anchor else None
+        if not torch.compiler.is_compiling():
+            num_x, num_w = ctx.counts
+            for one in ctx.planes:
+                one.check_saved(saved[num_x : num_x + num_w])
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             grads = _backward(ctx, offsets, saved, dy, through)
         else:
