@@ -22,12 +22,13 @@ def _gradient(recipe: str, kind: str, hooks: AbstractContextManager, factor: flo
             "norm": lambda: hybridq.LayerNormLinear(40, 72),
             "mlp": lambda: hybridq.LayerNormMLP(40, 72),
             "groups": lambda: hybridq.GroupedLinear(2, 40, 72),
+            "stack": lambda: hybridq.GroupedLinear(2, 40, 72, single_grouped_weight=True),
         }
         layer = layers[kind]()
     x = torch.randn(16, 40, requires_grad=True)
     with hooks:
         with hybridq.autocast(recipe=recipe):
-            y = layer(x, [7, 9]) if kind == "groups" else layer(x)
+            y = layer(x, [7, 9]) if kind in ("groups", "stack") else layer(x)
         if factor is not None:
             with torch.no_grad():
                 for one in layer.parameters():
@@ -37,7 +38,7 @@ def _gradient(recipe: str, kind: str, hooks: AbstractContextManager, factor: flo
     return x.grad
 
 
-@pytest.mark.parametrize("kind", ["linear", "norm", "mlp", "groups"])
+@pytest.mark.parametrize("kind", ["linear", "norm", "mlp", "groups", "stack"])
 @pytest.mark.parametrize("recipe", _RECIPES)
 def test_a_write_is_an_error_where_the_memory_itself_was_saved(recipe, kind) -> None:
     kept = saved_tensors_hooks(lambda one: one, lambda one: one)
@@ -46,7 +47,7 @@ def test_a_write_is_an_error_where_the_memory_itself_was_saved(recipe, kind) -> 
             _gradient(recipe, kind, hooks, 4.0)
 
 
-@pytest.mark.parametrize("kind", ["linear", "groups"])
+@pytest.mark.parametrize("kind", ["linear", "groups", "stack"])
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_fwd_high_precision_bwd"])
 def test_copies_are_as_they_were(recipe, kind) -> None:
     """The gradient is that of a layer that nobody writes."""

@@ -313,11 +313,15 @@ class GroupedModule(QuantizedModule):
             if not keeps or is_first_microbatch is None:
                 return ()
         weights, first = own, self.first_matrix
+        whole: TensorStorage | None = None
         if layout.is_single:
             with torch.no_grad():
                 weights = layout.matrices(own[0])
+            whole = getattr(own[0], "tensor_storage", None)
         kept = [
-            self._kept(weight, dtype, plan, is_first_microbatch, _group_part(part, first + g))
+            self._kept(
+                weight, dtype, plan, is_first_microbatch, _group_part(part, first + g), whole
+            )
             if keeps or is_quantized(weight)
             else None
             for g, (weight, plan) in enumerate(zip(weights, plans, strict=True))

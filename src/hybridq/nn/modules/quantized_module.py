@@ -26,6 +26,7 @@ from ...recipes import (
 )
 from ...recipes.factories import high_precision_factory
 from ...recipes.region_watch import WATCH
+from ...storage import TensorStorage
 from ...tensor import is_quantized
 from ..autograd import Boundary
 from ..delayed_scaling import (
@@ -245,13 +246,17 @@ class QuantizedModule(WeightGradients, ParallelWeights, Boundary, ForwardOnly, n
         plan: Plan,
         is_first_microbatch: bool | None,
         part: str = "",
+        whole: TensorStorage | None = None,
     ) -> CachedWeight | PrequantizedWeight | None:
-        """Return where the planes of a part's `weight`, as `dtype`, are or go; None: nowhere."""
+        """Return where the planes of a part's `weight`, as `dtype`, are or go; None: nowhere.
+
+        `whole`: of the quantized tensor that the weight is a matrix of, if it is one.
+        """
         if torch.compiler.is_compiling():
             return None
         if is_quantized(weight):
             storage = weight.tensor_storage  # type: ignore[attr-defined]
-            return prequantized_weight(storage, plan.weight, dtype)
+            return prequantized_weight(storage, plan.weight, dtype, whole)
         if is_first_microbatch is None:
             is_first_microbatch = settings.current().is_first_microbatch
             if is_first_microbatch is None:

@@ -155,15 +155,18 @@ class PrequantizedWeight:
 
     Args:
         storage: of the weight.
+        whole: of the tensor that the weight is a part of. Views that are made below autograd do not
+            share its versions: a write to the whole is not seen in the part's own.
     """
 
-    __slots__ = ("_col", "_row", "_storage", "_versions")
+    __slots__ = ("_col", "_row", "_storage", "_versions", "_whole")
 
-    def __init__(self, storage: TensorStorage) -> None:
+    def __init__(self, storage: TensorStorage, whole: TensorStorage | None = None) -> None:
         self._storage = storage
+        self._whole = storage if whole is None or whole.comes_and_goes else whole
         self._row: Plane | None = storage.rowwise
         self._col: Plane | None = storage.columnwise
-        self._versions = () if storage.comes_and_goes else _versions(storage)
+        self._versions = () if storage.comes_and_goes else _versions(self._whole)
 
     @property
     def is_late(self) -> bool:
@@ -188,7 +191,7 @@ class PrequantizedWeight:
         Raises:
             RuntimeError: it was.
         """
-        if not self._storage.comes_and_goes and self._versions != _versions(self._storage):
+        if not self._storage.comes_and_goes and self._versions != _versions(self._whole):
             raise RuntimeError(
                 "backward: a quantized weight was modified by an inplace operation after the "
                 "forward that needs it; step the optimizer after all backwards"
@@ -206,7 +209,7 @@ class PrequantizedWeight:
         Raises:
             RuntimeError: it is.
         """
-        if self._storage.comes_and_goes or self._versions == _versions(self._storage):
+        if self._storage.comes_and_goes or self._versions == _versions(self._whole):
             return
         planes = (one for one in (self._row, self._col) if one is not None)
         own = {begins_at(buffer) for plane in planes for buffer in plane.tensors}
@@ -293,7 +296,10 @@ def _lacks_columns(storage: TensorStorage, slot: SlotPlan) -> bool:
 
 
 def prequantized_weight(
-    storage: TensorStorage, slot: SlotPlan, dtype: torch.dtype
+    storage: TensorStorage,
+    slot: SlotPlan,
+    dtype: torch.dtype,
+    whole: TensorStorage | None = None,
 ) -> PrequantizedWeight | None:
     """Return the planes of a quantized weight, or None where `slot` wants others.
 
@@ -301,6 +307,7 @@ def prequantized_weight(
         storage: of the weight.
         slot: how the recipe quantizes it.
         dtype: that it is wanted in: of a plane that is not quantized.
+        whole: of the stack that the weight is a matrix of; None: it is none.
     """
     wanted: list[tuple[Direction, PlaneText]] = [(ROWWISE, slot.row)]
     if not (slot.saves_row or _lacks_columns(storage, slot)):
@@ -309,4 +316,4 @@ def prequantized_weight(
         spec = storage.spec(direction)
         if spec is None or spec != PlaneSpec.parse(text.spec).resolve(dtype):
             return None
-    return PrequantizedWeight(storage)
+    return PrequantizedWeight(storage, whole)
