@@ -20,7 +20,7 @@ from ..precision import ProductShape
 from ..precision.collector import Wanted
 from ..precision.model_report import measured
 from ..precision.over_ranks import Found, Together, together
-from ..precision.running import Run
+from ..precision.running import Run, check_loss
 from ..precision.switching import check_roles, loss_changes, losses
 from .advice import Advice, Advised, layer_recipe, recipe_of
 from .options import PLAIN, Option, candidates_of, options_of
@@ -101,6 +101,7 @@ def advise(
     for name, value in (("budget", budget), ("error", error)):
         if not isinstance(value, int | float) or not value >= 0:
             raise ValueError(f"advise: {name} must be a number of at least 0, got {value!r}")
+    check_loss("advise", loss)
     chip = None if device is None else chip_rates(device)
     known = candidates_of(candidates)
     model = unwrapped(model)
@@ -159,7 +160,8 @@ class _Task(NamedTuple):
 
     def losses(self, recipe: Recipe, last: Recipe | None = None) -> list[float]:
         """Return the loss of a run, and that after a step, the mean over ranks of each."""
-        own = self.all_ranks.run(lambda: losses(self.run, recipe, last))
+        has = any(row.tensor.startswith("grad_") for row in self.found.slots)
+        own = self.all_ranks.run(lambda: losses(self.run, recipe, last, has_gradients=has))
         return self.all_ranks.mean(own)
 
     def longest(self, options: Sequence[Option]) -> list[Option]:

@@ -21,7 +21,7 @@ from .collector import Collector, Wanted
 from .over_ranks import Found, together
 from .precision_report import PrecisionReport
 from .rows import SlotRow
-from .running import Run
+from .running import Run, check_loss
 from .switching import loss_changes
 from .untouched import untouched
 
@@ -51,7 +51,8 @@ def report(
         model: with modules of hybridq; names of layers are those of the model.
         batch_or_loop: a batch: a tensor is `model(batch)`, a tuple or a list `model(*batch)`, a
             mapping `model(**batch)`; or a function that is called with the model, and returns a
-            loss, or runs backwards itself and returns a number or None.
+            loss, or runs backwards itself and returns a number or None. It steps no optimizer of
+            the model, which stays as it is.
         formats: what-if: names of formats, spec strings (`"nvfp4;sr"`), or Recipes, whose planes
             of each slot are taken. All of them are measured beside those of the run.
         recipe: that the model runs under; None: that of `hybridq.autocast` around the call, or of
@@ -69,8 +70,8 @@ def report(
 
     Raises:
         TypeError: `model` is no module, or data are of another kind.
-        ValueError: there is no product of hybridq's modules, no loss for a backward, or an unknown
-            format.
+        ValueError: there is no product of hybridq's modules, no loss for a backward, an unknown
+            format, or a function that steps an optimizer of the model.
         RuntimeError: another rank failed.
 
     Source: the ratio of gradients to their quantization noise, and its limit sqrt(3):
@@ -92,6 +93,7 @@ def report(
     given: object = model
     if not isinstance(given, nn.Module):
         raise TypeError(f"report: model must be an nn.Module, got {type(given).__name__}")
+    check_loss("report", loss)
     model = unwrapped(model)
     chosen = in_force(model, recipe)
     explicit = None if recipe is None else source(recipe).current

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...recipes import Recipe, autocast
 
-__all__ = ["Run"]
+__all__ = ["Run", "check_loss"]
 
 
 class Run(NamedTuple):
@@ -41,12 +42,12 @@ class Run(NamedTuple):
 
         Raises:
             TypeError: data are of another kind.
-            ValueError: a backward is wanted, and there is no loss.
+            ValueError: a backward is wanted, and there is no loss; an optimizer of the model steps.
         """
         under: AbstractContextManager[Any] = nullcontext()
         if recipe is not None:
             under = autocast(recipe=recipe)
-        with under, torch.set_grad_enabled(self.backward):
+        with under, _no_steps(self.owner, self.model), torch.set_grad_enabled(self.backward):
             value = self._forward()
         if not isinstance(value, torch.Tensor):
             return None if value is None else float(value)
@@ -56,7 +57,8 @@ class Run(NamedTuple):
 
     def _forward(self) -> Any:
         """Return the loss as a scalar tensor or number, or None."""
-        if callable(self.data) and not isinstance(self.data, torch.Tensor | Mapping):
+        is_loop = callable(self.data) and not isinstance(self.data, torch.Tensor | Mapping)
+        if is_loop:
             made = self.data(self.model)
             if made is None or isinstance(made, int | float):
                 return made
@@ -66,13 +68,59 @@ class Run(NamedTuple):
         if isinstance(found, torch.Tensor) and found.numel() == 1:
             return found.reshape(())
         if self.backward or self.loss is not None:
-            got = f"a tensor {list(made.shape)}" if isinstance(made, torch.Tensor) else type(made)
+            who = "the function" if is_loop else "the model"
+            if self.loss is None:
+                fix = "loss=, a function of what the model returns, or a function of the model"
+                raise ValueError(
+                    f"{self.owner}: a backward needs a loss of one element, got {_kind(made)} of "
+                    f"{who}; give {fix} that returns a loss, or backward=False"
+                )
             raise ValueError(
-                f"{self.owner}: a backward needs a loss of one element, got {got} of the model; "
-                "give loss=, a function of what the model returns, or a function of the model "
-                "that returns a loss, or backward=False"
+                f"{self.owner}: loss= must return a tensor of one element, got {_kind(found)}, of "
+                f"{_kind(made)} that {who} returned"
             )
         return None
+
+
+def check_loss(owner: str, loss: object) -> None:
+    """Raise TypeError for a loss that nothing can call; None: there is none.
+
+    Args:
+        owner: name of the function that was called.
+        loss: that it was given.
+    """
+    if loss is not None and not callable(loss):
+        raise TypeError(
+            f"{owner}: loss must be a function of what the model returns, or None, got "
+            f"{type(loss).__name__}"
+        )
+
+
+def _kind(value: Any) -> str:
+    """Return what a value is, for an error."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)}"
+    return f"an object of {type(value).__name__}"
+
+
+@contextmanager
+def _no_steps(owner: str, model: nn.Module) -> Iterator[None]:
+    """Refuse steps of optimizers that have a parameter of the model, which stays as it is."""
+    own = {id(one) for one in model.parameters()}
+
+    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if any(id(one) in own for group in optimizer.param_groups for one in group["params"]):
+            raise ValueError(
+                f"{owner}: the model stays as it is, so a function of the model must not step an "
+                f"optimizer of it, got a step of {type(optimizer).__name__}; leave steps out of "
+                "the function"
+            )
+
+    hook = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _called(owner: str, model: nn.Module, batch: Any) -> Any:

@@ -134,7 +134,8 @@ def loss_changes(
     base = get("bf16") if recipe is None else recipe
     own = {(row.layer, row.role, row.tensor) for row in rows if row.in_run and not row.is_plain}
     check_roles("report: switch=True", own)
-    before, after = losses(run, base)
+    has_gradients = any(row.tensor.startswith("grad_") for row in rows)
+    before, after = losses(run, base, has_gradients=has_gradients)
     found: dict[tuple[str, str, str, bool], float] = {}
 
     def changed(role: str, tensor: str, quantizer: Callable[..., Quantizer]) -> float:
@@ -143,7 +144,8 @@ def loss_changes(
                 "report: switch=True needs modules with names, got one without; "
                 "hybridq.convert(model) names them"
             )
-        own = losses(run, switched(base, role, tensor, quantizer), base)
+        recipe = switched(base, role, tensor, quantizer)
+        own = losses(run, recipe, base, has_gradients=has_gradients)
         return own[1] - after if tensor.startswith("grad_") else own[0] - before
 
     for layer, role, tensor in sorted(own):
@@ -185,37 +187,54 @@ def _is_of(label: str, one: PlaneSpec | Recipe, role: str, tensor: str) -> bool:
     return label in [word(spec) for spec in (made.rowwise, made.columnwise) if spec is not None]
 
 
-def losses(run: Run, recipe: Recipe, last: Recipe | None = None) -> tuple[float, float]:
+def losses(
+    run: Run, recipe: Recipe, last: Recipe | None = None, *, has_gradients: bool = False
+) -> tuple[float, float]:
     """Return the loss of a run under a recipe, and that after a step against its gradient.
 
     Args:
         run: of the model.
         recipe: of the run.
         last: of the loss after the step; None: the same.
+        has_gradients: whether the run is known to have a backward.
 
     Raises:
-        ValueError: the run has no loss.
+        ValueError: the run has no loss, or a run with a backward leaves no gradients.
     """
     with untouched(run.model, run.data):
         loss = run(recipe)
         if loss is None:
             raise ValueError(f"{run.owner}: switch=True needs a loss, got none of the run")
-        moved = [one for one in run.model.parameters() if one.grad is not None]
+        known = [(one, _gradient(one)) for one in run.model.parameters()]
+        moved = [(one, gradient) for one, gradient in known if gradient is not None]
         if not (run.backward and moved):
+            if run.backward and has_gradients and any(one.requires_grad for one, _ in known):
+                raise ValueError(
+                    f"{run.owner}: a loss after a step needs the gradients that a run leaves, got "
+                    "none; a function of the model must not end with zero_grad()"
+                )
             return loss, loss
         with torch.no_grad():
-            were = [one.detach().clone() for one in moved]
-            length = _norm([one.detach() for one in moved])
-            against = _norm([one.grad for one in moved if one.grad is not None])
+            were = [one.detach().clone() for one, _ in moved]
+            length = _norm([one.detach() for one, _ in moved])
+            against = _norm([gradient for _, gradient in moved])
             scale = _STEP * length / against if against > 0.0 else 0.0
             try:
-                for one in moved:
-                    one.sub_(one.grad * scale)  # type: ignore[operator]
+                for one, gradient in moved:
+                    one.sub_((gradient * scale).to(one.dtype))
                 after = run._replace(backward=False)(last or recipe)
             finally:
-                for one, value in zip(moved, were, strict=True):
+                for (one, _), value in zip(moved, were, strict=True):
                     one.copy_(value)
     return loss, loss if after is None else after
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return what a run left as a parameter's gradient, in `grad`, `main_grad` or both."""
+    main = getattr(parameter, "main_grad", None)
+    if not isinstance(main, torch.Tensor) or main.shape != parameter.shape or not bool(main.any()):
+        return parameter.grad
+    return main if parameter.grad is None else main + parameter.grad
 
 
 def _norm(tensors: Sequence[torch.Tensor]) -> float:

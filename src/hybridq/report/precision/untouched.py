@@ -20,9 +20,9 @@ __all__ = ["untouched"]
 def untouched(model: nn.Module, batch: Any = None) -> Iterator[None]:
     """Run a model in the block, training steps of the optimizer apart, as if it had not been run.
 
-    Gradients are None at first and what they were at the end; buffers, `main_grad`, histories of
-    delayed scaling and torch's generators have their values again. What is compiled runs eagerly.
-    Monitors and traces that watch a training are not shown these runs.
+    Gradients are None at first, each `main_grad` is zeros, and both are what they were at the end;
+    buffers, histories of delayed scaling and torch's generators have their values again. What is
+    compiled runs eagerly. Monitors and traces that watch a training are not shown these runs.
 
     Args:
         model: any module.
@@ -37,8 +37,10 @@ def untouched(model: nn.Module, batch: Any = None) -> Iterator[None]:
     states = [one for module in model.modules() for one in states_of(module).values()]
     restore = [state.restorer() for state in states]
     devices = sorted({one.device.index or 0 for one in model.parameters() if one.is_cuda})
-    for parameter, _, _ in gradients:
+    for parameter, _, main in gradients:
         parameter.grad = None
+        if main is not None:
+            parameter.main_grad.zero_()  # type: ignore[attr-defined]
     try:
         with torch.random.fork_rng(devices=devices), running_eagerly(), unwatched():
             yield
