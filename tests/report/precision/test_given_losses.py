@@ -23,7 +23,7 @@ def _square(y: torch.Tensor) -> torch.Tensor:
 
 
 def _report(model: nn.Module, data: Any, **options: Any) -> Any:
-    return hybridq.report(model, data, recipe="mxfp8", **options)
+    return hybridq.report(model, data, recipe="mxfp8", switch=True, **options)
 
 
 def _changes(report: Any) -> list[float]:
@@ -75,7 +75,8 @@ def test_a_function_that_steps_an_optimizer_is_refused() -> None:
         with pytest.raises(ValueError, match="must not step an optimizer of it, got a step of SGD"):
             call(model, loop)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    optimizer.step()  # outside it is free
+    hybridq.report(model, loop, recipe="mxfp8")  # one run, which trains
+    assert not all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_what_a_loss_returned_is_named() -> None:

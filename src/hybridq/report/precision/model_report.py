@@ -51,8 +51,8 @@ def report(
         model: with modules of hybridq; names of layers are those of the model.
         batch_or_loop: a batch: a tensor is `model(batch)`, a tuple or a list `model(*batch)`, a
             mapping `model(**batch)`; or a function that is called with the model, and returns a
-            loss, or runs backwards itself and returns a number or None. It steps no optimizer of
-            the model, which stays as it is.
+            loss, or runs backwards itself and returns a number or None. An optimizer that it
+            steps trains the model, as ever; with `switch` it must step none.
         formats: what-if: names of formats, spec strings (`"nvfp4;sr"`), or Recipes, whose planes
             of each slot are taken. All of them are measured beside those of the run.
         recipe: that the model runs under; None: that of `hybridq.autocast` around the call, or of
@@ -71,7 +71,7 @@ def report(
     Raises:
         TypeError: `model` is no module, or data are of another kind.
         ValueError: there is no product of hybridq's modules, no loss for a backward, an unknown
-            format, or a function that steps an optimizer of the model.
+            format, or, with `switch`, a function that steps an optimizer of the model.
         RuntimeError: another rank failed.
 
     Source: the ratio of gradients to their quantization noise, and its limit sqrt(3):
@@ -102,7 +102,7 @@ def report(
             "report: switch=True needs modules without a recipe of their own, got a model of "
             "hybridq.quantize_model; convert the model instead"
         )
-    run = Run("report", model, batch_or_loop, loss, backward)
+    run = Run("report", model, batch_or_loop, loss, backward, is_compared=switch)
     wanted = Wanted(parsed(formats), gemms, backward)
     all_ranks = together("report", group)
     found = all_ranks.added(all_ranks.run(lambda: measured(run, explicit, wanted)))

@@ -26,6 +26,7 @@ class Run(NamedTuple):
         loss: makes a loss of what the model returns; None: it returns one, by itself, first in a
             tuple, or as `.loss`.
         backward: whether the loss is differentiated.
+        is_compared: it is run again and again, from the same parameters: no optimizer may step.
     """
 
     owner: str
@@ -33,6 +34,7 @@ class Run(NamedTuple):
     data: Any
     loss: Callable[[Any], torch.Tensor] | None = None
     backward: bool = True
+    is_compared: bool = True
 
     def __call__(self, recipe: Recipe | None) -> float | None:
         """Run the model, and its backward; return the loss, or None: there is none.
@@ -47,7 +49,8 @@ class Run(NamedTuple):
         under: AbstractContextManager[Any] = nullcontext()
         if recipe is not None:
             under = autocast(recipe=recipe)
-        with under, _no_steps(self.owner, self.model), torch.set_grad_enabled(self.backward):
+        held = _no_steps(self.owner, self.model) if self.is_compared else nullcontext()
+        with under, held, torch.set_grad_enabled(self.backward):
             value = self._forward()
         if not isinstance(value, torch.Tensor):
             return None if value is None else float(value)
@@ -105,15 +108,15 @@ def _kind(value: Any) -> str:
 
 @contextmanager
 def _no_steps(owner: str, model: nn.Module) -> Iterator[None]:
-    """Refuse steps of optimizers that have a parameter of the model, which stays as it is."""
+    """Refuse steps of optimizers that have a parameter of the model, whose runs are compared."""
     own = {id(one) for one in model.parameters()}
 
     def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if any(id(one) in own for group in optimizer.param_groups for one in group["params"]):
             raise ValueError(
-                f"{owner}: the model stays as it is, so a function of the model must not step an "
-                f"optimizer of it, got a step of {type(optimizer).__name__}; leave steps out of "
-                "the function"
+                f"{owner}: runs of the same parameters are compared, so a function of the model "
+                f"must not step an optimizer of it, got a step of {type(optimizer).__name__}; "
+                "leave steps out of the function"
             )
 
     hook = register_optimizer_step_pre_hook(refuse)
