@@ -368,6 +368,24 @@ def test_a_compiled_graph_is_used_between_samples() -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_a_compiled_step_of_the_optimizer_is_counted() -> None:
+    """With the records of a step that is not compiled."""
+    seen: list[list[Any]] = []
+    for backend in (None, "eager"):
+        torch.manual_seed(0)
+        model, records = hybridq.convert(nn.Sequential(nn.Linear(64, 64))), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        step = optimizer.step if backend is None else torch.compile(optimizer.step, backend=backend)
+        with hybridq.monitor(model, every=2, to=records.append, optimizer=optimizer):
+            for _ in range(3):
+                with hybridq.autocast(recipe="mxfp8"):
+                    model(torch.ones(4, 64)).square().mean().backward()
+                step()
+                optimizer.zero_grad()
+        seen.append([(one.step, [(s.place, s.amax) for s in one.slots]) for one in records])
+    assert seen[0] == seen[1] and [step for step, _ in seen[0]] == [0, 2]
+
+
 def test_a_monitor_that_counts_no_step_says_so() -> None:
     model, records = hybridq.convert(nn.Sequential(nn.Linear(64, 64))), []
     watch = hybridq.monitor(model, every=1, to=records.append)

@@ -156,6 +156,8 @@ class Monitor:
         return record
 
 
+# A compiled loop, or step of the optimizer, would have the hook in it: what it does is no graph's.
+@torch.compiler.disable(reason="a monitor counts steps eagerly")
 def _count(made: Monitor) -> None:
     made.step()
 
