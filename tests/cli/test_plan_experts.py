@@ -29,9 +29,9 @@ def test_messages_levels_and_parameters() -> None:
 
 def test_ranks_with_more_experts_than_others() -> None:
     """Of 10 experts 4 ranks have 3, 3, 3 and 1: three of them receive 3 rows for 2.5."""
-    options = ("--experts", "10x64", "--top", "2", "--ep", "4", "--ranks-per-node", "3", "--json")
+    options = ("--experts", "10x64", "--top", "2", "--ep", "4", "--ranks-per-node", "2", "--json")
     made = json.loads(plan(*options).removeprefix("0 "))["experts"]
-    assert made["shares"] == [0.3, 0.6, 0.1]
+    assert made["shares"] == [0.3, 0.3, 0.4]
     rows = 1024 * 2 * 12 // 10
     assert made["arrived_nbytes"] == rows * 256 * 2
     assert [one["nbytes"] for one in made["moved"][:4]] == [4 * rows * 256 * 2] * 4
@@ -46,6 +46,17 @@ def test_bad_input_is_told() -> None:
         (["--experts", "4x64", "--top", "8"], "top must be at most the experts"),
         (["--experts", "32x64", "--ep", "3"], "ep must divide the ranks, got ep=3 with world=8"),
         (["--experts", "32x64", "--dispatch", "fp8_e4m3"], "scales are of one row each"),
+        (["--experts", "32x64", "--ep", "4", "--ranks-per-node", "3"], "ranks_per_node must div"),
+        (["--experts", "32x64", "--imbalance", "inf"], "imbalance at least 1, got 1, 1024 and inf"),
+        (["--ranks-per-node", "3"], "ranks_per_node must divide world, got 3 with world 8"),
+        (["--ep", "8"], "--ep must go with --experts, got it without"),
+        (["--top", "8"], "--top must go with --experts"),
+        (["--dispatch", "mxfp8"], "--dispatch must go with --experts"),
+        (["--imbalance", "1"], "--imbalance must go with --experts"),
+        (["--communication", "mxfp8"], "--communication must go with --pp of at least 2"),
+        (["--schedule", "zbv", "--tp", "2"], "--schedule must go with --pp of at least 2"),
+        (["--sp-communication", "mxfp8"], "--sp-communication must go with --sp of at least 2"),
+        (["--sequence-parallel", "--tp", "1"], "--sequence-parallel must go with --tp of at lea"),
     ):
         found = plan(*options)
         assert found.startswith("2 ") and told in found, found

@@ -116,6 +116,14 @@ def test_levels() -> None:
     assert set(made.nbytes_by_level()) == {"node", "network"}
     inside = plan_axes(SHAPE, "mxfp8", Axes(tp=2, ranks_per_node=8), Sharding(8), tokens=64)
     assert set(inside.levels) == {"node"}
+    # Six ranks have room within a node of eight, whatever divides it.
+    few = plan_axes(SHAPE, None, Axes(pp=3, ranks_per_node=8), Sharding(6), tokens=64)
+    assert set(few.nbytes_by_level()) == {"node"}
+
+
+def test_a_model_without_a_pipeline_has_one_microbatch_at_a_time() -> None:
+    one, more = Axes(tp=2, microbatches=8, schedule="gpipe"), Axes(tp=2, microbatches=8)
+    assert one.in_flight == more.in_flight == 1.0
 
 
 @pytest.mark.parametrize(
@@ -142,6 +150,11 @@ def test_levels() -> None:
             "a layer for each stage, got 8 layers for 16 stages",
         ),
         (lambda: plan_axes(SHAPE, None, Axes(tp=16), Sharding(16)), ValueError, "divide the heads"),
+        (
+            lambda: plan_axes(SHAPE, None, Axes(ranks_per_node=3), Sharding(8)),
+            ValueError,
+            "ranks_per_node must divide world, got 3 with world 8",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused(make, error, text) -> None:

@@ -25,6 +25,18 @@ _MODEL: Final = "Model: a dense transformer, given by --params or by its sizes"
 _RUN: Final = "Run"
 _AXES: Final = "Axes beside data parallelism"
 
+#: Options that say nothing without another one: the other one, and what it is where it is missing.
+_NEEDED: Final = {
+    "sequence_parallel": ("tp", 1),
+    "sp_communication": ("sp", 1),
+    "schedule": ("pp", 1),
+    "communication": ("pp", 1),
+    "top": ("experts", None),
+    "ep": ("experts", None),
+    "dispatch": ("experts", None),
+    "imbalance": ("experts", None),
+}
+
 _EXPERTS: Final = "Experts over ranks"
 _Experts = Annotated[int, typer.Option(min=1, rich_help_panel=_EXPERTS)]
 _Size = Annotated[int | None, typer.Option(min=1, rich_help_panel=_MODEL)]
@@ -32,6 +44,7 @@ _Ranks = Annotated[int, typer.Option(min=1, rich_help_panel=_AXES)]
 
 
 def plan(
+    context: typer.Context,
     world: Annotated[int, typer.Option(min=1, help="Ranks.", rich_help_panel=_RUN)],
     recipe: Annotated[
         str, typer.Option(help="Name or TOML file of a recipe, or bf16.", rich_help_panel=_RUN)
@@ -143,6 +156,7 @@ def plan(
     Nothing runs: planes are sized by the code that makes and gathers them.
     """
     try:
+        _check_needed(context)
         shape = DenseShape.of(
             params,
             layers=layers,
@@ -202,6 +216,17 @@ def plan(
     typer.echo(f"A transformer of {shape.num_params:,} parameters: {sizes}.")
     tables = [made.table()] if axes == Axes() else made.tables()
     print_tables(tables if routed is None else [*tables, routed.table()])
+
+
+def _check_needed(context: typer.Context) -> None:
+    """Refuse options that were given and would change nothing."""
+    for name, (needed, missing) in _NEEDED.items():
+        source = context.get_parameter_source(name)
+        given = source is not None and source.name != "DEFAULT"
+        if given and context.params[needed] == missing:
+            option, other = (f"--{one.replace('_', '-')}" for one in (name, needed))
+            at_least = "" if missing is None else " of at least 2"
+            raise ValueError(f"{option} must go with {other}{at_least}, got it without")
 
 
 def _dtype(name: str) -> torch.dtype:

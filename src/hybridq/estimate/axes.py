@@ -51,6 +51,7 @@ class Axes:
         stages_per_rank: of the interleaved schedules; V schedules have two, the others one.
         communication: as `pipeline_stage` takes it.
         ranks_per_node: neighbouring ranks with a fast network between them; None: not known.
+            More than the run has: it lies within one node.
         sp_communication: of `sp`, as `sequence_parallel` takes it: a format, a pair of them, or
             None: values.
 
@@ -145,8 +146,10 @@ class Axes:
     def in_flight(self) -> float:
         """Microbatches whose activations the first rank holds at most, in all its layers."""
         count, ranks, stages = self.microbatches, self.pp, self.stages
-        if self.schedule == "gpipe" or ranks == 1:
-            return float(count if self.schedule == "gpipe" else 1)
+        if ranks == 1:
+            return 1.0
+        if self.schedule == "gpipe":
+            return float(count)
         if self.schedule == "zbv":
             return min(ranks, (count + 1) / 2)
         if self.schedule == "dualpipev":

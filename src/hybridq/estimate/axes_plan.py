@@ -133,7 +133,8 @@ def plan_axes(
         An AxesPlan.
 
     Raises:
-        ValueError: the axes do not divide `world` or the shape, or as `plan` raises it.
+        ValueError: the axes or `ranks_per_node` do not divide `world`, or the axes the shape, or as
+            `plan` raises it.
 
     Source: ours, but for the formulas.
 
@@ -161,6 +162,14 @@ def plan_axes(
             f"plan_axes: tp * sp must divide the heads, got {axes.tp} * {axes.sp} with "
             f"{shape.heads} heads"
         )
+    if axes.ranks_per_node is not None:
+        # A run that one node has room for lies within it.
+        axes = replace(axes, ranks_per_node=min(axes.ranks_per_node, world))
+        if world % (axes.ranks_per_node or 1):
+            raise ValueError(
+                f"plan_axes: ranks_per_node must divide world, got {axes.ranks_per_node} with "
+                f"world {world}"
+            )
     stages = axes.stages if axes.pp > 1 else 1
     layers = -(-shape.layers // (axes.pp * stages)) * stages
     # The last stage lies on the first rank of a V.

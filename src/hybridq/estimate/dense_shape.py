@@ -20,6 +20,8 @@ _FFN: Final = 3.5
 _HEAD: Final = 128
 _QUERIES: Final = 8
 _VOCAB: Final = 128256
+#: A model of more has tensors that torch cannot size, or more layers than can be listed.
+_MOST_PARAMS: Final = 10**15
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class DenseShape:
         vocab: rows of the embedding, and of the head.
 
     Raises:
-        ValueError: a size is below 1, or heads do not divide hidden, or kv_heads heads.
+        ValueError: a size is below 1, or heads do not divide hidden, or kv_heads heads, or there
+            are more than 1e15 parameters.
     """
 
     layers: int
@@ -54,6 +57,11 @@ class DenseShape:
                     f"DenseShape: {a} must be a multiple of {b}, got {a}={getattr(self, a)} with "
                     f"{b}={getattr(self, b)}"
                 )
+        if self.num_params > _MOST_PARAMS:
+            raise ValueError(
+                f"DenseShape: there must be at most {_MOST_PARAMS:g} parameters, got "
+                f"{self.num_params:.3g}"
+            )
 
     @staticmethod
     def of(
@@ -76,7 +84,8 @@ class DenseShape:
             layers, hidden, ffn, heads, kv_heads, vocab: sizes that are known.
 
         Raises:
-            ValueError: neither `params` nor `layers` and `hidden` are given, or too much is.
+            ValueError: neither `params` nor `layers` and `hidden` are given, or too much is, or
+                `params` is below 1 or above 1e15.
 
         Example:
             >>> from hybridq.distributed import DenseShape
@@ -87,8 +96,11 @@ class DenseShape:
             raise ValueError("DenseShape.of: give params, or layers and hidden, got neither")
         if params is not None and layers is not None:
             raise ValueError("DenseShape.of: params give the number of layers, got both")
-        if params is not None and not params >= 1:
-            raise ValueError(f"DenseShape.of: params must be at least 1, got {params}")
+        if params is not None and not 1 <= params <= _MOST_PARAMS:
+            raise ValueError(
+                f"DenseShape.of: params must be at least 1 and at most {_MOST_PARAMS:g}, got "
+                f"{params:g}"
+            )
         if hidden is None:
             per_layer_of_one = 3 * _FFN + 2 + 2 / _QUERIES  # values over hidden squared
             wanted = (float(params or 1) * _ASPECT / per_layer_of_one) ** (1 / 3)

@@ -12,6 +12,7 @@ Source: ours.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -154,7 +155,8 @@ def plan_experts(
         ranks_per_node: neighbouring ranks with a fast network; None: all.
 
     Raises:
-        ValueError: a rank would have no expert, or a number is below 1.
+        ValueError: a rank would have no expert, or a number is below 1, or the ranks of a node
+            neither divide `ep` nor are more.
         SpecError: a format that tokens do not travel in.
 
     Source: ours.
@@ -166,10 +168,15 @@ def plan_experts(
         >>> round(made.nbytes / sum(one.bf16_nbytes for one in made.moved), 3)
         0.516
     """
-    if ep < 1 or tokens < 0 or imbalance < 1:
+    if ep < 1 or tokens < 0 or not 1 <= imbalance < math.inf:
         raise ValueError(
             "plan_experts: ep must be at least 1, tokens at least 0 and imbalance at least 1, got "
             f"{ep}, {tokens} and {imbalance}"
+        )
+    near = ep if ranks_per_node is None else min(ranks_per_node, ep)
+    if near < 1 or ep % near:
+        raise ValueError(
+            f"plan_experts: ranks_per_node must divide ep={ep} or be more, got {ranks_per_node}"
         )
     sizes = experts_by_rank(shape.experts, ep)
     rows = int(tokens * shape.top * max(imbalance, sizes[0] * ep / shape.experts))
@@ -182,7 +189,6 @@ def plan_experts(
             moved.append(AxisMoved(f"{name}, {one or 'bf16'}", "all_to_all", ep, nbytes, bf16))
     counts = shape.layers * 8 * max(shape.experts + ep, ep * (sizes[0] + 1))
     moved.append(AxisMoved("counts", "all_to_all", ep, counts, counts))
-    near = min(ranks_per_node or ep, ep)
     parts = (sizes[0], sum(sizes[1:near]), sum(sizes[near:]))
     own, node, network = (part / shape.experts for part in parts)
     return ExpertsPlan(
