@@ -115,6 +115,35 @@ def test_writes_to_a_quantized_parameter_are_warned_of():
         optimizer.step()
 
 
+def test_a_quantized_parameter_that_was_loaded_with_its_master_is_not_warned_of():
+    """Both were, and the run that goes on has the bits of the one that was saved."""
+    torch.manual_seed(0)
+    parameter = nn.Parameter(hybridq.quantize(torch.randn(40, 64), "mxfp8"))
+    optimizer = AdamW([parameter], lr=0.1)
+
+    def step(count):
+        for seed in range(count):
+            torch.manual_seed(seed)
+            parameter.grad = torch.randn(40, 64)
+            optimizer.step()
+        return parameter.dequantize()
+
+    step(2)
+    weight, state = parameter.detach().clone(), copy.deepcopy(optimizer.state_dict())
+    want = step(2)
+    with torch.no_grad():
+        parameter.copy_(weight)
+    optimizer.load_state_dict(state)
+    errors._seen.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(step(2), want)
+    with torch.no_grad():
+        parameter.clamp_(-0.5, 0.5)
+    with pytest.warns(hybridq.HybridQWarning, match="was written since the last step"):
+        step(1)
+
+
 def test_remainders_of_what_others_wrote_are_less_than_a_step():
     """Zeros that a caller wrote are no NaN, which a negative remainder of before would make."""
     torch.manual_seed(0)

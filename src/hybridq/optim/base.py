@@ -221,3 +221,6 @@ class Base:
                 given = saved["state"].get(key)
                 if given:
                     self.take_saved(parameter, given, group)
+                    if self._versions is not None and is_low(local(parameter)):
+                        # Its master came with the state: a write before this is no loss.
+                        self._versions.pop(id(parameter), None)
