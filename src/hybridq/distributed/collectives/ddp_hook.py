@@ -74,7 +74,8 @@ def ddp_hook(
             order of ranks. Formats with a scale per block suit buckets, which hold gradients of
             several parameters.
         error_feedback: add what rounding took from a gradient to the next one: FP32 memory of one
-            and 1 / ranks gradients on each rank.
+            and 1 / ranks gradients on each rank. No checkpoint has it: a run that is resumed lacks
+            the rounding of one step, and has other bits than one that went on.
 
     Returns:
         `hook(state, bucket)`; `state`, the first argument of `register_comm_hook`, is the group,

@@ -184,7 +184,9 @@ def quantized_reduce_scatter(
             order of ranks. Formats with a scale per block suit units, which hold gradients of
             several parameters.
         error_feedback: add what rounding took from a gradient to the next one of the same
-            parameter: FP32 memory of a unit's whole gradients on each rank.
+            parameter: FP32 memory of a unit's whole gradients on each rank. No checkpoint has it: a
+            run that is resumed lacks the rounding of one step, and has other bits than one that
+            went on.
         replicas: of a model that is sharded over a part of the ranks only (a node), a group of
             those ranks that hold the same shards: gradients are averaged over it too, by an
             `all_reduce` in the same format. None: by FSDP2 itself under HSDP, not quantized.
