@@ -71,6 +71,37 @@ def test_module_conversions() -> None:
     assert torch.equal(twin.weight.grad, model.weight.grad)
 
 
+@pytest.mark.parametrize("switch", ["swap", "overwrite"])
+@pytest.mark.parametrize("options", PAIRS.values(), ids=PAIRS)
+def test_conversions_that_replace_parameters_keep_them_quantized(switch, options) -> None:
+    """As without torch's switches, to the bit; a dtype that planes cannot have changes nothing."""
+
+    def made(factor: float) -> nn.Linear:
+        torch.manual_seed(3)
+        model = nn.Linear(64, 48)
+        weight = model.weight.detach() * factor
+        model.weight = nn.Parameter(hybridq.quantize(weight, **options))
+        model.weight.grad = torch.ones(48, 64)
+        return model
+
+    set_switch = getattr(torch.__future__, f"set_{switch}_module_params_on_conversion")
+    for name in ("half", "bfloat16", "float"):
+        for factor in (1.0, 1e-6):  # FP16 rounds the second: such values are quantized again
+            want, got = made(factor), made(factor)
+            getattr(want, name)()
+            set_switch(True)
+            try:
+                getattr(got, name)()
+                assert not isinstance(got.weight.half(), QuantizedTensor)  # no conversion of it
+                with pytest.raises(TypeError, match="may be float32, bfloat16 or float16, got"):
+                    got.double()
+            finally:
+                set_switch(False)
+            same_planes(got.weight, want.weight)
+            assert isinstance(got.weight, nn.Parameter) and got.weight.dtype == want.weight.dtype
+            assert got.weight.grad.dtype == want.weight.grad.dtype
+
+
 def test_a_model_is_saved_and_loaded_whole() -> None:
     model = quantized_linear()
     model.weight.tag = "kept"

@@ -22,6 +22,7 @@ from . import rows as _rows  # noqa: F401  (its handlers)
 from .decoded_part import DecodedPart, as_parts, as_plain, check_writes, ordinary
 from .initial import carry_initial
 from .lost_updates import watch_update
+from .replaced import is_replaced_by_module
 from .table import HIGH, TABLE, dequantize, handles, is_flat, is_quantized, matrix_shape
 from .written import check_collective, is_collective, written
 
@@ -110,6 +111,11 @@ def _to_copy(
 ) -> Any:
     """Move the planes; a dtype changes what the tensor appears as, not its codes."""
     if dtype is not None and dtype not in HIGH:
+        if is_replaced_by_module():
+            raise TypeError(
+                f"to: a quantized parameter may be float32, bfloat16 or float16, got {dtype}; a "
+                "module of that dtype needs plain parameters, see dequantize"
+            )
         return NotImplemented
     storage = tensor.tensor_storage.map(
         lambda buffer: buffer.to(

@@ -10,6 +10,7 @@ import torch
 from ..kernels.inputs import begins_at
 from ..storage import GivenAway, TensorStorage
 from .factories import zeros_of_kind
+from .replaced import is_replaced_by_module
 
 __all__ = ["Memory"]
 
@@ -139,6 +140,10 @@ class Memory:
 
 def _values(tensor: Any, dtype: torch.dtype, memory_format: torch.memory_format) -> torch.Tensor:
     values: torch.Tensor = tensor.dequantize(dtype=dtype)
+    if is_replaced_by_module():
+        # What torch would put in the parameter's place; it assigns to `data` otherwise.
+        kept: torch.Tensor = tensor._quantized_like_me(values)
+        return kept
     if memory_format is torch.preserve_format:
         return values
     return values.contiguous(memory_format=memory_format)
