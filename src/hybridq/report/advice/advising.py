@@ -20,7 +20,7 @@ from ..precision import ProductShape
 from ..precision.collector import Wanted
 from ..precision.model_report import measured
 from ..precision.over_ranks import Found, Together, together
-from ..precision.running import Run, check_loss
+from ..precision.running import Run, check_loss, check_model
 from ..precision.switching import check_roles, loss_changes, losses
 from .advice import Advice, Advised, layer_recipe, recipe_of
 from .options import PLAIN, Option, candidates_of, options_of
@@ -34,6 +34,7 @@ CANDIDATES: Final = ("nvfp4", "mxfp8", "fp8_block", "fp8_current")
 _PREFER: Final = ("speed", "memory")
 
 
+@torch.inference_mode(False)
 def advise(
     model: nn.Module,
     data: Any,
@@ -78,7 +79,8 @@ def advise(
 
     Raises:
         TypeError: `model` is no module, or data are of another kind.
-        ValueError: an argument has no such value, modules have no names, or there is no loss.
+        ValueError: an argument has no such value, modules have no names, the model is on the meta
+            device, or there is no loss.
         OSError: `path` is no place for a file; said before anything runs.
 
     Source: ours; the limit of gradients: arXiv:2505.19115.
@@ -93,9 +95,7 @@ def advise(
         >>> with hybridq.autocast(recipe=advice):
         ...     y = model(batch)
     """
-    given: object = model
-    if not isinstance(given, nn.Module):
-        raise TypeError(f"advise: model must be an nn.Module, got {type(given).__name__}")
+    check_model("advise", model)
     if prefer not in _PREFER:
         raise ValueError(f"advise: prefer {must_be_one_of(_PREFER, prefer)}")
     for name, value in (("budget", budget), ("error", error)):

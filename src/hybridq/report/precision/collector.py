@@ -88,6 +88,10 @@ class Collector:
         self.products: dict[tuple[str, str, str, bool], ProductStatistics] = {}
         self.shapes: dict[str, ProductShape] = {}
         self.first_bad: BadValue | None = None
+        #: A layer whose gradient was to come; empty: none was, or there has been one.
+        self.awaits_backward = ""
+        self._has_backward = False
+        self._is_trained = any(one.requires_grad for one in model.parameters())
         self.order = 0
         #: Of what is measured now: the group, and its first row.
         self._group: tuple[int | None, int] = (None, 0)
@@ -104,6 +108,10 @@ class Collector:
         if is_again and not wants_gradient:
             return None
         name = self._name(product)
+        if self.wanted.backward and not self._has_backward and not self.awaits_backward:
+            is_off = self._is_trained and not torch.is_grad_enabled()
+            if wants_gradient or is_off:
+                self.awaits_backward = name.layer or "the model"
         x = product.matrix().detach()
         _check_dtype(name, x)
         x = x.reshape(-1, x.shape[-1])
@@ -116,7 +124,12 @@ class Collector:
             self._result(name, product)
         if not wants_gradient:
             return None
-        return lambda grad: self._backward(name, groups, grad.detach())
+
+        def see_gradient(grad: torch.Tensor) -> None:
+            self._has_backward, self.awaits_backward = True, ""
+            self._backward(name, groups, grad.detach())
+
+        return see_gradient
 
     def see_tensor(self, seen: WatchedTensor) -> None:
         """Measure an operand of quantized attention."""

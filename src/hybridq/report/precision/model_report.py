@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 
 from ... import settings
 from ...calibration.batches import unwrapped
+from ...errors import HybridQWarning
 from ...formats import PlaneSpec
 from ...nn import QuantizedModule
 from ...nn.autograd import watch_products
@@ -21,13 +23,14 @@ from .collector import Collector, Wanted
 from .over_ranks import Found, together
 from .precision_report import PrecisionReport
 from .rows import SlotRow
-from .running import Run, check_loss
+from .running import Run, check_loss, check_model
 from .switching import loss_changes
 from .untouched import untouched
 
 __all__ = ["measured", "report"]
 
 
+@torch.inference_mode(False)
 def report(
     model: nn.Module,
     batch_or_loop: Any,
@@ -45,7 +48,8 @@ def report(
     The model runs once, forward and backward, under the recipe, and every input, weight and
     gradient is quantized again, in both directions, as the run does it and as it would be in other
     formats. The model stays as it is: gradients, buffers, histories and generators too. What is
-    compiled runs eagerly.
+    compiled runs eagerly. Within `torch.no_grad()` and `torch.inference_mode()` it has a backward,
+    too; a function of the model that makes none where one is wanted is warned of.
 
     Args:
         model: with modules of hybridq; names of layers are those of the model.
@@ -71,7 +75,8 @@ def report(
     Raises:
         TypeError: `model` is no module, or data are of another kind.
         ValueError: there is no product of hybridq's modules, no loss for a backward, an unknown
-            format, or, with `switch`, a function that steps an optimizer of the model.
+            format, a model on the meta device, or, with `switch`, a function that steps an
+            optimizer of the model.
         RuntimeError: another rank failed.
 
     Source: the ratio of gradients to their quantization noise, and its limit sqrt(3):
@@ -90,9 +95,7 @@ def report(
         >>> 0.02 < worst.statistics.relative_error < 0.04
         True
     """
-    given: object = model
-    if not isinstance(given, nn.Module):
-        raise TypeError(f"report: model must be an nn.Module, got {type(given).__name__}")
+    check_model("report", model)
     check_loss("report", loss)
     model = unwrapped(model)
     chosen = in_force(model, recipe)
@@ -175,6 +178,7 @@ def measured(run: Run, recipe: Recipe | None, wanted: Wanted) -> Found:
     collector = Collector(run.model, wanted)
     with untouched(run.model, run.data), watch_products(collector):
         loss = run(recipe)
+    _warn_of_no_backward(run, collector)
     if not collector.slots:
         if any(isinstance(one, QuantizedModule) for one in run.model.modules()):
             raise ValueError(
@@ -188,6 +192,18 @@ def measured(run: Run, recipe: Recipe | None, wanted: Wanted) -> Found:
     rows = sorted(collector.slots.values(), key=lambda row: row.order)
     products, shapes = collector.products.values(), collector.shapes.values()
     return Found(tuple(rows), tuple(products), tuple(shapes), collector.first_bad, loss)
+
+
+def _warn_of_no_backward(run: Run, collector: Collector) -> None:
+    """Say that a run had no backward, where one was asked for."""
+    if collector.awaits_backward:
+        warnings.warn(
+            f"{run.owner}: gradients are not in it, since the run made no backward of "
+            f"{collector.awaits_backward}; return the loss with its graph, without no_grad, detach "
+            "and item, call backward, or give backward=False",
+            HybridQWarning,
+            stacklevel=2,
+        )
 
 
 def _with(rows: tuple[SlotRow, ...], changes: dict[Any, float]) -> tuple[SlotRow, ...]:

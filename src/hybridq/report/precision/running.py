@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...recipes import Recipe, autocast
 
-__all__ = ["Run", "check_loss"]
+__all__ = ["Run", "check_loss", "check_model"]
 
 
 class Run(NamedTuple):
@@ -85,6 +85,27 @@ class Run(NamedTuple):
         return None
 
 
+def check_model(owner: str, model: object) -> None:
+    """Raise where a model cannot be run.
+
+    Args:
+        owner: name of the function that was called.
+        model: that it was given.
+
+    Raises:
+        TypeError: it is no module.
+        ValueError: a parameter or a buffer is on the meta device.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{owner}: model must be an nn.Module, got {type(model).__name__}")
+    for name, one in (*model.named_parameters(), *model.named_buffers()):
+        if one.is_meta:
+            raise ValueError(
+                f"{owner}: the model is run, so its tensors must have values, got {name} on the "
+                "meta device; call model.to_empty(device=...) and load weights first"
+            )
+
+
 def check_loss(owner: str, loss: object) -> None:
     """Raise TypeError for a loss that nothing can call; None: there is none.
 
@@ -128,15 +149,20 @@ def _no_steps(owner: str, model: nn.Module) -> Iterator[None]:
 
 def _called(owner: str, model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
-        return model(**batch)
+        return model(**{name: _ordinary(one) for name, one in batch.items()})
     if isinstance(batch, tuple | list):
-        return model(*batch)
+        return model(*map(_ordinary, batch))
     if isinstance(batch, torch.Tensor):
-        return model(batch)
+        return model(_ordinary(batch))
     raise TypeError(
         f"{owner}: a batch must be a tensor, a tuple, a list or a mapping, or a function of the "
         f"model, got {type(batch).__name__}"
     )
+
+
+def _ordinary(value: Any) -> Any:
+    """Return what autograd may save for a backward: a copy of a tensor of inference mode."""
+    return value.clone() if isinstance(value, torch.Tensor) and value.is_inference() else value
 
 
 def _loss_of(made: Any) -> Any:

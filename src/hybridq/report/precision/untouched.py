@@ -54,7 +54,8 @@ def untouched(model: nn.Module, batch: Any = None) -> Iterator[None]:
                 module._buffers.clear()
                 module._buffers.update(own)
             for buffer, value in buffers:
-                buffer.copy_(value)
+                with torch.inference_mode(buffer.is_inference()):
+                    buffer.copy_(value)
             for back in restore:
                 back()
 
