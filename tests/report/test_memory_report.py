@@ -92,6 +92,13 @@ def test_hooks_are_gone_and_errors_say_what_is_wrong() -> None:
         hybridq.memory_report(model, torch.ones(1))
     with pytest.raises(ValueError, match=r"nbytes: kind must be one of parameters"):
         hybridq.memory_report(model).nbytes("activations")
+    with pytest.raises(ValueError, match=r"by_dtype: kind must be one of .* mean 'saved'"):
+        hybridq.memory_report(model).by_dtype("save")
+    for depth in (-1, 1.0, "0"):
+        with pytest.raises(ValueError, match=rf"by_module: depth must be .* got {depth!r}"):
+            hybridq.memory_report(model).by_module(depth)
+    with pytest.raises(TypeError, match=r"optimizer must be one of torch .* got generator"):
+        hybridq.memory_report(model, optimizer=model.parameters())
 
 
 @pytest.mark.parametrize("length", [4, 1024])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -50,8 +50,8 @@ class MemoryReport:
         Raises:
             ValueError: unknown kind.
         """
-        if kind is not None and kind not in KINDS:
-            raise ValueError(f"nbytes: kind {must_be_one_of(KINDS, kind)}")
+        if kind is not None:
+            _check_kind("nbytes", kind)
         return sum(
             size
             for name, what, _, size in self.entries
@@ -59,7 +59,15 @@ class MemoryReport:
         )
 
     def by_dtype(self, kind: str) -> dict[torch.dtype, int]:
-        """Return the bytes of one kind by the dtype of what is stored."""
+        """Return the bytes of one kind by the dtype of what is stored.
+
+        Args:
+            kind: one of `KINDS`.
+
+        Raises:
+            ValueError: unknown kind.
+        """
+        _check_kind("by_dtype", kind)
         sums: dict[torch.dtype, int] = defaultdict(int)
         for _, what, dtype, size in self.entries:
             if what == kind:
@@ -72,7 +80,12 @@ class MemoryReport:
         Args:
             depth: components of a name after which modules are taken together; None: each module
                 by itself, without what is in it.
+
+        Raises:
+            ValueError: `depth` is no integer >= 0.
         """
+        if depth is not None and (not isinstance(depth, int) or depth < 0):
+            raise ValueError(f"by_module: depth must be an integer >= 0 or None, got {depth!r}")
         sums: dict[str, dict[str, int]] = {}
         for name, kind, _, size in self.entries:
             short = name if depth is None else ".".join(name.split(".")[:depth])
@@ -108,6 +121,11 @@ class MemoryReport:
 
     def _repr_html_(self) -> str:
         return html(self.table())
+
+
+def _check_kind(where: str, kind: str) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"{where}: kind {must_be_one_of(KINDS, kind)}")
 
 
 def _is_in(name: str, module: str) -> bool:
@@ -247,7 +265,7 @@ def memory_report(
         optimizer: whose state is counted too, or None.
 
     Raises:
-        TypeError: `model` is no module, or `forward` is not callable.
+        TypeError: `model` is no module, `forward` is not callable, or `optimizer` is none.
 
     Example:
         >>> import torch, hybridq
@@ -265,6 +283,11 @@ def memory_report(
         raise TypeError(
             "memory_report: forward must be callable without arguments, as in "
             f"memory_report(model, lambda: model(x)), got {type(forward).__name__}"
+        )
+    if optimizer is not None and not isinstance(getattr(optimizer, "state", None), Mapping):
+        raise TypeError(
+            "memory_report: optimizer must be one of torch or hybridq, or None, got "
+            f"{type(optimizer).__name__}"
         )
     count = _Count()
     _count_model(model, count)

@@ -293,6 +293,7 @@ def test_what_a_report_writes(tmp_path: Path) -> None:
         (lambda m, x: hybridq.report(m, 3), TypeError, "batch must be .* got int"),
         (lambda m, x: hybridq.report(m, x), ValueError, "needs a loss of one element"),
         (lambda m, x: hybridq.report(m, x, "mxfp8"), TypeError, "collection of names"),
+        (lambda m, x: hybridq.report(m, x, None), TypeError, "collection of names, got None"),
         (lambda m, x: hybridq.report(m, x, [3]), TypeError, "name, a spec string or a Recipe"),
         (lambda m, x: hybridq.report(m, x, ["mxfp9"]), ValueError, "mxfp8"),
         (
@@ -305,6 +306,16 @@ def test_what_a_report_writes(tmp_path: Path) -> None:
 def test_mistakes_are_named(call: Callable[..., object], error: type, text: str) -> None:
     with pytest.raises(error, match=text):
         call(mlp(1), torch.randn(4, 64))
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, "3", None])
+def test_a_number_of_rows_that_is_none_is_named(count: object) -> None:
+    found = hybridq.report(mlp(1), torch.randn(4, 64), ["mxfp8"], backward=False)
+    assert found.worst(0) == [] and not found.tables(0)[0].rows
+    with pytest.raises(ValueError, match=f"worst: count must be an integer >= 0, got {count!r}"):
+        found.worst(count)
+    with pytest.raises(ValueError, match=f"tables: count must be an integer >= 0, got {count!r}"):
+        found.tables(count)
 
 
 def test_experts_of_mixed_formats_are_rows_of_their_own() -> None:

@@ -128,8 +128,9 @@ def parsed(formats: Iterable[str | Recipe]) -> dict[str, PlaneSpec | Recipe]:
         TypeError: it is one string, or something else is in it.
         SpecError: an unknown format.
     """
-    if isinstance(formats, str):
-        raise TypeError(f"report: formats must be a collection of names, got {formats!r}")
+    given: object = formats
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"report: formats must be a collection of names, got {given!r}")
     found: dict[str, PlaneSpec | Recipe] = {}
     for one in formats:
         if isinstance(one, Recipe):

@@ -69,14 +69,14 @@ class PrecisionReport:
         own planes are ranked; else those of what-if.
 
         Args:
-            count: how many at most.
+            count: how many at most, 0 or more.
             by: one of `KEYS`: `"severity"` is the larger of the relative error of all values and of
                 those that are no outliers; of experts, the worst one's.
 
         Raises:
-            ValueError: there is no such key.
+            ValueError: there is no such key, or the count is no such number.
         """
-        return self.sorted(by, self._ranked())[: max(count, 0)]
+        return self.sorted(by, self._ranked())[: _checked("worst", count)]
 
     def sorted(self, by: str = "severity", rows: Sequence[SlotRow] | None = None) -> list[SlotRow]:
         """Return rows, the worst first; rows without that number are last.
@@ -116,9 +116,13 @@ class PrecisionReport:
         """Return the worst slots and the worst products as tables.
 
         Args:
-            count: rows of each at most.
+            count: rows of each at most, 0 or more.
             by: as for `worst`.
+
+        Raises:
+            ValueError: as of `worst`.
         """
+        count = _checked("tables", count)
         ranked = self._ranked()
         has_experts = any(row.experts for row in ranked)
         rows = tuple(_cells(row, has_experts) for row in self.sorted(by, ranked)[:count])
@@ -199,6 +203,12 @@ _HEADS = (
     *("layer", "tensor", "direction", "format", "error", "of the bulk", "SNR, dB"),
     *("underflow", "saturated", "outliers", "gradient / noise", "loss change"),
 )
+
+
+def _checked(where: str, count: object) -> int:
+    if not isinstance(count, int) or count < 0:
+        raise ValueError(f"PrecisionReport.{where}: count must be an integer >= 0, got {count!r}")
+    return count
 
 
 def _cells(row: SlotRow, has_experts: bool) -> tuple[str, ...]:
