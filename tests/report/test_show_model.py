@@ -61,6 +61,13 @@ def test_what_a_model_is_not_shown_with() -> None:
         hybridq.show(hybridq.quantize(torch.ones(4, 32), "mxfp8"), recipe="mxfp8")
     with pytest.raises(ValueError, match="modules of hybridq with weights"):
         hybridq.show(nn.Linear(4, 4))
+    t, x = hybridq.quantize(torch.ones(4, 32), "mxfp8"), torch.ones(4, 32)
+    with pytest.raises(ValueError, match=r"weights must have values, got 0\.weight on the meta"):
+        hybridq.show(nn.Sequential(hybridq.Linear(32, 32, device="meta")), recipe="mxfp8")
+    with pytest.raises(ValueError, match="the tensor must have values, got one on the meta"):
+        hybridq.show(t.to("meta"))
+    with pytest.raises(ValueError, match="the original must have values, got one on the meta"):
+        hybridq.show(t, original=x.to("meta"))
 
 
 def test_maps_have_rows_and_columns_of_the_matrix() -> None:

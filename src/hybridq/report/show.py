@@ -180,7 +180,8 @@ def show(
 
     Raises:
         TypeError: `tensor` is not quantized, or an argument is not for it.
-        ValueError: `original` has another shape, or the model has no modules of hybridq.
+        ValueError: `original` has another shape, something is on the meta device, or the model has
+            no modules of hybridq.
 
     Example:
         >>> import torch, hybridq
@@ -197,6 +198,9 @@ def show(
         raise TypeError(f"show: a recipe is for a model, got {type(tensor).__name__} beside it")
     storage, title, shape = _storage(tensor)
     first = storage.first
+    for word, one in (("tensor", first), ("original", original)):
+        if one is not None and one.device.type == "meta":
+            raise ValueError(f"show: the {word} must have values, got one on the meta device")
     if original is not None and tuple(original.shape) != shape:
         raise ValueError(
             f"show: original must have the tensor's shape {shape}, got {tuple(original.shape)}"

@@ -117,7 +117,7 @@ def show_model(model: nn.Module, recipe: Recipe | None) -> ModelView:
         recipe: that weights are quantized by; None: that in force, or of the modules' own.
 
     Raises:
-        ValueError: there are no such weights.
+        ValueError: there are no such weights, or one is on the meta device.
     """
     with torch.no_grad():
         found = tuple(_weights(model, recipe))
@@ -141,6 +141,8 @@ def _weights(model: nn.Module, recipe: Recipe | None) -> Iterator[WeightView]:
             if weight is None or weight.dim() < 2 or not weight.numel():
                 continue
             full = f"{name}.{own}" if name else own
+            if weight.is_meta:
+                raise ValueError(f"show: weights must have values, got {full} on the meta device")
             yield from _planes(full, module, weight, part, chosen)
 
 
