@@ -97,3 +97,29 @@ def test_a_layout_of_others_is_saved_as_planes_too(tmp_path) -> None:
     model.model.save_pretrained(tmp_path / "part")
     assert says(tmp_path / "part")["quantization_config"]["quant_method"] == "hybridq"
     assert_same(model.model, transformers.AutoModel.from_pretrained(tmp_path / "part"))
+
+
+@pytest.mark.skipif(not hasattr(transformers, "NomicBertModel"), reason="transformers lacks it")
+def test_weights_of_one_tensor_of_the_file_may_be_partly_planes(tmp_path) -> None:
+    """Queries, keys and values are one tensor in plain files: values that stay have a name then."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
+    config = transformers.NomicBertConfig(vocab_size=96, num_hidden_layers=2, head_dim=16, **sizes)
+    torch.manual_seed(3)
+    plain = transformers.NomicBertModel(config).eval()
+    plain.save_pretrained(tmp_path / "plain")
+    names = load_file(tmp_path / "plain" / "model.safetensors").keys()
+    assert not any("v_proj" in name for name in names)
+    given = HybridQConfig(format="mxfp8", modules_to_not_convert=["v_proj"])
+    load = transformers.NomicBertModel.from_pretrained
+    model = load(tmp_path / "plain", quantization_config=given)
+    model.save_pretrained(tmp_path / "planes")
+    again, value = load(tmp_path / "planes"), "layers.1.self_attn.v_proj.weight"
+    assert again.state_dict()[value].equal(plain.state_dict()[value])
+    assert_same(model, again)
+    again.save_pretrained(tmp_path / "third")
+    assert_same(model, load(tmp_path / "third"))
+    plain.load_state_dict(hybridq.dequantized_state_dict(again))
+    got, want = (one(IDS).last_hidden_state for one in (again, plain))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    again.dequantize().save_pretrained(tmp_path / "decoded")  # as the plain files are
+    assert load_file(tmp_path / "decoded" / "model.safetensors").keys() == names

@@ -36,12 +36,15 @@ __all__ = [
     "LoadsPlanes",
     "Planes",
     "SavesPlanes",
+    "beside_planes",
     "buffers_of",
     "conversions",
     "record_of",
     "targets",
 ]
 
+#: What a tensor is collected under that is no plane, and goes past the model's converters.
+_PLAIN = "#plain"
 #: What stands behind the name of a weight in the names of its planes' buffers.
 SUFFIXES = tuple(f".{direction}.{buffer}" for direction in DIRECTIONS for buffer in BUFFER_NAMES)
 
@@ -89,7 +92,7 @@ class Planes(WeightConverter):
     def __init__(self) -> None:
         self.table = _Shared()
         self.records = _Shared()
-        super().__init__(list(TAGS), "", [JoinPlanes(self.records)])
+        super().__init__([*TAGS, _PLAIN], "", [JoinPlanes(self.records)])
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         """Return where a buffer goes, and the pattern that it is collected under."""
@@ -114,10 +117,12 @@ class SavesPlanes(WeightConverter):
     patterns match the keys of planes too. On the way in it takes nothing.
     """
 
-    __slots__ = ()
+    __slots__ = ("plain",)
 
     def __init__(self) -> None:
         super().__init__(["(no key)"], "", [_KeepPlanes()])
+        #: Names of plain parameters that stay as they are too, since planes are beside them.
+        self.plain: frozenset[str] = frozenset()
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         """Return the key as it is."""
@@ -129,16 +134,19 @@ class SavesPlanes(WeightConverter):
 
     def reverse_transform(self) -> WeightConverter:
         """Return what keeps buffers as they are, and the model's converters from them."""
-        return _SavedPlanes()
+        return _SavedPlanes(self.plain)
 
 
 class _SavedPlanes(WeightConverter):
-    __slots__ = ()
+    __slots__ = ("plain",)
 
-    def __init__(self) -> None:
-        super().__init__(list(SUFFIXES), "", [_KeepPlanes()])
+    def __init__(self, plain: frozenset[str]) -> None:
+        super().__init__([*SUFFIXES, _PLAIN], "", [_KeepPlanes()])
+        self.plain = plain
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        if source_key in self.plain:
+            return source_key, _PLAIN
         suffix = next((one for one in SUFFIXES if source_key.endswith(one)), None)
         return (source_key, None) if suffix is None else (source_key.removesuffix(suffix), suffix)
 
@@ -197,8 +205,11 @@ class JoinPlanes(ConversionOps):
         self, input_dict: dict[str, Any], full_layer_name: str, model: Any, **_: Any
     ) -> dict[str, Any]:
         """Return the parameter under its name."""
-        (held,) = self.records[full_layer_name][""]
         own = model.get_parameter_or_buffer(full_layer_name)
+        if _PLAIN in input_dict:
+            plain = input_dict[_PLAIN][0].to(own.dtype)
+            return {full_layer_name: nn.Parameter(plain, own.requires_grad)}
+        (held,) = self.records[full_layer_name][""]
         found = dict(zip(held.tensors, (input_dict[tag][0] for tag in TAGS), strict=False))
         value: torch.Tensor = held.join(found, own)
         if len(held.shape) == 3 and not is_quantized(own):  # no module that computes with planes
@@ -278,7 +289,10 @@ class _KeepPlanes(ConversionOps):
     def convert(
         self, input_dict: dict[str, Any], full_layer_name: str, **_: Any
     ) -> dict[str, torch.Tensor]:
-        return {full_layer_name + suffix: tensors[0] for suffix, tensors in input_dict.items()}
+        return {
+            full_layer_name + suffix.removeprefix(_PLAIN): tensors[0]
+            for suffix, tensors in input_dict.items()
+        }
 
 
 class LoadsPlanes:
@@ -340,6 +354,11 @@ def conversions(
             decoding.setdefault(id(first), DecodesFirst(first, planes.records))
     made = [planes, *(decoding.get(id(one), one) for one in known), SavesPlanes()]
     state, wrong = model.state_dict(keep_vars=True), []
+    prefix = f"{model.base_model_prefix}."
+    names = {*state, *(prefix + one for one in state), *(one.removeprefix(prefix) for one in state)}
+    of_planes = {apply_renamings(one.name, renamings) for one in in_order}
+    for name in beside_planes(own, of_planes, names):
+        planes.table[name] = (name, _PLAIN)
     for one in in_order:
         name, pattern = rename_source_key(
             one.tensors[0], renamings, [planes], model.base_model_prefix, state
@@ -354,6 +373,31 @@ def conversions(
             f"{'; '.join(wrong[:8])}{f' and {len(wrong) - 8} more' if len(wrong) > 8 else ''}"
         )
     return made
+
+
+def beside_planes(known: Iterable[Any], of_planes: set[str], names: Iterable[str]) -> set[str]:
+    """Return the names of plain tensors that a file of planes has under the model's own names.
+
+    A converter that splits a tensor of the file would put it together again of what is left of its
+    parts, where some of them are planes.
+
+    Args:
+        known: the model's weight conversions.
+        of_planes: names of quantized weights, those of the model.
+        names: of its parameters.
+    """
+    found: set[str] = set()
+    for one in known:
+        if not isinstance(one, WeightConverter) or len(one.target_patterns) < 2:
+            continue
+        try:
+            back = one.reverse_transform()
+        except NotImplementedError:  # of one direction alone
+            continue
+        whole = {back.rename_source_key(name)[0] for name in of_planes} - of_planes
+        renamed = {name: back.rename_source_key(name) for name in names if name not in of_planes}
+        found |= {name for name, (to, pattern) in renamed.items() if pattern and to in whole}
+    return found
 
 
 def targets(made: Sequence[Any]) -> set[str]:

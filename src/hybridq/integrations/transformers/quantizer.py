@@ -25,7 +25,7 @@ from ...ptq.record import METADATA_KEY, Record, read_records, records_text
 from ...tensor import QuantizedTensor, is_quantized
 from .config import HybridQConfig
 from .held import Held, held_of_record
-from .planes import LoadsPlanes, buffers_of, conversions, record_of
+from .planes import LoadsPlanes, SavesPlanes, beside_planes, buffers_of, conversions, record_of
 from .tensor_parallel import after_convert, check_weights_stay_plain
 
 __all__ = ["HybridQQuantizer"]
@@ -187,6 +187,7 @@ class HybridQQuantizer(HfQuantizer):
         records: list[Record] = []
         first: dict[int, str] = {}
         renamings = _to_disk(model)
+        _keep_beside(model)
         for name, value in model.state_dict(keep_vars=True).items():
             if not is_quantized(value):
                 state[name] = value.detach() if isinstance(value, torch.Tensor) else value
@@ -323,6 +324,16 @@ def _to_disk(model: Any) -> list[Any]:
     known = reversed(getattr(model, "_weight_conversions", None) or ())
     made = [one.reverse_transform() for one in known if isinstance(one, WeightRenaming)]
     return [one for one in made if isinstance(one, WeightRenaming)]
+
+
+def _keep_beside(model: Any) -> None:
+    """Let plain weights whose converter would put them together with planes keep their names."""
+    known = getattr(model, "_weight_conversions", None) or ()
+    state = model.state_dict(keep_vars=True)
+    of_planes = {name for name, value in state.items() if is_quantized(value)}
+    for one in known:
+        if isinstance(one, SavesPlanes):
+            one.plain = frozenset(beside_planes(known, of_planes, state))
 
 
 def _set(model: nn.Module, name: str, value: nn.Parameter) -> None:
