@@ -228,6 +228,28 @@ def test_ia3_multiplies_what_the_weight_decodes_to() -> None:
     torch.testing.assert_close(got, wanted.dequantize(), rtol=2**-3, atol=1e-3)
 
 
+def test_shira_adds_to_what_the_weight_decodes_to() -> None:
+    """Its values are far below a step of the format, and are in the result all the same."""
+    model = peft.get_peft_model(net("mxfp8"), peft.ShiraConfig(r=4, target_modules=["up"]))
+    layer = model.base_model.model.up
+    with torch.no_grad():
+        layer.shira_weight["default"].normal_(std=1e-4)
+    weight = layer.base_layer.weight.detach().dequantize(dtype=torch.float32)
+    delta = layer.get_delta_weight("default").detach().to_dense()
+    wanted = (weight + delta).bfloat16()
+    assert not torch.equal(wanted, weight.bfloat16())
+    x = inputs()
+    want = torch.nn.functional.linear(x, wanted, layer.base_layer.bias)
+    y = layer(x)
+    torch.testing.assert_close(y, want, rtol=0, atol=0)
+    y.float().square().sum().backward()
+    assert layer.shira_weight["default"].grad.count_nonzero() > 0
+    model.merge_adapter()
+    got = layer.base_layer.weight.dequantize(dtype=torch.float32)
+    torch.testing.assert_close(got, weight + delta, rtol=2**-4, atol=1e-3)
+    model.unmerge_adapter()
+
+
 def test_preparing_for_training_in_few_bits_keeps_the_planes() -> None:
     base = net("nvfp4")
     before = base.up.weight.detach().clone()

@@ -370,6 +370,8 @@ def _register() -> None:
             _decode(self.modules_to_save[adapter_name].modules())
 
     ModulesToSaveWrapper.update = update_plain
+    if hasattr(BaseTunerLayer, "get_base_weight"):
+        BaseTunerLayer.get_base_weight = _decoded(BaseTunerLayer.get_base_weight)
     for owner in (BaseTuner, MixedModel):
         for name in ("merge_adapter", "_unload_and_optionally_merge"):
             if name in vars(owner):
@@ -386,6 +388,24 @@ def _checked(method: Any) -> Any:
         return method(self, *args, **kwargs)
 
     return merge
+
+
+def _decoded(method: Any) -> Any:
+    """Return PEFT's way to a base's weight, with the values of a quantized one.
+
+    What takes it adds to it in place, SHiRA in each forward: a quantized weight would round that.
+    """
+
+    @wraps(method)
+    def get_base_weight(self: Any) -> Any:
+        weight = method(self)
+        if not is_quantized(weight):
+            return weight
+        with torch.no_grad():
+            values: torch.Tensor = weight.dequantize().detach()
+        return values
+
+    return get_base_weight
 
 
 def _decode(modules: Iterable[nn.Module]) -> None:
