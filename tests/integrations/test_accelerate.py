@@ -14,6 +14,7 @@ from rank_runs import needs_gloo, run
 accelerate = pytest.importorskip("accelerate", minversion="1.15")
 
 from hybridq.integrations.accelerate import prepare  # noqa: E402 (needs accelerate)
+from hybridq.tensor import is_quantized  # noqa: E402
 
 
 def model() -> nn.Module:
@@ -101,6 +102,47 @@ def test_a_saved_state_goes_on_with_the_same_bits(recipe, tmp_path) -> None:
     again.load_state(str(tmp_path))
     losses = trained(other, stepped, again.backward, 3, first=3)
     assert all(torch.equal(*pair) for pair in zip(losses, want, strict=True))
+
+
+def test_states_have_quantized_parameters(tmp_path) -> None:
+    """Two models of three have them; the states of one folder replace each other."""
+
+    def ready(quantizes: bool = True):
+        made, models = accelerator(), []
+        for number in range(3):
+            with hybridq.quantized_model_init("mxfp8", enabled=quantizes and number != 1):
+                models.append(model())
+        models = [*prepare(made, *models[:2], recipe="mxfp8"), models[2]]
+        optimizer = hybridq.optim.AdamW(models[2].parameters())
+        models[2], optimizer = prepare(made, models[2], optimizer, recipe="mxfp8")
+        assert [is_quantized(one[0].weight) for one in models] == [quantizes, False, quantizes]
+        return made, models, optimizer
+
+    def codes(models):
+        tensors = [tensor for one in models for tensor in one.state_dict().values()]
+        return [one.tensor_storage.flatten()[0] if is_quantized(one) else [one] for one in tensors]
+
+    made, models, optimizer = ready()
+    with torch.no_grad():
+        for factor, one in enumerate(models, 2):
+            for parameter in one.parameters():
+                parameter.mul_(factor)
+    trained(models[2], optimizer, made.backward, 2)
+    made.save_state(str(tmp_path))
+    again, others, stepped = ready()
+    again.load_state(str(tmp_path))
+    for pair in zip(codes(models), codes(others), strict=True):
+        assert all(torch.equal(*buffers) for buffers in zip(*pair, strict=True))
+    want = trained(models[2], optimizer, made.backward, 2, first=2)
+    losses = trained(others[2], stepped, again.backward, 2, first=2)
+    assert all(torch.equal(*pair) for pair in zip(losses, want, strict=True))
+    made, models, _ = ready(quantizes=False)
+    made.save_state(str(tmp_path))
+    again, others, _ = ready(quantizes=False)
+    with torch.no_grad():
+        others[0][0].weight.zero_()
+    again.load_state(str(tmp_path))
+    assert torch.equal(others[0][0].weight, models[0][0].weight)
 
 
 def test_what_is_refused() -> None:
