@@ -179,7 +179,7 @@ class _RunningMSE(Running):
             return False
         if not bool(largest.isfinite().all()) or not bool((largest > 0).any()):
             return False
-        ratios = torch.tensor(self.ratios, dtype=torch.float64)
+        ratios = torch.tensor(self.ratios, dtype=torch.float64, device="cpu")
         self.clips = torch.tensordot(ratios, largest.double().cpu(), 0).float()
         return True
 
@@ -187,11 +187,11 @@ class _RunningMSE(Running):
         if self.clips is None:
             largest = self.largest.amax()
             if largest is None:
-                largest = torch.full(self.shape, -math.inf, dtype=torch.float32)
+                largest = torch.full(self.shape, -math.inf, dtype=torch.float32, device="cpu")
             return "max", largest.double().cpu().flatten()
         errors = self.errors
         if errors is None:
-            errors = torch.zeros(self.clips.shape, dtype=torch.float64)
+            errors = torch.zeros(self.clips.shape, dtype=torch.float64, device="cpu")
         return "sum", errors.flatten()
 
     def take_shared(self, values: torch.Tensor) -> None:

@@ -60,7 +60,7 @@ def given_tokens(
     rows = rows.detach().reshape(-1, rows.shape[-1])
     numbers = torch.arange(rows.shape[0], dtype=torch.int64, device=rows.device)
     if layout.takes == "sizes":
-        sizes = torch.as_tensor(given[1], dtype=torch.int64).tolist()
+        sizes = torch.as_tensor(given[1], dtype=torch.int64, device="cpu").tolist()
         return Tokens(rows, list(numbers.split([*sizes, len(numbers) - sum(sizes)])[:-1]), None)
     if layout.takes == "batches":  # as many rows of each; zeros are of tokens that went elsewhere
         parts = numbers.chunk(experts) if len(numbers) else [numbers] * experts

@@ -223,7 +223,7 @@ class _Chooser:
         self._element: Element = spec.format.element  # type: ignore[assignment]
         self._codes: list[torch.Tensor] = []
         self._scales: list[torch.Tensor] = []
-        self._multiplier = torch.empty(0, dtype=torch.float32)
+        self._multiplier = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def fix_scale(self, block: torch.Tensor) -> None:
         """Fix the scales of the columns that follow: those of their values now, `[rows, width]`."""

@@ -82,7 +82,7 @@ class Ranks:
         """Return the places of the ranks that failed, as all ranks see them."""
         if self.count == 1:
             return []
-        said = self.gathered(torch.tensor([not is_done], dtype=torch.uint8))
+        said = self.gathered(torch.tensor([not is_done], dtype=torch.uint8, device="cpu"))
         return [place for place, one in enumerate(said) if bool(one)]
 
     def gathered(self, value: torch.Tensor) -> list[torch.Tensor]:

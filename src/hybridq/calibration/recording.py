@@ -208,7 +208,9 @@ class Recording:
                 found["weight"] = _stacked([self._weight(one) for one in own], is_stack)
             amaxes[key] = found
             rows = [self._rows[one.name] for one in own]
-            tokens[key] = torch.tensor(rows if is_stack else rows[0], dtype=torch.int64)
+            tokens[key] = torch.tensor(
+                rows if is_stack else rows[0], dtype=torch.int64, device="cpu"
+            )
         for name in self.caches:
             values = {slot: self._value(slot, name) for slot in CACHED}
             seen = {slot: one for slot, one in values.items() if one is not None}
@@ -257,7 +259,10 @@ def _finite(value: torch.Tensor, name: str, slot: str) -> torch.Tensor:
 
 def _stacked(values: list[torch.Tensor | None], is_stack: bool) -> torch.Tensor:
     """Return the values of all experts, -inf where there is none."""
-    known = next((one for one in values if one is not None), torch.zeros((), dtype=torch.float32))
+    known = next(
+        (one for one in values if one is not None),
+        torch.zeros((), dtype=torch.float32, device="cpu"),
+    )
     nothing = torch.full_like(known, -torch.inf)
     made = [nothing if one is None else one for one in values]
     return torch.stack(made) if is_stack else made[0]

@@ -71,7 +71,7 @@ def reduced(
     counts = [_placed(found.tokens.get(one.name), one, part) for one in counted]
     most = ranks.reduced(_joined(values), "max")
     sums = ranks.reduced(
-        _joined([*counts, torch.tensor([found.batches], dtype=torch.int64)]), "sum"
+        _joined([*counts, torch.tensor([found.batches], dtype=torch.int64, device="cpu")]), "sum"
     )
     tokens = dict(zip((one.name for one in counted), _parted(sums, counts), strict=True))
     amaxes: dict[str, dict[str, torch.Tensor]] = {name: {} for name in tokens}
@@ -115,7 +115,7 @@ def _of_projection(found: Calibration, one: Entry) -> torch.Tensor:
     for name, slots in found.amaxes.items():
         if one.slot in slots and projection_of(name) == one.name:
             return slots[one.slot]
-    return torch.full(one.shape, -math.inf, dtype=torch.float32)
+    return torch.full(one.shape, -math.inf, dtype=torch.float32, device="cpu")
 
 
 def _placed(value: torch.Tensor | None, one: Entry, part: tuple[int, int]) -> torch.Tensor:
@@ -124,7 +124,7 @@ def _placed(value: torch.Tensor | None, one: Entry, part: tuple[int, int]) -> to
     is_count = one.slot == _TOKENS
     shape = (one.shape[0] * parts, *one.shape[1:]) if one.is_stack else one.shape
     dtype, nothing = (torch.int64, 0) if is_count else (torch.float32, -math.inf)
-    made = torch.full(shape, nothing, dtype=dtype)
+    made = torch.full(shape, nothing, dtype=dtype, device="cpu")
     if value is None:
         return made
     if not one.is_stack:

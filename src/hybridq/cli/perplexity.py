@@ -58,7 +58,7 @@ def perplexity_command(
         recipes = {one: get(one) for one in recipe or ()}
         seen = None if calibration is None else Calibration.load(calibration)
         check_device(device)
-        ids = torch.tensor(tokens_of(model, text), dtype=torch.int64)
+        ids = torch.tensor(tokens_of(model, text), dtype=torch.int64, device="cpu")
         found: dict[str, Perplexity] = {}
         for one in (None, *recipes):
             loaded = model_of(model, dtype).eval().to(device)

@@ -20,7 +20,7 @@ def _operand(buffers: Buffers, spec: PlaneSpec, rows: int, k: int) -> tuple[Arra
     ]
     values, _ = plane_operand(tensors, spec, rows, k, torch.float32)
     factor = tensor_factor(tensors, spec)
-    one = torch.ones(1, dtype=torch.float32) if factor is None else factor
+    one = torch.ones(1, dtype=torch.float32, device="cpu") if factor is None else factor
     return values.double().numpy(), one.double().numpy()
 
 

@@ -44,7 +44,9 @@ def reduce_sequence_parallel_gradients(module: nn.Module, group: Any = None) -> 
     import torch.distributed as dist  # not every build of torch has it
 
     device = marked[0].device
-    has = torch.tensor([float(p.grad is not None) for p in marked], dtype=torch.float32)
+    has = torch.tensor(
+        [float(p.grad is not None) for p in marked], dtype=torch.float32, device="cpu"
+    )
     counts = has.to(device)
     dist.all_reduce(counts, group=group)
     ranks = dist.get_world_size(group)

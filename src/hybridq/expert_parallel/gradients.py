@@ -77,7 +77,7 @@ def clip_grad_norm_(
         own: Any = torch.nn.utils.get_total_norm(grads, norm_type)
         norms.append(own.full_tensor() if _mesh(own) is not None else own)
     if not norms:
-        return torch.tensor(0.0, dtype=torch.float32)
+        return torch.tensor(0.0, dtype=torch.float32, device=torch.get_default_device())
     total = torch.linalg.vector_norm(torch.stack([one.float() for one in norms]), norm_type)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for grads in found.values():

@@ -92,11 +92,11 @@ def exact_plane(plane: Plane, top: int) -> Plane:
         top: `Exponents.top` of all of the tensor.
     """
     exponent = plane.buffers["scale"].int() - (_BIAS + top - _LARGEST)
-    ones = torch.ones(exponent.shape, dtype=torch.float32)
+    ones = torch.ones(exponent.shape, dtype=torch.float32, device=exponent.device)
     power = torch.ldexp(ones, exponent.clamp(_LEAST, _LARGEST))
     codes = power.to(torch.float8_e4m3fn).view(torch.uint8)
     blocks = -(-plane.cols // 16)
-    factor = torch.tensor([2.0 ** (top - _LARGEST)], dtype=torch.float32)
+    factor = torch.tensor([2.0 ** (top - _LARGEST)], dtype=torch.float32, device=exponent.device)
     element = _NVFP4.format.element
     bound = _NVFP4.tensor_bound * (1.0 if element is None else element.max)
     buffers = {

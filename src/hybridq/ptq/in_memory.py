@@ -222,7 +222,9 @@ def _on_disk(model: nn.Module, given: Mapping[str, torch.Tensor]) -> dict[str, t
         if is_quantized(value):
             rows = value.shape[:-1]
             count = rows.numel()
-            tags[name] = torch.arange(first, first + count, dtype=torch.int64).reshape(*rows, 1)
+            tags[name] = torch.arange(
+                first, first + count, dtype=torch.int64, device="cpu"
+            ).reshape(*rows, 1)
             sources.append((first, name))
             first += count
     made = loading.revert_weight_conversion(model, {**state, **tags})
@@ -263,7 +265,9 @@ def _tagged(
     rows = value.flatten() - first
     if int(rows.max()) >= whole.shape[:-1].numel():
         raise CheckpointError(f"export: transformers puts {name} together with other weights")
-    if whole.dim() == 2 and torch.equal(rows, torch.arange(len(whole), dtype=torch.int64)):
+    if whole.dim() == 2 and torch.equal(
+        rows, torch.arange(len(whole), dtype=torch.int64, device="cpu")
+    ):
         return whole
     matrix: torch.Tensor = whole
     if whole.dim() == 3:
@@ -274,6 +278,8 @@ def _tagged(
         matrix = whole[number]
         rows = rows - number * height
     begin, end = int(rows[0]), int(rows[0]) + len(rows)
-    if end <= len(matrix) and torch.equal(rows, torch.arange(begin, end, dtype=torch.int64)):
+    if end <= len(matrix) and torch.equal(
+        rows, torch.arange(begin, end, dtype=torch.int64, device="cpu")
+    ):
         return matrix if end - begin == len(matrix) else matrix[begin:end]
     return matrix.dequantize()[rows] if is_quantized(matrix) else matrix[rows]

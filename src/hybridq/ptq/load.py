@@ -222,6 +222,6 @@ def _read_tensor(file: int, entry: Entry, path: Path) -> torch.Tensor:
         raise CheckpointError(
             f"checkpoint: torch has no dtype for {entry.name!r} of {path}, which is {entry.dtype}"
         )
-    data = torch.empty(entry.nbytes, dtype=torch.uint8)
+    data = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
     read_into(file, as_bytes(data), entry.begin, path)
     return data.view(TORCH_DTYPES[entry.dtype]).reshape(storage_shape(entry))

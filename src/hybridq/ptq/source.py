@@ -110,7 +110,7 @@ class Shard:
         Raises:
             CheckpointError: the file cannot be read, or ends before.
         """
-        data = torch.empty(count, dtype=torch.uint8)
+        data = torch.empty(count, dtype=torch.uint8, device="cpu")
         with self.opened() as file:
             file.read(as_bytes(data), offset)
         return data

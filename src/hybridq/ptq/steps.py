@@ -81,7 +81,7 @@ def read_steps(steps: Iterable[Step]) -> Iterator[tuple[Step, list[torch.Tensor]
     Raises:
         CheckpointError: the source cannot be read, or has become shorter.
     """
-    memory = torch.empty(0, dtype=torch.uint8)
+    memory = torch.empty(0, dtype=torch.uint8, device="cpu")
     with ExitStack() as stack:
         files = _Files(stack)
         todo = iter(steps)
@@ -93,8 +93,10 @@ def read_steps(steps: Iterable[Step]) -> Iterator[tuple[Step, list[torch.Tensor]
                 starts.append(end)
                 end += -(-one.nbytes // _ALIGNMENT) * _ALIGNMENT
             if memory.shape[0] < end:
-                memory = torch.empty(0, dtype=torch.uint8)  # first give back, then take
-                memory = torch.empty(end, dtype=torch.uint8)
+                memory = torch.empty(
+                    0, dtype=torch.uint8, device="cpu"
+                )  # first give back, then take
+                memory = torch.empty(end, dtype=torch.uint8, device="cpu")
             pieces = [
                 memory[at : at + one.nbytes] for at, one in zip(starts, step.ranges, strict=True)
             ]

@@ -83,7 +83,9 @@ def _rceil_rule(
     amax: torch.Tensor, spec: PlaneSpec, tensor_amax: torch.Tensor | None, input_max: float
 ) -> BlockScales:
     element = spec.format.element
-    inverse = torch.tensor(1.0 / (element.max if element else 1.0), dtype=torch.float32)
+    inverse = torch.tensor(
+        1.0 / (element.max if element else 1.0), dtype=torch.float32, device="cpu"
+    )
     ratio = amax * inverse.to(amax.device)
     bits = ratio.view(torch.int32).to(torch.int64)
     byte = (bits >> 23) + (bits & 0x7FFFFF != 0)

@@ -219,7 +219,7 @@ def measure_codes(plane: Plane) -> Codes:
     if element is None:  # an identity plane of an open dtype; planes have theirs fixed
         raise ValueError(f"measure_codes: the plane's element must be known, got {plane.spec}")
     values = _bin_values(element)
-    counts = torch.zeros(len(values), dtype=torch.int64)
+    counts = torch.zeros(len(values), dtype=torch.int64, device="cpu")
     zero = saturated = nan = 0
     width = plane.spec.padded(plane.matrix[1])
     for _, _, buffers in _bands(plane):
@@ -235,7 +235,7 @@ def measure_codes(plane: Plane) -> Codes:
             nan += int(numbers.isnan().sum())
             saturated += int((numbers.abs() >= element.max).sum())
     if element.bits <= 8:
-        table = torch.tensor(values, dtype=torch.float64)
+        table = torch.tensor(values, dtype=torch.float64, device="cpu")
         zero = int(counts[table == 0].sum())
         nan = int(counts[table.isnan()].sum())
         saturated = int(counts[table.abs() >= element.max].sum())

@@ -76,7 +76,8 @@ def multi_tensor_l2norm(
     del chunk_size, noop_flag
     (tensors,) = _lists("multi_tensor_l2norm", tensor_lists, 1)
     if not tensors:
-        return torch.zeros(1, dtype=torch.float32), torch.zeros(0, dtype=torch.float32)
+        none = torch.zeros(1, dtype=torch.float32, device=torch.get_default_device())
+        return none, none[:0]
     norms = torch.stack(norm_each(list(tensors), 2, torch.float32))
     return norms.norm().view(1), norms if per_tensor else norms[:0]
 

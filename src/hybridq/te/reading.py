@@ -142,7 +142,7 @@ def _roles(module: Any, recipe: Any, slots: tuple[str, ...]) -> list[QuantizerRo
 
 def _one() -> torch.Tensor:
     """Return the scale of a slot without a history."""
-    return torch.ones(1, dtype=torch.float32)
+    return torch.ones(1, dtype=torch.float32, device="cpu")
 
 
 def slot_quantizer(quantizer: Any, history: dict[str, Any], name: str) -> Any:
@@ -169,7 +169,9 @@ def _tensors(slots: list[str], history: dict[str, Any]) -> SimpleNamespace:
     amaxes = [history.get(f"{slot}.history") for slot in slots]
     length = max([one.numel() for one in amaxes if one is not None], default=1)
     columns = [
-        torch.zeros(length, dtype=torch.float32) if one is None else one.detach().cpu()
+        torch.zeros(length, dtype=torch.float32, device="cpu")
+        if one is None
+        else one.detach().cpu()
         for one in amaxes
     ]
     return SimpleNamespace(scale=scale, scale_inv=1.0 / scale, amax_history=torch.stack(columns, 1))

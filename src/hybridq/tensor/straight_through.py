@@ -74,7 +74,7 @@ def row_index(index: torch.Tensor | Sequence[int], tensor: torch.Tensor) -> torc
     if not isinstance(index, torch.Tensor):
         if not isinstance(index, Sequence) or not all(isinstance(one, int) for one in index):
             raise TypeError(f"dequantize_rows: index must hold integers, got {index!r}")
-        index = torch.tensor(list(index), dtype=torch.int64)
+        index = torch.tensor(list(index), dtype=torch.int64, device="cpu")
     if index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
         raise TypeError(
             "dequantize_rows: index must be a slice, a list of integers or an integer tensor [n], "

@@ -85,7 +85,11 @@ class HybridQAdapter:
         if case.source is not None:
             specs["row"] = to_spec(case.source).text
             options |= {"col_source": "rowwise_dequantized", "keep_row": False}
-        seed = None if case.seed is None else torch.tensor([case.seed], dtype=torch.int64)
+        seed = (
+            None
+            if case.seed is None
+            else torch.tensor([case.seed], dtype=torch.int64, device="cpu")
+        )
         with settings.backend(self.backend):
             made = torch.ops.hybridq.encode(
                 _from_numpy(x, case.dtype),
@@ -101,7 +105,7 @@ class HybridQAdapter:
 
     def _cast(self, x: Array, name: str) -> Array:
         spec = _cast_spec(name)
-        amax = torch.tensor([element(name).max], dtype=torch.float32)
+        amax = torch.tensor([element(name).max], dtype=torch.float32, device="cpu")
         with settings.backend(self.backend):
             made = torch.ops.hybridq.encode(_from_numpy(x)[None], spec.text, "", row_stat=amax)
         return unpack(made[0], element(name), x.size)[0].numpy()
@@ -119,7 +123,7 @@ class HybridQAdapter:
         data = torch.from_numpy(np.ascontiguousarray(codes))[None]
         if element(name).codes_per_byte == 2:
             data = data[:, 0::2] | (data[:, 1::2] << 4)
-        buffers = [data.contiguous(), torch.ones(1, dtype=torch.float32)]
+        buffers = [data.contiguous(), torch.ones(1, dtype=torch.float32, device="cpu")]
         text = _cast_spec(name).text
         return torch.ops.hybridq.decode(buffers, text, 1, codes.size, torch.float32)[0].numpy()
 

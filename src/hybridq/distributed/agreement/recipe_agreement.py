@@ -352,7 +352,7 @@ def _recorded() -> Any:
 
 def _pinned(shape: torch.Size) -> torch.Tensor:
     with torch.inference_mode(False):
-        return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 _unread: Final = Unread(_recorded, _pinned)

@@ -77,7 +77,7 @@ class _Window:
         #: The base of the statistic; the last one that was given, as kernels take it.
         self.stat = -1
         self._given: Any = None
-        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def view(self, memory: torch.Tensor, start: int) -> torch.Tensor:
         """Return a matrix of its shape and dtype in the common memory.

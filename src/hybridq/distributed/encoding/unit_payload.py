@@ -27,7 +27,7 @@ def zeros(count: int) -> torch.Tensor:
     Args:
         count: of them.
     """
-    return torch.zeros(1, dtype=torch.uint8).expand(count)
+    return torch.zeros(1, dtype=torch.uint8, device="cpu").expand(count)
 
 
 class Room:
@@ -59,7 +59,7 @@ class Passing:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.tensor, self._nbytes = torch.empty(nbytes, dtype=torch.uint8), nbytes
+        self.tensor, self._nbytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu"), nbytes
         self._storage, self._is_there = self.tensor.untyped_storage(), True
 
     def come(self) -> None:

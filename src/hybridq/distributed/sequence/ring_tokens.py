@@ -41,7 +41,7 @@ class Tokens:
     )
 
     def _of_rank(self, rank: int) -> torch.Tensor:
-        places = torch.arange(self.length, dtype=torch.int64)
+        places = torch.arange(self.length, dtype=torch.int64, device="cpu")
         if not self.is_balanced:
             return places.chunk(self.world)[rank]
         parts = places.chunk(2 * self.world)

@@ -47,7 +47,7 @@ def calibration_of(
         if not is_shared:
             own = target.removesuffix(_WEIGHT)
             amaxes.setdefault(own, {})["input"] = amax
-            tokens[own] = torch.zeros((), dtype=torch.int64)
+            tokens[own] = torch.zeros((), dtype=torch.int64, device="cpu")
             continue
         numbers = _NUMBER.findall(module + ".")
         expert = int(numbers[-1]) if numbers else 0
@@ -60,10 +60,10 @@ def calibration_of(
                 own = target_of(attention + _WEIGHT)[0].removesuffix(_WEIGHT)
                 amaxes.setdefault(own, {})[part.slot] = part.read(value).reshape(())
     for stack, known in each.items():
-        values = torch.full((max(known) + 1,), -torch.inf, dtype=torch.float32)
+        values = torch.full((max(known) + 1,), -torch.inf, dtype=torch.float32, device="cpu")
         for expert, amax in known.items():
             values[expert] = amax
         amaxes[stack] = {"input": values.max(), "expert_input": values}
-        tokens[stack] = torch.zeros(len(values), dtype=torch.int64)
+        tokens[stack] = torch.zeros(len(values), dtype=torch.int64, device="cpu")
     slots = sorted({slot for own in amaxes.values() for slot in own})
     return Calibration(amaxes, tokens, dict.fromkeys(slots, f"a {layout.name} checkpoint's scales"))

@@ -135,7 +135,7 @@ def fp8_target(spec: PlaneSpec) -> Element | None:
 @lru_cache(maxsize=64)
 def _wider(element: Element, device: torch.device) -> torch.Tensor:
     """Return the E4M3 code of every code of a narrower element; copied to a device only once."""
-    codes = torch.arange(1 << element.bits, dtype=torch.uint8)
+    codes = torch.arange(1 << element.bits, dtype=torch.uint8, device="cpu")
     return cast(decode_codes(codes, element), E4M3).to(device)
 
 

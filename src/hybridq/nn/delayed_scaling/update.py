@@ -441,7 +441,7 @@ def _advance(
         _warn(bad, labels)
     elif not torch.cuda.is_current_stream_capturing():
         # Read with the next update, so that nothing waits for the device.
-        copy = torch.empty(bad.shape, dtype=torch.bool, pin_memory=True)
+        copy = torch.empty(bad.shape, dtype=torch.bool, pin_memory=True, device="cpu")
         copy.copy_(bad, non_blocking=True)
         event = torch.cuda.Event()
         event.record()

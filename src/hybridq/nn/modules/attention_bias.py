@@ -31,7 +31,7 @@ def alibi_slopes(heads: int) -> torch.Tensor:
     below = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * i / below) for i in range(1, below + 1)]
     slopes += [2.0 ** (-4.0 * i / below) for i in range(1, 2 * (heads - below), 2)]
-    return torch.tensor(slopes, dtype=torch.float32)
+    return torch.tensor(slopes, dtype=torch.float32, device="cpu")
 
 
 def added_bias(

@@ -92,7 +92,7 @@ class Together(NamedTuple):
         Args:
             values: as many on every rank.
         """
-        summed = self.ranks.reduced(torch.tensor(values, dtype=torch.float64), "sum")
+        summed = self.ranks.reduced(torch.tensor(values, dtype=torch.float64, device="cpu"), "sum")
         return [float(one) for one in summed / self.ranks.count]
 
     def largest(self, values: Sequence[float]) -> list[float]:
@@ -101,7 +101,7 @@ class Together(NamedTuple):
         Args:
             values: as many on every rank.
         """
-        most = self.ranks.reduced(torch.tensor(values, dtype=torch.float64), "max")
+        most = self.ranks.reduced(torch.tensor(values, dtype=torch.float64, device="cpu"), "max")
         return [float(one) for one in most]
 
     def _objects(self, mine: Any) -> list[Any]:

@@ -361,7 +361,9 @@ def _at_top(plane: Plane) -> torch.Tensor | None:
         return None
     cols = plane.matrix[1]
     codes = unpack(plane.data, element, plane.spec.padded(cols))[:, :cols]
-    tops = torch.tensor(code_values(element), dtype=torch.float64).abs() >= element.max
+    tops = (
+        torch.tensor(code_values(element), dtype=torch.float64, device="cpu").abs() >= element.max
+    )
     mask = tops.to(plane.device)[codes.to(torch.int64) & ((1 << element.bits) - 1)]
     return mask if plane.direction == ROWWISE else mask.t()
 
