@@ -25,6 +25,7 @@ __all__ = [
     "copy_each",
     "cuda_stream",
     "dispatch_keys",
+    "dispatch_modes",
     "forward_ad",
     "fp32_matmul_precision",
     "graph_task_id",
@@ -84,6 +85,10 @@ DispatchKeySet: Final = taken("torch._C.DispatchKeySet", "know a plain tensor by
 #: The set of dispatch keys of a tensor.
 dispatch_keys: Final = taken("torch._C._dispatch_keys", "know a plain tensor by its keys")
 num_dispatch_modes: Final = taken("torch._C._len_torch_dispatch_stack", "see dispatch modes")
+#: All of them, the innermost last.
+dispatch_modes: Final = taken(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack", "find counters of operations"
+)
 num_function_modes: Final = taken("torch._C._len_torch_function_stack", "see function modes")
 #: The innermost of functorch's transforms, or None.
 interpreter: Final = taken("torch._C._functorch.peek_interpreter_stack", "see vmap and grad")

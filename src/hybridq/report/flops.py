@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 from torch.utils.flop_counter import flop_registry
 
 from .._torch_private import TorchDispatchMode
+from ..kernels.inputs import PRODUCT_FLOPS
 from ..nn import PatchConv
 from ..nn.modules import is_patch_conv
 from ..recipes import autocast
@@ -224,16 +225,6 @@ def _attention(query: torch.Size, key: torch.Size, value: torch.Size, *_: torch.
     return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
-def _gemm(*args: Any, **_: Any) -> int:
-    """`hybridq::gemm`: rows of a, rows of b, and what they have in common."""
-    return 2 * int(args[2]) * int(args[5]) * int(args[6])
-
-
-def _grouped_gemm(*args: Any, **_: Any) -> int:
-    """`hybridq::grouped_gemm` in a forward: tokens `[T, K]` by planes `[N, K]`."""
-    return 2 * math.prod(args[2]) * int(args[5][0])
-
-
 def _of_torch(name: str) -> dict[Any, Callable[..., int]]:
     packet = getattr(_aten, name, None)
     return {} if packet not in flop_registry else {packet: flop_registry[packet]}
@@ -249,8 +240,7 @@ _LINEAR: Final[dict[Any, Callable[..., int]]] = {
     _aten.mv: _shapes(_mv),
     _aten.addmv: _shapes(_addmv),
     _aten._grouped_mm: _shapes(_grouped_mm),
-    torch.ops.hybridq.gemm: _gemm,
-    torch.ops.hybridq.grouped_gemm: _grouped_gemm,
+    **{getattr(torch.ops.hybridq, name): count for name, count in PRODUCT_FLOPS.items()},
 }
 #: What is no product of matrices.
 _OTHER: Final[dict[Any, Callable[..., int]]] = {

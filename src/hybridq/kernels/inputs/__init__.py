@@ -28,6 +28,7 @@ from .device import (
     without_autocast,
 )
 from .dispatch_bypass import can_bypass_dispatcher, can_cache, is_plain, is_transformed
+from .flop_counters import PRODUCT_FLOPS
 from .operand_cache import NoOperandCache, OperandCache, forget_all, operand_cache_nbytes
 from .tangents import Library, refuse_batched, refuse_tangents
 from .tensor_checks import (
@@ -44,6 +45,7 @@ from .tensor_checks import (
 __all__ = [
     "DTYPES",
     "HIGH_PRECISION",
+    "PRODUCT_FLOPS",
     "Chip",
     "Description",
     "Library",

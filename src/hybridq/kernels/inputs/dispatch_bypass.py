@@ -22,6 +22,7 @@ from ..._torch_private import (
     num_function_modes,
     tracing_state,
 )
+from .flop_counters import tell_flop_counters
 
 __all__ = ["can_bypass_dispatcher", "can_cache", "is_plain", "is_transformed"]
 
@@ -70,10 +71,13 @@ def can_bypass_dispatcher(*tensors: torch.Tensor | None) -> bool:
     Args:
         tensors: all that the call takes; None is no tensor.
     """
+    if _is_compiling():
+        return False
+    if num_dispatch_modes():
+        tell_flop_counters()
+        return False
     if (
-        _is_compiling()
-        or num_dispatch_modes()
-        or num_function_modes()
+        num_function_modes()
         or interpreter() is not None
         or tracing_state() is not None
         or is_profiling()
