@@ -16,7 +16,7 @@ from .observer import Observer
 from .options import ConvertOptions
 from .outcome import Conversion
 from .run import Run
-from .select import Selection, tell_of_unused
+from .select import Selection, tell_of_dtypes, tell_of_unused
 from .source import SUFFIX, open_source
 from .training import TrainingScheme
 
@@ -73,6 +73,7 @@ def convert_checkpoint(
     word = word_of_source(found)
     tell_of_unknown(word, found, observer.warn)
     tell_of_unused(chosen, found.names, found.has_stacks, observer.warn)
+    tell_of_dtypes(chosen, found.plain, word.keeps, observer.warn)
     scheme = TrainingScheme(chosen, found, word, refuses_own=True)
     run = Run(opened, Path(target), scheme, options, observer)
     run.convert()

@@ -33,7 +33,7 @@ from .outcome import Conversion
 from .plain import PLAIN_LAYOUTS, PlainScheme
 from .run import Run
 from .scales import Scales
-from .select import Selection, tell_of_unused
+from .select import Selection, tell_of_dtypes, tell_of_unused
 from .sharded_model import ShardedModel, holds_parts
 from .source import CONFIG, open_source
 from .training import TrainingScheme
@@ -213,6 +213,7 @@ class _Asked:
         word = word_of_source(found) if word is None else word
         tell_of_unknown(word, found, self.observer.warn)
         tell_of_unused(chosen, found.names, found.has_stacks, self.observer.warn)
+        tell_of_dtypes(chosen, found.plain, word.keeps, self.observer.warn)
         return TrainingScheme(chosen, found, word)
 
     def _for_readers(
@@ -225,6 +226,8 @@ class _Asked:
             warn(f"what keeps its precision is known by names alone, since {word.reason}")
         choice = choice_of(layout, word, self.format, self.recipe, self.include, self.exclude)
         tell_of_unused(choice.selection, found.names, found.has_stacks, warn)
+        if not choice.is_kept:
+            tell_of_dtypes(choice.selection, found.plain, word.keeps, warn)
         scales = Scales(found, calibration, word.in_model)
         made = ExportScheme(found, choice, scales, self.kv_cache)
         if found.source.is_folder and "model_type" not in found.config:

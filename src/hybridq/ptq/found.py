@@ -110,6 +110,12 @@ class Found:
         entries = (one.entry if isinstance(one, Weight) else one for one in items)
         return any(len(one.shape) == 3 for one in entries)
 
+    @property
+    def plain(self) -> Iterator[Entry]:
+        """All tensors that are not quantized, nor parts of one that is."""
+        for shard in self.source.shards:
+            yield from (one for one in self.items(shard) if isinstance(one, Entry))
+
     def items(self, shard: Shard) -> Iterator[Entry | Weight]:
         """Yield the tensors and weights of a file in their order.
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import torch
+
 from ..converters import LEAST_WIDTH, keeps_precision
 from ..errors import SpecError, names_in
 from ..kernels.inputs import HIGH_PRECISION
@@ -15,7 +17,14 @@ from ..recipes import QuantizerRole, Recipe, get, names
 from .header import TORCH_DTYPES, Entry
 from .record import Record
 
-__all__ = ["DEFAULT_EXCLUDE", "DEFAULT_INCLUDE", "EMBEDDINGS", "Selection", "tell_of_unused"]
+__all__ = [
+    "DEFAULT_EXCLUDE",
+    "DEFAULT_INCLUDE",
+    "EMBEDDINGS",
+    "Selection",
+    "tell_of_dtypes",
+    "tell_of_unused",
+]
 
 #: Names of tensors that are quantized unless others are asked for; of these, matrices only.
 DEFAULT_INCLUDE: Final = ("*.weight",)
@@ -129,8 +138,20 @@ class Selection:
             entry: the tensor.
             is_quantized: it is quantized already, which says more than its name does.
         """
-        if not can_quantize(entry):
-            return False
+        return can_quantize(entry) and self._names(entry, is_quantized)
+
+    def leaves_for_dtype(self, entry: Entry) -> bool:
+        """Return whether a tensor would be chosen if it were FP32, BF16 or FP16.
+
+        Args:
+            entry: the tensor.
+        """
+        is_wide = TORCH_DTYPES.get(entry.dtype, torch.bool).is_floating_point
+        takes = not is_wide or can_quantize(entry) or len(entry.shape) not in (2, 3)
+        return not takes and self._names(entry, is_quantized=False)
+
+    def _names(self, entry: Entry, is_quantized: bool) -> bool:
+        """Return whether a tensor is chosen by its name and shape."""
         if any(fnmatch.fnmatchcase(entry.name, glob) for glob in self.exclude):
             return False
         if self.include:
@@ -193,6 +214,32 @@ def tell_of_unused(
         unfollowed = get(selection.recipe).unfollowed(one.removesuffix(_SUFFIX) for one in known)
         for rule in unfollowed:
             warn(f"no weight of the source follows the recipe's rule {rule!r}")
+
+
+def tell_of_dtypes(
+    selection: Selection,
+    entries: Iterable[Entry],
+    keeps: Callable[[str], bool],
+    warn: Callable[[str], None],
+) -> None:
+    """Warn of weights that are copied because no quantizer takes their dtype.
+
+    Args:
+        selection: of what is quantized.
+        entries: all tensors of the source that are not quantized.
+        keeps: whether the model itself keeps a tensor of a name in high precision.
+        warn: is told.
+    """
+    left = [one for one in entries if selection.leaves_for_dtype(one)]
+    if not selection.include:
+        left = [one for one in left if not keeps(one.name)]
+    if left:
+        dtypes = " and ".join(sorted({one.dtype for one in left}))
+        more = f" and {len(left) - 1} more weights" if len(left) > 1 else ""
+        warn(
+            f"{left[0].name!r}{more} of {dtypes} stay as they are: only tensors of F32, BF16 and "
+            "F16 are quantized"
+        )
 
 
 def can_quantize(entry: Entry) -> bool:
