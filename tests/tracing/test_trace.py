@@ -230,3 +230,41 @@ def test_a_trainer_by_its_rollout(tmp_path: Path, recipe: str) -> None:
     found = compare(tmp_path / "a", tmp_path / "c", forward=True)
     assert found is not None
     assert found[:4] == (0, "2", "weight", "rowwise")
+
+
+def test_traces_without_a_product_are_not_the_same(tmp_path: Path) -> None:
+    """What is compiled, or was not converted, shows nothing: there is nothing to be equal."""
+    model = hybridq.convert(nn.Sequential(nn.Linear(64, 64)))
+    compiled = torch.compile(model, backend="eager")
+    for name, run in (("a", compiled), ("b", nn.Linear(64, 64))):
+        with (
+            pytest.warns(hybridq.HybridQWarning, match="has no product of 1 steps, since none"),
+            hybridq.trace(tmp_path / name, model) as trace,
+        ):
+            with hybridq.autocast(recipe="mxfp8"):
+                run(torch.ones(8, 64))
+            trace.step()
+    with pytest.raises(ValueError, match="must have something to compare, got no product in"):
+        hybridq.tracing.compare(tmp_path / "a", tmp_path / "b")
+    (tmp_path / "c").write_text(json.dumps({"format": "hybridq-trace", "version": 1}) + "\n")
+    with pytest.raises(ValueError, match="must have something to compare"):
+        hybridq.tracing.compare(tmp_path / "c", tmp_path / "c", forward=True)
+
+
+def test_digests_of_other_programs_are_read(tmp_path: Path) -> None:
+    """Large letters are the same digits; what is no digest is an error, and no difference."""
+    model = hybridq.convert(nn.Sequential(nn.Linear(64, 64)))
+    with hybridq.trace(tmp_path / "a", model) as trace:
+        with hybridq.autocast(recipe="mxfp8"):
+            model(torch.ones(8, 64))
+        trace.step()
+    head, *lines = (tmp_path / "a").read_text().splitlines()
+    for name, digest in (("large", str.upper), ("short", lambda text: text[:8])):
+        read = [json.loads(line) for line in lines]
+        for one in read:
+            if "sha256" in one:
+                one["sha256"] = digest(one["sha256"])
+        (tmp_path / name).write_text("".join(f"{x}\n" for x in (head, *map(json.dumps, read))))
+    assert hybridq.tracing.compare(tmp_path / "a", tmp_path / "large") is None
+    with pytest.raises(ValueError, match=r"short, line 2 must have a sha256 of 64 hexadecimal"):
+        hybridq.tracing.compare(tmp_path / "a", tmp_path / "short")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -16,6 +17,7 @@ __all__ = ["Difference", "compare"]
 
 _PLACE: Final = ("step", "module", "tensor", "direction", "buffer")
 _KEYS: Final = (*_PLACE, "dtype", "shape", "sha256")
+_DIGEST: Final = re.compile("[0-9a-fA-F]{64}")
 
 
 class Difference(NamedTuple):
@@ -64,8 +66,9 @@ def compare(
         Where they differ; None: nowhere.
 
     Raises:
-        ValueError: a file is no trace, or ends in the middle; or both are of different models,
-            recipes or numbers of steps, so that their lines are not of the same buffers.
+        ValueError: a file is no trace, ends in the middle, or has nothing to compare; or both are
+            of different models, recipes or numbers of steps, so that their lines are not of the
+            same buffers.
 
     Example:
         See `hybridq.trace`.
@@ -74,6 +77,7 @@ def compare(
         (line for line in _lines(Path(path)) if not forward or _is_forward(line[1]))
         for path in (a, b)
     )
+    is_empty = True
     for (number, one), (_, other) in zip_longest(*both, fillvalue=(0, None)):
         if one is None or other is None:
             short = a if one is None else b
@@ -87,10 +91,16 @@ def compare(
                 raise ValueError(f"compare: line {number} must be of one kind, got {kinds}")
             if one["sha256"] != other["sha256"]:
                 return _difference(one, other)
+            is_empty = False
             continue
         places = " and ".join(_text(line) for line in (one, other))
         raise ValueError(
             f"compare: both traces must be of one model and recipe, got {places} in line {number}"
+        )
+    if is_empty:
+        raise ValueError(
+            f"compare: traces must have something to compare, got no product in {a} and {b}; run "
+            "modules of hybridq inside of the trace, eagerly: compiled code shows none"
         )
     return None
 
@@ -137,6 +147,8 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 is_ended = "end_of_step" in line
                 if not is_ended and any(key not in line for key in _KEYS):
                     raise ValueError(f"compare: {path}, line {number} must have {', '.join(_KEYS)}")
+                if not is_ended:
+                    line["sha256"] = _digest(path, number, line["sha256"])
                 yield number, line
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"compare: {path} must be a trace that can be read, got {error}") from None
@@ -145,6 +157,16 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             f"compare: {path} must end with the end of a step, got a file that is cut short; call "
             "step() after each step, and close()"
         )
+
+
+def _digest(path: Path, number: int, text: object) -> str:
+    """Return a digest in small letters, by whichever program it was written."""
+    if not isinstance(text, str) or not _DIGEST.fullmatch(text):
+        raise ValueError(
+            f"compare: {path}, line {number} must have a sha256 of 64 hexadecimal digits, got "
+            f"{text!r:.80}"
+        )
+    return text.lower()
 
 
 def _parsed(path: Path, number: int, text: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import base64
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,6 +27,7 @@ from torch import nn
 
 from .._torch_private import graph_task_id
 from ..direction import COLUMNWISE, DIRECTIONS, ROWWISE
+from ..errors import HybridQWarning
 from ..nn.autograd import WatchedProduct, WatchedTensor, watch_products
 from ..recipes import Plan
 from ..report.precision.slot_statistics import made_planes, rowwise_plane
@@ -51,6 +53,7 @@ class Trace:
         self._file, self._model, self._values = file, model, values
         self._names = _names_of(model)
         self._step = 0
+        self._is_empty = True
         self._stack = ExitStack()
         self._write(HEADER)
         self._stack.enter_context(watch_products(self))
@@ -63,6 +66,16 @@ class Trace:
     def close(self) -> None:
         """End the trace; a second call does nothing."""
         self._stack.close()
+        if self._step and self._is_empty and not self._file.closed:
+            whose = (
+                "modules of hybridq" if self._model is None else "the model's modules of hybridq"
+            )
+            warnings.warn(
+                f"trace: {self._file.name} has no product of {self._step} steps, since none of "
+                f"{whose} ran eagerly; convert the model, and compile it for other runs",
+                HybridQWarning,
+                stacklevel=2,
+            )
         self._file.close()
 
     def __enter__(self) -> Trace:
@@ -135,6 +148,7 @@ class Trace:
     def _tensor(
         self, name: str, slot: str, direction: str, buffer: str, value: torch.Tensor
     ) -> None:
+        self._is_empty = False
         host = value.detach().cpu().contiguous()
         raw = host.reshape(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b""
         line = {
