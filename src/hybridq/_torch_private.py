@@ -36,6 +36,7 @@ __all__ = [
     "is_profiling",
     "is_wrapper_subclass",
     "leave_frame_alone",
+    "module_apply",
     "neg_view",
     "no_torch_function",
     "norm_each",
@@ -90,6 +91,8 @@ dispatch_modes: Final = taken(
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack", "find counters of operations"
 )
 num_function_modes: Final = taken("torch._C._len_torch_function_stack", "see function modes")
+#: What converts the parameters of a module; known by its code where it is in the stack of calls.
+module_apply: Final = taken("torch.nn.Module._apply", "keep parameters quantized in conversions")
 #: The innermost of functorch's transforms, or None.
 interpreter: Final = taken("torch._C._functorch.peek_interpreter_stack", "see vmap and grad")
 is_old_batched: Final = taken("torch._C._functorch.is_legacy_batchedtensor", "see old vmap")

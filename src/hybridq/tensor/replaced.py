@@ -6,6 +6,8 @@ import sys
 
 import torch
 
+from .._torch_private import module_apply
+
 __all__ = ["is_replaced_by_module"]
 
 #: Frames between a conversion and the module's method, at most: those of the table, and a lambda.
@@ -26,7 +28,7 @@ def is_replaced_by_module() -> bool:
         return False
     frame = sys._getframe(1)
     for _ in range(_DEPTH):
-        if frame.f_code is torch.nn.Module._apply.__code__:
+        if frame.f_code is module_apply.__code__:
             # Gradients are converted there, too, by the same function.
             return True
         if frame.f_back is None:
