@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import hybridq
@@ -153,3 +154,29 @@ def test_they_train_and_generate(tmp_path) -> None:
     options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     told = [one.generate(IDS[:1], **options) for one in (model, load(tmp_path / "q"))]
     assert torch.equal(*told)
+
+
+def test_experts_that_files_may_have_transposed_stay_planes(tmp_path) -> None:
+    """Qwen3-VL-MoE's converter looks at the shape: planes that it would not turn are taken."""
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    text = {"vocab_size": 120, "hidden_size": 64, "intermediate_size": 96, "num_experts": 4}
+    text |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text |= {"head_dim": 16, "moe_intermediate_size": 48, "rope_parameters": rope}
+    vision = {"depth": 1, "hidden_size": 64, "out_hidden_size": 64, "num_heads": 4}
+    vision |= {"intermediate_size": 96, "deepstack_visual_indexes": [0]}
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    torch.manual_seed(1)
+    plain = transformers.Qwen3VLMoeForConditionalGeneration(config).eval()
+    plain.save_pretrained(tmp_path / "plain")
+    read = transformers.Qwen3VLMoeForConditionalGeneration.from_pretrained
+    given = HybridQConfig(format="mxfp8")
+    model = read(tmp_path / "plain", quantization_config=given)
+    model.save_pretrained(tmp_path / "planes")
+    again = read(tmp_path / "planes")
+    held = again.model.language_model.layers[0].mlp.experts
+    assert isinstance(held.gate_up_proj, QuantizedTensor)
+    assert isinstance(held.down_proj, QuantizedTensor)
+    assert_same(model, again)
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    plain.load_state_dict(hybridq.dequantized_state_dict(again))
+    torch.testing.assert_close(again(IDS).logits, plain(IDS).logits, rtol=1e-5, atol=1e-5)

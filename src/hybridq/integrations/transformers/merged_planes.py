@@ -11,12 +11,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.core_model_loading import Concatenate, MergeModulelist
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
 from ...storage import Plane, TensorStorage
 from ...tensor import QuantizedTensor
 
-__all__ = ["merged", "puts_together"]
+__all__ = ["leaves_alone", "merged", "puts_together"]
+
+
+def leaves_alone(operations: Sequence[Any]) -> bool:
+    """Return whether a converter's operations leave a tensor of its parameter's shape as it is.
+
+    Args:
+        operations: of the converter.
+    """
+    return all(isinstance(one, Transpose) and one.check_dims for one in operations)
 
 
 def puts_together(operations: Sequence[Any]) -> bool:

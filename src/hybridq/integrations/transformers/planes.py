@@ -30,7 +30,7 @@ from ...formats import BUFFER_NAMES
 from ...ptq import Record
 from ...tensor import QuantizedTensor, is_quantized
 from .held import TAGS, Held, joined
-from .merged_planes import merged, puts_together
+from .merged_planes import leaves_alone, merged, puts_together
 
 __all__ = [
     "LoadsPlanes",
@@ -238,18 +238,14 @@ class MergePlanes(JoinPlanes):
             ValueError: of tensors that belong together some are quantized and some are not.
         """
         own = model.get_parameter_or_buffer(full_layer_name)
-        parts = self._parts(input_dict, full_layer_name)
-        is_stack = is_quantized(own) and own.tensor_storage.count is not None
-        if is_stack and not input_dict and puts_together(self.own.operations):
-            in_order = sorted(parts, key=self.own.source_patterns.index)
-            whole = merged([parts[pattern] for pattern in in_order])
+        parts = self._parts(input_dict, full_layer_name, own)
+        if is_quantized(own) and not input_dict:
+            whole, why = self._whole(parts, own)
             if whole is not None:
                 return {full_layer_name: nn.Parameter(whole.to(own.dtype), own.requires_grad)}
             log_once(
                 f"from_pretrained: {full_layer_name}",
-                f"from_pretrained: {full_layer_name} {list(own.shape)} is in high precision: the "
-                "planes of its matrices in the file cannot stand beside each other, since their "
-                "second-level scales or blocks differ",
+                f"from_pretrained: {full_layer_name} {list(own.shape)} is in high precision: {why}",
             )
         made: dict[str, Any] = {
             pattern: [one.dequantize().to(own.dtype) for one in tensors]
@@ -262,8 +258,24 @@ class MergePlanes(JoinPlanes):
             made = operation.convert(made, **about)
         return made
 
+    def _whole(
+        self, parts: dict[str, list[QuantizedTensor]], own: Any
+    ) -> tuple[QuantizedTensor | None, str]:
+        """Return the parameter's planes, made of those of the file; or None, and why not."""
+        operations = self.own.operations
+        if puts_together(operations) and own.tensor_storage.count is not None:
+            in_order = sorted(parts, key=self.own.source_patterns.index)
+            why = "the planes of its matrices in the file cannot stand beside each other, since "
+            why += "their second-level scales or blocks differ"
+            return merged([parts[pattern] for pattern in in_order]), why
+        found = [one for tensors in parts.values() for one in tensors]
+        if len(found) == 1 and leaves_alone(operations) and found[0].shape == own.shape:
+            return found[0], ""
+        names = ", ".join(type(one).__name__ for one in operations)
+        return None, f"the planes in the file are of another form of it, before {names}"
+
     def _parts(
-        self, input_dict: dict[str, Any], full_layer_name: str
+        self, input_dict: dict[str, Any], full_layer_name: str, like: Any
     ) -> dict[str, list[QuantizedTensor]]:
         """Return the quantized tensors by pattern, and take their buffers out."""
         behind = self.records.get(full_layer_name, {})
@@ -281,7 +293,8 @@ class MergePlanes(JoinPlanes):
                 own = {
                     name: next(found[tag]) for name, tag in zip(held.tensors, TAGS, strict=False)
                 }
-                made[pattern].append(held.join(own, None))
+                is_it = leaves_alone(self.own.operations) and held.fits(like)
+                made[pattern].append(held.join(own, like if is_it else None))
         return made
 
 
