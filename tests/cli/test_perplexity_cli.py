@@ -46,6 +46,19 @@ def test_it_is_what_the_function_finds(folder) -> None:
     assert said["mxfp8"]["value"] == want.value != said["as it is"]["value"]
 
 
+def test_a_model_of_nan_is_null_in_json(folder, tmp_path) -> None:
+    made = tmp_path / "model"
+    shutil.copytree(folder, made)
+    model = hf_models.load(folder)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    model.save_pretrained(made)
+    result = ask(made, "--window", "16", "--json")
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)["as it is"]
+    assert said["value"] is None and said["nll"] is None and said["tokens"] == 69
+
+
 def test_a_calibration_and_a_table(folder, tmp_path) -> None:
     found = hybridq.calibrate(hf_models.load(folder), [hf_models.IDS])
     found.save(tmp_path / "amaxes.safetensors")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -68,8 +70,32 @@ def test_a_model_that_knows_all_and_one_that_knows_nothing() -> None:
         (IDS, {"window": 1}, "window must be at least 2"),
         (IDS, {"window": 8, "stride": 8}, "stride from 1 to window - 1"),
         (IDS, {"window": 8, "stride": 0}, "stride from 1 to window - 1"),
+        (IDS, {"window": 8.0}, r"integers, got window=8.0"),
+        (IDS + VOCABULARY, {}, rf"ids must be from 0 to {VOCABULARY - 1}, .* tokenizer"),
+        (IDS - VOCABULARY, {}, rf"ids must be from 0 to {VOCABULARY - 1}, .* got -"),
     ],
 )
 def test_wrong_arguments(ids, options, text) -> None:
     with pytest.raises(ValueError, match=text):
         perplexity(model, ids, **options)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda ids: torch.zeros(1, ids.shape[1] + 2, VOCABULARY),  # of a prompt that is learnt
+        lambda ids: torch.zeros(1, 1, VOCABULARY),  # the last logits alone
+        lambda ids: torch.zeros(*ids.shape),
+        lambda ids: None,
+    ],
+)
+def test_logits_that_are_not_those_of_the_tokens_are_refused(made) -> None:
+    with pytest.raises(ValueError, match=r"of 8 tokens a model must return logits \[1, 8, vocab"):
+        perplexity(made, IDS, window=8)
+
+
+def test_a_nan_is_no_infinite_perplexity() -> None:
+    found = perplexity(lambda ids: torch.full((*ids.shape, VOCABULARY), math.nan), IDS, window=8)
+    assert math.isnan(found.value) and math.isnan(found.nll)
+    with pytest.raises(TypeError, match=r"ids must be a tensor .* got list"):
+        perplexity(model, [1, 2, 3])

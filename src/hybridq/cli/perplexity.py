@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -71,9 +72,14 @@ def perplexity_command(
     except (CheckpointError, ImportError, OSError, ValueError) as error:
         stop(str(error), USAGE)
     if as_json:
-        print_json({name: asdict(one) for name, one in found.items()})
+        print_json({name: _finite(asdict(one)) for name, one in found.items()})
     else:
         print_tables([_table(model, text, found)])
+
+
+def _finite(numbers: dict[str, Any]) -> dict[str, Any]:
+    """Return numbers as JSON can hold them: None where one is not finite."""
+    return {key: one if math.isfinite(one) else None for key, one in numbers.items()}
 
 
 def _table(model: str, text: Path, found: dict[str, Perplexity]) -> Table:

@@ -17,7 +17,7 @@ class Perplexity:
     """What `perplexity` found.
 
     Args:
-        value: `exp(nll / tokens)`.
+        value: `exp(nll / tokens)`; NaN where a logit is NaN.
         nll: sum of the negative natural logarithms of the tokens' probabilities.
         tokens: how many were predicted.
         window, stride: of the text.
@@ -78,8 +78,9 @@ def perplexity(
         stride: between windows; None: half a window.
 
     Raises:
-        ValueError: fewer than two tokens, another shape or dtype, or a window or stride that leaves
-            nothing to predict from.
+        TypeError: `ids` is no tensor.
+        ValueError: fewer than two tokens, another shape or dtype, a window or stride that leaves
+            nothing to predict from, logits of another shape, or a token beyond the vocabulary.
 
     Source: docs of transformers, "Perplexity of fixed-length models"; there the mean of windows'
         means is taken, here that of tokens.
@@ -92,25 +93,47 @@ def perplexity(
         >>> round(found.value, 5), found.tokens
         (8.0, 7)
     """
+    given: object = ids
+    if not isinstance(given, torch.Tensor):
+        raise TypeError(f"perplexity: ids must be a tensor [tokens], got {type(given).__name__}")
     if ids.dim() != 1 or ids.is_floating_point() or ids.numel() < 2:
         raise ValueError(
             "perplexity: ids must be two integers or more, [tokens], got "
             f"{ids.dtype} {list(ids.shape)}"
         )
     own = window // 2 if stride is None else stride
-    if window < 2 or not 1 <= own < window:
+    if not all(isinstance(one, int) for one in (window, own)) or not 1 <= own < window:
         raise ValueError(
-            "perplexity: window must be at least 2 and stride from 1 to window - 1, got "
+            "perplexity: window must be at least 2 and stride from 1 to window - 1, integers, got "
             f"window={window}, stride={own}"
         )
     nll, count = 0.0, 0
     for start, first, stop in windows(len(ids), window, own):
         made = model(ids[None, start:stop])
-        logits = getattr(made, "logits", made)[0, first - start - 1 : -1]
+        logits = getattr(made, "logits", made)
+        _check_logits(logits, stop - start, ids[first:stop])
+        logits = logits[0, first - start - 1 : -1]
         chances = torch.log_softmax(logits.float(), -1)
         wanted = ids[first:stop].to(chances.device)
         found = chances.gather(1, wanted[:, None])
         nll, count = nll - float(found.double().sum()), count + len(wanted)
     mean = nll / count
-    value = math.exp(mean) if mean < 700.0 else math.inf
+    value = math.inf if mean >= 700.0 else math.exp(mean)  # of NaN, NaN
     return Perplexity(value, nll, count, window, own)
+
+
+def _check_logits(logits: Any, count: int, wanted: torch.Tensor) -> None:
+    """Raise for logits that are not those of the tokens, one by one."""
+    shape = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+    if not isinstance(shape, list) or len(shape) != 3 or shape[:2] != [1, count]:
+        raise ValueError(
+            f"perplexity: of {count} tokens a model must return logits [1, {count}, vocabulary], "
+            f"got {shape}; one that adds tokens of its own, or keeps the last logits only, is not "
+            "asked of these tokens"
+        )
+    lowest, highest = int(wanted.min()), int(wanted.max())
+    if lowest < 0 or highest >= shape[2]:
+        raise ValueError(
+            f"perplexity: ids must be from 0 to {shape[2] - 1}, as the model's vocabulary is, got "
+            f"{lowest if lowest < 0 else highest}; is it the model's own tokenizer?"
+        )
