@@ -259,6 +259,9 @@ def test_training_under_the_advice_reaches_bf16s_loss(
         ({"device": "h10"}, ValueError, "h100"),
         ({"candidates": ["fp8_delayed"]}, ValueError, "without histories, got 'fp8_delayed'"),
         ({"candidates": ["mxfp"]}, ValueError, "mxfp8"),
+        ({"candidates": "mxfp8"}, TypeError, "must be a collection of names, got 'mxfp8'"),
+        ({"candidates": None}, TypeError, "must be a collection of names, got None"),
+        ({"candidates": []}, ValueError, "candidates must have a recipe at least, got none"),
     ],
 )
 def test_mistakes_are_named(given: dict[str, object], error: type, text: str) -> None:

@@ -64,9 +64,16 @@ def candidates_of(names: Iterable[str]) -> dict[str, Recipe]:
         names: of recipes.
 
     Raises:
+        TypeError: it is no collection of names.
         ValueError: an unknown name, or a recipe that depends on the names of modules, or that
-            keeps histories.
+            keeps histories; or there is none.
     """
+    given: object = names
+    if isinstance(given, str | Recipe) or not isinstance(given, Iterable):
+        raise TypeError(f"advise: candidates must be a collection of names, got {given!r}")
+    names = tuple(names)
+    if not names:
+        raise ValueError("advise: candidates must have a recipe at least, got none")
     found = {}
     for name in names:
         recipe = get(name)
