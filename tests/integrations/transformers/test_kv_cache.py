@@ -225,6 +225,12 @@ def test_wrong_arguments(model, arguments, error, text) -> None:
         HybridQCache(model, *arguments)
 
 
+@pytest.mark.parametrize("most", [0, -1, 3.5, "8"])
+def test_a_number_of_tokens_that_is_none_is_named(model, most) -> None:
+    with pytest.raises(ValueError, match=f"max_cache_len must be an integer >= 1 .* got {most!r}"):
+        HybridQCache(model, "mxfp8", max_cache_len=most)
+
+
 def test_other_models_and_layers_are_refused() -> None:
     with pytest.raises(TypeError, match="one of transformers, got Linear"):
         HybridQCache(torch.nn.Linear(2, 2))

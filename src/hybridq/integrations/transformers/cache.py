@@ -319,8 +319,8 @@ class HybridQCache(_Cache):
 
     Raises:
         ValueError: the format has blocks of several tokens or random bits, the calibration is of no
-            use or has two modules for a layer, or the model has layers that hold something else
-            than keys and values.
+            use or has two modules for a layer, the model has layers that hold something else than
+            keys and values, or `max_cache_len` is below 1 or no integer.
         SpecError: there is no such format.
         TypeError: `model` is no model of transformers.
 
@@ -467,6 +467,10 @@ def _plain(model: Any, max_cache_len: int | None) -> list[CacheLayerMixin]:
     """Return the layers without content that transformers would make for self-attention."""
     if max_cache_len is None:
         return list(DynamicCache(config=model.config).layers)
+    if not isinstance(max_cache_len, int) or max_cache_len < 1:
+        raise ValueError(
+            f"HybridQCache: max_cache_len must be an integer >= 1 or None, got {max_cache_len!r}"
+        )
     return list(StaticCache(config=model.config, max_cache_len=max_cache_len).layers)
 
 
