@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -141,3 +142,29 @@ def test_mistakes_are_named(file: Path, target: str, text: str) -> None:
             assert result.exit_code == 2 and said in " ".join(result.output.split()), result.output
     folder = RUNNER.invoke(app, ["report", str(file.parent)])
     assert folder.exit_code == 2 and "needs --text" in folder.output
+
+
+def test_a_model_on_the_meta_device_is_named(tmp_path: Path) -> None:
+    (tmp_path / "on_meta.py").write_text(
+        "import torch\n\ndef made():\n    with torch.device('meta'):\n"
+        "        return torch.nn.Linear(64, 64), torch.ones(4, 64), torch.sum\n"
+    )
+    for command in ("report", "advise"):
+        result = RUNNER.invoke(app, [command, f"{tmp_path / 'on_meta.py'}:made"])
+        said = " ".join(result.output.split())
+        assert result.exit_code == 2 and "got weight on the meta device" in said, said
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_file_that_cannot_be_written_is_named_first(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    page = tmp_path / "page.html"
+    if is_there:
+        page.touch()
+    shut = page if is_there else tmp_path
+    monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK or Path(path) != shut)
+    for command, option in (("report", "--html"), ("advise", "--out")):
+        result = RUNNER.invoke(app, [command, f"{file}:made", option, str(page)])
+        said = " ".join(result.output.split())
+        assert result.exit_code == 2 and "must be a file that can be" in said, said

@@ -62,9 +62,9 @@ def report_command(
         tables = found.tables(rows, by)
     except (ImportError, OSError, SpecError, TypeError, ValueError) as error:
         stop(f"hybridq report: {error}", USAGE)
-    if page is not None:
-        found.to_html(page)
     if as_json:
         print_json(found.as_dict())
     else:
         print_tables(tables)
+    if page is not None:  # last: what cannot be written takes nothing else along
+        found.to_html(page)

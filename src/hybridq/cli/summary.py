@@ -51,9 +51,9 @@ def summary_command(
     except CheckpointError as error:
         typer.echo(f"hybridq summary: {error}", err=True)
         raise typer.Exit(2) from error
-    if page is not None:
-        page.write_text(html_page(f"Summary of {path.name}", found.tables()), encoding="utf-8")
     if as_json:
         print_json(found.as_dict())
     else:
         print_tables(found.tables())
+    if page is not None:
+        page.write_text(html_page(f"Summary of {path.name}", found.tables()), encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,15 @@ def in_a_folder(path: Path | None) -> Path | None:
         path: of the file, or None.
 
     Raises:
-        typer.BadParameter: its folder is not there, or it is a folder itself.
+        typer.BadParameter: its folder is not there or takes no files, it is a folder itself, or it
+            is there and cannot be written.
     """
     if path is not None and not path.parent.is_dir():
         raise typer.BadParameter(f"the folder {str(path.parent)!r} must be there, and is not")
     if path is not None and path.is_dir():
         raise typer.BadParameter(f"must be a file's path, got the folder {str(path)!r}")
+    if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise typer.BadParameter(f"must be a file that can be written, got {str(path)!r}")
     return path
 
 

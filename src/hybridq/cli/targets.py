@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..converters import convert
+from ..report.precision.running import check_model
 from .folders import check_device, model_of, tokens_of
 
 __all__ = ["TARGET_HELP", "Target", "load_target"]
@@ -53,7 +54,7 @@ def load_target(target: str, text: Path | None, tokens: int | None, device: str)
 
     Raises:
         ValueError: there is no such file, function, text or device, a function is given a text, or
-            it returns something else.
+            it returns something else, or a model on the meta device.
         ImportError: transformers is not installed.
     """
     check_device(device)
@@ -76,6 +77,7 @@ def load_target(target: str, text: Path | None, tokens: int | None, device: str)
             f"{name} must return (model, batch) or (model, batch, loss), got {type(made).__name__}"
         )
     model, batch, *loss = made
+    check_model(name, model)
     return Target(convert(model).to(device), _moved(batch, device), *loss)
 
 
