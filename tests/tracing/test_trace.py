@@ -233,10 +233,9 @@ def test_a_trainer_by_its_rollout(tmp_path: Path, recipe: str) -> None:
 
 
 def test_traces_without_a_product_are_not_the_same(tmp_path: Path) -> None:
-    """What is compiled, or was not converted, shows nothing: there is nothing to be equal."""
+    """A model that was not converted shows nothing: there is nothing to be equal."""
     model = hybridq.convert(nn.Sequential(nn.Linear(64, 64)))
-    compiled = torch.compile(model, backend="eager")
-    for name, run in (("a", compiled), ("b", nn.Linear(64, 64))):
+    for name, run in (("a", nn.Linear(64, 64)), ("b", nn.Linear(64, 64))):
         with (
             pytest.warns(hybridq.HybridQWarning, match="has no product of 1 steps, since none"),
             hybridq.trace(tmp_path / name, model) as trace,
