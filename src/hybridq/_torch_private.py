@@ -42,6 +42,7 @@ __all__ = [
     "norm_each",
     "num_dispatch_modes",
     "num_function_modes",
+    "parameter_new",
     "part_of",
     "preserve_versions",
     "refuse_memory",
@@ -93,6 +94,8 @@ dispatch_modes: Final = taken(
 num_function_modes: Final = taken("torch._C._len_torch_function_stack", "see function modes")
 #: What converts the parameters of a module; known by its code where it is in the stack of calls.
 module_apply: Final = taken("torch.nn.Module._apply", "keep parameters quantized in conversions")
+#: What makes a parameter; known likewise.
+parameter_new: Final = taken("torch.nn.Parameter.__new__", "keep what is written to parameters")
 #: The innermost of functorch's transforms, or None.
 interpreter: Final = taken("torch._C._functorch.peek_interpreter_stack", "see vmap and grad")
 is_old_batched: Final = taken("torch._C._functorch.is_legacy_batchedtensor", "see old vmap")

@@ -133,6 +133,8 @@ def test_other_files_are_refused(tmp_path) -> None:
         (tmp_path / name).write_bytes(data)
         with pytest.raises(CheckpointError, match="cannot read"):
             Calibration.load(tmp_path / name)
+    with pytest.raises(CheckpointError, match="must be a file, got a folder"):
+        Calibration.load(tmp_path)
     with pytest.raises(CheckpointError, match=r"cannot read .*gone"):
         Calibration.load(tmp_path / "gone")
     FULL.save(tmp_path / "whole")

@@ -102,6 +102,34 @@ def test_conversions_that_replace_parameters_keep_them_quantized(switch, options
             assert got.weight.grad.dtype == want.weight.grad.dtype
 
 
+@pytest.mark.parametrize("swaps", [False, True])
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda model: model.cpu(),
+        lambda model: model.to("meta"),
+        lambda model: model.to("meta").to_empty(device="cpu"),
+        lambda model: model.to_empty(device="cpu"),
+        lambda model: model.bfloat16(),
+        lambda model: model.share_memory(),
+    ],
+)
+def test_what_a_caller_wrote_to_a_parameter_stays_on_it(swaps, move) -> None:
+    """As on a plain parameter, which such methods only give other data; marks of Megatron's."""
+    model = quantized_linear()
+    weight = model.weight
+    weight.tensor_model_parallel, weight.main_grad = True, torch.zeros(weight.shape)
+    main_grad = weight.main_grad
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
+    try:
+        move(model)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert model.weight is weight and type(weight) is type(quantized_linear().weight)
+    assert weight.tensor_model_parallel and weight.main_grad is main_grad
+    assert not hasattr(weight.detach(), "main_grad")  # a tensor of its own
+
+
 def test_a_model_is_saved_and_loaded_whole() -> None:
     model = quantized_linear()
     model.weight.tag = "kept"

@@ -138,10 +138,12 @@ def load(path: str | os.PathLike[str]) -> Calibration:
 
     Raises:
         ImportError: safetensors is not installed.
-        CheckpointError: it cannot be read, is damaged, or no calibration.
+        CheckpointError: it cannot be read, is a folder, damaged, or no calibration.
     """
     from safetensors import SafetensorError, safe_open
 
+    if os.path.isdir(path):
+        raise CheckpointError(f"calibration: {path} must be a file, got a folder")
     try:
         with safe_open(os.fspath(path), "pt") as file:
             metadata = file.metadata() or {}

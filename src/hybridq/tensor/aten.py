@@ -20,9 +20,9 @@ from ..storage import Plane, overwrite
 from . import factories
 from . import rows as _rows  # noqa: F401  (its handlers)
 from .decoded_part import DecodedPart, as_parts, as_plain, check_writes, ordinary
-from .initial import carry_initial
+from .initial import carry_initial, keep_attributes
 from .lost_updates import watch_update
-from .replaced import is_replaced_by_module
+from .replaced import is_replaced_by_module, replaced_parameter
 from .table import HIGH, TABLE, dequantize, handles, is_flat, is_quantized, matrix_shape
 from .written import check_collective, is_collective, written
 
@@ -89,7 +89,11 @@ def _materialized(
 
 @handles(_aten.detach.default, _aten.alias.default)
 def _same(func: Any, tensor: Any) -> Any:
-    return tensor.remake(tensor.tensor_storage)
+    made = tensor.remake(tensor.tensor_storage)
+    replaced = replaced_parameter()
+    if replaced is not None and is_quantized(replaced):
+        keep_attributes(replaced, made)
+    return made
 
 
 @handles(_aten.clone.default)

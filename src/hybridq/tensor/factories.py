@@ -2,8 +2,9 @@
 
 Operators make plain ones: torch's own composites make buffers by them and fill these piece by
 piece, and optimizers their state; none of that may be quantized in between. Two make quantized
-zeros: `empty_like` on another device, which asks for the same tensor there (`module.to_empty`), and
-the method `new_zeros`, by which FSDP2 makes shards: they must be seen to be quantized.
+zeros: `empty_like` on another device, which asks for the same tensor there (`module.to_empty`; on
+the same one, too, where torch replaces parameters), and the method `new_zeros`, by which FSDP2
+makes shards: they must be seen to be quantized.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from .initial import keep_initial
+from .replaced import is_replaced_by_module
 from .table import HIGH, handles
 
 __all__ = ["SHAPE_ONLY", "zeros_of_kind"]
@@ -80,7 +82,7 @@ def _empty_like(
     pin_memory: bool | None = None,
     memory_format: Any = None,
 ) -> Any:
-    if device is None or device == tensor.device:
+    if (device is None or device == tensor.device) and not is_replaced_by_module():
         return NotImplemented
     made = zeros_of_kind(tensor, tensor.shape, dtype, device, pin_memory)
     if made is not NotImplemented and tensor.initial_value is not None:

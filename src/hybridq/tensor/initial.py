@@ -11,7 +11,14 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["InitialValue", "attach_initial", "carry_initial", "copy_attributes", "keep_initial"]
+__all__ = [
+    "InitialValue",
+    "attach_initial",
+    "carry_initial",
+    "copy_attributes",
+    "keep_attributes",
+    "keep_initial",
+]
 
 #: What a tensor with an InitialValue has as attributes of its own.
 _METHODS: Final = ("get_high_precision_init_val", "clear_high_precision_init_val")
@@ -81,6 +88,21 @@ def copy_attributes(source: Any, made: Any, memo: dict[int, Any]) -> None:
     if source.grad is not None:
         made.grad = deepcopy(source.grad, memo)
     carry_initial(source, made)
-    for name, value in source.__dict__.items():
-        if name not in made.__dict__ and name not in ("part", "initial_value", *_METHODS):
-            setattr(made, name, deepcopy(value, memo))
+    for name, value in _own_attributes(source, made):
+        setattr(made, name, deepcopy(value, memo))
+
+
+def keep_attributes(source: Any, made: Any) -> None:
+    """Give `made`, which stands in the place of the QuantizedTensor `source`, its attributes."""
+    for name, value in _own_attributes(source, made):
+        setattr(made, name, value)
+
+
+def _own_attributes(source: Any, made: Any) -> list[tuple[str, Any]]:
+    """Return what a caller wrote to `source` and `made` has not got."""
+    known = ("part", "initial_value", *_METHODS)
+    return [
+        one
+        for one in source.__dict__.items()
+        if one[0] not in made.__dict__ and one[0] not in known
+    ]

@@ -1,17 +1,20 @@
-"""Parameters whose module is converted by replacing them, where torch is asked to do so."""
+"""Parameters whose module is moved or converted by replacing them."""
 
 from __future__ import annotations
 
 import sys
+from types import FrameType
 
 import torch
 
-from .._torch_private import module_apply
+from .._torch_private import module_apply, parameter_new
 
-__all__ = ["is_replaced_by_module"]
+__all__ = ["is_replaced_by_module", "replaced_parameter"]
 
 #: Frames between a conversion and the module's method, at most: those of the table, and a lambda.
 _DEPTH = 10
+#: Frames between a handler of the table that asks, and `QuantizedTensor.__torch_dispatch__`.
+_DISPATCH = 4
 
 
 def is_replaced_by_module() -> bool:
@@ -26,12 +29,33 @@ def is_replaced_by_module() -> bool:
         or future.get_overwrite_module_params_on_conversion()
     ):
         return False
-    frame = sys._getframe(1)
+    # Gradients are converted there, too, by the same function.
+    return _frame_of_module(sys._getframe(1)) is not None
+
+
+def replaced_parameter() -> torch.Tensor | None:
+    """Return the parameter of a module in whose place what is made now will stand, or None.
+
+    Asked by the handler of `detach`, by which a Parameter is made. torch makes a new one in the
+    place of a quantized one, and swaps both with all that they have, where a plain parameter stays
+    what it is and only has other data.
+    """
+    # Of each detach: the caller of the dispatch, a look and no search.
+    maker = sys._getframe(_DISPATCH).f_back
+    if maker is None or maker.f_code is not parameter_new.__code__ or maker.f_back is None:
+        return None
+    found = maker.f_back.f_locals.get("param") if _is_module(maker.f_back) else None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _is_module(frame: FrameType) -> bool:
+    return frame.f_code is module_apply.__code__
+
+
+def _frame_of_module(frame: FrameType | None) -> FrameType | None:
+    """Return the call of a module's method that moves or converts it, among those before one."""
     for _ in range(_DEPTH):
-        if frame.f_code is module_apply.__code__:
-            # Gradients are converted there, too, by the same function.
-            return True
-        if frame.f_back is None:
-            return False
+        if frame is None or _is_module(frame):
+            return frame
         frame = frame.f_back
-    return False
+    return None
