@@ -22,6 +22,8 @@ _T: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.2
 MARGIN: Final = 0.01
 #: Seeds that a verdict takes.
 SEEDS: Final = 5
+#: How many seeds a recipe has in a figure.
+LEAST: Final = 3
 
 
 class Difference(NamedTuple):
@@ -205,15 +207,21 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _of_size(size: str, found: Mapping[str, Losses]) -> str:
     base = found[BASELINE]
     mean = statistics.fmean(base.values())
+    count = len({seed for seed, _ in base})
+    seeds = "the mean of 1 seed" if count == 1 else f"the mean of {count} seeds"
+    figure = f"There is no figure yet: no recipe beside BF16 has {LEAST} seeds.\n"
+    if any(drawn(differences(found))):
+        figure = (
+            f"![Differences from BF16](../images/study-{size}.png)\n\n"
+            "`python benchmarks/study.py --write` draws it: recipes of three seeds and more, and "
+            f"products once they have all {SEEDS}, as colours say nothing of spread.\n"
+        )
     parts = [
         f"## {SIZES[size].about[0].upper()}{SIZES[size].about[1:]}\n\n"
         f"{SIZES[size].steps} steps of {SIZES[size].batch} samples of "
-        f"{SIZES[size].model.sequence} bytes. BF16: {mean:.4f} nats per byte, the mean of "
-        f"{len({seed for seed, _ in base})} seeds. All else is the difference from BF16 of the "
-        "same seed, in percent of its loss, with its 95% confidence interval.\n\n"
-        f"![Differences from BF16](../images/study-{size}.png)\n\n"
-        "`python benchmarks/study.py --write` draws it: recipes of three seeds and more, and "
-        f"products once they have all {SEEDS}, as colours say nothing of spread.\n"
+        f"{SIZES[size].model.sequence} bytes. BF16: {mean:.4f} nats per byte, {seeds}. All else is "
+        "the difference from BF16 of the same seed, in percent of its loss, with its 95% "
+        f"confidence interval.\n\n{figure}"
     ]
     for title, cells in AXES.items():
         rows = [
@@ -319,23 +327,33 @@ def drawn(known: Mapping[str, Difference]) -> tuple[list[str], list[str]]:
     """
     recipes = [cell for cells in AXES.values() for cell in cells if cell in known]
     return (
-        [cell for cell in recipes if known[cell].seeds > 2],
+        [cell for cell in recipes if known[cell].seeds >= LEAST],
         [cell for cell in TABLE if cell in known and known[cell].seeds >= SEEDS],
     )
 
 
+def differences(found: Mapping[str, Losses]) -> dict[str, Difference]:
+    """Return the differences from BF16 of the cells that have run, in the order of cells."""
+    base = found[BASELINE]
+    cells = [cell for cell in CELLS if cell in found and cell != BASELINE]
+    made = {cell: difference(found[cell], base) for cell in cells}
+    return {cell: one for cell, one in made.items() if one is not None}
+
+
 def draw(runs: Sequence[dict[str, Any]], size: str, path: Path) -> None:
-    """Draw the differences from BF16 of a size's cells: recipes left, products right."""
+    """Draw the differences from BF16 of a size's cells: recipes left, products right.
+
+    Where none has seeds enough there is no figure.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    found = losses(runs, size)
-    base = found.pop(BASELINE)
-    made = {cell: difference(found[cell], base) for cell in CELLS if cell in found}
-    known = {cell: one for cell, one in made.items() if one is not None}
+    known = differences(losses(runs, size))
     recipes, products = drawn(known)
+    if not (recipes or products):
+        return
     if products:
         height = max(5.0, 0.24 * len(recipes) + 1.2)
         figure = plt.figure(figsize=(11, height), layout="constrained")

@@ -225,3 +225,18 @@ def test_a_figure_has_recipes_of_three_seeds_and_products_of_all() -> None:
     seeds = {"mxfp8": 3, "nvfp4": 2, "bf16-bf16-fp8": 4, "bf16-bf16-mxfp8": study_page.SEEDS}
     known = {cell: Difference(0.01, 0.02, count) for cell, count in seeds.items()}
     assert study_page.drawn(known) == (["mxfp8"], ["bf16-bf16-mxfp8"])
+
+
+def test_a_size_with_few_seeds_has_a_table_and_no_figure(tmp_path) -> None:
+    losses = {"bf16": 1.0, "mxfp8": 1.02}
+    runs = [
+        {"size": "25m", "cell": cell, "seed": 0, "status": "finished", "validation_loss": loss}
+        | {"cpu_capability": "AVX2", "machine": "one", "torch": "2.13.0", "train_curve": []}
+        for cell, loss in losses.items()
+    ]
+    study_page.draw(runs, "25m", tmp_path / "figure.png")
+    assert not (tmp_path / "figure.png").exists()
+    text = study_page.page(runs)
+    assert "BF16: 1.0000 nats per byte, the mean of 1 seed." in text
+    assert "There is no figure yet" in text and "study-25m.png" not in text
+    assert "| mxfp8 | +2.00% (1 seed) | 1 |" in text
