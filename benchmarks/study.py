@@ -21,7 +21,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -88,6 +89,15 @@ class StudyRun(Run):
         return loss
 
 
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """Yield where to write what `path` gets whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    yield part
+    os.replace(part, path)
+
+
 def train(
     key: Key, corpus: Corpus, device: str = "cpu", saved: Path | None = None, every: float = SAVE
 ) -> dict[str, Any]:
@@ -106,10 +116,8 @@ def train(
     last = time.monotonic()
     for _ in run.steps():
         if saved is not None and time.monotonic() - last >= every:
-            saved.parent.mkdir(parents=True, exist_ok=True)
-            part = saved.with_suffix(".part")
-            torch.save(run.state_dict(), part)
-            os.replace(part, saved)
+            with _whole(saved) as part:
+                torch.save(run.state_dict(), part)
             last = time.monotonic()
     result = run.result
     return {
@@ -224,10 +232,8 @@ def run_all(
             break
         saved = path.with_suffix(".state")
         result = train(key, corpus, device, saved)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(result) + "\n", encoding="utf-8")
-        os.replace(part, path)  # whole or not at all
+        with _whole(path) as part:
+            part.write_text(json.dumps(result) + "\n", encoding="utf-8")
         saved.unlink(missing_ok=True)
         say(f"{key.size} {key.cell} seed {key.seed}: {result['status']}, "
             f"{result['validation_loss']} nats per byte, {result['seconds']} s")  # fmt: skip

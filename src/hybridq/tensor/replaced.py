@@ -1,4 +1,4 @@
-"""Parameters whose module is moved or converted by replacing them."""
+"""Parameters whose module is moved or converted by replacing them: ADR 224."""
 
 from __future__ import annotations
 
