@@ -177,6 +177,23 @@ def test_what_is_compiled_inside_of_a_region_is_one_graph(watch):
         assert torch.equal(layer(X), y) and not watch.is_open
 
 
+def test_a_strict_export_is_told_what_stands_in_its_way(watch):
+    layer = hybridq.Linear(32, 32)
+
+    def exported():
+        with autocast(recipe="mxfp8"):
+            return torch.export.export(nn.Sequential(layer), (X,), strict=True)
+
+    try:
+        exported()
+    except Exception as error:
+        notes = getattr(error, "__notes__", [])
+        assert any("strict=True) traces no hooks" in note for note in notes)
+    assert not watch.is_open
+    with autocast(recipe="mxfp8"):
+        assert torch.equal(exported().module()(X), layer(X))
+
+
 @pytest.mark.more
 def test_in_a_process_of_its_own():
     code = """

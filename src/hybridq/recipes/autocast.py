@@ -171,7 +171,7 @@ class autocast:
             recipe, task, first = None, -1, None
         state.recipe, state.recipe_task, state.is_first_microbatch = recipe, task, first
         if is_watched:
-            WATCH.end(is_error=kind is not None or overlaps)
+            WATCH.end(kind is not None or overlaps, error)
         if overlaps and error is None:
             raise RuntimeError(
                 "autocast: regions of a thread must be left in the reverse order, and another "

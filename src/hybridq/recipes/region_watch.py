@@ -35,6 +35,11 @@ __all__ = ["MOST_REGIONS", "WATCH", "RegionWatch"]
 MOST_REGIONS: Final = 32
 #: How many frames lie between the warning and the caller's `with`.
 _TO_CALLER: Final = 3
+_TRACED: Final = (
+    "hybridq: this region was watched by a hook on modules, as a process's first autocast regions "
+    "are, and torch.export.export(strict=True) traces no hooks; none is there from now on, so that "
+    "the same call may pass when it is made again"
+)
 
 
 class RegionWatch:
@@ -75,16 +80,22 @@ class RegionWatch:
         elif isinstance(module, nn.Linear) and threading.get_ident() == self._thread:
             self._num_linears += not is_quantized(module.weight)
 
-    def end(self, is_error: bool) -> None:
+    def end(self, is_error: bool, error: BaseException | None = None) -> None:
         """End the watch of a region, which `begin` began; warn if it quantized nothing.
 
+        Where torch cannot trace the watch's hook, the error says so, and nothing is watched again.
+
         Args:
-            is_error: an exception leaves it.
+            is_error: an exception leaves it, or it does not count.
+            error: that exception.
         """
         with self._lock:
             if self._hook is None:
                 return  # a module was asked for its plan
             self._remove()
+            if error is not None and type(error).__module__.startswith("torch._dynamo"):
+                self.is_open = False
+                _add_note(error, _TRACED)
             if is_error or not self.is_open:
                 return
             text = self._reason()
@@ -121,6 +132,13 @@ class RegionWatch:
     def _remove(self) -> None:
         self._hook.remove()
         self._hook = None
+
+
+def _add_note(error: BaseException, text: str) -> None:
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(text)
+    else:
+        warnings.warn(text, HybridQWarning, _TO_CALLER + 1)
 
 
 WATCH: Final = RegionWatch()

@@ -51,6 +51,22 @@ def test_inputs_that_are_none(case) -> None:
                 module(given)
 
 
+def test_a_symbolic_trace_is_told_of_leaves() -> None:
+    model = nn.Sequential(hybridq.Linear(HIDDEN, HIDDEN), nn.ReLU())
+    with pytest.raises(TypeError, match=r"got Proxy; torch\.fx\.symbolic_trace.*is_leaf_module"):
+        torch.fx.symbolic_trace(model)
+
+    class Leaves(torch.fx.Tracer):
+        def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+            return type(module).__module__.startswith("hybridq") or super().is_leaf_module(
+                module, name
+            )
+
+    traced, x = torch.fx.GraphModule(model, Leaves().trace(model)), torch.randn(3, HIDDEN)
+    with autocast(recipe="mxfp8"):
+        assert torch.equal(traced(x), model(x))
+
+
 @pytest.mark.parametrize(
     ("slot", "usage", "words"),
     [

@@ -198,7 +198,7 @@ class GroupedLinear(GroupedModule):
         self._check_first(is_first_microbatch)
         taken: object = inp
         if not isinstance(taken, torch.Tensor):
-            raise self._error(TypeError, f"input must be a Tensor, got {type(taken).__name__}")
+            raise self._no_tensor(taken)
         recipe = self._recipe()
         if recipe is not None and fp8_grad:
             inp = with_quantized_gradient(inp, self._boundary_quantizer(recipe, GRAD_INPUT))

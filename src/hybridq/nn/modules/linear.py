@@ -199,7 +199,7 @@ class Linear(QuantizedModule, nn.Linear):
         recipe = self._recipe()
         given: object = input
         if not isinstance(given, torch.Tensor):
-            raise self._error(TypeError, f"input must be a Tensor, got {type(given).__name__}")
+            raise self._no_tensor(given)
         if recipe is not None and fp8_grad:
             input = with_quantized_gradient(input, self._boundary_quantizer(recipe, GRAD_INPUT))
         y = run_part(

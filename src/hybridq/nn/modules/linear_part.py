@@ -391,7 +391,7 @@ class FusedModule(SplitTogether, QuantizedModule):
     def _take_input(self, inp: object, features: int) -> torch.Tensor:
         """Return the input as a Tensor that the norm can take, or raise."""
         if not isinstance(inp, torch.Tensor):
-            raise self._error(TypeError, f"input must be a Tensor, got {type(inp).__name__}")
+            raise self._no_tensor(inp)
         if inp.dim() == 0 or inp.shape[-1] != features:
             raise self._error(
                 RuntimeError,

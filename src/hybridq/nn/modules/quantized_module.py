@@ -148,6 +148,17 @@ class QuantizedModule(WeightGradients, ParallelWeights, Boundary, ForwardOnly, n
         own = type(self).__name__
         return kind(f"{own} {self.name}: {text}" if self.name else f"{own}: {text}")
 
+    def _no_tensor(self, given: object) -> Exception:
+        """Return what is to be raised of an input that is no Tensor."""
+        help = ""
+        if isinstance(given, torch.fx.Proxy):
+            help = (
+                "; torch.fx.symbolic_trace runs modules with values that are none yet: let the "
+                "is_leaf_module of your torch.fx.Tracer return True for this module, or use "
+                "torch.export.export"
+            )
+        return self._error(TypeError, f"input must be a Tensor, got {type(given).__name__}{help}")
+
     def _recipe(self) -> Any:
         """Return the recipe of this call, or None.
 
