@@ -14,7 +14,10 @@ from hybridq.moe import Experts, ExpertsLayout
 
 
 class Own(nn.Linear):
-    """Torch's forward."""
+    """Torch's forward, and a method by a name of hybridq's."""
+
+    def set_name(self) -> None:
+        raise NotImplementedError
 
 
 class Scaled(nn.Linear):
@@ -75,9 +78,9 @@ WANT = {
     "router": ("left alone", "routers", "routers, the name router", 'also=["routers"]'),
     "thin": ("left alone", "narrow", "narrow, 16 to 4 features", "least_width=4"),
     "own": (
-        *("left alone", "own class"),
-        "Own is a class of its own, which hybridq.register_converter takes",
-        'hybridq.register_converter(Converter("Own", Own, hybridq.Linear))',
+        *("left alone", "as it is", "its class Own cannot be kept: it has its own set_name"),
+        'hybridq.register_converter(Converter("Own", Own, hybridq.Linear)), which makes it a '
+        "hybridq.Linear and no Own",
     ),
     "scaled": ("left alone", "own forward", "Scaled has a forward of its own", FOREIGN),
     "product": ("not known", "unknown class", "no converter takes the class", FOREIGN),
@@ -158,6 +161,7 @@ def test_what_is_said_to_help_does() -> None:
         assert before and not before & stayed
     converter = hybridq.converters.Converter
     own = {one.name: one.helps for one in hybridq.conversion(Model()).kept}["own"]
+    own = own.partition(", which")[0]
     eval(own, {"hybridq": hybridq, "Converter": converter, "Own": Own})
     layout = ExpertsLayout("up", "down", has_gate=False)
     hybridq.converters.register_experts(Blocks, layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 
 import pytest
@@ -12,6 +13,12 @@ import hybridq
 from rank_runs import needs_gloo, run
 
 accelerate = pytest.importorskip("accelerate", minversion="1.15")
+
+from accelerate.hooks import (  # noqa: E402
+    AlignDevicesHook,
+    add_hook_to_module,
+    remove_hook_from_module,
+)
 
 from hybridq.integrations.accelerate import prepare  # noqa: E402 (needs accelerate)
 from hybridq.tensor import is_quantized  # noqa: E402
@@ -192,3 +199,26 @@ def test_sharded_weights_travel_as_planes(tmp_path) -> None:
 def test_trainer_shards_with_planes(tmp_path) -> None:
     pytest.importorskip("transformers")
     run(2, tmp_path / "store", "trainer", program="accelerate_program.py")
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_a_model_with_hooks_of_a_device_map_is_converted(is_moved) -> None:
+    """As from_pretrained(device_map=...) leaves it: forwards that load weights, then call."""
+    plain = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    want, x = hybridq.convert(copy.deepcopy(plain)), torch.randn(5, 32)
+    if is_moved:
+        accelerate.cpu_offload(plain, execution_device=torch.device("cpu"))
+        assert plain[0].weight.is_meta
+    else:
+        for module in plain:
+            add_hook_to_module(module, AlignDevicesHook("cpu"))
+    hybridq.convert(plain)
+    assert hybridq.conversion(plain).converted == ("0", "2")
+    with torch.no_grad(), hybridq.autocast(recipe="nvfp4"):
+        assert torch.equal(plain(x), want(x))
+    with torch.no_grad():
+        assert torch.equal(plain(x), want(x))
+    remove_hook_from_module(plain, recurse=True)
+    assert "_old_forward" not in vars(plain[0])
+    with torch.no_grad(), hybridq.autocast(recipe="nvfp4"):
+        assert is_moved or torch.equal(plain(x), want(x))

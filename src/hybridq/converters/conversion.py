@@ -24,7 +24,7 @@ from .not_converted import (
     of_unknown_class,
     overlapping,
 )
-from .table import LINEAR, converter_of, converters, converters_with
+from .table import LINEAR, converter_of, converters, converters_with, reason_to_leave
 
 __all__ = ["Conversion", "conversion", "keep_report", "kind_of", "report_of"]
 
@@ -217,7 +217,7 @@ def _why(
     known = converter_of(module, among)
     if known is None:
         return of_another_class(module, name)
-    own = None if known.keeps is None else known.keeps(module)
+    own = reason_to_leave(module, known)
     if own is not None:
         return as_it_is(module, name, own, known)
     if filter_fn is not None:

@@ -18,7 +18,7 @@ from ..recipes import install
 from .conversion import Conversion, conversion, keep_report
 from .converter import Converter
 from .exclusions import LEAST_WIDTH, keeps_precision, reasons
-from .table import converter_of, converters_with, tell_libraries
+from .table import converter_of, converters_with, reason_to_leave, tell_libraries
 
 __all__ = ["convert", "default_filter"]
 
@@ -76,11 +76,13 @@ def convert(
     INFO). It is a HybridQWarning, once for a class of models, where without a filter less than half
     of the weights of matrix products was converted.
 
-    A class is taken exactly: a subclass (another library's quantized linear,
-    `NonDynamicallyQuantizableLinear`, a parametrized module) has its own forward or its own
-    reasons. With `fuse` the same holds of `nn.Sequential`. Keys of the state_dict stay what they
-    were with and without `fuse`; a norm that runs as part of a linear module has the numbers of
-    `docs/reference/numerics.md`, which differ from torch's in the last bit of some values.
+    A class that derives from `nn.Linear` and leaves its forward alone is converted, too, into one
+    that derives from `hybridq.Linear` and from it. Other classes are taken exactly: what derives
+    from them, a linear layer with a forward of its own (another library's quantized one), and a
+    parametrized module stay. With `fuse` the same holds of `nn.Sequential`. Keys of the state_dict
+    stay what they were with and without `fuse`; a norm that runs as part of a linear module has the
+    numbers of `docs/reference/numerics.md`, which differ from torch's in the last bit of some
+    values.
 
     Raises:
         TypeError: `model` is no module, `filter_fn` is not callable, or `also` is one string.
@@ -148,9 +150,7 @@ def _call_children(module: nn.Module) -> None:
 def _convertible(module: nn.Module, among: tuple[Converter, ...]) -> Converter | None:
     """Return the converter that can turn a module; None: nobody can."""
     kind = converter_of(module, among)
-    if kind is None or (kind.keeps is not None and kind.keeps(module) is not None):
-        return None
-    return kind
+    return None if kind is None or reason_to_leave(module, kind) is not None else kind
 
 
 def _tell(model: nn.Module, made: Conversion, is_own_choice: bool) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
-from ..nn.modules import reason_against_patches
+from ..nn.modules import reason_against_class, reason_against_patches
 from .converter import Converter
 from .exclusions import REASONS, reason_by_name
 
@@ -49,8 +49,8 @@ class NotConverted:
             keeps its precision; `"not known"` to any converter; `"no product"`: a convolution whose
             windows overlap.
         reason: one of `convert(also=)`'s; `"filter_fn"`; `"as it is"`: a converter refuses this one
-            module; `"own class"`: it derives from a class that is converted; `"own forward"`, and
-            does something else; `"unknown class"`; `"convolution"`.
+            module; `"own class"`: it derives from a class that is converted, and is more; `"own
+            forward"`, and does something else; `"unknown class"`; `"convolution"`.
         text: the reason in words.
         helps: what would convert it; empty: nothing that hybridq has.
     """
@@ -120,6 +120,10 @@ def as_it_is(module: nn.Module, name: str, why: str, kind: Converter) -> NotConv
     helps = ""
     if kind.layout is not None and any(word in why for word in ("it has no ", " must be ")):
         helps = _experts_help(module)
+    elif "its class" in why and isinstance(module, nn.Linear):
+        own = type(module).__name__
+        made = f'hybridq.register_converter(Converter("{own}", {own}, hybridq.Linear))'
+        helps = f"{made}, which makes it a hybridq.Linear and no {own}"
     return _made(module, name, LEFT_ALONE, "as it is", why, helps)
 
 
@@ -129,17 +133,14 @@ def of_another_class(module: nn.Module, name: str) -> NotConverted:
     Args:
         module, name: as for `left`.
     """
-    kind = type(module).__name__
     named = _by_name(module, name, f"{_own_help(module)}, ")
     if named is not None:
         return named
-    if type(module) is NonDynamicallyQuantizableLinear:
-        text = "its nn.MultiheadAttention multiplies by the weight itself"
-        return _made(module, name, LEFT_ALONE, "own forward", text)
-    if _is_plain_linear(module):
-        text = f"{kind} is a class of its own, which hybridq.register_converter takes"
-        return _made(module, name, LEFT_ALONE, "own class", text, _own_help(module))
-    text = f"{kind} has a forward of its own"
+    text = reason_against_class(module) if isinstance(module, nn.Linear) else None
+    if type(module).forward is nn.Linear.forward and text is not None:
+        is_child = type(module) is NonDynamicallyQuantizableLinear
+        return _made(module, name, LEFT_ALONE, "own forward" if is_child else "own class", text)
+    text = f"{type(module).__name__} has a forward of its own"
     return _made(module, name, LEFT_ALONE, "own forward", text, _own_help(module))
 
 
@@ -193,14 +194,7 @@ def _made(
     return NotConverted(name, type(module).__name__, state, reason, text, helps)
 
 
-def _is_plain_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-
-
 def _own_help(module: nn.Module) -> str:
-    kind = type(module).__name__
-    if _is_plain_linear(module):
-        return f'hybridq.register_converter(Converter("{kind}", {kind}, hybridq.Linear))'
     base = "ForeignLinear" if "weight" in matrices(module) else "QuantizedModule"
     if isinstance(module, nn.Embedding):
         base = "Embedding"

@@ -20,7 +20,14 @@ from ..nn import (
     PatchConv3d,
     TorchMultiheadAttention,
 )
-from ..nn.modules import convert_attention, is_patch_conv, patch_features
+from ..nn.modules import (
+    convert_attention,
+    convert_linear,
+    is_linear,
+    is_patch_conv,
+    patch_features,
+    reason_against_linear,
+)
 from .converter import Converter
 
 __all__ = [
@@ -29,12 +36,18 @@ __all__ = [
     "converters",
     "converters_with",
     "library_module",
+    "reason_to_leave",
     "register_converter",
     "tell_libraries",
 ]
 
 LINEAR: Final = Converter(
-    "nn.Linear", nn.Linear, Linear, features=lambda one: (one.in_features, one.out_features)
+    "nn.Linear",
+    is_linear,
+    Linear,
+    apply=convert_linear,
+    features=lambda one: (one.in_features, one.out_features),
+    keeps=reason_against_linear,
 )
 _EMBEDDING: Final = Converter("nn.Embedding", nn.Embedding, Embedding, only_with="embeddings")
 
@@ -69,15 +82,17 @@ _BUILT_IN: Final = (
     _patch_conv(nn.Conv2d, PatchConv2d),
     _patch_conv(nn.Conv3d, PatchConv3d),
 )
-#: A library, and a module of hybridq whose `CONVERTERS` know its classes, and whose
-#: `after_convert(model)` is called at the end; it may lack either. The module is imported when the
-#: library has been: without it there is no such module in any model.
+#: A library, and a module of hybridq whose `CONVERTERS` know its classes, whose
+#: `after_convert(model)` is called at the end, and whose `adopts_forward(module)` says whether that
+#: sees to a forward that the library has put into a module; it may lack each. The module is
+#: imported when the library has been: without it there is no such module in any model.
 _LIBRARIES: Final[list[tuple[str, str]]] = [
     ("transformers", "hybridq.integrations.transformers.linears"),
     ("transformers", "hybridq.integrations.transformers.embeddings"),
     ("transformers", "hybridq.integrations.transformers.experts"),
     ("transformers", "hybridq.integrations.transformers.tensor_parallel"),
     ("peft", "hybridq.integrations.peft"),
+    ("accelerate", "hybridq.integrations.accelerate_hooks"),
 ]
 #: Of the user, by name.
 _registered: Final[dict[str, Converter]] = {}
@@ -165,6 +180,20 @@ def tell_libraries(model: nn.Module) -> None:
         after = getattr(library_module(library, name), "after_convert", None)
         if after is not None:
             after(model)
+
+
+def reason_to_leave(module: nn.Module, kind: Converter) -> str | None:
+    """Return why `convert` leaves a module alone, whatever its name; None: nothing speaks for it.
+
+    Args:
+        module: not converted yet.
+        kind: what takes it.
+    """
+    if "forward" in vars(module):  # which would be called instead of the one that it gets
+        known = (getattr(library_module(*one), "adopts_forward", None) for one in _LIBRARIES)
+        if not any(adopts(module) for adopts in known if adopts is not None):
+            return "its forward was replaced by another one, which would be called; convert before"
+    return None if kind.keeps is None else kind.keeps(module)
 
 
 def converters_with(also: Iterable[str]) -> tuple[Converter, ...]:

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..nn import GroupedModule
 from ..nn.autograd import Activation, GradientPlane, TokenRows, take_rows
+from ..nn.modules import clash, made_class
 from ..recipes import Recipe, install
 from ..reference import ACTIVATIONS
 from .exchange import ExpertExchange
@@ -25,8 +26,6 @@ from .permutation import Routes, permute, rows_of, unpermute
 __all__ = ["Experts", "chosen", "convert_experts", "reason_against"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
-#: By the class of a module, the class that it gets.
-_classes: Final[dict[type[nn.Module], type[Experts]]] = {}
 #: Names of the functions of one value, to the gated activation of it.
 _GATED: Final = {one.core: name for name, one in ACTIVATIONS.items() if one.is_gated}
 
@@ -80,10 +79,6 @@ class Experts(GroupedModule):
     def multiplied_part(self, parameter: torch.Tensor) -> torch.Tensor:
         own = self.own_part(parameter)
         return own if self.exchange is None else self.exchange.with_copies(self, own)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # Its class is made in the process: a file has the own class, and this is made again.
-        return _remade, (self.plain_class,), self.__getstate__()
 
 
 # Functions and not methods: the own class may have methods of these names.
@@ -339,17 +334,6 @@ def _of_rows(scale: torch.Tensor, offsets: torch.Tensor, y: torch.Tensor) -> tor
     return scale.to(y.dtype).index_select(0, expert)[:, None]
 
 
-def _clash(plain: type[nn.Module], module: nn.Module) -> str | None:
-    """Return why both classes cannot be one: a name that means two things; None: they can."""
-    own = set().union(*(vars(one) for one in plain.__mro__ if not issubclass(nn.Module, one)))
-    own |= {*vars(module), *module._parameters, *module._buffers, *module._modules}
-    bases = [one for one in Experts.__mro__ if not issubclass(nn.Module, one)]
-    ours = set().union(*(vars(one) for one in bases)) | set(Experts.__annotations__)
-    # What every module has, both classes may override: ours call the own ones.
-    both = {name for name in own & ours if not hasattr(nn.Module, name)}
-    return f"it has its own {', '.join(sorted(both))}" if both else None
-
-
 def reason_against(module: nn.Module, layout: ExpertsLayout) -> str | None:
     """Return why `convert_experts` cannot convert a module; None: it can.
 
@@ -359,22 +343,7 @@ def reason_against(module: nn.Module, layout: ExpertsLayout) -> str | None:
     """
     if "forward" in vars(module):
         return "another library replaced its forward (hooks of a device map); convert before"
-    return layout.reason_against(module) or _clash(type(module), module)
-
-
-def _experts_class(plain: type[nn.Module]) -> type[Experts]:
-    """Return the class of converted modules of a class; made once."""
-    made = _classes.get(plain)
-    if made is None:
-        about = {"__module__": plain.__module__, "__doc__": plain.__doc__, "plain_class": plain}
-        made = _classes[plain] = type(f"Quantized{plain.__name__}", (Experts, plain), about)
-    return made
-
-
-def _remade(plain: type[nn.Module]) -> nn.Module:
-    """Return an empty module of the class that `plain` is converted to."""
-    kind = _experts_class(plain)
-    return kind.__new__(kind)
+    return layout.reason_against(module) or clash(Experts, module)
 
 
 def convert_experts(module: _Module, layout: ExpertsLayout) -> _Module:
@@ -431,5 +400,5 @@ def convert_experts(module: _Module, layout: ExpertsLayout) -> _Module:
         own_arguments=tuple(names),
     )
     own: nn.Module = module
-    own.__class__ = _experts_class(type(module))
+    own.__class__ = made_class(Experts, type(module))
     return module

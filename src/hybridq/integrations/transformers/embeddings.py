@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from torch import nn
 
 from ...converters import Converter
 from ...nn import Embedding
+from ...nn.modules import made_class
 
 __all__ = ["CONVERTERS", "ScaledEmbedding"]
 
@@ -22,9 +23,6 @@ class ScaledEmbedding(Embedding):
     #: Transformers' own class.
     plain_class: type[nn.Module]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _remade, (self.plain_class,), self.__getstate__()
-
 
 def _is_scaled(module: nn.Module) -> bool:
     """Return whether a module is one, with the table as its only parameter."""
@@ -34,27 +32,9 @@ def _is_scaled(module: nn.Module) -> bool:
     return is_named and of_transformers and set(module._parameters) == {"weight"}
 
 
-#: Of each class of transformers, that of converted modules.
-_classes: Final[dict[type, type[nn.Module]]] = {}
-
-
-def _class(plain: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of converted modules of a class of transformers; made once."""
-    made = _classes.get(plain)
-    if made is None:
-        about = {"__module__": __name__, "__doc__": plain.__doc__, "plain_class": plain}
-        made = _classes[plain] = type(plain.__name__, (ScaledEmbedding, plain), about)
-    return made
-
-
-def _remade(plain: type[nn.Module]) -> nn.Module:
-    """Return an empty module of the class that is made of `plain`."""
-    kind = _class(plain)
-    return kind.__new__(kind)
-
-
 def _change(module: nn.Module) -> None:
-    module.__class__ = _class(type(module))
+    kind = type(module)
+    module.__class__ = made_class(ScaledEmbedding, kind, kind.__name__)
 
 
 #: For the table of converters.

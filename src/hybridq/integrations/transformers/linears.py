@@ -52,7 +52,6 @@ def _is_decoupled(module: Any) -> str | None:
 _KINDS: Final = {
     "Conv1D": _Kind("transformers.pytorch_utils", holds_transposed=True),
     "FalconLinear": _Kind("transformers.models.falcon.modeling_falcon", adds_bias_later=True),
-    "EsmFoldLinear": _Kind("transformers.models.esm.modeling_esmfold"),
     "IdeficsDecoupledLinear": _Kind(
         "transformers.models.idefics.modeling_idefics", keeps=_is_decoupled
     ),

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ..._log import log_once
 from ...nn import QuantizedModule
 
-__all__ = ["after_convert", "check_weights_stay_plain"]
+__all__ = ["adopts_forward", "after_convert", "check_weights_stay_plain"]
 
 #: Where transformers' styles of tensor parallelism are.
 _STYLES: Final = "transformers.distributed.tensor_parallel"
@@ -48,6 +48,15 @@ def check_weights_stay_plain(model: Any) -> None:
         )
 
 
+def adopts_forward(module: nn.Module) -> bool:
+    """Return whether a module's forward is one that `after_convert` sees to.
+
+    Args:
+        module: with a forward among its own attributes.
+    """
+    return getattr(vars(module).get("forward"), "__module__", None) == _STYLES
+
+
 def after_convert(model: nn.Module) -> None:
     """Give the modules that transformers has dealt out forwards that know the whole.
 
@@ -61,9 +70,9 @@ def after_convert(model: nn.Module) -> None:
 
 def _adopt(module: Any, name: str) -> None:
     """Replace the forward that transformers has put into a module; others stay."""
-    given: Any = vars(module).get("forward")
-    if getattr(given, "__module__", None) != _STYLES:
+    if not adopts_forward(module):
         return
+    given: Any = vars(module)["forward"]
     known = inspect.getclosurevars(given).nonlocals
     style, mesh = known.get("self"), known.get("mesh")
     if style is None or mesh is None:

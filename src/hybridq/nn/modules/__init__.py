@@ -15,7 +15,9 @@ from .kv_cache import InferenceParams
 from .layernorm_linear import LayerNormLinear, RMSNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
+from .linear_class import convert_linear, is_linear, reason_against_class, reason_against_linear
 from .linear_part import run_part
+from .made_class import clash, made_class
 from .norms import LayerNorm, RMSNorm
 from .operations import ActivationFunction, LayerNormStep, Quantize, RMSNormStep
 from .patch_conv import (
@@ -71,11 +73,17 @@ __all__ = [
     "TransformerLayer",
     "WeightOwner",
     "apply_rotary",
+    "clash",
     "convert_attention",
+    "convert_linear",
+    "is_linear",
     "is_patch_conv",
+    "made_class",
     "of_part",
     "patch_features",
     "patches",
+    "reason_against_class",
+    "reason_against_linear",
     "reason_against_patches",
     "run_part",
 ]
