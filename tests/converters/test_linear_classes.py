@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import inspect
 import io
 import pickle
 import types
@@ -99,6 +100,15 @@ def test_they_stay_what_they_are() -> None:
         assert isinstance(layer, kind)
     assert type(layer).__name__ == "QuantizedDense" and "QuantizedDense(in_features=32" in str(made)
     assert type(layer) is type(hybridq.convert(Dense(8, 8)))
+    by_place = [
+        name
+        for name, one in inspect.signature(type(layer).forward).parameters.items()
+        if one.kind is one.POSITIONAL_OR_KEYWORD
+    ]
+    assert by_place == ["self", "input"]  # torchtitan wraps forwards by their names
+    with hybridq.autocast(recipe="mxfp8"):
+        x = torch.randn(3, 32)
+        assert torch.equal(layer(input=x, is_first_microbatch=True), layer(x))
     layer.std = 3.0
     torch.manual_seed(2)
     layer.init_states()

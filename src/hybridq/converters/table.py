@@ -91,6 +91,7 @@ _LIBRARIES: Final[list[tuple[str, str]]] = [
     ("transformers", "hybridq.integrations.transformers.embeddings"),
     ("transformers", "hybridq.integrations.transformers.experts"),
     ("transformers", "hybridq.integrations.transformers.tensor_parallel"),
+    ("torchtitan", "hybridq.integrations.torchtitan"),
     ("peft", "hybridq.integrations.peft"),
     ("accelerate", "hybridq.integrations.accelerate_hooks"),
 ]

@@ -74,7 +74,10 @@ class Experts(GroupedModule):
         return _forward(self, recipe, args, kwargs)
 
     def own_part(self, parameter: torch.Tensor) -> torch.Tensor:
-        return parameter if self.exchange is None else self.exchange.own_part(parameter)
+        if self.exchange is not None:
+            return self.exchange.own_part(parameter)
+        to_local: Any = getattr(parameter, "to_local", None)  # of a library's DTensor
+        return parameter if to_local is None else to_local()
 
     def multiplied_part(self, parameter: torch.Tensor) -> torch.Tensor:
         own = self.own_part(parameter)
@@ -85,8 +88,33 @@ class Experts(GroupedModule):
 
 
 def _count(module: Experts) -> int:
-    """Return how many experts there are."""
-    return int(getattr(module, module.experts_layout.down).shape[0])
+    """Return how many experts there are; where another library dealt them out, on this rank."""
+    down = getattr(module, module.experts_layout.down)
+    return int((down if module.exchange is not None else module.own_part(down)).shape[0])
+
+
+def _check_dealt(module: Experts, recipe: Recipe | None) -> None:
+    """Raise where another library dealt the experts out otherwise than one by one.
+
+    It hands this rank the tokens of its own experts, and no others, as torchtitan does.
+    """
+    down: Any = getattr(module, module.experts_layout.down)
+    if not hasattr(down, "device_mesh"):
+        return
+    for one, size in zip(down.placements, down.device_mesh.shape, strict=True):
+        if size > 1 and not (one.is_shard(0) or one.is_replicate()):
+            raise NotImplementedError(
+                f"experts {module.name}: parameters must be dealt out over ranks expert by expert, "
+                f"Shard(0), got {one}: a part of each expert; let the ranks of tensor parallelism "
+                "have whole experts (torchtitan: an expert_parallel_degree that "
+                "tensor_parallel_degree divides), or parallelize_experts(model, ExpertRanks(...))"
+            )
+    if recipe is not None and recipe.reads_names and module.own_part(down).shape != down.shape:
+        raise NotImplementedError(
+            f"experts {module.name}: a recipe that reads names needs to know which experts this "
+            "rank has, which parallelize_experts(model, ExpertRanks(...)) tells it; or take a "
+            "recipe that reads no names"
+        )
 
 
 def _forward(
@@ -101,6 +129,7 @@ def _forward(
                 "experts, got DTensors; deal the experts out, parallelize_experts(model, "
                 "ExpertRanks(..., tensor_parallel=mesh)), or give what to_local() returns"
             )
+        _check_dealt(module, recipe)
         return _of_tokens(module, recipe, given, None)
     local, lanes, placed = module.exchange.local_tokens(module, given)
     y = _of_tokens(module, recipe, local, lanes)
@@ -291,7 +320,7 @@ def _computed(
     for name, bias in zip(layout.first, layout.first_biases, strict=True):
         more = 0
         if module.exchange is None:  # matrices that nothing reads
-            more = getattr(module, name).shape[0] - offsets.shape[0]
+            more = module.own_part(getattr(module, name)).shape[0] - offsets.shape[0]
         ends = torch.cat([offsets, offsets[-1:].expand(more)]) if more else offsets
         made.append(module.grouped_product(recipe, name, bias, x, ends, rows))
     hidden, activation = x, None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from types import FunctionType
 from typing import Any, Final, TypeVar
 
 from torch import nn
@@ -31,10 +33,23 @@ def made_class(base: type[_Made], plain: type[nn.Module], name: str | None = Non
             "__reduce_ex__": _reduced,
             "plain_class": plain,
             "_hybridq_class": base,
+            "forward": _forward(base, plain),
         }
         found = type(name or f"Quantized{plain.__name__}", (base, plain), about)
         _classes[base, plain] = found
     return found  # type: ignore[return-value]
+
+
+def _forward(base: type[nn.Module], plain: type[nn.Module]) -> Any:
+    """Return the forward of hybridq's class, with the signature of the module's own.
+
+    Libraries (torchtitan) take arguments apart by the names that they read there.
+    """
+    one: Any = base.forward
+    made = FunctionType(one.__code__, one.__globals__, "forward", one.__defaults__, one.__closure__)
+    made.__kwdefaults__, made.__doc__ = one.__kwdefaults__, one.__doc__
+    made.__signature__ = inspect.signature(plain.forward)  # type: ignore[attr-defined]
+    return made
 
 
 def _reduced(module: Any, protocol: Any) -> Any:
