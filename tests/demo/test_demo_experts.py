@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -54,8 +55,22 @@ def test_ranks_and_one_rank_come_to_the_same_loss(text, dispatch, ratio) -> None
 def test_bad_input_is_told(text) -> None:
     for options, told in (
         (["--recipe", "mxpf8"], "mxfp8"),
+        (["--dispatch", "nope"], "value for --dispatch: format: must be one of"),
+        (["--dispatch", "fp8"], "scales are of one row each"),
         (["--experts", "2", "--top", "3"], "top at least 1 and at most experts"),
         (["--data", str(text), "--steps", "1"], "must run under torchrun"),
     ):
         result = CliRunner().invoke(app, ["train-experts", *options], env={"COLUMNS": "400"})
         assert result.exit_code == 2 and told in result.output, result.output
+
+
+def test_every_rank_must_have_an_expert(text, monkeypatch) -> None:
+    """Told before the first of three runs, on all ranks."""
+    module = importlib.import_module("hybridq.cli.train_experts")
+    left = []
+    monkeypatch.setattr(module, "_join", lambda *given: (3, 0))
+    monkeypatch.setattr(module, "_leave", lambda: left.append(True))
+    options = ["--data", str(text), "--experts", "2", "--steps", "1"]
+    result = CliRunner().invoke(app, ["train-experts", *options], env={"COLUMNS": "400"})
+    assert result.exit_code == 2 and left, result.output
+    assert "every rank must have an expert, got experts=2 on 3 ranks" in result.output

@@ -15,6 +15,7 @@ from ..demo.data import MAX_NBYTES, DataError, load_corpus
 from ..demo.model import QWEN3_MOE, ModelConfig
 from ..demo.train import BASELINE, TrainConfig
 from ..estimate import Traffic
+from ..formats.row_format import row_format
 from ..kernels.decoded import give_no_advice
 from ..recipes import get
 from .train_fsdp import _follow, _join, _leave
@@ -24,6 +25,9 @@ _TRAIN = TrainConfig()
 _BOUND = 0.01
 """Relative, of validation losses: ranks add in another order, in BF16, and round by other bits."""
 
+_BY_RECIPE = "recipe"
+"""Messages in the formats that the recipe gives them."""
+
 _Count = Annotated[int, typer.Option(min=1)]
 
 
@@ -32,7 +36,7 @@ def train_experts(
         str, typer.Option(help="Name or TOML file of a recipe.")
     ] = "mxfp8_fwd_nvfp4_bwd",
     dispatch: Annotated[
-        str, typer.Option(help="Format in which tokens travel to experts and back.")
+        str, typer.Option(help="Format in which tokens travel to experts and back, or recipe.")
     ] = "mxfp8",
     data: Annotated[
         Path | None,
@@ -60,6 +64,11 @@ def train_experts(
     quantized; the command fails where ranks and one rank differ by more than 1 in 100.
     """
     try:
+        if dispatch != _BY_RECIPE:
+            row_format("train-experts", dispatch)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--dispatch") from error
+    try:
         if recipe != BASELINE:
             get(recipe)
         config = TrainConfig(
@@ -78,6 +87,12 @@ def train_experts(
     torch.set_num_threads(1)
     give_no_advice()
     world, rank = _join(batch, 1, "train-experts")
+    if experts < world:
+        _leave()
+        raise typer.BadParameter(
+            "train-experts: every rank must have an expert, got "
+            f"experts={experts} on {world} ranks; give --experts, or torchrun --nproc-per-node"
+        )
     from ..demo.experts import ExpertsTrainer, quantized_share  # needs torch.distributed
 
     runs: list[tuple[str, str, str | None]] = [
