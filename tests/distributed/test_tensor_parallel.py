@@ -86,3 +86,7 @@ def test_a_rank_that_is_gone_ends_the_others(name, tmp_path) -> None:
 @pytest.mark.more
 def test_a_rank_that_alone_goes_back_to_a_recipe_is_noticed(tmp_path) -> None:
     run(3, tmp_path / "store", "goes_back", program=FAULTS)
+
+
+def test_parts_under_fsdp2(tmp_path) -> None:
+    run(4, tmp_path / "store", "amaxes", program="parallel_fsdp2_program.py")

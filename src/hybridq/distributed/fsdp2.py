@@ -110,8 +110,7 @@ def prepare_fsdp2(model: nn.Module) -> nn.Module:
                     *place, local.shape[0], module.holds_transposed
                 )
             else:
-                mesh_part = MeshPart.of(parameter, path) if _is_dtensor(parameter) else None
-                about = GatheredParameter(*place, mesh_part)
+                about = GatheredParameter(*place, _mesh_part(module, part, path, parameter))
             tensor = GatheredWeight(local, about)
         attachment = Attachment(tensor._about)
         whole = _like(parameter.data, tensor) if _is_dtensor(parameter) else tensor
@@ -124,6 +123,13 @@ def prepare_fsdp2(model: nn.Module) -> nn.Module:
         owner.register_state_dict_post_hook(_plain_state)
     _hook.install()
     return model
+
+
+def _mesh_part(module: Any, part: str, path: str, weight: torch.Tensor) -> MeshPart | None:
+    """Return which part of a larger weight a weight is; None: it is whole."""
+    if _is_dtensor(weight):
+        return MeshPart.of(weight, path)
+    return MeshPart.of_own(weight, module.parallel.get(part))
 
 
 def _is_dtensor(tensor: Any) -> bool:

@@ -9,8 +9,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from ..._torch_ranks import process_group
 from ...direction import ROWWISE
 from ...formats import PlaneSpec
+from ...nn.modules.tensor_parallel import COLUMN, Parallel
 from ...shards import PlaneShards
 
 __all__ = ["MeshPart", "PartSizes"]
@@ -76,11 +78,13 @@ class MeshPart(NamedTuple):
         group: process group of the ranks that have the other parts.
         shape: of the part, `[rows, cols]`.
         cut: how the weight is dealt out; None: each rank has all of it.
+        is_on_mesh: the weight is a DTensor, and no parameter that a rank made of its own.
     """
 
     group: Any
     shape: torch.Size
     cut: PartSizes | None
+    is_on_mesh: bool = True
 
     @staticmethod
     def of(weight: Any, name: str) -> MeshPart:
@@ -109,3 +113,19 @@ class MeshPart(NamedTuple):
             ends = [min(chunk * rank, size) for rank in range(world + 1)]
             cut = PartSizes(dim, tuple(b - a for a, b in itertools.pairwise(ends)))
         return MeshPart(mesh.get_group(), weight.to_local().shape, cut)
+
+    @staticmethod
+    def of_own(weight: torch.Tensor, parallel: Parallel | None) -> MeshPart | None:
+        """Return the part of a weight whose module was made for one rank of a group (`tp_group=`).
+
+        Args:
+            weight: of two dimensions.
+            parallel: how the module's part lies over ranks; None: every rank has it whole.
+
+        Returns:
+            The part; None where there is none, or its ranks are not known.
+        """
+        if parallel is None or not parallel.group:
+            return None
+        cut = PartSizes(0 if parallel.mode == COLUMN else 1, parallel.sizes)
+        return MeshPart(process_group(parallel.group), weight.shape, cut, is_on_mesh=False)

@@ -106,7 +106,7 @@ class GatheredParameter(OwnRows, Regather):
         names = [name for name, part in module.initial_weights() if part == self.part]
         meshes = [getattr(module.held(name), "device_mesh", None) for name in names]
         # While it is unsharded its parameter has none, or that of tensor parallelism alone.
-        least = 0 if self.mesh_part is None else 2
+        least = 2 if self.mesh_part is not None and self.mesh_part.is_on_mesh else 0
         found = (mesh for mesh in meshes if mesh is not None and mesh.ndim >= least)
         self._last_mesh = next(found, self._last_mesh)
         return self._last_mesh
