@@ -89,4 +89,5 @@ def test_a_rank_that_alone_goes_back_to_a_recipe_is_noticed(tmp_path) -> None:
 
 
 def test_parts_under_fsdp2(tmp_path) -> None:
-    run(4, tmp_path / "store", "amaxes", program="parallel_fsdp2_program.py")
+    names = ("amaxes", "own_tokens", "remade")
+    run(4, tmp_path / "store", *names, program="parallel_fsdp2_program.py")

@@ -15,7 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hybridq
-from hybridq.distributed import prepare_fsdp2
+from hybridq.distributed import prepare_fsdp2, reduce_sequence_parallel_gradients
+from hybridq.nn.modules.parallel_options import parameters_of_own_tokens
+
+MARK = "sequence_parallel"
 
 #: The format of a weight's rowwise plane, by recipe.
 RECIPES = {
@@ -98,6 +101,53 @@ def planes_of_whole(prepared: Any, plain: Any, mesh: Any, recipe: str) -> None:
     whole = hybridq.quantize(torch.cat(parts), RECIPES[recipe], None)
     rows = whole.rowwise.data.chunk(2)[rank]
     assert torch.equal(gathered.rowwise.data, rows), recipe
+
+
+def own_tokens() -> None:
+    """Gradients of norms and biases, of which a rank sees its own tokens, are summed in shards."""
+    mesh = mesh_of()
+    group = mesh.get_group("tp")
+    torch.manual_seed(10 + mesh.get_local_rank("tp"))
+    x = torch.randn(TOKENS, HIDDEN)
+    own = part_of(mesh, sequence_parallel=True)
+    step(own, x, "mxfp8")
+    wanted = {}
+    for name in ("layer_norm_weight", "layer_norm_bias", "fc2_bias"):
+        wanted[name] = getattr(own, name).grad.clone()
+        dist.all_reduce(wanted[name], group=group)
+    for is_prepared in (False, True):
+        layer = sharded(part_of(mesh, sequence_parallel=True), mesh, is_prepared)
+        step(layer, x, "mxfp8")
+        reduce_sequence_parallel_gradients(layer, group)
+        for name, value in wanted.items():
+            assert torch.equal(full(getattr(layer, name).grad), value), (is_prepared, name)
+    norms = torch.nn.Sequential(hybridq.nn.LayerNorm(7, sequence_parallel=True))
+    fully_shard(norms, mesh=mesh["dp"])  # 4 values and 3
+    (norms(x[:, :7]) ** 2).sum().backward()
+    grads = [full(one.grad) for one in norms.parameters()]
+    for grad in grads:
+        dist.all_reduce(grad, group=group)
+    reduce_sequence_parallel_gradients(norms, group)
+    for one, value in zip(norms.parameters(), grads, strict=True):
+        assert torch.equal(full(one.grad), value)
+
+
+def remade() -> None:
+    """Marks outlive what makes parameters anew: memory of the meta device, states assigned."""
+    options = {"sequence_parallel": True}
+    for make in (
+        lambda: hybridq.nn.RMSNorm(8, **options, device="meta"),
+        lambda: hybridq.LayerNormMLP(
+            16, 64, tp_size=2, set_parallel_mode=True, device="meta", **options
+        ),
+    ):
+        made = make().to_empty(device="cpu")
+        state = {name: torch.zeros_like(one) for name, one in made.state_dict().items()}
+        made.load_state_dict(state, assign=True)
+        names = {name for name, one in make().named_parameters() if hasattr(one, MARK)}
+        assert names
+        found = {id(one) for one in parameters_of_own_tokens(made)}
+        assert {name for name, one in made.named_parameters() if id(one) in found} == names
 
 
 if __name__ == "__main__":

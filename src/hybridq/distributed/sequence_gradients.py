@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..nn.modules.parallel_options import parameters_of_own_tokens
+from .attachment import local_of
+
 __all__ = ["reduce_sequence_parallel_gradients"]
 
 
@@ -18,13 +21,18 @@ def reduce_sequence_parallel_gradients(module: nn.Module, group: Any = None) -> 
     tokens only. Called after the backward, before the optimizer's step, unless the training
     framework does so itself (Megatron's does). All ranks must call it.
 
+    Under FSDP2 over other ranks each rank sums its shards. hybridq's modules know their own
+    parameters after `fully_shard`, too; what you mark yourself must be marked after it, since it
+    makes parameters anew, without attributes.
+
     Args:
         module: whose parameters they are.
         group: the tensor-parallel process group; None: all ranks.
 
     Raises:
         TypeError: `module` is no module.
-        ValueError: a rank has no gradient of one of them where another has: all must have seen it.
+        ValueError: a rank has no gradient of one of them where another has: all must have seen it;
+            or a gradient is a DTensor that is a sum over ranks already (`Partial`).
 
     Source: the attribute's name and meaning: Megatron-LM.
 
@@ -38,7 +46,7 @@ def reduce_sequence_parallel_gradients(module: nn.Module, group: Any = None) -> 
             "reduce_sequence_parallel_gradients: module must be an nn.Module, got "
             f"{type(given).__name__}"
         )
-    marked = [p for p in module.parameters() if getattr(p, "sequence_parallel", False)]
+    marked = parameters_of_own_tokens(module)
     if not marked:
         return
     import torch.distributed as dist  # not every build of torch has it
@@ -55,7 +63,15 @@ def reduce_sequence_parallel_gradients(module: nn.Module, group: Any = None) -> 
             "reduce_sequence_parallel_gradients: all ranks must have a gradient of a parameter, or "
             f"none, got {[int(count) for count in counts]} of {ranks} ranks"
         )
-    grads = [p.grad for p in marked if p.grad is not None]
+    for p in marked:
+        how = getattr(p.grad, "placements", ())
+        if any(one.is_partial() for one in how):
+            raise ValueError(
+                "reduce_sequence_parallel_gradients: gradients must be of each rank's own tokens, "
+                f"got a DTensor {tuple(p.shape)} that is a sum over ranks, {tuple(how)}, which "
+                "optimizers see to; leave its mark out"
+            )
+    grads = [local_of(p.grad) for p in marked if p.grad is not None]
     for dtype in dict.fromkeys(grad.dtype for grad in grads):
         alike = [grad for grad in grads if grad.dtype == dtype]
         flat = torch.cat([grad.flatten() for grad in alike])

@@ -12,6 +12,7 @@ from torch import nn
 
 from ...kernels.inputs import has_autocast
 from .linear_part import one_dtype
+from .parallel_options import mark_own_tokens
 
 __all__ = ["LayerNorm", "RMSNorm"]
 
@@ -24,6 +25,9 @@ def _result_dtype(x: torch.Tensor) -> torch.dtype:
 
 class _Norm(nn.Module):
     """What both have: the weight, its sizes, and the dtype of the arithmetic."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
 
     def __init__(
         self,
@@ -47,13 +51,13 @@ class _Norm(nn.Module):
             raise ValueError(f"{owner}: eps must be finite and at least 0, got {eps}")
         self.eps, self.zero_centered_gamma = float(eps), bool(zero_centered_gamma)
         self.sequence_parallel = bool(sequence_parallel)
-        self.weight = self._parameter(device, dtype)
+        self._add("weight", device, dtype)
 
-    def _parameter(self, device: Any, dtype: torch.dtype | None) -> nn.Parameter:
+    def _add(self, name: str, device: Any, dtype: torch.dtype | None) -> None:
         made = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
-        if self.sequence_parallel:  # as Megatron's optimizers ask
-            setattr(made, "sequence_parallel", True)  # noqa: B010
-        return made
+        self.register_parameter(name, made)
+        if self.sequence_parallel:
+            mark_own_tokens(self, name)
 
     def reset_parameters(self) -> None:
         """Set the weights to their initial values: those of the identity."""
@@ -121,7 +125,7 @@ class LayerNorm(_Norm):
         own = one_dtype(type(self).__name__, dtype, params_dtype)
         options = (zero_centered_gamma, sequence_parallel, device, own)
         super().__init__(normalized_shape, eps, *options)
-        self.bias = self._parameter(device, own)
+        self._add("bias", device, own)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

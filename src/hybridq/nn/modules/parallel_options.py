@@ -17,9 +17,10 @@ from ...errors import must_be_one_of
 from ...quantizers.statistics import group_name
 from .tensor_parallel import COLUMN, ROW, Parallel
 
-__all__ = ["ParallelOptions"]
+__all__ = ["ParallelOptions", "mark", "mark_own_tokens", "parameters_of_own_tokens"]
 
 _MODES = (COLUMN, ROW)
+_OWN_TOKENS = "names_of_own_tokens"
 
 
 class ParallelOptions(NamedTuple):
@@ -152,19 +153,49 @@ def _resolved(group: Any) -> Any:
     return process_group(group) if isinstance(group, str) else group
 
 
-def mark(parameter: nn.Parameter | None, parallel: Parallel | None, dim: int | None) -> None:
+def mark(module: nn.Module, name: str, parallel: Parallel | None, dim: int | None) -> None:
     """Tell others that a parameter is a part, as Megatron's optimizers ask.
 
     Args:
-        parameter: to be marked, or None.
+        module: that has it.
+        name: of the parameter; one that is not there is not marked.
         parallel: how it lies over ranks; None: nothing is marked.
         dim: that is dealt out; None: each rank has it whole, and with sequence parallelism sees a
             part of its gradient.
     """
-    if parameter is None or parallel is None:
+    given: Any = module._parameters.get(name)
+    if given is None or parallel is None:
         return
-    given: Any = parameter
     if dim is not None:
         given.tensor_model_parallel, given.partition_dim, given.partition_stride = True, dim, 1
     elif parallel.sequence_parallel:
-        given.sequence_parallel = True
+        mark_own_tokens(module, name)
+
+
+def mark_own_tokens(module: nn.Module, name: str) -> None:
+    """Mark a parameter of which a rank sees its own tokens: `sequence_parallel`, as Megatron asks.
+
+    The module remembers it too: what replaces a parameter (`fully_shard`, `to_empty` of the meta
+    device, `load_state_dict(assign=True)`) takes no attributes along.
+
+    Args:
+        module: that has it.
+        name: of the parameter.
+    """
+    setattr(module._parameters[name], "sequence_parallel", True)  # noqa: B010
+    module.__dict__.setdefault(_OWN_TOKENS, set()).add(name)
+
+
+def parameters_of_own_tokens(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that `mark_own_tokens` or a caller marked, each once, in order.
+
+    Args:
+        module: with others inside.
+    """
+    found: dict[int, nn.Parameter] = {}
+    for one in module.modules():
+        names = one.__dict__.get(_OWN_TOKENS, ())
+        for name, parameter in one.named_parameters(recurse=False):
+            if name in names or getattr(parameter, "sequence_parallel", False):
+                found.setdefault(id(parameter), parameter)
+    return list(found.values())

@@ -272,7 +272,7 @@ class ParallelWeights(Boundary):
             return
         module: Any = self
         first = next(iter(self.parallel.values()))
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, _ in module.named_parameters(recurse=False):
             prefix = name.removesuffix("weight").removesuffix("bias")
             part = module.weight_parts.get(f"{prefix}weight")
             one = None if part is None else self.parallel.get(part)
@@ -280,7 +280,7 @@ class ParallelWeights(Boundary):
             if one is not None and (name.endswith("weight") or one.mode == COLUMN):
                 dim = 0 if one.mode == COLUMN else 1
             if dim is not None or not self.sums_gradients:
-                mark(parameter, one or first, dim)
+                mark(module, name, one or first, dim)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Take the group of the ranks that have the other parts of the module's weights.

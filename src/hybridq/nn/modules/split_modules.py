@@ -220,4 +220,4 @@ def _take_part(split: Split, options: ParallelOptions, mesh: Any) -> None:
     module.become_dealt()
     for dim, matrices in cuts.values():
         for name in matrices:
-            mark(module._parameters.get(name), next(iter(parts.values())), dim)
+            mark(module, name, next(iter(parts.values())), dim)

@@ -13,6 +13,7 @@ from .attention import Angles, MultiheadAttention
 from .kv_cache import InferenceParams
 from .layernorm_mlp import LayerNormMLP
 from .linear_part import InitMethod, one_dtype
+from .parallel_options import mark_own_tokens
 from .parallel_weights import SplitTogether
 from .plain_norm import PlainNorm
 
@@ -228,8 +229,8 @@ class TransformerLayer(SplitTogether, nn.Module):
             own = (hidden_size, normalization, layernorm_epsilon, zero_centered_gamma)
             self.layernorm = PlainNorm(*own, device, shared["dtype"])
             if sequence_parallel:
-                for parameter in self.layernorm.parameters():
-                    setattr(parameter, "sequence_parallel", True)  # noqa: B010
+                for own_name, _ in self.layernorm.named_parameters():
+                    mark_own_tokens(self.layernorm, own_name)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Take the group of the ranks that have the other parts: see `Linear`.
