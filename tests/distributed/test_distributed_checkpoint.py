@@ -108,6 +108,33 @@ def test_histories_have_the_names_of_a_model_that_is_not_wrapped() -> None:
         assert all(torch.equal(a, b) for a, b in zip(mine, got, strict=True))
 
 
+@needs_gloo
+def test_histories_leave_out_data_parallel_wrappers_wherever_they_are() -> None:
+    """A compiled DistributedDataParallel, one around a compiled model, and one around a part."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        parallel = nn.parallel.DistributedDataParallel
+        model = hybridq.convert(nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8)))
+        model.add_module("module", hybridq.Linear(8, 8))  # a name that is the model's own
+        with hybridq.autocast(recipe="fp8_delayed"):
+            model(torch.arange(32.0).view(4, 8)).sum().backward()
+        names = set(ScalingHistory(model)._states())
+        assert {name.partition(":")[0] for name in names} == {"0.0", "1", "module"}
+        for wrapped in (
+            parallel(model),
+            torch.compile(parallel(model)),
+            parallel(torch.compile(model)),
+        ):
+            assert set(ScalingHistory(wrapped)._states()) == names
+            ScalingHistory(model).load_state_dict(ScalingHistory(wrapped).state_dict())
+        model[0] = parallel(model[0])
+        assert set(ScalingHistory(model)._states()) == names
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_state_dict_with_histories_goes_through_checkpointing_wrappers() -> None:
     def model(wraps: bool) -> nn.Module:
         inner = hybridq.convert(nn.Sequential(nn.Linear(8, 8)))

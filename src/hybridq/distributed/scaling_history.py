@@ -19,11 +19,11 @@ from ..errors import CheckpointError
 from ..moe import Experts
 from ..nn.delayed_scaling import ScalingState, states_of
 
-__all__ = ["ScalingHistory"]
+__all__ = ["ScalingHistory", "plain_named_modules"]
 
 _KEY: Final = "histories"
-#: What wrappers of modules put into names; DistributedDataParallel's is taken off by itself.
-_WRAPPERS: Final = ("_orig_mod", "_checkpoint_wrapped_module")
+#: What wrappers of modules put into names, beside DistributedDataParallel's `module`.
+_WRAPPERS: Final = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 class ScalingHistory:
@@ -35,7 +35,8 @@ class ScalingHistory:
     may lie over any other number, or on one.
 
     Args:
-        model: any module; wrapped by DistributedDataParallel, compiled or sharded or not.
+        model: any module; it, or modules in it, wrapped by DistributedDataParallel and compiled, in
+            any order, or sharded, or not.
 
     Raises:
         TypeError: `model` is no module.
@@ -62,14 +63,14 @@ class ScalingHistory:
     def _states(self) -> dict[str, ScalingState]:
         return {
             f"{name}:{part}": state
-            for name, module in _named(self._model)
+            for name, module in plain_named_modules(self._model)
             for part, state in states_of(module).items()
         }
 
     def _own_experts(self) -> dict[str, str]:
         """Return of each place of an expert the key of that expert: ranks may have others."""
         found = {}
-        for path, module in _named(self._model):
+        for path, module in plain_named_modules(self._model):
             if isinstance(module, Experts):
                 for part in states_of(module):
                     found[f"{path}:{part}"] = f"{path}:{part.rpartition('.')[2]}"
@@ -126,7 +127,7 @@ class ScalingHistory:
     def _others(self) -> set[str]:
         """Return the places of experts that other ranks have."""
         found: set[str] = set()
-        for path, module in _named(self._model):
+        for path, module in plain_named_modules(self._model):
             if isinstance(module, Experts) and module.all_matrices is not None:
                 own = states_of(module)
                 for part in module.weight_parts.values():
@@ -135,12 +136,23 @@ class ScalingHistory:
         return found
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Give each module of a model by its name, without what wrappers put into it."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
-    for path, module in model.named_modules(remove_duplicate=False):
-        yield ".".join(part for part in path.split(".") if part not in _WRAPPERS), module
+def plain_named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Give each module of a model by its name, without what wrappers put into it.
+
+    Args:
+        model: any; it or modules in it wrapped by DistributedDataParallel, compiled, or both.
+    """
+    parallel = nn.parallel.DistributedDataParallel
+    found = dict(model.named_modules(remove_duplicate=False))
+    wrapped = {path for path, module in found.items() if isinstance(module, parallel)}
+    for path, module in found.items():
+        parts = path.split(".")
+        kept = [
+            part
+            for at, part in enumerate(parts)
+            if part not in _WRAPPERS and not (part == "module" and ".".join(parts[:at]) in wrapped)
+        ]
+        yield ".".join(kept), module
 
 
 def _written(value: Any) -> bytes:
