@@ -21,6 +21,8 @@ from hybridq import settings
 from hybridq._eager import running_eagerly
 from hybridq.monitoring import Monitor, MonitorRecord
 from hybridq.nn.autograd import unwatched, watch_products
+from hybridq.tracing import compare
+from rank_runs import needs_gloo
 
 
 @pytest.fixture(autouse=True)
@@ -241,3 +243,36 @@ def test_a_monitor_that_nobody_closes_says_nothing_as_python_ends() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@needs_gloo
+def test_names_of_a_wrapped_model_are_its_own(tmp_path) -> None:
+    """DistributedDataParallel puts `module` in front of names, and torch.compile `_orig_mod`."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        parallel = nn.parallel.DistributedDataParallel
+        torch.manual_seed(0)
+        model, x = hybridq.Linear(32, 32), torch.randn(32, 32)
+        plain = nn.Sequential(model)
+        for number, wrapped in enumerate(
+            (plain, parallel(plain), torch.compile(parallel(plain), backend="eager"))
+        ):
+            optimizer = torch.optim.SGD(plain.parameters(), 0.0)
+            records: list = []
+            with (
+                hybridq.trace(tmp_path / str(number), wrapped) as writer,
+                hybridq.monitor(wrapped, optimizer=optimizer, to=records.append, every=1),
+            ):
+                torch.manual_seed(0)
+                with hybridq.autocast(recipe="mxfp8"):
+                    plain(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                writer.step()
+            assert {one.layer for one in records[0].slots} == {"0"}, number
+            if number:
+                assert compare(tmp_path / "0", tmp_path / str(number)) is None, number
+    finally:
+        torch.distributed.destroy_process_group()

@@ -10,6 +10,7 @@ from torch import nn
 
 from .._torch_private import graph_task_id
 from ..direction import DIRECTIONS, Direction
+from ..distributed.scaling_history import plain_named_modules
 from ..nn.autograd import WatchedProduct
 from ..recipes import Plan, SlotPlan
 from ..report import SlotStatistics, measure_slot
@@ -160,12 +161,9 @@ def names_of(model: nn.Module) -> dict[int, str]:
     """Return the names of a model's modules by identity; wrappers of torch are left out of them.
 
     Args:
-        model: any, compiled or not.
+        model: any, compiled, wrapped by DistributedDataParallel, or not.
     """
-    wrappers = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-    found = {}
-    for name, module in model.named_modules():
-        for wrapper in wrappers:
-            name = f"{name}.".replace(wrapper, "").removesuffix(".")
-        found[id(module)] = name
+    found: dict[int, str] = {}
+    for name, module in plain_named_modules(model):
+        found.setdefault(id(module), name)
     return found

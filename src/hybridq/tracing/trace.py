@@ -27,6 +27,7 @@ from torch import nn
 
 from .._torch_private import graph_task_id
 from ..direction import COLUMNWISE, DIRECTIONS, ROWWISE
+from ..distributed.scaling_history import plain_named_modules
 from ..errors import HybridQWarning
 from ..nn.autograd import WatchedProduct, WatchedTensor, watch_products
 from ..recipes import Plan
@@ -171,7 +172,10 @@ class Trace:
 
 
 def _names_of(model: nn.Module | None) -> dict[int, str]:
-    return {} if model is None else {id(one): name for name, one in model.named_modules()}
+    found: dict[int, str] = {}
+    for name, module in () if model is None else plain_named_modules(model):
+        found.setdefault(id(module), name)
+    return found
 
 
 def _of(name: str, group: int, product: WatchedProduct) -> str:
