@@ -42,7 +42,7 @@ def parameter_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
     """Scale gradients so that their norm is `max_norm` at most; return the norm before.
 
@@ -50,8 +50,8 @@ def clip_grad_norm_(
     has, once. All ranks must call it.
 
     Args:
-        parameters: with gradients or without, plain tensors and DTensors of any meshes. Plain ones
-            must be the same on all ranks, and so their gradients.
+        parameters: with gradients or without, plain tensors and DTensors of any meshes; or one.
+            Plain ones must be the same on all ranks, and so their gradients.
         max_norm: of the gradients together.
         norm_type: of the norm; `inf`: the largest absolute value.
 
@@ -69,7 +69,7 @@ def clip_grad_norm_(
         (tensor(6.), tensor(1.0000))
     """
     found: dict[Any, list[torch.Tensor]] = {}
-    for parameter in parameters:
+    for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
         if parameter.grad is not None:
             found.setdefault(_mesh(parameter.grad), []).append(parameter.grad)
     norms = []
