@@ -190,3 +190,16 @@ def test_wrappers_are_taken_off_and_adapters_refused(tmp_path):
     with pytest.raises(hybridq.CheckpointError, match=r"1 has adapters .* merge_and_unload\(\)"):
         run(nn.Sequential(mlp(), Adapted()), tmp_path / "q", layout="modelopt", format="mxfp8")
     assert not (tmp_path / "q").exists()
+
+
+def test_a_part_made_for_one_rank_is_refused(tmp_path):
+    """Its parameters are plain: a rank's part was written under the whole weight's name."""
+    made = hybridq.Linear(64, 128, tp_size=2, parallel_mode="column", bias=False)
+    assert made.weight.shape == (64, 64)
+    model = nn.Sequential(nn.Sequential(made))
+    for target in (model, torch.compile(model)):
+        with pytest.raises(hybridq.CheckpointError, match=r"export: 0\.0 is made for one rank of"):
+            hybridq.export(target, tmp_path / "x", layout="hybridq", format="mxfp8")
+    assert not (tmp_path / "x").exists()
+    whole = nn.Sequential(hybridq.Linear(64, 128, tp_size=1, parallel_mode="column", bias=False))
+    assert hybridq.export(whole, tmp_path / "y", layout="hybridq", format="mxfp8")

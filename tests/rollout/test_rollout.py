@@ -280,3 +280,9 @@ def test_weights_that_a_model_keeps_as_in_by_out() -> None:
     assert torch.equal(pushed["transformer.h.0.attn.c_attn.weight"], own.data)
     for part, kept in module._cached_weights.items():
         assert part == "" and torch.equal(own.data, kept.row[0])
+
+
+def test_a_part_made_for_one_rank_is_refused() -> None:
+    model = nn.Sequential(hybridq.Linear(64, 128, tp_size=2, parallel_mode="column"))
+    with pytest.raises(NotImplementedError, match=r"rollout\.weights: 0 is made for one rank of"):
+        weights(model, "modelopt", recipe="mxfp8")

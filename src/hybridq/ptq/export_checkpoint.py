@@ -18,6 +18,7 @@ from ..errors import CheckpointError, SpecError, must_be_one_of, names_in
 from ..formats import PlaneSpec
 from ..layouts import HYBRIDQ, Layout, get, names
 from ..nn import QuantizedModule
+from ..nn.modules.parallel_weights import first_own_part
 from ..quantizers import Quantizer
 from ..recipes import Recipe
 from .choice import choice_of
@@ -91,7 +92,8 @@ def export(
     Raises:
         CheckpointError: the source is damaged or quantized in a way that no layout reads, nothing
             in it is chosen, an amax is missing, the target holds something else, the model has
-            adapters that are not merged, ...; on every rank, if the first one fails.
+            adapters that are not merged, or modules made for one rank of several, ...; on every
+            rank, if the first one fails.
         RuntimeError: ranks have different models or ask for different exports.
         SpecError: there is no such layout, or it does not hold this format.
         TypeError: include or exclude is one text, and no collection of globs.
@@ -132,6 +134,13 @@ def export(
         raise CheckpointError(
             f"export: {adapters[0]} has adapters beside its weight, which no reader of a whole "
             "model adds; call merge_and_unload() first, or unload() to leave them out"
+        )
+    part = first_own_part(model)
+    if part is not None:
+        raise CheckpointError(
+            f"export: {part} is made for one rank of several (tp_group= or tp_size=), and its "
+            "parameters are parts; deal a whole model out by parallelize_module (FusedParallel), "
+            "whose DTensors are put together, or load the parts into a whole one first"
         )
 
     def write(state: Mapping[str, torch.Tensor]) -> Conversion:

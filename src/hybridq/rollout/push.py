@@ -19,6 +19,7 @@ from ..errors import RecipeError, warn_once
 from ..kernels.inputs import has_autocast
 from ..layouts import Layout, Scheme, check_inputs_are_plain, get, siblings
 from ..nn import QuantizedModule
+from ..nn.modules.parallel_weights import first_own_part
 from ..recipes import Recipe
 from ..recipes.autocast import autocast
 from ..recipes.named import source
@@ -83,6 +84,12 @@ def weights(
         {'0.weight': [32, 64], '0.weight_scale': [32, 2], '0.bias': [32]}
     """
     model = _whole("rollout.weights", model)
+    part = first_own_part(model)
+    if part is not None:
+        raise NotImplementedError(
+            f"rollout.weights: {part} is made for one rank of several (tp_group= or tp_size=), and "
+            "its parameters are parts; load the parts into a whole model first"
+        )
     own, chosen = _asked("rollout.weights", model, layout, recipe)
     cast = _autocast_dtype(model) if dtype is None else dtype
     _tell_of_siblings(own, _schemes(model, own, chosen, cast, first_expert))

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...quantizers import Quantizer
 from ...recipes import Plan
@@ -18,7 +19,7 @@ from .parallel_options import ParallelOptions, in_group, mark
 from .quantized_parts import of_part, reason_against_part
 from .tensor_parallel import COLUMN, ROW, Parallel, is_dtensor
 
-__all__ = ["ParallelWeights", "SplitTogether"]
+__all__ = ["ParallelWeights", "SplitTogether", "first_own_part"]
 
 
 class _Refusal:
@@ -298,3 +299,19 @@ class ParallelWeights(Boundary):
             self.parallel = {
                 part: in_group(owner, one, tp_group) for part, one in self.parallel.items()
             }
+
+
+def first_own_part(model: nn.Module) -> str | None:
+    """Return the name of the first module that was made for one rank of several; None: none was.
+
+    Its parameters are plain, and nobody can tell by them that they are parts (`tp_group=`,
+    `tp_size=`); those that `parallelize_module` dealt out are DTensors.
+
+    Args:
+        model: any.
+    """
+    for name, module in model.named_modules():
+        parallel = getattr(module, "parallel", None) if not getattr(module, "is_dealt", 1) else None
+        if parallel and any(len(one.sizes) > 1 for one in parallel.values()):
+            return name or type(module).__name__
+    return None
