@@ -122,7 +122,8 @@ class Muon(Base, torch.optim.Optimizer):  # type: ignore[misc]
     parameters and without a recipe the bits are those of `torch.optim.Muon`.
 
     Norms, biases, embeddings and heads are left to another optimizer, such as AdamW. Of sharded
-    parameters (DTensor) each rank gathers the momentum and computes the whole update.
+    parameters (DTensor) each rank gathers the momentum and computes the whole update. Plain parts
+    of larger matrices (modules made with `tp_group=`) are updated as matrices of their own.
 
     Args:
         params: matrices, or groups of them.
