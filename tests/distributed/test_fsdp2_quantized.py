@@ -38,6 +38,11 @@ def test_optimizers_policies_memory_and_checkpoints(tmp_path) -> None:
 
 
 @needs_gloo
+def test_states_are_saved_aside(tmp_path) -> None:
+    run(2, tmp_path / "store", f"saved_aside={tmp_path}", program=PROGRAM)
+
+
+@needs_gloo
 @pytest.mark.more
 def test_two_dimensional_mesh(tmp_path) -> None:
     run(4, tmp_path / "store", "hsdp", program=PROGRAM)

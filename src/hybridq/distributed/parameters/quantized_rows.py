@@ -41,6 +41,9 @@ class QuantizedRows:
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the values of the rows `[rows, cols]`; None if there are none.
 
+        They have memory of their own size: of a view into more rows torch's `async_save` takes the
+        DTensor around it for one that has memory, and `torch.save` writes all of it.
+
         Args:
             dtype: of the result.
         """
@@ -48,7 +51,9 @@ class QuantizedRows:
             return None
         plane = self.planes[0]
         low = self.first // plane.unit(0) * plane.unit(0)
-        return plane.dequantize(dtype)[self.first - low :][: self.rows].contiguous()
+        made = plane.dequantize(dtype)
+        own = made[self.first - low :][: self.rows]
+        return own.contiguous() if own.shape == made.shape else own.clone()
 
     def cut(self, first: int, rows: int, total: int) -> QuantizedRows:
         """Return a copy of some of the rows.
