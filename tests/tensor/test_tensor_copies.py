@@ -115,6 +115,21 @@ def test_is_pinned_says_no_without_an_accelerator_and_pin_memory_pins(weight) ->
 def test_the_storage_of_the_wrapper_is_not_readable(weight) -> None:
     with pytest.raises(RuntimeError):
         weight.untyped_storage().data_ptr()
+    with pytest.raises(RuntimeError, match="async_save and others that copy that memory"):
+        weight.untyped_storage().clone()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed")
+def test_a_staged_copy_of_a_state_says_what_to_give(weight) -> None:
+    """What `torch.distributed.checkpoint.async_save` does before it writes."""
+    stager = pytest.importorskip("torch.distributed.checkpoint._state_dict_stager")
+    layer = hybridq.Linear(*reversed(weight.shape), bias=False)
+    layer.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
+    with pytest.raises(RuntimeError, match=r"give them hybridq\.dequantized_state_dict\(model\)"):
+        stager.StateDictStager().stage(layer.state_dict())
+    plain = hybridq.dequantized_state_dict(layer)
+    staged = stager.StateDictStager().stage(plain)
+    assert torch.equal(staged["weight"], weight.dequantize())
 
 
 def test_dlpack_gives_the_decoded_values(weight) -> None:

@@ -28,6 +28,19 @@ class _NoStorage(torch.UntypedStorage):
             "hybridq.dequantized_state_dict(model), or tensor.dequantize(), or use torch.save"
         )
 
+    def copy_(self, *given: Any, **options: Any) -> NoReturn:
+        """Raise, where somebody copies the storage of a quantized tensor to one of its kind.
+
+        Args:
+            given, options: as of `torch.UntypedStorage.copy_`.
+        """
+        raise RuntimeError(
+            "untyped_storage: a quantized tensor has planes and no memory of its values, so "
+            "torch.distributed.checkpoint.async_save and others that copy that memory cannot take "
+            "it; give them hybridq.dequantized_state_dict(model), or use "
+            "torch.distributed.checkpoint.save"
+        )
+
 
 class Memory:
     """Methods of torch.Tensor that look at its memory or at all of its values."""
