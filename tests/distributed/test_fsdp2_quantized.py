@@ -38,8 +38,8 @@ def test_optimizers_policies_memory_and_checkpoints(tmp_path) -> None:
 
 
 @needs_gloo
-def test_states_are_saved_aside(tmp_path) -> None:
-    run(2, tmp_path / "store", f"saved_aside={tmp_path}", program=PROGRAM)
+def test_states_saved_aside_and_ignored_parameters(tmp_path) -> None:
+    run(2, tmp_path / "store", f"saved_aside={tmp_path}", "ignored", program=PROGRAM)
 
 
 @needs_gloo

@@ -272,6 +272,26 @@ def saved_aside(folder: str) -> None:
             assert torch.equal(tensor.full_tensor(), whole[name]), (recipe, name)
 
 
+def ignored() -> None:
+    """A parameter that `fully_shard` leaves out is trained if it was not prepared, or is named."""
+    for is_prepared in (True, False):
+        with hybridq.quantized_model_init("mxfp8"):
+            model = hybridq.convert(Model((64, 64, 64, 64)), least_width=0)
+        first, *others = model.layers
+        for module in (model,) if is_prepared else others:
+            prepare_fsdp2(module)
+        fully_shard(model, ignored_params=set(first.parameters()))
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        before = first.weight.dequantize()
+        told = ""
+        try:
+            step(model, optimizer, torch.ones(32, 64), "mxfp8", 0)
+        except RuntimeError as error:
+            told = f"{error}"
+        assert is_prepared == ("(ignored_params) must not be prepared" in told), told
+        assert is_prepared or not torch.equal(first.weight.dequantize(), before)
+
+
 def hsdp() -> None:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s"))
     for recipe in ("mxfp8", "nvfp4"):

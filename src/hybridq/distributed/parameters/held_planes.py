@@ -102,7 +102,8 @@ class HeldPlanes:
             if mesh is None:
                 raise RuntimeError(
                     f"fsdp2: {self.name} is quantized with its other shards, and cannot be written "
-                    "before fully_shard"
+                    "before fully_shard; one that fully_shard leaves out (ignored_params) must not "
+                    "be prepared: call prepare_fsdp2 for the other modules alone"
                 )
             places = [i for i, one in enumerate(parameter.placements) if one.is_shard()]
             group = mesh.get_group(places[0])
