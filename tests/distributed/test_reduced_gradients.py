@@ -10,7 +10,7 @@ pytestmark = needs_gloo
 
 
 def test_ddp_is_the_same_by_hand(tmp_path) -> None:
-    names = ("ddp", "ddp_memory", "ddp_plain", "overflows")
+    names = ("ddp", "ddp_memory", "ddp_plain", "overflows", "models_in_turn")
     run(2, tmp_path / "store", *names, program="reduced_gradients_program.py")
 
 

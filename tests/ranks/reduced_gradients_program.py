@@ -7,6 +7,7 @@ quantizer, decoded, added in FP32 in the order of ranks, divided, rounded once.
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 from typing import Any
 
@@ -375,6 +376,29 @@ def zero_plus_plus() -> None:
     for mine, want in zip(model.parameters(), plain.parameters(), strict=True):
         got = mine.grad.full_tensor()
         assert torch.equal(got, want.grad), got - want.grad
+
+
+def models_in_turn() -> None:
+    """A hook that has served another model, whose memory a new one has, owes it nothing."""
+
+    def gradients(hook: Any) -> tuple[list[torch.Tensor], set[int]]:
+        model = DistributedDataParallel(network())
+        model.register_comm_hook(None, hook)
+        for number in range(2):
+            model.zero_grad()
+            loss(model, number, dist.get_rank()).backward()
+        own = list(model.parameters())
+        return [one.grad.clone() for one in own], {id(one) for one in own}
+
+    wanted, _ = gradients(ddp_hook("mxfp4", error_feedback=True))
+    hook, before, are_met = ddp_hook("mxfp4", error_feedback=True), set(), 0
+    for _ in range(20):
+        got, ids = gradients(hook)
+        assert all(map(torch.equal, got, wanted))
+        are_met += bool(before & ids)
+        before |= ids
+        gc.collect()
+    assert are_met  # identities were there before
 
 
 def refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +20,12 @@ class _BucketFeedback:
 
     It does so once, after the first step. What a rank has sent of a gradient stays that rank's;
     the residual of the sums is that of other values then, and begins anew. What the buckets of
-    before had is let go.
+    before had is let go. So is what a model had that is gone: one hook may serve several in turn,
+    and parameters of a later one may have the identities of its.
     """
 
     def __init__(self) -> None:
+        self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
         self._residuals: dict[tuple[int, ...], Residual] = {}
         #: By a parameter's identity: the part of a residual that is its own.
         self._parts: dict[int, torch.Tensor] = {}
@@ -34,6 +37,9 @@ class _BucketFeedback:
             parameters: whose gradients the bucket has, in its order.
         """
         key = tuple(map(id, parameters))
+        if any(self._is_new(one) for one in parameters):
+            self._forget_gone()
+            self._seen.update((id(one), weakref.ref(one)) for one in parameters)
         found = self._residuals.get(key)
         if found is not None:
             return found
@@ -45,6 +51,19 @@ class _BucketFeedback:
             kept = [self._parts.get(id(one), one.new_zeros(one.numel())) for one in parameters]
             found.sent = torch.cat([part.reshape(-1).float() for part in kept])
         return found
+
+    def _is_new(self, parameter: torch.Tensor) -> bool:
+        known = self._seen.get(id(parameter))
+        return known is None or known() is not parameter
+
+    def _forget_gone(self) -> None:
+        """Let go of what parameters had that are there no more."""
+        gone = {key for key, known in self._seen.items() if known() is None}
+        for key in gone:
+            del self._seen[key]
+            self._parts.pop(key, None)
+        for other in [other for other in self._residuals if gone.intersection(other)]:
+            del self._residuals[other]
 
     def keep(self, parameters: list[torch.Tensor]) -> None:
         """Note which part of a bucket's residual belongs to which parameter.
