@@ -95,6 +95,10 @@ def test_what_is_left_alone_and_what_is_refused() -> None:
     model = nn.ModuleDict({"embedding": nn.Embedding(16, 8), "head": hybridq.Linear(8, 16)})
     model["head"].weight = model["embedding"].weight  # tied to a module that cannot take planes
     assert type(prepare_fsdp2(model)["head"].weight) is nn.Parameter
+    parts = nn.Sequential(nn.Linear(64, 64), hybridq.Linear(64, 64, tp_size=2, parallel_mode="row"))
+    with pytest.raises(RuntimeError, match=r"1\.weight is one rank's part .* set_tensor_parallel"):
+        prepare_fsdp2(hybridq.convert(parts))
+    assert type(parts[0].weight) is nn.Parameter  # nothing was prepared
     with pytest.raises(TypeError, match=r"prepare_fsdp2: model must be an nn.Module, got int"):
         prepare_fsdp2(3)
     tied = nn.ModuleList([hybridq.Linear(8, 8), hybridq.Linear(8, 8)])

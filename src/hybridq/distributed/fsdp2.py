@@ -76,7 +76,8 @@ def prepare_fsdp2(model: nn.Module) -> nn.Module:
     Raises:
         TypeError: `model` is no module.
         RuntimeError: a weight is sharded by `fully_shard` already, or dealt out over several
-            dimensions of a mesh.
+            dimensions of a mesh, or a module was made for one rank of a group that it does not
+            know yet (`tp_size=`).
         NotImplementedError: a quantized weight is rounded stochastically, or belongs to a module of
             another library; or tensor parallelism split a weight that is quantized, or one of
             neither a `hybridq.Linear` nor a module that `FusedParallel` dealt out.
@@ -179,6 +180,11 @@ def gathered_weights(model: nn.Module, *, takes_parts: bool = False) -> list[Wei
                 continue  # shards of its rows are columns of what is quantized
             if takes_parts and _is_dtensor(weight):
                 _check_part(module, f"{path}.{name}", weight)
+            elif takes_parts and not is_quantized(weight) and _lacks_group(module, part):
+                raise RuntimeError(
+                    f"prepare_fsdp2: {path}.{name} is one rank's part (tp_size=), and amaxes are "
+                    "those of all ranks; call set_tensor_parallel_group of its module first"
+                )
             elif type(weight.data) is not torch.Tensor and not is_quantized(weight):
                 raise RuntimeError(
                     f"prepare_fsdp2: {path}.{name} must be a plain parameter, or one that "
@@ -220,6 +226,12 @@ def _check_part(module: QuantizedModule, name: str, weight: Any) -> None:
             f"{type(module).__name__}; leave prepare_fsdp2 out: fully_shard alone gathers values"
         )
     MeshPart.of(weight, name)
+
+
+def _lacks_group(module: QuantizedModule, part: str) -> bool:
+    """Return whether a module was made for one rank of several, and knows not which ranks."""
+    parallel = module.parallel.get(part)
+    return parallel is not None and len(parallel.sizes) > 1 and not parallel.group
 
 
 def _joined_names(module: QuantizedModule) -> set[str]:
