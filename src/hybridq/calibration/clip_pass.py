@@ -100,7 +100,7 @@ def clip_weights(
 
     Raises:
         ValueError: no batch, no such step, a clip out of range, a spec that rounds stochastically
-            or transforms, an input that is not finite.
+            or transforms, an input or a weight that is not finite.
         TypeError: as `hybridq.convert`; data that is a function, `leave` that is one text.
 
     Source: arXiv:2306.00978, section 5.1; the grid and what is left out: the authors' program.

@@ -94,7 +94,7 @@ def smooth(
             read them, by their buffer `pre_quant_scale`. Else they are left, and listed.
 
     Raises:
-        ValueError: alpha, no batch, an input that is not finite.
+        ValueError: alpha, no batch, an input or a weight that is not finite.
         TypeError: as `hybridq.convert`; data that is a function.
 
     Source: arXiv:2211.10438, equation 4.
@@ -109,9 +109,9 @@ def smooth(
         False
     """
     of = products(model, filter_fn, also=also, least_width=least_width)
-    search = Search.of(model, data, of, "model", in_front)
+    search = Search.of(model, data, of, "model", in_front, with_hessian=False)
     made = []
-    for place, seen in search.stages(with_hessian=False):
+    for place, seen in search.stages():
         columns = torch.stack([one.weight().abs().amax(0) for one in place.consumers]).amax(0)
         inputs = torch.stack([one.amax for one in seen.values()]).amax(0)
         amaxes = place.gathered(inputs, True), place.gathered(columns, True)
@@ -150,7 +150,7 @@ def awq(
 
     Raises:
         ValueError: no batch, no such step, a spec that rounds stochastically or transforms, an
-            input that is not finite.
+            input or a weight that is not finite.
         TypeError: as `hybridq.convert`; data that is a function.
 
     Source: arXiv:2306.00978, equations 4 and 5. Its clipping of weights is `clip_weights`.
@@ -171,9 +171,9 @@ def awq(
         spec = weight_spec(chosen, product)
         if spec is not None:
             check_spec("awq", spec)
-    search = Search.of(model, data, of, step, in_front)
+    search = Search.of(model, data, of, step, in_front, with_hessian=True)
     made = []
-    for place, seen in search.stages(with_hessian=True):
+    for place, seen in search.stages():
         best = _best(place, seen, chosen, of, grid)
         place.apply(best.scales)
         made.append(_result(place, best.scales, best.alpha, best.error, best.plain_error))

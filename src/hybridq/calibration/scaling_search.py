@@ -44,20 +44,26 @@ class Channels:
 
 @dataclass(frozen=True)
 class Search:
-    """The places of a model, and the run that shows their inputs."""
+    """The places of a model, and the run that shows their inputs; Hessians are made if wanted."""
 
     order: Plan
     places: tuple[Place, ...]
     left: Mapping[str, str]
+    with_hessian: bool
 
     @staticmethod
     def of(
-        model: nn.Module, data: Iterable[Any], of: tuple[Product, ...], step: str, in_front: bool
+        model: nn.Module,
+        data: Iterable[Any],
+        of: tuple[Product, ...],
+        step: str,
+        in_front: bool,
+        with_hessian: bool,
     ) -> Search:
         """Return the places for these products."""
         folded, left = places(model, of)
         beside = [one for place in folded for one in place.consumers if one not in of]
-        order = plan(model, data, (*of, *beside), step)
+        order = plan(model, data, (*of, *beside), step, squares=with_hessian)
         groups = [group for stage in order.stages for group in stage.groups]
         made = []
         for place in folded:
@@ -71,14 +77,10 @@ class Search:
             unplaced = [group for group in groups if group[0].name not in names]
             fronts, left = input_places(unplaced, left, parameter_users(model))
             made += fronts
-        return Search(order, tuple(made), left)
+        return Search(order, tuple(made), left, with_hessian)
 
-    def stages(self, with_hessian: bool) -> Iterator[tuple[Place, dict[Product, Channels]]]:
-        """Yield each place with what its consumers saw, when the last of them has seen all.
-
-        Args:
-            with_hessian: Hessians are made, too.
-        """
+    def stages(self) -> Iterator[tuple[Place, dict[Product, Channels]]]:
+        """Yield each place with what its consumers saw, when the last of them has seen all."""
         groups = [group for stage in self.order.stages for group in stage.groups]
         first = {one: group[0] for group in groups for one in group}
         waiting, seen = list(self.places), dict[Product, Channels]()
@@ -87,7 +89,7 @@ class Search:
             wanted = {first[o] for place in waiting for o in place.consumers if o in first} & here
             if not wanted:
                 continue
-            seen |= self._observed(stage, wanted, with_hessian)
+            seen |= self._observed(stage, wanted)
             later = []
             for place in waiting:
                 own = [one for one in place.consumers if one in first]  # some experts have none
@@ -99,15 +101,13 @@ class Search:
             kept = {first[o] for place in waiting for o in place.consumers if o in first}
             seen = {one: channels for one, channels in seen.items() if one in kept}
 
-    def _observed(
-        self, stage: Stage, wanted: Container[Product], with_hessian: bool
-    ) -> dict[Product, Channels]:
+    def _observed(self, stage: Stage, wanted: Container[Product]) -> dict[Product, Channels]:
         """Return what the first products of groups were given in a run."""
         seen: dict[Product, Channels] = {}
 
         def makes(product: Product) -> Channels | None:
             if product in wanted:
-                seen[product] = Channels(product.weight(), with_hessian)
+                seen[product] = Channels(product.weight(), self.with_hessian)
             return seen.get(product)
 
         self.order.observe(stage, makes)

@@ -110,6 +110,7 @@ class _Order:
     batch: int = 0
     count: int = 0
     serial: int = 0
+    squares: bool = True
     last: torch.Tensor | None = None
     version: int = 0
 
@@ -118,6 +119,7 @@ class _Order:
 
         def see(rows: torch.Tensor) -> None:
             if not self._is_last(rows):
+                _check_inputs(rows, product, self.batch, self.squares)
                 # Kept until the next one comes, so that no other tensor can have its memory.
                 self.last, self.version = rows, rows._version
                 self.serial += 1
@@ -132,8 +134,46 @@ class _Order:
         return last is not None and last.is_set_to(rows) and self.version == rows._version
 
 
-def plan(model: nn.Module, data: Iterable[Any], of: Sequence[Product], step: str) -> Plan:
+def _check_inputs(rows: torch.Tensor, product: Product, batch: int, squares: bool) -> None:
+    """Raise where an input of a product is not finite, or the sums of its squares are not."""
+    if rows.isfinite().all() and not (
+        squares and not rows.to(torch.float32).square().sum(0).isfinite().all()
+    ):
+        return
+    bad = rows[~rows.isfinite()]
+    value = float(bad[0]) if bad.numel() else float(rows.abs().max())
+    raise ValueError(
+        f"calibration: inputs must be finite, and so must the sums of their squares, got {value:g} "
+        f"in the input of {product.name} in batch {batch}; look for the batch, or the weights, "
+        "that make it"
+    )
+
+
+def _check_weights(of: Iterable[Product]) -> None:
+    """Raise where a weight is not finite."""
+    for product in of:
+        if product.is_part:  # no method replaces those, and ranks would have to read them together
+            continue
+        weight = product.weight()
+        bad = weight[~weight.isfinite()]
+        if bad.numel():
+            raise ValueError(
+                f"calibration: weights must be finite, got {bad.numel()} values that are not in "
+                f"the weight of {product.name}, the first of them {float(bad[0]):g}"
+            )
+
+
+def plan(
+    model: nn.Module,
+    data: Iterable[Any],
+    of: Sequence[Product],
+    step: str,
+    *,
+    squares: bool = True,
+) -> Plan:
     """Return in which order and together with which others products are observed; one run.
+
+    Whatever makes the methods raise is looked for here, before any weight is changed.
 
     Args:
         model: any module.
@@ -144,9 +184,10 @@ def plan(model: nn.Module, data: Iterable[Any], of: Sequence[Product], step: str
             what is in none as under `"input"`;
             `"input"`: those that multiply the same input, so that the memory of one is enough, and
             each has its inputs from changed weights alone; `"model"`: all in one run.
+        squares: products of inputs are added up, in FP32 for each batch: these must be finite, too.
 
     Raises:
-        ValueError: no such step, or no batch.
+        ValueError: no such step, no batch, or an input or a weight that is not finite.
         TypeError: data is a function of the model, which cannot be run in parts.
     """
     if step not in STEPS:
@@ -163,7 +204,8 @@ def plan(model: nn.Module, data: Iterable[Any], of: Sequence[Product], step: str
             "calibration: data must hold at least one batch, got none; a generator is empty when "
             "it has been run through"
         )
-    order = _Order({}, {})
+    _check_weights(of)
+    order = _Order({}, {}, squares=squares)
     with watch(of, order.observer):
         for order.batch, batch in enumerate(batches):
             run(model, [batch])

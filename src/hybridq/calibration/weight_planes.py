@@ -74,6 +74,8 @@ def holders(
             why = "its weight is quantized already"
         elif users[id(weight)] > 1:
             why = SHARED
+        elif weight.dtype == torch.float64:
+            why = "its weight is torch.float64, which is not quantized"
         elif weight.dim() != (2 if own[0].expert is None else 3):
             why = f"its weight is no matrix, but {list(weight.shape)}"
         if why is not None or spec is None:
