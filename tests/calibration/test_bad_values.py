@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -95,3 +95,37 @@ def test_a_weight_in_fp64_is_left_and_listed(method):
     assert report.left == {"4": "its weight is torch.float64, which is not quantized"}
     assert [one.name for one in report.weights] == ["0", "2"]
     assert torch.equal(model[4].weight, last)
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "text"),
+    [
+        ("gptq", {"damping": -0.1}, "gptq: damping must be finite and not negative, got -0.1"),
+        ("gptq", {"damping": float("nan")}, "gptq: damping must be finite"),
+        ("clip_weights", {"clips": ()}, "clip_weights: clips must be above 0"),
+        ("clip_weights", {"clips": (1.5,)}, "clip_weights: clips must be above 0"),
+        ("awq", {"grid": 0}, "awq: grid must be at least 1, got 0"),
+        ("smooth", {"alpha": 1.5}, r"smooth: alpha must be from 0 to 1, got 1\.5"),
+    ],
+)
+def test_options_are_looked_at_before_the_model_runs(method, given, text):
+    """Where no place was found, as without `in_front`, SmoothQuant and AWQ took any."""
+
+    def never() -> Iterator[torch.Tensor]:
+        raise AssertionError("data are read")
+        yield
+
+    model = three()
+    with pytest.raises(ValueError, match=text):
+        METHODS[method](model, never(), **given)
+
+
+def test_a_grid_that_is_no_int_is_a_type_error():
+    with pytest.raises(TypeError, match=r"awq: grid must be an int, got 2\.5"):
+        awq(three(), [torch.randn(8, 32)], RECIPE, grid=2.5)
+
+
+def test_a_damping_that_is_too_small_for_a_weight_names_it():
+    """Eight tokens are no Hessian of 32 columns without damping."""
+    with pytest.raises(ValueError, match=r"gptq: the weight of 0: .* positive definite"):
+        gptq(three(), [torch.randn(8, 32)], RECIPE, damping=0.0)

@@ -15,7 +15,15 @@ import torch
 
 from .gptq_matrix import error_in_output
 
-__all__ = ["GRID", "ChosenScales", "awq_scales", "nearest_powers", "smooth_scales"]
+__all__ = [
+    "GRID",
+    "ChosenScales",
+    "awq_scales",
+    "check_alpha",
+    "check_grid",
+    "nearest_powers",
+    "smooth_scales",
+]
 
 #: Exponents that AWQ's search tries: 0, 1/20, ..., 1.
 GRID = 20
@@ -40,8 +48,7 @@ def smooth_scales(
 
     Source: arXiv:2211.10438, equation 4.
     """
-    if not 0.0 <= alpha <= 1.0:
-        raise ValueError(f"smooth_scales: alpha must be from 0 to 1, got {alpha}")
+    check_alpha("smooth_scales", alpha)
     if input_amax.dim() != 1 or input_amax.shape != weight_amax.shape:
         raise ValueError(
             "smooth_scales: input_amax and weight_amax must be [cols] both, got "
@@ -116,8 +123,7 @@ def awq_scales(
     Source: arXiv:2306.00978, equations 4 and 5 with its grid of 20; the clipping of weights that
     the authors' program does afterwards is `clip_matrix`.
     """
-    if grid < 1:
-        raise ValueError(f"awq_scales: grid must be at least 1, got {grid}")
+    check_grid("awq_scales", grid)
     mean = input_mean.to(torch.float64)
     _check_maxima("awq_scales", input_mean=mean)
     spread = of_columns or (lambda scales: scales)
@@ -140,6 +146,37 @@ def awq_scales(
         if error < best.error:
             best = ChosenScales(scales, step / grid, error, plain)
     return best
+
+
+def check_alpha(where: str, alpha: float) -> None:
+    """Raise where an exponent is none from 0 to 1.
+
+    Args:
+        where: name of the function, for the error.
+        alpha: of the inputs.
+
+    Raises:
+        ValueError: it is out of range.
+    """
+    if not 0.0 <= alpha <= 1.0:
+        raise ValueError(f"{where}: alpha must be from 0 to 1, got {alpha}")
+
+
+def check_grid(where: str, grid: int) -> None:
+    """Raise where a grid has no steps.
+
+    Args:
+        where: name of the function, for the error.
+        grid: number of steps of alpha.
+
+    Raises:
+        ValueError: it is less than 1.
+        TypeError: it is no int.
+    """
+    if not isinstance(grid, int) or isinstance(grid, bool):
+        raise TypeError(f"{where}: grid must be an int, got {grid!r}")
+    if grid < 1:
+        raise ValueError(f"{where}: grid must be at least 1, got {grid}")
 
 
 def _check_maxima(where: str, **given: torch.Tensor) -> None:

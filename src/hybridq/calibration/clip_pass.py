@@ -17,7 +17,7 @@ from .gptq_matrix import check_spec
 from .products import Product, parameter_users, products
 from .stages import Plan, Stage, plan
 from .stored import held_values
-from .weight_clips import CLIPS, BlockHessian, clip_matrix
+from .weight_clips import CLIPS, BlockHessian, check_clips, clip_matrix
 from .weight_planes import Holder, holders
 
 __all__ = ["ClippedWeight", "ClippingReport", "clip_weights"]
@@ -113,6 +113,7 @@ def clip_weights(
         >>> report.weights[0].error <= report.weights[0].plain_error
         True
     """
+    check_clips("clip_weights", clips)
     chosen, patterns = get(recipe), names_in("clip_weights: leave", leave)
     of = products(model, filter_fn, also=also, least_width=least_width)
     taken, reasons = holders(chosen, of, parameter_users(model))

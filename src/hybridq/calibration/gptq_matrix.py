@@ -22,7 +22,15 @@ from ..reference import (
 )
 from ..storage import Plane
 
-__all__ = ["DAMPING", "Hessian", "check_spec", "error_in_output", "gptq_plane", "inverse_factor"]
+__all__ = [
+    "DAMPING",
+    "Hessian",
+    "check_damping",
+    "check_spec",
+    "error_in_output",
+    "gptq_plane",
+    "inverse_factor",
+]
 
 #: Share of the mean of the Hessian's diagonal that is added to it: 1% in the paper's section 3.3.
 DAMPING = 0.01
@@ -93,6 +101,20 @@ def check_spec(where: str, spec: PlaneSpec) -> None:
         )
 
 
+def check_damping(where: str, damping: float) -> None:
+    """Raise where a share of a diagonal is none.
+
+    Args:
+        where: name of the function, for the error.
+        damping: 0 or more.
+
+    Raises:
+        ValueError: it is negative or not finite.
+    """
+    if not 0.0 <= damping < float("inf"):
+        raise ValueError(f"{where}: damping must be finite and not negative, got {damping}")
+
+
 def inverse_factor(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
     """Return the upper triangular R with `R^T R = (H + lambda I)^-1`, lambda of the mean diagonal.
 
@@ -108,11 +130,12 @@ def inverse_factor(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Ten
         no inputs at all it is the identity.
 
     Raises:
-        ValueError: the matrix with its damping is not positive definite.
+        ValueError: damping; the matrix with its damping is not positive definite.
 
     Source: arXiv:2210.17323, section 3.3, steps 2 and 3. One factor of H with rows and columns
     reversed gives the same matrix without inverting H first.
     """
+    check_damping("inverse_factor", damping)
     h = hessian.to(torch.float64)
     mean = h.diagonal().mean()
     damped = h + torch.eye(h.shape[0], dtype=h.dtype, device=h.device) * (

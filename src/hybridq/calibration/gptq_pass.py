@@ -18,7 +18,14 @@ from ..nn.weights import saves_decoded
 from ..recipes import Recipe, get
 from ..reference import tensor_amax
 from ..storage import Plane, build_storage
-from .gptq_matrix import DAMPING, Hessian, check_spec, error_in_output, gptq_plane
+from .gptq_matrix import (
+    DAMPING,
+    Hessian,
+    check_damping,
+    check_spec,
+    error_in_output,
+    gptq_plane,
+)
 from .products import Product, parameter_users, products
 from .stages import Plan, Stage, plan
 from .weight_planes import Holder, holders, set_planes
@@ -114,7 +121,8 @@ def gptq(
 
     Raises:
         ValueError: no batch, no such step, a spec that GPTQ cannot make (stochastic, transformed),
-            a weight or an input that is not finite.
+            a weight or an input that is not finite, a damping that is negative, or too small for
+            the inputs of a weight: weights before this one are rounded then.
         TypeError: as `hybridq.convert`; data that is a function.
 
     Source: arXiv:2210.17323, section 4 for the order of the parts.
@@ -129,6 +137,7 @@ def gptq(
         >>> type(model[0].weight).__name__
         'MXFP8Tensor'
     """
+    check_damping("gptq", damping)
     chosen = get(recipe)
     of = products(model, filter_fn, also=also, least_width=least_width)
     taken, left = holders(chosen, of, parameter_users(model))
@@ -188,7 +197,10 @@ def _round(
         for product in holder.products:
             weight, amax = product.weight(), amaxes[product]
             hessian = hessians.get(product)
-            planes[product] = _plane(weight, hessian, holder.spec, amax, damping)
+            try:
+                planes[product] = _plane(weight, hessian, holder.spec, amax, damping)
+            except ValueError as error:
+                raise ValueError(f"gptq: the weight of {product.name}: {error}") from error
             made.append(_result(product, holder.spec, weight, planes[product], amax, hessian))
         set_planes(holder, planes)
     return made

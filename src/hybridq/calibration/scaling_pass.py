@@ -13,7 +13,15 @@ from ..converters import LEAST_WIDTH
 from ..formats import PlaneSpec
 from ..recipes import Recipe, get
 from ..storage import build_storage
-from .channel_scales import GRID, ChosenScales, awq_scales, nearest_powers, smooth_scales
+from .channel_scales import (
+    GRID,
+    ChosenScales,
+    awq_scales,
+    check_alpha,
+    check_grid,
+    nearest_powers,
+    smooth_scales,
+)
 from .gptq_matrix import check_spec
 from .places import Place
 from .products import Product, products
@@ -108,6 +116,7 @@ def smooth(
         >>> smooth(model, [torch.eye(16)], in_front=True).inputs[0].is_folded
         False
     """
+    check_alpha("smooth", alpha)
     of = products(model, filter_fn, also=also, least_width=least_width)
     search = Search.of(model, data, of, "model", in_front, with_hessian=False)
     made = []
@@ -149,8 +158,8 @@ def awq(
         step: as `hybridq.calibration.gptq` takes it: what is in memory at a time.
 
     Raises:
-        ValueError: no batch, no such step, a spec that rounds stochastically or transforms, an
-            input or a weight that is not finite.
+        ValueError: grid, no batch, no such step, a spec that rounds stochastically or transforms,
+            an input or a weight that is not finite.
         TypeError: as `hybridq.convert`; data that is a function.
 
     Source: arXiv:2306.00978, equations 4 and 5. Its clipping of weights is `clip_weights`.
@@ -164,6 +173,7 @@ def awq(
         >>> found.error <= found.plain_error
         True
     """
+    check_grid("awq", grid)
     chosen = get(recipe)
     every = products(model, filter_fn, also=also, least_width=least_width)
     of = tuple(one for one in every if weight_spec(chosen, one) is not None)

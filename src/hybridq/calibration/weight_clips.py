@@ -21,7 +21,7 @@ from ..formats import PlaneSpec
 from ..reference import tensor_amax
 from ..storage import build_storage
 
-__all__ = ["CLIPS", "BlockHessian", "ClippedMatrix", "clip_matrix"]
+__all__ = ["CLIPS", "BlockHessian", "ClippedMatrix", "check_clips", "clip_matrix"]
 
 #: Clips that are tried, as parts of a group's largest magnitude: 1, 0.95, ..., 0.55.
 CLIPS: Final = tuple((20 - step) / 20 for step in range(10))
@@ -107,6 +107,20 @@ class ClippedMatrix:
     plain_error: float
 
 
+def check_clips(where: str, clips: Sequence[float]) -> None:
+    """Raise where a clip is out of range, or there is none.
+
+    Args:
+        where: name of the function, for the error.
+        clips: parts of a largest magnitude.
+
+    Raises:
+        ValueError: see above.
+    """
+    if not clips or not all(0.0 < one <= 1.0 for one in clips):
+        raise ValueError(f"{where}: clips must be above 0 and at most 1, got {tuple(clips)}")
+
+
 def clip_matrix(
     weight: torch.Tensor,
     hessian: BlockHessian,
@@ -131,8 +145,7 @@ def clip_matrix(
 
     Source: arXiv:2306.00978, section 5.1, and the authors' program.
     """
-    if not clips or not all(0.0 < one <= 1.0 for one in clips):
-        raise ValueError(f"clip_matrix: clips must be above 0 and at most 1, got {tuple(clips)}")
+    check_clips("clip_matrix", clips)
     groups = _Groups.of(weight, spec)
     if weight.shape[1] != hessian.cols or groups.width != hessian.blocks.shape[1]:
         raise ValueError(
