@@ -129,3 +129,23 @@ def test_a_damping_that_is_too_small_for_a_weight_names_it():
     """Eight tokens are no Hessian of 32 columns without damping."""
     with pytest.raises(ValueError, match=r"gptq: the weight of 0: .* positive definite"):
         gptq(three(), [torch.randn(8, 32)], RECIPE, damping=0.0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_fused_modules_are_listed_among_what_is_left(method):
+    """They were in no list, so that a report of a model of them was empty."""
+    torch.manual_seed(1)
+    first = hybridq.LayerNormLinear(32, 48)
+    model = nn.Sequential(first, nn.Linear(48, 32), hybridq.LayerNormMLP(32, 48))
+    report = METHODS[method](model, [torch.randn(8, 32)])
+    assert sorted(report.left) == ["0", "2.fc1", "2.fc2"]
+    assert "make their operands themselves" in report.left["0"] and "2.fc2: left" in str(report)
+    only = METHODS[method](nn.Sequential(first), [torch.randn(8, 32)])
+    assert list(only.left) == ["0"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("model", [nn.Sequential(nn.ReLU()), nn.Sequential(nn.Linear(32, 4))])
+def test_a_model_without_a_product_is_refused(method, model):
+    with pytest.raises(ValueError, match=f"{method}: the model must have products"):
+        METHODS[method](model, [torch.randn(8, 32)])

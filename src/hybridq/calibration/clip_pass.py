@@ -14,7 +14,7 @@ from ..converters import LEAST_WIDTH
 from ..errors import names_in
 from ..recipes import Recipe, get
 from .gptq_matrix import check_spec
-from .products import Product, parameter_users, products
+from .products import Product, changeable_products, parameter_users
 from .stages import Plan, Stage, plan
 from .stored import held_values
 from .weight_clips import CLIPS, BlockHessian, check_clips, clip_matrix
@@ -99,8 +99,8 @@ def clip_weights(
         step: as `hybridq.calibration.gptq` takes it: what is observed in one run.
 
     Raises:
-        ValueError: no batch, no such step, a clip out of range, a spec that rounds stochastically
-            or transforms, an input or a weight that is not finite.
+        ValueError: no product, no batch, no such step, a clip out of range, a spec that rounds
+            stochastically or transforms, an input or a weight that is not finite.
         TypeError: as `hybridq.convert`; data that is a function, `leave` that is one text.
 
     Source: arXiv:2306.00978, section 5.1; the grid and what is left out: the authors' program.
@@ -115,9 +115,9 @@ def clip_weights(
     """
     check_clips("clip_weights", clips)
     chosen, patterns = get(recipe), names_in("clip_weights: leave", leave)
-    of = products(model, filter_fn, also=also, least_width=least_width)
-    taken, reasons = holders(chosen, of, parameter_users(model))
-    left = dict(reasons)
+    of, fused = changeable_products("clip_weights", model, filter_fn, also, least_width)
+    taken, left = holders(chosen, of, parameter_users(model))
+    left |= fused
     kept: list[Holder] = []
     for holder in taken:
         check_spec("clip_weights", holder.spec)

@@ -26,7 +26,7 @@ from .gptq_matrix import (
     error_in_output,
     gptq_plane,
 )
-from .products import Product, parameter_users, products
+from .products import Product, changeable_products, parameter_users
 from .stages import Plan, Stage, plan
 from .weight_planes import Holder, holders, set_planes
 
@@ -120,9 +120,9 @@ def gptq(
         damping: share of the mean of a Hessian's diagonal that is added to it.
 
     Raises:
-        ValueError: no batch, no such step, a spec that GPTQ cannot make (stochastic, transformed),
-            a weight or an input that is not finite, a damping that is negative, or too small for
-            the inputs of a weight: weights before this one are rounded then.
+        ValueError: no product, no batch, no such step, a spec that GPTQ cannot make (stochastic,
+            transformed), a weight or an input that is not finite, a damping that is negative, or
+            too small for the inputs of a weight: weights before this one are rounded then.
         TypeError: as `hybridq.convert`; data that is a function.
 
     Source: arXiv:2210.17323, section 4 for the order of the parts.
@@ -139,8 +139,9 @@ def gptq(
     """
     check_damping("gptq", damping)
     chosen = get(recipe)
-    of = products(model, filter_fn, also=also, least_width=least_width)
+    of, fused = changeable_products("gptq", model, filter_fn, also, least_width)
     taken, left = holders(chosen, of, parameter_users(model))
+    left |= fused
     for holder in taken:
         check_spec("gptq", holder.spec)
     order = plan(model, data, [one for holder in taken for one in holder.products], step)

@@ -19,6 +19,7 @@ from .stored import Reads, held_values, stored_kind
 __all__ = [
     "SHARED",
     "Product",
+    "changeable_products",
     "expert_products",
     "fused_products",
     "parameter_users",
@@ -35,6 +36,8 @@ _NUMBERED: Final = re.compile(r"((?:^|\.)\w*experts?\.(?:expert_)?)(\d+)(?=\.|$)
 
 #: Why a weight is left that two modules hold: what is changed for one changes the other.
 SHARED: Final = "its weight is another module's, too"
+#: Why a weight is left whose module makes what it is multiplied with itself.
+_FUSED: Final = "its module is one of hybridq's that make their operands themselves"
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,6 +188,34 @@ def products(
             else:
                 found.append(Product(name, module, reads=stored.reads))
     return tuple(found)
+
+
+def changeable_products(
+    where: str,
+    model: nn.Module,
+    filter_fn: Callable[[nn.Module, str], bool] | None,
+    also: Iterable[str],
+    least_width: int,
+) -> tuple[tuple[Product, ...], dict[str, str]]:
+    """Return the products whose weights a method may change, and others by name, with why not.
+
+    Args:
+        where: name of the method, for the error.
+        model: any module.
+        filter_fn, also, least_width: as `products` takes them.
+
+    Raises:
+        TypeError, ValueError: as `convert`; ValueError: there are none of either kind.
+    """
+    also = also if isinstance(also, str) else tuple(also)
+    of = products(model, filter_fn, also=also, least_width=least_width)
+    fused = fused_products(model, filter_fn, also=also)
+    if not of and not fused:
+        raise ValueError(
+            f"{where}: the model must have products that hybridq.convert quantizes, got none; "
+            "hybridq.conversion(model) says why"
+        )
+    return of, {one.key: _FUSED for one in fused}
 
 
 def _of_experts(

@@ -24,7 +24,7 @@ from .channel_scales import (
 )
 from .gptq_matrix import check_spec
 from .places import Place
-from .products import Product, products
+from .products import Product, changeable_products
 from .scaling_search import Channels, Search
 from .weight_planes import weight_spec
 
@@ -102,7 +102,7 @@ def smooth(
             read them, by their buffer `pre_quant_scale`. Else they are left, and listed.
 
     Raises:
-        ValueError: alpha, no batch, an input or a weight that is not finite.
+        ValueError: alpha, no product, no batch, an input or a weight that is not finite.
         TypeError: as `hybridq.convert`; data that is a function.
 
     Source: arXiv:2211.10438, equation 4.
@@ -117,7 +117,7 @@ def smooth(
         False
     """
     check_alpha("smooth", alpha)
-    of = products(model, filter_fn, also=also, least_width=least_width)
+    of, fused = changeable_products("smooth", model, filter_fn, also, least_width)
     search = Search.of(model, data, of, "model", in_front, with_hessian=False)
     made = []
     for place, seen in search.stages():
@@ -128,7 +128,7 @@ def smooth(
         scales = nearest_powers(scales) if place.powers_of_two else scales
         place.apply(scales)
         made.append(_result(place, scales, alpha))
-    return ScalingReport(tuple(made), search.left)
+    return ScalingReport(tuple(made), {**search.left, **fused})
 
 
 def awq(
@@ -158,8 +158,8 @@ def awq(
         step: as `hybridq.calibration.gptq` takes it: what is in memory at a time.
 
     Raises:
-        ValueError: grid, no batch, no such step, a spec that rounds stochastically or transforms,
-            an input or a weight that is not finite.
+        ValueError: grid, no product, no batch, no such step, a spec that rounds stochastically or
+            transforms, an input or a weight that is not finite.
         TypeError: as `hybridq.convert`; data that is a function.
 
     Source: arXiv:2306.00978, equations 4 and 5. Its clipping of weights is `clip_weights`.
@@ -175,7 +175,7 @@ def awq(
     """
     check_grid("awq", grid)
     chosen = get(recipe)
-    every = products(model, filter_fn, also=also, least_width=least_width)
+    every, fused = changeable_products("awq", model, filter_fn, also, least_width)
     of = tuple(one for one in every if weight_spec(chosen, one) is not None)
     for product in of:
         spec = weight_spec(chosen, product)
@@ -187,7 +187,7 @@ def awq(
         best = _best(place, seen, chosen, of, grid)
         place.apply(best.scales)
         made.append(_result(place, best.scales, best.alpha, best.error, best.plain_error))
-    return ScalingReport(tuple(made), search.left)
+    return ScalingReport(tuple(made), {**search.left, **fused})
 
 
 def _best(
