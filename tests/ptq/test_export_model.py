@@ -203,3 +203,15 @@ def test_a_part_made_for_one_rank_is_refused(tmp_path):
     assert not (tmp_path / "x").exists()
     whole = nn.Sequential(hybridq.Linear(64, 128, tp_size=1, parallel_mode="column", bias=False))
     assert hybridq.export(whole, tmp_path / "y", layout="hybridq", format="mxfp8")
+
+
+def test_a_weight_that_a_layout_cannot_scale_is_named(tmp_path):
+    """NVFP4 of compressed-tensors divides by a second-level scale: FP32 has none for this amax."""
+    model = mlp(torch.float32)
+    with torch.no_grad():
+        model["down_proj"].weight.mul_(1e-40)
+    options = {"layout": "compressed-tensors", "format": "nvfp4"}
+    with pytest.raises(hybridq.CheckpointError, match=r"'down_proj.weight_global_scale': .* amax"):
+        run(model, tmp_path / "q", **options)
+    run(model, tmp_path / "other", **options, exclude=["down_proj.*"])
+    assert torch.equal(stored(tmp_path / "other")["down_proj.weight"], model["down_proj"].weight)

@@ -130,11 +130,17 @@ class StoredWeight:
 
         Args:
             planes: the plane of each matrix, of a spec that the scheme holds.
+
+        Raises:
+            CheckpointError: the file's dtype cannot hold a value.
         """
         own = [self.scheme.as_stored(plane) for plane in planes]
         made = {}
         for one in self.tensors:
-            each = [one.part.write(plane.buffers[one.part.buffer], plane.spec) for plane in own]
+            try:
+                each = [one.part.write(plane.buffers[one.part.buffer], plane.spec) for plane in own]
+            except CheckpointError as error:
+                raise CheckpointError(f"{one.name!r}: {error}") from error
             made[one.name] = torch.stack(each) if len(self.shape) == 3 else each[0]
         return made
 

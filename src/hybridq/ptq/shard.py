@@ -247,7 +247,10 @@ class _Writer:
                     continue
                 piece = plane.buffers[buffer.name]
                 if target.convert is not None:
-                    piece = target.convert(piece, plane.spec).reshape(piece.shape)
+                    try:
+                        piece = target.convert(piece, plane.spec).reshape(piece.shape)
+                    except CheckpointError as error:
+                        raise CheckpointError(f"export: {target.entry.name!r}: {error}") from error
                 size = target.entry.nbytes // max(record.count, 1)
                 begin = target.entry.begin + step.index * size
                 self._put(begin, buffer.shape, starts[buffer.name], piece)
