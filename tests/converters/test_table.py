@@ -187,3 +187,23 @@ def test_print_shows_what_is_hybridqs() -> None:
     ]
     assert issubclass(hybridq.Linear, QuantizedModule)
     assert str(hybridq.RMSNormLinear(8, 8)).startswith("hybridq.RMSNormLinear(")
+
+
+def test_an_error_of_a_converter_leaves_the_model_as_it_was(own) -> None:
+    def apply(module: nn.Module) -> None:
+        module.__class__ = hybridq.Linear
+        module.extra, module._buffers["more"] = 3, torch.ones(2)
+        raise OSError("no file")
+
+    own(Converter("Dense", Dense, hybridq.Linear, apply=apply))
+    model = nn.Sequential(nn.Linear(16, 32), nn.MultiheadAttention(32, 4), Dense(32, 16))
+    kinds, keys = [type(one) for one in model.modules()], list(model.state_dict())
+    held = [vars(one).keys() for one in model.modules()]
+    for fuse in (False, True):
+        with pytest.raises(OSError, match="no file"):
+            hybridq.convert(model, fuse=fuse)
+        assert [type(one) for one in model.modules()] == kinds
+        assert list(model.state_dict()) == keys
+        assert [vars(one).keys() for one in model.modules()] == held
+    hybridq.convert(model[:2])
+    assert type(model[0]) is hybridq.Linear and model[0].name == "0"

@@ -395,6 +395,36 @@ def test_wrong_options() -> None:
         hybridq.quantize_model(make(), "fp8", seen(), activations="high_precision")
 
 
+def test_what_cannot_be_quantized_is_named_before_any_weight_is() -> None:
+    """The weights before it were planes when the error came, and nobody had their values."""
+
+    def factory(role):
+        if role.name == "2":
+            raise KeyError("no such layer")
+        return hybridq.quantizer("mxfp8")
+
+    inf = hybridq.calibrate(nn.ModuleList([nn.Linear(64, 64)])[0], [X])
+    inf.amaxes[""]["input"].fill_(torch.inf)
+    recipe = hybridq.CustomRecipe(factory)
+    for last, arguments, error, text in (
+        (torch.float64, ("mxfp8",), TypeError, r"got torch.float64 of 2.weight; cast it, or leave"),
+        (torch.float32, (recipe,), hybridq.RecipeError, "slot 'input' of 2"),
+        (torch.float32, ("fp8", inf), ValueError, "finite and not negative, got inf"),
+    ):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(2)), nn.Linear(64, 64, dtype=last))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        for converted in (False, True):
+            model = hybridq.convert(model) if converted else model
+            with pytest.raises(error, match=text):
+                hybridq.quantize_model(model, *arguments)
+            for name, value in model.state_dict().items():
+                assert type(value) is torch.Tensor and torch.equal(value, before[name]), name
+            assert model.training and all(one.requires_grad for one in model.parameters())
+    wide = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, dtype=torch.float64))
+    hybridq.quantize_model(wide, "mxfp8", filter_fn=lambda _, name: name == "0")
+    assert type(wide[0].weight).__name__ == "MXFP8Tensor" and wide[1].weight.dtype == torch.float64
+
+
 def test_a_calibration_of_the_model_covers_all_of_it(tmp_path) -> None:
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
     twin = copy.deepcopy(model)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -85,7 +88,8 @@ def convert(
     values.
 
     Raises:
-        TypeError: `model` is no module, `filter_fn` is not callable, or `also` is one string.
+        TypeError: `model` is no module, `filter_fn` is not callable, `also` is one string, or a
+            weight that `quantized_model_init` is to quantize is FP64. The model is as it was then.
         ValueError: `also` names no reason, or `least_width` is negative.
 
     Example:
@@ -116,19 +120,27 @@ def convert(
         chosen = [(m, kind) for name, m, kind in known if name not in kept]
     else:
         chosen = [(m, kind) for name, m, kind in known if filter_fn(m, name)]
-    for module, kind in chosen:
-        kind.convert(module)
-    for _, module in found if fuse else ():
-        if type(module) is nn.Sequential:
-            module.__class__ = FusedSequential
-    for _, module in found:
-        _call_children(module)
-    for name, module in found:
-        saves_decoded(type(module))
-        if isinstance(module, QuantizedModule):
-            module.set_name(name)
-    if settings.current().model_init is not None:
-        _quantize(model, [module for module, _ in chosen])
+    ours: list[QuantizedModule] = []
+    shared: set[int] = set()
+    with _restored_on_error([module for _, module in found]):
+        for module, kind in chosen:
+            kind.convert(module)
+        for _, module in found if fuse else ():
+            if type(module) is nn.Sequential:
+                module.__class__ = FusedSequential
+        for _, module in found:
+            _call_children(module)
+        for name, module in found:
+            saves_decoded(type(module))
+            if isinstance(module, QuantizedModule):
+                module.set_name(name)
+        if settings.current().model_init is not None:
+            ours = [module for module, _ in chosen if isinstance(module, QuantizedModule)]
+            shared = _shared(model)
+        for one in ours:
+            one.check_initial_weights(but=shared)
+    for one in ours:
+        one.quantize_initial_weights(but=shared)
     left = {name for name, m, _ in known if not isinstance(m, QuantizedModule)}
     # The filter was asked once for each module; its answers are not asked for again.
     answers = None if filter_fn is None else lambda _, name: name not in left
@@ -170,10 +182,38 @@ def _tell(model: nn.Module, made: Conversion, is_own_choice: bool) -> None:
         LOGGER.info(text)
 
 
-def _quantize(model: nn.Module, converted: list[nn.Module]) -> None:
-    """Quantize the weights of these modules, but those that another module uses too."""
+def _shared(model: nn.Module) -> set[int]:
+    """Return the ids of parameters that several modules use, which are not quantized."""
     users = Counter(id(one) for m in model.modules() for one in m.parameters(recurse=False))
-    shared = {one for one, count in users.items() if count > 1}
-    for module in converted:
-        if isinstance(module, QuantizedModule):
-            module.quantize_initial_weights(but=shared)
+    return {one for one, count in users.items() if count > 1}
+
+
+@contextmanager
+def _restored_on_error(modules: list[nn.Module]) -> Iterator[None]:
+    """Give modules their classes and what they hold back after an error inside.
+
+    Nothing may be quantized inside: values in high precision would be kept until the end.
+    """
+    before = [
+        (one, type(one), {k: _held(v) for k, v in vars(one).items()}, vars(one)) for one in modules
+    ]
+    try:
+        yield
+    except BaseException:
+        for one, kind, held, now in before:
+            one.__class__ = kind
+            for name in now.keys() - held.keys():
+                del now[name]
+            for name, value in held.items():
+                own = now.get(name)
+                if isinstance(own, dict) and type(value) is type(own):
+                    own.clear()
+                    own.update(value)
+                else:
+                    now[name] = value
+        raise
+
+
+def _held(value: Any) -> Any:
+    """Return what a module's attribute is, or a copy of it where it is a dict."""
+    return copy.copy(value) if type(value) in (dict, OrderedDict) else value

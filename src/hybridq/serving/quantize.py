@@ -71,7 +71,7 @@ def quantize_model(
 
     Raises:
         TypeError: `model` is no module, `recipe` no recipe, `calibration` neither a Calibration nor
-            a path, or as `hybridq.convert`.
+            a path, a weight is FP64, or as `hybridq.convert`.
         ValueError: no recipe has that name, `activations` is none of these, activations in high
             precision are given a calibration, an amax is not finite, or as `hybridq.convert`.
         CheckpointError: the calibration's file cannot be read.
@@ -105,8 +105,15 @@ def quantize_model(
             "quantize_model: calibration must be a hybridq.calibration.Calibration or the path of "
             f"its file, got {type(seen).__name__}"
         )
+    if calibration is not None:
+        for name in calibration.amaxes:  # raises now, and not when weights are planes
+            static_amax(calibration, name, "input")
     chosen = source(recipe).current
     with quantized_model_init(chosen, frozen=True):
+        stays = _stays(model)
+        for one in model.modules():  # as `convert` does of others: before any weight is quantized
+            if isinstance(one, QuantizedModule):
+                one.check_initial_weights(but=stays)
         convert(model, filter_fn, also=also, least_width=least_width)
         ours = [one for one in model.modules() if isinstance(one, QuantizedModule)]
         again = _quantize_weights(model, ours, chosen)
@@ -161,9 +168,7 @@ def _quantize_weights(model: nn.Module, ours: list[QuantizedModule], recipe: Rec
     Returns:
         The names of weights whose planes did not fit.
     """
-    users = Counter(id(one) for m in model.modules() for one in m.parameters(recurse=False))
-    kept = {one for one, count in users.items() if count > 1}
-    kept |= {id(one) for one in model.parameters() if _is_dealt_out(one)}
+    kept = _stays(model)
     again: list[str] = []
     for module in ours:
         for name, part in module.initial_weights():
@@ -175,6 +180,14 @@ def _quantize_weights(model: nn.Module, ours: list[QuantizedModule], recipe: Rec
                 module._parameters[name] = nn.Parameter(weight.detach().dequantize(), False)
         module.quantize_initial_weights(but=kept)
     return again
+
+
+def _stays(model: nn.Module) -> set[int]:
+    """Return the ids of parameters that are not quantized: of several modules, or dealt out."""
+    users = Counter(id(one) for m in model.modules() for one in m.parameters(recurse=False))
+    return {one for one, count in users.items() if count > 1} | {
+        id(one) for one in model.parameters() if _is_dealt_out(one)
+    }
 
 
 def _is_dealt_out(parameter: Any) -> bool:

@@ -406,3 +406,18 @@ def test_a_forward_on_the_meta_device_gives_shapes(recipe) -> None:
     y.sum().backward()
     assert y.is_meta and y.shape == (8, 96)
     assert x.grad.shape == (8, 64) and layer.weight.grad.shape == (96, 64)
+
+
+def test_a_weight_that_is_not_quantized_is_named_before_any_other_is() -> None:
+    plain = [nn.Linear(32, 32), nn.Linear(32, 32, dtype=torch.float64)]
+    model = nn.Sequential(*plain, nn.MultiheadAttention(32, 4, dtype=torch.float64))
+    text = "weights must be float32, bfloat16 or float16, got torch.float64 of 1.weight"
+    with hybridq.quantized_model_init("mxfp8"), pytest.raises(TypeError, match=text):
+        hybridq.convert(model)
+    assert type(model[0].weight) is nn.Parameter
+    text = "got torch.float64 of 2.out_proj.weight"
+    with hybridq.quantized_model_init("mxfp8"), pytest.raises(TypeError, match=text):
+        hybridq.convert(model, lambda _, name: name != "1")
+    assert type(model[0].weight) is nn.Parameter
+    with hybridq.quantized_model_init("mxfp8"), pytest.raises(TypeError, match="float64 of up"):
+        hybridq.Linear(32, 32, dtype=torch.float64, name="up")

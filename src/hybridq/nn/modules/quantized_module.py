@@ -42,6 +42,7 @@ from ..weights import (
     CachedWeight,
     PrequantizedWeight,
     cached_weight,
+    check_weights,
     prequantized_weight,
     quantize_weights,
     tell_values,
@@ -120,9 +121,20 @@ class QuantizedModule(WeightGradients, ParallelWeights, Boundary, ForwardOnly, n
         Args:
             but: ids of parameters that stay as they are.
         """
-        named = self.initial_weights()
-        quantize_weights(self, [(w, p) for w, p in named if id(self._parameters.get(w)) not in but])
+        quantize_weights(self, self._initial_but(but))
         tell_values(self, self.values_because())
+
+    def check_initial_weights(self, but: Container[int] = ()) -> None:
+        """Raise where `quantize_initial_weights` would, and change nothing.
+
+        Args:
+            but: ids of parameters that stay as they are.
+        """
+        check_weights(self, self._initial_but(but))
+
+    def _initial_but(self, but: Container[int]) -> list[tuple[str, str]]:
+        named = self.initial_weights()
+        return [(w, p) for w, p in named if id(self._parameters.get(w)) not in but]
 
     def _get_name(self) -> str:
         """Return what `print(model)` calls the module: `hybridq.Linear` beside torch's `Linear`."""

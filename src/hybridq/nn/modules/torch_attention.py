@@ -66,6 +66,15 @@ class TorchMultiheadAttention(QuantizedModule, nn.MultiheadAttention):
         if isinstance(self.out_proj, Linear):
             self.out_proj.quantize_initial_weights(but)
 
+    def check_initial_weights(self, but: Container[int] = ()) -> None:
+        """Raise where `quantize_initial_weights` would, and change nothing.
+
+        Args:
+            but: ids of parameters that stay as they are.
+        """
+        if isinstance(self.out_proj, Linear):
+            self.out_proj.check_initial_weights(but)
+
     def parts_of(self, recipe: Recipe | None) -> tuple[str, ...]:
         del recipe
         return ("in_proj",) if self._qkv_same_embed_dim else _APART

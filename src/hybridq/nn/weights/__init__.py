@@ -15,6 +15,7 @@ from .main_grad import (
 )
 from .pretrained import saves_decoded
 from .quantized_init import (
+    check_weights,
     dequantized_state_dict,
     fp8_model_init,
     plain_weights,
@@ -41,6 +42,7 @@ __all__ = [
     "accumulate_groups",
     "adds_to",
     "cached_weight",
+    "check_weights",
     "dequantized_state_dict",
     "fp8_model_init",
     "given_to_autograd",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from ...tensor.initial import keep_initial
 from .pretrained import decode_state, saves_decoded
 
 __all__ = [
+    "check_weights",
     "dequantized_state_dict",
     "fp8_model_init",
     "plain_weights",
@@ -29,6 +30,9 @@ __all__ = [
     "quantized_model_init",
     "tell_values",
 ]
+
+#: What can be quantized.
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _ModelInit(NamedTuple):
@@ -167,24 +171,7 @@ def quantize_weights(module: Any, weights: Iterable[tuple[str, str]]) -> None:
         module: a QuantizedModule that is otherwise made.
         weights: names of its weights, and the part that each belongs to.
     """
-    init = settings.current().model_init
-    if not isinstance(init, _ModelInit):
-        return
-    for name, part in weights:
-        weight = module._parameters.get(name)
-        if weight is None or is_quantized(weight):
-            continue
-        plan = bind(init.recipe, module.part_name(part), module.module_type)
-        is_transposed = module.holds_transposed
-        # What reads no columnwise plane, an embedding, has one plane, as frozen weights have.
-        reads = {(slot, of) for _, slot, of in module_type(module.module_type).needs}
-        is_frozen = init.is_frozen or ("weight", COLUMNWISE) not in reads
-        is_plain = plan.weight.row.is_plain and (plan.weight.col.is_plain or is_frozen)
-        if is_plain and not init.wraps_plain:
-            continue
-        quantizer = _slot_quantizer(plan.weight, is_frozen, is_transposed)
-        quantizer, split = module.part_quantizer(part, plan, quantizer)
-        reason = split or _reason_against(weight, quantizer, is_transposed)
+    for name, part, weight, quantizer, reason in _wanted(module, weights):
         if reason:
             own = module.part_name(part)
             log_once(
@@ -193,8 +180,55 @@ def quantize_weights(module: Any, weights: Iterable[tuple[str, str]]) -> None:
                 f"{reason}",
             )
             continue
-        made = _quantized(weight, quantizer, init.preserves, is_transposed)
+        init: Any = settings.current().model_init
+        made = _quantized(weight, quantizer, init.preserves, module.holds_transposed)
         module._parameters[name] = made.requires_grad_(made.requires_grad and not init.is_frozen)
+
+
+def check_weights(module: Any, weights: Iterable[tuple[str, str]]) -> None:
+    """Raise where `quantize_weights` would, and change nothing.
+
+    Args:
+        module: a QuantizedModule that is otherwise made.
+        weights: names of its weights, and the part that each belongs to.
+
+    Raises:
+        TypeError: a weight is of a dtype that is not quantized.
+        RecipeError: the recipe's factory fails.
+    """
+    for _ in _wanted(module, weights):
+        pass
+
+
+def _wanted(
+    module: Any, weights: Iterable[tuple[str, str]]
+) -> Iterator[tuple[str, str, nn.Parameter, Quantizer, str | None]]:
+    """Yield what is to be quantized: name, part, weight, quantizer, and why it must not be."""
+    init = settings.current().model_init
+    if not isinstance(init, _ModelInit):
+        return
+    for name, part in weights:
+        weight = module._parameters.get(name)
+        if weight is None or is_quantized(weight):
+            continue
+        plan = bind(init.recipe, module.part_name(part), module.module_type)
+        # What reads no columnwise plane, an embedding, has one plane, as frozen weights have.
+        reads = {(slot, of) for _, slot, of in module_type(module.module_type).needs}
+        is_frozen = init.is_frozen or ("weight", COLUMNWISE) not in reads
+        is_plain = plan.weight.row.is_plain and (plan.weight.col.is_plain or is_frozen)
+        if is_plain and not init.wraps_plain:
+            continue
+        quantizer = _slot_quantizer(plan.weight, is_frozen, module.holds_transposed)
+        quantizer, split = module.part_quantizer(part, plan, quantizer)
+        reason = split or _reason_against(weight, quantizer, module.holds_transposed)
+        if reason is None and weight.dtype not in _DTYPES:
+            own = module.part_name(part)
+            raise TypeError(
+                "quantized_model_init: weights must be float32, bfloat16 or float16, got "
+                f"{weight.dtype} of {f'{own}.{name}' if own else name}; cast it, or leave its "
+                "module out with a filter"
+            )
+        yield name, part, weight, quantizer, reason
 
 
 def tell_values(module: Any, reasons: Mapping[str, str]) -> None:
