@@ -128,3 +128,31 @@ def test_what_a_cache_refuses():
         )  # fmt: skip
     with pytest.raises(ValueError, match="drop_path_rate goes with samples"):
         _layer("thd", drop_path_rate=0.1)
+
+
+@torch.no_grad()
+def test_tokens_that_no_step_announced_are_refused():
+    """A forgotten pre_step wrote each token over the last one; so did a layer in two places."""
+    torch.manual_seed(3)
+    layer = hybridq.TransformerLayer(32, 48, 2, attn_input_format="bshd").eval()
+    x, cache = torch.randn(1, 6, 32), hybridq.nn.InferenceParams(2, 8)
+    cache.pre_step({0: 4})
+    first = layer(x[:, :4], inference_params=cache)
+    assert torch.equal(layer(x[:, :4], inference_params=cache), first)  # the same again
+    cache.pre_step({0: 1})
+    layer(x[:, 4:5], inference_params=cache)
+    with pytest.raises(RuntimeError, match="once after each pre_step, got others a second time"):
+        layer(x[:, 5:], inference_params=cache)
+    cache.pre_step({0: 1})
+    last = layer(x[:, 5:], inference_params=cache)
+    torch.testing.assert_close(last, layer(x)[:, 5:], rtol=0, atol=1e-5)
+    cache.pre_step({1: 3})
+    with pytest.raises(RuntimeError, match="have a module for each place in the model"):
+        layer(layer(x[:, :3], inference_params=cache), inference_params=cache)
+    cache.reset()
+    cache.pre_step({0: 6})
+    y = layer(x, inference_params=cache)
+    torch.testing.assert_close(y, layer(x), rtol=0, atol=1e-5)
+    cache.pre_step({0: 1})
+    with pytest.raises(RuntimeError, match=r"keys must be torch.float32 on cpu, .* got torch.bflo"):
+        layer.bfloat16()(x[:, :1].bfloat16(), inference_params=cache)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -59,10 +59,13 @@ class InferenceParams:
         self._steps: list[int] = []
         self._memory: WeakKeyDictionary[Any, tuple[torch.Tensor, torch.Tensor]]
         self._memory = WeakKeyDictionary()
+        #: Modules that have brought their tokens since `pre_step`.
+        self._stepped: WeakSet[Any] = WeakSet()
 
     def reset(self) -> None:
         """Forget all sequences; the memory is kept."""
         self.sequences, self._rows, self._steps = {}, {}, []
+        self._stepped = WeakSet()
 
     def pre_step(self, step_dict: Mapping[Any, int]) -> None:
         """Say what the next forward brings.
@@ -89,6 +92,7 @@ class InferenceParams:
         free = iter(sorted(set(range(self.max_batch_size)) - set(rows.values())))
         self._rows = {one: rows[one] if one in rows else next(free) for one in lengths}
         self.sequences, self._steps = lengths, list(step_dict.values())
+        self._stepped = WeakSet()
 
     @property
     def batch_size(self) -> int:
@@ -136,7 +140,8 @@ class InferenceParams:
 
         Raises:
             ValueError: the batch is another, or shorter, than `pre_step` said.
-            RuntimeError: a gradient would be needed of what is kept.
+            RuntimeError: a gradient would be needed of what is kept; the module has brought other
+                tokens since `pre_step`, or had another dtype or device before.
         """
         batch, length = new_keys.shape[:2]
         if batch != self.batch_size or length < max(self._steps, default=0):
@@ -156,6 +161,12 @@ class InferenceParams:
                 new_keys.new_zeros(*lead, *new_keys.shape[2:]),
                 new_values.new_zeros(*lead, *new_values.shape[2:]),
             )
+        if (memory[0].dtype, memory[0].device) != (new_keys.dtype, new_keys.device):
+            raise RuntimeError(
+                f"InferenceParams: keys must be {memory[0].dtype} on {memory[0].device}, as those "
+                f"that are kept, got {new_keys.dtype} on {new_keys.device}; begin with new "
+                "InferenceParams where a module was moved or cast"
+            )
         rows = list(self._rows.values())
         known = zip(rows, self.sequences.values(), self._steps, strict=True)
         source: list[int] = []
@@ -169,7 +180,15 @@ class InferenceParams:
         made = []
         for kept, new_ones in zip(memory, (new_keys, new_values), strict=True):
             given = new_ones.reshape(-1, *new_ones.shape[2:]).index_select(0, index[0])
-            kept.flatten(0, 1).index_copy_(0, index[1], given.to(kept.dtype))
+            flat = kept.flatten(0, 1)
+            if owner in self._stepped and not torch.equal(flat.index_select(0, index[1]), given):
+                raise RuntimeError(
+                    "InferenceParams: a module brings its keys and values once after each "
+                    "pre_step, got others a second time; call pre_step before each forward, and "
+                    "have a module for each place in the model (they may share parameters)"
+                )
+            flat.index_copy_(0, index[1], given)
             own = kept[:batch] if rows == list(range(batch)) else kept[rows]
             made.append(own[:, :longest])
+        self._stepped.add(owner)
         return made[0], made[1]
