@@ -313,3 +313,77 @@ def test_it_refuses_what_it_cannot_do() -> None:
     p.grad = torch.ones(4, 4).to_sparse()
     with pytest.raises(RuntimeError, match="gradients must be dense"):
         AdamW([p]).step()
+
+
+def make(kind, groups):
+    options = {"AdamW": {}, "SGD": {"momentum": 0.9}, "Muon": {}}[kind]
+    return getattr(hybridq.optim, kind)(groups, lr=0.1, **options)
+
+
+def two_groups():
+    torch.manual_seed(0)
+    plain, low = torch.randn(4, 64), hybridq.quantizer("mxfp8").quantize(torch.randn(8, 64))
+    return [nn.Parameter(plain), nn.Parameter(torch.randn(6, 4).bfloat16()), nn.Parameter(low)]
+
+
+def values(parameters, optimizer):
+    own = [one.detach().float().clone() for one in parameters]
+    states = copy.deepcopy(optimizer.state_dict()["state"])
+    return own, {(i, k): v for i, one in states.items() for k, v in one.items()}
+
+
+def assert_same(found, want):
+    assert all(torch.equal(a, b) for a, b in zip(found[0], want[0], strict=True))
+    assert found[1].keys() == want[1].keys()
+    assert all(torch.equal(found[1][key], want[1][key]) for key in want[1])
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Muon"])
+def test_a_step_that_raises_updates_nothing(kind):
+    """Groups before the one with the error were updated, so that the next step took them twice."""
+
+    def sparse(one):
+        one.grad = torch.ones(6, 4).bfloat16().to_sparse()
+
+    def twice(one):
+        one.main_grad = torch.ones(6, 4)
+
+    def shape(one):
+        one.main_grad = torch.ones(3, 3)
+
+    for spoil, text in (
+        (sparse, r"must be dense, got a sparse one of a parameter \[6, 4\]"),
+        (twice, "a gradient in main_grad and another in grad"),
+        (shape, "main_grad must have the shape"),
+    ):
+        parameters = two_groups()
+        optimizer = make(kind, [{"params": parameters[::2]}, {"params": parameters[1:2]}])
+        for step in range(2):
+            for one in parameters:
+                one.grad = torch.ones(one.shape, dtype=one.dtype)
+            if step == 0:
+                optimizer.step()
+        before = values(parameters, optimizer)
+        spoil(parameters[1])
+        with pytest.raises(RuntimeError, match=f"{kind}: .*{text}"):
+            optimizer.step()
+        assert_same(values(parameters, optimizer), before)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Muon"])
+def test_a_state_of_another_model_is_refused_and_nothing_of_it_is_loaded(kind):
+    """It was taken, and the next step ended in torch's words about sizes of two tensors."""
+    parameters = two_groups()
+    optimizer = make(kind, parameters)
+    other = make(kind, [*parameters[1:], parameters[0]])
+    for one in (optimizer, other):
+        for parameter in parameters:
+            parameter.grad = torch.ones(parameter.shape, dtype=parameter.dtype)
+        one.step()
+    before = values(parameters, optimizer)
+    text = rf"{kind}.load_state_dict: .* shape of its parameter, got \(6, 4\) for parameter 0 of"
+    with pytest.raises(ValueError, match=text):
+        optimizer.load_state_dict(other.state_dict())
+    assert_same(values(parameters, optimizer), before)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_same(values(parameters, optimizer), before)

@@ -116,6 +116,7 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
 
     #: Told to those who look for optimizers that leave gradients in `main_grad` alone.
     takes_main_grad: Final = True
+    _where = "AdamW"
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from .masters import (
     MASTER,
     gradient,
     gradient_part,
+    gradient_terms,
     initial_master,
     is_low,
     local,
@@ -29,10 +30,17 @@ __all__ = ["Base"]
 #: Of masters, by the names that they have in a state.
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+#: Tensors of states that have the shape of their parameter.
+_SHAPED: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", MASTER)
+
 
 class Base:
     """Base, before torch's class, of an optimizer of hybridq."""
 
+    #: Name for errors.
+    _where: str = ""
+    #: Gradients are in `decoupled_grad`.
+    _is_decoupled: bool = False
     _saved: dict[str, Any] | None = None
     param_groups: list[dict[str, Any]]
     state: dict[Any, Any]
@@ -67,9 +75,27 @@ class Base:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not torch.compiler.is_compiling():
+            self._check()  # of all parameters, before any is updated
         for group in self.param_groups:
             self.step_group(group)
         return loss
+
+    def _check(self) -> None:
+        """Raise where a gradient or a parameter is none that a step takes."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if self._only_makes_state(parameter, group):
+                    continue
+                terms = gradient_terms(parameter, self._where, self._is_decoupled)
+                if any(term.is_sparse for term in terms):
+                    raise RuntimeError(
+                        f"{self._where}: gradients must be dense, got a sparse one of a parameter "
+                        f"{list(parameter.shape)}; see torch.optim.SparseAdam"
+                    )
+                own = local(parameter)
+                if terms and is_low(own):
+                    own.quantizer_for_write(self._where)
 
     # Quantizers end graphs, and of what lies between two graphs dynamo loses masters.
     @torch.compiler.disable(reason="a step of hybridq.optim with quantized parameters runs eagerly")
@@ -196,16 +222,41 @@ class Base:
 
         Args:
             state_dict: what `state_dict()` returned.
+
+        Raises:
+            ValueError: it has other groups, or a tensor of another shape than its parameter;
+                nothing is loaded then.
         """
         saved: dict[str, Any] = {}
-        # The last of the hooks: it sees what the others have made of the state.
-        hook = self.register_load_state_dict_pre_hook(lambda _, given: saved.update(given))
+
+        def last(_: Any, given: dict[str, Any]) -> None:
+            # The last of the hooks: it sees what the others have made of the state.
+            self._check_saved(given)
+            saved.update(given)
+
+        hook = self.register_load_state_dict_pre_hook(last)
         self._saved = saved
         try:
             super().load_state_dict(state_dict)  # type: ignore[misc]
         finally:
             self._saved = None
             hook.remove()
+
+    def _check_saved(self, given: dict[str, Any]) -> None:
+        """Raise where a saved tensor is of another parameter."""
+        groups = zip(given["param_groups"], self.param_groups, strict=False)
+        for saved_group, group in groups:
+            pairs = zip(saved_group["params"], group["params"], strict=False)
+            for number, (key, parameter) in enumerate(pairs):
+                for name, value in (given["state"].get(key) or {}).items():
+                    shape = tuple(getattr(value, "shape", ()))
+                    shapes = (tuple(parameter.shape), tuple(local(parameter).shape))
+                    if name in _SHAPED and isinstance(value, torch.Tensor) and shape not in shapes:
+                        raise ValueError(
+                            f"{self._where}.load_state_dict: {name} must have the shape of its "
+                            f"parameter, got {shape} for parameter {number} of its group, "
+                            f"{shapes[0]}; the state is of another model, or of another order"
+                        )
 
     def take_all_saved(self) -> None:
         """Take what is being loaded, if anything is; at the end of `__setstate__`."""

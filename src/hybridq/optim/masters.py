@@ -61,6 +61,19 @@ def gradient_part(gradient: Any, parameter: Any) -> torch.Tensor:
 def gradient(parameter: Any, where: str, is_decoupled: bool = False) -> torch.Tensor | None:
     """Return the gradient of a parameter, this rank's part: in `main_grad` or in `grad`, or None.
 
+    Args:
+        parameter, where, is_decoupled: as `gradient_terms` takes them.
+    """
+    terms = gradient_terms(parameter, where, is_decoupled)
+    if not terms:
+        return None
+    made = gradient_part(terms[0], parameter)
+    return made if len(terms) == 1 else made + gradient_part(terms[1], parameter)
+
+
+def gradient_terms(parameter: Any, where: str, is_decoupled: bool = False) -> tuple[Any, ...]:
+    """Return what a parameter's gradient is the sum of, as it is held; nothing without a gradient.
+
     A module with `fuse_wgrad_accumulation` adds to `main_grad`. Autograd is then given nothing, or
     zeros for hooks, to which the gradients of other uses of the parameter are added.
 
@@ -80,23 +93,23 @@ def gradient(parameter: Any, where: str, is_decoupled: bool = False) -> torch.Te
                 f"{where}: decoupled_grad must have the shape of its parameter, "
                 f"{tuple(parameter.shape)}, got {tuple(apart.shape)}"
             )
-        return None if apart is None else gradient_part(apart, parameter)
+        return () if apart is None else (apart,)
     main, grad = getattr(parameter, "main_grad", None), parameter.grad
     if main is None or not parameter.requires_grad:
-        return None if grad is None else gradient_part(grad, parameter)
+        return () if grad is None else (grad,)
     if tuple(main.shape) not in (tuple(parameter.shape), tuple(local(parameter).shape)):
         raise RuntimeError(
             f"{where}: main_grad must have the shape of its parameter, {tuple(parameter.shape)}, "
             f"got {tuple(main.shape)}"
         )
     if grad is None:
-        return gradient_part(main, parameter)
+        return (main,)
     if not getattr(parameter, "grad_added_to_main_grad", False):
         raise RuntimeError(
             f"{where}: a parameter has a gradient in main_grad and another in grad, shape "
             f"{tuple(parameter.shape)}; add one to the other, and set grad (or main_grad) to None"
         )
-    return gradient_part(main, parameter) + gradient_part(grad, parameter)
+    return main, grad
 
 
 def is_low(tensor: torch.Tensor) -> bool:

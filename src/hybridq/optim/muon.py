@@ -158,6 +158,7 @@ class Muon(Base, torch.optim.Optimizer):  # type: ignore[misc]
 
     #: Told to those who look for optimizers that leave gradients in `main_grad` alone.
     takes_main_grad: Final = True
+    _where = "Muon"
 
     def __init__(
         self,

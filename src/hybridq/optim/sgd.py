@@ -54,6 +54,7 @@ class SGD(Base, torch.optim.SGD):  # type: ignore[misc]
 
     #: Told to those who look for optimizers that leave gradients in `main_grad` alone.
     takes_main_grad: Final = True
+    _where = "SGD"
 
     def __init__(
         self,
