@@ -149,3 +149,18 @@ def test_fused_modules_are_listed_among_what_is_left(method):
 def test_a_model_without_a_product_is_refused(method, model):
     with pytest.raises(ValueError, match=f"{method}: the model must have products"):
         METHODS[method](model, [torch.randn(8, 32)])
+
+
+@pytest.mark.parametrize("method", [*METHODS, "calibrate"])
+def test_weights_without_values_are_named(method):
+    """On the meta device it was torch's word about devices; a lazy layer was in no report."""
+    run = METHODS.get(method, lambda model, data: hybridq.calibrate(model, data, RECIPE))
+    data = [torch.randn(8, 32)]
+    model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 8, device="meta"))
+    with pytest.raises(ValueError, match=f"{method}: weights must be in memory, got 1 on"):
+        run(model, data)
+    lazy = nn.Sequential(nn.LazyLinear(16), nn.Linear(16, 8))
+    with pytest.raises(ValueError, match=f"{method}: parameters must have been made, got 0.weigh"):
+        run(lazy, data)
+    lazy(data[0])
+    run(lazy, data)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+import hybridq
 from hybridq.errors import HybridQWarning
 from hybridq.nn import Linear, conversion, convert, default_filter
 from hybridq.quantizers import MXFP8Quantizer
@@ -255,3 +257,19 @@ def test_experts_in_a_module_list_are_converted_one_by_one() -> None:
         made = conversion(convert(model))
         assert made.converted == tuple(f"experts.{e}.{name}" for e in (0, 1) for name in names)
         assert not made.left_alone and not made.others
+
+
+def test_lazy_modules_that_are_not_made_yet_are_named():
+    """After their first forward they were plain layers in a converted model, silently."""
+    model = nn.Sequential(nn.LazyLinear(32), nn.Linear(32, 16))
+    with pytest.warns(HybridQWarning, match=r"lazy modules stay torch's own.* 0\.weight and"):
+        convert(model)
+    assert type(model[1]) is Linear
+    with pytest.raises(ValueError, match="quantize_model: parameters must have been made"):
+        hybridq.quantize_model(model, "mxfp8")
+    assert type(model[1].weight) is nn.Parameter
+    model(torch.randn(2, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert(model)
+    assert type(model[0]) is Linear

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from ..converters import LEAST_WIDTH
+from ..converters import LEAST_WIDTH, check_made
 from ..errors import HybridQWarning, must_be_one_of
 from ..formats import PlaneText
 from ..recipes import Recipe, bind, get
@@ -19,7 +19,7 @@ from .calibration import Calibration
 from .file import check_target
 from .named import observer_of
 from .observers import Max, Observer
-from .products import Product, fused_products, products, unobserved
+from .products import Product, check_in_memory, fused_products, products, unobserved
 from .ranks import ranks_of
 from .recording import CACHED, Recording
 from .reduction import reduced
@@ -111,6 +111,8 @@ def calibrate(
         if path is not None and ranks.writes:
             check_target("calibrate", path)  # before hours of work
         of = _products(model, filter_fn, also, least_width)
+        if "weight" in observers:  # else modules may be given their weights when they are called
+            check_in_memory("calibrate", of)
         _check_data(data, observers)
         planes = {} if recipe is None else _planes(of, get(recipe))
         caches = attentions(model)
@@ -142,6 +144,7 @@ def calibrate(
 def _products(model: nn.Module, *arguments: Any) -> tuple[Product, ...]:
     """Return the products of a model; there are some."""
     filter_fn, also, least_width = arguments
+    check_made("calibrate", model)
     of = products(model, filter_fn, also=also, least_width=least_width)
     of += fused_products(model, filter_fn, also=also)
     if not of:

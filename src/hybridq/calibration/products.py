@@ -11,7 +11,14 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ..converters import LEAST_WIDTH, conversion, converters_with, kind_of, reason_by_name
+from ..converters import (
+    LEAST_WIDTH,
+    check_made,
+    conversion,
+    converters_with,
+    kind_of,
+    reason_by_name,
+)
 from ..moe import Experts, ExpertsLayout
 from ..nn import GroupedLinear, QuantizedModule
 from .stored import Reads, held_values, stored_kind
@@ -20,6 +27,7 @@ __all__ = [
     "SHARED",
     "Product",
     "changeable_products",
+    "check_in_memory",
     "expert_products",
     "fused_products",
     "parameter_users",
@@ -205,9 +213,11 @@ def changeable_products(
         filter_fn, also, least_width: as `products` takes them.
 
     Raises:
-        TypeError, ValueError: as `convert`; ValueError: there are none of either kind.
+        TypeError, ValueError: as `convert`; ValueError: there are none of either kind, or a
+            parameter has no values yet, or a weight of theirs is on the meta device.
     """
     also = also if isinstance(also, str) else tuple(also)
+    check_made(where, model)
     of = products(model, filter_fn, also=also, least_width=least_width)
     fused = fused_products(model, filter_fn, also=also)
     if not of and not fused:
@@ -215,7 +225,27 @@ def changeable_products(
             f"{where}: the model must have products that hybridq.convert quantizes, got none; "
             "hybridq.conversion(model) says why"
         )
+    check_in_memory(where, of)
     return of, {one.key: _FUSED for one in fused}
+
+
+def check_in_memory(where: str, of: Iterable[Product]) -> None:
+    """Raise where a weight is on the meta device: offloaded, or never loaded.
+
+    Args:
+        where: name of the function, for the error.
+        of: products of a model.
+
+    Raises:
+        ValueError: see above.
+    """
+    for product in of:
+        held: Any = getattr(product.module, product.parameter, None)
+        if held is not None and held.is_meta:
+            raise ValueError(
+                f"{where}: weights must be in memory, got {product.name} on the meta device; "
+                "load the model without offloading"
+            )
 
 
 def _of_experts(

@@ -16,6 +16,7 @@ from .table import (
     library_module,
     register_converter,
 )
+from .values import check_made, lazy_parameters
 
 __all__ = [
     "LEAST_WIDTH",
@@ -26,6 +27,7 @@ __all__ = [
     "Converter",
     "NotConverted",
     "adapted",
+    "check_made",
     "conversion",
     "convert",
     "converter_of",
@@ -34,6 +36,7 @@ __all__ = [
     "default_filter",
     "keeps_precision",
     "kind_of",
+    "lazy_parameters",
     "library_module",
     "of_unknown_class",
     "reason_by_name",

@@ -22,6 +22,7 @@ from .conversion import Conversion, conversion, keep_report
 from .converter import Converter
 from .exclusions import LEAST_WIDTH, keeps_precision, reasons
 from .table import converter_of, converters_with, reason_to_leave, tell_libraries
+from .values import lazy_parameters
 
 __all__ = ["convert", "default_filter"]
 
@@ -108,6 +109,14 @@ def convert(
         raise TypeError(
             "convert: filter_fn must be callable, filter_fn(module, name) -> bool, got "
             f"{type(filter_fn).__name__}"
+        )
+    lazy = lazy_parameters(model)
+    if lazy:
+        warnings.warn(
+            f"convert: lazy modules stay torch's own, since they are not made yet, got {lazy[0]}"
+            f"{' and others' if len(lazy) > 1 else ''}; call the model once, and convert it then",
+            HybridQWarning,
+            stacklevel=2,
         )
     install()
     found = [(name, module) for name, module in model.named_modules()]

@@ -13,7 +13,7 @@ from torch import nn
 
 from .._log import LOGGER
 from ..calibration import Calibration
-from ..converters import LEAST_WIDTH, convert, warn_of_unfollowed
+from ..converters import LEAST_WIDTH, check_made, convert, warn_of_unfollowed
 from ..direction import COLUMNWISE, ROWWISE
 from ..distributed.attachment import local_of
 from ..errors import HybridQWarning, must_be_one_of
@@ -91,6 +91,7 @@ def quantize_model(
         raise TypeError(f"quantize_model: model must be an nn.Module, got {type(given).__name__}")
     if activations not in _ACTIVATIONS:
         raise ValueError(f"quantize_model: activations {must_be_one_of(_ACTIVATIONS, activations)}")
+    check_made("quantize_model", model)
     inputs = _ACTIVATIONS[activations]
     if calibration is not None and activations != "quantized":
         raise ValueError(
