@@ -156,3 +156,32 @@ def test_tokens_that_no_step_announced_are_refused():
     cache.pre_step({0: 1})
     with pytest.raises(RuntimeError, match=r"keys must be torch.float32 on cpu, .* got torch.bflo"):
         layer.bfloat16()(x[:, :1].bfloat16(), inference_params=cache)
+
+
+def test_a_mask_of_padding_says_of_which_sequences_it_is():
+    """[batch, keys] was taken for [queries, keys] where both are as many, silently."""
+    attention = hybridq.nn.DotProductAttention(
+        2, 16, qkv_format="bshd", attn_mask_type="padding", attention_dropout=0.0
+    )
+    torch.manual_seed(5)
+    q, k, v = (torch.randn(5, 5, 2, 16) for _ in range(3))
+    hidden = torch.arange(5) >= torch.tensor([5, 3, 4, 1, 2])[:, None]  # [batch, keys]
+    text = r"must say which sequence it is of, \[batch, 1, 1, keys\], got \(5, 5\)"
+    with pytest.raises(ValueError, match=text):
+        attention(q, k, v, attention_mask=hidden)
+    y = attention(q, k, v, attention_mask=hidden[:, None, None])
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / 4
+    weights = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1)
+    want = torch.einsum("bhqk,bkhd->bqhd", weights, v.double()).flatten(2)
+    torch.testing.assert_close(y.double(), want, rtol=0, atol=1e-5)
+    one = attention(q, k, v, attention_mask=hidden[3:4])  # of all sequences
+    again = attention(q, k, v, attention_mask=hidden[3].expand(5, 1, 1, 5))
+    assert torch.equal(one, again)
+    for kind, shape in (
+        ("padding", (5, 1, 1, 4)),
+        ("arbitrary", (5, 1, 4, 5)),
+        ("arbitrary", (5,)),
+    ):
+        mask = torch.zeros(shape, dtype=torch.bool)
+        with pytest.raises(ValueError, match=r"attention_mask must be .* for 5 queries and 5 keys"):
+            attention(q, k, v, attention_mask=mask, attn_mask_type=kind)

@@ -124,11 +124,14 @@ def visible(
         at_end: the last query stands at the last key; None: as the kind says.
 
     Raises:
-        ValueError: a mask that the type does not take, none where it needs one, or no bool.
+        ValueError: a mask that the type does not take, none where it needs one, no bool, or one of
+            another shape.
 
     Source: names and alignment: Transformer Engine's mask types.
     """
     check_given(kind, given, lengths)
+    if given is not None:
+        _check_shape(kind, given, queries, keys)
     is_causal, left = MASKS[kind].is_causal, (window or (-1, -1))[0]
     begin = diagonal(kind, queries, keys, lengths, at_end)
     is_whole = given is None and lengths is None
@@ -164,6 +167,23 @@ def check_given(kind: str, given: torch.Tensor | None, lengths: Lengths | None =
     if given is not None and given.dtype != torch.bool:
         raise ValueError(
             f"attention: attention_mask must be bool, True where hidden, got {given.dtype}"
+        )
+
+
+def _check_shape(kind: str, given: torch.Tensor, queries: int, keys: int) -> None:
+    """Raise where a mask is of other queries or keys, or says not which sequences it is of."""
+    shape = tuple(given.shape)
+    own = shape[-2:]
+    if not 2 <= len(shape) <= 4 or own[0] not in (1, queries) or own[1] not in (1, keys):
+        raise ValueError(
+            "attention: attention_mask must be [batch, heads, queries, keys], each of them or 1, "
+            f"got {shape} for {queries} queries and {keys} keys"
+        )
+    # [batch, keys] would be taken for [queries, keys] where a batch has as many sequences.
+    if "padding" in kind and len(shape) < 4 and any(size != 1 for size in shape[:-1]):
+        raise ValueError(
+            f"attention: the attention_mask of {kind!r} must say which sequence it is of, "
+            f"[batch, 1, 1, keys], got {shape}"
         )
 
 
