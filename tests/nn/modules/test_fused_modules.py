@@ -373,3 +373,17 @@ def test_an_input_changed_after_the_forward_is_noticed():
     x.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward(dy)
+
+
+def test_nested_tensors_are_named():
+    """Their error was of torch's inside: "NestedTensorImpl doesn't support sizes"."""
+    parts = [torch.randn(2, 64), torch.randn(3, 64)]
+    fused = hybridq.LayerNormLinear(64, 48)
+    modules = (fused, hybridq.Linear(64, 48), hybridq.GroupedLinear(2, 64, 48))
+    for layout in (torch.strided, torch.jagged):
+        x = torch.nested.nested_tensor(parts, layout=layout)
+        for module in modules:
+            sizes = ([2, 3],) if isinstance(module, hybridq.GroupedLinear) else ()
+            with autocast(recipe="mxfp8"), pytest.raises(TypeError, match="no nested tensor"):
+                module(x, *sizes)
+    assert torch.equal(modules[1](x).values(), modules[1](x.values()))

@@ -392,6 +392,9 @@ class FusedModule(SplitTogether, QuantizedModule):
         """Return the input as a Tensor that the norm can take, or raise."""
         if not isinstance(inp, torch.Tensor):
             raise self._no_tensor(inp)
+        if inp.is_nested and inp.layout == torch.strided:  # which has no shape
+            text = "input must be no nested tensor, got one; give its values (`x.values()`)"
+            raise self._error(TypeError, text)
         if inp.dim() == 0 or inp.shape[-1] != features:
             raise self._error(
                 RuntimeError,

@@ -419,6 +419,9 @@ class QuantizedModule(WeightGradients, ParallelWeights, Boundary, ForwardOnly, n
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, features: int
     ) -> None:
         """Raise where x `[..., features]`, weight and bias cannot meet in a GEMM."""
+        if x.is_nested:
+            text = "input must be no nested tensor, got one; give its values (`x.values()`)"
+            raise self._error(TypeError, text)
         if x.layout != torch.strided:
             raise self._error(TypeError, f"input must be strided, got layout {x.layout}")
         if x.dtype not in _DTYPES:
