@@ -16,6 +16,7 @@ from ..autograd import Layout, plain_linear, with_quantized_gradient
 from ..weights import plain_weights
 from .group_sizes import Splits, group_offsets, host_splits
 from .grouped_module import GroupedModule, GroupedParameters, is_shown_plain
+from .input_errors import no_tensor
 from .linear_part import one_dtype
 
 __all__ = ["GroupedLinear"]
@@ -198,7 +199,7 @@ class GroupedLinear(GroupedModule):
         self._check_first(is_first_microbatch)
         taken: object = inp
         if not isinstance(taken, torch.Tensor):
-            raise self._no_tensor(taken)
+            raise self._error(TypeError, no_tensor(taken))
         recipe = self._recipe()
         if recipe is not None and fp8_grad:
             inp = with_quantized_gradient(inp, self._boundary_quantizer(recipe, GRAD_INPUT))

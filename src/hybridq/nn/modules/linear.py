@@ -15,6 +15,7 @@ from ..autograd import with_quantized_gradient
 from ..weights import plain_weights
 from .dealt_parameters import reset_dealt
 from .eager_fast_path import eager_forward
+from .input_errors import no_tensor
 from .linear_part import InitMethod, one_dtype, run_part
 from .parallel_options import ParallelOptions
 from .quantized_module import QuantizedModule
@@ -199,7 +200,7 @@ class Linear(QuantizedModule, nn.Linear):
         recipe = self._recipe()
         given: object = input
         if not isinstance(given, torch.Tensor):
-            raise self._no_tensor(given)
+            raise self._error(TypeError, no_tensor(given))
         if recipe is not None and fp8_grad:
             input = with_quantized_gradient(input, self._boundary_quantizer(recipe, GRAD_INPUT))
         y = run_part(

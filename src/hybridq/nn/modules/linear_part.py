@@ -36,6 +36,7 @@ from ..autograd import (
 )
 from ..weights import Into
 from .dealt_parameters import reset_dealt
+from .input_errors import NESTED, no_tensor
 from .parallel_weights import SplitTogether
 from .quantized_module import PLAIN, QuantizedModule
 from .quantized_parts import decoded_or_kept
@@ -391,10 +392,9 @@ class FusedModule(SplitTogether, QuantizedModule):
     def _take_input(self, inp: object, features: int) -> torch.Tensor:
         """Return the input as a Tensor that the norm can take, or raise."""
         if not isinstance(inp, torch.Tensor):
-            raise self._no_tensor(inp)
+            raise self._error(TypeError, no_tensor(inp))
         if inp.is_nested and inp.layout == torch.strided:  # which has no shape
-            text = "input must be no nested tensor, got one; give its values (`x.values()`)"
-            raise self._error(TypeError, text)
+            raise self._error(TypeError, NESTED)
         if inp.dim() == 0 or inp.shape[-1] != features:
             raise self._error(
                 RuntimeError,

@@ -48,6 +48,7 @@ from ..weights import (
     tell_values,
 )
 from .forward_only import ForwardOnly
+from .input_errors import NESTED
 from .parallel_weights import ParallelWeights
 from .prepared_weight import PreparedWeight
 from .weight_gradients import WeightGradients
@@ -159,17 +160,6 @@ class QuantizedModule(WeightGradients, ParallelWeights, Boundary, ForwardOnly, n
         # that differ in their names only shall share one graph.
         own = type(self).__name__
         return kind(f"{own} {self.name}: {text}" if self.name else f"{own}: {text}")
-
-    def _no_tensor(self, given: object) -> Exception:
-        """Return what is to be raised of an input that is no Tensor."""
-        help = ""
-        if isinstance(given, torch.fx.Proxy):
-            help = (
-                "; torch.fx.symbolic_trace runs modules with values that are none yet: let the "
-                "is_leaf_module of your torch.fx.Tracer return True for this module, or use "
-                "torch.export.export"
-            )
-        return self._error(TypeError, f"input must be a Tensor, got {type(given).__name__}{help}")
 
     def _recipe(self) -> Any:
         """Return the recipe of this call, or None.
@@ -420,8 +410,7 @@ class QuantizedModule(WeightGradients, ParallelWeights, Boundary, ForwardOnly, n
     ) -> None:
         """Raise where x `[..., features]`, weight and bias cannot meet in a GEMM."""
         if x.is_nested:
-            text = "input must be no nested tensor, got one; give its values (`x.values()`)"
-            raise self._error(TypeError, text)
+            raise self._error(TypeError, NESTED)
         if x.layout != torch.strided:
             raise self._error(TypeError, f"input must be strided, got layout {x.layout}")
         if x.dtype not in _DTYPES:
