@@ -8,6 +8,8 @@ DTensor's `_local_tensor`) is used where it is needed.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,6 +33,7 @@ __all__ = [
     "graph_task_id",
     "has_compiled",
     "has_kernel",
+    "in_selective_checkpoint",
     "interpreter",
     "is_old_batched",
     "is_profiling",
@@ -42,6 +45,7 @@ __all__ = [
     "norm_each",
     "num_dispatch_modes",
     "num_function_modes",
+    "outside_selective_checkpoint",
     "parameter_new",
     "part_of",
     "preserve_versions",
@@ -146,6 +150,43 @@ part_of: Final[Any] = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", to
 without_modes: Final = taken(
     "torch.utils._python_dispatch._disable_current_modes", "ask a user's Python for sizes"
 )
+
+_push_mode: Final = taken("torch.utils._python_dispatch._push_mode", "gather in a recomputation")
+_pop_mode: Final = taken("torch.utils._python_dispatch._pop_mode", "gather in a recomputation")
+#: Modes of a selective checkpoint: in its forward, and as it is computed again.
+_SELECTIVE: Final = (
+    taken("torch.utils.checkpoint._CachingTorchDispatchMode", "gather in a recomputation"),
+    taken("torch.utils.checkpoint._CachedTorchDispatchMode", "gather in a recomputation"),
+)
+
+
+def in_selective_checkpoint() -> bool:
+    """Return whether a selective checkpoint watches operators: its forward, or a recomputation."""
+    return num_dispatch_modes() > 0 and any(isinstance(m, _SELECTIVE) for m in dispatch_modes())
+
+
+@contextmanager
+def outside_selective_checkpoint() -> Iterator[None]:
+    """A context whose operators no selective checkpoint saves, or looks for when it recomputes.
+
+    It is for what is done once, in the forward or as it is computed again, by the state of the
+    program. Other modes stay.
+    """
+    if not in_selective_checkpoint():
+        yield
+        return
+    all_of = [_pop_mode() for _ in dispatch_modes()][::-1]
+    others = [one for one in all_of if not isinstance(one, _SELECTIVE)]
+    for one in others:
+        _push_mode(one)
+    try:
+        yield
+    finally:
+        for _ in others:
+            _pop_mode()
+        for one in all_of:
+            _push_mode(one)
+
 
 any_requires_grad: Final = taken("torch._C._any_requires_grad", "refuse a gradient")
 #: A context in which autograd's kernels are passed by; the keys behind them.

@@ -7,6 +7,7 @@ for bit, and a sharded run must be the unsharded one in every bit over several o
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from rank_program import logged, main
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import hybridq
 from hybridq.distributed import GatheredWeight, count_traffic, prepare_fsdp2, wire_nbytes
@@ -32,10 +33,15 @@ RECIPES = (
 #: Features of three layers: shards are aligned; or misaligned, uneven, with blocks cut.
 SIZES = {"aligned": (64, 128, 64, 32), "cut": (40, 100, 36, 20), "uneven": (33, 70, 51, 7)}
 STEPS = 3
+#: Saves results of products, and of what a gather of planes calls.
+SELECTIVE = functools.partial(
+    create_selective_checkpoint_contexts,
+    [torch.ops.aten.mm.default, torch.ops.aten.cat.default, torch.ops.hybridq.encode.default],
+)
 
 
 class Model(nn.Module):
-    def __init__(self, sizes: tuple[int, ...], recompute: bool = False) -> None:
+    def __init__(self, sizes: tuple[int, ...], recompute: bool | str = False) -> None:
         super().__init__()
         pairs = itertools.pairwise(sizes)
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairs)
@@ -44,7 +50,8 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             run = layer
-            x = checkpoint(run, x, use_reentrant=False) if self.recompute else run(x)
+            how = {"context_fn": SELECTIVE} if self.recompute == "selective" else {}
+            x = checkpoint(run, x, use_reentrant=False, **how) if self.recompute else run(x)
             x = torch.tanh(x)
         return x
 
@@ -347,7 +354,8 @@ def collectives() -> None:
 def policies() -> None:
     sizes = SIZES["cut"]
     train(*models(sizes, reshard_after_forward=False), "mxfp8", "no reshard")
-    train(*models(sizes, recompute=True), "mxfp8_fwd_nvfp4_bwd", "recomputation")
+    for how in (True, "selective"):
+        train(*models(sizes, recompute=how), "mxfp8_fwd_nvfp4_bwd", f"recomputation {how}")
     train(*models(sizes, offload_policy=CPUOffloadPolicy(pin_memory=False)), "nvfp4", "offload")
     train(*models(sizes, torch.float32), "fp8_current", "FP32", torch.float32)
     sharded, plain = models(sizes, torch.float32)

@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 import torch
 
-from ..._torch_private import preserve_versions, tracing_context
+from ..._torch_private import outside_selective_checkpoint, preserve_versions, tracing_context
 from ...direction import COLUMNWISE, ROWWISE, Direction
 from ...formats import PlaneSpec
 from ...kernels import NoOperandCache
@@ -245,9 +245,11 @@ class GatheredStorage(TensorStorage):
         return own
 
     def _missing(self, direction: Direction) -> Plane:
-        if self.first.spec.is_derivable and self._about.last_call().derives:
-            return self.first.derive()
-        return self._about.gather_now(direction)
+        # In a recomputation, too: the forward had it from FSDP2's own gather.
+        with outside_selective_checkpoint():
+            if self.first.spec.is_derivable and self._about.last_call().derives:
+                return self.first.derive()
+            return self._about.gather_now(direction)
 
 
 def _largest(plan: StorageShards, payloads: torch.Tensor) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._torch_private import graph_task_id
+from ..._torch_private import graph_task_id, outside_selective_checkpoint
 from ...errors import warn_once
 from ...nn import WeightOwner
 from ...recipes import Recipe, SlotPlan
@@ -112,5 +112,5 @@ class Regather:
         self.agree(call.phase, expected)
         wanted = self._settled(call, None)
         if wanted is not None:
-            with torch.no_grad():
+            with torch.no_grad(), outside_selective_checkpoint():
                 self.refill(wanted, self.payloads_now(wanted))

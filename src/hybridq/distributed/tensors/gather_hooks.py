@@ -10,6 +10,11 @@ from typing import Any, Final
 
 import torch
 
+from ..._torch_private import (
+    in_selective_checkpoint,
+    num_dispatch_modes,
+    outside_selective_checkpoint,
+)
 from ...tensor import Unflattened
 from ..parameters import GatheredParameter
 from ..units import unit_of
@@ -85,6 +90,9 @@ class _PreAllGather:
                 raise late_parallel(about.name, outer_size)
             unit_of(about, mesh)
         unit: Any = about.unit
+        if num_dispatch_modes() and in_selective_checkpoint():
+            with outside_selective_checkpoint():
+                return unit.inputs(tensor, mesh, mp_policy), None
         return unit.inputs(tensor, mesh, mp_policy), None
 
 
@@ -114,6 +122,9 @@ class GatherHooks(Unflattened):
             param_dtype: not used.
             out: the parameter that an earlier call returned, or None.
         """
+        if num_dispatch_modes() and in_selective_checkpoint():
+            with outside_selective_checkpoint():
+                return self.fsdp_post_all_gather(all_gather_outputs, metadata, param_dtype, out=out)
         about = self._about
         unit: Any = about.unit
         if unit.first is about:
