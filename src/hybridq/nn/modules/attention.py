@@ -12,6 +12,7 @@ from ..autograd import checkpoint, plain_attention
 from ..weights import takes_separate_names
 from .attention_masks import check_mask_type, visible
 from .attention_parts import BiasApart, check_angles, check_shared, check_sizes, filled
+from .constructor_arguments import checked
 from .dot_product_attention import AttentionCall, DotProductAttention
 from .exchange import SequenceExchange
 from .kv_cache import InferenceParams
@@ -87,12 +88,11 @@ class MultiheadAttention(SplitTogether, nn.Module):
         name: qualified name for the roles that a recipe's factory sees: the projections are
             `<name>.layernorm_linear_qkv` or `<name>.linear_qkv`, and `<name>.proj`. Where it is
             None, `hybridq.convert` gives them the names that they have in the model.
-        softmax_type: as `DotProductAttention` takes it; a learned offset is the parameter
-            `core_attention.softmax_offset`.
+        softmax_type: as `DotProductAttention` takes it; offset: `core_attention.softmax_offset`.
 
     Raises:
         ValueError: sizes do not divide, or an option is unknown.
-        TypeError: `name` is no string.
+        TypeError: `name` is no string, a switch no bool, or a size no int.
 
     Source: names and meanings of the arguments: Transformer Engine's MultiheadAttention.
 
@@ -105,6 +105,7 @@ class MultiheadAttention(SplitTogether, nn.Module):
         torch.Size([10, 2, 64])
     """
 
+    @checked
     def __init__(
         self,
         hidden_size: int,
@@ -145,7 +146,7 @@ class MultiheadAttention(SplitTogether, nn.Module):
     ) -> None:
         super().__init__()
         self.num_attention_heads = num_attention_heads
-        self.num_gqa_groups = num_gqa_groups or num_attention_heads
+        self.num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         self.kv_channels = kv_channels or hidden_size // max(num_attention_heads, 1)
         check_sizes(hidden_size, num_attention_heads, self.num_gqa_groups, kv_channels)
         if attention_type not in _TYPES:

@@ -50,6 +50,8 @@ def filled(module: Linear, init_method: InitMethod | None) -> Linear:
 
 def check_sizes(hidden: int, heads: int, groups: int, features: int | None) -> None:
     """Raise unless heads divide the hidden size, and groups the heads."""
+    if features is not None and features < 1:
+        raise ValueError(f"attention: kv_channels must be at least 1, got {features}")
     if heads < 1 or (features is None and hidden % heads):
         raise ValueError(
             "attention: hidden_size must be a multiple of num_attention_heads, or kv_channels "

@@ -17,6 +17,7 @@ from ...recipes.boundary import boundary_quantizer
 from ..autograd import AttentionQuantizers, checkpoint, plain_attention, quantized_attention
 from .attention_bias import SOFTMAXES, added_bias, with_offset
 from .attention_masks import WITHOUT_PADDING, Lengths, check_mask_type, diagonal, visible
+from .constructor_arguments import checked
 from .dealt_parameters import local_part
 from .gathered_keys import attend_gathered, in_ring, ring_tokens
 from .kv_cache import InferenceParams
@@ -87,6 +88,7 @@ class DotProductAttention(nn.Module):
 
     Raises:
         ValueError: sizes do not divide, or an option is unknown.
+        TypeError: a switch is no bool, or a size no int.
 
     Source: names and meanings of the arguments: Transformer Engine's DotProductAttention; the
         formula: Vaswani et al. (arXiv:1706.03762); of `softmax_type`: Miller, "Attention is off by
@@ -107,6 +109,7 @@ class DotProductAttention(nn.Module):
     #: The last recipe that quantizes attention, and its quantizers.
     _bound: tuple[Any, AttentionQuantizers | None] = (None, None)
 
+    @checked
     def __init__(
         self,
         num_attention_heads: int,
@@ -140,7 +143,8 @@ class DotProductAttention(nn.Module):
             raise ValueError(f"{own}: softmax_type {must_be_one_of(SOFTMAXES, softmax_type)}")
         check_mask_type(attn_mask_type, window_size)
         ranks = ParallelOptions(tp_group, tp_size)
-        heads, groups = num_attention_heads, num_gqa_groups or num_attention_heads
+        heads = num_attention_heads
+        groups = heads if num_gqa_groups is None else num_gqa_groups
         if heads < 1 or groups < 1 or heads % groups:
             raise ValueError(
                 f"{own}: num_attention_heads must be a multiple of num_gqa_groups, got "

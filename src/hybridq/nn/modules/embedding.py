@@ -12,6 +12,7 @@ from torch import nn
 from ...recipes import ModuleType, register_module_type
 from ...tensor import is_quantized
 from ..weights import plain_weights
+from .constructor_arguments import checked
 from .quantized_module import QuantizedModule
 
 __all__ = ["EMBEDDING", "Embedding"]
@@ -39,7 +40,7 @@ class Embedding(QuantizedModule, nn.Embedding):
             `hybridq.convert` fills in the name within the model.
 
     Raises:
-        TypeError: `name` is no string.
+        TypeError: `name` is no string, a switch no bool, or a size no int.
 
     Example:
         >>> import torch, hybridq
@@ -53,6 +54,7 @@ class Embedding(QuantizedModule, nn.Embedding):
     #: None: no GEMM has them, and FSDP2 gathers values.
     weight_parts: Mapping[str, str] = MappingProxyType({})
 
+    @checked
     def __init__(
         self,
         num_embeddings: int,

@@ -9,6 +9,7 @@ from torch import nn
 
 from ... import settings
 from ...recipes import get_align_size_for_quantization
+from .constructor_arguments import checked
 from .group_sizes import host_splits
 
 __all__ = ["Fp8Padding", "Fp8Unpadding"]
@@ -17,6 +18,7 @@ __all__ = ["Fp8Padding", "Fp8Unpadding"]
 class _Sizes(nn.Module):
     """What both have: the number of groups, and of what the sizes are multiples."""
 
+    @checked
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
         if isinstance(num_gemms, bool) or not isinstance(num_gemms, int) or num_gemms < 1:

@@ -14,6 +14,7 @@ from ...recipes.roles import GRAD_INPUT
 from ...tensor.stack import split_stack
 from ..autograd import Layout, plain_linear, with_quantized_gradient
 from ..weights import plain_weights
+from .constructor_arguments import checked
 from .group_sizes import Splits, group_offsets, host_splits
 from .grouped_module import GroupedModule, GroupedParameters, is_shown_plain
 from .input_errors import no_tensor
@@ -47,7 +48,7 @@ class GroupedLinear(GroupedModule):
             any other is asked once.
 
     Raises:
-        TypeError: a number is no int, or `name` no string.
+        TypeError: a number is no int, a switch no bool, or `name` no string.
         ValueError: `num_gemms` is below 1, a number of features negative, or `dtype` and
             `params_dtype` differ.
 
@@ -63,6 +64,7 @@ class GroupedLinear(GroupedModule):
         torch.Size([10, 32])
     """
 
+    @checked
     def __init__(
         self,
         num_gemms: int,

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from .attention_masks import Lengths
+from .constructor_arguments import checked
 
 __all__ = ["InferenceParams"]
 
@@ -45,6 +46,7 @@ class InferenceParams:
         True
     """
 
+    @checked
     def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
         if max_batch_size < 1 or max_sequence_length < 1:
             raise ValueError(

@@ -11,6 +11,7 @@ from torch import nn
 from ...recipes.roles import GRAD_INPUT
 from ..autograd import with_quantized_gradient
 from ..weights import plain_weights
+from .constructor_arguments import checked
 from .linear_part import FusedModule, InitMethod, one_dtype, run_part
 from .parallel_options import ParallelOptions
 from .tensor_parallel import ROW
@@ -53,7 +54,7 @@ class LayerNormLinear(FusedModule):
     Raises:
         ValueError: `normalization` is unknown, `eps` is negative or not finite, or `dtype` and
             `params_dtype` differ.
-        TypeError: `name` is no string.
+        TypeError: `name` is no string, a switch no bool, or a size no int.
 
     Source: names and meanings of the arguments: Transformer Engine's LayerNormLinear.
 
@@ -69,6 +70,7 @@ class LayerNormLinear(FusedModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    @checked
     def __init__(
         self,
         in_features: int,
@@ -212,6 +214,7 @@ class RMSNormLinear(LayerNormLinear):
         ['layer_norm_weight', 'weight']
     """
 
+    @checked
     def __init__(
         self,
         in_features: int,

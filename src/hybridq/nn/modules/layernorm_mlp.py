@@ -13,6 +13,7 @@ from ...recipes.roles import GRAD_INPUT
 from ...tensor import is_quantized
 from ..autograd import Gate, PrologueCall, with_quantized_gradient
 from ..weights import plain_weights, takes_separate_names
+from .constructor_arguments import checked
 from .linear_part import FusedModule, InitMethod, activation_of, one_dtype, run_part
 from .parallel_options import ParallelOptions
 from .tensor_parallel import COLUMN, ROW
@@ -62,7 +63,7 @@ class LayerNormMLP(FusedModule):
     Raises:
         ValueError: `activation` or `normalization` is unknown, `eps` is negative or not finite, or
             `dtype` and `params_dtype` differ.
-        TypeError: `name` is no string.
+        TypeError: `name` is no string, a switch no bool, or a size no int.
 
     Source: names and meanings of the arguments: Transformer Engine's LayerNormMLP.
 
@@ -81,6 +82,7 @@ class LayerNormMLP(FusedModule):
     fc2_weight: nn.Parameter
     fc2_bias: nn.Parameter | None
 
+    @checked
     def __init__(
         self,
         hidden_size: int,

@@ -13,6 +13,7 @@ from torch import nn
 from ...recipes.roles import GRAD_INPUT
 from ..autograd import with_quantized_gradient
 from ..weights import plain_weights
+from .constructor_arguments import checked
 from .dealt_parameters import reset_dealt
 from .eager_fast_path import eager_forward
 from .input_errors import no_tensor
@@ -68,8 +69,9 @@ class Linear(QuantizedModule, nn.Linear):
     Under `torch.autocast` input, weight and bias are taken in its dtype, as `nn.Linear` would.
 
     Raises:
-        TypeError: `name` is no string.
-        ValueError: `dtype` and `params_dtype` differ; ranks do not divide the features.
+        TypeError: `name` is no string, a switch no bool, or a size no int.
+        ValueError: a size is negative; `dtype` and `params_dtype` differ; ranks do not divide the
+            features.
 
     Source: names and meanings of the arguments that `nn.Linear` has not: Transformer Engine.
 
@@ -87,6 +89,7 @@ class Linear(QuantizedModule, nn.Linear):
     return_bias: bool = False
     _init_method: InitMethod | None = None
 
+    @checked
     def __init__(
         self,
         in_features: int,

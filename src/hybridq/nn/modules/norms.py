@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...kernels.inputs import has_autocast
+from .constructor_arguments import check_count, checked
 from .linear_part import one_dtype
 from .parallel_options import mark_own_tokens
 
@@ -29,6 +30,7 @@ class _Norm(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter
 
+    @checked
     def __init__(
         self,
         normalized_shape: int | Iterable[int],
@@ -40,7 +42,11 @@ class _Norm(nn.Module):
     ) -> None:
         super().__init__()
         owner = type(self).__name__
-        given = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+        shape = normalized_shape
+        several = isinstance(shape, Iterable) and not isinstance(shape, str)
+        given: tuple[Any, ...] = tuple(shape) if several else (shape,)  # type: ignore[arg-type]
+        for size in given:
+            check_count(owner, "normalized_shape", size)
         self.normalized_shape = tuple(int(size) for size in given)
         if not self.normalized_shape or min(self.normalized_shape) < 1:
             raise ValueError(
@@ -98,6 +104,7 @@ class LayerNorm(_Norm):
         device, dtype: of the parameters; None: torch's defaults.
 
     Raises:
+        TypeError: a size is no int, a switch no bool, or `eps` no number.
         ValueError: a size is not positive, `eps` is negative or not finite, or `dtype` and
             `params_dtype` differ.
 
@@ -111,6 +118,7 @@ class LayerNorm(_Norm):
         True
     """
 
+    @checked
     def __init__(
         self,
         normalized_shape: int | Iterable[int],
@@ -171,6 +179,7 @@ class RMSNorm(_Norm):
         torch.bfloat16
     """
 
+    @checked
     def __init__(
         self,
         normalized_shape: int | Iterable[int],

@@ -29,6 +29,7 @@ from ..autograd import (
     gate_of,
     with_quantized_gradient,
 )
+from .constructor_arguments import checked
 from .norms import LayerNorm, RMSNorm
 
 __all__ = ["ActivationFunction", "LayerNormStep", "Quantize", "RMSNormStep"]
@@ -81,6 +82,7 @@ class ActivationFunction(_Operation):
         torch.Size([3, 32])
     """
 
+    @checked
     def __init__(
         self, activation: str, activation_params: Mapping[str, float] | None = None
     ) -> None:
@@ -181,6 +183,7 @@ class Quantize(_Operation):
         'MXFP8Tensor'
     """
 
+    @checked
     def __init__(self, forward: bool = True, backward: bool = False, name: str = "") -> None:
         super().__init__()
         self.quantizes_forward, self.quantizes_backward = bool(forward), bool(backward)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .constructor_arguments import checked
 from .linear_part import run_part
 from .quantized_module import QuantizedModule
 
@@ -91,7 +92,7 @@ class PatchConv(QuantizedModule):
 
     Raises:
         ValueError: patches overlap, or have gaps, padding or groups.
-        TypeError: `name` is no string.
+        TypeError: `name` is no string, a switch no bool, or a size no int.
 
     Example:
         >>> import torch, hybridq
@@ -107,6 +108,7 @@ class PatchConv(QuantizedModule):
     #: None is a matrix as it is stored.
     weight_parts: Mapping[str, str] = MappingProxyType({})
 
+    @checked
     def __init__(
         self,
         in_channels: int,

@@ -11,6 +11,7 @@ from torch import nn
 from ...errors import must_be_one_of
 from ...reference import NORMS
 from ..autograd import Norm, share
+from .constructor_arguments import checked
 from .dealt_parameters import local_part
 from .tensor_parallel import is_dtensor
 
@@ -36,6 +37,7 @@ class PlainNorm(nn.Module):
     Source: kinds, names and formulas: Transformer Engine's query and key norms.
     """
 
+    @checked
     def __init__(
         self,
         features: int,

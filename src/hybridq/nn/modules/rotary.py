@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from .constructor_arguments import checked
+
 __all__ = ["RotaryPositionEmbedding", "apply_rotary"]
 
 
@@ -30,6 +32,7 @@ class RotaryPositionEmbedding(nn.Module):
         torch.Size([128, 1, 1, 64])
     """
 
+    @checked
     def __init__(
         self,
         dim: int,

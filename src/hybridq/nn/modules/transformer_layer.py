@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .attention import Angles, MultiheadAttention
+from .constructor_arguments import checked
 from .kv_cache import InferenceParams
 from .layernorm_mlp import LayerNormMLP
 from .linear_part import InitMethod, one_dtype
@@ -73,7 +74,7 @@ class TransformerLayer(SplitTogether, nn.Module):
 
     Raises:
         ValueError: sizes do not divide, or an option is unknown.
-        TypeError: `name` is no string.
+        TypeError: `name` is no string, a switch no bool, or a size no int.
 
     Source: names, meanings and defaults of the arguments: Transformer Engine's TransformerLayer.
 
@@ -89,6 +90,7 @@ class TransformerLayer(SplitTogether, nn.Module):
         torch.Size([10, 2, 64])
     """
 
+    @checked
     def __init__(
         self,
         hidden_size: int,
