@@ -14,6 +14,10 @@ def test_tied_fused_and_grouped_modules(tmp_path) -> None:
     run(2, tmp_path / "store", *names, program="fsdp2_modules_program.py")
 
 
+def test_wrappers_around_prepared_modules(tmp_path) -> None:
+    run(2, tmp_path / "store", "wrapped", program="fsdp2_modules_program.py")
+
+
 @pytest.mark.slow
 def test_four_ranks(tmp_path) -> None:
     names = ("tied", "fused", "transformer", "grouped", "split_groups")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from fsdp2_program import check_equal
 from rank_program import main
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -130,6 +132,18 @@ def tied() -> None:
         train(lambda: Blocks(Tied(40), Tied(40)), rows(40), "tied", 2, recipe)
     tokens = lambda: torch.randint(50, (24,))  # noqa: E731
     train(Language, tokens, "tied to an embedding", 1, "mxfp8")
+
+
+def wrapped() -> None:
+    """Wrappers around prepared modules themselves have the modules' attributes, too."""
+    kinds = (checkpoint_wrapper, partial(torch.compile, backend="eager"))
+    for wrap, recipe in zip(kinds, ("mxfp8_fwd_nvfp4_bwd", "mxfp8"), strict=True):
+
+        def make(wrap: Any = wrap) -> nn.Module:
+            parts = [hybridq.Linear(40, 56), nn.GELU(), hybridq.Linear(56, 40)]
+            return Blocks(nn.Sequential(wrap(parts[0]), parts[1], wrap(parts[2])))
+
+        train(make, rows(40), "wrapped", 2, recipe)
 
 
 def fused() -> None:

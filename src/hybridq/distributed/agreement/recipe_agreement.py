@@ -192,7 +192,7 @@ class Prepared:
         """
         model = None if mesh is None or mesh.size() == 1 else self._model()
         for path, module in () if model is None else model.named_modules():
-            for name in getattr(module, "prepared_weights", ()):
+            for name in _prepared_of(module):
                 weight: Any = module._parameters[name]
                 is_here = getattr(weight, "device_mesh", None) == mesh
                 if not is_here or not all(one.is_replicate() for one in weight.placements):
@@ -209,7 +209,7 @@ class Prepared:
         lost = [
             f"{path}.{name}"
             for path, module in (() if model is None else model.named_modules())
-            for name in getattr(module, "prepared_weights", ())
+            for name in _prepared_of(module)
             if not hasattr(getattr(module._parameters[name], "_local_tensor", None), "_about")
         ]
         if lost:
@@ -267,6 +267,16 @@ def _roots(model: nn.Module | None) -> Iterator[nn.Module]:
             yield module
 
 
+def _prepared_of(module: nn.Module) -> dict[str, Any]:
+    """Return what keeps the prepared weights of a module itself, by name.
+
+    A wrapper (`checkpoint_wrapper`, `torch.compile` of a module) has the attributes of the module
+    inside, and none of its parameters.
+    """
+    found = getattr(module, "prepared_weights", {})
+    return {name: one for name, one in found.items() if name in module._parameters}
+
+
 def _use_in_graph(module: nn.Module, args: Any) -> None:
     """Have the planes of the recipe in force, where a compiled module's forward begins.
 
@@ -275,7 +285,7 @@ def _use_in_graph(module: nn.Module, args: Any) -> None:
     recipe = settings.current().recipe
     recipe = recipe if isinstance(recipe, Recipe) else None
     for one in module.modules():
-        for name, prepared in getattr(one, "prepared_weights", {}).items():
+        for name, prepared in _prepared_of(one).items():
             prepared.use_in_graph(one, name, recipe)
 
 
