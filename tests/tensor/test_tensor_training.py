@@ -75,6 +75,32 @@ def test_an_optimizer_does_to_the_values_what_it_does_to_plain_ones(name, mode, 
         assert type(state) is torch.Tensor, "an optimizer's state keeps full precision"
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.Adam, {"decoupled_weight_decay": True, "foreach": False}),
+        (torch.optim.Adam, {"decoupled_weight_decay": True, "foreach": True}),
+        (torch.optim.RAdam, {"decoupled_weight_decay": True, "foreach": False}),
+        (torch.optim.RAdam, {"decoupled_weight_decay": True, "foreach": True}),
+        (torch.optim.Muon, {}),
+    ],
+)
+@pytest.mark.parametrize("decay", [0.1, 0.0])
+def test_a_decoupled_weight_decay_is_a_write_of_its_own(kind, options, decay, writes) -> None:
+    """As docs/reference/tensors.md says: its result is rounded, and then that of the step."""
+    w = nn.Parameter(hybridq.quantize(torch.randn(48, 64), **HYBRID))
+    start = w.dequantize().detach()
+    optimizer = kind([w], lr=0.1, weight_decay=decay, **options)
+    w.grad = torch.zeros(48, 64)  # so that the step itself moves nothing
+    optimizer.step()
+    if kind is not torch.optim.Muon:  # which multiplies by one where there is no decay
+        assert writes == [id(w)] * (2 if decay else 1)
+    else:
+        assert writes == [id(w)] * 2
+    once = w.quantizer(start * (1 - 0.1 * decay))
+    same_planes(w, w.quantizer(once.dequantize()))
+
+
 def test_optimizers_refuse_a_parameter_without_quantizer_before_any_arithmetic() -> None:
     made = hybridq.quantize(torch.randn(8, 32), "mxfp8")
     w = nn.Parameter(QuantizedTensor.make(made.tensor_storage, made.shape, made.dtype))
