@@ -162,3 +162,18 @@ def test_what_is_not_there_is_said_by_name() -> None:
         ops.Linear(8, 8, userbuffers_options={})
     with pytest.raises(ValueError, match="activation must be one of"):
         hybridq.nn.ActivationFunction("swish")
+
+
+@pytest.mark.parametrize(
+    ("eps", "error", "rule"),
+    [
+        ("1e-5", TypeError, "eps must be a number, got '1e-5'"),
+        (True, TypeError, "eps must be a number, got True"),
+        (-3.0, ValueError, "eps must be finite and at least 0, got -3.0"),
+        (float("nan"), ValueError, "eps must be finite and at least 0, got nan"),
+    ],
+)
+def test_the_eps_of_a_length_is_a_number_from_zero(eps, error, rule) -> None:
+    """A negative one gave NaN, silently, and a string an error of the first forward."""
+    with pytest.raises(error, match=rf"te.ops.L2Normalization: {rule}"):
+        ops.L2Normalization(eps=eps)

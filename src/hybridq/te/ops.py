@@ -208,10 +208,20 @@ class L2Normalization(torch.nn.Module):
 
     Args:
         eps: added to the sum.
+
+    Raises:
+        TypeError: `eps` is no number.
+        ValueError: it is negative, or not finite.
     """
 
     def __init__(self, *, eps: float = 1e-6) -> None:
         super().__init__()
+        if isinstance(eps, bool | str) or not hasattr(eps, "__float__"):
+            raise TypeError(f"te.ops.L2Normalization: eps must be a number, got {eps!r}")
+        if not 0.0 <= eps < math.inf:
+            raise ValueError(
+                f"te.ops.L2Normalization: eps must be finite and at least 0, got {eps}"
+            )
         self.eps = eps
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
