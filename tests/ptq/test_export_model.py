@@ -35,6 +35,30 @@ def test_the_same_as_of_its_files(tmp_path):
         assert said[0] == said[1], kind
 
 
+def test_the_second_name_of_a_tied_weight_is_told(tmp_path):
+    """A model of transformers ties it when it is loaded; any other loader must be told."""
+    model = mlp()
+    model["down_proj"].weight = model["up_proj"].weight
+    options = {"layout": "compressed-tensors", "format": "mxfp8"}
+    said = run(model, tmp_path / "tied", **options).warnings
+    assert "down_proj.weight" not in stored(tmp_path / "tied")
+    told = [one for one in said if "tied weights are written once" in one]
+    assert len(told) == 1
+    assert "without down_proj.weight (of up_proj.weight)" in told[0]
+
+    model["down_proj"].weight = nn.Parameter(model["up_proj"].weight.detach().clone())
+    said = run(model, tmp_path / "two", **options).warnings
+    found = stored(tmp_path / "two")
+    assert not any("tied" in one for one in said)
+    names = ("down_proj.weight", "up_proj.weight")
+    first, second = (found[name].view(torch.uint8) for name in names)
+    assert torch.equal(first, second)
+
+    hf_models = pytest.importorskip("hf_models")
+    said = run(hf_models.make("tied"), tmp_path / "known", **options).warnings
+    assert not any("tied weights" in one for one in said)
+
+
 def test_planes_that_are_there_stay(tmp_path):
     """Of a fake amax, so that nothing else gives these codes."""
     model = mlp()

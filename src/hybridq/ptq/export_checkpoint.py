@@ -26,7 +26,7 @@ from .convert import check_paths
 from .draft import CheckpointScheme
 from .exporting import ExportScheme
 from .found import Found, find
-from .in_memory import source_of
+from .in_memory import source_of, tied_without_telling
 from .model_word import ModelWord, tell_of_unknown, word_of, word_of_source
 from .observer import Observer
 from .options import ConvertOptions
@@ -149,6 +149,13 @@ def export(
             asked.observer.warn(
                 f"static scales of the inputs of {len(names)} modules ({names[0]}, ...) are not "
                 "exported; give the calibration that they are of"
+            )
+        tied = tied_without_telling(model)
+        if tied:
+            others = ", ".join(f"{name} (of {first})" for name, first in tied.items())
+            asked.observer.warn(
+                f"tied weights are written once, without {others}: load them into a model that "
+                "ties them too, with strict=False, or give each a copy before the export"
             )
         return asked.write(find(source_of(model, state), known), word_of(model), Path(target))
 

@@ -32,7 +32,7 @@ from .model_word import class_name
 from .record import METADATA_KEY, Record, records_text
 from .source import CONFIG, SINGLE, Opened, Shard, Source
 
-__all__ = ["source_of"]
+__all__ = ["source_of", "tied_without_telling"]
 
 #: Bytes of the tensors of one file.
 _SHARD_NBYTES: Final = 5 * 10**9
@@ -249,6 +249,24 @@ def _without_tied(model: nn.Module, state: Mapping[str, Any]) -> dict[str, torch
         if seen.setdefault(key, name) == name:
             made[name] = value
     return {name: made[name] for name in state if name in made}
+
+
+def tied_without_telling(model: nn.Module) -> dict[str, str]:
+    """Return names of parameters that are not written, and the name that each is written under.
+
+    Those that transformers knows are left out: its models tie them when they are loaded.
+
+    Args:
+        model: in memory.
+    """
+    known = getattr(model, "all_tied_weights_keys", None) or {}
+    seen: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for name, value in model.named_parameters(remove_duplicate=False):
+        first = seen.setdefault(id(value), name)
+        if first != name and name not in known and first not in known:
+            found[name] = first
+    return found
 
 
 def _tagged(
