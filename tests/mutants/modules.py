@@ -36,8 +36,8 @@ MODULES = (
         "histories-under-a-checkpoint-wrapper",
         rules.HISTORY_NAMES,
         "distributed/scaling_history",
-        '("_orig_mod", "_checkpoint_wrapped_module")',
-        '("_orig_mod",)',
+        '"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"',
+        '"_orig_mod", "_fsdp_wrapped_module"',
         _NAMES + "histories_have_the_names_of_a_model_that_is_not_wrapped",
     ),
     _of(

@@ -71,9 +71,9 @@ def test_what_makes_no_sense_here_is_no_argument(cls, argument):
         (lambda: LayerNormLinear(8, 4, -1.0), ValueError, "eps"),
         (lambda: LayerNormMLP(8, 4, eps=float("nan")), ValueError, "eps"),
         (lambda: LayerNormMLP(8, 4, activation="elu"), ValueError, "activation.*'elu'"),
-        (lambda: LayerNormLinear(8, -4), ValueError, "features must not be negative, got 8 and -4"),
+        (lambda: LayerNormLinear(8, -4), ValueError, "out_features must not be negative, got -4"),
         (lambda: LayerNormLinear(-8, 4), ValueError, "in_features must not be negative, got -8"),
-        (lambda: LayerNormMLP(8, -4), ValueError, "fc1_features must not be negative"),
+        (lambda: LayerNormMLP(8, -4), ValueError, "ffn_hidden_size must not be negative, got -4"),
         (lambda: LayerNormLinear(8, 4, name=3), TypeError, "name"),
     ],
 )

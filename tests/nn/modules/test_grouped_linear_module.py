@@ -421,9 +421,9 @@ def test_mixed_parameters_are_refused() -> None:
     ("arguments", "error", "words"),
     [
         ((0, 4, 4), ValueError, "num_gemms must be at least 1, got 0"),
-        ((2.0, 4, 4), TypeError, "num_gemms must be an int, got float"),
-        ((2, -1, 4), ValueError, "in_features must be at least 0, got -1"),
-        ((2, 4, "4"), TypeError, "out_features must be an int, got str"),
+        ((2.0, 4, 4), TypeError, "num_gemms must be an int, got 2.0"),
+        ((2, -1, 4), ValueError, "in_features must not be negative, got -1"),
+        ((2, 4, "4"), TypeError, "out_features must be an int, got '4'"),
     ],
 )
 def test_bad_constructor_arguments(arguments, error, words) -> None:

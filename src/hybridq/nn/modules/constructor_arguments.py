@@ -19,7 +19,7 @@ __all__ = ["check_count", "checked"]
 P = ParamSpec("P")
 
 #: Parameters whose constructor or torch says more of them than the type does.
-_CHECKED_ELSEWHERE: Final = ("tp_size", "num_gemms", "padding_idx")
+_CHECKED_ELSEWHERE: Final = ("tp_size", "padding_idx")
 
 
 def checked(init: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:

@@ -84,9 +84,10 @@ class GroupedLinear(GroupedModule):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        self.num_gemms = self._count("num_gemms", num_gemms, 1)
-        self.in_features = self._count("in_features", in_features, 0)
-        self.out_features = self._count("out_features", out_features, 0)
+        if num_gemms < 1:
+            raise ValueError(f"GroupedLinear: num_gemms must be at least 1, got {num_gemms}")
+        self.num_gemms = num_gemms
+        self.in_features, self.out_features = in_features, out_features
         self.use_bias = bool(bias)
         self.single_grouped_weight = bool(single_grouped_weight)
         self.single_grouped_bias = bool(single_grouped_bias)
@@ -101,13 +102,6 @@ class GroupedLinear(GroupedModule):
         self.reset_parameters()
         self._take_accumulation(fuse_wgrad_accumulation, delay_wgrad_compute)
         self._take_name(name)
-
-    def _count(self, what: str, value: object, least: int) -> int:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"GroupedLinear: {what} must be an int, got {type(value).__name__}")
-        if value < least:
-            raise ValueError(f"GroupedLinear: {what} must be at least {least}, got {value}")
-        return value
 
     def _add(self, what: str, shape: tuple[int, ...], is_single: bool, options: Any) -> None:
         if is_single:

@@ -334,8 +334,6 @@ class FusedModule(SplitTogether, QuantizedModule):
             raise self._error(
                 ValueError, f"normalization must be {' or '.join(NORMS)}, got {normalization!r}"
             )
-        if features < 0:
-            raise self._error(ValueError, f"in_features must not be negative, got {features}")
         if not 0.0 <= eps < math.inf:
             raise self._error(ValueError, f"eps must be finite and at least 0, got {eps}")
         self.normalization, self.eps = normalization, float(eps)
@@ -351,9 +349,6 @@ class FusedModule(SplitTogether, QuantizedModule):
         self, prefix: str, out_features: int, in_features: int, bias: bool, options: dict[str, Any]
     ) -> None:
         """Make `<prefix>weight` and `<prefix>bias`, which is None without a bias."""
-        if min(in_features, out_features) < 0:
-            sizes = f"{in_features} and {out_features}"
-            raise self._error(ValueError, f"{prefix}features must not be negative, got {sizes}")
         weight = nn.Parameter(torch.empty(out_features, in_features, **options))
         self.register_parameter(f"{prefix}weight", weight)
         own = nn.Parameter(torch.empty(out_features, **options)) if bias else None
