@@ -10,6 +10,7 @@ import types
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 sys.modules["torchtitan"] = types.ModuleType("torchtitan")
@@ -64,6 +65,26 @@ def refused() -> None:
             assert re.search(re.escape(words), str(error)), error
         else:
             raise AssertionError(words)
+
+
+def sharded() -> None:
+    """FSDP2 deals experts out, too, and gathers them: every one keeps its history."""
+    torch.manual_seed(0)
+    plain, x = hybridq.convert(Model()), torch.randn(16, 32)
+    own = copy.deepcopy(plain)
+    fully_shard(own.experts)
+    fully_shard(own)
+    assert len(own.experts.scaled_weights()) == len(plain.experts.scaled_weights()) == 12
+    optimizers = [torch.optim.SGD(one.parameters(), 0.01) for one in (own, plain)]
+    for number in range(4):
+        outputs = []
+        for one, optimizer in zip((own, plain), optimizers, strict=True):
+            with hybridq.autocast(recipe="fp8_delayed"):
+                outputs.append(one(x * (number + 1), SIZES))
+            outputs[-1].square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
-from ..nn.modules import reason_against_class, reason_against_patches
+from ..nn.modules import is_linear, reason_against_class, reason_against_patches
 from .converter import Converter
 from .exclusions import REASONS, reason_by_name
 
@@ -120,7 +120,7 @@ def as_it_is(module: nn.Module, name: str, why: str, kind: Converter) -> NotConv
     helps = ""
     if kind.layout is not None and any(word in why for word in ("it has no ", " must be ")):
         helps = _experts_help(module)
-    elif "its class" in why and isinstance(module, nn.Linear):
+    elif type(module) is not nn.Linear and is_linear(module) and "forward" not in vars(module):
         own = type(module).__name__
         made = f'hybridq.register_converter(Converter("{own}", {own}, hybridq.Linear))'
         helps = f"{made}, which makes it a hybridq.Linear and no {own}"

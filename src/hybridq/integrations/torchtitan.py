@@ -137,17 +137,26 @@ def parallelize_under(
         elif backend == "partial_dtensor":
             model.parallelize = _then_prepares(model)
         else:
-            log_once(
-                f"torchtitan:{backend}",
-                "torchtitan: weights are gathered in high precision and quantized after: their "
-                f"planes do not travel under spmd_backend={backend!r} with tensor or expert "
-                "parallelism; they do under 'partial_dtensor'",
+            _tell(
+                f"their planes do not travel under spmd_backend={backend!r} with tensor or expert "
+                "parallelism; they do under 'partial_dtensor'"
             )
         made = parallelize_fn(model, *args, **settings)
+        if vars(model).pop("parallelize", None) is not None:  # nobody called it
+            _tell(
+                "there is tensor or expert parallelism, and the parallelize_fn did not call "
+                "model.parallelize, after which they are prepared; call prepare_fsdp2(model) in "
+                "it, before fully_shard"
+            )
         run_under(made, given)
         return made
 
     return parallelize
+
+
+def _tell(why: str) -> None:
+    text = "torchtitan: weights are gathered in high precision and quantized after: "
+    log_once(f"torchtitan:{why}", text + why)
 
 
 def _then_prepares(model: Any) -> Callable[..., None]:

@@ -74,14 +74,14 @@ class Experts(GroupedModule):
         return _forward(self, recipe, args, kwargs)
 
     def own_part(self, parameter: torch.Tensor) -> torch.Tensor:
-        if self.exchange is not None:
-            return self.exchange.own_part(parameter)
-        to_local: Any = getattr(parameter, "to_local", None)  # of a library's DTensor
-        return parameter if to_local is None else to_local()
+        return parameter if self.exchange is None else self.exchange.own_part(parameter)
 
     def multiplied_part(self, parameter: torch.Tensor) -> torch.Tensor:
-        own = self.own_part(parameter)
-        return own if self.exchange is None else self.exchange.with_copies(self, own)
+        if self.exchange is None:
+            # In a forward a DTensor is of a library that dealt experts out: of FSDP2 it is whole.
+            to_local: Any = getattr(parameter, "to_local", None)
+            return parameter if to_local is None else to_local()
+        return self.exchange.with_copies(self, self.own_part(parameter))
 
 
 # Functions and not methods: the own class may have methods of these names.
@@ -90,7 +90,7 @@ class Experts(GroupedModule):
 def _count(module: Experts) -> int:
     """Return how many experts there are; where another library dealt them out, on this rank."""
     down = getattr(module, module.experts_layout.down)
-    return int((down if module.exchange is not None else module.own_part(down)).shape[0])
+    return int((down if module.exchange is not None else module.multiplied_part(down)).shape[0])
 
 
 def _check_dealt(module: Experts, recipe: Recipe | None) -> None:
@@ -109,7 +109,8 @@ def _check_dealt(module: Experts, recipe: Recipe | None) -> None:
                 "have whole experts (torchtitan: an expert_parallel_degree that "
                 "tensor_parallel_degree divides), or parallelize_experts(model, ExpertRanks(...))"
             )
-    if recipe is not None and recipe.reads_names and module.own_part(down).shape != down.shape:
+    is_part = module.multiplied_part(down).shape != down.shape
+    if recipe is not None and recipe.reads_names and is_part:
         raise NotImplementedError(
             f"experts {module.name}: a recipe that reads names needs to know which experts this "
             "rank has, which parallelize_experts(model, ExpertRanks(...)) tells it; or take a "
@@ -320,7 +321,7 @@ def _computed(
     for name, bias in zip(layout.first, layout.first_biases, strict=True):
         more = 0
         if module.exchange is None:  # matrices that nothing reads
-            more = module.own_part(getattr(module, name)).shape[0] - offsets.shape[0]
+            more = module.multiplied_part(getattr(module, name)).shape[0] - offsets.shape[0]
         ends = torch.cat([offsets, offsets[-1:].expand(more)]) if more else offsets
         made.append(module.grouped_product(recipe, name, bias, x, ends, rows))
     hidden, activation = x, None

@@ -90,6 +90,7 @@ class _PreAllGather:
                 raise late_parallel(about.name, outer_size)
             unit_of(about, mesh)
         unit: Any = about.unit
+        # The number first: it costs the host nothing.
         if num_dispatch_modes() and in_selective_checkpoint():
             with outside_selective_checkpoint():
                 return unit.inputs(tensor, mesh, mp_policy), None
