@@ -92,6 +92,8 @@ def test_a_model_is_parallelized_under_a_recipe() -> None:
     assert torch.equal(made(x, SIZES), plain(x, SIZES))  # in training alone
     with pytest.raises(ValueError, match="got 'mxfp9'; did you mean 'mxfp8'"):
         parallelize_under(parallelize, "mxfp9")
+    with pytest.raises(TypeError, match="parallelize_fn must be callable"):
+        parallelize_under(None, "mxfp8")
 
 
 def test_options_are_those_of_convert() -> None:

@@ -111,6 +111,7 @@ def parallelize_under(
         options: of `hybridq.convert`.
 
     Raises:
+        TypeError: `parallelize_fn` cannot be called.
         ValueError: no recipe has that name.
 
     Example:
@@ -125,6 +126,11 @@ def parallelize_under(
     Source: torchtitan 0.3, models/llama3/parallelize.py: `model.parallelize(...)`, where it is
         called, comes before `fully_shard`.
     """
+    if not callable(parallelize_fn):
+        raise TypeError(
+            "parallelize_under: parallelize_fn must be callable, spec.parallelize_fn, got "
+            f"{type(parallelize_fn).__name__}"
+        )
     given = source(recipe)
 
     @functools.wraps(parallelize_fn)
