@@ -43,6 +43,19 @@ def test_states_saved_aside_and_ignored_parameters(tmp_path) -> None:
 
 
 @needs_gloo
+@pytest.mark.parametrize("names", ["recipes", "modules", "other_recipes traffic experts"])
+def test_frozen_bases_of_adapters(names, tmp_path) -> None:
+    run(2, tmp_path / "store", *names.split(), program="fsdp2_frozen_program.py")
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_frozen_bases_of_adapters_on_four_ranks_and_compiled(tmp_path) -> None:
+    run(2, tmp_path / "two", "compiled", program="fsdp2_frozen_program.py")
+    run(4, tmp_path / "four", "recipes", "modules", program="fsdp2_frozen_program.py")
+
+
+@needs_gloo
 @pytest.mark.more
 def test_two_dimensional_mesh(tmp_path) -> None:
     run(4, tmp_path / "store", "hsdp", program=PROGRAM)

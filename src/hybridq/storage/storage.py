@@ -66,6 +66,11 @@ class TensorStorage:
     #: decodes to, where delayed scaling wants to know them; None: nobody told.
     amaxes: torch.Tensor | None = None
 
+    @property
+    def holds_columns(self) -> bool:
+        """Whether the columnwise plane is held beside the rowwise one, or instead of it."""
+        return self.columnwise is not None
+
     def use(self, slot: object) -> None:
         """Have the planes of the forward that a backward belongs to, if others came since.
 

@@ -83,8 +83,8 @@ class GatherCall:
         """Return what maxima depend on beside the values."""
         return self.world, self.shape, self.dtype, self.slot
 
-    def spec(self, direction: Direction) -> PlaneSpec:
-        """Return the spec of the plane of `direction` that a gather brings."""
+    def spec(self, direction: Direction) -> PlaneSpec | None:
+        """Return the spec of the plane of `direction` that a gather brings; None: none does."""
         whole = self.plan(True, True, "")
         spec = whole.col if direction == COLUMNWISE and whole.col is not None else whole.row
         return spec if spec is not None else PlaneSpec.plain(self.dtype)

@@ -46,6 +46,7 @@ class GatheredParameter(OwnRows, Regather):
         is_encoded: each gather encodes this rank's rows.
         is_held: its shards are quantized.
         is_own: of such shards, each rank writes its own without the others.
+        holds_columns: it has a columnwise plane; where not, its backward encodes one.
 
     Args:
         module: that it belongs to.
@@ -58,6 +59,7 @@ class GatheredParameter(OwnRows, Regather):
     is_encoded = True
     is_held = False
     is_own = False
+    holds_columns = True
 
     def __init__(
         self,

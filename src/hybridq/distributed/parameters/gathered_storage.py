@@ -44,6 +44,10 @@ class _About(Protocol):
     def is_encoded(self) -> bool:
         """Whether what is gathered follows from a recipe: each gather encodes."""
 
+    @property
+    def holds_columns(self) -> bool:
+        """Whether the parameter has a columnwise plane; where not, its backward encodes one."""
+
     def derives_from(self, plan: StorageShards) -> bool:
         """Return whether the columnwise plane is what a gather brings, transposed."""
 
@@ -214,6 +218,11 @@ class GatheredStorage(TensorStorage):
                     own.copy_(value)
         return TensorStorage(made.rowwise, old)
 
+    @property
+    def holds_columns(self) -> bool:
+        """Whether there is a columnwise plane to gather or to derive."""
+        return self._about.holds_columns
+
     def use(self, slot: object) -> None:
         """Have the planes of the forward that a backward belongs to; every rank must call it.
 
@@ -224,7 +233,7 @@ class GatheredStorage(TensorStorage):
             self._about.use_slot(slot)
 
     def spec(self, direction: Direction) -> PlaneSpec | None:
-        """Return the spec of a plane that is there or can be had."""
+        """Return the spec of a plane that is there or can be had; None: it cannot."""
         return self._about.last_call().spec(direction)
 
     def plane(self, direction: Direction) -> Plane:

@@ -76,14 +76,13 @@ class QuantizedGatherCall(GatherCall):
         chosen = (own_row if row else None, own_col if col else None)
         return StorageShards(*chosen, "original", self.shards)
 
-    def spec(self, direction: Direction) -> PlaneSpec:
-        """Return the spec of the plane of `direction`, or of the one that there is."""
+    def spec(self, direction: Direction) -> PlaneSpec | None:
+        """Return the spec of the plane of `direction`, held or derived; None: there is none."""
         row, col = self._specs
         own, other = (row, col) if direction == ROWWISE else (col, row)
-        found = own or other
-        if found is None:
-            raise RuntimeError("fsdp2: a quantized parameter has no planes")
-        return found
+        if own is None and other is not None and other.is_derivable:
+            return other
+        return own
 
     @property
     def derives(self) -> bool:
@@ -122,6 +121,7 @@ class QuantizedShard(HeldPlanes, GatheredParameter):
         self.keeps_initial = False
         #: Of the planes that are held, rowwise and columnwise.
         self.specs = held_specs(storage)
+        self.holds_columns = storage.columnwise is not None
         self._source = quantizer.columnwise_source if self.specs[1] is not None else "original"
         self._matrix = (storage.first.rows, storage.first.cols)
         reasons = reasons_against(self.specs, self._source)

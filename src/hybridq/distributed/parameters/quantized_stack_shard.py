@@ -176,6 +176,7 @@ class QuantizedStackShard(HeldPlanes, StackedParameter):
         self.keeps_initial = False
         #: Of the planes that are held, rowwise and columnwise.
         self.specs: tuple[PlaneSpec | None, PlaneSpec | None] = held_specs(storage)
+        self.holds_columns = storage.columnwise is not None
         self.rows = count
         rows, cols = storage.first.rows // count, storage.first.cols
         #: Shape of what a tensor of the parameter has for each matrix.

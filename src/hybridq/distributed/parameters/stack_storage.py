@@ -25,6 +25,7 @@ class WholeStack:
     """
 
     is_encoded, in_graph = False, False  # a stack is no input of a graph
+    holds_columns = True  # that each matrix has its plane is asked of the matrix
 
     def __init__(self, stack: Any) -> None:
         self._stack = stack

@@ -216,6 +216,10 @@ class Matrix:
     def is_encoded(self) -> bool:
         return self._stack.encodes
 
+    @property
+    def holds_columns(self) -> bool:
+        return self._stack.holds_columns
+
     def derives_from(self, plan: StorageShards) -> bool:
         return plan.derives
 

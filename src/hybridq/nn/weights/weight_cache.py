@@ -289,7 +289,7 @@ def _versions(storage: TensorStorage) -> tuple[int, ...]:
 
 def _lacks_columns(storage: TensorStorage, slot: SlotPlan) -> bool:
     """Return whether a storage has the rowwise plane alone, and the other is encoded late."""
-    if storage.columnwise is not None or storage.comes_and_goes or not slot.can_encode_late:
+    if storage.holds_columns or not slot.can_encode_late:
         return False
     derived = storage.spec(COLUMNWISE)
     return derived is None or derived != PlaneSpec.parse(slot.col.spec)
