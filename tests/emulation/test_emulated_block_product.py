@@ -7,6 +7,7 @@ sums of 128 and what is added up of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -29,6 +30,7 @@ from hybridq.kernels.inputs import Chip
 from hybridq.kernels.ragged import capacity, group_ends, padded_offsets
 from hybridq.kernels.scaled_mm import backend as scaled_backend
 from hybridq.kernels.scaled_mm import core_sides, laid_down
+from hybridq.reference import Folded
 
 MODULE = emulated.load()
 pytestmark = pytest.mark.skipif(MODULE is None, reason="make emulation builds the kernels")
@@ -296,6 +298,13 @@ def test_groups_with_a_scale_each(monkeypatch, by_core, is_stack, b_name) -> Non
     assert [side.per for side in seen[0]] == (["group"] * 2 if has_groups else ["row"] * 2)
 
 
+def fold(kernels: emulated.EmulatedKernels, one: Operand, height: int) -> Folded:
+    """Fold a plane as a chip does: the core takes scales of a group of columns side by side."""
+    with kernels.launch(torch.device("cpu")):
+        made = kernels.fold(one.buffers, one.spec, one.rows, one.cols, height)
+    return replace(made, codes=made.codes.view(torch.float8_e4m3fn))
+
+
 @pytest.mark.parametrize("precision", ["auto", "fast"])
 @pytest.mark.parametrize("is_planned", [False, True])
 @pytest.mark.parametrize("adds", [False, True])
@@ -304,6 +313,8 @@ def test_dense_products_of_folded_planes(monkeypatch, precision, is_planned, add
     kernels = emulated.EmulatedKernels(MODULE)
     hopper = Chip("cuda", (9, 0), (13, 0), (2, 11))
     monkeypatch.setattr(folded_backend, "core_product", lambda op, chip: kernels.multiply_pair)
+    monkeypatch.setattr(folded_backend, "fold", lambda one, height: fold(kernels, one, height))
+    monkeypatch.setattr(scaled_backend, "_scaled_mm", None)  # nothing is left to cuBLASLt
     if adds:
         monkeypatch.setattr(folded_backend, "_LARGE", 0)
     spec, (m, n, k) = PlaneSpec.parse("mxfp8"), (64, 128, 512)

@@ -42,6 +42,19 @@ Formats = tuple[tuple[str, str], tuple[str, str]]
 _RULE = "every rank must run the same experts under the same recipe, on tokens of one kind"
 
 
+class _TimesInBackward(torch.autograd.Function):
+    """A tensor as it is, whose gradient is multiplied with a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
+        return grads[0] * ctx.factor, None
+
+
 class _Forward(NamedTuple):
     """One forward of a module of experts.
 
@@ -120,7 +133,10 @@ class TokenExchange:
         local: torch.Tensor = parameter.to_local(grad_placements=[Shard(0)])
         if self.factor != 1.0 and local.requires_grad and torch.is_grad_enabled():
             factor = self.factor
-            local.register_hook(lambda grad: grad * factor)
+            if torch.compiler.is_compiling():  # torch 2.10 traces no hooks
+                local = _TimesInBackward.apply(local, factor)
+            else:
+                local.register_hook(lambda grad: grad * factor)
         return local
 
     def with_copies(self, module: Any, own: torch.Tensor) -> torch.Tensor:
@@ -308,7 +324,7 @@ class TokenExchange:
             meanwhile()
         arrived, made = arrived_rows(sent)
         order = plan.arrived
-        rows = order.rows._replace(made=made)
+        rows = TokenRows(order.rows.tokens, order.rows.inverse, made)  # no _replace: in graphs too
         if torch.compiler.is_compiling():  # nothing is handed on beside tensors
             y = compute(arrived, order.offsets, rows, None)
             back = take_rows(y, TokenRows(order.inverse.flatten(), order.order[:, None]))
