@@ -28,7 +28,7 @@ from ..autograd import (
     tell,
     watcher,
 )
-from ..weights import Into, part_of
+from ..weights import Into, part_of, say_other_planes
 from .group_sizes import Group, mixed_linear
 from .quantized_module import QuantizedModule
 
@@ -303,7 +303,12 @@ class GroupedModule(QuantizedModule):
         part: str,
     ) -> tuple[Any, ...]:
         """Return where the planes of each group's weight are, or are kept; empty for nowhere."""
-        if torch.compiler.is_compiling() or self.copied_matrices:
+        if torch.compiler.is_compiling():
+            for weight, plan in zip(own, plans, strict=False):
+                if is_quantized(weight):
+                    say_other_planes(self, part, weight, plan.weight, dtype)
+            return ()
+        if self.copied_matrices:
             return ()
         slot = plans[0].weight
         keeps = not (slot.col.is_plain or slot.is_delayed) and len(_distinct(plans)) == 1

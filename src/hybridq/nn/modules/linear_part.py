@@ -34,7 +34,7 @@ from ..autograd import (
     tell,
     watcher,
 )
-from ..weights import Into
+from ..weights import Into, say_other_planes
 from .dealt_parameters import reset_dealt
 from .input_errors import NESTED, no_tensor
 from .parallel_weights import SplitTogether
@@ -238,6 +238,10 @@ def _product(
                 # In a graph `encode` takes its planes as they are. Eagerly what is not kept holds
                 # values, gathered in high precision, which are cut like any other.
                 cuts = cuts._replace(weight=None)
+                for name, part in module.weight_parts.items():
+                    held = getattr(module, name)  # dynamo reads no attribute of what it views
+                    if part == own.name and is_quantized(held):
+                        say_other_planes(module, part, held, plan.weight, w.dtype)
         saves = module.save_original_input and _may_encode_again(own, plan, fused, cuts)
         return linear(x, w, b, plan, kept, scales, fused, into, cuts, saves)
 

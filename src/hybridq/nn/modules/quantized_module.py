@@ -45,6 +45,7 @@ from ..weights import (
     check_weights,
     prequantized_weight,
     quantize_weights,
+    say_other_planes,
     tell_values,
 )
 from .forward_only import ForwardOnly
@@ -269,7 +270,10 @@ class QuantizedModule(WeightGradients, ParallelWeights, Boundary, ForwardOnly, n
             return None
         if is_quantized(weight):
             storage = weight.tensor_storage  # type: ignore[attr-defined]
-            return prequantized_weight(storage, plan.weight, dtype, whole)
+            found = prequantized_weight(storage, plan.weight, dtype, whole)
+            if found is None:
+                say_other_planes(self, part, weight, plan.weight, dtype)
+            return found
         if is_first_microbatch is None:
             is_first_microbatch = settings.current().is_first_microbatch
             if is_first_microbatch is None:

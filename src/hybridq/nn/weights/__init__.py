@@ -13,6 +13,7 @@ from .main_grad import (
     target_of,
     watch_optimizers,
 )
+from .other_planes import say_other_planes
 from .pretrained import saves_decoded
 from .quantized_init import (
     check_weights,
@@ -52,6 +53,7 @@ __all__ = [
     "quantize_weights",
     "quantized_model_init",
     "saves_decoded",
+    "say_other_planes",
     "separate_names",
     "takes_separate_names",
     "target_of",

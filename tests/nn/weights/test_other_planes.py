@@ -1,0 +1,97 @@
+"""Weights whose planes a recipe does not take are decoded and quantized again, and that is said."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import hybridq
+from hybridq import errors
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    seen = set(errors._seen)
+    errors._seen.clear()
+    with caplog.at_level(logging.WARNING, logger="hybridq"):
+        yield caplog
+    errors._seen.update(seen)
+
+
+def linear(recipe: str, **options: object) -> hybridq.Linear:
+    with hybridq.quantized_model_init(recipe, **options):
+        return hybridq.Linear(64, 32, bias=False, dtype=torch.bfloat16, name="blocks.0.up")
+
+
+def run(module: torch.nn.Module, recipe: str, *args: object, grad: bool = False) -> torch.Tensor:
+    x = torch.linspace(-2, 2, 16 * 64).view(16, 64).bfloat16().requires_grad_(grad)
+    with torch.set_grad_enabled(grad), hybridq.autocast(recipe=recipe):
+        return module(x, *args)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_the_recipes_that_take_the_planes_are_named_once(logged, compiles: bool) -> None:
+    torch._dynamo.reset()
+    layers = [linear("nvfp4_1d_weight", frozen=True) for _ in range(2)]
+    for layer in layers:
+        weight = layer.weight.dequantize()
+        if compiles:
+            layer.compile(fullgraph=True)
+        y = run(layer, "nvfp4")
+        plain = hybridq.Linear(64, 32, bias=False, dtype=torch.bfloat16)
+        with torch.no_grad():
+            plain.weight.copy_(weight)
+        assert torch.equal(y, run(plain, "nvfp4"))  # rounded twice, as is said
+    (record,) = logged.records
+    name = "Linear: " if compiles else "Linear blocks.0.up: "
+    assert record.getMessage().startswith(
+        f"{name}its weight holds planes of nvfp4, and the recipe asks for nvfp4_16x16: it is "
+        "decoded and quantized again"
+    )
+    assert "compute under a recipe that takes them (nvfp4_1d_weight)" in record.getMessage()
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize(
+    ("held", "recipe"),
+    [
+        ("nvfp4", "nvfp4"),
+        ("nvfp4_1d_weight", "nvfp4_1d_weight"),
+        ("mxfp8", "mxfp8"),
+        ("fp8_delayed", "fp8_current"),
+        ("high_precision_fwd_mxfp8_bwd", "nvfp4"),
+    ],
+)
+def test_planes_that_are_taken_as_they_are(logged, held: str, recipe: str, compiles: bool) -> None:
+    torch._dynamo.reset()
+    layer = linear(held)
+    if compiles:
+        layer.compile(fullgraph=True)
+    run(layer, recipe, grad=True).float().sum().backward()
+    assert layer.weight.grad is not None
+    assert not logged.records
+
+
+def test_frozen_planes_and_other_columns_of_a_backward(logged) -> None:
+    run(linear("mxfp8", frozen=True), "mxfp8_fwd_nvfp4_bwd", grad=True).float().sum().backward()
+    assert not logged.records  # the backward encodes what it reads, and nothing twice
+    run(linear("mxfp8"), "mxfp8_fwd_nvfp4_bwd", grad=True)
+    (record,) = logged.records
+    assert "holds planes of mxfp8, and the recipe asks for mxfp8 | nvfp4" in record.getMessage()
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_groups(logged, single: bool) -> None:
+    with hybridq.quantized_model_init("mxfp8"):
+        groups = hybridq.GroupedLinear(
+            2, 64, 32, bias=False, dtype=torch.bfloat16, single_grouped_weight=single
+        )
+    run(groups, "mxfp8", [8, 8])
+    assert not logged.records
+    run(groups, "nvfp4", [8, 8])
+    (record,) = logged.records
+    assert "GroupedLinear 0: its weight holds planes of mxfp8" in record.getMessage()
+    assert "recipe that takes them (mxfp8" in record.getMessage()
