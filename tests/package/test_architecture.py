@@ -25,6 +25,7 @@ LAYERS = [
     "_eager",
     "_log",
     "_text",
+    "_imports",
     "direction",
     "formats",
     "reference",

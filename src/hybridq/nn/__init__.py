@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, Final
 
+from .._imports import after_import
 from .autograd import checkpoint, get_cpu_offload_context, offload
 from .delayed_scaling import hold_history, state_dict_with_history, update_scaling
 from .modules import (
@@ -111,3 +112,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_MOVED})
+
+
+# Adapters of modules that nobody converts, or were converted before PEFT was imported.
+after_import("peft", "hybridq.integrations.peft")
