@@ -25,6 +25,7 @@ from ..nn import Embedding, ForeignLinear, Linear, QuantizedModule
 from ..tensor import is_quantized
 from . import require
 from .peft_merging import RoundsOnce, check_factors
+from .peft_products import tell_of_own_products
 
 require("peft")
 
@@ -308,6 +309,7 @@ def after_convert(model: nn.Module) -> None:
         if isinstance(one, QuantizedModule):
             own = name.removeprefix("base_model.model.") if wrapped else name
             one.set_name(".".join(part for part in own.split(".") if part != "base_layer"))
+    tell_of_own_products(model)
 
 
 def _adapted(target: Any, adapter_name: str, *, config: Any, **options: Any) -> Any:
@@ -332,6 +334,7 @@ def _register() -> None:
             (LoraConfig, "_register_custom_module"),
             (BaseTuner, "_unload_and_optionally_merge"),
             (BaseTuner, "merge_adapter"),
+            (BaseTuner, "inject_adapter"),
         )
         if not hasattr(owner, name)
     ]
@@ -370,6 +373,14 @@ def _register() -> None:
             _decode(self.modules_to_save[adapter_name].modules())
 
     ModulesToSaveWrapper.update = update_plain
+    inject = BaseTuner.inject_adapter
+
+    @wraps(inject)
+    def inject_adapter(self: Any, model: nn.Module, *args: Any, **options: Any) -> None:
+        inject(self, model, *args, **options)
+        tell_of_own_products(model)
+
+    BaseTuner.inject_adapter = inject_adapter
     if hasattr(BaseTunerLayer, "get_base_weight"):
         BaseTunerLayer.get_base_weight = _decoded(BaseTunerLayer.get_base_weight)
     for owner in (BaseTuner, MixedModel):
