@@ -7,9 +7,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import torch
-from torch import nn
 
 from ... import settings
+from ..._torch_private import tracing_state
 from ...errors import PlaneError
 from ...kernels.decoded import advise
 from ...kernels.inputs import has_autocast
@@ -52,6 +52,7 @@ from .forward_only import ForwardOnly
 from .input_errors import NESTED
 from .parallel_weights import ParallelWeights
 from .prepared_weight import PreparedWeight
+from .torchscript import TorchScript, tell_of_trace
 from .weight_gradients import WeightGradients
 
 __all__ = ["PLAIN", "QuantizedModule"]
@@ -68,7 +69,7 @@ _NOT_SAVED: Final = (
 )
 
 
-class QuantizedModule(WeightGradients, ParallelWeights, Boundary, ForwardOnly, nn.Module):
+class QuantizedModule(WeightGradients, ParallelWeights, Boundary, ForwardOnly, TorchScript):
     """Base of modules that compute under the recipe of `hybridq.autocast`.
 
     A module may have several linear parts, each with a name of its own ("" for the only one, "fc1"
@@ -168,6 +169,8 @@ class QuantizedModule(WeightGradients, ParallelWeights, Boundary, ForwardOnly, n
         In a recomputation that no recipe came along with (see `recipes.replay`), it is the one of
         this module's last training forward.
         """
+        if tracing_state() is not None:
+            tell_of_trace(self)
         if self.bound_recipe is not None:
             return self._own_recipe()
         recipe = settings.current().recipe

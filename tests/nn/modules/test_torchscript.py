@@ -1,0 +1,66 @@
+"""What torch.jit is told: modules are not scripted, and traces of planes are not saved."""
+
+from __future__ import annotations
+
+import io
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import hybridq
+from hybridq import errors
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+TEXT = "torch.jit.trace: what is traced can be run and not be saved"
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_new_process(monkeypatch) -> None:
+    monkeypatch.setattr(errors, "_seen", set())
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 64))
+
+
+MODULES = {
+    "converted": lambda: hybridq.convert(net()),
+    "served": lambda: hybridq.quantize_model(net(), "mxfp8"),
+    "fused": lambda: nn.Sequential(hybridq.LayerNormMLP(64, 32)),
+    "attention": lambda: hybridq.convert(nn.TransformerEncoderLayer(64, 4, 96)),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_script_says_what_to_take(name) -> None:
+    with pytest.raises(RuntimeError, match=r"torch\.jit\.script: modules.*torch\.export\.export"):
+        torch.jit.script(MODULES[name]())
+
+
+@pytest.mark.parametrize("made", ["served", "initialized"])
+def test_a_trace_with_planes_runs_and_says_that_it_cannot_be_saved(made) -> None:
+    if made == "served":
+        model = hybridq.quantize_model(net(), "mxfp8")
+    else:
+        with hybridq.quantized_model_init("mxfp8"):
+            model = hybridq.convert(net())
+    x = torch.randn(4, 64)
+    with pytest.warns(hybridq.HybridQWarning, match=TEXT):
+        traced = torch.jit.trace(model, (x,))
+    assert torch.equal(traced(2 * x), model(2 * x))
+
+
+@pytest.mark.parametrize("recipe", [None, "nvfp4"])
+def test_a_trace_without_planes_is_saved_and_says_nothing(recipe) -> None:
+    model, x, file = hybridq.convert(net()), torch.randn(4, 64), io.BytesIO()
+    with warnings.catch_warnings(record=True) as found, torch.no_grad():
+        warnings.simplefilter("always")
+        with hybridq.autocast(enabled=recipe is not None, recipe=recipe):
+            traced, wanted = torch.jit.trace(model, (x,)), model(3 * x)
+    assert not [one for one in found if TEXT in str(one.message)]
+    torch.jit.save(traced, file)
+    file.seek(0)
+    assert torch.equal(torch.jit.load(file)(3 * x), wanted)
