@@ -28,6 +28,7 @@ from ..nn.modules import (
     patch_features,
     reason_against_linear,
 )
+from ..nn.weights import foreign_weight
 from .converter import Converter
 
 __all__ = [
@@ -194,6 +195,10 @@ def reason_to_leave(module: nn.Module, kind: Converter) -> str | None:
         known = (getattr(library_module(*one), "adopts_forward", None) for one in _LIBRARIES)
         if not any(adopts(module) for adopts in known if adopts is not None):
             return "its forward was replaced by another one, which would be called; convert before"
+    for weight in module._parameters.values():
+        foreign = foreign_weight(weight)
+        if foreign is not None:
+            return f"its weight is quantized already, {foreign}"
     return None if kind.keeps is None else kind.keeps(module)
 
 

@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-__all__ = ["NESTED", "no_tensor"]
+__all__ = ["NESTED", "no_tensor", "quantized_elsewhere"]
 
 NESTED: Final = "input must be no nested tensor, got one; give its values (`x.values()`)"
 
@@ -24,4 +24,16 @@ def no_tensor(given: object) -> str:
         f"{text}; torch.fx.symbolic_trace runs modules with values that are none yet: let the "
         "is_leaf_module of your torch.fx.Tracer return True for this module, or use "
         "torch.export.export"
+    )
+
+
+def quantized_elsewhere(foreign: str) -> str:
+    """Return what is said of a weight that another library has quantized.
+
+    Args:
+        foreign: whose tensor it is.
+    """
+    return (
+        "weight must be in high precision or hybridq's own, to be quantized by a recipe, got "
+        f"{foreign}; run the module without a recipe, or let one library quantize it"
     )

@@ -34,9 +34,9 @@ from ..autograd import (
     tell,
     watcher,
 )
-from ..weights import Into, say_other_planes
+from ..weights import Into, foreign_weight, say_other_planes
 from .dealt_parameters import reset_dealt
-from .input_errors import NESTED, no_tensor
+from .input_errors import NESTED, no_tensor, quantized_elsewhere
 from .parallel_weights import SplitTogether
 from .quantized_module import PLAIN, QuantizedModule
 from .quantized_parts import decoded_or_kept
@@ -223,6 +223,9 @@ def _product(
     module, weight, is_first = own.module, own.weight, own.is_first
     w: torch.Tensor
     b: torch.Tensor | None
+    foreign = foreign_weight(weight)
+    if foreign is not None:
+        raise module._error(TypeError, quantized_elsewhere(foreign))
     x, w, b = module._cast(x, weight, own.bias)  # type: ignore[assignment]
     in_features = weight.shape[1]
     module._check(x, w, b, in_features if before is None else before.prologue.columns(in_features))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .foreign import foreign_weight
 from .late_gradients import GradientQueue
 from .main_grad import (
     Into,
@@ -45,6 +46,7 @@ __all__ = [
     "cached_weight",
     "check_weights",
     "dequantized_state_dict",
+    "foreign_weight",
     "fp8_model_init",
     "given_to_autograd",
     "part_of",

@@ -19,6 +19,7 @@ from ...recipes import Recipe, SlotPlan, bind, default_recipe, get
 from ...recipes.module_types import module_type
 from ...tensor import is_quantized
 from ...tensor.initial import keep_initial
+from .foreign import foreign_weight
 from .pretrained import decode_state, saves_decoded
 
 __all__ = [
@@ -211,6 +212,14 @@ def _wanted(
         weight = module._parameters.get(name)
         if weight is None or is_quantized(weight):
             continue
+        foreign = foreign_weight(weight)
+        if foreign is not None:
+            own = module.part_name(part)
+            raise TypeError(
+                "quantized_model_init: weights must be in high precision, got "
+                f"{foreign} of {f'{own}.{name}' if own else name}, which is quantized already; "
+                "leave its module out with a filter"
+            )
         plan = bind(init.recipe, module.part_name(part), module.module_type)
         # What reads no columnwise plane, an embedding, has one plane, as frozen weights have.
         reads = {(slot, of) for _, slot, of in module_type(module.module_type).needs}
