@@ -21,6 +21,7 @@ from ...tensor import is_quantized
 from ...tensor.initial import keep_initial
 from .foreign import foreign_weight
 from .pretrained import decode_state, saves_decoded
+from .replaced import replaced
 
 __all__ = [
     "check_weights",
@@ -184,6 +185,7 @@ def quantize_weights(module: Any, weights: Iterable[tuple[str, str]]) -> None:
         init: Any = settings.current().model_init
         made = _quantized(weight, quantizer, init.preserves, module.holds_transposed)
         module._parameters[name] = made.requires_grad_(made.requires_grad and not init.is_frozen)
+        replaced(weight)
 
 
 def check_weights(module: Any, weights: Iterable[tuple[str, str]]) -> None:

@@ -1,0 +1,59 @@
+"""Parameters that quantized ones have taken the place of, and optimizers that still hold them."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+from weakref import WeakSet
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ...errors import warn_once
+
+__all__ = ["replaced"]
+
+#: What a parameter is marked with once another stands in its place.
+_MARK: Final = "hybridq_replaced"
+
+
+class _Optimizers:
+    """Whether optimizers are watched, and which of them hold no such parameter."""
+
+    def __init__(self) -> None:
+        self.is_watching = False
+        self.known: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+
+_optimizers = _Optimizers()
+
+
+def replaced(parameter: torch.Tensor) -> None:
+    """Remember that a parameter is no longer its module's: a step that should train it warns.
+
+    Args:
+        parameter: in whose place there is a quantized one.
+    """
+    parameter.__dict__[_MARK] = True
+    if not _optimizers.is_watching:
+        _optimizers.is_watching = True
+        register_optimizer_step_pre_hook(_before_step)
+    _optimizers.known.clear()
+
+
+def _before_step(optimizer: Any, *_: Any) -> None:
+    """Warn where an optimizer holds parameters that no module has, and nobody gave gradients."""
+    if torch.compiler.is_compiling() or optimizer in _optimizers.known:
+        return
+    held = [p for group in optimizer.param_groups for p in group["params"] if _MARK in vars(p)]
+    if not held:
+        _optimizers.known.add(optimizer)
+        return
+    lost = [one for one in held if one.requires_grad and one.grad is None]
+    if lost:
+        warn_once(
+            f"replaced:{id(optimizer)}",
+            f"{type(optimizer).__name__}: the optimizer holds {len(lost)} parameters that are no "
+            "longer their modules', since quantized_model_init has put quantized ones in their "
+            f"place, such as one of shape {list(lost[0].shape)}, so that these are not trained; "
+            "make the optimizer after hybridq.convert",
+        )
