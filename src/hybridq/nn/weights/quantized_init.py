@@ -35,6 +35,8 @@ __all__ = [
 
 #: What can be quantized.
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+#: Where a tensor has the hooks on its gradient.
+_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class _ModelInit(NamedTuple):
@@ -299,6 +301,9 @@ def _quantized(
         keep_initial(parameter, None if values.is_meta else values)
     for name, value in vars(weight).items():
         setattr(parameter, name, value)  # what an init_method has put on it
+    for name in _HOOKS:  # the mapping itself, so that handles remove them from here too
+        if getattr(weight, name, None):
+            setattr(parameter, name, getattr(weight, name))
     return parameter
 
 
