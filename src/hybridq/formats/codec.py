@@ -61,12 +61,16 @@ class Codec:
 
         Returns:
             Where a class does not override it: those that `encode` makes of an FP32 matrix of ones
-            on the CPU, made once for each size. Compiled code is then of one size.
+            on the CPU, made once for each size; of what is empty as many, empty ones. Compiled
+            code is then of one size.
         """
         size = (int(rows), int(cols))
-        if 0 in size:
-            return [(size, torch.float32)]
         known: Any = self.__dict__.setdefault("_sizes", {})
+        if 0 in size:
+            like = next(iter(known.values()), None)
+            if like is None:
+                like = self.buffers(max(size[0], 1), max(size[1], 1))
+            return [((0,) * len(shape), dtype) for shape, dtype in like]
         if size not in known:
             with without_modes(), torch.no_grad():
                 made = made_tensors(

@@ -1,0 +1,72 @@
+"""Codecs that say nothing of their buffers, and lay rows out as they like."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hybridq
+from hybridq.formats import Codec, Format, register_codec
+
+pytestmark = pytest.mark.usefixtures("registries")
+
+
+class Squares(Codec):
+    """8-bit integers with an FP32 scale per 4x4 block: several rows share one."""
+
+    def encode(self, matrix):
+        scale = self.blocks(matrix.float()).abs().amax((1, 3), keepdim=True).clamp_min(1e-30) / 127
+        codes = (self.blocks(matrix.float()) / scale).round().to(torch.int8)
+        rows, cols = matrix.shape
+        high, wide = scale.shape[0] * 4, scale.shape[2] * 4
+        return [codes.reshape(high, wide)[:rows, :cols].contiguous(), scale[:, 0, :, 0]]
+
+    def decode(self, buffers, rows, cols):
+        scale = buffers[1].repeat_interleave(4, 0).repeat_interleave(4, 1)
+        return buffers[0].float() * scale[:rows, :cols]
+
+    @staticmethod
+    def blocks(x):
+        x = torch.nn.functional.pad(x, (0, -x.shape[1] % 4, 0, -x.shape[0] % 4))
+        return x.reshape(x.shape[0] // 4, 4, x.shape[1] // 4, 4)
+
+
+class Transposed(Codec):
+    """BF16 values whose buffer is the transpose: its first axis is not the matrix's rows."""
+
+    def encode(self, matrix):
+        return [matrix.t().to(torch.bfloat16).contiguous()]
+
+    def decode(self, buffers, rows, cols):
+        return buffers[0].t().float()
+
+
+@pytest.fixture(params=[Squares, Transposed])
+def own(request) -> Format:
+    return register_codec(f"own_{request.param.__name__.lower()}", request.param())
+
+
+def recipe_of(fmt: Format) -> hybridq.CustomRecipe:
+    return hybridq.CustomRecipe(qfactory=lambda role: hybridq.quantizer(fmt))
+
+
+@pytest.mark.parametrize("shape", [(0, 12), (12, 0), (0, 0)])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_is_empty_has_empty_planes(own: Format, shape, is_first: bool) -> None:
+    if not is_first:
+        hybridq.quantize(torch.randn(5, 8), own)
+    t = hybridq.quantize(torch.empty(shape), own)
+    assert t.dequantize().shape == shape
+    # A size that came first does not decide how many buffers there are.
+    x = torch.randn(5, 8)
+    assert (hybridq.quantize(x, own).dequantize() - x).norm() < 0.01 * x.norm()
+
+
+def test_a_layer_takes_a_batch_without_tokens(own: Format) -> None:
+    layer = hybridq.Linear(12, 8)
+    x = torch.empty(0, 12, requires_grad=True)
+    with hybridq.autocast(recipe=recipe_of(own)):
+        y = layer(x)
+    y.sum().backward()
+    assert y.shape == (0, 8) and x.grad.shape == (0, 12)
+    assert not layer.weight.grad.any() and not layer.bias.grad.any()
