@@ -70,3 +70,32 @@ def test_a_layer_takes_a_batch_without_tokens(own: Format) -> None:
     y.sum().backward()
     assert y.shape == (0, 8) and x.grad.shape == (0, 12)
     assert not layer.weight.grad.any() and not layer.bias.grad.any()
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_rows_are_those_of_what_the_plane_decodes_to(own: Format, columnwise: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(9, 9)  # as many columns, so that rows of the wrong axis could be taken
+    t = hybridq.quantize(x, own, columnwise=own if columnwise else None)
+    whole, index = t.dequantize(), torch.tensor([7, 2, 2])
+    assert torch.equal(t[3:6].dequantize(), whole[3:6])
+    assert torch.equal(t[:, 2:5].dequantize(), whole[:, 2:5])
+    assert t[4:4].dequantize().shape == (0, 9)
+    assert torch.equal(torch.index_select(t, 0, index), whole[index])
+    assert torch.equal(t[index], whole[index])
+    assert torch.equal(torch.nn.functional.embedding(index, t), whole[index])
+
+
+def test_a_plane_is_prepared(own: Format) -> None:
+    t = hybridq.quantize(torch.randn(9, 16), own)
+    assert hybridq.prepare(t.rowwise) >= 0
+    y = hybridq.gemm(hybridq.quantize(torch.randn(5, 16), "mxfp8"), t)
+    assert y.shape == (5, 9)
+
+
+def test_a_model_is_exported_and_read_back(own: Format, tmp_path) -> None:
+    model = hybridq.convert(torch.nn.Sequential(torch.nn.Linear(20, 12)))
+    hybridq.export(model, tmp_path / "made", recipe=recipe_of(own), layout="hybridq")
+    read = hybridq.load_checkpoint(tmp_path / "made")["0.weight"]
+    wanted = hybridq.quantize(model[0].weight.detach(), own).dequantize()
+    assert torch.equal(read.dequantize(), wanted)

@@ -83,9 +83,7 @@ def prepare(
     sizes = None
     if other is None:
         # More rows than read codes, of which nothing is prepared.
-        zeros = torch.zeros(SKINNY_ROWS + 1, dtype=torch.int64, device=plane.device)
-        narrow = plane.take_rows(zeros)
-        theirs = Operand(narrow.tensors, narrow.spec, SKINNY_ROWS + 1, mine.cols)
+        theirs = _narrow(plane)
         sizes = (_MANY, mine.rows, mine.cols) if side == "b" else (mine.rows, _MANY, mine.cols)
     else:
         theirs = Operand(other.tensors, other.spec, *other.matrix)
@@ -101,6 +99,17 @@ def prepare(
         pair = (ready, theirs) if side == "a" else (theirs, ready)
         run_gemm(*pair, GemmArgs(None, None, out_dtype, precision), sizes)
     return mine.cache.nbytes
+
+
+def _narrow(plane: Plane) -> Operand:
+    """Return an operand of few rows that is like `plane`."""
+    count, cols = SKINNY_ROWS + 1, plane.matrix[1]
+    if plane.spec.format.is_python:  # nobody else knows where a codec has its rows
+        ones = torch.ones(count, cols, device=plane.device)
+        buffers = torch.ops.hybridq.encode(ones, plane.spec.text, "")
+        return Operand(buffers, plane.spec, count, cols)
+    rows = plane.take_rows(torch.zeros(count, dtype=torch.int64, device=plane.device))
+    return Operand(rows.tensors, rows.spec, count, cols)
 
 
 def forget(*owners: Plane | torch.nn.Module) -> None:

@@ -140,7 +140,9 @@ class Plane:
 
     def spread(self, axis: int) -> dict[str, bool]:
         """Return, by buffer name, whether the buffer grows with that axis of X."""
-        pairs = zip(self._sizes(axis, 0), self._sizes(axis, self.unit(axis)), strict=True)
+        # Not more than there is: the unit of a codec, of which nothing is cut, is beyond any size.
+        most = max(1, min(self.unit(axis), (self.rows, self.cols)[axis]))
+        pairs = zip(self._sizes(axis, 0), self._sizes(axis, most), strict=True)
         return {name: a != b for name, (a, b) in zip(self.buffers, pairs, strict=True)}
 
     def part(self, axis: int, start: int, stop: int) -> Plane | None:
@@ -155,6 +157,8 @@ class Plane:
         """
         whole = (self.rows, self.cols)[axis]
         unit = self.unit(axis)
+        if (start, stop) == (0, whole) and unit > whole:
+            return self  # all of a codec's plane, too, whose buffers nobody else knows
         if start == stop:
             start = stop = 0
         if start % unit or (stop % unit and stop != whole):
@@ -168,9 +172,12 @@ class Plane:
             # A buffer with one entry per row has one axis only.
             dim = min(own, buffer.dim() - 1)
             cut = grows[name]
-            buffers[name] = (
-                buffer.narrow(dim, first[dim], last[dim] - first[dim]) if cut else buffer
-            )
+            if start == stop and self.spec.format.is_python:
+                buffers[name] = buffer.new_empty(last)
+            else:
+                buffers[name] = (
+                    buffer.narrow(dim, first[dim], last[dim] - first[dim]) if cut else buffer
+                )
         rows, cols = (stop - start, self.cols) if axis == 0 else (self.rows, stop - start)
         made = Plane(self.spec, self.direction, rows, cols, buffers)
         made.codes = self.codes
@@ -208,7 +215,8 @@ class Plane:
     def take_rows(self, index: torch.Tensor) -> Plane:
         """Return the plane of the rows `index` of the plane's own matrix, copied.
 
-        Square blocks become blocks of one row, with the same values.
+        Square blocks become blocks of one row, with the same values. Not of a codec's plane: only
+        the codec knows where a row lies.
 
         Args:
             index: int64 `[n]`, not negative.

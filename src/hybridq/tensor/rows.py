@@ -204,7 +204,8 @@ def rows_of(tensor: Any, index: slice | torch.Tensor, dtype: torch.dtype) -> tor
 
     Args:
         tensor: its rowwise plane is read row by row; without one, a slice decodes the blocks that
-            it touches and an index tensor decodes all of it.
+            it touches and an index tensor decodes all of it, as of a codec's plane, in which
+            nobody else knows where a row lies.
         index: a slice with step 1, or int64 `[n]`, not negative.
         dtype: of the result.
     """
@@ -214,7 +215,7 @@ def rows_of(tensor: Any, index: slice | torch.Tensor, dtype: torch.dtype) -> tor
     if isinstance(index, slice):
         start, stop, _ = index.indices(plane.rows)
         return plane.dequantize_part(0, start, max(start, stop), dtype).contiguous()
-    if plane.direction == ROWWISE:
+    if plane.direction == ROWWISE and not plane.spec.format.is_python:
         return plane.take_rows(index).dequantize(dtype)
     return plane.dequantize(dtype).index_select(0, index)
 
