@@ -99,3 +99,18 @@ def test_a_model_is_exported_and_read_back(own: Format, tmp_path) -> None:
     read = hybridq.load_checkpoint(tmp_path / "made")["0.weight"]
     wanted = hybridq.quantize(model[0].weight.detach(), own).dequantize()
     assert torch.equal(read.dequantize(), wanted)
+
+
+def test_show_counts_what_a_plane_decodes_to(own: Format, monkeypatch) -> None:
+    monkeypatch.setattr("hybridq.report.measure._BAND", 16)  # a codec's plane is not cut
+    x = torch.randn(9, 12)
+    x[2:5] = 0.0
+    t = hybridq.quantize(x, own, columnwise="mxfp8")
+    view = hybridq.show(t, original=x)
+    mine, other = view.planes
+    assert (mine.codes.total, mine.codes.num_nan) == (108, 0)
+    assert mine.codes.num_zero == int((t.dequantize() == 0).sum())
+    error = (t.dequantize() - x).double().norm() / x.double().norm()
+    assert mine.error.relative == pytest.approx(float(error), rel=1e-6)
+    assert "values     108 fp32" in str(view) and "codes      108 e4m3" in str(view)
+    assert other.codes.total == 108

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 
 from ..formats import Element, PlaneSpec
+from ..formats.elements import FP32
 from ..kernels.scaled_mm import is_foldable
 from ..reference import decode_codes, fold_plane, unpack
 from ..reference.elements import code_values
@@ -40,7 +41,8 @@ class Codes:
     """How often each code of a plane occurs.
 
     Args:
-        element: what the codes are (of an identity plane: of its values).
+        element: what the codes are (of an identity plane: of its values; of a codec's plane FP32,
+            what it decodes to).
         keys: a label per bin: the code, or sign and exponent of a wide element.
         values: the number that each bin stands for, ascending; NaN bins last.
         counts: how many there are.
@@ -123,6 +125,9 @@ class ErrorMap:
 def _bands(plane: Plane) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
     """Yield (first row, end row, buffers) of bands of the plane's own matrix."""
     rows, cols = plane.matrix
+    if plane.spec.format.is_python:  # nobody else knows where a codec has its rows
+        yield 0, rows, list(plane.tensors)
+        return
     side = (plane.spec.format.block or (1, 1))[0]
     step = max(1, _BAND // max(1, cols) // side) * side
     steps = plane.spec.buffers(step, cols)
@@ -212,18 +217,21 @@ def _bin_values(element: Element) -> list[float]:
 def measure_codes(plane: Plane) -> Codes:
     """Return how often each code of `plane` occurs.
 
-    The values of an identity plane are counted by sign and exponent: BF16 has 65,536 codes.
+    The values of an identity plane are counted by sign and exponent: BF16 has 65,536 codes. So are
+    those that a codec's plane decodes to.
     """
     fmt = plane.spec.format
-    element = fmt.element
+    element = FP32 if fmt.is_python else fmt.element
     if element is None:  # an identity plane of an open dtype; planes have theirs fixed
         raise ValueError(f"measure_codes: the plane's element must be known, got {plane.spec}")
     values = _bin_values(element)
     counts = torch.zeros(len(values), dtype=torch.int64, device="cpu")
     zero = saturated = nan = 0
     width = plane.spec.padded(plane.matrix[1])
-    for _, _, buffers in _bands(plane):
+    for begin, end, buffers in _bands(plane):
         data = buffers[0]
+        if fmt.is_python:
+            data = _decode(buffers, plane.spec, end - begin, plane.matrix[1])
         if element.bits <= 8:
             codes = unpack(data, element, width).to(torch.int64) & ((1 << element.bits) - 1)
             numbers = None

@@ -59,9 +59,10 @@ class PlaneView:
         """Return the plane's numbers, a line each."""
         codes, scales, plane = self.codes, self.scales, self.plane
         values = max(1, plane.rows * plane.cols)
+        word = "values" if plane.spec.format.is_python else "codes"
         lines = [
             f"bytes      {plane.nbytes} ({8 * plane.nbytes / values:.2f} bits per value)",
-            f"codes      {codes.total} {codes.element}: {codes.share(codes.num_zero):.2%} zero, "
+            f"{word:<10} {codes.total} {codes.element}: {codes.share(codes.num_zero):.2%} zero, "
             f"{codes.share(codes.num_saturated):.2%} at the maximum, "
             f"{codes.share(codes.num_nan):.2%} NaN",
         ]
