@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from rank_program import main
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as sdpa_by_name
 from torch.utils.checkpoint import checkpoint
 
 import hybridq
@@ -408,7 +409,10 @@ def faults() -> None:
     def other_width(x: torch.Tensor) -> torch.Tensor:
         return nn.functional.scaled_dot_product_attention(x, x, x[..., :8], is_causal=True)
 
-    raises(RuntimeError, "No (available|viable)", lambda: enter(call=other_width))
+    raises(RuntimeError, "no operator of the ring computes", lambda: enter(call=other_width))
+    # Torch's own function, as a module has it that imported it by name before.
+    imported = partial(sdpa_by_name, is_causal=True)
+    raises(RuntimeError, "imported before", lambda: enter(call=lambda x: imported(x, x, x)))
     assert nn.functional.scaled_dot_product_attention is sdpa
     enter(call=lambda x: sdpa_of(x, is_causal=True))  # and all goes on
 

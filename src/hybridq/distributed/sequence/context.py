@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -26,6 +27,8 @@ __all__ = ["context_parallel"]
 
 #: What computes with masks, windows, padding and dropout.
 _ULYSSES: Final = "take hybridq.distributed.sequence_parallel"
+#: What torch says where no kernel may, or can, compute attention.
+_NO_KERNEL: Final = "No (viable backend|available kernel)"
 
 
 @contextmanager
@@ -65,7 +68,8 @@ def context_parallel(
 
     Raises:
         RuntimeError: torch.distributed is not initialized; on every rank: ranks differ in shapes or
-            in the recipe; or attention that no operator of the ring computes.
+            in the recipe; or attention that no operator of the ring computes, or that is called by
+            a name which was imported before.
         TypeError: `mesh` is none.
         ValueError: a mesh of several dimensions, lengths that differ or that the ranks do not
             divide, a mask, or a model of transformers whose attention is known to fail.
@@ -109,7 +113,7 @@ def context_parallel(
     tokens = Tokens(exchange.name, exchange.rank, exchange.world, length, is_balanced)
     with ExitStack() as stack:
         stack.enter_context(_balanced(ring, is_balanced))
-        stack.enter_context(_fused(mesh.device_type))
+        stack.enter_context(_no_other())
         if mesh.device_type == "cpu":
             stack.enter_context(cpu_operators(ring))
         if model is not None:
@@ -199,6 +203,29 @@ def _balanced(ring: RingAttention, is_balanced: bool) -> Iterator[None]:
         ring.options.enable_load_balance = before
 
 
+@contextmanager
+def _no_other() -> Iterator[None]:
+    """Refuse attention past torch's ring, which stands in the place of a name of torch alone.
+
+    A function that a module imported before is torch's own; without kernels it computes nothing.
+    """
+    from torch.nn.attention import sdpa_kernel
+
+    with sdpa_kernel([]):
+        try:
+            yield
+        except RuntimeError as error:
+            if not re.match(_NO_KERNEL, str(error)):
+                raise
+            raise RuntimeError(
+                "context_parallel: attention must be torch.nn.functional."
+                "scaled_dot_product_attention, looked up when it is called; a function that was "
+                "imported before (from torch.nn.functional import scaled_dot_product_attention) "
+                "would see this rank's tokens alone; import torch.nn.functional as F, and call "
+                "F.scaled_dot_product_attention"
+            ) from error
+
+
 def _fused(device: str) -> Any:
     """Keep attention out of the composite, whose causal mask is that of tokens in order."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -244,7 +271,17 @@ def _checked(tokens: Tokens, device: str) -> Iterator[None]:
                 f"context_parallel: attention must have no dropout on a CPU, got {dropout_p}; "
                 f"{_ULYSSES}"
             )
-        made: torch.Tensor = ring(query, key, value, None, dropout_p, is_causal, **options)
+        try:
+            with _fused(device):
+                made: torch.Tensor = ring(query, key, value, None, dropout_p, is_causal, **options)
+        except RuntimeError as error:
+            if not re.search(_NO_KERNEL, str(error)):
+                raise
+            shapes = ", ".join(str(tuple(one.shape)) for one in (query, key, value))
+            raise RuntimeError(
+                f"context_parallel: no operator of the ring computes attention of {shapes} in "
+                f"{query.dtype}; {_ULYSSES}"
+            ) from error
         return made
 
     known: Any = attention
