@@ -14,6 +14,7 @@ from hybridq.recipes import (
     INPUTS,
     CustomRecipe,
     ModuleType,
+    QuantizerRole,
     bind,
     forward_plan,
     names,
@@ -135,3 +136,12 @@ def test_plans_that_are_equal_are_the_same_in_compiled_code(monkeypatch) -> None
     again = [plan._replace() for plan in plans]  # other objects
     for i, one in enumerate(plans):
         assert [is_same_plan(one, other) for other in again] == [one == other for other in plans], i
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_kind_of_ones_own_has_the_formats_of_a_linear_layer(name: str) -> None:
+    """What a recipe says of inputs, weights and gradients does not depend on who multiplies."""
+    recipe = hybridq.recipes.get(name)
+    for slot in ("input", "weight", "grad_output"):
+        own, linear = (recipe.ask(QuantizerRole(kind, slot, "a")) for kind in ("own", "linear"))
+        assert own == linear, slot

@@ -1,4 +1,4 @@
-"""Hybrid factories for linear modules: another format per direction of a tensor.
+"""Hybrid factories for linear modules, and others with their slots: a format per direction.
 
 Written `row | col` below: the rowwise plane feeds the forward GEMM (for a gradient: dgrad), the
 columnwise plane the backward ones (for a gradient: wgrad).
@@ -10,7 +10,8 @@ encoded from the original.
 
 Source: Transformer Engine's `custom_recipes/quantizer_factory_zoo.py` (names, slots and column
 sources of the factories that it has); `nvfp4_fwd_mxfp8_bwd_factory` and
-`fp8_block_fwd_mxfp8_bwd_factory` are ours by the same rule.
+`fp8_block_fwd_mxfp8_bwd_factory` are ours by the same rule. Transformer Engine's know its own kinds
+of modules alone; here one of a user's gets the formats of a linear module.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ __all__ = [
     "nvfp4_row_scaled_fwd_mxfp8_bwd_factory",
 ]
 
-_MODULE_TYPES: Final = ("linear", "grouped_linear")
+#: No kind of modules that multiplies an input and a weight: not known, and attention.
+_OTHERS: Final = ("", "dpa")
 _DECODED: Final = "rowwise_dequantized"
 
 
@@ -64,8 +66,8 @@ def _hybrid(row: Quantizer, col: Quantizer, source: str = "original") -> Quantiz
 
 
 def _slot(role: QuantizerRole) -> str:
-    """Return the tensor type for the modules that these factories are for, else nothing."""
-    return role.tensor_type if role.module_type in _MODULE_TYPES else ""
+    """Return the tensor type, of a user's own kind of modules too; of attention's nothing."""
+    return "" if role.module_type in _OTHERS else role.tensor_type
 
 
 @reads_no_names
