@@ -41,6 +41,20 @@ class Transposed(Codec):
         return buffers[0].t().float()
 
 
+class WholeBlocks(Codec):
+    """Integers of 4 bits, an FP32 scale per 1x32: rows of whole blocks alone, and no others."""
+
+    def encode(self, matrix):
+        blocks = matrix.float().reshape(matrix.shape[0], matrix.shape[1] // 32, 32)
+        scale = blocks.abs().amax(2).clamp_min(1e-30) / 7
+        codes = (blocks / scale[:, :, None]).round().to(torch.int8)
+        return [codes.reshape(matrix.shape), scale]
+
+    def decode(self, buffers, rows, cols):
+        blocks = buffers[0].float().reshape(rows, cols // 32, 32)
+        return (blocks * buffers[1][:, :, None]).reshape(rows, cols)
+
+
 @pytest.fixture(params=[Squares, Transposed])
 def own(request) -> Format:
     return register_codec(f"own_{request.param.__name__.lower()}", request.param())
@@ -114,3 +128,23 @@ def test_show_counts_what_a_plane_decodes_to(own: Format, monkeypatch) -> None:
     assert mine.error.relative == pytest.approx(float(error), rel=1e-6)
     assert "values     108 fp32" in str(view) and "codes      108 e4m3" in str(view)
     assert other.codes.total == 108
+
+
+def test_a_codec_may_take_whole_blocks_alone(tmp_path) -> None:
+    own = register_codec("own_whole_blocks", WholeBlocks())
+    torch.manual_seed(0)
+    x, layer = torch.randn(32, 64), hybridq.Linear(64, 32, bias=False)
+    t = hybridq.quantize(x, own, columnwise=own)
+    codec = WholeBlocks()
+    wanted = codec.decode(codec.encode(x), 32, 64)
+    assert torch.equal(t.dequantize(), wanted)
+    with hybridq.autocast(recipe=recipe_of(own)):
+        y = layer(x)
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), y)
+    weight = codec.decode(codec.encode(layer.weight.detach()), 32, 64)
+    torch.testing.assert_close(y, wanted @ weight.t())
+    torch.save(t, tmp_path / "t.pt")
+    assert torch.equal(torch.load(tmp_path / "t.pt").dequantize(), wanted)
+    assert hybridq.quantize(torch.empty(0, 64), own).dequantize().shape == (0, 64)
+    with pytest.raises(RuntimeError, match="shape"):  # its own error
+        hybridq.quantize(torch.randn(4, 30), own)

@@ -19,6 +19,8 @@ __all__ = ["PYTHON", "Codec", "CodedMatrix", "Held", "codec_of", "known_codecs",
 PYTHON: Final = "python"
 #: A plane has so many buffers, at most.
 _MOST: Final = 3
+#: Rows and columns that blocks divide, whatever they are.
+_MANY: Final = 1024
 
 
 class CodedMatrix(NamedTuple):
@@ -67,17 +69,25 @@ class Codec:
         size = (int(rows), int(cols))
         known: Any = self.__dict__.setdefault("_sizes", {})
         if 0 in size:
-            like = next(iter(known.values()), None)
-            if like is None:
-                like = self.buffers(max(size[0], 1), max(size[1], 1))
+            like = next(iter(known.values()), None) or self.buffers(1, 1)
             return [((0,) * len(shape), dtype) for shape, dtype in like]
         if size not in known:
-            with without_modes(), torch.no_grad():
-                made = made_tensors(
-                    self, "encode", self.encode(torch.ones(size, dtype=torch.float32, device="cpu"))
-                )
-            known[size] = [(tuple(one.shape), one.dtype) for one in made]
+            try:
+                known[size] = self._made_of_ones(size)
+            except Exception:
+                if size != (1, 1):
+                    raise
+                # How many there are is asked so; a codec may take whole blocks alone.
+                made = self._made_of_ones((_MANY, _MANY))
+                known[size] = [((1,) * len(shape), dtype) for shape, dtype in made]
         return known[size]
+
+    def _made_of_ones(self, size: tuple[int, int]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of what `encode` makes of ones."""
+        with without_modes(), torch.no_grad():
+            ones = torch.ones(size, dtype=torch.float32, device="cpu")
+            made = made_tensors(self, "encode", self.encode(ones))
+        return [(tuple(one.shape), one.dtype) for one in made]
 
     def encode(self, matrix: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the buffers of a plane.
