@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import hybridq
-from hybridq.formats import Codec, Format, register_codec
+from hybridq.distributed.collectives.wire import wire_quantizer, wire_text
+from hybridq.formats import Codec, Format, PlaneSpec, register_codec
+from hybridq.shards import Shards, StorageShards
 
 pytestmark = pytest.mark.usefixtures("registries")
 
@@ -148,3 +150,13 @@ def test_a_codec_may_take_whole_blocks_alone(tmp_path) -> None:
     assert hybridq.quantize(torch.empty(0, 64), own).dequantize().shape == (0, 64)
     with pytest.raises(RuntimeError, match="shape"):  # its own error
         hybridq.quantize(torch.randn(4, 30), own)
+
+
+def test_what_several_ranks_have_is_no_codecs(own: Format) -> None:
+    spec = PlaneSpec(own)
+    plan = StorageShards(spec, spec, "original", Shards((6, 2), 12))
+    assert "a codec is given whole matrices" in plan.problem
+    assert plan.nbytes(0) > 0  # what its shards would have, for what FSDP2 says
+    for made in (own, hybridq.quantizer(own)):
+        with pytest.raises(hybridq.PlaneError, match="message is a part of a tensor"):
+            wire_text("all_gather", wire_quantizer("all_gather", made).text, torch.float32)

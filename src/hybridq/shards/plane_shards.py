@@ -359,12 +359,14 @@ class PlaneShards:
     def entries(self) -> tuple[tuple[str, int, int], ...]:
         """By buffer: name, dim along which it grows (-1: none), rows per entry."""
         own = self._own_axis
-        empty, full = (self.spec.buffers(*self._matrix(n)) for n in (0, self.unit))
+        # A codec, whose planes nobody cuts, has no unit: all rows stand for one.
+        unit = self.shards.rows if self.spec.format.is_python else self.unit
+        empty, full = (self.spec.buffers(*self._matrix(n)) for n in (0, unit))
         found = []
         for a, b in zip(empty, full, strict=True):
             dim = min(own, len(b.shape) - 1)
             count = b.shape[dim] - a.shape[dim]
-            found.append((b.name, dim if count else -1, self.unit // count if count else 0))
+            found.append((b.name, dim if count else -1, max(1, unit // count) if count else 0))
         return tuple(found)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:

@@ -108,7 +108,8 @@ def wire_text(where: str, text: str, dtype: torch.dtype) -> str:
 
     Raises:
         TypeError: the dtype cannot be encoded.
-        PlaneError: the quantizer makes no rowwise plane, follows a history, or reduces amaxes.
+        PlaneError: the quantizer makes no rowwise plane, is a codec's, follows a history, or
+            reduces amaxes.
     """
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"{where}: dtype must be float32, bfloat16 or float16, got {dtype}")
@@ -118,6 +119,11 @@ def wire_text(where: str, text: str, dtype: torch.dtype) -> str:
         raise PlaneError(
             f"{where}: rowwise planes travel, and so the quantizer must make one, got {quantizer}; "
             "see with_usage"
+        )
+    if quantizer.rowwise.format.is_python:
+        raise PlaneError(
+            f"{where}: a message is a part of a tensor, and a codec is given whole matrices, got "
+            f"{quantizer.rowwise}; take another format, or None"
         )
     if quantizer.amax_group is not None:
         raise PlaneError(
