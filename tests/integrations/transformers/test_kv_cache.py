@@ -234,3 +234,30 @@ def test_a_number_of_tokens_that_is_none_is_named(model, most) -> None:
 def test_other_models_and_layers_are_refused() -> None:
     with pytest.raises(TypeError, match="one of transformers, got Linear"):
         HybridQCache(torch.nn.Linear(2, 2))
+
+
+@torch.no_grad()
+def test_a_cache_without_room_says_so_and_stays(model) -> None:
+    length = IDS.shape[1] + 2
+    cache = filled(model, HybridQCache(model, "mxfp8", max_cache_len=length))[1]
+    other = filled(model, HybridQCache(model, "mxfp8", max_cache_len=length))[1]
+    with pytest.raises(ValueError, match=f"got {length} for {IDS.shape[1]} .* and 3 more"):
+        model(IDS[:, :3], **{CACHE: cache})
+    assert int(cache.get_seq_length()) == IDS.shape[1]  # and what fits is taken
+    want = model(IDS[:, :2], **{CACHE: other}).logits
+    assert torch.equal(model(IDS[:, :2], **{CACHE: cache}).logits, want)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("most", [None, 64])
+def test_a_cache_is_of_one_batch_and_one_model(model, most: int | None) -> None:
+    cache = filled(model, HybridQCache(model, "mxfp8", max_cache_len=most))[1]
+    batch = IDS.shape[0]
+    with pytest.raises(ValueError, match=f"of {batch} sequences .* got {batch + 1} sequences"):
+        model(IDS[:1].repeat(batch + 1, 1), **{CACHE: cache})
+    config = copy.deepcopy(model.config)
+    config.num_key_value_heads *= 2
+    other = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ValueError, match="each model needs a cache of its own"):
+        other(IDS, **{CACHE: cache})
+    assert int(cache.get_seq_length()) == IDS.shape[1]

@@ -34,6 +34,7 @@ from transformers.cache_utils import (
 from ...calibration import Calibration
 from ...formats import PlaneSpec
 from .cache_amaxes import Amaxes, by_layer, has_two_caches, name_missed, parted_by_layer
+from .cache_states import check_room, check_states
 
 __all__ = ["HybridQCache", "QuantizedStates"]
 
@@ -141,9 +142,17 @@ class QuantizedStates(CacheLayerMixin):
         Args:
             key_states, value_states: `[batch, heads, tokens, head_dim]`.
             args, kwargs: transformers' own, of no meaning here.
+
+        Raises:
+            ValueError: of another batch or model, or more tokens than there is room for.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if not torch.compiler.is_compiling():
+            first, most = self.parts[0], self.get_max_length()
+            check_states(first.keys, self._widths, key_states, value_states)
+            if self.is_compileable and not self.is_sliding:
+                check_room(first, most, key_states.shape[-2])
         keys, values = self._encode(key_states, 0)[0], self._encode(value_states, 1)[0]
         seen = [part.update(k, v) for part, k, v in zip(self.parts, keys, values, strict=True)]
         return self._decode([k for k, _ in seen], 0), self._decode([v for _, v in seen], 1)
