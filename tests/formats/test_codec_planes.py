@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import hybridq
+from hybridq.distributed import prepare_fsdp2
 from hybridq.distributed.collectives.wire import wire_quantizer, wire_text
 from hybridq.formats import Codec, Format, PlaneSpec, register_codec
-from hybridq.shards import Shards, StorageShards
+from hybridq.kernels.choice import EncodeRequest
+from hybridq.shards import Cut, Shards, StorageShards, encode_cut
 
 pytestmark = pytest.mark.usefixtures("registries")
 
@@ -160,3 +162,15 @@ def test_what_several_ranks_have_is_no_codecs(own: Format) -> None:
     for made in (own, hybridq.quantizer(own)):
         with pytest.raises(hybridq.PlaneError, match="message is a part of a tensor"):
             wire_text("all_gather", wire_quantizer("all_gather", made).text, torch.float32)
+
+
+def test_errors_advise_no_sizes_that_there_are_not(own: Format) -> None:
+    """A codec cannot be cut: no number of rows would do, and none is named."""
+    text = PlaneSpec(own).resolve(torch.float32).plain_text(torch.float32)
+    cut = Cut("group", 0, (20, 12), 1, 4)
+    with pytest.raises(hybridq.PlaneError, match="cannot be cut, since a codec is given"):
+        encode_cut(cut.padded(torch.ones(4, 20), 1), text, None, EncodeRequest(), cut)
+    with hybridq.quantized_model_init(recipe_of(own)):
+        layer = prepare_fsdp2(hybridq.Linear(16, 8))
+    with pytest.raises(NotImplementedError, match="whole matrices; take another format, or high"):
+        layer.weight.detach().split(4)  # as fully_shard deals rows out

@@ -149,10 +149,15 @@ def _need(plane: PlaneText, direction: Direction, cut: Cut) -> _Need:
     starts = {sum(cut.sizes[:rank]) for rank in range(1, len(cut.sizes))}
     blocks = sorted({at // unit for at in starts if 0 < at < whole and at % unit})
     if blocks and plane.cut_problem:
+        rule, advice = (
+            f"must be cut at multiples of {unit}",
+            "choose sizes that ranks divide so, or ",
+        )
+        if unit > whole:  # no sizes would do
+            rule, advice = "cannot be cut", "take "
         raise PlaneError(
-            f"encode: a plane {plane.spec} must be cut at multiples of {unit}, since "
-            f"{plane.cut_problem}, got parts of {list(cut.sizes)}; choose sizes that ranks divide "
-            "so, or another format for this slot"
+            f"encode: a plane {plane.spec} {rule}, since {plane.cut_problem}, got parts of "
+            f"{list(cut.sizes)}; {advice}another format for this slot"
         )
     has_stat = plane.needs_amax or (plane.row_scaled and axis == 1)
     if block == 1:  # blocks lie across

@@ -186,7 +186,7 @@ def _planned(kind: _Kind, row: bool, col: bool) -> tuple[StorageShards, str]:
         reason = cut.problem([one for one in pairs if not one[0].format.is_identity]) or reason
     if reason is not None:
         advice = ""
-        if reason == whole.problem:
+        if reason == whole.problem and not any(one.spec.format.is_python for one in whole.planes):
             unit = max(plane.unit for plane in whole.planes)
             rows = whole.shards.sizes[0]
             advice = f"; rows per rank are {rows}, and multiples of {unit} would do"

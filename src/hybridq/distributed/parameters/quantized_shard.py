@@ -186,10 +186,13 @@ class QuantizedShard(HeldPlanes, GatheredParameter):
         plan = self._plan(-(-self._matrix[0] // max(rows, 1)))
         if plan.problem is None:
             return
-        unit = max(plane.unit for plane in plan.planes)
+        advice = "take another format, or high precision"
+        if not any(one.spec.format.is_python for one in plan.planes):
+            unit = max(plane.unit for plane in plan.planes)
+            advice = f"multiples of {unit} rows would do, or high precision"
         raise NotImplementedError(
             f"fsdp2: {self.name} {list(self._matrix)} cannot be held quantized in shards of {rows} "
-            f"rows: {plan.problem}; multiples of {unit} rows would do, or high precision"
+            f"rows: {plan.problem}; {advice}"
         )
 
     # ---- the gather
