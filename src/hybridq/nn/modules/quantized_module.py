@@ -43,9 +43,8 @@ from ..weights import (
     PrequantizedWeight,
     cached_weight,
     check_weights,
-    prequantized_weight,
+    planes_held,
     quantize_weights,
-    say_other_planes,
     tell_values,
 )
 from .forward_only import ForwardOnly
@@ -272,11 +271,7 @@ class QuantizedModule(WeightGradients, ParallelWeights, Boundary, ForwardOnly, T
         if torch.compiler.is_compiling():
             return None
         if is_quantized(weight):
-            storage = weight.tensor_storage  # type: ignore[attr-defined]
-            found = prequantized_weight(storage, plan.weight, dtype, whole)
-            if found is None:
-                say_other_planes(self, part, weight, plan.weight, dtype)
-            return found
+            return planes_held(self, part, weight, plan.weight, dtype, whole)
         if is_first_microbatch is None:
             is_first_microbatch = settings.current().is_first_microbatch
             if is_first_microbatch is None:

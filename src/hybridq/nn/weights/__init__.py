@@ -14,7 +14,7 @@ from .main_grad import (
     target_of,
     watch_optimizers,
 )
-from .other_planes import say_other_planes
+from .other_planes import planes_held, say_other_planes
 from .pretrained import saves_decoded
 from .quantized_init import (
     check_weights,
@@ -51,6 +51,7 @@ __all__ = [
     "given_to_autograd",
     "part_of",
     "plain_weights",
+    "planes_held",
     "prequantized_weight",
     "quantize_weights",
     "quantized_model_init",

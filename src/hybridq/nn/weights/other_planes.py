@@ -10,9 +10,34 @@ from ..._log import log_once
 from ...formats import PlaneSpec
 from ...quantizers import Quantizer
 from ...recipes import QuantizerRole, SlotPlan, get, names
+from ...storage import TensorStorage
 from ...tensor.in_graph import runs_at_once
+from .weight_cache import PrequantizedWeight, prequantized_weight
 
-__all__ = ["say_other_planes"]
+__all__ = ["planes_held", "say_other_planes"]
+
+
+def planes_held(
+    module: Any,
+    part: str,
+    weight: Any,
+    slot: SlotPlan,
+    dtype: torch.dtype,
+    whole: TensorStorage | None = None,
+) -> PrequantizedWeight | None:
+    """Return the planes of a quantized weight, or None, and say so, where `slot` wants others.
+
+    Args:
+        module, part: that the weight belongs to.
+        weight: quantized.
+        slot: how the recipe quantizes it.
+        dtype: that it is wanted in: of a plane that is not quantized.
+        whole: of the stack that the weight is a matrix of; None: it is none.
+    """
+    found = prequantized_weight(weight.tensor_storage, slot, dtype, whole)
+    if found is None:
+        say_other_planes(module, part, weight, slot, dtype)
+    return found
 
 
 def say_other_planes(
