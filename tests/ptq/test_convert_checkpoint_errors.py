@@ -76,7 +76,11 @@ DAMAGES = {
     ),
     "a path": (
         lambda s: edit_index(s, lambda i: i["weight_map"].update(x="../x.safetensors")),
-        r"must name \.safetensors files, got '\.\./x\.safetensors'",
+        r"must name \.safetensors files that lie beside it, and no paths, got '\.\./x\.saf",
+    ),
+    "a folder inside": (
+        lambda s: edit_index(s, lambda i: i["weight_map"].update(x="sub/x.safetensors")),
+        r"must name \.safetensors files that lie beside it, and no paths, got 'sub/x\.safet",
     ),
     "another type": (
         lambda s: edit_index(s, lambda i: i["weight_map"].update(x=3)),

@@ -270,7 +270,9 @@ def _file_name(name: object, where: Path) -> str:
     # A path could point out of the folder, and the converted shard be written there.
     is_plain = isinstance(name, str) and is_name(name) and Path(name).name == name
     if not isinstance(name, str) or not is_plain or not name.endswith(SUFFIX):
-        raise CheckpointError(f"checkpoint: {where} must name {SUFFIX} files, got {name!r}")
+        is_path = isinstance(name, str) and name.endswith(SUFFIX) and Path(name).name != name
+        beside = " that lie beside it, and no paths" if is_path else ""
+        raise CheckpointError(f"checkpoint: {where} must name {SUFFIX} files{beside}, got {name!r}")
     return name
 
 
