@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._log import log_once
 from ..nn import Linear, QuantizedModule
+from ..nn.weights import replaced
 from ..recipes import SlotPlan
 from ..tensor import is_quantized
 from .agreement import Prepared, expected_stack_recipe, read_arrived
@@ -116,6 +117,7 @@ def prepare_fsdp2(model: nn.Module) -> nn.Module:
         attachment = Attachment(tensor._about)
         whole = _like(parameter.data, tensor) if _is_dtensor(parameter) else tensor
         made = nn.Parameter(whole, parameter.requires_grad)
+        replaced(parameter, "prepare_fsdp2", "fully_shard")
         owner: Any
         for owner, name in owners:
             owner._parameters[name] = made

@@ -19,6 +19,7 @@ from ..formats import PlaneSpec
 from ..formats.row_format import row_format
 from ..moe import Experts, ExpertsLayout, convert_experts
 from ..nn.delayed_scaling import reduce_over
+from ..nn.weights import replaced
 from ..recipes.named import source
 from ..tensor import is_quantized
 from .exchange import BY_RECIPE, TokenExchange
@@ -362,6 +363,9 @@ def _deal_out(module: Any, exchange: TokenExchange, mesh: Any) -> None:
             own, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
         )
         module._parameters[name] = nn.Parameter(made, requires_grad=whole.requires_grad)
+        replaced(
+            whole, "parallelize_experts", "parallelize_experts, and fully_shard if it is called"
+        )
     module.first_matrix, module.all_matrices = exchange.first, sum(exchange.sizes)
     module.exchange = exchange
     module.keep_own_histories()

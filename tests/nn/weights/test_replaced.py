@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import hybridq
+from hybridq.moe import ExpertsLayout, convert_experts, parallelize_experts
+from own_experts import OwnExperts
 
 TEXT = r"SGD: the optimizer holds 2 parameters.*make the optimizer after hybridq\.convert"
 
@@ -88,3 +94,28 @@ def test_parameters_that_needed_no_gradient_are_no_loss() -> None:
         warnings.simplefilter("error")
         optimizer.step()
     assert torch.equal(adapter, torch.full((3,), -0.1))
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_one_made_before_prepare_fsdp2_is_told_to_come_after_fully_shard(one_rank) -> None:
+    model = hybridq.convert(net())
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    fully_shard(hybridq.distributed.prepare_fsdp2(model))
+    (said,) = step(model, early)
+    assert "holds 2 parameters" in said and "since prepare_fsdp2 has put others" in said
+    assert "make the optimizer after fully_shard" in said
+    assert step(model, torch.optim.SGD(model.parameters(), lr=0.1)) == []
+
+
+def test_one_made_before_experts_were_dealt_out(one_rank) -> None:
+    model = nn.Sequential(convert_experts(OwnExperts(ExpertsLayout()), ExpertsLayout()))
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallelize_experts(model, init_device_mesh("cpu", (1,)))
+    with pytest.warns(hybridq.HybridQWarning, match="since parallelize_experts has put others"):
+        early.step()

@@ -25,6 +25,7 @@ from .quantized_init import (
     quantized_model_init,
     tell_values,
 )
+from .replaced import replaced
 from .separate_names import separate_names, takes_separate_names
 from .weight_cache import (
     Buffers,
@@ -55,6 +56,7 @@ __all__ = [
     "prequantized_weight",
     "quantize_weights",
     "quantized_model_init",
+    "replaced",
     "saves_decoded",
     "say_other_planes",
     "separate_names",

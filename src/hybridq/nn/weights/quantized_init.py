@@ -187,7 +187,7 @@ def quantize_weights(module: Any, weights: Iterable[tuple[str, str]]) -> None:
         init: Any = settings.current().model_init
         made = _quantized(weight, quantizer, init.preserves, module.holds_transposed)
         module._parameters[name] = made.requires_grad_(made.requires_grad and not init.is_frozen)
-        replaced(weight)
+        replaced(weight, "quantized_model_init", "hybridq.convert")
 
 
 def check_weights(module: Any, weights: Iterable[tuple[str, str]]) -> None:

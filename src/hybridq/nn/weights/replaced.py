@@ -1,4 +1,4 @@
-"""Parameters that quantized ones have taken the place of, and optimizers that still hold them."""
+"""Parameters that others have taken the place of, and optimizers that still hold them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ class _Optimizers:
 _optimizers = _Optimizers()
 
 
-def replaced(parameter: torch.Tensor) -> None:
+def replaced(parameter: torch.Tensor, by: str, after: str) -> None:
     """Remember that a parameter is no longer its module's: a step that should train it warns.
 
     Args:
-        parameter: in whose place there is a quantized one.
+        parameter: in whose place there is another one.
+        by: what has put it there, for the message.
+        after: the call after which an optimizer finds it.
     """
-    parameter.__dict__[_MARK] = True
+    parameter.__dict__[_MARK] = (by, after)
     if not _optimizers.is_watching:
         _optimizers.is_watching = True
         register_optimizer_step_pre_hook(_before_step)
@@ -50,10 +52,11 @@ def _before_step(optimizer: Any, *_: Any) -> None:
         return
     lost = [one for one in held if one.requires_grad and one.grad is None]
     if lost:
+        by, after = vars(lost[0])[_MARK]
         warn_once(
             f"replaced:{id(optimizer)}",
             f"{type(optimizer).__name__}: the optimizer holds {len(lost)} parameters that are no "
-            "longer their modules', since quantized_model_init has put quantized ones in their "
-            f"place, such as one of shape {list(lost[0].shape)}, so that these are not trained; "
-            "make the optimizer after hybridq.convert",
+            f"longer their modules', since {by} has put others in their place, such as one of "
+            f"shape {list(lost[0].shape)}, so that these are not trained; make the optimizer after "
+            f"{after}",
         )
