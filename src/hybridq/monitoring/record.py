@@ -22,7 +22,8 @@ class SlotSample:
         amax: largest magnitude of the whole tensor; NaN or inf if it has such a value.
         direction: of the plane that the numbers below are of; None: only the amax was taken.
         underflow: share of values that are not zero and became zero.
-        saturation: share of values beyond the largest code at their scale; None behind a transform.
+        saturation: share of values beyond the largest code by more than half of its step; None
+            behind a transform.
         snr_db: signal to noise in decibels; None without a signal, inf without an error.
     """
 

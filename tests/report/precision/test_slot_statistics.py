@@ -10,7 +10,9 @@ import torch
 
 import hybridq
 from hybridq.direction import COLUMNWISE, ROWWISE
+from hybridq.formats import PlaneSpec
 from hybridq.recipes import bind, get
+from hybridq.report.measure import effective_scales
 from hybridq.report.precision import OUTLIER, SlotStatistics, measure_plane, measure_slot
 
 
@@ -85,6 +87,27 @@ def test_saturation_is_what_lies_beyond_the_largest_code() -> None:
     want = math.sqrt(64 * 93**2 / (64 * 100**2 + 448))
     assert found.relative_error == pytest.approx(want, rel=1e-6)
     assert found.underflow_share == 0.0
+
+
+@pytest.mark.parametrize(
+    ("spec", "limit", "share"),
+    [
+        ("e2m1/1x32/e8m0/floor/mxfp4", 7.0, (0.005, 0.1)),  # 6, and half the step from 4
+        ("e4m3/1x32/e8m0/floor/mxfp8", 464.0, (0.001, 0.1)),
+        ("e5m2/1x32/e8m0/floor/mxfp8", 61440.0, (0.001, 0.1)),
+        ("nvfp4", 7.0, (0.0, 0.0)),  # scales are rounded by a sixteenth at most
+    ],
+)
+def test_values_that_rounding_alone_moves_are_not_cut(spec: str, limit: float, share) -> None:
+    """The oracle: a value over its block's scale, against where codes of more range would begin."""
+    x = torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
+    x[0] = x[0].abs().amax()  # nothing is cut where all are the amax
+    plane = hybridq.Quantizer(PlaneSpec.parse(spec), None)(x).rowwise
+    scales = effective_scales(plane).double()
+    scales = scales.repeat_interleave(x.shape[1] // scales.shape[1], 1)
+    found = measure_plane(x, plane)
+    assert found.saturated == int((x.double().abs() / scales > limit * (1 + 2.0**-21)).sum())
+    assert share[0] <= found.saturation_share <= share[1]
 
 
 def test_what_a_rounding_of_its_scale_misses_was_not_cut() -> None:

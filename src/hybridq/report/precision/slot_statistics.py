@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ...direction import COLUMNWISE, DIRECTIONS, ROWWISE, Direction
-from ...formats import PlaneSpec
+from ...formats import Element, PlaneSpec
 from ...nn.autograd.slot_encoder import SlotEncoder
 from ...recipes import SlotPlan
 from ...reference import unpack
@@ -61,8 +61,9 @@ class SlotStatistics:
         outliers: how many of these there are.
         nonzero: values that are not zero.
         underflows: of them, those that became zero.
-        saturated: values beyond the largest code at their scale; None behind a transform, where
-            codes are not of values.
+        saturated: values that lie beyond the largest code at their scale by more than half of its
+            step, so that a code of more range would be nearer; None behind a transform, where codes
+            are not of values.
         bad_inputs: values that are NaN or infinite.
         bad_outputs: finite ones that became so.
         amax: largest magnitude of a finite value.
@@ -304,13 +305,15 @@ def measure_plane(x: torch.Tensor, plane: Plane) -> SlotStatistics:
     some = magnitude[(magnitude > 0) & magnitude.isfinite()]
     limit = OUTLIER * some.median() if some.numel() else magnitude.new_tensor(math.inf)
     at_top = _at_top(plane)
+    element = plane.spec.format.element
+    cut = 1.0 if at_top is None or element is None else _cut(element)
     step = max(1, _BAND // max(1, x.shape[1]))
     sums = torch.zeros(11, dtype=torch.float64, device=x.device)
     largest = magnitude.new_zeros(())
     for begin in range(0, x.shape[0], step):
         band = slice(begin, begin + step)
         top = None if at_top is None else at_top[band]
-        more, most = _sums(want[band], got[band], limit, top)
+        more, most = _sums(want[band], got[band], limit, top, cut)
         sums += more
         largest = torch.maximum(largest, most)
     numbers = torch.cat((sums, largest.to(torch.float64).reshape(1))).tolist()
@@ -326,15 +329,24 @@ def measure_plane(x: torch.Tensor, plane: Plane) -> SlotStatistics:
     )
 
 
-#: What a value is larger by than its largest code, if it was cut: by more than FP32 rounds the
-#: product of code and scale. A code behind a scale of zero is an underflow, whatever it is.
-_CUT: Final = 1.0 + 2.0**-20
+def _cut(element: Element) -> float:
+    """Return what a value is larger by than its largest code, if it was cut.
+
+    By more than half the step to the code below it, where rounding would go on to the next one; and
+    by more than FP32 rounds the product of code and scale. A block scale that was itself rounded
+    down, as NVFP4's are, moves values by less.
+    """
+    below, top = sorted({abs(one) for one in code_values(element) if math.isfinite(one)})[-2:]
+    return (1.0 + (top - below) / (2.0 * top)) * (1.0 + 2.0**-20)
 
 
 def _sums(
-    want: torch.Tensor, got: torch.Tensor, limit: Any, top: torch.Tensor | None
+    want: torch.Tensor, got: torch.Tensor, limit: Any, top: torch.Tensor | None, cut: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sums and counts over a band of values, FP64 `[11]`, and its largest magnitude."""
+    """Return the sums and counts over a band of values, FP64 `[11]`, and its largest magnitude.
+
+    A code behind a scale of zero is an underflow, whatever it is.
+    """
     known = want.isfinite()
     both = known & got.isfinite()
     x = torch.where(both, want, 0.0).to(torch.float64)
@@ -344,7 +356,7 @@ def _sums(
     nonzero = both & (want != 0)
     saturated = torch.zeros_like(both)
     if top is not None:
-        saturated = both & top & (got != 0) & (magnitude > got.abs().to(torch.float64) * _CUT)
+        saturated = both & top & (got != 0) & (magnitude > got.abs().to(torch.float64) * cut)
     sums = (
         *(noise.sum(), signal.sum()),
         *(noise[~beyond].sum(), signal[~beyond].sum()),
