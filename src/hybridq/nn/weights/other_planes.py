@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from ...tensor.in_graph import runs_at_once
 from .weight_cache import PrequantizedWeight, prequantized_weight
 
 __all__ = ["planes_held", "say_other_planes"]
+
+_Asked = tuple[str, str, str]
 
 
 def planes_held(
@@ -58,40 +61,45 @@ def say_other_planes(
     where = f"{where} {name}" if name else where
     is_transposed = in_graph and module.holds_transposed
     asked = (slot.row.spec, slot.col.spec, str(dtype))
-    _say(weight.quantizer.text, *asked, where, in_graph, is_transposed)
+    _say(weight.quantizer.text, asked, where, in_graph, is_transposed)
 
 
 @runs_at_once
-def _say(
-    held: str, row: str, col: str, dtype: str, where: str, in_graph: bool, is_transposed: bool
-) -> None:
+def _say(held: str, asked: _Asked, where: str, in_graph: bool, is_transposed: bool) -> None:
     """Log it, of strings alone; in a graph if the rowwise planes differ.
 
     Args:
         held: the weight's quantizer, its text.
-        row, col: specs that the recipe asks for.
-        dtype: its name.
+        asked: specs of the recipe's planes, and the name of the dtype.
         where: the module.
         in_graph: nobody has compared the planes.
         is_transposed: the quantizer is that of the transpose.
     """
+    planes, said = _texts(held, asked, in_graph, is_transposed)
+    if said:
+        log_once(f"other planes:{planes}", f"{where}: {said}")
+
+
+@lru_cache(maxsize=256)
+def _texts(held: str, asked: _Asked, in_graph: bool, is_transposed: bool) -> tuple[str, str]:
+    """Return what planes are held, and what is to be said of it; or "" twice."""
     own: Quantizer | None = Quantizer.parse(held)
     if is_transposed and own is not None:
         own = own.mirrored()
     if own is None or own.rowwise is None or own.rowwise.format.is_identity:
-        return
+        return "", ""
+    row, col, dtype = asked
     of_dtype = getattr(torch, dtype.rpartition(".")[2])
     wanted = [PlaneSpec.parse(one).resolve(of_dtype) for one in (row, col)]
     if in_graph and own.rowwise == wanted[0]:
-        return
+        return "", ""
     planes = _pair(own.rowwise, own.columnwise)
     takers = [name for name in names() if _takes(name, own)]
     advice = f"compute under a recipe that takes them ({', '.join(takers)}), or " if takers else ""
-    log_once(
-        f"other planes:{planes}",
-        f"{where}: its weight holds planes of {planes}, and the recipe asks for {_pair(*wanted)}: "
-        "it is decoded and quantized again in each product, which takes longer, and rounds twice; "
-        f"{advice}quantize it for this recipe (quantized_model_init, convert-checkpoint --recipe)",
+    return planes, (
+        f"its weight holds planes of {planes}, and the recipe asks for {_pair(*wanted)}: it is "
+        "decoded and quantized again in each product, which takes longer, and rounds twice; "
+        f"{advice}quantize it for this recipe (quantized_model_init, convert-checkpoint --recipe)"
     )
 
 
