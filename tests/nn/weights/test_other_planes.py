@@ -51,7 +51,7 @@ def test_the_recipes_that_take_the_planes_are_named_once(logged, compiles: bool)
         f"{name}its weight holds planes of nvfp4, and the recipe asks for nvfp4_16x16: it is "
         "decoded and quantized again"
     )
-    assert "compute under a recipe that takes them (nvfp4_1d_weight)" in record.getMessage()
+    assert "compute under a recipe that takes them (nvfp4_1d_weight" in record.getMessage()
 
 
 @pytest.mark.parametrize("compiles", [False, True])

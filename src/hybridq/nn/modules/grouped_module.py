@@ -28,7 +28,7 @@ from ..autograd import (
     tell,
     watcher,
 )
-from ..weights import Into, part_of, say_other_planes
+from ..weights import Into, part_of, say_in_graph
 from .group_sizes import Group, mixed_linear
 from .quantized_module import QuantizedModule
 
@@ -306,7 +306,7 @@ class GroupedModule(QuantizedModule):
         if torch.compiler.is_compiling():
             for weight, plan in zip(own, plans, strict=False):
                 if is_quantized(weight):
-                    say_other_planes(self, part, weight, plan.weight, dtype)
+                    say_in_graph(self, weight, plan.weight, dtype)
             return ()
         if self.copied_matrices:
             return ()

@@ -34,7 +34,7 @@ from ..autograd import (
     tell,
     watcher,
 )
-from ..weights import Into, foreign_weight, say_other_planes
+from ..weights import Into, foreign_weight, say_in_graph
 from .dealt_parameters import reset_dealt
 from .input_errors import NESTED, no_tensor, quantized_elsewhere
 from .parallel_weights import SplitTogether
@@ -244,7 +244,7 @@ def _product(
                 for name, part in module.weight_parts.items():
                     held = getattr(module, name)  # dynamo reads no attribute of what it views
                     if part == own.name and is_quantized(held):
-                        say_other_planes(module, part, held, plan.weight, w.dtype)
+                        say_in_graph(module, held, plan.weight, w.dtype)
         saves = module.save_original_input and _may_encode_again(own, plan, fused, cuts)
         return linear(x, w, b, plan, kept, scales, fused, into, cuts, saves)
 

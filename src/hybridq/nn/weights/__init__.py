@@ -14,7 +14,7 @@ from .main_grad import (
     target_of,
     watch_optimizers,
 )
-from .other_planes import planes_held, say_other_planes
+from .other_planes import planes_held, say_in_graph
 from .pretrained import saves_decoded
 from .quantized_init import (
     check_weights,
@@ -58,7 +58,7 @@ __all__ = [
     "quantized_model_init",
     "replaced",
     "saves_decoded",
-    "say_other_planes",
+    "say_in_graph",
     "separate_names",
     "takes_separate_names",
     "target_of",

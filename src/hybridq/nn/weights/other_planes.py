@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..._log import log_once
+from ...direction import COLUMNWISE, ROWWISE
 from ...formats import PlaneSpec
 from ...quantizers import Quantizer
 from ...recipes import QuantizerRole, SlotPlan, get, names
@@ -15,7 +16,7 @@ from ...storage import TensorStorage
 from ...tensor.in_graph import runs_at_once
 from .weight_cache import PrequantizedWeight, prequantized_weight
 
-__all__ = ["planes_held", "say_other_planes"]
+__all__ = ["planes_held", "say_in_graph"]
 
 _Asked = tuple[str, str, str]
 
@@ -37,69 +38,79 @@ def planes_held(
         dtype: that it is wanted in: of a plane that is not quantized.
         whole: of the stack that the weight is a matrix of; None: it is none.
     """
-    found = prequantized_weight(weight.tensor_storage, slot, dtype, whole)
-    if found is None:
-        say_other_planes(module, part, weight, slot, dtype)
+    storage: TensorStorage = weight.tensor_storage
+    found = prequantized_weight(storage, slot, dtype, whole)
+    row = storage.spec(ROWWISE) if found is None else None
+    if row is not None:
+        name = module.part_name(part)
+        where = f"{type(module).__name__} {name}" if name else type(module).__name__
+        _tell(where, row, storage.spec(COLUMNWISE), (slot.row.spec, slot.col.spec, str(dtype)))
     return found
 
 
-def say_other_planes(
-    module: Any, part: str, weight: Any, slot: SlotPlan, dtype: torch.dtype
-) -> None:
-    """Log once that a quantized weight is decoded and quantized again, if it is.
+def say_in_graph(module: Any, weight: Any, slot: SlotPlan, dtype: torch.dtype) -> None:
+    """Log once that a graph decodes a quantized weight and quantizes it again, if it does.
+
+    The module's name is not read: dynamo guards what it reads.
 
     Args:
-        module, part: that it belongs to, for the message. In a graph the name is not read: dynamo
-            guards what it reads.
-        weight: quantized. Of planes in high precision, as FSDP2 gathers some, nothing is said. In a
-            graph the module's parameter, which may hold the transpose.
+        module: that the weight belongs to, for the message.
+        weight: the module's parameter, quantized.
         slot: of the recipe, for the weight.
         dtype: that planes in high precision are wanted in.
     """
-    in_graph, where = torch.compiler.is_compiling(), type(module).__name__
-    name = "" if in_graph else module.part_name(part)
-    where = f"{where} {name}" if name else where
-    is_transposed = in_graph and module.holds_transposed
-    asked = (slot.row.spec, slot.col.spec, str(dtype))
-    _say(weight.quantizer.text, asked, where, in_graph, is_transposed)
+    if weight.quantizer is not None:
+        asked = (slot.row.spec, slot.col.spec, str(dtype))
+        _compare(weight.quantizer.text, asked, type(module).__name__, module.holds_transposed)
 
 
 @runs_at_once
-def _say(held: str, asked: _Asked, where: str, in_graph: bool, is_transposed: bool) -> None:
-    """Log it, of strings alone; in a graph if the rowwise planes differ.
+def _compare(held: str, asked: _Asked, where: str, is_transposed: bool) -> None:
+    """Log it, of strings alone, if the rowwise planes differ.
 
     Args:
         held: the weight's quantizer, its text.
         asked: specs of the recipe's planes, and the name of the dtype.
         where: the module.
-        in_graph: nobody has compared the planes.
         is_transposed: the quantizer is that of the transpose.
     """
-    planes, said = _texts(held, asked, in_graph, is_transposed)
-    if said:
-        log_once(f"other planes:{planes}", f"{where}: {said}")
-
-
-@lru_cache(maxsize=256)
-def _texts(held: str, asked: _Asked, in_graph: bool, is_transposed: bool) -> tuple[str, str]:
-    """Return what planes are held, and what is to be said of it; or "" twice."""
     own: Quantizer | None = Quantizer.parse(held)
     if is_transposed and own is not None:
         own = own.mirrored()
-    if own is None or own.rowwise is None or own.rowwise.format.is_identity:
-        return "", ""
+    if own is not None and own.rowwise is not None and own.rowwise != _wanted(asked)[0]:
+        _tell(where, own.rowwise, own.columnwise, asked)
+
+
+def _tell(where: str, row: PlaneSpec, col: PlaneSpec | None, asked: _Asked) -> None:
+    """Log once what is held, and asked for.
+
+    Args:
+        where: the module.
+        row, col: specs of the planes that are held. Of a weight in high precision, as FSDP2 gathers
+            some, nothing is said.
+        asked: specs of the recipe's planes, and the name of the dtype.
+    """
+    if not row.format.is_identity:
+        log_once(f"other planes:{_pair(row, col)}", f"{where}: {_text(row, col, asked)}")
+
+
+def _wanted(asked: _Asked) -> tuple[PlaneSpec, PlaneSpec]:
+    """Return the specs of the planes that are asked for."""
     row, col, dtype = asked
-    of_dtype = getattr(torch, dtype.rpartition(".")[2])
-    wanted = [PlaneSpec.parse(one).resolve(of_dtype) for one in (row, col)]
-    if in_graph and own.rowwise == wanted[0]:
-        return "", ""
-    planes = _pair(own.rowwise, own.columnwise)
-    takers = [name for name in names() if _takes(name, own)]
+    own = getattr(torch, dtype.rpartition(".")[2])
+    return PlaneSpec.parse(row).resolve(own), PlaneSpec.parse(col).resolve(own)
+
+
+@lru_cache(maxsize=256)
+def _text(row: PlaneSpec, col: PlaneSpec | None, asked: _Asked) -> str:
+    """Return what is said of planes."""
+    takers = [name for name in names() if _takes(name, row, col)]
     advice = f"compute under a recipe that takes them ({', '.join(takers)}), or " if takers else ""
-    return planes, (
-        f"its weight holds planes of {planes}, and the recipe asks for {_pair(*wanted)}: it is "
-        "decoded and quantized again in each product, which takes longer, and rounds twice; "
-        f"{advice}quantize it for this recipe (quantized_model_init, convert-checkpoint --recipe)"
+    return (
+        f"its weight holds planes of {_pair(row, col)}, and the recipe asks for "
+        f"{_pair(*_wanted(asked))}: it is decoded and quantized again in each product, which takes "
+        f"longer, and rounds twice; {advice}quantize it for this recipe (quantized_model_init, "
+        "convert-checkpoint --recipe)"
     )
 
 
@@ -110,8 +121,7 @@ def _pair(row: PlaneSpec, col: PlaneSpec | None) -> str:
     return f"{row.short_text} | {col.short_text}"
 
 
-def _takes(name: str, own: Quantizer) -> bool:
+def _takes(name: str, row: PlaneSpec, col: PlaneSpec | None) -> bool:
     """Return whether the recipe of that name multiplies planes such as these."""
     wanted = get(name).quantizer(QuantizerRole("linear", "weight", ""))
-    has_columns = own.columnwise is None or own.columnwise == wanted.columnwise
-    return own.rowwise == wanted.rowwise and has_columns
+    return row == wanted.rowwise and col in (None, wanted.columnwise)
