@@ -16,6 +16,7 @@ from .._torch_ranks import functional_all_gather, process_group, wait_tensor
 from ..distributed.agreement import Fingerprint, compare, gathered_values
 from ..distributed.agreement.fingerprint import plan_digest
 from ..distributed.collectives.groups import place
+from ..kernels.operators import StatedFunction
 from ..moe.exchange import Compute
 from ..nn.autograd import GradientPlane, TokenRows, take_rows
 from ..nn.delayed_scaling import reduces_by_default
@@ -42,8 +43,10 @@ Formats = tuple[tuple[str, str], tuple[str, str]]
 _RULE = "every rank must run the same experts under the same recipe, on tokens of one kind"
 
 
-class _TimesInBackward(torch.autograd.Function):
+class _TimesInBackward(StatedFunction):
     """A tensor as it is, whose gradient is multiplied with a factor."""
+
+    second = "exact"
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:

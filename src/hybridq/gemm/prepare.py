@@ -105,7 +105,7 @@ def _narrow(plane: Plane) -> Operand:
     """Return an operand of few rows that is like `plane`."""
     count, cols = SKINNY_ROWS + 1, plane.matrix[1]
     if plane.spec.format.is_python:  # nobody else knows where a codec has its rows
-        ones = torch.ones(count, cols, device=plane.device)
+        ones = torch.ones(count, cols, dtype=torch.float32, device=plane.device)
         buffers = torch.ops.hybridq.encode(ones, plane.spec.text, "")
         return Operand(buffers, plane.spec, count, cols)
     rows = plane.take_rows(torch.zeros(count, dtype=torch.int64, device=plane.device))
