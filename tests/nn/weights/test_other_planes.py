@@ -21,6 +21,11 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
     errors._seen.update(seen)
 
 
+def said(logged: pytest.LogCaptureFixture) -> list[str]:
+    """Return what was said of planes; on some CPUs there are lines about others' products."""
+    return [one.getMessage() for one in logged.records if "holds planes of" in one.getMessage()]
+
+
 def linear(recipe: str, **options: object) -> hybridq.Linear:
     with hybridq.quantized_model_init(recipe, **options):
         return hybridq.Linear(64, 32, bias=False, dtype=torch.bfloat16, name="blocks.0.up")
@@ -45,13 +50,13 @@ def test_the_recipes_that_take_the_planes_are_named_once(logged, compiles: bool)
         with torch.no_grad():
             plain.weight.copy_(weight)
         assert torch.equal(y, run(plain, "nvfp4"))  # rounded twice, as is said
-    (record,) = logged.records
+    (text,) = said(logged)
     name = "Linear: " if compiles else "Linear blocks.0.up: "
-    assert record.getMessage().startswith(
+    assert text.startswith(
         f"{name}its weight holds planes of nvfp4, and the recipe asks for nvfp4_16x16: it is "
         "decoded and quantized again"
     )
-    assert "compute under a recipe that takes them (nvfp4_1d_weight" in record.getMessage()
+    assert "compute under a recipe that takes them (nvfp4_1d_weight" in text
 
 
 @pytest.mark.parametrize("compiles", [False, True])
@@ -72,15 +77,15 @@ def test_planes_that_are_taken_as_they_are(logged, held: str, recipe: str, compi
         layer.compile(fullgraph=True)
     run(layer, recipe, grad=True).float().sum().backward()
     assert layer.weight.grad is not None
-    assert not logged.records
+    assert not said(logged)
 
 
 def test_frozen_planes_and_other_columns_of_a_backward(logged) -> None:
     run(linear("mxfp8", frozen=True), "mxfp8_fwd_nvfp4_bwd", grad=True).float().sum().backward()
-    assert not logged.records  # the backward encodes what it reads, and nothing twice
+    assert not said(logged)  # the backward encodes what it reads, and nothing twice
     run(linear("mxfp8"), "mxfp8_fwd_nvfp4_bwd", grad=True)
-    (record,) = logged.records
-    assert "holds planes of mxfp8, and the recipe asks for mxfp8 | nvfp4" in record.getMessage()
+    (text,) = said(logged)
+    assert "holds planes of mxfp8, and the recipe asks for mxfp8 | nvfp4" in text
 
 
 @pytest.mark.parametrize("single", [False, True])
@@ -90,8 +95,8 @@ def test_groups(logged, single: bool) -> None:
             2, 64, 32, bias=False, dtype=torch.bfloat16, single_grouped_weight=single
         )
     run(groups, "mxfp8", [8, 8])
-    assert not logged.records
+    assert not said(logged)
     run(groups, "nvfp4", [8, 8])
-    (record,) = logged.records
-    assert "GroupedLinear 0: its weight holds planes of mxfp8" in record.getMessage()
-    assert "recipe that takes them (mxfp8" in record.getMessage()
+    (text,) = said(logged)
+    assert "GroupedLinear 0: its weight holds planes of mxfp8" in text
+    assert "recipe that takes them (mxfp8" in text
