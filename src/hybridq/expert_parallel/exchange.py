@@ -18,6 +18,7 @@ from ..distributed.agreement.fingerprint import plan_digest
 from ..distributed.collectives.groups import place
 from ..kernels.operators import StatedFunction
 from ..moe.exchange import Compute
+from ..moe.permutation import rows_of
 from ..nn.autograd import GradientPlane, TokenRows, take_rows
 from ..nn.delayed_scaling import reduces_by_default
 from ..recipes import QuantizerRole, Recipe, autocast
@@ -327,7 +328,7 @@ class TokenExchange:
             meanwhile()
         arrived, made = arrived_rows(sent)
         order = plan.arrived
-        rows = TokenRows(order.rows.tokens, order.rows.inverse, made)  # no _replace: in graphs too
+        rows = rows_of(order)._replace(made=made)
         if torch.compiler.is_compiling():  # nothing is handed on beside tensors
             y = compute(arrived, order.offsets, rows, None)
             back = take_rows(y, TokenRows(order.inverse.flatten(), order.order[:, None]))
