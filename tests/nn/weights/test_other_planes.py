@@ -88,15 +88,20 @@ def test_frozen_planes_and_other_columns_of_a_backward(logged) -> None:
     assert "holds planes of mxfp8, and the recipe asks for mxfp8 | nvfp4" in text
 
 
+@pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("single", [False, True])
-def test_groups(logged, single: bool) -> None:
+def test_groups(logged, single: bool, compiles: bool) -> None:
+    torch._dynamo.reset()
     with hybridq.quantized_model_init("mxfp8"):
         groups = hybridq.GroupedLinear(
             2, 64, 32, bias=False, dtype=torch.bfloat16, single_grouped_weight=single
         )
+    if compiles:
+        groups.compile()
     run(groups, "mxfp8", [8, 8])
     assert not said(logged)
     run(groups, "nvfp4", [8, 8])
     (text,) = said(logged)
-    assert "GroupedLinear 0: its weight holds planes of mxfp8" in text
+    name = "GroupedLinear: " if compiles else "GroupedLinear 0: "
+    assert text.startswith(f"{name}its weight holds planes of mxfp8")
     assert "recipe that takes them (mxfp8" in text
