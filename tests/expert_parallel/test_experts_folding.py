@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from rank_runs import needs_gloo, run
 
@@ -37,10 +36,6 @@ def test_tokens_that_are_dtensors_in_one_graph(tmp_path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
-    reason="tried with torch 2.13 alone",
-)
 def test_one_graph_for_all_numbers_of_tokens(tmp_path) -> None:
     run(2, tmp_path / "store", "sizes", program=PLACED, timeout=600)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,8 @@ class Dealt(NamedTuple):
     offsets: torch.Tensor
 
 
-class CopyPlaces(NamedTuple):
+@dataclass(frozen=True)
+class CopyPlaces:
     """Which experts each rank multiplies with: its own, and behind them copies of others'.
 
     Attributes:

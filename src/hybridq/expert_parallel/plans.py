@@ -125,14 +125,14 @@ def planned(
     world, own = len(sizes), sizes[rank]
     ends = offsets.long()
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
-    mine = torch.stack([part.sum() for part in counts.split(list(sizes))])
+    mine = torch.stack([part.sum() for part in counts.split([*sizes])])
     told = counts.new_full((1,), note)
     if capacity is not None:
         told = torch.cat([told, mine.max().view(1)])
     elif is_symmetric:
         told = torch.cat([told, mine])
     more = told.shape[0]
-    pieces = [piece for part in counts.split(list(sizes)) for piece in (part, told)]
+    pieces = [piece for part in counts.split([*sizes]) for piece in (part, told)]
     arrive, leave = [own + more] * world, [size + more for size in sizes]
     got = wait_tensor(functional_all_to_all(torch.cat(pieces), arrive, leave, name))
     table = got.view(world, own + more)

@@ -65,9 +65,11 @@ class SlotPlan(NamedTuple):
         """Whether a scale follows from earlier steps, or was given."""
         return bool(self.row_delay or self.col_delay)
 
-    @property
     def of_original(self) -> SlotPlan:
-        """The same, its columnwise plane made of the tensor as it is."""
+        """Return the same, its columnwise plane made of the tensor as it is.
+
+        No property, for torch 2.10 traces none of a NamedTuple.
+        """
         source, delays = "original", (self.row_delay, self.col_delay)  # no _replace: in graphs too
         return SlotPlan(self.row, self.col, source, self.amax_group, *delays, self.shares_state)
 

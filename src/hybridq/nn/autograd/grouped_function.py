@@ -156,7 +156,7 @@ def _forward(
     ready = None if rows is None or x.dtype != given else _ready(rows, plan.input)
     if ready is not None:
         x_row = ready
-        own = SlotEncoder(plan.input.of_original, "input", *rest)
+        own = SlotEncoder(plan.input.of_original(), "input", *rest)
         _, x_col = encode_tokens(x, offsets, own, False, save_x, row_index)
     else:
         x_row, x_col = encode_tokens(x, offsets, encoder, True, save_x, row_index, call.activation)
@@ -371,7 +371,7 @@ def _gradient_planes(
     encoder = SlotEncoder(grad, "grad_output", seeds, False, ctx.scales or ())
     ready = None if ctx.arriving is None else ctx.arriving.take(dy)
     if ready is not None:
-        encoder = SlotEncoder(grad.of_original, "grad_output", seeds)
+        encoder = SlotEncoder(grad.of_original(), "grad_output", seeds)
     made = encode_tokens(dy, offsets, encoder, x_needed and ready is None, w_needed)
     return made if ready is None else (ready, made[1])
 
