@@ -74,6 +74,7 @@ ROOMS = {
         "folded_backend",
         "codec_backend",
         "reference_backend",
+        "host_backend",
         "operators",
     ),
     "nn": ("weights", "delayed_scaling", "autograd", "modules"),

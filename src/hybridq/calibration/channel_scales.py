@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..kernels.inputs import wide
 from .gptq_matrix import error_in_output
 
 __all__ = [
@@ -54,7 +55,7 @@ def smooth_scales(
             "smooth_scales: input_amax and weight_amax must be [cols] both, got "
             f"{list(input_amax.shape)} and {list(weight_amax.shape)}"
         )
-    x, w = input_amax.to(torch.float64), weight_amax.to(torch.float64)
+    x, w = wide(input_amax), wide(weight_amax)
     _check_maxima("smooth_scales", input_amax=x, weight_amax=w)
     made = x.pow(alpha) / w.pow(1.0 - alpha)
     return torch.where((x == 0.0) | (w == 0.0), 1.0, made)
@@ -124,7 +125,7 @@ def awq_scales(
     the authors' program does afterwards is `clip_matrix`.
     """
     check_grid("awq_scales", grid)
-    mean = input_mean.to(torch.float64)
+    mean = wide(input_mean)
     _check_maxima("awq_scales", input_mean=mean)
     spread = of_columns or (lambda scales: scales)
     hessians = [hessian] * len(weights) if isinstance(hessian, torch.Tensor) else hessian
@@ -134,8 +135,8 @@ def awq_scales(
         scales = nearest_powers(scales) if powers_of_two else scales
         columns, error = spread(scales), 0.0
         for weight, seen, function in zip(weights, hessians, rounded, strict=True):
-            scaled = (weight.to(torch.float64) * columns).to(torch.float32)
-            made = function(scaled).to(torch.float64) / columns
+            scaled = (wide(weight) * columns).to(torch.float32)
+            made = wide(function(scaled)) / columns
             error += float(error_in_output(weight, made, seen))
         return scales, error
 

@@ -9,6 +9,7 @@ from typing import Final
 import torch
 
 from ..formats import PlaneSpec, PlaneText
+from ..kernels.inputs import wide, wide_device
 from ..reference import block_scales, cast, decode_codes
 from .observers import (
     Granularity,
@@ -158,10 +159,12 @@ class _RunningMSE(Running):
     def _error(self, x: torch.Tensor, clip: torch.Tensor) -> torch.Tensor:
         """Return the sum of squared errors of a matrix, or of each group of it, FP64."""
         if self.observer.granularity == "tensor" or self.spec.format.block is not None:
-            squares = (x.double() - self._coded(x, clip.reshape(-1)).double()).square()
+            squares = (wide(x) - wide(self._coded(x, clip.reshape(-1)))).square()
             return squares.sum(1) if self.observer.is_by_row else squares.sum()
         values = grouped(x, self.observer.granularity, self.observer.block).float()
-        made = _coded_columns(values, self.spec, clip, torch.finfo(x.dtype).max)
+        values = values.to(wide_device(x.device))  # in which codes are made by the reference
+        own = clip.to(values.device)
+        made = _coded_columns(values, self.spec, own, torch.finfo(x.dtype).max)
         gap = values.double() - made.double()
         return gap.square().nansum(0)  # NaN: of no channel; a real one is in the largest magnitude
 
@@ -180,7 +183,7 @@ class _RunningMSE(Running):
         if not bool(largest.isfinite().all()) or not bool((largest > 0).any()):
             return False
         ratios = torch.tensor(self.ratios, dtype=torch.float64, device="cpu")
-        self.clips = torch.tensordot(ratios, largest.double().cpu(), 0).float()
+        self.clips = torch.tensordot(ratios, wide(largest).cpu(), 0).float()
         return True
 
     def shared(self) -> tuple[str, torch.Tensor] | None:
@@ -188,7 +191,7 @@ class _RunningMSE(Running):
             largest = self.largest.amax()
             if largest is None:
                 largest = torch.full(self.shape, -math.inf, dtype=torch.float32, device="cpu")
-            return "max", largest.double().cpu().flatten()
+            return "max", wide(largest).cpu().flatten()
         errors = self.errors
         if errors is None:
             errors = torch.zeros(self.clips.shape, dtype=torch.float64, device="cpu")

@@ -12,6 +12,7 @@ import torch
 
 from ..direction import ROWWISE
 from ..formats import Element, PlaneSpec
+from ..kernels.inputs import wide, wide_device
 from ..reference import (
     cast,
     decode_plane,
@@ -45,7 +46,7 @@ class Hessian:
 
     Args:
         cols: input features of the module.
-        device: where the matrix is kept.
+        device: where the matrix is kept; the CPU in its place if it has no FP64.
 
     Attributes:
         matrix: FP64 `[cols, cols]`.
@@ -55,7 +56,8 @@ class Hessian:
     """
 
     def __init__(self, cols: int, device: torch.device | str = "cpu") -> None:
-        self.matrix = torch.zeros(cols, cols, dtype=torch.float64, device=device)
+        where = wide_device(torch.device(device))
+        self.matrix = torch.zeros(cols, cols, dtype=torch.float64, device=where)
         self.tokens = 0
 
     def add(self, x: torch.Tensor) -> None:
@@ -136,7 +138,7 @@ def inverse_factor(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Ten
     reversed gives the same matrix without inverting H first.
     """
     check_damping("inverse_factor", damping)
-    h = hessian.to(torch.float64)
+    h = wide(hessian)
     mean = h.diagonal().mean()
     damped = h + torch.eye(h.shape[0], dtype=h.dtype, device=h.device) * (
         torch.where(mean == 0.0, 1.0, damping * mean)
@@ -198,6 +200,8 @@ def gptq_plane(
         amax = tensor_amax(weight, spec) if amax is None else amax.detach().clone()
     if not weight.numel():
         return _plane(spec, weight, encode_plane(weight, spec, stat=amax))
+    device, weight = weight.device, weight.to(wide_device(weight.device))
+    amax = None if amax is None else amax.to(weight.device)
     chooser = _Chooser(spec, weight, amax)
     left = weight.detach().to(torch.float64, copy=True)
     factor = inverse_factor(hessian, damping)
@@ -215,7 +219,7 @@ def gptq_plane(
             errors[:, column - start] = error
             _take(left[:, column + 1 : stop], torch.outer(error, factor[column, column + 1 : stop]))
         _take(left[:, stop:], errors @ factor[start:stop, stop:])
-    return _plane(spec, weight, chooser.buffers())
+    return _plane(spec, weight, [buffer.to(device) for buffer in chooser.buffers()])
 
 
 def _plane(spec: PlaneSpec, weight: torch.Tensor, buffers: list[torch.Tensor]) -> Plane:
@@ -290,5 +294,5 @@ def error_in_output(
 
     Source: arXiv:2210.17323, equation 1.
     """
-    gap = weight.to(torch.float64) - made.to(torch.float64)
+    gap = wide(weight) - wide(made)
     return ((gap @ hessian) * gap).sum() / 2.0

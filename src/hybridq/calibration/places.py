@@ -14,6 +14,7 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
+from ..kernels.inputs import wide
 from ..tensor import is_quantized
 from .expert_places import hidden_sources, reason_against_experts
 from .folds import Fold, folds_of
@@ -128,9 +129,11 @@ def scale_input(module: Any, factors: torch.Tensor) -> None:
     Source: the name and the meaning are ModelOpt's.
     """
     if _FACTORS in module._buffers:
-        module.pre_quant_scale = (module.pre_quant_scale.double() * factors).to(module.weight.dtype)
+        factors = wide(module.pre_quant_scale) * factors
+        module.pre_quant_scale = factors.to(module.weight.dtype).to(module.weight.device)
         return
-    module.register_buffer(_FACTORS, factors.to(module.weight.dtype))
+    own = factors.to(module.weight.dtype).to(module.weight.device)
+    module.register_buffer(_FACTORS, own)
     module.register_forward_pre_hook(_scale_rows, with_kwargs=True)
 
 

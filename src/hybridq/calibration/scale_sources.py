@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ..kernels.inputs import wide
+
 __all__ = ["LayerSource", "Source", "assign", "multiply"]
 
 
@@ -31,7 +33,7 @@ def multiply(parameter: torch.Tensor, by: torch.Tensor) -> None:
         parameter: any shape and dtype.
         by: FP64 factors of a shape that fits.
     """
-    assign(parameter, parameter.detach().to(torch.float64) * by)
+    assign(parameter, wide(parameter.detach()) * by)
 
 
 def assign(parameter: torch.Tensor, values: torch.Tensor) -> None:
@@ -62,7 +64,7 @@ class LayerSource:
         if self.kind == "linear":
             multiply(weight, (1.0 / scales)[:, None])
         elif self.kind == "zero_centered_norm":
-            assign(weight, (1.0 + weight.double()) / scales - 1.0)
+            assign(weight, (1.0 + wide(weight)) / scales - 1.0)
         else:
             multiply(weight, 1.0 / scales)
         if getattr(self.layer, "bias", None) is not None:

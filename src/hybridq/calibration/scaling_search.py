@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..kernels.inputs import wide, wide_device
 from .gptq_matrix import Hessian
 from .places import Place, input_places, places
 from .products import Product, parameter_users
@@ -27,14 +28,14 @@ class Channels:
 
     def __init__(self, weight: torch.Tensor, with_hessian: bool) -> None:
         cols = weight.shape[1]
-        self.amax = torch.zeros(cols, dtype=torch.float64, device=weight.device)
+        self.amax = torch.zeros(cols, dtype=torch.float64, device=wide_device(weight.device))
         self.total = torch.zeros_like(self.amax)
         self.tokens = 0
         self.hessian = Hessian(cols, weight.device) if with_hessian else None
 
     def __call__(self, rows: torch.Tensor) -> None:
         """Add an input `[tokens, cols]`."""
-        magnitudes = rows.abs().to(torch.float64)
+        magnitudes = wide(rows.abs())
         self.amax = torch.maximum(self.amax, magnitudes.amax(0))
         self.total += magnitudes.sum(0)
         self.tokens += rows.shape[0]

@@ -18,6 +18,7 @@ from typing import Final
 import torch
 
 from ..formats import PlaneSpec
+from ..kernels.inputs import wide, wide_device
 from ..reference import tensor_amax
 from ..storage import build_storage
 
@@ -35,7 +36,7 @@ class BlockHessian:
     Args:
         cols: input features of the module.
         width: columns of a block; the last one may have fewer, and zeros for the others.
-        device: where the matrices are kept.
+        device: where the matrices are kept; the CPU in its place if it has no FP64.
 
     Attributes:
         blocks: FP64 `[blocks, width, width]`.
@@ -45,7 +46,8 @@ class BlockHessian:
     def __init__(self, cols: int, width: int, device: torch.device | str = "cpu") -> None:
         self.cols = cols
         count = -(-cols // width)
-        self.blocks = torch.zeros(count, width, width, dtype=torch.float64, device=device)
+        where = wide_device(torch.device(device))
+        self.blocks = torch.zeros(count, width, width, dtype=torch.float64, device=where)
         self.tokens = 0
 
     def add(self, x: torch.Tensor) -> None:
@@ -86,7 +88,7 @@ class BlockHessian:
         Args:
             weight: `[rows, cols]`.
         """
-        parts = _in_blocks(weight.to(torch.float64), self.blocks.shape[1]).transpose(0, 1)
+        parts = _in_blocks(wide(weight), self.blocks.shape[1]).transpose(0, 1)
         return ((parts @ self.blocks) * parts).sum(2).t()
 
 
@@ -152,6 +154,8 @@ def clip_matrix(
             f"clip_matrix: the Hessian must be of {weight.shape[1]} columns in blocks of "
             f"{groups.width}, got {hessian.cols} in blocks of {hessian.blocks.shape[1]}"
         )
+    device, weight = weight.device, weight.to(hessian.blocks.device)
+    groups = _Groups.of(weight, spec)
     largest = groups.amax(weight)
     is_fixed = groups.hold_scale(largest)
     best, made = groups.error(weight, weight, hessian), weight
@@ -167,7 +171,7 @@ def clip_matrix(
         chosen = torch.where(is_better, clip, chosen)
         made = torch.where(groups.spread(is_better, weight), tried, made)
     clipped = int((chosen < 1.0).sum())
-    return ClippedMatrix(made, chosen.numel(), clipped, float(best.sum()), plain)
+    return ClippedMatrix(made.to(device), chosen.numel(), clipped, float(best.sum()), plain)
 
 
 @dataclass(frozen=True)
@@ -222,7 +226,7 @@ class _Groups:
     ) -> torch.Tensor:
         """Return the error of each group, FP64 `[groups down, groups across]`."""
         made = build_storage(tried.contiguous(), self.spec, None).first.dequantize()
-        of_rows = hessian.of_rows(weight.to(torch.float64) - made.to(torch.float64))
+        of_rows = hessian.of_rows(wide(weight) - wide(made))
         return _in_blocks(of_rows.t(), self.height).sum(2).t()
 
 

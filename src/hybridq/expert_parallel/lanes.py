@@ -8,6 +8,7 @@ import torch
 
 from .._torch_ranks import functional_all_gather, wait_tensor
 from ..distributed.collectives import all_gather
+from ..kernels.inputs import wide
 from ..kernels.operators import StatedFunction
 
 __all__ = ["Lanes"]
@@ -74,9 +75,9 @@ class Lanes(NamedTuple):
             where: for the text.
             x: `[rows, K]`.
         """
-        values = x.detach().double()
+        values = wide(x.detach())
         count = values.new_tensor(x.shape[0])
-        own = torch.stack([values.sum(), values.abs().sum(), count]).float()
+        own = torch.stack([values.sum(), values.abs().sum(), count]).float().to(x.device)
         told = wait_tensor(functional_all_gather(own, self.world, self.group)).view(-1, 3)
         (sums, sizes, counts), world = told.t(), self.world
         # What is not finite is no sign of other tokens.

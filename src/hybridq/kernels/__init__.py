@@ -2,7 +2,7 @@
 
 Rooms, each of which imports only those before it: `inputs`, `choice`, `ragged`, the backends `cpu`,
 `cuda`, `triton`, `scaled_mm`, `decoded`, `folded_groups`, `folded_backend`, `codec_backend`,
-`reference_backend`, `operators`.
+`reference_backend`, `host_backend`, `operators`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,17 @@ from .cpu import CPU
 from .cuda import CUDA
 from .decoded import TORCH
 from .folded_backend import FOLD
-from .inputs import Chip, NoOperandCache, OperandCache, chip_of, described, operand_cache_nbytes
+from .host_backend import HOST
+from .inputs import (
+    Chip,
+    NoOperandCache,
+    OperandCache,
+    chip_of,
+    described,
+    operand_cache_nbytes,
+    wide,
+    wide_device,
+)
 from .reference_backend import REFERENCE
 from .scaled_mm import NATIVE
 from .triton import TRITON
@@ -40,6 +50,7 @@ __all__ = [
     "CPU",
     "CUDA",
     "FOLD",
+    "HOST",
     "NATIVE",
     "OPERATIONS",
     "PRECISIONS",
@@ -66,4 +77,6 @@ __all__ = [
     "select",
     "together",
     "unregister_backend",
+    "wide",
+    "wide_device",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 
 from .. import reference
@@ -18,13 +20,22 @@ from .choice import (
     Prologue,
     register_backend,
 )
+from .inputs import has_float64
 from .ragged import product_loop
 from .scaled_mm import swizzle
 
 __all__ = ["REFERENCE"]
 
 
+#: Operations that compute in FP64.
+_WIDE: Final = frozenset(
+    ("encode", "map", "decode", "operand", "round_stochastic", "fold", "gemm", "grouped_gemm")
+)
+
+
 def _supports(query: OpQuery) -> str | None:
+    if query.op in _WIDE and not has_float64(query.device):
+        return f"rounds in FP64, which {query.device} does not have"
     return None  # all of them
 
 

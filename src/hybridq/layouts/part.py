@@ -14,6 +14,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..formats import PlaneSpec
+from ..kernels.inputs import wide
 from .second_level import (
     amax_of_factor,
     amax_of_reciprocal,
@@ -251,6 +252,6 @@ class ScalarPart:
         Args:
             tensor: of the file.
         """
-        value = tensor.to(torch.float64).reshape(1)
+        value = wide(tensor).reshape(1)
         made = self.bound / value if self.value.name == RECIPROCAL.name else value * self.bound
         return made.to(torch.float32)

@@ -12,6 +12,7 @@ import torch
 
 from .. import settings
 from ..direction import ROWWISE
+from ..kernels.inputs import wide
 from ..storage import Plane
 
 __all__ = ["PIECE", "ErrorSum", "PlaneError"]
@@ -118,5 +119,5 @@ def _step(size: int, wanted: int, unit: int) -> int:
 def _squares(x: torch.Tensor) -> float:
     found = float(torch.linalg.vector_norm(x)) ** 2
     if not _SAFE[0] < found < _SAFE[1]:
-        found = float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
+        found = float(torch.linalg.vector_norm(wide(x))) ** 2
     return found

@@ -14,6 +14,7 @@ import torch
 
 from ..formats import Element, PlaneSpec
 from ..formats.elements import FP32
+from ..kernels.inputs import wide, wide_device
 from ..kernels.scaled_mm import is_foldable
 from ..reference import decode_codes, fold_plane, unpack
 from ..reference.elements import code_values
@@ -155,7 +156,7 @@ def _second_level(plane: Plane) -> torch.Tensor | None:
     element = plane.spec.format.element
     if plane.amax is None or not plane.amax.numel() or element is None:
         return None
-    return plane.amax.to(torch.float64) / (plane.spec.tensor_bound * element.max)
+    return wide(plane.amax) / (plane.spec.tensor_bound * element.max)
 
 
 def effective_scales(plane: Plane) -> torch.Tensor | None:
@@ -171,12 +172,13 @@ def effective_scales(plane: Plane) -> torch.Tensor | None:
     if plane.scale is None or fmt.scale is None:
         return None
     scale = plane.scale if plane.scale.dim() == 2 else plane.scale.reshape(1, -1)
+    scale = scale.to(wide_device(scale.device))
     if scale.dtype == torch.uint8:
         scale = decode_codes(scale, fmt.scale)
-    wide, factor = scale.to(torch.float64), _second_level(plane)
+    values, factor = scale.to(torch.float64), _second_level(plane)
     if factor is None:
-        return wide
-    return wide * (factor if factor.numel() == 1 else factor.reshape(-1, 1))
+        return values
+    return values * (factor if factor.numel() == 1 else factor.reshape(-1, 1))
 
 
 def measure_scales(plane: Plane) -> Scales:
@@ -273,6 +275,7 @@ def measure_fold(plane: Plane) -> int | None:
     cols = plane.matrix[1]
     changed = 0
     for begin, end, buffers in _bands(plane):
+        buffers = [one.to(wide_device(one.device)) for one in buffers]
         changed += int(fold_plane(buffers, plane.spec, end - begin, cols).changed.item())
     return changed
 
@@ -289,7 +292,7 @@ class _Sums:
         block = plane.spec.format.block or (1, 1)
         self.cell = (_cells(rows, block[0]), _cells(cols, block[1]))
         self.shape = (-(-rows // self.cell[0]), -(-cols // self.cell[1]))
-        self.noise = torch.zeros(self.shape, dtype=torch.float64, device=plane.device)
+        self.noise = torch.zeros(self.shape, dtype=torch.float64, device=wide_device(plane.device))
         self.signal = torch.zeros_like(self.noise)
         self.known = torch.zeros_like(self.noise)  # finite positions
         self.largest = 0.0
@@ -299,14 +302,15 @@ class _Sums:
         """Add a band that starts at row `begin`."""
         if not got.numel():
             return
+        got, want = got.to(self.noise.device), want.to(self.noise.device)
         is_finite = got.isfinite() & want.isfinite()
         self.num_not_finite += got.numel() - int(is_finite.sum())
-        wide = torch.where(is_finite, want, 0.0).to(torch.float64)
-        error = torch.where(is_finite, got, 0.0).to(torch.float64) - wide
+        plain = torch.where(is_finite, want, 0.0).to(torch.float64)
+        error = torch.where(is_finite, got, 0.0).to(torch.float64) - plain
         self.largest = max(self.largest, float(error.abs().max()))
         row = torch.arange(begin, begin + got.shape[0], dtype=torch.int64, device=got.device)
         index = row // self.cell[0]
-        parts = (error.square(), wide.square(), is_finite.to(torch.float64))
+        parts = (error.square(), plain.square(), is_finite.to(torch.float64))
         for sums, part in zip((self.noise, self.signal, self.known), parts, strict=True):
             padded = torch.nn.functional.pad(
                 part, (0, self.shape[1] * self.cell[1] - part.shape[1])

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..kernels.inputs import wide
+
 __all__ = ["Perplexity", "perplexity", "windows"]
 
 
@@ -116,7 +118,7 @@ def perplexity(
         chances = torch.log_softmax(logits.float(), -1)
         wanted = ids[first:stop].to(chances.device)
         found = chances.gather(1, wanted[:, None])
-        nll, count = nll - float(found.double().sum()), count + len(wanted)
+        nll, count = nll - float(wide(found).sum()), count + len(wanted)
     mean = nll / count
     value = math.inf if mean >= 700.0 else math.exp(mean)  # of NaN, NaN
     return Perplexity(value, nll, count, window, own)

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 
 from ..errors import warn_once
+from ..kernels.inputs import wide
 
 __all__ = ["LostUpdate", "watch_update"]
 
@@ -47,9 +48,9 @@ class LostUpdate:
         Args:
             after: what the tensor decodes to after the write.
         """
-        before = self._before.double()
-        wanted = _looked_at(self._values).double() - before
-        made = _looked_at(after).double() - before
+        before = wide(self._before)
+        wanted = wide(_looked_at(self._values)) - before
+        made = wide(_looked_at(after)) - before
         share = min(_share(made, wanted), _share(_turn(made, before), _turn(wanted, before)))
         if share < _LEAST:
             warn_once(

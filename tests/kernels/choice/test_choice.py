@@ -222,7 +222,7 @@ def test_the_order_does_not_depend_on_who_came_first(registries: None) -> None:
             register_backend(replace(ROWS, name=name, priority=0))
         order = [backend.name for backend in backends()]
         built_in = ["cuda", "cpu", "native", "triton", "fold", "codec", "torch"]
-        assert order == [*built_in, "a", "b", "reference"]
+        assert order == [*built_in, "a", "b", "host", "reference"]
         for name in names:
             unregister_backend(name)
 

@@ -113,7 +113,7 @@ class Backend:
         op_devices: the same of operations that run on other devices than the rest.
         leaves: returns None or why it leaves a query that it can run to the backends after it; not
             asked where it is forced.
-        priority: backends with a higher one are asked first. Those of hybridq have 10 to 60.
+        priority: backends with a higher one are asked first. Those of hybridq have -10 to 60.
         op_priorities: the same for operations in which it has another place.
         is_native: False for the plain PyTorch reference, which is always the last resort.
         notes: returns how a query that it can run is run, one line each, for `explain`.

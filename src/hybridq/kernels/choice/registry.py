@@ -33,6 +33,7 @@ __all__ = [
     "fallbacks",
     "forget_choices",
     "load_backends",
+    "on_cpu",
     "operation",
     "register_backend",
     "select",
@@ -261,6 +262,15 @@ def _select(query: OpQuery, forced: str | None) -> Backend:
     if not decision.chosen.is_native and decision.chosen.name != forced:
         _log_fallback(decision)
     return decision.chosen
+
+
+def on_cpu(query: OpQuery) -> Backend:
+    """Return the backend that runs a query about a CPU where none is forced.
+
+    Args:
+        query: of `"cpu"`.
+    """
+    return _select(query, None)
 
 
 def operation(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ..choice import Backend, DeviceSupport, OpQuery, register_backend
-from ..inputs import is_host
 from .decoded_gemm import dtype_reason, exact_gemm, multiplier, product_notes
 from .decoded_grouped_gemm import grouped_gemm, grouped_reason
 from .planned_gemm import planner
@@ -21,7 +20,7 @@ def _supports(query: OpQuery) -> str | None:
 def _notes(query: OpQuery) -> tuple[str, ...]:
     if query.op != "grouped_gemm":
         return product_notes(query)
-    if is_host(query.device):
+    if query.device != "cuda":
         return (*product_notes(query), "a loop over the groups")
     made = "operands decoded to BF16, torch's grouped product with FP32 accumulation"
     if not any(spec is not None and spec.needs_amax for spec in (query.row, query.col)):
@@ -39,7 +38,7 @@ TORCH = register_backend(
         _supports,
         {"gemm": exact_gemm, "grouped_gemm": grouped_gemm, "grouped_loop": grouped_gemm},
         op_devices={
-            "grouped_gemm": DeviceSupport(("cpu", "cuda"), (8, 0)),
+            "grouped_gemm": DeviceSupport(min_capability=(8, 0)),
             "grouped_loop": DeviceSupport(("cpu",)),
         },
         priority=10,

@@ -17,7 +17,7 @@ import torch
 
 from ...reference import factor_bound
 from ..choice import GroupedArgs, GroupedOperand, Operand, OpQuery, choose, operation
-from ..inputs import is_host, without_autocast
+from ..inputs import without_autocast
 from ..ragged import factor_of_groups, group_of_tokens, of_group, one_of, pad_tokens, product_loop
 from ..ragged import group_ends as ends_of
 from ..scaled_mm import ceil_to, group_count_reason
@@ -92,7 +92,7 @@ def grouped_gemm(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> tor
     """Return `[T, N]` if b is a stack, else `[G, M, N]`; operands exact, sums in FP32."""
     device = args.offsets.device.type
     with without_autocast(device):
-        if is_host(device):
+        if device != "cuda":
             return product_loop(a, b, args, exact_gemm)
         return _rows_cuda(a, b, args) if b.is_stack else _tokens_cuda(a, b, args)
 

@@ -22,9 +22,12 @@ from .device import (
     chip_of,
     described,
     has_autocast,
+    has_float64,
     is_current,
     is_host,
     stream_of,
+    wide,
+    wide_device,
     without_autocast,
 )
 from .dispatch_bypass import can_bypass_dispatcher, can_cache, is_plain, is_transformed
@@ -68,6 +71,7 @@ __all__ = [
     "given",
     "given_or_none",
     "has_autocast",
+    "has_float64",
     "is_aligned",
     "is_current",
     "is_host",
@@ -83,5 +87,7 @@ __all__ = [
     "spec_of",
     "stream_of",
     "values",
+    "wide",
+    "wide_device",
     "without_autocast",
 ]

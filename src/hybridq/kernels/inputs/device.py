@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Final
@@ -17,15 +18,19 @@ __all__ = [
     "chip_of",
     "described",
     "has_autocast",
+    "has_float64",
     "is_current",
     "is_host",
     "stream_of",
+    "wide",
+    "wide_device",
     "without_autocast",
 ]
 
+_KNOWN_DEVICES: Final = ("cpu", "cuda", "xpu", "mps", "hpu", "meta")
 # Asked once: dynamo cannot trace the question in every torch.
 _AUTOCAST_DEVICES: Final = frozenset(
-    kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu") if torch.amp.is_autocast_available(kind)
+    kind for kind in _KNOWN_DEVICES if torch.amp.is_autocast_available(kind)
 )
 #: For any number of uses, nested ones too.
 _AS_IT_IS: Final = contextlib.nullcontext()
@@ -35,6 +40,8 @@ _CUDA: Final = (13, 0)
 
 def has_autocast(kind: str) -> bool:
     """Return whether torch.autocast is on for devices of `kind`; some do not know it (meta)."""
+    if kind not in _KNOWN_DEVICES:  # what another package registers, perhaps later
+        return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return kind in _AUTOCAST_DEVICES and torch.is_autocast_enabled(kind)
 
 
@@ -121,6 +128,47 @@ def is_host(kind: str) -> bool:
         kind: type of a device.
     """
     return kind == "cpu"
+
+
+@lru_cache(maxsize=32)
+def has_float64(kind: str) -> bool:
+    """Return whether devices of `kind` compute in FP64, asked of one; False where there is none.
+
+    Those of CUDA have it, and so has what holds no data.
+
+    Args:
+        kind: type of a device.
+    """
+    if kind in ("cpu", "cuda", "meta"):
+        return True
+
+    def asked() -> bool:
+        try:
+            return float(torch.ones(2, dtype=torch.float64, device=kind).mul(3.0).sum()) == 6.0
+        except (AssertionError, NotImplementedError, RuntimeError, TypeError):
+            return False
+
+    # In a thread of its own, which no mode of the caller's reaches (fake tensors of a compiler).
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asked).result()
+
+
+def wide_device(device: torch.device) -> torch.device:
+    """Return where what a tensor on `device` is measured by is computed in FP64: there, or the CPU.
+
+    Args:
+        device: of a tensor.
+    """
+    return device if has_float64(device.type) else torch.device("cpu")
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """Return x in FP64, on the CPU where its device has none.
+
+    Args:
+        x: any.
+    """
+    return x.to(wide_device(x.device)).to(torch.float64)
 
 
 def stream_of(device: torch.device) -> int:

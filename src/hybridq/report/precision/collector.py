@@ -15,7 +15,7 @@ from ..._torch_private import graph_task_id
 from ...direction import COLUMNWISE, ROWWISE, Direction
 from ...formats import PlaneSpec
 from ...gemm import CONTRACT, Gemm
-from ...kernels.inputs import HIGH_PRECISION
+from ...kernels.inputs import HIGH_PRECISION, wide
 from ...nn.autograd import WatchedProduct, WatchedTensor
 from ...recipes import Plan, QuantizerRole, Recipe, SlotPlan, bind
 from ...recipes.boundary import boundary_quantizer
@@ -302,8 +302,8 @@ class Collector:
         """Add what each variant's planes add to a product `a @ b.T` of the matrices."""
         if not self.wanted.gemms or a[0].shape[1] != b[0].shape[1]:
             return
-        wide = [one.to(torch.float64) for one in (a[0], b[0])]
-        exact = wide[0] @ wide[1].t()
+        plain = [wide(one) for one in (a[0], b[0])]
+        exact = plain[0] @ plain[1].t()
         signal = float(exact.square().sum())
         seen: set[str] = set()
         for variant, one, other in zip(group.variants, a[1], b[1], strict=True):
@@ -313,8 +313,8 @@ class Collector:
             seen.add(label)
             noise = 0.0
             if one is not None or other is not None:
-                left = wide[0] if one is None else _own(one)
-                right = wide[1] if other is None else _own(other)
+                left = plain[0] if one is None else _own(one)
+                right = plain[1] if other is None else _own(other)
                 noise = float((left @ right.t() - exact).square().sum())
             row = ProductStatistics(name.layer, gemm.name, label, variant.in_run, noise, signal)
             key = (name.layer, gemm.name, label, variant.in_run)
@@ -415,7 +415,7 @@ def _plan_of(text: Any) -> Plan:
 def _own(plane: Plane) -> torch.Tensor:
     """Return the values of a plane's own matrix."""
     values = plane.dequantize() if plane.direction == ROWWISE else plane.dequantize().t()
-    return values.to(torch.float64)
+    return wide(values)
 
 
 def _pair(a: Plane | None, b: Plane | None) -> str:

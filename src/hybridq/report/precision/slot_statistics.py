@@ -17,6 +17,7 @@ import torch
 
 from ...direction import COLUMNWISE, DIRECTIONS, ROWWISE, Direction
 from ...formats import Element, PlaneSpec
+from ...kernels.inputs import wide_device
 from ...nn.autograd.slot_encoder import SlotEncoder
 from ...recipes import SlotPlan
 from ...reference import unpack
@@ -300,15 +301,16 @@ def measure_plane(x: torch.Tensor, plane: Plane) -> SlotStatistics:
         x: `[rows, cols]`, not empty.
         plane: of it, in either direction.
     """
-    want, got = x.detach().to(torch.float32), plane.dequantize()
+    where = wide_device(x.device)
+    want, got = x.detach().to(torch.float32).to(where), plane.dequantize().to(where)
     magnitude = want.abs()
     some = magnitude[(magnitude > 0) & magnitude.isfinite()]
     limit = OUTLIER * some.median() if some.numel() else magnitude.new_tensor(math.inf)
-    at_top = _at_top(plane)
+    at_top = _at_top(plane, where)
     element = plane.spec.format.element
     cut = 1.0 if at_top is None or element is None else _cut(element)
     step = max(1, _BAND // max(1, x.shape[1]))
-    sums = torch.zeros(11, dtype=torch.float64, device=x.device)
+    sums = torch.zeros(11, dtype=torch.float64, device=where)
     largest = magnitude.new_zeros(())
     for begin in range(0, x.shape[0], step):
         band = slice(begin, begin + step)
@@ -366,17 +368,22 @@ def _sums(
     return torch.stack([one.to(torch.float64) for one in sums]), magnitude.amax().to(torch.float32)
 
 
-def _at_top(plane: Plane) -> torch.Tensor | None:
-    """Return where codes are the largest of their element, bool `[rows, cols]`; None: no codes."""
+def _at_top(plane: Plane, where: torch.device) -> torch.Tensor | None:
+    """Return where codes are the largest of their element, bool `[rows, cols]`; None: no codes.
+
+    Args:
+        plane: any.
+        where: the device of what is returned.
+    """
     element = plane.spec.format.element
     if element is None or element.bits > 8 or plane.spec.signs is not None:
         return None
     cols = plane.matrix[1]
-    codes = unpack(plane.data, element, plane.spec.padded(cols))[:, :cols]
+    codes = unpack(plane.data.to(where), element, plane.spec.padded(cols))[:, :cols]
     tops = (
         torch.tensor(code_values(element), dtype=torch.float64, device="cpu").abs() >= element.max
     )
-    mask = tops.to(plane.device)[codes.to(torch.int64) & ((1 << element.bits) - 1)]
+    mask = tops.to(where)[codes.to(torch.int64) & ((1 << element.bits) - 1)]
     return mask if plane.direction == ROWWISE else mask.t()
 
 

@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from ...formats import PlaneSpec
+from ...kernels.inputs import wide
 from ...quantizers import IdentityQuantizer, Quantizer
 from ...recipes import CustomRecipe, QuantizerRole, Recipe, get
 from ...recipes.choices import CHOICES, with_choices_of
@@ -238,4 +239,4 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def _norm(tensors: Sequence[torch.Tensor]) -> float:
-    return math.sqrt(sum(float(one.to(torch.float64).square().sum()) for one in tensors))
+    return math.sqrt(sum(float(wide(one).square().sum()) for one in tensors))
