@@ -81,6 +81,8 @@ __all__ = [
     *utils.__all__,
 ]
 
+#: For libraries that ask for Transformer Engine's version, and take names of one from 2.9.
+__version__ = "2.9.0"
 #: This package: `transformer_engine.pytorch` is what `hybridq.te` has the names of.
 pytorch = sys.modules[__name__]
 aliases.install()

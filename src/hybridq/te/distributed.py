@@ -13,6 +13,27 @@ from .. import nn
 __all__ = ["CudaRNGStatesTracker", "checkpoint"]
 
 
+@contextmanager
+def activation_recompute_forward(
+    activation_recompute: bool = False, recompute_phase: bool = False
+) -> Iterator[None]:
+    """Context of a forward that another library's checkpoint runs, or runs again: changes nothing.
+
+    A module of hybridq sees by itself that a backward runs it again, and takes the recipe of its
+    forward, or the one that is set around it there.
+
+    Args:
+        activation_recompute, recompute_phase: have no effect.
+
+    Example:
+        >>> import torch, hybridq.te as te
+        >>> layer = te.Linear(8, 8)
+        >>> with te.distributed.activation_recompute_forward(True, False):
+        ...     y = layer(torch.ones(2, 8))
+    """
+    yield
+
+
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,

@@ -10,6 +10,7 @@ Source: names, order and defaults of arguments: Transformer Engine's `pytorch/op
 from __future__ import annotations
 
 import math
+from abc import ABCMeta
 from collections.abc import Iterable
 from typing import Any, Final, NoReturn
 
@@ -32,6 +33,7 @@ __all__ = [
     "ClampedSwiGLU",
     "ConstantScale",
     "Dropout",
+    "FusibleOperation",
     "GroupedLinear",
     "Identity",
     "L2Normalization",
@@ -56,7 +58,7 @@ _OWN: Final = "fusions are those of hybridq.nn.FusedSequential; derive from torc
 #: Names of Transformer Engine that are not here, and why.
 _REFUSED: Final = {
     **dict.fromkeys(("AllGather", "AllReduce", "ReduceScatter"), _RANKS),
-    **dict.fromkeys(("BasicOperation", "FusedOperation", "FusibleOperation"), _OWN),
+    **dict.fromkeys(("BasicOperation", "FusedOperation"), _OWN),
     **dict.fromkeys(("register_forward_fusion", "register_backward_fusion"), _OWN),
     **dict.fromkeys(("ScaledSwiGLU", "ScaledClampedQGeGLU", "ScaledSReLU"), _PROBS),
     **dict.fromkeys(("ScaledTanhSReLU", "ScaledSiTUGLU"), _PROBS),
@@ -428,3 +430,18 @@ class Sequential(nn.FusedSequential):
                 waiting.append(one)
         input = self.run(waiting, input)
         return (input, *extra) if extra else input
+
+
+class FusibleOperation(torch.nn.Module, metaclass=ABCMeta):
+    """What the operations of this module are instances of; no class can be derived from it.
+
+    Raises:
+        NotImplementedError: one is.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        raise NotImplementedError(f"te.ops.FusibleOperation must not be derived from: {_OWN}")
+
+
+for _name in set(__all__) - {"FusibleOperation", "Sequential"}:
+    FusibleOperation.register(globals()[_name])

@@ -33,7 +33,8 @@ class _Norm(nn.Module):
     @checked
     def __init__(
         self,
-        normalized_shape: int | Iterable[int],
+        normalized_shape: int | Iterable[int] | None,
+        hidden_size: int | Iterable[int] | None,
         eps: float,
         zero_centered_gamma: bool,
         sequence_parallel: bool,
@@ -42,7 +43,12 @@ class _Norm(nn.Module):
     ) -> None:
         super().__init__()
         owner = type(self).__name__
-        shape = normalized_shape
+        if (normalized_shape is None) == (hidden_size is None):
+            raise TypeError(
+                f"{owner}: one of normalized_shape and hidden_size must be given, got "
+                f"{'none' if hidden_size is None else 'both'}"
+            )
+        shape = hidden_size if normalized_shape is None else normalized_shape
         several = isinstance(shape, Iterable) and not isinstance(shape, str)
         given: tuple[Any, ...] = tuple(shape) if several else (shape,)  # type: ignore[arg-type]
         for size in given:
@@ -50,8 +56,7 @@ class _Norm(nn.Module):
         self.normalized_shape = tuple(int(size) for size in given)
         if not self.normalized_shape or min(self.normalized_shape) < 1:
             raise ValueError(
-                f"{owner}: normalized_shape must be one or more positive sizes, got "
-                f"{normalized_shape}"
+                f"{owner}: normalized_shape must be one or more positive sizes, got {shape}"
             )
         if not 0.0 <= eps < math.inf:
             raise ValueError(f"{owner}: eps must be finite and at least 0, got {eps}")
@@ -101,10 +106,11 @@ class LayerNorm(_Norm):
             `sequence_parallel = True`, and their gradients are the trainer's to sum over ranks.
         params_dtype: another name of `dtype`.
         zero_centered_gamma: the factor is `1 + weight`, in FP32, and the weight begins as zeros.
+        hidden_size: another name of `normalized_shape`, which Megatron-Core's norms use.
         device, dtype: of the parameters; None: torch's defaults.
 
     Raises:
-        TypeError: a size is no int, a switch no bool, or `eps` no number.
+        TypeError: a size is no int, or none or two are given; a switch no bool, `eps` no number.
         ValueError: a size is not positive, `eps` is negative or not finite, or `dtype` and
             `params_dtype` differ.
 
@@ -121,18 +127,19 @@ class LayerNorm(_Norm):
     @checked
     def __init__(
         self,
-        normalized_shape: int | Iterable[int],
+        normalized_shape: int | Iterable[int] | None = None,
         eps: float = 1e-5,
         sequence_parallel: bool = False,
         params_dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
+        hidden_size: int | Iterable[int] | None = None,
         *,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         own = one_dtype(type(self).__name__, dtype, params_dtype)
         options = (zero_centered_gamma, sequence_parallel, device, own)
-        super().__init__(normalized_shape, eps, *options)
+        super().__init__(normalized_shape, hidden_size, eps, *options)
         self._add("bias", device, own)
         self.reset_parameters()
 
@@ -163,7 +170,8 @@ class RMSNorm(_Norm):
     No recipe quantizes it. In front of a linear module `RMSNormLinear` makes both in one step.
 
     Args:
-        normalized_shape, sequence_parallel, params_dtype, device, dtype: as for `LayerNorm`.
+        normalized_shape, sequence_parallel, params_dtype, hidden_size, device, dtype: as for
+            `LayerNorm`.
         eps: added to the mean of squares.
         zero_centered_gamma: the factor is `1 + weight`, in FP32, and the weight begins as zeros.
 
@@ -182,18 +190,19 @@ class RMSNorm(_Norm):
     @checked
     def __init__(
         self,
-        normalized_shape: int | Iterable[int],
+        normalized_shape: int | Iterable[int] | None = None,
         eps: float = 1e-5,
         sequence_parallel: bool = False,
         params_dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
+        hidden_size: int | Iterable[int] | None = None,
         *,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         own = one_dtype(type(self).__name__, dtype, params_dtype)
         options = (zero_centered_gamma, sequence_parallel, device, own)
-        super().__init__(normalized_shape, eps, *options)
+        super().__init__(normalized_shape, hidden_size, eps, *options)
         self.reset_parameters()
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ Source: names, order and defaults of fields: Transformer Engine's `common/recipe
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -52,9 +52,13 @@ class DelayedScaling(Recipe):
         fp8_dpa: attention is quantized, too (`hybridq.recipes.with_attention`).
         fp8_mha: with `fp8_dpa`; changes no number: the projections quantize the same tensors.
         backward_override: None.
+        override_linear_precision: `(False, False, False)`; no field.
+        params_dtype, device: have no effect, since a recipe has no parameters; no fields.
 
     Raises:
         ValueError, TypeError, NotImplementedError: another value; the text names the field.
+
+    Source: the last three: what Megatron-Core's `TEDelayedScaling` gives it.
     """
 
     margin: int = 0
@@ -66,6 +70,20 @@ class DelayedScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
+    override_linear_precision: InitVar[tuple[bool, ...]] = (False, False, False)
+    params_dtype: InitVar[Any] = None
+    device: InitVar[Any] = None
+
+    def __post_init__(
+        self, override_linear_precision: tuple[bool, ...], params_dtype: Any, device: Any
+    ) -> None:
+        if any(override_linear_precision):
+            raise NotImplementedError(
+                "DelayedScaling: override_linear_precision must be (False, False, False), got "
+                f"{override_linear_precision}; of the other recipes single products may stay in "
+                'high precision, as hybridq.recipe("fp8_current", wgrad="bf16")'
+            )
+        super().__post_init__()
 
     def _freeze(self) -> ours.Recipe:
         return self.with_group(None)

@@ -1,0 +1,113 @@
+"""What Megatron-Core 0.16 asks of Transformer Engine where it imports it and makes its modules."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import hybridq
+import hybridq.te as te
+
+IMPORTS = """
+import hybridq.te
+hybridq.te.stand_in()
+import transformer_engine as te
+from transformer_engine.pytorch.distributed import activation_recompute_forward
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast
+
+assert [int(one) for one in te.__version__.split(".")] >= [2, 9]
+
+
+class Recipe(te.common.recipe.DelayedScaling):
+    def __init__(self, **more):
+        super().__init__(margin=1, fp8_format=te.common.recipe.Format.HYBRID, amax_history_len=4,
+                         amax_compute_algo="max", fp8_dpa=False, fp8_mha=False,
+                         override_linear_precision=(False, False, False), **more)
+
+
+def get(operation) -> te.pytorch.ops.FusibleOperation:
+    return operation
+
+
+import torch
+given = {"params_dtype": torch.bfloat16, "device": "cpu"}
+recipe = Recipe(**given)
+assert recipe.current == te.common.recipe.DelayedScaling(margin=1, amax_history_len=4).current
+norm = te.pytorch.RMSNorm(hidden_size=64, eps=1e-5, sequence_parallel=False, **given)
+assert norm.weight.shape == (64,) and norm.weight.dtype == torch.bfloat16
+"""
+
+
+def test_its_imports_and_what_it_makes() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_hidden_size_is_another_name_of_the_normalized_shape(kind: str) -> None:
+    made = getattr(te, kind)
+    x = torch.randn(3, 48, generator=torch.Generator().manual_seed(1)) + 2
+    own, other = made(hidden_size=48, eps=1e-3), getattr(torch.nn, kind)(48, eps=1e-3)
+    assert torch.allclose(own(x), other(x), rtol=1e-6, atol=1e-6)
+    assert own.normalized_shape == made(48).normalized_shape
+    with pytest.raises(TypeError, match=r"one of normalized_shape and hidden_size .* got both"):
+        made(48, hidden_size=48)
+    with pytest.raises(TypeError, match=r"one of normalized_shape and hidden_size .* got none"):
+        made()
+
+
+def test_products_in_high_precision_are_refused_by_delayed_scaling() -> None:
+    with pytest.raises(NotImplementedError, match="override_linear_precision must be"):
+        te.common.recipe.DelayedScaling(override_linear_precision=(False, False, True))
+
+
+def test_operations_are_fusible_and_users_own_are_refused() -> None:
+    assert isinstance(te.ops.Linear(8, 8), te.ops.FusibleOperation)
+    assert isinstance(te.ops.SwiGLU(), te.ops.FusibleOperation)
+    assert not isinstance(torch.nn.GELU(), te.ops.FusibleOperation)
+    with pytest.raises(NotImplementedError, match=r"derive from torch.nn.Module"):
+        type("Own", (te.ops.FusibleOperation,), {})
+
+
+class Recomputed(torch.autograd.Function):
+    """A checkpoint of another library's, in the way of Megatron-Core's."""
+
+    @staticmethod
+    def forward(ctx, run, recipe, x):
+        ctx.run, ctx.recipe = run, recipe
+        ctx.save_for_backward(x)
+        with torch.no_grad(), te.distributed.activation_recompute_forward(True, False):
+            return run(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        around = te.fp8_autocast(enabled=True, fp8_recipe=ctx.recipe)
+        again = te.distributed.activation_recompute_forward(True, True)
+        with torch.enable_grad(), around, again:
+            y = ctx.run(x)
+        torch.autograd.backward(y, dy)
+        return None, None, x.grad
+
+
+@pytest.mark.parametrize("kind", ["DelayedScaling", "MXFP8BlockScaling"])
+def test_a_foreign_recomputation_has_the_gradients_of_a_plain_run(kind: str) -> None:
+    found = []
+    for recomputes in (False, True):
+        torch.manual_seed(3)
+        layer, rows = te.Linear(64, 32), torch.randn(3, 16, 64)
+        recipe = getattr(te.common.recipe, kind)()
+        for x in rows:
+            own = x.clone().requires_grad_()
+            with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
+                y = Recomputed.apply(layer, recipe, own) if recomputes else layer(own)
+            y.square().sum().backward()
+            hybridq.update_scaling(layer)
+        found.append((y.detach(), own.grad, layer.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
