@@ -345,3 +345,22 @@ def test_arguments_of_our_function():
         hybridq.checkpoint(3, x)
     with pytest.raises(NotImplementedError, match=r"distribute_saved_activations must be left out"):
         hybridq.checkpoint(torch.neg, x, distribute_saved_activations=True)
+
+
+@pytest.mark.parametrize("recipe", [None, "mxfp8"])
+def test_a_reentrant_recomputation_returns_the_bias_that_is_added_later(recipe: str | None) -> None:
+    found = []
+    for recomputes in (False, True):
+        torch.manual_seed(5)
+        layer, x = hybridq.Linear(64, 32, return_bias=True), torch.randn(8, 64, requires_grad=True)
+        with hybridq.autocast(enabled=recipe is not None, recipe=recipe):
+            run = (
+                functools.partial(hybridq.checkpoint, layer, use_reentrant=True)
+                if recomputes
+                else layer
+            )
+            y, bias = run(x)
+        assert layer.bias.is_leaf  # else the backward would never end
+        (y + bias).square().sum().backward()
+        found.append((y.detach(), x.grad, layer.weight.grad, layer.bias.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
+import torch
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ...recipes import install
@@ -67,5 +69,20 @@ def checkpoint(
     install()
     if use_reentrant:  # torch passes no keywords on then
         own = {name: kwargs.pop(name) for name in kwargs.keys() - _TORCHS}
-        function = partial(function, **own) if own else function
+        function = partial(_without_leaves, partial(function, **own) if own else function)
     return torch_checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
+
+
+def _without_leaves(function: Callable[..., Any], *args: Any) -> Any:
+    """Return what a function returns, with views in the place of parameters.
+
+    Of a parameter that is returned as it is (a bias that is added later) autograd would make an
+    output of the checkpoint, in place: a recomputation that meets it begins itself again.
+    """
+    taken = {id(one) for one in args}
+
+    def other(one: torch.Tensor) -> torch.Tensor:
+        is_own = one.is_leaf and one.requires_grad and id(one) not in taken
+        return one.view_as(one) if is_own else one
+
+    return tree_map_only(torch.Tensor, other, function(*args))
