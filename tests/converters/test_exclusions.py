@@ -204,7 +204,11 @@ NAMES = {
         *("class_embed.1", "model.decoder.bbox_embed.0.layers.2", "ctc_head"),
     ],
     "routers": ["layers.0.mlp.gate", "layers.0.router.classifier", "moe.shared_expert_gate"],
-    "adapters": ["layers.0.q_proj.lora_A.default", "layers.0.q_proj.lora_B.default"],
+    "adapters": [
+        *("layers.0.q_proj.lora_A.default", "layers.0.q_proj.lora_B.default"),
+        *("layers.0.attn.q_proj.lora_a", "layers.0.attn.q_proj.lora_b"),  # torchtune
+        *("unet.to_q.lora_down", "unet.to_q.lora_up"),
+    ],
 }
 
 

@@ -49,7 +49,7 @@ _COMPONENTS: Final = {
         r"|qa_outputs|pooler|seq_relationship|class_embed|bbox_embed|ctc_head"
     ),
     "routers": re.compile(r"gate|shared_expert_gate|(.*_)?router(_.*)?"),
-    "adapters": re.compile(r"lora_(A|B|embedding_A|embedding_B)|prompt_encoder"),
+    "adapters": re.compile(r"lora_(A|B|a|b|down|up|embedding_A|embedding_B)|prompt_encoder"),
 }
 #: Heads whose name alone is used for other things: whole qualified names.
 _WHOLE: Final = re.compile(r"output|(.*\.)?cls\.predictions(\..*)?")
