@@ -274,3 +274,29 @@ def test_less_than_half_is_warned_of_once_for_a_class(caplog) -> None:
         hybridq.convert(Small(64))
         hybridq.convert(Small(32), lambda module, name: name == "up")
     assert len([one for one in caplog.records if "of the weights" in one.message]) == 3
+
+
+class Window(nn.Module):
+    """Attention that gives its children's weights and biases to a function (torchvision's Swin)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = nn.functional.linear(x, self.qkv.weight, self.qkv.bias).chunk(3, -1)
+        y = torch.softmax(q @ k.mT, -1) @ v
+        return nn.functional.linear(y, self.proj.weight, self.proj.bias)
+
+
+def test_weights_with_biases_that_a_parent_multiplies_by_are_not_counted_as_converted() -> None:
+    model = hybridq.convert(nn.ModuleDict({"attn": Window(), "up": nn.Linear(32, 64)}))
+    model.forward = lambda x: model["up"](model["attn"](x))
+    x = torch.randn(2, 16, 32)
+    found = hybridq.summary(model, "mxfp8", x)
+    said = {one.name: (one.state, one.reason) for one in found.modules}
+    for name in ("attn.qkv", "attn.proj"):
+        assert said[name] == ("left alone", "its weight is multiplied by attn itself")
+    assert "multiplies by qkv.weight itself" in said["attn"][1]
+    outside, inside = 2 * 32 * 32 * (96 + 32), 2 * 32 * 32 * 64  # FLOPs of tokens by weights
+    assert found.share == pytest.approx(inside / (inside + outside))

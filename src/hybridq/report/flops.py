@@ -139,7 +139,11 @@ class _Counter(TorchDispatchMode):
         packet = func.overloadpacket
         if packet in _LINEAR:
             flops = _LINEAR[packet](*args, **kwargs, out_val=result)
-            weight = next((found for one in args if (found := self._weight(one)) is not None), None)
+            # What is added, a bias, stands first there; it is no matrix of the product.
+            among = (*args[1:], args[0]) if packet in _ADDS_FIRST else args
+            weight = next(
+                (found for one in among if (found := self._weight(one)) is not None), None
+            )
             if weight is None:
                 self.without[self._running[-1]] += flops
             else:
@@ -242,6 +246,8 @@ _LINEAR: Final[dict[Any, Callable[..., int]]] = {
     _aten._grouped_mm: _shapes(_grouped_mm),
     **{getattr(torch.ops.hybridq, name): count for name, count in PRODUCT_FLOPS.items()},
 }
+#: Those whose first argument is added to the product.
+_ADDS_FIRST: Final = (_aten.addmm, _aten.baddbmm, _aten.addmv)
 #: What is no product of matrices.
 _OTHER: Final[dict[Any, Callable[..., int]]] = {
     **_of_torch("convolution"),
