@@ -196,12 +196,25 @@ def test_what_a_model_keeps_in_fp32_stays(attribute, kept) -> None:
     assert left(other) == {}
 
 
+def test_torchs_adaptive_softmax_is_a_head() -> None:
+    head = nn.AdaptiveLogSoftmaxWithLoss(32, 100, [20, 60], div_value=2.0)
+    model = nn.ModuleDict({"up": nn.Linear(32, 32), "words": head})
+    names = ("head", "tail.0.0", "tail.0.1", "tail.1.0", "tail.1.1")
+    assert left(model) == {f"words.{one}": "heads, of an adaptive softmax" for one in names}
+    x, y = torch.randn(9, 32), torch.arange(9) * 11
+    plain = model["words"](x, y)
+    with hybridq.autocast(recipe="mxfp8"):
+        assert torch.equal(model["words"](x, y).output, plain.output)
+    assert left(model, also=["heads"]) == {}
+
+
 NAMES = {
     "heads": [
         *("lm_head", "model.lm_head", "embed_out", "output", "score", "classifier", "pooler.dense"),
         *("bert.pooler.dense", "classifier.out_proj", "qa_outputs", "cls.predictions.decoder"),
         *("cls.predictions.transform.dense", "cls.seq_relationship", "vocab_projector"),
         *("class_embed.1", "model.decoder.bbox_embed.0.layers.2", "ctc_head"),
+        *("to_logits", "net.to_logits.2"),
     ],
     "routers": ["layers.0.mlp.gate", "layers.0.router.classifier", "moe.shared_expert_gate"],
     "adapters": [

@@ -46,7 +46,7 @@ LEAST_WIDTH: Final = 8
 _COMPONENTS: Final = {
     "heads": re.compile(
         r"lm_head|embed_out|output_projection|vocab_projector|classifier|classification_head|score"
-        r"|qa_outputs|pooler|seq_relationship|class_embed|bbox_embed|ctc_head"
+        r"|qa_outputs|pooler|seq_relationship|class_embed|bbox_embed|ctc_head|to_logits"
     ),
     "routers": re.compile(r"gate|shared_expert_gate|(.*_)?router(_.*)?"),
     "adapters": re.compile(r"lora_(A|B|a|b|down|up|embedding_A|embedding_B)|prompt_encoder"),
@@ -191,6 +191,8 @@ def _own_word(
             head = _asked(module, method)
             if head is not None:
                 yield from ((one, "heads", f"{method}()") for one in head.modules())
+        if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
+            yield from ((one, "heads", "of an adaptive softmax") for one in module.modules())
         for name, child in _beside_base(module):
             yield from ((one, "adapters", f"{name} beside a base_layer") for one in child.modules())
         lists = _kept_lists(module)
