@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -204,3 +205,44 @@ def test_the_calls_of_fsdp2_on_a_parameter() -> None:
                         assert isinstance(local, QuantizedTensor)
                         same_planes(local, shard)
                 assert chunks[0].new_empty(0).numel() == 0
+
+
+def converted_linear() -> hybridq.Linear:
+    with hybridq.quantized_model_init("mxfp8"):
+        return hybridq.Linear(64, 48)
+
+
+MOVES = {
+    "to": lambda m: m.to("cpu"),
+    "dtype": lambda m: m.to(torch.float32),
+    "float": lambda m: m.float(),
+    "cpu": lambda m: m.cpu(),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_move_that_changes_nothing_leaves_a_quantized_parameter_as_it_is(move: str) -> None:
+    """As a plain one: between forward and backward, and with a weak reference to it."""
+    layer, x = converted_linear(), torch.randn(4, 64)
+    weight, found = layer.weight, []
+    for moves in (False, True):
+        layer.zero_grad()
+        with hybridq.autocast(recipe="mxfp8"):
+            loss = layer(x).square().sum()
+        if moves:
+            reference = weakref.ref(weight)
+            assert MOVES[move](layer) is layer
+            assert reference() is layer.weight
+        loss.backward()
+        found.append(weight.grad)
+    assert layer.weight is weight and torch.equal(*found)
+
+
+def test_a_move_that_changes_something_still_does() -> None:
+    layer = converted_linear()
+    values = layer.weight.detach().dequantize()
+    assert layer.bfloat16().weight.dtype == torch.bfloat16
+    assert torch.equal(layer.weight.detach().dequantize(), values.bfloat16())
+    assert layer.to("meta").weight.device.type == "meta"
+    shared = converted_linear().share_memory()
+    assert shared.weight.rowwise.data.is_shared()

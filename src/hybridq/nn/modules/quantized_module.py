@@ -46,6 +46,7 @@ from ..weights import (
     planes_held,
     quantize_weights,
     tell_values,
+    unmoved,
 )
 from .forward_only import ForwardOnly
 from .input_errors import NESTED
@@ -444,7 +445,7 @@ class QuantizedModule(WeightGradients, ParallelWeights, Boundary, ForwardOnly, T
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._forget_weight()  # .to(), .half(), .cuda(): what is kept would only take memory
-        with settings.moving():
+        with settings.moving(), unmoved(self, fn):
             moved = super()._apply(fn, recurse)
         self._attach()
         self._ensure_scaling()

@@ -14,6 +14,7 @@ from .main_grad import (
     target_of,
     watch_optimizers,
 )
+from .moved import unmoved
 from .other_planes import planes_held, say_in_graph
 from .pretrained import saves_decoded
 from .quantized_init import (
@@ -63,5 +64,6 @@ __all__ = [
     "takes_separate_names",
     "target_of",
     "tell_values",
+    "unmoved",
     "watch_optimizers",
 ]
