@@ -196,6 +196,14 @@ def test_what_a_model_keeps_in_fp32_stays(attribute, kept) -> None:
     assert left(other) == {}
 
 
+def test_a_method_of_that_name_that_takes_arguments_says_nothing() -> None:
+    class Several(Model):
+        def get_classifier(self, task):
+            return getattr(self, task)
+
+    assert left(Several()) == {}
+
+
 def test_torchs_adaptive_softmax_is_a_head() -> None:
     head = nn.AdaptiveLogSoftmaxWithLoss(32, 100, [20, 60], div_value=2.0)
     model = nn.ModuleDict({"up": nn.Linear(32, 32), "words": head})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from inspect import signature
 from typing import Any, Final
 
 from torch import nn
@@ -269,6 +270,10 @@ def _asked(module: nn.Module, method: str) -> nn.Module | None:
     """Return the module that a model's method returns; None where it has no such, or no answer."""
     function: Any = getattr(module, method, None)
     if not callable(function):
+        return None
+    try:
+        signature(function).bind()
+    except (TypeError, ValueError):  # it takes arguments: another method of that name
         return None
     try:
         made = function()
