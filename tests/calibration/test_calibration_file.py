@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import hybridq
 from hybridq import Calibration, CheckpointError
+from hybridq.calibration import file
 
 FULL = Calibration(
     {
@@ -158,3 +159,40 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch) ->
     assert (tmp_path / "one").read_bytes() == before and os.listdir(tmp_path) == ["one"]
     with pytest.raises(FileNotFoundError):
         FULL.save(tmp_path / "no folder" / "one")
+
+
+@pytest.mark.parametrize("umask", (0o022, 0o077, 0o002))
+def test_a_file_may_be_read_as_any_other_that_is_made(tmp_path, umask) -> None:
+    previous = os.umask(umask)
+    try:
+        FULL.save(tmp_path / "one")
+        (tmp_path / "plain").write_bytes(b"")
+    finally:
+        os.umask(previous)
+    assert (tmp_path / "one").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    (tmp_path / "one").chmod(0o640)  # what is replaced stays open to those it was open to
+    FULL.save(tmp_path / "one")
+    assert (tmp_path / "one").stat().st_mode & 0o777 == 0o640
+
+
+def test_without_the_library_of_its_files_nothing_runs(tmp_path, monkeypatch) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32))
+    FULL.save(tmp_path / "one")
+
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(file, "import_module", missing)
+    ran: list[int] = []
+    model.register_forward_pre_hook(lambda *_: ran.append(1))
+    named = r"^calibration: safetensors is not installed; pip install hybridq\[checkpoints\]$"
+    for call in (
+        lambda: hybridq.calibrate(model, [torch.ones(2, 16)], path=tmp_path / "two"),
+        lambda: FULL.save(tmp_path / "two"),
+        lambda: Calibration.load(tmp_path / "one"),
+        lambda: hybridq.calibration.is_calibration(tmp_path / "one"),
+    ):
+        with pytest.raises(ImportError, match=named):
+            call()
+    assert not ran and os.listdir(tmp_path) == ["one"]
+    assert hybridq.calibrate(model, [torch.ones(2, 16)]).amax("0", "input") == 1  # takes no file

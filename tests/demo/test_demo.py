@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -284,7 +285,7 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(comparison, tmp_path
     def fail(*args):
         raise OSError("disk is gone")
 
-    monkeypatch.setattr(report.os, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk is gone"):
         report.write_report(report.build_report(comparison), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]

@@ -16,7 +16,7 @@ from ..recipes import Recipe, bind, get
 from .batches import Data, run, unwrapped
 from .caches import attentions, watch_caches
 from .calibration import Calibration
-from .file import check_target
+from .file import check_library, check_target
 from .named import observer_of
 from .observers import Max, Observer
 from .products import Product, check_in_memory, fused_products, products, unobserved
@@ -90,6 +90,7 @@ def calibrate(
         RuntimeError: another rank failed, or is gone; nothing was written.
         CheckpointError: the file of `resume` cannot be read.
         OSError: `path` is no place for a file; said before anything runs.
+        ImportError: safetensors is not installed, for `path` or `resume`; said then, too.
 
     Example:
         >>> import torch, hybridq
@@ -109,7 +110,8 @@ def calibrate(
     with ranks.step():
         before = Calibration.load(resume) if isinstance(resume, str | os.PathLike) else resume
         if path is not None and ranks.writes:
-            check_target("calibrate", path)  # before hours of work
+            check_library()  # before hours of work
+            check_target("calibrate", path)
         of = _products(model, filter_fn, also, least_width)
         if "weight" in observers:  # else modules may be given their weights when they are called
             check_in_memory("calibrate", of)

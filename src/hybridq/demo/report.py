@@ -6,7 +6,6 @@ import dataclasses
 import io
 import json
 import math
-import os
 import platform
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from ..calibration.file import write_whole
 from ..kernels.decoded import product_ways
 from .compare import Comparison
 from .model import OWN
@@ -175,8 +175,8 @@ def write_report(report: dict[str, Any], folder: Path) -> tuple[Path, Path]:
     """
     text = json.dumps(report, indent=1, allow_nan=False) + "\n"
     json_path, plot_path = folder / "report.json", folder / "loss.png"
-    _write_atomically(json_path, text.encode())
-    _write_atomically(plot_path, plot_losses(report))
+    write_whole(json_path, text.encode())
+    write_whole(plot_path, plot_losses(report))
     return json_path, plot_path
 
 
@@ -273,20 +273,6 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    """A reader sees the old file or the new one, never half of it."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        # mkstemp makes files for the owner only; a report is an ordinary file.
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def _versions() -> dict[str, str]:
