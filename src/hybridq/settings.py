@@ -147,8 +147,12 @@ def log_level() -> str | None:
 
 
 def launched_rank() -> int:
-    """Return the rank that torchrun gave this process, 0 where none was given."""
-    return int(os.environ.get("RANK") or 0)
+    """Return the rank that torchrun gave this process; 0 where none, or something else, was given.
+
+    The variable is not ours: others may use its name for what is no number.
+    """
+    text = os.environ.get("RANK") or ""
+    return int(text) if text.isdecimal() else 0
 
 
 def loads_backends() -> bool:

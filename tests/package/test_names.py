@@ -174,6 +174,11 @@ def test_a_misspelt_variable_is_warned_of_once_by_one_rank() -> None:
     assert "did you mean 'info'?" in _import_with("; import hybridq._log", HYBRIDQ_LOG="inof")
 
 
+def test_a_rank_that_is_no_number_is_somebody_elses() -> None:
+    said = _import_with("; import hybridq; print(hybridq.settings.launched_rank())", RANK="gold")
+    assert said == ""  # an import ended in "invalid literal for int() with base 10: 'gold'"
+
+
 def test_every_variable_of_the_table_is_known() -> None:
     documented = set(re.findall(r"`HYBRIDQ_(\w+)`", settings.__doc__))
     assert documented == set(settings._VARIABLES) - {"EMULATION"}
