@@ -179,6 +179,15 @@ def test_a_rank_that_is_no_number_is_somebody_elses() -> None:
     assert said == ""  # an import ended in "invalid literal for int() with base 10: 'gold'"
 
 
+def test_a_variant_that_the_cpu_lacks_is_named_with_its_variable() -> None:
+    core = pytest.importorskip("hybridq._core")
+    said = _import_with("; import hybridq", HYBRIDQ_CPU_VARIANT="x86_64_v3")
+    assert "HYBRIDQ_CPU_VARIANT: on this CPU must be one of baseline" in said
+    assert "got 'x86_64_v3'" in said and "set_variant" not in said
+    if "x86-64-v3" in core.build_info()["variants"]:
+        assert "did you mean 'x86-64-v3'?" in said
+
+
 def test_every_variable_of_the_table_is_known() -> None:
     documented = set(re.findall(r"`HYBRIDQ_(\w+)`", settings.__doc__))
     assert documented == set(settings._VARIABLES) - {"EMULATION"}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ... import settings
+from ...errors import must_be_one_of
 from ...formats import PlaneSpec
 from ..choice import Backend, DeviceSupport, EncodeRequest, OpQuery, Prologue, register_backend
 from ..inputs import (
@@ -43,7 +44,11 @@ except ImportError as error:  # the one import that may fail: a source tree that
     core_error = str(error)
 else:
     if settings.cpu_variant() is not None:
-        core.set_variant(settings.cpu_variant())
+        try:
+            core.set_variant(settings.cpu_variant())
+        except ValueError:
+            rule = must_be_one_of(core.build_info()["variants"], settings.cpu_variant())
+            raise ValueError(f"HYBRIDQ_CPU_VARIANT: on this CPU {rule}") from None
 
 
 @lru_cache(maxsize=4096)
