@@ -232,6 +232,18 @@ def test_no_bare_assert_in_the_package() -> None:
     assert {str(file): facts(file).asserts for file in FILES if facts(file).asserts} == {}
 
 
+def test_texts_are_read_and_written_in_utf_8() -> None:
+    """The locale's own encoding may be ASCII, as in a container with `LC_ALL=C`."""
+    text = re.compile(r"\.(?:read|write)_text\(|\bopen\([^)]*[\"'][rwax]\+?[\"']")
+    found = [
+        f"{file.relative_to(PACKAGE)}: {line.strip()}"
+        for file in FILES
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if text.search(line) and "encoding=" not in line and not re.match(r" *(?:>>>|\.\.\.)", line)
+    ]
+    assert found == []
+
+
 def test_files_are_not_too_long() -> None:
     files = [*FILES, *(f for f in (ROOT / "csrc").rglob("*") if f.is_file())]
     files += [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]

@@ -138,7 +138,7 @@ def _cpu() -> tuple[str, tuple[str, ...]]:
     path = Path("/proc/cpuinfo")
     fields: dict[str, str] = {}
     if path.is_file():
-        for line in path.read_text(errors="replace").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, value = line.partition(":")
             fields.setdefault(key.strip().lower(), value.strip())
     name = fields.get("model name") or platform.processor() or platform.machine()

@@ -133,7 +133,7 @@ for _method in METHODS:
 def _beside(files: list[str]) -> dict[str, Any] | None:
     """Return what the `hf_quant_config.json` of a folder holds; None: it has none."""
     path = Path(files[0]).with_name(_HF_QUANT_CONFIG) if files else None
-    return json.loads(path.read_text()) if path is not None and path.exists() else None
+    return json.loads(path.read_bytes()) if path is not None and path.exists() else None
 
 
 def _read_headers(
