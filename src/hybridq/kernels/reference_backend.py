@@ -1,8 +1,15 @@
-"""The reference backend: plain PyTorch on any device, any format."""
+"""The reference backend: plain PyTorch on any device, any format.
+
+Its operations on a CPU are IEEE's, as the core's are, where the calling thread takes subnormal
+numbers as zero (`torch.set_flush_denormal(True)`, a library that was built with -ffast-math).
+"""
 
 from __future__ import annotations
 
-from typing import Final
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Final
 
 import torch
 
@@ -31,12 +38,30 @@ __all__ = ["REFERENCE"]
 _WIDE: Final = frozenset(
     ("encode", "map", "decode", "operand", "round_stochastic", "fold", "gemm", "grouped_gemm")
 )
+#: Half of it is a subnormal number: zero, or as good as zero, where they are flushed.
+_SMALLEST: Final = sys.float_info.min
 
 
 def _supports(query: OpQuery) -> str | None:
     if query.op in _WIDE and not has_float64(query.device):
         return f"rounds in FP64, which {query.device} does not have"
     return None  # all of them
+
+
+def _as_ieee(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an operation that keeps subnormal numbers, whatever the thread does with them."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if _SMALLEST * 0.5 != 0.0:
+            return function(*args, **kwargs)
+        torch.set_flush_denormal(False)  # torch cannot be asked whether it is on
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.set_flush_denormal(True)
+
+    return run
 
 
 def _encode(
@@ -140,28 +165,30 @@ def _grouped_gemm(a: GroupedOperand, b: GroupedOperand, args: GroupedArgs) -> to
     return product_loop(a, b, args, _gemm)
 
 
+_OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
+    "encode": _encode,
+    "map": _map,
+    "decode": _decode,
+    "operand": _operand,
+    "amax": reference.tensor_amax,
+    "transpose": _transpose,
+    "round_stochastic": reference.round_stochastic,
+    "sum_rows": reference.sum_rows,
+    "spread_rows": reference.spread_rows,
+    "fold": reference.fold_plane,
+    "swizzle": swizzle,
+    "finish": _finish,
+    "gemm": _gemm,
+    "grouped_gemm": _grouped_gemm,
+    "grouped_loop": _grouped_gemm,
+}
+
 #: The backend that runs everything, in plain PyTorch.
 REFERENCE = register_backend(
     Backend(
         "reference",
         _supports,
-        {
-            "encode": _encode,
-            "map": _map,
-            "decode": _decode,
-            "operand": _operand,
-            "amax": reference.tensor_amax,
-            "transpose": _transpose,
-            "round_stochastic": reference.round_stochastic,
-            "sum_rows": reference.sum_rows,
-            "spread_rows": reference.spread_rows,
-            "fold": reference.fold_plane,
-            "swizzle": swizzle,
-            "finish": _finish,
-            "gemm": _gemm,
-            "grouped_gemm": _grouped_gemm,
-            "grouped_loop": _grouped_gemm,
-        },
+        {name: _as_ieee(function) for name, function in _OPERATIONS.items()},
         op_devices={"grouped_loop": DeviceSupport(("cpu",))},
         is_native=False,
         # Measured 80 to 110 over all formats and options: whole matrices in int64 and FP32.

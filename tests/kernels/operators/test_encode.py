@@ -334,6 +334,27 @@ def test_subnormals_are_not_flushed(backend, name, direction):
             check(x, PlaneSpec(record), direction)
 
 
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_thread_that_flushes_subnormals_changes_no_bit(backend, name):
+    """`torch.set_flush_denormal(True)`, by the user or by another library, and it stays on."""
+    spec = PlaneSpec(formats.format(name))
+    x = torch.arange(-2000, 2096, dtype=torch.float32).reshape(64, 64) % 90 * 2.0**-149
+    plane = check(x, spec, "rowwise")
+    values = decode_plane(plane, spec, 64, 64)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush subnormal numbers")
+    try:
+        again = encode_plane(x, spec, "rowwise")
+        decoded = decode_plane(again, spec, 64, 64)
+        is_on = (x[:1, 1] * torch.ones(1)).view(torch.int32).item() == 0
+    finally:
+        torch.set_flush_denormal(False)
+    for buffer, bits in plane.items():
+        assert_bits_equal(again[buffer], bits, f"{name} {buffer}")
+    assert_bits_equal(decoded, values, name)
+    assert is_on
+
+
 def test_overflowing_quotient_is_the_input_types_maximum_per_block(backend):
     """448 / tiny is inf: per block the input type's maximum, per tensor FP32's."""
     x = torch.full((1, 128), 2.0**-133, dtype=torch.bfloat16)
