@@ -45,6 +45,7 @@ __all__ = [
     "norm_each",
     "num_dispatch_modes",
     "num_function_modes",
+    "out_of_graphs",
     "outside_selective_checkpoint",
     "parameter_new",
     "part_of",
@@ -207,6 +208,8 @@ preserve_versions: Final = taken(
     "torch.autograd.grad_mode._unsafe_preserve_version_counter",
     "fill memory again that a backward has saved",
 )
+#: `torch.compiler.disable` that imports the compiler at the first call, which takes seconds.
+out_of_graphs: Final = taken("torch._compile._disable_dynamo", "keep functions out of graphs")
 #: Whose `try_get()` is not None while dynamo traces.
 tracing_context: Final = taken("torch._guards.TracingContext", "see that a graph is traced")
 #: Whether an operator has a kernel for a dispatch key.

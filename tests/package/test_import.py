@@ -36,6 +36,20 @@ def run(code: str, *args: object) -> None:
     assert (done.stdout, done.stderr) == ("", "")
 
 
+def test_no_package_brings_the_compiler_before_something_is_compiled() -> None:
+    """It takes seconds. Whoever makes an optimizer has it: torch's own brings it."""
+    packages = sorted({*MODULE_OF.values()} - {"te", "optim"})
+    run(
+        "import sys, importlib, warnings\n"
+        "warnings.simplefilter('default')\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(f'hybridq.{name}')\n"
+        "    if 'torch._dynamo' in sys.modules:\n"
+        "        sys.exit(f'hybridq.{name} imports torch._dynamo')\n",
+        *packages,
+    )
+
+
 @pytest.mark.parametrize("name", sorted({*hybridq.__all__, *MODULE_OF}))
 def test_a_name_is_that_of_its_package(name: str) -> None:
     if name == "__version__":

@@ -20,7 +20,6 @@ from ..errors import must_be_one_of
 from ..formats import PlaneSpec
 from ..nn import GroupedLinear, QuantizedModule
 from ..nn.delayed_scaling import places_of, states_of
-from ..optim.moments import KINDS, moment_nbytes
 from ..recipes import Recipe, autocast
 from ..shards import MAXIMA_AT_ONCE
 from .parameter_sizes import ParameterSizes, UnitSizes, parameter_sizes
@@ -120,6 +119,8 @@ def plan(
         raise ValueError(f"plan: tokens must be an int of at least 0, got {tokens!r}")
     if not isinstance(sharding, Sharding):
         raise TypeError(f"plan: sharding must be a Sharding, got {type(sharding).__name__}")
+    from ..optim.moments import KINDS  # not before: an optimizer brings torch's compiler
+
     if moments not in KINDS:
         raise ValueError(f"plan: moments {must_be_one_of(KINDS, moments)}")
     if moments != "fp32" and (optimizer != "adamw" or not (masters or quantized_params)):
@@ -256,6 +257,8 @@ class _Sums:
             # hybridq.optim: masters in FP32, moments as they are asked for
             has_masters = self._run.is_quantized or self._run.has_masters
             numel = sizes.shard_numel
+            from ..optim.moments import moment_nbytes
+
             moment = moment_nbytes(self._run.moments, parameter.shape, numel)
             if planes is not None or (has_masters and itemsize < 4):
                 own = 4 * numel + per_value * moment

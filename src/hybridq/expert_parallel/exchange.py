@@ -11,7 +11,7 @@ import torch
 
 from .. import settings
 from .._log import log_once
-from .._torch_private import assert_async
+from .._torch_private import assert_async, out_of_graphs
 from .._torch_ranks import functional_all_gather, process_group, wait_tensor
 from ..distributed.agreement import Fingerprint, compare, gathered_values
 from ..distributed.agreement.fingerprint import plan_digest
@@ -292,7 +292,7 @@ class TokenExchange:
         run = self._run if self.capacity is not None else self._run_at_once
         return run(forward, x, offsets)
 
-    @torch.compiler.disable
+    @out_of_graphs
     def _run_at_once(
         self, forward: _Forward, x: torch.Tensor, offsets: torch.Tensor
     ) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch import nn
 
 from .._eager import running_eagerly
 from .._log import LOGGER, log_once
+from .._torch_private import out_of_graphs
 from ..direction import DIRECTIONS
 from ..errors import HybridQWarning
 from ..nn.autograd import watch_products
@@ -157,7 +158,7 @@ class Monitor:
 
 
 # A compiled loop, or step of the optimizer, would have the hook in it: what it does is no graph's.
-@torch.compiler.disable(reason="a monitor counts steps eagerly")
+@out_of_graphs
 def _count(made: Monitor) -> None:
     made.step()
 

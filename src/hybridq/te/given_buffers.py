@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .._torch_private import out_of_graphs
+
 __all__ = ["gradient_into", "result_into"]
 
 
@@ -31,7 +33,7 @@ def result_into(
 
 
 # Traced, the derivative of what becomes an alias of an argument would be lost (torch 2.13).
-@torch.compiler.disable
+@out_of_graphs
 def _write(
     name: str,
     place: torch.Tensor,

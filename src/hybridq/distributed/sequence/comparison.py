@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ... import settings
-from ..._torch_private import tree_leaves
+from ..._torch_private import out_of_graphs, tree_leaves
 from ..._torch_ranks import functional_all_gather, process_group, wait_tensor
 from ...recipes import Recipe
 from ..agreement import Fingerprint, compare
@@ -72,7 +72,7 @@ class Comparison:
             self._seen = (recipe, own.lines, own.digest)
         return self._seen[1:]
 
-    @torch.compiler.disable
+    @out_of_graphs
     def check(self, where: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise on every rank if one of them is given something else.
 
