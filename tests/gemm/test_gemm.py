@@ -113,6 +113,17 @@ def test_bias_out_and_accumulate(backend_name: str, dtype: torch.dtype, products
         check(out, decoded(a), decoded(b))
 
 
+def test_what_torch_may_cut_is_said() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        for mode, says in (("highest", False), ("high", True)):
+            torch.set_float32_matmul_precision(mode)
+            told = str(hybridq.explain("gemm", "fp8_1x128", "fp32", device="sm_80"))
+            assert (f"is {mode!r}: torch's FP32 products may cut" in told) == says, told
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("name", ["mxfp8", "fp8_1x128", "nvfp4", "fp8_e4m3"])
 def test_extreme_operands(kind: str, name: str, seed: int, products: str) -> None:

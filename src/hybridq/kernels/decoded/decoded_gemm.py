@@ -261,13 +261,24 @@ def _few_rows_notes(a: PlaneSpec, b: PlaneSpec, query: OpQuery) -> tuple[str, ..
     )
 
 
+def _precision_notes() -> tuple[str, ...]:
+    """Return what torch's own setting lets its FP32 products do to operands."""
+    own = torch.get_float32_matmul_precision()
+    if own == "highest":
+        return ()
+    return (
+        f"torch.set_float32_matmul_precision is {own!r}: torch's FP32 products may cut operands to "
+        "TF32 or BF16",
+    )
+
+
 def _many_rows_notes(a: PlaneSpec, b: PlaneSpec, query: OpQuery) -> tuple[str, ...]:
     """Return how planes are multiplied that are decoded first."""
     reason = fp32_reason(a, b, query.device, query.dtype, is_alone=True)
     if reason is not None:
         if query.device == "cpu" and no_planes_reason(a, b, in_bf16=False) is None:
             return ("the core's FP32 product, operands decoded exactly as it reads them", reason)
-        return ("operands decoded exactly, FP32 product", reason)
+        return ("operands decoded exactly, FP32 product", reason, *_precision_notes())
     if query.device == "cpu" and no_planes_reason(a, b, in_bf16=True) is None:
         return ("the core's BF16 product, FP32 accumulation; codes become BF16 as it reads them",)
     made = "operands decoded exactly to BF16, BF16 product with FP32 accumulation"
