@@ -181,6 +181,16 @@ def test_the_report_has_versions_the_core_and_the_machine():
     assert all(line == line.rstrip() for line in text.splitlines())
 
 
+def test_an_accelerator_of_another_kind_is_named(monkeypatch) -> None:
+    assert "accelerator" not in str(diagnose("cpu"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    found = diagnose("mps")
+    assert found.machine.accelerator == "mps" and "mps; --device mps says" in str(found)
+    assert "any device but cpu, cuda" in str(found)
+    routes = {route.op: route.backend for route in found.routes if route.a == "nvfp4"}
+    assert (routes["encode"], routes["gemm"]) == ("host", "torch"), routes
+
+
 def test_a_cpu_whose_tiles_are_not_used_is_told_so() -> None:
     """A container may forbid the call that asks for them, and products are slow for no reason."""
     found = diagnose()

@@ -7,26 +7,30 @@ decoded operands are multiplied on their own device.
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from .._log import log_once
 from ..formats import PlaneSpec
-from .choice import Backend, EncodeRequest, OpQuery, Prologue, on_cpu, register_backend
+from .choice import (
+    Backend,
+    DeviceSupport,
+    EncodeRequest,
+    OpQuery,
+    Prologue,
+    on_cpu,
+    register_backend,
+)
 from .inputs import has_float64
 
 __all__ = ["HOST"]
 
-#: Kinds of devices that have backends of their own, or no data.
-_OTHERS: Final = ("cpu", "cuda", "meta")
 _Tensors = TypeVar("_Tensors")
 
 
 def _supports(query: OpQuery) -> str | None:
-    if query.device in _OTHERS:
-        return f"is for devices that are neither a CPU nor of CUDA, got {query.device}"
-    return None
+    return None  # as the CPU does
 
 
 def _leaves(query: OpQuery) -> str | None:
@@ -131,6 +135,7 @@ HOST = register_backend(
             "transpose": _transpose,
             "round_stochastic": _round_stochastic,
         },
+        devices=DeviceSupport(others=("cpu", "cuda")),
         leaves=_leaves,
         # After what users register for such a device.
         priority=-10,

@@ -236,6 +236,9 @@ class Diagnosis:
         ]
         if here.gpu_note:
             rows.append(("GPUs", here.gpu_note))
+        if here.accelerator:
+            own = here.accelerator
+            rows.append(("accelerator", f"{own}; --device {own} says what runs there"))
         rows.append(("forced backend", self.forced_backend or "none"))
         return Table("Machine", (), tuple(rows))
 

@@ -77,6 +77,8 @@ class Machine:
         threads: threads that torch uses.
         gpus: GPUs that the driver lists.
         gpu_note: why the list is empty, or why torch cannot use it; "" otherwise.
+        accelerator: the kind of device that torch is built for, if it is none of CUDA, as "mps";
+            "" otherwise.
     """
 
     system: str
@@ -87,6 +89,7 @@ class Machine:
     threads: int
     gpus: tuple[Gpu, ...]
     gpu_note: str
+    accelerator: str = ""
 
 
 def versions() -> dict[str, str]:
@@ -124,7 +127,13 @@ def read_machine() -> Machine:
         torch.get_num_threads(),
         gpus,
         note,
+        _accelerator(),
     )
+
+
+def _accelerator() -> str:
+    own = torch.accelerator.current_accelerator()
+    return "" if own is None or own.type == "cuda" else own.type
 
 
 def _cores() -> int:

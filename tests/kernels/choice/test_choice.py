@@ -271,6 +271,9 @@ def test_what_a_backend_says_of_devices_is_data(backend: Backend, kind: str) -> 
     [
         (DeviceSupport(), "xpu", None, None),
         (DeviceSupport(), "meta", None, "needs data, got a meta tensor"),
+        (DeviceSupport(others=("cpu", "cuda")), "mps", None, None),
+        (DeviceSupport(others=("cpu", "cuda")), "meta", None, "needs data, got a meta tensor"),
+        (DeviceSupport(others=("cpu", "cuda")), "cpu", None, "other than cpu and cuda, got cpu"),
         (DeviceSupport(("cpu",)), "cuda", None, "runs on CPU tensors, got cuda"),
         (DeviceSupport(("cpu", "xpu")), "mps", None, "runs on CPU and XPU tensors, got mps"),
         (DeviceSupport(("cuda",)), "cuda", None, None),

@@ -53,10 +53,12 @@ class DeviceSupport(NamedTuple):
         kinds: types of devices, as torch names them; empty: all that hold data.
         min_capability: lowest compute capability of a `cuda` device. Such a device must be an
             NVIDIA GPU and known (`OpQuery.chip`); None: any, known or not.
+        others: with no kinds: types of devices that they do not run on.
     """
 
     kinds: tuple[str, ...] = ()
     min_capability: tuple[int, int] | None = None
+    others: tuple[str, ...] = ()
 
     def reason(self, kind: str, chip: Chip | None) -> str | None:
         """Return None if functions run on such a device, else why not.
@@ -67,8 +69,10 @@ class DeviceSupport(NamedTuple):
         """
         least = self.min_capability
         if not self.takes(kind):
-            if not self.kinds:
+            if not self.kinds and kind == "meta":
                 return f"needs data, got a {kind} tensor"
+            if not self.kinds:
+                return f"is for devices other than {' and '.join(self.others)}, got {kind}"
             is_nvidia = self.kinds == ("cuda",) and least is not None
             return f"runs on {'NVIDIA GPUs' if is_nvidia else self._tensors()}, got {kind}"
         if least is None or kind != "cuda":
@@ -83,14 +87,14 @@ class DeviceSupport(NamedTuple):
 
     def takes(self, kind: str) -> bool:
         """Return whether functions run on some devices of this kind."""
-        return kind in self.kinds if self.kinds else kind != "meta"
+        return kind in self.kinds if self.kinds else kind not in ("meta", *self.others)
 
     def _tensors(self) -> str:
         return " and ".join(kind.upper() for kind in self.kinds) + " tensors"
 
     def __str__(self) -> str:
         if not self.kinds:
-            return "any device"
+            return " but ".join(filter(None, ("any device", ", ".join(self.others))))
         least = self.min_capability
         text = ", ".join(self.kinds)
         return text if least is None else f"{text} from sm_{least[0]}{least[1]} on"
@@ -260,7 +264,10 @@ def _check_devices(given: object) -> None:
     """Raise unless devices are a DeviceSupport of kinds that torch knows."""
     if not isinstance(given, DeviceSupport):
         raise TypeError(f"Backend: devices must be a DeviceSupport, got {given!r}")
-    for kind in names_in("DeviceSupport: kinds", given.kinds):
+    for kind in (
+        *names_in("DeviceSupport: kinds", given.kinds),
+        *names_in("DeviceSupport: others", given.others),
+    ):
         try:
             torch.device(kind)
         except RuntimeError as error:
