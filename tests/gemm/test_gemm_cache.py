@@ -245,6 +245,12 @@ def test_prepare_keeps_at_once(decodes: list[str]) -> None:
     assert hybridq.prepare(x.rowwise, w.rowwise, side="a") > 0
     with pytest.raises(ValueError, match="side must be"):
         hybridq.prepare(w.rowwise, side="c")
+    with pytest.raises(TypeError, match=r"prepare: plane must be a plane, .* got MXFP8Tensor"):
+        hybridq.prepare(w)
+    with pytest.raises(TypeError, match=r"prepare: other must be a plane, .* got MXFP8Tensor"):
+        hybridq.prepare(w.rowwise, x)
+    with pytest.raises(TypeError, match="forget: what it takes must be a plane"):
+        hybridq.forget(w)
     with pytest.raises(ValueError, match="contraction length, got 64 and 32"):
         hybridq.prepare(w.rowwise, w.columnwise)
     assert hybridq.prepare(hybridq.Plane.of(X)) == 0  # nothing to prepare

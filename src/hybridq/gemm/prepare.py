@@ -68,6 +68,7 @@ def prepare(
         and on CPUs with AMX, whose products read codes about as fast as anything that is decoded.
 
     Raises:
+        TypeError: what is given is no plane.
         ValueError: `side` or `precision` is unknown, or the contraction lengths differ.
 
     Example:
@@ -79,6 +80,9 @@ def prepare(
     check_precision(precision, "prepare")
     if side not in ("a", "b"):
         raise ValueError(f"prepare: side must be 'a' or 'b', got {side!r}")
+    for name, one in (("plane", plane), ("other", other)):
+        if one is not None or name == "plane":
+            _check_plane("prepare", name, one)
     mine = operand_of(plane)
     sizes = None
     if other is None:
@@ -101,6 +105,15 @@ def prepare(
     return mine.cache.nbytes
 
 
+def _check_plane(where: str, name: str, given: object) -> None:
+    """Raise unless what a user gave is a plane."""
+    if not isinstance(given, Plane):
+        raise TypeError(
+            f"{where}: {name} must be a plane, as the rowwise one of a quantized tensor, got "
+            f"{type(given).__name__}"
+        )
+
+
 def _narrow(plane: Plane) -> Operand:
     """Return an operand of few rows that is like `plane`."""
     count, cols = SKINNY_ROWS + 1, plane.matrix[1]
@@ -120,6 +133,9 @@ def forget(*owners: Plane | torch.nn.Module) -> None:
     Args:
         owners: planes, or modules with all that is in them: those drop the quantized weights of
             `is_first_microbatch` too. None: what every plane of the process keeps.
+
+    Raises:
+        TypeError: what is given is neither.
     """
     if not owners:
         forget_all()
@@ -129,5 +145,7 @@ def forget(*owners: Plane | torch.nn.Module) -> None:
                 drop = getattr(module, "_forget_weight", None)
                 if drop is not None:
                     drop()
-        elif owner.operand_cache is not None:
+            continue
+        _check_plane("forget", "what it takes", owner)
+        if owner.operand_cache is not None:
             owner.operand_cache.forget()
