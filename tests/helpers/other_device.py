@@ -7,9 +7,11 @@ A process has one such device, and keeps it, so that tests have it in processes 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 from types import ModuleType
 
@@ -22,22 +24,28 @@ _FOLDER = _SOURCE.parents[2] / "build" / "other-device"
 
 
 def built() -> Path:
-    """Return the folder of the compiled device; compile it if it is not there (a minute)."""
+    """Return the folder of the compiled device; compile it if it is not there (half a minute)."""
     from torch.utils.cpp_extension import load
 
-    tag = f"{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
-    folder = _FOLDER / tag
-    folder.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.blake2b(_SOURCE.read_bytes(), digest_size=8).hexdigest()
+    tag = f"{torch.__version__}-{sysconfig.get_config_var('SOABI')}-{digest}"
+    made = _FOLDER / tag / "other_device_core.so"
+    if made.exists():
+        return made.parent
+    made.parent.mkdir(parents=True, exist_ok=True)
     # ninja is in the environment's own folder, which needs not be among those of programs.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    load(
-        "other_device_core",
-        [str(_SOURCE)],
-        build_directory=str(folder),
-        extra_cflags=["-O0"],
-        is_python_module=False,
-    )
-    return folder
+    # Elsewhere first: a compilation that is stopped leaves a lock behind, for which others wait.
+    with tempfile.TemporaryDirectory(dir=_FOLDER) as folder:
+        load(
+            made.stem,
+            [str(_SOURCE)],
+            build_directory=folder,
+            extra_cflags=["-O0"],
+            is_python_module=False,
+        )
+        os.replace(Path(folder) / made.name, made)
+    return made.parent
 
 
 def start(has_float64: bool, has_float8: bool) -> str:

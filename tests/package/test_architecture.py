@@ -292,6 +292,18 @@ def test_addresses_for_comparison_stay_away_from_the_core() -> None:
     assert not uses("begins_at") & calls_core
 
 
+def test_what_is_said_once_is_known_by_no_address() -> None:
+    """The number of an object that is gone is that of another one, which would be told nothing."""
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            if name in ("warn_once", "log_once", "is_first"):
+                called = {getattr(n, "id", "") for n in ast.walk(node.args[0])}
+                assert "id" not in called, f"{file.name}:{node.lineno}"
+
+
 @pytest.mark.more  # it walks through every file twice
 def test_packages_keep_their_underscore_names_to_themselves() -> None:
     spec = importlib.util.spec_from_file_location("structure", ROOT / "benchmarks" / "structure.py")

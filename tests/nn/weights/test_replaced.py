@@ -119,3 +119,12 @@ def test_one_made_before_experts_were_dealt_out(one_rank) -> None:
     parallelize_experts(model, init_device_mesh("cpu", (1,)))
     with pytest.warns(hybridq.HybridQWarning, match="since parallelize_experts has put others"):
         early.step()
+
+
+def test_every_optimizer_is_told_once() -> None:
+    for _ in range(3):
+        model = net()
+        early = torch.optim.SGD(model.parameters(), lr=0.1)
+        quantized(model)
+        assert len(step(model, early)) == 1
+        assert step(model, early) == []

@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from ..._torch_private import tree_map
 from ...recipes import install
 
 __all__ = ["checkpoint"]
@@ -81,8 +81,9 @@ def _without_leaves(function: Callable[..., Any], *args: Any) -> Any:
     """
     taken = {id(one) for one in args}
 
-    def other(one: torch.Tensor) -> torch.Tensor:
-        is_own = one.is_leaf and one.requires_grad and id(one) not in taken
-        return one.view_as(one) if is_own else one
+    def other(one: Any) -> Any:
+        if not isinstance(one, torch.Tensor) or id(one) in taken:
+            return one
+        return one.view_as(one) if one.is_leaf and one.requires_grad else one
 
-    return tree_map_only(torch.Tensor, other, function(*args))
+    return tree_map(other, function(*args))

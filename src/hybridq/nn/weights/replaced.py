@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Final
 from weakref import WeakSet
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...errors import warn_once
+from ...errors import HybridQWarning
 
 __all__ = ["replaced"]
 
@@ -17,11 +18,13 @@ _MARK: Final = "hybridq_replaced"
 
 
 class _Optimizers:
-    """Whether optimizers are watched, and which of them hold no such parameter."""
+    """Whether optimizers are watched, which of them hold no such parameter, and which were told."""
 
     def __init__(self) -> None:
         self.is_watching = False
         self.known: WeakSet[torch.optim.Optimizer] = WeakSet()
+        #: Those that were warned of. No numbers of objects, which come again for other ones.
+        self.told: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 _optimizers = _Optimizers()
@@ -51,12 +54,14 @@ def _before_step(optimizer: Any, *_: Any) -> None:
         _optimizers.known.add(optimizer)
         return
     lost = [one for one in held if one.requires_grad and one.grad is None]
-    if lost:
+    if lost and optimizer not in _optimizers.told:
+        _optimizers.told.add(optimizer)
         by, after = vars(lost[0])[_MARK]
-        warn_once(
-            f"replaced:{id(optimizer)}",
+        warnings.warn(
             f"{type(optimizer).__name__}: the optimizer holds {len(lost)} parameters that are no "
             f"longer their modules', since {by} has put others in their place, such as one of "
             f"shape {list(lost[0].shape)}, so that these are not trained; make the optimizer after "
             f"{after}",
+            HybridQWarning,
+            stacklevel=2,
         )
