@@ -27,10 +27,15 @@ __all__ = [
     "without_autocast",
 ]
 
-_KNOWN_DEVICES: Final = ("cpu", "cuda", "xpu", "mps", "hpu", "meta")
-# Asked once: dynamo cannot trace the question in every torch.
-_AUTOCAST_DEVICES: Final = frozenset(
-    kind for kind in _KNOWN_DEVICES if torch.amp.is_autocast_available(kind)
+# Asked once: dynamo cannot trace the question in every torch. What another package registers
+# (PrivateUse1, under any name) has a key of its own in any case.
+_WITHOUT_AUTOCAST: Final = frozenset(
+    kind
+    for kind in (
+        *("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "ipu", "maia", "lazy", "vulkan"),
+        *("meta", "hip", "ve", "fpga", "ideep", "opengl", "opencl"),
+    )
+    if not torch.amp.is_autocast_available(kind)
 )
 #: For any number of uses, nested ones too.
 _AS_IT_IS: Final = contextlib.nullcontext()
@@ -40,9 +45,7 @@ _CUDA: Final = (13, 0)
 
 def has_autocast(kind: str) -> bool:
     """Return whether torch.autocast is on for devices of `kind`; some do not know it (meta)."""
-    if kind not in _KNOWN_DEVICES:  # what another package registers, perhaps later
-        return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return kind in _AUTOCAST_DEVICES and torch.is_autocast_enabled(kind)
+    return kind not in _WITHOUT_AUTOCAST and torch.is_autocast_enabled(kind)
 
 
 def without_autocast(kind: str) -> Any:
