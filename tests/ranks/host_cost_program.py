@@ -88,7 +88,8 @@ def counted(model: Any) -> int:
 
 #: One of each way in which planes travel: alone, with a scale of the tensor, derived where a graph
 #: wants both, and of two formats, the second made of the first.
-SOME = ("mxfp8", "nvfp4", "fp8_current", "fp8_block", "mxfp8_fwd_nvfp4_bwd")
+#: And with histories, which costs most.
+SOME = ("mxfp8", "nvfp4", "fp8_current", "fp8_block", "mxfp8_fwd_nvfp4_bwd", "fp8_delayed")
 
 
 def calls(which: str) -> None:

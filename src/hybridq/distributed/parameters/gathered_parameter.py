@@ -195,8 +195,8 @@ class GatheredParameter(OwnRows, Regather):
         mesh = self._last_mesh
         if mesh is None:
             mesh = self.mesh()
-        prepared = self._prepared
-        return num_updates(), 0 if prepared is None else prepared.num_reductions[mesh]
+        found = None if self._prepared is None else self._prepared.num_reductions
+        return num_updates(), found[mesh] if found else 0  # a mesh's hash takes calls of Python
 
     def _new_call(
         self, group: Any, shape: torch.Size, dtype: torch.dtype, phase: str
