@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ..quantizers import Quantizer
 from .builtin import Float8CurrentScaling, NVFP4BlockScaling
+from .named import get
 from .recipe import CustomRecipe, Recipe
 from .roles import GRAD_OUTPUT, INPUT, LINEAR, QuantizerRole
 
@@ -39,28 +41,35 @@ class _AlsoAttention:
         return own.ask(asked).undelayed()  # attention keeps no history
 
 
-def with_attention(recipe: Recipe) -> Recipe:
+def with_attention(recipe: str | Recipe | os.PathLike[str]) -> Recipe:
     """Return the recipe that quantizes attention too, as it does a linear module's operands.
 
     Queries, keys, values and weights are quantized as inputs, the gradients of the result and of
-    the scores as gradients. Under NVFP4 they are FP8 with one scale per tensor, E5M2 of gradients;
-    under delayed scaling, whose histories are those of linear modules, the tensor's own amax is
+    the scores as gradients. Under `NVFP4BlockScaling` (`"nvfp4"`) they are FP8 with one scale per
+    tensor, E5M2 of gradients; any other recipe gives them the formats of its linear modules, NVFP4
+    too; under delayed scaling, whose histories are of linear modules, the tensor's own amax is
     taken.
 
     Args:
-        recipe: any; one that quantizes attention already is returned.
+        recipe: any, or a name or a file of one, as `get` takes them; one that quantizes attention
+            already is returned.
+
+    Raises:
+        ValueError, TypeError: it is none of these, as `get` says it. A schedule is none: give its
+            phases such recipes.
 
     Example:
         >>> import hybridq
-        >>> recipe = hybridq.recipes.with_attention(hybridq.recipes.get("mxfp8"))
+        >>> recipe = hybridq.recipes.with_attention("mxfp8")
         >>> recipe.quantizes_attention
         True
     """
-    if recipe.quantizes_attention:
-        return recipe
+    own = get(recipe)
+    if own.quantizes_attention:
+        return own
     return CustomRecipe(
-        _AlsoAttention(recipe),
-        precision=recipe.precision,
-        backward_override=recipe.backward_override,
-        columnwise_source=recipe.columnwise_source,
+        _AlsoAttention(own),
+        precision=own.precision,
+        backward_override=own.backward_override,
+        columnwise_source=own.columnwise_source,
     )

@@ -137,3 +137,21 @@ def test_second_derivatives_raise():
     (grad,) = torch.autograd.grad(y.square().sum(), inputs[0], create_graph=True)
     with pytest.raises(RuntimeError, match="DotProductAttention"):
         grad.sum().backward()
+
+
+def test_with_attention_takes_what_autocast_takes(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text('recipe = "mxfp8"\n')
+    wanted = hybridq.recipes.with_attention(hybridq.recipes.get("mxfp8"))
+    for given in ("mxfp8", path, str(path)):
+        assert hybridq.recipes.with_attention(given) == wanted and wanted.quantizes_attention
+    role = hybridq.recipes.QuantizerRole("dpa", "qkv")
+    for name, fmt in (("nvfp4", "fp8_e4m3"), ("nvfp4_1d_weight", "nvfp4")):
+        made = hybridq.recipes.with_attention(name).ask(role)
+        assert made.rowwise.short_text == fmt
+    with pytest.raises(ValueError, match="did you mean 'mxfp8'"):
+        hybridq.recipes.with_attention("mxpf8")
+    schedule = hybridq.RecipeSchedule([(0, "mxfp8")])
+    for bad in (schedule, None, hybridq.recipes.ByName):
+        with pytest.raises(TypeError, match="must be a Recipe or the name of one"):
+            hybridq.recipes.with_attention(bad)
