@@ -79,6 +79,7 @@ X = torch.ones(4, 64)
         (lambda: reduce_scatter(X, "mxfp8", op="max"), "op must be one of"),
         (lambda: all_to_all(X, "mxfp8", input_split_sizes=[4]), "both split sizes or neither"),
         (lambda: all_reduce(X, "mxfp8", seed=torch.zeros(2)), "seed"),
+        (lambda: all_reduce(X, "mxfp8", seed=3), "seed must be an int64 tensor"),
         (
             lambda: all_reduce(X, "mxfp8", error_feedback=hybridq.distributed.ErrorFeedback()),
             r"residual of one tensor, feedback\[name\]",

@@ -269,7 +269,7 @@ class Quantizer(MakesStacks):
             seed: int64 `[1]` for stochastic rounding; None draws one from torch's generator.
 
         Raises:
-            TypeError: dtype or layout of `tensor` cannot be quantized.
+            TypeError: dtype or layout of `tensor` cannot be quantized, or `seed` is no tensor.
             PlaneError: both usages are off, or `out` does not fit.
             RuntimeError: `tensor` requires grad and is written into `out`.
         """
@@ -333,7 +333,9 @@ class Quantizer(MakesStacks):
         # Compiled code remakes it while it is traced: dynamo knows no cache of objects.
         is_cached = direct or not torch.compiler.is_compiling()
         plan = _plan(self._text, matrix.dtype) if is_cached else self._make_plan(matrix.dtype)
-        if seed is None and plan.is_stochastic:
+        if seed is not None:
+            check_seed(seed, matrix, "encode")
+        elif plan.is_stochastic:
             seed = draw_seed(matrix.device)
         if not self.amax_group:
             return plan.storage.build(matrix, EncodeRequest(seed=seed), direct=direct)

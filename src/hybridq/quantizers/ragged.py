@@ -8,6 +8,7 @@ from ..direction import COLUMNWISE, ROWWISE
 from ..errors import SpecError
 from ..formats import PlaneSpec
 from ..kernels.choice import EncodeRequest
+from ..kernels.inputs import check_seed
 from ..kernels.ragged import pad_tokens
 from ..storage import RaggedTensor, build_ragged
 from ..tensor import is_quantized
@@ -60,7 +61,7 @@ def quantize_grouped(
     Raises:
         SpecError: an unknown name, options that do not go with the format, or arguments beside a
             Quantizer.
-        TypeError: x cannot be quantized.
+        TypeError: x cannot be quantized, or `seed` is no tensor.
         ValueError: x is no matrix, or offsets are not int32 `[G]` on its device.
         RuntimeError: x requires grad, outside `torch.no_grad()`: the result passes none on.
         PlaneError: both usages of the Quantizer are off.
@@ -105,6 +106,8 @@ def quantize_grouped(
             "torch.no_grad(), as in the forward of a torch.autograd.Function, or detach x"
         )
     plain = x.dequantize() if is_quantized(x) else x
+    if seed is not None:
+        check_seed(seed, plain, "quantize_grouped")
     return _encode(rowwise, plain.detach(), offsets, seed)
 
 

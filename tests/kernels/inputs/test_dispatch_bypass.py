@@ -256,6 +256,15 @@ def test_errors_are_those_of_the_operator() -> None:
         q.quantize(None)
     with pytest.raises(ValueError, match=r"seed must be int64 with one value"):
         q.quantize(X, seed=torch.zeros(2))
+    drawn = hybridq.quantizer("mxfp8", stochastic=True)
+    ends = torch.tensor([len(X)], dtype=torch.int32)
+    for x in (X, X.clone().requires_grad_()):  # past the dispatcher, and through it
+        with pytest.raises(TypeError, match=r"seed must be an int64 tensor .* got int; torch\.te"):
+            drawn.quantize(x, seed=3)
+    with pytest.raises(TypeError, match=r"encode: seed must be an int64 tensor .* got str$"):
+        drawn.update_quantized(X, drawn(X), seed="3")
+    with pytest.raises(TypeError, match=r"quantize_grouped: seed must be an int64 tensor .* int"):
+        hybridq.quantize_grouped(X, ends, drawn, seed=3)
     with pytest.raises(TypeError, match="dtype must be"):
         q.quantize(X, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"x must be \[rows, cols\]"):

@@ -128,8 +128,8 @@ def check_encode(
             )
 
 
-def check_seed(seed: torch.Tensor, x: torch.Tensor, where: str) -> None:
-    """Raise unless `seed` is int64 with one value, where x is.
+def check_seed(seed: object, x: torch.Tensor, where: str) -> None:
+    """Raise unless `seed` is an int64 tensor with one value, where x is.
 
     Args:
         seed: of random numbers.
@@ -137,8 +137,14 @@ def check_seed(seed: torch.Tensor, x: torch.Tensor, where: str) -> None:
         where: the function that takes it, for the error.
 
     Raises:
-        ValueError: it is not.
+        TypeError: it is no tensor.
+        ValueError: it is another one.
     """
+    if not isinstance(seed, torch.Tensor):
+        hint = f"; torch.tensor([{seed}]) is one" if type(seed) is int else ""
+        raise TypeError(
+            f"{where}: seed must be an int64 tensor with one value, got {type(seed).__name__}{hint}"
+        )
     if seed.dtype != torch.int64 or seed.numel() != 1:
         raise ValueError(
             f"{where}: seed must be int64 with one value, got {seed.dtype} {tuple(seed.shape)}"
