@@ -53,6 +53,20 @@ def test_a_recipe_is_asked_for_each_weight(source, tmp_path):
         run(source, tmp_path / "both", layout="modelopt", format=both)
 
 
+@pytest.mark.parametrize(
+    ("layout", "fmt", "text"),
+    [
+        ("modelopt", "fp8_channel", "scheme of modelopt must be one of nvfp4, fp8_tensor, mxfp8, "),
+        ("fine-grained-fp8", "fp8_blok", "did you mean 'fp8_block'?; and as a format of hybridq"),
+        ("modelopt", "nvfp4;4o7=mse", "4o7"),
+    ],
+)
+def test_a_format_that_is_none_names_the_schemes_of_the_layout(layout, fmt, text, source, tmp_path):
+    with pytest.raises(hybridq.SpecError) as caught:
+        run(source, tmp_path / "out", layout=layout, format=fmt)
+    assert text in str(caught.value) and not (tmp_path / "out").exists()
+
+
 def test_what_a_layout_cannot_hold_stays_and_is_said(tmp_path):
     tensors = {"a.weight": torch.randn(32, 64), "b.weight": torch.randn(32, 72)}
     save_file(tensors, tmp_path / "in.safetensors")

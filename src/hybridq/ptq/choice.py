@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import SpecError
+from ..errors import SpecError, must_be_one_of
 from ..formats import PlaneSpec
 from ..layouts import Layout
 from ..quantizers import Quantizer
@@ -107,7 +107,8 @@ def choice_of(
         include, exclude: globs, as `Selection` has them.
 
     Raises:
-        SpecError: both are given, or the layout holds no columnwise planes.
+        SpecError: both are given, the layout holds no columnwise planes, or the format is neither
+            a scheme of the layout nor one of hybridq's.
     """
     globs = (tuple(include), tuple(exclude))
     if format is not None and recipe is not None:
@@ -118,7 +119,7 @@ def choice_of(
         return Choice(layout, Selection(_ANY, None, *globs), word, is_kept=True)
     if isinstance(format, str) and format in (one.name for one in layout.schemes):
         return Choice(layout, Selection(_ANY, None, *globs), word, scheme=format)
-    quantizer = format if isinstance(format, Quantizer) else _parsed(format)
+    quantizer = format if isinstance(format, Quantizer) else _parsed(layout, format)
     if quantizer.makes_columnwise:
         raise SpecError(
             f"export: {layout.name} holds rowwise planes alone, got {quantizer.text}; the layout "
@@ -127,11 +128,17 @@ def choice_of(
     return Choice(layout, Selection(quantizer, None, *globs), word)
 
 
-def _parsed(text: str) -> Quantizer:
+def _parsed(layout: Layout, text: str) -> Quantizer:
     given: object = text
     if not isinstance(given, str):
         raise TypeError(
             "export: format must be a name, a PlaneSpec's string or a Quantizer, got "
             f"{type(given).__name__}"
         )
-    return Quantizer(PlaneSpec.parse(given), None)
+    try:
+        return Quantizer(PlaneSpec.parse(given), None)
+    except SpecError as error:
+        own = must_be_one_of([one.name for one in layout.schemes], given)
+        raise SpecError(
+            f"export: the scheme of {layout.name} {own}; and as a format of hybridq: {error}"
+        ) from error
