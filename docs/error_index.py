@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[1] / "src"
 GAP = "…"
 #: Functions that are given a message, and where: its position, or -1 for the first text.
 SPEAKERS = {"warn_once": 1, "warn": 0, "warning": 0, "_error": -1, "error": -1}
+#: The kind of what stands inside of another message, where that has `…`.
+REASON = "reason"
 #: Functions that make a part of a message.
 PARTS = {"must_be_one_of": f"must be one of {GAP}, got {GAP}"}
 _CLASS = re.compile(r"[A-Z]\w*(Error|Warning)|BadParameter")
@@ -31,7 +33,7 @@ class Message(NamedTuple):
     """One message.
 
     Attributes:
-        kind: name of the exception, or `"warning"`.
+        kind: name of the exception, `"warning"`, or `"reason"` of a part of another message.
         pattern: its text, with `…` for what is filled in.
         place: file below `src`, and the function: `hybridq/gemm/call.py, gemm`.
     """
@@ -100,21 +102,70 @@ def _cell(text: str) -> str:
 
 
 class _Scope(NamedTuple):
-    """Where an expression stands: its function, class or module, and what functions return."""
+    """Where an expression stands: its function, class or module, and what names of it stand for."""
 
     owner: ast.AST
-    returned: dict[str, ast.expr]
+    known: dict[str, ast.expr]
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _known_in(tree: ast.Module) -> dict[str, ast.expr]:
+    """Return the strings of a module: its constants, and what functions of one `return` give."""
+    known: dict[str, ast.expr] = {}
+    for one in tree.body:
+        if isinstance(one, ast.FunctionDef):
+            made = [node.value for node in ast.walk(one) if isinstance(node, ast.Return)]
+            if len(made) == 1 and made[0] is not None:
+                known[one.name] = made[0]
+        elif isinstance(one, ast.Assign | ast.AnnAssign) and one.value is not None:
+            targets = one.targets if isinstance(one, ast.Assign) else [one.target]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            known |= {name: one.value for name in names if _is_text(one.value)}
+    return known
+
+
+@cache
+def _known_below(place: Path) -> dict[str, ast.expr]:
+    """Return the strings of a module or, of a package, of all its modules."""
+    module = place.with_suffix(".py")
+    paths = [module] if module.exists() else sorted(place.rglob("*.py"))
+    return {name: text for path in paths for name, text in _known_in(_tree(path)).items()}
+
+
+def _imported(path: Path) -> dict[str, ast.expr]:
+    """Return the strings that a module imports from others here, by name."""
+    found: dict[str, ast.expr] = {}
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            place = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+            known = _known_below(place)
+            found |= {one.name: known[one.name] for one in node.names if one.name in known}
+    return found
+
+
+@cache
+def _parts() -> frozenset[str]:
+    """Return the names of functions that are called to make a part of a message."""
+    return frozenset(
+        part.func.id
+        for path in sorted(ROOT.rglob("*.py"))
+        for call in ast.walk(_tree(path))
+        if isinstance(call, ast.Call) and _is_speaker(call)
+        for given in call.args
+        for part in ast.walk(given)
+        if isinstance(part, ast.Call) and isinstance(part.func, ast.Name)
+    )
 
 
 def _of_file(path: Path) -> Iterator[Message]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = _tree(path)
     file = path.relative_to(ROOT).as_posix()
-    returned = {}
-    for one in tree.body:
-        made = [node.value for node in ast.walk(one) if isinstance(node, ast.Return)]
-        if isinstance(one, ast.FunctionDef) and len(made) == 1 and made[0] is not None:
-            returned[one.name] = made[0]
-    yield from _of_body(tree, _Scope(tree, returned), file)
+    known = _imported(path) | _known_in(tree)
+    yield from _of_body(tree, _Scope(tree, known), file)
 
 
 def _of_body(node: ast.AST, scope: _Scope, file: str) -> Iterator[Message]:
@@ -122,8 +173,8 @@ def _of_body(node: ast.AST, scope: _Scope, file: str) -> Iterator[Message]:
     for child in ast.iter_child_nodes(node):
         is_owner = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         within = scope._replace(owner=child) if is_owner else scope
-        if isinstance(child, ast.Call):
-            made = _of_call(child, scope)
+        if isinstance(child, ast.Call | ast.Return):
+            made = _of_call(child, scope) if isinstance(child, ast.Call) else _reason(child, scope)
             if made is not None:
                 name = getattr(scope.owner, "name", "")
                 yield Message(*made, f"{file}, {name}" if name else file)
@@ -132,12 +183,12 @@ def _of_body(node: ast.AST, scope: _Scope, file: str) -> Iterator[Message]:
 
 def _of_call(call: ast.Call, scope: _Scope) -> tuple[str, str] | None:
     """Return the kind and the pattern of the message that a call is given; None: of no message."""
-    name = getattr(call.func, "id", getattr(call.func, "attr", ""))
-    is_class = _CLASS.fullmatch(name) is not None
-    if not (is_class or name in SPEAKERS):
+    if not _is_speaker(call):
         return None
+    name = _name(call)
+    is_class = name not in SPEAKERS
     at = 0 if is_class else SPEAKERS[name]
-    given = call.args[at : at + 1] if at >= 0 else [one for one in call.args if _is_text(one)]
+    given = call.args[at : at + 1] if at >= 0 else call.args
     patterns = [_pattern(one, scope) for one in given]
     pattern = next((one for one in patterns if re.search(r"[A-Za-z]{3}", one or "")), None)
     if pattern is None:
@@ -148,6 +199,28 @@ def _of_call(call: ast.Call, scope: _Scope) -> tuple[str, str] | None:
         pattern = re.sub(r"%[sdr]", GAP, pattern)
     pattern = re.sub(f"{GAP}(?:{GAP})+", GAP, pattern)
     return kind, pattern
+
+
+def _name(call: ast.Call) -> str:
+    return str(getattr(call.func, "id", getattr(call.func, "attr", "")))
+
+
+def _is_speaker(call: ast.Call) -> bool:
+    return _name(call) in SPEAKERS or _CLASS.fullmatch(_name(call)) is not None
+
+
+def _reason(back: ast.Return, scope: _Scope) -> tuple[str, str] | None:
+    """Return the pattern of a part: of a function that returns it or None, or makes parts."""
+    owner, text = scope.owner, back.value
+    if not isinstance(owner, ast.FunctionDef) or owner.returns is None:
+        return None
+    if text is None or not _is_text(text):
+        return None
+    kind = ast.unparse(owner.returns)
+    if kind != "str | None" and not (kind == "str" and owner.name in _parts()):
+        return None
+    pattern = _pattern(text, scope)
+    return (REASON, pattern) if len(re.findall(r"[A-Za-z]{2,}", pattern)) >= 4 else None
 
 
 def _is_text(node: ast.expr) -> bool:
@@ -163,14 +236,15 @@ def _pattern(node: ast.AST, scope: _Scope) -> str:
         return "".join(_pattern(one, scope) for one in node.values)
     if isinstance(node, ast.FormattedValue):
         inner = node.value
-        return _pattern(inner, scope) if isinstance(inner, ast.Call) else GAP
+        is_constant = isinstance(inner, ast.Name) and inner.id.isupper()
+        return _pattern(inner, scope) if is_constant or isinstance(inner, ast.Call) else GAP
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _pattern(node.left, scope) + _pattern(node.right, scope)
     if isinstance(node, ast.Call):
         name = getattr(node.func, "id", "")
-        made = scope.returned.get(name)
+        made = scope.known.get(name)
         if made is not None and not isinstance(made, ast.Name):
-            return _pattern(made, scope._replace(returned={}))
+            return _pattern(made, scope._replace(known={}))
         return PARTS.get(name, GAP)
     if isinstance(node, ast.Name):
         return _assigned(node, scope)
@@ -186,9 +260,10 @@ def _assigned(name: ast.Name, scope: _Scope) -> str:
         and one.lineno < name.lineno
         and any(isinstance(target, ast.Name) and target.id == name.id for target in one.targets)
     ]
-    last = given[-1] if given else None
-    is_made = last is not None and (isinstance(last, ast.Call) or _is_text(last))
-    return _pattern(last, scope) if is_made else GAP
+    last = given[-1] if given else scope.known.get(name.id)
+    if last is None or not (isinstance(last, ast.Call) or _is_text(last)):
+        return GAP
+    return _pattern(last, scope)
 
 
 def main(words: Sequence[str]) -> int:

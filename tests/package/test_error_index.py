@@ -47,13 +47,40 @@ def by_spec():
     hybridq.formats.PlaneSpec.parse("mxfp8;sideways")
 
 
-@pytest.mark.parametrize("raises", [by_linear, by_quantize, by_gemm, by_recipe, by_spec])
+def by_imported_constant():
+    with hybridq.autocast(recipe="mxfp8"):
+        hybridq.Linear(32, 16)(torch.nested.nested_tensor([torch.ones(2, 32)]))
+
+
+def by_imported_function():
+    role = hybridq.QuantizerRole("linear", "input", "up")
+    hybridq.recipes.get("fp8_delayed").ask(role)(torch.ones(2, 32))
+
+
+RAISED = [by_linear, by_quantize, by_gemm, by_recipe, by_spec]
+IMPORTED = [by_imported_constant, by_imported_function]
+
+
+@pytest.mark.parametrize("raises", RAISED + IMPORTED)
 def test_an_error_is_found_by_its_text(index, raises) -> None:
     with pytest.raises(Exception) as raised:
         raises()
     found = index.find(str(raised.value))
     assert found
     assert type(raised.value).__name__ in {one.kind for one in found}
+    if raises in IMPORTED:
+        assert found[0].words > 40 and found[0].kind == type(raised.value).__name__
+
+
+def test_parts_of_messages_are_listed(index) -> None:
+    """Reasons stand where a message has `…`, and are looked up by themselves."""
+    plane = hybridq.quantize(torch.ones(32, 40), "mxfp8").rowwise
+    with pytest.raises(hybridq.SpecError) as raised:
+        hybridq.layouts.get("modelopt").stored("up.weight", plane.spec, (32, 40))
+    said = "readers of mxfp8 need columns in multiples of 32"
+    assert said in str(raised.value)
+    [one] = index.find(said)
+    assert (one.kind, one.place) == ("reason", "hybridq/layouts/scheme.py, reason_against")
 
 
 def test_what_is_filled_in_is_left_out(index) -> None:
