@@ -163,6 +163,12 @@ def test_pages_name_formats_and_recipes_that_exist() -> None:
         assert name in known, name
 
 
+def test_the_recipes_page_has_a_row_for_every_recipe() -> None:
+    page = (ROOT / "docs" / "guides" / "recipes.md").read_text()
+    heads = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert set(hybridq.recipes.names()) - set(re.findall(r"`(\w+)`", " ".join(heads))) == set()
+
+
 def test_the_numerics_page_has_the_elements_largest_values() -> None:
     text = (ROOT / "docs" / "reference" / "numerics.md").read_text()
     for name in ("e4m3", "e5m2", "e2m1"):  # the others share a row
