@@ -353,6 +353,30 @@ def test_bad_calls_are_told():
         module(*rows, **given, max_seqlen_q=4)
     with pytest.raises(ValueError, match="must end at or before the last row, 8, got 9"):
         module(rows[0][:8], *rows[1:], **given)
+    for many in ([0, 9], [0, 2, 4, 9]):
+        other = {**given, "cu_seqlens_kv": torch.tensor(many)}
+        with pytest.raises(ValueError, match=r"as many sequences, got 2 and [13]"):
+            module(*rows, **other)
     with pytest.raises(ValueError, match="softmax_type must be one of"):
         DotProductAttention(4, 8, softmax_type="sharp")
     assert repr(hybridq.nn.DotProductAttention(4, 8)).startswith("DotProductAttention(num_att")
+
+
+def test_lengths_of_another_batch_are_told():
+    """Those of one sequence would be taken for all, and longer ones cut."""
+    q, k, v = (torch.randn(2, 5, 4, 8) for _ in range(3))
+    core = DotProductAttention(4, 8, qkv_format="bshd", attn_mask_type="padding")
+    layer = hybridq.nn.MultiheadAttention(32, 4, qkv_format="bshd", attn_mask_type="padding")
+    calls = (lambda **given: core(q, k, v, **given), lambda **given: layer(q.flatten(2), **given))
+    for call in calls:
+        for many in ([0, 5], [0, 2, 4, 5]):
+            starts = torch.tensor(many)
+            with pytest.raises(
+                ValueError, match=r"as many sequences as the batch has, 2, got [13]"
+            ):
+                call(cu_seqlens_q=starts, cu_seqlens_kv=starts)
+        starts = torch.tensor([0, 3, 9])
+        with pytest.raises(ValueError, match=r"cu_seqlens_kv must be .* at most 5 tokens, .* of 6"):
+            call(cu_seqlens_q=torch.tensor([0, 3, 8]), cu_seqlens_kv=starts)
+        with pytest.raises(ValueError, match=r"needs an attention_mask \(or cu_seqlens_q and"):
+            call()

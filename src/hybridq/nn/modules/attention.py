@@ -371,13 +371,13 @@ class MultiheadAttention(SplitTogether, nn.Module):
                 f"attention: the input must be {_INPUTS[self.qkv_format]}, got shape "
                 f"{tuple(hidden_states.shape)}"
             )
-        else:
-            call = call._replace(lengths=packed.lengths())
         if self.key_value is None or encoder_output is None:
             query, key, value = self._heads(made)
         else:
             others = self.key_value(encoder_output, first)
             query, key, value = self._cross_heads(made, others if both is None else others[None])
+        if both is None:
+            call = call._replace(lengths=packed.lengths(query, key))
         if self.qk_norm_before_rope:
             query, key = self._normed(query, key)
         if rotary_pos_emb is not None:

@@ -160,10 +160,10 @@ def check_given(kind: str, given: torch.Tensor | None, lengths: Lengths | None =
     needs_mask = MASKS[kind].needs_mask
     is_known = lengths is not None and kind != "arbitrary"
     if needs_mask is (given is None) and not (needs_mask and is_known):
-        raise ValueError(
-            f"attention: mask type {kind!r} {'needs an' if needs_mask else 'takes no'} "
-            f"attention_mask, got {'none' if given is None else tuple(given.shape)}"
-        )
+        lengths_do = " (or cu_seqlens_q and cu_seqlens_kv)" if kind != "arbitrary" else ""
+        rule = f"needs an attention_mask{lengths_do}" if needs_mask else "takes no attention_mask"
+        got = "none" if given is None else tuple(given.shape)
+        raise ValueError(f"attention: mask type {kind!r} {rule}, got {got}")
     if given is not None and given.dtype != torch.bool:
         raise ValueError(
             f"attention: attention_mask must be bool, True where hidden, got {given.dtype}"

@@ -244,7 +244,7 @@ class DotProductAttention(nn.Module):
             both = packed.packings(query.shape[0], key.shape[0])
             return self.attend_packed(query, key, value, call, both, attend)
         q, k, v = (one.permute(_ORDERS[layout]) for one in (query, key, value))
-        y = attend(q, k, v, call._replace(lengths=packed.lengths()))
+        y = attend(q, k, v, call._replace(lengths=packed.lengths(q, k)))
         return y.permute(_BACK[layout]).flatten(2)
 
     def attend_packed(

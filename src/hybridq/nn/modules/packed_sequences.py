@@ -205,14 +205,45 @@ class Packed(NamedTuple):
             return queries, queries
         starts = self.starts if self.key_starts is None else self.key_starts
         given = (starts, self.key_places, self.key_longest, "cu_seqlens_kv")
-        return queries, packing(key_tokens, *given)
+        keys = packing(key_tokens, *given)
+        if queries.lengths.shape != keys.lengths.shape:
+            raise ValueError(
+                "attention: cu_seqlens_q and cu_seqlens_kv must be of as many sequences, got "
+                f"{queries.lengths.shape[0]} and {keys.lengths.shape[0]}"
+            )
+        return queries, keys
 
-    def lengths(self) -> Lengths | None:
-        """Return the lengths of a padded batch; one of the two serves for both, None: neither."""
+    def lengths(self, query: torch.Tensor, key: torch.Tensor) -> Lengths | None:
+        """Return the lengths of a padded batch; one of the two serves for both, None: neither.
+
+        Args:
+            query, key: `[batch, heads, length, features]`.
+
+        Raises:
+            ValueError: they are no lengths, or of another batch or longer sequences.
+        """
         starts = self.starts if self.key_starts is None else self.key_starts
         if starts is None:
             return None
-        of_keys = lengths_of(starts, "cu_seqlens_kv")
-        if self.starts is None or self.starts is starts:
-            return Lengths(of_keys, of_keys)
-        return Lengths(lengths_of(self.starts, "cu_seqlens_q"), of_keys)
+        of_keys = _lengths_in(key, starts, "cu_seqlens_kv")
+        own = starts if self.starts is None else self.starts
+        return Lengths(_lengths_in(query, own, "cu_seqlens_q"), of_keys)
+
+
+def _lengths_in(padded: torch.Tensor, cu_seqlens: torch.Tensor, what: str) -> torch.Tensor:
+    """Return the lengths of sequences of a batch `[batch, heads, length, features]`."""
+    lengths = lengths_of(cu_seqlens, what)
+    batch, longest = padded.shape[0], padded.shape[2]
+    if lengths.shape[0] != batch:
+        raise ValueError(
+            f"attention: {what} must be of as many sequences as the batch has, {batch}, got "
+            f"{lengths.shape[0]}"
+        )
+    if not lengths.is_cpu or torch.compiler.is_compiling():
+        return lengths
+    if max(lengths.tolist()) > longest:
+        raise ValueError(
+            f"attention: {what} must be of sequences of at most {longest} tokens, got one of "
+            f"{max(lengths.tolist())}"
+        )
+    return lengths
