@@ -380,3 +380,26 @@ def test_lengths_of_another_batch_are_told():
             call(cu_seqlens_q=torch.tensor([0, 3, 8]), cu_seqlens_kv=starts)
         with pytest.raises(ValueError, match=r"needs an attention_mask \(or cu_seqlens_q and"):
             call()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_masks_and_biases_of_another_batch_are_told(batch):
+    q = torch.randn(5, batch, 4, 8)
+    module = DotProductAttention(4, 8, attn_mask_type="no_mask")
+    many, heads = rf"as many sequences as the batch has, {batch}, or of 1", "must be of 4 heads"
+    bad = [
+        (many, {"core_attention_bias_type": "alibi", "alibi_slopes": torch.ones(3, 4)}),
+        (
+            many,
+            {
+                "core_attention_bias_type": "post_scale_bias",
+                "core_attention_bias": torch.ones(3, 4, 5, 5),
+            },
+        ),
+        (many, {"attention_mask": torch.ones(3, 1, 5, 5) < 0, "attn_mask_type": "arbitrary"}),
+        (many, {"attention_mask": torch.ones(3, 1, 1, 5) < 0, "attn_mask_type": "padding"}),
+        (heads, {"attention_mask": torch.ones(1, 3, 5, 5) < 0, "attn_mask_type": "arbitrary"}),
+    ]
+    for text, given in bad:
+        with pytest.raises(ValueError, match=text):
+            module(q, q, q, **given)

@@ -8,7 +8,7 @@ import torch
 
 from ...errors import must_be_one_of
 
-__all__ = ["BIASES", "SOFTMAXES", "added_bias", "alibi_slopes", "with_offset"]
+__all__ = ["BIASES", "SOFTMAXES", "added_bias", "alibi_slopes", "check_batch", "with_offset"]
 
 #: What is added: nothing; the bias before or after the scores are scaled; ALiBi's.
 BIASES: Final = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
@@ -88,6 +88,39 @@ def added_bias(
     query = torch.arange(queries, dtype=torch.int64, device=device)[:, None] + begin
     distance = (query - torch.arange(keys, dtype=torch.int64, device=device)).abs()
     return -slopes.to(torch.float32).view(-1, heads, 1, 1) * distance
+
+
+def check_batch(
+    shape: tuple[int, int],
+    mask: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+) -> None:
+    """Raise where something is of other sequences or heads than the queries are.
+
+    Args:
+        shape: sequences of the batch, and heads.
+        mask: `[batch, heads, queries, keys]`, each of them or 1, or its last dimensions, or None.
+        bias: `[1 or batch, 1 or heads, queries, keys]`, or None.
+        slopes: `[heads]` or `[batch, heads]`, or None.
+
+    Raises:
+        ValueError: it is.
+    """
+    batch, heads = shape
+    given = (("attention_mask", mask, 4), ("core_attention_bias", bias, 4))
+    for name, one, dims in (*given, ("alibi_slopes", slopes, 2)):
+        own = () if one is None else tuple(one.shape)
+        if len(own) == dims and own[0] not in (1, batch):
+            raise ValueError(
+                f"attention: {name} must be of as many sequences as the batch has, {batch}, or of "
+                f"1 for all, got {own}"
+            )
+    if mask is not None and mask.dim() > 2 and mask.shape[-3] not in (1, heads):
+        raise ValueError(
+            f"attention: attention_mask must be of {heads} heads, or of 1 for all, got "
+            f"{tuple(mask.shape)}"
+        )
 
 
 def with_offset(

@@ -15,7 +15,7 @@ from ...errors import must_be_one_of
 from ...recipes import QuantizerRole, Recipe, is_recomputing
 from ...recipes.boundary import boundary_quantizer
 from ..autograd import AttentionQuantizers, checkpoint, plain_attention, quantized_attention
-from .attention_bias import SOFTMAXES, added_bias, with_offset
+from .attention_bias import SOFTMAXES, added_bias, check_batch, with_offset
 from .attention_masks import WITHOUT_PADDING, Lengths, check_mask_type, diagonal, visible
 from .constructor_arguments import checked
 from .dealt_parameters import local_part
@@ -453,6 +453,7 @@ class DotProductAttention(nn.Module):
         """Return the mask of SDPA, bool or FP32 to be added, and whether it is plainly causal."""
         sizes, device = (query.shape[2], key.shape[2]), query.device
         own = (call.mask_type, call.window, call.mask, *sizes, device, call.lengths, call.at_end)
+        check_batch((query.shape[0], query.shape[1]), call.mask, call.bias, call.slopes)
         seen, is_causal = visible(*own)
         begin = diagonal(call.mask_type, *sizes, call.lengths, call.at_end)
         shape = (query.shape[1], *sizes)
