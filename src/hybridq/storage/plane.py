@@ -12,7 +12,7 @@ from ..errors import PlaneError
 from ..formats import PlaneSpec
 from ..kernels import OperandCache
 
-__all__ = ["Codes", "Plane", "overwrite"]
+__all__ = ["Codes", "Plane", "overwrite", "view_of"]
 
 
 class Codes:
@@ -175,9 +175,8 @@ class Plane:
             if start == stop and self.spec.format.is_python:
                 buffers[name] = buffer.new_empty(last)
             else:
-                buffers[name] = (
-                    buffer.narrow(dim, first[dim], last[dim] - first[dim]) if cut else buffer
-                )
+                place = (dim, first[dim], last[dim] - first[dim])
+                buffers[name] = view_of(buffer, torch.Tensor.narrow, *place) if cut else buffer
         rows, cols = (stop - start, self.cols) if axis == 0 else (self.rows, stop - start)
         made = Plane(self.spec, self.direction, rows, cols, buffers)
         made.codes = self.codes
@@ -342,6 +341,23 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
         and a.storage_offset() == b.storage_offset()
         and a.shape == b.shape
     )
+
+
+def view_of(buffer: torch.Tensor, view: Callable[..., torch.Tensor], *where: int) -> torch.Tensor:
+    """Return `view(buffer, *where)`, whose version is that of the buffer.
+
+    Inside an operator of a tensor subclass torch makes views with versions of their own, and a
+    write to a part would be seen by nobody who kept something of the whole, nor the other way.
+
+    Args:
+        buffer: of a plane.
+        view: `torch.Tensor.narrow` or `select`.
+        where: its arguments.
+    """
+    if type(buffer) is not torch.Tensor or torch.compiler.is_compiling():
+        return view(buffer, *where)
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return view(buffer, *where)
 
 
 def overwrite(buffer: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from ..direction import Direction, opposite
 from ..formats import PlaneSpec
-from .plane import Plane
+from .plane import Plane, view_of
 
 __all__ = ["PlaneStack", "plane_of"]
 
@@ -53,7 +53,8 @@ class PlaneStack(Plane):
         Args:
             number: from 0 to count - 1.
         """
-        own = {name: buffer[number] for name, buffer in self.buffers.items()}
+        select = torch.Tensor.select
+        own = {name: view_of(one, select, 0, number) for name, one in self.buffers.items()}
         made = Plane(self.spec, self.direction, self.height, self.cols, own)
         made.codes = self.codes
         return made
@@ -91,7 +92,8 @@ class PlaneStack(Plane):
         if start % height or stop % height:
             return None
         count = (stop - start) // height
-        own = {name: buffer.narrow(0, first, count) for name, buffer in self.buffers.items()}
+        narrow = torch.Tensor.narrow
+        own = {name: view_of(one, narrow, 0, first, count) for name, one in self.buffers.items()}
         made = PlaneStack(self.spec, self.direction, stop - start, self.cols, own, count)
         made.codes = self.codes
         return made
