@@ -45,7 +45,8 @@ def multi_tensor_quantize(
         itself, as if nothing were rounded (straight-through).
 
     Raises:
-        TypeError: `tensors` or `quantizer` is something else, or a tensor cannot be quantized.
+        TypeError: `tensors`, `quantizer` or `seeds` is something else, or a tensor cannot be
+            quantized.
         ValueError: as many quantizers or seeds as tensors are needed.
         PlaneError: a quantizer has both usages off.
 
@@ -110,6 +111,11 @@ def _seeds(
     sources: list[torch.Tensor], quantizers: list[Quantizer], seeds: torch.Tensor | None
 ) -> list[torch.Tensor | None]:
     """Return the seed of each tensor, int64 `[1]`, or None where nothing is stochastic."""
+    given: object = seeds
+    if given is not None and not isinstance(given, torch.Tensor):
+        raise TypeError(
+            f"{_WHERE}: seeds must be an int64 tensor [{len(sources)}], got {type(given).__name__}"
+        )
     if seeds is not None and (seeds.dtype != torch.int64 or tuple(seeds.shape) != (len(sources),)):
         raise ValueError(
             f"{_WHERE}: seeds must be int64 [{len(sources)}], got {seeds.dtype} "

@@ -306,6 +306,8 @@ def test_seeds_and_usages_are_checked() -> None:
     for wrong in (torch.tensor([1]), torch.tensor([1.0, 2.0]), torch.tensor([[1, 2]])):
         with pytest.raises(ValueError, match=r"multi_tensor_quantize: seeds must be int64 \[2\]"):
             hybridq.multi_tensor_quantize([x, x], quantizer, seeds=wrong)
+    with pytest.raises(TypeError, match=r"seeds must be an int64 tensor \[2\], got list"):
+        hybridq.multi_tensor_quantize([x, x], quantizer, seeds=[1, 2])
     with pytest.raises(hybridq.PlaneError, match="both usages are off"):
         hybridq.multi_tensor_quantize([x], quantizer.with_usage(False, False))
 
