@@ -32,15 +32,16 @@ class Unflattened:
 
     @property
     def _fsdp_flattened(self) -> bool:
-        """Whether it is part of one: never.
+        """Not there, since it is part of none; `hasattr` of others (Prodigy) must not find it.
 
         Raises:
-            RuntimeError: it is asked in order to become one.
+            AttributeError: always, but
+            RuntimeError: where it is asked in order to become one.
         """
         asked = sys._getframe(1).f_back
         if asked is not None and asked.f_code.co_name == "_get_orig_params":  # not of the ignored
             raise self._not_flat()
-        return False
+        raise AttributeError("_fsdp_flattened: a quantized tensor is part of no flat parameter")
 
     @_fsdp_flattened.setter
     def _fsdp_flattened(self, value: bool) -> None:
