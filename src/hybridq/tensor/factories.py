@@ -4,23 +4,27 @@ Operators make plain ones: torch's own composites make buffers by them and fill 
 piece, and optimizers their state; none of that may be quantized in between. Two make quantized
 zeros: `empty_like` on another device, which asks for the same tensor there (`module.to_empty`; on
 the same one, too, where torch replaces parameters), and the method `new_zeros`, by which FSDP2
-makes shards: they must be seen to be quantized.
+makes shards: they must be seen to be quantized. An optimizer that calls it makes its state.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch.optim import Optimizer
 
 from .initial import keep_initial
 from .replaced import is_replaced_by_module
 from .table import HIGH, handles
 
-__all__ = ["SHAPE_ONLY", "zeros_of_kind"]
+__all__ = ["SHAPE_ONLY", "is_made_by_optimizer", "zeros_of_kind"]
 
 _aten = torch.ops.aten
+#: Frames between a method that makes a tensor and one of an optimizer, at most.
+_DEPTH: Final = 6
 
 #: Operators that only look at shape, dtype and device: nothing is dequantized for them.
 SHAPE_ONLY = {
@@ -39,6 +43,24 @@ SHAPE_ONLY = {
         "new_empty_strided",
     )
 }
+
+
+def is_made_by_optimizer() -> bool:
+    """Return whether a method of an optimizer asks for a tensor: for a part of its state.
+
+    Its class is not asked what the method is called: state is made in `step`, in `__init__`, and
+    in functions that they call.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    frame = sys._getframe(1).f_back
+    for _ in range(_DEPTH):
+        if frame is None:
+            return False
+        if isinstance(frame.f_locals.get("self"), Optimizer):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def zeros_of_kind(

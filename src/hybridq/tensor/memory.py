@@ -9,7 +9,7 @@ import torch
 
 from ..kernels.inputs import begins_at
 from ..storage import GivenAway, TensorStorage
-from .factories import zeros_of_kind
+from .factories import is_made_by_optimizer, zeros_of_kind
 from .replaced import is_replaced_by_module
 
 __all__ = ["Memory"]
@@ -78,6 +78,8 @@ class Memory:
     def new_zeros(self: Any, *size: Any, **options: Any) -> torch.Tensor:
         """Return zeros with the planes and the quantizer of this tensor, plain ones without it.
 
+        An optimizer that makes its state by it gets plain zeros: a moment is no weight.
+
         Args:
             size: of the result, as numbers or as one sequence.
             options: dtype, device, layout, requires_grad and pin_memory as for
@@ -86,7 +88,9 @@ class Memory:
         shape = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
         shape = options.get("size", shape)
         of = {name: options.get(name) for name in ("dtype", "device", "pin_memory")}
-        made: Any = zeros_of_kind(self, tuple(shape), **of)
+        made: Any = NotImplemented
+        if not is_made_by_optimizer():
+            made = zeros_of_kind(self, tuple(shape), **of)
         if made is NotImplemented:
             return torch.Tensor.new_zeros(self, *size, **options)
         return made.requires_grad_(options.get("requires_grad", False))
