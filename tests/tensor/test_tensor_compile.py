@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import hybridq
-from compilers import BACKENDS
+from compilers import BACKENDS, BOTH_BACKENDS
 from hybridq import QuantizedTensor
 from tensor_tools import PAIRS, same_planes
 
@@ -201,3 +202,49 @@ def test_another_kind_of_pair_is_another_graph_and_right() -> None:
     for t in ts * 2:
         assert torch.equal(compiled(t), t.dequantize() * 2)
     assert counters["stats"]["unique_graphs"] == 3
+
+
+KINDS = {
+    "linear": lambda: (hybridq.Linear(64, 96), ()),
+    "groups": lambda: (hybridq.GroupedLinear(2, 64, 96), ([16, 16],)),
+    "stack": lambda: (hybridq.GroupedLinear(2, 64, 96, single_grouped_weight=True), ([16, 16],)),
+}
+
+
+@pytest.mark.parametrize("backend", BOTH_BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_eager_forward_sees_what_compiled_code_wrote(kind, backend) -> None:
+    """A compiled step of somebody else's optimizer: forwards of the new planes, not of kept ones.
+
+    Machine code raises the version of the tensor alone, not of the buffers that it writes. The
+    oracle is a copy of the module, whose planes are new.
+    """
+    with hybridq.quantized_model_init("mxfp8"):
+        module, sizes = KINDS[kind]()
+    weights = [one for one in module.parameters() if isinstance(one, QuantizedTensor)]
+    x = torch.randn(32, 64, requires_grad=True)
+
+    @torch.compile(fullgraph=True, dynamic=False, backend=backend)
+    def write(weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        weight.copy_(weight.float() - 0.1 * gradient.sign())
+
+    def step() -> None:
+        with torch.no_grad():
+            for weight in weights:
+                write(weight.detach(), weight.grad)
+
+    def forward(one: nn.Module) -> torch.Tensor:
+        with hybridq.autocast(recipe="mxfp8"):
+            return one(x, *sizes)
+
+    for _ in range(4):  # what a GEMM makes of a plane is kept from its second use on
+        y = forward(module)
+        with torch.no_grad():
+            fresh = copy.deepcopy(module)
+            assert torch.equal(y, forward(fresh))
+        y.square().mean().backward()
+        step()
+    y = forward(module)
+    step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

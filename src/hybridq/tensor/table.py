@@ -116,7 +116,11 @@ def drop_plane(tensor: Any, direction: str) -> None:
 
 
 def buffer_property(direction: str, name: str) -> property:
-    """Return the property of a QuantizedTensor that is one buffer of one plane, or None."""
+    """Return the property of a QuantizedTensor that is one buffer of one plane, or None.
+
+    A compiled graph takes a tensor apart by these, and what it then writes to a buffer raises the
+    version of the tensor alone: what GEMMs have kept of the plane ends here.
+    """
 
     def drop(self: Any, value: None) -> None:
         if value is not None or name != "data":
@@ -129,6 +133,10 @@ def buffer_property(direction: str, name: str) -> property:
     @leave_frame_alone  # graphs and their guards read it
     def get(self: Any) -> torch.Tensor | None:
         plane = getattr(self.tensor_storage, direction)
-        return None if plane is None else plane.buffers.get(name)
+        if plane is None:
+            return None
+        if plane.operand_cache is not None:
+            plane.operand_cache.forget()
+        return plane.buffers.get(name)
 
     return property(get, drop, doc=f"The `{name}` buffer of the {direction} plane, or None.")

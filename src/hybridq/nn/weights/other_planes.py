@@ -39,7 +39,7 @@ def planes_held(
         whole: of the stack that the weight is a matrix of; None: it is none.
     """
     storage: TensorStorage = weight.tensor_storage
-    found = prequantized_weight(storage, slot, dtype, whole)
+    found = prequantized_weight(storage, slot, dtype, whole, weight)
     row = storage.spec(ROWWISE) if found is None else None
     if row is not None:
         name = module.part_name(part)

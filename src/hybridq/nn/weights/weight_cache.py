@@ -157,16 +157,22 @@ class PrequantizedWeight:
         storage: of the weight.
         whole: of the tensor that the weight is a part of. Views that are made below autograd do not
             share its versions: a write to the whole is not seen in the part's own.
+        tensor: the weight, or None. Of what compiled code writes it alone has the version.
     """
 
-    __slots__ = ("_col", "_row", "_storage", "_versions", "_whole")
+    __slots__ = ("_col", "_row", "_storage", "_tensor", "_versions", "_whole")
 
-    def __init__(self, storage: TensorStorage, whole: TensorStorage | None = None) -> None:
-        self._storage = storage
+    def __init__(
+        self,
+        storage: TensorStorage,
+        whole: TensorStorage | None = None,
+        tensor: torch.Tensor | None = None,
+    ) -> None:
+        self._storage, self._tensor = storage, tensor
         self._whole = storage if whole is None or whole.comes_and_goes else whole
         self._row: Plane | None = storage.rowwise
         self._col: Plane | None = storage.columnwise
-        self._versions = () if storage.comes_and_goes else _versions(self._whole)
+        self._versions = () if storage.comes_and_goes else self._now()
 
     @property
     def is_late(self) -> bool:
@@ -191,7 +197,7 @@ class PrequantizedWeight:
         Raises:
             RuntimeError: it was.
         """
-        if not self._storage.comes_and_goes and self._versions != _versions(self._whole):
+        if not self._storage.comes_and_goes and self._versions != self._now():
             raise RuntimeError(
                 "backward: a quantized weight was modified by an inplace operation after the "
                 "forward that needs it; step the optimizer after all backwards"
@@ -209,12 +215,15 @@ class PrequantizedWeight:
         Raises:
             RuntimeError: it is.
         """
-        if self._storage.comes_and_goes or self._versions == _versions(self._whole):
+        if self._storage.comes_and_goes or self._versions == self._now():
             return
         planes = (one for one in (self._row, self._col) if one is not None)
         own = {begins_at(buffer) for plane in planes for buffer in plane.tensors}
         if any(one.numel() and begins_at(one) in own for one in saved):
             self.check_unwritten()
+
+    def _now(self) -> tuple[int, ...]:
+        return tuple(map(_version, (self._tensor, *self._whole.first.tensors)))
 
     def has(self, with_col: bool) -> bool:
         """Return True: what is not there is derived or gathered."""
@@ -281,10 +290,9 @@ def _matrix(col: Plane) -> Buffers:
     return [col.data.t()]
 
 
-def _versions(storage: TensorStorage) -> tuple[int, ...]:
-    """Return the versions of a storage's memory; tensors of inference mode have none."""
-    buffers = storage.first.tensors
-    return tuple(-1 if buffer.is_inference() else buffer._version for buffer in buffers)
+def _version(tensor: torch.Tensor | None) -> int:
+    """Return the version of a tensor; those of inference mode have none."""
+    return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _lacks_columns(storage: TensorStorage, slot: SlotPlan) -> bool:
@@ -300,6 +308,7 @@ def prequantized_weight(
     slot: SlotPlan,
     dtype: torch.dtype,
     whole: TensorStorage | None = None,
+    tensor: torch.Tensor | None = None,
 ) -> PrequantizedWeight | None:
     """Return the planes of a quantized weight, or None where `slot` wants others.
 
@@ -308,6 +317,7 @@ def prequantized_weight(
         slot: how the recipe quantizes it.
         dtype: that it is wanted in: of a plane that is not quantized.
         whole: of the stack that the weight is a matrix of; None: it is none.
+        tensor: the weight, where a backward must see whether it was written.
     """
     wanted: list[tuple[Direction, PlaneText]] = [(ROWWISE, slot.row)]
     if not (slot.saves_row or _lacks_columns(storage, slot)):
@@ -316,4 +326,4 @@ def prequantized_weight(
         spec = storage.spec(direction)
         if spec is None or spec != PlaneSpec.parse(text.spec).resolve(dtype):
             return None
-    return PrequantizedWeight(storage, whole)
+    return PrequantizedWeight(storage, whole, tensor)
