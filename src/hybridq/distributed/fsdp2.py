@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._log import log_once
+from .._torch_private import out_of_graphs
 from ..nn import Linear, QuantizedModule
 from ..nn.weights import replaced
 from ..recipes import SlotPlan
@@ -326,6 +327,7 @@ class _Hook:
             self._is_installed = True
             register_optimizer_step_post_hook(self._run)
 
+    @out_of_graphs  # of a compiled step: it reads what ranks have sent
     @torch.no_grad()
     def _run(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         read_arrived()

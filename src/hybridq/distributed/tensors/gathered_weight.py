@@ -129,20 +129,45 @@ class GatheredWeight(Reads, GatherHooks, torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GatheredWeight({self.high!r})"
 
+    @property
+    def in_graph(self) -> torch.Tensor:
+        """The tensor that it holds, for a compiled graph, which may write it and tells nobody."""
+        self.writes.note()
+        return self.high
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["high"], (self._about, self.writes)
+        return ["in_graph"], _Context(self._about, self.writes)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any
     ) -> GatheredWeight:
-        return GatheredWeight(inner["high"], *context)
+        made = GatheredWeight(inner["in_graph"], context.about, context.writes)
+        made.high = inner["in_graph"]  # a graph that writes must write to what it was given
+        return made
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self._about.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.high.__reduce_ex__(protocol)  # a plain tensor in every file
+
+
+class _Context:
+    """What a graph knows of a weight beside its values: guards copy it, and compare."""
+
+    def __init__(self, about: GatheredParameter, writes: Writes) -> None:
+        self.about, self.writes = about, writes
+
+    def __eq__(self, other: object) -> bool:
+        own = (self.about, self.writes)
+        return isinstance(other, _Context) and own == (other.about, other.writes)
+
+    def __hash__(self) -> int:
+        return hash((self.about, self.writes))
+
+    def __deepcopy__(self, memo: Any) -> _Context:
+        return self
 
 
 def _memory(tensor: torch.Tensor) -> int:
