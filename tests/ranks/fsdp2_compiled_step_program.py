@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 from rank_program import main
@@ -88,5 +89,17 @@ def of_each(recipe: str) -> None:
     compare(recipe, makes)
 
 
+def of_quantized(recipe: str) -> None:
+    """It ended the process: the graph wrote memory that such a shard has not."""
+    with hybridq.quantized_model_init(recipe):
+        model = nn.Sequential(hybridq.Linear(64, 128))
+    fully_shard(prepare_fsdp2(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with hybridq.autocast(recipe=recipe):
+        model(torch.randn(32, 64)).sum().backward()
+    with pytest.raises(Exception, match="step its optimizer without"):
+        torch.compile(optimizer.step, backend=BACKEND)()
+
+
 if __name__ == "__main__":
-    main({one.__name__: one for one in (of_optimizer, of_each)})
+    main({one.__name__: one for one in (of_optimizer, of_each, of_quantized)})

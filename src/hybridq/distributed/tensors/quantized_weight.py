@@ -217,6 +217,16 @@ class QuantizedWeight(Reads, GatherHooks, torch.Tensor):
                 return result
         return _fallback(func, args, kwargs or {})
 
+    def __tensor_flatten__(self) -> Any:
+        raise RuntimeError(
+            "torch.compile: a quantized weight that prepare_fsdp2 prepared cannot be an input of a "
+            "compiled graph; step its optimizer without torch.compile"
+        )
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        raise RuntimeError("torch.compile: a quantized weight of FSDP2 is in no graph")
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"QuantizedWeight(shape={tuple(self.shape)}, planes={self.held.planes})"
 
