@@ -28,6 +28,7 @@ __all__ = [
     "cuda_stream",
     "dispatch_keys",
     "dispatch_modes",
+    "exclude_keys",
     "forward_ad",
     "fp32_matmul_precision",
     "graph_task_id",
@@ -91,6 +92,8 @@ DispatchKey: Final = taken("torch._C.DispatchKey", "know a plain tensor by its k
 DispatchKeySet: Final = taken("torch._C.DispatchKeySet", "know a plain tensor by its keys")
 #: The set of dispatch keys of a tensor.
 dispatch_keys: Final = taken("torch._C._dispatch_keys", "know a plain tensor by its keys")
+#: A context in which a key of dispatch is left out, or is not.
+exclude_keys: Final = taken("torch._C._SetExcludeDispatchKeyGuard", "make views of planes")
 num_dispatch_modes: Final = taken("torch._C._len_torch_dispatch_stack", "see dispatch modes")
 #: All of them, the innermost last.
 dispatch_modes: Final = taken(

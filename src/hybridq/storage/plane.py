@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from .._torch_private import DispatchKey, exclude_keys
 from ..direction import ROWWISE, Direction, opposite
 from ..errors import PlaneError
 from ..formats import PlaneSpec
@@ -356,7 +357,7 @@ def view_of(buffer: torch.Tensor, view: Callable[..., torch.Tensor], *where: int
     """
     if type(buffer) is not torch.Tensor or torch.compiler.is_compiling():
         return view(buffer, *where)
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+    with exclude_keys(DispatchKey.ADInplaceOrView, False):
         return view(buffer, *where)
 
 
