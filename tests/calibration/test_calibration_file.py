@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hybridq
-from hybridq import Calibration, CheckpointError
-from hybridq.calibration import file
+from hybridq import Calibration, CheckpointError, _files
 
 FULL = Calibration(
     {
@@ -182,7 +181,7 @@ def test_without_the_library_of_its_files_nothing_runs(tmp_path, monkeypatch) ->
     def missing(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr(file, "import_module", missing)
+    monkeypatch.setattr(_files, "import_module", missing)
     ran: list[int] = []
     model.register_forward_pre_hook(lambda *_: ran.append(1))
     named = r"^calibration: safetensors is not installed; pip install hybridq\[checkpoints\]$"

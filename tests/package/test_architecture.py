@@ -26,6 +26,7 @@ LAYERS = [
     "_log",
     "_text",
     "_imports",
+    "_files",
     "direction",
     "formats",
     "reference",

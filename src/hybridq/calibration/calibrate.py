@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from .._files import import_safetensors
 from ..converters import LEAST_WIDTH, check_made
 from ..errors import HybridQWarning, must_be_one_of
 from ..formats import PlaneText
@@ -16,7 +17,7 @@ from ..recipes import Recipe, bind, get
 from .batches import Data, run, unwrapped
 from .caches import attentions, watch_caches
 from .calibration import Calibration
-from .file import check_library, check_target
+from .file import check_target
 from .named import observer_of
 from .observers import Max, Observer
 from .products import Product, check_in_memory, fused_products, products, unobserved
@@ -110,7 +111,7 @@ def calibrate(
     with ranks.step():
         before = Calibration.load(resume) if isinstance(resume, str | os.PathLike) else resume
         if path is not None and ranks.writes:
-            check_library()  # before hours of work
+            import_safetensors("calibration")  # before hours of work
             check_target("calibrate", path)
         of = _products(model, filter_fn, also, least_width)
         if "weight" in observers:  # else modules may be given their weights when they are called

@@ -10,28 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
-import stat
 from collections.abc import Mapping
-from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from .._files import import_safetensors, write_whole
 from ..errors import CheckpointError
 from .calibration import SLOTS, Calibration
 
-__all__ = [
-    "check_library",
-    "check_target",
-    "is_calibration",
-    "load",
-    "names_digest",
-    "save",
-    "write_whole",
-]
+__all__ = ["check_target", "is_calibration", "load", "names_digest", "save"]
 
 #: The one key of the metadata: several are written in any order.
 _KEY: Final = "hybridq_calibration"
@@ -74,7 +63,7 @@ def save(calibration: Calibration, path: str | os.PathLike[str]) -> None:
         ImportError: safetensors is not installed.
         OSError: it cannot be written.
     """
-    check_library()
+    import_safetensors("calibration")
     from safetensors.torch import save as as_bytes
 
     tensors = _tensors(calibration)
@@ -91,52 +80,6 @@ def save(calibration: Calibration, path: str | os.PathLike[str]) -> None:
     }
     metadata = {_KEY: json.dumps(text, sort_keys=True)}
     write_whole(path, as_bytes(tensors, metadata))
-
-
-def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write a file: whoever opens it sees what was there before, or all of it.
-
-    It may be read and written as one that `open` made: by the process's umask, or as the file that
-    it replaces.
-
-    Args:
-        path: of the file.
-        content: what it holds then.
-
-    Raises:
-        OSError: it cannot be written; what was there is as it was.
-    """
-    target = Path(path)
-    name = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-    written = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        with os.fdopen(written, "wb") as file:
-            with suppress(OSError):  # none is there, or its rights are for others to set
-                os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, target)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
-
-
-def check_library() -> None:
-    """Raise where files cannot be written or read, for want of the library that does it.
-
-    Raises:
-        ImportError: safetensors is not installed.
-    """
-    try:
-        import_module("safetensors")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "safetensors":
-            raise
-        raise ImportError(
-            "calibration: safetensors is not installed; pip install hybridq[checkpoints]"
-        ) from error
 
 
 def check_target(where: str, path: str | os.PathLike[str]) -> None:
@@ -167,7 +110,7 @@ def is_calibration(path: str | os.PathLike[str]) -> bool:
     Raises:
         ImportError: safetensors is not installed.
     """
-    check_library()
+    import_safetensors("calibration")
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -187,7 +130,7 @@ def load(path: str | os.PathLike[str]) -> Calibration:
         ImportError: safetensors is not installed.
         CheckpointError: it cannot be read, is a folder, damaged, or no calibration.
     """
-    check_library()
+    import_safetensors("calibration")
     from safetensors import SafetensorError, safe_open
 
     if os.path.isdir(path):

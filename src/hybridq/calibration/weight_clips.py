@@ -148,14 +148,13 @@ def clip_matrix(
     Source: arXiv:2306.00978, section 5.1, and the authors' program.
     """
     check_clips("clip_matrix", clips)
+    device, weight = weight.device, weight.to(hessian.blocks.device)
     groups = _Groups.of(weight, spec)
     if weight.shape[1] != hessian.cols or groups.width != hessian.blocks.shape[1]:
         raise ValueError(
             f"clip_matrix: the Hessian must be of {weight.shape[1]} columns in blocks of "
             f"{groups.width}, got {hessian.cols} in blocks of {hessian.blocks.shape[1]}"
         )
-    device, weight = weight.device, weight.to(hessian.blocks.device)
-    groups = _Groups.of(weight, spec)
     largest = groups.amax(weight)
     is_fixed = groups.hold_scale(largest)
     best, made = groups.error(weight, weight, hessian), weight

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from ..calibration.file import write_whole
+from .._files import write_whole
 from ..kernels.decoded import product_ways
 from .compare import Comparison
 from .model import OWN

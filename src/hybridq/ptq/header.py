@@ -14,12 +14,12 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from .._files import import_safetensors
 from ..errors import CheckpointError
 from .disk import reading
 from .files import parse_json, read_into
@@ -128,7 +128,7 @@ def read_header(path: Path) -> Header:
         CheckpointError: the file is no whole and unambiguous safetensors file.
         ImportError: the library is not installed.
     """
-    library = _library()
+    library = import_safetensors("checkpoints")
     try:
         with reading(path) as file:  # the library would wait for a FIFO
             with library.safe_open(os.fspath(path), framework="np"):
@@ -153,18 +153,6 @@ def read_header(path: Path) -> Header:
     ]
     entries.sort(key=lambda entry: (entry.begin, entry.end))
     return Header(tuple(entries), metadata, hashlib.sha256(raw).hexdigest())
-
-
-def _library() -> Any:
-    """Return the safetensors library; imported here, since hybridq itself runs without it."""
-    try:
-        return import_module("safetensors")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "safetensors":
-            raise
-        raise ImportError(
-            "checkpoints: safetensors is not installed; pip install hybridq[checkpoints]"
-        ) from error
 
 
 def make_header(
