@@ -32,6 +32,7 @@ from ...quantizers import group_amax, next_scale
 from ...quantizers.delayed import epoch, no_history
 from ...recipes import Plan, Recipe, bind
 from ...tensor.in_graph import runs_at_once
+from .findings import note_amaxes, warn_of_earlier
 from .groups import agree, check_even, default_group, group_of
 from .owner import is_held, is_inner_step, note_optimizers, of_this_thread, updated_by
 from .places import PLACES, Place, Scales, places_of
@@ -47,10 +48,6 @@ __all__ = [
 ]
 
 
-#: Name of the module and place, of each of a batch.
-_Labels = list[tuple[str, str]]
-
-
 #: Layouts of updates that are kept: one for each optimizer that steps by turns.
 _MOST_LAYOUTS: Final = 16
 
@@ -61,7 +58,6 @@ class _Updates:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.is_watching = False
-        self.pending: list[tuple[torch.Tensor, Any, _Labels]] = []
         #: What the batches of states were made of, and they, the newest first.
         self.layouts: tuple[tuple[Any, list[_Batch]], ...] = ()
         #: Of the states that the last update met which no optimizer names, in a run of ranks.
@@ -227,12 +223,15 @@ class _Batch(NamedTuple):
         places: of each, with the number of its state.
         where: int64 `[n]`: among the amaxes of all states, six a state.
         numerators: FP32 `[n]`.
+        limits: FP32 `[n]`: the largest values that the elements are meant to hold; more than
+            their largest finite ones where a margin below 0 asks for it.
         groups: where each process group's are among them, by its name.
     """
 
     places: list[tuple[int, Place]]
     where: torch.Tensor
     numerators: torch.Tensor
+    limits: torch.Tensor
     groups: dict[str, torch.Tensor]
 
 
@@ -277,12 +276,14 @@ def _batches(
             if place.request.reduce_amax and name:
                 groups.setdefault(name, []).append(i)
         numerators = [place.request.numerator(place.fmax) for _, place in members]
+        limits = [max(place.fmax, place.request.numerator(place.fmax)) for _, place in members]
         where = [len(PLACES) * number + place.number for number, place in members]
         made.append(
             _Batch(
                 members,
                 torch.tensor(where, dtype=torch.int64, device=device),
                 torch.tensor(numerators, dtype=torch.float32, device=device),
+                torch.tensor(limits, dtype=torch.float32, device=device),
                 {
                     name: torch.tensor(own, dtype=torch.int64, device=device)
                     for name, own in sorted(groups.items())
@@ -319,7 +320,7 @@ def _update_untold() -> None:
 @torch.no_grad()
 def _update(states: Sequence[ScalingState]) -> None:
     """Update the places of all these states that recorded something."""
-    _report()
+    warn_of_earlier()
     by_device: dict[torch.device, list[tuple[ScalingState, Plan]]] = {}
     recipe = _assumed(states)
     for state in states:
@@ -435,37 +436,5 @@ def _advance(
     new = torch.where(has_recorded[:, None], rolled, history)
     copy_each(histories, list(new.unbind(0)))
     stats.index_copy_(0, batch.where, torch.where(has_recorded, given_scale(scale), old))
-    bad = has_recorded & ~amax.isfinite()
     labels = [(states[number].name, PLACES[place.number]) for number, place in batch.places]
-    if not bad.is_cuda:
-        _warn(bad, labels)
-    elif not torch.cuda.is_current_stream_capturing():
-        # Read with the next update, so that nothing waits for the device.
-        copy = torch.empty(bad.shape, dtype=torch.bool, pin_memory=True, device="cpu")
-        copy.copy_(bad, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        with _updates.lock:
-            _updates.pending.append((copy, event, labels))
-
-
-def _report() -> None:
-    """Warn of what earlier updates found on devices that are done with them."""
-    with _updates.lock:
-        waiting = [(entry, entry[1].query()) for entry in _updates.pending]
-        _updates.pending = [entry for entry, is_done in waiting if not is_done]
-    for (bad, _, labels), is_done in waiting:
-        if is_done:
-            _warn(bad, labels)
-
-
-def _warn(bad: torch.Tensor, labels: _Labels) -> None:
-    if not bool(bad.any()):
-        return
-    for i in bad.nonzero().flatten().tolist():
-        name, place = labels[i]
-        warn_once(
-            f"scaling.{name}.{place}",
-            f"delayed scaling: the amax of slot {place!r} of {name or 'an unnamed module'} is "
-            "infinite or NaN; its old scale stays as long as that stands in the history",
-        )
+    note_amaxes(amax, -old, batch.limits, labels)
