@@ -115,6 +115,11 @@ def test_what_a_cache_refuses():
         cache.pre_step({0: 1, 1: 1})
     with pytest.raises(ValueError, match="at most 4 tokens, got 5"):
         cache.pre_step({0: 5})
+    with pytest.raises(ValueError, match="number of tokens of 'a' must not be negative, got -1"):
+        cache.pre_step({"a": -1})
+    for wrong in (1.5, True, "2"):
+        with pytest.raises(TypeError, match="the number of tokens of 0 must be an int, got"):
+            cache.pre_step({0: wrong})
     with torch.no_grad(), pytest.raises(ValueError, match="call pre_step before each forward"):
         layer(torch.randn(1, 3, HIDDEN), inference_params=cache)
     cache.pre_step({0: 3})
@@ -185,3 +190,13 @@ def test_a_mask_of_padding_says_of_which_sequences_it_is():
         mask = torch.zeros(shape, dtype=torch.bool)
         with pytest.raises(ValueError, match=r"attention_mask must be .* for 5 queries and 5 keys"):
             attention(q, k, v, attention_mask=mask, attn_mask_type=kind)
+
+
+@pytest.mark.parametrize("wrong", [(1.5, 0), (2,), (-2, 0), 3, ("1", 0)])
+def test_a_window_is_two_whole_numbers(wrong):
+    with pytest.raises(ValueError, match="window_size must be two whole numbers"):
+        hybridq.nn.DotProductAttention(4, 16, window_size=wrong)
+    layer = hybridq.nn.DotProductAttention(4, 16, qkv_format="bshd")
+    q = torch.randn(1, 3, 4, 16)
+    with pytest.raises(ValueError, match="window_size must be two whole numbers"):
+        layer(q, q, q, window_size=wrong)

@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 import torch
 
 from ...errors import must_be_one_of
+from .constructor_arguments import is_whole
 
 __all__ = [
     "MASKS",
@@ -60,16 +61,19 @@ def check_mask_type(kind: str, window: tuple[int, int] | None) -> None:
 
     Args:
         kind: a key of `MASKS`.
-        window: two numbers, each at least -1, or None.
+        window: two whole numbers, each at least -1, or None.
 
     Raises:
         ValueError: they are not.
     """
     if kind not in MASKS:
         raise ValueError(f"attention: mask type {must_be_one_of(MASKS, kind)}")
-    if window is not None and (len(window) != 2 or min(window) < -1):
+    if window is None:
+        return
+    is_pair = isinstance(window, tuple | list) and len(window) == 2
+    if not is_pair or not all(is_whole(n) and n >= -1 for n in window):
         raise ValueError(
-            f"attention: window_size must be two numbers, each at least -1, got {window}"
+            f"attention: window_size must be two whole numbers, each at least -1, got {window!r}"
         )
 
 
@@ -134,8 +138,8 @@ def visible(
         _check_shape(kind, given, queries, keys)
     is_causal, left = MASKS[kind].is_causal, (window or (-1, -1))[0]
     begin = diagonal(kind, queries, keys, lengths, at_end)
-    is_whole = given is None and lengths is None
-    if is_causal and left < 0 and is_whole and begin == 0:
+    is_plain = given is None and lengths is None
+    if is_causal and left < 0 and is_plain and begin == 0:
         return None, True
     query = torch.arange(queries, dtype=torch.int64, device=device)[:, None] + begin
     seen = band(kind, window, query, keys)

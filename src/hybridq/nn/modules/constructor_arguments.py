@@ -14,7 +14,7 @@ from typing import Any, Concatenate, Final, ParamSpec
 
 import torch
 
-__all__ = ["check_count", "checked"]
+__all__ = ["check_count", "checked", "is_whole"]
 
 P = ParamSpec("P")
 
@@ -76,8 +76,12 @@ def _or_none(check: Callable[[str, str, Any], None]) -> Callable[[str, str, Any]
     return checking
 
 
-def _is_whole(value: Any) -> bool:
-    """Return whether a value is a whole number, numpy's and torch's included."""
+def is_whole(value: Any) -> bool:
+    """Return whether a value is a whole number, numpy's and torch's included.
+
+    Args:
+        value: anything.
+    """
     if isinstance(value, int | torch.SymInt):
         return True
     try:
@@ -88,7 +92,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _check_switch(owner: str, name: str, value: Any) -> None:
-    if not isinstance(value, bool) and not (_is_whole(value) and value in (0, 1)):
+    if not isinstance(value, bool) and not (is_whole(value) and value in (0, 1)):
         raise TypeError(f"{owner}: {name} must be a bool, got {value!r}")
 
 
@@ -104,7 +108,7 @@ def check_count(owner: str, name: str, value: Any) -> None:
         TypeError: it is no whole number.
         ValueError: it is negative.
     """
-    if isinstance(value, bool) or not _is_whole(value):
+    if isinstance(value, bool) or not is_whole(value):
         raise TypeError(f"{owner}: {name} must be an int, got {value!r}")
     if value < 0:
         raise ValueError(f"{owner}: {name} must not be negative, got {value}")

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from .attention_masks import Lengths
-from .constructor_arguments import checked
+from .constructor_arguments import check_count, checked
 
 __all__ = ["InferenceParams"]
 
@@ -76,11 +76,14 @@ class InferenceParams:
             step_dict: of each sequence of the batch, in its order, how many tokens.
 
         Raises:
+            TypeError: a number of tokens is no whole number.
             ValueError: there are too many sequences, or too many tokens of one.
         """
+        for one, n in step_dict.items():
+            check_count("InferenceParams.pre_step", f"the number of tokens of {one!r}", n)
         lengths = {one: self.sequences.get(one, 0) + n for one, n in step_dict.items()}
         longest = max(lengths.values(), default=0)
-        if not lengths or len(lengths) > self.max_batch_size or min(step_dict.values()) < 0:
+        if not lengths or len(lengths) > self.max_batch_size:
             raise ValueError(
                 f"InferenceParams.pre_step: a step must bring tokens of 1 to {self.max_batch_size} "
                 f"sequences, got {dict(step_dict)}"
