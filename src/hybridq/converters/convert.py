@@ -13,10 +13,10 @@ from torch import nn
 
 from .. import settings
 from .._log import LOGGER
-from ..errors import HybridQWarning, is_first
+from ..errors import HybridQWarning, is_first, warn_once
 from ..nn import FusedSequential, QuantizedModule
 from ..nn.modules import ENCODERS
-from ..nn.weights import saves_decoded
+from ..nn.weights import saves_decoded, would_quantize
 from ..recipes import install
 from .conversion import Conversion, conversion, keep_report
 from .converter import Converter
@@ -130,6 +130,7 @@ def convert(
     else:
         chosen = [(m, kind) for name, m, kind in known if filter_fn(m, name)]
     ours: list[QuantizedModule] = []
+    missed: list[QuantizedModule] = []
     shared: set[int] = set()
     with _restored_on_error([module for _, module in found]):
         for module, kind in chosen:
@@ -146,10 +147,19 @@ def convert(
         if settings.current().model_init is not None:
             ours = [module for module, _ in chosen if isinstance(module, QuantizedModule)]
             shared = _shared(model)
+            missed = _missed([module for _, module in found], ours)
         for one in ours:
             one.check_initial_weights(but=shared)
     for one in ours:
         one.quantize_initial_weights(but=shared)
+    if missed:
+        warn_once(
+            "convert.converted_before",
+            f"convert: weights of {len(missed)} modules stay in high precision, as of "
+            f"{missed[0].name or type(missed[0]).__name__!r}: they were hybridq's before, and "
+            "quantized_model_init is for what is made or converted inside of it; convert the model "
+            "there the first time, or load its state_dict into one that was made there",
+        )
     left = {name for name, m, _ in known if not isinstance(m, QuantizedModule)}
     # The filter was asked once for each module; its answers are not asked for again.
     answers = None if filter_fn is None else lambda _, name: name not in left
@@ -159,6 +169,18 @@ def convert(
         _tell(model, made, filter_fn is None)
     tell_libraries(model)
     return model
+
+
+def _missed(found: Iterable[nn.Module], new: list[QuantizedModule]) -> list[QuantizedModule]:
+    """Return what was hybridq's before, and has plain weights that the region would quantize.
+
+    Args:
+        found: modules of the model.
+        new: those that became hybridq's now.
+    """
+    is_new = {id(one) for one in new}
+    ours = [m for m in found if isinstance(m, QuantizedModule) and id(m) not in is_new]
+    return [one for one in ours if would_quantize(one, one.initial_weights())]
 
 
 def _call_children(module: nn.Module) -> None:

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 import hybridq
-from hybridq import QuantizedTensor
+from hybridq import IdentityQuantizer, QuantizedTensor
 from hybridq.nn import QuantizedModule
+from hybridq.recipes import CustomRecipe
 from tensor_tools import same_planes
 
 #: fp8_delayed apart: there a weight in high precision has a scale of earlier steps.
@@ -192,6 +193,29 @@ def test_convert_inside_quantizes_what_is_not_tied() -> None:
     with hybridq.quantized_model_init("mxfp8"):
         hybridq.convert(model)
     assert list(weights(model)) == ["a.weight"]
+
+
+@pytest.mark.usefixtures("warns_anew")
+def test_convert_inside_says_what_was_converted_before(recwarn) -> None:
+    model = hybridq.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
+    added = nn.Sequential(model, nn.Linear(32, 32))
+    with hybridq.quantized_model_init("mxfp8"):
+        hybridq.convert(added)
+        hybridq.convert(added)
+    assert list(weights(added)) == ["1.weight"]
+    said = [str(one.message) for one in recwarn if "hybridq's before" in str(one.message)]
+    assert len(said) == 1
+    assert said[0].startswith("convert: weights of 2 modules stay in high precision, as of '0.0'")
+
+
+@pytest.mark.usefixtures("warns_anew")
+def test_convert_inside_is_silent_of_what_is_quantized_or_stays_by_the_recipe(recwarn) -> None:
+    with hybridq.quantized_model_init("mxfp8"):
+        model = hybridq.convert(nn.Sequential(nn.Linear(32, 32)))
+        hybridq.convert(model)
+    with hybridq.quantized_model_init(CustomRecipe(lambda role: IdentityQuantizer())):
+        hybridq.convert(hybridq.convert(nn.Sequential(nn.Linear(32, 32))))
+    assert not [one for one in recwarn if "hybridq's before" in str(one.message)]
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "mxfp8_fwd_nvfp4_bwd", "fp8_current"])

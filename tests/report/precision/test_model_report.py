@@ -345,3 +345,15 @@ def test_experts_of_mixed_formats_are_rows_of_their_own() -> None:
     row = row_of(found, "experts.gate_up_proj", "weight", "rowwise", "nvfp4_16x16")
     error = norm_ratio(plane.double().numpy(), own.double().numpy())
     assert row.statistics.relative_error == pytest.approx(error, rel=1e-6)
+
+
+def test_an_empty_report_says_what_it_needs(tmp_path) -> None:
+    model = hybridq.convert(nn.Sequential(nn.Linear(32, 32)))
+    x = torch.randn(4, 32)
+    hint = "none, nothing was quantized; give formats=[...], or run it under hybridq.autocast"
+    empty = hybridq.report(model, x, backward=False)
+    assert f"recipe: {hint}" in str(empty)
+    empty.to_html(tmp_path / "page.html")
+    assert f"<code>{hint}</code>" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    told = hybridq.report(model, x, formats=["mxfp8"], backward=False)
+    assert "recipe: none, nothing was quantized\n" in str(told)

@@ -25,6 +25,7 @@ from .quantized_init import (
     quantize_weights,
     quantized_model_init,
     tell_values,
+    would_quantize,
 )
 from .replaced import replaced
 from .separate_names import separate_names, takes_separate_names
@@ -66,4 +67,5 @@ __all__ = [
     "tell_values",
     "unmoved",
     "watch_optimizers",
+    "would_quantize",
 ]

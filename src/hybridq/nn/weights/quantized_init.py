@@ -31,6 +31,7 @@ __all__ = [
     "quantize_weights",
     "quantized_model_init",
     "tell_values",
+    "would_quantize",
 ]
 
 #: What can be quantized.
@@ -203,6 +204,26 @@ def check_weights(module: Any, weights: Iterable[tuple[str, str]]) -> None:
     """
     for _ in _wanted(module, weights):
         pass
+
+
+def would_quantize(module: Any, weights: Iterable[tuple[str, str]]) -> bool:
+    """Return whether `quantize_weights` would quantize one of the weights; never raise for them.
+
+    Args:
+        module: a QuantizedModule that is otherwise made.
+        weights: names of its weights, and the part that each belongs to.
+
+    Raises:
+        RecipeError: the recipe's factory fails.
+    """
+    plain = [
+        (name, part)
+        for name, part in weights
+        if (weight := module._parameters.get(name)) is not None
+        and weight.dtype in _DTYPES
+        and foreign_weight(weight) is None
+    ]
+    return any(not reason for *_, reason in _wanted(module, plain))
 
 
 def _wanted(

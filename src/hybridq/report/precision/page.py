@@ -120,7 +120,7 @@ def page(report: PrecisionReport) -> str:
 def _facts(report: PrecisionReport) -> str:
     loss = "" if report.loss is None else f"; loss {report.loss:.6g}"
     ranks = f"; sums over {report.ranks} ranks" if report.ranks > 1 else ""
-    recipe = escape(report.recipe or "none, nothing was quantized")
+    recipe = escape(report.recipe_text)
     text = f"<p>Recipe: <code>{recipe}</code>{loss}{ranks}</p>"
     if report.first_bad is not None:
         text += f"<p class='bad-note'>{escape(str(report.first_bad))}</p>"

@@ -99,6 +99,14 @@ class PrecisionReport:
 
         return sorted(self.slots if rows is None else rows, key=place)
 
+    @property
+    def recipe_text(self) -> str:
+        """The recipe as it prints; without one, that there is none, and what a report needs."""
+        if self.recipe is not None:
+            return self.recipe
+        hint = "" if self._ranked() else "; give formats=[...], or run it under hybridq.autocast"
+        return f"none, nothing was quantized{hint}"
+
     def _ranked(self) -> list[SlotRow]:
         own = [row for row in self.slots if row.in_run and not row.is_plain]
         bad = [row for row in self.slots if row.in_run and row.is_plain and row.statistics.bad]
@@ -143,7 +151,7 @@ class PrecisionReport:
         return slots, Table("Products: what their operands' formats add", heads, cells)
 
     def _notes(self) -> tuple[str, ...]:
-        notes = [f"recipe: {self.recipe or 'none, nothing was quantized'}"]
+        notes = [f"recipe: {self.recipe_text}"]
         if self.loss is not None:
             notes.append(f"loss: {self.loss:.6g}")
         if self.first_bad is not None:
