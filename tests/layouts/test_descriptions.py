@@ -64,7 +64,7 @@ def test_two_schemes_name_their_modules() -> None:
     )
     assert said is not None and said["quantization"]["quant_algo"] == "MIXED_PRECISION"
     fine = layouts.get("fine-grained-fp8")
-    both = dict(zip(LINEARS, fine.schemes, strict=True))
+    both = dict(zip(LINEARS, fine.schemes[:2], strict=True))
     with pytest.raises(SpecError, match="one block size for all weights"):
         fine.quantization_config(both)
 
@@ -140,7 +140,8 @@ def test_detection_by_names() -> None:
         assert layout is not None and layout.name == name
     assert layouts.detect({"model_type": "llama"}, ["a.weight"]) is None
     assert layouts.detect({}, ["a.weight"], {"quantization": {}}) is layouts.MODELOPT
-    inner = {"text_config": {"quantization_config": {"quant_method": "fp8"}}}
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    inner = {"text_config": {"quantization_config": blocks}}
     assert layouts.detect(inner, ["a.weight"]) is layouts.FINE_GRAINED_FP8
     with pytest.raises(CheckpointError, match="no configuration says which"):
         layouts.detect({}, ["a.weight", "a.weight_scale"])
@@ -150,8 +151,27 @@ def test_detection_by_names() -> None:
         layouts.detect({"quantization_config": {"quant_method": "gptq"}}, ())
     for block in ([200, 200], 128):
         said = {"quant_method": "fp8", "weight_block_size": block}
-        with pytest.raises(CheckpointError, match=r"must be one of \[128, 128\], \[1, 32\], got"):
+        with pytest.raises(CheckpointError, match=r"one of \[128, 128\], \[1, 32\], None, got"):
             layouts.detect({"quantization_config": said}, ())
+
+
+def test_fp8_is_of_deepseek_or_of_autofp8() -> None:
+    """Both say `fp8`: blocks or the names of scales tell."""
+    plain, null = {"quant_method": "fp8"}, {"quant_method": "fp8", "weight_block_size": None}
+    for said in (plain, null):
+        own = {"quantization_config": said}
+        assert layouts.detect(own, ["a.weight_scale_inv"]) is layouts.FINE_GRAINED_FP8
+        assert layouts.detect(own, ["a.weight_scale"]) is layouts.AUTO_FP8
+    assert layouts.detect({"quantization_config": plain}, ()) is layouts.AUTO_FP8
+    assert layouts.detect({"quantization_config": null}, ()) is layouts.FINE_GRAINED_FP8
+
+
+def test_what_rotates_inputs_is_refused() -> None:
+    """Quark's weights of layers with a rotation in front mean nothing without it."""
+    layouts.check_inputs_are_plain(["a.weight", "a.weight_scale", "a.input_scale"])
+    for name in ("a.down_proj.input_rotation", "model.shared_input_rotation_128"):
+        with pytest.raises(CheckpointError, match="which rotates the input first; quantize the"):
+            layouts.check_inputs_are_plain(["a.weight", name])
 
 
 def test_siblings() -> None:

@@ -1,9 +1,9 @@
 """What servers look for in a checkpoint: names, dtypes and shapes that their sources state.
 
 Facts read from vLLM (`vllm/model_executor/layers/quantization`: modelopt.py at commit 00155cde,
-fp8.py at 0071b24b, `compressed_tensors/schemes/*`) and SGLang (modelopt_quant.py of
-`python/sglang/srt/layers/quantization` at 003ca3e5): the parameters that they register for a
-linear layer before they load a file. Neither runs here.
+fp8.py at 0071b24b, `compressed_tensors/schemes/*`, `quark/schemes/*` at 925c0080) and SGLang
+(modelopt_quant.py of `python/sglang/srt/layers/quantization` at 003ca3e5): the parameters that they
+register for a linear layer before they load a file. Neither runs here.
 """
 
 from __future__ import annotations
@@ -73,6 +73,31 @@ SERVERS = {
         "weight": (E4M3, (N, K)),
         "weight_scale_inv": (F32, (N // 128, K // 128)),
     },
+    # transformers FP8Linear with weight_block_size None
+    ("fine-grained-fp8", "fp8_tensor"): {
+        "weight": (E4M3, (N, K)),
+        "weight_scale_inv": (F32, ()),
+        "activation_scale": (F32, ()),
+    },
+    # vLLM Fp8LinearMethod without weight_block_size
+    ("auto-fp8", "fp8_tensor"): {
+        "weight": (E4M3, (N, K)),
+        "weight_scale": (F32, ()),
+        "input_scale": (F32, ()),
+    },
+    # vLLM QuarkOCP_MX
+    ("quark", "mxfp4"): {"weight": (U8, (N, K // 2)), "weight_scale": (U8, (N, K // 32))},
+    # vLLM QuarkW8A8Fp8, by qscheme
+    ("quark", "fp8_tensor"): {
+        "weight": (E4M3, (N, K)),
+        "weight_scale": (F32, ()),
+        "input_scale": (F32, ()),
+    },
+    ("quark", "fp8_channel"): {
+        "weight": (E4M3, (N, K)),
+        "weight_scale": (F32, (N,)),
+        "input_scale": (F32, ()),
+    },
     # transformers FP8Linear with weight_block_size [1, 32]
     ("fine-grained-fp8", "mxfp8"): {
         "weight": (E4M3, (N, K)),
@@ -100,15 +125,17 @@ def test_names_shapes_and_dtypes(name, scheme) -> None:
 
 
 def test_scales_of_caches() -> None:
-    """vLLM's `maybe_remap_kv_scale_name`: both spellings become those of its attention."""
+    """vLLM's `maybe_remap_kv_scale_name` and `get_cache_scale` make its attention's of them."""
     written = {
         name: [part.file_name("layers.0.self_attn") for part in layouts.get(name).kv["fp8"]]
-        for name in ("modelopt", "compressed-tensors")
+        for name in ("modelopt", "compressed-tensors", "quark", "auto-fp8")
     }
     at = "layers.0.self_attn"
     assert written == {
         "modelopt": [f"{at}.k_proj.k_scale", f"{at}.v_proj.v_scale"],
         "compressed-tensors": [f"{at}.k_scale", f"{at}.v_scale"],
+        "quark": [f"{at}.k_proj.output_scale", f"{at}.v_proj.output_scale"],
+        "auto-fp8": [f"{at}.k_proj.output_scale", f"{at}.v_proj.output_scale"],
     }
 
 

@@ -17,6 +17,7 @@ Example:
 
 from __future__ import annotations
 
+from .auto_fp8 import AUTO_FP8
 from .compressed_tensors import COMPRESSED_TENSORS
 from .detect import check_inputs_are_plain, detect, kv_cache_of
 from .faults import FAULTS, Fault, faults_of
@@ -26,17 +27,20 @@ from .layout import Described, Layout, get, names, register
 from .modelopt import MODELOPT
 from .own import HYBRIDQ
 from .part import Part, ScalarPart
+from .quark import QUARK
 from .scheme import Scheme
 from .siblings import sibling_groups, siblings
 from .stored import StoredTensor, StoredWeight, TensorInfo
 
 __all__ = [
+    "AUTO_FP8",
     "COMPRESSED_TENSORS",
     "FAULTS",
     "FINE_GRAINED_FP8",
     "GPT_OSS_MXFP4",
     "HYBRIDQ",
     "MODELOPT",
+    "QUARK",
     "Described",
     "Fault",
     "Layout",

@@ -6,16 +6,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import CheckpointError, must_be_one_of
+from .auto_fp8 import AUTO_FP8
 from .compressed_tensors import COMPRESSED_TENSORS
 from .fine_grained_fp8 import FINE_GRAINED_FP8
 from .gpt_oss import GPT_OSS_MXFP4
 from .layout import Layout, get, names
 from .modelopt import MODELOPT
 from .own import HYBRIDQ
+from .quark import QUARK
 
 __all__ = ["check_inputs_are_plain", "detect", "kv_cache_of"]
 
-#: Ends of names that only one layout has.
+#: Ends of names that only one layout has, where no configuration says which it is.
 _MARKS = (
     (".weight_packed", COMPRESSED_TENSORS),
     (".weight_scale_2", MODELOPT),
@@ -24,6 +26,10 @@ _MARKS = (
     (".rowwise.data", HYBRIDQ),
     (".columnwise.data", HYBRIDQ),
 )
+
+
+#: Layouts of FP8 that call a weight's scale the same.
+_WITH_SCALES = tuple(one.name for one in (AUTO_FP8, COMPRESSED_TENSORS, MODELOPT, QUARK))
 
 
 def _said(config: Mapping[str, Any]) -> Any:
@@ -35,12 +41,14 @@ def _said(config: Mapping[str, Any]) -> Any:
     return said
 
 
-#: End of the names of factors that a linear layer multiplies its input with first.
-_INPUT_FACTORS = ".pre_quant_scale"
+#: What a linear layer multiplies its input with first, factors or a rotation: ends of their names.
+_OF_INPUTS = (".pre_quant_scale", ".input_rotation")
+#: Start of the last part of the name of a rotation that many layers have.
+_SHARED_ROTATION = "shared_input_rotation_"
 
 
 def check_inputs_are_plain(tensors: Iterable[str]) -> None:
-    """Raise where a product multiplies its input with factors of its own, channel by channel.
+    """Raise where a product multiplies its input with factors or a rotation of its own.
 
     Its weight means nothing without them, and no reader of these layouts asks for them.
 
@@ -48,11 +56,22 @@ def check_inputs_are_plain(tensors: Iterable[str]) -> None:
         tensors: names of the tensors of a checkpoint.
 
     Raises:
-        CheckpointError: there are such factors.
+        CheckpointError: there are such factors, or a rotation.
 
-    Source: the name is ModelOpt's, which keeps them where AWQ could not fold them.
+    Source: the names are ModelOpt's, which keeps factors where AWQ could not fold them, and
+    Quark's, for rotations that run in front of a layer.
     """
-    found = [name for name in tensors if name.endswith(_INPUT_FACTORS)]
+    found = [
+        name
+        for name in tensors
+        if name.endswith(_OF_INPUTS) or name.rpartition(".")[2].startswith(_SHARED_ROTATION)
+    ]
+    if found and not found[0].endswith(_OF_INPUTS[0]):
+        raise CheckpointError(
+            f"layouts: a weight must multiply the input as it comes, got {found[0]!r}"
+            f"{f' and {len(found) - 1} more' if len(found) > 1 else ''}, which rotates the input "
+            "first; quantize the model without rotations that run in front of its layers"
+        )
     if found:
         raise CheckpointError(
             f"layouts: a weight must multiply the input as it comes, got {found[0]!r}"
@@ -78,6 +97,20 @@ def _check_blocks(layout: Layout, said: Mapping[str, Any]) -> None:
         )
 
 
+#: Both say "fp8" in their configurations.
+_SAY_FP8 = (FINE_GRAINED_FP8, AUTO_FP8)
+
+
+def _of_fp8(said: Mapping[str, Any], tensors: Iterable[str]) -> Layout:
+    """Return which of the two a configuration means: by the blocks in it, or by names of scales."""
+    if said.get(_BLOCK_SIZE) is not None:
+        return FINE_GRAINED_FP8
+    ends = {name.rpartition(".")[2] for name in tensors}
+    if "weight_scale_inv" in ends or (_BLOCK_SIZE in said and "weight_scale" not in ends):
+        return FINE_GRAINED_FP8
+    return AUTO_FP8
+
+
 def detect(
     config: Mapping[str, Any] | None,
     tensors: Iterable[str],
@@ -98,8 +131,9 @@ def detect(
     if method is not None:
         for name in names():
             if method in get(name).methods:
-                _check_blocks(get(name), said)
-                return get(name)
+                layout = _of_fp8(said, tensors) if get(name) in _SAY_FP8 else get(name)
+                _check_blocks(layout, said)
+                return layout
         known = sorted({one for name in names() for one in get(name).methods})
         raise CheckpointError(
             f"layouts: quant_method of the configuration {must_be_one_of(known, method)}; no "
@@ -116,7 +150,7 @@ def detect(
     if len(each) > 1 or (has_scale and not each):
         raise CheckpointError(
             "layouts: the tensors' names could mean "
-            f"{' or '.join(sorted(each) or ['compressed-tensors', 'modelopt'])}, and no "
+            f"{' or '.join(sorted(each) or _WITH_SCALES)}, and no "
             "configuration says which; name the layout"
         )
     return next(iter(each.values()), None)
@@ -136,4 +170,5 @@ def kv_cache_of(
     scheme = said.get("kv_cache_scheme") if isinstance(said, Mapping) else None
     if not scheme and isinstance(beside, Mapping):
         scheme = beside.get("kv_cache_quant_algo")
-    return scheme.lower() if isinstance(scheme, str) else "fp8"
+    # AutoFP8 says "static", of scales.
+    return scheme.lower() if isinstance(scheme, str) and scheme != "static" else "fp8"

@@ -109,6 +109,14 @@ FAULTS: Final = (
         "size, or not at all",
     ),
     Fault(
+        "auto-fp8",
+        (),
+        _any,
+        _READER,
+        "looks for scales under other names, and takes codes for values; the layout "
+        "fine-grained-fp8 with fp8_tensor is read",
+    ),
+    Fault(
         "modelopt",
         (),
         _any,

@@ -1,8 +1,10 @@
 """The layout of DeepSeek-V3's checkpoints: FP8 in blocks of 128x128, or MXFP8, with `scale_inv`.
 
-What it calls an inverse is what values are multiplied with.
+What it calls an inverse is what values are multiplied with. Mistral's checkpoints have one for the
+tensor, and one for the input.
 
-Source: DeepSeek-V3's checkpoint; transformers 5.23, `FineGrainedFP8Config`; vLLM, `Fp8Config`.
+Source: DeepSeek-V3's checkpoint; Ministral 3's; transformers 5.24, `FineGrainedFP8Config`; vLLM,
+`Fp8Config`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from ..errors import SpecError
 from .layout import Described, Layout, register
 from .matching import by_start_or_end
-from .part import Part
+from .part import FACTOR, SCALAR, Part, ScalarPart
 from .scheme import Scheme
 
 __all__ = ["FINE_GRAINED_FP8", "NAME"]
@@ -47,6 +49,23 @@ _MXFP8 = Scheme(
 )
 
 
+_FP8_TENSOR = Scheme(
+    name="fp8_tensor",
+    spec="fp8_e4m3",
+    parts=(
+        _CODES,
+        Part(
+            *("{module}.weight_scale_inv", "scale", torch.float32, SCALAR),
+            widened=(torch.bfloat16, torch.float16),
+        ),
+    ),
+    input=ScalarPart("{module}.activation_scale", "input", (), FACTOR, 448.0),
+    shares_scale=True,
+    config={"quant_method": "fp8", "weight_block_size": None},
+    inputs={"dynamic": "dynamic", "static": "static"},
+)
+
+
 def _config(said: Described) -> dict[str, Any]:
     names = sorted({scheme.name for scheme in said.schemes.values()})
     if len(names) > 1:
@@ -58,20 +77,20 @@ def _config(said: Described) -> dict[str, Any]:
     return {
         "quant_method": own["quant_method"],
         "fmt": "e4m3",
-        "activation_scheme": "dynamic",
+        "activation_scheme": said.inputs or "dynamic",
         **{key: value for key, value in own.items() if key != "quant_method"},
         "modules_to_not_convert": list(said.kept),
         "ignored_layers": list(said.kept),
     }
 
 
-#: FP8 in 128x128 blocks, and MXFP8.
+#: FP8 in 128x128 blocks or with one scale per tensor, and MXFP8.
 FINE_GRAINED_FP8 = register(
     Layout(
         name=NAME,
-        summary="DeepSeek's own: transformers, vLLM and SGLang",
-        source="DeepSeek-V3; transformers 5.23, FineGrainedFP8Config",
-        schemes=(_FP8_BLOCK, _MXFP8),
+        summary="DeepSeek's own, and Mistral's: transformers, vLLM and SGLang",
+        source="DeepSeek-V3; transformers 5.24, FineGrainedFP8Config",
+        schemes=(_FP8_BLOCK, _MXFP8, _FP8_TENSOR),
         methods=("fp8", "mxfp8"),
         config=_config,
         excludes=by_start_or_end,

@@ -9,7 +9,12 @@ from __future__ import annotations
 import re
 from fnmatch import fnmatchcase
 
-__all__ = ["by_name_or_pattern", "by_start_or_end", "by_substring_or_glob"]
+__all__ = [
+    "by_name_or_pattern",
+    "by_name_pattern_or_glob",
+    "by_start_or_end",
+    "by_substring_or_glob",
+]
 
 #: What readers call the linears that they stack, beside the parts' own names.
 _STACKED = {
@@ -31,6 +36,16 @@ def by_name_or_pattern(entry: str, name: str) -> bool:
     if entry.startswith("re:"):
         return re.match(entry[3:], name) is not None
     return entry == name
+
+
+def by_name_pattern_or_glob(entry: str, name: str) -> bool:
+    """Return whether Quark leaves the module `name` out, or vLLM one of its checkpoints.
+
+    Args:
+        entry: a name; a glob, to Quark; `re:` and a pattern that matches from the start, to vLLM.
+        name: qualified name of a module.
+    """
+    return by_name_or_pattern(entry, name) or fnmatchcase(name, entry)
 
 
 def by_start_or_end(entry: str, name: str) -> bool:

@@ -27,6 +27,7 @@ __all__ = [
     "FACTOR",
     "GROUPS_OF_32",
     "RECIPROCAL",
+    "ROWS",
     "SAME",
     "SCALAR",
     "Part",
@@ -58,6 +59,8 @@ class Shape:
 SAME: Final = Shape("same", lambda shape: shape, lambda shape: shape)
 #: `[]` for `[1]`.
 SCALAR: Final = Shape("scalar", lambda shape: (), lambda shape: (1,))
+#: `[rows]` for `[rows, 1]`.
+ROWS: Final = Shape("rows", lambda shape: shape[:-1], lambda shape: (*shape, 1))
 #: `[rows, cols / 32, 16]` for packed codes `[rows, cols / 2]`.
 GROUPS_OF_32: Final = Shape(
     "groups of 32",
@@ -183,14 +186,11 @@ def _bound(spec: PlaneSpec) -> float:
 
 
 def same_shape(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """Return whether two shapes differ in ones at the end at most: `[]`, `[1]` and `[1, 1]`."""
-    return _without_ones(a) == _without_ones(b)
+    """Return whether two shapes differ in one 1 at the end at most: `[]` and `[1]`.
 
-
-def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    while shape and shape[-1] == 1:
-        shape = shape[:-1]
-    return shape
+    `[]` and `[1, 1]` are not the same: scales of a tensor and of blocks.
+    """
+    return a == b or (*a, 1) == b or a == (*b, 1)
 
 
 @dataclass(frozen=True)
