@@ -11,6 +11,7 @@ from hybridq.errors import CheckpointError, SpecError
 from hybridq.layouts import matching
 
 LINEARS = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj")
+NAME_OF_CT = layouts.COMPRESSED_TENSORS.name
 ALL = [(name, one.name) for name in layouts.names() for one in layouts.get(name).schemes]
 
 
@@ -172,6 +173,37 @@ def test_what_rotates_inputs_is_refused() -> None:
     for name in ("a.down_proj.input_rotation", "model.shared_input_rotation_128"):
         with pytest.raises(CheckpointError, match="which rotates the input first; quantize the"):
             layouts.check_inputs_are_plain(["a.weight", name])
+
+
+@pytest.mark.parametrize(
+    ("location", "is_read"),
+    [
+        ("weight_input", True),
+        ("weight_output", True),
+        ("input", False),
+        ("output", False),
+        ("k_cache", False),
+    ],
+)
+def test_transforms_at_run_time_are_refused(location, is_read) -> None:
+    """What compressed-tensors calls online; the others are part of the weights."""
+    ct = pytest.importorskip("compressed_tensors.transform")
+    args = ct.TransformArgs(targets=["Linear"], location=location)
+    group = ct.TransformScheme(type="hadamard", apply=[args])
+    said = json.loads(ct.TransformConfig(config_groups={"R4": group}).model_dump_json())
+    config = {"quantization_config": {"quant_method": NAME_OF_CT, "transform_config": said}}
+    assert args.is_online() != is_read
+    if is_read:
+        layouts.check_inputs_are_plain((), config)
+        return
+    with pytest.raises(CheckpointError, match=f"got transform 'R4' .*'{location}'"):
+        layouts.check_inputs_are_plain((), config)
+
+
+def test_other_words_about_transforms_are_none() -> None:
+    for said in (None, {}, [], {"config_groups": None}, {"config_groups": {"a": {"apply": None}}}):
+        layouts.check_inputs_are_plain((), {"quantization_config": {"transform_config": said}})
+    layouts.check_inputs_are_plain((), None)
 
 
 def test_siblings() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import CheckpointError, must_be_one_of
@@ -47,20 +47,29 @@ _OF_INPUTS = (".pre_quant_scale", ".input_rotation")
 _SHARED_ROTATION = "shared_input_rotation_"
 
 
-def check_inputs_are_plain(tensors: Iterable[str]) -> None:
+def check_inputs_are_plain(tensors: Iterable[str], config: Mapping[str, Any] | None = None) -> None:
     """Raise where a product multiplies its input with factors or a rotation of its own.
 
     Its weight means nothing without them, and no reader of these layouts asks for them.
 
     Args:
         tensors: names of the tensors of a checkpoint.
+        config: what its `config.json` holds, or None.
 
     Raises:
         CheckpointError: there are such factors, or a rotation.
 
     Source: the names are ModelOpt's, which keeps factors where AWQ could not fold them, and
-    Quark's, for rotations that run in front of a layer.
+    Quark's, for rotations that run in front of a layer; `transform_config` is compressed-tensors'.
     """
+    said = _said(config or {})
+    transforms = said.get("transform_config") if isinstance(said, Mapping) else None
+    for name, where in _transforms_at_run_time(transforms):
+        raise CheckpointError(
+            f"layouts: a weight must multiply the input as it comes, got transform {name!r} of "
+            f"the configuration, which runs in front of products or behind them ({where!r}); "
+            "quantize the model with transforms that are part of its weights alone"
+        )
     found = [
         name
         for name in tensors
@@ -79,6 +88,20 @@ def check_inputs_are_plain(tensors: Iterable[str]) -> None:
             "first; fold it into the layer before, as hybridq.calibration.smooth and awq do "
             "without in_front"
         )
+
+
+def _transforms_at_run_time(said: object) -> Iterator[tuple[str, str]]:
+    """Yield name and place of each transform that is no part of a weight.
+
+    Args:
+        said: `transform_config` of a configuration, or anything else.
+    """
+    groups = said.get("config_groups") if isinstance(said, Mapping) else None
+    for name, group in groups.items() if isinstance(groups, Mapping) else ():
+        for one in group.get("apply") or () if isinstance(group, Mapping) else ():
+            where = one.get("location") if isinstance(one, Mapping) else None
+            if where is not None and not str(where).startswith("weight_"):
+                yield str(name), str(where)
 
 
 #: Rows and columns of a scale's block, where a configuration says them.

@@ -154,7 +154,7 @@ def find(source: Source, layout: Layout | None = None) -> Found:
             entries[entry.name] = (shard, entry)
             if entry.dtype in TORCH_DTYPES:
                 infos[entry.name] = TORCH_DTYPES[entry.dtype], entry.shape
-    check_inputs_are_plain(entries)
+    check_inputs_are_plain(entries, config)
     records = _records(source)
     if layout is None and records:
         layout = HYBRIDQ

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,6 +14,7 @@ from hf_models import load, saved
 from hybridq.calibration import awq, gptq, smooth
 from hybridq.errors import CheckpointError
 from hybridq.integrations.transformers import HybridQConfig
+from hybridq.integrations.transformers import load as load_layout
 from layout_folders import written
 
 REFUSED = r"must multiply the input as it comes, got '.*pre_quant_scale'"
@@ -50,6 +53,19 @@ def test_folders_with_factors_are_not_read(tmp_path):
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=REFUSED):
         load(tmp_path / "m")
+
+
+def test_folders_with_transforms_at_run_time_are_not_read(tmp_path):
+    """As llm-compressor writes layers that rotate their inputs: weights are rotated, too."""
+    written("llama", tmp_path / "m", "compressed-tensors", "nvfp4")
+    file = tmp_path / "m" / "config.json"
+    config = json.loads(file.read_text())
+    group = {"type": "hadamard", "apply": [{"targets": ["re:.*down_proj$"], "location": "input"}]}
+    config["quantization_config"]["transform_config"] = {"config_groups": {"R4": group}}
+    file.write_text(json.dumps(config))
+    for read in (hybridq.load_checkpoint, load_layout):
+        with pytest.raises(CheckpointError, match="got transform 'R4' of the configuration"):
+            read(tmp_path / "m")
 
 
 @pytest.mark.parametrize("weights", ["quantized", "high_precision"])

@@ -64,7 +64,7 @@ class LayoutQuantizer(HybridQQuantizer):
     ) -> None:
         files = [file for file in checkpoint_files or () if file.endswith(".safetensors")]
         entries, scales = _read_headers(files)
-        check_inputs_are_plain(entries)
+        check_inputs_are_plain(entries, self._config)
         layout = self._layout(files, entries)
         found = layout.find(entries)
         if not found:
@@ -87,15 +87,19 @@ class LayoutQuantizer(HybridQQuantizer):
 
     def _kv_cache(self, files: list[str]) -> str:
         """Return what the folder says that KV caches are held in: `"fp8"` where it says nothing."""
-        return kv_cache_of({"quantization_config": self.asked.said}, _beside(files))
+        return kv_cache_of(self._config, _beside(files))
+
+    @property
+    def _config(self) -> dict[str, Any] | None:
+        """What the folder's `config.json` says of quantization, as such a file."""
+        return None if self.asked.said is None else {"quantization_config": self.asked.said}
 
     def _layout(self, files: list[str], entries: Mapping[str, TensorInfo]) -> Layout:
         """Return the layout that is asked for, or that the folder has."""
         if self.asked.layout is not None:
             return get(self.asked.layout)
         beside = _beside(files)
-        config = None if self.asked.said is None else {"quantization_config": self.asked.said}
-        layout = detect(config, entries, beside)
+        layout = detect(self._config, entries, beside)
         if layout is None or layout is HYBRIDQ:
             raise ValueError(
                 "from_pretrained: the folder must hold weights that another program quantized, got "
