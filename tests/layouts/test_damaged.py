@@ -93,3 +93,24 @@ def test_a_checkpoint_of_one_module() -> None:
     assert list(tensors) == ["weight", "weight_scale", "weight_scale_2"]
     found = layouts.MODELOPT.find({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
     assert torch.equal(found["weight"].decode(tensors)[0].data, plane.data)
+
+
+SCALAR = (torch.float32, ())
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"a.k_proj.bias": ONE, "a.k_proj.input_scale": SCALAR, "a.k_proj.k_scale": SCALAR}, ""),
+        ({"a.k_proj_norm.weight": ONE, "a.norm.k_proj": ONE, "k_proj.a.scale": ONE}, ""),
+        ({"a.k_proj.svdquant_lora_a": ONE}, "what 'a.k_proj.svdquant_lora_a' is, beside"),
+        ({"a.k_proj.R4_input.weight": ONE, "a.k_proj.zero": ONE}, "is and 1 tensors more, beside"),
+    ],
+)
+def test_unknown_parts_of_a_linear_are_told(more, told, recwarn) -> None:
+    """A zero point, a low-rank part, a rotation: the weight alone is not the model's."""
+    own = {"a.k_proj.weight": (E4M3, (64, 64)), "a.k_proj.weight_scale": SCALAR}
+    found = layouts.MODELOPT.find(own | more)
+    assert list(found) == ["a.k_proj.weight"]
+    said = [str(one.message) for one in recwarn]
+    assert len(said) == bool(told) and all(told in one for one in said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -9,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from ..direction import ROWWISE, Direction
-from ..errors import CheckpointError, SpecError, must_be_one_of
+from ..errors import CheckpointError, HybridQWarning, SpecError, must_be_one_of
 from ..formats import PlaneSpec
 from .part import ScalarPart
 from .scheme import Scheme
@@ -153,6 +154,8 @@ class Layout:
         Args:
             entries: dtype and shape of every tensor of the checkpoint, by name.
 
+        Tensors in the name of a quantized linear that the layout does not know are warned of.
+
         Raises:
             CheckpointError: a tensor holds codes or scales that the layout cannot read.
         """
@@ -170,7 +173,35 @@ class Layout:
                     f"layouts: {self.name} cannot tell what {name!r} is, {dtype} {list(shape)}: "
                     "its codes or scales are missing, or of shapes that do not fit each other"
                 )
+        self._tell_of_others(made, [name for name in entries if name not in claimed])
         return made
+
+    def _tell_of_others(self, weights: Mapping[str, StoredWeight], names: Iterable[str]) -> None:
+        """Warn of tensors in a quantized linear that the layout does not know.
+
+        Args:
+            weights: that are quantized, by name.
+            names: of the other tensors of the checkpoint.
+        """
+        modules = {name.removesuffix(".weight") for name in weights}
+        known = {one.input for one in self.schemes} | {k for one in self.kv.values() for k in one}
+        found = []
+        for name in names:
+            module, _, own = name.rpartition(".")
+            while module and module not in modules:
+                module, _, last = module.rpartition(".")
+                own = f"{last}.{own}"
+            if module and own != "bias" and not any(one and one.module_of(name) for one in known):
+                found.append(name)
+        if found:
+            warnings.warn(
+                f"layouts: {self.name} does not know what {found[0]!r} is"
+                f"{f' and {len(found) - 1} tensors more' if len(found) > 1 else ''}, beside a "
+                "quantized weight; if products need it (a zero point, factors, a rotation, a "
+                "low-rank part), the weight without it is not the model's",
+                HybridQWarning,
+                stacklevel=3,
+            )
 
     def _found(
         self,
