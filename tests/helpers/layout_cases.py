@@ -13,6 +13,7 @@ from hybridq.storage import build_storage
 SPECS = {
     "nvfp4": ("nvfp4", "nvfp4_16x16", "nvfp4;4o6=mae", "nvfp4;bound=256;4o6=mse", "nvfp4;sr"),
     "mxfp8": ("mxfp8", "mxfp8_32x32", "e4m3/1x32/e8m0/floor/mxfp8"),
+    "mxfp8_32x32": ("mxfp8_32x32",),
     "mxfp4": ("mxfp4", "e2m1/1x32/e8m0/even/mxfp4"),
     "fp8_tensor": ("fp8_e4m3", "e4m3/tensor/fp32/amax/float8/pow2"),
     "fp8_channel": ("e4m3/1x{cols}/fp32/amax/float8_block",),

@@ -23,7 +23,8 @@ def test_configurations_are_json_and_are_recognized(name, scheme) -> None:
         for kv in (None, *layout.kv):
             made = layout.quantization_config(schemes, ["lm_head"], inputs=inputs, kv_cache=kv)
             assert json.loads(json.dumps(made)) == made
-            assert layouts.detect({"quantization_config": made}, ()) is layout
+            own = [part.file_name("a.weight") for part in layout.scheme(scheme).parts]
+            assert layouts.detect({"quantization_config": made}, own) is layout
             assert "lm_head" in json.dumps(made)
             said = layout.hf_quant_json(schemes, ["lm_head"], inputs=inputs, kv_cache=kv)
             assert json.loads(json.dumps(said)) == said
@@ -68,6 +69,13 @@ def test_two_schemes_name_their_modules() -> None:
     both = dict(zip(LINEARS, fine.schemes[:2], strict=True))
     with pytest.raises(SpecError, match="one block size for all weights"):
         fine.quantization_config(both)
+    deepseek = layouts.get("deepseek-v4")
+    own = map(deepseek.scheme, ("fp8_block", "mxfp8_32x32"))
+    with pytest.raises(SpecError, match="one block size for all weights in FP8"):
+        deepseek.quantization_config(dict(zip(LINEARS, own, strict=True)))
+    own = map(deepseek.scheme, ("mxfp8_32x32", "mxfp4"))
+    said = deepseek.quantization_config(dict(zip(LINEARS, own, strict=True)))
+    assert (said["weight_block_size"], said["expert_dtype"]) == ([32, 32], "fp4")
 
 
 def test_what_readers_do_not_know_is_refused() -> None:
@@ -133,6 +141,7 @@ def test_detection_by_names() -> None:
         "a.weight_packed": "compressed-tensors",
         "a.weight_scale_2": "modelopt",
         "a.weight_scale_inv": "fine-grained-fp8",
+        "a.qscale_weight": "mistral",
         "mlp.experts.down_proj_blocks": "gpt-oss-mxfp4",
         "a.weight.rowwise.data": "hybridq",
     }
@@ -156,13 +165,16 @@ def test_detection_by_names() -> None:
             layouts.detect({"quantization_config": said}, ())
 
 
-def test_fp8_is_of_deepseek_or_of_autofp8() -> None:
-    """Both say `fp8`: blocks or the names of scales tell."""
+def test_names_of_scales_tell_whose_fp8_it_is() -> None:
+    """All say `fp8`."""
     plain, null = {"quant_method": "fp8"}, {"quant_method": "fp8", "weight_block_size": None}
-    for said in (plain, null):
+    for said in (plain, null, {"quant_method": "fp8", "weight_block_size": [128, 128]}):
         own = {"quantization_config": said}
-        assert layouts.detect(own, ["a.weight_scale_inv"]) is layouts.FINE_GRAINED_FP8
-        assert layouts.detect(own, ["a.weight_scale"]) is layouts.AUTO_FP8
+        if said.get("weight_block_size") is None:
+            assert layouts.detect(own, ["a.weight_scale"]) is layouts.AUTO_FP8
+            assert layouts.detect(own, ["a.qscale_weight"]) is layouts.MISTRAL
+        assert layouts.detect(own, ["a.scale", "b.weight_scale_inv"]) is layouts.FINE_GRAINED_FP8
+        assert layouts.detect(own, ["a.scale"]) is layouts.DEEPSEEK_V4
     assert layouts.detect({"quantization_config": plain}, ()) is layouts.AUTO_FP8
     assert layouts.detect({"quantization_config": null}, ()) is layouts.FINE_GRAINED_FP8
 

@@ -16,6 +16,7 @@ from hybridq.formats import PlaneSpec
 from layout_cases import SPECS
 
 E4M3, U8, F32 = torch.float8_e4m3fn, torch.uint8, torch.float32
+E8M0, I8 = torch.float8_e8m0fnu, torch.int8
 N, K = 256, 512
 
 #: Layout, scheme: what is registered of `[N, K]`: name to dtype and shape. What has a value for
@@ -97,6 +98,19 @@ SERVERS = {
         "weight": (E4M3, (N, K)),
         "weight_scale": (F32, (N,)),
         "input_scale": (F32, ()),
+    },
+    # transformers renames `scale` for deepseek_v4; FP8Experts with expert_dtype "fp4"
+    ("deepseek-v4", "mxfp4"): {"weight": (I8, (N, K // 2)), "scale": (E8M0, (N, K // 32))},
+    ("deepseek-v4", "fp8_block"): {"weight": (E4M3, (N, K)), "scale": (F32, (N // 128, K // 128))},
+    ("deepseek-v4", "mxfp8_32x32"): {
+        "weight": (E4M3, (N, K)),
+        "scale": (E8M0, (N // 32, K // 32)),
+    },
+    # vLLM mistral_mapping
+    ("mistral", "fp8_tensor"): {
+        "weight": (E4M3, (N, K)),
+        "qscale_weight": (F32, ()),
+        "qscale_act": (F32, ()),
     },
     # transformers FP8Linear with weight_block_size [1, 32]
     ("fine-grained-fp8", "mxfp8"): {

@@ -14,6 +14,11 @@ from hybridq.errors import CheckpointError
 
 #: Who writes it: names of the scales of weight and input, their dtype, the configuration.
 KINDS = {
+    "consolidated": (
+        ("qscale_weight", "qscale_act", torch.bfloat16),
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        "mistral",
+    ),
     "mistral": (
         ("weight_scale_inv", "activation_scale", torch.bfloat16),
         {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
@@ -94,6 +99,70 @@ def test_codes_and_scales_go_on_to_other_layouts(kind, target, tmp_path) -> None
     if target == "quark":
         assert said["global_quant_config"]["input_tensors"]["is_dynamic"] is False
     assert not any("scales of inputs" in one for one in notes.warnings)
+
+
+def powers(shape: tuple[int, ...]) -> torch.Tensor:
+    """Scales that are powers of two, from 2^-9 to 2^-4."""
+    return torch.exp2(torch.randint(-9, -3, shape).float())
+
+
+@pytest.mark.parametrize("scales", ["bytes", "e8m0", "fp32"])
+@pytest.mark.parametrize("block", [128, 32])
+def test_deepseek_v4(block, scales, tmp_path) -> None:
+    """FP8 with a scale for each square, experts of packed FP4 with one for each 32 of a row.
+
+    Decoded in FP64 here, by the table of E2M1.
+    """
+    if block == 32 and scales == "fp32":
+        pytest.skip("V4.1 has powers of two alone")
+    folder = tmp_path / "in"
+    folder.mkdir()
+
+    def stored(scale):
+        if scales == "fp32":
+            return scale
+        made = scale.to(torch.float8_e8m0fnu)
+        return made.view(torch.uint8) if scales == "bytes" else made
+
+    dense = (torch.randn(256, 384) * 100.0).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    dense_scale = powers((256 // block, 384 // block))
+    packed = torch.randint(-128, 128, (64, 48), dtype=torch.int8)
+    expert_scale = powers((64, 3))
+    bf16 = torch.randn(16, 384).bfloat16()
+    tensors = {
+        "layers.0.attn.wq_a.weight": dense,
+        "layers.0.attn.wq_a.scale": stored(dense_scale),
+        "layers.0.ffn.experts.0.w1.weight": packed,
+        "layers.0.ffn.experts.0.w1.scale": expert_scale.to(torch.float8_e8m0fnu),
+        "layers.0.ffn.gate.weight": bf16,
+    }
+    save_file(tensors, folder / "model.safetensors")
+    said = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [block, block]}
+    config = {"model_type": "deepseek_v4", "torch_dtype": "bfloat16", "expert_dtype": "fp4"}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    read = hybridq.load_checkpoint(folder)
+    wanted = dense.double() * dense_scale.double().repeat_interleave(block, 0).repeat_interleave(
+        block, 1
+    )
+    own = read["layers.0.attn.wq_a.weight"]
+    assert own.rowwise.spec.format.block == (block, block)
+    assert torch.equal(own.rowwise.dequantize(torch.float32).double(), wanted)
+    e2m1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]).double()
+    codes = torch.stack([packed & 15, (packed.view(torch.uint8) >> 4).view(torch.int8)], -1)
+    codes = codes.flatten(-2).long()
+    values = torch.where(codes >= 8, -e2m1[codes % 8], e2m1[codes % 8])
+    values = values * expert_scale.double().repeat_interleave(32, 1)
+    expert = read["layers.0.ffn.experts.0.w1.weight"]
+    assert torch.equal(expert.rowwise.dequantize(torch.float32).double(), values)
+    assert torch.equal(read["layers.0.ffn.gate.weight"], bf16)
+    # Other programs' readers: DeepSeek's own names again, and those of compressed-tensors.
+    hybridq.export(folder, tmp_path / "out", layout="deepseek-v4", observer=Notes())
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    for name in ("layers.0.attn.wq_a.weight", "layers.0.ffn.experts.0.w1.weight"):
+        assert torch.equal(after[name].view(torch.uint8), tensors[name].view(torch.uint8))
+    assert torch.equal(after["layers.0.attn.wq_a.scale"].float(), dense_scale)
+    again = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (again["weight_block_size"], again["expert_dtype"]) == ([block, block], "fp4")
 
 
 def test_quarks_other_formats_are_refused(tmp_path) -> None:

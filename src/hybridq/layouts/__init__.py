@@ -19,11 +19,13 @@ from __future__ import annotations
 
 from .auto_fp8 import AUTO_FP8
 from .compressed_tensors import COMPRESSED_TENSORS
+from .deepseek_v4 import DEEPSEEK_V4
 from .detect import check_inputs_are_plain, detect, kv_cache_of
 from .faults import FAULTS, Fault, faults_of
 from .fine_grained_fp8 import FINE_GRAINED_FP8
 from .gpt_oss import GPT_OSS_MXFP4
 from .layout import Described, Layout, get, names, register
+from .mistral import MISTRAL
 from .modelopt import MODELOPT
 from .own import HYBRIDQ
 from .part import Part, ScalarPart
@@ -35,10 +37,12 @@ from .stored import StoredTensor, StoredWeight, TensorInfo
 __all__ = [
     "AUTO_FP8",
     "COMPRESSED_TENSORS",
+    "DEEPSEEK_V4",
     "FAULTS",
     "FINE_GRAINED_FP8",
     "GPT_OSS_MXFP4",
     "HYBRIDQ",
+    "MISTRAL",
     "MODELOPT",
     "QUARK",
     "Described",

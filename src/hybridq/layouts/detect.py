@@ -8,9 +8,11 @@ from typing import Any
 from ..errors import CheckpointError, must_be_one_of
 from .auto_fp8 import AUTO_FP8
 from .compressed_tensors import COMPRESSED_TENSORS
+from .deepseek_v4 import DEEPSEEK_V4
 from .fine_grained_fp8 import FINE_GRAINED_FP8
 from .gpt_oss import GPT_OSS_MXFP4
 from .layout import Layout, get, names
+from .mistral import MISTRAL
 from .modelopt import MODELOPT
 from .own import HYBRIDQ
 from .quark import QUARK
@@ -22,6 +24,7 @@ _MARKS = (
     (".weight_packed", COMPRESSED_TENSORS),
     (".weight_scale_2", MODELOPT),
     (".weight_scale_inv", FINE_GRAINED_FP8),
+    (".qscale_weight", MISTRAL),
     ("_proj_blocks", GPT_OSS_MXFP4),
     (".rowwise.data", HYBRIDQ),
     (".columnwise.data", HYBRIDQ),
@@ -120,18 +123,22 @@ def _check_blocks(layout: Layout, said: Mapping[str, Any]) -> None:
         )
 
 
-#: Both say "fp8" in their configurations.
-_SAY_FP8 = (FINE_GRAINED_FP8, AUTO_FP8)
+#: All say "fp8" in their configurations: the last part of the names of their scales.
+_OF_FP8 = {
+    "weight_scale_inv": FINE_GRAINED_FP8,
+    "qscale_weight": MISTRAL,
+    "weight_scale": AUTO_FP8,
+    "scale": DEEPSEEK_V4,
+}
 
 
 def _of_fp8(said: Mapping[str, Any], tensors: Iterable[str]) -> Layout:
-    """Return which of the two a configuration means: by the blocks in it, or by names of scales."""
-    if said.get(_BLOCK_SIZE) is not None:
-        return FINE_GRAINED_FP8
+    """Return which layout a configuration means: by names of scales, or by the blocks in it."""
     ends = {name.rpartition(".")[2] for name in tensors}
-    if "weight_scale_inv" in ends or (_BLOCK_SIZE in said and "weight_scale" not in ends):
-        return FINE_GRAINED_FP8
-    return AUTO_FP8
+    found = [layout for end, layout in _OF_FP8.items() if end in ends]
+    if found:
+        return found[0]
+    return FINE_GRAINED_FP8 if _BLOCK_SIZE in said else AUTO_FP8
 
 
 def detect(
@@ -154,7 +161,8 @@ def detect(
     if method is not None:
         for name in names():
             if method in get(name).methods:
-                layout = _of_fp8(said, tensors) if get(name) in _SAY_FP8 else get(name)
+                is_fp8 = get(name) in _OF_FP8.values() and method == "fp8"
+                layout = _of_fp8(said, tensors) if is_fp8 else get(name)
                 _check_blocks(layout, said)
                 return layout
         known = sorted({one for name in names() for one in get(name).methods})
