@@ -34,7 +34,7 @@ CONFIGS = {
 }
 SCHEMES = [
     (layout, scheme.name)
-    for layout in ("compressed-tensors", "fine-grained-fp8")
+    for layout in ("compressed-tensors", "fine-grained-fp8", "deepseek-v4", "mistral")
     for scheme in layouts.get(layout).schemes
 ]
 CASES = [
@@ -75,7 +75,7 @@ def decoding(layout):
         "compressed-tensors": "CompressedTensorsConfig",
         "fine-grained-fp8": "FineGrainedFP8Config",
         "gpt-oss-mxfp4": "Mxfp4Config",
-    }[layout]
+    }.get(layout, "FineGrainedFP8Config")
     return getattr(transformers, name)(dequantize=True)
 
 
