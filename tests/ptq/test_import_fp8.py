@@ -165,6 +165,47 @@ def test_deepseek_v4(block, scales, tmp_path) -> None:
     assert (again["weight_block_size"], again["expert_dtype"]) == ([block, block], "fp4")
 
 
+@pytest.mark.parametrize("scale_shape", [(4,), (4, 1, 1), (4, 2, 1)], ids=str)
+def test_stacks_of_experts(scale_shape, tmp_path) -> None:
+    """As Mistral Small 4 has them: one tensor for all experts, with scales for each of them."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    codes = (torch.randn(4, 256, 128) * 100.0).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    scale = (torch.rand(scale_shape) + 0.5) / 100.0
+    down = torch.randn(4, 128, 128).bfloat16()
+    save_file(
+        {
+            name: codes,
+            f"{name}_scale_inv": scale,
+            name.replace("gate_up", "down"): down,
+        },
+        folder / "model.safetensors",
+    )
+    is_blocks = len(scale_shape) == 3 and scale_shape[1] == 2
+    said = {"quant_method": "fp8", "weight_block_size": [128, 128] if is_blocks else None}
+    config = {"model_type": "mistral4", "torch_dtype": "bfloat16", "quantization_config": said}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    wide = scale.double().reshape(4, -1, 1)
+    wanted = codes.double() * wide.repeat_interleave(256 // wide.shape[1], 1)
+    read = hybridq.load_checkpoint(folder)[name]
+    assert [tuple(one.shape) for one in read] == [(256, 128)] * 4
+    for one, value in zip(read, wanted, strict=True):
+        made = one.rowwise.dequantize(torch.float32).double()
+        assert (made - value).abs().max() <= 2.0**-24 * value.abs().max()
+    # Layouts without stacks get each expert's matrices, with the same codes.
+    hybridq.export(folder, tmp_path / "out", layout="compressed-tensors", observer=Notes())
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    for i in range(4):
+        at = f"model.layers.0.mlp.experts.{i}"
+        for half, own in enumerate(("gate_proj", "up_proj")):
+            rows = slice(128 * half, 128 * half + 128)
+            found = after[f"{at}.{own}.weight"]
+            assert torch.equal(found.view(torch.uint8), codes[i, rows].view(torch.uint8))
+            value = found.double() * after[f"{at}.{own}.weight_scale"].double().reshape(-1, 1)
+            assert torch.equal(value, wanted[i, rows])
+
+
 def test_quarks_other_formats_are_refused(tmp_path) -> None:
     """FP6, MXFP8 and NVFP4 have the same names: nothing of them is taken for MXFP4 or FP8."""
     e4m3, u8 = torch.float8_e4m3fn, torch.uint8

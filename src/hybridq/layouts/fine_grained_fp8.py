@@ -16,7 +16,7 @@ import torch
 from ..errors import SpecError
 from .layout import Described, Layout, register
 from .matching import by_start_or_end
-from .part import FACTOR, SCALAR, Part, ScalarPart
+from .part import FACTOR, ONE_BY_ONE, SAME, SCALAR, Part, ScalarPart, Shape
 from .scheme import Scheme
 
 __all__ = ["FINE_GRAINED_FP8", "NAME"]
@@ -66,6 +66,20 @@ _FP8_TENSOR = Scheme(
 )
 
 
+def _stack(name: str, spec: str, shape: Shape) -> Scheme:
+    """Return how a stack of experts is held that one tensor has."""
+    scale = Part("{weight}_scale_inv", "scale", torch.float32, shape, widened=_SCALE.widened)
+    return Scheme(name, spec, (Part("{weight}", "data", torch.float8_e4m3fn), scale))
+
+
+#: As Mistral Small 4 and transformers write experts: a scale for each, or for each of its blocks.
+_STACKS = (
+    _stack("fp8_tensor", _FP8_TENSOR.spec, ONE_BY_ONE),
+    _stack("fp8_tensor", _FP8_TENSOR.spec, SCALAR),
+    _stack("fp8_block", _FP8_BLOCK.spec, SAME),
+)
+
+
 def _config(said: Described) -> dict[str, Any]:
     names = sorted({scheme.name for scheme in said.schemes.values()})
     if len(names) > 1:
@@ -94,5 +108,6 @@ FINE_GRAINED_FP8 = register(
         methods=("fp8", "mxfp8"),
         config=_config,
         excludes=by_start_or_end,
+        stacks=_STACKS,
     )
 )

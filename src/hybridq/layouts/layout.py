@@ -57,6 +57,7 @@ class Layout:
         holds_stacks: a stack `[E, rows, cols]` is held as such; otherwise each matrix of it by
             itself, under a name of its own.
         holds_matrices: single matrices are held.
+        stacks: schemes of stacks that are read, and not written.
         methods: what `quant_method` of a configuration may say of this layout.
         kv: scales of KV caches, by what the cache is held in.
         config: makes `quantization_config` of `config.json`.
@@ -75,6 +76,7 @@ class Layout:
     hf_quant_config: Callable[[Described], dict[str, Any]] | None = None
     holds_stacks: bool = False
     holds_matrices: bool = True
+    stacks: tuple[Scheme, ...] = ()
     kv: Mapping[str, tuple[ScalarPart, ...]] = field(default_factory=dict)
     scheme_for: Callable[[PlaneSpec, Direction], Scheme] | None = None
 
@@ -161,7 +163,7 @@ class Layout:
         """
         made: dict[str, StoredWeight] = {}
         for name, (_, shape) in entries.items():
-            for scheme in self.schemes:
+            for scheme in (*self.schemes, *self.stacks):
                 found = self._found(scheme, name, shape, entries)
                 if found is not None:
                     made[found.name] = found
@@ -215,16 +217,19 @@ class Layout:
         if weight is None or entries[name][0] not in codes.read_dtypes:
             return None
         found = StoredWeight.read(scheme, weight, shape, entries)
-        is_held = found is not None and (
-            self.holds_stacks if len(found.shape) == 3 else self.holds_matrices
-        )
+        if found is None:
+            return None
+        if scheme in self.stacks:
+            is_held = len(found.shape) == 3
+        else:
+            is_held = self.holds_stacks if len(found.shape) == 3 else self.holds_matrices
         return found if is_held else None
 
     def _is_quantized(self, name: str, dtype: torch.dtype) -> bool:
         """Return whether a tensor holds codes or scales, whatever a scheme makes of it."""
         if dtype in _CODES:
             return True
-        parts = [part for scheme in self.schemes for part in scheme.parts]
+        parts = [part for scheme in (*self.schemes, *self.stacks) for part in scheme.parts]
         return any(part.weight_of(name) is not None and dtype in part.read_dtypes for part in parts)
 
     def scalar_of(

@@ -26,6 +26,7 @@ __all__ = [
     "BYTES",
     "FACTOR",
     "GROUPS_OF_32",
+    "ONE_BY_ONE",
     "RECIPROCAL",
     "ROWS",
     "SAME",
@@ -59,6 +60,8 @@ class Shape:
 SAME: Final = Shape("same", lambda shape: shape, lambda shape: shape)
 #: `[]` for `[1]`.
 SCALAR: Final = Shape("scalar", lambda shape: (), lambda shape: (1,))
+#: `[1, 1]` for `[1]`, of a stack that has a scale for each matrix.
+ONE_BY_ONE: Final = Shape("one by one", lambda shape: (1, 1), lambda shape: (1,))
 #: `[rows]` for `[rows, 1]`.
 ROWS: Final = Shape("rows", lambda shape: shape[:-1], lambda shape: (*shape, 1))
 #: `[rows, cols / 32, 16]` for packed codes `[rows, cols / 2]`.
@@ -139,6 +142,8 @@ class Part:
         is_module = field == "{module"
         if is_module and name == suffix[1:]:
             return _WEIGHT[1:]  # of a checkpoint of one module
+        if not suffix and not is_module:
+            return name  # a stack has no module of its own
         if not suffix or not name.endswith(suffix) or name == suffix:
             return None
         return name.removesuffix(suffix) + (_WEIGHT if is_module else "")
