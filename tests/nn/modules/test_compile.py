@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
+import hybridq
 from compilers import BACKENDS, BOTH_BACKENDS
 from hybridq import recipes, te
 from hybridq.nn import Linear, convert
@@ -259,3 +261,45 @@ def test_checkpoint_under_compile_and_compile_under_checkpoint(recipe):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     recompute.forward = lambda x: checkpoint(compiled, x, use_reentrant=False)
     assert equal(run(recompute, x, dy, recipe=recipe), expected)
+
+
+class Noting(nn.Module):
+    """A model that writes a dict before its layers run, as transformers' models do."""
+
+    def __init__(self, first: bool | None = None) -> None:
+        super().__init__()
+        self.up, self.mlp = hybridq.Linear(32, 48), hybridq.LayerNormMLP(48, 64)
+        self.grouped = hybridq.GroupedLinear(2, 48, 32)
+        self.notes: dict[str, int] = {}
+        self.first = first
+
+    def forward(self, x):
+        self.notes["rows"] = x.shape[0]
+        y = self.mlp(self.up(x, is_first_microbatch=self.first), is_first_microbatch=self.first)
+        return self.grouped(y, [x.shape[0] // 2] * 2)
+
+
+@pytest.mark.parametrize("first", [None, True])
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed"])
+def test_a_model_that_writes_a_dict_first_is_one_graph(recipe, quantized, first):
+    with hybridq.quantized_model_init(recipe, enabled=quantized):
+        model = Noting(first)
+    x = torch.randn(8, 32)
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
+    with autocast(recipe=recipe):
+        y, expected = compiled(x), model(x)
+    y.sum().backward(), expected.sum().backward()
+    assert model.notes == compiled.notes == {"rows": 8}
+    assert torch.equal(y, expected)
+    for got, want in zip(compiled.parameters(), model.parameters(), strict=True):
+        assert torch.equal(got.grad, want.grad)
+
+
+@pytest.mark.parametrize("backend", BOTH_BACKENDS)
+def test_a_served_model_that_writes_a_dict_first_is_one_graph(backend):
+    model = hybridq.quantize_model(Noting(), "mxfp8")
+    x = torch.randn(8, 32)
+    with torch.no_grad():
+        y = torch.compile(model, fullgraph=True, backend=backend)(x)
+        assert torch.equal(y, model(x))

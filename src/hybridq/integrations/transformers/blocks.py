@@ -10,7 +10,6 @@ Source: transformers 5.23, the models named by each class: shapes and order of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -61,7 +60,7 @@ class BlockLinear(GroupedModule):
     weight: nn.Parameter
     n_groups: int
     #: None: what is multiplied is a view of the weight.
-    weight_parts: Mapping[str, str] = MappingProxyType({})
+    weight_parts: Mapping[str, str] = {}
 
     def initial_weights(self) -> Iterable[tuple[str, str]]:
         return ()
@@ -96,9 +95,9 @@ class GatedBlocks(GroupedModule):
     """RecurrentGemma's recurrence: two gates by block-diagonal maps, weights `[G, in, out]`."""
 
     holds_transposed = True
-    weight_parts = MappingProxyType(
-        {one: one for one in ("input_gate_weight", "recurrent_gate_weight")}
-    )
+    weight_parts: Mapping[str, str] = {
+        one: one for one in ("input_gate_weight", "recurrent_gate_weight")
+    }
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recipe = self.training_recipe()
@@ -124,7 +123,7 @@ class GatedBlocks(GroupedModule):
 class SharedExperts(GroupedModule):
     """Inkling's shared experts: all tokens go through each, gates are given from outside."""
 
-    weight_parts = MappingProxyType({one: one for one in ("gate_proj", "up_proj", "down_proj")})
+    weight_parts: Mapping[str, str] = {one: one for one in ("gate_proj", "up_proj", "down_proj")}
     n_shared_experts: int
     act_fn: Callable[[torch.Tensor], torch.Tensor]
 
@@ -152,7 +151,7 @@ class HeadProjections(QuantizedModule):
     values.
     """
 
-    weight_parts: Mapping[str, str] = MappingProxyType({})
+    weight_parts: Mapping[str, str] = {}
 
     def initial_weights(self) -> Iterable[tuple[str, str]]:
         return ()

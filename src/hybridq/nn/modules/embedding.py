@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -52,7 +51,7 @@ class Embedding(QuantizedModule, nn.Embedding):
 
     module_type: str = EMBEDDING.name
     #: None: no GEMM has them, and FSDP2 gathers values.
-    weight_parts: Mapping[str, str] = MappingProxyType({})
+    weight_parts: Mapping[str, str] = {}
 
     @checked
     def __init__(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -76,7 +75,7 @@ class LayerNormMLP(FusedModule):
         (torch.Size([3, 7, 64]), torch.Size([320, 64]))
     """
 
-    weight_parts = MappingProxyType({"fc1_weight": "fc1", "fc2_weight": "fc2"})
+    weight_parts: Mapping[str, str] = {"fc1_weight": "fc1", "fc2_weight": "fc2"}
     fc1_weight: nn.Parameter
     fc1_bias: nn.Parameter | None
     fc2_weight: nn.Parameter

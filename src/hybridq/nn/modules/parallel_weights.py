@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -65,7 +64,7 @@ class ParallelWeights(Boundary):
     """Part of every quantized module: how its weights lie over ranks."""
 
     #: By part, how its weight lies over the ranks of a tensor-parallel group, where it is a part.
-    parallel: Mapping[str, Parallel] = MappingProxyType({})
+    parallel: Mapping[str, Parallel] = {}
     #: Whether there is any; a bool, since dynamo has no opinion of an empty mapping.
     is_parallel: bool = False
     #: Of a row parallel part whose weight is a DTensor, along which dimension of its output tokens
@@ -82,7 +81,7 @@ class ParallelWeights(Boundary):
     #: Whether parameters are DTensors that the module itself makes local (`FusedParallel`).
     is_dealt: bool = False
     #: Of a parameter that a whole module has, the names of those that have its matrices.
-    matrices: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    matrices: Mapping[str, tuple[str, ...]] = {}
     #: How initial values of parts are drawn.
     drawing: ParallelOptions = ParallelOptions()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -106,7 +105,7 @@ class PatchConv(QuantizedModule):
     weight: torch.Tensor
     kernel_size: tuple[int, ...]
     #: None is a matrix as it is stored.
-    weight_parts: Mapping[str, str] = MappingProxyType({})
+    weight_parts: Mapping[str, str] = {}
 
     @checked
     def __init__(

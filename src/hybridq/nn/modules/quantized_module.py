@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -86,19 +85,19 @@ class QuantizedModule(WeightGradients, ParallelWeights, Boundary, ForwardOnly, T
     #: Whether weights are `[in, out]`, and not `[out, in]`; of several matrices, each of them.
     holds_transposed: bool = False
     #: Names of the weights, and the part that each belongs to.
-    weight_parts: Mapping[str, str] = MappingProxyType({"weight": ""})
+    weight_parts: Mapping[str, str] = {"weight": ""}
     #: The last recipe bound, and what it came to for each part.
     _bound: tuple[Recipe | None, dict[str, Plan]] = (None, {})
     #: The recipe (or None) of the last training forward, in a tuple; empty before the first.
     last_recipe: tuple[Any, ...] = ()
     #: By part, the quantized weight of the last microbatch that said whether it was the first.
-    _cached_weights: Mapping[str, CachedWeight] = MappingProxyType({})
+    _cached_weights: Mapping[str, CachedWeight] = {}
     #: By part, what delayed scaling remembers; made with the module, so that no compiled graph
     #: makes it.
-    _scaling: Mapping[str, ScalingState] = MappingProxyType({})
+    _scaling: Mapping[str, ScalingState] = {}
 
     #: By name, what keeps a weight prepared for sharded training.
-    prepared_weights: Mapping[str, PreparedWeight] = MappingProxyType({})
+    prepared_weights: Mapping[str, PreparedWeight] = {}
 
     def _take_name(self, name: str | None) -> None:
         """Take the constructor's `name`; called last, when the module is otherwise made."""

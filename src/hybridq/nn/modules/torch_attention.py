@@ -8,7 +8,6 @@ written out for them, by torch's own functions.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ class TorchMultiheadAttention(QuantizedModule, nn.MultiheadAttention):
     """
 
     #: None: rows of the weight are multiplied apart, and so it is gathered as values.
-    weight_parts: Mapping[str, str] = MappingProxyType({})
+    weight_parts: Mapping[str, str] = {}
 
     def initial_weights(self) -> Iterable[tuple[str, str]]:
         return ()
