@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,3 +112,33 @@ def test_a_foreign_recomputation_has_the_gradients_of_a_plain_run(kind: str) -> 
             hybridq.update_scaling(layer)
         found.append((y.detach(), own.grad, layer.weight.grad))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_experts_take_a_group_of_one_rank(tmp_path: Path) -> None:
+    """`TEGroupedMLP` of experts that no tensor parallelism cuts names its group of one rank."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        made = []
+        for options in (
+            {},
+            {"tp_group": torch.distributed.group.WORLD, "tp_size": 1, "parallel_mode": "column"},
+            {"tp_group": torch.distributed.group.WORLD.group_name, "parallel_mode": "row"},
+            {"tp_size": 1, "parallel_mode": "row", "sequence_parallel": True},
+        ):
+            torch.manual_seed(4)
+            made.append(te.GroupedLinear(3, 32, 48, bias=False, **options))
+        x, rows = torch.randn(12, 32), [2, 7, 3]
+        with hybridq.autocast(recipe="mxfp8"):
+            got = [one(x, rows) for one in made]
+        parts = zip(x.split(rows), made[0].parameters(), strict=True)
+        quantizer = hybridq.quantizer("mxfp8")
+        want = [quantizer(a).dequantize() @ quantizer(w).dequantize().T for a, w in parts]
+        assert torch.allclose(got[0], torch.cat(want), rtol=1e-5, atol=1e-5)
+        assert all(torch.equal(one, got[0]) for one in got)
+        with pytest.raises(NotImplementedError, match=r"parallel_mode must be None.*'rows'"):
+            te.GroupedLinear(3, 32, 48, parallel_mode="rows")
+        with pytest.raises(NotImplementedError, match=r"tp_size must be 1.* got 2"):
+            te.GroupedLinear(3, 32, 48, tp_size=2, parallel_mode="row")
+    finally:
+        torch.distributed.destroy_process_group()

@@ -59,7 +59,24 @@ def _prepare(given: dict[str, Any]) -> None:
         given.update(defaults, ub_bulk_dgrad=True, ub_bulk_wgrad=True)
 
 
+def _ranks(group: Any) -> int:
+    """Return how many ranks a process group has.
+
+    Args:
+        group: given itself or by its name.
+    """
+    from .._torch_ranks import process_group
+
+    whole = process_group(group) if isinstance(group, str) else group
+    return torch.distributed.get_world_size(whole)
+
+
 def _prepare_groups(given: dict[str, Any]) -> None:
+    group, mode = given["tp_group"], given["parallel_mode"]
+    if group is not None and mode in (None, "column", "row") and _ranks(group) == 1:
+        given.update(tp_group=None, tp_size=1)  # experts of whole matrices, as Megatron says it
+    if given["tp_group"] is None and given["tp_size"] == 1 and mode in ("column", "row"):
+        given["parallel_mode"] = None
     _prepare(given)
     if given["save_original_input"]:
         log_once(
