@@ -10,6 +10,7 @@ import torch
 from hybridq.te.pytorch.cpp_extensions import general_gemm, general_grouped_gemm
 from hybridq.te.pytorch.tensor.grouped_tensor import GroupedTensor
 
+import hybridq
 import hybridq.te as te
 from hybridq.te.common import recipe
 
@@ -153,3 +154,31 @@ def test_what_products_of_lists_do_not_know_raises() -> None:
         general_grouped_gemm(*pair, places, [te.MXFP8Quantizer(E4M3)], None)
     with pytest.raises(ValueError, match="a single output needs m_splits"):
         general_grouped_gemm(*pair, places, None, None, single_output=True)
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_scales_that_are_read_are_those_of_each_group(single: bool) -> None:
+    """A scale is the largest value of the format over the largest amax of the group's history."""
+    torch.manual_seed(2)
+    layer = te.GroupedLinear(2, 32, 48, bias=False, single_grouped_weight=single)
+    delayed = te.common.recipe.DelayedScaling(amax_history_len=4, amax_compute_algo="max")
+    rows, inputs = [3, 5], torch.randn(3, 8, 32)
+    for x in inputs:
+        with te.fp8_autocast(enabled=True, fp8_recipe=delayed):
+            y = layer(x, rows)
+        (y * torch.arange(1, 9).view(8, 1)).sum().backward()
+        hybridq.update_scaling(layer)
+    weights = list(layer.weight) if single else [layer.weight0, layer.weight1]
+    scales, backward = [], []
+    for g, part in enumerate((slice(0, 3), slice(3, 8))):
+        scales += [448 / inputs[:, part].abs().max(), 448 / weights[g].abs().max(), torch.ones(())]
+        backward += [torch.tensor(57344 / part.stop), torch.ones(())]
+    meta = layer.fp8_meta
+    assert meta["num_gemms"] == 2
+    assert torch.allclose(meta["scaling_fwd"].scale, torch.stack(scales), rtol=1e-6)
+    assert torch.allclose(meta["scaling_bwd"].scale, torch.stack(backward), rtol=1e-6)
+    assert meta["scaling_fwd"].amax_history.shape == (4, 6)
+    made = layer.quantizers
+    assert [len(one) for one in made.values()] == [6, 4]
+    read = [made["scaling_fwd"][i].scale.item() for i in (0, 1, 3, 4)]
+    assert torch.allclose(torch.tensor(read), torch.stack(scales)[[0, 1, 3, 4]], rtol=1e-6)

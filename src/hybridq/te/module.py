@@ -287,7 +287,8 @@ class LayerNormMLP(Readings, nn.LayerNormMLP):
 class GroupedLinear(_Linear, nn.GroupedLinear):
     """`hybridq.GroupedLinear`, whose parameters are in the order `weight0, bias0, weight1, ...`.
 
-    What it has no like of raises, by the argument's name.
+    What it has no like of raises, by the argument's name; a `tp_group` of one rank, and a
+    `parallel_mode` beside it, say nothing.
     """
 
     __init__ = constructor(
@@ -330,6 +331,10 @@ class GroupedLinear(_Linear, nn.GroupedLinear):
         if bias and self.use_bias and self.single_grouped_bias:
             bias = [self.bias]  # the parameter itself
         return (y, *bias) if self.return_bias else y
+
+    def groups_of_scales(self) -> tuple[str, ...]:
+        """Return the numbers of the groups, each of which has scales of its own."""
+        return tuple(map(str, range(self.num_gemms)))
 
 
 @with_arguments

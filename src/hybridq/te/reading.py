@@ -63,6 +63,7 @@ class Readings(WithoutExtraState):
     def quantizers(self: Any) -> dict[str, list[Any]]:
         """The quantizers of all slots, in the order of `FP8FwdTensorIdx` and `FP8BwdTensorIdx`.
 
+        Of a `GroupedLinear` those of the first group, then of the second, and so on.
         They are copies: to change one changes nothing of the module.
         """
         made: dict[str, list[Any]] = {"scaling_fwd": [], "scaling_bwd": []}
@@ -72,12 +73,18 @@ class Readings(WithoutExtraState):
         history = nn.state_dict_with_history(self)
         for key, slots in SLOTS.items():
             parts = [(part, slot) for part in self.parts_of(recipe) for slot in slots]
-            for (part, slot), given in zip(parts, _roles(self, recipe, slots), strict=True):
-                role = given or QuantizerRole(self.module_type, slot, self.part_name(part))
-                quantizer = recipe.for_name(role.name).ask(role)
-                place = f"scaling.{part}." if part else "scaling."
-                made[key].append(slot_quantizer(quantizer, history, place + slot))
+            roles = list(zip(parts, _roles(self, recipe, slots), strict=True))
+            for group in self.groups_of_scales():
+                for (part, slot), given in roles:
+                    role = given or QuantizerRole(self.module_type, slot, self.part_name(part))
+                    quantizer = recipe.for_name(role.name).ask(role)
+                    place = ".".join(one for one in ("scaling", part, group, slot) if one)
+                    made[key].append(slot_quantizer(quantizer, history, place))
         return made
+
+    def groups_of_scales(self) -> tuple[str, ...]:
+        """Return the names of what has scales of its own in each part: one without a name."""
+        return ("",)
 
     def get_quantizer_roles(self: Any, *, fwd: bool, num_quantizers: int) -> list[Any]:
         """Return the role of each slot, None at the module's boundary where nothing names one.
@@ -100,7 +107,7 @@ class Readings(WithoutExtraState):
         recipe = self.last_recipe[0] if self.last_recipe else None
         known = None if recipe is None else _recipes.get(recipe.key, recipe)
         meta: dict[str, Any] = {"recipe": known, "fp8_checkpoint": False, "fp8_group": None}
-        meta["num_gemms"] = len(self.parts_of(recipe))
+        meta["num_gemms"] = len(self.parts_of(recipe)) * len(self.groups_of_scales())
         if recipe is None:
             return meta
         history = nn.state_dict_with_history(self)
