@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,3 +144,66 @@ def test_experts_take_a_group_of_one_rank(tmp_path: Path) -> None:
             te.GroupedLinear(3, 32, 48, tp_size=2, parallel_mode="row")
     finally:
         torch.distributed.destroy_process_group()
+
+
+class Split(te.GroupedLinear):
+    """Reads and puts together its extra state by groups, as `TEGroupedLinear` does."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 32, 48, bias=False)
+        self._register_load_state_dict_pre_hook(self._merge)
+
+    def _merge(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        self.init_fp8_metadata(num_gemms=self.num_gemms)
+        keys = [f"{prefix}_extra_state{i or ''}" for i in range(self.num_gemms)]
+        if keys[1] in state:
+            parts = [state.pop(key) for key in keys]
+            state[keys[0]] = parts[0] if parts[0].numel() == 0 else torch.cat(parts)
+
+    def _split_extra_state(self, state: torch.Tensor) -> list[Any]:
+        if not (self.fp8_meta["fp8_checkpoint"] or self.fp8 or self.fp8_calibration):
+            return [state] * self.num_gemms
+        whole = pickle.loads(state.numpy().tobytes())
+        assert whole["extra_fp8_variables"]["num_gemms"] == self.num_gemms
+        assert whole["recipe"] is None
+        length = self.fp8_meta["scaling_fwd"].amax_history.shape[0]
+        return [
+            (
+                whole["scale_fwd"].view(3, -1)[:, i],
+                whole["amax_history_fwd"].view(length, 3, -1)[:, :, i],
+                whole["scale_bwd"].view(2, -1)[:, i],
+                whole["amax_history_bwd"].view(length, 2, -1)[:, :, i],
+            )
+            for i in range(self.num_gemms)
+        ]
+
+
+@pytest.mark.parametrize("kind", [None, "DelayedScaling", "MXFP8BlockScaling"])
+def test_experts_have_the_state_that_is_split_by_groups(kind: str | None) -> None:
+    torch.manual_seed(5)
+    layer, other, rows = Split(), Split(), [2, 7, 3]
+    for x in torch.randn(2, 12, 32) if kind else ():
+        recipe = getattr(te.common.recipe, kind)()
+        with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
+            layer(x, rows).square().sum().backward()
+        hybridq.update_scaling(layer)
+    state = layer.state_dict()
+    parts = layer._split_extra_state(state["_extra_state"])
+    assert len(parts) == 3
+    if kind is None:
+        assert all(one.numel() == 0 for one in parts)
+    for i, one in enumerate(parts if kind == "DelayedScaling" else ()):
+        meta = layer.fp8_meta
+        scales, histories, backward, own = one
+        assert torch.equal(scales, meta["scaling_fwd"].scale[3 * i : 3 * i + 3])
+        assert torch.equal(histories, meta["scaling_fwd"].amax_history[:, 3 * i : 3 * i + 3])
+        assert torch.equal(backward, meta["scaling_bwd"].scale[2 * i : 2 * i + 2])
+        assert torch.equal(own, meta["scaling_bwd"].amax_history[:, 2 * i : 2 * i + 2])
+        assert scales[0] != 1
+        assert histories.max() > 0
+    assert other.load_state_dict(state) == ([], [])
+    assert all(
+        torch.equal(*pair) for pair in zip(layer.parameters(), other.parameters(), strict=True)
+    )
+    assert "_extra_state" not in te.GroupedLinear(3, 32, 48).state_dict()
+    assert "_extra_state" in hybridq.state_dict_with_history(layer)

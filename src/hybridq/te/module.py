@@ -15,7 +15,7 @@ from .. import nn, settings
 from .._log import log_once
 from ..recipes import QuantizerRole
 from .given_buffers import gradient_into, result_into
-from .grouped import as_grouped
+from .grouped import add_state_to_split, as_grouped
 from .quantization import AlignedByRecipe
 from .reading import Readings, WithoutExtraState
 from .signatures import constructor, forward, with_arguments
@@ -291,6 +291,7 @@ class GroupedLinear(_Linear, nn.GroupedLinear):
     `parallel_mode` beside it, say nothing.
     """
 
+    _reads_state = False
     __init__ = constructor(
         nn.GroupedLinear,
         "num_gemms, in_features, out_features, sequence_parallel=False, "
@@ -335,6 +336,11 @@ class GroupedLinear(_Linear, nn.GroupedLinear):
     def groups_of_scales(self) -> tuple[str, ...]:
         """Return the numbers of the groups, each of which has scales of its own."""
         return tuple(map(str, range(self.num_gemms)))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(self, "_split_extra_state"):  # Megatron-Core's subclass, which looks for it
+            add_state_to_split(self, destination, prefix)
 
 
 @with_arguments

@@ -58,6 +58,15 @@ class Readings(WithoutExtraState):
 
     #: As there: nobody needs to clear `main_grad` before the first microbatch of a step.
     first_overwrites = True
+    #: As there: no forward only looks at amaxes.
+    fp8_calibration = False
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """Do nothing: what a module knows of its scales is made with it, and by its forwards.
+
+        Args:
+            num_gemms: of the module; not looked at.
+        """
 
     @property
     def quantizers(self: Any) -> dict[str, list[Any]]:
