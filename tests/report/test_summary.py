@@ -15,7 +15,7 @@ from torch import nn
 
 import hybridq
 from hybridq.converters import report_of
-from hybridq.report import count_flops
+from hybridq.report import count_flops, flops
 
 
 class Block(nn.Module):
@@ -97,6 +97,19 @@ def test_other_products_are_counted_by_their_shapes() -> None:
             return hybridq.gemm(a, b)
 
     assert sum(count_flops(Direct(), torch.randn(1)).other.values()) == 2 * 5 * 7 * 64
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True, "num_layers": 2}, {"bias": False}])
+def test_recurrent_layers_count_each_token_by_each_matrix(kind, options) -> None:
+    model = nn.Sequential(kind(32, 48, **options))
+    matrices = sum(one.numel() for one in model.parameters() if one.dim() == 2)
+    tokens = torch.randn(7, 3, 32)
+    assert count_flops(model, tokens).linear == {"0": 2 * 7 * 3 * matrices}
+    packed = nn.utils.rnn.pack_padded_sequence(tokens, [7, 4, 1])
+    assert count_flops(model, (packed,)).linear == {"0": 2 * 12 * matrices}
+    cudnn = flops._LINEAR[torch.ops.aten._cudnn_rnn]  # the same, as a GPU has it
+    assert cudnn(tokens, list(model.parameters()), 4) == 2 * 7 * 3 * matrices
 
 
 def states(found) -> dict[str, tuple[str, str]]:

@@ -224,6 +224,18 @@ def _grouped_mm(a: torch.Size, b: torch.Size, *_: torch.Size) -> int:
     return 2 * math.prod(a) * b[-1]
 
 
+def _layer(x: torch.Tensor, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """Of a recurrent layer, one direction: each token by both weights, the gates of all in one."""
+    return 2 * math.prod(x.shape[:-1]) * sum(one.numel() for one in args[:2])
+
+
+def _recurrence(
+    x: torch.Tensor, weights: Any, *args: Any, out_val: Any = None, **kwargs: Any
+) -> int:
+    """Of all layers and directions: a list of their weights and biases."""
+    return 2 * math.prod(x.shape[:-1]) * sum(one.numel() for one in weights if one.dim() == 2)
+
+
 def _attention(query: torch.Size, key: torch.Size, value: torch.Size, *_: torch.Size) -> int:
     """Scores of every query and key, and the values by them; grouped heads count each query's."""
     return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
@@ -244,6 +256,9 @@ _LINEAR: Final[dict[Any, Callable[..., int]]] = {
     _aten.mv: _shapes(_mv),
     _aten.addmv: _shapes(_addmv),
     _aten._grouped_mm: _shapes(_grouped_mm),
+    _aten.mkldnn_rnn_layer: _layer,
+    _aten._cudnn_rnn: _recurrence,
+    _aten.miopen_rnn: _recurrence,
     **{getattr(torch.ops.hybridq, name): count for name, count in PRODUCT_FLOPS.items()},
 }
 #: Those whose first argument is added to the product.
