@@ -187,6 +187,15 @@ def test_offloaded_weights_come_back(recipe, quantizes) -> None:
         assert one[0].weight.is_meta
 
 
+def test_weights_on_the_disk_are_refused(tmp_path) -> None:
+    """Its files hold values, of which no planes are made without a quantizer."""
+    with hybridq.quantized_model_init("mxfp8"):
+        one = model()
+    accelerate.disk_offload(one, str(tmp_path), execution_device=torch.device("cpu"))
+    with pytest.raises(TypeError, match=r"MXFP8Tensor: .* of a quantized tensor .* to the disk"):
+        one(torch.randn(4, 32))
+
+
 @needs_gloo
 @pytest.mark.more
 def test_sharded_weights_travel_as_planes(tmp_path) -> None:
