@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import hybridq
 from hybridq.converters import NotConverted, table
@@ -183,3 +184,32 @@ def test_a_filter_and_a_refusal_say_what_helps() -> None:
         *("left alone", "as it is", "it has no parameter w2"),
         "hybridq.converters.register_experts(Blocks, ExpertsLayout(...)), if it holds experts",
     )
+
+
+def test_a_parametrized_module_has_what_its_weight_is_made_of() -> None:
+    """It is said once, of the module; a convolution's are no weights of products."""
+    torch.manual_seed(0)
+    parametrized = weight_norm(nn.Linear(64, 48))
+    conv = weight_norm(nn.Conv1d(16, 32, 3, padding=1))
+    model = nn.ModuleDict({"normed": parametrized, "conv": conv, "plain": nn.Linear(48, 32)})
+    found = hybridq.conversion(model)
+    assert found.converted == ("plain",)
+    assert {one.name: one.state for one in found.kept} == {
+        "normed": "left alone",
+        "conv": "no product",
+    }
+    assert found.elements == (48 * 32, 64 * 48 + 48, 0)
+    (left,) = (one for one in found.kept if one.name == "normed")
+    assert left.helps == "hybridq.convert before it is parametrized"
+    sizes = {one.name: one.parameters for one in hybridq.summary(model).modules}
+    assert sizes == {
+        "normed": 64 * 48 + 48,
+        "conv": 16 * 32 * 3 + 32,
+        "plain": 48 * 32,
+    }
+    layer = weight_norm(hybridq.convert(nn.Linear(64, 48)))  # what the report advises
+    x, quantizer = torch.randn(8, 64), hybridq.quantizer("mxfp8")
+    with hybridq.autocast(recipe="mxfp8"):
+        y = layer(x)
+    values = quantizer(x).dequantize() @ quantizer(layer.weight.detach()).dequantize().T
+    assert torch.allclose(y, values + layer.bias, rtol=1e-5, atol=1e-5)

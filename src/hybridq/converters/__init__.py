@@ -7,7 +7,14 @@ from .convert import convert, default_filter
 from .converter import Converter
 from .exclusions import LEAST_WIDTH, adapted, keeps_precision, reason_by_name
 from .experts import register_experts
-from .not_converted import LEFT_ALONE, NO_PRODUCT, UNKNOWN, NotConverted, of_unknown_class
+from .not_converted import (
+    LEFT_ALONE,
+    NO_PRODUCT,
+    UNKNOWN,
+    NotConverted,
+    of_unknown_class,
+    originals,
+)
 from .rules import warn_of_unfollowed
 from .table import (
     converter_of,
@@ -39,6 +46,7 @@ __all__ = [
     "lazy_parameters",
     "library_module",
     "of_unknown_class",
+    "originals",
     "reason_by_name",
     "register_converter",
     "register_experts",

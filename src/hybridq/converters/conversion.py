@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ..nn import QuantizedModule
 from .converter import Converter
@@ -132,6 +133,8 @@ def conversion(
         if type(one) is nn.MultiheadAttention
     }
     for name, module in model.named_modules():
+        if isinstance(module, ParametrizationList):
+            continue  # its parameters are those of the module that has it
         kind, why = kind_of(module, among), None
         if kind is None and isinstance(module, _KNOWN):
             if isinstance(module, nn.modules.conv._ConvNd) and not isinstance(

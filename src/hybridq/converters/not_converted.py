@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from ..nn.modules import is_linear, reason_against_class, reason_against_patches
 from .converter import Converter
@@ -23,6 +24,7 @@ __all__ = [
         "left",
         "matrices",
         "of_another_class",
+        "originals",
         "overlapping",
         "of_unknown_class",
     ),
@@ -72,12 +74,29 @@ def matrices(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return a module's own parameters of two or more dimensions, by name.
 
     Args:
-        module: any.
+        module: any; of one that makes a parameter when it is read (torch's parametrizations), what
+            it is made of.
     """
+    own = {**dict(module.named_parameters(recurse=False)), **originals(module)}
     return {
         name: one
-        for name, one in module.named_parameters(recurse=False)
+        for name, one in own.items()
         if not is_lazy(one) and one.dim() >= 2 and one.is_floating_point()
+    }
+
+
+def originals(module: Any) -> dict[str, torch.Tensor]:
+    """Return what a module's parameters that are made when they are read are made of, by name.
+
+    Args:
+        module: any; only one with torch's parametrizations has such parameters.
+    """
+    if not parametrize.is_parametrized(module):
+        return {}
+    return {
+        name if key == "original" else f"{name}.{key}": one
+        for name, made in module.parametrizations.items()
+        for key, one in made.named_parameters(recurse=False)
     }
 
 
@@ -139,7 +158,9 @@ def of_another_class(module: nn.Module, name: str) -> NotConverted:
     text = reason_against_class(module) if isinstance(module, nn.Linear) else None
     if type(module).forward is nn.Linear.forward and text is not None:
         is_child = type(module) is NonDynamicallyQuantizableLinear
-        return _made(module, name, LEFT_ALONE, "own forward" if is_child else "own class", text)
+        helps = "hybridq.convert before it is parametrized" if originals(module) else ""
+        reason = "own forward" if is_child else "own class"
+        return _made(module, name, LEFT_ALONE, reason, text, helps)
     text = f"{type(module).__name__} has a forward of its own"
     return _made(module, name, LEFT_ALONE, "own forward", text, _own_help(module))
 

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from .._text import Table, html
 from ..converters import (
@@ -19,6 +21,7 @@ from ..converters import (
     NotConverted,
     conversion,
     of_unknown_class,
+    originals,
     report_of,
 )
 from ..nn import QuantizedModule
@@ -283,8 +286,9 @@ def _modules(
     seen: set[int] = set()
     states = _states(model, known)
     for name, module in model.named_modules():
-        own = {id(one): one for one in module.parameters(recurse=False) if one.dim() >= 2}
-        if not own and name not in linear:
+        every = [*module.parameters(recurse=False), *originals(module).values()]
+        own = {id(one): one for one in every if one.dim() >= 2}
+        if isinstance(module, ParametrizationList) or (not own and name not in linear):
             continue
         state, reason, helps = states.get(name, (NO_PRODUCT, "it meets no product", ""))
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -309,7 +313,7 @@ def _modules(
 
 
 def _passed_by(
-    name: str, own: Iterable[nn.Parameter], model: nn.Module, count: FlopCount
+    name: str, own: Iterable[torch.Tensor], model: nn.Module, count: FlopCount
 ) -> tuple[str, str]:
     """Return what a converted module is that ran no product: perhaps another has its weight."""
     ids = {id(one) for one in own}
