@@ -58,7 +58,7 @@ QUANTIZED = "parallel_quantized_program.py"
 
 
 def test_quantized_weights(tmp_path) -> None:
-    names = ("modules=column,mlp", "initial", "other_recipes", "styles", "refused")
+    names = ("modules=column,mlp", "initial", "other_recipes", "styles", "refused", "sharded")
     run(2, tmp_path / "store", *names, program=QUANTIZED)
 
 

@@ -14,6 +14,7 @@ from parallel_modules_program import Case, from_rows, near, parts, raises, run
 from rank_program import logged, main
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -315,6 +316,33 @@ def refused() -> None:
         lonely.weight = hybridq.Linear(HIDDEN, INNER // dist.get_world_size()).weight
     with raises(NotImplementedError, "reduces it over no group"), hybridq.autocast(recipe="nvfp4"):
         lonely(torch.randn(4, HIDDEN))
+
+
+def sharded() -> None:
+    """FSDP2 of parts: right numbers where scales are of blocks, else an error that helps."""
+    tp = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (1, tp), mesh_dim_names=("dp", "tp"))
+    options = {"tp_group": mesh["tp"].get_group(), "set_parallel_mode": True}
+    x, dy = torch.randn(32, HIDDEN), torch.randn(32, HIDDEN)
+    for recipe in ("mxfp8", "fp8_block", "nvfp4", "mxfp8_fwd_nvfp4_bwd", "fp8_current"):
+        with hybridq.quantized_model_init(recipe):
+            whole, part = (hybridq.LayerNormMLP(HIDDEN, INNER, **o) for o in ({}, options))
+        fill(part, whole)
+        if recipe not in ("mxfp8", "fp8_block"):
+            with raises(NotImplementedError, "fc1_weight is one rank's quantized part"):
+                distributed.prepare_fsdp2(part)
+            continue
+        fully_shard(distributed.prepare_fsdp2(part), mesh=mesh["dp"])
+        optimizers = [hybridq.optim.AdamW(m.parameters(), lr=0.01) for m in (whole, part)]
+        for number in range(3):
+            ys = [run(m, x, dy, recipe)[0] for m in (whole, part)]
+            near(ys[1], ys[0], (recipe, number), 1e-4)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    dealt = parallelize_module(made("mxfp8"), mesh["tp"], {"up": distributed.ColwiseParallel()})
+    with raises(NotImplementedError, "up.weight is quantized and split by parallelize_module"):
+        distributed.prepare_fsdp2(dealt)
 
 
 def compiled() -> None:

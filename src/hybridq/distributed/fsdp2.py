@@ -59,6 +59,9 @@ class Weight(NamedTuple):
 
 
 _PREPARED: Final = (GatheredWeight, QuantizedWeight)
+_NOT_QUANTIZED: Final = (
+    "make the module outside of quantized_model_init, or leave prepare_fsdp2 and fully_shard out"
+)
 
 
 def prepare_fsdp2(model: nn.Module) -> nn.Module:
@@ -188,6 +191,12 @@ def gathered_weights(model: nn.Module, *, takes_parts: bool = False) -> list[Wei
                     f"prepare_fsdp2: {path}.{name} is one rank's part (tp_size=), and amaxes are "
                     "those of all ranks; call set_tensor_parallel_group of its module first"
                 )
+            elif takes_parts and _reduces_over_parts(module, part, weight):
+                raise NotImplementedError(
+                    f"prepare_fsdp2: {path}.{name} is one rank's quantized part (tp_group=), and "
+                    "its amax is that of all parts, which writes to shards do not reduce; "
+                    f"{_NOT_QUANTIZED}"
+                )
             elif type(weight.data) is not torch.Tensor and not is_quantized(weight):
                 raise RuntimeError(
                     f"prepare_fsdp2: {path}.{name} must be a plain parameter, or one that "
@@ -218,14 +227,17 @@ def _names_of(module: Any, weight: torch.Tensor) -> Iterable[str]:
 
 def _check_part(module: QuantizedModule, name: str, weight: Any) -> None:
     """Raise unless a weight that is dealt out over ranks can travel as planes."""
-    is_plain = not is_quantized(local_of(weight))
-    if weight.dim() == 3 and is_plain and all(p.is_shard(0) for p in weight.placements):
+    if is_quantized(local_of(weight)):
+        raise NotImplementedError(
+            f"prepare_fsdp2: {name} is quantized and split by parallelize_module, and shards of "
+            f"such parts cannot be written; {_NOT_QUANTIZED}"
+        )
+    if weight.dim() == 3 and all(p.is_shard(0) for p in weight.placements):
         return  # whole matrices, each on one rank
-    if not (isinstance(module, Linear) or module.is_dealt) or is_quantized(local_of(weight)):
-        kind = "quantized weight" if is_quantized(local_of(weight)) else "weight"
+    if not (isinstance(module, Linear) or module.is_dealt):
         raise NotImplementedError(
             f"prepare_fsdp2: {name} must be a weight in high precision of a hybridq.Linear, or "
-            f"of a module that FusedParallel dealt out, to travel as planes, got a {kind} of a "
+            "of a module that FusedParallel dealt out, to travel as planes, got a weight of a "
             f"{type(module).__name__}; leave prepare_fsdp2 out: fully_shard alone gathers values"
         )
     MeshPart.of(weight, name)
@@ -235,6 +247,14 @@ def _lacks_group(module: QuantizedModule, part: str) -> bool:
     """Return whether a module was made for one rank of several, and knows not which ranks."""
     parallel = module.parallel.get(part)
     return parallel is not None and len(parallel.sizes) > 1 and not parallel.group
+
+
+def _reduces_over_parts(module: QuantizedModule, part: str, weight: Any) -> bool:
+    """Return whether a quantized part of a weight has an amax that is that of all parts."""
+    parallel = module.parallel.get(part)
+    if parallel is None or len(parallel.sizes) < 2 or not is_quantized(weight):
+        return False
+    return getattr(weight.own_quantizer, "amax_group", None) is not None
 
 
 def _joined_names(module: QuantizedModule) -> set[str]:
