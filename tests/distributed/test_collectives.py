@@ -26,7 +26,7 @@ def test_rounding_and_planes_of_two_ranks(tmp_path) -> None:
 
 
 def test_ranks_that_differ_all_raise(tmp_path) -> None:
-    run(2, tmp_path / "store", "differ", "late", program="collectives_program.py")
+    run(2, tmp_path / "store", "dtensors", "differ", "late", program="collectives_program.py")
 
 
 @pytest.mark.more

@@ -15,9 +15,17 @@ import torch
 import torch.distributed as dist
 from rank_program import main
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import hybridq
-from hybridq.distributed import all_gather, all_reduce, all_to_all, count_traffic, reduce_scatter
+from hybridq.distributed import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    count_traffic,
+    parallel_cross_entropy,
+    reduce_scatter,
+)
 
 FORMATS = ("mxfp8", "nvfp4", "fp8", "fp8_block", "fp8_128x128", "mxfp6_e3m2", "mxfp4", "identity")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -304,6 +312,36 @@ def planes() -> None:
         assert "as_planes needs parts that end at the ends of blocks, 32 rows" in str(error), error
     else:
         raise AssertionError("nothing was raised")
+
+
+def dtensors() -> None:
+    """DTensors are named, and what to give instead: it was torch's "sharding strategy"."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = DTensor.from_local(drawn(0, 32, 64), mesh, [Shard(0)])
+    labels, linear = torch.zeros(32, dtype=torch.long), hybridq.Linear(64, 64)
+
+    def under_a_recipe() -> None:
+        with hybridq.autocast(recipe="mxfp8"):
+            linear(x)
+
+    calls = {
+        "all_gather: x must be a plain tensor": lambda: all_gather(x, "mxfp8"),
+        "all_reduce: x must be a plain tensor": lambda: all_reduce(x, "mxfp8"),
+        "reduce_scatter: x must be a plain tensor": lambda: reduce_scatter(x, "mxfp8"),
+        "all_to_all: x must be a plain tensor": lambda: all_to_all(x, "mxfp8"),
+        "parallel_cross_entropy: logits must be a plain tensor": lambda: parallel_cross_entropy(
+            x, labels, group=mesh
+        ),
+        "quantize: input must be a plain tensor": lambda: hybridq.quantize(x, "mxfp8"),
+        "the input is a DTensor, and so must be the weight": under_a_recipe,
+    }
+    for text, call in calls.items():
+        try:
+            call()
+        except (TypeError, RuntimeError) as error:
+            assert text in str(error) and "to_local()" in str(error), error
+        else:
+            raise AssertionError(text)
 
 
 def compiled() -> None:

@@ -36,11 +36,16 @@ def check_tensor(tensor: object, where: str, name: str = "") -> None:
         name: what it is there, where that takes more than one.
 
     Raises:
-        TypeError: it is no tensor, or is nested or sparse.
+        TypeError: it is no tensor, or is nested, sparse or a DTensor.
     """
     if not isinstance(tensor, torch.Tensor):
         what = f"{name} must be" if name else "takes"
         raise TypeError(f"{where}: {what} a tensor, got {type(tensor).__name__}")
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh"):
+        raise TypeError(
+            f"{where}: {name or 'input'} must be a plain tensor, got a DTensor; give this rank's "
+            "part, .to_local(), or the whole, .full_tensor()"
+        )
     if tensor.is_nested:
         raise TypeError(f"{where}: {name or 'input'} must be no nested tensor, got one")
     if tensor.layout != torch.strided:

@@ -183,6 +183,12 @@ def _run(
         # one step; so every gradient has the bits of the plain module's.
         x, before = before.prologue.plain(x, before.gamma, before.beta), None
     if not is_dtensor(weight):
+        if is_dtensor(x):
+            raise module._error(
+                RuntimeError,
+                "the input is a DTensor, and so must be the weight, got a plain one; parallelize "
+                "the module, or give it x.to_local()",
+            )
         return _product(own, plan, x, before, into)
     if before is not None:
         x = _prologue(module, plan, x, before)
