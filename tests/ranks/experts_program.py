@@ -403,6 +403,10 @@ def faults() -> None:
     )
     with torch.no_grad() if rank else nullcontext():
         expects(RuntimeError, "got whether gradients are recorded", lambda: shared(x))
+    shared.experts.fuse_wgrad_accumulation = True
+    with hybridq.autocast(recipe="mxfp8"):
+        expects(NotImplementedError, "dealt out; leave it off", lambda: shared(x))
+    shared.experts.fuse_wgrad_accumulation = False
     assert shared(x).shape == x.shape  # and afterwards all is well
 
 

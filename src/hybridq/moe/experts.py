@@ -64,8 +64,15 @@ class Experts(GroupedModule):
             TypeError: a dtype cannot be quantized, or arguments are missing.
             RuntimeError: features, dtypes or devices do not fit.
             RecipeError: the recipe leaves a GEMM without a plane.
+            NotImplementedError: gradients shall be added to `main_grad`, and ranks have parts.
         """
         if self.exchange is not None:
+            if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
+                raise self._error(
+                    NotImplementedError,
+                    "fuse_wgrad_accumulation takes weights that a rank has whole, got experts "
+                    "that parallelize_experts dealt out; leave it off",
+                )
             with self.exchange.recipe():
                 return _forward(self, self.training_recipe(), args, kwargs)
         recipe = self.training_recipe()
