@@ -41,6 +41,11 @@ def test_ranks_that_differ_are_told_so_on_every_rank(tmp_path) -> None:
 
 
 @needs_gloo
+def test_a_microbatch_of_another_shape_is_said(tmp_path) -> None:
+    run(2, tmp_path / "store", "uneven", program=FAULTS)
+
+
+@needs_gloo
 @pytest.mark.more
 def test_recipes_that_change_later_are_compared(tmp_path) -> None:
     run(2, tmp_path / "store", "later", program=FAULTS)

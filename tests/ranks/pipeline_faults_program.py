@@ -107,6 +107,27 @@ def later() -> None:
     dist.barrier()
 
 
+def uneven() -> None:
+    """A batch that the microbatches do not divide, or of another size: the sender says so."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for sizes, count in (((32,), 3), ((32, 20), 2)):
+        group = dist.new_group(list(range(world)), timeout=timedelta(seconds=3))
+        stage = pipeline_stage(built(world)[rank], rank, world, "cpu", group=group)
+        schedule = Schedule1F1B(stage, count, loss_fn=nn.functional.mse_loss)
+        try:
+            for size in sizes:
+                x, target = torch.randn(2, size, WIDTH)
+                last = {"target": target} if stage.is_last else {}
+                schedule.step(*((x,) if stage.is_first else ()), **last)
+        except ValueError as error:
+            assert "all microbatches must have one shape" in str(error), error
+        except RuntimeError as error:
+            assert rank, error
+        else:
+            raise AssertionError("nothing was raised")
+        dist.barrier()
+
+
 def unlike() -> None:
     """Stages that nobody made known as such: the first update raises on every rank."""
     rank, world = dist.get_rank(), dist.get_world_size()

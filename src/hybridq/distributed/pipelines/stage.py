@@ -61,6 +61,7 @@ class Stage(PipelineStage):
         self._takes_planes = _begins_linear(self.submod) if takes_planes is None else takes_planes
         self._arriving: dict[tuple[bool, int], list[_Arriving]] = {}
         self._run_whole: set[int] = set()
+        self._sent: list[tuple[int, ...]] = []
         self._is_compared = False
         self._known: set[str] = set()
         spans_all = dist.get_world_size(self.group) == dist.get_world_size()
@@ -96,6 +97,7 @@ class Stage(PipelineStage):
             compare_stages(agreed, self.submod, group)
             self._is_compared = True
             self._known = {_recipe_key()}
+        self._sent = []
         # torch runs the module to see shapes, with any values: no history may record them.
         with autocast(enabled=False):
             return super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
@@ -120,8 +122,24 @@ class Stage(PipelineStage):
 
         Args:
             fwd_chunk_id: the microbatch.
+
+        Raises:
+            ValueError: they have other shapes than those of the first one.
         """
-        return self._encoded(super().get_fwd_send_ops(fwd_chunk_id), True)
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        self._check_shapes([tuple(op.tensor.shape) for op in ops], fwd_chunk_id)
+        return self._encoded(ops, True)
+
+    def _check_shapes(self, shapes: list[tuple[int, ...]], chunk: int) -> None:
+        """Raise unless the next stage receives shapes like these, or it would wait for the rest."""
+        if not self._sent:
+            self._sent = shapes
+        elif shapes != self._sent:
+            raise ValueError(
+                "pipeline_stage: all microbatches must have one shape, since a stage receives into "
+                f"buffers of the first one's, got {shapes} of microbatch {chunk} after "
+                f"{self._sent}; give batches of one size that the number of microbatches divides"
+            )
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
         """Return the sends of the gradients of a microbatch's activations, as planes.
