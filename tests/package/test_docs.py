@@ -187,6 +187,15 @@ def test_the_architecture_page_names_every_operator() -> None:
     assert own - set(re.findall(r"`(\w+)`", page)) == set()
 
 
+def test_the_page_of_backends_has_their_priorities() -> None:
+    page = (ROOT / "docs" / "guides" / "adding-a-backend.md").read_text()
+    lines = page[page.index("| cuda | cpu |") :].splitlines()
+    names, numbers = ([cell.strip() for cell in lines[at].split("|")[1:-1]] for at in (0, 2))
+    made = hybridq.kernels.backends()
+    known = {one.name: str(one.priority) for one in made if one.name != "reference"}
+    assert dict(zip(names, numbers, strict=True)) == {**known, "reference": "last"}
+
+
 def test_every_documented_variable_is_read_in_one_place() -> None:
     read = set()
     for file in (ROOT / "src").rglob("*.py"):
