@@ -145,3 +145,10 @@ def test_a_kind_of_ones_own_has_the_formats_of_a_linear_layer(name: str) -> None
     for slot in ("input", "weight", "grad_output"):
         own, linear = (recipe.ask(QuantizerRole(kind, slot, "a")) for kind in ("own", "linear"))
         assert own == linear, slot
+
+
+def test_a_direction_or_a_gemm_that_is_none_is_named():
+    with pytest.raises(ValueError, match="a direction of 'x' must be one of rowwise, columnwise"):
+        ModuleType("x", (), (("weight", "rows"),))
+    with pytest.raises(TypeError, match="gemms of 'x' must be"):
+        ModuleType("x", ("fprop",))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from ..direction import Direction
+from ..direction import DIRECTIONS, Direction
 from ..errors import must_be_one_of
 from ..gemm import CONTRACT, Gemm
 from .roles import LINEAR, SLOTS
@@ -25,7 +25,8 @@ class ModuleType:
             no GEMM, reads the rowwise plane of its weight.
 
     Raises:
-        ValueError: it reads a slot that there is not.
+        TypeError: a GEMM is none.
+        ValueError: it reads a slot or a direction that there is not.
 
     Example:
         >>> from hybridq.recipes import ModuleType
@@ -38,6 +39,17 @@ class ModuleType:
     reads: tuple[tuple[str, Direction], ...] = ()
 
     def __post_init__(self) -> None:
+        others = [one for one in self.gemms if not isinstance(one, Gemm)]
+        if others:
+            raise TypeError(
+                f"ModuleType: gemms of {self.name!r} must be hybridq.gemm.Gemm, such as those of "
+                f"CONTRACT there, got {others[0]!r}"
+            )
+        wrong = [of for _, _, of in self.needs if of not in DIRECTIONS]
+        if wrong:
+            raise ValueError(
+                f"ModuleType: a direction of {self.name!r} {must_be_one_of(DIRECTIONS, wrong[0])}"
+            )
         unknown = [slot for _, slot, _ in self.needs if slot not in SLOTS]
         if unknown:
             raise ValueError(
