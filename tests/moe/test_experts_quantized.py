@@ -36,7 +36,7 @@ def made(layout: ExpertsLayout, init=None, dtype=torch.bfloat16, sizes=SIZES, **
     module = OwnExperts(layout, dtype, sizes)
     with hybridq.quantized_model_init(init, enabled=init is not None, **options):
         convert_experts(module, layout)
-        module.quantize_initial_weights()
+    assert is_quantized(module.down_proj) == (init is not None)
     return module
 
 
@@ -111,7 +111,7 @@ def test_every_expert_has_an_amax_of_its_own(name: str) -> None:
         small.down_proj.copy_(values)
     assert large.down_proj.tensor_storage.first.amax.shape == (5, 1)
     with hybridq.quantized_model_init("nvfp4"):
-        convert_experts(small, layout).quantize_initial_weights()
+        convert_experts(small, layout)
     planes = [one.down_proj.tensor_storage.first for one in (small, large)]
     assert all(torch.equal(*pair) for pair in zip(*(one.tensors for one in planes), strict=True))
     assert torch.equal(planes[0].amax[:, 0], values.float().abs().amax((1, 2)))

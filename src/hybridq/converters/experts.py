@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..moe import Experts, ExpertsLayout, convert_experts, reason_against
+from ..moe import Experts, ExpertsLayout, as_experts, reason_against
 from .converter import Converter
 from .table import register_converter
 
@@ -67,7 +67,7 @@ class _Apply:
         self.layout = layout
 
     def __call__(self, module: Any) -> None:
-        convert_experts(module, self.layout)
+        as_experts(module, self.layout)
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and other.layout == self.layout

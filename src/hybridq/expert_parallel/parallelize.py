@@ -17,7 +17,7 @@ from ..distributed.collectives import formats_of_directions
 from ..distributed.collectives.symmetric import is_symmetric
 from ..formats import PlaneSpec
 from ..formats.row_format import row_format
-from ..moe import Experts, ExpertsLayout, convert_experts
+from ..moe import Experts, ExpertsLayout, as_experts
 from ..nn.delayed_scaling import reduce_over
 from ..nn.weights import replaced
 from ..recipes.named import source
@@ -150,7 +150,7 @@ def parallelize_experts(
     dealt: list[str] = []
     for name, module, layout in found:
         if layout is not None:
-            convert_experts(module, layout)
+            as_experts(module, layout)
         if not module.name:
             module.name = name
         sizes = experts_by_rank(_count(module, module.experts_layout), world)

@@ -19,7 +19,7 @@ from torch import nn
 from .._log import log_once
 from ..converters import Converter, convert
 from ..distributed import prepare_fsdp2
-from ..moe import Experts, ExpertsLayout, convert_experts, reason_against
+from ..moe import Experts, ExpertsLayout, as_experts, reason_against
 from ..recipes.named import source
 from ..recipes.recipe import RecipeSource
 from .forward import run_under
@@ -71,7 +71,7 @@ def _takes(module: nn.Module) -> bool:
 
 
 def _convert(module: nn.Module) -> None:
-    convert_experts(module, layout_of(module))
+    as_experts(module, layout_of(module))
 
 
 def _features(module: Any) -> tuple[int, int] | None:

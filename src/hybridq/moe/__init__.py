@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, Final
 
-from .experts import Experts, convert_experts, reason_against
+from .experts import Experts, as_experts, convert_experts, reason_against
 from .layout import ExpertsLayout
 from .peer_names import (
     moe_permute,
@@ -26,6 +26,7 @@ __all__ = [
     "Experts",
     "ExpertsLayout",
     "Routes",
+    "as_experts",
     "convert_experts",
     "moe_permute",
     "moe_permute_and_pad_with_probs",

@@ -23,7 +23,7 @@ from .exchange import ExpertExchange
 from .layout import ExpertsLayout
 from .permutation import Routes, permute, rows_of, unpermute
 
-__all__ = ["Experts", "chosen", "convert_experts", "reason_against"]
+__all__ = ["Experts", "as_experts", "chosen", "convert_experts", "reason_against"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
 #: Names of the functions of one value, to the gated activation of it.
@@ -386,7 +386,8 @@ def reason_against(module: nn.Module, layout: ExpertsLayout) -> str | None:
 def convert_experts(module: _Module, layout: ExpertsLayout) -> _Module:
     """Let a module of experts compute under the recipe of `hybridq.autocast`; return the module.
 
-    Its class becomes one that is derived from `Experts` and from its own; nothing else changes.
+    Its class becomes one that is derived from `Experts` and from its own; nothing else changes, but
+    that inside `quantized_model_init` its weights are quantized, each as one tensor.
 
     Args:
         module: of experts.
@@ -410,6 +411,21 @@ def convert_experts(module: _Module, layout: ExpertsLayout) -> _Module:
         >>> with hybridq.autocast(recipe="mxfp8"):
         ...     experts(x, top.indices, top.values).shape
         torch.Size([10, 16])
+    """
+    as_experts(module, layout)
+    converted: Any = module
+    converted.quantize_initial_weights()
+    return module
+
+
+def as_experts(module: nn.Module, layout: ExpertsLayout) -> None:
+    """Change a module's class as `convert_experts` does, and quantize nothing.
+
+    Args:
+        module, layout: as there.
+
+    Raises:
+        TypeError, ValueError: as there.
     """
     given: object = module
     if not isinstance(given, nn.Module):
@@ -436,6 +452,4 @@ def convert_experts(module: _Module, layout: ExpertsLayout) -> _Module:
         weight_parts={name: name for name in layout.weights},
         own_arguments=tuple(names),
     )
-    own: nn.Module = module
-    own.__class__ = made_class(Experts, type(module))
-    return module
+    module.__class__ = made_class(Experts, type(module))

@@ -17,7 +17,7 @@ from transformers.models.dbrx.modeling_dbrx import DbrxExpertGLU, DbrxExperts
 
 from ... import settings
 from ..._log import log_once
-from ...moe import Experts, ExpertsLayout, convert_experts
+from ...moe import Experts, ExpertsLayout, as_experts
 
 __all__ = ["DbrxMatrices", "RoutedDbrxExperts", "RowsLayout", "convert_dbrx", "route_dbrx"]
 
@@ -116,7 +116,7 @@ def convert_dbrx(module: nn.Module, layout: RowsLayout) -> None:
         layout: of it.
     """
     module.__class__ = DbrxMatrices
-    convert_experts(module, layout)
+    as_experts(module, layout)
     if settings.current().model_init is not None:
         log_once(
             "quantized_model_init:dbrx",

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.integrations import moe
 
 from ...converters import Converter
-from ...moe import Experts, ExpertsLayout, convert_experts, reason_against
+from ...moe import Experts, ExpertsLayout, as_experts, reason_against
 
 __all__ = ["CONVERTERS", "after_convert", "layout_of"]
 
@@ -163,7 +163,7 @@ def _apply(module: nn.Module) -> None:
 
         convert_dbrx(module, layout)
     elif layout is not None:
-        convert_experts(module, layout)
+        as_experts(module, layout)
 
 
 def after_convert(model: nn.Module) -> None:
