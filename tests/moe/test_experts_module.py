@@ -260,3 +260,29 @@ def test_an_argument_that_the_recipes_forward_has_not_is_refused() -> None:
                 module(*args, *more, **options)
         with pytest.raises(TypeError, match="got top too"):
             module(*args[:2], top=args[1], weights=args[2])
+
+
+class Held(nn.Module):
+    """Experts of a class that has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 20, 12))
+        self.down_proj = nn.Parameter(torch.randn(3, 12, 10))
+
+
+@pytest.mark.parametrize("recipe", [None, "bf16"])
+def test_a_class_without_a_forward_computes_without_a_recipe(recipe) -> None:
+    torch.manual_seed(0)
+    module = convert_experts(Held(), ExpertsLayout())
+    x, best = torch.randn(7, 12), torch.rand(7, 3).topk(2)
+    with hybridq.autocast(recipe=recipe or "bf16", enabled=recipe is not None):
+        y = module(x, best.indices, best.values)
+    want = torch.zeros(7, 12, dtype=torch.float64)
+    for token in range(7):
+        for e, weight in zip(best.indices[token].tolist(), best.values[token], strict=True):
+            gate, up = (module.gate_up_proj[e].double() @ x[token].double()).chunk(2)
+            want[token] += weight * (module.down_proj[e].double() @ (nn.functional.silu(gate) * up))
+    torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
+    y.sum().backward()
+    assert module.down_proj.grad.any()

@@ -38,7 +38,7 @@ class Experts(GroupedModule):
     Slots have the module type `"grouped_linear"`, and the names
     `"<module>.<parameter>"`; a recipe that reads names is asked for each expert,
     `"<module>.<parameter>.<e>"`. Without a recipe, or under one that leaves all of it alone, the
-    forward is that of the module's own class.
+    forward is that of the module's own class, if it has one.
 
     Attributes:
         experts_layout: how the experts are held.
@@ -76,7 +76,8 @@ class Experts(GroupedModule):
             with self.exchange.recipe():
                 return _forward(self, self.training_recipe(), args, kwargs)
         recipe = self.training_recipe()
-        if self.leaves_all_plain(recipe):
+        has_own = self.plain_class.forward is not nn.Module.forward
+        if has_own and self.leaves_all_plain(recipe):
             return super().forward(*args, **kwargs)
         return _forward(self, recipe, args, kwargs)
 
