@@ -19,6 +19,7 @@ def test_two_ranks(tmp_path) -> None:
         "styles",
         "tokens",
         "optimizers",
+        "written",
         "refused",
         program=PROGRAM,
     )

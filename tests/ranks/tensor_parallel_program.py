@@ -6,6 +6,7 @@ the planes of its weights are parts of the planes of the whole, byte for byte.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from rank_program import main
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -27,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 
 import hybridq
 from hybridq import MXFP8Quantizer, NVFP4Quantizer, distributed
+from hybridq.distributed import prepare_fsdp2
 from hybridq.nn.autograd import slot_encoder
 from hybridq.shards import encode_cut
 
@@ -367,6 +370,41 @@ def optimizers() -> None:
             made.append([whole(p.detach()) for p in model.parameters()])
         for a, b in zip(*made, strict=True):
             torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5, msg=f"{name} on rank {rank}")
+
+
+def written() -> None:
+    """A write to a DTensor is seen, which raises no version of a rank's part."""
+    mesh, x = mesh_of(), torch.randn(8, 64)
+    plan = {"0": ColwiseParallel()}
+    layer = hybridq.convert(nn.Sequential(nn.Linear(64, 64)))
+    parallelize_module(layer, mesh, plan)
+
+    def forward(is_first: bool | None) -> torch.Tensor:
+        with hybridq.autocast(recipe="mxfp8", is_first_microbatch=is_first), torch.no_grad():
+            return layer(x)
+
+    forward(True)
+    layer.load_state_dict({name: 2 * value for name, value in layer.state_dict().items()})
+    assert torch.equal(forward(False), forward(None))
+    for kind in (hybridq.optim.AdamW, hybridq.optim.SGD):
+        for is_split in (True, False):  # tensor parallelism, FSDP2
+            torch.manual_seed(0)
+            one = hybridq.convert(nn.Sequential(nn.Linear(64, 64, bias=False))).bfloat16()
+            part = copy.deepcopy(one)
+            if is_split:
+                parallelize_module(part, mesh, plan)
+            else:
+                fully_shard(prepare_fsdp2(part))
+            pairs = [(model, kind(model.parameters(), lr=1e-3)) for model in (one, part)]
+            for _ in range(2):
+                for model, optimizer in pairs:
+                    model(x.bfloat16()).float().square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    with torch.no_grad():
+                        model[0].weight.mul_(0.5)  # an average, clamp_, a checkpoint
+            difference = one[0].weight - whole(part[0].weight)
+            assert difference.abs().max() < 1e-3, (kind, is_split, difference.abs().max())
 
 
 def refused() -> None:

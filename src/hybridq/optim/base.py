@@ -45,7 +45,7 @@ class Base:
     param_groups: list[dict[str, Any]]
     state: dict[Any, Any]
     #: Versions of parameters after the last step, by identity; copies and pickles begin anew.
-    _versions: dict[int, int] | None = None
+    _versions: dict[int, tuple[int, int]] | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -140,8 +140,8 @@ class Base:
         """Return whether others wrote a parameter since the last step of this optimizer."""
         if torch.compiler.is_compiling() or own.is_inference():
             return False
-        before = (self._versions or {}).get(id(parameter), own._version)
-        return before != own._version
+        now = _versions_of(parameter, own)
+        return (self._versions or {}).get(id(parameter), now) != now
 
     def write(self, given: Iterable[tuple[Any, torch.Tensor, dict[str, Any]]]) -> None:
         """Write parameters once, after their values were updated.
@@ -158,7 +158,7 @@ class Base:
         for parameter, _, _ in given:
             own = local(parameter)
             if not own.is_inference():
-                self._versions[id(parameter)] = own._version
+                self._versions[id(parameter)] = _versions_of(parameter, own)
 
     def gradient_of(
         self, parameter: Any, group: dict[str, Any], where: str, is_decoupled: bool = False
@@ -275,3 +275,8 @@ class Base:
                     if self._versions is not None and is_low(local(parameter)):
                         # Its master came with the state: a write before this is no loss.
                         self._versions.pop(id(parameter), None)
+
+
+def _versions_of(parameter: torch.Tensor, own: torch.Tensor) -> tuple[int, int]:
+    """Return what is another one after a write: to a DTensor, or to this rank's part of it."""
+    return (-1 if parameter.is_inference() else parameter._version), own._version

@@ -46,6 +46,7 @@ from ..weights import (
     quantize_weights,
     tell_values,
     unmoved,
+    versions_of,
 )
 from .forward_only import ForwardOnly
 from .input_errors import NESTED
@@ -288,12 +289,12 @@ class QuantizedModule(WeightGradients, ParallelWeights, Boundary, ForwardOnly, T
         is_checked: bool = False,
     ) -> CachedWeight | None:
         """Return where a part's planes are kept: see `cached_weight`."""
-        known = self._cached_weights.get(part)
-        first, state = is_first_microbatch, self._scaling.get(part)
+        known, state = self._cached_weights.get(part), self._scaling.get(part)
         age = 0
         if state is not None and plan.weight.is_delayed:
             age = state.age(settings.current().scaling_epoch)
-        kept = cached_weight(known, weight, dtype, plan.weight, first, age, is_checked)
+        first, of = is_first_microbatch, versions_of({} if is_checked else self._parameters)
+        kept = cached_weight(known, weight, dtype, plan.weight, first, age, is_checked, of)
         if kept is not known:
             others = {name: one for name, one in self._cached_weights.items() if name != part}
             self.__dict__["_cached_weights"] = others if kept is None else {**others, part: kept}

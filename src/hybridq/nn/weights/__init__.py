@@ -35,6 +35,7 @@ from .weight_cache import (
     PrequantizedWeight,
     cached_weight,
     prequantized_weight,
+    versions_of,
 )
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "target_of",
     "tell_values",
     "unmoved",
+    "versions_of",
     "watch_optimizers",
     "would_quantize",
 ]

@@ -10,7 +10,7 @@ The last needs a hook of its own: torch's fused optimizers raise no version eith
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -26,7 +26,14 @@ from ...kernels.inputs import begins_at, can_bypass_dispatcher, can_cache, is_pl
 from ...recipes import SlotPlan
 from ...storage import Plane, TensorStorage
 
-__all__ = ["Buffers", "CachedWeight", "PrequantizedWeight", "cached_weight", "prequantized_weight"]
+__all__ = [
+    "Buffers",
+    "CachedWeight",
+    "PrequantizedWeight",
+    "cached_weight",
+    "prequantized_weight",
+    "versions_of",
+]
 
 Buffers = list[torch.Tensor]
 
@@ -111,6 +118,15 @@ def _keeps(slot: SlotPlan) -> bool:
     return not (slot.amax_group or slot.row.is_plain or is_drawn)
 
 
+def versions_of(parameters: Mapping[str, torch.Tensor | None]) -> tuple[int, ...]:
+    """Return the versions of the DTensors among a module's parameters.
+
+    Args:
+        parameters: of one module, by name.
+    """
+    return tuple([_version(one) for one in parameters.values() if hasattr(one, "device_mesh")])
+
+
 def cached_weight(
     known: CachedWeight | None,
     weight: torch.Tensor,
@@ -119,6 +135,7 @@ def cached_weight(
     is_first_microbatch: bool,
     scale_age: int = 0,
     is_checked: bool = False,
+    versions: tuple[int, ...] = (),
 ) -> CachedWeight | None:
     """Return where the planes of `weight` are kept, or None where they may not be.
 
@@ -130,6 +147,8 @@ def cached_weight(
         is_first_microbatch: True: its values are new. In a backward they are not: it recomputes.
         scale_age: another number where delayed scaling gives the weight another scale.
         is_checked: the caller knows that the weight is plain and the dispatcher may be bypassed.
+        versions: of DTensors that the weight may be a part of: a write to one raises none of its
+            part's.
 
     Returns:
         `known`, if it still holds; else a new one, to be filled.
@@ -140,7 +159,7 @@ def cached_weight(
     where = (storage._cdata, begins_at(weight), weight.shape, weight.stride())
     # Another stream could read planes before they are written.
     stream = stream_of(weight.device)
-    key = (where, weight._version, _steps.count, dtype, slot, scale_age, stream)
+    key = (where, weight._version, versions, _steps.count, dtype, slot, scale_age, stream)
     is_new = is_first_microbatch and graph_task_id() == -1
     if known is not None and not is_new and known.key == key:
         return known
