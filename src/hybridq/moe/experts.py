@@ -68,10 +68,10 @@ class Experts(GroupedModule):
         """
         if self.exchange is not None:
             if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
-                raise self._error(
-                    NotImplementedError,
-                    "fuse_wgrad_accumulation takes weights that a rank has whole, got experts "
-                    "that parallelize_experts dealt out; leave it off",
+                raise NotImplementedError(
+                    f"{type(self).__name__} {self.name}: fuse_wgrad_accumulation takes weights "
+                    "that a rank has whole, got experts that parallelize_experts dealt out; leave "
+                    "it off"
                 )
             with self.exchange.recipe():
                 return _forward(self, self.training_recipe(), args, kwargs)
