@@ -27,6 +27,12 @@ FOREIGN = [
     ("compressed-tensors", "fp8_channel", {}),
     ("fine-grained-fp8", "fp8_block", {}),
     ("fine-grained-fp8", "mxfp8", {}),
+    ("fine-grained-fp8", "fp8_tensor", {"inputs": "static"}),
+    ("quark", "mxfp4", {}),
+    ("quark", "fp8_channel", {"inputs": "static"}),
+    ("auto-fp8", "fp8_tensor", {"inputs": "static"}),
+    ("deepseek-v4", "mxfp8_32x32", {}),
+    ("mistral", "fp8_tensor", {}),
 ]
 
 
@@ -148,6 +154,21 @@ def test_static_scales_and_those_of_caches_are_kept(
     static = logits(model)
     hybridq.quantize_model(model, recipe)
     assert static.isfinite().all() and not torch.equal(static, logits(model))
+
+
+@pytest.mark.parametrize(
+    ("layout", "kv_cache"),
+    [("fine-grained-fp8", None), ("quark", "fp8"), ("auto-fp8", "fp8"), ("mistral", None)],
+)
+def test_scales_of_inputs_are_found_by_each_layouts_names(layout, kv_cache, tmp_path) -> None:
+    written("llama", tmp_path / "m", layout, "fp8_tensor", inputs="static", kv_cache=kv_cache)
+    model, told = ours.load(tmp_path / "m", output_loading_info=True)
+    assert not any(told.values())
+    found = model.hf_quantizer.calibration
+    attention = "model.layers.1.self_attn"
+    assert float(found.amax(f"{attention}.q_proj", "input")) == pytest.approx(3.5, rel=1e-6)
+    for slot in ("k", "v") if kv_cache else ():
+        assert float(found.amax(attention, slot)) == pytest.approx(7.0, rel=1e-6)
 
 
 def test_a_folder_that_says_it_in_a_file_of_its_own(tmp_path) -> None:

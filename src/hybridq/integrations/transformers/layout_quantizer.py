@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,12 +19,14 @@ from ...converters.exclusions import REASONS
 from ...layouts import (
     HYBRIDQ,
     Layout,
+    ScalarPart,
     StoredWeight,
     TensorInfo,
     check_inputs_are_plain,
     detect,
     get,
     kv_cache_of,
+    names,
 )
 from ...ptq.header import TORCH_DTYPES
 from ...ptq.model_config import METHOD
@@ -108,14 +111,14 @@ class LayoutQuantizer(HybridQQuantizer):
         return layout
 
     def _as_ours(
-        self, model: Any, names: set[str], found: Mapping[str, StoredWeight]
+        self, model: Any, quantized: set[str], found: Mapping[str, StoredWeight]
     ) -> HybridQConfig:
         """Return the configuration of a model whose parameters of these names are quantized."""
         kept = []
         for name in conversion(model, also=_ALSO, least_width=0).converted:
             module = model.get_submodule(name)
             own = {f"{name}.{one}" for one, _ in module.named_parameters(recurse=False)}
-            if not own & names:
+            if not own & quantized:
                 kept.append(name)
         return HybridQConfig(
             format=str(next(iter(found.values())).spec),
@@ -151,13 +154,18 @@ def _read_headers(
             for name in opened.keys():  # noqa: SIM118 (it is no mapping)
                 about = opened.get_slice(name)
                 entries[name] = TORCH_DTYPES[about.get_dtype()], tuple(about.get_shape())
-                if name.endswith(_SCALES):
+                if any(part.module_of(name) is not None for part in _scale_parts()):
                     scales[name] = opened.get_tensor(name)
     return entries, scales
 
 
-#: Ends of the names of scales of activations.
-_SCALES: Final = ("input_scale", "input_global_scale", "k_scale", "v_scale")
+@cache
+def _scale_parts() -> tuple[ScalarPart, ...]:
+    """Return the scales of activations of all layouts."""
+    known = [get(name) for name in names()]
+    inputs = [scheme.input for layout in known for scheme in layout.schemes]
+    caches = [part for layout in known for each in layout.kv.values() for part in each]
+    return tuple(dict.fromkeys(part for part in (*inputs, *caches) if part is not None))
 
 
 def _calibration(
@@ -226,16 +234,16 @@ def class_of(config: Any) -> Any:
     """
     import transformers
 
-    names = list(getattr(config, "architectures", None) or ())
+    classes = list(getattr(config, "architectures", None) or ())
     has_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     is_causal = has_code or type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    for name in names:
+    for name in classes:
         found = None if has_code else getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found
     if not is_causal:
         raise ValueError(
             "load: config.json must name a model of transformers under architectures, got "
-            f"{names} for {type(config).__name__}; give model_class=, which has from_pretrained"
+            f"{classes} for {type(config).__name__}; give model_class=, which has from_pretrained"
         )
     return transformers.AutoModelForCausalLM
