@@ -14,7 +14,9 @@ PARTS = ("weights, forward", "weights, backward", "amaxes")
 
 
 def cell(made: RunPlan) -> str:
-    found = {moved.what: moved.bytes_per_parameter for moved in made.traffic}
+    """Bytes per value of all weights: amaxes are those of some of them."""
+    whole = next(moved.num_values for moved in made.traffic if moved.what == PARTS[0])
+    found = {moved.what: moved.nbytes / whole for moved in made.traffic}
     texts = [f"{found.get(part, 0.0):.2f}" for part in PARTS]
     return " + ".join(texts if texts[-1] != "0.00" else texts[:-1])
 
