@@ -7,31 +7,14 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import torch
-
 from .layout import Described, Layout, register
 from .matching import by_name_or_pattern
-from .part import FACTOR, SCALAR, Part, ScalarPart
-from .scheme import Scheme
+from .part import FACTOR, ScalarPart
+from .per_tensor import fp8_tensor
 
 __all__ = ["AUTO_FP8", "NAME"]
 
 NAME: Final = "auto-fp8"
-
-_FP8_TENSOR = Scheme(
-    name="fp8_tensor",
-    spec="fp8_e4m3",
-    parts=(
-        Part("{module}.weight", "data", torch.float8_e4m3fn),
-        Part(
-            *("{module}.weight_scale", "scale", torch.float32, SCALAR),
-            widened=(torch.bfloat16, torch.float16),
-        ),
-    ),
-    input=ScalarPart("{module}.input_scale", "input", (), FACTOR, 448.0),
-    shares_scale=True,
-    inputs={"dynamic": "dynamic", "static": "static"},
-)
 
 
 def _config(said: Described) -> dict[str, Any]:
@@ -49,7 +32,7 @@ AUTO_FP8 = register(
         name=NAME,
         summary="vLLM's and SGLang's FP8 with one scale per tensor, as AutoFP8 wrote it",
         source="AutoFP8 0.1; vLLM, Fp8Config",
-        schemes=(_FP8_TENSOR,),
+        schemes=(fp8_tensor("weight_scale", "input_scale"),),
         methods=("fp8",),
         config=_config,
         excludes=by_name_or_pattern,

@@ -16,13 +16,13 @@ from ..errors import SpecError
 from .layout import Described, Layout, register
 from .matching import by_start_or_end
 from .part import Part
+from .per_tensor import CODES
 from .scheme import Scheme
 
 __all__ = ["DEEPSEEK_V4", "NAME"]
 
 NAME: Final = "deepseek-v4"
 
-_CODES = Part("{module}.weight", "data", torch.float8_e4m3fn)
 _E8M0 = Part("{module}.scale", "scale", torch.float8_e8m0fnu, widened=(torch.uint8,))
 _INPUTS = {"dynamic": "dynamic"}
 
@@ -40,7 +40,7 @@ _FP8_BLOCK = Scheme(
     name="fp8_block",
     spec="e4m3/128x128/fp32/amax/float8_block",
     parts=(
-        _CODES,
+        CODES,
         Part(
             *("{module}.scale", "scale", torch.float32),
             widened=(torch.bfloat16, torch.float8_e8m0fnu, torch.uint8),
@@ -52,7 +52,7 @@ _FP8_BLOCK = Scheme(
 _MXFP8 = Scheme(
     name="mxfp8_32x32",
     spec="mxfp8_32x32",
-    parts=(_CODES, _E8M0),
+    parts=(CODES, _E8M0),
     config={"weight_block_size": [32, 32], "scale_fmt": "ue8m0"},
     inputs=_INPUTS,
 )

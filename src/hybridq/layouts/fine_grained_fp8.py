@@ -16,14 +16,14 @@ import torch
 from ..errors import SpecError
 from .layout import Described, Layout, register
 from .matching import by_start_or_end
-from .part import FACTOR, ONE_BY_ONE, SAME, SCALAR, Part, ScalarPart, Shape
+from .part import ONE_BY_ONE, SAME, SCALAR, Part, Shape
+from .per_tensor import CODES, fp8_tensor
 from .scheme import Scheme
 
 __all__ = ["FINE_GRAINED_FP8", "NAME"]
 
 NAME: Final = "fine-grained-fp8"
 
-_CODES = Part("{module}.weight", "data", torch.float8_e4m3fn)
 # DeepSeek-V3.1 and later write powers of two as E8M0 or as bytes.
 _SCALE = Part(
     "{module}.weight_scale_inv",
@@ -36,33 +36,22 @@ _INPUTS = {"dynamic": "dynamic"}
 _FP8_BLOCK = Scheme(
     name="fp8_block",
     spec="e4m3/128x128/fp32/amax/float8_block",
-    parts=(_CODES, _SCALE),
+    parts=(CODES, _SCALE),
     config={"quant_method": "fp8", "weight_block_size": [128, 128]},
     inputs=_INPUTS,
 )
 _MXFP8 = Scheme(
     name="mxfp8",
     spec="mxfp8",
-    parts=(_CODES, Part("{module}.weight_scale_inv", "scale", torch.uint8)),
+    parts=(CODES, Part("{module}.weight_scale_inv", "scale", torch.uint8)),
     config={"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
     inputs=_INPUTS,
 )
 
 
-_FP8_TENSOR = Scheme(
-    name="fp8_tensor",
-    spec="fp8_e4m3",
-    parts=(
-        _CODES,
-        Part(
-            *("{module}.weight_scale_inv", "scale", torch.float32, SCALAR),
-            widened=(torch.bfloat16, torch.float16),
-        ),
-    ),
-    input=ScalarPart("{module}.activation_scale", "input", (), FACTOR, 448.0),
-    shares_scale=True,
+_FP8_TENSOR = fp8_tensor(
+    *("weight_scale_inv", "activation_scale"),
     config={"quant_method": "fp8", "weight_block_size": None},
-    inputs={"dynamic": "dynamic", "static": "static"},
 )
 
 

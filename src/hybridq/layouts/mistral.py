@@ -10,31 +10,13 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import torch
-
 from .layout import Described, Layout, register
 from .matching import by_name_or_pattern
-from .part import FACTOR, SCALAR, Part, ScalarPart
-from .scheme import Scheme
+from .per_tensor import fp8_tensor
 
 __all__ = ["MISTRAL", "NAME"]
 
 NAME: Final = "mistral"
-
-_FP8_TENSOR = Scheme(
-    name="fp8_tensor",
-    spec="fp8_e4m3",
-    parts=(
-        Part("{module}.weight", "data", torch.float8_e4m3fn),
-        Part(
-            *("{module}.qscale_weight", "scale", torch.float32, SCALAR),
-            widened=(torch.bfloat16, torch.float16),
-        ),
-    ),
-    input=ScalarPart("{module}.qscale_act", "input", (), FACTOR, 448.0),
-    shares_scale=True,
-    inputs={"dynamic": "dynamic", "static": "static"},
-)
 
 
 def _config(said: Described) -> dict[str, Any]:
@@ -52,7 +34,7 @@ MISTRAL = register(
         name=NAME,
         summary="Mistral's own names: vLLM",
         source="vLLM, mistral_mapping",
-        schemes=(_FP8_TENSOR,),
+        schemes=(fp8_tensor("qscale_weight", "qscale_act"),),
         methods=("fp8",),
         config=_config,
         excludes=by_name_or_pattern,

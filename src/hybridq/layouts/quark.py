@@ -12,18 +12,14 @@ import torch
 
 from .layout import Described, Layout, register
 from .matching import by_name_pattern_or_glob
-from .part import FACTOR, ROWS, SCALAR, Part, ScalarPart
+from .part import FACTOR, ROWS, Part, ScalarPart
+from .per_tensor import CODES, WIDENED, fp8_tensor, input_scale
 from .scheme import Scheme
 
 __all__ = ["NAME", "QUARK"]
 
 NAME: Final = "quark"
 
-_E4M3, _U8, _FP32 = torch.float8_e4m3fn, torch.uint8, torch.float32
-_CODES = Part("{module}.weight", "data", _E4M3)
-#: Quark writes scales in the model's dtype.
-_WIDENED: Final = (torch.bfloat16, torch.float16)
-_INPUT = ScalarPart("{module}.input_scale", "input", (), FACTOR, 448.0)
 _VERSION: Final = "0.13"
 _KV: Final = ("k_proj", "v_proj")
 
@@ -70,26 +66,22 @@ _MXFP4 = Scheme(
     name="mxfp4",
     spec="mxfp4",
     parts=(
-        Part("{module}.weight", "data", _U8),
-        Part("{module}.weight_scale", "scale", _U8),
+        Part("{module}.weight", "data", torch.uint8),
+        Part("{module}.weight_scale", "scale", torch.uint8),
     ),
     config=_mxfp4(False),
     inputs={"dynamic": _mxfp4(True)},
 )
-_FP8_TENSOR = Scheme(
-    name="fp8_tensor",
-    spec="fp8_e4m3",
-    parts=(_CODES, Part("{module}.weight_scale", "scale", _FP32, SCALAR, widened=_WIDENED)),
-    input=_INPUT,
-    shares_scale=True,
+_FP8_TENSOR = fp8_tensor(
+    *("weight_scale", "input_scale"),
     config=_fp8(False),
     inputs={"dynamic": _fp8_rows(True, 1), "static": _fp8(False)},
 )
 _FP8_CHANNEL = Scheme(
     name="fp8_channel",
     spec="e4m3/1x{cols}/fp32/amax/float8_block",
-    parts=(_CODES, Part("{module}.weight_scale", "scale", _FP32, ROWS, widened=_WIDENED)),
-    input=_INPUT,
+    parts=(CODES, Part("{module}.weight_scale", "scale", torch.float32, ROWS, widened=WIDENED)),
+    input=input_scale("input_scale"),
     config=_fp8_rows(False, 0),
     inputs={"dynamic": _fp8_rows(True, 1), "static": _fp8(False)},
 )

@@ -1,0 +1,51 @@
+"""FP8 with one scale per tensor, as several programs hold it under names of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from .part import FACTOR, SCALAR, Part, ScalarPart
+from .scheme import Scheme
+
+__all__ = ["CODES", "WIDENED", "fp8_tensor", "input_scale"]
+
+#: Codes of FP8 stand for the weight.
+CODES: Final = Part("{module}.weight", "data", torch.float8_e4m3fn)
+#: Some programs write scales in the model's dtype.
+WIDENED: Final = (torch.bfloat16, torch.float16)
+_INPUTS: Final = {"dynamic": "dynamic", "static": "static"}
+
+
+def input_scale(name: str) -> ScalarPart:
+    """Return the scale of an input in FP8, which values are multiplied with.
+
+    Args:
+        name: its last part, after the module's.
+    """
+    return ScalarPart(f"{{module}}.{name}", "input", (), FACTOR, 448.0)
+
+
+def fp8_tensor(
+    scale: str,
+    of_input: str,
+    config: Mapping[str, Any] | None = None,
+    inputs: Mapping[str, Any] = _INPUTS,
+) -> Scheme:
+    """Return the scheme of a weight `[N, K]` whose scale, FP32 `[]`, values are multiplied with.
+
+    Args:
+        scale, of_input: last parts of the names of the scales of the weight and of its input.
+        config, inputs: as for `Scheme`.
+    """
+    return Scheme(
+        name="fp8_tensor",
+        spec="fp8_e4m3",
+        parts=(CODES, Part(f"{{module}}.{scale}", "scale", torch.float32, SCALAR, widened=WIDENED)),
+        input=input_scale(of_input),
+        shares_scale=True,
+        config=config or {},
+        inputs=inputs,
+    )
