@@ -233,3 +233,46 @@ def test_quarks_other_formats_are_refused(tmp_path) -> None:
         )
         with pytest.raises(CheckpointError, match="quark cannot tell what"):
             hybridq.load_checkpoint(folder)
+
+
+#: Where a configuration says it, beside or instead of its own entry.
+PLACES = {
+    "own": lambda said: {"quantization_config": said},
+    "text": lambda said: {"text_config": {"quantization_config": said}},
+    "thinker": lambda said: {"thinker_config": {"text_config": {"quantization_config": said}}},
+    "language": lambda said: {"language_config": {"quantization_config": said}},
+    "old": lambda said: {"compression_config": said},
+    "old without a method": lambda said: {
+        "compression_config": {key: one for key, one in said.items() if key != "quant_method"}
+    },
+    "both": lambda said: {
+        "quantization_config": said,
+        "language_config": {"quantization_config": {**said, "quant_method": "none of them"}},
+    },
+}
+
+
+@pytest.mark.parametrize("method", ["compressed-tensors", "compressed_tensors"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_configuration_says_it_in_one_of_its_parts(place, method, tmp_path) -> None:
+    """`weight_scale` alone could be of four layouts. No target says what the source was."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    codes = (torch.randn(64, 32) * 100.0).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    scale = torch.rand(64, 1).bfloat16()
+    tensors = {"a.up_proj.weight": codes, "a.up_proj.weight_scale": scale}
+    save_file(tensors, folder / "model.safetensors")
+    config = {"model_type": "m", **PLACES[place]({"quant_method": method, "format": "x"})}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    want = codes.double() * scale.double()
+    made = hybridq.load_checkpoint(folder)["a.up_proj.weight"].rowwise.dequantize(torch.float32)
+    assert (made.double() - want).abs().max() <= 2.0**-24 * want.abs().max()
+    for layout in ("bf16", "quark"):
+        hybridq.export(folder, tmp_path / layout, layout=layout)
+        text = (tmp_path / layout / "config.json").read_text()
+        said = json.loads(text).get("quantization_config")
+        assert (said or {}).get("quant_method") == {"bf16": None}.get(layout, layout)
+        assert "compress" not in text and "none of them" not in text
+        assert text.count("quantization_config") == (0 if layout == "bf16" else 1)
+    values = load_file(tmp_path / "bf16" / "model.safetensors")["a.up_proj.weight"]
+    assert torch.equal(values, want.bfloat16())

@@ -20,7 +20,14 @@ from __future__ import annotations
 from .auto_fp8 import AUTO_FP8
 from .compressed_tensors import COMPRESSED_TENSORS
 from .deepseek_v4 import DEEPSEEK_V4
-from .detect import check_inputs_are_plain, detect, kv_cache_of
+from .detect import (
+    ENTRIES,
+    check_inputs_are_plain,
+    detect,
+    kv_cache_of,
+    said_of,
+    without_entries,
+)
 from .faults import FAULTS, Fault, faults_of
 from .fine_grained_fp8 import FINE_GRAINED_FP8
 from .gpt_oss import GPT_OSS_MXFP4
@@ -38,6 +45,7 @@ __all__ = [
     "AUTO_FP8",
     "COMPRESSED_TENSORS",
     "DEEPSEEK_V4",
+    "ENTRIES",
     "FAULTS",
     "FINE_GRAINED_FP8",
     "GPT_OSS_MXFP4",
@@ -61,6 +69,8 @@ __all__ = [
     "kv_cache_of",
     "names",
     "register",
+    "said_of",
     "sibling_groups",
     "siblings",
+    "without_entries",
 ]

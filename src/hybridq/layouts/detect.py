@@ -17,7 +17,14 @@ from .modelopt import MODELOPT
 from .own import HYBRIDQ
 from .quark import QUARK
 
-__all__ = ["check_inputs_are_plain", "detect", "kv_cache_of"]
+__all__ = [
+    "ENTRIES",
+    "check_inputs_are_plain",
+    "detect",
+    "kv_cache_of",
+    "said_of",
+    "without_entries",
+]
 
 #: Ends of names that only one layout has, where no configuration says which it is.
 _MARKS = (
@@ -35,13 +42,46 @@ _MARKS = (
 _WITH_SCALES = tuple(one.name for one in (AUTO_FP8, COMPRESSED_TENSORS, MODELOPT, QUARK))
 
 
-def _said(config: Mapping[str, Any]) -> Any:
-    """Return what a configuration, or that of the text in it, says of quantization."""
-    said = config.get("quantization_config")
-    text = config.get("text_config")
-    if said is None and isinstance(text, Mapping):
-        return text.get("quantization_config")
-    return said
+#: Entries of a configuration that say how its model is quantized, the second of old
+#: compressed-tensors.
+ENTRIES = ("quantization_config", "compression_config")
+
+
+def said_of(config: Mapping[str, Any]) -> Any:
+    """Return what a configuration says of quantization, or the first one in it that does; or None.
+
+    Args:
+        config: what a `config.json` holds; configurations of parts (`text_config`,
+            `thinker_config.text_config`, ...) stand in it.
+    """
+    for key in ENTRIES:
+        said = config.get(key)
+        if isinstance(said, Mapping) and key == ENTRIES[1]:
+            return {"quant_method": COMPRESSED_TENSORS.name, **said}
+        if said is not None:
+            return said
+    parts = (said_of(one) for one in config.values() if isinstance(one, Mapping))
+    return next((said for said in parts if said is not None), None)
+
+
+def without_entries(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration, and those of its parts, without what is said of quantization.
+
+    Args:
+        config: what a `config.json` holds.
+    """
+    return {
+        key: without_entries(one) if isinstance(one, Mapping) else one
+        for key, one in config.items()
+        if key not in ENTRIES
+    }
+
+
+def _method_of(said: Any) -> Any:
+    """Return `quant_method` as the table of layouts spells it."""
+    method = said.get("quant_method") if isinstance(said, Mapping) else None
+    spelled = COMPRESSED_TENSORS.name.replace("-", "_")
+    return COMPRESSED_TENSORS.name if method == spelled else method
 
 
 #: What a linear layer multiplies its input with first, factors or a rotation: ends of their names.
@@ -65,7 +105,7 @@ def check_inputs_are_plain(tensors: Iterable[str], config: Mapping[str, Any] | N
     Source: the names are ModelOpt's, which keeps factors where AWQ could not fold them, and
     Quark's, for rotations that run in front of a layer; `transform_config` is compressed-tensors'.
     """
-    said = _said(config or {})
+    said = said_of(config or {})
     transforms = said.get("transform_config") if isinstance(said, Mapping) else None
     for name, where in _transforms_at_run_time(transforms):
         raise CheckpointError(
@@ -156,8 +196,8 @@ def detect(
     Raises:
         CheckpointError: it is quantized in a way that no layout reads, or that two could mean.
     """
-    said = _said(config or {})
-    method = said.get("quant_method") if isinstance(said, Mapping) else None
+    said = said_of(config or {})
+    method = _method_of(said)
     if method is not None:
         for name in names():
             if method in get(name).methods:
@@ -196,7 +236,7 @@ def kv_cache_of(
         config: content of `config.json`, or None.
         hf_quant_config: content of `hf_quant_config.json`, or None.
     """
-    said = _said(config or {})
+    said = said_of(config or {})
     beside = (hf_quant_config or {}).get("quantization")
     scheme = said.get("kv_cache_scheme") if isinstance(said, Mapping) else None
     if not scheme and isinstance(beside, Mapping):

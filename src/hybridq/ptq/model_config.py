@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 
+from ..layouts import said_of, without_entries
 from ..recipes import get
 from ..recipes.as_text import text_of
 from .select import Selection
@@ -63,7 +64,7 @@ def with_quantization(config: Mapping[str, Any], selection: Selection) -> dict[s
     """
     made: dict[str, Any] = {"quant_method": METHOD, "version": CONFIG_VERSION}
     quantizer = selection.quantizer
-    if "model_type" not in config or QUANTIZATION in config:
+    if "model_type" not in config or says_quantized(config):
         return None
     if selection.recipe is not None:
         try:
@@ -93,25 +94,21 @@ def value_dtype(config: Mapping[str, Any]) -> torch.dtype:
 
 
 def says_quantized(config: Mapping[str, Any]) -> bool:
-    """Return whether a model's configuration, or that of the text in it, says how it is quantized.
+    """Return whether a model's configuration, or that of a part, says how it is quantized.
 
     Args:
         config: what `config.json` holds.
     """
-    text = config.get(_TEXT)
-    return QUANTIZATION in config or (isinstance(text, Mapping) and QUANTIZATION in text)
+    return said_of(config) is not None
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's configuration without what is said of quantization.
+    """Return a model's configuration without what it, or that of a part, says of quantization.
 
     Args:
         config: what `config.json` holds.
     """
-    made = {key: value for key, value in config.items() if key != QUANTIZATION}
-    text = made.get(_TEXT)
-    if isinstance(text, Mapping):
-        made[_TEXT] = {key: value for key, value in text.items() if key != QUANTIZATION}
+    made = without_entries(config)
     if made.get(FILE_ENTRY) == REFUSAL:
         del made[FILE_ENTRY]
     return made

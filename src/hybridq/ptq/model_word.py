@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ..converters.exclusions import reasons
+from ..layouts import without_entries
 from .found import Found
 from .source import CONFIG
 
@@ -126,7 +127,7 @@ def ask_model(folder: Path, config: Mapping[str, Any]) -> ModelWord:
     kind = getattr(library, names[0], None) if isinstance(names[0], str) else None
     if kind is None:
         return nothing_known(f"transformers has no {names[0]}, which {CONFIG} names")
-    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    plain = without_entries(config)
     try:
         with _quiet(), torch.device("meta"):
             model = kind(library.AutoConfig.for_model(**plain))

@@ -262,6 +262,31 @@ def test_the_class_is_the_one_that_the_folder_names(make, tmp_path) -> None:
     assert type(ours.load(tmp_path / "m", type(made))) is type(made)
 
 
+@pytest.mark.parametrize("layout", ["compressed-tensors", "fine-grained-fp8", "auto-fp8"])
+def test_what_the_text_of_a_model_says_is_read(layout, tmp_path) -> None:
+    """As published: `quantization_config` inside of `text_config`, for which others have one."""
+    torch.manual_seed(0)
+    _llava().save_pretrained(tmp_path / "m-plain")
+    planes = written("", tmp_path / "m", layout, "fp8_tensor")
+    path = tmp_path / "m" / "config.json"
+    says = json.loads(path.read_text())
+    says["text_config"]["quantization_config"] = says.pop("quantization_config")
+    path.write_text(json.dumps(says))
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "m")
+    model = ours.load(tmp_path / "m", config=config).eval()
+    assert config.text_config.quantization_config is not None, "the caller's own stays as it is"
+    assert len(quantized(model)) == len(planes) > 5
+    model.save_pretrained(tmp_path / "own")
+    says = json.loads((tmp_path / "own" / "config.json").read_text())
+    assert says["quantization_config"]["quant_method"] == "hybridq"
+    assert "quantization_config" not in says["text_config"]
+    decoded = type(model).from_pretrained(tmp_path / "m-decoded").eval()
+    ids = torch.arange(2, 14)[None]
+    want = decoded(input_ids=ids).logits
+    for one in (model, type(model).from_pretrained(tmp_path / "own").eval()):
+        assert (one(input_ids=ids).logits - want).norm() <= 1e-5 * want.norm()
+
+
 def test_causal_models_need_no_name(tmp_path) -> None:
     written("llama", tmp_path / "m", "modelopt", "nvfp4")
     path = tmp_path / "m" / "config.json"

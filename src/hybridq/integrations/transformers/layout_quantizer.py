@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.quantizers.auto import register_quantizer
 
@@ -17,6 +19,7 @@ from ...calibration import Calibration
 from ...converters import conversion
 from ...converters.exclusions import REASONS
 from ...layouts import (
+    ENTRIES,
     HYBRIDQ,
     Layout,
     ScalarPart,
@@ -27,6 +30,8 @@ from ...layouts import (
     get,
     kv_cache_of,
     names,
+    said_of,
+    without_entries,
 )
 from ...ptq.header import TORCH_DTYPES
 from ...ptq.model_config import METHOD
@@ -217,13 +222,26 @@ def load(folder: str | Path, model_class: Any = None, **options: Any) -> Any:
     asked = options.pop("quantization_config", None) or LayoutConfig()
     config = options.pop("config", None) or AutoConfig.from_pretrained(folder)
     kind = class_of(config) if model_class is None else model_class
-    said = getattr(config, "quantization_config", None)
+    said = said_of(config.to_dict())
     if said is not None:
+        config = deepcopy(config)
+        _take_out(config)
         about = {"layout": asked.layout, "frozen": asked.frozen}
-        own = said if isinstance(said, dict) else said.to_dict()
-        config.quantization_config = {"quant_method": METHODS[0], **about, "said": own}
+        config.quantization_config = {"quant_method": METHODS[0], **about, "said": said}
         asked = None
     return kind.from_pretrained(folder, config=config, quantization_config=asked, **options)
+
+
+def _take_out(config: PreTrainedConfig) -> None:
+    """Take what is said of quantization out of a configuration, and of those of its parts."""
+    own = vars(config)
+    for key in ENTRIES:
+        own.pop(key, None)
+    for key, part in own.items():
+        if isinstance(part, PreTrainedConfig):
+            _take_out(part)
+        elif isinstance(part, dict):
+            own[key] = without_entries(part)
 
 
 def class_of(config: Any) -> Any:
