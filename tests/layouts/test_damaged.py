@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+
 import pytest
 import torch
 
@@ -114,3 +117,44 @@ def test_unknown_parts_of_a_linear_are_told(more, told, recwarn) -> None:
     assert list(found) == ["a.k_proj.weight"]
     said = [str(one.message) for one in recwarn]
     assert len(said) == bool(told) and all(told in one for one in said)
+
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "is_read"),
+    [
+        *((0.0, True), (math.inf, True), (math.nan, True), (0.37, True), (2e-38, True)),
+        *((4e37, False), (-0.5, False), (3e38, False)),
+    ],
+)
+@pytest.mark.parametrize("name", ["modelopt", "compressed-tensors"])
+def test_a_second_level_scale_that_no_amax_gives(name, value, is_read) -> None:
+    """Read as it is, or refused: never another value, whatever a file says. Oracle: FP64."""
+    layout = layouts.get(name)
+    is_factor = name == "modelopt"
+    codes = torch.randint(0, 256, (16, 16), dtype=torch.uint8)
+    scale = torch.rand(16, 2).add(0.5).to(torch.float8_e4m3fn)
+    said = torch.tensor([value]) if is_factor else 1.0 / torch.tensor([value])
+    tensors = {
+        "a.weight" if is_factor else "a.weight_packed": codes,
+        "a.weight_scale": scale,
+        "a.weight_scale_2" if is_factor else "a.weight_global_scale": said,
+    }
+    entries = {key: (one.dtype, tuple(one.shape)) for key, one in tensors.items()}
+    stored = layout.find(entries)["a.weight"]
+    if not is_read:
+        with pytest.raises(CheckpointError, match="and no amax of a plane gives such"):
+            stored.decode(tensors)
+        return
+    with warnings.catch_warnings():
+        exact = not math.isfinite(value) or value == 0.0
+        warnings.simplefilter("error" if exact else "ignore")
+        [plane] = stored.decode(tensors)
+    table = torch.tensor(E2M1 + [-one for one in E2M1], dtype=torch.float64)
+    nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
+    factor = said.double() if is_factor else 1.0 / said.double()
+    want = table[nibbles] * scale.double().repeat_interleave(16, 1) * factor
+    made = plane.dequantize(torch.float32).double()
+    assert torch.allclose(made, want, rtol=2.0**-20, atol=2.0**-140, equal_nan=True)

@@ -18,6 +18,7 @@ from ..kernels.inputs import wide
 from .second_level import (
     amax_of_factor,
     amax_of_reciprocal,
+    is_near,
     written_factor,
     written_reciprocal,
 )
@@ -183,6 +184,28 @@ class Part:
             return tensor.to(torch.float32).reshape(shape), None, True
         made = tensor.contiguous().view(torch.uint8 if wanted is None else wanted)
         return made.reshape(shape), None, True
+
+    def check_near(
+        self, name: str, tensor: torch.Tensor, buffer: torch.Tensor, spec: PlaneSpec
+    ) -> None:
+        """Raise where a buffer that is not exactly what a file says is nowhere near it either.
+
+        Args:
+            name: of the tensor.
+            tensor: of the file.
+            buffer, spec: as `read` returned them.
+
+        Raises:
+            CheckpointError: no amax of a plane gives this factor, or nearly.
+        """
+        value = tensor.double().reshape(-1)
+        factor = 1.0 / value if self.value.name == RECIPROCAL.name else value
+        if not is_near(buffer.reshape(-1), _bound(spec), factor):
+            raise CheckpointError(
+                f"layouts: {name!r} is {tensor.item():.9g}, and no amax of a plane gives such a "
+                "second-level scale, which must be positive and in FP32 after it has been "
+                "multiplied with 2688; export the checkpoint as bf16 or fp32, which decodes it"
+            )
 
 
 def _bound(spec: PlaneSpec) -> float:

@@ -21,6 +21,7 @@ __all__ = [
     "amax_of_factor",
     "amax_of_reciprocal",
     "factor_of",
+    "is_near",
     "reciprocal_of",
     "written_factor",
     "written_reciprocal",
@@ -86,6 +87,18 @@ def _nearest(found: torch.Tensor, made: torch.Tensor, wanted: torch.Tensor) -> t
     return found.gather(0, error.argmin(0, keepdim=True))[0]
 
 
+def is_near(amax: torch.Tensor, bound: float, factor: torch.Tensor) -> bool:
+    """Return whether an amax decodes with a factor, or with one at most 2^-21 of it away.
+
+    Args:
+        amax: FP32 `[1]`.
+        bound: as for `factor_of`.
+        factor: FP64 `[1]`, what values are to be multiplied with.
+    """
+    error = (factor_of(amax, bound).double() - factor).abs()
+    return bool((error <= 2.0**-21 * factor.abs()).all())
+
+
 def amax_of_factor(factor: torch.Tensor, largest: float) -> tuple[torch.Tensor, float, bool]:
     """Return an amax that decodes with `factor`, its bound, and whether it does so exactly.
 
@@ -95,10 +108,11 @@ def amax_of_factor(factor: torch.Tensor, largest: float) -> tuple[torch.Tensor, 
 
     Returns:
         FP32 amax `[1]`; one of `BOUNDS`; False where no amax gives this factor and the nearest one
-        was taken, at most 2^-23 of it away.
+        was taken, at most 2^-23 of it away; that of a negative one, or of one above FP32's largest
+        value / 1536, is nowhere near (`is_near`).
     """
     if not bool(torch.isfinite(factor).all()) or bool((factor <= 0.0).all()):
-        return factor.clone(), BOUNDS[0], bool((factor.isnan() | (factor == 0.0)).all())
+        return factor.clone(), BOUNDS[0], bool((factor.isnan() | (factor >= 0.0)).all())
     best: torch.Tensor | None = None
     for bound in BOUNDS:
         found = _candidates(factor * (bound * largest))
@@ -125,7 +139,7 @@ def amax_of_reciprocal(
         As `amax_of_factor`.
     """
     if not bool(torch.isfinite(reciprocal).all()) or bool((reciprocal <= 0.0).all()):
-        return 1.0 / reciprocal, BOUNDS[0], bool(reciprocal.isnan().all())
+        return 1.0 / reciprocal, BOUNDS[0], bool((reciprocal.isnan() | (reciprocal >= 0.0)).all())
     factor = 1.0 / reciprocal.double()
     best: torch.Tensor | None = None
     for bound in BOUNDS:

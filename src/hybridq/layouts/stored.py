@@ -153,7 +153,8 @@ class StoredWeight:
             tensors: of the file, by name; more are ignored.
 
         Raises:
-            CheckpointError: a tensor is not what the header said.
+            CheckpointError: a tensor is not what the header said, or a second-level scale is
+                negative, or too large for an amax.
         """
         shapes = _buffer_shapes(self.scheme, self.shape, self.direction)
         for one in self.tensors:
@@ -173,6 +174,7 @@ class StoredWeight:
                 if bound is not None:
                     spec = replace(spec, tensor_bound=bound)
                 if not is_exact:
+                    one.part.check_near(one.name, tensor, buffers[one.part.buffer], spec)
                     warnings.warn(
                         f"layouts: {one.name!r} is {tensor.item():.9g}, which no amax of a plane "
                         "gives; the nearest factor is taken, at most 2^-22 of it away",
