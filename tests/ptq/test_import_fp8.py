@@ -231,7 +231,7 @@ def test_quarks_other_formats_are_refused(tmp_path) -> None:
             {f"model.layers.0.mlp.up_proj.{key}": one for key, one in tensors.items()},
             folder / "model.safetensors",
         )
-        with pytest.raises(CheckpointError, match="quark cannot tell what"):
+        with pytest.raises(CheckpointError, match=r"quark cannot tell what|no layout reads that"):
             hybridq.load_checkpoint(folder)
 
 

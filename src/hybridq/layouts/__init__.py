@@ -30,6 +30,7 @@ from .detect import (
 )
 from .faults import FAULTS, Fault, faults_of
 from .fine_grained_fp8 import FINE_GRAINED_FP8
+from .foreign import check_is_no_other
 from .gpt_oss import GPT_OSS_MXFP4
 from .layout import Described, Layout, get, names, register
 from .mistral import MISTRAL
@@ -63,6 +64,7 @@ __all__ = [
     "StoredWeight",
     "TensorInfo",
     "check_inputs_are_plain",
+    "check_is_no_other",
     "detect",
     "faults_of",
     "get",

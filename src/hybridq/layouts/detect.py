@@ -208,7 +208,8 @@ def detect(
         known = sorted({one for name in names() for one in get(name).methods})
         raise CheckpointError(
             f"layouts: quant_method of the configuration {must_be_one_of(known, method)}; no "
-            "layout reads this checkpoint"
+            "layout reads this checkpoint; decode it with the program that wrote it, and give it "
+            "in BF16"
         )
     if hf_quant_config is not None:
         return MODELOPT

@@ -11,12 +11,14 @@ import torch
 from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..errors import CheckpointError
 from ..layouts import (
+    DEEPSEEK_V4,
     HYBRIDQ,
     Layout,
     Scheme,
     StoredWeight,
     TensorInfo,
     check_inputs_are_plain,
+    check_is_no_other,
     detect,
 )
 from .conv1d import are_transposed, is_module_of_kind, uses_conv1d
@@ -159,7 +161,12 @@ def find(source: Source, layout: Layout | None = None) -> Found:
     if layout is None and records:
         layout = HYBRIDQ
     elif layout is None and (says_quantized(config) or _has_codes(source)):
+        if not says_quantized(config):
+            check_is_no_other(infos)  # names alone say less
         layout = detect(config, infos, hf_quant_config(source))
+        layout = DEEPSEEK_V4 if layout is None and _has_scales(infos) else layout
+    if not records:
+        check_is_no_other(infos)
     if layout is None or (layout is HYBRIDQ and not records):
         if is_told and layout is not None:
             raise _nothing_in(source, layout)
@@ -234,6 +241,16 @@ def _scalars(
 def _has_codes(source: Source) -> bool:
     """Return whether any tensor is of a dtype that codes have."""
     return any(entry.dtype in _CODES for shard in source.shards for entry in shard.header.entries)
+
+
+def _has_scales(infos: Mapping[str, TensorInfo]) -> bool:
+    """Return whether codes in E4M3 have a scale under the name that only one layout has."""
+    codes = (name for name, (dtype, _) in infos.items() if dtype == torch.float8_e4m3fn)
+    return any(
+        DEEPSEEK_V4.schemes[1].parts[1].file_name(name) in infos
+        for name in codes
+        if name.endswith(".weight")
+    )
 
 
 def hf_quant_config(source: Source) -> Mapping[str, Any] | None:

@@ -26,6 +26,7 @@ from ...layouts import (
     StoredWeight,
     TensorInfo,
     check_inputs_are_plain,
+    check_is_no_other,
     detect,
     get,
     kv_cache_of,
@@ -74,6 +75,7 @@ class LayoutQuantizer(HybridQQuantizer):
         entries, scales = _read_headers(files)
         check_inputs_are_plain(entries, self._config)
         layout = self._layout(files, entries)
+        check_is_no_other(entries)
         found = layout.find(entries)
         if not found:
             raise ValueError(
