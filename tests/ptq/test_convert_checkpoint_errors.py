@@ -290,3 +290,37 @@ def test_no_warning_without_a_reason(source, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         convert_checkpoint(source, tmp_path / "out", Selection(QUANTIZER))
+
+
+@pytest.mark.parametrize(
+    ("names", "match"),
+    [
+        (
+            ["consolidated.safetensors", "params.json"],
+            r"give the file \S+consolidated\.safe",
+        ),
+        (
+            ["a.safetensors", "adapter_model.safetensors"],
+            r"give the file \S+a\.safetensors its",
+        ),
+        (["a.safetensors", "b.safetensors"], "but a.safetensors and 1 more; an .* must name them$"),
+        (["adapter_model.safetensors"], "but adapter_model.safetensors: merge the adapter into"),
+        (["m-Q4_K_M.gguf", "config.json"], r"but m-Q4_K_M\.gguf, which is read by other programs"),
+        (["pytorch_model.bin"], "pytorch_model.bin, which is read by other programs: save it as"),
+        (["config.json"], r"index\.json$"),
+    ],
+)
+def test_a_folder_of_other_files_names_them(names, match, tmp_path) -> None:
+    (tmp_path / "in").mkdir()
+    for name in names:
+        (tmp_path / "in" / name).write_bytes(b"{}")
+    refused(tmp_path / "in", tmp_path / "out", match)
+    with pytest.raises(hybridq.CheckpointError, match=match):
+        hybridq.load_checkpoint(tmp_path / "in")
+
+
+def test_a_file_of_another_program_is_named(tmp_path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"GGUF")
+    with pytest.raises(hybridq.CheckpointError, match=r"m\.gguf, which is read by other programs"):
+        hybridq.load_checkpoint(path)

@@ -41,6 +41,8 @@ _WEIGHTS: Final = (
     *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth"),
     *("*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.npz", "*.tflite"),
 )
+#: Start of the names of PEFT's files.
+_ADAPTER: Final = "adapter_"
 #: What is larger is no configuration or vocabulary.
 _SMALL_NBYTES: Final = 256 << 20
 
@@ -210,7 +212,10 @@ def open_source(path: str | os.PathLike[str]) -> Source:
         raise CheckpointError(f"checkpoint: there is no {found}")
     if kind != "folder":
         if found.suffix != SUFFIX:
-            raise CheckpointError(f"checkpoint: a file must end in {SUFFIX}, got {found}")
+            what = ""
+            if any(fnmatch.fnmatch(found.name, one) for one in _WEIGHTS):
+                what = ", which is read by other programs: save it as safetensors first"
+            raise CheckpointError(f"checkpoint: a file must end in {SUFFIX}, got {found}{what}")
         return Source(found, (_open_shard(found),), None, (), ())
     index = None
     if is_there(found / INDEX):
@@ -220,9 +225,31 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     elif is_there(found / SINGLE):
         shards = (_open_shard(found / SINGLE),)
     else:
-        raise CheckpointError(f"checkpoint: {found} has neither {SINGLE} nor {INDEX}")
+        raise CheckpointError(
+            f"checkpoint: {found} has neither {SINGLE} nor {INDEX}{_what_is_there(found)}"
+        )
     extras, left_out = _extras(found)
     return Source(found, shards, index, extras, left_out)
+
+
+def _what_is_there(folder: Path) -> str:
+    """Return what an error says of the weights that a folder has under other names."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:  # of a folder whose names nobody may read: there is no more to say
+        return ""
+    own = [name for name in names if name.endswith(SUFFIX)]
+    whole = [name for name in own if not name.startswith(_ADAPTER)]
+    if len(whole) == 1:
+        return f"; give the file {folder / whole[0]} itself"
+    if whole:
+        return f", but {whole[0]} and {len(whole) - 1} more; an {INDEX} must name them"
+    if own:
+        return f", but {own[0]}: merge the adapter into its model, and give that"
+    others = [name for name in names if any(fnmatch.fnmatch(name, one) for one in _WEIGHTS)]
+    if others:
+        return f", but {others[0]}, which is read by other programs: save it as safetensors first"
+    return ""
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
