@@ -324,3 +324,24 @@ def test_a_file_of_another_program_is_named(tmp_path) -> None:
     path.write_bytes(b"GGUF")
     with pytest.raises(hybridq.CheckpointError, match=r"m\.gguf, which is read by other programs"):
         hybridq.load_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", INDEX])
+def test_a_link_to_nothing_is_named(name, tmp_path) -> None:
+    """As folders of a cache have them whose files were removed."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).symlink_to(tmp_path / "blobs" / "0123")
+    with pytest.raises(hybridq.CheckpointError, match=f"its {name} is a link to a file that is no"):
+        hybridq.load_checkpoint(tmp_path / "in")
+
+
+def test_a_dtype_that_is_none_is_left_alone(tmp_path) -> None:
+    save_file({"a.up.weight": torch.ones(64, 64)}, tmp_path / "model.safetensors")
+    for said in (["bfloat16"], {"text": "float16"}, 16):
+        config = {"model_type": "m", "torch_dtype": said, "quantization_config": {}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        hybridq.load_checkpoint(tmp_path)
+        codes = torch.ones(64, 64).to(torch.float8_e4m3fn)
+        tensors = {"a.up.weight": codes, "a.up.weight_scale_inv": torch.ones(1, 1)}
+        save_file(tensors, tmp_path / "model.safetensors")
+        assert hybridq.load_checkpoint(tmp_path)["a.up.weight"].dtype == torch.bfloat16

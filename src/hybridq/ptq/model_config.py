@@ -88,7 +88,7 @@ def value_dtype(config: Mapping[str, Any]) -> torch.dtype:
     for own in (config, config.get(_TEXT)):
         if isinstance(own, Mapping):
             said = own.get("dtype", own.get("torch_dtype"))
-            if said in _DTYPES:
+            if isinstance(said, str) and said in _DTYPES:
                 return _DTYPES[said]
     return torch.bfloat16
 

@@ -238,6 +238,9 @@ def _what_is_there(folder: Path) -> str:
         names = sorted(os.listdir(folder))
     except OSError:  # of a folder whose names nobody may read: there is no more to say
         return ""
+    if SINGLE in names or INDEX in names:
+        name = SINGLE if SINGLE in names else INDEX
+        return f": its {name} is a link to a file that is not there; download or copy that first"
     own = [name for name in names if name.endswith(SUFFIX)]
     whole = [name for name in own if not name.startswith(_ADAPTER)]
     if len(whole) == 1:
