@@ -276,3 +276,20 @@ def test_a_configuration_says_it_in_one_of_its_parts(place, method, tmp_path) ->
         assert text.count("quantization_config") == (0 if layout == "bf16" else 1)
     values = load_file(tmp_path / "bf16" / "model.safetensors")["a.up_proj.weight"]
     assert torch.equal(values, want.bfloat16())
+
+
+@pytest.mark.parametrize("method", ["fp8", "compressed-tensors", "modelopt", "quark", "mxfp4"])
+def test_a_configuration_of_weights_that_are_not_quantized_is_told(method, tmp_path) -> None:
+    """As of a checkpoint that was decoded, and whose config.json was copied as it was."""
+    (tmp_path / "in").mkdir()
+    weight = torch.randn(64, 64).bfloat16()
+    save_file({"a.up_proj.weight": weight}, tmp_path / "in" / "model.safetensors")
+    config = {"model_type": "m", "quantization_config": {"quant_method": method}}
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.warns(hybridq.errors.HybridQWarning, match="says that weights are quantized"):
+        read = hybridq.load_checkpoint(tmp_path / "in")
+    assert torch.equal(read["a.up_proj.weight"], weight)
+    with pytest.warns(hybridq.errors.HybridQWarning, match="and none of its tensors is; they are"):
+        hybridq.export(tmp_path / "in", tmp_path / "out", layout="quark", format="mxfp4")
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert said["quant_method"] == "quark"
