@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hybridq
@@ -108,13 +110,32 @@ def test_names_that_the_model_does_not_read_are_said(tmp_path):
     source = saved("gpt_oss", tmp_path / "in")
     notes = run(source, tmp_path / "q", **OPTIONS)
     (text,) = [one for one in notes.warnings if "has no place for" in one]
-    assert "GptOssForCausalLM" in text and "experts.0.down_proj and 23 others" in text
+    assert "GptOssForCausalLM" in text and "experts.0.down_proj.weight and 23 others" in text
     for kind in ("mixtral", "qwen3_moe"):
         notes = run(saved(kind, tmp_path / kind), tmp_path / f"{kind}-q", **OPTIONS)
         assert not any("has no place for" in one for one in notes.warnings)
     # Stacks of experts have the names of the model's own parameters, without `.weight`.
     notes = run(source, tmp_path / "mxfp4", layout="gpt-oss-mxfp4", format="mxfp4")
     assert not any("has no place for" in one for one in notes.warnings)
+
+    # Nor does the model read them when they are decoded.
+    notes = run(tmp_path / "q", tmp_path / "decoded", layout="bf16")
+    (text,) = [one for one in notes.warnings if "has no place for" in one]
+    assert "GptOssForCausalLM" in text and "experts.0.down_proj.weight and 23 others" in text
+    notes = run(tmp_path / "mixtral-q", tmp_path / "mixtral-decoded", layout="bf16")
+    assert not any("has no place for" in one for one in notes.warnings)
+
+
+def test_what_the_model_leaves_out_by_intent_is_not_said(tmp_path):
+    """As published: DeepSeek-V3 has a layer behind its last one, to predict more tokens."""
+    source = saved("deepseek_v3", tmp_path / "in")
+    tensors = load_file(source / "model.safetensors")
+    for name in ("mlp.up_proj.weight", "mlp.experts.0.up_proj.weight"):
+        tensors[f"model.layers.61.{name}"] = torch.randn(64, 64)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    for layout, given in (("q", OPTIONS), ("decoded", {"layout": "bf16"})):
+        notes = run(source if layout == "q" else tmp_path / "q", tmp_path / layout, **given)
+        assert not any("has no place for" in one for one in notes.warnings)
 
 
 def test_weights_kept_as_in_out_are_not_written_as_if_they_were_not(tmp_path):

@@ -31,6 +31,7 @@ from .model_word import ModelWord, tell_of_unknown, word_of, word_of_source
 from .observer import Observer
 from .options import ConvertOptions
 from .outcome import Conversion
+from .pieces import is_of_one_expert
 from .plain import PLAIN_LAYOUTS, PlainScheme
 from .run import Run
 from .scales import Scales
@@ -207,7 +208,14 @@ class _Asked:
             choices = (self.format, self.recipe, self.include, self.exclude)
             if any((*choices, self.calibration, self.kv_cache)):
                 raise SpecError(f"export: {layout} decodes everything, so it takes no other choice")
-            return PlainScheme(found, PLAIN_LAYOUTS[layout])
+            plain = PlainScheme(found, PLAIN_LAYOUTS[layout])
+            weights = [one.entry.name for one in found.weights.values()]
+            if any(is_of_one_expert(name) for name in weights):
+                word = word_of_source(found) if word is None else word
+                strange = word.tell_of_strangers(weights)
+                if strange is not None:
+                    self.observer.warn(strange)
+            return plain
         known = (*names(), *PLAIN_LAYOUTS)
         if isinstance(layout, str) and layout not in known:
             raise SpecError(f"export: layout {must_be_one_of(known, layout)}")

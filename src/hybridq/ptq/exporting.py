@@ -137,17 +137,9 @@ class ExportScheme(CheckpointScheme):
         self._kv_cache, self._caches = found
         self.notes += self._scales.notes
         # Weights of linears have the suffix, stacks of experts have none.
-        strange = [
-            name
-            for name in self._schemes
-            if not (word.has_place(f"{name}{_SUFFIX}") or word.has_place(name))
-        ]
-        if strange:
-            others = f" and {len(strange) - 1} others" if len(strange) > 1 else ""
-            self.notes.append(
-                f"transformers' {word.model} has no place for {strange[0]}{others}, "
-                "so it does not load the new folder; programs that read these names may"
-            )
+        names = [f"{name}{_SUFFIX}" for name in self._schemes if not word.has_place(name)]
+        strange = word.tell_of_strangers(names)
+        self.notes += [] if strange is None else [strange]
         self.notes += [f"{fault} (as of {name})" for fault, name in self._faults.items()]
         if self._left:
             name, reason = next(iter(self._left.items()))

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
@@ -41,6 +42,7 @@ class ModelWord:
             becomes a part of.
         parameters: names of the model's parameters.
         model: name of its class.
+        ignored: patterns of tensors that it leaves out by intent (layers that predict more tokens).
         reason: why nothing is known of the model; None: it is.
     """
 
@@ -49,15 +51,33 @@ class ModelWord:
     in_model: Callable[[str], str]
     parameters: frozenset[str] = frozenset()
     model: str = ""
+    ignored: tuple[str, ...] = ()
     reason: str | None = None
 
     def has_place(self, name: str) -> bool:
-        """Return whether the model reads a tensor of this name.
+        """Return whether the model reads a tensor of this name, or leaves it out by intent.
 
         Args:
             name: in the checkpoint.
         """
-        return not self.parameters or self.in_model(name) in self.parameters
+        if not self.parameters or any(re.search(one, name) for one in self.ignored):
+            return True
+        return self.in_model(name) in self.parameters
+
+    def tell_of_strangers(self, names: Iterable[str]) -> str | None:
+        """Return what to say where the model has no place for some weights; None: it has.
+
+        Args:
+            names: of weights, as the new checkpoint has them.
+        """
+        strange = [name for name in names if not self.has_place(name)]
+        if not strange:
+            return None
+        others = f" and {len(strange) - 1} others" if len(strange) > 1 else ""
+        return (
+            f"transformers' {self.model} has no place for {strange[0]}{others}, "
+            "so it does not load the new folder; programs that read these names may"
+        )
 
     def keeps(self, name: str) -> bool:
         """Return whether a weight stays as it is.
@@ -165,7 +185,8 @@ def word_of(model: nn.Module) -> ModelWord:
     # A checkpoint may be of the model without its head, whose names lack the prefix.
     bare = [name.removeprefix(prefix) for name in own]
     parameters = frozenset((*own, *bare))
-    return ModelWord(kept, frozenset(others), in_model, parameters, class_name(model))
+    ignored = tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    return ModelWord(kept, frozenset(others), in_model, parameters, class_name(model), ignored)
 
 
 def class_name(model: nn.Module) -> str:

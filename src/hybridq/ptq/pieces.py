@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final
 
 from ..kernels.inputs import HIGH_PRECISION
@@ -19,7 +20,14 @@ from .header import TORCH_DTYPES, Entry
 from .source import Shard
 from .views import PlainView, PlaneView, View
 
-__all__ = ["Piece", "bias_pieces", "expert_pieces", "is_expert_stack", "piece_of"]
+__all__ = [
+    "Piece",
+    "bias_pieces",
+    "expert_pieces",
+    "is_expert_stack",
+    "is_of_one_expert",
+    "piece_of",
+]
 
 _GATE_UP: Final = "gate_up_proj"
 _DOWN: Final = "down_proj"
@@ -73,6 +81,16 @@ def is_expert_stack(name: str, shape: tuple[int, ...]) -> bool:
     """
     parts = name.removesuffix(".weight").split(".")
     return len(shape) == 3 and parts[-1] in (_GATE_UP, _DOWN) and "experts" in parts[-2:-1]
+
+
+def is_of_one_expert(name: str) -> bool:
+    """Return whether a weight is a matrix of one expert, under a name of its own.
+
+    Args:
+        name: of the weight.
+    """
+    parts = name.split(".")
+    return any(a == "experts" and b.isdigit() for a, b in pairwise(parts))
 
 
 def expert_pieces(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import hybridq
 import hybridq.integrations.transformers as ours
@@ -108,6 +109,28 @@ def test_gpt_oss_experts_are_mxfp4(tmp_path) -> None:
     again = load(tmp_path / "again")
     assert_same(model, again)
     assert torch.equal(logits(model), logits(again))
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "llama4"])
+def test_experts_that_the_model_has_no_place_for_are_refused(kind, tmp_path) -> None:
+    """Each expert's matrices, of a model that holds one stack: its experts would be random."""
+    saved(kind, tmp_path / "plain")
+    with pytest.warns(hybridq.HybridQWarning, match="has no place for"):
+        hybridq.export(tmp_path / "plain", tmp_path / "m", layout="modelopt", format="mxfp8")
+    with pytest.raises(ValueError, match=r"experts\.0\.down_proj\.weight is no parameter of .*ran"):
+        ours.load(tmp_path / "m")
+    assert len(hybridq.load_checkpoint(tmp_path / "m")) > 10
+
+
+def test_weights_that_the_model_leaves_out_by_intent_are_no_fault(tmp_path) -> None:
+    """DeepSeek-V3's layer behind its last one, to predict more tokens."""
+    saved("deepseek_v3", tmp_path / "plain")
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    for name in ("mlp.up_proj.weight", "mlp.experts.0.up_proj.weight"):
+        tensors[f"model.layers.61.{name}"] = torch.randn(64, 64)
+    save_file(tensors, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    hybridq.export(tmp_path / "plain", tmp_path / "m", layout="modelopt", format="mxfp8")
+    assert len(quantized(ours.load(tmp_path / "m"))) > 5
 
 
 @pytest.mark.usefixtures("warns_anew")

@@ -85,6 +85,7 @@ class LayoutQuantizer(HybridQQuantizer):
         self.pre_quantized = True
         self._held = [held_of_layout(stored) for stored in found.values()]
         known = conversions(get_model_conversion_mapping(model), model, self._held, False)
+        _check_places(model, known, entries)
         self.quantization_config = self._as_ours(model, targets(known), found)
         self.calibration = _calibration(layout, self._kv_cache(files), found, scales, known)
         ignored = {rf"(^|\.){part}$" for part in {name.rpartition(".")[2] for name in scales}}
@@ -138,6 +139,37 @@ class LayoutQuantizer(HybridQQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         super()._process_model_after_weight_loading(model, **kwargs)
         model.quantization_method = METHOD
+
+
+def _check_places(model: Any, known: list[Any], entries: Mapping[str, TensorInfo]) -> None:
+    """Raise where quantized weights go nowhere, and a parameter of their module has no others.
+
+    Args:
+        model: on the meta device.
+        known: what `conversions` returned.
+        entries: of the files.
+
+    Raises:
+        ValueError: such as each expert's matrices, of a model that holds them as one stack.
+    """
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    placed = {target: held.name for target, held in known[0].each()}
+    prefix = f"{model.base_model_prefix}."
+    bare = {name.removeprefix(prefix) for name in entries}
+    missing = {
+        name.rpartition(".")[0] + ".": name
+        for name in sorted(own, reverse=True)
+        if name not in placed and name.removeprefix(prefix) not in bare
+    }
+    for target, name in placed.items():
+        module = next((one for one in missing if target.startswith(one)), None)
+        if target not in own and module is not None:
+            raise ValueError(
+                f"from_pretrained: {name} is no parameter of {type(model).__name__}, which holds "
+                f"{missing[module]} in its place, and the folder does not: it would be random; "
+                "take the folder in a layout that has it (gpt-oss-mxfp4 for GPT-OSS's experts), "
+                "or read its weights by hybridq.load_checkpoint"
+            )
 
 
 for _method in METHODS:
