@@ -246,3 +246,15 @@ def test_a_new_layout_needs_a_new_name() -> None:
     assert layouts.register(layouts.MODELOPT) is layouts.MODELOPT
     with pytest.raises(SpecError, match="the name 'modelopt' is taken"):
         layouts.register(replace(layouts.MODELOPT, summary="another"))
+
+
+@pytest.mark.parametrize("block", [[96, 80], [64, 64], "64x64", [1, 128]])
+def test_blocks_of_another_size_are_refused(block) -> None:
+    """Of 192x160 they have as many scales as those of 128x128."""
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": block}
+    said = {"quant_method": NAME_OF_CT, "config_groups": {"group_0": {"weights": weights}}}
+    with pytest.raises(CheckpointError, match="block_structure of compressed-tensors must be one"):
+        layouts.detect({"quantization_config": said}, ["a.weight", "a.weight_scale"])
+    for known in ([128, 128], "128x128", None):
+        weights["block_structure"] = known
+        assert layouts.detect({"quantization_config": said}, []) is layouts.COMPRESSED_TENSORS

@@ -147,20 +147,43 @@ def _transforms_at_run_time(said: object) -> Iterator[tuple[str, str]]:
                 yield str(name), str(where)
 
 
-#: Rows and columns of a scale's block, where a configuration says them.
+#: Rows and columns of a scale's block, where a configuration says them, for all weights and in a
+#: group of them.
 _BLOCK_SIZE = "weight_block_size"
+_BLOCK_OF_GROUP = "block_structure"
+
+
+def _blocks_of(said: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield each size of blocks that a configuration says, with its key."""
+    if said.get(_BLOCK_SIZE) is not None:
+        yield _BLOCK_SIZE, said[_BLOCK_SIZE]
+    groups = said.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping) and weights.get(_BLOCK_OF_GROUP) is not None:
+            yield _BLOCK_OF_GROUP, weights[_BLOCK_OF_GROUP]
 
 
 def _check_blocks(layout: Layout, said: Mapping[str, Any]) -> None:
     """Raise where blocks are of another size than a layout's: shapes of scales may be the same."""
-    known = [one.config[_BLOCK_SIZE] for one in layout.schemes if _BLOCK_SIZE in one.config]
-    block = said.get(_BLOCK_SIZE)
-    size = list(block) if isinstance(block, list | tuple) else block
-    if known and size is not None and size not in known:
-        raise CheckpointError(
-            f"layouts: {_BLOCK_SIZE} of {layout.name} must be one of "
-            f"{', '.join(map(str, known))}, got {block!r}"
-        )
+    own = [one.config for one in layout.schemes]
+    known = {
+        _BLOCK_SIZE: [one[_BLOCK_SIZE] for one in own if _BLOCK_SIZE in one],
+        _BLOCK_OF_GROUP: [
+            one["weights"][_BLOCK_OF_GROUP]
+            for one in own
+            if _BLOCK_OF_GROUP in one.get("weights", {})
+        ],
+    }
+    for key, block in _blocks_of(said):
+        size = list(block) if isinstance(block, list | tuple) else block
+        if isinstance(size, str) and key == _BLOCK_OF_GROUP:  # older ones say "128x128"
+            size = [int(one) if one.isdigit() else one for one in size.split("x")]
+        if known[key] and size not in known[key]:
+            raise CheckpointError(
+                f"layouts: {key} of {layout.name} must be one of "
+                f"{', '.join(map(str, known[key]))}, got {block!r}"
+            )
 
 
 #: All say "fp8" in their configurations: the last part of the names of their scales.
