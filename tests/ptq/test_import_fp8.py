@@ -293,3 +293,25 @@ def test_a_configuration_of_weights_that_are_not_quantized_is_told(method, tmp_p
         hybridq.export(tmp_path / "in", tmp_path / "out", layout="quark", format="mxfp4")
     said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert said["quant_method"] == "quark"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_of_inputs_that_are_not_carried_over_are_told(kind, tmp_path) -> None:
+    """Of some weights alone, or into a layout that has none."""
+    written(tmp_path / "in", kind)
+    notes = Notes()
+    hybridq.export(tmp_path / "in", tmp_path / "v4", layout="quark", format="mxfp4", observer=notes)
+    (text,) = [one for one in notes.warnings if "scales of inputs" in one]
+    assert text.startswith("3 scales of inputs") and "quark says no static inputs" in text
+    (_, end, _), _, own = KINDS[kind]
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    del tensors[f"model.layers.0.mlp.up_proj.{end}"]
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    for layout in (own, "compressed-tensors"):
+        notes = Notes()
+        hybridq.export(tmp_path / "in", tmp_path / layout, layout=layout, observer=notes)
+        (text,) = [one for one in notes.warnings if "scales of inputs" in one]
+        assert text.startswith("2 scales of inputs")
+        assert "the source has none for model.layers.0.mlp.up_proj" in text
+        made = load_file(tmp_path / layout / "model.safetensors")
+        assert not any("input" in name or "act" in name for name in made)

@@ -87,12 +87,23 @@ class ExportScheme(CheckpointScheme):
         self._left: dict[str, str] = {}
         self._faults: dict[Fault, str] = {}
         self._has_scales = True
+        self._scaled: dict[str, None] = {}
+        self._unscaled: dict[str, None] = {}
         self._groups: dict[str, str] = {}
         self._exact: set[str] = set()
         self._members: dict[str, list[tuple[Record, View]]] = {}
         self._survey()
         schemes = self._schemes.values()
         self._inputs = scales.way(self._layout, schemes, self._has_scales)
+        if self._scaled and self._inputs != "static" and not scales.is_calibrated:
+            why = f"{self._layout.name} says no static inputs with these formats"
+            if all("static" in scheme.inputs for scheme in schemes):
+                why = f"the source has none for {next(iter(self._unscaled))}, and all need one; a "
+                why += "calibration gives them"
+            self.notes.append(
+                f"{len(self._scaled)} scales of inputs ({next(iter(self._scaled))}, ...) are not "
+                f"carried over, since {why}"
+            )
         if scales.is_calibrated and self._inputs != "static" and kv_cache is None:
             names = " and ".join(dict.fromkeys(scheme.name for scheme in schemes))
             self.notes.append(
@@ -113,7 +124,9 @@ class ExportScheme(CheckpointScheme):
                     self._schemes[one.module] = one.stored.scheme
                     for fault in faults_of(self._layout.name, one.stored, one.record.dtype):
                         self._faults.setdefault(fault, one.module)
-                    self._has_scales &= self._scales.has(one.piece.weight)
+                    has_scale = self._scales.has(one.piece.weight)
+                    self._has_scales &= has_scale
+                    (self._scaled if has_scale else self._unscaled)[one.module] = None
                     if one.stored.scheme.shares_scale:
                         sharing[one.record.name] = one
                 entry = item.entry if isinstance(item, Weight) else item
