@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import hybridq
 from checkpoint_tools import write_sharded
 from export_tools import run, stored
-from hybridq import Calibration
+from hybridq import Calibration, layouts
+from hybridq.report import checkpoint_summary
 
 LAYER = "model.layers.0"
 LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj")
@@ -216,3 +218,31 @@ def test_what_of_a_calibration_is_not_written_is_said(tmp_path):
 
 
 FINE = {"layout": "fine-grained-fp8", "recipe": None, "format": "mxfp8"}
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors", "quark", "auto-fp8"])
+def test_a_scale_for_each_head_stands_for_the_largest(layout, source, tmp_path):
+    """As compressed-tensors writes them for its strategy `attn_head`: `[heads, 1, 1]`."""
+    given = {"layout": "compressed-tensors", "format": "fp8_tensor", "kv_cache": "fp8"}
+    run(source, tmp_path / "one", calibration=calibrated(), **given)
+    path = next((tmp_path / "one").glob("*.safetensors"))
+    tensors = load_file(path)
+    scales = {"k": torch.tensor([0.5, 2.0, 0.25]), "v": torch.tensor([0.125, 0.0625, 0.5])}
+    for slot, value in scales.items():
+        tensors[f"{LAYER}.self_attn.{slot}_scale"] = value.reshape(3, 1, 1)
+    save_file(tensors, path, {"format": "pt"})
+    found = checkpoint_summary(tmp_path / "one").caches
+    assert sorted((one.slot, one.amax) for one in found) == [("k", 896.0), ("v", 224.0)]
+    notes = run(tmp_path / "one", tmp_path / "out", layout=layout)
+    assert any("2 scales of inputs and KV caches" in text for text in notes.warnings)
+    kinds = layouts.get(layout).kv["fp8"]
+    made = stored(tmp_path / "out")
+    for part in kinds:
+        value = made[part.file_name(f"{LAYER}.self_attn")]
+        assert value.shape == part.shape and value.item() == scales[part.slot].max().item()
+    tensors[f"{LAYER}.self_attn.k_scale"] = torch.ones(0)
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(hybridq.CheckpointError, match="must have a value"):
+        checkpoint_summary(tmp_path / "one")
+    with pytest.raises(hybridq.CheckpointError, match="must have a value"):
+        run(tmp_path / "one", tmp_path / "none", layout=layout)

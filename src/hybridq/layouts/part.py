@@ -277,9 +277,19 @@ class ScalarPart:
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the amax, FP32 `[1]`, that the tensor of the file stands for, rounded once.
 
+        Of several values (one for each head of a cache) it is the largest amax: that of all.
+
         Args:
             tensor: of the file.
+
+        Raises:
+            CheckpointError: it has no value.
         """
-        value = wide(tensor).reshape(1)
+        value = wide(tensor).reshape(-1)
+        if not value.numel():
+            raise CheckpointError(
+                f"layouts: a scale of activations must have a value, got {list(tensor.shape)} for "
+                f"{self.name!r}"
+            )
         made = self.bound / value if self.value.name == RECIPROCAL.name else value * self.bound
-        return made.to(torch.float32)
+        return made.to(torch.float32).max().reshape(1)

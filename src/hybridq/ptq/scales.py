@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
@@ -47,6 +48,12 @@ class Scales:
         self._calibration = calibration
         self._in_model = in_model
         self.notes: list[str] = []
+        many = [name for name, (_, one) in found.scalars.items() if math.prod(one.shape) > 1]
+        if many and calibration is None:
+            self.notes.append(
+                f"{len(many)} scales of inputs and KV caches ({many[0]}, ...) have several values "
+                "each; the largest amax stands for all of them"
+            )
 
     @property
     def is_calibrated(self) -> bool:
@@ -213,6 +220,7 @@ class Scales:
                 if attention is not None:
                     value = self._read(name)
                     is_same = (part.value, part.bound) == (to.value, to.bound)
+                    is_same = is_same and value.numel() == 1
                     own = value.float().reshape(to.shape) if is_same else to.write(part.read(value))
                     file = scalars[name][0].name
                     made.setdefault(file, {})[to.file_name(attention)] = own
@@ -227,8 +235,6 @@ class Scales:
     def _read(self, name: str) -> torch.Tensor:
         shard, entry = self._found.scalars[name]
         value = shard.read(entry.begin, entry.nbytes).view(TORCH_DTYPES[entry.dtype])
-        if value.numel() != 1:
-            raise CheckpointError(
-                f"checkpoint: {name!r} of {shard.path} must have one value, got {value.numel()}"
-            )
+        if not value.numel():
+            raise CheckpointError(f"checkpoint: {name!r} of {shard.path} must have a value")
         return value
