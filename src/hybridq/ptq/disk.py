@@ -20,7 +20,7 @@ from typing import Final
 
 from ..errors import CheckpointError
 
-__all__ = ["Folder", "is_name", "is_there", "kind_of", "partial_name", "reading"]
+__all__ = ["Folder", "is_name", "is_there", "kind_of", "names_in_folder", "partial_name", "reading"]
 
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 #: What the system says of a link where none may be: as a file, as a folder.
@@ -48,6 +48,14 @@ def kind_of(path: Path) -> str:
 def is_there(path: Path) -> bool:
     """Return whether `path` leads to something, as `kind_of` does."""
     return bool(kind_of(path))
+
+
+def names_in_folder(folder: Path) -> list[str]:
+    """Return the names in a folder, in order; none of one that nobody may look into."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
 
 
 @contextmanager

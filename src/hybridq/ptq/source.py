@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from ..errors import CheckpointError
-from .disk import is_name, is_there, kind_of, reading
+from .disk import is_name, is_there, kind_of, names_in_folder, reading
 from .files import as_bytes, read_into, read_json
 from .header import Header, read_header
 
@@ -234,10 +234,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
 
 def _what_is_there(folder: Path) -> str:
     """Return what an error says of the weights that a folder has under other names."""
-    try:
-        names = sorted(os.listdir(folder))
-    except OSError:  # of a folder whose names nobody may read: there is no more to say
-        return ""
+    names = names_in_folder(folder)
     if SINGLE in names or INDEX in names:
         name = SINGLE if SINGLE in names else INDEX
         return f": its {name} is a link to a file that is not there; download or copy that first"
