@@ -315,3 +315,13 @@ def test_scales_of_inputs_that_are_not_carried_over_are_told(kind, tmp_path) -> 
         assert "the source has none for model.layers.0.mlp.up_proj" in text
         made = load_file(tmp_path / layout / "model.safetensors")
         assert not any("input" in name or "act" in name for name in made)
+
+
+def test_hybridqs_own_layout_needs_a_format(tmp_path) -> None:
+    written(tmp_path / "in", "quark")
+    with pytest.raises(hybridq.SpecError, match="the layout hybridq needs a format or a recipe, w"):
+        hybridq.export(tmp_path / "in", tmp_path / "out", layout="hybridq")
+    hybridq.export(tmp_path / "in", tmp_path / "out", layout="hybridq", format="fp8_e4m3")
+    name = "model.layers.0.mlp.up_proj.weight"
+    before, after = (hybridq.load_checkpoint(tmp_path / one)[name] for one in ("in", "out"))
+    assert torch.equal(before.rowwise.data, after.rowwise.data)

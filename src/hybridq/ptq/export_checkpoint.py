@@ -232,6 +232,11 @@ class _Asked:
                 "carried over: the layout hybridq holds none"
             )
         own = self.format
+        if own is None and self.recipe is None:
+            raise SpecError(
+                "export: the layout hybridq needs a format or a recipe, which says what planes "
+                "are, got neither; weights that have that format already keep their codes"
+            )
         quantizer = Quantizer(PlaneSpec.parse(own), None) if isinstance(own, str) else own
         chosen = Selection(quantizer, self.recipe, self.include, self.exclude)
         word = word_of_source(found) if word is None else word
