@@ -325,3 +325,37 @@ def test_hybridqs_own_layout_needs_a_format(tmp_path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     before, after = (hybridq.load_checkpoint(tmp_path / one)[name] for one in ("in", "out"))
     assert torch.equal(before.rowwise.data, after.rowwise.data)
+
+
+@pytest.mark.parametrize("block", [(128, 128), None])
+@pytest.mark.parametrize("rows", [512, 384, 160])
+def test_halves_of_a_stack_keep_their_own_scales(rows, block, tmp_path) -> None:
+    """A checkpoint whose only scales are those of stacks; gate and up may share a block of 128."""
+    (tmp_path / "in").mkdir()
+    codes = (torch.randn(2, rows, 256) * 100.0).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    shape = (2,) if block is None else (2, -(-rows // 128), 2)
+    scale = torch.rand(shape) + 0.125
+    wide = scale.reshape(2, 1, 1) if block is None else scale.repeat_interleave(128, 1)[:, :rows]
+    wide = wide if block is None else wide.repeat_interleave(128, 2)
+    want = codes.double() * wide.double()
+    name = "layers.0.mlp.experts.gate_up_proj"
+    tensors = {name: codes, f"{name}_scale_inv": scale}
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    config = {"model_type": "m", "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    hybridq.export(tmp_path / "in", tmp_path / "plain", layout="fp32")
+    made = load_file(tmp_path / "plain" / "model.safetensors")[name].double()
+    assert (made - want).abs().max() <= 2.0**-24 * want.abs().max()
+    given = {} if block is None else {"format": "fp8_block"}
+    if block is not None and rows // 2 % 128:
+        with pytest.raises(CheckpointError, match="gate and up must be blocks of their own to bec"):
+            hybridq.export(tmp_path / "in", tmp_path / "out", layout="compressed-tensors", **given)
+        return
+    hybridq.export(tmp_path / "in", tmp_path / "out", layout="compressed-tensors", **given)
+    hybridq.export(tmp_path / "out", tmp_path / "again", layout="fp32")
+    made = load_file(tmp_path / "again" / "model.safetensors")
+    for expert in range(2):
+        for half, own in enumerate(("gate_proj", "up_proj")):
+            mine = made[f"layers.0.mlp.experts.{expert}.{own}.weight"].double()
+            value = want[expert, half * rows // 2 : (half + 1) * rows // 2]
+            assert (mine - value).abs().max() <= 2.0**-23 * want.abs().max()

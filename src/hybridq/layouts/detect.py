@@ -30,7 +30,7 @@ __all__ = [
 _MARKS = (
     (".weight_packed", COMPRESSED_TENSORS),
     (".weight_scale_2", MODELOPT),
-    (".weight_scale_inv", FINE_GRAINED_FP8),
+    ("_scale_inv", FINE_GRAINED_FP8),  # of a weight, or of a stack under its own name
     (".qscale_weight", MISTRAL),
     ("_proj_blocks", GPT_OSS_MXFP4),
     (".rowwise.data", HYBRIDQ),
@@ -186,9 +186,9 @@ def _check_blocks(layout: Layout, said: Mapping[str, Any]) -> None:
             )
 
 
-#: All say "fp8" in their configurations: the last part of the names of their scales.
+#: All say "fp8" in their configurations: the last part of the names of their scales, or its end.
 _OF_FP8 = {
-    "weight_scale_inv": FINE_GRAINED_FP8,
+    "_scale_inv": FINE_GRAINED_FP8,
     "qscale_weight": MISTRAL,
     "weight_scale": AUTO_FP8,
     "scale": DEEPSEEK_V4,
@@ -198,7 +198,11 @@ _OF_FP8 = {
 def _of_fp8(said: Mapping[str, Any], tensors: Iterable[str]) -> Layout:
     """Return which layout a configuration means: by names of scales, or by the blocks in it."""
     ends = {name.rpartition(".")[2] for name in tensors}
-    found = [layout for end, layout in _OF_FP8.items() if end in ends]
+    found = [
+        layout
+        for end, layout in _OF_FP8.items()
+        if end in ends or (end.startswith("_") and any(one.endswith(end) for one in ends))
+    ]
     if found:
         return found[0]
     return FINE_GRAINED_FP8 if _BLOCK_SIZE in said else AUTO_FP8

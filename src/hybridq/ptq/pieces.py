@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final
 
+from ..direction import ROWWISE
+from ..errors import CheckpointError
 from ..kernels.inputs import HIGH_PRECISION
 from ..layouts import GPT_OSS_MXFP4, Layout
 from .found import Weight
@@ -173,6 +175,7 @@ def _upright(shard: Shard, item: Entry | Weight, config: Mapping[str, Any]) -> P
 def _rows_of(view: View, index: int, first: int, step: int, height: int) -> View:
     """Return the view of some rows of one matrix of a stack."""
     if isinstance(view, PlaneView):
+        _check_cut(view, first, step, height)
         return replace(view, shape=(height, view.shape[-1]), index=index, first=first, step=step)
     if not isinstance(view, PlainView):
         raise TypeError(f"export: takes rows of plain tensors and planes, got {view!r}")
@@ -184,6 +187,25 @@ def _rows_of(view: View, index: int, first: int, step: int, height: int) -> View
         first=view.first + index * view.pitch + first * high,
         pitch=0,
     )
+
+
+def _check_cut(view: PlaneView, first: int, step: int, height: int) -> None:
+    """Raise where rows of a quantized matrix are no blocks of their own.
+
+    Raises:
+        CheckpointError: gate and up share blocks, or the blocks lie along the other side.
+    """
+    rows = view.shape[-2]
+    name = view.buffers["data"].entry.name
+    block = view.spec.unit(0)
+    is_part = height != rows
+    if is_part and (view.direction != ROWWISE or (block > 1 and (step > 1 or first % block))):
+        what = f"blocks of {block} rows" if view.direction == ROWWISE else "a columnwise plane"
+        raise CheckpointError(
+            f"export: gate and up must be blocks of their own to become matrices of their own, got "
+            f"{what} in {name!r}, whose {rows} rows are both; export the checkpoint as bf16 or "
+            "fp32, which keeps the stack, and that in this layout"
+        )
 
 
 def _model_type(config: Mapping[str, Any]) -> str:
