@@ -193,18 +193,16 @@ def _check_cut(view: PlaneView, first: int, step: int, height: int) -> None:
     """Raise where rows of a quantized matrix are no blocks of their own.
 
     Raises:
-        CheckpointError: gate and up share blocks, or the blocks lie along the other side.
+        CheckpointError: gate and up share blocks.
     """
-    rows = view.shape[-2]
-    name = view.buffers["data"].entry.name
-    block = view.spec.unit(0)
-    is_part = height != rows
-    if is_part and (view.direction != ROWWISE or (block > 1 and (step > 1 or first % block))):
-        what = f"blocks of {block} rows" if view.direction == ROWWISE else "a columnwise plane"
+    rows, block = view.shape[-2], view.spec.unit(0)
+    is_part = height != rows and view.direction == ROWWISE
+    if is_part and block > 1 and (step > 1 or first % block):
         raise CheckpointError(
             f"export: gate and up must be blocks of their own to become matrices of their own, got "
-            f"{what} in {name!r}, whose {rows} rows are both; export the checkpoint as bf16 or "
-            "fp32, which keeps the stack, and that in this layout"
+            f"blocks of {block} rows in {view.buffers['data'].entry.name!r}, whose {rows} rows are "
+            "both; export the checkpoint as bf16 or fp32, which keeps the stack, and that in this "
+            "layout"
         )
 
 
