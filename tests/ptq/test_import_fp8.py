@@ -347,10 +347,7 @@ def test_halves_of_a_stack_keep_their_own_scales(rows, block, tmp_path) -> None:
     made = load_file(tmp_path / "plain" / "model.safetensors")[name].double()
     assert (made - want).abs().max() <= 2.0**-24 * want.abs().max()
     given = {} if block is None else {"format": "fp8_block"}
-    if block is not None and rows // 2 % 128:
-        with pytest.raises(CheckpointError, match="gate and up must be blocks of their own to bec"):
-            hybridq.export(tmp_path / "in", tmp_path / "out", layout="compressed-tensors", **given)
-        return
+    shares = block is not None and rows // 2 % 128 != 0
     hybridq.export(tmp_path / "in", tmp_path / "out", layout="compressed-tensors", **given)
     hybridq.export(tmp_path / "out", tmp_path / "again", layout="fp32")
     made = load_file(tmp_path / "again" / "model.safetensors")
@@ -358,4 +355,7 @@ def test_halves_of_a_stack_keep_their_own_scales(rows, block, tmp_path) -> None:
         for half, own in enumerate(("gate_proj", "up_proj")):
             mine = made[f"layers.0.mlp.experts.{expert}.{own}.weight"].double()
             value = want[expert, half * rows // 2 : (half + 1) * rows // 2]
+            if shares:  # encoded anew, from what they decode to: one rounding to E4M3
+                assert ((mine - value).abs() <= 2.0**-4 * value.abs() + 2.0**-9).all()
+                continue
             assert (mine - value).abs().max() <= 2.0**-23 * want.abs().max()

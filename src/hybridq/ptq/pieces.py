@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final
 
-from ..direction import ROWWISE
+from ..direction import COLUMNWISE, ROWWISE
 from ..errors import CheckpointError
 from ..kernels.inputs import HIGH_PRECISION
 from ..layouts import GPT_OSS_MXFP4, Layout
 from .found import Weight
 from .header import TORCH_DTYPES, Entry
 from .source import Shard
-from .views import PlainView, PlaneView, View
+from .views import DecodedRows, PlainView, PlaneView, View
 
 __all__ = [
     "Piece",
@@ -162,20 +162,52 @@ def bias_pieces(shard: Shard, entry: Entry, config: Mapping[str, Any]) -> list[P
 def _upright(shard: Shard, item: Entry | Weight, config: Mapping[str, Any]) -> Piece:
     """Return a stack as `[E, out, in]`."""
     piece = piece_of(shard, item)
-    if piece.weight is not None:
+    if piece.weight is not None and piece.weight.stored is not None:
         is_transposed = piece.weight.scheme in GPT_OSS_MXFP4.schemes
         return replace(piece, is_transposed=is_transposed)
-    if not isinstance(piece.view, PlainView) or not _is_transposed(piece.entry, config):
+    if not _is_transposed(piece.entry, config):
         return piece
     count, rows, cols = piece.entry.shape
+    if piece.weight is not None:
+        turned = _turned(piece.weight)
+        return replace(
+            piece,
+            entry=replace(piece.entry, shape=turned.shape),
+            view=turned,
+            is_transposed=True,
+        )
+    if not isinstance(piece.view, PlainView):
+        return piece
     view = replace(piece.view, matrix=(cols, rows), strides=(1, cols))
     return Piece(replace(piece.entry, shape=(count, cols, rows)), view, None, True)
+
+
+def _turned(weight: Weight) -> PlaneView:
+    """Return hybridq's own planes of a stack `[E, in, out]` as those of `[E, out, in]`.
+
+    Its columnwise plane, which the forward takes, is the rowwise one of the transposed matrices.
+
+    Raises:
+        CheckpointError: it has no columnwise plane.
+    """
+    views = (weight.view, weight.other)
+    view = next((one for one in views if one is not None and one.direction == COLUMNWISE), None)
+    if view is None:
+        raise CheckpointError(
+            f"export: a stack [experts, in, out] must have the plane that its forward takes, the "
+            f"columnwise one, got {weight.entry.name!r} with the rowwise one alone; export the "
+            "model in bf16 or fp32 first"
+        )
+    count, rows, cols = view.shape
+    return replace(view, direction=ROWWISE, shape=(count, cols, rows))
 
 
 def _rows_of(view: View, index: int, first: int, step: int, height: int) -> View:
     """Return the view of some rows of one matrix of a stack."""
     if isinstance(view, PlaneView):
-        _check_cut(view, first, step, height)
+        if _are_cut(view, first, step, height):
+            whole = replace(view, shape=view.shape[-2:], index=index)
+            return DecodedRows(whole, first, step, height)
         return replace(view, shape=(height, view.shape[-1]), index=index, first=first, step=step)
     if not isinstance(view, PlainView):
         raise TypeError(f"export: takes rows of plain tensors and planes, got {view!r}")
@@ -189,21 +221,11 @@ def _rows_of(view: View, index: int, first: int, step: int, height: int) -> View
     )
 
 
-def _check_cut(view: PlaneView, first: int, step: int, height: int) -> None:
-    """Raise where rows of a quantized matrix are no blocks of their own.
-
-    Raises:
-        CheckpointError: gate and up share blocks.
-    """
+def _are_cut(view: PlaneView, first: int, step: int, height: int) -> bool:
+    """Return whether rows of a quantized matrix are no blocks of their own."""
     rows, block = view.shape[-2], view.spec.unit(0)
     is_part = height != rows and view.direction == ROWWISE
-    if is_part and block > 1 and (step > 1 or first % block):
-        raise CheckpointError(
-            f"export: gate and up must be blocks of their own to become matrices of their own, got "
-            f"blocks of {block} rows in {view.buffers['data'].entry.name!r}, whose {rows} rows are "
-            "both; export the checkpoint as bf16 or fp32, which keeps the stack, and that in this "
-            "layout"
-        )
+    return is_part and block > 1 and (step > 1 or bool(first % block))
 
 
 def _model_type(config: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ from .header import TORCH_DTYPES, Entry
 from .source import Shard
 from .tiles import Tile, place
 
-__all__ = ["PlainView", "PlaneView", "Range", "Stored", "View"]
+__all__ = ["DecodedRows", "PlainView", "PlaneView", "Range", "Stored", "View"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,3 +324,58 @@ class PlaneView:
             plane.buffers["amax"] = torch.full_like(plane.buffers["amax"], largest)  # a factor of 1
             made = plane.dequantize().mul_(factor).to(self.out)
         return made.contiguous()
+
+
+@dataclass(frozen=True)
+class DecodedRows:
+    """Regularly placed rows of a matrix that is encoded already, whose blocks they cut: decoded.
+
+    Args:
+        plane: the whole matrix, or stack.
+        first, step, height: the first of its rows, how far apart they are, and how many.
+    """
+
+    plane: PlaneView
+    first: int
+    step: int
+    height: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the decoded values."""
+        return self.plane.dtype
+
+    @property
+    def units(self) -> tuple[int, int]:
+        """Rows may be cut anywhere."""
+        return 1, self.plane.units[1]
+
+    @property
+    def extra_nbytes(self) -> float:
+        """Of all rows between the first and the last of a tile, decoded."""
+        return self.step * (self.plane.extra_nbytes + self.dtype.itemsize)
+
+    @property
+    def entries(self) -> tuple[tuple[Shard, Entry], ...]:
+        """The tensors of its buffers."""
+        return self.plane.entries
+
+    def _around(self, tile: Tile) -> Tile:
+        """Return the tile of whole blocks that has the tile's rows."""
+        unit, (rows, cols) = self.plane.units[0], self.plane.shape[-2:]
+        begin = (self.first + tile.row * self.step) // unit * unit
+        last = self.first + (tile.row + max(tile.rows, 1) - 1) * self.step
+        end = min((last // unit + 1) * unit, rows)
+        return Tile(
+            begin, tile.col, end - begin, tile.cols, (end - begin, tile.cols) == (rows, cols)
+        )
+
+    def ranges(self, index: int, tile: Tile) -> tuple[Range, ...]:
+        """Return the pieces of each buffer that the blocks around the tile need."""
+        return self.plane.ranges(index, self._around(tile))
+
+    def values(self, tile: Tile, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return what the tile's rows decode to."""
+        around = self._around(tile)
+        begin = self.first + tile.row * self.step - around.row
+        return self.plane.values(around, pieces)[begin :: self.step][: tile.rows].contiguous()
