@@ -169,11 +169,11 @@ def _upright(shard: Shard, item: Entry | Weight, config: Mapping[str, Any]) -> P
         return piece
     count, rows, cols = piece.entry.shape
     if piece.weight is not None:
-        turned = _turned(piece.weight)
+        upright = _upright_planes(piece.weight)
         return replace(
             piece,
-            entry=replace(piece.entry, shape=turned.shape),
-            view=turned,
+            entry=replace(piece.entry, shape=upright.shape),
+            view=upright,
             is_transposed=True,
         )
     if not isinstance(piece.view, PlainView):
@@ -182,7 +182,7 @@ def _upright(shard: Shard, item: Entry | Weight, config: Mapping[str, Any]) -> P
     return Piece(replace(piece.entry, shape=(count, cols, rows)), view, None, True)
 
 
-def _turned(weight: Weight) -> PlaneView:
+def _upright_planes(weight: Weight) -> PlaneView:
     """Return hybridq's own planes of a stack `[E, in, out]` as those of `[E, out, in]`.
 
     Its columnwise plane, which the forward takes, is the rowwise one of the transposed matrices.
