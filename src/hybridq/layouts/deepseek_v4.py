@@ -75,6 +75,7 @@ def _config(said: Described) -> dict[str, Any]:
         "weight_block_size": [128, 128],
         **own,
         "modules_to_not_convert": list(said.kept),
+        "ignored_layers": list(said.kept),
     }
 
 

@@ -25,6 +25,7 @@ def _config(said: Described) -> dict[str, Any]:
         "activation_scheme": said.inputs or "dynamic",
         "weight_block_size": None,
         "modules_to_not_convert": list(said.kept),
+        "ignored_layers": list(said.kept),
     }
 
 
