@@ -250,7 +250,8 @@ def detect(
         raise CheckpointError(
             "layouts: the tensors' names could mean "
             f"{' or '.join(sorted(each) or _WITH_SCALES)}, and no "
-            "configuration says which; name the layout"
+            "configuration says which; name the layout (--from, or the second argument of "
+            "load_checkpoint)"
         )
     return next(iter(each.values()), None)
 

@@ -18,6 +18,7 @@ from transformers.quantizers.auto import register_quantizer
 from ...calibration import Calibration
 from ...converters import conversion
 from ...converters.exclusions import REASONS
+from ...errors import CheckpointError
 from ...layouts import (
     ENTRIES,
     HYBRIDQ,
@@ -192,7 +193,13 @@ def _read_headers(
         with torch.device("cpu"), opened_file(file) as opened:
             for name in opened.keys():  # noqa: SIM118 (it is no mapping)
                 about = opened.get_slice(name)
-                entries[name] = TORCH_DTYPES[about.get_dtype()], tuple(about.get_shape())
+                dtype = TORCH_DTYPES.get(about.get_dtype())
+                if dtype is None:
+                    raise CheckpointError(
+                        f"from_pretrained: {name!r} is of dtype {about.get_dtype()}, which torch "
+                        "has not; no layout reads it"
+                    )
+                entries[name] = dtype, tuple(about.get_shape())
                 if any(part.module_of(name) is not None for part in _scale_parts()):
                     scales[name] = opened.get_tensor(name)
     return entries, scales
