@@ -226,12 +226,11 @@ def detect(
     said = said_of(config or {})
     method = _method_of(said)
     if method is not None:
-        for name in names():
-            if method in get(name).methods:
-                is_fp8 = get(name) in _OF_FP8.values() and method == "fp8"
-                layout = _of_fp8(said, tensors) if is_fp8 else get(name)
-                _check_blocks(layout, said)
-                return layout
+        own = [get(name) for name in names() if method in get(name).methods]
+        if own:
+            layout = _of_fp8(said, tensors) if method == "fp8" else own[0]
+            _check_blocks(layout, said)
+            return layout
         known = sorted({one for name in names() for one in get(name).methods})
         raise CheckpointError(
             f"layouts: quant_method of the configuration {must_be_one_of(known, method)}; no "

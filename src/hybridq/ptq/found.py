@@ -165,7 +165,7 @@ def find(source: Source, layout: Layout | None = None) -> Found:
         if not says_quantized(config):
             check_is_no_other(infos)  # names alone say less
         layout = detect(config, infos, hf_quant_config(source))
-        layout = DEEPSEEK_V4 if layout is None and _has_scales(infos) else layout
+        layout = DEEPSEEK_V4 if layout is None and _are_of_deepseek_v4(infos) else layout
     if not records:
         check_is_no_other(infos)
     if layout is None or (layout is HYBRIDQ and not records):
@@ -251,12 +251,11 @@ def _has_codes(source: Source) -> bool:
     return any(entry.dtype in _CODES for shard in source.shards for entry in shard.header.entries)
 
 
-def _has_scales(infos: Mapping[str, TensorInfo]) -> bool:
-    """Return whether codes in E4M3 have a scale under the name that only one layout has."""
-    codes = (name for name, (dtype, _) in infos.items() if dtype == torch.float8_e4m3fn)
+def _are_of_deepseek_v4(infos: Mapping[str, TensorInfo]) -> bool:
+    """Return whether codes in E4M3 have a scale under a name that says nothing without them."""
     return any(
-        DEEPSEEK_V4.schemes[1].parts[1].file_name(name) in infos
-        for name in codes
+        dtype == torch.float8_e4m3fn and f"{name.removesuffix('weight')}scale" in infos
+        for name, (dtype, _) in infos.items()
         if name.endswith(".weight")
     )
 
