@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 import hybridq
@@ -16,6 +18,7 @@ SPECS = {
     "mxfp8_32x32": ("mxfp8_32x32",),
     "mxfp4": ("mxfp4", "e2m1/1x32/e8m0/even/mxfp4"),
     "fp8_tensor": ("fp8_e4m3", "e4m3/tensor/fp32/amax/float8/pow2"),
+    "fp8_e5m2": ("fp8_e5m2",),
     "fp8_channel": ("e4m3/1x{cols}/fp32/amax/float8_block",),
     "fp8_block": ("fp8_128x128", "e4m3/128x128/fp32/amax/float8_block"),
 }
@@ -27,6 +30,12 @@ CASES = [
 ]
 #: Rows are no multiple of anything; columns of what readers need.
 SHAPE = (200, 256)
+
+
+def shape_for(layout: layouts.Layout) -> tuple[int, int]:
+    """`SHAPE`, or one with the rows that readers need."""
+    rows = math.lcm(*(one.rows for one in layout.schemes))
+    return (-(-SHAPE[0] // rows) * rows, SHAPE[1])
 
 
 def plane_of(spec: str, x: torch.Tensor) -> hybridq.Plane:

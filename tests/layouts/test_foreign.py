@@ -51,7 +51,10 @@ KINDS = {
     "quark": ("INT8", {"weight": (I8, (64, 64)), "weight_scale": (FP32, 64)}),
     "fp8": ("E5M2 with", {"weight": (E5M2, (64, 64)), "weight_scale": (FP32, ())}),
     "fp8 of MI300": ("MI300", {"weight": (FNUZ, (64, 64)), "weight_scale": (FP32, ())}),
-    "comfy": ("ComfyUI", {"weight": (E4M3, (64, 64)), "scale_weight": (FP32, ())}),
+    "comfyui": (
+        "integers",
+        {"weight": (I8, (64, 64)), "weight_scale": (FP32, (64, 1)), "comfy_quant": (U8, 8)},
+    ),
 }
 READ = ("compressed-tensors", "modelopt", "quark", "fp8")
 

@@ -112,6 +112,26 @@ SERVERS = {
         "qscale_weight": (F32, ()),
         "qscale_act": (F32, ()),
     },
+    # vLLM FBGEMMFp8LinearMethod, transformers FbgemmFp8Linear
+    ("fbgemm-fp8", "fp8_channel"): {"weight": (E4M3, (N, K)), "weight_scale": (F32, (N, 1))},
+    # ComfyUI comfy.ops, comfy-kitchen's layouts; scales fill whole tiles of 128 x 4
+    ("comfyui", "nvfp4"): {
+        "weight": (U8, (N, K // 2)),
+        "weight_scale": (E4M3, (N, K // 16)),
+        "weight_scale_2": (F32, ()),
+        "input_scale": (F32, ()),
+    },
+    ("comfyui", "mxfp8"): {"weight": (E4M3, (N, K)), "weight_scale": (U8, (N, K // 32))},
+    ("comfyui", "fp8_tensor"): {
+        "weight": (E4M3, (N, K)),
+        "weight_scale": (F32, ()),
+        "input_scale": (F32, ()),
+    },
+    ("comfyui", "fp8_e5m2"): {
+        "weight": (torch.float8_e5m2, (N, K)),
+        "weight_scale": (F32, ()),
+        "input_scale": (F32, ()),
+    },
     # transformers FP8Linear with weight_block_size [1, 32]
     ("fine-grained-fp8", "mxfp8"): {
         "weight": (E4M3, (N, K)),

@@ -18,6 +18,7 @@ Example:
 from __future__ import annotations
 
 from .auto_fp8 import AUTO_FP8
+from .comfyui import COMFYUI
 from .compressed_tensors import COMPRESSED_TENSORS
 from .deepseek_v4 import DEEPSEEK_V4
 from .detect import (
@@ -29,6 +30,7 @@ from .detect import (
     without_entries,
 )
 from .faults import FAULTS, Fault, faults_of
+from .fbgemm_fp8 import FBGEMM_FP8
 from .fine_grained_fp8 import FINE_GRAINED_FP8
 from .foreign import check_is_no_other
 from .gpt_oss import GPT_OSS_MXFP4
@@ -44,10 +46,12 @@ from .stored import StoredTensor, StoredWeight, TensorInfo
 
 __all__ = [
     "AUTO_FP8",
+    "COMFYUI",
     "COMPRESSED_TENSORS",
     "DEEPSEEK_V4",
     "ENTRIES",
     "FAULTS",
+    "FBGEMM_FP8",
     "FINE_GRAINED_FP8",
     "GPT_OSS_MXFP4",
     "HYBRIDQ",

@@ -7,8 +7,10 @@ from typing import Any
 
 from ..errors import CheckpointError, must_be_one_of
 from .auto_fp8 import AUTO_FP8
+from .comfyui import COMFYUI, METADATA
 from .compressed_tensors import COMPRESSED_TENSORS
 from .deepseek_v4 import DEEPSEEK_V4
+from .fbgemm_fp8 import FBGEMM_FP8
 from .fine_grained_fp8 import FINE_GRAINED_FP8
 from .gpt_oss import GPT_OSS_MXFP4
 from .layout import Layout, get, names
@@ -39,7 +41,9 @@ _MARKS = (
 
 
 #: Layouts of FP8 that call a weight's scale the same.
-_WITH_SCALES = tuple(one.name for one in (AUTO_FP8, COMPRESSED_TENSORS, MODELOPT, QUARK))
+_WITH_SCALES = tuple(
+    one.name for one in (AUTO_FP8, COMPRESSED_TENSORS, FBGEMM_FP8, MODELOPT, QUARK)
+)
 
 
 #: Entries of a configuration that say how its model is quantized, the second of old
@@ -208,10 +212,15 @@ def _of_fp8(said: Mapping[str, Any], tensors: Iterable[str]) -> Layout:
     return FINE_GRAINED_FP8 if _BLOCK_SIZE in said else AUTO_FP8
 
 
+#: Ends of names that ComfyUI's files alone have; others of theirs are other layouts' too.
+_OF_COMFYUI = (*COMFYUI.marks, ".scale_weight")
+
+
 def detect(
     config: Mapping[str, Any] | None,
     tensors: Iterable[str],
     hf_quant_config: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> Layout | None:
     """Return the layout of a checkpoint, or None where nothing in it is quantized.
 
@@ -219,6 +228,7 @@ def detect(
         config: what its `config.json` holds, or None if it has none.
         tensors: names of its tensors.
         hf_quant_config: what its `hf_quant_config.json` holds, or None.
+        metadata: strings in the headers of its files, or None.
 
     Raises:
         CheckpointError: it is quantized in a way that no layout reads, or that two could mean.
@@ -239,6 +249,9 @@ def detect(
         )
     if hf_quant_config is not None:
         return MODELOPT
+    tensors = tuple(tensors)
+    if METADATA in (metadata or {}) or any(name.endswith(_OF_COMFYUI) for name in tensors):
+        return COMFYUI
     found = []
     has_scale = False
     for tensor in tensors:

@@ -1,7 +1,7 @@
 """What no layout reads, known by names and dtypes: to be named, and never taken for values.
 
 Source: the checkpoints that these programs write: GPTQModel, AutoAWQ, AutoRound, bitsandbytes,
-HQQ, ExLlama, torchao, optimum-quanto, MLX, ComfyUI, compressed-tensors 0.20, ModelOpt 0.47.
+HQQ, ExLlama, torchao, optimum-quanto, MLX, compressed-tensors 0.20, ModelOpt 0.47.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _KINDS: Final = (
     _Kind(_INT, ".weight", (torch.int8,), ".weight_scale"),
     _Kind(_INT, ".weight", (torch.uint8,), ".weight_scale", _FLOATS, without=".weight_scale_2"),
     *(
-        _Kind(f"{what} with scales", ".weight", (dtype,), end)
+        _Kind(f"{what} with scales", ".weight", (dtype,), end, without=".comfy_quant")
         for dtype, what in (
             (torch.float8_e5m2, "E5M2"),
             (torch.float8_e4m3fnuz, "E4M3FNUZ (of AMD's MI300)"),
@@ -90,8 +90,6 @@ _KINDS: Final = (
         )
         for end in (".weight_scale", ".weight_scale_inv")
     ),
-    _Kind("FP8 of ComfyUI", ".weight", (torch.float8_e4m3fn, torch.float8_e5m2), ".scale_weight"),
-    _Kind("codes of ComfyUI", ".weight", (), ".comfy_quant"),
 )
 #: Ends that are asked for before any kind is.
 _ENDS: Final = tuple(dict.fromkeys(one.end for one in _KINDS))

@@ -18,10 +18,10 @@ from .stored import StoredWeight, TensorInfo
 
 __all__ = ["Described", "Layout", "get", "names", "register"]
 
+_FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: dtypes that are codes or scales wherever they stand.
 _CODES: Final = (
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
+    *_FP8,
     torch.float8_e8m0fnu,
     torch.float4_e2m1fn_x2,
 )
@@ -58,6 +58,9 @@ class Layout:
             itself, under a name of its own.
         holds_matrices: single matrices are held.
         stacks: schemes of stacks that are read, and not written.
+        others: schemes of matrices that are read, and not written.
+        marks: ends of names of tensors that say how modules are held, and hold no values.
+        has_plain_codes: codes of FP8 without a scale are values, which readers cast.
         methods: what `quant_method` of a configuration may say of this layout.
         kv: scales of KV caches, by what the cache is held in.
         config: makes `quantization_config` of `config.json`.
@@ -77,8 +80,24 @@ class Layout:
     holds_stacks: bool = False
     holds_matrices: bool = True
     stacks: tuple[Scheme, ...] = ()
+    others: tuple[Scheme, ...] = ()
+    marks: tuple[str, ...] = ()
+    has_plain_codes: bool = False
     kv: Mapping[str, tuple[ScalarPart, ...]] = field(default_factory=dict)
     scheme_for: Callable[[PlaneSpec, Direction], Scheme] | None = None
+
+    @property
+    def read_schemes(self) -> tuple[Scheme, ...]:
+        """All that are read, those that are written first."""
+        return (*self.schemes, *self.others, *self.stacks)
+
+    def is_mark(self, name: str) -> bool:
+        """Return whether a tensor says how a module is held, and holds no values.
+
+        Args:
+            name: of a tensor of a file.
+        """
+        return bool(self.marks) and name.endswith(self.marks)
 
     def scheme(self, name: str) -> Scheme:
         """Return the scheme called `name`.
@@ -105,7 +124,7 @@ class Layout:
             return "each expert has a name of its own; ask for its matrix"
         if len(shape) == 2 and not self.holds_matrices:
             return "it holds stacks of experts only"
-        reasons = [one.reason_against(spec, shape[-1]) for one in self.schemes]
+        reasons = [one.reason_against(spec, shape) for one in self.schemes]
         if None in reasons:
             return None
         return "; ".join(dict.fromkeys(filter(None, reasons)))
@@ -125,7 +144,7 @@ class Layout:
             raise SpecError(
                 f"layouts: {self.name} cannot hold {spec.short_text} of {list(shape)}: {reason}"
             )
-        fits = (one for one in self.schemes if one.reason_against(spec, shape[-1]) is None)
+        fits = (one for one in self.schemes if one.reason_against(spec, shape) is None)
         return next(fits)
 
     def stored(
@@ -163,14 +182,16 @@ class Layout:
         """
         made: dict[str, StoredWeight] = {}
         for name, (_, shape) in entries.items():
-            for scheme in (*self.schemes, *self.stacks):
+            for scheme in self.read_schemes:
                 found = self._found(scheme, name, shape, entries)
                 if found is not None:
                     made[found.name] = found
                     break
         claimed = {one.name for weight in made.values() for one in weight.tensors}
         for name, (dtype, shape) in entries.items():
-            if name not in claimed and self._is_quantized(name, dtype):
+            if name in claimed or self.is_mark(name) or self._is_value(name, dtype, entries):
+                continue
+            if self._is_quantized(name, dtype):
                 raise CheckpointError(
                     f"layouts: {self.name} cannot tell what {name!r} is, {dtype} {list(shape)}: "
                     "its codes or scales are missing, or of shapes that do not fit each other"
@@ -186,9 +207,13 @@ class Layout:
             names: of the other tensors of the checkpoint.
         """
         modules = {name.removesuffix(".weight") for name in weights}
-        known = {one.input for one in self.schemes} | {k for one in self.kv.values() for k in one}
+        known = {one.input for one in self.read_schemes} | {
+            k for one in self.kv.values() for k in one
+        }
         found = []
         for name in names:
+            if self.is_mark(name):
+                continue
             module, _, own = name.rpartition(".")
             while module and module not in modules:
                 module, _, last = module.rpartition(".")
@@ -225,11 +250,21 @@ class Layout:
             is_held = self.holds_stacks if len(found.shape) == 3 else self.holds_matrices
         return found if is_held else None
 
+    def _is_value(self, name: str, dtype: torch.dtype, entries: Mapping[str, TensorInfo]) -> bool:
+        """Return whether codes of FP8 have no scale, and the layout takes such for values."""
+        if not self.has_plain_codes or dtype not in _FP8:
+            return False
+        scales = [part for one in self.read_schemes for part in one.parts[1:]]
+        weight = f"{name.removesuffix('.weight')}.weight"
+        return not any(
+            part.weight_of(name) is not None or part.file_name(weight) in entries for part in scales
+        )
+
     def _is_quantized(self, name: str, dtype: torch.dtype) -> bool:
         """Return whether a tensor holds codes or scales, whatever a scheme makes of it."""
         if dtype in _CODES:
             return True
-        parts = [part for scheme in (*self.schemes, *self.stacks) for part in scheme.parts]
+        parts = [part for scheme in self.read_schemes for part in scheme.parts]
         return any(part.weight_of(name) is not None and dtype in part.read_dtypes for part in parts)
 
     def scalar_of(
@@ -244,7 +279,7 @@ class Layout:
             schemes: the scheme of each quantized linear, by its name in the checkpoint.
             kv_cache: what KV caches are held in (`kv_cache_of`).
         """
-        for part in dict.fromkeys(one.input for one in self.schemes if one.input is not None):
+        for part in dict.fromkeys(one.input for one in self.read_schemes if one.input is not None):
             module = part.module_of(name)
             if module is not None and module in schemes and schemes[module].input == part:
                 return part, module

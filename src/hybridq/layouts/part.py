@@ -1,7 +1,7 @@
 """Part: one tensor of a file, and how it follows from a buffer of a plane, and back.
 
-All but one kind hold a buffer's own bytes under another dtype and shape; so a file can be written
-tile by tile, at the places that the plane's own tiles have.
+All but one kind hold a buffer's own bytes under another dtype and shape, some in another order; so
+a file can be written tile by tile, at the places that the plane's own tiles have.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from ..errors import CheckpointError
 from ..formats import PlaneSpec
 from ..kernels.inputs import wide
+from .order import AS_IS, Order
 from .second_level import (
     amax_of_factor,
     amax_of_reciprocal,
@@ -32,6 +33,7 @@ __all__ = [
     "ROWS",
     "SAME",
     "SCALAR",
+    "TILED",
     "Part",
     "ScalarPart",
     "Shape",
@@ -71,6 +73,12 @@ GROUPS_OF_32: Final = Shape(
     lambda shape: (*shape[:-1], shape[-1] // 16, 16),
     lambda shape: (*shape[:-2], shape[-2] * 16),
 )
+#: `[rows, blocks]` filled up to whole tiles of 128 x 4. The codes say what the buffer's own is.
+TILED: Final = Shape(
+    "tiles",
+    lambda shape: (-(-shape[0] // 128) * 128, -(-shape[1] // 4) * 4),
+    lambda shape: shape,
+)
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,9 @@ class Part:
         dtype: in the file.
         shape: how its shape follows from the buffer's.
         value: how its content does.
-        widened: dtypes that are read too and hold the same values exactly in the buffer's FP32.
+        widened: dtypes that are read too, and hold the same values exactly in the buffer's FP32,
+            or its bytes.
+        order: how its bytes lie, where they are the buffer's.
     """
 
     name: str
@@ -117,6 +127,7 @@ class Part:
     shape: Shape = SAME
     value: Value = BYTES
     widened: tuple[torch.dtype, ...] = ()
+    order: Order = AS_IS
 
     @property
     def read_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -157,7 +168,10 @@ class Part:
             spec: of the plane.
         """
         if self.value.write is None:
-            made = buffer.contiguous().view(self.dtype)
+            made = buffer.contiguous()
+            if self.order is not AS_IS:
+                made = self.order.write(made.view(torch.uint8))
+            made = made.view(self.dtype)
         else:
             made = self.value.write(buffer, _bound(spec))
         return made.reshape(self.shape.of(tuple(buffer.shape)))
@@ -182,6 +196,8 @@ class Part:
             if tensor.dtype == torch.uint8:  # E8M0, which only few dtypes' tensors say themselves
                 tensor = tensor.view(torch.float8_e8m0fnu)
             return tensor.to(torch.float32).reshape(shape), None, True
+        if self.order is not AS_IS:
+            tensor = self.order.read(tensor.contiguous().view(torch.uint8), shape)
         made = tensor.contiguous().view(torch.uint8 if wanted is None else wanted)
         return made.reshape(shape), None, True
 

@@ -19,13 +19,14 @@ WIDENED: Final = (torch.bfloat16, torch.float16)
 _INPUTS: Final = {"dynamic": "dynamic", "static": "static"}
 
 
-def input_scale(name: str) -> ScalarPart:
+def input_scale(name: str, bound: float = 448.0) -> ScalarPart:
     """Return the scale of an input in FP8, which values are multiplied with.
 
     Args:
         name: its last part, after the module's.
+        bound: the largest code, of E4M3 by default.
     """
-    return ScalarPart(f"{{module}}.{name}", "input", (), FACTOR, 448.0)
+    return ScalarPart(f"{{module}}.{name}", "input", (), FACTOR, bound)
 
 
 def fp8_tensor(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,9 +10,40 @@ import torch
 
 from ..formats import PlaneSpec
 from ..storage import Plane
+from .order import cells_of
 from .part import Part, ScalarPart
 
-__all__ = ["Scheme"]
+__all__ = ["Mark", "Scheme"]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A tensor beside a weight's, the same for all weights of a scheme: it says how they are held.
+
+    Args:
+        name: in the file, where `{module}` is the linear's name.
+        values: its bytes, by how inputs are quantized.
+    """
+
+    name: str
+    values: Mapping[str, bytes]
+
+    def value(self, inputs: str) -> torch.Tensor:
+        """Return it, uint8 on the CPU.
+
+        Args:
+            inputs: how inputs are quantized.
+        """
+        return torch.tensor(list(self.values[inputs]), dtype=torch.uint8, device="cpu")
+
+    def file_name(self, weight: str) -> str:
+        """Return its name in the file.
+
+        Args:
+            weight: name of the weight.
+        """
+        module = weight.rpartition("weight")[0].removesuffix(".")
+        return self.name.format(module=module).removeprefix(".")
 
 
 @dataclass(frozen=True)
@@ -30,6 +61,8 @@ class Scheme:
         config: what the layout's configuration says of the weights in this scheme.
         inputs: what it says of the inputs, by how they are quantized: `none` (they stay as they
             are), `dynamic` (each with scales of its own) or `static` (by calibrated scales).
+        mark: a tensor beside the parts that readers tell the scheme by, or None.
+        rows: readers need rows in multiples of it.
     """
 
     name: str
@@ -39,6 +72,16 @@ class Scheme:
     shares_scale: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
     inputs: Mapping[str, Any] = field(default_factory=dict)
+    mark: Mark | None = None
+    rows: int = 1
+
+    def units(self, cols: int) -> tuple[int, int]:
+        """Return the rows and columns of a matrix whose scales lie together in a file.
+
+        Args:
+            cols: of the matrix.
+        """
+        return cells_of((part.order for part in self.parts), self.stored_spec(cols).format.block)
 
     def stored_spec(self, cols: int) -> PlaneSpec:
         """Return the spec of the rowwise plane that the file holds.
@@ -48,13 +91,14 @@ class Scheme:
         """
         return PlaneSpec.parse(self.spec.format(cols=max(cols, 1)))
 
-    def reason_against(self, spec: PlaneSpec, cols: int) -> str | None:
+    def reason_against(self, spec: PlaneSpec, shape: Sequence[int]) -> str | None:
         """Return why planes of `spec` cannot be held, or None if they can.
 
         Args:
             spec: of a rowwise plane.
-            cols: of the matrix.
+            shape: of the matrix, `[rows, cols]`, or of a stack of such.
         """
+        rows, cols = shape[-2:]
         stored, own = self.stored_spec(cols).format, spec.format
         if own.is_identity or own.element != stored.element or own.scale != stored.scale:
             return f"{self.name} holds {stored.element} with scales in {stored.scale}"
@@ -77,6 +121,8 @@ class Scheme:
                 return f"{self.name} has blocks {stored.block[0]}x{stored.block[1]}"
             if not self.is_channel and cols % stored.block[1]:
                 return f"readers of {self.name} need columns in multiples of {stored.block[1]}"
+        if rows % self.rows:
+            return f"readers of {self.name} need rows in multiples of {self.rows}"
         return None
 
     def shape_of(self, codes: tuple[int, ...]) -> tuple[int, ...] | None:

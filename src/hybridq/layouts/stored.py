@@ -125,8 +125,21 @@ class StoredWeight:
             made.append(replace(one, dtype=found[0], shape=found[1]))
         return StoredWeight(name, scheme, shape, tuple(made))
 
+    def marks(self, inputs: str = "") -> dict[str, torch.Tensor]:
+        """Return the tensors that say how the weight is held, by name; none where readers see it.
+
+        Args:
+            inputs: how inputs are quantized: `none`, `dynamic` or `static`; by default what the
+                scheme has first.
+        """
+        mark = self.scheme.mark
+        if mark is None:
+            return {}
+        how = inputs or next(iter(self.scheme.inputs))
+        return {mark.file_name(self.name): mark.value(how)}
+
     def encode(self, planes: Sequence[Plane]) -> dict[str, torch.Tensor]:
-        """Return the tensors of the file, by name.
+        """Return the tensors of the file, by name, with those that say how the weight is held.
 
         Args:
             planes: the plane of each matrix, of a spec that the scheme holds.
@@ -142,7 +155,7 @@ class StoredWeight:
             except CheckpointError as error:
                 raise CheckpointError(f"{one.name!r}: {error}") from error
             made[one.name] = torch.stack(each) if len(self.shape) == 3 else each[0]
-        return made
+        return {**made, **self.marks()}
 
     def decode(self, tensors: Mapping[str, torch.Tensor]) -> list[Plane]:
         """Return the plane of each matrix, with the very codes and scales of the file.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..formats import PlaneSpec
+from ..layouts.order import AS_IS, Order
 from ..storage import Plane
 from .header import Entry, dtype_name
 from .record import Record, StoredBuffer
@@ -31,6 +32,7 @@ class Output:
         convert: makes the file's values of the buffer's and the plane's spec; None: the bytes are
             the same.
         data: its bytes, where they are known.
+        order: how the buffer's bytes lie in the file.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Output:
     key: tuple[str, str] = ("", "")
     convert: Callable[[torch.Tensor, PlaneSpec], torch.Tensor] | None = None
     data: bytes = b""
+    order: Order = AS_IS
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Draft:
         is_exact: its MXFP4 planes become NVFP4 by their scales alone, if those allow it.
         beside: of a plane that is kept, or exact: how the other one is made of what that decodes
             to; None: there is no other to make.
+        units: numbers of rows and columns that the new files' own cells do not let tiles cut.
     """
 
     entry: Entry | None
@@ -72,6 +76,7 @@ class Draft:
     as_stored: Callable[[Plane], Plane] | None = None
     is_exact: bool = False
     beside: Record | None = None
+    units: tuple[int, int] = (1, 1)
 
 
 class CheckpointScheme(ABC):

@@ -259,7 +259,8 @@ class _Asked:
             tell_of_dtypes(choice.selection, found.plain, word.keeps, warn)
         scales = Scales(found, calibration, word.in_model)
         made = ExportScheme(found, choice, scales, self.kv_cache)
-        if found.source.is_folder and "model_type" not in found.config:
+        is_told_by_config = not any(one.mark for one in layout.schemes)
+        if is_told_by_config and found.source.is_folder and "model_type" not in found.config:
             warn(
                 f"{found.source.path} has no {CONFIG} of a model, in which readers look for how "
                 "weights are quantized: no program will load the new folder by itself"

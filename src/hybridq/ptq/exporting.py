@@ -225,7 +225,7 @@ class ExportScheme(CheckpointScheme):
         is_kept = (
             own is not None
             and own.direction == ROWWISE
-            and stored.scheme.reason_against(own.spec, shape[-1]) is None
+            and stored.scheme.reason_against(own.spec, shape) is None
         )
         if own is not None and is_kept:
             spec = own.spec
@@ -263,6 +263,8 @@ class ExportScheme(CheckpointScheme):
             share = left // (len(targets) - number)
             left -= share
             yield self._draft(replace(entry, name=one.record.name), one, share)
+            marks = one.stored.marks(self._inputs)
+            yield from (fixed(name, value) for name, value in marks.items())
             yield from self._input_scale(one)
 
     def _draft(self, entry: Entry, target: _Target, nbytes: int) -> Draft:
@@ -271,7 +273,10 @@ class ExportScheme(CheckpointScheme):
         for one in target.stored.tensors:
             key = (ROWWISE, one.part.buffer)
             dtype = dtype_name(one.dtype)
-            outputs.append(Output(one.name, dtype, one.shape, one.nbytes, key, one.part.write))
+            part = one.part
+            outputs.append(
+                Output(one.name, dtype, one.shape, one.nbytes, key, part.write, order=part.order)
+            )
         return Draft(
             entry,
             tuple(outputs),
@@ -282,6 +287,7 @@ class ExportScheme(CheckpointScheme):
             nbytes,
             scheme.as_stored,
             target.record.name in self._exact,
+            units=scheme.units(target.record.shape[-1]),
         )
 
     def _input_scale(self, target: _Target) -> Iterator[Draft]:
@@ -347,7 +353,8 @@ class ExportScheme(CheckpointScheme):
             config: what `config.json` holds.
         """
         said = self._layout.quantization_config(self._schemes, self._kept, **self._described())
-        return {**without_quantization(config), QUANTIZATION: said}
+        plain = without_quantization(config)
+        return {**plain, QUANTIZATION: said} if said else plain
 
     def names(self) -> Sequence[str]:
         """Return the names of configurations beside `config.json`."""

@@ -164,7 +164,10 @@ def find(source: Source, layout: Layout | None = None) -> Found:
     elif layout is None and (says_quantized(config) or _has_codes(source)):
         if not says_quantized(config):
             check_is_no_other(infos)  # names alone say less
-        layout = detect(config, infos, hf_quant_config(source))
+        metadata = {
+            key: one for shard in source.shards for key, one in shard.header.metadata.items()
+        }
+        layout = detect(config, infos, hf_quant_config(source), metadata)
         layout = DEEPSEEK_V4 if layout is None and _are_of_deepseek_v4(infos) else layout
     if not records:
         check_is_no_other(infos)
@@ -198,7 +201,7 @@ def find(source: Source, layout: Layout | None = None) -> Found:
         made = [_of_stored(stored, entries, out, has_conv1d) for stored in found]
         scalars = _scalars(layout, found, entries)
     weights = {one.view.buffers["data"].entry.name: one for one in made}
-    every = frozenset(parts | set(scalars))
+    every = frozenset(parts | set(scalars) | set(filter(layout.is_mark, entries)))
     return Found(source, config, layout, weights, every, scalars, has_conv1d)
 
 

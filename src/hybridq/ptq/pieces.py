@@ -223,7 +223,7 @@ def _rows_of(view: View, index: int, first: int, step: int, height: int) -> View
 
 def _are_cut(view: PlaneView, first: int, step: int, height: int) -> bool:
     """Return whether rows of a quantized matrix are no blocks of their own."""
-    rows, block = view.shape[-2], view.spec.unit(0)
+    rows, block = view.shape[-2], view.units[0]
     is_part = height != rows and view.direction == ROWWISE
     return is_part and block > 1 and (step > 1 or bool(first % block))
 

@@ -10,6 +10,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..formats import PlaneSpec
+from ..layouts.order import AS_IS, Order
 from ..quantizers import Quantizer
 from ..storage import Plane
 from .draft import CheckpointScheme, Draft
@@ -29,10 +30,12 @@ class Place:
         entry: the tensor of the new file.
         convert: makes the file's values of the buffer's and the plane's spec; None: the bytes are
             the same.
+        order: how the buffer's bytes lie in it.
     """
 
     entry: Entry
     convert: Callable[[torch.Tensor, PlaneSpec], torch.Tensor] | None = None
+    order: Order = AS_IS
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Job:
         is_exact: its MXFP4 planes become NVFP4 by their scales alone, if those allow it.
         beside: of a plane that is kept, or exact: how the other one is made of what that decodes
             to; None: there is no other to make.
+        units: numbers of rows and columns that the new files' own cells do not let tiles cut.
     """
 
     entry: Entry
@@ -63,6 +67,7 @@ class Job:
     as_stored: Callable[[Plane], Plane] | None = None
     is_exact: bool = False
     beside: Record | None = None
+    units: tuple[int, int] = (1, 1)
 
     @property
     def shares(self) -> bool:
@@ -135,7 +140,7 @@ def plan_shard(shard: Shard, scheme: CheckpointScheme) -> ShardPlan:
         if draft.entry is None:
             fixed += [(places[one.name], one.data) for one in draft.outputs]
             continue
-        own = {one.key: Place(places[one.name], one.convert) for one in draft.outputs}
+        own = {one.key: Place(places[one.name], one.convert, one.order) for one in draft.outputs}
         jobs.append(_job(draft, draft.entry, own))
         seen = () if draft.view is None else draft.view.entries
         others |= {other.name: other for other, _ in seen if other.name != shard.name}
@@ -171,6 +176,7 @@ def _job(draft: Draft, entry: Entry, places: Mapping[tuple[str, str], Place]) ->
         draft.as_stored,
         draft.is_exact,
         draft.beside,
+        draft.units,
     )
 
 

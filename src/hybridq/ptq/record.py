@@ -20,6 +20,7 @@ from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..errors import CheckpointError, SpecError
 from ..formats import PlaneSpec
 from ..kernels.inputs import HIGH_PRECISION
+from ..layouts.comfyui import METADATA as COMFYUI_KEY
 from ..quantizers import Quantizer
 from ..storage import Plane, TensorStorage
 from ..storage.plane_stack import plane_of
@@ -217,12 +218,12 @@ def records_text(records: Iterable[Record]) -> str:
 
 
 def without_records(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return a file's metadata but the records.
+    """Return a file's metadata but what says how its tensors are quantized.
 
     Args:
         metadata: of the file.
     """
-    return {key: value for key, value in metadata.items() if key != METADATA_KEY}
+    return {key: one for key, one in metadata.items() if key not in (METADATA_KEY, COMFYUI_KEY)}
 
 
 def read_records(metadata: Mapping[str, str], path: Path) -> dict[str, Record]:

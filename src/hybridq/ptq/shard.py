@@ -245,15 +245,17 @@ class _Writer:
                 target = step.job.places.get((plane.direction, buffer.name))
                 if target is None:  # what both planes share is stored with the rowwise one
                     continue
-                piece = plane.buffers[buffer.name]
+                piece, order = plane.buffers[buffer.name], target.order
                 if target.convert is not None:
+                    grid = order.grid(tuple(piece.shape))
                     try:
-                        piece = target.convert(piece, plane.spec).reshape(piece.shape)
+                        piece = target.convert(piece, plane.spec).reshape(grid)
                     except CheckpointError as error:
                         raise CheckpointError(f"export: {target.entry.name!r}: {error}") from error
                 size = target.entry.nbytes // max(record.count, 1)
                 begin = target.entry.begin + step.index * size
-                self._put(begin, buffer.shape, starts[buffer.name], piece)
+                start = order.place(starts[buffer.name])
+                self._put(begin, order.grid(buffer.shape), start, piece)
 
     def _put(
         self, begin: int, shape: tuple[int, ...], start: tuple[int, ...], piece: torch.Tensor

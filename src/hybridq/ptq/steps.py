@@ -5,6 +5,7 @@ The kernel reads ahead: it is told of a range before the one before is worked on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -146,7 +147,8 @@ def matrix_steps(job: Job, budget: Budget, stages: tuple[str, ...] = ()) -> Iter
     view, record = job.view, job.record
     if view is None or record is None:
         return
-    tiles = list(tiles_of(record, budget.values_of(record, view), view.units))
+    high, wide = (math.lcm(*pair) for pair in zip(view.units, job.units, strict=True))
+    tiles = list(tiles_of(record, budget.values_of(record, view), (high, wide)))
     own = stages or _passes(job, record, tiles[0].is_whole)
     for index in range(record.count):
         for stage in own:

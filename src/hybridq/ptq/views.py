@@ -17,6 +17,7 @@ import torch
 from ..direction import ROWWISE, Direction
 from ..formats import PlaneSpec
 from ..kernels import OpQuery, select
+from ..layouts.order import AS_IS, Order, cells_of
 from ..layouts.part import FACTOR, Part
 from ..storage import Plane
 from .header import TORCH_DTYPES, Entry
@@ -168,6 +169,11 @@ class Stored:
     dtype: torch.dtype
     part: Part | None = None
 
+    @property
+    def order(self) -> Order:
+        """How the buffer's bytes lie in the file."""
+        return AS_IS if self.part is None else self.part.order
+
 
 @dataclass(frozen=True)
 class PlaneView:
@@ -200,9 +206,12 @@ class PlaneView:
 
     @property
     def units(self) -> tuple[int, int]:
-        """Blocks and bytes."""
+        """Blocks and bytes, and what lies together in the file."""
         own = self.spec.unit(0), self.spec.unit(1)
-        return own if self.direction == ROWWISE else own[::-1]
+        if self.direction != ROWWISE:
+            return own[::-1]
+        high, wide = cells_of((one.order for one in self.buffers.values()), self.spec.format.block)
+        return math.lcm(own[0], high), math.lcm(own[1], wide)
 
     @property
     def extra_nbytes(self) -> float:
@@ -229,15 +238,17 @@ class PlaneView:
         none = self._shapes(0, 0)
         made = []
         for name, stored in self.buffers.items():
-            shape, piece, start = whole[name], pieces[name], starts[name]
-            size = stored.dtype.itemsize
+            order, size = stored.order, stored.dtype.itemsize
+            shape, piece = order.grid(whole[name]), order.grid(pieces[name])
+            start = order.place(starts[name])
             begin = stored.entry.begin + (self.index + index) * math.prod(shape) * size
-            if shape == none[name]:  # a value for the whole tensor
+            if whole[name] == none[name]:  # a value for the whole tensor
                 count = math.prod(shape) * size
                 made.append(Range(stored.shard, begin, 1, count, count))
                 continue
-            width = math.prod(shape[1:]) * size
             height = self.spec.unit(0) if len(shape) > 1 and name == "scale" else 1
+            height *= order.cell[0]
+            width = math.prod(shape[1:]) * size
             begin += (self.first // height + start[0] * self.step) * width
             begin += (start[1] if len(shape) > 1 else 0) * size
             count = math.prod(piece[1:]) * size

@@ -31,6 +31,7 @@ FOREIGN = [
     ("fine-grained-fp8", "fp8_tensor", {"inputs": "static"}),
     ("quark", "mxfp4", {}),
     ("quark", "fp8_channel", {"inputs": "static"}),
+    ("fbgemm-fp8", "fp8_channel", {}),
     ("auto-fp8", "fp8_tensor", {"inputs": "static"}),
     ("deepseek-v4", "mxfp8_32x32", {}),
     ("mistral", "fp8_tensor", {}),

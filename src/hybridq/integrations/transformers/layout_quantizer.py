@@ -89,8 +89,9 @@ class LayoutQuantizer(HybridQQuantizer):
         _check_places(model, known, entries)
         self.quantization_config = self._as_ours(model, targets(known), found)
         self.calibration = _calibration(layout, self._kv_cache(files), found, scales, known)
-        ignored = {rf"(^|\.){part}$" for part in {name.rpartition(".")[2] for name in scales}}
-        # Of scales alone: they are read above, and no parameter has such a name.
+        marks = (name for name in entries if layout.is_mark(name))
+        ignored = {rf"(^|\.){name.rpartition('.')[2]}$" for name in (*scales, *marks)}
+        # Scales are read above, marks say nothing more, and no parameter has such a name.
         model._keys_to_ignore_on_load_unexpected = {
             *(model._keys_to_ignore_on_load_unexpected or ()),
             *ignored,
