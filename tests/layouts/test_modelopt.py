@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hybridq import layouts
-from layout_cases import plane_of, same_bytes, values
+from layout_cases import SPECS, plane_of, same_bytes, values
 
 pytestmark = pytest.mark.judges
 
@@ -146,3 +146,35 @@ def test_same_configuration(export, config) -> None:
         both = set(said) & set(config_json) - {"producer"}
         assert {"quant_algo", "ignore", "quant_method"} <= both
         assert {key: config_json[key] for key in both} == {key: said[key] for key in both}
+
+
+@pytest.mark.parametrize("scheme", ["fp8_channel", "fp8_block"])
+def test_fp8_of_rows_and_blocks(scheme, export) -> None:
+    """Its shapes and, but for an ulp of scales, its numbers; what it writes is read as it means."""
+    mtq = pytest.importorskip("modelopt.torch.quantization")
+    weight = torch.randn(256, 384) * torch.logspace(-2, 1, 256)[:, None]
+    kind, config = {
+        "fp8_channel": ("fp8_pc_pt", mtq.FP8_PER_CHANNEL_PER_TOKEN_CFG),
+        "fp8_block": ("fp8_pb_wo", mtq.FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG),
+    }[scheme]
+    theirs = calibrated(weight, config)
+    assert export.get_quantization_format(theirs) == kind
+    scale = export.get_weight_scaling_factor(theirs).float()
+    codes = export.to_quantized_weight(theirs.weight.detach().clone(), scale, kind, None, 128)
+    made = {"m.weight": codes, "m.weight_scale": scale}
+    found = layouts.MODELOPT.find({key: (t.dtype, tuple(t.shape)) for key, t in made.items()})
+    [read] = found["m.weight"].decode(made)
+    assert found["m.weight"].scheme is layouts.MODELOPT.scheme(scheme)
+    assert found["m.weight"].tensors[1].shape == tuple(scale.shape)
+    each = scale[:, None] if scale.dim() == 1 else scale[:, 0, :, 0]
+    if scheme == "fp8_block":
+        each = each.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    assert torch.equal(read.dequantize(), codes.float() * each)
+    plane = plane_of(SPECS[scheme][-1], weight)
+    stored = layouts.MODELOPT.stored("m.weight", plane.spec, (256, 384))
+    ours = stored.encode([plane])
+    assert ours["m.weight_scale"].shape == scale.shape
+    ratio = ours["m.weight_scale"].double() / scale.double()
+    assert (ratio - 1.0).abs().max() <= 2.0**-22
+    other = codes.view(torch.uint8) != ours["m.weight"].view(torch.uint8)
+    assert other.float().mean() < 2.0**-10

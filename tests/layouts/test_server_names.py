@@ -37,6 +37,13 @@ SERVERS = {
     },
     # vLLM ModelOptMxFp8LinearMethod
     ("modelopt", "mxfp8"): {"weight": (E4M3, (N, K)), "weight_scale": (U8, (N, K // 32))},
+    # vLLM ModelOptFp8PcPtLinearMethod
+    ("modelopt", "fp8_channel"): {"weight": (E4M3, (N, K)), "weight_scale": (F32, (N,))},
+    # vLLM ModelOptFp8PbWoLinearMethod
+    ("modelopt", "fp8_block"): {
+        "weight": (E4M3, (N, K)),
+        "weight_scale": (F32, (N // 128, 1, K // 128, 1)),
+    },
     # vLLM CompressedTensorsW4A4Fp4
     ("compressed-tensors", "nvfp4"): {
         "weight_packed": (U8, (N, K // 2)),
@@ -177,6 +184,7 @@ def test_fields_that_servers_require() -> None:
     """vLLM raises without these in ModelOpt's file, and for other algorithms."""
     layout = layouts.get("modelopt")
     known = {"FP8", "NVFP4", "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION"}
+    known |= {"FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"}
     for scheme in layout.schemes:
         for inputs in scheme.inputs:
             said = layout.hf_quant_json({"a": scheme}, inputs=inputs)
@@ -184,4 +192,4 @@ def test_fields_that_servers_require() -> None:
             own = said["quantization"]
             assert own["quant_algo"] in known
             assert {"kv_cache_quant_algo", "exclude_modules"} <= set(own)
-            assert ("group_size" in own) == (scheme.name != "fp8_tensor")
+            assert ("group_size" in own) == (scheme.name not in ("fp8_tensor", "fp8_channel"))

@@ -56,7 +56,7 @@ def test_a_recipe_is_asked_for_each_weight(source, tmp_path):
 @pytest.mark.parametrize(
     ("layout", "fmt", "text"),
     [
-        ("modelopt", "fp8_channel", "scheme of modelopt must be one of nvfp4, fp8_tensor, mxfp8, "),
+        ("modelopt", "fp8_rows", "scheme of modelopt must be one of nvfp4, fp8_tensor, mxfp8, "),
         ("fine-grained-fp8", "fp8_blok", "did you mean 'fp8_block'?; and as a format of hybridq"),
         ("modelopt", "nvfp4;4o7=mse", "4o7"),
     ],

@@ -1,6 +1,7 @@
 """The layout of NVIDIA's ModelOpt: that of its unified checkpoints, for TensorRT-LLM, vLLM, SGLang.
 
-Source: ModelOpt 0.47, `modelopt.torch.export` (`unified_export_hf`, `convert_hf_config`).
+Source: ModelOpt 0.47, `modelopt.torch.export` (`unified_export_hf`, `convert_hf_config`); vLLM,
+`ModelOptFp8PcPtLinearMethod`, `ModelOptFp8PbWoLinearMethod` and issue 54126 (scales of blocks).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 
 from .layout import Described, Layout, register
 from .matching import by_substring_or_glob
-from .part import FACTOR, SCALAR, Part, ScalarPart
+from .part import FACTOR, FOUR_DIMS, ROWS, SAME, SCALAR, Part, ScalarPart, Shape
 from .scheme import Scheme
 
 __all__ = ["MODELOPT", "NAME", "PRODUCER"]
@@ -52,6 +53,40 @@ _MXFP8 = Scheme(
     config={"num_bits": 8, "group_size": 32},
     inputs={"dynamic": "MXFP8"},
 )
+_FP8_CHANNEL = Scheme(
+    name="fp8_channel",
+    spec="e4m3/1x{cols}/fp32/amax/float8_block",
+    parts=(_CODES, Part("{module}.weight_scale", "scale", _FP32, ROWS)),
+    config={"num_bits": 8, "strategy": "channel"},
+    inputs={"dynamic": "FP8_PER_CHANNEL_PER_TOKEN"},
+)
+
+
+def _fp8_block(scale: str, shape: Shape) -> Scheme:
+    return Scheme(
+        name="fp8_block",
+        spec="fp8_128x128",
+        parts=(_CODES, Part(f"{{module}}.{scale}", "scale", _FP32, shape)),
+        config={"group_size": 128},
+        inputs={"none": "FP8_PB_WO"},
+        rows=128,
+    )
+
+
+#: NVIDIA's script for Kimi K3 and the draft layers of Qwen3.8 hold scales of blocks so.
+_READ = (
+    _fp8_block("weight_scale", SAME),
+    _fp8_block("weight_scale_inv", SAME),
+    Scheme(
+        name="mxfp4",
+        spec="mxfp4",
+        parts=(
+            Part("{module}.weight", "data", _U8),
+            Part("{module}.weight_scale", "scale", _U8),
+        ),
+        input=ScalarPart("{module}.input_scale", "input", (), FACTOR, 448.0),
+    ),
+)
 
 
 def _algorithm(said: Described, scheme: Scheme) -> str:
@@ -83,9 +118,12 @@ def _hf_quant_config(said: Described) -> dict[str, Any]:
 
 
 def _group(said: Described, scheme: Scheme, targets: list[str]) -> dict[str, Any]:
+    if scheme.name == "fp8_block":  # it has no words for blocks there
+        return {"quant_algo": _algorithm(said, scheme), "targets": targets}
     weights = {"dynamic": False, "type": "float", **scheme.config}
     is_weight_only = _algorithm(said, scheme).startswith("W4A16")
-    made: dict[str, Any] = {} if is_weight_only else {"input_activations": dict(weights)}
+    inputs = {key: one for key, one in weights.items() if key != "strategy"}
+    made: dict[str, Any] = {} if is_weight_only else {"input_activations": inputs}
     return {**made, "weights": weights, "targets": targets}
 
 
@@ -121,13 +159,14 @@ def _kv(bound: float) -> tuple[ScalarPart, ScalarPart]:
     )
 
 
-#: NVFP4, FP8 per tensor and MXFP8.
+#: NVFP4, MXFP8, and FP8 per tensor, row or 128x128.
 MODELOPT = register(
     Layout(
         name=NAME,
         summary="TensorRT-LLM, vLLM and SGLang, as NVIDIA's own checkpoints",
         source="ModelOpt 0.47, unified checkpoints",
-        schemes=(_NVFP4, _FP8, _MXFP8),
+        schemes=(_NVFP4, _FP8, _MXFP8, _FP8_CHANNEL, _fp8_block("weight_scale", FOUR_DIMS)),
+        others=_READ,
         methods=(NAME, "modelopt_fp4", "modelopt_fp8", "modelopt_mxfp8", "modelopt_mixed"),
         config=_config,
         excludes=by_substring_or_glob,

@@ -27,6 +27,7 @@ from .second_level import (
 __all__ = [
     "BYTES",
     "FACTOR",
+    "FOUR_DIMS",
     "GROUPS_OF_32",
     "ONE_BY_ONE",
     "RECIPROCAL",
@@ -67,6 +68,12 @@ SCALAR: Final = Shape("scalar", lambda shape: (), lambda shape: (1,))
 ONE_BY_ONE: Final = Shape("one by one", lambda shape: (1, 1), lambda shape: (1,))
 #: `[rows]` for `[rows, 1]`.
 ROWS: Final = Shape("rows", lambda shape: shape[:-1], lambda shape: (*shape, 1))
+#: `[rows, 1, cols, 1]` for `[rows, cols]`, of scales of blocks.
+FOUR_DIMS: Final = Shape(
+    "four dimensions",
+    lambda shape: (shape[0], 1, shape[1], 1),
+    lambda shape: (shape[0], shape[2]),
+)
 #: `[rows, cols / 32, 16]` for packed codes `[rows, cols / 2]`.
 GROUPS_OF_32: Final = Shape(
     "groups of 32",
