@@ -59,3 +59,19 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors hold the same bytes, dtype and shape."""
     same = (a.dtype, a.shape) == (b.dtype, b.shape)
     return same and torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+
+
+def swizzled(scale: torch.Tensor) -> torch.Tensor:
+    """Scales as cuBLASLt reads them: one by one, by the offset that its documentation gives.
+
+    Source: cuBLAS, "1D Block Scaling Factors Layout".
+    """
+    rows, cols = scale.shape
+    down, across = -(-rows // 128), -(-cols // 4)
+    flat = torch.zeros(down * across * 512, dtype=torch.uint8)
+    own = scale.view(torch.uint8)
+    for row in range(rows):
+        for col in range(cols):
+            tile = row // 128 * across + col // 4
+            flat[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + col % 4] = own[row, col]
+    return flat.view(scale.dtype).reshape(32 * down, 16 * across)

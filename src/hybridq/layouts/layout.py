@@ -61,6 +61,7 @@ class Layout:
         others: schemes of matrices that are read, and not written.
         marks: ends of names of tensors that say how modules are held, and hold no values.
         has_plain_codes: codes of FP8 without a scale are values, which readers cast.
+        instead: what to write where the layout has no schemes that are written.
         methods: what `quant_method` of a configuration may say of this layout.
         kv: scales of KV caches, by what the cache is held in.
         config: makes `quantization_config` of `config.json`.
@@ -83,6 +84,7 @@ class Layout:
     others: tuple[Scheme, ...] = ()
     marks: tuple[str, ...] = ()
     has_plain_codes: bool = False
+    instead: str = ""
     kv: Mapping[str, tuple[ScalarPart, ...]] = field(default_factory=dict)
     scheme_for: Callable[[PlaneSpec, Direction], Scheme] | None = None
 
@@ -120,6 +122,8 @@ class Layout:
         """
         if self.scheme_for is not None:
             return None
+        if self.instead:
+            return f"it is read, and not written; take {self.instead}"
         if len(shape) == 3 and not self.holds_stacks:
             return "each expert has a name of its own; ask for its matrix"
         if len(shape) == 2 and not self.holds_matrices:
@@ -188,6 +192,11 @@ class Layout:
                     made[found.name] = found
                     break
         claimed = {one.name for weight in made.values() for one in weight.tensors}
+        claimed |= {
+            one.scheme.input.file_name(one.name.removesuffix(".weight"))
+            for one in made.values()
+            if one.scheme.input is not None
+        }
         for name, (dtype, shape) in entries.items():
             if name in claimed or self.is_mark(name) or self._is_value(name, dtype, entries):
                 continue
@@ -207,9 +216,8 @@ class Layout:
             names: of the other tensors of the checkpoint.
         """
         modules = {name.removesuffix(".weight") for name in weights}
-        known = {one.input for one in self.read_schemes} | {
-            k for one in self.kv.values() for k in one
-        }
+        known = {one.input for one in self.read_schemes}
+        known |= {one for own in self.kv.values() for one in own}
         found = []
         for name in names:
             if self.is_mark(name):

@@ -34,6 +34,7 @@ __all__ = [
     "ROWS",
     "SAME",
     "SCALAR",
+    "SWIZZLED",
     "TILED",
     "Part",
     "ScalarPart",
@@ -86,6 +87,12 @@ TILED: Final = Shape(
     lambda shape: (-(-shape[0] // 128) * 128, -(-shape[1] // 4) * 4),
     lambda shape: shape,
 )
+#: `[32 r, 16 c]` for scales `[rows, cols]` in r x c tiles of 128 x 4.
+SWIZZLED: Final = Shape(
+    "swizzled",
+    lambda shape: (-(-shape[0] // 128) * 32, -(-shape[1] // 4) * 16),
+    lambda shape: shape,
+)
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,7 @@ class Part:
 
     Args:
         name: its name, where `{module}` is the weight's without `.weight` and `{weight}` the
-            whole one.
+            whole one; or `{parent}` what stands before its last dot and `{leaf}` behind it.
         buffer: of the rowwise plane that it is made of.
         dtype: in the file.
         shape: how its shape follows from the buffer's.
@@ -149,7 +156,9 @@ class Part:
             weight: name of the weight.
         """
         module = "" if weight == _WEIGHT[1:] else weight.removesuffix(_WEIGHT)
-        return self.name.format(module=module, weight=weight).removeprefix(".")
+        parent, _, leaf = weight.rpartition(".")
+        own = {"module": module, "weight": weight, "parent": parent, "leaf": leaf}
+        return self.name.format(**own).removeprefix(".")
 
     def weight_of(self, name: str) -> str | None:
         """Return the name of the weight whose tensor `name` may be, or None.
@@ -158,6 +167,11 @@ class Part:
             name: of a tensor of a file.
         """
         field, _, suffix = self.name.partition("}")
+        if field == "{parent":
+            start, _, end = suffix.partition("{leaf}")
+            parent, _, leaf = f".{name.removesuffix(end)}".rpartition(start)
+            is_it = name.endswith(end) and leaf and "." not in leaf
+            return f"{parent}.{leaf}".removeprefix(".") if is_it else None
         is_module = field == "{module"
         if is_module and name == suffix[1:]:
             return _WEIGHT[1:]  # of a checkpoint of one module

@@ -63,6 +63,7 @@ class Scheme:
             are), `dynamic` (each with scales of its own) or `static` (by calibrated scales).
         mark: a tensor beside the parts that readers tell the scheme by, or None.
         rows: readers need rows in multiples of it.
+        constants: values of the plane's buffers that no tensor of the file holds.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Scheme:
     inputs: Mapping[str, Any] = field(default_factory=dict)
     mark: Mark | None = None
     rows: int = 1
+    constants: Mapping[str, float] = field(default_factory=dict)
 
     def units(self, cols: int) -> tuple[int, int]:
         """Return the rows and columns of a matrix whose scales lie together in a file.
@@ -90,6 +92,19 @@ class Scheme:
             cols: of the matrix.
         """
         return PlaneSpec.parse(self.spec.format(cols=max(cols, 1)))
+
+    def constant_buffers(self, spec: PlaneSpec, device: torch.device) -> dict[str, torch.Tensor]:
+        """Return the buffers, by name, that no tensor of the file holds.
+
+        Args:
+            spec: of the plane.
+            device: of the plane's other buffers.
+        """
+        own = {one.name: one for one in spec.buffers(0, 0)}
+        return {
+            name: torch.full(own[name].shape, value, dtype=own[name].dtype, device=device)
+            for name, value in self.constants.items()
+        }
 
     def reason_against(self, spec: PlaneSpec, shape: Sequence[int]) -> str | None:
         """Return why planes of `spec` cannot be held, or None if they can.

@@ -179,7 +179,8 @@ class StoredWeight:
                 )
         made = []
         for index in range(self.count):
-            spec, buffers = self.spec, {}
+            device = tensors[self.tensors[0].name].device
+            spec, buffers = self.spec, self.scheme.constant_buffers(self.spec, device)
             for one in self.tensors:
                 tensor = tensors[one.name][index] if len(self.shape) == 3 else tensors[one.name]
                 shape = shapes[one.part.buffer]

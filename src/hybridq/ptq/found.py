@@ -302,7 +302,9 @@ def _of_stored(
         shard, entry = entries[one.name]
         buffers[one.part.buffer] = Stored(shard, entry, one.dtype, one.part)
     view = PlaneView(
-        stored.spec, ROWWISE, stored.shape, buffers, torch.float32, base_rows=stored.matrix[0]
+        *(stored.spec, ROWWISE, stored.shape, buffers, torch.float32),
+        base_rows=stored.matrix[0],
+        constants=stored.scheme.constant_buffers(stored.spec, torch.device("cpu")),
     )
     shard, codes = entries[stored.tensors[0].name]
     entry = Entry(stored.name, dtype_name(out), stored.shape, codes.begin, codes.end)

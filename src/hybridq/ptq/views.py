@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -187,6 +187,7 @@ class PlaneView:
         base_rows: rows of a whole matrix of the plane, in the file.
         first, step: of those, the first that is seen and how far apart they are.
         index: which matrix of the file's is the first that is seen.
+        constants: buffers, by name, that no file has.
     """
 
     spec: PlaneSpec
@@ -198,6 +199,7 @@ class PlaneView:
     first: int = 0
     step: int = 1
     index: int = 0
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -308,7 +310,7 @@ class PlaneView:
     ) -> tuple[Plane, torch.Tensor | None]:
         """Return the plane, and what its values must be multiplied with if no amax says it."""
         spec, factor = self.spec, None
-        buffers: dict[str, torch.Tensor] = {}
+        buffers: dict[str, torch.Tensor] = dict(self.constants)
         own = {one.name: one for one in spec.buffers(*self._own(tile.rows, tile.cols))}
         for (name, stored), data in zip(self.buffers.items(), pieces, strict=True):
             value = data.view(stored.dtype)
