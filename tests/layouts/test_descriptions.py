@@ -16,7 +16,7 @@ ALL = [
     (name, one.name)
     for name in layouts.names()
     for one in layouts.get(name).schemes
-    if layouts.get(name).methods or one.mark is None  # ComfyUI reads no configuration
+    if layouts.get(name).methods  # ComfyUI's tensors say it, and MLX's words are other ones
 ]
 
 

@@ -121,6 +121,9 @@ SERVERS = {
     },
     # vLLM FBGEMMFp8LinearMethod, transformers FbgemmFp8Linear
     ("fbgemm-fp8", "fp8_channel"): {"weight": (E4M3, (N, K)), "weight_scale": (F32, (N, 1))},
+    # mlx.nn.QuantizedLinear
+    ("mlx", "mxfp4"): {"weight": (torch.uint32, (N, K // 8)), "scales": (U8, (N, K // 32))},
+    ("mlx", "mxfp8"): {"weight": (torch.uint32, (N, K // 4)), "scales": (U8, (N, K // 32))},
     # ComfyUI comfy.ops, comfy-kitchen's layouts; scales fill whole tiles of 128 x 4
     ("comfyui", "nvfp4"): {
         "weight": (U8, (N, K // 2)),

@@ -36,6 +36,7 @@ from .foreign import check_is_no_other
 from .gpt_oss import GPT_OSS_MXFP4
 from .layout import Described, Layout, get, names, register
 from .mistral import MISTRAL
+from .mlx import MLX
 from .modelopt import MODELOPT
 from .own import HYBRIDQ
 from .part import Part, ScalarPart
@@ -56,6 +57,7 @@ __all__ = [
     "GPT_OSS_MXFP4",
     "HYBRIDQ",
     "MISTRAL",
+    "MLX",
     "MODELOPT",
     "QUARK",
     "Described",

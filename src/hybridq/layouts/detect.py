@@ -15,6 +15,7 @@ from .fine_grained_fp8 import FINE_GRAINED_FP8
 from .gpt_oss import GPT_OSS_MXFP4
 from .layout import Layout, get, names
 from .mistral import MISTRAL
+from .mlx import CONFIG_KEY, MLX, is_of_mlx
 from .modelopt import MODELOPT
 from .own import HYBRIDQ
 from .quark import QUARK
@@ -35,6 +36,7 @@ _MARKS = (
     ("_scale_inv", FINE_GRAINED_FP8),  # of a weight, or of a stack under its own name
     (".qscale_weight", MISTRAL),
     ("_proj_blocks", GPT_OSS_MXFP4),
+    (".scales", MLX),
     (".rowwise.data", HYBRIDQ),
     (".columnwise.data", HYBRIDQ),
 )
@@ -64,6 +66,8 @@ def said_of(config: Mapping[str, Any]) -> Any:
             return {"quant_method": COMPRESSED_TENSORS.name, **said}
         if said is not None:
             return said
+    if is_of_mlx(config.get(CONFIG_KEY)):
+        return config[CONFIG_KEY]
     parts = (said_of(one) for one in config.values() if isinstance(one, Mapping))
     return next((said for said in parts if said is not None), None)
 
@@ -77,7 +81,7 @@ def without_entries(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: without_entries(one) if isinstance(one, Mapping) else one
         for key, one in config.items()
-        if key not in ENTRIES
+        if key not in ENTRIES and not (key == CONFIG_KEY and is_of_mlx(one))
     }
 
 
@@ -249,6 +253,8 @@ def detect(
         )
     if hf_quant_config is not None:
         return MODELOPT
+    if is_of_mlx(said):
+        return MLX
     tensors = tuple(tensors)
     if METADATA in (metadata or {}) or any(name.endswith(_OF_COMFYUI) for name in tensors):
         return COMFYUI

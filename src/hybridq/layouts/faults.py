@@ -117,6 +117,15 @@ FAULTS: Final = (
         "fine-grained-fp8 with fp8_tensor is read",
     ),
     Fault(
+        "mlx",
+        (),
+        _is_expert,
+        "mlx-lm 0.32",
+        "puts the weights of experts together and, in some models (qwen3_moe, qwen3_next, minimax, "
+        "nemotron_h), not their scales: it says that it received parameters not in the model; "
+        "leave their experts out (exclude='*.experts.*')",
+    ),
+    Fault(
         "modelopt",
         (),
         _any,

@@ -72,7 +72,7 @@ _KINDS: Final = (
     _Kind("integers of HQQ", ".W_q", _INTEGERS),
     _Kind("a trellis of EXL3", ".trellis", _INTEGERS, ".suh"),
     _Kind("integers of EXL2", ".q_weight", _INTEGERS, ".q_scale"),
-    _Kind("integers of MLX", ".weight", (torch.uint32,), ".scales"),
+    _Kind("integers of MLX", ".weight", (torch.uint32,), ".scales", _FLOATS),
     _Kind("codes of optimum-quanto", ".weight._data", beside=".weight._scale"),
     *(_Kind(_TORCHAO, f"{one}qdata") for one in (".weight:", "._weight_", ".weight_", ".weight:_")),
     _Kind(_TORCHAO, ".weight:_data"),

@@ -65,6 +65,7 @@ class Layout:
         methods: what `quant_method` of a configuration may say of this layout.
         kv: scales of KV caches, by what the cache is held in.
         config: makes `quantization_config` of `config.json`.
+        config_keys: the entries of `config.json` that it is.
         hf_quant_config: makes `hf_quant_config.json`, or None where there is no such file.
         excludes: whether an entry of the configuration's list of exclusions means a module.
         scheme_for: makes the scheme of any spec and direction, for the layout that holds all.
@@ -77,6 +78,7 @@ class Layout:
     methods: tuple[str, ...]
     config: Callable[[Described], dict[str, Any]]
     excludes: Callable[[str, str], bool]
+    config_keys: tuple[str, ...] = ("quantization_config",)
     hf_quant_config: Callable[[Described], dict[str, Any]] | None = None
     holds_stacks: bool = False
     holds_matrices: bool = True
@@ -91,7 +93,7 @@ class Layout:
     @property
     def read_schemes(self) -> tuple[Scheme, ...]:
         """All that are read, those that are written first."""
-        return (*self.schemes, *self.others, *self.stacks)
+        return (*self.schemes, *self.stacks, *self.others)
 
     def is_mark(self, name: str) -> bool:
         """Return whether a tensor says how a module is held, and holds no values.
@@ -252,10 +254,10 @@ class Layout:
         found = StoredWeight.read(scheme, weight, shape, entries)
         if found is None:
             return None
-        if scheme in self.stacks:
-            is_held = len(found.shape) == 3
+        if len(found.shape) == 3:
+            is_held = self.holds_stacks or scheme in self.stacks
         else:
-            is_held = self.holds_stacks if len(found.shape) == 3 else self.holds_matrices
+            is_held = self.holds_matrices and scheme in (*self.schemes, *self.others)
         return found if is_held else None
 
     def _is_value(self, name: str, dtype: torch.dtype, entries: Mapping[str, TensorInfo]) -> bool:

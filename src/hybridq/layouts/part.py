@@ -36,6 +36,7 @@ __all__ = [
     "SCALAR",
     "SWIZZLED",
     "TILED",
+    "WORDS",
     "Part",
     "ScalarPart",
     "Shape",
@@ -54,11 +55,13 @@ class Shape:
         name: for errors and tables.
         of: the file's shape, from the buffer's.
         buffer_of: the buffer's shape, from the file's.
+        packs: elements of the buffer in one of the file.
     """
 
     name: str
     of: Callable[[tuple[int, ...]], tuple[int, ...]]
     buffer_of: Callable[[tuple[int, ...]], tuple[int, ...]]
+    packs: int = 1
 
 
 #: The buffer's own.
@@ -69,6 +72,13 @@ SCALAR: Final = Shape("scalar", lambda shape: (), lambda shape: (1,))
 ONE_BY_ONE: Final = Shape("one by one", lambda shape: (1, 1), lambda shape: (1,))
 #: `[rows]` for `[rows, 1]`.
 ROWS: Final = Shape("rows", lambda shape: shape[:-1], lambda shape: (*shape, 1))
+#: `[rows, bytes / 4]` for `[rows, bytes]`.
+WORDS: Final = Shape(
+    "words",
+    lambda shape: (*shape[:-1], shape[-1] // 4),
+    lambda shape: (*shape[:-1], shape[-1] * 4),
+    packs=4,
+)
 #: `[rows, 1, cols, 1]` for `[rows, cols]`, of scales of blocks.
 FOUR_DIMS: Final = Shape(
     "four dimensions",

@@ -18,7 +18,7 @@ from .draft import CheckpointScheme, Draft, Output, copied, fixed
 from .exact import can_be_exact
 from .found import HF_QUANT_CONFIG, Found, Weight
 from .header import Entry, dtype_name
-from .model_config import QUANTIZATION, without_quantization
+from .model_config import without_quantization
 from .pieces import Piece, bias_pieces, expert_pieces, is_expert_stack, piece_of
 from .record import Record, without_records
 from .scales import Scales
@@ -354,7 +354,7 @@ class ExportScheme(CheckpointScheme):
         """
         said = self._layout.quantization_config(self._schemes, self._kept, **self._described())
         plain = without_quantization(config)
-        return {**plain, QUANTIZATION: said} if said else plain
+        return {**plain, **dict.fromkeys(self._layout.config_keys, said)} if said else plain
 
     def names(self) -> Sequence[str]:
         """Return the names of configurations beside `config.json`."""

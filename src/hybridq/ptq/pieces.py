@@ -33,6 +33,9 @@ __all__ = [
 
 _GATE_UP: Final = "gate_up_proj"
 _DOWN: Final = "down_proj"
+#: What MLX calls the module of experts, whose gate and up are stacks of their own.
+_OF_MLX: Final = "switch_mlp"
+_GATE_AND_UP: Final = ("gate_proj", "up_proj")
 #: Follows the name of a stack in that of its biases.
 _BIAS: Final = "_bias"
 #: Models that keep their experts as `[E, in, out]` whatever their sizes say.
@@ -76,13 +79,14 @@ def piece_of(shard: Shard, item: Entry | Weight) -> Piece:
 
 
 def is_expert_stack(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor is a stack of experts as transformers names them.
+    """Return whether a tensor is a stack of experts as transformers names them, or MLX.
 
     Args:
         name, shape: of the tensor.
     """
-    parts = name.removesuffix(".weight").split(".")
-    return len(shape) == 3 and parts[-1] in (_GATE_UP, _DOWN) and "experts" in parts[-2:-1]
+    *_, parent, last = ("", *name.removesuffix(".weight").split("."))
+    known = {"experts": (_GATE_UP, _DOWN), _OF_MLX: (*_GATE_AND_UP, _DOWN)}
+    return len(shape) == 3 and last in known.get(parent, ())
 
 
 def is_of_one_expert(name: str) -> bool:
@@ -111,6 +115,8 @@ def expert_pieces(
         return [piece]
     name = piece.entry.name.removesuffix(".weight")
     parent, _, last = name.rpartition(".")
+    if parent.endswith(_OF_MLX):
+        parent = f"{parent.removesuffix(_OF_MLX)}experts"
     count, rows, cols = piece.entry.shape
     made = []
     for index in range(count):

@@ -249,7 +249,10 @@ class _Writer:
                 if target.convert is not None:
                     grid = order.grid(tuple(piece.shape))
                     try:
-                        piece = target.convert(piece, plane.spec).reshape(grid)
+                        written = target.convert(piece, plane.spec)
+                        is_packed = written.element_size() > piece.element_size()
+                        written = written.view(torch.uint8) if is_packed else written
+                        piece = written.reshape(grid)
                     except CheckpointError as error:
                         raise CheckpointError(f"export: {target.entry.name!r}: {error}") from error
                 size = target.entry.nbytes // max(record.count, 1)

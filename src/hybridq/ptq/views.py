@@ -174,6 +174,11 @@ class Stored:
         """How the buffer's bytes lie in the file."""
         return AS_IS if self.part is None else self.part.order
 
+    @property
+    def size(self) -> int:
+        """Bytes that an element of the buffer has in the file."""
+        return self.dtype.itemsize // (1 if self.part is None else self.part.shape.packs)
+
 
 @dataclass(frozen=True)
 class PlaneView:
@@ -240,7 +245,7 @@ class PlaneView:
         none = self._shapes(0, 0)
         made = []
         for name, stored in self.buffers.items():
-            order, size = stored.order, stored.dtype.itemsize
+            order, size = stored.order, stored.size
             shape, piece = order.grid(whole[name]), order.grid(pieces[name])
             start = order.place(starts[name])
             begin = stored.entry.begin + (self.index + index) * math.prod(shape) * size

@@ -152,7 +152,8 @@ def _check_places(model: Any, known: list[Any], entries: Mapping[str, TensorInfo
         entries: of the files.
 
     Raises:
-        ValueError: such as each expert's matrices, of a model that holds them as one stack.
+        ValueError: such as each expert's matrices, of a model that holds them as one stack, or
+            MLX's stacks.
     """
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     placed = {target: held.name for target, held in known[0].each()}
@@ -164,14 +165,27 @@ def _check_places(model: Any, known: list[Any], entries: Mapping[str, TensorInfo
         if name not in placed and name.removeprefix(prefix) not in bare
     }
     for target, name in placed.items():
-        module = next((one for one in missing if target.startswith(one)), None)
+        module = next((one for one in missing if _is_beside(one, target)), None)
         if target not in own and module is not None:
             raise ValueError(
                 f"from_pretrained: {name} is no parameter of {type(model).__name__}, which holds "
                 f"{missing[module]} in its place, and the folder does not: it would be random; "
-                "take the folder in a layout that has it (gpt-oss-mxfp4 for GPT-OSS's experts), "
-                "or read its weights by hybridq.load_checkpoint"
+                "take the folder in a layout that has it (gpt-oss-mxfp4 for GPT-OSS's experts; of "
+                "MLX's stacks, what hybridq.export makes of it in compressed-tensors), or read its "
+                "weights by hybridq.load_checkpoint"
             )
+
+
+def _is_beside(module: str, target: str) -> bool:
+    """Return whether a weight stands in a module, or in one beside it in the same layer.
+
+    Args:
+        module: its name and a dot.
+        target: name of the weight.
+    """
+    parent = module.removesuffix(".").rpartition(".")[0] + "."
+    is_in_layer = any(part.isdigit() for part in parent.split("."))
+    return target.startswith(module) or (is_in_layer and target.startswith(parent))
 
 
 for _method in METHODS:
