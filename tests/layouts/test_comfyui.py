@@ -15,6 +15,7 @@ from hybridq import layouts
 from hybridq.errors import CheckpointError
 from hybridq.layouts.comfyui import METADATA
 from hybridq.ptq import ConvertOptions, options, steps
+from layout_cases import swizzled
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 E2M1 = torch.cat([E2M1, -E2M1])
@@ -22,16 +23,9 @@ FP8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 
 
 def in_tiles(scales: torch.Tensor) -> torch.Tensor:
-    """Scales `[rows, blocks]` one by one at their places: the table of cuBLAS's documentation."""
+    """Scales in their tiles, in ComfyUI's shape."""
     rows, blocks = scales.shape
-    high, wide = -(-rows // 128), -(-blocks // 4)
-    made = torch.zeros(high * wide * 512, dtype=torch.uint8)
-    own = scales.view(torch.uint8)
-    for row in range(rows):
-        for block in range(blocks):
-            tile = (row // 128) * wide + block // 4
-            made[tile * 512 + (row % 32) * 16 + row % 128 // 32 * 4 + block % 4] = own[row, block]
-    return made.view(scales.dtype).reshape(high * 128, wide * 4)
+    return swizzled(scales).reshape(-(-rows // 128) * 128, -(-blocks // 4) * 4)
 
 
 def nvfp4(rows: int, cols: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

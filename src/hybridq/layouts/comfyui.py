@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 
 from .layout import Described, Layout, register
+from .matching import by_name
 from .order import HIGH_NIBBLE_FIRST, TILES
 from .part import FACTOR, ROWS, SCALAR, TILED, Part, ScalarPart
 from .per_tensor import CODES, WIDENED, input_scale
@@ -92,11 +93,6 @@ def _config(said: Described) -> dict[str, Any]:
     return {}
 
 
-def _is_it(entry: str, name: str) -> bool:
-    """Return whether a linear that is left out takes another with it: there is no such list."""
-    return entry == name
-
-
 #: NVFP4, MXFP8, and FP8 with one scale per tensor.
 COMFYUI = register(
     Layout(
@@ -124,6 +120,6 @@ COMFYUI = register(
         has_plain_codes=True,
         methods=(),
         config=_config,
-        excludes=_is_it,
+        excludes=by_name,
     )
 )

@@ -10,6 +10,7 @@ import re
 from fnmatch import fnmatchcase
 
 __all__ = [
+    "by_name",
     "by_name_or_pattern",
     "by_name_pattern_or_glob",
     "by_start_or_end",
@@ -24,6 +25,16 @@ _STACKED = {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
+
+
+def by_name(entry: str, name: str) -> bool:
+    """Return whether a module is left out with another: where there is no list, only itself.
+
+    Args:
+        entry: name of the module that is left out.
+        name: qualified name of a module.
+    """
+    return entry == name
 
 
 def by_name_or_pattern(entry: str, name: str) -> bool:

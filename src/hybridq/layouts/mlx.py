@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 
 from .layout import Described, Layout, register
+from .matching import by_name
 from .part import SAME, SCALAR, WORDS, Part
 from .scheme import Scheme
 
@@ -72,11 +73,6 @@ def _config(said: Described) -> dict[str, Any]:
     return {**own.config, **others}
 
 
-def _is_it(entry: str, name: str) -> bool:
-    """Return whether a module that is left out takes another with it: there is no such list."""
-    return entry == name
-
-
 #: MXFP4 and MXFP8; NVFP4, and stacks of experts, are read.
 MLX = register(
     Layout(
@@ -89,6 +85,6 @@ MLX = register(
         methods=(),
         config=_config,
         config_keys=(CONFIG_KEY, "quantization_config"),
-        excludes=_is_it,
+        excludes=by_name,
     )
 )
