@@ -30,7 +30,22 @@ KINDS = {
     "exl3": ("EXL3", {"trellis": (torch.int16, (4, 4, 64)), "suh": (FP16, 64), "svh": (FP16, 64)}),
     "mlx": ("MLX", {"weight": (torch.uint32, (64, 8)), "scales": (BF16, (64, 1))}),
     "quanto": ("quanto", {"weight._data": (I8, (64, 64)), "weight._scale": (BF16, (64, 1))}),
-    "torchao": ("torchao", {"_weight_qdata": (E4M3, (64, 64)), "_weight_scale": (FP32, (64, 1))}),
+    "torchao": (
+        "integers of torchao",
+        {"_weight_qdata": (I8, (64, 64)), "_weight_scale": (FP32, (64, 1))},
+    ),
+    "torchao INT4": (
+        "integers of torchao",
+        {"_weight_qdata": (U8, (64, 32)), "_weight_scale": (BF16, (2, 64))},
+    ),
+    "torchao tiles": (
+        "integers of torchao",
+        {"_weight_qdata": (INT32, (8, 1, 32, 4)), "_weight_scale_and_zero": (BF16, (2, 64, 2))},
+    ),
+    "torchao E5M2": (
+        "E5M2 of torchao",
+        {"_weight_qdata": (E5M2, (64, 64)), "_weight_scale": (FP32, (64, 1))},
+    ),
     "compressed-tensors": (
         "pack-quantized",  # Kimi-K2's
         {"weight_packed": (INT32, (64, 8)), "weight_scale": (BF16, (64, 2))},
@@ -56,7 +71,7 @@ KINDS = {
         {"weight": (I8, (64, 64)), "weight_scale": (FP32, (64, 1)), "comfy_quant": (U8, 8)},
     ),
 }
-READ = ("compressed-tensors", "modelopt", "quark", "fp8")
+READ = ("compressed-tensors", "modelopt", "quark", "fp8", "torchao")
 
 
 def folder(path, tensors, config):

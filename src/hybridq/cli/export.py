@@ -30,7 +30,8 @@ from .checkpoints import (
     stop,
 )
 
-_LAYOUTS: Final = (*layout_names(), *PLAIN_LAYOUTS)
+_WRITTEN: Final = tuple(name for name in layout_names() if not get(name).instead)
+_LAYOUTS: Final = (*_WRITTEN, *PLAIN_LAYOUTS)
 _SCHEMES: Final = dict.fromkeys(one.name for name in layout_names() for one in get(name).schemes)
 
 
@@ -46,7 +47,7 @@ def export_command(
     layout: Annotated[
         str,
         typer.Option(
-            help=f"Layout of OUT: {', '.join(layout_names())}; or {', '.join(PLAIN_LAYOUTS)}, to "
+            help=f"Layout of OUT: {', '.join(_WRITTEN)}; or {', '.join(PLAIN_LAYOUTS)}, to "
             "decode what is quantized."
         ),
     ],
@@ -96,7 +97,7 @@ def export_command(
     A run that was stopped is continued by the same command. IN is never written to.
     """
     try:
-        if layout not in _LAYOUTS:
+        if layout not in (*_LAYOUTS, *layout_names()):
             raise SpecError(f"layout: {must_be_one_of(_LAYOUTS, layout)}")
         if recipe is not None:
             recipe_of(recipe)

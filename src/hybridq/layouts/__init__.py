@@ -44,6 +44,7 @@ from .quark import QUARK
 from .scheme import Scheme
 from .siblings import sibling_groups, siblings
 from .stored import StoredTensor, StoredWeight, TensorInfo
+from .torchao import TORCHAO, check_classes, current_names, without_classes
 
 __all__ = [
     "AUTO_FP8",
@@ -60,6 +61,7 @@ __all__ = [
     "MLX",
     "MODELOPT",
     "QUARK",
+    "TORCHAO",
     "Described",
     "Fault",
     "Layout",
@@ -69,8 +71,10 @@ __all__ = [
     "StoredTensor",
     "StoredWeight",
     "TensorInfo",
+    "check_classes",
     "check_inputs_are_plain",
     "check_is_no_other",
+    "current_names",
     "detect",
     "faults_of",
     "get",
@@ -80,5 +84,6 @@ __all__ = [
     "said_of",
     "sibling_groups",
     "siblings",
+    "without_classes",
     "without_entries",
 ]

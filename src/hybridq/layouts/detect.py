@@ -19,6 +19,7 @@ from .mlx import CONFIG_KEY, MLX, is_of_mlx
 from .modelopt import MODELOPT
 from .own import HYBRIDQ
 from .quark import QUARK
+from .torchao import TORCHAO
 
 __all__ = [
     "ENTRIES",
@@ -37,6 +38,7 @@ _MARKS = (
     (".qscale_weight", MISTRAL),
     ("_proj_blocks", GPT_OSS_MXFP4),
     (".scales", MLX),
+    ("_qdata", TORCHAO),
     (".rowwise.data", HYBRIDQ),
     (".columnwise.data", HYBRIDQ),
 )

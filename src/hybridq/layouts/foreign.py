@@ -61,7 +61,6 @@ class _Kind:
 
 _GPTQ: Final = "integers of GPTQ, AWQ or AutoRound"
 _SPARSE: Final = "a sparse matrix of compressed-tensors"
-_TORCHAO: Final = "codes of torchao"
 _INT: Final = "integers (INT4 or INT8)"
 #: The first that fits is named.
 _KINDS: Final = (
@@ -74,8 +73,10 @@ _KINDS: Final = (
     _Kind("integers of EXL2", ".q_weight", _INTEGERS, ".q_scale"),
     _Kind("integers of MLX", ".weight", (torch.uint32,), ".scales", _FLOATS),
     _Kind("codes of optimum-quanto", ".weight._data", beside=".weight._scale"),
-    *(_Kind(_TORCHAO, f"{one}qdata") for one in (".weight:", "._weight_", ".weight_", ".weight:_")),
-    _Kind(_TORCHAO, ".weight:_data"),
+    _Kind("integers of torchao", "_qdata", _INTEGERS, "_scale", _FLOATS),
+    _Kind("integers of torchao", "_qdata", _INTEGERS, "_scale_and_zero"),
+    _Kind("E5M2 of torchao", "_qdata", (torch.float8_e5m2,), "_scale"),
+    *(_Kind("codes of torchao", f".weight{one}qdata") for one in ("_", ":", ":_")),
     _Kind("integers of compressed-tensors (pack-quantized)", ".weight_packed", (torch.int32,)),
     _Kind("a 2:4 matrix of compressed-tensors (marlin-24)", ".scale_packed", _FLOATS, ".meta"),
     _Kind(_SPARSE, ".compressed", (), ".bitmask"),

@@ -216,11 +216,15 @@ class _Asked:
                 if strange is not None:
                     self.observer.warn(strange)
             return plain
-        known = (*names(), *PLAIN_LAYOUTS)
-        if isinstance(layout, str) and layout not in known:
+        if isinstance(layout, str) and layout not in names():
+            known = (*(name for name in names() if not get(name).instead), *PLAIN_LAYOUTS)
             raise SpecError(f"export: layout {must_be_one_of(known, layout)}")
         calibration = _calibration(self.calibration)
         layout = get(layout)
+        if layout.instead:
+            raise SpecError(
+                f"export: {layout.name} is read, and not written; take {layout.instead}"
+            )
         if layout is not HYBRIDQ:
             return self._for_readers(found, word, layout, calibration)
         if calibration is not None or self.kv_cache is not None:

@@ -14,10 +14,12 @@ from ..errors import CheckpointError, HybridQWarning
 from ..layouts import (
     DEEPSEEK_V4,
     HYBRIDQ,
+    TORCHAO,
     Layout,
     Scheme,
     StoredWeight,
     TensorInfo,
+    check_classes,
     check_inputs_are_plain,
     check_is_no_other,
     detect,
@@ -164,10 +166,7 @@ def find(source: Source, layout: Layout | None = None) -> Found:
     elif layout is None and (says_quantized(config) or _has_codes(source)):
         if not says_quantized(config):
             check_is_no_other(infos)  # names alone say less
-        metadata = {
-            key: one for shard in source.shards for key, one in shard.header.metadata.items()
-        }
-        layout = detect(config, infos, hf_quant_config(source), metadata)
+        layout = detect(config, infos, hf_quant_config(source), _metadata(source))
         layout = DEEPSEEK_V4 if layout is None and _are_of_deepseek_v4(infos) else layout
     if not records:
         check_is_no_other(infos)
@@ -184,7 +183,10 @@ def find(source: Source, layout: Layout | None = None) -> Found:
         has_conv1d = _has_conv1d(config, plain, shapes)
         made = [_of_record(one, entries, source, has_conv1d) for one in records.values()]
     else:
-        found = layout.find(infos).values()
+        by_name = layout.find(infos)
+        if layout is TORCHAO:
+            check_classes(by_name, _metadata(source))
+        found = by_name.values()
         if is_told and not found:
             raise _nothing_in(source, layout)
         if not found:
@@ -203,6 +205,11 @@ def find(source: Source, layout: Layout | None = None) -> Found:
     weights = {one.view.buffers["data"].entry.name: one for one in made}
     every = frozenset(parts | set(scalars) | set(filter(layout.is_mark, entries)))
     return Found(source, config, layout, weights, every, scalars, has_conv1d)
+
+
+def _metadata(source: Source) -> dict[str, str]:
+    """Return what the headers of all files say."""
+    return {key: value for one in source.shards for key, value in one.header.metadata.items()}
 
 
 def _nothing_in(source: Source, layout: Layout) -> CheckpointError:

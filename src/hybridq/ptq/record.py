@@ -20,6 +20,7 @@ from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..errors import CheckpointError, SpecError
 from ..formats import PlaneSpec
 from ..kernels.inputs import HIGH_PRECISION
+from ..layouts import without_classes
 from ..layouts.comfyui import METADATA as COMFYUI_KEY
 from ..quantizers import Quantizer
 from ..storage import Plane, TensorStorage
@@ -223,7 +224,8 @@ def without_records(metadata: Mapping[str, str]) -> dict[str, str]:
     Args:
         metadata: of the file.
     """
-    return {key: one for key, one in metadata.items() if key not in (METADATA_KEY, COMFYUI_KEY)}
+    left = {key: one for key, one in metadata.items() if key not in (METADATA_KEY, COMFYUI_KEY)}
+    return without_classes(left)
 
 
 def read_records(metadata: Mapping[str, str], path: Path) -> dict[str, Record]:

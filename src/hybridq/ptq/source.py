@@ -10,13 +10,14 @@ import fnmatch
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from ..errors import CheckpointError
+from ..layouts import TORCHAO, current_names, said_of
 from .disk import is_name, is_there, kind_of, names_in_folder, reading
 from .files import as_bytes, read_into, read_json
 from .header import Header, read_header
@@ -216,7 +217,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
             if any(fnmatch.fnmatch(found.name, one) for one in _WEIGHTS):
                 what = ", which is read by other programs: save it as safetensors first"
             raise CheckpointError(f"checkpoint: a file must end in {SUFFIX}, got {found}{what}")
-        return Source(found, (_open_shard(found),), None, (), ())
+        return Source(found, (_with_current_names(_open_shard(found)),), None, (), ())
     index = None
     if is_there(found / INDEX):
         with reading(found / INDEX) as file:
@@ -229,7 +230,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
             f"checkpoint: {found} has neither {SINGLE} nor {INDEX}{_what_is_there(found)}"
         )
     extras, left_out = _extras(found)
-    return Source(found, shards, index, extras, left_out)
+    return Source(found, tuple(map(_with_current_names, shards)), index, extras, left_out)
 
 
 def _what_is_there(folder: Path) -> str:
@@ -248,7 +249,11 @@ def _what_is_there(folder: Path) -> str:
         return f", but {own[0]}: merge the adapter into its model, and give that"
     others = [name for name in names if any(fnmatch.fnmatch(name, one) for one in _WEIGHTS)]
     if others:
-        return f", but {others[0]}, which is read by other programs: save it as safetensors first"
+        what = f", but {others[0]}, which is read by other programs: save it as safetensors first"
+        said = said_of(read_config(folder))
+        if isinstance(said, Mapping) and said.get("quant_method") == TORCHAO.name:
+            what += " (transformers' save_pretrained does, with torchao 0.15 or later)"
+        return what
     return ""
 
 
@@ -272,6 +277,16 @@ def _open_shard(path: Path) -> Shard:
     header = read_header(path)
     found = path.stat()
     return Shard(path, header, found.st_size, found.st_mtime_ns)
+
+
+def _with_current_names(shard: Shard) -> Shard:
+    """Return a file with the names that today's torchao gives the tensors of an older one's."""
+    own = shard.header
+    names = current_names((entry.name for entry in own.entries), own.metadata)
+    if not names:
+        return shard
+    entries = (replace(one, name=names.get(one.name, one.name)) for one in own.entries)
+    return replace(shard, header=replace(own, entries=tuple(entries)))
 
 
 def _open_shards(folder: Path, index: Mapping[str, Any]) -> tuple[Shard, ...]:

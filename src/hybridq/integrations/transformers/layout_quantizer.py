@@ -22,12 +22,15 @@ from ...errors import CheckpointError
 from ...layouts import (
     ENTRIES,
     HYBRIDQ,
+    TORCHAO,
     Layout,
     ScalarPart,
     StoredWeight,
     TensorInfo,
+    check_classes,
     check_inputs_are_plain,
     check_is_no_other,
+    current_names,
     detect,
     get,
     kv_cache_of,
@@ -73,7 +76,14 @@ class LayoutQuantizer(HybridQQuantizer):
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         files = [file for file in checkpoint_files or () if file.endswith(".safetensors")]
-        entries, scales = _read_headers(files)
+        entries, scales, metadata = _read_headers(files)
+        if current_names(entries, metadata):
+            raise CheckpointError(
+                "from_pretrained: names of tensors must be those of torchao 0.15 or later, got "
+                f"{next(iter(current_names(entries, metadata)))!r}; export the folder first "
+                "(hybridq.export, layout='compressed-tensors'), or read it by "
+                "hybridq.load_checkpoint"
+            )
         check_inputs_are_plain(entries, self._config)
         layout = self._layout(files, entries)
         check_is_no_other(entries)
@@ -83,6 +93,8 @@ class LayoutQuantizer(HybridQQuantizer):
                 f"from_pretrained: a folder of {layout.name} must have quantized weights, got none "
                 f"in {len(entries)} tensors; leave its quantization_config out"
             )
+        if layout is TORCHAO:
+            check_classes(found, metadata)
         self.pre_quantized = True
         self._held = [held_of_layout(stored) for stored in found.values()]
         known = conversions(get_model_conversion_mapping(model), model, self._held, False)
@@ -200,12 +212,14 @@ def _beside(files: list[str]) -> dict[str, Any] | None:
 
 def _read_headers(
     files: Iterable[str],
-) -> tuple[dict[str, TensorInfo], dict[str, torch.Tensor]]:
-    """Return dtype and shape of every tensor of some files, and the scales of activations."""
+) -> tuple[dict[str, TensorInfo], dict[str, torch.Tensor], dict[str, str]]:
+    """Return dtype and shape of every tensor of some files, scales of activations, metadata."""
     entries: dict[str, TensorInfo] = {}
+    metadata: dict[str, str] = {}
     scales: dict[str, torch.Tensor] = {}
     for file in files:
         with torch.device("cpu"), opened_file(file) as opened:
+            metadata |= opened.metadata() or {}
             for name in opened.keys():  # noqa: SIM118 (it is no mapping)
                 about = opened.get_slice(name)
                 dtype = TORCH_DTYPES.get(about.get_dtype())
@@ -217,14 +231,14 @@ def _read_headers(
                 entries[name] = dtype, tuple(about.get_shape())
                 if any(part.module_of(name) is not None for part in _scale_parts()):
                     scales[name] = opened.get_tensor(name)
-    return entries, scales
+    return entries, scales, metadata
 
 
 @cache
 def _scale_parts() -> tuple[ScalarPart, ...]:
     """Return the scales of activations of all layouts."""
     known = [get(name) for name in names()]
-    inputs = [scheme.input for layout in known for scheme in layout.schemes]
+    inputs = [scheme.input for layout in known for scheme in layout.read_schemes]
     caches = [part for layout in known for each in layout.kv.values() for part in each]
     return tuple(dict.fromkeys(part for part in (*inputs, *caches) if part is not None))
 
