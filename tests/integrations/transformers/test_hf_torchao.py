@@ -62,3 +62,7 @@ def test_what_it_cannot_load_is_named(folder) -> None:
     save_file(old, path, metadata_of({}, dict.fromkeys(names)))
     with pytest.raises(CheckpointError, match=r"must be those of torchao 0\.15 or later, got .*:"):
         ours.load(folder)
+    path.unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"must be safetensors, got pytorch_model\.bin; save"):
+        ours.load(folder)

@@ -76,6 +76,12 @@ class LayoutQuantizer(HybridQQuantizer):
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         files = [file for file in checkpoint_files or () if file.endswith(".safetensors")]
+        if checkpoint_files and not files:
+            raise CheckpointError(
+                "from_pretrained: files must be safetensors, got "
+                f"{Path(checkpoint_files[0]).name}; save the model as such first, by "
+                "save_pretrained with the program that wrote it"
+            )
         entries, scales, metadata = _read_headers(files)
         if current_names(entries, metadata):
             raise CheckpointError(
