@@ -16,7 +16,7 @@ E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
 KINDS = {
     "fp8_tensor": ("fp8_e4m3", "Float8Tensor", {}),
     "fp8_channel": ("e4m3/1x{cols}/fp32/amax/float8_block", "Float8Tensor", {}),
-    "fp8_block": ("fp8_128x128", "Float8Tensor", {}),
+    "fp8_block": ("e4m3/128x128/fp32/amax/float8_block", "Float8Tensor", {}),
     "fp8_group": ("e4m3/1x64/fp32/amax/float8_block", "Float8Tensor", {}),
     "mxfp8": ("mxfp8", "MXTensor", {"block_size": 32, "elem_dtype": "float8_e4m3fn"}),
     "mxfp4": ("mxfp4", "MXTensor", {"block_size": 32, "elem_dtype": "float4_e2m1fn_x2"}),
@@ -60,6 +60,18 @@ def torchao_weight(
     return tensors, {name: json.dumps(about)}, values
 
 
+def torchao_stack(
+    name: str, kind: str, weight: torch.Tensor, is_swizzled: bool = False
+) -> tuple[dict[str, torch.Tensor], dict[str, str], torch.Tensor]:
+    """The same of a stack of matrices: its tensors are theirs, one after the other."""
+    each = [torchao_weight(name, kind, one, is_swizzled) for one in weight]
+    tensors = {key: torch.stack([one[0][key] for one in each]) for key in each[0][0]}
+    said = json.loads(each[0][1][name])
+    if isinstance(said["_data"]["block_size"], list):
+        said["_data"]["block_size"].insert(0, 1)
+    return tensors, {name: json.dumps(said)}, torch.stack([one[2] for one in each])
+
+
 def metadata_of(classes: dict[str, str], plain: dict[str, torch.Tensor]) -> dict[str, str]:
     """The metadata of a file with these weights and plain tensors."""
     said = {**classes, **{name: json.dumps({"_type": "Tensor"}) for name in plain}}
@@ -75,7 +87,8 @@ def write_torchao(
     """A folder with these weights (kind, whether swizzled, values), and what they decode to."""
     tensors, classes, values = {}, {}, {}
     for name, (kind, is_swizzled, weight) in weights.items():
-        own, said, values[name] = torchao_weight(name, kind, weight, is_swizzled)
+        make = torchao_weight if weight.dim() == 2 else torchao_stack
+        own, said, values[name] = make(name, kind, weight, is_swizzled)
         tensors |= own
         classes |= said
     plain = {"model.norm.weight": torch.linspace(0.0, 1.0, 8)} if plain is None else plain

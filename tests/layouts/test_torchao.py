@@ -158,3 +158,33 @@ def test_what_transformers_writes_is_read(scheme, torchao, tmp_path) -> None:
     assert (said - wanted).norm() <= 2.0**-6 * wanted.norm()
     config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "torchao"
+
+
+@pytest.mark.parametrize("scheme", ["fp8_channel", "mxfp8", "mxfp4"])
+def test_stacks_of_experts_are_read(scheme, torchao, tmp_path) -> None:
+    """Swizzled by torchao as one matrix: it takes multiples of 128 rows alone."""
+    from torchao.quantization import FqnToConfig
+
+    torch.manual_seed(0)
+    kind = transformers.AutoModelForCausalLM
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 4}
+    config = transformers.Qwen3MoeConfig(**{**SIZES, **sizes, "num_experts_per_tok": 2})
+    kind.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    asked = FqnToConfig({r"re:.*experts\.(gate_up|down)_proj": configs()[scheme]})
+    theirs = kind.from_pretrained(
+        tmp_path / "plain",
+        quantization_config=transformers.TorchAoConfig(asked),
+        dtype=torch.bfloat16,
+    )
+    theirs.save_pretrained(tmp_path / "q")
+    read = hybridq.load_checkpoint(tmp_path / "q")
+    loaded = ours.load(tmp_path / "q")
+    stacks = {name: one for name, one in theirs.state_dict().items() if "experts" in name}
+    assert len(stacks) == 4
+    for name, one in stacks.items():
+        want = one.dequantize(torch.float32)
+        made = torch.stack([each.rowwise.dequantize(torch.float32) for each in read[name]])
+        assert same(made, want), name
+        own = loaded.get_parameter(name).detach()
+        assert isinstance(own, hybridq.QuantizedTensor)
+        assert same(own.dequantize(dtype=torch.float32), want), name

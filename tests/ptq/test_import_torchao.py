@@ -13,7 +13,7 @@ from checkpoint_tools import Notes
 from hybridq import layouts
 from hybridq.errors import CheckpointError, SpecError
 from hybridq.ptq.budget import Budget
-from layout_cases import values
+from layout_cases import plane_of, values
 from torchao_files import KINDS, SWIZZLED, metadata_of, torchao_weight, write_torchao
 
 CASES = [*((kind, False) for kind in KINDS), *((kind, True) for kind in SWIZZLED)]
@@ -64,6 +64,60 @@ def test_tiles_have_the_values_of_the_whole(kind, is_swizzled, tmp_path, small_t
     made = load_file(tmp_path / "out" / "model.safetensors")
     assert close(made[UP], want[UP], kind)
     assert notes.done == notes.total
+
+
+STACKS = [one for one in CASES if not one[0].startswith("nvfp4")]
+
+
+@pytest.mark.parametrize(("kind", "is_swizzled"), STACKS)
+@pytest.mark.parametrize("rows", [256, 384])
+def test_stacks_of_experts(kind, is_swizzled, rows, tmp_path, small_tiles) -> None:
+    """Halves of 192 rows cut tiles and blocks of 128: up is encoded anew then, from its values."""
+    weight = values((3, rows, 256))
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    config = {"model_type": "qwen3_moe", "hidden_size": 256, "torch_dtype": "float32"}
+    want = write_torchao(tmp_path / "in", {name: (kind, is_swizzled, weight)}, config)[name]
+    read = hybridq.load_checkpoint(tmp_path / "in")[name]
+    assert [tuple(one.shape) for one in read] == [(rows, 256)] * 3
+    for one, value in zip(read, want, strict=True):
+        assert torch.equal(one.rowwise.dequantize(torch.float32).double(), value)
+    hybridq.export(tmp_path / "in", tmp_path / "plain", layout="fp32", observer=Notes())
+    assert torch.equal(load_file(tmp_path / "plain" / "model.safetensors")[name].double(), want)
+    if kind == "fp8_group":
+        return
+    is_cut = rows == 384 and (is_swizzled or kind == "fp8_block")
+    said = {"layout": "compressed-tensors", "format": kind if is_cut else None}
+    hybridq.export(tmp_path / "in", tmp_path / "out", **said, observer=Notes())
+    made = hybridq.load_checkpoint(tmp_path / "out")
+    for index, value in enumerate(want):
+        for half, own in enumerate(("gate_proj", "up_proj")):
+            one = made[f"model.layers.0.mlp.experts.{index}.{own}.weight"].rowwise
+            part = value[rows // 2 * half : rows // 2 * (half + 1)]
+            if is_cut and own == "up_proj":
+                part = plane_of(KINDS[kind][0], part.float()).dequantize(torch.float32).double()
+            assert torch.equal(one.dequantize(torch.float32).double(), part)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "llama4_text"])
+def test_stacks_whose_scales_lie_along_outputs_are_decoded_alone(model_type, tmp_path) -> None:
+    """Their models keep them as `[E, in, out]`."""
+    name = "model.layers.0.mlp.experts.down_proj"
+    config = {"model_type": model_type, "torch_dtype": "float32"}
+    given = {name: ("mxfp8", False, values((2, 64, 64)))}
+    want = write_torchao(tmp_path / "in", given, config)[name]
+    match = r"must be \[experts, out, in\], got .*down_proj' as \[experts, in, out\], with scales"
+    with pytest.raises(CheckpointError, match=match):
+        hybridq.export(tmp_path / "in", tmp_path / "out", layout="compressed-tensors")
+    hybridq.export(tmp_path / "in", tmp_path / "plain", layout="fp32", observer=Notes())
+    assert torch.equal(load_file(tmp_path / "plain" / "model.safetensors")[name].double(), want)
+
+
+def test_stacks_of_nvfp4_are_refused(tmp_path) -> None:
+    name = "model.layers.0.mlp.experts.down_proj"
+    for kind in ("nvfp4", "nvfp4_single"):
+        write_torchao(tmp_path / kind, {name: (kind, True, values((2, 128, 64)))})
+        with pytest.raises(CheckpointError, match="torchao cannot tell what"):
+            hybridq.load_checkpoint(tmp_path / kind)
 
 
 def test_codes_are_kept_in_other_layouts(tmp_path) -> None:

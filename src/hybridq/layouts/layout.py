@@ -57,7 +57,7 @@ class Layout:
         holds_stacks: a stack `[E, rows, cols]` is held as such; otherwise each matrix of it by
             itself, under a name of its own.
         holds_matrices: single matrices are held.
-        stacks: schemes of stacks that are read, and not written.
+        stacks: schemes of stacks that are read, and not written; others may be among them.
         others: schemes of matrices that are read, and not written.
         marks: ends of names of tensors that say how modules are held, and hold no values.
         has_plain_codes: codes of FP8 without a scale are values, which readers cast.
@@ -92,8 +92,9 @@ class Layout:
 
     @property
     def read_schemes(self) -> tuple[Scheme, ...]:
-        """All that are read, those that are written first."""
-        return (*self.schemes, *self.stacks, *self.others)
+        """All schemes that are read; the first that fits is taken."""
+        others = (one for one in self.others if one not in self.stacks)
+        return (*self.schemes, *self.stacks, *others)
 
     def is_mark(self, name: str) -> bool:
         """Return whether a tensor says how a module is held, and holds no values.
@@ -255,9 +256,9 @@ class Layout:
         if found is None:
             return None
         if len(found.shape) == 3:
-            is_held = self.holds_stacks or scheme in self.stacks
+            is_held = scheme in self.stacks or (self.holds_stacks and scheme in self.schemes)
         else:
-            is_held = self.holds_matrices and scheme in (*self.schemes, *self.others)
+            is_held = scheme in self.others or (self.holds_matrices and scheme in self.schemes)
         return found if is_held else None
 
     def _is_value(self, name: str, dtype: torch.dtype, entries: Mapping[str, TensorInfo]) -> bool:

@@ -2,7 +2,8 @@
 
 A weight `M.W` stands as `M._W_qdata`, `M._W_scale` and so on, and the metadata of a file says as
 JSON of which class each tensor was. torchao 0.14 called them `M.W:qdata`, `M.W:scale`, and plain
-tensors `M.W:_data`. Scales of MX and NVFP4 are swizzled or not; their shapes tell.
+tensors `M.W:_data`. Scales of MX and NVFP4 are swizzled or not; their shapes tell. Stacks of
+experts have their scales along the last axis, whatever their model multiplies along.
 
 No reader takes a file by its metadata alone: transformers makes the class that `config.json` names,
 of the version that is installed.
@@ -79,21 +80,19 @@ def _nvfp4(scale: Shape, *factor: Part) -> Scheme:
     return Scheme("nvfp4", "nvfp4", parts, _INPUT, config=said, constants=constants)
 
 
-_SCHEMES: Final = (
+_FP8: Final = (
     _fp8("fp8_tensor", "", ONE_BY_ONE),
     _fp8("fp8_channel", "1x{cols}"),
     _fp8("fp8_block", "128x128"),
     *(_fp8("fp8_group", f"1x{cols}") for cols in _GROUPS),
-    *(
-        scheme
-        for scale in (SWIZZLED, SAME)
-        for scheme in (
-            _mx("mxfp8", _E4M3, "float8_e4m3fn", scale),
-            _mx("mxfp4", _U8, "float4_e2m1fn_x2", scale),
-            _nvfp4(scale, _FACTOR),
-            _nvfp4(scale),
-        )
-    ),
+)
+_MX: Final = (
+    *(_mx("mxfp8", _E4M3, "float8_e4m3fn", scale) for scale in (SWIZZLED, SAME)),
+    *(_mx("mxfp4", _U8, "float4_e2m1fn_x2", scale) for scale in (SWIZZLED, SAME)),
+)
+_NVFP4: Final = (
+    *(_nvfp4(scale, _FACTOR) for scale in (SWIZZLED, SAME)),
+    *(_nvfp4(scale) for scale in (SWIZZLED, SAME)),
 )
 
 
@@ -112,7 +111,8 @@ TORCHAO = register(
         methods=(NAME,),
         config=_config,
         excludes=by_start_or_end,
-        others=_SCHEMES,
+        stacks=(*_FP8, *_MX),
+        others=(*_FP8, *_MX, *_NVFP4),
         instead=INSTEAD,
     )
 )
@@ -216,8 +216,8 @@ def _asked(weight: StoredWeight, said: Mapping[str, Any]) -> Iterator[tuple[str,
     block = own.get("block_size")
     if isinstance(block, list):  # of Float8Tensor, no larger than the matrix
         sizes = weight.spec.format.block or weight.matrix
-        whole = [min(one, size) for one, size in zip(sizes, weight.matrix, strict=True)]
-        yield "block_size", whole, block
+        own_block = [min(one, size) for one, size in zip(sizes, weight.matrix, strict=True)]
+        yield "block_size", [1] * (len(weight.shape) - 2) + own_block, block
     parts = [one.name.rpartition("}_")[2] for one in weight.scheme.parts]
     names = said.get("_tensor_data_names", parts)  # torchao 0.14 does not say them
     yield "the parts", sorted(parts), sorted({*map(str, names)} - {_ACT_SCALE})

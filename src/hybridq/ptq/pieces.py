@@ -16,7 +16,7 @@ from typing import Any, Final
 from ..direction import COLUMNWISE, ROWWISE
 from ..errors import CheckpointError
 from ..kernels.inputs import HIGH_PRECISION
-from ..layouts import GPT_OSS_MXFP4, Layout
+from ..layouts import GPT_OSS_MXFP4, TORCHAO, Layout
 from .found import Weight
 from .header import TORCH_DTYPES, Entry
 from .source import Shard
@@ -170,6 +170,12 @@ def _upright(shard: Shard, item: Entry | Weight, config: Mapping[str, Any]) -> P
     piece = piece_of(shard, item)
     if piece.weight is not None and piece.weight.stored is not None:
         is_transposed = piece.weight.scheme in GPT_OSS_MXFP4.schemes
+        if piece.weight.scheme in TORCHAO.others and _is_transposed(piece.entry, config):
+            raise CheckpointError(
+                f"export: a stack must be [experts, out, in], got {piece.entry.name!r} as "
+                f"[experts, in, out], with scales along its last axis as {TORCHAO.name} has made "
+                "them; export the checkpoint in bf16 or fp32 first"
+            )
         return replace(piece, is_transposed=is_transposed)
     if not _is_transposed(piece.entry, config):
         return piece

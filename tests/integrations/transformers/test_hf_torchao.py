@@ -66,3 +66,28 @@ def test_what_it_cannot_load_is_named(folder) -> None:
     torch.save(tensors, folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"must be safetensors, got pytorch_model\.bin; save"):
         ours.load(folder)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_stacks_of_experts(kind, tmp_path) -> None:
+    """GPT-OSS keeps them as `[E, in, out]`, and torchao makes scales along the last axis."""
+    plain = load_file(saved(kind, tmp_path / "plain") / "model.safetensors")
+    model = load(tmp_path / "plain")
+    state = {name: one.detach() for name, one in model.state_dict().items()}
+    names = [name for name, one in state.items() if one.dim() == 3 and "bias" not in name]
+    weights = {name: ("mxfp8", False, state[name]) for name in names}
+    left = {name: one for name, one in plain.items() if "experts" not in name}
+    left |= {name: one for name, one in state.items() if "experts" in name and "bias" in name}
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    values = write_torchao(tmp_path / "m", weights, config, left)
+    assert names
+    if kind == "gpt_oss":
+        with pytest.raises(CheckpointError, match=r"must lie along the inputs of products, got"):
+            ours.load(tmp_path / "m")
+        return
+    made = ours.load(tmp_path / "m", dtype=torch.float32)
+    own = quantized(made)
+    assert set(own) == set(names)
+    for name in names:
+        value = own[name].detach().dequantize(dtype=torch.float32)
+        assert torch.equal(value.double(), values[name])

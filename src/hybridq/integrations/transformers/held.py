@@ -15,7 +15,7 @@ from ...quantizers import Quantizer
 from ...storage import Plane, TensorStorage
 from ...tensor import QuantizedTensor, is_quantized
 
-__all__ = ["TAGS", "Held", "held_of_layout", "held_of_record", "joined"]
+__all__ = ["TAGS", "Held", "held_of_layout", "held_of_record", "is_transposed", "joined"]
 
 #: What stands for the tensors of a weight, in their order, in what converters collect them under.
 TAGS: Final = tuple(f"#{number}" for number in range(8))
@@ -48,7 +48,7 @@ class Held:
             parameter: of the model, on the meta device.
         """
         shape = self.shape
-        if self.may_turn and _is_transposed(parameter):
+        if self.may_turn and is_transposed(parameter):
             shape = (*shape[:-2], shape[-1], shape[-2])
         return tuple(parameter.shape) == shape
 
@@ -98,8 +98,8 @@ def held_of_layout(stored: StoredWeight) -> Held:
 
     def join(found: Mapping[str, torch.Tensor], like: torch.Tensor | None) -> QuantizedTensor:
         made = _of_planes(stored.decode(found), stored.shape)
-        is_transposed = len(stored.shape) == 3 and like is not None and _is_transposed(like)
-        return made.mT if is_transposed else made  # type: ignore[return-value]
+        turns = len(stored.shape) == 3 and like is not None and is_transposed(like)
+        return made.mT if turns else made  # type: ignore[return-value]
 
     names = tuple(one.name for one in stored.tensors)
     return Held(stored.name, stored.shape, names, join, len(stored.shape) == 3)
@@ -113,8 +113,12 @@ def _of_planes(planes: Sequence[Plane], shape: tuple[int, ...]) -> QuantizedTens
     return QuantizedTensor.make(storage, shape, torch.float32, quantizer=quantizer)
 
 
-def _is_transposed(parameter: Any) -> bool:
-    """Return whether a quantized parameter is the transpose of what is quantized."""
+def is_transposed(parameter: Any) -> bool:
+    """Return whether a quantized parameter is the transpose of what is quantized.
+
+    Args:
+        parameter: of a model.
+    """
     if not is_quantized(parameter):
         return False
     return bool(parameter.tensor_storage.first.direction == COLUMNWISE)

@@ -42,7 +42,7 @@ from ...ptq.header import TORCH_DTYPES
 from ...ptq.model_config import METHOD
 from .config import HybridQConfig
 from .file_scales import calibration_of
-from .held import held_of_layout
+from .held import held_of_layout, is_transposed
 from .layout_config import METHODS, LayoutConfig
 from .planes import conversions, targets
 from .quantizer import HybridQQuantizer, opened_file
@@ -115,6 +115,8 @@ class LayoutQuantizer(HybridQQuantizer):
             *ignored,
         }
         self._convert(model)
+        if layout is TORCHAO:
+            _check_stacks(model, known)
 
     def _kv_cache(self, files: list[str]) -> str:
         """Return what the folder says that KV caches are held in: `"fp8"` where it says nothing."""
@@ -204,6 +206,26 @@ def _is_beside(module: str, target: str) -> bool:
     parent = module.removesuffix(".").rpartition(".")[0] + "."
     is_in_layer = any(part.isdigit() for part in parent.split("."))
     return target.startswith(module) or (is_in_layer and target.startswith(parent))
+
+
+def _check_stacks(model: Any, known: list[Any]) -> None:
+    """Raise where a stack has its scales along the outputs of a model's experts.
+
+    Args:
+        model: converted.
+        known: what `conversions` returned.
+
+    Raises:
+        CheckpointError: there is one, of a model that keeps its experts as `[E, in, out]`.
+    """
+    own = dict(model.named_parameters(remove_duplicate=False))
+    for target, held in known[0].each():
+        if len(held.shape) == 3 and is_transposed(own.get(target)):
+            raise CheckpointError(
+                f"from_pretrained: scales of {held.name!r} must lie along the inputs of products, "
+                f"got a stack [experts, in, out] of {TORCHAO.name}, with scales along its last "
+                "axis; export the folder in bf16 first (hybridq.export, layout='bf16')"
+            )
 
 
 for _method in METHODS:
