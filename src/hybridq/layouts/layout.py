@@ -134,6 +134,9 @@ class Layout:
         reasons = [one.reason_against(spec, shape) for one in self.schemes]
         if None in reasons:
             return None
+        for one in self.others:
+            if one.reason_against(spec, shape) is None:
+                return f"{one.name} is read, and not written"
         return "; ".join(dict.fromkeys(filter(None, reasons)))
 
     def scheme_of(self, spec: PlaneSpec, shape: Sequence[int]) -> Scheme:
