@@ -66,6 +66,10 @@ KINDS = {
     "quark": ("INT8", {"weight": (I8, (64, 64)), "weight_scale": (FP32, 64)}),
     "fp8": ("E5M2 with", {"weight": (E5M2, (64, 64)), "weight_scale": (FP32, ())}),
     "fp8 of MI300": ("MI300", {"weight": (FNUZ, (64, 64)), "weight_scale": (FP32, ())}),
+    "nunchaku": (
+        "SVDQuant",
+        {"qweight": (I8, (64, 32)), "wscales": (BF16, (1, 64)), "proj_down": (BF16, (64, 16))},
+    ),
     "comfyui": (
         "integers",
         {"weight": (I8, (64, 64)), "weight_scale": (FP32, (64, 1)), "comfy_quant": (U8, 8)},

@@ -1,7 +1,7 @@
 """What no layout reads, known by names and dtypes: to be named, and never taken for values.
 
 Source: the checkpoints that these programs write: GPTQModel, AutoAWQ, AutoRound, bitsandbytes,
-HQQ, ExLlama, torchao, optimum-quanto, MLX, compressed-tensors 0.20, ModelOpt 0.47.
+HQQ, ExLlama, torchao, optimum-quanto, MLX, Nunchaku, compressed-tensors 0.20, ModelOpt 0.47.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ _KINDS: Final = (
     _Kind("a trellis of EXL3", ".trellis", _INTEGERS, ".suh"),
     _Kind("integers of EXL2", ".q_weight", _INTEGERS, ".q_scale"),
     _Kind("integers of MLX", ".weight", (torch.uint32,), ".scales", _FLOATS),
+    _Kind("codes of Nunchaku (SVDQuant)", ".qweight", (torch.int8,), ".wscales"),
     _Kind("codes of optimum-quanto", ".weight._data", beside=".weight._scale"),
     _Kind("integers of torchao", "_qdata", _INTEGERS, "_scale", _FLOATS),
     _Kind("integers of torchao", "_qdata", _INTEGERS, "_scale_and_zero"),
