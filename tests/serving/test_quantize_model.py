@@ -262,6 +262,15 @@ def test_trained_weights_keep_their_rowwise_plane_alone() -> None:
     assert model["up"].weight.rowwise.data is rows
 
 
+def test_a_model_that_was_converted_before_is_quantized_without_a_warning(recwarn) -> None:
+    model = hybridq.quantize_model(hybridq.convert(make()), "mxfp8")
+    assert all(is_quantized(model[name].weight) for name in ("up", "down"))
+    assert not [one for one in recwarn if issubclass(one.category, HybridQWarning)]
+    converted = hybridq.convert(make())
+    with hybridq.quantized_model_init("mxfp8"), pytest.warns(HybridQWarning, match="before"):
+        hybridq.convert(converted)  # the warning is given once, and was not used up
+
+
 def test_there_is_one_weight_in_both_precisions_at_a_time(monkeypatch) -> None:
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
     originals = [weakref.ref(one.weight) for one in model]

@@ -24,7 +24,7 @@ from .exclusions import LEAST_WIDTH, keeps_precision, reasons
 from .table import converter_of, converters_with, reason_to_leave, tell_libraries
 from .values import lazy_parameters
 
-__all__ = ["convert", "default_filter"]
+__all__ = ["convert", "convert_modules", "default_filter"]
 
 
 def default_filter(module: nn.Module, name: str) -> bool:
@@ -100,6 +100,32 @@ def convert(
         >>> [type(m).__module__.split(".")[0] for m in hybridq.convert(model).values()]
         ['hybridq', 'torch']
     """
+    missed = convert_modules(model, filter_fn, fuse=fuse, also=also, least_width=least_width)
+    if missed:
+        warn_once(
+            "convert.converted_before",
+            f"convert: weights of {len(missed)} modules stay in high precision, as of "
+            f"{missed[0].name or type(missed[0]).__name__!r}: they were hybridq's before, and "
+            "quantized_model_init is for what is made or converted inside of it; convert the model "
+            "there the first time, or load its state_dict into one that was made there",
+        )
+    return model
+
+
+def convert_modules(
+    model: nn.Module,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    *,
+    fuse: bool = False,
+    also: Iterable[str] = (),
+    least_width: int = LEAST_WIDTH,
+) -> list[QuantizedModule]:
+    """Convert as `convert` does, whose arguments and errors these are.
+
+    Returns:
+        Modules that were hybridq's before, and have plain weights that the surrounding
+        `quantized_model_init` would quantize; none outside of one.
+    """
     given: object = model
     if not isinstance(given, nn.Module):
         is_class = isinstance(given, type) and issubclass(given, nn.Module)
@@ -116,7 +142,7 @@ def convert(
             f"convert: lazy modules stay torch's own, since they are not made yet, got {lazy[0]}"
             f"{' and others' if len(lazy) > 1 else ''}; call the model once, and convert it then",
             HybridQWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
     install()
     found = [(name, module) for name, module in model.named_modules()]
@@ -152,14 +178,6 @@ def convert(
             one.check_initial_weights(but=shared)
     for one in ours:
         one.quantize_initial_weights(but=shared)
-    if missed:
-        warn_once(
-            "convert.converted_before",
-            f"convert: weights of {len(missed)} modules stay in high precision, as of "
-            f"{missed[0].name or type(missed[0]).__name__!r}: they were hybridq's before, and "
-            "quantized_model_init is for what is made or converted inside of it; convert the model "
-            "there the first time, or load its state_dict into one that was made there",
-        )
     left = {name for name, m, _ in known if not isinstance(m, QuantizedModule)}
     # The filter was asked once for each module; its answers are not asked for again.
     answers = None if filter_fn is None else lambda _, name: name not in left
@@ -168,7 +186,7 @@ def convert(
     if known or not any(isinstance(m, QuantizedModule) for _, m in found):
         _tell(model, made, filter_fn is None)
     tell_libraries(model)
-    return model
+    return missed
 
 
 def _missed(found: Iterable[nn.Module], new: list[QuantizedModule]) -> list[QuantizedModule]:
@@ -208,7 +226,7 @@ def _tell(model: nn.Module, made: Conversion, is_own_choice: bool) -> None:
     if kind.__module__.split(".")[0] == "torch":
         key = text
     if is_little and is_first(f"convert:{key}"):
-        warnings.warn(text, HybridQWarning, stacklevel=3)
+        warnings.warn(text, HybridQWarning, stacklevel=4)
     else:
         LOGGER.info(text)
 

@@ -13,7 +13,8 @@ from torch import nn
 
 from .._log import LOGGER
 from ..calibration import Calibration
-from ..converters import LEAST_WIDTH, check_made, convert, warn_of_unfollowed
+from ..converters import LEAST_WIDTH, check_made, warn_of_unfollowed
+from ..converters.convert import convert_modules
 from ..direction import COLUMNWISE, ROWWISE
 from ..distributed.attachment import local_of
 from ..errors import HybridQWarning, must_be_one_of
@@ -115,7 +116,7 @@ def quantize_model(
         for one in model.modules():  # as `convert` does of others: before any weight is quantized
             if isinstance(one, QuantizedModule):
                 one.check_initial_weights(but=stays)
-        convert(model, filter_fn, also=also, least_width=least_width)
+        convert_modules(model, filter_fn, also=also, least_width=least_width)
         ours = [one for one in model.modules() if isinstance(one, QuantizedModule)]
         again = _quantize_weights(model, ours, chosen)
     warn_of_unfollowed("quantize_model", chosen, model)
