@@ -13,6 +13,7 @@ from torch import nn
 
 import hybridq
 from hybridq import QuantizedTensor
+from hybridq.nn.weights.pretrained import keep_planes
 
 safetensors = pytest.importorskip("safetensors.torch")
 SafetensorError = pytest.importorskip("safetensors").SafetensorError
@@ -141,6 +142,42 @@ def test_the_method_is_made_anew_once_and_says_what_it_did(tmp_path) -> None:
     with pytest.raises(SafetensorError):
         model.save_pretrained(tmp_path / "none" / "such")
     assert isinstance(model.state_dict()["body.0.weight"], QuantizedTensor)
+
+
+@pytest.mark.parametrize("write", ["save_file", "save_model"])
+def test_parts_that_a_model_saves_by_themselves_are_decoded(write, tmp_path) -> None:
+    class Parts(nn.Sequential):
+        """Saves a file of each module below it, as SentenceTransformer does."""
+
+        def save_pretrained(self, folder):
+            for name, part in self.named_children():
+                state = {"save_file": part.state_dict(), "save_model": part}[write]
+                getattr(safetensors, write)(state, folder / f"{name}.safetensors")
+
+    with hybridq.quantized_model_init("mxfp8"):
+        model = hybridq.convert(Parts(nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64))))
+    model.save_pretrained(tmp_path)
+    for name, key in {"0": "weight", "1": "0.weight"}.items():
+        saved = safetensors.load_file(tmp_path / f"{name}.safetensors")[key]
+        assert torch.equal(saved, model.get_parameter(f"{name}.{key}").dequantize())
+        part = model.get_submodule(name)
+        assert isinstance(part.state_dict()[key], QuantizedTensor)  # only while it is saved
+
+
+def test_a_part_whose_library_writes_planes_keeps_them() -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = quantized("mxfp8")
+
+        def save_pretrained(self):
+            inner, body = self.inner.state_dict(), self.inner.body.state_dict()
+            return inner["body.0.weight"], body["0.weight"]
+
+    model = hybridq.convert(Whole())
+    assert not any(isinstance(one, QuantizedTensor) for one in model.save_pretrained())
+    keep_planes(model.inner, True)
+    assert all(isinstance(one, QuantizedTensor) for one in model.save_pretrained())
 
 
 @pytest.mark.parametrize("how", ["save_file", "save", "save_model"])

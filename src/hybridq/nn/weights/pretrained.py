@@ -2,7 +2,8 @@
 
 Libraries of models write the memory behind each tensor of `model.state_dict()` to a safetensors
 file, and that of a quantized parameter is another. So while a model's own `save_pretrained` runs,
-its state_dict holds decoded tensors. The method is known by its name: no such library is imported.
+its state_dict holds decoded tensors, and so do those of the modules below it, which a library may
+write to files of their own. The method is known by its name: no such library is imported.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def _decoding(method: Callable[..., Any]) -> Callable[..., Any]:
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if getattr(self, _KEEPS, False):
             return method(self, *args, **kwargs)
-        hook = self.register_state_dict_post_hook(_decode_hook)
+        hooks = [self.register_state_dict_post_hook(_decode_hook)]
+        hooks += [one.register_state_dict_post_hook(_decode_alone) for one in _parts(self)]
         try:
             return method(
                 self,
@@ -101,7 +103,8 @@ def _decoding(method: Callable[..., Any]) -> Callable[..., Any]:
                 **{name: _decoded(value) for name, value in kwargs.items()},
             )
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
     setattr(save_pretrained, _MARK, True)
     return save_pretrained
@@ -109,6 +112,28 @@ def _decoding(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _decode_hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     decode_state(state)
+
+
+def _decode_alone(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    if not prefix:  # of this module alone: else the whole is decoded, and what is shared once
+        decode_state(state)
+
+
+def _parts(model: nn.Module) -> list[nn.Module]:
+    """Return the modules below a model whose library may save each by itself.
+
+    Left out are models inside of it whose own library writes planes, and what is below them.
+    """
+    found: list[nn.Module] = []
+    left = list(model.children())
+    seen = {id(model)}
+    while left:
+        one = left.pop()
+        if id(one) not in seen and not getattr(one, _KEEPS, False):
+            found.append(one)
+            left += one.children()
+        seen.add(id(one))
+    return found
 
 
 def _decoded(value: Any) -> Any:
