@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ __all__ = [
     "functional_all_to_all",
     "functional_scatter",
     "group_timeout",
+    "is_fsdp2_shard",
     "leave_out_of_ddp",
     "local_shape_and_offset",
     "param_groups",
@@ -248,6 +249,23 @@ def sharded_of(gathered: torch.Tensor) -> Any:
     Args:
         gathered: the parameter as its module finds it in a forward.
     """
+    for one in _fsdp_params():
+        if getattr(one, "_unsharded_param", None) is gathered:
+            return one
+    return None
+
+
+def is_fsdp2_shard(parameter: torch.Tensor) -> bool:
+    """Return whether `fully_shard` made a parameter, which is a DTensor as others are.
+
+    Args:
+        parameter: as its module holds it between two steps.
+    """
+    return any(getattr(one, "sharded_param", None) is parameter for one in _fsdp_params())
+
+
+def _fsdp_params() -> Iterator[Any]:
+    """Yield what FSDP2 knows of each parameter of the process that it has sharded."""
     found = sys.modules.get("torch.distributed._composable_state")  # that of FSDP2, once in use
     states = () if found is None else list(found._module_state_mapping.values())
     for reference in states:
@@ -256,10 +274,7 @@ def sharded_of(gathered: torch.Tensor) -> Any:
         if groups is None:
             groups = (getattr(state, "_fsdp_param_group", None),)
         for group in groups:
-            for one in () if group is None else group.fsdp_params:
-                if getattr(one, "_unsharded_param", None) is gathered:
-                    return one
-    return None
+            yield from () if group is None else group.fsdp_params
 
 
 def param_groups(unit: Any) -> tuple[Any, ...]:

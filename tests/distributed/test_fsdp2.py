@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import hybridq
 from hybridq.distributed import GatheredWeight, prepare_fsdp2
@@ -105,3 +107,24 @@ def test_what_is_left_alone_and_what_is_refused() -> None:
     tied[1].weight = tied[0].weight
     prepare_fsdp2(tied)
     assert tied[0].weight is tied[1].weight and isinstance(tied[0].weight, GatheredWeight)
+
+
+@needs_gloo
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_weights_that_fully_shard_has_sharded_are_refused(is_quantized) -> None:
+    with hybridq.quantized_model_init("mxfp8", enabled=is_quantized):
+        model = nn.Sequential(hybridq.Linear(64, 64), nn.Sequential(hybridq.Linear(64, 64)))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model)
+        for part in (model, model[1]):  # of which the unit is another module
+            with pytest.raises(RuntimeError, match=r"weight must not be sharded yet, and fully_"):
+                prepare_fsdp2(part)
+    finally:
+        dist.destroy_process_group()
+    ready = prepare_fsdp2(nn.Sequential(hybridq.Linear(64, 64)))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert prepare_fsdp2(fully_shard(ready)) is ready  # it was prepared: nothing is left to do
+    finally:
+        dist.destroy_process_group()

@@ -69,6 +69,8 @@ def test_units_have_groups_of_parameters() -> None:
         assert hasattr(group, "post_forward_mesh_info")
         sharded = unit.weight
         assert _torch_ranks.sharded_of(sharded) is None
+        assert _torch_ranks.is_fsdp2_shard(sharded)
+        assert not _torch_ranks.is_fsdp2_shard(sharded.detach())
         for _ in range(2):
             unit.unshard()
             found = _torch_ranks.sharded_of(unit.weight)

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._log import log_once
 from .._torch_private import out_of_graphs
+from .._torch_ranks import is_fsdp2_shard
 from ..nn import Linear, QuantizedModule
 from ..nn.weights import replaced
 from ..recipes import SlotPlan
@@ -227,6 +228,11 @@ def _names_of(module: Any, weight: torch.Tensor) -> Iterable[str]:
 
 def _check_part(module: QuantizedModule, name: str, weight: Any) -> None:
     """Raise unless a weight that is dealt out over ranks can travel as planes."""
+    if is_fsdp2_shard(weight):
+        raise RuntimeError(
+            f"prepare_fsdp2: {name} must not be sharded yet, and fully_shard has sharded it; call "
+            "prepare_fsdp2 after parallelize_module and before fully_shard"
+        )
     if is_quantized(local_of(weight)):
         raise NotImplementedError(
             f"prepare_fsdp2: {name} is quantized and split by parallelize_module, and shards of "
