@@ -25,6 +25,7 @@ from delayed_model import (
 )
 from hybridq import errors
 from hybridq.errors import HybridQWarning
+from hybridq.nn.delayed_scaling import update
 from hybridq.nn.delayed_scaling.state import states_of
 from linear_model import equal
 
@@ -363,6 +364,22 @@ def test_weights_without_histories_are_told(monkeypatch, resumes) -> None:
     assert ("go on from what they were" in text) == (resumes == "goes on")
     for name in ("hybridq.state_dict_with_history(model)", "distributed.ScalingHistory(model)"):
         assert name in text
+
+
+def test_a_model_without_the_recipe_is_not_told_of_histories(monkeypatch) -> None:
+    monkeypatch.setattr(update, "has_compiled", lambda: False, raising=False)
+    train(layer(), range(2))  # another model of the process
+    own = layer(seed=1)
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        monkeypatch.setattr(errors, "_seen", set())
+        own.load_state_dict(own.state_dict())
+        own(batch(0)[0]).sum().backward()
+        optimizer.step()
+        assert not warned(seen)
+        forward(own, batch(0)[0])
+    assert len(warned(seen)) == 1
 
 
 @pytest.mark.parametrize("first", ["weights", "history", "one"])

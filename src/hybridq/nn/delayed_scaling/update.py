@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ... import settings
-from ..._torch_private import copy_each, graph_task_id
+from ..._torch_private import copy_each, graph_task_id, has_compiled
 from ...errors import PlaneError, warn_once
 from ...kernels.choice import given_scale
 from ...quantizers import group_amax, next_scale
@@ -327,8 +327,8 @@ def _update(states: Sequence[ScalingState]) -> None:
         plan = _plan_of(state, recipe)
         if plan is not None and plan.is_delayed and state.device.type != "meta":
             by_device.setdefault(state.device, []).append((state, plan))
-            if state.owner.has_holder:
-                state.end_loading()  # of what only ever ran compiled
+            if state.owner.has_holder and has_compiled():
+                state.end_loading()  # of what only ever ran compiled; a forward tells of others
     batches = _layout(by_device)
     before = epoch.count
     for device, planned in by_device.items():
