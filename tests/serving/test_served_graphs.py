@@ -12,6 +12,7 @@ import hybridq
 from compilers import BACKENDS
 from hybridq.calibration import Calibration
 from hybridq.moe import ExpertsLayout, convert_experts
+from hybridq.tensor import is_quantized
 from own_experts import OwnExperts, routing
 
 X = torch.linspace(-3, 3, 5 * 64).reshape(5, 64).bfloat16()
@@ -72,3 +73,17 @@ def test_exported_experts_have_the_same_bits() -> None:
     program = torch.export.export(experts, given).run_decompositions({})
     assert all(type(one) is nn.Parameter for one in program.state_dict.values())
     assert torch.equal(program.module()(*given), experts(*given))
+
+
+def test_a_trained_models_weights_are_taken_apart_once_they_need_no_gradient() -> None:
+    with hybridq.quantized_model_init("mxfp8_fwd_nvfp4_bwd"):
+        model = nn.Sequential(hybridq.Linear(64, 96), nn.GELU(), hybridq.Linear(96, 64)).eval()
+    x = torch.linspace(-2, 2, 5 * 64).reshape(5, 64)
+    with torch.no_grad(), hybridq.autocast(recipe="mxfp8_fwd_nvfp4_bwd"):
+        want = model(x)
+        trained = torch.export.export(model, (x,))
+        with pytest.raises(RuntimeError, match="can require gradients"):
+            trained.run_decompositions({})
+        program = torch.export.export(model.requires_grad_(False), (x,)).run_decompositions({})
+    assert not any(is_quantized(one) for one in program.state_dict.values())
+    assert torch.equal(program.module()(x), want)
