@@ -15,7 +15,7 @@ from hybridq.kernels.cpu import product_reason, tiles_reason
 from places import ROOT
 
 PAGE = (ROOT / "docs" / "design" / "life-of-a-forward.md").read_text()
-SOURCES = ROOT / "src" / "hybridq"
+SOURCES = Path(hybridq.__file__).parent  # of a wheel, too
 STEP = re.compile(r"^\| \d+ \| `([\w/.]+)` \| `([\w.]+)` \|", re.M)
 
 
