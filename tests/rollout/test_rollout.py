@@ -200,8 +200,8 @@ def test_the_recipe_must_be_known() -> None:
 
 def test_what_no_reader_decodes_is_refused() -> None:
     model = trainer(torch.bfloat16)
-    with pytest.raises(SpecError, match="modelopt cannot hold fp8_128x128"):
-        weights(model, "modelopt", recipe="fp8_block")
+    with pytest.raises(SpecError, match="quark cannot hold fp8_128x128"):
+        weights(model, "quark", recipe="fp8_block")
     recipe = hybridq.CustomRecipe(lambda role: hybridq.NVFP4Quantizer(stochastic_rounding=True))
     with pytest.raises(SpecError, match="rounded stochastically, anew in every forward"):
         weights(model, "modelopt", recipe=recipe)
