@@ -18,7 +18,7 @@ Example:
 from __future__ import annotations
 
 from .auto_fp8 import AUTO_FP8
-from .comfyui import COMFYUI
+from .comfyui import COMFYUI, check_descriptions
 from .compressed_tensors import COMPRESSED_TENSORS
 from .deepseek_v4 import DEEPSEEK_V4
 from .detect import (
@@ -72,6 +72,7 @@ __all__ = [
     "StoredWeight",
     "TensorInfo",
     "check_classes",
+    "check_descriptions",
     "check_inputs_are_plain",
     "check_is_no_other",
     "current_names",

@@ -14,23 +14,27 @@ Source: ComfyUI, QUANTIZATION.md, `comfy.ops` (how a linear is loaded and saved)
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
 
+from ..errors import CheckpointError
 from .layout import Described, Layout, register
 from .matching import by_name
 from .order import HIGH_NIBBLE_FIRST, TILES
 from .part import FACTOR, ROWS, SCALAR, TILED, Part, ScalarPart
 from .per_tensor import CODES, WIDENED, input_scale
 from .scheme import Mark, Scheme
+from .stored import StoredWeight
 
-__all__ = ["COMFYUI", "METADATA", "NAME"]
+__all__ = ["COMFYUI", "DESCRIPTION", "METADATA", "NAME", "check_descriptions"]
 
 NAME: Final = "comfyui"
 #: Key of a file's metadata that says how its layers are quantized.
 METADATA: Final = "_quantization_metadata"
+#: End of the name of the tensor that says it of one layer.
+DESCRIPTION: Final = ".comfy_quant"
 
 _E4M3, _E5M2, _U8, _FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.float32
 #: Inputs: quantized as they come, by calibrated scales, or not at all.
@@ -45,7 +49,7 @@ def _mark(name: str, inputs: Mapping[str, str]) -> Mark:
         if how == "none":
             said["full_precision_matrix_mult"] = True
         made[how] = json.dumps(said).encode()
-    return Mark("{module}.comfy_quant", made)
+    return Mark(f"{{module}}{DESCRIPTION}", made)
 
 
 def _fp8(name: str, codes: torch.dtype, scale: str, of_input: str, mark: Mark | None) -> Scheme:
@@ -116,10 +120,101 @@ COMFYUI = register(
                 parts=(CODES, Part("{module}.weight_scale", "scale", _FP32, ROWS)),
             ),
         ),
-        marks=(".comfy_quant", "scaled_fp8"),
+        marks=(DESCRIPTION, "scaled_fp8"),
         has_plain_codes=True,
         methods=(),
         config=_config,
         excludes=by_name,
     )
 )
+
+#: What a description may call each scheme.
+_FORMATS: Final = {
+    "nvfp4": ("nvfp4",),
+    "mxfp8": ("mxfp8", "hybrid_mxfp8"),  # with a scale for readers that take no other
+    "fp8_tensor": ("float8_e4m3fn", "float8_e4m3fn_rowwise"),  # of one row
+    "fp8_e5m2": ("float8_e5m2",),
+    "fp8_channel": ("float8_e4m3fn_rowwise", "float8_e4m3fn"),
+}
+_KNOWN: Final = frozenset(name for names in _FORMATS.values() for name in names)
+_DECODE: Final = "decode the file with the program that wrote it, and give it in BF16"
+
+
+def check_descriptions(
+    weights: Mapping[str, StoredWeight],
+    names: Iterable[str],
+    marks: Mapping[str, bytes],
+    metadata: Mapping[str, str],
+) -> None:
+    """Raise where weights are not what a file says of their layers.
+
+    Shapes and dtypes tell neither rows and columns that fill a weight up from its own, nor a
+    weight that was rotated from one that was not.
+
+    Args:
+        weights: that are quantized, as they were found by names, dtypes and shapes.
+        names: of all tensors.
+        marks: the bytes of each tensor that says how a layer is held, by name.
+        metadata: of all files.
+
+    Raises:
+        CheckpointError: a description cannot be read, or says something else.
+    """
+    own = tuple(names)
+    for where, module, said in _descriptions(marks, metadata):
+        named = _weights_of(module, own)
+        quantized = [one for one in named if one in weights] or named
+        if len(quantized) != 1:
+            continue  # a header may speak of tensors that were taken out
+        [name] = quantized
+        kind = said.get("format")
+        weight = weights.get(name)
+        allowed = _KNOWN if weight is None else _FORMATS[weight.scheme.name]
+        if kind not in allowed:
+            raise CheckpointError(
+                f"layouts: the format of {name!r} in {where} must be "
+                f"{' or '.join(sorted(allowed))}, got {kind!r}; {_DECODE}"
+            )
+        if said.get("convrot"):
+            raise CheckpointError(
+                f"layouts: a weight must multiply the input as it comes, got {name!r}, whose "
+                f"input is rotated first, as {where} says; {_DECODE}"
+            )
+        shape = said.get("orig_shape")
+        if weight is not None and shape is not None and shape != list(weight.shape):
+            raise CheckpointError(
+                f"layouts: {name!r} must have the shape of its model's weight, got "
+                f"{list(weight.shape)}, which is {shape} filled up with zeros, as {where} says; "
+                f"{_DECODE}"
+            )
+
+
+def _weights_of(module: str, names: Iterable[str]) -> list[str]:
+    """Return which names a layer's weight may have; a header may leave out how they begin."""
+    name = f".{module}.weight" if module else ".weight"
+    found = [one for one in names if f".{one}".endswith(name)]
+    return [one for one in found if f".{one}" == name] or found
+
+
+def _descriptions(
+    marks: Mapping[str, bytes], metadata: Mapping[str, str]
+) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Yield where a description stands, its layer and what it says."""
+    for name, data in marks.items():
+        if f".{name}".endswith(DESCRIPTION):
+            yield repr(name), f".{name}".removesuffix(DESCRIPTION)[1:], _read(name, data)
+    if METADATA in metadata:
+        layers = _read(METADATA, metadata[METADATA]).get("layers")
+        for module, said in layers.items() if isinstance(layers, Mapping) else ():
+            if isinstance(said, Mapping):
+                yield f"the header's {METADATA}", module, said
+
+
+def _read(name: str, data: bytes | str) -> Mapping[str, Any]:
+    try:
+        said = json.loads(data)
+    except (ValueError, RecursionError):
+        said = None
+    if not isinstance(said, Mapping):
+        raise CheckpointError(f"layouts: {name!r} must be an object in JSON, got {data[:60]!r}")
+    return said

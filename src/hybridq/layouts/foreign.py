@@ -13,6 +13,8 @@ from typing import Final
 import torch
 
 from ..errors import CheckpointError
+from .comfyui import DESCRIPTION
+from .comfyui import METADATA as COMFYUI_KEY
 from .stored import TensorInfo
 
 __all__ = ["check_is_no_other"]
@@ -84,7 +86,7 @@ _KINDS: Final = (
     _Kind(_INT, ".weight", (torch.int8,), ".weight_scale"),
     _Kind(_INT, ".weight", (torch.uint8,), ".weight_scale", _FLOATS, without=".weight_scale_2"),
     *(
-        _Kind(f"{what} with scales", ".weight", (dtype,), end, without=".comfy_quant")
+        _Kind(f"{what} with scales", ".weight", (dtype,), end, without=DESCRIPTION)
         for dtype, what in (
             (torch.float8_e5m2, "E5M2"),
             (torch.float8_e4m3fnuz, "E4M3FNUZ (of AMD's MI300)"),
@@ -97,19 +99,24 @@ _KINDS: Final = (
 _ENDS: Final = tuple(dict.fromkeys(one.end for one in _KINDS))
 
 
-def check_is_no_other(entries: Mapping[str, TensorInfo]) -> None:
+def check_is_no_other(
+    entries: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None
+) -> None:
     """Raise where a tensor holds codes of another program that no layout reads.
 
     Args:
         entries: dtype and shape of every tensor of the checkpoint, by name.
+        metadata: strings in the headers of its files, or None.
 
     Raises:
         CheckpointError: there is one; the text says what it is.
     """
+    is_comfyui = COMFYUI_KEY in (metadata or {})
+    kinds = tuple(one for one in _KINDS if not (is_comfyui and one.without == DESCRIPTION))
     for name, (dtype, shape) in entries.items():
         if not name.endswith(_ENDS):
             continue
-        kind = next((one for one in _KINDS if one.is_it(name, entries)), None)
+        kind = next((one for one in kinds if one.is_it(name, entries)), None)
         if kind is not None:
             raise CheckpointError(
                 f"layouts: {name!r}, {dtype} {list(shape)}, holds {kind.what}, and no layout reads "

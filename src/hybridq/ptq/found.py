@@ -12,6 +12,7 @@ import torch
 from ..direction import COLUMNWISE, ROWWISE, Direction
 from ..errors import CheckpointError, HybridQWarning
 from ..layouts import (
+    COMFYUI,
     DEEPSEEK_V4,
     HYBRIDQ,
     TORCHAO,
@@ -20,6 +21,7 @@ from ..layouts import (
     StoredWeight,
     TensorInfo,
     check_classes,
+    check_descriptions,
     check_inputs_are_plain,
     check_is_no_other,
     detect,
@@ -165,11 +167,11 @@ def find(source: Source, layout: Layout | None = None) -> Found:
         layout = HYBRIDQ
     elif layout is None and (says_quantized(config) or _has_codes(source)):
         if not says_quantized(config):
-            check_is_no_other(infos)  # names alone say less
+            check_is_no_other(infos, _metadata(source))  # names alone say less
         layout = detect(config, infos, hf_quant_config(source), _metadata(source))
         layout = DEEPSEEK_V4 if layout is None and _are_of_deepseek_v4(infos) else layout
     if not records:
-        check_is_no_other(infos)
+        check_is_no_other(infos, _metadata(source))
     if layout is None or (layout is HYBRIDQ and not records):
         if is_told and layout is not None:
             raise _nothing_in(source, layout)
@@ -186,6 +188,13 @@ def find(source: Source, layout: Layout | None = None) -> Found:
         by_name = layout.find(infos)
         if layout is TORCHAO:
             check_classes(by_name, _metadata(source))
+        if layout is COMFYUI:
+            marks = {
+                name: bytes(shard.read(entry.begin, entry.nbytes).tolist())
+                for name, (shard, entry) in entries.items()
+                if layout.is_mark(name)
+            }
+            check_descriptions(by_name, entries, marks, _metadata(source))
         found = by_name.values()
         if is_told and not found:
             raise _nothing_in(source, layout)

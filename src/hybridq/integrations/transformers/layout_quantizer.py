@@ -20,6 +20,7 @@ from ...converters import conversion
 from ...converters.exclusions import REASONS
 from ...errors import CheckpointError
 from ...layouts import (
+    COMFYUI,
     ENTRIES,
     HYBRIDQ,
     TORCHAO,
@@ -28,6 +29,7 @@ from ...layouts import (
     StoredWeight,
     TensorInfo,
     check_classes,
+    check_descriptions,
     check_inputs_are_plain,
     check_is_no_other,
     current_names,
@@ -82,7 +84,7 @@ class LayoutQuantizer(HybridQQuantizer):
                 f"{Path(checkpoint_files[0]).name}; save the model as such first, by "
                 "save_pretrained with the program that wrote it"
             )
-        entries, scales, metadata = _read_headers(files)
+        entries, scales, marks, metadata = _read_headers(files)
         if current_names(entries, metadata):
             raise CheckpointError(
                 "from_pretrained: names of tensors must be those of torchao 0.15 or later, got "
@@ -91,8 +93,8 @@ class LayoutQuantizer(HybridQQuantizer):
                 "hybridq.load_checkpoint"
             )
         check_inputs_are_plain(entries, self._config)
-        layout = self._layout(files, entries)
-        check_is_no_other(entries)
+        layout = self._layout(files, entries, metadata)
+        check_is_no_other(entries, metadata)
         found = layout.find(entries)
         if not found:
             raise ValueError(
@@ -101,14 +103,16 @@ class LayoutQuantizer(HybridQQuantizer):
             )
         if layout is TORCHAO:
             check_classes(found, metadata)
+        if layout is COMFYUI:
+            check_descriptions(found, entries, marks, metadata)
         self.pre_quantized = True
         self._held = [held_of_layout(stored) for stored in found.values()]
         known = conversions(get_model_conversion_mapping(model), model, self._held, False)
         _check_places(model, known, entries)
         self.quantization_config = self._as_ours(model, targets(known), found)
         self.calibration = _calibration(layout, self._kv_cache(files), found, scales, known)
-        marks = (name for name in entries if layout.is_mark(name))
-        ignored = {rf"(^|\.){name.rpartition('.')[2]}$" for name in (*scales, *marks)}
+        read = (*scales, *filter(layout.is_mark, entries))
+        ignored = {rf"(^|\.){name.rpartition('.')[2]}$" for name in read}
         # Scales are read above, marks say nothing more, and no parameter has such a name.
         model._keys_to_ignore_on_load_unexpected = {
             *(model._keys_to_ignore_on_load_unexpected or ()),
@@ -127,12 +131,14 @@ class LayoutQuantizer(HybridQQuantizer):
         """What the folder's `config.json` says of quantization, as such a file."""
         return None if self.asked.said is None else {"quantization_config": self.asked.said}
 
-    def _layout(self, files: list[str], entries: Mapping[str, TensorInfo]) -> Layout:
+    def _layout(
+        self, files: list[str], entries: Mapping[str, TensorInfo], metadata: Mapping[str, str]
+    ) -> Layout:
         """Return the layout that is asked for, or that the folder has."""
         if self.asked.layout is not None:
             return get(self.asked.layout)
         beside = _beside(files)
-        layout = detect(self._config, entries, beside)
+        layout = detect(self._config, entries, beside, metadata)
         if layout is None or layout is HYBRIDQ:
             raise ValueError(
                 "from_pretrained: the folder must hold weights that another program quantized, got "
@@ -240,9 +246,10 @@ def _beside(files: list[str]) -> dict[str, Any] | None:
 
 def _read_headers(
     files: Iterable[str],
-) -> tuple[dict[str, TensorInfo], dict[str, torch.Tensor], dict[str, str]]:
-    """Return dtype and shape of every tensor of some files, scales of activations, metadata."""
+) -> tuple[dict[str, TensorInfo], dict[str, torch.Tensor], dict[str, bytes], dict[str, str]]:
+    """Return dtype and shape of all tensors of files, scales of activations, marks, metadata."""
     entries: dict[str, TensorInfo] = {}
+    marks: dict[str, bytes] = {}
     metadata: dict[str, str] = {}
     scales: dict[str, torch.Tensor] = {}
     for file in files:
@@ -259,7 +266,10 @@ def _read_headers(
                 entries[name] = dtype, tuple(about.get_shape())
                 if any(part.module_of(name) is not None for part in _scale_parts()):
                     scales[name] = opened.get_tensor(name)
-    return entries, scales, metadata
+                if COMFYUI.is_mark(name):
+                    data = opened.get_tensor(name).reshape(-1)
+                    marks[name] = bytes(data.view(torch.uint8).tolist())
+    return entries, scales, marks, metadata
 
 
 @cache
