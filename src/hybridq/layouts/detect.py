@@ -257,7 +257,7 @@ def detect(
         return MODELOPT
     if is_of_mlx(said):
         return MLX
-    tensors = tuple(tensors)
+    tensors = tuple(f".{name}" for name in tensors)  # that of one module may be its weight's alone
     if METADATA in (metadata or {}) or any(name.endswith(_OF_COMFYUI) for name in tensors):
         return COMFYUI
     found = []

@@ -113,10 +113,11 @@ def check_is_no_other(
     """
     is_comfyui = COMFYUI_KEY in (metadata or {})
     kinds = tuple(one for one in _KINDS if not (is_comfyui and one.without == DESCRIPTION))
+    own = {f".{name}": info for name, info in entries.items()}  # one may be a module's alone
     for name, (dtype, shape) in entries.items():
-        if not name.endswith(_ENDS):
+        if not f".{name}".endswith(_ENDS):
             continue
-        kind = next((one for one in kinds if one.is_it(name, entries)), None)
+        kind = next((one for one in kinds if one.is_it(f".{name}", own)), None)
         if kind is not None:
             raise CheckpointError(
                 f"layouts: {name!r}, {dtype} {list(shape)}, holds {kind.what}, and no layout reads "

@@ -102,7 +102,7 @@ class Layout:
         Args:
             name: of a tensor of a file.
         """
-        return bool(self.marks) and name.endswith(self.marks)
+        return bool(self.marks) and f".{name}".endswith(self.marks)
 
     def scheme(self, name: str) -> Scheme:
         """Return the scheme called `name`.
@@ -269,7 +269,8 @@ class Layout:
         if not self.has_plain_codes or dtype not in _FP8:
             return False
         scales = [part for one in self.read_schemes for part in one.parts[1:]]
-        weight = f"{name.removesuffix('.weight')}.weight"
+        weight = f".{name}".removesuffix(".weight") + ".weight"
+        weight = weight.removeprefix(".")
         return not any(
             part.weight_of(name) is not None or part.file_name(weight) in entries for part in scales
         )

@@ -271,12 +271,15 @@ def _has_codes(source: Source) -> bool:
 
 
 def _are_of_deepseek_v4(infos: Mapping[str, TensorInfo]) -> bool:
-    """Return whether codes in E4M3 have a scale under a name that says nothing without them."""
-    return any(
-        dtype == torch.float8_e4m3fn and f"{name.removesuffix('weight')}scale" in infos
-        for name, (dtype, _) in infos.items()
-        if name.endswith(".weight")
-    )
+    """Return whether codes have a scale under a name that says nothing without them."""
+    for name, (dtype, _) in infos.items():
+        if not f".{name}".endswith(".weight"):
+            continue
+        scale = infos.get(f"{name.removesuffix('weight')}scale")
+        is_fp4 = dtype == torch.int8 and scale is not None and scale[0] == torch.float8_e8m0fnu
+        if is_fp4 or (dtype == torch.float8_e4m3fn and scale is not None):
+            return True
+    return False
 
 
 def hf_quant_config(source: Source) -> Mapping[str, Any] | None:
