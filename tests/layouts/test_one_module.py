@@ -1,4 +1,4 @@
-"""Files of one module, whose names have no dot: read as any other, or refused."""
+"""Files of one module, whose names have no dot, of other parameters, and of nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import hybridq
 from hybridq import layouts
@@ -65,3 +65,32 @@ def test_a_scale_of_another_shape_makes_no_values_of_codes(tmp_path) -> None:
     save_file(tensors, tmp_path / "in.safetensors")
     with pytest.raises(CheckpointError, match="cannot tell what"):
         hybridq.load_checkpoint(tmp_path / "in.safetensors", "comfyui")
+
+
+@pytest.mark.parametrize("name", ["table", "pos.table", "a.weight_norm", "weight.x"])
+def test_a_description_stands_beside_the_weight(name, tmp_path) -> None:
+    """Of a parameter whose name does not end in `.weight`, too."""
+    torch.manual_seed(0)
+    save_file({name: torch.randn(32, 32)}, tmp_path / "in.safetensors")
+    given = {"layout": "comfyui", "format": "mxfp8", "include": [name]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hybridq.export(tmp_path / "in.safetensors", tmp_path / "out.safetensors", **given)
+    parts = ("weight", "weight_scale", "comfy_quant")
+    assert sorted(load_file(tmp_path / "out.safetensors")) == sorted(f"{name}.{p}" for p in parts)
+
+
+@pytest.mark.parametrize("rows", [0, 64])
+@pytest.mark.parametrize(("layout", "scheme"), CASES)
+def test_a_matrix_of_nothing_is_written_or_refused(layout, scheme, rows, tmp_path) -> None:
+    if (layout, scheme) == ("modelopt", "fp8_tensor"):
+        pytest.skip("needs a calibration, by names of modules")
+    weights = {"a.weight": torch.empty(rows, 0 if rows else 128, dtype=torch.bfloat16)}
+    try:
+        file = exported(weights, layout, scheme, tmp_path)
+    except CheckpointError as error:
+        assert "has one scale per row" in str(error)
+        return
+    read = hybridq.load_checkpoint(file, layout)["a.weight"]
+    assert is_quantized(read)
+    assert read.shape == weights["a.weight"].shape

@@ -41,6 +41,7 @@ __all__ = [
     "ScalarPart",
     "Shape",
     "Value",
+    "module_of",
     "same_shape",
 ]
 
@@ -165,7 +166,7 @@ class Part:
         Args:
             weight: name of the weight.
         """
-        module = "" if weight == _WEIGHT[1:] else weight.removesuffix(_WEIGHT)
+        module = module_of(weight)
         parent, _, leaf = weight.rpartition(".")
         own = {"module": module, "weight": weight, "parent": parent, "leaf": leaf}
         return self.name.format(**own).removeprefix(".")
@@ -202,7 +203,7 @@ class Part:
             made = buffer.contiguous()
             if self.order is not AS_IS:
                 made = self.order.write(made.view(torch.uint8))
-            made = made.view(self.dtype)
+            made = made.reshape(-1).view(self.dtype)  # strides of no elements divide by nothing
         else:
             made = self.value.write(buffer, _bound(spec))
         return made.reshape(self.shape.of(tuple(buffer.shape)))
@@ -253,6 +254,15 @@ class Part:
                 "second-level scale, which must be positive and in FP32 after it has been "
                 "multiplied with 2688; export the checkpoint as bf16 or fp32, which decodes it"
             )
+
+
+def module_of(weight: str) -> str:
+    """Return the name of the module of a weight; "" where the weight's own is all there is.
+
+    Args:
+        weight: its name.
+    """
+    return "" if weight == _WEIGHT[1:] else weight.removesuffix(_WEIGHT)
 
 
 def _bound(spec: PlaneSpec) -> float:

@@ -11,7 +11,7 @@ import torch
 from ..formats import PlaneSpec
 from ..storage import Plane
 from .order import cells_of
-from .part import Part, ScalarPart
+from .part import ROWS, Part, ScalarPart, module_of
 
 __all__ = ["Mark", "Scheme"]
 
@@ -42,8 +42,7 @@ class Mark:
         Args:
             weight: name of the weight.
         """
-        module = weight.rpartition("weight")[0].removesuffix(".")
-        return self.name.format(module=module).removeprefix(".")
+        return self.name.format(module=module_of(weight)).removeprefix(".")
 
 
 @dataclass(frozen=True)
@@ -136,6 +135,8 @@ class Scheme:
                 return f"{self.name} has blocks {stored.block[0]}x{stored.block[1]}"
             if not self.is_channel and cols % stored.block[1]:
                 return f"readers of {self.name} need columns in multiples of {stored.block[1]}"
+        if not cols and any(part.shape is ROWS for part in self.parts):
+            return f"{self.name} has one scale per row, and rows without columns have none"
         if rows % self.rows:
             return f"readers of {self.name} need rows in multiples of {self.rows}"
         return None
