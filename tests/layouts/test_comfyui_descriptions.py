@@ -130,3 +130,18 @@ def test_a_folder_that_says_it_in_a_header_is_loaded(tmp_path) -> None:
     save_file(left, folder / "model.safetensors", {METADATA: json.dumps({"layers": layers})})
     with pytest.raises(CheckpointError, match="is rotated first"):
         load(folder)
+
+
+@pytest.mark.parametrize("config", [None, {"quant_method": "modelopt", "quant_algo": "NVFP4"}])
+def test_another_layout_does_not_read_its_bytes(config, tmp_path) -> None:
+    """Of 128 rows and 64 columns all names, dtypes and shapes are ModelOpt's, and no value is."""
+    (tmp_path / "in").mkdir()
+    source, folder = tmp_path / "in.safetensors", tmp_path / "in"
+    save_file({"a.weight": torch.randn(128, 64)}, source)
+    hybridq.export(source, folder / "model.safetensors", layout="comfyui", format="nvfp4")
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    layout = "modelopt" if config is None else None
+    with pytest.raises(CheckpointError, match="how comfyui holds it"):
+        hybridq.load_checkpoint(folder, layout)
+    assert hasattr(hybridq.load_checkpoint(folder, "comfyui")["a.weight"], "rowwise")

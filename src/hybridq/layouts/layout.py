@@ -188,8 +188,10 @@ class Layout:
         Tensors in the name of a quantized linear that the layout does not know are warned of.
 
         Raises:
-            CheckpointError: a tensor holds codes or scales that the layout cannot read.
+            CheckpointError: a tensor holds codes or scales that the layout cannot read, or says
+                that they are another layout's.
         """
+        self._check_marks(entries)
         made: dict[str, StoredWeight] = {}
         for name, (_, shape) in entries.items():
             for scheme in self.read_schemes:
@@ -213,6 +215,23 @@ class Layout:
                 )
         self._tell_of_others(made, [name for name in entries if name not in claimed])
         return made
+
+    def _check_marks(self, names: Iterable[str]) -> None:
+        """Raise where a tensor says that a weight is held as another layout holds it."""
+        others = {
+            scheme.mark.end: other.name
+            for other in _table.values()
+            for scheme in other.schemes
+            if scheme.mark is not None and other is not self
+        }
+        for name in names if others else ():
+            if f".{name}".endswith(tuple(others)):
+                other = next(one for end, one in others.items() if f".{name}".endswith(end))
+                raise CheckpointError(
+                    f"layouts: {self.name} must be the layout of all weights, got {name!r}, which "
+                    f"says of one how {other} holds it, and the bytes differ; name that layout "
+                    "(--from, or the second argument of load_checkpoint)"
+                )
 
     def _tell_of_others(self, weights: Mapping[str, StoredWeight], names: Iterable[str]) -> None:
         """Warn of tensors in a quantized linear that the layout does not know.

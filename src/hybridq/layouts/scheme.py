@@ -28,6 +28,11 @@ class Mark:
     name: str
     values: Mapping[str, bytes]
 
+    @property
+    def end(self) -> str:
+        """The end of its name in a file."""
+        return self.name.partition("}")[2]
+
     def value(self, inputs: str) -> torch.Tensor:
         """Return it, uint8 on the CPU.
 
