@@ -174,3 +174,19 @@ def test_a_file_that_cannot_grow(tmp_path):
 def test_the_console_script():
     (script,) = metadata.entry_points(group="console_scripts", name="hybridq")
     assert script.load() is hybridq_cli.main
+
+
+def test_the_layout_of_the_source_may_be_said(tmp_path):
+    """FP8 whose scale has a name of five layouts, and no configuration: the error names --from."""
+    codes = torch.randn(64, 96).to(torch.float8_e4m3fn)
+    tensors = {"a.weight": codes, "a.weight_scale": torch.tensor(0.5)}
+    save_file(tensors, tmp_path / "in.safetensors")
+    given = (tmp_path / "in.safetensors", tmp_path / "out.safetensors", "--format", "fp8_e4m3")
+    assert_one_line(run(*given), 1, "could mean auto-fp8 or", "--from")
+    assert_one_line(run(*given, "--from", "auto-fp9"), 2, "did you mean 'auto-fp8'")
+    assert_one_line(run(*given, "--from", "mlx"), 1, "mlx")
+    done = run(*given, "--from", "auto-fp8")
+    assert done.exit_code == 0, done.output
+    weight = hybridq.load_checkpoint(tmp_path / "out.safetensors")["a.weight"]
+    assert torch.equal(weight.rowwise.data, codes.view(torch.uint8))  # which it has already
+    assert torch.equal(weight.rowwise.scale, torch.tensor([0.5]))

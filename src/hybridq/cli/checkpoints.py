@@ -55,6 +55,10 @@ Errors = Annotated[
 Report = Annotated[
     Path | None, typer.Option(help="Write what became of each tensor into this JSON file.")
 ]
+SourceLayout = Annotated[
+    str | None,
+    typer.Option("--from", help="Layout of IN, where neither configuration nor names say it."),
+]
 Strict = Annotated[
     bool, typer.Option("--strict", help="Refuse NaN and infinity instead of warning.")
 ]

@@ -9,6 +9,7 @@ import typer
 
 from ..errors import SpecError
 from ..formats import PlaneSpec, names
+from ..layouts import get
 from ..ptq import ConvertOptions, Selection, convert_checkpoint
 from ..quantizers import Quantizer
 from ..recipes import names as recipe_names
@@ -20,6 +21,7 @@ from .checkpoints import (
     Overwrite,
     Quiet,
     Report,
+    SourceLayout,
     Strict,
     check_report,
     parse_size,
@@ -63,6 +65,7 @@ def convert_checkpoint_command(
         ),
     ] = None,
     exclude: Exclude = None,
+    source_layout: SourceLayout = None,
     memory: Memory = "1GiB",
     errors: Errors = True,
     report: Report = None,
@@ -76,12 +79,18 @@ def convert_checkpoint_command(
     """
     try:
         selection = _selection(format, columnwise, recipe, include or [], exclude or [])
+        if source_layout is not None:
+            get(source_layout)
         options = ConvertOptions(parse_size(memory), errors, strict, overwrite)
         check_report(report, source)
     except (SpecError, ValueError) as error:
         stop(str(error), USAGE)
     run_conversion(
-        lambda view: convert_checkpoint(source, target, selection, options, view), report, quiet
+        lambda view: convert_checkpoint(
+            source, target, selection, options, view, source_layout=source_layout
+        ),
+        report,
+        quiet,
     )
 
 

@@ -23,6 +23,7 @@ from .checkpoints import (
     Overwrite,
     Quiet,
     Report,
+    SourceLayout,
     Strict,
     check_report,
     parse_size,
@@ -73,10 +74,7 @@ def export_command(
         str | None,
         typer.Option(help="What KV caches are held in, such as fp8; needs a calibration."),
     ] = None,
-    source_layout: Annotated[
-        str | None,
-        typer.Option("--from", help="Layout of IN, where neither configuration nor names say it."),
-    ] = None,
+    source_layout: SourceLayout = None,
     include: Annotated[
         list[str] | None,
         typer.Option(
@@ -101,6 +99,8 @@ def export_command(
             raise SpecError(f"layout: {must_be_one_of(_LAYOUTS, layout)}")
         if recipe is not None:
             recipe_of(recipe)
+        if source_layout is not None:
+            get(source_layout)
         options = ConvertOptions(parse_size(memory), errors, strict, overwrite)
         check_report(report, source)
     except (SpecError, ValueError) as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..formats import PlaneSpec
+from ..layouts import get
 from ..quantizers import Quantizer
 from .disk import kind_of
 from .found import find
@@ -29,6 +30,8 @@ def convert_checkpoint(
     selection: Selection | Quantizer | str,
     options: ConvertOptions | None = None,
     observer: Observer | None = None,
+    *,
+    source_layout: str | None = None,
 ) -> Conversion:
     """Quantize the weights of a safetensors checkpoint into a new one.
 
@@ -43,12 +46,14 @@ def convert_checkpoint(
             format for rowwise planes, for what is quantized by default.
         options: memory, errors, what to refuse; None: the defaults.
         observer: is told how far it is; None: only warnings.
+        source_layout: name of the layout of `hybridq.layouts` that a quantized source has; None:
+            what its configuration and its tensors say.
 
     Raises:
         CheckpointError: the source is damaged or holds nothing to quantize, the target holds
             something else, the disk is full, ...; the source is as it was, finished shards stay.
         SpecError: a recipe gives a quantizer that a checkpoint cannot have, or there is no format
-            of that name.
+            or layout of that name.
         TypeError: `selection` is none of these.
         ImportError: safetensors is not installed.
 
@@ -67,9 +72,10 @@ def convert_checkpoint(
     chosen = _selection(selection)
     options = options or ConvertOptions()
     observer = observer or Observer()
+    known = None if source_layout is None else get(source_layout)
     check_paths(Path(source), Path(target))
     opened = open_source(source)
-    found = find(opened)
+    found = find(opened, known)
     word = word_of_source(found)
     tell_of_unknown(word, found, observer.warn)
     tell_of_unused(chosen, found.names, found.has_stacks, observer.warn)
