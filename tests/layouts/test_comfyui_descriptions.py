@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hybridq
-from hybridq.errors import CheckpointError
+from hybridq.errors import CheckpointError, HybridQWarning
 from hybridq.layouts.comfyui import METADATA
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -112,7 +112,8 @@ def test_a_folder_that_says_it_in_a_header_is_loaded(tmp_path) -> None:
     config = transformers.LlamaConfig(**sizes, **heads, vocab_size=128, tie_word_embeddings=False)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "plain")
     folder = tmp_path / "out"
-    hybridq.export(tmp_path / "plain", folder, layout="comfyui", format="nvfp4")
+    with pytest.warns(HybridQWarning, match="transformers takes codes of comfyui for values"):
+        hybridq.export(tmp_path / "plain", folder, layout="comfyui", format="nvfp4")
     tensors = load_file(folder / "model.safetensors")
     layers = {
         name.removesuffix(".comfy_quant"): {"format": "nvfp4"}

@@ -264,7 +264,13 @@ class _Asked:
         scales = Scales(found, calibration, word.in_model)
         made = ExportScheme(found, choice, scales, self.kv_cache)
         is_told_by_config = not any(one.mark for one in layout.schemes)
-        if is_told_by_config and found.source.is_folder and "model_type" not in found.config:
+        is_of_transformers = "model_type" in found.config
+        if found.source.is_folder and not is_told_by_config and is_of_transformers:
+            warn(
+                f"transformers takes codes of {layout.name} for values, since no {CONFIG} says "
+                "what they are: load the new folder by hybridq.integrations.transformers.load"
+            )
+        if found.source.is_folder and is_told_by_config and not is_of_transformers:
             warn(
                 f"{found.source.path} has no {CONFIG} of a model, in which readers look for how "
                 "weights are quantized: no program will load the new folder by itself"
