@@ -269,3 +269,26 @@ def test_it_is_not_written(tmp_path) -> None:
         layout.quantization_config({UP: layout.others[0]})
     with pytest.raises(SpecError, match=r"must be one of (?!.*torchao)"):
         hybridq.export(tmp_path / "in.safetensors", tmp_path / "out.safetensors", layout="none")
+
+
+@pytest.mark.parametrize("names_all", [False, True])
+def test_files_of_a_folder_may_name_their_own_tensors_alone(names_all, tmp_path) -> None:
+    """torchao makes the metadata of one state dict, of all of the model or of one file's part."""
+    parts, classes = [], {}
+    for number, (kind, is_swizzled) in enumerate((("mxfp8", True), ("nvfp4", False))):
+        name = f"model.layers.{number}.mlp.up_proj.weight"
+        tensors, said, want = torchao_weight(name, kind, values((64, 64)), is_swizzled)
+        parts.append((name, kind, tensors, said, want))
+        classes |= said
+    weight_map = {}
+    for number, (_, _, tensors, said, _) in enumerate(parts, 1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        save_file(tensors, tmp_path / file, metadata_of(classes if names_all else said, {}))
+        weight_map |= dict.fromkeys(tensors, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "torchao"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read = hybridq.load_checkpoint(tmp_path)
+    for name, kind, _, _, want in parts:
+        assert close(read[name].rowwise.dequantize(torch.float32), want, kind)

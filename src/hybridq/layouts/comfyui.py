@@ -144,7 +144,7 @@ def check_descriptions(
     weights: Mapping[str, StoredWeight],
     names: Iterable[str],
     marks: Mapping[str, bytes],
-    metadata: Mapping[str, str],
+    headers: Iterable[Mapping[str, str]],
 ) -> None:
     """Raise where weights are not what a file says of their layers.
 
@@ -155,13 +155,13 @@ def check_descriptions(
         weights: that are quantized, as they were found by names, dtypes and shapes.
         names: of all tensors.
         marks: the bytes of each tensor that says how a layer is held, by name.
-        metadata: of all files.
+        headers: the metadata of each file.
 
     Raises:
         CheckpointError: a description cannot be read, or says something else.
     """
     own = tuple(names)
-    for where, module, said in _descriptions(marks, metadata):
+    for where, module, said in _descriptions(marks, headers):
         named = _weights_of(module, own)
         quantized = [one for one in named if one in weights] or named
         if len(quantized) != 1:
@@ -197,14 +197,14 @@ def _weights_of(module: str, names: Iterable[str]) -> list[str]:
 
 
 def _descriptions(
-    marks: Mapping[str, bytes], metadata: Mapping[str, str]
+    marks: Mapping[str, bytes], headers: Iterable[Mapping[str, str]]
 ) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """Yield where a description stands, its layer and what it says."""
     for name, data in marks.items():
         if f".{name}".endswith(DESCRIPTION):
             yield repr(name), f".{name}".removesuffix(DESCRIPTION)[1:], _read(name, data)
-    if METADATA in metadata:
-        layers = _read(METADATA, metadata[METADATA]).get("layers")
+    for metadata in headers:
+        layers = _read(METADATA, metadata.get(METADATA, "{}")).get("layers")
         for module, said in layers.items() if isinstance(layers, Mapping) else ():
             if isinstance(said, Mapping):
                 yield f"the header's {METADATA}", module, said

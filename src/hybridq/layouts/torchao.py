@@ -166,7 +166,9 @@ def current_names(names: Iterable[str], metadata: Mapping[str, str]) -> dict[str
     return made
 
 
-def check_classes(weights: Mapping[str, StoredWeight], metadata: Mapping[str, str]) -> None:
+def check_classes(
+    weights: Mapping[str, StoredWeight], headers: Iterable[Mapping[str, str]]
+) -> None:
     """Raise where weights are not what the metadata of their files says.
 
     Shapes and dtypes do not tell blocks of 48 columns from ones of 64, MXFP6 from MXFP4, nor a
@@ -174,12 +176,12 @@ def check_classes(weights: Mapping[str, StoredWeight], metadata: Mapping[str, st
 
     Args:
         weights: that are quantized, as they were found by names, dtypes and shapes.
-        metadata: of all files.
+        headers: the metadata of each file, which may name all tensors or its own.
 
     Raises:
         CheckpointError: it says nothing of a weight, or something else.
     """
-    classes = _classes(metadata)
+    classes = {name: said for one in headers for name, said in _classes(one).items()}
     for name, said in classes.items():
         kind = said["_type"]
         if kind not in (_PLAIN, *_CLASSES):

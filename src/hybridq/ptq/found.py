@@ -187,14 +187,14 @@ def find(source: Source, layout: Layout | None = None) -> Found:
     else:
         by_name = layout.find(infos)
         if layout is TORCHAO:
-            check_classes(by_name, _metadata(source))
+            check_classes(by_name, _headers(source))
         if layout is COMFYUI:
             marks = {
                 name: bytes(shard.read(entry.begin, entry.nbytes).tolist())
                 for name, (shard, entry) in entries.items()
                 if layout.is_mark(name)
             }
-            check_descriptions(by_name, entries, marks, _metadata(source))
+            check_descriptions(by_name, entries, marks, _headers(source))
         found = by_name.values()
         if is_told and not found:
             raise _nothing_in(source, layout)
@@ -216,9 +216,14 @@ def find(source: Source, layout: Layout | None = None) -> Found:
     return Found(source, config, layout, weights, every, scalars, has_conv1d)
 
 
+def _headers(source: Source) -> list[Mapping[str, str]]:
+    """Return what the header of each file says."""
+    return [shard.header.metadata for shard in source.shards]
+
+
 def _metadata(source: Source) -> dict[str, str]:
-    """Return what the headers of all files say."""
-    return {key: value for one in source.shards for key, value in one.header.metadata.items()}
+    """Return what the headers of all files say; of what several say, the last one's."""
+    return {key: value for one in _headers(source) for key, value in one.items()}
 
 
 def _nothing_in(source: Source, layout: Layout) -> CheckpointError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from functools import cache
@@ -84,7 +84,8 @@ class LayoutQuantizer(HybridQQuantizer):
                 f"{Path(checkpoint_files[0]).name}; save the model as such first, by "
                 "save_pretrained with the program that wrote it"
             )
-        entries, scales, marks, metadata = _read_headers(files)
+        entries, scales, marks, headers = _read_headers(files)
+        metadata = dict(ChainMap(*headers))
         if current_names(entries, metadata):
             raise CheckpointError(
                 "from_pretrained: names of tensors must be those of torchao 0.15 or later, got "
@@ -102,9 +103,9 @@ class LayoutQuantizer(HybridQQuantizer):
                 f"in {len(entries)} tensors; leave its quantization_config out"
             )
         if layout is TORCHAO:
-            check_classes(found, metadata)
+            check_classes(found, headers)
         if layout is COMFYUI:
-            check_descriptions(found, entries, marks, metadata)
+            check_descriptions(found, entries, marks, headers)
         self.pre_quantized = True
         self._held = [held_of_layout(stored) for stored in found.values()]
         known = conversions(get_model_conversion_mapping(model), model, self._held, False)
@@ -246,15 +247,15 @@ def _beside(files: list[str]) -> dict[str, Any] | None:
 
 def _read_headers(
     files: Iterable[str],
-) -> tuple[dict[str, TensorInfo], dict[str, torch.Tensor], dict[str, bytes], dict[str, str]]:
+) -> tuple[dict[str, TensorInfo], dict[str, torch.Tensor], dict[str, bytes], list[dict[str, str]]]:
     """Return dtype and shape of all tensors of files, scales of activations, marks, metadata."""
     entries: dict[str, TensorInfo] = {}
     marks: dict[str, bytes] = {}
-    metadata: dict[str, str] = {}
+    headers: list[dict[str, str]] = []
     scales: dict[str, torch.Tensor] = {}
     for file in files:
         with torch.device("cpu"), opened_file(file) as opened:
-            metadata |= opened.metadata() or {}
+            headers.append(opened.metadata() or {})
             for name in opened.keys():  # noqa: SIM118 (it is no mapping)
                 about = opened.get_slice(name)
                 dtype = TORCH_DTYPES.get(about.get_dtype())
@@ -269,7 +270,7 @@ def _read_headers(
                 if COMFYUI.is_mark(name):
                     data = opened.get_tensor(name).reshape(-1)
                     marks[name] = bytes(data.view(torch.uint8).tolist())
-    return entries, scales, marks, metadata
+    return entries, scales, marks, headers
 
 
 @cache
