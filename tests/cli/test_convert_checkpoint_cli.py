@@ -190,3 +190,9 @@ def test_the_layout_of_the_source_may_be_said(tmp_path):
     weight = hybridq.load_checkpoint(tmp_path / "out.safetensors")["a.weight"]
     assert torch.equal(weight.rowwise.data, codes.view(torch.uint8))  # which it has already
     assert torch.equal(weight.rowwise.scale, torch.tensor([0.5]))
+    summary = RUNNER.invoke(app, ["summary", str(given[0])])
+    assert summary.exit_code == 2 and "--from" in summary.stderr
+    summary = RUNNER.invoke(app, ["summary", str(given[0]), "--from", "auto-fp9"])
+    assert summary.exit_code == 2 and "did you mean 'auto-fp8'" in summary.stderr
+    summary = RUNNER.invoke(app, ["summary", str(given[0]), "--from", "auto-fp8", "--json"])
+    assert summary.exit_code == 0 and "auto-fp8" in summary.stdout

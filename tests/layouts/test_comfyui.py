@@ -120,6 +120,15 @@ def test_fp8_with_one_scale_is_read(name, is_old, tmp_path) -> None:
     assert not any(key.endswith(("comfy_quant", "scaled_fp8")) for key in read)
 
 
+def test_e5m2_is_read_where_the_layout_is_said(tmp_path) -> None:
+    made, values = fp8(torch.float8_e5m2, "weight_scale")
+    save_file(named(made, "a"), tmp_path / "in.safetensors")
+    with pytest.raises(CheckpointError, match="E5M2 with scales"):
+        hybridq.load_checkpoint(tmp_path / "in.safetensors")
+    read = hybridq.load_checkpoint(tmp_path / "in.safetensors", "comfyui")
+    assert torch.equal(weights(read)["a.weight"], values)
+
+
 def test_fp8_with_a_scale_per_row_is_read(tmp_path) -> None:
     codes, scale = torch.randn(48, 40).mul(40).to(FP8["float8_e4m3fn"]), torch.rand(48) + 0.5
     tensors = marked("float8_e4m3fn_rowwise", {"weight": codes, "weight_scale": scale})

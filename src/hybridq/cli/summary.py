@@ -9,7 +9,8 @@ import typer
 
 from .._text import html_page
 from ..calibration import Calibration, CalibrationSummary, is_calibration
-from ..errors import CheckpointError
+from ..errors import CheckpointError, SpecError
+from ..layouts import get
 from ..report import CheckpointSummary, checkpoint_summary
 from .tables import in_a_folder, print_json, print_tables
 
@@ -23,6 +24,10 @@ def summary_command(
     ],
     source: Annotated[
         Path | None, typer.Option(help="The checkpoint that it was made of, for errors.")
+    ] = None,
+    source_layout: Annotated[
+        str | None,
+        typer.Option("--from", help="Layout of it, where neither configuration nor names say it."),
     ] = None,
     calibration: Annotated[
         Path | None,
@@ -41,14 +46,20 @@ def summary_command(
     if source is not None and not values:
         raise typer.BadParameter("--source needs --values")
     try:
+        if source_layout is not None:
+            get(source_layout)
         found: CalibrationSummary | CheckpointSummary
         if is_calibration(path):
             found = CalibrationSummary(Calibration.load(path))
         else:
             found = checkpoint_summary(
-                path, source=source, calibration=calibration, reads_values=values
+                path,
+                source=source,
+                calibration=calibration,
+                reads_values=values,
+                layout=source_layout,
             )
-    except CheckpointError as error:
+    except (CheckpointError, SpecError) as error:
         typer.echo(f"hybridq summary: {error}", err=True)
         raise typer.Exit(2) from error
     if as_json:

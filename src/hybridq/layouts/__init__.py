@@ -18,7 +18,7 @@ Example:
 from __future__ import annotations
 
 from .auto_fp8 import AUTO_FP8
-from .comfyui import COMFYUI, check_descriptions
+from .comfyui import COMFYUI
 from .compressed_tensors import COMPRESSED_TENSORS
 from .deepseek_v4 import DEEPSEEK_V4
 from .detect import (
@@ -41,10 +41,11 @@ from .modelopt import MODELOPT
 from .own import HYBRIDQ
 from .part import Part, ScalarPart
 from .quark import QUARK
+from .said import Said
 from .scheme import Scheme
 from .siblings import sibling_groups, siblings
 from .stored import StoredTensor, StoredWeight, TensorInfo
-from .torchao import TORCHAO, check_classes, current_names, without_classes
+from .torchao import TORCHAO, current_names, without_classes
 
 __all__ = [
     "AUTO_FP8",
@@ -66,13 +67,12 @@ __all__ = [
     "Fault",
     "Layout",
     "Part",
+    "Said",
     "ScalarPart",
     "Scheme",
     "StoredTensor",
     "StoredWeight",
     "TensorInfo",
-    "check_classes",
-    "check_descriptions",
     "check_inputs_are_plain",
     "check_is_no_other",
     "current_names",

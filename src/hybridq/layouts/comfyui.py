@@ -25,10 +25,11 @@ from .matching import by_name
 from .order import HIGH_NIBBLE_FIRST, TILES
 from .part import FACTOR, ROWS, SCALAR, TILED, Part, ScalarPart
 from .per_tensor import CODES, WIDENED, input_scale
+from .said import Said
 from .scheme import Mark, Scheme
 from .stored import StoredWeight
 
-__all__ = ["COMFYUI", "DESCRIPTION", "METADATA", "NAME", "check_descriptions"]
+__all__ = ["COMFYUI", "DESCRIPTION", "METADATA", "NAME"]
 
 NAME: Final = "comfyui"
 #: Key of a file's metadata that says how its layers are quantized.
@@ -97,37 +98,6 @@ def _config(said: Described) -> dict[str, Any]:
     return {}
 
 
-#: NVFP4, MXFP8, and FP8 with one scale per tensor.
-COMFYUI = register(
-    Layout(
-        name=NAME,
-        summary="ComfyUI's diffusion models and text encoders",
-        source="ComfyUI, QUANTIZATION.md; comfy-kitchen 0.2.40",
-        schemes=(
-            _NVFP4,
-            _fp8(
-                "fp8_tensor", _E4M3, "weight_scale", "input_scale", _mark("float8_e4m3fn", _INPUTS)
-            ),
-            _fp8("fp8_e5m2", _E5M2, "weight_scale", "input_scale", _mark("float8_e5m2", _INPUTS)),
-            _MXFP8,
-        ),
-        others=(
-            _fp8("fp8_tensor", _E4M3, "scale_weight", "scale_input", None),
-            _fp8("fp8_e5m2", _E5M2, "scale_weight", "scale_input", None),
-            Scheme(
-                name="fp8_channel",
-                spec="e4m3/1x{cols}/fp32/amax/float8_block",
-                parts=(CODES, Part("{module}.weight_scale", "scale", _FP32, ROWS)),
-            ),
-        ),
-        marks=(DESCRIPTION, "scaled_fp8"),
-        has_plain_codes=True,
-        methods=(),
-        config=_config,
-        excludes=by_name,
-    )
-)
-
 #: What a description may call each scheme.
 _FORMATS: Final = {
     "nvfp4": ("nvfp4",),
@@ -140,12 +110,7 @@ _KNOWN: Final = frozenset(name for names in _FORMATS.values() for name in names)
 _DECODE: Final = "decode the file with the program that wrote it, and give it in BF16"
 
 
-def check_descriptions(
-    weights: Mapping[str, StoredWeight],
-    names: Iterable[str],
-    marks: Mapping[str, bytes],
-    headers: Iterable[Mapping[str, str]],
-) -> None:
+def _check(weights: Mapping[str, StoredWeight], given: Said) -> None:
     """Raise where weights are not what a file says of their layers.
 
     Shapes and dtypes tell neither rows and columns that fill a weight up from its own, nor a
@@ -153,16 +118,13 @@ def check_descriptions(
 
     Args:
         weights: that are quantized, as they were found by names, dtypes and shapes.
-        names: of all tensors.
-        marks: the bytes of each tensor that says how a layer is held, by name.
-        headers: the metadata of each file.
+        given: what the files say.
 
     Raises:
         CheckpointError: a description cannot be read, or says something else.
     """
-    own = tuple(names)
-    for where, module, said in _descriptions(marks, headers):
-        named = _weights_of(module, own)
+    for where, module, said in _descriptions(given.marks, given.headers):
+        named = _weights_of(module, given.names)
         quantized = [one for one in named if one in weights] or named
         if len(quantized) != 1:
             continue  # a header may speak of tensors that were taken out
@@ -218,3 +180,36 @@ def _read(name: str, data: bytes | str) -> Mapping[str, Any]:
     if not isinstance(said, Mapping):
         raise CheckpointError(f"layouts: {name!r} must be an object in JSON, got {data[:60]!r}")
     return said
+
+
+#: NVFP4, MXFP8, and FP8 with one scale per tensor.
+COMFYUI = register(
+    Layout(
+        name=NAME,
+        summary="ComfyUI's diffusion models and text encoders",
+        source="ComfyUI, QUANTIZATION.md; comfy-kitchen 0.2.40",
+        schemes=(
+            _NVFP4,
+            _fp8(
+                "fp8_tensor", _E4M3, "weight_scale", "input_scale", _mark("float8_e4m3fn", _INPUTS)
+            ),
+            _fp8("fp8_e5m2", _E5M2, "weight_scale", "input_scale", _mark("float8_e5m2", _INPUTS)),
+            _MXFP8,
+        ),
+        others=(
+            _fp8("fp8_tensor", _E4M3, "scale_weight", "scale_input", None),
+            _fp8("fp8_e5m2", _E5M2, "scale_weight", "scale_input", None),
+            Scheme(
+                name="fp8_channel",
+                spec="e4m3/1x{cols}/fp32/amax/float8_block",
+                parts=(CODES, Part("{module}.weight_scale", "scale", _FP32, ROWS)),
+            ),
+        ),
+        marks=(DESCRIPTION, "scaled_fp8"),
+        has_plain_codes=True,
+        methods=(),
+        config=_config,
+        excludes=by_name,
+        check=_check,
+    )
+)

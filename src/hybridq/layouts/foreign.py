@@ -100,18 +100,22 @@ _ENDS: Final = tuple(dict.fromkeys(one.end for one in _KINDS))
 
 
 def check_is_no_other(
-    entries: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None
+    entries: Mapping[str, TensorInfo],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    is_comfyui: bool = False,
 ) -> None:
     """Raise where a tensor holds codes of another program that no layout reads.
 
     Args:
         entries: dtype and shape of every tensor of the checkpoint, by name.
         metadata: strings in the headers of its files, or None.
+        is_comfyui: it is said to be of ComfyUI, which has scales of E5M2, too.
 
     Raises:
         CheckpointError: there is one; the text says what it is.
     """
-    is_comfyui = COMFYUI_KEY in (metadata or {})
+    is_comfyui = is_comfyui or COMFYUI_KEY in (metadata or {})
     kinds = tuple(one for one in _KINDS if not (is_comfyui and one.without == DESCRIPTION))
     own = {f".{name}": info for name, info in entries.items()}  # one may be a module's alone
     for name, (dtype, shape) in entries.items():

@@ -13,6 +13,7 @@ from ..direction import ROWWISE, Direction
 from ..errors import CheckpointError, HybridQWarning, SpecError, must_be_one_of
 from ..formats import PlaneSpec
 from .part import ScalarPart
+from .said import Said
 from .scheme import Scheme
 from .stored import StoredWeight, TensorInfo
 
@@ -61,6 +62,7 @@ class Layout:
         others: schemes of matrices that are read, and not written.
         marks: ends of names of tensors that say how modules are held, and hold no values.
         has_plain_codes: codes of FP8 without a scale are values, which readers cast.
+        check: raises where weights that were found are not what their files say of them.
         instead: what to write where the layout has no schemes that are written.
         methods: what `quant_method` of a configuration may say of this layout.
         kv: scales of KV caches, by what the cache is held in.
@@ -86,6 +88,7 @@ class Layout:
     others: tuple[Scheme, ...] = ()
     marks: tuple[str, ...] = ()
     has_plain_codes: bool = False
+    check: Callable[[Mapping[str, StoredWeight], Said], None] | None = None
     instead: str = ""
     kv: Mapping[str, tuple[ScalarPart, ...]] = field(default_factory=dict)
     scheme_for: Callable[[PlaneSpec, Direction], Scheme] | None = None
@@ -179,17 +182,21 @@ class Layout:
             )
         return StoredWeight.of(self.scheme_of(spec, shape), name, tuple(shape))
 
-    def find(self, entries: Mapping[str, TensorInfo]) -> dict[str, StoredWeight]:
+    def find(
+        self, entries: Mapping[str, TensorInfo], said: Said | None = None
+    ) -> dict[str, StoredWeight]:
         """Return the quantized weights among the tensors of a checkpoint, by name.
 
         Args:
             entries: dtype and shape of every tensor of the checkpoint, by name.
+            said: what its files say beside that, against which the weights are held; None: nothing
+                is known of it.
 
         Tensors in the name of a quantized linear that the layout does not know are warned of.
 
         Raises:
-            CheckpointError: a tensor holds codes or scales that the layout cannot read, or says
-                that they are another layout's.
+            CheckpointError: a tensor holds codes or scales that the layout cannot read, or the
+                files say that they are another layout's, or something else than they are.
         """
         self._check_marks(entries)
         made: dict[str, StoredWeight] = {}
@@ -214,6 +221,8 @@ class Layout:
                     "its codes or scales are missing, or of shapes that do not fit each other"
                 )
         self._tell_of_others(made, [name for name in entries if name not in claimed])
+        if said is not None and self.check is not None:
+            self.check(made, said)
         return made
 
     def _check_marks(self, names: Iterable[str]) -> None:

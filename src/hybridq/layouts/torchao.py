@@ -25,10 +25,11 @@ from .layout import Described, Layout, register
 from .matching import by_start_or_end
 from .order import AS_IS, TILES
 from .part import FACTOR, ONE_BY_ONE, SAME, SCALAR, SWIZZLED, Part, ScalarPart, Shape
+from .said import Said
 from .scheme import Scheme
 from .stored import StoredWeight
 
-__all__ = ["INSTEAD", "NAME", "TORCHAO", "check_classes", "current_names", "without_classes"]
+__all__ = ["INSTEAD", "NAME", "TORCHAO", "current_names", "without_classes"]
 
 NAME: Final = "torchao"
 #: What to take where it would be written.
@@ -101,23 +102,6 @@ def _config(said: Described) -> NoReturn:
     raise SpecError(f"layouts: {NAME} is read, and not written; take {INSTEAD}")
 
 
-#: FP8, MXFP8, MXFP4 and NVFP4, read only.
-TORCHAO = register(
-    Layout(
-        name=NAME,
-        summary="torchao's own, as transformers writes them; read only",
-        source="torchao 0.18, prototype/safetensors; transformers 5.24, TorchAoConfig",
-        schemes=(),
-        methods=(NAME,),
-        config=_config,
-        excludes=by_start_or_end,
-        stacks=(*_FP8, *_MX),
-        others=(*_FP8, *_MX, *_NVFP4),
-        instead=INSTEAD,
-    )
-)
-
-
 def _classes(metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Return what metadata says of each tensor, by name; empty: it is not torchao's."""
     try:
@@ -166,9 +150,7 @@ def current_names(names: Iterable[str], metadata: Mapping[str, str]) -> dict[str
     return made
 
 
-def check_classes(
-    weights: Mapping[str, StoredWeight], headers: Iterable[Mapping[str, str]]
-) -> None:
+def _check(weights: Mapping[str, StoredWeight], given: Said) -> None:
     """Raise where weights are not what the metadata of their files says.
 
     Shapes and dtypes do not tell blocks of 48 columns from ones of 64, MXFP6 from MXFP4, nor a
@@ -176,12 +158,12 @@ def check_classes(
 
     Args:
         weights: that are quantized, as they were found by names, dtypes and shapes.
-        headers: the metadata of each file, which may name all tensors or its own.
+        given: what the files say; the header of each may name all tensors or its own.
 
     Raises:
         CheckpointError: it says nothing of a weight, or something else.
     """
-    classes = {name: said for one in headers for name, said in _classes(one).items()}
+    classes = {name: said for one in given.headers for name, said in _classes(one).items()}
     for name, said in classes.items():
         kind = said["_type"]
         if kind not in (_PLAIN, *_CLASSES):
@@ -223,3 +205,21 @@ def _asked(weight: StoredWeight, said: Mapping[str, Any]) -> Iterator[tuple[str,
     parts = [one.name.rpartition("}_")[2] for one in weight.scheme.parts]
     names = said.get("_tensor_data_names", parts)  # torchao 0.14 does not say them
     yield "the parts", sorted(parts), sorted({*map(str, names)} - {_ACT_SCALE})
+
+
+#: FP8, MXFP8, MXFP4 and NVFP4, read only.
+TORCHAO = register(
+    Layout(
+        name=NAME,
+        summary="torchao's own, as transformers writes them; read only",
+        source="torchao 0.18, prototype/safetensors; transformers 5.24, TorchAoConfig",
+        schemes=(),
+        methods=(NAME,),
+        config=_config,
+        excludes=by_start_or_end,
+        stacks=(*_FP8, *_MX),
+        others=(*_FP8, *_MX, *_NVFP4),
+        check=_check,
+        instead=INSTEAD,
+    )
+)

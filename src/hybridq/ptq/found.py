@@ -15,13 +15,11 @@ from ..layouts import (
     COMFYUI,
     DEEPSEEK_V4,
     HYBRIDQ,
-    TORCHAO,
     Layout,
+    Said,
     Scheme,
     StoredWeight,
     TensorInfo,
-    check_classes,
-    check_descriptions,
     check_inputs_are_plain,
     check_is_no_other,
     detect,
@@ -171,7 +169,7 @@ def find(source: Source, layout: Layout | None = None) -> Found:
         layout = detect(config, infos, hf_quant_config(source), _metadata(source))
         layout = DEEPSEEK_V4 if layout is None and _are_of_deepseek_v4(infos) else layout
     if not records:
-        check_is_no_other(infos, _metadata(source))
+        check_is_no_other(infos, _metadata(source), is_comfyui=layout is COMFYUI)
     if layout is None or (layout is HYBRIDQ and not records):
         if is_told and layout is not None:
             raise _nothing_in(source, layout)
@@ -185,17 +183,13 @@ def find(source: Source, layout: Layout | None = None) -> Found:
         has_conv1d = _has_conv1d(config, plain, shapes)
         made = [_of_record(one, entries, source, has_conv1d) for one in records.values()]
     else:
-        by_name = layout.find(infos)
-        if layout is TORCHAO:
-            check_classes(by_name, _headers(source))
-        if layout is COMFYUI:
-            marks = {
-                name: bytes(shard.read(entry.begin, entry.nbytes).tolist())
-                for name, (shard, entry) in entries.items()
-                if layout.is_mark(name)
-            }
-            check_descriptions(by_name, entries, marks, _headers(source))
-        found = by_name.values()
+        marks = {
+            name: bytes(shard.read(entry.begin, entry.nbytes).tolist())
+            for name, (shard, entry) in entries.items()
+            if layout.is_mark(name)
+        }
+        said = Said(tuple(entries), _headers(source), marks)
+        found = layout.find(infos, said).values()
         if is_told and not found:
             raise _nothing_in(source, layout)
         if not found:
@@ -216,14 +210,14 @@ def find(source: Source, layout: Layout | None = None) -> Found:
     return Found(source, config, layout, weights, every, scalars, has_conv1d)
 
 
-def _headers(source: Source) -> list[Mapping[str, str]]:
+def _headers(source: Source) -> tuple[Mapping[str, str], ...]:
     """Return what the header of each file says."""
-    return [shard.header.metadata for shard in source.shards]
+    return tuple(shard.header.metadata for shard in source.shards)
 
 
 def _metadata(source: Source) -> dict[str, str]:
     """Return what the headers of all files say; of what several say, the last one's."""
-    return {key: value for one in _headers(source) for key, value in one.items()}
+    return Said((), _headers(source), {}).metadata
 
 
 def _nothing_in(source: Source, layout: Layout) -> CheckpointError:

@@ -12,7 +12,7 @@ import torch
 
 from ..calibration import Calibration, projection_of
 from ..direction import COLUMNWISE, ROWWISE
-from ..layouts import kv_cache_of
+from ..layouts import get, kv_cache_of
 from ..ptq import Checkpoint, load_checkpoint
 from ..ptq.found import Found, Weight, find, hf_quant_config
 from ..ptq.source import open_source
@@ -33,6 +33,7 @@ def checkpoint_summary(
     source: str | os.PathLike[str] | None = None,
     calibration: Calibration | str | os.PathLike[str] | None = None,
     reads_values: bool = True,
+    layout: str | None = None,
 ) -> CheckpointSummary:
     """Return what a checkpoint holds, in whatever layout of `hybridq.layouts` it is.
 
@@ -43,8 +44,11 @@ def checkpoint_summary(
         source: the checkpoint that it was made of, for errors: weights of the same names.
         calibration: tokens per expert, and amaxes of inputs that the files do not have.
         reads_values: whether weights are read, for their amaxes and errors; else only headers are.
+        layout: of `hybridq.layouts`, that the checkpoint has; None: what its configuration and its
+            tensors' names say.
 
     Raises:
+        SpecError: there is no such layout.
         CheckpointError: a checkpoint cannot be read, or is quantized in a way that no layout reads.
         ValueError: errors were asked for, but no values.
         ImportError: safetensors is not installed.
@@ -63,9 +67,9 @@ def checkpoint_summary(
         raise ValueError("checkpoint_summary: errors need values, got reads_values=False")
     if isinstance(calibration, str | os.PathLike):
         calibration = Calibration.load(calibration)
-    checkpoint = load_checkpoint(path)
+    checkpoint = load_checkpoint(path, layout)
     beside = None if source is None else load_checkpoint(source)
-    found = find(open_source(path))
+    found = find(open_source(path), None if layout is None else get(layout))
     inputs, caches = _scalars(found, checkpoint)
     weights, missing = [], []
     plain: dict[str, list[int]] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import ChainMap, Counter
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from functools import cache
@@ -20,16 +20,14 @@ from ...converters import conversion
 from ...converters.exclusions import REASONS
 from ...errors import CheckpointError
 from ...layouts import (
-    COMFYUI,
     ENTRIES,
     HYBRIDQ,
     TORCHAO,
     Layout,
+    Said,
     ScalarPart,
     StoredWeight,
     TensorInfo,
-    check_classes,
-    check_descriptions,
     check_inputs_are_plain,
     check_is_no_other,
     current_names,
@@ -84,8 +82,8 @@ class LayoutQuantizer(HybridQQuantizer):
                 f"{Path(checkpoint_files[0]).name}; save the model as such first, by "
                 "save_pretrained with the program that wrote it"
             )
-        entries, scales, marks, headers = _read_headers(files)
-        metadata = dict(ChainMap(*headers))
+        entries, scales, said = _read_headers(files)
+        metadata = said.metadata
         if current_names(entries, metadata):
             raise CheckpointError(
                 "from_pretrained: names of tensors must be those of torchao 0.15 or later, got "
@@ -96,16 +94,12 @@ class LayoutQuantizer(HybridQQuantizer):
         check_inputs_are_plain(entries, self._config)
         layout = self._layout(files, entries, metadata)
         check_is_no_other(entries, metadata)
-        found = layout.find(entries)
+        found = layout.find(entries, said)
         if not found:
             raise ValueError(
                 f"from_pretrained: a folder of {layout.name} must have quantized weights, got none "
                 f"in {len(entries)} tensors; leave its quantization_config out"
             )
-        if layout is TORCHAO:
-            check_classes(found, headers)
-        if layout is COMFYUI:
-            check_descriptions(found, entries, marks, headers)
         self.pre_quantized = True
         self._held = [held_of_layout(stored) for stored in found.values()]
         known = conversions(get_model_conversion_mapping(model), model, self._held, False)
@@ -247,8 +241,8 @@ def _beside(files: list[str]) -> dict[str, Any] | None:
 
 def _read_headers(
     files: Iterable[str],
-) -> tuple[dict[str, TensorInfo], dict[str, torch.Tensor], dict[str, bytes], list[dict[str, str]]]:
-    """Return dtype and shape of all tensors of files, scales of activations, marks, metadata."""
+) -> tuple[dict[str, TensorInfo], dict[str, torch.Tensor], Said]:
+    """Return dtype and shape of all tensors of files, scales of activations, what files say."""
     entries: dict[str, TensorInfo] = {}
     marks: dict[str, bytes] = {}
     headers: list[dict[str, str]] = []
@@ -267,10 +261,10 @@ def _read_headers(
                 entries[name] = dtype, tuple(about.get_shape())
                 if any(part.module_of(name) is not None for part in _scale_parts()):
                     scales[name] = opened.get_tensor(name)
-                if COMFYUI.is_mark(name):
+                if any(get(one).is_mark(name) for one in names()):
                     data = opened.get_tensor(name).reshape(-1)
                     marks[name] = bytes(data.view(torch.uint8).tolist())
-    return entries, scales, marks, headers
+    return entries, scales, Said(tuple(entries), tuple(headers), marks)
 
 
 @cache
