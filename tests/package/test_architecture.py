@@ -75,6 +75,7 @@ ROOMS = {
         "folded_backend",
         "codec_backend",
         "reference_backend",
+        "row_blocks",
         "host_backend",
         "operators",
     ),

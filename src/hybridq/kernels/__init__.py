@@ -2,7 +2,7 @@
 
 Rooms, each of which imports only those before it: `inputs`, `choice`, `ragged`, the backends `cpu`,
 `cuda`, `triton`, `scaled_mm`, `decoded`, `folded_groups`, `folded_backend`, `codec_backend`,
-`reference_backend`, `host_backend`, `operators`.
+`reference_backend`, `row_blocks`, `host_backend`, `operators`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from .inputs import (
     wide_device,
 )
 from .reference_backend import REFERENCE
+from .row_blocks import ROW_BLOCKS
 from .scaled_mm import NATIVE
 from .triton import TRITON
 
@@ -55,6 +56,7 @@ __all__ = [
     "OPERATIONS",
     "PRECISIONS",
     "REFERENCE",
+    "ROW_BLOCKS",
     "TORCH",
     "TRITON",
     "Backend",

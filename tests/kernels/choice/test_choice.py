@@ -221,7 +221,7 @@ def test_the_order_does_not_depend_on_who_came_first(registries: None) -> None:
         for name in names:
             register_backend(replace(ROWS, name=name, priority=0))
         order = [backend.name for backend in backends()]
-        built_in = ["cuda", "cpu", "native", "triton", "fold", "codec", "torch"]
+        built_in = ["cuda", "cpu", "native", "triton", "fold", "row_blocks", "codec", "torch"]
         assert order == [*built_in, "a", "b", "host", "reference"]
         for name in names:
             unregister_backend(name)

@@ -1,0 +1,92 @@
+"""Time FP8 with a scale per row beside FP8 with one per 1x128, interleaved, on one thread.
+
+python benchmarks/row_blocks.py [--size 4096] [--rounds 15] [--result FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from timing import cpu_name
+
+import hybridq
+from hybridq.formats import PlaneSpec
+from hybridq.kernels import REFERENCE
+from hybridq.kernels.choice import EncodeRequest
+
+
+def once(run: Callable[[], Any]) -> float:
+    """Return the seconds of one call."""
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def measured(size: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Return, by operation, medians in milliseconds and the ratios of pairs.
+
+    Args:
+        size: rows and columns of a BF16 matrix.
+        rounds: how often each is timed, one after the other; the reference once.
+    """
+    x = torch.randn(size, size, dtype=torch.float32, device="cpu").bfloat16()
+    own = PlaneSpec.parse(f"e4m3/1x{size}/fp32/amax/float8_block")
+    blocks = PlaneSpec.parse("e4m3/1x128/fp32/amax/float8_block")
+    made: dict[str, dict[str, float]] = {}
+    planes = {one: torch.ops.hybridq.encode(x, one.text, "", None) for one in (own, blocks)}
+    for op in ("encode", "decode"):
+        runs = {
+            one: (lambda one=one: torch.ops.hybridq.encode(x, one.text, "", None))
+            if op == "encode"
+            else (
+                lambda one=one: torch.ops.hybridq.decode(planes[one], one.text, *x.shape, x.dtype)
+            )
+            for one in (own, blocks)
+        }
+        pairs = [[once(runs[own]), once(runs[blocks])] for _ in range(rounds + 1)][1:]
+        given: tuple[Any, ...] = (x, own, None, EncodeRequest())
+        if op == "decode":
+            given = (planes[own], own, *x.shape, x.dtype)
+        reference = once(lambda given=given, op=op: REFERENCE.ops[op](*given))
+        row, block = (1e3 * statistics.median(one) for one in zip(*pairs, strict=True))
+        made[op] = {
+            "ms_per_row": round(row, 3),
+            "ms_1x128": round(block, 3),
+            "ratio_to_1x128": round(statistics.median(a / b for a, b in pairs), 3),
+            "ms_reference": round(1e3 * reference, 1),
+        }
+    return made
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--result", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    result = {
+        "machine": cpu_name(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "hybridq": hybridq.__version__,
+        "size": given.size,
+        "threads": 1,
+        **measured(given.size, given.rounds),
+    }
+    text = json.dumps(result, indent=1)
+    print(text)
+    if given.result is not None:
+        given.result.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""The backend `row_blocks`: FP8 planes whose blocks are one row high and of any width, on a CPU.
+
+The core has kernels for blocks of 16 to 128 columns and for one scale per tensor. A matrix with one
+scale for each row is, to it, as many groups of one token, each with a scale of its own: they are
+encoded at once. Decoded it is a plane of narrower blocks, whose scales are repeated. Both have the
+reference's bits.
+
+Source: ours; docs/reference/numerics.md, "Blockwise FP8" (the rule of a block's scale).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+
+from ..errors import BackendError
+from ..formats import PlaneSpec
+from ..formats.elements import FP32
+from .choice import Backend, DeviceSupport, EncodeRequest, Groups, OpQuery, on_cpu, register_backend
+from .inputs import HIGH_PRECISION
+from .reference_backend import REFERENCE
+
+__all__ = ["ROW_BLOCKS"]
+
+#: Widths of blocks that the core decodes, the fastest first.
+_WIDTHS: Final = (128, 64, 32, 16)
+#: A scale below it was cut at the largest value of the dtype, which is another one for a tensor.
+_TINY: Final = torch.finfo(torch.float32).tiny
+_CPU: Final = "cpu"
+
+
+def _reason(spec: PlaneSpec) -> str | None:
+    own = spec.format
+    if own.is_python or own.is_identity or own.element is None or own.block is None:
+        return "is for planes of blocks"
+    if own.block[0] != 1 or own.scale != FP32 or own.rule != "amax":
+        return "is for FP8 with FP32 scales of one row"
+    if own.block[1] in _WIDTHS:
+        return "the core has kernels for blocks of 16, 32, 64 and 128 columns"
+    if spec.stochastic or spec.signs is not None:
+        return "rounds to nearest, and transforms nothing"
+    return None
+
+
+def _supports(query: OpQuery) -> str | None:
+    if query.dtype not in HIGH_PRECISION:
+        return f"takes FP32, BF16 and FP16, got {query.dtype}"
+    specs = [spec for spec in (query.row, query.col) if spec is not None]
+    if not specs:
+        return "needs a spec"
+    reasons = (_reason(spec) or _reason_of_core(query, spec) for spec in specs)
+    return next((one for one in reasons if one is not None), None)
+
+
+def _reason_of_core(query: OpQuery, spec: PlaneSpec) -> str | None:
+    """Return why the core cannot do what is asked of it for such a plane."""
+    if query.op == "encode":
+        asked = OpQuery("encode_ragged", _CPU, query.dtype, _with_block(spec, None))
+    else:
+        asked = OpQuery(query.op, _CPU, query.dtype, _with_block(spec, (1, _WIDTHS[0])))
+    try:
+        return None if on_cpu(asked).is_native else "the core is not there"
+    except BackendError as error:
+        return str(error)
+
+
+@lru_cache(maxsize=1024)
+def _with_block(spec: PlaneSpec, block: tuple[int, int] | None) -> PlaneSpec:
+    return replace(spec, format=replace(spec.format, block=block))
+
+
+def _encode_rows(x: torch.Tensor, spec: PlaneSpec) -> list[torch.Tensor]:
+    """Return codes and scales `[rows, 1]` of a matrix with a scale for each row."""
+    count = x.shape[0]
+    ends = torch.arange(1, count + 1, dtype=torch.int32, device=_CPU)
+    groups = Groups(ends, torch.nn.functional.pad(ends, (1, 0)), count)
+    own = _with_block(spec, None)
+    encode = on_cpu(OpQuery("encode_ragged", _CPU, x.dtype, own)).ops["encode_ragged"]
+    codes, scale = encode(x.contiguous(), groups, own, None, EncodeRequest(by_group=True))
+    scale = scale.reshape(count, 1)
+    tiny = (scale.abs() < _TINY).flatten().nonzero().flatten()
+    if tiny.numel():
+        rest = REFERENCE.ops["encode"](x[tiny], spec, None, EncodeRequest())
+        codes[tiny], scale[tiny] = rest
+    return [codes, scale]
+
+
+def _encode_plane(x: torch.Tensor, spec: PlaneSpec) -> list[torch.Tensor]:
+    rows, cols = x.shape
+    width = (spec.format.block or (1, 1))[1]
+    if not x.numel():
+        found: list[torch.Tensor] = REFERENCE.ops["encode"](x, spec, None, EncodeRequest())
+        return found
+    if cols <= width:
+        return _encode_rows(x, spec)
+    if cols % width == 0:
+        codes, scale = _encode_rows(x.reshape(-1, width), spec)
+        return [codes.reshape(rows, cols), scale.reshape(rows, -1)]
+    whole = cols // width * width
+    pieces = zip(*(_encode_plane(one, spec) for one in (x[:, :whole], x[:, whole:])), strict=True)
+    return [torch.cat(pair, 1) for pair in pieces]
+
+
+def _encode(
+    x: torch.Tensor, row: PlaneSpec | None, col: PlaneSpec | None, request: EncodeRequest
+) -> list[torch.Tensor]:
+    del request  # such planes need neither a statistic nor a seed
+    made = [] if row is None else _encode_plane(x, row)
+    return made if col is None else made + _encode_plane(x.t(), col)
+
+
+def _narrower(
+    buffers: Sequence[torch.Tensor], spec: PlaneSpec, cols: int
+) -> tuple[list[torch.Tensor], PlaneSpec] | None:
+    """Return the plane in blocks that the core decodes; None: there are none."""
+    codes, scale = buffers
+    width = (spec.format.block or (1, 1))[1]
+    if cols <= width:
+        step, scale = _WIDTHS[0], scale.expand(-1, -(-cols // _WIDTHS[0]))
+    else:
+        step = next((one for one in _WIDTHS if width % one == 0), 0)
+        if not step:
+            return None
+        scale = scale.repeat_interleave(width // step, 1)[:, : -(-cols // step)]
+    return [codes, scale.contiguous()], _with_block(spec, (1, step))
+
+
+def _read(op: str, buffers: Sequence[torch.Tensor], spec: PlaneSpec, *rest: Any) -> Any:
+    rows, cols, dtype = rest[:3]
+    made = _narrower(buffers, spec, cols) if rows * cols else None
+    if made is None:
+        return REFERENCE.ops[op](buffers, spec, *rest)
+    return on_cpu(OpQuery(op, _CPU, dtype, made[1])).ops[op](made[0], made[1], *rest)
+
+
+def _decode(
+    buffers: list[torch.Tensor], spec: PlaneSpec, rows: int, cols: int, dtype: torch.dtype
+) -> torch.Tensor:
+    made: torch.Tensor = _read("decode", buffers, spec, rows, cols, dtype)
+    return made
+
+
+def _operand(
+    buffers: list[torch.Tensor],
+    spec: PlaneSpec,
+    rows: int,
+    cols: int,
+    dtype: torch.dtype,
+    asks_range: bool = True,
+) -> tuple[torch.Tensor, bool]:
+    made: tuple[torch.Tensor, bool] = _read("operand", buffers, spec, rows, cols, dtype, asks_range)
+    return made
+
+
+#: The backend of scales of whole rows, and of blocks whose width the core has no kernel for.
+ROW_BLOCKS = register_backend(
+    Backend(
+        "row_blocks",
+        _supports,
+        {"encode": _encode, "decode": _decode, "operand": _operand},
+        devices=DeviceSupport((_CPU,)),
+        priority=18,
+        notes=lambda query: ("kernels of the core, each row as a tensor of its own",),
+        scratch_nbytes=16,
+    )
+)
