@@ -1,4 +1,4 @@
-"""Time FP8 with a scale per row beside FP8 with one per 1x128, interleaved, on one thread.
+"""Time FP8 with a scale per row beside FP8 with one per 1x128 and a copy, on one thread.
 
 python benchmarks/row_blocks.py [--size 4096] [--rounds 15] [--result FILE]
 """
@@ -6,6 +6,7 @@ python benchmarks/row_blocks.py [--size 4096] [--rounds 15] [--result FILE]
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -30,13 +31,14 @@ def once(run: Callable[[], Any]) -> float:
 
 
 def measured(size: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Return, by operation, medians in milliseconds and the ratios of pairs.
+    """Return, by operation, medians in milliseconds and ratios of neighbours.
 
     Args:
         size: rows and columns of a BF16 matrix.
         rounds: how often each is timed, one after the other; the reference once.
     """
     x = torch.randn(size, size, dtype=torch.float32, device="cpu").bfloat16()
+    there = torch.empty_like(x)
     own = PlaneSpec.parse(f"e4m3/1x{size}/fp32/amax/float8_block")
     blocks = PlaneSpec.parse("e4m3/1x128/fp32/amax/float8_block")
     made: dict[str, dict[str, float]] = {}
@@ -50,16 +52,19 @@ def measured(size: int, rounds: int) -> dict[str, dict[str, float]]:
             )
             for one in (own, blocks)
         }
-        pairs = [[once(runs[own]), once(runs[blocks])] for _ in range(rounds + 1)][1:]
+        copy = functools.partial(there.copy_, x)
+        turns = [[once(run) for run in (runs[own], runs[blocks], copy)] for _ in range(rounds + 1)]
         given: tuple[Any, ...] = (x, own, None, EncodeRequest())
         if op == "decode":
             given = (planes[own], own, *x.shape, x.dtype)
         reference = once(lambda given=given, op=op: REFERENCE.ops[op](*given))
-        row, block = (1e3 * statistics.median(one) for one in zip(*pairs, strict=True))
+        row, block, plain = (1e3 * statistics.median(one) for one in zip(*turns[1:], strict=True))
         made[op] = {
             "ms_per_row": round(row, 3),
             "ms_1x128": round(block, 3),
-            "ratio_to_1x128": round(statistics.median(a / b for a, b in pairs), 3),
+            "ms_copy": round(plain, 3),
+            "ratio_to_1x128": round(statistics.median(a / b for a, b, _ in turns[1:]), 3),
+            "ratio_to_copy": round(statistics.median(a / c for a, _, c in turns[1:]), 3),
             "ms_reference": round(1e3 * reference, 1),
         }
     return made
