@@ -189,3 +189,18 @@ def test_what_mlx_quantizes_is_read(mode, tmp_path) -> None:
     read = hybridq.load_checkpoint(tmp_path / "m.safetensors")["up.weight"]
     wanted = mx.dequantize(*own, group_size=group, bits=bits, mode=mode, dtype=mx.float32)
     assert torch.equal(read.rowwise.dequantize(torch.float32), torch.from_numpy(np.array(wanted)))
+
+
+def test_what_is_replaced_or_renamed_is_said(tmp_path) -> None:
+    source = folder(tmp_path / "in", {"pos.table": torch.randn(32, 64), "a.b": torch.randn(32, 64)})
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "quantization": "k-means"}))
+    notes = Notes()
+    hybridq.export(
+        source, tmp_path / "out", layout="mlx", format="mxfp8", include=["*"], observer=notes
+    )
+    assert any("'quantization' of config.json" in one for one in notes.warnings), notes.warnings
+    assert any("'pos.table' and 1 others is written" in one for one in notes.warnings) or any(
+        "'a.b' and 1 others is written" in one for one in notes.warnings
+    )
+    assert "pos.table.weight" in load_file(tmp_path / "out" / "model.safetensors")

@@ -23,7 +23,7 @@ from .pieces import Piece, bias_pieces, expert_pieces, is_expert_stack, piece_of
 from .record import Record, without_records
 from .scales import Scales
 from .select import EMBEDDINGS
-from .source import Shard
+from .source import CONFIG, Shard
 from .training import RECORD
 from .views import View
 
@@ -86,6 +86,7 @@ class ExportScheme(CheckpointScheme):
         self._kept: dict[str, None] = {}
         self._left: dict[str, str] = {}
         self._faults: dict[Fault, str] = {}
+        self._bare: dict[str, None] = {}
         self._has_scales = True
         self._scaled: dict[str, None] = {}
         self._unscaled: dict[str, None] = {}
@@ -124,6 +125,8 @@ class ExportScheme(CheckpointScheme):
                     self._schemes[one.module] = one.stored.scheme
                     for fault in faults_of(self._layout.name, one.stored, one.record.dtype):
                         self._faults.setdefault(fault, one.module)
+                    if not one.record.name.endswith(_SUFFIX) and one.record.name != _SUFFIX[1:]:
+                        self._bare[one.record.name] = None
                     has_scale = self._scales.has(one.piece.weight)
                     self._has_scales &= has_scale
                     (self._scaled if has_scale else self._unscaled)[one.module] = None
@@ -154,6 +157,7 @@ class ExportScheme(CheckpointScheme):
         strange = word.tell_of_strangers(names)
         self.notes += [] if strange is None else [strange]
         self.notes += [f"{fault} (as of {name})" for fault, name in self._faults.items()]
+        self.notes += self._of_names()
         if self._left:
             name, reason = next(iter(self._left.items()))
             self.notes.append(
@@ -162,6 +166,23 @@ class ExportScheme(CheckpointScheme):
                 if len(self._left) > 1
                 else f"{name} stays as it is: {reason}"
             )
+
+    def _of_names(self) -> Iterator[str]:
+        """Yield what the new checkpoint says under other names, or in place of something else."""
+        if not self._layout.holds_stacks and self._bare:
+            name = next(iter(self._bare))
+            yield (
+                f"readers of {self._layout.name} look for names that end in {_SUFFIX}: {name!r}"
+                f"{f' and {len(self._bare) - 1} others' if len(self._bare) > 1 else ''} is written "
+                f"as the weight of a module of that name"
+            )
+        plain = without_quantization(self._found.config)
+        for key in self._layout.config_keys:
+            if key in plain:
+                yield (
+                    f"{key!r} of {CONFIG}, which says nothing of weights that are quantized, is "
+                    f"replaced: readers of {self._layout.name} look there"
+                )
 
     def _share(self, own: list[_Target]) -> None:
         """Give weights that readers multiply with at once one second-level scale."""
