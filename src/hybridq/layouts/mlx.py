@@ -38,9 +38,9 @@ def is_of_mlx(said: Any) -> bool:
     Args:
         said: an entry of it.
     """
-    return isinstance(said, Mapping) and {"group_size", "bits"} <= said.keys() and (
-        "quant_method" not in said
-    )  # fmt: skip
+    if not isinstance(said, Mapping):
+        return False
+    return {"group_size", "bits"} <= said.keys() and "quant_method" not in said
 
 
 def _mode(name: str, group_size: int, bits: int, scales: torch.dtype = _U8) -> Scheme:
