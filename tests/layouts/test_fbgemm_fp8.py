@@ -67,3 +67,19 @@ def test_a_checkpoint_is_written(tmp_path) -> None:
     assert error.max() <= 2.0**-4 / 1.75 + 1e-6
     again = hybridq.load_checkpoint(tmp_path / "out")
     assert sorted(again) == sorted(names)
+
+
+def test_a_decoded_folder_is_loaded_as_it_was_decoded(tmp_path) -> None:
+    """FP32 in the files and in the configuration, whose BF16 rounded them when they were loaded."""
+    codes, scale = torch.randn(64, 96).mul(40).to(torch.float8_e4m3fn), torch.rand(64, 1) + 0.5
+    name = "model.layers.1.mlp.up_proj.weight"
+    source = folder(tmp_path / "in", {name: codes, f"{name}_scale": scale})
+    config = json.loads((source / "config.json").read_text())
+    config |= {"dtype": "bfloat16", "text_config": {"torch_dtype": "float16", "act": "float32"}}
+    (source / "config.json").write_text(json.dumps(config))
+    for layout, said in (("fp32", ["float32", "float32"]), ("bf16", ["bfloat16", "float16"])):
+        hybridq.export(source, tmp_path / layout, layout=layout)
+        made = json.loads((tmp_path / layout / "config.json").read_text())
+        assert [made["dtype"], made["text_config"]["torch_dtype"]] == said
+    found = load_file(tmp_path / "fp32" / "model.safetensors")
+    assert torch.equal(found[name], codes.float() * scale)

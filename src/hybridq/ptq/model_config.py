@@ -27,6 +27,7 @@ __all__ = [
     "METHOD",
     "QUANTIZATION",
     "REFUSAL",
+    "in_fp32",
     "says_quantized",
     "value_dtype",
     "with_quantization",
@@ -91,6 +92,19 @@ def value_dtype(config: Mapping[str, Any]) -> torch.dtype:
             if isinstance(said, str) and said in _DTYPES:
                 return _DTYPES[said]
     return torch.bfloat16
+
+
+def in_fp32(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's configuration, and those of its parts, with FP32 where it says a dtype.
+
+    Args:
+        config: what `config.json` holds.
+    """
+    made: dict[str, Any] = {}
+    for key, one in config.items():
+        is_dtype = key in ("dtype", "torch_dtype") and isinstance(one, str) and one in _DTYPES
+        made[key] = "float32" if is_dtype else in_fp32(one) if isinstance(one, Mapping) else one
+    return made
 
 
 def says_quantized(config: Mapping[str, Any]) -> bool:

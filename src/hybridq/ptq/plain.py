@@ -13,7 +13,7 @@ from .decoding import decoded
 from .draft import CheckpointScheme, Draft, copied
 from .found import HF_QUANT_CONFIG, Found, Weight
 from .header import dtype_name
-from .model_config import without_quantization
+from .model_config import in_fp32, without_quantization
 from .record import without_records
 from .source import Shard
 from .training import RECORD
@@ -80,10 +80,13 @@ class PlainScheme(CheckpointScheme):
     def config(self, config: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the model's configuration without what is said of quantization.
 
+        Where weights are decoded to FP32 it says so: they were loaded in the dtype of before.
+
         Args:
             config: what `config.json` holds.
         """
-        return without_quantization(config)
+        plain = without_quantization(config)
+        return in_fp32(plain) if self._dtype == torch.float32 else plain
 
     def replaces(self) -> Sequence[str]:
         """Return the names of configurations that say how the source is quantized."""
