@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import torch
@@ -129,31 +129,21 @@ def _narrower(
     return [codes, scale.contiguous()], _with_block(spec, (1, step))
 
 
-def _read(op: str, buffers: Sequence[torch.Tensor], spec: PlaneSpec, *rest: Any) -> Any:
-    rows, cols, dtype = rest[:3]
-    made = _narrower(buffers, spec, cols) if rows * cols else None
-    if made is None:
-        return REFERENCE.ops[op](buffers, spec, *rest)
-    return on_cpu(OpQuery(op, _CPU, dtype, made[1])).ops[op](made[0], made[1], *rest)
-
-
-def _decode(
-    buffers: list[torch.Tensor], spec: PlaneSpec, rows: int, cols: int, dtype: torch.dtype
-) -> torch.Tensor:
-    made: torch.Tensor = _read("decode", buffers, spec, rows, cols, dtype)
-    return made
-
-
-def _operand(
-    buffers: list[torch.Tensor],
+def _read(
+    op: str,
+    buffers: Sequence[torch.Tensor],
     spec: PlaneSpec,
     rows: int,
     cols: int,
     dtype: torch.dtype,
-    asks_range: bool = True,
-) -> tuple[torch.Tensor, bool]:
-    made: tuple[torch.Tensor, bool] = _read("operand", buffers, spec, rows, cols, dtype, asks_range)
-    return made
+    *more: Any,
+) -> Any:
+    """Return what `decode` or `operand` does, of the same values in narrower blocks."""
+    made = _narrower(buffers, spec, cols) if rows * cols else None
+    if made is None:
+        return REFERENCE.ops[op](buffers, spec, rows, cols, dtype, *more)
+    own = on_cpu(OpQuery(op, _CPU, dtype, made[1])).ops[op]
+    return own(*made, rows, cols, dtype, *more)
 
 
 #: The backend of scales of whole rows, and of blocks whose width the core has no kernel for.
@@ -161,7 +151,11 @@ ROW_BLOCKS = register_backend(
     Backend(
         "row_blocks",
         _supports,
-        {"encode": _encode, "decode": _decode, "operand": _operand},
+        {
+            "encode": _encode,
+            "decode": partial(_read, "decode"),
+            "operand": partial(_read, "operand"),
+        },
         devices=DeviceSupport((_CPU,)),
         priority=18,
         notes=lambda query: ("kernels of the core, each row as a tensor of its own",),
