@@ -24,7 +24,7 @@ from .layout import Described, Layout, register
 from .matching import by_name
 from .order import HIGH_NIBBLE_FIRST, TILES
 from .part import FACTOR, ROWS, SCALAR, TILED, Part, ScalarPart
-from .per_tensor import CODES, WIDENED, input_scale
+from .per_tensor import CODES, PER_ROW, WIDENED, input_scale
 from .said import Said
 from .scheme import Mark, Scheme
 from .stored import StoredWeight
@@ -201,7 +201,7 @@ COMFYUI = register(
             _fp8("fp8_e5m2", _E5M2, "scale_weight", "scale_input", None),
             Scheme(
                 name="fp8_channel",
-                spec="e4m3/1x{cols}/fp32/amax/float8_block",
+                spec=PER_ROW,
                 parts=(CODES, Part("{module}.weight_scale", "scale", _FP32, ROWS)),
             ),
         ),

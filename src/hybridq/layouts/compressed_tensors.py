@@ -12,6 +12,7 @@ import torch
 from .layout import Described, Layout, register
 from .matching import by_name_or_pattern
 from .part import FACTOR, RECIPROCAL, Part, ScalarPart
+from .per_tensor import PER_ROW
 from .scheme import Scheme
 
 __all__ = ["COMPRESSED_TENSORS", "NAME"]
@@ -118,7 +119,7 @@ _FP8_BLOCK = Scheme(
 )
 _FP8_CHANNEL = Scheme(
     name="fp8_channel",
-    spec="e4m3/1x{cols}/fp32/amax/float8_block",
+    spec=PER_ROW,
     parts=(_CODES, _SCALE),
     input=_INPUT,
     config={"format": _FLOAT, "weights": _args(8, "channel", False)},

@@ -15,7 +15,7 @@ import torch
 from .layout import Described, Layout, register
 from .matching import by_start_or_end
 from .part import Part
-from .per_tensor import CODES, WIDENED
+from .per_tensor import CODES, PER_ROW, WIDENED
 from .scheme import Scheme
 
 __all__ = ["FBGEMM_FP8", "NAME"]
@@ -42,7 +42,7 @@ FBGEMM_FP8 = register(
         schemes=(
             Scheme(
                 name="fp8_channel",
-                spec="e4m3/1x{cols}/fp32/amax/float8_block",
+                spec=PER_ROW,
                 parts=(
                     CODES,
                     Part("{module}.weight_scale", "scale", torch.float32, widened=WIDENED),

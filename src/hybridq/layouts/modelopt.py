@@ -13,6 +13,7 @@ import torch
 from .layout import Described, Layout, register
 from .matching import by_substring_or_glob
 from .part import FACTOR, FOUR_DIMS, ROWS, SAME, SCALAR, Part, ScalarPart, Shape
+from .per_tensor import CODES, PER_ROW
 from .scheme import Scheme
 
 __all__ = ["MODELOPT", "NAME", "PRODUCER"]
@@ -22,7 +23,6 @@ NAME: Final = "modelopt"
 PRODUCER: Final = {"name": "modelopt", "version": "0.47.0"}
 
 _E4M3, _U8, _FP32 = torch.float8_e4m3fn, torch.uint8, torch.float32
-_CODES = Part("{module}.weight", "data", _E4M3)
 
 _NVFP4 = Scheme(
     name="nvfp4",
@@ -40,7 +40,7 @@ _NVFP4 = Scheme(
 _FP8 = Scheme(
     name="fp8_tensor",
     spec="fp8_e4m3",
-    parts=(_CODES, Part("{module}.weight_scale", "scale", _FP32, SCALAR)),
+    parts=(CODES, Part("{module}.weight_scale", "scale", _FP32, SCALAR)),
     input=ScalarPart("{module}.input_scale", "input", (), FACTOR, 448.0),
     shares_scale=True,
     config={"num_bits": 8},
@@ -49,14 +49,14 @@ _FP8 = Scheme(
 _MXFP8 = Scheme(
     name="mxfp8",
     spec="mxfp8",
-    parts=(_CODES, Part("{module}.weight_scale", "scale", _U8)),
+    parts=(CODES, Part("{module}.weight_scale", "scale", _U8)),
     config={"num_bits": 8, "group_size": 32},
     inputs={"dynamic": "MXFP8"},
 )
 _FP8_CHANNEL = Scheme(
     name="fp8_channel",
-    spec="e4m3/1x{cols}/fp32/amax/float8_block",
-    parts=(_CODES, Part("{module}.weight_scale", "scale", _FP32, ROWS)),
+    spec=PER_ROW,
+    parts=(CODES, Part("{module}.weight_scale", "scale", _FP32, ROWS)),
     config={"num_bits": 8, "strategy": "channel"},
     inputs={"dynamic": "FP8_PER_CHANNEL_PER_TOKEN"},
 )
@@ -66,7 +66,7 @@ def _fp8_block(scale: str, shape: Shape) -> Scheme:
     return Scheme(
         name="fp8_block",
         spec="fp8_128x128",
-        parts=(_CODES, Part(f"{{module}}.{scale}", "scale", _FP32, shape)),
+        parts=(CODES, Part(f"{{module}}.{scale}", "scale", _FP32, shape)),
         config={"group_size": 128},
         inputs={"none": "FP8_PB_WO"},
         rows=128,

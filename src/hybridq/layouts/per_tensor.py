@@ -1,4 +1,4 @@
-"""FP8 with one scale per tensor, as several programs hold it under names of their own."""
+"""FP8 with one scale per tensor or per row, as several programs hold it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 from .part import FACTOR, SCALAR, Part, ScalarPart
 from .scheme import Scheme
 
-__all__ = ["CODES", "WIDENED", "fp8_tensor", "input_scale"]
+__all__ = ["CODES", "PER_ROW", "WIDENED", "fp8_tensor", "input_scale"]
 
 #: Codes of FP8 stand for the weight.
 CODES: Final = Part("{module}.weight", "data", torch.float8_e4m3fn)
+#: The spec of a plane with one scale for each row.
+PER_ROW: Final = "e4m3/1x{cols}/fp32/amax/float8_block"
 #: Some programs write scales in the model's dtype.
 WIDENED: Final = (torch.bfloat16, torch.float16)
 _INPUTS: Final = {"dynamic": "dynamic", "static": "static"}

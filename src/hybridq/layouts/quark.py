@@ -13,7 +13,7 @@ import torch
 from .layout import Described, Layout, register
 from .matching import by_name_pattern_or_glob
 from .part import FACTOR, ROWS, Part, ScalarPart
-from .per_tensor import CODES, WIDENED, fp8_tensor, input_scale
+from .per_tensor import CODES, PER_ROW, WIDENED, fp8_tensor, input_scale
 from .scheme import Scheme
 
 __all__ = ["NAME", "QUARK"]
@@ -79,7 +79,7 @@ _FP8_TENSOR = fp8_tensor(
 )
 _FP8_CHANNEL = Scheme(
     name="fp8_channel",
-    spec="e4m3/1x{cols}/fp32/amax/float8_block",
+    spec=PER_ROW,
     parts=(CODES, Part("{module}.weight_scale", "scale", torch.float32, ROWS, widened=WIDENED)),
     input=input_scale("input_scale"),
     config=_fp8_rows(False, 0),
