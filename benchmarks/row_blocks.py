@@ -1,4 +1,7 @@
-"""Time FP8 with a scale per row beside FP8 with one per 1x128 and a copy, on one thread.
+"""Time FP8 with a scale per row, and products with it, beside its neighbours, on one thread.
+
+Encode and decode beside FP8 with a scale per 1x128 and a copy; products of BF16 rows with such a
+weight beside a weight with one scale, one with FP32 scales of 1x128, and torch's BF16 `linear`.
 
 python benchmarks/row_blocks.py [--size 4096] [--rounds 15] [--result FILE]
 """
@@ -70,6 +73,48 @@ def measured(size: int, rounds: int) -> dict[str, dict[str, float]]:
     return made
 
 
+def products(size: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Return, by number of rows, medians in milliseconds and ratios of neighbours.
+
+    Args:
+        size: rows and columns of the weight.
+        rounds: how often each is timed, one after the other.
+    """
+    plain = torch.randn(size, size, dtype=torch.float32, device="cpu").bfloat16()
+    texts = {
+        "per_row": f"e4m3/1x{size}/fp32/amax/float8_block",
+        "per_tensor": "fp8_e4m3",
+        "1x128": "e4m3/1x128/fp32/amax/float8_block",
+    }
+    weights = {
+        name: hybridq.Quantizer(rowwise=PlaneSpec.parse(text), columnwise=None).quantize(plain)
+        for name, text in texts.items()
+    }
+    made: dict[str, dict[str, float]] = {}
+    for count in (1, 8, 64, 512):
+        x = torch.randn(count, size, dtype=torch.float32, device="cpu").bfloat16()
+        runs: list[Callable[[], Any]] = [
+            functools.partial(hybridq.gemm, x, weight.rowwise) for weight in weights.values()
+        ]
+        runs.append(functools.partial(torch.nn.functional.linear, x, plain))
+        turns = [[once(run) for run in runs] for _ in range(rounds + 3)][3:]
+        names = [*weights, "torch_bf16"]
+        times = dict(zip(names, zip(*turns, strict=True), strict=True))
+        made[f"{count} rows"] = {
+            **{f"ms_{name}": round(1e3 * statistics.median(one), 3) for name, one in times.items()},
+            **{
+                f"ratio_to_{name}": round(
+                    statistics.median(
+                        a / b for a, b in zip(times["per_row"], times[name], strict=True)
+                    ),
+                    3,
+                )
+                for name in names[1:]
+            },
+        }
+    return made
+
+
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -86,6 +131,7 @@ def main() -> None:
         "size": given.size,
         "threads": 1,
         **measured(given.size, given.rounds),
+        "products": products(given.size, given.rounds),
     }
     text = json.dumps(result, indent=1)
     print(text)

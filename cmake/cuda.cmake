@@ -85,7 +85,7 @@ else()
   if(HYBRIDQ_TILE_WARPS)
     # For runs that compare launch bounds: the tile kernels alone are compiled again.
     foreach(_name encode_amax encode_fp8 encode_indexed encode_mixed encode_mx encode_nvfp4
-                  encode_nvfp4_by_row)
+                  encode_nvfp4_by_row encode_fp8_by_row)
       set_source_files_properties(csrc/cuda/${_name}.cu PROPERTIES
         COMPILE_DEFINITIONS HQ_TILE_WARPS=${HYBRIDQ_TILE_WARPS})
     endforeach()

@@ -29,7 +29,7 @@ using MapTuple = std::tuple<std::string, bool>;
 GroupsPlane MakePlane(const PlaneTuple& plane) {
   const auto& [spec, data, scale, given, amax, seeds, stream] = plane;
   if (spec == nullptr) Fail("encode_groups: a plane needs a spec, got None");
-  CheckSpec("encode_groups", *spec);
+  CheckWritten("encode_groups", *spec);
   CheckPointer("encode_groups", "data", data, true);
   CheckPointer("encode_groups", "scale", scale, true);
   CheckPointer("encode_groups", "seeds", seeds, spec->stochastic);

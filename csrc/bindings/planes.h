@@ -27,7 +27,7 @@ inline void CheckMemory(bool ok) {
 }
 
 inline PlaneTarget MakeTarget(const PlaneOut& out, bool columnwise, int64_t rows, int64_t cols) {
-  CheckSpec("encode", out.spec);
+  CheckWritten("encode", out.spec);
   const bool whole = out.spec.block_cols == 0;
   const bool any = rows != 0 && cols != 0;
   CheckPointer("encode", "data", out.data, any);

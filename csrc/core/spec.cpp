@@ -131,8 +131,13 @@ std::string UnsupportedReason(const Spec& spec) {
     if (spec.stochastic) add("four_over_six does not go with stochastic rounding");
     if (spec.signs >= 0) add("four_over_six does not go with a transform");
   }
-  if (spec.row_scaled && (spec.rule != Rule::kTwoLevel || spec.block_rows != 1)) {
-    add("row_scaled needs rule 'two_level' and blocks of 1 x B");
+  const bool has_row_scales = whole && spec.rule == Rule::kAmax;
+  if (spec.row_scaled && !has_row_scales &&
+      (spec.rule != Rule::kTwoLevel || spec.block_rows != 1)) {
+    add("row_scaled needs rule 'two_level' and blocks of 1 x B, or rule 'amax' and no blocks");
+  }
+  if (spec.row_scaled && has_row_scales && (spec.stochastic || spec.signs >= 0)) {
+    add("scales of rows go neither with stochastic rounding nor with a transform");
   }
   if (spec.signs < -1 || spec.signs > 0xffff) add("signs must be -1 or 16 bits");
   return reasons;

@@ -25,7 +25,9 @@ struct Spec {
   int signs = -1;  // -1: no transform; else bit i set = point i is multiplied by -1
   float tensor_bound = 448.0f;
   FourOverSix four_over_six = FourOverSix::kNone;  // the error that chooses a block's scale
-  bool row_scaled = false;                         // an amax per plane row, not per tensor
+  // two_level: an amax per plane row, not per tensor. amax, and no blocks: a scale per plane row,
+  // by the rule of blocks.
+  bool row_scaled = false;
 };
 
 // Every combination that the kernels do not have is named here, so that they need not check.
@@ -38,6 +40,11 @@ ScaleElement ParseScale(const std::string& name, const char* function);
 Rule ParseRule(const std::string& name, const char* function);
 FourOverSix ParseFourOverSix(const std::string& name, const char* function);
 DType ParseDType(const std::string& name, const char* function);
+
+// Whether each plane row has a scale of its own, and nothing else has one.
+inline __attribute__((always_inline)) bool HasRowScales(const Spec& spec) {
+  return spec.row_scaled && spec.block_cols == 0;
+}
 
 // Whether encode needs an amax from outside: of the whole tensor, or of every row if row_scaled.
 inline __attribute__((always_inline)) bool NeedsStat(const Spec& spec) {

@@ -35,7 +35,10 @@ bool ReadsCodes() { return ActiveProduct() != nullptr || ActiveKernels().reads_c
 std::vector<float> PlaneFactors(const PlaneSource& plane) {
   const FloatEnv env;
   const Spec& spec = plane.spec;
-  if (spec.block_cols == 0) return {*static_cast<const float*>(plane.scale)};
+  if (spec.block_cols == 0) {
+    const auto* scale = static_cast<const float*>(plane.scale);
+    return {scale, scale + (spec.row_scaled ? plane.rows : 1)};
+  }
   if (spec.rule != Rule::kTwoLevel) return {};
   std::vector<float> factors(static_cast<size_t>(spec.row_scaled ? plane.rows : 1));
   for (size_t i = 0; i < factors.size(); ++i) {

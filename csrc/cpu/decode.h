@@ -147,7 +147,8 @@ static void ScaleRun(const DecodeTask& task, int64_t row, int64_t k, int n, Scra
   const Spec& spec = task.plane.spec;
   const int n_padded = RoundUp(n, kDecodeStep);
   if (spec.block_cols == 0) {
-    const float scale = task.plane.operand ? 1.0f : *static_cast<const float*>(task.plane.scale);
+    const auto* scales = static_cast<const float*>(task.plane.scale);
+    const float scale = task.plane.operand ? 1.0f : scales[spec.row_scaled ? row : 0];
     for (int i = 0; i < n_padded / 2; ++i) s.run[i] = scale;
     return;
   }

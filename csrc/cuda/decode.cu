@@ -22,18 +22,20 @@ DecodeArgs MakeArgs(const PlaneSource& plane, void* out, DType dtype, uint32_t* 
   a.k_stored = spec.signs >= 0 ? PaddedToHadamard(plane.k) : plane.k;
   a.k_out = plane.operand ? a.k_stored : plane.k;
   a.data_stride = spec.element == Element::kE2M1 ? CeilDiv(a.k_stored, 2) : a.k_stored;
-  a.is_whole = spec.block_cols == 0;
-  a.scale_stride = a.is_whole ? 1 : CeilDiv(a.k_stored, spec.block_cols);
-  a.row_shift = a.is_whole ? 0 : Log2(spec.block_rows);
+  const bool has_row_scales = HasRowScales(spec);
+  a.is_whole = spec.block_cols == 0 && !has_row_scales;
+  a.scale_stride = spec.block_cols == 0 ? 1 : CeilDiv(a.k_stored, spec.block_cols);
+  a.row_shift = spec.block_cols == 0 ? 0 : Log2(spec.block_rows);
   a.scale_element = spec.scale;
   a.dtype = dtype;
   a.signs = plane.operand ? -1 : spec.signs;
   a.tensor_bound = spec.tensor_bound;
-  a.has_unit_scale = a.is_whole && plane.operand;
   a.given = factors;
   const bool is_given = IsGiven(factors);
+  // A row's scale is its factor: it belongs to the values, and to operands that take all factors.
+  a.has_unit_scale = spec.block_cols == 0 && plane.operand && !(has_row_scales && is_given);
   a.has_factor = is_given || (spec.rule == Rule::kTwoLevel && !plane.operand);
-  a.is_row_scaled = spec.row_scaled && !is_given;
+  a.is_row_scaled = spec.row_scaled && !has_row_scales && !is_given;
   a.asks_range = plane.operand && left_range != nullptr;
   return a;
 }
@@ -44,7 +46,7 @@ void CountBy(int64_t codes, const PlaneSource& plane, DecodeArgs* a) {
   a->work = plane.rows * per_row;
   a->per_row = MakeFastDivisor(per_row, a->work);
   const int64_t block = plane.spec.block_cols;
-  a->block_shift = a->is_whole ? 0 : Log2(block / codes);
+  a->block_shift = HasRowScales(plane.spec) ? 31 : a->is_whole ? 0 : Log2(block / codes);
 }
 
 // Whether codes and outputs of every vector are aligned.
@@ -57,7 +59,8 @@ bool HasVectors(const DecodeArgs& a, bool is_packed, DType dtype) {
 template <class E, ScaleKind kScale, bool kFactored>
 void LaunchBitsFor(const PlaneSource& plane, const DecodeArgs& a, cuda::Stream stream) {
   const int64_t block = plane.spec.block_cols;
-  const bool is_flat = a.is_whole || (plane.spec.block_rows == 1 && a.k_stored % block == 0);
+  const bool is_flat = a.has_unit_scale || (block != 0 && plane.spec.block_rows == 1 &&
+                                            a.k_stored % block == 0);
   const LaunchShape shape{CeilDiv(a.work, kDecodeVectors), kDecodeThreads, 0, "DecodeBits"};
   if (is_flat) {
     Launch(DecodeBits<E, kScale, true, kFactored>, shape, stream, a);

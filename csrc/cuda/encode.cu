@@ -34,7 +34,7 @@ ExponentRule ExponentRuleOf(Rule rule) {
 const TileEntry* FindTile(const Matrix& x, const Request& row, const Request& col,
                           int64_t col_rows) {
   if (!TakesMatrix(x)) return nullptr;
-  for (const TileTable& table : {Fp8Tiles(), MxTiles(), NvfpTiles(), NvfpByRowTiles(),
+  for (const TileTable& table : {Fp8Tiles(), Fp8ByRowTiles(), MxTiles(), NvfpTiles(), NvfpByRowTiles(),
                                  FourOverSixTiles(), MixedTiles(), AmaxTiles()}) {
     for (int i = 0; i < table.count; ++i) {
       const TileEntry& entry = table.entries[i];
@@ -165,7 +165,9 @@ PlaneArgs MakePlaneArgs(const GpuPlane& plane, int64_t rows, int64_t k, DType dt
   p.rule = spec.rule;
   p.four_over_six = spec.four_over_six;
   // After the transform the plane's input is BF16, whatever x was.
-  const float overflow = p.block == 0 ? FloatMax() : InputMax(transform ? DType::kBFloat16 : dtype);
+  // A scale per row is that of a block.
+  const bool is_tensor = p.block == 0 && !spec.row_scaled;
+  const float overflow = is_tensor ? FloatMax() : InputMax(transform ? DType::kBFloat16 : dtype);
   WithElement(spec.element, [&]<class E>() {
     p.amax_rule = MakeAmaxRule(MaxFinite<E>(), spec.eps, overflow, spec.power_of_two);
     p.inverse_fmax = DivRn(1.0f, MaxFinite<E>());

@@ -252,10 +252,14 @@ HQ_DEVICE void EncodeItem(const GeneralArgs& a, const GeneralLayout& at, Chunk i
   const PlaneArgs& p = a.plane;
   const int64_t row = r0 + item.row, k = k0 + item.chunk * kChunk;
   if (row >= p.rows || k >= p.k) return;
-  const float multiplier =
-      p.block == 0
-          ? tensor_multiplier
-          : SharedLoad<float>(at.Array(kMultiplier, BlockOf(a, item.row, item.chunk * kChunk)));
+  float multiplier = tensor_multiplier;
+  if (p.block != 0) {
+    multiplier = SharedLoad<float>(at.Array(kMultiplier, BlockOf(a, item.row, item.chunk * kChunk)));
+  } else if (p.row_scaled) {
+    const AmaxScale s = ComputeTensorScale(Load(p.stat + row), p.amax_rule);
+    multiplier = s.multiplier;
+    if (k == 0) Store(reinterpret_cast<float*>(p.scale) + row, s.decode);
+  }
   RandomBytes random{};
   if (p.stochastic) {
     random = DrawBytes(p.row_offset + row, p.k_offset + k, p.stream,
@@ -301,7 +305,9 @@ HQ_DEVICE void EncodeGeneralOf(const GeneralArgs& a, const LoadTile& load) {
     SyncBlock();
   }
   float tensor_multiplier = 1.0f;
-  if (p.block == 0) {
+  if (p.block == 0 && p.row_scaled) {
+    // Of each row: EncodeItem.
+  } else if (p.block == 0) {
     const AmaxScale s = TensorScale(p);
     tensor_multiplier = s.multiplier;
     if (tile == 0 && first == 0) Store(reinterpret_cast<float*>(p.scale), s.decode);

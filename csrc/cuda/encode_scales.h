@@ -27,6 +27,13 @@ struct TensorRule {
     }
   }
 
+  // Scale of a line of the plane, from the line's amax; of those behind the last the last one's.
+  HQ_DEVICE AmaxScale OfLine(const PlaneArgs& p, uint64_t line) const {
+    static_assert(K::kByRow && K::kRule == Rule::kAmax);
+    const uint64_t last = static_cast<uint64_t>(p.rows) - 1;
+    return ComputeTensorScale(Load(p.stat + (line < last ? line : last)), p.amax_rule);
+  }
+
   // Of a line of the plane. Those behind the last are read like it: nothing is stored of them.
   HQ_DEVICE TwoLevelRule At(const PlaneArgs& p, uint64_t line) const {
     if constexpr (!K::kByRow && (!K::kFourOverSix || K::kSquare)) {

@@ -33,6 +33,7 @@ struct TileTable {
 TileTable Fp8Tiles();
 TileTable MxTiles();
 TileTable NvfpTiles();
+TileTable Fp8ByRowTiles();
 TileTable NvfpByRowTiles();
 TileTable FourOverSixTiles();
 TileTable MixedTiles();
@@ -185,6 +186,8 @@ using NvfpSquare = Kind<E2M1, 16, true, Rule::kTwoLevel>;
 using NvfpDrawn = Kind<E2M1, 16, false, Rule::kTwoLevel, false, true>;
 using NvfpTurned = Kind<E2M1, 16, false, Rule::kTwoLevel, true, false>;
 using NvfpTurnedDrawn = Kind<E2M1, 16, false, Rule::kTwoLevel, true, true>;
+template <class E>
+using Fp8ByRow = ByRow<Fp8Tensor<E>>;
 using NvfpByRow = ByRow<Nvfp>;
 using NvfpTurnedByRow = ByRow<NvfpTurned>;
 using Nvfp4Over6 = FourOverSixOf<Nvfp>;

@@ -89,7 +89,14 @@ HQ_DEVICE void EncodeRows(const TileArgs& a, const V& v, const Place<G>& at, Squ
   const bool in_cols = col < cols;
   const int rows_left = at.RowsLeft();
   float multiplier[kR];
-  if constexpr (K::kBlock == 0) {
+  if constexpr (K::kBlock == 0 && K::kByRow) {
+    HQ_UNROLL
+    for (int i = 0; i < kR; ++i) {
+      const AmaxScale s = rule.OfLine(p, row + i);
+      multiplier[i] = s.multiplier;
+      if (col == 0 && i < rows_left) Store(reinterpret_cast<float*>(p.scale) + row + i, s.decode);
+    }
+  } else if constexpr (K::kBlock == 0) {
     HQ_UNROLL
     for (int i = 0; i < kR; ++i) multiplier[i] = rule.multiplier;
   } else if constexpr (K::kSquare) {
@@ -196,7 +203,16 @@ HQ_DEVICE void EncodeColumns(const TileArgs& a, const V& v, const Place<G>& at,
   const uint64_t row = at.r0 + at.row, col = at.c0 + at.col;  // of x: K and plane row of the plane
   const bool in_cols = col < a.cols, in_rows = row < static_cast<uint64_t>(p.k);
   float multiplier[kC];
-  if constexpr (K::kBlock == 0) {
+  if constexpr (K::kBlock == 0 && K::kByRow) {
+    HQ_UNROLL
+    for (int j = 0; j < kC; ++j) {
+      const AmaxScale s = rule.OfLine(p, col + j);
+      multiplier[j] = s.multiplier;
+      if (row == 0 && col + j < a.cols) {
+        Store(reinterpret_cast<float*>(p.scale) + col + j, s.decode);
+      }
+    }
+  } else if constexpr (K::kBlock == 0) {
     HQ_UNROLL
     for (int j = 0; j < kC; ++j) multiplier[j] = rule.multiplier;
   } else if constexpr (K::kSquare) {

@@ -27,6 +27,7 @@ SPECS = {
     "transformed": PlaneSpec(format("nvfp4"), signs=DEFAULT_SIGNS),
     "transformed mx": PlaneSpec(format("mxfp8"), signs=DEFAULT_SIGNS),
     "floor": PlaneSpec(replace(format("mxfp8"), rule="floor")),
+    "scales of rows": PlaneSpec.parse("e4m3/1x80/fp32/amax/float8_block"),
 }
 #: Scales that BF16 does not hold: products of FP32 operands, for groups only.
 WIDE_SPECS = {

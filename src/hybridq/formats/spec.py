@@ -22,12 +22,14 @@ __all__ = ["DEFAULT_SIGNS", "ERRORS", "HADAMARD_SIZE", "PlaneSpec", "PlaneText"]
 HADAMARD_SIZE: Final = 16
 #: Bit i set: point i is multiplied by -1. The fixed random signs of docs/reference/numerics.md.
 DEFAULT_SIGNS: Final = 0xD7E8
+#: Significant bits of BF16.
+_BF16_BITS: Final = 8
 #: More rows and columns than a matrix has: a codec's plane is never cut.
 _WHOLE: Final = 1 << 40
 #: What four-over-six may minimize: the mean absolute or the mean squared error.
 ERRORS: Final = ("mae", "mse")
-#: How scales may lie where not as a plane of its own has them.
-LAYOUTS: Final = ("down", "tiles")
+#: How scales may lie, or be read, where not as in a plane of its own.
+LAYOUTS: Final = ("down", "tiles", "factors")
 
 
 class PlaneText(NamedTuple):
@@ -79,8 +81,9 @@ class PlaneSpec:
         scale_layout: how the scales lie, which changes no value: `""`, those of a row beside each
             other; `"down"`, those of a group of columns beside each other, as cuBLASLt reads FP32
             scales of 1x128; `"tiles"`, one-byte scales in tiles of 128 rows by 4 blocks, padded
-            with zeros, in one dimension, as Blackwell reads them: of squares, that of each row.
-            For planes that one product alone reads.
+            with zeros, in one dimension, as Blackwell reads them: of squares, that of each row;
+            `"factors"`, as they were, one FP32 scale for each row, which a product applies to its
+            result (`by_row`). For planes that one product alone reads.
 
     Raises:
         SpecError: an option does not go with the format or with another option.
@@ -148,14 +151,18 @@ class PlaneSpec:
             text = must_be_one_of(LAYOUTS, self.scale_layout)
             raise SpecError(f"PlaneSpec: scale_layout {text}")
         block, scale = self.format.block, self.format.scale
-        is_down = self.scale_layout == "down"
-        is_right = (scale == FP32) == is_down and scale is not None
-        is_square = block is not None and block[0] == block[1] and not is_down
+        is_right = scale is not None and (scale == FP32) == (self.scale_layout != "tiles")
+        is_square = block is not None and block[0] == block[1] and self.scale_layout == "tiles"
         if block is None or not (block[0] == 1 or is_square) or not is_right:
             raise SpecError(
-                "PlaneSpec: scale_layout goes with 1xN blocks, 'down' with FP32 scales and 'tiles' "
-                "with one-byte ones, of squares too, got "
+                "PlaneSpec: scale_layout goes with 1xN blocks, 'down' and 'factors' with FP32 "
+                "scales and 'tiles' with one-byte ones, of squares too, got "
                 f"{self.scale_layout!r} and {self.format}"
+            )
+        if self.scale_layout == "factors" and not self._can_be_by_row:
+            raise SpecError(
+                "PlaneSpec: scales that are factors go with rule amax, rounded to nearest and not "
+                f"transformed, got {self.format}, stochastic={self.stochastic}, signs={self.signs}"
             )
 
     def _check_four_over_six(self, error: str) -> None:
@@ -275,6 +282,40 @@ class PlaneSpec:
             return "four-over-six compares errors of values of two ranks"
         return None
 
+    @property
+    def has_row_factors(self) -> bool:
+        """Whether every row of the plane has a factor that a product applies to its result."""
+        return self.row_scaled or self.scale_layout == "factors"
+
+    @property
+    def is_bf16_exact(self) -> bool:
+        """Whether BF16 holds every operand of such planes, whose factors are left out of it."""
+        fmt = self.format
+        if self.scale_layout == "factors" and fmt.element is not None:
+            return fmt.element.significant_bits <= _BF16_BITS
+        return fmt.is_bf16_exact
+
+    @property
+    def _can_be_by_row(self) -> bool:
+        fmt = self.format
+        is_amax = fmt.rule == "amax" and fmt.scale == FP32 and fmt.element is not None
+        has_rows = fmt.block is not None and fmt.block[0] == 1
+        return is_amax and has_rows and not self.stochastic and self.signs is None
+
+    def by_row(self, cols: int) -> PlaneSpec:
+        """Return the spec under which a block's scale is its row's factor; itself if it is not.
+
+        A block that is as wide as the matrix has the scale of a whole row: multiplied with the
+        result of a product instead, it leaves the codes, which BF16 holds.
+
+        Args:
+            cols: of the plane's own matrix.
+        """
+        block = self.format.block
+        if block is None or block[0] != 1 or cols > block[1] or self.scale_layout:
+            return self
+        return _by_row(self)
+
     def stat_shape(self, rows: int) -> tuple[int]:
         """Return the shape of the statistic of a plane of `rows` rows: `[rows]` or `[1]`."""
         return (rows,) if self.row_scaled else (1,)
@@ -369,6 +410,11 @@ _PLAIN: Final = {
     torch.float16: PlaneSpec(IDENTITY_FP16),
     torch.float32: PlaneSpec(IDENTITY_FP32),
 }
+
+
+@lru_cache(maxsize=1024)
+def _by_row(spec: PlaneSpec) -> PlaneSpec:
+    return replace(spec, scale_layout="factors") if spec._can_be_by_row else spec
 
 
 @lru_cache(maxsize=4096)

@@ -19,8 +19,8 @@ from .choice import (
     EncodeRequest,
     OpQuery,
     Prologue,
-    on_cpu,
     register_backend,
+    unforced,
 )
 from .inputs import has_float64
 
@@ -66,7 +66,7 @@ def _by_cpu(device: torch.device, query: tuple[Any, ...], *given: Any) -> Any:
         given: what the operation's function takes.
     """
     op, dtype, *specs = query
-    run = on_cpu(OpQuery(op, "cpu", dtype, *specs)).ops[op]
+    run = unforced(OpQuery(op, "cpu", dtype, *specs)).ops[op]
     log_once(
         f"host: {device.type}",
         f"tensors on {device.type} are quantized and decoded by the CPU, copied there and back: "

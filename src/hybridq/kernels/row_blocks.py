@@ -1,9 +1,9 @@
-"""The backend `row_blocks`: FP8 planes whose blocks are one row high and of any width, on a CPU.
+"""The backend `row_blocks`: FP8 planes whose blocks are one row high and of any width.
 
-The core has kernels for blocks of 16 to 128 columns and for one scale per tensor. A matrix with one
-scale for each row is, to it, as many groups of one token, each with a scale of its own: they are
-encoded at once. Decoded it is a plane of narrower blocks, whose scales are repeated. Both have the
-reference's bits.
+The core has kernels for blocks of 16 to 128 columns, and reads planes with a scale for each row,
+which a GPU's also write. On a CPU such a matrix is encoded as many groups of one token, each with a
+scale of its own. A plane of several wide blocks in a row is decoded as one of narrower blocks,
+whose scales are repeated. All of it has the reference's bits.
 
 Source: ours; docs/reference/numerics.md, "Blockwise FP8" (the rule of a block's scale).
 """
@@ -17,10 +17,18 @@ from typing import Any, Final
 
 import torch
 
-from ..errors import BackendError
 from ..formats import PlaneSpec
 from ..formats.elements import FP32
-from .choice import Backend, DeviceSupport, EncodeRequest, Groups, OpQuery, on_cpu, register_backend
+from .choice import (
+    Backend,
+    DeviceSupport,
+    EncodeRequest,
+    Groups,
+    OpQuery,
+    is_unforced_native,
+    register_backend,
+    unforced,
+)
 from .inputs import HIGH_PRECISION
 from .reference_backend import REFERENCE
 
@@ -35,6 +43,8 @@ _CPU: Final = "cpu"
 
 def _reason(spec: PlaneSpec) -> str | None:
     own = spec.format
+    if spec.scale_layout:
+        return "scales lie as a product reads them"
     if own.is_python or own.is_identity or own.element is None or own.block is None:
         return "is for planes of blocks"
     if own.block[0] != 1 or own.scale != FP32 or own.rule != "amax":
@@ -58,14 +68,13 @@ def _supports(query: OpQuery) -> str | None:
 
 def _reason_of_core(query: OpQuery, spec: PlaneSpec) -> str | None:
     """Return why the core cannot do what is asked of it for such a plane."""
-    if query.op == "encode":
-        asked = OpQuery("encode_ragged", _CPU, query.dtype, _with_block(spec, None))
-    else:
-        asked = OpQuery(query.op, _CPU, query.dtype, _with_block(spec, (1, _WIDTHS[0])))
-    try:
-        return None if on_cpu(asked).is_native else "the core is not there"
-    except BackendError as error:
-        return str(error)
+    by_row = spec.by_row(1)
+    asked = [replace(query, row=by_row, col=None)]
+    if query.op == "encode" and query.device == _CPU:
+        asked = [replace(query, op="encode_ragged", row=_with_block(spec, None), col=None)]
+    elif query.op != "encode":
+        asked.append(replace(query, row=_with_block(spec, (1, _WIDTHS[0])), col=None))
+    return None if all(map(is_unforced_native, asked)) else "the core has no kernels for it here"
 
 
 @lru_cache(maxsize=1024)
@@ -75,11 +84,16 @@ def _with_block(spec: PlaneSpec, block: tuple[int, int] | None) -> PlaneSpec:
 
 def _encode_rows(x: torch.Tensor, spec: PlaneSpec) -> list[torch.Tensor]:
     """Return codes and scales `[rows, 1]` of a matrix with a scale for each row."""
+    if x.device.type != _CPU:
+        own = spec.by_row(x.shape[1])
+        run = unforced(OpQuery("encode", x.device.type, x.dtype, own)).ops["encode"]
+        planes: list[torch.Tensor] = run(x, own, None, EncodeRequest())
+        return planes
     count = x.shape[0]
     ends = torch.arange(1, count + 1, dtype=torch.int32, device=_CPU)
     groups = Groups(ends, torch.nn.functional.pad(ends, (1, 0)), count)
     own = _with_block(spec, None)
-    encode = on_cpu(OpQuery("encode_ragged", _CPU, x.dtype, own)).ops["encode_ragged"]
+    encode = unforced(OpQuery("encode_ragged", _CPU, x.dtype, own)).ops["encode_ragged"]
     codes, scale = encode(x.contiguous(), groups, own, None, EncodeRequest(by_group=True))
     scale = scale.reshape(count, 1)
     tiny = (scale.abs() < _TINY).flatten().nonzero().flatten()
@@ -109,17 +123,24 @@ def _encode(
     x: torch.Tensor, row: PlaneSpec | None, col: PlaneSpec | None, request: EncodeRequest
 ) -> list[torch.Tensor]:
     del request  # such planes need neither a statistic nor a seed
+    both = None if row is None or col is None else (row.by_row(x.shape[1]), col.by_row(x.shape[0]))
+    if both and x.device.type != _CPU and x.numel() and both[0] is not row and both[1] is not col:
+        run = unforced(OpQuery("encode", x.device.type, x.dtype, *both)).ops["encode"]
+        planes: list[torch.Tensor] = run(x, *both, EncodeRequest())
+        return planes
     made = [] if row is None else _encode_plane(x, row)
     return made if col is None else made + _encode_plane(x.t(), col)
 
 
-def _narrower(
-    buffers: Sequence[torch.Tensor], spec: PlaneSpec, cols: int
+def _as_core_reads(
+    buffers: Sequence[torch.Tensor], spec: PlaneSpec, cols: int, op: str
 ) -> tuple[list[torch.Tensor], PlaneSpec] | None:
     """Return the plane in blocks that the core decodes; None: there are none."""
     codes, scale = buffers
     width = (spec.format.block or (1, 1))[1]
-    if cols <= width:
+    if cols <= width and (op == "decode" or codes.device.type != _CPU):
+        return [codes, scale], spec.by_row(cols)
+    if cols <= width:  # an operand has its scales, and is asked whether BF16 holds it
         step, scale = _WIDTHS[0], scale.expand(-1, -(-cols // _WIDTHS[0]))
     else:
         step = next((one for one in _WIDTHS if width % one == 0), 0)
@@ -138,12 +159,16 @@ def _read(
     dtype: torch.dtype,
     *more: Any,
 ) -> Any:
-    """Return what `decode` or `operand` does, of the same values in narrower blocks."""
-    made = _narrower(buffers, spec, cols) if rows * cols else None
+    """Return what `decode` or `operand` does, of the same values in blocks that the core knows."""
+    made = _as_core_reads(buffers, spec, cols, op) if rows * cols else None
     if made is None:
         return REFERENCE.ops[op](buffers, spec, rows, cols, dtype, *more)
-    own = on_cpu(OpQuery(op, _CPU, dtype, made[1])).ops[op]
-    return own(*made, rows, cols, dtype, *more)
+    is_by_row = bool(made[1].scale_layout)
+    own = unforced(OpQuery("decode" if is_by_row else op, buffers[0].device.type, dtype, made[1]))
+    if not is_by_row:
+        return own.ops[op](*made, rows, cols, dtype, *more)
+    values = own.ops["decode"](*made, rows, cols, dtype)
+    return values if op == "decode" else (values, False)
 
 
 #: The backend of scales of whole rows, and of blocks whose width the core has no kernel for.
@@ -156,9 +181,9 @@ ROW_BLOCKS = register_backend(
             "decode": partial(_read, "decode"),
             "operand": partial(_read, "operand"),
         },
-        devices=DeviceSupport((_CPU,)),
+        devices=DeviceSupport((_CPU, "cuda")),
         priority=18,
-        notes=lambda query: ("kernels of the core, each row as a tensor of its own",),
+        notes=lambda query: ("kernels of the core for scales of rows and for narrower blocks",),
         scratch_nbytes=16,
     )
 )

@@ -23,14 +23,17 @@ def tensor_factor(buffers: list[torch.Tensor], spec: PlaneSpec) -> torch.Tensor 
     """Return the FP32 factor of the whole plane, or None where there is none.
 
     One scale per tensor: that scale, `[1]`. Two levels: `amax / (tensor_bound * fmax)`, `[1]`, or
-    `[rows]`, one factor per row, if the spec is row-scaled.
+    `[rows]`, one factor per row, if the spec is row-scaled. Scales that are factors: these.
 
     Args:
         buffers: in the format's order.
         spec: of the plane.
     """
     bound = factor_bound(spec)
-    return None if bound is None else factor_of(buffers, bound)
+    if bound is None:
+        return None
+    factor = factor_of(buffers, bound)
+    return factor[..., 0] if spec.scale_layout == "factors" else factor
 
 
 def factor_bound(spec: PlaneSpec) -> float | None:
@@ -40,7 +43,7 @@ def factor_bound(spec: PlaneSpec) -> float | None:
         spec: of the planes.
     """
     fmt = spec.format
-    if fmt.is_tensor_scaled:
+    if fmt.is_tensor_scaled or spec.scale_layout == "factors":
         return 0.0
     if fmt.needs_tensor_amax and fmt.element is not None:
         return spec.tensor_bound * fmt.element.max
@@ -48,7 +51,7 @@ def factor_bound(spec: PlaneSpec) -> float | None:
 
 
 def factor_of(buffers: list[torch.Tensor], bound: float) -> torch.Tensor:
-    """Return the FP32 factor of the whole plane.
+    """Return the FP32 factor of the whole plane; scales that are factors of rows are `[rows, 1]`.
 
     Args:
         buffers: in the format's order.
@@ -72,7 +75,7 @@ def _scaled_codes(
         return buffers[0].to(torch.float32)
     width = spec.padded(cols)
     values = decode_codes(unpack(buffers[0], fmt.element, width), fmt.element)
-    if fmt.block is None:
+    if fmt.block is None or spec.scale_layout == "factors":
         return values
     scale = buffers[1]
     if spec.scale_layout == "tiles":
@@ -100,7 +103,7 @@ def decode_plane(
     values = _scaled_codes(buffers, spec, rows, cols)
     factor = tensor_factor(buffers, spec)
     if factor is not None:
-        values = values * (factor[:, None] if spec.row_scaled else factor)
+        values = values * (factor[:, None] if spec.has_row_factors else factor)
     if spec.signs is not None:
         values = inverse_hadamard(values, spec.signs, cols)
     return one_nan(round_values(values, dtype))

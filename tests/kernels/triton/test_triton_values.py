@@ -75,7 +75,9 @@ def test_bias_and_addition(run, m: int, n: int, k: int, dtype: torch.dtype, seed
     run("epilogue", m, n, k, dtype, seed)
 
 
-@pytest.mark.parametrize("name", ["rows", "4o6", "transformed", "transformed mx", "floor"])
+@pytest.mark.parametrize(
+    "name", ["rows", "4o6", "transformed", "transformed mx", "floor", "scales of rows"]
+)
 def test_options_of_planes(run, name: str, seed: int) -> None:
     run("option", name, seed)
 

@@ -32,12 +32,13 @@ __all__ = [
     "choose",
     "fallbacks",
     "forget_choices",
+    "is_unforced_native",
     "load_backends",
-    "on_cpu",
     "operation",
     "register_backend",
     "select",
     "together",
+    "unforced",
     "unregister_backend",
 ]
 
@@ -264,13 +265,26 @@ def _select(query: OpQuery, forced: str | None) -> Backend:
     return decision.chosen
 
 
-def on_cpu(query: OpQuery) -> Backend:
-    """Return the backend that runs a query about a CPU where none is forced.
+def unforced(query: OpQuery) -> Backend:
+    """Return the backend that runs a query where none is forced.
 
     Args:
-        query: of `"cpu"`.
+        query: what another backend hands on.
+
+    Raises:
+        BackendError: none can run it.
     """
     return _select(query, None)
+
+
+def is_unforced_native(query: OpQuery) -> bool:
+    """Return whether a kernel runs a query where no backend is forced, silently.
+
+    Args:
+        query: what another backend would hand on.
+    """
+    chosen = _choose(query, None).chosen
+    return chosen is not None and chosen.is_native
 
 
 def operation(

@@ -61,7 +61,7 @@ def core_spec(spec: PlaneSpec) -> tuple[Any, str | None]:
         return None, "an identity plane needs no kernel"
     if spec.scale_layout == "tiles":
         return None, "the core has no scales in tiles"
-    block = fmt.block or (0, 0)
+    block = (None if spec.scale_layout == "factors" else fmt.block) or (0, 0)
     try:
         native = core.Spec(
             fmt.element.name,
@@ -75,7 +75,7 @@ def core_spec(spec: PlaneSpec) -> tuple[Any, str | None]:
             -1 if spec.signs is None else spec.signs,
             spec.tensor_bound,
             spec.four_over_six or "",
-            spec.row_scaled,
+            spec.has_row_factors,
         )
     except ValueError as error:
         return None, str(error)
@@ -107,6 +107,8 @@ def _supports(query: OpQuery) -> str | None:
             reason = core_spec(spec)[1]
             if reason is not None:
                 return reason
+            if spec.scale_layout == "factors" and query.op not in ("decode", "operand"):
+                return f"has no {query.op} of {spec}"
             if query.op == "skinny_gemm" and (spec.stochastic or spec.row_scaled):
                 return f"few rows need one factor for a plane, rounded to nearest ({spec})"
     return None

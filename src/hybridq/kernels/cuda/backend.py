@@ -114,7 +114,7 @@ class GpuKernels(Addresses):
         self, spec: PlaneSpec, rows: int, cols: int, dtype: torch.dtype
     ) -> OperandDecoder | None:
         """Return what decodes planes of one spec and size as operands: see `Backend`."""
-        if form_of(spec) or spec.scale_layout:
+        if form_of(spec) or spec.scale_layout not in ("", "factors"):
             return None  # of contiguous buffers, as the kernel reads them
         return OperandDecoder(self, spec, rows, cols, dtype)
 
@@ -153,7 +153,8 @@ class GpuKernels(Addresses):
             stat = known if layout.needs_amax else None
             finds.append(layout.needs_amax and known is None)
             if finds[-1]:
-                stat = own[2] if len(own) == 3 else own[1].new_empty(1)
+                count = shape[0] if spec.has_row_factors else 1
+                stat = own[2] if len(own) == 3 else own[1].new_empty(count)
                 if shared and stats:
                     finds[-1], stat = False, stats[0]
                     copied = own[2] if len(own) == 3 else None

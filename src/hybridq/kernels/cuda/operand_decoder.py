@@ -21,8 +21,8 @@ Factors = tuple[tuple[torch.Tensor | None, float], tuple[torch.Tensor | None, fl
 class OperandDecoder:
     """Decodes planes of one spec and size as operands of a GEMM.
 
-    Without a tensor's factor, unless factors are given: then values are multiplied by them before
-    they are rounded to `dtype`.
+    Without the factor of the tensor or of its rows, unless factors are given: then values are
+    multiplied by them, and by those of rows that are scales, before they are rounded to `dtype`.
 
     Args:
         kernels: `backend.GpuKernels`.
@@ -34,13 +34,17 @@ class OperandDecoder:
         nbytes: that an operand takes, a multiple of `ALIGNMENT`.
     """
 
-    __slots__ = ("_dtype", "_kernels", "_name", "_shape", "_sizes", "_text", "nbytes")
+    __slots__ = (
+        *("_dtype", "_has_row_factors", "_kernels", "_name", "_shape", "_sizes", "_text"),
+        "nbytes",
+    )
 
     def __init__(
         self, kernels: Any, spec: PlaneSpec, rows: int, cols: int, dtype: torch.dtype
     ) -> None:
         self._kernels, self._text = kernels, core_spec(spec)[0]
         self._dtype, self._name = dtype, DTYPES[dtype]
+        self._has_row_factors = spec.scale_layout == "factors"
         self._sizes, self._shape = (rows, cols), (rows, spec.padded(cols))
         nbytes = self._shape[0] * self._shape[1] * dtype.itemsize
         self.nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -69,7 +73,9 @@ class OperandDecoder:
         plane = (kernels.pointer(buffers[0]), kernels.pointer(buffers[1]), 0)
         own = (kernels.pointer(out, True), self._name, True, 0)
         given = None
-        if factors is not None:
+        if self._has_row_factors and factors is not None and factors[0][0] is factors[1][0] is None:
+            own = (*own[:2], False, 0)  # values: theirs are all that there are
+        elif factors is not None:
             (first, first_bound), (second, second_bound) = factors
             given = (kernels.pointer(first), first_bound, kernels.pointer(second), second_bound)
         kernels.module.decode(self._text, *plane, *self._sizes, *own, stream, given)

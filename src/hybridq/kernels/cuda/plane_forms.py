@@ -73,6 +73,8 @@ def as_known(op: str, spec: PlaneSpec) -> PlaneSpec | None:
         op: name of the operation.
         spec: of the plane.
     """
+    if spec.scale_layout == "factors":
+        return spec if op in ("encode", "decode", "operand") else None
     if form_of(spec) == 0:
         return spec
     if op in ("encode", "map_encode") or (op in _OF_GROUPS and form_of(spec) == 1):

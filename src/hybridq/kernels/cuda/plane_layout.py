@@ -20,7 +20,7 @@ class PlaneLayout(NamedTuple):
     Args:
         buffers: shape and dtype of each.
         text: the spec as the module takes it.
-        needs_amax: an amax is needed before the plane can be written.
+        needs_amax: an amax, or one of each row, is needed before the plane can be written.
         scale_strides: of FP32 scales of blocks where they lie as a product takes them, else zeros.
         form: in which the kernel writes it.
     """
@@ -55,4 +55,5 @@ def plane_layout(spec: PlaneSpec, rows: int, cols: int) -> PlaneLayout:
     # Scales of one group of columns side by side, as cuBLASLt reads them.
     strides = (1, max(rows, 1)) if spec.format.unfolded or is_down else (0, 0)
     text = core_spec(as_encoded(spec))[0]
-    return PlaneLayout(own, text, spec.needs_amax, strides, form)
+    needs_amax = spec.needs_amax or spec.scale_layout == "factors"
+    return PlaneLayout(own, text, needs_amax, strides, form)

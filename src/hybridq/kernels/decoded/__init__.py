@@ -6,7 +6,7 @@ from .backend import TORCH
 from .code_reasons import no_codes_reason
 from .decoded_gemm import exact_gemm
 from .decoded_grouped_gemm import wants_decoded_groups
-from .decoded_sides import Side, decode_side, fp32_reason
+from .decoded_sides import Side, decode_side, fp32_reason, row_factors, with_row_factors
 from .plain_gemm import (
     ProductWay,
     advise,
@@ -30,6 +30,8 @@ __all__ = [
     "no_codes_reason",
     "plain_product",
     "product_ways",
+    "row_factors",
     "slow_advice",
     "wants_decoded_groups",
+    "with_row_factors",
 ]

@@ -19,6 +19,7 @@ zero); above BF16's maximum the operand is inf.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -39,7 +40,7 @@ from ..cpu import (
 from ..inputs import has_autocast, without_autocast
 from ..scaled_mm import finish
 from .code_reasons import no_codes_reason, no_planes_reason
-from .decoded_sides import Side, fp32_reason, side_decoder
+from .decoded_sides import Side, fp32_reason, row_factors, side_decoder
 from .factored_gemm import factored_gemm, takes_factors
 from .plain_gemm import is_slow, plain_product, slow_reason
 
@@ -129,7 +130,10 @@ class _ExactProduct:
         device: type of the operands' device.
     """
 
-    __slots__ = ("_both_plain", "_codes", "_left", "_planes", "_planes_from", "_right")
+    __slots__ = (
+        *("_both_plain", "_by_row", "_codes", "_left", "_planes", "_planes_from", "_right"),
+        "_rest",
+    )
 
     def __init__(
         self, a: PlaneSpec, b: PlaneSpec, out_dtype: torch.dtype, is_alone: bool, device: str
@@ -137,6 +141,9 @@ class _ExactProduct:
         keep_transformed = a.signs == b.signs
         forced = settings.current().backend
         self._both_plain = a.format.is_identity and b.format.is_identity
+        #: The specs, where scales may be those of whole rows, and all else that it was made for.
+        self._by_row = (a, b) if any(row_factors(spec, 1) is not spec for spec in (a, b)) else None
+        self._rest = (out_dtype, is_alone, device)
         in_bf16 = fp32_reason(a, b, device, out_dtype, is_alone) is None
         dtype = torch.bfloat16 if in_bf16 else torch.float32
         self._left, self._right = (
@@ -162,6 +169,11 @@ class _ExactProduct:
             plain = _identity_product(a, b, args)
             if plain is not None:
                 return plain
+        if self._by_row is not None:
+            first, second = (row_factors(spec, a.cols) for spec in self._by_row)
+            if (first, second) != self._by_row:
+                run = multiplier(first, second, *self._rest)
+                return run(a._replace(spec=first), b._replace(spec=second), args)
         has_few_rows = self._codes is not None and 0 < a.rows <= SKINNY_ROWS
         if self._planes is not None and a.rows >= self._planes_from and not has_few_rows:
             product = None if self._gains_by_keeping(a, b) else self._planes(a, b, args)
@@ -248,7 +260,21 @@ def product_notes(query: OpQuery) -> tuple[str, ...]:
     if plain:
         return plain
     own = (query.row, query.col, query)
-    return (*_many_rows_notes(*own), *_few_rows_notes(*own))
+    if query.sizes is not None:
+        depth = query.sizes[2]
+        own = (row_factors(query.row, depth), row_factors(query.col, depth), query)
+    return (*_many_rows_notes(*own), *_few_rows_notes(*own), *_row_notes(*own))
+
+
+def _row_notes(a: PlaneSpec, b: PlaneSpec, query: OpQuery) -> tuple[str, ...]:
+    """Return what becomes of scales that may serve whole rows; sizes tell, and specs do not."""
+    if all(row_factors(spec, 1) is spec for spec in (a, b)):
+        return ()
+    if query.sizes is not None:
+        return ()
+    a, b = row_factors(a, 1), row_factors(b, 1)
+    way = _many_rows_notes(a, b, replace(query, row=a, col=b))[0]
+    return (f"a scale that serves a whole row is a factor of the result, and then: {way}",)
 
 
 def _few_rows_notes(a: PlaneSpec, b: PlaneSpec, query: OpQuery) -> tuple[str, ...]:

@@ -16,7 +16,35 @@ from ..cpu import product_reason
 from ..inputs import is_host
 from .plain_gemm import is_slow, slow_reason
 
-__all__ = ["Side", "SideDecoder", "decode_side", "fp32_reason", "side_decoder"]
+__all__ = [
+    "Side",
+    "SideDecoder",
+    "decode_side",
+    "fp32_reason",
+    "row_factors",
+    "side_decoder",
+    "with_row_factors",
+]
+
+
+def row_factors(spec: PlaneSpec, cols: int) -> PlaneSpec:
+    """Return the spec under which BF16 holds a plane with a scale per row, where that is another.
+
+    Args:
+        spec: of the plane.
+        cols: of its own matrix.
+    """
+    return spec if spec.is_bf16_exact else spec.by_row(cols)
+
+
+def with_row_factors(operand: Operand) -> Operand:
+    """Return an operand under its `row_factors`, which change no buffer.
+
+    Args:
+        operand: any plane.
+    """
+    own = row_factors(operand.spec, operand.cols)
+    return operand if own is operand.spec else operand._replace(spec=own)
 
 
 class Side(NamedTuple):
@@ -51,17 +79,22 @@ class SideDecoder:
         device: type of the planes' device.
     """
 
-    __slots__ = ("_bound", "_decode", "_divides", "_form", "_in_fp32", "_is_exact", "_run")
+    __slots__ = (
+        *("_bound", "_decode", "_divides", "_form", "_in_fp32", "_is_by_row", "_is_exact"),
+        "_run",
+    )
 
     def __init__(
         self, spec: PlaneSpec, keep_transformed: bool, dtype: torch.dtype, device: str
     ) -> None:
         fmt = spec.format
-        self._form = f"decoded {dtype}{'' if keep_transformed else ' transformed back'}"
+        self._is_by_row = spec.scale_layout == "factors"
+        left_out = " without scales of rows" if self._is_by_row else ""
+        self._form = f"decoded {dtype}{'' if keep_transformed else ' transformed back'}{left_out}"
         self._bound = factor_bound(spec)
         #: The factor is made here; else what follows the product makes it, where it is one number.
-        self._divides = is_host(device) or spec.row_scaled or not self._bound
-        self._is_exact = fmt.is_bf16_exact
+        self._divides = is_host(device) or spec.has_row_factors or not self._bound
+        self._is_exact = spec.is_bf16_exact
         #: What turns a plane back into values; what decodes it, to the dtype and to FP32.
         self._decode: _Decode | None = None
         self._run: _Decode | None = None
@@ -102,7 +135,8 @@ class SideDecoder:
         if self._bound is None:
             return Side(matrix, None, is_bf16)
         if self._divides:
-            return Side(matrix, factor_of(buffers, self._bound), is_bf16)
+            factor = factor_of(buffers, self._bound)
+            return Side(matrix, factor[..., 0] if self._is_by_row else factor, is_bf16)
         return Side(matrix, buffers[2], is_bf16, self._bound)
 
 
@@ -172,7 +206,7 @@ def _fp32_reason(
     a: PlaneSpec, b: PlaneSpec, has_fp32_result: bool, out_dtype: torch.dtype, is_alone: bool
 ) -> str | None:
     for name, spec in (("a", a), ("b", b)):
-        if not spec.format.is_bf16_exact:
+        if not spec.is_bf16_exact:
             return f"BF16 does not hold operand {name} exactly ({spec.format})"
     if a.signs != b.signs:
         return "one operand is transformed and the other is not, so it is transformed back in FP32"

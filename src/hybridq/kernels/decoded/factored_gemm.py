@@ -35,7 +35,7 @@ def takes_factors(query: OpQuery) -> bool:
         return False
     if query.dtype is not torch.bfloat16 or a.signs != b.signs:
         return False
-    if a.row_scaled or b.row_scaled or factor_bound(a) is factor_bound(b) is None:
+    if a.has_row_factors or b.has_row_factors or factor_bound(a) is factor_bound(b) is None:
         return False
     # A plain first operand has no decode that could take them, and a second one may be kept.
     if a.format.is_identity:

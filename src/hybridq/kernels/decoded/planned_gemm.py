@@ -129,7 +129,9 @@ def planner(query: OpQuery) -> PlannedProduct | _WithFactors | None:
     bounds = [factor_bound(spec) for spec in (a, b)]
     if bounds == [None, None]:  # of BF16 operands whose product may round at once
         return None
-    if a.signs != b.signs or any(spec.format.is_identity or spec.row_scaled for spec in (a, b)):
+    if a.signs != b.signs:
+        return None
+    if any(spec.format.is_identity or spec.has_row_factors for spec in (a, b)):
         return None
     if fp32_reason(a, b, query.device, query.dtype, is_alone=False) is not None:
         return None

@@ -142,7 +142,7 @@ def _product(
     del forced  # what `choose` and `together` ask for
     if product_reason() is not None:
         # Codes are read in FP32: of values that BF16 holds, so that one call is enough.
-        if no_codes_reason(row, weight) or not row.format.is_bf16_exact:
+        if no_codes_reason(row, weight) or not row.is_bf16_exact:
             return None
     elif fp32_reason(row, weight, "cpu", dtype, not has_bias):
         return None

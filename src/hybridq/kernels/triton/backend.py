@@ -8,6 +8,7 @@ smaller in codes than in BF16), and grouped ones.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -27,7 +28,7 @@ from ..choice import (
     OpQuery,
     register_backend,
 )
-from ..decoded import wants_decoded_groups
+from ..decoded import row_factors, wants_decoded_groups
 from ..inputs import Chip
 from .form import form_of, form_reason
 from .plan import SMALL, plan_block, plan_gemm, plan_grouped
@@ -93,12 +94,21 @@ def wants(sizes: tuple[int, int, int] | None, a: PlaneSpec, b: PlaneSpec) -> str
     return None
 
 
+def _as_read(query: OpQuery) -> OpQuery:
+    """Return the query with the specs under which a dense product reads planes of its sizes."""
+    a, b, sizes = query.row, query.col, query.sizes
+    if query.op != "gemm" or a is None or b is None or sizes is None:
+        return query
+    return replace(query, row=row_factors(a, sizes[2]), col=row_factors(b, sizes[2]))
+
+
 def _supports(query: OpQuery) -> str | None:
     reason = _missing()
     if reason is not None:
         return reason
     if query.dtype not in _OUT:
         return f"makes float32, bfloat16 and float16, got {query.dtype}"
+    query = _as_read(query)
     if query.row is None or query.col is None:
         return "a GEMM has two operands"
     for name, spec in (("a", query.row), ("b", query.col)):
@@ -120,6 +130,7 @@ def _leaves(query: OpQuery) -> str | None:
 
 
 def _notes(query: OpQuery) -> tuple[str, ...]:
+    query = _as_read(query)
     notes = ["operands decoded in registers, BF16 product with FP32 accumulation"]
     if any(spec is not None and form_of(spec).is_wide for spec in (query.row, query.col)):
         notes = ["operands decoded in registers to FP32, FP32 product"]

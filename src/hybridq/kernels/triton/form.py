@@ -126,7 +126,7 @@ def form_reason(spec: PlaneSpec, takes_wide: bool = False) -> str | None:
         if fmt.element.name != "bf16" and not takes_wide:
             return f"plain operands must be bf16, got {fmt.element}"
         return None
-    if not (fmt.is_bf16_exact or takes_wide):
+    if not (spec.is_bf16_exact or takes_wide):
         return f"BF16 does not hold {fmt} exactly"
     if fmt.element is None or fmt.scale is None:
         return f"{fmt} has no codes"
@@ -134,6 +134,8 @@ def form_reason(spec: PlaneSpec, takes_wide: bool = False) -> str | None:
         return f"packed codes must have 4 bits, got {fmt.element}"
     if not (0 <= fmt.element.bias < 254 and 4 <= fmt.element.bits <= 8):
         return f"codes must have 4 to 8 bits and a bias of 0 to 253, got {fmt.element!r}"
+    if spec.scale_layout == "factors":
+        return None
     if fmt.block is not None and not (_is_power_of_two(fmt.block[1]) and fmt.block[1] >= 2):
         return f"blocks must be a power of two long, got {fmt.block}"
     return None
@@ -147,8 +149,15 @@ def form_of(spec: PlaneSpec) -> Form:
         is_bf16 = fmt.element is not None and fmt.element.name == "bf16"
         return VALUES if is_bf16 else WIDE_VALUES
     per_unit = fmt.element.codes_per_byte
-    if fmt.block is None:  # the scale of a whole tensor is a factor of the product
-        return Form(_code(fmt.element), _NONE, per_unit=per_unit, bound=1.0)
+    has_row_scales = spec.scale_layout == "factors"
+    if fmt.block is None or has_row_scales:  # the scale of it all is a factor of the product
+        return Form(
+            _code(fmt.element),
+            _NONE,
+            per_unit=per_unit,
+            bound=1.0,
+            has_row_factors=has_row_scales,
+        )
     bound = spec.tensor_bound * fmt.element.max if spec.needs_amax else 0.0
     return Form(
         _code(fmt.element),

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from ..choice import GemmArgs, GroupedArgs, GroupedOperand, Operand
+from ..decoded import with_row_factors
 from ..inputs import begins_at
 from .form import VALUES, Form, form_of, portable_form
 from .plan_parts import FP8, Launch, added_arguments, bits_of, processors
@@ -68,6 +69,8 @@ def _side(operand: Operand | GroupedOperand) -> _Side:
     if data.stride(-1) != 1:
         data = data.contiguous()
     factor = operand.buffers[-1] if form.bound else data
+    if operand.spec.scale_layout == "factors":
+        factor = factor[..., 0]
     scale = operand.buffers[1] if form.scale.bits else data
     if form.per_unit == 1 and _has_words(data):
         data, form = data.view(torch.int16), form._replace(per_unit=2)
@@ -101,7 +104,7 @@ def plan_gemm(a: Operand, b: Operand, args: GemmArgs) -> tuple[torch.Tensor, tup
     result = a.buffers[0].new_empty((a.rows, b.rows), dtype=args.out_dtype)
     if result.numel() == 0:
         return result, ()
-    first, second = _side(a), _side(b)
+    first, second = _side(with_row_factors(a)), _side(with_row_factors(b))
     is_small = min(a.rows, b.rows) <= SMALL
     # The left operand's tile stays in registers: the large one, or the one to be decoded.
     if is_small:

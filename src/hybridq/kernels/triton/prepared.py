@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ..choice import GemmArgs, Operand, OpQuery
+from ..decoded import row_factors
 from ..inputs import is_current, made, stream_of
 from .direct import ALIGNED, Direct
 from .form import form_of
@@ -67,7 +68,8 @@ class PreparedGemm:
             raise ValueError("PreparedGemm: the query must have two planes and sizes")
         self._sizes, self._dtype = query.sizes[:2], query.dtype
         #: Of each operand, the buffers that are codes, scales and factors to the kernels.
-        self._sources = [_sources(spec) for spec in (query.row, query.col)]
+        depth = query.sizes[2]
+        self._sources = [_sources(row_factors(spec, depth)) for spec in (query.row, query.col)]
         self._kept: dict[Any, _Kept] = {}
 
     def __call__(self, a: Operand, b: Operand, args: GemmArgs) -> torch.Tensor:
