@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -212,7 +213,10 @@ def _operand(name: str, rows: int, k: int, spec: PlaneSpec | None = None) -> Ope
     x = cases.matrix(rows, k, torch.bfloat16, rows, "normal")
     if name == "bf16":
         return Operand([x], PlaneSpec.parse("bf16"), rows, k)
-    spec = spec or {**PLAIN, **cases.option_specs()}[name]
+    known = {**PLAIN, **cases.option_specs()}
+    spec = spec or known.get(name) or PlaneSpec.parse(name)
+    if spec.by_row(k) is not spec:  # made by another backend
+        return Operand(reference.encode_plane(x, spec), spec, rows, k)
     return Operand(BACKEND.ops["encode"](x, spec, None, EncodeRequest()), spec, rows, k)
 
 
@@ -407,3 +411,72 @@ def test_factors_go_into_one_operand(names, sizes, monkeypatch) -> None:
     wanted = values[0][:, : sizes[2]]
     assert ((first.double() - wanted).abs() <= (2.0**-8 + 2.0**-21) * wanted.abs()).all()
     assert (torch.cat([memory[:ALIGNMENT], memory[-ALIGNMENT:]]) == 0xA5).all()
+
+
+ROW = "e4m3/1x96/fp32/amax/float8_block"
+BLOCKS = "e4m3/1x128/fp32/amax/float8_block"
+SQUARES = "e4m3/128x128/fp32/amax/float8_block"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("bf16", ROW),
+        ("bf16", SQUARES),
+        (BLOCKS, "bf16"),
+        ("mxfp8", SQUARES),
+        ("nvfp4", BLOCKS),
+        ("fp8_e4m3", ROW),
+        (ROW, "fp8_e4m3"),
+        ("mxfp4", ROW),
+    ],
+    ids=str,
+)
+def test_what_bf16_does_not_hold_is_rounded_once(names, monkeypatch) -> None:
+    """Values of one operand, times the other's factor; the other one is exact."""
+    sizes, dtype = (48, 32, 96), torch.bfloat16
+    a, b = (_operand(name, rows, sizes[2]) for name, rows in zip(names, sizes, strict=False))
+    rounded = next(i for i in (0, 1) if names[i] in (ROW, BLOCKS, SQUARES))
+    values, factor = [], torch.ones(1)
+    for i, one in enumerate((a, b)):
+        if one.spec.format.is_identity:
+            values.append(one.buffers[0].double())
+            continue
+        given = (one.buffers, one.spec, one.rows, one.cols)
+        if i == rounded:
+            values.append(reference.decode_plane(*given, torch.float32).double())
+            continue
+        values.append(reference.plane_operand(*given, dtype, False)[0].double())
+        own = reference.tensor_factor(one.buffers, one.spec)
+        factor = factor if own is None else own
+    values[rounded] = values[rounded] * factor.double()
+    monkeypatch.setattr(factored_gemm, "select", lambda _: BACKEND)
+    chip = Chip("cuda", (9, 0), (13, 0), (2, 11))
+    query = OpQuery("gemm", "cuda", dtype, a.spec, b.spec, "auto", sizes, chip)
+    assert factored_gemm.rounded_operand(query) == rounded
+    assert factored_gemm.rounded_operand(replace(query, precision="exact")) is None
+    assert factored_gemm.rounded_operand(replace(query, dtype=torch.float32)) is None
+    run = factored_gemm.factored_planner(query)
+    found = []
+
+    def mm(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        found.extend((x, y.t()))
+        return torch.empty(sizes[0], sizes[1])
+
+    monkeypatch.setattr(torch, "mm", mm)
+    memory = torch.empty(run.room, dtype=torch.uint8)
+    with emulated.EmulatedKernels(MODULE).launch(torch.device("cpu")):
+        run(a, b, GemmArgs(None, None, dtype, work=Place(memory, 0, 0)))
+    first, second = (one[:, : sizes[2]].double() for one in found)
+    other = (second, first)[rounded]
+    own = (first, second)[rounded]
+    assert torch.equal(other, values[1 - rounded][:, : sizes[2]])
+    assert ((own - values[rounded]).abs() <= (2.0**-8 + 2.0**-21) * values[rounded].abs()).all()
+
+
+def test_two_operands_that_bf16_does_not_hold_are_not_rounded() -> None:
+    chip = Chip("cuda", (10, 0), (13, 0), (2, 11))
+    for one, other in ((BLOCKS, SQUARES), (ROW, BLOCKS), ("nvfp4;rows", SQUARES), ("fp32", ROW)):
+        specs = (PlaneSpec.parse(name) for name in (one, other))
+        query = OpQuery("gemm", "cuda", torch.bfloat16, *specs, "auto", (48, 32, 96), chip)
+        assert factored_gemm.rounded_operand(query) is None

@@ -34,6 +34,7 @@ from hybridq.kernels.scaled_mm import operand_views as native_views
 HOPPER, BLACKWELL = described("sm_90"), described("sm_100")
 SPECS = ["fp8_e4m3", "fp8_e5m2", "fp8_1x128", "fp8_128x128", "mxfp8", "mxfp8_32x32"]
 SPECS += ["mxfp4", "mxfp6_e3m2", "nvfp4", "nvfp4_16x16", "nvfp4;rows", "bf16"]
+SPECS += ["e4m3/1x96/fp32/amax/float8_block", "e4m3/1x32/fp32/amax/float8_block"]
 TURNED = PlaneSpec(format("nvfp4"), False, DEFAULT_SIGNS).text
 
 

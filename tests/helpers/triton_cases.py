@@ -137,6 +137,17 @@ def option(name: str, seed: int) -> None:
             check(y, *(v.double().numpy() * f for v, f in zip(values, factors, strict=True)))
 
 
+def rounded(name: str, seed: int) -> None:
+    """An operand that BF16 does not hold: each of its values is rounded once."""
+    torch.manual_seed(seed)
+    wide = make(torch.randn(19, 300), WIDE_SPECS[name])
+    values = torch.from_numpy(decoded(wide)).float().bfloat16().double().numpy()
+    for other in ("bf16", "nvfp4", "fp8_e4m3"):
+        a = make(torch.randn(5, 300, dtype=torch.bfloat16), other)
+        check(multiply(a, wide, torch.float32), decoded(a), values)
+        check(multiply(wide, a, torch.float32), values, decoded(a))
+
+
 def views(seed: int) -> None:
     """Plain operands with any strides, planes whose rows are not aligned."""
     torch.manual_seed(seed)

@@ -140,10 +140,23 @@ def test_groups_of_what_bf16_does_not_hold(a: object, b: object, monkeypatch, ch
     specs = [one if isinstance(one, PlaneSpec) else PlaneSpec.parse(str(one)) for one in (a, b)]
     for chip in ("sm_80", "sm_90", "sm_120"):
         for dtype in (torch.bfloat16, torch.float32):
-            found = hybridq.explain("grouped_gemm", *specs, device=chip, dtype=dtype)
+            given = {"device": chip, "dtype": dtype, "precision": "exact"}
+            found = hybridq.explain("grouped_gemm", *specs, **given)
             assert found.chosen == "triton", str(found)
             assert "FP32 product" in str(found)
         assert hybridq.explain("gemm", *specs, device=chip, rows=16).chosen == "torch"
+
+
+def test_many_tokens_round_what_bf16_does_not_hold_once(monkeypatch, chooses_anew) -> None:
+    """Unless that is what was asked not to be done, or both operands are such."""
+    monkeypatch.setattr(backend, "_missing", lambda: None)
+    one, bf16 = FLOAT_SCALES, PlaneSpec.parse("bf16")
+    for a, b, side in ((one, bf16, "a"), (bf16, one, "b")):
+        found = hybridq.explain("grouped_gemm", a, b, device="sm_90")
+        assert found.chosen == "torch" and f"operand {side} is rounded once" in str(found)
+    for a, b in ((one, one), (PlaneSpec.parse("nvfp4"), one), (PlaneSpec.parse("fp8_e4m3"), one)):
+        found = hybridq.explain("grouped_gemm", a, b, device="sm_100")
+        assert "rounded once" not in str(found)
 
 
 def test_a_machine_without_triton_says_so(monkeypatch, chooses_anew) -> None:

@@ -31,6 +31,8 @@ BUDGETS = {
     ("bf16", "fp8_128x128"): 8.2,
     ("mxfp8", "mxfp8"): 11.0,
     ("nvfp4", "nvfp4"): 11.0,
+    ("bf16", "e4m3/128x128/fp32/amax/float8_block"): 10.2,
+    ("bf16", "e4m3/1x4096/fp32/amax/float8_block"): 6.4,
 }
 #: kind of grouped GEMM, a, b
 GROUPED = [

@@ -75,6 +75,11 @@ def test_bias_and_addition(run, m: int, n: int, k: int, dtype: torch.dtype, seed
     run("epilogue", m, n, k, dtype, seed)
 
 
+@pytest.mark.parametrize("name", ["float scales", "float squares"])
+def test_what_bf16_does_not_hold_is_rounded_once(run, name: str, seed: int) -> None:
+    run("rounded", name, seed)
+
+
 @pytest.mark.parametrize(
     "name", ["rows", "4o6", "transformed", "transformed mx", "floor", "scales of rows"]
 )

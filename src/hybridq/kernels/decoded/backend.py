@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..choice import Backend, DeviceSupport, OpQuery, register_backend
 from .decoded_gemm import dtype_reason, exact_gemm, multiplier, product_notes
-from .decoded_grouped_gemm import grouped_gemm, grouped_reason
+from .decoded_grouped_gemm import grouped_gemm, grouped_reason, rounded_of_groups
 from .planned_gemm import planner
 
 __all__ = ["TORCH"]
@@ -23,6 +23,12 @@ def _notes(query: OpQuery) -> tuple[str, ...]:
     if query.device != "cuda":
         return (*product_notes(query), "a loop over the groups")
     made = "operands decoded to BF16, torch's grouped product with FP32 accumulation"
+    rounded = rounded_of_groups(query)
+    if rounded is not None:
+        return (
+            f"{made}; operand {'ab'[rounded]} is rounded once, which adds as much as the rounding "
+            "of the result (precision 'exact' does not)",
+        )
     if not any(spec is not None and spec.needs_amax for spec in (query.row, query.col)):
         return (made,)
     return (

@@ -41,7 +41,7 @@ from ..inputs import has_autocast, without_autocast
 from ..scaled_mm import finish
 from .code_reasons import no_codes_reason, no_planes_reason
 from .decoded_sides import Side, fp32_reason, row_factors, side_decoder
-from .factored_gemm import factored_gemm, takes_factors
+from .factored_gemm import factored_gemm, rounded_operand
 from .plain_gemm import is_slow, plain_product, slow_reason
 
 __all__ = [
@@ -301,6 +301,13 @@ def _precision_notes() -> tuple[str, ...]:
 def _many_rows_notes(a: PlaneSpec, b: PlaneSpec, query: OpQuery) -> tuple[str, ...]:
     """Return how planes are multiplied that are decoded first."""
     reason = fp32_reason(a, b, query.device, query.dtype, is_alone=True)
+    rounded = rounded_operand(query)
+    if reason is not None and rounded is not None:
+        return (
+            f"operands decoded to BF16, operand {'ab'[rounded]} rounded once: that adds as much as "
+            "the rounding of the result (precision 'exact' does not); BF16 product with FP32 "
+            "accumulation",
+        )
     if reason is not None:
         if query.device == "cpu" and no_planes_reason(a, b, in_bf16=False) is None:
             return ("the core's FP32 product, operands decoded exactly as it reads them", reason)
@@ -308,7 +315,7 @@ def _many_rows_notes(a: PlaneSpec, b: PlaneSpec, query: OpQuery) -> tuple[str, .
     if query.device == "cpu" and no_planes_reason(a, b, in_bf16=True) is None:
         return ("the core's BF16 product, FP32 accumulation; codes become BF16 as it reads them",)
     made = "operands decoded exactly to BF16, BF16 product with FP32 accumulation"
-    if takes_factors(query):
+    if rounded is not None:
         return (
             f"{made}; one operand takes the factors of both planes before it is rounded, which "
             "adds as much as the rounding of the result (precision 'exact' does not)",

@@ -22,7 +22,7 @@ from ..ragged import factor_of_groups, group_of_tokens, of_group, one_of, pad_to
 from ..ragged import group_ends as ends_of
 from ..scaled_mm import ceil_to, group_count_reason
 from .decoded_gemm import exact_gemm
-from .decoded_sides import decode_side, fp32_reason
+from .decoded_sides import decode_side, fp32_reason, inexact_operands
 
 __all__ = [
     "group_ends",
@@ -65,9 +65,30 @@ def grouped_reason(query: OpQuery) -> str | None:
             continue
         if spec.row_scaled or query.precision == "exact":
             return f"operand {name} has a factor that follows the product ({spec.format})"
-    if query.row is None or query.col is None:
+    a, b = query.row, query.col
+    if a is None or b is None:
         return "needs two operands"
-    return fp32_reason(query.row, query.col, query.device, query.dtype, is_alone=True)
+    if rounded_of_groups(query) is not None:
+        return None
+    return fp32_reason(a, b, query.device, query.dtype, is_alone=True)
+
+
+def rounded_of_groups(query: OpQuery) -> int | None:
+    """Return which operand of a grouped GEMM on a GPU is rounded to BF16, which does not hold it.
+
+    Args:
+        query: a grouped GEMM.
+
+    Returns:
+        0 or 1; None: neither, or it takes factors before.
+    """
+    a, b = query.row, query.col
+    if a is None or b is None or query.precision == "exact" or a.signs != b.signs:
+        return None
+    inexact = inexact_operands(a, b)
+    if len(inexact) != 1 or any(spec.needs_amax for spec in (a, b)):
+        return None
+    return None if (a, b)[inexact[0]].format.is_identity else inexact[0]
 
 
 def wants_decoded_groups(query: OpQuery) -> str | None:

@@ -21,6 +21,7 @@ __all__ = [
     "SideDecoder",
     "decode_side",
     "fp32_reason",
+    "inexact_operands",
     "row_factors",
     "side_decoder",
     "with_row_factors",
@@ -35,6 +36,15 @@ def row_factors(spec: PlaneSpec, cols: int) -> PlaneSpec:
         cols: of its own matrix.
     """
     return spec if spec.is_bf16_exact else spec.by_row(cols)
+
+
+def inexact_operands(a: PlaneSpec, b: PlaneSpec) -> list[int]:
+    """Return which of two operands BF16 does not hold, scales and factors of rows included.
+
+    Args:
+        a, b: their specs, with scales of rows as factors where they are (`row_factors`).
+    """
+    return [i for i, s in enumerate((a, b)) if s.has_row_factors or not s.is_bf16_exact]
 
 
 def with_row_factors(operand: Operand) -> Operand:

@@ -102,6 +102,15 @@ def _as_read(query: OpQuery) -> OpQuery:
     return replace(query, row=row_factors(a, sizes[2]), col=row_factors(b, sizes[2]))
 
 
+def _rounded(query: OpQuery) -> PlaneSpec | None:
+    """Return the spec of a dense product's operand that is rounded to BF16 once, or None."""
+    specs = (query.row, query.col)
+    inexact = [one for one in specs if one is not None and not one.is_bf16_exact]
+    if query.op != "gemm" or query.precision == "exact" or query.dtype is not torch.bfloat16:
+        return None
+    return inexact[0] if len(inexact) == 1 and not inexact[0].format.is_identity else None
+
+
 def _supports(query: OpQuery) -> str | None:
     reason = _missing()
     if reason is not None:
@@ -113,12 +122,13 @@ def _supports(query: OpQuery) -> str | None:
         return "a GEMM has two operands"
     for name, spec in (("a", query.row), ("b", query.col)):
         # Dense products of FP32 operands are torch's own; grouped ones would wait for the offsets.
-        reason = form_reason(spec, takes_wide=query.op == "grouped_gemm")
+        takes_wide = query.op == "grouped_gemm" or spec is _rounded(query)
+        reason = form_reason(spec, takes_wide=takes_wide)
         if reason is not None:
             return f"operand {name}: {reason}"
     if query.row.signs != query.col.signs:
         return "one operand is transformed and the other is not"
-    return _wide_reason(query)
+    return _wide_reason(query) if query.op == "grouped_gemm" else None
 
 
 def _leaves(query: OpQuery) -> str | None:
@@ -132,7 +142,12 @@ def _leaves(query: OpQuery) -> str | None:
 def _notes(query: OpQuery) -> tuple[str, ...]:
     query = _as_read(query)
     notes = ["operands decoded in registers, BF16 product with FP32 accumulation"]
-    if any(spec is not None and form_of(spec).is_wide for spec in (query.row, query.col)):
+    if _rounded(query) is not None:
+        notes.append(
+            "BF16 does not hold one operand, which is rounded once: that adds as much as the "
+            "rounding of the result (precision 'exact' does not)"
+        )
+    elif any(spec is not None and form_of(spec).is_wide for spec in (query.row, query.col)):
         notes = ["operands decoded in registers to FP32, FP32 product"]
     if query.op == "grouped_gemm":
         notes.append("group ends stay on the device; groups without tokens give zeros")

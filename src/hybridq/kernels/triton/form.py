@@ -55,7 +55,8 @@ class Form(NamedTuple):
         bound: the plane has a factor that the product is multiplied with: its scale (1.0), or its
             amax divided by this; 0.0: it has none.
         has_row_factors: one factor per row instead of one for all.
-        is_wide: BF16 does not hold the values: the product is one of FP32 operands.
+        is_wide: BF16 does not hold the values: the product is one of FP32 operands, or the values
+            are rounded once.
     """
 
     code: Code
@@ -111,11 +112,11 @@ def _is_power_of_two(number: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def form_reason(spec: PlaneSpec, takes_wide: bool = False) -> str | None:
-    """Return None if the kernels decode planes of `spec` exactly, else why not.
+    """Return None if the kernels decode planes of `spec`, else why not.
 
     Args:
         spec: of an operand.
-        takes_wide: whether values that BF16 does not hold may be multiplied in FP32.
+        takes_wide: whether values that BF16 does not hold may be multiplied in FP32, or rounded.
     """
     fmt = spec.format
     if spec.scale_layout == "tiles":

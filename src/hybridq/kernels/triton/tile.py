@@ -97,9 +97,11 @@ def _decode_pairs(raw, F: tl.constexpr):
 
 @triton.jit
 def _scaled(values, scales, F: tl.constexpr, WIDE: tl.constexpr):
-    """Return BF16 values times FP32 scales that BF16 holds, rounded to BF16; or FP32 of FP32."""
+    """Return BF16 values times FP32 scales, rounded to BF16 once; or FP32 of FP32."""
     if WIDE:
         return values * scales
+    elif F.is_wide and not INTERPRETED and F.code.asm != "":
+        return (values.to(tl.float32) * scales).to(tl.bfloat16)  # scales that BF16 does not hold
     elif INTERPRETED or F.code.asm == "":
         return _as_bf16(values.to(tl.float32) * scales)
     else:
