@@ -1,7 +1,8 @@
 """Time FP8 with a scale per row, and products with it, beside its neighbours, on one thread.
 
 Encode and decode beside FP8 with a scale per 1x128 and a copy; products of BF16 rows with such a
-weight beside a weight with one scale, one with FP32 scales of 1x128, and torch's BF16 `linear`.
+weight, and with one with FP32 scales of 128x128, beside a weight with one scale, the FP32 product
+that both had, and torch's BF16 `linear`.
 
 python benchmarks/row_blocks.py [--size 4096] [--rounds 15] [--result FILE]
 """
@@ -84,7 +85,7 @@ def products(size: int, rounds: int) -> dict[str, dict[str, float]]:
     texts = {
         "per_row": f"e4m3/1x{size}/fp32/amax/float8_block",
         "per_tensor": "fp8_e4m3",
-        "1x128": "e4m3/1x128/fp32/amax/float8_block",
+        "128x128": "e4m3/128x128/fp32/amax/float8_block",
     }
     weights = {
         name: hybridq.Quantizer(rowwise=PlaneSpec.parse(text), columnwise=None).quantize(plain)
@@ -96,20 +97,22 @@ def products(size: int, rounds: int) -> dict[str, dict[str, float]]:
         runs: list[Callable[[], Any]] = [
             functools.partial(hybridq.gemm, x, weight.rowwise) for weight in weights.values()
         ]
+        squares = weights["128x128"].rowwise
+        wide = hybridq.quantize(x.float(), "fp32")  # BF16 does not hold it, as far as is known
+        runs.append(functools.partial(hybridq.gemm, wide, squares, out_dtype=torch.bfloat16))
         runs.append(functools.partial(torch.nn.functional.linear, x, plain))
         turns = [[once(run) for run in runs] for _ in range(rounds + 3)][3:]
-        names = [*weights, "torch_bf16"]
+        names = [*weights, "128x128_in_fp32", "torch_bf16"]
         times = dict(zip(names, zip(*turns, strict=True), strict=True))
         made[f"{count} rows"] = {
             **{f"ms_{name}": round(1e3 * statistics.median(one), 3) for name, one in times.items()},
             **{
-                f"ratio_to_{name}": round(
-                    statistics.median(
-                        a / b for a, b in zip(times["per_row"], times[name], strict=True)
-                    ),
+                f"{one}_over_{other}": round(
+                    statistics.median(a / b for a, b in zip(times[one], times[other], strict=True)),
                     3,
                 )
-                for name in names[1:]
+                for one in ("per_row", "128x128")
+                for other in ("per_tensor", "128x128_in_fp32", "torch_bf16")
             },
         }
     return made

@@ -18,11 +18,35 @@ namespace py = pybind11;
 namespace hybridq::bindings {
 namespace {
 
+// Address of FP32 scales of blocks along k, rows of a block, and scales between two rows of blocks.
+using ScalesTuple = std::tuple<uintptr_t, int64_t, int64_t>;
+
+int64_t CheckedScaleDepth(int64_t depth) {
+  const bool fits =
+      depth >= kLeastScaleDepth && depth <= kMostScaleDepth && kMostScaleDepth % depth == 0;
+  if (depth != 0 && !fits) {
+    Fail("product: scale_depth must be 0 or a power of two from " +
+         std::to_string(kLeastScaleDepth) + " to " + std::to_string(kMostScaleDepth) + ", got " +
+         std::to_string(depth));
+  }
+  return depth;
+}
+
+BlockScales MakeScales(const ScalesTuple& given, int64_t k, int64_t depth) {
+  const auto& [data, height, stride] = given;
+  if (data == 0) return {};
+  if (depth == 0 || height < 1 || stride < (k + depth - 1) / depth) {
+    Fail("product: scales need scale_depth, a height of 1 or more and a scale for each block");
+  }
+  return {Pointer<const float>(data), height, stride};
+}
+
 void ProductOf(uintptr_t a, int64_t a_stride, uintptr_t b, int64_t b_stride, int64_t m, int64_t n,
                int64_t k, uintptr_t row_factor, int64_t row_step, uintptr_t col_factor,
                int64_t col_step, uintptr_t bias, uintptr_t into, const std::string& into_dtype,
                int64_t into_stride0, int64_t into_stride1, uintptr_t out,
-               const std::string& out_dtype, int threads) {
+               const std::string& out_dtype, int threads, int64_t scale_depth,
+               const ScalesTuple& a_scales, const ScalesTuple& b_scales) {
   CheckExtent("product", m, k, threads);
   CheckExtent("product", n, k, threads);
   CheckExtent("product", m, n, threads);
@@ -51,7 +75,10 @@ void ProductOf(uintptr_t a, int64_t a_stride, uintptr_t b, int64_t b_stride, int
                        {Pointer<const void>(into), ParseDType(into_dtype, "product"), m, n,
                         into_stride0, into_stride1},
                        Pointer<void>(out),
-                       ParseDType(out_dtype, "product")};
+                       ParseDType(out_dtype, "product"),
+                       CheckedScaleDepth(scale_depth),
+                       MakeScales(a_scales, k, scale_depth),
+                       MakeScales(b_scales, k, scale_depth)};
   bool ok = false;
   {
     const py::gil_scoped_release release;
@@ -196,9 +223,12 @@ void BindProduct(py::module_& m) {
       py::arg("m"), py::arg("n"), py::arg("k"), py::arg("row_factor"), py::arg("row_step"),
       py::arg("col_factor"), py::arg("col_step"), py::arg("bias"), py::arg("into"),
       py::arg("into_dtype"), py::arg("into_stride0"), py::arg("into_stride1"), py::arg("out"),
-      py::arg("out_dtype"), py::arg("threads") = 1,
+      py::arg("out_dtype"), py::arg("threads") = 1, py::arg("scale_depth") = 0,
+      py::arg("a_scales") = ScalesTuple{}, py::arg("b_scales") = ScalesTuple{},
       "round(a @ b.T * row_factor * col_factor + bias + into) of BF16 [m, k] and [n, k], in FP32; "
-      "0 for what is not there, a step of 0 for one factor for all.");
+      "0 for what is not there, a step of 0 for one factor for all. Sums of scale_depth of k are "
+      "multiplied by scales (address, rows of a block, scales from one row of blocks to the "
+      "next).");
   m.def(
       "reads_codes", [] { return ReadsCodes(); },
       "Whether product_of_codes is faster than a decode, under the variant that is in use.");

@@ -51,12 +51,19 @@ const NibbleTable& TableOf(ScaleElement scale) {
   return scale == ScaleElement::kE8M0 ? of_e8m0 : of_e4m3;
 }
 
+// Whether FP32 scales of blocks multiply sums of codes: they are of two groups or more.
+HQ_HD bool MultipliesSums(const Spec& spec) {
+  return spec.scale == ScaleElement::kFp32 && spec.block_cols >= 64 && !spec.power_of_two &&
+         spec.element != Element::kE2M1;
+}
+
 // What all rows of a plane have in common. A group: kStep codes of a row.
 struct CodeLayout {
   PlaneSource plane;
   const NibbleTable* table = nullptr;
   int64_t k, data_stride, scale_stride;
   int shift;  // 2^shift groups have one scale
+  bool multiplies_sums;  // scales are no powers of two, and not in the values: sums take them
 
   // `width`: of the rows as they are stored.
   CodeLayout(const PlaneSource& source, int64_t width) : plane(source), k(width) {
@@ -66,6 +73,7 @@ struct CodeLayout {
     data_stride = is_packed ? CeilDiv(k, 2) : k;
     scale_stride = spec.block_cols == 0 ? 1 : CeilDiv(k, spec.block_cols);
     shift = spec.block_cols == 128 ? 2 : spec.block_cols == 64 ? 1 : 0;
+    multiplies_sums = MultipliesSums(spec);
   }
 
   const uint8_t* Codes(int64_t row) const { return plane.data + row * data_stride; }
@@ -265,7 +273,7 @@ bool Prepare(const CodeLayout& layout, int64_t index, const GroupSpan& span, uin
   const auto word = [](int32_t exponent) {
     return static_cast<uint16_t>((exponent - 127 + In::kRebias) << 7);
   };
-  if (layout.plane.spec.block_cols == 0) {
+  if (layout.plane.spec.block_cols == 0 || layout.multiplies_sums) {
     std::fill_n(added, span.count, word(127));
     return true;
   }

@@ -34,8 +34,8 @@ bool IsActive(const char* name) { return std::string_view(ActiveKernels().name) 
 
 #if defined(HQ_HAVE_AMX)
 bool ProductOfTiles(const ProductJob& job, int threads) {
-  return job.m <= kRowsBeforeTiles ? avx512_bf16::ProductBf16(job, threads)
-                                   : amx::ProductBf16(job, threads);
+  const bool is_vectors = job.m <= kRowsBeforeTiles || job.scale_depth != 0;
+  return is_vectors ? avx512_bf16::ProductBf16(job, threads) : amx::ProductBf16(job, threads);
 }
 #endif
 

@@ -10,6 +10,16 @@
 
 namespace hybridq {
 
+// FP32 scales of an operand: block b along k of row i has data[i / height * stride + b].
+struct BlockScales {
+  const float* data;  // null: none
+  int64_t height, stride;
+
+  float At(int64_t row, int64_t block) const {
+    return data == nullptr ? 1.0f : data[row / height * stride + block];
+  }
+};
+
 // out = round(((a @ b.T) * row_factor * col_factor) + bias + into), in FP32 and in this order.
 struct ProductJob {
   const uint16_t* a;  // BF16 [m, k], rows `a_stride` elements apart
@@ -25,7 +35,13 @@ struct ProductJob {
   Matrix into;        // [m, n], of any dtype; data null: none
   void* out;          // [m, n] contiguous
   DType dtype;        // of out
+  // Of so many k a sum is multiplied with the scales of both operands, and then added; 0: none.
+  int64_t scale_depth;
+  BlockScales a_scales, b_scales;
 };
+
+// What a depth of scales may be: parts of what a kernel takes of k at a time.
+inline constexpr int64_t kLeastScaleDepth = 64, kMostScaleDepth = 4096;
 
 // How a product ended whose operand is not in BF16 yet.
 enum class ProductEnd {

@@ -3,7 +3,8 @@
 // Many rows of a: 48 rows of b become a panel, in which the 48 values at one k lie side by side,
 // two k at a time. Eight rows of a are read as they lie: one load of the panel and one broadcast
 // from a feed an instruction, and 24 registers hold the sums over all of k. Few rows of a: b is
-// read once and as it lies, along k, and 16 sums are added up at the end.
+// read once and as it lies, along k, and 16 sums are added up at the end. Where scales of blocks
+// along k are given, the sums of a block are a tile of their own, which they multiply.
 //
 // The instruction takes subnormal operands and sums as zero. Callers decide by the operands' range
 // whether that matters (docs/reference/numerics.md, "Operands of a GEMM").
@@ -27,6 +28,7 @@ namespace {
 constexpr int kRowsOfA = 8;    // of a tile of sums
 constexpr int kRowsOfB = 48;   // of a tile of sums: three registers
 constexpr int kDepth = 4096;   // of k at a time: a panel of b is 384 KiB, for the second cache
+static_assert(kDepth % kMostScaleDepth == 0);
 constexpr int kBlockA = 2048;  // rows of a in a task, at most
 constexpr int64_t kWorthThreads = 1 << 20;  // products for one thread
 
@@ -66,16 +68,25 @@ void Pack(const uint16_t* x, int64_t stride, int64_t rows, int64_t depth, uint32
   }
 }
 
-// sums[8][48] += or = the product of 8 rows of a, as they lie, and a panel of b.
+// Scales of a tile's rows and columns for one block along k.
+struct TileScales {
+  float rows[kRowsOfA];
+  const float* cols;  // [kRowsOfB]
+};
+
+// sums[8][48] += or = the product of 8 rows of a, as they lie, and a panel of b; with scales it is
+// multiplied by them first.
+template <bool kScaled>
 void Tile(const uint16_t* const (&a)[kRowsOfA], const uint32_t* __restrict b, int64_t depth,
-          bool is_first, float* __restrict sums) {
+          bool is_first, const TileScales* scales, float* __restrict sums) {
   constexpr int kWide = kRowsOfB / kLanes;
   __m512 s[kRowsOfA][kWide];
   HQ_UNROLL
   for (int i = 0; i < kRowsOfA; ++i) {
     HQ_UNROLL
     for (int j = 0; j < kWide; ++j) {
-      s[i][j] = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + i * kRowsOfB + j * kLanes);
+      s[i][j] = is_first || kScaled ? _mm512_setzero_ps()
+                                    : _mm512_loadu_ps(sums + i * kRowsOfB + j * kLanes);
     }
   }
   const auto step = [&](int64_t k, const auto& pair_of) __attribute__((always_inline)) {
@@ -105,7 +116,16 @@ void Tile(const uint16_t* const (&a)[kRowsOfA], const uint32_t* __restrict b, in
   HQ_UNROLL
   for (int i = 0; i < kRowsOfA; ++i) {
     HQ_UNROLL
-    for (int j = 0; j < kWide; ++j) _mm512_storeu_ps(sums + i * kRowsOfB + j * kLanes, s[i][j]);
+    for (int j = 0; j < kWide; ++j) {
+      float* to = sums + i * kRowsOfB + j * kLanes;
+      if constexpr (kScaled) {
+        const __m512 across = _mm512_loadu_ps(scales->cols + j * kLanes);
+        const __m512 own = _mm512_mul_ps(s[i][j], _mm512_set1_ps(scales->rows[i]));
+        const __m512 both = _mm512_mul_ps(own, across);
+        s[i][j] = is_first ? both : _mm512_add_ps(_mm512_loadu_ps(to), both);
+      }
+      _mm512_storeu_ps(to, s[i][j]);
+    }
   }
 }
 
@@ -115,6 +135,37 @@ struct Plan {
   bool ok;
 };
 
+constexpr int64_t kMostBlocks = kDepth / kLeastScaleDepth;
+
+// Scales of a panel's columns for each block of `depth` from k0 on; zeros where there is no column.
+void LoadScales(const ProductJob& job, int64_t n0, int64_t cols, int64_t k0, int64_t depth,
+                float (*scales)[kRowsOfB]) {
+  for (int64_t k = 0; k < depth; k += job.scale_depth) {
+    float* own = scales[k / job.scale_depth];
+    const int64_t block = (k0 + k) / job.scale_depth;
+    for (int64_t j = 0; j < kRowsOfB; ++j) {
+      own[j] = j < cols ? job.b_scales.At(n0 + j, block) : 0.0f;
+    }
+  }
+}
+
+// A tile of 8 rows from `row` on and a panel, block by block along k.
+void ScaledTiles(const ProductJob& job, int64_t row, int64_t last, int64_t k0, int64_t depth,
+                 const uint32_t* panel, const float (*cols)[kRowsOfB],
+                 const uint16_t* const (&a)[kRowsOfA], float* sums) {
+  for (int64_t k = 0; k == 0 || k < depth; k += job.scale_depth) {
+    TileScales scales;
+    scales.cols = cols[k / job.scale_depth];
+    const uint16_t* own[kRowsOfA];
+    for (int r = 0; r < kRowsOfA; ++r) {
+      own[r] = a[r] + k;
+      scales.rows[r] = job.a_scales.At(std::min(row + r, last), (k0 + k) / job.scale_depth);
+    }
+    Tile<true>(own, panel + k / 2 * kRowsOfB, std::min(job.scale_depth, depth - k),
+               k0 == 0 && k == 0, &scales, sums);
+  }
+}
+
 // One panel of b with up to `block` rows of a.
 void MultiplyBlock(const ProductJob& job, int64_t m0, int64_t rows, int64_t n0, uint32_t* panel,
                    float* sums) {
@@ -122,13 +173,21 @@ void MultiplyBlock(const ProductJob& job, int64_t m0, int64_t rows, int64_t n0, 
   for (int64_t k0 = 0; k0 == 0 || k0 < job.k; k0 += kDepth) {  // once without k: zeros
     const int64_t depth = std::min<int64_t>(kDepth, job.k - k0);
     Pack(job.b + n0 * job.b_stride + k0, job.b_stride, cols, depth, panel);
+    float cols_scales[kMostBlocks][kRowsOfB];
+    const bool is_scaled = job.scale_depth != 0 && depth != 0;
+    if (is_scaled) LoadScales(job, n0, cols, k0, depth, cols_scales);
     for (int64_t i = 0; i < rows; i += kRowsOfA) {
       const uint16_t* a[kRowsOfA];
       for (int r = 0; r < kRowsOfA; ++r) {
         // Behind the last row its own sums once more: they are not looked at.
         a[r] = job.a + (m0 + std::min(i + r, rows - 1)) * job.a_stride + k0;
       }
-      Tile(a, panel, depth, k0 == 0, sums + i * kRowsOfB);
+      if (!is_scaled) {
+        Tile<false>(a, panel, depth, k0 == 0, nullptr, sums + i * kRowsOfB);
+      } else {
+        ScaledTiles(job, m0 + i, m0 + rows - 1, k0, depth, panel, cols_scales, a,
+                    sums + i * kRowsOfB);
+      }
     }
   }
   for (int64_t i = 0; i < rows; ++i) Finish(job, m0 + i, n0, cols, sums + i * kRowsOfB);
@@ -213,7 +272,7 @@ bool ProductBf16(const ProductJob& job, int threads) {
   const int team =
       static_cast<int>(std::clamp<int64_t>(work / kWorthThreads, 1, std::max(threads, 1)));
   Plan plan{&job, std::min<int64_t>(kBlockA, RoundUp(job.m, kRowsOfA)), true};
-  if (job.m <= kFewRows) {
+  if (job.m <= kFewRows && job.scale_depth == 0) {
     ParallelFor(CeilDiv(job.n, kLanes), team, RunDots, &plan);
     return true;
   }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from . import backend
 from .backend import CPU, core, core_error, core_spec, encoder
-from .bf16_gemm import SKINNY_ROWS, multiply, product_reason
+from .bf16_gemm import SKINNY_ROWS, BlockScales, multiply, product_reason
 from .codes_gemm import CodesProduct, codes_reason
 from .planes_gemm import PlanesProduct, multiply_matrices, planes_reason, tiles_reason
 from .steps import Place, Steps
@@ -12,6 +12,7 @@ from .steps import Place, Steps
 __all__ = [
     "CPU",
     "SKINNY_ROWS",
+    "BlockScales",
     "CodesProduct",
     "Place",
     "PlanesProduct",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -10,7 +10,15 @@ from ..choice import GemmArgs
 from ..inputs import DTYPES, given, made, matrix, values
 from .backend import core, core_error
 
-__all__ = ["SKINNY_ROWS", "along_k", "as_added", "as_factor", "multiply", "product_reason"]
+__all__ = [
+    "SKINNY_ROWS",
+    "BlockScales",
+    "along_k",
+    "as_added",
+    "as_factor",
+    "multiply",
+    "product_reason",
+]
 
 #: Up to so many rows of `a` the core reads `b` once and as it lies; 0 without a core.
 SKINNY_ROWS: Final[int] = 0 if core is None else core.few_rows
@@ -30,12 +38,29 @@ def product_reason() -> str | None:
     return None
 
 
+class BlockScales(NamedTuple):
+    """Scales of blocks along K, which multiply sums of a product.
+
+    Args:
+        depth: columns of a block: 64, 128, ..., 4096.
+        a, b: FP32 `[row blocks, ceil(K / depth)]` of each operand, or None.
+        a_height, b_height: rows of a block.
+    """
+
+    depth: int
+    a: torch.Tensor | None
+    b: torch.Tensor | None
+    a_height: int = 1
+    b_height: int = 1
+
+
 def multiply(
     a: torch.Tensor,
     b: torch.Tensor,
     row_factor: torch.Tensor | None,
     col_factor: torch.Tensor | None,
     args: GemmArgs,
+    scales: BlockScales | None = None,
 ) -> torch.Tensor:
     """Return `a @ b.T` times the factors, plus bias and what is accumulated into, rounded once.
 
@@ -44,6 +69,7 @@ def multiply(
         row_factor: FP32 `[1]` or `[M]`, or None.
         col_factor: FP32 `[1]` or `[N]`, or None.
         args: bias, what is accumulated into, and the result's dtype.
+        scales: of blocks along K; None: there are none.
     """
     (m, k), (n, width) = a.shape, b.shape
     if width != k:
@@ -78,8 +104,23 @@ def multiply(
         made(out),
         DTYPES[args.out_dtype],
         _threads(),
+        *(() if scales is None else _scales(scales, (m, n), k)),
     )
     return out
+
+
+def _scales(scales: BlockScales, rows: tuple[int, int], k: int) -> tuple[Any, ...]:
+    """Return what the core takes of scales, whose tensors live as long as they do."""
+    depth, *tensors, a_height, b_height = scales
+    blocks = -(-k // depth)
+    made: list[Any] = [depth]
+    for one, height, count in zip(tensors, (a_height, b_height), rows, strict=True):
+        if one is None:
+            made.append((0, 0, 0))
+            continue
+        place = given("product: scales", one, torch.float32, -(-count // height) * blocks)
+        made.append((place, height, blocks))
+    return tuple(made)
 
 
 def along_k(matrix: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -39,6 +39,7 @@ from ..cpu import (
 )
 from ..inputs import has_autocast, without_autocast
 from ..scaled_mm import finish
+from .block_scales import BlocksProduct, blocks_reason
 from .code_reasons import no_codes_reason, no_planes_reason
 from .decoded_sides import Side, fp32_reason, row_factors, side_decoder
 from .factored_gemm import factored_gemm, rounded_operand
@@ -131,8 +132,8 @@ class _ExactProduct:
     """
 
     __slots__ = (
-        *("_both_plain", "_by_row", "_codes", "_left", "_planes", "_planes_from", "_right"),
-        "_rest",
+        *("_blocks", "_both_plain", "_by_row", "_codes", "_left", "_planes", "_planes_from"),
+        *("_rest", "_right"),
     )
 
     def __init__(
@@ -153,6 +154,10 @@ class _ExactProduct:
         self._codes = None
         #: Of any number of rows, decoded on their way into the product; None: before it.
         self._planes = None
+        #: Of codes, whose sums are multiplied by scales of blocks; None: there are no such.
+        self._blocks = None
+        if device == "cpu" and not in_bf16 and blocks_reason(a, b) is None:
+            self._blocks = BlocksProduct(a, b)
         #: As many rows of a as it needs.
         self._planes_from = 0
         if device == "cpu":
@@ -177,6 +182,10 @@ class _ExactProduct:
         has_few_rows = self._codes is not None and 0 < a.rows <= SKINNY_ROWS
         if self._planes is not None and a.rows >= self._planes_from and not has_few_rows:
             product = None if self._gains_by_keeping(a, b) else self._planes(a, b, args)
+            if product is not None:
+                return product
+        if self._blocks is not None and not has_few_rows and 0 not in (a.rows, b.rows, a.cols):
+            product = self._blocks(a, b, args)
             if product is not None:
                 return product
         left = self._left.ready(a) or self._left.decode(a)
@@ -311,6 +320,11 @@ def _many_rows_notes(a: PlaneSpec, b: PlaneSpec, query: OpQuery) -> tuple[str, .
     if reason is not None:
         if query.device == "cpu" and no_planes_reason(a, b, in_bf16=False) is None:
             return ("the core's FP32 product, operands decoded exactly as it reads them", reason)
+        if query.device == "cpu" and blocks_reason(a, b) is None:
+            return (
+                "the core's BF16 product of codes, FP32 accumulation; scales multiply the sums of "
+                "each block, in FP32",
+            )
         return ("operands decoded exactly, FP32 product", reason, *_precision_notes())
     if query.device == "cpu" and no_planes_reason(a, b, in_bf16=True) is None:
         return ("the core's BF16 product, FP32 accumulation; codes become BF16 as it reads them",)
