@@ -14,7 +14,16 @@ from hybridq.formats import PlaneSpec
 from hybridq.kernels import OpQuery, choose
 from hybridq.storage import Plane
 
-__all__ = ["Bench", "Case", "encode_goal", "fresh", "plane_nbytes", "quantized", "takes"]
+__all__ = [
+    "SCALES_OF_CHECKPOINTS",
+    "Bench",
+    "Case",
+    "encode_goal",
+    "fresh",
+    "plane_nbytes",
+    "quantized",
+    "takes",
+]
 
 
 @dataclass(frozen=True)
@@ -143,6 +152,17 @@ def takes(function: Callable[..., Any], name: str) -> bool:
     return name in inspect.signature(function).parameters
 
 
+#: FP8 as checkpoints have it: FP32 scales that are no powers of two, of rows and of squares.
+SCALES_OF_CHECKPOINTS: dict[str, PlaneSpec] = {
+    "fp8 by row": PlaneSpec.parse("e4m3/1x65536/fp32/amax/float8_block"),
+    "fp8 by square": PlaneSpec.parse("e4m3/128x128/fp32/amax/float8_block"),
+}
+
+
 def quantized(x: torch.Tensor, name: str | PlaneSpec) -> Plane:
     """Return the rowwise plane of x."""
-    return hybridq.quantize(x, name, False).tensor_storage.plane("rowwise")
+    spec = SCALES_OF_CHECKPOINTS.get(name) if isinstance(name, str) else None
+    if spec is None:
+        return hybridq.quantize(x, name, False).tensor_storage.plane("rowwise")
+    made = hybridq.Quantizer(rowwise=spec, columnwise=None).quantize(x)
+    return made.tensor_storage.plane("rowwise")

@@ -17,7 +17,7 @@ from hybridq.formats import DEFAULT_SIGNS, PlaneSpec, names
 from hybridq.kernels.choice import EncodeRequest
 from hybridq.kernels.choice import registry as registry
 
-from .case import Bench, Case, encode_goal, plane_nbytes
+from .case import SCALES_OF_CHECKPOINTS, Bench, Case, encode_goal, plane_nbytes
 
 __all__ = ["OPTIONS", "cast_cases", "encode_nbytes", "matrix_cases", "pairs"]
 
@@ -77,6 +77,8 @@ def pairs() -> dict[str, tuple[PlaneSpec | None, PlaneSpec | None]]:
         found[f"{name} | mxfp8"] = (plain[name], plain["mxfp8"])
     for name, spec in OPTIONS.items():
         found[f"{name} row"] = (spec, None)
+    by_row = SCALES_OF_CHECKPOINTS["fp8 by row"]
+    found["fp8 by row row"], found["fp8 by row both"] = (by_row, None), (by_row, by_row)
     return found
 
 

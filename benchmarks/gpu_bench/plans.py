@@ -20,7 +20,7 @@ __all__ = ["FACTS", "PLANS", "SECTIONS", "TEST_FILES", "Place"]
 
 #: The order of tests: what all else stands on first; what compiles and what is large last.
 TEST_FILES = (
-    *("each_kernel", "kernels", "library", "gemm", "linear", "streams"),
+    *("each_kernel", "kernels", "library", "gemm", "row_scales", "linear", "streams"),
     *("many", "prologue", "ragged", "offload", "graphs", "large"),
 )
 #: Tests that the third call of the first hour is for.

@@ -34,6 +34,9 @@ PAIRS = (
     ("mxfp4", "mxfp4"),
     ("bf16", "mxfp8"),
     ("bf16", "nvfp4"),
+    ("bf16", "fp8 by row"),
+    ("bf16", "fp8 by square"),
+    ("fp8 by row", "fp8 by row"),
 )
 
 #: Those that are measured with a bias too.

@@ -221,6 +221,8 @@ constexpr int TileWarps() {
   if (kAny && Geometry<Row, Col>::kTall) return kTileWarps < 16 ? kTileWarps : 16;
   if (Row::kFourOverSix || Col::kFourOverSix) return kFourOverSixWarps;
   if (Row::kTransform && Row::kStochastic) return kTileWarps < 16 ? kTileWarps : 16;
+  // Multipliers of a thread's own rows and columns at once: 80 registers would spill.
+  if (Row::kByRow && Col::kByRow && Row::kBlock == 0) return kTileWarps < 20 ? kTileWarps : 20;
   // A transform alone has no rows to begin anew from, and factors of its lines.
   if (Col::kByRow && Col::kTransform && !Row::kExists) return kTileWarps < 20 ? kTileWarps : 20;
   // FP4 beside a transform takes 128 registers: an H100 is 3% faster than with 20 warps and 96.
