@@ -68,6 +68,29 @@ def test_results_may_be_quantized_and_what_is_not_there_raises() -> None:
         general_gemm(weight, x, layout="TT")
 
 
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_a_router_of_megatron_core_calls_it_with_no_gelu_as_none(out_dtype: Any) -> None:
+    """Its three products of BF16 operands, in FP32 or not, against FP64."""
+    others: dict[str, Any] = dict.fromkeys(
+        ("quantization_params", "gelu", "gelu_in", "out", "ub", "ub_type", "extra_output")
+    )
+    others |= {"accumulate": False, "use_split_accumulator": False, "bulk_overlap": False}
+    weight, x = torch.randn(4, 64).bfloat16(), torch.randn(8, 64).bfloat16()
+    bias, dy = torch.randn(4).bfloat16(), torch.randn(8, 4)
+    y = general_gemm(weight, x, out_dtype=out_dtype, layout="TN", bias=bias, **others)[0]
+    dx = general_gemm(weight, dy, out_dtype=out_dtype, layout="NN", grad=True, **others)[0]
+    dw = general_gemm(x, dy, out_dtype=out_dtype, layout="NT", grad=True, **others)[0]
+    w64, x64, dy64 = weight.double(), x.double(), dy.double()
+    for got, wanted in (
+        (y, x64 @ w64.T + bias.double()),
+        (dx, dy64 @ w64),
+        (dw, dy64.T @ x64),
+    ):
+        assert got.dtype == out_dtype
+        tight = 1e-5 if out_dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(got.double(), wanted, rtol=tight, atol=8 * tight)
+
+
 @pytest.mark.parametrize("name", ["mxfp8", "hybrid", "identity"])
 def test_codes_move_and_values_stay(name: str) -> None:
     quantizer = {**QUANTIZERS, "identity": te.IdentityQuantizer()}[name]

@@ -27,7 +27,7 @@ def general_gemm(
     B: torch.Tensor,
     out_dtype: torch.dtype | None = None,
     quantization_params: Any = None,
-    gelu: bool = False,
+    gelu: bool | None = False,
     gelu_in: torch.Tensor | None = None,
     alpha: float = 1.0,
     beta: float | None = None,
@@ -57,7 +57,8 @@ def general_gemm(
         bias: `[N]`, added; with `grad` its gradient is returned second, the sum of B's rows.
         use_split_accumulator: has no effect: sums are FP32.
         grad: whether this is a product of a backward.
-        gelu, gelu_in, alpha, beta, ub, ub_type, extra_output, bulk_overlap: at their defaults.
+        gelu, gelu_in, alpha, beta, ub, ub_type, extra_output, bulk_overlap: at their defaults;
+            `gelu` may be None, too.
 
     Returns:
         The product, the gradient of the bias or None, None, None.
@@ -73,7 +74,7 @@ def general_gemm(
         >>> general_gemm(weight, torch.ones(2, 32))[0].tolist()
         [[32.0, 32.0, 32.0], [32.0, 32.0, 32.0]]
     """
-    others = (gelu, gelu_in, float(alpha), beta, ub, ub_type, extra_output, bulk_overlap)
+    others = (bool(gelu), gelu_in, float(alpha), beta, ub, ub_type, extra_output, bulk_overlap)
     only_defaults("general_gemm", dict(zip(_OTHERS, others, strict=True)), _OTHERS)
     if layout not in ("TN", "NN", "NT"):
         raise ValueError(f"general_gemm: layout must be TN, NN or NT, got {layout!r}")
