@@ -10,6 +10,8 @@ import torch
 
 import hybridq
 import hybridq.te as te
+from hybridq.te.aliases import PATHS
+from hybridq.te.refused import REFUSED
 from places import ROOT
 
 DOOR = ROOT / "src" / "hybridq" / "te"
@@ -57,6 +59,38 @@ def test_what_is_refused_says_why_where_it_is_imported_from_its_own_module():
         from hybridq.te.pytorch.softmax import FusedScaleMaskSoftmax  # noqa: F401
     with pytest.raises(ImportError, match="no_torch_dynamo is not here: modules are compiled"):
         from hybridq.te.pytorch.jit import no_torch_dynamo  # noqa: F401
+
+
+@pytest.mark.parametrize("root", ["hybridq.te", "hybridq.te.pytorch"])
+def test_a_path_is_an_attribute_of_what_it_lies_in(root):
+    """As scripts write it: `te.module.base.TransformerEngineBaseModule`, `te.fp8.fp8_autocast`."""
+    for place, paths in PATHS.items():
+        for path in (place, *paths):
+            if path.rpartition(".")[2] in REFUSED:
+                continue
+            module = importlib.import_module(root)
+            for name in path.split("."):
+                module = getattr(module, name)
+            assert module is importlib.import_module(f"{root}.{path}"), path
+    assert te.fp8.fp8_autocast is te.fp8_autocast
+    assert te.attention.DotProductAttention is te.DotProductAttention
+
+
+@pytest.mark.parametrize("name", ["initialize_ub", "UserBufferQuantizationMode"])
+def test_user_buffers_say_why_they_are_refused_wherever_a_script_asks(name):
+    """Megatron-Core imports `module` and calls `module.base.initialize_ub`."""
+    text = rf"te\.{name} is not here: collectives are not hidden under GEMMs by user buffers"
+    for place in (te.module, te.module.base):
+        with pytest.raises(AttributeError, match=text):
+            getattr(place, name)
+        assert not hasattr(place, name)
+    for path in ("module", "module.base", "pytorch.module.base"):
+        with pytest.raises(ImportError, match=text):
+            exec(f"from hybridq.te.{path} import {name}", {})
+    with pytest.raises(ImportError, match="cannot import name 'unknown'"):
+        exec("from hybridq.te.module.base import unknown", {})
+    with pytest.raises(ImportError, match=r"te\.ops\.AllReduce is not here: tensor_parallel_mode"):
+        exec("from hybridq.te.ops import AllReduce", {})
 
 
 @pytest.mark.parametrize("package", ["hybridq.te", "hybridq.te.pytorch"])

@@ -16,7 +16,6 @@ Example:
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
 
 from . import (
     aliases,
@@ -54,7 +53,7 @@ from .module import *  # noqa: F403
 from .permutation import *  # noqa: F403
 from .quantization import *  # noqa: F403
 from .quantizers import *  # noqa: F403
-from .refused import REFUSED
+from .refused import REFUSED, refusing
 from .tensor import *  # noqa: F403
 from .utils import *  # noqa: F403
 
@@ -86,13 +85,4 @@ __version__ = "2.9.0"
 #: This package: `transformer_engine.pytorch` is what `hybridq.te` has the names of.
 pytorch = sys.modules[__name__]
 aliases.install()
-
-
-def __getattr__(name: str) -> NoReturn:
-    if name in REFUSED:
-        text = f"te.{name} is not here: {REFUSED[name]}"
-        # Of `from hybridq.te import name` Python would keep nothing that an AttributeError says.
-        if sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap":
-            raise ImportError(text, name=name)
-        raise AttributeError(text, name=name, obj=pytorch)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=pytorch)
+__getattr__ = refusing(__name__, "te", REFUSED)

@@ -1,6 +1,7 @@
 """Transformer Engine's module paths: `hybridq.te.pytorch`, and what scripts import below it.
 
-Each is another name of one module here, so that a class is one object whatever path it came by.
+Each is another name of one module here, so that a class is one object whatever path it came by,
+and an attribute of the one that it lies in: `te.module.base.TransformerEngineBaseModule`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Final
+
+from .refused import REFUSED
 
 __all__ = ["PATHS", "install", "stand_in"]
 
@@ -49,7 +52,7 @@ PATHS: Final = {
         *(f"tensor.storage.{kind}_tensor_storage" for kind in ("hybrid", "identity")),
         "tensor.storage.float8_blockwise_tensor_storage",
     ),
-    "refused": ("export", "newton_schulz", "jit", "softmax"),
+    "refused": ("export", "newton_schulz", "optimizers.newton_schulz", "jit", "softmax"),
     "rope": ("attention.rope",),
     "router": (),
     "utils": ("tensor.utils",),
@@ -57,7 +60,7 @@ PATHS: Final = {
 
 
 def install() -> None:
-    """Enter every path in `sys.modules`."""
+    """Enter every path in `sys.modules`, and in the module that it lies in."""
     package = __package__
     sys.modules[f"{package}.pytorch"] = sys.modules[package]
     for name, paths in PATHS.items():
@@ -68,6 +71,11 @@ def install() -> None:
                 sys.modules[f"{root}.{path}"] = module
     for name in ("common", "common.recipe"):
         sys.modules[f"{package}.pytorch.{name}"] = import_module(f"{package}.{name}")
+    for paths in PATHS.values():
+        for path in paths:
+            parent, _, name = f"{package}.{path}".rpartition(".")
+            if name not in REFUSED:  # what has the name of a path is a function there
+                setattr(sys.modules[parent], name, sys.modules[f"{package}.{path}"])
 
 
 def stand_in(name: str = "transformer_engine") -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from ..tensor import gemm
+from .. import tensor as tensors
 from .signatures import only_defaults, options
 
 __all__ = ["general_gemm", "general_grouped_gemm"]
@@ -84,7 +84,7 @@ def general_gemm(
     place = None if out is None else out.view(left.shape[0], right.shape[0])
     own: dict[str, Any] = {"accumulate": accumulate, "out_dtype": out_dtype}
     with torch.no_grad():
-        made = gemm(left, right, bias=None if grad else bias, out=place, **own)
+        made = tensors.gemm(left, right, bias=None if grad else bias, out=place, **own)
         sums = rows.float().sum(0).to(bias.dtype) if grad and bias is not None else None
     if out is not None:
         made = out

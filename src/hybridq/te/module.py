@@ -18,6 +18,7 @@ from .given_buffers import gradient_into, result_into
 from .grouped import add_state_to_split, as_grouped
 from .quantization import AlignedByRecipe
 from .reading import Readings, WithoutExtraState
+from .refused import REFUSED, refusing
 from .signatures import constructor, forward, with_arguments
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "TransformerLayer",
 ]
 
+__getattr__ = refusing(__name__, "te", REFUSED)
 LayerNorm, RMSNorm = nn.LayerNorm, nn.RMSNorm
 RotaryPositionEmbedding = nn.RotaryPositionEmbedding
 TransformerEngineBaseModule = nn.QuantizedModule  # for isinstance

@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 from abc import ABCMeta
 from collections.abc import Iterable
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from .. import nn
 from .reading import Readings
+from .refused import refusing
 from .signatures import constructor, forward, only_defaults, with_arguments
 
 __all__ = [
@@ -67,10 +68,7 @@ _REFUSED: Final = {
 }
 
 
-def __getattr__(name: str) -> NoReturn:
-    if name in _REFUSED:
-        raise AttributeError(f"te.ops.{name} is not here: {_REFUSED[name]}", name=name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+__getattr__ = refusing(__name__, "te.ops", _REFUSED)
 
 
 def _prepare(given: dict[str, Any]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final, NoReturn
+import sys
+from collections.abc import Callable, Mapping
+from dis import opname
+from typing import Any, Final, NoReturn
 
-__all__ = ["REFUSED"]
+__all__ = ["REFUSED", "refusing"]
 
 _UB: Final = "collectives are not hidden under GEMMs by user buffers"
 _KERNEL: Final = "hybridq has no module of this attention"
@@ -13,7 +16,7 @@ _JIT: Final = "modules are compiled by torch.compile, whole"
 _GLU: Final = "the two halves of a gated activation lie one behind the other"
 _MUON: Final = "hybridq.optim.Muon has its own iterations"
 
-#: By name, the reason. Names of the package itself, and of its modules `jit` and `softmax`.
+#: By name, the reason. Names of the package itself, and of its modules `jit`, `module`, `softmax`.
 REFUSED: Final = {
     "CPLoadBalancingStrategy": "ranks share sequences by hybridq.distributed.sequence_parallel",
     "CusolverMpCtx": _MUON,
@@ -43,7 +46,27 @@ REFUSED: Final = {
 }
 
 
-def __getattr__(name: str) -> NoReturn:
-    if name in REFUSED:  # an ImportError says so where a script imports it from its own module
-        raise ImportError(f"te.{name} is not here: {REFUSED[name]}", name=name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+def refusing(module: str, where: str, table: Mapping[str, str]) -> Callable[[str], NoReturn]:
+    """Return the `__getattr__` of a module that says why it does not have the names of a table.
+
+    Args:
+        module: its name.
+        where: what a script calls it.
+        table: by name, the reason.
+    """
+
+    def __getattr__(name: str) -> NoReturn:
+        own: dict[str, Any] = {"name": name, "obj": sys.modules[module]}
+        if name not in table:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}", **own)
+        text = f"{where}.{name} is not here: {table[name]}"
+        # Of `from module import name` Python would keep nothing that an AttributeError says.
+        frame = sys._getframe(1)
+        if opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM":
+            raise ImportError(text, name=name)
+        raise AttributeError(text, **own)
+
+    return __getattr__
+
+
+__getattr__ = refusing(__name__, "te", REFUSED)
