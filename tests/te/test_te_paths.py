@@ -25,7 +25,8 @@ IMPORTS = {
     "permutation": "moe_permute_with_probs moe_permute_and_pad_with_probs moe_unpermute",
     "quantized_tensor": "QuantizedTensor prepare_for_saving restore_from_saved",
     "tensor.quantized_tensor": "QuantizedTensor prepare_for_saving restore_from_saved",
-    "tensor.utils": "quantize_master_weights post_all_gather_processing",
+    "tensor": "cast_master_weights_to_fp8 post_all_gather_processing replace_raw_data",
+    "tensor.utils": "quantize_master_weights cast_master_weights_to_nvfp4",
     "utils": "attention_mask_func init_method_normal is_bf16_compatible scaled_init_method_normal",
 }
 

@@ -340,7 +340,11 @@ def test_identity_has_the_dtype_of_its_quantizer() -> None:
 
 
 def test_masters_of_one_rank_may_be_parts_and_weights_lie_anywhere() -> None:
-    from hybridq.te.pytorch.tensor.utils import post_all_gather_processing, quantize_master_weights
+    from hybridq.te.pytorch.tensor.utils import (
+        cast_master_weights_to_fp8,
+        post_all_gather_processing,
+        quantize_master_weights,
+    )
 
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -352,6 +356,11 @@ def test_masters_of_one_rank_may_be_parts_and_weights_lie_anywhere() -> None:
             quantize_master_weights([weight], [master.view(-1)], [0], group)
             post_all_gather_processing([weight])
             assert torch.equal(weight.dequantize(), quantizer(master.bfloat16()).dequantize())
+            # The older name, as Megatron-Core calls it.
+            given = {"manual_post_all_gather_processing": True}
+            cast_master_weights_to_fp8([weight], [2 * master.view(-1)], [0], group, **given)
+            twice = quantizer(2 * master.bfloat16()).dequantize()
+            assert torch.equal(weight.dequantize(), twice)
             before = weight.dequantize()
             quantize_master_weights([weight, weight], [master.view(-1)[9:], None], [9, None], group)
             wanted = torch.cat([before.view(-1)[:9], master.bfloat16().view(-1)[9:]])

@@ -31,7 +31,15 @@ from .quantizers import (
     NVFP4Quantizer,
     Quantizer,
 )
-from .utils import prepare_for_saving, restore_from_saved  # noqa: F401, as scripts import them
+from .utils import (  # noqa: F401, as scripts import them
+    cast_master_weights_to_fp8,
+    cast_master_weights_to_nvfp4,
+    post_all_gather_processing,
+    prepare_for_saving,
+    quantize_master_weights,
+    replace_raw_data,
+    restore_from_saved,
+)
 
 __all__ = [
     "Float8BlockQuantizer",

@@ -162,6 +162,11 @@ def quantize_master_weights(
     return None
 
 
+#: Its older names; the second is of NVFP4's weights, and each takes weights of every format.
+cast_master_weights_to_fp8 = quantize_master_weights
+cast_master_weights_to_nvfp4 = quantize_master_weights
+
+
 def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
     """Let the codes of a tensor lie in other memory; its values stay.
 
