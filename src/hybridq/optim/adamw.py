@@ -16,6 +16,7 @@ from .base import Base
 from .masters import (
     MASTER,
     has_master,
+    initial_master,
     is_low,
     is_updated_itself,
     joined,
@@ -223,19 +224,23 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
         if is_low(own):
             own.quantizer_for_write("AdamW")
         state = self.state[parameter]
-        itself = is_updated_itself(own)
-        dtype = own.dtype if itself else torch.float32
-        if "step" not in state:
-            # On the CPU where nothing needs it elsewhere, as in torch.
-            on_device = group["capturable"] or group["fused"]
-            device = own.device if on_device else torch.device("cpu")
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        dtype = own.dtype if is_updated_itself(own) else torch.float32
+        self._count_from_zero(own, state, group)
         if group["amsgrad"] and "max_exp_avg_sq" not in state:
             state["max_exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
         values = own.detach()
         if has_master(own, group["master_dtype"]):
             values = self._values(parameter, state, group)
         return _Work(parameter, values.to(dtype), grad.to(dtype), state)
+
+    @staticmethod
+    def _count_from_zero(own: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Let a state without a number of steps have one."""
+        if "step" not in state:
+            # On the CPU where nothing needs it elsewhere, as in torch.
+            on_device = group["capturable"] or group["fused"]
+            device = own.device if on_device else torch.device("cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
 
     def _values(self, parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
         """Return the master's values; made first where there is none."""
@@ -297,6 +302,40 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
         self.write([(work.parameter, work.values, work.state) for work in works])
 
     # ---- state
+
+    @torch.no_grad()
+    def initialize_state(self, param: torch.Tensor) -> None:
+        """Make the state that a parameter has before its first step, in the place of any other.
+
+        What a quantized parameter was made from (`get_high_precision_init_val`) is not freed, as
+        it is by a first step.
+
+        Args:
+            param: of this optimizer.
+
+        Raises:
+            ValueError: it is none.
+        """
+        group = self._group_of(param)
+        own, state = local(param), self.state[param]
+        state.clear()
+        self._count_from_zero(own, state, group)
+        dtype = own.dtype if is_updated_itself(own) else torch.float32
+        for name, kind in zip(held.MOMENTS, held.kinds_of(group["moments"]), strict=True):
+            zeros = torch.zeros(own.shape, dtype=dtype, device=own.device)
+            held.write(state, name, zeros, param, held.held_as(param, kind))
+        if is_low(own):
+            state[MASTER] = initial_master(param, group["master_dtype"], frees=False)
+        elif has_master(own, group["master_dtype"]):
+            self._values(param, state, group)
+
+    def _group_of(self, param: torch.Tensor) -> dict[str, Any]:
+        for group in self.param_groups:
+            if any(one is param for one in group["params"]):
+                return group
+        raise ValueError(
+            f"AdamW: param must be one of the optimizer's own, got another one {list(param.shape)}"
+        )
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
         """Return a moment or the master of a parameter in FP32, however it is held.
@@ -365,7 +404,7 @@ class AdamW(Base, torch.optim.AdamW):  # type: ignore[misc]
             else:
                 store(values, master, param)
             return
-        (group,) = (g for g in self.param_groups if any(p is param for p in g["params"]))
+        group = self._group_of(param)
         kind = held.kinds_of(group["moments"])[held.MOMENTS.index(state_name)]
         held.write(state, state_name, values.clone(), param, held.held_as(param, kind))
 

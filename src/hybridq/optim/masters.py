@@ -137,15 +137,17 @@ def has_master(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
     return not is_updated_itself(own) and (is_low(own) or own.dtype != dtype)
 
 
-def initial_master(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def initial_master(
+    parameter: torch.Tensor, dtype: torch.dtype, *, frees: bool = True
+) -> torch.Tensor:
     """Return the master of a parameter that has none yet, sharded like it.
 
-    It is what the parameter was quantized from, if that was kept (which is then freed), else what
-    it decodes to.
+    It is what the parameter was quantized from, if that was kept, else what it decodes to.
 
     Args:
         parameter: plain or quantized, sharded or not.
         dtype: of the master.
+        frees: whether what was kept is freed.
     """
     own: Any = local(parameter)
     values = None
@@ -154,7 +156,7 @@ def initial_master(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         values = None if kept is None else kept.get()
         if values is None:
             values = own.detach().dequantize(dtype=torch.float32)
-        if kept is not None:
+        if kept is not None and frees:
             kept.clear()
     else:
         values = own.detach()

@@ -41,8 +41,7 @@ class FusedAdam(optim.AdamW):
     """`hybridq.optim.AdamW` with Transformer Engine's arguments, on any device.
 
     Without masters a BF16 parameter is its own, written with stochastic rounding; a quantized or
-    FP16 one has a BF16 master. `get_unscaled_state`, `get_scaled_state` and `set_scaled_state` are
-    those of AdamW.
+    FP16 one has a BF16 master. `get_unscaled_state` and `get_scaled_state` are those of AdamW.
 
     Args:
         params, lr, betas, eps, weight_decay: as for `torch.optim.AdamW`.
@@ -123,6 +122,45 @@ class FusedAdam(optim.AdamW):
         if all(one.is_cpu for group in self.param_groups for one in group["params"]):
             for group in (self.defaults, *self.param_groups):
                 group["capturable"] = False
+
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
+        """Make the state that a parameter has before its first step, in the place of any other.
+
+        Args:
+            param: of this optimizer.
+            store_param_remainders: of a BF16 parameter what the optimizer was told; of others it
+                is not looked at.
+
+        Raises:
+            ValueError: it is something else, or `param` is no parameter of the optimizer.
+        """
+        own = getattr(param, "_local_tensor", param)
+        is_plain = not hasattr(type(own), "quantize_")
+        if (
+            is_plain
+            and own.dtype == torch.bfloat16
+            and bool(store_param_remainders) != self.defaults["store_param_remainders"]
+        ):
+            raise ValueError(
+                "FusedAdam: store_param_remainders of a BF16 parameter must be the optimizer's own "
+                f"{self.defaults['store_param_remainders']}, got {store_param_remainders!r}"
+            )
+        super().initialize_state(param)
+
+    def set_scaled_state(
+        self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
+    ) -> None:
+        """Hold FP32 values as a moment or the master of a parameter; made first where it has none.
+
+        Args:
+            param, state_name, unscaled_state: as `hybridq.optim.AdamW` takes them.
+
+        Raises:
+            ValueError: as there.
+        """
+        if not self.state.get(param):
+            super().initialize_state(param)
+        super().set_scaled_state(param, state_name, unscaled_state)
 
 
 class FusedSGD(optim.SGD):
