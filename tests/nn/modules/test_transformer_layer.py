@@ -390,6 +390,40 @@ def test_keys_of_the_state_dict():
     )
 
 
+@pytest.mark.parametrize("options", [{}, {"output_layernorm": True}, {"layer_type": "decoder"}])
+@pytest.mark.parametrize("recipe", [None, "mxfp8"])
+def test_initial_values_are_those_of_the_init_methods_whenever_they_are_set(options, recipe):
+    """On the meta device first, by `reset_parameters` again, and as what planes were made of."""
+
+    def fill(value):  # in two operations: a quantized weight is written once, not twice
+        return lambda weight: weight.fill_(value).add_(0.001)
+
+    def make(**more):
+        own = {"init_method": fill(2.0), "output_layer_init_method": fill(3.0)}
+        with hybridq.quantized_model_init(
+            recipe or "mxfp8", enabled=recipe is not None, preserve_high_precision_init_val=True
+        ):
+            return TransformerLayer(64, 96, 4, **own, **options, **more)
+
+    def check(layer):
+        seen = 0
+        for name, parameter in layer.named_parameters():
+            if "bias" in name or parameter.dim() < 2:
+                continue
+            kept = getattr(parameter, "get_high_precision_init_val", parameter.detach)()
+            wanted = 3.001 if "proj" in name or "fc2" in name else 2.001
+            assert torch.equal(kept, torch.full_like(kept, wanted)), name
+            seen += 1
+        assert seen == (7 if "layer_type" in options else 4)
+
+    check(make())
+    late = make(device="meta").to_empty(device="cpu")
+    for module in late.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    check(late)
+
+
 def test_init_methods():
     def fill(value):
         return lambda weight: nn.init.constant_(weight, value)

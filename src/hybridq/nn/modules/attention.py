@@ -11,7 +11,7 @@ from torch import nn
 from ..autograd import checkpoint, plain_attention
 from ..weights import takes_separate_names
 from .attention_masks import check_mask_type, visible
-from .attention_parts import BiasApart, check_angles, check_shared, check_sizes, filled
+from .attention_parts import BiasApart, check_angles, check_shared, check_sizes
 from .constructor_arguments import checked
 from .dot_product_attention import AttentionCall, DotProductAttention
 from .exchange import SequenceExchange
@@ -222,8 +222,8 @@ class MultiheadAttention(SplitTogether, nn.Module):
         if set_parallel_mode:
             options = {**options, "parallel_mode": "row"}
             self._share_norms()
-        self.proj: Linear = kind(inner, hidden_size, name=own, **options)
-        filled(self.proj, output_layer_init_method)
+        filled_by: dict[str, Any] = {"init_method": output_layer_init_method}
+        self.proj: Linear = kind(inner, hidden_size, name=own, **filled_by, **options)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Take the group of the ranks that have the other heads: see `Linear`.
@@ -262,20 +262,21 @@ class MultiheadAttention(SplitTogether, nn.Module):
         self.layernorm_query: LayerNormLinear | None = None
         self.key_value: Linear | None = None
         made: Linear | LayerNormLinear
+        filled_by: dict[str, Any] = {"init_method": norm["init_method"]}
         if self.input_layernorm:
             own = None if name is None else f"{name}.layernorm_linear_{short}"
             made = LayerNormLinear(hidden_size, width, name=own, **norm, **options)
             setattr(self, f"layernorm_{first}", made)
         else:
             own = None if name is None else f"{name}.linear_{short}"
-            made = filled(Linear(hidden_size, width, name=own, **options), norm["init_method"])
+            made = Linear(hidden_size, width, name=own, **filled_by, **options)
             setattr(self, "query_layer" if is_cross else "qkv", made)
         rows = {"query": inner} if is_cross else {"query": inner, "key": of_keys, "value": of_keys}
         takes_separate_names(made, {} if self.qkv_weight_interleaved else rows)
         if is_cross:
             own = None if name is None else f"{name}.linear_kv"
-            both = Linear(hidden_size, 2 * self._size * of_keys, name=own, **options)
-            self.key_value = filled(both, norm["init_method"])
+            width = 2 * self._size * of_keys
+            self.key_value = Linear(hidden_size, width, name=own, **filled_by, **options)
             rows = {"key": of_keys, "value": of_keys}
             takes_separate_names(self.key_value, {} if self.qkv_weight_interleaved else rows)
 

@@ -9,10 +9,10 @@ from ..autograd import with_quantized_gradient
 from .dot_product_attention import AttentionCall, DotProductAttention
 from .kv_cache import InferenceParams
 from .linear import Linear
-from .linear_part import InitMethod, run_part
+from .linear_part import run_part
 from .packed_sequences import Packed
 
-__all__ = ["BiasApart", "check_angles", "check_shared", "check_sizes", "filled"]
+__all__ = ["BiasApart", "check_angles", "check_shared", "check_sizes"]
 
 
 class BiasApart(Linear):
@@ -36,16 +36,6 @@ class BiasApart(Linear):
             input = with_quantized_gradient(input, self._boundary_quantizer(recipe, GRAD_INPUT))
         y = run_part(self, "", recipe, input, self.local_parameter("weight"), None, first)
         return y if recipe is None or not fp8_output else self._quantized_output(y, recipe)
-
-
-def filled(module: Linear, init_method: InitMethod | None) -> Linear:
-    """Return the module, its weight filled by `init_method` if there is one."""
-    if init_method is not None:
-        with module.drawing.drawing(), torch.no_grad():
-            init_method(module.weight)
-            if module.bias is not None:
-                module.bias.zero_()
-    return module
 
 
 def check_sizes(hidden: int, heads: int, groups: int, features: int | None) -> None:
