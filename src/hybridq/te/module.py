@@ -16,6 +16,7 @@ from .._log import log_once
 from ..recipes import QuantizerRole
 from .given_buffers import gradient_into, result_into
 from .grouped import add_state_to_split, as_grouped
+from .norms import LayerNorm, OwnNorm, RMSNorm
 from .quantization import AlignedByRecipe
 from .reading import Readings, WithoutExtraState
 from .refused import REFUSED, refusing
@@ -38,7 +39,6 @@ __all__ = [
 ]
 
 __getattr__ = refusing(__name__, "te", REFUSED)
-LayerNorm, RMSNorm = nn.LayerNorm, nn.RMSNorm
 RotaryPositionEmbedding = nn.RotaryPositionEmbedding
 TransformerEngineBaseModule = nn.QuantizedModule  # for isinstance
 
@@ -493,6 +493,6 @@ _CLASSES: Final[dict[type, type]] = {
     next(base for base in own.__mro__ if base.__module__.startswith(nn.__name__)): own
     for own in (
         *(Linear, LayerNormLinear, LayerNormMLP, MultiheadAttention, DotProductAttention),
-        ProjectionApart,
+        *(ProjectionApart, LayerNorm, OwnNorm, RMSNorm),
     )
 }

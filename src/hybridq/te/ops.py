@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .. import nn
+from .meta_device import GetsMemory, give_memory
 from .reading import Readings
 from .refused import refusing
 from .signatures import constructor, forward, only_defaults, with_arguments
@@ -173,6 +174,11 @@ class Bias(torch.nn.Module):
         only_defaults("te.ops.Bias", given, table, ", since hybridq has nothing like it")
         self.bias = torch.nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
 
+    def reset_parameters(self) -> None:
+        """Set the bias to zero; on the meta device it gets memory first."""
+        give_memory(self)
+        torch.nn.init.zeros_(self.bias)
+
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Return `inp + bias`, in the dtype of `inp`.
 
@@ -188,7 +194,7 @@ _NORM: Final = (
 
 
 @with_arguments
-class LayerNorm(nn.LayerNormStep):
+class LayerNorm(GetsMemory, nn.LayerNormStep):
     """`hybridq.nn.LayerNormStep`."""
 
     as_step = nn.LayerNormStep.as_step
@@ -196,7 +202,7 @@ class LayerNorm(nn.LayerNormStep):
 
 
 @with_arguments
-class RMSNorm(nn.RMSNormStep):
+class RMSNorm(GetsMemory, nn.RMSNormStep):
     """`hybridq.nn.RMSNormStep`."""
 
     as_step = nn.RMSNormStep.as_step

@@ -13,6 +13,7 @@ from .._log import log_once
 from ..recipes import QuantizerRole
 from ..tensor import is_quantized
 from .hybrid import quantizer_of
+from .meta_device import GetsMemory
 from .quantizers import Float8Quantizer
 
 __all__ = ["SLOTS", "Readings", "WithoutExtraState", "remember_recipe", "slot_quantizer"]
@@ -53,7 +54,7 @@ class WithoutExtraState:
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
 
-class Readings(WithoutExtraState):
+class Readings(GetsMemory, WithoutExtraState):
     """Attributes of modules, made of the last forward's recipe whenever they are read."""
 
     #: As there: nobody needs to clear `main_grad` before the first microbatch of a step.

@@ -11,6 +11,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
+from .meta_device import GetsMemory
+
 __all__ = ["by_name", "constructor", "forward", "only_defaults", "options", "with_arguments"]
 
 _C = TypeVar("_C", bound=type)
@@ -143,7 +145,8 @@ def constructor(
         if prepare is not None:
             prepare(given)
         passed = {n: given[n] for n in given if n in known or n not in own.keys() | idle}
-        base.__init__(self, **_taken(where, table, known, passed))  # type: ignore[misc]
+        with GetsMemory.later(self):
+            base.__init__(self, **_taken(where, table, known, passed))  # type: ignore[misc]
         for attribute, value in attributes.items():
             setattr(self, attribute, value)
         if finish is not None:

@@ -30,6 +30,7 @@ from .patch_conv import (
     patches,
     reason_against_patches,
 )
+from .plain_norm import PlainNorm
 from .quantized_module import QuantizedModule
 from .quantized_parts import of_part
 from .rotary import RotaryPositionEmbedding, apply_rotary
@@ -61,6 +62,7 @@ __all__ = [
     "PatchConv1d",
     "PatchConv2d",
     "PatchConv3d",
+    "PlainNorm",
     "Quantize",
     "QuantizedModule",
     "RMSNorm",

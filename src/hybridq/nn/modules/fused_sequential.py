@@ -134,10 +134,11 @@ def _step(module: Any) -> PrologueCall | None:
             return None
         bias = module.bias if kind is nn.LayerNorm else None
         return PrologueCall(Norm(kind.__name__, float(module.eps)), module.weight, bias)
-    if kind is LayerNorm or kind is RMSNorm:
+    if kind.forward is LayerNorm.forward or kind.forward is RMSNorm.forward:
         if len(module.normalized_shape) != 1:
             return None
-        norm = Norm(kind.__name__, module.eps, module.zero_centered_gamma)
+        name = "LayerNorm" if issubclass(kind, LayerNorm) else "RMSNorm"
+        norm = Norm(name, module.eps, module.zero_centered_gamma)
         return PrologueCall(norm, module.weight, getattr(module, "bias", None))
     if kind is nn.ReLU:
         return PrologueCall(Activation("relu"))
