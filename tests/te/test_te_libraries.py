@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 
@@ -207,3 +208,56 @@ def test_options_of_ranks_change_nothing_on_one() -> None:
     torch.manual_seed(5)
     drawn = [torch.empty(16, 32).normal_(0.0, 0.023) for _ in range(2)]
     assert torch.equal(groups.weight0, drawn[0]) and torch.equal(groups.weight1, drawn[1])
+
+
+TRANSFORMERS = """
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+import hybridq.te.pytorch as te
+
+
+class Config(PretrainedConfig):
+    model_type = "of_this_test"
+    initializer_range = 0.02
+
+
+class Model(PreTrainedModel):
+    config_class = Config
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = torch.nn.Embedding(8, 64)
+        half = {"init_method": lambda weight: torch.nn.init.constant_(weight, 0.5)}
+        self.first = te.Linear(64, 64, **half)
+        self.fused = te.LayerNormLinear(64, 64, **half)
+        self.layer = te.TransformerLayer(64, 96, 4, output_layer_init_method=half["init_method"],
+                                         **half)
+        self.post_init()
+
+    def _init_weights(self, module):
+        if module.__module__.startswith("hybridq.te.pytorch"):
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+            return
+        super()._init_weights(module)
+
+
+model = Model(Config())
+weights = {name: one for name, one in model.named_parameters() if one.dim() == 2}
+assert len(weights) == 7
+for name, one in weights.items():
+    assert "embed" in name or one.eq(0.5).all(), name
+"""
+
+
+def test_models_of_transformers_leave_modules_alone_that_they_know_by_their_path() -> None:
+    """BioNeMo's way, in own words: a class with "LayerNorm" in its name would be filled by ones."""
+    pytest.importorskip("transformers")
+    done = subprocess.run(
+        [sys.executable, "-c", TRANSFORMERS], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for one in (te.Linear, te.LayerNormMLP, te.GroupedLinear, te.LayerNorm, te.TransformerLayer):
+        assert one.__module__ == "hybridq.te.pytorch.module"
+        assert pickle.loads(pickle.dumps(one)) is one
+    assert te.DotProductAttention.__module__ == "hybridq.te.pytorch.attention"

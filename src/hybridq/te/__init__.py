@@ -19,6 +19,7 @@ import sys
 
 from . import (
     aliases,
+    attention,
     common,
     constants,
     cpp_extensions,

@@ -30,10 +30,12 @@ PATHS: Final = {
     "distributed": (),
     "graph": (),
     "grouped": ("tensor.grouped_tensor",),
-    "module": (
-        *("transformer", "attention", "attention.multi_head_attention"),
+    "attention": (
+        *("attention.dot_product_attention", "attention.multi_head_attention"),
         "attention.inference",
-        *("attention.dot_product_attention", "module.base", "module.linear"),
+    ),
+    "module": (
+        *("transformer", "module.base", "module.linear"),
         *("module.layernorm_linear", "module.layernorm_mlp", "module.grouped_linear"),
         *("module.layernorm", "module.rmsnorm", "module.fp8_padding", "module.fp8_unpadding"),
     ),

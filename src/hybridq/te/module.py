@@ -14,13 +14,20 @@ import torch
 from .. import nn, settings
 from .._log import log_once
 from ..recipes import QuantizerRole
+from .attention import (
+    DotProductAttention,
+    InferenceParams,
+    MultiheadAttention,
+    RotaryPositionEmbedding,
+)
+from .children import join, own_children
 from .given_buffers import gradient_into, result_into
 from .grouped import add_state_to_split, as_grouped
-from .norms import LayerNorm, OwnNorm, RMSNorm
+from .norms import LayerNorm, RMSNorm
 from .quantization import AlignedByRecipe
 from .reading import Readings, WithoutExtraState
 from .refused import REFUSED, refusing
-from .signatures import constructor, forward, with_arguments
+from .signatures import constructor, forward, prepare, with_arguments
 
 __all__ = [
     "DotProductAttention",
@@ -39,26 +46,7 @@ __all__ = [
 ]
 
 __getattr__ = refusing(__name__, "te", REFUSED)
-RotaryPositionEmbedding = nn.RotaryPositionEmbedding
 TransformerEngineBaseModule = nn.QuantizedModule  # for isinstance
-
-
-def _normal(weight: torch.Tensor) -> None:
-    torch.nn.init.normal_(weight, mean=0.0, std=0.023)
-
-
-def _prepare(given: dict[str, Any]) -> None:
-    """Fill in what Transformer Engine's constructors do where nothing is said."""
-    for name in ("init_method", "output_layer_init_method"):
-        if name in given and given[name] is None:
-            given[name] = _normal
-    if given.get("tp_group") is None and given.get("tp_size") == 1:
-        given["sequence_parallel"] = False  # there is nobody to share the tokens with
-    if given.get("fuse_qkv_params") is False:
-        given["qkv_weight_interleaved"] = False
-    if given.get("ub_tp_comm_overlap") is False:  # what it would overlap says nothing then
-        defaults = {"ub_overlap_ag": True, "ub_overlap_rs": True, "ub_overlap_rs_dgrad": False}
-        given.update(defaults, ub_bulk_dgrad=True, ub_bulk_wgrad=True)
 
 
 def _ranks(group: Any) -> int:
@@ -79,7 +67,7 @@ def _prepare_groups(given: dict[str, Any]) -> None:
         given.update(tp_group=None, tp_size=1)  # experts of whole matrices, as Megatron says it
     if given["tp_group"] is None and given["tp_size"] == 1 and mode in ("column", "row"):
         given["parallel_mode"] = None
-    _prepare(given)
+    prepare(given)
     if given["save_original_input"]:
         log_once(
             "te.GroupedLinear.save_original_input",
@@ -137,27 +125,6 @@ class _Linear(Readings):
     told_of_original: frozenset[str] | set[str] = frozenset()
 
 
-def _name_attention(given: dict[str, Any]) -> None:
-    given["name"] = given["name"] or ""
-
-
-def _without_needless_mask(module: Any, given: dict[str, Any]) -> None:
-    """Take away a mask that the mask type says nothing of, as Transformer Engine does, and say so.
-
-    Args:
-        module: with `attn_mask_type`.
-        given: the arguments of its forward.
-    """
-    kind = given.get("attn_mask_type") or module.attn_mask_type
-    if given.get("attention_mask") is None or "padding" in kind or kind == "arbitrary":
-        return
-    given["attention_mask"] = None
-    log_once(
-        f"te.attention_mask.{kind}",
-        f"attention: attention_mask is not looked at, since the mask type {kind!r} takes none",
-    )
-
-
 def _in_autocast(module: Any, given: dict[str, Any]) -> None:
     """Let a layer's residuals have the dtype of torch.autocast, where that is on.
 
@@ -169,18 +136,6 @@ def _in_autocast(module: Any, given: dict[str, Any]) -> None:
     kind = x.device.type
     if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
         given["hidden_states"] = x.to(torch.get_autocast_dtype(kind))
-
-
-def _own_children(module: torch.nn.Module) -> None:
-    """Let the modules inside of a module be of the door's classes, which have the read-outs.
-
-    Args:
-        module: just made of hybridq's.
-    """
-    for child in module.modules():
-        own = _CLASSES.get(type(child))
-        if own is not None:
-            child.__class__ = own  # of the same attributes
 
 
 @with_arguments
@@ -204,7 +159,7 @@ class Linear(_Linear, nn.Linear):
         "parameters_split=None, device=None, ub_overlap_ag=False, ub_overlap_rs=False, "
         "ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False, ub_name=None, "
         "delay_wgrad_compute=False, symmetric_ar_type=None, save_original_input=False, name=None",
-        _prepare,
+        prepare,
         kept=_ASKS,
     )
 
@@ -238,7 +193,7 @@ class LayerNormLinear(Readings, nn.LayerNormLinear):
         "zero_centered_gamma=False, device=None, ub_overlap_ag=False, ub_overlap_rs=False, "
         "ub_overlap_rs_dgrad=False, ub_bulk_wgrad=False, ub_bulk_dgrad=False, ub_name=None, "
         "delay_wgrad_compute=False, symmetric_ar_type=None, name=None",
-        _prepare,
+        prepare,
     )
 
 
@@ -263,7 +218,7 @@ class LayerNormMLP(Readings, nn.LayerNormMLP):
         "ub_overlap_ag=False, name=None, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, "
         "ub_bulk_dgrad=False, ub_bulk_wgrad=False, delay_wgrad_compute=False, "
         "symmetric_ar_type=None, checkpoint=False",
-        _prepare,
+        prepare,
         kept={"checkpoint": "runs_again"},
     )
 
@@ -346,64 +301,6 @@ class GroupedLinear(_Linear, nn.GroupedLinear):
 
 
 @with_arguments
-class InferenceParams(nn.InferenceParams):
-    """`hybridq.nn.InferenceParams`; keys and values are kept in their own dtype and layout.
-
-    What it has no like of raises, by the argument's name.
-    """
-
-    __init__ = constructor(
-        nn.InferenceParams,
-        "max_batch_size, max_sequence_length, num_heads_kv=16, head_dim_k=16, dtype=None, "
-        "head_dim_v=None, is_paged=False, total_num_pages=None, page_size=None, "
-        "num_heads_q=None, head_dim_q=None, max_ctx_len=None, qkv_format='bshd', "
-        "custom_cache_manager=None",
-        idle=frozenset(
-            {
-                *("num_heads_kv", "head_dim_k", "dtype", "head_dim_v", "num_heads_q"),
-                *("head_dim_q", "max_ctx_len", "qkv_format"),
-            }
-        ),
-    )
-
-
-@with_arguments
-class MultiheadAttention(WithoutExtraState, nn.MultiheadAttention):
-    """`hybridq.MultiheadAttention`; what it has no like of raises, by the argument's name."""
-
-    __init__ = constructor(
-        nn.MultiheadAttention,
-        "hidden_size, num_attention_heads, kv_channels=None, attention_dropout=0.1, "
-        "layernorm_epsilon=1e-5, init_method=None, output_layer_init_method=None, "
-        "layer_number=None, attn_mask_type='causal', window_size=None, "
-        "bottom_right_diagonal=None, tp_group=None, tp_size=1, num_gqa_groups=None, "
-        "fuse_wgrad_accumulation=False, get_rng_state_tracker=None, "
-        "sequence_parallel=False, params_dtype=None, return_bias=False, "
-        "return_layernorm_output=False, input_layernorm=False, attention_type='self', "
-        "set_parallel_mode=False, fuse_qkv_params=False, zero_centered_gamma=False, "
-        "qkv_weight_interleaved=True, rotary_pos_interleaved=False, ub_overlap_ag=False, "
-        "ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, "
-        "ub_bulk_wgrad=False, bias=True, normalization='LayerNorm', device=None, "
-        "qkv_format='sbhd', name=None, qk_norm_type=None, qk_norm_eps=1e-6, "
-        "qk_norm_before_rope=False, softmax_type='vanilla', seq_length=None, "
-        "micro_batch_size=None",
-        _prepare,
-        _own_children,
-    )
-
-    forward = forward(
-        nn.MultiheadAttention,
-        "hidden_states, attention_mask=None, encoder_output=None, attn_mask_type=None, "
-        "window_size=None, is_first_microbatch=None, checkpoint_core_attention=False, "
-        "inference_params=None, rotary_pos_emb=None, core_attention_bias_type='no_bias', "
-        "core_attention_bias=None, alibi_slopes=None, cu_seqlens_q=None, cu_seqlens_kv=None, "
-        "cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None, "
-        "max_seqlen_kv=None, fast_zero_fill=True, pad_between_seqs=None",
-        prepare=_without_needless_mask,
-    )
-
-
-@with_arguments
 class TransformerLayer(WithoutExtraState, nn.TransformerLayer):
     """`hybridq.TransformerLayer`; what it has no like of raises, by the argument's name.
 
@@ -432,8 +329,8 @@ class TransformerLayer(WithoutExtraState, nn.TransformerLayer):
         "ub_bulk_wgrad=True, bias=True, activation='gelu', activation_params=None, "
         "normalization='LayerNorm', device=None, attn_input_format='sbhd', name=None, "
         "qk_norm_type=None, qk_norm_eps=1e-6, qk_norm_before_rope=False, softmax_type='vanilla'",
-        _prepare,
-        _own_children,
+        prepare,
+        own_children,
     )
 
     forward = forward(
@@ -448,34 +345,6 @@ class TransformerLayer(WithoutExtraState, nn.TransformerLayer):
     )
 
 
-@with_arguments
-class DotProductAttention(WithoutExtraState, nn.DotProductAttention):
-    """`hybridq.nn.DotProductAttention`; what it has no like of raises, by the argument's name."""
-
-    __init__ = constructor(
-        nn.DotProductAttention,
-        "num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, "
-        "qkv_format='sbhd', attn_mask_type='causal', window_size=None, sequence_parallel=False, "
-        "tp_size=1, get_rng_state_tracker=None, tp_group=None, layer_number=None, "
-        "attention_type='self', cp_group=None, cp_global_ranks=None, cp_stream=None, "
-        "cp_comm_type='p2p', softmax_scale=None, softmax_type='vanilla', return_max_logit=False, "
-        "bottom_right_diagonal=None, name=None",
-        _name_attention,
-    )
-
-    forward = forward(
-        nn.DotProductAttention,
-        "query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, "
-        "cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None, "
-        "cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type=None, "
-        "window_size=None, checkpoint_core_attention=False, core_attention_bias_type='no_bias', "
-        "core_attention_bias=None, alibi_slopes=None, fast_zero_fill=True, inference_params=None, "
-        "pad_between_seqs=None, fp8_output=False, num_splits=1, bottom_right_diagonal=None",
-        {"query_layer": "query", "key_layer": "key", "value_layer": "value"},
-        _without_needless_mask,
-    )
-
-
 class Fp8Padding(AlignedByRecipe, nn.Fp8Padding):
     """`hybridq.nn.Fp8Padding`; without a size it is what the recipe says that is met first."""
 
@@ -484,15 +353,7 @@ class Fp8Unpadding(AlignedByRecipe, nn.Fp8Unpadding):
     """`hybridq.nn.Fp8Unpadding`; without a size it is what the recipe says that is met first."""
 
 
-class ProjectionApart(Readings, nn.BiasApart):
-    """The last projection of a MultiheadAttention that returns its bias."""
-
-
-#: The door's class of each of hybridq's that it derives from.
-_CLASSES: Final[dict[type, type]] = {
-    next(base for base in own.__mro__ if base.__module__.startswith(nn.__name__)): own
-    for own in (
-        *(Linear, LayerNormLinear, LayerNormMLP, MultiheadAttention, DotProductAttention),
-        *(ProjectionApart, LayerNorm, OwnNorm, RMSNorm),
-    )
-}
+for _class in (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear, TransformerLayer):
+    join(_class, f"{__package__}.pytorch.module")
+for _class in (LayerNorm, RMSNorm):
+    join(_class, f"{__package__}.pytorch.module")

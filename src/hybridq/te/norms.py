@@ -24,13 +24,25 @@ def _made_by(base: Any) -> Callable[..., None]:
 
 
 class LayerNorm(GetsMemory, nn.LayerNorm):
-    """`hybridq.nn.LayerNorm`."""
+    """`hybridq.nn.LayerNorm`.
+
+    Args:
+        normalized_shape, eps, sequence_parallel, params_dtype, zero_centered_gamma, hidden_size:
+            as there.
+        device, dtype: the same.
+    """
 
     __init__ = _made_by(nn.LayerNorm)
 
 
 class RMSNorm(GetsMemory, nn.RMSNorm):
-    """`hybridq.nn.RMSNorm`."""
+    """`hybridq.nn.RMSNorm`.
+
+    Args:
+        normalized_shape, eps, sequence_parallel, params_dtype, zero_centered_gamma, hidden_size:
+            as there.
+        device, dtype: the same.
+    """
 
     __init__ = _made_by(nn.RMSNorm)
 

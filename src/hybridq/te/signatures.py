@@ -11,9 +11,19 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
+import torch
+
 from .meta_device import GetsMemory
 
-__all__ = ["by_name", "constructor", "forward", "only_defaults", "options", "with_arguments"]
+__all__ = [
+    "by_name",
+    "constructor",
+    "forward",
+    "only_defaults",
+    "options",
+    "prepare",
+    "with_arguments",
+]
 
 _C = TypeVar("_C", bound=type)
 
@@ -214,3 +224,25 @@ def forward(
     )
     forward.__signature__ = _signature(table, len(table))  # type: ignore[attr-defined]
     return forward
+
+
+def _normal(weight: torch.Tensor) -> None:
+    torch.nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+def prepare(given: dict[str, Any]) -> None:
+    """Fill in what Transformer Engine's constructors do where nothing is said.
+
+    Args:
+        given: arguments of a module, by name; changed.
+    """
+    for name in ("init_method", "output_layer_init_method"):
+        if name in given and given[name] is None:
+            given[name] = _normal
+    if given.get("tp_group") is None and given.get("tp_size") == 1:
+        given["sequence_parallel"] = False  # there is nobody to share the tokens with
+    if given.get("fuse_qkv_params") is False:
+        given["qkv_weight_interleaved"] = False
+    if given.get("ub_tp_comm_overlap") is False:  # what it would overlap says nothing then
+        defaults = {"ub_overlap_ag": True, "ub_overlap_rs": True, "ub_overlap_rs_dgrad": False}
+        given.update(defaults, ub_bulk_dgrad=True, ub_bulk_wgrad=True)

@@ -178,6 +178,7 @@ class MultiheadAttention(SplitTogether, nn.Module):
             "parallel_mode": "column" if set_parallel_mode else None,
             "sequence_parallel": sequence_parallel,
             "get_rng_state_tracker": get_rng_state_tracker,
+            "init_method": init_method,
             "bias": bias,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "device": device,
@@ -185,7 +186,6 @@ class MultiheadAttention(SplitTogether, nn.Module):
         }
         norm: dict[str, Any] = {
             "eps": layernorm_epsilon,
-            "init_method": init_method,
             "normalization": normalization,
             "zero_centered_gamma": zero_centered_gamma,
             "return_layernorm_output": return_layernorm_output,
@@ -222,8 +222,8 @@ class MultiheadAttention(SplitTogether, nn.Module):
         if set_parallel_mode:
             options = {**options, "parallel_mode": "row"}
             self._share_norms()
-        filled_by: dict[str, Any] = {"init_method": output_layer_init_method}
-        self.proj: Linear = kind(inner, hidden_size, name=own, **filled_by, **options)
+        options["init_method"] = output_layer_init_method
+        self.proj: Linear = kind(inner, hidden_size, name=own, **options)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Take the group of the ranks that have the other heads: see `Linear`.
@@ -262,21 +262,20 @@ class MultiheadAttention(SplitTogether, nn.Module):
         self.layernorm_query: LayerNormLinear | None = None
         self.key_value: Linear | None = None
         made: Linear | LayerNormLinear
-        filled_by: dict[str, Any] = {"init_method": norm["init_method"]}
         if self.input_layernorm:
             own = None if name is None else f"{name}.layernorm_linear_{short}"
             made = LayerNormLinear(hidden_size, width, name=own, **norm, **options)
             setattr(self, f"layernorm_{first}", made)
         else:
             own = None if name is None else f"{name}.linear_{short}"
-            made = Linear(hidden_size, width, name=own, **filled_by, **options)
+            made = Linear(hidden_size, width, name=own, **options)
             setattr(self, "query_layer" if is_cross else "qkv", made)
         rows = {"query": inner} if is_cross else {"query": inner, "key": of_keys, "value": of_keys}
         takes_separate_names(made, {} if self.qkv_weight_interleaved else rows)
         if is_cross:
             own = None if name is None else f"{name}.linear_kv"
             width = 2 * self._size * of_keys
-            self.key_value = Linear(hidden_size, width, name=own, **filled_by, **options)
+            self.key_value = Linear(hidden_size, width, name=own, **options)
             rows = {"key": of_keys, "value": of_keys}
             takes_separate_names(self.key_value, {} if self.qkv_weight_interleaved else rows)
 
