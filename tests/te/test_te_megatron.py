@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import subprocess
 import sys
@@ -207,3 +208,52 @@ def test_experts_have_the_state_that_is_split_by_groups(kind: str | None) -> Non
     )
     assert "_extra_state" not in te.GroupedLinear(3, 32, 48).state_dict()
     assert "_extra_state" in hybridq.state_dict_with_history(layer)
+
+
+class Column(te.LayerNormLinear):
+    """Sets and reads what `TELayerNormColumnParallelLinear` does."""
+
+    def __init__(self, **options: Any) -> None:
+        self.tp_size = options.get("tp_size", 1)  # before the module is one
+        self.sequence_parallel, self.tp_group = False, None
+        super().__init__(
+            in_features=64, out_features=96, parallel_mode="column", ub_name="fc1", **options
+        )
+
+    def extra_repr(self) -> str:
+        return f"in={self.in_features}, out={self.out_features}, TP={self.tp_size}, {self.use_bias}"
+
+
+def test_modules_say_what_they_were_told_of_ranks(tmp_path: Path) -> None:
+    duplicated = te.Linear(64, 32, bias=False)  # of MLA, whose sharded_state_dict asks
+    assert duplicated.parallel_mode is None and duplicated.tp_group is None
+    assert (duplicated.tp_size, duplicated.sequence_parallel) == (1, False)
+    assert not duplicated.use_bias and duplicated.ub_name is None
+    two = Column(tp_size=2, sequence_parallel=True)
+    assert "in=64, out=48, TP=2, True" in repr(two)
+    assert (two.parallel_mode, two.ub_name, two.tp_group) == ("column", "fc1", None)
+    assert two.sequence_parallel and two.parallel[""].sequence_parallel
+    two.sequence_parallel = False  # as Megatron-Core does around its own gathers
+    assert not two.sequence_parallel and not two.parallel[""].sequence_parallel
+    mlp = te.LayerNormMLP(64, 96, set_parallel_mode=True, tp_size=2, bias=False)
+    assert (mlp.tp_size, mlp.use_bias) == (2, False)
+    layer = te.TransformerLayer(64, 96, 4, bias=False, tp_size=2, set_parallel_mode=True)
+    own = layer.self_attention
+    assert (own.proj.tp_size, own.proj.parallel_mode, own.proj.use_bias) == (2, "row", False)
+    assert own.layernorm_qkv.parallel_mode == "column" and not own.layernorm_qkv.use_bias
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        group = torch.distributed.group.WORLD
+        one = Column(tp_group=group, sequence_parallel=True)
+        assert one.tp_group is group and one.tp_size == 1 and one.parallel_mode == "column"
+        twin = copy.deepcopy(one)
+        assert twin.tp_group is group
+        later = Column()
+        later.set_tensor_parallel_group(group)
+        assert later.tp_group is group
+        experts = te.GroupedLinear(2, 64, 96, tp_group=group, parallel_mode="row")
+        assert experts.tp_group is group and experts.tp_size == 1
+        assert experts.parallel_mode == "row" and experts.use_bias
+    finally:
+        torch.distributed.destroy_process_group()

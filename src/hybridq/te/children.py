@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from .. import nn
+from .over_ranks import OverRanks
 
 __all__ = ["join", "own_children"]
 
@@ -36,7 +37,10 @@ def own_children(module: torch.nn.Module) -> None:
     Args:
         module: just made of hybridq's.
     """
+    child: Any
     for child in module.modules():
         own = _CLASSES.get(type(child))
         if own is not None:
             child.__class__ = own  # of the same attributes
+            if issubclass(own, OverRanks):
+                child.take_from_parent()

@@ -24,6 +24,7 @@ from .children import join, own_children
 from .given_buffers import gradient_into, result_into
 from .grouped import add_state_to_split, as_grouped
 from .norms import LayerNorm, RMSNorm
+from .over_ranks import OverRanks
 from .quantization import AlignedByRecipe
 from .reading import Readings, WithoutExtraState
 from .refused import REFUSED, refusing
@@ -117,7 +118,7 @@ def _tell_original(module: Any) -> None:
 _ASKS: Final = {"save_original_input": "asks_original"}
 
 
-class _Linear(Readings):
+class _Linear(OverRanks, Readings):
     """Base of the modules that may be asked to save their input as it came."""
 
     #: Whether the caller asked; recipes that were told of.
@@ -180,7 +181,7 @@ class Linear(_Linear, nn.Linear):
 
 
 @with_arguments
-class LayerNormLinear(Readings, nn.LayerNormLinear):
+class LayerNormLinear(OverRanks, Readings, nn.LayerNormLinear):
     """`hybridq.LayerNormLinear`; what it has no like of raises, by the argument's name."""
 
     __init__ = constructor(
@@ -198,7 +199,7 @@ class LayerNormLinear(Readings, nn.LayerNormLinear):
 
 
 @with_arguments
-class LayerNormMLP(Readings, nn.LayerNormMLP):
+class LayerNormMLP(OverRanks, Readings, nn.LayerNormMLP):
     """`hybridq.LayerNormMLP`; what it has no like of raises, by the argument's name.
 
     `checkpoint=True` runs the forward again in the backward, by `hybridq.checkpoint`.

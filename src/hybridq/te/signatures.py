@@ -152,6 +152,7 @@ def constructor(
         if missing:
             raise TypeError(f"{where}: {missing[0]} must be given")
         attributes = {attribute: given[name] for name, attribute in own.items()}
+        told = dict(given)
         if prepare is not None:
             prepare(given)
         passed = {n: given[n] for n in given if n in known or n not in own.keys() | idle}
@@ -159,6 +160,8 @@ def constructor(
             base.__init__(self, **_taken(where, table, known, passed))  # type: ignore[misc]
         for attribute, value in attributes.items():
             setattr(self, attribute, value)
+        if hasattr(self, "take_arguments"):
+            self.take_arguments(told)
         if finish is not None:
             finish(self)
 

@@ -1,0 +1,101 @@
+"""What scripts read, and Megatron-Core sets, of a linear module's ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["OverRanks"]
+
+
+class OverRanks:
+    """Attributes of Transformer Engine's modules: of the constructor's arguments, by their names.
+
+    Only `sequence_parallel` and `tp_group` change a module that has parts of its weights. A
+    process group is kept by its name, since nothing copies one.
+    """
+
+    parallel: Mapping[str, Any]
+    #: Name of the buffers of user buffers; not used.
+    ub_name: str | None = None
+    #: Whether there is a bias.
+    use_bias: bool = True
+
+    def take_arguments(self: Any, given: Mapping[str, Any]) -> None:
+        """Keep what the constructor was told.
+
+        Args:
+            given: its arguments, by name.
+        """
+        own = self.__dict__
+        own["_parallel_mode"], own["ub_name"] = given.get("parallel_mode"), given.get("ub_name")
+        own["use_bias"], own["_tp_size"] = bool(given["bias"]), given["tp_size"]
+        group = given.get("tp_group")
+        if group is not None:
+            own["_group_name"] = group if isinstance(group, str) else group.group_name
+
+    def take_from_parent(self: Any) -> None:
+        """Do the same for a module that another one has made."""
+        names = [name for name in self._parameters if name.endswith("bias")]
+        own = [name for name in names if not name.startswith("layer_norm")]
+        self.__dict__["use_bias"] = any(self._parameters[name] is not None for name in own)
+
+    @property
+    def tp_size(self) -> int:
+        """How many ranks have parts of the weights."""
+        for part in self.__dict__.get("parallel", {}).values():
+            return len(part.sizes)
+        return int(self.__dict__.get("_tp_size", 1))
+
+    @tp_size.setter
+    def tp_size(self, value: int) -> None:
+        self.__dict__["_tp_size"] = value
+
+    @property
+    def parallel_mode(self) -> str | None:
+        """`"column"`, `"row"` or None."""
+        for part in self.__dict__.get("parallel", {}).values():
+            return str(part.mode)
+        return self.__dict__.get("_parallel_mode")
+
+    @parallel_mode.setter
+    def parallel_mode(self, value: str | None) -> None:
+        self.__dict__["_parallel_mode"] = value
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether inputs, or outputs, are this rank's part of the tokens."""
+        return any(part.sequence_parallel for part in self.__dict__.get("parallel", {}).values())
+
+    @sequence_parallel.setter
+    def sequence_parallel(self, value: bool) -> None:
+        parts = self.__dict__.get("parallel", {})
+        if parts:
+            own = {name: one._replace(sequence_parallel=bool(value)) for name, one in parts.items()}
+            self.__dict__["parallel"] = own
+
+    @property
+    def tp_group(self) -> Any:
+        """The process group of the ranks that have parts of the weights, or None."""
+        names = [one.group for one in self.__dict__.get("parallel", {}).values() if one.group]
+        name = names[0] if names else self.__dict__.get("_group_name")
+        if not name:
+            return None
+        from .._torch_ranks import process_group
+
+        return process_group(name)
+
+    @tp_group.setter
+    def tp_group(self: Any, value: Any) -> None:
+        self.set_tensor_parallel_group(value)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Take the group of the ranks that have the other parts of the module's weights.
+
+        Args:
+            tp_group: as `hybridq.Linear.set_tensor_parallel_group` takes it.
+        """
+        super().set_tensor_parallel_group(tp_group)  # type: ignore[misc]
+        if tp_group is not None:
+            own = tp_group if isinstance(tp_group, str) else tp_group.group_name
+            self.__dict__["_group_name"] = own
