@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABCMeta
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -74,6 +75,7 @@ __getattr__ = refusing(__name__, "te.ops", _REFUSED)
 
 def _prepare(given: dict[str, Any]) -> None:
     """Give the arguments of operations the names that the modules have for them."""
+    given["init_method"] = partial(torch.nn.init.kaiming_uniform_, a=math.sqrt(5))  # zero biases
     group = given.pop("tensor_parallel_group", None)
     given["parallel_mode"] = given.pop("tensor_parallel_mode", None)
     given["fuse_wgrad_accumulation"] = given.pop("accumulate_into_main_grad")
@@ -109,6 +111,12 @@ class Linear(Readings, nn.Linear):
 
     takes_steps = True
     __init__ = constructor(nn.Linear, f"in_features, out_features, bias=True, {_LINEAR}", _prepare)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for name, place in (("weight", "basic_ops.0"), ("bias", "basic_ops.1")):
+            if f"{prefix}{place}.{name}" in state_dict:  # of Transformer Engine
+                state_dict[f"{prefix}{name}"] = state_dict.pop(f"{prefix}{place}.{name}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def _without_bias(given: dict[str, Any]) -> None:
