@@ -156,9 +156,10 @@ def test_scores_are_hidden_where_the_mask_is_true():
     from hybridq.te.pytorch.utils import attention_mask_func
 
     scores, hidden = torch.randn(2, 3), torch.tensor([True, False, False])
+    before = scores.clone()
     made = attention_mask_func(scores, hidden)
-    assert torch.equal(made[:, 0], torch.full((2,), -10000.0))
-    assert torch.equal(made[:, 1:], scores[:, 1:])
+    assert made is scores and torch.equal(made[:, 0], torch.full((2,), -torch.inf))
+    assert torch.equal(made[:, 1:], before[:, 1:])
 
 
 def rotated(t, angles, position):

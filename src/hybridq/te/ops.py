@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .. import nn
+from .glu import ScaledClampedQGeGLU, ScaledSReLU, ScaledSwiGLU, halves_of
 from .meta_device import GetsMemory, give_memory
 from .reading import Readings
 from .refused import refusing
@@ -50,23 +51,24 @@ __all__ = [
     "Reshape",
     "SReGLU",
     "SReLU",
+    "ScaledClampedQGeGLU",
+    "ScaledSReLU",
+    "ScaledSwiGLU",
     "Sequential",
     "SiLU",
     "SwiGLU",
 ]
 
-_PROBS: Final = "weights of tokens belong to the routes that hybridq.moe.permute takes"
 _RANKS: Final = "tensor_parallel_mode of Linear shares its features out over ranks"
+_ACTIVATIONS: Final = "hybridq.nn.ActivationFunction has the activations that there are"
 _OWN: Final = "fusions are those of hybridq.nn.FusedSequential; derive from torch.nn.Module"
 #: Names of Transformer Engine that are not here, and why.
 _REFUSED: Final = {
     **dict.fromkeys(("AllGather", "AllReduce", "ReduceScatter"), _RANKS),
     **dict.fromkeys(("BasicOperation", "FusedOperation"), _OWN),
     **dict.fromkeys(("register_forward_fusion", "register_backward_fusion"), _OWN),
-    **dict.fromkeys(("ScaledSwiGLU", "ScaledClampedQGeGLU", "ScaledSReLU"), _PROBS),
-    **dict.fromkeys(("ScaledTanhSReLU", "ScaledSiTUGLU"), _PROBS),
+    **dict.fromkeys(("SiTUGLU", "ScaledSiTUGLU", "ScaledTanhSReLU"), _ACTIVATIONS),
     "AdaptiveLayerNorm": "a norm with weights of each sequence has no fused step here",
-    "SiTUGLU": "hybridq.nn.ActivationFunction has the activations that there are",
 }
 
 
@@ -148,7 +150,7 @@ class GroupedLinear(Readings, nn.GroupedLinear):
         "num_groups, in_features, out_features, bias=True, device=None, dtype=None, "
         "rng_state_tracker_function=None, accumulate_into_main_grad=False, "
         "single_grouped_weight=False, single_grouped_bias=False, delay_wgrad_compute=False, "
-        "name=None",
+        "scale_bias=False, name=None",
         _prepare_groups,
     )
 
@@ -249,29 +251,59 @@ class L2Normalization(torch.nn.Module):
 
 
 _ACTIVATION: Final = "cache_quantized_input=False, glu_interleave_size=None"
+_KEPT: Final = {"glu_interleave_size": "glu_interleave_size"}
 
 
-def _activation(name: str, kind: str) -> type:
+class _Activation(nn.ActivationFunction):
+    """Base of the activations; the halves of a gated one may lie in blocks."""
+
+    glu_interleave_size: int | None = None
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        """Return the activation of `inp`, `[..., columns]`.
+
+        Args:
+            inp: of a gated one twice as many columns as the result has; with a
+                `glu_interleave_size` so many of the gate, as many of the other half, and so on.
+        """
+        where = f"te.ops.{type(self).__name__}"
+        return super().forward(halves_of(where, inp, self.glu_interleave_size))
+
+
+def _step_of(self: _Activation) -> Any:
+    """Return what a linear operation does first in its place; None of interleaved halves."""
+    return None if self.glu_interleave_size is not None else nn.ActivationFunction.as_step(self)
+
+
+def _check_blocks(module: _Activation) -> None:
+    """Raise for a size that no block has."""
+    nothing = torch.empty(0, dtype=torch.float32, device="meta")
+    halves_of(f"te.ops.{type(module).__name__}", nothing, module.glu_interleave_size)
+
+
+def _activation(name: str, kind: str, is_gated: bool = True) -> type:
     """Return the class of an activation, whose step a linear operation takes."""
 
     def prepare(given: dict[str, Any]) -> None:
         given["activation"] = kind
 
+    kept = _KEPT if is_gated else None
+    own = (nn.ActivationFunction, f"*, {_ACTIVATION}", prepare, _check_blocks, kept)
     body = {
         "__doc__": f"`hybridq.nn.ActivationFunction({kind!r})`.",
-        "__init__": constructor(nn.ActivationFunction, f"*, {_ACTIVATION}", prepare),
+        "__init__": constructor(*own),
         "__module__": __name__,
-        "as_step": nn.ActivationFunction.as_step,
+        "as_step": _step_of,
     }
-    return with_arguments(type(name, (nn.ActivationFunction,), body))
+    return with_arguments(type(name, (_Activation,), body))
 
 
-GELU, GEGLU = _activation("GELU", "gelu"), _activation("GEGLU", "geglu")
+GELU, GEGLU = _activation("GELU", "gelu", False), _activation("GEGLU", "geglu")
 GLU = _activation("GLU", "glu")
-QGELU, QGEGLU = _activation("QGELU", "qgelu"), _activation("QGEGLU", "qgeglu")
-ReLU, ReGLU = _activation("ReLU", "relu"), _activation("ReGLU", "reglu")
-SReLU, SReGLU = _activation("SReLU", "srelu"), _activation("SReGLU", "sreglu")
-SiLU, SwiGLU = _activation("SiLU", "silu"), _activation("SwiGLU", "swiglu")
+QGELU, QGEGLU = _activation("QGELU", "qgelu", False), _activation("QGEGLU", "qgeglu")
+ReLU, ReGLU = _activation("ReLU", "relu", False), _activation("ReGLU", "reglu")
+SReLU, SReGLU = _activation("SReLU", "srelu", False), _activation("SReGLU", "sreglu")
+SiLU, SwiGLU = _activation("SiLU", "silu", False), _activation("SwiGLU", "swiglu")
 
 
 def _clamped(given: dict[str, Any]) -> None:
@@ -280,13 +312,15 @@ def _clamped(given: dict[str, Any]) -> None:
 
 
 @with_arguments
-class ClampedSwiGLU(nn.ActivationFunction):
+class ClampedSwiGLU(_Activation):
     """`hybridq.nn.ActivationFunction("clamped_swiglu")` with these parameters."""
 
     __init__ = constructor(
         nn.ActivationFunction,
         f"*, limit=7.0, alpha=1.702, glu_linear_offset=1.0, {_ACTIVATION}",
         _clamped,
+        _check_blocks,
+        _KEPT,
     )
 
 

@@ -13,7 +13,6 @@ _UB: Final = "collectives are not hidden under GEMMs by user buffers"
 _KERNEL: Final = "hybridq has no module of this attention"
 _SOFTMAX: Final = "attention takes torch's, with masks and scales: te.DotProductAttention"
 _JIT: Final = "modules are compiled by torch.compile, whole"
-_GLU: Final = "the two halves of a gated activation lie one behind the other"
 _MUON: Final = "hybridq.optim.Muon has its own iterations"
 
 #: By name, the reason. Names of the package itself, and of its modules `jit`, `module`, `softmax`.
@@ -31,11 +30,9 @@ REFUSED: Final = {
     "ScaledUpperTriangMaskedSoftmax": _SOFTMAX,
     "UserBufferQuantizationMode": _UB,
     "apply_recipe": "a recipe by names of modules is hybridq.recipes.ByName",
-    "deinterleave_glu_tensor": _GLU,
     "destroy_ub": _UB,
     "get_cudnn_version": "nothing here runs cuDNN by itself",
     "initialize_ub": _UB,
-    "interleave_glu_tensor": _GLU,
     "jit_fuser": _JIT,
     "mark_not_offload": "hybridq.offload takes the planes of activations, and no parameter",
     "newton_schulz": _MUON,

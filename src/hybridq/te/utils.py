@@ -10,9 +10,12 @@ import torch
 
 from .. import distributed
 from .. import tensor as tensors
+from .glu import deinterleave_glu_tensor, interleave_glu_tensor
 
 __all__ = [
+    "deinterleave_glu_tensor",
     "get_device_compute_capability",
+    "interleave_glu_tensor",
     "is_non_tn_fp8_gemm_supported",
     "prepare_for_saving",
     "restore_from_func_ctx",
@@ -103,13 +106,13 @@ def scaled_init_method_normal(
 
 
 def attention_mask_func(attention_scores: torch.Tensor, attention_mask: torch.Tensor) -> Any:
-    """Return the scores, -10000 where the mask is True.
+    """Return the scores, in place minus infinity where the mask is True.
 
     Args:
-        attention_scores: floating.
+        attention_scores: floating; written.
         attention_mask: bool, broadcastable to it.
     """
-    return attention_scores.masked_fill(attention_mask, -10000.0)
+    return attention_scores.masked_fill_(attention_mask, float("-inf"))
 
 
 def quantize_master_weights(
