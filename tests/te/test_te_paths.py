@@ -16,7 +16,9 @@ from places import ROOT
 
 DOOR = ROOT / "src" / "hybridq" / "te"
 IMPORTS = {
+    "attention.dot_product_attention.utils": "get_attention_backend",
     "attention.inference": "InferenceParams",
+    "distributed": "CudaRNGStatesTracker checkpoint prepare_te_modules_for_fsdp",
     "attention.rope": "RotaryPositionEmbedding apply_rotary_pos_emb",
     "fp8": "get_default_fp8_recipe FP8GlobalStateManager",
     "module.base": "TransformerEngineBaseModule",
@@ -35,6 +37,20 @@ IMPORTS = {
 def test_a_path_has_what_scripts_import_of_it(path):
     module = importlib.import_module(f"hybridq.te.pytorch.{path}")
     assert [name for name in IMPORTS[path].split() if not hasattr(module, name)] == []
+
+
+def test_what_changes_no_result_says_so_once(caplog):
+    """Transformer Engine's example of FSDP calls the first, BioNeMo's models wrap the second."""
+    from hybridq.te.pytorch.attention.dot_product_attention import utils
+
+    layer = te.Linear(8, 8)
+    with caplog.at_level("WARNING", logger="hybridq"):
+        te.distributed.prepare_te_modules_for_fsdp(layer)
+        te.distributed.prepare_te_modules_for_fsdp(layer)
+    assert [one.message[:44] for one in caplog.records] == [
+        "prepare_te_modules_for_fsdp: has no effect; "
+    ]
+    assert torch.compiler.disable(utils.get_attention_backend)(None)[-1] == [False, False, True]
 
 
 @pytest.mark.parametrize("kind", ["fp8", "mxfp8", "nvfp4", "fp8_block_scaling"])

@@ -57,7 +57,7 @@ PATHS: Final = {
     "refused": ("export", "newton_schulz", "optimizers.newton_schulz", "jit", "softmax"),
     "rope": ("attention.rope",),
     "router": (),
-    "utils": ("tensor.utils",),
+    "utils": ("tensor.utils", "attention.dot_product_attention.utils"),
 }
 
 

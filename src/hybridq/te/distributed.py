@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .. import nn
+from .._log import log_once
 
 __all__ = ["CudaRNGStatesTracker", "checkpoint"]
 
@@ -67,6 +68,21 @@ def checkpoint(
     """
     given = {"distribute_saved_activations": distribute_saved_activations}
     return nn.checkpoint(function, *args, use_reentrant=use_reentrant, **given, **kwargs)
+
+
+def prepare_te_modules_for_fsdp(fsdp_root: torch.nn.Module) -> None:
+    """Do nothing but say once that saved activations stay whole: no result depends on it.
+
+    Args:
+        fsdp_root: a model in torch's FullyShardedDataParallel. Its parameters are sharded by that;
+            Transformer Engine would deal out what a forward saves for the backward, too.
+    """
+    del fsdp_root
+    log_once(
+        "te.prepare_te_modules_for_fsdp",
+        "prepare_te_modules_for_fsdp: has no effect; what a forward saves stays whole on each "
+        "rank, as planes; te.checkpoint or hybridq.offload saves less",
+    )
 
 
 class CudaRNGStatesTracker:

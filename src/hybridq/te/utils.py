@@ -84,6 +84,23 @@ def is_bf16_compatible() -> bool:
     return True
 
 
+def get_attention_backend(
+    attention_params: Any = None,
+) -> tuple[bool, None, bool, None, bool, list[bool]]:
+    """Return which attention runs, as Transformer Engine's modules ask: its unfused one.
+
+    Args:
+        attention_params: not looked at: `DotProductAttention` is torch's attention between
+            quantized tensors, of any sizes.
+
+    Returns:
+        Whether FlashAttention runs, and of which version; whether cuDNN's does, and in which way;
+        whether the unfused one does; and all three.
+    """
+    del attention_params
+    return False, None, False, None, True, [False, False, True]
+
+
 def init_method_normal(sigma: float) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return what fills a weight with normal numbers.
 
