@@ -64,6 +64,31 @@ def test_attention_has_a_name_for_its_roles() -> None:
     assert set(asked) == {"tl3.core_attention"}
 
 
+@pytest.mark.parametrize("number", [None, 1, 4])
+def test_attention_takes_any_number_of_splits(number: int | None) -> None:
+    attention = te.DotProductAttention(2, 32, qkv_format="bshd")
+    x = torch.randn(1, 4, 2, 32)
+    assert torch.equal(attention(x, x, x, num_splits=number), attention(x, x, x))
+
+
+def test_a_layer_takes_packed_sequences_with_gaps() -> None:
+    torch.manual_seed(0)
+    given = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "self_attn_mask_type": "causal"}
+    layer = te.TransformerLayer(32, 64, 2, attn_input_format="thd", **given)
+    alone = te.TransformerLayer(32, 64, 2, attn_input_format="bshd", **given)
+    alone.load_state_dict(layer.state_dict())
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+    places = torch.tensor([0, 4, 12], dtype=torch.int32)
+    x = torch.randn(12, 32)
+    got = layer(
+        x, self_attn_mask_type="padding_causal", cu_seqlens_q=ends, cu_seqlens_kv=ends,
+        cu_seqlens_q_padded=places, cu_seqlens_kv_padded=places, max_seqlen_q=8,
+        max_seqlen_kv=8, pad_between_seqs=True,
+    )  # fmt: skip
+    for own in (slice(0, 3), slice(4, 9)):
+        torch.testing.assert_close(got[own], alone(x[None, own])[0])
+
+
 def test_states_of_delayed_slots_share_memory() -> None:
     def factory(role):
         if role is not None and role.tensor_type == "weight":

@@ -341,7 +341,8 @@ class TransformerLayer(WithoutExtraState, nn.TransformerLayer):
         "enc_dec_window_size=None, is_first_microbatch=None, checkpoint_core_attention=False, "
         "inference_params=None, rotary_pos_emb=None, core_attention_bias_type='no_bias', "
         "core_attention_bias=None, alibi_slopes=None, cu_seqlens_q=None, cu_seqlens_kv=None, "
-        "max_seqlen_q=None, max_seqlen_kv=None, fast_zero_fill=True, pad_between_seqs=None",
+        "cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None, "
+        "max_seqlen_kv=None, fast_zero_fill=True, pad_between_seqs=None",
         prepare=_in_autocast,
     )
 

@@ -28,12 +28,14 @@ __all__ = [
 _C = TypeVar("_C", bound=type)
 
 _REQUIRED: Final = inspect.Parameter.empty
-#: Arguments that change no result, whatever they are: layouts, warm-up, names of buffers.
+#: Arguments that change no result, whatever they are: layouts, warm-up, names of buffers, how a
+#: kernel shares out its work.
 _IDLE: Final = frozenset(
     {
         *("fuse_qkv_params", "layer_number", "seq_length", "micro_batch_size", "ub_name"),
         *("get_rng_state_tracker", "rng_tracker_name", "fast_zero_fill", "pad_between_seqs"),
         *("max_seqlen_q", "max_seqlen_kv", "sm_margin", "use_grouped_tensor"),
+        *("num_splits",),
     }
 )
 
