@@ -12,6 +12,7 @@ from .._log import log_once
 from .children import join, own_children
 from .norms import OwnNorm
 from .reading import Readings, WithoutExtraState
+from .rope import RotaryPositionEmbedding
 from .signatures import constructor, forward, prepare, with_arguments
 
 __all__ = [
@@ -20,8 +21,6 @@ __all__ = [
     "MultiheadAttention",
     "RotaryPositionEmbedding",
 ]
-
-RotaryPositionEmbedding = nn.RotaryPositionEmbedding
 
 
 def _name_attention(given: dict[str, Any]) -> None:
@@ -135,7 +134,7 @@ class ProjectionApart(Readings, nn.BiasApart):
     """The last projection of a MultiheadAttention that returns its bias."""
 
 
-for _class in (MultiheadAttention, DotProductAttention):
+for _class in (MultiheadAttention, DotProductAttention, RotaryPositionEmbedding):
     join(_class, f"{__package__}.pytorch.attention")
 for _class in (ProjectionApart, OwnNorm):
     join(_class)

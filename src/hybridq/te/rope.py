@@ -7,13 +7,95 @@ from typing import Any, Final
 import torch
 
 from .. import nn
+from .._log import log_once
 
 __all__ = ["RotaryPositionEmbedding", "apply_rotary_pos_emb"]
 
-RotaryPositionEmbedding = nn.RotaryPositionEmbedding
 #: Where `[batch, heads, length, features]` stand in each layout.
 _ORDERS: Final = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
 _BACK: Final = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
+
+
+class RotaryPositionEmbedding(nn.RotaryPositionEmbedding):
+    """`hybridq.RotaryPositionEmbedding` with the speeds of its pairs in a buffer, `inv_freq`.
+
+    Scripts write speeds of their own to it, and Transformer Engine's checkpoints have it.
+
+    Args:
+        dim, rotary_percent, rotary_base, interleaved: as for `hybridq.RotaryPositionEmbedding`.
+        seq_len_interpolation_factor: positions are divided by it, where
+            `pretrained_max_position_embeddings` are given too; those of more than both's product
+            are divided by more, so that the last ends where it was trained; None: they are not.
+        pretrained_max_position_embeddings: positions that the model was trained with.
+
+    Attributes:
+        inv_freq: FP32 `[dim / 2]`, and FP32 whatever dtype the module is converted to.
+
+    Source: names, order and defaults of arguments: Transformer Engine's `attention/rope.py`; of
+        interpolation: Chen et al. (arXiv:2306.15595).
+
+    Example:
+        >>> import torch, hybridq.te as te
+        >>> rotary = te.RotaryPositionEmbedding(64)
+        >>> rotary.inv_freq = rotary.inv_freq / 8
+        >>> rotary(128).shape
+        torch.Size([128, 1, 1, 64])
+    """
+
+    inv_freq: torch.Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: float | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__(dim, rotary_percent, rotary_base=rotary_base, interleaved=interleaved)
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        both = (seq_len_interpolation_factor, pretrained_max_position_embeddings)
+        if both.count(None) == 1:
+            log_once(
+                "te.rope.interpolation",
+                "RotaryPositionEmbedding: seq_len_interpolation_factor and "
+                "pretrained_max_position_embeddings have an effect only together",
+            )
+        self.register_buffer("inv_freq", self._initial())
+
+    def forward(self, max_seq_len: int, offset: int = 0, device: object = None) -> torch.Tensor:
+        """Return the angles of positions `offset ... offset + max_seq_len - 1`.
+
+        Args:
+            max_seq_len: number of positions.
+            offset: the first one.
+            device: of the result; None: that of `inv_freq`.
+
+        Returns:
+            FP32 `[max_seq_len, 1, 1, dim]`, each angle twice, where its pair's features lie.
+        """
+        speeds = self.inv_freq.to(device=device, dtype=torch.float32)  # type: ignore[call-overload]
+        places = torch.arange(max_seq_len, dtype=torch.float32, device=speeds.device) + offset
+        factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
+        if factor is not None and trained is not None:
+            places = places / max(factor, max_seq_len / trained)
+        each = torch.stack((speeds, speeds), -1 if self.interleaved else 0).flatten()
+        return torch.outer(places, each)[:, None, None, :]
+
+    def _initial(self, device: torch.device | None = None) -> torch.Tensor:
+        """Return the speeds by the base: the angles of the position 1, each once."""
+        first = super().forward(1, 1, device).flatten()
+        return first[::2].clone() if self.interleaved else first[: self.dim // 2].clone()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Convert the module; the speeds follow its device alone, and begin anew from meta."""
+        kept = self.inv_freq
+        super()._apply(fn, recurse)
+        device = self.inv_freq.device
+        self.inv_freq = self._initial(device) if kept.is_meta else kept.to(device)
+        return self
 
 
 def apply_rotary_pos_emb(
