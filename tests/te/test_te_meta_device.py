@@ -123,3 +123,38 @@ def test_a_model_is_sharded_first_and_filled_after() -> None:
         assert losses[2] < losses[1] < losses[0]
     finally:
         dist.destroy_process_group()
+
+
+MARKS = "tensor_model_parallel partition_dim partition_stride sequence_parallel"
+MARKED: dict[str, Any] = {
+    "column": lambda **o: te.Linear(64, 32, parallel_mode="column", tp_size=2, **o),
+    "row": lambda **o: te.Linear(64, 32, parallel_mode="row", tp_size=2, **o),
+    "LayerNormLinear": lambda **o: te.LayerNormLinear(
+        64, 32, parallel_mode="column", tp_size=2, **o
+    ),
+    "LayerNormMLP": lambda **o: te.LayerNormMLP(64, 96, set_parallel_mode=True, tp_size=2, **o),
+    "RMSNorm": lambda **o: te.RMSNorm(64, **o),
+    "TransformerLayer": lambda **o: te.TransformerLayer(
+        64, 96, 4, set_parallel_mode=True, tp_size=2, output_layernorm=True, **o
+    ),
+}
+
+
+@pytest.mark.parametrize("empties", [False, True])
+@pytest.mark.parametrize("name", MARKED)
+def test_parameters_that_are_parts_say_so_after_they_got_memory(name: str, empties: bool) -> None:
+    """Megatron-Core counts a part's norm on every rank, and sums what saw a rank's own tokens."""
+
+    def seen(model: torch.nn.Module) -> dict[str, Any]:
+        return {
+            key: {mark: getattr(one, mark, None) for mark in MARKS.split()}
+            for key, one in model.named_parameters()
+        }
+
+    want = seen(MARKED[name](sequence_parallel=True))
+    model = MARKED[name](sequence_parallel=True, device="meta")
+    if empties:
+        model.to_empty(device="cpu")
+    reset(model)
+    assert seen(model) == want
+    assert any(one["tensor_model_parallel"] or one["sequence_parallel"] for one in want.values())

@@ -19,6 +19,7 @@ from .group_sizes import Splits, group_offsets, host_splits
 from .grouped_module import GroupedModule, GroupedParameters, is_shown_plain
 from .input_errors import no_tensor
 from .linear_part import one_dtype
+from .marks import mark_again
 
 __all__ = ["GroupedLinear"]
 
@@ -135,6 +136,7 @@ class GroupedLinear(GroupedModule):
 
     def reset_parameters(self) -> None:
         """Fill all parameters: layer after layer with the values that `nn.Linear` would draw."""
+        mark_again(self)
         with plain_weights(self):
             self._fill()
 

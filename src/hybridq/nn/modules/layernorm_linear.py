@@ -13,6 +13,7 @@ from ..autograd import with_quantized_gradient
 from ..weights import plain_weights
 from .constructor_arguments import checked
 from .linear_part import FusedModule, InitMethod, one_dtype, run_part
+from .marks import mark_again
 from .parallel_options import ParallelOptions
 from .tensor_parallel import ROW
 
@@ -123,6 +124,7 @@ class LayerNormLinear(FusedModule):
 
     def reset_parameters(self) -> None:
         """Set all parameters to their initial values."""
+        mark_again(self)
         with plain_weights(self):
             self._reset_norm()
             self._reset_linear("", self._init_method)

@@ -14,6 +14,7 @@ from ..autograd import Gate, PrologueCall, with_quantized_gradient
 from ..weights import plain_weights, takes_separate_names
 from .constructor_arguments import checked
 from .linear_part import FusedModule, InitMethod, activation_of, one_dtype, run_part
+from .marks import mark_again
 from .parallel_options import ParallelOptions
 from .tensor_parallel import COLUMN, ROW
 
@@ -140,6 +141,7 @@ class LayerNormMLP(FusedModule):
 
     def reset_parameters(self) -> None:
         """Set all parameters to their initial values."""
+        mark_again(self)
         with plain_weights(self):
             self._reset_norm()
             for prefix, init_method in zip(("fc1_", "fc2_"), self._init_methods, strict=True):

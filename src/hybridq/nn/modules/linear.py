@@ -18,6 +18,7 @@ from .dealt_parameters import reset_dealt
 from .eager_fast_path import eager_forward
 from .input_errors import no_tensor
 from .linear_part import InitMethod, one_dtype, run_part
+from .marks import mark_again
 from .parallel_options import ParallelOptions
 from .quantized_module import QuantizedModule
 from .tensor_parallel import ROW
@@ -132,6 +133,7 @@ class Linear(QuantizedModule, nn.Linear):
 
     def reset_parameters(self) -> None:
         """Set all parameters to the initial values: of `nn.Linear`, or of the `init_method`."""
+        mark_again(self)
         if self.is_dealt:
             fill = self._init_method or partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
             return reset_dealt(self, "weight", fill, "bias")

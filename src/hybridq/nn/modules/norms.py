@@ -13,6 +13,7 @@ from torch import nn
 from ...kernels.inputs import has_autocast
 from .constructor_arguments import check_count, checked
 from .linear_part import one_dtype
+from .marks import mark_again
 from .parallel_options import mark_own_tokens
 
 __all__ = ["LayerNorm", "RMSNorm"]
@@ -72,6 +73,7 @@ class _Norm(nn.Module):
 
     def reset_parameters(self) -> None:
         """Set the weights to their initial values: those of the identity."""
+        mark_again(self)
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
 
     def _operands(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,12 +15,12 @@ from torch import nn
 
 from ...errors import must_be_one_of
 from ...quantizers.statistics import group_name
+from .marks import mark_parameter, marked
 from .tensor_parallel import COLUMN, ROW, Parallel
 
 __all__ = ["ParallelOptions", "mark", "mark_own_tokens", "parameters_of_own_tokens"]
 
 _MODES = (COLUMN, ROW)
-_OWN_TOKENS = "names_of_own_tokens"
 
 
 class ParallelOptions(NamedTuple):
@@ -163,11 +163,11 @@ def mark(module: nn.Module, name: str, parallel: Parallel | None, dim: int | Non
         dim: that is dealt out; None: each rank has it whole, and with sequence parallelism sees a
             part of its gradient.
     """
-    given: Any = module._parameters.get(name)
-    if given is None or parallel is None:
+    if parallel is None:
         return
     if dim is not None:
-        given.tensor_model_parallel, given.partition_dim, given.partition_stride = True, dim, 1
+        own = {"partition_dim": dim, "partition_stride": 1}
+        mark_parameter(module, name, tensor_model_parallel=True, **own)
     elif parallel.sequence_parallel:
         mark_own_tokens(module, name)
 
@@ -175,15 +175,11 @@ def mark(module: nn.Module, name: str, parallel: Parallel | None, dim: int | Non
 def mark_own_tokens(module: nn.Module, name: str) -> None:
     """Mark a parameter of which a rank sees its own tokens: `sequence_parallel`, as Megatron asks.
 
-    The module remembers it too: what replaces a parameter (`fully_shard`, `to_empty` of the meta
-    device, `load_state_dict(assign=True)`) takes no attributes along.
-
     Args:
         module: that has it.
         name: of the parameter.
     """
-    setattr(module._parameters[name], "sequence_parallel", True)  # noqa: B010
-    module.__dict__.setdefault(_OWN_TOKENS, set()).add(name)
+    mark_parameter(module, name, sequence_parallel=True)
 
 
 def parameters_of_own_tokens(module: nn.Module) -> list[nn.Parameter]:
@@ -194,7 +190,7 @@ def parameters_of_own_tokens(module: nn.Module) -> list[nn.Parameter]:
     """
     found: dict[int, nn.Parameter] = {}
     for one in module.modules():
-        names = one.__dict__.get(_OWN_TOKENS, ())
+        names = marked(one, "sequence_parallel")
         for name, parameter in one.named_parameters(recurse=False):
             if name in names or getattr(parameter, "sequence_parallel", False):
                 found.setdefault(id(parameter), parameter)

@@ -13,6 +13,7 @@ from ...reference import NORMS
 from ..autograd import Norm, share
 from .constructor_arguments import checked
 from .dealt_parameters import local_part
+from .marks import mark_again
 from .tensor_parallel import is_dtensor
 
 __all__ = ["PlainNorm"]
@@ -66,6 +67,7 @@ class PlainNorm(nn.Module):
 
     def reset_parameters(self) -> None:
         """Set the weights to their initial values."""
+        mark_again(self)
         if self.weight is not None:
             nn.init.constant_(self.weight, 0.0 if self._norm.zero_centered else 1.0)
         if self.bias is not None:
