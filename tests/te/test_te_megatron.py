@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import subprocess
@@ -257,3 +258,52 @@ def test_modules_say_what_they_were_told_of_ranks(tmp_path: Path) -> None:
         assert experts.parallel_mode == "row" and experts.use_bias
     finally:
         torch.distributed.destroy_process_group()
+
+
+def reduced(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that gradients are moved to once they are there, as by Megatron-Core's DDP."""
+    into = {name: torch.zeros_like(one) for name, one in model.named_parameters()}
+    owners = {
+        id(one): module for module in model.modules() for one in module.parameters(recurse=False)
+    }
+    for name, one in model.named_parameters():
+
+        def move(*_: Any, one: Any = one, buffer: torch.Tensor = into[name]) -> None:
+            buffer.add_(one.grad)
+            one.grad = None
+
+        if getattr(one, "skip_backward_post_hook", False):
+            owners[id(one)].register_wgrad_accumulation_and_reduce_hooks(move)
+        else:
+            one.register_post_accumulate_grad_hook(move)
+    return into
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **o: te.Linear(32, 32, **o),
+        lambda **o: te.LayerNormLinear(32, 32, **o),
+        lambda **o: te.LayerNormMLP(32, 48, activation="swiglu", **o),
+        lambda **o: te.GroupedLinear(1, 32, 32, **o),
+        lambda **o: te.ops.Linear(32, 32, **o),
+    ],
+)
+@pytest.mark.parametrize("is_low", [False, True])
+def test_gradients_that_wait_are_reduced_when_they_are_there(make: Any, is_low: bool) -> None:
+    around = te.quantized_model_init if is_low else contextlib.nullcontext
+    with around():
+        late, at_once = make(delay_wgrad_compute=True), make()
+    at_once.load_state_dict(late.state_dict())
+    found = []
+    for module in (late, at_once):
+        into, splits = reduced(module), [[8]] if isinstance(module, te.GroupedLinear) else []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            with te.autocast():
+                y = module(torch.randn(8, 32), *splits)
+            y.square().sum().backward()
+            module.backward_dw()
+        found.append(into)
+    assert all(one.any() for one in found[1].values())
+    assert all(torch.equal(found[0][name], one) for name, one in found[1].items())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..weights import GradientQueue, Into, watch_optimizers
+from .marks import mark_parameter
 
 __all__ = ["WeightGradients"]
 
@@ -25,6 +26,7 @@ class WeightGradients(nn.Module):
     delay_wgrad_compute: bool = False
     #: Whether the input is saved for them, and not its columnwise plane.
     save_original_input: bool = False
+    weight_parts: Mapping[str, str]
     _late: GradientQueue | None = None
     _late_hooks: tuple[Callable[[], Any], ...] = ()
 
@@ -38,6 +40,8 @@ class WeightGradients(nn.Module):
             self.fuse_wgrad_accumulation = True
         if delay:
             self.delay_wgrad_compute = True
+            for name in self.weight_parts:
+                mark_parameter(self, name, skip_backward_post_hook=True)
 
     def backward_dw(self) -> None:
         """Make the weights' gradients that the oldest backward put off; without any do nothing.
@@ -61,6 +65,8 @@ class WeightGradients(nn.Module):
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
         """Have `hook()` called at the end of each `backward_dw` that made gradients.
+
+        Weights whose hooks autograd does not call have a true `skip_backward_post_hook`.
 
         Args:
             hook: what autograd's hooks of the weights would do, such as to begin a reduction.
