@@ -182,3 +182,22 @@ def test_scales_that_are_read_are_those_of_each_group(single: bool) -> None:
     assert [len(one) for one in made.values()] == [6, 4]
     read = [made["scaling_fwd"][i].scale.item() for i in (0, 1, 3, 4)]
     assert torch.allclose(torch.tensor(read), torch.stack(scales)[[0, 1, 3, 4]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", [te.GroupedLinear, te.ops.GroupedLinear])
+@pytest.mark.parametrize("is_low", [False, True])
+def test_checkpoints_have_parameters_of_each_group_or_of_all(make: Any, is_low: bool) -> None:
+    single = {"single_grouped_weight": True, "single_grouped_bias": True}
+    for options, other in ((single, {}), ({}, single)):
+        with te.quantized_model_init(enabled=is_low, recipe=recipe.MXFP8BlockScaling()):
+            held = torch.nn.ModuleDict({"experts": make(4, 32, 64, **options)})
+            model = torch.nn.ModuleDict({"experts": make(4, 32, 64, **other)})
+        with torch.no_grad():
+            for one in held.parameters():
+                one.normal_()
+        model.load_state_dict(held.state_dict())
+        x, splits = torch.randn(64, 32), torch.tensor(SPLITS)
+        assert torch.equal(model["experts"](x, splits), held["experts"](x, splits))
+    wrong = {"experts.weight": torch.zeros(3, 64, 32), "experts.bias": torch.zeros(4, 64)}
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: .experts.weight"):
+        torch.nn.ModuleDict({"experts": make(4, 32, 64)}).load_state_dict(wrong)

@@ -7,7 +7,9 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["GroupedParameter", "GroupedTensor", "add_state_to_split", "as_grouped"]
+from ..tensor import is_quantized
+
+__all__ = ["GroupedParameter", "GroupedTensor", "Regroups", "add_state_to_split", "as_grouped"]
 
 #: Whether a module's histories are being read, for its extra state.
 _READS: Final = "_reads_histories"
@@ -39,6 +41,31 @@ class GroupedParameter(torch.nn.Parameter):
 
 
 GroupedTensor = GroupedParameter  # for isinstance
+
+
+class Regroups:
+    """Loads parameters of all groups in one where a module has one for each, and the reverse."""
+
+    def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any) -> None:
+        kinds = {"weight": self.single_grouped_weight, "bias": self.single_grouped_bias}
+        for what, is_single in kinds.items():
+            whole = f"{prefix}{what}"
+            each = [f"{whole}{g}" for g in range(self.num_gemms)]
+            if is_single and whole not in state_dict and all(key in state_dict for key in each):
+                values = [state_dict.pop(key) for key in each]
+                state_dict[whole] = torch.stack([_decoded(one) for one in values])
+            elif not is_single and _shape(state_dict.get(whole))[:1] == (len(each),):
+                state_dict.update(zip(each, state_dict.pop(whole).unbind(0), strict=True))
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(getattr(value, "shape", ()))
+
+
+def _decoded(value: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = value.dequantize() if is_quantized(value) else value
+    return made.detach()
 
 
 def as_grouped(module: torch.nn.Module) -> None:

@@ -22,7 +22,7 @@ from .attention import (
 )
 from .children import join, own_children
 from .given_buffers import gradient_into, result_into
-from .grouped import add_state_to_split, as_grouped
+from .grouped import Regroups, add_state_to_split, as_grouped
 from .norms import LayerNorm, RMSNorm
 from .over_ranks import OverRanks
 from .quantization import AlignedByRecipe
@@ -242,7 +242,7 @@ class LayerNormMLP(OverRanks, Readings, nn.LayerNormMLP):
 
 
 @with_arguments
-class GroupedLinear(_Linear, nn.GroupedLinear):
+class GroupedLinear(Regroups, _Linear, nn.GroupedLinear):
     """`hybridq.GroupedLinear`, whose parameters are in the order `weight0, bias0, weight1, ...`.
 
     What it has no like of raises, by the argument's name; a `tp_group` of one rank, and a

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from .. import nn
 from .glu import ScaledClampedQGeGLU, ScaledSReLU, ScaledSwiGLU, halves_of
+from .grouped import Regroups
 from .meta_device import GetsMemory, give_memory
 from .reading import Readings
 from .refused import refusing
@@ -141,7 +142,7 @@ def _prepare_groups(given: dict[str, Any]) -> None:
 
 
 @with_arguments
-class GroupedLinear(Readings, nn.GroupedLinear):
+class GroupedLinear(Regroups, Readings, nn.GroupedLinear):
     """`hybridq.GroupedLinear`; in a Sequential the sizes of its groups are an extra input."""
 
     num_extra_inputs = 1
