@@ -217,6 +217,48 @@ def test_given_masks_hide_what_is_true():
     assert torch.equal(*both)
 
 
+@pytest.mark.parametrize("bias", ["no_bias", "alibi"])
+@pytest.mark.parametrize("window", [None, (2, 0), (1, 1)])
+@pytest.mark.parametrize("kind", ["padding", "padding_causal", "padding_causal_bottom_right"])
+def test_a_pair_of_masks_says_what_lengths_say(kind, window, bias):
+    torch.manual_seed(3)
+    sizes, lengths = (6, 9), torch.tensor([[6, 2], [9, 4]])
+    query = torch.randn(6, 2, HEADS, FEATURES)
+    key, value = torch.randn(2, 9, 2, GROUPS, FEATURES)
+    module = DotProductAttention(HEADS, FEATURES, GROUPS, attn_mask_type=kind, window_size=window)
+    starts = torch.nn.functional.pad(lengths.cumsum(1), (1, 0)).to(torch.int32)
+    pair = [
+        (torch.arange(size) >= own[:, None])[:, None, None]
+        for size, own in zip(sizes, lengths, strict=True)
+    ]
+    own = {"core_attention_bias_type": bias}
+    want = module(query, key, value, cu_seqlens_q=starts[0], cu_seqlens_kv=starts[1], **own)
+    there = ~pair[0][:, 0, 0].T
+    for given in (pair, tuple(pair)):
+        torch.testing.assert_close(module(query, key, value, given, **own)[there], want[there])
+    for wrong in ([pair[1]], [pair[0], ~pair[1][:, 0]], [pair[0], pair[1].float()]):
+        with pytest.raises(ValueError, match="a pair of masks must be of the queries' padding"):
+            module(query, key, value, wrong)
+
+
+def test_cross_attention_takes_a_pair_of_masks():
+    torch.manual_seed(3)
+    shared = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    layer = hybridq.TransformerLayer(
+        32, 64, 2, layer_type="decoder", enc_dec_attn_mask_type="padding_causal_bottom_right",
+        **shared,
+    )  # fmt: skip
+    x, other = torch.randn(6, 2, 32), torch.randn(9, 2, 32)
+    pair = (torch.zeros(2, 1, 1, 6) > 0, torch.zeros(2, 1, 1, 9) > 0)
+    pair[0][1, ..., 2:], pair[1][1, ..., 4:] = True, True
+    y = layer(x, encoder_output=other, enc_dec_attn_mask=pair)
+    alone = layer(
+        x[:2, 1:], encoder_output=other[:4, 1:],
+        enc_dec_attn_mask=tuple(one[1:, ..., :n] for one, n in zip(pair, (2, 4), strict=True)),
+    )  # fmt: skip
+    torch.testing.assert_close(y[:2, 1:], alone)
+
+
 @pytest.mark.parametrize("kind", ["causal", "no_mask"])
 @pytest.mark.parametrize("when", ["pre_scale_bias", "post_scale_bias"])
 def test_biases_and_their_gradients(when, kind):

@@ -10,10 +10,11 @@ from torch import nn
 
 from ..autograd import checkpoint, plain_attention
 from ..weights import takes_separate_names
-from .attention_masks import check_mask_type, visible
+from .attention_call import AttentionCall, Mask
+from .attention_masks import visible
 from .attention_parts import BiasApart, check_angles, check_shared, check_sizes
 from .constructor_arguments import checked
-from .dot_product_attention import AttentionCall, DotProductAttention
+from .dot_product_attention import DotProductAttention
 from .exchange import SequenceExchange
 from .kv_cache import InferenceParams
 from .layernorm_linear import LayerNormLinear
@@ -282,7 +283,7 @@ class MultiheadAttention(SplitTogether, nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Mask | None = None,
         *,
         encoder_output: torch.Tensor | None = None,
         attn_mask_type: str | None = None,
@@ -306,8 +307,8 @@ class MultiheadAttention(SplitTogether, nn.Module):
         Args:
             hidden_states: `[length, batch, hidden_size]`; with `qkv_format="bshd"` batch first;
                 with `"thd"` `[tokens, hidden_size]`.
-            attention_mask: bool, True where a key is hidden, for the mask types that take one:
-                broadcastable to `[batch, heads, queries, keys]`; of padding `[batch, 1, 1, keys]`.
+            attention_mask: bool, True where a key is hidden, for the mask types that take one, or
+                a pair, as `DotProductAttention.forward` takes it.
             encoder_output: `[length, batch, hidden_size]`, or batch first: what cross-attention
                 takes keys and values of.
             attn_mask_type, window_size: for this call; None: the constructor's.
@@ -341,9 +342,8 @@ class MultiheadAttention(SplitTogether, nn.Module):
             )
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         window = self.window_size if window_size is None else window_size
-        check_mask_type(kind, window)
         of_scores = (core_attention_bias_type, core_attention_bias, alibi_slopes)
-        call = AttentionCall(kind, window, attention_mask, None, None, *of_scores)
+        call = AttentionCall.of(kind, window, attention_mask, None, *of_scores)
         sizes = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
         packed = Packed(*sizes, max_seqlen_q, max_seqlen_kv)
         if self.exchange is not None:

@@ -114,7 +114,7 @@ def visible(
     keys: int,
     device: torch.device,
     lengths: Lengths | None = None,
-    at_end: bool | None = None,
+    begin: int | torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, bool]:
     """Return the mask of SDPA, True where a key is seen, and whether it is plainly causal.
 
@@ -125,7 +125,7 @@ def visible(
         queries, keys: how many there are.
         device: of the mask.
         lengths: of each sequence, behind which keys are hidden: then a mask need not be given.
-        at_end: the last query stands at the last key; None: as the kind says.
+        begin: where the first query stands among the keys, by `diagonal`; None: as the kind says.
 
     Raises:
         ValueError: a mask that the type does not take, none where it needs one, no bool, or one of
@@ -137,7 +137,7 @@ def visible(
     if given is not None:
         _check_shape(kind, given, queries, keys)
     is_causal, left = MASKS[kind].is_causal, (window or (-1, -1))[0]
-    begin = diagonal(kind, queries, keys, lengths, at_end)
+    begin = diagonal(kind, queries, keys, lengths) if begin is None else begin
     is_plain = given is None and lengths is None
     if is_causal and left < 0 and is_plain and begin == 0:
         return None, True

@@ -6,7 +6,8 @@ import torch
 
 from ...recipes.roles import GRAD_INPUT
 from ..autograd import with_quantized_gradient
-from .dot_product_attention import AttentionCall, DotProductAttention
+from .attention_call import AttentionCall
+from .dot_product_attention import DotProductAttention
 from .kv_cache import InferenceParams
 from .linear import Linear
 from .linear_part import run_part
@@ -62,6 +63,7 @@ def check_shared(
         what
         for what, is_given in (
             ("core_attention_bias_type", call.bias_type != "no_bias"),
+            ("a pair of masks", call.counts is not None),
             ("cu_seqlens", packed != Packed()),
             ("inference_params", cache is not None),
             ("softmax_type", core.softmax_type != "vanilla"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from ...recipes import QuantizerRole, Recipe, is_recomputing
 from ...recipes.boundary import boundary_quantizer
 from ..autograd import AttentionQuantizers, checkpoint, plain_attention, quantized_attention
 from .attention_bias import SOFTMAXES, added_bias, check_batch, with_offset
+from .attention_call import AttentionCall, Mask
 from .attention_masks import WITHOUT_PADDING, Lengths, check_mask_type, diagonal, visible
 from .constructor_arguments import checked
 from .dealt_parameters import local_part
@@ -24,38 +25,15 @@ from .kv_cache import InferenceParams
 from .packed_sequences import Packed, Packing, alike
 from .parallel_options import ParallelOptions
 
-__all__ = ["AttentionCall", "DotProductAttention"]
+__all__ = ["DotProductAttention"]
 
 #: Layouts of queries, keys and values: s length, b batch, h heads, d features, t tokens of all.
 FORMATS: Final = ("sbhd", "bshd", "thd")
 _ORDERS: Final = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
 _BACK: Final = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
 
-Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
-
 #: Queries, keys and values `[batch, heads, length, features]`, and a call, to the mixed values.
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "AttentionCall"], torch.Tensor]
-
-
-class AttentionCall(NamedTuple):
-    """What one call of attention is told beside queries, keys and values.
-
-    Attributes:
-        mask_type, window, mask: as `visible` takes them.
-        lengths: of each sequence of a padded batch, or None.
-        at_end: the last query stands at the last key; None: as the mask type says.
-        bias_type, bias, slopes: as `added_bias` takes them.
-    """
-
-    mask_type: str
-    window: tuple[int, int] | None = None
-    mask: torch.Tensor | None = None
-    lengths: Lengths | None = None
-    at_end: bool | None = None
-    bias_type: str = "no_bias"
-    bias: torch.Tensor | None = None
-    slopes: torch.Tensor | None = None
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionCall], torch.Tensor]
 
 
 class DotProductAttention(nn.Module):
@@ -194,7 +172,8 @@ class DotProductAttention(nn.Module):
             key, value: the same, with their own length and `num_gqa_groups` heads.
             attention_mask: bool, True where a key is hidden, for the mask types that take one:
                 broadcastable to `[batch, heads, queries, keys]`; of padding `[batch, 1, 1, keys]`,
-                or a pair of which the second is that.
+                or a pair, of the queries' padding `[batch, 1, 1, queries]` and of that: then
+                diagonals end at the last query and key that the pair shows of each sequence.
             qkv_format: for this call; None: the constructor's.
             cu_seqlens_q, cu_seqlens_kv: int `[batch + 1]`, cumulative lengths of the sequences,
                 zero first; for `"thd"`. Given with the other layouts they say where the padding of
@@ -228,13 +207,10 @@ class DotProductAttention(nn.Module):
         if layout not in FORMATS:
             raise ValueError(f"attention: qkv_format {must_be_one_of(FORMATS, layout)}")
         self._check(query, key, value, layout)
-        if isinstance(attention_mask, tuple):
-            attention_mask = attention_mask[1]
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         window = self.window_size if window_size is None else window_size
-        check_mask_type(kind, window)
         bias = (core_attention_bias_type, core_attention_bias, alibi_slopes)
-        call = AttentionCall(kind, window, attention_mask, None, bottom_right_diagonal, *bias)
+        call = AttentionCall.of(kind, window, attention_mask, bottom_right_diagonal, *bias)
         attend = self.attending(checkpoint_core_attention, inference_params)
         packed = Packed(
             *(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
@@ -360,7 +336,8 @@ class DotProductAttention(nn.Module):
             new = (key.transpose(1, 2), value.transpose(1, 2))
             k, v = (one.transpose(1, 2) for one in cache.step(self, *new))
             at_end = True if call.at_end is None else call.at_end
-            call = call._replace(lengths=cache.lengths(query.device), at_end=at_end)
+            lengths = cache.lengths(query.device)
+            call = call._replace(lengths=lengths, counts=None, at_end=at_end)
             return self.attend(query, k, v, call)
 
         return attend
@@ -452,10 +429,10 @@ class DotProductAttention(nn.Module):
     ) -> tuple[torch.Tensor | None, bool]:
         """Return the mask of SDPA, bool or FP32 to be added, and whether it is plainly causal."""
         sizes, device = (query.shape[2], key.shape[2]), query.device
-        own = (call.mask_type, call.window, call.mask, *sizes, device, call.lengths, call.at_end)
         check_batch((query.shape[0], query.shape[1]), call.mask, call.bias, call.slopes)
-        seen, is_causal = visible(*own)
-        begin = diagonal(call.mask_type, *sizes, call.lengths, call.at_end)
+        begin = diagonal(call.mask_type, *sizes, call.ends, call.at_end)
+        own = (call.mask_type, call.window, call.mask, *sizes, device, call.lengths)
+        seen, is_causal = visible(*own, begin)
         shape = (query.shape[1], *sizes)
         bias = added_bias(call.bias_type, call.bias, call.slopes, shape, begin, scale, device)
         if bias is None and self.softmax_type == SOFTMAXES[0]:

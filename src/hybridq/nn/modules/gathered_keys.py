@@ -17,7 +17,7 @@ from .attention_bias import SOFTMAXES
 from .attention_masks import band, check_given
 
 if TYPE_CHECKING:
-    from .dot_product_attention import AttentionCall
+    from .attention_call import AttentionCall
 
 __all__ = ["RingTokens", "attend_gathered", "check_module_in_ring", "in_ring", "ring_tokens"]
 
@@ -133,6 +133,7 @@ def attend_gathered(
     """
     for what, is_given in (
         ("padded lengths (cu_seqlens)", call.lengths is not None),
+        ("a pair of masks", call.counts is not None),
         ("core_attention_bias_type or alibi_slopes", call.bias_type != "no_bias"),
         (f"softmax_type={core.softmax_type!r}", core.softmax_type != SOFTMAXES[0]),
         ("a recipe with fp8_dpa", core.quantizers() is not None),

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .attention import Angles, MultiheadAttention
+from .attention_call import Mask
 from .constructor_arguments import checked
 from .kv_cache import InferenceParams
 from .layernorm_mlp import LayerNormMLP
@@ -248,12 +249,12 @@ class TransformerLayer(SplitTogether, nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Mask | None = None,
         *,
         self_attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
         encoder_output: torch.Tensor | None = None,
-        enc_dec_attn_mask: torch.Tensor | None = None,
+        enc_dec_attn_mask: Mask | None = None,
         enc_dec_attn_mask_type: str | None = None,
         enc_dec_window_size: tuple[int, int] | None = None,
         is_first_microbatch: bool | None = None,
