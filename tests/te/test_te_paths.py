@@ -147,6 +147,7 @@ def test_a_cache_is_made_with_the_sizes_of_heads(layout):
     layer = te.TransformerLayer(32, 48, 4, num_gqa_groups=2, layer_number=1, **options).eval()
     sizes = {"num_heads_kv": 2, "head_dim_k": 8, "dtype": torch.float32, "qkv_format": layout}
     cache = te.InferenceParams(max_batch_size=2, max_sequence_length=8, **sizes)
+    assert cache.allocate_memory(1) is None  # as BioNeMo's models ask for before they generate
     axis = 1 if layout == "bshd" else 0
     x = torch.randn(2, 7, 32).transpose(0, 1 - axis)
     made = []

@@ -65,6 +65,13 @@ class InferenceParams(nn.InferenceParams):
         ),
     )
 
+    def allocate_memory(self, layer_number: int) -> None:
+        """Do nothing: memory is taken where a module first runs, of its own heads and dtype.
+
+        Args:
+            layer_number: of an attention module.
+        """
+
 
 @with_arguments
 class MultiheadAttention(WithoutExtraState, nn.MultiheadAttention):
