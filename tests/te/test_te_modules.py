@@ -64,6 +64,32 @@ def test_attention_has_a_name_for_its_roles() -> None:
     assert set(asked) == {"tl3.core_attention"}
 
 
+def test_attention_is_told_of_a_group_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        group, x = torch.distributed.group.WORLD, torch.randn(4, 1, 2, 32)
+        told = {"cp_group": group, "cp_global_ranks": [0], "cp_stream": object()}
+        attention = te.DotProductAttention(2, 32, cp_comm_type="all_gather", **told)
+        plain = te.DotProductAttention(2, 32)
+        layer = te.TransformerLayer(32, 64, 2)
+        assert torch.equal(attention(x, x, x), plain(x, x, x))
+        for one in (attention, layer, layer.self_attention):
+            one.set_context_parallel_group(group, [0], None, "p2p")
+            one.set_context_parallel_group(None, None, object())
+        monkeypatch.setattr("hybridq.te.whole_sequences.ranks_of", lambda group: 2)
+        for call in (
+            lambda: te.DotProductAttention(2, 32, **told),
+            lambda: layer.set_context_parallel_group(**told),
+            lambda: attention.set_context_parallel_group([group, group], [0], None, "a2a+p2p"),
+        ):
+            with pytest.raises(NotImplementedError, match="cp_group must be None or of one rank"):
+                call()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("number", [None, 1, 4])
 def test_attention_takes_any_number_of_splits(number: int | None) -> None:
     attention = te.DotProductAttention(2, 32, qkv_format="bshd")

@@ -14,6 +14,7 @@ from .norms import OwnNorm
 from .reading import Readings, WithoutExtraState
 from .rope import RotaryPositionEmbedding
 from .signatures import constructor, forward, prepare, with_arguments
+from .whole_sequences import WholeSequences, refuse_parts
 
 __all__ = [
     "DotProductAttention",
@@ -23,8 +24,9 @@ __all__ = [
 ]
 
 
-def _name_attention(given: dict[str, Any]) -> None:
+def _prepare_attention(given: dict[str, Any]) -> None:
     given["name"] = given["name"] or ""
+    refuse_parts("te.DotProductAttention", given.pop("cp_group"))
 
 
 def _without_needless_mask(module: Any, given: dict[str, Any]) -> None:
@@ -74,7 +76,7 @@ class InferenceParams(nn.InferenceParams):
 
 
 @with_arguments
-class MultiheadAttention(WithoutExtraState, nn.MultiheadAttention):
+class MultiheadAttention(WholeSequences, WithoutExtraState, nn.MultiheadAttention):
     """`hybridq.MultiheadAttention`; what it has no like of raises, by the argument's name."""
 
     __init__ = constructor(
@@ -110,7 +112,7 @@ class MultiheadAttention(WithoutExtraState, nn.MultiheadAttention):
 
 
 @with_arguments
-class DotProductAttention(WithoutExtraState, nn.DotProductAttention):
+class DotProductAttention(WholeSequences, WithoutExtraState, nn.DotProductAttention):
     """`hybridq.nn.DotProductAttention`; what it has no like of raises, by the argument's name."""
 
     __init__ = constructor(
@@ -121,7 +123,8 @@ class DotProductAttention(WithoutExtraState, nn.DotProductAttention):
         "attention_type='self', cp_group=None, cp_global_ranks=None, cp_stream=None, "
         "cp_comm_type='p2p', softmax_scale=None, softmax_type='vanilla', return_max_logit=False, "
         "bottom_right_diagonal=None, name=None",
-        _name_attention,
+        _prepare_attention,
+        idle=frozenset({"cp_global_ranks", "cp_stream", "cp_comm_type"}),
     )
 
     forward = forward(

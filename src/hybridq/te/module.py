@@ -29,6 +29,7 @@ from .quantization import AlignedByRecipe
 from .reading import Readings, WithoutExtraState
 from .refused import REFUSED, refusing
 from .signatures import constructor, forward, prepare, with_arguments
+from .whole_sequences import WholeSequences, ranks_of
 
 __all__ = [
     "DotProductAttention",
@@ -50,21 +51,9 @@ __getattr__ = refusing(__name__, "te", REFUSED)
 TransformerEngineBaseModule = nn.QuantizedModule  # for isinstance
 
 
-def _ranks(group: Any) -> int:
-    """Return how many ranks a process group has.
-
-    Args:
-        group: given itself or by its name.
-    """
-    from .._torch_ranks import process_group
-
-    whole = process_group(group) if isinstance(group, str) else group
-    return torch.distributed.get_world_size(whole)
-
-
 def _prepare_groups(given: dict[str, Any]) -> None:
     group, mode = given["tp_group"], given["parallel_mode"]
-    if group is not None and mode in (None, "column", "row") and _ranks(group) == 1:
+    if group is not None and mode in (None, "column", "row") and ranks_of(group) == 1:
         given.update(tp_group=None, tp_size=1)  # experts of whole matrices, as Megatron says it
     if given["tp_group"] is None and given["tp_size"] == 1 and mode in ("column", "row"):
         given["parallel_mode"] = None
@@ -302,7 +291,7 @@ class GroupedLinear(Regroups, _Linear, nn.GroupedLinear):
 
 
 @with_arguments
-class TransformerLayer(WithoutExtraState, nn.TransformerLayer):
+class TransformerLayer(WholeSequences, WithoutExtraState, nn.TransformerLayer):
     """`hybridq.TransformerLayer`; what it has no like of raises, by the argument's name.
 
     Example:
