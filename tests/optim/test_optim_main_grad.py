@@ -78,6 +78,19 @@ def test_zeros_for_hooks_are_added_and_two_gradients_are_an_error() -> None:
 
 
 @pytest.mark.parametrize("marked", [False, True])
+def test_one_gradient_of_two_names_is_taken_once(marked) -> None:
+    """Megatron's optimizers set `grad` to `main_grad` before they step another's."""
+    module = layer(True)
+    if marked:
+        module.weight.grad_added_to_main_grad = False
+    optimizer = AdamW(module.parameters(), lr=0.1, betas=(0.0, 0.0))
+    backward(module)
+    module.weight.grad = module.weight.main_grad
+    optimizer.step()
+    assert torch.equal(optimizer.state[module.weight]["exp_avg"], module.weight.main_grad)
+
+
+@pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_an_optimizer_of_torch_says_that_it_does_not_take_it(kind, marked) -> None:
     module = layer(True)

@@ -102,7 +102,7 @@ def gradient_terms(parameter: Any, where: str, is_decoupled: bool = False) -> tu
             f"{where}: main_grad must have the shape of its parameter, {tuple(parameter.shape)}, "
             f"got {tuple(main.shape)}"
         )
-    if grad is None:
+    if grad is None or grad is main:  # as Megatron's optimizers name it for others
         return (main,)
     if not getattr(parameter, "grad_added_to_main_grad", False):
         raise RuntimeError(
