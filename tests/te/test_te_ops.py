@@ -150,8 +150,8 @@ def test_quantize_makes_what_the_recipe_says() -> None:
 
 
 def test_what_is_not_there_is_said_by_name() -> None:
-    with pytest.raises(AttributeError, match=r"te.ops.AllReduce is not here: tensor_parallel_mode"):
-        ops.AllReduce  # noqa: B018
+    with pytest.raises(AttributeError, match=r"te.ops.AdaptiveLayerNorm is not here: a norm with"):
+        ops.AdaptiveLayerNorm  # noqa: B018
     with pytest.raises(AttributeError, match="has no attribute 'GeLU'"):
         ops.GeLU  # noqa: B018
     with pytest.raises(NotImplementedError, match=r"te.ops.GELU: cache_quantized_input must be"):

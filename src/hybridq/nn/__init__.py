@@ -10,7 +10,14 @@ from importlib import import_module
 from typing import Any, Final
 
 from .._imports import after_import
-from .autograd import checkpoint, get_cpu_offload_context, offload
+from .autograd import (
+    checkpoint,
+    gather_tokens,
+    get_cpu_offload_context,
+    offload,
+    scatter_tokens,
+    sum_over,
+)
 from .delayed_scaling import hold_history, state_dict_with_history, update_scaling
 from .modules import (
     ActivationFunction,
@@ -93,12 +100,15 @@ __all__ = [
     "default_filter",
     "dequantized_state_dict",
     "fp8_model_init",
+    "gather_tokens",
     "get_cpu_offload_context",
     "hold_history",
     "of_part",
     "offload",
     "quantized_model_init",
+    "scatter_tokens",
     "state_dict_with_history",
+    "sum_over",
     "update_scaling",
 ]
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .. import nn
+from .exchanges import AllGather, AllReduce, ReduceScatter
 from .glu import ScaledClampedQGeGLU, ScaledSReLU, ScaledSwiGLU, halves_of
 from .grouped import Regroups
 from .meta_device import GetsMemory, give_memory
@@ -33,6 +34,8 @@ __all__ = [
     "QGEGLU",
     "QGELU",
     "AddExtraInput",
+    "AllGather",
+    "AllReduce",
     "BasicLinear",
     "Bias",
     "ClampedSwiGLU",
@@ -49,6 +52,7 @@ __all__ = [
     "RMSNorm",
     "ReGLU",
     "ReLU",
+    "ReduceScatter",
     "Reshape",
     "SReGLU",
     "SReLU",
@@ -60,12 +64,10 @@ __all__ = [
     "SwiGLU",
 ]
 
-_RANKS: Final = "tensor_parallel_mode of Linear shares its features out over ranks"
 _ACTIVATIONS: Final = "hybridq.nn.ActivationFunction has the activations that there are"
 _OWN: Final = "fusions are those of hybridq.nn.FusedSequential; derive from torch.nn.Module"
 #: Names of Transformer Engine that are not here, and why.
 _REFUSED: Final = {
-    **dict.fromkeys(("AllGather", "AllReduce", "ReduceScatter"), _RANKS),
     **dict.fromkeys(("BasicOperation", "FusedOperation"), _OWN),
     **dict.fromkeys(("register_forward_fusion", "register_backward_fusion"), _OWN),
     **dict.fromkeys(("SiTUGLU", "ScaledSiTUGLU", "ScaledTanhSReLU"), _ACTIVATIONS),
