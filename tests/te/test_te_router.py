@@ -131,6 +131,15 @@ def test_the_balance_loss(counts) -> None:
         assert torch.allclose(grad.double(), each.expand(10, -1), rtol=1e-5)
 
 
+def test_the_balance_loss_of_each_sequence() -> None:
+    """Megatron-Core lays the experts of all sequences of a batch side by side."""
+    torch.manual_seed(2)
+    probs, tokens = torch.rand(10, 3, EXPERTS), torch.randint(0, 9, (3, EXPERTS))
+    loss = fused_moe_aux_loss(probs.flatten(1), tokens.flatten(), 10, EXPERTS, 2, 0.01)
+    each = [fused_moe_aux_loss(probs[:, b], tokens[b], 10, EXPERTS, 2, 0.01) for b in range(3)]
+    assert float(loss) == pytest.approx(float(sum(each)), rel=1e-5)
+
+
 def test_maps_of_bits_and_of_numbers() -> None:
     torch.manual_seed(3)
     logits = torch.randn(5, EXPERTS)
@@ -188,6 +197,6 @@ def test_bad_arguments_are_told() -> None:
         with pytest.raises(ValueError, match=message):
             run(**changed)
     with pytest.raises(ValueError, match=r"probs must be \[tokens, 3\]"):
-        fused_moe_aux_loss(torch.rand(4, 2), torch.ones(3), 4, 3, 1, 0.1)
+        fused_moe_aux_loss(torch.rand(4, 2), torch.ones(2), 4, 3, 1, 0.1)
     with pytest.raises(ValueError, match=r"tokens_per_expert must be \[2\]"):
         fused_moe_aux_loss(torch.rand(4, 2), torch.ones(3), 4, 2, 1, 0.1)

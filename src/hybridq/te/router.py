@@ -188,8 +188,10 @@ def fused_moe_aux_loss(
     `coeff E / (topk T^2) sum_e tokens_per_expert[e] sum_t probs[t, e]`, T `total_num_tokens`.
 
     Args:
-        probs: scores `[tokens, E]` of these tokens, floating.
-        tokens_per_expert: `[E]`, how many tokens go to each, of all ranks; any real dtype.
+        probs: scores `[tokens, E]` of these tokens, floating; or of sequences one beside the other,
+            `[length, sequences * E]`: then the losses of all of them are added.
+        tokens_per_expert: `[E]`, or `[sequences * E]`, how many tokens go to each, of all ranks;
+            any real dtype.
         total_num_tokens: of all ranks; an int, or a tensor of one number.
         num_experts: E.
         topk: how many experts a token goes to.
@@ -198,13 +200,14 @@ def fused_moe_aux_loss(
     Raises:
         ValueError: an argument has another shape.
     """
-    if probs.dim() != 2 or probs.shape[1] != num_experts:
+    if probs.dim() != 2 or not probs.shape[1] or probs.shape[1] % num_experts:
         raise ValueError(
-            f"fused_moe_aux_loss: probs must be [tokens, {num_experts}], got {tuple(probs.shape)}"
+            f"fused_moe_aux_loss: probs must be [tokens, {num_experts}], or a multiple of it, got "
+            f"{tuple(probs.shape)}"
         )
-    if tokens_per_expert.shape != (num_experts,):
+    if tokens_per_expert.shape != probs.shape[1:]:
         raise ValueError(
-            f"fused_moe_aux_loss: tokens_per_expert must be [{num_experts}], got "
+            f"fused_moe_aux_loss: tokens_per_expert must be [{probs.shape[1]}], got "
             f"{tuple(tokens_per_expert.shape)}"
         )
     x = _wide(probs)
