@@ -207,8 +207,10 @@ def test_the_peers_names() -> None:
     y = x
     for layer in layers:
         with context, hybridq.autocast(recipe="mxfp8"):
+            assert context.inside_context is True
             y = layer(y)
         y = sync(y)
+    assert context.inside_context is False
     y.float().square().sum().backward()
     assert all(map(torch.equal, kept, [y, x.grad, *[one.grad for one in layers.parameters()]]))
     assert context.nbytes_out == sum(saved_planes(layers, "mxfp8")[:2])

@@ -88,6 +88,11 @@ class Offload:
 
     # ---- the forward
 
+    @property
+    def inside_context(self) -> bool:
+        """Whether the context is entered, as Megatron-Core's layers ask."""
+        return bool(self._entered)
+
     def __enter__(self) -> Offload:
         if self._saved == "all":
             self._weights = frozenset(_memories(self._layers))
