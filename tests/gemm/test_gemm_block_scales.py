@@ -11,7 +11,7 @@ import torch
 
 import hybridq
 from core_tools import using_variant
-from gemm_cases import check, decoded, make
+from gemm_cases import check, check_all_ways, decoded, make
 from hybridq.formats import PlaneSpec
 from hybridq.kernels.choice import GemmArgs
 from hybridq.kernels.cpu import BlockScales, core, multiply, product_reason
@@ -63,15 +63,7 @@ def test_any_pair(pair: tuple[str, str]) -> None:
             torch.randn(rows, k) if "nvfp4" in one else matrix(rows, k)
             for rows, one in zip((m, n), pair, strict=True)
         )
-        a, b = plane(first, pair[0]), plane(second, pair[1])
-        bias, into = torch.randn(n), torch.randn(m, n)
-        for dtype in (torch.float32, torch.bfloat16):
-            check(hybridq.gemm(a, b, out_dtype=dtype), decoded(a), decoded(b))
-        y = hybridq.gemm(a, b, bias=bias, out_dtype=torch.bfloat16)
-        check(y, decoded(a), decoded(b), bias.double().numpy()[None, :])
-        out = into.clone()
-        hybridq.gemm(a, b, out=out, accumulate=True)
-        check(out, decoded(a), decoded(b), into.double().numpy())
+        check_all_ways(plane(first, pair[0]), plane(second, pair[1]))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

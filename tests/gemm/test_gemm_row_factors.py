@@ -10,7 +10,7 @@ import torch
 
 import hybridq
 from core_tools import using_variant
-from gemm_cases import check, decoded, make
+from gemm_cases import check, check_all_ways, decoded, make
 from hybridq.formats import PlaneSpec
 from hybridq.kernels.cpu import core, product_reason
 
@@ -40,16 +40,8 @@ def test_any_pair_on_either_side(other: str) -> None:
         names = {"row": by_row(k, wider=i), "e5m2 row": by_row(k, "e5m2")}
         x, w = torch.randn(m, k), plane(matrix(n, k), by_row(k))
         first = plane(x if other in ("fp16", "nvfp4") else matrix(m, k), names.get(other, other))
-        for a, b in ((first, w), (w, first)):
-            rows, cols = a.matrix[0], b.matrix[0]
-            bias, into = torch.randn(cols), torch.randn(rows, cols)
-            for dtype in (torch.float32, torch.bfloat16):
-                check(hybridq.gemm(a, b, out_dtype=dtype), decoded(a), decoded(b))
-            y = hybridq.gemm(a, b, bias=bias, out_dtype=torch.bfloat16)
-            check(y, decoded(a), decoded(b), bias.double().numpy()[None, :])
-            out = into.clone()
-            hybridq.gemm(a, b, out=out, accumulate=True)
-            check(out, decoded(a), decoded(b), into.double().numpy())
+        check_all_ways(first, w)
+        check_all_ways(w, first)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

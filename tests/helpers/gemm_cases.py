@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+import hybridq
 from hybridq import Quantizer
 from hybridq.formats import PlaneSpec
 from hybridq.kernels.choice import Operand
@@ -43,6 +44,19 @@ def check(y: torch.Tensor, a: np.ndarray, b: np.ndarray, extra: np.ndarray | flo
     error = np.abs(y.to(torch.float64).numpy() - exact)
     worst = float((error / room).max()) if error.size else 0.0
     assert worst <= 1.0, f"error is {worst} of the bound"
+
+
+def check_all_ways(a: Plane, b: Plane) -> None:
+    """Hold `a @ b.T` to its bound: alone in two dtypes, with a bias, and added to what is there."""
+    rows, cols = a.matrix[0], b.matrix[0]
+    bias, into = torch.randn(cols), torch.randn(rows, cols)
+    for dtype in (torch.float32, torch.bfloat16):
+        check(hybridq.gemm(a, b, out_dtype=dtype), decoded(a), decoded(b))
+    y = hybridq.gemm(a, b, bias=bias, out_dtype=torch.bfloat16)
+    check(y, decoded(a), decoded(b), bias.double().numpy()[None, :])
+    out = into.clone()
+    hybridq.gemm(a, b, out=out, accumulate=True)
+    check(out, decoded(a), decoded(b), into.double().numpy())
 
 
 def in_own_domain(plane: Plane) -> np.ndarray:
