@@ -46,6 +46,13 @@ inline __attribute__((always_inline)) bool HasRowScales(const Spec& spec) {
   return spec.row_scaled && spec.block_cols == 0;
 }
 
+// Whether FP32 scales of blocks along k multiply sums of codes, in products of BF16: they are no
+// powers of two, and of so many k that it pays.
+inline __attribute__((always_inline)) bool MultipliesSums(const Spec& spec) {
+  return spec.scale == ScaleElement::kFp32 && spec.block_cols >= 64 && !spec.power_of_two &&
+         spec.element != Element::kE2M1;
+}
+
 // Whether encode needs an amax from outside: of the whole tensor, or of every row if row_scaled.
 inline __attribute__((always_inline)) bool NeedsStat(const Spec& spec) {
   return spec.block_cols == 0 || spec.rule == Rule::kTwoLevel;

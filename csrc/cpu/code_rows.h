@@ -51,12 +51,6 @@ const NibbleTable& TableOf(ScaleElement scale) {
   return scale == ScaleElement::kE8M0 ? of_e8m0 : of_e4m3;
 }
 
-// Whether FP32 scales of blocks multiply sums of codes: they are of two groups or more.
-HQ_HD bool MultipliesSums(const Spec& spec) {
-  return spec.scale == ScaleElement::kFp32 && spec.block_cols >= 64 && !spec.power_of_two &&
-         spec.element != Element::kE2M1;
-}
-
 // What all rows of a plane have in common. A group: kStep codes of a row.
 struct CodeLayout {
   PlaneSource plane;

@@ -16,8 +16,7 @@ ProductEnd MultiplyCodes(const CodesJob& job, int threads) {
   const Spec& spec = job.plane.spec;
   const bool is_bf16 = spec.block_cols == 0 || spec.scale != ScaleElement::kFp32 ||
                        spec.power_of_two;  // its values are
-  const bool has_bf16_codes = is_bf16 || (spec.block_cols >= 64 && spec.element != Element::kE2M1);
-  if (job.wide == nullptr && has_bf16_codes && ActiveProduct() != nullptr) {
+  if (job.wide == nullptr && (is_bf16 || MultipliesSums(spec)) && ActiveProduct() != nullptr) {
     if (is_bf16 && product.m > kRowsBeforeTiles && MultipliesPlanesInBf16()) {
       PlanesJob planes{};
       planes.product = product;

@@ -53,6 +53,8 @@ PAIRS = [
     (ROWS, "nvfp4;rows"),
     ("fp32", SQUARES),
     (NARROW, ROWS),
+    ("bf16", "e4m3/1x256/fp32/amax/float8_block"),
+    ("bf16", "e4m3/256x256/fp32/amax/float8_block"),
 ]
 
 

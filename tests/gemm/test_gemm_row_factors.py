@@ -107,3 +107,14 @@ def test_specs() -> None:
     ):
         with pytest.raises(hybridq.SpecError, match="scale"):
             PlaneSpec.parse(text)
+
+
+def test_blocks_that_are_no_rows_are_refused() -> None:
+    """Of several scales in a row only the first would count."""
+    spec = by_row(64) + ";scales=factors"
+    x = torch.randn(4, 128)
+    with pytest.raises(hybridq.SpecError, match="as wide as the matrix"):
+        torch.ops.hybridq.encode(x, spec, "")
+    plane_of_blocks = torch.ops.hybridq.encode(x, by_row(64), "")
+    with pytest.raises(hybridq.SpecError, match="as wide as the matrix"):
+        torch.ops.hybridq.decode(plane_of_blocks, spec, 4, 128, torch.float32)

@@ -159,7 +159,7 @@ class PlaneSpec:
                 "scales and 'tiles' with one-byte ones, of squares too, got "
                 f"{self.scale_layout!r} and {self.format}"
             )
-        if self.scale_layout == "factors" and not self._can_be_by_row:
+        if self.has_scales_as_factors and not self._can_be_by_row:
             raise SpecError(
                 "PlaneSpec: scales that are factors go with rule amax, rounded to nearest and not "
                 f"transformed, got {self.format}, stochastic={self.stochastic}, signs={self.signs}"
@@ -283,15 +283,20 @@ class PlaneSpec:
         return None
 
     @property
+    def has_scales_as_factors(self) -> bool:
+        """Whether a row has one scale, which is its factor (`by_row`)."""
+        return self.scale_layout == "factors"
+
+    @property
     def has_row_factors(self) -> bool:
         """Whether every row of the plane has a factor that a product applies to its result."""
-        return self.row_scaled or self.scale_layout == "factors"
+        return self.row_scaled or self.has_scales_as_factors
 
     @property
     def is_bf16_exact(self) -> bool:
         """Whether BF16 holds every operand of such planes, whose factors are left out of it."""
         fmt = self.format
-        if self.scale_layout == "factors" and fmt.element is not None:
+        if self.has_scales_as_factors and fmt.element is not None:
             return fmt.element.significant_bits <= _BF16_BITS
         return fmt.is_bf16_exact
 
@@ -367,6 +372,12 @@ class PlaneSpec:
 
     def _make_buffers(self, rows: int, cols: int) -> tuple[BufferSpec, ...]:
         made = self.format.buffers(rows, self.padded(cols))
+        block = self.format.block
+        if self.has_scales_as_factors and block is not None and cols > block[1]:
+            raise SpecError(
+                "PlaneSpec: scales that are factors serve whole rows, so blocks must be as wide as "
+                f"the matrix, got {block} and {cols} columns ({self.format})"
+            )
         if self.scale_layout == "tiles":
             # A square's scale is that of each of its rows.
             size = -(-rows // 128) * -(-made[1].shape[1] // 4) * 512

@@ -33,7 +33,7 @@ def tensor_factor(buffers: list[torch.Tensor], spec: PlaneSpec) -> torch.Tensor 
     if bound is None:
         return None
     factor = factor_of(buffers, bound)
-    return factor[..., 0] if spec.scale_layout == "factors" else factor
+    return factor[..., 0] if spec.has_scales_as_factors else factor
 
 
 def factor_bound(spec: PlaneSpec) -> float | None:
@@ -43,7 +43,7 @@ def factor_bound(spec: PlaneSpec) -> float | None:
         spec: of the planes.
     """
     fmt = spec.format
-    if fmt.is_tensor_scaled or spec.scale_layout == "factors":
+    if fmt.is_tensor_scaled or spec.has_scales_as_factors:
         return 0.0
     if fmt.needs_tensor_amax and fmt.element is not None:
         return spec.tensor_bound * fmt.element.max
@@ -75,7 +75,7 @@ def _scaled_codes(
         return buffers[0].to(torch.float32)
     width = spec.padded(cols)
     values = decode_codes(unpack(buffers[0], fmt.element, width), fmt.element)
-    if fmt.block is None or spec.scale_layout == "factors":
+    if fmt.block is None or spec.has_scales_as_factors:
         return values
     scale = buffers[1]
     if spec.scale_layout == "tiles":

@@ -79,6 +79,7 @@ def encode_plane(
     Raises:
         ValueError: the spec is stochastic and there is no seed.
     """
+    spec.buffers(*x.shape)  # what it cannot be a plane of is said here
     if spec.scale_layout == "tiles":
         place = (seed, stream, row0, col0, is_columnwise)
         made = _encode(x, replace(spec, scale_layout=""), stat, *place)

@@ -61,7 +61,7 @@ def core_spec(spec: PlaneSpec) -> tuple[Any, str | None]:
         return None, "an identity plane needs no kernel"
     if spec.scale_layout == "tiles":
         return None, "the core has no scales in tiles"
-    block = (None if spec.scale_layout == "factors" else fmt.block) or (0, 0)
+    block = (None if spec.has_scales_as_factors else fmt.block) or (0, 0)
     try:
         native = core.Spec(
             fmt.element.name,
@@ -107,7 +107,7 @@ def _supports(query: OpQuery) -> str | None:
             reason = core_spec(spec)[1]
             if reason is not None:
                 return reason
-            if spec.scale_layout == "factors" and query.op not in ("decode", "operand"):
+            if spec.has_scales_as_factors and query.op not in ("decode", "operand"):
                 return f"has no {query.op} of {spec}"
             if query.op == "skinny_gemm" and (spec.stochastic or spec.row_scaled):
                 return f"few rows need one factor for a plane, rounded to nearest ({spec})"

@@ -44,7 +44,7 @@ class OperandDecoder:
     ) -> None:
         self._kernels, self._text = kernels, core_spec(spec)[0]
         self._dtype, self._name = dtype, DTYPES[dtype]
-        self._has_row_factors = spec.scale_layout == "factors"
+        self._has_row_factors = spec.has_scales_as_factors
         self._sizes, self._shape = (rows, cols), (rows, spec.padded(cols))
         nbytes = self._shape[0] * self._shape[1] * dtype.itemsize
         self.nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT

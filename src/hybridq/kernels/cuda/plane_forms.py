@@ -73,7 +73,7 @@ def as_known(op: str, spec: PlaneSpec) -> PlaneSpec | None:
         op: name of the operation.
         spec: of the plane.
     """
-    if spec.scale_layout == "factors":
+    if spec.has_scales_as_factors:
         return spec if op in ("encode", "decode", "operand") else None
     if form_of(spec) == 0:
         return spec

@@ -98,7 +98,7 @@ class SideDecoder:
         self, spec: PlaneSpec, keep_transformed: bool, dtype: torch.dtype, device: str
     ) -> None:
         fmt = spec.format
-        self._is_by_row = spec.scale_layout == "factors"
+        self._is_by_row = spec.has_scales_as_factors
         left_out = " without scales of rows" if self._is_by_row else ""
         self._form = f"decoded {dtype}{'' if keep_transformed else ' transformed back'}{left_out}"
         self._bound = factor_bound(spec)

@@ -135,7 +135,7 @@ def form_reason(spec: PlaneSpec, takes_wide: bool = False) -> str | None:
         return f"packed codes must have 4 bits, got {fmt.element}"
     if not (0 <= fmt.element.bias < 254 and 4 <= fmt.element.bits <= 8):
         return f"codes must have 4 to 8 bits and a bias of 0 to 253, got {fmt.element!r}"
-    if spec.scale_layout == "factors":
+    if spec.has_scales_as_factors:
         return None
     if fmt.block is not None and not (_is_power_of_two(fmt.block[1]) and fmt.block[1] >= 2):
         return f"blocks must be a power of two long, got {fmt.block}"
@@ -150,7 +150,7 @@ def form_of(spec: PlaneSpec) -> Form:
         is_bf16 = fmt.element is not None and fmt.element.name == "bf16"
         return VALUES if is_bf16 else WIDE_VALUES
     per_unit = fmt.element.codes_per_byte
-    has_row_scales = spec.scale_layout == "factors"
+    has_row_scales = spec.has_scales_as_factors
     if fmt.block is None or has_row_scales:  # the scale of it all is a factor of the product
         return Form(
             _code(fmt.element),

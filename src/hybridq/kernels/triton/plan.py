@@ -69,7 +69,7 @@ def _side(operand: Operand | GroupedOperand) -> _Side:
     if data.stride(-1) != 1:
         data = data.contiguous()
     factor = operand.buffers[-1] if form.bound else data
-    if operand.spec.scale_layout == "factors":
+    if operand.spec.has_scales_as_factors:
         factor = factor[..., 0]
     scale = operand.buffers[1] if form.scale.bits else data
     if form.per_unit == 1 and _has_words(data):
