@@ -187,6 +187,13 @@ bool EncodeFromScratch(const Matrix& x, const GpuPlane* row, const GpuPlane* col
                        float* col_stat, Stream stream) {
   if (!CanWrite(x, row, col)) return false;
   const bool any = x.rows != 0 && x.cols != 0;
+  if (row_stat != nullptr && EncodeRowsInOneRead(x, *row, row_stat, stream)) {
+    row = nullptr, row_stat = nullptr;
+  }
+  if (col_stat != nullptr && EncodeRowsInOneRead(x.Transposed(), *col, col_stat, stream)) {
+    col = nullptr, col_stat = nullptr;
+  }
+  if (row == nullptr && col == nullptr) return true;
   const bool both = any && row != nullptr && col != nullptr;
   if (both && row_stat != nullptr && col_stat != nullptr) {
     if (RunTogether(x, {row, true}, {col, true}, row_stat, col_stat, stream)) {

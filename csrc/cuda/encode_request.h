@@ -60,6 +60,11 @@ inline TileArgs MakeRaggedArgs(const Matrix& x, const Request& row, const Reques
 bool EncodeIndexedRagged(const Matrix& x, const Ragged& ragged, const GpuPlane* row,
                          const GpuPlane* col, float* row_stat, float* col_stat, Stream stream);
 
+// Encodes a plane whose rows have an amax each, and finds these, in one read of x, the plane's own
+// matrix. False: no such kernel takes it (encode_rows_once.h). Takes: without running it.
+bool TakesRowsOnce(const Matrix& x, const GpuPlane& plane);
+bool EncodeRowsInOneRead(const Matrix& x, const GpuPlane& plane, float* amax, Stream stream);
+
 // Of a plane whose amax alone is found, at `out`.
 inline GpuPlane AmaxPlane(const GpuPlane& plane, float* out) {
   GpuPlane to = plane;

@@ -16,7 +16,7 @@ if MODULE is None:
     pytest.skip("the emulated kernels are not built (make emulation)", allow_module_level=True)
 
 BACKEND = emulated.make_backend(MODULE)
-KINDS = ("e4m3/1x4096/fp32/amax/float8_block", "e5m2/1x4096/fp32/amax/float8_block/pow2")
+KINDS = ("e4m3/1x70000/fp32/amax/float8_block", "e5m2/1x70000/fp32/amax/float8_block/pow2")
 SHAPES = ((128, 64), (160, 136), (1, 1), (7, 33), (130, 131), (17, 200), (1, 300), (300, 1))
 
 
@@ -66,12 +66,56 @@ def test_rows_below_what_a_scale_can_be(dtype) -> None:
         check(x.to(dtype), spec, spec)
 
 
-def test_both_planes_are_one_kernel_after_the_amaxes() -> None:
+def encoders() -> list[str]:
+    """The kernels that ran, without the numbers of their template."""
+    return [name for name in MODULE.kernels() if name.startswith(("Encode", "Amax", "RowAmax"))]
+
+
+@pytest.mark.parametrize("cols", [8, 2040, 2048, 2056, 5120, 16384, 16392, 65536])
+@pytest.mark.parametrize("special", cases.SPECIALS)
+def test_rows_in_one_read(cols: int, special: str) -> None:
+    """As many warps to a row as hold it; several rows to a block of threads, of which the last has
+    too few."""
+    nvfp4 = PlaneSpec.parse("nvfp4;rows")
+    for i, spec in enumerate([*specs(), nvfp4]):
+        dtype = cases.DTYPES[(i + cols // 8) % 3]
+        if spec is nvfp4 and dtype == torch.float32:
+            dtype = torch.bfloat16
+        if dtype == torch.float32 and cols > 32768:  # twice as many vectors
+            dtype = torch.float16
+        x = cases.matrix(11 if cols < 4096 else 3, cols, dtype, cols + i, special)
+        once = spec is not nvfp4 or cols % 16 == 0
+        for matrix, pair in ((x, (spec, None)), (x.t(), (None, spec))):
+            MODULE.reset()
+            check(matrix, *pair)
+            assert (encoders() == ["EncodeRowsOnce"]) == once, (encoders(), spec, dtype)
+
+
+@pytest.mark.parametrize(
+    "text", ["e4m3/1x70000/fp32/amax/float8_block", "nvfp4;rows", "nvfp4;rows;sr"]
+)
+def test_rows_that_are_read_twice(text: str) -> None:
+    """Too long for a block of threads, no whole vectors or blocks, not at 16 bytes, or drawn."""
+    spec = PlaneSpec.parse(text).by_row(70000)
+    wide = cases.matrix(2, 65552, torch.bfloat16, 1, "normal")
+    parts = (wide, wide[:, 1:], wide[:, :60], wide[:, 1:65])
+    for x in parts if "sr" not in text else [wide[:, :64].contiguous()]:
+        MODULE.reset()
+        if spec.stochastic:
+            request = EncodeRequest(seed=torch.tensor(3))
+            got = BACKEND.ops["encode"](x, spec, None, request)
+            same(got, REFERENCE.ops["encode"](x, spec, None, request), text)
+        else:
+            check(x, spec, None)
+        assert "EncodeRowsOnce" not in encoders(), x.shape
+
+
+def test_both_planes_are_two_kernels_beside_one_amax() -> None:
     x = cases.matrix(128, 64, torch.bfloat16, 1, "normal")
     spec = specs()[0]
     MODULE.reset()
     check(x, spec, spec)
-    assert [name for name in MODULE.kernels() if name.startswith("Encode")] == ["EncodeTile"]
+    assert encoders() == ["EncodeRowsOnce", "RowAmaxDown", "EncodeTile"]
 
 
 @pytest.mark.parametrize("spec", specs(), ids=str)

@@ -271,6 +271,7 @@ CALLS: dict[str, Run] = {
     "NormRows": _map("LayerNorm"),
     "ActivateGroups": _map("gelu"),
     "EncodeGeneral": _encode("mxfp8 sr"),
+    "EncodeRowsOnce": _encode("nvfp4 rows"),
     "AmaxAlong": _amax("nvfp4 sr", False),
     "AmaxStrided": _amax("nvfp4 sr", False, step=2),
     "RowAmaxDown": _amax("nvfp4 rows", True),

@@ -12,6 +12,7 @@ from hybridq.formats import PlaneSpec
 from hybridq.kernels import OpQuery, select
 
 SHAPES = ((128, 64), (160, 136), (1, 1), (7, 33), (130, 131), (1, 300), (300, 1), (512, 4096))
+LONG = ((11, 5120), (3, 16392), (2, 65536), (2, 65544))  # a row is many warps', or read twice
 SQUARES = "e4m3/128x128/fp32/amax/float8_block"
 
 
@@ -26,7 +27,7 @@ def made(x: torch.Tensor, spec: str) -> hybridq.QuantizedTensor:
 @pytest.mark.parametrize("special", cases.SPECIALS)
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 def test_encode_and_decode(element: str, special: str) -> None:
-    for i, shape in enumerate(SHAPES):
+    for i, shape in enumerate(SHAPES + LONG):
         spec = by_row(max(shape), element)
         x = cases.matrix(*shape, cases.DTYPES[i % 3], i, special)
         assert (
