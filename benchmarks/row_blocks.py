@@ -47,21 +47,24 @@ def measured(size: int, rounds: int) -> dict[str, dict[str, float]]:
     blocks = PlaneSpec.parse("e4m3/1x128/fp32/amax/float8_block")
     made: dict[str, dict[str, float]] = {}
     planes = {one: torch.ops.hybridq.encode(x, one.text, "", None) for one in (own, blocks)}
-    for op in ("encode", "decode"):
-        runs = {
-            one: (lambda one=one: torch.ops.hybridq.encode(x, one.text, "", None))
-            if op == "encode"
-            else (
-                lambda one=one: torch.ops.hybridq.decode(planes[one], one.text, *x.shape, x.dtype)
-            )
-            for one in (own, blocks)
-        }
+    pairs = {"encode": (1, 0), "encode columns": (0, 1), "encode both": (1, 1)}
+
+    def call(op: str, one: PlaneSpec) -> Callable[[], Any]:
+        if op == "decode":
+            return lambda: torch.ops.hybridq.decode(planes[one], one.text, *x.shape, x.dtype)
+        texts = [one.text if is_there else "" for is_there in pairs[op]]
+        return lambda: torch.ops.hybridq.encode(x, *texts, None)
+
+    for op in (*pairs, "decode"):
+        runs = {one: call(op, one) for one in (own, blocks)}
         copy = functools.partial(there.copy_, x)
         turns = [[once(run) for run in (runs[own], runs[blocks], copy)] for _ in range(rounds + 1)]
-        given: tuple[Any, ...] = (x, own, None, EncodeRequest())
         if op == "decode":
-            given = (planes[own], own, *x.shape, x.dtype)
-        reference = once(lambda given=given, op=op: REFERENCE.ops[op](*given))
+            name, given = "decode", (planes[own], own, *x.shape, x.dtype)
+        else:
+            wanted = [own if is_there else None for is_there in pairs[op]]
+            name, given = "encode", (x, *wanted, EncodeRequest())
+        reference = once(functools.partial(REFERENCE.ops[name], *given))
         row, block, plain = (1e3 * statistics.median(one) for one in zip(*turns[1:], strict=True))
         made[op] = {
             "ms_per_row": round(row, 3),

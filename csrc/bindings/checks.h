@@ -54,14 +54,6 @@ inline void CheckSpec(const char* function, const Spec& spec) {
     Fail(std::string(function) + ": spec must be supported, got one where " + reason);
 }
 
-// Of a plane that the CPU's kernels write; they read more.
-inline void CheckWritten(const char* function, const Spec& spec) {
-  CheckSpec(function, spec);
-  if (HasRowScales(spec)) {
-    Fail(std::string(function) + ": a plane with a scale per row is written as groups of one row");
-  }
-}
-
 inline void CheckSigns(const char* function, int signs, int lowest) {
   if (signs < lowest || signs > 0xffff) {
     Fail(std::string(function) + ": signs must be in [" + std::to_string(lowest) +

@@ -60,9 +60,9 @@ class FewRows {
              Pointer<const void>(scales),
              Pointer<const float>(amax)};
     PlaneTarget target{};
-    float found = 0.0f;
+    UnseenStat unseen;
     if (!column.is_none()) {
-      const PlaneOut plane = MakePlaneOut(column.cast<PlaneTuple>(), finds_column, &found);
+      const PlaneOut plane = MakePlaneOut(column.cast<PlaneTuple>(), finds_column, k, &unseen);
       target = MakeTarget(plane, true, m, k);
       job.column = &target;
       job.finds_column = finds_column;

@@ -29,7 +29,8 @@ using MapTuple = std::tuple<std::string, bool>;
 GroupsPlane MakePlane(const PlaneTuple& plane) {
   const auto& [spec, data, scale, given, amax, seeds, stream] = plane;
   if (spec == nullptr) Fail("encode_groups: a plane needs a spec, got None");
-  CheckWritten("encode_groups", *spec);
+  CheckSpec("encode_groups", *spec);
+  if (HasRowScales(*spec)) Fail("encode_groups: a plane with a scale per row knows no groups");
   CheckPointer("encode_groups", "data", data, true);
   CheckPointer("encode_groups", "scale", scale, true);
   CheckPointer("encode_groups", "seeds", seeds, spec->stochastic);

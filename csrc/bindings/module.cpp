@@ -113,8 +113,8 @@ void EncodeFromScratch(uintptr_t x, const std::string& dtype, int64_t rows, int6
   PlanePair planes(row, col, finds_row_stat, finds_col_stat, rows, cols);
   planes.Raise(raised_by_row, raised_by_col);
   const py::gil_scoped_release release;
-  CheckMemory(FindStats(matrix, planes.RowToFind(), planes.ColToFind(), threads));
-  CheckMemory(ActiveKernels().encode(matrix, planes.Row(), planes.Col(), threads));
+  CheckMemory(FindAndEncode(matrix, planes.Row(), planes.Col(), finds_row_stat, finds_col_stat,
+                            threads));
 }
 
 bool DecodePlanes(const Spec& spec, uintptr_t data, uintptr_t scale, uintptr_t amax, int64_t rows,

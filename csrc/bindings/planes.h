@@ -9,6 +9,7 @@
 #include <new>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "bindings/checks.h"
 
@@ -27,12 +28,12 @@ inline void CheckMemory(bool ok) {
 }
 
 inline PlaneTarget MakeTarget(const PlaneOut& out, bool columnwise, int64_t rows, int64_t cols) {
-  CheckWritten("encode", out.spec);
+  CheckSpec("encode", out.spec);
   const bool whole = out.spec.block_cols == 0;
   const bool any = rows != 0 && cols != 0;
-  CheckPointer("encode", "data", out.data, any);
-  CheckPointer("encode", "scale", out.scale, any || whole);
   const bool has_rows = (columnwise ? cols : rows) != 0;  // an empty statistic has no address
+  CheckPointer("encode", "data", out.data, any);
+  CheckPointer("encode", "scale", out.scale, any || (whole && (has_rows || !out.spec.row_scaled)));
   CheckPointer("encode", "stat", out.stat,
                NeedsStat(out.spec) && (has_rows || !out.spec.row_scaled));
   CheckOffsets("encode", out.row0, out.col0);
@@ -51,17 +52,31 @@ inline PlaneTarget MakeTarget(const PlaneOut& out, bool columnwise, int64_t rows
 using PlaneTuple =
     std::tuple<const Spec*, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int64_t, int64_t, uint32_t>;
 
-// A plane whose amax is found here, if `finds`: `own` is where that goes if nobody wants to see it.
-inline PlaneOut MakePlaneOut(const PlaneTuple& plane, bool finds, float* own) {
+// Where an amax goes, or those of rows, that the format does not keep.
+class UnseenStat {
+ public:
+  // Its address; `rows`: of the plane.
+  uintptr_t For(const Spec& spec, int64_t rows) {
+    if (!spec.row_scaled) return reinterpret_cast<uintptr_t>(&one_);
+    rows_.resize(static_cast<size_t>(rows));
+    return reinterpret_cast<uintptr_t>(rows_.data());
+  }
+
+ private:
+  float one_ = 0.0f;
+  std::vector<float> rows_;
+};
+
+// A plane of so many rows whose amax is found here, if `finds`: in `own` if nobody wants to see it.
+inline PlaneOut MakePlaneOut(const PlaneTuple& plane, bool finds, int64_t rows, UnseenStat* own) {
   const auto& [spec, data, scale, stat, seed, row0, col0, stream] = plane;
   if (spec == nullptr) Fail("encode: a plane needs a spec, got None");
   CheckPointer("encode", "seed", seed, spec->stochastic);
   if (finds && !NeedsStat(*spec)) Fail("encode: only a plane that needs a stat has one");
-  const bool is_inner = finds && stat == 0 && !spec->row_scaled;
   return {*spec,
           data,
           scale,
-          is_inner ? reinterpret_cast<uintptr_t>(own) : stat,
+          finds && stat == 0 ? own->For(*spec, rows) : stat,
           spec->stochastic ? *Pointer<const uint64_t>(seed) : 0,
           row0,
           col0,
@@ -80,11 +95,11 @@ class PlanePair {
         finds_col_(finds_col) {
     if (!has_row_ && !has_col_) Fail("encode: row or col must be given, got None");
     if (has_row_) {
-      const PlaneOut out = MakePlaneOut(row.cast<PlaneTuple>(), finds_row, &found_[0]);
+      const PlaneOut out = MakePlaneOut(row.cast<PlaneTuple>(), finds_row, rows, &unseen_[0]);
       row_ = MakeTarget(out, false, rows, cols);
     }
     if (has_col_) {
-      const PlaneOut out = MakePlaneOut(col.cast<PlaneTuple>(), finds_col, &found_[1]);
+      const PlaneOut out = MakePlaneOut(col.cast<PlaneTuple>(), finds_col, cols, &unseen_[1]);
       col_ = MakeTarget(out, true, rows, cols);
     }
   }
@@ -106,7 +121,7 @@ class PlanePair {
 
  private:
   bool has_row_, has_col_, finds_row_, finds_col_;
-  float found_[2] = {0.0f, 0.0f};
+  UnseenStat unseen_[2];
   PlaneTarget row_{}, col_{};
 };
 

@@ -41,15 +41,15 @@ class Steps {
       const Matrix matrix =
           MakeMatrix("encode", at(x), dtype, rows, cols, stride0, stride1, threads);
       const uintptr_t own = stat ? at(*stat) : amax ? at(*amax) : 0;
-      float unseen = 0.0f;  // where the format keeps no amax
-      const bool is_unseen = finds && own == 0 && !spec.row_scaled;
+      UnseenStat unseen;
       const PlaneOut out{spec, at(data), at(scale),
-                         is_unseen ? reinterpret_cast<uintptr_t>(&unseen) : own, 0, 0, 0, 0};
+                         finds && own == 0 ? unseen.For(spec, columnwise ? cols : rows) : own,
+                         0,    0,        0,         0};
       const PlaneTarget target = MakeTarget(out, columnwise, rows, cols);
       const PlaneTarget* row = columnwise ? nullptr : &target;
       const PlaneTarget* col = columnwise ? &target : nullptr;
-      if (finds) CheckMemory(FindStats(matrix, row, col, threads));
-      CheckMemory(ActiveKernels().encode(matrix, row, col, threads));
+      CheckMemory(FindAndEncode(matrix, row, col, finds && row != nullptr,
+                                finds && col != nullptr, threads));
     });
   }
 

@@ -66,6 +66,9 @@ struct PlaneTarget {
   float* found = nullptr;
   // Where the plane is a part of a wider one, that one's K, along which its rows are stored; or 0.
   int64_t stored_k = 0;
+  // `stat`, [rows], is written first, row by row, by the pass that writes the plane: a rowwise
+  // plane alone, without a transform, of an x whose rows are contiguous.
+  bool finds_rows = false;
 };
 
 // A plane to be decoded. `rows` x `k` is its logical size, without the transform's padding.

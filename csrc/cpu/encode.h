@@ -32,9 +32,7 @@ static void EncodeAlong(const PlaneJob& job, const float* t, int ld, int64_t n0,
   const int kk_padded = RoundUp(kk, kLane);
   const int blocks = job.block == 0 ? 1 : static_cast<int>(CeilDiv(kk, job.block));
   const int rows_per_scale = job.square ? job.block : 1;
-  if (job.block == 0) {
-    for (int i = 0; i < kk_padded; ++i) s.run[i] = job.tensor_multiplier;
-  } else {
+  if (job.block != 0) {
     const int scale_rows = static_cast<int>(CeilDiv(nn, rows_per_scale));
     for (int n = 0; n < nn; ++n) {
       BlockAmax(t + n * ld, kk_padded, job.block, s.amax + n * blocks);
@@ -47,6 +45,9 @@ static void EncodeAlong(const PlaneJob& job, const float* t, int ld, int64_t n0,
   for (int n = 0; n < nn; ++n) {
     if (job.block != 0 && n % rows_per_scale == 0) {
       ExpandBlocks(s.multiplier + n / rows_per_scale * blocks, job.block, kk_padded, s.run);
+    } else if (job.block == 0 && (n == 0 || job.row_stat != nullptr)) {
+      const float multiplier = LineMultiplier(job, n0 + n, k0 == 0);
+      for (int i = 0; i < kk_padded; ++i) s.run[i] = multiplier;
     }
     const uint8_t* random =
         job.spec.stochastic ? RandomAlong(job, n0 + n, k0, kk_padded, s) : nullptr;
@@ -91,7 +92,7 @@ static void EncodeDown(const PlaneJob& job, const float* t, int ld, int64_t n0, 
                        int kk, Scratch& s) {
   const int width = RoundUp(nn, kLane);
   if (job.block == 0) {
-    for (int n = 0; n < width; ++n) s.run[n] = job.tensor_multiplier;
+    LineMultipliers(job, n0, nn, k0 == 0, width, s.run);
   } else {
     ScalesDown(job, t, ld, n0, nn, k0, kk, width, s);
   }
@@ -224,6 +225,8 @@ static bool EncodeOrdered(const Matrix& x, const PlaneTarget* row, const PlaneTa
   task.finds_amax =
       (task.has_row && row->found != nullptr) || (task.has_col && col->found != nullptr);
   if (x.rows == 0 || x.cols == 0 || !(task.has_row || task.has_col)) {
+    StoreLineScales(task.row);
+    StoreLineScales(task.col);
     RaiseFound(row, 0);
     RaiseFound(col, 0);
     return true;
@@ -235,6 +238,11 @@ static bool EncodeOrdered(const Matrix& x, const PlaneTarget* row, const PlaneTa
   task.tiles_across = CeilDiv(x.cols, task.tile_cols);
   const int64_t tiles = task.tiles_across * CeilDiv(x.rows, task.tile_rows);
   const int64_t elements = tiles * task.tile_rows * task.tile_cols;
+  if (task.has_row && task.row.row_found != nullptr) {
+    ParallelFor(CeilDiv(x.rows, task.tile_rows), UsefulThreads(elements, threads), EncodeRowBands,
+                &task);
+    return task.failed == 0;
+  }
   const RangeFn run = raw ? EncodeTiles<EncodeRawTile> : EncodeTiles<EncodeTile>;
   ParallelFor(tiles, UsefulThreads(elements, threads), run, &task);
   RaiseFound(row, task.amax);

@@ -34,12 +34,13 @@ struct PlaneJob {
   ExponentRule exponent;   // floor, ceil and even
   TwoLevelRule two_level;  // of the tensor; not if row_stat is there
   const float* row_stat;   // row-scaled: amax of each plane row
+  float* row_found;        // the same, to be written before its row is read; or null
   float denominator;       // four over six
   bool sums_down;          // four over six, squares: the tile is the given matrix transposed
   // The same: the rowwise plane of the same tiles, written before, if it chooses alike; or null.
   const PlaneJob* decided;
   float inverse_fmax;
-  float tensor_multiplier;  // block == 0
+  float tensor_multiplier;  // block == 0, but for row-scaled planes: LineMultiplier
   uint64_t seed;
   int64_t row_offset, k_offset;
   uint32_t stream;
@@ -83,7 +84,9 @@ static PlaneJob MakeJob(const PlaneTarget& target, int64_t rows, int64_t k, DTyp
   job.inverse_fmax = DivRn(1.0f, fmax);
   // After the transform the plane's input is BF16, whatever x was.
   const DType input = job.transform ? DType::kBFloat16 : dtype;
-  const float overflow = job.block == 0 ? FloatMax() : InputMax(input);
+  // A scale per row is that of a block.
+  const bool is_tensor = job.block == 0 && !spec.row_scaled;
+  const float overflow = is_tensor ? FloatMax() : InputMax(input);
   job.pairs = SelectPairs(spec.element, input, spec.stochastic);
   job.nibbles = SelectNibblesDown(input, spec.stochastic);
   job.raw_amax = SelectRawBlockAmax(input, job.block);
@@ -101,15 +104,37 @@ static PlaneJob MakeJob(const PlaneTarget& target, int64_t rows, int64_t k, DTyp
   job.sums_down = swapped;
   if (spec.row_scaled) {
     job.row_stat = target.stat;
+    job.row_found = target.finds_rows ? const_cast<float*>(target.stat) : nullptr;
   } else if (spec.rule == Rule::kTwoLevel) {
     job.two_level = MakeTwoLevelRule(*target.stat, spec.tensor_bound);
   }
-  if (job.block == 0) {
+  if (is_tensor) {
     const AmaxScale s = ComputeTensorScale(*target.stat, job.amax_rule);
     job.tensor_multiplier = s.multiplier;
     std::memcpy(job.scale, &s.decode, sizeof(float));
   }
   return job;
+}
+
+// Of a plane without blocks: what elements of plane row n are multiplied by. `stores`: its scale is
+// written, if it is the row's own.
+static float LineMultiplier(const PlaneJob& job, int64_t n, bool stores) {
+  if (job.row_stat == nullptr) return job.tensor_multiplier;
+  const AmaxScale s = ComputeTensorScale(job.row_stat[n], job.amax_rule);
+  if (stores) reinterpret_cast<float*>(job.scale)[n] = s.decode;
+  return s.multiplier;
+}
+
+// Those of plane rows n0 to n0 + nn, and up to `width` 1.
+static void LineMultipliers(const PlaneJob& job, int64_t n0, int nn, bool stores, int width,
+                            float* out) {
+  for (int n = 0; n < width; ++n) out[n] = n < nn ? LineMultiplier(job, n0 + n, stores) : 1.0f;
+}
+
+// Scales of rows of a plane without elements, whose rows no tile reaches.
+static void StoreLineScales(const PlaneJob& job) {
+  if (job.block != 0 || job.row_stat == nullptr) return;
+  for (int64_t n = 0; n < job.rows; ++n) LineMultiplier(job, n, true);
 }
 
 // The rules of plane rows n0 to n0 + nn of a row-scaled plane, into s.rules; up to `width` those of

@@ -29,9 +29,7 @@ static void EncodeRawAlong(const PlaneJob& job, const RawTile& t, int64_t n0, in
   const int kk_padded = RoundUp(kk, kLane);
   const int blocks = job.block == 0 ? 1 : static_cast<int>(CeilDiv(kk, job.block));
   const int rows_per_scale = job.square ? job.block : 1;
-  if (job.block == 0) {
-    for (int i = 0; i < kk_padded / 2; ++i) s.run[i] = job.tensor_multiplier;
-  } else {
+  if (job.block != 0) {
     RawScalesAlong(job, t, n0, nn, k0, kk, s);
     if (job.powers && FindBasesAlong(job, nn, kk, s)) {
       return CodePowersAlong(job, t, n0, nn, k0, kk, next, s);
@@ -43,6 +41,9 @@ static void EncodeRawAlong(const PlaneJob& job, const RawTile& t, int64_t n0, in
   for (int n = 0; n < nn; ++n) {
     if (job.block != 0 && n % rows_per_scale == 0) {
       ExpandPairs(s.multiplier + n / rows_per_scale * blocks, job.block, kk_padded, s.run);
+    } else if (job.block == 0 && (n == 0 || job.row_stat != nullptr)) {
+      const float multiplier = LineMultiplier(job, n0 + n, k0 == 0);
+      for (int i = 0; i < kk_padded / 2; ++i) s.run[i] = multiplier;
     }
     const uint8_t* random =
         job.spec.stochastic ? RandomAlong(job, n0 + n, k0, kk_padded, s) : nullptr;
@@ -86,7 +87,7 @@ static void EncodeRawDown(const PlaneJob& job, const RawTile& t, int64_t n0, int
   const int width = RoundUp(nn, kRawLane), pairs = width / 2;
   const int blocks = job.block == 0 ? 1 : static_cast<int>(CeilDiv(kk, job.block));
   if (job.block == 0) {
-    for (int i = 0; i < width; ++i) s.multiplier[i] = job.tensor_multiplier;
+    LineMultipliers(job, n0, nn, k0 == 0, width, s.multiplier);
   } else {
     RawScalesDown(job, t, n0, nn, k0, kk, s);
     if (job.powers && FindBasesDown(job, nn, kk, s)) {
@@ -176,6 +177,7 @@ static bool DecidesAlike(const PlaneJob& row, const PlaneJob& col) {
 // Whether both planes have one scale for the whole tensor, and it is the same: then every code is.
 static bool SharesCodes(const PlaneJob& row, const PlaneJob& col) {
   return row.block == 0 && col.block == 0 && row.spec.element == col.spec.element && !row.packed &&
+         row.row_stat == nullptr && col.row_stat == nullptr &&
          !row.spec.stochastic && !col.spec.stochastic && !row.transform && !col.transform &&
          Bits(row.tensor_multiplier) == Bits(col.tensor_multiplier);
 }
@@ -262,6 +264,21 @@ static void EncodeTiles(void* context, int64_t begin, int64_t end) {
   }
   if (task.finds_amax) AtomicMax(&task.amax, amax);
   if (task.row.streams || task.col.streams) StreamFence();
+}
+
+// Runs the tiles of some bands, each the rows of a tile, whose amaxes are found before: a band then
+// lies in a cache.
+static void EncodeRowBands(void* context, int64_t begin, int64_t end) {
+  auto& task = *static_cast<EncodeTask*>(context);
+  for (int64_t band = begin; band < end; ++band) {
+    const int64_t last = Min64((band + 1) * task.tile_rows, task.x.rows);
+    for (int64_t r = band * task.tile_rows; r < last; ++r) {
+      const int32_t m = WithDType(
+          task.x.dtype, [&]<DType kType>() { return AmaxRows<kType>(task.x, r, r + 1); });
+      task.row.row_found[r] = CanonicalAmax(m);
+    }
+    EncodeTiles<EncodeRawTile>(context, band * task.tiles_across, (band + 1) * task.tiles_across);
+  }
 }
 
 // Tiles of a rowwise plane alone: few, long rows of at most `elements`, for the first-level cache.

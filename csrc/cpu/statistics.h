@@ -10,6 +10,11 @@ namespace hybridq {
 // Returns false if memory ran out.
 bool FindStats(const Matrix& x, const PlaneTarget* row, const PlaneTarget* col, int threads);
 
+// Encodes one plane of x or both, after what `finds_row` and `finds_col` say is to be found: in the
+// pass that encodes, where that can be (PlaneTarget::finds_rows). Returns false if memory ran out.
+bool FindAndEncode(const Matrix& x, const PlaneTarget* row, const PlaneTarget* col, bool finds_row,
+                   bool finds_col, int threads);
+
 }  // namespace hybridq
 
 #endif  // HYBRIDQ_CPU_STATISTICS_H_

@@ -277,6 +277,7 @@ void TestSweep() {
   constexpr FourOverSix kMae = FourOverSix::kMae, kMse = FourOverSix::kMse;
   const Kind kinds[] = {
       {Element::kE4M3, ScaleElement::kFp32, Rule::kAmax, 0, 0},
+      {Element::kE4M3, ScaleElement::kFp32, Rule::kAmax, 0, 0, FourOverSix::kNone, true},
       {Element::kE5M2, ScaleElement::kFp32, Rule::kAmax, 128, 128},
       {Element::kE4M3, ScaleElement::kE8M0, Rule::kRceil, 1, 32},
       {Element::kE2M1, ScaleElement::kE8M0, Rule::kRceil, 64, 64},
@@ -316,7 +317,8 @@ void TestSweep() {
         spec.signs = (options & 2) != 0 ? 0xd7e8 : -1;
         spec.four_over_six = kind.four_over_six;
         spec.row_scaled = kind.row_scaled;
-        if (kind.four_over_six != FourOverSix::kNone && options != 0) {
+        const bool to_nearest = kind.four_over_six != FourOverSix::kNone || HasRowScales(spec);
+        if (to_nearest && options != 0) {
           EXPECT_EQ(UnsupportedReason(spec).empty(), false);
           continue;
         }
@@ -324,7 +326,7 @@ void TestSweep() {
         const int64_t k = spec.signs >= 0 ? (cols + 15) / 16 * 16 : cols;
         const int64_t bytes = rows * (spec.element == Element::kE2M1 ? (k + 1) / 2 : k);
         const bool whole = spec.block_cols == 0;
-        const int64_t scales = whole ? 1
+        const int64_t scales = whole ? (spec.row_scaled ? rows : 1)
                                      : (rows + spec.block_rows - 1) / spec.block_rows *
                                            ((k + spec.block_cols - 1) / spec.block_cols);
         const size_t scale_bytes =
@@ -350,6 +352,19 @@ void TestSweep() {
                   true);
         EXPECT_EQ(data == data2, true);
         EXPECT_EQ(scale == scale2, true);
+        // Amaxes of rows, found by the pass that encodes.
+        const bool runs_raw = spec.four_over_six == FourOverSix::kNone || spec.block_cols == 16;
+        if (spec.row_scaled && spec.signs < 0 && runs_raw) {
+          std::vector<uint8_t> data3(data.size()), scale3(scale.size());
+          std::vector<float> found(stat.size(), -1.0f);
+          PlaneTarget finding = out;
+          finding.data = data3.data(), finding.scale = scale3.data(), finding.stat = found.data();
+          finding.finds_rows = true;
+          EXPECT_EQ(ActiveKernels().encode(m, &finding, nullptr, 1), true);
+          EXPECT_EQ(data == data3, true);
+          EXPECT_EQ(scale == scale3, true);
+          EXPECT_EQ(std::memcmp(stat.data(), found.data(), sizeof(float) * stat.size()), 0);
+        }
         HashBytes(data.data(), data.size());
         if (spec.scale != ScaleElement::kFp32) HashBytes(scale.data(), scale.size());
         HashFloats(stat);

@@ -6,13 +6,16 @@ import pytest
 import torch
 
 import hybridq
+from core_tools import using_variant
+from hybridq import _core
 from hybridq.formats import PlaneSpec
-from hybridq.kernels import REFERENCE, ROW_BLOCKS, OpQuery, select
+from hybridq.kernels import CPU, REFERENCE, ROW_BLOCKS, OpQuery, select
 from hybridq.kernels.choice import EncodeRequest
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 #: Rows and columns, and widths of blocks: wider than a row, dividing it, and not.
 SHAPES = [(70, 300), (70, 7), (1, 96), (70, 1), (0, 5), (5, 0)]
+VARIANTS = _core.build_info()["variants"]
 WIDTHS = (300, 2048, 192, 48, 7)
 
 
@@ -87,3 +90,35 @@ def test_quantize_and_products(caplog) -> None:
     exact = hybridq.quantize(x, spec_of(300)).dequantize().double() @ decoded.double().t()
     assert (product.double() - exact).abs().max() <= 1e-5 * exact.abs().max()
     assert "slow PyTorch reference" not in caplog.text
+
+
+def _views() -> dict[str, torch.Tensor]:
+    wide = values((140, 2 * 1040), torch.bfloat16)
+    return {
+        "rows": wide,
+        "rows of a part": wide[3:, 5:1045],
+        "columns": wide.t(),
+        "strided": wide[::2, ::2],
+        "flipped": wide.flip(0)[:, :300],
+        "expanded": wide[:1].expand(70, -1),
+        "one column": wide[:, :1],
+    }
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_amaxes_found_by_the_pass_that_encodes(variant: str, threads: int) -> None:
+    """Rows, columns and both, of every order of memory, by every variant of the kernels."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with using_variant(variant):
+            for name, x in _views().items():
+                own = (spec_of(4096).by_row(x.shape[1]), PlaneSpec.parse("nvfp4;rows"))
+                for spec in own:
+                    for pair in ((spec, None), (None, spec), (spec, spec)):
+                        made = CPU.ops["encode"](x, *pair, EncodeRequest())
+                        wanted = REFERENCE.ops["encode"](x, *pair, EncodeRequest())
+                        assert all(map(same, made, wanted)), (name, spec, pair)
+    finally:
+        torch.set_num_threads(before)

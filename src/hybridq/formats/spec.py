@@ -267,6 +267,11 @@ class PlaneSpec:
         return self.format.needs_tensor_amax
 
     @property
+    def needs_amax_inside(self) -> bool:
+        """Whether a kernel needs an amax, of the tensor or of rows, which a plane may not keep."""
+        return self.needs_amax or self.has_scales_as_factors
+
+    @property
     def needs_tensor_amax(self) -> bool:
         """Whether encoding needs the amax of the whole tensor first."""
         return self.needs_amax and not self.row_scaled

@@ -1,8 +1,7 @@
 """The backend `row_blocks`: FP8 planes whose blocks are one row high and of any width.
 
 The core has kernels for blocks of 16 to 128 columns, and reads planes with a scale for each row,
-which a GPU's also write. On a CPU such a matrix is encoded as many groups of one token, each with a
-scale of its own. A plane of several wide blocks in a row is decoded as one of narrower blocks,
+and writes them. A plane of several wide blocks in a row is decoded as one of narrower blocks,
 whose scales are repeated. All of it has the reference's bits.
 
 Source: ours; docs/reference/numerics.md, "Blockwise FP8" (the rule of a block's scale).
@@ -23,7 +22,6 @@ from .choice import (
     Backend,
     DeviceSupport,
     EncodeRequest,
-    Groups,
     OpQuery,
     is_unforced_native,
     register_backend,
@@ -36,8 +34,6 @@ __all__ = ["ROW_BLOCKS"]
 
 #: Widths of blocks that the core decodes, the fastest first.
 _WIDTHS: Final = (128, 64, 32, 16)
-#: A scale below it was cut at the largest value of the dtype, which is another one for a tensor.
-_TINY: Final = torch.finfo(torch.float32).tiny
 _CPU: Final = "cpu"
 
 
@@ -70,9 +66,7 @@ def _reason_of_core(query: OpQuery, spec: PlaneSpec) -> str | None:
     """Return why the core cannot do what is asked of it for such a plane."""
     by_row = spec.by_row(1)
     asked = [replace(query, row=by_row, col=None)]
-    if query.op == "encode" and query.device == _CPU:
-        asked = [replace(query, op="encode_ragged", row=_with_block(spec, None), col=None)]
-    elif query.op != "encode":
+    if query.op != "encode":
         asked.append(replace(query, row=_with_block(spec, (1, _WIDTHS[0])), col=None))
     return None if all(map(is_unforced_native, asked)) else "the core has no kernels for it here"
 
@@ -82,25 +76,14 @@ def _with_block(spec: PlaneSpec, block: tuple[int, int] | None) -> PlaneSpec:
     return replace(spec, format=replace(spec.format, block=block))
 
 
-def _encode_rows(x: torch.Tensor, spec: PlaneSpec) -> list[torch.Tensor]:
-    """Return codes and scales `[rows, 1]` of a matrix with a scale for each row."""
-    if x.device.type != _CPU:
-        own = spec.by_row(x.shape[1])
-        run = unforced(OpQuery("encode", x.device.type, x.dtype, own)).ops["encode"]
-        planes: list[torch.Tensor] = run(x, own, None, EncodeRequest())
-        return planes
-    count = x.shape[0]
-    ends = torch.arange(1, count + 1, dtype=torch.int32, device=_CPU)
-    groups = Groups(ends, torch.nn.functional.pad(ends, (1, 0)), count)
-    own = _with_block(spec, None)
-    encode = unforced(OpQuery("encode_ragged", _CPU, x.dtype, own)).ops["encode_ragged"]
-    codes, scale = encode(x.contiguous(), groups, own, None, EncodeRequest(by_group=True))
-    scale = scale.reshape(count, 1)
-    tiny = (scale.abs() < _TINY).flatten().nonzero().flatten()
-    if tiny.numel():
-        rest = REFERENCE.ops["encode"](x[tiny], spec, None, EncodeRequest())
-        codes[tiny], scale[tiny] = rest
-    return [codes, scale]
+def _encode_by_row(
+    x: torch.Tensor, row: PlaneSpec | None, col: PlaneSpec | None
+) -> list[torch.Tensor]:
+    """Return the planes of a matrix of which each of their own rows has one scale."""
+    own = row and row.by_row(x.shape[1]), col and col.by_row(x.shape[0])
+    run = unforced(OpQuery("encode", x.device.type, x.dtype, *own)).ops["encode"]
+    planes: list[torch.Tensor] = run(x, *own, EncodeRequest())
+    return planes
 
 
 def _encode_plane(x: torch.Tensor, spec: PlaneSpec) -> list[torch.Tensor]:
@@ -110,9 +93,9 @@ def _encode_plane(x: torch.Tensor, spec: PlaneSpec) -> list[torch.Tensor]:
         found: list[torch.Tensor] = REFERENCE.ops["encode"](x, spec, None, EncodeRequest())
         return found
     if cols <= width:
-        return _encode_rows(x, spec)
+        return _encode_by_row(x, spec, None)
     if cols % width == 0:
-        codes, scale = _encode_rows(x.reshape(-1, width), spec)
+        codes, scale = _encode_by_row(x.reshape(-1, width), spec, None)
         return [codes.reshape(rows, cols), scale.reshape(rows, -1)]
     whole = cols // width * width
     pieces = zip(*(_encode_plane(one, spec) for one in (x[:, :whole], x[:, whole:])), strict=True)
@@ -123,11 +106,12 @@ def _encode(
     x: torch.Tensor, row: PlaneSpec | None, col: PlaneSpec | None, request: EncodeRequest
 ) -> list[torch.Tensor]:
     del request  # such planes need neither a statistic nor a seed
-    both = None if row is None or col is None else (row.by_row(x.shape[1]), col.by_row(x.shape[0]))
-    if both and x.device.type != _CPU and x.numel() and both[0] is not row and both[1] is not col:
-        run = unforced(OpQuery("encode", x.device.type, x.dtype, *both)).ops["encode"]
-        planes: list[torch.Tensor] = run(x, *both, EncodeRequest())
-        return planes
+    rows, cols = x.shape
+    is_whole = [
+        s is None or n <= (s.format.block or (1, 1))[1] for s, n in ((row, cols), (col, rows))
+    ]
+    if x.numel() and all(is_whole):
+        return _encode_by_row(x, row, col)
     made = [] if row is None else _encode_plane(x, row)
     return made if col is None else made + _encode_plane(x.t(), col)
 

@@ -107,7 +107,7 @@ def _supports(query: OpQuery) -> str | None:
             reason = core_spec(spec)[1]
             if reason is not None:
                 return reason
-            if spec.has_scales_as_factors and query.op not in ("decode", "operand"):
+            if spec.has_scales_as_factors and query.op not in ("encode", "decode", "operand"):
                 return f"has no {query.op} of {spec}"
             if query.op == "skinny_gemm" and (spec.stochastic or spec.row_scaled):
                 return f"few rows need one factor for a plane, rounded to nearest ({spec})"
@@ -135,8 +135,8 @@ class _Encoder:
         #: The core's form of each spec; None for no plane.
         self._row = None if row is None else core_spec(row)[0]
         self._col = None if col is None else core_spec(col)[0]
-        self._row_needs_stat = row is not None and row.needs_amax
-        self._col_needs_stat = col is not None and col.needs_amax
+        self._row_needs_stat = row is not None and row.needs_amax_inside
+        self._col_needs_stat = col is not None and col.needs_amax_inside
         self._seeded = any(spec is not None and spec.stochastic for spec in (row, col))
 
         def sizes(rows: int, cols: int) -> tuple[_Sizes, int, tuple[int, ...]]:

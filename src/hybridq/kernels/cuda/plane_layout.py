@@ -55,5 +55,4 @@ def plane_layout(spec: PlaneSpec, rows: int, cols: int) -> PlaneLayout:
     # Scales of one group of columns side by side, as cuBLASLt reads them.
     strides = (1, max(rows, 1)) if spec.format.unfolded or is_down else (0, 0)
     text = core_spec(as_encoded(spec))[0]
-    needs_amax = spec.needs_amax or spec.has_scales_as_factors
-    return PlaneLayout(own, text, needs_amax, strides, form)
+    return PlaneLayout(own, text, spec.needs_amax_inside, strides, form)
