@@ -174,7 +174,7 @@ CORE = (
         "overflow-takes-fp32-maximum",
         rules.OVERFLOW,
         "cpu/plane_job.h",
-        "job.block == 0 ? FloatMax() : InputMax(input)",
+        "is_tensor ? FloatMax() : InputMax(input)",
         "InputMax(DType::kFloat32)",
         _OVERFLOW,
     ),

@@ -18,6 +18,7 @@ _AMAX = (
     "tests/csrc/test_core_decode.py::test_amax",
     "tests/csrc/test_core_decode.py::test_amax_per_row",
 )
+_BY_ROW = ("tests/kernels/test_row_blocks.py",)
 _TRANSPOSE = ("tests/kernels/operators/test_dense.py", "tests/csrc/test_core_decode.py")
 _CODES = (
     "tests/gemm/test_gemm_of_codes.py::test_the_fp32_way_has_one_order",
@@ -265,5 +266,29 @@ CORE_MORE = (
         "*binade = MaxInt(saturated, D::kMinNormalBits) & kInfBits;",
         "*binade = MaxInt(saturated, D::kMinNormalBits / 2) & kInfBits;",
         _CAST,
+    ),
+    of_core(
+        "overflow-of-a-row-is-a-tensors",
+        rules.OVERFLOW,
+        "cpu/plane_job.h",
+        "is_tensor ? FloatMax() : InputMax(input)",
+        "job.block == 0 ? FloatMax() : InputMax(input)",
+        _BY_ROW,
+    ),
+    of_core(
+        "amax-found-on-the-way-keeps-inf",
+        rules.ROW_SCALED,
+        "cpu/raw_encode.h",
+        "task.row.row_found[r] = CanonicalAmax(m);",
+        "task.row.row_found[r] = FromSignedBits(m);",
+        _BY_ROW,
+    ),
+    of_core(
+        "scale-of-the-first-row-serves-all",
+        rules.ROW_SCALED,
+        "cpu/raw_encode.h",
+        "(n == 0 || job.row_stat != nullptr)",
+        "n == 0",
+        _BY_ROW,
     ),
 )
