@@ -53,8 +53,10 @@ from .modules import (
     TorchMultiheadAttention,
     TransformerLayer,
     WeightOwner,
+    WrittenOptions,
     apply_rotary,
     of_part,
+    settled,
 )
 from .weights import dequantized_state_dict, fp8_model_init, quantized_model_init
 
@@ -93,6 +95,7 @@ __all__ = [
     "TorchMultiheadAttention",
     "TransformerLayer",
     "WeightOwner",
+    "WrittenOptions",
     "apply_rotary",
     "checkpoint",
     "conversion",
@@ -107,6 +110,7 @@ __all__ = [
     "offload",
     "quantized_model_init",
     "scatter_tokens",
+    "settled",
     "state_dict_with_history",
     "sum_over",
     "update_scaling",

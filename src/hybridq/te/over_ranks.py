@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, Final
+
+from .. import nn
 
 __all__ = ["OverRanks"]
+
+
+#: Where parts are kept of a module that was told to multiply its part alone.
+_ALONE: Final = "_parts_alone"
 
 
 class OverRanks:
     """Attributes of Transformer Engine's modules: of the constructor's arguments, by their names.
 
-    Only `sequence_parallel` and `tp_group` change a module that has parts of its weights. A
-    process group is kept by its name, since nothing copies one.
+    Of a module that has parts of its weights `sequence_parallel`, `tp_group` and `parallel_mode`
+    may be written. A process group is kept by its name, since nothing copies one.
     """
+
+    _written_options: ClassVar[Mapping[str, Any]] = {"use_bias": nn.settled}
 
     parallel: Mapping[str, Any]
     #: Name of the buffers of user buffers; not used.
@@ -49,18 +57,43 @@ class OverRanks:
 
     @tp_size.setter
     def tp_size(self, value: int) -> None:
+        if self.__dict__.get("parallel") and value != self.tp_size:
+            raise AttributeError(
+                f"te.{type(self).__name__}: tp_size is settled when the module is made, as "
+                f"{self.tp_size}, got {value!r}; make another module"
+            )
         self.__dict__["_tp_size"] = value
 
     @property
     def parallel_mode(self) -> str | None:
-        """`"column"`, `"row"` or None."""
+        """`"column"`, `"row"` or None.
+
+        None may be written, and the mode again: a module with a part of the weights then multiplies
+        it and nothing more, and what ranks exchange is the caller's.
+        """
         for part in self.__dict__.get("parallel", {}).values():
             return str(part.mode)
         return self.__dict__.get("_parallel_mode")
 
     @parallel_mode.setter
-    def parallel_mode(self, value: str | None) -> None:
-        self.__dict__["_parallel_mode"] = value
+    def parallel_mode(self: Any, value: str | None) -> None:
+        own, mode = self.__dict__, self.parallel_mode
+        if value == mode:
+            return
+        parts, alone = own.get("parallel", {}), own.get(_ALONE, {})
+        if value is None and not (self.is_dealt or self.sums_gradients):
+            size = self.tp_size
+            own.update({_ALONE: parts, "parallel": {}, "is_parallel": False, "_tp_size": size})
+            own["_parallel_mode"] = None
+        elif alone and value == next(iter(alone.values())).mode:
+            own.update({_ALONE: {}, "parallel": alone, "is_parallel": True})
+        elif not parts and not alone and self.tp_size == 1 and value in ("column", "row"):
+            own["_parallel_mode"] = value  # of one rank, and says nothing
+        else:
+            raise AttributeError(
+                f"te.{type(self).__name__}: parallel_mode is settled when the module is made, as "
+                f"{mode!r}, and may be None, got {value!r}; make another module"
+            )
 
     @property
     def sequence_parallel(self) -> bool:
@@ -73,6 +106,11 @@ class OverRanks:
         if parts:
             own = {name: one._replace(sequence_parallel=bool(value)) for name, one in parts.items()}
             self.__dict__["parallel"] = own
+        elif value and not self.__dict__.get(_ALONE):
+            raise AttributeError(
+                f"te.{type(self).__name__}: sequence_parallel takes a module that has a part of "
+                "the weights, got a whole one; make it with tp_size or tp_group"
+            )
 
     @property
     def tp_group(self) -> Any:

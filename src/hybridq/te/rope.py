@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -43,6 +43,8 @@ class RotaryPositionEmbedding(nn.RotaryPositionEmbedding):
     """
 
     inv_freq: torch.Tensor
+    #: `inv_freq` is what forwards read.
+    _written_options: ClassVar[dict[str, Any]] = dict.fromkeys(("dim", "rotary_base"), nn.settled)
 
     def __init__(
         self,

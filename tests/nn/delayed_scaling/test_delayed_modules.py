@@ -33,7 +33,7 @@ class _Parts(torch.nn.Module):
         for part in ("fc1", "fc2"):
             for kind in ("weight", "bias"):
                 setattr(getattr(self, part), kind, getattr(mlp, f"{part}_{kind}"))
-        self.norm, self.activation = mlp._norm, mlp._activation
+        self.norm, self.activation = mlp._norm_call().prologue, mlp._activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         from hybridq.nn.autograd.prologue import apply

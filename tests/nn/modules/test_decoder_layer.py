@@ -91,7 +91,7 @@ class Plain(nn.Module):
             return (x.float() / (x.float().square().sum(-1, keepdim=True) + module.eps).sqrt()).to(
                 x.dtype
             )
-        weight = module.weight + 1 if module._norm.zero_centered else module.weight
+        weight = module.weight + 1 if module.zero_centered_gamma else module.weight
         if module.kind == "RMSNorm":
             return F.rms_norm(x, x.shape[-1:], weight, module.eps)
         return F.layer_norm(x, x.shape[-1:], weight, module.bias, module.eps)

@@ -38,6 +38,7 @@ from .torch_attention import TorchMultiheadAttention, convert_attention
 from .torch_encoder import ENCODERS, TorchEncoder, TorchEncoderLayer
 from .transformer_layer import TransformerLayer
 from .weight_owner import WeightOwner
+from .written_options import WrittenOptions, settled
 
 __all__ = [
     "ENCODERS",
@@ -74,6 +75,7 @@ __all__ = [
     "TorchMultiheadAttention",
     "TransformerLayer",
     "WeightOwner",
+    "WrittenOptions",
     "apply_rotary",
     "clash",
     "convert_attention",
@@ -88,4 +90,5 @@ __all__ = [
     "reason_against_linear",
     "reason_against_patches",
     "run_part",
+    "settled",
 ]

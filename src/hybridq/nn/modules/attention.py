@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from torch import nn
 
 from ..autograd import checkpoint, plain_attention
 from ..weights import takes_separate_names
 from .attention_call import AttentionCall, Mask
 from .attention_masks import visible
-from .attention_parts import BiasApart, check_angles, check_shared, check_sizes
+from .attention_parts import INPUTS, OPTIONS, BiasApart, check_angles, check_shared, check_sizes
 from .constructor_arguments import checked
 from .dot_product_attention import DotProductAttention
 from .exchange import SequenceExchange
@@ -26,21 +25,17 @@ from .parallel_weights import SplitTogether
 from .plain_norm import PlainNorm
 from .quantized_module import QuantizedModule
 from .rotary import apply_rotary
+from .written_options import WrittenOptions
 
 __all__ = ["MultiheadAttention"]
 
 _TYPES: Final = ("self", "cross")
-_INPUTS: Final = {
-    "sbhd": "[length, batch, hidden_size]",
-    "bshd": "[batch, length, hidden_size]",
-    "thd": "[tokens, hidden_size]",
-}
 
 #: Angles for queries and keys, or one for each.
 Angles = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-class MultiheadAttention(SplitTogether, nn.Module):
+class MultiheadAttention(SplitTogether, WrittenOptions):
     """Attention: projection to queries, keys and values, SDPA, projection back.
 
     The projections run under the recipe of `hybridq.autocast`; attention itself is
@@ -106,6 +101,8 @@ class MultiheadAttention(SplitTogether, nn.Module):
         torch.Size([10, 2, 64])
     """
 
+    _written_options = OPTIONS
+
     @checked
     def __init__(
         self,
@@ -156,7 +153,7 @@ class MultiheadAttention(SplitTogether, nn.Module):
             raise ValueError("attention: return_layernorm_output needs input_layernorm, got False")
         if name is not None and not isinstance(name, str):
             raise TypeError(f"attention: name must be a string, got {type(name).__name__}")
-        self.attention_dropout, self.qkv_format = float(attention_dropout), qkv_format
+        self.attention_dropout, self.qkv_format = attention_dropout, qkv_format
         self.attn_mask_type, self.window_size = attn_mask_type, window_size
         self.return_bias, self.input_layernorm = bool(return_bias), bool(input_layernorm)
         self.return_layernorm_output = bool(return_layernorm_output)
@@ -368,7 +365,7 @@ class MultiheadAttention(SplitTogether, nn.Module):
             made = made.unsqueeze(0)
         elif made.dim() != 3 or self.qkv_format == "thd":
             raise ValueError(
-                f"attention: the input must be {_INPUTS[self.qkv_format]}, got shape "
+                f"attention: the input must be {INPUTS[self.qkv_format]}, got shape "
                 f"{tuple(hidden_states.shape)}"
             )
         if self.key_value is None or encoder_output is None:
@@ -415,7 +412,7 @@ class MultiheadAttention(SplitTogether, nn.Module):
             raise RuntimeError("attention: no ranks share sequences, got a call for such")
         sizes = (query.shape[2] * self.exchange.world, key.shape[2] * self.exchange.world)
         mask, is_causal = visible(call.mask_type, call.window, call.mask, *sizes, query.device)
-        dropout = self.attention_dropout if self.training else 0.0
+        dropout = self.core_attention.attention_dropout if self.training else 0.0
 
         def attend(q: Any, k: Any, v: Any, own: Any, grouped: bool) -> torch.Tensor:
             given = (q, k, v, own, dropout, is_causal, grouped)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 import torch
 
 from ...recipes.roles import GRAD_INPUT
@@ -12,8 +14,16 @@ from .kv_cache import InferenceParams
 from .linear import Linear
 from .linear_part import run_part
 from .packed_sequences import Packed
+from .written_options import Check, settled
 
-__all__ = ["BiasApart", "check_angles", "check_shared", "check_sizes"]
+__all__ = ["INPUTS", "OPTIONS", "BiasApart", "check_angles", "check_shared", "check_sizes"]
+
+#: What an attention module takes, by its layout.
+INPUTS: Final = {
+    "sbhd": "[length, batch, hidden_size]",
+    "bshd": "[batch, length, hidden_size]",
+    "thd": "[tokens, hidden_size]",
+}
 
 
 class BiasApart(Linear):
@@ -37,6 +47,25 @@ class BiasApart(Linear):
             input = with_quantized_gradient(input, self._boundary_quantizer(recipe, GRAD_INPUT))
         y = run_part(self, "", recipe, input, self.local_parameter("weight"), None, first)
         return y if recipe is None or not fp8_output else self._quantized_output(y, recipe)
+
+
+def _to_core(module: Any, name: str, value: Any) -> Any:
+    """Return an option of a MultiheadAttention as its `core_attention`, which has it, takes it."""
+    core = module._modules.get("core_attention")
+    if core is None:  # which is made behind it
+        return value
+    setattr(core, name, value)
+    return getattr(core, name)
+
+
+#: What is written to a MultiheadAttention (see `WrittenOptions`).
+OPTIONS: Final[dict[str, Check]] = {
+    "attention_dropout": _to_core,
+    "attention_type": settled,
+    "input_layernorm": settled,
+    "return_bias": settled,
+    "return_layernorm_output": settled,
+}
 
 
 def check_sizes(hidden: int, heads: int, groups: int, features: int | None) -> None:

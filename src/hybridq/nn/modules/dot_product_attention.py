@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from .gathered_keys import attend_gathered, in_ring, ring_tokens
 from .kv_cache import InferenceParams
 from .packed_sequences import Packed, Packing, alike
 from .parallel_options import ParallelOptions
+from .written_options import Check, WrittenOptions, one_of, probability, said, settled
 
 __all__ = ["DotProductAttention"]
 
@@ -36,7 +37,22 @@ _BACK: Final = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionCall], torch.Tensor]
 
 
-class DotProductAttention(nn.Module):
+def _softmax(module: Any, name: str, value: Any) -> Any:
+    """Return a softmax of `SOFTMAXES`; a learnable one has a parameter, made with the module."""
+    one_of(*SOFTMAXES)(module, name, value)
+    if value == SOFTMAXES[-1] and getattr(module, "softmax_offset", module) is None:
+        text = f"{name} {value!r} is settled when the module is made, which has no softmax_offset"
+        raise AttributeError(said(module, f"{text}; make another module"))
+    return value
+
+
+def _name(module: Any, name: str, value: Any) -> Any:
+    """Take a new name: recipes are asked again."""
+    module.__dict__.pop("_bound", None)
+    return value
+
+
+class DotProductAttention(WrittenOptions):
     """`softmax(q @ k.T * scale + bias) @ v`, by `torch.nn.functional.scaled_dot_product_attention`.
 
     Args:
@@ -86,6 +102,12 @@ class DotProductAttention(nn.Module):
     _last_recipe: Any = None
     #: The last recipe that quantizes attention, and its quantizers.
     _bound: tuple[Any, AttentionQuantizers | None] = (None, None)
+    _written_options: ClassVar[Mapping[str, Check]] = {
+        "attention_dropout": probability,
+        "attention_type": settled,
+        "softmax_type": _softmax,
+        "name": _name,
+    }
 
     @checked
     def __init__(
@@ -115,10 +137,6 @@ class DotProductAttention(nn.Module):
             raise ValueError(f"{own}: qkv_format {must_be_one_of(FORMATS, qkv_format)}")
         if attention_type not in ("self", "cross"):
             raise ValueError(f"{own}: the type must be self or cross, got {attention_type!r}")
-        if not 0.0 <= attention_dropout < 1.0:
-            raise ValueError(f"{own}: dropout must be in [0, 1), got {attention_dropout}")
-        if softmax_type not in SOFTMAXES:
-            raise ValueError(f"{own}: softmax_type {must_be_one_of(SOFTMAXES, softmax_type)}")
         check_mask_type(attn_mask_type, window_size)
         ranks = ParallelOptions(tp_group, tp_size)
         heads = num_attention_heads
@@ -131,7 +149,7 @@ class DotProductAttention(nn.Module):
         self.num_attention_heads = ranks.share(own, "num_attention_heads", heads)
         self.num_gqa_groups = ranks.share(own, "num_gqa_groups", groups)
         self.kv_channels, self.qkv_format = kv_channels, qkv_format
-        self.attention_dropout = float(attention_dropout)
+        self.attention_dropout = attention_dropout
         self.attn_mask_type, self.window_size = attn_mask_type, window_size
         self.layer_number, self.attention_type = layer_number, attention_type
         self.name = name

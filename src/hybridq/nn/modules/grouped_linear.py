@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from .grouped_module import GroupedModule, GroupedParameters, is_shown_plain
 from .input_errors import no_tensor
 from .linear_part import one_dtype
 from .marks import mark_again
+from .written_options import Check, settled
 
 __all__ = ["GroupedLinear"]
 
@@ -64,6 +65,10 @@ class GroupedLinear(GroupedModule):
         >>> y.shape
         torch.Size([10, 32])
     """
+
+    _written_options: ClassVar[Mapping[str, Check]] = dict.fromkeys(
+        ("num_gemms", "single_grouped_weight", "single_grouped_bias", "use_bias"), settled
+    )
 
     @checked
     def __init__(

@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from ...recipes.roles import GRAD_INPUT
 from ...tensor import is_quantized
-from ..autograd import Gate, PrologueCall, with_quantized_gradient
+from ..autograd import Activation, Gate, PrologueCall, with_quantized_gradient
 from ..weights import plain_weights, takes_separate_names
 from .constructor_arguments import checked
 from .linear_part import FusedModule, InitMethod, activation_of, one_dtype, run_part
 from .marks import mark_again
 from .parallel_options import ParallelOptions
 from .tensor_parallel import COLUMN, ROW
+from .written_options import Check
 
 __all__ = ["LayerNormMLP"]
+
+
+def _take_activation(module: Any, name: str, value: Any) -> Any:
+    """Return a new name or new parameters of an activation, which forwards compute from now on."""
+    own = module.__dict__
+    given = {"activation": None, "activation_params": None, **own, name: value}
+    if given["activation"] is None:  # the parameters stand before the name
+        return value
+    kind = type(module).__name__
+    made = activation_of(kind, given["activation"], given["activation_params"])
+    was = own.get("_activation", made)
+    if was.columns(1) != made.columns(1):
+        known = "a gated one" if was.columns(1) == 2 else "one without a gate"
+        raise ValueError(
+            f"{kind}: activation must stay {known}, as the columns of fc1 are, got {value!r}; make "
+            "another module"
+        )
+    own["_activation"] = made
+    return value
 
 
 class LayerNormMLP(FusedModule):
@@ -77,6 +97,11 @@ class LayerNormMLP(FusedModule):
     """
 
     weight_parts: Mapping[str, str] = {"fc1_weight": "fc1", "fc2_weight": "fc2"}
+    _written_options: ClassVar[Mapping[str, Check]] = {
+        "activation": _take_activation,
+        "activation_params": _take_activation,
+    }
+    _activation: Activation | Gate
     fc1_weight: nn.Parameter
     fc1_bias: nn.Parameter | None
     fc2_weight: nn.Parameter
@@ -113,7 +138,7 @@ class LayerNormMLP(FusedModule):
     ) -> None:
         super().__init__()
         owner = type(self).__name__
-        self._activation = activation_of(owner, activation, activation_params)
+        self.activation_params, self.activation = activation_params, activation
         options = {"device": device, "dtype": one_dtype(owner, dtype, params_dtype)}
         ranks = ParallelOptions(
             tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
@@ -124,7 +149,6 @@ class LayerNormMLP(FusedModule):
         parts = (self._activation.columns(ffn_hidden_size), ffn_hidden_size)
         self._take_parallel(ranks, {"fc1": (modes[0], parts[0]), "fc2": (modes[1], parts[1])})
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
-        self.activation = activation
         self.return_bias = bool(return_bias)
         self.return_layernorm_output = bool(return_layernorm_output)
         self._init_methods = (init_method, output_layer_init_method)

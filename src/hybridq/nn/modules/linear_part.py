@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -52,6 +52,7 @@ from .tensor_parallel import (
     whole_input,
 )
 from .token_sums import sums_under
+from .written_options import Check, finite_eps, settled, switch
 
 __all__ = ["FusedModule", "has_plain_backward", "run_part"]
 
@@ -329,10 +330,14 @@ class FusedModule(SplitTogether, QuantizedModule):
 
     layer_norm_weight: nn.Parameter
     layer_norm_bias: nn.Parameter | None
-    #: Strings only, so that repr and dynamo have little to do.
     normalization: str
     eps: float
     zero_centered_gamma: bool
+    _written_options: ClassVar[Mapping[str, Check]] = {
+        "normalization": settled,
+        "eps": finite_eps,
+        "zero_centered_gamma": switch,
+    }
 
     def _make_norm(
         self,
@@ -347,16 +352,13 @@ class FusedModule(SplitTogether, QuantizedModule):
             raise self._error(
                 ValueError, f"normalization must be {' or '.join(NORMS)}, got {normalization!r}"
             )
-        if not 0.0 <= eps < math.inf:
-            raise self._error(ValueError, f"eps must be finite and at least 0, got {eps}")
-        self.normalization, self.eps = normalization, float(eps)
-        self.zero_centered_gamma = bool(zero_centered_gamma)
+        self.normalization, self.eps = normalization, eps
+        self.zero_centered_gamma = zero_centered_gamma
         self.layer_norm_weight = nn.Parameter(torch.empty(features, **options))
         if normalization == NORMS[0]:
             self.layer_norm_bias = nn.Parameter(torch.empty(features, **options))
         else:
             self.register_parameter("layer_norm_bias", None)
-        self._norm = Norm(normalization, self.eps, self.zero_centered_gamma)
 
     def _make_linear(
         self, prefix: str, out_features: int, in_features: int, bias: bool, options: dict[str, Any]
@@ -416,9 +418,10 @@ class FusedModule(SplitTogether, QuantizedModule):
             self.local_parameter("layer_norm_weight"),
             self.local_parameter("layer_norm_bias"),
         )
+        norm = Norm(self.normalization, self.eps, self.zero_centered_gamma)
         if self.sums_gradients:
-            return PrologueCall(self._norm, self.of_all_tokens(gamma), self.of_all_tokens(beta))
-        return PrologueCall(self._norm, gamma, beta)
+            return PrologueCall(norm, self.of_all_tokens(gamma), self.of_all_tokens(beta))
+        return PrologueCall(norm, gamma, beta)
 
     def _normalized(self, x: torch.Tensor, plan: Plan | None) -> torch.Tensor:
         """Return the norm of x alone, for callers that want to see it; the bits that are encoded.

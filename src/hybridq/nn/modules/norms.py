@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +14,7 @@ from .constructor_arguments import check_count, checked
 from .linear_part import one_dtype
 from .marks import mark_again
 from .parallel_options import mark_own_tokens
+from .written_options import Check, WrittenOptions, finite_eps, settled, switch
 
 __all__ = ["LayerNorm", "RMSNorm"]
 
@@ -25,11 +25,16 @@ def _result_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if has_autocast(kind) else x.dtype
 
 
-class _Norm(nn.Module):
+class _Norm(WrittenOptions):
     """What both have: the weight, its sizes, and the dtype of the arithmetic."""
 
     weight: nn.Parameter
     bias: nn.Parameter
+    _written_options: ClassVar[Mapping[str, Check]] = {
+        "eps": finite_eps,
+        "zero_centered_gamma": switch,
+        "sequence_parallel": settled,
+    }
 
     @checked
     def __init__(
@@ -59,9 +64,7 @@ class _Norm(nn.Module):
             raise ValueError(
                 f"{owner}: normalized_shape must be one or more positive sizes, got {shape}"
             )
-        if not 0.0 <= eps < math.inf:
-            raise ValueError(f"{owner}: eps must be finite and at least 0, got {eps}")
-        self.eps, self.zero_centered_gamma = float(eps), bool(zero_centered_gamma)
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.sequence_parallel = bool(sequence_parallel)
         self._add("weight", device, dtype)
 

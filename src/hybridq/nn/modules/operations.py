@@ -7,10 +7,9 @@ step; so a sequence has one result, whether or not two of it are run as one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from ... import settings
 from ..._log import log_once
@@ -23,6 +22,7 @@ from ...tensor import is_quantized
 from ..autograd import (
     GATES,
     Activation,
+    Gate,
     Norm,
     PrologueCall,
     apply,
@@ -31,11 +31,12 @@ from ..autograd import (
 )
 from .constructor_arguments import checked
 from .norms import LayerNorm, RMSNorm
+from .written_options import Check, WrittenOptions, said
 
 __all__ = ["ActivationFunction", "LayerNormStep", "Quantize", "RMSNormStep"]
 
 
-class _Operation(nn.Module):
+class _Operation(WrittenOptions):
     """What all have: the recipe of this call, and of its recomputation."""
 
     _last_recipe: Any = None
@@ -64,6 +65,20 @@ class _Operation(nn.Module):
         return made.view(*inp.shape[:-1], made.shape[-1])
 
 
+def _gated(module: Any, name: str, value: Any) -> Any:
+    """Return a new name or new parameters of an activation, which forwards compute from now on."""
+    own = module.__dict__
+    given = {"activation": None, "activation_params": None, **own, name: value}
+    if given["activation"] is None:  # the parameters stand before the name
+        return value
+    kind = given["activation"]
+    if kind not in (*ACTIVATIONS, *GATES):
+        known = must_be_one_of((*ACTIVATIONS, *GATES), kind)
+        raise ValueError(said(module, f"activation {known}"))
+    own["_gate"] = gate_of(type(module).__name__, kind, given["activation_params"])
+    return value
+
+
 class ActivationFunction(_Operation):
     """An activation by its name; a gated one takes two halves of the last dimension.
 
@@ -82,17 +97,18 @@ class ActivationFunction(_Operation):
         torch.Size([3, 32])
     """
 
+    _written_options: ClassVar[Mapping[str, Check]] = {
+        "activation": _gated,
+        "activation_params": _gated,
+    }
+    _gate: Gate | None
+
     @checked
     def __init__(
         self, activation: str, activation_params: Mapping[str, float] | None = None
     ) -> None:
         super().__init__()
-        owner = type(self).__name__
-        if activation not in (*ACTIVATIONS, *GATES):
-            known = must_be_one_of((*ACTIVATIONS, *GATES), activation)
-            raise ValueError(f"{owner}: activation {known}")
-        self.activation = activation
-        self._gate = gate_of(owner, activation, activation_params)
+        self.activation_params, self.activation = activation_params, activation
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Return the activation of `inp`, `[..., columns]`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from .constructor_arguments import checked
 from .linear_part import run_part
 from .quantized_module import QuantizedModule
+from .written_options import Check, settled
 
 __all__ = [
     "PatchConv",
@@ -106,6 +107,9 @@ class PatchConv(QuantizedModule):
     kernel_size: tuple[int, ...]
     #: None is a matrix as it is stored.
     weight_parts: Mapping[str, str] = {}
+    _written_options: ClassVar[Mapping[str, Check]] = dict.fromkeys(
+        ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode"), settled
+    )
 
     @checked
     def __init__(

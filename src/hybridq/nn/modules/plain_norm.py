@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import nn
@@ -15,13 +15,14 @@ from .constructor_arguments import checked
 from .dealt_parameters import local_part
 from .marks import mark_again
 from .tensor_parallel import is_dtensor
+from .written_options import Check, WrittenOptions, finite_eps, settled, switch
 
 __all__ = ["PlainNorm"]
 
 _L2: Final = "L2Normalization"
 
 
-class PlainNorm(nn.Module):
+class PlainNorm(WrittenOptions):
     """torch's norm of the last dimension, or the division by its length.
 
     Args:
@@ -38,6 +39,12 @@ class PlainNorm(nn.Module):
     Source: kinds, names and formulas: Transformer Engine's query and key norms.
     """
 
+    _written_options: ClassVar[Mapping[str, Check]] = {
+        "kind": settled,
+        "eps": finite_eps,
+        "zero_centered_gamma": switch,
+    }
+
     @checked
     def __init__(
         self,
@@ -51,12 +58,10 @@ class PlainNorm(nn.Module):
         super().__init__()
         if kind not in (*NORMS, _L2):
             raise ValueError(f"norm: type {must_be_one_of((*NORMS, _L2), kind)}")
-        if not 0.0 <= eps < math.inf:
-            raise ValueError(f"norm: eps must be finite and at least 0, got {eps}")
-        self.kind, self.eps = kind, float(eps)
+        self.kind, self.eps = kind, eps
+        self.zero_centered_gamma = zero_centered_gamma
         #: Name of the group over which the weights' gradients are summed, or empty.
         self.group = ""
-        self._norm = Norm(kind, self.eps, bool(zero_centered_gamma))
         self.weight: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
         if kind != _L2:
@@ -69,7 +74,7 @@ class PlainNorm(nn.Module):
         """Set the weights to their initial values."""
         mark_again(self)
         if self.weight is not None:
-            nn.init.constant_(self.weight, 0.0 if self._norm.zero_centered else 1.0)
+            nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -85,7 +90,8 @@ class PlainNorm(nn.Module):
                 beta = None if beta is None else share(beta, self.group)
             # torch has no fused norm of a BF16 input with FP32 weights, and says so.
             same = x.to(torch.promote_types(x.dtype, gamma.dtype))
-            return self._norm.plain(same, gamma, beta).to(x.dtype)
+            norm = Norm(self.kind, self.eps, self.zero_centered_gamma)
+            return norm.plain(same, gamma, beta).to(x.dtype)
         wide = x.to(torch.float32)
         return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
 

@@ -105,7 +105,7 @@ class QuantizedModule(WeightGradients, ParallelWeights, Boundary, ForwardOnly, T
         if name is not None:
             if not isinstance(name, str):
                 raise self._error(TypeError, f"name must be a string, got {type(name).__name__}")
-            self.name, self._name_is_given = name, True
+            self.__dict__["name"], self.__dict__["_name_is_given"] = name, True
         install()
         self.quantize_initial_weights()
         self._ensure_scaling()
@@ -151,8 +151,9 @@ class QuantizedModule(WeightGradients, ParallelWeights, Boundary, ForwardOnly, T
             name: qualified, as the roles of recipes have it.
         """
         if not self._name_is_given and self.name != name:
-            self.name = name
-            self.__dict__.pop("_bound", None)
+            self.__dict__["name"] = name
+            for what in ("_bound", "_boundary"):
+                self.__dict__.pop(what, None)
         self._ensure_scaling()
         for part, state in self._scaling.items():
             state.take_name(self.part_name(part))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from .constructor_arguments import checked
+from .written_options import WrittenOptions
 
 __all__ = ["RotaryPositionEmbedding", "apply_rotary"]
 
 
-class RotaryPositionEmbedding(nn.Module):
+class RotaryPositionEmbedding(WrittenOptions):
     """The angles that turn queries and keys, for `rotary_pos_emb` of attention modules.
 
     Pair i of d/2 pairs turns by `position * rotary_base ** (-2i/d)`.

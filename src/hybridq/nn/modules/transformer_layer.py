@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from .attention import Angles, MultiheadAttention
 from .attention_call import Mask
@@ -18,13 +17,24 @@ from .linear_part import InitMethod, one_dtype
 from .parallel_options import mark_own_tokens
 from .parallel_weights import SplitTogether
 from .plain_norm import PlainNorm
+from .written_options import Check, WrittenOptions, probability, said, settled
 
 __all__ = ["TransformerLayer"]
 
 _TYPES: Final = ("encoder", "decoder")
 
 
-class TransformerLayer(SplitTogether, nn.Module):
+def _drop_path(module: Any, name: str, value: Any) -> float:
+    """Return the probability that a sample skips a branch: 1 too, and 0 where tokens are packed."""
+    rate = 1.0 if value == 1 else probability(module, name, value)
+    attention = module._modules.get("self_attention")
+    if rate and attention is not None and attention.qkv_format == "thd":
+        text = f"{name} goes with samples of their own dimension, got {value} for 'thd'"
+        raise ValueError(said(module, text))
+    return rate
+
+
+class TransformerLayer(SplitTogether, WrittenOptions):
     """`h = x + dropout(attention(x))`, `y = h + dropout(mlp(h))`, with norms inside the two.
 
     The linear parts run under the recipe of `hybridq.autocast`. Submodules: `self_attention`
@@ -91,6 +101,13 @@ class TransformerLayer(SplitTogether, nn.Module):
         torch.Size([10, 2, 64])
     """
 
+    _written_options: ClassVar[Mapping[str, Check]] = {
+        "hidden_dropout": probability,
+        "drop_path_rate": _drop_path,
+        "layer_type": settled,
+        "residual_post_layernorm": settled,
+    }
+
     @checked
     def __init__(
         self,
@@ -139,10 +156,6 @@ class TransformerLayer(SplitTogether, nn.Module):
     ) -> None:
         super().__init__()
         owner = type(self).__name__
-        if not 0.0 <= hidden_dropout < 1.0:
-            raise ValueError(f"{owner}: hidden_dropout must be in [0, 1), got {hidden_dropout}")
-        if not 0.0 <= drop_path_rate <= 1.0:
-            raise ValueError(f"{owner}: drop_path_rate must be in [0, 1], got {drop_path_rate}")
         if drop_path_rate and attn_input_format == "thd":
             raise ValueError(
                 f"{owner}: drop_path_rate goes with samples of their own dimension, got 'thd'"
@@ -158,12 +171,10 @@ class TransformerLayer(SplitTogether, nn.Module):
             )
         if name is not None and not isinstance(name, str):
             raise TypeError(f"{owner}: name must be a string, got {type(name).__name__}")
-        self.hidden_dropout = float(hidden_dropout)
-        self.drop_path_rate, self.layer_type = float(drop_path_rate), layer_type
+        self.hidden_dropout = hidden_dropout
+        self.drop_path_rate, self.layer_type = drop_path_rate, layer_type
         self.parallel_attention_mlp = bool(parallel_attention_mlp)
         self.residual_post_layernorm = is_post
-        # Which of the two dimensions is the batch, whose samples skip branches.
-        self._batch_dim = 1 if attn_input_format == "sbhd" else 0
         shared: dict[str, Any] = {
             "init_method": init_method,
             "output_layer_init_method": output_layer_init_method,
@@ -354,7 +365,8 @@ class TransformerLayer(SplitTogether, nn.Module):
         made = F.dropout(made, self.hidden_dropout, self.training)
         if drop_path_rate and self.training:
             shape = [1] * made.dim()
-            shape[self._batch_dim] = made.shape[self._batch_dim]
+            batch = 1 if self.self_attention.qkv_format == "sbhd" else 0  # whose samples skip
+            shape[batch] = made.shape[batch]
             stays = torch.rand(shape, dtype=torch.float32, device=made.device) >= drop_path_rate
             kept = 1.0 - drop_path_rate or 1.0  # of 1 nothing stays
             made = torch.where(stays, made / kept, 0.0)

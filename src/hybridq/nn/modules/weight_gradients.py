@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from ..weights import GradientQueue, Into, watch_optimizers
 from .marks import mark_parameter
+from .written_options import Check, WrittenOptions, said, switch
 
 __all__ = ["WeightGradients"]
 
 
-class WeightGradients(nn.Module):
+def _name(module: Any, name: str, value: Any) -> str:
+    """Take a new name: recipes are asked again, and `convert` fills in no other."""
+    if not isinstance(value, str):
+        got = type(value).__name__
+        raise TypeError(said(module, f"name must be a string, got {got}"))
+    own = module.__dict__
+    own["_name_is_given"] = False
+    module.set_name(value)
+    own["_name_is_given"] = True
+    return value
+
+
+def _delays(module: Any, name: str, value: Any) -> bool:
+    """Return a new `delay_wgrad_compute`, and have the weights' marks say it."""
+    delays = switch(module, name, value)
+    if delays or module.delay_wgrad_compute:
+        for weight in module.weight_parts:
+            mark_parameter(module, weight, skip_backward_post_hook=delays)
+    return delays
+
+
+class WeightGradients(WrittenOptions):
     """Base of modules whose weights' gradients may go to `main_grad`, and may be put off."""
 
     # Class attributes, so that a module whose __class__ `convert` changed has them too.
@@ -27,6 +49,14 @@ class WeightGradients(nn.Module):
     #: Whether the input is saved for them, and not its columnwise plane.
     save_original_input: bool = False
     weight_parts: Mapping[str, str]
+    _written_options: ClassVar[Mapping[str, Check]] = {
+        "fuse_wgrad_accumulation": switch,
+        "delay_wgrad_compute": _delays,
+        "save_original_input": switch,
+        "return_bias": switch,
+        "return_layernorm_output": switch,
+        "name": _name,
+    }
     _late: GradientQueue | None = None
     _late_hooks: tuple[Callable[[], Any], ...] = ()
 
@@ -40,8 +70,6 @@ class WeightGradients(nn.Module):
             self.fuse_wgrad_accumulation = True
         if delay:
             self.delay_wgrad_compute = True
-            for name in self.weight_parts:
-                mark_parameter(self, name, skip_backward_post_hook=True)
 
     def backward_dw(self) -> None:
         """Make the weights' gradients that the oldest backward put off; without any do nothing.
