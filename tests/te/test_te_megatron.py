@@ -7,6 +7,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,31 @@ def test_experts_have_the_state_that_is_split_by_groups(kind: str | None) -> Non
     )
     assert "_extra_state" not in te.GroupedLinear(3, 32, 48).state_dict()
     assert "_extra_state" in hybridq.state_dict_with_history(layer)
+
+
+@pytest.mark.parametrize(
+    ("make", "dims"),
+    [
+        (lambda: te.GroupedLinear(2, 64, 32), {"weight0": 0, "weight1": 0}),
+        (lambda: te.GroupedLinear(2, 64, 32, parallel_mode="row"), {"weight0": 1, "weight1": 1}),
+        (lambda: te.Linear(64, 32), {"weight": 0}),
+        (lambda: te.Linear(64, 32, parallel_mode="row", tp_size=2), {"weight": 1}),
+        (lambda: te.LayerNormLinear(64, 32), {"weight": 0}),
+        (lambda: te.LayerNormMLP(64, 32), {"fc1_weight": 0, "fc2_weight": 1}),
+    ],
+)
+def test_weights_are_parts_to_norms_of_gradients(
+    make: Callable[[], Any], dims: dict[str, int]
+) -> None:
+    """Megatron-Core divides experts itself, and counts on later ranks what is marked alone."""
+    module = make()
+    for again in (False, True):
+        if again:
+            module.to_empty(device="cpu")
+            module.reset_parameters()
+        for name, own in module.named_parameters():
+            is_part = getattr(own, "tensor_model_parallel", False)
+            assert (own.partition_dim if is_part else None) == dims.get(name)
 
 
 class Column(te.LayerNormLinear):

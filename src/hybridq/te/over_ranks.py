@@ -18,7 +18,9 @@ class OverRanks:
     """Attributes of Transformer Engine's modules: of the constructor's arguments, by their names.
 
     Of a module that has parts of its weights `sequence_parallel`, `tp_group` and `parallel_mode`
-    may be written. A process group is kept by its name, since nothing copies one.
+    may be written. A process group is kept by its name, since nothing copies one. Weights are
+    marked as parts whatever a module is told, as there: Megatron-Core tells experts, whose weights
+    it has divided itself, of no ranks, and leaves out of a norm what is not marked on other ranks.
     """
 
     _written_options: ClassVar[Mapping[str, Any]] = {"use_bias": nn.settled}
@@ -41,12 +43,14 @@ class OverRanks:
         group = given.get("tp_group")
         if group is not None:
             own["_group_name"] = group if isinstance(group, str) else group.group_name
+        self.mark_weights(given.get("parallel_mode") == "row")
 
     def take_from_parent(self: Any) -> None:
         """Do the same for a module that another one has made."""
         names = [name for name in self._parameters if name.endswith("bias")]
         own = [name for name in names if not name.startswith("layer_norm")]
         self.__dict__["use_bias"] = any(self._parameters[name] is not None for name in own)
+        self.mark_weights()  # those that are row parallel are marked as such
 
     @property
     def tp_size(self) -> int:

@@ -14,6 +14,7 @@ from ...tensor import is_quantized
 from ..autograd import Boundary, share
 from ..weights import separate_names
 from .dealt_parameters import matrices_of, own_value
+from .marks import mark_parameter, marked
 from .parallel_options import ParallelOptions, in_group, mark
 from .quantized_parts import of_part, reason_against_part
 from .tensor_parallel import COLUMN, ROW, Parallel, is_dtensor
@@ -281,6 +282,19 @@ class ParallelWeights(Boundary):
                 dim = 0 if one.mode == COLUMN else 1
             if dim is not None or not self.sums_gradients:
                 mark(module, name, one or first, dim)
+
+    def mark_weights(self, row_parallel: bool = False) -> None:
+        """Mark the weights as parts for Megatron's norms of gradients, those that are not yet.
+
+        Args:
+            row_parallel: whether a weight of the only part is columns of the whole, and not rows;
+                of an MLP the second one is.
+        """
+        module: Any = self
+        for name, part in module.weight_parts.items():
+            if name not in marked(module, "tensor_model_parallel"):
+                own = {"partition_dim": int(row_parallel or part == "fc2"), "partition_stride": 1}
+                mark_parameter(module, name, tensor_model_parallel=True, **own)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Take the group of the ranks that have the other parts of the module's weights.
