@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from ...errors import must_be_one_of
+from .written_options import one_of, said
 
-__all__ = ["BIASES", "SOFTMAXES", "added_bias", "alibi_slopes", "check_batch", "with_offset"]
+__all__ = [
+    "BIASES",
+    "SOFTMAXES",
+    "added_bias",
+    "alibi_slopes",
+    "check_batch",
+    "check_softmax",
+    "largest_scores",
+    "with_offset",
+]
 
 #: What is added: nothing; the bias before or after the scores are scaled; ALiBi's.
 BIASES: Final = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
@@ -121,6 +131,72 @@ def check_batch(
             f"attention: attention_mask must be of {heads} heads, or of 1 for all, got "
             f"{tuple(mask.shape)}"
         )
+
+
+def check_softmax(module: Any, name: str, value: Any) -> Any:
+    """Return a softmax of `SOFTMAXES`; a learnable one has a parameter, made with the module.
+
+    Args:
+        module: a DotProductAttention.
+        name: of the option.
+        value: that is written.
+
+    Raises:
+        ValueError: there is no such softmax.
+        AttributeError: the module has no offsets.
+    """
+    one_of(*SOFTMAXES)(module, name, value)
+    if value == SOFTMAXES[-1] and getattr(module, "softmax_offset", module) is None:
+        text = f"{name} {value!r} is settled when the module is made, which has no softmax_offset"
+        raise AttributeError(said(module, f"{text}; make another module"))
+    return value
+
+
+def largest_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float,
+    queries: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the largest score of each head that a softmax is taken of, FP32 `[heads]`.
+
+    Scores are FP32, scaled and with what is added; minus infinity of a head that sees no key. One
+    head's are made at a time, without a graph.
+
+    Args:
+        query: `[batch, heads, queries, features]`.
+        key: `[batch, groups, keys, features]`.
+        mask: as SDPA takes it, broadcastable to `[batch, heads, queries, keys]`, or None.
+        is_causal: whether a query sees keys up to its own alone.
+        scale: of scores.
+        queries: how many queries each sequence has, int `[batch]`; None: all.
+    """
+    heads, each = query.shape[1], query.shape[1] // key.shape[1]
+    sizes = (query.shape[2], key.shape[2])
+    if is_causal:
+        mask = torch.ones(sizes, dtype=torch.bool, device=query.device).tril()
+    wide = None if mask is None else mask.detach().expand(query.shape[0], heads, *sizes)
+    there = None
+    if queries is not None:
+        position = torch.arange(sizes[0], dtype=torch.int64, device=query.device)
+        there = (position < queries.view(-1, 1)).unsqueeze(-1)
+    found = []
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        for head in range(heads):
+            q, k = query[:, head].float(), key[:, head // each].float()
+            scores = q @ k.mT * scale
+            own = None if wide is None else wide[:, head]
+            if own is not None and own.dtype == torch.bool:
+                scores = scores.masked_fill(~own, -torch.inf)
+            elif own is not None:
+                scores = scores + own
+            if there is not None:
+                scores = scores.masked_fill(~there, -torch.inf)
+            least = torch.full((1,), -torch.inf, dtype=torch.float32, device=query.device)
+            found.append(torch.cat((scores.flatten(), least)).amax())
+    return torch.stack(found)
 
 
 def with_offset(

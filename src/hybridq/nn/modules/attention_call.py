@@ -23,6 +23,7 @@ class AttentionCall(NamedTuple):
         at_end: the last query stands at the last key; None: as the mask type says.
         bias_type, bias, slopes: as `added_bias` takes them.
         counts: of each sequence, how many queries and keys masks show; None: nothing ends there.
+        logits: where the largest scores go, FP32 `[heads]` of each product; None: nowhere.
     """
 
     mask_type: str
@@ -34,6 +35,7 @@ class AttentionCall(NamedTuple):
     bias: torch.Tensor | None = None
     slopes: torch.Tensor | None = None
     counts: Lengths | None = None
+    logits: list[torch.Tensor] | None = None
 
     @staticmethod
     def of(
@@ -44,6 +46,7 @@ class AttentionCall(NamedTuple):
         bias_type: str,
         bias: torch.Tensor | None,
         slopes: torch.Tensor | None,
+        logits: list[torch.Tensor] | None = None,
     ) -> AttentionCall:
         """Return the call, of one mask or of a pair.
 
@@ -51,8 +54,8 @@ class AttentionCall(NamedTuple):
         the last of each sequence that the pair shows.
 
         Args:
-            kind, window, given, at_end, bias_type, bias, slopes: as of the attributes; each of a
-                pair is `[batch, 1, 1, length]`, True where padding is.
+            kind, window, given, at_end, bias_type, bias, slopes, logits: as of the attributes; each
+                of a pair is `[batch, 1, 1, length]`, True where padding is.
 
         Raises:
             ValueError: a mask type or window that there is not, or no pair.
@@ -62,7 +65,7 @@ class AttentionCall(NamedTuple):
         check_mask_type(kind, window)
         of = (bias_type, bias, slopes)
         if not isinstance(given, tuple | list):
-            return AttentionCall(kind, window, given, None, at_end, *of)
+            return AttentionCall(kind, window, given, None, at_end, *of, None, logits)
         if len(given) != 2 or not all(_is_padding(one) for one in given):
             got = [tuple(getattr(one, "shape", ())) for one in given]
             raise ValueError(
@@ -72,7 +75,7 @@ class AttentionCall(NamedTuple):
         ends = MASKS[kind].is_at_end if at_end is None else at_end
         queries, keys = ((~one).flatten(1).sum(1) for one in given)
         counts = Lengths(queries, keys) if ends and "padding" in kind else None
-        return AttentionCall(kind, window, given[1], None, at_end, *of, counts)
+        return AttentionCall(kind, window, given[1], None, at_end, *of, counts, logits)
 
     @property
     def ends(self) -> Lengths | None:

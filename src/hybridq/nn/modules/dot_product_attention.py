@@ -15,7 +15,14 @@ from ...errors import must_be_one_of
 from ...recipes import QuantizerRole, Recipe, is_recomputing
 from ...recipes.boundary import boundary_quantizer
 from ..autograd import AttentionQuantizers, checkpoint, plain_attention, quantized_attention
-from .attention_bias import SOFTMAXES, added_bias, check_batch, with_offset
+from .attention_bias import (
+    SOFTMAXES,
+    added_bias,
+    check_batch,
+    check_softmax,
+    largest_scores,
+    with_offset,
+)
 from .attention_call import AttentionCall, Mask
 from .attention_masks import WITHOUT_PADDING, Lengths, check_mask_type, diagonal, visible
 from .constructor_arguments import checked
@@ -24,7 +31,7 @@ from .gathered_keys import attend_gathered, in_ring, ring_tokens
 from .kv_cache import InferenceParams
 from .packed_sequences import Packed, Packing, alike
 from .parallel_options import ParallelOptions
-from .written_options import Check, WrittenOptions, one_of, probability, said, settled
+from .written_options import Check, WrittenOptions, probability, settled, switch
 
 __all__ = ["DotProductAttention"]
 
@@ -37,18 +44,8 @@ _BACK: Final = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionCall], torch.Tensor]
 
 
-def _softmax(module: Any, name: str, value: Any) -> Any:
-    """Return a softmax of `SOFTMAXES`; a learnable one has a parameter, made with the module."""
-    one_of(*SOFTMAXES)(module, name, value)
-    if value == SOFTMAXES[-1] and getattr(module, "softmax_offset", module) is None:
-        text = f"{name} {value!r} is settled when the module is made, which has no softmax_offset"
-        raise AttributeError(said(module, f"{text}; make another module"))
-    return value
-
-
 def _name(module: Any, name: str, value: Any) -> Any:
-    """Take a new name: recipes are asked again."""
-    module.__dict__.pop("_bound", None)
+    module.__dict__.pop("_bound", None)  # recipes are asked again
     return value
 
 
@@ -74,6 +71,7 @@ class DotProductAttention(WrittenOptions):
         softmax_scale: multiplied with the scores; None: `1 / sqrt(features of a head)`.
         softmax_type: `"vanilla"`; `"off-by-one"`: one is added to the denominator;
             `"learnable"`: `exp(softmax_offset)` is, of the parameter `[heads]`.
+        return_max_logit: the largest score of each head is returned too, for QK-clip.
         device: of that parameter.
         name: qualified name, for the roles of a recipe that quantizes attention.
 
@@ -105,7 +103,8 @@ class DotProductAttention(WrittenOptions):
     _written_options: ClassVar[Mapping[str, Check]] = {
         "attention_dropout": probability,
         "attention_type": settled,
-        "softmax_type": _softmax,
+        "return_max_logit": switch,
+        "softmax_type": check_softmax,
         "name": _name,
     }
 
@@ -128,6 +127,7 @@ class DotProductAttention(WrittenOptions):
         attention_type: str = "self",
         softmax_scale: float | None = None,
         softmax_type: str = "vanilla",
+        return_max_logit: bool = False,
         device: Any = None,
         name: str = "",
     ) -> None:
@@ -152,7 +152,7 @@ class DotProductAttention(WrittenOptions):
         self.attention_dropout = attention_dropout
         self.attn_mask_type, self.window_size = attn_mask_type, window_size
         self.layer_number, self.attention_type = layer_number, attention_type
-        self.name = name
+        self.name, self.return_max_logit = name, return_max_logit
         self.softmax_scale, self.softmax_type = softmax_scale, softmax_type
         self._tracker = None if sequence_parallel else get_rng_state_tracker
         self.softmax_offset: nn.Parameter | None = None
@@ -182,7 +182,7 @@ class DotProductAttention(WrittenOptions):
         core_attention_bias: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
         inference_params: InferenceParams | None = None,
-    ) -> torch.Tensor:
+    ) -> Any:
         """Return the mixed values, the heads' features one behind the other.
 
         Args:
@@ -216,7 +216,9 @@ class DotProductAttention(WrittenOptions):
 
         Returns:
             `[length, batch, heads * features]`; batch first for `"bshd"`; `[tokens, heads *
-            features]` for `"thd"`. In the inputs' dtype.
+            features]` for `"thd"`. In the inputs' dtype. With `return_max_logit` a tuple of that
+            and the largest scores, FP32 `[heads]`, without a gradient: scaled, with what is added,
+            of what is seen, and of queries and keys as they came; a learnable offset is none.
 
         Raises:
             ValueError: shapes, lengths or masks that do not fit the layout or the mask type.
@@ -228,7 +230,8 @@ class DotProductAttention(WrittenOptions):
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         window = self.window_size if window_size is None else window_size
         bias = (core_attention_bias_type, core_attention_bias, alibi_slopes)
-        call = AttentionCall.of(kind, window, attention_mask, bottom_right_diagonal, *bias)
+        logits: list[torch.Tensor] | None = [] if self.return_max_logit else None
+        call = AttentionCall.of(kind, window, attention_mask, bottom_right_diagonal, *bias, logits)
         attend = self.attending(checkpoint_core_attention, inference_params)
         packed = Packed(
             *(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
@@ -236,10 +239,12 @@ class DotProductAttention(WrittenOptions):
         )
         if layout == "thd":
             both = packed.packings(query.shape[0], key.shape[0])
-            return self.attend_packed(query, key, value, call, both, attend)
-        q, k, v = (one.permute(_ORDERS[layout]) for one in (query, key, value))
-        y = attend(q, k, v, call._replace(lengths=packed.lengths(q, k)))
-        return y.permute(_BACK[layout]).flatten(2)
+            y = self.attend_packed(query, key, value, call, both, attend)
+        else:
+            q, k, v = (one.permute(_ORDERS[layout]) for one in (query, key, value))
+            y = attend(q, k, v, call._replace(lengths=packed.lengths(q, k)))
+            y = y.permute(_BACK[layout]).flatten(2)
+        return (y, torch.stack(logits).amax(0)) if logits else y
 
     def attend_packed(
         self,
@@ -344,7 +349,6 @@ class DotProductAttention(WrittenOptions):
         """
         if cache is None:
             return self._again if again else self.attend
-
         if settings.current().in_ring:
             raise ValueError(in_ring("inference_params"))
 
@@ -380,10 +384,15 @@ class DotProductAttention(WrittenOptions):
         """
         ring = ring_tokens(call)
         if ring is not None:
+            if call.logits is not None:
+                raise ValueError(in_ring("return_max_logit"))
             return attend_gathered(self, query, key, value, call, ring)
         scale = self.softmax_scale
         scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
         mask, is_causal = self._mask(query, key, call, scale)
+        if call.logits is not None:
+            own = None if call.lengths is None else call.lengths.queries
+            call.logits.append(largest_scores(query, key, mask, is_causal, scale, own))
         if mask is not None and self.softmax_type != SOFTMAXES[0]:
             key, value, mask = with_offset(key, value, mask, local_part(self.softmax_offset))
         dropout = self.attention_dropout if self.training else 0.0
