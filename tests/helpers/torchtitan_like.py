@@ -9,7 +9,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-__all__ = ["GptOssGroupedExperts", "GroupedExperts", "Linear", "Model", "Protocol", "parallelize"]
+__all__ = [
+    "GptOssGroupedExperts",
+    "GroupedExperts",
+    "Linear",
+    "Model",
+    "Protocol",
+    "adapted_class",
+    "parallelize",
+]
 
 
 class Protocol(nn.Module):
@@ -41,6 +49,27 @@ class Protocol(nn.Module):
 
 class Linear(nn.Linear, Protocol):
     """`nn.Linear` of the protocol."""
+
+
+@functools.cache
+def adapted_class(parent: type) -> type:
+    """Return the class of a layer with an adapter, derived from that of the layer."""
+
+    class LoRALinear(parent):
+        def __init__(self, into: int, out: int, rank: int = 8, bias: bool = True) -> None:
+            super().__init__(into, out, bias=bias)
+            for one in self.parameters():
+                one.requires_grad_(False)
+            self._lora_scaling = 0.5
+            self.lora_a = Linear(into, rank, bias=False)
+            self.lora_b = Linear(rank, out, bias=False)
+
+        def forward(self, input):
+            return super().forward(input) + self._lora_scaling * self.lora_b(self.lora_a(input))
+
+    LoRALinear.__module__ = "torchtitan.components.lora"
+    LoRALinear.__name__ = f"LoRA{parent.__name__}"
+    return LoRALinear
 
 
 def _local(one):

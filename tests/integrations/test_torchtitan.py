@@ -15,7 +15,14 @@ from hybridq.integrations.torchtitan import parallelize_under
 from hybridq.moe import Experts
 from linear_model import equal
 from rank_runs import needs_gloo, run
-from torchtitan_like import GptOssGroupedExperts, GroupedExperts, Model, parallelize
+from torchtitan_like import (
+    GptOssGroupedExperts,
+    GroupedExperts,
+    Linear,
+    Model,
+    adapted_class,
+    parallelize,
+)
 
 SIZES = torch.tensor([5, 0, 7, 4])
 
@@ -72,6 +79,38 @@ def test_a_class_that_derives_from_them_stays() -> None:
 
     kept = hybridq.conversion(Fused()).kept
     assert [one.state for one in kept] == ["not known"]
+
+
+@pytest.mark.parametrize("recipe", [None, "mxfp8", "fp8_delayed"])
+def test_layers_with_adapters_are_converted(recipe) -> None:
+    torch.manual_seed(0)
+    layer, x = adapted_class(Linear)(64, 96), torch.randn(5, 64)
+    base = torch.nn.Linear(64, 96)
+    base.load_state_dict({name: getattr(layer, name) for name in ("weight", "bias")})
+    hybridq.convert(base)
+    keys = list(layer.state_dict())
+    model = hybridq.convert(torch.nn.Sequential(layer, torch.nn.ReLU()))
+    assert isinstance(layer, adapted_class(Linear)) and isinstance(layer, hybridq.Linear)
+    assert list(layer.state_dict()) == keys and type(layer.lora_b) is Linear
+    found = hybridq.conversion(model)
+    assert found.kinds == (("LoRA of torchtitan", 1, 1), ("nn.Linear", 0, 2))
+    assert {one.reason for one in found.kept} == {"adapters"}
+    with hybridq.autocast(enabled=recipe is not None, recipe=recipe):
+        y, product = layer(x), base(x)
+        assert torch.equal(copy.deepcopy(layer)(x), y)
+    assert torch.equal(y, product + 0.5 * layer.lora_b(layer.lora_a(x)))
+    assert torch.equal(product, base(x)) == (recipe is None)
+    y.sum().backward()
+    assert layer.weight.grad is None and layer.lora_a.weight.grad is not None
+
+
+def test_adapters_of_other_layers_stay() -> None:
+    class Float8Linear(Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    (kept,) = hybridq.conversion(adapted_class(Float8Linear)(64, 96)).kept[:1]
+    assert kept.reason == "own forward"
 
 
 def dims(ep: int = 1, mesh=None):

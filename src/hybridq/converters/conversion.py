@@ -202,8 +202,9 @@ def kind_of(module: nn.Module, among: Iterable[Converter]) -> Converter | None:
         among: converters, in the order in which they are asked.
     """
     known = converter_of(module, among)
-    if known is None:  # the built-in ones first: several kinds may become one class
-        known = next((one for one in reversed(converters()) if one.made(module)), None)
+    if known is None:  # several kinds may become one class: the built-in ones first
+        made = [one for one in reversed(converters()) if one.made(module)]
+        known = max(made, key=lambda one: len(one.makes.__mro__), default=None)
     if known is None and isinstance(module, nn.Linear):
         return LINEAR
     return known

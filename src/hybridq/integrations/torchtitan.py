@@ -4,7 +4,11 @@ Classes are known by their names, and parameters by what they are called in vers
 (`w1`) and from 0.3 on (`w1_EFD`): nothing of torchtitan is imported. Its
 `Linear` is converted as any class derived from `nn.Linear`.
 
-Source: torchtitan 0.3, models/common/moe.py and models/gpt_oss/moe.py; 0.2, models/moe/moe.py.
+The layers of its `LoRAConverter` are converted too: their frozen weight is multiplied under the
+recipe, their two factors in high precision.
+
+Source: torchtitan 0.3, models/common/moe.py, models/gpt_oss/moe.py and components/lora.py; 0.2,
+    models/moe/moe.py.
 """
 
 from __future__ import annotations
@@ -20,11 +24,13 @@ from .._log import log_once
 from ..converters import Converter, convert
 from ..distributed import prepare_fsdp2
 from ..moe import Experts, ExpertsLayout, as_experts, reason_against
+from ..nn import Linear
+from ..nn.modules import clash, made_class
 from ..recipes.named import source
 from ..recipes.recipe import RecipeSource
 from .forward import run_under
 
-__all__ = ["CONVERTERS", "layout_of", "parallelize_under"]
+__all__ = ["CONVERTERS", "AdaptedLinear", "layout_of", "parallelize_under"]
 
 #: Classes derived from them have a forward of their own.
 _NAMES: Final = ("GroupedExperts", "GptOssGroupedExperts")
@@ -79,8 +85,59 @@ def _features(module: Any) -> tuple[int, int] | None:
     return layout.features(module)
 
 
+class AdaptedLinear(Linear):
+    """What a layer of torchtitan's `LoRAConverter` becomes, together with its own class."""
+
+    lora_a: nn.Module
+    lora_b: nn.Module
+    _lora_scaling: float
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Return `input @ weight.T + bias + scaling lora_b(lora_a(input))`.
+
+        Args:
+            input: `[..., in_features]`.
+
+        Returns:
+            `[..., out_features]`, in the input's dtype or torch.autocast's.
+
+        Raises:
+            RuntimeError, TypeError: as `hybridq.Linear`.
+
+        Source: torchtitan 0.3, components/lora.py.
+        """
+        made: torch.Tensor = Linear.forward(self, input)
+        return made + self._lora_scaling * self.lora_b(self.lora_a(input))
+
+
+def _has_adapter(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer with an adapter, but of a quantized class."""
+    kind = type(module)
+    if kind.__module__ != "torchtitan.components.lora" or "lora_b" not in module._modules:
+        return False
+    base = kind.__base__
+    return base is not None and getattr(base, "forward", None) is nn.Linear.forward
+
+
+def _convert_adapted(module: nn.Module) -> None:
+    module.__class__ = made_class(AdaptedLinear, type(module))
+
+
+def _reason_against_adapted(module: nn.Module) -> str | None:
+    reason = clash(Linear, module, nn.Linear)
+    return None if reason is None else f"its class cannot be kept: {reason}"
+
+
 #: For the table of converters.
 CONVERTERS: Final = (
+    Converter(
+        "LoRA of torchtitan",
+        _has_adapter,
+        AdaptedLinear,
+        apply=_convert_adapted,
+        features=lambda one: (one.in_features, one.out_features),
+        keeps=_reason_against_adapted,
+    ),
     Converter(
         "experts of torchtitan",
         _takes,
