@@ -216,13 +216,25 @@ def test_torchs_adaptive_softmax_is_a_head() -> None:
     assert left(model, also=["heads"]) == {}
 
 
+@pytest.mark.parametrize("name", ["fc", "head"])
+def test_the_heads_of_torchvision_are_known_by_its_classes(name) -> None:
+    own = type("Swin", (Model,), {"__module__": "torchvision.models.swin_transformer"})
+    assert left(own(name)) == {name: f"heads, {name} of torchvision's Swin"}
+    inner = nn.ModuleDict({"backbone": own(name)})
+    assert left(inner) == {f"backbone.{name}": f"heads, {name} of torchvision's Swin"}
+    assert left(own(name), also=["heads"]) == {}
+    assert left(Model(name)) == {}
+
+
 NAMES = {
     "heads": [
         *("lm_head", "model.lm_head", "embed_out", "output", "score", "classifier", "pooler.dense"),
         *("bert.pooler.dense", "classifier.out_proj", "qa_outputs", "cls.predictions.decoder"),
         *("cls.predictions.transform.dense", "cls.seq_relationship", "vocab_projector"),
         *("class_embed.1", "model.decoder.bbox_embed.0.layers.2", "ctc_head"),
-        *("to_logits", "net.to_logits.2"),
+        *("to_logits", "net.to_logits.2", "heads.head"),
+        *("roi_heads.box_predictor.cls_score", "roi_heads.box_predictor.bbox_pred"),
+        *("head.classification_head.cls_logits", "mask_predictor.mask_fcn_logits"),
     ],
     "routers": ["layers.0.mlp.gate", "layers.0.router.classifier", "moe.shared_expert_gate"],
     "adapters": [

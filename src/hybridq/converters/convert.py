@@ -32,9 +32,10 @@ def default_filter(module: nn.Module, name: str) -> bool:
 
     Left alone are modules with a component of their qualified name that is `lm_head`, `embed_out`,
     `output_projection`, `vocab_projector`, `classifier`, `classification_head`, `score`,
-    `qa_outputs`, `pooler`, `seq_relationship`, `class_embed`, `bbox_embed`, `ctc_head` or
-    `to_logits`; `gate`, `shared_expert_gate`, or has the word `router` in it; `lora_A`, `lora_B`
-    (or `_a`, `_b`, `_down`, `_up`); what is below `cls.predictions`, and the model's own `output`.
+    `qa_outputs`, `pooler`, `seq_relationship`, `class_embed`, `bbox_embed`, `ctc_head`,
+    `to_logits`, `cls_score`, `cls_logits`, `bbox_pred` or `mask_fcn_logits`; `gate`,
+    `shared_expert_gate`, or has the word `router` in it; `lora_A`, `lora_B` (or `_a`, `_b`,
+    `_down`, `_up`); what is below `cls.predictions`, and the model's own `output` or `heads.head`.
     `gate_proj`, `gate_up_proj` and the like are converted.
 
     Args:

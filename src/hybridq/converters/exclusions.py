@@ -1,7 +1,7 @@
 """Which modules that could be converted keep their precision, and why: what `convert` asks.
 
-A model's own word comes first, by the names that Hugging Face's and timm's models give it (no such
-library is imported), then the names of modules, then their sizes.
+A model's own word comes first, by the names that Hugging Face's, timm's and torchvision's models
+give it (no such library is imported), then the names of modules, then their sizes.
 """
 
 from __future__ import annotations
@@ -48,12 +48,15 @@ _COMPONENTS: Final = {
     "heads": re.compile(
         r"lm_head|embed_out|output_projection|vocab_projector|classifier|classification_head|score"
         r"|qa_outputs|pooler|seq_relationship|class_embed|bbox_embed|ctc_head|to_logits"
+        r"|cls_score|cls_logits|bbox_pred|mask_fcn_logits"
     ),
     "routers": re.compile(r"gate|shared_expert_gate|(.*_)?router(_.*)?"),
     "adapters": re.compile(r"lora_(A|B|a|b|down|up|embedding_A|embedding_B)|prompt_encoder"),
 }
 #: Heads whose name alone is used for other things: whole qualified names.
-_WHOLE: Final = re.compile(r"output|(.*\.)?cls\.predictions(\..*)?")
+_WHOLE: Final = re.compile(r"output|heads\.head|(.*\.)?cls\.predictions(\..*)?")
+#: What torchvision's models call theirs, which have no method that returns it.
+_TORCHVISION_HEADS: Final = ("fc", "head")
 
 
 def reason_by_name(name: str) -> str | None:
@@ -192,6 +195,11 @@ def _own_word(
             head = _asked(module, method)
             if head is not None:
                 yield from ((one, "heads", f"{method}()") for one in head.modules())
+        if type(module).__module__.startswith("torchvision.models."):
+            for name in _TORCHVISION_HEADS:
+                head = module._modules.get(name)
+                if head is not None and id(head) in kinds:
+                    yield head, "heads", f"{name} of torchvision's {type(module).__name__}"
         if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
             yield from ((one, "heads", "of an adaptive softmax") for one in module.modules())
         for name, child in _beside_base(module):
