@@ -95,3 +95,7 @@ def test_layers_take_them_and_bad_parameters_are_told():
         LayerNormMLP(4, 4, activation="clamped_swiglu", activation_params={"limit": 0.0})
     with pytest.raises(ValueError, match="activation must be one of"):
         LayerNormMLP(4, 4, activation="elu")
+    with pytest.raises(TypeError, match="must be a dict of numbers by name, got list"):
+        LayerNormMLP(4, 4, activation="clamped_swiglu", activation_params=[1.0])
+    with pytest.raises(TypeError, match="must be numbers, got limit='2'"):
+        LayerNormMLP(4, 4, activation="clamped_swiglu", activation_params={"limit": "2"})

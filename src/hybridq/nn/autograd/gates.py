@@ -92,15 +92,23 @@ def gate_of(owner: str, kind: str, params: Mapping[str, float] | None) -> Gate |
         params: what differs from the defaults, or None.
 
     Raises:
+        TypeError: `params` is no mapping, or a value no number.
         ValueError: the activation takes no such parameter, or not such a value.
     """
     known = GATES.get(kind, {})
+    if params is not None and not isinstance(params, Mapping):
+        raise TypeError(
+            f"{owner}: activation_params must be a dict of numbers by name, got "
+            f"{type(params).__name__}"
+        )
     for name, value in (params or {}).items():
         if name not in known:
             raise ValueError(
                 f"{owner}: activation_params of {kind!r} must be among {sorted(known)}, got "
                 f"{name!r}"
             )
+        if isinstance(value, bool) or not hasattr(value, "__float__"):
+            raise TypeError(f"{owner}: activation_params must be numbers, got {name}={value!r}")
         if not math.isfinite(value) or (name == "limit" and value <= 0.0):
             raise ValueError(
                 f"{owner}: activation_params must be finite, and limit positive, got {name}={value}"
