@@ -442,3 +442,23 @@ def test_equal_quantizers_have_one_text_whatever_kind_of_number_eps_is() -> None
     made = {hybridq.quantizer("fp8_e4m3", eps=eps) for eps in (1, 1.0, np.float64(1.0))}
     assert len(made) == 1
     assert pickle.loads(pickle.dumps(made.copy().pop())) in made
+
+
+@pytest.mark.parametrize(
+    "text", ["nvfp4;rows", "nvfp4;rht", "mxfp8;sr", "e4m3/1x65536/fp32/amax/float8_block"]
+)
+def test_a_string_of_a_spec_is_that_spec(text: str) -> None:
+    """As recipes take it."""
+    spec = PlaneSpec.parse(text)
+    x = torch.randn(48, 96)
+    seed = torch.tensor(5) if spec.stochastic else None
+    made, wanted = (hybridq.quantize(x, one, seed=seed) for one in (text, spec))
+    for one, other in ((made.rowwise, wanted.rowwise), (made.columnwise, wanted.columnwise)):
+        assert one.spec == other.spec == spec
+        assert all(map(torch.equal, one.buffers.values(), other.buffers.values()))
+    mixed = hybridq.quantizer("mxfp8", text, stochastic=not spec.stochastic)
+    assert mixed.rowwise.stochastic != spec.stochastic and mixed.columnwise == spec
+    with pytest.raises(SpecError, match="unknown option 'zz'"):
+        hybridq.quantize(x, text + ";zz")
+    with pytest.raises(SpecError, match="an option needs a plane described by"):
+        hybridq.quantize(x, text, row_scaled=True)

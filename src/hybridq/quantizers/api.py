@@ -22,6 +22,12 @@ Choice = str | Format | PlaneSpec
 FOUR_OVER_SIX_BOUND: Final = 256.0
 
 
+def _as_said(which: Any) -> Any:
+    """Return a choice; of a string with options or fields, which is no name, its PlaneSpec."""
+    is_spec = isinstance(which, str) and (";" in which or "/" in which)
+    return PlaneSpec.parse(which) if is_spec else which
+
+
 @dataclass(frozen=True)
 class _Options:
     """What a format's name leaves open; the fields are `quantizer`'s arguments."""
@@ -85,6 +91,7 @@ def _made(
     scale_rule: str | None,
 ) -> Quantizer:
     """Return the Quantizer of `quantizer`'s arguments."""
+    rowwise, columnwise = _as_said(rowwise), _as_said(columnwise)
     if columnwise is True:
         if rowwise is None:
             raise SpecError("quantizer: columnwise=True means as rowwise, which is None")
@@ -129,7 +136,8 @@ def quantizer(
     """Return the Quantizer that names of formats describe.
 
     Args:
-        rowwise: format name, Format or PlaneSpec of the rowwise plane; None: no such plane.
+        rowwise: format name, Format or PlaneSpec of the rowwise plane, or the string of one
+            (`"nvfp4;sr"`); None: no such plane.
         columnwise: the same for the columnwise plane; True: as the rowwise one; None or False:
             no such plane.
         columnwise_source: `"original"` or `"rowwise_dequantized"`.
@@ -142,8 +150,8 @@ def quantizer(
         row_scaled: NVFP4: one FP32 amax per row of each plane instead of one per tensor.
         scale_rule: MX formats: `"rceil"`, `"floor"`, `"ceil"` or `"even"`.
 
-    An option applies to every quantized plane that is not given as a PlaneSpec. A PlaneSpec is
-    taken as it is; the options fill in what a name or a Format leaves open.
+    An option applies to every quantized plane that is not given as a PlaneSpec. A PlaneSpec, or
+    its string, is taken as it is; the options fill in what a name or a Format leaves open.
 
     Raises:
         SpecError: an unknown name, or options that do not go with the format.
