@@ -39,7 +39,8 @@ bool FindStats(const Matrix& x, const PlaneTarget* row, const PlaneTarget* col, 
 bool FindAndEncode(const Matrix& x, const PlaneTarget* row, const PlaneTarget* col, bool finds_row,
                    bool finds_col, int threads) {
   const Kernels& kernels = ActiveKernels();
-  if ((row == nullptr) != (col == nullptr) && (finds_row || finds_col)) {
+  const bool is_one = (row == nullptr) != (col == nullptr);
+  if (is_one && (row != nullptr ? finds_row : finds_col)) {
     const Matrix own = row != nullptr ? x : x.Transposed();
     PlaneTarget alone = row != nullptr ? *row : *col;
     if (FindsRows(own, alone)) {

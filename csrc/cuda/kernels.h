@@ -53,7 +53,8 @@ inline bool NeedsTile(const GpuPlane* plane) {
 void EncodePlanes(const Matrix& x, const GpuPlane* row, const GpuPlane* col, Stream stream);
 
 // The same with amaxes found here: where `row_stat` (`col_stat`) is not null it is written first,
-// and is that plane's `stat`. Two amaxes are one pass over x where a kernel finds both, and a
+// and is that plane's `stat`. Rows with an amax each are encoded by the pass that finds these, where
+// a kernel holds a row. Two amaxes are one pass over x where a kernel finds both, and a
 // plane that needs none is written in the pass that finds the other's. Returns false, and does
 // nothing, if no kernel writes planes in these forms of such an x.
 bool EncodeFromScratch(const Matrix& x, const GpuPlane* row, const GpuPlane* col, float* row_stat,

@@ -248,6 +248,15 @@ class PlaneSpec:
         return ";".join((name, *("rht" if one == default else one for one in options)))
 
     @staticmethod
+    def is_text(which: object) -> bool:
+        """Return whether `which` is a string with fields or options, and so no format's name.
+
+        Args:
+            which: what `parse` may be given, or anything else.
+        """
+        return isinstance(which, str) and (";" in which or "/" in which)
+
+    @staticmethod
     def parse(text: str) -> PlaneSpec:
         """Return the PlaneSpec whose canonical string, or format name, is `text`.
 

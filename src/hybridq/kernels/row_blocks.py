@@ -107,10 +107,8 @@ def _encode(
 ) -> list[torch.Tensor]:
     del request  # such planes need neither a statistic nor a seed
     rows, cols = x.shape
-    is_whole = [
-        s is None or n <= (s.format.block or (1, 1))[1] for s, n in ((row, cols), (col, rows))
-    ]
-    if x.numel() and all(is_whole):
+    own = ((row, cols), (col, rows))
+    if x.numel() and all(spec is None or spec.by_row(n) is not spec for spec, n in own):
         return _encode_by_row(x, row, col)
     made = [] if row is None else _encode_plane(x, row)
     return made if col is None else made + _encode_plane(x.t(), col)

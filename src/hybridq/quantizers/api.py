@@ -23,9 +23,8 @@ FOUR_OVER_SIX_BOUND: Final = 256.0
 
 
 def _as_said(which: Any) -> Any:
-    """Return a choice; of a string with options or fields, which is no name, its PlaneSpec."""
-    is_spec = isinstance(which, str) and (";" in which or "/" in which)
-    return PlaneSpec.parse(which) if is_spec else which
+    """Return a choice; of a PlaneSpec's string that one."""
+    return PlaneSpec.parse(which) if PlaneSpec.is_text(which) else which
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ def _bare(given: str | Format) -> Named:
     if isinstance(given, str):
         if given.lower() in AS_IT_IS:
             given = "identity"
-        elif ";" in given or "/" in given:
+        elif PlaneSpec.is_text(given):
             spec = PlaneSpec.parse(given)
             return Named(spec.format, {}, spec)
     return Named(format(given), {})
