@@ -212,14 +212,12 @@ def chooses_anew():
     forget_choices()
 
 
-@pytest.fixture
-def warns_anew() -> None:
-    """What is warned of once per process, or where a backend is first looked up, is so again."""
+@pytest.fixture(autouse=True)
+def _warns_anew() -> None:
+    """What is said once per process is said once per test: no test uses up another's warning."""
     from hybridq import errors
-    from hybridq.kernels.choice import registry as registry
 
     errors._seen.clear()
-    registry.forget_choices()
 
 
 @pytest.fixture

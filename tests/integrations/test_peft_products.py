@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import hybridq
-from hybridq import errors
 
 peft = pytest.importorskip("peft")
 
@@ -65,11 +64,6 @@ def adapted(name: str, options: dict[str, object], *, first: str) -> tuple[nn.Mo
             model = hybridq.convert(peft.get_peft_model(base(), given))
     said = [str(one.message) for one in found if "in high precision" in str(one.message)]
     return model.eval(), said
-
-
-@pytest.fixture(autouse=True)
-def as_in_a_new_process(monkeypatch) -> None:
-    monkeypatch.setattr(errors, "_seen", set())
 
 
 @pytest.mark.parametrize("first", ["convert", "peft"])

@@ -104,14 +104,13 @@ def test_an_optimizer_of_torch_says_that_it_does_not_take_it(kind, marked) -> No
     optimizer.step()
 
 
-def test_other_optimizers_warn_once_unless_they_say_that_they_take_it(monkeypatch) -> None:
+def test_other_optimizers_warn_once_unless_they_say_that_they_take_it() -> None:
     class Own(torch.optim.SGD):
         pass
 
     class Taking(torch.optim.SGD):
         takes_main_grad = True
 
-    monkeypatch.setattr(errors, "_seen", set())
     module = layer(True)
     backward(module)
     Taking(module.parameters(), lr=0.1).step()

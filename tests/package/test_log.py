@@ -8,13 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from hybridq import _log, errors
+from hybridq import _log
 from hybridq._log import LOGGER, log_once
 
 
 @pytest.fixture(autouse=True)
-def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(errors, "_seen", set())
+def as_before() -> Iterator[None]:
     handlers, level, propagate = list(LOGGER.handlers), LOGGER.level, LOGGER.propagate
     yield
     LOGGER.handlers[:], LOGGER.propagate = handlers, propagate

@@ -334,7 +334,7 @@ def test_hybrid_refuses_what_is_no_quantizer() -> None:
         hybridq.MXFP8Quantizer().with_usage(rowwise=False, columnwise=False)(torch.ones(2, 2))
 
 
-def test_the_forced_backend_wins_or_says_why_not(warns_anew, caplog) -> None:
+def test_the_forced_backend_wins_or_says_why_not(chooses_anew, caplog) -> None:
     with hybridq.backend("nosuch"), pytest.raises(hybridq.BackendError, match="must be one of"):
         hybridq.quantize(torch.ones(2, 32), "mxfp8")
     odd = hybridq.Format(

@@ -207,8 +207,7 @@ def test_what_no_reader_decodes_is_refused() -> None:
         weights(model, "modelopt", recipe=recipe)
 
 
-def test_siblings_with_scales_of_their_own_are_said(monkeypatch) -> None:
-    monkeypatch.setattr(hybridq.errors, "_seen", set())
+def test_siblings_with_scales_of_their_own_are_said() -> None:
     model = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("q_proj", "k_proj", "v_proj")})
     model = hybridq.convert(model)
     with warnings.catch_warnings():

@@ -11,15 +11,13 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import hybridq
-from hybridq import errors
 from hybridq.tensor import lost_updates
 
 RECIPES = ("mxfp8", "nvfp4", "fp8_current", "fp8_block", "mxfp8_fwd_nvfp4_bwd")
 
 
 @pytest.fixture(autouse=True)
-def first_time(monkeypatch) -> None:
-    monkeypatch.setattr(errors, "_seen", set())
+def _counts_anew() -> None:
     lost_updates._counts.clear()
 
 

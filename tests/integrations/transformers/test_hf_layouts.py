@@ -134,7 +134,6 @@ def test_weights_that_the_model_leaves_out_by_intent_are_no_fault(tmp_path) -> N
     assert len(quantized(ours.load(tmp_path / "m"))) > 5
 
 
-@pytest.mark.usefixtures("warns_anew")
 def test_experts_whose_planes_cannot_be_put_together_are_decoded(tmp_path, caplog) -> None:
     """Gate and up have second-level scales of their own."""
     written("qwen3_moe", tmp_path / "m", "compressed-tensors", "nvfp4", shares=False)

@@ -45,7 +45,7 @@ Install = Callable[..., None]
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch, registries, warns_anew) -> Install:
+def install(tmp_path: Path, monkeypatch, registries, chooses_anew) -> Install:
     """A function that installs a small distribution: a module, and a folder that describes it."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "_is_loaded", False)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from gemm_cases import decoded, make
-from hybridq import errors
 from hybridq.formats import PlaneSpec
 from hybridq.kernels import OpQuery, described
 from hybridq.kernels import folded_backend as fold
@@ -42,7 +41,6 @@ def library(monkeypatch) -> Library:
     monkeypatch.setattr(native, "scaled_mm", made)
     for name, empty in (("_worked", set()), ("_refused", {}), ("_lost", set())):
         monkeypatch.setattr(refusals, name, empty)
-    monkeypatch.setattr(errors, "_seen", set())
     forget_choices()
     yield made
     forget_choices()

@@ -285,11 +285,9 @@ def test_importing_patches_nothing_and_the_first_module_does():
 
 
 def test_a_torch_without_the_entry_points_is_said(monkeypatch, caplog):
-    from hybridq import errors
     from hybridq.recipes import replay
 
     monkeypatch.setattr(replay, "_installed", threading.Event())
-    monkeypatch.setattr(errors, "_seen", set())
     for name in replay._GENERATORS:
         monkeypatch.delattr(torch.utils.checkpoint, name, raising=False)
     monkeypatch.setattr(

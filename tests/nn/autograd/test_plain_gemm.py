@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import hybridq
-from hybridq import errors
 from hybridq.kernels.decoded import plain_gemm as plain
 from hybridq.nn.autograd.plain_gemm import plain_attention, plain_linear
 from products_seen import Products
@@ -252,12 +251,8 @@ def test_explain_names_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("recipe", [None, "mxfp8"])
 def test_a_module_that_runs_where_products_are_slow_says_so_once(
-    slow_products: None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    recipe: str | None,
+    slow_products: None, caplog: pytest.LogCaptureFixture, recipe: str | None
 ) -> None:
-    monkeypatch.setattr(errors, "_seen", set())
     layer, x = hybridq.Linear(64, 32), torch.randn(12, 64)
     with hybridq.autocast(enabled=recipe is not None, recipe=recipe):
         layer(x)  # FP32 is never slow
@@ -269,8 +264,7 @@ def test_a_module_that_runs_where_products_are_slow_says_so_once(
 
 
 def test_no_advice_where_products_are_fast(
-    fast_products: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fast_products: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(errors, "_seen", set())
     hybridq.Linear(64, 32, dtype=torch.bfloat16)(torch.randn(12, 64).bfloat16())
     assert not caplog.messages

@@ -9,8 +9,6 @@ from torch import nn
 import hybridq
 from hybridq.recipes import DelayedScaling
 
-pytestmark = pytest.mark.usefixtures("warns_anew")
-
 CUT = "values were cut to what the scales of earlier steps hold"
 
 

@@ -25,7 +25,6 @@ from delayed_model import (
     train,
     within,
 )
-from hybridq import errors
 from hybridq.errors import HybridQWarning
 from hybridq.recipes import DelayedScaling
 from linear_model import equal
@@ -87,8 +86,7 @@ def test_steps_inside_a_backward() -> None:
     assert not is_told(own)
 
 
-def test_many_backwards_without_an_update_are_reported(monkeypatch) -> None:
-    monkeypatch.setattr(errors, "_seen", set())
+def test_many_backwards_without_an_update_are_reported() -> None:
     own = hybridq.Linear(1, 1)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -129,8 +127,7 @@ def test_an_update_leaves_alone_what_recorded_nothing() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_a_bad_amax_warns_once_and_leaves_the_scale(monkeypatch, bad) -> None:
-    monkeypatch.setattr(errors, "_seen", set())
+def test_a_bad_amax_warns_once_and_leaves_the_scale(bad) -> None:
     recipe = DelayedScaling(amax_history_len=2)
     model = hybridq.convert(nn.ModuleDict({"up": nn.Linear(INNER, OUTER)}))
     own, (x, dy) = model["up"], batch(0)

@@ -10,15 +10,9 @@ import torch
 from torch import nn
 
 import hybridq
-from hybridq import errors
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 TEXT = "torch.jit.trace: what is traced can be run and not be saved"
-
-
-@pytest.fixture(autouse=True)
-def as_in_a_new_process(monkeypatch) -> None:
-    monkeypatch.setattr(errors, "_seen", set())
 
 
 def net() -> nn.Module:

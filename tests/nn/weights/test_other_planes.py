@@ -9,16 +9,12 @@ import pytest
 import torch
 
 import hybridq
-from hybridq import errors
 
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    seen = set(errors._seen)
-    errors._seen.clear()
     with caplog.at_level(logging.WARNING, logger="hybridq"):
         yield caplog
-    errors._seen.update(seen)
 
 
 def said(logged: pytest.LogCaptureFixture) -> list[str]:

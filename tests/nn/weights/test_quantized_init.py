@@ -195,7 +195,6 @@ def test_convert_inside_quantizes_what_is_not_tied() -> None:
     assert list(weights(model)) == ["a.weight"]
 
 
-@pytest.mark.usefixtures("warns_anew")
 def test_convert_inside_says_what_was_converted_before(recwarn) -> None:
     model = hybridq.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
     added = nn.Sequential(model, nn.Linear(32, 32))
@@ -208,7 +207,6 @@ def test_convert_inside_says_what_was_converted_before(recwarn) -> None:
     assert said[0].startswith("convert: weights of 2 modules stay in high precision, as of '0.0'")
 
 
-@pytest.mark.usefixtures("warns_anew")
 def test_convert_inside_is_silent_of_what_is_quantized_or_stays_by_the_recipe(recwarn) -> None:
     with hybridq.quantized_model_init("mxfp8"):
         model = hybridq.convert(nn.Sequential(nn.Linear(32, 32)))
