@@ -183,8 +183,9 @@ HQ_DEVICE void PairValues(const Vec2& codes, uint32_t (&pairs)[4]) {
 
 // ---- eight codes in FP32, for any output
 
+// Returns whether all are finite.
 template <class E>
-HQ_DEVICE void EightValues(const Vec2& codes, float (&v)[kDecodeCodes]) {
+HQ_DEVICE bool EightValues(const Vec2& codes, float (&v)[kDecodeCodes]) {
   if (kHasBits<E> && AreFinite<E>(codes)) {
     uint32_t pairs[4];
     PairValues<E>(codes, pairs);
@@ -193,17 +194,27 @@ HQ_DEVICE void EightValues(const Vec2& codes, float (&v)[kDecodeCodes]) {
       v[2 * i] = LowValue<DType::kBFloat16>(pairs[i]);
       v[2 * i + 1] = HighValue<DType::kBFloat16>(pairs[i]);
     }
-  } else {
-    HQ_UNROLL
-    for (int i = 0; i < kDecodeCodes; ++i) v[i] = Decode<E>(CodeOf<E>(codes, i));
+    return true;
   }
+  HQ_UNROLL
+  for (int i = 0; i < kDecodeCodes; ++i) v[i] = Decode<E>(CodeOf<E>(codes, i));
+  return E::kBits < 8;
 }
 
-// Eight codes times what is theirs; returns whether one left BF16's normal range.
+// A code of any format times this is below 2^116, and times a finite factor no NaN.
+inline constexpr int32_t kSafeScaleBits = (127 + 100) << 23;
+
+struct Found {
+  bool leaves;  // BF16's normal range, by one of the values
+  bool is_nan;  // one of them, perhaps
+};
+
+// Eight codes times what is theirs.
 template <class E>
-HQ_DEVICE bool ScaledValues(const DecodeArgs& a, const Vec2& codes, float scale, float factor,
-                            float (&v)[kDecodeCodes]) {
-  EightValues<E>(codes, v);
+HQ_DEVICE Found ScaledValues(const DecodeArgs& a, const Vec2& codes, float scale, float factor,
+                             float (&v)[kDecodeCodes]) {
+  const bool are_finite = EightValues<E>(codes, v);
+  const bool is_safe = Magnitude(scale) < kSafeScaleBits && Magnitude(factor) < kInfBits;
   bool leaves = false;
   HQ_UNROLL
   for (int i = 0; i < kDecodeCodes; ++i) v[i] = MulRn(v[i], scale);
@@ -215,26 +226,32 @@ HQ_DEVICE bool ScaledValues(const DecodeArgs& a, const Vec2& codes, float scale,
     HQ_UNROLL
     for (int i = 0; i < kDecodeCodes; ++i) leaves |= LeavesBf16Range(v[i]);
   }
-  return leaves;
+  return {leaves, !(are_finite && is_safe)};
 }
 
-// Eight outputs from element `at` on.
+// Eight outputs from element `at` on. `is_nan`: one may be.
 template <DType kOut>
-HQ_DEVICE void StoreEight(void* to, int64_t at, float (&v)[kDecodeCodes]) {
+HQ_DEVICE void StoreEight(void* to, int64_t at, float (&v)[kDecodeCodes], bool is_nan) {
   if constexpr (kOut == DType::kFloat32) {
     auto* out = reinterpret_cast<Vec4*>(static_cast<float*>(to) + at);
-    HQ_UNROLL
-    for (int i = 0; i < 8; ++i) v[i] = OneNan(v[i]);
+    if (is_nan) {
+      HQ_UNROLL
+      for (int i = 0; i < 8; ++i) v[i] = OneNan(v[i]);
+    }
     Store(out, Vec4{Bits(v[0]), Bits(v[1]), Bits(v[2]), Bits(v[3])});
     Store(out + 1, Vec4{Bits(v[4]), Bits(v[5]), Bits(v[6]), Bits(v[7])});
   } else {
+    constexpr bool kIsBf16 = kOut == DType::kBFloat16;
     uint32_t word[4];
     HQ_UNROLL
     for (int i = 0; i < 4; ++i) {
-      if constexpr (kOut == DType::kBFloat16) {
-        word[i] = CastPairBf16(v[2 * i], v[2 * i + 1]);
-      } else {
-        word[i] = static_cast<uint32_t>(ToFp16(v[2 * i + 1])) << 16 | ToFp16(v[2 * i]);
+      word[i] = kIsBf16 ? PackBf16(v[2 * i], v[2 * i + 1]) : PackFp16(v[2 * i], v[2 * i + 1]);
+    }
+    if (is_nan) {
+      HQ_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const float low = v[2 * i], high = v[2 * i + 1];
+        word[i] = kIsBf16 ? CastPairBf16(low, high) : CastPairFp16(low, high);
       }
     }
     auto* out = reinterpret_cast<Vec4*>(static_cast<uint16_t*>(to) + at);
@@ -242,13 +259,14 @@ HQ_DEVICE void StoreEight(void* to, int64_t at, float (&v)[kDecodeCodes]) {
   }
 }
 
-template <class E, DType kOut>
+// `kMayBeNan`: not to be asked, as where what has none was sorted out before.
+template <class E, DType kOut, bool kMayBeNan>
 HQ_DEVICE bool PutVector(const DecodeArgs& a, const Vec2& codes, float scale, float factor,
                          int64_t at) {
   float v[kDecodeCodes];
-  const bool leaves = ScaledValues<E>(a, codes, scale, factor, v);
-  StoreEight<kOut>(a.out, at, v);
-  return leaves;
+  const Found found = ScaledValues<E>(a, codes, scale, factor, v);
+  StoreEight<kOut>(a.out, at, v, kMayBeNan || found.is_nan);
+  return found.leaves;
 }
 
 // Back from the transform: kPoints of 16 that a lane holds, from `first` on; neighbouring lanes
@@ -298,7 +316,8 @@ HQ_GLOBAL void HQ_LAUNCH_BOUNDS(kDecodeThreads, 3) DecodeVector(DecodeArgs a) {
     const RowSplit at = SplitNext(first, offset, a.per_row);
     const Vec2 codes = LoadCodes<E>(a.data + vector * kBytes);
     if (a.is_row_scaled) factor = LoadFactor(a, at.row);
-    leaves |= PutVector<E, kOut>(a, codes, LoadScale(a, at), factor, vector * kDecodeCodes);
+    const float scale = LoadScale(a, at);
+    leaves |= PutVector<E, kOut, false>(a, codes, scale, factor, vector * kDecodeCodes);
   }
   ReportRange(a, leaves);
 }
@@ -320,10 +339,10 @@ HQ_GLOBAL void HQ_LAUNCH_BOUNDS(kDecodeThreads, 3) DecodeRotated(DecodeArgs a) {
       const RowSplit at = SplitNext(first, offset, a.per_row);
       const Vec2 codes = LoadCodes<E>(a.data + vector * kBytes);
       if (a.is_row_scaled) factor = LoadFactor(a, at.row);
-      leaves |= ScaledValues<E>(a, codes, LoadScale(a, at), factor, v);
+      leaves |= ScaledValues<E>(a, codes, LoadScale(a, at), factor, v).leaves;
     }
     RotateBack(static_cast<uint32_t>(a.signs), half, v);  // of all lanes: values change hands
-    if (vector < a.work) StoreEight<kOut>(a.out, vector * kDecodeCodes, v);
+    if (vector < a.work) StoreEight<kOut>(a.out, vector * kDecodeCodes, v, true);
   }
   ReportRange(a, leaves);
 }
@@ -423,8 +442,8 @@ HQ_GLOBAL void HQ_LAUNCH_BOUNDS(kDecodeThreads, 4) DecodeBits(DecodeArgs a) {
       Store(reinterpret_cast<Vec4*>(out + offset * kDecodeCodes),
             DecodeEight<E, kOwn>(codes[u], scale[u]));
     } else {
-      leaves |= PutVector<E, DType::kBFloat16>(a, codes[u], ScaleValue<kOwn>(scale[u]), 1.0f,
-                                               (begin + offset) * kDecodeCodes);
+      leaves |= PutVector<E, DType::kBFloat16, true>(a, codes[u], ScaleValue<kOwn>(scale[u]), 1.0f,
+                                                     (begin + offset) * kDecodeCodes);
     }
   }
   ReportRange(a, leaves);

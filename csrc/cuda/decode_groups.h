@@ -29,9 +29,8 @@ HQ_DEVICE void PutPair(void* out, int64_t i, DType dtype, const float (&v)[2]) {
     auto* to = reinterpret_cast<Vec2*>(static_cast<float*>(out) + i);
     return Store(to, Vec2{Bits(OneNan(v[0])), Bits(OneNan(v[1]))});
   }
-  const uint32_t word = dtype == DType::kBFloat16
-                            ? CastPairBf16(v[0], v[1])
-                            : static_cast<uint32_t>(ToFp16(v[1])) << 16 | ToFp16(v[0]);
+  const uint32_t word =
+      dtype == DType::kBFloat16 ? CastPairBf16(v[0], v[1]) : CastPairFp16(v[0], v[1]);
   Store(reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(out) + i), word);
 }
 

@@ -64,7 +64,11 @@ HQ_DEVICE void ChangeInTurns(Elements<kRows, kCols, false>& v, bool is_fp16, con
       HQ_UNROLL
       for (int i = 0; i < kStep; ++i) {
         HQ_UNROLL
-        for (int j = 0; j < kCols; ++j) now.value[i][j] = RoundToFp16(now.value[i][j]);
+        for (int j = 0; j < kCols; j += 2) {
+          const uint32_t two = PackFp16(now.value[i][j], now.value[i][j + 1]);
+          now.value[i][j] = LowValue<DType::kFloat16>(two);
+          now.value[i][j + 1] = HighValue<DType::kFloat16>(two);
+        }
       }
     }
     HQ_UNROLL

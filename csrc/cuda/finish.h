@@ -88,7 +88,7 @@ HQ_DEVICE void ReadGroup(const void* p, int64_t group, DType dtype, float (&v)[k
 template <DType kTarget>
 HQ_DEVICE uint32_t PackPair(float low, float high) {
   if constexpr (kTarget == DType::kBFloat16) return CastPairBf16(low, high);
-  return ToFp16(low) | static_cast<uint32_t>(ToFp16(high)) << 16;
+  return CastPairFp16(low, high);
 }
 
 template <DType kTarget>

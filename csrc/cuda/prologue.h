@@ -58,18 +58,6 @@ HQ_DEVICE float Normalized(const MapArgs& a, float v, float mean, float rstd, fl
   return a.beta == nullptr ? scaled : AddRn(scaled, beta);
 }
 
-// FromFp16(ToFp16(v)) without the code between.
-HQ_DEVICE float RoundToFp16(float v) {
-  const uint32_t m = Bits(v) & 0x7fffffffu;
-  const uint32_t normal = (m + 0xfffu + ((m >> 13) & 1u)) & ~0x1fffu;
-  // Below 2^-14 the spacing is 2^-24, that of FP32 at 0.5: adding 0.5 rounds there.
-  const uint32_t small = Bits(SubRn(AddRn(FromBits(m), 0.5f), 0.5f));
-  uint32_t rounded = m < (113u << 23) ? small : normal;
-  rounded = m >= 0x477ff000u ? static_cast<uint32_t>(kInfBits) : rounded;  // from 65520 up
-  rounded |= Bits(v) & 0x80000000u;
-  return FromBits(m > static_cast<uint32_t>(kInfBits) ? 0x7fc00000u : rounded);
-}
-
 // What a y of this type holds.
 HQ_DEVICE float RoundTo(float v, DType dtype) {
   return dtype == DType::kBFloat16 ? RoundToBf16(v) : dtype == DType::kFloat16 ? RoundToFp16(v) : v;

@@ -237,6 +237,19 @@ HQ_DEVICE uint32_t CastPairBf16(float low, float high) {
   return d;
 }
 
+// The same of FP16.
+HQ_DEVICE uint32_t PackFp16(float low, float high) {
+  uint32_t d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+HQ_DEVICE uint32_t CastPairFp16(float low, float high) {
+  uint32_t d = PackFp16(low, high);
+  d = IsNan(low) ? (d & 0xffff0000u) | 0x7e00u : d;
+  d = IsNan(high) ? (d & 0x0000ffffu) | 0x7e000000u : d;
+  return d;
+}
+
 // Codes of two values, the first in bits 0 to 7, the second in bits 8 to 15, as Cast<E> makes them.
 // From sm_89 on cvt does it for FP8: satfinite saturates infinities too, and a NaN gives 0x7f
 // without its sign (PTX ISA, cvt).

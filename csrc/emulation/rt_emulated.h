@@ -234,6 +234,14 @@ inline uint32_t PackBf16(float low, float high) {
 inline uint32_t CastPairBf16(float low, float high) {
   return static_cast<uint32_t>(ToBf16(high)) << 16 | ToBf16(low);
 }
+inline uint32_t PackFp16(float low, float high) {
+  const uint32_t l = IsNan(low) ? 0x7fffu : ToFp16(low);
+  const uint32_t h = IsNan(high) ? 0x7fffu : ToFp16(high);
+  return h << 16 | l;
+}
+inline uint32_t CastPairFp16(float low, float high) {
+  return static_cast<uint32_t>(ToFp16(high)) << 16 | ToFp16(low);
+}
 
 template <class E>
 inline uint32_t CastPair(float low, float high) {

@@ -6,7 +6,7 @@
 //
 // Stochastic rounding by 16 random bits (optimizer masters) takes the neighbour farther from zero
 // if and only if q + r >= 2^16, q = RN_even(2^16 * fraction of the gap). Finite values saturate;
-// infinities and NaN stay (docs/reference/numerics.md).
+// infinities and NaN stay (docs/reference/numerics.md). On a chip: PTX ISA, `cvt`.
 #ifndef HYBRIDQ_FORMATS_FLOAT16_H_
 #define HYBRIDQ_FORMATS_FLOAT16_H_
 
@@ -27,16 +27,30 @@ HQ_HD uint16_t ToBf16(float v) {
 
 HQ_HD float RoundToBf16(float v) { return FromBits(static_cast<uint32_t>(ToBf16(v)) << 16); }
 
+// A chip has one instruction for it, whose NaN is the one of its arithmetic; a host keeps the bits.
 HQ_HD float FromFp16(uint16_t v) {
+#if defined(__CUDA_ARCH__)
+  float d;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(v));
+  return d;
+#else
   const int32_t magnitude = v & 0x7fff;
   // Subnormals count in units of 2^-24; converting the integer avoids an FP32 subnormal.
   const float subnormal = MulRn(static_cast<float>(magnitude), FromSignedBits((127 - 24) << 23));
   int32_t bits = magnitude < 0x400 ? SignedBits(subnormal) : (magnitude << 13) + (112 << 23);
   bits = magnitude >= 0x7c00 ? (magnitude << 13) | kInfBits : bits;
-  return FromBits(static_cast<uint32_t>(bits) | (static_cast<uint32_t>(v & 0x8000) << 16));
+  return AsOnChip(
+      FromBits(static_cast<uint32_t>(bits) | (static_cast<uint32_t>(v & 0x8000) << 16)));
+#endif
 }
 
+// A chip's instruction differs in the NaN that it makes (0x7fff).
 HQ_HD uint16_t ToFp16(float v) {
+#if defined(__CUDA_ARCH__)
+  uint16_t d;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(d) : "f"(v));
+  return IsNan(v) ? static_cast<uint16_t>(0x7e00) : d;
+#else
   const uint32_t b = Bits(v);
   const uint32_t magnitude = b & 0x7fffffffu;
   const int32_t m = static_cast<int32_t>(magnitude);
@@ -47,7 +61,10 @@ HQ_HD uint16_t ToFp16(float v) {
   code = m >= 0x477ff000 ? 0x7c00u : code;  // from 65520 up: infinity
   code = m > kInfBits ? 0x7e00u : code;
   return static_cast<uint16_t>(code | (m > kInfBits ? 0u : (b >> 16) & 0x8000u));
+#endif
 }
+
+HQ_HD float RoundToFp16(float v) { return FromFp16(ToFp16(v)); }
 
 // `random`: 16 bits. BF16 has FP32's exponents, so the fraction is the lower half, subnormals too.
 HQ_HD uint16_t ToBf16Stochastic(float v, uint32_t random) {

@@ -61,15 +61,20 @@ void TestArithmetic() {
   EXPECT(CastPair<E4M3>(1.0f, -2.0f) == 0xc038u);
   EXPECT(CastPair<E2M1>(6.5f, -0.0f) == 0x0807u);
   EXPECT(CastPairBf16(1.0f, FromSignedBits(-1)) == 0x7fc03f80u);
+  EXPECT(CastPairFp16(1.0f, FromSignedBits(-1)) == 0x7e003c00u);
   EXPECT(FmaRn(3.0f, 5.0f, 0.5f) == 15.5f);
 }
 
-// One rounding to FP16 against the way through its code: around every FP16 value and every middle
-// of two, and for any bits.
+// A rounding to FP16 against the nearest multiple of its spacing, found in FP64: around every FP16
+// value and every middle of two, and for any bits.
 void TestRoundToFp16() {
   const auto is_right = [](uint32_t bits) {
-    const float v = FromBits(bits);
-    return Bits(cuda::RoundToFp16(v)) == Bits(FromFp16(ToFp16(v)));
+    const float v = FromBits(bits), rounded = RoundToFp16(v);
+    if (IsNan(v)) return IsNan(rounded);
+    const double m = std::fabs(static_cast<double>(v));
+    const double spacing = std::ldexp(1.0, m < 0x1p-14 ? -24 : std::ilogb(m) - 10);
+    const double want = m < 65520.0 ? std::nearbyint(m / spacing) * spacing : HUGE_VAL;
+    return Bits(rounded) == Bits(std::copysign(static_cast<float>(want), v));
   };
   bool all = true;
   for (uint32_t code = 0; code < 0x7c00; ++code) {

@@ -59,8 +59,30 @@ def _values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tens
     return x.to(dtype)
 
 
+def _of_16_bits() -> Iterator[Case]:
+    """Every value of BF16 and FP16 as FP32; and back, each, its middles, and what is beside."""
+    for dtype in (torch.bfloat16, torch.float16):
+        every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+        every = every.view(256, 256)
+        zeros = torch.full(every.shape, -0.0)  # -0 + v is v, for v = -0 too
+        args = GemmArgs(None, every, torch.float32)
+        yield Case(zeros, None, None, args, (0.0, 0.0), f"every {dtype}")
+        value = every.float()
+        middle = value.view(torch.int32) + (1 << 15 if dtype == torch.bfloat16 else 1 << 12)
+        small = (value.double() + 2.0**-25).float()  # FP16's middles below 2^-14
+        for what, at in (("value", value), ("middle", middle.view(torch.float32)), ("low", small)):
+            for step in (-1, 0, 1):
+                near = (at.view(torch.int32) + step).view(torch.float32)
+                args = GemmArgs(None, None, dtype)
+                yield Case(near, None, None, args, (0.0, 0.0), f"{what} of {dtype}, {step:+}")
+
+
 def every_case() -> Iterator[Case]:
-    """Every shape with every kind of factor, bias and sum, each dtype and view among them."""
+    """Every shape with every kind of factor, bias and sum, each dtype and view among them.
+
+    And every value of the 16-bit types.
+    """
+    yield from _of_16_bits()
     steps = product((None, 1, "own"), (None, 1, "own"), cases.DTYPES)
     for i, ((rows, cols), (of_rows, of_cols, dtype)) in enumerate(product(SHAPES, steps)):
         matrix = _values((rows, cols), torch.float32, i)
