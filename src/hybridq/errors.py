@@ -1,9 +1,12 @@
-"""Exceptions, warnings and the warn-once helper of hybridq."""
+"""Exceptions of hybridq, and the one door that its warnings leave by."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable
+from types import FrameType
+from typing import Final
 
 __all__ = [
     "BackendError",
@@ -17,6 +20,7 @@ __all__ = [
     "must_be_one_of",
     "names_in",
     "suggestion",
+    "warn",
     "warn_once",
 ]
 
@@ -94,6 +98,44 @@ def is_first(key: str) -> bool:
     return True
 
 
+#: Packages whose lines a warning does not name: this one, those that call it by hooks, and what of
+#: Python's own stands between a caller and a context manager, an import or a thread.
+_BETWEEN: Final = frozenset(
+    {"hybridq", "hybridq_cli", "torch", "accelerate", "peft", "transformers", "typer", "click"}
+    | {"contextlib", "functools", "importlib", "threading", "concurrent", "runpy"}
+)
+
+
+def warn(message: str, category: type[Warning] = HybridQWarning) -> None:
+    """Warn, naming the caller's line: the first one outside of hybridq and what calls it by hooks.
+
+    Where there is none, as in a thread of hybridq, the line of hybridq that warns is named.
+
+    Args:
+        message: what happens and how to avoid it.
+        category: of the warning.
+
+    Source: ours. `skip_file_prefixes` of `warnings.warn` does this from Python 3.12 on.
+    """
+    here = sys._getframe(1)
+    frame: FrameType | None = here
+    while frame is not None and _package(frame) in _BETWEEN:
+        frame = frame.f_back
+    frame = frame or here
+    warnings.warn_explicit(
+        message,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=frame.f_globals.get("__name__") or "<unknown>",
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
+
+
+def _package(frame: FrameType) -> str:
+    return (frame.f_globals.get("__name__") or "").partition(".")[0]
+
+
 def warn_once(key: str, message: str) -> None:
     """Warn with `message` the first time that `key` is seen in this process.
 
@@ -102,7 +144,7 @@ def warn_once(key: str, message: str) -> None:
         message: what happens and how to avoid it.
     """
     if is_first(key):
-        warnings.warn(message, HybridQWarning, stacklevel=3)
+        warn(message)
 
 
 def suggestion(given: object, known: Iterable[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -11,7 +10,7 @@ from torch import nn
 
 from .._files import import_safetensors
 from ..converters import LEAST_WIDTH, check_made
-from ..errors import HybridQWarning, must_be_one_of
+from ..errors import must_be_one_of, warn
 from ..formats import PlaneText
 from ..recipes import Recipe, bind, get
 from .batches import Data, run, unwrapped
@@ -215,7 +214,7 @@ def _warn_of_outputs(of: tuple[Product, ...], observers: Mapping[str, Observer])
     if "output" in observers and names:
         first = ", ".join([*names][:4])
         text = f"calibrate: outputs of fused modules are not observed, got {first}"
-        warnings.warn(text, HybridQWarning, stacklevel=3)
+        warn(text)
 
 
 def _warn(model: nn.Module, found: Calibration, wants_caches: bool) -> None:
@@ -236,4 +235,4 @@ def _warn(model: nn.Module, found: Calibration, wants_caches: bool) -> None:
         if names:
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""
             text = f"calibrate: {', '.join(names[:4])}{more} {what}"
-            warnings.warn(text, HybridQWarning, stacklevel=3)
+            warn(text)

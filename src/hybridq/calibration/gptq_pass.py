@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from ..converters import LEAST_WIDTH
-from ..errors import HybridQWarning
+from ..errors import warn
 from ..formats import PlaneSpec
 from ..layouts import sibling_groups
 from ..nn.weights import saves_decoded
@@ -157,12 +156,10 @@ def gptq(
     report = GPTQReport(tuple(made), left)
     if report.without_tokens:
         some = ", ".join(report.without_tokens[:4])
-        warnings.warn(
+        warn(
             f"gptq: no token reached {len(report.without_tokens)} of {len(made)} weights, which "
             f"were rounded plainly: {some}{', ...' if len(report.without_tokens) > 4 else ''}; "
             "give more data",
-            HybridQWarning,
-            stacklevel=2,
         )
     return report
 

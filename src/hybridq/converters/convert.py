@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from torch import nn
 
 from .. import settings
 from .._log import LOGGER
-from ..errors import HybridQWarning, is_first, warn_once
+from ..errors import is_first, warn, warn_once
 from ..nn import FusedSequential, QuantizedModule
 from ..nn.modules import ENCODERS
 from ..nn.weights import saves_decoded, would_quantize
@@ -139,11 +138,9 @@ def convert_modules(
         )
     lazy = lazy_parameters(model)
     if lazy:
-        warnings.warn(
+        warn(
             f"convert: lazy modules stay torch's own, since they are not made yet, got {lazy[0]}"
             f"{' and others' if len(lazy) > 1 else ''}; call the model once, and convert it then",
-            HybridQWarning,
-            stacklevel=3,
         )
     install()
     found = [(name, module) for name, module in model.named_modules()]
@@ -227,7 +224,7 @@ def _tell(model: nn.Module, made: Conversion, is_own_choice: bool) -> None:
     if kind.__module__.split(".")[0] == "torch":
         key = text
     if is_little and is_first(f"convert:{key}"):
-        warnings.warn(text, HybridQWarning, stacklevel=4)
+        warn(text)
     else:
         LOGGER.info(text)
 

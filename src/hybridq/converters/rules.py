@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 
 from torch import nn
 
-from ..errors import HybridQWarning
+from ..errors import warn
 from ..nn import QuantizedModule
 from ..recipes.recipe import RecipeSource
 
@@ -24,12 +23,10 @@ def warn_of_unfollowed(where: str, recipe: RecipeSource, *models: nn.Module) -> 
     """
     unfollowed = recipe.unfollowed(name for one in models for name in _names(one, recipe))
     if unfollowed:
-        warnings.warn(
+        warn(
             f"{where}: the recipe has rules that no module follows: "
             f"{', '.join(map(repr, unfollowed))}; the first pattern that a module's name matches "
             "is its rule, and hybridq.summary(model) has the names",
-            HybridQWarning,
-            stacklevel=3,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -10,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from ..direction import ROWWISE, Direction
-from ..errors import CheckpointError, HybridQWarning, SpecError, must_be_one_of
+from ..errors import CheckpointError, SpecError, must_be_one_of, warn
 from ..formats import PlaneSpec
 from .part import ScalarPart
 from .said import Said
@@ -263,13 +262,11 @@ class Layout:
             if module and own != "bias" and not any(one and one.module_of(name) for one in known):
                 found.append(name)
         if found:
-            warnings.warn(
+            warn(
                 f"layouts: {self.name} does not know what {found[0]!r} is"
                 f"{f' and {len(found) - 1} tensors more' if len(found) > 1 else ''}, beside a "
                 "quantized weight; if products need it (a zero point, factors, a rotation, a "
                 "low-rank part), the weight without it is not the model's",
-                HybridQWarning,
-                stacklevel=3,
             )
 
     def _found(

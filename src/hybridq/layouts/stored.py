@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from ..direction import ROWWISE, Direction
-from ..errors import CheckpointError, HybridQWarning
+from ..errors import CheckpointError, warn
 from ..formats import PlaneSpec
 from ..storage import Plane
 from .part import Part, same_shape
@@ -189,11 +188,9 @@ class StoredWeight:
                     spec = replace(spec, tensor_bound=bound)
                 if not is_exact:
                     one.part.check_near(one.name, tensor, buffers[one.part.buffer], spec)
-                    warnings.warn(
+                    warn(
                         f"layouts: {one.name!r} is {tensor.item():.9g}, which no amax of a plane "
                         "gives; the nearest factor is taken, at most 2^-22 of it away",
-                        HybridQWarning,
-                        stacklevel=2,
                     )
             named = {name: buffers[name] for name in shapes}
             made.append(Plane(spec, self.direction, *self.matrix, named))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from contextlib import ExitStack
 from typing import Any
@@ -15,7 +14,7 @@ from .._eager import running_eagerly
 from .._log import LOGGER, log_once
 from .._torch_private import out_of_graphs
 from ..direction import DIRECTIONS
-from ..errors import HybridQWarning
+from ..errors import warn
 from ..nn.autograd import watch_products
 from .alarms import Alarm, Alarms, Watch
 from .over_ranks import Sample, gathered
@@ -97,11 +96,9 @@ class Monitor:
             return
         self._is_closed = True
         if self._steps == self._start:
-            warnings.warn(
+            warn(
                 "monitor: no step was counted, so nothing was recorded; give optimizer=, or call "
                 "step() on the monitor after each of the optimizer's steps",
-                HybridQWarning,
-                stacklevel=2,
             )
         self._sampler = None
         self._end_at_exit()

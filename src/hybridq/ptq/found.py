@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -10,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from ..direction import COLUMNWISE, ROWWISE, Direction
-from ..errors import CheckpointError, HybridQWarning
+from ..errors import CheckpointError, warn
 from ..layouts import (
     COMFYUI,
     DEEPSEEK_V4,
@@ -193,11 +192,9 @@ def find(source: Source, layout: Layout | None = None) -> Found:
         if is_told and not found:
             raise _nothing_in(source, layout)
         if not found:
-            warnings.warn(
+            warn(
                 f"checkpoint: the configuration of {source.path} says that weights are quantized "
                 f"({layout.name}), and none of its tensors is; they are taken as they are",
-                HybridQWarning,
-                stacklevel=3,
             )
         parts = {one.name for stored in found for one in stored.tensors}
         plain = {name: place for name, place in entries.items() if name not in parts}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-
-from ..errors import HybridQWarning
+from ..errors import warn
 
 __all__ = ["Observer"]
 
@@ -28,4 +26,4 @@ class Observer:
 
     def warn(self, text: str) -> None:
         """Take note of something that the user should know."""
-        warnings.warn(text, HybridQWarning, stacklevel=2)
+        warn(text)

@@ -18,7 +18,6 @@ What can be known, and at which cost:
 from __future__ import annotations
 
 import threading
-import warnings
 from typing import Any, Final
 
 import torch
@@ -26,15 +25,13 @@ from torch import nn
 
 from .. import settings
 from .._torch_private import has_compiled
-from ..errors import HybridQWarning
+from ..errors import warn
 from ..tensor import is_quantized
 
 __all__ = ["MOST_REGIONS", "WATCH", "RegionWatch"]
 
 #: How many regions without any linear layer are watched before the watch ends.
 MOST_REGIONS: Final = 32
-#: How many frames lie between the warning and the caller's `with`.
-_TO_CALLER: Final = 3
 _TRACED: Final = (
     "hybridq: this region was watched by a hook on modules, as a process's first autocast regions "
     "are, and torch.export.export(strict=True) traces no hooks; none is there from now on, so that "
@@ -102,7 +99,7 @@ class RegionWatch:
             self._left -= 1
             self.is_open = not text and self._left > 0
         if text:
-            warnings.warn(f"autocast: nothing was quantized: {text}", HybridQWarning, _TO_CALLER)
+            warn(f"autocast: nothing was quantized: {text}")
 
     def _reason(self) -> str:
         if self._num_linears:
@@ -138,7 +135,7 @@ def _add_note(error: BaseException, text: str) -> None:
     if hasattr(error, "add_note"):  # Python 3.11
         error.add_note(text)
     else:
-        warnings.warn(text, HybridQWarning, _TO_CALLER + 1)
+        warn(text)
 
 
 WATCH: Final = RegionWatch()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import bisect
 import math
-import warnings
 from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any, Final
 
-from ..errors import HybridQWarning
+from ..errors import warn
 from .named import call_text, get
 from .recipe import Recipe, RecipeSource
 
@@ -76,10 +75,8 @@ class RecipeSchedule(RecipeSource):
         self._starts = tuple(math.ceil(start) for start in starts)
         if total_steps is not None and self._starts[-1] >= total_steps:
             late = next(start for start in self._starts if start >= total_steps)
-            warnings.warn(
+            warn(
                 f"RecipeSchedule: the phase from step {late} on never runs in {total_steps} steps",
-                HybridQWarning,
-                stacklevel=2,
             )
         self._recipes = tuple(get(recipe) for _, recipe in pairs)
         self._seek(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, Final
@@ -17,7 +16,7 @@ from ..converters import LEAST_WIDTH, check_made, warn_of_unfollowed
 from ..converters.convert import convert_modules
 from ..direction import COLUMNWISE, ROWWISE
 from ..distributed.attachment import local_of
-from ..errors import HybridQWarning, must_be_one_of
+from ..errors import must_be_one_of, warn
 from ..formats import PlaneSpec
 from ..nn import QuantizedModule, quantized_model_init
 from ..recipes import Recipe
@@ -121,11 +120,9 @@ def quantize_model(
         again = _quantize_weights(model, ours, chosen)
     warn_of_unfollowed("quantize_model", chosen, model)
     if again:
-        warnings.warn(
+        warn(
             f"quantize_model: weights of other formats than {chosen!r} has for them were decoded "
             f"and quantized again: {_some(again)}",
-            HybridQWarning,
-            stacklevel=2,
         )
     missed: list[str] = []
     took = 0
@@ -141,13 +138,11 @@ def quantize_model(
     dealt = [name for name, one in model.named_parameters() if _is_dealt_out(one)]
     dealt = [name for name in dealt if name in plain]
     if dealt:
-        warnings.warn(
+        warn(
             "quantize_model: weights that are DTensors stay in high precision, and are quantized "
             "in each forward; call quantize_model before fully_shard, and before "
             "parallelize_module with ColwiseParallel and RowwiseParallel of hybridq.distributed, "
             f"which cut planes: {_some(dealt)}",
-            HybridQWarning,
-            stacklevel=2,
         )
         plain = [name for name in plain if name not in dealt]
     if plain:
@@ -160,7 +155,7 @@ def quantize_model(
         told += "leave the calibration out"
     else:
         return model
-    warnings.warn(f"quantize_model: {told}", HybridQWarning, stacklevel=2)
+    warn(f"quantize_model: {told}")
     return model
 
 

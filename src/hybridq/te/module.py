@@ -6,13 +6,13 @@ torch's current default device.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Final
 
 import torch
 
 from .. import nn, settings
 from .._log import log_once
+from ..errors import warn
 from ..recipes import QuantizerRole
 from .attention import (
     DotProductAttention,
@@ -100,7 +100,7 @@ def _tell_original(module: Any) -> None:
     if asked.columnwise_source != "original":
         module.told_of_original = {*module.told_of_original, recipe.key}
         text = "the recipe makes the backward's plane of what the forward's decodes to"
-        warnings.warn(f"Ignoring save_original_input=True: {text}", UserWarning, stacklevel=3)
+        warn(f"Ignoring save_original_input=True: {text}", UserWarning)
 
 
 #: What `_tell_original` reads of a module.

@@ -9,13 +9,13 @@ Source: names, order and defaults of arguments: Transformer Engine's `pytorch/te
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .. import quantizers as ours
+from ..errors import warn
 from ..tensor import QuantizedTensor
 from .common import recipe
 from .constants import DType, element_of
@@ -329,7 +329,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         if use_existing_amax or scale is not None or amax is not None:
             text = "use_existing_amax, scale and amax have no effect: the tensor's amax is taken"
-            warnings.warn(f"{type(self).__name__}: {text}", DeprecationWarning, stacklevel=2)
+            warn(f"{type(self).__name__}: {text}", DeprecationWarning)
         self.dtype = DType.cast(fp8_dtype)
         self.with_amax_reduction = with_amax_reduction
         self.amax_reduction_group = amax_reduction_group

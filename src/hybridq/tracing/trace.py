@@ -16,7 +16,6 @@ import base64
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,7 +27,7 @@ from torch import nn
 from .._torch_private import graph_task_id
 from ..direction import COLUMNWISE, DIRECTIONS, ROWWISE
 from ..distributed.scaling_history import plain_named_modules
-from ..errors import HybridQWarning
+from ..errors import warn
 from ..nn.autograd import WatchedProduct, WatchedTensor, watch_products
 from ..recipes import Plan
 from ..report.precision.slot_statistics import made_planes, rowwise_plane
@@ -71,11 +70,9 @@ class Trace:
             whose = (
                 "modules of hybridq" if self._model is None else "the model's modules of hybridq"
             )
-            warnings.warn(
+            warn(
                 f"trace: {self._file.name} has no product of {self._step} steps, since none of "
                 f"{whose} ran eagerly; convert the model, and compile it for other runs",
-                HybridQWarning,
-                stacklevel=2,
             )
         self._file.close()
 

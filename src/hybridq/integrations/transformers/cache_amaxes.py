@@ -9,7 +9,6 @@ Source: transformers 5.23 and 5.24: what models call their attention modules.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -18,7 +17,7 @@ from torch import nn
 
 from ...calibration import Calibration
 from ...calibration.caches import attentions
-from ...errors import HybridQWarning
+from ...errors import warn
 from ...serving import static_amax
 
 __all__ = ["Amaxes", "by_layer", "has_two_caches", "name_missed", "parted_by_layer"]
@@ -91,11 +90,9 @@ def name_missed(found: Mapping[int, Amaxes], count: int, what: str = "") -> None
     missed = [number for number in range(count) if number not in found]
     if missed:
         shown = ", ".join(map(str, missed[:8]))
-        warnings.warn(
+        warn(
             f"HybridQCache: the calibration has no amaxes of keys and values of {what}layers "
             f"{shown}{' and more' if len(missed) > 8 else ''}: their rows have their own",
-            HybridQWarning,
-            stacklevel=4,
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import os
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -14,7 +13,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 from ..._log import log_once
 from ...converters import conversion, warn_of_unfollowed
 from ...distributed import ScalingHistory
-from ...errors import HybridQWarning
+from ...errors import warn
 from ...kernels.choice import fallbacks
 from ...recipes import QuantizerRole, Recipe, RecipeSchedule
 from ...recipes.as_text import recipe_of, text_of
@@ -147,19 +146,15 @@ class HybridQCallback(TrainerCallback, ExportableState):
             history = ScalingHistory(model)
             history.load_state_dict(known)
             if missing := len(history.state_dict().keys() - known.keys()):
-                warnings.warn(
+                warn(
                     f"HybridQCallback: the checkpoint lacks histories of {missing} experts, which "
                     "begin anew: those of other ranks are not in it; save ScalingHistory(model) by "
                     "torch.distributed.checkpoint",
-                    HybridQWarning,
-                    stacklevel=2,
                 )
         elif self.recipe is not None and _is_delayed(self.recipe):
-            warnings.warn(
+            warn(
                 "HybridQCallback: the checkpoint has no histories of delayed scaling, which begin "
                 "anew; it was saved without this callback",
-                HybridQWarning,
-                stacklevel=2,
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

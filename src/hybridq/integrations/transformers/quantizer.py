@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +16,7 @@ from transformers.core_model_loading import ConversionOps, WeightRenaming, apply
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
-from ...errors import CheckpointError, HybridQWarning
+from ...errors import CheckpointError, warn
 from ...layouts import check_inputs_are_plain
 from ...nn.weights.pretrained import keep_planes
 from ...ptq.model_config import FILE_ENTRY, METHOD, REFUSAL
@@ -97,11 +96,9 @@ class HybridQQuantizer(HfQuantizer):
             check_weights_stay_plain(model)
         unused = () if self.pre_quantized else self.quantization_config.names_no_module(model)
         if unused:
-            warnings.warn(
+            warn(
                 f"from_pretrained: modules_to_not_convert names no module of {type(model).__name__}"
                 f" by {', '.join(map(repr, unused))}",
-                HybridQWarning,
-                stacklevel=2,
             )
         self.quantization_config.convert(model)
         self._quantized = {name: one for name, one in model.named_parameters() if is_quantized(one)}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Final
 from weakref import WeakSet
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...errors import HybridQWarning
+from ...errors import warn
 
 __all__ = ["replaced"]
 
@@ -57,11 +56,9 @@ def _before_step(optimizer: Any, *_: Any) -> None:
     if lost and optimizer not in _optimizers.told:
         _optimizers.told.add(optimizer)
         by, after = vars(lost[0])[_MARK]
-        warnings.warn(
+        warn(
             f"{type(optimizer).__name__}: the optimizer holds {len(lost)} parameters that are no "
             f"longer their modules', since {by} has put others in their place, such as one of "
             f"shape {list(lost[0].shape)}, so that these are not trained; make the optimizer after "
             f"{after}",
-            HybridQWarning,
-            stacklevel=2,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,7 @@ from torch import nn
 
 from ... import settings
 from ...calibration.batches import unwrapped
-from ...errors import HybridQWarning
+from ...errors import warn
 from ...formats import PlaneSpec
 from ...nn import QuantizedModule
 from ...nn.autograd import watch_products
@@ -198,12 +197,10 @@ def measured(run: Run, recipe: Recipe | None, wanted: Wanted) -> Found:
 def _warn_of_no_backward(run: Run, collector: Collector) -> None:
     """Say that a run had no backward, where one was asked for."""
     if collector.awaits_backward:
-        warnings.warn(
+        warn(
             f"{run.owner}: gradients are not in it, since the run made no backward of "
             f"{collector.awaits_backward}; return the loss with its graph, without no_grad, detach "
             "and item, call backward, or give backward=False",
-            HybridQWarning,
-            stacklevel=2,
         )
 
 
