@@ -65,7 +65,7 @@ def advise_command(
             path=out,
         )
     except (ImportError, OSError, TypeError, ValueError) as problem:
-        stop(f"hybridq advise: {problem}", USAGE)
+        stop(f"advise: {problem}", USAGE)
     if as_json:
         print_json(json.loads(found.to_json()))
     else:

@@ -95,7 +95,9 @@ def run_conversion(
                 write_json(file, done.as_dict())
     except KeyboardInterrupt:
         stop("stopped; finished shards are kept, the same command continues", _INTERRUPTED)
-    except (BackendError, CheckpointError, SpecError, ImportError) as error:
+    except SpecError as error:  # of options that only what reads the source can judge
+        stop(str(error), USAGE)
+    except (BackendError, CheckpointError, ImportError) as error:
         stop(str(error), _FAILED)
     except OSError as error:
         stop(f"checkpoint: {error}", _FAILED)

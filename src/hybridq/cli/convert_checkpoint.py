@@ -101,12 +101,13 @@ def _selection(
     include: list[str],
     exclude: list[str],
 ) -> Selection:
-    if recipe is not None and (format or columnwise):
+    if recipe is not None and (format, columnwise) != (None, None):
         raise ValueError("recipe: gives the formats itself, so it goes with neither of the others")
     if recipe is None and format is None and columnwise is None:
         raise ValueError("format: say --format or --recipe")
     quantizer = None
     if recipe is None:
-        row, col = (PlaneSpec.parse(text) if text else None for text in (format, columnwise))
+        row = None if format is None else PlaneSpec.parse(format)
+        col = None if columnwise is None else PlaneSpec.parse(columnwise)
         quantizer = Quantizer(row, col)
     return Selection(quantizer, recipe, tuple(include), tuple(exclude))

@@ -61,7 +61,7 @@ def report_command(
         )
         tables = found.tables(rows, by)
     except (ImportError, OSError, SpecError, TypeError, ValueError) as error:
-        stop(f"hybridq report: {error}", USAGE)
+        stop(f"report: {error}", USAGE)
     if as_json:
         print_json(found.as_dict())
     else:

@@ -206,6 +206,18 @@ def test_a_plane_that_a_history_scales_cannot_be_made_late_and_says_so(caplog) -
     assert "fc.weight [48, 80] stays in high precision: it is [in, out]" in record.message
 
 
+def test_a_module_without_a_name_is_named_by_its_parameter_alone(caplog) -> None:
+    recipe = DelayedScaling(columnwise_source="rowwise_dequantized")
+    layer, _ = make("columns")
+    with (
+        caplog.at_level(logging.WARNING, "hybridq"),
+        hybridq.quantized_model_init(recipe),
+    ):
+        hybridq.convert(layer)
+    (record,) = [one for one in caplog.records if "quantized_model_init" in one.message]
+    assert "quantized_model_init: weight [48, 80] stays" in record.message
+
+
 def test_it_is_compiled_in_one_graph() -> None:
     layer, _ = make("columns")
     hybridq.convert(layer)

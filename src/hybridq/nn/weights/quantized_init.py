@@ -178,10 +178,10 @@ def quantize_weights(module: Any, weights: Iterable[tuple[str, str]]) -> None:
     """
     for name, part, weight, quantizer, reason in _wanted(module, weights):
         if reason:
-            own = module.part_name(part)
+            full = _full_name(module, part, name)
             log_once(
-                f"quantized_model_init:{own}.{name}",
-                f"quantized_model_init: {own}.{name} {list(weight.shape)} stays in high precision: "
+                f"quantized_model_init:{full}",
+                f"quantized_model_init: {full} {list(weight.shape)} stays in high precision: "
                 f"{reason}",
             )
             continue
@@ -239,10 +239,10 @@ def _wanted(
             continue
         foreign = foreign_weight(weight)
         if foreign is not None:
-            own = module.part_name(part)
+            full = _full_name(module, part, name)
             raise TypeError(
                 "quantized_model_init: weights must be in high precision, got "
-                f"{foreign} of {f'{own}.{name}' if own else name}, which is quantized already; "
+                f"{foreign} of {full}, which is quantized already; "
                 "leave its module out with a filter"
             )
         plan = bind(init.recipe, module.part_name(part), module.module_type)
@@ -256,13 +256,18 @@ def _wanted(
         quantizer, split = module.part_quantizer(part, plan, quantizer)
         reason = split or _reason_against(weight, quantizer, module.holds_transposed)
         if reason is None and weight.dtype not in _DTYPES:
-            own = module.part_name(part)
+            full = _full_name(module, part, name)
             raise TypeError(
                 "quantized_model_init: weights must be float32, bfloat16 or float16, got "
-                f"{weight.dtype} of {f'{own}.{name}' if own else name}; cast it, or leave its "
+                f"{weight.dtype} of {full}; cast it, or leave its "
                 "module out with a filter"
             )
         yield name, part, weight, quantizer, reason
+
+
+def _full_name(module: Any, part: str, name: str) -> str:
+    """Return what messages call a parameter; of a module without a name its own alone."""
+    return f"{module.part_name(part)}.{name}".lstrip(".")
 
 
 def tell_values(module: Any, reasons: Mapping[str, str]) -> None:
@@ -281,10 +286,10 @@ def tell_values(module: Any, reasons: Mapping[str, str]) -> None:
     for name, reason in reasons.items():
         weight = module._parameters.get(name)
         if weight is not None and not is_quantized(weight):
-            own = module.part_name("")
+            full = _full_name(module, "", name)
             log_once(
-                f"quantized_model_init:{own}.{name}",
-                f"quantized_model_init: {own}.{name} {list(weight.shape)} stays in high precision: "
+                f"quantized_model_init:{full}",
+                f"quantized_model_init: {full} {list(weight.shape)} stays in high precision: "
                 f"{reason}; products under the recipe quantize it in each forward",
             )
 
