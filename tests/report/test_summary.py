@@ -313,3 +313,12 @@ def test_weights_with_biases_that_a_parent_multiplies_by_are_not_counted_as_conv
     assert "multiplies by qkv.weight itself" in said["attn"][1]
     outside, inside = 2 * 32 * 32 * (96 + 32), 2 * 32 * 32 * 64  # FLOPs of tokens by weights
     assert found.share == pytest.approx(inside / (inside + outside))
+
+
+def test_attention_of_torch_has_the_same_formats_before_and_after_it_is_converted() -> None:
+    model = nn.TransformerEncoderLayer(64, 4, 128)
+    before = hybridq.summary(model, "mxfp8").modules
+    after = hybridq.summary(hybridq.convert(model), "mxfp8").modules
+    assert "self_attn.out_proj" in {one.name for one in before}
+    for one, other in zip(before, after, strict=True):
+        assert (one.name, one.formats) == (other.name, other.formats)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..converters import converter_of, converters
+from ..converters import converters, kind_of
 from ..formats import PlaneSpec
 from ..nn import QuantizedModule
 from ..recipes import STATIC, Plan, Recipe, SlotPlan, bind
@@ -79,7 +79,7 @@ def _plans(module: nn.Module, name: str, recipe: Recipe) -> Iterator[tuple[str, 
         for part in module.parts_of(recipe):
             yield part, module.module_type, module.plan_of(recipe, part)
         return
-    converter = converter_of(module, converters())
+    converter = kind_of(module, converters())
     if converter is not None:
         kind = converter.makes.module_type
         yield "", kind, bind(recipe, name, kind)
@@ -89,7 +89,7 @@ def _matrices(module: nn.Module) -> Iterator[tuple[str, int, int, int]]:
     """Yield of each weight its part, how many rows and columns it has as `[out, in]`, how often."""
     weights: dict[str, str] = {"weight": ""}
     is_transposed = False
-    converter = converter_of(module, converters())
+    converter = kind_of(module, converters())
     if isinstance(module, QuantizedModule):
         weights = dict(module.weight_parts) or weights
         is_transposed = module.holds_transposed
