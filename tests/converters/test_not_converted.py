@@ -213,3 +213,25 @@ def test_a_parametrized_module_has_what_its_weight_is_made_of() -> None:
         y = layer(x)
     values = quantizer(x).dequantize() @ quantizer(layer.weight.detach()).dequantize().T
     assert torch.allclose(y, values + layer.bias, rtol=1e-5, atol=1e-5)
+
+
+class Scored(nn.Module):
+    """Attention of graphs in its second form: factors of heads, and no experts."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.register_parameter(name, nn.Parameter(torch.ones(1, 4, 16)))
+
+
+@pytest.mark.parametrize(
+    ("module", "helps"),
+    [
+        (Scored("att"), ""),
+        (Scored("pos_embed"), ""),
+        (nn.Bilinear(8, 8, 8), "hybridq.register_converter, of a hybridq.nn.QuantizedModule"),
+    ],
+)
+@pytest.mark.parametrize("name", ["layer", "gate"])
+def test_only_what_may_be_experts_is_advised_to_be_registered_as_such(module, helps, name) -> None:
+    (one,) = hybridq.conversion(nn.ModuleDict({name: module})).kept
+    assert one.helps == (helps and helps + (', also=["routers"]' if name == "gate" else ""))

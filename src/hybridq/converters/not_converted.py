@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -172,17 +172,16 @@ def of_unknown_class(module: nn.Module, name: str, word: str | None = None) -> N
         module, name: as for `left`.
         word: the list of a model that keeps it in FP32; None: there is none.
     """
-    stacks = any(one.dim() == 3 for one in matrices(module).values())
-    helps = _experts_help(module) if stacks else _own_help(module)
+    helps = _help_for(module)
     named = _by_name(module, name, f"{helps}, ")
     if named is not None:
-        return named
+        return named if helps else replace(named, helps="")
     if word is not None:
-        also = f'{helps}, also=["kept_in_fp32"]'
+        also = helps and f'{helps}, also=["kept_in_fp32"]'
         return _made(module, name, LEFT_ALONE, "kept_in_fp32", f"kept_in_fp32, {word}", also)
     kind = type(module).__name__
     if _ROUTERS.fullmatch(kind):
-        also = f'{helps}, also=["routers"]'
+        also = helps and f'{helps}, also=["routers"]'
         return _made(module, name, LEFT_ALONE, "routers", f"routers, the class {kind}", also)
     return _made(module, name, UNKNOWN, "unknown class", "no converter takes the class", helps)
 
@@ -216,10 +215,25 @@ def _made(
 
 
 def _own_help(module: nn.Module) -> str:
-    base = "ForeignLinear" if "weight" in matrices(module) else "QuantizedModule"
+    weight = matrices(module).get("weight")
+    is_matrix = weight is not None and weight.dim() == 2
+    base = "ForeignLinear" if is_matrix else "QuantizedModule"
     if isinstance(module, nn.Embedding):
         base = "Embedding"
     return f"hybridq.register_converter, of a hybridq.nn.{base}"
+
+
+def _help_for(module: nn.Module) -> str:
+    """Return what would convert a module of a class that no converter takes; `""`: nothing would.
+
+    A stack of one matrix is what is added to others or scales them: positions, factors of heads.
+    """
+    every = list(matrices(module).values())
+    own = [one for one in every if one.dim() < 3 or one.shape[0] > 1]
+    is_torchs = type(module).__module__.split(".")[0] == "torch"
+    if any(one.dim() == 3 for one in own) and not is_torchs:
+        return _experts_help(module)
+    return _own_help(module) if own or not every else ""
 
 
 def _experts_help(module: nn.Module) -> str:
