@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 import torch
@@ -68,6 +69,21 @@ def folder(tmp_path):
     said |= {"quantization_config": {**SAID, "activation_scheme": "dynamic", "expert_dtype": "fp4"}}
     (tmp_path / "m" / "config.json").write_text(json.dumps(said))
     return tmp_path / "m"
+
+
+def test_no_weight_that_the_folder_has_planes_of_is_said_to_stay_plain(
+    folder, caplog, monkeypatch
+) -> None:
+    monkeypatch.setattr(hybridq.errors, "_seen", set())
+    with caplog.at_level(logging.INFO, "hybridq"):
+        model = load(folder)
+        block = model.model.layers[0].self_attn.o_a_proj
+        assert isinstance(block.weight, hybridq.QuantizedTensor)
+        assert "stays in high precision" not in caplog.text
+        plain = transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**SIZES))
+        with hybridq.quantized_model_init("mxfp8"):
+            hybridq.convert(plain)
+    assert "o_a_proj.weight [256, 128] stays in high precision" in caplog.text
 
 
 def test_weights_and_logits_are_those_of_transformers(folder) -> None:

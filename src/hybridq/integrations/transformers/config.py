@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Final
@@ -17,6 +17,7 @@ from ...converters import LEAST_WIDTH, conversion, convert
 from ...errors import must_be_one_of, names_in, suggestion
 from ...formats import PlaneSpec
 from ...nn import quantized_model_init
+from ...nn.weights.quantized_init import weights_given_later
 from ...ptq.model_config import CONFIG_VERSION, METHOD
 from ...quantizers import IdentityQuantizer, Quantizer
 from ...recipes import CustomRecipe, QuantizerRole, Recipe
@@ -147,11 +148,12 @@ class HybridQConfig(QuantizationConfigMixin):
             if all(should_convert_module(name, [one]) for name in names)
         )
 
-    def convert(self, model: nn.Module) -> None:
+    def convert(self, model: nn.Module, given_later: Container[str] = ()) -> None:
         """Convert a model's modules, and quantize their weights where that is asked for.
 
         Args:
             model: any; on the meta device its weights become empty planes there.
+            given_later: names of parameters that files have planes of.
         """
         filter_fn = None
         if self.modules_to_not_convert:
@@ -168,7 +170,7 @@ class HybridQConfig(QuantizationConfigMixin):
         within: AbstractContextManager[None] = nullcontext()
         if self.weights == "quantized":
             within = quantized_model_init(self.weight_recipe, frozen=self.frozen)
-        with within:
+        with within, weights_given_later(given_later):
             convert(model, filter_fn, also=self.also, least_width=self.least_width)
 
 

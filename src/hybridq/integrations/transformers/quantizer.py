@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightRenaming, apply_renamings
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -24,7 +25,15 @@ from ...ptq.record import METADATA_KEY, Record, read_records, records_text
 from ...tensor import QuantizedTensor, is_quantized
 from .config import HybridQConfig
 from .held import Held, held_of_record
-from .planes import LoadsPlanes, SavesPlanes, beside_planes, buffers_of, conversions, record_of
+from .planes import (
+    LoadsPlanes,
+    SavesPlanes,
+    beside_planes,
+    buffers_of,
+    conversions,
+    record_of,
+    targets,
+)
 from .tensor_parallel import after_convert, check_weights_stay_plain
 
 __all__ = ["HybridQQuantizer"]
@@ -100,7 +109,11 @@ class HybridQQuantizer(HfQuantizer):
                 f"from_pretrained: modules_to_not_convert names no module of {type(model).__name__}"
                 f" by {', '.join(map(repr, unused))}",
             )
-        self.quantization_config.convert(model)
+        given: set[str] = set()
+        if self._held:
+            known = get_model_conversion_mapping(model)
+            given = targets(conversions(known, model, self._held, False))
+        self.quantization_config.convert(model, given)
         self._quantized = {name: one for name, one in model.named_parameters() if is_quantized(one)}
         for name, one in self._quantized.items():
             quantizer = one.own_quantizer

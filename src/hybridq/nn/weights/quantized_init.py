@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final, NamedTuple
 
@@ -31,6 +31,7 @@ __all__ = [
     "quantize_weights",
     "quantized_model_init",
     "tell_values",
+    "weights_given_later",
     "would_quantize",
 ]
 
@@ -47,6 +48,7 @@ class _ModelInit(NamedTuple):
     preserves: bool
     is_frozen: bool
     wraps_plain: bool
+    given_later: Container[str] = ()
 
 
 def quantized_model_init(
@@ -125,6 +127,23 @@ def _inside(init: _ModelInit | None) -> Iterator[None]:
     finally:
         state.model_init = previous
         hook.remove()
+
+
+@contextmanager
+def weights_given_later(names: Container[str]) -> Iterator[None]:
+    """Context: a `quantized_model_init` around it says nothing of weights that are given planes.
+
+    Args:
+        names: of parameters in their model, which a file has planes of.
+    """
+    state = settings.current()
+    previous: Any = state.model_init
+    if previous is not None:
+        state.model_init = previous._replace(given_later=names)
+    try:
+        yield
+    finally:
+        state.model_init = previous
 
 
 def _know_model(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
@@ -287,6 +306,8 @@ def tell_values(module: Any, reasons: Mapping[str, str]) -> None:
         weight = module._parameters.get(name)
         if weight is not None and not is_quantized(weight):
             full = _full_name(module, "", name)
+            if full in init.given_later:
+                continue
             log_once(
                 f"quantized_model_init:{full}",
                 f"quantized_model_init: {full} {list(weight.shape)} stays in high precision: "
