@@ -266,6 +266,34 @@ def test_heads_routers_and_adapters_are_known_by_name(reason) -> None:
         assert not keeps_precision(name)
 
 
+class Gated(nn.Module):
+    """An MLP with a gated activation, whose gate is called so and no more."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, hidden), nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+
+def test_the_gate_of_an_activation_is_no_router(caplog, monkeypatch) -> None:
+    """It makes more features than it takes; a router makes one for each expert."""
+    model = nn.ModuleDict({"mlp": Gated(16, 64), "narrow": Gated(16, 8), "even": Gated(16, 16)})
+    with caplog.at_level(logging.INFO, "hybridq"):
+        stays = left(model)
+    assert stays == {f"{one}.gate": f"routers, the name {one}.gate" for one in ("narrow", "even")}
+    assert "convert: mlp.gate: more features out than in" in caplog.text
+    model = nn.ModuleDict({"gate": nn.Linear(16, 32), "shared_experts": Gated(16, 32)})
+    model["experts"] = nn.ModuleList([Gated(16, 32) for _ in range(32)])
+    stays = left(nn.ModuleDict({"moe": model}))
+    assert stays == {"moe.gate": "routers, the name moe.gate"}
+    assert not hybridq.converters.default_filter(nn.Linear(16, 8), "mlp.gate")
+    assert hybridq.converters.default_filter(nn.Linear(16, 64), "mlp.gate")
+    chosen = Selection(hybridq.quantizer("mxfp8", None))
+    for rows, is_chosen in ((64, True), (16, False), (8, False)):
+        entry = Entry("mlp.gate.weight", "BF16", (rows, 16), 0, rows * 32)
+        assert chosen.chooses(entry) == is_chosen
+
+
 def test_narrow_modules_gain_nothing() -> None:
     model = nn.ModuleList([nn.Linear(64, 4), nn.Linear(7, 64), nn.Linear(8, 64)])
     assert left(model) == {

@@ -19,8 +19,8 @@ from ..nn.weights import saves_decoded, would_quantize
 from ..recipes import install
 from .conversion import Conversion, conversion, keep_report
 from .converter import Converter
-from .exclusions import LEAST_WIDTH, keeps_precision, reasons
-from .table import converter_of, converters_with, reason_to_leave, tell_libraries
+from .exclusions import LEAST_WIDTH, keeps_precision, reason_by_name, reasons
+from .table import converter_of, converters, converters_with, reason_to_leave, tell_libraries
 from .values import lazy_parameters
 
 __all__ = ["convert", "convert_modules", "default_filter"]
@@ -35,13 +35,16 @@ def default_filter(module: nn.Module, name: str) -> bool:
     `to_logits`, `cls_score`, `cls_logits`, `bbox_pred` or `mask_fcn_logits`; `gate`,
     `shared_expert_gate`, or has the word `router` in it; `lora_A`, `lora_B` (or `_a`, `_b`,
     `_down`, `_up`); what is below `cls.predictions`, and the model's own `output` or `heads.head`.
-    `gate_proj`, `gate_up_proj` and the like are converted.
+    `gate_proj`, `gate_up_proj` and the like are converted, and a `gate` that makes more features
+    than it takes, as that of a gated activation does. `convert` leaves such a one beside experts
+    alone, too.
 
     Args:
         module: of a kind that `convert` knows.
         name: its qualified name in the model.
     """
-    return not keeps_precision(name)
+    kind = converter_of(module, converters())
+    return not keeps_precision(name, None if kind is None else kind.features_of(module))
 
 
 def convert(
@@ -183,6 +186,8 @@ def convert_modules(
     keep_report(model, made)
     if known or not any(isinstance(m, QuantizedModule) for _, m in found):
         _tell(model, made, filter_fn is None)
+        if filter_fn is None and "routers" not in also:
+            _tell_of_gates(made)
     tell_libraries(model)
     return missed
 
@@ -227,6 +232,14 @@ def _tell(model: nn.Module, made: Conversion, is_own_choice: bool) -> None:
         warn(text)
     else:
         LOGGER.info(text)
+
+
+def _tell_of_gates(made: Conversion) -> None:
+    """Log which modules are called as routers are, and are none by what they make."""
+    gates = [name for name in made.converted if reason_by_name(name) == "routers"]
+    if gates:
+        some = ", ".join(gates[:4]) + (f" and {len(gates) - 4} more" if len(gates) > 4 else "")
+        LOGGER.info(f"convert: {some}: more features out than in, so no router, whatever its name")
 
 
 def _shared(model: nn.Module) -> set[int]:

@@ -59,13 +59,19 @@ _WHOLE: Final = re.compile(r"output|heads\.head|(.*\.)?cls\.predictions(\..*)?")
 _TORCHVISION_HEADS: Final = ("fc", "head")
 
 
-def reason_by_name(name: str) -> str | None:
+def reason_by_name(name: str, features: tuple[int, int] | None = None) -> str | None:
     """Return which of `REASONS` a module's qualified name gives, or None.
+
+    A `gate` that makes more features than it takes is that of a gated activation: a router makes
+    one for each expert.
 
     Args:
         name: of a module in its model.
+        features: input and output features; None: the name decides alone.
     """
     parts = name.split(".")
+    if features is not None and features[0] < features[1]:
+        parts = [part for part in parts if part != "gate"]
     # `router.classifier` is a router's.
     for reason in ("routers", "heads", "adapters"):
         if any(_COMPONENTS[reason].fullmatch(part) for part in parts):
@@ -73,13 +79,13 @@ def reason_by_name(name: str) -> str | None:
     return "heads" if _WHOLE.fullmatch(name) else None
 
 
-def keeps_precision(name: str) -> bool:
+def keeps_precision(name: str, features: tuple[int, int] | None = None) -> bool:
     """Return whether a qualified name says that a module's precision matters most.
 
     Args:
-        name: of a module in its model.
+        name, features: as for `reason_by_name`.
     """
-    return reason_by_name(name) is not None
+    return reason_by_name(name, features) is not None
 
 
 def reasons(
@@ -123,17 +129,30 @@ def reasons(
         for name in names.get(id(module), ())[:1]:
             if kinds[id(module)].only_with is None or reason == "kept_in_fp32":
                 note(name, reason, text)
+    mixtures = _mixtures(model)
     for name, module in candidates:
         if kinds[id(module)].only_with is not None:
             continue
+        features = kinds[id(module)].features_of(module)
         for one in names[id(module)]:
-            by_name = reason_by_name(one)
+            by_name = reason_by_name(one, None if _owner_of_gate(one) in mixtures else features)
             if by_name is not None:
                 note(name, by_name, f"the name {one}")
-        features = kinds[id(module)].features_of(module)
         if features is not None and min(features) < least_width:
             note(name, "narrow", f"{features[0]} to {features[1]} features")
     return {name: found[name] for name, _ in candidates if name in found}
+
+
+def _mixtures(model: nn.Module) -> set[str]:
+    """Return the names of the modules that have experts, as their children are called."""
+    split = (name.rpartition(".") for name, _ in model.named_modules(remove_duplicate=False))
+    return {owner for owner, _, last in split if "expert" in last.lower()}
+
+
+def _owner_of_gate(name: str) -> str | None:
+    """Return the module that has the `gate` that a module is, or is inside of; None: it is none."""
+    parts = name.split(".")
+    return ".".join(parts[: parts.index("gate")]) if "gate" in parts else None
 
 
 def kept_in_fp32(model: nn.Module) -> dict[int, str]:

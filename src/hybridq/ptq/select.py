@@ -160,7 +160,7 @@ class Selection:
             len(entry.shape) == 2
             and any(fnmatch.fnmatchcase(entry.name, glob) for glob in DEFAULT_INCLUDE)
             and not any(fnmatch.fnmatchcase(entry.name, glob) for glob in DEFAULT_EXCLUDE)
-            and not keeps_precision(entry.name.removesuffix(_SUFFIX))
+            and not keeps_precision(entry.name.removesuffix(_SUFFIX), _features(entry))
             and min(entry.shape) >= LEAST_WIDTH
         )
 
@@ -245,6 +245,12 @@ def tell_of_dtypes(
 def can_quantize(entry: Entry) -> bool:
     """Return whether a tensor has a dtype and a shape that quantizers take here."""
     return TORCH_DTYPES.get(entry.dtype) in HIGH_PRECISION and len(entry.shape) in (2, 3)
+
+
+def _features(entry: Entry) -> tuple[int, int]:
+    """Return the input and output features of a matrix of a file."""
+    out, into = entry.shape
+    return (out, into) if entry.is_transposed else (into, out)
 
 
 def _with_swapped_planes(quantizer: Quantizer, entry: Entry) -> Quantizer:
