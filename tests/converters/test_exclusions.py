@@ -235,6 +235,7 @@ NAMES = {
         *("to_logits", "net.to_logits.2", "heads.head"),
         *("roi_heads.box_predictor.cls_score", "roi_heads.box_predictor.bbox_pred"),
         *("head.classification_head.cls_logits", "mask_predictor.mask_fcn_logits"),
+        "head.regression_head.module_list.0.1",  # of SSDlite, 1x1
     ],
     "routers": ["layers.0.mlp.gate", "layers.0.router.classifier", "moe.shared_expert_gate"],
     "adapters": [
@@ -264,6 +265,26 @@ def test_heads_routers_and_adapters_are_known_by_name(reason) -> None:
         assert Selection(chosen.quantizer, include=("*",)).quantizer_of(entry) is not None
     for name in ("decoder.layers.0.fc1", "attention.output.dense", "blocks.0.proj_out", "head"):
         assert not keeps_precision(name)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_what_makes_the_labels_at_the_top_of_a_model_is_a_head(more) -> None:
+    """DETR's class_labels_classifier, which makes one more for no object."""
+
+    class Detector(Model):
+        base_model_prefix = "model"
+
+        def __init__(self) -> None:
+            super().__init__("class_predictor")
+            self.class_predictor = nn.Linear(16, 32 + more)
+
+    model = Detector()
+    assert left(model) == {}
+    model = Detector()
+    model.config = type("Config", (), {"num_labels": 32})()
+    why = f"heads, its {32 + more} features are the labels of the configuration"
+    assert left(model) == {"class_predictor": why}  # and not block.up, which makes 32
+    assert left(Detector(), also=["heads"]) == {}
 
 
 class Gated(nn.Module):

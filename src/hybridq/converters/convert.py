@@ -32,8 +32,8 @@ def default_filter(module: nn.Module, name: str) -> bool:
     Left alone are modules with a component of their qualified name that is `lm_head`, `embed_out`,
     `output_projection`, `vocab_projector`, `classifier`, `classification_head`, `score`,
     `qa_outputs`, `pooler`, `seq_relationship`, `class_embed`, `bbox_embed`, `ctc_head`,
-    `to_logits`, `cls_score`, `cls_logits`, `bbox_pred` or `mask_fcn_logits`; `gate`,
-    `shared_expert_gate`, or has the word `router` in it; `lora_A`, `lora_B` (or `_a`, `_b`,
+    `to_logits`, `cls_score`, `cls_logits`, `bbox_pred`, `mask_fcn_logits` or `regression_head`;
+    `gate`, `shared_expert_gate`, or has the word `router` in it; `lora_A`, `lora_B` (or `_a`, `_b`,
     `_down`, `_up`); what is below `cls.predictions`, and the model's own `output` or `heads.head`.
     `gate_proj`, `gate_up_proj` and the like are converted, and a `gate` that makes more features
     than it takes, as that of a gated activation does. `convert` leaves such a one beside experts

@@ -48,7 +48,7 @@ _COMPONENTS: Final = {
     "heads": re.compile(
         r"lm_head|embed_out|output_projection|vocab_projector|classifier|classification_head|score"
         r"|qa_outputs|pooler|seq_relationship|class_embed|bbox_embed|ctc_head|to_logits"
-        r"|cls_score|cls_logits|bbox_pred|mask_fcn_logits"
+        r"|cls_score|cls_logits|bbox_pred|mask_fcn_logits|regression_head"
     ),
     "routers": re.compile(r"gate|shared_expert_gate|(.*_)?router(_.*)?"),
     "adapters": re.compile(r"lora_(A|B|a|b|down|up|embedding_A|embedding_B)|prompt_encoder"),
@@ -219,6 +219,8 @@ def _own_word(
                 head = module._modules.get(name)
                 if head is not None and id(head) in kinds:
                     yield head, "heads", f"{name} of torchvision's {type(module).__name__}"
+        for one, count in _onto_labels(module, kinds):
+            yield one, "heads", f"its {count} features are the labels of the configuration"
         if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
             yield from ((one, "heads", "of an adaptive softmax") for one in module.modules())
         for name, child in _beside_base(module):
@@ -232,6 +234,23 @@ def _own_word(
                     yield one, "kept_in_fp32", attribute
         for one in _tied_heads(module, kinds, others):
             yield one, "heads", _TIED
+
+
+def _onto_labels(
+    module: nn.Module, kinds: Mapping[int, Converter]
+) -> Iterator[tuple[nn.Module, int]]:
+    """Yield a Hugging Face model's own children that make its labels, or one more for none of them.
+
+    Its blocks lie deeper, so that a width of theirs is no number of labels.
+    """
+    labels = getattr(getattr(module, "config", None), "num_labels", None)
+    if not hasattr(module, "base_model_prefix") or not isinstance(labels, int):
+        return
+    for child in module.children():
+        kind = kinds.get(id(child))
+        features = None if kind is None else kind.features_of(child)
+        if features is not None and features[1] in (labels, labels + 1):
+            yield child, features[1]
 
 
 def _tied_heads(
