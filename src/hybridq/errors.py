@@ -99,9 +99,10 @@ def is_first(key: str) -> bool:
 
 
 #: Packages whose lines a warning does not name: this one, those that call it by hooks, and what of
-#: Python's own stands between a caller and a context manager, an import or a thread.
+#: Python's own stands between a caller and a context manager, an import or a thread. Code that is
+#: made of text, as that of a graph, has no name.
 _BETWEEN: Final = frozenset(
-    {"hybridq", "hybridq_cli", "torch", "accelerate", "peft", "transformers", "typer", "click"}
+    {"", "hybridq", "hybridq_cli", "torch", "accelerate", "peft", "transformers", "typer", "click"}
     | {"contextlib", "functools", "importlib", "threading", "concurrent", "runpy"}
 )
 

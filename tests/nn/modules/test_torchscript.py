@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -58,3 +59,36 @@ def test_a_trace_without_planes_is_saved_and_says_nothing(recipe) -> None:
     torch.jit.save(traced, file)
     file.seek(0)
     assert torch.equal(torch.jit.load(file)(3 * x), wanted)
+
+
+@pytest.mark.parametrize("kind", ["served", "quantized", "under a recipe"])
+def test_an_export_to_onnx_of_planes_is_refused_by_name(kind, monkeypatch) -> None:
+    """ONNX's exporters end in an error of their own otherwise, one of an operator or a dtype."""
+
+    model, recipe = nn.Sequential(nn.Linear(32, 32)), None
+    if kind == "served":
+        hybridq.quantize_model(model, "mxfp8")
+    elif kind == "quantized":
+        with hybridq.quantized_model_init("mxfp8"):
+            hybridq.convert(model)
+    else:
+        hybridq.convert(model)
+        recipe = "mxfp8"
+    x = torch.randn(4, 32)
+    exporting = hybridq.autocast(recipe=recipe) if recipe else nullcontext()
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    said = "ONNX has no form for products of planes"
+    with exporting, torch.no_grad():
+        with (
+            pytest.warns(hybridq.HybridQWarning, match=said),
+            pytest.raises(NotImplementedError, match=said),
+        ):
+            torch.export.export(model.eval(), (x,), strict=False)
+        with pytest.raises(NotImplementedError, match=said):
+            torch.jit.trace(model, x, check_trace=False)
+
+
+def test_a_plain_model_is_exported(monkeypatch) -> None:
+    model = hybridq.convert(nn.Sequential(nn.Linear(32, 32)))
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    torch.export.export(model, (torch.randn(4, 32),), strict=False)

@@ -170,7 +170,7 @@ class QuantizedModule(WeightGradients, ParallelWeights, Boundary, ForwardOnly, T
         In a recomputation that no recipe came along with (see `recipes.replay`), it is the one of
         this module's last training forward.
         """
-        if tracing_state() is not None:
+        if tracing_state() is not None or torch.compiler.is_exporting():
             tell_of_trace(self)
         if self.bound_recipe is not None:
             return self._own_recipe()

@@ -1,11 +1,14 @@
-"""What is said of torch.jit: modules that it cannot script, and traces that it cannot save."""
+"""What is said of torch.jit and ONNX: what they cannot script, save or export."""
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
+from ... import settings
+from ..._torch_private import tracing_state
 from ...errors import warn_once
 from ...tensor import is_quantized
 
@@ -29,15 +32,34 @@ class TorchScript(nn.Module):
         )
 
 
+def _holds_planes(module: Any) -> bool:
+    return any(one is not None and is_quantized(one) for one in module._parameters.values())
+
+
 def tell_of_trace(module: Any) -> None:
     """Warn once, while torch.jit traces, of a module whose trace cannot be saved.
 
     `torch.jit.save` reads memory that a tensor with planes has not, and ends the process.
 
     Args:
-        module: which is being called.
+        module: which is being called, while torch.jit or torch.export traces.
+
+    Raises:
+        NotImplementedError: it is traced for ONNX, and multiplies planes.
     """
-    if any(one is not None and is_quantized(one) for one in module._parameters.values()):
+    if torch.onnx.is_in_onnx_export():
+        has_recipe = (module.bound_recipe or settings.current().recipe) is not None
+        if has_recipe or _holds_planes(module):
+            what = "under a recipe" if has_recipe else "of quantized weights"
+            text = (
+                "torch.onnx.export: modules must be in high precision, got hybridq's "
+                f"{type(module).__name__} {what}, and ONNX has no form for products of planes; "
+                "export a plain model that loads hybridq.dequantized_state_dict(model)"
+            )
+            if tracing_state() is None:  # torch drops the error, tries another way, and fails late
+                warn_once("torch.onnx.export", text)
+            raise NotImplementedError(text)
+    elif tracing_state() is not None and _holds_planes(module):
         warn_once(
             "torch.jit.trace",
             "torch.jit.trace: what is traced can be run and not be saved, since torch.jit.save "
