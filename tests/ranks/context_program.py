@@ -414,7 +414,10 @@ def faults() -> None:
     imported = partial(sdpa_by_name, is_causal=True)
     raises(RuntimeError, "imported before", lambda: enter(call=lambda x: imported(x, x, x)))
     assert nn.functional.scaled_dot_product_attention is sdpa
-    enter(call=lambda x: sdpa_of(x, is_causal=True))  # and all goes on
+    y = enter(call=lambda x: sdpa_of(x.clone().requires_grad_(), is_causal=True))  # and all goes on
+    raises(RuntimeError, "a backward must run inside of the block", y.sum().backward)
+    late = enter(call=lambda x: sdpa_of(x.clone().requires_grad_(), is_causal=True)).sum()
+    enter(call=lambda x: late.backward())  # of an earlier block, in one as long
 
 
 def of_module(mesh: Any) -> None:

@@ -69,7 +69,7 @@ def context_parallel(
     Raises:
         RuntimeError: torch.distributed is not initialized; on every rank: ranks differ in shapes or
             in the recipe; or attention that no operator of the ring computes, or that is called by
-            a name which was imported before.
+            a name which was imported before; in a backward: it runs after the block.
         TypeError: `mesh` is none.
         ValueError: a mesh of several dimensions, lengths that differ or that the ranks do not
             divide, a mask, or a model of transformers whose attention is known to fail.
@@ -282,6 +282,8 @@ def _checked(tokens: Tokens, device: str) -> Iterator[None]:
                 f"context_parallel: no operator of the ring computes attention of {shapes} in "
                 f"{query.dtype}; {_ULYSSES}"
             ) from error
+        if made.requires_grad and not torch.compiler.is_compiling():
+            made.register_hook(_check_in_block)
         return made
 
     known: Any = attention
@@ -299,6 +301,16 @@ def _checked(tokens: Tokens, device: str) -> Iterator[None]:
         replaced.scaled_dot_product_attention, state.in_ring = ring, False
         replaced.multi_head_attention_forward = of_torch
         torch.backends.mha.set_fastpath_enabled(fastpath)
+
+
+def _check_in_block(grad: torch.Tensor) -> None:
+    """Raise in a backward behind the block: what computes there is torch's, and no ring."""
+    del grad
+    if not hasattr(F.scaled_dot_product_attention, "ring_tokens"):
+        raise RuntimeError(
+            "context_parallel: a backward must run inside of the block, as its forward did, got "
+            "one after the block; call loss.backward() before it ends"
+        )
 
 
 def _of_modules(of_torch: Any) -> Any:
