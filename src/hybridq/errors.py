@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Iterable
+from pathlib import Path
 from types import FrameType
 from typing import Final
 
@@ -19,6 +21,7 @@ __all__ = [
     "is_first",
     "must_be_one_of",
     "names_in",
+    "path_in",
     "suggestion",
     "warn",
     "warn_once",
@@ -81,6 +84,24 @@ def names_in(where: str, given: object) -> tuple[str, ...]:
         if not isinstance(one, str):
             raise TypeError(f"{where} must hold texts only, got {one!r}")
     return found
+
+
+def path_in(where: str, given: object) -> Path:
+    """Return the path of a file or a folder; an empty one is none, and not the current folder.
+
+    Args:
+        where: who asks, and for what: `"export: target"`.
+        given: what the caller gave.
+
+    Raises:
+        TypeError: it is no text and no path.
+        ValueError: it is empty.
+    """
+    if not isinstance(given, str | os.PathLike):
+        raise TypeError(f"{where} must be a path, as a text, got {type(given).__name__}")
+    if not os.fspath(given):
+        raise ValueError(f"{where} must be a path, got an empty one")
+    return Path(given)
 
 
 _seen: set[str] = set()

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from .._files import import_safetensors, write_whole
-from ..errors import CheckpointError
+from ..errors import CheckpointError, path_in
 from .calibration import SLOTS, Calibration
 
 __all__ = ["check_target", "is_calibration", "load", "names_digest", "save"]
@@ -133,6 +133,7 @@ def load(path: str | os.PathLike[str]) -> Calibration:
     import_safetensors("calibration")
     from safetensors import SafetensorError, safe_open
 
+    path = path_in("calibration: path", path)
     if os.path.isdir(path):
         raise CheckpointError(f"calibration: {path} must be a file, got a folder")
     try:

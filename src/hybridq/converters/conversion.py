@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ..nn import QuantizedModule
 from .converter import Converter
-from .exclusions import LEAST_WIDTH, kept_in_fp32, reasons
+from .exclusions import LEAST_WIDTH, collected, kept_in_fp32, reasons
 from .not_converted import (
     LEFT_ALONE,
     UNKNOWN,
@@ -27,7 +27,7 @@ from .not_converted import (
 )
 from .table import LINEAR, converter_of, converters, converters_with, reason_to_leave
 
-__all__ = ["Conversion", "conversion", "keep_report", "kind_of", "report_of"]
+__all__ = ["Conversion", "check_model", "conversion", "keep_report", "kind_of", "report_of"]
 
 #: Where a model has what `convert` did to it: an attribute that no state_dict knows.
 _REPORT: Final = "conversion_report"
@@ -117,7 +117,8 @@ def conversion(
         left alone  lm_head: heads, the name lm_head; converted with also=["heads"]
         1 of 2 nn.Linear, 50.0% of the weights; left alone: lm_head (heads, the name lm_head)
     """
-    also = also if isinstance(also, str) else tuple(also)
+    check_model("conversion", model, filter_fn)
+    also = collected(also)
     among = converters_with(also)
     kept = reasons(model, also, least_width, among)
     own_word = kept_in_fp32(model)
@@ -168,6 +169,27 @@ def conversion(
     counted = (elements[0], elements[1], elements[2])
     by_kind = tuple((one, made, total) for one, (made, total) in kinds.items())
     return Conversion(tuple(converted), tuple(stay), counted, by_kind)
+
+
+def check_model(where: str, model: object, filter_fn: object) -> None:
+    """Raise unless these are a model and a filter.
+
+    Args:
+        where: who asks, for the error.
+        model, filter_fn: what the caller gave.
+
+    Raises:
+        TypeError: the model is no module, or the filter cannot be called.
+    """
+    if not isinstance(model, nn.Module):
+        is_class = isinstance(model, type) and issubclass(model, nn.Module)
+        hint = "; pass an instance, not the class" if is_class else ""
+        raise TypeError(f"{where}: model must be an nn.Module, got {type(model).__name__}{hint}")
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(
+            f"{where}: filter_fn must be callable, filter_fn(module, name) -> bool, got "
+            f"{type(filter_fn).__name__}"
+        )
 
 
 def keep_report(model: nn.Module, made: Conversion) -> None:

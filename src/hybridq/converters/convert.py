@@ -12,14 +12,14 @@ from torch import nn
 
 from .. import settings
 from .._log import LOGGER
-from ..errors import is_first, warn, warn_once
+from ..errors import check_bools, is_first, warn, warn_once
 from ..nn import FusedSequential, QuantizedModule
 from ..nn.modules import ENCODERS
 from ..nn.weights import saves_decoded, would_quantize
 from ..recipes import install
-from .conversion import Conversion, conversion, keep_report
+from .conversion import Conversion, check_model, conversion, keep_report
 from .converter import Converter
-from .exclusions import LEAST_WIDTH, keeps_precision, reason_by_name, reasons
+from .exclusions import LEAST_WIDTH, collected, keeps_precision, reason_by_name, reasons
 from .table import converter_of, converters, converters_with, reason_to_leave, tell_libraries
 from .values import lazy_parameters
 
@@ -92,8 +92,9 @@ def convert(
     values.
 
     Raises:
-        TypeError: `model` is no module, `filter_fn` is not callable, `also` is one string, or a
-            weight that `quantized_model_init` is to quantize is FP64. The model is as it was then.
+        TypeError: `model` is no module, `filter_fn` is not callable, `also` is one string or no
+            collection, `fuse` is no bool, or a weight that `quantized_model_init` is to quantize
+            is FP64. The model is as it was then.
         ValueError: `also` names no reason, or `least_width` is negative.
 
     Example:
@@ -129,16 +130,8 @@ def convert_modules(
         Modules that were hybridq's before, and have plain weights that the surrounding
         `quantized_model_init` would quantize; none outside of one.
     """
-    given: object = model
-    if not isinstance(given, nn.Module):
-        is_class = isinstance(given, type) and issubclass(given, nn.Module)
-        hint = "; pass an instance, not the class" if is_class else ""
-        raise TypeError(f"convert: model must be an nn.Module, got {type(given).__name__}{hint}")
-    if filter_fn is not None and not callable(filter_fn):
-        raise TypeError(
-            "convert: filter_fn must be callable, filter_fn(module, name) -> bool, got "
-            f"{type(filter_fn).__name__}"
-        )
+    check_model("convert", model, filter_fn)
+    check_bools("convert", fuse=fuse)
     lazy = lazy_parameters(model)
     if lazy:
         warn(
@@ -148,7 +141,7 @@ def convert_modules(
     install()
     found = [(name, module) for name, module in model.named_modules()]
     # First all answers, then all changes: a filter that raises leaves the model as it was.
-    also = also if isinstance(also, str) else tuple(also)
+    also = collected(also)
     among = converters_with(also)
     kept = reasons(model, also, least_width, among)
     known = [(name, m, kind) for name, m in found if (kind := _convertible(m, among)) is not None]

@@ -22,6 +22,7 @@ __all__ = [
     "LEAST_WIDTH",
     "REASONS",
     "adapted",
+    "collected",
     "keeps_precision",
     "kept_in_fp32",
     "reason_by_name",
@@ -172,10 +173,23 @@ def kept_in_fp32(model: nn.Module) -> dict[int, str]:
     return found
 
 
+def collected(also: Iterable[str]) -> tuple[str, ...]:
+    """Return the reasons of `also`, which may be read once.
+
+    Args:
+        also: as `convert` takes it.
+
+    Raises:
+        TypeError: it is one text, or no collection.
+    """
+    given: object = also
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"convert: also must be a collection of reasons, got {given!r}")
+    return tuple(also)
+
+
 def _checked(also: Iterable[str], least_width: object) -> frozenset[str]:
-    if isinstance(also, str):
-        raise TypeError(f"convert: also must be a collection of reasons, got {also!r}")
-    skipped = frozenset(also)
+    skipped = frozenset(collected(also))
     unknown = sorted(map(str, skipped - set(REASONS)))
     if unknown:
         raise ValueError(

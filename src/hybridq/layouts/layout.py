@@ -432,6 +432,6 @@ def get(name: str | Layout) -> Layout:
     """
     if isinstance(name, Layout):
         return name
-    if name not in _table:
+    if not isinstance(name, str) or name not in _table:
         raise SpecError(f"layouts: a layout {must_be_one_of(_table, name)}")
     return _table[name]

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, path_in
 from ..formats import PlaneSpec
 from ..layouts import get
 from ..quantizers import Quantizer
@@ -54,6 +54,7 @@ def convert_checkpoint(
             something else, the disk is full, ...; the source is as it was, finished shards stay.
         SpecError: a recipe gives a quantizer that a checkpoint cannot have, or there is no format
             or layout of that name.
+        ValueError: `source` or `target` is an empty path.
         TypeError: `selection` is none of these.
         ImportError: safetensors is not installed.
 
@@ -70,10 +71,11 @@ def convert_checkpoint(
     """
     begun = time.monotonic()
     chosen = _selection(selection)
-    options = options or ConvertOptions()
-    observer = observer or Observer()
+    options, observer = options_of("convert_checkpoint", options, observer)
     known = None if source_layout is None else get(source_layout)
-    check_paths(Path(source), Path(target))
+    own = path_in("convert_checkpoint: source", source)
+    made = path_in("convert_checkpoint: target", target)
+    check_paths(own, made)
     opened = open_source(source)
     found = find(opened, known)
     word = word_of_source(found)
@@ -81,9 +83,34 @@ def convert_checkpoint(
     tell_of_unused(chosen, found.names, found.has_stacks, observer.warn)
     tell_of_dtypes(chosen, found.plain, word.keeps, observer.warn)
     scheme = TrainingScheme(chosen, found, word, refuses_own=True)
-    run = Run(opened, Path(target), scheme, options, observer)
+    run = Run(opened, made, scheme, options, observer)
     run.convert()
     return run.outcome(time.monotonic() - begun)
+
+
+def options_of(
+    where: str, options: ConvertOptions | None, observer: Observer | None
+) -> tuple[ConvertOptions, Observer]:
+    """Return options and an observer, the usual ones for None.
+
+    Args:
+        where: who asks, for the error.
+        options, observer: what the caller gave.
+
+    Raises:
+        TypeError: one is something else.
+    """
+    given: tuple[tuple[str, object, type], ...] = (
+        ("options", options, ConvertOptions),
+        ("observer", observer, Observer),
+    )
+    for name, one, kind in given:
+        if one is not None and not isinstance(one, kind):
+            raise TypeError(
+                f"{where}: {name} must be a hybridq.ptq.{kind.__name__}, got {type(one).__name__}"
+            )
+    usual = ConvertOptions() if options is None else options
+    return usual, Observer() if observer is None else observer
 
 
 def _selection(given: object) -> Selection:

@@ -14,7 +14,7 @@ from torch import nn
 from ..calibration import Calibration
 from ..calibration.batches import unwrapped
 from ..converters import adapted
-from ..errors import CheckpointError, SpecError, must_be_one_of, names_in
+from ..errors import CheckpointError, SpecError, must_be_one_of, names_in, path_in
 from ..formats import PlaneSpec
 from ..layouts import HYBRIDQ, Layout, get, names
 from ..nn import QuantizedModule
@@ -22,7 +22,7 @@ from ..nn.modules.parallel_weights import first_own_part
 from ..quantizers import Quantizer
 from ..recipes import Recipe
 from .choice import choice_of
-from .convert import check_paths
+from .convert import check_paths, options_of
 from .draft import CheckpointScheme
 from .exporting import ExportScheme
 from .found import Found, find
@@ -97,7 +97,9 @@ def export(
             rank, if the first one fails.
         RuntimeError: ranks have different models or ask for different exports.
         SpecError: there is no such layout, or it does not hold this format.
-        TypeError: include or exclude is one text, and no collection of globs.
+        TypeError: include or exclude is one text, and no collection of globs; source, target,
+            options or observer is something else.
+        ValueError: source or target is an empty path.
         ImportError: safetensors is not installed.
 
     Example:
@@ -113,6 +115,8 @@ def export(
         >>> sorted(name.rpartition(".")[2] for name in load_file(folder / "b.safetensors"))
         ['weight', 'weight_scale', 'weight_scale_2']
     """
+    options, observer = options_of("export", options, observer)
+    into = path_in("export: target", target)
     asked = _Asked(
         layout,
         format,
@@ -121,14 +125,14 @@ def export(
         names_in("export: exclude", exclude),
         calibration,
         kv_cache,
-        options or ConvertOptions(),
-        observer or Observer(),
+        options,
+        observer,
     )
     known = None if source_layout is None else get(source_layout)
     if not isinstance(source, nn.Module):
-        check_paths(Path(source), Path(target))
+        check_paths(path_in("export: source", source), into)
         found = find(open_source(source), known)
-        return asked.write(found, None, Path(target))
+        return asked.write(found, None, into)
     model = unwrapped(source)
     adapters = adapted(model)
     if adapters:
@@ -158,7 +162,7 @@ def export(
                 f"tied weights are written once, without {others}: load them into a model that "
                 "ties them too, with strict=False, or give each a copy before the export"
             )
-        return asked.write(find(source_of(model, state), known), word_of(model), Path(target))
+        return asked.write(find(source_of(model, state), known), word_of(model), into)
 
     state = model.state_dict(keep_vars=True)
     if holds_parts(state):

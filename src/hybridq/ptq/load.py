@@ -124,6 +124,7 @@ def load_checkpoint(path: str | os.PathLike[str], layout: str | None = None) -> 
         CheckpointError: there is none, a file of it is damaged, it was not finished, or it is
             quantized in a way that no layout reads.
         SpecError: there is no such layout.
+        TypeError, ValueError: `path` is no path, or an empty one.
         ImportError: safetensors is not installed.
 
     Example:

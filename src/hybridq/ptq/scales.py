@@ -176,7 +176,7 @@ class Scales:
             raise SpecError(
                 f"export: {layout.name} has no names for scales of KV caches, got kv_cache={kind!r}"
             )
-        if kind not in layout.kv:
+        if not isinstance(kind, str) or kind not in layout.kv:
             raise SpecError(f"export: kv_cache of {layout.name} {must_be_one_of(layout.kv, kind)}")
         made: dict[str, dict[str, torch.Tensor]] = {}
         missed: dict[str, None] = {}

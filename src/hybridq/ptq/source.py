@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, path_in
 from ..layouts import TORCHAO, current_names, said_of
 from .disk import is_name, is_there, kind_of, names_in_folder, reading
 from .files import as_bytes, read_into, read_json
@@ -207,7 +207,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
         CheckpointError: there is none, a file of it is damaged, or index and files disagree.
         ImportError: safetensors is not installed.
     """
-    found = Path(path)
+    found = path_in("checkpoint: the source", path)
     kind = kind_of(found)
     if not kind:
         raise CheckpointError(f"checkpoint: there is no {found}")

@@ -58,6 +58,12 @@ class RecipeSchedule(RecipeSource):
     ) -> None:
         if total_steps is not None:
             _check_count(total_steps, "total_steps", 1)
+        given_phases: object = phases
+        if isinstance(given_phases, str | bytes) or not isinstance(given_phases, Iterable):
+            raise TypeError(
+                "RecipeSchedule: phases must be pairs (start, recipe), got "
+                f"{type(given_phases).__name__}"
+            )
         pairs = [_pair(phase) for phase in phases]
         if not pairs:
             raise ValueError("RecipeSchedule: needs at least one phase, got none")

@@ -89,7 +89,7 @@ def quantize_model(
     given: object = model
     if not isinstance(given, nn.Module):
         raise TypeError(f"quantize_model: model must be an nn.Module, got {type(given).__name__}")
-    if activations not in _ACTIVATIONS:
+    if not isinstance(activations, str) or activations not in _ACTIVATIONS:
         raise ValueError(f"quantize_model: activations {must_be_one_of(_ACTIVATIONS, activations)}")
     check_made("quantize_model", model)
     inputs = _ACTIVATIONS[activations]

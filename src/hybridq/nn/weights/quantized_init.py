@@ -399,6 +399,9 @@ def dequantized_state_dict(module: nn.Module) -> dict[str, Any]:
         Plain tensors of the parameters' nominal dtypes; what was not quantized is not copied, and
         what has two names is one tensor.
 
+    Raises:
+        TypeError: it is no module.
+
     Example:
         >>> import torch, hybridq
         >>> with hybridq.quantized_model_init("mxfp8"):
@@ -407,6 +410,11 @@ def dequantized_state_dict(module: nn.Module) -> dict[str, Any]:
         >>> plain.load_state_dict(hybridq.dequantized_state_dict(layer))
         <All keys matched successfully>
     """
+    given: object = module
+    if not isinstance(given, nn.Module):
+        raise TypeError(
+            f"dequantized_state_dict: module must be an nn.Module, got {type(given).__name__}"
+        )
     state = module.state_dict()
     decode_state(state)
     return state
