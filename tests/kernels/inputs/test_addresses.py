@@ -305,3 +305,12 @@ def test_the_core_writes_into_what_was_made_for_it_and_no_further(monkeypatch, n
     assert len(wholes) > 10
     for whole in wholes:
         assert bool((torch.cat([whole[:_MARGIN], whole[-_MARGIN:]]) == _POISON).all())
+
+
+def test_a_plain_weight_that_was_given_the_data_of_planes_is_named() -> None:
+    """torch gives it the memory of a wrapper, which is none, and asks nobody."""
+    layer = hybridq.Linear(32, 32)
+    layer.weight.data = hybridq.quantize(torch.ones(32, 32), "mxfp8")
+    said = r"weight must have memory.*module\.weight = torch\.nn\.Parameter"
+    with hybridq.autocast(recipe="mxfp8"), pytest.raises(RuntimeError, match=said):
+        layer(torch.ones(4, 32))

@@ -41,6 +41,26 @@ DTYPES: Final = {
 _CPU: Final = torch.device("cpu")
 
 
+def _address(what: str, tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's memory.
+
+    Args:
+        what: of which function it is what, for the error.
+        tensor: from outside.
+
+    Raises:
+        RuntimeError: it has none, as torch says of a tensor whose `.data` is a quantized one.
+    """
+    try:
+        return tensor.data_ptr()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{what} must have memory, got a tensor without any: its .data was set to a quantized "
+            "tensor, or a graph is traced; give a module the quantized tensor itself, "
+            "module.weight = torch.nn.Parameter(t, requires_grad=False)"
+        ) from error
+
+
 def given(
     what: str, tensor: torch.Tensor, dtype: torch.dtype, count: int, device: torch.device = _CPU
 ) -> int:
@@ -53,6 +73,7 @@ def given(
 
     Raises:
         ValueError: it has another dtype, another number of elements, gaps, or is elsewhere.
+        RuntimeError: it has no memory.
     """
     if (
         tensor.dtype is dtype
@@ -60,7 +81,7 @@ def given(
         and tensor.numel() == count
         and (count == 1 or tensor.is_contiguous())
     ):
-        return tensor.data_ptr()
+        return _address(what, tensor)
     gaps = "" if tensor.is_contiguous() else " with gaps"
     raise ValueError(
         f"{what} must be {count} contiguous values of {dtype} on {device}, got {tensor.dtype} "
@@ -96,6 +117,7 @@ def matrix(
 
     Raises:
         ValueError: it is elsewhere, or has another dtype.
+        RuntimeError: it has no memory.
     """
     name = DTYPES.get(x.dtype)
     if (
@@ -103,7 +125,7 @@ def matrix(
         and (only is None or only == name)
         and (x.is_cpu if device is _CPU else x.device == device)
     ):
-        return x.data_ptr(), name
+        return _address(what, x), name
     raise ValueError(
         f"{what} must be a matrix of {only or 'float32, bfloat16 or float16'} on {device}, got "
         f"{x.dtype} {tuple(x.shape)} on {x.device}"
@@ -120,9 +142,10 @@ def values(what: str, x: torch.Tensor, dtype: torch.dtype) -> int:
 
     Raises:
         ValueError: it is elsewhere, or has another dtype.
+        RuntimeError: it has no memory.
     """
     if x.dtype is dtype and x.is_cpu:
-        return x.data_ptr()
+        return _address(what, x)
     raise ValueError(f"{what} must be {dtype} on cpu, got {x.dtype} on {x.device}")
 
 
